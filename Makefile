@@ -1,0 +1,45 @@
+# Two commands: `make demo` and `make test`. Each sets up what it needs in .venv.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+STAMP  := $(VENV)/.installed
+NATIVE := $(shell find csrc -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
+
+.PHONY: help install demo test check format protos bench wheel clean
+help:  ## list the targets
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+
+$(STAMP): setup.py pyproject.toml constraints.txt $(NATIVE)
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q -c constraints.txt pip setuptools wheel pybind11 torch
+	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[test,check]'
+	touch $@
+
+install: $(STAMP)  ## create .venv, install the pinned packages, build the native module
+
+demo: $(STAMP)  ## serve the demo model on 4 ranks and ask it 20 sums over gRPC
+	$(BIN)/ep-server demo
+
+test: $(STAMP)  ## run the tests that need no GPU and no long time
+	$(BIN)/python -m pytest -m "not slow and not gpu"
+
+check: $(STAMP)  ## lint, types, format
+	scripts/check
+
+format: $(STAMP)  ## rewrite the sources in the project's format
+	$(BIN)/ruff check --fix ep_server tests benchmarks scripts setup.py
+	$(BIN)/ruff format ep_server tests benchmarks scripts setup.py
+	find csrc -name '*.cpp' -o -name '*.hpp' | xargs $(BIN)/clang-format -i
+
+protos: $(STAMP)  ## regenerate ep_server/v1 from protos/
+	scripts/protos
+
+bench: $(STAMP)  ## run the CPU benchmarks
+	$(BIN)/python benchmarks/bench_exchange.py
+	$(BIN)/python benchmarks/bench_decode.py
+
+wheel: $(STAMP)  ## build a wheel into dist/
+	$(BIN)/python -m pip wheel --no-deps --no-build-isolation -w dist .
+
+clean:  ## remove what the other targets made
+	rm -rf $(VENV) build dist *.egg-info ep_server/_C*.so

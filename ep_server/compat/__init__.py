@@ -1,0 +1,1 @@
+"""Front ends for code written against other libraries."""

@@ -1,0 +1,1 @@
+"""`import deep_ep` for code written against DeepEP."""

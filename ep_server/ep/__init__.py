@@ -1,0 +1,1 @@
+"""The expert-parallel exchange: dispatch and combine."""

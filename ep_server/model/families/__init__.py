@@ -1,0 +1,1 @@
+"""Model families: from config.json to a ModelSpec."""

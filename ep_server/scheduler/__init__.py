@@ -1,0 +1,1 @@
+"""Pure scheduling: no torch, grpc, asyncio or clock."""
