@@ -22,7 +22,6 @@ from ep_server.records import RankLoad, RankStatistics
 
 FIRST_EDGE, LAST_EDGE = 10, 34  # bucket edges from 2^10 ns (1 us) to 2^34 ns (17 s), doubling
 MAX_EXPERT_SERIES = 512  # beyond so many experts one series per rank stands for all of its experts
-STEP = "step"  # the histogram names that are not an exchange operation
 
 # RankLoad field -> (family without prefix, help); the gauges of one rank.
 LOAD_GAUGES: Mapping[str, tuple[str, str]] = {
@@ -43,6 +42,17 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "idle_steps": ("idle_steps", "Steps this rank took part in without a token of its own."),
     "padded_tokens": ("padded_tokens", "Rows computed that hold no token."),
     "tokens": ("step_tokens", "Tokens run, prefill and decode."),
+}
+# Histogram name or kind -> (family without prefix, help, labels beside rank).
+HISTOGRAMS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
+    "comm": ("comm_latency_seconds", "One part of one operation between ranks.", ("op", "part")),
+    "step": ("step_seconds", "One phase of one step.", ("phase",)),
+    "step/skew": ("step_skew_seconds", "How much later than the first rank the last one came to a step.", ()),
+    "request/queue": (
+        "request_queue_seconds",
+        "From arrival at the rank to the first step of a request.",
+        (),
+    ),
 }
 
 
@@ -131,23 +141,23 @@ class RankCollector(Collector):
         yield sent
 
     def _histograms(self, ranks: Iterable[RankStatistics]) -> Iterator[Metric]:
-        comm = HistogramMetricFamily(
-            f"{self._prefix}comm_latency_seconds",
-            "One half or part of one exchange operation.",
-            labels=["rank", "op", "part"],
-        )
-        steps = HistogramMetricFamily(
-            f"{self._prefix}step_seconds", "One phase of one step.", labels=["rank", "phase"]
-        )
+        families = {
+            key: HistogramMetricFamily(self._prefix + name, help, labels=["rank", *labels])
+            for key, (name, help, labels) in HISTOGRAMS.items()
+        }
         for rank in ranks:
             for name, buckets in sorted(rank.histograms.items()):
                 op, _, part = name.partition("/")
-                edges, total = prometheus_buckets(buckets), rank.sums.get(name, 0) * NANO
-                if op == STEP:
-                    steps.add_metric([str(rank.rank), part], edges, total)
+                if name in families:
+                    family, labels = families[name], []
+                elif op == "step":
+                    family, labels = families["step"], [part]
                 else:
-                    comm.add_metric([str(rank.rank), op, part], edges, total)
-        yield from (comm, steps)
+                    family, labels = families["comm"], [op, part]
+                if any(buckets):
+                    total = rank.sums.get(name, 0) * NANO
+                    family.add_metric([str(rank.rank), *labels], prometheus_buckets(buckets), total)
+        yield from families.values()
 
     def _peer_waits(self, ranks: Iterable[RankStatistics]) -> Metric:
         family = CounterMetricFamily(
