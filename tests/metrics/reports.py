@@ -24,7 +24,14 @@ def report(rank: int, step: int, ranks: int = 2) -> RankStatistics:
     """The report of a rank after `step` steps; every number grows with the steps."""
     draw = random.Random(rank)
     times = [draw.randrange(500, 3_000_000) for _ in range(step)]
-    names = [
+    parts = {
+        "dispatch": ("send", "wait", "expand"),
+        "combine": ("send", "wait", "reduce"),
+        "vote": ("wait",),
+        "step": ("attention", "experts", "total", "skew"),
+        "request": ("queue",),
+    }
+    names = [f"{op}/{part}" for op, several in parts.items() for part in several]
         "dispatch/send",
         "dispatch/wait",
         "dispatch/expand",
