@@ -32,19 +32,6 @@ def report(rank: int, step: int, ranks: int = 2) -> RankStatistics:
         "request": ("queue",),
     }
     names = [f"{op}/{part}" for op, several in parts.items() for part in several]
-        "dispatch/send",
-        "dispatch/wait",
-        "dispatch/expand",
-        "combine/send",
-        "combine/wait",
-        "combine/reduce",
-        "vote/wait",
-        "step/attention",
-        "step/experts",
-        "step/total",
-        "step/skew",
-        "request/queue",
-    ]
     totals = {name: [4 * ns for ns in times] for name in ("dispatch/total", "combine/total", "vote/total")}
     durations = {**dict.fromkeys(names, times), **totals}
     return RankStatistics(
