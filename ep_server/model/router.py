@@ -23,7 +23,7 @@ def route(x: torch.Tensor, weights: MoeWeights, spec: RouterSpec) -> tuple[torch
     choice = score if weights.bias is None else score + weights.bias
     if spec.groups > 1:
         choice = _limit_to_groups(choice, spec)
-    chosen, ids = choice.topk(spec.top_k, dim=-1)
+    chosen, ids = torch.topk(choice, spec.top_k, dim=-1)
     gates = chosen if weights.bias is None else score.gather(1, ids)
     if spec.renormalise:
         total = gates.sum(-1, keepdim=True)
