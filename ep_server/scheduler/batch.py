@@ -1,4 +1,4 @@
-"""Limits of a rank's steps, and cutting a step into micro-batches. Knows counts only.
+"""What a rank may hold and run in a step, and whether a request can fit at all. Knows counts only.
 
 Units: tokens, blocks.
 """
@@ -62,18 +62,3 @@ class SchedulerLimits:
             raise ContextLengthExceeded(
                 f"{wants} need {needed} KV blocks of {self.block_size} tokens; a rank has {self.kv_blocks}"
             )
-
-
-def split_batch(batch: StepBatch) -> tuple[StepBatch, StepBatch]:
-    """Cuts a step into two micro-batches of whole slices, in order, as even in tokens as that allows.
-
-    Either half may be empty; the tokens drawn by the first, then the second, are those of `batch` in order.
-    """
-    cut, left = 0, 0
-    best, running = batch.num_tokens, 0
-    for index, piece in enumerate(batch.slices, start=1):
-        running += len(piece.token_ids)
-        uneven = abs(batch.num_tokens - 2 * running)
-        if uneven <= best:
-            best, cut, left = uneven, index, running
-    return StepBatch(batch.slices[:cut], left), StepBatch(batch.slices[cut:], batch.num_tokens - left)

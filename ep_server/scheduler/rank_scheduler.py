@@ -103,11 +103,12 @@ class RankScheduler:
         return freed
 
     def plan(self) -> StepBatch:
-        """The next step; empty when there is nothing to run. commit() must follow before the next plan().
+        """The next step; empty when there is nothing to run. commit() comes before the next plan(), unless
+        the batch is empty.
 
         `blocks` of a slice is the live table: it covers the slice, may reach past it, and changes at commit.
         """
-        if self._batch is not None:
+        if self._batch is not None and self._batch.slices:
             raise InternalError("plan() before the last batch was committed")
         preempted = self._grow_decoding()
         slices = [
