@@ -17,7 +17,8 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from ep_server.quantiles import NANO, balance
+from ep_server.intervals import Interval, expert_balance, overlap_ratio, step_skew
+from ep_server.quantiles import NANO
 from ep_server.records import RankLoad, RankStatistics
 
 FIRST_EDGE, LAST_EDGE = 10, 34  # bucket edges from 2^10 ns (1 us) to 2^34 ns (17 s), doubling
@@ -42,12 +43,14 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "idle_steps": ("idle_steps", "Steps this rank took part in without a token of its own."),
     "padded_tokens": ("padded_tokens", "Rows computed that hold no token."),
     "tokens": ("step_tokens", "Tokens run, prefill and decode."),
+    "exchange_tokens": ("comm_tokens", "Tokens given to dispatch, once per MoE layer."),
+    "exchange_rows": ("comm_rows", "Rows received by dispatch, one per token and receiving rank."),
+    "exchange_sleeps": ("comm_sleeps", "Waits for a peer that went to sleep after spinning."),
 }
 # Histogram name or kind -> (family without prefix, help, labels beside rank).
 HISTOGRAMS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "comm": ("comm_latency_seconds", "One part of one operation between ranks.", ("op", "part")),
     "step": ("step_seconds", "One phase of one step.", ("phase",)),
-    "step/skew": ("step_skew_seconds", "How much later than the first rank the last one came to a step.", ()),
     "request/queue": (
         "request_queue_seconds",
         "From arrival at the rank to the first step of a request.",
@@ -64,7 +67,7 @@ class RankCollector(Collector):
         self._lock = threading.Lock()
         self._up: dict[int, bool] = {}
         self._latest: dict[int, RankStatistics] = {}
-        self._before: dict[int, RankStatistics] = {}  # the report before, for gauges over the last interval
+        self._intervals: dict[int, Interval] = {}
 
     def set_up(self, rank: int, up: bool) -> None:
         """A rank became ready, or was lost."""
@@ -75,23 +78,24 @@ class RankCollector(Collector):
         """Replaces a rank's numbers. A report without a new step keeps the interval of the last one."""
         with self._lock:
             last = self._latest.get(statistics.rank, RankStatistics(statistics.rank))
-            if statistics.load.steps != last.load.steps:
-                self._before[statistics.rank] = last
+            if statistics.load.steps > last.load.steps:
+                self._intervals[statistics.rank] = Interval(last, statistics)
             self._latest[statistics.rank] = statistics
 
     def collect(self) -> Iterator[Metric]:
         """One pass over all ranks."""
         with self._lock:
-            up, ranks = dict(self._up), [self._latest[rank] for rank in sorted(self._latest)]
-            before = dict(self._before)
+            up = dict(self._up)
+            ranks = [self._latest[rank] for rank in sorted(self._latest)]
+            intervals = [self._intervals[rank] for rank in sorted(self._intervals)]
         families = (
             self._ups(up),
             *self._loads(ranks),
             *self._counters(ranks),
             *self._histograms(ranks),
             self._peer_waits(ranks),
-            *self._experts(ranks, before),
-            self._overlap(ranks, before),
+            self._expert_tokens(ranks),
+            *self._interval_gauges(intervals),
         )
         yield from (family for family in families if family.samples)
 
@@ -136,7 +140,7 @@ class RankCollector(Collector):
         for rank in ranks:
             for key, value in sorted(rank.counters.items()):
                 kind, _, op = key.partition("/")
-                if kind == "bytes":
+                if kind == "bytes" and value:
                     sent.add_metric([str(rank.rank), op], value)
         yield sent
 
@@ -167,12 +171,12 @@ class RankCollector(Collector):
         )
         for rank in ranks:
             for (op, peer), waited in sorted(rank.peer_wait_ns.items()):
-                if peer != rank.rank:
+                if waited and peer != rank.rank:
                     family.add_metric([str(rank.rank), str(peer), op], waited * NANO)
         return family
 
-    def _experts(self, ranks: list[RankStatistics], before: Mapping[int, RankStatistics]) -> Iterator[Metric]:
-        tokens = CounterMetricFamily(
+    def _expert_tokens(self, ranks: list[RankStatistics]) -> Metric:
+        family = CounterMetricFamily(
             f"{self._prefix}expert_tokens",
             'Tokens an expert received; expert="all" where experts are many.',
             labels=["rank", "expert"],
@@ -181,38 +185,34 @@ class RankCollector(Collector):
         for rank in ranks:
             counted = rank.expert_tokens if single else {"all": sum(rank.expert_tokens.values())}
             for expert, number in counted.items():
-                tokens.add_metric([str(rank.rank), str(expert)], number)
-        yield tokens
+                family.add_metric([str(rank.rank), str(expert)], number)
+        return family
+
+    def _interval_gauges(self, intervals: list[Interval]) -> Iterator[Metric]:
         even = GaugeMetricFamily(
             f"{self._prefix}expert_balancedness",
             "Mean over maximum of the tokens received in the last report interval; 1 is even.",
             labels=["scope"],
         )
-        new = {
-            rank.rank: {
-                expert: number - before[rank.rank].expert_tokens.get(expert, 0)
-                for expert, number in rank.expert_tokens.items()
-            }
-            for rank in ranks
-            if rank.rank in before and rank.expert_tokens
-        }
-        if any(number for counts in new.values() for number in counts.values()):
-            even.add_metric(["rank"], balance(sum(counts.values()) for counts in new.values()))
-            even.add_metric(["expert"], balance(n for counts in new.values() for n in counts.values()))
+        if (balances := expert_balance(intervals)) is not None:
+            for scope, value in zip(("rank", "expert"), balances, strict=True):
+                even.add_metric([scope], value)
         yield even
-
-    def _overlap(self, ranks: list[RankStatistics], before: Mapping[int, RankStatistics]) -> Metric:
-        family = GaugeMetricFamily(
+        skew = step_skew(intervals)
+        yield GaugeMetricFamily(
+            f"{self._prefix}step_skew_seconds",
+            "Mean time per step that the earliest rank waits in the vote beyond the latest, last interval.",
+            value=skew,
+        )
+        overlap = GaugeMetricFamily(
             f"{self._prefix}overlap_ratio",
             "Share of the flight time of dispatch and combine that the rank did not wait, last interval.",
             labels=["rank"],
         )
-        for rank in ranks:
-            if rank.rank in before:
-                hidden, waited = _hidden_and_waited(rank, before[rank.rank])
-                if hidden + waited > 0:
-                    family.add_metric([str(rank.rank)], hidden / (hidden + waited))
-        return family
+        for interval in intervals:
+            if (ratio := overlap_ratio(interval)) is not None:
+                overlap.add_metric([str(interval.now.rank)], ratio)
+        yield overlap
 
 
 def prometheus_buckets(buckets: Sequence[int]) -> list[tuple[str, float]]:
@@ -237,16 +237,3 @@ def _edge(exponent: int) -> str:
 
 def _usage(load: RankLoad) -> float:
     return load.kv_blocks_used / load.kv_blocks_total if load.kv_blocks_total else 0.0
-
-
-def _hidden_and_waited(now: RankStatistics, before: RankStatistics) -> tuple[int, int]:
-    """Nanoseconds between the two halves, when the rank did other work, and nanoseconds blocked in waits."""
-
-    def spent(op: str, *parts: str) -> int:
-        return sum(now.sums.get(f"{op}/{part}", 0) - before.sums.get(f"{op}/{part}", 0) for part in parts)
-
-    waited = sum(spent(op, "wait") for op in ("dispatch", "combine"))
-    hidden = sum(
-        spent(op, "total") - spent(op, "send", "wait", "expand", "reduce") for op in ("dispatch", "combine")
-    )
-    return max(hidden, 0), waited

@@ -64,10 +64,8 @@ def test_each_kind_of_histogram_has_its_family(collector: RankCollector, scrape:
     collector.update(report(0, 10))
     found = scrape()
     assert value(found, "epserver_step_seconds_count", rank="0", phase="attention") == 10
-    assert value(found, "epserver_step_skew_seconds_count", rank="0") == 10
     assert value(found, "epserver_request_queue_seconds_count", rank="0") == 10
     assert value(found, "epserver_comm_latency_seconds_count", rank="0", op="vote", part="total") == 10
-    assert not any(dict(labels).get("phase") == "skew" for _, labels in found)
 
 
 def test_histograms_that_counted_nothing_are_left_out(collector: RankCollector, scrape: Scrape) -> None:
@@ -144,6 +142,15 @@ def test_overlap_is_what_was_not_waited_for(collector: RankCollector, scrape: Sc
     later = sums | {"dispatch/wait": 130, "dispatch/total": 235}
     collector.update(RankStatistics(0, RankLoad(steps=2), sums=later))
     assert value(scrape(), "epserver_overlap_ratio", rank="0") == 0
+
+
+def test_skew_is_how_much_longer_the_earliest_rank_waits(collector: RankCollector, scrape: Scrape) -> None:
+    collector.update(RankStatistics(0, RankLoad(steps=4), sums={"vote/wait": 4_000}))
+    assert not any(name == "epserver_step_skew_seconds" for name, _ in scrape())
+    collector.update(RankStatistics(1, RankLoad(steps=4), sums={"vote/wait": 24_000}))
+    assert value(scrape(), "epserver_step_skew_seconds") == pytest.approx(5e-6)
+    collector.update(RankStatistics(1, RankLoad(steps=6), sums={"vote/wait": 26_000}))
+    assert value(scrape(), "epserver_step_skew_seconds") == pytest.approx(0)
 
 
 def test_counters_never_fall_and_scraping_changes_nothing(collector: RankCollector, scrape: Scrape) -> None:
