@@ -55,6 +55,10 @@ def check_tokens(
     outside = (ids < -1) | (ids >= spec.num_experts)
     if outside.any():
         raise InvalidArgument("topk_ids", int(ids[outside][0]), f"-1 to {spec.num_experts - 1}")
+    ordered = ids.sort(dim=1).values
+    repeated = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
+    if repeated.any():
+        raise InvalidArgument("topk_ids", int(ordered[:, 1:][repeated][0]), "distinct within its token")
     if weights is None and spec.reduction is Reduction.RANK:
         raise InvalidArgument("topk_weights", None, "given at dispatch for reduction rank")
     if weights is not None:

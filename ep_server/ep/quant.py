@@ -2,13 +2,13 @@
 
 Knows tensors only; nothing of ranks or routing. A group is 128 neighbouring channels of one row:
 
-    amax   = max(1e-4, max |x|)                     float32; NaN elements are passed over
+    amax   = max(1e-4, max |x|)                     float32; a NaN stays a NaN
     scale  = amax / 448                             float32 division (FP8)
            = the smallest power of two >= amax/448  (FP8_POW2, FP8_UE8M0)
     code   = rne_e4m3(clamp(x * inverse, +-448))    float32; inverse = 448 / amax (FP8), 1 / scale (else)
     value  = float32(code) * scale
 
-A NaN element becomes the NaN code. An infinite one becomes NaN too, and its group reads back as NaN.
+A group with a NaN or an infinity reads back as NaN: it never becomes a wrong finite number.
 UE8M0 stores the biased exponent byte of a scale; four groups, lowest first, share an int32.
 """
 
@@ -61,9 +61,7 @@ def quantise(x: torch.Tensor, payload: Payload) -> tuple[torch.Tensor, torch.Ten
     num_rows, hidden = x.shape
     check_hidden(hidden, payload)
     groups = x.float().view(num_rows, hidden // GROUP, GROUP)
-    magnitude = groups.abs()
-    magnitude = torch.where(magnitude.isnan(), torch.zeros_like(magnitude), magnitude)
-    amax = magnitude.amax(dim=-1).clamp(min=AMAX_FLOOR)
+    amax = groups.abs().amax(dim=-1).clamp(min=AMAX_FLOOR)  # NaN passes through both
     # Divide by a tensor, not a Python scalar: some backends turn the latter into a multiplication.
     limit = torch.full_like(amax, E4M3_MAX)
     scale, inverse = amax / limit, limit / amax
@@ -84,15 +82,15 @@ def dequantise(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 
 def round_up_pow2(scale: torch.Tensor) -> torch.Tensor:
-    """The smallest power of two >= each positive normal float32, by its bits; infinity stays."""
-    bits = scale.view(torch.int32)
-    exponent = (bits + 0x7FFFFF) >> 23  # a non-zero mantissa carries into the exponent
-    return (exponent.clamp(max=0xFF) << 23).view(torch.float32)
+    """The smallest power of two >= each positive normal float32, by its bits; infinity and NaN stay."""
+    exponent = (scale.view(torch.int32) + 0x7FFFFF) >> 23  # a non-zero mantissa carries into the exponent
+    return torch.where(scale.isfinite(), (exponent << 23).view(torch.float32), scale)
 
 
 def pack_ue8m0(scale: torch.Tensor) -> torch.Tensor:
     """Powers of two [..., G] float32 to exponent bytes, four per int32 [..., G/4], lowest byte first."""
-    exponents = (scale.view(torch.int32) >> 23).view(*scale.shape[:-1], -1, PACK)
+    shape = (*scale.shape[:-1], scale.shape[-1] // PACK, PACK)
+    exponents = ((scale.view(torch.int32) >> 23) & 0xFF).view(shape)
     return (exponents << torch.arange(0, 32, 8, dtype=torch.int32)).sum(-1, dtype=torch.int32)
 
 

@@ -36,7 +36,7 @@ from ep_server.ep.quant import (
     scale_columns,
     scale_dtype,
 )
-from ep_server.errors import HookNotCalled, InternalError, InvalidArgument
+from ep_server.errors import HookNotCalled, InvalidArgument
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,7 +158,7 @@ class ReferenceDispatch:
     def recv(self, view: View = View.COMPACT) -> Received:
         """See PendingDispatch.recv."""
         if self.received:
-            raise InternalError("a dispatch was received twice")
+            raise InvalidArgument("dispatch", "received", "received once")
         self.received = True
         spec = self._spec
         entries = _entries(self._ids, spec.local_experts)
@@ -232,7 +232,7 @@ class ReferenceCombine:
         if out is not None and (tuple(out.shape) != shape or out.dtype != dtype):
             raise InvalidArgument("out", (tuple(out.shape), out.dtype), f"{shape} {dtype}")
         if self.received:
-            raise InternalError("a combine was received twice")
+            raise InvalidArgument("combine", "received", "received once")
         self.received = True
         total = torch.zeros(shape)
         if spec.reduction is Reduction.SOURCE:
