@@ -133,7 +133,8 @@ class Voter:
     """One rank's end of the vote: counts steps and remembers the last work number. One thread calls it.
 
     The loop of a rank: read messages (`saw` for each work number), plan, gather `cast(...)`, obey
-    `settle(records)`. A parked rank waits for any message and votes on the next step.
+    `settle(records)`. A parked rank waits for a work number or the order to stop, then votes on the next;
+    a message that not all ranks get, such as a cancel, must not wake it: it would vote alone.
     """
 
     def __init__(self, generation: int = 0) -> None:
