@@ -25,6 +25,9 @@ from ep_server.ranks.protocol import Ranks
 from ep_server.records import FinishReason, RankStatistics, TokenEvent
 from ep_server.scheduler.lifecycle import Event, advance
 
+# A call's own deadline cancels it a moment before the same deadline of the request passes.
+DEADLINE_SLACK_SECONDS = 0.05
+
 
 class Delivery:
     """Follows admitted requests to their end.
@@ -105,7 +108,7 @@ class Delivery:
         """The stream was closed; a request that has not ended is cancelled."""
         if flight.state.ended:
             return
-        if flight.deadline is not None and self._clock() >= flight.deadline:
+        if flight.deadline is not None and self._clock() >= flight.deadline - DEADLINE_SLACK_SECONDS:
             self.expire(flight)
         else:
             self.fail(flight, Event.CANCEL, RequestCancelled("the stream was dropped"))

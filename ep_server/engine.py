@@ -31,7 +31,7 @@ from ep_server.flight import Flight, Submission
 from ep_server.flights import FlightTable
 from ep_server.observer import EngineObserver, NullObserver
 from ep_server.ranks.protocol import Ranks
-from ep_server.records import RankReady, RankStatistics
+from ep_server.records import RankReady, RankStatistics, Request
 from ep_server.scheduler.lifecycle import Event
 from ep_server.scheduler.placement import choose_rank
 from ep_server.stream import TokenStream
@@ -141,8 +141,10 @@ class Engine:
         if self._state is EngineState.STARTING:
             self._state = EngineState.SERVING
 
-    def submit(self, submission: Submission) -> TokenStream:
+    def submit(self, submission: Submission) -> tuple[Request, TokenStream]:
         """Admits a request and gives it to a rank. `close()` the stream when its reader leaves.
+
+        Returns: the request as the rank gets it (number, dp_rank), its tokens.
 
         Raises: Unavailable, Draining, RankLost, DuplicateRequest, ContextLengthExceeded, DeadlineExceeded,
             QueueFull. Nothing is left behind then.
@@ -167,7 +169,7 @@ class Engine:
         self._observer.on_admitted(len(request.prompt_ids))
         self._ranks.submit(rank, request)
         self._delivery.tell_load()
-        return stream
+        return request, stream
 
     @contextmanager
     def counting_refusals(self) -> Iterator[None]:
@@ -193,14 +195,18 @@ class Engine:
         """
         if self._state in (EngineState.STARTING, EngineState.SERVING):
             self._state = EngineState.DRAINING
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._no_streams.wait()
+        await self.streams_closed(seconds)
         left = list(self._flights)
         for flight in left:
             error = Draining("the server stopped before the request finished")
             self._delivery.fail(flight, Event.FAIL, error)
         return not left
+
+    async def streams_closed(self, seconds: float) -> None:
+        """Waits until no stream has a reader, at most `seconds`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._no_streams.wait()
 
     async def stop(self) -> None:
         """Ends the ranks; streams still open end with UNAVAILABLE. Idempotent."""

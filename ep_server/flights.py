@@ -90,12 +90,12 @@ class FlightTable:
         count.tokens -= len(flight.request.prompt_ids) + flight.output_tokens
 
     def loads(self, ready: list[RankReady]) -> list[RankLoad]:
-        """Load of each rank as the front counts it: exact now, where a rank's own report is older."""
+        """Load of each rank as the front counts it, what waits included; a rank's own report is older."""
         return [
             RankLoad(
                 running=count.running + count.releasing,
                 waiting=count.waiting,
-                kv_blocks_used=min(-(-count.tokens // rank.block_size), rank.kv_blocks),
+                kv_blocks_used=-(-count.tokens // rank.block_size),
                 kv_blocks_total=rank.kv_blocks,
             )
             for count, rank in zip(self.ranks, ready, strict=True)

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from ep_server.config import ModelConfig
-from ep_server.errors import CheckpointError, ConfigError
+from ep_server.errors import ConfigError
+from ep_server.model.families import read_spec
+from ep_server.model.families.fields import read_json
 from ep_server.records import Sampling
 from ep_server.tokenizer import Tokenizer
-
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,48 +43,25 @@ class ServedModel:
         directory = Path(config.path)
         if not config.path or not directory.is_dir():
             raise ConfigError("model.path", config.path, "a checkpoint directory")
-        model = _read(directory / "config.json")
-        file = directory / "generation_config.json"
-        generation = _read(file) if file.is_file() else {}
-        limit = _positive(model, "max_position_embeddings", directory)
-        if config.max_context > limit:
-            raise ConfigError("model.max_context", config.max_context, f"at most the model's {limit}")
+        spec = read_spec(directory)
+        if config.max_context > spec.max_context:
+            raise ConfigError(
+                "model.max_context", config.max_context, f"at most the model's {spec.max_context}"
+            )
+        generation = directory / "generation_config.json"
         return ServedModel(
             name=config.name or directory.resolve().name,
-            vocab_size=_positive(model, "vocab_size", directory),
-            max_context=config.max_context or limit,
-            eos_token_ids=frozenset(_ids(generation.get("eos_token_id", model.get("eos_token_id")))),
-            defaults=_defaults(generation),
+            vocab_size=spec.vocab_size,
+            max_context=config.max_context or spec.max_context,
+            eos_token_ids=frozenset(spec.eos_token_ids),
+            defaults=_defaults(read_json(generation)) if generation.is_file() else Sampling(),
             tokenizer=Tokenizer.load(directory),
-            architecture=str(model.get("model_type", "")),
-            num_layers=int(model.get("num_hidden_layers", 0)),
-            hidden_size=int(model.get("hidden_size", 0)),
-            num_experts=next((int(model[key]) for key in _EXPERTS if model.get(key)), 0),
-            experts_per_token=int(model.get("num_experts_per_tok") or 0),
+            architecture=spec.family,
+            num_layers=spec.num_layers,
+            hidden_size=spec.hidden,
+            num_experts=spec.router.num_experts,
+            experts_per_token=spec.router.top_k,
         )
-
-
-def _read(file: Path) -> Mapping[str, Any]:
-    try:
-        tree = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{file}: {error.strerror}") from error
-    except ValueError as error:
-        raise CheckpointError(f"{file}: not JSON ({error})") from error
-    if not isinstance(tree, Mapping):
-        raise CheckpointError(f"{file}: not a JSON object")
-    return tree
-
-
-def _positive(model: Mapping[str, Any], key: str, directory: Path) -> int:
-    value = model.get(key)
-    if not isinstance(value, int) or value < 1:
-        raise CheckpointError(f"{directory / 'config.json'}: {key} = {value!r}, must be a positive integer")
-    return value
-
-
-def _ids(value: Any) -> Iterable[int]:
-    return value if isinstance(value, list) else () if value is None else (int(value),)
 
 
 def _defaults(generation: Mapping[str, Any]) -> Sampling:

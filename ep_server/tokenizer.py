@@ -60,11 +60,10 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        self._window = list(prompt_ids[-PROMPT_CONTEXT:])
-        self._read = len(self._window)  # tokens of the window whose text was given out
-        # A prompt may end in the middle of a character; the output then gives it as a whole.
-        while self._read > max(0, len(self._window) - TAIL) and self._known().endswith(REPLACEMENT):
-            self._read -= 1
+        tail = list(prompt_ids[-PROMPT_CONTEXT:])
+        start, end = self._clean_part(tail)
+        self._window = tail[start:]
+        self._read = end - start  # tokens of the window whose text was given out
         self._known_text = self._known()
 
     def push(self, token_id: int) -> str:
@@ -82,6 +81,18 @@ class Detokenizer:
         """The rest at the end of the output; an unfinished character is left out."""
         text = self._tokenizer.decode(self._window).rstrip(REPLACEMENT)
         return self._give(text, len(self._window))
+
+    def _clean_part(self, tail: list[int]) -> tuple[int, int]:
+        """The part of the prompt's tail that is whole characters; cut ones spoil what is beside them.
+
+        The tokens after it begin a character that the output finishes and gives as a whole.
+        """
+        for end in range(len(tail), max(0, len(tail) - TAIL - 1), -1):
+            for start in range(min(TAIL + 1, end)):
+                text = self._tokenizer.decode(tail[start:end])
+                if not text.startswith(REPLACEMENT) and not text.endswith(REPLACEMENT):
+                    return start, end
+        return len(tail), len(tail)
 
     def _give(self, text: str, end: int) -> str:
         """Text beyond what is known; the window then begins where the last one was read to."""
