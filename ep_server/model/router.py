@@ -24,7 +24,7 @@ def route(x: torch.Tensor, weights: MoeWeights, spec: RouterSpec) -> tuple[torch
     if spec.groups > 1:
         choice = _limit_to_groups(choice, spec)
     chosen, ids = torch.topk(choice, spec.top_k, dim=-1)
-    gates = chosen if weights.bias is None else score.gather(1, ids)
+    gates = chosen if choice is score else score.gather(1, ids)
     if spec.renormalise:
         total = gates.sum(-1, keepdim=True)
         gates = gates / (total + spec.renorm_eps if spec.renorm_eps else total)
@@ -38,6 +38,6 @@ def _limit_to_groups(choice: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
         group_score = grouped.amax(-1)
     else:
         group_score = grouped.topk(2, dim=-1).values.sum(-1)
-    best = group_score.topk(spec.top_groups, dim=-1).indices
+    best = torch.topk(group_score, spec.top_groups, dim=-1).indices
     outside = torch.ones_like(group_score, dtype=torch.bool).scatter_(1, best, False)
     return grouped.masked_fill(outside[..., None], float("-inf")).flatten(1)
