@@ -50,6 +50,7 @@ def report(rank: int, step: int, ranks: int = 2) -> RankStatistics:
         histograms={name: bucketed(values) for name, values in durations.items()},
         sums={name: sum(values) for name, values in durations.items()},
         counters={
+            "run_steps": step,
             "idle_steps": step // 3,
             "padded_tokens": step // 2,
             "tokens": 5 * step,
