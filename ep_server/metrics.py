@@ -44,7 +44,7 @@ class ServerMetrics:
     """Implements observer.EngineObserver. Called in the event loop; scrapes come from other threads."""
 
     def __init__(self, registry: CollectorRegistry, *, model: str, version: str) -> None:
-        disable_created_metrics()  # a second series beside each counter that no query reads; process-wide
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # process-wide; no query reads these series
         self._ranks = RankCollector(PREFIX)
         registry.register(self._ranks)
         ProcessCollector(registry=registry)
