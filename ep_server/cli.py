@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 
 import grpc
 import typer
@@ -31,14 +32,23 @@ def options(version: bool = typer.Option(False, "--version", help="Print the ver
         raise typer.Exit()
 
 
-def main() -> int:
-    """Runs a command. Errors that a user can mend are one line on standard error and exit code 1."""
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command. What the caller can mend is one line on standard error and exit code 1.
+
+    Args:
+        arguments: of the command line; sys.argv if None.
+    """
     try:
-        return int(app(standalone_mode=True) or 0)
+        app(arguments)
+    except SystemExit as end:
+        return int(end.code or 0)
     except EpServerError as error:
         print(f"ep-server: error: {error}", file=sys.stderr)
     except grpc.RpcError as error:
-        code, details = getattr(error, "code", None), getattr(error, "details", None)
-        status = code().name if callable(code) else "UNKNOWN"
-        print(f"ep-server: error: {status}: {details() if callable(details) else error}", file=sys.stderr)
+        print(f"ep-server: error: {_status(error)}", file=sys.stderr)
     return 1
+
+
+def _status(error: grpc.RpcError) -> str:
+    """Status and details; the calls of both clients raise errors that are calls."""
+    return f"{error.code().name}: {error.details()}" if isinstance(error, grpc.Call) else str(error)
