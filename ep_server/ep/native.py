@@ -306,7 +306,8 @@ class NativeExchange:
         names = {"E_local": self._num_local, "R*max_tokens": self._padded}
         check_tensor("out rows", rows, self.row_dtype, **names, H=self.spec.hidden)
         if (scales is not None) != self._fp8:
-            raise InvalidArgument("out scales", scales, f"a pair as payload {self.spec.payload} has it")
+            given = "none" if scales is None else "a tensor"
+            raise InvalidArgument("out scales", given, f"as payload {self.spec.payload} has it")
         if scales is not None:
             plane = scales.transpose(1, 2)
             names = {"E_local": self._num_local, "groups": self._groups, "R*max_tokens": self._padded}
