@@ -61,7 +61,8 @@ async def _demo(options: DemoOptions, console: Console) -> int:
             "parallel.ranks": options.ranks,
             "grpc.port": 0,
             "metrics.port": 0,
-        }
+        },
+        environ={},  # the same demo everywhere
     )
     seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
     async with assemble(config) as app:
