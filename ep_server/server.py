@@ -90,7 +90,7 @@ class Server:
         """Streams end by themselves within the time of the configuration, or UNAVAILABLE."""
         if self.engine.lost.is_set():
             log.error("%s; every stream ends, the server stops", self.engine.lost_message)
-        else:
+        elif self.engine.ready:
             log.info("draining, at most %g s: %r", self.config.grpc.drain_seconds, self.engine)
             await self._unless(self._stop_now, self.engine.drain(self.config.grpc.drain_seconds))
         await self.engine.drain(0)
