@@ -26,6 +26,7 @@ py::list regions(const Layout& l) {
   add("identity", Head::kIdentity, 8);
   add("doorbell", Head::kDoorbell, 8);
   add("heartbeat", Head::kHeartbeat, 8);
+  add("masked", Head::kMasked, 8);
   add("abort", Head::kAbort, 8);
   for (uint32_t r = 0; r < kMaxRanks; ++r) {
     const std::string who = "[" + std::to_string(r) + "]";
@@ -81,7 +82,7 @@ void bind_layout(py::module_& m) {
       .def_readonly("row_pitch", &Layout::row_pitch)
       .def_readonly("combine_bytes", &Layout::combine_bytes)
       .def_readonly("combine_pitch", &Layout::combine_pitch)
-      .def_readonly("combine_slots", &Layout::combine_slots)
+      .def_readonly("choices_per_token", &Layout::choices_per_token)
       .def_readonly("meta", &Layout::meta)
       .def_readonly("rows", &Layout::rows)
       .def_readonly("combine", &Layout::combine)

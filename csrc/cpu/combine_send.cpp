@@ -1,9 +1,10 @@
 // combine_send, CPU.
 //
 // Afterwards, for every unmasked source s and every row it sent here:
-//   RANK    s.combine[bank][this rank][token] = sum over its local experts, in top-k order, of weight *
-//   output SOURCE  s.combine[bank][token][k]         = output, unweighted s.header[combine][bank][this rank]
-//   = (epoch, reduction), stored last with release.
+//   RANK    s.combine[bank][this rank][token] = sum over its local experts, in top-k order, of
+//           weight * output
+//   SOURCE  s.combine[bank][this rank][token][k] = output, unweighted
+//   both    s.header[combine][bank][this rank] = (epoch, reduction), stored last with release
 // Reads the experts' output in the layout that the dispatch was received in; no staging copy.
 #include <algorithm>
 #include <cstring>
@@ -43,6 +44,10 @@ uint32_t answer(const Group& group, const CombineState& state, const RowsOut& ou
   const Entry* entries = state.dispatch->entries.data() + run.first;
   std::byte* region = group.regions[run.source];
   if (state.reduction == Reduction::kSource) {
+    // The slot of (token, k) belongs to another rank in the next operation: a rank that stalled, was masked
+    // and comes back must not write there. What remains is a stall inside one copy. RANK slots are this
+    // rank's alone.
+    if (group.masked_by(run.source)) return 0;
     for (uint32_t i = 0; i < run.count; ++i)
       std::memcpy(region + layout.choice_at(state.bank, run.token, entries[i].k), out[entries[i]],
                   layout.combine_bytes);
