@@ -44,10 +44,6 @@ uint32_t answer(const Group& group, const CombineState& state, const RowsOut& ou
   const Entry* entries = state.dispatch->entries.data() + run.first;
   std::byte* region = group.regions[run.source];
   if (state.reduction == Reduction::kSource) {
-    // The slot of (token, k) belongs to another rank in the next operation: a rank that stalled, was masked
-    // and comes back must not write there. What remains is a stall inside one copy. RANK slots are this
-    // rank's alone.
-    if (group.masked_by(run.source)) return 0;
     for (uint32_t i = 0; i < run.count; ++i)
       std::memcpy(region + layout.choice_at(state.bank, run.token, entries[i].k), out[entries[i]],
                   layout.combine_bytes);
