@@ -136,6 +136,67 @@ struct Layout {
   }
 };
 
+// What a region in a GPU's memory holds behind `Layout`: rows become visible one by one there, each with a
+// cell of its own (its 64-bit epoch), and the source counts its rows per expert for the receiver.
+//
+//   dispatch cells  [bank][source][token]                    u64
+//   combine cells   [bank][expert rank][token][choice]       u64
+//   expert counts   [bank][source][expert of the owner]      u32
+struct DeviceLayout {
+  uint32_t num_ranks, max_tokens, choices, num_experts;
+  uint64_t dispatch_cells, combine_cells, expert_counts, total;
+
+  EP_HOST_DEVICE static constexpr DeviceLayout of(const Geometry& g) {
+    const Layout l = Layout::of(g);
+    DeviceLayout d{g.num_ranks, g.max_tokens, l.choices_per_token, g.num_experts, 0, 0, 0, 0};
+    const uint64_t slots = uint64_t(g.num_banks) * g.num_ranks;
+    d.dispatch_cells = l.total;
+    d.combine_cells = align_up(d.dispatch_cells + slots * g.max_tokens * sizeof(uint64_t), kPage);
+    d.expert_counts = align_up(d.combine_cells + slots * g.max_tokens * d.choices * sizeof(uint64_t), kPage);
+    d.total = align_up(d.expert_counts + slots * align_up(g.num_experts, 16) * sizeof(uint32_t), kPage);
+    return d;
+  }
+
+  EP_HOST_DEVICE constexpr uint64_t row_cell(uint32_t bank, uint32_t source, uint32_t token) const {
+    return dispatch_cells + ((uint64_t(bank) * num_ranks + source) * max_tokens + token) * sizeof(uint64_t);
+  }
+  EP_HOST_DEVICE constexpr uint64_t combine_cell(uint32_t bank, uint32_t expert_rank, uint32_t token,
+                                                 uint32_t choice) const {
+    return combine_cells +
+           (((uint64_t(bank) * num_ranks + expert_rank) * max_tokens + token) * choices + choice) *
+               sizeof(uint64_t);
+  }
+  EP_HOST_DEVICE constexpr uint64_t counts_at(uint32_t bank, uint32_t source) const {
+    return expert_counts +
+           (uint64_t(bank) * num_ranks + source) * align_up(num_experts, 16) * sizeof(uint32_t);
+  }
+};
+
+// What a dispatch on a GPU leaves for the halves after it, in one block of the caller's device memory.
+struct DeviceHandle {
+  uint64_t epoch, combine_epoch;
+  uint32_t tokens, has_weights;    // of this rank
+  uint64_t sent_to, arrived;       // bits per rank
+  uint32_t rows, held;             // entries received; an in-place view still reads the bank
+  uint32_t source_tokens[kMaxRanks];
+
+  // Arrays behind it. ids, weights: [T, K] of this rank. entries: [R * max_tokens, K] row of the view or -1,
+  // and its weight.
+  EP_HOST_DEVICE static constexpr uint64_t ids() { return align_up(sizeof(DeviceHandle), kLine); }
+  EP_HOST_DEVICE static constexpr uint64_t weights(const Layout& l) {
+    return align_up(ids() + uint64_t(l.max_tokens) * l.top_k * sizeof(int32_t), kLine);
+  }
+  EP_HOST_DEVICE static constexpr uint64_t entry_rows(const Layout& l) {
+    return align_up(weights(l) + uint64_t(l.max_tokens) * l.top_k * sizeof(float), kLine);
+  }
+  EP_HOST_DEVICE static constexpr uint64_t entry_weights(const Layout& l) {
+    return align_up(entry_rows(l) + uint64_t(l.num_ranks) * l.max_tokens * l.top_k * sizeof(int32_t), kLine);
+  }
+  EP_HOST_DEVICE static constexpr uint64_t bytes(const Layout& l) {
+    return align_up(entry_weights(l) + uint64_t(l.num_ranks) * l.max_tokens * l.top_k * sizeof(float), kLine);
+  }
+};
+
 // A group's memory on one host: a page that says what it is, then the regions in rank order.
 struct GroupPage {
   static constexpr uint64_t kMagic = 0x0031'5045'5645'5345;

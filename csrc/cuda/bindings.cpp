@@ -1,0 +1,177 @@
+// The Python face of the exchange on GPUs: unwraps pointers and a stream, enqueues, returns. Tensors were
+// checked by ep/cuda.py. A module of its own: it is imported only where a driver is.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <string>
+
+#include "cuda/group.hpp"
+#include "cuda/phases.hpp"
+
+namespace py = pybind11;
+
+namespace {
+
+using namespace ep;
+using cuda::Group;
+
+template <class T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// (code, op, phase, rank, peer, expected, seen) of the first failure, or None.
+py::object status(const Group& group) {
+  const Status s = group.status();
+  if (!s) return py::none();
+  return py::make_tuple(uint32_t(s.code), name(s.op), name(s.phase), s.rank, s.peer, s.expected, s.seen);
+}
+
+py::dict statistics(Group& group) {
+  static constexpr const char* kParts[kNumParts] = {"send", "wait", "expand", "reduce", "total"};
+  std::vector<uint64_t> by_expert;
+  cuda::DeviceState state;
+  {
+    py::gil_scoped_release release;
+    state = group.snapshot(&by_expert);
+  }
+  const cuda::Totals& t = state.totals;
+  py::dict histograms, sums, counters, peers, longest, experts, all;
+  for (uint32_t op = 0; op < kBankedOps; ++op) {
+    const std::string op_name = name(Op(op));
+    for (uint32_t part = 0; part < kNumParts; ++part) {
+      py::tuple counts(kNumBuckets);
+      uint64_t total = 0;
+      for (uint32_t b = 0; b < kNumBuckets; ++b) {
+        counts[b] = t.times[op][part][b];
+        total += t.times[op][part][b];
+      }
+      if (total == 0) continue;
+      histograms[py::str(op_name + "/" + kParts[part])] = counts;
+      sums[py::str(op_name + "/" + kParts[part])] = t.sums[op][part];
+    }
+    counters[py::str("bytes/" + op_name)] = t.bytes[op];
+    counters[py::str("bytes_local/" + op_name)] = t.bytes_local[op];
+    for (uint32_t peer = 0; peer < group.device().num_ranks; ++peer) {
+      peers[py::make_tuple(op_name, peer)] = t.peer_wait_ns[op][peer];
+      longest[py::make_tuple(op_name, peer)] = t.peer_wait_max_ns[op][peer];
+    }
+  }
+  counters["exchange_tokens"] = t.tokens;
+  counters["exchange_rows"] = t.rows;
+  counters["exchange_timeouts"] = t.timeouts;
+  for (size_t e = 0; e < by_expert.size(); ++e) experts[py::int_(e)] = by_expert[e];
+  all["histograms"] = histograms;
+  all["sums"] = sums;
+  all["counters"] = counters;
+  all["peer_wait_ns"] = peers;
+  all["peer_wait_max_ns"] = longest;
+  all["local_expert_tokens"] = experts;
+  return all;
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_cuda, m) {
+  m.doc() = "The exchange of ep_server over NVLink.";
+
+  py::class_<cuda::DispatchSendArgs>(m, "DispatchSendArgs")
+      .def(py::init([](uintptr_t x, uintptr_t ids, uintptr_t weights, uintptr_t tokens_on_device,
+                       uint32_t tokens) {
+             return cuda::DispatchSendArgs{pointer<void>(x), pointer<int64_t>(ids), pointer<float>(weights),
+                                           pointer<int32_t>(tokens_on_device), tokens};
+           }),
+           py::kw_only(), py::arg("x") = 0, py::arg("ids") = 0, py::arg("weights") = 0,
+           py::arg("tokens_on_device") = 0, py::arg("tokens") = 0);
+  py::class_<cuda::DispatchRecvArgs>(m, "DispatchRecvArgs")
+      .def(py::init([](uint32_t view, uint32_t capacity, uint32_t scale_pitch, uintptr_t rows, uintptr_t scales,
+                       uintptr_t row_ids, uintptr_t counts, uintptr_t offsets, uintptr_t src_info,
+                       uintptr_t layout_range) {
+             return cuda::DispatchRecvArgs{View(view),
+                                           capacity,
+                                           scale_pitch,
+                                           pointer<void>(rows),
+                                           pointer<uint32_t>(scales),
+                                           pointer<int64_t>(row_ids),
+                                           pointer<int32_t>(counts),
+                                           pointer<int64_t>(offsets),
+                                           pointer<int32_t>(src_info),
+                                           pointer<int64_t>(layout_range)};
+           }),
+           py::kw_only(), py::arg("view") = 0, py::arg("capacity") = 0, py::arg("scale_pitch") = 0,
+           py::arg("rows") = 0, py::arg("scales") = 0, py::arg("row_ids") = 0, py::arg("counts") = 0,
+           py::arg("offsets") = 0, py::arg("src_info") = 0, py::arg("layout_range") = 0);
+  py::class_<cuda::CombineSendArgs>(m, "CombineSendArgs")
+      .def(py::init([](uintptr_t expert_out, uint32_t reduction) {
+             return cuda::CombineSendArgs{pointer<void>(expert_out), Reduction(reduction)};
+           }),
+           py::kw_only(), py::arg("expert_out") = 0, py::arg("reduction") = 0);
+  py::class_<cuda::CombineRecvArgs>(m, "CombineRecvArgs")
+      .def(py::init([](uintptr_t out, uintptr_t weights, uint32_t reduction) {
+             return cuda::CombineRecvArgs{pointer<void>(out), pointer<float>(weights), Reduction(reduction)};
+           }),
+           py::kw_only(), py::arg("out") = 0, py::arg("weights") = 0, py::arg("reduction") = 0);
+
+  py::class_<Group>(m, "Group")
+      .def(py::init([](uint32_t num_ranks, uint32_t max_tokens, uint32_t hidden, uint32_t top_k,
+                       uint32_t num_banks, uint32_t payload, uint32_t reduction, uint32_t rank,
+                       const std::vector<int32_t>& placement, int device, uint64_t timeout_ns,
+                       bool mask_on_timeout) {
+             const Geometry geometry{num_ranks, uint32_t(placement.size()), max_tokens,           hidden, top_k,
+                                     num_banks, Payload(payload),           Reduction(reduction), 0};
+             return std::make_unique<Group>(geometry, rank, placement,
+                                            cuda::Options{device, timeout_ns, mask_on_timeout});
+           }),
+           py::kw_only(), py::arg("num_ranks"), py::arg("max_tokens"), py::arg("hidden"), py::arg("top_k"),
+           py::arg("num_banks"), py::arg("payload"), py::arg("reduction"), py::arg("rank"),
+           py::arg("placement"), py::arg("device"), py::arg("timeout_ns"), py::arg("mask_on_timeout"))
+      .def("export_fd", &Group::export_fd)
+      .def("attach", &Group::attach, py::arg("rank"), py::arg("fd"))
+      .def("dispatch",
+           [](Group& self, uintptr_t stream, uint32_t halves, uint32_t num_sms, bool narrow,
+              const cuda::DispatchSendArgs& send, const cuda::DispatchRecvArgs& recv, uintptr_t handle) {
+             cuda::check(cudaSetDevice(self.ordinal()), "cudaSetDevice");
+             cuda::check(cuda::dispatch({pointer<CUstream_st>(stream), num_sms, narrow}, cuda::Halves(halves),
+                                        self.device(), send, recv, pointer<std::byte>(handle)),
+                         "dispatch");
+           })
+      .def("combine",
+           [](Group& self, uintptr_t stream, uint32_t halves, uint32_t num_sms, bool narrow,
+              const cuda::CombineSendArgs& send, const cuda::CombineRecvArgs& recv, uintptr_t handle) {
+             cuda::check(cudaSetDevice(self.ordinal()), "cudaSetDevice");
+             cuda::check(cuda::combine({pointer<CUstream_st>(stream), num_sms, narrow}, cuda::Halves(halves),
+                                       self.device(), send, recv, pointer<std::byte>(handle)),
+                         "combine");
+           })
+      .def("release",
+           [](Group& self, uintptr_t stream, uintptr_t handle) {
+             cuda::check(cudaSetDevice(self.ordinal()), "cudaSetDevice");
+             cuda::check(cuda::release(pointer<CUstream_st>(stream), self.device(), pointer<std::byte>(handle)),
+                         "release");
+           })
+      .def("status", &status)
+      .def("statistics", &statistics)
+      .def("epochs",
+           [](Group& self) {
+             std::vector<uint64_t> unused;
+             const cuda::DeviceState state = self.snapshot(&unused);
+             return py::make_tuple(state.control.next[0], state.control.next[1], state.control.masked);
+           })
+      .def("reset", &Group::reset, py::arg("base"), py::arg("masked"))
+      .def("mask", &Group::mask)
+      .def("rows_at",
+           [](const Group& self, uint32_t bank) {
+             return reinterpret_cast<uintptr_t>(self.device().own() + self.device().layout.row_at(bank, 0, 0));
+           })
+      .def_property_readonly("row_pitch", [](const Group& self) { return self.device().layout.row_pitch; })
+      .def_property_readonly("scale_offset", [](const Group& self) { return self.device().layout.scale_offset; })
+      .def_property_readonly("handle_bytes",
+                             [](const Group& self) { return DeviceHandle::bytes(self.device().layout); })
+      .def_property_readonly("bytes", &Group::bytes)
+      .def_property_readonly("num_sms", &Group::num_sms);
+
+  m.attr("MAX_RANKS") = cuda::kMaxPeers;
+  m.attr("BAD_IDS") = uint32_t(cuda::kBadIds);
+  m.attr("CAPACITY") = uint32_t(cuda::kCapacity);
+}

@@ -1,0 +1,29 @@
+// The operations on the GPU: each call enqueues one kernel on a stream and returns. Halves apart, or both in
+// one kernel where nothing is to be done between them.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include "cuda/state.hpp"
+
+namespace ep::cuda {
+
+// What a launch may use. Blocks of a send take a multiprocessor each, so num_sms bounds what it disturbs.
+struct Launch {
+  cudaStream_t stream;
+  uint32_t num_sms;
+  bool narrow;  // rows or the caller's tensors are not multiples of 16 bytes
+};
+
+enum class Halves : uint32_t { kSend = 1, kRecv = 2, kBoth = 3 };
+
+// `handle`: DeviceHandle::bytes() of device memory that lives until the combine has been received.
+cudaError_t dispatch(const Launch& launch, Halves halves, const Device& device, const DispatchSendArgs& send,
+                     const DispatchRecvArgs& recv, std::byte* handle);
+cudaError_t combine(const Launch& launch, Halves halves, const Device& device, const CombineSendArgs& send,
+                    const CombineRecvArgs& recv, std::byte* handle);
+
+// Gives the bank of an in-place view back to the senders.
+cudaError_t release(cudaStream_t stream, const Device& device, std::byte* handle);
+
+}  // namespace ep::cuda

@@ -1,0 +1,35 @@
+// Memory of one GPU that other GPUs of the host write: physical memory whose descriptor is passed over a Unix
+// socket. Every importer holds a reference, so the death of its owner unmaps nothing under the others.
+// No NVSHMEM, network card, multicast or privileges; the driver is reached through the runtime, not linked.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+
+namespace ep::nvlink {
+
+class Region {
+ public:
+  // Allocates at least `bytes` on `device`, zeroed. Throws std::runtime_error that says what is missing.
+  static std::unique_ptr<Region> create(int device, uint64_t bytes);
+  // Maps a peer's region so that `device` can write it. The descriptor stays the caller's.
+  static std::unique_ptr<Region> import(int device, uint64_t bytes, int fd);
+  ~Region();
+  Region(const Region&) = delete;
+  Region& operator=(const Region&) = delete;
+
+  int export_fd() const;  // a new descriptor, the caller's
+  std::byte* data() const { return reinterpret_cast<std::byte*>(address_); }
+  uint64_t bytes() const { return bytes_; }
+
+ private:
+  Region() = default;
+  void map(int device);
+
+  unsigned long long handle_ = 0, address_ = 0;
+  uint64_t bytes_ = 0;
+  bool mapped_ = false;
+};
+
+}  // namespace ep::nvlink
