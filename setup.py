@@ -5,9 +5,7 @@ from pathlib import Path
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import find_packages, setup
 
-SOURCES = sorted(
-    str(path) for folder in ("csrc", "csrc/cpu", "csrc/transport") for path in Path(folder).glob("*.cpp")
-)
+SOURCES = sorted(str(path) for path in Path("csrc").rglob("*.cpp"))
 ParallelCompile("EP_SERVER_BUILD_JOBS", default=0).install()
 
 native = Pybind11Extension(

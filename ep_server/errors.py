@@ -7,6 +7,7 @@ EpServerError
 │   ├── NotFound                 NOT_FOUND            unknown model or request id
 │   ├── DuplicateRequest         ALREADY_EXISTS       the id is in flight
 │   ├── QueueFull                RESOURCE_EXHAUSTED   try again after retry_after_ms
+│   ├── SlowReader           RESOURCE_EXHAUSTED   the reader of a stream does not keep up
 │   ├── Unauthenticated          UNAUTHENTICATED      no or wrong bearer token
 │   ├── RequestCancelled         CANCELLED            dropped stream or Abort
 │   └── DeadlineExceeded         DEADLINE_EXCEEDED    the request's own deadline passed
@@ -81,6 +82,12 @@ class QueueFull(RequestError):
     def __init__(self, message: str, retry_after_ms: int) -> None:
         super().__init__(message)
         self.retry_after_ms = retry_after_ms
+
+
+class SlowReader(RequestError):
+    """More tokens wait for the reader of a stream than it may leave unread."""
+
+    status = "RESOURCE_EXHAUSTED"
 
 
 class Unauthenticated(RequestError):

@@ -1,1 +1,7 @@
-"""Pure scheduling: no torch, grpc, asyncio or clock."""
+"""Scheduling decisions as pure code: imports errors and records only; no torch, gRPC, asyncio or clock."""
+
+from ep_server.scheduler.batch import SchedulerLimits
+from ep_server.scheduler.placement import choose_rank, place_experts
+from ep_server.scheduler.rank_scheduler import RankScheduler
+
+__all__ = ["RankScheduler", "SchedulerLimits", "choose_rank", "place_experts"]

@@ -1,0 +1,413 @@
+// The Python face of the exchange: unwraps pointers, releases the GIL, calls, turns a Status into an exception.
+// Shapes and dtypes were checked by ep/native.py; sizes that memory safety hangs on are checked here again.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <memory>
+#include <mutex>
+
+#include "cpu/phases.hpp"
+#include "ep/cells.hpp"
+#include "ep/group.hpp"
+#include "transport/shm.hpp"
+
+namespace py = pybind11;
+
+__attribute__((weak)) void bind_model(py::module_& module);  // csrc/bindings_model.cpp: the model's kernels
+
+namespace {
+
+using namespace ep;
+
+// Thrown while the GIL is held nowhere; becomes an exception of errors.py at the boundary.
+struct ExchangeFailure {
+  Status status;
+};
+
+bool signal_raised() {
+  py::gil_scoped_acquire gil;
+  return PyErr_CheckSignals() != 0;
+}
+
+std::string describe(const Status& s) {
+  return std::string(name(s.op)) + "/" + name(s.phase) + ", rank " + std::to_string(s.rank) + ", peer " +
+         std::to_string(s.peer) + ", expected epoch " + std::to_string(s.expected) + ", saw " +
+         std::to_string(s.seen);
+}
+
+void raise(const char* type, const std::string& message) {
+  py::object error = py::module_::import("ep_server.errors").attr(type);
+  PyErr_SetString(error.ptr(), message.c_str());
+}
+
+void raise_status(const Status& s) {
+  switch (s.code) {
+    case Code::kTimeout: {
+      py::object error = py::module_::import("ep_server.errors").attr("PeerTimeout");
+      PyErr_SetObject(error.ptr(), py::make_tuple(name(s.op), name(s.phase), s.rank, s.peer, s.expected, s.seen).ptr());
+      return;
+    }
+    case Code::kHook:
+      return raise("HookNotCalled", "rank " + std::to_string(s.rank) + ": " + name(s.op) + " of epoch " +
+                                        std::to_string(s.expected) + " takes the bank of epoch " +
+                                        std::to_string(s.seen) + ", which was not received or released here");
+    case Code::kViolation:
+      return raise("ProtocolViolation", "a cell is newer than expected or invalid: " + describe(s));
+    case Code::kAborted:
+      return raise("GroupAborted", s.seen == uint32_t(Code::kRequested) && s.expected == 0
+                                       ? "rank " + std::to_string(s.rank) + " aborted the group"
+                                       : "the group was aborted after an error in " + describe(s));
+    case Code::kInterrupted:
+      return;  // the signal handler's own exception is set
+    default:
+      return raise("InternalError", "unexpected status: " + describe(s));
+  }
+}
+
+void check(const Status& status) {
+  if (status) throw ExchangeFailure{status};
+}
+
+template <class T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+// Lets Python build tensors over a rank's dispatch rows; keeps the mapping alive.
+struct RegionView {
+  std::shared_ptr<shm::Segment> segment;
+  std::byte* begin;
+  uint64_t bytes;
+};
+
+class Exchange {
+ public:
+  Exchange(int fd, const Geometry& geometry, uint32_t rank, const std::vector<int32_t>& placement,
+           const Timing& timing)
+      : segment_(std::make_shared<shm::Segment>(fd)), group_(geometry, rank, placement.data(), timing) {
+    for (uint32_t r = 0; r < geometry.num_ranks; ++r) group_.regions[r] = segment_->region(r);
+    group_.generation = load_cell(group_.own(), Head::kIdentity);
+    group_.interrupted = signal_raised;
+    heartbeat_ = std::make_unique<shm::Heartbeat>(segment_, rank);
+  }
+
+  Group& group() { return group_; }
+  const std::shared_ptr<shm::Segment>& segment() const { return segment_; }
+  std::mutex& busy() { return busy_; }
+
+ private:
+  std::shared_ptr<shm::Segment> segment_;
+  Group group_;
+  std::unique_ptr<shm::Heartbeat> heartbeat_;
+  std::mutex busy_;
+};
+
+// One thread at a time drives an exchange; a second one is an error, not a race.
+class Turn {
+ public:
+  explicit Turn(Exchange& exchange) : lock_(exchange.busy(), std::try_to_lock) {
+    if (!lock_) throw BadArgument("thread", "a second one", "the only one inside this exchange");
+  }
+
+ private:
+  std::unique_lock<std::mutex> lock_;
+};
+
+template <class Fn>
+void run(Exchange& exchange, Fn&& fn) {
+  py::gil_scoped_release release;
+  Turn turn(exchange);
+  check(fn(exchange.group()));
+}
+
+template <class T, size_t N>
+py::list numbers(const std::array<T, N>& values, size_t count) {
+  py::list list;
+  for (size_t i = 0; i < count; ++i) list.append(values[i]);
+  return list;
+}
+
+py::dict statistics(Exchange& exchange) {
+  static constexpr const char* kParts[kNumParts] = {"send", "wait", "expand", "reduce", "total"};
+  const Group& group = exchange.group();
+  py::dict histograms, sums, counters, peers, experts;
+  for (uint32_t op = 0; op < kTimedOps; ++op) {
+    const std::string op_name = name(Op(op));
+    for (uint32_t part = 0; part < kNumParts; ++part) {
+      const Histogram& h = group.statistics.times[op][part];
+      py::tuple counts(kNumBuckets);
+      uint64_t total = 0;
+      for (uint32_t b = 0; b < kNumBuckets; ++b) {
+        counts[b] = h.counts[b].get();
+        total += h.counts[b].get();
+      }
+      if (total == 0) continue;
+      histograms[py::str(op_name + "/" + kParts[part])] = counts;
+      sums[py::str(op_name + "/" + kParts[part])] = h.sum.get();
+    }
+    counters[py::str("bytes/" + op_name)] = group.statistics.bytes[op].get();
+    counters[py::str("bytes_local/" + op_name)] = group.statistics.bytes_local[op].get();
+    for (uint32_t peer = 0; peer < group.geometry.num_ranks; ++peer)
+      peers[py::make_tuple(op_name, peer)] = group.statistics.peer_wait_ns[op][peer].get();
+  }
+  counters["exchange_tokens"] = group.statistics.tokens.get();
+  counters["exchange_rows"] = group.statistics.rows.get();
+  counters["exchange_timeouts"] = group.statistics.timeouts.get();
+  counters["exchange_sleeps"] = group.statistics.sleeps.get();
+  for (uint32_t e = 0; e < group.geometry.num_experts; ++e)
+    if (const int32_t local = group.local_index[e]; local >= 0)
+      experts[py::int_(e)] = group.statistics.expert_tokens[local].get();
+  py::dict all;
+  all["histograms"] = histograms;
+  all["sums"] = sums;
+  all["counters"] = counters;
+  all["peer_wait_ns"] = peers;
+  all["expert_tokens"] = experts;
+  return all;
+}
+
+py::list gather_records(Exchange& exchange, const py::bytes& record) {
+  const std::string_view bytes = record;
+  if (bytes.size() > kVoteBytes)
+    throw BadArgument("record", std::to_string(bytes.size()) + " bytes", "at most " + std::to_string(kVoteBytes));
+  std::array<std::byte, kMaxRanks * kVoteBytes> records;
+  std::array<uint32_t, kMaxRanks> lengths;
+  run(exchange, [&](Group& g) {
+    return ep::all_gather(g, bytes.data(), uint32_t(bytes.size()), records.data(), lengths.data());
+  });
+  py::list list;
+  for (uint32_t r = 0; r < exchange.group().geometry.num_ranks; ++r)
+    list.append(py::bytes(reinterpret_cast<const char*>(records.data()) + r * kVoteBytes, lengths[r]));
+  return list;
+}
+
+// DeepEP's handle: which source token every padded row came from, and where each source's rows begin.
+void source_map(Exchange& exchange, const DispatchState& state, uintptr_t src_info, uintptr_t layout_range) {
+  const Group& group = exchange.group();
+  const uint64_t padded = uint64_t(group.layout.num_ranks) * group.layout.max_tokens;
+  auto* info = pointer<int32_t>(src_info);
+  auto* range = pointer<int64_t>(layout_range);
+  for (const TokenRun& run : state.runs) {
+    for (uint32_t i = run.first; i < run.first + run.count; ++i) {
+      const Entry& entry = state.entries[i];
+      const int64_t position = entry.row - state.offsets[entry.expert];
+      info[entry.expert * padded + position] = int32_t(run.token);
+      int64_t& packed = range[uint64_t(entry.expert) * group.layout.num_ranks + run.source];
+      packed = packed == 0 ? position << 32 | 1 : packed + 1;
+    }
+  }
+}
+
+}  // namespace
+
+PYBIND11_MODULE(_C, m) {
+  m.doc() = "Native exchange and compute kernels of ep_server.";
+
+  py::register_exception_translator([](std::exception_ptr thrown) {
+    try {
+      if (thrown) std::rethrow_exception(thrown);
+    } catch (const ExchangeFailure& failure) {
+      raise_status(failure.status);
+    } catch (const BadArgument& bad) {
+      py::object error = py::module_::import("ep_server.errors").attr("InvalidArgument");
+      PyErr_SetObject(error.ptr(), py::make_tuple(bad.field, bad.value, bad.allowed).ptr());
+    }
+  });
+
+  py::class_<Geometry>(m, "Geometry")
+      .def(py::init([](uint32_t num_ranks, uint32_t num_experts, uint32_t max_tokens, uint32_t hidden,
+                       uint32_t top_k, uint32_t num_banks, uint32_t payload, uint32_t reduction,
+                       uint64_t placement_hash) {
+             return Geometry{num_ranks, num_experts,      max_tokens,           hidden,        top_k,
+                             num_banks, Payload(payload), Reduction(reduction), placement_hash};
+           }),
+           py::kw_only(), py::arg("num_ranks"), py::arg("num_experts"), py::arg("max_tokens"), py::arg("hidden"),
+           py::arg("top_k"), py::arg("num_banks"), py::arg("payload"), py::arg("reduction"),
+           py::arg("placement_hash"))
+      .def_readonly("num_ranks", &Geometry::num_ranks)
+      .def_readonly("num_experts", &Geometry::num_experts)
+      .def_readonly("max_tokens", &Geometry::max_tokens)
+      .def_readonly("hidden", &Geometry::hidden)
+      .def_readonly("top_k", &Geometry::top_k)
+      .def_readonly("num_banks", &Geometry::num_banks)
+      .def_property_readonly("payload", [](const Geometry& g) { return uint32_t(g.payload); })
+      .def_property_readonly("reduction", [](const Geometry& g) { return uint32_t(g.reduction); })
+      .def_readonly("placement_hash", &Geometry::placement_hash);
+
+  py::class_<Layout>(m, "Layout")
+      .def(py::init([](const Geometry& g) { return Layout::of(g); }))
+      .def_readonly("row_bytes", &Layout::row_bytes)
+      .def_readonly("scale_offset", &Layout::scale_offset)
+      .def_readonly("scale_bytes", &Layout::scale_bytes)
+      .def_readonly("row_pitch", &Layout::row_pitch)
+      .def_readonly("combine_bytes", &Layout::combine_bytes)
+      .def_readonly("combine_slots", &Layout::combine_slots)
+      .def_readonly("meta", &Layout::meta)
+      .def_readonly("rows", &Layout::rows)
+      .def_readonly("combine", &Layout::combine)
+      .def_readonly("total", &Layout::total)
+      .def_property_readonly("group_bytes", [](const Layout& l) { return GroupPage::bytes(l); })
+      .def("ids_at", &Layout::ids_at)
+      .def("weights_at", &Layout::weights_at)
+      .def("row_at", &Layout::row_at)
+      .def("rank_sum_at", &Layout::rank_sum_at)
+      .def("choice_at", &Layout::choice_at)
+      .def("regions", [](const Layout& l) {
+        // (name, begin, end) of everything that is written, for a test that nothing overlaps.
+        py::list all;
+        auto add = [&](const std::string& what, uint64_t begin, uint64_t bytes) {
+          all.append(py::make_tuple(what, begin, begin + bytes));
+        };
+        add("identity", Head::kIdentity, 8);
+        add("doorbell", Head::kDoorbell, 8);
+        add("heartbeat", Head::kHeartbeat, 8);
+        add("abort", Head::kAbort, 8);
+        for (uint32_t r = 0; r < kMaxRanks; ++r) {
+          const std::string who = "[" + std::to_string(r) + "]";
+          add("abort_status" + who, Head::abort_status(r), sizeof(Status));
+          for (uint32_t b = 0; b < kVoteBanks; ++b) {
+            add("join" + who, Head::join(b, r), 16);
+            add("vote" + who, Head::vote(b, r), Head::kVotePitch);
+          }
+          for (Op op : {Op::kDispatch, Op::kCombine}) {
+            add("consumed" + who, Head::consumed(op, r), 8);
+            for (uint32_t b = 0; b < kMaxBanks; ++b) add("header" + who, Head::header(op, b, r), 8);
+          }
+        }
+        for (uint32_t b = 0; b < l.num_banks; ++b) {
+          for (uint32_t r = 0; r < l.num_ranks; ++r) {
+            const uint64_t choices = uint64_t(l.max_tokens) * l.top_k;
+            add("ids", l.ids_at(b, r), choices * 4);
+            add("weights", l.weights_at(b, r), choices * 4);
+            for (uint32_t t = 0; t < l.max_tokens; ++t) add("row", l.row_at(b, r, t), l.row_bytes + l.scale_bytes);
+          }
+        }
+        return all;
+      });
+
+  py::class_<shm::Segment, std::shared_ptr<shm::Segment>>(m, "Segment")
+      .def(py::init<int>(), py::arg("fd"))
+      .def_property_readonly("geometry", [](const shm::Segment& s) { return s.page().geometry; })
+      .def_property_readonly("bytes", &shm::Segment::bytes);
+  m.def("create_segment", &shm::create, py::arg("geometry"), py::call_guard<py::gil_scoped_release>());
+
+  py::class_<RegionView>(m, "RegionView", py::buffer_protocol()).def_buffer([](RegionView& view) {
+    return py::buffer_info(reinterpret_cast<uint8_t*>(view.begin), py::ssize_t(view.bytes));
+  });
+
+  py::class_<DispatchState, std::shared_ptr<DispatchState>>(m, "DispatchState")
+      .def_readonly("epoch", &DispatchState::epoch)
+      .def_readonly("bank", &DispatchState::bank)
+      .def_readonly("received", &DispatchState::received)
+      .def_readonly("tokens", &DispatchState::tokens)
+      .def_readonly("has_weights", &DispatchState::has_weights)
+      .def_readonly("arrived", &DispatchState::arrived)
+      .def_property_readonly("num_rows", [](const DispatchState& s) { return s.entries.size(); })
+      .def("wait_ns", [](const DispatchState& s, size_t n) { return numbers(s.wait_ns, n); });
+
+  py::class_<CombineState, std::shared_ptr<CombineState>>(m, "CombineState")
+      .def_readonly("epoch", &CombineState::epoch)
+      .def_readonly("bank", &CombineState::bank)
+      .def_readonly("received", &CombineState::received)
+      .def("wait_ns", [](const CombineState& s, size_t n) { return numbers(s.wait_ns, n); });
+
+  py::class_<Exchange>(m, "Exchange")
+      .def(py::init([](int fd, const Geometry& geometry, uint32_t rank, const std::vector<int32_t>& placement,
+                       uint64_t timeout_ns, uint64_t liveness_ns, uint64_t spin_ns, bool mask_on_timeout) {
+             return std::make_unique<Exchange>(fd, geometry, rank, placement,
+                                               Timing{timeout_ns, liveness_ns, spin_ns, mask_on_timeout});
+           }),
+           py::kw_only(), py::arg("fd"), py::arg("geometry"), py::arg("rank"), py::arg("placement"),
+           py::arg("timeout_ns"), py::arg("liveness_ns"), py::arg("spin_ns"), py::arg("mask_on_timeout"))
+      .def("dispatch_send",
+           [](Exchange& self, uintptr_t x, uintptr_t ids, uintptr_t weights, uint32_t tokens) {
+             if (tokens > self.group().geometry.max_tokens)
+               throw BadArgument("tokens", std::to_string(tokens),
+                                 "at most " + std::to_string(self.group().geometry.max_tokens));
+             auto state = std::make_shared<DispatchState>();
+             run(self, [&](Group& g) {
+               return cpu::dispatch_send(
+                   g, {pointer<void>(x), pointer<int64_t>(ids), pointer<float>(weights), tokens}, *state);
+             });
+             return state;
+           })
+      .def("dispatch_wait",
+           [](Exchange& self, DispatchState& state) {
+             run(self, [&](Group& g) { return cpu::dispatch_wait(g, state); });
+           })
+      .def("dispatch_expand",
+           [](Exchange& self, DispatchState& state, uint32_t view, uintptr_t rows, uintptr_t scales,
+              uintptr_t row_ids, uintptr_t counts, uintptr_t offsets) {
+             run(self, [&](Group& g) {
+               cpu::dispatch_expand(
+                   g, state,
+                   {pointer<void>(rows), pointer<void>(scales), pointer<int64_t>(row_ids),
+                    pointer<int32_t>(counts), pointer<int64_t>(offsets), View(view)});
+               return Status{};
+             });
+           })
+      .def("dispatch_release",
+           [](Exchange& self, DispatchState& state) {
+             run(self, [&](Group& g) {
+               cpu::dispatch_release(g, state);
+               return Status{};
+             });
+           })
+      .def("combine_send",
+           [](Exchange& self, std::shared_ptr<DispatchState> dispatch, uintptr_t expert_out, uintptr_t weights,
+              uint32_t reduction) {
+             auto state = std::make_shared<CombineState>();
+             state->dispatch = std::move(dispatch);
+             run(self, [&](Group& g) {
+               return cpu::combine_send(
+                   g, {pointer<void>(expert_out), pointer<float>(weights), Reduction(reduction)}, *state);
+             });
+             return state;
+           })
+      .def("combine_recv",
+           [](Exchange& self, CombineState& state, uintptr_t out) {
+             run(self, [&](Group& g) { return cpu::combine_recv(g, {pointer<void>(out)}, state); });
+           })
+      .def("all_gather", &gather_records)
+      .def("abort",
+           [](Exchange& self) {
+             Status status{Code::kRequested, Op::kVote, Phase::kGather, self.group().rank, self.group().rank, 0, 0};
+             abort_group(self.group(), status);
+           })
+      .def("reset", [](Exchange& self, uint64_t dead) { run(self, [&](Group& g) { return reset(g, dead); }); })
+      .def_property_readonly("masked", [](Exchange& self) { return self.group().masked.load(); })
+      .def("mask",
+           [](Exchange& self, uint64_t ranks) {
+             self.group().masked.fetch_or(ranks);
+             wake(self.group().own());
+           })
+      .def_property_readonly("generation", [](Exchange& self) { return self.group().generation; })
+      .def("statistics", &statistics)
+      .def("source_map", &source_map)
+      .def("set_faults",
+           [](Exchange& self, const std::vector<std::tuple<uint32_t, uint32_t, uint32_t, uint64_t, int64_t,
+                                                           uint64_t>>& faults) {
+             std::vector<Fault> plan;
+             for (const auto& [op, phase, action, epoch, peer, delay_ns] : faults)
+               plan.push_back({Op(op), Phase(phase), Action(action), epoch, peer, delay_ns});
+             Turn turn(self);
+             self.group().faults.set(std::move(plan));
+           })
+      .def("rows_region", [](Exchange& self) {
+        const Layout& l = self.group().layout;
+        return RegionView{self.segment(), self.group().own() + l.rows, l.combine - l.rows};
+      });
+
+  m.attr("MAX_RANKS") = kMaxRanks;
+  m.attr("MAX_TOP_K") = kMaxTopK;
+  m.attr("MAX_BANKS") = kMaxBanks;
+  m.attr("VOTE_BYTES") = kVoteBytes;
+  py::list phases;
+  for (uint32_t p = 0; p < kNumPhases; ++p) phases.append(name(Phase(p)));
+  m.attr("PHASES") = py::tuple(phases);
+  py::list ops;
+  for (Op op : {Op::kDispatch, Op::kCombine, Op::kVote, Op::kReset}) ops.append(name(op));
+  m.attr("OPS") = py::tuple(ops);
+
+  if (bind_model != nullptr) bind_model(m);
+}

@@ -1,0 +1,83 @@
+// combine_recv, CPU.
+//
+// Afterwards out[t] = RANK:   sum over the ranks that own experts of t, ascending, of the rows they returned
+//                     SOURCE: sum over k, ascending, of weights[t, k] * combine[bank][t][k]
+// in float32 from +0, rounded once. Ranks that are masked or never arrived contribute nothing.
+#include "cpu/phases.hpp"
+#include "cpu/rows.hpp"
+#include "ep/cells.hpp"
+
+#include <bit>
+
+namespace ep::cpu {
+namespace {
+
+// Collects the rows of one token; returns how many.
+uint32_t gather(const Group& group, const CombineState& state, uint32_t token, uint64_t arrived, const void** rows,
+                float* weights) {
+  const Layout& layout = group.layout;
+  const int32_t* ids = state.dispatch->ids.data() + size_t(token) * layout.top_k;
+  uint32_t count = 0;
+  if (state.reduction == Reduction::kRank) {
+    for (uint64_t ranks = group.owners(ids) & arrived; ranks != 0; ranks &= ranks - 1) {
+      rows[count] = group.own() + layout.rank_sum_at(state.bank, std::countr_zero(ranks), token);
+      weights[count++] = 1.0f;
+    }
+    return count;
+  }
+  for (uint32_t k = 0; k < layout.top_k; ++k) {
+    if (ids[k] < 0 || !(arrived >> group.owner[ids[k]] & 1)) continue;
+    rows[count] = group.own() + layout.choice_at(state.bank, token, k);
+    weights[count++] = state.weights[size_t(token) * layout.top_k + k];
+  }
+  return count;
+}
+
+}  // namespace
+
+Status combine_recv(Group& group, const CombineRecvParams& params, CombineState& state) {
+  const uint64_t start = now_ns();
+  group.faults.at(Op::kCombine, Phase::kRecvHeader, state.epoch);
+
+  // 1. All headers; a peer that reduces in another place is a bug of the callers.
+  const Waited waited = wait_for(group, {.op = Op::kCombine,
+                                         .phase = Phase::kRecvHeader,
+                                         .first_cell = Head::header(Op::kCombine, state.bank, 0),
+                                         .stride = kLine,
+                                         .peers = group.all(),
+                                         .expected = uint32_t(state.epoch),
+                                         .wait_ns = state.wait_ns.data()});
+  if (waited.status) return waited.status;
+  const uint64_t arrived_at = now_ns();
+  for (uint64_t left = waited.arrived; left != 0; left &= left - 1) {
+    const uint32_t peer = std::countr_zero(left);
+    const uint64_t cell = load_cell(group.own(), Head::header(Op::kCombine, state.bank, peer));
+    if (cell_payload(cell) == uint32_t(state.reduction)) continue;
+    const Status status{Code::kViolation, Op::kCombine, Phase::kRecvHeader,
+                        group.rank,       peer,         uint32_t(state.epoch), cell_epoch(cell)};
+    abort_group(group, status);
+    return status;
+  }
+
+  // 2. One sum per token; only ranks that got the token in this dispatch may have answered.
+  group.faults.at(Op::kCombine, Phase::kRecvReduce, state.epoch);
+  const uint64_t answered = waited.arrived & state.dispatch->sent_to;
+  const void* rows[kMaxRanks];
+  float weights[kMaxRanks];
+  for (uint32_t t = 0; t < state.dispatch->tokens; ++t) {
+    const uint32_t count = gather(group, state, t, answered, rows, weights);
+    weighted_sum(group.geometry.payload == Payload::kFp32, rows, weights, count, group.geometry.hidden,
+                 static_cast<std::byte*>(params.out) + t * group.layout.combine_bytes);
+  }
+
+  // 3. The bank goes back to the experts' ranks.
+  state.received = true;
+  consume(group, Op::kCombine, state.epoch);
+  const uint64_t end = now_ns();
+  group.statistics.time(Op::kCombine, Part::kWait).record(arrived_at - start);
+  group.statistics.time(Op::kCombine, Part::kReduce).record(end - arrived_at);
+  group.statistics.time(Op::kCombine, Part::kTotal).record(state.send_ns + end - start);
+  return {};
+}
+
+}  // namespace ep::cpu

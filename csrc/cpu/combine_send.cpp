@@ -1,0 +1,112 @@
+// combine_send, CPU.
+//
+// Afterwards, for every unmasked source s and every row it sent here:
+//   RANK    s.combine[bank][this rank][token] = sum over its local experts, in top-k order, of weight * output
+//   SOURCE  s.combine[bank][token][k]         = output, unweighted
+//   s.header[combine][bank][this rank] = (epoch, reduction), stored last with release.
+// Reads the experts' output in the layout that the dispatch was received in; no staging copy.
+#include <algorithm>
+#include <cstring>
+
+#include "cpu/phases.hpp"
+#include "cpu/rows.hpp"
+#include "ep/cells.hpp"
+
+namespace ep::cpu {
+namespace {
+
+class RowsOut {
+ public:
+  RowsOut(const Group& group, const DispatchState& dispatch, const void* base)
+      : dispatch_(dispatch),
+        base_(static_cast<const std::byte*>(base)),
+        bytes_(group.layout.combine_bytes),
+        padded_(uint64_t(group.layout.num_ranks) * group.layout.max_tokens) {}
+
+  const void* operator[](const Entry& entry) const {
+    const uint64_t row = dispatch_.view == View::kPadded
+                             ? entry.expert * padded_ + (entry.row - uint64_t(dispatch_.offsets[entry.expert]))
+                             : entry.row;
+    return base_ + row * bytes_;
+  }
+
+ private:
+  const DispatchState& dispatch_;
+  const std::byte* base_;
+  uint64_t bytes_, padded_;
+};
+
+// Writes one token's answer into its source's region; returns the rows written.
+uint32_t answer(const Group& group, const CombineState& state, const RowsOut& out, const TokenRun& run) {
+  const Layout& layout = group.layout;
+  const Entry* entries = state.dispatch->entries.data() + run.first;
+  std::byte* region = group.regions[run.source];
+  if (state.reduction == Reduction::kSource) {
+    for (uint32_t i = 0; i < run.count; ++i)
+      std::memcpy(region + layout.choice_at(state.bank, run.token, entries[i].k), out[entries[i]], layout.combine_bytes);
+    return run.count;
+  }
+  const void* rows[kMaxTopK];
+  float weights[kMaxTopK];
+  for (uint32_t i = 0; i < run.count; ++i) {
+    rows[i] = out[entries[i]];
+    weights[i] = entries[i].weight;
+  }
+  weighted_sum(group.geometry.payload == Payload::kFp32, rows, weights, run.count, group.geometry.hidden,
+               region + layout.rank_sum_at(state.bank, group.rank, run.token));
+  return 1;
+}
+
+}  // namespace
+
+Status combine_send(Group& group, const CombineSendParams& params, CombineState& state) {
+  const uint64_t start = now_ns();
+  DispatchState& dispatch = *state.dispatch;
+  Banks& banks = group.of(Op::kCombine);
+
+  // 1. What the caller gave.
+  state.reduction = params.reduction;
+  if (params.reduction == Reduction::kRank && !dispatch.sources_have_weights)
+    throw BadArgument("topk_weights", "None", "given at dispatch by every rank where rows are summed before they return");
+  if (params.reduction == Reduction::kSource) {
+    if (params.weights != nullptr) {
+      state.weights.assign(params.weights, params.weights + dispatch.ids.size());
+    } else {
+      state.weights = dispatch.weights;
+    }
+    if (state.weights.size() != dispatch.ids.size())
+      throw BadArgument("topk_weights", "None", "given at dispatch or at combine");
+  }
+
+  // 2. A bank that every source has read.
+  if (Status failed = open_bank(group, Op::kCombine)) return failed;
+  state.epoch = banks.next();
+  state.bank = group.bank_of(state.epoch);
+  banks.start(state.bank);
+
+  // 3. The rows of each source, then its header: early sources need not wait for late ones.
+  const RowsOut out(group, dispatch, params.expert_out);
+  uint64_t remote = 0, local = 0;
+  const uint32_t num_ranks = group.geometry.num_ranks;
+  std::array<size_t, kMaxRanks + 1> begin{};
+  for (const TokenRun& run : dispatch.runs) begin[run.source + 1] = size_t(&run - dispatch.runs.data()) + 1;
+  for (uint32_t source = 0; source < num_ranks; ++source) begin[source + 1] = std::max(begin[source + 1], begin[source]);
+  group.faults.at(Op::kCombine, Phase::kSendRows, state.epoch);
+  for_each_peer(group.unmasked(), group.rank, num_ranks, [&](uint32_t source) {
+    uint64_t rows = 0;
+    for (size_t i = begin[source]; i < begin[source + 1]; ++i) rows += answer(group, state, out, dispatch.runs[i]);
+    (source == group.rank ? local : remote) += rows * group.layout.combine_bytes;
+    group.faults.at(Op::kCombine, Phase::kSendHeader, state.epoch);
+    publish_header(group, Op::kCombine, state.epoch, source, uint32_t(state.reduction));
+  });
+
+  // 4. An in-place view has been read: its bank goes back to the senders.
+  dispatch_release(group, dispatch);
+  state.send_ns = now_ns() - start;
+  group.statistics.time(Op::kCombine, Part::kSend).record(state.send_ns);
+  group.statistics.bytes[uint32_t(Op::kCombine)].add(remote);
+  group.statistics.bytes_local[uint32_t(Op::kCombine)].add(local);
+  return {};
+}
+
+}  // namespace ep::cpu

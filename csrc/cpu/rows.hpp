@@ -1,0 +1,22 @@
+// Arithmetic over whole rows, vectorised for the processor it runs on. Bit-identical on every one of them.
+#pragma once
+
+#include <cstdint>
+
+#include "ep/layout.hpp"
+
+namespace ep::cpu {
+
+// out[h] = sum over i, in order, of weights[i] * rows[i][h]; float32, starting from +0, rounded once at the end.
+void weighted_sum_bf16(const void* const* rows, const float* weights, uint32_t count, uint32_t hidden, void* out);
+void weighted_sum_fp32(const void* const* rows, const float* weights, uint32_t count, uint32_t hidden, void* out);
+
+// One bf16 row to e4m3 channels followed by scales, as `quant.hpp` defines. hidden % 128 == 0.
+void quantise_row(const uint16_t* x, uint32_t hidden, Payload payload, uint8_t* q, void* scales);
+
+inline void weighted_sum(bool fp32, const void* const* rows, const float* weights, uint32_t count, uint32_t hidden,
+                         void* out) {
+  (fp32 ? weighted_sum_fp32 : weighted_sum_bf16)(rows, weights, count, hidden, out);
+}
+
+}  // namespace ep::cpu

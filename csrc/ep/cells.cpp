@@ -1,0 +1,214 @@
+#include "ep/cells.hpp"
+
+#include <errno.h>
+#include <linux/futex.h>
+#include <sched.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <bit>
+#include <climits>
+#include <cstring>
+
+#include "ep/group.hpp"
+
+namespace ep {
+namespace {
+
+constexpr uint32_t kNobody = 0;
+constexpr uint32_t kYields = 4;                  // enough to let a runnable peer on the same core finish
+constexpr uint64_t kSliceNs = 100'000'000;       // longest sleep: heartbeats and signals are looked at after it
+constexpr uint32_t kPausesPerLook = 16;          // one look at the clock costs about as much as these
+
+struct Doorbell {
+  uint32_t word;
+  uint32_t sleeps_on;  // rank + 1
+};
+
+Doorbell& doorbell(std::byte* region) { return *reinterpret_cast<Doorbell*>(region + Head::kDoorbell); }
+
+void pause_cpu() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#elif defined(__aarch64__)
+  asm volatile("isb" ::: "memory");
+#endif
+}
+
+void ring(Doorbell& bell) {
+  std::atomic_ref<uint32_t>(bell.word).fetch_add(1, std::memory_order_release);
+  syscall(SYS_futex, &bell.word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
+}
+
+uint64_t heartbeat_of(const Group& group, uint32_t peer) {
+  return cell_at(group.regions[peer], Head::kHeartbeat).load(std::memory_order_relaxed);
+}
+
+// One wait in progress: which peers are missing and since when.
+class Waiter {
+ public:
+  Waiter(Group& group, const Wait& wait)
+      : group_(group), wait_(wait), start_(now_ns()), looked_(start_), pending_(wait.peers & group.unmasked()) {}
+
+  Waited run() {
+    uint32_t yields = 0;
+    for (;;) {
+      if (Status failed = look()) return fail(failed);
+      pending_ &= group_.unmasked();
+      if (pending_ == 0) return {{}, arrived_};
+      if (!wait_.ignore_abort)
+        if (Status failed = aborted(group_)) return {failed, arrived_};
+      const uint64_t now = now_ns();
+      if (now - start_ < group_.timing.spin_ns) {
+        for (uint32_t i = 0; i < kPausesPerLook; ++i) pause_cpu();
+      } else if (yields < kYields) {
+        ++yields;
+        sched_yield();
+      } else {
+        if (const uint64_t late = expired(now)) {
+          group_.statistics.timeouts.add(std::popcount(late));
+          if (!group_.timing.mask_on_timeout) return fail(missing(late, Code::kTimeout));
+          group_.masked.fetch_or(late, std::memory_order_acq_rel);
+          continue;
+        }
+        if (group_.interrupted != nullptr && now >= ask_at_) {
+          ask_at_ = now + kSliceNs;
+          if (now - start_ >= kSliceNs && group_.interrupted())
+            return fail(missing(pending_, Code::kInterrupted));
+        }
+        sleep(now);
+      }
+    }
+  }
+
+ private:
+  uint64_t cell_of(uint32_t peer) const {
+    return load_cell(group_.own(), wait_.first_cell + peer * wait_.stride);
+  }
+
+  Status look() {
+    uint64_t now = 0;
+    for (uint64_t left = pending_; left != 0; left &= left - 1) {
+      const uint32_t peer = std::countr_zero(left);
+      const uint32_t seen = cell_epoch(cell_of(peer));
+      const int32_t ahead = int32_t(seen - wait_.expected);
+      if (ahead < 0) continue;
+      if (ahead > 0 && !wait_.at_least)
+        return {Code::kViolation, wait_.op, wait_.phase, group_.rank, peer, wait_.expected, seen};
+      pending_ &= ~(1ull << peer);
+      arrived_ |= 1ull << peer;
+      if (now == 0) now = now_ns();
+      // Who came while this rank slept on another peer is charged only up to where the sleep began.
+      const uint64_t until = slept_on_ >= 0 && slept_on_ != int32_t(peer) ? looked_ : now;
+      charge(peer, until - start_);
+    }
+    slept_on_ = -1;
+    return {};
+  }
+
+  void charge(uint32_t peer, uint64_t ns) {
+    if (wait_.wait_ns != nullptr) wait_.wait_ns[peer] += ns;
+    if (uint32_t(wait_.op) < kTimedOps) group_.statistics.peer_wait_ns[uint32_t(wait_.op)][peer].add(ns);
+  }
+
+  // Missing peers that are too late.
+  uint64_t expired(uint64_t now) const {
+    if (!wait_.by_liveness) return now - start_ >= group_.timing.timeout_ns ? pending_ : 0;
+    uint64_t late = 0;
+    for (uint64_t left = pending_; left != 0; left &= left - 1) {
+      const uint32_t peer = std::countr_zero(left);
+      const uint64_t alive = std::max(heartbeat_of(group_, peer), start_);
+      if (now > alive && now - alive >= group_.timing.liveness_ns) late |= 1ull << peer;
+    }
+    return late;
+  }
+
+  Status missing(uint64_t peers, Code code) const {
+    const uint32_t peer = std::countr_zero(peers);
+    return {code, wait_.op, wait_.phase, group_.rank, peer, wait_.expected, cell_epoch(cell_of(peer))};
+  }
+
+  Waited fail(const Status& status) {
+    for (uint64_t left = pending_; left != 0; left &= left - 1)
+      charge(std::countr_zero(left), now_ns() - start_);
+    if (!wait_.ignore_abort) abort_group(group_, status);
+    return {status, arrived_};
+  }
+
+  void sleep(uint64_t now) {
+    Doorbell& bell = doorbell(group_.own());
+    const uint32_t peer = std::countr_zero(pending_);
+    std::atomic_ref<uint32_t> sleeps_on(bell.sleeps_on);
+    sleeps_on.store(peer + 1, std::memory_order_relaxed);
+    std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with publish(): flag first, then look
+    const uint32_t word = std::atomic_ref<uint32_t>(bell.word).load(std::memory_order_acquire);
+    const bool absent = int32_t(cell_epoch(cell_of(peer)) - wait_.expected) < 0;
+    const bool quiet = wait_.ignore_abort || !aborted(group_);
+    if (absent && quiet && (group_.unmasked() >> peer & 1)) {
+      uint64_t slice = kSliceNs;
+      if (!wait_.by_liveness) slice = std::min(slice, start_ + group_.timing.timeout_ns - now);
+      const timespec timeout{time_t(slice / 1'000'000'000), long(slice % 1'000'000'000)};
+      group_.statistics.sleeps.add(1);
+      slept_on_ = int32_t(peer);
+      looked_ = now;
+      syscall(SYS_futex, &bell.word, FUTEX_WAIT, word, &timeout, nullptr, 0);
+    }
+    sleeps_on.store(kNobody, std::memory_order_relaxed);
+  }
+
+  Group& group_;
+  const Wait& wait_;
+  const uint64_t start_;
+  uint64_t looked_, ask_at_ = 0, pending_, arrived_ = 0;
+  int32_t slept_on_ = -1;
+};
+
+}  // namespace
+
+uint64_t now_ns() {
+  timespec t;
+  clock_gettime(CLOCK_MONOTONIC, &t);
+  return uint64_t(t.tv_sec) * 1'000'000'000 + uint64_t(t.tv_nsec);
+}
+
+void publish(Group& group, uint32_t peer, uint64_t offset, uint64_t cell) {
+  std::byte* region = group.regions[peer];
+  cell_at(region, offset).store(cell, std::memory_order_release);
+  if (peer == group.rank) return;
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with Waiter::sleep(): cell first, then flag
+  Doorbell& bell = doorbell(region);
+  if (std::atomic_ref<uint32_t>(bell.sleeps_on).load(std::memory_order_relaxed) == group.rank + 1) ring(bell);
+}
+
+void wake(std::byte* region) { ring(doorbell(region)); }
+
+Waited wait_for(Group& group, const Wait& wait) { return Waiter(group, wait).run(); }
+
+void abort_group(Group& group, const Status& status) {
+  const uint32_t generation = uint32_t(group.generation) + 1;
+  for (uint32_t peer = 0; peer < group.geometry.num_ranks; ++peer) {
+    std::byte* region = group.regions[peer];
+    auto cell = cell_at(region, Head::kAbort);
+    uint64_t seen = cell.load(std::memory_order_acquire);
+    if (cell_epoch(seen) == generation) continue;
+    // This rank's own line, written before the cell names it: nobody reads a half-written status.
+    std::memcpy(region + Head::abort_status(group.rank), &status, sizeof status);
+    cell.compare_exchange_strong(seen, encode_cell(generation, group.rank + 1), std::memory_order_acq_rel);
+    wake(region);
+  }
+}
+
+Status aborted(const Group& group) {
+  const uint64_t cell = load_cell(group.own(), Head::kAbort);
+  if (cell_epoch(cell) != uint32_t(group.generation) + 1) return {};
+  Status origin;
+  std::memcpy(&origin, group.own() + Head::abort_status(cell_payload(cell) - 1), sizeof origin);
+  // A request has no wait behind it; its code travels in `seen`, which it does not use.
+  if (origin.code == Code::kRequested) origin.seen = uint32_t(Code::kRequested);
+  origin.code = Code::kAborted;
+  return origin;
+}
+
+}  // namespace ep

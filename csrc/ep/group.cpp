@@ -1,0 +1,140 @@
+#include "ep/group.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "ep/cells.hpp"
+
+namespace ep {
+
+namespace {
+uint32_t count_owned(const Geometry& geometry, uint32_t rank, const int32_t* placement) {
+  return uint32_t(std::count(placement, placement + geometry.num_experts, int32_t(rank)));
+}
+}  // namespace
+
+Group::Group(const Geometry& g, uint32_t rank_, const int32_t* placement, const Timing& t)
+    : geometry(g),
+      layout(Layout::of(g)),
+      rank(rank_),
+      owner(placement, placement + g.num_experts),
+      local_index(g.num_experts, -1),
+      local_experts(count_owned(g, rank_, placement)),
+      timing(t),
+      statistics(local_experts) {
+  int32_t next = 0;
+  for (uint32_t e = 0; e < g.num_experts; ++e)
+    if (owner[e] == int32_t(rank)) local_index[e] = next++;
+}
+
+Status open_bank(Group& group, Op op) {
+  Banks& banks = group.of(op);
+  const uint64_t epoch = banks.next();
+  const uint32_t bank = group.bank_of(epoch), num_banks = group.geometry.num_banks;
+  if (Status failed = aborted(group)) return failed;
+  if (banks.busy(bank))
+    return {Code::kHook, op, Phase::kSendBank, group.rank, group.rank, uint32_t(epoch), uint32_t(epoch - num_banks)};
+  group.faults.at(op, Phase::kSendBank, epoch);
+  if (epoch <= banks.base() + num_banks) return {};  // the bank was never used in this generation
+  return wait_for(group, {.op = op,
+                          .phase = Phase::kSendBank,
+                          .first_cell = Head::consumed(op, 0),
+                          .stride = kLine,
+                          .peers = group.all(),
+                          .expected = uint32_t(epoch - num_banks),
+                          .at_least = true})
+      .status;
+}
+
+void consume(Group& group, Op op, uint64_t epoch) {
+  group.faults.at(op, Phase::kRecvConsumed, epoch);
+  const uint64_t read = group.of(op).finish(group.bank_of(epoch), group.geometry.num_banks);
+  for_each_peer(group.unmasked(), group.rank, group.geometry.num_ranks, [&](uint32_t peer) {
+    if (!group.faults.drops(op, Phase::kRecvConsumed, epoch, peer))
+      publish(group, peer, Head::consumed(op, group.rank), encode_cell(uint32_t(read), 0));
+  });
+}
+
+void publish_header(Group& group, Op op, uint64_t epoch, uint32_t peer, uint32_t payload) {
+  if (group.faults.drops(op, Phase::kSendHeader, epoch, peer)) return;
+  publish(group, peer, Head::header(op, group.bank_of(epoch), group.rank), encode_cell(uint32_t(epoch), payload));
+}
+
+Status all_gather(Group& group, const void* record, uint32_t length, std::byte* out, uint32_t* lengths) {
+  const uint64_t start = now_ns();
+  if (Status failed = aborted(group)) return failed;
+  const uint64_t epoch = ++group.vote_epoch;
+  const uint32_t bank = uint32_t(epoch) % kVoteBanks;
+  const uint64_t peers = group.unmasked();
+  group.faults.at(Op::kVote, Phase::kSendHeader, epoch);
+  for_each_peer(peers, group.rank, group.geometry.num_ranks, [&](uint32_t peer) {
+    const uint64_t slot = Head::vote(bank, group.rank);
+    if (length != 0) std::memcpy(group.regions[peer] + slot + kLine, record, length);
+    if (!group.faults.drops(Op::kVote, Phase::kSendHeader, epoch, peer))
+      publish(group, peer, slot, encode_cell(uint32_t(epoch), length));
+  });
+  const uint64_t sent = now_ns();
+  group.faults.at(Op::kVote, Phase::kGather, epoch);
+  const Waited waited = wait_for(group, {.op = Op::kVote,
+                                         .phase = Phase::kGather,
+                                         .first_cell = Head::vote(bank, 0),
+                                         .stride = Head::kVotePitch,
+                                         .peers = peers,
+                                         .expected = uint32_t(epoch),
+                                         .by_liveness = true});
+  if (waited.status) return waited.status;
+  for (uint32_t peer = 0; peer < group.geometry.num_ranks; ++peer) {
+    lengths[peer] = 0;
+    if (!(waited.arrived >> peer & 1)) continue;
+    const uint64_t slot = Head::vote(bank, peer);
+    lengths[peer] = std::min(cell_payload(load_cell(group.own(), slot)), kVoteBytes);
+    std::memcpy(out + uint64_t(peer) * kVoteBytes, group.own() + slot + kLine, lengths[peer]);
+  }
+  const uint64_t end = now_ns();
+  group.statistics.time(Op::kVote, Part::kSend).record(sent - start);
+  group.statistics.time(Op::kVote, Part::kWait).record(end - sent);
+  group.statistics.time(Op::kVote, Part::kTotal).record(end - start);
+  return {};
+}
+
+Status reset(Group& group, uint64_t dead) {
+  const uint32_t generation = uint32_t(group.generation + 1);
+  const uint32_t bank = generation % kVoteBanks;  // a rank may be one reset ahead, never two
+  uint64_t epoch = std::max({group.of(Op::kDispatch).last(), group.of(Op::kCombine).last(), group.vote_epoch});
+  const uint64_t peers = group.all() & ~dead;
+  for_each_peer(peers, group.rank, group.geometry.num_ranks, [&](uint32_t peer) {
+    const uint64_t line = Head::join(bank, group.rank);
+    std::memcpy(group.regions[peer] + line + sizeof(uint64_t), &epoch, sizeof epoch);
+    publish(group, peer, line, encode_cell(generation, 0));
+  });
+  const uint64_t masked = group.masked.exchange(dead, std::memory_order_acq_rel);
+  const bool mask_on_timeout = std::exchange(group.timing.mask_on_timeout, false);
+  const Waited waited = wait_for(group, {.op = Op::kReset,
+                                         .phase = Phase::kJoin,
+                                         .first_cell = Head::join(bank, 0),
+                                         .stride = kLine,
+                                         .peers = peers,
+                                         .expected = generation,
+                                         .ignore_abort = true});
+  group.timing.mask_on_timeout = mask_on_timeout;
+  if (waited.status) {
+    group.masked.store(masked, std::memory_order_release);
+    return waited.status;
+  }
+  for (uint32_t peer = 0; peer < group.geometry.num_ranks; ++peer) {
+    if (!(peers >> peer & 1)) continue;
+    uint64_t theirs;
+    std::memcpy(&theirs, group.own() + Head::join(bank, peer) + sizeof(uint64_t), sizeof theirs);
+    epoch = std::max(epoch, theirs);
+  }
+  // Beyond every epoch of the old generation, so none of its cells can ever match; a multiple of all bank counts.
+  epoch = align_up(epoch + 2 * kMaxBanks, kMaxBanks);
+  for (Banks& banks : group.banks) banks.reset(epoch);
+  group.vote_epoch = epoch;
+  ++group.generation;
+  cell_at(group.own(), Head::kIdentity).store(group.generation, std::memory_order_release);
+  return {};
+}
+
+}  // namespace ep

@@ -1,0 +1,112 @@
+// One rank's end of a group: mapped regions, epochs, banks, masks. Knows nothing of how memory was shared.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "ep/faults.hpp"
+#include "ep/layout.hpp"
+#include "ep/statistics.hpp"
+#include "ep/status.hpp"
+
+namespace ep {
+
+struct Timing {
+  uint64_t timeout_ns;   // deadline of every wait for a peer
+  uint64_t liveness_ns;  // how long a vote believes in a peer whose heartbeat stopped
+  uint64_t spin_ns;      // busy wait before yielding
+  bool mask_on_timeout;  // go on without the peer instead of failing
+};
+
+// Which operations of one kind are in flight here, and up to which epoch all banks were read.
+// Halves may finish out of order; only the unbroken prefix may be told to the senders.
+class Banks {
+ public:
+  void reset(uint64_t epoch) {
+    next_ = consumed_ = base_ = epoch;
+    busy_ = {};
+  }
+  uint64_t next() const { return next_ + 1; }           // epoch of the next send
+  uint64_t base() const { return base_; }               // no epoch up to this one was ever sent
+  uint64_t last() const { return next_; }
+  bool busy(uint32_t bank) const { return busy_[bank]; }
+  void start(uint32_t bank) {
+    ++next_;
+    busy_[bank] = true;
+  }
+  // Returns the epoch up to which everything was read.
+  uint64_t finish(uint32_t bank, uint32_t num_banks) {
+    busy_[bank] = false;
+    while (consumed_ < next_ && !busy_[(consumed_ + 1) & (num_banks - 1)]) ++consumed_;
+    return consumed_;
+  }
+
+ private:
+  uint64_t next_ = 0, consumed_ = 0, base_ = 0;
+  std::array<bool, kMaxBanks> busy_{};
+};
+
+struct Group {
+  Geometry geometry;
+  Layout layout;
+  uint32_t rank;
+  std::array<std::byte*, kMaxRanks> regions{};
+  std::vector<int32_t> owner;        // [E] rank
+  std::vector<int32_t> local_index;  // [E] position among this rank's experts, -1 elsewhere
+  uint32_t local_experts;
+  Timing timing;
+
+  std::atomic<uint64_t> masked{0};  // bit per rank; the only state that another thread may write
+  uint64_t generation = 0;
+  std::array<Banks, kBankedOps> banks;
+  uint64_t vote_epoch = 0;
+
+  Statistics statistics;
+  FaultPlan faults;
+  bool (*interrupted)() = nullptr;  // asked now and then while sleeping; true ends the wait
+
+  Group(const Geometry& geometry, uint32_t rank, const int32_t* placement, const Timing& timing);
+
+  std::byte* own() const { return regions[rank]; }
+  uint64_t all() const { return geometry.num_ranks == 64 ? ~0ull : (1ull << geometry.num_ranks) - 1; }
+  uint64_t unmasked() const { return all() & ~masked.load(std::memory_order_acquire); }
+  uint32_t bank_of(uint64_t epoch) const { return uint32_t(epoch) & (geometry.num_banks - 1); }
+  Banks& of(Op op) { return banks[uint32_t(op)]; }
+
+  // Bits of the ranks that own at least one of the K experts of a token.
+  uint64_t owners(const int32_t* ids) const {
+    uint64_t ranks = 0;
+    for (uint32_t k = 0; k < geometry.top_k; ++k)
+      if (ids[k] >= 0) ranks |= 1ull << owner[ids[k]];
+    return ranks;
+  }
+};
+
+// Calls fn(peer) for every set bit, starting after `rank` so that not all ranks write to the same peer first.
+template <class Fn>
+void for_each_peer(uint64_t peers, uint32_t rank, uint32_t num_ranks, Fn&& fn) {
+  for (uint32_t i = 1; i <= num_ranks; ++i) {
+    const uint32_t peer = (rank + i) % num_ranks;
+    if (peers >> peer & 1) fn(peer);
+  }
+}
+
+// Waits until every receiver has read the bank that the next send of `op` takes. kHook: this rank has not.
+Status open_bank(Group& group, Op op);
+
+// Marks an epoch as read here and tells all senders how far they may go.
+void consume(Group& group, Op op, uint64_t epoch);
+
+// Writes this rank's header cell of (op, epoch) to each peer of the mask that no fault drops.
+void publish_header(Group& group, Op op, uint64_t epoch, uint32_t peer, uint32_t payload);
+
+// The vote: one record of up to 64 bytes from every rank. `out`: [R] records of kVoteBytes, `lengths`: [R].
+Status all_gather(Group& group, const void* record, uint32_t length, std::byte* out, uint32_t* lengths);
+
+// Collective: a new generation of the group without aborts, operations in flight or masks but `dead`.
+Status reset(Group& group, uint64_t dead);
+
+}  // namespace ep

@@ -1,0 +1,149 @@
+// Every byte offset of an exchange buffer, for host and device, and nowhere else.
+//
+// One rank's region, owned by that rank and written by all:
+//
+//   [0, kHeadBytes)            head: cells only; its layout depends on no size of the model
+//   meta    [bank][source]     ids int32 [T, K], then weights float [T, K]
+//   rows    [bank][source][token]           dispatched rows: channels, then scales, padded to 64 bytes
+//   combine RANK   [bank][expert rank][token]   partial sums that come back
+//           SOURCE [bank][token][k]             one row per choice
+//
+// A writer finds the slot of a token from (bank, its own rank, token) alone: no counters, no cleaning.
+// Units: bytes.
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define EP_HOST_DEVICE __host__ __device__
+#else
+#define EP_HOST_DEVICE
+#endif
+
+namespace ep {
+
+constexpr uint32_t kMaxRanks = 64;  // masks of ranks are one 64-bit word
+constexpr uint32_t kMaxBanks = 16;
+constexpr uint32_t kMaxTopK = 16;
+constexpr uint64_t kLine = 64;    // cells of different writers never share a cache line
+constexpr uint64_t kPage = 4096;  // regions of different owners never share a page
+constexpr uint32_t kVoteBytes = 64;
+constexpr uint32_t kVoteBanks = 2;       // a vote cannot start before all ranks have read the one before the last
+constexpr uint32_t kGroup = 128;         // channels per FP8 scale
+constexpr uint32_t kPackedGroup = 512;   // channels per int32 of four UE8M0 scales
+
+enum class Payload : uint32_t { kFp32, kBf16, kFp8, kFp8Pow2, kFp8Ue8m0 };
+enum class Reduction : uint32_t { kRank, kSource };
+enum class Op : uint32_t { kDispatch, kCombine, kVote, kReset };  // the first two have banks
+constexpr uint32_t kBankedOps = 2;
+
+EP_HOST_DEVICE constexpr uint64_t align_up(uint64_t value, uint64_t to) { return (value + to - 1) / to * to; }
+
+// What all ranks agree on. Compared field by field when a rank attaches.
+struct Geometry {
+  uint32_t num_ranks, num_experts, max_tokens, hidden, top_k, num_banks;
+  Payload payload;
+  Reduction reduction;
+  uint64_t placement_hash;
+};
+
+EP_HOST_DEVICE constexpr bool is_fp8(Payload payload) { return payload >= Payload::kFp8; }
+
+// The fixed part of a rank's region.
+struct Head {
+  static constexpr uint64_t kIdentity = 0;                    // u64 generation of the group this rank is in
+  static constexpr uint64_t kDoorbell = kIdentity + kLine;    // u32 futex word, u32 whom the owner sleeps on
+  static constexpr uint64_t kHeartbeat = kDoorbell + kLine;   // u64 ns, monotonic clock of the host
+  static constexpr uint64_t kAbort = kHeartbeat + kLine;      // cell: generation + 1 | writer + 1
+  static constexpr uint64_t kAbortStatus = kAbort + kLine;    // [rank] line: status word of each writer
+  static constexpr uint64_t kJoin = kAbortStatus + kMaxRanks * kLine;  // [parity][rank] line: cell, u64 epoch
+  static constexpr uint64_t kConsumed = kJoin + kVoteBanks * kMaxRanks * kLine;  // [op][rank] cell
+  static constexpr uint64_t kHeader = kConsumed + kBankedOps * kMaxRanks * kLine;  // [op][bank][rank] cell
+  static constexpr uint64_t kVote = kHeader + kBankedOps * kMaxBanks * kMaxRanks * kLine;
+  static constexpr uint64_t kVotePitch = kLine + kVoteBytes;  // cell line, then the record
+  static constexpr uint64_t kBytes = align_up(kVote + kVoteBanks * kMaxRanks * kVotePitch, kPage);
+
+  EP_HOST_DEVICE static constexpr uint64_t abort_status(uint32_t rank) { return kAbortStatus + rank * kLine; }
+  EP_HOST_DEVICE static constexpr uint64_t join(uint32_t bank, uint32_t rank) {
+    return kJoin + (uint64_t(bank) * kMaxRanks + rank) * kLine;
+  }
+  EP_HOST_DEVICE static constexpr uint64_t consumed(Op op, uint32_t rank) {
+    return kConsumed + (uint64_t(op) * kMaxRanks + rank) * kLine;
+  }
+  EP_HOST_DEVICE static constexpr uint64_t header(Op op, uint32_t bank, uint32_t rank) {
+    return kHeader + ((uint64_t(op) * kMaxBanks + bank) * kMaxRanks + rank) * kLine;
+  }
+  EP_HOST_DEVICE static constexpr uint64_t vote(uint32_t bank, uint32_t rank) {
+    return kVote + (uint64_t(bank) * kMaxRanks + rank) * kVotePitch;
+  }
+};
+
+// The part that depends on the model. Plain data: copied to a device as it is.
+struct Layout {
+  uint32_t num_ranks, max_tokens, top_k, num_banks, combine_slots;
+  uint64_t meta_weights, meta_pitch;             // offset of weights inside a block; size of a block
+  uint64_t row_bytes, scale_offset, scale_bytes, row_pitch;
+  uint64_t combine_bytes, combine_pitch;         // one row coming back; its slot
+  uint64_t meta, rows, combine, total;           // offsets of the three arrays; size of one rank's region
+
+  EP_HOST_DEVICE static constexpr Layout of(const Geometry& g) {
+    Layout l{};
+    l.num_ranks = g.num_ranks;
+    l.max_tokens = g.max_tokens;
+    l.top_k = g.top_k;
+    l.num_banks = g.num_banks;
+    const uint64_t choices = uint64_t(g.max_tokens) * g.top_k;
+    l.meta_weights = align_up(choices * sizeof(int32_t), kLine);
+    l.meta_pitch = align_up(l.meta_weights + choices * sizeof(float), kLine);
+    const bool fp32 = g.payload == Payload::kFp32;
+    l.row_bytes = uint64_t(g.hidden) * (is_fp8(g.payload) ? 1 : fp32 ? 4 : 2);
+    l.scale_offset = l.row_bytes;  // H is a multiple of 128 where there are scales: aligned
+    l.scale_bytes = !is_fp8(g.payload)                     ? 0
+                    : g.payload == Payload::kFp8Ue8m0 ? uint64_t(g.hidden) / kPackedGroup * sizeof(int32_t)
+                                                      : uint64_t(g.hidden) / kGroup * sizeof(float);
+    l.row_pitch = align_up(l.row_bytes + l.scale_bytes, kLine);
+    l.combine_bytes = uint64_t(g.hidden) * (fp32 ? 4 : 2);
+    l.combine_pitch = align_up(l.combine_bytes, kLine);
+    // SOURCE holds RANK too: direct users may choose by operation.
+    const bool wide = g.reduction == Reduction::kSource && g.top_k > g.num_ranks;
+    l.combine_slots = wide ? g.top_k : g.num_ranks;
+    l.meta = Head::kBytes;
+    l.rows = align_up(l.meta + uint64_t(g.num_banks) * g.num_ranks * l.meta_pitch, kPage);
+    l.combine = align_up(l.rows + uint64_t(g.num_banks) * g.num_ranks * g.max_tokens * l.row_pitch, kPage);
+    l.total =
+        align_up(l.combine + uint64_t(g.num_banks) * l.combine_slots * g.max_tokens * l.combine_pitch, kPage);
+    return l;
+  }
+
+  EP_HOST_DEVICE constexpr uint64_t ids_at(uint32_t bank, uint32_t source) const {
+    return meta + (uint64_t(bank) * num_ranks + source) * meta_pitch;
+  }
+  EP_HOST_DEVICE constexpr uint64_t weights_at(uint32_t bank, uint32_t source) const {
+    return ids_at(bank, source) + meta_weights;
+  }
+  EP_HOST_DEVICE constexpr uint64_t row_at(uint32_t bank, uint32_t source, uint32_t token) const {
+    return rows + ((uint64_t(bank) * num_ranks + source) * max_tokens + token) * row_pitch;
+  }
+  EP_HOST_DEVICE constexpr uint64_t rank_sum_at(uint32_t bank, uint32_t expert_rank, uint32_t token) const {
+    return combine + ((uint64_t(bank) * combine_slots + expert_rank) * max_tokens + token) * combine_pitch;
+  }
+  EP_HOST_DEVICE constexpr uint64_t choice_at(uint32_t bank, uint32_t token, uint32_t k) const {
+    return combine + (uint64_t(bank) * combine_slots * max_tokens + uint64_t(token) * top_k + k) * combine_pitch;
+  }
+};
+
+// A group's memory on one host: a page that says what it is, then the regions in rank order.
+struct GroupPage {
+  static constexpr uint64_t kMagic = 0x0031'5045'5645'5345;
+  static constexpr uint32_t kVersion = 1;
+  uint64_t magic;
+  uint32_t version;
+  uint32_t reserved;
+  Geometry geometry;
+
+  EP_HOST_DEVICE static constexpr uint64_t region(const Layout& l, uint32_t rank) { return kPage + rank * l.total; }
+  EP_HOST_DEVICE static constexpr uint64_t bytes(const Layout& l) { return region(l, l.num_ranks); }
+};
+static_assert(sizeof(GroupPage) <= kPage);
+
+}  // namespace ep

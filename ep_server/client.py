@@ -1,0 +1,245 @@
+"""A small client of the gRPC services, async and sync. Knows the protos; nothing of the server's inside.
+
+    with Client("127.0.0.1:50051") as client:
+        print(client.complete("2 + 3 =", max_new_tokens=8).text)
+
+Fields of a request are flat keywords with the names of decode.proto. Errors are grpc.RpcError.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import grpc
+from grpc import aio
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from ep_server.v1 import control_pb2, control_pb2_grpc, decode_pb2, decode_pb2_grpc
+
+_PARTS: dict[str, str] = {
+    name: part
+    for part, message in (
+        ("sampling", decode_pb2.Sampling),
+        ("stopping", decode_pb2.Stopping),
+        ("response", decode_pb2.ResponseOptions),
+    )
+    for name in message.DESCRIPTOR.fields_by_name
+}
+_OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+
+
+@dataclass(frozen=True, slots=True)
+class Target:
+    """Where a server is and how to reach it. TLS is used where tls_ca is given; paths are PEM files."""
+
+    address: str
+    tls_ca: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    token: str = ""
+
+    @property
+    def metadata(self) -> list[tuple[str, str]]:
+        """What every call carries."""
+        return [("authorization", f"Bearer {self.token}")] if self.token else []
+
+    @property
+    def credentials(self) -> grpc.ChannelCredentials | None:
+        """None for a plain connection. Raises: OSError for an unreadable file."""
+        if not self.tls_ca:
+            return None
+        key, cert = (Path(path).read_bytes() if path else None for path in (self.tls_key, self.tls_cert))
+        return grpc.ssl_channel_credentials(Path(self.tls_ca).read_bytes(), key, cert)
+
+
+@dataclass(slots=True)
+class Output:
+    """All events of one stream, put together. `finished` is set where the output is complete."""
+
+    info: Any = None
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""
+    logprobs: list[Any] = field(default_factory=list)
+    messages: int = 0  # tokens events
+    finished: Any = None
+
+    def add(self, event: Any) -> None:
+        """Adds one GenerateResponse."""
+        kind = event.WhichOneof("event")
+        if kind == "prompt_info":
+            self.info = event.prompt_info
+        elif kind == "tokens":
+            self.messages += 1
+            self.token_ids += event.tokens.token_ids
+            self.text += event.tokens.text
+            self.logprobs += event.tokens.logprobs
+        else:
+            self.finished = event.finished
+
+
+def generate_request(prompt: str | Sequence[int], **fields: Any) -> Any:
+    """A GenerateRequest. fields: flat names of decode.proto; None means "not given".
+
+    Raises: TypeError for a name that the contract does not have.
+    """
+    request = decode_pb2.GenerateRequest()
+    if isinstance(prompt, str):
+        request.text = prompt
+    else:
+        request.token_ids.SetInParent()
+        request.token_ids.ids.extend(prompt)
+    for name, value in fields.items():
+        if value is None:
+            continue
+        message = getattr(request, _PARTS[name]) if name in _PARTS else request
+        if name not in message.DESCRIPTOR.fields_by_name:
+            raise TypeError(f"{name!r} is no field of a request")
+        if isinstance(value, dict):
+            getattr(message, name).update(value)
+        elif isinstance(value, (list, tuple)):
+            getattr(message, name).extend(value)
+        else:
+            setattr(message, name, value)
+    return request
+
+
+class AsyncClient:
+    """For code with an event loop. Close it, or use it in `async with`."""
+
+    def __init__(self, target: Target | str) -> None:
+        self.target = Target(target) if isinstance(target, str) else target
+        credentials, address = self.target.credentials, self.target.address
+        if credentials is None:
+            self.channel = aio.insecure_channel(address, options=_OPTIONS)
+        else:
+            self.channel = aio.secure_channel(address, credentials, options=_OPTIONS)
+        self.decode: Any = decode_pb2_grpc.DecodeStub(self.channel)
+        self.control: Any = control_pb2_grpc.ControlStub(self.channel)
+        self.health: Any = health_pb2_grpc.HealthStub(self.channel)
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends every call and the connection."""
+        await self.channel.close(None)
+
+    def generate(self, prompt: str | Sequence[int], *, timeout: float | None = None, **fields: Any) -> Any:
+        """A call whose `async for` gives GenerateResponse; `cancel()` ends the request. timeout: seconds."""
+        request = generate_request(prompt, **fields)
+        return self.decode.Generate(request, timeout=timeout, metadata=self.target.metadata)
+
+    async def complete(
+        self, prompt: str | Sequence[int], *, timeout: float | None = None, **fields: Any
+    ) -> Output:
+        """Reads a whole stream."""
+        output = Output()
+        async for event in self.generate(prompt, timeout=timeout, **fields):
+            output.add(event)
+        return output
+
+    async def server_info(self) -> Any:
+        """GetServerInfoResponse."""
+        request = control_pb2.GetServerInfoRequest()
+        return await self.control.GetServerInfo(request, metadata=self.target.metadata)
+
+    async def model_info(self) -> Any:
+        """GetModelInfoResponse."""
+        request = control_pb2.GetModelInfoRequest()
+        return await self.control.GetModelInfo(request, metadata=self.target.metadata)
+
+    async def loads(self) -> Any:
+        """GetLoadsResponse."""
+        return await self.control.GetLoads(control_pb2.GetLoadsRequest(), metadata=self.target.metadata)
+
+    async def ep_state(self) -> Any:
+        """GetEpStateResponse."""
+        return await self.control.GetEpState(control_pb2.GetEpStateRequest(), metadata=self.target.metadata)
+
+    async def abort(self, *request_ids: str) -> Any:
+        """AbortResponse."""
+        request = control_pb2.AbortRequest(request_ids=request_ids)
+        return await self.control.Abort(request, metadata=self.target.metadata)
+
+    async def serving(self, service: str = "") -> bool:
+        """What grpc.health.v1 says now."""
+        answer = await self.health.Check(health_pb2.HealthCheckRequest(service=service))
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
+
+
+class Client:
+    """For code without an event loop. Close it, or use it in `with`."""
+
+    def __init__(self, target: Target | str) -> None:
+        self.target = Target(target) if isinstance(target, str) else target
+        credentials, address = self.target.credentials, self.target.address
+        if credentials is None:
+            self.channel = grpc.insecure_channel(address, options=_OPTIONS)
+        else:
+            self.channel = grpc.secure_channel(address, credentials, options=_OPTIONS)
+        self.decode: Any = decode_pb2_grpc.DecodeStub(self.channel)
+        self.control: Any = control_pb2_grpc.ControlStub(self.channel)
+        self.health: Any = health_pb2_grpc.HealthStub(self.channel)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Ends every call and the connection."""
+        self.channel.close()
+
+    def generate(
+        self, prompt: str | Sequence[int], *, timeout: float | None = None, **fields: Any
+    ) -> Iterator[Any]:
+        """GenerateResponse events, as they come. timeout: seconds."""
+        request = generate_request(prompt, **fields)
+        call: Iterator[Any] = self.decode.Generate(request, timeout=timeout, metadata=self.target.metadata)
+        return call
+
+    def complete(self, prompt: str | Sequence[int], *, timeout: float | None = None, **fields: Any) -> Output:
+        """Reads a whole stream."""
+        output = Output()
+        for event in self.generate(prompt, timeout=timeout, **fields):
+            output.add(event)
+        return output
+
+    def server_info(self) -> Any:
+        """GetServerInfoResponse."""
+        request = control_pb2.GetServerInfoRequest()
+        return self.control.GetServerInfo(request, metadata=self.target.metadata)
+
+    def model_info(self) -> Any:
+        """GetModelInfoResponse."""
+        return self.control.GetModelInfo(control_pb2.GetModelInfoRequest(), metadata=self.target.metadata)
+
+    def loads(self) -> Any:
+        """GetLoadsResponse."""
+        return self.control.GetLoads(control_pb2.GetLoadsRequest(), metadata=self.target.metadata)
+
+    def ep_state(self) -> Any:
+        """GetEpStateResponse."""
+        return self.control.GetEpState(control_pb2.GetEpStateRequest(), metadata=self.target.metadata)
+
+    def abort(self, *request_ids: str) -> Any:
+        """AbortResponse."""
+        request = control_pb2.AbortRequest(request_ids=request_ids)
+        return self.control.Abort(request, metadata=self.target.metadata)
+
+    def serving(self, service: str = "") -> bool:
+        """What grpc.health.v1 says now."""
+        answer = self.health.Check(health_pb2.HealthCheckRequest(service=service))
+        return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

@@ -1,0 +1,95 @@
+"""The listening end of gRPC: port, TLS, HTTP/2 options. Knows configuration, no service.
+
+Whatever cannot be bound or read is a ConfigError that names the field.
+"""
+
+from __future__ import annotations
+
+import socket
+import ssl
+from pathlib import Path
+
+import grpc
+from grpc import aio
+
+from ep_server.config import GrpcConfig
+from ep_server.errors import ConfigError
+
+
+def channel_options(config: GrpcConfig) -> list[tuple[str, int]]:
+    """HTTP/2 options of the server."""
+    return [
+        ("grpc.max_receive_message_length", config.max_message_bytes),
+        ("grpc.max_send_message_length", -1),
+        ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a silent half of the calls
+        ("grpc.keepalive_time_ms", 30_000),  # a vanished client is noticed, its requests cancelled
+        ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),  # clients ping during long prefills
+    ]
+
+
+def bind(server: aio.Server, config: GrpcConfig) -> str:
+    """Binds the port, with TLS where a certificate is given. Returns: host:port.
+
+    Raises: ConfigError (grpc.host, grpc.port, grpc.tls_*).
+    """
+    _check_free(config)
+    host = f"[{config.host}]" if ":" in config.host else config.host
+    address = f"{host}:{config.port}"
+    try:
+        if config.tls_cert:
+            port = server.add_secure_port(address, _credentials(config))
+        else:
+            port = server.add_insecure_port(address)
+    except RuntimeError as error:
+        raise ConfigError("grpc.port", config.port, f"a port this process may bind ({error})") from error
+    return f"{host}:{port}"
+
+
+def _check_free(config: GrpcConfig) -> None:
+    """Binds and frees the port, for an error of one line where gRPC would print a page."""
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ConfigError("grpc.host", config.host, f"an address of this host ({_reason(error)})") from error
+    with socket.socket(family, kind) as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(address)
+        except OSError as error:
+            allowed = f"a port of {config.host} this process may bind ({_reason(error)})"
+            raise ConfigError("grpc.port", config.port, allowed) from error
+
+
+def _credentials(config: GrpcConfig) -> grpc.ServerCredentials:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    key = _read("grpc.tls_key", config.tls_key)
+    chain = _read("grpc.tls_cert", config.tls_cert)
+    try:
+        context.load_cert_chain(config.tls_cert, config.tls_key)
+    except (ssl.SSLError, OSError) as error:
+        allowed = f"a PEM certificate chain that fits grpc.tls_key ({_reason(error)})"
+        raise ConfigError("grpc.tls_cert", config.tls_cert, allowed) from error
+    if not config.tls_client_ca:
+        return grpc.ssl_server_credentials([(key, chain)])
+    bundle = _read("grpc.tls_client_ca", config.tls_client_ca)
+    try:
+        context.load_verify_locations(config.tls_client_ca)
+    except (ssl.SSLError, OSError) as error:
+        allowed = f"a PEM bundle of certificates ({_reason(error)})"
+        raise ConfigError("grpc.tls_client_ca", config.tls_client_ca, allowed) from error
+    return grpc.ssl_server_credentials([(key, chain)], bundle, require_client_auth=True)
+
+
+def _read(field: str, path: str) -> bytes:
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise ConfigError(field, path, f"a readable file ({_reason(error)})") from error
+
+
+def _reason(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()

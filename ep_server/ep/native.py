@@ -1,0 +1,329 @@
+"""The native exchange: the Protocol of exchange.py over csrc, on CPU tensors and one host's memory.
+
+Checks tensors, allocates outputs and unwraps pointers; the four halves, waiting and arithmetic are in csrc. Knows
+nothing of how the segment got here (bootstrap.py). Durations in ns.
+
+Beyond the Protocol, for users who build their own API on it:
+    NativeExchange(spec, fd=..., spin_us=-1, liveness_seconds=30.0, on_timeout="raise" | "mask")
+    .combine_send(..., reduction=...)       chooses by operation where the spec says SOURCE
+    .release(received)                      gives an INDEX view's bank back without a combine
+    .source_map(received)                   DeepEP's (src_info, layout_range)
+    .masked, .mask(ranks), .reset(dead=())  membership; .abort()
+    PendingDispatch.wait_ns, PendingCombine.wait_ns   int64 [R] per source, after recv
+    .statistics(), .set_faults(faults)
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ep_server import _C
+from ep_server.ep.exchange import ExchangeSpec, Payload, Received, Reduction, View
+from ep_server.ep.faults import Fault, encode_faults
+from ep_server.ep.geometry import FP8, REDUCTIONS, check_segment, geometry_of
+from ep_server.ep.tensors import check_tensor
+from ep_server.errors import ConfigError, InvalidArgument, StartupError
+
+VIEWS = (View.COMPACT, View.PADDED, View.INDEX)  # the order of csrc/ep/params.hpp
+DEFAULT_SPIN_US = 50
+GROUP, PACKED_GROUP = 128, 512  # channels per float32 scale, per int32 of four UE8M0 scales
+
+
+class PendingDispatch:
+    """A dispatch whose send half has run. See exchange.PendingDispatch."""
+
+    def __init__(self, exchange: NativeExchange, state: _C.DispatchState) -> None:
+        self._exchange, self._state = exchange, state
+        self._waited = False
+
+    def recv(self, view: View = View.COMPACT) -> Received:
+        """As the Protocol says. INDEX rows stay valid until combine_send or release()."""
+        native, state, view = self._exchange._open(), self._state, View(view)
+        if self._waited:
+            raise InvalidArgument("dispatch", f"epoch {state.epoch}", "received once")
+        native.dispatch_wait(state)
+        self._waited = True
+        return self._exchange._expand(state, view)
+
+    @property
+    def wait_ns(self) -> torch.Tensor:
+        """[R] int64: how long recv() waited for each source's header."""
+        return torch.tensor(self._state.wait_ns(self._exchange.spec.num_ranks), dtype=torch.int64)
+
+
+class PendingCombine:
+    """A combine whose send half has run. See exchange.PendingCombine."""
+
+    def __init__(self, exchange: NativeExchange, state: _C.CombineState, tokens: int) -> None:
+        self._exchange, self._state, self._tokens = exchange, state, tokens
+
+    def recv(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """As the Protocol says."""
+        exchange, native = self._exchange, self._exchange._open()
+        if self._state.received:
+            raise InvalidArgument("combine", f"epoch {self._state.epoch}", "received once")
+        shape = (self._tokens, exchange.spec.hidden)
+        if out is None:
+            out = torch.empty(shape, dtype=exchange.combine_dtype)
+        else:
+            check_tensor("out", out, exchange.combine_dtype, T=shape[0], H=shape[1])
+        native.combine_recv(self._state, out.data_ptr())
+        return out
+
+    @property
+    def wait_ns(self) -> torch.Tensor:
+        """[R] int64: how long recv() waited for each rank's header."""
+        return torch.tensor(self._state.wait_ns(self._exchange.spec.num_ranks), dtype=torch.int64)
+
+
+class NativeExchange:
+    """One rank's end of a group. Satisfies exchange.Exchange; one thread at a time may call the halves.
+
+    Args:
+        spec: this rank's; all other fields agree with the group's segment.
+        fd: descriptor of the segment (bootstrap.create_segment). Stays the caller's, who may close it.
+        spin_us: busy wait before yielding and sleeping; -1 = 0 where ranks outnumber usable cores, else 50.
+        liveness_seconds: how long a vote believes in a peer whose heartbeat stopped.
+        on_timeout: "raise" aborts the group and raises PeerTimeout; "mask" goes on without the peer.
+    Raises: ConfigError, StartupError.
+    """
+
+    def __init__(
+        self,
+        spec: ExchangeSpec,
+        *,
+        fd: int,
+        spin_us: int = -1,
+        liveness_seconds: float = 30.0,
+        on_timeout: str = "raise",
+    ) -> None:
+        geometry = geometry_of(spec)
+        if on_timeout not in {"raise", "mask"}:
+            raise ConfigError("on_timeout", on_timeout, "one of raise, mask")
+        if spin_us < -1:
+            raise ConfigError("spin_us", spin_us, "at least -1")
+        if spin_us == -1:
+            spin_us = DEFAULT_SPIN_US if spec.num_ranks <= len(os.sched_getaffinity(0)) else 0
+        try:
+            check_segment(spec, _C.Segment(fd).geometry)
+            native = _C.Exchange(
+                fd=fd,
+                geometry=geometry,
+                rank=spec.rank,
+                placement=list(spec.placement),
+                timeout_ns=spec.timeout_ns,
+                liveness_ns=int(liveness_seconds * 1e9),
+                spin_ns=spin_us * 1000,
+                mask_on_timeout=on_timeout == "mask",
+            )
+        except (OSError, ValueError) as error:
+            raise StartupError(
+                f"rank {spec.rank} cannot map the exchange segment of descriptor {fd}: {error}"
+            ) from error
+        self.spec = spec
+        self.layout = _C.Layout(geometry)
+        self.combine_dtype = torch.float32 if spec.payload == Payload.FP32 else torch.bfloat16
+        self.row_dtype = torch.float8_e4m3fn if spec.payload in FP8 else self.combine_dtype
+        self._fp8 = spec.payload in FP8
+        self._ue8m0 = spec.payload == Payload.FP8_UE8M0
+        self._num_local = len(spec.local_experts)
+        self._padded = spec.num_ranks * spec.max_tokens
+        self._native: _C.Exchange | None = native
+        self._region = torch.frombuffer(memoryview(native.rows_region()), dtype=torch.uint8)
+
+    # -- the Protocol ---------------------------------------------------------------------------------
+
+    def dispatch_send(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None
+    ) -> PendingDispatch:
+        """As the Protocol says. x, ids and weights may be overwritten once it returns."""
+        native, spec = self._open(), self.spec
+        tokens = x.shape[0] if x.dim() == 2 else -1
+        check_tensor("x", x, self.combine_dtype, T=tokens, H=spec.hidden)
+        if tokens > spec.max_tokens:
+            raise InvalidArgument("x", f"T = {tokens}", f"at most max_tokens = {spec.max_tokens} tokens")
+        check_tensor("topk_ids", topk_ids, torch.int64, T=tokens, K=spec.top_k)
+        weights = 0
+        if topk_weights is not None:
+            check_tensor("topk_weights", topk_weights, torch.float32, T=tokens, K=spec.top_k)
+            weights = topk_weights.data_ptr()
+        elif spec.reduction == Reduction.RANK:
+            raise InvalidArgument("topk_weights", None, "given at dispatch for reduction rank")
+        return PendingDispatch(self, native.dispatch_send(x.data_ptr(), topk_ids.data_ptr(), weights, tokens))
+
+    def combine_send(
+        self,
+        expert_out: torch.Tensor,
+        received: Received,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        reduction: Reduction | None = None,
+    ) -> PendingCombine:
+        """As the Protocol says. expert_out is read in place and may be overwritten once it returns.
+
+        Args:
+            reduction: None = the spec's. A spec with SOURCE has room for RANK too, where dispatch got weights;
+              all ranks choose alike.
+        """
+        native, spec, state = self._open(), self.spec, self._state_of(received)
+        chosen = spec.reduction if reduction is None else Reduction(reduction)
+        if chosen == Reduction.SOURCE and spec.reduction == Reduction.RANK:
+            raise InvalidArgument("reduction", str(chosen), "rank, as the spec says")
+        if received.view == View.PADDED:
+            check_tensor(
+                "expert_out",
+                expert_out,
+                self.combine_dtype,
+                **{"E_local": self._num_local, "R*max_tokens": self._padded, "H": spec.hidden},
+            )
+        else:
+            check_tensor("expert_out", expert_out, self.combine_dtype, N=state.num_rows, H=spec.hidden)
+        weights = 0
+        if topk_weights is not None:
+            if state.has_weights or chosen == Reduction.RANK:
+                raise InvalidArgument("topk_weights", "a tensor", "None: this dispatch was given them")
+            check_tensor("topk_weights", topk_weights, torch.float32, T=state.tokens, K=spec.top_k)
+            weights = topk_weights.data_ptr()
+        elif chosen == Reduction.SOURCE and not state.has_weights and state.tokens:
+            raise InvalidArgument("topk_weights", None, "given at dispatch or at combine")
+        combine = native.combine_send(state, expert_out.data_ptr(), weights, REDUCTIONS.index(chosen))
+        return PendingCombine(self, combine, state.tokens)
+
+    def all_gather(self, record: bytes) -> list[bytes]:
+        """As the Protocol says; a masked rank's record is empty."""
+        return self._open().all_gather(record)
+
+    def barrier(self) -> None:
+        """As the Protocol says. Waits as a vote does."""
+        self._open().all_gather(b"")
+
+    def close(self) -> None:
+        """As the Protocol says. INDEX rows that a caller still holds stay readable."""
+        self._native = None
+        self._region = torch.empty(0, dtype=torch.uint8)
+
+    # -- views ----------------------------------------------------------------------------------------
+
+    def release(self, received: Received) -> None:
+        """Gives the bank of an INDEX view back to the senders; without effect on other views."""
+        self._open().dispatch_release(self._state_of(received))
+
+    def source_map(self, received: Received) -> tuple[torch.Tensor, torch.Tensor]:
+        """Where the rows of the padded order came from, as DeepEP's handle says it.
+
+        Returns: src_info int32 [E_local, R * max_tokens], source token of each row (unused: -1);
+          layout_range int64 [E_local, R], begin << 32 | count of each source's rows.
+        """
+        info = torch.full((self._num_local, self._padded), -1, dtype=torch.int32)
+        ranges = torch.zeros((self._num_local, self.spec.num_ranks), dtype=torch.int64)
+        self._open().source_map(self._state_of(received), info.data_ptr(), ranges.data_ptr())
+        return info, ranges
+
+    # -- membership, failure, measurement -------------------------------------------------------------
+
+    @property
+    def masked(self) -> frozenset[int]:
+        """Ranks that this one neither writes to nor waits for."""
+        bits = self._open().masked
+        return frozenset(r for r in range(self.spec.num_ranks) if bits >> r & 1)
+
+    def mask(self, ranks: Iterable[int]) -> None:
+        """Stops talking to these ranks, also in a wait in progress in another thread. Local to this rank."""
+        self._open().mask(self._bits(ranks))
+
+    def reset(self, dead: Iterable[int] = ()) -> None:
+        """Starts a new generation: no abort, no operation in flight, no mask but `dead`. Collective.
+
+        All ranks outside `dead` call it with the same `dead`. Pending operations and views are dropped.
+        Raises: PeerTimeout("reset", ...), which aborts nobody: call again once the rank is there.
+        """
+        self._open().reset(self._bits(dead))
+
+    def abort(self) -> None:
+        """Ends every wait of the group with GroupAborted until reset(). Any thread may call it."""
+        self._open().abort()
+
+    def set_faults(self, faults: Iterable[Fault]) -> None:
+        """Replaces the fault plan; faults of other ranks are ignored."""
+        self._open().set_faults(encode_faults(faults, self.spec.rank))
+
+    def statistics(self) -> dict[str, Any]:
+        """Cumulative measurements as keywords of records.RankStatistics; any thread may call it.
+
+        Returns: histograms, sums, counters, peer_wait_ns, expert_tokens.
+        """
+        return self._open().statistics()
+
+    def __repr__(self) -> str:
+        spec = self.spec
+        return f"NativeExchange(rank={spec.rank}/{spec.num_ranks}, {spec.payload}, {spec.reduction}, {self.layout.total} B)"
+
+    # -- inside ---------------------------------------------------------------------------------------
+
+    def _open(self) -> _C.Exchange:
+        if self._native is None:
+            raise InvalidArgument("exchange", "closed", "open")
+        return self._native
+
+    def _bits(self, ranks: Iterable[int]) -> int:
+        bits = 0
+        for rank in ranks:
+            if not 0 <= rank < self.spec.num_ranks or rank == self.spec.rank:
+                raise InvalidArgument("ranks", rank, f"0 to {self.spec.num_ranks - 1}, not this rank itself")
+            bits |= 1 << rank
+        return bits
+
+    def _state_of(self, received: Received) -> _C.DispatchState:
+        if not isinstance(received.handle, _C.DispatchState):
+            raise InvalidArgument("received.handle", received.handle, "of a dispatch of this exchange")
+        return received.handle
+
+    def _expand(self, state: _C.DispatchState, view: View) -> Received:
+        spec, rows, scales = self.spec, state.num_rows, None
+        counts = torch.empty(self._num_local, dtype=torch.int32)
+        offsets = torch.empty(self._num_local + 1, dtype=torch.int64)
+        row_ids = torch.empty(rows, dtype=torch.int64) if view == View.INDEX else None
+        if view == View.INDEX:
+            data, scales = self._bank(state.bank)
+        elif view == View.COMPACT:
+            data = torch.empty((rows, spec.hidden), dtype=self.row_dtype)
+            scales = torch.empty((rows, self._groups), dtype=self._scale_dtype) if self._fp8 else None
+        else:
+            data = torch.empty((self._num_local, self._padded, spec.hidden), dtype=self.row_dtype)
+            if self._fp8:
+                shape = (self._num_local, self._groups, self._padded)
+                scales = torch.empty(shape, dtype=self._scale_dtype).transpose(1, 2)
+        self._open().dispatch_expand(
+            state,
+            VIEWS.index(view),
+            0 if view == View.INDEX else data.data_ptr(),
+            0 if view == View.INDEX or scales is None else scales.data_ptr(),
+            0 if row_ids is None else row_ids.data_ptr(),
+            counts.data_ptr(),
+            offsets.data_ptr(),
+        )
+        return Received(data, counts, offsets, state, view, scales, row_ids)
+
+    @property
+    def _groups(self) -> int:
+        return self.spec.hidden // (PACKED_GROUP if self._ue8m0 else GROUP)
+
+    @property
+    def _scale_dtype(self) -> torch.dtype:
+        return torch.int32 if self._ue8m0 else torch.float32
+
+    def _bank(self, bank: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The rows of one receive bank in place: [R * max_tokens, H], and their scales."""
+        layout, spec = self.layout, self.spec
+        pitch, begin = layout.row_pitch, layout.row_at(bank, 0, 0) - layout.rows
+        block = self._region[begin : begin + self._padded * pitch].view(self._padded, pitch)
+        rows = block[:, : layout.row_bytes].view(self.row_dtype)
+        assert rows.shape == (self._padded, spec.hidden)
+        if not self._fp8:
+            return rows, None
+        end = layout.scale_offset + layout.scale_bytes
+        return rows, block[:, layout.scale_offset : end].view(self._scale_dtype)

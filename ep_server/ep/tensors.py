@@ -1,0 +1,28 @@
+"""The check of a tensor at the boundary: one message with the expected and the given."""
+
+from __future__ import annotations
+
+import torch
+
+from ep_server.errors import InvalidArgument
+
+
+def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, **dims: int) -> None:
+    """Raises InvalidArgument unless `tensor` is a contiguous CPU tensor of this dtype and these dimensions.
+
+    Args:
+        dims: name=size in order, for example T=32, H=2048.
+    """
+    shape = tuple(dims.values())
+    if (
+        tensor.dtype == dtype
+        and tensor.shape == shape
+        and tensor.is_contiguous()
+        and tensor.device.type == "cpu"
+    ):
+        return
+    given = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device.type}"
+    if not tensor.is_contiguous():
+        given += f" with strides {tensor.stride()}"
+    wanted = ", ".join(f"{key}={size}" for key, size in dims.items())
+    raise InvalidArgument(name, given, f"contiguous {str(dtype).removeprefix('torch.')} [{wanted}] on cpu")

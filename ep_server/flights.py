@@ -1,0 +1,123 @@
+"""The requests of this server: by id, by number, counted by rank. Bookkeeping only, nothing is ended here.
+
+A flight has its id until its stream ends, its number until its rank has freed its KV blocks.
+Units: requests, tokens, blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ep_server.errors import InternalError
+from ep_server.flight import Flight
+from ep_server.records import RankLoad, RankReady
+from ep_server.scheduler.lifecycle import State
+
+
+@dataclass(slots=True)
+class RankCount:
+    """Flights of one rank. tokens: of prompts and outputs whose KV is on the rank, or soon will be."""
+
+    waiting: int = 0
+    running: int = 0
+    releasing: int = 0
+    tokens: int = 0
+
+    @property
+    def in_flight(self) -> int:
+        """All that are not freed."""
+        return self.waiting + self.running + self.releasing
+
+
+class FlightTable:
+    """Every admitted request that is not freed."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.ranks = [RankCount() for _ in range(num_ranks)]
+        self._by_id: dict[str, Flight] = {}
+        self._by_number: dict[int, Flight] = {}
+
+    def __len__(self) -> int:
+        return len(self._by_number)
+
+    def __iter__(self) -> Iterator[Flight]:
+        """Those that have not ended; the table may be changed meanwhile."""
+        return iter(list(self._by_id.values()))
+
+    def with_id(self, request_id: str) -> Flight | None:
+        """The flight that has this id and has not ended."""
+        return self._by_id.get(request_id)
+
+    def with_number(self, number: int) -> Flight | None:
+        """The flight with this number, ended or not."""
+        return self._by_number.get(number)
+
+    def add(self, flight: Flight) -> None:
+        """A request was admitted."""
+        self._by_id[flight.request.request_id] = flight
+        self._by_number[flight.request.number] = flight
+        count = self.ranks[flight.rank]
+        count.waiting += 1
+        count.tokens += len(flight.request.prompt_ids)
+
+    def started(self, flight: Flight) -> None:
+        """Its first token came."""
+        count = self.ranks[flight.rank]
+        count.waiting -= 1
+        count.running += 1
+
+    def grew(self, flight: Flight) -> None:
+        """It got a token."""
+        flight.output_tokens += 1
+        self.ranks[flight.rank].tokens += 1
+
+    def ended(self, flight: Flight) -> None:
+        """Its stream is over; the id may be used again."""
+        del self._by_id[flight.request.request_id]
+        count = self.ranks[flight.rank]
+        if flight.output_tokens:
+            count.running -= 1
+        else:
+            count.waiting -= 1
+        count.releasing += 1
+
+    def freed(self, flight: Flight) -> None:
+        """Its KV blocks are free."""
+        del self._by_number[flight.request.number]
+        count = self.ranks[flight.rank]
+        count.releasing -= 1
+        count.tokens -= len(flight.request.prompt_ids) + flight.output_tokens
+
+    def loads(self, ready: list[RankReady]) -> list[RankLoad]:
+        """Load of each rank as the front counts it, what waits included; a rank's own report is older."""
+        return [
+            RankLoad(
+                running=count.running + count.releasing,
+                waiting=count.waiting,
+                kv_blocks_used=-(-count.tokens // rank.block_size),
+                kv_blocks_total=rank.kv_blocks,
+            )
+            for count, rank in zip(self.ranks, ready, strict=True)
+        ]
+
+    def check_integrity(self) -> None:
+        """Raises InternalError if tables, states or counts disagree."""
+        counted = [RankCount() for _ in self.ranks]
+        for number, flight in self._by_number.items():
+            has_id = self._by_id.get(flight.request.request_id) is flight
+            if flight.request.number != number or flight.state.ended is has_id:
+                raise InternalError(f"request number {number} is {flight.state}, has its id: {has_id}")
+            if has_id and flight.stream.ended:
+                raise InternalError(f"request number {number} is {flight.state} and its stream is over")
+            if not has_id and (flight.cancelled_at is None or flight.timer is not None):
+                raise InternalError(f"request number {number} ended and nobody frees it")
+            count = counted[flight.rank]
+            count.waiting += flight.state is State.QUEUED
+            count.running += flight.state is State.RUNNING
+            count.releasing += flight.state.ended
+            count.tokens += len(flight.request.prompt_ids) + flight.output_tokens
+        if counted != self.ranks:
+            raise InternalError(f"counts by rank are {self.ranks}, the flights give {counted}")
+        if any(self._by_number.get(flight.request.number) is not flight for flight in self._by_id.values()):
+            raise InternalError("a flight has an id and no number")

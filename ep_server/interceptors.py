@@ -1,0 +1,155 @@
+"""What happens around every call: errors become statuses, callers are authenticated. Knows no service.
+
+Handlers raise errors of errors.py and contain no `except`; the status of a class is its own data.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any, NoReturn
+
+import grpc
+from grpc import aio
+
+from ep_server.errors import ConfigError, EpServerError, FieldError, InternalError, QueueFull, Unauthenticated
+
+log = logging.getLogger(__name__)
+
+Continuation = Callable[[Any], Awaitable[Any]]
+Unary = Callable[[Any, Any], Awaitable[Any]]
+Stream = Callable[[Any, Any], AsyncIterator[Any]]
+
+# (request streams, response streams) -> attribute of a handler, constructor of one.
+_KINDS: dict[tuple[bool, bool], tuple[str, Any]] = {
+    (False, False): ("unary_unary", grpc.unary_unary_rpc_method_handler),
+    (False, True): ("unary_stream", grpc.unary_stream_rpc_method_handler),
+    (True, False): ("stream_unary", grpc.stream_unary_rpc_method_handler),
+    (True, True): ("stream_stream", grpc.stream_stream_rpc_method_handler),
+}
+
+
+class ErrorInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unused-ignore]
+    """Maps EpServerError to its status. Anything else is a bug: INTERNAL, with the traceback in the log."""
+
+    async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
+        """Guards the handler; streams must be async generators."""
+        handler = await continuation(handler_call_details)
+        method: str = handler_call_details.method
+
+        def guard_unary(behaviour: Unary) -> Unary:
+            async def guarded(request: Any, context: Any) -> Any:
+                try:
+                    return await behaviour(request, context)
+                except Exception as error:
+                    await _abort(method, context, error)
+
+            return guarded
+
+        def guard_stream(behaviour: Stream) -> Stream:
+            async def guarded(request: Any, context: Any) -> AsyncIterator[Any]:
+                try:
+                    async for response in behaviour(request, context):
+                        yield response
+                except Exception as error:
+                    await _abort(method, context, error)
+
+            return guarded
+
+        return None if handler is None else _rebuild(handler, guard_unary, guard_stream)
+
+
+class AuthInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unused-ignore]
+    """Wants "authorization: Bearer <token>" on every call, except to `open_services`."""
+
+    def __init__(self, tokens: TokenFile, open_services: frozenset[str]) -> None:
+        self._tokens = tokens
+        self._open_services = open_services
+
+    async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
+        """Lets the call through, or lets it raise Unauthenticated."""
+        handler = await continuation(handler_call_details)
+        service = handler_call_details.method.lstrip("/").partition("/")[0]
+        metadata = dict(handler_call_details.invocation_metadata or ())
+        given = metadata.get("authorization")
+        if handler is None or service in self._open_services or self._tokens.accepts(given):
+            return handler
+        missing = "no bearer token" if given is None else "unknown bearer token"
+        error = Unauthenticated(f"{missing}: send metadata 'authorization: Bearer <token>'")
+
+        async def refuse_unary(_request: Any, _context: Any) -> NoReturn:
+            raise error
+
+        async def refuse_stream(_request: Any, _context: Any) -> AsyncIterator[Any]:
+            raise error
+            yield  # makes it a generator
+
+        return _rebuild(handler, lambda _: refuse_unary, lambda _: refuse_stream)
+
+
+class TokenFile:
+    """Accepted bearer tokens, one per line; blank lines and lines that begin with # are skipped.
+
+    Read again whenever the file changes. Tokens are compared by digest, all of them, in constant time.
+    """
+
+    def __init__(self, path: str) -> None:
+        self._path = Path(path)
+        self._stamp: tuple[int, int, int] | None = None
+        self._digests: list[bytes] = []
+        self._read()
+
+    def accepts(self, header: str | bytes | None) -> bool:
+        """Whether an authorization header holds one of the tokens."""
+        try:
+            self._read()
+        except ConfigError as error:  # the tokens read last stay valid
+            log.error("%s", error)
+        text = header.decode("utf-8", "replace") if isinstance(header, bytes) else header or ""
+        scheme, _, token = text.partition(" ")
+        digest = hashlib.sha256(token.strip().encode()).digest()
+        matches = [hmac.compare_digest(digest, known) for known in self._digests]
+        return scheme.lower() == "bearer" and any(matches)
+
+    def _read(self) -> None:
+        try:
+            stat = self._path.stat()
+            stamp = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+            if stamp == self._stamp:
+                return
+            self._stamp = stamp
+            lines = self._path.read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError("grpc.token_file", str(self._path), f"a readable file ({error})") from error
+        tokens = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        if not tokens:
+            raise ConfigError("grpc.token_file", str(self._path), "a file with at least one token")
+        self._digests = [hashlib.sha256(token.encode()).digest() for token in tokens]
+
+
+def _rebuild(handler: Any, unary: Callable[[Unary], Unary], stream: Callable[[Stream], Stream]) -> Any:
+    name, construct = _KINDS[handler.request_streaming, handler.response_streaming]
+    wrap: Any = stream if handler.response_streaming else unary
+    behaviour = wrap(getattr(handler, name))
+    return construct(behaviour, handler.request_deserializer, handler.response_serializer)
+
+
+async def _abort(method: str, context: Any, error: Exception) -> NoReturn:
+    """Ends the call with the status of `error`. Trailers: epserver-error, epserver-field, retry pushback."""
+    if isinstance(error, aio.AbortError):
+        raise error
+    known = error if isinstance(error, EpServerError) else InternalError("a bug; the server's log has it")
+    trailers = [("epserver-error", type(known).__name__)]
+    if isinstance(known, FieldError):
+        trailers.append(("epserver-field", known.field))
+    if isinstance(known, QueueFull):
+        trailers.append(("grpc-retry-pushback-ms", str(known.retry_after_ms)))
+    if known.status == "INTERNAL":
+        log.error("%s failed", method, exc_info=error)
+    else:
+        log.debug("%s: %s: %s", method, known.status, known)
+    await context.abort(grpc.StatusCode[known.status], str(known), tuple(trailers))
+    raise AssertionError("abort returned")

@@ -1,0 +1,211 @@
+"""What the server exports to Prometheus, and the HTTP endpoint it is read from. Knows no request's content.
+
+`ServerMetrics` is an EngineObserver: it counts what the front sees; what ranks measured comes through
+`RankCollector`. Every name begins with `epserver_`, durations are seconds, labels are bounded (never a
+request id). One registry per server, passed in, so that several servers in one process do not mix.
+"""
+
+from __future__ import annotations
+
+import errno
+import platform
+import socket
+import threading
+from collections.abc import Callable, Iterable
+from socketserver import TCPServer, ThreadingMixIn
+from typing import Any
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_wsgi_app
+from prometheus_client.process_collector import ProcessCollector
+
+from ep_server.config import MetricsConfig
+from ep_server.errors import ConfigError
+from ep_server.observer import RequestSummary
+from ep_server.rank_metrics import RankCollector
+from ep_server.records import RankReady, RankStatistics
+
+PREFIX = "epserver_"
+# Edges of the request histograms, seconds; those of dispatch and combine double from 1 us (rank_metrics).
+REQUEST_EDGES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+TOKEN_EDGES = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
+LENGTH_EDGES = tuple(float(1 << power) for power in range(0, 18))
+SLOW_READER_SECONDS = 10  # a scrape that stalls longer is dropped
+
+
+class ServerMetrics:
+    """Implements observer.EngineObserver. Called in the event loop; scrapes come from other threads."""
+
+    def __init__(self, registry: CollectorRegistry, *, model: str, version: str) -> None:
+        self._ranks = RankCollector(PREFIX)
+        registry.register(self._ranks)
+        ProcessCollector(registry=registry)
+
+        def counter(name: str, help: str, labels: Iterable[str] = ()) -> Counter:
+            return Counter(PREFIX + name, help, labels, registry=registry)
+
+        def gauge(name: str, help: str, labels: Iterable[str] = ()) -> Gauge:
+            return Gauge(PREFIX + name, help, labels, registry=registry)
+
+        def histogram(name: str, help: str, edges: tuple[float, ...] = REQUEST_EDGES) -> Histogram:
+            return Histogram(PREFIX + name, help, buckets=edges, registry=registry)
+
+        build = gauge("build_info", "Always 1; what runs.", ("version", "model", "python"))
+        build.labels(version, model, platform.python_version()).set(1)
+        self._running = gauge("requests_running", "Requests in flight that have a token.")
+        self._waiting = gauge("requests_waiting", "Requests in flight without a token yet.")
+        self._admitted = counter("requests_admitted", "Requests given to a rank.")
+        self._requests = counter(
+            "requests",
+            "Requests ended or refused, by gRPC status and, where that is OK, by finish reason.",
+            ("status", "finish_reason"),
+        )
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of admitted requests.")
+        self._generated_tokens = counter("generated_tokens", "Tokens drawn for requests.")
+        self._first_token = histogram("time_to_first_token_seconds", "From admission to the first token.")
+        self._token_gap = histogram(
+            "inter_token_latency_seconds", "Between two tokens of one request.", TOKEN_EDGES
+        )
+        self._end_to_end = histogram("request_seconds", "From admission to the end, well or not.")
+        self._freed = histogram("cancel_to_free_seconds", "From a cancel to its KV blocks being free.")
+        self._prompt_length = histogram("request_prompt_tokens", "Prompt length.", LENGTH_EDGES)
+        self._output_length = histogram("request_output_tokens", "Output length at the end.", LENGTH_EDGES)
+
+    def on_rank_ready(self, ready: RankReady) -> None:
+        """A rank is warm."""
+        self._ranks.set_up(ready.rank, True)
+
+    def on_rank_lost(self, rank: int) -> None:
+        """A rank died."""
+        self._ranks.set_up(rank, False)
+
+    def on_statistics(self, statistics: RankStatistics) -> None:
+        """A rank's cumulative measurements."""
+        self._ranks.update(statistics)
+
+    def on_admitted(self, prompt_tokens: int) -> None:
+        """A request was given to a rank."""
+        self._admitted.inc()
+        self._prompt_tokens.inc(prompt_tokens)
+        self._prompt_length.observe(prompt_tokens)
+
+    def on_refused(self, status: str) -> None:
+        """A request was refused before a rank saw it."""
+        self._requests.labels(status, "").inc()
+
+    def on_first_token(self, seconds: float) -> None:
+        """The first token of a request, `seconds` after admission."""
+        self._first_token.observe(seconds)
+        self._generated_tokens.inc()
+
+    def on_token_gap(self, seconds: float) -> None:
+        """A further token of a request, `seconds` after the one before."""
+        self._token_gap.observe(seconds)
+        self._generated_tokens.inc()
+
+    def on_finished(self, summary: RequestSummary) -> None:
+        """A request ended, well or not."""
+        self._requests.labels(summary.status, summary.reason).inc()
+        self._end_to_end.observe(summary.seconds)
+        self._output_length.observe(summary.output_tokens)
+
+    def on_freed(self, seconds: float) -> None:
+        """The KV blocks of a cancelled request are free."""
+        self._freed.observe(seconds)
+
+    def on_load(self, running: int, waiting: int) -> None:
+        """Requests in flight with and without a first token."""
+        self._running.set(running)
+        self._waiting.set(waiting)
+
+
+class MetricsEndpoint:
+    """Serves a registry over HTTP at /metrics, Prometheus text or OpenMetrics as the scraper asks.
+
+    Threads of its own, so a scrape never waits for the event loop. `close` is idempotent.
+    """
+
+    def __init__(self, config: MetricsConfig, registry: CollectorRegistry) -> None:
+        """Binds and starts.
+
+        Raises: ConfigError (a StartupError) naming metrics.host or metrics.port if it cannot bind.
+        """
+        self._server = _bind(config)
+        self._server.set_app(_only_metrics(make_wsgi_app(registry)))
+        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
+        self._thread.start()
+
+    @property
+    def port(self) -> int:
+        """The port in use, also where the configuration said 0."""
+        return self._server.server_port
+
+    @property
+    def url(self) -> str:
+        """Where to read the metrics."""
+        host = str(self._server.server_address[0])
+        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/metrics"
+
+    def close(self) -> None:
+        """Stops serving and frees the port."""
+        if self._thread.is_alive():
+            self._server.shutdown()
+            self._thread.join()
+        self._server.server_close()
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+    block_on_close = False
+
+    def __init__(self, address: tuple[str, int], family: socket.AddressFamily) -> None:
+        self.address_family = family
+        super().__init__(address, _Handler)
+
+    def server_bind(self) -> None:
+        """Binds without looking up the host's full name, which HTTPServer would wait for."""
+        TCPServer.server_bind(self)
+        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
+        self.setup_environ()
+
+
+class _Handler(WSGIRequestHandler):
+    timeout = SLOW_READER_SECONDS
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Scrapes are not worth a log line."""
+
+
+def _only_metrics(metrics: Callable[..., Any]) -> Callable[..., Any]:
+    """The exporter answers on any path; this one answers 404 beside /metrics."""
+
+    def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
+        if environ["PATH_INFO"] == "/metrics":
+            return metrics(environ, start_response)
+        start_response("404 Not Found", [("Content-Type", "text/plain")])
+        return [b"see /metrics\n"]
+
+    return app
+
+
+def _bind(config: MetricsConfig) -> _Server:
+    try:
+        family, _, _, _, address = socket.getaddrinfo(
+            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except OSError as error:
+        raise ConfigError(
+            "metrics.host", config.host, f"an address of this host ({_reason(error)})"
+        ) from error
+    try:
+        return _Server((str(address[0]), config.port), family)
+    except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise ConfigError("metrics.host", config.host, "an address of this host") from error
+        raise ConfigError(
+            "metrics.port", config.port, f"a port this process may bind ({_reason(error)})"
+        ) from error
+
+
+def _reason(error: OSError) -> str:
+    return (error.strerror or str(error)).lower()

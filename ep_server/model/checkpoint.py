@@ -1,0 +1,106 @@
+"""The tensors of a checkpoint directory: which file holds which, of what dtype and shape.
+
+Reads safetensors headers only and knows nothing of torch, models or ranks. Units: bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ep_server.errors import CheckpointError
+from ep_server.model.families.fields import read_json
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I64": 8, "I32": 4, "U8": 1, "I8": 1}
+_MAX_HEADER = 100 << 20  # limit of the format
+
+
+@dataclass(frozen=True, slots=True)
+class StoredTensor:
+    """One tensor of a file. dtype is the name in the file: F32, BF16, F16, F8_E4M3, ..."""
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """All tensors of a directory by name."""
+
+    path: Path
+    shards: tuple[Path, ...]
+    tensors: Mapping[str, StoredTensor]
+
+    @staticmethod
+    def open(path: str | Path) -> Checkpoint:
+        """Reads the headers of all shards.
+
+        Raises: CheckpointError naming the file for a missing or broken shard, or a tensor that the index
+            places in a shard which does not hold it.
+        """
+        directory = Path(path)
+        index = directory / INDEX
+        if not index.is_file():
+            shards = (directory / SINGLE,)
+            if not shards[0].is_file():
+                raise CheckpointError(f"{directory}: neither {SINGLE} nor {INDEX} is there")
+            return Checkpoint(directory, shards, _read_header(shards[0]))
+        placed = read_json(index).get("weight_map")
+        if not isinstance(placed, dict) or not placed:
+            raise CheckpointError(f"{index}: weight_map is missing or empty")
+        shards = tuple(directory / name for name in sorted(set(placed.values())))
+        held = {shard.name: _read_header(shard) for shard in shards}
+        for name, file in placed.items():
+            if name not in held[file]:
+                raise CheckpointError(f"{directory / file}: tensor {name} is missing (named by {INDEX})")
+        return Checkpoint(directory, shards, {name: held[file][name] for name, file in placed.items()})
+
+    def find(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
+        """The tensor of that name. Raises: CheckpointError if it is missing or of another shape."""
+        tensor = self.tensors.get(name)
+        if tensor is None:
+            raise CheckpointError(f"{self.path}: tensor {name} {list(shape)} is missing")
+        if tensor.shape != shape:
+            raise CheckpointError(
+                f"{tensor.file}: tensor {name}: expected shape {list(shape)}, found {list(tensor.shape)}"
+            )
+        return tensor
+
+
+def _read_header(file: Path) -> dict[str, StoredTensor]:
+    try:
+        with file.open("rb") as stream:
+            length = int.from_bytes(stream.read(8), "little")
+            if not 0 < length <= _MAX_HEADER:
+                raise CheckpointError(f"{file}: not a safetensors file (header of {length} bytes)")
+            header = json.loads(stream.read(length))
+            data_bytes = file.stat().st_size - 8 - length
+    except OSError as error:
+        raise CheckpointError(f"{file}: shard cannot be read ({error.strerror})") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file}: not a safetensors file ({error})") from error
+    header.pop("__metadata__", None)
+    tensors = {}
+    for name, entry in header.items():
+        begin, end = entry["data_offsets"]
+        tensor = StoredTensor(name, file, entry["dtype"], tuple(entry["shape"]), end - begin)
+        if end > data_bytes or tensor.nbytes != tensor.size * _ITEM_BYTES.get(tensor.dtype, 0):
+            raise CheckpointError(
+                f"{file}: tensor {name}: {tensor.dtype} {list(tensor.shape)} at bytes {begin} to {end} "
+                f"does not fit the {data_bytes} bytes of data"
+            )
+        tensors[name] = tensor
+    return tensors

@@ -1,0 +1,107 @@
+"""The layer loop. A forward pass is a generator that pauses at every hook of the exchange.
+
+One micro-batch alone runs attention + router + dispatch_send | dispatch_recv + experts + combine_send |
+combine_recv + the next layer's attention ...; `|` is a yield. `interleave` alternates several, which hides
+each one's communication behind the others' computation. No threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from ep_server.ep.exchange import Exchange
+from ep_server.model.attention import AttentionInput, gather_plan, gqa, mla
+from ep_server.model.batch import MicroBatch
+from ep_server.model.experts import ffn
+from ep_server.model.families.spec import GqaSpec, ModelSpec
+from ep_server.model.kv_cache import KvCache, KvLayer
+from ep_server.model.layers import GqaWeights, LayerWeights, MlaWeights, ModelWeights, MoeWeights
+from ep_server.model.moe import MoeContext, moe
+from ep_server.model.rope import rotation_table
+from ep_server.model.timers import Phase, PhaseClock
+
+Forward = Generator[None, None, torch.Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class DecoderParams:
+    """What a decoder is made of. max_context: longest sequence, tokens; sizes the rope table."""
+
+    spec: ModelSpec
+    weights: ModelWeights
+    exchange: Exchange
+    kv_cache: KvCache
+    max_context: int
+
+
+class Decoder:
+    """A model on one rank: token ids in, hidden states of the rows that are sampled out."""
+
+    def __init__(self, params: DecoderParams, clock: PhaseClock) -> None:
+        self._spec, self._weights, self._kv = params.spec, params.weights, params.kv_cache
+        self._clock = clock
+        self._rotations = rotation_table(params.spec.rope, params.max_context)
+        local = len(params.exchange.spec.local_experts)
+        self.expert_tokens = torch.zeros(local, dtype=torch.int64)
+        self._moe = MoeContext(params.spec.router, params.exchange, clock, self.expert_tokens)
+
+    def forward(self, batch: MicroBatch) -> Forward:
+        """Runs all layers. Returns float32 logits [number of sampled rows, V].
+
+        Yields twice per sparse layer, also with no tokens: the exchange is collective.
+        """
+        eps = self._spec.norm_eps
+        at = self._attention_input(batch)
+        x = F.embedding(batch.token_ids, self._weights.embedding)
+        for layer, kv in zip(self._weights.layers, self._kv.layers, strict=True):
+            if len(x):
+                x = x + self._attention(_norm(x, layer.attention_norm, eps), layer, kv, at)
+            h = _norm(x, layer.ffn_norm, eps)
+            self._clock.lap(Phase.ATTENTION)
+            if isinstance(layer.ffn, MoeWeights):
+                x = x + (yield from moe(h, layer.ffn, self._moe))
+            else:
+                x = x + ffn(h, layer.ffn)
+                self._clock.lap(Phase.EXPERTS)
+        x = _norm(x[batch.sample_rows], self._weights.norm, eps)
+        return F.linear(x, self._weights.head).float()
+
+    def _attention(
+        self, x: torch.Tensor, layer: LayerWeights, kv: KvLayer, at: AttentionInput
+    ) -> torch.Tensor:
+        spec, w = self._spec.attention, layer.attention
+        if isinstance(spec, GqaSpec):
+            assert isinstance(w, GqaWeights)
+            return gqa(x, w, spec, kv, at)
+        assert isinstance(w, MlaWeights)
+        return mla(x, w, spec, kv, at)
+
+    def _attention_input(self, batch: MicroBatch) -> AttentionInput:
+        spec, meta = self._spec.attention, batch.attention
+        window = spec.window if isinstance(spec, GqaSpec) else 0
+        gather = gather_plan(meta, window, self._weights.norm.dtype)
+        return AttentionInput(meta, gather, self._rotations[meta.positions][:, None], self._spec.norm_eps)
+
+
+def interleave(forwards: Sequence[Forward]) -> list[torch.Tensor]:
+    """Runs forward passes hook by hook in turn: each stage of the first comes before that of the second.
+
+    The order depends on the number of passes and layers alone, so it is the same on every rank.
+    """
+    results: dict[int, torch.Tensor] = {}
+    while len(results) < len(forwards):
+        for index, forward in enumerate(forwards):
+            if index not in results:
+                try:
+                    next(forward)
+                except StopIteration as stop:
+                    results[index] = stop.value
+    return [results[index] for index in range(len(forwards))]
+
+
+def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    return F.rms_norm(x, weight.shape, weight, eps)

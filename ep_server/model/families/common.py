@@ -1,0 +1,104 @@
+"""Parts of a ModelSpec that several families read the same way from config.json."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ep_server.model.families.fields import Fields
+from ep_server.model.families.spec import GqaSpec, QkNorm, RopeSpec, RopeType
+
+_DTYPES = ("float32", "bfloat16", "float16")
+
+
+def base(config: Fields, family: str) -> dict[str, Any]:
+    """Fields of ModelSpec that every family spells alike."""
+    config.choice("hidden_act", default="silu", allowed=("silu", "swish"))
+    return {
+        "family": family,
+        "vocab_size": config.integer("vocab_size"),
+        "hidden": config.integer("hidden_size"),
+        "max_context": config.integer("max_position_embeddings"),
+        "norm_eps": config.number("rms_norm_eps", default=1e-6),
+        "tied_head": config.flag("tie_word_embeddings"),
+        "dtype": config.choice("dtype", "torch_dtype", default="bfloat16", allowed=_DTYPES),
+        "quant_block": _quant_block(config.table("quantization_config")),
+        "bos_token_id": next(iter(config.token_ids("bos_token_id")), None),
+        "eos_token_ids": config.token_ids("eos_token_id"),
+    }
+
+
+def gqa(config: Fields, qk_norm: QkNorm, *, bias: bool = False, window: int = 0) -> GqaSpec:
+    """Grouped-query attention; a missing head_dim is hidden / heads."""
+    hidden, heads = config.integer("hidden_size"), config.integer("num_attention_heads")
+    kv_heads = config.integer("num_key_value_heads", default=heads)
+    if heads % kv_heads:
+        raise config.error("num_key_value_heads", kv_heads, f"a divisor of num_attention_heads ({heads})")
+    if not config.has("head_dim") and hidden % heads:
+        raise config.error("num_attention_heads", heads, f"a divisor of hidden_size ({hidden})")
+    head_dim = config.integer("head_dim", default=hidden // heads)
+    if head_dim % 2:
+        raise config.error("head_dim", head_dim, "even")
+    clip = config.number("clip_qkv", default=0.0)
+    return GqaSpec(
+        heads, kv_heads, head_dim, head_dim**-0.5, qk_norm=qk_norm, bias=bias, window=window, clip=clip
+    )
+
+
+def rope(config: Fields, dim: int, *, theta: float = 10_000.0, interleaved: bool = False) -> RopeSpec:
+    """Rotary embedding from `rope_parameters` (transformers 5) or `rope_theta` + `rope_scaling` (4).
+
+    Args:
+        dim: rotated channels. theta: the family's default base.
+    """
+    table = config.table("rope_parameters", "rope_scaling")
+    theta = table.number("rope_theta", default=config.number("rope_theta", default=theta))
+    partial = table.number(
+        "partial_rotary_factor", default=config.number("partial_rotary_factor", default=1.0)
+    )
+    if partial != 1.0:
+        raise config.error("partial_rotary_factor", partial, "1")
+    kind = RopeType(
+        table.choice("rope_type", "type", default="default", allowed=tuple(t.value for t in RopeType))
+    )
+    if kind is RopeType.DEFAULT:
+        return RopeSpec(dim, theta, interleaved)
+    if kind is RopeType.LINEAR:
+        return RopeSpec(dim, theta, interleaved, kind, factor=table.number("factor"))
+    context = config.integer("max_position_embeddings")
+    original = table.integer("original_max_position_embeddings", default=context)
+    factor = table.number("factor", default=context / original)
+    return RopeSpec(
+        dim,
+        theta,
+        interleaved,
+        kind,
+        factor=factor,
+        original_context=original,
+        beta_fast=table.number("beta_fast", default=32.0),
+        beta_slow=table.number("beta_slow", default=1.0),
+        attention_factor=table.number("attention_factor", default=_yarn_attention_factor(table, factor)),
+        truncate=table.flag("truncate", default=True),
+    )
+
+
+def yarn_mscale(factor: float, mscale: float = 1.0) -> float:
+    """YaRN's magnitude correction for a context stretched by `factor`."""
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def _yarn_attention_factor(table: Fields, factor: float) -> float:
+    mscale, all_dim = table.number("mscale", default=0.0), table.number("mscale_all_dim", default=0.0)
+    if mscale and all_dim:
+        return yarn_mscale(factor, mscale) / yarn_mscale(factor, all_dim)
+    return yarn_mscale(factor)
+
+
+def _quant_block(quant: Fields) -> tuple[int, int] | None:
+    if not quant.values:
+        return None
+    quant.choice("quant_method", default="", allowed=("fp8",))
+    block = quant.value("weight_block_size", default=[128, 128])
+    if not (isinstance(block, list) and len(block) == 2 and all(isinstance(b, int) and b > 0 for b in block)):
+        raise quant.error("weight_block_size", block, "two positive integers")
+    return block[0], block[1]

@@ -1,0 +1,96 @@
+"""Typed access to config.json in the spellings of transformers 4 and 5. Knows no architecture.
+
+Every wrong or missing field is a CheckpointError that names the file, the field, its value and what is
+allowed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ep_server.errors import CheckpointError
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Reads one JSON object. Raises: CheckpointError if it is missing or not an object."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file}: not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: holds {type(value).__name__}, expected an object")
+    return value
+
+
+@dataclass(frozen=True, slots=True)
+class Fields:
+    """A config.json. `source` is the file, for messages. A null counts as "not given"."""
+
+    values: Mapping[str, Any]
+    source: str
+
+    def has(self, *names: str) -> bool:
+        """Any of the spellings is given."""
+        return any(self.values.get(name) is not None for name in names)
+
+    def value(self, *names: str, default: Any = None) -> Any:
+        """The first spelling that is given, or the default; no default = the field is required."""
+        for name in names:
+            if self.values.get(name) is not None:
+                return self.values[name]
+        if default is None:
+            raise CheckpointError(f"{self.source}: {' / '.join(names)} is missing")
+        return default
+
+    def integer(self, *names: str, default: int | None = None, low: int = 1) -> int:
+        """An integer of at least `low`."""
+        value = self.value(*names, default=default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < low:
+            raise self.error(names[0], value, f"an integer of at least {low}")
+        return value
+
+    def number(self, *names: str, default: float | None = None) -> float:
+        """A finite number."""
+        value = self.value(*names, default=default)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise self.error(names[0], value, "a number")
+        return float(value)
+
+    def flag(self, *names: str, default: bool = False) -> bool:
+        """true or false."""
+        value = next((self.values[n] for n in names if self.values.get(n) is not None), default)
+        if not isinstance(value, bool):
+            raise self.error(names[0], value, "true or false")
+        return value
+
+    def choice(self, *names: str, default: str, allowed: tuple[str, ...]) -> str:
+        """One of a few words."""
+        value = self.value(*names, default=default)
+        if value not in allowed:
+            raise self.error(names[0], value, "one of " + ", ".join(allowed))
+        return str(value)
+
+    def token_ids(self, *names: str) -> tuple[int, ...]:
+        """Zero, one or several token ids."""
+        value: Any = next((self.values[n] for n in names if self.values.get(n) is not None), [])
+        ids = value if isinstance(value, list) else [value]
+        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+            raise self.error(names[0], value, "a token id or a list of them")
+        return tuple(ids)
+
+    def table(self, *names: str) -> Fields:
+        """A nested object; empty if none is given."""
+        value: Any = next((self.values[n] for n in names if self.values.get(n) is not None), {})
+        if not isinstance(value, Mapping):
+            raise self.error(names[0], value, "an object")
+        return Fields(value, f"{self.source}: {names[0]}")
+
+    def error(self, name: str, value: Any, allowed: str) -> CheckpointError:
+        """The error of a field out of range."""
+        return CheckpointError(f"{self.source}: {name} = {value!r}: must be {allowed}")

@@ -1,0 +1,26 @@
+"""Mixtral: GQA without q/k norm, softmax router with renormalised top-k, experts named w1, w3, w2."""
+
+from __future__ import annotations
+
+from ep_server.model.families import common
+from ep_server.model.families.fields import Fields
+from ep_server.model.families.spec import ModelSpec, MoeNames, QkNorm, RouterSpec
+
+
+def spec(config: Fields) -> ModelSpec:
+    """Reads a `mixtral` config.json."""
+    window = config.integer("sliding_window") if config.has("sliding_window") else 0
+    attention = common.gqa(config, QkNorm.NONE, window=window)
+    return ModelSpec(
+        **common.base(config, "mixtral"),
+        attention=attention,
+        rope=common.rope(config, attention.head_dim, theta=1_000_000.0),
+        router=RouterSpec(
+            num_experts=config.integer("num_local_experts", "num_experts", default=8),
+            top_k=config.integer("num_experts_per_tok", default=2),
+            renormalise=True,
+        ),
+        sparse_layers=(True,) * config.integer("num_hidden_layers"),
+        expert_ffn=config.integer("intermediate_size"),
+        names=MoeNames(blocks=("block_sparse_moe", "mlp"), gate="w1", up="w3", down="w2"),
+    )

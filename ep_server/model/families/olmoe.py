@@ -1,0 +1,24 @@
+"""OLMoE: attention with q/k norm over the full width, softmax router, weights not renormalised."""
+
+from __future__ import annotations
+
+from ep_server.model.families import common
+from ep_server.model.families.fields import Fields
+from ep_server.model.families.spec import ModelSpec, QkNorm, RouterSpec
+
+
+def spec(config: Fields) -> ModelSpec:
+    """Reads an `olmoe` config.json."""
+    attention = common.gqa(config, QkNorm.FULL, bias=config.flag("attention_bias"))
+    return ModelSpec(
+        **common.base(config, "olmoe"),
+        attention=attention,
+        rope=common.rope(config, attention.head_dim),
+        router=RouterSpec(
+            num_experts=config.integer("num_experts", "num_local_experts", default=64),
+            top_k=config.integer("num_experts_per_tok", default=8),
+            renormalise=config.flag("norm_topk_prob"),
+        ),
+        sparse_layers=(True,) * config.integer("num_hidden_layers"),
+        expert_ffn=config.integer("intermediate_size"),
+    )

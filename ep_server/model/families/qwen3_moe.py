@@ -1,0 +1,29 @@
+"""Qwen3-MoE: GQA with per-head q/k norm, softmax router over all experts, optional dense layers."""
+
+from __future__ import annotations
+
+from ep_server.model.families import common
+from ep_server.model.families.fields import Fields
+from ep_server.model.families.spec import ModelSpec, QkNorm, RouterSpec
+
+
+def spec(config: Fields) -> ModelSpec:
+    """Reads a `qwen3_moe` config.json."""
+    layers = config.integer("num_hidden_layers")
+    step = config.integer("decoder_sparse_step", default=1)
+    dense = set(config.value("mlp_only_layers", default=[]))
+    window = config.integer("sliding_window", default=4096) if config.flag("use_sliding_window") else 0
+    attention = common.gqa(config, QkNorm.HEAD, bias=config.flag("attention_bias"), window=window)
+    return ModelSpec(
+        **common.base(config, "qwen3_moe"),
+        attention=attention,
+        rope=common.rope(config, attention.head_dim),
+        router=RouterSpec(
+            num_experts=config.integer("num_experts", "num_local_experts", default=128),
+            top_k=config.integer("num_experts_per_tok", default=8),
+            renormalise=config.flag("norm_topk_prob"),
+        ),
+        sparse_layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
+        expert_ffn=config.integer("moe_intermediate_size", default=768),
+        dense_ffn=config.integer("intermediate_size", default=6144),
+    )

@@ -1,0 +1,107 @@
+"""What a checkpoint holds and what a rank would keep of it. Reads headers only; needs no torch.
+
+Units: parameters, bytes, tokens.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from ep_server.model.checkpoint import Checkpoint, StoredTensor
+from ep_server.model.families import ModelSpec, read_spec
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
+_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+
+_OUTER = {"model.embed_tokens.weight": "embedding", "model.norm.weight": "norms"}
+
+# First match wins; the part of a tensor below its layer.
+_PARTS = (
+    ("experts", re.compile(r"\.experts\.")),
+    ("shared experts", re.compile(r"\.shared_experts\.")),
+    ("attention", re.compile(r"self_attn\.")),
+    ("norms", re.compile(r"layernorm")),
+    ("router", re.compile(r"\.gate\.")),
+    ("dense FFN", re.compile(r"mlp\.")),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Inspection:
+    """One checkpoint.
+
+    parameters: by part, as served. unused: parameters in the files that are not (multi-token prediction,
+      a head that is tied). dtype: served, float32 or bfloat16.
+    """
+
+    spec: ModelSpec
+    dtype: str
+    shards: tuple[Path, ...]
+    file_bytes: int
+    parameters: dict[str, int]
+    unused: int
+
+    @property
+    def total_parameters(self) -> int:
+        """All parameters that are served."""
+        return sum(self.parameters.values())
+
+    @property
+    def active_parameters(self) -> int:
+        """Parameters one token passes: of the routed experts only its top-k."""
+        router = self.spec.router
+        experts = self.parameters.get("experts", 0)
+        return self.total_parameters - experts + experts * router.top_k // router.num_experts
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """KV cache of one token on the rank that owns its sequence, bytes."""
+        return self.spec.kv_values_per_token * _DTYPE_BYTES[self.dtype]
+
+    def rank_bytes(self, placement: Sequence[int], num_ranks: int) -> tuple[int, ...]:
+        """Weights per rank, bytes. placement: [E] owner of each expert. The router is kept in float32."""
+        item, experts = _DTYPE_BYTES[self.dtype], self.parameters.get("experts", 0)
+        router = self.parameters.get("router", 0)
+        replicated = (self.total_parameters - experts - router) * item + router * 4
+        one = experts * item // self.spec.router.num_experts
+        owned = Counter(placement)
+        return tuple(replicated + owned[rank] * one for rank in range(num_ranks))
+
+
+def inspect_checkpoint(path: str | Path, dtype: str = "auto") -> Inspection:
+    """Reads config.json and the headers of all shards. dtype: as ModelConfig.dtype.
+
+    Raises: CheckpointError.
+    """
+    spec, checkpoint = read_spec(path), Checkpoint.open(path)
+    parts: Counter[str] = Counter()
+    for tensor in checkpoint.tensors.values():
+        if not tensor.name.endswith("_scale_inv"):
+            parts[_part(tensor, spec)] += tensor.size
+    unused = parts.pop("unused", 0)
+    served = spec.dtype if dtype == "auto" else dtype
+    return Inspection(
+        spec,
+        "bfloat16" if served == "bfloat16" else "float32",
+        checkpoint.shards,
+        sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
+        dict(parts),
+        unused,
+    )
+
+
+def _part(tensor: StoredTensor, spec: ModelSpec) -> str:
+    match = _LAYER.fullmatch(tensor.name)
+    if match is None:
+        if tensor.name == "lm_head.weight":
+            return "unused" if spec.tied_head else "head"
+        return {"model.embed_tokens.weight": "embedding", "model.norm.weight": "norms"}.get(
+            tensor.name, "unused"
+        )
+    if int(match[1]) >= spec.num_layers:
+        return "unused"
+    return next((part for part, pattern in _PARTS if pattern.search(match[2])), "unused")

@@ -1,0 +1,57 @@
+"""A sparse block: route, dispatch, experts, combine, with a yield at each hook.
+
+Between a send and its receive the generator yields, so a driver can run another micro-batch while rows are
+on their way. Knows the exchange by its Protocol only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from dataclasses import dataclass
+
+import torch
+
+from ep_server.ep.exchange import Exchange, Payload
+from ep_server.model.experts import expert_ffn, ffn, received_rows
+from ep_server.model.families.spec import RouterSpec
+from ep_server.model.layers import MoeWeights
+from ep_server.model.router import route
+from ep_server.model.timers import Phase, PhaseClock
+
+
+@dataclass(frozen=True, slots=True)
+class MoeContext:
+    """What every sparse block of a model shares. expert_tokens: [E_local] int64, rows received so far."""
+
+    router: RouterSpec
+    exchange: Exchange
+    clock: PhaseClock
+    expert_tokens: torch.Tensor
+
+
+def moe(x: torch.Tensor, w: MoeWeights, on: MoeContext) -> Generator[None, None, torch.Tensor]:
+    """Sparse FFN of x: [T, H], normed; yields twice and returns [T, H] of x's dtype. T may be 0."""
+    clock = on.clock
+    ids, gates = route(x, w, on.router)
+    clock.lap(Phase.ROUTER)
+    dispatched = on.exchange.dispatch_send(x.to(wire_dtype(on.exchange.spec.payload)), ids, gates)
+    clock.lap(Phase.DISPATCH)
+    yield
+    received = dispatched.recv()
+    clock.lap(Phase.DISPATCH)
+    outputs = expert_ffn(received_rows(received, x.dtype), received.offsets, w.experts)
+    on.expert_tokens.add_(received.counts)
+    clock.lap(Phase.EXPERTS)
+    combined = on.exchange.combine_send(outputs.to(wire_dtype(on.exchange.spec.payload)), received)
+    clock.lap(Phase.COMBINE)
+    shared = None if w.shared is None else ffn(x, w.shared)  # while the combine is in flight
+    clock.lap(Phase.EXPERTS)
+    yield
+    routed = combined.recv().to(x.dtype)
+    clock.lap(Phase.COMBINE)
+    return routed if shared is None else routed + shared
+
+
+def wire_dtype(payload: Payload) -> torch.dtype:
+    """What the exchange takes and returns: float32 for FP32, bfloat16 for every other payload."""
+    return torch.float32 if payload is Payload.FP32 else torch.bfloat16

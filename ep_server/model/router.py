@@ -1,0 +1,43 @@
+"""Which experts a token goes to, and with what weight. All arithmetic is float32.
+
+Order of operations, one table for every family (see RouterSpec):
+  1 logits = x @ router            4 ids = top-k of the choice
+  2 score = softmax or sigmoid     5 weight = score of the chosen, without the bias
+  3 choice = score + bias,         6 weight /= sum + eps        (renormalise)
+    limited to the best groups     7 weight *= scale
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from ep_server.model.families.spec import GroupScore, RouterSpec, Score
+from ep_server.model.layers import MoeWeights
+
+
+def route(x: torch.Tensor, weights: MoeWeights, spec: RouterSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    """Routes x: [T, H]. Returns ids [T, K] int64, distinct per token, and weights [T, K] float32."""
+    logits = F.linear(x.float(), weights.router)
+    score = logits.softmax(-1) if spec.score is Score.SOFTMAX else logits.sigmoid()
+    choice = score if weights.bias is None else score + weights.bias
+    if spec.groups > 1:
+        choice = _limit_to_groups(choice, spec)
+    chosen, ids = torch.topk(choice, spec.top_k, dim=-1)
+    gates = chosen if choice is score else score.gather(1, ids)
+    if spec.renormalise:
+        total = gates.sum(-1, keepdim=True)
+        gates = gates / (total + spec.renorm_eps if spec.renorm_eps else total)
+    return ids, gates * spec.scale if spec.scale != 1.0 else gates
+
+
+def _limit_to_groups(choice: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
+    """Sets every expert outside the token's best groups to -inf."""
+    grouped = choice.view(len(choice), spec.groups, spec.num_experts // spec.groups)
+    if spec.group_score is GroupScore.MAX:
+        group_score = grouped.amax(-1)
+    else:
+        group_score = grouped.topk(2, dim=-1).values.sum(-1)
+    best = torch.topk(group_score, spec.top_groups, dim=-1).indices
+    outside = torch.ones_like(group_score, dtype=torch.bool).scatter_(1, best, False)
+    return grouped.masked_fill(outside[..., None], float("-inf")).flatten(1)

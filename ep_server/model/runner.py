@@ -1,0 +1,86 @@
+"""Runs step batches on one rank: micro-batches through the decoder, logits through the sampler.
+
+Holds the sampler state of the rank's requests and the step timers. Knows nothing of queues, votes or
+processes; the caller provides torch.inference_mode and the number of threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ep_server.model.batch import split
+from ep_server.model.decoder import Decoder, DecoderParams, interleave
+from ep_server.model.timers import Phase, PhaseClock
+from ep_server.records import Request, SampledToken, StepBatch
+
+
+class TokenSampler(Protocol):
+    """Draws tokens; holds one generator and the penalty counts per request."""
+
+    def add(self, request: Request) -> None:
+        """A request joins."""
+        ...
+
+    def remove(self, number: int) -> None:
+        """A request left."""
+        ...
+
+    def sample(self, numbers: Sequence[int], logits: torch.Tensor) -> list[SampledToken]:
+        """One token per row of logits: [N, V] float32, which it may overwrite."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RunnerStatistics:
+    """Cumulative measurements under the names of RankStatistics."""
+
+    histograms: dict[str, tuple[int, ...]]
+    sums: dict[str, int]
+    expert_tokens: dict[int, int]
+
+
+class ModelRunner:
+    """The model of one rank."""
+
+    def __init__(self, params: DecoderParams, sampler: TokenSampler) -> None:
+        self._params, self._sampler = params, sampler
+        self._clock = PhaseClock()
+        self._decoder = Decoder(params, self._clock)
+
+    def add(self, request: Request) -> None:
+        """Creates the sampler state of a request, before its first token is sampled."""
+        self._sampler.add(request)
+
+    def remove(self, number: int) -> None:
+        """Drops the sampler state of a request."""
+        self._sampler.remove(number)
+
+    def run(self, batch: StepBatch, micro_batches: int = 1) -> list[SampledToken]:
+        """Runs one step. Collective: every rank calls it, also with an empty batch.
+
+        Args:
+            micro_batches: 1 or more; the same on every rank.
+        Returns: one token per slice that samples, in the order the slices have in the batch.
+        Raises: ExchangeError if a peer fails.
+        """
+        self._clock.start()
+        parts = split(batch, micro_batches, self._params.kv_cache.block_size)
+        logits = interleave([self._decoder.forward(part) for part in parts])
+        numbers = [number for part in parts for number in part.sampled]
+        tokens = self._sampler.sample(numbers, torch.cat(logits)) if numbers else []
+        self._clock.lap(Phase.SAMPLE)
+        self._clock.finish()
+        drawn = {token.number: token for token in tokens}
+        return [drawn[s.number] for s in batch.slices if s.sample]
+
+    def statistics(self) -> RunnerStatistics:
+        """What was measured since the start."""
+        experts = self._params.exchange.spec.local_experts
+        counts = self._decoder.expert_tokens.tolist()
+        return RunnerStatistics(
+            self._clock.histograms(), self._clock.sums(), dict(zip(experts, counts, strict=True))
+        )

@@ -1,0 +1,75 @@
+"""Reads single tensors out of memory-mapped safetensors files, FP8 block-scaled ones dequantised.
+
+Knows files, dtypes and scales; knows nothing of models.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+
+from ep_server.errors import CheckpointError
+from ep_server.model.checkpoint import Checkpoint
+
+
+class TensorReader:
+    """Opens each shard once, when the first tensor of it is read.
+
+    Args:
+        block: rows and columns that share one FP8 scale, None where the checkpoint is not quantised.
+        files: closes the shards.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, block: tuple[int, int] | None, files: ExitStack) -> None:
+        self._checkpoint, self._block, self._files = checkpoint, block, files
+        self._open: dict[Path, Any] = {}
+
+    def has(self, name: str) -> bool:
+        """The checkpoint holds a tensor of that name."""
+        return name in self._checkpoint.tensors
+
+    def read(self, name: str, shape: tuple[int, ...], part: int | None = None) -> torch.Tensor:
+        """One tensor, or entry `part` of its first dimension, in the dtype of the file; FP8 as float32.
+
+        The result may be a view of the mapping: copy it before the reader closes.
+        Raises: CheckpointError if it is missing, of another shape or dtype, or cannot be read.
+        """
+        stored = self._checkpoint.find(name, shape)
+        values = self._load(name, part)
+        if stored.dtype == "F8_E4M3":
+            return self._dequantise(name, values, shape, part)
+        if not values.is_floating_point() or values.element_size() == 1:
+            raise CheckpointError(
+                f"{stored.file}: tensor {name}: dtype {stored.dtype}, expected F32, BF16, F16 or F8_E4M3"
+            )
+        return values
+
+    def _dequantise(
+        self, name: str, values: torch.Tensor, shape: tuple[int, ...], part: int | None
+    ) -> torch.Tensor:
+        if self._block is None:
+            raise CheckpointError(
+                f"{self._checkpoint.path}: {name} is FP8 but config.json has no quantization_config"
+            )
+        rows, columns = self._block
+        grid = (-(-shape[-2] // rows), -(-shape[-1] // columns))
+        scale_name = f"{name}_scale_inv"
+        self._checkpoint.find(scale_name, (*shape[:-2], *grid))
+        scale = self._load(scale_name, part).float()
+        scale = scale.repeat_interleave(rows, 0)[: shape[-2]].repeat_interleave(columns, 1)[:, : shape[-1]]
+        return values.float() * scale
+
+    def _load(self, name: str, part: int | None) -> torch.Tensor:
+        file = self._checkpoint.tensors[name].file
+        try:
+            if file not in self._open:
+                self._open[file] = self._files.enter_context(safe_open(file, framework="pt", device="cpu"))
+            opened = self._open[file]
+            tensor: torch.Tensor = opened.get_tensor(name) if part is None else opened.get_slice(name)[part]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{file}: tensor {name}: cannot be read ({error})") from error
+        return tensor

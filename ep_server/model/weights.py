@@ -1,0 +1,197 @@
+"""Loads the weights one rank owns: everything replicated, plus its own experts.
+
+Files are memory-mapped and only the pages of the tensors read are touched. Knows checkpoints and layouts;
+knows nothing of ranks but the list of expert ids it is given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+
+import torch
+
+from ep_server.model.checkpoint import Checkpoint
+from ep_server.model.families.spec import GqaSpec, MlaSpec, ModelSpec, QkNorm
+from ep_server.model.layers import (
+    ExpertWeights,
+    FfnWeights,
+    GqaWeights,
+    LayerWeights,
+    MlaWeights,
+    ModelWeights,
+    MoeWeights,
+)
+from ep_server.model.rope import adjacent_pairs
+from ep_server.model.tensors import TensorReader
+
+Progress = Callable[[str, int, int], None]
+
+
+def load_weights(
+    checkpoint: Checkpoint,
+    spec: ModelSpec,
+    experts: Sequence[int],
+    dtype: torch.dtype,
+    progress: Progress = lambda stage, done, total: None,
+) -> ModelWeights:
+    """Reads a model.
+
+    Args:
+        experts: global ids of this rank's experts, ascending.
+        dtype: of all weights but the router's, which stay float32.
+        progress: called as progress("weights", layers done, layers in all).
+    Raises: CheckpointError naming file, tensor, expected and found shape.
+    """
+    with ExitStack() as files:
+        loader = _Loader(TensorReader(checkpoint, spec.quant_block, files), spec, tuple(experts), dtype)
+        progress("weights", 0, spec.num_layers)
+        embedding = loader.keep("model.embed_tokens.weight", spec.vocab_size, spec.hidden)
+        layers = []
+        for index in range(spec.num_layers):
+            layers.append(loader.layer(index))
+            progress("weights", index + 1, spec.num_layers)
+        norm = loader.keep("model.norm.weight", spec.hidden)
+        head = embedding if spec.tied_head else loader.keep("lm_head.weight", spec.vocab_size, spec.hidden)
+        return ModelWeights(embedding, tuple(layers), norm, head)
+
+
+class _Loader:
+    """Fuses the tensors of a checkpoint into the records of layers.py."""
+
+    def __init__(
+        self, reader: TensorReader, spec: ModelSpec, experts: tuple[int, ...], dtype: torch.dtype
+    ) -> None:
+        self._reader, self._spec, self._experts, self._dtype = reader, spec, experts, dtype
+
+    def keep(self, name: str, *shape: int) -> torch.Tensor:
+        """One tensor as it is, copied out of the file's mapping."""
+        return self._fuse([self._reader.read(name, shape)])
+
+    def layer(self, index: int) -> LayerWeights:
+        """One decoder layer."""
+        spec, prefix = self._spec, f"model.layers.{index}"
+        attention = spec.attention
+        return LayerWeights(
+            attention_norm=self.keep(f"{prefix}.input_layernorm.weight", spec.hidden),
+            attention=self._gqa(f"{prefix}.self_attn", attention)
+            if isinstance(attention, GqaSpec)
+            else self._mla(f"{prefix}.self_attn", attention),
+            ffn_norm=self.keep(f"{prefix}.post_attention_layernorm.weight", spec.hidden),
+            ffn=self._moe(prefix)
+            if spec.sparse_layers[index]
+            else self._ffn(f"{prefix}.mlp", spec.dense_ffn),
+        )
+
+    def _gqa(self, prefix: str, a: GqaSpec) -> GqaWeights:
+        hidden, q_rows, kv_rows = self._spec.hidden, a.heads * a.head_dim, a.kv_heads * a.head_dim
+
+        def pairs(name: str, *shape: int) -> torch.Tensor:
+            rows = self._reader.read(f"{prefix}.{name}", shape)
+            return rows if self._spec.rope.interleaved else adjacent_pairs(rows, a.head_dim)
+
+        def qkv(kind: str, *columns: int) -> torch.Tensor:
+            q, k = pairs(f"q_proj.{kind}", q_rows, *columns), pairs(f"k_proj.{kind}", kv_rows, *columns)
+            return self._fuse([q, k, self._reader.read(f"{prefix}.v_proj.{kind}", (kv_rows, *columns))])
+
+        head_norm = q_norm = k_norm = None
+        if a.qk_norm is QkNorm.HEAD:
+            q, k = pairs("q_norm.weight", a.head_dim), pairs("k_norm.weight", a.head_dim)
+            head_norm = self._fuse([q.expand(a.heads, -1), k.expand(a.kv_heads, -1)])
+        elif a.qk_norm is QkNorm.FULL:
+            q_norm = self._fuse([pairs("q_norm.weight", q_rows)])
+            k_norm = self._fuse([pairs("k_norm.weight", kv_rows)])
+        return GqaWeights(
+            qkv=qkv("weight", hidden),
+            out=self.keep(f"{prefix}.o_proj.weight", hidden, q_rows),
+            qkv_bias=qkv("bias") if a.bias else None,
+            out_bias=self.keep(f"{prefix}.o_proj.bias", hidden) if a.bias else None,
+            head_norm=head_norm,
+            q_norm=q_norm,
+            k_norm=k_norm,
+        )
+
+    def _mla(self, prefix: str, a: MlaSpec) -> MlaWeights:
+        hidden, q_dim = self._spec.hidden, a.nope_dim + a.rope_dim
+
+        def read(name: str, *shape: int) -> torch.Tensor:
+            return self._reader.read(f"{prefix}.{name}", shape)
+
+        def pairs(rows: torch.Tensor, plain: int) -> torch.Tensor:
+            """Reorders the rope rows behind `plain` other rows of each head."""
+            if self._spec.rope.interleaved:
+                return rows
+            heads = rows.view(-1, plain + a.rope_dim, *rows.shape[1:])
+            turned = [adjacent_pairs(head, a.rope_dim) for head in heads[:, plain:]]
+            return torch.cat([heads[:, :plain], torch.stack(turned)], dim=1).flatten(0, 1)
+
+        query = "q_b_proj.weight" if a.q_lora else "q_proj.weight"
+        q_up = pairs(read(query, a.heads * q_dim, a.q_lora or hidden), a.nope_dim)
+        q_down = read("q_a_proj.weight", a.q_lora, hidden) if a.q_lora else q_up
+        kv_rows = a.kv_lora + a.rope_dim
+        down_bias = None
+        if a.bias:
+            q_bias = read("q_a_proj.bias", a.q_lora) if a.q_lora else torch.zeros(len(q_down))
+            kv_bias = pairs(read("kv_a_proj_with_mqa.bias", kv_rows), a.kv_lora)
+            down_bias = self._fuse([q_bias, kv_bias])
+        kv_up = read("kv_b_proj.weight", a.heads * (a.nope_dim + a.v_dim), a.kv_lora)
+        kv_up = kv_up.view(a.heads, a.nope_dim + a.v_dim, a.kv_lora)
+        return MlaWeights(
+            down=self._fuse([q_down, pairs(read("kv_a_proj_with_mqa.weight", kv_rows, hidden), a.kv_lora)]),
+            kv_norm=self.keep(f"{prefix}.kv_a_layernorm.weight", a.kv_lora),
+            k_up=self._fuse([kv_up[:, : a.nope_dim]]),
+            v_up=self._fuse([kv_up[:, a.nope_dim :].transpose(1, 2)]),
+            out=self.keep(f"{prefix}.o_proj.weight", hidden, a.heads * a.v_dim),
+            q_norm=self.keep(f"{prefix}.q_a_layernorm.weight", a.q_lora) if a.q_lora else None,
+            q_up=self._fuse([q_up]) if a.q_lora else None,
+            down_bias=down_bias,
+            out_bias=self.keep(f"{prefix}.o_proj.bias", hidden) if a.bias else None,
+        )
+
+    def _moe(self, layer: str) -> MoeWeights:
+        spec, names = self._spec, self._spec.names
+        blocks = [f"{layer}.{block}" for block in names.blocks]
+        block = next((b for b in blocks if self._reader.has(f"{b}.gate.weight")), blocks[0])
+        router = self._reader.read(f"{block}.gate.weight", (spec.router.num_experts, spec.hidden))
+        bias = None
+        if spec.router.bias:
+            bias = self._reader.read(f"{block}.gate.e_score_correction_bias", (spec.router.num_experts,))
+        return MoeWeights(
+            router=router.to(torch.float32, copy=True),
+            experts=self._experts_of(f"{block}.experts"),
+            bias=None if bias is None else bias.to(torch.float32, copy=True),
+            shared=self._ffn(f"{block}.shared_experts", spec.shared_ffn) if spec.shared_ffn else None,
+        )
+
+    def _experts_of(self, prefix: str) -> ExpertWeights:
+        """This rank's experts from either layout on disk: one tensor per expert, or stacked."""
+        spec, names, ffn = self._spec, self._spec.names, self._spec.expert_ffn
+        gate_up = torch.empty(len(self._experts), 2 * ffn, spec.hidden, dtype=self._dtype)
+        down = torch.empty(len(self._experts), spec.hidden, ffn, dtype=self._dtype)
+        stacked = self._reader.has(f"{prefix}.gate_up_proj")
+        for row, expert in enumerate(self._experts):
+            if stacked:
+                count = spec.router.num_experts
+                shape = (count, 2 * ffn, spec.hidden)
+                gate_up[row] = self._reader.read(f"{prefix}.gate_up_proj", shape, part=expert)
+                down[row] = self._reader.read(f"{prefix}.down_proj", (count, spec.hidden, ffn), part=expert)
+                continue
+            one = f"{prefix}.{expert}"
+            gate_up[row, :ffn] = self._reader.read(f"{one}.{names.gate}.weight", (ffn, spec.hidden))
+            gate_up[row, ffn:] = self._reader.read(f"{one}.{names.up}.weight", (ffn, spec.hidden))
+            down[row] = self._reader.read(f"{one}.{names.down}.weight", (spec.hidden, ffn))
+        return ExpertWeights(gate_up, down)
+
+    def _ffn(self, prefix: str, ffn: int) -> FfnWeights:
+        shape = (ffn, self._spec.hidden)
+        gate = self._reader.read(f"{prefix}.gate_proj.weight", shape)
+        up = self._reader.read(f"{prefix}.up_proj.weight", shape)
+        return FfnWeights(
+            self._fuse([gate, up]), self.keep(f"{prefix}.down_proj.weight", self._spec.hidden, ffn)
+        )
+
+    def _fuse(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Concatenates along rows into fresh contiguous memory of the serving dtype."""
+        fused = torch.empty((sum(r.shape[0] for r in rows), *rows[0].shape[1:]), dtype=self._dtype)
+        torch.cat([r.to(self._dtype) for r in rows], out=fused)
+        return fused

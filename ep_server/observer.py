@@ -1,0 +1,105 @@
+"""What the front tells about its requests, as a Protocol that the metrics satisfy. Knows no exporter.
+
+Called in the event loop, synchronously: an observer must not block. Units: seconds, tokens.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from ep_server.records import RankReady, RankStatistics
+
+
+@dataclass(frozen=True, slots=True)
+class RequestSummary:
+    """How a request ended.
+
+    status: gRPC status name, "OK" where it finished. reason: a FinishReason, or "" where it did not finish.
+    seconds: from admission. output_tokens: delivered, or lost with the stream.
+    """
+
+    status: str
+    reason: str
+    seconds: float
+    prompt_tokens: int
+    cached_tokens: int
+    output_tokens: int
+
+
+class EngineObserver(Protocol):
+    """Hears what the engine does. Every admitted request gives one on_admitted and one on_finished."""
+
+    def on_rank_ready(self, ready: RankReady) -> None:
+        """A rank is warm."""
+        ...
+
+    def on_rank_lost(self, rank: int) -> None:
+        """A rank died; every request in flight ends UNAVAILABLE."""
+        ...
+
+    def on_statistics(self, statistics: RankStatistics) -> None:
+        """A rank's cumulative measurements, about twice a second."""
+        ...
+
+    def on_admitted(self, prompt_tokens: int) -> None:
+        """A request was given to a rank."""
+        ...
+
+    def on_refused(self, status: str) -> None:
+        """A request was refused before a rank saw it: queue full, duplicate id, bad field, draining."""
+        ...
+
+    def on_first_token(self, seconds: float) -> None:
+        """Time to first token, from admission."""
+        ...
+
+    def on_token_gap(self, seconds: float) -> None:
+        """Time between two tokens of one request."""
+        ...
+
+    def on_finished(self, summary: RequestSummary) -> None:
+        """A request ended, well or not."""
+        ...
+
+    def on_freed(self, seconds: float) -> None:
+        """Time from a cancel to the KV blocks being free again."""
+        ...
+
+    def on_load(self, running: int, waiting: int) -> None:
+        """Requests in flight with and without a first token, after every change."""
+        ...
+
+
+class NullObserver:
+    """Hears everything and does nothing."""
+
+    def on_rank_ready(self, ready: RankReady) -> None:
+        """Ignored."""
+
+    def on_rank_lost(self, rank: int) -> None:
+        """Ignored."""
+
+    def on_statistics(self, statistics: RankStatistics) -> None:
+        """Ignored."""
+
+    def on_admitted(self, prompt_tokens: int) -> None:
+        """Ignored."""
+
+    def on_refused(self, status: str) -> None:
+        """Ignored."""
+
+    def on_first_token(self, seconds: float) -> None:
+        """Ignored."""
+
+    def on_token_gap(self, seconds: float) -> None:
+        """Ignored."""
+
+    def on_finished(self, summary: RequestSummary) -> None:
+        """Ignored."""
+
+    def on_freed(self, seconds: float) -> None:
+        """Ignored."""
+
+    def on_load(self, running: int, waiting: int) -> None:
+        """Ignored."""

@@ -1,0 +1,191 @@
+"""Carries frames over one stream socket: the asyncio end of the front process and the plain end of a rank.
+
+A frame is a 4-byte little-endian length and that many bytes. Order is kept in both directions, and end of
+file says that the other process is gone. Knows nothing of what the frames mean. Units: bytes, seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import select
+import socket
+import struct
+import time
+from collections.abc import Callable
+from typing import cast
+
+from ep_server.errors import Unavailable
+
+MAX_FRAME = 256 << 20
+_HEADER = struct.Struct("<I")
+_CHUNK = 1 << 18
+
+
+class ChannelClosed(Unavailable):
+    """The other end is gone, has sent what is not a frame, or has not read for too long."""
+
+
+def frame(payload: bytes) -> bytes:
+    """The bytes that go over the socket for one payload."""
+    if len(payload) > MAX_FRAME:
+        raise ChannelClosed(f"a frame of {len(payload)} bytes, more than {MAX_FRAME}")
+    return _HEADER.pack(len(payload)) + payload
+
+
+class FrameReader:
+    """Cuts a byte stream into frames, whatever pieces it arrives in."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def feed(self, data: bytes) -> list[bytes]:
+        """Takes the next bytes; returns the payloads they complete. Raises ChannelClosed on a bad length."""
+        buffer = self._buffer
+        buffer += data
+        frames = []
+        start = 0
+        while len(buffer) - start >= _HEADER.size:
+            (length,) = _HEADER.unpack_from(buffer, start)
+            if length > MAX_FRAME:
+                raise ChannelClosed(f"a frame of {length} bytes, more than {MAX_FRAME}")
+            end = start + _HEADER.size + length
+            if end > len(buffer):
+                break
+            frames.append(bytes(buffer[start + _HEADER.size : end]))
+            start = end
+        del buffer[:start]
+        return frames
+
+
+class RankChannel:
+    """A rank's end. One thread uses it; only wait() blocks, and send() when the front has stopped reading.
+
+    send_seconds: how long a full outbox may stay full before the front is taken for dead.
+    """
+
+    def __init__(
+        self, sock: socket.socket, *, max_outbox: int = 64 << 20, send_seconds: float = 30.0
+    ) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._reader = FrameReader()
+        self._outbox = bytearray()
+        self._max_outbox = max_outbox
+        self._send_seconds = send_seconds
+
+    def send(self, payload: bytes) -> None:
+        """Sends a frame, or keeps it until the socket takes it. Raises ChannelClosed."""
+        self._outbox += frame(payload)
+        self._flush()
+        if len(self._outbox) > self._max_outbox:
+            self.drain(self._send_seconds)
+
+    def poll(self) -> list[bytes]:
+        """The payloads that have arrived; does not block. Raises ChannelClosed at end of file."""
+        self._flush()
+        payloads: list[bytes] = []
+        while True:
+            try:
+                data = self._sock.recv(_CHUNK)
+            except BlockingIOError:
+                return payloads
+            except ConnectionError as error:
+                raise ChannelClosed("the front process is gone") from error
+            if not data:
+                raise ChannelClosed("the front process is gone")
+            payloads += self._reader.feed(data)
+            if len(data) < _CHUNK:
+                return payloads
+
+    def wait(self) -> list[bytes]:
+        """Blocks, using no processor, until at least one payload has arrived. Raises ChannelClosed."""
+        while not (payloads := self.poll()):
+            self._select(None)
+        return payloads
+
+    def drain(self, timeout: float) -> None:
+        """Returns once everything sent has left. Raises ChannelClosed after `timeout` seconds."""
+        deadline = time.monotonic() + timeout
+        while self._outbox:
+            left = deadline - time.monotonic()
+            if left <= 0:
+                raise ChannelClosed(f"the front process has not read for {timeout:g} s")
+            self._select(left, read=False)
+            self._flush()
+
+    def close(self) -> None:
+        """Closes the socket; what has not left is lost."""
+        self._sock.close()
+
+    def _flush(self) -> None:
+        while self._outbox:
+            try:
+                sent = self._sock.send(self._outbox)
+            except BlockingIOError:
+                return
+            except ConnectionError as error:
+                raise ChannelClosed("the front process is gone") from error
+            del self._outbox[:sent]
+
+    def _select(self, timeout: float | None, *, read: bool = True) -> None:
+        poller = select.poll()
+        poller.register(self._sock, (select.POLLIN if read else 0) | (select.POLLOUT if self._outbox else 0))
+        poller.poll(None if timeout is None else timeout * 1000)
+
+
+class FrontChannel(asyncio.Protocol):
+    """The front's end: calls on_frame(payload) in the event loop, on_closed(reason) once at its end."""
+
+    def __init__(self, on_frame: Callable[[bytes], None], on_closed: Callable[[str], None]) -> None:
+        self._on_frame = on_frame
+        self._on_closed = on_closed
+        self._reader = FrameReader()
+        self._transport: asyncio.Transport | None = None
+
+    @classmethod
+    async def connect(
+        cls, sock: socket.socket, on_frame: Callable[[bytes], None], on_closed: Callable[[str], None]
+    ) -> FrontChannel:
+        """Takes over a connected socket."""
+        loop = asyncio.get_running_loop()
+        _, channel = await loop.create_unix_connection(lambda: cls(on_frame, on_closed), sock=sock)
+        return channel
+
+    @property
+    def buffered(self) -> int:
+        """Bytes sent that the rank's socket has not taken yet."""
+        return self._transport.get_write_buffer_size() if self._transport else 0
+
+    def send(self, payload: bytes) -> None:
+        """Sends a frame without blocking; nothing happens on a closed channel, as on_closed has said so."""
+        if self._transport is not None and not self._transport.is_closing():
+            self._transport.write(frame(payload))
+
+    def close(self) -> None:
+        """Closes the socket; on_closed is not called."""
+        self._on_closed = lambda reason: None
+        if self._transport is not None:
+            self._transport.abort()
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """Called by the event loop."""
+        self._transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        """Called by the event loop."""
+        try:
+            payloads = self._reader.feed(data)
+        except ChannelClosed as error:
+            self._end(f"sent {error}")
+            return
+        for payload in payloads:
+            self._on_frame(payload)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Called by the event loop."""
+        self._end("closed its channel")
+
+    def _end(self, reason: str) -> None:
+        on_closed = self._on_closed
+        self.close()
+        on_closed(reason)

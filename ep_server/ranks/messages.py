@@ -1,0 +1,233 @@
+"""Translates records to and from the messages of rank.proto, both ways, for both ends of a channel.
+
+Knows no socket, process or clock: the same messages can travel in frames on a Unix socket or in a gRPC
+stream. Units: as in the records.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from itertools import islice
+
+from ep_server import errors
+from ep_server.errors import ConfigError, EpServerError, InternalError
+from ep_server.records import (
+    FinishReason,
+    RankLoad,
+    RankReady,
+    RankStatistics,
+    Request,
+    Sampling,
+    Stopping,
+    TokenEvent,
+)
+from ep_server.v1 import rank_pb2 as pb
+
+_FINISH_TO_WIRE = {
+    None: pb.FINISH_REASON_UNSPECIFIED,
+    FinishReason.EOS: pb.FINISH_REASON_EOS,
+    FinishReason.STOP_TOKEN: pb.FINISH_REASON_STOP_TOKEN,
+    FinishReason.STOP_STRING: pb.FINISH_REASON_STOP_STRING,
+    FinishReason.LENGTH: pb.FINISH_REASON_LENGTH,
+}
+_FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
+_LOAD_FIELDS = tuple(RankLoad.__dataclass_fields__)
+_READY_FIELDS = tuple(RankReady.__dataclass_fields__)
+
+
+def add_message(request: Request, work_number: int) -> pb.ToRank:
+    """A request for the rank that the message is sent to."""
+    s, t = request.sampling, request.stopping
+    return pb.ToRank(
+        add=pb.Add(
+            work_number=work_number,
+            request=pb.Request(
+                request_id=request.request_id,
+                number=request.number,
+                prompt_ids=request.prompt_ids,
+                sampling=pb.Sampling(
+                    temperature=s.temperature,
+                    top_k=s.top_k,
+                    top_p=s.top_p,
+                    min_p=s.min_p,
+                    seed=s.seed,
+                    repetition_penalty=s.repetition_penalty,
+                    presence_penalty=s.presence_penalty,
+                    frequency_penalty=s.frequency_penalty,
+                    bias_token_ids=[token_id for token_id, _ in s.logit_bias],
+                    bias_values=[bias for _, bias in s.logit_bias],
+                    logprobs=s.logprobs,
+                ),
+                stopping=pb.Stopping(
+                    max_new_tokens=t.max_new_tokens,
+                    min_new_tokens=t.min_new_tokens,
+                    eos_token_ids=sorted(t.eos_token_ids),
+                    stop_token_ids=sorted(t.stop_token_ids),
+                    stop_strings=t.stop_strings,
+                    include_stop=t.include_stop,
+                ),
+                priority=request.priority,
+                cache_salt=request.cache_salt,
+                bypass_prefix_cache=request.bypass_prefix_cache,
+                dp_rank=request.dp_rank,
+            ),
+        )
+    )
+
+
+def request_of(wire: pb.Request) -> Request:
+    """The record that add_message was given."""
+    s, t = wire.sampling, wire.stopping
+    return Request(
+        request_id=wire.request_id,
+        number=wire.number,
+        prompt_ids=tuple(wire.prompt_ids),
+        sampling=Sampling(
+            temperature=s.temperature,
+            top_k=s.top_k,
+            top_p=s.top_p,
+            min_p=s.min_p,
+            seed=s.seed if s.HasField("seed") else None,
+            repetition_penalty=s.repetition_penalty,
+            presence_penalty=s.presence_penalty,
+            frequency_penalty=s.frequency_penalty,
+            logit_bias=tuple(zip(s.bias_token_ids, s.bias_values, strict=True)),
+            logprobs=s.logprobs if s.HasField("logprobs") else None,
+        ),
+        stopping=Stopping(
+            max_new_tokens=t.max_new_tokens,
+            min_new_tokens=t.min_new_tokens,
+            eos_token_ids=frozenset(t.eos_token_ids),
+            stop_token_ids=frozenset(t.stop_token_ids),
+            stop_strings=tuple(t.stop_strings),
+            include_stop=t.include_stop,
+        ),
+        priority=wire.priority,
+        cache_salt=wire.cache_salt,
+        bypass_prefix_cache=wire.bypass_prefix_cache,
+        dp_rank=wire.dp_rank if wire.HasField("dp_rank") else None,
+    )
+
+
+def tokens_message(events: Sequence[TokenEvent]) -> pb.FromRank:
+    """The tokens of one step. A column in which every entry has its default is left out."""
+    tokens = pb.StepTokens(numbers=[e.number for e in events], token_ids=[e.token_id for e in events])
+    if any(e.finish for e in events):
+        tokens.finish.extend([_FINISH_TO_WIRE[e.finish] for e in events])
+    if any(e.cached_tokens for e in events):
+        tokens.cached_tokens.extend([e.cached_tokens for e in events])
+    if any(e.logprob is not None for e in events):
+        tokens.logprobs.extend([math.nan if e.logprob is None else e.logprob for e in events])
+    if any(e.top for e in events):
+        tokens.top_counts.extend([len(e.top) for e in events])
+        tokens.top_token_ids.extend([token_id for e in events for token_id, _ in e.top])
+        tokens.top_logprobs.extend([logprob for e in events for _, logprob in e.top])
+    return pb.FromRank(tokens=tokens)
+
+
+def events_of(wire: pb.StepTokens) -> list[TokenEvent]:
+    """The events that tokens_message was given."""
+    size = len(wire.numbers)
+    top = zip(wire.top_token_ids, wire.top_logprobs, strict=True)
+    columns = zip(
+        wire.numbers,
+        wire.token_ids,
+        wire.logprobs or (math.nan,) * size,
+        wire.top_counts or (0,) * size,
+        wire.finish or (pb.FINISH_REASON_UNSPECIFIED,) * size,
+        wire.cached_tokens or (0,) * size,
+        strict=True,
+    )
+    return [
+        TokenEvent(
+            number,
+            token_id,
+            None if math.isnan(logprob) else logprob,
+            tuple(islice(top, count)) if count else (),
+            _FINISH_FROM_WIRE[finish],
+            cached,
+        )
+        for number, token_id, logprob, count, finish, cached in columns
+    ]
+
+
+def ready_message(ready: RankReady) -> pb.FromRank:
+    """The rank is warm."""
+    return pb.FromRank(ready=pb.Ready(**{name: getattr(ready, name) for name in _READY_FIELDS}))
+
+
+def ready_of(wire: pb.Ready) -> RankReady:
+    """The record that ready_message was given."""
+    return RankReady(**{name: getattr(wire, name) for name in _READY_FIELDS})
+
+
+def statistics_message(statistics: RankStatistics) -> pb.FromRank:
+    """Cumulative measurements of a rank."""
+    return pb.FromRank(
+        statistics=pb.Statistics(
+            rank=statistics.rank,
+            load=pb.Load(**{name: getattr(statistics.load, name) for name in _LOAD_FIELDS}),
+            histograms={name: pb.Histogram(counts=c) for name, c in statistics.histograms.items()},
+            sums=statistics.sums,
+            counters=statistics.counters,
+            peer_waits=[
+                pb.PeerWait(op=op, peer=peer, wait_ns=wait)
+                for (op, peer), wait in statistics.peer_wait_ns.items()
+            ],
+            expert_tokens=statistics.expert_tokens,
+        )
+    )
+
+
+def statistics_of(wire: pb.Statistics) -> RankStatistics:
+    """The record that statistics_message was given."""
+    return RankStatistics(
+        rank=wire.rank,
+        load=RankLoad(**{name: getattr(wire.load, name) for name in _LOAD_FIELDS}),
+        histograms={name: tuple(h.counts) for name, h in wire.histograms.items()},
+        sums=dict(wire.sums),
+        counters=dict(wire.counters),
+        peer_wait_ns={(w.op, w.peer): w.wait_ns for w in wire.peer_waits},
+        expert_tokens=dict(wire.expert_tokens),
+    )
+
+
+def one_line(error: BaseException) -> str:
+    """What happened, without line breaks; never empty."""
+    return " ".join(str(error).split()) or type(error).__name__
+
+
+def fatal_message(error: BaseException) -> pb.FromRank:
+    """Why the rank ends. An error that is not of errors.py becomes an InternalError that names its class."""
+    if isinstance(error, ConfigError):
+        return pb.FromRank(
+            fatal=pb.Fatal(
+                error_class="ConfigError",
+                message=one_line(error),
+                field=error.field,
+                value_json=json.dumps(error.value, default=str),
+                allowed=error.allowed,
+            )
+        )
+    if isinstance(error, EpServerError):
+        return pb.FromRank(fatal=pb.Fatal(error_class=type(error).__name__, message=one_line(error)))
+    message = f"{type(error).__name__}: {one_line(error)}"
+    return pb.FromRank(fatal=pb.Fatal(error_class="InternalError", message=message))
+
+
+def error_of(wire: pb.Fatal, rank: int) -> EpServerError:
+    """The error of a Fatal: of its class where a message alone builds it, else an InternalError.
+
+    The message names the rank, but for a ConfigError: every rank reads the same configuration.
+    """
+    if wire.error_class == "ConfigError":
+        return ConfigError(wire.field, json.loads(wire.value_json), wire.allowed)
+    kind = getattr(errors, wire.error_class, InternalError)
+    error: EpServerError
+    if isinstance(kind, type) and issubclass(kind, EpServerError) and kind.__init__ is Exception.__init__:
+        error = kind(f"rank {rank}: {wire.message}")
+    else:
+        error = InternalError(f"rank {rank}: {wire.message}")
+    return error

@@ -1,0 +1,221 @@
+"""[2] Turns a GenerateRequest into a Request, or says which field is wrong. Knows no ranks, no streams.
+
+Every error names the field as the proto does, its value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ep_server.errors import ContextLengthExceeded, InvalidArgument, NotFound
+from ep_server.records import Request, Sampling, Stopping
+from ep_server.served_model import ServedModel
+from ep_server.text import OutputText
+from ep_server.tokenizer import Detokenizer
+
+MAX_REQUEST_ID = 128
+MAX_CACHE_SALT = 256
+MAX_DEADLINE_MS = 86_400_000
+MAX_STOP_TOKENS = 64
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 256
+MAX_LOGIT_BIAS = 1024
+MAX_TOP_N = 20
+MAX_STREAM_INTERVAL = 1024
+SHOWN = 80  # characters of a value that an error message repeats
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What this server allows. max_context: of the model, or of a rank's KV cache if that is smaller."""
+
+    max_context: int
+    num_ranks: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseShape:
+    """What the events of a stream carry."""
+
+    token_ids: bool
+    text: bool
+    logprobs: bool
+    interval: int
+
+
+def request_id(proto: Any) -> str:
+    """The caller's id, or a drawn one."""
+    given: str = proto.request_id
+    if not given:
+        return secrets.token_hex(8)
+    if len(given) > MAX_REQUEST_ID or not all("!" <= c <= "~" for c in given):
+        allowed = f"1 to {MAX_REQUEST_ID} printable ASCII characters without spaces"
+        raise InvalidArgument("request_id", given[:SHOWN], allowed)
+    return given
+
+
+def build(proto: Any, prompt_ids: Sequence[int], model: ServedModel, limits: Limits) -> Request:
+    """The validated request; its number is given by the engine.
+
+    Raises: InvalidArgument, ContextLengthExceeded, NotFound.
+    """
+    if proto.model and proto.model != model.name:
+        raise NotFound(f"model {proto.model[:SHOWN]!r} is not served here; this server serves {model.name!r}")
+    _check_prompt(proto, prompt_ids, model)
+    salt = proto.cache_salt
+    _check("cache_salt", len(salt) <= MAX_CACHE_SALT, salt[:SHOWN], f"at most {MAX_CACHE_SALT} characters")
+    dp_rank = proto.dp_rank if proto.HasField("dp_rank") else None
+    _check("dp_rank", dp_rank is None or dp_rank < limits.num_ranks, dp_rank, f"0 to {limits.num_ranks - 1}")
+    return Request(
+        request_id=request_id(proto),
+        number=0,
+        prompt_ids=tuple(prompt_ids),
+        sampling=_sampling(proto, model),
+        stopping=_stopping(proto.stopping, len(prompt_ids), model, limits),
+        priority=proto.priority,
+        cache_salt=salt,
+        bypass_prefix_cache=proto.bypass_prefix_cache,
+        dp_rank=dp_rank,
+    )
+
+
+def response_shape(proto: Any, model: ServedModel) -> ResponseShape:
+    """What the caller wants to get. Raises: InvalidArgument."""
+    options = proto.response
+    text = _given(options, "output_text", model.tokenizer is not None)
+    allowed = "false: this model has no tokenizer"
+    _check("response.output_text", not text or model.tokenizer is not None, text, allowed)
+    interval = _given(options, "stream_interval", 1)
+    allowed = f"1 to {MAX_STREAM_INTERVAL}"
+    _check("response.stream_interval", 1 <= interval <= MAX_STREAM_INTERVAL, interval, allowed)
+    return ResponseShape(
+        token_ids=_given(options, "output_token_ids", True),
+        text=text,
+        logprobs=options.output_logprobs,
+        interval=interval,
+    )
+
+
+def output_text(request: Request, shape: ResponseShape, model: ServedModel) -> OutputText | None:
+    """The request's detokeniser and stop strings; None where it needs neither."""
+    stopping = request.stopping
+    if model.tokenizer is None or not (shape.text or stopping.stop_strings):
+        return None
+    return OutputText(
+        Detokenizer(model.tokenizer, request.prompt_ids),
+        stopping.stop_strings,
+        include_stop=stopping.include_stop,
+        min_tokens=stopping.min_new_tokens,
+    )
+
+
+def timeout_seconds(proto: Any, remaining: float | None) -> float | None:
+    """The earlier of deadline_ms and the time that the call itself has left."""
+    if not proto.HasField("deadline_ms"):
+        return remaining
+    allowed = f"1 to {MAX_DEADLINE_MS}"
+    _check("deadline_ms", 1 <= proto.deadline_ms <= MAX_DEADLINE_MS, proto.deadline_ms, allowed)
+    asked = float(proto.deadline_ms) / 1000
+    return asked if remaining is None else min(asked, remaining)
+
+
+def _check_prompt(proto: Any, ids: Sequence[int], model: ServedModel) -> None:
+    kind = proto.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidArgument("prompt", None, "text or token_ids")
+    name = "text" if kind == "text" else "token_ids.ids"
+    _check(name, bool(ids), "" if kind == "text" else [], "at least one token")
+    if max(ids) >= model.vocab_size:
+        at = next(i for i, token in enumerate(ids) if token >= model.vocab_size)
+        raise InvalidArgument(f"{name}[{at}]", ids[at], f"0 to {model.vocab_size - 1}")
+
+
+def _sampling(proto: Any, model: ServedModel) -> Sampling:
+    given, default = proto.sampling, model.defaults
+    bias = tuple(sorted(given.logit_bias.items()))
+    allowed = f"at most {MAX_LOGIT_BIAS} entries"
+    _check("sampling.logit_bias", len(bias) <= MAX_LOGIT_BIAS, f"{len(bias)} entries", allowed)
+    for token, value in bias:
+        _check("sampling.logit_bias", token < model.vocab_size, token, f"ids 0 to {model.vocab_size - 1}")
+        _check(f"sampling.logit_bias[{token}]", -100 <= value <= 100, value, "-100 to 100")
+    top_n, wanted = proto.response.top_n, proto.response.output_logprobs
+    _check("response.top_n", top_n <= MAX_TOP_N, top_n, f"0 to {MAX_TOP_N}")
+    _check("response.top_n", wanted or top_n == 0, top_n, "0 unless output_logprobs is set")
+    top_k = _given(given, "top_k", default.top_k)
+    return Sampling(
+        temperature=_number(given, "temperature", default.temperature, low=0),
+        top_k=0 if top_k >= model.vocab_size else top_k,
+        top_p=_number(given, "top_p", default.top_p, above=0, high=1),
+        min_p=_number(given, "min_p", default.min_p, low=0, high=1),
+        seed=given.seed if given.HasField("seed") else secrets.randbits(63),
+        repetition_penalty=_number(given, "repetition_penalty", default.repetition_penalty, above=0),
+        presence_penalty=_number(given, "presence_penalty", default.presence_penalty, low=-2, high=2),
+        frequency_penalty=_number(given, "frequency_penalty", default.frequency_penalty, low=-2, high=2),
+        logit_bias=bias,
+        logprobs=top_n if wanted else None,
+    )
+
+
+def _stopping(given: Any, prompt: int, model: ServedModel, limits: Limits) -> Stopping:
+    left = limits.max_context - prompt
+    maximum = _given(given, "max_new_tokens", max(left, 1))
+    _check("stopping.max_new_tokens", maximum >= 1, maximum, "at least 1")
+    if maximum > left:
+        raise ContextLengthExceeded(
+            f"prompt of {prompt} tokens + stopping.max_new_tokens = {maximum}: "
+            f"must be at most {limits.max_context} together"
+        )
+    minimum = given.min_new_tokens
+    _check("stopping.min_new_tokens", minimum <= maximum, minimum, f"0 to max_new_tokens = {maximum}")
+    tokens = list(given.stop_token_ids)
+    allowed = f"at most {MAX_STOP_TOKENS} ids"
+    _check("stopping.stop_token_ids", len(tokens) <= MAX_STOP_TOKENS, f"{len(tokens)} ids", allowed)
+    for token in tokens:
+        _check("stopping.stop_token_ids", token < model.vocab_size, token, f"0 to {model.vocab_size - 1}")
+    strings = tuple(given.stop_strings)
+    allowed = f"at most {MAX_STOP_STRINGS} strings"
+    _check("stopping.stop_strings", len(strings) <= MAX_STOP_STRINGS, f"{len(strings)} strings", allowed)
+    for text in strings:
+        ok = 1 <= len(text) <= MAX_STOP_LENGTH
+        _check("stopping.stop_strings", ok, text[:SHOWN], f"1 to {MAX_STOP_LENGTH} characters")
+    if strings and model.tokenizer is None:
+        raise InvalidArgument("stopping.stop_strings", list(strings), "absent: this model has no tokenizer")
+    return Stopping(
+        max_new_tokens=maximum,
+        min_new_tokens=minimum,
+        eos_token_ids=frozenset() if given.ignore_eos else model.eos_token_ids,
+        stop_token_ids=frozenset(tokens),
+        stop_strings=strings,
+        include_stop=given.include_stop,
+    )
+
+
+def _number(
+    given: Any,
+    name: str,
+    default: float,
+    *,
+    low: float = -math.inf,
+    high: float = math.inf,
+    above: float = -math.inf,
+) -> float:
+    """A field of Sampling in [low, high] and > above; finite in any case."""
+    value = float(_given(given, name, default))
+    bounds = f"above {above}" if above > -math.inf else f"at least {low}"
+    allowed = bounds + (f", at most {high}" if high < math.inf else ", finite")
+    ok = math.isfinite(value) and low <= value <= high and value > above
+    _check(f"sampling.{name}", ok, value, allowed)
+    return value
+
+
+def _given(message: Any, name: str, default: Any) -> Any:
+    return getattr(message, name) if message.HasField(name) else default
+
+
+def _check(name: str, ok: bool, value: Any, allowed: str) -> None:
+    if not ok:
+        raise InvalidArgument(name, value, allowed)

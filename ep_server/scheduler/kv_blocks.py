@@ -1,0 +1,162 @@
+"""The ledger of KV blocks of one rank: who holds which block, and which blocks hold a reusable prefix.
+
+Knows block ids, reference counts and digests; not the tensors behind them, nor sequences or steps.
+A block is free (on the free list), cached (holds a sealed prefix nobody references; evicted least
+recently used first) or used (referenced by one or more tables). Units: blocks; `block_size` is in tokens.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from hashlib import blake2b
+
+from ep_server.errors import InternalError
+
+DIGEST_BYTES = 16  # 128 bits: no accidental sharing, and nobody can search for a collision
+
+
+def root_digest(cache_salt: str) -> bytes:
+    """The parent of a sequence's first block: prefixes are shared only within one salt."""
+    return blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).digest()
+
+
+def block_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
+    """Names a full block by its tokens and, through `parent`, by everything before it."""
+    return blake2b(parent + array("q", token_ids).tobytes(), digest_size=DIGEST_BYTES).digest()
+
+
+class BlockLedger:
+    """Reference counts and prefix index over `num_blocks` blocks.
+
+    Tables are plain lists of block ids that the caller owns and this class changes in place.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.releases = 0  # times blocks came back; a caller that found no room may wait for a change
+        self._references = [0] * num_blocks
+        self._free = list(range(num_blocks - 1, -1, -1))
+        self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
+        self._digest_of: list[bytes | None] = [None] * num_blocks
+        self._block_of: dict[bytes, int] = {}
+
+    def __repr__(self) -> str:
+        return f"BlockLedger(used={self.used}, cached={self.cached}, total={self.num_blocks})"
+
+    @property
+    def available(self) -> int:
+        """Blocks that append() can hand out, cached ones included."""
+        return len(self._free) + len(self._cached)
+
+    @property
+    def used(self) -> int:
+        """Blocks referenced by at least one table."""
+        return self.num_blocks - self.available
+
+    @property
+    def cached(self) -> int:
+        """Unreferenced blocks kept for their prefix."""
+        return len(self._cached)
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
+
+    def match(self, digests: Iterable[bytes]) -> list[int]:
+        """Blocks of the longest sealed prefix; they stay evictable until allocate() takes them."""
+        blocks = []
+        for digest in digests:
+            block = self._block_of.get(digest)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def fits(self, shared: Sequence[int], fresh: int) -> bool:
+        """Whether allocate(table, shared, fresh) would succeed now."""
+        revived = sum(not self._references[block] for block in shared)
+        return fresh + revived <= self.available
+
+    def allocate(self, table: list[int], shared: Sequence[int], fresh: int) -> None:
+        """Fills an empty table: takes a reference to each block of `shared`, then `fresh` new blocks.
+
+        Raises: InternalError if it does not fit; nothing has changed then.
+        """
+        if table or not self.fits(shared, fresh):
+            raise InternalError(f"no room for {len(shared)} shared + {fresh} fresh blocks in {self!r}")
+        for block in shared:
+            if not self._references[block]:
+                del self._cached[block]
+            self._references[block] += 1
+            table.append(block)
+        for _ in range(fresh):
+            self.append(table)
+
+    def append(self, table: list[int]) -> None:
+        """Adds one unshared block, evicting the least recently used cached one if none is free.
+
+        Raises: InternalError if none is available.
+        """
+        if self._free:
+            block = self._free.pop()
+        elif self._cached:
+            block, _ = self._cached.popitem(last=False)
+            digest = self._digest_of[block]
+            assert digest is not None
+            del self._block_of[digest]
+            self._digest_of[block] = None
+        else:
+            raise InternalError(f"no block available in {self!r}")
+        self._references[block] = 1
+        table.append(block)
+
+    def seal(self, block: int, digest: bytes) -> None:
+        """Makes a full, computed block findable by its digest; an equal block sealed earlier wins."""
+        if digest not in self._block_of:
+            self._block_of[digest] = block
+            self._digest_of[block] = digest
+
+    def release(self, table: list[int]) -> None:
+        """Drops the table's references and empties it. Sealed blocks stay cached, tails go first."""
+        for block in reversed(table):
+            self._references[block] -= 1
+            if self._references[block] == 0:
+                if self._digest_of[block] is None:
+                    self._free.append(block)
+                else:
+                    self._cached[block] = None
+        table.clear()
+        self.releases += 1
+
+    def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
+        """Recounts everything from `tables`, which are all tables in use.
+
+        Raises: InternalError naming the first disagreement.
+        """
+        counted = [0] * self.num_blocks
+        for table in tables:
+            if len(set(table)) != len(table):
+                raise InternalError(f"a table holds a block twice: {table}")
+            for block in table:
+                counted[block] += 1
+        free = set(self._free)
+        if len(free) != len(self._free):
+            raise InternalError("a block is on the free list twice")
+        for block in range(self.num_blocks):
+            places = (counted[block] > 0, block in free, block in self._cached)
+            if sum(places) != 1:
+                raise InternalError(f"block {block} is (used, free, cached) = {places}")
+            if counted[block] != self._references[block]:
+                raise InternalError(
+                    f"block {block}: {self._references[block]} references kept, {counted[block]} in tables"
+                )
+            digest = self._digest_of[block]
+            if digest is not None and (block in free or self._block_of.get(digest) != block):
+                raise InternalError(f"block {block} carries a digest the index does not know")
+            if digest is None and block in self._cached:
+                raise InternalError(f"cached block {block} has no digest")
+        if len(self._block_of) != sum(digest is not None for digest in self._digest_of):
+            raise InternalError("the prefix index names a block without a digest")

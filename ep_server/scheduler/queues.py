@@ -1,0 +1,81 @@
+"""The waiting queue of a rank: priority, then first come first served, and nobody waits for ever.
+
+Knows order only: whether the head fits is the scheduler's question. Nothing overtakes a head that does
+not fit, so a large request is not starved by small ones; the oldest request lets at most `max_overtakes`
+later ones pass, so a low priority is not starved by a high one.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+
+from ep_server.errors import InternalError
+from ep_server.scheduler.sequence import ScheduledSequence
+
+
+def _order(seq: ScheduledSequence) -> tuple[bool, int, int]:
+    return seq.order
+
+
+def _arrival(seq: ScheduledSequence) -> int:
+    return seq.arrival
+
+
+class WaitingQueue:
+    """Sequences in QUEUED or PREEMPTED, best first. A preempted one comes back at its old place."""
+
+    def __init__(self, max_overtakes: int) -> None:
+        self._max_overtakes = max_overtakes
+        self._by_order: list[ScheduledSequence] = []
+        self._by_arrival: list[ScheduledSequence] = []
+
+    def __len__(self) -> int:
+        return len(self._by_order)
+
+    def __repr__(self) -> str:
+        return f"WaitingQueue({len(self)})"
+
+    @property
+    def head(self) -> ScheduledSequence | None:
+        """Who is next; None when empty."""
+        return self._by_order[0] if self._by_order else None
+
+    def push(self, seq: ScheduledSequence) -> None:
+        """Adds a sequence at the place its order gives it."""
+        insort(self._by_order, seq, key=_order)
+        insort(self._by_arrival, seq, key=_arrival)
+
+    def remove(self, seq: ScheduledSequence) -> None:
+        """Takes a sequence out, wherever it stands. Raises InternalError if it is not here."""
+        at, age = (
+            bisect_left(self._by_order, seq.order, key=_order),
+            bisect_left(self._by_arrival, seq.arrival, key=_arrival),
+        )
+        if at == len(self._by_order) or self._by_order[at] is not seq:
+            raise InternalError(f"{seq!r} is not in the waiting queue")
+        del self._by_order[at], self._by_arrival[age]
+
+    def take(self) -> ScheduledSequence:
+        """Removes and returns the head; counts against the oldest one if the head came later."""
+        seq = self._by_order[0]
+        self.remove(seq)
+        oldest = self._by_arrival[0] if self._by_arrival else seq
+        if oldest.arrival < seq.arrival and not oldest.urgent:
+            oldest.overtaken += 1
+            if oldest.overtaken >= self._max_overtakes:
+                self.remove(oldest)
+                oldest.urgent = True
+                self.push(oldest)
+        return seq
+
+    def check_integrity(self) -> None:
+        """Raises InternalError if an order is broken or a sequence here does not wait."""
+        orders = [seq.order for seq in self._by_order]
+        arrivals = [seq.arrival for seq in self._by_arrival]
+        if orders != sorted(orders) or arrivals != sorted(arrivals):
+            raise InternalError("the waiting queue is out of order")
+        if {seq.number for seq in self._by_order} != {seq.number for seq in self._by_arrival}:
+            raise InternalError("the two orders of the waiting queue hold different sequences")
+        for seq in self._by_order:
+            if not seq.waits or seq.blocks:
+                raise InternalError(f"{seq!r} is in the waiting queue")

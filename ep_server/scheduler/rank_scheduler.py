@@ -1,0 +1,303 @@
+"""[4] Chooses what one rank runs next and applies what came out: continuous batching over a block ledger.
+
+Decides from counts alone. Knows nothing of torch, gRPC, processes or time; one thread calls it.
+The rank's loop is: add/cancel as they arrive, `batch = plan()`, run it, `commit(batch, sampled)`, and again.
+Units: tokens, blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ep_server.errors import InternalError
+from ep_server.records import RankLoad, Request, SampledToken, SeqSlice, StepBatch, TokenEvent
+from ep_server.scheduler.batch import IDLE, SchedulerLimits
+from ep_server.scheduler.kv_blocks import BlockLedger
+from ep_server.scheduler.lifecycle import Event
+from ep_server.scheduler.queues import WaitingQueue
+from ep_server.scheduler.sequence import NEVER, ScheduledSequence
+
+
+class RankScheduler:
+    """Queue, running sequences and KV blocks of one rank.
+
+    A step runs every decoding sequence first, then prefill chunks with the tokens that are left: those begun
+    and those newly admitted, best order first. A sequence is admitted when its whole prompt fits, plus one
+    block for each running sequence. When decoding runs out of blocks, the last in order gives its blocks back
+    and is computed again later; it keeps its tokens, and none is emitted twice.
+    """
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self.limits = limits
+        self._ledger = BlockLedger(limits.kv_blocks, limits.block_size)
+        self._waiting = WaitingQueue(limits.max_overtakes)
+        # Every running sequence gets at least one token of a step, or a long decode would stall a prefill.
+        self._max_running = min(limits.max_running, limits.max_step_tokens)
+        self._decoding: list[ScheduledSequence] = []
+        self._prefilling: list[ScheduledSequence] = []
+        self._live: dict[int, ScheduledSequence] = {}
+        self._batch: StepBatch | None = None
+        self._in_flight: list[ScheduledSequence] = []
+        self._freed: list[int] = []
+        self._no_room_at = (-1, -1)  # (number of the head, ledger.releases) when it last did not fit
+        self._arrivals = self._steps = self._preemptions = 0
+        self._prefix_queries = self._prefix_hits = 0
+
+    def __repr__(self) -> str:
+        return (
+            f"RankScheduler(decoding={len(self._decoding)}, prefilling={len(self._prefilling)}, "
+            f"waiting={len(self._waiting)}, {self._ledger!r})"
+        )
+
+    @property
+    def has_work(self) -> bool:
+        """At least one request waits or runs."""
+        return bool(self._live)
+
+    def load(self) -> RankLoad:
+        """The state now; cumulative counts since construction."""
+        return RankLoad(
+            running=len(self._decoding) + len(self._prefilling),
+            waiting=len(self._waiting),
+            kv_blocks_used=self._ledger.used,
+            kv_blocks_total=self._ledger.num_blocks,
+            kv_blocks_cached=self._ledger.cached,
+            steps=self._steps,
+            prefix_queries=self._prefix_queries,
+            prefix_hits=self._prefix_hits,
+            preemptions=self._preemptions,
+        )
+
+    def add(self, request: Request) -> None:
+        """Queues a request.
+
+        Raises:
+            InvalidArgument: empty prompt, max_new_tokens < 1 or min_new_tokens > max_new_tokens.
+            ContextLengthExceeded: it can never fit the context or the KV blocks of this rank.
+            InternalError: its number is in use.
+        """
+        self.limits.check(request)
+        if request.number in self._live:
+            raise InternalError(f"request number {request.number} is already on this rank")
+        seq = ScheduledSequence(
+            request, self._arrivals, self.limits.block_size, caches=self.limits.prefix_cache
+        )
+        self._arrivals += 1
+        self._live[seq.number] = seq
+        self._waiting.push(seq)
+
+    def cancel(self, number: int) -> bool:
+        """Ends a request: now, or at commit if it is in the step in flight. No event of it follows.
+
+        Returns: False if the number is unknown (ended already, or never here).
+        """
+        return self._drop(number, Event.CANCEL)
+
+    def fail(self, number: int) -> bool:
+        """As cancel(), for a request that cannot be run; freed() does not name it."""
+        return self._drop(number, Event.FAIL)
+
+    def freed(self) -> list[int]:
+        """Numbers of cancelled requests whose blocks came back since the last call."""
+        freed, self._freed = self._freed, []
+        return freed
+
+    def plan(self) -> StepBatch:
+        """The next step; empty when there is nothing to run. commit() comes before the next plan(), unless
+        the batch is empty.
+
+        `blocks` of a slice is the live table: it covers the slice, may reach past it, and changes at commit.
+        """
+        if self._batch is not None and self._batch.slices:
+            raise InternalError("plan() before the last batch was committed")
+        preempted = self._grow_decoding()
+        slices = [
+            SeqSlice(seq.number, seq.computed, (seq.tokens[-1],), seq.blocks, True) for seq in self._decoding
+        ]
+        self._in_flight = self._decoding.copy()
+        num_tokens = len(slices)
+        if self._prefilling or self._waiting:
+            num_tokens += self._plan_prefill(slices, admit=not preempted)
+        self._batch = StepBatch(tuple(slices), num_tokens) if slices else IDLE
+        return self._batch
+
+    def commit(self, batch: StepBatch, sampled: Sequence[SampledToken]) -> list[TokenEvent]:
+        """Applies a finished step: counts its tokens as computed, appends drawn ones, frees what ended.
+
+        Args:
+            batch: what plan() returned last.
+            sampled: one token per slice with `sample`, in slice order.
+        Returns: one event per drawn token of a request that was not cancelled meanwhile, in slice order.
+        Raises: InternalError if batch or tokens are not those awaited; nothing has changed then.
+        """
+        if batch is not self._batch:
+            raise InternalError("commit() of a batch that is not in flight")
+        if [s.number for s in batch.slices if s.sample] != [token.number for token in sampled]:
+            raise InternalError(f"commit() of {len(sampled)} tokens for {batch.num_sampled} draws")
+        in_flight, self._in_flight, self._batch = self._in_flight, [], None
+        self._steps += 1
+        events: list[TokenEvent] = []
+        ended: list[tuple[ScheduledSequence, Event]] = []
+        tokens = iter(sampled)
+        for seq, piece in zip(in_flight, batch.slices, strict=True):
+            seq.computed = computed = piece.start + len(piece.token_ids)
+            if computed >= seq.next_seal:
+                self._seal(seq)
+            finish = None
+            if piece.sample:
+                token = next(tokens)
+                finish = seq.append(token.token_id)
+                if seq.drop is None:
+                    events.append(
+                        TokenEvent(
+                            seq.number,
+                            token.token_id,
+                            token.logprob,
+                            token.top,
+                            finish,
+                            seq.cached_tokens or 0,
+                        )
+                    )
+            if seq.drop is not None or finish is not None:
+                ended.append((seq, seq.drop or Event.FINISH))
+        if self._prefilling:
+            self._move_prefilled()
+        for seq, event in ended:
+            self._end(seq, event)
+        return events
+
+    def check_integrity(self) -> None:
+        """Raises InternalError if queues, tables, counts or states disagree. For tests and idle moments."""
+        self._waiting.check_integrity()
+        running = self._decoding + self._prefilling
+        self._ledger.check_integrity(seq.blocks for seq in running)
+        if len(running) + len(self._waiting) != len(self._live):
+            raise InternalError(f"{len(self._live)} live requests, but {self!r}")
+        if len(running) > self._max_running:
+            raise InternalError(f"more than {self._max_running} running in {self!r}")
+        for seq in running:
+            if seq.waits or seq.state.ended or self._live.get(seq.number) is not seq:
+                raise InternalError(f"{seq!r} is among the running")
+            if seq.capacity != len(seq.blocks) * seq.block_size or seq.computed > seq.capacity:
+                raise InternalError(f"{seq!r} has a capacity of {seq.capacity} tokens")
+            if seq.computed >= len(seq.tokens) or len(seq.tokens) >= seq.length_limit:
+                raise InternalError(f"{seq!r} has nothing to run")
+        for seq in self._decoding:
+            if seq.computed != len(seq.tokens) - 1:
+                raise InternalError(f"{seq!r} decodes with more than one token to run")
+
+    def _grow_decoding(self) -> bool:
+        """Gives every decoding sequence room for its next token; True if one had to be preempted."""
+        short = [seq for seq in self._decoding if seq.computed == seq.capacity]
+        preempted = False
+        while len(short) > self._ledger.available:
+            victim = max(self._decoding + self._prefilling, key=lambda seq: seq.order)
+            self._preempt(victim)
+            short = [seq for seq in short if seq is not victim]
+            preempted = True
+        for seq in short:
+            self._ledger.append(seq.blocks)
+            seq.capacity += seq.block_size
+        return preempted
+
+    def _plan_prefill(self, slices: list[SeqSlice], *, admit: bool) -> int:
+        """Adds prefill chunks, best order first, admitting while there is room; returns their tokens."""
+        budget = left = self.limits.max_step_tokens - len(slices)
+        begun = sorted(self._prefilling, key=lambda seq: seq.order)
+        while left:
+            head = self._waiting.head if admit else None
+            if head is not None and (not begun or head.order < begun[0].order):
+                admit = self._admit(head)
+                seq = head
+                if not admit:
+                    continue
+            elif begun:
+                seq = begun.pop(0)
+            else:
+                break
+            end = min(seq.computed + left, len(seq.tokens))
+            slices.append(
+                SeqSlice(
+                    seq.number,
+                    seq.computed,
+                    seq.tokens[seq.computed : end],
+                    seq.blocks,
+                    end == len(seq.tokens),
+                )
+            )
+            self._in_flight.append(seq)
+            left -= end - seq.computed
+        return budget - left
+
+    def _admit(self, seq: ScheduledSequence) -> bool:
+        """Takes the head off the queue and gives it its blocks; False if it must wait."""
+        running = len(self._decoding) + len(self._prefilling)
+        if running >= self._max_running or self._no_room_at == (seq.number, self._ledger.releases):
+            return False
+        length = len(seq.tokens)
+        # The last token is always run, cached or not: its logits are what the step is for.
+        digests = seq.digests((length - 1) // seq.block_size) if seq.caches else []
+        shared = self._ledger.match(digests)
+        fresh = self._ledger.blocks_for(length) - len(shared)
+        if not self._ledger.fits(shared, fresh + running):
+            self._no_room_at = (seq.number, self._ledger.releases)
+            return False
+        self._waiting.take()
+        seq.advance(Event.ADMIT)
+        self._ledger.allocate(seq.blocks, shared, fresh)
+        seq.capacity = len(seq.blocks) * seq.block_size
+        seq.sealed = len(shared)
+        seq.computed = seq.sealed * seq.block_size
+        seq.next_seal = seq.computed + seq.block_size if seq.caches else NEVER
+        self._prefilling.append(seq)
+        if seq.cached_tokens is None:
+            seq.cached_tokens = seq.computed
+            self._prefix_queries += length if seq.caches else 0
+            self._prefix_hits += seq.computed
+        return True
+
+    def _seal(self, seq: ScheduledSequence) -> None:
+        full = seq.computed // seq.block_size
+        digests = seq.digests(full)
+        for index in range(seq.sealed, full):
+            self._ledger.seal(seq.blocks[index], digests[index])
+        seq.sealed = full
+        seq.next_seal = (full + 1) * seq.block_size
+
+    def _move_prefilled(self) -> None:
+        done = [seq for seq in self._prefilling if seq.computed == len(seq.tokens) - 1]
+        if done:
+            self._decoding += done
+            self._prefilling = [seq for seq in self._prefilling if seq not in done]
+
+    def _preempt(self, seq: ScheduledSequence) -> None:
+        seq.advance(Event.PREEMPT)
+        self._preemptions += 1
+        self._leave_running(seq)
+        self._waiting.push(seq)
+
+    def _drop(self, number: int, event: Event) -> bool:
+        seq = self._live.get(number)
+        if seq is None:
+            return False
+        if seq in self._in_flight:
+            seq.drop = seq.drop or event
+        else:
+            self._end(seq, event)
+        return True
+
+    def _end(self, seq: ScheduledSequence, event: Event) -> None:
+        if seq.waits:
+            self._waiting.remove(seq)
+        else:
+            self._leave_running(seq)
+        seq.advance(event)
+        del self._live[seq.number]
+        if event is Event.CANCEL:
+            self._freed.append(seq.number)
+
+    def _leave_running(self, seq: ScheduledSequence) -> None:
+        (self._decoding if seq in self._decoding else self._prefilling).remove(seq)
+        self._ledger.release(seq.blocks)
+        seq.capacity = seq.computed = seq.sealed = 0
+        seq.next_seal = NEVER

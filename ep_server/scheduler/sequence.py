@@ -1,0 +1,99 @@
+"""What the scheduler of a rank keeps for one request. Data only: the rules are in rank_scheduler.
+
+Units: tokens, blocks.
+"""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, field
+
+from ep_server.records import FinishReason, Request
+from ep_server.scheduler.kv_blocks import block_digest, root_digest
+from ep_server.scheduler.lifecycle import Event, State, advance
+
+NEVER = sys.maxsize
+
+
+@dataclass(slots=True, eq=False, repr=False)
+class ScheduledSequence:
+    """One request on its rank, from add() to its end.
+
+    arrival: its place in the order of add(). caches: reads and fills the prefix cache.
+    stops: token ids that end it once len(tokens) reaches earliest_stop; length_limit ends it in any case.
+    tokens: prompt, then every token drawn so far. A preempted sequence keeps them.
+    blocks: its KV table, empty while it waits. capacity = len(blocks) * block_size.
+    computed: leading tokens whose keys and values are in the cache.
+    sealed: leading full blocks offered to the prefix index. next_seal: `computed` at which one more fills.
+    cached_tokens: prompt tokens its first admission found in the prefix cache; None before it.
+    urgent: was overtaken too often; goes before every priority.
+    drop: cancel or failure that waits for the step in flight.
+    """
+
+    request: Request
+    arrival: int
+    block_size: int
+    caches: bool
+    number: int = field(init=False)
+    stops: frozenset[int] = field(init=False)
+    earliest_stop: int = field(init=False)
+    length_limit: int = field(init=False)
+    tokens: list[int] = field(init=False)
+    state: State = State.QUEUED
+    blocks: list[int] = field(default_factory=list)
+    capacity: int = 0
+    computed: int = 0
+    sealed: int = 0
+    next_seal: int = NEVER
+    cached_tokens: int | None = None
+    overtaken: int = 0
+    urgent: bool = False
+    drop: Event | None = None
+    _digests: list[bytes] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        stopping = self.request.stopping
+        self.number = self.request.number
+        self.caches = self.caches and not self.request.bypass_prefix_cache
+        self.stops = stopping.eos_token_ids | stopping.stop_token_ids
+        self.tokens = list(self.request.prompt_ids)
+        self.earliest_stop = len(self.tokens) + stopping.min_new_tokens
+        self.length_limit = len(self.tokens) + stopping.max_new_tokens
+
+    def __repr__(self) -> str:
+        return (
+            f"ScheduledSequence({self.number}, {self.state}, tokens={len(self.tokens)}, "
+            f"computed={self.computed}, blocks={len(self.blocks)})"
+        )
+
+    @property
+    def order(self) -> tuple[bool, int, int]:
+        """Who goes first, lowest first: urgent ones by arrival, then by priority, then by arrival."""
+        return (not self.urgent, 0 if self.urgent else -self.request.priority, self.arrival)
+
+    @property
+    def waits(self) -> bool:
+        """It is in the waiting queue."""
+        return self.state in (State.QUEUED, State.PREEMPTED)
+
+    def advance(self, event: Event) -> None:
+        """Moves along the lifecycle table. Raises IllegalTransition."""
+        self.state = advance(self.state, event, self.number)
+
+    def digests(self, count: int) -> list[bytes]:
+        """Digests of the first `count` blocks, all of them full; computed once each."""
+        size = self.block_size
+        while len(self._digests) < count:
+            parent = self._digests[-1] if self._digests else root_digest(self.request.cache_salt)
+            start = len(self._digests) * size
+            self._digests.append(block_digest(parent, self.tokens[start : start + size]))
+        return self._digests[:count]
+
+    def append(self, token_id: int) -> FinishReason | None:
+        """Takes a drawn token; the reason if it is the last one."""
+        position = len(self.tokens)
+        self.tokens.append(token_id)
+        if token_id in self.stops and position >= self.earliest_stop:
+            eos = token_id in self.request.stopping.eos_token_ids
+            return FinishReason.EOS if eos else FinishReason.STOP_TOKEN
+        return FinishReason.LENGTH if position + 1 >= self.length_limit else None

@@ -1,0 +1,76 @@
+"""What the front needs to know of the model it serves: limits, names, defaults, tokenizer. No tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+from ep_server.config import ModelConfig
+from ep_server.errors import ConfigError
+from ep_server.model.families import read_spec
+from ep_server.model.families.fields import read_json
+from ep_server.records import Sampling
+from ep_server.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model as clients see it. max_context: longest prompt + output, tokens.
+
+    defaults: of sampling, from generation_config.json. num_experts: routed experts of one MoE layer.
+    """
+
+    name: str
+    vocab_size: int
+    max_context: int
+    eos_token_ids: frozenset[int] = frozenset()
+    defaults: Sampling = field(default_factory=Sampling)
+    tokenizer: Tokenizer | None = None
+    architecture: str = ""
+    num_layers: int = 0
+    hidden_size: int = 0
+    num_experts: int = 0
+    experts_per_token: int = 0
+
+    @staticmethod
+    def load(config: ModelConfig) -> ServedModel:
+        """Reads config.json, generation_config.json and tokenizer.json of the checkpoint directory.
+
+        Raises: ConfigError (path, max_context), CheckpointError.
+        """
+        directory = Path(config.path)
+        if not config.path or not directory.is_dir():
+            raise ConfigError("model.path", config.path, "a checkpoint directory")
+        spec = read_spec(directory)
+        if config.max_context > spec.max_context:
+            raise ConfigError(
+                "model.max_context", config.max_context, f"at most the model's {spec.max_context}"
+            )
+        generation = directory / "generation_config.json"
+        return ServedModel(
+            name=config.name or directory.resolve().name,
+            vocab_size=spec.vocab_size,
+            max_context=config.max_context or spec.max_context,
+            eos_token_ids=frozenset(spec.eos_token_ids),
+            defaults=_defaults(read_json(generation)) if generation.is_file() else Sampling(),
+            tokenizer=Tokenizer.load(directory),
+            architecture=spec.family,
+            num_layers=spec.num_layers,
+            hidden_size=spec.hidden,
+            num_experts=spec.router.num_experts,
+            experts_per_token=spec.router.top_k,
+        )
+
+
+def _defaults(generation: Mapping[str, Any]) -> Sampling:
+    """Every field of Sampling that the file gives under the same name; do_sample false means greedy."""
+    kinds = {"temperature": float, "top_k": int, "top_p": float, "min_p": float, "repetition_penalty": float}
+    given = {
+        item.name: kinds[item.name](generation[item.name])
+        for item in fields(Sampling)
+        if item.name in kinds and generation.get(item.name) is not None
+    }
+    sampling = replace(Sampling(), **given)
+    return replace(sampling, temperature=0.0) if generation.get("do_sample") is False else sampling

@@ -1,0 +1,150 @@
+"""[1] The life of one server: start, serve, drain, stop. Knows the parts and their order, no request.
+
+The gRPC port opens first, with health NOT_SERVING; then the ranks load; then health says SERVING.
+The first SIGTERM or SIGINT drains, the second stops at once. A lost rank ends the server with exit code 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
+
+from grpc import aio
+from grpc_reflection.v1alpha import reflection
+
+from ep_server import control, health, service
+from ep_server.config import Config
+from ep_server.control import ControlService
+from ep_server.endpoint import bind, channel_options
+from ep_server.engine import Engine, EngineSettings
+from ep_server.health import Health
+from ep_server.interceptors import AuthInterceptor, ErrorInterceptor, TokenFile
+from ep_server.observer import EngineObserver
+from ep_server.ranks.protocol import Ranks
+from ep_server.served_model import ServedModel
+from ep_server.service import DecodeService
+from ep_server.v1.control_pb2_grpc import add_ControlServicer_to_server
+from ep_server.v1.decode_pb2_grpc import add_DecodeServicer_to_server
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[int, str, int, int], None]
+LAST_WORDS_SECONDS = 2.0  # for statuses to reach their callers once the streams have ended
+GRACE_SECONDS = 0.5  # for calls that never end by themselves, such as Health.Watch
+
+
+class Server:
+    """One gRPC server in front of a group of ranks. Create and use it inside a running event loop."""
+
+    def __init__(
+        self, config: Config, model: ServedModel, ranks: Ranks, observer: EngineObserver | None = None
+    ) -> None:
+        self.config = config
+        self.address = ""  # host:port once start() has bound it
+        settings = EngineSettings(
+            max_context=model.max_context,
+            max_running=config.scheduler.max_running,
+            max_queue=config.scheduler.max_queue,
+            max_streams=config.grpc.max_streams,
+            stream_buffer=config.grpc.stream_buffer,
+        )
+        self.engine = Engine(ranks, settings, observer)
+        self._model = model
+        self._health = Health((service.SERVICE_NAME, control.SERVICE_NAME))
+        self._grpc: aio.Server | None = None
+        self._stop_asked = asyncio.Event()
+        self._stop_now = asyncio.Event()
+
+    async def run(self, progress: Progress, on_serving: Callable[[], None] = lambda: None) -> int:
+        """The whole life. Returns: exit code, 1 if a rank was lost. Raises: StartupError."""
+        with self._signals():
+            try:
+                await self.start(progress)
+                if self._health.serving:
+                    on_serving()
+                await self.serve()
+                await self.drain()
+            finally:
+                await self.stop()
+        return 1 if self.engine.lost.is_set() else 0
+
+    async def start(self, progress: Progress) -> None:
+        """Opens the port, then starts the ranks. Returns early if a stop is asked for meanwhile."""
+        self._grpc = self._make_grpc()
+        self.address = bind(self._grpc, self.config.grpc)
+        await self._grpc.start()
+        if await self._unless(self._stop_asked, self.engine.start(progress)):
+            self._health.set(serving=True)
+            log.info("serving %s on %s, %d ranks", self._model.name, self.address, self.engine.num_ranks)
+
+    async def serve(self) -> None:
+        """Until a stop is asked for or a rank is lost."""
+        await self._unless(self._stop_asked, self.engine.lost.wait())
+        self._health.set(serving=False)
+
+    async def drain(self) -> None:
+        """Streams end by themselves within the time of the configuration, or UNAVAILABLE."""
+        if self.engine.lost.is_set():
+            log.error("%s; every stream ends, the server stops", self.engine.lost_message)
+        else:
+            log.info("draining, at most %g s: %r", self.config.grpc.drain_seconds, self.engine)
+            await self._unless(self._stop_now, self.engine.drain(self.config.grpc.drain_seconds))
+        await self.engine.drain(0)
+        await self._unless(self._stop_now, self.engine.streams_closed(LAST_WORDS_SECONDS))
+
+    async def stop(self) -> None:
+        """Closes the port and ends the ranks. Idempotent."""
+        self._health.set(serving=False)
+        if self._grpc is not None:
+            await self._grpc.stop(GRACE_SECONDS)
+        await self.engine.stop()
+        log.info("stopped")
+
+    def ask_to_stop(self) -> None:
+        """Drains; asked for a second time, stops at once."""
+        (self._stop_now if self._stop_asked.is_set() else self._stop_asked).set()
+
+    def _make_grpc(self) -> aio.Server:
+        settings = self.config.grpc
+        interceptors: list[aio.ServerInterceptor] = [ErrorInterceptor()]  # type: ignore[type-arg, unused-ignore]
+        if settings.token_file:
+            tokens = TokenFile(settings.token_file)
+            interceptors.append(AuthInterceptor(tokens, frozenset({health.SERVICE_NAME})))
+        server = aio.server(interceptors=interceptors, options=channel_options(settings))
+        add_DecodeServicer_to_server(DecodeService(self.engine, self._model), server)
+        add_ControlServicer_to_server(ControlService(self.engine, self._model, self.config), server)
+        health.add_HealthServicer_to_server(self._health, server)
+        names = (service.SERVICE_NAME, control.SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
+        return server
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.ask_to_stop)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)
+
+    @staticmethod
+    async def _unless(event: asyncio.Event, work: Awaitable[object]) -> bool:
+        """Waits for `work`, or for `event`, which cancels it. Returns: whether `work` was done."""
+        task = asyncio.ensure_future(work)
+        waiter = asyncio.ensure_future(event.wait())
+        try:
+            await asyncio.wait((task, waiter), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiter.cancel()
+            if not task.done():
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+        if not task.cancelled():
+            await task  # raises what it raised
+        return not task.cancelled()

@@ -1,0 +1,121 @@
+"""[2] The Decode service: a request in, events out. Knows protos and the engine; no ranks, no scheduler.
+
+Contains no `except`: errors go to the interceptor. A stream ends once, with `finished` or with a status.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+from ep_server import requests
+from ep_server.engine import Engine
+from ep_server.errors import InvalidArgument
+from ep_server.flight import Submission
+from ep_server.records import FinishReason, Request, TokenEvent
+from ep_server.requests import Limits, ResponseShape
+from ep_server.served_model import ServedModel
+from ep_server.stream import Chunk, Completion
+from ep_server.v1 import decode_pb2, decode_pb2_grpc
+
+SERVICE_NAME: str = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
+LONG_TEXT = 4096  # characters; longer prompts are encoded outside the event loop
+
+_REASONS = {
+    FinishReason.EOS: decode_pb2.FINISH_REASON_EOS,
+    FinishReason.STOP_TOKEN: decode_pb2.FINISH_REASON_STOP_TOKEN,
+    FinishReason.STOP_STRING: decode_pb2.FINISH_REASON_STOP_STRING,
+    FinishReason.LENGTH: decode_pb2.FINISH_REASON_LENGTH,
+}
+
+
+class DecodeService(decode_pb2_grpc.DecodeServicer):  # type: ignore[misc, unused-ignore]
+    """ep_server.v1.Decode."""
+
+    def __init__(self, engine: Engine, model: ServedModel) -> None:
+        self._engine = engine
+        self._model = model
+
+    async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
+        """Streams the events of one request. Raises: every RequestError, Unavailable."""
+        with self._engine.counting_refusals():
+            submission, shape = await self._submission(request, context)
+            admitted, stream = self._engine.submit(submission)
+        # Runs when the call is over in any way, the caller's leaving included.
+        context.add_done_callback(lambda _: stream.close())
+        yield _prompt_info(admitted, self._model)
+        while True:
+            chunk = await stream.read()
+            if chunk.events:
+                yield _tokens(chunk, shape)
+            if chunk.completion is not None:
+                yield _finished(chunk.completion, len(admitted.prompt_ids))
+                return
+
+    async def _submission(self, request: Any, context: Any) -> tuple[Submission, ResponseShape]:
+        limits = Limits(max_context=self._engine.max_context, num_ranks=self._engine.num_ranks)
+        timeout = requests.timeout_seconds(request, context.time_remaining())
+        built = requests.build(request, await self._prompt_ids(request), self._model, limits)
+        shape = requests.response_shape(request, self._model)
+        text = requests.output_text(built, shape, self._model)
+        return Submission(built, text, shape.interval, timeout), shape
+
+    async def _prompt_ids(self, request: Any) -> Sequence[int]:
+        if request.WhichOneof("prompt") != "text":
+            return list(request.token_ids.ids)
+        tokenizer, text = self._model.tokenizer, request.text
+        if tokenizer is None:
+            shown = text[: requests.SHOWN]
+            raise InvalidArgument("text", shown, "absent: this model has no tokenizer; send token_ids")
+        if len(text) > LONG_TEXT:
+            return await asyncio.to_thread(tokenizer.encode, text)
+        return tokenizer.encode(text)
+
+
+def _prompt_info(request: Request, model: ServedModel) -> Any:
+    info = decode_pb2.PromptInfo(
+        request_id=request.request_id,
+        model=model.name,
+        prompt_tokens=len(request.prompt_ids),
+        rank=request.dp_rank,
+        seed=request.sampling.seed,
+    )
+    return decode_pb2.GenerateResponse(prompt_info=info)
+
+
+def _tokens(chunk: Chunk, shape: ResponseShape) -> Any:
+    tokens = decode_pb2.Tokens()
+    if shape.token_ids:
+        tokens.token_ids.extend([event.token_id for event in chunk.events])
+    if shape.text:
+        tokens.text = chunk.text
+    if shape.logprobs:
+        tokens.logprobs.extend([_logprob(event) for event in chunk.events])
+    return decode_pb2.GenerateResponse(tokens=tokens)
+
+
+def _logprob(event: TokenEvent) -> Any:
+    top = [decode_pb2.Candidate(token_id=token, logprob=logprob) for token, logprob in event.top]
+    return decode_pb2.TokenLogprob(logprob=event.logprob or 0.0, top=top)
+
+
+def _finished(completion: Completion, prompt_tokens: int) -> Any:
+    finished = decode_pb2.Finished(
+        reason=_REASONS[completion.reason],
+        usage=decode_pb2.Usage(
+            prompt_tokens=prompt_tokens,
+            cached_tokens=completion.cached_tokens,
+            output_tokens=completion.output_tokens,
+        ),
+        timings=decode_pb2.Timings(
+            first_token_seconds=completion.first_token_seconds,
+            total_seconds=completion.total_seconds,
+            max_token_gap_seconds=completion.max_gap_seconds,
+        ),
+    )
+    if isinstance(completion.match, str):
+        finished.stop_string = completion.match
+    elif completion.match is not None:
+        finished.token_id = completion.match
+    return decode_pb2.GenerateResponse(finished=finished)

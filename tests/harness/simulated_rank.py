@@ -1,0 +1,143 @@
+"""A rank without a model: runs a scheduler's batches on a KV cache that stores what was written.
+
+The next token is a fixed function of every token the batch makes visible, so a request's stream is known
+beforehand (`stream_alone`) and any wrong position, table, shared or overwritten block changes it or raises.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ep_server.records import (
+    FinishReason,
+    Request,
+    SampledToken,
+    Sampling,
+    SeqSlice,
+    StepBatch,
+    Stopping,
+    TokenEvent,
+)
+from ep_server.scheduler import RankScheduler, SchedulerLimits
+
+VOCAB = 13  # small, so that stops and equal prefixes happen
+
+
+def make_request(number: int, prompt: Sequence[int], max_new: int = 8, **fields) -> Request:
+    """A greedy request; stops=, eos=, min_new= set its stopping, anything else its fields."""
+    stopping = Stopping(
+        max_new_tokens=max_new,
+        min_new_tokens=fields.pop("min_new", 0),
+        eos_token_ids=frozenset(fields.pop("eos", ())),
+        stop_token_ids=frozenset(fields.pop("stops", ())),
+    )
+    return Request(f"r{number}", number, tuple(prompt), Sampling(temperature=0.0), stopping, **fields)
+
+
+def next_token(tokens: Sequence[int]) -> int:
+    """A fixed function of the whole sequence; does not depend on Python's hash seed."""
+    value = 7
+    for token in tokens:
+        value = (value * 31 + token + 1) % 1_000_003
+    return value % VOCAB
+
+
+def stream_alone(request: Request) -> list[tuple[int, FinishReason | None]]:
+    """(token, finish) of every event of a request that nothing disturbs."""
+    tokens, out, stopping = list(request.prompt_ids), [], request.stopping
+    while True:
+        token = next_token(tokens)
+        tokens.append(token)
+        finish = None
+        if len(out) >= stopping.min_new_tokens and token in stopping.eos_token_ids:
+            finish = FinishReason.EOS
+        elif len(out) >= stopping.min_new_tokens and token in stopping.stop_token_ids:
+            finish = FinishReason.STOP_TOKEN
+        elif len(out) + 1 == stopping.max_new_tokens:
+            finish = FinishReason.LENGTH
+        out.append((token, finish))
+        if finish:
+            return out
+
+
+class SimulatedRank:
+    """A RankScheduler, a KV cache of (salt, token, position) cells, and all events so far by request."""
+
+    def __init__(self, limits: SchedulerLimits) -> None:
+        self.limits = limits
+        self.scheduler = RankScheduler(limits)
+        self.cells: list[tuple[str, int, int] | None] = [None] * (limits.kv_blocks * limits.block_size)
+        self.requests: dict[int, Request] = {}
+        self.events: dict[int, list[TokenEvent]] = {}
+        self.freed: list[int] = []
+        self.batches: list[StepBatch] = []
+
+    def add(self, request: Request) -> None:
+        """Queues a request."""
+        self.scheduler.add(request)
+        self.requests[request.number] = request
+        self.events[request.number] = []
+
+    def run(self, batch: StepBatch) -> list[SampledToken]:
+        """Writes the cells of every slice, then reads each sequence back and draws."""
+        touched: list[int] = []
+        for piece in batch.slices:
+            for offset, token in enumerate(piece.token_ids):
+                cell = self._cell(piece, piece.start + offset)
+                touched.append(cell)
+                self.cells[cell] = (self.requests[piece.number].cache_salt, token, piece.start + offset)
+        assert len(set(touched)) == len(touched), "two slices write one cell"
+        visible = [self._visible(piece) for piece in batch.slices]
+        return [
+            SampledToken(piece.number, next_token(tokens))
+            for piece, tokens in zip(batch.slices, visible, strict=True)
+            if piece.sample
+        ]
+
+    def step(self) -> StepBatch:
+        """Plans, checks the batch against the limits, runs and commits it."""
+        batch = self.scheduler.plan()
+        self.finish(batch, self.run(batch))
+        return batch
+
+    def finish(self, batch: StepBatch, sampled: Sequence[SampledToken]) -> None:
+        """Commits a batch and keeps its events."""
+        sizes = [len(piece.token_ids) for piece in batch.slices]
+        assert batch.num_tokens == sum(sizes) <= self.limits.max_step_tokens
+        assert len({piece.number for piece in batch.slices}) == len(sizes) <= self.limits.max_running
+        assert all(size > 0 for size in sizes)
+        for event in self.scheduler.commit(batch, sampled):
+            self.events[event.number].append(event)
+        self.freed += self.scheduler.freed()
+        self.batches.append(batch)
+        self.scheduler.check_integrity()
+
+    def finish_all(self, at_most: int = 10_000) -> None:
+        """Steps until nothing is left; everything that ended must have given its blocks back."""
+        for _ in range(at_most):
+            if not self.scheduler.has_work:
+                break
+            assert self.step().slices, "work, but an empty step"
+        assert not self.scheduler.has_work
+        load = self.scheduler.load()
+        assert (load.running, load.waiting, load.kv_blocks_used) == (0, 0, 0)
+
+    def stream(self, number: int) -> list[tuple[int, FinishReason | None]]:
+        """(token, finish) of every event of a request so far."""
+        return [(event.token_id, event.finish) for event in self.events[number]]
+
+    def _cell(self, piece: SeqSlice, position: int) -> int:
+        block = piece.blocks[position // self.limits.block_size]
+        return block * self.limits.block_size + position % self.limits.block_size
+
+    def _visible(self, piece: SeqSlice) -> list[int]:
+        """The tokens attention would see: every cell up to the end of the slice."""
+        salt, tokens = self.requests[piece.number].cache_salt, []
+        for position in range(piece.start + len(piece.token_ids)):
+            cell = self.cells[self._cell(piece, position)]
+            assert cell is not None, f"{piece.number} reads position {position}, never written"
+            assert (cell[0], cell[2]) == (salt, position), f"{piece.number} reads {cell} at {position}"
+            tokens.append(cell[1])
+        prompt = self.requests[piece.number].prompt_ids[: len(tokens)]
+        assert tuple(tokens[: len(prompt)]) == prompt, f"{piece.number} sees another prompt"
+        return tokens

@@ -1,0 +1,156 @@
+"""What the front sees, over real HTTP: names, formats, ports, ends."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import socket
+from collections.abc import Iterator
+
+import pytest
+from prometheus_client import CollectorRegistry
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+
+from ep_server.config import MetricsConfig
+from ep_server.errors import ConfigError, StartupError
+from ep_server.metrics import MetricsEndpoint, ServerMetrics
+from ep_server.observer import EngineObserver, RequestSummary
+from ep_server.records import FinishReason, RankReady
+from tests.metrics.reports import Series, report, series, value
+
+
+@pytest.fixture
+def registry() -> CollectorRegistry:
+    return CollectorRegistry()
+
+
+@pytest.fixture
+def metrics(registry: CollectorRegistry) -> ServerMetrics:
+    return ServerMetrics(registry, model="demo", version="1.2.3")
+
+
+@pytest.fixture
+def endpoint(registry: CollectorRegistry, metrics: ServerMetrics) -> Iterator[MetricsEndpoint]:
+    endpoint = MetricsEndpoint(MetricsConfig(port=0), registry)
+    yield endpoint
+    endpoint.close()
+
+
+def get(endpoint: MetricsEndpoint, path: str = "/metrics", accept: str = "") -> tuple[int, str, str]:
+    """(status, content type, body)"""
+    connection = http.client.HTTPConnection("127.0.0.1", endpoint.port, timeout=10)
+    try:
+        connection.request("GET", path, headers={"Accept": accept} if accept else {})
+        answer = connection.getresponse()
+        return answer.status, answer.headers["Content-Type"], answer.read().decode()
+    finally:
+        connection.close()
+
+
+def page(endpoint: MetricsEndpoint) -> Series:
+    return series(get(endpoint)[2])
+
+
+def drive(observer: EngineObserver) -> None:
+    """One request that ends well, one that is cancelled, one that is refused, on two ranks."""
+    for rank in range(2):
+        observer.on_rank_ready(RankReady(rank, 100 + rank, 40, 16, 1, 1, 1, 0.1))
+        observer.on_statistics(report(rank, 20))
+    observer.on_admitted(7)
+    observer.on_admitted(5)
+    observer.on_load(0, 2)
+    observer.on_first_token(0.02)
+    for _ in range(3):
+        observer.on_token_gap(0.004)
+    observer.on_load(1, 1)
+    observer.on_finished(RequestSummary("OK", FinishReason.EOS, 0.5, 7, 0, 4))
+    observer.on_finished(RequestSummary("CANCELLED", "", 0.1, 5, 0, 0))
+    observer.on_freed(0.003)
+    observer.on_refused("RESOURCE_EXHAUSTED")
+
+
+def test_a_page_holds_what_was_observed(metrics: ServerMetrics, endpoint: MetricsEndpoint) -> None:
+    drive(metrics)
+    found = page(endpoint)
+    assert value(found, "epserver_requests_admitted_total") == 2
+    assert value(found, "epserver_requests_total", status="OK", finish_reason="eos") == 1
+    assert value(found, "epserver_requests_total", status="CANCELLED", finish_reason="") == 1
+    assert value(found, "epserver_requests_total", status="RESOURCE_EXHAUSTED", finish_reason="") == 1
+    assert value(found, "epserver_prompt_tokens_total") == 12
+    assert value(found, "epserver_generated_tokens_total") == 4
+    assert value(found, "epserver_time_to_first_token_seconds_count") == 1
+    assert value(found, "epserver_time_to_first_token_seconds_bucket", le="0.025") == 1
+    assert value(found, "epserver_inter_token_latency_seconds_count") == 3
+    assert value(found, "epserver_inter_token_latency_seconds_sum") == pytest.approx(0.012)
+    assert value(found, "epserver_request_seconds_count") == 2
+    assert value(found, "epserver_cancel_to_free_seconds_count") == 1
+    assert value(found, "epserver_requests_running") == value(found, "epserver_requests_waiting") == 1
+    info = [dict(labels) for name, labels in found if name == "epserver_build_info"]
+    assert [(each["version"], each["model"]) for each in info] == [("1.2.3", "demo")]
+    assert value(found, "epserver_ep_rank_up", rank="1") == 1
+    metrics.on_rank_lost(1)
+    assert value(page(endpoint), "epserver_ep_rank_up", rank="1") == 0
+
+
+def test_names_and_labels_keep_to_the_conventions(metrics: ServerMetrics, endpoint: MetricsEndpoint) -> None:
+    drive(metrics)
+    of_ranks = {"rank", "peer", "op", "part", "phase", "scope", "expert"}
+    bounded = of_ranks | {"status", "finish_reason", "le", "version", "model", "python"}
+    for name, labels in page(endpoint):
+        if not name.startswith(("process_", "python_")):
+            assert re.fullmatch(r"epserver_[a-z0-9_]+", name)
+            assert {key for key, _ in labels} <= bounded, name
+        assert not name.endswith(("_ms", "_us", "_ns"))
+
+
+def test_openmetrics_is_given_to_who_asks_for_it(metrics: ServerMetrics, endpoint: MetricsEndpoint) -> None:
+    drive(metrics)
+    status, kind, text = get(endpoint, accept="application/openmetrics-text; version=1.0.0")
+    assert status == 200 and kind.startswith("application/openmetrics-text")
+    families = {family.name: family.type for family in parse_openmetrics(text)}
+    assert families["epserver_comm_latency_seconds"] == "histogram"
+    assert families["epserver_comm_peer_wait_seconds"] == "counter"
+    assert families["epserver_overlap_ratio"] == "gauge"
+    assert get(endpoint)[1].startswith("text/plain")
+
+
+def test_other_paths_are_not_found(endpoint: MetricsEndpoint) -> None:
+    assert get(endpoint, "/")[0] == get(endpoint, "/metrics/x")[0] == 404
+
+
+def test_the_address_is_told(endpoint: MetricsEndpoint) -> None:
+    assert endpoint.url == f"http://127.0.0.1:{endpoint.port}/metrics"
+
+
+def test_a_port_in_use_is_one_line(endpoint: MetricsEndpoint, registry: CollectorRegistry) -> None:
+    with pytest.raises(StartupError) as raised:
+        MetricsEndpoint(MetricsConfig(port=endpoint.port), registry)
+    message = str(raised.value)
+    assert f"metrics.port = {endpoint.port}" in message and "in use" in message and "\n" not in message
+
+
+@pytest.mark.parametrize("host", ["203.0.113.7", "no such host"])
+def test_a_host_that_is_not_ours_is_one_line(host: str, registry: CollectorRegistry) -> None:
+    with pytest.raises(ConfigError, match=r"metrics\.host") as raised:
+        MetricsEndpoint(MetricsConfig(host=host, port=0), registry)
+    assert "\n" not in str(raised.value)
+
+
+def test_closing_frees_the_port_and_may_be_repeated(registry: CollectorRegistry) -> None:
+    endpoint = MetricsEndpoint(MetricsConfig(port=0), registry)
+    port = endpoint.port
+    idle = socket.create_connection(("127.0.0.1", port), timeout=10)  # a scraper that says nothing
+    endpoint.close()
+    endpoint.close()
+    idle.close()
+    again = MetricsEndpoint(MetricsConfig(port=port), registry)
+    assert get(again)[0] == 200
+    again.close()
+
+
+def test_two_servers_in_one_process_do_not_mix() -> None:
+    one, two = CollectorRegistry(), CollectorRegistry()
+    ServerMetrics(one, model="a", version="1").on_admitted(3)
+    ServerMetrics(two, model="b", version="1")
+    assert one.get_sample_value("epserver_requests_admitted_total") == 1
+    assert two.get_sample_value("epserver_requests_admitted_total") == 0
