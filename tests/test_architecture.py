@@ -1,0 +1,221 @@
+"""The shape of the source tree: who may import what, where the environment is read, how large a file is."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "ep_server"
+GENERATED = PACKAGE / "v1"
+
+FOUNDATION = {"errors", "records", "config"}
+# Modules that speak gRPC. Everything else at the top of the package works without a wire.
+WIRE = {"server", "service", "control", "endpoint", "health", "interceptors", "client"}
+# Modules that put the parts together; they may import anything.
+ASSEMBLY = {"__main__", "cli", "demo", "bench", "commands"}
+
+# Area -> what it may import besides itself; "ranks.protocol" allows that module and nothing else of ranks.
+ALLOWED = {
+    "errors": set(),
+    "records": set(),
+    "config": {"errors"},
+    "scheduler": {"errors", "records"},
+    "ep": {"errors", "_C"},
+    "model": {"errors", "records", "ep.exchange", "ep.quant"},
+    "compat": {"errors", "ep"},
+    "ranks": {*FOUNDATION, "scheduler", "model", "ep", "v1", "_C", "tokenizer"},
+}
+FRONT = {*FOUNDATION, "scheduler", "ranks.protocol", "model.families", "model.inspect"}
+
+PURE_FORBIDDEN = {
+    "asyncio", "concurrent", "ctypes", "datetime", "grpc", "multiprocessing", "numpy", "os", "random",
+    "select", "socket", "subprocess", "threading", "time", "torch", "transformers", "uvloop",
+}  # fmt: skip
+
+
+def sources(*patterns: str, under: Path = PACKAGE) -> list[Path]:
+    found = (path for pattern in patterns for path in under.rglob(pattern))
+    return sorted(path for path in found if GENERATED not in path.parents)
+
+
+def module_name(path: Path) -> str:
+    """Dotted, without the package: scheduler.queues; scheduler for its __init__; "" for the package's."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path) -> set[str]:
+    """Every absolute module name that a file imports, anywhere in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            # `from package import module` imports the module; `from module import name` does not.
+            modules = {name for name in names if is_module(name)}
+            found |= modules or {node.module or ""}
+    return found
+
+
+def is_module(name: str) -> bool:
+    head, _, rest = name.partition(".")
+    if head != "ep_server" or not rest:
+        return False
+    path = PACKAGE.joinpath(*rest.split("."))
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists() or rest == "_C"
+
+
+def own_imports(path: Path) -> set[str]:
+    """The imports of our own modules, without the package's name."""
+    return {name.removeprefix("ep_server.") for name in imports(path) if name.startswith("ep_server.")}
+
+
+def within(name: str, areas: set[str]) -> bool:
+    return any(name == area or name.startswith(area + ".") for area in areas)
+
+
+def allowed_for(module: str) -> set[str] | None:
+    """What a module may import of ours; None = anything."""
+    area = module.partition(".")[0]
+    if area in ASSEMBLY or module == "":
+        return None
+    if area in ALLOWED:
+        return ALLOWED[area] | {area}
+    others = {module_name(path).partition(".")[0] for path in sources("*.py")}
+    core = others - set(ALLOWED) - WIRE - ASSEMBLY
+    return FRONT | core | WIRE | {"v1"} if area in WIRE else FRONT | core
+
+
+@pytest.mark.parametrize("path", sources("*.py"), ids=lambda path: module_name(path) or "__init__")
+def test_import_directions(path):
+    allowed = allowed_for(module_name(path))
+    if allowed is not None:
+        assert {name for name in own_imports(path) if not within(name, allowed)} == set()
+
+
+def users_of(*libraries: str) -> set[str]:
+    return {
+        module_name(path)
+        for path in sources("*.py")
+        if any(within(name, set(libraries)) for name in imports(path))
+    }
+
+
+def test_grpc_only_at_the_wire_and_between_nodes():
+    users = users_of("grpc", "grpc_health", "grpc_reflection", "ep_server.v1")
+    assert {m for m in users if not within(m, WIRE | {"ranks"} | ASSEMBLY)} == set()
+    assert "server" in users
+
+
+def test_torch_only_where_tensors_are():
+    users = users_of("torch")
+    assert {m for m in users if not within(m, {"ranks", "model", "ep", "compat"})} == set()
+    assert "model.sampler" in users
+
+
+def test_transformers_is_an_oracle_for_tests_only():
+    assert users_of("transformers") == set()
+
+
+def test_the_scheduler_names_no_clock_thread_process_or_tensor():
+    for path in sources("*.py", under=PACKAGE / "scheduler"):
+        assert {name for name in imports(path) if name.partition(".")[0] in PURE_FORBIDDEN} == set(), path
+
+
+def loaded_after(module: str) -> set[str]:
+    code = f"import sys, {module}; print(*sorted({{n.partition('.')[0] for n in sys.modules}}))"
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, timeout=120
+    )
+    return set(done.stdout.split())
+
+
+def test_nothing_that_the_scheduler_imports_brings_them_in():
+    loaded = loaded_after("ep_server.scheduler")
+    assert "ep_server" in loaded
+    assert loaded & {"torch", "grpc", "asyncio", "numpy", "multiprocessing"} == set()
+
+
+def test_the_front_process_never_loads_torch():
+    loaded = loaded_after("ep_server.server")
+    assert "grpc" in loaded
+    assert loaded & {"torch", "transformers"} == set()
+
+
+def test_only_config_reads_the_environment():
+    readers = set()
+    for path in sources("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            named = isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv")
+            taken = isinstance(node, ast.ImportFrom) and any("env" in a.name for a in node.names)
+            if named or (taken and node.module == "os"):
+                readers.add(module_name(path))
+    assert readers == {"config"}
+    native = sources("*.cpp", "*.hpp", "*.cu", "*.cuh", under=ROOT / "csrc")
+    assert native and not [p for p in native if re.search(r"\b(secure_)?getenv\b", p.read_text())]
+
+
+def test_no_module_takes_a_private_name_of_another():
+    taken = [
+        f"{module_name(path)}: {node.module}.{alias.name}"
+        for path in sources("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ep_server")
+        for alias in node.names
+        if alias.name.startswith("_") and alias.name not in ("_C", "__version__")
+    ]
+    assert taken == []
+
+
+def test_no_torch_header_in_csrc_and_pybind11_only_in_the_bindings():
+    includes = {
+        path.relative_to(ROOT / "csrc").as_posix(): re.findall(
+            r'#\s*include\s*[<"]([^>"]+)', path.read_text()
+        )
+        for path in sources("*.cpp", "*.hpp", "*.cu", "*.cuh", "*.h", under=ROOT / "csrc")
+    }
+    assert "bindings.cpp" in includes
+    headers = [(file, name) for file, names in includes.items() for name in names]
+    assert [h for h in headers if re.match(r"(torch|ATen|c10|caffe2)/", h[1])] == []
+    assert {file for file, name in headers if "pybind11" in name or name == "Python.h"} == {"bindings.cpp"}
+
+
+BUDGET = {".py": 400, ".cpp": 500, ".hpp": 500, ".cu": 500, ".cuh": 500}
+
+
+def test_no_file_is_larger_than_its_budget():
+    files = sources("*.py") + sources("*.cpp", "*.hpp", "*.cu", "*.cuh", under=ROOT / "csrc")
+    lines = {str(p.relative_to(ROOT)): len(p.read_text(encoding="utf-8").splitlines()) for p in files}
+    assert len(lines) > 50
+    assert {name: n for name, n in lines.items() if n > BUDGET[Path(name).suffix]} == {}
+
+
+PACKAGES = {"commands", "compat", "ep", "model", "ranks", "scheduler", "v1"}
+VAGUE = {"base", "common", "core", "helpers", "lib", "manager", "misc", "shared", "tools", "util", "utils"}
+
+
+def test_names_at_the_top():
+    """Every package of the layout is there, no other is, and no module has a name that says nothing."""
+    packages = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert packages - {"commands"} == PACKAGES - {"commands"}
+    modules = {path.stem for path in PACKAGE.glob("*.py")}
+    assert modules & VAGUE == set()
+    assert {
+        "records",
+        "errors",
+        "config",
+        "engine",
+        "service",
+        "server",
+        "stream",
+        "client",
+        "metrics",
+    } <= modules
