@@ -33,6 +33,13 @@ class Compute {
   Pool pool_;
 };
 
+// The one input that a wrong value of would make the kernels write out of bounds.
+void check_offsets(const int64_t* offsets, int64_t experts, int64_t rows) {
+  bool ascending = offsets[0] == 0 && offsets[experts] == rows;
+  for (int64_t e = 0; e < experts; ++e) ascending = ascending && offsets[e] <= offsets[e + 1];
+  if (!ascending) throw std::invalid_argument("offsets: must ascend from 0 to " + std::to_string(rows));
+}
+
 py::list isa_names() {
   py::list names;
   for (const Kernels* kernels : supported()) names.append(kernels->name);
@@ -85,8 +92,9 @@ void bind_model(py::module_& m) {
           arg("weight"), arg("bias"), arg("n"), arg("k"), arg("out"), arg("out_stride"), arg("out_float"))
       .def(
           "expert_ffn",
-          [](Compute& self, bool bfloat16, uintptr_t x, uintptr_t offsets, int64_t experts, int64_t hidden,
-             int64_t ffn, uintptr_t gate_up, uintptr_t down, uintptr_t out) {
+          [](Compute& self, bool bfloat16, uintptr_t x, int64_t rows, uintptr_t offsets, int64_t experts,
+             int64_t hidden, int64_t ffn, uintptr_t gate_up, uintptr_t down, uintptr_t out) {
+            check_offsets(at<const int64_t>(offsets), experts, rows);
             self.expert_ffn({.type = dtype_of(bfloat16),
                              .x = at<const void>(x),
                              .offsets = at<const int64_t>(offsets),
@@ -97,7 +105,7 @@ void bind_model(py::module_& m) {
                              .down = at<const uint32_t>(down),
                              .out = at<void>(out)});
           },
-          py::call_guard<py::gil_scoped_release>(), arg("bfloat16"), arg("x"), arg("offsets"), arg("experts"),
+          py::call_guard<py::gil_scoped_release>(), arg("bfloat16"), arg("x"), arg("rows"), arg("offsets"), arg("experts"),
           arg("hidden"), arg("ffn"), arg("gate_up"), arg("down"), arg("out"))
       .def(
           "attention",

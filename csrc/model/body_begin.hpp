@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
 #include "model/kernels.hpp"
 #include "model/params.hpp"

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 
 import torch
 
-from ep_server.ep.exchange import Exchange, Payload
-from ep_server.model.experts import expert_ffn, ffn, received_rows
+from ep_server.ep.exchange import Exchange, Payload, Received
+from ep_server.ep.quant import dequantise
+from ep_server.model.compute import GatedFfn
 from ep_server.model.families.spec import RouterSpec
 from ep_server.model.layers import MoeWeights
 from ep_server.model.router import route
@@ -39,17 +40,29 @@ def moe(x: torch.Tensor, w: MoeWeights, on: MoeContext) -> Generator[None, None,
     yield
     received = dispatched.recv()
     clock.lap(Phase.DISPATCH)
-    outputs = expert_ffn(received_rows(received, x.dtype), received.offsets, w.experts)
+    outputs = w.experts(received_rows(received, x.dtype), received.offsets)
     on.expert_tokens.add_(received.counts)
     clock.lap(Phase.EXPERTS)
     combined = on.exchange.combine_send(outputs.to(wire_dtype(on.exchange.spec.payload)), received)
     clock.lap(Phase.COMBINE)
-    shared = None if w.shared is None else ffn(x, w.shared)  # while the combine is in flight
+    shared = None if w.shared is None else dense_ffn(x, w.shared)  # while the combine is in flight
     clock.lap(Phase.EXPERTS)
     yield
     routed = combined.recv().to(x.dtype)
     clock.lap(Phase.COMBINE)
     return routed if shared is None else routed + shared
+
+
+def dense_ffn(x: torch.Tensor, ffn: GatedFfn) -> torch.Tensor:
+    """All rows of x: [T, H] through the one FFN there is."""
+    return ffn(x, torch.tensor([0, len(x)]))
+
+
+def received_rows(received: Received, dtype: torch.dtype) -> torch.Tensor:
+    """The rows of a compact receive as [N, H] of `dtype`; FP8 rows are multiplied by their scales."""
+    if received.scales is None:
+        return received.rows.to(dtype)
+    return dequantise(received.rows, received.scales).to(dtype)
 
 
 def wire_dtype(payload: Payload) -> torch.dtype:
