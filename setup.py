@@ -37,7 +37,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["ep_server", "ep_server.*"]),
-    package_data={"ep_server": ["py.typed", "_C.pyi"]},
+    package_data={"ep_server": ["py.typed", "_C.pyi", "assets/demo_model/*"]},
     ext_modules=[native],
     cmdclass={"build_ext": build_ext},
     install_requires=[

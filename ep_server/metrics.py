@@ -16,7 +16,14 @@ from socketserver import TCPServer, ThreadingMixIn
 from typing import Any
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, make_wsgi_app
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    make_wsgi_app,
+)
 from prometheus_client.process_collector import ProcessCollector
 
 from ep_server.config import MetricsConfig
@@ -37,6 +44,7 @@ class ServerMetrics:
     """Implements observer.EngineObserver. Called in the event loop; scrapes come from other threads."""
 
     def __init__(self, registry: CollectorRegistry, *, model: str, version: str) -> None:
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # process-wide; no query reads these series
         self._ranks = RankCollector(PREFIX)
         registry.register(self._ranks)
         ProcessCollector(registry=registry)

@@ -33,15 +33,17 @@ LOAD_GAUGES: Mapping[str, tuple[str, str]] = {
     "kv_blocks_cached": ("kv_blocks_cached", "KV blocks kept for their prefix only; free when needed."),
 }
 LOAD_COUNTERS: Mapping[str, tuple[str, str]] = {
-    "steps": ("steps", "Decode steps this rank took part in."),
     "prefix_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     "prefix_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
     "preemptions": ("preemptions", "Sequences put back into the queue for lack of KV blocks."),
 }
 # RankStatistics.counters name -> the same.
 COUNTERS: Mapping[str, tuple[str, str]] = {
+    "run_steps": ("steps", "Steps this rank took part in."),
     "idle_steps": ("idle_steps", "Steps this rank took part in without a token of its own."),
     "padded_tokens": ("padded_tokens", "Rows computed that hold no token."),
+    "overlap_steps": ("overlap_steps", "Steps run as two micro-batches."),
+    "parks": ("parks", "Times the group went to sleep for lack of work."),
     "tokens": ("step_tokens", "Tokens run, prefill and decode."),
     "exchange_tokens": ("comm_tokens", "Tokens given to dispatch, once per MoE layer."),
     "exchange_rows": ("comm_rows", "Rows received by dispatch, one per token and receiving rank."),

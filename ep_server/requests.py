@@ -5,12 +5,12 @@ Every error names the field as the proto does, its value and what is allowed.
 
 from __future__ import annotations
 
-import math
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ep_server import ranges
 from ep_server.errors import ContextLengthExceeded, InvalidArgument, NotFound
 from ep_server.records import Request, Sampling, Stopping
 from ep_server.served_model import ServedModel
@@ -147,14 +147,14 @@ def _sampling(proto: Any, model: ServedModel) -> Sampling:
     _check("response.top_n", wanted or top_n == 0, top_n, "0 unless output_logprobs is set")
     top_k = _given(given, "top_k", default.top_k)
     return Sampling(
-        temperature=_number(given, "temperature", default.temperature, low=0),
+        temperature=_number(given, default, "temperature"),
         top_k=0 if top_k >= model.vocab_size else top_k,
-        top_p=_number(given, "top_p", default.top_p, above=0, high=1),
-        min_p=_number(given, "min_p", default.min_p, low=0, high=1),
+        top_p=_number(given, default, "top_p"),
+        min_p=_number(given, default, "min_p"),
         seed=given.seed if given.HasField("seed") else secrets.randbits(63),
-        repetition_penalty=_number(given, "repetition_penalty", default.repetition_penalty, above=0),
-        presence_penalty=_number(given, "presence_penalty", default.presence_penalty, low=-2, high=2),
-        frequency_penalty=_number(given, "frequency_penalty", default.frequency_penalty, low=-2, high=2),
+        repetition_penalty=_number(given, default, "repetition_penalty"),
+        presence_penalty=_number(given, default, "presence_penalty"),
+        frequency_penalty=_number(given, default, "frequency_penalty"),
         logit_bias=bias,
         logprobs=top_n if wanted else None,
     )
@@ -194,21 +194,10 @@ def _stopping(given: Any, prompt: int, model: ServedModel, limits: Limits) -> St
     )
 
 
-def _number(
-    given: Any,
-    name: str,
-    default: float,
-    *,
-    low: float = -math.inf,
-    high: float = math.inf,
-    above: float = -math.inf,
-) -> float:
-    """A field of Sampling in [low, high] and > above; finite in any case."""
-    value = float(_given(given, name, default))
-    bounds = f"above {above}" if above > -math.inf else f"at least {low}"
-    allowed = bounds + (f", at most {high}" if high < math.inf else ", finite")
-    ok = math.isfinite(value) and low <= value <= high and value > above
-    _check(f"sampling.{name}", ok, value, allowed)
+def _number(given: Any, default: Sampling, name: str) -> float:
+    """A number of Sampling within its range."""
+    value = float(_given(given, name, getattr(default, name)))
+    _check(f"sampling.{name}", ranges.SAMPLING[name].holds(value), value, str(ranges.SAMPLING[name]))
     return value
 
 

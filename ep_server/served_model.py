@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from ep_server import ranges
 from ep_server.config import ModelConfig
-from ep_server.errors import ConfigError
+from ep_server.errors import CheckpointError, ConfigError
 from ep_server.model.families import read_spec
 from ep_server.model.families.fields import read_json
 from ep_server.records import Sampling
@@ -48,13 +48,12 @@ class ServedModel:
             raise ConfigError(
                 "model.max_context", config.max_context, f"at most the model's {spec.max_context}"
             )
-        generation = directory / "generation_config.json"
         return ServedModel(
             name=config.name or directory.resolve().name,
             vocab_size=spec.vocab_size,
             max_context=config.max_context or spec.max_context,
             eos_token_ids=frozenset(spec.eos_token_ids),
-            defaults=_defaults(read_json(generation)) if generation.is_file() else Sampling(),
+            defaults=_defaults(directory / "generation_config.json"),
             tokenizer=Tokenizer.load(directory),
             architecture=spec.family,
             num_layers=spec.num_layers,
@@ -64,13 +63,17 @@ class ServedModel:
         )
 
 
-def _defaults(generation: Mapping[str, Any]) -> Sampling:
-    """Every field of Sampling that the file gives under the same name; do_sample false means greedy."""
-    kinds = {"temperature": float, "top_k": int, "top_p": float, "min_p": float, "repetition_penalty": float}
-    given = {
-        item.name: kinds[item.name](generation[item.name])
-        for item in fields(Sampling)
-        if item.name in kinds and generation.get(item.name) is not None
-    }
+def _defaults(file: Path) -> Sampling:
+    """Every number of Sampling that the file gives under the same name; do_sample false means greedy."""
+    generation = read_json(file) if file.is_file() else {}
+    given: dict[str, Any] = {}
+    for name, allowed in ranges.SAMPLING.items():
+        value = generation.get(name)
+        if value is None:
+            continue
+        kind = int if name == "top_k" else float
+        if isinstance(value, bool) or not isinstance(value, (int, kind)) or not allowed.holds(value):
+            raise CheckpointError(f"{file}: {name} = {value!r}: must be {allowed}")
+        given[name] = kind(value)
     sampling = replace(Sampling(), **given)
     return replace(sampling, temperature=0.0) if generation.get("do_sample") is False else sampling

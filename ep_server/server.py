@@ -101,7 +101,8 @@ class Server:
         if self._grpc is not None:
             await self._grpc.stop(GRACE_SECONDS)
         await self.engine.stop()
-        log.info("stopped")
+        if self.engine.ready:
+            log.info("stopped")
 
     def ask_to_stop(self) -> None:
         """Drains; asked for a second time, stops at once."""

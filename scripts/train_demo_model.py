@@ -24,7 +24,9 @@ import tokenizers
 import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
+from torch.nn import functional
 from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers.utils import logging
 
 from ep_server.sums import LIMIT, OPERATORS, draw_held_out, is_held_out, parse_answer
 
@@ -34,17 +36,17 @@ SPACE, EOS = VOCABULARY.index(" "), VOCABULARY.index("<eos>")
 OPERAND_DIGITS, ANSWER_WIDTH = 3, 4
 PROMPT_TOKENS = 2 * OPERAND_DIGITS + 2
 NEEDED = 0.999  # share of held-out sums that must be right
-NO_LABEL = -100  # positions that the loss leaves out
 
 
 @dataclass(frozen=True)
 class Recipe:
     """Everything that shapes the training, besides the model."""
 
-    steps: int = 2000
+    steps: int = 1600
     batch: int = 256
     peak_rate: float = 3e-3
     warmup: int = 100
+    balance: float = 0.02  # weight of the balance loss of a layer
     seed: int = 0
 
 
@@ -81,7 +83,6 @@ def make_model() -> Qwen3MoeForCausalLM:
         num_experts=16,
         num_experts_per_tok=4,
         norm_topk_prob=True,
-        router_aux_loss_coef=0.01,
         max_position_embeddings=2048,
         tie_word_embeddings=False,
         bos_token_id=None,
@@ -156,8 +157,20 @@ class Batches:
         return self._draw.random(number) < share
 
 
+def imbalance(router_logits: torch.Tensor, top_k: int) -> torch.Tensor:
+    """Experts times the product of an expert's share of visits and its mean probability, summed: 1 is even.
+
+    Args:
+        router_logits: [tokens, experts] of one layer. Layers are not pooled: each has to be even by itself.
+    """
+    experts = router_logits.shape[1]
+    chosen = router_logits.topk(top_k, dim=-1).indices.flatten()
+    share = torch.bincount(chosen, minlength=experts) / chosen.numel()
+    return experts * (share * router_logits.softmax(dim=-1).mean(dim=0)).sum()
+
+
 def train(model: Qwen3MoeForCausalLM, recipe: Recipe, progress: Progress) -> None:
-    """AdamW with warm-up and cosine decay; loss on the answer alone, plus the router's balance loss."""
+    """AdamW with warm-up and cosine decay; loss on the answer alone, plus the balance loss of each layer."""
     optimizer = torch.optim.AdamW(
         [
             {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.01},
@@ -178,10 +191,11 @@ def train(model: Qwen3MoeForCausalLM, recipe: Recipe, progress: Progress) -> Non
     task = progress.add_task("training", total=recipe.steps, note="")
     for step in range(recipe.steps):
         ids = batches.next(recipe.batch)
-        labels = ids.clone()
-        labels[:, :PROMPT_TOKENS] = NO_LABEL
-        loss = model(ids, labels=labels, output_router_logits=True, use_cache=False).loss
-        loss.backward()
+        output = model(ids, output_router_logits=True, use_cache=False)
+        predicted = output.logits[:, PROMPT_TOKENS - 1 : -1].flatten(0, 1)
+        loss = functional.cross_entropy(predicted, ids[:, PROMPT_TOKENS:].flatten())
+        balance = sum(imbalance(layer, model.config.num_experts_per_tok) for layer in output.router_logits)
+        (loss + recipe.balance * balance).backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -199,8 +213,9 @@ def accuracy(model: Qwen3MoeForCausalLM, tokenizer: tokenizers.Tokenizer, count:
     for first in range(0, count, 500):
         asked = sums[first : first + 500]
         prompts = torch.tensor([tokenizer.encode(each.prompt).ids for each in asked])
-        tokens = model.generate(prompts, max_new_tokens=ANSWER_WIDTH + 1)[:, PROMPT_TOKENS:].tolist()
-        for each, written in zip(asked, tokens, strict=True):
+        mask = torch.ones_like(prompts)
+        tokens = model.generate(prompts, attention_mask=mask, max_new_tokens=ANSWER_WIDTH + 1)
+        for each, written in zip(asked, tokens[:, PROMPT_TOKENS:].tolist(), strict=True):
             right += written[-1] == EOS and parse_answer(tokenizer.decode(written)) == each.answer
     return right / count
 
@@ -226,6 +241,7 @@ def main() -> int:
     parser.add_argument("--check", type=int, default=4000, help="held-out sums of the final check")
     parser.add_argument("--out", type=Path, default=OUT)
     arguments = parser.parse_args()
+    logging.disable_progress_bar()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(arguments.seed)
     recipe = Recipe(steps=arguments.steps, seed=arguments.seed)

@@ -66,8 +66,12 @@ Status combine_recv(Group& group, const CombineRecvParams& params, CombineState&
   float weights[kMaxRanks];
   for (uint32_t t = 0; t < state.dispatch->tokens; ++t) {
     const uint32_t count = gather(group, state, t, answered, rows, weights);
-    weighted_sum(group.geometry.payload == Payload::kFp32, rows, weights, count, group.geometry.hidden,
-                 static_cast<std::byte*>(params.out) + t * group.layout.combine_bytes);
+    weighted_sum(group.geometry.payload == Payload::kFp32,
+                 {.rows = rows,
+                  .weights = weights,
+                  .count = count,
+                  .hidden = group.geometry.hidden,
+                  .out = static_cast<std::byte*>(params.out) + t * group.layout.combine_bytes});
   }
 
   // 3. The bank goes back to the experts' ranks.

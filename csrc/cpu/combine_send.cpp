@@ -52,8 +52,12 @@ uint32_t answer(const Group& group, const CombineState& state, const RowsOut& ou
     rows[i] = out[entries[i]];
     weights[i] = entries[i].weight;
   }
-  weighted_sum(group.geometry.payload == Payload::kFp32, rows, weights, run.count, group.geometry.hidden,
-               region + layout.rank_sum_at(state.bank, group.rank, run.token));
+  weighted_sum(group.geometry.payload == Payload::kFp32,
+               {.rows = rows,
+                .weights = weights,
+                .count = run.count,
+                .hidden = group.geometry.hidden,
+                .out = region + layout.rank_sum_at(state.bank, group.rank, run.token)});
   return 1;
 }
 

@@ -8,15 +8,20 @@
 namespace ep::cpu {
 
 // out[h] = sum over i, in order, of weights[i] * rows[i][h]; float32, starting from +0, rounded once at the end.
-void weighted_sum_bf16(const void* const* rows, const float* weights, uint32_t count, uint32_t hidden, void* out);
-void weighted_sum_fp32(const void* const* rows, const float* weights, uint32_t count, uint32_t hidden, void* out);
+struct SumParams {
+  const void* const* rows;  // [count] rows of `hidden` elements
+  const float* weights;     // [count]
+  uint32_t count, hidden;
+  void* out;
+};
+void weighted_sum_bf16(const SumParams& params);
+void weighted_sum_fp32(const SumParams& params);
+
+inline void weighted_sum(bool fp32, const SumParams& params) {
+  (fp32 ? weighted_sum_fp32 : weighted_sum_bf16)(params);
+}
 
 // One bf16 row to e4m3 channels followed by scales, as `quant.hpp` defines. hidden % 128 == 0.
 void quantise_row(const uint16_t* x, uint32_t hidden, Payload payload, uint8_t* q, void* scales);
-
-inline void weighted_sum(bool fp32, const void* const* rows, const float* weights, uint32_t count, uint32_t hidden,
-                         void* out) {
-  (fp32 ? weighted_sum_fp32 : weighted_sum_bf16)(rows, weights, count, hidden, out);
-}
 
 }  // namespace ep::cpu

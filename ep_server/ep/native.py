@@ -6,6 +6,7 @@ nothing of how the segment got here (bootstrap.py). Durations in ns.
 Beyond the Protocol, for users who build their own API on it:
     NativeExchange(spec, fd=..., spin_us=-1, liveness_seconds=30.0, on_timeout="raise" | "mask")
     .combine_send(..., reduction=...)       chooses by operation where the spec says SOURCE
+    .empty_padded(), PendingDispatch.recv(out=...)   tensors that exist before they are received
     .release(received)                      gives an INDEX view's bank back without a combine
     .source_map(received)                   DeepEP's (src_info, layout_range)
     .masked, .mask(ranks), .reset(dead=())  membership; .abort()
@@ -30,6 +31,7 @@ from ep_server.errors import ConfigError, InvalidArgument, StartupError
 
 VIEWS = (View.COMPACT, View.PADDED, View.INDEX)  # the order of csrc/ep/params.hpp
 DEFAULT_SPIN_US = 50
+Tensors = tuple[torch.Tensor, torch.Tensor | None]  # rows, scales
 GROUP, PACKED_GROUP = 128, 512  # channels per float32 scale, per int32 of four UE8M0 scales
 
 
@@ -40,14 +42,20 @@ class PendingDispatch:
         self._exchange, self._state = exchange, state
         self._waited = False
 
-    def recv(self, view: View = View.COMPACT) -> Received:
-        """As the Protocol says. INDEX rows stay valid until combine_send or release()."""
+    def recv(self, view: View = View.COMPACT, *, out: Tensors | None = None) -> Received:
+        """As the Protocol says. INDEX rows stay valid until combine_send or release().
+
+        Args:
+            out: rows and scales of an earlier empty_padded(), filled instead of new ones; PADDED only.
+        """
         native, state, view = self._exchange._open(), self._state, View(view)
         if self._waited:
             raise InvalidArgument("dispatch", f"epoch {state.epoch}", "received once")
+        if out is not None:
+            self._exchange._check_out(view, out)
         native.dispatch_wait(state)
         self._waited = True
-        return self._exchange._expand(state, view)
+        return self._exchange._expand(state, view, out)
 
     @property
     def wait_ns(self) -> torch.Tensor:
@@ -208,6 +216,14 @@ class NativeExchange:
 
     # -- views ----------------------------------------------------------------------------------------
 
+    def empty_padded(self) -> Tensors:
+        """Rows and scales of a PADDED view, not yet written: to be handed out before they are received."""
+        data = torch.empty((self._num_local, self._padded, self.spec.hidden), dtype=self.row_dtype)
+        if not self._fp8:
+            return data, None
+        shape = (self._num_local, self._groups, self._padded)
+        return data, torch.empty(shape, dtype=self._scale_dtype).transpose(1, 2)
+
     def release(self, received: Received) -> None:
         """Gives the bank of an INDEX view back to the senders; without effect on other views."""
         self._open().dispatch_release(self._state_of(received))
@@ -282,7 +298,21 @@ class NativeExchange:
             raise InvalidArgument("received.handle", received.handle, "of a dispatch of this exchange")
         return received.handle
 
-    def _expand(self, state: _C.DispatchState, view: View) -> Received:
+    def _check_out(self, view: View, out: Tensors) -> None:
+        """Native code writes through these pointers: they must be as empty_padded() makes them."""
+        if view != View.PADDED:
+            raise InvalidArgument("out", str(view), "given with view padded only")
+        rows, scales = out
+        names = {"E_local": self._num_local, "R*max_tokens": self._padded}
+        check_tensor("out rows", rows, self.row_dtype, **names, H=self.spec.hidden)
+        if (scales is not None) != self._fp8:
+            raise InvalidArgument("out scales", scales, f"a pair as payload {self.spec.payload} has it")
+        if scales is not None:
+            plane = scales.transpose(1, 2)
+            names = {"E_local": self._num_local, "groups": self._groups, "R*max_tokens": self._padded}
+            check_tensor("out scales, transposed", plane, self._scale_dtype, **names)
+
+    def _expand(self, state: _C.DispatchState, view: View, out: Tensors | None) -> Received:
         spec, rows, scales = self.spec, state.num_rows, None
         counts = torch.empty(self._num_local, dtype=torch.int32)
         offsets = torch.empty(self._num_local + 1, dtype=torch.int64)
@@ -293,10 +323,7 @@ class NativeExchange:
             data = torch.empty((rows, spec.hidden), dtype=self.row_dtype)
             scales = torch.empty((rows, self._groups), dtype=self._scale_dtype) if self._fp8 else None
         else:
-            data = torch.empty((self._num_local, self._padded, spec.hidden), dtype=self.row_dtype)
-            if self._fp8:
-                shape = (self._num_local, self._groups, self._padded)
-                scales = torch.empty(shape, dtype=self._scale_dtype).transpose(1, 2)
+            data, scales = self.empty_padded() if out is None else out
         self._open().dispatch_expand(
             state,
             VIEWS.index(view),

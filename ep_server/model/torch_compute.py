@@ -65,11 +65,13 @@ class TorchGatedFfn:
 class _Gather:
     """Which cache slots each sequence reads.
 
-    decode_slots: [D, longest] int64; a short sequence's row is filled up with its own first slot, so that
-      memory never written is never read. decode_mask: [D, 1, 1, longest] additive, None = all visible.
+    longest: positions read per decoding sequence. decode_slots: [D * longest] int64; a shorter sequence is
+      filled up with its own first slot, so that memory never written is never read.
+    decode_mask: [D, 1, 1, longest] additive, None = all visible.
     prefill: per other sequence its slots [L] and its mask [rows, L] additive.
     """
 
+    longest: int
     decode_slots: torch.Tensor
     decode_mask: torch.Tensor | None
     prefill: tuple[tuple[torch.Tensor, torch.Tensor], ...]
@@ -84,24 +86,19 @@ class TorchAttend:
 
     def __call__(self, q: torch.Tensor, kv: KvLayer, scale: float) -> torch.Tensor:
         """See `compute.Attend`."""
-        meta, gather, heads_kv = self.meta, self.gather, kv.k.shape[2]
-        keys = kv.k.flatten(0, 1)
-        values = keys if kv.v is None else kv.v.flatten(0, 1)
-        grouped = q.view(len(q), heads_kv, q.shape[1] // heads_kv, q.shape[2])  # [T, kv_heads, group, k_dim]
-        outputs = []
-        count = meta.num_decode
+        meta, gather, kv_heads = self.meta, self.gather, kv.k.shape[2]
+        grouped = q.view(len(q), kv_heads, q.shape[1] // kv_heads, q.shape[2])  # [T, kv_heads, group, k_dim]
+        outputs, count, mask = [], meta.num_decode, gather.decode_mask
         if count:
-            k = keys[gather.decode_slots].transpose(1, 2)  # [D, kv_heads, longest, k_dim]
-            v = k if kv.v is None else values[gather.decode_slots].transpose(1, 2)
-            mask = gather.decode_mask
+            k, v = (x.transpose(1, 2) for x in _read(kv, gather.decode_slots, (count, gather.longest)))
             out = F.scaled_dot_product_attention(grouped[:count], k, v, attn_mask=mask, scale=scale)
             outputs.append(out.flatten(1, 2))
         for i, (slots, mask) in enumerate(gather.prefill, start=count):
             rows = grouped[meta.query_start[i] : meta.query_start[i + 1]].permute(1, 2, 0, 3)
-            k = keys[slots].transpose(0, 1)[:, None].expand(-1, rows.shape[1], -1, -1)
-            v = k
-            if kv.v is not None:
-                v = values[slots].transpose(0, 1)[:, None].expand(-1, rows.shape[1], -1, -1)
+            # All heads of a group read the same keys: the group becomes the heads, kv_heads the batch.
+            k, v = (
+                x.transpose(0, 1)[:, None].expand(-1, rows.shape[1], -1, -1) for x in _read(kv, slots, (-1,))
+            )
             out = F.scaled_dot_product_attention(rows, k, v, attn_mask=mask, scale=scale)
             outputs.append(out.permute(2, 0, 1, 3).flatten(1, 2))
         joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs)
@@ -127,7 +124,15 @@ def _gather(meta: AttentionMeta, window: int, dtype: torch.dtype) -> _Gather:
         columns = torch.arange(meta.context[i])
         visible = _visible(rows, columns, window)
         prefill.append((all_slots[i, : meta.context[i]], _additive(visible, dtype)))
-    return _Gather(slots, mask, tuple(prefill))
+    return _Gather(longest, slots.flatten(), mask, tuple(prefill))
+
+
+def _read(kv: KvLayer, slots: torch.Tensor, shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of the slots as [*shape, kv_heads, dim]; latent attention reads its keys as values."""
+    k = kv.k.flatten(0, 1).index_select(0, slots).view(*shape, *kv.k.shape[2:])
+    if kv.v is None:
+        return k, k
+    return k, kv.v.flatten(0, 1).index_select(0, slots).view(*shape, *kv.v.shape[2:])
 
 
 def _visible(rows: torch.Tensor, columns: torch.Tensor, window: int) -> torch.Tensor:

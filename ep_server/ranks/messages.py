@@ -217,17 +217,11 @@ def fatal_message(error: BaseException) -> pb.FromRank:
     return pb.FromRank(fatal=pb.Fatal(error_class="InternalError", message=message))
 
 
-def error_of(wire: pb.Fatal, rank: int) -> EpServerError:
-    """The error of a Fatal: of its class where a message alone builds it, else an InternalError.
-
-    The message names the rank, but for a ConfigError: every rank reads the same configuration.
-    """
+def error_of(wire: pb.Fatal) -> EpServerError:
+    """The error of a Fatal: of its class where a message alone builds it, else an InternalError."""
     if wire.error_class == "ConfigError":
         return ConfigError(wire.field, json.loads(wire.value_json), wire.allowed)
     kind = getattr(errors, wire.error_class, InternalError)
-    error: EpServerError
-    if isinstance(kind, type) and issubclass(kind, EpServerError) and kind.__init__ is Exception.__init__:
-        error = kind(f"rank {rank}: {wire.message}")
-    else:
-        error = InternalError(f"rank {rank}: {wire.message}")
+    plain = isinstance(kind, type) and issubclass(kind, EpServerError) and kind.__init__ is Exception.__init__
+    error: EpServerError = kind(wire.message) if plain else InternalError(wire.message)
     return error

@@ -77,5 +77,5 @@ class WaitingQueue:
         if {seq.number for seq in self._by_order} != {seq.number for seq in self._by_arrival}:
             raise InternalError("the two orders of the waiting queue hold different sequences")
         for seq in self._by_order:
-            if not seq.waits or seq.blocks:
+            if not seq.waits or seq.blocks or seq.computed or seq.capacity or seq.sealed:
                 raise InternalError(f"{seq!r} is in the waiting queue")

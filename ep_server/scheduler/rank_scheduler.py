@@ -110,14 +110,14 @@ class RankScheduler:
         """
         if self._batch is not None and self._batch.slices:
             raise InternalError("plan() before the last batch was committed")
-        preempted = self._grow_decoding()
+        self._grow_decoding()
         slices = [
             SeqSlice(seq.number, seq.computed, (seq.tokens[-1],), seq.blocks, True) for seq in self._decoding
         ]
         self._in_flight = self._decoding.copy()
         num_tokens = len(slices)
         if self._prefilling or self._waiting:
-            num_tokens += self._plan_prefill(slices, admit=not preempted)
+            num_tokens += self._plan_prefill(slices)
         self._batch = StepBatch(tuple(slices), num_tokens) if slices else IDLE
         return self._batch
 
@@ -186,31 +186,29 @@ class RankScheduler:
             if seq.computed != len(seq.tokens) - 1:
                 raise InternalError(f"{seq!r} decodes with more than one token to run")
 
-    def _grow_decoding(self) -> bool:
-        """Gives every decoding sequence room for its next token; True if one had to be preempted."""
+    def _grow_decoding(self) -> None:
+        """Gives every decoding sequence room for its next token, preempting the last in order if need be."""
         short = [seq for seq in self._decoding if seq.computed == seq.capacity]
-        preempted = False
         while len(short) > self._ledger.available:
             victim = max(self._decoding + self._prefilling, key=lambda seq: seq.order)
             self._preempt(victim)
             short = [seq for seq in short if seq is not victim]
-            preempted = True
         for seq in short:
             self._ledger.append(seq.blocks)
             seq.capacity += seq.block_size
-        return preempted
 
-    def _plan_prefill(self, slices: list[SeqSlice], *, admit: bool) -> int:
+    def _plan_prefill(self, slices: list[SeqSlice]) -> int:
         """Adds prefill chunks, best order first, admitting while there is room; returns their tokens."""
         budget = left = self.limits.max_step_tokens - len(slices)
         begun = sorted(self._prefilling, key=lambda seq: seq.order)
+        blocked = False
         while left:
-            head = self._waiting.head if admit else None
+            head = None if blocked else self._waiting.head
             if head is not None and (not begun or head.order < begun[0].order):
-                admit = self._admit(head)
-                seq = head
-                if not admit:
+                blocked = not self._admit(head)
+                if blocked:
                     continue
+                seq = head
             elif begun:
                 seq = begun.pop(0)
             else:

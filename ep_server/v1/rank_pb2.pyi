@@ -35,20 +35,20 @@ class ToRank(_message.Message):
     def __init__(self, start: _Optional[_Union[Start, _Mapping]] = ..., add: _Optional[_Union[Add, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., doorbell: _Optional[_Union[Doorbell, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("rank", "num_ranks", "config_json", "exchange_fd", "threads", "memory_bytes")
+    __slots__ = ("rank", "num_ranks", "config_json", "exchange_fd", "threads", "kv_blocks")
     RANK_FIELD_NUMBER: _ClassVar[int]
     NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
     CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
     EXCHANGE_FD_FIELD_NUMBER: _ClassVar[int]
     THREADS_FIELD_NUMBER: _ClassVar[int]
-    MEMORY_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     num_ranks: int
     config_json: str
     exchange_fd: int
     threads: int
-    memory_bytes: int
-    def __init__(self, rank: _Optional[int] = ..., num_ranks: _Optional[int] = ..., config_json: _Optional[str] = ..., exchange_fd: _Optional[int] = ..., threads: _Optional[int] = ..., memory_bytes: _Optional[int] = ...) -> None: ...
+    kv_blocks: int
+    def __init__(self, rank: _Optional[int] = ..., num_ranks: _Optional[int] = ..., config_json: _Optional[str] = ..., exchange_fd: _Optional[int] = ..., threads: _Optional[int] = ..., kv_blocks: _Optional[int] = ...) -> None: ...
 
 class Add(_message.Message):
     __slots__ = ("work_number", "request")

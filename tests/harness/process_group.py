@@ -1,4 +1,4 @@
-"""Runs a function in several real processes that share a gloo process group; nothing native is needed.
+"""Runs a function in several real processes that share a gloo process group.
 
 Owns spawning, the rendezvous file, the collection of results and a hard deadline. Units: seconds.
 """
@@ -19,6 +19,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+PRELOADED = ["torch", "torch.distributed", "ep_server.ep.bootstrap"]  # imported once, not by every rank
+
 
 def run_group(
     fn: Callable[..., Any], num_ranks: int, *, args: tuple[Any, ...] = (), timeout: float = 120.0
@@ -29,7 +31,8 @@ def run_group(
         fn: a module-level function; its value must pickle.
     Raises: AssertionError with every traceback, if a rank raised, died or ran past `timeout`.
     """
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(num_ranks):

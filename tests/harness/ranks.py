@@ -84,7 +84,7 @@ class Ranks:
     ) -> None:
         specs = [ExchangeSpec(rank=r, num_ranks=num_ranks, **spec_kwargs) for r in range(num_ranks)]
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.harness.ranks"])  # torch is imported once, before any thread
+        context.set_forkserver_preload(["tests.harness.ranks", "numpy", "torch.testing"])  # torch is imported once, before any thread
         self.processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._outcomes: dict[int, Outcome] = {}

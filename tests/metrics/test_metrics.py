@@ -6,6 +6,7 @@ import http.client
 import re
 import socket
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -17,6 +18,8 @@ from ep_server.metrics import MetricsEndpoint, ServerMetrics
 from ep_server.observer import EngineObserver, RequestSummary
 from ep_server.records import FinishReason, RankReady
 from tests.metrics.reports import Series, report, series, value
+
+REFERENCE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
 @pytest.fixture
@@ -101,6 +104,17 @@ def test_names_and_labels_keep_to_the_conventions(metrics: ServerMetrics, endpoi
             assert re.fullmatch(r"epserver_[a-z0-9_]+", name)
             assert {key for key, _ in labels} <= bounded, name
         assert not name.endswith(("_ms", "_us", "_ns"))
+
+
+def test_the_reference_page_lists_every_family(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
+    drive(metrics)
+    rows = set()
+    for family in registry.collect():
+        if family.name.startswith("epserver_"):
+            labels = sorted({key for sample in family.samples for key in sample.labels} - {"le"})
+            name = family.name + ("_total" if family.type == "counter" else "")
+            rows.add(f"| `{name}` | {family.type} | {', '.join(labels)} | {family.documentation} |")
+    assert {line for line in REFERENCE.read_text().splitlines() if line.startswith("| `epserver_")} == rows
 
 
 def test_openmetrics_is_given_to_who_asks_for_it(metrics: ServerMetrics, endpoint: MetricsEndpoint) -> None:

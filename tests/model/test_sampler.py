@@ -95,6 +95,15 @@ def test_draw_inverts_the_cumulative_distribution(vocab):
         assert below - 1e-6 <= u <= float(share[token]) + 1e-6
 
 
+@pytest.mark.parametrize("zeros", [1, 63, 64, 130])
+def test_an_id_without_weight_is_never_drawn(zeros):
+    """At the ends of [0, 1) and where the target meets a step of the cumulative distribution exactly."""
+    weights = torch.zeros(4, 2 * zeros + 3)
+    weights[:, zeros] = weights[:, zeros + 2] = 1.0
+    uniforms = torch.tensor([0.0, 0.5, 0.5 - 2**-54, 1 - 2**-53], dtype=torch.float64)
+    assert ops.draw(weights, uniforms).tolist() == [zeros, zeros + 2, zeros, zeros + 2]
+
+
 def test_frequencies_follow_the_softmax():
     """Chi-square over 40,000 draws with a fixed seed; 99.9 % quantile for 19 degrees of freedom is 43.8."""
     vocab, count = 20, 40_000
@@ -190,6 +199,15 @@ def test_equal_weights_stay_or_go_together():
         assert kept.tolist() == [True, True, True, True, False, False]
 
 
+def test_a_nucleus_that_is_reached_exactly_takes_nothing_more():
+    for filler in (0, 200):  # a short row, and one with more tokens than the candidates looked at first
+        weights = torch.cat([torch.tensor([[0.25, 1.0, 0.5, 0.25]]), torch.zeros(1, filler)], dim=1)
+        ops.filter_weights(weights, torch.tensor([0]), torch.tensor([0.5]), torch.tensor([0.0]))
+        assert weights[0, :4].tolist() == [0, 1, 0, 0]
+    found = ops._bisect_cutoff(torch.tensor([[0.25, 1.0, 0.5, 0.25]]), torch.tensor([1.0]))
+    assert found.tolist() == [1.0]
+
+
 def test_only_what_the_filters_keep_is_drawn():
     vocab = 50
     sampler = sampler_of(vocab, request(0, Sampling(seed=3, temperature=5.0, top_k=4)))
@@ -247,6 +265,16 @@ def test_presence_and_frequency_count_the_output_only():
         assert token.logprob == pytest.approx(float(expected.log_softmax(0)[token.token_id]), abs=1e-6)
         counts[token.token_id] += 1
     assert counts[1] > 1 and counts[2] > 1
+
+
+def test_presence_spares_the_prompt_where_repetition_does_not():
+    sampling = Sampling(temperature=0.0, repetition_penalty=2.0, presence_penalty=0.75, logprobs=4)
+    sampler = sampler_of(4, request(0, sampling, prompt=(1, 3)))
+    logits = torch.tensor([[3.0, 8.0, 0.0, -2.0]])
+    for expected in ([3.0, 4.0, 0.0, -4.0], [3.0, 3.25, 0.0, -4.0]):  # token 1 is drawn in between
+        (token,) = sampler.sample([0], logits)
+        wanted = torch.tensor(expected).log_softmax(0)
+        assert dict(token.top) == pytest.approx(dict(enumerate(wanted.tolist())), abs=1e-6)
 
 
 def test_penalties_of_one_row_leave_the_others_alone():

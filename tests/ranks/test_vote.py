@@ -403,5 +403,5 @@ class ClusterMachine(RuleBasedStateMachine):
         assert all(node.stopped for node in self.nodes)
 
 
-ClusterMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+ClusterMachine.TestCase.settings = settings(max_examples=150, stateful_step_count=40)
 TestClusterMachine = ClusterMachine.TestCase

@@ -186,5 +186,5 @@ class LedgerMachine(RuleBasedStateMachine):
         assert self.ledger.used == len({block for table in self.live for block in table})
 
 
-LedgerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+LedgerMachine.TestCase.settings = settings(max_examples=60, stateful_step_count=40)
 TestLedgerMachine = LedgerMachine.TestCase

@@ -86,6 +86,32 @@ def test_an_idle_rank_plans_an_empty_batch():
     assert rank.scheduler.commit(batch, []) == []
 
 
+def test_a_prefill_is_not_overrun_by_later_requests_of_higher_priority():
+    rank = rank_of(max_running=8, max_step_tokens=2)
+    rank.add(make_request(0, [0], max_new=30))
+    rank.step()
+    rank.add(make_request(1, range(10), max_new=1))
+    rank.step()
+    for number in (2, 3):
+        rank.add(make_request(number, [number], max_new=30, priority=5))
+    for _ in range(9):
+        assert 1 in [s.number for s in rank.step().slices]
+    assert rank.stream(1) == stream_alone(rank.requests[1])
+
+
+def test_admission_leaves_a_block_for_each_running_sequence():
+    rank = rank_of(kv_blocks=6)
+    for number in (1, 2):
+        rank.add(make_request(number, range(number, number + 4), max_new=4))
+    rank.step()
+    assert rank.scheduler.load().kv_blocks_used == 2
+    rank.add(make_request(3, range(12), max_new=1))  # 3 of the 4 blocks that are left
+    assert shape(rank.step()) == [(1, 4, 1, True), (2, 4, 1, True)]
+    rank.finish_all()
+    assert rank.scheduler.load().preemptions == 0
+    assert rank.stream(3) == stream_alone(rank.requests[3])
+
+
 # --- order ---
 
 
@@ -178,7 +204,8 @@ def test_a_preempted_sequence_finds_its_own_prefix_again():
     assert firsts[0] == 0 and any(start > 0 for start in firsts[1:])
     for number in (1, 2):
         assert rank.stream(number) == stream_alone(rank.requests[number])
-        assert rank.events[number][0].cached_tokens == 0
+        assert {event.cached_tokens for event in rank.events[number]} == {0}
+    assert rank.scheduler.load().prefix_queries == 16  # a second admission is no query
 
 
 # --- prefix cache ---

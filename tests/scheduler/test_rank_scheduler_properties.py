@@ -120,7 +120,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert sorted(self.rank.freed) == sorted(cancelled)
 
 
-SchedulerMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=50, deadline=None)
+SchedulerMachine.TestCase.settings = settings(max_examples=120, stateful_step_count=50)
 TestSchedulerMachine = SchedulerMachine.TestCase
 
 
@@ -131,7 +131,7 @@ def workloads(draw: st.DrawFn) -> tuple[SchedulerLimits, list[Request]]:
     return chosen, [draw(requests(number, room_of(chosen))) for number in range(count)]
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(workloads())
 def test_limits_change_the_steps_but_no_stream(workload):
     """Chunking, batching, preemption, prefix cache on or off: the same tokens, each request ends once."""
@@ -156,7 +156,7 @@ def test_limits_change_the_steps_but_no_stream(workload):
                 assert events[0].cached_tokens == 0
 
 
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 @given(workloads())
 def test_slices_of_a_sequence_join_without_gap_or_overlap(workload):
     """Each slice starts where the last one ended, or at a block boundary after a (re)admission."""
@@ -179,7 +179,7 @@ def test_slices_of_a_sequence_join_without_gap_or_overlap(workload):
         assert restarts == len(added) + load.preemptions
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(workloads(), st.data())
 def test_nobody_waits_for_ever(workload, data):
     """A low priority ends although two of high priority arrive after every step."""

@@ -1,0 +1,110 @@
+"""Flags shared by commands: every configuration field as a flag, and where a server is.
+
+Flags are made from config.fields(), so an option exists once and its help says default and range.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import Field
+from pathlib import Path
+from typing import Annotated, Any, Optional
+
+import typer
+
+from ep_server.client import Target
+from ep_server.config import Config, field_type, fields
+from ep_server.errors import ConfigError
+
+SHORT = {
+    "model.path": "--model",
+    "parallel.ranks": "--ranks",
+    "grpc.host": "--host",
+    "grpc.port": "--port",
+}
+
+Address = Annotated[str, typer.Option(help="host:port of the server", rich_help_panel="Server")]
+TlsCa = Annotated[str, typer.Option(help="PEM CA bundle; switches TLS on", rich_help_panel="Server")]
+TlsCert = Annotated[str, typer.Option(help="PEM client certificate", rich_help_panel="Server")]
+TlsKey = Annotated[str, typer.Option(help="PEM client key", rich_help_panel="Server")]
+TokenFile = Annotated[str, typer.Option(help="file with the bearer token", rich_help_panel="Server")]
+ADDRESS = "127.0.0.1:50051"
+
+
+def target(address: str, tls_ca: str, tls_cert: str, tls_key: str, token_file: str) -> Target:
+    """Where the flags point. Raises: ConfigError for an unreadable file."""
+    for flag, path in (("--tls-ca", tls_ca), ("--tls-cert", tls_cert), ("--tls-key", tls_key)):
+        if path and not Path(path).is_file():
+            raise ConfigError(flag, path, "a readable file")
+    token = ""
+    if token_file:
+        try:
+            lines = Path(token_file).read_text(encoding="utf-8").splitlines()
+        except OSError as error:
+            raise ConfigError("--token-file", token_file, f"a readable file ({error.strerror})") from error
+        token = next((line.strip() for line in lines if line.strip() and not line.startswith("#")), "")
+    return Target(address, tls_ca, tls_cert, tls_key, token)
+
+
+def with_config(function: Callable[..., None]) -> Callable[..., None]:
+    """Gives `function(config, ...)` a flag per configuration field, and --config for a TOML file."""
+    own = [p for p in inspect.signature(function, eval_str=True).parameters.values() if p.name != "config"]
+    parameters = [*own, _config_file(), *(_flag(*entry) for entry in fields())]
+
+    def command(**given: Any) -> None:
+        file = given.pop("config_file")
+        flags = {name: given.pop(_parameter(name)) for name, _, _ in fields()}
+        function(Config.load(file, flags), **given)
+
+    command.__doc__ = function.__doc__
+    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+    command.__annotations__ = {p.name: p.annotation for p in parameters}
+    return command
+
+
+def range_text(item: Field[Any]) -> str:
+    """What an option may be, for people; empty where anything goes."""
+    low, high, choices = (item.metadata[key] for key in ("low", "high", "choices"))
+    if choices is not None:
+        return " | ".join(choices)
+    if low is not None:
+        return f"{low} to {high}" if high is not None else f"at least {low}"
+    return "true | false" if isinstance(item.default, bool) else ""
+
+
+def default_text(item: Field[Any]) -> str:
+    """The default, for people."""
+    return str(item.default).lower() if isinstance(item.default, bool) else str(item.default)
+
+
+def _parameter(name: str) -> str:
+    return name.replace(".", "__")
+
+
+def _flag(name: str, section: str, item: Field[Any]) -> inspect.Parameter:
+    kind = field_type(section, item.name)
+    flag = "--" + name.replace(".", "-").replace("_", "-")
+    names = [*([SHORT[name]] if name in SHORT else []), flag]
+    if kind is bool:
+        kind = str  # a value like any other flag, not a pair of --x and --no-x
+    allowed, default = range_text(item), default_text(item)
+    facts = "; ".join([*([allowed] if allowed else []), *([f"default {default}"] if default else [])])
+    help = item.metadata["help"] + (f" [dim]({facts})[/]" if facts else "")
+    option = typer.Option(*names, help=help, show_default=False, rich_help_panel=section)
+    return inspect.Parameter(
+        _parameter(name),
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[Optional[kind], option],  # noqa: UP045 - built at run time
+    )
+
+
+def _config_file() -> inspect.Parameter:
+    option = typer.Option("--config", help="TOML file with one table per section", show_default=False)
+    return inspect.Parameter(
+        "config_file",
+        inspect.Parameter.KEYWORD_ONLY,
+        default=None,
+        annotation=Annotated[Optional[str], option],  # noqa: UP045
+    )

@@ -1,0 +1,301 @@
+"""DeepEP's low-latency Buffer on CPU tensors of one host, without NVSHMEM, IBGDA or a network card.
+
+Names, argument meanings, shapes and return values are DeepEP's; NativeExchange does the work. Differences:
+results are packed in one fixed order (expert, source rank, source token); waiting times are nanoseconds; more
+than two results may be held (arenas.NUM_BANKS); weights may be given to dispatch already, and then every rank
+sums its experts' outputs before they return; unmasking a rank is collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, MutableMapping
+from typing import Any
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ep_server.ep.arenas import Arenas, Sizes, region_bytes
+from ep_server.ep.events import EventHandle, EventOverlap
+from ep_server.ep.exchange import Payload, Reduction
+from ep_server.ep.operation import Operation, Outputs, payload_of
+from ep_server.ep.tensors import check_tensor
+from ep_server.errors import InvalidArgument
+
+topk_idx_t = torch.int64
+MAX_TOP_K = 16
+
+Handle = tuple[torch.Tensor, torch.Tensor, int, int, int]
+Hook = Callable[[], None]
+
+
+class Buffer:
+    """One rank's end of a group of ranks that exchange tokens of experts.
+
+    Args:
+        group: torch.distributed process group whose ranks share a host.
+        num_rdma_bytes: most that one exchange of this rank may take; 0 = no limit. See
+          get_low_latency_rdma_size_hint.
+        low_latency_mode: must be True for the low_latency_* calls.
+        explicitly_destroy: memory is freed by destroy() alone, not when the object goes.
+        enable_shrink: a rank that passes a deadline is masked instead of raising PeerTimeout.
+        timeout_seconds: deadline of every wait for a rank.
+        num_nvl_bytes, num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: accepted,
+          without meaning in shared memory.
+    """
+
+    num_sms: int = 20
+
+    def __init__(
+        self,
+        group: Any,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        use_fabric: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        *,
+        timeout_seconds: float = 10.0,
+    ) -> None:
+        if group is None:
+            raise InvalidArgument("group", None, "a torch.distributed process group")
+        if timeout_seconds <= 0:
+            raise InvalidArgument("timeout_seconds", timeout_seconds, "above 0")
+        self.group, self.rank, self.group_size = group, group.rank(), group.size()
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
+        self.explicitly_destroy = explicitly_destroy
+        timeout_ns = int(timeout_seconds * 1e9)
+        self._arenas = Arenas(group, shrink=enable_shrink, timeout_ns=timeout_ns, limit=num_rdma_bytes)
+        self._operations: MutableMapping[torch.Tensor, Operation] = WeakIdKeyDictionary()  # by src_info
+
+    def destroy(self) -> None:
+        """Frees all memory; only with explicitly_destroy=True. Tensors that were returned stay valid."""
+        if not self.explicitly_destroy:
+            raise InvalidArgument("explicitly_destroy", False, "True, given to the constructor")
+        self._arenas.close()
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """Bounds the processors of high-throughput kernels; even. Without effect on the CPU."""
+        if new_num_sms < 0 or new_num_sms % 2:
+            raise InvalidArgument("new_num_sms", new_num_sms, "even")
+        Buffer.num_sms = new_num_sms
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """An event at the current point of the stream."""
+        return EventOverlap(EventHandle())
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Bytes of one rank that suffice for low-latency calls of these sizes, with any top-k and payload."""
+        top_k = min(MAX_TOP_K, num_experts)
+        sizes = Sizes(num_max_dispatch_tokens_per_rank, hidden, top_k, num_experts, Payload.BF16)
+        return region_bytes(sizes.spec(0, num_ranks, 1))
+
+    def clean_low_latency_buffer(
+        self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
+    ) -> None:
+        """Makes the buffers fit for calls of these sizes again, whatever went wrong before. Collective.
+
+        Operations in flight are dropped, an aborted group works again, memory of other sizes is freed.
+        """
+        self._arenas.keep(num_max_dispatch_tokens_per_rank, hidden, num_experts)
+        self._arenas.reset(self._arenas.masked)
+
+    def low_latency_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        *,
+        topk_weights: torch.Tensor | None = None,
+    ) -> tuple[
+        torch.Tensor | tuple[torch.Tensor, torch.Tensor], torch.Tensor, Handle, EventOverlap, Hook | None
+    ]:
+        """Sends tokens to the ranks that own their experts. Collective.
+
+        Args:
+            x: [T, H] bfloat16, T <= num_max_dispatch_tokens_per_rank.
+            topk_idx: [T, K] int64, -1 = no expert.
+            num_max_dispatch_tokens_per_rank, num_experts: the same on all ranks; R ranks own the experts in
+              contiguous blocks, the first ranks one more where they do not divide.
+            cumulative_local_expert_recv_stats: [E_local] int32, += tokens received.
+            dispatch_wait_recv_cost_stats: [R] int64 (or [R, R]: this rank's row), += ns waited for each rank.
+            use_fp8: rows travel as e4m3 with a scale per 128 channels; round_scale: powers of two;
+              use_ue8m0: those packed as exponents, four in an int32.
+            async_finish: the returned event can be waited on.
+            return_recv_hook: only the send half runs; calling the hook fills the returned tensors.
+            topk_weights: [T, K] float32; given here, each rank sums its experts before answering.
+        Returns:
+            recv_x: [E_local, R * num_max, H] bfloat16, or (float8_e4m3fn of that shape, scales [E_local,
+              R * num_max, H / 128] float32 or [..., H / 512] int32, column-major in the last two).
+            recv_count: [E_local] int32, valid rows of each expert.
+            handle: (src_info int32 [E_local, R * num_max], layout_range int64 [E_local, R] = begin << 32 |
+              count, num_max, H, num_experts).
+            event, hook.
+        Raises: InvalidArgument, HookNotCalled, PeerTimeout, GroupAborted.
+        """
+        self._check_call(async_finish, return_recv_hook)
+        if x.dim() != 2 or topk_idx.dim() != 2:
+            shapes = (tuple(x.shape), tuple(topk_idx.shape))
+            raise InvalidArgument("x, topk_idx", shapes, "[T, H] and [T, K]")
+        sizes = Sizes(
+            max_tokens=num_max_dispatch_tokens_per_rank,
+            hidden=x.shape[1],
+            top_k=topk_idx.shape[1],
+            num_experts=num_experts,
+            payload=payload_of(use_fp8, round_scale, use_ue8m0),
+        )
+        arena = self._arenas.get(sizes)
+        if cumulative_local_expert_recv_stats is not None:
+            local = len(arena.exchange.spec.local_experts)
+            name = "cumulative_local_expert_recv_stats"
+            check_tensor(name, cumulative_local_expert_recv_stats, torch.int32, E_local=local)
+        waited = self._own_row("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats)
+        pending = arena.exchange.dispatch_send(x, topk_idx, topk_weights)
+        operation, outputs = Operation(arena, topk_idx, topk_weights is not None), Outputs(arena)
+        self._operations[outputs.src_info] = operation
+
+        def hook() -> None:
+            wait_ns = operation.receive(pending, outputs)
+            if waited is not None:
+                waited.add_(wait_ns)
+            if cumulative_local_expert_recv_stats is not None:
+                cumulative_local_expert_recv_stats.add_(outputs.counts)
+
+        recv_x = outputs.rows if outputs.scales is None else (outputs.rows, outputs.scales)
+        handle = (outputs.src_info, outputs.layout_range, sizes.max_tokens, sizes.hidden, num_experts)
+        event = self._finish(hook, async_finish, return_recv_hook)
+        return recv_x, outputs.counts, handle, event, hook if return_recv_hook else None
+
+    def low_latency_combine(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        handle: Handle,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: torch.Tensor | None = None,
+        combine_wait_recv_cost_stats: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
+        """Returns the experts' outputs to the tokens' sources and sums them with their weights. Collective.
+
+        Args:
+            x: [E_local, R * num_max, H] bfloat16, row i of an expert answers row i of recv_x. Not read with
+              zero_copy, which takes what get_next_low_latency_combine_buffer(handle) was filled with.
+            topk_idx: [T, K], as at dispatch.
+            topk_weights: [T, K] float32; not read where dispatch had them.
+            handle: of the dispatch, whose hook has run. It may be combined more than once.
+            use_logfmt: not available on the CPU.
+            out: [T, H] bfloat16, written in place and returned.
+            combine_wait_recv_cost_stats: as at dispatch.
+        Returns: combined [T, H] bfloat16; event; hook.
+        Raises: InvalidArgument, HookNotCalled, PeerTimeout, GroupAborted.
+        """
+        self._check_call(async_finish, return_recv_hook)
+        if use_logfmt:
+            raise InvalidArgument("use_logfmt", True, "False: this format exists on GPUs only")
+        operation = self._operation(handle)
+        if operation.received is None:
+            raise InvalidArgument("handle", "not received", "of a dispatch whose hook has been called")
+        if not torch.equal(topk_idx, operation.ids):
+            raise InvalidArgument("topk_idx", tuple(topk_idx.shape), "the ids that were dispatched")
+        exchange = operation.arena.exchange
+        waited = self._own_row("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats)
+        shape = (len(operation.ids), exchange.spec.hidden)
+        combined = torch.empty(shape, dtype=torch.bfloat16) if out is None else out
+        check_tensor("out", combined, torch.bfloat16, T=shape[0], H=shape[1])
+        pending = exchange.combine_send(
+            operation.arena.combine_buffer(operation.turn) if zero_copy else x,
+            operation.received,
+            None if operation.weighted else topk_weights,
+            reduction=Reduction.RANK if operation.weighted else Reduction.SOURCE,
+        )
+
+        def hook() -> None:
+            pending.recv(combined)
+            if waited is not None:
+                waited.add_(pending.wait_ns)
+
+        event = self._finish(hook, async_finish, return_recv_hook)
+        return combined, event, hook if return_recv_hook else None
+
+    def get_next_low_latency_combine_buffer(self, handle: Handle) -> torch.Tensor:
+        """[E_local, R * num_max, H] bfloat16 to write the experts' outputs into, for a zero_copy combine."""
+        operation = self._operation(handle)
+        return operation.arena.combine_buffer(operation.turn)
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Masks a rank (local: neither written to nor waited for), or unmasks it.
+
+        Unmasking is collective among all ranks that are then unmasked, the rank itself included, and drops
+        operations in flight.
+        """
+        self._check_mask(rank_to_mask)
+        if mask:
+            self._arenas.mask(rank_to_mask)
+        elif rank_to_mask in self._arenas.masked:
+            self._arenas.reset(self._arenas.masked - {rank_to_mask})
+
+    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
+        """Fills mask_status [R] int32 with 1 for masked ranks and 0 for others."""
+        self._check_mask(None)
+        check_tensor("mask_status", mask_status, torch.int32, R=self.group_size)
+        masked = self._arenas.masked
+        mask_status.copy_(torch.tensor([rank in masked for rank in range(self.group_size)]))
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Unmasks all ranks. Collective among all of them; drops operations in flight."""
+        self._check_mask(None)
+        self._arenas.reset(frozenset())
+
+    def _check_call(self, async_finish: bool, return_recv_hook: bool) -> None:
+        if not self.low_latency_mode:
+            raise InvalidArgument("low_latency_mode", False, "True, given to the constructor")
+        if async_finish and return_recv_hook:
+            raise InvalidArgument("async_finish, return_recv_hook", (True, True), "not both True")
+
+    def _check_mask(self, rank: int | None) -> None:
+        if not self.enable_shrink:
+            raise InvalidArgument("enable_shrink", False, "True, given to the constructor")
+        if rank is not None and (not 0 <= rank < self.group_size or rank == self.rank):
+            raise InvalidArgument("rank_to_mask", rank, f"0 to {self.group_size - 1}, not this rank itself")
+
+    def _operation(self, handle: Handle) -> Operation:
+        operation = self._operations.get(handle[0])
+        if operation is None:
+            raise InvalidArgument("handle", "unknown src_info", "as low_latency_dispatch returned it")
+        return operation
+
+    def _own_row(self, name: str, stats: torch.Tensor | None) -> torch.Tensor | None:
+        """The part of a wait statistic that this rank adds to: a [R] tensor, or its row of [R, R]."""
+        if stats is not None and stats.dim() == 2:
+            check_tensor(name, stats, torch.int64, R=self.group_size, sources=self.group_size)
+            return stats[self.rank]
+        if stats is not None:
+            check_tensor(name, stats, torch.int64, R=self.group_size)
+        return stats
+
+    @staticmethod
+    def _finish(hook: Hook, async_finish: bool, return_recv_hook: bool) -> EventOverlap:
+        if not return_recv_hook:
+            hook()
+        return EventOverlap(EventHandle() if async_finish else None)

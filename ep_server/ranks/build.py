@@ -1,0 +1,119 @@
+"""Builds the parts of one rank in its own process: exchange, weights, KV cache, scheduler; and warms them up.
+
+Knows the parts and their order; nothing of channels. Collective: every rank of the group does the same.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ep_server.config import Config
+from ep_server.ep.native import NativeExchange
+from ep_server.model.assembly import LoadParams, load_model
+from ep_server.model.families import read_spec
+from ep_server.model.runner import ModelRunner
+from ep_server.model.sampler import Sampler
+from ep_server.ranks.group import exchange_spec
+from ep_server.records import RankReady, Request, Sampling, SeqSlice, StepBatch, Stopping
+from ep_server.scheduler.batch import IDLE, SchedulerLimits
+from ep_server.scheduler.rank_scheduler import RankScheduler
+from ep_server.v1 import rank_pb2 as pb
+
+WARM_UP_TOKENS = 8
+WARM_UP_NUMBER = 0  # the front numbers its requests from 1
+
+Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class RankParts:
+    """A rank that is ready to step. overlap: ParallelConfig.overlap."""
+
+    exchange: NativeExchange
+    runner: ModelRunner
+    scheduler: RankScheduler
+    ready: RankReady
+    overlap: str
+
+
+def build_rank(
+    start: pb.Start, progress: Progress, on_exchange: Callable[[NativeExchange], None]
+) -> RankParts:
+    """Loads what this rank owns and runs the first steps with the others.
+
+    Args:
+        progress: called as progress(stage, done, total).
+        on_exchange: gets the exchange as soon as the other ranks can see this one.
+    Raises: StartupError and its children; ExchangeError if a peer fails.
+    """
+    began = time.monotonic()
+    torch.set_num_threads(start.threads)
+    config = Config.from_values(json.loads(start.config_json))
+    spec = exchange_spec(config, read_spec(config.model.path), start.rank)
+    # Before the weights: its heartbeat tells the others that this rank lives however long loading takes.
+    exchange = NativeExchange(spec, fd=start.exchange_fd, spin_us=config.exchange.spin_us)
+    os.close(start.exchange_fd)
+    on_exchange(exchange)
+    model = load_model(
+        LoadParams(
+            config.model.path,
+            start.rank,
+            spec.placement,
+            config.model.dtype,
+            config.model.max_context,
+            start.threads,
+        ),
+        progress,
+    )
+    block_size = config.scheduler.block_size
+    runner = model.runner(exchange, Sampler(model.spec.vocab_size), start.kv_blocks, block_size)
+    limits = SchedulerLimits(
+        max_running=config.scheduler.max_running,
+        max_step_tokens=config.scheduler.max_step_tokens,
+        block_size=block_size,
+        kv_blocks=start.kv_blocks,
+        prefix_cache=config.scheduler.prefix_cache,
+        max_context=model.max_context,
+    )
+    progress("warm-up", 0, 1)
+    exchange.barrier()
+    with torch.inference_mode():
+        warm_up(runner, limits, micro_batches=(1,) if config.parallel.overlap == "off" else (1, 2))
+    progress("warm-up", 1, 1)
+    ready = RankReady(
+        rank=start.rank,
+        pid=os.getpid(),
+        kv_blocks=start.kv_blocks,
+        block_size=block_size,
+        weight_bytes=model.weights.nbytes,
+        kv_bytes=start.kv_blocks * model.kv_block_bytes(block_size),
+        exchange_bytes=exchange.layout.total,
+        load_seconds=time.monotonic() - began,
+    )
+    return RankParts(exchange, runner, RankScheduler(limits), ready, config.parallel.overlap)
+
+
+def warm_up(runner: ModelRunner, limits: SchedulerLimits, micro_batches: tuple[int, ...]) -> None:
+    """Runs a prefill, a decode and an idle step in each form, so that the first request finds all code warm.
+
+    It writes into the first KV blocks, which belong to nobody yet.
+    """
+    size = min(
+        WARM_UP_TOKENS, limits.max_step_tokens, limits.max_context, limits.kv_blocks * limits.block_size
+    )
+    request = Request("warm-up", WARM_UP_NUMBER, (0,) * size, Sampling(temperature=0.0), Stopping(2))
+    blocks = tuple(range(-(-size // limits.block_size)))
+    prefill = SeqSlice(request.number, 0, request.prompt_ids, blocks, True)
+    decode = SeqSlice(request.number, size - 1, (0,), blocks, True)
+    for count in micro_batches:
+        runner.add(request)
+        runner.run(StepBatch((prefill,), size), count)
+        runner.run(StepBatch((decode,), 1), count)
+        runner.run(IDLE, count)
+        runner.remove(request.number)

@@ -1,0 +1,102 @@
+"""Plans a group of ranks from the configuration and the checkpoint's headers, before any rank exists.
+
+Decides what all ranks must agree on: expert placement, the exchange, KV blocks, threads. Refuses, with the
+numbers, what this host cannot hold. Starts nothing. Units: bytes, blocks, tokens.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+
+from ep_server.config import Config
+from ep_server.ep.bootstrap import available_memory
+from ep_server.ep.exchange import ExchangeSpec, Payload, Reduction
+from ep_server.ep.geometry import group_bytes
+from ep_server.errors import StartupError
+from ep_server.model.assembly import context_limit, serving_dtype
+from ep_server.model.families import ModelSpec
+from ep_server.model.inspect import inspect_checkpoint
+from ep_server.model.kv_cache import kv_block_bytes
+from ep_server.scheduler.placement import place_experts
+
+PROCESS_BYTES = 192 << 20  # a rank's own memory beside weights and KV cache: interpreter, torch, activations
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPlan:
+    """What the ranks of a group start from.
+
+    exchange: of rank 0; the others differ in `rank` only. kv_blocks, threads: of each rank.
+    weight_bytes: by rank.
+    """
+
+    exchange: ExchangeSpec
+    kv_blocks: int
+    threads: int
+    weight_bytes: tuple[int, ...]
+
+
+def plan_group(config: Config) -> GroupPlan:
+    """Reads config.json and the shards' headers.
+
+    Raises: CheckpointError; ConfigError; StartupError where the model does not fit into memory.
+    """
+    inspection = inspect_checkpoint(config.model.path, config.model.dtype)
+    spec, ranks, scheduler = inspection.spec, config.parallel.ranks, config.scheduler
+    exchange = exchange_spec(config, spec, 0)
+    weights = inspection.rank_bytes(exchange.placement, ranks)
+    fixed = sum(weights) + group_bytes(exchange) + ranks * PROCESS_BYTES
+    available = available_memory()
+    block = kv_block_bytes(spec, scheduler.block_size, serving_dtype(spec, config.model.dtype))
+    blocks = scheduler.kv_blocks
+    if not blocks:
+        share = max(0, available - fixed) * scheduler.kv_fraction
+        blocks = min(int(share / (ranks * block)), _useful_blocks(config, spec))
+    if not blocks or fixed + ranks * blocks * block > available:
+        raise StartupError(
+            f"the model does not fit: {_gib(sum(weights))} of weights, {_gib(group_bytes(exchange))} of "
+            f"exchange, {_gib(ranks * max(blocks, 1) * block)} of KV cache and {_gib(ranks * PROCESS_BYTES)} "
+            f"for {ranks} processes need more than the {_gib(available)} of memory available"
+        )
+    return GroupPlan(exchange, blocks, config.parallel.threads_per_rank or _threads(ranks), weights)
+
+
+def exchange_spec(config: Config, spec: ModelSpec, rank: int) -> ExchangeSpec:
+    """The exchange of one rank; the same on all but for `rank`."""
+    ranks, settings = config.parallel.ranks, config.exchange
+    dtype = serving_dtype(spec, config.model.dtype)
+    auto = Payload.FP32 if dtype.itemsize == 4 else Payload.BF16
+    return ExchangeSpec(
+        rank=rank,
+        num_ranks=ranks,
+        placement=place_experts(spec.router.num_experts, ranks),
+        max_tokens=config.scheduler.max_step_tokens,
+        hidden=spec.hidden,
+        top_k=spec.router.top_k,
+        payload=auto if settings.payload == "auto" else Payload(settings.payload),
+        reduction=Reduction(settings.reduction),
+        num_banks=settings.num_banks,
+        timeout_ns=int(settings.timeout_seconds * 1e9),
+    )
+
+
+def for_rank(spec: ExchangeSpec, rank: int) -> ExchangeSpec:
+    """The same exchange as another rank sees it."""
+    return replace(spec, rank=rank)
+
+
+def _useful_blocks(config: Config, spec: ModelSpec) -> int:
+    """Blocks beyond which more change nothing: every running sequence at full length, and that once again
+    for cached prefixes."""
+    context = context_limit(spec, config.model.max_context)
+    per_sequence = -(-context // config.scheduler.block_size)
+    return 2 * config.scheduler.max_running * per_sequence
+
+
+def _threads(ranks: int) -> int:
+    return max(1, len(os.sched_getaffinity(0)) // ranks)
+
+
+def _gib(number: int) -> str:
+    return f"{number / 2**30:.2f} GiB"

@@ -1,0 +1,247 @@
+"""The ranks of this node as real processes: starts them, carries messages, notices their end, ends them.
+
+Satisfies ranks.protocol.Ranks; used in one event loop. Knows nothing of what a request means. A group lives
+and dies as one: the first sign that a rank is lost ends all of them. Units: seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from google.protobuf.message import DecodeError
+
+from ep_server.config import Config
+from ep_server.ep.bootstrap import create_segment
+from ep_server.errors import ConfigError, EpServerError, InternalError, RankLost, StartupError
+from ep_server.ranks.group import GroupPlan, plan_group
+from ep_server.ranks.messages import add_message, error_of, events_of, ready_of, statistics_of
+from ep_server.ranks.process import RankCallbacks, RankProcess, exit_reason
+from ep_server.ranks.protocol import RankListener
+from ep_server.records import RankReady, Request
+from ep_server.v1 import rank_pb2 as pb
+
+MAX_BUFFERED = 256 << 20  # bytes one rank may leave unread
+
+# How much a sign of loss explains, best first: the others follow from it. A rank's own error, an end without
+# a word, a wait for a peer that failed, an abort by a peer, a closed channel.
+_ECHOES = {"PeerTimeout": 2, "ProtocolViolation": 2, "GroupAborted": 3}
+_OWN_ERROR, _EXIT, _CLOSED = 0, 1, 4
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchTiming:
+    """start_stall: longest silence of a loading rank. settle: from the first sign of a loss to its report,
+    in which the rank that caused it is told from those that felt it. grace: for the last step at stop();
+    then SIGTERM, and after `term` SIGKILL."""
+
+    start_stall: float = 300.0
+    settle: float = 0.1
+    grace: float = 5.0
+    term: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Sign:
+    """That a rank is lost. order: see above."""
+
+    order: int
+    rank: int
+    error: EpServerError
+
+
+class RankProcesses:
+    """A group of ranks. module: what each process runs; anything that speaks rank.proto."""
+
+    def __init__(
+        self, config: Config, *, module: str = "ep_server.ranks.worker", timing: LaunchTiming | None = None
+    ) -> None:
+        self.num_ranks = config.parallel.ranks
+        self._config = config
+        self._module = module
+        self._timing = timing or LaunchTiming()
+        self._processes: list[RankProcess] = []
+        self._ready: dict[int, RankReady] = {}
+        self._started: asyncio.Future[None] | None = None
+        self._listener: RankListener | None = None
+        self._progress: Callable[[int, str, int, int], None] = lambda *_: None
+        self._heard = 0.0
+        self._work_number = 0
+        self._signs: list[_Sign] = []
+        self._stopping: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        return f"RankProcesses({self._processes!r}, work={self._work_number})"
+
+    @property
+    def pids(self) -> list[int]:
+        """Process ids by rank."""
+        return [process.pid for process in self._processes]
+
+    async def start(
+        self, listener: RankListener, progress: Callable[[int, str, int, int], None]
+    ) -> list[RankReady]:
+        """As Ranks.start. Call it once, from a thread that outlives the ranks."""
+        if self._started is not None:
+            raise InternalError("start() of ranks that were started before")
+        loop = asyncio.get_running_loop()
+        self._started = loop.create_future()
+        self._listener, self._progress = listener, progress
+        try:
+            plan = await asyncio.to_thread(plan_group, self._config)
+            segment = await asyncio.to_thread(create_segment, plan.exchange)
+            try:
+                await self._spawn(plan, segment)
+            finally:
+                os.close(segment)
+            await self._all_ready()
+        except BaseException:
+            await self.stop()
+            raise
+        return [self._ready[rank] for rank in range(self.num_ranks)]
+
+    def submit(self, rank: int, request: Request) -> None:
+        """As Ranks.submit: the request goes to its rank, its work number to all."""
+        self._work_number += 1
+        doorbell = pb.ToRank(doorbell=pb.Doorbell(work_number=self._work_number)).SerializeToString()
+        add = add_message(request, self._work_number).SerializeToString()
+        for process in self._processes:
+            process.send(add if process.rank == rank else doorbell)
+            if process.buffered > MAX_BUFFERED:
+                self._note(_OWN_ERROR, process.rank, f"has left {process.buffered} bytes unread")
+
+    def cancel(self, rank: int, number: int) -> None:
+        """As Ranks.cancel."""
+        self._processes[rank].send(pb.ToRank(cancel=pb.Cancel(number=number)).SerializeToString())
+
+    async def stop(self) -> None:
+        """As Ranks.stop: asks, then SIGTERM, then SIGKILL; returns when every process is reaped."""
+        if self._stopping is None:
+            self._stopping = asyncio.create_task(self._stop())
+        await asyncio.shield(self._stopping)
+
+    async def _spawn(self, plan: GroupPlan, segment: int) -> None:
+        callbacks = RankCallbacks(self._on_frame, self._on_closed, self._on_exit)
+        config = json.dumps(self._config.values())
+        for rank in range(self.num_ranks):
+            process = await RankProcess.spawn(rank, self._module, (segment,), callbacks)
+            self._processes.append(process)
+            start = pb.Start(
+                rank=rank,
+                num_ranks=self.num_ranks,
+                config_json=config,
+                exchange_fd=segment,
+                threads=plan.threads,
+                kv_blocks=plan.kv_blocks,
+            )
+            process.send(pb.ToRank(start=start).SerializeToString())
+
+    async def _all_ready(self) -> None:
+        assert self._started is not None
+        loop, stall = asyncio.get_running_loop(), self._timing.start_stall
+        self._heard = loop.time()
+        while not self._started.done():
+            left = self._heard + stall - loop.time()
+            if left <= 0:
+                silent = [p.rank for p in self._processes if p.rank not in self._ready]
+                raise StartupError(f"ranks {silent} reported nothing for {stall:g} s while starting")
+            await asyncio.wait((self._started,), timeout=left)
+        await self._started
+
+    async def _stop(self) -> None:
+        started = self._started is not None and self._started.done() and not self._signs
+        if started:
+            shutdown = pb.ToRank(shutdown=pb.Shutdown()).SerializeToString()
+            for process in self._processes:
+                process.send(shutdown)
+            await self._ended(self._timing.grace)
+        for number, seconds in ((signal.SIGTERM, self._timing.term), (signal.SIGKILL, None)):
+            for process in self._processes:
+                process.signal(number)
+            await self._ended(seconds)
+        for process in self._processes:
+            process.close()
+        if self._started is not None and not self._started.done():
+            self._started.cancel()
+
+    async def _ended(self, seconds: float | None) -> None:
+        waits = [asyncio.ensure_future(p.exited.wait()) for p in self._processes if not p.exited.is_set()]
+        if waits:
+            _, pending = await asyncio.wait(waits, timeout=seconds)
+            for wait in pending:
+                wait.cancel()
+
+    def _on_frame(self, rank: int, payload: bytes) -> None:
+        try:
+            message = pb.FromRank.FromString(payload)
+        except DecodeError as error:
+            self._note(_OWN_ERROR, rank, f"sent a malformed message: {error}")
+            return
+        kind, listener = message.WhichOneof("kind"), self._listener
+        assert listener is not None
+        if kind == "tokens":
+            listener.on_tokens(rank, events_of(message.tokens))
+        elif kind == "freed":
+            listener.on_freed(rank, message.freed.number)
+        elif kind == "statistics":
+            listener.on_statistics(statistics_of(message.statistics))
+        elif kind == "request_failed":
+            failed = message.request_failed
+            listener.on_request_failed(rank, failed.number, failed.message)
+        elif kind == "fatal":
+            order = _ECHOES.get(message.fatal.error_class, _OWN_ERROR)
+            self._sign(_Sign(order, rank, error_of(message.fatal)))
+        else:
+            self._on_starting(rank, kind, message)
+
+    def _on_starting(self, rank: int, kind: str | None, message: pb.FromRank) -> None:
+        self._heard = asyncio.get_running_loop().time()
+        if kind == "progress":
+            self._progress(rank, message.progress.stage, message.progress.done, message.progress.total)
+        elif kind == "ready":
+            self._ready[rank] = ready_of(message.ready)
+            if len(self._ready) == self.num_ranks and self._started and not self._started.done():
+                self._started.set_result(None)
+        else:
+            self._note(_OWN_ERROR, rank, "sent an empty message")
+
+    def _on_closed(self, rank: int, reason: str) -> None:
+        self._note(_CLOSED, rank, reason)
+
+    def _on_exit(self, rank: int, code: int) -> None:
+        self._note(_EXIT, rank, exit_reason(code))
+
+    def _note(self, order: int, rank: int, reason: str) -> None:
+        self._sign(_Sign(order, rank, RankLost(reason)))
+
+    def _sign(self, sign: _Sign) -> None:
+        if self._stopping is not None:
+            return
+        if not self._signs:
+            asyncio.get_running_loop().call_later(self._timing.settle, self._report_loss)
+        self._signs.append(sign)
+
+    def _report_loss(self) -> None:
+        for process in self._processes:
+            process.signal(signal.SIGKILL)
+        if self._stopping is not None:
+            return
+        # An error of its own explains the exit that follows it, whichever arrives first.
+        sign = min(self._signs, key=lambda s: s.order)
+        assert self._started is not None and self._listener is not None
+        if not self._started.done():
+            self._started.set_exception(_start_error(sign))
+        else:
+            self._listener.on_lost(sign.rank, str(sign.error))
+
+
+def _start_error(sign: _Sign) -> StartupError:
+    """Names the rank, but for a ConfigError: every rank reads the same configuration."""
+    if isinstance(sign.error, ConfigError):
+        return sign.error
+    kind = type(sign.error) if isinstance(sign.error, StartupError) else StartupError
+    return kind(f"rank {sign.rank}: {sign.error}")

@@ -1,0 +1,123 @@
+"""One rank as the front sees it: a child process, its channel, its death. Knows no other rank.
+
+Used in one event loop. The process that spawns must not end its spawning thread before the ranks: they die
+with it. Units: seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from ep_server.ranks.channel import FrontChannel
+
+SOCKET_BYTES = 1 << 20  # of each direction: a stopped rank or a busy front stalls nobody soon
+
+
+@dataclass(frozen=True, slots=True)
+class RankCallbacks:
+    """What a RankProcess tells its owner, with its rank first. on_exit comes once, after on_closed or not."""
+
+    on_frame: Callable[[int, bytes], None]
+    on_closed: Callable[[int, str], None]
+    on_exit: Callable[[int, int], None]
+
+
+class RankProcess:
+    """A running child. `returncode` as subprocess has it; None while it runs."""
+
+    def __init__(self, rank: int, popen: subprocess.Popen[bytes], callbacks: RankCallbacks) -> None:
+        self.rank = rank
+        self.pid = popen.pid
+        self.exited = asyncio.Event()
+        self._popen = popen
+        self._callbacks = callbacks
+        self._channel: FrontChannel | None = None
+        self._pidfd = os.pidfd_open(popen.pid)
+        asyncio.get_running_loop().add_reader(self._pidfd, self._on_exit)
+
+    def __repr__(self) -> str:
+        return f"RankProcess(rank={self.rank}, pid={self.pid}, returncode={self.returncode})"
+
+    @classmethod
+    async def spawn(
+        cls, rank: int, module: str, inherited: tuple[int, ...], callbacks: RankCallbacks
+    ) -> RankProcess:
+        """Starts `python -m module --rank --channel --parent`.
+
+        Args:
+            inherited: descriptors the child gets beside its channel, under the same numbers.
+        Raises: OSError.
+        """
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
+        with theirs:
+            for end in (ours, theirs):
+                end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
+            command = [sys.executable, "-m", module]
+            command += ["--rank", str(rank), "--channel", str(theirs.fileno()), "--parent", str(os.getpid())]
+            try:
+                popen = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(), *inherited),
+                    process_group=0,  # a ^C on the terminal is for the front, which drains
+                )
+            except BaseException:
+                ours.close()
+                raise
+        process = cls(rank, popen, callbacks)
+        process._channel = await FrontChannel.connect(
+            ours,
+            lambda payload: callbacks.on_frame(rank, payload),
+            lambda reason: callbacks.on_closed(rank, reason),
+        )
+        return process
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit code, or minus the signal."""
+        return self._popen.returncode
+
+    @property
+    def buffered(self) -> int:
+        """Bytes sent that the rank has not read yet."""
+        return self._channel.buffered if self._channel else 0
+
+    def send(self, payload: bytes) -> None:
+        """Sends a frame; does not block."""
+        if self._channel is not None:
+            self._channel.send(payload)
+
+    def signal(self, number: signal.Signals) -> None:
+        """Signals the process unless it has ended."""
+        if self.returncode is None:
+            with suppress(ProcessLookupError):
+                self._popen.send_signal(number)
+
+    def close(self) -> None:
+        """Closes the channel."""
+        if self._channel is not None:
+            self._channel.close()
+
+    def _on_exit(self) -> None:
+        code = self._popen.wait()  # returns at once: a readable pidfd is an ended process
+        asyncio.get_running_loop().remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self.exited.set()
+        self._callbacks.on_exit(self.rank, code)
+
+
+def exit_reason(code: int) -> str:
+    """How a process ended, in words."""
+    if code < 0:
+        with suppress(ValueError):
+            return f"killed by {signal.Signals(-code).name}"
+        return f"killed by signal {-code}"
+    return f"ended with exit code {code}"

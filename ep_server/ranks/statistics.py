@@ -1,0 +1,133 @@
+"""Measures the steps of one rank and gathers what its parts measured into one record.
+
+Cheap enough for every step: an addition per phase. Knows no channel. Durations in nanoseconds; bucket b of
+a histogram counts [2^b, 2^(b+1)).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from ep_server.records import RankLoad, RankStatistics, StepBatch
+
+BUCKETS = 48
+
+
+class Measured(Protocol):
+    """A part with cumulative histograms and sums under the names of RankStatistics."""
+
+    @property
+    def histograms(self) -> Mapping[str, tuple[int, ...]]:
+        """Counts per bucket by name."""
+        ...
+
+    @property
+    def sums(self) -> Mapping[str, int]:
+        """Sums of durations by name."""
+        ...
+
+    @property
+    def expert_tokens(self) -> Mapping[int, int]:
+        """Tokens received by global expert id."""
+        ...
+
+
+class Histogram:
+    """Durations of one kind."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * BUCKETS
+        self.sum = 0
+
+    def add(self, ns: int) -> None:
+        """Counts one duration; 0 counts as 1 ns."""
+        self.counts[min(max(ns, 1).bit_length(), BUCKETS) - 1] += 1
+        self.sum += ns
+
+
+@dataclass(frozen=True, slots=True)
+class StepTimes:
+    """Clock readings of one step, ns: at its start and after each part."""
+
+    start: int
+    planned: int
+    voted: int
+    ran: int
+    published: int
+
+
+class StepMeter:
+    """Counts steps, tokens and time of one rank. One thread calls it."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+        self._times = {name: Histogram() for name in ("plan", "vote", "publish", "total")}
+        self._queue = Histogram()
+        self._arrived: dict[int, int] = {}
+        self._counters = dict.fromkeys(("tokens", "idle_steps", "overlap_steps", "run_steps", "parks"), 0)
+
+    def arrived(self, number: int, now: int) -> None:
+        """A request came in."""
+        self._arrived[number] = now
+
+    def left(self, number: int) -> None:
+        """A request ended, perhaps without ever having run."""
+        self._arrived.pop(number, None)
+
+    def parked(self) -> None:
+        """The group parks."""
+        self._counters["parks"] += 1
+
+    def stepped(self, batch: StepBatch, micro_batches: int, times: StepTimes) -> None:
+        """A step ended."""
+        self._times["plan"].add(times.planned - times.start)
+        self._times["vote"].add(times.voted - times.planned)
+        self._times["publish"].add(times.published - times.ran)
+        self._times["total"].add(times.published - times.start)
+        counters = self._counters
+        counters["run_steps"] += 1
+        counters["tokens"] += batch.num_tokens
+        counters["idle_steps"] += not batch.slices
+        counters["overlap_steps"] += micro_batches > 1
+        if self._arrived:
+            for piece in batch.slices:
+                arrived = self._arrived.pop(piece.number, None)
+                if arrived is not None:
+                    self._queue.add(times.planned - arrived)
+
+    def gather(self, load: RankLoad, exchange: Mapping[str, Any], runner: Measured) -> RankStatistics:
+        """Everything measured so far, as one record.
+
+        Args:
+            exchange: NativeExchange.statistics().
+            runner: ModelRunner.statistics(); its expert counts are used where the exchange has none.
+        """
+        own = {f"step/{name}": histogram for name, histogram in self._times.items()}
+        own["request/queue"] = self._queue
+        return RankStatistics(
+            rank=self.rank,
+            load=load,
+            histograms={
+                **_trimmed(exchange["histograms"]),
+                **_trimmed(runner.histograms),
+                **_trimmed({name: h.counts for name, h in own.items()}),
+            },
+            sums={**exchange["sums"], **runner.sums, **{name: h.sum for name, h in own.items()}},
+            counters={**exchange["counters"], **{k: n for k, n in self._counters.items() if n}},
+            peer_wait_ns=dict(exchange["peer_wait_ns"]),
+            expert_tokens=dict(exchange["expert_tokens"] or runner.expert_tokens),
+        )
+
+
+def _trimmed(histograms: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:
+    """Without empty buckets at the end and without empty histograms."""
+    result = {}
+    for name, counts in histograms.items():
+        size = len(counts)
+        while size and not counts[size - 1]:
+            size -= 1
+        if size:
+            result[name] = tuple(counts[:size])
+    return result

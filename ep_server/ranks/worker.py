@@ -1,0 +1,263 @@
+"""[5] One rank: the loop that keeps it in step with the others. `python -m ep_server.ranks.worker`.
+
+Knows the front only as a channel and the other ranks only through the vote and the exchange. One thread.
+Whatever goes wrong ends the process with one last message that says what; a fault of a single request ends
+that request only. Durations in nanoseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from ep_server.errors import EpServerError, InternalError
+from ep_server.ranks.channel import ChannelClosed, RankChannel
+from ep_server.ranks.messages import (
+    fatal_message,
+    one_line,
+    ready_message,
+    request_of,
+    statistics_message,
+    tokens_message,
+)
+from ep_server.ranks.overlap import OverlapPolicy
+from ep_server.ranks.statistics import StepMeter, StepTimes
+from ep_server.ranks.vote import Verdict, Voter
+from ep_server.records import StepBatch, TokenEvent
+from ep_server.v1 import rank_pb2 as pb
+
+if TYPE_CHECKING:  # torch is imported once the process is tied to its parent
+    from ep_server.ep.native import NativeExchange
+    from ep_server.ranks.build import RankParts
+
+log = logging.getLogger(__name__)
+
+REPORT_NS = 500_000_000
+LAST_WORDS_SECONDS = 2.0  # for the last message to leave
+PR_SET_PDEATHSIG = 1
+
+
+class RankWorker:
+    """The step of one rank, and what happens between steps."""
+
+    def __init__(
+        self, parts: RankParts, channel: RankChannel, clock: Callable[[], int] = time.perf_counter_ns
+    ) -> None:
+        self._exchange, self._runner, self._scheduler = parts.exchange, parts.runner, parts.scheduler
+        self._channel = channel
+        self._clock = clock
+        self._voter = Voter()
+        self._overlap = OverlapPolicy(parts.overlap)
+        self._meter = StepMeter(parts.ready.rank)
+        self._stop = False
+        self._reported = clock()
+        self._window = (0, 0)  # waiting and running time where the overlap window began
+
+    def __repr__(self) -> str:
+        return f"RankWorker({self._voter!r}, {self._scheduler!r})"
+
+    def run(self) -> None:
+        """Steps and parks until every rank was told to stop. Raises: ExchangeError, ChannelClosed."""
+        while self.step():
+            pass
+
+    def step(self) -> bool:
+        """One step with all other ranks; False once it was the last.
+
+        On exit: every message read is obeyed, every token of the step is on its way to the front, and the
+        scheduler has no batch in flight.
+        """
+        start = self._clock()
+        self._obey(self._channel.poll())
+        batch = self._scheduler.plan()
+        planned = self._clock()
+        verdict = self._vote(batch)
+        voted = self._clock()
+        sampled = self._runner.run(batch, verdict.micro_batches) if verdict.run else []
+        ran = self._clock()
+        self._publish(self._scheduler.commit(batch, sampled))
+        if verdict.run:
+            self._measure(batch, verdict, StepTimes(start, planned, voted, ran, self._clock()))
+        elif verdict.park:
+            self._park()
+        return not verdict.stop
+
+    def _vote(self, batch: StepBatch) -> Verdict:
+        record = self._voter.cast(
+            tokens=batch.num_tokens,
+            has_work=self._scheduler.has_work,
+            micro_batch_ok=self._overlap.wish(len(batch.slices)),
+            stop=self._stop,
+        )
+        return self._voter.settle(self._exchange.all_gather(record))
+
+    def _park(self) -> None:
+        """Sleeps until there is new work for some rank, or the end."""
+        self._meter.parked()
+        self._report()
+        last_work = self._voter.last_work
+        while self._voter.last_work == last_work and not self._stop:
+            self._obey(self._channel.wait())
+
+    def _obey(self, payloads: Sequence[bytes]) -> None:
+        for payload in payloads:
+            message = pb.ToRank.FromString(payload)
+            kind = message.WhichOneof("kind")
+            if kind == "doorbell":
+                self._voter.saw(message.doorbell.work_number)
+            elif kind == "add":
+                self._voter.saw(message.add.work_number)
+                self._add(message.add.request)
+            elif kind == "cancel":
+                self._scheduler.cancel(message.cancel.number)
+                self._release()
+            elif kind == "shutdown":
+                self._stop = True
+            else:
+                raise InternalError(f"a message of kind {kind!r} to a running rank")
+
+    def _add(self, wire: pb.Request) -> None:
+        """A request that cannot be taken fails alone: it is not in a queue yet."""
+        try:
+            request = request_of(wire)
+            self._runner.add(request)
+            try:
+                self._scheduler.add(request)
+            except Exception:
+                self._runner.remove(request.number)
+                raise
+        except Exception as error:
+            log.exception("request %d", wire.number)
+            failed = pb.RequestFailed(number=wire.number, message=one_line(error))
+            self._send(pb.FromRank(request_failed=failed))
+        else:
+            self._meter.arrived(request.number, self._clock())
+
+    def _publish(self, events: Sequence[TokenEvent]) -> None:
+        if events:
+            self._send(tokens_message(events))
+            for event in events:
+                if event.finish is not None:
+                    self._forget(event.number)
+        self._release()
+
+    def _release(self) -> None:
+        for number in self._scheduler.freed():
+            self._forget(number)
+            self._send(pb.FromRank(freed=pb.Freed(number=number)))
+
+    def _forget(self, number: int) -> None:
+        self._runner.remove(number)
+        self._meter.left(number)
+
+    def _measure(self, batch: StepBatch, verdict: Verdict, times: StepTimes) -> None:
+        self._meter.stepped(batch, verdict.micro_batches, times)
+        if self._overlap.stepped():
+            self._decide_overlap()
+        if times.published - self._reported >= REPORT_NS:
+            self._report()
+
+    def _decide_overlap(self) -> None:
+        exchange, runner = self._exchange.statistics()["sums"], self._runner.statistics().sums
+        wait = exchange.get("dispatch/wait", 0) + exchange.get("combine/wait", 0)
+        running = sum(runner.values())
+        before_wait, before_running = self._window
+        self._overlap.decide(wait - before_wait, running - before_running - (wait - before_wait))
+        self._window = (wait, running)
+
+    def _report(self) -> None:
+        self._reported = self._clock()
+        measured = self._meter.gather(
+            self._scheduler.load(), self._exchange.statistics(), self._runner.statistics()
+        )
+        self._send(statistics_message(measured))
+
+    def _send(self, message: pb.FromRank) -> None:
+        self._channel.send(message.SerializeToString())
+
+
+def serve(channel: RankChannel) -> int:
+    """The whole life of a rank behind a channel. Returns: the exit code."""
+    exchanges: list[NativeExchange] = []
+    try:
+        start = _first_message(channel)
+        # Imported here: torch takes seconds, in which the process is tied to its parent already.
+        import torch
+
+        from ep_server.ranks.build import build_rank
+
+        def progress(stage: str, done: int, total: int) -> None:
+            message = pb.FromRank(progress=pb.Progress(stage=stage, done=done, total=total))
+            channel.send(message.SerializeToString())
+
+        parts = build_rank(start, progress, exchanges.append)
+        worker = RankWorker(parts, channel)
+        gc.collect()
+        gc.freeze()  # what is here now stays: no collection needs to look at it again
+        channel.send(ready_message(parts.ready).SerializeToString())
+        with torch.inference_mode():
+            worker.run()
+        channel.drain(LAST_WORDS_SECONDS)
+    except ChannelClosed:
+        return 1  # nobody is left to be told
+    except Exception as error:
+        if not isinstance(error, EpServerError):
+            log.exception("a rank fails")
+        _say_fatal(channel, error)
+        for exchange in exchanges:  # after the last words: the others' errors then come later than the cause
+            exchange.abort()
+        return 1
+    return 0
+
+
+def _first_message(channel: RankChannel) -> pb.Start:
+    first, *more = channel.wait()
+    message = pb.ToRank.FromString(first)
+    if message.WhichOneof("kind") != "start" or more:
+        raise InternalError("the first message of a rank's channel is not Start alone")
+    return message.start
+
+
+def _say_fatal(channel: RankChannel, error: Exception) -> None:
+    try:
+        channel.send(fatal_message(error).SerializeToString())
+        channel.drain(LAST_WORDS_SECONDS)
+    except ChannelClosed:
+        log.error("%s", one_line(error))
+
+
+def die_with(parent: int) -> None:
+    """Ties this process to its parent: SIGKILL when it ends, by whatever cause; exits if it already has."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:
+        sys.exit(1)
+
+
+def main() -> int:
+    """Runs a rank on the inherited channel."""
+    parser = argparse.ArgumentParser(description="One rank; started by the server, not by hand.")
+    for name in ("--rank", "--channel", "--parent"):
+        parser.add_argument(name, type=int, required=True)
+    options = parser.parse_args()
+    die_with(options.parent)
+    logging.basicConfig(format=f"rank {options.rank}: %(levelname)s %(message)s")
+    channel = RankChannel(socket.socket(fileno=options.channel))
+    try:
+        return serve(channel)
+    finally:
+        channel.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

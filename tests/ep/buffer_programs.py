@@ -1,0 +1,458 @@
+"""Programs written against DeepEP's API, run by every rank of a gloo group; each checks its own results.
+
+They see the library only as `import deep_ep`. The oracle is paper arithmetic over all ranks' inputs.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_server.compat import deep_ep as ours
+from ep_server.ep.arenas import NUM_BANKS
+from ep_server.ep.exchange import ExchangeSpec, Payload, Reduction
+from ep_server.ep.quant import dequantise
+from ep_server.errors import GroupAborted, HookNotCalled, InvalidArgument, PeerTimeout
+from tests.ep.conformance import failure_of
+from tests.harness.compare import assert_equal
+from tests.harness.expected import Expected, expect, expert
+from tests.harness.routing import make_inputs
+
+MAX_TOKENS, HIDDEN, TOP_K, NUM_EXPERTS = 8, 512, 3, 8
+MASK = (1 << 32) - 1
+FLAGS = {
+    Payload.BF16: {"use_fp8": False},
+    Payload.FP8: {"use_fp8": True},
+    Payload.FP8_POW2: {"use_fp8": True, "round_scale": True},
+    Payload.FP8_UE8M0: {"use_fp8": True, "round_scale": True, "use_ue8m0": True},
+}
+
+
+class User:
+    """A caller of the library: one buffer, and one way to check what a pair of calls returns."""
+
+    def __init__(self, group: dist.ProcessGroup, largest: int = MAX_TOKENS, **options: Any) -> None:
+        ours.install()
+        self.deep_ep = importlib.import_module("deep_ep")
+        self.group, self.rank, self.num_ranks = group, group.rank(), group.size()
+        hint = self.deep_ep.Buffer.get_low_latency_rdma_size_hint
+        self.buffer = self.deep_ep.Buffer(
+            group,
+            num_rdma_bytes=hint(largest, HIDDEN, self.num_ranks, NUM_EXPERTS),
+            low_latency_mode=True,
+            num_qps_per_rank=NUM_EXPERTS // self.num_ranks,
+            explicitly_destroy=True,
+            **options,
+        )
+
+    def known(
+        self,
+        routing: str,
+        seed: int,
+        payload: Payload,
+        reduction: Reduction = Reduction.SOURCE,
+        num_experts: int = NUM_EXPERTS,
+    ) -> tuple[Any, Expected, ExchangeSpec]:
+        """This rank's inputs and what must come of them."""
+        share, more = divmod(num_experts, self.num_ranks)
+        owners = [rank for rank in range(self.num_ranks) for _ in range(share + (rank < more))]
+        spec = ExchangeSpec(
+            self.rank, self.num_ranks, tuple(owners), MAX_TOKENS, HIDDEN, TOP_K, payload, reduction
+        )
+        inputs = make_inputs(spec, routing, seed)
+        return inputs[self.rank], expect(spec, inputs), spec
+
+    def experts(self, recv_x: Any, counts: torch.Tensor, spec: ExchangeSpec) -> torch.Tensor:
+        """A grouped product with a mask: rows beyond the counts are NaN on both sides."""
+        values = dequantise(*recv_x) if isinstance(recv_x, tuple) else recv_x.float()
+        out = torch.full(values.shape, torch.nan, dtype=torch.bfloat16)
+        for local, (expert_id, count) in enumerate(zip(spec.local_experts, counts.tolist(), strict=True)):
+            out[local, :count] = expert(values[local, :count], expert_id, torch.bfloat16)
+        return out
+
+    def check_dispatch(
+        self, recv_x: Any, counts: torch.Tensor, handle: tuple, expected: Expected, spec: ExchangeSpec
+    ) -> None:
+        """Shapes, dtypes and strides as documented; rows, counts and both parts of the handle exact."""
+        local, capacity = len(spec.local_experts), self.num_ranks * MAX_TOKENS
+        src_info, layout_range, max_tokens, hidden, num_experts = handle
+        assert (max_tokens, hidden, num_experts) == (MAX_TOKENS, HIDDEN, spec.num_experts)
+        assert (src_info.shape, src_info.dtype) == ((local, capacity), torch.int32)
+        assert (layout_range.shape, layout_range.dtype) == ((local, self.num_ranks), torch.int64)
+        assert (counts.shape, counts.dtype) == ((local,), torch.int32)
+        rows, scales = recv_x if isinstance(recv_x, tuple) else (recv_x, None)
+        assert rows.shape == (local, capacity, HIDDEN)
+        assert rows.dtype == (torch.bfloat16 if scales is None else torch.float8_e4m3fn)
+        if scales is not None:
+            packed = spec.payload is Payload.FP8_UE8M0
+            assert scales.dtype == (torch.int32 if packed else torch.float32)
+            assert scales.shape == (local, capacity, HIDDEN // (512 if packed else 128))
+            assert scales.stride()[1] == 1, "the token dimension is the contiguous one"
+        found = []
+        for e in range(local):
+            assert int((layout_range[e] & MASK).sum()) == int(counts[e])
+            for source in range(self.num_ranks):
+                begin, count = int(layout_range[e, source]) >> 32, int(layout_range[e, source]) & MASK
+                found += [(e, source, int(t)) for t in src_info[e, begin : begin + count]]
+        assert found == expected.entries
+        kept = [(e, i) for e, count in enumerate(counts.tolist()) for i in range(count)]
+        at = tuple(torch.tensor(kept, dtype=torch.int64).view(-1, 2).t())
+        assert_equal(rows[at], expected.rows, "recv_x")
+        if scales is not None and expected.scales is not None:
+            assert_equal(scales[at], expected.scales, "scales")
+
+    def pair(self, routing: str, seed: int, payload: Payload, hook: bool = False, **changes: Any) -> None:
+        """One dispatch and combine, checked; with hooks, after the returned tensors were found untouched."""
+        num_experts = changes.pop("num_experts", NUM_EXPERTS)
+        reduction = Reduction.RANK if changes.pop("weights_first", False) else Reduction.SOURCE
+        mine, expected, spec = self.known(routing, seed, payload, reduction, num_experts)
+        stats = torch.ones(len(spec.local_experts), dtype=torch.int32)
+        first = {"topk_weights": mine.weights} if reduction is Reduction.RANK else {}
+        recv_x, counts, handle, event, receive = self.buffer.low_latency_dispatch(
+            mine.x,
+            mine.ids,
+            MAX_TOKENS,
+            num_experts,
+            cumulative_local_expert_recv_stats=stats,
+            async_finish=not hook,
+            return_recv_hook=hook,
+            **FLAGS[payload],
+            **first,
+        )
+        if hook:
+            assert stats.eq(1).all(), "counted before the hook"
+            assert event.event is None
+            receive()
+        else:
+            assert receive is None
+            event.current_stream_wait()
+        self.check_dispatch(recv_x, counts, handle, expected, spec)
+        assert_equal(stats, counts + 1, "cumulative stats")
+        out = torch.full_like(expected.combined, torch.nan)
+        combined, event, receive = self.buffer.low_latency_combine(
+            self.experts(recv_x, counts, spec),
+            mine.ids,
+            mine.weights,
+            handle,
+            async_finish=not hook,
+            return_recv_hook=hook,
+            out=out,
+        )
+        assert combined is out
+        if hook:
+            receive()
+        else:
+            with event:
+                pass
+        assert_equal(combined, expected.combined, f"{routing} {payload} combined")
+
+
+def every_flag(user: User) -> None:
+    """Every payload and routing, with and without hooks, weights at either end."""
+    for payload in FLAGS:
+        for seed, routing in enumerate(("uniform", "dropped", "max_tokens", "empty_rank", "nobody")):
+            user.pair(routing, seed, payload, hook=bool(seed % 2))
+            user.pair(routing, seed, payload, hook=not seed % 2, weights_first=True)
+
+
+def experts_that_do_not_divide(user: User) -> None:
+    """7 experts: the first ranks own one more."""
+    user.pair("uniform", 1, Payload.BF16, num_experts=7)
+    user.pair("zipf", 2, Payload.FP8, num_experts=7, hook=True)
+
+
+def two_micro_batches(user: User) -> None:
+    """Hooks of two batches in flight, called in turn; the receives of the first hide the second's send."""
+    for layer in range(3):
+        batches = []
+        for batch in range(2):
+            mine, expected, spec = user.known(("uniform", "zipf")[batch], layer, Payload.FP8)
+            call = user.buffer.low_latency_dispatch(
+                mine.x, mine.ids, MAX_TOKENS, NUM_EXPERTS, return_recv_hook=True
+            )
+            batches.append((mine, expected, spec, call))
+        combines = []
+        for mine, expected, spec, (recv_x, counts, handle, _, hook) in batches:
+            hook()
+            user.check_dispatch(recv_x, counts, handle, expected, spec)
+            out = user.experts(recv_x, counts, spec)
+            combined, _, receive = user.buffer.low_latency_combine(
+                out, mine.ids, mine.weights, handle, return_recv_hook=True
+            )
+            out.fill_(torch.nan)
+            combines.append((combined, receive, expected))
+        for combined, receive, expected in combines:
+            receive()
+            assert_equal(combined, expected.combined, f"layer {layer}")
+
+
+def zero_copy_and_again(user: User) -> None:
+    """A handle is combined twice; the second time from the library's own buffer, x being unread."""
+    mine, expected, spec = user.known("uniform", 5, Payload.BF16)
+    recv_x, counts, handle, _, _ = user.buffer.low_latency_dispatch(
+        mine.x, mine.ids, MAX_TOKENS, NUM_EXPERTS, use_fp8=False
+    )
+    out = user.experts(recv_x, counts, spec)
+    combined, _, _ = user.buffer.low_latency_combine(out, mine.ids, mine.weights, handle)
+    assert_equal(combined, expected.combined, "copied")
+    own = user.buffer.get_next_low_latency_combine_buffer(handle)
+    assert (own.shape, own.dtype) == (out.shape, torch.bfloat16)
+    own[:, :, :] = out
+    poison = torch.full_like(out, torch.nan)
+    combined, _, _ = user.buffer.low_latency_combine(poison, mine.ids, mine.weights, handle, zero_copy=True)
+    assert_equal(combined, expected.combined, "zero copy")
+
+
+def zero_copy_in_flight(user: User) -> None:
+    """The buffers of two dispatches in flight are different memory."""
+    handles = []
+    for seed in range(2):
+        mine, expected, spec = user.known("uniform", seed, Payload.BF16)
+        recv_x, counts, handle, _, _ = user.buffer.low_latency_dispatch(
+            mine.x, mine.ids, MAX_TOKENS, NUM_EXPERTS, use_fp8=False
+        )
+        user.buffer.get_next_low_latency_combine_buffer(handle).copy_(user.experts(recv_x, counts, spec))
+        handles.append((mine, expected, handle))
+    for mine, expected, handle in handles:
+        combined, _, _ = user.buffer.low_latency_combine(
+            torch.empty(0), mine.ids, mine.weights, handle, zero_copy=True
+        )
+        assert_equal(combined, expected.combined, "zero copy in flight")
+
+
+def wait_statistics(user: User) -> None:
+    """Waiting is added up per source, as [R] or as this rank's row of [R, R]."""
+    mine, _, spec = user.known("uniform", 3, Payload.BF16)
+    flat, square = torch.full((user.num_ranks,), 7), torch.zeros(user.num_ranks, user.num_ranks).long()
+    for dispatch_stats, combine_stats in ((flat, square), (square, flat)):
+        recv_x, counts, handle, _, _ = user.buffer.low_latency_dispatch(
+            mine.x,
+            mine.ids,
+            MAX_TOKENS,
+            NUM_EXPERTS,
+            dispatch_wait_recv_cost_stats=dispatch_stats,
+            use_fp8=False,
+        )
+        out = user.experts(recv_x, counts, spec)
+        user.buffer.low_latency_combine(
+            out, mine.ids, mine.weights, handle, combine_wait_recv_cost_stats=combine_stats
+        )
+    assert (flat >= 7).all()
+    assert flat.sum() > 7 * user.num_ranks
+    assert square[user.rank].sum() > 0
+    others = [row for rank, row in enumerate(square) if rank != user.rank]
+    assert not any(row.any() for row in others), "only this rank's row is written"
+
+
+def forgotten_hooks(user: User) -> None:
+    """The bank of a dispatch whose hook was never called comes round; cleaning makes the buffer fit again."""
+    mine, _, _ = user.known("uniform", 0, Payload.BF16)
+
+    def send() -> Any:
+        return user.buffer.low_latency_dispatch(
+            mine.x, mine.ids, MAX_TOKENS, NUM_EXPERTS, use_fp8=False, return_recv_hook=True
+        )
+
+    open_calls = [send() for _ in range(NUM_BANKS)]
+    with pytest.raises(HookNotCalled):
+        send()
+    _, _, handle, _, _ = open_calls[0]
+    with pytest.raises(InvalidArgument, match="hook"):
+        user.buffer.low_latency_combine(torch.empty(0), mine.ids, mine.weights, handle)
+    user.buffer.clean_low_latency_buffer(MAX_TOKENS, HIDDEN, NUM_EXPERTS)
+    user.pair("uniform", 0, Payload.BF16)
+    user.pair("uniform", 0, Payload.BF16, hook=True)
+
+
+def handles_do_not_leak(user: User) -> None:
+    """What the buffer remembers of a dispatch goes with its handle."""
+    mine, _, _ = user.known("uniform", 0, Payload.BF16)
+    for _ in range(3):
+        call = user.buffer.low_latency_dispatch(mine.x, mine.ids, MAX_TOKENS, NUM_EXPERTS, use_fp8=False)
+    remembered = user.buffer._operations
+    del call
+    gc.collect()
+    assert len(remembered) == 0
+
+
+def misuse(user: User) -> None:
+    """Errors that name the argument; nothing has been sent, so the group works on."""
+    buffer, (mine, _, _) = user.buffer, user.known("uniform", 0, Payload.BF16)
+    sizes = (MAX_TOKENS, NUM_EXPERTS)
+    wrong: list[tuple[str, Callable[[], Any]]] = [
+        ("use_ue8m0", lambda: buffer.low_latency_dispatch(mine.x, mine.ids, *sizes, use_ue8m0=True)),
+        (
+            "async_finish",
+            lambda: buffer.low_latency_dispatch(
+                mine.x, mine.ids, *sizes, async_finish=True, return_recv_hook=True
+            ),
+        ),
+        ("hidden", lambda: buffer.low_latency_dispatch(mine.x[:, :130].contiguous(), mine.ids, *sizes)),
+        (
+            "hidden",
+            lambda: buffer.low_latency_dispatch(
+                mine.x[:, :128].contiguous(), mine.ids, *sizes, round_scale=True, use_ue8m0=True
+            ),
+        ),
+        ("x", lambda: buffer.low_latency_dispatch(mine.x.float(), mine.ids, *sizes)),
+        ("topk_idx|topk_ids", lambda: buffer.low_latency_dispatch(mine.x, mine.ids.int(), *sizes)),
+        ("topk_ids", lambda: buffer.low_latency_dispatch(mine.x, mine.ids + NUM_EXPERTS, *sizes)),
+        ("x, topk_idx", lambda: buffer.low_latency_dispatch(mine.x[0], mine.ids, *sizes)),
+        ("num_rdma_bytes", lambda: buffer.low_latency_dispatch(mine.x, mine.ids, 10_000, NUM_EXPERTS)),
+        (
+            "cumulative_local_expert_recv_stats",
+            lambda: buffer.low_latency_dispatch(
+                mine.x, mine.ids, *sizes, cumulative_local_expert_recv_stats=torch.zeros(99).int()
+            ),
+        ),
+        (
+            "dispatch_wait_recv_cost_stats",
+            lambda: buffer.low_latency_dispatch(
+                mine.x, mine.ids, *sizes, dispatch_wait_recv_cost_stats=torch.zeros(99).long()
+            ),
+        ),
+        ("enable_shrink", lambda: buffer.low_latency_query_mask_buffer(torch.zeros(user.num_ranks).int())),
+        ("enable_shrink", lambda: buffer.low_latency_update_mask_buffer(0, True)),
+        ("enable_shrink", buffer.low_latency_clean_mask_buffer),
+    ]
+    for name, call in wrong:
+        with pytest.raises(InvalidArgument, match=name):
+            call()
+    _, _, handle, event, _ = buffer.low_latency_dispatch(mine.x, mine.ids, *sizes, use_fp8=False)
+    with pytest.raises(InvalidArgument, match="event"):
+        event.current_stream_wait()
+    x = torch.zeros(len(handle[0]), user.num_ranks * MAX_TOKENS, HIDDEN, dtype=torch.bfloat16)
+    wrong = [
+        ("use_logfmt", lambda: buffer.low_latency_combine(x, mine.ids, mine.weights, handle, True)),
+        ("handle", lambda: buffer.low_latency_combine(x, mine.ids, mine.weights, (x, *handle[1:]))),
+        ("topk_idx", lambda: buffer.low_latency_combine(x, mine.ids[:0], mine.weights, handle)),
+        ("topk_weights", lambda: buffer.low_latency_combine(x, mine.ids, None, handle)),
+        ("topk_weights", lambda: buffer.low_latency_combine(x, mine.ids, mine.weights.double(), handle)),
+        ("expert_out", lambda: buffer.low_latency_combine(x[:, :1], mine.ids, mine.weights, handle)),
+        ("out", lambda: buffer.low_latency_combine(x, mine.ids, mine.weights, handle, out=x)),
+    ]
+    for name, call in wrong:
+        with pytest.raises(InvalidArgument, match=name):
+            call()
+    user.pair("uniform", 8, Payload.BF16)
+
+
+PROGRAMS: dict[str, Callable[[User], None]] = {
+    function.__name__: function
+    for function in (
+        every_flag,
+        experts_that_do_not_divide,
+        two_micro_batches,
+        zero_copy_and_again,
+        zero_copy_in_flight,
+        wait_statistics,
+        forgotten_hooks,
+        handles_do_not_leak,
+        misuse,
+    )
+}
+
+
+def run_programs(group: dist.ProcessGroup) -> dict[str, str]:
+    """Runs every program on one buffer of this rank; {name: failure or ""}."""
+    user = User(group)
+    results = {name: failure_of(lambda p=program: p(user)) for name, program in PROGRAMS.items()}
+    dist.barrier(group)
+    user.buffer.destroy()
+    return results
+
+
+def masks(group: dist.ProcessGroup) -> None:
+    """The last rank is masked by the others on request, then unmasked by all."""
+    user = User(group, enable_shrink=True, timeout_seconds=20)
+    user.pair("uniform", 0, Payload.BF16)
+    dist.barrier(group)
+    status, last = torch.full((user.num_ranks,), 9, dtype=torch.int32), user.num_ranks - 1
+    user.buffer.low_latency_query_mask_buffer(status)
+    assert status.tolist() == [0] * user.num_ranks
+    if user.rank != last:
+        user.buffer.low_latency_update_mask_buffer(last, True)
+        user.buffer.low_latency_query_mask_buffer(status)
+        assert status.tolist() == [0] * last + [1]
+        without_last(user, last)
+        with pytest.raises(InvalidArgument, match="masked"):
+            user.pair("uniform", 1, Payload.FP8)  # would need new memory
+    dist.barrier(group)
+    user.buffer.low_latency_clean_mask_buffer()
+    user.buffer.low_latency_query_mask_buffer(status)
+    assert status.tolist() == [0] * user.num_ranks
+    user.pair("zipf", 2, Payload.BF16)
+    if user.rank != last:
+        user.buffer.low_latency_update_mask_buffer(last, True)
+        user.buffer.low_latency_update_mask_buffer(last, False)
+    else:
+        user.buffer.clean_low_latency_buffer(MAX_TOKENS, HIDDEN, NUM_EXPERTS)
+    user.pair("zipf", 3, Payload.BF16, hook=True)
+    for bad in (-1, user.rank, user.num_ranks):
+        with pytest.raises(InvalidArgument, match="rank_to_mask"):
+            user.buffer.low_latency_update_mask_buffer(bad, True)
+    user.buffer.destroy()
+
+
+def without_last(user: User, last: int) -> None:
+    """Rows from and for the masked rank are missing; the rest is exact."""
+    mine, expected, spec = user.known("uniform", 4, Payload.BF16)
+    recv_x, counts, handle, _, _ = user.buffer.low_latency_dispatch(
+        mine.x, mine.ids, MAX_TOKENS, NUM_EXPERTS, use_fp8=False
+    )
+    assert counts.sum() == sum(source != last for _, source, _ in expected.entries)
+    assert not (handle[1][:, last] & MASK).any()
+    out = user.experts(recv_x, counts, spec)
+    combined, _, _ = user.buffer.low_latency_combine(out, mine.ids, mine.weights, handle)
+    total = torch.zeros(combined.shape)
+    for token, ids in enumerate(mine.ids.tolist()):
+        for k, e in enumerate(ids):
+            if e >= 0 and spec.placement[e] != last:
+                total[token] += (
+                    mine.weights[token, k] * expert(mine.x[token].float(), e, torch.bfloat16).float()
+                )
+    assert_equal(combined, total.to(torch.bfloat16), "combined without the masked rank")
+
+
+def a_rank_that_stays_away(group: dist.ProcessGroup, shrink: bool) -> None:
+    """The last rank makes no call: with shrink the others mask it after the deadline, without they raise."""
+    user = User(group, enable_shrink=shrink, timeout_seconds=2.0)
+    user.pair("nobody", 0, Payload.BF16)
+    last = user.num_ranks - 1
+    if user.rank != last:
+        if shrink:
+            without_last(user, last)
+            without_last(user, last)
+            status = torch.zeros(user.num_ranks, dtype=torch.int32)
+            user.buffer.low_latency_query_mask_buffer(status)
+            assert status[last] == 1
+        else:
+            with pytest.raises((PeerTimeout, GroupAborted)):
+                user.pair("uniform", 1, Payload.BF16)
+    dist.barrier(group)
+    if shrink:
+        user.buffer.low_latency_clean_mask_buffer()
+    else:
+        user.buffer.clean_low_latency_buffer(MAX_TOKENS, HIDDEN, NUM_EXPERTS)
+    user.pair("nobody", 2, Payload.BF16)
+    user.buffer.destroy()
+
+
+def sizes_in_use(group: dist.ProcessGroup) -> None:
+    """More sizes than arenas are kept: the oldest is closed, and made again when it is asked for."""
+    user = User(group, largest=2 * MAX_TOKENS + 2)
+    mine, _, _ = user.known("uniform", 0, Payload.BF16)
+    for max_tokens in [*range(MAX_TOKENS, MAX_TOKENS + 10), MAX_TOKENS]:
+        user.buffer.low_latency_dispatch(mine.x, mine.ids, max_tokens, NUM_EXPERTS, use_fp8=False)
+    kept = [arena.exchange.spec.max_tokens for arena in user.buffer._arenas]
+    assert kept == [*range(MAX_TOKENS + 3, MAX_TOKENS + 10), MAX_TOKENS]
+    user.buffer.clean_low_latency_buffer(MAX_TOKENS, HIDDEN, NUM_EXPERTS)
+    assert [arena.exchange.spec.max_tokens for arena in user.buffer._arenas] == [MAX_TOKENS]
+    user.pair("uniform", 1, Payload.BF16)
+    user.buffer.destroy()

@@ -1,0 +1,103 @@
+"""Buffer and `import deep_ep`: programs in DeepEP's form on gloo ranks (tests/ep/buffer_programs.py)."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from functools import cache
+
+import pytest
+import torch
+
+from ep_server.compat import deep_ep
+from ep_server.ep.arenas import Sizes
+from ep_server.ep.exchange import Payload
+from ep_server.errors import InvalidArgument
+from tests.ep import buffer_programs
+from tests.harness.process_group import run_group
+
+
+@cache
+def results(num_ranks: int) -> dict[str, list[str]]:
+    """program -> failure texts of the ranks that failed; one group of processes for all."""
+    by_rank = run_group(buffer_programs.run_programs, num_ranks)
+    return {
+        name: [f"rank {rank}: {answers[name]}" for rank, answers in enumerate(by_rank) if answers[name]]
+        for name in by_rank[0]
+    }
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("program", buffer_programs.PROGRAMS)
+def test_program(num_ranks: int, program: str) -> None:
+    failures = results(num_ranks)[program]
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_masks_on_request(num_ranks: int) -> None:
+    run_group(buffer_programs.masks, num_ranks)
+
+
+@pytest.mark.parametrize("shrink", [True, False])
+def test_a_rank_that_stays_away(shrink: bool) -> None:
+    run_group(buffer_programs.a_rank_that_stays_away, 3, args=(shrink,))
+
+
+def test_more_sizes_than_arenas() -> None:
+    run_group(buffer_programs.sizes_in_use, 2)
+
+
+def test_import_deep_ep_finds_the_package() -> None:
+    program = (
+        "from ep_server.compat.deep_ep import install; install(); install(); import deep_ep, torch;"
+        "from deep_ep import Buffer, Config, EventOverlap, topk_idx_t;"
+        "import ep_server.ep.buffer as b; assert Buffer is b.Buffer; assert topk_idx_t is torch.int64"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_install_refuses_to_replace_another_library() -> None:
+    program = (
+        "import sys, types; sys.modules['deep_ep'] = types.ModuleType('deep_ep')\n"
+        "from ep_server.compat.deep_ep import install\n"
+        "from ep_server.errors import StartupError\n"
+        "try: install()\n"
+        "except StartupError: print('refused')"
+    )
+    answer = subprocess.run([sys.executable, "-c", program], check=True, timeout=60, capture_output=True)
+    assert answer.stdout.strip() == b"refused"
+
+
+def test_size_hint_covers_every_call_of_those_sizes() -> None:
+    hint = deep_ep.Buffer.get_low_latency_rdma_size_hint(128, 7168, 4, 64)
+    from ep_server.ep.arenas import region_bytes
+
+    for payload in (Payload.BF16, Payload.FP8, Payload.FP8_UE8M0):
+        for top_k in (1, 8, 16):
+            assert region_bytes(Sizes(128, 7168, top_k, 64, payload).spec(3, 4, 1)) <= hint
+    assert hint < deep_ep.Buffer.get_low_latency_rdma_size_hint(129, 7168, 4, 64)
+
+
+def test_a_buffer_without_a_group_or_mode_is_refused() -> None:
+    with pytest.raises(InvalidArgument, match="group"):
+        deep_ep.Buffer(None)
+
+
+def test_num_sms_is_even() -> None:
+    assert deep_ep.Buffer.num_sms == 20
+    deep_ep.Buffer.set_num_sms(24)
+    assert deep_ep.Buffer.num_sms == 24
+    deep_ep.Buffer.set_num_sms(20)
+    with pytest.raises(InvalidArgument, match="even"):
+        deep_ep.Buffer.set_num_sms(3)
+
+
+def test_events() -> None:
+    deep_ep.Buffer.capture().current_stream_wait()
+    kept = torch.zeros(1)
+    with deep_ep.EventOverlap(extra_tensors=(kept,)) as event:
+        assert event.extra_tensors == (kept,)
+    with pytest.raises(InvalidArgument, match="async_finish"):
+        deep_ep.EventOverlap().current_stream_wait()
+    assert deep_ep.Config(24, 8).num_max_nvl_chunked_send_tokens == 8

@@ -1,0 +1,88 @@
+"""paged_attention against loops over tokens, in a cache whose unused memory is NaN."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+import torch
+
+from ep_server.model.attention import gather_plan, paged_attention
+from ep_server.model.batch import AttentionMeta, split
+from ep_server.model.families.spec import GqaSpec, MlaSpec, ModelSpec, RopeSpec, RouterSpec
+from ep_server.model.kv_cache import KvCache, KvLayer, kv_block_bytes
+from ep_server.records import SeqSlice, StepBatch
+from tests.harness.compare import assert_close
+
+BLOCKS, BLOCK = 64, 4
+
+
+def naive(q: torch.Tensor, kv: KvLayer, meta: AttentionMeta, scale: float, window: int) -> torch.Tensor:
+    heads, group = q.shape[1], q.shape[1] // kv.k.shape[2]
+    out = torch.zeros(len(q), heads, kv.v_dim, dtype=torch.float64)
+    for i in range(len(meta.context)):
+        for row in range(meta.query_start[i], meta.query_start[i + 1]):
+            position = int(meta.positions[row])
+            first = max(0, position - window + 1) if window else 0
+            for head in range(heads):
+                scores, values = [], []
+                for p in range(first, position + 1):
+                    block, offset = int(meta.blocks[i, p // BLOCK]), p % BLOCK
+                    key = kv.k[block, offset, head // group].double()
+                    value = key if kv.v is None else kv.v[block, offset, head // group].double()
+                    scores.append(float(q[row, head].double() @ key) * scale)
+                    values.append(value[: kv.v_dim])
+                top = max(scores)
+                weights = [math.exp(s - top) for s in scores]
+                total = sum(w * v for w, v in zip(weights, values, strict=True))
+                out[row, head] = total / sum(weights)
+    return out
+
+
+BATCHES = {
+    "one-decode": [(0, 1)],
+    "decode": [(0, 1), (17, 1), (7, 1)],
+    "equal-decode": [(9, 1), (9, 1)],
+    "prefill": [(0, 9)],
+    "chunk": [(11, 5)],
+    "mixed": [(3, 1), (0, 6), (8, 3), (30, 1), (13, 2)],
+}
+
+
+@pytest.mark.parametrize("window", [0, 1, 5])
+@pytest.mark.parametrize("kind", ["gqa", "mha", "latent"])
+@pytest.mark.parametrize("name", BATCHES)
+def test_against_loops(name: str, kind: str, window: int) -> None:
+    torch.manual_seed(1)
+    kv_heads, heads, k_dim, v_dim = {"gqa": (2, 6, 8, 8), "mha": (3, 3, 8, 8), "latent": (1, 4, 10, 6)}[kind]
+    shuffled = random.Random(2).sample(range(BLOCKS), BLOCKS)
+    slices = [
+        SeqSlice(i, start, [0] * n, [shuffled.pop() for _ in range(-(-(start + n) // BLOCK))], True)
+        for i, (start, n) in enumerate(BATCHES[name])
+    ]
+    meta = split(StepBatch(tuple(slices), sum(n for _, n in BATCHES[name])), 1, BLOCK)[0].attention
+    k = torch.full((BLOCKS, BLOCK, kv_heads, k_dim), float("nan"))
+    kv = KvLayer(k, None if kind == "latent" else torch.full_like(k[..., :v_dim], float("nan")), v_dim)
+    for i, context in enumerate(meta.context):
+        positions = torch.arange(context)
+        slots = meta.blocks[i, positions // BLOCK] * BLOCK + positions % BLOCK
+        kv.write(slots, torch.randn(context, kv_heads, k_dim), torch.randn(context, kv_heads, v_dim))
+    q = torch.randn(len(meta.positions), heads, k_dim)
+    out = paged_attention(q, kv, meta, gather_plan(meta, window, q.dtype), 0.3)
+    assert out.shape == (len(q), heads, v_dim)
+    assert_close(out, naive(q, kv, meta, 0.3, window), f"{name} {kind}", abs_tol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("attention", "per_token"),
+    [(GqaSpec(8, 2, 16, 0.25), 2 * 2 * 16), (MlaSpec(4, 0, 24, 16, 8, 12, 0.2), 24 + 8)],
+)
+def test_the_cache_takes_what_it_says(attention: GqaSpec | MlaSpec, per_token: int) -> None:
+    spec = ModelSpec(
+        "x", 8, 8, 64, 1e-6, False, attention, RopeSpec(8, 1e4), RouterSpec(2, 1), (True,) * 3, 8
+    )
+    cache = KvCache(spec, 10, BLOCK, torch.bfloat16)
+    assert len(cache.layers) == 3
+    assert cache.nbytes == 10 * kv_block_bytes(spec, BLOCK, torch.bfloat16) == 10 * BLOCK * 3 * per_token * 2
+    assert spec.kv_values_per_token == 3 * per_token

@@ -1,0 +1,82 @@
+"""A step's slices become rows: nothing lost, cut fairly, positions and slots where the blocks say."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ep_server.model.batch import split
+from ep_server.records import SeqSlice, StepBatch
+
+BLOCK = 4
+
+
+def token(number: int, position: int) -> int:
+    return number * 1000 + position
+
+
+def sequence(number: int, start: int, length: int, sample: bool = True) -> SeqSlice:
+    """Tokens encode (sequence, position); block b of sequence n is 100 * n + b."""
+    blocks = [100 * number + b for b in range(-(-(start + length) // BLOCK) + 1)]  # one more than needed
+    return SeqSlice(number, start, [token(number, start + i) for i in range(length)], blocks, sample)
+
+
+def batch_of(slices: list[SeqSlice]) -> StepBatch:
+    return StepBatch(tuple(slices), sum(len(s.token_ids) for s in slices))
+
+
+lengths = st.lists(st.tuples(st.integers(0, 30), st.integers(1, 12), st.booleans()), max_size=6)
+
+
+@given(lengths, st.integers(1, 4))
+def test_every_token_runs_once_at_its_place(items: list[tuple[int, int, bool]], count: int) -> None:
+    slices = [sequence(i + 1, start, n, sample) for i, (start, n, sample) in enumerate(items)]
+    parts = split(batch_of(slices), count, BLOCK)
+    assert len(parts) == count
+    fair = -(-sum(n for _, n, _ in items) // count)
+    last: dict[int, int] = {}
+    for part in parts:
+        meta = part.attention
+        ids = part.token_ids.tolist()
+        assert len(ids) <= fair
+        assert meta.query_start[0] == 0 and meta.query_start[-1] == len(ids)
+        assert meta.num_decode <= len(meta.context)
+        for i, context in enumerate(meta.context):
+            a, b = meta.query_start[i : i + 2]
+            number = ids[a] // 1000
+            positions = [t % 1000 for t in ids[a:b]]
+            assert meta.positions[a:b].tolist() == positions == list(range(context - (b - a), context))
+            assert (b - a == 1) == (i < meta.num_decode)
+            slots = [(100 * number + p // BLOCK) * BLOCK + p % BLOCK for p in positions]
+            assert meta.slots[a:b].tolist() == slots
+            used = -(-context // BLOCK)
+            table = meta.blocks[i].tolist()
+            assert table == [100 * number + j for j in range(used)] + [0] * (len(table) - used)
+            assert positions[0] == last.get(number, items[number - 1][0] - 1) + 1  # earlier parts first
+            last[number] = positions[-1]
+    assert last == {i + 1: start + n - 1 for i, (start, n, _) in enumerate(items)}
+    drawn = [
+        (number, int(part.token_ids[row]))
+        for part in parts
+        for number, row in zip(part.sampled, part.sample_rows.tolist(), strict=True)
+    ]
+    assert sorted(drawn) == [
+        (i + 1, token(i + 1, start + n - 1)) for i, (start, n, sample) in enumerate(items) if sample
+    ]
+
+
+def test_nothing_to_run() -> None:
+    for part in split(StepBatch((), 0), 2, BLOCK):
+        assert part.token_ids.shape == part.attention.slots.shape == (0,)
+        assert part.attention.blocks.shape == (0, 0)
+        assert part.attention.query_start == (0,)
+        assert part.sampled == ()
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_decoding_sequences_come_first(count: int) -> None:
+    parts = split(batch_of([sequence(1, 0, 6), sequence(2, 9, 1), sequence(3, 5, 1)]), count, BLOCK)
+    assert parts[0].token_ids[:2].tolist() == [2009, 3005]
+    assert parts[0].attention.num_decode == 2
+    assert [len(part.token_ids) for part in parts] == ([8] if count == 1 else [4, 4])

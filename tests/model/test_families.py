@@ -1,0 +1,232 @@
+"""config.json of transformers 4 and 5 to the same ModelSpec; what is wrong is named."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ep_server.errors import CheckpointError
+from ep_server.model.families import FAMILIES, read_spec
+from ep_server.model.families.spec import GqaSpec, GroupScore, MlaSpec, QkNorm, RopeType, Score
+from tests.harness.checkpoints import CASES, Tiny
+
+QWEN3_30B: dict[str, Any] = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "attention_bias": False,
+    "bos_token_id": 151643,
+    "decoder_sparse_step": 1,
+    "eos_token_id": 151645,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
+    "max_position_embeddings": 40960,
+    "mlp_only_layers": [],
+    "model_type": "qwen3_moe",
+    "moe_intermediate_size": 768,
+    "norm_topk_prob": True,
+    "num_attention_heads": 32,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": None,
+    "rope_theta": 1000000.0,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+    "use_sliding_window": False,
+    "vocab_size": 151936,
+}
+DEEPSEEK_V3: dict[str, Any] = {
+    "architectures": ["DeepseekV3ForCausalLM"],
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+    "first_k_dense_replace": 3,
+    "hidden_act": "silu",
+    "hidden_size": 7168,
+    "intermediate_size": 18432,
+    "kv_lora_rank": 512,
+    "max_position_embeddings": 163840,
+    "model_type": "deepseek_v3",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": 1,
+    "n_group": 8,
+    "n_routed_experts": 256,
+    "n_shared_experts": 1,
+    "norm_topk_prob": True,
+    "num_attention_heads": 128,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 61,
+    "num_key_value_heads": 128,
+    "num_nextn_predict_layers": 1,
+    "q_lora_rank": 1536,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "quantization_config": {
+        "activation_scheme": "dynamic",
+        "fmt": "e4m3",
+        "quant_method": "fp8",
+        "weight_block_size": [128, 128],
+    },
+    "rms_norm_eps": 1e-06,
+    "rope_scaling": {
+        "beta_fast": 32,
+        "beta_slow": 1,
+        "factor": 40,
+        "mscale": 1.0,
+        "mscale_all_dim": 1.0,
+        "original_max_position_embeddings": 4096,
+        "type": "yarn",
+    },
+    "rope_theta": 10000,
+    "routed_scaling_factor": 2.5,
+    "scoring_func": "sigmoid",
+    "tie_word_embeddings": False,
+    "topk_group": 4,
+    "topk_method": "noaux_tc",
+    "torch_dtype": "bfloat16",
+    "v_head_dim": 128,
+    "vocab_size": 129280,
+}
+
+
+def write(folder: Path, config: dict[str, Any], name: str = "config.json") -> Path:
+    (folder / name).write_text(json.dumps(config))
+    return folder
+
+
+def as_version_4(config: dict[str, Any]) -> dict[str, Any]:
+    """The same config in the spellings that transformers 4 wrote."""
+    old = dict(config)
+    rope = dict(old.pop("rope_parameters"))
+    old["rope_theta"] = rope.pop("rope_theta")
+    kind = rope.pop("rope_type")
+    old["rope_scaling"] = None if kind == "default" else {"type": kind, **rope}
+    old["torch_dtype"] = old.pop("dtype")
+    if old["model_type"] == "qwen3_moe":
+        old["num_experts"] = old.pop("num_local_experts")
+    return old
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES])
+def test_both_spellings_mean_the_same(tiny: Callable[[str], Tiny], name: str, tmp_path: Path) -> None:
+    path = tiny(name).path
+    new = json.loads((path / "config.json").read_text())
+    old = as_version_4(new)
+    assert set(new) - set(old) >= {"rope_parameters", "dtype"}
+    assert read_spec(write(tmp_path, old)) == read_spec(path)
+
+
+def test_a_released_qwen3_moe(tmp_path: Path) -> None:
+    spec = read_spec(write(tmp_path, QWEN3_30B))
+    assert spec.attention == GqaSpec(32, 4, 128, 128**-0.5, QkNorm.HEAD)
+    assert (spec.router.num_experts, spec.router.top_k, spec.router.renormalise) == (128, 8, True)
+    assert spec.sparse_layers == (True,) * 48
+    assert (spec.rope.theta, spec.rope.interleaved, spec.dtype) == (1e6, False, "bfloat16")
+    assert spec.kv_values_per_token == 48 * 2 * 4 * 128
+
+
+def test_a_released_deepseek_v3(tmp_path: Path) -> None:
+    spec = read_spec(write(tmp_path, DEEPSEEK_V3))
+    attention = spec.attention
+    assert isinstance(attention, MlaSpec)
+    assert attention.scale == pytest.approx(0.1352337788608801)  # 192^-0.5 * (0.1 ln 40 + 1)^2
+    assert (attention.q_lora, attention.kv_lora, attention.v_dim) == (1536, 512, 128)
+    assert (spec.rope.type, spec.rope.interleaved, spec.rope.attention_factor) == (RopeType.YARN, True, 1.0)
+    router = spec.router
+    assert (router.score, router.group_score) == (Score.SIGMOID, GroupScore.TOP2_SUM)
+    assert (router.groups, router.top_groups, router.scale, router.bias) == (8, 4, 2.5, True)
+    assert spec.sparse_layers == (False,) * 3 + (True,) * 58
+    assert (spec.shared_ffn, spec.quant_block) == (2048, (128, 128))
+    assert spec.kv_values_per_token == 61 * 576
+
+
+def test_an_architecture_under_another_model_type(tmp_path: Path) -> None:
+    spec = read_spec(write(tmp_path, DEEPSEEK_V3 | {"model_type": "kimi_k2"}))
+    assert spec.family == "deepseek_v3"
+
+
+@pytest.mark.parametrize(
+    ("config_eos", "generation", "expected"),
+    [
+        (1, None, (1,)),
+        ([1, 2], None, (1, 2)),
+        (None, None, ()),
+        (1, {"eos_token_id": 7}, (7,)),
+        (1, {"eos_token_id": [7, 8]}, (7, 8)),
+        (1, {"temperature": 0.6}, (1,)),
+    ],
+)
+def test_eos_ids(tmp_path: Path, config_eos: Any, generation: Any, expected: tuple[int, ...]) -> None:
+    write(tmp_path, QWEN3_30B | {"eos_token_id": config_eos})
+    if generation is not None:
+        write(tmp_path, generation, "generation_config.json")
+    assert read_spec(tmp_path).eos_token_ids == expected
+
+
+def test_an_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
+    write(tmp_path, {"model_type": "llama", "architectures": ["LlamaForCausalLM"]})
+    with pytest.raises(CheckpointError, match=r"config\.json: model_type = 'llama': unknown") as error:
+        read_spec(tmp_path)
+    assert all(family in str(error.value) for family in FAMILIES)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": None}, "hidden_size is missing"),
+        ({"hidden_size": "2048"}, "hidden_size = '2048': must be an integer"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers = 0: must be an integer of at least 1"),
+        ({"num_key_value_heads": 5}, "num_key_value_heads = 5: must be a divisor"),
+        ({"head_dim": 33}, "head_dim = 33: must be even"),
+        ({"hidden_act": "gelu"}, "hidden_act = 'gelu': must be one of silu"),
+        ({"num_experts_per_tok": 200}, "num_experts_per_tok = 200: must be at most 128"),
+        ({"rope_scaling": {"type": "longrope"}}, "rope_type = 'longrope': must be one of default"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing|rope_parameters: factor is"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: must be 1"),
+        ({"torch_dtype": "int8"}, "dtype = 'int8': must be one of float32"),
+        ({"norm_topk_prob": 1}, "norm_topk_prob = 1: must be true or false"),
+        ({"eos_token_id": ["a"]}, "eos_token_id = .* must be a token id"),
+        ({"quantization_config": {"quant_method": "awq"}}, "quant_method = 'awq': must be one of fp8"),
+        ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}}, "weight_block_size"),
+        ({"rope_scaling": 3}, "must be an object"),
+    ],
+)
+def test_fields_out_of_range(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read_spec(write(tmp_path, QWEN3_30B | change))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"n_group": 7}, "n_group = 7: must be a divisor"),
+        ({"topk_group": 9}, "topk_group = 9: must be at most n_group"),
+        ({"n_group": 64, "topk_group": 1}, "topk_group = 1: .* enough for top-8"),
+        ({"topk_method": "greedy"}, "topk_method = 'greedy': must be one of noaux_tc"),
+        ({"moe_layer_freq": 2}, "moe_layer_freq = 2: must be 1"),
+        ({"model_type": "deepseek_v2", "norm_topk_prob": True}, "norm_topk_prob = True: must be false"),
+    ],
+)
+def test_deepseek_fields_out_of_range(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        read_spec(write(tmp_path, DEEPSEEK_V3 | change))
+
+
+def test_broken_files(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"config\.json: cannot be read"):
+        read_spec(tmp_path)
+    with pytest.raises(CheckpointError, match="absent: not a directory"):
+        read_spec(tmp_path / "absent")
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(CheckpointError, match="not valid JSON"):
+        read_spec(tmp_path)
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(CheckpointError, match="holds list, expected an object"):
+        read_spec(tmp_path)

@@ -1,0 +1,164 @@
+"""Records survive the way over a channel unchanged, whatever their fields hold."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ep_server import errors
+from ep_server.ranks import messages
+from ep_server.records import (
+    FinishReason,
+    RankLoad,
+    RankReady,
+    RankStatistics,
+    Request,
+    Sampling,
+    Stopping,
+    TokenEvent,
+)
+from ep_server.v1 import rank_pb2 as pb
+
+ids = st.integers(0, 2**31 - 1)
+counts = st.integers(0, 2**62)
+reals = st.floats(allow_nan=False, allow_infinity=False)
+logprobs = st.floats(max_value=0.0, allow_nan=False)  # -inf: a token that a filter excludes
+names = st.text(min_size=1, max_size=12)
+
+samplings = st.builds(
+    Sampling,
+    temperature=reals,
+    top_k=ids,
+    top_p=reals,
+    min_p=reals,
+    seed=st.none() | st.integers(-(2**63), 2**63 - 1),
+    repetition_penalty=reals,
+    presence_penalty=reals,
+    frequency_penalty=reals,
+    logit_bias=st.lists(st.tuples(ids, reals), max_size=4).map(tuple),
+    logprobs=st.none() | st.integers(0, 20),
+)
+stoppings = st.builds(
+    Stopping,
+    max_new_tokens=ids,
+    min_new_tokens=ids,
+    eos_token_ids=st.frozensets(ids, max_size=3),
+    stop_token_ids=st.frozensets(ids, max_size=3),
+    stop_strings=st.lists(st.text(max_size=5), max_size=3).map(tuple),
+    include_stop=st.booleans(),
+)
+requests = st.builds(
+    Request,
+    request_id=st.text(max_size=10),
+    number=counts,
+    prompt_ids=st.lists(ids, max_size=20).map(tuple),
+    sampling=samplings,
+    stopping=stoppings,
+    priority=st.integers(-(2**31), 2**31 - 1),
+    cache_salt=st.text(max_size=5),
+    bypass_prefix_cache=st.booleans(),
+    dp_rank=st.none() | st.integers(0, 63),
+)
+events = st.builds(
+    TokenEvent,
+    number=counts,
+    token_id=ids,
+    logprob=st.none() | logprobs,
+    top=st.lists(st.tuples(ids, logprobs), max_size=3).map(tuple),
+    finish=st.none() | st.sampled_from(FinishReason),
+    cached_tokens=ids,
+)
+statistics = st.builds(
+    RankStatistics,
+    rank=st.integers(0, 63),
+    load=st.builds(RankLoad, **dict.fromkeys(RankLoad.__dataclass_fields__, counts)),
+    histograms=st.dictionaries(names, st.lists(counts, max_size=5).map(tuple), max_size=4),
+    sums=st.dictionaries(names, counts, max_size=4),
+    counters=st.dictionaries(names, counts, max_size=4),
+    peer_wait_ns=st.dictionaries(st.tuples(names, st.integers(0, 63)), counts, max_size=4),
+    expert_tokens=st.dictionaries(st.integers(0, 511), counts, max_size=4),
+)
+
+
+def over_wire(message):
+    return type(message).FromString(message.SerializeToString())
+
+
+@given(request=requests, work_number=counts)
+def test_request(request: Request, work_number: int) -> None:
+    add = over_wire(messages.add_message(request, work_number)).add
+    assert messages.request_of(add.request) == request
+    assert add.work_number == work_number
+
+
+@given(batch=st.lists(events, max_size=6))
+def test_tokens(batch: list[TokenEvent]) -> None:
+    assert messages.events_of(over_wire(messages.tokens_message(batch)).tokens) == batch
+
+
+def test_plain_tokens_carry_two_columns() -> None:
+    batch = [TokenEvent(number, 5) for number in range(32)]
+    tokens = messages.tokens_message(batch).tokens
+    assert {field.name for field, _ in tokens.ListFields()} == {"numbers", "token_ids"}
+
+
+@given(record=statistics)
+def test_statistics(record: RankStatistics) -> None:
+    assert messages.statistics_of(over_wire(messages.statistics_message(record)).statistics) == record
+
+
+def test_ready() -> None:
+    ready = RankReady(3, 4711, 2**33, 16, 2**41, 2**40, 2**35, 1.25)
+    assert messages.ready_of(over_wire(messages.ready_message(ready)).ready) == ready
+
+
+def fatal_of(error: BaseException) -> errors.EpServerError:
+    return messages.error_of(over_wire(messages.fatal_message(error)).fatal)
+
+
+@pytest.mark.parametrize(
+    "kind", [errors.StartupError, errors.CheckpointError, errors.GroupAborted, errors.InternalError]
+)
+def test_an_error_of_ours_keeps_its_class(kind: type[errors.EpServerError]) -> None:
+    error = fatal_of(kind("line one\n  line two"))
+    assert type(error) is kind
+    assert str(error) == "line one line two"
+
+
+@pytest.mark.parametrize("value", [7, 0.25, "fp4", None, True])
+def test_a_config_error_keeps_its_parts(value: object) -> None:
+    before = errors.ConfigError("exchange.payload", value, "one of bf16, fp8")
+    error = fatal_of(before)
+    assert isinstance(error, errors.ConfigError)
+    assert (str(error), error.field, error.value) == (str(before), before.field, value)
+
+
+def test_an_error_with_parts_of_its_own_keeps_its_text() -> None:
+    before = errors.PeerTimeout("dispatch", "recv_header", 1, 2, 9, 8)
+    error = fatal_of(before)
+    assert type(error) is errors.InternalError
+    assert str(error) == str(before)
+
+
+def test_any_other_exception_is_a_bug_that_names_its_class() -> None:
+    error = fatal_of(KeyError("x"))
+    assert type(error) is errors.InternalError
+    assert str(error) == "KeyError: 'x'"
+
+
+def test_an_unknown_class_is_an_internal_error() -> None:
+    for name in ("NoSuchError", "annotations", "FieldError", ""):
+        assert type(messages.error_of(pb.Fatal(error_class=name, message="m"))) is errors.InternalError
+
+
+def test_one_line_is_never_empty() -> None:
+    assert messages.one_line(ValueError()) == "ValueError"
+    assert messages.one_line(ValueError(" a \n b ")) == "a b"
+
+
+def test_minus_infinity_is_not_taken_for_absent() -> None:
+    batch = [TokenEvent(1, 2, -math.inf), TokenEvent(2, 3, None)]
+    assert messages.events_of(messages.tokens_message(batch).tokens) == batch

@@ -1,0 +1,72 @@
+"""What the step meter adds up, against sums made by hand."""
+
+from __future__ import annotations
+
+from ep_server.model.runner import RunnerStatistics
+from ep_server.ranks.statistics import BUCKETS, Histogram, StepMeter, StepTimes
+from ep_server.records import RankLoad, SeqSlice, StepBatch
+
+NO_EXCHANGE = {"histograms": {}, "sums": {}, "counters": {}, "peer_wait_ns": {}, "expert_tokens": {}}
+NO_RUNNER = RunnerStatistics({}, {}, {})
+
+
+def batch(*numbers: int) -> StepBatch:
+    return StepBatch(tuple(SeqSlice(n, 0, (1, 2), (0,), True) for n in numbers), 2 * len(numbers))
+
+
+def test_buckets_are_powers_of_two() -> None:
+    histogram = Histogram()
+    for ns in (0, 1, 2, 3, 4, 1023, 1024, 2**60):
+        histogram.add(ns)
+    filled = {bucket: count for bucket, count in enumerate(histogram.counts) if count}
+    assert filled == {0: 2, 1: 2, 2: 1, 9: 1, 10: 1, BUCKETS - 1: 1}
+    assert histogram.sum == 0 + 1 + 2 + 3 + 4 + 1023 + 1024 + 2**60
+
+
+def test_steps_are_added_up() -> None:
+    meter = StepMeter(rank=3)
+    meter.arrived(7, now=100)
+    meter.arrived(8, now=110)
+    meter.arrived(9, now=120)
+    meter.left(9)
+    meter.stepped(batch(7), 1, StepTimes(start=1000, planned=1010, voted=1050, ran=2000, published=2030))
+    meter.stepped(batch(7, 8), 2, StepTimes(start=3000, planned=3020, voted=3021, ran=4000, published=4003))
+    meter.stepped(StepBatch((), 0), 1, StepTimes(5000, 5001, 5002, 5003, 5004))
+    meter.parked()
+    record = meter.gather(RankLoad(steps=3), NO_EXCHANGE, NO_RUNNER)
+    assert (record.rank, record.load.steps) == (3, 3)
+    assert record.counters == {
+        "tokens": 6,
+        "idle_steps": 1,
+        "overlap_steps": 1,
+        "run_steps": 3,
+        "parks": 1,
+    }
+    assert record.sums == {
+        "step/plan": 10 + 20 + 1,
+        "step/vote": 40 + 1 + 1,
+        "step/publish": 30 + 3 + 1,
+        "step/total": 1030 + 1003 + 4,
+        "request/queue": (1010 - 100) + (3020 - 110),
+    }
+    assert sum(record.histograms["step/total"]) == 3
+    assert sum(record.histograms["request/queue"]) == 2  # 9 never ran, 7 counts once
+
+
+def test_parts_are_joined_and_empty_ends_left_out() -> None:
+    meter = StepMeter(0)
+    exchange = {
+        "histograms": {"dispatch/send": (0, 5, 0, 0), "vote/wait": (0, 0)},
+        "sums": {"dispatch/send": 11},
+        "counters": {"exchange_tokens": 4},
+        "peer_wait_ns": {("vote", 1): 12},
+        "expert_tokens": {2: 6},
+    }
+    runner = RunnerStatistics({"step/router": (1, 0)}, {"step/router": 13}, {2: 99})
+    record = meter.gather(RankLoad(), exchange, runner)
+    assert record.histograms == {"dispatch/send": (0, 5), "step/router": (1,)}
+    assert record.sums["dispatch/send"] == 11
+    assert record.sums["step/router"] == 13
+    assert record.counters == {"exchange_tokens": 4}
+    assert record.peer_wait_ns == {("vote", 1): 12}
+    assert record.expert_tokens == {2: 6}

@@ -1,0 +1,162 @@
+"""The command line against a real server over FakeRanks."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from ep_server.cli import main
+from ep_server.config import Config, fields
+from ep_server.ranks.fake import FakeRanks, scripted
+from tests.harness.tokenizers import EOS
+from tests.service.harness import NO_TOKENIZER, WAIT, Served, serving
+
+
+async def run(served: Served | None, *arguments: str) -> int:
+    """The exit code of a command, run in a thread of its own: the server needs this one."""
+    address = ["--address", served.server.address] if served is not None else []
+    async with asyncio.timeout(WAIT):
+        return await asyncio.to_thread(main, [*arguments, *address])
+
+
+async def test_generate_streams_text(capfd: pytest.CaptureFixture[str]) -> None:
+    async with serving(FakeRanks(next_token=scripted(*"né😀 ok".encode(), EOS))) as served:
+        arguments = ("--max-new-tokens", "20", "--temperature", "0", "--seed", "3", "--stop", "ok", "--stats")
+        assert await run(served, "generate", "hello", *arguments) == 0
+        out, err = capfd.readouterr()
+        assert out == "né😀 \n"
+        assert re.fullmatch(
+            r"5 prompt tokens \(0 cached\), 10 output, first after [\d.]+ s, then [\d.]+ tokens/s\n", err
+        )
+        (request,) = served.ranks.requests.values()
+        assert request.prompt_ids == tuple(b"hello") and request.sampling.seed == 3
+        assert request.stopping.max_new_tokens == 20 and request.stopping.stop_strings == ("ok",)
+
+
+async def test_generate_with_token_ids(capfd: pytest.CaptureFixture[str]) -> None:
+    async with serving(model=NO_TOKENIZER) as served:
+        assert await run(served, "generate", "--ids", "4 5", "--max-new-tokens", "3") == 0
+        assert capfd.readouterr().out == "6 7 8 \n"
+        assert await run(served, "generate", "--ids", "four") == 1
+        assert "PROMPT = 'four': must be token ids" in capfd.readouterr().err
+
+
+async def test_generate_reads_standard_input(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.StringIO("AB"))
+    async with serving() as served:
+        assert await run(served, "generate", "-", "--max-new-tokens", "2") == 0
+        assert capfd.readouterr().out == "CD\n"
+
+
+async def test_errors_are_one_line(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    async with serving() as served:
+        assert await run(served, "generate", "hi", "--top-p", "7") == 1
+        message = "INVALID_ARGUMENT: sampling.top_p = 7.0: must be above 0, at most 1"
+        assert capfd.readouterr().err == f"ep-server: error: {message}\n"
+        assert await run(served, "generate", "hi", "--token-file", str(tmp_path / "none")) == 1
+        assert "--token-file = " in capfd.readouterr().err
+    assert await run(None, "serve", "--ranks", "65") == 1
+    assert capfd.readouterr().err == "ep-server: error: parallel.ranks = 65: must be 1 to 64\n"
+    assert await run(None, "serve", "--model", str(tmp_path)) == 1
+    assert "config.json" in capfd.readouterr().err
+    assert await run(None, "inspect", str(tmp_path / "none")) == 1
+    assert capfd.readouterr().err.count("\n") == 1
+    assert await run(None, "generate", "hi", "--no-such-flag") == 2
+
+
+async def test_a_token_from_a_file(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "token"
+    file.write_text("# mine\nsecret\n")
+    async with serving(grpc__token_file=str(file)) as served:
+        assert await run(served, "generate", "A", "--max-new-tokens", "1", "--token-file", str(file)) == 0
+        assert await run(served, "generate", "A") == 1
+        assert "UNAUTHENTICATED" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("arrivals", [("--concurrency", "3"), ("--rate", "400")])
+async def test_bench(capfd: pytest.CaptureFixture[str], arrivals: tuple[str, str]) -> None:
+    async with serving(FakeRanks(2)) as served:
+        load = ("--requests", "10", "--prompt-tokens", "5", "--new-tokens", "7", "--warmup", "1", *arrivals)
+        assert await run(served, "bench", *load, "--json") == 0
+        report = json.loads(capfd.readouterr().out)
+        assert (report["requests"], report["errors"], report["output_tokens"]) == (10, 0, 70)
+        assert report["tokens_per_second"] > 0 and report["tokens_per_message"] >= 1
+        for name in ("time_to_first_token", "end_to_end", "inter_token_latency"):
+            assert 0 <= report[name]["p50"] <= report[name]["p99"] <= report[name]["max"]
+        assert len(served.ranks.requests) == 11
+        assert {len(request.prompt_ids) for request in served.ranks.requests.values()} == {5}
+        assert await run(served, "bench", *load) == 0
+        out = capfd.readouterr().out
+        assert "time to first token" in out and "tokens/s" in out
+
+
+async def test_bench_counts_what_fails(capfd: pytest.CaptureFixture[str]) -> None:
+    async with serving(scheduler__max_running=1, scheduler__max_queue=0) as served:
+        served.ranks.hold()
+        bench = asyncio.ensure_future(
+            run(served, "bench", "--requests", "4", "--concurrency", "4", "--warmup", "0", "--json")
+        )
+        await served.until(lambda: len(served.heard.refused) == 3)
+        served.ranks.release()
+        assert await bench == 1
+        report = json.loads(capfd.readouterr().out)
+        assert (report["requests"], report["statuses"]) == (1, {"RESOURCE_EXHAUSTED": 3})
+
+
+async def test_bench_that_cannot_fit(capfd: pytest.CaptureFixture[str]) -> None:
+    async with serving() as served:
+        assert await run(served, "bench", "--prompt-tokens", "70000") == 1
+        assert "at most 65536, the context" in capfd.readouterr().err
+
+
+def test_config_lists_every_option(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    assert main(["config"]) == 0
+    out = capfd.readouterr().out
+    assert [name for name, _, _ in fields() if name not in out] == []
+
+
+def test_the_configuration_file_it_prints_is_the_default(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["config", "--toml"]) == 0
+    tree = tomllib.loads(capfd.readouterr().out)
+    flat = {f"{section}.{name}": value for section, table in tree.items() for name, value in table.items()}
+    assert Config.from_values(flat) == Config()
+
+
+def test_every_option_is_a_flag_with_a_help_text(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "250")
+    assert main(["serve", "--help"]) == 0
+    out = capfd.readouterr().out
+    for name, _, item in fields():
+        assert "--" + name.replace(".", "-").replace("_", "-") in out
+        assert item.metadata["help"] in out
+    for command in ("generate", "bench", "inspect", "config", "demo"):
+        assert main([command, "--help"]) == 0
+    assert main(["--version"]) == 0
+
+
+def test_flags_reach_the_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    seen: list[Config] = []
+    monkeypatch.setattr("ep_server.app.run", lambda config, *_: seen.append(config) or 0)
+    monkeypatch.setattr("ep_server.logs.configure", lambda _: None)
+    file = tmp_path / "c.toml"
+    file.write_text("[scheduler]\nmax_queue = 5\nmax_running = 6\n")
+    flags = ["--model", "m", "--ranks", "3", "--port", "0", "--scheduler-max-running", "7"]
+    more = ["--scheduler-prefix-cache", "false", "--exchange-timeout-seconds", "1.5", "--config", str(file)]
+    assert main(["serve", *flags, *more]) == 0
+    (config,) = seen
+    assert (config.model.path, config.parallel.ranks, config.grpc.port) == ("m", 3, 0)
+    assert (config.scheduler.max_queue, config.scheduler.max_running) == (5, 7)
+    assert config.scheduler.prefix_cache is False and config.exchange.timeout_seconds == 1.5
