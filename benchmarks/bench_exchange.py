@@ -90,14 +90,17 @@ def check(exchange: NativeExchange, settings: Settings, view: View) -> None:
 
 
 def sample(settings: Settings, once: Callable[[], object]) -> torch.Tensor:
-    """Seconds of each iteration on the slowest rank."""
+    """Seconds of each iteration on the slowest rank.
+
+    Back to back: what is timed keeps the ranks in step itself, a barrier in between would add its skew.
+    """
     times = torch.empty(settings.iterations, dtype=torch.float64)
     for _ in range(settings.warmup):
         once()
     gc.collect()
     gc.disable()
+    dist.barrier()
     for i in range(settings.iterations):
-        dist.barrier()
         start = time.perf_counter()
         once()
         times[i] = time.perf_counter() - start
@@ -191,13 +194,13 @@ def report(settings: Settings, exchange: NativeExchange, rows: int, results: dic
     print(f"results checked bit by bit; {settings.iterations} iterations after {settings.warmup} of warm-up")
     print(f"bytes of rank 0, both ways: 2 x {rows} rows x {settings.hidden} x {settings.dtype} = {size}")
     median = {name: float(t.quantile(0.5)) for name, t in results.items()}
-    print(f"{'':22} {'p50 us':>9} {'p90 us':>9} {'p99 us':>9} {'GB/s':>7} {'gloo / it':>10} {'it / memcpy':>12}")
+    columns = ("best us", "p50 us", "p90 us", "p99 us", "GB/s", "gloo / it", "it / memcpy")
+    print(" " * 20, *(f"{column:>11}" for column in columns))
     for name, t in results.items():
-        p50, p90, p99 = (float(t.quantile(q)) * 1e6 for q in (0.5, 0.9, 0.99))
-        print(
-            f"{name:22} {p50:9.1f} {p90:9.1f} {p99:9.1f} {size / p50 / 1e3:7.2f} "
-            f"{median['gloo all_to_all x 2'] / median[name]:10.2f} {median[name] / median['memcpy x 2']:12.2f}"
-        )
+        quantiles = [float(t.quantile(q)) * 1e6 for q in (0.0, 0.5, 0.9, 0.99)]
+        gloo, memcpy = median["gloo all_to_all x 2"] / median[name], median[name] / median["memcpy x 2"]
+        values = (*quantiles, size / median[name] / 1e9, gloo, memcpy)
+        print(f"{name:20}", *(f"{value:11.2f}" for value in values))
     statistics = exchange.statistics()
     print("mean us by part: ", end="")
     for name, total in statistics["sums"].items():
@@ -206,18 +209,23 @@ def report(settings: Settings, exchange: NativeExchange, rows: int, results: dic
 
 
 def hardware() -> str:
-    model = [x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith(("model name", "CPU part"))]
-    cores = len(os.sched_getaffinity(0))
-    return f"{model[0].split(':')[1].strip() if model else platform.machine()}, {cores} usable cores, load {os.getloadavg()[0]:.1f}"
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = [x.split(":")[1].strip() for x in lines if x.startswith(("model name", "CPU part"))]
+    name, cores = model[0] if model else platform.machine(), len(os.sched_getaffinity(0))
+    return f"{name}, {cores} usable cores, load {os.getloadavg()[0]:.1f}"
 
 
 def commit() -> str:
-    asked = subprocess.run(["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False)
+    asked = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    )
     return asked.stdout.strip() or "unknown"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     for name, default in (("ranks", 2), ("tokens", 32), ("hidden", 2048), ("top-k", 8), ("experts", 64)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--payload", choices=("bf16", "fp32"), default="bf16")
@@ -225,7 +233,7 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--device", choices=("cpu",), default="cpu")
-    settings = Settings(**{k: v for k, v in vars(parser.parse_args()).items()})
+    settings = Settings(**vars(parser.parse_args()))
     print(f"{hardware()}; torch {torch.__version__}, Python {sys.version.split()[0]}; commit {commit()}")
     print(settings)
     with tempfile.TemporaryDirectory() as folder:

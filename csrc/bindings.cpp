@@ -1,10 +1,12 @@
-// The Python face of the exchange: unwraps pointers, releases the GIL, calls, turns a Status into an exception.
-// Shapes and dtypes were checked by ep/native.py; sizes that memory safety hangs on are checked here again.
+// The Python face of the exchange: unwraps pointers, releases the GIL, calls, turns a Status into an
+// exception. Shapes and dtypes were checked by ep/native.py; sizes that memory safety hangs on are checked
+// here again.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <memory>
 #include <mutex>
+#include <system_error>
 
 #include "cpu/phases.hpp"
 #include "ep/cells.hpp"
@@ -13,6 +15,7 @@
 
 namespace py = pybind11;
 
+void bind_layout(py::module_& module);  // csrc/bindings_layout.cpp: sizes, offsets, segments
 __attribute__((weak)) void bind_model(py::module_& module);  // csrc/bindings_model.cpp: the model's kernels
 
 namespace {
@@ -44,7 +47,8 @@ void raise_status(const Status& s) {
   switch (s.code) {
     case Code::kTimeout: {
       py::object error = py::module_::import("ep_server.errors").attr("PeerTimeout");
-      PyErr_SetObject(error.ptr(), py::make_tuple(name(s.op), name(s.phase), s.rank, s.peer, s.expected, s.seen).ptr());
+      PyErr_SetObject(error.ptr(),
+                      py::make_tuple(name(s.op), name(s.phase), s.rank, s.peer, s.expected, s.seen).ptr());
       return;
     }
     case Code::kHook:
@@ -169,7 +173,8 @@ py::dict statistics(Exchange& exchange) {
 py::list gather_records(Exchange& exchange, const py::bytes& record) {
   const std::string_view bytes = record;
   if (bytes.size() > kVoteBytes)
-    throw BadArgument("record", std::to_string(bytes.size()) + " bytes", "at most " + std::to_string(kVoteBytes));
+    throw BadArgument("record", std::to_string(bytes.size()) + " bytes",
+                      "at most " + std::to_string(kVoteBytes));
   std::array<std::byte, kMaxRanks * kVoteBytes> records;
   std::array<uint32_t, kMaxRanks> lengths;
   run(exchange, [&](Group& g) {
@@ -211,85 +216,12 @@ PYBIND11_MODULE(_C, m) {
     } catch (const BadArgument& bad) {
       py::object error = py::module_::import("ep_server.errors").attr("InvalidArgument");
       PyErr_SetObject(error.ptr(), py::make_tuple(bad.field, bad.value, bad.allowed).ptr());
+    } catch (const std::system_error& os) {
+      PyErr_SetObject(PyExc_OSError, py::make_tuple(os.code().value(), os.what()).ptr());
     }
   });
 
-  py::class_<Geometry>(m, "Geometry")
-      .def(py::init([](uint32_t num_ranks, uint32_t num_experts, uint32_t max_tokens, uint32_t hidden,
-                       uint32_t top_k, uint32_t num_banks, uint32_t payload, uint32_t reduction,
-                       uint64_t placement_hash) {
-             return Geometry{num_ranks, num_experts,      max_tokens,           hidden,        top_k,
-                             num_banks, Payload(payload), Reduction(reduction), placement_hash};
-           }),
-           py::kw_only(), py::arg("num_ranks"), py::arg("num_experts"), py::arg("max_tokens"), py::arg("hidden"),
-           py::arg("top_k"), py::arg("num_banks"), py::arg("payload"), py::arg("reduction"),
-           py::arg("placement_hash"))
-      .def_readonly("num_ranks", &Geometry::num_ranks)
-      .def_readonly("num_experts", &Geometry::num_experts)
-      .def_readonly("max_tokens", &Geometry::max_tokens)
-      .def_readonly("hidden", &Geometry::hidden)
-      .def_readonly("top_k", &Geometry::top_k)
-      .def_readonly("num_banks", &Geometry::num_banks)
-      .def_property_readonly("payload", [](const Geometry& g) { return uint32_t(g.payload); })
-      .def_property_readonly("reduction", [](const Geometry& g) { return uint32_t(g.reduction); })
-      .def_readonly("placement_hash", &Geometry::placement_hash);
-
-  py::class_<Layout>(m, "Layout")
-      .def(py::init([](const Geometry& g) { return Layout::of(g); }))
-      .def_readonly("row_bytes", &Layout::row_bytes)
-      .def_readonly("scale_offset", &Layout::scale_offset)
-      .def_readonly("scale_bytes", &Layout::scale_bytes)
-      .def_readonly("row_pitch", &Layout::row_pitch)
-      .def_readonly("combine_bytes", &Layout::combine_bytes)
-      .def_readonly("combine_slots", &Layout::combine_slots)
-      .def_readonly("meta", &Layout::meta)
-      .def_readonly("rows", &Layout::rows)
-      .def_readonly("combine", &Layout::combine)
-      .def_readonly("total", &Layout::total)
-      .def_property_readonly("group_bytes", [](const Layout& l) { return GroupPage::bytes(l); })
-      .def("ids_at", &Layout::ids_at)
-      .def("weights_at", &Layout::weights_at)
-      .def("row_at", &Layout::row_at)
-      .def("rank_sum_at", &Layout::rank_sum_at)
-      .def("choice_at", &Layout::choice_at)
-      .def("regions", [](const Layout& l) {
-        // (name, begin, end) of everything that is written, for a test that nothing overlaps.
-        py::list all;
-        auto add = [&](const std::string& what, uint64_t begin, uint64_t bytes) {
-          all.append(py::make_tuple(what, begin, begin + bytes));
-        };
-        add("identity", Head::kIdentity, 8);
-        add("doorbell", Head::kDoorbell, 8);
-        add("heartbeat", Head::kHeartbeat, 8);
-        add("abort", Head::kAbort, 8);
-        for (uint32_t r = 0; r < kMaxRanks; ++r) {
-          const std::string who = "[" + std::to_string(r) + "]";
-          add("abort_status" + who, Head::abort_status(r), sizeof(Status));
-          for (uint32_t b = 0; b < kVoteBanks; ++b) {
-            add("join" + who, Head::join(b, r), 16);
-            add("vote" + who, Head::vote(b, r), Head::kVotePitch);
-          }
-          for (Op op : {Op::kDispatch, Op::kCombine}) {
-            add("consumed" + who, Head::consumed(op, r), 8);
-            for (uint32_t b = 0; b < kMaxBanks; ++b) add("header" + who, Head::header(op, b, r), 8);
-          }
-        }
-        for (uint32_t b = 0; b < l.num_banks; ++b) {
-          for (uint32_t r = 0; r < l.num_ranks; ++r) {
-            const uint64_t choices = uint64_t(l.max_tokens) * l.top_k;
-            add("ids", l.ids_at(b, r), choices * 4);
-            add("weights", l.weights_at(b, r), choices * 4);
-            for (uint32_t t = 0; t < l.max_tokens; ++t) add("row", l.row_at(b, r, t), l.row_bytes + l.scale_bytes);
-          }
-        }
-        return all;
-      });
-
-  py::class_<shm::Segment, std::shared_ptr<shm::Segment>>(m, "Segment")
-      .def(py::init<int>(), py::arg("fd"))
-      .def_property_readonly("geometry", [](const shm::Segment& s) { return s.page().geometry; })
-      .def_property_readonly("bytes", &shm::Segment::bytes);
-  m.def("create_segment", &shm::create, py::arg("geometry"), py::call_guard<py::gil_scoped_release>());
+  bind_layout(m);
 
   py::class_<RegionView>(m, "RegionView", py::buffer_protocol()).def_buffer([](RegionView& view) {
     return py::buffer_info(reinterpret_cast<uint8_t*>(view.begin), py::ssize_t(view.bytes));
@@ -339,10 +271,9 @@ PYBIND11_MODULE(_C, m) {
            [](Exchange& self, DispatchState& state, uint32_t view, uintptr_t rows, uintptr_t scales,
               uintptr_t row_ids, uintptr_t counts, uintptr_t offsets) {
              run(self, [&](Group& g) {
-               cpu::dispatch_expand(
-                   g, state,
-                   {pointer<void>(rows), pointer<void>(scales), pointer<int64_t>(row_ids),
-                    pointer<int32_t>(counts), pointer<int64_t>(offsets), View(view)});
+               cpu::dispatch_expand(g, state,
+                                    {pointer<void>(rows), pointer<void>(scales), pointer<int64_t>(row_ids),
+                                     pointer<int32_t>(counts), pointer<int64_t>(offsets), View(view)});
                return Status{};
              });
            })
@@ -354,8 +285,8 @@ PYBIND11_MODULE(_C, m) {
              });
            })
       .def("combine_send",
-           [](Exchange& self, std::shared_ptr<DispatchState> dispatch, uintptr_t expert_out, uintptr_t weights,
-              uint32_t reduction) {
+           [](Exchange& self, std::shared_ptr<DispatchState> dispatch, uintptr_t expert_out,
+              uintptr_t weights, uint32_t reduction) {
              auto state = std::make_shared<CombineState>();
              state->dispatch = std::move(dispatch);
              run(self, [&](Group& g) {
@@ -371,10 +302,12 @@ PYBIND11_MODULE(_C, m) {
       .def("all_gather", &gather_records)
       .def("abort",
            [](Exchange& self) {
-             Status status{Code::kRequested, Op::kVote, Phase::kGather, self.group().rank, self.group().rank, 0, 0};
+             Status status{
+                 Code::kRequested, Op::kVote, Phase::kGather, self.group().rank, self.group().rank, 0, 0};
              abort_group(self.group(), status);
            })
-      .def("reset", [](Exchange& self, uint64_t dead) { run(self, [&](Group& g) { return reset(g, dead); }); })
+      .def("reset",
+           [](Exchange& self, uint64_t dead) { run(self, [&](Group& g) { return reset(g, dead); }); })
       .def_property_readonly("masked", [](Exchange& self) { return self.group().masked.load(); })
       .def("mask",
            [](Exchange& self, uint64_t ranks) {
@@ -385,8 +318,9 @@ PYBIND11_MODULE(_C, m) {
       .def("statistics", &statistics)
       .def("source_map", &source_map)
       .def("set_faults",
-           [](Exchange& self, const std::vector<std::tuple<uint32_t, uint32_t, uint32_t, uint64_t, int64_t,
-                                                           uint64_t>>& faults) {
+           [](Exchange& self,
+              const std::vector<std::tuple<uint32_t, uint32_t, uint32_t, uint64_t, int64_t, uint64_t>>&
+                  faults) {
              std::vector<Fault> plan;
              for (const auto& [op, phase, action, epoch, peer, delay_ns] : faults)
                plan.push_back({Op(op), Phase(phase), Action(action), epoch, peer, delay_ns});
@@ -398,10 +332,6 @@ PYBIND11_MODULE(_C, m) {
         return RegionView{self.segment(), self.group().own() + l.rows, l.combine - l.rows};
       });
 
-  m.attr("MAX_RANKS") = kMaxRanks;
-  m.attr("MAX_TOP_K") = kMaxTopK;
-  m.attr("MAX_BANKS") = kMaxBanks;
-  m.attr("VOTE_BYTES") = kVoteBytes;
   py::list phases;
   for (uint32_t p = 0; p < kNumPhases; ++p) phases.append(name(Phase(p)));
   m.attr("PHASES") = py::tuple(phases);

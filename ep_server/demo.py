@@ -22,7 +22,7 @@ from rich.console import Console
 from ep_server.app import App, assemble
 from ep_server.client import AsyncClient
 from ep_server.config import Config
-from ep_server.demo_report import PARTS, Answer, Bars, answer_line, latency_table, speed_line
+from ep_server.demo_report import Answer, Bars, answer_line, latency_table, speed_line
 from ep_server.errors import StartupError
 from ep_server.metrics import PREFIX
 from ep_server.server import Server
@@ -61,7 +61,8 @@ async def _demo(options: DemoOptions, console: Console) -> int:
             "parallel.ranks": options.ranks,
             "grpc.port": 0,
             "metrics.port": 0,
-        }
+        },
+        environ={},  # the same demo everywhere
     )
     seed = random.SystemRandom().randrange(1 << 32) if options.seed is None else options.seed
     async with assemble(config) as app:
@@ -131,14 +132,13 @@ async def _ask(client: AsyncClient, sums: list[Sum], console: Console) -> list[A
 
 
 async def _measured(client: AsyncClient) -> Any:
-    """The first GetEpStateResponse in which every rank reported dispatch and combine."""
+    """GetEpStateResponse once every rank reported that it has nothing left to do."""
     try:
         async with asyncio.timeout(REPORT_SECONDS):
             while True:
-                state = await client.ep_state()
-                told = {(each.op, each.part) for each in state.latencies}
-                if all(rank.steps for rank in state.ranks) and {(op, "total") for op in PARTS} <= told:
-                    return state
+                ranks = (await client.loads()).ranks
+                if all(rank.steps and not rank.running and not rank.waiting for rank in ranks):
+                    return await client.ep_state()
                 await asyncio.sleep(0.05)
     except TimeoutError:
         raise StartupError(f"no rank reported its latencies within {REPORT_SECONDS:g} s") from None

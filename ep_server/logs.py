@@ -16,7 +16,7 @@ _TEXT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 class JsonFormatter(logging.Formatter):
     """One line per record: time (ISO 8601, UTC), level, logger, message and any traceback."""
 
-    converter = time.gmtime
+    converter = time.gmtime  # type: ignore[assignment]
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as a JSON object without line breaks."""

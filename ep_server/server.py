@@ -73,6 +73,7 @@ class Server:
 
     async def start(self, progress: Progress) -> None:
         """Opens the port, then starts the ranks. Returns early if a stop is asked for meanwhile."""
+        self._warn_if_open()
         self._grpc = self._make_grpc()
         self.address = bind(self._grpc, self.config.grpc)
         await self._grpc.start()
@@ -89,7 +90,7 @@ class Server:
         """Streams end by themselves within the time of the configuration, or UNAVAILABLE."""
         if self.engine.lost.is_set():
             log.error("%s; every stream ends, the server stops", self.engine.lost_message)
-        else:
+        elif self.engine.ready:
             log.info("draining, at most %g s: %r", self.config.grpc.drain_seconds, self.engine)
             await self._unless(self._stop_now, self.engine.drain(self.config.grpc.drain_seconds))
         await self.engine.drain(0)
@@ -107,6 +108,14 @@ class Server:
     def ask_to_stop(self) -> None:
         """Drains; asked for a second time, stops at once."""
         (self._stop_now if self._stop_asked.is_set() else self._stop_asked).set()
+
+    def _warn_if_open(self) -> None:
+        settings = self.config.grpc
+        exposed = settings.host not in ("localhost", "::1") and not settings.host.startswith("127.")
+        if exposed and not settings.tls_cert:
+            log.warning("grpc.host = %s without TLS: anyone on the way can read the calls", settings.host)
+        if exposed and not settings.token_file and not settings.tls_client_ca:
+            log.warning("grpc.host = %s without grpc.token_file: anyone can call", settings.host)
 
     def _make_grpc(self) -> aio.Server:
         settings = self.config.grpc

@@ -4,8 +4,8 @@
 It learns from text made here, one sum per line, without the pairs that `ep_server.sums.is_held_out` keeps
 out; the final check asks it such pairs only. The tokenizer drops spaces and pads operands with zeros to
 three digits ("7 + 12 =" reads as 007+012=), so that digits of equal weight stand at equal distances; the
-answer is right-aligned to four characters ("  19"), its most significant digit first. Takes minutes on one
-core; the same seed and thread count give the same model.
+answer is right-aligned to four characters ("  19"), its most significant digit first. Takes about 7 minutes
+on one core (measured: 0.25 s per step on an AMD EPYC); the same seed and thread count give the same model.
 
     python scripts/train_demo_model.py [--steps N] [--seed N] [--threads N] [--out DIR]
 """
@@ -256,7 +256,8 @@ def main() -> int:
     )
     with Progress(*columns, TimeRemainingColumn()) as progress:
         train(model, recipe, progress)
-    print(f"trained in {time.monotonic() - start:.0f} s with {arguments.threads} thread(s)")
+    wall, processor = time.monotonic() - start, time.process_time()
+    print(f"trained in {wall:.0f} s, {processor:.0f} s of CPU time, with {arguments.threads} thread(s)")
     model.eval()
     for layer, (low, high) in enumerate(expert_shares(model, Batches(recipe.seed + 1))):
         print(f"layer {layer}: an expert gets {low:.1%} to {high:.1%} of the visits")

@@ -3,18 +3,18 @@
 // Afterwards out[t] = RANK:   sum over the ranks that own experts of t, ascending, of the rows they returned
 //                     SOURCE: sum over k, ascending, of weights[t, k] * combine[bank][t][k]
 // in float32 from +0, rounded once. Ranks that are masked or never arrived contribute nothing.
+#include <bit>
+
 #include "cpu/phases.hpp"
 #include "cpu/rows.hpp"
 #include "ep/cells.hpp"
-
-#include <bit>
 
 namespace ep::cpu {
 namespace {
 
 // Collects the rows of one token; returns how many.
-uint32_t gather(const Group& group, const CombineState& state, uint32_t token, uint64_t arrived, const void** rows,
-                float* weights) {
+uint32_t gather(const Group& group, const CombineState& state, uint32_t token, uint64_t arrived,
+                const void** rows, float* weights) {
   const Layout& layout = group.layout;
   const int32_t* ids = state.dispatch->ids.data() + size_t(token) * layout.top_k;
   uint32_t count = 0;
@@ -53,8 +53,8 @@ Status combine_recv(Group& group, const CombineRecvParams& params, CombineState&
     const uint32_t peer = std::countr_zero(left);
     const uint64_t cell = load_cell(group.own(), Head::header(Op::kCombine, state.bank, peer));
     if (cell_payload(cell) == uint32_t(state.reduction)) continue;
-    const Status status{Code::kViolation, Op::kCombine, Phase::kRecvHeader,
-                        group.rank,       peer,         uint32_t(state.epoch), cell_epoch(cell)};
+    const Status status{Code::kViolation,      Op::kCombine,    Phase::kRecvHeader, group.rank, peer,
+                        uint32_t(state.epoch), cell_epoch(cell)};
     abort_group(group, status);
     return status;
   }

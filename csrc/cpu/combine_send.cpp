@@ -1,9 +1,9 @@
 // combine_send, CPU.
 //
 // Afterwards, for every unmasked source s and every row it sent here:
-//   RANK    s.combine[bank][this rank][token] = sum over its local experts, in top-k order, of weight * output
-//   SOURCE  s.combine[bank][token][k]         = output, unweighted
-//   s.header[combine][bank][this rank] = (epoch, reduction), stored last with release.
+//   RANK    s.combine[bank][this rank][token] = sum over its local experts, in top-k order, of weight *
+//   output SOURCE  s.combine[bank][token][k]         = output, unweighted s.header[combine][bank][this rank]
+//   = (epoch, reduction), stored last with release.
 // Reads the experts' output in the layout that the dispatch was received in; no staging copy.
 #include <algorithm>
 #include <cstring>
@@ -24,9 +24,10 @@ class RowsOut {
         padded_(uint64_t(group.layout.num_ranks) * group.layout.max_tokens) {}
 
   const void* operator[](const Entry& entry) const {
-    const uint64_t row = dispatch_.view == View::kPadded
-                             ? entry.expert * padded_ + (entry.row - uint64_t(dispatch_.offsets[entry.expert]))
-                             : entry.row;
+    const uint64_t row =
+        dispatch_.view == View::kPadded
+            ? entry.expert * padded_ + (entry.row - uint64_t(dispatch_.offsets[entry.expert]))
+            : entry.row;
     return base_ + row * bytes_;
   }
 
@@ -43,7 +44,8 @@ uint32_t answer(const Group& group, const CombineState& state, const RowsOut& ou
   std::byte* region = group.regions[run.source];
   if (state.reduction == Reduction::kSource) {
     for (uint32_t i = 0; i < run.count; ++i)
-      std::memcpy(region + layout.choice_at(state.bank, run.token, entries[i].k), out[entries[i]], layout.combine_bytes);
+      std::memcpy(region + layout.choice_at(state.bank, run.token, entries[i].k), out[entries[i]],
+                  layout.combine_bytes);
     return run.count;
   }
   const void* rows[kMaxTopK];
@@ -71,7 +73,8 @@ Status combine_send(Group& group, const CombineSendParams& params, CombineState&
   // 1. What the caller gave.
   state.reduction = params.reduction;
   if (params.reduction == Reduction::kRank && !dispatch.sources_have_weights)
-    throw BadArgument("topk_weights", "None", "given at dispatch by every rank where rows are summed before they return");
+    throw BadArgument("topk_weights", "None",
+                      "given at dispatch by every rank where rows are summed before they return");
   if (params.reduction == Reduction::kSource) {
     if (params.weights != nullptr) {
       state.weights.assign(params.weights, params.weights + dispatch.ids.size());
@@ -94,11 +97,13 @@ Status combine_send(Group& group, const CombineSendParams& params, CombineState&
   const uint32_t num_ranks = group.geometry.num_ranks;
   std::array<size_t, kMaxRanks + 1> begin{};
   for (const TokenRun& run : dispatch.runs) begin[run.source + 1] = size_t(&run - dispatch.runs.data()) + 1;
-  for (uint32_t source = 0; source < num_ranks; ++source) begin[source + 1] = std::max(begin[source + 1], begin[source]);
+  for (uint32_t source = 0; source < num_ranks; ++source)
+    begin[source + 1] = std::max(begin[source + 1], begin[source]);
   group.faults.at(Op::kCombine, Phase::kSendRows, state.epoch);
   for_each_peer(group.unmasked(), group.rank, num_ranks, [&](uint32_t source) {
     uint64_t rows = 0;
-    for (size_t i = begin[source]; i < begin[source + 1]; ++i) rows += answer(group, state, out, dispatch.runs[i]);
+    for (size_t i = begin[source]; i < begin[source + 1]; ++i)
+      rows += answer(group, state, out, dispatch.runs[i]);
     (source == group.rank ? local : remote) += rows * group.layout.combine_bytes;
     group.faults.at(Op::kCombine, Phase::kSendHeader, state.epoch);
     publish_header(group, Op::kCombine, state.epoch, source, uint32_t(state.reduction));

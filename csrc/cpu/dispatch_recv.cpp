@@ -1,10 +1,10 @@
 // dispatch_recv, CPU: wait, then expand.
 //
-// dispatch_wait: every unmasked rank's header of this epoch was seen with acquire. Entries are numbered by a prefix sum
-// over (local expert, source, token), so two runs give identical bytes.
-// dispatch_expand: COMPACT rows[entry.row] = region.rows[bank][source][token]; PADDED the same at
-// [expert, entry.row - offsets[expert]]; INDEX row_ids[entry.row] = source * max_tokens + token, no copy.
-// Cost: one row read per received row, one written per entry (INDEX: none).
+// dispatch_wait: every unmasked rank's header of this epoch was seen with acquire. Entries are numbered by a
+// prefix sum over (local expert, source, token), so two runs give identical bytes. dispatch_expand: COMPACT
+// rows[entry.row] = region.rows[bank][source][token]; PADDED the same at [expert, entry.row -
+// offsets[expert]]; INDEX row_ids[entry.row] = source * max_tokens + token, no copy. Cost: one row read per
+// received row, one written per entry (INDEX: none).
 #include <algorithm>
 #include <cstring>
 
@@ -14,8 +14,10 @@
 namespace ep::cpu {
 namespace {
 
-// One source's tokens: appends its entries with the expert, not yet the row. False if its routing is not valid.
-bool read_source(const Group& group, DispatchState& state, uint32_t source, uint32_t tokens, bool has_weights) {
+// One source's tokens: appends its entries with the expert, not yet the row. False if its routing is not
+// valid.
+bool read_source(const Group& group, DispatchState& state, uint32_t source, uint32_t tokens,
+                 bool has_weights) {
   const Layout& layout = group.layout;
   const uint32_t top_k = layout.top_k;
   const auto* ids = reinterpret_cast<const int32_t*>(group.own() + layout.ids_at(state.bank, source));
@@ -42,11 +44,12 @@ void number_entries(const Group& group, DispatchState& state) {
     state.offsets[e + 1] = state.offsets[e] + state.counts[e];
     state.counts[e] = 0;
   }
-  for (Entry& entry : state.entries) entry.row = uint32_t(state.offsets[entry.expert]) + state.counts[entry.expert]++;
+  for (Entry& entry : state.entries)
+    entry.row = uint32_t(state.offsets[entry.expert]) + state.counts[entry.expert]++;
 }
 
-void copy_scales(const Group& group, const std::byte* from, void* scales, View view, uint64_t row, uint64_t expert,
-                 uint64_t position) {
+void copy_scales(const Group& group, const std::byte* from, void* scales, View view, uint64_t row,
+                 uint64_t expert, uint64_t position) {
   const uint64_t width = group.layout.scale_bytes / sizeof(uint32_t);
   auto* to = static_cast<uint32_t*>(scales);
   if (view == View::kCompact) {
@@ -86,8 +89,8 @@ Status dispatch_wait(Group& group, DispatchState& state) {
     const uint32_t tokens = cell_payload(cell) & ~kHasWeights;
     const bool has_weights = cell_payload(cell) & kHasWeights;
     if (tokens > group.geometry.max_tokens || !read_source(group, state, source, tokens, has_weights)) {
-      const Status status{Code::kViolation, Op::kDispatch,         Phase::kRecvHeader,
-                          group.rank,       source, uint32_t(state.epoch), cell_epoch(cell)};
+      const Status status{Code::kViolation, Op::kDispatch,         Phase::kRecvHeader, group.rank,
+                          source,           uint32_t(state.epoch), cell_epoch(cell)};
       abort_group(group, status);
       return status;
     }

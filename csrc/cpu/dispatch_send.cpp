@@ -35,7 +35,8 @@ void read_ids(const Group& group, const DispatchSendParams& params, DispatchStat
   }
 }
 
-void write_row(const Group& group, const DispatchSendParams& params, uint32_t bank, uint32_t token, uint64_t ranks) {
+void write_row(const Group& group, const DispatchSendParams& params, uint32_t bank, uint32_t token,
+               uint64_t ranks) {
   const Layout& layout = group.layout;
   const uint64_t slot = layout.row_at(bank, group.rank, token);
   if (!is_fp8(group.geometry.payload)) {
@@ -79,7 +80,8 @@ Status dispatch_send(Group& group, const DispatchSendParams& params, DispatchSta
   uint64_t remote = 0, local = 0;
   for_each_peer(peers, group.rank, layout.num_ranks, [&](uint32_t peer) {
     std::byte* region = group.regions[peer];
-    if (id_bytes != 0) std::memcpy(region + layout.ids_at(state.bank, group.rank), state.ids.data(), id_bytes);
+    if (id_bytes != 0)
+      std::memcpy(region + layout.ids_at(state.bank, group.rank), state.ids.data(), id_bytes);
     if (state.has_weights && id_bytes != 0)
       std::memcpy(region + layout.weights_at(state.bank, group.rank), state.weights.data(), id_bytes);
     (peer == group.rank ? local : remote) += id_bytes * (state.has_weights ? 2 : 1);

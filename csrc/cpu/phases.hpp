@@ -1,5 +1,5 @@
-// The four halves on the CPU. Each returns a status whose code is not kOk if a wait failed; bad arguments throw
-// BadArgument before anything is sent.
+// The four halves on the CPU. Each returns a status whose code is not kOk if a wait failed; bad arguments
+// throw BadArgument before anything is sent.
 #pragma once
 
 #include "ep/group.hpp"

@@ -82,7 +82,8 @@ EP_INLINE void sum_rows(const SumParams& p) {
   }
   for (; h < p.hidden; ++h) {
     float sum = 0.0f;
-    for (uint32_t i = 0; i < p.count; ++i) sum = sum + p.weights[i] * widen(static_cast<const Element*>(p.rows[i])[h]);
+    for (uint32_t i = 0; i < p.count; ++i)
+      sum = sum + p.weights[i] * widen(static_cast<const Element*>(p.rows[i])[h]);
     narrow(sum, result + h);
   }
 }
@@ -99,7 +100,7 @@ EP_INLINE void to_e4m3(const typename Lanes<L>::Floats& x, typename Lanes<L>::Wo
   const Words subnormal = (Words)((typename Lanes<L>::Floats)c + 16384.0f) - bits_of(16384.0f);
   const Words small = (Words)(c < bits_of(0.015625f));
   const Words q = (normal & ~small) | (subnormal & small);
-  to = sign | (q & ~nan) | (nan & 0x7fu);
+  to = ((sign | q) & ~nan) | (nan & 0x7fu);
 }
 
 template <uint32_t L>
@@ -137,20 +138,14 @@ EP_INLINE void quantise(const uint16_t* x, uint32_t hidden, Payload payload, uin
   }
 }
 
-struct Kernels {
-  void (*sum_bf16)(const SumParams&);
-  void (*sum_fp32)(const SumParams&);
-  void (*quantise)(const uint16_t*, uint32_t, Payload, uint8_t*, void*);
-};
-
 // The same source compiled for another instruction set.
-#define EP_VERSION(suffix, target, lanes)                                                                     \
-  target void sum_bf16_##suffix(const SumParams& p) { sum_rows<lanes, uint16_t>(p); }                         \
-  target void sum_fp32_##suffix(const SumParams& p) { sum_rows<lanes, float>(p); }                            \
-  target void quantise_##suffix(const uint16_t* x, uint32_t hidden, Payload payload, uint8_t* q, void* s) {   \
-    quantise<lanes>(x, hidden, payload, q, s);                                                                \
-  }                                                                                                           \
-  constexpr Kernels k_##suffix{sum_bf16_##suffix, sum_fp32_##suffix, quantise_##suffix};
+#define EP_VERSION(suffix, target, lanes)                                                                   \
+  target void sum_bf16_##suffix(const SumParams& p) { sum_rows<lanes, uint16_t>(p); }                       \
+  target void sum_fp32_##suffix(const SumParams& p) { sum_rows<lanes, float>(p); }                          \
+  target void quantise_##suffix(const uint16_t* x, uint32_t hidden, Payload payload, uint8_t* q, void* s) { \
+    quantise<lanes>(x, hidden, payload, q, s);                                                              \
+  }                                                                                                         \
+  constexpr RowKernels k_##suffix{#suffix, sum_bf16_##suffix, sum_fp32_##suffix, quantise_##suffix};
 
 EP_VERSION(base, , 4)
 #if defined(__x86_64__)
@@ -160,16 +155,18 @@ EP_VERSION(avx512, [[gnu::target("avx512f")]], 16)
 #undef EP_VERSION
 
 // One wheel runs on every processor of its architecture and uses the widest registers it finds.
-Kernels choose() {
-#if defined(__x86_64__)
-  if (__builtin_cpu_supports("avx512f")) return k_avx512;
-  if (__builtin_cpu_supports("avx2")) return k_avx2;
-#endif
-  return k_base;
-}
-const Kernels kKernels = choose();
+const RowKernels kKernels = row_kernels().back();
 
 }  // namespace
+
+std::vector<RowKernels> row_kernels() {
+  std::vector<RowKernels> all{k_base};
+#if defined(__x86_64__)
+  if (__builtin_cpu_supports("avx2")) all.push_back(k_avx2);
+  if (__builtin_cpu_supports("avx512f")) all.push_back(k_avx512);
+#endif
+  return all;
+}
 
 void weighted_sum_bf16(const SumParams& params) { kKernels.sum_bf16(params); }
 void weighted_sum_fp32(const SumParams& params) { kKernels.sum_fp32(params); }

@@ -18,9 +18,9 @@ namespace ep {
 namespace {
 
 constexpr uint32_t kNobody = 0;
-constexpr uint32_t kYields = 4;                  // enough to let a runnable peer on the same core finish
-constexpr uint64_t kSliceNs = 100'000'000;       // longest sleep: heartbeats and signals are looked at after it
-constexpr uint32_t kPausesPerLook = 16;          // one look at the clock costs about as much as these
+constexpr uint32_t kYields = 4;             // enough to let a runnable peer on the same core finish
+constexpr uint64_t kSliceNs = 100'000'000;  // longest sleep: heartbeats and signals are looked at after it
+constexpr uint32_t kPausesPerLook = 16;     // one look at the clock costs about as much as these
 
 struct Doorbell {
   uint32_t word;
@@ -50,7 +50,11 @@ uint64_t heartbeat_of(const Group& group, uint32_t peer) {
 class Waiter {
  public:
   Waiter(Group& group, const Wait& wait)
-      : group_(group), wait_(wait), start_(now_ns()), looked_(start_), pending_(wait.peers & group.unmasked()) {}
+      : group_(group),
+        wait_(wait),
+        start_(now_ns()),
+        looked_(start_),
+        pending_(wait.peers & group.unmasked()) {}
 
   Waited run() {
     uint32_t yields = 0;

@@ -1,12 +1,12 @@
 // Epoch cells between processes of one host: encode, publish, wait with a deadline.
 //
-// A cell is 8 bytes: low 32 bits epoch, high 32 bits payload. The writer stores data first, then the cell with
-// release; the reader loads the cell with acquire and compares the epoch for equality. An older epoch means
-// "not yet", a newer one that the bank was overwritten before it was read: a protocol violation.
+// A cell is 8 bytes: low 32 bits epoch, high 32 bits payload. The writer stores data first, then the cell
+// with release; the reader loads the cell with acquire and compares the epoch for equality. An older epoch
+// means "not yet", a newer one that the bank was overwritten before it was read: a protocol violation.
 //
-// Sleeping: the reader writes whom it sleeps on next to its futex word, looks once more, then sleeps. A writer
-// looks at that word after its cell (both sides with a full fence between) and pays a system call only for
-// a reader that sleeps on it.
+// Sleeping: the reader writes whom it sleeps on next to its futex word, looks once more, then sleeps. A
+// writer looks at that word after its cell (both sides with a full fence between) and pays a system call only
+// for a reader that sleeps on it.
 #pragma once
 
 #include <atomic>
@@ -45,9 +45,9 @@ struct Wait {
   uint64_t stride;      // ... and the distance to the next rank's
   uint64_t peers;       // bit per rank to wait for
   uint32_t expected;
-  bool at_least = false;       // a newer epoch has arrived too (consumed counters)
-  bool by_liveness = false;    // wait as long as the peers' heartbeats go on
-  bool ignore_abort = false;   // reset only
+  bool at_least = false;        // a newer epoch has arrived too (consumed counters)
+  bool by_liveness = false;     // wait as long as the peers' heartbeats go on
+  bool ignore_abort = false;    // reset only
   uint64_t* wait_ns = nullptr;  // [rank] += how long this wait lasted for each
 };
 

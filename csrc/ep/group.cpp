@@ -34,7 +34,13 @@ Status open_bank(Group& group, Op op) {
   const uint32_t bank = group.bank_of(epoch), num_banks = group.geometry.num_banks;
   if (Status failed = aborted(group)) return failed;
   if (banks.busy(bank))
-    return {Code::kHook, op, Phase::kSendBank, group.rank, group.rank, uint32_t(epoch), uint32_t(epoch - num_banks)};
+    return {Code::kHook,
+            op,
+            Phase::kSendBank,
+            group.rank,
+            group.rank,
+            uint32_t(epoch),
+            uint32_t(epoch - num_banks)};
   group.faults.at(op, Phase::kSendBank, epoch);
   if (epoch <= banks.base() + num_banks) return {};  // the bank was never used in this generation
   return wait_for(group, {.op = op,
@@ -58,7 +64,8 @@ void consume(Group& group, Op op, uint64_t epoch) {
 
 void publish_header(Group& group, Op op, uint64_t epoch, uint32_t peer, uint32_t payload) {
   if (group.faults.drops(op, Phase::kSendHeader, epoch, peer)) return;
-  publish(group, peer, Head::header(op, group.bank_of(epoch), group.rank), encode_cell(uint32_t(epoch), payload));
+  publish(group, peer, Head::header(op, group.bank_of(epoch), group.rank),
+          encode_cell(uint32_t(epoch), payload));
 }
 
 Status all_gather(Group& group, const void* record, uint32_t length, std::byte* out, uint32_t* lengths) {
@@ -101,7 +108,8 @@ Status all_gather(Group& group, const void* record, uint32_t length, std::byte* 
 Status reset(Group& group, uint64_t dead) {
   const uint32_t generation = uint32_t(group.generation + 1);
   const uint32_t bank = generation % kVoteBanks;  // a rank may be one reset ahead, never two
-  uint64_t epoch = std::max({group.of(Op::kDispatch).last(), group.of(Op::kCombine).last(), group.vote_epoch});
+  uint64_t epoch =
+      std::max({group.of(Op::kDispatch).last(), group.of(Op::kCombine).last(), group.vote_epoch});
   const uint64_t peers = group.all() & ~dead;
   for_each_peer(peers, group.rank, group.geometry.num_ranks, [&](uint32_t peer) {
     const uint64_t line = Head::join(bank, group.rank);
@@ -128,7 +136,8 @@ Status reset(Group& group, uint64_t dead) {
     std::memcpy(&theirs, group.own() + Head::join(bank, peer) + sizeof(uint64_t), sizeof theirs);
     epoch = std::max(epoch, theirs);
   }
-  // Beyond every epoch of the old generation, so none of its cells can ever match; a multiple of all bank counts.
+  // Beyond every epoch of the old generation, so none of its cells can ever match; a multiple of all bank
+  // counts.
   epoch = align_up(epoch + 2 * kMaxBanks, kMaxBanks);
   for (Banks& banks : group.banks) banks.reset(epoch);
   group.vote_epoch = epoch;

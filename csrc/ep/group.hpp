@@ -29,8 +29,8 @@ class Banks {
     next_ = consumed_ = base_ = epoch;
     busy_ = {};
   }
-  uint64_t next() const { return next_ + 1; }           // epoch of the next send
-  uint64_t base() const { return base_; }               // no epoch up to this one was ever sent
+  uint64_t next() const { return next_ + 1; }  // epoch of the next send
+  uint64_t base() const { return base_; }      // no epoch up to this one was ever sent
   uint64_t last() const { return next_; }
   bool busy(uint32_t bank) const { return busy_[bank]; }
   void start(uint32_t bank) {

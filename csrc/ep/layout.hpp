@@ -28,9 +28,9 @@ constexpr uint32_t kMaxTopK = 16;
 constexpr uint64_t kLine = 64;    // cells of different writers never share a cache line
 constexpr uint64_t kPage = 4096;  // regions of different owners never share a page
 constexpr uint32_t kVoteBytes = 64;
-constexpr uint32_t kVoteBanks = 2;       // a vote cannot start before all ranks have read the one before the last
-constexpr uint32_t kGroup = 128;         // channels per FP8 scale
-constexpr uint32_t kPackedGroup = 512;   // channels per int32 of four UE8M0 scales
+constexpr uint32_t kVoteBanks = 2;  // a vote cannot start before all ranks have read the one before the last
+constexpr uint32_t kGroup = 128;    // channels per FP8 scale
+constexpr uint32_t kPackedGroup = 512;  // channels per int32 of four UE8M0 scales
 
 enum class Payload : uint32_t { kFp32, kBf16, kFp8, kFp8Pow2, kFp8Ue8m0 };
 enum class Reduction : uint32_t { kRank, kSource };
@@ -51,13 +51,13 @@ EP_HOST_DEVICE constexpr bool is_fp8(Payload payload) { return payload >= Payloa
 
 // The fixed part of a rank's region.
 struct Head {
-  static constexpr uint64_t kIdentity = 0;                    // u64 generation of the group this rank is in
-  static constexpr uint64_t kDoorbell = kIdentity + kLine;    // u32 futex word, u32 whom the owner sleeps on
-  static constexpr uint64_t kHeartbeat = kDoorbell + kLine;   // u64 ns, monotonic clock of the host
-  static constexpr uint64_t kAbort = kHeartbeat + kLine;      // cell: generation + 1 | writer + 1
-  static constexpr uint64_t kAbortStatus = kAbort + kLine;    // [rank] line: status word of each writer
+  static constexpr uint64_t kIdentity = 0;                   // u64 generation of the group this rank is in
+  static constexpr uint64_t kDoorbell = kIdentity + kLine;   // u32 futex word, u32 whom the owner sleeps on
+  static constexpr uint64_t kHeartbeat = kDoorbell + kLine;  // u64 ns, monotonic clock of the host
+  static constexpr uint64_t kAbort = kHeartbeat + kLine;     // cell: generation + 1 | writer + 1
+  static constexpr uint64_t kAbortStatus = kAbort + kLine;   // [rank] line: status word of each writer
   static constexpr uint64_t kJoin = kAbortStatus + kMaxRanks * kLine;  // [parity][rank] line: cell, u64 epoch
-  static constexpr uint64_t kConsumed = kJoin + kVoteBanks * kMaxRanks * kLine;  // [op][rank] cell
+  static constexpr uint64_t kConsumed = kJoin + kVoteBanks * kMaxRanks * kLine;    // [op][rank] cell
   static constexpr uint64_t kHeader = kConsumed + kBankedOps * kMaxRanks * kLine;  // [op][bank][rank] cell
   static constexpr uint64_t kVote = kHeader + kBankedOps * kMaxBanks * kMaxRanks * kLine;
   static constexpr uint64_t kVotePitch = kLine + kVoteBytes;  // cell line, then the record
@@ -81,10 +81,10 @@ struct Head {
 // The part that depends on the model. Plain data: copied to a device as it is.
 struct Layout {
   uint32_t num_ranks, max_tokens, top_k, num_banks, combine_slots;
-  uint64_t meta_weights, meta_pitch;             // offset of weights inside a block; size of a block
+  uint64_t meta_weights, meta_pitch;  // offset of weights inside a block; size of a block
   uint64_t row_bytes, scale_offset, scale_bytes, row_pitch;
-  uint64_t combine_bytes, combine_pitch;         // one row coming back; its slot
-  uint64_t meta, rows, combine, total;           // offsets of the three arrays; size of one rank's region
+  uint64_t combine_bytes, combine_pitch;  // one row coming back; its slot
+  uint64_t meta, rows, combine, total;    // offsets of the three arrays; size of one rank's region
 
   EP_HOST_DEVICE static constexpr Layout of(const Geometry& g) {
     Layout l{};
@@ -98,7 +98,7 @@ struct Layout {
     const bool fp32 = g.payload == Payload::kFp32;
     l.row_bytes = uint64_t(g.hidden) * (is_fp8(g.payload) ? 1 : fp32 ? 4 : 2);
     l.scale_offset = l.row_bytes;  // H is a multiple of 128 where there are scales: aligned
-    l.scale_bytes = !is_fp8(g.payload)                     ? 0
+    l.scale_bytes = !is_fp8(g.payload)                ? 0
                     : g.payload == Payload::kFp8Ue8m0 ? uint64_t(g.hidden) / kPackedGroup * sizeof(int32_t)
                                                       : uint64_t(g.hidden) / kGroup * sizeof(float);
     l.row_pitch = align_up(l.row_bytes + l.scale_bytes, kLine);
@@ -128,7 +128,8 @@ struct Layout {
     return combine + ((uint64_t(bank) * combine_slots + expert_rank) * max_tokens + token) * combine_pitch;
   }
   EP_HOST_DEVICE constexpr uint64_t choice_at(uint32_t bank, uint32_t token, uint32_t k) const {
-    return combine + (uint64_t(bank) * combine_slots * max_tokens + uint64_t(token) * top_k + k) * combine_pitch;
+    return combine +
+           (uint64_t(bank) * combine_slots * max_tokens + uint64_t(token) * top_k + k) * combine_pitch;
   }
 };
 
@@ -141,7 +142,9 @@ struct GroupPage {
   uint32_t reserved;
   Geometry geometry;
 
-  EP_HOST_DEVICE static constexpr uint64_t region(const Layout& l, uint32_t rank) { return kPage + rank * l.total; }
+  EP_HOST_DEVICE static constexpr uint64_t region(const Layout& l, uint32_t rank) {
+    return kPage + rank * l.total;
+  }
   EP_HOST_DEVICE static constexpr uint64_t bytes(const Layout& l) { return region(l, l.num_ranks); }
 };
 static_assert(sizeof(GroupPage) <= kPage);

@@ -51,10 +51,10 @@ struct DispatchState {
   // receiving side
   uint64_t arrived = 0;
   bool sources_have_weights = true;
-  std::vector<Entry> entries;     // (source, token, k) order
-  std::vector<TokenRun> runs;     // (source, token) order
-  std::vector<int32_t> counts;    // [E_local]
-  std::vector<int64_t> offsets;   // [E_local + 1]
+  std::vector<Entry> entries;    // (source, token, k) order
+  std::vector<TokenRun> runs;    // (source, token) order
+  std::vector<int32_t> counts;   // [E_local]
+  std::vector<int64_t> offsets;  // [E_local + 1]
   std::array<uint64_t, kMaxRanks> wait_ns{};
   uint64_t send_ns = 0, recv_ns = 0;
 };

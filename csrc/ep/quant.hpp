@@ -1,6 +1,6 @@
 // The arithmetic of wire formats, fixed for CPU and GPU: bfloat16, e4m3 (finite, no infinities), scales.
 //
-//   amax  = max |x| over 128 channels, at least 1e-4; a NaN stays a NaN
+//   amax  = max |x| over 128 channels, at least 1e-4; a NaN stays a NaN, its code is 0x7f
 //   scale = amax / 448                                 q = rne(x * (448 / amax))   saturating at 448
 //   power of two: scale = 2^ceil(log2(amax / 448))     q = rne(x * (1 / scale))
 //   UE8M0: the biased exponent of that scale in one byte, four to an int32, lowest channels lowest
@@ -40,7 +40,7 @@ EP_HOST_DEVICE inline uint8_t float_to_e4m3(float x) {
   // Below 2^-6: adding 2^14 leaves multiples of 2^-9 in the low mantissa bits, rounded to nearest even.
   const uint32_t subnormal = bits_of(clamped + 16384.0f) - bits_of(16384.0f);
   const uint32_t q = clamped < 0.015625f ? subnormal : normal;
-  return uint8_t(sign | (magnitude > 0x7f800000u ? 0x7fu : q));
+  return uint8_t(magnitude > 0x7f800000u ? 0x7fu : sign | q);  // processors differ in the sign of a NaN
 }
 
 // Largest magnitude as bits: for non-negative floats the integer order is the float order, NaN above all.

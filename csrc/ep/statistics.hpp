@@ -18,7 +18,9 @@ constexpr uint32_t kNumParts = 5, kNumBuckets = 48, kTimedOps = 3;  // dispatch,
 // A number with a single writer: a plain add that a reader never sees half done.
 class Counter {
  public:
-  void add(uint64_t by) { value_.store(value_.load(std::memory_order_relaxed) + by, std::memory_order_relaxed); }
+  void add(uint64_t by) {
+    value_.store(value_.load(std::memory_order_relaxed) + by, std::memory_order_relaxed);
+  }
   uint64_t get() const { return value_.load(std::memory_order_relaxed); }
 
  private:

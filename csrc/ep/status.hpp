@@ -42,25 +42,38 @@ struct Status {
 
 inline const char* name(Op op) {
   switch (op) {
-    case Op::kDispatch: return "dispatch";
-    case Op::kCombine: return "combine";
-    case Op::kVote: return "vote";
-    case Op::kReset: return "reset";
+    case Op::kDispatch:
+      return "dispatch";
+    case Op::kCombine:
+      return "combine";
+    case Op::kVote:
+      return "vote";
+    case Op::kReset:
+      return "reset";
   }
   return "?";
 }
 
 inline const char* name(Phase phase) {
   switch (phase) {
-    case Phase::kSendBank: return "send_bank";
-    case Phase::kSendRows: return "send_rows";
-    case Phase::kSendHeader: return "send_header";
-    case Phase::kRecvHeader: return "recv_header";
-    case Phase::kRecvExpand: return "recv_expand";
-    case Phase::kRecvReduce: return "recv_reduce";
-    case Phase::kRecvConsumed: return "recv_consumed";
-    case Phase::kGather: return "gather";
-    case Phase::kJoin: return "join";
+    case Phase::kSendBank:
+      return "send_bank";
+    case Phase::kSendRows:
+      return "send_rows";
+    case Phase::kSendHeader:
+      return "send_header";
+    case Phase::kRecvHeader:
+      return "recv_header";
+    case Phase::kRecvExpand:
+      return "recv_expand";
+    case Phase::kRecvReduce:
+      return "recv_reduce";
+    case Phase::kRecvConsumed:
+      return "recv_consumed";
+    case Phase::kGather:
+      return "gather";
+    case Phase::kJoin:
+      return "join";
   }
   return "?";
 }

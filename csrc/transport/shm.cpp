@@ -53,14 +53,15 @@ int create(const Geometry& geometry) {
 }
 
 Segment::Segment(int fd) {
-  struct stat info {};
+  struct stat info{};
   if (fstat(fd, &info) != 0) raise_errno(errno, "fstat");
   GroupPage page{};
   if (pread(fd, &page, sizeof page, 0) != ssize_t(sizeof page) || page.magic != GroupPage::kMagic ||
       page.version != GroupPage::kVersion)
     throw std::invalid_argument("the descriptor is not an exchange segment of this version");
   bytes_ = GroupPage::bytes(Layout::of(page.geometry));
-  if (uint64_t(info.st_size) != bytes_) throw std::invalid_argument("the exchange segment has an unexpected size");
+  if (uint64_t(info.st_size) != bytes_)
+    throw std::invalid_argument("the exchange segment has an unexpected size");
   base_ = map(fd, bytes_);
 }
 

@@ -20,14 +20,17 @@ int create(const Geometry& geometry);
 // A mapped segment; the memory stays mapped until the last owner of this object is gone.
 class Segment {
  public:
-  // The descriptor stays the caller's. Throws std::system_error, std::invalid_argument if it is not a segment.
+  // The descriptor stays the caller's. Throws std::system_error, std::invalid_argument if it is not a
+  // segment.
   explicit Segment(int fd);
   ~Segment();
   Segment(const Segment&) = delete;
   Segment& operator=(const Segment&) = delete;
 
   const GroupPage& page() const { return *reinterpret_cast<const GroupPage*>(base_); }
-  std::byte* region(uint32_t rank) const { return base_ + GroupPage::region(Layout::of(page().geometry), rank); }
+  std::byte* region(uint32_t rank) const {
+    return base_ + GroupPage::region(Layout::of(page().geometry), rank);
+  }
   uint64_t bytes() const { return bytes_; }
 
  private:

@@ -8,8 +8,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ep_server.config import Config
 from ep_server.model.inspect import Inspection, inspect_checkpoint
-from ep_server.scheduler.placement import place_experts
 
 NAME = "inspect"
 MIB = 1 << 20
@@ -17,15 +17,21 @@ MIB = 1 << 20
 
 def command(
     checkpoint: Annotated[str, typer.Argument(help="Hugging Face checkpoint directory.")],
-    ranks: Annotated[int, typer.Option(min=1, max=64, help="Ranks to place it on.")] = 1,
-    dtype: Annotated[str, typer.Option(help="auto, float32 or bfloat16.")] = "auto",
+    ranks: Annotated[int | None, typer.Option(help="Ranks to place it on.", show_default="1")] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16.", show_default="auto")] = None,
+    config_file: Annotated[str | None, typer.Option("--config", help="TOML file, as for serve.")] = None,
 ) -> None:
-    """Show what a checkpoint holds, where its experts would go, and the memory of each rank."""
-    found = inspect_checkpoint(checkpoint, dtype)
+    """Show what a checkpoint holds, where its experts would go, and the memory of each rank on this host.
+
+    Reads headers only. What `ep-server serve` takes from the environment or --config counts here too.
+    """
+    flags = {"model.path": checkpoint, "parallel.ranks": ranks, "model.dtype": dtype}
+    config = Config.load(config_file, flags)
+    found = inspect_checkpoint(checkpoint, config.model.dtype)
     console = Console()
     console.print(_facts(found))
     console.print(_parts(found))
-    console.print(_placement(found, ranks))
+    console.print(_placement(found, config))
 
 
 def _facts(found: Inspection) -> Table:
@@ -58,12 +64,21 @@ def _parts(found: Inspection) -> Table:
     return table
 
 
-def _placement(found: Inspection, ranks: int) -> Table:
-    owners = place_experts(found.spec.router.num_experts, ranks)
-    weights = found.rank_bytes(owners, ranks)
-    table = Table("rank", "experts of each layer", "weights, MiB", title=f"On {ranks} ranks")
+def _placement(found: Inspection, config: Config) -> Table:
+    from ep_server.ep.geometry import group_bytes
+    from ep_server.ranks.group import plan_group
+
+    plan, ranks = plan_group(config), config.parallel.ranks
+    kv_tokens = plan.kv_blocks * config.scheduler.block_size
+    kv = kv_tokens * found.kv_bytes_per_token / MIB
+    exchange = group_bytes(plan.exchange) / ranks / MIB
+    table = Table(title=f"On {ranks} ranks of this host, MiB")
+    for name in ("rank", "experts of each layer", "weights", f"KV cache ({kv_tokens:,} tokens)", "exchange"):
+        table.add_column(name, justify="left" if name.startswith(("rank", "experts")) else "right")
     for rank in range(ranks):
-        own = [expert for expert, owner in enumerate(owners) if owner == rank]
-        text = f"{own[0]} to {own[-1]} ({len(own)})" if own else "none"
-        table.add_row(str(rank), text, f"{weights[rank] / MIB:,.1f}")
+        own = [expert for expert, owner in enumerate(plan.exchange.placement) if owner == rank]
+        experts = f"{own[0]} to {own[-1]} ({len(own)})" if own else "none"
+        table.add_row(
+            str(rank), experts, f"{plan.weight_bytes[rank] / MIB:,.1f}", f"{kv:,.1f}", f"{exchange:,.1f}"
+        )
     return table

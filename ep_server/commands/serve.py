@@ -24,7 +24,8 @@ def command(config: Config) -> None:
     SIGTERM or Ctrl-C drains: requests in flight finish, new ones get UNAVAILABLE. A second one stops at once.
     """
     logs.configure(config.log)
-    display = LoadingDisplay(config.parallel.ranks, live=sys.stderr.isatty() and config.log.format == "text")
+    live = sys.stderr.isatty() and config.log.format == "text"
+    display = LoadingDisplay(config.parallel.ranks, Console(stderr=True) if live else None)
 
     def serving(made: app.App) -> None:
         display.close()
@@ -39,14 +40,13 @@ def command(config: Config) -> None:
 
 
 class LoadingDisplay:
-    """A bar per rank on a terminal, else a log line per rank and stage. `close` is idempotent."""
+    """A bar per rank on `console`, or without one a log line per rank and stage. `close` is idempotent."""
 
-    def __init__(self, ranks: int, *, live: bool) -> None:
+    def __init__(self, ranks: int, console: Console | None) -> None:
         self._said: set[tuple[int, str]] = set()
         self._progress: Progress | None = None
-        if live:
+        if console is not None:
             columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
-            console = Console(stderr=True)
             self._progress = Progress(*columns, TimeElapsedColumn(), console=console, transient=True)
             self._tasks = [self._progress.add_task(f"rank {rank}", total=None) for rank in range(ranks)]
             self._progress.start()

@@ -1,6 +1,6 @@
 """Checks the arguments of an exchange before anything is sent; every implementation refuses the same things.
 
-Knows shapes, dtypes and ranges; nothing of transports. Everything raised is InvalidArgument.
+Knows shapes, dtypes and ranges; nothing of transports.
 """
 
 from __future__ import annotations
@@ -8,31 +8,33 @@ from __future__ import annotations
 import torch
 
 from ep_server.ep.exchange import ExchangeSpec, Payload, Received, Reduction, View
-from ep_server.ep.quant import check_hidden
-from ep_server.errors import InvalidArgument
+from ep_server.ep.quant import hidden_multiple
+from ep_server.errors import ConfigError, InvalidArgument
 
 MAX_TOP_K = 16
 RECORD_BYTES = 64
 
 
 def check_spec(spec: ExchangeSpec) -> None:
-    """Raises InvalidArgument for the first field of `spec` that is out of range."""
+    """Raises ConfigError for the first field of `spec` that is out of range."""
     ranks = spec.num_ranks
     if ranks < 1:
-        raise InvalidArgument("num_ranks", ranks, "at least 1")
+        raise ConfigError("num_ranks", ranks, "at least 1")
     if not 0 <= spec.rank < ranks:
-        raise InvalidArgument("rank", spec.rank, f"0 to {ranks - 1}")
+        raise ConfigError("rank", spec.rank, f"0 to {ranks - 1}")
     if not spec.placement or not all(0 <= owner < ranks for owner in spec.placement):
-        raise InvalidArgument("placement", spec.placement, f"a non-empty table of ranks 0 to {ranks - 1}")
+        raise ConfigError("placement", spec.placement, f"a non-empty table of ranks 0 to {ranks - 1}")
     if spec.max_tokens < 1:
-        raise InvalidArgument("max_tokens", spec.max_tokens, "at least 1")
+        raise ConfigError("max_tokens", spec.max_tokens, "at least 1")
     if not 1 <= spec.top_k <= MAX_TOP_K:
-        raise InvalidArgument("top_k", spec.top_k, f"1 to {MAX_TOP_K}")
+        raise ConfigError("top_k", spec.top_k, f"1 to {MAX_TOP_K}")
     if spec.num_banks < 2 or spec.num_banks & (spec.num_banks - 1):
-        raise InvalidArgument("num_banks", spec.num_banks, "a power of two, at least 2")
+        raise ConfigError("num_banks", spec.num_banks, "a power of two, at least 2")
     if spec.timeout_ns < 1:
-        raise InvalidArgument("timeout_ns", spec.timeout_ns, "at least 1")
-    check_hidden(spec.hidden, spec.payload)
+        raise ConfigError("timeout_ns", spec.timeout_ns, "at least 1")
+    multiple = hidden_multiple(spec.payload)
+    if spec.hidden < 1 or spec.hidden % multiple:
+        raise ConfigError("hidden", spec.hidden, f"a multiple of {multiple} for payload {spec.payload.value}")
 
 
 def input_dtype(spec: ExchangeSpec) -> torch.dtype:

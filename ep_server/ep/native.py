@@ -1,7 +1,7 @@
 """The native exchange: the Protocol of exchange.py over csrc, on CPU tensors and one host's memory.
 
-Checks tensors, allocates outputs and unwraps pointers; the four halves, waiting and arithmetic are in csrc. Knows
-nothing of how the segment got here (bootstrap.py). Durations in ns.
+Checks tensors, allocates outputs and unwraps pointers; the four halves, waiting and arithmetic are in csrc.
+Knows nothing of how the segment got here (bootstrap.py). Durations in ns.
 
 Beyond the Protocol, for users who build their own API on it:
     NativeExchange(spec, fd=..., spin_us=-1, liveness_seconds=30.0, on_timeout="raise" | "mask")
@@ -114,6 +114,8 @@ class NativeExchange:
             raise ConfigError("on_timeout", on_timeout, "one of raise, mask")
         if spin_us < -1:
             raise ConfigError("spin_us", spin_us, "at least -1")
+        if liveness_seconds <= 0:
+            raise ConfigError("liveness_seconds", liveness_seconds, "above 0")
         if spin_us == -1:
             spin_us = DEFAULT_SPIN_US if spec.num_ranks <= len(os.sched_getaffinity(0)) else 0
         try:
@@ -174,8 +176,8 @@ class NativeExchange:
         """As the Protocol says. expert_out is read in place and may be overwritten once it returns.
 
         Args:
-            reduction: None = the spec's. A spec with SOURCE has room for RANK too, where dispatch got weights;
-              all ranks choose alike.
+            reduction: None = the spec's. A spec with SOURCE has room for RANK too, where dispatch got
+              weights; all ranks choose alike.
         """
         native, spec, state = self._open(), self.spec, self._state_of(received)
         chosen = spec.reduction if reduction is None else Reduction(reduction)
@@ -275,8 +277,9 @@ class NativeExchange:
         return self._open().statistics()
 
     def __repr__(self) -> str:
-        spec = self.spec
-        return f"NativeExchange(rank={spec.rank}/{spec.num_ranks}, {spec.payload}, {spec.reduction}, {self.layout.total} B)"
+        spec, size = self.spec, self.layout.total
+        what = f"{spec.payload}, {spec.reduction}, {size} bytes"
+        return f"NativeExchange(rank={spec.rank}/{spec.num_ranks}, {what})"
 
     # -- inside ---------------------------------------------------------------------------------------
 
@@ -306,7 +309,8 @@ class NativeExchange:
         names = {"E_local": self._num_local, "R*max_tokens": self._padded}
         check_tensor("out rows", rows, self.row_dtype, **names, H=self.spec.hidden)
         if (scales is not None) != self._fp8:
-            raise InvalidArgument("out scales", scales, f"a pair as payload {self.spec.payload} has it")
+            given = "none" if scales is None else "a tensor"
+            raise InvalidArgument("out scales", given, f"as payload {self.spec.payload} has it")
         if scales is not None:
             plane = scales.transpose(1, 2)
             names = {"E_local": self._num_local, "groups": self._groups, "R*max_tokens": self._padded}

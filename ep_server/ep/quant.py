@@ -27,21 +27,16 @@ AMAX_FLOOR = 1e-4
 FP8_PAYLOADS = frozenset({Payload.FP8, Payload.FP8_POW2, Payload.FP8_UE8M0})
 
 
-def check_hidden(hidden: int, payload: Payload) -> None:
-    """Raises InvalidArgument where `hidden` channels cannot be carried by `payload`."""
-    if hidden < 1:
-        raise InvalidArgument("hidden", hidden, "at least 1")
-    if payload is Payload.FP8_UE8M0 and hidden % (GROUP * PACK):
-        raise InvalidArgument("hidden", hidden, f"a multiple of {GROUP * PACK} for payload fp8_ue8m0")
-    if payload in FP8_PAYLOADS and hidden % GROUP:
-        raise InvalidArgument("hidden", hidden, f"a multiple of {GROUP} for payload {payload.value}")
+def hidden_multiple(payload: Payload) -> int:
+    """Rows that `payload` can carry have a multiple of this many channels."""
+    if payload not in FP8_PAYLOADS:
+        return 1
+    return GROUP * PACK if payload is Payload.FP8_UE8M0 else GROUP
 
 
 def scale_columns(hidden: int, payload: Payload) -> int:
     """How many scale words a row of `hidden` channels carries; 0 where the payload has none."""
-    if payload not in FP8_PAYLOADS:
-        return 0
-    return hidden // GROUP // (PACK if payload is Payload.FP8_UE8M0 else 1)
+    return hidden // hidden_multiple(payload) if payload in FP8_PAYLOADS else 0
 
 
 def scale_dtype(payload: Payload) -> torch.dtype:
@@ -59,7 +54,9 @@ def quantise(x: torch.Tensor, payload: Payload) -> tuple[torch.Tensor, torch.Ten
     Raises: InvalidArgument if H does not divide.
     """
     num_rows, hidden = x.shape
-    check_hidden(hidden, payload)
+    if hidden % hidden_multiple(payload):
+        allowed = f"a multiple of {hidden_multiple(payload)} for payload {payload.value}"
+        raise InvalidArgument("hidden", hidden, allowed)
     groups = x.float().view(num_rows, hidden // GROUP, GROUP)
     amax = groups.abs().amax(dim=-1).clamp(min=AMAX_FLOOR)  # NaN passes through both
     # Divide by a tensor, not a Python scalar: some backends turn the latter into a multiplication.

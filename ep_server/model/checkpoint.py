@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ep_server.errors import CheckpointError
 from ep_server.model.families.fields import read_json
@@ -18,6 +19,7 @@ INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I64": 8, "I32": 4, "U8": 1, "I8": 1}
 _MAX_HEADER = 100 << 20  # limit of the format
+_META = "__metadata__"  # the one entry of a header that is no tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,15 +94,20 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
         raise CheckpointError(f"{file}: shard cannot be read ({error.strerror})") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{file}: not a safetensors file ({error})") from error
-    header.pop("__metadata__", None)
-    tensors = {}
-    for name, entry in header.items():
-        begin, end = entry["data_offsets"]
-        tensor = StoredTensor(name, file, entry["dtype"], tuple(entry["shape"]), end - begin)
-        if end > data_bytes or tensor.nbytes != tensor.size * _ITEM_BYTES.get(tensor.dtype, 0):
-            raise CheckpointError(
-                f"{file}: tensor {name}: {tensor.dtype} {list(tensor.shape)} at bytes {begin} to {end} "
-                f"does not fit the {data_bytes} bytes of data"
-            )
-        tensors[name] = tensor
-    return tensors
+    try:
+        return {
+            name: _entry(file, name, entry, data_bytes) for name, entry in header.items() if name != _META
+        }
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"{file}: not a safetensors file (malformed header: {error!r})") from error
+
+
+def _entry(file: Path, name: str, entry: Mapping[str, Any], data_bytes: int) -> StoredTensor:
+    begin, end = entry["data_offsets"]
+    tensor = StoredTensor(name, file, entry["dtype"], tuple(entry["shape"]), end - begin)
+    if not 0 <= begin <= end <= data_bytes or tensor.nbytes != tensor.size * _ITEM_BYTES.get(tensor.dtype, 0):
+        raise CheckpointError(
+            f"{file}: tensor {name}: {tensor.dtype} {list(tensor.shape)} at bytes {begin} to {end} "
+            f"does not fit the {data_bytes} bytes of data"
+        )
+    return tensor

@@ -76,9 +76,10 @@ class StepMeter:
         """A request ended, perhaps without ever having run."""
         self._arrived.pop(number, None)
 
-    def parked(self) -> None:
-        """The group parks."""
+    def parked(self, work_number: int) -> None:
+        """The group parks; work_number is the last it has seen."""
         self._counters["parks"] += 1
+        self._counters["parked_at_work"] = work_number
 
     def stepped(self, batch: StepBatch, micro_batches: int, times: StepTimes) -> None:
         """A step ended."""

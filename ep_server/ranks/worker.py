@@ -60,7 +60,7 @@ class RankWorker:
         self._meter = StepMeter(parts.ready.rank)
         self._stop = False
         self._reported = clock()
-        self._window = (0, 0)  # waiting and running time where the overlap window began
+        self._read_overlap()
 
     def __repr__(self) -> str:
         return f"RankWorker({self._voter!r}, {self._scheduler!r})"
@@ -102,9 +102,9 @@ class RankWorker:
 
     def _park(self) -> None:
         """Sleeps until there is new work for some rank, or the end."""
-        self._meter.parked()
-        self._report()
         last_work = self._voter.last_work
+        self._meter.parked(last_work)
+        self._report()
         while self._voter.last_work == last_work and not self._stop:
             self._obey(self._channel.wait())
 
@@ -161,18 +161,17 @@ class RankWorker:
 
     def _measure(self, batch: StepBatch, verdict: Verdict, times: StepTimes) -> None:
         self._meter.stepped(batch, verdict.micro_batches, times)
-        if self._overlap.stepped():
-            self._decide_overlap()
+        if self._overlap.stepped(times.published - times.start, batch.num_tokens):
+            self._read_overlap()
         if times.published - self._reported >= REPORT_NS:
             self._report()
 
-    def _decide_overlap(self) -> None:
+    def _read_overlap(self) -> None:
         exchange, runner = self._exchange.statistics()["sums"], self._runner.statistics().sums
-        wait = exchange.get("dispatch/wait", 0) + exchange.get("combine/wait", 0)
-        running = sum(runner.values())
-        before_wait, before_running = self._window
-        self._overlap.decide(wait - before_wait, running - before_running - (wait - before_wait))
-        self._window = (wait, running)
+        self._overlap.read(
+            wait_ns=exchange.get("dispatch/wait", 0) + exchange.get("combine/wait", 0),
+            compute_ns=sum(runner.values()) - runner["step/dispatch"] - runner["step/combine"],
+        )
 
     def _report(self) -> None:
         self._reported = self._clock()

@@ -89,7 +89,7 @@ class RankScheduler:
     def cancel(self, number: int) -> bool:
         """Ends a request: now, or at commit if it is in the step in flight. No event of it follows.
 
-        Returns: False if the number is unknown (ended already, or never here).
+        Returns: True if freed() will name it, once; False if it is unknown: never here, or ended already.
         """
         return self._drop(number, Event.CANCEL)
 
@@ -132,8 +132,9 @@ class RankScheduler:
         """
         if batch is not self._batch:
             raise InternalError("commit() of a batch that is not in flight")
-        if [s.number for s in batch.slices if s.sample] != [token.number for token in sampled]:
-            raise InternalError(f"commit() of {len(sampled)} tokens for {batch.num_sampled} draws")
+        awaited, given = [s.number for s in batch.slices if s.sample], [token.number for token in sampled]
+        if given != awaited:
+            raise InternalError(f"commit() of tokens for requests {given}, awaited for {awaited}")
         in_flight, self._in_flight, self._batch = self._in_flight, [], None
         self._steps += 1
         events: list[TokenEvent] = []

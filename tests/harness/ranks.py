@@ -23,8 +23,10 @@ from typing import Any
 
 import torch
 
+from ep_server import _C
 from ep_server.ep import bootstrap
 from ep_server.ep.exchange import ExchangeSpec
+from ep_server.ep.geometry import geometry_of
 from ep_server.ep.native import NativeExchange
 
 PR_SET_PDEATHSIG = 1
@@ -70,6 +72,14 @@ class RanksFailed(AssertionError):
         self.outcomes = outcomes
 
 
+def poison(fd: int, spec: ExchangeSpec) -> None:
+    """Fills all data of a new segment with NaNs (bfloat16 and float32), as ids impossible experts."""
+    layout = _C.Layout(geometry_of(spec))
+    for rank in range(spec.num_ranks):
+        begin = layout.region(rank)
+        os.pwrite(fd, b"\xff\x7f" * ((layout.total - layout.meta) // 2), begin + layout.meta)
+
+
 class Ranks:
     """A running group. `with Ranks(...) as ranks:` lets a test stop, continue or kill ranks by pid."""
 
@@ -84,12 +94,14 @@ class Ranks:
     ) -> None:
         specs = [ExchangeSpec(rank=r, num_ranks=num_ranks, **spec_kwargs) for r in range(num_ranks)]
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["tests.harness.ranks", "numpy", "torch.testing"])  # torch is imported once, before any thread
+        # Imported once, in a process without threads, from which ranks are forked.
+        context.set_forkserver_preload(["tests.harness.ranks", "numpy", "torch.testing"])
         self.processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._outcomes: dict[int, Outcome] = {}
         self._start = time.monotonic()
         fd = bootstrap.create_segment(specs[0])
+        poison(fd, specs[0])
         try:
             for spec in specs:
                 ours, theirs = context.Pipe()

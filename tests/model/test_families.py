@@ -181,6 +181,7 @@ def test_an_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
     ("change", "message"),
     [
         ({"hidden_size": None}, "hidden_size is missing"),
+        ({"num_experts": None}, "num_experts / num_local_experts is missing"),
         ({"hidden_size": "2048"}, "hidden_size = '2048': must be an integer"),
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0: must be an integer of at least 1"),
         ({"num_key_value_heads": 5}, "num_key_value_heads = 5: must be a divisor"),
@@ -206,6 +207,8 @@ def test_fields_out_of_range(tmp_path: Path, change: dict[str, Any], message: st
 @pytest.mark.parametrize(
     ("change", "message"),
     [
+        ({"first_k_dense_replace": None}, "first_k_dense_replace is missing"),
+        ({"routed_scaling_factor": None}, "routed_scaling_factor is missing"),
         ({"n_group": 7}, "n_group = 7: must be a divisor"),
         ({"topk_group": 9}, "topk_group = 9: must be at most n_group"),
         ({"n_group": 64, "topk_group": 1}, "topk_group = 1: .* enough for top-8"),

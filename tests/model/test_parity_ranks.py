@@ -83,8 +83,8 @@ def test_tokens(
 def run(group: Group, jobs: list[Job]) -> list[list[Tokens]]:
     if group.exchange == "native":
         spec = {key: getattr(_spec(group, 0), key) for key in _FIELDS}
-        return run_ranks(_on_native, group.num_ranks, spec, 120.0, args=(group, jobs))
-    return run_group(_on_reference, group.num_ranks, args=(group, jobs))
+        return run_ranks(_on_native, group.num_ranks, spec, args=(group, jobs), timeout=240.0)
+    return run_group(_on_reference, group.num_ranks, args=(group, jobs), timeout=240.0)
 
 
 _FIELDS = ("placement", "max_tokens", "hidden", "top_k", "payload", "reduction")

@@ -191,6 +191,12 @@ def test_broken_shards(tiny: Get, tmp_path: Path) -> None:
     fails(f"{shards[1].name}: not a safetensors file")
     shards[1].write_bytes((40).to_bytes(8, "little") + b"x" * 40)
     fails(f"{shards[1].name}: not a safetensors file")
+    for header in (b"[]", b'{"a": 3}', b'{"a": {"dtype": "F32", "shape": [1]}}'):
+        shards[1].write_bytes(len(header).to_bytes(8, "little") + header)
+        fails(f"{shards[1].name}: not a safetensors file .malformed header")
+    header = b'{"a": {"dtype": "F32", "shape": [1], "data_offsets": [-4, 0]}}'
+    shards[1].write_bytes(len(header).to_bytes(8, "little") + header)
+    fails(f"{shards[1].name}: tensor a: .* does not fit")
     shards[1].write_bytes(b"")
     fails(f"{shards[1].name}: not a safetensors file")
     shards[1].unlink()

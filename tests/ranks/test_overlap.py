@@ -1,4 +1,4 @@
-"""The overlap policy as a table of steps: when it measures, switches, and keeps from switching."""
+"""The overlap policy as a table of steps: when it measures, tries, switches, and keeps from switching."""
 
 from __future__ import annotations
 
@@ -6,25 +6,44 @@ import pytest
 
 from ep_server.ranks.overlap import OverlapPolicy, OverlapRule
 
-RULE = OverlapRule(enter=0.5, leave=0.3, window=4, hold=6)
+RULE = OverlapRule(waiting=0.5, gain=0.9, keep=1.0, similar=0.25, window=4, hold=6)
+SINGLE_NS, TOKENS = 1000, 8
 
 
-def window(policy: OverlapPolicy, share: float) -> None:
-    """Runs the steps of one window and the hold that follows it."""
+class Meter:
+    """Cumulative readings, as a rank has them."""
+
+    def __init__(self, policy: OverlapPolicy) -> None:
+        self.policy, self.wait, self.compute = policy, 77, 5
+        policy.read(self.wait, self.compute)
+
+    def step(self, ns: int, tokens: int, wait: int, compute: int) -> bool:
+        self.wait += wait
+        self.compute += compute
+        due = self.policy.stepped(ns, tokens)
+        if due:
+            self.policy.read(self.wait, self.compute)
+        return due
+
+
+def cycle(meter: Meter, waiting: float, trial_ns: int, trial_tokens: int = TOKENS) -> list[bool]:
+    """Runs one cycle; returns the wish at every step. Outside the single window waits are of no interest."""
+    wishes = []
     for step in range(RULE.window):
-        assert policy.measuring
-        assert not policy.wish(8)
-        assert policy.stepped() == (step == RULE.window - 1)
-    policy.decide(int(share * 1000), 1000)
-
-
-def hold(policy: OverlapPolicy) -> set[bool]:
-    wishes = set()
-    for _ in range(RULE.hold):
-        assert not policy.measuring
-        wishes.add(policy.wish(8))
-        assert not policy.stepped()
+        wishes.append(meter.policy.wish(8))
+        due = meter.step(SINGLE_NS, TOKENS, wait=int(waiting * 1000), compute=1000)
+        assert due == (step == RULE.window - 1)
+    for _ in range(RULE.window):
+        wishes.append(meter.policy.wish(8))
+        assert not meter.step(trial_ns, trial_tokens, wait=10**6, compute=1)
+    for step in range(RULE.hold):
+        wishes.append(meter.policy.wish(8))
+        assert meter.step(123, 1, wait=10**6, compute=1) == (step == RULE.hold - 1)
     return wishes
+
+
+def wishes(trial: bool, hold: bool) -> list[bool]:
+    return [False] * RULE.window + [trial] * RULE.window + [hold] * RULE.hold
 
 
 @pytest.mark.parametrize(("mode", "wish"), [("on", True), ("off", False)])
@@ -32,24 +51,29 @@ def test_a_fixed_mode_never_measures(mode: str, wish: bool) -> None:
     policy = OverlapPolicy(mode, RULE)
     for sequences in (0, 1, 2, 64):
         assert policy.wish(sequences) is wish
-        assert not policy.stepped()
-    assert not policy.measuring
+        assert not policy.stepped(SINGLE_NS, TOKENS)
 
 
-def test_auto_switches_with_hysteresis() -> None:
-    policy = OverlapPolicy("auto", RULE)
-    for share, wanted in [(0.4, False), (0.5, False), (0.51, True), (0.4, True), (0.3, False), (0.4, False)]:
-        window(policy, share)
-        assert hold(policy) == {wanted}
+def test_auto_tries_where_waiting_is_long_and_keeps_what_is_faster() -> None:
+    meter = Meter(OverlapPolicy("auto", RULE))
+    assert cycle(meter, waiting=0.5, trial_ns=1) == wishes(trial=False, hold=False)
+    assert cycle(meter, waiting=0.51, trial_ns=950) == wishes(trial=True, hold=False)
+    assert cycle(meter, waiting=0.51, trial_ns=899) == wishes(trial=True, hold=True)
+    assert cycle(meter, waiting=0.51, trial_ns=999) == wishes(trial=True, hold=True)
+    assert cycle(meter, waiting=0.51, trial_ns=1000) == wishes(trial=True, hold=False)
+    assert cycle(meter, waiting=0.51, trial_ns=899) == wishes(trial=True, hold=True)
+    assert cycle(meter, waiting=0.1, trial_ns=1) == wishes(trial=False, hold=False)
+
+
+@pytest.mark.parametrize(("tokens", "hold"), [(6, True), (5, False), (10, True), (11, False), (0, False)])
+def test_steps_of_different_size_do_not_compare(tokens: int, hold: bool) -> None:
+    meter = Meter(OverlapPolicy("auto", RULE))
+    assert cycle(meter, waiting=1.0, trial_ns=1, trial_tokens=tokens) == wishes(trial=True, hold=hold)
 
 
 def test_fewer_than_two_sequences_are_not_cut() -> None:
     policy = OverlapPolicy("auto", RULE)
-    window(policy, 2.0)
+    meter = Meter(policy)
+    for _ in range(RULE.window):
+        meter.step(SINGLE_NS, TOKENS, wait=1000, compute=1000)
     assert [policy.wish(n) for n in (0, 1, 2)] == [False, False, True]
-
-
-def test_a_window_without_computation_decides_for_one() -> None:
-    policy = OverlapPolicy("auto", RULE)
-    policy.decide(1000, 0)
-    assert not policy.wanted

@@ -32,7 +32,7 @@ def test_steps_are_added_up() -> None:
     meter.stepped(batch(7), 1, StepTimes(start=1000, planned=1010, voted=1050, ran=2000, published=2030))
     meter.stepped(batch(7, 8), 2, StepTimes(start=3000, planned=3020, voted=3021, ran=4000, published=4003))
     meter.stepped(StepBatch((), 0), 1, StepTimes(5000, 5001, 5002, 5003, 5004))
-    meter.parked()
+    meter.parked(work_number=5)
     record = meter.gather(RankLoad(steps=3), NO_EXCHANGE, NO_RUNNER)
     assert (record.rank, record.load.steps) == (3, 3)
     assert record.counters == {
@@ -41,6 +41,7 @@ def test_steps_are_added_up() -> None:
         "overlap_steps": 1,
         "run_steps": 3,
         "parks": 1,
+        "parked_at_work": 5,
     }
     assert record.sums == {
         "step/plan": 10 + 20 + 1,

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import ep_server
 from ep_server.cli import main
 from ep_server.config import Config, fields
 from ep_server.ranks.fake import FakeRanks, scripted
@@ -115,6 +116,17 @@ async def test_bench_that_cannot_fit(capfd: pytest.CaptureFixture[str]) -> None:
     async with serving() as served:
         assert await run(served, "bench", "--prompt-tokens", "70000") == 1
         assert "at most 65536, the context" in capfd.readouterr().err
+
+
+def test_inspect(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    model = Path(ep_server.__file__).parent / "assets" / "demo_model"
+    assert main(["inspect", str(model), "--ranks", "3"]) == 0
+    out = capfd.readouterr().out
+    for text in ("qwen3_moe", "16 per layer, 4 per token", "0 to 5 (6)", "11 to 15 (5)", "exchange"):
+        assert text in out
+    assert main(["inspect", str(model), "--ranks", "0"]) == 1
+    assert capfd.readouterr().err == "ep-server: error: parallel.ranks = 0: must be 1 to 64\n"
 
 
 def test_config_lists_every_option(

@@ -121,6 +121,12 @@ async def test_too_long_for_the_kv_cache_of_a_rank() -> None:
         assert len(output.token_ids) == 63
 
 
+async def test_an_unknown_method() -> None:
+    async with serving(grpc__token_file="") as served:
+        call = served.client.channel.unary_unary("/ep_server.v1.Decode/Other")
+        assert (await failure(call(b""))).code() is Code.UNIMPLEMENTED
+
+
 async def test_an_unknown_model() -> None:
     async with serving() as served:
         error = await failure(served.client.generate([1], model="other"))

@@ -161,6 +161,17 @@ async def test_a_host_that_is_not_ours() -> None:
         await server.stop()
 
 
+async def test_an_open_door_is_told(caplog: pytest.LogCaptureFixture) -> None:
+    for host, warnings in (("127.0.0.1", 0), ("0.0.0.0", 2)):
+        caplog.clear()
+        server = Server(Config.from_values({"grpc.host": host, "grpc.port": 0}), MODEL, FakeRanks())
+        await server.start(lambda *_: None)
+        await server.drain()
+        await server.stop()
+        told = [record for record in caplog.records if record.levelname == "WARNING"]
+        assert len(told) == warnings
+
+
 async def test_ipv6() -> None:
     server = Server(Config.from_values({"grpc.host": "::1", "grpc.port": 0}), MODEL, FakeRanks())
     try:

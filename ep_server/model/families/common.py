@@ -11,15 +11,15 @@ from ep_server.model.families.spec import GqaSpec, QkNorm, RopeSpec, RopeType
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
-def base(config: Fields, family: str) -> dict[str, Any]:
-    """Fields of ModelSpec that every family spells alike."""
+def base(config: Fields, family: str, norm_eps: float = 1e-6) -> dict[str, Any]:
+    """Fields of ModelSpec that every family spells alike. norm_eps: the family's default."""
     config.choice("hidden_act", default="silu", allowed=("silu", "swish"))
     return {
         "family": family,
         "vocab_size": config.integer("vocab_size"),
         "hidden": config.integer("hidden_size"),
         "max_context": config.integer("max_position_embeddings"),
-        "norm_eps": config.number("rms_norm_eps", default=1e-6),
+        "norm_eps": config.number("rms_norm_eps", default=norm_eps),
         "tied_head": config.flag("tie_word_embeddings"),
         "dtype": config.choice("dtype", "torch_dtype", default="bfloat16", allowed=_DTYPES),
         "quant_block": _quant_block(config.table("quantization_config")),

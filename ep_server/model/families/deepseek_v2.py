@@ -56,11 +56,7 @@ def mla(config: Fields, *, interleaved: bool) -> dict[str, Any]:
 def blocks(config: Fields) -> dict[str, Any]:
     """Which layers are sparse, and the FFN widths."""
     layers = config.integer("num_hidden_layers")
-    dense = (
-        config.integer("first_k_dense_replace", default=0, low=0)
-        if config.has("first_k_dense_replace")
-        else 0
-    )
+    dense = config.integer("first_k_dense_replace", low=0)
     step = config.integer("moe_layer_freq", default=1)
     if step != 1:
         raise config.error("moe_layer_freq", step, "1")
@@ -77,7 +73,7 @@ def blocks(config: Fields) -> dict[str, Any]:
 def groups(config: Fields) -> dict[str, Any]:
     """Group limits of the router, checked against the number of experts."""
     experts = config.integer("n_routed_experts", "num_experts", "num_local_experts")
-    count, best = config.integer("n_group", default=1), config.integer("topk_group", default=1)
+    count, best = config.integer("n_group"), config.integer("topk_group")
     if experts % count:
         raise config.error("n_group", count, f"a divisor of the number of experts ({experts})")
     top_k = config.integer("num_experts_per_tok")

@@ -24,7 +24,7 @@ def spec(config: Fields) -> ModelSpec:
             group_score=GroupScore.TOP2_SUM,
             renormalise=config.flag("norm_topk_prob", default=True),
             renorm_eps=1e-20,
-            scale=config.number("routed_scaling_factor", default=1.0),
+            scale=config.number("routed_scaling_factor"),
             **groups(config),
         ),
     )

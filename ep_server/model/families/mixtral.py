@@ -12,12 +12,12 @@ def spec(config: Fields) -> ModelSpec:
     window = config.integer("sliding_window") if config.has("sliding_window") else 0
     attention = common.gqa(config, QkNorm.NONE, window=window)
     return ModelSpec(
-        **common.base(config, "mixtral"),
+        **common.base(config, "mixtral", norm_eps=1e-5),
         attention=attention,
         rope=common.rope(config, attention.head_dim, theta=1_000_000.0),
         router=RouterSpec(
-            num_experts=config.integer("num_local_experts", "num_experts", default=8),
-            top_k=config.integer("num_experts_per_tok", default=2),
+            num_experts=config.integer("num_local_experts", "num_experts"),
+            top_k=config.integer("num_experts_per_tok"),
             renormalise=True,
         ),
         sparse_layers=(True,) * config.integer("num_hidden_layers"),

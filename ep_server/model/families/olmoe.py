@@ -11,12 +11,12 @@ def spec(config: Fields) -> ModelSpec:
     """Reads an `olmoe` config.json."""
     attention = common.gqa(config, QkNorm.FULL, bias=config.flag("attention_bias"))
     return ModelSpec(
-        **common.base(config, "olmoe"),
+        **common.base(config, "olmoe", norm_eps=1e-5),
         attention=attention,
         rope=common.rope(config, attention.head_dim),
         router=RouterSpec(
-            num_experts=config.integer("num_experts", "num_local_experts", default=64),
-            top_k=config.integer("num_experts_per_tok", default=8),
+            num_experts=config.integer("num_experts", "num_local_experts"),
+            top_k=config.integer("num_experts_per_tok"),
             renormalise=config.flag("norm_topk_prob"),
         ),
         sparse_layers=(True,) * config.integer("num_hidden_layers"),

@@ -19,11 +19,11 @@ def spec(config: Fields) -> ModelSpec:
         attention=attention,
         rope=common.rope(config, attention.head_dim),
         router=RouterSpec(
-            num_experts=config.integer("num_experts", "num_local_experts", default=128),
-            top_k=config.integer("num_experts_per_tok", default=8),
+            num_experts=config.integer("num_experts", "num_local_experts"),
+            top_k=config.integer("num_experts_per_tok"),
             renormalise=config.flag("norm_topk_prob"),
         ),
         sparse_layers=tuple(i not in dense and (i + 1) % step == 0 for i in range(layers)),
-        expert_ffn=config.integer("moe_intermediate_size", default=768),
-        dense_ffn=config.integer("intermediate_size", default=6144),
+        expert_ffn=config.integer("moe_intermediate_size"),
+        dense_ffn=config.integer("intermediate_size"),
     )

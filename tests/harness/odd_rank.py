@@ -1,0 +1,41 @@
+"""A process in place of a rank that does one thing wrong; model.name of the configuration says which."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import sys
+from pathlib import Path
+
+from ep_server.ranks.channel import RankChannel
+from ep_server.v1 import rank_pb2 as pb
+
+
+def main() -> None:
+    channel = RankChannel(socket.socket(fileno=int(sys.argv[sys.argv.index("--channel") + 1])))
+    (first,) = channel.wait()
+    start = pb.ToRank.FromString(first).start
+    fault = json.loads(start.config_json)["model.name"]
+    if fault == "deaf":  # to shutdown and SIGTERM
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if fault in ("deaf", "garbage-later"):
+        ready = pb.Ready(rank=start.rank, pid=os.getpid(), kv_blocks=1, block_size=1)
+        channel.send(pb.FromRank(ready=ready).SerializeToString())
+    if fault == "exits":
+        sys.exit(7)
+    if fault.startswith("garbage"):
+        channel.wait() if fault == "garbage-later" else None
+        channel.send(b"\xff\xff\xff")
+    if fault == "closes":
+        channel.close()
+        channel = RankChannel(socket.socketpair()[0])
+    if fault == "fills":  # descriptor of the segment must be what the launcher made
+        Path(f"/proc/self/fd/{start.exchange_fd}").stat()
+    while True:
+        signal.pause() if fault == "closes" else channel.wait()
+
+
+if __name__ == "__main__":
+    main()

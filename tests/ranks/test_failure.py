@@ -1,0 +1,248 @@
+"""What becomes of a group of real processes when one, or their parent, is killed, stopped or broken."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+import uvloop
+from safetensors.torch import load_file, save_file
+
+from ep_server.config import Config
+from ep_server.errors import StartupError
+from ep_server.ranks.launcher import LaunchTiming, RankProcesses
+from tests.harness.checkpoints import Tiny
+from tests.harness.rank_group import Leftovers, Recorder, alive, greedy, rank_config
+
+ODD = "tests.harness.odd_rank"
+QUICK = LaunchTiming(start_stall=1.0, grace=0.2, term=0.2)
+
+
+@asynccontextmanager
+async def group(config: Config, **options: Any) -> AsyncIterator[tuple[RankProcesses, Recorder]]:
+    ranks, heard = RankProcesses(config, **options), Recorder()
+    try:
+        await ranks.start(heard, heard.on_progress)
+        yield ranks, heard
+    finally:
+        await ranks.stop()
+
+
+@asynccontextmanager
+async def busy_group(config: Config) -> AsyncIterator[tuple[RankProcesses, Recorder]]:
+    """A group in the middle of a long request on rank 0."""
+    async with group(config) as (ranks, heard):
+        ranks.submit(0, greedy(1, (1, 2, 3), 150))
+        await heard.until(lambda: len(heard.tokens.get(1, [])) > 2)
+        yield ranks, heard
+
+
+@pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
+def test_a_killed_rank_is_noticed_within_a_second_and_all_end(
+    tiny: Tiny, new_loop: Callable[[], asyncio.AbstractEventLoop]
+) -> None:
+    async def kill() -> None:
+        async with busy_group(rank_config(tiny.path, 2)) as (ranks, heard):
+            os.kill(ranks.pids[1], signal.SIGKILL)
+            await heard.until(lambda: heard.lost, seconds=1.0)
+            ranks.submit(0, greedy(2, (1,), 1))
+            ranks.cancel(1, 2)
+        assert heard.lost == [(1, "killed by SIGKILL")]
+        assert alive(ranks.pids) == []
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(asyncio.sleep(0))  # uvloop keeps a pipe for the whole process
+    before = Leftovers()
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        runner.run(kill())
+    assert Leftovers().new_since(before) == {}
+
+
+async def test_a_rank_that_waits_too_long_for_another_says_so(tiny: Tiny) -> None:
+    """A stopped rank passes the exchange's deadline: the one that waited reports, and the group ends."""
+    config = rank_config(tiny.path, 2, exchange__timeout_seconds=0.2)
+    async with busy_group(config) as (ranks, heard):
+        process = psutil.Process(ranks.pids[1])
+        # Stopped in a vote by chance, where no deadline holds: try again.
+        for number in range(2, 50):
+            process.suspend()
+            await asyncio.sleep(0.5)
+            if heard.lost:
+                break
+            process.resume()
+            ranks.submit(0, greedy(number, (1, 2, 3), 150))
+            await heard.until(lambda n=number: heard.lost or n in heard.tokens)
+    ((rank, message),) = heard.lost
+    assert "timed out in" in message
+    assert message.startswith(f"rank {rank} ")
+    assert "\n" not in message
+
+
+async def test_a_stopped_rank_only_delays(tiny: Tiny) -> None:
+    await stop_and_continue(tiny, seconds=1.0)
+
+
+@pytest.mark.slow
+async def test_a_rank_stopped_for_three_seconds_only_delays(tiny: Tiny) -> None:
+    await stop_and_continue(tiny, seconds=3.0)
+
+
+async def stop_and_continue(tiny: Tiny, seconds: float) -> None:
+    async with busy_group(rank_config(tiny.path, 2)) as (ranks, heard):
+        ranks.submit(1, greedy(2, tiny.prompts[0], 64))
+        psutil.Process(ranks.pids[1]).suspend()
+        await asyncio.sleep(seconds)
+        assert 1 not in heard.finished
+        assert 2 not in heard.finished
+        psutil.Process(ranks.pids[1]).resume()
+        await heard.until(lambda: {1, 2} <= set(heard.finished))
+    assert tuple(heard.tokens[2]) == tiny.tokens[0]
+    assert heard.lost == []
+
+
+def test_ranks_die_with_a_launcher_that_is_killed(tiny: Tiny) -> None:
+    before = Leftovers()
+    config = json.dumps(rank_config(tiny.path, 2).values())
+    command = [sys.executable, "-m", "tests.harness.launch_and_wait", config]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as launcher:
+        assert launcher.stdout is not None
+        pids = json.loads(launcher.stdout.readline())
+        handles = [psutil.Process(pid) for pid in pids]
+        launcher.kill()
+        _, left = psutil.wait_procs(handles, timeout=5)
+    assert left == []
+    assert len(pids) == 2
+    assert Leftovers().new_since(before) == {}
+
+
+async def started(config: Config, **options: Any) -> str:
+    """The one line that a failing start gives; nothing is left of it."""
+    before = Leftovers()
+    ranks, heard = RankProcesses(config, **options), Recorder()
+    with pytest.raises(StartupError) as caught:
+        await ranks.start(heard, heard.on_progress)
+    await ranks.stop()
+    assert Leftovers().new_since(before) == {}
+    assert heard.lost == []
+    message = str(caught.value)
+    assert "\n" not in message
+    return f"{type(caught.value).__name__}: {message}"
+
+
+def copied(tiny: Tiny, path: Path) -> Path:
+    return Path(shutil.copytree(tiny.path, path / "model"))
+
+
+async def test_start_names_a_missing_file(tiny: Tiny, tmp_path: Path) -> None:
+    path = copied(tiny, tmp_path)
+    (path / "model.safetensors").unlink()
+    message = await started(rank_config(path, 2))
+    assert message.startswith("CheckpointError: ")
+    assert str(path) in message
+
+
+async def test_start_names_an_unknown_architecture(tiny: Tiny, tmp_path: Path) -> None:
+    path = copied(tiny, tmp_path)
+    config = json.loads((path / "config.json").read_text())
+    config.update(model_type="gpt2", architectures=["GPT2LMHeadModel"])
+    (path / "config.json").write_text(json.dumps(config))
+    message = await started(rank_config(path, 2))
+    assert message.startswith("CheckpointError: ")
+    assert "'gpt2': unknown architecture" in message
+
+
+async def test_start_says_what_does_not_fit(tiny: Tiny) -> None:
+    message = await started(rank_config(tiny.path, 2, scheduler__kv_blocks=100_000_000))
+    assert message.startswith("StartupError: the model does not fit: 0.00 GiB of weights")
+    assert "of KV cache" in message
+
+
+async def test_start_names_a_field_out_of_range(tiny: Tiny) -> None:
+    message = await started(rank_config(tiny.path, 2, exchange__payload="fp8"))
+    assert message.startswith("ConfigError: hidden = 64: must be a multiple of 128")
+    message = await started(rank_config(tiny.path, 2, model__max_context=10_000))
+    assert message.startswith("ConfigError: model.max_context = 10000: must be at most")
+
+
+async def test_a_rank_that_fails_while_loading_says_why(tiny: Tiny, tmp_path: Path) -> None:
+    """An expert of the second rank has a wrong shape: only that rank reads it."""
+    path = copied(tiny, tmp_path)
+    file = path / "model.safetensors"
+    tensors = load_file(file)
+    name = next(n for n in sorted(tensors, reverse=True) if ".experts.5." in n)
+    tensors[name] = torch.zeros(3, 5)
+    save_file(tensors, file)
+    message = await started(rank_config(path, 2))
+    assert message.startswith("CheckpointError: rank 1: ")
+    assert name in message
+
+
+@pytest.mark.parametrize(
+    ("fault", "expected"),
+    [
+        ("exits", "StartupError: rank 0: ended with exit code 7"),
+        ("garbage", "StartupError: rank 0: sent a malformed message"),
+        ("closes", "StartupError: rank 0: closed its channel"),
+        ("silent", "StartupError: ranks [0] reported nothing for 1 s while starting"),
+    ],
+)
+async def test_a_process_that_is_no_rank(tiny: Tiny, fault: str, expected: str) -> None:
+    config = rank_config(tiny.path, 1, model__name=fault)
+    message = await started(config, module=ODD, timing=QUICK)
+    assert message.startswith(expected)
+
+
+async def test_a_missing_module(tiny: Tiny, capfd: pytest.CaptureFixture[str]) -> None:
+    message = await started(rank_config(tiny.path, 1), module="no_such_module_of_ours")
+    assert message == "StartupError: rank 0: ended with exit code 1"
+    assert "no_such_module_of_ours" in capfd.readouterr().err
+
+
+async def test_garbage_from_a_running_rank_ends_the_group(tiny: Tiny) -> None:
+    config = rank_config(tiny.path, 2, model__name="garbage-later")
+    async with group(config, module=ODD) as (ranks, heard):
+        ranks.submit(0, greedy(1, (1,), 1))
+        await heard.until(lambda: heard.lost)
+    assert len(heard.lost) == 1
+    assert heard.lost[0][1].startswith("sent a malformed message")
+
+
+async def test_stop_ends_a_rank_that_does_not_listen(tiny: Tiny) -> None:
+    before = Leftovers()
+    config = rank_config(tiny.path, 2, model__name="deaf")
+    async with group(config, module=ODD, timing=QUICK) as (ranks, heard):
+        await asyncio.gather(ranks.stop(), ranks.stop())
+    assert alive(ranks.pids) == []
+    assert heard.lost == []
+    assert Leftovers().new_since(before) == {}
+
+
+async def test_a_cancelled_start_leaves_nothing(tiny: Tiny) -> None:
+    before = Leftovers()
+    config = rank_config(tiny.path, 2, model__name="silent")
+    ranks, heard = RankProcesses(config, module=ODD), Recorder()
+    start = asyncio.create_task(ranks.start(heard, heard.on_progress))
+    async with asyncio.timeout(30):
+        while len(ranks.pids) < 2:
+            await asyncio.sleep(0)
+    start.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await start
+    assert alive(ranks.pids) == []
+    assert Leftovers().new_since(before) == {}
+
+
+async def test_stop_before_start(tiny: Tiny) -> None:
+    await RankProcesses(rank_config(tiny.path, 2)).stop()
