@@ -4,9 +4,9 @@ Checked before anything is timed: in float32 our tokens equal transformers' for 
 batch, on every layout of ranks. Then, in bfloat16, per batch size: tokens = batch * new tokens, all requests
 submitted at once, greedy, no EOS; seconds from the first submit to the last token, prefill included; each
 engine's best of --rounds rounds. Step times are the gaps between one rank's token messages.
-Bytes of a step: bfloat16 weights that must be read once, 2 * (attention + router + head + distinct experts of a
-layer * 3 * H * I); distinct experts as for uniform routing, 32 * (1 - (1 - 4 / 32) ** batch). The bound is
-those bytes over this machine's read bandwidth, measured in the same run with all threads.
+Bytes of a step: bfloat16 weights that must be read once, 2 * (attention + router + head + distinct experts
+of a layer * 3 * H * I); distinct experts as for uniform routing, 32 * (1 - (1 - 4 / 32) ** batch). The bound
+is those bytes over this machine's read bandwidth, measured in the same run with all threads.
 
     python benchmarks/bench_decode.py [--checkpoint DIR] [--batches 1,8,32] [--rounds 3]
 """
@@ -24,6 +24,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import asynccontextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -148,7 +149,9 @@ async def check(checkpoint: Path, prompts: list[list[int]]) -> None:
             got = [on.tokens[number] for number in sorted(on.tokens)]
         if got != expected:
             wrong = next(i for i, (a, b) in enumerate(zip(got, expected, strict=True)) if a != b)
-            raise SystemExit(f"R={ranks}: prompt {wrong}: {got[wrong]}, expected {expected[wrong]}; nothing was timed")
+            raise SystemExit(
+                f"R={ranks}: prompt {wrong}: {got[wrong]}, expected {expected[wrong]}; nothing was timed"
+            )
     print(
         f"check: float32, {len(prompts)} prompts x {CHECKED_TOKENS} tokens ({distinct} distinct ids) equal "
         f"transformers' on R = {', '.join(str(r) for r, _ in LAYOUTS)}\n"
@@ -173,7 +176,9 @@ def host_share(before: dict[int, RankStatistics], after: dict[int, RankStatistic
     return {name: spent[name] / spent["total"] for name in names[:3]}
 
 
-async def ours(checkpoint: Path, layout: tuple[int, int], batches: dict[int, list[list[int]]], args: Any) -> dict:
+async def ours(
+    checkpoint: Path, layout: tuple[int, int], batches: dict[int, list[list[int]]], args: Any
+) -> dict:
     """Best round per batch: seconds, tokens, step times, host share."""
     results: dict[int, dict[str, Any]] = {}
     async with group(checkpoint, *layout, "bfloat16") as (processes, on):
@@ -183,7 +188,7 @@ async def ours(checkpoint: Path, layout: tuple[int, int], batches: dict[int, lis
                 before = dict(on.statistics)
                 seconds = await generate(processes, on, prompts, args.new)
                 steps = on.times[0]
-                gaps = [b - a for a, b in zip(steps, steps[1:], strict=False)]
+                gaps = [b - a for a, b in pairwise(steps)]
                 if batch not in results or seconds < results[batch]["seconds"]:
                     results[batch] = {
                         "seconds": seconds,
@@ -226,7 +231,9 @@ def hardware() -> str:
         ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"],
         capture_output=True, text=True, check=False,
     ).stdout.strip()  # fmt: skip
-    return f"{model}, {len(os.sched_getaffinity(0))} cores, Linux {platform.release()}, commit {commit or '?'}"
+    return (
+        f"{model}, {len(os.sched_getaffinity(0))} cores, Linux {platform.release()}, commit {commit or '?'}"
+    )
 
 
 async def run(args: argparse.Namespace, checkpoint: Path) -> bool:
@@ -239,8 +246,13 @@ async def run(args: argparse.Namespace, checkpoint: Path) -> bool:
     prompts = torch.randint(shape.vocabulary - 1, (max(sizes), args.prompt), generator=generator).tolist()
     batches = {size: prompts[:size] for size in sizes}
     bandwidth = read_bandwidth(2)
-    print(f"{hardware()}; kernels {_C.compute_isas()[0]}; read {bandwidth / 1e9:.0f} GB/s; torch {torch.__version__}")
-    print(f"{shape.parameters() / 1e6:.1f} M parameters, prompt {args.prompt}, {args.new} new, seed {args.seed}")
+    print(
+        f"{hardware()}; kernels {_C.compute_isas()[0]}; read {bandwidth / 1e9:.0f} GB/s; "
+        f"torch {torch.__version__}"
+    )
+    print(
+        f"{shape.parameters() / 1e6:.1f} M parameters, prompt {args.prompt}, {args.new} new, seed {args.seed}"
+    )
     await check(checkpoint, prompts)
 
     engines: dict[str, dict[int, dict[str, Any]]] = {}
@@ -250,7 +262,9 @@ async def run(args: argparse.Namespace, checkpoint: Path) -> bool:
     for engine, implementation in others:
         work = {"engine": engine, "implementation": implementation, "dtype": "bfloat16", "threads": 2}
         for size, batch in batches.items():
-            answer = peers(checkpoint, {**work, "prompts": batch, "new": args.new, "rounds": args.peer_rounds})
+            answer = peers(
+                checkpoint, {**work, "prompts": batch, "new": args.new, "rounds": args.peer_rounds}
+            )
             if "missing" in answer:
                 print(answer["missing"])
                 break
@@ -258,7 +272,9 @@ async def run(args: argparse.Namespace, checkpoint: Path) -> bool:
     return report(engines, sizes, shape, bandwidth, args)
 
 
-def report(engines: dict[str, dict[int, dict[str, Any]]], sizes: list[int], shape: Shape, bandwidth: float, args) -> bool:
+def report(
+    engines: dict[str, dict[int, dict[str, Any]]], sizes: list[int], shape: Shape, bandwidth: float, args
+) -> bool:
     """Prints one table per batch; True if ours is twice transformers at 8 and 32 and the host share holds."""
     good = True
     for size in sizes:
@@ -286,14 +302,19 @@ def report(engines: dict[str, dict[int, dict[str, Any]]], sizes: list[int], shap
         good = good and (size < 8 or ratio >= 2)
         if size == 32:
             share = sum(engines[best][size]["host"].values())
-            print(f"  plan + vote + publish {100 * share:.1f} % of a step (must: <= 5 %: {'yes' if share <= 0.05 else 'NO'})")
+            print(
+                f"  plan + vote + publish {100 * share:.1f} % of a step "
+                f"(must: <= 5 %: {'yes' if share <= 0.05 else 'NO'})"
+            )
             good = good and share <= 0.05
         print()
     return good
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--checkpoint", type=Path, help="made in a temporary directory if absent")
     parser.add_argument("--batches", default="1,8,32")
     parser.add_argument("--prompt", type=int, default=32)

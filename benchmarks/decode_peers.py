@@ -1,7 +1,7 @@
-"""Other engines on the same checkpoint, in a process of their own: a JSON question on stdin, an answer on stdout.
+"""Other engines on the same checkpoint, in a process of their own: JSON in on stdin, JSON out on stdout.
 
-Question: engine, implementation, dtype, threads, prompts [[id]], new, rounds. Answer: seconds of the best round
-and its tokens, or {"missing": why}.
+In: engine, implementation, dtype, threads, prompts [[id]], new, rounds. Out: seconds of the best round and
+the tokens, or {"missing": why}.
 """
 
 from __future__ import annotations

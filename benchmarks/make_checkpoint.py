@@ -1,7 +1,7 @@
-"""Writes a random Qwen3-MoE checkpoint of a given shape with transformers; knows nothing of this project's server.
+"""Writes a random Qwen3-MoE checkpoint of a given shape with transformers. Knows nothing of the server.
 
-The default shape is the one of bench_decode.py: 114 M parameters, of which a token reads 22 M (44 MB in bfloat16).
-Weights are scaled so that greedy output is varied and top-2 margins are far above rounding.
+The default shape is that of bench_decode.py: 114 M parameters, of which a token reads 22 M (44 MB in
+bfloat16). Weights are scaled so that greedy output is varied and top-2 margins are far above rounding.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def make_checkpoint(directory: Path, shape: Shape | None = None, seed: int = 0) 
     with torch.no_grad():
         for name, weight in model.named_parameters():
             if weight.dim() > 1:
-                # Unit-variance activations through every matrix; the router sharper, so that choices are clear.
+                # Unit variance through every matrix; the router sharper, so that choices are clear.
                 gain = 2.0 if name.endswith("mlp.gate.weight") else 1.0
                 scale = gain * weight.shape[-1] ** -0.5 if "embed_tokens" not in name else 1.0
                 weight.normal_(0.0, scale)

@@ -1,4 +1,5 @@
-// Python's door to the compute kernels: addresses and sizes in, no tensor types. The Python side checks shapes.
+// Python's door to the compute kernels: addresses and sizes in, no tensor types. The Python side checks
+// shapes.
 #include <pybind11/pybind11.h>
 
 #include "model/kernels.hpp"
@@ -51,22 +52,28 @@ py::list isa_names() {
 void bind_model(py::module_& m) {
   using py::arg;
   m.def("compute_isas", &isa_names, "Names of the instruction sets that run here, best first.");
-  m.def("packed_linear_words",
-        [](bool bfloat16, int64_t n, int64_t k) { return packed_words(dtype_of(bfloat16), n, k); },
-        arg("bfloat16"), arg("n"), arg("k"));
-  m.def("packed_gated_words",
-        [](bool bfloat16, int64_t ffn, int64_t k) { return packed_gated_words(dtype_of(bfloat16), ffn, k); },
-        arg("bfloat16"), arg("ffn"), arg("k"));
-  m.def("pack_linear",
-        [](bool bfloat16, uintptr_t weight, int64_t n, int64_t k, uintptr_t out) {
-          pack_linear(dtype_of(bfloat16), at<const void>(weight), n, k, at<uint32_t>(out));
-        },
-        py::call_guard<py::gil_scoped_release>(), arg("bfloat16"), arg("weight"), arg("n"), arg("k"), arg("out"));
-  m.def("pack_gated",
-        [](bool bfloat16, uintptr_t gate_up, int64_t ffn, int64_t k, uintptr_t out) {
-          pack_gated(dtype_of(bfloat16), at<const void>(gate_up), ffn, k, at<uint32_t>(out));
-        },
-        py::call_guard<py::gil_scoped_release>(), arg("bfloat16"), arg("gate_up"), arg("ffn"), arg("k"), arg("out"));
+  m.def(
+      "packed_linear_words",
+      [](bool bfloat16, int64_t n, int64_t k) { return packed_words(dtype_of(bfloat16), n, k); },
+      arg("bfloat16"), arg("n"), arg("k"));
+  m.def(
+      "packed_gated_words",
+      [](bool bfloat16, int64_t ffn, int64_t k) { return packed_gated_words(dtype_of(bfloat16), ffn, k); },
+      arg("bfloat16"), arg("ffn"), arg("k"));
+  m.def(
+      "pack_linear",
+      [](bool bfloat16, uintptr_t weight, int64_t n, int64_t k, uintptr_t out) {
+        pack_linear(dtype_of(bfloat16), at<const void>(weight), n, k, at<uint32_t>(out));
+      },
+      py::call_guard<py::gil_scoped_release>(), arg("bfloat16"), arg("weight"), arg("n"), arg("k"),
+      arg("out"));
+  m.def(
+      "pack_gated",
+      [](bool bfloat16, uintptr_t gate_up, int64_t ffn, int64_t k, uintptr_t out) {
+        pack_gated(dtype_of(bfloat16), at<const void>(gate_up), ffn, k, at<uint32_t>(out));
+      },
+      py::call_guard<py::gil_scoped_release>(), arg("bfloat16"), arg("gate_up"), arg("ffn"), arg("k"),
+      arg("out"));
 
   py::class_<Compute>(m, "Compute")
       .def(py::init<int, const std::string&>(), arg("threads") = 1, arg("isa") = "auto")
@@ -105,14 +112,14 @@ void bind_model(py::module_& m) {
                              .down = at<const uint32_t>(down),
                              .out = at<void>(out)});
           },
-          py::call_guard<py::gil_scoped_release>(), arg("bfloat16"), arg("x"), arg("rows"), arg("offsets"), arg("experts"),
-          arg("hidden"), arg("ffn"), arg("gate_up"), arg("down"), arg("out"))
+          py::call_guard<py::gil_scoped_release>(), arg("bfloat16"), arg("x"), arg("rows"), arg("offsets"),
+          arg("experts"), arg("hidden"), arg("ffn"), arg("gate_up"), arg("down"), arg("out"))
       .def(
           "attention",
           [](Compute& self, bool bfloat16, uintptr_t q, int64_t rows, int64_t q_stride, int64_t heads,
              int64_t kv_heads, int64_t k_dim, int64_t v_dim, uintptr_t k, uintptr_t v, uintptr_t blocks,
-             int64_t blocks_stride, int64_t block_size, uintptr_t sequence, uintptr_t positions, int64_t window,
-             float scale, uintptr_t out) {
+             int64_t blocks_stride, int64_t block_size, uintptr_t sequence, uintptr_t positions,
+             int64_t window, float scale, uintptr_t out) {
             self.attention({.type = dtype_of(bfloat16),
                             .q = at<const void>(q),
                             .rows = rows,

@@ -14,9 +14,7 @@ struct Isa {
   typedef float V __attribute__((vector_size(4 * kLanes)));
   static inline V splat(float x) { return (V)_mm512_set1_ps(x); }
   static inline V fma(V a, V b, V c) { return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
-  static inline V dot2(V sum, V w, V x) {
-    return (V)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x);
-  }
+  static inline V dot2(V sum, V w, V x) { return (V)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x); }
 };
 
 #include "model/body.inc"

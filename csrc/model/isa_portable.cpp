@@ -5,9 +5,9 @@ namespace ep::model {
 namespace {
 
 struct Isa {
-  static constexpr int kLanes = 4;     // floats per vector
-  static constexpr int kRows = 2;      // rows of a GEMM tile
-  static constexpr int kVectors = 4;   // vectors of a GEMM tile's columns
+  static constexpr int kLanes = 4;    // floats per vector
+  static constexpr int kRows = 2;     // rows of a GEMM tile
+  static constexpr int kVectors = 4;  // vectors of a GEMM tile's columns
   static constexpr bool kDot2 = false;
   typedef float V __attribute__((vector_size(4 * kLanes)));
   static inline V splat(float x) { return V{x, x, x, x}; }

@@ -57,9 +57,9 @@ struct AttentionParams {
   Dtype type;
   const void* q;  // [rows, heads, k_dim], q_stride between rows
   int64_t rows, q_stride, heads, kv_heads, k_dim, v_dim;
-  const void* k;             // [slots, kv_heads, k_dim]
-  const void* v;             // [slots, kv_heads, v_dim], or null: the first v_dim channels of k
-  const int64_t* blocks;     // [sequences, blocks_stride]
+  const void* k;          // [slots, kv_heads, k_dim]
+  const void* v;          // [slots, kv_heads, v_dim], or null: the first v_dim channels of k
+  const int64_t* blocks;  // [sequences, blocks_stride]
   int64_t blocks_stride, block_size;
   const int64_t* sequence;   // [rows]
   const int64_t* positions;  // [rows]; row i sees positions 0 .. positions[i]

@@ -51,7 +51,8 @@ void Pool::run(int64_t count, Task task, const void* context) {
   epoch_.fetch_add(1, std::memory_order_release);  // publishes job_ and next_
   epoch_.notify_all();
   drain(scratch_[0]);
-  // Every worker must have left the job before the next one overwrites it; one that was asleep has little to do.
+  // Every worker must have left the job before the next one overwrites it; one that was asleep has little to
+  // do.
   while (running_.load(std::memory_order_acquire) != 0) {
     for (int i = 0; i < 64; ++i) pause();
     std::this_thread::yield();

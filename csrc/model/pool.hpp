@@ -39,7 +39,8 @@ class Pool {
   void* shared(size_t bytes, size_t use) { return shared_[use].get(bytes); }
 
   using Task = void (*)(const void* context, int64_t index, Scratch& scratch);
-  // Runs task(context, 0 .. count - 1) and returns when all are done. One caller at a time. Tasks must not throw.
+  // Runs task(context, 0 .. count - 1) and returns when all are done. One caller at a time. Tasks must not
+  // throw.
   void run(int64_t count, Task task, const void* context);
 
  private:

@@ -1,7 +1,8 @@
 """Attention blocks over the paged KV cache: grouped-query and latent.
 
-What stands around `Compute.attend`: projections, norms, rope and the cache's writes. Latent attention runs in its absorbed form: one shared key head of kv_lora + rope_dim channels
-whose first kv_lora channels are the values. Knows nothing of layers, experts or ranks.
+What stands around `Compute.attend`: projections, norms, rope and the cache's writes. Latent attention runs
+in its absorbed form: one shared key head of kv_lora + rope_dim channels whose first kv_lora channels are the
+values. Knows nothing of layers, experts or ranks.
 """
 
 from __future__ import annotations

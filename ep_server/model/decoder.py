@@ -17,10 +17,11 @@ from ep_server.ep.exchange import Exchange
 from ep_server.model.attention import AttentionInput, gqa, mla
 from ep_server.model.batch import MicroBatch
 from ep_server.model.compute import Compute
+from ep_server.model.experts import dense_ffn
 from ep_server.model.families.spec import GqaSpec, ModelSpec
 from ep_server.model.kv_cache import KvCache, KvLayer
 from ep_server.model.layers import GqaWeights, LayerWeights, MlaWeights, ModelWeights, MoeWeights
-from ep_server.model.moe import MoeContext, dense_ffn, moe
+from ep_server.model.moe import MoeContext, moe
 from ep_server.model.rope import rotation_table
 from ep_server.model.timers import Phase, PhaseClock
 

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ep_server.ep.exchange import Exchange, Payload, Received
-from ep_server.ep.quant import dequantise
-from ep_server.model.compute import GatedFfn
+from ep_server.ep.exchange import Exchange, Payload
+from ep_server.model.experts import dense_ffn, received_rows
 from ep_server.model.families.spec import RouterSpec
 from ep_server.model.layers import MoeWeights
 from ep_server.model.router import route
@@ -51,18 +50,6 @@ def moe(x: torch.Tensor, w: MoeWeights, on: MoeContext) -> Generator[None, None,
     routed = combined.recv().to(x.dtype)
     clock.lap(Phase.COMBINE)
     return routed if shared is None else routed + shared
-
-
-def dense_ffn(x: torch.Tensor, ffn: GatedFfn) -> torch.Tensor:
-    """All rows of x: [T, H] through the one FFN there is."""
-    return ffn(x, torch.tensor([0, len(x)]))
-
-
-def received_rows(received: Received, dtype: torch.dtype) -> torch.Tensor:
-    """The rows of a compact receive as [N, H] of `dtype`; FP8 rows are multiplied by their scales."""
-    if received.scales is None:
-        return received.rows.to(dtype)
-    return dequantise(received.rows, received.scales).to(dtype)
 
 
 def wire_dtype(payload: Payload) -> torch.dtype:

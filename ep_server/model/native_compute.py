@@ -51,7 +51,10 @@ class NativeCompute:
         _check("gate_up", gate_up, (experts, 2 * ffn, hidden), gate_up.dtype)
         _check("down", down, (experts, hidden, ffn), gate_up.dtype)
         bf16 = down.dtype is torch.bfloat16
-        up_words, down_words = _C.packed_gated_words(bf16, ffn, hidden), _C.packed_linear_words(bf16, hidden, ffn)
+        up_words, down_words = (
+            _C.packed_gated_words(bf16, ffn, hidden),
+            _C.packed_linear_words(bf16, hidden, ffn),
+        )
         words = _huge(experts * (up_words + down_words))
         packed_up = words[: experts * up_words].view(experts, up_words)
         packed_down = words[experts * up_words :].view(experts, down_words)
@@ -149,7 +152,9 @@ class NativeAttend:
         rows, heads, k_dim = q.shape
         meta, kv_heads = self.meta, kv.k.shape[2]
         if rows != len(self.sequence) or q.stride(2) != 1 or q.stride(1) != k_dim or heads % kv_heads:
-            raise InternalError(f"q: {_describe(q)}, expected [{len(self.sequence)}, heads, k_dim], whole rows")
+            raise InternalError(
+                f"q: {_describe(q)}, expected [{len(self.sequence)}, heads, k_dim], whole rows"
+            )
         _check("k", kv.k, (len(kv.k), meta.block_size, kv_heads, k_dim), q.dtype)
         if kv.v is not None:
             _check("v", kv.v, (*kv.k.shape[:3], kv.v_dim), q.dtype)
@@ -183,7 +188,11 @@ def _huge(words: int) -> torch.Tensor:
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if 4 * words >= _HUGE_PAGE:
         memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.int32, count=words) if words else torch.empty(0, dtype=torch.int32)
+    return (
+        torch.frombuffer(memory, dtype=torch.int32, count=words)
+        if words
+        else torch.empty(0, dtype=torch.int32)
+    )
 
 
 def _check(name: str, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> None:

@@ -31,7 +31,9 @@ def random(*shape: int, dtype: torch.dtype, seed: int = 0, scale: float = 1.0) -
 def assert_near(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, factor: float = 1.0) -> None:
     assert got.dtype is dtype and got.shape == expected.shape
     difference = (got.double() - expected).abs()
-    assert bool((difference <= TOLERANCE[dtype] * factor * (1 + expected.abs())).all()), float(difference.max())
+    assert bool((difference <= TOLERANCE[dtype] * factor * (1 + expected.abs())).all()), float(
+        difference.max()
+    )
 
 
 @each_isa
@@ -40,7 +42,11 @@ def assert_near(got: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype, f
     ("rows", "n", "k"), [(1, 64, 64), (7, 65, 31), (13, 3, 1), (6, 200, 130), (32, 96, 512), (0, 5, 8)]
 )
 def test_linear(isa: str, dtype: torch.dtype, rows: int, n: int, k: int) -> None:
-    weight, x, bias = random(n, k, dtype=dtype), random(rows, k, dtype=dtype, seed=1), random(n, dtype=dtype, seed=2)
+    weight, x, bias = (
+        random(n, k, dtype=dtype),
+        random(rows, k, dtype=dtype, seed=1),
+        random(n, dtype=dtype, seed=2),
+    )
     compute = NativeCompute(isa=isa)
     exact = x.double() @ weight.double().t()
     assert_near(compute.linear(weight)(x), exact, dtype, k**0.5)
@@ -58,7 +64,9 @@ def test_linear_of_rows_with_a_pitch_reads_only_the_rows(dtype: torch.dtype, k: 
     assert bool(got.isfinite().all())
 
 
-def ffn_oracle(x: torch.Tensor, offsets: list[int], gate_up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+def ffn_oracle(
+    x: torch.Tensor, offsets: list[int], gate_up: torch.Tensor, down: torch.Tensor
+) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=torch.float64)
     for e in range(len(down)):
         rows = x[offsets[e] : offsets[e + 1]].double()
