@@ -42,9 +42,9 @@ setup(
     cmdclass={"build_ext": build_ext},
     install_requires=[
         "torch>=2.11,<2.14",
-        "grpcio>=1.71,<2",
-        "grpcio-health-checking>=1.71,<2",
-        "grpcio-reflection>=1.71,<2",
+        "grpcio>=1.81.1,<2",
+        "grpcio-health-checking>=1.81,<2",
+        "grpcio-reflection>=1.81,<2",
         "protobuf>=6.33.5,<8",
         "uvloop>=0.21",
         "prometheus-client>=0.21",

@@ -81,7 +81,7 @@ void bind_layout(py::module_& m) {
       .def_readonly("row_pitch", &Layout::row_pitch)
       .def_readonly("combine_bytes", &Layout::combine_bytes)
       .def_readonly("combine_pitch", &Layout::combine_pitch)
-      .def_readonly("combine_slots", &Layout::combine_slots)
+      .def_readonly("choices_per_token", &Layout::choices_per_token)
       .def_readonly("meta", &Layout::meta)
       .def_readonly("rows", &Layout::rows)
       .def_readonly("combine", &Layout::combine)

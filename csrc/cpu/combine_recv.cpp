@@ -1,7 +1,7 @@
 // combine_recv, CPU.
 //
 // Afterwards out[t] = RANK:   sum over the ranks that own experts of t, ascending, of the rows they returned
-//                     SOURCE: sum over k, ascending, of weights[t, k] * combine[bank][t][k]
+//                     SOURCE: sum over k, ascending, of weights[t, k] * combine[bank][owner][t][k]
 // in float32 from +0, rounded once. Ranks that are masked or never arrived contribute nothing.
 #include <bit>
 
@@ -27,7 +27,7 @@ uint32_t gather(const Group& group, const CombineState& state, uint32_t token, u
   }
   for (uint32_t k = 0; k < layout.top_k; ++k) {
     if (ids[k] < 0 || !(arrived >> group.owner[ids[k]] & 1)) continue;
-    rows[count] = group.own() + layout.choice_at(state.bank, token, k);
+    rows[count] = group.own() + layout.choice_at(state.bank, group.owner[ids[k]], token, k);
     weights[count++] = state.weights[size_t(token) * layout.top_k + k];
   }
   return count;

@@ -1,9 +1,10 @@
 // combine_send, CPU.
 //
 // Afterwards, for every unmasked source s and every row it sent here:
-//   RANK    s.combine[bank][this rank][token] = sum over its local experts, in top-k order, of weight *
-//   output SOURCE  s.combine[bank][token][k]         = output, unweighted s.header[combine][bank][this rank]
-//   = (epoch, reduction), stored last with release.
+//   RANK    s.combine[bank][this rank][token] = sum over its local experts, in top-k order, of
+//           weight * output
+//   SOURCE  s.combine[bank][this rank][token][k] = output, unweighted
+//   both    s.header[combine][bank][this rank] = (epoch, reduction), stored last with release
 // Reads the experts' output in the layout that the dispatch was received in; no staging copy.
 #include <algorithm>
 #include <cstring>
@@ -44,7 +45,7 @@ uint32_t answer(const Group& group, const CombineState& state, const RowsOut& ou
   std::byte* region = group.regions[run.source];
   if (state.reduction == Reduction::kSource) {
     for (uint32_t i = 0; i < run.count; ++i)
-      std::memcpy(region + layout.choice_at(state.bank, run.token, entries[i].k), out[entries[i]],
+      std::memcpy(region + layout.choice_at(state.bank, group.rank, run.token, entries[i].k), out[entries[i]],
                   layout.combine_bytes);
     return run.count;
   }

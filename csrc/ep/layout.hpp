@@ -6,9 +6,10 @@
 //   meta    [bank][source]     ids int32 [T, K], then weights float [T, K]
 //   rows    [bank][source][token]           dispatched rows: channels, then scales, padded to 64 bytes
 //   combine RANK   [bank][expert rank][token]   partial sums that come back
-//           SOURCE [bank][token][k]             one row per choice
+//           SOURCE [bank][expert rank][token][k]   one row per choice
 //
-// A writer finds the slot of a token from (bank, its own rank, token) alone: no counters, no cleaning.
+// A writer finds the slot of a token from (bank, its own rank, token) alone: no counters, no cleaning. No two
+// ranks share a slot, so what a masked rank still writes late reaches nobody's rows but its own.
 // Units: bytes.
 #pragma once
 
@@ -80,7 +81,7 @@ struct Head {
 
 // The part that depends on the model. Plain data: copied to a device as it is.
 struct Layout {
-  uint32_t num_ranks, max_tokens, top_k, num_banks, combine_slots;
+  uint32_t num_ranks, max_tokens, top_k, num_banks, choices_per_token;
   uint64_t meta_weights, meta_pitch;  // offset of weights inside a block; size of a block
   uint64_t row_bytes, scale_offset, scale_bytes, row_pitch;
   uint64_t combine_bytes, combine_pitch;  // one row coming back; its slot
@@ -104,14 +105,14 @@ struct Layout {
     l.row_pitch = align_up(l.row_bytes + l.scale_bytes, kLine);
     l.combine_bytes = uint64_t(g.hidden) * (fp32 ? 4 : 2);
     l.combine_pitch = align_up(l.combine_bytes, kLine);
-    // SOURCE holds RANK too: direct users may choose by operation.
-    const bool wide = g.reduction == Reduction::kSource && g.top_k > g.num_ranks;
-    l.combine_slots = wide ? g.top_k : g.num_ranks;
+    // The slots of SOURCE hold RANK too: direct users may choose by operation.
+    l.choices_per_token = g.reduction == Reduction::kSource ? g.top_k : 1;
     l.meta = Head::kBytes;
     l.rows = align_up(l.meta + uint64_t(g.num_banks) * g.num_ranks * l.meta_pitch, kPage);
     l.combine = align_up(l.rows + uint64_t(g.num_banks) * g.num_ranks * g.max_tokens * l.row_pitch, kPage);
-    l.total =
-        align_up(l.combine + uint64_t(g.num_banks) * l.combine_slots * g.max_tokens * l.combine_pitch, kPage);
+    l.total = align_up(l.combine + uint64_t(g.num_banks) * g.num_ranks * g.max_tokens * l.choices_per_token *
+                                       l.combine_pitch,
+                       kPage);
     return l;
   }
 
@@ -125,11 +126,12 @@ struct Layout {
     return rows + ((uint64_t(bank) * num_ranks + source) * max_tokens + token) * row_pitch;
   }
   EP_HOST_DEVICE constexpr uint64_t rank_sum_at(uint32_t bank, uint32_t expert_rank, uint32_t token) const {
-    return combine + ((uint64_t(bank) * combine_slots + expert_rank) * max_tokens + token) * combine_pitch;
+    return choice_at(bank, expert_rank, 0, 0) + token * combine_pitch;
   }
-  EP_HOST_DEVICE constexpr uint64_t choice_at(uint32_t bank, uint32_t token, uint32_t k) const {
-    return combine +
-           (uint64_t(bank) * combine_slots * max_tokens + uint64_t(token) * top_k + k) * combine_pitch;
+  EP_HOST_DEVICE constexpr uint64_t choice_at(uint32_t bank, uint32_t expert_rank, uint32_t token,
+                                              uint32_t k) const {
+    const uint64_t block = (uint64_t(bank) * num_ranks + expert_rank) * max_tokens * choices_per_token;
+    return combine + (block + uint64_t(token) * choices_per_token + k) * combine_pitch;
   }
 };
 

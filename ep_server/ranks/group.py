@@ -7,9 +7,11 @@ numbers, what this host cannot hold. Starts nothing. Units: bytes, blocks, token
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
 
-from ep_server.config import Config
+from ep_server.config import Config, SchedulerConfig
 from ep_server.ep.bootstrap import available_memory
 from ep_server.ep.exchange import ExchangeSpec, Payload, Reduction
 from ep_server.ep.geometry import group_bytes
@@ -37,29 +39,34 @@ class GroupPlan:
     weight_bytes: tuple[int, ...]
 
 
-def plan_group(config: Config) -> GroupPlan:
+def plan_group(config: Config, available: int | None = None) -> GroupPlan:
     """Reads config.json and the shards' headers.
 
+    Args:
+        available: memory the group may take; what this host has left if None.
     Raises: CheckpointError; ConfigError; StartupError where the model does not fit into memory.
     """
     inspection = inspect_checkpoint(config.model.path, config.model.dtype)
     spec, ranks, scheduler = inspection.spec, config.parallel.ranks, config.scheduler
+    context = context_limit(spec, config.model.max_context)
     exchange = exchange_spec(config, spec, 0)
     weights = inspection.rank_bytes(exchange.placement, ranks)
     fixed = sum(weights) + group_bytes(exchange) + ranks * PROCESS_BYTES
-    available = available_memory()
+    if available is None:
+        available = available_memory()
     block = kv_block_bytes(spec, scheduler.block_size, serving_dtype(spec, config.model.dtype))
     blocks = scheduler.kv_blocks
     if not blocks:
         share = max(0, available - fixed) * scheduler.kv_fraction
-        blocks = min(int(share / (ranks * block)), _useful_blocks(config, spec))
+        blocks = min(int(share / (ranks * block)), _useful_blocks(scheduler, context))
     if not blocks or fixed + ranks * blocks * block > available:
         raise StartupError(
             f"the model does not fit: {_gib(sum(weights))} of weights, {_gib(group_bytes(exchange))} of "
             f"exchange, {_gib(ranks * max(blocks, 1) * block)} of KV cache and {_gib(ranks * PROCESS_BYTES)} "
             f"for {ranks} processes need more than the {_gib(available)} of memory available"
         )
-    return GroupPlan(exchange, blocks, config.parallel.threads_per_rank or _threads(ranks), weights)
+    threads = config.parallel.threads_per_rank or max(1, usable_cores() // ranks)
+    return GroupPlan(exchange, blocks, threads, weights)
 
 
 def exchange_spec(config: Config, spec: ModelSpec, rank: int) -> ExchangeSpec:
@@ -81,21 +88,21 @@ def exchange_spec(config: Config, spec: ModelSpec, rank: int) -> ExchangeSpec:
     )
 
 
-def for_rank(spec: ExchangeSpec, rank: int) -> ExchangeSpec:
-    """The same exchange as another rank sees it."""
-    return replace(spec, rank=rank)
+def usable_cores(control_group: Path = Path("/sys/fs/cgroup")) -> int:
+    """Processors this process may use: by affinity, and by the quota of its control group, rounded up."""
+    cores = len(os.sched_getaffinity(0))
+    for files in (("cpu.max",), ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")):
+        with suppress(OSError, ValueError):  # absent, or "max"
+            quota, period = map(int, " ".join((control_group / f).read_text() for f in files).split())
+            if quota > 0 and period > 0:
+                cores = min(cores, -(-quota // period))
+    return cores
 
 
-def _useful_blocks(config: Config, spec: ModelSpec) -> int:
+def _useful_blocks(scheduler: SchedulerConfig, context: int) -> int:
     """Blocks beyond which more change nothing: every running sequence at full length, and that once again
     for cached prefixes."""
-    context = context_limit(spec, config.model.max_context)
-    per_sequence = -(-context // config.scheduler.block_size)
-    return 2 * config.scheduler.max_running * per_sequence
-
-
-def _threads(ranks: int) -> int:
-    return max(1, len(os.sched_getaffinity(0)) // ranks)
+    return 2 * scheduler.max_running * -(-context // scheduler.block_size)
 
 
 def _gib(number: int) -> str:

@@ -45,7 +45,8 @@ def combine_slots(spec: ExchangeSpec, layout: _C.Layout) -> list[tuple[str, int,
             if spec.reduction == Reduction.RANK:
                 starts = [layout.rank_sum_at(bank, r, token) for r in range(spec.num_ranks)]
             else:
-                starts = [layout.choice_at(bank, token, k) for k in range(spec.top_k)]
+                choices = itertools.product(range(spec.num_ranks), range(spec.top_k))
+                starts = [layout.choice_at(bank, r, token, k) for r, k in choices]
             slots += [("combine", start, start + layout.combine_bytes) for start in starts]
     return slots
 
@@ -82,7 +83,7 @@ def test_both_reductions_fit_where_the_spec_says_source(spec: ExchangeSpec) -> N
     last_bank, last_token = spec.num_banks - 1, spec.max_tokens - 1
     ends = [layout.rank_sum_at(last_bank, spec.num_ranks - 1, last_token)]
     if spec.reduction == Reduction.SOURCE:
-        ends.append(layout.choice_at(last_bank, last_token, spec.top_k - 1))
+        ends.append(layout.choice_at(last_bank, spec.num_ranks - 1, last_token, spec.top_k - 1))
     assert max(ends) + layout.combine_bytes <= layout.total
 
 

@@ -1,0 +1,100 @@
+"""What a group plans for itself, against numbers worked out by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from ep_server.ep.exchange import Payload, Reduction
+from ep_server.ep.geometry import group_bytes
+from ep_server.errors import StartupError
+from ep_server.ranks.group import PROCESS_BYTES, plan_group, usable_cores
+from tests.harness.checkpoints import Tiny
+from tests.harness.rank_group import rank_config
+
+# 2 layers x (K, V) x 2 heads x 16 channels x 4 tokens x 4 bytes
+BLOCK_BYTES = 2 * 2 * 2 * 16 * 4 * 4
+
+
+def test_the_exchange_follows_model_and_configuration(tiny: Tiny) -> None:
+    config = rank_config(
+        tiny.path,
+        4,
+        exchange__num_banks=2,
+        exchange__reduction="source",
+        exchange__timeout_seconds=2.5,
+        parallel__threads_per_rank=3,
+    )
+    plan = plan_group(config)
+    spec = plan.exchange
+    assert (spec.rank, spec.num_ranks, spec.max_tokens) == (0, 4, 32)
+    assert (spec.hidden, spec.top_k, spec.placement) == (64, 3, (0, 0, 1, 1, 2, 3))
+    assert (spec.payload, spec.reduction, spec.num_banks) == (Payload.FP32, Reduction.SOURCE, 2)
+    assert spec.timeout_ns == 2_500_000_000
+    assert (plan.kv_blocks, plan.threads) == (128, 3)
+    assert plan.weight_bytes[0] == plan.weight_bytes[1] > plan.weight_bytes[2] == plan.weight_bytes[3]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "payload", "expected"),
+    [
+        ("bfloat16", "auto", Payload.BF16),
+        ("float32", "auto", Payload.FP32),
+        ("float32", "bf16", Payload.BF16),
+    ],
+)
+def test_the_payload_follows_the_dtype(tiny: Tiny, dtype: str, payload: str, expected: Payload) -> None:
+    config = rank_config(tiny.path, 2, model__dtype=dtype, exchange__payload=payload)
+    assert plan_group(config).exchange.payload is expected
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_kv_blocks_are_a_share_of_what_is_left(tiny: Tiny, ranks: int) -> None:
+    config = rank_config(tiny.path, ranks, scheduler__kv_blocks=0, scheduler__kv_fraction=0.5)
+    plan = plan_group(config, available=1 << 34)
+    fixed = sum(plan.weight_bytes) + group_bytes(plan.exchange) + ranks * PROCESS_BYTES
+    for blocks in (1, 2, 1000):
+        room = 2 * blocks * ranks * BLOCK_BYTES
+        assert plan_group(config, available=fixed + room).kv_blocks == blocks
+        assert plan_group(config, available=fixed + room + 2 * ranks * BLOCK_BYTES - 1).kv_blocks == blocks
+    with pytest.raises(StartupError, match="does not fit"):
+        plan_group(config, available=fixed + 1)
+    with pytest.raises(StartupError, match="does not fit"):
+        plan_group(config, available=0)
+
+
+def test_no_more_blocks_than_can_be_of_use(tiny: Tiny) -> None:
+    """Twice 64 sequences of 160 tokens, in blocks of 4."""
+    config = rank_config(tiny.path, 1, scheduler__kv_blocks=0)
+    assert plan_group(config, available=1 << 40).kv_blocks == 2 * 64 * 40
+
+
+def test_given_blocks_fit_or_are_refused(tiny: Tiny) -> None:
+    config = rank_config(tiny.path, 2, scheduler__kv_blocks=1000)
+    plan = plan_group(config, available=1 << 34)
+    needed = sum(plan.weight_bytes) + group_bytes(plan.exchange) + 2 * PROCESS_BYTES + 2000 * BLOCK_BYTES
+    assert plan_group(config, available=needed).kv_blocks == 1000
+    with pytest.raises(StartupError, match=r"does not fit: 0\.00 GiB of weights"):
+        plan_group(config, available=needed - 1)
+
+
+@pytest.mark.parametrize(
+    ("files", "limit"),
+    [
+        ({"cpu.max": "100000 100000\n"}, 1),
+        ({"cpu.max": "150000 100000\n"}, 2),
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu/cpu.cfs_quota_us": "50000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1),
+        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, None),
+        ({}, None),
+    ],
+)
+def test_cores_are_limited_by_the_control_group(
+    tmp_path: Path, files: dict[str, str], limit: int | None
+) -> None:
+    (tmp_path / "cpu").mkdir()
+    everything = usable_cores(tmp_path)
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    assert usable_cores(tmp_path) == min(everything, limit or everything)
