@@ -257,3 +257,17 @@ async def test_a_cancelled_start_leaves_nothing(tiny: Tiny) -> None:
 
 async def test_stop_before_start(tiny: Tiny) -> None:
     await RankProcesses(rank_config(tiny.path, 2)).stop()
+
+
+async def test_a_group_stopped_amid_its_work_ends_in_order(tiny: Tiny) -> None:
+    """Requests run on both ranks when the order to stop comes; no rank calls that an error."""
+    ranks, heard = RankProcesses(rank_config(tiny.path, 2)), Recorder()
+    await ranks.start(heard, heard.on_progress)
+    for number in (1, 2):
+        ranks.submit(number - 1, greedy(number, (5, 6, 7), 150))
+    await heard.until(lambda: len(heard.tokens) == 2)
+    processes = list(ranks._processes)
+    await ranks.stop()
+    assert heard.finished == []
+    assert [process.returncode for process in processes] == [0, 0]
+    assert heard.lost == []
