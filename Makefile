@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-NATIVE := $(shell find csrc -name '*.cpp' -o -name '*.hpp' 2>/dev/null)
+NATIVE := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.inc' 2>/dev/null)
 
 .PHONY: help install demo test check format protos bench wheel clean
 help:  ## list the targets

@@ -12,7 +12,7 @@ native = Pybind11Extension(
     "ep_server._C",
     SOURCES,
     include_dirs=["csrc"],
-    depends=sorted(str(path) for path in Path("csrc").rglob("*.hpp")),
+    depends=sorted(str(path) for kind in ("*.hpp", "*.inc") for path in Path("csrc").rglob(kind)),
     cxx_std=20,
     # -ffp-contract=off: multiply and add stay two roundings, so CPU, GPU and the oracle agree bit for bit.
     extra_compile_args=[

@@ -3,7 +3,9 @@
 What is timed, per iteration, slowest rank, after a warm-up:
   pair    dispatch_send, dispatch_recv, combine_send (weighted sum of the experts' rows), combine_recv
   gloo    one preallocated all_to_all_single each way, rows only, counts known beforehand
-  memcpy  the bytes that a rank sends in the pair, own rows included, copied once between two buffers
+  memcpy  the bytes that a rank sends in the pair, own rows included, copied once between two private buffers,
+          warm in the cache of one core; "+ expert rows" also copies the experts' output, which the pair reads
+          to sum it before it returns
 Bytes of a rank: 2 * rows * H * element size, rows = sum over its tokens of the ranks that own an expert of
 the token. Experts are not run: their output is a fixed buffer.
 
@@ -134,6 +136,12 @@ def row_counts(settings: Settings, placement: tuple[int, ...]) -> torch.Tensor:
     return table
 
 
+def entry_count(settings: Settings, rank: int, placement: tuple[int, ...]) -> int:
+    """Rows that this rank's experts compute: one per (token, expert here)."""
+    owner = torch.tensor(placement)
+    return sum(int((owner[Inputs.of(settings, s).ids] == rank).sum()) for s in range(settings.ranks))
+
+
 def gloo_of(settings: Settings, rank: int, table: torch.Tensor) -> Callable[[], object]:
     to, back = table[rank].tolist(), table[:, rank].tolist()
     sent = torch.randn(sum(to), settings.hidden).to(settings.dtype)
@@ -150,12 +158,16 @@ def gloo_of(settings: Settings, rank: int, table: torch.Tensor) -> Callable[[], 
     return once
 
 
-def memcpy_of(settings: Settings, rows: int) -> Callable[[], object]:
+def memcpy_of(settings: Settings, rows: int, expert_rows: int) -> Callable[[], object]:
     source = torch.randn(rows, settings.hidden).to(settings.dtype)
     there, back = torch.empty_like(source), torch.empty_like(source)
+    computed = torch.randn(expert_rows, settings.hidden).to(settings.dtype)
+    read = torch.empty_like(computed)
 
     def once() -> None:
         there.copy_(source)
+        if expert_rows:
+            read.copy_(computed)
         back.copy_(there)
 
     return once
@@ -175,12 +187,13 @@ def run(rank: int, settings: Settings) -> None:
     for view in (View.COMPACT, View.INDEX):
         check(exchange, settings, view)
     table = row_counts(settings, placement)
-    rows = int(table[rank].sum())
+    rows, entries = int(table[rank].sum()), entry_count(settings, rank, placement)
     results = {
         "pair, index view": sample(settings, pair_of(exchange, settings, View.INDEX)),
         "pair, compact view": sample(settings, pair_of(exchange, settings, View.COMPACT)),
         "gloo all_to_all x 2": sample(settings, gloo_of(settings, rank, table)),
-        "memcpy x 2": sample(settings, memcpy_of(settings, rows)),
+        "memcpy x 2": sample(settings, memcpy_of(settings, rows, 0)),
+        "  + expert rows": sample(settings, memcpy_of(settings, rows, entries)),
     }
     if rank == 0:
         report(settings, exchange, rows, results)

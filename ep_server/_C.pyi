@@ -176,3 +176,73 @@ class Exchange:
     def source_map(self, state: DispatchState, src_info: int, layout_range: int) -> None: ...
     def set_faults(self, faults: list[tuple[int, int, int, int, int, int]]) -> None: ...
     def rows_region(self) -> RegionView: ...
+
+# ---- compute kernels: csrc/bindings_model.cpp -------------------------------------------------------------
+
+def compute_isas() -> list[str]:
+    """Names of the instruction sets that run here, best first."""
+
+def packed_linear_words(bfloat16: bool, n: int, k: int) -> int: ...
+def packed_gated_words(bfloat16: bool, ffn: int, k: int) -> int: ...
+def pack_linear(bfloat16: bool, weight: int, n: int, k: int, out: int) -> None: ...
+def pack_gated(bfloat16: bool, gate_up: int, ffn: int, k: int, out: int) -> None: ...
+
+class Compute:
+    """Kernels, threads and scratch memory of one rank; one caller at a time. bfloat16: else float32.
+
+    Raises: ValueError for an instruction set that does not run here, or offsets that do not ascend.
+    """
+
+    def __init__(self, threads: int = 1, isa: str = "auto") -> None: ...
+    @property
+    def isa(self) -> str: ...
+    @property
+    def threads(self) -> int: ...
+    def linear(
+        self,
+        bfloat16: bool,
+        x: int,
+        rows: int,
+        x_stride: int,
+        weight: int,
+        bias: int,
+        n: int,
+        k: int,
+        out: int,
+        out_stride: int,
+        out_float: bool,
+    ) -> None: ...
+    def expert_ffn(
+        self,
+        bfloat16: bool,
+        x: int,
+        rows: int,
+        offsets: int,
+        experts: int,
+        hidden: int,
+        ffn: int,
+        gate_up: int,
+        down: int,
+        out: int,
+    ) -> None: ...
+    def attention(
+        self,
+        bfloat16: bool,
+        q: int,
+        rows: int,
+        q_stride: int,
+        heads: int,
+        kv_heads: int,
+        k_dim: int,
+        v_dim: int,
+        k: int,
+        v: int,
+        blocks: int,
+        blocks_stride: int,
+        block_size: int,
+        sequence: int,
+        positions: int,
+        window: int,
+        scale: float,
+        out: int,
+    ) -> None: ...

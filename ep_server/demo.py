@@ -69,10 +69,12 @@ async def _demo(options: DemoOptions, console: Console) -> int:
         model = app.model
         console.print(
             f"{model.name}: {model.architecture}, {model.num_layers} layers, {model.num_experts} experts, "
-            f"{model.experts_per_token} per token, on {options.ranks} ranks; seed {seed}"
+            f"{model.experts_per_token} per token",
+            soft_wrap=True,
         )
+        console.print(f"{options.ranks} ranks over shared memory; {options.questions} sums, seed {seed}")
         async with _running(app.server, console) as life:
-            console.print(f"gRPC at {app.server.address}, metrics at {app.metrics_url}")
+            console.print(f"gRPC at {app.server.address}, metrics at {app.metrics_url}", soft_wrap=True)
             answers = await _show(app, draw_held_out(seed, options.questions), console)
             if options.keep:
                 console.print("serving until Ctrl-C")
@@ -90,7 +92,7 @@ async def _show(app: App, sums: list[Sum], console: Console) -> list[Answer]:
         console.print(speed_line(answers, time.monotonic() - start))
         console.print(latency_table(await _measured(client)))
     series = await asyncio.to_thread(_count_series, app.metrics_url)
-    console.print(f"metrics page: {app.metrics_url} ({series} series)")
+    console.print(f"metrics page: {app.metrics_url} ({series} series)", soft_wrap=True)
     return answers
 
 

@@ -27,7 +27,7 @@ ALLOWED = {
     "config": {"errors"},
     "scheduler": {"errors", "records"},
     "ep": {"errors", "_C"},
-    "model": {"errors", "records", "ep.exchange", "ep.quant"},
+    "model": {"errors", "records", "ep.exchange", "ep.quant", "_C"},
     "compat": {"errors", "ep"},
     "ranks": {*FOUNDATION, "scheduler", "model", "ep", "v1", "_C", "tokenizer"},
 }

@@ -45,7 +45,7 @@ uint32_t answer(const Group& group, const CombineState& state, const RowsOut& ou
   std::byte* region = group.regions[run.source];
   if (state.reduction == Reduction::kSource) {
     for (uint32_t i = 0; i < run.count; ++i)
-      std::memcpy(region + layout.choice_at(state.bank, run.token, entries[i].k), out[entries[i]],
+      std::memcpy(region + layout.choice_at(state.bank, group.rank, run.token, entries[i].k), out[entries[i]],
                   layout.combine_bytes);
     return run.count;
   }

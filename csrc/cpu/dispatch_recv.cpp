@@ -83,6 +83,8 @@ Status dispatch_wait(Group& group, DispatchState& state) {
   state.arrived = waited.arrived;
   state.counts.assign(group.local_experts, 0);
   state.offsets.assign(group.local_experts + 1, 0);
+  state.entries.reserve(size_t(state.tokens) * group.geometry.top_k);
+  state.runs.reserve(size_t(state.tokens) * group.geometry.num_ranks);  // ranks tend to be alike
   for (uint32_t source = 0; source < group.geometry.num_ranks; ++source) {
     if (!(state.arrived >> source & 1)) continue;
     const uint64_t cell = load_cell(group.own(), Head::header(Op::kDispatch, state.bank, source));

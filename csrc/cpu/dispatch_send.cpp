@@ -16,6 +16,11 @@
 namespace ep::cpu {
 namespace {
 
+[[noreturn]] void refuse(uint32_t token, uint32_t k, int64_t id, const std::string& allowed) {
+  const std::string at = "topk_ids[" + std::to_string(token) + ", " + std::to_string(k) + "]";
+  throw BadArgument(at, std::to_string(id), allowed);
+}
+
 // Copies the ids into the state; every id in range and distinct within its token, or BadArgument.
 void read_ids(const Group& group, const DispatchSendParams& params, DispatchState& state) {
   const uint32_t top_k = group.geometry.top_k;
@@ -24,12 +29,10 @@ void read_ids(const Group& group, const DispatchSendParams& params, DispatchStat
   for (uint32_t t = 0; t < params.tokens; ++t) {
     const int64_t* ids = params.ids + size_t(t) * top_k;
     for (uint32_t k = 0; k < top_k; ++k) {
-      const std::string at = "topk_ids[" + std::to_string(t) + ", " + std::to_string(k) + "]";
       if (ids[k] < -1 || ids[k] >= num_experts)
-        throw BadArgument(at, std::to_string(ids[k]), "-1 to " + std::to_string(num_experts - 1));
+        refuse(t, k, ids[k], "-1 to " + std::to_string(num_experts - 1));
       for (uint32_t j = 0; j < k; ++j)
-        if (ids[k] >= 0 && ids[j] == ids[k])
-          throw BadArgument(at, std::to_string(ids[k]), "distinct within its token");
+        if (ids[k] >= 0 && ids[j] == ids[k]) refuse(t, k, ids[k], "distinct within its token");
       state.ids[size_t(t) * top_k + k] = int32_t(ids[k]);
     }
   }

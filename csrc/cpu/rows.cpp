@@ -49,7 +49,7 @@ struct Pair {
  private:
   // As float_to_bf16, lane by lane, the result in the high half.
   EP_INLINE static void round(const Floats& x, Words& to) {
-    const Words u = (Words)x, nan = (Words)((u & 0x7fffffffu) > 0x7f800000u);
+    const Words u = (Words)x, nan = (Words)(x != x);
     to = ((u + 0x7fffu + ((u >> 16) & 1u)) & ~nan) | (nan & 0x7fc00000u);
   }
 };
@@ -62,8 +62,9 @@ EP_INLINE void narrow(float x, float* to) { *to = x; }
 constexpr uint32_t kTile = 2;  // pairs summed in registers through all rows
 
 template <uint32_t L, class Element>
-EP_INLINE void sum_rows(const SumParams& p) {
+EP_INLINE void sum_rows(const SumParams& params) {
   constexpr uint32_t kPair = 2 * L;
+  const SumParams p = params;  // a local: the stores below cannot change it, so it stays in registers
   auto* result = static_cast<Element*>(p.out);
   uint32_t h = 0;
   for (; h + kTile * kPair <= p.hidden; h += kTile * kPair) {

@@ -55,8 +55,7 @@ struct Head {
   static constexpr uint64_t kIdentity = 0;                   // u64 generation of the group this rank is in
   static constexpr uint64_t kDoorbell = kIdentity + kLine;   // u32 futex word, u32 whom the owner sleeps on
   static constexpr uint64_t kHeartbeat = kDoorbell + kLine;  // u64 ns, monotonic clock of the host
-  static constexpr uint64_t kMasked = kHeartbeat + kLine;    // u64 bit per rank that the owner ignores
-  static constexpr uint64_t kAbort = kMasked + kLine;        // cell: generation + 1 | writer + 1
+  static constexpr uint64_t kAbort = kHeartbeat + kLine;     // cell: generation + 1 | writer + 1
   static constexpr uint64_t kAbortStatus = kAbort + kLine;   // [rank] line: status word of each writer
   static constexpr uint64_t kJoin = kAbortStatus + kMaxRanks * kLine;  // [parity][rank] line: cell, u64 epoch
   static constexpr uint64_t kConsumed = kJoin + kVoteBanks * kMaxRanks * kLine;    // [op][rank] cell
@@ -106,7 +105,7 @@ struct Layout {
     l.row_pitch = align_up(l.row_bytes + l.scale_bytes, kLine);
     l.combine_bytes = uint64_t(g.hidden) * (fp32 ? 4 : 2);
     l.combine_pitch = align_up(l.combine_bytes, kLine);
-    // SOURCE holds RANK too: direct users may choose by operation.
+    // The slots of SOURCE hold RANK too: direct users may choose by operation.
     l.choices_per_token = g.reduction == Reduction::kSource ? g.top_k : 1;
     l.meta = Head::kBytes;
     l.rows = align_up(l.meta + uint64_t(g.num_banks) * g.num_ranks * l.meta_pitch, kPage);

@@ -23,16 +23,15 @@ from typing import Any
 import torch
 
 from ep_server import _C
-from ep_server.ep.exchange import ExchangeSpec, Payload, Received, Reduction, View
+from ep_server.ep.exchange import ExchangeSpec, Received, Reduction, View
 from ep_server.ep.faults import Fault, encode_faults
-from ep_server.ep.geometry import FP8, REDUCTIONS, check_segment, geometry_of
+from ep_server.ep.geometry import REDUCTIONS, check_segment, geometry_of
 from ep_server.ep.tensors import check_tensor
+from ep_server.ep.views import Tensors, Views
 from ep_server.errors import ConfigError, InvalidArgument, StartupError
 
 VIEWS = (View.COMPACT, View.PADDED, View.INDEX)  # the order of csrc/ep/params.hpp
 DEFAULT_SPIN_US = 50
-Tensors = tuple[torch.Tensor, torch.Tensor | None]  # rows, scales
-GROUP, PACKED_GROUP = 128, 512  # channels per float32 scale, per int32 of four UE8M0 scales
 
 
 class PendingDispatch:
@@ -52,7 +51,7 @@ class PendingDispatch:
         if self._waited:
             raise InvalidArgument("dispatch", f"epoch {state.epoch}", "received once")
         if out is not None:
-            self._exchange._check_out(view, out)
+            self._exchange.views.check_out(view, out)
         native.dispatch_wait(state)
         self._waited = True
         return self._exchange._expand(state, view, out)
@@ -136,14 +135,10 @@ class NativeExchange:
             ) from error
         self.spec = spec
         self.layout = _C.Layout(geometry)
-        self.combine_dtype = torch.float32 if spec.payload == Payload.FP32 else torch.bfloat16
-        self.row_dtype = torch.float8_e4m3fn if spec.payload in FP8 else self.combine_dtype
-        self._fp8 = spec.payload in FP8
-        self._ue8m0 = spec.payload == Payload.FP8_UE8M0
-        self._num_local = len(spec.local_experts)
-        self._padded = spec.num_ranks * spec.max_tokens
+        region = torch.frombuffer(memoryview(native.rows_region()), dtype=torch.uint8)
         self._native: _C.Exchange | None = native
-        self._region = torch.frombuffer(memoryview(native.rows_region()), dtype=torch.uint8)
+        self._views: Views | None = Views(spec, self.layout, region)
+        self.combine_dtype, self.row_dtype = self._views.combine_dtype, self._views.row_dtype
 
     # -- the Protocol ---------------------------------------------------------------------------------
 
@@ -183,15 +178,7 @@ class NativeExchange:
         chosen = spec.reduction if reduction is None else Reduction(reduction)
         if chosen == Reduction.SOURCE and spec.reduction == Reduction.RANK:
             raise InvalidArgument("reduction", str(chosen), "rank, as the spec says")
-        if received.view == View.PADDED:
-            check_tensor(
-                "expert_out",
-                expert_out,
-                self.combine_dtype,
-                **{"E_local": self._num_local, "R*max_tokens": self._padded, "H": spec.hidden},
-            )
-        else:
-            check_tensor("expert_out", expert_out, self.combine_dtype, N=state.num_rows, H=spec.hidden)
+        self.views.check_expert_out(received.view, expert_out, state.num_rows)
         weights = 0
         if topk_weights is not None:
             if state.has_weights or chosen == Reduction.RANK:
@@ -214,17 +201,20 @@ class NativeExchange:
     def close(self) -> None:
         """As the Protocol says. INDEX rows that a caller still holds stay readable."""
         self._native = None
-        self._region = torch.empty(0, dtype=torch.uint8)
+        self._views = None
 
     # -- views ----------------------------------------------------------------------------------------
 
+    @property
+    def views(self) -> Views:
+        """Shapes and tensors of the three views."""
+        if self._views is None:
+            raise InvalidArgument("exchange", "closed", "open")
+        return self._views
+
     def empty_padded(self) -> Tensors:
         """Rows and scales of a PADDED view, not yet written: to be handed out before they are received."""
-        data = torch.empty((self._num_local, self._padded, self.spec.hidden), dtype=self.row_dtype)
-        if not self._fp8:
-            return data, None
-        shape = (self._num_local, self._groups, self._padded)
-        return data, torch.empty(shape, dtype=self._scale_dtype).transpose(1, 2)
+        return self.views.padded()
 
     def release(self, received: Received) -> None:
         """Gives the bank of an INDEX view back to the senders; without effect on other views."""
@@ -236,8 +226,9 @@ class NativeExchange:
         Returns: src_info int32 [E_local, R * max_tokens], source token of each row (unused: -1);
           layout_range int64 [E_local, R], begin << 32 | count of each source's rows.
         """
-        info = torch.full((self._num_local, self._padded), -1, dtype=torch.int32)
-        ranges = torch.zeros((self._num_local, self.spec.num_ranks), dtype=torch.int64)
+        views = self.views
+        info = torch.full((views.num_local, views.padded_rows), -1, dtype=torch.int32)
+        ranges = torch.zeros((views.num_local, self.spec.num_ranks), dtype=torch.int64)
         self._open().source_map(self._state_of(received), info.data_ptr(), ranges.data_ptr())
         return info, ranges
 
@@ -301,60 +292,18 @@ class NativeExchange:
             raise InvalidArgument("received.handle", received.handle, "of a dispatch of this exchange")
         return received.handle
 
-    def _check_out(self, view: View, out: Tensors) -> None:
-        """Native code writes through these pointers: they must be as empty_padded() makes them."""
-        if view != View.PADDED:
-            raise InvalidArgument("out", str(view), "given with view padded only")
-        rows, scales = out
-        names = {"E_local": self._num_local, "R*max_tokens": self._padded}
-        check_tensor("out rows", rows, self.row_dtype, **names, H=self.spec.hidden)
-        if (scales is not None) != self._fp8:
-            given = "none" if scales is None else "a tensor"
-            raise InvalidArgument("out scales", given, f"as payload {self.spec.payload} has it")
-        if scales is not None:
-            plane = scales.transpose(1, 2)
-            names = {"E_local": self._num_local, "groups": self._groups, "R*max_tokens": self._padded}
-            check_tensor("out scales, transposed", plane, self._scale_dtype, **names)
-
     def _expand(self, state: _C.DispatchState, view: View, out: Tensors | None) -> Received:
-        spec, rows, scales = self.spec, state.num_rows, None
-        counts = torch.empty(self._num_local, dtype=torch.int32)
-        offsets = torch.empty(self._num_local + 1, dtype=torch.int64)
-        row_ids = torch.empty(rows, dtype=torch.int64) if view == View.INDEX else None
+        views, row_ids = self.views, None
+        counts = torch.empty(views.num_local, dtype=torch.int32)
+        offsets = torch.empty(views.num_local + 1, dtype=torch.int64)
+        into = (0, 0, 0)  # addresses of rows, scales, row ids
         if view == View.INDEX:
-            data, scales = self._bank(state.bank)
-        elif view == View.COMPACT:
-            data = torch.empty((rows, spec.hidden), dtype=self.row_dtype)
-            scales = torch.empty((rows, self._groups), dtype=self._scale_dtype) if self._fp8 else None
+            rows, scales = views.index(state.bank)
+            row_ids = torch.empty(state.num_rows, dtype=torch.int64)
+            into = (0, 0, row_ids.data_ptr())
         else:
-            data, scales = self.empty_padded() if out is None else out
-        self._open().dispatch_expand(
-            state,
-            VIEWS.index(view),
-            0 if view == View.INDEX else data.data_ptr(),
-            0 if view == View.INDEX or scales is None else scales.data_ptr(),
-            0 if row_ids is None else row_ids.data_ptr(),
-            counts.data_ptr(),
-            offsets.data_ptr(),
-        )
-        return Received(data, counts, offsets, state, view, scales, row_ids)
-
-    @property
-    def _groups(self) -> int:
-        return self.spec.hidden // (PACKED_GROUP if self._ue8m0 else GROUP)
-
-    @property
-    def _scale_dtype(self) -> torch.dtype:
-        return torch.int32 if self._ue8m0 else torch.float32
-
-    def _bank(self, bank: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The rows of one receive bank in place: [R * max_tokens, H], and their scales."""
-        layout, spec = self.layout, self.spec
-        pitch, begin = layout.row_pitch, layout.row_at(bank, 0, 0) - layout.rows
-        block = self._region[begin : begin + self._padded * pitch].view(self._padded, pitch)
-        rows = block[:, : layout.row_bytes].view(self.row_dtype)
-        assert rows.shape == (self._padded, spec.hidden)
-        if not self._fp8:
-            return rows, None
-        end = layout.scale_offset + layout.scale_bytes
-        return rows, block[:, layout.scale_offset : end].view(self._scale_dtype)
+            made = views.compact(state.num_rows) if view == View.COMPACT else out or views.padded()
+            rows, scales = made
+            into = (rows.data_ptr(), 0 if scales is None else scales.data_ptr(), 0)
+        self._open().dispatch_expand(state, VIEWS.index(view), *into, counts.data_ptr(), offsets.data_ptr())
+        return Received(rows, counts, offsets, state, view, scales, row_ids)

@@ -29,6 +29,7 @@ from ep_server.ep.checks import (
     input_dtype,
 )
 from ep_server.ep.exchange import ExchangeSpec, Received, Reduction, View
+from ep_server.ep.packing import entries_of, pad_rows, slots_of
 from ep_server.ep.quant import (
     FP8_PAYLOADS,
     dequantise,
@@ -145,15 +146,15 @@ class ReferenceDispatch:
         spec = exchange.spec
         self.received = False
         self._spec, self._num_tokens = spec, len(x)
-        self._ids = exchange.gather(_pad(ids, spec.max_tokens, -1))
-        self._weights = None if weights is None else exchange.gather(_pad(weights, spec.max_tokens, 0))
+        self._ids = exchange.gather(pad_rows(ids, spec.max_tokens, -1))
+        self._weights = None if weights is None else exchange.gather(pad_rows(weights, spec.max_tokens, 0))
         if spec.payload in FP8_PAYLOADS:
             codes, scales = quantise(x, spec.payload)
-            codes = exchange.gather(_pad(codes.view(torch.uint8), spec.max_tokens, 0))
+            codes = exchange.gather(pad_rows(codes.view(torch.uint8), spec.max_tokens, 0))
             self._rows = codes.view(torch.float8_e4m3fn)
-            self._scales: torch.Tensor | None = exchange.gather(_pad(scales, spec.max_tokens, 0))
+            self._scales: torch.Tensor | None = exchange.gather(pad_rows(scales, spec.max_tokens, 0))
         else:
-            self._rows, self._scales = exchange.gather(_pad(x, spec.max_tokens, 0)), None
+            self._rows, self._scales = exchange.gather(pad_rows(x, spec.max_tokens, 0)), None
 
     def recv(self, view: View = View.COMPACT) -> Received:
         """See PendingDispatch.recv."""
@@ -161,7 +162,7 @@ class ReferenceDispatch:
             raise InvalidArgument("dispatch", "received", "received once")
         self.received = True
         spec = self._spec
-        entries = _entries(self._ids, spec.local_experts)
+        entries = entries_of(self._ids, spec.local_experts)
         per_expert = torch.bincount(entries[:, 0], minlength=len(spec.local_experts))
         offsets = torch.cat([per_expert.new_zeros(1), per_expert.cumsum(0)])
         source = entries[:, 1] * spec.max_tokens + entries[:, 2]
@@ -189,7 +190,7 @@ class ReferenceDispatch:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         spec = self._spec
         experts, capacity = len(spec.local_experts), spec.num_ranks * spec.max_tokens
-        slots = _slots(entries, experts, capacity)
+        slots = slots_of(entries, experts, capacity)
         padded = torch.full((experts * capacity, spec.hidden), torch.nan).to(rows.dtype)
         padded[slots] = rows
         padded = padded.view(experts, capacity, spec.hidden)
@@ -268,34 +269,9 @@ def _own_weights(spec: ExchangeSpec, dispatched: Dispatched, given: torch.Tensor
     return dispatched.weights[spec.rank, : dispatched.num_tokens]
 
 
-def _pad(rows: torch.Tensor, length: int, value: int) -> torch.Tensor:
-    """[T, C] to [length, C], the rest filled with `value`."""
-    padded = torch.full((length, rows.shape[1]), value, dtype=rows.dtype)
-    padded[: len(rows)] = rows
-    return padded
-
-
-def _entries(ids: torch.Tensor, local_experts: tuple[int, ...]) -> torch.Tensor:
-    """[N, 4] (local expert, source, token, k) of every routed choice of the experts given, in that order."""
-    found = [
-        torch.cat([torch.full((len(hits), 1), local), hits], dim=1)
-        for local, expert in enumerate(local_experts)
-        for hits in [(ids == expert).nonzero()]
-    ]
-    return torch.cat(found) if found else torch.empty(0, 4, dtype=torch.int64)
-
-
-def _slots(entries: torch.Tensor, experts: int, capacity: int) -> torch.Tensor:
-    """[N] position of each entry in a flattened [experts, capacity] table."""
-    expert = entries[:, 0]
-    counts = torch.bincount(expert, minlength=experts)
-    first = counts.cumsum(0) - counts
-    return expert * capacity + torch.arange(len(entries)) - first[expert]
-
-
 def _compact(expert_out: torch.Tensor, received: Received, dispatched: Dispatched) -> torch.Tensor:
     """[N, H] answers in entry order, whatever the view."""
     if received.view is not View.PADDED:
         return expert_out
     experts, capacity = expert_out.shape[:2]
-    return expert_out.flatten(0, 1)[_slots(dispatched.entries, experts, capacity)]
+    return expert_out.flatten(0, 1)[slots_of(dispatched.entries, experts, capacity)]

@@ -13,12 +13,11 @@ def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, **dims: in
     Args:
         dims: name=size in order, for example T=32, H=2048.
     """
-    shape = tuple(dims.values())
     if (
-        tensor.dtype == dtype
-        and tensor.shape == shape
+        tensor.dtype is dtype
+        and tensor.shape == (*dims.values(),)
         and tensor.is_contiguous()
-        and tensor.device.type == "cpu"
+        and tensor.is_cpu
     ):
         return
     given = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device.type}"

@@ -12,10 +12,12 @@ import torch
 from ep_server.ep.exchange import Exchange, Payload
 from ep_server.errors import ConfigError
 from ep_server.model.checkpoint import Checkpoint
+from ep_server.model.compute import Compute
 from ep_server.model.decoder import DecoderParams
 from ep_server.model.families import ModelSpec, read_spec
 from ep_server.model.kv_cache import KvCache, kv_block_bytes
 from ep_server.model.layers import ModelWeights
+from ep_server.model.native_compute import NativeCompute
 from ep_server.model.runner import ModelRunner, TokenSampler
 from ep_server.model.weights import Progress, load_weights
 
@@ -25,7 +27,8 @@ class LoadParams:
     """What one rank loads.
 
     placement: [E] owner rank of each expert. dtype: "auto", "float32" or "bfloat16" (ModelConfig.dtype).
-    max_context: longest sequence, tokens; 0 = the model's own limit.
+    max_context: longest sequence, tokens; 0 = the model's own limit. threads: of the compute kernels.
+    compute: whose arithmetic to use; None = our CPU kernels.
     """
 
     path: str
@@ -33,6 +36,8 @@ class LoadParams:
     placement: tuple[int, ...]
     dtype: str = "auto"
     max_context: int = 0
+    threads: int = 1
+    compute: Compute | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +48,7 @@ class RankModel:
     weights: ModelWeights
     dtype: torch.dtype
     max_context: int
+    compute: Compute
 
     def payload(self, choice: str) -> Payload:
         """The exchange payload for ExchangeConfig.payload; "auto" is the model's dtype."""
@@ -59,7 +65,8 @@ class RankModel:
     ) -> ModelRunner:
         """Allocates the KV cache and joins the parts."""
         cache = KvCache(self.spec, kv_blocks, block_size, self.dtype)
-        return ModelRunner(DecoderParams(self.spec, self.weights, exchange, cache, self.max_context), sampler)
+        params = DecoderParams(self.spec, self.weights, exchange, cache, self.max_context, self.compute)
+        return ModelRunner(params, sampler)
 
 
 def load_model(params: LoadParams, progress: Progress = lambda stage, done, total: None) -> RankModel:
@@ -75,8 +82,9 @@ def load_model(params: LoadParams, progress: Progress = lambda stage, done, tota
         )
     experts = [e for e, owner in enumerate(params.placement) if owner == params.rank]
     dtype = serving_dtype(spec, params.dtype)
-    weights = load_weights(Checkpoint.open(params.path), spec, experts, dtype, progress)
-    return RankModel(spec, weights, dtype, limit)
+    compute = params.compute or NativeCompute(params.threads)
+    weights = load_weights(Checkpoint.open(params.path), spec, experts, dtype, compute, progress)
+    return RankModel(spec, weights, dtype, limit, compute)
 
 
 def context_limit(spec: ModelSpec, max_context: int) -> int:

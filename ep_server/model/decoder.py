@@ -14,9 +14,10 @@ import torch
 import torch.nn.functional as F
 
 from ep_server.ep.exchange import Exchange
-from ep_server.model.attention import AttentionInput, gather_plan, gqa, mla
+from ep_server.model.attention import AttentionInput, gqa, mla
 from ep_server.model.batch import MicroBatch
-from ep_server.model.experts import ffn
+from ep_server.model.compute import Compute
+from ep_server.model.experts import dense_ffn
 from ep_server.model.families.spec import GqaSpec, ModelSpec
 from ep_server.model.kv_cache import KvCache, KvLayer
 from ep_server.model.layers import GqaWeights, LayerWeights, MlaWeights, ModelWeights, MoeWeights
@@ -36,6 +37,7 @@ class DecoderParams:
     exchange: Exchange
     kv_cache: KvCache
     max_context: int
+    compute: Compute
 
 
 class Decoder:
@@ -43,7 +45,7 @@ class Decoder:
 
     def __init__(self, params: DecoderParams, clock: PhaseClock) -> None:
         self._spec, self._weights, self._kv = params.spec, params.weights, params.kv_cache
-        self._clock = clock
+        self._clock, self._compute = clock, params.compute
         self._rotations = rotation_table(params.spec.rope, params.max_context)
         local = len(params.exchange.spec.local_experts)
         self.expert_tokens = torch.zeros(local, dtype=torch.int64)
@@ -65,10 +67,10 @@ class Decoder:
             if isinstance(layer.ffn, MoeWeights):
                 x = x + (yield from moe(h, layer.ffn, self._moe))
             else:
-                x = x + ffn(h, layer.ffn)
+                x = x + dense_ffn(h, layer.ffn)
                 self._clock.lap(Phase.EXPERTS)
         x = _norm(x[batch.sample_rows], self._weights.norm, eps)
-        return F.linear(x, self._weights.head).float()
+        return self._weights.head(x).float()
 
     def _attention(
         self, x: torch.Tensor, layer: LayerWeights, kv: KvLayer, at: AttentionInput
@@ -83,8 +85,8 @@ class Decoder:
     def _attention_input(self, batch: MicroBatch) -> AttentionInput:
         spec, meta = self._spec.attention, batch.attention
         window = spec.window if isinstance(spec, GqaSpec) else 0
-        gather = gather_plan(meta, window, self._weights.norm.dtype)
-        return AttentionInput(meta, gather, self._rotations[meta.positions][:, None], self._spec.norm_eps)
+        attend = self._compute.attend(meta, window, self._weights.norm.dtype)
+        return AttentionInput(meta, attend, self._rotations[meta.positions][:, None], self._spec.norm_eps)
 
 
 def interleave(forwards: Sequence[Forward]) -> list[torch.Tensor]:

@@ -63,10 +63,14 @@ class Inspection:
         return self.spec.kv_values_per_token * _DTYPE_BYTES[self.dtype]
 
     def rank_bytes(self, placement: Sequence[int], num_ranks: int) -> tuple[int, ...]:
-        """Weights per rank, bytes. placement: [E] owner of each expert. The router is kept in float32."""
+        """Weights per rank, bytes. placement: [E] owner of each expert.
+
+        The router is kept in float32, and a tied head beside the embedding: it is packed for its product.
+        """
         item, experts = _DTYPE_BYTES[self.dtype], self.parameters.get("experts", 0)
         router = self.parameters.get("router", 0)
-        replicated = (self.total_parameters - experts - router) * item + router * 4
+        head = self.spec.vocab_size * self.spec.hidden if self.spec.tied_head else 0
+        replicated = (self.total_parameters - experts - router + head) * item + router * 4
         one = experts * item // self.spec.router.num_experts
         owned = Counter(placement)
         return tuple(replicated + owned[rank] * one for rank in range(num_ranks))

@@ -1,7 +1,7 @@
-"""Weights of a model as records of tensors, in the fused layout the decoder computes with.
+"""Weights of a model as records, in the fused layout the decoder computes with.
 
-Shapes use H hidden, V vocabulary, E_local this rank's experts, I intermediate channels. All are contiguous
-and of the serving dtype unless a field says float32. Linear weights are [out, in].
+Shapes use H hidden, V vocabulary, E_local this rank's experts, I intermediate channels. All are of the
+serving dtype unless a field says float32. Matrices are [out, in]; most are prepared by a `Compute`.
 """
 
 from __future__ import annotations
@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+
+from ep_server.model.compute import GatedFfn, Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,10 +24,8 @@ class GqaWeights:
     q_norm, k_norm: [heads * head_dim], [kv_heads * head_dim] (QkNorm.FULL).
     """
 
-    qkv: torch.Tensor
-    out: torch.Tensor
-    qkv_bias: torch.Tensor | None = None
-    out_bias: torch.Tensor | None = None
+    qkv: Linear
+    out: Linear
     head_norm: torch.Tensor | None = None
     q_norm: torch.Tensor | None = None
     k_norm: torch.Tensor | None = None
@@ -40,61 +40,46 @@ class MlaWeights:
     v_up: [heads, kv_lora, v_dim]. out: [H, heads * v_dim].
     """
 
-    down: torch.Tensor
+    down: Linear
     kv_norm: torch.Tensor
     k_up: torch.Tensor
     v_up: torch.Tensor
-    out: torch.Tensor
+    out: Linear
     q_norm: torch.Tensor | None = None
-    q_up: torch.Tensor | None = None
-    down_bias: torch.Tensor | None = None
-    out_bias: torch.Tensor | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class FfnWeights:
-    """A dense or shared gated FFN. gate_up: [2 * I, H], gate rows first. down: [H, I]."""
-
-    gate_up: torch.Tensor
-    down: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertWeights:
-    """This rank's experts, ascending by global id. gate_up: [E_local, 2 * I, H]. down: [E_local, H, I]."""
-
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    q_up: Linear | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class MoeWeights:
-    """router: [E, H] float32. bias: [E] float32, the correction added for the choice only."""
+    """router: [E, H] float32. bias: [E] float32, the correction added for the choice only.
+
+    experts: E_local FFNs, this rank's, ascending by global id. shared: one FFN of all tokens.
+    """
 
     router: torch.Tensor
-    experts: ExpertWeights
+    experts: GatedFfn
     bias: torch.Tensor | None = None
-    shared: FfnWeights | None = None
+    shared: GatedFfn | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer. Norm weights are [H]."""
+    """One decoder layer. Norm weights are [H]. ffn: experts, or one dense FFN."""
 
     attention_norm: torch.Tensor
     attention: GqaWeights | MlaWeights
     ffn_norm: torch.Tensor
-    ffn: MoeWeights | FfnWeights
+    ffn: MoeWeights | GatedFfn
 
 
 @dataclass(frozen=True, slots=True)
 class ModelWeights:
-    """Everything one rank holds. embedding, head: [V, H], one tensor where the checkpoint ties them."""
+    """Everything one rank holds. embedding, head: [V, H], of equal values where the checkpoint ties them."""
 
     embedding: torch.Tensor
     layers: tuple[LayerWeights, ...]
     norm: torch.Tensor
-    head: torch.Tensor
+    head: Linear
 
     @property
     def nbytes(self) -> int:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ep_server.ep.exchange import Exchange, Payload
-from ep_server.model.experts import expert_ffn, ffn, received_rows
+from ep_server.model.experts import dense_ffn, received_rows
 from ep_server.model.families.spec import RouterSpec
 from ep_server.model.layers import MoeWeights
 from ep_server.model.router import route
@@ -39,12 +39,12 @@ def moe(x: torch.Tensor, w: MoeWeights, on: MoeContext) -> Generator[None, None,
     yield
     received = dispatched.recv()
     clock.lap(Phase.DISPATCH)
-    outputs = expert_ffn(received_rows(received, x.dtype), received.offsets, w.experts)
+    outputs = w.experts(received_rows(received, x.dtype), received.offsets)
     on.expert_tokens.add_(received.counts)
     clock.lap(Phase.EXPERTS)
     combined = on.exchange.combine_send(outputs.to(wire_dtype(on.exchange.spec.payload)), received)
     clock.lap(Phase.COMBINE)
-    shared = None if w.shared is None else ffn(x, w.shared)  # while the combine is in flight
+    shared = None if w.shared is None else dense_ffn(x, w.shared)  # while the combine is in flight
     clock.lap(Phase.EXPERTS)
     yield
     routed = combined.recv().to(x.dtype)

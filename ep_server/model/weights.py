@@ -12,10 +12,9 @@ from contextlib import ExitStack
 import torch
 
 from ep_server.model.checkpoint import Checkpoint
+from ep_server.model.compute import Compute, GatedFfn, Linear
 from ep_server.model.families.spec import GqaSpec, MlaSpec, ModelSpec, QkNorm
 from ep_server.model.layers import (
-    ExpertWeights,
-    FfnWeights,
     GqaWeights,
     LayerWeights,
     MlaWeights,
@@ -33,6 +32,7 @@ def load_weights(
     spec: ModelSpec,
     experts: Sequence[int],
     dtype: torch.dtype,
+    compute: Compute,
     progress: Progress = lambda stage, done, total: None,
 ) -> ModelWeights:
     """Reads a model.
@@ -40,11 +40,13 @@ def load_weights(
     Args:
         experts: global ids of this rank's experts, ascending.
         dtype: of all weights but the router's, which stay float32.
+        compute: prepares the matrices.
         progress: called as progress("weights", layers done, layers in all).
     Raises: CheckpointError naming file, tensor, expected and found shape.
     """
     with ExitStack() as files:
-        loader = _Loader(TensorReader(checkpoint, spec.quant_block, files), spec, tuple(experts), dtype)
+        reader = TensorReader(checkpoint, spec.quant_block, files)
+        loader = _Loader(reader, spec, tuple(experts), dtype, compute)
         progress("weights", 0, spec.num_layers)
         embedding = loader.keep("model.embed_tokens.weight", spec.vocab_size, spec.hidden)
         layers = []
@@ -53,16 +55,22 @@ def load_weights(
             progress("weights", index + 1, spec.num_layers)
         norm = loader.keep("model.norm.weight", spec.hidden)
         head = embedding if spec.tied_head else loader.keep("lm_head.weight", spec.vocab_size, spec.hidden)
-        return ModelWeights(embedding, tuple(layers), norm, head)
+        return ModelWeights(embedding, tuple(layers), norm, compute.linear(head))
 
 
 class _Loader:
     """Fuses the tensors of a checkpoint into the records of layers.py."""
 
     def __init__(
-        self, reader: TensorReader, spec: ModelSpec, experts: tuple[int, ...], dtype: torch.dtype
+        self,
+        reader: TensorReader,
+        spec: ModelSpec,
+        experts: tuple[int, ...],
+        dtype: torch.dtype,
+        compute: Compute,
     ) -> None:
         self._reader, self._spec, self._experts, self._dtype = reader, spec, experts, dtype
+        self._compute = compute
 
     def keep(self, name: str, *shape: int) -> torch.Tensor:
         """One tensor as it is, copied out of the file's mapping."""
@@ -102,10 +110,8 @@ class _Loader:
             q_norm = self._fuse([pairs("q_norm.weight", q_rows)])
             k_norm = self._fuse([pairs("k_norm.weight", kv_rows)])
         return GqaWeights(
-            qkv=qkv("weight", hidden),
-            out=self.keep(f"{prefix}.o_proj.weight", hidden, q_rows),
-            qkv_bias=qkv("bias") if a.bias else None,
-            out_bias=self.keep(f"{prefix}.o_proj.bias", hidden) if a.bias else None,
+            qkv=self._compute.linear(qkv("weight", hidden), qkv("bias") if a.bias else None),
+            out=self._out(prefix, q_rows, a.bias),
             head_norm=head_norm,
             q_norm=q_norm,
             k_norm=k_norm,
@@ -137,16 +143,23 @@ class _Loader:
         kv_up = read("kv_b_proj.weight", a.heads * (a.nope_dim + a.v_dim), a.kv_lora)
         kv_up = kv_up.view(a.heads, a.nope_dim + a.v_dim, a.kv_lora)
         return MlaWeights(
-            down=self._fuse([q_down, pairs(read("kv_a_proj_with_mqa.weight", kv_rows, hidden), a.kv_lora)]),
+            down=self._compute.linear(
+                self._fuse([q_down, pairs(read("kv_a_proj_with_mqa.weight", kv_rows, hidden), a.kv_lora)]),
+                down_bias,
+            ),
             kv_norm=self.keep(f"{prefix}.kv_a_layernorm.weight", a.kv_lora),
             k_up=self._fuse([kv_up[:, : a.nope_dim]]),
             v_up=self._fuse([kv_up[:, a.nope_dim :].transpose(1, 2)]),
-            out=self.keep(f"{prefix}.o_proj.weight", hidden, a.heads * a.v_dim),
+            out=self._out(prefix, a.heads * a.v_dim, a.bias),
             q_norm=self.keep(f"{prefix}.q_a_layernorm.weight", a.q_lora) if a.q_lora else None,
-            q_up=self._fuse([q_up]) if a.q_lora else None,
-            down_bias=down_bias,
-            out_bias=self.keep(f"{prefix}.o_proj.bias", hidden) if a.bias else None,
+            q_up=self._compute.linear(self._fuse([q_up])) if a.q_lora else None,
         )
+
+    def _out(self, prefix: str, columns: int, bias: bool) -> Linear:
+        """The projection from the heads back to H."""
+        hidden = self._spec.hidden
+        weight = self.keep(f"{prefix}.o_proj.weight", hidden, columns)
+        return self._compute.linear(weight, self.keep(f"{prefix}.o_proj.bias", hidden) if bias else None)
 
     def _moe(self, layer: str) -> MoeWeights:
         spec, names = self._spec, self._spec.names
@@ -163,7 +176,7 @@ class _Loader:
             shared=self._ffn(f"{block}.shared_experts", spec.shared_ffn) if spec.shared_ffn else None,
         )
 
-    def _experts_of(self, prefix: str) -> ExpertWeights:
+    def _experts_of(self, prefix: str) -> GatedFfn:
         """This rank's experts from either layout on disk: one tensor per expert, or stacked."""
         spec, names, ffn = self._spec, self._spec.names, self._spec.expert_ffn
         gate_up = torch.empty(len(self._experts), 2 * ffn, spec.hidden, dtype=self._dtype)
@@ -180,15 +193,14 @@ class _Loader:
             gate_up[row, :ffn] = self._reader.read(f"{one}.{names.gate}.weight", (ffn, spec.hidden))
             gate_up[row, ffn:] = self._reader.read(f"{one}.{names.up}.weight", (ffn, spec.hidden))
             down[row] = self._reader.read(f"{one}.{names.down}.weight", (spec.hidden, ffn))
-        return ExpertWeights(gate_up, down)
+        return self._compute.gated_ffn(gate_up, down)
 
-    def _ffn(self, prefix: str, ffn: int) -> FfnWeights:
+    def _ffn(self, prefix: str, ffn: int) -> GatedFfn:
         shape = (ffn, self._spec.hidden)
         gate = self._reader.read(f"{prefix}.gate_proj.weight", shape)
         up = self._reader.read(f"{prefix}.up_proj.weight", shape)
-        return FfnWeights(
-            self._fuse([gate, up]), self.keep(f"{prefix}.down_proj.weight", self._spec.hidden, ffn)
-        )
+        down = self.keep(f"{prefix}.down_proj.weight", self._spec.hidden, ffn)
+        return self._compute.gated_ffn(self._fuse([gate, up])[None], down[None])
 
     def _fuse(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         """Concatenates along rows into fresh contiguous memory of the serving dtype."""

@@ -62,7 +62,12 @@ def build_rank(
     on_exchange(exchange)
     model = load_model(
         LoadParams(
-            config.model.path, start.rank, spec.placement, config.model.dtype, config.model.max_context
+            config.model.path,
+            start.rank,
+            spec.placement,
+            config.model.dtype,
+            config.model.max_context,
+            start.threads,
         ),
         progress,
     )

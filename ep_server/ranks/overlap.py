@@ -54,7 +54,7 @@ class OverlapPolicy:
         if self._at < self.rule.window:
             return False
         wanted = self._trial if self._at < 2 * self.rule.window else self.wanted
-        return wanted and sequences >= 2
+        return wanted and sequences != 1  # an idle rank does not keep the others from it
 
     def stepped(self, step_ns: int, tokens: int) -> bool:
         """Counts a step of this rank. True where the single window begins or ends: read() is due."""

@@ -73,8 +73,8 @@ class RankWorker:
     def step(self) -> bool:
         """One step with all other ranks; False once it was the last.
 
-        On exit: every message read is obeyed, every token of the step is on its way to the front, and the
-        scheduler has no batch in flight.
+        On exit: every message read is obeyed and every token of the step is on its way to the front. A batch
+        that was planned when the group stopped is not run.
         """
         start = self._clock()
         self._obey(self._channel.poll())
@@ -82,10 +82,10 @@ class RankWorker:
         planned = self._clock()
         verdict = self._vote(batch)
         voted = self._clock()
-        sampled = self._runner.run(batch, verdict.micro_batches) if verdict.run else []
-        ran = self._clock()
-        self._publish(self._scheduler.commit(batch, sampled))
         if verdict.run:
+            sampled = self._runner.run(batch, verdict.micro_batches)
+            ran = self._clock()
+            self._publish(self._scheduler.commit(batch, sampled))
             self._measure(batch, verdict, StepTimes(start, planned, voted, ran, self._clock()))
         elif verdict.park:
             self._park()

@@ -1,4 +1,4 @@
-"""paged_attention against loops over tokens, in a cache whose unused memory is NaN."""
+"""Both implementations of attention against loops over tokens, in a cache whose unused memory is NaN."""
 
 from __future__ import annotations
 
@@ -8,10 +8,12 @@ import random
 import pytest
 import torch
 
-from ep_server.model.attention import gather_plan, paged_attention
 from ep_server.model.batch import AttentionMeta, split
+from ep_server.model.compute import Compute
 from ep_server.model.families.spec import GqaSpec, MlaSpec, ModelSpec, RopeSpec, RouterSpec
 from ep_server.model.kv_cache import KvCache, KvLayer, kv_block_bytes
+from ep_server.model.native_compute import NativeCompute
+from ep_server.model.torch_compute import TorchCompute
 from ep_server.records import SeqSlice, StepBatch
 from tests.harness.compare import assert_close
 
@@ -50,10 +52,11 @@ BATCHES = {
 }
 
 
+@pytest.mark.parametrize("compute", [TorchCompute(), NativeCompute()], ids=("torch", "native"))
 @pytest.mark.parametrize("window", [0, 1, 5])
 @pytest.mark.parametrize("kind", ["gqa", "mha", "latent"])
 @pytest.mark.parametrize("name", BATCHES)
-def test_against_loops(name: str, kind: str, window: int) -> None:
+def test_against_loops(name: str, kind: str, window: int, compute: Compute) -> None:
     torch.manual_seed(1)
     kv_heads, heads, k_dim, v_dim = {"gqa": (2, 6, 8, 8), "mha": (3, 3, 8, 8), "latent": (1, 4, 10, 6)}[kind]
     shuffled = random.Random(2).sample(range(BLOCKS), BLOCKS)
@@ -69,7 +72,7 @@ def test_against_loops(name: str, kind: str, window: int) -> None:
         slots = meta.blocks[i, positions // BLOCK] * BLOCK + positions % BLOCK
         kv.write(slots, torch.randn(context, kv_heads, k_dim), torch.randn(context, kv_heads, v_dim))
     q = torch.randn(len(meta.positions), heads, k_dim)
-    out = paged_attention(q, kv, meta, gather_plan(meta, window, q.dtype), 0.3)
+    out = compute.attend(meta, window, q.dtype)(q, kv, 0.3)
     assert out.shape == (len(q), heads, v_dim)
     assert_close(out, naive(q, kv, meta, 0.3, window), f"{name} {kind}", abs_tol=2e-6)
 

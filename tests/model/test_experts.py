@@ -1,4 +1,4 @@
-"""Expert FFNs against one row at a time; received rows back to floats."""
+"""Torch's expert FFNs against one row at a time; received rows back to floats. Native ones: test_kernels."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ import torch.nn.functional as F
 
 from ep_server.ep.exchange import Payload, Received
 from ep_server.ep.quant import quantise
-from ep_server.model.experts import expert_ffn, ffn, received_rows
-from ep_server.model.layers import ExpertWeights, FfnWeights
+from ep_server.model.experts import dense_ffn, received_rows
+from ep_server.model.torch_compute import TorchCompute, TorchGatedFfn
 from tests.harness.compare import assert_close, assert_equal
 
 HIDDEN, FFN = 24, 10
 
 
-def weights(experts: int) -> ExpertWeights:
+def weights(experts: int) -> TorchGatedFfn:
     torch.manual_seed(experts)
-    return ExpertWeights(torch.randn(experts, 2 * FFN, HIDDEN), torch.randn(experts, HIDDEN, FFN))
+    return TorchCompute().gated_ffn(torch.randn(experts, 2 * FFN, HIDDEN), torch.randn(experts, HIDDEN, FFN))
 
 
 @pytest.mark.parametrize("counts", [(3, 0, 1, 7), (0, 0, 0), (0, 5), (1,), ()])
@@ -33,14 +33,14 @@ def test_each_row_meets_its_expert(counts: tuple[int, ...]) -> None:
             x = rows[row].double()
             expected[row] = w.down[e].double() @ (F.silu(gate @ x) * (up @ x))
             row += 1
-    assert_close(expert_ffn(rows, offsets, w), expected, "experts", abs_tol=1e-4)
+    assert_close(w(rows, offsets), expected, "experts", abs_tol=1e-4)
 
 
 def test_a_dense_ffn_is_one_expert() -> None:
     w = weights(1)
     rows = torch.randn(5, HIDDEN)
-    dense = ffn(rows, FfnWeights(w.gate_up[0], w.down[0]))
-    assert_close(dense, expert_ffn(rows, torch.tensor([0, 5]), w).double(), "dense", abs_tol=1e-5)
+    dense = dense_ffn(rows, w)
+    assert_close(dense, w(rows, torch.tensor([0, 5])).double(), "dense", abs_tol=1e-5)
 
 
 @pytest.mark.parametrize("payload", [Payload.FP8, Payload.FP8_POW2, Payload.FP8_UE8M0])

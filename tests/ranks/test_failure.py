@@ -70,6 +70,17 @@ def test_a_killed_rank_is_noticed_within_a_second_and_all_end(
     assert Leftovers().new_since(before) == {}
 
 
+async def test_a_bug_in_a_step_is_reported_by_the_rank_that_has_it(
+    tiny: Tiny, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A token outside the vocabulary, which the front never lets pass: the peer's abort is only an echo."""
+    async with busy_group(rank_config(tiny.path, 2)) as (ranks, heard):
+        ranks.submit(1, greedy(2, (10**6,), 5))
+        await heard.until(lambda: heard.lost)
+    assert heard.lost == [(1, "IndexError: index out of range in self")]
+    assert "Traceback" in capfd.readouterr().err
+
+
 async def test_a_rank_that_waits_too_long_for_another_says_so(tiny: Tiny) -> None:
     """A stopped rank passes the exchange's deadline: the one that waited reports, and the group ends."""
     config = rank_config(tiny.path, 2, exchange__timeout_seconds=0.2)
@@ -246,3 +257,17 @@ async def test_a_cancelled_start_leaves_nothing(tiny: Tiny) -> None:
 
 async def test_stop_before_start(tiny: Tiny) -> None:
     await RankProcesses(rank_config(tiny.path, 2)).stop()
+
+
+async def test_a_group_stopped_amid_its_work_ends_in_order(tiny: Tiny) -> None:
+    """Requests run on both ranks when the order to stop comes; no rank calls that an error."""
+    ranks, heard = RankProcesses(rank_config(tiny.path, 2)), Recorder()
+    await ranks.start(heard, heard.on_progress)
+    for number in (1, 2):
+        ranks.submit(number - 1, greedy(number, (5, 6, 7), 150))
+    await heard.until(lambda: len(heard.tokens) == 2)
+    processes = list(ranks._processes)
+    await ranks.stop()
+    assert heard.finished == []
+    assert [process.returncode for process in processes] == [0, 0]
+    assert heard.lost == []

@@ -1,0 +1,65 @@
+// Compute threads of one rank, and their scratch memory.
+//
+// A job is `count` independent tasks that the caller and the workers draw from one counter. Workers spin
+// briefly between jobs, since a decode step is a row of short jobs, then sleep in a futex.
+#pragma once
+
+#include <atomic>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <thread>
+#include <vector>
+
+namespace ep::model {
+
+// A buffer that grows and never shrinks; contents are undefined after a growth. Aligned to a cache line.
+class Scratch {
+ public:
+  void* get(size_t bytes);
+
+ private:
+  struct Free {
+    void operator()(void* memory) const;
+  };
+  std::unique_ptr<void, Free> memory_;
+  size_t size_ = 0;
+};
+
+class Pool {
+ public:
+  // threads: the caller included; 1 starts none.
+  explicit Pool(int threads);
+  ~Pool();
+  Pool(const Pool&) = delete;
+  Pool& operator=(const Pool&) = delete;
+
+  int threads() const { return static_cast<int>(workers_.size()) + 1; }
+  // Memory that all tasks of a job share; one buffer per use, kept until the next call for that use.
+  void* shared(size_t bytes, size_t use) { return shared_[use].get(bytes); }
+
+  using Task = void (*)(const void* context, int64_t index, Scratch& scratch);
+  // Runs task(context, 0 .. count - 1) and returns when all are done. One caller at a time. Tasks must not
+  // throw.
+  void run(int64_t count, Task task, const void* context);
+
+ private:
+  struct Job {
+    int64_t count = 0;
+    Task task = nullptr;
+    const void* context = nullptr;
+  };
+  void work(size_t worker);
+  void drain(Scratch& scratch);
+
+  Job job_;
+  Scratch shared_[3];
+  std::vector<Scratch> scratch_;  // [0] is the caller's
+  std::vector<std::thread> workers_;
+  alignas(64) std::atomic<int64_t> next_{0};
+  alignas(64) std::atomic<uint32_t> epoch_{0};  // one increment per job
+  alignas(64) std::atomic<uint32_t> running_{0};
+  std::atomic<bool> stop_{false};
+};
+
+}  // namespace ep::model

@@ -1,0 +1,65 @@
+"""The arithmetic that has more than one implementation: matrix products, gated FFNs, paged attention.
+
+`TorchCompute` is plain torch, on any device, and the oracle; `NativeCompute` runs our kernels on the CPU.
+Weights are prepared once, at load, into whatever form the implementation multiplies with. Knows nothing of
+models, layers or ranks.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from ep_server.model.batch import AttentionMeta
+from ep_server.model.kv_cache import KvLayer
+
+
+class Linear(Protocol):
+    """A prepared weight matrix [n, k], perhaps with a bias [n]."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [T, k] to [T, n] of x's dtype, which is the weight's. Rows may have a pitch."""
+        ...
+
+
+class GatedFfn(Protocol):
+    """Prepared weights of E gated FFNs: down(silu(gate(x)) * up(x)) each."""
+
+    def __call__(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
+        """Runs each FFN on its rows.
+
+        Args:
+            rows: [N, H], contiguous; those of FFN e at offsets[e] .. offsets[e + 1]. offsets: [E + 1] int64.
+        Returns: [N, H] in the same order.
+        """
+        ...
+
+
+class Attend(Protocol):
+    """Attention of one micro-batch, the same for all layers."""
+
+    def __call__(self, q: torch.Tensor, kv: KvLayer, scale: float) -> torch.Tensor:
+        """Softmax attention of each row over the cached positions up to its own.
+
+        Args:
+            q: [T, heads, k_dim]. The keys and values of these T tokens are already in `kv`.
+        Returns: [T, heads, v_dim] of q's dtype.
+        """
+        ...
+
+
+class Compute(Protocol):
+    """One rank's arithmetic; one thread at a time may use it and what it prepared."""
+
+    def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
+        """Prepares a matrix. weight: [n, k], float32 or bfloat16, contiguous. bias: [n] of the same dtype."""
+        ...
+
+    def gated_ffn(self, gate_up: torch.Tensor, down: torch.Tensor) -> GatedFfn:
+        """Prepares E FFNs. gate_up: [E, 2 * I, H], gate rows first. down: [E, H, I]."""
+        ...
+
+    def attend(self, meta: AttentionMeta, window: int, dtype: torch.dtype) -> Attend:
+        """Prepares attention. window: positions visible backwards, 0 = all. dtype: of queries and cache."""
+        ...
