@@ -1,11 +1,22 @@
-"""Builds `ep_server._C` from csrc/ with a C++20 compiler. Nothing else happens at install time."""
+"""Builds `ep_server._C` from csrc/ with a C++20 compiler, and `ep_server._cuda` where nvcc is found too.
 
+Environment: EP_SERVER_CUDA=0 leaves the CUDA part out, EP_SERVER_CUDA=1 fails without nvcc; CUDA_HOME says
+where nvcc is. Nothing else happens at install time.
+"""
+
+import os
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import find_packages, setup
 
-SOURCES = sorted(str(path) for path in Path("csrc").rglob("*.cpp"))
+CUDA_SOURCES = ["csrc/transport/nvlink.cpp", *sorted(str(path) for path in Path("csrc/cuda").glob("*.c*p*"))]
+CUDA_SOURCES = [path for path in CUDA_SOURCES if not path.endswith(".cuh")]
+KERNELS = sorted(str(path) for path in Path("csrc/cuda").glob("*.cu"))
+SOURCES = sorted({str(path) for path in Path("csrc").rglob("*.cpp")} - set(CUDA_SOURCES))
 ParallelCompile("EP_SERVER_BUILD_JOBS", default=0).install()
 
 native = Pybind11Extension(
@@ -27,6 +38,76 @@ native = Pybind11Extension(
     extra_link_args=["-pthread", "-lrt"],
 )
 
+GPU_CODE = [
+    "-gencode=arch=compute_90a,code=sm_90a",
+    "-gencode=arch=compute_90,code=compute_90",  # for what comes after Hopper
+]
+NVCC_FLAGS = [
+    "-std=c++20",
+    "-O3",
+    "-fmad=false",
+    "-Icsrc",
+    "-Xcompiler=-fPIC,-fvisibility=hidden",
+    "-Xptxas=-v",
+]
+
+
+def find_nvcc() -> Path | None:
+    """The compiler, or None where the CUDA part is left out."""
+    wanted = os.environ.get("EP_SERVER_CUDA", "auto")
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    found = shutil.which("nvcc", path=f"{home}/bin{os.pathsep}{os.environ.get('PATH', '')}")
+    if wanted == "1" and found is None:
+        raise SystemExit("EP_SERVER_CUDA=1, but there is no nvcc in CUDA_HOME or PATH")
+    return None if wanted == "0" or found is None else Path(found).resolve()
+
+
+class Build(build_ext):
+    """build_ext that compiles kernels first and links them into the extension."""
+
+    def build_extension(self, ext: Pybind11Extension) -> None:
+        kernels = getattr(ext, "kernels", [])
+        if kernels:
+            folder = Path(self.build_temp) / "kernels"
+            folder.mkdir(parents=True, exist_ok=True)
+            with ThreadPoolExecutor(os.cpu_count()) as pool:
+                ext.extra_objects = list(
+                    pool.map(lambda source: self.compile_kernel(source, folder), kernels)
+                )
+        super().build_extension(ext)
+
+    def compile_kernel(self, source: str, folder: Path) -> str:
+        """One .cu file to an object; the assembler's report lies beside it."""
+        made = folder / (Path(source).stem + ".o")
+        command = [str(NVCC), *NVCC_FLAGS, *GPU_CODE, "-c", source, "-o", str(made)]
+        ran = subprocess.run(command, capture_output=True, text=True, check=False)
+        made.with_suffix(".ptxas").write_text(ran.stderr)
+        if ran.returncode:
+            raise SystemExit(f"{' '.join(command)}\n{ran.stdout}{ran.stderr}")
+        return str(made)
+
+
+NVCC = find_nvcc()
+extensions = [native]
+if NVCC is not None:
+    toolkit = NVCC.parent.parent
+    libraries = [
+        path for path in (toolkit / "lib64", toolkit / "lib") if (path / "libcudart_static.a").exists()
+    ]
+    cuda = Pybind11Extension(
+        "ep_server._cuda",
+        CUDA_SOURCES,
+        include_dirs=["csrc", str(toolkit / "include")],
+        depends=sorted(str(path) for kind in ("*.hpp", "*.cuh", "*.cu") for path in Path("csrc").rglob(kind)),
+        cxx_std=20,
+        extra_compile_args=["-O2", "-g1", "-Wall", "-Wextra", "-fvisibility=hidden", "-pthread"],
+        library_dirs=[str(path) for path in libraries],
+        # The runtime is inside, its names hidden: torch brings another one, and no driver is linked.
+        extra_link_args=["-lcudart_static", "-Wl,--exclude-libs,ALL", "-pthread", "-lrt", "-ldl"],
+    )
+    cuda.kernels = KERNELS
+    extensions.append(cuda)
+
 setup(
     name="ep-server",
     version="0.1.0",
@@ -38,8 +119,8 @@ setup(
     python_requires=">=3.11",
     packages=find_packages(include=["ep_server", "ep_server.*"]),
     package_data={"ep_server": ["py.typed", "_C.pyi", "assets/demo_model/*"]},
-    ext_modules=[native],
-    cmdclass={"build_ext": build_ext},
+    ext_modules=extensions,
+    cmdclass={"build_ext": Build},
     install_requires=[
         "torch>=2.11,<2.14",
         "grpcio>=1.81.1,<2",

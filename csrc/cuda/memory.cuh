@@ -166,7 +166,9 @@ __device__ inline bool await(const Device& g, const void* cell, const Wanted& w,
     if (g.state->control.mask_on_timeout && w.peer != g.rank) {
       atomicOr(reinterpret_cast<unsigned long long*>(&g.state->control.masked), 1ull << w.peer);
     } else {
-      const bool own = w.phase == Phase::kSendBank && w.peer == g.rank;  // nobody else can free it
+      // A bank that this rank has not read either is its own mistake: nobody else can free it.
+      bool own = w.phase == Phase::kSendBank;
+      if (own) own = int32_t(uint32_t(load_acquire(g.own() + Head::consumed(w.op, g.rank))) - uint32_t(w.epoch)) < 0;
       fail(g, {own ? Code::kHook : Code::kTimeout, w.op, w.phase, g.rank, w.peer, uint32_t(w.epoch),
                uint32_t(*value)});
     }

@@ -439,9 +439,7 @@ class CudaExchange:
             x=x.data_ptr(),
             ids=ids.data_ptr(),
             weights=0 if weights is None else weights.data_ptr(),
-            tokens_on_device=0
-            if count is None
-            else self._check("tokens_on_device", count, torch.int32, 1),
+            tokens_on_device=0 if count is None else self._check("tokens_on_device", count, torch.int32, 1),
             tokens=x.shape[0],
         )
 
@@ -632,7 +630,9 @@ def raise_status(status: tuple[int, str, str, int, int, int, int], spec: Exchang
     if code == 1:
         raise PeerTimeout(op, phase, rank, peer, expected, seen)
     if code == 2:
-        raise HookNotCalled(f"rank {rank}: {op} takes the bank of epoch {expected}, which was not received here")
+        raise HookNotCalled(
+            f"rank {rank}: {op} takes the bank of epoch {expected}, which was not received here"
+        )
     if code == 3:
         raise ProtocolViolation(f"a cell is newer than expected or invalid: {where}")
     if code == 4:

@@ -99,11 +99,14 @@ def case_names() -> list[str]:
     return [f"{p.name}-{routing}-{view.value}" for p in plans() for routing in p.routings for view in View]
 
 
-def run_cases(group: dist.ProcessGroup, factory: Factory) -> dict[str, str]:
+def run_cases(
+    group: dist.ProcessGroup, factory: Factory, *, instead_of_fp32: Payload = Payload.FP32
+) -> dict[str, str]:
     """Runs every case on this rank. The views share an exchange with no barrier in between."""
     results: dict[str, str] = {}
     for plan in plans():
-        spec = plan.shape.spec(group.rank(), group.size(), plan.payload, plan.reduction)
+        payload = instead_of_fp32 if plan.payload == Payload.FP32 else plan.payload
+        spec = plan.shape.spec(group.rank(), group.size(), payload, plan.reduction)
         exchange = factory(spec, group)
         for seed, routing in enumerate(plan.routings):
             for view in View:

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ep_server.ep.checks import input_dtype
 from ep_server.ep.exchange import Exchange, Payload, Reduction, View
 from ep_server.errors import HookNotCalled, InvalidArgument
 from tests.ep.conformance import UNEVEN, Factory, Operation, Shape, failure_of, run_pair
@@ -114,7 +115,7 @@ def unreceived_combine(exchange: Exchange) -> None:
 def bad_arguments(exchange: Exchange) -> None:
     """Every misuse is refused before anything is sent: the group works on."""
     spec = exchange.spec
-    good_x = torch.zeros(2, spec.hidden)
+    good_x = torch.zeros(2, spec.hidden, dtype=input_dtype(spec))
     good_ids = torch.tensor([[0, 1, 2], [3, -1, -1]])
     good_weights = torch.ones(2, 3)
     wrong = [
@@ -148,7 +149,8 @@ def bad_arguments(exchange: Exchange) -> None:
 
 def weights_missing_or_twice(exchange: Exchange) -> None:
     """Weights are given once: at dispatch or at combine, and at dispatch where ranks reduce."""
-    x, ids, weights = torch.zeros(1, exchange.spec.hidden), torch.tensor([[0, 1, 2]]), torch.ones(1, 3)
+    x = torch.zeros(1, exchange.spec.hidden, dtype=input_dtype(exchange.spec))
+    ids, weights = torch.tensor([[0, 1, 2]]), torch.ones(1, 3)
     if exchange.spec.reduction is Reduction.RANK:
         with pytest.raises(InvalidArgument):
             exchange.dispatch_send(x, ids, None)
@@ -182,12 +184,14 @@ def sequence_names() -> list[str]:
     return [f"{name}-{reduction.value}" for name in SEQUENCES for reduction in Reduction]
 
 
-def run_sequences(group: dist.ProcessGroup, factory: Factory) -> dict[str, str]:
+def run_sequences(
+    group: dist.ProcessGroup, factory: Factory, *, payload: Payload = Payload.FP32
+) -> dict[str, str]:
     """Runs every sequence on this rank, with either reduction."""
     results = {}
     for name, sequence in SEQUENCES.items():
         for reduction in Reduction:
-            exchange = factory(SHAPE.spec(group.rank(), group.size(), Payload.FP32, reduction), group)
+            exchange = factory(SHAPE.spec(group.rank(), group.size(), payload, reduction), group)
             results[f"{name}-{reduction.value}"] = failure_of(partial(sequence, exchange))
             dist.barrier(group)
             exchange.close()
