@@ -190,6 +190,7 @@ def measure(s: Settings, rank: int, group: dist.ProcessGroup | None) -> Row:
 
     received = exchange.dispatch(*given, View.PADDED, out=padded, source_map=True)
     exchange.combine(expert_out, received, out=out)
+    torch.cuda.synchronize()
     before = exchange.statistics()["counters"]
     received = exchange.dispatch(*given, View.PADDED, out=padded, source_map=True)
     exchange.combine(expert_out, received, out=out)

@@ -8,10 +8,10 @@
 namespace ep::cuda {
 namespace {
 
-constexpr uint32_t kMaxThreads = 512;
+constexpr uint32_t kMaxThreads = 256, kBlocksPerSm = 8;
 
 template <uint32_t kBytes, Halves kHalves>
-__global__ void __launch_bounds__(kMaxThreads, 2)
+__global__ void __launch_bounds__(kMaxThreads, 4)
     combine_kernel(const __grid_constant__ Device g, const __grid_constant__ CombineSendArgs send,
                    const __grid_constant__ CombineRecvArgs recv, std::byte* handle, uint32_t senders) {
   constexpr bool kSends = uint32_t(kHalves) & uint32_t(Halves::kSend);
@@ -19,28 +19,27 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   Control& control = g.state->control;
   auto* h = reinterpret_cast<DeviceHandle*>(handle);
   Scratch& scratch = g.state->scratch[uint32_t(kSends ? Slot::kCombineSend : Slot::kCombineRecv)];
-  const uint64_t epoch = kSends ? control.next[uint32_t(Op::kCombine)] + 1 : h->combine_epoch;
-  const bool alive = load_relaxed(&control.failed) == 0;
+  const Opened o = open(g, kSends ? &control.next[uint32_t(Op::kCombine)] : &h->combine_epoch, kSends);
   if (blockIdx.x == 0 && threadIdx.x == 0) scratch.start_ns = clock_ns();
 
   if (kSends && blockIdx.x < senders) {
-    if (alive) combine_send<kBytes>(g, send, handle, epoch, blockIdx.x, senders);
+    if (o.alive) combine_send<kBytes>(g, send, handle, o, blockIdx.x, senders);
     if (kReceives && threadIdx.x == 0)
       atomicMax(reinterpret_cast<unsigned long long*>(&scratch.sent_ns),
                 static_cast<unsigned long long>(clock_ns()));
-  } else if (kReceives && alive) {
-    combine_recv<kBytes>(g, recv, handle, epoch, blockIdx.x - senders, gridDim.x - senders);
+  } else if (kReceives && o.alive) {
+    combine_recv<kBytes>(g, recv, handle, o, blockIdx.x - senders, gridDim.x - senders);
   }
 
   if (!last_block(scratch)) return;
+  if (kSends && threadIdx.x == 0) control.next[uint32_t(Op::kCombine)] = o.epoch;  // every block has read it
   const uint64_t start = load_relaxed(&scratch.start_ns), end = clock_ns();
-  if (kReceives && alive) consume(g, Op::kCombine, epoch);
+  if (kReceives && o.alive) consume(g, Op::kCombine, o.epoch, o.peers);
   if (kSends) {
-    if (threadIdx.x == 0) control.next[uint32_t(Op::kCombine)] = epoch;
     const bool held = h->held;
     __syncwarp();
-    if (held && alive) {
-      consume(g, Op::kDispatch, h->epoch);
+    if (held && o.alive) {
+      consume(g, Op::kDispatch, h->epoch, o.peers);
       if (threadIdx.x == 0) h->held = 0;
     }
   }
@@ -63,11 +62,11 @@ cudaError_t start(const Launch& launch, const Device& g, const CombineSendArgs& 
                   std::byte* handle) {
   constexpr bool kSends = uint32_t(kHalves) & uint32_t(Halves::kSend);
   constexpr bool kReceives = uint32_t(kHalves) & uint32_t(Halves::kRecv);
-  const uint32_t wanted = uint32_t(g.layout.combine_bytes / 16 + 1) / 2;
+  const uint32_t wanted = uint32_t(g.layout.combine_bytes / 16) / DeviceLayout::kParts / 2;  // two words a thread
   const uint32_t threads = std::clamp((wanted + kWarp - 1) / kWarp * kWarp, 4 * kWarp, kMaxThreads);
-  const uint32_t room = launch.num_sms * (2048 / kMaxThreads);
-  const uint32_t senders = kSends ? std::clamp(g.layout.max_tokens * g.num_ranks, 1u, room) : 0;
-  const uint32_t receivers = kReceives ? std::clamp(g.layout.max_tokens, 1u, room) : 0;
+  const uint32_t room = launch.num_sms * kBlocksPerSm, parts = g.layout.max_tokens * DeviceLayout::kParts;
+  const uint32_t senders = kSends ? 1 + std::clamp(parts * g.num_ranks, 1u, room) : 0;
+  const uint32_t receivers = kReceives ? 1 + std::clamp(parts, 1u, room) : 0;
   combine_kernel<kBytes, kHalves>
       <<<senders + receivers, threads, 0, launch.stream>>>(g, send, recv, handle, senders);
   return cudaGetLastError();

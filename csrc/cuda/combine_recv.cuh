@@ -3,29 +3,28 @@
 // Afterwards out[t] = RANK:   sum over the ranks that own experts of t, ascending, of the rows they returned
 //                     SOURCE: sum over k, ascending, of weights[t, k] * the row of that choice
 // in float32 from +0, rounded once; then consumed[combine][this rank] = epoch at all ranks. Ranks that are
-// masked or never got the token contribute nothing. Grid: blocks take tokens in turn; block 0 also awaits the
-// headers, so that a peer without rows is missed too.
+// masked or never got the token contribute nothing. Grid: block 0 awaits the headers, so that
+// a peer without rows is missed too; the others take parts of tokens in turn.
 #pragma once
 
 #include "cuda/sum.cuh"
 
 namespace ep::cuda {
 
-__device__ __forceinline__ void await_answer_headers(const Device& g, const CombineRecvArgs& a, uint64_t epoch,
-                                                     uint32_t bank) {
+__device__ __forceinline__ void await_answer_headers(const Device& g, const CombineRecvArgs& a, const Opened& o) {
   const uint32_t peer = threadIdx.x;
-  if (peer >= g.num_ranks || g.state->control.masked >> peer & 1) return;
+  if (peer >= g.num_ranks || !(o.peers >> peer & 1)) return;
   uint64_t cell;
-  if (!await<Match::kHeader>(g, g.own() + Head::header(Op::kCombine, bank, peer),
-                             {Op::kCombine, Phase::kRecvHeader, peer, epoch, Slot::kCombineRecv}, &cell))
+  if (!await<Match::kHeader>(g, g.own() + Head::header(Op::kCombine, o.bank, peer),
+                             {Op::kCombine, Phase::kRecvHeader, peer, o.epoch, Slot::kCombineRecv}, &cell))
     return;
   if (uint32_t(cell >> 32) != uint32_t(a.reduction))  // a bug of the callers
-    fail(g, {Code::kViolation, Op::kCombine, Phase::kRecvHeader, g.rank, peer, uint32_t(epoch), uint32_t(cell)});
+    fail(g, Code::kViolation, Op::kCombine, Phase::kRecvHeader, peer, uint32_t(o.epoch), uint32_t(cell));
 }
 
 // Waits for the rows that answer one token and lists them in order. First warp of the block.
 __device__ __forceinline__ void collect_answers(const Device& g, const CombineRecvArgs& a, const std::byte* handle,
-                                                uint64_t epoch, uint32_t bank, uint32_t asked, uint32_t token,
+                                                const Opened& o, uint32_t asked, uint32_t token, uint32_t part,
                                                 Terms& terms) {
   const Layout& l = g.layout;
   const uint32_t lane = threadIdx.x;
@@ -45,18 +44,18 @@ __device__ __forceinline__ void collect_answers(const Device& g, const CombineRe
     wanted = ranks >> lane & 1;
     owner = lane;
     choice = 0;
-    at = l.rank_sum_at(bank, owner, token);
+    at = l.rank_sum_at(o.bank, owner, token);
   } else {
     const float* weights =
         a.weights != nullptr ? a.weights : reinterpret_cast<const float*>(handle + DeviceHandle::weights(l));
     if (wanted) weight = weights[uint64_t(token) * l.top_k + lane];
-    at = l.choice_at(bank, owner, token, choice);
+    at = l.choice_at(o.bank, owner, token, choice);
   }
   bool here = false, failed = false;
   if (wanted) {
     uint64_t cell;
-    here = await<Match::kExact64>(g, g.own() + g.cells.combine_cell(bank, owner, token, choice),
-                                  {Op::kCombine, Phase::kRecvHeader, owner, epoch, Slot::kCombineRecv}, &cell);
+    here = await<Match::kExact64>(g, g.own() + g.cells.combine_cell(o.bank, owner, token, choice, part),
+                                  {Op::kCombine, Phase::kRecvHeader, owner, o.epoch, Slot::kCombineRecv}, &cell);
     failed = !here && load_relaxed(&g.state->control.failed) != 0;
   }
   const uint32_t valid = __ballot_sync(kFull, here);
@@ -73,19 +72,21 @@ __device__ __forceinline__ void collect_answers(const Device& g, const CombineRe
 
 template <uint32_t kBytes>
 __device__ __forceinline__ void combine_recv(const Device& g, const CombineRecvArgs& a, const std::byte* handle,
-                                             uint64_t epoch, uint32_t block, uint32_t blocks) {
+                                             const Opened& o, uint32_t block, uint32_t blocks) {
+  constexpr uint32_t kParts = DeviceLayout::kParts;
   __shared__ Terms terms;
-  const Layout& l = g.layout;
   const auto* h = reinterpret_cast<const DeviceHandle*>(handle);
-  const uint32_t bank = g.bank_of(epoch);
-  const uint32_t asked = uint32_t(h->sent_to & ~g.state->control.masked);
-  if (block == 0) await_answer_headers(g, a, epoch, bank);
-  for (uint32_t t = block; t < h->tokens; t += blocks) {
+  const uint32_t asked = uint32_t(h->sent_to) & o.peers, tokens = h->tokens;
+  const uint32_t bytes = uint32_t(g.layout.combine_bytes);
+  if (block == 0) return await_answer_headers(g, a, o);
+  for (uint32_t i = block - 1; i < tokens * kParts; i += blocks - 1) {
+    const uint32_t t = i / kParts, part = i % kParts;
     __syncthreads();
-    if (threadIdx.x < kWarp) collect_answers(g, a, handle, epoch, bank, asked, t, terms);
+    if (threadIdx.x < kWarp) collect_answers(g, a, handle, o, asked, t, part, terms);
     __syncthreads();
     if (terms.failed) return;
-    sum_to<kBytes>(terms, static_cast<std::byte*>(a.out) + t * l.combine_bytes, uint32_t(l.combine_bytes));
+    sum_to<kBytes>(terms, static_cast<std::byte*>(a.out) + uint64_t(t) * bytes, part_at(bytes, part),
+                   part_at(bytes, part + 1));
   }
 }
 

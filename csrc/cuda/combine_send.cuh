@@ -3,9 +3,9 @@
 // Afterwards, for every unmasked source s and every token t it sent here with an expert of this rank:
 //   RANK    s.combine[bank][this rank][t] = sum over its experts here, in top-k order, of weight * output
 //   SOURCE  s.combine[bank][this rank][t][k] = output, unweighted
-// then the cell of that row = epoch; s.header[combine][bank][this rank] = (epoch, reduction), rows or none.
+// then the cells of that row's parts = epoch; s.header[combine][bank][this rank] = (epoch, reduction), rows or none.
 // Reads the experts' output where the caller has it; an in-place view of the dispatch is given back.
-// Grid: blocks take (token, source) in turn; block 0 writes the headers first.
+// Grid: block 0 writes the headers, the others take parts of (token, source) in turn.
 #pragma once
 
 #include "cuda/sum.cuh"
@@ -36,51 +36,57 @@ __device__ __forceinline__ void collect_outputs(const Device& g, const CombineSe
 
 template <uint32_t kBytes>
 __device__ __forceinline__ void combine_send(const Device& g, const CombineSendArgs& a, std::byte* handle,
-                                             uint64_t epoch, uint32_t block, uint32_t blocks) {
+                                             const Opened& o, uint32_t block, uint32_t blocks) {
+  constexpr uint32_t kParts = DeviceLayout::kParts;
   __shared__ Terms terms;
   const Layout& l = g.layout;
   auto* h = reinterpret_cast<DeviceHandle*>(handle);
-  const uint32_t bank = g.bank_of(epoch);
   const bool by_rank = a.reduction == Reduction::kRank;
+  const uint32_t arrived = uint32_t(h->arrived), bytes = uint32_t(l.combine_bytes);
 
   // 1. Banks that every source has read.
-  const uint32_t peers =
-      free_peers(g, Op::kCombine, epoch, uint32_t(g.all() & ~g.state->control.masked), Slot::kCombineSend);
-  if (block == 0 && threadIdx.x < g.num_ranks && peers >> threadIdx.x & 1)
-    store_release(g.regions[threadIdx.x] + Head::header(Op::kCombine, bank, g.rank),
-                  uint64_t(a.reduction) << 32 | uint32_t(epoch));
-  if (block == 0 && threadIdx.x == 0) h->combine_epoch = epoch;
-  const uint32_t answered = peers & uint32_t(h->arrived);
+  const uint32_t peers = free_peers(g, Op::kCombine, o, Slot::kCombineSend);
+  if (block == 0) {  // does nothing else: the headers' fence is not waited for by rows
+    if (peers >> threadIdx.x % kWarp & 1 && threadIdx.x < kWarp)
+      store_release(g.regions[threadIdx.x] + Head::header(Op::kCombine, o.bank, g.rank),
+                    uint64_t(a.reduction) << 32 | uint32_t(o.epoch));
+    if (threadIdx.x == 0) h->combine_epoch = o.epoch;
+    return;
+  }
 
-  // 2. Tokens of all sources in turn, so that no source is written by all ranks at once.
-  const uint32_t items = l.max_tokens * g.num_ranks;
+  // 2. Parts of the tokens of all sources in turn, so that no source is written by all ranks at once.
+  const uint32_t items = l.max_tokens * g.num_ranks * kParts;
   uint32_t sent = 0, kept = 0;
-  for (uint32_t i = block; i < items; i += blocks) {
-    const uint32_t token = i / g.num_ranks, source = (g.rank + 1 + i % g.num_ranks) % g.num_ranks;
-    if (token >= h->source_tokens[source] || !(answered >> source & 1)) continue;
+  for (uint32_t i = block - 1; i < items; i += blocks - 1) {
+    const uint32_t part = i / g.num_ranks % kParts, token = i / g.num_ranks / kParts;
+    const uint32_t source = (g.rank + 1 + i % g.num_ranks) % g.num_ranks;
+    if (token >= h->source_tokens[source] || !(arrived & peers & 1u << source)) continue;
     __syncthreads();
     if (threadIdx.x < kWarp) collect_outputs(g, a, handle, source, token, terms);
     __syncthreads();
-    if (terms.count == 0) continue;
+    const uint32_t count = terms.count;
+    if (count == 0) continue;
     std::byte* region = g.regions[source];
+    const uint32_t begin = part_at(bytes, part), end = part_at(bytes, part + 1);
     if (by_rank) {
-      sum_to<kBytes>(terms, region + l.rank_sum_at(bank, g.rank, token), uint32_t(l.combine_bytes));
+      sum_to<kBytes>(terms, region + l.rank_sum_at(o.bank, g.rank, token), begin, end);
     } else {
-      for (uint32_t n = 0; n < terms.count; ++n) {
-        std::byte* to = region + l.choice_at(bank, g.rank, token, terms.k[n]);
-        for (uint32_t at = threadIdx.x * kBytes; at < l.combine_bytes; at += blockDim.x * kBytes)
+      for (uint32_t n = 0; n < count; ++n) {
+        std::byte* to = region + l.choice_at(o.bank, g.rank, token, terms.k[n]);
+        for (uint32_t at = begin + threadIdx.x * kBytes; at < end; at += blockDim.x * kBytes)
           Word<kBytes>::store(to + at, Word<kBytes>::load(terms.row[n] + at));
       }
     }
-    const uint32_t rows = by_rank ? 1 : terms.count;
-    (source == g.rank ? kept : sent) += rows;
+    const uint32_t rows = by_rank ? 1 : count;
+    (source == g.rank ? kept : sent) += rows * (end - begin);
     __syncthreads();
     if (threadIdx.x < rows)
-      store_release(region + g.cells.combine_cell(bank, g.rank, token, by_rank ? 0 : terms.k[threadIdx.x]), epoch);
+      store_release(
+          region + g.cells.combine_cell(o.bank, g.rank, token, by_rank ? 0 : terms.k[threadIdx.x], part), o.epoch);
   }
   if (threadIdx.x != 0) return;
-  if (sent != 0) add(g.state->totals.bytes[uint32_t(Op::kCombine)], sent * l.combine_bytes);
-  if (kept != 0) add(g.state->totals.bytes_local[uint32_t(Op::kCombine)], kept * l.combine_bytes);
+  if (sent != 0) add(g.state->totals.bytes[uint32_t(Op::kCombine)], sent);
+  if (kept != 0) add(g.state->totals.bytes_local[uint32_t(Op::kCombine)], kept);
 }
 
 }  // namespace ep::cuda

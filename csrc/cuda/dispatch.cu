@@ -8,10 +8,10 @@
 namespace ep::cuda {
 namespace {
 
-constexpr uint32_t kMaxThreads = 512;
+constexpr uint32_t kMaxThreads = 256, kBlocksPerSm = 6;
 
 template <bool kFp8, uint32_t kBytes, Halves kHalves>
-__global__ void __launch_bounds__(kMaxThreads, 2)
+__global__ void __launch_bounds__(kMaxThreads, 5)
     dispatch_kernel(const __grid_constant__ Device g, const __grid_constant__ DispatchSendArgs send,
                     const __grid_constant__ DispatchRecvArgs recv, std::byte* handle, uint32_t senders) {
   extern __shared__ uint32_t shared[];
@@ -20,24 +20,23 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
   Control& control = g.state->control;
   auto* h = reinterpret_cast<DeviceHandle*>(handle);
   Scratch& scratch = g.state->scratch[uint32_t(kSends ? Slot::kDispatchSend : Slot::kDispatchRecv)];
-  const uint64_t epoch = kSends ? control.next[uint32_t(Op::kDispatch)] + 1 : h->epoch;
-  const bool alive = load_relaxed(&control.failed) == 0;
+  const Opened o = open(g, kSends ? &control.next[uint32_t(Op::kDispatch)] : &h->epoch, kSends);
   if (blockIdx.x == 0 && threadIdx.x == 0) scratch.start_ns = clock_ns();
 
   if (kSends && blockIdx.x < senders) {
-    if (alive) dispatch_send<kFp8, kBytes>(g, send, handle, epoch, blockIdx.x, senders, shared);
+    if (o.alive) dispatch_send<kFp8, kBytes>(g, send, handle, o, blockIdx.x, senders, shared);
     if (kReceives && threadIdx.x == 0)
       atomicMax(reinterpret_cast<unsigned long long*>(&scratch.sent_ns),
                 static_cast<unsigned long long>(clock_ns()));
-  } else if (kReceives && alive) {
-    dispatch_recv<kBytes>(g, recv, handle, epoch, blockIdx.x - senders, gridDim.x - senders,
+  } else if (kReceives && o.alive) {
+    dispatch_recv<kBytes>(g, recv, handle, o, blockIdx.x - senders, gridDim.x - senders,
                           reinterpret_cast<int32_t*>(shared));
   }
 
   if (!last_block(scratch)) return;
+  if (kSends && threadIdx.x == 0) control.next[uint32_t(Op::kDispatch)] = o.epoch;  // every block has read it
   const uint64_t start = load_relaxed(&scratch.start_ns), end = clock_ns();
-  if (kReceives && alive && recv.view != View::kIndex) consume(g, Op::kDispatch, epoch);
-  if (kSends && threadIdx.x == 0) control.next[uint32_t(Op::kDispatch)] = epoch;
+  if (kReceives && o.alive && recv.view != View::kIndex) consume(g, Op::kDispatch, o.epoch, o.peers);
   uint64_t wait = 0;
   if (kReceives) wait = settle_waits(g, Op::kDispatch, g.state->scratch[uint32_t(Slot::kDispatchRecv)]);
   if (threadIdx.x != 0) return;
@@ -50,8 +49,7 @@ __global__ void __launch_bounds__(kMaxThreads, 2)
     record(g, Op::kDispatch, Part::kWait, wait);
     record(g, Op::kDispatch, kSends ? Part::kTotal : Part::kExpand, end - start);
     Scratch& received = g.state->scratch[uint32_t(Slot::kDispatchRecv)];
-    add(g.state->totals.rows, *reinterpret_cast<volatile uint32_t*>(&received.rows));
-    received.rows = 0;
+    add(g.state->totals.rows, atomicExch(&received.rows, 0u));
   }
 }
 
@@ -60,12 +58,13 @@ __global__ void release_kernel(const __grid_constant__ Device g, std::byte* hand
   const bool held = h->held;
   __syncwarp();
   if (!held) return;
-  consume(g, Op::kDispatch, h->epoch);
+  consume(g, Op::kDispatch, h->epoch, uint32_t(g.all() & ~g.state->control.masked));
   if (threadIdx.x == 0) h->held = 0;
 }
 
+// A thread for each 16 channels of a part of a row.
 uint32_t threads_for(const Device& g) {
-  const uint32_t wanted = is_fp8(g.payload) ? g.hidden / 16 : uint32_t(g.layout.row_bytes / 16);
+  const uint32_t wanted = g.hidden / 16 / DeviceLayout::kParts;
   return std::clamp((wanted + kWarp - 1) / kWarp * kWarp, 4 * kWarp, kMaxThreads);
 }
 
@@ -74,11 +73,10 @@ cudaError_t start(const Launch& launch, const Device& g, const DispatchSendArgs&
                   const DispatchRecvArgs& recv, std::byte* handle) {
   constexpr bool kSends = uint32_t(kHalves) & uint32_t(Halves::kSend);
   constexpr bool kReceives = uint32_t(kHalves) & uint32_t(Halves::kRecv);
-  const uint32_t threads = threads_for(g), per_sm = 2048 / std::max(threads, 512u);
-  const uint32_t room = launch.num_sms * per_sm;
-  const uint32_t senders = kSends ? g.num_ranks + std::clamp(send.tokens, 1u, room) : 0;
+  const uint32_t threads = threads_for(g), room = launch.num_sms * kBlocksPerSm;
+  const uint32_t senders = kSends ? g.num_ranks + std::clamp(send.tokens * DeviceLayout::kParts, 1u, room) : 0;
   const uint32_t items = g.layout.max_tokens * g.num_ranks;
-  const uint32_t receivers = kReceives ? std::clamp(items, 1u, room) : 0;
+  const uint32_t receivers = kReceives ? 1 + std::clamp(items, 1u, room) : 0;
   const uint32_t experts = *std::max_element(g.experts_of, g.experts_of + g.num_ranks);
   dispatch_kernel<kFp8, kBytes, kHalves>
       <<<senders + receivers, threads, (experts + 1) * sizeof(uint32_t), launch.stream>>>(g, send, recv, handle,

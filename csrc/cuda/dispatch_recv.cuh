@@ -19,20 +19,20 @@ struct Arrival {
 };
 
 // Fills `arrival` (shared) with what the headers say.
-__device__ __forceinline__ void await_headers(const Device& g, uint64_t epoch, uint32_t bank, Arrival& arrival) {
+__device__ __forceinline__ void await_headers(const Device& g, const Opened& o, Arrival& arrival) {
   const uint32_t peer = threadIdx.x;
   if (peer < kWarp) {
     bool arrived = false, failed = false;
     uint64_t cell = 0;
-    if (peer < g.num_ranks && !(g.state->control.masked >> peer & 1)) {
-      arrived = await<Match::kHeader>(g, g.own() + Head::header(Op::kDispatch, bank, peer),
-                                      {Op::kDispatch, Phase::kRecvHeader, peer, epoch, Slot::kDispatchRecv}, &cell);
+    if (o.peers >> peer & 1) {
+      arrived = await<Match::kHeader>(g, g.own() + Head::header(Op::kDispatch, o.bank, peer),
+                                      {Op::kDispatch, Phase::kRecvHeader, peer, o.epoch, Slot::kDispatchRecv}, &cell);
       failed = !arrived && load_relaxed(&g.state->control.failed) != 0;
     }
     const uint32_t payload = arrived ? uint32_t(cell >> 32) : 0;
     const uint32_t tokens = payload & ~kHasWeights;
     if (tokens > g.layout.max_tokens) {
-      fail(g, {Code::kViolation, Op::kDispatch, Phase::kRecvHeader, g.rank, peer, uint32_t(epoch), uint32_t(cell)});
+      fail(g, Code::kViolation, Op::kDispatch, Phase::kRecvHeader, peer, uint32_t(o.epoch), uint32_t(cell));
       failed = true;
     }
     if (peer < kMaxPeers) arrival.tokens[peer] = tokens;
@@ -54,10 +54,10 @@ __device__ __forceinline__ void scan_experts(const Device& g, uint32_t bank, uin
   for (uint32_t begin = 0; begin < g.local_experts; begin += kWarp) {
     const uint32_t e = begin + lane;
     int32_t rows = 0;
-    if (e < g.local_experts)
-      for (uint32_t s = 0; s < g.num_ranks; ++s)
-        if (arrived >> s & 1)
-          rows += int32_t(reinterpret_cast<const uint32_t*>(g.own() + g.cells.counts_at(bank, s))[e]);
+#pragma unroll
+    for (uint32_t s = 0; s < kMaxPeers; ++s)
+      if (e < g.local_experts && arrived >> s & 1)
+        rows += int32_t(reinterpret_cast<const uint32_t*>(g.own() + g.cells.counts_at(bank, s))[e]);
     int32_t sum = rows;
 #pragma unroll
     for (uint32_t by = 1; by < kWarp; by *= 2) {
@@ -85,7 +85,7 @@ __device__ __forceinline__ void write_layout(const Device& g, const DispatchRecv
     }
     a.counts[e] = begin;
     a.offsets[e] = first[e];
-    g.expert_tokens[e] += uint64_t(begin);
+    add(g.expert_tokens[e], uint64_t(begin));
   }
   if (threadIdx.x == 0) a.offsets[g.local_experts] = first[g.local_experts];
 }
@@ -125,8 +125,8 @@ __device__ __forceinline__ void place(const Device& g, const DispatchRecvArgs& a
       if (uint32_t(row) >= a.capacity) row = -1;
     }
     if (row < 0 && lane == 0)
-      fail(g, {kCapacity, Op::kDispatch, Phase::kRecvExpand, g.rank, source, a.capacity,
-               uint32_t(position)});
+      fail(g, kCapacity, Op::kDispatch, Phase::kRecvExpand, source, a.capacity,
+               uint32_t(position));
   }
   if (lane != 0) return;
   placed.row[k] = row;
@@ -173,25 +173,23 @@ __device__ __forceinline__ void expand(const Device& g, const DispatchRecvArgs& 
 
 template <uint32_t kBytes>
 __device__ __forceinline__ void dispatch_recv(const Device& g, const DispatchRecvArgs& a, std::byte* handle,
-                                              uint64_t epoch, uint32_t block, uint32_t blocks, int32_t* first) {
+                                              const Opened& o, uint32_t block, uint32_t blocks, int32_t* first) {
   __shared__ Arrival arrival;
   __shared__ Placed placed;
-  const uint32_t bank = g.bank_of(epoch), lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp;
-  const uint32_t warps = blockDim.x / kWarp;
+  const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
 
   // 1. All headers.
-  await_headers(g, epoch, bank, arrival);
+  await_headers(g, o, arrival);
   if (arrival.failed) return;
   const uint32_t arrived = arrival.arrived;
 
-  // 2. Rows before each expert; the first block tells the caller.
-  const bool needs_first = a.view != View::kPadded || block == 0;
-  if (needs_first) {
-    if (warp == 0) scan_experts(g, bank, arrived, first);
+  // 2. Rows before each expert. Block 0 tells the caller and does nothing else: the others need not wait.
+  if (a.view != View::kPadded || block == 0) {
+    if (warp == 0) scan_experts(g, o.bank, arrived, first);
     __syncthreads();
   }
   if (block == 0) {
-    write_layout(g, a, bank, arrived, first);
+    write_layout(g, a, o.bank, arrived, first);
     auto* h = reinterpret_cast<DeviceHandle*>(handle);
     if (threadIdx.x < g.num_ranks) h->source_tokens[threadIdx.x] = arrival.tokens[threadIdx.x];
     if (threadIdx.x == 0) {
@@ -199,40 +197,44 @@ __device__ __forceinline__ void dispatch_recv(const Device& g, const DispatchRec
       h->rows = uint32_t(first[g.local_experts]);
       h->held = a.view == View::kIndex;
     }
+    return;
   }
 
   // 3. Tokens of all sources in turn: place while the row is awaited, then copy.
   const uint32_t items = g.layout.max_tokens * g.num_ranks;
   uint32_t received = 0;
-  for (uint32_t i = block; i < items; i += blocks) {
+  for (uint32_t i = block - 1; i < items; i += blocks - 1) {
     const uint32_t token = i / g.num_ranks, source = (g.rank + 1 + i % g.num_ranks) % g.num_ranks;
     if (token >= arrival.tokens[source]) continue;
     __syncthreads();
     if (warp == warps - 1) {
-      const auto* ids = reinterpret_cast<const int32_t*>(g.own() + g.layout.ids_at(bank, source));
+      const auto* ids = reinterpret_cast<const int32_t*>(g.own() + g.layout.ids_at(o.bank, source));
       int32_t id = -1;
       if (lane < g.layout.top_k) id = ids[token * g.layout.top_k + lane];
       const bool mine = id >= 0 && uint32_t(id) < g.num_experts && g.table[id] >> kOwnerShift == g.rank;
       const bool any = __any_sync(kFull, mine);
-      if (lane == 0) {
+      bool ready = any;
+      if (any && lane < DeviceLayout::kParts) {
         uint64_t cell;
-        placed.any = any;
-        placed.ready =
-            any && await<Match::kExact64>(g, g.own() + g.cells.row_cell(bank, source, token),
-                                          {Op::kDispatch, Phase::kRecvHeader, source, epoch, Slot::kDispatchRecv},
-                                          &cell);
-        placed.failed = any && !placed.ready && load_relaxed(&g.state->control.failed) != 0;
+        ready = await<Match::kExact64>(g, g.own() + g.cells.row_cell(o.bank, source, token, lane),
+                                       {Op::kDispatch, Phase::kRecvHeader, source, o.epoch, Slot::kDispatchRecv},
+                                       &cell);
       }
-      __syncwarp();
+      ready = __all_sync(kFull, ready);
+      if (lane == 0) {
+        placed.any = any;
+        placed.ready = ready;
+        placed.failed = any && !ready && load_relaxed(&g.state->control.failed) != 0;
+      }
     }
     for (uint32_t k = warp; k < g.layout.top_k; k += warps)
-      place(g, a, handle, bank, arrival, source, token, k, first, placed);
+      place(g, a, handle, o.bank, arrival, source, token, k, first, placed);
     __syncthreads();
     if (!placed.any) continue;
     ++received;
     if (placed.failed) return;
     if (a.view != View::kIndex)
-      expand<kBytes>(g, a, g.own() + g.layout.row_at(bank, source, token), placed);
+      expand<kBytes>(g, a, g.own() + g.layout.row_at(o.bank, source, token), placed);
   }
   if (threadIdx.x == 0 && received != 0) atomicAdd(&g.state->scratch[uint32_t(Slot::kDispatchRecv)].rows, received);
 }

@@ -1,7 +1,7 @@
 // dispatch_send, on the GPU.
 //
 // Afterwards, for every unmasked rank d and token t of this rank s with an expert on d:
-//   d.rows[bank][s][t] = x[t] (quantised for FP8), then d.row_cell[bank][s][t] = epoch
+//   d.rows[bank][s][t] = x[t] (quantised for FP8), then d.row_cell[bank][s][t][part] = epoch
 //   d.meta[bank][s] = ids and weights of all tokens of s, d.counts[bank][s] = its rows per expert of d,
 //   then d.header[dispatch][bank][s] = (epoch, T); rows or none. Header and rows arrive in any order.
 //   handle: epoch, T, ids, weights, sent_to.
@@ -15,90 +15,67 @@
 
 namespace ep::cuda {
 
-struct Source {
-  uint32_t tokens, bank;
-  uint64_t epoch, peers;
-};
-
 // Ids, weights, counts and the header cell for one peer; for this rank itself the handle too.
 __device__ __forceinline__ void send_header(const Device& g, const DispatchSendArgs& a, std::byte* handle,
-                                            const Source& src, uint32_t peer, uint32_t* counts) {
-  __shared__ uint32_t rows_sent, may_write;
+                                            const Opened& o, uint32_t tokens, uint32_t peer, uint32_t* counts) {
+  __shared__ uint32_t may_write;
   const Layout& l = g.layout;
   const bool own = peer == g.rank;
-  if (threadIdx.x == 0) {
-    rows_sent = 0;
-    may_write = bank_is_free(g, Op::kDispatch, peer, src.epoch, Slot::kDispatchSend);
+  auto* h = reinterpret_cast<DeviceHandle*>(handle);
+  if (own && threadIdx.x == 0) {
+    h->epoch = o.epoch;
+    h->tokens = tokens;
+    h->has_weights = a.weights != nullptr;
+    h->sent_to = o.peers;
+    h->held = 0;
   }
   for (uint32_t e = threadIdx.x; e < g.experts_of[peer]; e += blockDim.x) counts[e] = 0;
+  if (threadIdx.x == 0) may_write = await_bank(g, Op::kDispatch, o, peer, Slot::kDispatchSend);
   __syncthreads();
-  if (own) {
-    auto* h = reinterpret_cast<DeviceHandle*>(handle);
-    if (threadIdx.x == 0) {
-      h->epoch = src.epoch;
-      h->tokens = src.tokens;
-      h->has_weights = a.weights != nullptr;
-      h->sent_to = src.peers;
-      h->held = 0;
-    }
-  }
   if (!may_write) return;
 
-  auto* ids = reinterpret_cast<int32_t*>(g.regions[peer] + l.ids_at(src.bank, g.rank));
-  auto* weights = reinterpret_cast<float*>(g.regions[peer] + l.weights_at(src.bank, g.rank));
+  auto* ids = reinterpret_cast<int32_t*>(g.regions[peer] + l.ids_at(o.bank, g.rank));
+  auto* weights = reinterpret_cast<float*>(g.regions[peer] + l.weights_at(o.bank, g.rank));
   auto* own_ids = reinterpret_cast<int32_t*>(handle + DeviceHandle::ids());
   auto* own_weights = reinterpret_cast<float*>(handle + DeviceHandle::weights(l));
-  uint32_t rows = 0;
-  for (uint32_t i = threadIdx.x; i < src.tokens * l.top_k; i += blockDim.x) {
-    const uint32_t k = i % l.top_k;
+  for (uint32_t i = threadIdx.x; i < tokens * l.top_k; i += blockDim.x) {
     int64_t id = a.ids[i];
-    bool bad = id < -1 || id >= int64_t(g.num_experts), first = true;
-    const uint32_t place = bad || id < 0 ? 0 : g.table[id];
-    for (uint32_t j = 1; j <= k; ++j) {
-      const int64_t other = a.ids[i - j];
-      bad |= id >= 0 && other == id;
-      if (other >= 0 && other < int64_t(g.num_experts)) first &= g.table[other] >> kOwnerShift != peer;
-    }
-    if (bad) {
-      if (own)
-        fail(g, {kBadIds, Op::kDispatch, Phase::kSendRows, g.rank, g.rank, i / l.top_k, k});
+    const float weight = a.weights != nullptr ? a.weights[i] : 0.0f;
+    if (id < 0 || id >= int64_t(g.num_experts)) {
+      if (id != -1 && own) fail(g, kBadIds, Op::kDispatch, Phase::kSendRows, g.rank, i / l.top_k, i % l.top_k);
       id = -1;
-    }
-    if (id >= 0 && place >> kOwnerShift == peer) {
+    } else if (const uint32_t place = g.table[id]; place >> kOwnerShift == peer) {
       atomicAdd(&counts[place & kLocalMask], 1u);
-      rows += first;
     }
     ids[i] = int32_t(id);
-    if (a.weights != nullptr) weights[i] = a.weights[i];
+    if (a.weights != nullptr) weights[i] = weight;
     if (own) {
       own_ids[i] = int32_t(id);
-      if (a.weights != nullptr) own_weights[i] = a.weights[i];
+      if (a.weights != nullptr) own_weights[i] = weight;
     }
   }
-  if (rows != 0) atomicAdd(&rows_sent, rows);
   __syncthreads();
-  auto* theirs = reinterpret_cast<uint32_t*>(g.regions[peer] + g.cells.counts_at(src.bank, g.rank));
+  auto* theirs = reinterpret_cast<uint32_t*>(g.regions[peer] + g.cells.counts_at(o.bank, g.rank));
   for (uint32_t e = threadIdx.x; e < g.experts_of[peer]; e += blockDim.x) theirs[e] = counts[e];
   __syncthreads();
   if (threadIdx.x != 0) return;
-  const uint32_t payload = src.tokens | (a.weights != nullptr ? kHasWeights : 0);
-  store_release(g.regions[peer] + Head::header(Op::kDispatch, src.bank, g.rank),
-                uint64_t(payload) << 32 | uint32_t(src.epoch));
-  const uint64_t bytes = uint64_t(rows_sent) * (l.row_bytes + l.scale_bytes) +
-                         uint64_t(src.tokens) * l.top_k * (a.weights != nullptr ? 8 : 4) +
-                         g.experts_of[peer] * sizeof(uint32_t);
+  const uint32_t payload = tokens | (a.weights != nullptr ? kHasWeights : 0);
+  store_release(g.regions[peer] + Head::header(Op::kDispatch, o.bank, g.rank),
+                uint64_t(payload) << 32 | uint32_t(o.epoch));
+  const uint64_t bytes =
+      uint64_t(tokens) * l.top_k * (a.weights != nullptr ? 8 : 4) + g.experts_of[peer] * sizeof(uint32_t);
   Totals& totals = g.state->totals;
   add(own ? totals.bytes_local[uint32_t(Op::kDispatch)] : totals.bytes[uint32_t(Op::kDispatch)], bytes);
-  if (own) add(totals.tokens, src.tokens);
+  if (own) add(totals.tokens, tokens);
 }
 
-// Bits of the ranks that own an expert of a token; the same in all lanes.
-__device__ __forceinline__ uint32_t owners_of(const Device& g, const int64_t* ids, uint32_t lane) {
-  uint32_t bit = 0;
-  if (lane < g.layout.top_k) {
-    const int64_t id = ids[lane];
-    if (id >= 0 && id < int64_t(g.num_experts)) bit = 1u << (g.table[id] >> kOwnerShift);
-  }
+// Bits of the ranks that own an expert of a token; the same in all lanes. `id`: of choice `lane`, or -1.
+__device__ __forceinline__ uint32_t owners_of(const Device& g, int64_t id, uint32_t token, bool report) {
+  const bool valid = id >= 0 && id < int64_t(g.num_experts);
+  const uint32_t bit = valid ? 1u << (g.table[id] >> kOwnerShift) : 0;
+  const uint32_t same = __match_any_sync(kFull, id);
+  if (report && valid && (same & (same - 1)) != 0)
+    fail(g, kBadIds, Op::kDispatch, Phase::kSendRows, g.rank, token, threadIdx.x % kWarp);
   return __reduce_or_sync(kFull, bit);
 }
 
@@ -139,74 +116,118 @@ __device__ __forceinline__ uint4 quantise16(const uint4& a, const uint4& b, bool
   return {out[0], out[1], out[2], out[3]};
 }
 
-// Quantises one row and stores it to all ranks of the mask.
-__device__ __forceinline__ void send_row_fp8(const Device& g, const std::byte* x, uint64_t slot, uint32_t ranks) {
-  const uint32_t lane = threadIdx.x % kWarp, chunks = g.hidden / 16;
-  const bool power_of_two = g.payload != Payload::kFp8;
-  for (uint32_t first = threadIdx.x - lane; first < chunks; first += blockDim.x) {
-    const uint32_t c = first + lane;
-    const bool active = c < chunks;  // whole groups of 8 lanes: H is a multiple of 128
-    uint4 a{}, b{};
-    if (active) {
-      a = load16(x + c * 32);
-      b = load16(x + c * 32 + 16);
+// Two chunks of 16 channels a lane: 64 bytes in flight per thread.
+struct Chunks {
+  uint4 low[2], high[2];
+  uint32_t at[2];
+  bool active[2];
+
+  __device__ __forceinline__ void load(const std::byte* x, uint32_t first, uint32_t end) {
+#pragma unroll
+    for (uint32_t i = 0; i < 2; ++i) {
+      at[i] = first + i * blockDim.x;
+      active[i] = at[i] < end;  // whole groups of 8 lanes: H is a multiple of 128
+      if (!active[i]) at[i] = 0;
+      low[i] = load16(x + at[i] * 32);
+      high[i] = load16(x + at[i] * 32 + 16);
     }
+  }
+};
+
+// Quantises a part of a row and stores it to all ranks of the mask.
+__device__ __forceinline__ void store_fp8(const Device& g, const Chunks& chunks, uint64_t slot, uint32_t ranks) {
+  const uint32_t lane = threadIdx.x % kWarp;
+#pragma unroll
+  for (uint32_t i = 0; i < 2; ++i) {
+    if (!__any_sync(kFull, chunks.active[i])) continue;
+    const uint32_t c = chunks.at[i];
     float scale;
-    const uint4 q = quantise16(a, b, power_of_two, &scale);
-    uint32_t word = bits_of(scale);
-    uint32_t to = c / 8 * 4;
-    bool leader = active && lane % 8 == 0;
+    const uint4 q = quantise16(chunks.low[i], chunks.high[i], g.payload != Payload::kFp8, &scale);
+    uint32_t word = bits_of(scale), to = c / 8 * 4;
+    bool leader = chunks.active[i] && lane % 8 == 0;
     if (g.payload == Payload::kFp8Ue8m0) {  // four groups of a warp share a word
-      const uint32_t exponent = uint32_t(ue8m0_of(scale)) << lane / 8 * 8;
-      word = __reduce_or_sync(kFull, leader ? exponent : 0u);
+      word = __reduce_or_sync(kFull, leader ? uint32_t(ue8m0_of(scale)) << lane / 8 * 8 : 0u);
       to = c / 32 * 4;
-      leader = active && lane == 0;
+      leader = chunks.active[i] && lane == 0;
     }
     for_each_rank(g, ranks, [&](std::byte* region) {
-      if (active) store16(region + slot + c * 16, q);
+      if (chunks.active[i]) store16(region + slot + c * 16, q);
       if (leader) *reinterpret_cast<uint32_t*>(region + slot + g.layout.scale_offset + to) = word;
     });
   }
 }
 
 template <uint32_t kBytes>
-__device__ __forceinline__ void send_row(const Device& g, const std::byte* x, uint64_t slot, uint32_t ranks) {
-  for (uint32_t at = threadIdx.x * kBytes; at < g.layout.row_bytes; at += blockDim.x * kBytes) {
+__device__ __forceinline__ void send_bytes(const Device& g, const std::byte* x, uint64_t slot, uint32_t ranks,
+                                           uint32_t begin, uint32_t end) {
+  for (uint32_t at = begin + threadIdx.x * kBytes; at < end; at += blockDim.x * kBytes) {
     const auto v = Word<kBytes>::load(x + at);
     for_each_rank(g, ranks, [&](std::byte* region) { Word<kBytes>::store(region + slot + at, v); });
   }
 }
 
+// The part `part` of `units`, in multiples that no group of lanes straddles.
+__device__ __forceinline__ uint32_t part_begin(uint32_t units, uint32_t part) {
+  return min(part * ((units / DeviceLayout::kParts + kWarp - 1) / kWarp * kWarp), units);
+}
+__device__ __forceinline__ uint32_t part_end(uint32_t units, uint32_t part) {
+  return part + 1 == DeviceLayout::kParts ? units : part_begin(units, part + 1);
+}
+
 template <bool kFp8, uint32_t kBytes>
 __device__ __forceinline__ void dispatch_send(const Device& g, const DispatchSendArgs& a, std::byte* handle,
-                                              uint64_t epoch, uint32_t block, uint32_t blocks,
+                                              const Opened& o, uint32_t block, uint32_t blocks,
                                               uint32_t* shared) {
-  const uint32_t lane = threadIdx.x % kWarp;
-  Source src{a.tokens, g.bank_of(epoch), epoch, g.all() & ~g.state->control.masked};
-  if (a.tokens_on_device != nullptr) src.tokens = min(uint32_t(max(*a.tokens_on_device, 0)), a.tokens);
+  constexpr uint32_t kParts = DeviceLayout::kParts;
+  const uint32_t lane = threadIdx.x % kWarp, top_k = g.layout.top_k;
+  uint32_t tokens = a.tokens;
+  if (a.tokens_on_device != nullptr) tokens = min(uint32_t(max(*a.tokens_on_device, 0)), tokens);
 
   // 1. Routing first: it is small, and receivers can place rows while these are under way.
   if (block < g.num_ranks) {
     const uint32_t peer = (g.rank + 1 + block) % g.num_ranks;
-    if (src.peers >> peer & 1) send_header(g, a, handle, src, peer, shared);
+    if (o.peers >> peer & 1) send_header(g, a, handle, o, tokens, peer, shared);
     return;
   }
 
-  // 2. Rows, each loaded once and stored to all its ranks, then its cells.
-  if (block - g.num_ranks >= src.tokens) return;
-  const uint32_t peers = free_peers(g, Op::kDispatch, epoch, uint32_t(src.peers), Slot::kDispatchSend);
-  for (uint32_t t = block - g.num_ranks; t < src.tokens; t += blocks - g.num_ranks) {
-    const uint32_t ranks = owners_of(g, a.ids + uint64_t(t) * g.layout.top_k, lane) & peers;
+  // 2. Parts of rows, each loaded once and stored to all its ranks, then its cells.
+  block -= g.num_ranks;
+  blocks -= g.num_ranks;
+  if (block >= tokens * kParts) return;
+  uint32_t peers = 0;
+  for (uint32_t i = block; i < tokens * kParts; i += blocks) {
+    const uint32_t t = i / kParts, part = i % kParts;
     const std::byte* x = static_cast<const std::byte*>(a.x) + uint64_t(t) * g.hidden * sizeof(uint16_t);
-    const uint64_t slot = g.layout.row_at(src.bank, g.rank, t);
+    const int64_t id = lane < top_k ? a.ids[uint64_t(t) * top_k + lane] : -1 - int64_t(lane);
+    const uint64_t slot = g.layout.row_at(o.bank, g.rank, t);
+    uint32_t ranks;
     if constexpr (kFp8) {
-      send_row_fp8(g, x, slot, ranks);
+      const uint32_t units = g.hidden / 16, end = part_end(units, part);
+      uint32_t first = part_begin(units, part) + threadIdx.x;
+      Chunks chunks;
+      chunks.load(x, first, end);  // all loads are under way before the first is needed
+      if (i == block) peers = free_peers(g, Op::kDispatch, o, Slot::kDispatchSend);
+      ranks = owners_of(g, id, t, threadIdx.x < kWarp) & peers;
+      store_fp8(g, chunks, slot, ranks);
+      for (first += 2 * blockDim.x; first - threadIdx.x < end; first += 2 * blockDim.x) {
+        chunks.load(x, first, end);
+        store_fp8(g, chunks, slot, ranks);
+      }
     } else {
-      send_row<kBytes>(g, x, slot, ranks);
+      if (i == block) peers = free_peers(g, Op::kDispatch, o, Slot::kDispatchSend);
+      ranks = owners_of(g, id, t, threadIdx.x < kWarp) & peers;
+      const uint32_t units = uint32_t(g.layout.row_bytes) / kBytes;
+      send_bytes<kBytes>(g, x, slot, ranks, part_begin(units, part) * kBytes, part_end(units, part) * kBytes);
     }
     __syncthreads();
     if (threadIdx.x < g.num_ranks && ranks >> threadIdx.x & 1)
-      store_release(g.regions[threadIdx.x] + g.cells.row_cell(src.bank, g.rank, t), epoch);
+      store_release(g.regions[threadIdx.x] + g.cells.row_cell(o.bank, g.rank, t, part), o.epoch);
+    if (threadIdx.x == 0 && part == 0) {
+      const uint64_t bytes = g.layout.row_bytes + g.layout.scale_bytes;
+      const uint32_t own = ranks >> g.rank & 1, remote = __popc(ranks) - own;
+      if (remote != 0) add(g.state->totals.bytes[uint32_t(Op::kDispatch)], remote * bytes);
+      if (own != 0) add(g.state->totals.bytes_local[uint32_t(Op::kDispatch)], bytes);
+    }
   }
 }
 

@@ -100,12 +100,9 @@ void Group::reset(uint64_t base, uint64_t masked) {
   control.masked = masked;
   control.timeout_ns = options_.timeout_ns;
   control.mask_on_timeout = options_.mask_on_timeout;
-  Progress progress[kBankedOps]{};
-  for (Progress& p : progress) p.consumed = base;
   const Scratch scratch[kSlots]{};
   const uint64_t none = 0;
   copy_in(&device_.state->control, &control, sizeof control);
-  copy_in(device_.state->progress, progress, sizeof progress);
   copy_in(device_.state->scratch, scratch, sizeof scratch);
   copy_in(device_.own() + Head::kAbort, &none, sizeof none);
   *device_.status = {};

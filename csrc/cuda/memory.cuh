@@ -31,11 +31,6 @@ __device__ __forceinline__ uint64_t load_relaxed(const void* word) {
   asm volatile("ld.relaxed.sys.global.u64 %0, [%1];" : "=l"(value) : "l"(word) : "memory");
   return value;
 }
-// Monotonic counters of several writers: two receives may end in either order.
-__device__ __forceinline__ void raise_release(void* cell, uint64_t value) {
-  asm volatile("red.release.sys.global.max.u64 [%0], %1;" ::"l"(cell), "l"(value) : "memory");
-}
-__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 // Rows are read and written once: not worth a line of the first-level cache.
 __device__ __forceinline__ uint4 load16(const void* from) {
@@ -75,30 +70,45 @@ struct Word<2> {
 // -- failure ----------------------------------------------------------------------------------------
 
 // The first failure of this rank: to the host, and to all peers as a sticky abort.
-__device__ inline void fail(const Device& g, const Status& status) {
+__device__ __noinline__ void fail(const Device& g, Code code, Op op, Phase phase, uint32_t peer, uint32_t expected,
+                                  uint32_t seen) {
   if (atomicCAS(reinterpret_cast<unsigned long long*>(&g.state->control.failed), 0ull, 1ull) != 0) return;
   volatile Status* host = g.status;
-  host->op = status.op;
-  host->phase = status.phase;
-  host->rank = status.rank;
-  host->peer = status.peer;
-  host->expected = status.expected;
-  host->seen = status.seen;
+  host->op = op;
+  host->phase = phase;
+  host->rank = g.rank;
+  host->peer = peer;
+  host->expected = expected;
+  host->seen = seen;
   __threadfence_system();
-  host->code = status.code;
-  if (status.code == Code::kAborted) return;
+  host->code = code;
   for (uint32_t r = 0; r < g.num_ranks; ++r) {
     if (g.state->control.masked >> r & 1) continue;
     volatile uint32_t* words = reinterpret_cast<uint32_t*>(g.regions[r] + Head::abort_status(g.rank));
-    words[0] = uint32_t(status.code);
-    words[1] = uint32_t(status.op);
-    words[2] = uint32_t(status.phase);
-    words[3] = status.rank;
-    words[4] = status.peer;
-    words[5] = status.expected;
-    words[6] = status.seen;
+    words[0] = uint32_t(code);
+    words[1] = uint32_t(op);
+    words[2] = uint32_t(phase);
+    words[3] = g.rank;
+    words[4] = peer;
+    words[5] = expected;
+    words[6] = seen;
     store_release(g.regions[r] + Head::kAbort, uint64_t(g.rank + 1) << 32 | 1);
   }
+}
+
+// Tells the host what a peer has reported.
+__device__ __noinline__ void report_abort(const Device& g, uint32_t writer) {
+  if (atomicCAS(reinterpret_cast<unsigned long long*>(&g.state->control.failed), 0ull, 1ull) != 0) return;
+  const auto* words = reinterpret_cast<const volatile uint32_t*>(g.own() + Head::abort_status(writer));
+  volatile Status* host = g.status;
+  host->op = Op(words[1]);
+  host->phase = Phase(words[2]);
+  host->rank = words[3];
+  host->peer = words[4];
+  host->expected = words[5];
+  host->seen = words[6];
+  __threadfence_system();
+  host->code = Code::kAborted;
 }
 
 // Whether a wait must end at once; reports a peer's abort.
@@ -106,15 +116,36 @@ __device__ inline bool aborted(const Device& g) {
   if (load_relaxed(&g.state->control.failed) != 0) return true;
   const uint64_t cell = load_acquire(g.own() + Head::kAbort);
   if (cell == 0) return false;
-  const uint32_t writer = uint32_t(cell >> 32) - 1;
-  const auto* words = reinterpret_cast<const volatile uint32_t*>(g.own() + Head::abort_status(writer));
-  fail(g, {Code::kAborted, Op(words[1]), Phase(words[2]), words[3], words[4], words[5], words[6]});
+  report_abort(g, uint32_t(cell >> 32) - 1);
   return true;
+}
+
+// -- the start of a kernel --------------------------------------------------------------------------
+
+// What an operation needs to know first, read at once.
+struct Opened {
+  uint64_t epoch, base;
+  uint32_t bank, peers;  // peers: bits of the unmasked ranks
+  bool alive;
+};
+
+// `epoch`: where it lies, and how far behind this operation's own the word is.
+__device__ __forceinline__ Opened open(const Device& g, const uint64_t* epoch, uint32_t behind) {
+  const Control& control = g.state->control;
+  const uint64_t word = load_relaxed(epoch), base = load_relaxed(&control.base);
+  const uint64_t masked = load_relaxed(&control.masked), failed = load_relaxed(&control.failed);
+  Opened o;
+  o.epoch = word + behind;
+  o.base = base;
+  o.bank = g.bank_of(o.epoch);
+  o.peers = uint32_t(g.all() & ~masked);
+  o.alive = failed == 0;
+  return o;
 }
 
 // -- waiting ----------------------------------------------------------------------------------------
 
-enum class Match : uint32_t { kHeader, kAtLeast, kExact64 };
+enum class Match : uint32_t { kHeader, kExact64 };
 
 struct Wanted {
   Op op;
@@ -147,14 +178,14 @@ template <Match kMatch>
 __device__ inline bool await(const Device& g, const void* cell, const Wanted& w, uint64_t* value) {
   *value = load_acquire(cell);
   const int32_t first = compare<kMatch>(*value, w.epoch);
-  if (first == 0 || (first > 0 && kMatch == Match::kAtLeast)) return true;
+  if (first == 0) return true;
   const uint64_t start = clock_ns();
   for (uint32_t spins = 1;; ++spins) {
     *value = load_acquire(cell);
     const int32_t ahead = compare<kMatch>(*value, w.epoch);
-    if (ahead == 0 || (ahead > 0 && kMatch == Match::kAtLeast)) break;
+    if (ahead == 0) break;
     if (ahead > 0) {
-      fail(g, {Code::kViolation, w.op, w.phase, g.rank, w.peer, uint32_t(w.epoch), uint32_t(*value)});
+      fail(g, Code::kViolation, w.op, w.phase, w.peer, uint32_t(w.epoch), uint32_t(*value));
       return false;
     }
     if (spins % 32 != 0) continue;
@@ -168,9 +199,9 @@ __device__ inline bool await(const Device& g, const void* cell, const Wanted& w,
     } else {
       // A bank that this rank has not read either is its own mistake: nobody else can free it.
       bool own = w.phase == Phase::kSendBank;
-      if (own) own = int32_t(uint32_t(load_acquire(g.own() + Head::consumed(w.op, g.rank))) - uint32_t(w.epoch)) < 0;
-      fail(g, {own ? Code::kHook : Code::kTimeout, w.op, w.phase, g.rank, w.peer, uint32_t(w.epoch),
-               uint32_t(*value)});
+      if (own) own = load_acquire(g.own() + g.cells.read_cell(w.op, g.bank_of(w.epoch), g.rank)) != w.epoch;
+      fail(g, own ? Code::kHook : Code::kTimeout, w.op, w.phase, w.peer, uint32_t(w.epoch),
+               uint32_t(*value));
     }
     return false;
   }
@@ -182,24 +213,33 @@ __device__ inline bool await(const Device& g, const void* cell, const Wanted& w,
   return true;
 }
 
-__device__ __forceinline__ bool bank_is_free(const Device& g, Op op, uint32_t peer, uint64_t epoch, Slot slot) {
+// Whether the bank of an operation may be written at a peer: it was not used, or the peer has read it.
+__device__ __forceinline__ bool bank_was_read(const Device& g, Op op, const Opened& o, uint32_t peer) {
   const uint32_t banks = g.layout.num_banks;
-  if (epoch <= g.state->control.base + banks) return true;
-  uint64_t seen;
-  return await<Match::kAtLeast>(g, g.own() + Head::consumed(op, peer),
-                                {op, Phase::kSendBank, peer, epoch - banks, slot}, &seen);
+  return o.epoch <= o.base + banks || load_acquire(g.own() + g.cells.read_cell(op, o.bank, peer)) == o.epoch - banks;
 }
 
-// Those of `peers` whose bank this block may write; none where the group failed. The whole block calls it.
-__device__ __forceinline__ uint32_t free_peers(const Device& g, Op op, uint64_t epoch, uint32_t peers, Slot slot) {
+// Waits for it. False where the peer is masked or the group failed.
+__device__ inline bool await_bank(const Device& g, Op op, const Opened& o, uint32_t peer, Slot slot) {
+  if (bank_was_read(g, op, o, peer)) return true;
+  uint64_t seen;
+  return await<Match::kExact64>(g, g.own() + g.cells.read_cell(op, o.bank, peer),
+                                {op, Phase::kSendBank, peer, o.epoch - g.layout.num_banks, slot}, &seen);
+}
+
+// Those of the peers whose bank this block may write; none where the group failed. The whole block calls it;
+// every warp looks for itself, so that the usual case costs one load.
+__device__ __forceinline__ uint32_t free_peers(const Device& g, Op op, const Opened& o, Slot slot) {
   __shared__ uint32_t free_bits;
+  const uint32_t lane = threadIdx.x % kWarp;
+  const bool asked = o.peers >> lane & 1;
+  if (__syncthreads_and(!asked || bank_was_read(g, op, o, lane))) return o.peers;
   if (threadIdx.x < kWarp) {
-    const bool asked = peers >> threadIdx.x & 1;
-    const bool free = asked && bank_is_free(g, op, threadIdx.x, epoch, slot);
+    const bool free = asked && await_bank(g, op, o, lane, slot);
     const bool failed = asked && !free && load_relaxed(&g.state->control.failed) != 0;
     const uint32_t bits = __ballot_sync(kFull, free);
     const bool any_failed = __any_sync(kFull, failed);
-    if (threadIdx.x == 0) free_bits = any_failed ? 0 : bits;
+    if (lane == 0) free_bits = any_failed ? 0 : bits;
   }
   __syncthreads();
   return free_bits;
@@ -218,45 +258,27 @@ __device__ inline void record(const Device& g, Op op, Part part, uint64_t ns) {
   add(t.sums[uint32_t(op)][uint32_t(part)], ns);
 }
 
-// True in the first warp of the block that ends last; what all blocks wrote is visible to it then.
-__device__ inline bool last_block(Scratch& scratch) {
+// True in the first warp of the block that ends last. Orders reads only: whoever has passed the barrier has
+// used what it loaded, and the next kernel sees the stores.
+__device__ __forceinline__ bool last_block(Scratch& scratch) {
   __syncthreads();
   if (threadIdx.x >= kWarp) return false;
   uint32_t before = 0;
-  if (threadIdx.x == 0) {
-    __threadfence();
-    before = atomicInc(&scratch.done, gridDim.x - 1);
-  }
-  before = __shfl_sync(kFull, before, 0);
-  if (before != gridDim.x - 1) return false;
-  __threadfence();
-  return true;
+  if (threadIdx.x == 0) before = atomicInc(&scratch.done, gridDim.x - 1);
+  return __shfl_sync(kFull, before, 0) == gridDim.x - 1;
 }
 
-// Marks an epoch as read and tells all senders how far they may go. One warp.
-__device__ inline void consume(const Device& g, Op op, uint64_t epoch) {
-  Progress& progress = g.state->progress[uint32_t(op)];
-  uint64_t read = 0;
-  if (threadIdx.x == 0) {
-    volatile uint64_t* finished = progress.finished;
-    finished[g.bank_of(epoch)] = epoch;
-    asm volatile("fence.sc.gpu;" ::: "memory");  // of two that end together, one sees both
-    read = load_relaxed(&progress.consumed);
-    while (finished[g.bank_of(read + 1)] == read + 1) ++read;
-    atomicMax(reinterpret_cast<unsigned long long*>(&progress.consumed), static_cast<unsigned long long>(read));
-  }
-  read = __shfl_sync(kFull, read, 0);
-  const uint32_t peer = threadIdx.x;
-  if (peer < g.num_ranks && !(g.state->control.masked >> peer & 1))
-    raise_release(g.regions[peer] + Head::consumed(op, g.rank), read);
+// Tells all senders that the bank of an epoch was read here. One warp.
+__device__ __forceinline__ void consume(const Device& g, Op op, uint64_t epoch, uint32_t peers) {
+  if (peers >> threadIdx.x & 1)
+    store_release(g.regions[threadIdx.x] + g.cells.read_cell(op, g.bank_of(epoch), g.rank), epoch);
 }
 
 // Adds one operation's waits to the totals and clears them. One warp. Returns the longest.
 __device__ inline uint64_t settle_waits(const Device& g, Op op, Scratch& scratch) {
   uint64_t wait = 0;
   if (threadIdx.x < g.num_ranks) {
-    wait = load_relaxed(&scratch.wait_ns[threadIdx.x]);
-    scratch.wait_ns[threadIdx.x] = 0;
+    wait = atomicExch(reinterpret_cast<unsigned long long*>(&scratch.wait_ns[threadIdx.x]), 0ull);
     add(g.state->totals.peer_wait_ns[uint32_t(op)][threadIdx.x], wait);
     atomicMax(reinterpret_cast<unsigned long long*>(
                   &g.state->totals.peer_wait_max_ns[uint32_t(op)][threadIdx.x]),

@@ -26,19 +26,13 @@ struct alignas(64) Control {
   uint64_t mask_on_timeout;
 };
 
-// Which epochs were read here; only the unbroken prefix is told to the senders.
-struct alignas(64) Progress {
-  uint64_t consumed;
-  uint64_t finished[kMaxBanks];  // the last epoch read in each bank
-};
-
 enum class Slot : uint32_t { kDispatchSend, kDispatchRecv, kCombineSend, kCombineRecv };
 constexpr uint32_t kSlots = 4;
 
 // Scratch of one kernel, reset by its last block.
 struct alignas(64) Scratch {
-  uint64_t start_ns, sent_ns;  // when block 0 began, when the last sending block ended
-  uint32_t done, rows;         // blocks that ended; entries or rows counted
+  uint64_t start_ns, sent_ns;    // when block 0 began, when the last sending block ended
+  uint32_t done, rows;           // blocks that ended; rows received
   uint64_t wait_ns[kMaxPeers];
 };
 
@@ -52,7 +46,6 @@ struct Totals {
 
 struct DeviceState {
   Control control;
-  Progress progress[kBankedOps];
   Scratch scratch[kSlots];
   uint64_t decisions[kBankedOps][kMaxPeers];  // of late headers: epoch << 1 | arrived
   Totals totals;

@@ -29,6 +29,7 @@ constexpr uint32_t kInFlight = 4;  // rows loaded before the first is used
 
 __device__ __forceinline__ uint4 sum_terms16(const Terms& terms, uint32_t at) {
   float sum[8] = {};
+#pragma unroll 1
   for (uint32_t i = 0; i < terms.count; i += kInFlight) {
     uint4 v[kInFlight];
 #pragma unroll
@@ -50,9 +51,11 @@ __device__ __forceinline__ uint4 sum_terms16(const Terms& terms, uint32_t at) {
           to_bf16x2(sum[6], sum[7])};
 }
 
+// Bytes [begin, end) of the sum.
 template <uint32_t kBytes>
-__device__ __forceinline__ void sum_to(const Terms& terms, std::byte* to, uint32_t bytes) {
-  for (uint32_t at = threadIdx.x * kBytes; at < bytes; at += blockDim.x * kBytes) {
+__device__ __forceinline__ void sum_to(const Terms& terms, std::byte* to, uint32_t begin, uint32_t end) {
+#pragma unroll 1
+  for (uint32_t at = begin + threadIdx.x * kBytes; at < end; at += blockDim.x * kBytes) {
     if constexpr (kBytes == 16) {
       store16(to + at, sum_terms16(terms, at));
     } else {
@@ -62,6 +65,11 @@ __device__ __forceinline__ void sum_to(const Terms& terms, std::byte* to, uint32
       Word<2>::store(to + at, float_to_bf16(sum));
     }
   }
+}
+
+// Where part `part` of a row of `bytes` begins; the end of the last part is the row's.
+__device__ __forceinline__ uint32_t part_at(uint32_t bytes, uint32_t part) {
+  return part == DeviceLayout::kParts ? bytes : part * (bytes / DeviceLayout::kParts / 64 * 64);
 }
 
 }  // namespace ep::cuda

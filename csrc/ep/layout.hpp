@@ -135,35 +135,43 @@ struct Layout {
   }
 };
 
-// What a region in a GPU's memory holds behind `Layout`: rows become visible one by one there, each with a
-// cell of its own (its 64-bit epoch), and the source counts its rows per expert for the receiver.
+// What a region in a GPU's memory holds behind `Layout`. Rows become visible part by part there, each part with
+// a cell of its own (its 64-bit epoch); the source counts its rows per expert for the receiver; and banks are
+// given back one by one, so that receives may end in any order.
 //
-//   dispatch cells  [bank][source][token]                    u64
-//   combine cells   [bank][expert rank][token][choice]       u64
-//   expert counts   [bank][source][expert of the owner]      u32
+//   dispatch cells  [bank][source][token][part]                    u64
+//   combine cells   [bank][expert rank][token][choice][part]       u64
+//   read cells      [op][bank][reader] a line each                 u64 epoch that the reader has read there
+//   expert counts   [bank][source][expert of the owner]            u32
 struct DeviceLayout {
-  uint32_t num_ranks, max_tokens, choices, num_experts;
-  uint64_t dispatch_cells, combine_cells, expert_counts, total;
+  static constexpr uint32_t kParts = 2;  // of a row: as many blocks send it
+  uint32_t num_ranks, max_tokens, choices, num_experts, num_banks;
+  uint64_t dispatch_cells, combine_cells, read_cells, expert_counts, total;
 
   EP_HOST_DEVICE static constexpr DeviceLayout of(const Geometry& g) {
     const Layout l = Layout::of(g);
-    DeviceLayout d{g.num_ranks, g.max_tokens, l.choices_per_token, g.num_experts, 0, 0, 0, 0};
-    const uint64_t slots = uint64_t(g.num_banks) * g.num_ranks;
+    DeviceLayout d{g.num_ranks, g.max_tokens, l.choices_per_token, g.num_experts, g.num_banks, 0, 0, 0, 0, 0};
+    const uint64_t slots = uint64_t(g.num_banks) * g.num_ranks, parts = kParts * sizeof(uint64_t);
     d.dispatch_cells = l.total;
-    d.combine_cells = align_up(d.dispatch_cells + slots * g.max_tokens * sizeof(uint64_t), kPage);
-    d.expert_counts = align_up(d.combine_cells + slots * g.max_tokens * d.choices * sizeof(uint64_t), kPage);
+    d.combine_cells = align_up(d.dispatch_cells + slots * g.max_tokens * parts, kPage);
+    d.read_cells = align_up(d.combine_cells + slots * g.max_tokens * d.choices * parts, kPage);
+    d.expert_counts = align_up(d.read_cells + kBankedOps * slots * kLine, kPage);
     d.total = align_up(d.expert_counts + slots * align_up(g.num_experts, 16) * sizeof(uint32_t), kPage);
     return d;
   }
 
-  EP_HOST_DEVICE constexpr uint64_t row_cell(uint32_t bank, uint32_t source, uint32_t token) const {
-    return dispatch_cells + ((uint64_t(bank) * num_ranks + source) * max_tokens + token) * sizeof(uint64_t);
+  EP_HOST_DEVICE constexpr uint64_t row_cell(uint32_t bank, uint32_t source, uint32_t token,
+                                             uint32_t part) const {
+    const uint64_t row = (uint64_t(bank) * num_ranks + source) * max_tokens + token;
+    return dispatch_cells + (row * kParts + part) * sizeof(uint64_t);
   }
   EP_HOST_DEVICE constexpr uint64_t combine_cell(uint32_t bank, uint32_t expert_rank, uint32_t token,
-                                                 uint32_t choice) const {
-    return combine_cells +
-           (((uint64_t(bank) * num_ranks + expert_rank) * max_tokens + token) * choices + choice) *
-               sizeof(uint64_t);
+                                                 uint32_t choice, uint32_t part) const {
+    const uint64_t row = ((uint64_t(bank) * num_ranks + expert_rank) * max_tokens + token) * choices + choice;
+    return combine_cells + (row * kParts + part) * sizeof(uint64_t);
+  }
+  EP_HOST_DEVICE constexpr uint64_t read_cell(Op op, uint32_t bank, uint32_t reader) const {
+    return read_cells + ((uint64_t(op) * num_banks + bank) * num_ranks + reader) * kLine;
   }
   EP_HOST_DEVICE constexpr uint64_t counts_at(uint32_t bank, uint32_t source) const {
     return expert_counts +
