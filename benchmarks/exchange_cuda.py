@@ -214,14 +214,16 @@ def measure(s: Settings, rank: int, group: dist.ProcessGroup | None) -> Row:
         "dispatch": dispatch, "combine": combine, "pair": pair, "halves": halves
     }  # fmt: skip
     for name, program in programs.items():
-        if name == "halves":
-            before = exchange.statistics()
+        before = exchange.statistics()
         row.median_us[name], row.p99_us[name] = time_graph(s, program)
-    after = exchange.statistics()
-    for part in after["sums"]:
-        times = sum(after["histograms"][part]) - sum(before["histograms"].get(part, (0,)))
-        if times:
-            row.parts_us[part] = (after["sums"][part] - before["sums"].get(part, 0)) / times / 1e3
+        after = exchange.statistics()
+        if name not in {"pair", "halves"}:
+            continue
+        for part in after["sums"]:
+            times = sum(after["histograms"][part]) - sum(before["histograms"].get(part, (0,)))
+            if times:
+                mean = (after["sums"][part] - before["sums"].get(part, 0)) / times / 1e3
+                row.parts_us[f"{name} {part}"] = mean
     exchange.check()
     exchange.barrier()
     exchange.close()
@@ -281,7 +283,7 @@ def report(row: Row) -> None:
         flush=True,
     )
     parts = "  ".join(f"{name} {us:.1f}" for name, us in row.parts_us.items())
-    print(f"        halves by device clock: {parts}; memory {row.memory_mb:.1f} MiB", flush=True)
+    print(f"        by device clock: {parts}; memory {row.memory_mb:.1f} MiB", flush=True)
 
 
 def main(argv: list[str]) -> None:

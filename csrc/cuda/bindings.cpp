@@ -80,7 +80,7 @@ PYBIND11_MODULE(_cuda, m) {
       .def(py::init([](uintptr_t x, uintptr_t ids, uintptr_t weights, uintptr_t tokens_on_device,
                        uint32_t tokens) {
              return cuda::DispatchSendArgs{pointer<void>(x), pointer<int64_t>(ids), pointer<float>(weights),
-                                           pointer<int32_t>(tokens_on_device), tokens};
+                                           pointer<int32_t>(tokens_on_device), tokens, 1};
            }),
            py::kw_only(), py::arg("x") = 0, py::arg("ids") = 0, py::arg("weights") = 0,
            py::arg("tokens_on_device") = 0, py::arg("tokens") = 0);
@@ -104,7 +104,7 @@ PYBIND11_MODULE(_cuda, m) {
            py::arg("offsets") = 0, py::arg("src_info") = 0, py::arg("layout_range") = 0);
   py::class_<cuda::CombineSendArgs>(m, "CombineSendArgs")
       .def(py::init([](uintptr_t expert_out, uint32_t reduction) {
-             return cuda::CombineSendArgs{pointer<void>(expert_out), Reduction(reduction)};
+             return cuda::CombineSendArgs{pointer<void>(expert_out), Reduction(reduction), 1};
            }),
            py::kw_only(), py::arg("expert_out") = 0, py::arg("reduction") = 0);
   py::class_<cuda::CombineRecvArgs>(m, "CombineRecvArgs")

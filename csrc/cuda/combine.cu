@@ -8,7 +8,7 @@
 namespace ep::cuda {
 namespace {
 
-constexpr uint32_t kMaxThreads = 256, kBlocksPerSm = 8;
+constexpr uint32_t kMaxThreads = 256, kBlocksPerSm = 4;
 
 template <uint32_t kBytes, Halves kHalves>
 __global__ void __launch_bounds__(kMaxThreads, 4)
@@ -19,6 +19,7 @@ __global__ void __launch_bounds__(kMaxThreads, 4)
   Control& control = g.state->control;
   auto* h = reinterpret_cast<DeviceHandle*>(handle);
   Scratch& scratch = g.state->scratch[uint32_t(kSends ? Slot::kCombineSend : Slot::kCombineRecv)];
+  await_previous_kernel();
   const Opened o = open(g, kSends ? &control.next[uint32_t(Op::kCombine)] : &h->combine_epoch, kSends);
   if (blockIdx.x == 0 && threadIdx.x == 0) scratch.start_ns = clock_ns();
 
@@ -64,12 +65,15 @@ cudaError_t start(const Launch& launch, const Device& g, const CombineSendArgs& 
   constexpr bool kReceives = uint32_t(kHalves) & uint32_t(Halves::kRecv);
   const uint32_t wanted = uint32_t(g.layout.combine_bytes / 16) / DeviceLayout::kParts / 2;  // two words a thread
   const uint32_t threads = std::clamp((wanted + kWarp - 1) / kWarp * kWarp, 4 * kWarp, kMaxThreads);
-  const uint32_t room = launch.num_sms * kBlocksPerSm, parts = g.layout.max_tokens * DeviceLayout::kParts;
-  const uint32_t senders = kSends ? 1 + std::clamp(parts * g.num_ranks, 1u, room) : 0;
-  const uint32_t receivers = kReceives ? 1 + std::clamp(parts, 1u, room) : 0;
-  combine_kernel<kBytes, kHalves>
-      <<<senders + receivers, threads, 0, launch.stream>>>(g, send, recv, handle, senders);
-  return cudaGetLastError();
+  const uint32_t room = launch.num_sms * kBlocksPerSm, tokens = g.layout.max_tokens;
+  // All blocks at once where they fit: one that waits for its stores keeps no other from starting.
+  const uint32_t rows = tokens * g.num_ranks;
+  CombineSendArgs by_parts = send;
+  by_parts.parts = rows * DeviceLayout::kParts <= room ? DeviceLayout::kParts : 1;
+  const uint32_t senders = kSends ? 1 + std::clamp(rows * by_parts.parts, 1u, 2 * room) : 0;
+  const uint32_t receivers = kReceives ? 1 + std::clamp(tokens * DeviceLayout::kParts, 1u, room) : 0;
+  return start_kernel(combine_kernel<kBytes, kHalves>, senders + receivers, threads, 0, launch.stream, g, by_parts,
+                      recv, handle, senders);
 }
 
 template <uint32_t kBytes>

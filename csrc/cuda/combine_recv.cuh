@@ -85,8 +85,8 @@ __device__ __forceinline__ void combine_recv(const Device& g, const CombineRecvA
     if (threadIdx.x < kWarp) collect_answers(g, a, handle, o, asked, t, part, terms);
     __syncthreads();
     if (terms.failed) return;
-    sum_to<kBytes>(terms, static_cast<std::byte*>(a.out) + uint64_t(t) * bytes, part_at(bytes, part),
-                   part_at(bytes, part + 1));
+    sum_to<kBytes>(terms, static_cast<std::byte*>(a.out) + uint64_t(t) * bytes, part_at(bytes, part, kParts),
+                   part_at(bytes, part + 1, kParts));
   }
 }
 

@@ -37,7 +37,7 @@ __device__ __forceinline__ void collect_outputs(const Device& g, const CombineSe
 template <uint32_t kBytes>
 __device__ __forceinline__ void combine_send(const Device& g, const CombineSendArgs& a, std::byte* handle,
                                              const Opened& o, uint32_t block, uint32_t blocks) {
-  constexpr uint32_t kParts = DeviceLayout::kParts;
+  const uint32_t parts = a.parts;
   __shared__ Terms terms;
   const Layout& l = g.layout;
   auto* h = reinterpret_cast<DeviceHandle*>(handle);
@@ -55,10 +55,10 @@ __device__ __forceinline__ void combine_send(const Device& g, const CombineSendA
   }
 
   // 2. Parts of the tokens of all sources in turn, so that no source is written by all ranks at once.
-  const uint32_t items = l.max_tokens * g.num_ranks * kParts;
+  const uint32_t items = l.max_tokens * g.num_ranks * parts;
   uint32_t sent = 0, kept = 0;
   for (uint32_t i = block - 1; i < items; i += blocks - 1) {
-    const uint32_t part = i / g.num_ranks % kParts, token = i / g.num_ranks / kParts;
+    const uint32_t part = i / g.num_ranks % parts, token = i / g.num_ranks / parts;
     const uint32_t source = (g.rank + 1 + i % g.num_ranks) % g.num_ranks;
     if (token >= h->source_tokens[source] || !(arrived & peers & 1u << source)) continue;
     __syncthreads();
@@ -67,7 +67,7 @@ __device__ __forceinline__ void combine_send(const Device& g, const CombineSendA
     const uint32_t count = terms.count;
     if (count == 0) continue;
     std::byte* region = g.regions[source];
-    const uint32_t begin = part_at(bytes, part), end = part_at(bytes, part + 1);
+    const uint32_t begin = part_at(bytes, part, parts), end = part_at(bytes, part + 1, parts);
     if (by_rank) {
       sum_to<kBytes>(terms, region + l.rank_sum_at(o.bank, g.rank, token), begin, end);
     } else {
@@ -80,9 +80,13 @@ __device__ __forceinline__ void combine_send(const Device& g, const CombineSendA
     const uint32_t rows = by_rank ? 1 : count;
     (source == g.rank ? kept : sent) += rows * (end - begin);
     __syncthreads();
-    if (threadIdx.x < rows)
-      store_release(
-          region + g.cells.combine_cell(o.bank, g.rank, token, by_rank ? 0 : terms.k[threadIdx.x], part), o.epoch);
+    if (threadIdx.x < rows) {
+      std::byte* cell =
+          region + g.cells.combine_cell(o.bank, g.rank, token, by_rank ? 0 : terms.k[threadIdx.x], part);
+      fence_system();  // of all that the block has stored
+      store_relaxed(cell, o.epoch);
+      if (parts == 1) store_relaxed(cell + sizeof(uint64_t), o.epoch);
+    }
   }
   if (threadIdx.x != 0) return;
   if (sent != 0) add(g.state->totals.bytes[uint32_t(Op::kCombine)], sent);

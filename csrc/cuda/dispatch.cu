@@ -8,10 +8,10 @@
 namespace ep::cuda {
 namespace {
 
-constexpr uint32_t kMaxThreads = 256, kBlocksPerSm = 6;
+constexpr uint32_t kMaxThreads = 224, kBlocksPerSm = 4;  // 224: two chunks a thread at 7168 channels
 
 template <bool kFp8, uint32_t kBytes, Halves kHalves>
-__global__ void __launch_bounds__(kMaxThreads, 5)
+__global__ void __launch_bounds__(kMaxThreads, 4)
     dispatch_kernel(const __grid_constant__ Device g, const __grid_constant__ DispatchSendArgs send,
                     const __grid_constant__ DispatchRecvArgs recv, std::byte* handle, uint32_t senders) {
   extern __shared__ uint32_t shared[];
@@ -20,6 +20,7 @@ __global__ void __launch_bounds__(kMaxThreads, 5)
   Control& control = g.state->control;
   auto* h = reinterpret_cast<DeviceHandle*>(handle);
   Scratch& scratch = g.state->scratch[uint32_t(kSends ? Slot::kDispatchSend : Slot::kDispatchRecv)];
+  await_previous_kernel();
   const Opened o = open(g, kSends ? &control.next[uint32_t(Op::kDispatch)] : &h->epoch, kSends);
   if (blockIdx.x == 0 && threadIdx.x == 0) scratch.start_ns = clock_ns();
 
@@ -74,14 +75,17 @@ cudaError_t start(const Launch& launch, const Device& g, const DispatchSendArgs&
   constexpr bool kSends = uint32_t(kHalves) & uint32_t(Halves::kSend);
   constexpr bool kReceives = uint32_t(kHalves) & uint32_t(Halves::kRecv);
   const uint32_t threads = threads_for(g), room = launch.num_sms * kBlocksPerSm;
-  const uint32_t senders = kSends ? g.num_ranks + std::clamp(send.tokens * DeviceLayout::kParts, 1u, room) : 0;
+  // A multiprocessor for each block, the headers' too: behind rows, headers would come as late as they do.
+  const uint32_t parts = send.tokens * DeviceLayout::kParts + g.num_ranks <= launch.num_sms ? DeviceLayout::kParts : 1;
+  const uint32_t senders = kSends ? g.num_ranks + std::clamp(send.tokens * parts, 1u, room) : 0;
   const uint32_t items = g.layout.max_tokens * g.num_ranks;
   const uint32_t receivers = kReceives ? 1 + std::clamp(items, 1u, room) : 0;
   const uint32_t experts = *std::max_element(g.experts_of, g.experts_of + g.num_ranks);
-  dispatch_kernel<kFp8, kBytes, kHalves>
-      <<<senders + receivers, threads, (experts + 1) * sizeof(uint32_t), launch.stream>>>(g, send, recv, handle,
-                                                                                          senders);
-  return cudaGetLastError();
+  const size_t shared = (experts + 1 + (kReceives ? g.num_experts : 0)) * sizeof(uint32_t);
+  DispatchSendArgs by_parts = send;
+  by_parts.parts = parts;
+  return start_kernel(dispatch_kernel<kFp8, kBytes, kHalves>, senders + receivers, threads, shared, launch.stream, g,
+                      by_parts, recv, handle, senders);
 }
 
 template <bool kFp8, uint32_t kBytes>

@@ -99,14 +99,14 @@ struct Placed {
 // One warp places one choice; the same result in all lanes.
 __device__ __forceinline__ void place(const Device& g, const DispatchRecvArgs& a, std::byte* handle, uint32_t bank,
                                       const Arrival& arrival, uint32_t source, uint32_t token, uint32_t k,
-                                      const int32_t* first, Placed& placed) {
+                                      const int32_t* first, const uint32_t* table, Placed& placed) {
   const Layout& l = g.layout;
   const uint32_t lane = threadIdx.x % kWarp;
   const auto* ids = reinterpret_cast<const int32_t*>(g.own() + l.ids_at(bank, source));
   const int32_t id = ids[token * l.top_k + k];
   int32_t row = -1, local = -1, position = 0;
-  if (id >= 0 && uint32_t(id) < g.num_experts && g.table[id] >> kOwnerShift == g.rank) {
-    local = int32_t(g.table[id] & kLocalMask);
+  if (id >= 0 && uint32_t(id) < g.num_experts && table[id] >> kOwnerShift == g.rank) {
+    local = int32_t(table[id] & kLocalMask);
     const uint32_t before = token * l.top_k;
     uint32_t count = 0;
     for (uint32_t j = lane * 4; j < before; j += kWarp * 4) {  // reads up to 12 bytes beyond, inside the block
@@ -178,7 +178,9 @@ __device__ __forceinline__ void dispatch_recv(const Device& g, const DispatchRec
   __shared__ Placed placed;
   const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
 
-  // 1. All headers.
+  // 1. All headers; meanwhile the table of owners comes near.
+  auto* table = reinterpret_cast<uint32_t*>(first + g.local_experts + 1);
+  for (uint32_t e = threadIdx.x; e < g.num_experts; e += blockDim.x) table[e] = g.table[e];
   await_headers(g, o, arrival);
   if (arrival.failed) return;
   const uint32_t arrived = arrival.arrived;
@@ -208,27 +210,22 @@ __device__ __forceinline__ void dispatch_recv(const Device& g, const DispatchRec
     if (token >= arrival.tokens[source]) continue;
     __syncthreads();
     if (warp == warps - 1) {
-      const auto* ids = reinterpret_cast<const int32_t*>(g.own() + g.layout.ids_at(o.bank, source));
-      int32_t id = -1;
-      if (lane < g.layout.top_k) id = ids[token * g.layout.top_k + lane];
-      const bool mine = id >= 0 && uint32_t(id) < g.num_experts && g.table[id] >> kOwnerShift == g.rank;
-      const bool any = __any_sync(kFull, mine);
-      bool ready = any;
-      if (any && lane < DeviceLayout::kParts) {
-        uint64_t cell;
-        ready = await<Match::kExact64>(g, g.own() + g.cells.row_cell(o.bank, source, token, lane),
-                                       {Op::kDispatch, Phase::kRecvHeader, source, o.epoch, Slot::kDispatchRecv},
-                                       &cell);
-      }
+      bool ready = true;
+      uint64_t cell = 0;
+      if (lane < DeviceLayout::kParts)
+        ready = await<Match::kPresence>(g, g.own() + g.cells.row_cell(o.bank, source, token, lane),
+                                        {Op::kDispatch, Phase::kRecvHeader, source, o.epoch, Slot::kDispatchRecv},
+                                        &cell);
       ready = __all_sync(kFull, ready);
+      const bool any = __any_sync(kFull, cell & 1) || !ready;
       if (lane == 0) {
         placed.any = any;
         placed.ready = ready;
-        placed.failed = any && !ready && load_relaxed(&g.state->control.failed) != 0;
+        placed.failed = !ready && load_relaxed(&g.state->control.failed) != 0;
       }
     }
     for (uint32_t k = warp; k < g.layout.top_k; k += warps)
-      place(g, a, handle, o.bank, arrival, source, token, k, first, placed);
+      place(g, a, handle, o.bank, arrival, source, token, k, first, table, placed);
     __syncthreads();
     if (!placed.any) continue;
     ++received;

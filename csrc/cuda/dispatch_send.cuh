@@ -1,7 +1,8 @@
 // dispatch_send, on the GPU.
 //
 // Afterwards, for every unmasked rank d and token t of this rank s with an expert on d:
-//   d.rows[bank][s][t] = x[t] (quantised for FP8), then d.row_cell[bank][s][t][part] = epoch
+//   d.rows[bank][s][t] = x[t] (quantised for FP8)
+//   d.row_cell[bank][s][t][part] = epoch and whether there is a row, for every unmasked d and t; after the row
 //   d.meta[bank][s] = ids and weights of all tokens of s, d.counts[bank][s] = its rows per expert of d,
 //   then d.header[dispatch][bank][s] = (epoch, T); rows or none. Header and rows arrive in any order.
 //   handle: epoch, T, ids, weights, sent_to.
@@ -166,19 +167,16 @@ __device__ __forceinline__ void send_bytes(const Device& g, const std::byte* x, 
   }
 }
 
-// The part `part` of `units`, in multiples that no group of lanes straddles.
-__device__ __forceinline__ uint32_t part_begin(uint32_t units, uint32_t part) {
-  return min(part * ((units / DeviceLayout::kParts + kWarp - 1) / kWarp * kWarp), units);
-}
-__device__ __forceinline__ uint32_t part_end(uint32_t units, uint32_t part) {
-  return part + 1 == DeviceLayout::kParts ? units : part_begin(units, part + 1);
+// Where part `part` of `parts` begins, in multiples that no group of lanes straddles; part == parts: the end.
+__device__ __forceinline__ uint32_t part_begin(uint32_t units, uint32_t part, uint32_t parts) {
+  return part == parts ? units : min(part * ((units / parts + kWarp - 1) / kWarp * kWarp), units);
 }
 
 template <bool kFp8, uint32_t kBytes>
 __device__ __forceinline__ void dispatch_send(const Device& g, const DispatchSendArgs& a, std::byte* handle,
                                               const Opened& o, uint32_t block, uint32_t blocks,
                                               uint32_t* shared) {
-  constexpr uint32_t kParts = DeviceLayout::kParts;
+  const uint32_t parts = a.parts;
   const uint32_t lane = threadIdx.x % kWarp, top_k = g.layout.top_k;
   uint32_t tokens = a.tokens;
   if (a.tokens_on_device != nullptr) tokens = min(uint32_t(max(*a.tokens_on_device, 0)), tokens);
@@ -193,35 +191,42 @@ __device__ __forceinline__ void dispatch_send(const Device& g, const DispatchSen
   // 2. Parts of rows, each loaded once and stored to all its ranks, then its cells.
   block -= g.num_ranks;
   blocks -= g.num_ranks;
-  if (block >= tokens * kParts) return;
+  if (block >= tokens * parts) return;
   uint32_t peers = 0;
-  for (uint32_t i = block; i < tokens * kParts; i += blocks) {
-    const uint32_t t = i / kParts, part = i % kParts;
+  for (uint32_t i = block; i < tokens * parts; i += blocks) {
+    const uint32_t t = i / parts, part = i % parts;
     const std::byte* x = static_cast<const std::byte*>(a.x) + uint64_t(t) * g.hidden * sizeof(uint16_t);
     const int64_t id = lane < top_k ? a.ids[uint64_t(t) * top_k + lane] : -1 - int64_t(lane);
     const uint64_t slot = g.layout.row_at(o.bank, g.rank, t);
-    uint32_t ranks;
+    uint32_t ranks = 0;
     if constexpr (kFp8) {
-      const uint32_t units = g.hidden / 16, end = part_end(units, part);
-      uint32_t first = part_begin(units, part) + threadIdx.x;
-      Chunks chunks;
-      chunks.load(x, first, end);  // all loads are under way before the first is needed
-      if (i == block) peers = free_peers(g, Op::kDispatch, o, Slot::kDispatchSend);
-      ranks = owners_of(g, id, t, threadIdx.x < kWarp) & peers;
-      store_fp8(g, chunks, slot, ranks);
-      for (first += 2 * blockDim.x; first - threadIdx.x < end; first += 2 * blockDim.x) {
-        chunks.load(x, first, end);
+      const uint32_t units = g.hidden / 16, begin = part_begin(units, part, parts);
+      const uint32_t end = part_begin(units, part + 1, parts);
+      uint32_t first = begin;
+      do {  // once at least: a short row has an empty part, whose cell is awaited all the same
+        Chunks chunks;
+        chunks.load(x, first + threadIdx.x, end);  // all loads are under way before the first is needed
+        if (first == begin) {
+          if (i == block) peers = free_peers(g, Op::kDispatch, o, Slot::kDispatchSend);
+          ranks = owners_of(g, id, t, threadIdx.x < kWarp) & peers;
+        }
         store_fp8(g, chunks, slot, ranks);
-      }
+        first += 2 * blockDim.x;
+      } while (first < end);
     } else {
       if (i == block) peers = free_peers(g, Op::kDispatch, o, Slot::kDispatchSend);
       ranks = owners_of(g, id, t, threadIdx.x < kWarp) & peers;
       const uint32_t units = uint32_t(g.layout.row_bytes) / kBytes;
-      send_bytes<kBytes>(g, x, slot, ranks, part_begin(units, part) * kBytes, part_end(units, part) * kBytes);
+      send_bytes<kBytes>(g, x, slot, ranks, part_begin(units, part, parts) * kBytes, part_begin(units, part + 1, parts) * kBytes);
     }
     __syncthreads();
-    if (threadIdx.x < g.num_ranks && ranks >> threadIdx.x & 1)
-      store_release(g.regions[threadIdx.x] + g.cells.row_cell(o.bank, g.rank, t, part), o.epoch);
+    if (threadIdx.x < kWarp && peers >> lane & 1) {
+      std::byte* cell = g.regions[lane] + g.cells.row_cell(o.bank, g.rank, t, part);
+      const uint64_t value = o.epoch << 1 | (ranks >> lane & 1);
+      fence_system();  // of all that the block has stored
+      store_relaxed(cell, value);
+      if (parts == 1) store_relaxed(cell + sizeof(uint64_t), value);
+    }
     if (threadIdx.x == 0 && part == 0) {
       const uint64_t bytes = g.layout.row_bytes + g.layout.scale_bytes;
       const uint32_t own = ranks >> g.rank & 1, remote = __popc(ranks) - own;

@@ -32,6 +32,14 @@ __device__ __forceinline__ uint64_t load_relaxed(const void* word) {
   return value;
 }
 
+__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
+
+// A kernel may be set up while the one before it ends; nothing is read before this returns.
+__device__ __forceinline__ void await_previous_kernel() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 // Rows are read and written once: not worth a line of the first-level cache.
 __device__ __forceinline__ uint4 load16(const void* from) {
   uint4 v;
@@ -70,7 +78,7 @@ struct Word<2> {
 // -- failure ----------------------------------------------------------------------------------------
 
 // The first failure of this rank: to the host, and to all peers as a sticky abort.
-__device__ __noinline__ void fail(const Device& g, Code code, Op op, Phase phase, uint32_t peer, uint32_t expected,
+__device__ __noinline__ inline void fail(const Device& g, Code code, Op op, Phase phase, uint32_t peer, uint32_t expected,
                                   uint32_t seen) {
   if (atomicCAS(reinterpret_cast<unsigned long long*>(&g.state->control.failed), 0ull, 1ull) != 0) return;
   volatile Status* host = g.status;
@@ -97,7 +105,7 @@ __device__ __noinline__ void fail(const Device& g, Code code, Op op, Phase phase
 }
 
 // Tells the host what a peer has reported.
-__device__ __noinline__ void report_abort(const Device& g, uint32_t writer) {
+__device__ __noinline__ inline void report_abort(const Device& g, uint32_t writer) {
   if (atomicCAS(reinterpret_cast<unsigned long long*>(&g.state->control.failed), 0ull, 1ull) != 0) return;
   const auto* words = reinterpret_cast<const volatile uint32_t*>(g.own() + Head::abort_status(writer));
   volatile Status* host = g.status;
@@ -145,7 +153,7 @@ __device__ __forceinline__ Opened open(const Device& g, const uint64_t* epoch, u
 
 // -- waiting ----------------------------------------------------------------------------------------
 
-enum class Match : uint32_t { kHeader, kExact64 };
+enum class Match : uint32_t { kHeader, kExact64, kPresence };  // kPresence: epoch << 1 | a bit
 
 struct Wanted {
   Op op;
@@ -158,6 +166,7 @@ struct Wanted {
 template <Match kMatch>
 __device__ __forceinline__ int32_t compare(uint64_t cell, uint64_t epoch) {
   if constexpr (kMatch == Match::kExact64) return cell == epoch ? 0 : -1;
+  if constexpr (kMatch == Match::kPresence) return cell >> 1 == epoch ? 0 : -1;
   return int32_t(uint32_t(cell) - uint32_t(epoch));
 }
 

@@ -2,7 +2,7 @@
 // one kernel where nothing is to be done between them.
 #pragma once
 
-#include <cuda_runtime_api.h>
+#include <cuda_runtime.h>
 
 #include "cuda/state.hpp"
 
@@ -25,5 +25,22 @@ cudaError_t combine(const Launch& launch, Halves halves, const Device& device, c
 
 // Gives the bank of an in-place view back to the senders.
 cudaError_t release(cudaStream_t stream, const Device& device, std::byte* handle);
+
+// Starts a kernel that may be set up while the one before it in the stream ends.
+template <class... Params, class... Args>
+cudaError_t start_kernel(void (*kernel)(Params...), uint32_t blocks, uint32_t threads, size_t shared,
+                         cudaStream_t stream, const Args&... args) {
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(blocks);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared;
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, Params(args)...);
+}
 
 }  // namespace ep::cuda

@@ -76,6 +76,7 @@ struct DispatchSendArgs {
   const float* weights;    // [T, K] or null
   const int32_t* tokens_on_device;  // T of this replay, at most `tokens`; or null
   uint32_t tokens;
+  uint32_t parts;  // blocks to a row: 1 or kParts
 };
 
 struct DispatchRecvArgs {
@@ -94,6 +95,7 @@ struct DispatchRecvArgs {
 struct CombineSendArgs {
   const void* expert_out;
   Reduction reduction;
+  uint32_t parts;  // blocks to a row: 1 or kParts
 };
 
 struct CombineRecvArgs {

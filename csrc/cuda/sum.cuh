@@ -67,9 +67,9 @@ __device__ __forceinline__ void sum_to(const Terms& terms, std::byte* to, uint32
   }
 }
 
-// Where part `part` of a row of `bytes` begins; the end of the last part is the row's.
-__device__ __forceinline__ uint32_t part_at(uint32_t bytes, uint32_t part) {
-  return part == DeviceLayout::kParts ? bytes : part * (bytes / DeviceLayout::kParts / 64 * 64);
+// Where part `part` of `parts` of a row of `bytes` begins; part == parts: its end.
+__device__ __forceinline__ uint32_t part_at(uint32_t bytes, uint32_t part, uint32_t parts) {
+  return part == parts ? bytes : part * (bytes / parts / 64 * 64);
 }
 
 }  // namespace ep::cuda

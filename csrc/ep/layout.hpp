@@ -139,12 +139,12 @@ struct Layout {
 // a cell of its own (its 64-bit epoch); the source counts its rows per expert for the receiver; and banks are
 // given back one by one, so that receives may end in any order.
 //
-//   dispatch cells  [bank][source][token][part]                    u64
+//   dispatch cells  [bank][source][token][part]                    u64 epoch << 1 | whether there is a row
 //   combine cells   [bank][expert rank][token][choice][part]       u64
 //   read cells      [op][bank][reader] a line each                 u64 epoch that the reader has read there
 //   expert counts   [bank][source][expert of the owner]            u32
 struct DeviceLayout {
-  static constexpr uint32_t kParts = 2;  // of a row: as many blocks send it
+  static constexpr uint32_t kParts = 2;  // of a row: up to as many blocks send it
   uint32_t num_ranks, max_tokens, choices, num_experts, num_banks;
   uint64_t dispatch_cells, combine_cells, read_cells, expert_counts, total;
 
