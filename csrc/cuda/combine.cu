@@ -35,6 +35,7 @@ __global__ void __launch_bounds__(kMaxThreads, 4)
   if (!last_block(scratch)) return;
   if (kSends && threadIdx.x == 0) control.next[uint32_t(Op::kCombine)] = o.epoch;  // every block has read it
   const uint64_t start = load_relaxed(&scratch.start_ns), end = clock_ns();
+  uint64_t wait = 0;
   if (kReceives && o.alive) consume(g, Op::kCombine, o.epoch, o.peers);
   if (kSends) {
     const bool held = h->held;
@@ -44,7 +45,6 @@ __global__ void __launch_bounds__(kMaxThreads, 4)
       if (threadIdx.x == 0) h->held = 0;
     }
   }
-  uint64_t wait = 0;
   if (kReceives) wait = settle_waits(g, Op::kCombine, g.state->scratch[uint32_t(Slot::kCombineRecv)]);
   if (threadIdx.x != 0) return;
   if (kSends) {

@@ -18,12 +18,14 @@ __device__ __forceinline__ void collect_outputs(const Device& g, const CombineSe
   const Layout& l = g.layout;
   const uint32_t lane = threadIdx.x;
   const uint64_t entry = (uint64_t(source) * l.max_tokens + token) * l.top_k + lane;
+  const uint32_t tokens = reinterpret_cast<const DeviceHandle*>(handle)->source_tokens[source];
   int32_t row = -1;
   float weight = 0.0f;
   if (lane < l.top_k) {
     row = reinterpret_cast<const int32_t*>(handle + DeviceHandle::entry_rows(l))[entry];
     weight = reinterpret_cast<const float*>(handle + DeviceHandle::entry_weights(l))[entry];
   }
+  if (token >= tokens) row = -1;  // what lies there is older
   const uint32_t valid = __ballot_sync(kFull, row >= 0);
   if (row >= 0) {
     const uint32_t at = __popc(valid & ((1u << lane) - 1));
@@ -44,26 +46,28 @@ __device__ __forceinline__ void combine_send(const Device& g, const CombineSendA
   const bool by_rank = a.reduction == Reduction::kRank;
   const uint32_t arrived = uint32_t(h->arrived), bytes = uint32_t(l.combine_bytes);
 
-  // 1. Banks that every source has read.
-  const uint32_t peers = free_peers(g, Op::kCombine, o, Slot::kCombineSend);
-  if (block == 0) {  // does nothing else: the headers' fence is not waited for by rows
-    if (peers >> threadIdx.x % kWarp & 1 && threadIdx.x < kWarp)
+  // 1. Headers, from a block that does nothing else: rows need not wait for their fence.
+  if (block == 0) {
+    const uint32_t peers = free_peers(g, Op::kCombine, o, Slot::kCombineSend);
+    if (threadIdx.x < kWarp && peers >> threadIdx.x & 1)
       store_release(g.regions[threadIdx.x] + Head::header(Op::kCombine, o.bank, g.rank),
                     uint64_t(a.reduction) << 32 | uint32_t(o.epoch));
     if (threadIdx.x == 0) h->combine_epoch = o.epoch;
     return;
   }
 
-  // 2. Parts of the tokens of all sources in turn, so that no source is written by all ranks at once.
+  // 2. Parts of the tokens of all sources in turn, so that no source is written by all ranks at once; once the
+  // sources have read the bank.
   const uint32_t items = l.max_tokens * g.num_ranks * parts;
-  uint32_t sent = 0, kept = 0;
+  uint32_t sent = 0, kept = 0, answered = 0;
   for (uint32_t i = block - 1; i < items; i += blocks - 1) {
     const uint32_t part = i / g.num_ranks % parts, token = i / g.num_ranks / parts;
     const uint32_t source = (g.rank + 1 + i % g.num_ranks) % g.num_ranks;
-    if (token >= h->source_tokens[source] || !(arrived & peers & 1u << source)) continue;
     __syncthreads();
     if (threadIdx.x < kWarp) collect_outputs(g, a, handle, source, token, terms);
+    if (i == block - 1) answered = arrived & free_peers(g, Op::kCombine, o, Slot::kCombineSend);
     __syncthreads();
+    if (!(answered >> source & 1)) continue;
     const uint32_t count = terms.count;
     if (count == 0) continue;
     std::byte* region = g.regions[source];

@@ -37,8 +37,8 @@ __global__ void __launch_bounds__(kMaxThreads, 4)
   if (!last_block(scratch)) return;
   if (kSends && threadIdx.x == 0) control.next[uint32_t(Op::kDispatch)] = o.epoch;  // every block has read it
   const uint64_t start = load_relaxed(&scratch.start_ns), end = clock_ns();
-  if (kReceives && o.alive && recv.view != View::kIndex) consume(g, Op::kDispatch, o.epoch, o.peers);
   uint64_t wait = 0;
+  if (kReceives && o.alive && recv.view != View::kIndex) consume(g, Op::kDispatch, o.epoch, o.peers);
   if (kReceives) wait = settle_waits(g, Op::kDispatch, g.state->scratch[uint32_t(Slot::kDispatchRecv)]);
   if (threadIdx.x != 0) return;
   if (kSends) {

@@ -148,19 +148,19 @@ template <uint32_t kBytes>
 __device__ __forceinline__ void expand(const Device& g, const DispatchRecvArgs& a, const std::byte* row,
                                        const Placed& placed) {
   const Layout& l = g.layout;
-  const uint32_t top_k = l.top_k;
+  const uint32_t top_k = l.top_k, width = uint32_t(l.scale_bytes / sizeof(uint32_t));
   auto* out = static_cast<std::byte*>(a.rows);
+  const auto* scales = reinterpret_cast<const uint32_t*>(row + l.scale_offset);
+  uint32_t scale = 0;
+  if (placed.ready && threadIdx.x < width) scale = scales[threadIdx.x];  // under way together with the row
   for (uint32_t at = threadIdx.x * kBytes; at < l.row_bytes; at += blockDim.x * kBytes) {
     typename Word<kBytes>::Type v{};
     if (placed.ready) v = Word<kBytes>::load(row + at);
     for (uint32_t k = 0; k < top_k; ++k)
       if (placed.row[k] >= 0) Word<kBytes>::store(out + uint64_t(placed.row[k]) * l.row_bytes + at, v);
   }
-  if (a.scales == nullptr) return;
-  const uint32_t width = uint32_t(l.scale_bytes / sizeof(uint32_t));
-  const auto* scales = reinterpret_cast<const uint32_t*>(row + l.scale_offset);
   for (uint32_t i = threadIdx.x; i < width; i += blockDim.x) {
-    const uint32_t scale = placed.ready ? scales[i] : 0;
+    if (i != threadIdx.x) scale = placed.ready ? scales[i] : 0;
     for (uint32_t k = 0; k < top_k; ++k) {
       if (placed.row[k] < 0) continue;
       const uint64_t to = a.view == View::kPadded
@@ -224,7 +224,8 @@ __device__ __forceinline__ void dispatch_recv(const Device& g, const DispatchRec
         placed.failed = !ready && load_relaxed(&g.state->control.failed) != 0;
       }
     }
-    for (uint32_t k = warp; k < g.layout.top_k; k += warps)
+    // The warp that waits places nothing: all is placed when the row comes.
+    for (uint32_t k = warp; warp < warps - 1 && k < g.layout.top_k; k += warps - 1)
       place(g, a, handle, o.bank, arrival, source, token, k, first, table, placed);
     __syncthreads();
     if (!placed.any) continue;

@@ -277,10 +277,11 @@ __device__ __forceinline__ bool last_block(Scratch& scratch) {
   return __shfl_sync(kFull, before, 0) == gridDim.x - 1;
 }
 
-// Tells all senders that the bank of an epoch was read here. One warp.
+// Tells all senders that the bank of an epoch was read here. One warp. Nothing that was written before has to be
+// seen by them, and what was read has been used (last_block): no fence.
 __device__ __forceinline__ void consume(const Device& g, Op op, uint64_t epoch, uint32_t peers) {
   if (peers >> threadIdx.x & 1)
-    store_release(g.regions[threadIdx.x] + g.cells.read_cell(op, g.bank_of(epoch), g.rank), epoch);
+    store_relaxed(g.regions[threadIdx.x] + g.cells.read_cell(op, g.bank_of(epoch), g.rank), epoch);
 }
 
 // Adds one operation's waits to the totals and clears them. One warp. Returns the longest.
