@@ -8,7 +8,7 @@
 namespace ep::cuda {
 namespace {
 
-constexpr uint32_t kMaxThreads = 256, kBlocksPerSm = 4;
+constexpr uint32_t kMaxThreads = 224, kBlocksPerSm = 4;
 
 template <uint32_t kBytes, Halves kHalves>
 __global__ void __launch_bounds__(kMaxThreads, 4)

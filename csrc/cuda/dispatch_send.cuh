@@ -82,6 +82,7 @@ __device__ __forceinline__ uint32_t owners_of(const Device& g, int64_t id, uint3
 
 template <class Fn>
 __device__ __forceinline__ void for_each_rank(const Device& g, uint32_t ranks, Fn&& fn) {
+#pragma unroll 1
   for (uint32_t i = 1, r = g.rank; i <= g.num_ranks; ++i) {
     if (++r == g.num_ranks) r = 0;
     if (ranks >> r & 1) fn(g.regions[r]);
@@ -117,45 +118,36 @@ __device__ __forceinline__ uint4 quantise16(const uint4& a, const uint4& b, bool
   return {out[0], out[1], out[2], out[3]};
 }
 
-// Two chunks of 16 channels a lane: 64 bytes in flight per thread.
-struct Chunks {
-  uint4 low[2], high[2];
-  uint32_t at[2];
-  bool active[2];
+// 16 channels of a lane.
+struct Chunk {
+  uint4 low, high;
+  uint32_t at;
+  bool active;
 
-  __device__ __forceinline__ void load(const std::byte* x, uint32_t first, uint32_t end) {
-#pragma unroll
-    for (uint32_t i = 0; i < 2; ++i) {
-      at[i] = first + i * blockDim.x;
-      active[i] = at[i] < end;  // whole groups of 8 lanes: H is a multiple of 128
-      if (!active[i]) at[i] = 0;
-      low[i] = load16(x + at[i] * 32);
-      high[i] = load16(x + at[i] * 32 + 16);
-    }
+  __device__ __forceinline__ void load(const std::byte* x, uint32_t chunk, uint32_t end) {
+    active = chunk < end;  // whole groups of 8 lanes: H is a multiple of 128
+    at = active ? chunk : 0;
+    low = load16(x + at * 32);
+    high = load16(x + at * 32 + 16);
   }
 };
 
 // Quantises a part of a row and stores it to all ranks of the mask.
-__device__ __forceinline__ void store_fp8(const Device& g, const Chunks& chunks, uint64_t slot, uint32_t ranks) {
+__device__ __forceinline__ void store_fp8(const Device& g, const Chunk& c, uint64_t slot, uint32_t ranks) {
   const uint32_t lane = threadIdx.x % kWarp;
-#pragma unroll
-  for (uint32_t i = 0; i < 2; ++i) {
-    if (!__any_sync(kFull, chunks.active[i])) continue;
-    const uint32_t c = chunks.at[i];
-    float scale;
-    const uint4 q = quantise16(chunks.low[i], chunks.high[i], g.payload != Payload::kFp8, &scale);
-    uint32_t word = bits_of(scale), to = c / 8 * 4;
-    bool leader = chunks.active[i] && lane % 8 == 0;
-    if (g.payload == Payload::kFp8Ue8m0) {  // four groups of a warp share a word
-      word = __reduce_or_sync(kFull, leader ? uint32_t(ue8m0_of(scale)) << lane / 8 * 8 : 0u);
-      to = c / 32 * 4;
-      leader = chunks.active[i] && lane == 0;
-    }
-    for_each_rank(g, ranks, [&](std::byte* region) {
-      if (chunks.active[i]) store16(region + slot + c * 16, q);
-      if (leader) *reinterpret_cast<uint32_t*>(region + slot + g.layout.scale_offset + to) = word;
-    });
+  float scale;
+  const uint4 q = quantise16(c.low, c.high, g.payload != Payload::kFp8, &scale);
+  uint32_t word = bits_of(scale), to = c.at / 8 * 4;
+  bool leader = c.active && lane % 8 == 0;
+  if (g.payload == Payload::kFp8Ue8m0) {  // four groups of a warp share a word
+    word = __reduce_or_sync(kFull, leader ? uint32_t(ue8m0_of(scale)) << lane / 8 * 8 : 0u);
+    to = c.at / 32 * 4;
+    leader = c.active && lane == 0;
   }
+  for_each_rank(g, ranks, [&](std::byte* region) {
+    if (c.active) store16(region + slot + c.at * 16, q);
+    if (leader) *reinterpret_cast<uint32_t*>(region + slot + g.layout.scale_offset + to) = word;
+  });
 }
 
 template <uint32_t kBytes>
@@ -203,15 +195,16 @@ __device__ __forceinline__ void dispatch_send(const Device& g, const DispatchSen
       const uint32_t units = g.hidden / 16, begin = part_begin(units, part, parts);
       const uint32_t end = part_begin(units, part + 1, parts);
       uint32_t first = begin;
+#pragma unroll 1
       do {  // once at least: a short row has an empty part, whose cell is awaited all the same
-        Chunks chunks;
-        chunks.load(x, first + threadIdx.x, end);  // all loads are under way before the first is needed
+        Chunk chunk;
+        chunk.load(x, first + threadIdx.x, end);  // under way before it is known where to
         if (first == begin) {
           if (i == block) peers = free_peers(g, Op::kDispatch, o, Slot::kDispatchSend);
           ranks = owners_of(g, id, t, threadIdx.x < kWarp) & peers;
         }
-        store_fp8(g, chunks, slot, ranks);
-        first += 2 * blockDim.x;
+        store_fp8(g, chunk, slot, ranks);
+        first += blockDim.x;
       } while (first < end);
     } else {
       if (i == block) peers = free_peers(g, Op::kDispatch, o, Slot::kDispatchSend);
