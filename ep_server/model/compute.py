@@ -60,6 +60,16 @@ class Compute(Protocol):
         """Prepares E FFNs. gate_up: [E, 2 * I, H], gate rows first. down: [E, H, I]."""
         ...
 
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32, rounded once or twice.
+
+        Args:
+            x: [T, dim], or [T, heads, dim] with a weight per head; rows may have a pitch.
+            weight: [dim] or [heads, dim], of x's dtype.
+        Returns: contiguous, of x's shape and dtype.
+        """
+        ...
+
     def attend(self, meta: AttentionMeta, window: int, dtype: torch.dtype) -> Attend:
         """Prepares attention. window: positions visible backwards, 0 = all. dtype: of queries and cache."""
         ...
