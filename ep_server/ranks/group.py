@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ep_server.config import Config, SchedulerConfig
-from ep_server.ep.bootstrap import available_memory
 from ep_server.ep.exchange import ExchangeSpec, Payload, Reduction
 from ep_server.ep.geometry import group_bytes
+from ep_server.ep.segment import available_memory
 from ep_server.errors import StartupError
 from ep_server.model.assembly import context_limit, serving_dtype
 from ep_server.model.families import ModelSpec
