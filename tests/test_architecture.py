@@ -31,7 +31,7 @@ ALLOWED = {
     "compat": {"errors", "ep"},
     "ranks": {*FOUNDATION, "scheduler", "model", "ep", "v1", "_C", "tokenizer"},
 }
-FRONT = {*FOUNDATION, "scheduler", "ranks.protocol", "model.families", "model.inspect"}
+FRONT = {*FOUNDATION, "scheduler", "ranks.protocol", "model.families", "model.inspect", "model.sizes"}
 
 PURE_FORBIDDEN = {
     "asyncio", "concurrent", "ctypes", "datetime", "grpc", "multiprocessing", "numpy", "os", "random",
