@@ -31,7 +31,7 @@ ALLOWED = {
     "compat": {"errors", "ep"},
     "ranks": {*FOUNDATION, "scheduler", "model", "ep", "v1", "_C", "tokenizer"},
 }
-FRONT = {*FOUNDATION, "scheduler", "ranks.protocol", "model.families", "model.inspect"}
+FRONT = {*FOUNDATION, "scheduler", "ranks.protocol", "model.families", "model.inspect", "model.sizes"}
 
 PURE_FORBIDDEN = {
     "asyncio", "concurrent", "ctypes", "datetime", "grpc", "multiprocessing", "numpy", "os", "random",
@@ -130,24 +130,49 @@ def test_the_scheduler_names_no_clock_thread_process_or_tensor():
         assert {name for name in imports(path) if name.partition(".")[0] in PURE_FORBIDDEN} == set(), path
 
 
-def loaded_after(module: str) -> set[str]:
-    code = f"import sys, {module}; print(*sorted({{n.partition('.')[0] for n in sys.modules}}))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, timeout=120
-    )
-    return set(done.stdout.split())
+def loaded_by(*command: str) -> set[str]:
+    """The libraries that `python command` imports."""
+    line = [sys.executable, "-X", "importtime", *command]
+    done = subprocess.run(line, capture_output=True, text=True, check=True, cwd=ROOT, timeout=120)
+    names = re.findall(r"^import time:.*\| *([\w.]+)$", done.stderr, re.MULTILINE)
+    return {name.partition(".")[0] for name in names}
 
 
 def test_nothing_that_the_scheduler_imports_brings_them_in():
-    loaded = loaded_after("ep_server.scheduler")
+    loaded = loaded_by("-c", "import ep_server.scheduler")
     assert "ep_server" in loaded
     assert loaded & {"torch", "grpc", "asyncio", "numpy", "multiprocessing"} == set()
 
 
-def test_the_front_process_never_loads_torch():
-    loaded = loaded_after("ep_server.server")
-    assert "grpc" in loaded
-    assert loaded & {"torch", "transformers"} == set()
+# Every process but a rank's. What is made of these modules may import nothing later on: see below.
+FRONT_COMMANDS = {
+    "modules": ("-c", "import ep_server.app, ep_server.cli, ep_server.demo"),
+    "help": ("-m", "ep_server", "--help"),
+    "config": ("-m", "ep_server", "config"),
+    "inspect": ("-m", "ep_server", "inspect", "ep_server/assets/demo_model", "--ranks", "2"),
+}
+
+
+@pytest.mark.parametrize("command", FRONT_COMMANDS.values(), ids=FRONT_COMMANDS)
+def test_the_front_process_never_loads_torch(command):
+    loaded = loaded_by(*command)
+    assert {"ep_server", "grpc"} <= loaded
+    assert loaded & {"torch", "numpy", "safetensors", "transformers"} == set()
+
+
+def test_the_front_imports_nothing_later_than_at_its_start():
+    """So what its modules load is all it ever loads. A command of its own is loaded when it is called."""
+    late = {
+        (module_name(path), name)
+        for path in sources("*.py")
+        if not within(module_name(path), {"model", "ep", "compat", "ranks.worker"})
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names])
+    }
+    assert late == {("commands.demo", "ep_server.demo")}
 
 
 def test_only_config_reads_the_environment():

@@ -45,11 +45,6 @@ class KvCache:
         return sum(x.k.nbytes + (0 if x.v is None else x.v.nbytes) for x in self.layers)
 
 
-def kv_block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
-    """Memory of one block over all layers, bytes."""
-    return spec.kv_values_per_token * block_size * dtype.itemsize
-
-
 def _layer(spec: ModelSpec, blocks: int, block_size: int, dtype: torch.dtype) -> KvLayer:
     a = spec.attention
     if isinstance(a, GqaSpec):

@@ -11,8 +11,9 @@ import torch
 from ep_server.model.batch import AttentionMeta, split
 from ep_server.model.compute import Compute
 from ep_server.model.families.spec import GqaSpec, MlaSpec, ModelSpec, RopeSpec, RouterSpec
-from ep_server.model.kv_cache import KvCache, KvLayer, kv_block_bytes
+from ep_server.model.kv_cache import KvCache, KvLayer
 from ep_server.model.native_compute import NativeCompute
+from ep_server.model.sizes import Dtype, kv_block_bytes
 from ep_server.model.torch_compute import TorchCompute
 from ep_server.records import SeqSlice, StepBatch
 from tests.harness.compare import assert_close
@@ -87,5 +88,5 @@ def test_the_cache_takes_what_it_says(attention: GqaSpec | MlaSpec, per_token: i
     )
     cache = KvCache(spec, 10, BLOCK, torch.bfloat16)
     assert len(cache.layers) == 3
-    assert cache.nbytes == 10 * kv_block_bytes(spec, BLOCK, torch.bfloat16) == 10 * BLOCK * 3 * per_token * 2
+    assert cache.nbytes == 10 * kv_block_bytes(spec, BLOCK, Dtype.BFLOAT16) == 10 * BLOCK * 3 * per_token * 2
     assert spec.kv_values_per_token == 3 * per_token

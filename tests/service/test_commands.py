@@ -48,6 +48,26 @@ async def test_generate_with_token_ids(capfd: pytest.CaptureFixture[str]) -> Non
         assert "PROMPT = 'four': must be token ids" in capfd.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("hello", "--top-k", "-1"), "top_k = -1: must be whole numbers, 0 to 4294967295"),
+        (("hello", "--max-new-tokens", "4294967296"), "max_new_tokens = 4294967296: must be whole numbers"),
+        (("hello", "--seed", "-1"), "seed = -1: must be whole numbers, 0 to 18446744073709551615"),
+        (("--ids", "1 -2"), "ids = [1, -2]: must be whole numbers"),
+        (("\ud800",), r"text = '\ud800': must be valid UTF-8 text"),
+    ],
+)
+async def test_a_value_that_no_message_carries_is_one_line(
+    arguments: tuple[str, ...], words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with serving() as served:
+        assert await run(served, "generate", *arguments) == 1
+        err = capfd.readouterr().err
+        assert words in err and err.count("\n") == 1
+        assert not served.ranks.requests
+
+
 async def test_generate_reads_standard_input(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

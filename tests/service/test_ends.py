@@ -12,6 +12,7 @@ import pytest
 from ep_server.config import Config
 from ep_server.errors import StartupError
 from ep_server.ranks.fake import LIMITS, FakeRanks, scripted
+from ep_server.records import Request
 from ep_server.server import Server
 from ep_server.v1 import decode_pb2 as pb
 from tests.service.harness import (
@@ -58,6 +59,21 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"request_id": "x" * 129}, "request_id", "1 to 128 printable ASCII characters without spaces"),
     ({"cache_salt": "x" * 257}, "cache_salt", "at most 256 characters"),
 ]
+
+
+class RefusingRanks(FakeRanks):
+    def submit(self, rank: int, request: Request) -> None:
+        raise ValueError("a request that cannot be sent")
+
+
+async def test_a_request_that_no_rank_was_given_leaves_nothing() -> None:
+    async with serving(RefusingRanks()) as served:
+        for _ in range(2):
+            error = await failure(served.client.complete([1], max_new_tokens=2, request_id="same"))
+            assert error.code() is Code.INTERNAL
+        loads = await served.client.loads()
+        assert (loads.in_flight, loads.waiting) == (0, 0)
+        await served.idle()
 
 
 @pytest.mark.parametrize("fields, name, allowed", BAD_FIELDS, ids=lambda value: str(value)[:40])

@@ -7,6 +7,7 @@ import math
 import pytest
 
 from ep_server.ranks.fake import FakeRanks, scripted
+from ep_server.ranks.messages import add_message, request_of
 from ep_server.v1 import decode_pb2 as pb
 from tests.harness.tokenizers import EOS
 from tests.service.harness import MODEL, NO_TOKENIZER, next_event, rest, serving
@@ -31,6 +32,16 @@ async def test_token_ids_in_token_ids_out() -> None:
         (summary,) = served.heard.finished
         assert (summary.status, summary.reason, summary.output_tokens) == ("OK", "length", 4)
         assert (served.heard.first_tokens, served.heard.gaps, served.heard.load) == (1, 3, (0, 0))
+
+
+@pytest.mark.parametrize("seed", [0, 2**63, 2**64 - 1])
+async def test_every_seed_that_the_contract_has(seed: int) -> None:
+    async with serving() as served:
+        output = await served.client.complete([5], max_new_tokens=2, seed=seed)
+        assert output.info.seed == seed and len(output.token_ids) == 2
+        (request,) = served.ranks.requests.values()
+        wire = request_of(add_message(request, 1).add.request)  # as it goes to a rank process
+        assert wire.sampling.seed == seed
 
 
 async def test_text_in_text_out() -> None:
