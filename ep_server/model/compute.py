@@ -22,6 +22,10 @@ class Linear(Protocol):
         """x: [T, k] to [T, n] of x's dtype, which is the weight's. Rows may have a pitch."""
         ...
 
+    def unrounded(self, x: torch.Tensor) -> torch.Tensor:
+        """As a call, but the float32 sums as they are where the implementation has them: logits."""
+        ...
+
 
 class GatedFfn(Protocol):
     """Prepared weights of E gated FFNs: down(silu(gate(x)) * up(x)) each."""

@@ -70,7 +70,7 @@ class Decoder:
                 x = x + dense_ffn(h, layer.ffn)
                 self._clock.lap(Phase.EXPERTS)
         x = norm(x[batch.sample_rows], self._weights.norm, eps)
-        return self._weights.head(x).float()
+        return self._weights.head.unrounded(x)
 
     def _attention(
         self, x: torch.Tensor, layer: LayerWeights, kv: KvLayer, at: AttentionInput

@@ -107,10 +107,17 @@ class NativeLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """See `compute.Linear`."""
+        return self._multiply(x, self.dtype)
+
+    def unrounded(self, x: torch.Tensor) -> torch.Tensor:
+        """See `compute.Linear`."""
+        return self._multiply(x, torch.float32)
+
+    def _multiply(self, x: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
         rows = len(x)
         if x.dtype is not self.dtype or x.shape[1] != self.k or x.stride(1) != 1:
             raise InternalError(f"x: {_describe(x)}, expected {self.dtype} [T, {self.k}] with whole rows")
-        out = x.new_empty(rows, self.n)
+        out = torch.empty(rows, self.n, dtype=out_dtype)
         self.kernels.linear(
             self.dtype is torch.bfloat16,
             x.data_ptr(),
@@ -122,7 +129,7 @@ class NativeLinear:
             self.k,
             out.data_ptr(),
             self.n,
-            False,
+            out_dtype is torch.float32,
         )
         return out
 

@@ -45,6 +45,10 @@ class TorchLinear:
         """See `compute.Linear`."""
         return F.linear(x, self.weight, self.bias)
 
+    def unrounded(self, x: torch.Tensor) -> torch.Tensor:
+        """See `compute.Linear`; torch's products are rounded."""
+        return self(x).float()
+
 
 @dataclass(frozen=True, slots=True)
 class TorchGatedFfn:

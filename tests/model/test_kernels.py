@@ -51,6 +51,9 @@ def test_linear(isa: str, dtype: torch.dtype, rows: int, n: int, k: int) -> None
     exact = x.double() @ weight.double().t()
     assert_near(compute.linear(weight)(x), exact, dtype, k**0.5)
     assert_near(compute.linear(weight, bias)(x), exact + bias.double(), dtype, k**0.5)
+    unrounded = compute.linear(weight, bias).unrounded(x)
+    assert_near(unrounded, exact + bias.double(), torch.float32, k**0.5)
+    assert torch.equal(unrounded.to(dtype), compute.linear(weight, bias)(x))
 
 
 @each_dtype
