@@ -32,7 +32,7 @@ from ep_server.ranks.messages import (
 from ep_server.ranks.overlap import OverlapPolicy
 from ep_server.ranks.statistics import StepMeter, StepTimes
 from ep_server.ranks.vote import Verdict, Voter
-from ep_server.records import StepBatch, TokenEvent
+from ep_server.records import NO_TOKEN, SampledToken, StepBatch, TokenEvent
 from ep_server.v1 import rank_pb2 as pb
 
 if TYPE_CHECKING:  # torch is imported once the process is tied to its parent
@@ -86,6 +86,7 @@ class RankWorker:
             sampled = self._runner.run(batch, verdict.micro_batches)
             ran = self._clock()
             self._publish(self._scheduler.commit(batch, sampled))
+            self._fail_undrawn(sampled)
             self._measure(batch, verdict, StepTimes(start, planned, voted, ran, self._clock()))
         elif verdict.park:
             self._park()
@@ -149,6 +150,15 @@ class RankWorker:
                 if event.finish is not None:
                     self._forget(event.number)
         self._release()
+
+    def _fail_undrawn(self, sampled: Sequence[SampledToken]) -> None:
+        """A request whose logits are broken fails alone: whoever sends it again must not end a server."""
+        for token in sampled:
+            if token.token_id == NO_TOKEN:
+                log.error("the logits of request %d hold NaN or infinity", token.number)
+                failed = pb.RequestFailed(number=token.number, message="its logits hold NaN or infinity")
+                self._forget(token.number)
+                self._send(pb.FromRank(request_failed=failed))
 
     def _release(self) -> None:
         for number in self._scheduler.freed():
