@@ -199,10 +199,14 @@ def serve(channel: RankChannel) -> int:
     exchanges: list[NativeExchange] = []
     try:
         start = _first_message(channel)
-        # Imported here: torch takes seconds, in which the process is tied to its parent already.
+        # Imported here: torch takes a second or more, in which the process is tied to its parent already.
+        gc.disable()  # what is imported stays: to look through it again and again is a tenth of that second
         import torch
 
         from ep_server.ranks.build import build_rank
+
+        gc.freeze()
+        gc.enable()
 
         def progress(stage: str, done: int, total: int) -> None:
             message = pb.FromRank(progress=pb.Progress(stage=stage, done=done, total=total))
