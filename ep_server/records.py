@@ -107,10 +107,14 @@ class StepBatch:
         return sum(s.sample for s in self.slices)
 
 
+NO_TOKEN = -1  # the logits of a row held NaN or infinity
+
+
 @dataclass(frozen=True, slots=True)
 class SampledToken:
     """One drawn token. logprob is natural log after penalties and bias, before temperature and filters.
 
+    token_id: NO_TOKEN if none could be drawn; the request then fails.
     top: (token id, logprob), best first, as many as the request asked for.
     """
 

@@ -184,10 +184,14 @@ def _stopping(given: Any, prompt: int, model: ServedModel, limits: Limits) -> St
         _check("stopping.stop_strings", ok, text[:SHOWN], f"1 to {MAX_STOP_LENGTH} characters")
     if strings and model.tokenizer is None:
         raise InvalidArgument("stopping.stop_strings", list(strings), "absent: this model has no tokenizer")
+    eos = frozenset() if given.ignore_eos else model.eos_token_ids
+    allowed = "0 where every token of the vocabulary ends the output"
+    some_left = len(eos.union(tokens)) < model.vocab_size
+    _check("stopping.min_new_tokens", minimum == 0 or some_left, minimum, allowed)
     return Stopping(
         max_new_tokens=maximum,
         min_new_tokens=minimum,
-        eos_token_ids=frozenset() if given.ignore_eos else model.eos_token_ids,
+        eos_token_ids=eos,
         stop_token_ids=frozenset(tokens),
         stop_strings=strings,
         include_stop=given.include_stop,

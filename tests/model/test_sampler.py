@@ -22,7 +22,7 @@ from ep_server.errors import InternalError, InvalidArgument
 from ep_server.model import sampling_ops as ops
 from ep_server.model.sampler import Sampler
 from ep_server.model.sampling_state import UniformStream
-from ep_server.records import Request, SampledToken, Sampling, Stopping
+from ep_server.records import NO_TOKEN, Request, SampledToken, Sampling, Stopping
 
 GREEDY = Sampling(temperature=0.0)
 SIZES = (1, 63, 64, 65, 300, 1024)
@@ -407,20 +407,32 @@ def test_a_shape_or_number_that_was_not_added_is_named():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("position", [0, 63, 64, 99])
-def test_a_broken_row_names_its_request_and_draws_nothing(bad, position):
-    sampler = sampler_of(100, *(request(n, Sampling(seed=1)) for n in (4, 5)))
-    logits = rows(2, 100)
-    logits[1, position] = bad
-    with pytest.raises(InternalError, match=r"requests \[5\]"):
-        sampler.sample([4, 5], logits)
-    clean = sampler.sample([4], logits[:1])
-    assert clean == sampler_of(100, request(4, Sampling(seed=1))).sample([4], logits[:1])
+def test_a_broken_row_draws_no_token_and_its_neighbours_do(bad, position):
+    sampling = Sampling(seed=1, repetition_penalty=1.5, logprobs=2)
+    sampler = sampler_of(100, *(request(n, sampling) for n in (4, 5, 6)))
+    alone = sampler_of(100, *(request(n, sampling) for n in (4, 6)))
+    for step in range(3):
+        logits = rows(3, 100, seed=step)
+        logits[1, position] = bad
+        first, broken, last = sampler.sample([4, 5, 6], logits)
+        assert broken == SampledToken(5, NO_TOKEN)
+        assert [first, last] == alone.sample([4, 6], logits[[0, 2]])
+    assert ids(sampler.sample([5], rows(1, 100))) != [NO_TOKEN]
 
 
-def test_a_row_without_any_allowed_token_is_an_error():
+def test_a_row_without_any_allowed_token_draws_none():
     sampling = Sampling(temperature=0.0, logit_bias=tuple((token, -math.inf) for token in range(5)))
-    with pytest.raises(InternalError, match=r"requests \[0\]"):
-        sampler_of(5, request(0, sampling)).sample([0], torch.zeros(1, 5))
+    drawn = sampler_of(5, request(0, sampling)).sample([0], torch.zeros(1, 5))
+    assert drawn == [SampledToken(0, NO_TOKEN)]
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-30, 1e30, 1e308])
+def test_a_temperature_beyond_float32_never_draws_a_banned_token(temperature):
+    sampling = Sampling(temperature=temperature, seed=1)
+    stops = frozenset(range(1, 100))
+    sampler = sampler_of(100, request(1, sampling, min_new_tokens=9, eos_token_ids=stops))
+    drawn = [sampler.sample([1], rows(1, 100, seed=step))[0].token_id for step in range(9)]
+    assert drawn == [0] * 9
 
 
 def test_bad_requests_are_refused_when_added():

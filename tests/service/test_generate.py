@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,7 @@ from ep_server.ranks.fake import FakeRanks, scripted
 from ep_server.ranks.messages import add_message, request_of
 from ep_server.v1 import decode_pb2 as pb
 from tests.harness.tokenizers import EOS
-from tests.service.harness import MODEL, NO_TOKENIZER, next_event, rest, serving
+from tests.service.harness import MODEL, NO_TOKENIZER, failure, next_event, rest, serving
 
 
 async def test_token_ids_in_token_ids_out() -> None:
@@ -32,6 +33,16 @@ async def test_token_ids_in_token_ids_out() -> None:
         (summary,) = served.heard.finished
         assert (summary.status, summary.reason, summary.output_tokens) == ("OK", "length", 4)
         assert (served.heard.first_tokens, served.heard.gaps, served.heard.load) == (1, 3, (0, 0))
+
+
+async def test_a_least_length_needs_a_token_that_does_not_end_it() -> None:
+    small = replace(MODEL, vocab_size=20, eos_token_ids=frozenset({19}))
+    async with serving(model=small) as served:
+        fields = {"min_new_tokens": 1, "max_new_tokens": 4, "output_text": False}
+        error = await failure(served.client.generate([1], stop_token_ids=list(range(19)), **fields))
+        assert error.details().startswith("stopping.min_new_tokens = 1: must be 0 where every token")
+        output = await served.client.complete([1], stop_token_ids=list(range(4, 19)), **fields)
+        assert output.token_ids == [2, 3, 4]
 
 
 @pytest.mark.parametrize("seed", [0, 2**63, 2**64 - 1])
