@@ -184,7 +184,7 @@ def test_only_config_reads_the_environment():
             if named or (taken and node.module == "os"):
                 readers.add(module_name(path))
     assert readers == {"config"}
-    native = sources("*.cpp", "*.hpp", "*.cu", "*.cuh", under=ROOT / "csrc")
+    native = sources(*NATIVE, under=ROOT / "csrc")
     assert native and not [p for p in native if re.search(r"\b(secure_)?getenv\b", p.read_text())]
 
 
@@ -205,7 +205,7 @@ def test_no_torch_header_in_csrc_and_pybind11_only_in_the_bindings():
         path.relative_to(ROOT / "csrc").as_posix(): re.findall(
             r'#\s*include\s*[<"]([^>"]+)', path.read_text()
         )
-        for path in sources("*.cpp", "*.hpp", "*.cu", "*.cuh", "*.h", under=ROOT / "csrc")
+        for path in sources(*NATIVE, "*.h", under=ROOT / "csrc")
     }
     assert "bindings.cpp" in includes
     headers = [(file, name) for file, names in includes.items() for name in names]
@@ -214,14 +214,27 @@ def test_no_torch_header_in_csrc_and_pybind11_only_in_the_bindings():
     assert {file for file in python if not re.fullmatch(r"bindings\w*\.[ch]pp", file)} == set()
 
 
-BUDGET = {".py": 400, ".cpp": 500, ".hpp": 500, ".cu": 500, ".cuh": 500}
+BUDGET = {".py": 400, ".cpp": 500, ".hpp": 500, ".inc": 500, ".cu": 500, ".cuh": 500}
+NATIVE = tuple(f"*{suffix}" for suffix in BUDGET if suffix != ".py")
 
 
 def test_no_file_is_larger_than_its_budget():
-    files = sources("*.py") + sources("*.cpp", "*.hpp", "*.cu", "*.cuh", under=ROOT / "csrc")
+    files = sources("*.py") + sources(*NATIVE, under=ROOT / "csrc")
     lines = {str(p.relative_to(ROOT)): len(p.read_text(encoding="utf-8").splitlines()) for p in files}
     assert len(lines) > 50
     assert {name: n for name, n in lines.items() if n > BUDGET[Path(name).suffix]} == {}
+
+
+def test_the_ten_steps_of_the_readme_are_those_of_the_tree():
+    """Each file that the README names for a step begins with the number of that step."""
+    rows = re.findall(r"^\| (\d+) \|.*\| (`.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, 11))
+    for number, places in rows:
+        for place in re.findall(r"`([^`]+)`", places):
+            files = sorted(ROOT.glob(place + "*.py" if place.endswith("/") else place))
+            first = [path.read_text(encoding="utf-8").partition("\n")[0] for path in files]
+            numbered = [line for line in first if f"[{number}]" in line]
+            assert numbered and (place.endswith("/") or numbered == first), (number, place, first)
 
 
 PACKAGES = {"commands", "compat", "ep", "model", "ranks", "scheduler", "v1"}

@@ -1,4 +1,4 @@
-"""The layer loop. A forward pass is a generator that pauses at every hook of the exchange.
+"""[6] The layer loop. A forward pass is a generator that pauses at every hook of the exchange.
 
 One micro-batch alone runs attention + router + dispatch_send | dispatch_recv + experts + combine_send |
 combine_recv + the next layer's attention ...; `|` is a yield. `interleave` alternates several, which hides
