@@ -101,11 +101,6 @@ class StepBatch:
     slices: tuple[SeqSlice, ...]
     num_tokens: int
 
-    @property
-    def num_sampled(self) -> int:
-        """How many slices draw a token."""
-        return sum(s.sample for s in self.slices)
-
 
 NO_TOKEN = -1  # the logits of a row held NaN or infinity
 
