@@ -43,6 +43,13 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"logit_bias": {257: 1.0}}, "sampling.logit_bias", "ids 0 to 256"),
     ({"logit_bias": {1: 101.0}}, "sampling.logit_bias[1]", "-100 to 100"),
     ({"logit_bias": {1: math.nan}}, "sampling.logit_bias[1]", "-100 to 100"),
+    ({"allowed_token_ids": [1, 257]}, "sampling.allowed_token_ids", "0 to 256"),
+    ({"allowed_token_ids": [1] * 258}, "sampling.allowed_token_ids", "at most 257 ids"),
+    (
+        {"allowed_token_ids": [3, 9], "stop_token_ids": [3, 9, 4], "min_new_tokens": 1, "max_new_tokens": 2},
+        "stopping.min_new_tokens",
+        "0 where every token that may be drawn ends the output",
+    ),
     ({"top_n": 1}, "response.top_n", "0 unless output_logprobs is set"),
     ({"output_logprobs": True, "top_n": 21}, "response.top_n", "0 to 20"),
     ({"max_new_tokens": 0}, "stopping.max_new_tokens", "at least 1"),
@@ -60,6 +67,18 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"request_id": "x" * 129}, "request_id", "1 to 128 printable ASCII characters without spaces"),
     ({"cache_salt": "x" * 257}, "cache_salt", "at most 256 characters"),
 ]
+
+
+@pytest.mark.parametrize("payload", [b"\xff" * 5, b"\x0a\x02\xff\xfe"], ids=["no message", "no UTF-8"])
+async def test_bytes_that_are_no_message(payload: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving() as served:
+        channel = served.client.channel
+        for method, kind in (("Decode/Generate", "unary_stream"), ("Control/Abort", "unary_unary")):
+            error = await failure(getattr(channel, kind)(f"/ep_server.v1.{method}")(payload))
+            assert error.code() is Code.INVALID_ARGUMENT
+            size = f"'{len(payload)} bytes'"
+            assert error.details() == f"request = {size}: must be a message of the method's type"
+        assert [record for record in caplog.records if record.levelname == "ERROR"] == []
 
 
 class RefusingRanks(FakeRanks):
