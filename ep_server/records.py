@@ -26,6 +26,7 @@ class Sampling:
     """How a token is drawn. temperature 0 is greedy. top_k 0, top_p 1, min_p 0 mean "off".
 
     logit_bias: (token id, bias) pairs added to the logits before temperature.
+    allowed_token_ids: distinct ids, the only ones that may be drawn; empty = all.
     logprobs: number of top alternatives to report per token; None reports nothing, 0 the chosen token only.
     seed: of this request's own generator; None lets the front draw one, so a record on a rank always has it.
     """
@@ -40,6 +41,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
+    allowed_token_ids: tuple[int, ...] = ()
 
     @property
     def greedy(self) -> bool:

@@ -70,12 +70,15 @@ def build(proto: Any, prompt_ids: Sequence[int], model: ServedModel, limits: Lim
     _check("cache_salt", len(salt) <= MAX_CACHE_SALT, salt[:SHOWN], f"at most {MAX_CACHE_SALT} characters")
     dp_rank = proto.dp_rank if proto.HasField("dp_rank") else None
     _check("dp_rank", dp_rank is None or dp_rank < limits.num_ranks, dp_rank, f"0 to {limits.num_ranks - 1}")
+    sampling = _sampling(proto, model)
+    stopping = _stopping(proto.stopping, len(prompt_ids), model, limits)
+    _check_length(stopping, sampling, model)
     return Request(
         request_id=request_id(proto),
         number=0,
         prompt_ids=tuple(prompt_ids),
-        sampling=_sampling(proto, model),
-        stopping=_stopping(proto.stopping, len(prompt_ids), model, limits),
+        sampling=sampling,
+        stopping=stopping,
         priority=proto.priority,
         cache_salt=salt,
         bypass_prefix_cache=proto.bypass_prefix_cache,
@@ -142,6 +145,12 @@ def _sampling(proto: Any, model: ServedModel) -> Sampling:
     for token, value in bias:
         _check("sampling.logit_bias", token < model.vocab_size, token, f"ids 0 to {model.vocab_size - 1}")
         _check(f"sampling.logit_bias[{token}]", -100 <= value <= 100, value, "-100 to 100")
+    ids = given.allowed_token_ids
+    allowed = f"at most {model.vocab_size} ids"
+    _check("sampling.allowed_token_ids", len(ids) <= model.vocab_size, f"{len(ids)} ids", allowed)
+    highest = max(ids, default=0)
+    allowed = f"0 to {model.vocab_size - 1}"
+    _check("sampling.allowed_token_ids", highest < model.vocab_size, highest, allowed)
     top_n, wanted = proto.response.top_n, proto.response.output_logprobs
     _check("response.top_n", top_n <= MAX_TOP_N, top_n, f"0 to {MAX_TOP_N}")
     _check("response.top_n", wanted or top_n == 0, top_n, "0 unless output_logprobs is set")
@@ -157,6 +166,7 @@ def _sampling(proto: Any, model: ServedModel) -> Sampling:
         frequency_penalty=_number(given, default, "frequency_penalty"),
         logit_bias=bias,
         logprobs=top_n if wanted else None,
+        allowed_token_ids=tuple(sorted(set(ids))),
     )
 
 
@@ -185,9 +195,6 @@ def _stopping(given: Any, prompt: int, model: ServedModel, limits: Limits) -> St
     if strings and model.tokenizer is None:
         raise InvalidArgument("stopping.stop_strings", list(strings), "absent: this model has no tokenizer")
     eos = frozenset() if given.ignore_eos else model.eos_token_ids
-    allowed = "0 where every token of the vocabulary ends the output"
-    some_left = len(eos.union(tokens)) < model.vocab_size
-    _check("stopping.min_new_tokens", minimum == 0 or some_left, minimum, allowed)
     return Stopping(
         max_new_tokens=maximum,
         min_new_tokens=minimum,
@@ -196,6 +203,15 @@ def _stopping(given: Any, prompt: int, model: ServedModel, limits: Limits) -> St
         stop_strings=strings,
         include_stop=given.include_stop,
     )
+
+
+def _check_length(stopping: Stopping, sampling: Sampling, model: ServedModel) -> None:
+    """Something must be left to draw before min_new_tokens."""
+    drawable = sampling.allowed_token_ids or range(model.vocab_size)
+    ends = stopping.eos_token_ids | stopping.stop_token_ids
+    ok = stopping.min_new_tokens == 0 or any(token not in ends for token in drawable)
+    allowed = "0 where every token that may be drawn ends the output"
+    _check("stopping.min_new_tokens", ok, stopping.min_new_tokens, allowed)
 
 
 def _number(given: Any, default: Sampling, name: str) -> float:

@@ -2,7 +2,8 @@
 
 Knows requests by number and one row of logits each; nothing of how the batch was chosen, of text, or of
 stop rules beyond min_new_tokens. Order: penalties (repetition, then frequency and presence), logit bias,
-min_new_tokens mask, (log probabilities are read here), temperature, top-k, top-p, min-p, draw.
+masks (min_new_tokens, allowed_token_ids), (log probabilities are read here), temperature, top-k, top-p,
+min-p, draw.
 Shapes: N rows, V vocabulary.
 """
 
@@ -102,7 +103,7 @@ class Sampler:
         return [drawn.get(number, SampledToken(number, NO_TOKEN)) for number in numbers]
 
     def _edited(self, streams: Sequence[SamplingStream], logits: torch.Tensor) -> torch.Tensor:
-        """A float32 copy with penalties, bias and the min_new_tokens mask applied."""
+        """A float32 copy with penalties, bias and masks applied."""
         logits = logits.to(torch.float32, copy=True)
         counted = [(row, s.counts.ids, s.counts.counts) for row, s in enumerate(streams) if s.counts]
         if counted:
@@ -120,6 +121,9 @@ class Sampler:
         masked = [(row, s.stop_ids, s.banned) for row, s in enumerate(streams) if s.stops_masked]
         if masked:
             ops.add_bias(logits, ops.TokenList.of(masked, self.device))
+        for row, stream in enumerate(streams):
+            if stream.disallowed is not None:  # added, not filled in: NaN stays NaN
+                logits[row] += stream.disallowed.to(self.device)
         return logits
 
     def _draw(

@@ -59,6 +59,7 @@ def add_message(request: Request, work_number: int) -> pb.ToRank:
                     bias_token_ids=[token_id for token_id, _ in s.logit_bias],
                     bias_values=[bias for _, bias in s.logit_bias],
                     logprobs=s.logprobs,
+                    allowed_token_ids=s.allowed_token_ids,
                 ),
                 stopping=pb.Stopping(
                     max_new_tokens=t.max_new_tokens,
@@ -95,6 +96,7 @@ def request_of(wire: pb.Request) -> Request:
             frequency_penalty=s.frequency_penalty,
             logit_bias=tuple(zip(s.bias_token_ids, s.bias_values, strict=True)),
             logprobs=s.logprobs if s.HasField("logprobs") else None,
+            allowed_token_ids=tuple(s.allowed_token_ids),
         ),
         stopping=Stopping(
             max_new_tokens=t.max_new_tokens,

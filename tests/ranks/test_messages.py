@@ -40,6 +40,7 @@ samplings = st.builds(
     frequency_penalty=reals,
     logit_bias=st.lists(st.tuples(ids, reals), max_size=4).map(tuple),
     logprobs=st.none() | st.integers(0, 20),
+    allowed_token_ids=st.lists(ids, max_size=4, unique=True).map(tuple),
 )
 stoppings = st.builds(
     Stopping,

@@ -198,6 +198,7 @@ async def test_every_field_reaches_the_rank() -> None:
             **{"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "seed": 2**64 - 1},
             **{"repetition_penalty": 1.1, "presence_penalty": -0.5, "frequency_penalty": 2.0},
             logit_bias={3: -100.0, 1: 1.5},
+            allowed_token_ids=[9, 3, 9],
             **{"max_new_tokens": 3, "min_new_tokens": 1, "stop_token_ids": [200], "stop_strings": ["x"]},
             **{
                 "priority": -3,
@@ -213,6 +214,7 @@ async def test_every_field_reaches_the_rank() -> None:
         assert sampling.seed == 2**64 - 1
         assert (sampling.repetition_penalty, sampling.presence_penalty) == (1.1, -0.5)
         assert sampling.frequency_penalty == 2.0 and sampling.logit_bias == ((1, 1.5), (3, -100.0))
+        assert sampling.allowed_token_ids == (3, 9)
         assert (stopping.max_new_tokens, stopping.min_new_tokens) == (3, 1)
         assert stopping.stop_token_ids == {200} and stopping.eos_token_ids == {EOS}
         assert (request.priority, request.dp_rank, request.cache_salt) == (-3, 2, "s")
