@@ -49,7 +49,8 @@ class ServedModel:
             name=config.name or directory.resolve().name,
             vocab_size=spec.vocab_size,
             max_context=context_limit(spec, config.max_context),
-            eos_token_ids=frozenset(spec.eos_token_ids),
+            # Ids beyond the vocabulary, which some checkpoints list, are never drawn.
+            eos_token_ids=frozenset(token for token in spec.eos_token_ids if token < spec.vocab_size),
             defaults=_defaults(directory / "generation_config.json"),
             tokenizer=Tokenizer.load(directory),
             architecture=spec.family,
