@@ -34,7 +34,9 @@ async def test_generate_streams_text(capfd: pytest.CaptureFixture[str]) -> None:
         out, err = capfd.readouterr()
         assert out == "né😀 \n"
         assert re.fullmatch(
-            r"5 prompt tokens \(0 cached\), 10 output, first after [\d.]+ s, then [\d.]+ tokens/s\n", err
+            r"5 prompt tokens \(0 cached\), 10 output, first after [\d.]+ s \([\d.]+ s queued\), "
+            r"then [\d.]+ tokens/s\n",
+            err,
         )
         (request,) = served.ranks.requests.values()
         assert request.prompt_ids == tuple(b"hello") and request.sampling.seed == 3
