@@ -122,6 +122,7 @@ class Delivery:
         if flight.output_tokens == 0:
             flight.state = advance(flight.state, Event.ADMIT, flight.request.request_id)
             flight.first_at, flight.cached_tokens = now, event.cached_tokens
+            flight.queued = event.queued_ns / 1e9
             self._flights.started(flight)
             self._observer.on_first_token(now - flight.admitted_at)
         else:

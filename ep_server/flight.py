@@ -46,6 +46,7 @@ class Flight:
     first_at: float = 0.0
     last_at: float = 0.0
     max_gap: float = 0.0
+    queued: float = 0.0  # on its rank, before it ran
 
     def text_of(self, event: TokenEvent) -> tuple[str, str | None]:
         """(certain text, stop string found or None) after this token."""
@@ -66,6 +67,7 @@ class Flight:
             first_token_seconds=self.first_at - self.admitted_at,
             total_seconds=self.last_at - self.admitted_at,
             max_gap_seconds=self.max_gap,
+            queued_seconds=min(self.queued, self.first_at - self.admitted_at),  # two processes, two clocks
         )
 
     def summary(self, status: str, reason: str, now: float) -> RequestSummary:

@@ -126,6 +126,7 @@ class TokenEvent:
     """A token for the stream of a request; `finish` is set on its last one.
 
     cached_tokens: prompt tokens taken from the prefix cache (meaningful on the first event).
+    queued_ns: on the first event, from arrival at the rank to the plan of the first step that ran it; else 0.
     """
 
     number: int
@@ -134,6 +135,7 @@ class TokenEvent:
     top: tuple[tuple[int, float], ...] = ()
     finish: FinishReason | None = None
     cached_tokens: int = 0
+    queued_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,6 +112,8 @@ def _finished(completion: Completion, prompt_tokens: int) -> Any:
             first_token_seconds=completion.first_token_seconds,
             total_seconds=completion.total_seconds,
             max_token_gap_seconds=completion.max_gap_seconds,
+            queued_seconds=completion.queued_seconds,
+            prefill_seconds=completion.first_token_seconds - completion.queued_seconds,
         ),
     )
     if isinstance(completion.match, str):

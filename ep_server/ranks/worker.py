@@ -83,6 +83,7 @@ class RankWorker:
         verdict = self._vote(batch)
         voted = self._clock()
         if verdict.run:
+            self._meter.began(batch, planned)
             sampled = self._runner.run(batch, verdict.micro_batches)
             ran = self._clock()
             self._publish(self._scheduler.commit(batch, sampled))
@@ -145,7 +146,7 @@ class RankWorker:
 
     def _publish(self, events: Sequence[TokenEvent]) -> None:
         if events:
-            self._send(tokens_message(events))
+            self._send(tokens_message(self._meter.with_queue_times(events)))
             for event in events:
                 if event.finish is not None:
                     self._forget(event.number)

@@ -190,11 +190,15 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., cached_tokens: _Optional[int] = ..., output_tokens: _Optional[int] = ...) -> None: ...
 
 class Timings(_message.Message):
-    __slots__ = ("first_token_seconds", "total_seconds", "max_token_gap_seconds")
+    __slots__ = ("first_token_seconds", "total_seconds", "max_token_gap_seconds", "queued_seconds", "prefill_seconds")
     FIRST_TOKEN_SECONDS_FIELD_NUMBER: _ClassVar[int]
     TOTAL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     MAX_TOKEN_GAP_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    QUEUED_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PREFILL_SECONDS_FIELD_NUMBER: _ClassVar[int]
     first_token_seconds: float
     total_seconds: float
     max_token_gap_seconds: float
-    def __init__(self, first_token_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ..., max_token_gap_seconds: _Optional[float] = ...) -> None: ...
+    queued_seconds: float
+    prefill_seconds: float
+    def __init__(self, first_token_seconds: _Optional[float] = ..., total_seconds: _Optional[float] = ..., max_token_gap_seconds: _Optional[float] = ..., queued_seconds: _Optional[float] = ..., prefill_seconds: _Optional[float] = ...) -> None: ...

@@ -71,6 +71,7 @@ events = st.builds(
     top=st.lists(st.tuples(ids, logprobs), max_size=3).map(tuple),
     finish=st.none() | st.sampled_from(FinishReason),
     cached_tokens=ids,
+    queued_ns=counts,
 )
 statistics = st.builds(
     RankStatistics,

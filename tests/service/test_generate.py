@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from ep_server.ranks.fake import FakeRanks, scripted
+from ep_server.ranks.fake import LATENCY_NS, FakeRanks, scripted
 from ep_server.ranks.messages import add_message, request_of
 from ep_server.v1 import decode_pb2 as pb
 from tests.harness.tokenizers import EOS
@@ -29,6 +29,9 @@ async def test_token_ids_in_token_ids_out() -> None:
         assert finished.usage == pb.Usage(prompt_tokens=3, output_tokens=4)
         assert 0 < finished.timings.first_token_seconds <= finished.timings.total_seconds
         assert finished.timings.max_token_gap_seconds > 0
+        assert finished.timings.queued_seconds == pytest.approx(LATENCY_NS / 1e9)
+        parts = finished.timings.queued_seconds + finished.timings.prefill_seconds
+        assert parts == pytest.approx(finished.timings.first_token_seconds)
         await served.idle()
         (summary,) = served.heard.finished
         assert (summary.status, summary.reason, summary.output_tokens) == ("OK", "length", 4)
