@@ -157,7 +157,7 @@ class Engine:
         stream = TokenStream(
             self.settings.stream_buffer, submission.stream_interval, lambda: self._on_stream_closed(flight)
         )
-        flight = Flight(request, rank, submission.text, stream, now)
+        flight = Flight(request, rank, submission.text, stream, now, submission.traceparent)
         self._ranks.submit(rank, request)  # before anything is counted: what it raises leaves nothing behind
         if submission.timeout is not None:
             flight.deadline = now + submission.timeout

@@ -19,13 +19,14 @@ from ep_server.text import OutputText
 class Submission:
     """What the service hands to the engine. timeout: seconds until DEADLINE_EXCEEDED, None = never.
 
-    text: None where the caller wants no text and gave no stop strings.
+    text: None where the caller wants no text and gave no stop strings. traceparent: for the log, "" = none.
     """
 
     request: Request
     text: OutputText | None = None
     stream_interval: int = 1
     timeout: float | None = None
+    traceparent: str = ""
 
 
 @dataclass(slots=True)
@@ -37,6 +38,7 @@ class Flight:
     text: OutputText | None
     stream: TokenStream
     admitted_at: float
+    traceparent: str = ""
     state: State = State.QUEUED
     timer: asyncio.TimerHandle | None = None
     deadline: float | None = None

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ep_server import ranges
+from ep_server.call_metadata import PRIORITY_KEY, RANK_KEY, CallMetadata, agreed
 from ep_server.errors import ContextLengthExceeded, InvalidArgument, NotFound
 from ep_server.records import Request, Sampling, Stopping
 from ep_server.served_model import ServedModel
@@ -58,7 +59,9 @@ def request_id(proto: Any) -> str:
     return given
 
 
-def build(proto: Any, prompt_ids: Sequence[int], model: ServedModel, limits: Limits) -> Request:
+def build(
+    proto: Any, metadata: CallMetadata, prompt_ids: Sequence[int], model: ServedModel, limits: Limits
+) -> Request:
     """The validated request; its number is given by the engine.
 
     Raises: InvalidArgument, ContextLengthExceeded, NotFound.
@@ -68,8 +71,10 @@ def build(proto: Any, prompt_ids: Sequence[int], model: ServedModel, limits: Lim
     _check_prompt(proto, prompt_ids, model)
     salt = proto.cache_salt
     _check("cache_salt", len(salt) <= MAX_CACHE_SALT, salt[:SHOWN], f"at most {MAX_CACHE_SALT} characters")
-    dp_rank = proto.dp_rank if proto.HasField("dp_rank") else None
-    _check("dp_rank", dp_rank is None or dp_rank < limits.num_ranks, dp_rank, f"0 to {limits.num_ranks - 1}")
+    given = proto.dp_rank if proto.HasField("dp_rank") else None
+    dp_rank = agreed(RANK_KEY, metadata.dp_rank, given)
+    name = RANK_KEY if given is None else "dp_rank"
+    _check(name, dp_rank is None or dp_rank < limits.num_ranks, dp_rank, f"0 to {limits.num_ranks - 1}")
     sampling = _sampling(proto, model)
     stopping = _stopping(proto.stopping, len(prompt_ids), model, limits)
     _check_length(stopping, sampling, model)
@@ -79,7 +84,7 @@ def build(proto: Any, prompt_ids: Sequence[int], model: ServedModel, limits: Lim
         prompt_ids=tuple(prompt_ids),
         sampling=sampling,
         stopping=stopping,
-        priority=proto.priority,
+        priority=agreed(PRIORITY_KEY, metadata.priority, proto.priority or None) or 0,
         cache_salt=salt,
         bypass_prefix_cache=proto.bypass_prefix_cache,
         dp_rank=dp_rank,
