@@ -29,7 +29,7 @@ check: $(STAMP)  ## lint, types, format
 format: $(STAMP)  ## rewrite the sources in the project's format
 	$(BIN)/ruff check --fix ep_server tests benchmarks scripts setup.py
 	$(BIN)/ruff format ep_server tests benchmarks scripts setup.py
-	find csrc -name '*.cpp' -o -name '*.hpp' | xargs $(BIN)/clang-format -i
+	find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.inc' | xargs $(BIN)/clang-format -i
 
 protos: $(STAMP)  ## regenerate ep_server/v1 from protos/
 	scripts/protos

@@ -131,7 +131,7 @@ setup(
         "prometheus-client>=0.21",
         "safetensors>=0.5",
         "tokenizers>=0.21",
-        "numpy>=1.26",
+        "numpy>=1.26",  # torch looks for it on import and warns on every rank's stderr where it is not
         "typer>=0.15",
         "rich>=13",
     ],

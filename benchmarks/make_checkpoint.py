@@ -1,7 +1,8 @@
 """Writes a random Qwen3-MoE checkpoint of a given shape with transformers. Knows nothing of the server.
 
 The default shape is that of bench_decode.py: 114 M parameters, of which a token reads 22 M (44 MB in
-bfloat16). Weights are scaled so that greedy output is varied and top-2 margins are far above rounding.
+bfloat16). Weights are scaled so that greedy output is varied and top-2 margins are far above the rounding
+of float32.
 """
 
 from __future__ import annotations

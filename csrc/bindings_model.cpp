@@ -28,6 +28,7 @@ class Compute {
   void linear(const LinearParams& p) { kernels_.linear(p, pool_); }
   void expert_ffn(const ExpertFfnParams& p) { kernels_.expert_ffn(p, pool_); }
   void attention(const AttentionParams& p) { kernels_.attention(p, pool_); }
+  void norm(const NormParams& p) { kernels_.norm(p, pool_); }
 
  private:
   const Kernels& kernels_;
@@ -142,5 +143,21 @@ void bind_model(py::module_& m) {
           py::call_guard<py::gil_scoped_release>(), arg("bfloat16"), arg("q"), arg("rows"), arg("q_stride"),
           arg("heads"), arg("kv_heads"), arg("k_dim"), arg("v_dim"), arg("k"), arg("v"), arg("blocks"),
           arg("blocks_stride"), arg("block_size"), arg("sequence"), arg("positions"), arg("window"),
-          arg("scale"), arg("out"));
+          arg("scale"), arg("out"))
+      .def(
+          "norm",
+          [](Compute& self, bool bfloat16, uintptr_t x, int64_t rows, int64_t x_stride, int64_t groups,
+             int64_t dim, uintptr_t weight, float eps, uintptr_t out) {
+            self.norm({.type = dtype_of(bfloat16),
+                       .x = at<const void>(x),
+                       .rows = rows,
+                       .x_stride = x_stride,
+                       .groups = groups,
+                       .dim = dim,
+                       .weight = at<const void>(weight),
+                       .eps = eps,
+                       .out = at<void>(out)});
+          },
+          py::call_guard<py::gil_scoped_release>(), arg("bfloat16"), arg("x"), arg("rows"), arg("x_stride"),
+          arg("groups"), arg("dim"), arg("weight"), arg("eps"), arg("out"));
 }

@@ -246,3 +246,15 @@ class Compute:
         scale: float,
         out: int,
     ) -> None: ...
+    def norm(
+        self,
+        bfloat16: bool,
+        x: int,
+        rows: int,
+        x_stride: int,
+        groups: int,
+        dim: int,
+        weight: int,
+        eps: float,
+        out: int,
+    ) -> None: ...

@@ -12,6 +12,7 @@ from prometheus_client import CollectorRegistry
 import ep_server
 from ep_server.config import Config
 from ep_server.metrics import MetricsEndpoint, ServerMetrics
+from ep_server.ranks.launcher import RankProcesses
 from ep_server.ranks.protocol import Ranks
 from ep_server.served_model import ServedModel
 from ep_server.server import Progress, Server
@@ -39,7 +40,7 @@ async def assemble(config: Config, ranks: Ranks | None = None) -> AsyncIterator[
     metrics = ServerMetrics(registry, model=model.name, version=ep_server.__version__)
     endpoint = MetricsEndpoint(config.metrics, registry) if config.metrics.enabled else None
     try:
-        server = Server(config, model, ranks or _processes(config), metrics)
+        server = Server(config, model, ranks or RankProcesses(config), metrics)
         yield App(server, model, endpoint.url if endpoint is not None else "")
     finally:
         if endpoint is not None:
@@ -54,9 +55,3 @@ def run(config: Config, progress: Progress, on_serving: Callable[[App], None]) -
             return await app.server.run(progress, lambda: on_serving(app))
 
     return uvloop.run(serve())
-
-
-def _processes(config: Config) -> Ranks:
-    from ep_server.ranks.launcher import RankProcesses
-
-    return RankProcesses(config)

@@ -50,5 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _status(error: grpc.RpcError) -> str:
-    """Status and details; the calls of both clients raise errors that are calls."""
-    return f"{error.code().name}: {error.details()}" if isinstance(error, grpc.Call) else str(error)
+    """Status and details, of either client's error, in one line."""
+    if isinstance(error, (grpc.Call, grpc.aio.AioRpcError)):
+        return f"{error.code().name}: {error.details()}"
+    return str(error)

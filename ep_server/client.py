@@ -15,9 +15,11 @@ from types import TracebackType
 from typing import Any, Self
 
 import grpc
+from google.protobuf.descriptor import FieldDescriptor
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from ep_server.errors import InvalidArgument
 from ep_server.v1 import control_pb2, control_pb2_grpc, decode_pb2, decode_pb2_grpc
 
 _PARTS: dict[str, str] = {
@@ -29,6 +31,16 @@ _PARTS: dict[str, str] = {
     )
     for name in message.DESCRIPTOR.fields_by_name
 }
+# What a field can carry at all, by its type on the wire.
+_CARRIED: dict[int, str] = {
+    FieldDescriptor.CPPTYPE_UINT32: f"whole numbers, 0 to {2**32 - 1}",
+    FieldDescriptor.CPPTYPE_UINT64: f"whole numbers, 0 to {2**64 - 1}",
+    FieldDescriptor.CPPTYPE_INT32: f"whole numbers, {-(2**31)} to {2**31 - 1}",
+    FieldDescriptor.CPPTYPE_DOUBLE: "a number",
+    FieldDescriptor.CPPTYPE_STRING: "valid UTF-8 text",
+    FieldDescriptor.CPPTYPE_BOOL: "true or false",
+}
+SHOWN = 80  # characters of a value that an error message repeats
 _OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
@@ -84,27 +96,37 @@ class Output:
 def generate_request(prompt: str | Sequence[int], **fields: Any) -> Any:
     """A GenerateRequest. fields: flat names of decode.proto; None means "not given".
 
-    Raises: TypeError for a name that the contract does not have.
+    Raises: TypeError for a name that the contract does not have, InvalidArgument for a value that the field
+        cannot carry; other bad values are the server's to refuse.
     """
     request = decode_pb2.GenerateRequest()
     if isinstance(prompt, str):
-        request.text = prompt
+        _set(request, "text", prompt)
     else:
         request.token_ids.SetInParent()
-        request.token_ids.ids.extend(prompt)
+        _set(request.token_ids, "ids", list(prompt))
     for name, value in fields.items():
         if value is None:
             continue
         message = getattr(request, _PARTS[name]) if name in _PARTS else request
         if name not in message.DESCRIPTOR.fields_by_name:
             raise TypeError(f"{name!r} is no field of a request")
+        _set(message, name, value)
+    return request
+
+
+def _set(message: Any, name: str, value: Any) -> None:
+    try:
         if isinstance(value, dict):
             getattr(message, name).update(value)
         elif isinstance(value, (list, tuple)):
             getattr(message, name).extend(value)
         else:
             setattr(message, name, value)
-    return request
+    except (TypeError, ValueError, AttributeError):
+        field = message.DESCRIPTOR.fields_by_name[name]
+        shown = value if len(repr(value)) <= SHOWN else f"{repr(value)[:SHOWN]}..."
+        raise InvalidArgument(name, shown, _CARRIED.get(field.cpp_type, "as in decode.proto")) from None
 
 
 class AsyncClient:

@@ -8,6 +8,7 @@ blocks (room is free). Every end is one event of the lifecycle table.
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Sequence
 
 from ep_server.errors import (
@@ -20,10 +21,12 @@ from ep_server.errors import (
 )
 from ep_server.flight import Flight
 from ep_server.flights import FlightTable
-from ep_server.observer import EngineObserver
+from ep_server.observer import EngineObserver, RequestSummary
 from ep_server.ranks.protocol import Ranks
 from ep_server.records import FinishReason, RankStatistics, TokenEvent
 from ep_server.scheduler.lifecycle import Event, advance
+
+log = logging.getLogger(__name__)
 
 # A call's own deadline cancels it a moment before the same deadline of the request passes.
 DEADLINE_SLACK_SECONDS = 0.05
@@ -122,6 +125,7 @@ class Delivery:
         if flight.output_tokens == 0:
             flight.state = advance(flight.state, Event.ADMIT, flight.request.request_id)
             flight.first_at, flight.cached_tokens = now, event.cached_tokens
+            flight.queued = event.queued_ns / 1e9
             self._flights.started(flight)
             self._observer.on_first_token(now - flight.admitted_at)
         else:
@@ -157,7 +161,9 @@ class Delivery:
         if flight.timer is not None:
             flight.timer.cancel()
             flight.timer = None
-        self._observer.on_finished(flight.summary(status, reason, self._clock()))
+        summary = flight.summary(status, reason, self._clock())
+        self._observer.on_finished(summary)
+        _log(flight, summary)
 
     def _leave_rank(self, flight: Flight, *, at_rank: bool) -> None:
         """The rank's half: over already, or asked for and answered by on_freed."""
@@ -174,3 +180,19 @@ class Delivery:
         self._on_room(now)
         if flight.cancelled_at is not None:
             self._observer.on_freed(now - flight.cancelled_at)
+
+
+def _log(flight: Flight, summary: RequestSummary) -> None:
+    """The line of a request that ended: always of one that is traced, of the others on demand."""
+    log.log(
+        logging.INFO if flight.traceparent else logging.DEBUG,
+        "request %s: %s %s, %d prompt and %d output tokens in %.3f s, rank %d, traceparent %s",
+        flight.request.request_id,
+        summary.status,
+        summary.reason or "-",
+        summary.prompt_tokens,
+        summary.output_tokens,
+        summary.seconds,
+        flight.rank,
+        flight.traceparent or "-",
+    )

@@ -22,9 +22,10 @@ from rich.console import Console
 from ep_server.app import App, assemble
 from ep_server.client import AsyncClient
 from ep_server.config import Config
-from ep_server.demo_report import Answer, Bars, answer_line, latency_table, speed_line
+from ep_server.demo_report import Answer, Output, answer_line, latency_table, speed_line
 from ep_server.errors import StartupError
 from ep_server.metrics import PREFIX
+from ep_server.progress import Bars
 from ep_server.server import Server
 from ep_server.sums import Sum, draw_held_out
 
@@ -51,7 +52,7 @@ def main(options: DemoOptions | None = None, console: Console | None = None) -> 
     Returns: exit status; 0 if every sum is right and the server stopped cleanly, 1 if not.
     Raises: StartupError; grpc.RpcError where a request fails.
     """
-    return uvloop.run(_demo(options or DemoOptions(), console or Console(highlight=False)))
+    return uvloop.run(_demo(options or DemoOptions(), console or Output()))
 
 
 async def _demo(options: DemoOptions, console: Console) -> int:
@@ -100,7 +101,7 @@ async def _show(app: App, sums: list[Sum], console: Console) -> list[Answer]:
 async def _running(server: Server, console: Console) -> AsyncIterator[asyncio.Task[int]]:
     """Runs the server from warm-up to a clean stop. Yields its task. Raises: StartupError."""
     serving = asyncio.Event()
-    with Bars(console) as bars:
+    with Bars(console, console.print) as bars:
         life = asyncio.create_task(server.run(bars.loading, serving.set))
         came_up = asyncio.create_task(serving.wait())
         await asyncio.wait((life, came_up), return_when=asyncio.FIRST_COMPLETED)
@@ -119,7 +120,7 @@ async def _running(server: Server, console: Console) -> AsyncIterator[asyncio.Ta
 async def _ask(client: AsyncClient, sums: list[Sum], console: Console) -> list[Answer]:
     """Asks all at once; prints each answer as it comes."""
     answers: list[Answer] = []
-    with Bars(console) as bars:
+    with Bars(console, console.print) as bars:
 
         async def ask(each: Sum) -> None:
             output = await client.complete(

@@ -1,17 +1,18 @@
-"""How the demo shows things: loading, answers, latencies. On a terminal with bars, elsewhere as plain lines.
+"""How the demo shows things: answers, speed, latencies.
 
 Knows rich and records of the demo; starts and asks nothing. Units: seconds, tokens.
 """
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from types import TracebackType
-from typing import Any, Self
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
@@ -37,45 +38,17 @@ class Answer:
         return parse_answer(self.text) == self.sum.answer
 
 
-class Bars:
-    """Named bars below the lines that are printed; without a terminal, a line whenever one is full."""
+class Output(Console):
+    """Standard output. Its reader may leave (`| head`): what follows is shown to nobody, and is no error."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._progress = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeElapsedColumn(),
-            console=console,
-            transient=True,
-            disable=not console.is_terminal,
-        )
-        self._tasks: dict[str, TaskID] = {}
-        self._full: set[str] = set()
+    def __init__(self) -> None:
+        super().__init__(highlight=False)
 
-    def __enter__(self) -> Self:
-        self._progress.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._progress.stop()
-
-    def show(self, name: str, done: int, total: int) -> None:
-        """Sets one bar; the first call with a name adds it."""
-        if name not in self._tasks:
-            self._tasks[name] = self._progress.add_task(name, total=total)
-        self._progress.update(self._tasks[name], completed=done, total=total)
-        if done >= total and name not in self._full:
-            self._full.add(name)
-            if not self._console.is_terminal:
-                self._console.print(f"{name}: {done}/{total}")
-
-    def loading(self, rank: int, stage: str, done: int, total: int) -> None:
-        """The progress callback of a starting server."""
-        self.show(f"rank {rank} {stage}", done, total)
+    def on_broken_pipe(self) -> None:
+        """Where rich would end the program, in the middle of a callback."""
+        self.quiet = True
+        with Path(os.devnull).open("wb") as nowhere:  # for what is still buffered
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
 
 
 def answer_line(answer: Answer) -> Text:

@@ -5,6 +5,7 @@ Whatever cannot be bound or read is a ConfigError that names the field.
 
 from __future__ import annotations
 
+import errno
 import socket
 import ssl
 from pathlib import Path
@@ -60,6 +61,8 @@ def _check_free(config: GrpcConfig) -> None:
         try:
             probe.bind(address)
         except OSError as error:
+            if error.errno == errno.EADDRNOTAVAIL:
+                raise ConfigError("grpc.host", config.host, "an address of this host") from error
             allowed = f"a port of {config.host} this process may bind ({_reason(error)})"
             raise ConfigError("grpc.port", config.port, allowed) from error
 

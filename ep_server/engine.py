@@ -157,7 +157,8 @@ class Engine:
         stream = TokenStream(
             self.settings.stream_buffer, submission.stream_interval, lambda: self._on_stream_closed(flight)
         )
-        flight = Flight(request, rank, submission.text, stream, now)
+        flight = Flight(request, rank, submission.text, stream, now, submission.traceparent)
+        self._ranks.submit(rank, request)  # before anything is counted: what it raises leaves nothing behind
         if submission.timeout is not None:
             flight.deadline = now + submission.timeout
             loop = asyncio.get_running_loop()
@@ -167,7 +168,6 @@ class Engine:
         self._open_streams += 1
         self._no_streams.clear()
         self._observer.on_admitted(len(request.prompt_ids))
-        self._ranks.submit(rank, request)
         self._delivery.tell_load()
         return request, stream
 

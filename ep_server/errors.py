@@ -35,6 +35,16 @@ class EpServerError(Exception):
 
     status: ClassVar[str] = "INTERNAL"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exception would call the constructor with the message alone; some take more.
+        return _unpickled, (type(self), self.args, self.__dict__)
+
+
+def _unpickled(cls: type[EpServerError], args: tuple[Any, ...], attributes: dict[str, Any]) -> EpServerError:
+    error = cls.__new__(cls, *args)
+    error.__dict__.update(attributes)
+    return error
+
 
 class RequestError(EpServerError):
     """The caller can mend it; the server is healthy."""

@@ -19,13 +19,14 @@ from ep_server.text import OutputText
 class Submission:
     """What the service hands to the engine. timeout: seconds until DEADLINE_EXCEEDED, None = never.
 
-    text: None where the caller wants no text and gave no stop strings.
+    text: None where the caller wants no text and gave no stop strings. traceparent: for the log, "" = none.
     """
 
     request: Request
     text: OutputText | None = None
     stream_interval: int = 1
     timeout: float | None = None
+    traceparent: str = ""
 
 
 @dataclass(slots=True)
@@ -37,6 +38,7 @@ class Flight:
     text: OutputText | None
     stream: TokenStream
     admitted_at: float
+    traceparent: str = ""
     state: State = State.QUEUED
     timer: asyncio.TimerHandle | None = None
     deadline: float | None = None
@@ -46,6 +48,7 @@ class Flight:
     first_at: float = 0.0
     last_at: float = 0.0
     max_gap: float = 0.0
+    queued: float = 0.0  # on its rank, before it ran
 
     def text_of(self, event: TokenEvent) -> tuple[str, str | None]:
         """(certain text, stop string found or None) after this token."""
@@ -66,6 +69,7 @@ class Flight:
             first_token_seconds=self.first_at - self.admitted_at,
             total_seconds=self.last_at - self.admitted_at,
             max_gap_seconds=self.max_gap,
+            queued_seconds=min(self.queued, self.first_at - self.admitted_at),  # two processes, two clocks
         )
 
     def summary(self, status: str, reason: str, now: float) -> RequestSummary:

@@ -13,9 +13,18 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
+from google.protobuf.message import DecodeError
 from grpc import aio
 
-from ep_server.errors import ConfigError, EpServerError, FieldError, InternalError, QueueFull, Unauthenticated
+from ep_server.errors import (
+    ConfigError,
+    EpServerError,
+    FieldError,
+    InternalError,
+    InvalidArgument,
+    QueueFull,
+    Unauthenticated,
+)
 
 log = logging.getLogger(__name__)
 
@@ -33,7 +42,10 @@ _KINDS: dict[tuple[bool, bool], tuple[str, Any]] = {
 
 
 class ErrorInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unused-ignore]
-    """Maps EpServerError to its status. Anything else is a bug: INTERNAL, with the traceback in the log."""
+    """Maps EpServerError to its status. Anything else is a bug: INTERNAL, with the traceback in the log.
+
+    Single requests are decoded here and not by gRPC, which would log bytes of no message as a bug.
+    """
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
         """Guards the handler; streams must be async generators."""
@@ -43,7 +55,7 @@ class ErrorInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg, misc, u
         def guard_unary(behaviour: Unary) -> Unary:
             async def guarded(request: Any, context: Any) -> Any:
                 try:
-                    return await behaviour(request, context)
+                    return await behaviour(_decoded(handler, request), context)
                 except Exception as error:
                     await _abort(method, context, error)
 
@@ -52,14 +64,14 @@ class ErrorInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg, misc, u
         def guard_stream(behaviour: Stream) -> Stream:
             async def guarded(request: Any, context: Any) -> AsyncIterator[Any]:
                 try:
-                    async for response in behaviour(request, context):
+                    async for response in behaviour(_decoded(handler, request), context):
                         yield response
                 except Exception as error:
                     await _abort(method, context, error)
 
             return guarded
 
-        return None if handler is None else _rebuild(handler, guard_unary, guard_stream)
+        return None if handler is None else _rebuild(handler, guard_unary, guard_stream, decode=False)
 
 
 class AuthInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unused-ignore]
@@ -130,11 +142,29 @@ class TokenFile:
         self._digests = [hashlib.sha256(token.encode()).digest() for token in tokens]
 
 
-def _rebuild(handler: Any, unary: Callable[[Unary], Unary], stream: Callable[[Stream], Stream]) -> Any:
+def _decoded(handler: Any, request: Any) -> Any:
+    """The message in the bytes of a single request. Raises: InvalidArgument."""
+    if handler.request_streaming:
+        return request
+    try:
+        return handler.request_deserializer(request)
+    except DecodeError:
+        raise InvalidArgument("request", f"{len(request)} bytes", "a message of the method's type") from None
+
+
+def _rebuild(
+    handler: Any,
+    unary: Callable[[Unary], Unary],
+    stream: Callable[[Stream], Stream],
+    *,
+    decode: bool = True,
+) -> Any:
+    """decode: gRPC decodes single requests; else the behaviour gets their bytes."""
     name, construct = _KINDS[handler.request_streaming, handler.response_streaming]
     wrap: Any = stream if handler.response_streaming else unary
     behaviour = wrap(getattr(handler, name))
-    return construct(behaviour, handler.request_deserializer, handler.response_serializer)
+    decoder = handler.request_deserializer if decode or handler.request_streaming else None
+    return construct(behaviour, decoder, handler.response_serializer)
 
 
 async def _abort(method: str, context: Any, error: Exception) -> NoReturn:

@@ -29,7 +29,7 @@ SAMPLING = {
     "top_k": Range(0),
     "top_p": Range(0, 1, closed=False),
     "min_p": Range(0, 1),
-    "repetition_penalty": Range(0, closed=False),
+    "repetition_penalty": Range(0.01, 100),  # beyond, a logit times it leaves float32
     "presence_penalty": Range(-2, 2),
     "frequency_penalty": Range(-2, 2),
 }

@@ -26,6 +26,7 @@ class Sampling:
     """How a token is drawn. temperature 0 is greedy. top_k 0, top_p 1, min_p 0 mean "off".
 
     logit_bias: (token id, bias) pairs added to the logits before temperature.
+    allowed_token_ids: distinct ids, the only ones that may be drawn; empty = all.
     logprobs: number of top alternatives to report per token; None reports nothing, 0 the chosen token only.
     seed: of this request's own generator; None lets the front draw one, so a record on a rank always has it.
     """
@@ -40,6 +41,7 @@ class Sampling:
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
+    allowed_token_ids: tuple[int, ...] = ()
 
     @property
     def greedy(self) -> bool:
@@ -101,16 +103,15 @@ class StepBatch:
     slices: tuple[SeqSlice, ...]
     num_tokens: int
 
-    @property
-    def num_sampled(self) -> int:
-        """How many slices draw a token."""
-        return sum(s.sample for s in self.slices)
+
+NO_TOKEN = -1  # the logits of a row held NaN or infinity
 
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
     """One drawn token. logprob is natural log after penalties and bias, before temperature and filters.
 
+    token_id: NO_TOKEN if none could be drawn; the request then fails.
     top: (token id, logprob), best first, as many as the request asked for.
     """
 
@@ -125,6 +126,7 @@ class TokenEvent:
     """A token for the stream of a request; `finish` is set on its last one.
 
     cached_tokens: prompt tokens taken from the prefix cache (meaningful on the first event).
+    queued_ns: on the first event, from arrival at the rank to the plan of the first step that ran it; else 0.
     """
 
     number: int
@@ -133,6 +135,7 @@ class TokenEvent:
     top: tuple[tuple[int, float], ...] = ()
     finish: FinishReason | None = None
     cached_tokens: int = 0
+    queued_ns: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ep_server import ranges
+from ep_server.call_metadata import PRIORITY_KEY, RANK_KEY, CallMetadata, agreed
 from ep_server.errors import ContextLengthExceeded, InvalidArgument, NotFound
 from ep_server.records import Request, Sampling, Stopping
 from ep_server.served_model import ServedModel
@@ -58,7 +59,9 @@ def request_id(proto: Any) -> str:
     return given
 
 
-def build(proto: Any, prompt_ids: Sequence[int], model: ServedModel, limits: Limits) -> Request:
+def build(
+    proto: Any, metadata: CallMetadata, prompt_ids: Sequence[int], model: ServedModel, limits: Limits
+) -> Request:
     """The validated request; its number is given by the engine.
 
     Raises: InvalidArgument, ContextLengthExceeded, NotFound.
@@ -68,15 +71,20 @@ def build(proto: Any, prompt_ids: Sequence[int], model: ServedModel, limits: Lim
     _check_prompt(proto, prompt_ids, model)
     salt = proto.cache_salt
     _check("cache_salt", len(salt) <= MAX_CACHE_SALT, salt[:SHOWN], f"at most {MAX_CACHE_SALT} characters")
-    dp_rank = proto.dp_rank if proto.HasField("dp_rank") else None
-    _check("dp_rank", dp_rank is None or dp_rank < limits.num_ranks, dp_rank, f"0 to {limits.num_ranks - 1}")
+    given = proto.dp_rank if proto.HasField("dp_rank") else None
+    dp_rank = agreed(RANK_KEY, metadata.dp_rank, given)
+    name = RANK_KEY if given is None else "dp_rank"
+    _check(name, dp_rank is None or dp_rank < limits.num_ranks, dp_rank, f"0 to {limits.num_ranks - 1}")
+    sampling = _sampling(proto, model)
+    stopping = _stopping(proto.stopping, len(prompt_ids), model, limits)
+    _check_length(stopping, sampling, model)
     return Request(
         request_id=request_id(proto),
         number=0,
         prompt_ids=tuple(prompt_ids),
-        sampling=_sampling(proto, model),
-        stopping=_stopping(proto.stopping, len(prompt_ids), model, limits),
-        priority=proto.priority,
+        sampling=sampling,
+        stopping=stopping,
+        priority=agreed(PRIORITY_KEY, metadata.priority, proto.priority or None) or 0,
         cache_salt=salt,
         bypass_prefix_cache=proto.bypass_prefix_cache,
         dp_rank=dp_rank,
@@ -142,6 +150,12 @@ def _sampling(proto: Any, model: ServedModel) -> Sampling:
     for token, value in bias:
         _check("sampling.logit_bias", token < model.vocab_size, token, f"ids 0 to {model.vocab_size - 1}")
         _check(f"sampling.logit_bias[{token}]", -100 <= value <= 100, value, "-100 to 100")
+    ids = given.allowed_token_ids
+    allowed = f"at most {model.vocab_size} ids"
+    _check("sampling.allowed_token_ids", len(ids) <= model.vocab_size, f"{len(ids)} ids", allowed)
+    highest = max(ids, default=0)
+    allowed = f"0 to {model.vocab_size - 1}"
+    _check("sampling.allowed_token_ids", highest < model.vocab_size, highest, allowed)
     top_n, wanted = proto.response.top_n, proto.response.output_logprobs
     _check("response.top_n", top_n <= MAX_TOP_N, top_n, f"0 to {MAX_TOP_N}")
     _check("response.top_n", wanted or top_n == 0, top_n, "0 unless output_logprobs is set")
@@ -157,6 +171,7 @@ def _sampling(proto: Any, model: ServedModel) -> Sampling:
         frequency_penalty=_number(given, default, "frequency_penalty"),
         logit_bias=bias,
         logprobs=top_n if wanted else None,
+        allowed_token_ids=tuple(sorted(set(ids))),
     )
 
 
@@ -184,14 +199,24 @@ def _stopping(given: Any, prompt: int, model: ServedModel, limits: Limits) -> St
         _check("stopping.stop_strings", ok, text[:SHOWN], f"1 to {MAX_STOP_LENGTH} characters")
     if strings and model.tokenizer is None:
         raise InvalidArgument("stopping.stop_strings", list(strings), "absent: this model has no tokenizer")
+    eos = frozenset() if given.ignore_eos else model.eos_token_ids
     return Stopping(
         max_new_tokens=maximum,
         min_new_tokens=minimum,
-        eos_token_ids=frozenset() if given.ignore_eos else model.eos_token_ids,
+        eos_token_ids=eos,
         stop_token_ids=frozenset(tokens),
         stop_strings=strings,
         include_stop=given.include_stop,
     )
+
+
+def _check_length(stopping: Stopping, sampling: Sampling, model: ServedModel) -> None:
+    """Something must be left to draw before min_new_tokens."""
+    drawable = sampling.allowed_token_ids or range(model.vocab_size)
+    ends = stopping.eos_token_ids | stopping.stop_token_ids
+    ok = stopping.min_new_tokens == 0 or any(token not in ends for token in drawable)
+    allowed = "0 where every token that may be drawn ends the output"
+    _check("stopping.min_new_tokens", ok, stopping.min_new_tokens, allowed)
 
 
 def _number(given: Any, default: Sampling, name: str) -> float:

@@ -11,6 +11,7 @@ from ep_server.config import ModelConfig
 from ep_server.errors import CheckpointError, ConfigError
 from ep_server.model.families import read_spec
 from ep_server.model.families.fields import read_json
+from ep_server.model.sizes import context_limit
 from ep_server.records import Sampling
 from ep_server.tokenizer import Tokenizer
 
@@ -44,15 +45,12 @@ class ServedModel:
         if not config.path or not directory.is_dir():
             raise ConfigError("model.path", config.path, "a checkpoint directory")
         spec = read_spec(directory)
-        if config.max_context > spec.max_context:
-            raise ConfigError(
-                "model.max_context", config.max_context, f"at most the model's {spec.max_context}"
-            )
         return ServedModel(
             name=config.name or directory.resolve().name,
             vocab_size=spec.vocab_size,
-            max_context=config.max_context or spec.max_context,
-            eos_token_ids=frozenset(spec.eos_token_ids),
+            max_context=context_limit(spec, config.max_context),
+            # Ids beyond the vocabulary, which some checkpoints list, are never drawn.
+            eos_token_ids=frozenset(token for token in spec.eos_token_ids if token < spec.vocab_size),
             defaults=_defaults(directory / "generation_config.json"),
             tokenizer=Tokenizer.load(directory),
             architecture=spec.family,

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from ep_server import requests
+from ep_server.call_metadata import CallMetadata
 from ep_server.engine import Engine
 from ep_server.errors import InvalidArgument
 from ep_server.flight import Submission
@@ -56,10 +57,12 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):  # type: ignore[misc, unuse
     async def _submission(self, request: Any, context: Any) -> tuple[Submission, ResponseShape]:
         limits = Limits(max_context=self._engine.max_context, num_ranks=self._engine.num_ranks)
         timeout = requests.timeout_seconds(request, context.time_remaining())
-        built = requests.build(request, await self._prompt_ids(request), self._model, limits)
+        metadata = CallMetadata.of(context.invocation_metadata() or ())
+        prompt_ids = await self._prompt_ids(request)
+        built = requests.build(request, metadata, prompt_ids, self._model, limits)
         shape = requests.response_shape(request, self._model)
         text = requests.output_text(built, shape, self._model)
-        return Submission(built, text, shape.interval, timeout), shape
+        return Submission(built, text, shape.interval, timeout, metadata.traceparent), shape
 
     async def _prompt_ids(self, request: Any) -> Sequence[int]:
         if request.WhichOneof("prompt") != "text":
@@ -112,6 +115,8 @@ def _finished(completion: Completion, prompt_tokens: int) -> Any:
             first_token_seconds=completion.first_token_seconds,
             total_seconds=completion.total_seconds,
             max_token_gap_seconds=completion.max_gap_seconds,
+            queued_seconds=completion.queued_seconds,
+            prefill_seconds=completion.first_token_seconds - completion.queued_seconds,
         ),
     )
     if isinstance(completion.match, str):

@@ -27,6 +27,7 @@ class Completion:
     first_token_seconds: float
     total_seconds: float
     max_gap_seconds: float
+    queued_seconds: float
 
 
 @dataclass(slots=True)

@@ -31,7 +31,7 @@ ALLOWED = {
     "compat": {"errors", "ep"},
     "ranks": {*FOUNDATION, "scheduler", "model", "ep", "v1", "_C", "tokenizer"},
 }
-FRONT = {*FOUNDATION, "scheduler", "ranks.protocol", "model.families", "model.inspect"}
+FRONT = {*FOUNDATION, "scheduler", "ranks.protocol", "model.families", "model.inspect", "model.sizes"}
 
 PURE_FORBIDDEN = {
     "asyncio", "concurrent", "ctypes", "datetime", "grpc", "multiprocessing", "numpy", "os", "random",
@@ -130,24 +130,49 @@ def test_the_scheduler_names_no_clock_thread_process_or_tensor():
         assert {name for name in imports(path) if name.partition(".")[0] in PURE_FORBIDDEN} == set(), path
 
 
-def loaded_after(module: str) -> set[str]:
-    code = f"import sys, {module}; print(*sorted({{n.partition('.')[0] for n in sys.modules}}))"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT, timeout=120
-    )
-    return set(done.stdout.split())
+def loaded_by(*command: str) -> set[str]:
+    """The libraries that `python command` imports."""
+    line = [sys.executable, "-X", "importtime", *command]
+    done = subprocess.run(line, capture_output=True, text=True, check=True, cwd=ROOT, timeout=120)
+    names = re.findall(r"^import time:.*\| *([\w.]+)$", done.stderr, re.MULTILINE)
+    return {name.partition(".")[0] for name in names}
 
 
 def test_nothing_that_the_scheduler_imports_brings_them_in():
-    loaded = loaded_after("ep_server.scheduler")
+    loaded = loaded_by("-c", "import ep_server.scheduler")
     assert "ep_server" in loaded
     assert loaded & {"torch", "grpc", "asyncio", "numpy", "multiprocessing"} == set()
 
 
-def test_the_front_process_never_loads_torch():
-    loaded = loaded_after("ep_server.server")
-    assert "grpc" in loaded
-    assert loaded & {"torch", "transformers"} == set()
+# Every process but a rank's. What is made of these modules may import nothing later on: see below.
+FRONT_COMMANDS = {
+    "modules": ("-c", "import ep_server.app, ep_server.cli, ep_server.demo"),
+    "help": ("-m", "ep_server", "--help"),
+    "config": ("-m", "ep_server", "config"),
+    "inspect": ("-m", "ep_server", "inspect", "ep_server/assets/demo_model", "--ranks", "2"),
+}
+
+
+@pytest.mark.parametrize("command", FRONT_COMMANDS.values(), ids=FRONT_COMMANDS)
+def test_the_front_process_never_loads_torch(command):
+    loaded = loaded_by(*command)
+    assert {"ep_server", "grpc"} <= loaded
+    assert loaded & {"torch", "numpy", "safetensors", "transformers"} == set()
+
+
+def test_the_front_imports_nothing_later_than_at_its_start():
+    """So what its modules load is all it ever loads. A command of its own is loaded when it is called."""
+    late = {
+        (module_name(path), name)
+        for path in sources("*.py")
+        if not within(module_name(path), {"model", "ep", "compat", "ranks.worker"})
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names])
+    }
+    assert late == {("commands.demo", "ep_server.demo")}
 
 
 def test_only_config_reads_the_environment():
@@ -159,7 +184,7 @@ def test_only_config_reads_the_environment():
             if named or (taken and node.module == "os"):
                 readers.add(module_name(path))
     assert readers == {"config"}
-    native = sources("*.cpp", "*.hpp", "*.cu", "*.cuh", under=ROOT / "csrc")
+    native = sources(*NATIVE, under=ROOT / "csrc")
     assert native and not [p for p in native if re.search(r"\b(secure_)?getenv\b", p.read_text())]
 
 
@@ -180,7 +205,7 @@ def test_no_torch_header_in_csrc_and_pybind11_only_in_the_bindings():
         path.relative_to(ROOT / "csrc").as_posix(): re.findall(
             r'#\s*include\s*[<"]([^>"]+)', path.read_text()
         )
-        for path in sources("*.cpp", "*.hpp", "*.cu", "*.cuh", "*.h", under=ROOT / "csrc")
+        for path in sources(*NATIVE, "*.h", under=ROOT / "csrc")
     }
     assert "bindings.cpp" in includes
     headers = [(file, name) for file, names in includes.items() for name in names]
@@ -189,14 +214,27 @@ def test_no_torch_header_in_csrc_and_pybind11_only_in_the_bindings():
     assert {file for file in python if not re.fullmatch(r"bindings\w*\.[ch]pp", file)} == set()
 
 
-BUDGET = {".py": 400, ".cpp": 500, ".hpp": 500, ".cu": 500, ".cuh": 500}
+BUDGET = {".py": 400, ".cpp": 500, ".hpp": 500, ".inc": 500, ".cu": 500, ".cuh": 500}
+NATIVE = tuple(f"*{suffix}" for suffix in BUDGET if suffix != ".py")
 
 
 def test_no_file_is_larger_than_its_budget():
-    files = sources("*.py") + sources("*.cpp", "*.hpp", "*.cu", "*.cuh", under=ROOT / "csrc")
+    files = sources("*.py") + sources(*NATIVE, under=ROOT / "csrc")
     lines = {str(p.relative_to(ROOT)): len(p.read_text(encoding="utf-8").splitlines()) for p in files}
     assert len(lines) > 50
     assert {name: n for name, n in lines.items() if n > BUDGET[Path(name).suffix]} == {}
+
+
+def test_the_ten_steps_of_the_readme_are_those_of_the_tree():
+    """Each file that the README names for a step begins with the number of that step."""
+    rows = re.findall(r"^\| (\d+) \|.*\| (`.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, 11))
+    for number, places in rows:
+        for place in re.findall(r"`([^`]+)`", places):
+            files = sorted(ROOT.glob(place + "*.py" if place.endswith("/") else place))
+            first = [path.read_text(encoding="utf-8").partition("\n")[0] for path in files]
+            numbered = [line for line in first if f"[{number}]" in line]
+            assert numbered and (place.endswith("/") or numbered == first), (number, place, first)
 
 
 PACKAGES = {"commands", "compat", "ep", "model", "ranks", "scheduler", "v1"}

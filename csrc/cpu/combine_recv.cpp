@@ -1,4 +1,4 @@
-// combine_recv, CPU.
+// [8] combine_recv, CPU.
 //
 // Afterwards out[t] = RANK:   sum over the ranks that own experts of t, ascending, of the rows they returned
 //                     SOURCE: sum over k, ascending, of weights[t, k] * combine[bank][owner][t][k]

@@ -1,4 +1,4 @@
-// combine_send, CPU.
+// [8] combine_send, CPU.
 //
 // Afterwards, for every unmasked source s and every row it sent here:
 //   RANK    s.combine[bank][this rank][token] = sum over its local experts, in top-k order, of

@@ -1,4 +1,4 @@
-// dispatch_recv, CPU: wait, then expand.
+// [7] dispatch_recv, CPU: wait, then expand.
 //
 // dispatch_wait: every unmasked rank's header of this epoch was seen with acquire. Entries are numbered by a
 // prefix sum over (local expert, source, token), so two runs give identical bytes. dispatch_expand: COMPACT

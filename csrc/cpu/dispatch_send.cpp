@@ -1,4 +1,4 @@
-// dispatch_send, CPU.
+// [7] dispatch_send, CPU.
 //
 // Afterwards, for every unmasked rank d and token t of this rank s with an expert on d:
 //   d.rows[bank][s][t] = x[t] (quantised for FP8), d.meta[bank][s] = ids and weights of all tokens of s,

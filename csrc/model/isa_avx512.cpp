@@ -20,7 +20,7 @@ struct Isa {
 
 }  // namespace
 
-const Kernels kAvx512 = {"avx512", run_linear, run_expert_ffn, run_attention};
+const Kernels kAvx512 = {"avx512", run_linear, run_expert_ffn, run_attention, run_norm};
 
 }  // namespace ep::model
 #include "model/body_end.hpp"

@@ -18,6 +18,6 @@ struct Isa {
 
 }  // namespace
 
-const Kernels kPortable = {"portable", run_linear, run_expert_ffn, run_attention};
+const Kernels kPortable = {"portable", run_linear, run_expert_ffn, run_attention, run_norm};
 
 }  // namespace ep::model

@@ -16,6 +16,7 @@ struct Kernels {
   void (*linear)(const LinearParams&, Pool&);
   void (*expert_ffn)(const ExpertFfnParams&, Pool&);
   void (*attention)(const AttentionParams&, Pool&);
+  void (*norm)(const NormParams&, Pool&);
 };
 
 extern const Kernels kPortable;

@@ -68,4 +68,15 @@ struct AttentionParams {
   void* out;  // [rows, heads, v_dim], contiguous
 };
 
+// out[i, g] = x[i, g] / sqrt(mean(x[i, g]^2) + eps) * weight[g]; x[i, g] are the channels g * dim .. of row
+// i.
+struct NormParams {
+  Dtype type;
+  const void* x;
+  int64_t rows, x_stride, groups, dim;
+  const void* weight;  // [groups, dim]
+  float eps;
+  void* out;  // [rows, groups, dim], contiguous
+};
+
 }  // namespace ep::model

@@ -11,6 +11,9 @@ constexpr std::align_val_t kAlignment{64};
 // Longer than the Python between two kernels of a layer, shorter than a scheduler quantum.
 constexpr std::chrono::microseconds kSpin{200};
 
+constexpr uint64_t kNextJob = uint64_t{1} << 32;
+constexpr uint64_t kTasksLeft = kNextJob - 1;
+
 inline void pause() {
 #if defined(__x86_64__)
   __builtin_ia32_pause();
@@ -38,43 +41,48 @@ Pool::Pool(int threads) : scratch_(static_cast<size_t>(std::max(threads, 1))) {
 
 Pool::~Pool() {
   stop_.store(true, std::memory_order_relaxed);
-  epoch_.fetch_add(1, std::memory_order_release);
-  epoch_.notify_all();
+  left_.fetch_add(kNextJob, std::memory_order_release);
+  left_.notify_all();
   for (auto& worker : workers_) worker.join();
 }
 
 void Pool::run(int64_t count, Task task, const void* context) {
+  if (workers_.empty() || count <= 1) {
+    for (int64_t i = 0; i < count; ++i) task(context, i, scratch_[0]);
+    return;
+  }
   job_ = {count, task, context};
-  next_.store(0, std::memory_order_relaxed);
-  if (workers_.empty() || count <= 1) return drain(scratch_[0]);
-  running_.store(static_cast<uint32_t>(workers_.size()), std::memory_order_relaxed);
-  epoch_.fetch_add(1, std::memory_order_release);  // publishes job_ and next_
-  epoch_.notify_all();
+  done_.store(0, std::memory_order_relaxed);
+  const uint64_t number = (left_.load(std::memory_order_relaxed) & ~kTasksLeft) + kNextJob;
+  left_.store(number | static_cast<uint64_t>(count), std::memory_order_release);  // publishes job_ and done_
+  left_.notify_all();
   drain(scratch_[0]);
-  // Every worker must have left the job before the next one overwrites it; one that was asleep has little to
-  // do.
-  while (running_.load(std::memory_order_acquire) != 0) {
-    for (int i = 0; i < 64; ++i) pause();
-    std::this_thread::yield();
+  while (done_.load(std::memory_order_acquire) != count) {
+    for (int i = 0; i < 64 && done_.load(std::memory_order_relaxed) != count; ++i) pause();
+    if (done_.load(std::memory_order_relaxed) != count) std::this_thread::yield();
   }
 }
 
 void Pool::drain(Scratch& scratch) {
-  for (int64_t i; (i = next_.fetch_add(1, std::memory_order_relaxed)) < job_.count;)
-    job_.task(job_.context, i, scratch);
+  uint64_t left = left_.load(std::memory_order_acquire);
+  while (left & kTasksLeft) {
+    if (!left_.compare_exchange_weak(left, left - 1, std::memory_order_acq_rel, std::memory_order_acquire))
+      continue;
+    job_.task(job_.context, job_.count - static_cast<int64_t>(left & kTasksLeft), scratch);
+    done_.fetch_add(1, std::memory_order_release);
+    left = left_.load(std::memory_order_acquire);
+  }
 }
 
 void Pool::work(size_t worker) {
-  for (uint32_t seen = 0;;) {
-    const auto deadline = std::chrono::steady_clock::now() + kSpin;
-    while (epoch_.load(std::memory_order_acquire) == seen) {
-      for (int i = 0; i < 64; ++i) pause();
-      if (std::chrono::steady_clock::now() > deadline) epoch_.wait(seen, std::memory_order_acquire);
-    }
-    ++seen;  // a job starts only after all workers left the one before, so none is skipped
-    if (stop_.load(std::memory_order_relaxed)) return;
+  while (!stop_.load(std::memory_order_relaxed)) {
     drain(scratch_[worker]);
-    running_.fetch_sub(1, std::memory_order_release);
+    const uint64_t seen = left_.load(std::memory_order_acquire);
+    const auto deadline = std::chrono::steady_clock::now() + kSpin;
+    while (!(seen & kTasksLeft) && left_.load(std::memory_order_acquire) == seen) {
+      for (int i = 0; i < 64 && left_.load(std::memory_order_relaxed) == seen; ++i) pause();
+      if (std::chrono::steady_clock::now() > deadline) left_.wait(seen, std::memory_order_acquire);
+    }
   }
 }
 

@@ -1,7 +1,9 @@
 // Compute threads of one rank, and their scratch memory.
 //
-// A job is `count` independent tasks that the caller and the workers draw from one counter. Workers spin
-// briefly between jobs, since a decode step is a row of short jobs, then sleep in a futex.
+// A job is `count` independent tasks. Caller and workers claim them one by one from a single word
+// {job number, tasks left}, so a worker that comes late finds nothing to claim and is not waited for: the
+// caller waits for claimed tasks only. Between jobs workers spin briefly, since a decode step is a row of
+// short jobs, then sleep in a futex.
 #pragma once
 
 #include <atomic>
@@ -40,7 +42,7 @@ class Pool {
 
   using Task = void (*)(const void* context, int64_t index, Scratch& scratch);
   // Runs task(context, 0 .. count - 1) and returns when all are done. One caller at a time. Tasks must not
-  // throw.
+  // throw. count < 2^32.
   void run(int64_t count, Task task, const void* context);
 
  private:
@@ -52,13 +54,12 @@ class Pool {
   void work(size_t worker);
   void drain(Scratch& scratch);
 
-  Job job_;
+  Job job_;  // written while no task is left or claimed, so a thread that has claimed one may read it
   Scratch shared_[3];
   std::vector<Scratch> scratch_;  // [0] is the caller's
   std::vector<std::thread> workers_;
-  alignas(64) std::atomic<int64_t> next_{0};
-  alignas(64) std::atomic<uint32_t> epoch_{0};  // one increment per job
-  alignas(64) std::atomic<uint32_t> running_{0};
+  alignas(64) std::atomic<uint64_t> left_{0};  // job number << 32 | tasks not yet claimed
+  alignas(64) std::atomic<int64_t> done_{0};   // tasks of this job that have ended
   std::atomic<bool> stop_{false};
 };
 

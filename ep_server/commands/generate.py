@@ -74,5 +74,6 @@ def _stats(finished: Any) -> str:
     rate = (usage.output_tokens - 1) / decode if decode > 0 else 0.0
     return (
         f"{usage.prompt_tokens} prompt tokens ({usage.cached_tokens} cached), {usage.output_tokens} output, "
-        f"first after {timings.first_token_seconds:.3f} s, then {rate:.1f} tokens/s"
+        f"first after {timings.first_token_seconds:.3f} s ({timings.queued_seconds:.3f} s queued), "
+        f"then {rate:.1f} tokens/s"
     )

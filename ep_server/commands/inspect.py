@@ -9,7 +9,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ep_server.config import Config
+from ep_server.ep.geometry import group_bytes
 from ep_server.model.inspect import Inspection, inspect_checkpoint
+from ep_server.ranks.group import plan_group
 
 NAME = "inspect"
 MIB = 1 << 20
@@ -65,9 +67,6 @@ def _parts(found: Inspection) -> Table:
 
 
 def _placement(found: Inspection, config: Config) -> Table:
-    from ep_server.ep.geometry import group_bytes
-    from ep_server.ranks.group import plan_group
-
     plan, ranks = plan_group(config), config.parallel.ranks
     kv_tokens = plan.kv_blocks * config.scheduler.block_size
     kv = kv_tokens * found.kv_bytes_per_token / MIB

@@ -1,13 +1,12 @@
-"""Gives the ranks of a group their common memory. Knows sizes and descriptors, nothing of operations.
+"""Makes the exchanges of ranks that already have a torch.distributed group, on one host.
 
-On one host a group has one anonymous segment without a name: whoever starts the ranks creates it and lets
-them inherit the descriptor, or `from_process_group` passes it over a Unix socket. Units: bytes.
+Rank 0 creates the group's segment and passes its descriptor to the others over a Unix socket. Ranks that are
+started for the purpose inherit it instead (segment.py). Knows descriptors, nothing of operations.
 """
 
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import secrets
 import socket
@@ -17,33 +16,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ep_server import _C
 from ep_server.ep.exchange import ExchangeSpec
-from ep_server.ep.geometry import geometry_of, group_bytes
 from ep_server.ep.native import NativeExchange
+from ep_server.ep.segment import create_segment
 from ep_server.errors import ConfigError, StartupError
 
 PASS_SECONDS = 60.0  # to hand the descriptor to every rank
-
-
-def create_segment(spec: ExchangeSpec) -> int:
-    """Creates the memory of a group, all pages at once, before its ranks start.
-
-    Args:
-        spec: of any rank.
-    Returns: a descriptor, close-on-exec. Ranks inherit it (`pass_fds`) and give it to NativeExchange; every
-      holder closes its own. The memory is gone when the last mapping and descriptor are.
-    Raises: ConfigError; StartupError with the numbers where the host has too little memory.
-    """
-    needed, available = group_bytes(spec), available_memory()
-    if needed > available:
-        raise _too_little(spec, needed, available)
-    try:
-        return _C.create_segment(geometry_of(spec))
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.ENOMEM):
-            raise _too_little(spec, needed, available) from error
-        raise StartupError(f"the exchange segment of {needed} bytes cannot be created: {error}") from error
 
 
 def from_process_group(group: Any, spec: ExchangeSpec, **options: Any) -> NativeExchange:
@@ -64,33 +42,6 @@ def from_process_group(group: Any, spec: ExchangeSpec, **options: Any) -> Native
         exchange = NativeExchange(spec, fd=fd, **options)
     exchange.barrier()
     return exchange
-
-
-def available_memory() -> int:
-    """Bytes that this process may still get: what the host has and what its control group allows."""
-    limits = [_meminfo_available()]
-    for limit, used in (
-        ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
-        ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
-    ):
-        with contextlib.suppress(OSError, ValueError):  # absent, or "max"
-            limits.append(int(Path(limit).read_text()) - int(Path(used).read_text()))
-    return max(0, min(limits))
-
-
-def _meminfo_available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    return 1 << 62
-
-
-def _too_little(spec: ExchangeSpec, needed: int, available: int) -> StartupError:
-    return StartupError(
-        f"the exchange of {spec.num_ranks} ranks needs {needed / 2**20:.1f} MiB of shared memory, "
-        f"{available / 2**20:.1f} MiB are available: lower max_tokens ({spec.max_tokens}) "
-        f"or num_banks ({spec.num_banks})"
-    )
 
 
 def _check_one_host(group: Any, size: int) -> None:

@@ -1,7 +1,7 @@
 """The native exchange: the Protocol of exchange.py over csrc, on CPU tensors and one host's memory.
 
 Checks tensors, allocates outputs and unwraps pointers; the four halves, waiting and arithmetic are in csrc.
-Knows nothing of how the segment got here (bootstrap.py). Durations in ns.
+Knows nothing of how the segment got here (segment.py). Durations in ns.
 
 Beyond the Protocol, for users who build their own API on it:
     NativeExchange(spec, fd=..., spin_us=-1, liveness_seconds=30.0, on_timeout="raise" | "mask")
@@ -92,7 +92,7 @@ class NativeExchange:
 
     Args:
         spec: this rank's; all other fields agree with the group's segment.
-        fd: descriptor of the segment (bootstrap.create_segment). Stays the caller's, who may close it.
+        fd: descriptor of the segment (segment.create_segment). Stays the caller's, who may close it.
         spin_us: busy wait before yielding and sleeping; -1 = 0 where ranks outnumber usable cores, else 50.
         liveness_seconds: how long a vote believes in a peer whose heartbeat stopped.
         on_timeout: "raise" aborts the group and raises PeerTimeout; "mask" goes on without the peer.

@@ -10,10 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from ep_server.model.batch import AttentionMeta
-from ep_server.model.compute import Attend
+from ep_server.model.compute import Attend, Compute
 from ep_server.model.families.spec import GqaSpec, MlaSpec
 from ep_server.model.kv_cache import KvLayer
 from ep_server.model.layers import GqaWeights, MlaWeights
@@ -26,6 +25,7 @@ class AttentionInput:
 
     meta: AttentionMeta
     attend: Attend
+    compute: Compute
     rotation: torch.Tensor
     eps: float
 
@@ -36,13 +36,13 @@ def gqa(x: torch.Tensor, w: GqaWeights, spec: GqaSpec, kv: KvLayer, at: Attentio
     qkv = w.qkv(x)
     qk, v = qkv[:, : heads * spec.head_dim], qkv[:, heads * spec.head_dim :]
     if w.q_norm is not None and w.k_norm is not None:
-        q = F.rms_norm(qk[:, :q_width], w.q_norm.shape, w.q_norm, at.eps)
-        qk = torch.cat([q, F.rms_norm(qk[:, q_width:], w.k_norm.shape, w.k_norm, at.eps)], dim=1)
+        q = at.compute.rms_norm(qk[:, :q_width], w.q_norm, at.eps)
+        qk = torch.cat([q, at.compute.rms_norm(qk[:, q_width:], w.k_norm, at.eps)], dim=1)
     if spec.clip:
         qk, v = qk.clamp(-spec.clip, spec.clip), v.clamp(-spec.clip, spec.clip)
     qk = qk.view(len(x), heads, spec.head_dim)
     if w.head_norm is not None:
-        qk = F.rms_norm(qk, (spec.head_dim,), None, at.eps) * w.head_norm
+        qk = at.compute.rms_norm(qk, w.head_norm, at.eps)
     qk = rotate(qk, at.rotation).to(x.dtype)
     kv.write(at.meta.slots, qk[:, spec.heads :], v.view(len(x), spec.kv_heads, spec.head_dim))
     out = at.attend(qk[:, : spec.heads], kv, spec.scale)
@@ -55,10 +55,10 @@ def mla(x: torch.Tensor, w: MlaWeights, spec: MlaSpec, kv: KvLayer, at: Attentio
     q_width = down.shape[1] - spec.kv_lora - spec.rope_dim
     q, latent, k_rope = torch.split(down, [q_width, spec.kv_lora, spec.rope_dim], dim=1)
     if w.q_up is not None and w.q_norm is not None:
-        q = w.q_up(F.rms_norm(q, w.q_norm.shape, w.q_norm, spec.norm_eps))
+        q = w.q_up(at.compute.rms_norm(q, w.q_norm, spec.norm_eps))
     q = q.view(len(x), spec.heads, spec.nope_dim + spec.rope_dim)
     ropes = rotate(torch.cat([q[..., spec.nope_dim :], k_rope[:, None]], dim=1), at.rotation).to(x.dtype)
-    latent = F.rms_norm(latent, w.kv_norm.shape, w.kv_norm, spec.norm_eps)
+    latent = at.compute.rms_norm(latent, w.kv_norm, spec.norm_eps)
     kv.write(at.meta.slots, torch.cat([latent[:, None], ropes[:, spec.heads :]], dim=2))
     q_latent = torch.bmm(q[..., : spec.nope_dim].transpose(0, 1), w.k_up).transpose(0, 1)
     q = torch.cat([q_latent, ropes[:, : spec.heads]], dim=2)

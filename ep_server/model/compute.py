@@ -22,6 +22,10 @@ class Linear(Protocol):
         """x: [T, k] to [T, n] of x's dtype, which is the weight's. Rows may have a pitch."""
         ...
 
+    def unrounded(self, x: torch.Tensor) -> torch.Tensor:
+        """As a call, but the float32 sums as they are where the implementation has them: logits."""
+        ...
+
 
 class GatedFfn(Protocol):
     """Prepared weights of E gated FFNs: down(silu(gate(x)) * up(x)) each."""
@@ -58,6 +62,16 @@ class Compute(Protocol):
 
     def gated_ffn(self, gate_up: torch.Tensor, down: torch.Tensor) -> GatedFfn:
         """Prepares E FFNs. gate_up: [E, 2 * I, H], gate rows first. down: [E, H, I]."""
+        ...
+
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """x / sqrt(mean(x^2) + eps) * weight over the last dimension, in float32, rounded once or twice.
+
+        Args:
+            x: [T, dim], or [T, heads, dim] with a weight per head; rows may have a pitch.
+            weight: [dim] or [heads, dim], of x's dtype.
+        Returns: contiguous, of x's shape and dtype.
+        """
         ...
 
     def attend(self, meta: AttentionMeta, window: int, dtype: torch.dtype) -> Attend:

@@ -1,4 +1,4 @@
-"""The layer loop. A forward pass is a generator that pauses at every hook of the exchange.
+"""[6] The layer loop. A forward pass is a generator that pauses at every hook of the exchange.
 
 One micro-batch alone runs attention + router + dispatch_send | dispatch_recv + experts + combine_send |
 combine_recv + the next layer's attention ...; `|` is a yield. `interleave` alternates several, which hides
@@ -56,21 +56,21 @@ class Decoder:
 
         Yields twice per sparse layer, also with no tokens: the exchange is collective.
         """
-        eps = self._spec.norm_eps
+        eps, norm = self._spec.norm_eps, self._compute.rms_norm
         at = self._attention_input(batch)
         x = F.embedding(batch.token_ids, self._weights.embedding)
         for layer, kv in zip(self._weights.layers, self._kv.layers, strict=True):
             if len(x):
-                x = x + self._attention(_norm(x, layer.attention_norm, eps), layer, kv, at)
-            h = _norm(x, layer.ffn_norm, eps)
+                x = x + self._attention(norm(x, layer.attention_norm, eps), layer, kv, at)
+            h = norm(x, layer.ffn_norm, eps)
             self._clock.lap(Phase.ATTENTION)
             if isinstance(layer.ffn, MoeWeights):
                 x = x + (yield from moe(h, layer.ffn, self._moe))
             else:
                 x = x + dense_ffn(h, layer.ffn)
                 self._clock.lap(Phase.EXPERTS)
-        x = _norm(x[batch.sample_rows], self._weights.norm, eps)
-        return self._weights.head(x).float()
+        x = norm(x[batch.sample_rows], self._weights.norm, eps)
+        return self._weights.head.unrounded(x)
 
     def _attention(
         self, x: torch.Tensor, layer: LayerWeights, kv: KvLayer, at: AttentionInput
@@ -86,7 +86,9 @@ class Decoder:
         spec, meta = self._spec.attention, batch.attention
         window = spec.window if isinstance(spec, GqaSpec) else 0
         attend = self._compute.attend(meta, window, self._weights.norm.dtype)
-        return AttentionInput(meta, attend, self._rotations[meta.positions][:, None], self._spec.norm_eps)
+        return AttentionInput(
+            meta, attend, self._compute, self._rotations[meta.positions][:, None], self._spec.norm_eps
+        )
 
 
 def interleave(forwards: Sequence[Forward]) -> list[torch.Tensor]:
@@ -103,7 +105,3 @@ def interleave(forwards: Sequence[Forward]) -> list[torch.Tensor]:
                 except StopIteration as stop:
                     results[index] = stop.value
     return [results[index] for index in range(len(forwards))]
-
-
-def _norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return F.rms_norm(x, weight.shape, weight, eps)

@@ -1,4 +1,4 @@
-"""What stands around the experts' arithmetic: received rows back to floats, one FFN for all rows.
+"""[8] What stands around the experts' arithmetic: received rows back to floats, one FFN for all rows.
 
 The arithmetic itself is `Compute.gated_ffn`. Knows nothing of routing, ranks or layers.
 """

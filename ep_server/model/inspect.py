@@ -13,8 +13,8 @@ from pathlib import Path
 
 from ep_server.model.checkpoint import Checkpoint, StoredTensor
 from ep_server.model.families import ModelSpec, read_spec
+from ep_server.model.sizes import Dtype, kv_block_bytes, serving_dtype
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2}
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 _OUTER = {"model.embed_tokens.weight": "embedding", "model.norm.weight": "norms"}
@@ -35,11 +35,11 @@ class Inspection:
     """One checkpoint.
 
     parameters: by part, as served. unused: parameters in the files that are not (multi-token prediction,
-      a head that is tied). dtype: served, float32 or bfloat16.
+      a head that is tied). dtype: served.
     """
 
     spec: ModelSpec
-    dtype: str
+    dtype: Dtype
     shards: tuple[Path, ...]
     file_bytes: int
     parameters: dict[str, int]
@@ -60,14 +60,14 @@ class Inspection:
     @property
     def kv_bytes_per_token(self) -> int:
         """KV cache of one token on the rank that owns its sequence, bytes."""
-        return self.spec.kv_values_per_token * _DTYPE_BYTES[self.dtype]
+        return kv_block_bytes(self.spec, 1, self.dtype)
 
     def rank_bytes(self, placement: Sequence[int], num_ranks: int) -> tuple[int, ...]:
         """Weights per rank, bytes. placement: [E] owner of each expert.
 
         The router is kept in float32, and a tied head beside the embedding: it is packed for its product.
         """
-        item, experts = _DTYPE_BYTES[self.dtype], self.parameters.get("experts", 0)
+        item, experts = self.dtype.itemsize, self.parameters.get("experts", 0)
         router = self.parameters.get("router", 0)
         head = self.spec.vocab_size * self.spec.hidden if self.spec.tied_head else 0
         replicated = (self.total_parameters - experts - router + head) * item + router * 4
@@ -87,10 +87,9 @@ def inspect_checkpoint(path: str | Path, dtype: str = "auto") -> Inspection:
         if not tensor.name.endswith("_scale_inv"):
             parts[_part(tensor, spec)] += tensor.size
     unused = parts.pop("unused", 0)
-    served = spec.dtype if dtype == "auto" else dtype
     return Inspection(
         spec,
-        "bfloat16" if served == "bfloat16" else "float32",
+        serving_dtype(spec, dtype),
         checkpoint.shards,
         sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
         dict(parts),
@@ -103,9 +102,7 @@ def _part(tensor: StoredTensor, spec: ModelSpec) -> str:
     if match is None:
         if tensor.name == "lm_head.weight":
             return "unused" if spec.tied_head else "head"
-        return {"model.embed_tokens.weight": "embedding", "model.norm.weight": "norms"}.get(
-            tensor.name, "unused"
-        )
+        return _OUTER.get(tensor.name, "unused")
     if int(match[1]) >= spec.num_layers:
         return "unused"
     return next((part for part, pattern in _PARTS if pattern.search(match[2])), "unused")

@@ -1,11 +1,14 @@
 """The paged KV cache of one rank: one pair of tensors per layer, addressed by block id.
 
-Owns memory only: which block belongs to whom is the scheduler's ledger. Memory is zeroed, so the operating
-system commits pages as blocks are first written. Units: blocks, tokens, bytes.
+Owns memory only: which block belongs to whom is the scheduler's ledger. The operating system commits pages
+as blocks are first written, so a large cache costs a rank neither time at its start nor memory until it is
+used. Units: blocks, tokens, bytes.
 """
 
 from __future__ import annotations
 
+import math
+import mmap
 from dataclasses import dataclass
 
 import torch
@@ -45,15 +48,17 @@ class KvCache:
         return sum(x.k.nbytes + (0 if x.v is None else x.v.nbytes) for x in self.layers)
 
 
-def kv_block_bytes(spec: ModelSpec, block_size: int, dtype: torch.dtype) -> int:
-    """Memory of one block over all layers, bytes."""
-    return spec.kv_values_per_token * block_size * dtype.itemsize
-
-
 def _layer(spec: ModelSpec, blocks: int, block_size: int, dtype: torch.dtype) -> KvLayer:
     a = spec.attention
     if isinstance(a, GqaSpec):
         shape = (blocks, block_size, a.kv_heads, a.head_dim)
-        return KvLayer(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype), a.head_dim)
-    latent = torch.zeros(blocks, block_size, 1, a.kv_lora + a.rope_dim, dtype=dtype)
+        return KvLayer(_zeros(shape, dtype), _zeros(shape, dtype), a.head_dim)
+    latent = _zeros((blocks, block_size, 1, a.kv_lora + a.rope_dim), dtype)
     return KvLayer(latent, None, a.kv_lora)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Zeros in a mapping of their own: torch.zeros would write every page."""
+    size = math.prod(shape) * dtype.itemsize
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

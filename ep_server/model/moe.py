@@ -1,4 +1,4 @@
-"""A sparse block: route, dispatch, experts, combine, with a yield at each hook.
+"""[7] [8] A sparse block: route, dispatch, experts, combine, with a yield at each hook.
 
 Between a send and its receive the generator yields, so a driver can run another micro-batch while rows are
 on their way. Knows the exchange by its Protocol only.

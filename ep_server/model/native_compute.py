@@ -63,6 +63,27 @@ class NativeCompute:
             _C.pack_linear(bf16, down[e].data_ptr(), hidden, ffn, packed_down[e].data_ptr())
         return NativeGatedFfn(self._kernels, packed_up, packed_down, hidden, ffn, down.dtype)
 
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See `compute.Compute`."""
+        groups, dim = (1, weight.shape[0]) if weight.dim() == 1 else weight.shape
+        whole = x.stride(-1) == 1 and (x.dim() == 2 or x.stride(1) == dim)
+        if x.shape[1:] != weight.shape or weight.dtype is not x.dtype or not whole:
+            raise InternalError(f"x: {_describe(x)}, expected whole rows of the weight's {_describe(weight)}")
+        _check("weight", weight, weight.shape, x.dtype)
+        out = torch.empty(x.shape, dtype=x.dtype)
+        self._kernels.norm(
+            x.dtype is torch.bfloat16,
+            x.data_ptr(),
+            len(x),
+            x.stride(0),
+            groups,
+            dim,
+            weight.data_ptr(),
+            eps,
+            out.data_ptr(),
+        )
+        return out
+
     def attend(self, meta: AttentionMeta, window: int, dtype: torch.dtype) -> NativeAttend:
         """Finds each row's sequence."""
         count, starts = len(meta.context), meta.query_start
@@ -86,10 +107,17 @@ class NativeLinear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """See `compute.Linear`."""
+        return self._multiply(x, self.dtype)
+
+    def unrounded(self, x: torch.Tensor) -> torch.Tensor:
+        """See `compute.Linear`."""
+        return self._multiply(x, torch.float32)
+
+    def _multiply(self, x: torch.Tensor, out_dtype: torch.dtype) -> torch.Tensor:
         rows = len(x)
         if x.dtype is not self.dtype or x.shape[1] != self.k or x.stride(1) != 1:
             raise InternalError(f"x: {_describe(x)}, expected {self.dtype} [T, {self.k}] with whole rows")
-        out = x.new_empty(rows, self.n)
+        out = torch.empty(rows, self.n, dtype=out_dtype)
         self.kernels.linear(
             self.dtype is torch.bfloat16,
             x.data_ptr(),
@@ -101,7 +129,7 @@ class NativeLinear:
             self.k,
             out.data_ptr(),
             self.n,
-            False,
+            out_dtype is torch.float32,
         )
         return out
 

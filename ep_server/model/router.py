@@ -1,4 +1,4 @@
-"""Which experts a token goes to, and with what weight. All arithmetic is float32.
+"""[7] Which experts a token goes to, and with what weight. All arithmetic is float32.
 
 Order of operations, one table for every family (see RouterSpec):
   1 logits = x @ router            4 ids = top-k of the choice

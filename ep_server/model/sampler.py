@@ -2,13 +2,13 @@
 
 Knows requests by number and one row of logits each; nothing of how the batch was chosen, of text, or of
 stop rules beyond min_new_tokens. Order: penalties (repetition, then frequency and presence), logit bias,
-min_new_tokens mask, (log probabilities are read here), temperature, top-k, top-p, min-p, draw.
+masks (min_new_tokens, allowed_token_ids), (log probabilities are read here), temperature, top-k, top-p,
+min-p, draw.
 Shapes: N rows, V vocabulary.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import torch
@@ -16,7 +16,7 @@ import torch
 from ep_server.errors import InternalError
 from ep_server.model import sampling_ops as ops
 from ep_server.model.sampling_state import SamplingStream
-from ep_server.records import Request, SampledToken
+from ep_server.records import NO_TOKEN, Request, SampledToken
 
 _Reported = tuple[float, tuple[tuple[int, float], ...]]  # logprob of the chosen token, alternatives
 
@@ -62,8 +62,8 @@ class Sampler:
         Args:
             numbers: N distinct request numbers, all added before.
             logits: [N, V] floating point, on the sampler's device; not changed.
-        Returns: N tokens in the order of `numbers`.
-        Raises: InternalError for an unknown number, a wrong shape, or a row with NaN, +inf or nothing finite.
+        Returns: N tokens in the order of `numbers`; NO_TOKEN for a row with NaN, +inf or nothing finite.
+        Raises: InternalError for an unknown number or a wrong shape.
         """
         if logits.shape != (len(numbers), self.vocab_size):
             raise InternalError(
@@ -75,12 +75,12 @@ class Sampler:
             raise InternalError(f"request number {error} is not in the sampler") from None
         if not streams:
             return []
+        given = logits
         if any(s.edits for s in streams):
             logits = self._edited(streams, logits)
         maxima, chosen = ops.argmax_rows(logits)
         if not bool(maxima.isfinite().all()):
-            broken = [n for n, best in zip(numbers, maxima.tolist(), strict=True) if not math.isfinite(best)]
-            raise InternalError(f"the logits of requests {broken} hold NaN or infinity")
+            return self._without_broken(numbers, given, maxima.isfinite())
         if not all(s.sampling.greedy for s in streams):
             self._draw(streams, logits, maxima, chosen)
         tokens: list[int] = chosen.tolist()
@@ -94,8 +94,16 @@ class Sampler:
             for row, (number, token) in enumerate(zip(numbers, tokens, strict=True))
         ]
 
+    def _without_broken(
+        self, numbers: Sequence[int], logits: torch.Tensor, fine: torch.Tensor
+    ) -> list[SampledToken]:
+        """Draws for the rows that allow it: a row that does not is its own request's misfortune only."""
+        kept = [number for number, ok in zip(numbers, fine.tolist(), strict=True) if ok]
+        drawn = {token.number: token for token in self.sample(kept, logits[fine])}
+        return [drawn.get(number, SampledToken(number, NO_TOKEN)) for number in numbers]
+
     def _edited(self, streams: Sequence[SamplingStream], logits: torch.Tensor) -> torch.Tensor:
-        """A float32 copy with penalties, bias and the min_new_tokens mask applied."""
+        """A float32 copy with penalties, bias and masks applied."""
         logits = logits.to(torch.float32, copy=True)
         counted = [(row, s.counts.ids, s.counts.counts) for row, s in enumerate(streams) if s.counts]
         if counted:
@@ -113,6 +121,9 @@ class Sampler:
         masked = [(row, s.stop_ids, s.banned) for row, s in enumerate(streams) if s.stops_masked]
         if masked:
             ops.add_bias(logits, ops.TokenList.of(masked, self.device))
+        for row, stream in enumerate(streams):
+            if stream.disallowed is not None:  # added, not filled in: NaN stays NaN
+                logits[row] += stream.disallowed.to(self.device)
         return logits
 
     def _draw(

@@ -84,8 +84,8 @@ def relative_weights(logits: torch.Tensor, maxima: torch.Tensor, temperature: to
     Args:
         logits: [N, V] float32. maxima: [N], finite. temperature: [N] float32, > 0.
     """
-    # A temperature that underflows would make 0 / 0 of the likeliest token.
-    return ((logits - maxima[:, None]) / temperature.clamp(min=1e-30)[:, None]).exp_()
+    # One that underflows would make 0 / 0 of the likeliest token, an infinite one inf / inf of a banned one.
+    return ((logits - maxima[:, None]) / temperature.clamp(1e-30, 1e30)[:, None]).exp_()
 
 
 def filter_weights(

@@ -72,7 +72,7 @@ class SamplingStream:
 
     position: tokens drawn so far. uniforms: None if greedy. counts: None if no penalty is set.
     bias_ids, bias: [B] int64, float32. stop_ids: [S] int64, masked while position < min_new_tokens.
-    banned: [S] float32, -inf.
+    banned: [S] float32, -inf. disallowed: [V] float32, -inf for a token that is not allowed, else 0; or None.
     edits: its logits are changed before a token is chosen. filters: top-k, top-p or min-p is set.
     """
 
@@ -81,6 +81,7 @@ class SamplingStream:
         "bias",
         "bias_ids",
         "counts",
+        "disallowed",
         "edits",
         "filters",
         "min_new_tokens",
@@ -111,7 +112,12 @@ class SamplingStream:
         stops = sorted(stopping.eos_token_ids | stopping.stop_token_ids) if self.min_new_tokens else []
         self.stop_ids = _id_tensor("stop_token_ids", stops, vocab_size)
         self.banned = torch.full((len(stops),), float("-inf"))
-        self.edits = self.counts is not None or bool(bias) or bool(stops)
+        self.disallowed: torch.Tensor | None = None
+        if sampling.allowed_token_ids:
+            allowed = _id_tensor("allowed_token_ids", sampling.allowed_token_ids, vocab_size)
+            self.disallowed = torch.full((vocab_size,), float("-inf")).index_fill_(0, allowed, 0.0)
+        changed = self.counts is not None or self.disallowed is not None
+        self.edits = changed or bool(bias) or bool(stops)
         self.filters = bool(sampling.top_k or sampling.top_p < 1 or sampling.min_p)
 
     @property

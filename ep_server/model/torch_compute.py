@@ -23,6 +23,12 @@ class TorchCompute:
         """Keeps the matrices as they are."""
         return TorchGatedFfn(gate_up, down)
 
+    def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        """See `compute.Compute`."""
+        if weight.dim() == 1:
+            return F.rms_norm(x, weight.shape, weight, eps)
+        return F.rms_norm(x, weight.shape[1:], None, eps) * weight
+
     def attend(self, meta: AttentionMeta, window: int, dtype: torch.dtype) -> TorchAttend:
         """Lists the slots that each sequence reads."""
         return TorchAttend(meta, _gather(meta, window, dtype))
@@ -38,6 +44,10 @@ class TorchLinear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """See `compute.Linear`."""
         return F.linear(x, self.weight, self.bias)
+
+    def unrounded(self, x: torch.Tensor) -> torch.Tensor:
+        """See `compute.Linear`; torch's products are rounded."""
+        return self(x).float()
 
 
 @dataclass(frozen=True, slots=True)

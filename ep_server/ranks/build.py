@@ -53,7 +53,8 @@ def build_rank(
     Raises: StartupError and its children; ExchangeError if a peer fails.
     """
     began = time.monotonic()
-    torch.set_num_threads(start.threads)
+    # The kernels have threads of their own; torch's would spin against them between its small operations.
+    torch.set_num_threads(1)
     config = Config.from_values(json.loads(start.config_json))
     spec = exchange_spec(config, read_spec(config.model.path), start.rank)
     # Before the weights: its heartbeat tells the others that this rank lives however long loading takes.

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Final
 
 from ep_server.errors import StartupError
 from ep_server.ranks.protocol import RankListener
-from ep_server.records import RankReady, RankStatistics, Request, SampledToken, StepBatch
+from ep_server.records import RankReady, RankStatistics, Request, SampledToken, StepBatch, TokenEvent
 from ep_server.scheduler.batch import SchedulerLimits
 from ep_server.scheduler.rank_scheduler import RankScheduler
 
@@ -166,7 +167,7 @@ class FakeRanks:
         for rank, number in cancels:  # they arrive while the step runs
             self._schedulers[rank].cancel(number)
         for rank, (scheduler, batch) in enumerate(zip(self._schedulers, batches, strict=True)):
-            events = scheduler.commit(batch, self._sample(batch))
+            events = [self._timed(event) for event in scheduler.commit(batch, self._sample(batch))]
             self._steps[rank] += 1
             self._tokens[rank] += batch.num_tokens
             if events:
@@ -186,6 +187,9 @@ class FakeRanks:
             return SampledToken(number, token)
         top = tuple(((token + i) % VOCABULARY, -0.5 - i) for i in range(wanted))
         return SampledToken(number, token, -0.5, top)
+
+    def _timed(self, event: TokenEvent) -> TokenEvent:
+        return replace(event, queued_ns=LATENCY_NS) if self._drawn[event.number] == 1 else event
 
     # -- what it reports ---------------------------------------------------------------------------------
 

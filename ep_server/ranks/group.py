@@ -12,14 +12,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ep_server.config import Config, SchedulerConfig
-from ep_server.ep.bootstrap import available_memory
 from ep_server.ep.exchange import ExchangeSpec, Payload, Reduction
 from ep_server.ep.geometry import group_bytes
+from ep_server.ep.segment import available_memory
 from ep_server.errors import StartupError
-from ep_server.model.assembly import context_limit, serving_dtype
 from ep_server.model.families import ModelSpec
 from ep_server.model.inspect import inspect_checkpoint
-from ep_server.model.kv_cache import kv_block_bytes
+from ep_server.model.sizes import Dtype, context_limit, kv_block_bytes, serving_dtype
 from ep_server.scheduler.placement import place_experts
 
 PROCESS_BYTES = 192 << 20  # a rank's own memory beside weights and KV cache: interpreter, torch, activations
@@ -54,7 +53,7 @@ def plan_group(config: Config, available: int | None = None) -> GroupPlan:
     fixed = sum(weights) + group_bytes(exchange) + ranks * PROCESS_BYTES
     if available is None:
         available = available_memory()
-    block = kv_block_bytes(spec, scheduler.block_size, serving_dtype(spec, config.model.dtype))
+    block = kv_block_bytes(spec, scheduler.block_size, inspection.dtype)
     blocks = scheduler.kv_blocks
     if not blocks:
         share = max(0, available - fixed) * scheduler.kv_fraction
@@ -73,7 +72,7 @@ def exchange_spec(config: Config, spec: ModelSpec, rank: int) -> ExchangeSpec:
     """The exchange of one rank; the same on all but for `rank`."""
     ranks, settings = config.parallel.ranks, config.exchange
     dtype = serving_dtype(spec, config.model.dtype)
-    auto = Payload.FP32 if dtype.itemsize == 4 else Payload.BF16
+    auto = Payload.FP32 if dtype is Dtype.FLOAT32 else Payload.BF16
     return ExchangeSpec(
         rank=rank,
         num_ranks=ranks,

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from ep_server.config import Config
-from ep_server.ep.bootstrap import create_segment
+from ep_server.ep.segment import create_segment
 from ep_server.errors import ConfigError, EpServerError, InternalError, RankLost, StartupError
 from ep_server.ranks.group import GroupPlan, plan_group
 from ep_server.ranks.messages import add_message, error_of, events_of, ready_of, statistics_of

@@ -59,6 +59,7 @@ def add_message(request: Request, work_number: int) -> pb.ToRank:
                     bias_token_ids=[token_id for token_id, _ in s.logit_bias],
                     bias_values=[bias for _, bias in s.logit_bias],
                     logprobs=s.logprobs,
+                    allowed_token_ids=s.allowed_token_ids,
                 ),
                 stopping=pb.Stopping(
                     max_new_tokens=t.max_new_tokens,
@@ -95,6 +96,7 @@ def request_of(wire: pb.Request) -> Request:
             frequency_penalty=s.frequency_penalty,
             logit_bias=tuple(zip(s.bias_token_ids, s.bias_values, strict=True)),
             logprobs=s.logprobs if s.HasField("logprobs") else None,
+            allowed_token_ids=tuple(s.allowed_token_ids),
         ),
         stopping=Stopping(
             max_new_tokens=t.max_new_tokens,
@@ -118,6 +120,8 @@ def tokens_message(events: Sequence[TokenEvent]) -> pb.FromRank:
         tokens.finish.extend([_FINISH_TO_WIRE[e.finish] for e in events])
     if any(e.cached_tokens for e in events):
         tokens.cached_tokens.extend([e.cached_tokens for e in events])
+    if any(e.queued_ns for e in events):
+        tokens.queued_ns.extend([e.queued_ns for e in events])
     if any(e.logprob is not None for e in events):
         tokens.logprobs.extend([math.nan if e.logprob is None else e.logprob for e in events])
     if any(e.top for e in events):
@@ -138,6 +142,7 @@ def events_of(wire: pb.StepTokens) -> list[TokenEvent]:
         wire.top_counts or (0,) * size,
         wire.finish or (pb.FINISH_REASON_UNSPECIFIED,) * size,
         wire.cached_tokens or (0,) * size,
+        wire.queued_ns or (0,) * size,
         strict=True,
     )
     return [
@@ -148,8 +153,9 @@ def events_of(wire: pb.StepTokens) -> list[TokenEvent]:
             tuple(islice(top, count)) if count else (),
             _FINISH_FROM_WIRE[finish],
             cached,
+            queued,
         )
-        for number, token_id, logprob, count, finish, cached in columns
+        for number, token_id, logprob, count, finish, cached, queued in columns
     ]
 
 

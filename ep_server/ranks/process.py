@@ -7,6 +7,7 @@ with it. Units: seconds.
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -15,10 +16,17 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
+import ep_server
 from ep_server.ranks.channel import FrontChannel
 
 SOCKET_BYTES = 1 << 20  # of each direction: a stopped rank or a busy front stalls nobody soon
+# `-m module` alone would look into the working directory first, and take an ep_server that lies there.
+BOOTSTRAP = (
+    "import json, runpy, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
+    "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +58,7 @@ class RankProcess:
     async def spawn(
         cls, rank: int, module: str, inherited: tuple[int, ...], callbacks: RankCallbacks
     ) -> RankProcess:
-        """Starts `python -m module --rank --channel --parent`.
+        """Starts `python -m module --rank --channel --parent`, which imports from where this process does.
 
         Args:
             inherited: descriptors the child gets beside its channel, under the same numbers.
@@ -60,7 +68,7 @@ class RankProcess:
         with theirs:
             for end in (ours, theirs):
                 end.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BYTES)
-            command = [sys.executable, "-m", module]
+            command = [sys.executable, "-P", "-c", BOOTSTRAP, json.dumps(import_path()), module]
             command += ["--rank", str(rank), "--channel", str(theirs.fileno()), "--parent", str(os.getpid())]
             try:
                 popen = subprocess.Popen(
@@ -112,6 +120,13 @@ class RankProcess:
         os.close(self._pidfd)
         self.exited.set()
         self._callbacks.on_exit(self.rank, code)
+
+
+def import_path() -> list[str]:
+    """sys.path for a process that shall import what this one does, whatever its working directory holds."""
+    root = str(Path(ep_server.__file__).parents[1])
+    absolute = [entry for entry in sys.path if Path(entry).is_absolute()]
+    return absolute if root in absolute else [root, *absolute]
 
 
 def exit_reason(code: int) -> str:

@@ -7,10 +7,10 @@ a histogram counts [2^b, 2^(b+1)).
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from ep_server.records import RankLoad, RankStatistics, StepBatch
+from ep_server.records import RankLoad, RankStatistics, StepBatch, TokenEvent
 
 BUCKETS = 48
 
@@ -66,6 +66,7 @@ class StepMeter:
         self._times = {name: Histogram() for name in ("plan", "vote", "publish", "total")}
         self._queue = Histogram()
         self._arrived: dict[int, int] = {}
+        self._queued: dict[int, int] = {}  # began to run, no token told yet
         self._counters = dict.fromkeys(("tokens", "idle_steps", "overlap_steps", "run_steps", "parks"), 0)
 
     def arrived(self, number: int, now: int) -> None:
@@ -75,6 +76,22 @@ class StepMeter:
     def left(self, number: int) -> None:
         """A request ended, perhaps without ever having run."""
         self._arrived.pop(number, None)
+        self._queued.pop(number, None)
+
+    def began(self, batch: StepBatch, now: int) -> None:
+        """A step was planned that is going to run."""
+        if self._arrived:
+            for piece in batch.slices:
+                arrived = self._arrived.pop(piece.number, None)
+                if arrived is not None:
+                    self._queue.add(now - arrived)
+                    self._queued[piece.number] = now - arrived
+
+    def with_queue_times(self, events: Sequence[TokenEvent]) -> Sequence[TokenEvent]:
+        """The events; the first one of a request tells how long it waited."""
+        if not self._queued:
+            return events
+        return [replace(event, queued_ns=self._queued.pop(event.number, 0)) for event in events]
 
     def parked(self, work_number: int) -> None:
         """The group parks; work_number is the last it has seen."""
@@ -92,11 +109,6 @@ class StepMeter:
         counters["tokens"] += batch.num_tokens
         counters["idle_steps"] += not batch.slices
         counters["overlap_steps"] += micro_batches > 1
-        if self._arrived:
-            for piece in batch.slices:
-                arrived = self._arrived.pop(piece.number, None)
-                if arrived is not None:
-                    self._queue.add(times.planned - arrived)
 
     def gather(self, load: RankLoad, exchange: Mapping[str, Any], runner: Measured) -> RankStatistics:
         """Everything measured so far, as one record.

@@ -32,7 +32,7 @@ from ep_server.ranks.messages import (
 from ep_server.ranks.overlap import OverlapPolicy
 from ep_server.ranks.statistics import StepMeter, StepTimes
 from ep_server.ranks.vote import Verdict, Voter
-from ep_server.records import StepBatch, TokenEvent
+from ep_server.records import NO_TOKEN, SampledToken, StepBatch, TokenEvent
 from ep_server.v1 import rank_pb2 as pb
 
 if TYPE_CHECKING:  # torch is imported once the process is tied to its parent
@@ -83,9 +83,11 @@ class RankWorker:
         verdict = self._vote(batch)
         voted = self._clock()
         if verdict.run:
+            self._meter.began(batch, planned)
             sampled = self._runner.run(batch, verdict.micro_batches)
             ran = self._clock()
             self._publish(self._scheduler.commit(batch, sampled))
+            self._fail_undrawn(sampled)
             self._measure(batch, verdict, StepTimes(start, planned, voted, ran, self._clock()))
         elif verdict.park:
             self._park()
@@ -144,11 +146,20 @@ class RankWorker:
 
     def _publish(self, events: Sequence[TokenEvent]) -> None:
         if events:
-            self._send(tokens_message(events))
+            self._send(tokens_message(self._meter.with_queue_times(events)))
             for event in events:
                 if event.finish is not None:
                     self._forget(event.number)
         self._release()
+
+    def _fail_undrawn(self, sampled: Sequence[SampledToken]) -> None:
+        """A request whose logits are broken fails alone: whoever sends it again must not end a server."""
+        for token in sampled:
+            if token.token_id == NO_TOKEN:
+                log.error("the logits of request %d hold NaN or infinity", token.number)
+                failed = pb.RequestFailed(number=token.number, message="its logits hold NaN or infinity")
+                self._forget(token.number)
+                self._send(pb.FromRank(request_failed=failed))
 
     def _release(self) -> None:
         for number in self._scheduler.freed():
@@ -189,10 +200,14 @@ def serve(channel: RankChannel) -> int:
     exchanges: list[NativeExchange] = []
     try:
         start = _first_message(channel)
-        # Imported here: torch takes seconds, in which the process is tied to its parent already.
+        # Imported here: torch takes a second or more, in which the process is tied to its parent already.
+        gc.disable()  # what is imported stays: to look through it again and again is a tenth of that second
         import torch
 
         from ep_server.ranks.build import build_rank
+
+        gc.freeze()
+        gc.enable()
 
         def progress(stage: str, done: int, total: int) -> None:
             message = pb.FromRank(progress=pb.Progress(stage=stage, done=done, total=total))

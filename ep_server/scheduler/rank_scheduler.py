@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ep_server.errors import InternalError
-from ep_server.records import RankLoad, Request, SampledToken, SeqSlice, StepBatch, TokenEvent
+from ep_server.records import NO_TOKEN, RankLoad, Request, SampledToken, SeqSlice, StepBatch, TokenEvent
 from ep_server.scheduler.batch import IDLE, SchedulerLimits
 from ep_server.scheduler.kv_blocks import BlockLedger
 from ep_server.scheduler.lifecycle import Event
@@ -127,6 +127,7 @@ class RankScheduler:
         Args:
             batch: what plan() returned last.
             sampled: one token per slice with `sample`, in slice order.
+                A request with NO_TOKEN ends as by fail().
         Returns: one event per drawn token of a request that was not cancelled meanwhile, in slice order.
         Raises: InternalError if batch or tokens are not those awaited; nothing has changed then.
         """
@@ -147,7 +148,10 @@ class RankScheduler:
             finish = None
             if piece.sample:
                 token = next(tokens)
-                finish = seq.append(token.token_id)
+                if token.token_id == NO_TOKEN:
+                    seq.drop = seq.drop or Event.FAIL
+                else:
+                    finish = seq.append(token.token_id)
                 if seq.drop is None:
                     events.append(
                         TokenEvent(

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x65p_server/v1/rank.proto\x12\x11\x65p_server.v1.rank\"\xf1\x01\n\x06ToRank\x12)\n\x05start\x18\x01 \x01(\x0b\x32\x18.ep_server.v1.rank.StartH\x00\x12%\n\x03\x61\x64\x64\x18\x02 \x01(\x0b\x32\x16.ep_server.v1.rank.AddH\x00\x12+\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x19.ep_server.v1.rank.CancelH\x00\x12/\n\x08\x64oorbell\x18\x04 \x01(\x0b\x32\x1b.ep_server.v1.rank.DoorbellH\x00\x12/\n\x08shutdown\x18\x05 \x01(\x0b\x32\x1b.ep_server.v1.rank.ShutdownH\x00\x42\x06\n\x04kind\"v\n\x05Start\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x11\n\tnum_ranks\x18\x02 \x01(\r\x12\x13\n\x0b\x63onfig_json\x18\x03 \x01(\t\x12\x13\n\x0b\x65xchange_fd\x18\x04 \x01(\x05\x12\x0f\n\x07threads\x18\x05 \x01(\r\x12\x11\n\tkv_blocks\x18\x06 \x01(\r\"G\n\x03\x41\x64\x64\x12\x13\n\x0bwork_number\x18\x01 \x01(\x04\x12+\n\x07request\x18\x02 \x01(\x0b\x32\x1a.ep_server.v1.rank.Request\"\x84\x02\n\x07Request\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x12\n\nprompt_ids\x18\x03 \x03(\r\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.ep_server.v1.rank.Sampling\x12-\n\x08stopping\x18\x05 \x01(\x0b\x32\x1b.ep_server.v1.rank.Stopping\x12\x10\n\x08priority\x18\x06 \x01(\x11\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x1b\n\x13\x62ypass_prefix_cache\x18\x08 \x01(\x08\x12\x14\n\x07\x64p_rank\x18\t \x01(\rH\x00\x88\x01\x01\x42\n\n\x08_dp_rank\"\x8a\x02\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x11\n\x04seed\x18\x05 \x01(\x12H\x00\x88\x01\x01\x12\x1a\n\x12repetition_penalty\x18\x06 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x01\x12\x16\n\x0e\x62ias_token_ids\x18\t \x03(\r\x12\x13\n\x0b\x62ias_values\x18\n \x03(\x01\x12\x15\n\x08logprobs\x18\x0b \x01(\rH\x01\x88\x01\x01\x42\x07\n\x05_seedB\x0b\n\t_logprobs\"\x95\x01\n\x08Stopping\x12\x16\n\x0emax_new_tokens\x18\x01 \x01(\r\x12\x16\n\x0emin_new_tokens\x18\x02 \x01(\r\x12\x15\n\reos_token_ids\x18\x03 \x03(\r\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x14\n\x0cstop_strings\x18\x05 \x03(\t\x12\x14\n\x0cinclude_stop\x18\x06 \x01(\x08\"\x18\n\x06\x43\x61ncel\x12\x0e\n\x06number\x18\x01 \x01(\x04\"\x1f\n\x08\x44oorbell\x12\x13\n\x0bwork_number\x18\x01 \x01(\x04\"\n\n\x08Shutdown\"\xe6\x02\n\x08\x46romRank\x12/\n\x08progress\x18\x01 \x01(\x0b\x32\x1b.ep_server.v1.rank.ProgressH\x00\x12)\n\x05ready\x18\x02 \x01(\x0b\x32\x18.ep_server.v1.rank.ReadyH\x00\x12/\n\x06tokens\x18\x03 \x01(\x0b\x32\x1d.ep_server.v1.rank.StepTokensH\x00\x12)\n\x05\x66reed\x18\x04 \x01(\x0b\x32\x18.ep_server.v1.rank.FreedH\x00\x12:\n\x0erequest_failed\x18\x05 \x01(\x0b\x32 .ep_server.v1.rank.RequestFailedH\x00\x12\x33\n\nstatistics\x18\x06 \x01(\x0b\x32\x1d.ep_server.v1.rank.StatisticsH\x00\x12)\n\x05\x66\x61tal\x18\x07 \x01(\x0b\x32\x18.ep_server.v1.rank.FatalH\x00\x42\x06\n\x04kind\"6\n\x08Progress\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x0c\n\x04\x64one\x18\x02 \x01(\x04\x12\r\n\x05total\x18\x03 \x01(\x04\"\x9f\x01\n\x05Ready\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x11\n\tkv_blocks\x18\x03 \x01(\x04\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x14\n\x0cweight_bytes\x18\x05 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x06 \x01(\x04\x12\x16\n\x0e\x65xchange_bytes\x18\x07 \x01(\x04\x12\x14\n\x0cload_seconds\x18\x08 \x01(\x01\"\xcb\x01\n\nStepTokens\x12\x0f\n\x07numbers\x18\x01 \x03(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12/\n\x06\x66inish\x18\x03 \x03(\x0e\x32\x1f.ep_server.v1.rank.FinishReason\x12\x15\n\rcached_tokens\x18\x04 \x03(\r\x12\x10\n\x08logprobs\x18\x05 \x03(\x01\x12\x12\n\ntop_counts\x18\x06 \x03(\r\x12\x15\n\rtop_token_ids\x18\x07 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x08 \x03(\x01\"\x17\n\x05\x46reed\x12\x0e\n\x06number\x18\x01 \x01(\x04\"0\n\rRequestFailed\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0f\n\x07message\x18\x02 \x01(\t\"\xc4\x01\n\x04Load\x12\x0f\n\x07running\x18\x01 \x01(\x04\x12\x0f\n\x07waiting\x18\x02 \x01(\x04\x12\x16\n\x0ekv_blocks_used\x18\x03 \x01(\x04\x12\x17\n\x0fkv_blocks_total\x18\x04 \x01(\x04\x12\x18\n\x10kv_blocks_cached\x18\x05 \x01(\x04\x12\r\n\x05steps\x18\x06 \x01(\x04\x12\x16\n\x0eprefix_queries\x18\x07 \x01(\x04\x12\x13\n\x0bprefix_hits\x18\x08 \x01(\x04\x12\x13\n\x0bpreemptions\x18\t \x01(\x04\"\xd7\x04\n\nStatistics\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12%\n\x04load\x18\x02 \x01(\x0b\x32\x17.ep_server.v1.rank.Load\x12\x41\n\nhistograms\x18\x03 \x03(\x0b\x32-.ep_server.v1.rank.Statistics.HistogramsEntry\x12\x35\n\x04sums\x18\x04 \x03(\x0b\x32\'.ep_server.v1.rank.Statistics.SumsEntry\x12=\n\x08\x63ounters\x18\x05 \x03(\x0b\x32+.ep_server.v1.rank.Statistics.CountersEntry\x12/\n\npeer_waits\x18\x06 \x03(\x0b\x32\x1b.ep_server.v1.rank.PeerWait\x12\x46\n\rexpert_tokens\x18\x07 \x03(\x0b\x32/.ep_server.v1.rank.Statistics.ExpertTokensEntry\x1aO\n\x0fHistogramsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12+\n\x05value\x18\x02 \x01(\x0b\x32\x1c.ep_server.v1.rank.Histogram:\x02\x38\x01\x1a+\n\tSumsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x33\n\x11\x45xpertTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x1b\n\tHistogram\x12\x0e\n\x06\x63ounts\x18\x01 \x03(\x04\"5\n\x08PeerWait\x12\n\n\x02op\x18\x01 \x01(\t\x12\x0c\n\x04peer\x18\x02 \x01(\r\x12\x0f\n\x07wait_ns\x18\x03 \x01(\x04\"a\n\x05\x46\x61tal\x12\x13\n\x0b\x65rror_class\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x12\n\nvalue_json\x18\x04 \x01(\t\x12\x0f\n\x07\x61llowed\x18\x05 \x01(\t*\x9b\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x01\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x02\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x03\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x04\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x65p_server/v1/rank.proto\x12\x11\x65p_server.v1.rank\"\xf1\x01\n\x06ToRank\x12)\n\x05start\x18\x01 \x01(\x0b\x32\x18.ep_server.v1.rank.StartH\x00\x12%\n\x03\x61\x64\x64\x18\x02 \x01(\x0b\x32\x16.ep_server.v1.rank.AddH\x00\x12+\n\x06\x63\x61ncel\x18\x03 \x01(\x0b\x32\x19.ep_server.v1.rank.CancelH\x00\x12/\n\x08\x64oorbell\x18\x04 \x01(\x0b\x32\x1b.ep_server.v1.rank.DoorbellH\x00\x12/\n\x08shutdown\x18\x05 \x01(\x0b\x32\x1b.ep_server.v1.rank.ShutdownH\x00\x42\x06\n\x04kind\"v\n\x05Start\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x11\n\tnum_ranks\x18\x02 \x01(\r\x12\x13\n\x0b\x63onfig_json\x18\x03 \x01(\t\x12\x13\n\x0b\x65xchange_fd\x18\x04 \x01(\x05\x12\x0f\n\x07threads\x18\x05 \x01(\r\x12\x11\n\tkv_blocks\x18\x06 \x01(\r\"G\n\x03\x41\x64\x64\x12\x13\n\x0bwork_number\x18\x01 \x01(\x04\x12+\n\x07request\x18\x02 \x01(\x0b\x32\x1a.ep_server.v1.rank.Request\"\x84\x02\n\x07Request\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0e\n\x06number\x18\x02 \x01(\x04\x12\x12\n\nprompt_ids\x18\x03 \x03(\r\x12-\n\x08sampling\x18\x04 \x01(\x0b\x32\x1b.ep_server.v1.rank.Sampling\x12-\n\x08stopping\x18\x05 \x01(\x0b\x32\x1b.ep_server.v1.rank.Stopping\x12\x10\n\x08priority\x18\x06 \x01(\x11\x12\x12\n\ncache_salt\x18\x07 \x01(\t\x12\x1b\n\x13\x62ypass_prefix_cache\x18\x08 \x01(\x08\x12\x14\n\x07\x64p_rank\x18\t \x01(\rH\x00\x88\x01\x01\x42\n\n\x08_dp_rank\"\xa5\x02\n\x08Sampling\x12\x13\n\x0btemperature\x18\x01 \x01(\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\r\n\x05top_p\x18\x03 \x01(\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x00\x88\x01\x01\x12\x1a\n\x12repetition_penalty\x18\x06 \x01(\x01\x12\x18\n\x10presence_penalty\x18\x07 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x08 \x01(\x01\x12\x16\n\x0e\x62ias_token_ids\x18\t \x03(\r\x12\x13\n\x0b\x62ias_values\x18\n \x03(\x01\x12\x15\n\x08logprobs\x18\x0b \x01(\rH\x01\x88\x01\x01\x12\x19\n\x11\x61llowed_token_ids\x18\x0c \x03(\rB\x07\n\x05_seedB\x0b\n\t_logprobs\"\x95\x01\n\x08Stopping\x12\x16\n\x0emax_new_tokens\x18\x01 \x01(\r\x12\x16\n\x0emin_new_tokens\x18\x02 \x01(\r\x12\x15\n\reos_token_ids\x18\x03 \x03(\r\x12\x16\n\x0estop_token_ids\x18\x04 \x03(\r\x12\x14\n\x0cstop_strings\x18\x05 \x03(\t\x12\x14\n\x0cinclude_stop\x18\x06 \x01(\x08\"\x18\n\x06\x43\x61ncel\x12\x0e\n\x06number\x18\x01 \x01(\x04\"\x1f\n\x08\x44oorbell\x12\x13\n\x0bwork_number\x18\x01 \x01(\x04\"\n\n\x08Shutdown\"\xe6\x02\n\x08\x46romRank\x12/\n\x08progress\x18\x01 \x01(\x0b\x32\x1b.ep_server.v1.rank.ProgressH\x00\x12)\n\x05ready\x18\x02 \x01(\x0b\x32\x18.ep_server.v1.rank.ReadyH\x00\x12/\n\x06tokens\x18\x03 \x01(\x0b\x32\x1d.ep_server.v1.rank.StepTokensH\x00\x12)\n\x05\x66reed\x18\x04 \x01(\x0b\x32\x18.ep_server.v1.rank.FreedH\x00\x12:\n\x0erequest_failed\x18\x05 \x01(\x0b\x32 .ep_server.v1.rank.RequestFailedH\x00\x12\x33\n\nstatistics\x18\x06 \x01(\x0b\x32\x1d.ep_server.v1.rank.StatisticsH\x00\x12)\n\x05\x66\x61tal\x18\x07 \x01(\x0b\x32\x18.ep_server.v1.rank.FatalH\x00\x42\x06\n\x04kind\"6\n\x08Progress\x12\r\n\x05stage\x18\x01 \x01(\t\x12\x0c\n\x04\x64one\x18\x02 \x01(\x04\x12\r\n\x05total\x18\x03 \x01(\x04\"\x9f\x01\n\x05Ready\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12\x0b\n\x03pid\x18\x02 \x01(\r\x12\x11\n\tkv_blocks\x18\x03 \x01(\x04\x12\x12\n\nblock_size\x18\x04 \x01(\r\x12\x14\n\x0cweight_bytes\x18\x05 \x01(\x04\x12\x10\n\x08kv_bytes\x18\x06 \x01(\x04\x12\x16\n\x0e\x65xchange_bytes\x18\x07 \x01(\x04\x12\x14\n\x0cload_seconds\x18\x08 \x01(\x01\"\xde\x01\n\nStepTokens\x12\x0f\n\x07numbers\x18\x01 \x03(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12/\n\x06\x66inish\x18\x03 \x03(\x0e\x32\x1f.ep_server.v1.rank.FinishReason\x12\x15\n\rcached_tokens\x18\x04 \x03(\r\x12\x10\n\x08logprobs\x18\x05 \x03(\x01\x12\x12\n\ntop_counts\x18\x06 \x03(\r\x12\x15\n\rtop_token_ids\x18\x07 \x03(\r\x12\x14\n\x0ctop_logprobs\x18\x08 \x03(\x01\x12\x11\n\tqueued_ns\x18\t \x03(\x04\"\x17\n\x05\x46reed\x12\x0e\n\x06number\x18\x01 \x01(\x04\"0\n\rRequestFailed\x12\x0e\n\x06number\x18\x01 \x01(\x04\x12\x0f\n\x07message\x18\x02 \x01(\t\"\xc4\x01\n\x04Load\x12\x0f\n\x07running\x18\x01 \x01(\x04\x12\x0f\n\x07waiting\x18\x02 \x01(\x04\x12\x16\n\x0ekv_blocks_used\x18\x03 \x01(\x04\x12\x17\n\x0fkv_blocks_total\x18\x04 \x01(\x04\x12\x18\n\x10kv_blocks_cached\x18\x05 \x01(\x04\x12\r\n\x05steps\x18\x06 \x01(\x04\x12\x16\n\x0eprefix_queries\x18\x07 \x01(\x04\x12\x13\n\x0bprefix_hits\x18\x08 \x01(\x04\x12\x13\n\x0bpreemptions\x18\t \x01(\x04\"\xd7\x04\n\nStatistics\x12\x0c\n\x04rank\x18\x01 \x01(\r\x12%\n\x04load\x18\x02 \x01(\x0b\x32\x17.ep_server.v1.rank.Load\x12\x41\n\nhistograms\x18\x03 \x03(\x0b\x32-.ep_server.v1.rank.Statistics.HistogramsEntry\x12\x35\n\x04sums\x18\x04 \x03(\x0b\x32\'.ep_server.v1.rank.Statistics.SumsEntry\x12=\n\x08\x63ounters\x18\x05 \x03(\x0b\x32+.ep_server.v1.rank.Statistics.CountersEntry\x12/\n\npeer_waits\x18\x06 \x03(\x0b\x32\x1b.ep_server.v1.rank.PeerWait\x12\x46\n\rexpert_tokens\x18\x07 \x03(\x0b\x32/.ep_server.v1.rank.Statistics.ExpertTokensEntry\x1aO\n\x0fHistogramsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12+\n\x05value\x18\x02 \x01(\x0b\x32\x1c.ep_server.v1.rank.Histogram:\x02\x38\x01\x1a+\n\tSumsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a/\n\rCountersEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\x1a\x33\n\x11\x45xpertTokensEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x04:\x02\x38\x01\"\x1b\n\tHistogram\x12\x0e\n\x06\x63ounts\x18\x01 \x03(\x04\"5\n\x08PeerWait\x12\n\n\x02op\x18\x01 \x01(\t\x12\x0c\n\x04peer\x18\x02 \x01(\r\x12\x0f\n\x07wait_ns\x18\x03 \x01(\x04\"a\n\x05\x46\x61tal\x12\x13\n\x0b\x65rror_class\x18\x01 \x01(\t\x12\x0f\n\x07message\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x12\n\nvalue_json\x18\x04 \x01(\t\x12\x0f\n\x07\x61llowed\x18\x05 \x01(\t*\x9b\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x01\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x02\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x03\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x04\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -39,8 +39,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STATISTICS_COUNTERSENTRY']._serialized_options = b'8\001'
   _globals['_STATISTICS_EXPERTTOKENSENTRY']._loaded_options = None
   _globals['_STATISTICS_EXPERTTOKENSENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=3083
-  _globals['_FINISHREASON']._serialized_end=3238
+  _globals['_FINISHREASON']._serialized_start=3129
+  _globals['_FINISHREASON']._serialized_end=3284
   _globals['_TORANK']._serialized_start=47
   _globals['_TORANK']._serialized_end=288
   _globals['_START']._serialized_start=290
@@ -50,43 +50,43 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_REQUEST']._serialized_start=484
   _globals['_REQUEST']._serialized_end=744
   _globals['_SAMPLING']._serialized_start=747
-  _globals['_SAMPLING']._serialized_end=1013
-  _globals['_STOPPING']._serialized_start=1016
-  _globals['_STOPPING']._serialized_end=1165
-  _globals['_CANCEL']._serialized_start=1167
-  _globals['_CANCEL']._serialized_end=1191
-  _globals['_DOORBELL']._serialized_start=1193
-  _globals['_DOORBELL']._serialized_end=1224
-  _globals['_SHUTDOWN']._serialized_start=1226
-  _globals['_SHUTDOWN']._serialized_end=1236
-  _globals['_FROMRANK']._serialized_start=1239
-  _globals['_FROMRANK']._serialized_end=1597
-  _globals['_PROGRESS']._serialized_start=1599
-  _globals['_PROGRESS']._serialized_end=1653
-  _globals['_READY']._serialized_start=1656
-  _globals['_READY']._serialized_end=1815
-  _globals['_STEPTOKENS']._serialized_start=1818
-  _globals['_STEPTOKENS']._serialized_end=2021
-  _globals['_FREED']._serialized_start=2023
-  _globals['_FREED']._serialized_end=2046
-  _globals['_REQUESTFAILED']._serialized_start=2048
-  _globals['_REQUESTFAILED']._serialized_end=2096
-  _globals['_LOAD']._serialized_start=2099
-  _globals['_LOAD']._serialized_end=2295
-  _globals['_STATISTICS']._serialized_start=2298
-  _globals['_STATISTICS']._serialized_end=2897
-  _globals['_STATISTICS_HISTOGRAMSENTRY']._serialized_start=2671
-  _globals['_STATISTICS_HISTOGRAMSENTRY']._serialized_end=2750
-  _globals['_STATISTICS_SUMSENTRY']._serialized_start=2752
-  _globals['_STATISTICS_SUMSENTRY']._serialized_end=2795
-  _globals['_STATISTICS_COUNTERSENTRY']._serialized_start=2797
-  _globals['_STATISTICS_COUNTERSENTRY']._serialized_end=2844
-  _globals['_STATISTICS_EXPERTTOKENSENTRY']._serialized_start=2846
-  _globals['_STATISTICS_EXPERTTOKENSENTRY']._serialized_end=2897
-  _globals['_HISTOGRAM']._serialized_start=2899
-  _globals['_HISTOGRAM']._serialized_end=2926
-  _globals['_PEERWAIT']._serialized_start=2928
-  _globals['_PEERWAIT']._serialized_end=2981
-  _globals['_FATAL']._serialized_start=2983
-  _globals['_FATAL']._serialized_end=3080
+  _globals['_SAMPLING']._serialized_end=1040
+  _globals['_STOPPING']._serialized_start=1043
+  _globals['_STOPPING']._serialized_end=1192
+  _globals['_CANCEL']._serialized_start=1194
+  _globals['_CANCEL']._serialized_end=1218
+  _globals['_DOORBELL']._serialized_start=1220
+  _globals['_DOORBELL']._serialized_end=1251
+  _globals['_SHUTDOWN']._serialized_start=1253
+  _globals['_SHUTDOWN']._serialized_end=1263
+  _globals['_FROMRANK']._serialized_start=1266
+  _globals['_FROMRANK']._serialized_end=1624
+  _globals['_PROGRESS']._serialized_start=1626
+  _globals['_PROGRESS']._serialized_end=1680
+  _globals['_READY']._serialized_start=1683
+  _globals['_READY']._serialized_end=1842
+  _globals['_STEPTOKENS']._serialized_start=1845
+  _globals['_STEPTOKENS']._serialized_end=2067
+  _globals['_FREED']._serialized_start=2069
+  _globals['_FREED']._serialized_end=2092
+  _globals['_REQUESTFAILED']._serialized_start=2094
+  _globals['_REQUESTFAILED']._serialized_end=2142
+  _globals['_LOAD']._serialized_start=2145
+  _globals['_LOAD']._serialized_end=2341
+  _globals['_STATISTICS']._serialized_start=2344
+  _globals['_STATISTICS']._serialized_end=2943
+  _globals['_STATISTICS_HISTOGRAMSENTRY']._serialized_start=2717
+  _globals['_STATISTICS_HISTOGRAMSENTRY']._serialized_end=2796
+  _globals['_STATISTICS_SUMSENTRY']._serialized_start=2798
+  _globals['_STATISTICS_SUMSENTRY']._serialized_end=2841
+  _globals['_STATISTICS_COUNTERSENTRY']._serialized_start=2843
+  _globals['_STATISTICS_COUNTERSENTRY']._serialized_end=2890
+  _globals['_STATISTICS_EXPERTTOKENSENTRY']._serialized_start=2892
+  _globals['_STATISTICS_EXPERTTOKENSENTRY']._serialized_end=2943
+  _globals['_HISTOGRAM']._serialized_start=2945
+  _globals['_HISTOGRAM']._serialized_end=2972
+  _globals['_PEERWAIT']._serialized_start=2974
+  _globals['_PEERWAIT']._serialized_end=3027
+  _globals['_FATAL']._serialized_start=3029
+  _globals['_FATAL']._serialized_end=3126
 # @@protoc_insertion_point(module_scope)

@@ -47,6 +47,20 @@ def test_the_command_answers_sums_it_was_never_trained_on() -> None:
     assert done.stderr == ""
 
 
+def test_a_reader_that_leaves_is_no_error() -> None:
+    command = [sys.executable, "-m", "ep_server", "demo", "--ranks", "1", "--questions", "2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as running:
+        assert running.stdout is not None and running.stderr is not None
+        try:
+            assert running.stdout.readline().startswith("demo_model")
+            running.stdout.close()  # as `| head -1` does
+            errors = running.stderr.read()
+            assert running.wait(timeout=60) == 0
+        finally:
+            running.kill()
+    assert errors == ""
+
+
 def test_keep_serves_until_interrupted() -> None:
     command = [sys.executable, "-m", "ep_server", "demo", "--ranks", "1", "--questions", "2", "--keep"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as running:

@@ -102,9 +102,17 @@ def test_masking_goes_on_without_a_killed_rank() -> None:
         assert outcome.value[1]["counters"]["exchange_timeouts"] == 1
 
 
+def later_than_rank_0(epoch: int) -> tuple[Fault, ...]:
+    """Ranks 1 and 2 begin to wait in this dispatch well after rank 0, whose deadline then passes first."""
+    return tuple(
+        Fault(rank, "dispatch", "send_rows", Action.DELAY, epoch=epoch, delay_ns=SECOND // 2)
+        for rank in (1, 2)
+    )
+
+
 def test_a_dropped_header_names_the_peer_that_did_not_send_it() -> None:
     drop = Fault(rank=2, op="combine", phase="send_header", action=Action.DROP, epoch=2, peer=0)
-    ended = run_outcomes(operations, 3, spec_of(3, SECOND), 30, args=((drop,), 8))
+    ended = run_outcomes(operations, 3, spec_of(3, SECOND), 30, args=((drop, *later_than_rank_0(3)), 8))
     assert_noticed([ended[0]], "combine", "recv_header", 2)
     assert isinstance(ended[0].error, PeerTimeout)
     assert ended[0].error.expected == 2
@@ -114,7 +122,9 @@ def test_a_dropped_header_names_the_peer_that_did_not_send_it() -> None:
 
 def test_a_dropped_acknowledgement_stops_the_sender_before_it_overwrites() -> None:
     drop = Fault(rank=2, op="dispatch", phase="recv_consumed", action=Action.DROP, peer=0)
-    ended = run_outcomes(operations, 3, spec_of(3, SECOND), 30, args=((drop,), 8))
+    first_reuse = 3  # of two banks
+    late = later_than_rank_0(first_reuse)
+    ended = run_outcomes(operations, 3, spec_of(3, SECOND), 30, args=((drop, *late), 8))
     assert isinstance(ended[0].error, PeerTimeout)
     assert (ended[0].error.phase, ended[0].error.peer) == ("send_bank", 2)
 

@@ -10,10 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ep_server import _C
-from ep_server.ep import bootstrap
 from ep_server.ep.exchange import ExchangeSpec, Payload, Reduction
 from ep_server.ep.geometry import geometry_of, group_bytes
 from ep_server.ep.native import NativeExchange
+from ep_server.ep.segment import create_segment
 from ep_server.errors import ConfigError, StartupError
 
 WIDTH = {Payload.FP32: 4, Payload.BF16: 2}
@@ -126,7 +126,7 @@ def test_what_the_format_cannot_carry_names_the_field(field: str, change: dict[s
 def test_too_little_memory_is_said_with_numbers() -> None:
     spec = ExchangeSpec(0, 64, tuple(range(64)), 1 << 20, 8192, 8)
     with pytest.raises(StartupError, match=r"64 ranks needs [\d.]+ MiB .* [\d.]+ MiB are available"):
-        bootstrap.create_segment(spec)
+        create_segment(spec)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_too_little_memory_is_said_with_numbers() -> None:
 )
 def test_a_rank_that_differs_from_its_group_is_refused(field: str, change: dict[str, object]) -> None:
     good = {"rank": 0, "num_ranks": 2, "placement": (0, 1), "max_tokens": 4, "hidden": 64, "top_k": 2}
-    fd = bootstrap.create_segment(ExchangeSpec(**good))  # type: ignore[arg-type]
+    fd = create_segment(ExchangeSpec(**good))  # type: ignore[arg-type]
     try:
         with pytest.raises(ConfigError, match=f"^{field} = .*as in the segment of the group"):
             NativeExchange(ExchangeSpec(**{**good, **change}), fd=fd)  # type: ignore[arg-type]

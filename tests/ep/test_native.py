@@ -1,4 +1,4 @@
-"""The native exchange beyond the Protocol: errors, in-place views, measurements, membership, bootstrap.
+"""The native exchange beyond the Protocol: errors, in-place views, measurements, membership, segment.
 
 What it computes is the conformance suite's subject; here are the things that only this implementation has.
 """
@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from ep_server import _C
-from ep_server.ep import bootstrap
 from ep_server.ep.exchange import ExchangeSpec, Payload, Reduction, View
 from ep_server.ep.faults import Action, Fault
 from ep_server.ep.geometry import PAYLOADS
 from ep_server.ep.native import NativeExchange
+from ep_server.ep.segment import create_segment
 from ep_server.errors import ConfigError, InvalidArgument
 from ep_server.records import RankStatistics
 from tests.harness.ranks import Peer, Ranks, run_ranks
@@ -34,7 +34,7 @@ def spec_of(**change: object) -> ExchangeSpec:
 
 def alone(**change: object) -> NativeExchange:
     spec = spec_of(**change)
-    fd = bootstrap.create_segment(spec)
+    fd = create_segment(spec)
     try:
         return NativeExchange(spec, fd=fd)
     finally:

@@ -24,10 +24,10 @@ from typing import Any
 import torch
 
 from ep_server import _C
-from ep_server.ep import bootstrap
 from ep_server.ep.exchange import ExchangeSpec
 from ep_server.ep.geometry import geometry_of
 from ep_server.ep.native import NativeExchange
+from ep_server.ep.segment import create_segment
 
 PR_SET_PDEATHSIG = 1
 
@@ -100,7 +100,7 @@ class Ranks:
         self._pipes: list[Connection] = []
         self._outcomes: dict[int, Outcome] = {}
         self._start = time.monotonic()
-        fd = bootstrap.create_segment(specs[0])
+        fd = create_segment(specs[0])
         poison(fd, specs[0])
         try:
             for spec in specs:

@@ -15,6 +15,7 @@ from ep_server.ep.exchange import Exchange, ExchangeSpec, Payload
 from ep_server.ep.reference import ReferenceExchange
 from ep_server.model.assembly import LoadParams, RankModel, load_model
 from ep_server.model.runner import ModelRunner
+from ep_server.model.sizes import Dtype
 from ep_server.records import Request, SampledToken, SeqSlice, StepBatch
 
 BLOCK = 4
@@ -52,7 +53,7 @@ def alone(path: Path, dtype: str = "float32", max_tokens: int = 64) -> tuple[Mod
 def exchange_spec(
     model: RankModel, rank: int, num_ranks: int, placement: tuple[int, ...], max_tokens: int = 64
 ) -> ExchangeSpec:
-    payload = Payload.FP32 if model.dtype is torch.float32 else Payload.BF16
+    payload = Payload.FP32 if model.dtype is Dtype.FLOAT32 else Payload.BF16
     return ExchangeSpec(
         rank, num_ranks, placement, max_tokens, model.spec.hidden, model.spec.router.top_k, payload
     )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import random
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,8 +13,9 @@ import torch
 from ep_server.model.batch import AttentionMeta, split
 from ep_server.model.compute import Compute
 from ep_server.model.families.spec import GqaSpec, MlaSpec, ModelSpec, RopeSpec, RouterSpec
-from ep_server.model.kv_cache import KvCache, KvLayer, kv_block_bytes
+from ep_server.model.kv_cache import KvCache, KvLayer
 from ep_server.model.native_compute import NativeCompute
+from ep_server.model.sizes import Dtype, kv_block_bytes
 from ep_server.model.torch_compute import TorchCompute
 from ep_server.records import SeqSlice, StepBatch
 from tests.harness.compare import assert_close
@@ -87,5 +90,29 @@ def test_the_cache_takes_what_it_says(attention: GqaSpec | MlaSpec, per_token: i
     )
     cache = KvCache(spec, 10, BLOCK, torch.bfloat16)
     assert len(cache.layers) == 3
-    assert cache.nbytes == 10 * kv_block_bytes(spec, BLOCK, torch.bfloat16) == 10 * BLOCK * 3 * per_token * 2
+    assert cache.nbytes == 10 * kv_block_bytes(spec, BLOCK, Dtype.BFLOAT16) == 10 * BLOCK * 3 * per_token * 2
     assert spec.kv_values_per_token == 3 * per_token
+
+
+def committed() -> int:
+    """Bytes of anonymous memory of this process."""
+    status = Path("/proc/self/status").read_text(encoding="ascii")
+    return 1024 * int(re.findall(r"RssAnon:\s+(\d+) kB", status)[0])
+
+
+@pytest.mark.parametrize("attention", [GqaSpec(8, 2, 64, 0.25), MlaSpec(4, 0, 96, 16, 32, 12, 0.2)])
+def test_the_cache_commits_what_is_written(attention: GqaSpec | MlaSpec) -> None:
+    spec = ModelSpec(
+        "x", 8, 8, 64, 1e-6, False, attention, RopeSpec(8, 1e4), RouterSpec(2, 1), (True,) * 2, 8
+    )
+    blocks = (1 << 30) // kv_block_bytes(spec, BLOCK, Dtype.BFLOAT16)
+    before = committed()
+    cache = KvCache(spec, blocks, BLOCK, torch.bfloat16)
+    assert cache.nbytes > 1 << 29
+    kv, last = cache.layers[1], torch.tensor([(blocks - 1) * BLOCK + 1])
+    ones = torch.ones(1, *kv.k.shape[2:], dtype=torch.bfloat16)
+    kv.write(last, ones, None if kv.v is None else torch.ones(1, *kv.v.shape[2:], dtype=torch.bfloat16))
+    for rows in (kv.k, kv.v) if kv.v is not None else (kv.k,):
+        assert rows[-1].flatten(1).sum(1).tolist() == [0, ones.numel(), 0, 0]
+        assert not rows[0].any()
+    assert committed() - before < 1 << 24

@@ -51,6 +51,9 @@ def test_linear(isa: str, dtype: torch.dtype, rows: int, n: int, k: int) -> None
     exact = x.double() @ weight.double().t()
     assert_near(compute.linear(weight)(x), exact, dtype, k**0.5)
     assert_near(compute.linear(weight, bias)(x), exact + bias.double(), dtype, k**0.5)
+    unrounded = compute.linear(weight, bias).unrounded(x)
+    assert_near(unrounded, exact + bias.double(), torch.float32, k**0.5)
+    assert torch.equal(unrounded.to(dtype), compute.linear(weight, bias)(x))
 
 
 @each_dtype
@@ -101,6 +104,24 @@ def test_gated_ffn(
     assert_near(got, ffn_oracle(x, offsets, gate_up, down), dtype, 4)
     plain = TorchCompute().gated_ffn(gate_up, down)(x, torch.tensor(offsets))
     assert_near(got, plain.double(), dtype, 8)
+
+
+@each_isa
+@each_dtype
+@pytest.mark.parametrize(("rows", "heads", "dim"), [(5, 0, 64), (3, 4, 64), (2, 3, 21), (0, 0, 8), (1, 1, 1)])
+def test_rms_norm(isa: str, dtype: torch.dtype, rows: int, heads: int, dim: int) -> None:
+    """heads 0: one norm over the row. Rows lie in wider ones, whose rest is NaN."""
+    shape = (heads, dim) if heads else (dim,)
+    width = max(heads, 1) * dim
+    wide = torch.full((rows, width + 5), float("nan"), dtype=dtype)
+    wide[:, :width] = random(rows, width, dtype=dtype, scale=3.0)
+    x = wide[:, :width].view(rows, *shape) if heads else wide[:, :width]
+    weight = random(*shape, dtype=dtype, seed=1)
+    got = NativeCompute(isa=isa).rms_norm(x, weight, 1e-6)
+    exact = x.double() / (x.double().square().mean(-1, keepdim=True) + 1e-6).sqrt() * weight.double()
+    assert got.is_contiguous()
+    assert_near(got, exact, dtype)
+    assert_near(TorchCompute().rms_norm(x, weight, 1e-6), exact, dtype, 2)
 
 
 def test_silu_at_its_ends() -> None:

@@ -11,6 +11,7 @@ from transformers import (
     LogitsProcessorList,
     MinNewTokensLengthLogitsProcessor,
     MinPLogitsWarper,
+    PrefixConstrainedLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
     SequenceBiasLogitsProcessor,
     TemperatureLogitsWarper,
@@ -22,7 +23,7 @@ from ep_server.errors import InternalError, InvalidArgument
 from ep_server.model import sampling_ops as ops
 from ep_server.model.sampler import Sampler
 from ep_server.model.sampling_state import UniformStream
-from ep_server.records import Request, SampledToken, Sampling, Stopping
+from ep_server.records import NO_TOKEN, Request, SampledToken, Sampling, Stopping
 
 GREEDY = Sampling(temperature=0.0)
 SIZES = (1, 63, 64, 65, 300, 1024)
@@ -301,6 +302,74 @@ def test_a_stop_that_is_also_biased_is_still_masked():
     assert [ids(sampler.sample([0], logits))[0] for _ in range(4)] == [8, 8, 4, 4]
 
 
+# --- allowed tokens ---
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.4])
+def test_greedy_tokens_of_an_allowed_set_equal_transformers(penalty):
+    vocab, prompt, eos, allowed = 90, (3, 17, 3, 41), 17, (2, 17, 40, 63, 89)
+    chain = LogitsProcessorList(
+        [
+            RepetitionPenaltyLogitsProcessor(penalty),
+            PrefixConstrainedLogitsProcessor(lambda _batch, _history: list(allowed), num_beams=1),
+            MinNewTokensLengthLogitsProcessor(len(prompt), 4, eos),
+        ]
+    )
+    sampling = Sampling(temperature=0.0, repetition_penalty=penalty, allowed_token_ids=allowed, logprobs=5)
+    sampler = sampler_of(
+        vocab, request(0, sampling, prompt, min_new_tokens=4, eos_token_ids=frozenset([eos]))
+    )
+    history = list(prompt)
+    for step in range(20):
+        logits = rows(1, vocab, seed=300 + step // 2, scale=1.0)
+        logits[0, eos] = 6.0
+        expected = chain(torch.tensor([history]), logits.clone())[0]
+        (token,) = sampler.sample([0], logits)
+        assert token.token_id == int(expected.argmax()) and token.token_id in allowed
+        wanted = expected.log_softmax(0)
+        assert token.logprob == pytest.approx(float(wanted[token.token_id]), abs=1e-6)
+        assert all(math.isclose(value, float(wanted[i]), abs_tol=1e-6) for i, value in token.top)
+        history.append(token.token_id)
+
+
+@pytest.mark.parametrize("filters", [{}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.05}])
+def test_drawn_tokens_of_an_allowed_set_follow_its_own_distribution(filters):
+    vocab, allowed, draws = 200, (0, 7, 150, 199), 2000
+    logits = torch.zeros(1, vocab)
+    logits[0, list(allowed)] = torch.tensor([0.5, 0.0, -0.25, 0.25]) - 3.0  # the others are likelier
+    sampler = sampler_of(vocab, request(0, Sampling(seed=3, allowed_token_ids=allowed, **filters)))
+    counts = torch.zeros(vocab)
+    for _ in range(draws):
+        counts[ids(sampler.sample([0], logits))[0]] += 1
+    expected = torch.tensor([0.5, 0.0, -0.25, 0.25]).softmax(0) * draws
+    assert counts[list(allowed)].sum() == draws
+    if "top_p" not in filters:
+        assert (
+            float(((counts[list(allowed)] - expected) ** 2 / expected).sum()) < 25
+        )  # chi-squared, 3 degrees
+
+
+def test_an_allowed_set_binds_its_own_request_only():
+    sampler = sampler_of(
+        9,
+        request(0, GREEDY),
+        request(1, Sampling(temperature=0.0, allowed_token_ids=(2, 3))),
+        request(2, GREEDY),
+    )
+    logits = torch.arange(9.0).repeat(3, 1)
+    kept = logits.clone()
+    assert ids(sampler.sample(range(3), logits)) == [8, 3, 8]
+    assert torch.equal(logits, kept)
+    broken = logits.clone()
+    broken[1, 8] = math.nan  # outside the set, and still a broken row
+    assert ids(sampler.sample(range(3), broken)) == [8, NO_TOKEN, 8]
+
+
+def test_an_allowed_id_outside_the_vocabulary_is_named():
+    with pytest.raises(InvalidArgument, match="allowed_token_ids = 10: must be a token id, 0 to 9"):
+        Sampler(10).add(request(0, Sampling(temperature=0.0, allowed_token_ids=(1, 10))))
+
+
 # --- log probabilities ---
 
 
@@ -335,6 +404,7 @@ MIXED = [
     Sampling(seed=9, temperature=0.8, presence_penalty=0.4, frequency_penalty=0.1, top_p=0.9, logprobs=2),
     Sampling(seed=2**64 - 1, repetition_penalty=1.1, logit_bias=((3, 2.0),), logprobs=5),
     Sampling(seed=-5, temperature=1.3, min_p=0.01),
+    Sampling(seed=6, temperature=1.1, top_k=9, allowed_token_ids=(1, 2, 30), logprobs=1),
 ]
 
 
@@ -407,20 +477,32 @@ def test_a_shape_or_number_that_was_not_added_is_named():
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
 @pytest.mark.parametrize("position", [0, 63, 64, 99])
-def test_a_broken_row_names_its_request_and_draws_nothing(bad, position):
-    sampler = sampler_of(100, *(request(n, Sampling(seed=1)) for n in (4, 5)))
-    logits = rows(2, 100)
-    logits[1, position] = bad
-    with pytest.raises(InternalError, match=r"requests \[5\]"):
-        sampler.sample([4, 5], logits)
-    clean = sampler.sample([4], logits[:1])
-    assert clean == sampler_of(100, request(4, Sampling(seed=1))).sample([4], logits[:1])
+def test_a_broken_row_draws_no_token_and_its_neighbours_do(bad, position):
+    sampling = Sampling(seed=1, repetition_penalty=1.5, logprobs=2)
+    sampler = sampler_of(100, *(request(n, sampling) for n in (4, 5, 6)))
+    alone = sampler_of(100, *(request(n, sampling) for n in (4, 6)))
+    for step in range(3):
+        logits = rows(3, 100, seed=step)
+        logits[1, position] = bad
+        first, broken, last = sampler.sample([4, 5, 6], logits)
+        assert broken == SampledToken(5, NO_TOKEN)
+        assert [first, last] == alone.sample([4, 6], logits[[0, 2]])
+    assert ids(sampler.sample([5], rows(1, 100))) != [NO_TOKEN]
 
 
-def test_a_row_without_any_allowed_token_is_an_error():
+def test_a_row_without_any_allowed_token_draws_none():
     sampling = Sampling(temperature=0.0, logit_bias=tuple((token, -math.inf) for token in range(5)))
-    with pytest.raises(InternalError, match=r"requests \[0\]"):
-        sampler_of(5, request(0, sampling)).sample([0], torch.zeros(1, 5))
+    drawn = sampler_of(5, request(0, sampling)).sample([0], torch.zeros(1, 5))
+    assert drawn == [SampledToken(0, NO_TOKEN)]
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-30, 1e30, 1e308])
+def test_a_temperature_beyond_float32_never_draws_a_banned_token(temperature):
+    sampling = Sampling(temperature=temperature, seed=1)
+    stops = frozenset(range(1, 100))
+    sampler = sampler_of(100, request(1, sampling, min_new_tokens=9, eos_token_ids=stops))
+    drawn = [sampler.sample([1], rows(1, 100, seed=step))[0].token_id for step in range(9)]
+    assert drawn == [0] * 9
 
 
 def test_bad_requests_are_refused_when_added():

@@ -19,6 +19,7 @@ from ep_server.model.checkpoint import Checkpoint
 from ep_server.model.families import read_spec
 from ep_server.model.inspect import inspect_checkpoint
 from ep_server.model.layers import ModelWeights, MoeWeights
+from ep_server.model.sizes import Dtype
 from ep_server.model.torch_compute import TorchCompute
 from ep_server.model.weights import load_weights
 from tests.harness.checkpoints import CASES, EXPERTS, HIDDEN, VOCAB, Tiny, random_model
@@ -223,8 +224,8 @@ def test_load_parameters_are_checked(tiny: Get) -> None:
     with pytest.raises(ConfigError, match=r"model\.max_context = 161: must be at most the model's 160"):
         load_model(LoadParams(path, 0, (0,) * 6, max_context=161))
     model = load_model(LoadParams(path, 0, (0,) * 6, max_context=100))
-    assert (model.max_context, model.dtype) == (100, torch.float32)
-    assert load_model(LoadParams(path, 0, (0,) * 6, "bfloat16")).dtype is torch.bfloat16
+    assert (model.max_context, model.dtype) == (100, Dtype.FLOAT32)
+    assert load_model(LoadParams(path, 0, (0,) * 6, "bfloat16")).dtype is Dtype.BFLOAT16
 
 
 def _tensors(record: object) -> list[torch.Tensor]:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import math
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import psutil
 import pytest
@@ -31,11 +33,13 @@ class Group:
     numbers: itertools.count[int] = field(default_factory=lambda: itertools.count(1))
     work_number: int = 0
 
-    def submit(self, rank: int, prompt: Sequence[int], max_new: int, **fields: object) -> int:
+    def submit(self, rank: int, prompt: Sequence[int], max_new: int, **fields: Any) -> int:
         """Returns the request's number, which is its work number too."""
         number = next(self.numbers)
         self.work_number = number
-        self.ranks.submit(rank, greedy(number, prompt, max_new, **fields))
+        bias = fields.pop("logit_bias", ())
+        request = greedy(number, prompt, max_new, **fields)
+        self.ranks.submit(rank, replace(request, sampling=replace(request.sampling, logit_bias=bias)))
         return number
 
     async def parked(self) -> None:
@@ -83,13 +87,14 @@ async def test_a_request_on_one_rank_runs_while_the_others_idle(group: Group, ti
 
 
 async def test_parked_ranks_take_no_step(group: Group, tiny: Tiny) -> None:
-    """Between two requests of three tokens: a rank that did not park would have taken thousands of steps."""
+    """Between two requests of three tokens: a rank that did not park would have voted thousands of times."""
     heard = group.heard
 
     async def ask() -> list[int]:
         group.submit(0, tiny.prompts[0], 3)
         await group.parked()
-        return [heard.statistics[rank].load.steps for rank in range(group.ranks.num_ranks)]
+        reports = [heard.statistics[rank] for rank in range(group.ranks.num_ranks)]
+        return [sum(report.histograms["vote/total"]) for report in reports]
 
     before = await ask()
     used = [psutil.Process(pid).cpu_times() for pid in group.ranks.pids]
@@ -137,6 +142,19 @@ async def test_a_request_that_cannot_run_fails_alone(group: Group, tiny: Tiny) -
     assert "exceed the context of 160" in heard.failed[bad]
     assert tuple(heard.tokens[good]) == tiny.tokens[1]
     assert bad not in heard.tokens
+
+
+async def test_a_request_whose_logits_break_fails_alone(group: Group, tiny: Tiny) -> None:
+    """A neighbour in its steps gets the same tokens as alone, and the group goes on."""
+    heard = group.heard
+    good = group.submit(0, tiny.prompts[1], 64)
+    bad = group.submit(0, tiny.prompts[0], 64, logit_bias=((0, math.inf),))
+    await heard.until(lambda: good in heard.finished and bad in heard.failed)
+    assert heard.failed[bad] == "its logits hold NaN or infinity"
+    assert tuple(heard.tokens[good]) == tiny.tokens[1]
+    assert bad not in heard.tokens
+    await group.parked()
+    assert heard.statistics[0].load.kv_blocks_used == 0
 
 
 async def test_more_than_the_kv_cache_holds(group: Group, tiny: Tiny) -> None:

@@ -34,12 +34,13 @@ samplings = st.builds(
     top_k=ids,
     top_p=reals,
     min_p=reals,
-    seed=st.none() | st.integers(-(2**63), 2**63 - 1),
+    seed=st.none() | st.integers(0, 2**64 - 1),
     repetition_penalty=reals,
     presence_penalty=reals,
     frequency_penalty=reals,
     logit_bias=st.lists(st.tuples(ids, reals), max_size=4).map(tuple),
     logprobs=st.none() | st.integers(0, 20),
+    allowed_token_ids=st.lists(ids, max_size=4, unique=True).map(tuple),
 )
 stoppings = st.builds(
     Stopping,
@@ -70,6 +71,7 @@ events = st.builds(
     top=st.lists(st.tuples(ids, logprobs), max_size=3).map(tuple),
     finish=st.none() | st.sampled_from(FinishReason),
     cached_tokens=ids,
+    queued_ns=counts,
 )
 statistics = st.builds(
     RankStatistics,

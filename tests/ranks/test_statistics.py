@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ep_server.model.runner import RunnerStatistics
 from ep_server.ranks.statistics import BUCKETS, Histogram, StepMeter, StepTimes
-from ep_server.records import RankLoad, SeqSlice, StepBatch
+from ep_server.records import RankLoad, SeqSlice, StepBatch, TokenEvent
 
 NO_EXCHANGE = {"histograms": {}, "sums": {}, "counters": {}, "peer_wait_ns": {}, "expert_tokens": {}}
 NO_RUNNER = RunnerStatistics({}, {}, {})
@@ -29,7 +29,9 @@ def test_steps_are_added_up() -> None:
     meter.arrived(8, now=110)
     meter.arrived(9, now=120)
     meter.left(9)
+    meter.began(batch(7), now=1010)
     meter.stepped(batch(7), 1, StepTimes(start=1000, planned=1010, voted=1050, ran=2000, published=2030))
+    meter.began(batch(7, 8), now=3020)
     meter.stepped(batch(7, 8), 2, StepTimes(start=3000, planned=3020, voted=3021, ran=4000, published=4003))
     meter.stepped(StepBatch((), 0), 1, StepTimes(5000, 5001, 5002, 5003, 5004))
     meter.parked(work_number=5)
@@ -52,6 +54,21 @@ def test_steps_are_added_up() -> None:
     }
     assert sum(record.histograms["step/total"]) == 3
     assert sum(record.histograms["request/queue"]) == 2  # 9 never ran, 7 counts once
+
+
+def test_the_first_event_of_a_request_tells_how_long_it_waited() -> None:
+    meter = StepMeter(rank=0)
+    for number in (7, 8, 9):
+        meter.arrived(number, now=100)
+    first = [TokenEvent(7, 1)]
+    assert meter.with_queue_times(first) is first
+    meter.began(batch(7, 8, 9), now=150)
+    assert meter.with_queue_times(first) == [TokenEvent(7, 1, queued_ns=50)]  # 8 and 9 are in mid-prefill
+    meter.began(batch(7, 8, 9), now=170)
+    meter.left(9)
+    events = [TokenEvent(7, 2), TokenEvent(8, 3)]
+    assert meter.with_queue_times(events) == [TokenEvent(7, 2), TokenEvent(8, 3, queued_ns=50)]
+    assert meter.with_queue_times(events) is events
 
 
 def test_parts_are_joined_and_empty_ends_left_out() -> None:

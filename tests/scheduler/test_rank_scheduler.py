@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ep_server.errors import ConfigError, ContextLengthExceeded, InternalError, InvalidArgument
-from ep_server.records import FinishReason, RankLoad, SampledToken, StepBatch
+from ep_server.records import NO_TOKEN, FinishReason, RankLoad, SampledToken, StepBatch
 from ep_server.scheduler import SchedulerLimits
 from tests.harness.simulated_rank import SimulatedRank, make_request, stream_alone
 
@@ -357,6 +357,24 @@ def test_a_request_in_the_step_in_flight_ends_at_commit_without_an_event(drop, p
         running=1, kv_blocks_used=1, kv_blocks_total=32, steps=1, prefix_queries=0
     )
     assert not rank.scheduler.cancel(2)
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+@pytest.mark.parametrize("steps", [0, 1])
+def test_a_request_without_a_token_fails_and_its_neighbour_goes_on(cancelled, steps):
+    rank = rank_of()
+    rank.add(make_request(1, range(2), max_new=30))
+    rank.add(make_request(2, range(3), max_new=30))
+    for _ in range(steps):
+        rank.step()
+    batch = rank.scheduler.plan()
+    if cancelled:
+        rank.scheduler.cancel(2)
+    events = rank.scheduler.commit(batch, [SampledToken(1, 7), SampledToken(2, NO_TOKEN)])
+    assert [event.number for event in events] == [1]
+    assert rank.scheduler.freed() == ([2] if cancelled else [])
+    assert rank.scheduler.load().running == 1
+    rank.scheduler.check_integrity()
 
 
 def test_a_cancelled_number_may_come_again():

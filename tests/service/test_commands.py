@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import re
+import socket
 import tomllib
 from pathlib import Path
 
@@ -33,7 +34,9 @@ async def test_generate_streams_text(capfd: pytest.CaptureFixture[str]) -> None:
         out, err = capfd.readouterr()
         assert out == "né😀 \n"
         assert re.fullmatch(
-            r"5 prompt tokens \(0 cached\), 10 output, first after [\d.]+ s, then [\d.]+ tokens/s\n", err
+            r"5 prompt tokens \(0 cached\), 10 output, first after [\d.]+ s \([\d.]+ s queued\), "
+            r"then [\d.]+ tokens/s\n",
+            err,
         )
         (request,) = served.ranks.requests.values()
         assert request.prompt_ids == tuple(b"hello") and request.sampling.seed == 3
@@ -46,6 +49,26 @@ async def test_generate_with_token_ids(capfd: pytest.CaptureFixture[str]) -> Non
         assert capfd.readouterr().out == "6 7 8 \n"
         assert await run(served, "generate", "--ids", "four") == 1
         assert "PROMPT = 'four': must be token ids" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (("hello", "--top-k", "-1"), "top_k = -1: must be whole numbers, 0 to 4294967295"),
+        (("hello", "--max-new-tokens", "4294967296"), "max_new_tokens = 4294967296: must be whole numbers"),
+        (("hello", "--seed", "-1"), "seed = -1: must be whole numbers, 0 to 18446744073709551615"),
+        (("--ids", "1 -2"), "ids = [1, -2]: must be whole numbers"),
+        (("\ud800",), r"text = '\ud800': must be valid UTF-8 text"),
+    ],
+)
+async def test_a_value_that_no_message_carries_is_one_line(
+    arguments: tuple[str, ...], words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async with serving() as served:
+        assert await run(served, "generate", *arguments) == 1
+        err = capfd.readouterr().err
+        assert words in err and err.count("\n") == 1
+        assert not served.ranks.requests
 
 
 async def test_generate_reads_standard_input(
@@ -172,3 +195,12 @@ def test_flags_reach_the_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert (config.model.path, config.parallel.ranks, config.grpc.port) == ("m", 3, 0)
     assert (config.scheduler.max_queue, config.scheduler.max_running) == (5, 7)
     assert config.scheduler.prefix_cache is False and config.exchange.timeout_seconds == 1.5
+
+
+@pytest.mark.parametrize("command", [("generate", "hello"), ("bench", "--requests", "1")])
+def test_no_server_is_one_line(command: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # taken and not listening: nobody else can be there
+        assert main([*command, "--address", f"127.0.0.1:{free.getsockname()[1]}"]) == 1
+    err = capfd.readouterr().err
+    assert err.startswith("ep-server: error: UNAVAILABLE: failed to connect") and err.count("\n") == 1

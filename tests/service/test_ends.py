@@ -12,6 +12,7 @@ import pytest
 from ep_server.config import Config
 from ep_server.errors import StartupError
 from ep_server.ranks.fake import LIMITS, FakeRanks, scripted
+from ep_server.records import Request
 from ep_server.server import Server
 from ep_server.v1 import decode_pb2 as pb
 from tests.service.harness import (
@@ -35,12 +36,20 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"top_p": 1.01}, "sampling.top_p", "above 0, at most 1"),
     ({"top_p": math.nan}, "sampling.top_p", "above 0, at most 1"),
     ({"min_p": 1.5}, "sampling.min_p", "at least 0, at most 1"),
-    ({"repetition_penalty": 0.0}, "sampling.repetition_penalty", "above 0, finite"),
+    ({"repetition_penalty": 0.0}, "sampling.repetition_penalty", "at least 0.01, at most 100"),
+    ({"repetition_penalty": 1e38}, "sampling.repetition_penalty", "at least 0.01, at most 100"),
     ({"presence_penalty": 2.5}, "sampling.presence_penalty", "at least -2, at most 2"),
     ({"frequency_penalty": -3.0}, "sampling.frequency_penalty", "at least -2, at most 2"),
     ({"logit_bias": {257: 1.0}}, "sampling.logit_bias", "ids 0 to 256"),
     ({"logit_bias": {1: 101.0}}, "sampling.logit_bias[1]", "-100 to 100"),
     ({"logit_bias": {1: math.nan}}, "sampling.logit_bias[1]", "-100 to 100"),
+    ({"allowed_token_ids": [1, 257]}, "sampling.allowed_token_ids", "0 to 256"),
+    ({"allowed_token_ids": [1] * 258}, "sampling.allowed_token_ids", "at most 257 ids"),
+    (
+        {"allowed_token_ids": [3, 9], "stop_token_ids": [3, 9, 4], "min_new_tokens": 1, "max_new_tokens": 2},
+        "stopping.min_new_tokens",
+        "0 where every token that may be drawn ends the output",
+    ),
     ({"top_n": 1}, "response.top_n", "0 unless output_logprobs is set"),
     ({"output_logprobs": True, "top_n": 21}, "response.top_n", "0 to 20"),
     ({"max_new_tokens": 0}, "stopping.max_new_tokens", "at least 1"),
@@ -58,6 +67,33 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"request_id": "x" * 129}, "request_id", "1 to 128 printable ASCII characters without spaces"),
     ({"cache_salt": "x" * 257}, "cache_salt", "at most 256 characters"),
 ]
+
+
+@pytest.mark.parametrize("payload", [b"\xff" * 5, b"\x0a\x02\xff\xfe"], ids=["no message", "no UTF-8"])
+async def test_bytes_that_are_no_message(payload: bytes, caplog: pytest.LogCaptureFixture) -> None:
+    async with serving() as served:
+        channel = served.client.channel
+        for method, kind in (("Decode/Generate", "unary_stream"), ("Control/Abort", "unary_unary")):
+            error = await failure(getattr(channel, kind)(f"/ep_server.v1.{method}")(payload))
+            assert error.code() is Code.INVALID_ARGUMENT
+            size = f"'{len(payload)} bytes'"
+            assert error.details() == f"request = {size}: must be a message of the method's type"
+        assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+
+
+class RefusingRanks(FakeRanks):
+    def submit(self, rank: int, request: Request) -> None:
+        raise ValueError("a request that cannot be sent")
+
+
+async def test_a_request_that_no_rank_was_given_leaves_nothing() -> None:
+    async with serving(RefusingRanks()) as served:
+        for _ in range(2):
+            error = await failure(served.client.complete([1], max_new_tokens=2, request_id="same"))
+            assert error.code() is Code.INTERNAL
+        loads = await served.client.loads()
+        assert (loads.in_flight, loads.waiting) == (0, 0)
+        await served.idle()
 
 
 @pytest.mark.parametrize("fields, name, allowed", BAD_FIELDS, ids=lambda value: str(value)[:40])

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
-from ep_server.ranks.fake import FakeRanks, scripted
+from ep_server.ranks.fake import LATENCY_NS, FakeRanks, scripted
+from ep_server.ranks.messages import add_message, request_of
 from ep_server.v1 import decode_pb2 as pb
 from tests.harness.tokenizers import EOS
-from tests.service.harness import MODEL, NO_TOKENIZER, next_event, rest, serving
+from tests.service.harness import MODEL, NO_TOKENIZER, failure, next_event, rest, serving
 
 
 async def test_token_ids_in_token_ids_out() -> None:
@@ -27,10 +29,33 @@ async def test_token_ids_in_token_ids_out() -> None:
         assert finished.usage == pb.Usage(prompt_tokens=3, output_tokens=4)
         assert 0 < finished.timings.first_token_seconds <= finished.timings.total_seconds
         assert finished.timings.max_token_gap_seconds > 0
+        assert finished.timings.queued_seconds == pytest.approx(LATENCY_NS / 1e9)
+        parts = finished.timings.queued_seconds + finished.timings.prefill_seconds
+        assert parts == pytest.approx(finished.timings.first_token_seconds)
         await served.idle()
         (summary,) = served.heard.finished
         assert (summary.status, summary.reason, summary.output_tokens) == ("OK", "length", 4)
         assert (served.heard.first_tokens, served.heard.gaps, served.heard.load) == (1, 3, (0, 0))
+
+
+async def test_a_least_length_needs_a_token_that_does_not_end_it() -> None:
+    small = replace(MODEL, vocab_size=20, eos_token_ids=frozenset({19}))
+    async with serving(model=small) as served:
+        fields = {"min_new_tokens": 1, "max_new_tokens": 4, "output_text": False}
+        error = await failure(served.client.generate([1], stop_token_ids=list(range(19)), **fields))
+        assert error.details().startswith("stopping.min_new_tokens = 1: must be 0 where every token")
+        output = await served.client.complete([1], stop_token_ids=list(range(4, 19)), **fields)
+        assert output.token_ids == [2, 3, 4]
+
+
+@pytest.mark.parametrize("seed", [0, 2**63, 2**64 - 1])
+async def test_every_seed_that_the_contract_has(seed: int) -> None:
+    async with serving() as served:
+        output = await served.client.complete([5], max_new_tokens=2, seed=seed)
+        assert output.info.seed == seed and len(output.token_ids) == 2
+        (request,) = served.ranks.requests.values()
+        wire = request_of(add_message(request, 1).add.request)  # as it goes to a rank process
+        assert wire.sampling.seed == seed
 
 
 async def test_text_in_text_out() -> None:
@@ -176,6 +201,7 @@ async def test_every_field_reaches_the_rank() -> None:
             **{"temperature": 0.7, "top_k": 5, "top_p": 0.9, "min_p": 0.1, "seed": 2**64 - 1},
             **{"repetition_penalty": 1.1, "presence_penalty": -0.5, "frequency_penalty": 2.0},
             logit_bias={3: -100.0, 1: 1.5},
+            allowed_token_ids=[9, 3, 9],
             **{"max_new_tokens": 3, "min_new_tokens": 1, "stop_token_ids": [200], "stop_strings": ["x"]},
             **{
                 "priority": -3,
@@ -191,6 +217,7 @@ async def test_every_field_reaches_the_rank() -> None:
         assert sampling.seed == 2**64 - 1
         assert (sampling.repetition_penalty, sampling.presence_penalty) == (1.1, -0.5)
         assert sampling.frequency_penalty == 2.0 and sampling.logit_bias == ((1, 1.5), (3, -100.0))
+        assert sampling.allowed_token_ids == (3, 9)
         assert (stopping.max_new_tokens, stopping.min_new_tokens) == (3, 1)
         assert stopping.stop_token_ids == {200} and stopping.eos_token_ids == {EOS}
         assert (request.priority, request.dp_rank, request.cache_salt) == (-3, 2, "s")

@@ -156,7 +156,7 @@ async def test_two_servers_cannot_share_a_port() -> None:
 async def test_a_host_that_is_not_ours() -> None:
     for host in ("203.0.113.1", "no.such.host.invalid"):
         server = Server(Config.from_values({"grpc.host": host, "grpc.port": 0}), MODEL, FakeRanks())
-        with pytest.raises(ConfigError, match=r"grpc\.(host|port) = "):
+        with pytest.raises(ConfigError, match=r"grpc\.host = "):
             await server.start(lambda *_: None)
         await server.stop()
 

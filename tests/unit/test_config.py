@@ -11,8 +11,6 @@ import pytest
 from ep_server.config import Config, field_type, fields
 from ep_server.errors import ConfigError
 
-ROOT = Path(__file__).parents[2]
-
 
 def test_later_sources_win(tmp_path: Path) -> None:
     file = tmp_path / "c.toml"
@@ -77,12 +75,3 @@ def test_every_default_is_within_its_range_and_has_a_help_text() -> None:
     for name, section, item in fields():
         assert type(item.default) is field_type(section, item.name), name
         assert item.metadata["help"], name
-
-
-def test_only_the_configuration_reads_the_environment() -> None:
-    readers = [
-        file.relative_to(ROOT).as_posix()
-        for file in (ROOT / "ep_server").rglob("*.py")
-        if re.search(r"\b(os\.environ|os\.getenv|getenv\()", file.read_text()) and file.name != "config.py"
-    ]
-    assert readers == []

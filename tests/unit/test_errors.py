@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import grpc
 
 from ep_server import errors
@@ -22,3 +24,19 @@ def test_the_drawing_shows_every_class_of_the_file() -> None:
     for error in tree(EpServerError):
         if error.__module__ == errors.__name__ and error is not errors.FieldError:
             assert error.__name__ in drawn, error
+
+
+def test_every_error_pickles_with_its_attributes() -> None:
+    made = [
+        errors.PeerTimeout("vote", "gather", 0, 2, 7, 6),
+        errors.InvalidArgument("top_p", 2.0, "0 to 1"),
+        errors.ConfigError("port", -1, "at least 0"),
+        errors.QueueFull("full", 250),
+        errors.GroupAborted("aborted"),
+    ]
+    for error in made:
+        error.add_note("said by rank 1")
+        back = pickle.loads(pickle.dumps(error))
+        assert type(back) is type(error)
+        assert str(back) == str(error)
+        assert vars(back) == vars(error)

@@ -1,4 +1,4 @@
-"""What a log line looks like, and who says what while ranks load."""
+"""What a log line looks like."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from rich.console import Console
 
 from ep_server import logs
-from ep_server.commands.serve import LoadingDisplay
 from ep_server.config import LogConfig
 
 
@@ -49,23 +47,3 @@ def test_text_is_for_people(stream: io.StringIO) -> None:
     logs.configure(LogConfig(level="debug"), stream)
     logging.getLogger("ep_server.some").debug("hello")
     assert re.fullmatch(r"\d\d:\d\d:\d\d DEBUG   ep_server\.some: hello\n", stream.getvalue())
-
-
-def test_without_a_terminal_a_stage_is_told_once_when_it_is_done(stream: io.StringIO) -> None:
-    logs.configure(LogConfig(), stream)
-    display = LoadingDisplay(2, None)
-    for done in (0, 1, 2, 2):
-        display.update(0, "weights", done, 2)
-    display.update(1, "weights", 2, 2)
-    display.close()
-    lines = [line.partition(": ")[2] for line in stream.getvalue().splitlines()]
-    assert lines == ["rank 0: weights done (2)", "rank 1: weights done (2)"]
-
-
-def test_on_a_terminal_there_are_bars() -> None:
-    terminal = io.StringIO()
-    display = LoadingDisplay(2, Console(file=terminal, force_terminal=True, width=80))
-    display.update(1, "weights", 1, 2)
-    display.close()
-    display.close()
-    assert "rank 1 weights" in terminal.getvalue()

@@ -75,3 +75,9 @@ def test_what_is_wrong_is_named(tmp_path: Path) -> None:
     for name, value in (("temperature", "hot"), ("temperature", -1), ("top_p", 0), ("top_k", 1.5)):
         with pytest.raises(CheckpointError, match=rf"generation_config\.json: {name} = {value!r}: must be"):
             ServedModel.load(ModelConfig(path=str(checkpoint(tmp_path, {name: value}))))
+
+
+def test_an_eos_id_beyond_the_vocabulary_ends_nothing(tmp_path: Path) -> None:
+    """It would be refused by a rank that masks it for min_new_tokens."""
+    model = ServedModel.load(ModelConfig(path=str(checkpoint(tmp_path, {"eos_token_id": [7, 300, 99999]}))))
+    assert model.eos_token_ids == frozenset({7})

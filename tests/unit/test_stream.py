@@ -10,7 +10,7 @@ from ep_server.errors import DeadlineExceeded, InternalError, SlowReader
 from ep_server.records import FinishReason, TokenEvent
 from ep_server.stream import Completion, TokenStream
 
-END = Completion(FinishReason.LENGTH, None, 0, 1, 0.0, 0.0, 0.0)
+END = Completion(FinishReason.LENGTH, None, 0, 1, 0.0, 0.0, 0.0, 0.0)
 
 
 def stream(capacity: int = 8, interval: int = 1) -> tuple[TokenStream, list[int]]:

@@ -1,0 +1,68 @@
+"""[2] What a Generate call may say beside its message: metadata that proxies and tracers set. Knows no gRPC.
+
+    x-data-parallel-rank  0 to ranks - 1; as the field dp_rank
+    x-priority            an int32; as the field priority
+    traceparent           W3C Trace Context; only passed on, to the log line of the request
+
+A number that the message gives too must be the same. A traceparent that is malformed counts as absent, as
+its standard asks.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ep_server.errors import InvalidArgument
+
+RANK_KEY = "x-data-parallel-rank"
+PRIORITY_KEY = "x-priority"
+TRACE_KEY = "traceparent"
+SHOWN = 80  # characters of a value that an error message repeats
+
+_INTEGER = re.compile(r"-?[0-9]{1,10}")
+# Version, trace id, parent id, flags; version 00 has no more, later ones may.
+_TRACE = re.compile(
+    r"(?!ff)[0-9a-f]{2}-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}(?P<more>-.*)?"
+)
+
+
+@dataclass(frozen=True, slots=True)
+class CallMetadata:
+    """None and "" where the call says nothing."""
+
+    dp_rank: int | None = None
+    priority: int | None = None
+    traceparent: str = ""
+
+    @staticmethod
+    def of(pairs: Iterable[tuple[str, str | bytes]]) -> CallMetadata:
+        """Reads the metadata of a call; of a key that comes twice, the last. Raises: InvalidArgument."""
+        values = {key: value for key, value in pairs if isinstance(value, str)}
+        return CallMetadata(
+            dp_rank=_integer(values, RANK_KEY, 0, 2**32 - 1),
+            priority=_integer(values, PRIORITY_KEY, -(2**31), 2**31 - 1),
+            traceparent=_trace(values.get(TRACE_KEY, "")),
+        )
+
+
+def agreed(key: str, told: int | None, given: int | None) -> int | None:
+    """The number of the metadata or of the message. Raises: InvalidArgument where they differ."""
+    if told is not None and given is not None and told != given:
+        raise InvalidArgument(key, told, f"absent or {given}, which the message gives")
+    return told if given is None else given
+
+
+def _integer(values: dict[str, str], key: str, low: int, high: int) -> int | None:
+    text = values.get(key)
+    if text is None:
+        return None
+    if not _INTEGER.fullmatch(text) or not low <= int(text) <= high:
+        raise InvalidArgument(key, text[:SHOWN], f"a whole number, {low} to {high}")
+    return int(text)
+
+
+def _trace(text: str) -> str:
+    match = _TRACE.fullmatch(text)
+    return text if match and not (match["more"] and text.startswith("00")) else ""

@@ -1,0 +1,54 @@
+"""How progress is shown: bars on a terminal, elsewhere a line per finished stage. Measures nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+
+class Bars:
+    """Named bars below what is printed; without a terminal, `say` gets a line whenever a stage is done.
+
+    Args:
+        console: where the bars are; None is no terminal.
+        say: called as say("rank 0 weights: 3/3"), once per name and stage.
+    """
+
+    def __init__(self, console: Console | None, say: Callable[[str], object]) -> None:
+        live = console is not None and console.is_terminal
+        self._say = None if live else say
+        columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+        self._progress = Progress(*columns, console=console, transient=True, disable=not live)
+        self._tasks: dict[str, TaskID] = {}
+        self._said: set[str] = set()
+
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Takes the bars off the terminal. Idempotent."""
+        self._progress.stop()
+
+    def show(self, name: str, done: int, total: int, stage: str = "") -> None:
+        """Sets the bar of `name`; the first call adds it. A new stage uses the same bar."""
+        if name not in self._tasks:
+            self._tasks[name] = self._progress.add_task(name, total=total)
+        text = f"{name} {stage}".rstrip()
+        self._progress.update(self._tasks[name], description=text, completed=done, total=total)
+        if self._say is not None and done >= total and text not in self._said:
+            self._said.add(text)
+            self._say(f"{text}: {done}/{total}")
+
+    def loading(self, rank: int, stage: str, done: int, total: int) -> None:
+        """As Ranks.start calls it."""
+        self.show(f"rank {rank}", done, total, stage)
