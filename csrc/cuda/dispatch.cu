@@ -79,9 +79,7 @@ cudaError_t start(const Launch& launch, const Device& g, const DispatchSendArgs&
   const uint32_t parts = send.tokens * DeviceLayout::kParts + g.num_ranks <= launch.num_sms ? DeviceLayout::kParts : 1;
   const uint32_t senders = kSends ? g.num_ranks + std::clamp(send.tokens * parts, 1u, room) : 0;
   const uint32_t items = g.layout.max_tokens * g.num_ranks;
-  // As many receivers as fit beside the senders: one that starts late would have to learn all anew.
-  const uint32_t beside = room > senders + launch.num_sms ? room - senders - 1 : launch.num_sms;
-  const uint32_t receivers = kReceives ? 1 + std::clamp(items, 1u, beside) : 0;
+  const uint32_t receivers = kReceives ? 1 + std::clamp(items, 1u, room) : 0;
   const uint32_t experts = *std::max_element(g.experts_of, g.experts_of + g.num_ranks);
   const size_t shared = (experts + 1 + (kReceives ? g.num_experts : 0)) * sizeof(uint32_t);
   DispatchSendArgs by_parts = send;
