@@ -13,8 +13,7 @@ from pathlib import Path
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import find_packages, setup
 
-CUDA_SOURCES = ["csrc/transport/nvlink.cpp", *sorted(str(path) for path in Path("csrc/cuda").glob("*.c*p*"))]
-CUDA_SOURCES = [path for path in CUDA_SOURCES if not path.endswith(".cuh")]
+CUDA_SOURCES = ["csrc/bindings_cuda.cpp", "csrc/cuda/group.cpp", "csrc/transport/nvlink.cpp"]
 KERNELS = sorted(str(path) for path in Path("csrc/cuda").glob("*.cu"))
 SOURCES = sorted({str(path) for path in Path("csrc").rglob("*.cpp")} - set(CUDA_SOURCES))
 ParallelCompile("EP_SERVER_BUILD_JOBS", default=0).install()
@@ -66,6 +65,7 @@ class Build(build_ext):
     """build_ext that compiles kernels first and links them into the extension."""
 
     def build_extension(self, ext: Pybind11Extension) -> None:
+        """Kernels, then as usual."""
         kernels = getattr(ext, "kernels", [])
         if kernels:
             folder = Path(self.build_temp) / "kernels"
@@ -118,7 +118,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["ep_server", "ep_server.*"]),
-    package_data={"ep_server": ["py.typed", "_C.pyi", "assets/demo_model/*"]},
+    package_data={"ep_server": ["py.typed", "_C.pyi", "_cuda.pyi", "assets/demo_model/*"]},
     ext_modules=extensions,
     cmdclass={"build_ext": Build},
     install_requires=[

@@ -1,4 +1,4 @@
-"""Dispatch and combine on GPUs beside NCCL: bench_exchange.py --device cuda.
+"""Dispatch and combine on GPUs beside NCCL.
 
 Checked bit by bit first, on the build and with the settings that are timed (statistics, deadlines and masks
 on). Then graphs of 20 operations are replayed 300 times; a time is that of one replay over 20, on the slowest
@@ -6,8 +6,8 @@ rank, between two events of its stream. Columns, us, median (p99 in brackets):
     dispatch, combine   both halves in one kernel, 20 of the same in a row
     pair                dispatch then combine, chained
     halves              the same pair with send and receive as four kernels
-    AG+RS, A2A          NCCL all-gather + reduce-scatter, and all_to_all_single each way, same routing: FP8 rows
-                        with scales out, BF16 rows back; A2A moves deduplicated rows, counts known beforehand
+    AG+RS, A2A          NCCL all-gather + reduce-scatter, and all_to_all_single each way, same routing: FP8
+                        rows with scales out, BF16 back; A2A moves deduplicated rows, counts known before
 bytes: what a rank really writes to its peers in a pair; bound: those bytes at 375 GB/s.
 """
 
@@ -20,6 +20,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from itertools import pairwise
 from pathlib import Path
 
 import torch
@@ -138,9 +139,7 @@ def time_graph(s: Settings, once: Callable[[], object]) -> tuple[float, float]:
         graph.replay()
         event.record()
     torch.cuda.synchronize()
-    times = (
-        torch.tensor([a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]) * 1e3 / OPERATIONS
-    )
+    times = torch.tensor([a.elapsed_time(b) for a, b in pairwise(events)]) * 1e3 / OPERATIONS
     dist.all_reduce(times, op=dist.ReduceOp.MAX)
     return float(times.quantile(0.5)), float(times.quantile(0.99))
 

@@ -59,11 +59,12 @@ __global__ void __launch_bounds__(kMaxThreads, 4)
 }
 
 template <uint32_t kBytes, Halves kHalves>
-cudaError_t start(const Launch& launch, const Device& g, const CombineSendArgs& send, const CombineRecvArgs& recv,
-                  std::byte* handle) {
+cudaError_t start(const Launch& launch, const Device& g, const CombineSendArgs& send,
+                  const CombineRecvArgs& recv, std::byte* handle) {
   constexpr bool kSends = uint32_t(kHalves) & uint32_t(Halves::kSend);
   constexpr bool kReceives = uint32_t(kHalves) & uint32_t(Halves::kRecv);
-  const uint32_t wanted = uint32_t(g.layout.combine_bytes / 16) / DeviceLayout::kParts / 2;  // two words a thread
+  const uint32_t wanted =
+      uint32_t(g.layout.combine_bytes / 16) / DeviceLayout::kParts / 2;  // two words a thread
   const uint32_t threads = std::clamp((wanted + kWarp - 1) / kWarp * kWarp, 4 * kWarp, kMaxThreads);
   const uint32_t room = launch.num_sms * kBlocksPerSm, tokens = g.layout.max_tokens;
   // All blocks at once where they fit: one that waits for its stores keeps no other from starting.
@@ -72,8 +73,8 @@ cudaError_t start(const Launch& launch, const Device& g, const CombineSendArgs& 
   by_parts.parts = rows * DeviceLayout::kParts <= room ? DeviceLayout::kParts : 1;
   const uint32_t senders = kSends ? 1 + std::clamp(rows * by_parts.parts, 1u, 2 * room) : 0;
   const uint32_t receivers = kReceives ? 1 + std::clamp(tokens * DeviceLayout::kParts, 1u, room) : 0;
-  return start_kernel(combine_kernel<kBytes, kHalves>, senders + receivers, threads, 0, launch.stream, g, by_parts,
-                      recv, handle, senders);
+  return start_kernel(combine_kernel<kBytes, kHalves>, senders + receivers, threads, 0, launch.stream, g,
+                      by_parts, recv, handle, senders);
 }
 
 template <uint32_t kBytes>

@@ -11,7 +11,8 @@
 
 namespace ep::cuda {
 
-__device__ __forceinline__ void await_answer_headers(const Device& g, const CombineRecvArgs& a, const Opened& o) {
+__device__ __forceinline__ void await_answer_headers(const Device& g, const CombineRecvArgs& a,
+                                                     const Opened& o) {
   const uint32_t peer = threadIdx.x;
   if (peer >= g.num_ranks || !(o.peers >> peer & 1)) return;
   uint64_t cell;
@@ -23,12 +24,13 @@ __device__ __forceinline__ void await_answer_headers(const Device& g, const Comb
 }
 
 // Waits for the rows that answer one token and lists them in order. First warp of the block.
-__device__ __forceinline__ void collect_answers(const Device& g, const CombineRecvArgs& a, const std::byte* handle,
-                                                const Opened& o, uint32_t asked, uint32_t token, uint32_t part,
-                                                Terms& terms) {
+__device__ __forceinline__ void collect_answers(const Device& g, const CombineRecvArgs& a,
+                                                const std::byte* handle, const Opened& o, uint32_t asked,
+                                                uint32_t token, uint32_t part, Terms& terms) {
   const Layout& l = g.layout;
   const uint32_t lane = threadIdx.x;
-  const auto* ids = reinterpret_cast<const int32_t*>(handle + DeviceHandle::ids()) + uint64_t(token) * l.top_k;
+  const auto* ids =
+      reinterpret_cast<const int32_t*>(handle + DeviceHandle::ids()) + uint64_t(token) * l.top_k;
   const int32_t id = lane < l.top_k ? ids[lane] : -1;
   uint32_t owner = 0;
   bool wanted = false;
@@ -54,8 +56,9 @@ __device__ __forceinline__ void collect_answers(const Device& g, const CombineRe
   bool here = false, failed = false;
   if (wanted) {
     uint64_t cell;
-    here = await<Match::kExact64>(g, g.own() + g.cells.combine_cell(o.bank, owner, token, choice, part),
-                                  {Op::kCombine, Phase::kRecvHeader, owner, o.epoch, Slot::kCombineRecv}, &cell);
+    here =
+        await<Match::kExact64>(g, g.own() + g.cells.combine_cell(o.bank, owner, token, choice, part),
+                               {Op::kCombine, Phase::kRecvHeader, owner, o.epoch, Slot::kCombineRecv}, &cell);
     failed = !here && load_relaxed(&g.state->control.failed) != 0;
   }
   const uint32_t valid = __ballot_sync(kFull, here);
@@ -71,8 +74,9 @@ __device__ __forceinline__ void collect_answers(const Device& g, const CombineRe
 }
 
 template <uint32_t kBytes>
-__device__ __forceinline__ void combine_recv(const Device& g, const CombineRecvArgs& a, const std::byte* handle,
-                                             const Opened& o, uint32_t block, uint32_t blocks) {
+__device__ __forceinline__ void combine_recv(const Device& g, const CombineRecvArgs& a,
+                                             const std::byte* handle, const Opened& o, uint32_t block,
+                                             uint32_t blocks) {
   constexpr uint32_t kParts = DeviceLayout::kParts;
   __shared__ Terms terms;
   const auto* h = reinterpret_cast<const DeviceHandle*>(handle);

@@ -3,8 +3,8 @@
 // Afterwards, for every unmasked source s and every token t it sent here with an expert of this rank:
 //   RANK    s.combine[bank][this rank][t] = sum over its experts here, in top-k order, of weight * output
 //   SOURCE  s.combine[bank][this rank][t][k] = output, unweighted
-// then the cells of that row's parts = epoch; s.header[combine][bank][this rank] = (epoch, reduction), rows or none.
-// Reads the experts' output where the caller has it; an in-place view of the dispatch is given back.
+// then the cells of that row's parts = epoch; s.header[combine][bank][this rank] = (epoch, reduction), rows
+// or none. Reads the experts' output where the caller has it; an in-place view of the dispatch is given back.
 // Grid: block 0 writes the headers, the others take parts of (token, source) in turn.
 #pragma once
 
@@ -13,8 +13,9 @@
 namespace ep::cuda {
 
 // The rows of one received token, in top-k order. First warp of the block.
-__device__ __forceinline__ void collect_outputs(const Device& g, const CombineSendArgs& a, const std::byte* handle,
-                                                uint32_t source, uint32_t token, Terms& terms) {
+__device__ __forceinline__ void collect_outputs(const Device& g, const CombineSendArgs& a,
+                                                const std::byte* handle, uint32_t source, uint32_t token,
+                                                Terms& terms) {
   const Layout& l = g.layout;
   const uint32_t lane = threadIdx.x;
   const uint64_t entry = (uint64_t(source) * l.max_tokens + token) * l.top_k + lane;
@@ -56,8 +57,8 @@ __device__ __forceinline__ void combine_send(const Device& g, const CombineSendA
     return;
   }
 
-  // 2. Parts of the tokens of all sources in turn, so that no source is written by all ranks at once; once the
-  // sources have read the bank.
+  // 2. Parts of the tokens of all sources in turn, so that no source is written by all ranks at once; once
+  // the sources have read the bank.
   const uint32_t items = l.max_tokens * g.num_ranks * parts;
   uint32_t sent = 0, kept = 0, answered = 0;
   for (uint32_t i = block - 1; i < items; i += blocks - 1) {

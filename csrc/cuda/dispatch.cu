@@ -76,7 +76,8 @@ cudaError_t start(const Launch& launch, const Device& g, const DispatchSendArgs&
   constexpr bool kReceives = uint32_t(kHalves) & uint32_t(Halves::kRecv);
   const uint32_t threads = threads_for(g), room = launch.num_sms * kBlocksPerSm;
   // A multiprocessor for each block, the headers' too: behind rows, headers would come as late as they do.
-  const uint32_t parts = send.tokens * DeviceLayout::kParts + g.num_ranks <= launch.num_sms ? DeviceLayout::kParts : 1;
+  const uint32_t parts =
+      send.tokens * DeviceLayout::kParts + g.num_ranks <= launch.num_sms ? DeviceLayout::kParts : 1;
   const uint32_t senders = kSends ? g.num_ranks + std::clamp(send.tokens * parts, 1u, room) : 0;
   const uint32_t items = g.layout.max_tokens * g.num_ranks;
   const uint32_t receivers = kReceives ? 1 + std::clamp(items, 1u, room) : 0;
@@ -84,8 +85,8 @@ cudaError_t start(const Launch& launch, const Device& g, const DispatchSendArgs&
   const size_t shared = (experts + 1 + (kReceives ? g.num_experts : 0)) * sizeof(uint32_t);
   DispatchSendArgs by_parts = send;
   by_parts.parts = parts;
-  return start_kernel(dispatch_kernel<kFp8, kBytes, kHalves>, senders + receivers, threads, shared, launch.stream, g,
-                      by_parts, recv, handle, senders);
+  return start_kernel(dispatch_kernel<kFp8, kBytes, kHalves>, senders + receivers, threads, shared,
+                      launch.stream, g, by_parts, recv, handle, senders);
 }
 
 template <bool kFp8, uint32_t kBytes>

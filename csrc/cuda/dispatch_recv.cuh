@@ -4,8 +4,8 @@
 // prefix sum over (local expert, source, token) that every block works out for its own tokens, so two runs
 // give identical bytes and nothing is counted with atomics. Afterwards
 //   PADDED rows[e, position], scales column-major; COMPACT rows[row]; INDEX row_ids[row], no copy
-//   counts, offsets, src_info, layout_range as DispatchRecvArgs says; handle: where each entry lies, its weight
-//   consumed[dispatch][this rank] = epoch at all ranks, unless the view reads the bank in place.
+//   counts, offsets, src_info, layout_range as DispatchRecvArgs says; handle: where each entry lies, its
+//   weight consumed[dispatch][this rank] = epoch at all ranks, unless the view reads the bank in place.
 // Cost: one row read per received row, one written per entry. Grid: blocks take (token, source) in turn.
 #pragma once
 
@@ -26,7 +26,8 @@ __device__ __forceinline__ void await_headers(const Device& g, const Opened& o, 
     uint64_t cell = 0;
     if (o.peers >> peer & 1) {
       arrived = await<Match::kHeader>(g, g.own() + Head::header(Op::kDispatch, o.bank, peer),
-                                      {Op::kDispatch, Phase::kRecvHeader, peer, o.epoch, Slot::kDispatchRecv}, &cell);
+                                      {Op::kDispatch, Phase::kRecvHeader, peer, o.epoch, Slot::kDispatchRecv},
+                                      &cell);
       failed = !arrived && load_relaxed(&g.state->control.failed) != 0;
     }
     const uint32_t payload = arrived ? uint32_t(cell >> 32) : 0;
@@ -36,7 +37,8 @@ __device__ __forceinline__ void await_headers(const Device& g, const Opened& o, 
       failed = true;
     }
     if (peer < kMaxPeers) arrival.tokens[peer] = tokens;
-    const uint32_t all = __ballot_sync(kFull, arrived), weighted = __ballot_sync(kFull, payload & kHasWeights);
+    const uint32_t all = __ballot_sync(kFull, arrived),
+                   weighted = __ballot_sync(kFull, payload & kHasWeights);
     const uint32_t broken = __ballot_sync(kFull, failed);
     if (peer == 0) {
       arrival.arrived = all;
@@ -48,7 +50,8 @@ __device__ __forceinline__ void await_headers(const Device& g, const Opened& o, 
 }
 
 // first[e] = rows of local experts before e; first[E_local] = all rows. First warp of the block.
-__device__ __forceinline__ void scan_experts(const Device& g, uint32_t bank, uint32_t arrived, int32_t* first) {
+__device__ __forceinline__ void scan_experts(const Device& g, uint32_t bank, uint32_t arrived,
+                                             int32_t* first) {
   const uint32_t lane = threadIdx.x;
   int32_t running = 0;
   for (uint32_t begin = 0; begin < g.local_experts; begin += kWarp) {
@@ -97,9 +100,10 @@ struct Placed {
 };
 
 // One warp places one choice; the same result in all lanes.
-__device__ __forceinline__ void place(const Device& g, const DispatchRecvArgs& a, std::byte* handle, uint32_t bank,
-                                      const Arrival& arrival, uint32_t source, uint32_t token, uint32_t k,
-                                      const int32_t* first, const uint32_t* table, Placed& placed) {
+__device__ __forceinline__ void place(const Device& g, const DispatchRecvArgs& a, std::byte* handle,
+                                      uint32_t bank, const Arrival& arrival, uint32_t source, uint32_t token,
+                                      uint32_t k, const int32_t* first, const uint32_t* table,
+                                      Placed& placed) {
   const Layout& l = g.layout;
   const uint32_t lane = threadIdx.x % kWarp;
   const auto* ids = reinterpret_cast<const int32_t*>(g.own() + l.ids_at(bank, source));
@@ -109,7 +113,8 @@ __device__ __forceinline__ void place(const Device& g, const DispatchRecvArgs& a
     local = int32_t(table[id] & kLocalMask);
     const uint32_t before = token * l.top_k;
     uint32_t count = 0;
-    for (uint32_t j = lane * 4; j < before; j += kWarp * 4) {  // reads up to 12 bytes beyond, inside the block
+    for (uint32_t j = lane * 4; j < before;
+         j += kWarp * 4) {  // reads up to 12 bytes beyond, inside the block
       const int4 v = *reinterpret_cast<const int4*>(ids + j);
       count += (v.x == id) + (j + 1 < before && v.y == id) + (j + 2 < before && v.z == id) +
                (j + 3 < before && v.w == id);
@@ -125,8 +130,7 @@ __device__ __forceinline__ void place(const Device& g, const DispatchRecvArgs& a
       if (uint32_t(row) >= a.capacity) row = -1;
     }
     if (row < 0 && lane == 0)
-      fail(g, kCapacity, Op::kDispatch, Phase::kRecvExpand, source, a.capacity,
-               uint32_t(position));
+      fail(g, kCapacity, Op::kDispatch, Phase::kRecvExpand, source, a.capacity, uint32_t(position));
   }
   if (lane != 0) return;
   placed.row[k] = row;
@@ -173,7 +177,8 @@ __device__ __forceinline__ void expand(const Device& g, const DispatchRecvArgs& 
 
 template <uint32_t kBytes>
 __device__ __forceinline__ void dispatch_recv(const Device& g, const DispatchRecvArgs& a, std::byte* handle,
-                                              const Opened& o, uint32_t block, uint32_t blocks, int32_t* first) {
+                                              const Opened& o, uint32_t block, uint32_t blocks,
+                                              int32_t* first) {
   __shared__ Arrival arrival;
   __shared__ Placed placed;
   const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
@@ -213,9 +218,9 @@ __device__ __forceinline__ void dispatch_recv(const Device& g, const DispatchRec
       bool ready = true;
       uint64_t cell = 0;
       if (lane < DeviceLayout::kParts)
-        ready = await<Match::kPresence>(g, g.own() + g.cells.row_cell(o.bank, source, token, lane),
-                                        {Op::kDispatch, Phase::kRecvHeader, source, o.epoch, Slot::kDispatchRecv},
-                                        &cell);
+        ready = await<Match::kPresence>(
+            g, g.own() + g.cells.row_cell(o.bank, source, token, lane),
+            {Op::kDispatch, Phase::kRecvHeader, source, o.epoch, Slot::kDispatchRecv}, &cell);
       ready = __all_sync(kFull, ready);
       const bool any = __any_sync(kFull, cell & 1) || !ready;
       if (lane == 0) {
@@ -234,7 +239,8 @@ __device__ __forceinline__ void dispatch_recv(const Device& g, const DispatchRec
     if (a.view != View::kIndex)
       expand<kBytes>(g, a, g.own() + g.layout.row_at(o.bank, source, token), placed);
   }
-  if (threadIdx.x == 0 && received != 0) atomicAdd(&g.state->scratch[uint32_t(Slot::kDispatchRecv)].rows, received);
+  if (threadIdx.x == 0 && received != 0)
+    atomicAdd(&g.state->scratch[uint32_t(Slot::kDispatchRecv)].rows, received);
 }
 
 }  // namespace ep::cuda

@@ -2,8 +2,8 @@
 //
 // Afterwards, for every unmasked rank d and token t of this rank s with an expert on d:
 //   d.rows[bank][s][t] = x[t] (quantised for FP8)
-//   d.row_cell[bank][s][t][part] = epoch and whether there is a row, for every unmasked d and t; after the row
-//   d.meta[bank][s] = ids and weights of all tokens of s, d.counts[bank][s] = its rows per expert of d,
+//   d.row_cell[bank][s][t][part] = epoch and whether there is a row, for every unmasked d and t; after the
+//   row d.meta[bank][s] = ids and weights of all tokens of s, d.counts[bank][s] = its rows per expert of d,
 //   then d.header[dispatch][bank][s] = (epoch, T); rows or none. Header and rows arrive in any order.
 //   handle: epoch, T, ids, weights, sent_to.
 // Host obligations: one send of a group at a time (stream order or events).
@@ -18,7 +18,8 @@ namespace ep::cuda {
 
 // Ids, weights, counts and the header cell for one peer; for this rank itself the handle too.
 __device__ __forceinline__ void send_header(const Device& g, const DispatchSendArgs& a, std::byte* handle,
-                                            const Opened& o, uint32_t tokens, uint32_t peer, uint32_t* counts) {
+                                            const Opened& o, uint32_t tokens, uint32_t peer,
+                                            uint32_t* counts) {
   __shared__ uint32_t may_write;
   const Layout& l = g.layout;
   const bool own = peer == g.rank;
@@ -43,7 +44,8 @@ __device__ __forceinline__ void send_header(const Device& g, const DispatchSendA
     int64_t id = a.ids[i];
     const float weight = a.weights != nullptr ? a.weights[i] : 0.0f;
     if (id < 0 || id >= int64_t(g.num_experts)) {
-      if (id != -1 && own) fail(g, kBadIds, Op::kDispatch, Phase::kSendRows, g.rank, i / l.top_k, i % l.top_k);
+      if (id != -1 && own)
+        fail(g, kBadIds, Op::kDispatch, Phase::kSendRows, g.rank, i / l.top_k, i % l.top_k);
       id = -1;
     } else if (const uint32_t place = g.table[id]; place >> kOwnerShift == peer) {
       atomicAdd(&counts[place & kLocalMask], 1u);
@@ -210,7 +212,8 @@ __device__ __forceinline__ void dispatch_send(const Device& g, const DispatchSen
       if (i == block) peers = free_peers(g, Op::kDispatch, o, Slot::kDispatchSend);
       ranks = owners_of(g, id, t, threadIdx.x < kWarp) & peers;
       const uint32_t units = uint32_t(g.layout.row_bytes) / kBytes;
-      send_bytes<kBytes>(g, x, slot, ranks, part_begin(units, part, parts) * kBytes, part_begin(units, part + 1, parts) * kBytes);
+      send_bytes<kBytes>(g, x, slot, ranks, part_begin(units, part, parts) * kBytes,
+                         part_begin(units, part + 1, parts) * kBytes);
     }
     __syncthreads();
     if (threadIdx.x < kWarp && peers >> lane & 1) {

@@ -28,7 +28,8 @@ Group::Group(const Geometry& g, uint32_t rank, const std::vector<int32_t>& place
   device_.regions[rank] = regions_[rank]->data();
 
   int sms = 0;
-  check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, options.device), "cudaDeviceGetAttribute");
+  check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, options.device),
+        "cudaDeviceGetAttribute");
   num_sms_ = uint32_t(sms);
   check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
   check(cudaMalloc(reinterpret_cast<void**>(&device_.state), sizeof(DeviceState)), "cudaMalloc");
@@ -36,7 +37,8 @@ Group::Group(const Geometry& g, uint32_t rank, const std::vector<int32_t>& place
   const size_t counters = (device_.local_experts + 1) * sizeof(uint64_t);
   check(cudaMalloc(reinterpret_cast<void**>(&device_.expert_tokens), counters), "cudaMalloc");
   check(cudaMemset(device_.expert_tokens, 0, counters), "cudaMemset");
-  check(cudaHostAlloc(reinterpret_cast<void**>(&device_.status), sizeof(Status), cudaHostAllocMapped | cudaHostAllocPortable),
+  check(cudaHostAlloc(reinterpret_cast<void**>(&device_.status), sizeof(Status),
+                      cudaHostAllocMapped | cudaHostAllocPortable),
         "cudaHostAlloc");
   *device_.status = {};
   device_.table = table_;

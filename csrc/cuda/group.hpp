@@ -21,7 +21,8 @@ struct Options {
 // Throws std::runtime_error for what the GPU or its driver refuses.
 class Group {
  public:
-  Group(const Geometry& geometry, uint32_t rank, const std::vector<int32_t>& placement, const Options& options);
+  Group(const Geometry& geometry, uint32_t rank, const std::vector<int32_t>& placement,
+        const Options& options);
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;

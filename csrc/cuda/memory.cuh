@@ -78,8 +78,8 @@ struct Word<2> {
 // -- failure ----------------------------------------------------------------------------------------
 
 // The first failure of this rank: to the host, and to all peers as a sticky abort.
-__device__ __noinline__ inline void fail(const Device& g, Code code, Op op, Phase phase, uint32_t peer, uint32_t expected,
-                                  uint32_t seen) {
+__device__ __noinline__ inline void fail(const Device& g, Code code, Op op, Phase phase, uint32_t peer,
+                                         uint32_t expected, uint32_t seen) {
   if (atomicCAS(reinterpret_cast<unsigned long long*>(&g.state->control.failed), 0ull, 1ull) != 0) return;
   volatile Status* host = g.status;
   host->op = op;
@@ -209,8 +209,7 @@ __device__ inline bool await(const Device& g, const void* cell, const Wanted& w,
       // A bank that this rank has not read either is its own mistake: nobody else can free it.
       bool own = w.phase == Phase::kSendBank;
       if (own) own = load_acquire(g.own() + g.cells.read_cell(w.op, g.bank_of(w.epoch), g.rank)) != w.epoch;
-      fail(g, own ? Code::kHook : Code::kTimeout, w.op, w.phase, w.peer, uint32_t(w.epoch),
-               uint32_t(*value));
+      fail(g, own ? Code::kHook : Code::kTimeout, w.op, w.phase, w.peer, uint32_t(w.epoch), uint32_t(*value));
     }
     return false;
   }
@@ -225,7 +224,8 @@ __device__ inline bool await(const Device& g, const void* cell, const Wanted& w,
 // Whether the bank of an operation may be written at a peer: it was not used, or the peer has read it.
 __device__ __forceinline__ bool bank_was_read(const Device& g, Op op, const Opened& o, uint32_t peer) {
   const uint32_t banks = g.layout.num_banks;
-  return o.epoch <= o.base + banks || load_acquire(g.own() + g.cells.read_cell(op, o.bank, peer)) == o.epoch - banks;
+  return o.epoch <= o.base + banks ||
+         load_acquire(g.own() + g.cells.read_cell(op, o.bank, peer)) == o.epoch - banks;
 }
 
 // Waits for it. False where the peer is masked or the group failed.
@@ -277,8 +277,8 @@ __device__ __forceinline__ bool last_block(Scratch& scratch) {
   return __shfl_sync(kFull, before, 0) == gridDim.x - 1;
 }
 
-// Tells all senders that the bank of an epoch was read here. One warp. Nothing that was written before has to be
-// seen by them, and what was read has been used (last_block): no fence.
+// Tells all senders that the bank of an epoch was read here. One warp. Nothing that was written before has to
+// be seen by them, and what was read has been used (last_block): no fence.
 __device__ __forceinline__ void consume(const Device& g, Op op, uint64_t epoch, uint32_t peers) {
   if (peers >> threadIdx.x & 1)
     store_relaxed(g.regions[threadIdx.x] + g.cells.read_cell(op, g.bank_of(epoch), g.rank), epoch);
@@ -290,9 +290,9 @@ __device__ inline uint64_t settle_waits(const Device& g, Op op, Scratch& scratch
   if (threadIdx.x < g.num_ranks) {
     wait = atomicExch(reinterpret_cast<unsigned long long*>(&scratch.wait_ns[threadIdx.x]), 0ull);
     add(g.state->totals.peer_wait_ns[uint32_t(op)][threadIdx.x], wait);
-    atomicMax(reinterpret_cast<unsigned long long*>(
-                  &g.state->totals.peer_wait_max_ns[uint32_t(op)][threadIdx.x]),
-              static_cast<unsigned long long>(wait));
+    atomicMax(
+        reinterpret_cast<unsigned long long*>(&g.state->totals.peer_wait_max_ns[uint32_t(op)][threadIdx.x]),
+        static_cast<unsigned long long>(wait));
   }
   for (uint32_t lane = kWarp / 2; lane != 0; lane /= 2) {
     const uint64_t other = __shfl_xor_sync(kFull, wait, lane);

@@ -12,9 +12,9 @@
 
 namespace ep::cuda {
 
-constexpr uint32_t kMaxPeers = 8;       // ranks of one host
-constexpr Code kBadIds = Code(16);      // expert ids out of range or repeated; `seen` holds token and choice
-constexpr Code kCapacity = Code(17);    // more rows than the compact view has room for; `seen` = how many
+constexpr uint32_t kMaxPeers = 8;     // ranks of one host
+constexpr Code kBadIds = Code(16);    // expert ids out of range or repeated; `seen` holds token and choice
+constexpr Code kCapacity = Code(17);  // more rows than the compact view has room for; `seen` = how many
 
 // Written by the host only while no kernel of the group runs, `masked` excepted.
 struct alignas(64) Control {
@@ -31,8 +31,8 @@ constexpr uint32_t kSlots = 4;
 
 // Scratch of one kernel, reset by its last block.
 struct alignas(64) Scratch {
-  uint64_t start_ns, sent_ns;    // when block 0 began, when the last sending block ended
-  uint32_t done, rows;           // blocks that ended; rows received
+  uint64_t start_ns, sent_ns;  // when block 0 began, when the last sending block ended
+  uint32_t done, rows;         // blocks that ended; rows received
   uint64_t wait_ns[kMaxPeers];
 };
 
@@ -60,9 +60,9 @@ struct Device {
   std::byte* regions[kMaxPeers];
   uint32_t experts_of[kMaxPeers];  // how many experts each rank owns
   DeviceState* state;
-  Status* status;          // in host memory; code written last
-  const uint32_t* table;   // [E] owner << 24 | index among the owner's experts
-  uint64_t* expert_tokens; // [E_local] rows received, cumulative
+  Status* status;           // in host memory; code written last
+  const uint32_t* table;    // [E] owner << 24 | index among the owner's experts
+  uint64_t* expert_tokens;  // [E_local] rows received, cumulative
 
   EP_HOST_DEVICE std::byte* own() const { return regions[rank]; }
   EP_HOST_DEVICE uint32_t bank_of(uint64_t epoch) const { return uint32_t(epoch) & (layout.num_banks - 1); }
@@ -71,9 +71,9 @@ struct Device {
 constexpr uint32_t kOwnerShift = 24, kLocalMask = (1u << kOwnerShift) - 1;
 
 struct DispatchSendArgs {
-  const void* x;           // [T, H] bf16
-  const int64_t* ids;      // [T, K]
-  const float* weights;    // [T, K] or null
+  const void* x;                    // [T, H] bf16
+  const int64_t* ids;               // [T, K]
+  const float* weights;             // [T, K] or null
   const int32_t* tokens_on_device;  // T of this replay, at most `tokens`; or null
   uint32_t tokens;
   uint32_t parts;  // blocks to a row: 1 or kParts
@@ -81,8 +81,8 @@ struct DispatchSendArgs {
 
 struct DispatchRecvArgs {
   View view;
-  uint32_t capacity;      // rows of the compact views
-  uint32_t scale_pitch;   // PADDED: tokens from one scale column to the next
+  uint32_t capacity;     // rows of the compact views
+  uint32_t scale_pitch;  // PADDED: tokens from one scale column to the next
   void* rows;
   uint32_t* scales;
   int64_t* row_ids;       // INDEX: (bank * R + source) * max_tokens + token

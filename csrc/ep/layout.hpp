@@ -135,9 +135,9 @@ struct Layout {
   }
 };
 
-// What a region in a GPU's memory holds behind `Layout`. Rows become visible part by part there, each part with
-// a cell of its own (its 64-bit epoch); the source counts its rows per expert for the receiver; and banks are
-// given back one by one, so that receives may end in any order.
+// What a region in a GPU's memory holds behind `Layout`. Rows become visible part by part there, each part
+// with a cell of its own (its 64-bit epoch); the source counts its rows per expert for the receiver; and
+// banks are given back one by one, so that receives may end in any order.
 //
 //   dispatch cells  [bank][source][token][part]                    u64 epoch << 1 | whether there is a row
 //   combine cells   [bank][expert rank][token][choice][part]       u64
@@ -182,9 +182,9 @@ struct DeviceLayout {
 // What a dispatch on a GPU leaves for the halves after it, in one block of the caller's device memory.
 struct DeviceHandle {
   uint64_t epoch, combine_epoch;
-  uint32_t tokens, has_weights;    // of this rank
-  uint64_t sent_to, arrived;       // bits per rank
-  uint32_t rows, held;             // entries received; an in-place view still reads the bank
+  uint32_t tokens, has_weights;  // of this rank
+  uint64_t sent_to, arrived;     // bits per rank
+  uint32_t rows, held;           // entries received; an in-place view still reads the bank
   uint32_t source_tokens[kMaxRanks];
 
   // Arrays behind it. ids, weights: [T, K] of this rank. entries: [R * max_tokens, K] row of the view or -1,

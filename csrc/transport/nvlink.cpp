@@ -62,7 +62,8 @@ std::unique_ptr<Region> Region::create(int device, uint64_t bytes) {
   check(cudaSetDevice(device), "GPU " + std::to_string(device));
   check(cudaFree(nullptr), "the context of GPU " + std::to_string(device));
   require(device, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, "virtual memory management");
-  require(device, CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED, "memory that can be passed on");
+  require(device, CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
+          "memory that can be passed on");
   std::unique_ptr<Region> region(new Region);
   region->bytes_ = whole(device, bytes);
   const CUmemAllocationProp prop = properties(device);

@@ -92,7 +92,8 @@ def from_process_group(group: Any, spec: ExchangeSpec, **options: Any) -> Any:
         group: a ProcessGroup with object collectives (gloo), or None for the default one.
         options: keywords of CudaExchange.
     """
-    from ep_server.ep.cuda import CudaExchange, control_spec  # imports this module
+    from ep_server.ep.cuda import CudaExchange  # imports this module
+    from ep_server.ep.cuda_handle import control_spec
 
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if (spec.rank, spec.num_ranks) != (rank, size):

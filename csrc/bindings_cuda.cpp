@@ -79,15 +79,19 @@ PYBIND11_MODULE(_cuda, m) {
   py::class_<cuda::DispatchSendArgs>(m, "DispatchSendArgs")
       .def(py::init([](uintptr_t x, uintptr_t ids, uintptr_t weights, uintptr_t tokens_on_device,
                        uint32_t tokens) {
-             return cuda::DispatchSendArgs{pointer<void>(x), pointer<int64_t>(ids), pointer<float>(weights),
-                                           pointer<int32_t>(tokens_on_device), tokens, 1};
+             return cuda::DispatchSendArgs{pointer<void>(x),
+                                           pointer<int64_t>(ids),
+                                           pointer<float>(weights),
+                                           pointer<int32_t>(tokens_on_device),
+                                           tokens,
+                                           1};
            }),
            py::kw_only(), py::arg("x") = 0, py::arg("ids") = 0, py::arg("weights") = 0,
            py::arg("tokens_on_device") = 0, py::arg("tokens") = 0);
   py::class_<cuda::DispatchRecvArgs>(m, "DispatchRecvArgs")
-      .def(py::init([](uint32_t view, uint32_t capacity, uint32_t scale_pitch, uintptr_t rows, uintptr_t scales,
-                       uintptr_t row_ids, uintptr_t counts, uintptr_t offsets, uintptr_t src_info,
-                       uintptr_t layout_range) {
+      .def(py::init([](uint32_t view, uint32_t capacity, uint32_t scale_pitch, uintptr_t rows,
+                       uintptr_t scales, uintptr_t row_ids, uintptr_t counts, uintptr_t offsets,
+                       uintptr_t src_info, uintptr_t layout_range) {
              return cuda::DispatchRecvArgs{View(view),
                                            capacity,
                                            scale_pitch,
@@ -118,8 +122,9 @@ PYBIND11_MODULE(_cuda, m) {
                        uint32_t num_banks, uint32_t payload, uint32_t reduction, uint32_t rank,
                        const std::vector<int32_t>& placement, int device, uint64_t timeout_ns,
                        bool mask_on_timeout) {
-             const Geometry geometry{num_ranks, uint32_t(placement.size()), max_tokens,           hidden, top_k,
-                                     num_banks, Payload(payload),           Reduction(reduction), 0};
+             const Geometry geometry{
+                 num_ranks, uint32_t(placement.size()), max_tokens,           hidden, top_k,
+                 num_banks, Payload(payload),           Reduction(reduction), 0};
              return std::make_unique<Group>(geometry, rank, placement,
                                             cuda::Options{device, timeout_ns, mask_on_timeout});
            }),
@@ -147,8 +152,9 @@ PYBIND11_MODULE(_cuda, m) {
       .def("release",
            [](Group& self, uintptr_t stream, uintptr_t handle) {
              cuda::check(cudaSetDevice(self.ordinal()), "cudaSetDevice");
-             cuda::check(cuda::release(pointer<CUstream_st>(stream), self.device(), pointer<std::byte>(handle)),
-                         "release");
+             cuda::check(
+                 cuda::release(pointer<CUstream_st>(stream), self.device(), pointer<std::byte>(handle)),
+                 "release");
            })
       .def("status", &status)
       .def("statistics", &statistics)
@@ -160,12 +166,14 @@ PYBIND11_MODULE(_cuda, m) {
            })
       .def("reset", &Group::reset, py::arg("base"), py::arg("masked"))
       .def("mask", &Group::mask)
-      .def("rows_at",
-           [](const Group& self, uint32_t bank) {
-             return reinterpret_cast<uintptr_t>(self.device().own() + self.device().layout.row_at(bank, 0, 0));
-           })
+      .def(
+          "rows_at",
+          [](const Group& self, uint32_t bank) {
+            return reinterpret_cast<uintptr_t>(self.device().own() + self.device().layout.row_at(bank, 0, 0));
+          })
       .def_property_readonly("row_pitch", [](const Group& self) { return self.device().layout.row_pitch; })
-      .def_property_readonly("scale_offset", [](const Group& self) { return self.device().layout.scale_offset; })
+      .def_property_readonly("scale_offset",
+                             [](const Group& self) { return self.device().layout.scale_offset; })
       .def_property_readonly("handle_bytes",
                              [](const Group& self) { return DeviceHandle::bytes(self.device().layout); })
       .def_property_readonly("bytes", &Group::bytes)

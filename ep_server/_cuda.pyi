@@ -1,0 +1,84 @@
+"""The native exchange over NVLink (csrc/bindings_cuda.cpp); ep/cuda.py says what the values mean."""
+
+MAX_RANKS: int
+BAD_IDS: int
+CAPACITY: int
+
+class DispatchSendArgs:
+    def __init__(
+        self, *, x: int = 0, ids: int = 0, weights: int = 0, tokens_on_device: int = 0, tokens: int = 0
+    ) -> None: ...
+
+class DispatchRecvArgs:
+    def __init__(
+        self,
+        *,
+        view: int = 0,
+        capacity: int = 0,
+        scale_pitch: int = 0,
+        rows: int = 0,
+        scales: int = 0,
+        row_ids: int = 0,
+        counts: int = 0,
+        offsets: int = 0,
+        src_info: int = 0,
+        layout_range: int = 0,
+    ) -> None: ...
+
+class CombineSendArgs:
+    def __init__(self, *, expert_out: int = 0, reduction: int = 0) -> None: ...
+
+class CombineRecvArgs:
+    def __init__(self, *, out: int = 0, weights: int = 0, reduction: int = 0) -> None: ...
+
+class Group:
+    row_pitch: int
+    scale_offset: int
+    handle_bytes: int
+    bytes: int
+    num_sms: int
+    def __init__(
+        self,
+        *,
+        num_ranks: int,
+        max_tokens: int,
+        hidden: int,
+        top_k: int,
+        num_banks: int,
+        payload: int,
+        reduction: int,
+        rank: int,
+        placement: list[int],
+        device: int,
+        timeout_ns: int,
+        mask_on_timeout: bool,
+    ) -> None: ...
+    def export_fd(self) -> int: ...
+    def attach(self, rank: int, fd: int) -> None: ...
+    def dispatch(
+        self,
+        stream: int,
+        halves: int,
+        num_sms: int,
+        narrow: bool,
+        send: DispatchSendArgs,
+        recv: DispatchRecvArgs,
+        handle: int,
+    ) -> None: ...
+    def combine(
+        self,
+        stream: int,
+        halves: int,
+        num_sms: int,
+        narrow: bool,
+        send: CombineSendArgs,
+        recv: CombineRecvArgs,
+        handle: int,
+    ) -> None: ...
+    def release(self, stream: int, handle: int) -> None: ...
+    def status(self) -> tuple[int, str, str, int, int, int, int] | None: ...
+    def statistics(self) -> dict[str, dict[object, object]]: ...
+    def epochs(self) -> tuple[int, int, int]: ...
+    def reset(self, base: int, masked: int) -> None: ...
+    def mask(self, ranks: int) -> None: ...
+    def rows_at(self, bank: int) -> int: ...

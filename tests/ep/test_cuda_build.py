@@ -1,0 +1,35 @@
+"""What the compiler says of the GPU kernels: nothing spilled, no stack frame. Needs nvcc, no GPU."""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+NVCC = shutil.which("nvcc", path=f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin:{os.environ['PATH']}")
+
+
+@pytest.mark.skipif(NVCC is None, reason="no CUDA toolkit on this machine: the wheel has no CUDA part either")
+@pytest.mark.parametrize("source", sorted(path.name for path in (ROOT / "csrc/cuda").glob("*.cu")))
+def test_no_kernel_spills(source: str, tmp_path: Path) -> None:
+    command = [
+        str(NVCC), "-std=c++20", "-O3", "-fmad=false", "-Icsrc", "-Xptxas=-v",
+        "-gencode=arch=compute_90a,code=sm_90a", "-cubin",
+        f"csrc/cuda/{source}", "-o", str(tmp_path / "kernels"),
+    ]  # fmt: skip
+    report = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stderr
+    frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
+    assert len(frames) >= 6, report
+    assert set(frames) == {("0", "0", "0")}, report
+
+
+def test_the_package_works_without_a_driver() -> None:
+    """Importing the exchange on the CPU loads nothing of CUDA's."""
+    code = "import sys, ep_server.ep.bootstrap; assert 'ep_server._cuda' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
