@@ -26,16 +26,18 @@ from ep_server import _C
 from ep_server.ep.exchange import ExchangeSpec, Received, Reduction, View
 from ep_server.ep.faults import Fault, encode_faults
 from ep_server.ep.geometry import REDUCTIONS, check_segment, geometry_of
-from ep_server.ep.tensors import check_tensor
+from ep_server.ep.tensors import check_tensor, fits
 from ep_server.ep.views import Tensors, Views
 from ep_server.errors import ConfigError, InvalidArgument, StartupError
 
-VIEWS = (View.COMPACT, View.PADDED, View.INDEX)  # the order of csrc/ep/params.hpp
+VIEWS = {View.COMPACT: 0, View.PADDED: 1, View.INDEX: 2}  # the numbers of csrc/ep/params.hpp
 DEFAULT_SPIN_US = 50
 
 
 class PendingDispatch:
     """A dispatch whose send half has run. See exchange.PendingDispatch."""
+
+    __slots__ = ("_exchange", "_state", "_waited")
 
     def __init__(self, exchange: NativeExchange, state: _C.DispatchState) -> None:
         self._exchange, self._state = exchange, state
@@ -47,14 +49,17 @@ class PendingDispatch:
         Args:
             out: rows and scales of an earlier empty_padded(), filled instead of new ones; PADDED only.
         """
-        native, state, view = self._exchange._open(), self._state, View(view)
+        exchange, state = self._exchange, self._state
+        native = exchange._native or exchange._open()
+        if view not in VIEWS:
+            view = View(view)
         if self._waited:
             raise InvalidArgument("dispatch", f"epoch {state.epoch}", "received once")
         if out is not None:
-            self._exchange.views.check_out(view, out)
+            exchange.views.check_out(view, out)
         native.dispatch_wait(state)
         self._waited = True
-        return self._exchange._expand(state, view, out)
+        return exchange._expand(state, view, out)
 
     @property
     def wait_ns(self) -> torch.Tensor:
@@ -65,20 +70,23 @@ class PendingDispatch:
 class PendingCombine:
     """A combine whose send half has run. See exchange.PendingCombine."""
 
+    __slots__ = ("_exchange", "_state", "_tokens")
+
     def __init__(self, exchange: NativeExchange, state: _C.CombineState, tokens: int) -> None:
         self._exchange, self._state, self._tokens = exchange, state, tokens
 
     def recv(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """As the Protocol says."""
-        exchange, native = self._exchange, self._exchange._open()
-        if self._state.received:
-            raise InvalidArgument("combine", f"epoch {self._state.epoch}", "received once")
-        shape = (self._tokens, exchange.spec.hidden)
+        exchange, state = self._exchange, self._state
+        native = exchange._native or exchange._open()
+        if state.received:
+            raise InvalidArgument("combine", f"epoch {state.epoch}", "received once")
+        shape, dtype = (self._tokens, exchange.spec.hidden), exchange.combine_dtype
         if out is None:
-            out = torch.empty(shape, dtype=exchange.combine_dtype)
-        else:
-            check_tensor("out", out, exchange.combine_dtype, T=shape[0], H=shape[1])
-        native.combine_recv(self._state, out.data_ptr())
+            out = torch.empty(shape, dtype=dtype)
+        elif not fits(out, dtype, shape):
+            check_tensor("out", out, dtype, T=shape[0], H=shape[1])
+        native.combine_recv(state, out.data_ptr())
         return out
 
     @property
@@ -146,15 +154,19 @@ class NativeExchange:
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None
     ) -> PendingDispatch:
         """As the Protocol says. x, ids and weights may be overwritten once it returns."""
-        native, spec = self._open(), self.spec
+        native, spec = self._native or self._open(), self.spec
         tokens = x.shape[0] if x.dim() == 2 else -1
-        check_tensor("x", x, self.combine_dtype, T=tokens, H=spec.hidden)
+        choices = (tokens, spec.top_k)
+        if not fits(x, self.combine_dtype, (tokens, spec.hidden)):
+            check_tensor("x", x, self.combine_dtype, T=tokens, H=spec.hidden)
         if tokens > spec.max_tokens:
             raise InvalidArgument("x", f"T = {tokens}", f"at most max_tokens = {spec.max_tokens} tokens")
-        check_tensor("topk_ids", topk_ids, torch.int64, T=tokens, K=spec.top_k)
+        if not fits(topk_ids, torch.int64, choices):
+            check_tensor("topk_ids", topk_ids, torch.int64, T=tokens, K=spec.top_k)
         weights = 0
         if topk_weights is not None:
-            check_tensor("topk_weights", topk_weights, torch.float32, T=tokens, K=spec.top_k)
+            if not fits(topk_weights, torch.float32, choices):
+                check_tensor("topk_weights", topk_weights, torch.float32, T=tokens, K=spec.top_k)
             weights = topk_weights.data_ptr()
         elif spec.reduction == Reduction.RANK:
             raise InvalidArgument("topk_weights", None, "given at dispatch for reduction rank")
@@ -174,9 +186,9 @@ class NativeExchange:
             reduction: None = the spec's. A spec with SOURCE has room for RANK too, where dispatch got
               weights; all ranks choose alike.
         """
-        native, spec, state = self._open(), self.spec, self._state_of(received)
+        native, spec, state = self._native or self._open(), self.spec, self._state_of(received)
         chosen = spec.reduction if reduction is None else Reduction(reduction)
-        if chosen == Reduction.SOURCE and spec.reduction == Reduction.RANK:
+        if chosen is not spec.reduction and spec.reduction is Reduction.RANK:
             raise InvalidArgument("reduction", str(chosen), "rank, as the spec says")
         self.views.check_expert_out(received.view, expert_out, state.num_rows)
         weights = 0
@@ -185,7 +197,7 @@ class NativeExchange:
                 raise InvalidArgument("topk_weights", "a tensor", "None: this dispatch was given them")
             check_tensor("topk_weights", topk_weights, torch.float32, T=state.tokens, K=spec.top_k)
             weights = topk_weights.data_ptr()
-        elif chosen == Reduction.SOURCE and not state.has_weights and state.tokens:
+        elif chosen is Reduction.SOURCE and not state.has_weights and state.tokens:
             raise InvalidArgument("topk_weights", None, "given at dispatch or at combine")
         combine = native.combine_send(state, expert_out.data_ptr(), weights, REDUCTIONS.index(chosen))
         return PendingCombine(self, combine, state.tokens)
@@ -293,17 +305,17 @@ class NativeExchange:
         return received.handle
 
     def _expand(self, state: _C.DispatchState, view: View, out: Tensors | None) -> Received:
-        views, row_ids = self.views, None
-        counts = torch.empty(views.num_local, dtype=torch.int32)
-        offsets = torch.empty(views.num_local + 1, dtype=torch.int64)
+        views, row_ids = self._views or self.views, None
+        counts, offsets = views.counts(), views.offsets()
         into = (0, 0, 0)  # addresses of rows, scales, row ids
-        if view == View.INDEX:
+        if view is View.INDEX:
             rows, scales = views.index(state.bank)
-            row_ids = torch.empty(state.num_rows, dtype=torch.int64)
+            row_ids = views.row_ids(state.num_rows)
             into = (0, 0, row_ids.data_ptr())
         else:
-            made = views.compact(state.num_rows) if view == View.COMPACT else out or views.padded()
+            made = views.compact(state.num_rows) if view is View.COMPACT else out or views.padded()
             rows, scales = made
             into = (rows.data_ptr(), 0 if scales is None else scales.data_ptr(), 0)
-        self._open().dispatch_expand(state, VIEWS.index(view), *into, counts.data_ptr(), offsets.data_ptr())
+        native = self._native or self._open()
+        native.dispatch_expand(state, VIEWS[view], *into, counts.data_ptr(), offsets.data_ptr())
         return Received(rows, counts, offsets, state, view, scales, row_ids)
