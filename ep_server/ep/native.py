@@ -4,7 +4,8 @@ Checks tensors, allocates outputs and unwraps pointers; the four halves, waiting
 Knows nothing of how the segment got here (segment.py). Durations in ns.
 
 Beyond the Protocol, for users who build their own API on it:
-    NativeExchange(spec, fd=..., spin_us=-1, liveness_seconds=30.0, on_timeout="raise" | "mask")
+    NativeExchange(spec, fd=..., spin_us=-1, liveness_seconds=30.0, vote_seconds=None,
+                   on_timeout="raise" | "mask")
     .combine_send(..., reduction=...)       chooses by operation where the spec says SOURCE
     .empty_padded(), PendingDispatch.recv(out=...)   tensors that exist before they are received
     .release(received)                      gives an INDEX view's bank back without a combine
@@ -32,6 +33,7 @@ from ep_server.errors import ConfigError, InvalidArgument, StartupError
 
 VIEWS = {View.COMPACT: 0, View.PADDED: 1, View.INDEX: 2}  # the numbers of csrc/ep/params.hpp
 DEFAULT_SPIN_US = 50
+VOTE_TIMEOUTS = 10  # between two votes a rank passes many waits, each with its own deadline
 
 
 class PendingDispatch:
@@ -102,7 +104,9 @@ class NativeExchange:
         spec: this rank's; all other fields agree with the group's segment.
         fd: descriptor of the segment (segment.create_segment). Stays the caller's, who may close it.
         spin_us: busy wait before yielding and sleeping; -1 = 0 where ranks outnumber usable cores, else 50.
-        liveness_seconds: how long a vote believes in a peer whose heartbeat stopped.
+        liveness_seconds: how long a vote or barrier believes in a peer whose heartbeat stopped.
+        vote_seconds: how long a vote waits for a peer whose heartbeat goes on, since a rank that hangs
+          still beats; None = VOTE_TIMEOUTS times the deadline of the exchange. A barrier has no such limit.
         on_timeout: "raise" aborts the group and raises PeerTimeout; "mask" goes on without the peer.
     Raises: ConfigError, StartupError.
     """
@@ -114,6 +118,7 @@ class NativeExchange:
         fd: int,
         spin_us: int = -1,
         liveness_seconds: float = 30.0,
+        vote_seconds: float | None = None,
         on_timeout: str = "raise",
     ) -> None:
         geometry = geometry_of(spec)
@@ -123,6 +128,8 @@ class NativeExchange:
             raise ConfigError("spin_us", spin_us, "at least -1")
         if liveness_seconds <= 0:
             raise ConfigError("liveness_seconds", liveness_seconds, "above 0")
+        if vote_seconds is not None and vote_seconds <= 0:
+            raise ConfigError("vote_seconds", vote_seconds, "above 0")
         if spin_us == -1:
             spin_us = DEFAULT_SPIN_US if spec.num_ranks <= len(os.sched_getaffinity(0)) else 0
         try:
@@ -142,6 +149,7 @@ class NativeExchange:
                 f"rank {spec.rank} cannot map the exchange segment of descriptor {fd}: {error}"
             ) from error
         self.spec = spec
+        self._vote_ns = VOTE_TIMEOUTS * spec.timeout_ns if vote_seconds is None else int(vote_seconds * 1e9)
         self.layout = _C.Layout(geometry)
         region = torch.frombuffer(memoryview(native.rows_region()), dtype=torch.uint8)
         self._native: _C.Exchange | None = native
@@ -204,10 +212,10 @@ class NativeExchange:
 
     def all_gather(self, record: bytes) -> list[bytes]:
         """As the Protocol says; a masked rank's record is empty."""
-        return self._open().all_gather(record)
+        return self._open().all_gather(record, self._vote_ns)
 
     def barrier(self) -> None:
-        """As the Protocol says. Waits as a vote does."""
+        """As the Protocol says. Waits as long as every peer lives: ranks meet here after loading weights."""
         self._open().all_gather(b"")
 
     def close(self) -> None:

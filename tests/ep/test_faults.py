@@ -203,6 +203,42 @@ def test_a_vote_ends_when_the_heartbeat_of_a_peer_has_ended() -> None:
     assert_noticed([ended[0], ended[2]], "vote", "gather", 1)
 
 
+def hangs(exchange: NativeExchange, peer: Peer) -> None:
+    """The loop of rank 1 comes to no second vote; the heartbeat of its process goes on."""
+    exchange.all_gather(b"one")
+    if exchange.spec.rank == 1:
+        peer.hear()
+    exchange.all_gather(b"two")
+
+
+def test_a_vote_does_not_wait_for_ever_for_a_rank_that_hangs() -> None:
+    options = {"vote_seconds": 1.0, "liveness_seconds": 3600.0}
+    with Ranks(hangs, 3, spec_of(3), exchange_kwargs=options) as ranks:
+        ended = ranks.join(15)  # rank 1 still hangs then
+    assert isinstance(ended[1].error, TimeoutError)
+    assert_noticed([ended[0], ended[2]], "vote", "gather", 1)
+
+
+def test_the_limit_of_a_vote_follows_the_deadline_of_the_exchange() -> None:
+    with Ranks(hangs, 2, spec_of(2, SECOND // 10)) as ranks:
+        ended = ranks.join(10)
+    assert_noticed([ended[0]], "vote", "gather", 1)
+
+
+def comes_late(exchange: NativeExchange, peer: Peer) -> None:
+    exchange.all_gather(b"")
+    if exchange.spec.rank == 1:
+        peer.hear()
+    exchange.barrier()
+
+
+def test_a_barrier_waits_longer_than_a_vote() -> None:
+    with Ranks(comes_late, 2, spec_of(2), exchange_kwargs={"vote_seconds": 0.2}) as ranks:
+        time.sleep(1.0)  # how late rank 1 is
+        ranks.tell(1, "go on")
+        assert [o.error for o in ranks.join(30)] == [None, None]
+
+
 def idles(exchange: NativeExchange, peer: Peer) -> float:
     exchange.barrier()
     if exchange.spec.rank == 1:
