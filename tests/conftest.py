@@ -13,9 +13,7 @@ settings.load_profile("project")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--no-skips", action="store_true", help="a skipped test is a failure"
-    )
+    parser.addoption("--no-skips", action="store_true", help="a skipped test is a failure")
 
 
 @pytest.hookimpl(wrapper=True)
