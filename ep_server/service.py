@@ -12,7 +12,7 @@ from typing import Any
 from ep_server import requests
 from ep_server.call_metadata import CallMetadata
 from ep_server.engine import Engine
-from ep_server.errors import InvalidArgument
+from ep_server.errors import ContextLengthExceeded, InvalidArgument
 from ep_server.flight import Submission
 from ep_server.records import FinishReason, Request, TokenEvent
 from ep_server.requests import Limits, ResponseShape
@@ -22,6 +22,7 @@ from ep_server.v1 import decode_pb2, decode_pb2_grpc
 
 SERVICE_NAME: str = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
 LONG_TEXT = 4096  # characters; longer prompts are encoded outside the event loop
+TEXT_PER_TOKEN = 64  # characters of a prompt for each token of the context: what is longer is not encoded
 
 _REASONS = {
     FinishReason.EOS: decode_pb2.FINISH_REASON_EOS,
@@ -78,6 +79,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):  # type: ignore[misc, unuse
         if tokenizer is None:
             shown = text[: requests.SHOWN]
             raise InvalidArgument("text", shown, "absent: this model has no tokenizer; send token_ids")
+        longest = TEXT_PER_TOKEN * self._engine.max_context
+        if len(text) > longest:
+            raise ContextLengthExceeded(f"text of {len(text)} characters: at most {longest}")
         if len(text) > LONG_TEXT:
             return await asyncio.to_thread(tokenizer.encode, text)
         return tokenizer.encode(text)
