@@ -1,11 +1,11 @@
-# Two commands: `make demo` and `make test`. Each sets up what it needs in .venv.
+# Two commands: `make demo` and `make test`. Each sets up what it needs in .venv. PYTEST: more options of pytest.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 NATIVE := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.inc' 2>/dev/null)
 
-.PHONY: help install demo test check format protos bench wheel clean
+.PHONY: help install demo test test-slow check format protos bench wheel clean
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
@@ -21,7 +21,10 @@ demo: $(STAMP)  ## serve the demo model on 4 ranks and ask it 20 sums over gRPC
 	$(BIN)/ep-server demo
 
 test: $(STAMP)  ## run the tests that need no GPU and no long time
-	$(BIN)/python -m pytest -m "not slow and not gpu"
+	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST)
+
+test-slow: $(STAMP)  ## run the tests that take long: minutes of load, every case of the exhaustive ones
+	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST)
 
 check: $(STAMP)  ## lint, types, format
 	scripts/check

@@ -6,6 +6,9 @@ What is timed, per iteration, slowest rank, after a warm-up:
   memcpy  the bytes that a rank sends in the pair, own rows included, copied once between two private buffers,
           warm in the cache of one core; "+ expert rows" also copies the experts' output, which the pair reads
           to sum it before it returns
+  memcpy across cores  the same bytes both times, but rows of other ranks are written over memory that another
+          rank has read, then read where that rank has just written them: the transfer that really happens.
+          Both copies, without the barriers between them
 Bytes of a rank: 2 * rows * H * element size, rows = sum over its tokens of the ranks that own an expert of
 the token. Experts are not run: their output is a fixed buffer.
 
@@ -91,8 +94,8 @@ def check(exchange: NativeExchange, settings: Settings, view: View) -> None:
         raise SystemExit(f"rank {spec.rank}: wrong result with view {view}; nothing was timed")
 
 
-def sample(settings: Settings, once: Callable[[], object]) -> torch.Tensor:
-    """Seconds of each iteration on the slowest rank.
+def sample(settings: Settings, once: Callable[[], float | None]) -> torch.Tensor:
+    """Seconds of each iteration on the slowest rank: all of `once`, or what it says that it took.
 
     Back to back: what is timed keeps the ranks in step itself, a barrier in between would add its skew.
     """
@@ -104,14 +107,14 @@ def sample(settings: Settings, once: Callable[[], object]) -> torch.Tensor:
     dist.barrier()
     for i in range(settings.iterations):
         start = time.perf_counter()
-        once()
-        times[i] = time.perf_counter() - start
+        own = once()
+        times[i] = time.perf_counter() - start if own is None else own
     gc.enable()
     dist.all_reduce(times, op=dist.ReduceOp.MAX)
     return times
 
 
-def pair_of(exchange: NativeExchange, settings: Settings, view: View) -> Callable[[], object]:
+def pair_of(exchange: NativeExchange, settings: Settings, view: View) -> Callable[[], float | None]:
     mine = Inputs.of(settings, exchange.spec.rank)
     out = torch.empty_like(mine.x)
     received = exchange.dispatch_send(mine.x, mine.ids, mine.weights).recv(view)
@@ -142,7 +145,7 @@ def entry_count(settings: Settings, rank: int, placement: tuple[int, ...]) -> in
     return sum(int((owner[Inputs.of(settings, s).ids] == rank).sum()) for s in range(settings.ranks))
 
 
-def gloo_of(settings: Settings, rank: int, table: torch.Tensor) -> Callable[[], object]:
+def gloo_of(settings: Settings, rank: int, table: torch.Tensor) -> Callable[[], float | None]:
     to, back = table[rank].tolist(), table[:, rank].tolist()
     sent = torch.randn(sum(to), settings.hidden).to(settings.dtype)
     there = torch.empty(sum(back), settings.hidden, dtype=settings.dtype)
@@ -158,7 +161,7 @@ def gloo_of(settings: Settings, rank: int, table: torch.Tensor) -> Callable[[], 
     return once
 
 
-def memcpy_of(settings: Settings, rows: int, expert_rows: int) -> Callable[[], object]:
+def memcpy_of(settings: Settings, rows: int, expert_rows: int) -> Callable[[], float | None]:
     source = torch.randn(rows, settings.hidden).to(settings.dtype)
     there, back = torch.empty_like(source), torch.empty_like(source)
     computed = torch.randn(expert_rows, settings.hidden).to(settings.dtype)
@@ -173,7 +176,38 @@ def memcpy_of(settings: Settings, rows: int, expert_rows: int) -> Callable[[], o
     return once
 
 
-def run(rank: int, settings: Settings) -> None:
+def memcpy_across(
+    settings: Settings, exchange: NativeExchange, shared: torch.Tensor, table: torch.Tensor
+) -> Callable[[], float | None]:
+    rank = exchange.spec.rank
+    rows, own = int(table[rank].sum()), int(table[rank, rank])
+    source = torch.randn(rows, settings.hidden).to(settings.dtype)
+    mine, theirs = shared[rank, :rows], shared[(rank + 1) % settings.ranks, own:rows]
+    back = torch.empty_like(source)
+
+    def once() -> float:
+        start = time.perf_counter()
+        mine.copy_(source)
+        written = time.perf_counter()
+        exchange.barrier()
+        read = time.perf_counter()
+        back[:own].copy_(mine[:own])
+        back[own:].copy_(theirs)
+        end = time.perf_counter()
+        exchange.barrier()
+        return written - start + end - read
+
+    return once
+
+
+def pin(rank: int, settings: Settings) -> None:
+    """The calling thread to a core of its own, if there are enough: two ranks might share one for a while."""
+    cores = sorted(os.sched_getaffinity(0))
+    if settings.ranks <= len(cores):
+        os.sched_setaffinity(0, {cores[rank]})
+
+
+def run(rank: int, settings: Settings, shared: torch.Tensor) -> None:
     torch.set_num_threads(1)
     store = dist.FileStore(settings.rendezvous, settings.ranks)
     limit = timedelta(seconds=60)
@@ -184,6 +218,7 @@ def run(rank: int, settings: Settings) -> None:
         Payload(settings.payload), Reduction.RANK,
     )  # fmt: skip
     exchange = bootstrap.from_process_group(None, spec)
+    pin(rank, settings)
     for view in (View.COMPACT, View.INDEX):
         check(exchange, settings, view)
     table = row_counts(settings, placement)
@@ -194,6 +229,7 @@ def run(rank: int, settings: Settings) -> None:
         "gloo all_to_all x 2": sample(settings, gloo_of(settings, rank, table)),
         "memcpy x 2": sample(settings, memcpy_of(settings, rows, 0)),
         "  + expert rows": sample(settings, memcpy_of(settings, rows, entries)),
+        "memcpy across cores": sample(settings, memcpy_across(settings, exchange, shared, table)),
     }
     if rank == 0:
         report(settings, exchange, rows, results)
@@ -251,7 +287,10 @@ def main() -> None:
     print(settings)
     with tempfile.TemporaryDirectory() as folder:
         started = replace(settings, rendezvous=str(Path(folder) / "rendezvous"))
-        mp.spawn(run, args=(started,), nprocs=settings.ranks)
+        rows = settings.tokens * settings.ranks
+        shared = torch.zeros(settings.ranks, rows, settings.hidden, dtype=settings.dtype)
+        shared.share_memory_()
+        mp.spawn(run, args=(started, shared), nprocs=settings.ranks)
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@
 namespace py = pybind11;
 
 void bind_layout(py::module_& module);  // csrc/bindings_layout.cpp: sizes, offsets, segments
-__attribute__((weak)) void bind_model(py::module_& module);  // csrc/bindings_model.cpp: the model's kernels
+void bind_model(py::module_& module);   // csrc/bindings_model.cpp: the model's kernels
 
 namespace {
 
@@ -117,6 +117,15 @@ class Turn {
   std::unique_lock<std::mutex> lock_;
 };
 
+// An operation of another group has other sizes; one from before a reset has cells that never come again.
+template <class State>
+void check_origin(const Group& group, const State& state, const char* what) {
+  const bool mine = state.origin.group == group.id;
+  if (mine && state.origin.generation == group.generation) return;
+  throw BadArgument(what, "epoch " + std::to_string(state.epoch),
+                    mine ? "of this generation: reset() dropped it" : "of this exchange, not of another one");
+}
+
 template <class Fn>
 void run(Exchange& exchange, Fn&& fn) {
   py::gil_scoped_release release;
@@ -170,7 +179,7 @@ py::dict statistics(Exchange& exchange) {
   return all;
 }
 
-py::list gather_records(Exchange& exchange, const py::bytes& record) {
+py::list gather_records(Exchange& exchange, const py::bytes& record, uint64_t limit_ns) {
   const std::string_view bytes = record;
   if (bytes.size() > kVoteBytes)
     throw BadArgument("record", std::to_string(bytes.size()) + " bytes",
@@ -178,7 +187,7 @@ py::list gather_records(Exchange& exchange, const py::bytes& record) {
   std::array<std::byte, kMaxRanks * kVoteBytes> records;
   std::array<uint32_t, kMaxRanks> lengths;
   run(exchange, [&](Group& g) {
-    return ep::all_gather(g, bytes.data(), uint32_t(bytes.size()), records.data(), lengths.data());
+    return ep::all_gather(g, bytes.data(), uint32_t(bytes.size()), limit_ns, records.data(), lengths.data());
   });
   py::list list;
   for (uint32_t r = 0; r < exchange.group().geometry.num_ranks; ++r)
@@ -188,7 +197,9 @@ py::list gather_records(Exchange& exchange, const py::bytes& record) {
 
 // DeepEP's handle: which source token every padded row came from, and where each source's rows begin.
 void source_map(Exchange& exchange, const DispatchState& state, uintptr_t src_info, uintptr_t layout_range) {
+  const Turn turn(exchange);
   const Group& group = exchange.group();
+  check_origin(group, state, "received");
   const uint64_t padded = uint64_t(group.layout.num_ranks) * group.layout.max_tokens;
   auto* info = pointer<int32_t>(src_info);
   auto* range = pointer<int64_t>(layout_range);
@@ -258,6 +269,7 @@ PYBIND11_MODULE(_C, m) {
                                  "at most " + std::to_string(self.group().geometry.max_tokens));
              auto state = std::make_shared<DispatchState>();
              run(self, [&](Group& g) {
+               state->origin = {g.id, g.generation};
                return cpu::dispatch_send(
                    g, {pointer<void>(x), pointer<int64_t>(ids), pointer<float>(weights), tokens}, *state);
              });
@@ -265,12 +277,16 @@ PYBIND11_MODULE(_C, m) {
            })
       .def("dispatch_wait",
            [](Exchange& self, DispatchState& state) {
-             run(self, [&](Group& g) { return cpu::dispatch_wait(g, state); });
+             run(self, [&](Group& g) {
+               check_origin(g, state, "dispatch");
+               return cpu::dispatch_wait(g, state);
+             });
            })
       .def("dispatch_expand",
            [](Exchange& self, DispatchState& state, uint32_t view, uintptr_t rows, uintptr_t scales,
               uintptr_t row_ids, uintptr_t counts, uintptr_t offsets) {
              run(self, [&](Group& g) {
+               check_origin(g, state, "dispatch");
                cpu::dispatch_expand(g, state,
                                     {pointer<void>(rows), pointer<void>(scales), pointer<int64_t>(row_ids),
                                      pointer<int32_t>(counts), pointer<int64_t>(offsets), View(view)});
@@ -280,6 +296,7 @@ PYBIND11_MODULE(_C, m) {
       .def("dispatch_release",
            [](Exchange& self, DispatchState& state) {
              run(self, [&](Group& g) {
+               check_origin(g, state, "received");
                cpu::dispatch_release(g, state);
                return Status{};
              });
@@ -290,6 +307,8 @@ PYBIND11_MODULE(_C, m) {
              auto state = std::make_shared<CombineState>();
              state->dispatch = std::move(dispatch);
              run(self, [&](Group& g) {
+               check_origin(g, *state->dispatch, "received");
+               state->origin = {g.id, g.generation};
                return cpu::combine_send(
                    g, {pointer<void>(expert_out), pointer<float>(weights), Reduction(reduction)}, *state);
              });
@@ -297,9 +316,12 @@ PYBIND11_MODULE(_C, m) {
            })
       .def("combine_recv",
            [](Exchange& self, CombineState& state, uintptr_t out) {
-             run(self, [&](Group& g) { return cpu::combine_recv(g, {pointer<void>(out)}, state); });
+             run(self, [&](Group& g) {
+               check_origin(g, state, "combine");
+               return cpu::combine_recv(g, {pointer<void>(out)}, state);
+             });
            })
-      .def("all_gather", &gather_records)
+      .def("all_gather", &gather_records, py::arg("record"), py::arg("limit_ns") = 0)
       .def("abort",
            [](Exchange& self) {
              Status status{
@@ -314,7 +336,7 @@ PYBIND11_MODULE(_C, m) {
              self.group().masked.fetch_or(ranks);
              wake(self.group().own());
            })
-      .def_property_readonly("generation", [](Exchange& self) { return self.group().generation; })
+      .def_property_readonly("generation", [](Exchange& self) { return self.group().generation.load(); })
       .def("statistics", &statistics)
       .def("source_map", &source_map)
       .def("set_faults",
@@ -339,5 +361,5 @@ PYBIND11_MODULE(_C, m) {
   for (Op op : {Op::kDispatch, Op::kCombine, Op::kVote, Op::kReset}) ops.append(name(op));
   m.attr("OPS") = py::tuple(ops);
 
-  if (bind_model != nullptr) bind_model(m);
+  bind_model(m);
 }

@@ -70,7 +70,10 @@ class Target:
 
 @dataclass(slots=True)
 class Output:
-    """All events of one stream, put together. `finished` is set where the output is complete."""
+    """All events of one stream, put together. `finished` is set where the output is complete.
+
+    others: sequences 1 and up of a request with num_sequences; the rest is sequence 0.
+    """
 
     info: Any = None
     token_ids: list[int] = field(default_factory=list)
@@ -78,6 +81,7 @@ class Output:
     logprobs: list[Any] = field(default_factory=list)
     messages: int = 0  # tokens events
     finished: Any = None
+    others: list[Output] = field(default_factory=list)
 
     def add(self, event: Any) -> None:
         """Adds one GenerateResponse."""
@@ -85,12 +89,18 @@ class Output:
         if kind == "prompt_info":
             self.info = event.prompt_info
         elif kind == "tokens":
-            self.messages += 1
-            self.token_ids += event.tokens.token_ids
-            self.text += event.tokens.text
-            self.logprobs += event.tokens.logprobs
+            output = self._of(event.tokens.index)
+            output.messages += 1
+            output.token_ids += event.tokens.token_ids
+            output.text += event.tokens.text
+            output.logprobs += event.tokens.logprobs
         else:
-            self.finished = event.finished
+            self._of(event.finished.index).finished = event.finished
+
+    def _of(self, index: int) -> Output:
+        while len(self.others) < index:
+            self.others.append(Output(self.info))
+        return self.others[index - 1] if index else self
 
 
 def generate_request(prompt: str | Sequence[int], **fields: Any) -> Any:

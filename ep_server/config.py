@@ -73,7 +73,7 @@ class ExchangeConfig:
     timeout_seconds: float = option(10.0, "deadline of every wait for a peer", low=0.01, high=3600)
     spin_us: int = option(
         -1,
-        "busy wait before yielding, microseconds; -1 = 0 when ranks outnumber cores, else 50",
+        "busy wait before yielding, microseconds; -1 = 50 if ranks x threads have cores, else 0",
         low=-1,
         high=1_000_000,
     )

@@ -134,12 +134,17 @@ class Delivery:
             self._observer.on_token_gap(gap)
         flight.last_at = now
         self._flights.grew(flight)
-        text, found = flight.text_of(event)
         at_rank = event.finish is None
         try:
+            text, found = flight.text_of(event)
             flight.stream.put(event, text)
         except SlowReader as error:
             self.fail(flight, Event.FAIL, error, at_rank=at_rank)
+            return
+        except Exception:  # a fault in one request's text ends that request alone, and now
+            log.exception("request %s", flight.request.request_id)
+            broken = InternalError(f"token {event.token_id} could not be turned into text")
+            self.fail(flight, Event.FAIL, broken, at_rank=at_rank)
             return
         if found is not None:
             self._finish(flight, FinishReason.STOP_STRING, found, at_rank=at_rank)

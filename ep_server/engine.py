@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
@@ -141,35 +141,29 @@ class Engine:
         if self._state is EngineState.STARTING:
             self._state = EngineState.SERVING
 
-    def submit(self, submission: Submission) -> tuple[Request, TokenStream]:
-        """Admits a request and gives it to a rank. `close()` the stream when its reader leaves.
+    def submit(self, sequences: Sequence[Submission]) -> list[tuple[Request, TokenStream]]:
+        """Admits a request and gives it to a rank. `close()` the streams when their reader leaves.
 
-        Returns: the request as the rank gets it (number, dp_rank), its tokens.
+        Args:
+            sequences: of one request, at least one: same id, prompt and limits.
+        Returns: for each, the request as the rank gets it (number, dp_rank) and its tokens.
 
         Raises: Unavailable, Draining, RankLost, DuplicateRequest, ContextLengthExceeded, DeadlineExceeded,
             QueueFull. Nothing is left behind then.
         """
         self._check_state()
-        self._check_request(submission)
-        rank = choose_rank(self._flights.loads(self.ready), submission.request)
-        request = replace(submission.request, number=next(self._numbers), dp_rank=rank)
-        now = self._clock()
-        stream = TokenStream(
-            self.settings.stream_buffer, submission.stream_interval, lambda: self._on_stream_closed(flight)
-        )
-        flight = Flight(request, rank, submission.text, stream, now, submission.traceparent)
-        self._ranks.submit(rank, request)  # before anything is counted: what it raises leaves nothing behind
-        if submission.timeout is not None:
-            flight.deadline = now + submission.timeout
-            loop = asyncio.get_running_loop()
-            flight.timer = loop.call_later(submission.timeout, self._delivery.expire, flight)
-        self._flights.add(flight)
-        self._submitted += 1
-        self._open_streams += 1
-        self._no_streams.clear()
-        self._observer.on_admitted(len(request.prompt_ids))
+        self._check_request(sequences[0], len(sequences))
+        rank = choose_rank(self._flights.loads(self.ready), sequences[0].request)
+        admitted: list[tuple[Request, TokenStream]] = []
+        try:
+            for submission in sequences:
+                admitted.append(self._submit(submission, rank))
+        except BaseException:
+            for _, stream in admitted:
+                stream.close()
+            raise
         self._delivery.tell_load()
-        return request, stream
+        return admitted
 
     @contextmanager
     def counting_refusals(self) -> Iterator[None]:
@@ -182,11 +176,11 @@ class Engine:
 
     def abort(self, request_id: str) -> bool:
         """Ends a request with CANCELLED; False if it is not in flight."""
-        flight = self._flights.with_id(request_id)
-        if flight is not None:
+        flights = self._flights.with_id(request_id)
+        for flight in flights:
             error = RequestCancelled(f"request {request_id!r} was aborted")
             self._delivery.fail(flight, Event.CANCEL, error)
-        return flight is not None
+        return bool(flights)
 
     async def drain(self, seconds: float) -> bool:
         """Takes no new requests and waits for the streams to end.
@@ -243,9 +237,9 @@ class Engine:
         if self.state is not EngineState.SERVING:
             raise Draining("the server is shutting down")
 
-    def _check_request(self, submission: Submission) -> None:
+    def _check_request(self, submission: Submission, sequences: int) -> None:
         request = submission.request
-        if self._flights.with_id(request.request_id) is not None:
+        if self._flights.with_id(request.request_id):
             raise DuplicateRequest(f"request_id {request.request_id!r} is in flight")
         length = len(request.prompt_ids) + request.stopping.max_new_tokens
         if length > self.max_context:
@@ -254,7 +248,26 @@ class Engine:
             raise DeadlineExceeded("the deadline passed before the request was admitted")
         wished = request.dp_rank
         on_wished = None if wished is None else self._flights.ranks[wished].in_flight
-        self._admission.check(len(self._flights), on_wished)
+        self._admission.check(len(self._flights), on_wished, sequences)
+
+    def _submit(self, submission: Submission, rank: int) -> tuple[Request, TokenStream]:
+        request = replace(submission.request, number=next(self._numbers), dp_rank=rank)
+        now = self._clock()
+        stream = TokenStream(
+            self.settings.stream_buffer, submission.stream_interval, lambda: self._on_stream_closed(flight)
+        )
+        flight = Flight(request, rank, submission.text, stream, now, submission.traceparent)
+        self._ranks.submit(rank, request)  # before anything is counted: what it raises leaves nothing behind
+        if submission.timeout is not None:
+            flight.deadline = now + submission.timeout
+            loop = asyncio.get_running_loop()
+            flight.timer = loop.call_later(submission.timeout, self._delivery.expire, flight)
+        self._flights.add(flight)
+        self._submitted += 1
+        self._open_streams += 1
+        self._no_streams.clear()
+        self._observer.on_admitted(len(request.prompt_ids))
+        return request, stream
 
     def _on_stream_closed(self, flight: Flight) -> None:
         self._open_streams -= 1

@@ -29,7 +29,7 @@ class Submission:
     traceparent: str = ""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class Flight:
     """An admitted request until its KV blocks are free."""
 

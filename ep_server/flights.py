@@ -6,7 +6,7 @@ Units: requests, tokens, blocks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ep_server.errors import InternalError
@@ -35,7 +35,7 @@ class FlightTable:
 
     def __init__(self, num_ranks: int) -> None:
         self.ranks = [RankCount() for _ in range(num_ranks)]
-        self._by_id: dict[str, Flight] = {}
+        self._by_id: dict[str, list[Flight]] = {}  # several where one request has several sequences
         self._by_number: dict[int, Flight] = {}
 
     def __len__(self) -> int:
@@ -43,11 +43,11 @@ class FlightTable:
 
     def __iter__(self) -> Iterator[Flight]:
         """Those that have not ended; the table may be changed meanwhile."""
-        return iter(list(self._by_id.values()))
+        return iter([flight for flights in self._by_id.values() for flight in flights])
 
-    def with_id(self, request_id: str) -> Flight | None:
-        """The flight that has this id and has not ended."""
-        return self._by_id.get(request_id)
+    def with_id(self, request_id: str) -> Sequence[Flight]:
+        """The flights that have this id and have not ended."""
+        return tuple(self._by_id.get(request_id, ()))
 
     def with_number(self, number: int) -> Flight | None:
         """The flight with this number, ended or not."""
@@ -55,7 +55,7 @@ class FlightTable:
 
     def add(self, flight: Flight) -> None:
         """A request was admitted."""
-        self._by_id[flight.request.request_id] = flight
+        self._by_id.setdefault(flight.request.request_id, []).append(flight)
         self._by_number[flight.request.number] = flight
         count = self.ranks[flight.rank]
         count.waiting += 1
@@ -73,8 +73,11 @@ class FlightTable:
         self.ranks[flight.rank].tokens += 1
 
     def ended(self, flight: Flight) -> None:
-        """Its stream is over; the id may be used again."""
-        del self._by_id[flight.request.request_id]
+        """Its stream is over; with the last one of its id, the id may be used again."""
+        flights = self._by_id[flight.request.request_id]
+        flights.remove(flight)
+        if not flights:
+            del self._by_id[flight.request.request_id]
         count = self.ranks[flight.rank]
         if flight.output_tokens:
             count.running -= 1
@@ -105,7 +108,7 @@ class FlightTable:
         """Raises InternalError if tables, states or counts disagree."""
         counted = [RankCount() for _ in self.ranks]
         for number, flight in self._by_number.items():
-            has_id = self._by_id.get(flight.request.request_id) is flight
+            has_id = any(other is flight for other in self._by_id.get(flight.request.request_id, ()))
             if flight.request.number != number or flight.state.ended is has_id:
                 raise InternalError(f"request number {number} is {flight.state}, has its id: {has_id}")
             if has_id and flight.stream.ended:
@@ -119,5 +122,5 @@ class FlightTable:
             count.tokens += len(flight.request.prompt_ids) + flight.output_tokens
         if counted != self.ranks:
             raise InternalError(f"counts by rank are {self.ranks}, the flights give {counted}")
-        if any(self._by_number.get(flight.request.number) is not flight for flight in self._by_id.values()):
+        if any(self._by_number.get(flight.request.number) is not flight for flight in self):
             raise InternalError("a flight has an id and no number")

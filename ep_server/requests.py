@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ep_server import ranges
@@ -25,6 +25,7 @@ MAX_STOP_TOKENS = 64
 MAX_STOP_STRINGS = 16
 MAX_STOP_LENGTH = 256
 MAX_LOGIT_BIAS = 1024
+MAX_SEQUENCES = 128
 MAX_TOP_N = 20
 MAX_STREAM_INTERVAL = 1024
 SHOWN = 80  # characters of a value that an error message repeats
@@ -89,6 +90,15 @@ def build(
         bypass_prefix_cache=proto.bypass_prefix_cache,
         dp_rank=dp_rank,
     )
+
+
+def sequences(proto: Any, request: Request) -> list[Request]:
+    """The request once per continuation it asks for, each with its own seed. Raises: InvalidArgument."""
+    count = _given(proto.sampling, "num_sequences", 1)
+    _check("sampling.num_sequences", 1 <= count <= MAX_SEQUENCES, count, f"1 to {MAX_SEQUENCES}")
+    first = request.sampling.seed or 0
+    seeds = [(first + index) % 2**64 for index in range(count)]
+    return [replace(request, sampling=replace(request.sampling, seed=seed)) for seed in seeds]
 
 
 def response_shape(proto: Any, model: ServedModel) -> ResponseShape:

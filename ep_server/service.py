@@ -12,16 +12,17 @@ from typing import Any
 from ep_server import requests
 from ep_server.call_metadata import CallMetadata
 from ep_server.engine import Engine
-from ep_server.errors import InvalidArgument
+from ep_server.errors import ContextLengthExceeded, InvalidArgument
 from ep_server.flight import Submission
 from ep_server.records import FinishReason, Request, TokenEvent
 from ep_server.requests import Limits, ResponseShape
 from ep_server.served_model import ServedModel
-from ep_server.stream import Chunk, Completion
+from ep_server.stream import Chunk, Completion, merged
 from ep_server.v1 import decode_pb2, decode_pb2_grpc
 
 SERVICE_NAME: str = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
 LONG_TEXT = 4096  # characters; longer prompts are encoded outside the event loop
+TEXT_PER_TOKEN = 64  # characters of a prompt for each token of the context: what is longer is not encoded
 
 _REASONS = {
     FinishReason.EOS: decode_pb2.FINISH_REASON_EOS,
@@ -41,28 +42,35 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):  # type: ignore[misc, unuse
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
         """Streams the events of one request. Raises: every RequestError, Unavailable."""
         with self._engine.counting_refusals():
-            submission, shape = await self._submission(request, context)
-            admitted, stream = self._engine.submit(submission)
+            sequences, shape = await self._sequences(request, context)
+            admitted, streams = zip(*self._engine.submit(sequences), strict=True)
         # Runs when the call is over in any way, the caller's leaving included.
-        context.add_done_callback(lambda _: stream.close())
-        yield _prompt_info(admitted, self._model)
-        while True:
-            chunk = await stream.read()
+        context.add_done_callback(lambda _: [stream.close() for stream in streams])
+        yield _prompt_info(admitted[0], self._model)
+        async for index, chunk in merged(streams):
             if chunk.events:
-                yield _tokens(chunk, shape)
+                yield _tokens(index, chunk, shape)
             if chunk.completion is not None:
-                yield _finished(chunk.completion, len(admitted.prompt_ids))
-                return
+                yield _finished(index, chunk.completion, len(admitted[0].prompt_ids))
 
-    async def _submission(self, request: Any, context: Any) -> tuple[Submission, ResponseShape]:
+    async def _sequences(self, request: Any, context: Any) -> tuple[list[Submission], ResponseShape]:
         limits = Limits(max_context=self._engine.max_context, num_ranks=self._engine.num_ranks)
         timeout = requests.timeout_seconds(request, context.time_remaining())
         metadata = CallMetadata.of(context.invocation_metadata() or ())
         prompt_ids = await self._prompt_ids(request)
         built = requests.build(request, metadata, prompt_ids, self._model, limits)
         shape = requests.response_shape(request, self._model)
-        text = requests.output_text(built, shape, self._model)
-        return Submission(built, text, shape.interval, timeout, metadata.traceparent), shape
+        sequences = [
+            Submission(
+                sequence,
+                requests.output_text(sequence, shape, self._model),
+                shape.interval,
+                timeout,
+                metadata.traceparent,
+            )
+            for sequence in requests.sequences(request, built)
+        ]
+        return sequences, shape
 
     async def _prompt_ids(self, request: Any) -> Sequence[int]:
         if request.WhichOneof("prompt") != "text":
@@ -71,6 +79,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):  # type: ignore[misc, unuse
         if tokenizer is None:
             shown = text[: requests.SHOWN]
             raise InvalidArgument("text", shown, "absent: this model has no tokenizer; send token_ids")
+        longest = TEXT_PER_TOKEN * self._engine.max_context
+        if len(text) > longest:
+            raise ContextLengthExceeded(f"text of {len(text)} characters: at most {longest}")
         if len(text) > LONG_TEXT:
             return await asyncio.to_thread(tokenizer.encode, text)
         return tokenizer.encode(text)
@@ -87,8 +98,8 @@ def _prompt_info(request: Request, model: ServedModel) -> Any:
     return decode_pb2.GenerateResponse(prompt_info=info)
 
 
-def _tokens(chunk: Chunk, shape: ResponseShape) -> Any:
-    tokens = decode_pb2.Tokens()
+def _tokens(index: int, chunk: Chunk, shape: ResponseShape) -> Any:
+    tokens = decode_pb2.Tokens(index=index)
     if shape.token_ids:
         tokens.token_ids.extend([event.token_id for event in chunk.events])
     if shape.text:
@@ -103,8 +114,9 @@ def _logprob(event: TokenEvent) -> Any:
     return decode_pb2.TokenLogprob(logprob=event.logprob or 0.0, top=top)
 
 
-def _finished(completion: Completion, prompt_tokens: int) -> Any:
+def _finished(index: int, completion: Completion, prompt_tokens: int) -> Any:
     finished = decode_pb2.Finished(
+        index=index,
         reason=_REASONS[completion.reason],
         usage=decode_pb2.Usage(
             prompt_tokens=prompt_tokens,

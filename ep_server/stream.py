@@ -9,7 +9,7 @@ Once `close` was called, or the stream ended, nothing is queued any more and `on
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from ep_server.errors import EpServerError, InternalError, SlowReader
@@ -103,14 +103,10 @@ class TokenStream:
 
         Raises: the error that the stream was ended with.
         """
-        while not self._ready():
-            if self._closed:
-                raise InternalError("read from a closed stream")
-            self._waiter = asyncio.get_running_loop().create_future()
-            try:
-                await self._waiter
-            finally:
-                self._waiter = None
+        await _any_ready([self])
+        return self._take()
+
+    def _take(self) -> Chunk:
         if self._error is not None and not self._chunk.events:
             raise self._error
         chunk, self._chunk = self._chunk, Chunk()
@@ -118,8 +114,38 @@ class TokenStream:
         return chunk
 
     def _ready(self) -> bool:
-        return len(self._chunk.events) >= self._needed or (self.ended and not self._closed)
+        if self._closed:
+            raise InternalError("read from a closed stream")
+        return len(self._chunk.events) >= self._needed or self.ended
 
     def _wake(self) -> None:
-        if self._waiter is not None and self._ready() and not self._waiter.done():
+        if self._waiter is not None and not self._waiter.done() and self._ready():
             self._waiter.set_result(None)
+
+
+async def merged(streams: Sequence[TokenStream]) -> AsyncIterator[tuple[int, Chunk]]:
+    """(index, chunk) as they come, until every stream has given its completion; no stream starves another.
+
+    Raises: the error that one of them was ended with.
+    """
+    left = dict(enumerate(streams))
+    while left:
+        await _any_ready(left.values())
+        for index, stream in list(left.items()):
+            if stream._ready():
+                chunk = stream._take()
+                if chunk.completion is not None:
+                    del left[index]
+                yield index, chunk
+
+
+async def _any_ready(streams: Collection[TokenStream]) -> None:
+    while not any(stream._ready() for stream in streams):
+        waiter = asyncio.get_running_loop().create_future()
+        for stream in streams:
+            stream._waiter = waiter
+        try:
+            await waiter
+        finally:
+            for stream in streams:
+                stream._waiter = None

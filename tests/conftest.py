@@ -1,7 +1,32 @@
 """Settings of all tests."""
 
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
 from hypothesis import HealthCheck, settings
 
 # No test asserts on time, also not through a deadline per example: a busy machine is not a failure.
 settings.register_profile("project", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("project")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--no-skips", action="store_true", help="a skipped test is a failure")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Iterator[None]:
+    report = yield
+    if item.config.getoption("--no-skips") and report.skipped and not hasattr(report, "wasxfail"):
+        report.outcome, report.longrepr = "failed", f"{item.nodeid} was skipped: {report.longrepr}"
+    return report
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_make_collect_report(collector: pytest.Collector) -> Iterator[None]:
+    report = yield
+    if collector.config.getoption("--no-skips") and report.skipped:  # of a whole module
+        report.outcome, report.longrepr = "failed", f"{collector.nodeid} was skipped: {report.longrepr}"
+    return report

@@ -12,7 +12,7 @@
 namespace ep::cpu {
 namespace {
 
-// Collects the rows of one token; returns how many.
+// Collects the rows of one token, for SOURCE with their weights; returns how many.
 uint32_t gather(const Group& group, const CombineState& state, uint32_t token, uint64_t arrived,
                 const void** rows, float* weights) {
   const Layout& layout = group.layout;
@@ -20,8 +20,7 @@ uint32_t gather(const Group& group, const CombineState& state, uint32_t token, u
   uint32_t count = 0;
   if (state.reduction == Reduction::kRank) {
     for (uint64_t ranks = group.owners(ids) & arrived; ranks != 0; ranks &= ranks - 1) {
-      rows[count] = group.own() + layout.rank_sum_at(state.bank, std::countr_zero(ranks), token);
-      weights[count++] = 1.0f;
+      rows[count++] = group.own() + layout.rank_sum_at(state.bank, std::countr_zero(ranks), token);
     }
     return count;
   }
@@ -68,7 +67,7 @@ Status combine_recv(Group& group, const CombineRecvParams& params, CombineState&
     const uint32_t count = gather(group, state, t, answered, rows, weights);
     weighted_sum(group.geometry.payload == Payload::kFp32,
                  {.rows = rows,
-                  .weights = weights,
+                  .weights = state.reduction == Reduction::kRank ? nullptr : weights,
                   .count = count,
                   .hidden = group.geometry.hidden,
                   .out = static_cast<std::byte*>(params.out) + t * group.layout.combine_bytes});

@@ -15,7 +15,7 @@ namespace ep::cpu {
 namespace {
 
 // One source's tokens: appends its entries with the expert, not yet the row. False if its routing is not
-// valid.
+// valid: the room of an expert, R * max_tokens rows, relies on the ids of a token being distinct.
 bool read_source(const Group& group, DispatchState& state, uint32_t source, uint32_t tokens,
                  bool has_weights) {
   const Layout& layout = group.layout;
@@ -26,10 +26,13 @@ bool read_source(const Group& group, DispatchState& state, uint32_t source, uint
     const uint32_t first = uint32_t(state.entries.size());
     for (uint32_t k = 0; k < top_k; ++k) {
       const size_t at = size_t(t) * top_k + k;
-      if (ids[at] < 0) continue;
-      if (uint32_t(ids[at]) >= group.geometry.num_experts) return false;
-      const int32_t expert = group.local_index[ids[at]];
+      const int32_t id = ids[at];
+      if (id < 0) continue;
+      if (uint32_t(id) >= group.geometry.num_experts) return false;
+      const int32_t expert = group.local_index[id];
       if (expert < 0) continue;
+      for (size_t i = first; i < state.entries.size(); ++i)
+        if (state.entries[i].expert == uint32_t(expert)) return false;
       state.entries.push_back({0, uint32_t(expert), k, has_weights ? weights[at] : 0.0f});
       ++state.counts[expert];
     }
@@ -81,6 +84,9 @@ Status dispatch_wait(Group& group, DispatchState& state) {
 
   // 2. Counts per expert, then a prefix sum, in (source, token, k) order.
   state.arrived = waited.arrived;
+  state.sources_have_weights = true;
+  state.entries.clear();  // of an earlier attempt, which found a header or routing that was not valid
+  state.runs.clear();
   state.counts.assign(group.local_experts, 0);
   state.offsets.assign(group.local_experts + 1, 0);
   state.entries.reserve(size_t(state.tokens) * group.geometry.top_k);

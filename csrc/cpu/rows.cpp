@@ -2,6 +2,7 @@
 
 #include <cstring>
 
+#include "cpu/rows_avx512_bf16.hpp"
 #include "ep/quant.hpp"
 
 #define EP_INLINE [[gnu::always_inline]] inline
@@ -71,7 +72,7 @@ EP_INLINE void sum_rows(const SumParams& params) {
     Pair<L> sum[kTile] = {};
     for (uint32_t i = 0; i < p.count; ++i) {
       const Element* row = static_cast<const Element*>(p.rows[i]) + h;
-      const float weight = p.weights[i];
+      const float weight = p.weights != nullptr ? p.weights[i] : 1.0f;
       for (uint32_t v = 0; v < kTile; ++v) {
         Pair<L> x;
         x.load(row + v * kPair);
@@ -84,7 +85,8 @@ EP_INLINE void sum_rows(const SumParams& params) {
   for (; h < p.hidden; ++h) {
     float sum = 0.0f;
     for (uint32_t i = 0; i < p.count; ++i)
-      sum = sum + p.weights[i] * widen(static_cast<const Element*>(p.rows[i])[h]);
+      sum = sum +
+            (p.weights != nullptr ? p.weights[i] : 1.0f) * widen(static_cast<const Element*>(p.rows[i])[h]);
     narrow(sum, result + h);
   }
 }
@@ -152,6 +154,7 @@ EP_VERSION(base, , 4)
 #if defined(__x86_64__)
 EP_VERSION(avx2, [[gnu::target("avx2")]], 8)
 EP_VERSION(avx512, [[gnu::target("avx512f")]], 16)
+constexpr RowKernels k_avx512_bf16{"avx512_bf16", sum_bf16_avx512_bf16, sum_fp32_avx512, quantise_avx512};
 #endif
 #undef EP_VERSION
 
@@ -165,6 +168,7 @@ std::vector<RowKernels> row_kernels() {
 #if defined(__x86_64__)
   if (__builtin_cpu_supports("avx2")) all.push_back(k_avx2);
   if (__builtin_cpu_supports("avx512f")) all.push_back(k_avx512);
+  if (__builtin_cpu_supports("avx512f") && has_avx512_bf16()) all.push_back(k_avx512_bf16);
 #endif
   return all;
 }

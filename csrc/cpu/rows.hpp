@@ -12,7 +12,7 @@ namespace ep::cpu {
 // end.
 struct SumParams {
   const void* const* rows;  // [count] rows of `hidden` elements
-  const float* weights;     // [count]
+  const float* weights;     // [count]; null: all 1
   uint32_t count, hidden;
   void* out;
 };

@@ -11,6 +11,7 @@
 #include <bit>
 #include <climits>
 #include <cstring>
+#include <mutex>
 
 #include "ep/group.hpp"
 
@@ -120,6 +121,8 @@ class Waiter {
   // Missing peers that are too late.
   uint64_t expired(uint64_t now) const {
     if (!wait_.by_liveness) return now - start_ >= group_.timing.timeout_ns ? pending_ : 0;
+    // A thread of its own beats: a rank whose loop hangs is alive by its heartbeat.
+    if (wait_.limit_ns != 0 && now - start_ >= wait_.limit_ns) return pending_;
     uint64_t late = 0;
     for (uint64_t left = pending_; left != 0; left &= left - 1) {
       const uint32_t peer = std::countr_zero(left);
@@ -191,6 +194,7 @@ void wake(std::byte* region) { ring(doorbell(region)); }
 Waited wait_for(Group& group, const Wait& wait) { return Waiter(group, wait).run(); }
 
 void abort_group(Group& group, const Status& status) {
+  const std::lock_guard lock(group.aborting);
   const uint32_t generation = uint32_t(group.generation) + 1;
   for (uint32_t peer = 0; peer < group.geometry.num_ranks; ++peer) {
     std::byte* region = group.regions[peer];

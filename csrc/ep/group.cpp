@@ -1,6 +1,7 @@
 #include "ep/group.hpp"
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <utility>
 
@@ -12,10 +13,16 @@ namespace {
 uint32_t count_owned(const Geometry& geometry, uint32_t rank, const int32_t* placement) {
   return uint32_t(std::count(placement, placement + geometry.num_experts, int32_t(rank)));
 }
+
+uint64_t new_id() {
+  static std::atomic<uint64_t> last{0};
+  return ++last;
+}
 }  // namespace
 
 Group::Group(const Geometry& g, uint32_t rank_, const int32_t* placement, const Timing& t)
-    : geometry(g),
+    : id(new_id()),
+      geometry(g),
       layout(Layout::of(g)),
       rank(rank_),
       owner(placement, placement + g.num_experts),
@@ -68,7 +75,8 @@ void publish_header(Group& group, Op op, uint64_t epoch, uint32_t peer, uint32_t
           encode_cell(uint32_t(epoch), payload));
 }
 
-Status all_gather(Group& group, const void* record, uint32_t length, std::byte* out, uint32_t* lengths) {
+Status all_gather(Group& group, const void* record, uint32_t length, uint64_t limit_ns, std::byte* out,
+                  uint32_t* lengths) {
   const uint64_t start = now_ns();
   if (Status failed = aborted(group)) return failed;
   const uint64_t epoch = ++group.vote_epoch;
@@ -89,7 +97,8 @@ Status all_gather(Group& group, const void* record, uint32_t length, std::byte* 
                                          .stride = Head::kVotePitch,
                                          .peers = peers,
                                          .expected = uint32_t(epoch),
-                                         .by_liveness = true});
+                                         .by_liveness = true,
+                                         .limit_ns = limit_ns});
   if (waited.status) return waited.status;
   for (uint32_t peer = 0; peer < group.geometry.num_ranks; ++peer) {
     lengths[peer] = 0;

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <cstddef>
 #include <cstdint>
+#include <mutex>
 #include <vector>
 
 #include "ep/faults.hpp"
@@ -50,6 +51,7 @@ class Banks {
 };
 
 struct Group {
+  const uint64_t id;  // of this process, never used again
   Geometry geometry;
   Layout layout;
   uint32_t rank;
@@ -59,8 +61,9 @@ struct Group {
   uint32_t local_experts;
   Timing timing;
 
-  std::atomic<uint64_t> masked{0};  // bit per rank; the only state that another thread may write
-  uint64_t generation = 0;
+  std::atomic<uint64_t> masked{0};      // bit per rank; another thread may write it
+  std::atomic<uint64_t> generation{0};  // abort() of another thread reads it
+  std::mutex aborting;                  // this rank's status lines have one writer at a time
   std::array<Banks, kBankedOps> banks;
   uint64_t vote_epoch = 0;
 
@@ -104,7 +107,9 @@ void consume(Group& group, Op op, uint64_t epoch);
 void publish_header(Group& group, Op op, uint64_t epoch, uint32_t peer, uint32_t payload);
 
 // The vote: one record of up to 64 bytes from every rank. `out`: [R] records of kVoteBytes, `lengths`: [R].
-Status all_gather(Group& group, const void* record, uint32_t length, std::byte* out, uint32_t* lengths);
+// limit_ns: how long to wait for a rank that lives; 0 = for ever.
+Status all_gather(Group& group, const void* record, uint32_t length, uint64_t limit_ns, std::byte* out,
+                  uint32_t* lengths);
 
 // Collective: a new generation of the group without aborts, operations in flight or masks but `dead`.
 Status reset(Group& group, uint64_t dead);

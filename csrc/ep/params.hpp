@@ -24,6 +24,11 @@ struct BadArgument : std::runtime_error {
       : std::runtime_error(f + " = " + v + ": must be " + a), field(f), value(v), allowed(a) {}
 };
 
+// Where an operation was sent: states are trusted with row numbers, so no other group may read them.
+struct Origin {
+  uint64_t group = 0, generation = 0;
+};
+
 // One (token, k) that a local expert computes. Rows count in COMPACT order.
 struct Entry {
   uint32_t row;
@@ -38,6 +43,7 @@ struct TokenRun {
 };
 
 struct DispatchState {
+  Origin origin;
   uint64_t epoch = 0;
   uint32_t bank = 0;
   bool received = false, bank_held = false;
@@ -60,6 +66,7 @@ struct DispatchState {
 };
 
 struct CombineState {
+  Origin origin;
   uint64_t epoch = 0;
   uint32_t bank = 0;
   bool received = false;

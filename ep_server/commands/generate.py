@@ -24,6 +24,7 @@ def command(
     top_p: Annotated[float | None, typer.Option(help="Most likely mass only.", **PANEL)] = None,
     min_p: Annotated[float | None, typer.Option(help="Relative threshold.", **PANEL)] = None,
     seed: Annotated[int | None, typer.Option(help="Of this request's generator.", **PANEL)] = None,
+    count: Annotated[int | None, typer.Option("-n", help="Continuations of the prompt.", **PANEL)] = None,
     stop: Annotated[list[str] | None, typer.Option(help="Stop string; repeatable.", **PANEL)] = None,
     stats: Annotated[bool, typer.Option("--stats", help="Usage and timings on standard error.")] = False,
     timeout: Annotated[float | None, typer.Option(help="Seconds until DEADLINE_EXCEEDED.")] = None,
@@ -35,7 +36,7 @@ def command(
 ) -> None:
     """Continue a prompt; the text streams to the terminal.
 
-    Flags that are not given mean the model's own defaults.
+    Flags that are not given mean the model's own defaults. With -n above 1, a text comes when it is complete.
     """
     text = sys.stdin.read() if prompt == "-" else prompt
     given: str | list[int] = _ids(text) if ids else text
@@ -47,16 +48,22 @@ def command(
         "min_p": min_p,
         "seed": seed,
         "stop_strings": stop or None,
+        "num_sequences": count,
     }
+    texts: dict[int, str] = {}  # of several: shown one by one, as they end
     with Client(options.target(address, tls_ca, tls_cert, tls_key, token_file)) as client:
         has_text = client.model_info().has_tokenizer
         for event in client.generate(given, timeout=timeout, **fields):
             kind = event.WhichOneof("event")
             if kind == "tokens":
                 piece = event.tokens.text if has_text else "".join(f"{t} " for t in event.tokens.token_ids)
-                print(piece, end="", flush=True)
+                if (count or 1) == 1:
+                    print(piece, end="", flush=True)
+                else:
+                    texts[event.tokens.index] = texts.get(event.tokens.index, "") + piece
             elif kind == "finished":
-                print()
+                index = event.finished.index
+                print(f"[{index}] {texts.get(index, '')}" if (count or 1) > 1 else "", flush=True)
                 if stats:
                     print(_stats(event.finished), file=sys.stderr)
 

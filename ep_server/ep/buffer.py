@@ -17,12 +17,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ep_server.ep.arenas import Arenas, Sizes, region_bytes
 from ep_server.ep.events import EventHandle, EventOverlap
 from ep_server.ep.exchange import Payload, Reduction
+from ep_server.ep.limits import MAX_TOP_K
 from ep_server.ep.operation import Operation, Outputs, payload_of
 from ep_server.ep.tensors import check_tensor
 from ep_server.errors import InvalidArgument
 
 topk_idx_t = torch.int64
-MAX_TOP_K = 16
 
 Handle = tuple[torch.Tensor, torch.Tensor, int, int, int]
 Hook = Callable[[], None]

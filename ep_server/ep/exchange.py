@@ -158,7 +158,8 @@ class Exchange(Protocol):
     def all_gather(self, record: bytes) -> list[bytes]:
         """The vote: gathers one record of <= 64 bytes from every rank, in rank order.
 
-        Waits on liveness of the peers, not on the exchange deadline: a slow peer is waited for.
+        Waits on liveness of the peers, not on the exchange deadline: a slow peer is waited for, one that
+        hangs not for ever.
         """
         ...
 

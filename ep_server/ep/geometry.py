@@ -1,4 +1,4 @@
-"""Checks an ExchangeSpec and turns it into the native geometry. The only place with the limits of the format.
+"""Checks an ExchangeSpec (limits.py) and turns it into the native geometry.
 
 Sizes and offsets come from csrc/ep/layout.hpp through `_C.Layout`; nothing here computes one.
 """
@@ -9,12 +9,12 @@ import hashlib
 
 from ep_server import _C
 from ep_server.ep.exchange import ExchangeSpec, Payload, Reduction
+from ep_server.ep.limits import MAX_GROUP_BYTES, check_spec
 from ep_server.errors import ConfigError
 
 PAYLOADS = (Payload.FP32, Payload.BF16, Payload.FP8, Payload.FP8_POW2, Payload.FP8_UE8M0)
 REDUCTIONS = (Reduction.RANK, Reduction.SOURCE)
 FP8 = frozenset({Payload.FP8, Payload.FP8_POW2, Payload.FP8_UE8M0})
-MAX_TOKENS = 1 << 24  # a header cell has 31 bits for the count; the rest is memory
 
 
 def geometry_of(spec: ExchangeSpec) -> _C.Geometry:
@@ -24,7 +24,7 @@ def geometry_of(spec: ExchangeSpec) -> _C.Geometry:
     """
     check_spec(spec)
     table = ",".join(map(str, spec.placement)).encode()
-    return _C.Geometry(
+    geometry = _C.Geometry(
         num_ranks=spec.num_ranks,
         num_experts=spec.num_experts,
         max_tokens=spec.max_tokens,
@@ -35,31 +35,17 @@ def geometry_of(spec: ExchangeSpec) -> _C.Geometry:
         reduction=REDUCTIONS.index(Reduction(spec.reduction)),
         placement_hash=int.from_bytes(hashlib.blake2b(table, digest_size=8).digest(), "little"),
     )
+    # The limits keep one rank's region within 64 bits; the group's is multiplied here, where nothing wraps.
+    needed = spec.num_ranks * _C.Layout(geometry).total
+    if needed > MAX_GROUP_BYTES:
+        allowed = f"less: {needed} bytes for all ranks are more than {MAX_GROUP_BYTES}"
+        raise ConfigError("max_tokens", spec.max_tokens, allowed)
+    return geometry
 
 
 def group_bytes(spec: ExchangeSpec) -> int:
     """Memory of the whole group, bytes."""
     return _C.Layout(geometry_of(spec)).group_bytes
-
-
-def check_spec(spec: ExchangeSpec) -> None:
-    """Raises ConfigError for the first field that the exchange cannot carry."""
-    _in_range("num_ranks", spec.num_ranks, 1, _C.MAX_RANKS)
-    _in_range("rank", spec.rank, 0, spec.num_ranks - 1)
-    _in_range("max_tokens", spec.max_tokens, 1, MAX_TOKENS)
-    _in_range("hidden", spec.hidden, 1, 1 << 20)
-    _in_range("top_k", spec.top_k, 1, _C.MAX_TOP_K)
-    _in_range("num_banks", spec.num_banks, 2, _C.MAX_BANKS)
-    _in_range("timeout_ns", spec.timeout_ns, 1, 1 << 62)
-    if spec.num_banks & (spec.num_banks - 1):
-        raise ConfigError("num_banks", spec.num_banks, f"a power of two from 2 to {_C.MAX_BANKS}")
-    if not spec.placement:
-        raise ConfigError("placement", spec.placement, "at least one expert")
-    for expert, owner in enumerate(spec.placement):
-        _in_range(f"placement[{expert}]", owner, 0, spec.num_ranks - 1)
-    multiple = 512 if spec.payload == Payload.FP8_UE8M0 else 128 if spec.payload in FP8 else 1
-    if spec.hidden % multiple:
-        raise ConfigError("hidden", spec.hidden, f"a multiple of {multiple} for payload {spec.payload}")
 
 
 def check_segment(spec: ExchangeSpec, segment: _C.Geometry) -> None:
@@ -91,8 +77,3 @@ def _shown(name: str, geometry: _C.Geometry) -> object:
     if name == "payload":
         return str(PAYLOADS[value])
     return str(REDUCTIONS[value]) if name == "reduction" else value
-
-
-def _in_range(name: str, value: int, low: int, high: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
-        raise ConfigError(name, value, f"an integer from {low} to {high}")

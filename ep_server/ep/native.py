@@ -4,7 +4,8 @@ Checks tensors, allocates outputs and unwraps pointers; the four halves, waiting
 Knows nothing of how the segment got here (segment.py). Durations in ns.
 
 Beyond the Protocol, for users who build their own API on it:
-    NativeExchange(spec, fd=..., spin_us=-1, liveness_seconds=30.0, on_timeout="raise" | "mask")
+    NativeExchange(spec, fd=..., spin_us=-1, liveness_seconds=30.0, vote_seconds=None,
+                   on_timeout="raise" | "mask")
     .combine_send(..., reduction=...)       chooses by operation where the spec says SOURCE
     .empty_padded(), PendingDispatch.recv(out=...)   tensors that exist before they are received
     .release(received)                      gives an INDEX view's bank back without a combine
@@ -26,16 +27,19 @@ from ep_server import _C
 from ep_server.ep.exchange import ExchangeSpec, Received, Reduction, View
 from ep_server.ep.faults import Fault, encode_faults
 from ep_server.ep.geometry import REDUCTIONS, check_segment, geometry_of
-from ep_server.ep.tensors import check_tensor
+from ep_server.ep.tensors import check_tensor, fits
 from ep_server.ep.views import Tensors, Views
 from ep_server.errors import ConfigError, InvalidArgument, StartupError
 
-VIEWS = (View.COMPACT, View.PADDED, View.INDEX)  # the order of csrc/ep/params.hpp
+VIEWS = {View.COMPACT: 0, View.PADDED: 1, View.INDEX: 2}  # the numbers of csrc/ep/params.hpp
 DEFAULT_SPIN_US = 50
+VOTE_TIMEOUTS = 10  # between two votes a rank passes many waits, each with its own deadline
 
 
 class PendingDispatch:
     """A dispatch whose send half has run. See exchange.PendingDispatch."""
+
+    __slots__ = ("_exchange", "_state", "_waited")
 
     def __init__(self, exchange: NativeExchange, state: _C.DispatchState) -> None:
         self._exchange, self._state = exchange, state
@@ -47,14 +51,17 @@ class PendingDispatch:
         Args:
             out: rows and scales of an earlier empty_padded(), filled instead of new ones; PADDED only.
         """
-        native, state, view = self._exchange._open(), self._state, View(view)
+        exchange, state = self._exchange, self._state
+        native = exchange._native or exchange._open()
+        if view not in VIEWS:
+            view = View(view)
         if self._waited:
             raise InvalidArgument("dispatch", f"epoch {state.epoch}", "received once")
         if out is not None:
-            self._exchange.views.check_out(view, out)
+            exchange.views.check_out(view, out)
         native.dispatch_wait(state)
         self._waited = True
-        return self._exchange._expand(state, view, out)
+        return exchange._expand(state, view, out)
 
     @property
     def wait_ns(self) -> torch.Tensor:
@@ -65,20 +72,23 @@ class PendingDispatch:
 class PendingCombine:
     """A combine whose send half has run. See exchange.PendingCombine."""
 
+    __slots__ = ("_exchange", "_state", "_tokens")
+
     def __init__(self, exchange: NativeExchange, state: _C.CombineState, tokens: int) -> None:
         self._exchange, self._state, self._tokens = exchange, state, tokens
 
     def recv(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """As the Protocol says."""
-        exchange, native = self._exchange, self._exchange._open()
-        if self._state.received:
-            raise InvalidArgument("combine", f"epoch {self._state.epoch}", "received once")
-        shape = (self._tokens, exchange.spec.hidden)
+        exchange, state = self._exchange, self._state
+        native = exchange._native or exchange._open()
+        if state.received:
+            raise InvalidArgument("combine", f"epoch {state.epoch}", "received once")
+        shape, dtype = (self._tokens, exchange.spec.hidden), exchange.combine_dtype
         if out is None:
-            out = torch.empty(shape, dtype=exchange.combine_dtype)
-        else:
-            check_tensor("out", out, exchange.combine_dtype, T=shape[0], H=shape[1])
-        native.combine_recv(self._state, out.data_ptr())
+            out = torch.empty(shape, dtype=dtype)
+        elif not fits(out, dtype, shape):
+            check_tensor("out", out, dtype, T=shape[0], H=shape[1])
+        native.combine_recv(state, out.data_ptr())
         return out
 
     @property
@@ -94,7 +104,9 @@ class NativeExchange:
         spec: this rank's; all other fields agree with the group's segment.
         fd: descriptor of the segment (segment.create_segment). Stays the caller's, who may close it.
         spin_us: busy wait before yielding and sleeping; -1 = 0 where ranks outnumber usable cores, else 50.
-        liveness_seconds: how long a vote believes in a peer whose heartbeat stopped.
+        liveness_seconds: how long a vote or barrier believes in a peer whose heartbeat stopped.
+        vote_seconds: how long a vote waits for a peer whose heartbeat goes on, since a rank that hangs
+          still beats; None = VOTE_TIMEOUTS times the deadline of the exchange. A barrier has no such limit.
         on_timeout: "raise" aborts the group and raises PeerTimeout; "mask" goes on without the peer.
     Raises: ConfigError, StartupError.
     """
@@ -106,6 +118,7 @@ class NativeExchange:
         fd: int,
         spin_us: int = -1,
         liveness_seconds: float = 30.0,
+        vote_seconds: float | None = None,
         on_timeout: str = "raise",
     ) -> None:
         geometry = geometry_of(spec)
@@ -115,6 +128,8 @@ class NativeExchange:
             raise ConfigError("spin_us", spin_us, "at least -1")
         if liveness_seconds <= 0:
             raise ConfigError("liveness_seconds", liveness_seconds, "above 0")
+        if vote_seconds is not None and vote_seconds <= 0:
+            raise ConfigError("vote_seconds", vote_seconds, "above 0")
         if spin_us == -1:
             spin_us = DEFAULT_SPIN_US if spec.num_ranks <= len(os.sched_getaffinity(0)) else 0
         try:
@@ -134,6 +149,7 @@ class NativeExchange:
                 f"rank {spec.rank} cannot map the exchange segment of descriptor {fd}: {error}"
             ) from error
         self.spec = spec
+        self._vote_ns = VOTE_TIMEOUTS * spec.timeout_ns if vote_seconds is None else int(vote_seconds * 1e9)
         self.layout = _C.Layout(geometry)
         region = torch.frombuffer(memoryview(native.rows_region()), dtype=torch.uint8)
         self._native: _C.Exchange | None = native
@@ -146,15 +162,19 @@ class NativeExchange:
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None
     ) -> PendingDispatch:
         """As the Protocol says. x, ids and weights may be overwritten once it returns."""
-        native, spec = self._open(), self.spec
+        native, spec = self._native or self._open(), self.spec
         tokens = x.shape[0] if x.dim() == 2 else -1
-        check_tensor("x", x, self.combine_dtype, T=tokens, H=spec.hidden)
+        choices = (tokens, spec.top_k)
+        if not fits(x, self.combine_dtype, (tokens, spec.hidden)):
+            check_tensor("x", x, self.combine_dtype, T=tokens, H=spec.hidden)
         if tokens > spec.max_tokens:
             raise InvalidArgument("x", f"T = {tokens}", f"at most max_tokens = {spec.max_tokens} tokens")
-        check_tensor("topk_ids", topk_ids, torch.int64, T=tokens, K=spec.top_k)
+        if not fits(topk_ids, torch.int64, choices):
+            check_tensor("topk_ids", topk_ids, torch.int64, T=tokens, K=spec.top_k)
         weights = 0
         if topk_weights is not None:
-            check_tensor("topk_weights", topk_weights, torch.float32, T=tokens, K=spec.top_k)
+            if not fits(topk_weights, torch.float32, choices):
+                check_tensor("topk_weights", topk_weights, torch.float32, T=tokens, K=spec.top_k)
             weights = topk_weights.data_ptr()
         elif spec.reduction == Reduction.RANK:
             raise InvalidArgument("topk_weights", None, "given at dispatch for reduction rank")
@@ -174,9 +194,9 @@ class NativeExchange:
             reduction: None = the spec's. A spec with SOURCE has room for RANK too, where dispatch got
               weights; all ranks choose alike.
         """
-        native, spec, state = self._open(), self.spec, self._state_of(received)
+        native, spec, state = self._native or self._open(), self.spec, self._state_of(received)
         chosen = spec.reduction if reduction is None else Reduction(reduction)
-        if chosen == Reduction.SOURCE and spec.reduction == Reduction.RANK:
+        if chosen is not spec.reduction and spec.reduction is Reduction.RANK:
             raise InvalidArgument("reduction", str(chosen), "rank, as the spec says")
         self.views.check_expert_out(received.view, expert_out, state.num_rows)
         weights = 0
@@ -185,17 +205,17 @@ class NativeExchange:
                 raise InvalidArgument("topk_weights", "a tensor", "None: this dispatch was given them")
             check_tensor("topk_weights", topk_weights, torch.float32, T=state.tokens, K=spec.top_k)
             weights = topk_weights.data_ptr()
-        elif chosen == Reduction.SOURCE and not state.has_weights and state.tokens:
+        elif chosen is Reduction.SOURCE and not state.has_weights and state.tokens:
             raise InvalidArgument("topk_weights", None, "given at dispatch or at combine")
         combine = native.combine_send(state, expert_out.data_ptr(), weights, REDUCTIONS.index(chosen))
         return PendingCombine(self, combine, state.tokens)
 
     def all_gather(self, record: bytes) -> list[bytes]:
         """As the Protocol says; a masked rank's record is empty."""
-        return self._open().all_gather(record)
+        return self._open().all_gather(record, self._vote_ns)
 
     def barrier(self) -> None:
-        """As the Protocol says. Waits as a vote does."""
+        """As the Protocol says. Waits as long as every peer lives: ranks meet here after loading weights."""
         self._open().all_gather(b"")
 
     def close(self) -> None:
@@ -293,17 +313,17 @@ class NativeExchange:
         return received.handle
 
     def _expand(self, state: _C.DispatchState, view: View, out: Tensors | None) -> Received:
-        views, row_ids = self.views, None
-        counts = torch.empty(views.num_local, dtype=torch.int32)
-        offsets = torch.empty(views.num_local + 1, dtype=torch.int64)
+        views, row_ids = self._views or self.views, None
+        counts, offsets = views.counts(), views.offsets()
         into = (0, 0, 0)  # addresses of rows, scales, row ids
-        if view == View.INDEX:
+        if view is View.INDEX:
             rows, scales = views.index(state.bank)
-            row_ids = torch.empty(state.num_rows, dtype=torch.int64)
+            row_ids = views.row_ids(state.num_rows)
             into = (0, 0, row_ids.data_ptr())
         else:
-            made = views.compact(state.num_rows) if view == View.COMPACT else out or views.padded()
+            made = views.compact(state.num_rows) if view is View.COMPACT else out or views.padded()
             rows, scales = made
             into = (rows.data_ptr(), 0 if scales is None else scales.data_ptr(), 0)
-        self._open().dispatch_expand(state, VIEWS.index(view), *into, counts.data_ptr(), offsets.data_ptr())
+        native = self._native or self._open()
+        native.dispatch_expand(state, VIEWS[view], *into, counts.data_ptr(), offsets.data_ptr())
         return Received(rows, counts, offsets, state, view, scales, row_ids)

@@ -17,6 +17,7 @@ from __future__ import annotations
 import torch
 
 from ep_server.ep.exchange import Payload
+from ep_server.ep.limits import hidden_multiple
 from ep_server.errors import InvalidArgument
 
 GROUP = 128  # channels that share a scale
@@ -25,13 +26,6 @@ E4M3_MAX = 448.0
 AMAX_FLOOR = 1e-4
 
 FP8_PAYLOADS = frozenset({Payload.FP8, Payload.FP8_POW2, Payload.FP8_UE8M0})
-
-
-def hidden_multiple(payload: Payload) -> int:
-    """Rows that `payload` can carry have a multiple of this many channels."""
-    if payload not in FP8_PAYLOADS:
-        return 1
-    return GROUP * PACK if payload is Payload.FP8_UE8M0 else GROUP
 
 
 def scale_columns(hidden: int, payload: Payload) -> int:

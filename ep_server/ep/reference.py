@@ -20,15 +20,9 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from ep_server.ep.checks import (
-    RECORD_BYTES,
-    check_expert_out,
-    check_spec,
-    check_tokens,
-    check_weights,
-    input_dtype,
-)
+from ep_server.ep.checks import check_expert_out, check_tokens, check_weights, input_dtype
 from ep_server.ep.exchange import ExchangeSpec, Received, Reduction, View
+from ep_server.ep.limits import RECORD_BYTES, check_spec
 from ep_server.ep.packing import entries_of, pad_rows, slots_of
 from ep_server.ep.quant import (
     FP8_PAYLOADS,

@@ -7,18 +7,18 @@ import torch
 from ep_server.errors import InvalidArgument
 
 
+def fits(tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
+    """Whether `tensor` is a contiguous CPU tensor of this dtype and shape: the hot path's first question."""
+    return tensor.dtype is dtype and tensor.shape == shape and tensor.is_contiguous() and tensor.is_cpu
+
+
 def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, **dims: int) -> None:
     """Raises InvalidArgument unless `tensor` is a contiguous CPU tensor of this dtype and these dimensions.
 
     Args:
         dims: name=size in order, for example T=32, H=2048.
     """
-    if (
-        tensor.dtype is dtype
-        and tensor.shape == (*dims.values(),)
-        and tensor.is_contiguous()
-        and tensor.is_cpu
-    ):
+    if fits(tensor, dtype, (*dims.values(),)):
         return
     given = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device.type}"
     if not tensor.is_contiguous():

@@ -19,7 +19,7 @@ from ep_server.model.assembly import LoadParams, load_model
 from ep_server.model.families import read_spec
 from ep_server.model.runner import ModelRunner
 from ep_server.model.sampler import Sampler
-from ep_server.ranks.group import exchange_spec
+from ep_server.ranks.group import exchange_spec, spin_budget, usable_cores
 from ep_server.records import RankReady, Request, Sampling, SeqSlice, StepBatch, Stopping
 from ep_server.scheduler.batch import IDLE, SchedulerLimits
 from ep_server.scheduler.rank_scheduler import RankScheduler
@@ -58,7 +58,8 @@ def build_rank(
     config = Config.from_values(json.loads(start.config_json))
     spec = exchange_spec(config, read_spec(config.model.path), start.rank)
     # Before the weights: its heartbeat tells the others that this rank lives however long loading takes.
-    exchange = NativeExchange(spec, fd=start.exchange_fd, spin_us=config.exchange.spin_us)
+    spin_us = spin_budget(config.exchange.spin_us, spec.num_ranks * start.threads, usable_cores())
+    exchange = NativeExchange(spec, fd=start.exchange_fd, spin_us=spin_us)
     os.close(start.exchange_fd)
     on_exchange(exchange)
     model = load_model(

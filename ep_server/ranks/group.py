@@ -21,6 +21,7 @@ from ep_server.model.inspect import inspect_checkpoint
 from ep_server.model.sizes import Dtype, context_limit, kv_block_bytes, serving_dtype
 from ep_server.scheduler.placement import place_experts
 
+SPIN_US = 50  # longer than a dispatch among ranks in step, far shorter than a time slice
 PROCESS_BYTES = 192 << 20  # a rank's own memory beside weights and KV cache: interpreter, torch, activations
 
 
@@ -96,6 +97,17 @@ def usable_cores(control_group: Path = Path("/sys/fs/cgroup")) -> int:
             if quota > 0 and period > 0:
                 cores = min(cores, -(-quota // period))
     return cores
+
+
+def spin_budget(spin_us: int, busy: int, cores: int) -> int:
+    """Microseconds a rank spins while it waits.
+
+    Args:
+        spin_us: as configured; -1 spins only where every thread has a core of its own.
+        busy: ranks x threads of this host.
+        cores: usable_cores().
+    """
+    return spin_us if spin_us >= 0 else SPIN_US * (busy <= cores)
 
 
 def _useful_blocks(scheduler: SchedulerConfig, context: int) -> int:

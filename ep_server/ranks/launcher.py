@@ -82,6 +82,11 @@ class RankProcesses:
         """Process ids by rank."""
         return [process.pid for process in self._processes]
 
+    @property
+    def exit_codes(self) -> list[int | None]:
+        """By rank: the exit code or minus the signal; None while it runs."""
+        return [process.returncode for process in self._processes]
+
     async def start(
         self, listener: RankListener, progress: Callable[[int, str, int, int], None]
     ) -> list[RankReady]:

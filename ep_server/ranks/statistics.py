@@ -8,11 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from itertools import zip_longest
+from typing import Any, Protocol, TypeVar
 
 from ep_server.records import RankLoad, RankStatistics, StepBatch, TokenEvent
 
 BUCKETS = 48
+K = TypeVar("K")
 
 
 class Measured(Protocol):
@@ -67,7 +69,13 @@ class StepMeter:
         self._queue = Histogram()
         self._arrived: dict[int, int] = {}
         self._queued: dict[int, int] = {}  # began to run, no token told yet
-        self._counters = dict.fromkeys(("tokens", "idle_steps", "overlap_steps", "run_steps", "parks"), 0)
+        names = ("tokens", "padded_tokens", "idle_steps", "overlap_steps", "run_steps", "parks")
+        self._counters = dict.fromkeys(names, 0)  # padded_tokens: nothing pads on CPU
+        self._warm_up = _Parts.of({}, None)
+
+    def ready(self, exchange: Mapping[str, Any], runner: Measured) -> None:
+        """What the parts have measured so far was warm-up; it is in no record. Arguments as of gather()."""
+        self._warm_up = _Parts.of(exchange, runner)
 
     def arrived(self, number: int, now: int) -> None:
         """A request came in."""
@@ -111,7 +119,7 @@ class StepMeter:
         counters["overlap_steps"] += micro_batches > 1
 
     def gather(self, load: RankLoad, exchange: Mapping[str, Any], runner: Measured) -> RankStatistics:
-        """Everything measured so far, as one record.
+        """Everything measured since ready(), as one record.
 
         Args:
             exchange: NativeExchange.statistics().
@@ -119,19 +127,57 @@ class StepMeter:
         """
         own = {f"step/{name}": histogram for name, histogram in self._times.items()}
         own["request/queue"] = self._queue
+        parts = _Parts.of(exchange, runner).since(self._warm_up)
         return RankStatistics(
             rank=self.rank,
             load=load,
-            histograms={
-                **_trimmed(exchange["histograms"]),
-                **_trimmed(runner.histograms),
-                **_trimmed({name: h.counts for name, h in own.items()}),
-            },
-            sums={**exchange["sums"], **runner.sums, **{name: h.sum for name, h in own.items()}},
-            counters={**exchange["counters"], **{k: n for k, n in self._counters.items() if n}},
-            peer_wait_ns=dict(exchange["peer_wait_ns"]),
-            expert_tokens=dict(exchange["expert_tokens"] or runner.expert_tokens),
+            histograms=_trimmed({**parts.histograms, **{name: h.counts for name, h in own.items()}}),
+            sums={**parts.sums, **{name: h.sum for name, h in own.items()}},
+            counters={**parts.counters, **self._counters},
+            peer_wait_ns=parts.peer_wait_ns,
+            expert_tokens=parts.expert_tokens,
         )
+
+
+@dataclass(frozen=True, slots=True)
+class _Parts:
+    """What exchange and runner have measured up to a moment; fields as of RankStatistics."""
+
+    histograms: Mapping[str, Sequence[int]]
+    sums: dict[str, int]
+    counters: dict[str, int]
+    peer_wait_ns: dict[tuple[str, int], int]
+    expert_tokens: dict[int, int]
+
+    @classmethod
+    def of(cls, exchange: Mapping[str, Any], runner: Measured | None) -> _Parts:
+        """The two joined. Either may be empty."""
+        found = {name: dict(exchange.get(name, {})) for name in cls.__slots__}
+        if runner is not None:
+            found["histograms"] |= runner.histograms
+            found["sums"] |= runner.sums
+            found["expert_tokens"] = found["expert_tokens"] or dict(runner.expert_tokens)
+        return cls(**found)
+
+    def since(self, before: _Parts) -> _Parts:
+        """What was measured after `before`."""
+        histograms = {
+            name: [
+                now - then for now, then in zip_longest(counts, before.histograms.get(name, ()), fillvalue=0)
+            ]
+            for name, counts in self.histograms.items()
+        }
+        return _Parts(
+            histograms,
+            _less(self.sums, before.sums),
+            _less(self.counters, before.counters),
+            _less(self.peer_wait_ns, before.peer_wait_ns),
+            _less(self.expert_tokens, before.expert_tokens),
+        )
+
+
+def _less(now: Mapping[K, int], before: Mapping[K, int]) -> dict[K, int]:
+    return {key: number - before.get(key, 0) for key, number in now.items()}
 
 
 def _trimmed(histograms: Mapping[str, Sequence[int]]) -> dict[str, tuple[int, ...]]:

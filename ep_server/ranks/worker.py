@@ -42,6 +42,7 @@ if TYPE_CHECKING:  # torch is imported once the process is tied to its parent
 log = logging.getLogger(__name__)
 
 REPORT_NS = 500_000_000
+CHECK_NS = 10_000_000_000  # a recount of 64k KV blocks takes 40 ms: not at every pause
 LAST_WORDS_SECONDS = 2.0  # for the last message to leave
 PR_SET_PDEATHSIG = 1
 
@@ -58,17 +59,22 @@ class RankWorker:
         self._voter = Voter()
         self._overlap = OverlapPolicy(parts.overlap)
         self._meter = StepMeter(parts.ready.rank)
+        self._meter.ready(self._exchange.statistics(), self._runner.statistics())
         self._stop = False
-        self._reported = clock()
+        self._reported = self._checked = clock()
         self._read_overlap()
 
     def __repr__(self) -> str:
         return f"RankWorker({self._voter!r}, {self._scheduler!r})"
 
     def run(self) -> None:
-        """Steps and parks until every rank was told to stop. Raises: ExchangeError, ChannelClosed."""
+        """Steps and parks until every rank was told to stop.
+
+        Raises: ExchangeError, ChannelClosed; InternalError if the scheduler's books are wrong in the end.
+        """
         while self.step():
             pass
+        self._scheduler.check_integrity()
 
     def step(self) -> bool:
         """One step with all other ranks; False once it was the last.
@@ -107,6 +113,9 @@ class RankWorker:
         last_work = self._voter.last_work
         self._meter.parked(last_work)
         self._report()
+        if self._clock() - self._checked >= CHECK_NS:
+            self._scheduler.check_integrity()
+            self._checked = self._clock()
         while self._voter.last_work == last_work and not self._stop:
             self._obey(self._channel.wait())
 

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x65p_server/v1/decode.proto\x12\x0c\x65p_server.v1\"\x8f\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x16.ep_server.v1.TokenIdsH\x00\x12(\n\x08sampling\x18\x05 \x01(\x0b\x32\x16.ep_server.v1.Sampling\x12(\n\x08stopping\x18\x06 \x01(\x0b\x32\x16.ep_server.v1.Stopping\x12/\n\x08response\x18\x07 \x01(\x0b\x32\x1d.ep_server.v1.ResponseOptions\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\t \x01(\x04H\x01\x88\x01\x01\x12\x14\n\x07\x64p_rank\x18\n \x01(\rH\x02\x88\x01\x01\x12\x12\n\ncache_salt\x18\x0b \x01(\t\x12\x1b\n\x13\x62ypass_prefix_cache\x18\x0c \x01(\x08\x42\x08\n\x06promptB\x0e\n\x0c_deadline_msB\n\n\x08_dp_rank\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\xd4\x03\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x01H\x07\x88\x01\x01\x12\x39\n\nlogit_bias\x18\t \x03(\x0b\x32%.ep_server.v1.Sampling.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\n \x03(\r\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penalty\"\xaa\x01\n\x08Stopping\x12\x1b\n\x0emax_new_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0emin_new_tokens\x18\x02 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0cstop_strings\x18\x04 \x03(\t\x12\x14\n\x0cinclude_stop\x18\x05 \x01(\x08\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x42\x11\n\x0f_max_new_tokens\"\xc9\x01\n\x0fResponseOptions\x12\x1d\n\x10output_token_ids\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x18\n\x0boutput_text\x18\x02 \x01(\x08H\x01\x88\x01\x01\x12\x17\n\x0foutput_logprobs\x18\x03 \x01(\x08\x12\r\n\x05top_n\x18\x04 \x01(\r\x12\x1c\n\x0fstream_interval\x18\x05 \x01(\rH\x02\x88\x01\x01\x42\x13\n\x11_output_token_idsB\x0e\n\x0c_output_textB\x12\n\x10_stream_interval\"\xa0\x01\n\x10GenerateResponse\x12/\n\x0bprompt_info\x18\x01 \x01(\x0b\x32\x18.ep_server.v1.PromptInfoH\x00\x12&\n\x06tokens\x18\x02 \x01(\x0b\x32\x14.ep_server.v1.TokensH\x00\x12*\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x16.ep_server.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"b\n\nPromptInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x0c\n\x04seed\x18\x05 \x01(\x04\"W\n\x06Tokens\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12,\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1a.ep_server.v1.TokenLogprob\"E\n\x0cTokenLogprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.ep_server.v1.Candidate\".\n\tCandidate\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\xbb\x01\n\x08\x46inished\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.ep_server.v1.FinishReason\x12\x12\n\x08token_id\x18\x02 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\x03 \x01(\tH\x00\x12\"\n\x05usage\x18\x04 \x01(\x0b\x32\x13.ep_server.v1.Usage\x12&\n\x07timings\x18\x05 \x01(\x0b\x32\x15.ep_server.v1.TimingsB\x0c\n\nstop_match\"L\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x15\n\routput_tokens\x18\x03 \x01(\r\"\x8d\x01\n\x07Timings\x12\x1b\n\x13\x66irst_token_seconds\x18\x01 \x01(\x01\x12\x15\n\rtotal_seconds\x18\x02 \x01(\x01\x12\x1d\n\x15max_token_gap_seconds\x18\x03 \x01(\x01\x12\x16\n\x0equeued_seconds\x18\x04 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x05 \x01(\x01*\x9b\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x01\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x02\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x03\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x04\x32U\n\x06\x44\x65\x63ode\x12K\n\x08Generate\x12\x1d.ep_server.v1.GenerateRequest\x1a\x1e.ep_server.v1.GenerateResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x19\x65p_server/v1/decode.proto\x12\x0c\x65p_server.v1\"\x8f\x03\n\x0fGenerateRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12+\n\ttoken_ids\x18\x04 \x01(\x0b\x32\x16.ep_server.v1.TokenIdsH\x00\x12(\n\x08sampling\x18\x05 \x01(\x0b\x32\x16.ep_server.v1.Sampling\x12(\n\x08stopping\x18\x06 \x01(\x0b\x32\x16.ep_server.v1.Stopping\x12/\n\x08response\x18\x07 \x01(\x0b\x32\x1d.ep_server.v1.ResponseOptions\x12\x10\n\x08priority\x18\x08 \x01(\x05\x12\x18\n\x0b\x64\x65\x61\x64line_ms\x18\t \x01(\x04H\x01\x88\x01\x01\x12\x14\n\x07\x64p_rank\x18\n \x01(\rH\x02\x88\x01\x01\x12\x12\n\ncache_salt\x18\x0b \x01(\t\x12\x1b\n\x13\x62ypass_prefix_cache\x18\x0c \x01(\x08\x42\x08\n\x06promptB\x0e\n\x0c_deadline_msB\n\n\x08_dp_rank\"\x17\n\x08TokenIds\x12\x0b\n\x03ids\x18\x01 \x03(\r\"\x82\x04\n\x08Sampling\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\x12\n\x05top_k\x18\x02 \x01(\rH\x01\x88\x01\x01\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x02\x88\x01\x01\x12\x12\n\x05min_p\x18\x04 \x01(\x01H\x03\x88\x01\x01\x12\x11\n\x04seed\x18\x05 \x01(\x04H\x04\x88\x01\x01\x12\x1f\n\x12repetition_penalty\x18\x06 \x01(\x01H\x05\x88\x01\x01\x12\x1d\n\x10presence_penalty\x18\x07 \x01(\x01H\x06\x88\x01\x01\x12\x1e\n\x11\x66requency_penalty\x18\x08 \x01(\x01H\x07\x88\x01\x01\x12\x39\n\nlogit_bias\x18\t \x03(\x0b\x32%.ep_server.v1.Sampling.LogitBiasEntry\x12\x19\n\x11\x61llowed_token_ids\x18\n \x03(\r\x12\x1a\n\rnum_sequences\x18\x0b \x01(\rH\x08\x88\x01\x01\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_kB\x08\n\x06_top_pB\x08\n\x06_min_pB\x07\n\x05_seedB\x15\n\x13_repetition_penaltyB\x13\n\x11_presence_penaltyB\x14\n\x12_frequency_penaltyB\x10\n\x0e_num_sequences\"\xaa\x01\n\x08Stopping\x12\x1b\n\x0emax_new_tokens\x18\x01 \x01(\rH\x00\x88\x01\x01\x12\x16\n\x0emin_new_tokens\x18\x02 \x01(\r\x12\x16\n\x0estop_token_ids\x18\x03 \x03(\r\x12\x14\n\x0cstop_strings\x18\x04 \x03(\t\x12\x14\n\x0cinclude_stop\x18\x05 \x01(\x08\x12\x12\n\nignore_eos\x18\x06 \x01(\x08\x42\x11\n\x0f_max_new_tokens\"\xc9\x01\n\x0fResponseOptions\x12\x1d\n\x10output_token_ids\x18\x01 \x01(\x08H\x00\x88\x01\x01\x12\x18\n\x0boutput_text\x18\x02 \x01(\x08H\x01\x88\x01\x01\x12\x17\n\x0foutput_logprobs\x18\x03 \x01(\x08\x12\r\n\x05top_n\x18\x04 \x01(\r\x12\x1c\n\x0fstream_interval\x18\x05 \x01(\rH\x02\x88\x01\x01\x42\x13\n\x11_output_token_idsB\x0e\n\x0c_output_textB\x12\n\x10_stream_interval\"\xa0\x01\n\x10GenerateResponse\x12/\n\x0bprompt_info\x18\x01 \x01(\x0b\x32\x18.ep_server.v1.PromptInfoH\x00\x12&\n\x06tokens\x18\x02 \x01(\x0b\x32\x14.ep_server.v1.TokensH\x00\x12*\n\x08\x66inished\x18\x03 \x01(\x0b\x32\x16.ep_server.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"b\n\nPromptInfo\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\r\n\x05model\x18\x02 \x01(\t\x12\x15\n\rprompt_tokens\x18\x03 \x01(\r\x12\x0c\n\x04rank\x18\x04 \x01(\r\x12\x0c\n\x04seed\x18\x05 \x01(\x04\"f\n\x06Tokens\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12,\n\x08logprobs\x18\x03 \x03(\x0b\x32\x1a.ep_server.v1.TokenLogprob\x12\r\n\x05index\x18\x04 \x01(\r\"E\n\x0cTokenLogprob\x12\x0f\n\x07logprob\x18\x01 \x01(\x02\x12$\n\x03top\x18\x02 \x03(\x0b\x32\x17.ep_server.v1.Candidate\".\n\tCandidate\x12\x10\n\x08token_id\x18\x01 \x01(\r\x12\x0f\n\x07logprob\x18\x02 \x01(\x02\"\xca\x01\n\x08\x46inished\x12*\n\x06reason\x18\x01 \x01(\x0e\x32\x1a.ep_server.v1.FinishReason\x12\x12\n\x08token_id\x18\x02 \x01(\rH\x00\x12\x15\n\x0bstop_string\x18\x03 \x01(\tH\x00\x12\"\n\x05usage\x18\x04 \x01(\x0b\x32\x13.ep_server.v1.Usage\x12&\n\x07timings\x18\x05 \x01(\x0b\x32\x15.ep_server.v1.Timings\x12\r\n\x05index\x18\x06 \x01(\rB\x0c\n\nstop_match\"L\n\x05Usage\x12\x15\n\rprompt_tokens\x18\x01 \x01(\r\x12\x15\n\rcached_tokens\x18\x02 \x01(\r\x12\x15\n\routput_tokens\x18\x03 \x01(\r\"\x8d\x01\n\x07Timings\x12\x1b\n\x13\x66irst_token_seconds\x18\x01 \x01(\x01\x12\x15\n\rtotal_seconds\x18\x02 \x01(\x01\x12\x1d\n\x15max_token_gap_seconds\x18\x03 \x01(\x01\x12\x16\n\x0equeued_seconds\x18\x04 \x01(\x01\x12\x17\n\x0fprefill_seconds\x18\x05 \x01(\x01*\x9b\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x15\n\x11\x46INISH_REASON_EOS\x10\x01\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x02\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x03\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x04\x32U\n\x06\x44\x65\x63ode\x12K\n\x08Generate\x12\x1d.ep_server.v1.GenerateRequest\x1a\x1e.ep_server.v1.GenerateResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,36 +33,36 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLING_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_FINISHREASON']._serialized_start=2202
-  _globals['_FINISHREASON']._serialized_end=2357
+  _globals['_FINISHREASON']._serialized_start=2278
+  _globals['_FINISHREASON']._serialized_end=2433
   _globals['_GENERATEREQUEST']._serialized_start=44
   _globals['_GENERATEREQUEST']._serialized_end=443
   _globals['_TOKENIDS']._serialized_start=445
   _globals['_TOKENIDS']._serialized_end=468
   _globals['_SAMPLING']._serialized_start=471
-  _globals['_SAMPLING']._serialized_end=939
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=770
-  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=818
-  _globals['_STOPPING']._serialized_start=942
-  _globals['_STOPPING']._serialized_end=1112
-  _globals['_RESPONSEOPTIONS']._serialized_start=1115
-  _globals['_RESPONSEOPTIONS']._serialized_end=1316
-  _globals['_GENERATERESPONSE']._serialized_start=1319
-  _globals['_GENERATERESPONSE']._serialized_end=1479
-  _globals['_PROMPTINFO']._serialized_start=1481
-  _globals['_PROMPTINFO']._serialized_end=1579
-  _globals['_TOKENS']._serialized_start=1581
-  _globals['_TOKENS']._serialized_end=1668
-  _globals['_TOKENLOGPROB']._serialized_start=1670
-  _globals['_TOKENLOGPROB']._serialized_end=1739
-  _globals['_CANDIDATE']._serialized_start=1741
-  _globals['_CANDIDATE']._serialized_end=1787
-  _globals['_FINISHED']._serialized_start=1790
-  _globals['_FINISHED']._serialized_end=1977
-  _globals['_USAGE']._serialized_start=1979
-  _globals['_USAGE']._serialized_end=2055
-  _globals['_TIMINGS']._serialized_start=2058
-  _globals['_TIMINGS']._serialized_end=2199
-  _globals['_DECODE']._serialized_start=2359
-  _globals['_DECODE']._serialized_end=2444
+  _globals['_SAMPLING']._serialized_end=985
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_start=798
+  _globals['_SAMPLING_LOGITBIASENTRY']._serialized_end=846
+  _globals['_STOPPING']._serialized_start=988
+  _globals['_STOPPING']._serialized_end=1158
+  _globals['_RESPONSEOPTIONS']._serialized_start=1161
+  _globals['_RESPONSEOPTIONS']._serialized_end=1362
+  _globals['_GENERATERESPONSE']._serialized_start=1365
+  _globals['_GENERATERESPONSE']._serialized_end=1525
+  _globals['_PROMPTINFO']._serialized_start=1527
+  _globals['_PROMPTINFO']._serialized_end=1625
+  _globals['_TOKENS']._serialized_start=1627
+  _globals['_TOKENS']._serialized_end=1729
+  _globals['_TOKENLOGPROB']._serialized_start=1731
+  _globals['_TOKENLOGPROB']._serialized_end=1800
+  _globals['_CANDIDATE']._serialized_start=1802
+  _globals['_CANDIDATE']._serialized_end=1848
+  _globals['_FINISHED']._serialized_start=1851
+  _globals['_FINISHED']._serialized_end=2053
+  _globals['_USAGE']._serialized_start=2055
+  _globals['_USAGE']._serialized_end=2131
+  _globals['_TIMINGS']._serialized_start=2134
+  _globals['_TIMINGS']._serialized_end=2275
+  _globals['_DECODE']._serialized_start=2435
+  _globals['_DECODE']._serialized_end=2520
 # @@protoc_insertion_point(module_scope)

@@ -45,7 +45,7 @@ class DecodeServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Generates tokens after a prompt. Events: one prompt_info, any number of tokens, one finished.
+        """Generates tokens after a prompt. Events: one prompt_info, any number of tokens, one finished per sequence.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

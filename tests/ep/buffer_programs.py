@@ -270,6 +270,44 @@ def forgotten_hooks(user: User) -> None:
     user.pair("uniform", 0, Payload.BF16, hook=True)
 
 
+def calls_before_a_clean(user: User) -> None:
+    """Hooks and handles of before clean_low_latency_buffer are refused; what came after it is not harmed."""
+    stale = pending_calls(user)
+    user.buffer.clean_low_latency_buffer(MAX_TOKENS, HIDDEN, NUM_EXPERTS)
+    assert_dropped(user, stale)
+    for seed in range(NUM_BANKS):
+        user.pair("uniform", seed, Payload.BF16)
+    assert_dropped(user, stale)
+    user.pair("zipf", 1, Payload.BF16, hook=True)
+
+
+def pending_calls(user: User) -> list[Callable[[], Any]]:
+    """The hook of a dispatch, the hook of a combine, and a second combine with its handle."""
+    mine, _, spec = user.known("uniform", 0, Payload.BF16)
+
+    def send() -> Any:
+        return user.buffer.low_latency_dispatch(
+            mine.x, mine.ids, MAX_TOKENS, NUM_EXPERTS, use_fp8=False, return_recv_hook=True
+        )
+
+    recv_x, counts, handle, _, receive = send()
+    receive()
+    out = user.experts(recv_x, counts, spec)
+
+    def combine() -> Any:
+        return user.buffer.low_latency_combine(out, mine.ids, mine.weights, handle, return_recv_hook=True)
+
+    return [send()[4], combine()[2], combine]
+
+
+def assert_dropped(user: User, calls: list[Callable[[], Any]]) -> None:
+    """Everybody's calls fail before anybody goes on."""
+    for call in calls:
+        with pytest.raises(InvalidArgument, match="reset\\(\\) dropped it"):
+            call()
+    dist.barrier(user.group)
+
+
 def handles_do_not_leak(user: User) -> None:
     """What the buffer remembers of a dispatch goes with its handle."""
     mine, _, _ = user.known("uniform", 0, Payload.BF16)
@@ -353,6 +391,7 @@ PROGRAMS: dict[str, Callable[[User], None]] = {
         zero_copy_in_flight,
         wait_statistics,
         forgotten_hooks,
+        calls_before_a_clean,
         handles_do_not_leak,
         misuse,
     )
@@ -384,15 +423,20 @@ def masks(group: dist.ProcessGroup) -> None:
         with pytest.raises(InvalidArgument, match="masked"):
             user.pair("uniform", 1, Payload.FP8)  # would need new memory
     dist.barrier(group)
+    stale = [] if user.rank == last else pending_calls(user)
     user.buffer.low_latency_clean_mask_buffer()
+    assert_dropped(user, stale)
     user.buffer.low_latency_query_mask_buffer(status)
     assert status.tolist() == [0] * user.num_ranks
     user.pair("zipf", 2, Payload.BF16)
+    stale = pending_calls(user)
+    dist.barrier(group)
     if user.rank != last:
         user.buffer.low_latency_update_mask_buffer(last, True)
         user.buffer.low_latency_update_mask_buffer(last, False)
     else:
         user.buffer.clean_low_latency_buffer(MAX_TOKENS, HIDDEN, NUM_EXPERTS)
+    assert_dropped(user, stale)
     user.pair("zipf", 3, Payload.BF16, hook=True)
     for bad in (-1, user.rank, user.num_ranks):
         with pytest.raises(InvalidArgument, match="rank_to_mask"):

@@ -203,6 +203,47 @@ def test_a_vote_ends_when_the_heartbeat_of_a_peer_has_ended() -> None:
     assert_noticed([ended[0], ended[2]], "vote", "gather", 1)
 
 
+def hangs(exchange: NativeExchange, peer: Peer) -> None:
+    """The loop of rank 1 comes to no second vote before the others gave up; its heartbeat goes on."""
+    exchange.all_gather(b"one")
+    if exchange.spec.rank == 1:
+        peer.hear()
+    try:
+        exchange.all_gather(b"two")
+    finally:
+        peer.tell("ended")
+
+
+@pytest.mark.parametrize(
+    ("timeout_ns", "options"),
+    [(10 * SECOND, {"vote_seconds": 0.5, "liveness_seconds": 3600.0}), (SECOND // 20, {})],
+)
+def test_a_vote_does_not_wait_for_ever_for_a_rank_that_hangs(
+    timeout_ns: int, options: dict[str, float]
+) -> None:
+    with Ranks(hangs, 3, spec_of(3, timeout_ns), exchange_kwargs=options) as ranks:
+        for rank in (0, 2):
+            assert ranks.message(rank, 20) == "ended"
+        ranks.tell(1, "go on")
+        ended = ranks.join(30)
+    assert_noticed([ended[0], ended[2]], "vote", "gather", 1)
+    assert isinstance(ended[1].error, GroupAborted)
+
+
+def comes_late(exchange: NativeExchange, peer: Peer) -> None:
+    exchange.all_gather(b"")
+    if exchange.spec.rank == 1:
+        peer.hear()
+    exchange.barrier()
+
+
+def test_a_barrier_waits_longer_than_a_vote() -> None:
+    with Ranks(comes_late, 2, spec_of(2), exchange_kwargs={"vote_seconds": 0.2}) as ranks:
+        time.sleep(1.0)  # how late rank 1 is
+        ranks.tell(1, "go on")
+        assert [o.error for o in ranks.join(30)] == [None, None]
+
+
 def idles(exchange: NativeExchange, peer: Peer) -> float:
     exchange.barrier()
     if exchange.spec.rank == 1:

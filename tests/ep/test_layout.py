@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import itertools
 import os
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ep_server import _C
+from ep_server.ep import limits
 from ep_server.ep.exchange import ExchangeSpec, Payload, Reduction
 from ep_server.ep.geometry import geometry_of, group_bytes
 from ep_server.ep.native import NativeExchange
+from ep_server.ep.reference import ReferenceExchange
 from ep_server.ep.segment import create_segment
 from ep_server.errors import ConfigError, StartupError
 
@@ -114,6 +117,11 @@ def test_the_head_does_not_depend_on_the_model() -> None:
         ("placement", {"placement": ()}),
         (r"placement\[1\]", {"placement": (0, 2)}),
         ("timeout_ns", {"timeout_ns": 0}),
+        ("max_tokens", {"max_tokens": (1 << 24) + 1}),
+        ("max_tokens", {"num_ranks": 64, "max_tokens": 1 << 22, "top_k": 16}),
+        ("max_tokens", {"max_tokens": 2.0}),
+        ("hidden", {"hidden": (1 << 20) + 1}),
+        ("top_k", {"top_k": True}),
     ],
 )
 def test_what_the_format_cannot_carry_names_the_field(field: str, change: dict[str, object]) -> None:
@@ -121,6 +129,25 @@ def test_what_the_format_cannot_carry_names_the_field(field: str, change: dict[s
     with pytest.raises(ConfigError, match=f"^{field} = ") as error:
         geometry_of(ExchangeSpec(**{**good, **change}))  # type: ignore[arg-type]
     assert "must be" in str(error.value)
+    with pytest.raises(ConfigError) as same:
+        ReferenceExchange(ExchangeSpec(**{**good, **change}))  # type: ignore[arg-type]
+    assert str(same.value) == str(error.value)
+
+
+def test_the_largest_sizes_do_not_wrap() -> None:
+    spec = ExchangeSpec(0, 64, (0,), (1 << 25) // 16, 1 << 20, 16, Payload.FP32, Reduction.SOURCE, 16)
+    with pytest.raises(ConfigError, match=r"max_tokens = 2097152: must be less: \d{19,} bytes"):
+        group_bytes(spec)
+    assert group_bytes(replace(spec, hidden=1 << 18)) > 1 << 60
+    entries = ExchangeSpec(0, 8, (0,), 1 << 24, 1, 16)
+    assert group_bytes(entries) > 1 << 32
+    with pytest.raises(ConfigError, match="max_tokens = 16777216: must be at most 14913080"):
+        group_bytes(replace(entries, num_ranks=9))
+
+
+def test_native_code_has_the_same_limits() -> None:
+    native = (_C.MAX_RANKS, _C.MAX_BANKS, _C.MAX_TOP_K, _C.VOTE_BYTES)
+    assert native == (limits.MAX_RANKS, limits.MAX_BANKS, limits.MAX_TOP_K, limits.RECORD_BYTES)
 
 
 def test_too_little_memory_is_said_with_numbers() -> None:

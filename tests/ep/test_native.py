@@ -222,6 +222,29 @@ def test_every_instruction_set_sums_alike(hidden: int, dtype: torch.dtype) -> No
         assert (out == 0).all()
 
 
+@pytest.mark.parametrize("count", [1, 2, 3])
+@pytest.mark.parametrize("scale", [None, -1.0, 1e-30, 0.37])
+def test_every_instruction_set_rounds_every_bf16_alike(count: int, scale: float | None) -> None:
+    """All bit patterns: NaN, infinities, denormals and both zeros, among ordinary values and alone."""
+    g = torch.Generator().manual_seed(count)
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)
+    rows = torch.stack([every, every[torch.randperm(1 << 16, generator=g)], torch.full_like(every, -0.0)])
+    weights = torch.full((count,), 1.0 if scale is None else scale)
+    want = torch.zeros(1 << 16)
+    for i in range(count):
+        want = want + weights[i] * rows[i].float()
+    nan = want.isnan()
+    rounded = torch.where(nan, torch.zeros(()), want).to(torch.bfloat16).view(torch.int16)
+    bits = torch.where(nan, torch.tensor(0x7FC0, dtype=torch.int16), rounded)
+    addresses = [rows[i].data_ptr() for i in range(count)]
+    for kernel in _C.row_kernels():
+        out = torch.full_like(every, 3.0)
+        kernel.weighted_sum(
+            False, addresses, 0 if scale is None else weights.data_ptr(), 1 << 16, out.data_ptr()
+        )
+        assert torch.equal(out.view(torch.int16), bits), kernel.name
+
+
 @pytest.mark.parametrize("payload", [Payload.FP8, Payload.FP8_POW2, Payload.FP8_UE8M0])
 def test_every_instruction_set_quantises_alike(payload: Payload) -> None:
     every = torch.arange(1 << 16, dtype=torch.int32).to(torch.uint16).view(torch.bfloat16)

@@ -12,11 +12,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ep_server.ep.exchange import ExchangeSpec, Payload
+from ep_server.ep.limits import hidden_multiple
 from ep_server.ep.quant import (
     FP8_PAYLOADS,
     GROUP,
     dequantise,
-    hidden_multiple,
     pack_ue8m0,
     quantise,
     round_up_pow2,

@@ -9,7 +9,7 @@ import pytest
 from ep_server.ep.exchange import Payload, Reduction
 from ep_server.ep.geometry import group_bytes
 from ep_server.errors import StartupError
-from ep_server.ranks.group import PROCESS_BYTES, plan_group, usable_cores
+from ep_server.ranks.group import PROCESS_BYTES, SPIN_US, plan_group, spin_budget, usable_cores
 from tests.harness.checkpoints import Tiny
 from tests.harness.rank_group import rank_config
 
@@ -98,3 +98,13 @@ def test_cores_are_limited_by_the_control_group(
     for name, text in files.items():
         (tmp_path / name).write_text(text)
     assert usable_cores(tmp_path) == min(everything, limit or everything)
+
+
+@pytest.mark.parametrize(
+    ("configured", "busy", "cores", "expected"),
+    [(-1, 4, 4, SPIN_US), (-1, 5, 4, 0), (-1, 1, 64, SPIN_US), (0, 1, 64, 0), (7, 64, 1, 7)],
+)
+def test_only_threads_with_cores_of_their_own_spin(
+    configured: int, busy: int, cores: int, expected: int
+) -> None:
+    assert spin_budget(configured, busy, cores) == expected

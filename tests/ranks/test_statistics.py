@@ -39,6 +39,7 @@ def test_steps_are_added_up() -> None:
     assert (record.rank, record.load.steps) == (3, 3)
     assert record.counters == {
         "tokens": 6,
+        "padded_tokens": 0,
         "idle_steps": 1,
         "overlap_steps": 1,
         "run_steps": 3,
@@ -85,6 +86,30 @@ def test_parts_are_joined_and_empty_ends_left_out() -> None:
     assert record.histograms == {"dispatch/send": (0, 5), "step/router": (1,)}
     assert record.sums["dispatch/send"] == 11
     assert record.sums["step/router"] == 13
-    assert record.counters == {"exchange_tokens": 4}
+    assert {name: n for name, n in record.counters.items() if n} == {"exchange_tokens": 4}
     assert record.peer_wait_ns == {("vote", 1): 12}
     assert record.expert_tokens == {2: 6}
+
+
+def test_what_was_measured_before_ready_is_in_no_record() -> None:
+    def parts(n: int) -> tuple[dict[str, object], RunnerStatistics]:
+        exchange = {
+            "histograms": {"dispatch/send": (n, 0, 5 * n, 0)},
+            "sums": {"dispatch/send": 11 * n},
+            "counters": {"exchange_tokens": 4 * n},
+            "peer_wait_ns": {("vote", 1): 12 * n},
+            "expert_tokens": {2: 6 * n},
+        }
+        return exchange, RunnerStatistics({"step/router": (n,)}, {"step/router": 13 * n}, {})
+
+    meter = StepMeter(0)
+    meter.ready(*parts(2))
+    record = meter.gather(RankLoad(), *parts(2))
+    assert record.histograms == {}
+    assert {*record.sums.values(), *record.counters.values(), *record.peer_wait_ns.values()} == {0}
+    assert record.expert_tokens == {2: 0}
+    record = meter.gather(RankLoad(), *parts(3))
+    assert record.histograms == {"dispatch/send": (1, 0, 5), "step/router": (1,)}
+    assert (record.sums["dispatch/send"], record.sums["step/router"]) == (11, 13)
+    assert record.counters["exchange_tokens"] == 4
+    assert (record.peer_wait_ns, record.expert_tokens) == ({("vote", 1): 12}, {2: 6})

@@ -43,6 +43,16 @@ async def test_generate_streams_text(capfd: pytest.CaptureFixture[str]) -> None:
         assert request.stopping.max_new_tokens == 20 and request.stopping.stop_strings == ("ok",)
 
 
+async def test_generate_several(capfd: pytest.CaptureFixture[str]) -> None:
+    fake = FakeRanks(next_token=lambda request, index: ord("abc"[request.sampling.seed or 0]))
+    async with serving(fake) as served:
+        assert await run(served, "generate", "hello", "-n", "3", "--seed", "0", "--max-new-tokens", "2") == 0
+        out, _ = capfd.readouterr()
+        assert sorted(out.splitlines()) == ["[0] aa", "[1] bb", "[2] cc"]
+        assert await run(served, "generate", "hello", "-n", "0") == 1
+        assert "num_sequences = 0: must be 1 to 128" in capfd.readouterr().err
+
+
 async def test_generate_with_token_ids(capfd: pytest.CaptureFixture[str]) -> None:
     async with serving(model=NO_TOKENIZER) as served:
         assert await run(served, "generate", "--ids", "4 5", "--max-new-tokens", "3") == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import math
 from typing import Any
 
@@ -14,6 +15,7 @@ from ep_server.errors import StartupError
 from ep_server.ranks.fake import LIMITS, FakeRanks, scripted
 from ep_server.records import Request
 from ep_server.server import Server
+from ep_server.text import OutputText
 from ep_server.v1 import decode_pb2 as pb
 from tests.service.harness import (
     MODEL,
@@ -144,6 +146,14 @@ async def test_too_long_for_the_context() -> None:
         assert "65536" in error.details() and "65527" in error.details()
         ok = await failure(served.client.generate([1] * 70000))
         assert ok.code() is Code.OUT_OF_RANGE
+
+
+async def test_a_text_that_cannot_fit_is_not_even_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(type(MODEL.tokenizer), "encode", None)
+    async with serving(model=dataclasses.replace(MODEL, max_context=32)) as served:
+        error = await failure(served.client.generate("x" * (32 * 64 + 1)))
+        assert error.code() is Code.OUT_OF_RANGE
+        assert "2049 characters: at most 2048" in error.details()
 
 
 async def test_too_long_for_the_kv_cache_of_a_rank() -> None:
@@ -371,6 +381,28 @@ async def test_a_bug_is_internal_and_does_not_tell_its_secrets(caplog: pytest.Lo
         error = await failure(served.client.generate([1]))
         assert error.code() is Code.INTERNAL and "secret" not in error.details()
         assert "ZeroDivisionError: secret" in caplog.text
+
+
+async def test_a_fault_in_the_text_of_one_request_ends_that_request_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    push = OutputText.push
+
+    def broken(text: OutputText, token_id: int) -> tuple[str, str | None]:
+        if token_id == 7:
+            raise RuntimeError("secret")
+        return push(text, token_id)
+
+    monkeypatch.setattr(OutputText, "push", broken)
+    async with serving() as served:  # FakeRanks count on from the last prompt token
+        served.ranks.hold()
+        bad, good = (served.client.generate([last], max_new_tokens=4) for last in (4, 20))
+        await next_event(bad), await next_event(good)
+        served.ranks.release()
+        error = await failure(bad)
+        assert error.code() is Code.INTERNAL and "token 7" in error.details()
+        assert "secret" not in error.details() and "secret" in caplog.text
+        assert [t for e in await rest(good) for t in e.tokens.token_ids] == [21, 22, 23, 24]
 
 
 async def test_a_lost_rank_ends_every_stream() -> None:

@@ -19,6 +19,11 @@ def call(served: Served, *metadata: tuple[str, str], **fields: Any) -> Any:
     return served.client.decode.Generate(request, metadata=metadata)
 
 
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """The log lines of requests."""
+    return [record.getMessage() for record in caplog.records if record.name == "ep_server.delivery"]
+
+
 async def test_rank_and_priority_reach_the_rank() -> None:
     async with serving(FakeRanks(3)) as served:
         events = await rest(call(served, ("x-data-parallel-rank", "2"), ("x-priority", "-7")))
@@ -58,7 +63,7 @@ async def test_a_trace_is_in_the_log_line_of_its_request(caplog: pytest.LogCaptu
         async with serving() as served:
             await rest(call(served, ("traceparent", TRACE), request_id="traced"))
             await rest(call(served, request_id="plain"))
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "ep_server.delivery"]
+    (line,) = lines(caplog)
     assert line.startswith("request traced: OK length, 1 prompt and 2 output tokens in ")
     assert line.endswith(f" s, rank 0, traceparent {TRACE}")
 
@@ -79,7 +84,7 @@ async def test_a_malformed_trace_counts_as_absent(trace: str, caplog: pytest.Log
     with caplog.at_level(logging.DEBUG, "ep_server.delivery"):
         async with serving() as served:
             await rest(call(served, ("traceparent", trace)))
-    (line,) = [record.getMessage() for record in caplog.records if record.name == "ep_server.delivery"]
+    (line,) = lines(caplog)
     assert line.endswith("traceparent -")
 
 
@@ -87,4 +92,5 @@ async def test_a_later_version_of_traceparent_may_have_more(caplog: pytest.LogCa
     with caplog.at_level(logging.INFO, "ep_server.delivery"):
         async with serving() as served:
             await rest(call(served, ("traceparent", f"01{TRACE[2:]}-more")))
-    assert caplog.records[-1].getMessage().endswith(f"traceparent 01{TRACE[2:]}-more")
+    (line,) = lines(caplog)
+    assert line.endswith(f"traceparent 01{TRACE[2:]}-more")

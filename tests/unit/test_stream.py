@@ -8,7 +8,7 @@ import pytest
 
 from ep_server.errors import DeadlineExceeded, InternalError, SlowReader
 from ep_server.records import FinishReason, TokenEvent
-from ep_server.stream import Completion, TokenStream
+from ep_server.stream import Completion, TokenStream, merged
 
 END = Completion(FinishReason.LENGTH, None, 0, 1, 0.0, 0.0, 0.0, 0.0)
 
@@ -93,3 +93,45 @@ async def test_closing() -> None:
     with pytest.raises(InternalError, match="closed stream"):
         await target.read()
     assert "closed, 0/8" in repr(target)
+
+
+async def test_merged_streams_take_turns_and_end_each_by_itself() -> None:
+    streams = [stream()[0] for _ in range(3)]
+    reader = merged(streams)
+    put(streams[0], 1)
+    assert (await anext(reader))[0] == 0
+    put(streams[0], 2)
+    put(streams[2], 3)
+    taken = [await anext(reader) for _ in range(2)]
+    assert {index: [e.token_id for e in chunk.events] for index, chunk in taken} == {0: [2], 2: [3]}
+    waiting = asyncio.ensure_future(anext(reader))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+    streams[1].finish(END)
+    index, chunk = await waiting
+    assert (index, chunk.completion) == (1, END)
+    for left in (streams[2], streams[0]):
+        left.finish(END)
+    assert [(i, c.completion) async for i, c in reader] == [(2, END), (0, END)]  # 2 is next
+
+
+async def test_a_merged_stream_that_fails_says_so_after_its_tokens() -> None:
+    streams = [stream()[0] for _ in range(2)]
+    reader = merged(streams)
+    put(streams[1], 4)
+    streams[1].fail(DeadlineExceeded("too late"))
+    index, chunk = await anext(reader)
+    assert index == 1 and [e.token_id for e in chunk.events] == [4]
+    with pytest.raises(DeadlineExceeded):
+        await anext(reader)
+
+
+async def test_a_cancelled_merged_read_has_taken_nothing() -> None:
+    streams = [stream()[0] for _ in range(2)]
+    reading = asyncio.ensure_future(anext(merged(streams)))
+    await asyncio.sleep(0)
+    reading.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await reading
+    put(streams[1], 9)
+    assert await ids(streams[1]) == [9]
