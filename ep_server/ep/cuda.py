@@ -28,7 +28,8 @@ from ep_server.ep.cuda_launch import BOTH, RECV, SEND, Launcher
 from ep_server.ep.cuda_memory import share_regions
 from ep_server.ep.cuda_shapes import Shapes, Tensors
 from ep_server.ep.exchange import ExchangeSpec, Payload, Received, Reduction, View
-from ep_server.ep.geometry import PAYLOADS, REDUCTIONS, check_spec
+from ep_server.ep.geometry import PAYLOADS, REDUCTIONS
+from ep_server.ep.limits import check_spec
 from ep_server.ep.native import NativeExchange
 from ep_server.errors import (
     ConfigError,

@@ -99,7 +99,7 @@ class Launcher:
         else:
             row_ids = torch.empty(limit, dtype=torch.int64, device=device)
         recv = _cuda.DispatchRecvArgs(
-            view=VIEWS.index(view),
+            view=VIEWS[view],
             capacity=limit,
             scale_pitch=shapes.scale_pitch if scales is None or view != View.PADDED else scales.stride(2),
             rows=rows.data_ptr(),
