@@ -235,8 +235,10 @@ class RankProcesses:
             process.signal(signal.SIGKILL)
         if self._stopping is not None:
             return
-        # An error of its own explains the exit that follows it, whichever arrives first.
-        sign = min(self._signs, key=lambda s: s.order)
+        # What a rank said explains the exit that follows it, whichever arrives first.
+        spoke = {s.rank for s in self._signs if s.order not in (_EXIT, _CLOSED)}
+        unexplained = (s for s in self._signs if s.order != _EXIT or s.rank not in spoke)
+        sign = min(unexplained, key=lambda s: s.order)
         assert self._started is not None and self._listener is not None
         if not self._started.done():
             self._started.set_exception(_start_error(sign))

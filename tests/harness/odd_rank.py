@@ -9,7 +9,9 @@ import socket
 import sys
 from pathlib import Path
 
+from ep_server.errors import PeerTimeout
 from ep_server.ranks.channel import RankChannel
+from ep_server.ranks.messages import fatal_message
 from ep_server.v1 import rank_pb2 as pb
 
 
@@ -20,9 +22,14 @@ def main() -> None:
     fault = json.loads(start.config_json)["model.name"]
     if fault == "deaf":  # to shutdown and SIGTERM
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if fault in ("deaf", "garbage-later"):
+    if fault in ("deaf", "garbage-later", "times-out"):
         ready = pb.Ready(rank=start.rank, pid=os.getpid(), kv_blocks=1, block_size=1)
         channel.send(pb.FromRank(ready=ready).SerializeToString())
+    if fault == "times-out":  # waits for work, says that a peer kept it waiting, exits
+        channel.wait()
+        error = PeerTimeout("dispatch", "recv_header", start.rank, 1 - start.rank, 3, 1)
+        channel.send(fatal_message(error).SerializeToString())
+        sys.exit(1)
     if fault == "exits":
         sys.exit(7)
     if fault.startswith("garbage"):

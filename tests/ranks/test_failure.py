@@ -101,6 +101,18 @@ async def test_a_rank_that_waits_too_long_for_another_says_so(tiny: Tiny) -> Non
     assert "\n" not in message
 
 
+async def test_what_a_rank_said_explains_its_exit(tiny: Tiny) -> None:
+    """The message and the exit both arrive before the loss is reported."""
+    config = rank_config(tiny.path, 2, model__name="times-out")
+    async with group(config, module=ODD, timing=LaunchTiming(settle=1.0)) as (ranks, heard):
+        processes = list(ranks._processes)
+        ranks.submit(0, greedy(1, (1, 2, 3), 1))
+        await heard.until(lambda: heard.lost)
+        assert [process.returncode for process in processes] == [1, 1]
+    ((rank, message),) = heard.lost
+    assert message.startswith(f"rank {rank} timed out in dispatch/recv_header")
+
+
 async def test_a_stopped_rank_only_delays(tiny: Tiny) -> None:
     await stop_and_continue(tiny, seconds=1.0)
 

@@ -18,6 +18,7 @@ import asyncio, os, sys
 sys.path.insert(0, {root!r})
 import ep_server.ranks.launcher as launcher
 from ep_server.config import Config
+from tests.harness.rank_group import Recorder
 os.chdir({cwd!r})
 sys.path.insert(0, "")
 
@@ -25,7 +26,7 @@ async def main():
     values = {{"model.path": {model!r}, "parallel.ranks": 1, "parallel.threads_per_rank": 1,
               "scheduler.kv_blocks": 8}}
     ranks = launcher.RankProcesses(Config.from_values(values))
-    (ready,) = await ranks.start(None, lambda *_: None)
+    (ready,) = await ranks.start(Recorder(), lambda *_: None)
     print("ready", ready.rank)
     await ranks.stop()
 
