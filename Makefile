@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
-NATIVE := $(shell find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.inc' 2>/dev/null)
+NATIVE := $(shell find csrc -type f 2>/dev/null)
 
 .PHONY: help install demo test test-slow check format protos bench wheel clean
 help:  ## list the targets
@@ -32,7 +32,7 @@ check: $(STAMP)  ## lint, types, format
 format: $(STAMP)  ## rewrite the sources in the project's format
 	$(BIN)/ruff check --fix ep_server tests benchmarks scripts setup.py
 	$(BIN)/ruff format ep_server tests benchmarks scripts setup.py
-	find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.inc' | xargs $(BIN)/clang-format -i
+	find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.inc' -o -name '*.cu*' | xargs $(BIN)/clang-format -i
 
 protos: $(STAMP)  ## regenerate ep_server/v1 from protos/
 	scripts/protos
