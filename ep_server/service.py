@@ -57,7 +57,11 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):  # type: ignore[misc, unuse
         limits = Limits(max_context=self._engine.max_context, num_ranks=self._engine.num_ranks)
         timeout = requests.timeout_seconds(request, context.time_remaining())
         metadata = CallMetadata.of(context.invocation_metadata() or ())
+        now = asyncio.get_running_loop().time
+        arrived = now()
         prompt_ids = await self._prompt_ids(request)
+        if timeout is not None:  # counts from arrival: a long text takes its time to encode
+            timeout -= now() - arrived
         built = requests.build(request, metadata, prompt_ids, self._model, limits)
         shape = requests.response_shape(request, self._model)
         sequences = [

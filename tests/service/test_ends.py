@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import math
+import time
 from typing import Any
 
 import grpc
@@ -16,6 +17,7 @@ from ep_server.ranks.fake import LIMITS, FakeRanks, scripted
 from ep_server.records import Request
 from ep_server.server import Server
 from ep_server.text import OutputText
+from ep_server.tokenizer import Tokenizer
 from ep_server.v1 import decode_pb2 as pb
 from tests.service.harness import (
     MODEL,
@@ -316,6 +318,21 @@ async def test_the_deadline_of_the_request() -> None:
         served.ranks.release()
         await served.idle()
         assert [summary.status for summary in served.heard.finished] == ["DEADLINE_EXCEEDED"]
+
+
+async def test_a_deadline_counts_from_arrival(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Encoding the text takes longer than the request may last."""
+    encode = Tokenizer.encode
+
+    def slow(tokenizer: Tokenizer, text: str) -> list[int]:
+        time.sleep(0.02)  # longer than the deadline, whatever else the machine does
+        return encode(tokenizer, text)
+
+    monkeypatch.setattr(Tokenizer, "encode", slow)
+    async with serving() as served:
+        error = await failure(served.client.generate("x", deadline_ms=10))
+        assert error.code() is Code.DEADLINE_EXCEEDED
+        assert served.ranks.requests == {}
 
 
 async def test_the_deadline_of_the_call() -> None:
