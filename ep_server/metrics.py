@@ -33,6 +33,7 @@ from ep_server.rank_metrics import RankCollector
 from ep_server.records import RankReady, RankStatistics
 
 PREFIX = "epserver_"
+CLOSE_SECONDS = 5.0  # for a scrape in progress when the server stops
 # Edges of the request histograms, seconds; those of dispatch and combine double from 1 us (rank_metrics).
 REQUEST_EDGES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 TOKEN_EDGES = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
@@ -158,7 +159,7 @@ class MetricsEndpoint:
         """Stops serving and frees the port."""
         if self._thread.is_alive():
             self._server.shutdown()
-            self._thread.join()
+            self._thread.join(CLOSE_SECONDS)
         self._server.server_close()
 
 

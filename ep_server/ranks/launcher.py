@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 from collections.abc import Callable
@@ -25,6 +26,8 @@ from ep_server.ranks.protocol import RankListener
 from ep_server.records import RankReady, Request
 from ep_server.v1 import rank_pb2 as pb
 
+log = logging.getLogger(__name__)
+
 MAX_BUFFERED = 256 << 20  # bytes one rank may leave unread
 
 # How much a sign of loss explains, best first: the others follow from it. A rank's own error, an end without
@@ -37,12 +40,13 @@ _OWN_ERROR, _EXIT, _CLOSED = 0, 1, 4
 class LaunchTiming:
     """start_stall: longest silence of a loading rank. settle: from the first sign of a loss to its report,
     in which the rank that caused it is told from those that felt it. grace: for the last step at stop();
-    then SIGTERM, and after `term` SIGKILL."""
+    then SIGTERM, after `term` SIGKILL, and after `kill` the process is left to the kernel."""
 
     start_stall: float = 300.0
     settle: float = 0.1
     grace: float = 5.0
     term: float = 1.0
+    kill: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,16 +168,18 @@ class RankProcesses:
             for process in self._processes:
                 process.send(shutdown)
             await self._ended(self._timing.grace)
-        for number, seconds in ((signal.SIGTERM, self._timing.term), (signal.SIGKILL, None)):
+        for number, seconds in ((signal.SIGTERM, self._timing.term), (signal.SIGKILL, self._timing.kill)):
             for process in self._processes:
                 process.signal(number)
             await self._ended(seconds)
         for process in self._processes:
+            if not process.exited.is_set():
+                log.error("rank %d was killed and does not end: the kernel holds it", process.rank)
             process.close()
         if self._started is not None and not self._started.done():
             self._started.cancel()
 
-    async def _ended(self, seconds: float | None) -> None:
+    async def _ended(self, seconds: float) -> None:
         waits = [asyncio.ensure_future(p.exited.wait()) for p in self._processes if not p.exited.is_set()]
         if waits:
             _, pending = await asyncio.wait(waits, timeout=seconds)
