@@ -202,9 +202,9 @@ class AsyncClient:
         request = control_pb2.AbortRequest(request_ids=request_ids)
         return await self.control.Abort(request, metadata=self.target.metadata)
 
-    async def serving(self, service: str = "") -> bool:
+    async def serving(self, service: str = "", *, timeout: float | None = None) -> bool:
         """What grpc.health.v1 says now."""
-        answer = await self.health.Check(health_pb2.HealthCheckRequest(service=service))
+        answer = await self.health.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout)
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
 
@@ -271,7 +271,7 @@ class Client:
         request = control_pb2.AbortRequest(request_ids=request_ids)
         return self.control.Abort(request, metadata=self.target.metadata)
 
-    def serving(self, service: str = "") -> bool:
+    def serving(self, service: str = "", *, timeout: float | None = None) -> bool:
         """What grpc.health.v1 says now."""
-        answer = self.health.Check(health_pb2.HealthCheckRequest(service=service))
+        answer = self.health.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout)
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

@@ -27,6 +27,26 @@ async def run(served: Served | None, *arguments: str) -> int:
         return await asyncio.to_thread(main, [*arguments, *address])
 
 
+async def test_health_is_an_exit_code(capfd: pytest.CaptureFixture[str]) -> None:
+    async with serving() as served:
+        assert await run(served, "health") == 0
+        assert await run(served, "health", "--service", "ep_server.v1.Decode") == 0
+        assert capfd.readouterr().out == "SERVING\nSERVING\n"
+        assert await run(served, "health", "--service", "nobody") == 1
+        assert "NOT_FOUND: no service 'nobody'" in capfd.readouterr().err
+        await served.server.stop()  # its port is closed
+        assert await run(served, "health", "--timeout", "2") == 1
+        assert re.match("ep-server: error: (UNAVAILABLE|DEADLINE_EXCEEDED): ", capfd.readouterr().err)
+
+
+async def test_health_of_a_server_that_drains(capfd: pytest.CaptureFixture[str]) -> None:
+    async with serving() as served:
+        served.server.ask_to_stop()
+        await served.server.serve()  # returns at once; the port is open still
+        assert await run(served, "health") == 1
+        assert capfd.readouterr() == ("NOT_SERVING\n", "")
+
+
 async def test_generate_streams_text(capfd: pytest.CaptureFixture[str]) -> None:
     async with serving(FakeRanks(next_token=scripted(*"né😀 ok".encode(), EOS))) as served:
         arguments = ("--max-new-tokens", "20", "--temperature", "0", "--seed", "3", "--stop", "ok", "--stats")
