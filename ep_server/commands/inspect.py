@@ -2,35 +2,68 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
 from rich.console import Console
 from rich.table import Table
 
+from ep_server.commands.inspect_plan import DEVICES, GPU_KV_FRACTION, PlanOptions, show
 from ep_server.config import Config
 from ep_server.ep.geometry import group_bytes
+from ep_server.model.families import read_spec
 from ep_server.model.inspect import Inspection, inspect_checkpoint
 from ep_server.ranks.group import plan_group
 
 NAME = "inspect"
 MIB = 1 << 20
+PANEL = {"rich_help_panel": "With --plan", "show_default": False}
 
 
 def command(
-    checkpoint: Annotated[str, typer.Argument(help="Hugging Face checkpoint directory.")],
+    checkpoint: Annotated[str, typer.Argument(help="Checkpoint directory; for --plan config.json will do.")],
     ranks: Annotated[int | None, typer.Option(help="Ranks to place it on.", show_default="1")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16.", show_default="auto")] = None,
     config_file: Annotated[str | None, typer.Option("--config", help="TOML file, as for serve.")] = None,
+    plan: Annotated[bool, typer.Option("--plan", help="Size calculator for any machine.")] = False,
+    device: Annotated[
+        str, typer.Option(help=f"{' | '.join(DEVICES)} (default cpu: this host).", **PANEL)
+    ] = "cpu",
+    memory_gib: Annotated[float | None, typer.Option(min=0.001, help="Memory of one rank.", **PANEL)] = None,
+    tokens: Annotated[int, typer.Option(help="Sequences decoding on each rank (default 32).", **PANEL)] = 32,
+    context: Annotated[int, typer.Option(help="Tokens that each has so far (default 1024).", **PANEL)] = 1024,
+    kv_fraction: Annotated[
+        float | None, typer.Option(help="Share of free memory for KV (default 0.9 on a GPU).", **PANEL)
+    ] = None,
+    bandwidth: Annotated[
+        float | None, typer.Option(min=0.001, help="GB/s that one rank reads from memory.", **PANEL)
+    ] = None,
+    link: Annotated[
+        float | None, typer.Option(min=0.001, help="GB/s from one rank to the others.", **PANEL)
+    ] = None,
 ) -> None:
     """Show what a checkpoint holds, where its experts would go, and the memory of each rank on this host.
 
     Reads headers only. What `ep-server serve` takes from the environment or --config counts here too.
+    --plan needs no weights: it answers for any machine how many ranks a model takes, what each rank holds and
+    the time that no step can beat. GPU plans are a forecast: ranks of this version run on CPU.
     """
-    flags = {"model.path": checkpoint, "parallel.ranks": ranks, "model.dtype": dtype}
-    config = Config.load(config_file, flags)
-    found = inspect_checkpoint(checkpoint, config.model.dtype)
-    console = Console()
+    if kv_fraction is None and plan and device != "cpu":
+        kv_fraction = GPU_KV_FRACTION
+    directory = str(Path(checkpoint).parent) if Path(checkpoint).name == "config.json" else checkpoint
+    flags = {
+        "model.path": directory,
+        "parallel.ranks": ranks,
+        "model.dtype": dtype,
+        "scheduler.kv_fraction": kv_fraction,
+    }
+    config, console = Config.load(config_file, flags), Console()
+    if plan:
+        options = PlanOptions(device, ranks, memory_gib, bandwidth, link, tokens, context)
+        show(console, config, read_spec(directory), options)
+        return
+    found = inspect_checkpoint(directory, config.model.dtype)
     console.print(_facts(found))
     console.print(_parts(found))
     console.print(_placement(found, config))

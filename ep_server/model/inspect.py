@@ -1,4 +1,4 @@
-"""What a checkpoint holds and what a rank would keep of it. Reads headers only; needs no torch.
+"""What a checkpoint holds. Reads headers only; needs no torch.
 
 Units: parameters, bytes, tokens.
 """
@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,19 +60,6 @@ class Inspection:
     def kv_bytes_per_token(self) -> int:
         """KV cache of one token on the rank that owns its sequence, bytes."""
         return kv_block_bytes(self.spec, 1, self.dtype)
-
-    def rank_bytes(self, placement: Sequence[int], num_ranks: int) -> tuple[int, ...]:
-        """Weights per rank, bytes. placement: [E] owner of each expert.
-
-        The router is kept in float32, and a tied head beside the embedding: it is packed for its product.
-        """
-        item, experts = self.dtype.itemsize, self.parameters.get("experts", 0)
-        router = self.parameters.get("router", 0)
-        head = self.spec.vocab_size * self.spec.hidden if self.spec.tied_head else 0
-        replicated = (self.total_parameters - experts - router + head) * item + router * 4
-        one = experts * item // self.spec.router.num_experts
-        owned = Counter(placement)
-        return tuple(replicated + owned[rank] * one for rank in range(num_ranks))
 
 
 def inspect_checkpoint(path: str | Path, dtype: str = "auto") -> Inspection:

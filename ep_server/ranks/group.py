@@ -17,6 +17,7 @@ from ep_server.ep.geometry import group_bytes
 from ep_server.ep.segment import available_memory
 from ep_server.errors import StartupError
 from ep_server.model.families import ModelSpec
+from ep_server.model.footprint import footprint
 from ep_server.model.inspect import inspect_checkpoint
 from ep_server.model.sizes import Dtype, context_limit, kv_block_bytes, serving_dtype
 from ep_server.scheduler.placement import place_experts
@@ -46,15 +47,24 @@ def plan_group(config: Config, available: int | None = None) -> GroupPlan:
         available: memory the group may take; what this host has left if None.
     Raises: CheckpointError; ConfigError; StartupError where the model does not fit into memory.
     """
-    inspection = inspect_checkpoint(config.model.path, config.model.dtype)
-    spec, ranks, scheduler = inspection.spec, config.parallel.ranks, config.scheduler
+    spec = inspect_checkpoint(config.model.path, config.model.dtype).spec
+    return plan_ranks(config, spec, available_memory() if available is None else available)
+
+
+def plan_ranks(config: Config, spec: ModelSpec, available: int, *, packed: bool = True) -> GroupPlan:
+    """As plan_group, for a model of which only config.json is there.
+
+    Args:
+        available: memory for all ranks. packed: weights as CPU ranks keep them, else as they are.
+    Raises: ConfigError; StartupError.
+    """
+    ranks, scheduler = config.parallel.ranks, config.scheduler
     context = context_limit(spec, config.model.max_context)
     exchange = exchange_spec(config, spec, 0)
-    weights = inspection.rank_bytes(exchange.placement, ranks)
+    dtype = serving_dtype(spec, config.model.dtype)
+    weights = footprint(spec, dtype, packed=packed).rank_bytes(exchange.placement, ranks)
     fixed = sum(weights) + group_bytes(exchange) + ranks * PROCESS_BYTES
-    if available is None:
-        available = available_memory()
-    block = kv_block_bytes(spec, scheduler.block_size, inspection.dtype)
+    block = kv_block_bytes(spec, scheduler.block_size, dtype)
     blocks = scheduler.kv_blocks
     if not blocks:
         share = max(0, available - fixed) * scheduler.kv_fraction

@@ -1,0 +1,160 @@
+"""The size calculator: how many ranks a model needs, what each holds, and the time no step can beat.
+
+Plans with the server's own `plan_ranks`, for machines that are not this one. A step's time here is a bound:
+every byte it must move at the given bandwidths, every multiplication at the given rate, nothing else.
+Routing is taken as uniform. Units: bytes, tokens, seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+from ep_server import _C
+from ep_server.config import Config
+from ep_server.ep.exchange import ExchangeSpec
+from ep_server.ep.geometry import geometry_of, group_bytes
+from ep_server.ep.limits import MAX_RANKS
+from ep_server.errors import StartupError
+from ep_server.model.families.spec import GqaSpec, ModelSpec
+from ep_server.model.footprint import Footprint, footprint
+from ep_server.model.sizes import kv_block_bytes, serving_dtype
+from ep_server.ranks.group import PROCESS_BYTES, GroupPlan, exchange_spec, plan_ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What one rank runs on. bandwidth, link: bytes per second, of memory and to other ranks, one way.
+
+    memory: of one rank, bytes. flops: per second, multiply and add counted as two; 0 = not bounded.
+    packed: weights as CPU ranks keep them.
+    """
+
+    memory: int
+    bandwidth: float
+    link: float
+    flops: float = 0.0
+    packed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One decode step: tokens per rank, and the tokens each sequence has in its KV cache."""
+
+    tokens: int
+    context: int
+
+
+@dataclass(frozen=True, slots=True)
+class Bound:
+    """One thing a step cannot do faster. amount: bytes, or operations for the arithmetic."""
+
+    name: str
+    amount: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sizing:
+    """The fullest rank: rank 0. parts: name -> bytes. kv_tokens: of one rank. bounds: of its step."""
+
+    ranks: int
+    plan: GroupPlan
+    parts: dict[str, int]
+    kv_bytes_per_token: int
+    kv_tokens: int
+    bounds: tuple[Bound, ...]
+
+    @property
+    def used(self) -> int:
+        """Bytes of all parts."""
+        return sum(self.parts.values())
+
+    @property
+    def step_seconds(self) -> float:
+        """Bound of a step: memory and arithmetic at once, the exchange after them."""
+        *memory, exchange, arithmetic = (bound.seconds for bound in self.bounds)
+        return max(sum(memory), arithmetic) + exchange
+
+
+def size(config: Config, spec: ModelSpec, machine: Machine, workload: Workload) -> Sizing:
+    """A plan of config.parallel.ranks ranks. Raises: ConfigError; StartupError where it does not fit."""
+    ranks, dtype = config.parallel.ranks, serving_dtype(spec, config.model.dtype)
+    weights = footprint(spec, dtype, packed=machine.packed)
+    held = weights.rank_bytes(exchange_spec(config, spec, 0).placement, ranks)
+    # All ranks get as many KV blocks as the fullest one has room for.
+    available = ranks * (machine.memory - max(held)) + sum(held)
+    plan = plan_ranks(config, spec, available, packed=machine.packed)
+    owned = plan.exchange.placement.count(0)
+    block = kv_block_bytes(spec, config.scheduler.block_size, dtype)
+    parts = {
+        **weights.replicated,
+        f"experts ({owned} of {spec.router.num_experts} per layer)": owned
+        * weights.expert
+        * weights.sparse_layers,
+        "KV cache": plan.kv_blocks * block,
+        "exchange": group_bytes(plan.exchange) // ranks,
+        "process": PROCESS_BYTES,
+    }
+    per_token = kv_block_bytes(spec, 1, dtype)
+    bounds = (
+        *_memory_bounds(spec, plan.exchange, weights, workload, per_token, machine.bandwidth),
+        _exchange_bound(spec, plan.exchange, workload, machine.link),
+        _arithmetic_bound(spec, weights, workload, dtype.itemsize, machine.flops),
+    )
+    tokens = plan.kv_blocks * config.scheduler.block_size
+    return Sizing(ranks, plan, parts, per_token, tokens, bounds)
+
+
+def fewest_ranks(config: Config, spec: ModelSpec, machine: Machine, workload: Workload) -> Sizing:
+    """The plan of the fewest ranks that hold the model. Raises: StartupError if 64 do not; ConfigError."""
+    for ranks in range(1, MAX_RANKS + 1):
+        parallel = dataclasses.replace(config.parallel, ranks=ranks)
+        try:
+            return size(dataclasses.replace(config, parallel=parallel), spec, machine, workload)
+        except StartupError as error:
+            refused = error
+    raise refused
+
+
+def _memory_bounds(
+    spec: ModelSpec,
+    exchange: ExchangeSpec,
+    weights: Footprint,
+    load: Workload,
+    kv_per_token: int,
+    rate: float,
+) -> tuple[Bound, ...]:
+    """Weights and KV cache that one rank reads in a step."""
+    fixed = sum(number for part, number in weights.replicated.items() if part != "embedding")
+    drawn = load.tokens * exchange.num_ranks
+    reached = 1 - (1 - spec.router.top_k / spec.router.num_experts) ** drawn
+    experts = reached * exchange.placement.count(0) * weights.expert * weights.sparse_layers
+    window = spec.attention.window if isinstance(spec.attention, GqaSpec) else 0
+    kv = load.tokens * min(load.context, window or load.context) * kv_per_token
+    named = (("replicated weights", fixed), (f"experts ({reached:.0%} reached)", experts), ("KV cache", kv))
+    return tuple(Bound(name, number, number / rate) for name, number in named)
+
+
+def _exchange_bound(spec: ModelSpec, exchange: ExchangeSpec, load: Workload, rate: float) -> Bound:
+    """Rows that one rank sends and gets back."""
+    layout = _C.Layout(geometry_of(exchange))
+    experts, k = spec.router.num_experts, spec.router.top_k
+    remote = 0.0  # ranks that a token of rank 0 goes to
+    for rank in range(1, exchange.num_ranks):
+        owned = exchange.placement.count(rank)
+        remote += 1 - math.comb(experts - owned, k) / math.comb(experts, k)
+    row = layout.row_bytes + layout.scale_bytes + layout.choices_per_token * layout.combine_bytes
+    number = sum(spec.sparse_layers) * load.tokens * remote * row
+    return Bound(f"dispatch and combine ({remote:.2f} rows a token)", number, number / rate)
+
+
+def _arithmetic_bound(
+    spec: ModelSpec, weights: Footprint, load: Workload, itemsize: int, rate: float
+) -> Bound:
+    """Multiplications of the weights that tokens pass; attention over the context is left out."""
+    fixed = sum(number for part, number in weights.replicated.items() if part != "embedding")
+    active = (fixed + spec.router.top_k * weights.expert * weights.sparse_layers) / itemsize
+    number = 2.0 * active * load.tokens
+    return Bound("arithmetic", number, number / rate if rate else 0.0)
