@@ -16,6 +16,7 @@ from ep_server.ranks.launcher import RankProcesses
 from ep_server.ranks.protocol import Ranks
 from ep_server.served_model import ServedModel
 from ep_server.server import Progress, Server
+from ep_server.vllm_metrics import with_vllm_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +38,11 @@ async def assemble(config: Config, ranks: Ranks | None = None) -> AsyncIterator[
     """
     model = ServedModel.load(config.model)
     registry = CollectorRegistry()
-    metrics = ServerMetrics(registry, model=model.name, version=ep_server.__version__)
-    endpoint = MetricsEndpoint(config.metrics, registry) if config.metrics.enabled else None
+    metrics = ServerMetrics(
+        registry, model=model.name, version=ep_server.__version__, max_queue=config.scheduler.max_queue
+    )
+    page = with_vllm_names(registry, model.name) if config.metrics.vllm_names else registry
+    endpoint = MetricsEndpoint(config.metrics, page) if config.metrics.enabled else None
     try:
         server = Server(config, model, ranks or RankProcesses(config), metrics)
         yield App(server, model, endpoint.url if endpoint is not None else "")

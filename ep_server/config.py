@@ -123,6 +123,9 @@ class MetricsConfig:
     enabled: bool = option(True, "serve /metrics")
     host: str = option("127.0.0.1", "address to bind")
     port: int = option(9400, "port to bind; 0 = any free port, printed in the log", low=0, high=65535)
+    vllm_names: bool = option(
+        False, "export vllm:* names too, for vLLM's dashboards and the Gateway API inference extension"
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -66,10 +66,10 @@ class Flight:
             match=match,
             cached_tokens=self.cached_tokens,
             output_tokens=self.output_tokens,
-            first_token_seconds=self.first_at - self.admitted_at,
+            first_token_seconds=self._first_token_seconds,
             total_seconds=self.last_at - self.admitted_at,
             max_gap_seconds=self.max_gap,
-            queued_seconds=min(self.queued, self.first_at - self.admitted_at),  # two processes, two clocks
+            queued_seconds=self._queued_seconds,
         )
 
     def summary(self, status: str, reason: str, now: float) -> RequestSummary:
@@ -81,4 +81,14 @@ class Flight:
             prompt_tokens=len(self.request.prompt_ids),
             cached_tokens=self.cached_tokens,
             output_tokens=self.output_tokens,
+            first_token_seconds=self._first_token_seconds if self.output_tokens else None,
+            queued_seconds=self._queued_seconds if self.output_tokens else 0.0,
         )
+
+    @property
+    def _first_token_seconds(self) -> float:
+        return self.first_at - self.admitted_at
+
+    @property
+    def _queued_seconds(self) -> float:
+        return min(self.queued, self._first_token_seconds)  # two processes, two clocks

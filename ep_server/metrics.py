@@ -39,12 +39,16 @@ REQUEST_EDGES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60
 TOKEN_EDGES = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
 LENGTH_EDGES = tuple(float(1 << power) for power in range(0, 18))
 SLOW_READER_SECONDS = 10  # a scrape that stalls longer is dropped
+# Statuses that are the server's fault. Counted from 0: of a series that begins with its first error,
+# Prometheus cannot see that error.
+FAULTS = ("DEADLINE_EXCEEDED", "INTERNAL", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "UNKNOWN")
 
 
 class ServerMetrics:
     """Implements observer.EngineObserver. Called in the event loop; scrapes come from other threads."""
 
-    def __init__(self, registry: CollectorRegistry, *, model: str, version: str) -> None:
+    def __init__(self, registry: CollectorRegistry, *, model: str, version: str, max_queue: int) -> None:
+        """model, version: of build_info. max_queue: SchedulerConfig.max_queue."""
         disable_created_metrics()  # type: ignore[no-untyped-call]  # process-wide; no query reads these series
         self._ranks = RankCollector(PREFIX)
         registry.register(self._ranks)
@@ -61,6 +65,8 @@ class ServerMetrics:
 
         build = gauge("build_info", "Always 1; what runs.", ("version", "model", "python"))
         build.labels(version, model, platform.python_version()).set(1)
+        gauge("queue_limit", "Requests that may wait before new ones are refused.").set(max_queue)
+        self._block_size = gauge("kv_block_size", "Tokens of one KV block.")
         self._running = gauge("requests_running", "Requests in flight that have a token.")
         self._waiting = gauge("requests_waiting", "Requests in flight without a token yet.")
         self._admitted = counter("requests_admitted", "Requests given to a rank.")
@@ -69,6 +75,8 @@ class ServerMetrics:
             "Requests ended or refused, by gRPC status and, where that is OK, by finish reason.",
             ("status", "finish_reason"),
         )
+        for status in FAULTS:
+            self._requests.labels(status, "")
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of admitted requests.")
         self._generated_tokens = counter("generated_tokens", "Tokens drawn for requests.")
         self._first_token = histogram("time_to_first_token_seconds", "From admission to the first token.")
@@ -76,6 +84,8 @@ class ServerMetrics:
             "inter_token_latency_seconds", "Between two tokens of one request.", TOKEN_EDGES
         )
         self._end_to_end = histogram("request_seconds", "From admission to the end, well or not.")
+        self._prefill = histogram("request_prefill_seconds", "From the first step to the first token.")
+        self._decode = histogram("request_decode_seconds", "From the first token to the end.")
         self._freed = histogram("cancel_to_free_seconds", "From a cancel to its KV blocks being free.")
         self._prompt_length = histogram("request_prompt_tokens", "Prompt length.", LENGTH_EDGES)
         self._output_length = histogram("request_output_tokens", "Output length at the end.", LENGTH_EDGES)
@@ -83,6 +93,7 @@ class ServerMetrics:
     def on_rank_ready(self, ready: RankReady) -> None:
         """A rank is warm."""
         self._ranks.set_up(ready.rank, True)
+        self._block_size.set(ready.block_size)
 
     def on_rank_lost(self, rank: int) -> None:
         """A rank died."""
@@ -117,6 +128,9 @@ class ServerMetrics:
         self._requests.labels(summary.status, summary.reason).inc()
         self._end_to_end.observe(summary.seconds)
         self._output_length.observe(summary.output_tokens)
+        if summary.first_token_seconds is not None:
+            self._prefill.observe(summary.first_token_seconds - summary.queued_seconds)
+            self._decode.observe(summary.seconds - summary.first_token_seconds)
 
     def on_freed(self, seconds: float) -> None:
         """The KV blocks of a cancelled request are free."""

@@ -17,6 +17,7 @@ class RequestSummary:
 
     status: gRPC status name, "OK" where it finished. reason: a FinishReason, or "" where it did not finish.
     seconds: from admission. output_tokens: delivered, or lost with the stream.
+    first_token_seconds: from admission, None without a token. queued_seconds: of these, before it ran.
     """
 
     status: str
@@ -25,6 +26,8 @@ class RequestSummary:
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    first_token_seconds: float | None = None
+    queued_seconds: float = 0.0
 
 
 class EngineObserver(Protocol):

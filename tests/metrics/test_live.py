@@ -17,6 +17,7 @@ from ep_server.app import App, assemble
 from ep_server.client import AsyncClient
 from ep_server.config import Config
 from ep_server.demo import DEMO_MODEL
+from ep_server.metrics import FAULTS
 from tests.metrics.reports import Series, series, value
 
 RANKS = 2
@@ -28,6 +29,8 @@ CONSTANT = {
     ("epserver_kv_blocks", "1"),
     ("epserver_ep_rank_up", "0"),
     ("epserver_build_info", None),
+    ("epserver_kv_block_size", None),
+    ("epserver_queue_limit", None),
     ("epserver_padded_tokens_total", "0"),  # nothing pads on CPU
     ("epserver_padded_tokens_total", "1"),
 }
@@ -65,6 +68,7 @@ class Watch:
             f"{name}{dict(labels)} = {self.last.get((name, labels))}"
             for name, labels in still
             if (name, dict(labels).get("rank")) not in CONSTANT
+            and dict(labels).get("status") not in FAULTS  # counted from 0, whether they happen or not
         )
 
     def _read(self) -> str:
@@ -143,7 +147,11 @@ def _check_sums(found: Series, outputs_tokens: int) -> None:
     assert value(found, "epserver_requests_total", status="OK", finish_reason="length") >= 20
     assert value(found, "epserver_requests_total", status="CANCELLED", finish_reason="") == 1
     assert value(found, "epserver_requests_total", status="INVALID_ARGUMENT", finish_reason="") == 1
+    assert value(found, "epserver_requests_total", status="UNAVAILABLE", finish_reason="") == 0
     assert value(found, "epserver_request_seconds_count") == 23
+    lived = (value(found, f"epserver_request_{part}_seconds_sum") for part in ("prefill", "decode"))
+    assert 0 < sum(lived) <= value(found, "epserver_request_seconds_sum")
+    assert value(found, "epserver_request_decode_seconds_count") == 23
     assert value(found, "epserver_time_to_first_token_seconds_count") == 23
     assert value(found, "epserver_generated_tokens_total") >= outputs_tokens == 2400
     for rank in map(str, range(RANKS)):

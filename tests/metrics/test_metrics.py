@@ -29,7 +29,7 @@ def registry() -> CollectorRegistry:
 
 @pytest.fixture
 def metrics(registry: CollectorRegistry) -> ServerMetrics:
-    return ServerMetrics(registry, model="demo", version="1.2.3")
+    return ServerMetrics(registry, model="demo", version="1.2.3", max_queue=9)
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def drive(observer: EngineObserver) -> None:
     for _ in range(3):
         observer.on_token_gap(0.004)
     observer.on_load(1, 1)
-    observer.on_finished(RequestSummary("OK", FinishReason.EOS, 0.5, 7, 0, 4))
+    observer.on_finished(RequestSummary("OK", FinishReason.EOS, 0.5, 7, 0, 4, 0.02, 0.005))
     observer.on_finished(RequestSummary("CANCELLED", "", 0.1, 5, 0, 0))
     observer.on_freed(0.003)
     observer.on_refused("RESOURCE_EXHAUSTED")
@@ -86,6 +86,11 @@ def test_a_page_holds_what_was_observed(metrics: ServerMetrics, endpoint: Metric
     assert value(found, "epserver_inter_token_latency_seconds_count") == 3
     assert value(found, "epserver_inter_token_latency_seconds_sum") == pytest.approx(0.012)
     assert value(found, "epserver_request_seconds_count") == 2
+    assert value(found, "epserver_request_prefill_seconds_count") == 1  # the cancelled one never began
+    assert value(found, "epserver_request_prefill_seconds_sum") == pytest.approx(0.015)
+    assert value(found, "epserver_request_decode_seconds_sum") == pytest.approx(0.48)
+    assert value(found, "epserver_queue_limit") == 9 and value(found, "epserver_kv_block_size") == 16
+    assert value(found, "epserver_requests_total", status="INTERNAL", finish_reason="") == 0
     assert value(found, "epserver_cancel_to_free_seconds_count") == 1
     assert value(found, "epserver_requests_running") == value(found, "epserver_requests_waiting") == 1
     info = [dict(labels) for name, labels in found if name == "epserver_build_info"]
@@ -164,7 +169,7 @@ def test_closing_frees_the_port_and_may_be_repeated(registry: CollectorRegistry)
 
 def test_two_servers_in_one_process_do_not_mix() -> None:
     one, two = CollectorRegistry(), CollectorRegistry()
-    ServerMetrics(one, model="a", version="1").on_admitted(3)
-    ServerMetrics(two, model="b", version="1")
+    ServerMetrics(one, model="a", version="1", max_queue=9).on_admitted(3)
+    ServerMetrics(two, model="b", version="1", max_queue=9)
     assert one.get_sample_value("epserver_requests_admitted_total") == 1
     assert two.get_sample_value("epserver_requests_admitted_total") == 0
