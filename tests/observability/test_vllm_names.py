@@ -1,4 +1,4 @@
-"""Names for what was built to read vLLM: those its dashboard and endpoint pickers ask for, on a live server."""
+"""Names for what was built to read vLLM: those its dashboard and endpoint pickers ask for, live."""
 
 from __future__ import annotations
 
