@@ -9,10 +9,11 @@ NATIVE := $(shell find csrc -type f 2>/dev/null)
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
-$(STAMP): setup.py pyproject.toml constraints.txt $(NATIVE)
+$(STAMP): setup.py pyproject.toml constraints.txt tests/helm/requirements.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c constraints.txt pip setuptools wheel pybind11 torch
 	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[test,check]'
+	$(BIN)/python -m pip install -q --require-hashes --no-deps -r tests/helm/requirements.txt
 	touch $@
 
 install: $(STAMP)  ## create .venv, install the pinned packages, build the native module
