@@ -13,11 +13,14 @@ from typing import Any
 import torch
 
 from ep_server import _C
-from ep_server.ep import bootstrap
+from ep_server.ep import bootstrap, cuda_memory
+from ep_server.ep.arena_native import NativeArena
 from ep_server.ep.exchange import ExchangeSpec, Payload, Reduction
 from ep_server.ep.geometry import geometry_of
-from ep_server.ep.native import NativeExchange
-from ep_server.errors import ConfigError, InvalidArgument
+from ep_server.ep.operation import Arena
+from ep_server.ep.streams import Streams, capturing
+from ep_server.ep.tensors import CPU
+from ep_server.errors import ConfigError, InvalidArgument, StartupError
 
 NUM_BANKS = 4  # operations in flight: two micro-batches and the next one of each
 MAX_ARENAS = 8  # the least recently used is closed beyond it
@@ -32,9 +35,10 @@ class Sizes:
     top_k: int
     num_experts: int
     payload: Payload
+    device: torch.device = CPU
 
     def spec(self, rank: int, num_ranks: int, timeout_ns: int) -> ExchangeSpec:
-        """The exchange of these sizes; SOURCE, which has room for both reductions."""
+        """The exchange of these sizes; on CPUs SOURCE, which has room for both reductions."""
         share, more = divmod(self.num_experts, num_ranks)
         placement = [rank for rank in range(num_ranks) for _ in range(share + (rank < more))]
         return ExchangeSpec(
@@ -45,14 +49,29 @@ class Sizes:
             hidden=self.hidden,
             top_k=self.top_k,
             payload=self.payload,
-            reduction=Reduction.SOURCE,
+            reduction=Reduction.SOURCE if self.device == CPU else Reduction.RANK,
             num_banks=NUM_BANKS,
             timeout_ns=timeout_ns,
         )
 
     def matches(self, max_tokens: int, hidden: int, num_experts: int) -> bool:
-        """Whether it serves calls of these sizes, whatever their payload and top-k."""
+        """Whether it serves calls of these sizes, whatever their payload, top-k and device."""
         return (self.max_tokens, self.hidden, self.num_experts) == (max_tokens, hidden, num_experts)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """What all exchanges of a Buffer have in common.
+
+    shrink: a rank that passes a deadline is masked; else PeerTimeout is raised. timeout_ns: deadline of every
+    wait. limit: bytes a rank may contribute to one exchange; 0 = no limit. num_sms: multiprocessors that a
+    kernel may fill; 0 = all; GPUs only.
+    """
+
+    shrink: bool
+    timeout_ns: int
+    limit: int
+    num_sms: int
 
 
 def region_bytes(spec: ExchangeSpec) -> int:
@@ -60,102 +79,120 @@ def region_bytes(spec: ExchangeSpec) -> int:
     return int(_C.Layout(geometry_of(spec)).total)
 
 
-class Arena:
-    """One exchange, and the tensors that its zero-copy combines are written from."""
-
-    def __init__(self, exchange: NativeExchange) -> None:
-        self.exchange = exchange
-        self._buffers: list[torch.Tensor | None] = [None] * NUM_BANKS
-        self._turn = 0
-
-    def next_turn(self) -> int:
-        """Which combine buffer the next dispatch will use."""
-        self._turn = (self._turn + 1) % NUM_BANKS
-        return self._turn
-
-    def combine_buffer(self, turn: int) -> torch.Tensor:
-        """[E_local, R * max_tokens, H] bfloat16, for the experts' outputs of one dispatch in flight."""
-        buffer = self._buffers[turn]
-        if buffer is None:
-            spec = self.exchange.spec
-            shape = (len(spec.local_experts), spec.num_ranks * spec.max_tokens, spec.hidden)
-            buffer = self._buffers[turn] = torch.empty(shape, dtype=torch.bfloat16)
-        return buffer
-
-
 class Arenas:
-    """All exchanges of a Buffer.
+    """All exchanges of a Buffer over one torch.distributed process group of one host."""
 
-    Args:
-        group: torch.distributed process group of one host.
-        shrink: a rank that passes a deadline is masked; else PeerTimeout is raised.
-        timeout_ns: deadline of every wait.
-        limit: bytes a rank may contribute to one exchange; 0 = no limit.
-    """
-
-    def __init__(self, group: Any, *, shrink: bool, timeout_ns: int, limit: int) -> None:
-        self._group, self._shrink, self._timeout_ns, self._limit = group, shrink, timeout_ns, limit
+    def __init__(self, group: Any, options: Options) -> None:
+        self._group, self._options = group, options
         self._rank, self._num_ranks = group.rank(), group.size()
         self._arenas: dict[Sizes, Arena] = {}  # least recently used first
+        self._streams: dict[torch.device, Streams] = {}
         self._masked: frozenset[int] = frozenset()
 
     def get(self, sizes: Sizes) -> Arena:
         """The arena of these sizes; collective where it does not exist yet.
 
-        Raises: InvalidArgument for sizes that no exchange has, or while ranks are masked; StartupError.
+        Raises: InvalidArgument for sizes that no exchange has, while ranks are masked, or for the first call
+          of its sizes inside a graph; StartupError.
         """
-        masked = self.masked
         arena = self._arenas.pop(sizes, None)
         if arena is None:
-            arena = self._create(sizes, masked)
+            arena = self._create(sizes)
         self._arenas[sizes] = arena
-        if arena.exchange.masked != masked:
-            arena.exchange.mask(masked - arena.exchange.masked)
+        masked = self._known_masked()
+        if arena.known_masked != masked:
+            arena.mask(masked - arena.known_masked)
         return arena
 
-    @property
     def masked(self) -> frozenset[int]:
-        """Ranks that any arena has masked, by a deadline or on request."""
-        return self._masked.union(*(arena.exchange.masked for arena in self._arenas.values()))
+        """Ranks that any arena has masked, by a deadline or on request; now masked in all of them."""
+        masked = self._masked.union(*(arena.masked() for arena in self))
+        for rank in masked - self._masked:
+            self.mask(rank)
+        return masked
 
     def mask(self, rank: int) -> None:
         """Stops talking to a rank, in every arena. Local."""
-        for arena in self._arenas.values():
-            arena.exchange.mask([rank])
+        for arena in self:
+            if rank not in arena.known_masked:
+                arena.mask([rank])
         self._masked |= {rank}
 
     def reset(self, dead: frozenset[int]) -> None:
         """Starts a new generation of every arena with only `dead` masked. Collective among the others."""
-        for arena in self._arenas.values():
-            arena.exchange.reset(dead)
+        for arena in self:
+            arena.reset(dead)
         self._masked = dead
 
     def keep(self, max_tokens: int, hidden: int, num_experts: int) -> None:
-        """Closes the arenas of other sizes. All ranks keep the same ones."""
+        """Closes the arenas of other sizes but for those that graphs use. All ranks keep the same ones."""
         for sizes in [s for s in self._arenas if not s.matches(max_tokens, hidden, num_experts)]:
-            self._arenas.pop(sizes).exchange.close()
+            if not self._arenas[sizes].pinned:
+                self._arenas.pop(sizes).close()
+
+    def streams(self, device: torch.device) -> Streams:
+        """The streams of calls on this GPU."""
+        if device not in self._streams:
+            self._streams[device] = Streams(device)
+        return self._streams[device]
 
     def close(self) -> None:
-        """Frees every segment; idempotent."""
-        for arena in self._arenas.values():
-            arena.exchange.close()
+        """Frees all memory; idempotent."""
+        for arena in self:
+            arena.close()
         self._arenas.clear()
 
     def __iter__(self) -> Iterator[Arena]:
         return iter(self._arenas.values())
 
-    def _create(self, sizes: Sizes, masked: frozenset[int]) -> Arena:
-        if masked:
+    def _known_masked(self) -> frozenset[int]:
+        return self._masked.union(*(arena.known_masked for arena in self))
+
+    def _create(self, sizes: Sizes) -> Arena:
+        if sizes.device != CPU and capturing():
+            raise InvalidArgument("sizes", sizes, "used in a call outside of a graph first: it takes memory")
+        if masked := self.masked():
             allowed = f"sizes used before ranks {sorted(masked)} were masked: new memory needs every rank"
             raise InvalidArgument("sizes", sizes, allowed)
-        spec = sizes.spec(self._rank, self._num_ranks, self._timeout_ns)
+        spec = sizes.spec(self._rank, self._num_ranks, self._options.timeout_ns)
         try:
             needed = region_bytes(spec)
         except ConfigError as error:
             raise InvalidArgument(error.field, error.value, error.allowed) from error
-        if 0 < self._limit < needed:
-            raise InvalidArgument("num_rdma_bytes", self._limit, f"at least {needed} for {sizes}")
+        if 0 < self._options.limit < needed:
+            raise InvalidArgument("num_rdma_bytes", self._options.limit, f"at least {needed} for {sizes}")
         while len(self._arenas) >= MAX_ARENAS:
-            self._arenas.pop(next(iter(self._arenas))).exchange.close()
-        on_timeout = "mask" if self._shrink else "raise"
-        return Arena(bootstrap.from_process_group(self._group, spec, on_timeout=on_timeout))
+            self._close_oldest()
+        return self._cuda(sizes.device, spec) if sizes.device != CPU else self._native(spec)
+
+    def _close_oldest(self) -> None:
+        for sizes, arena in self._arenas.items():
+            if not arena.pinned:
+                self._arenas.pop(sizes).close()
+                return
+        raise InvalidArgument("sizes", len(self._arenas) + 1, f"at most {MAX_ARENAS}, all in use by graphs")
+
+    @property
+    def _on_timeout(self) -> str:
+        return "mask" if self._options.shrink else "raise"
+
+    def _native(self, spec: ExchangeSpec) -> Arena:
+        return NativeArena(bootstrap.from_process_group(self._group, spec, on_timeout=self._on_timeout))
+
+    def _cuda(self, device: torch.device, spec: ExchangeSpec) -> Arena:
+        if device.type != "cuda":
+            raise InvalidArgument("x", f"on {device}", "on a CPU or a CUDA device")
+        try:
+            from ep_server.ep.arena_cuda import CudaArena
+
+            with torch.cuda.device(device):
+                exchange = cuda_memory.from_process_group(
+                    self._group,
+                    spec,
+                    device=device.index,
+                    on_timeout=self._on_timeout,
+                    num_sms=self._options.num_sms,
+                )
+        except ImportError as error:
+            raise StartupError(f"this installation was built without CUDA: {error}") from error
+        return CudaArena(exchange, self.streams(device))

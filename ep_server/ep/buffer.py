@@ -1,31 +1,32 @@
-"""DeepEP's low-latency Buffer on CPU tensors of one host, without NVSHMEM, IBGDA or a network card.
+"""DeepEP's low-latency Buffer on the ranks of one host, without NVSHMEM, IBGDA or a network card.
 
-Names, argument meanings, shapes and return values are DeepEP's; NativeExchange does the work. Differences:
-results are packed in one fixed order (expert, source rank, source token); waiting times are nanoseconds; more
-than two results may be held (arenas.NUM_BANKS); weights may be given to dispatch already, and then every rank
-sums its experts' outputs before they return; unmasking a rank is collective.
+Names, argument meanings, shapes and return values are DeepEP's. Tensors on CPUs go over shared memory
+(NativeExchange), CUDA tensors of one process per GPU over NVLink (CudaExchange). Differences: results are
+packed in one fixed order (expert, source rank, source token); waiting times are nanoseconds; more than two
+results may be held (arenas.NUM_BANKS); memory is taken by the first call of its sizes; weights may be given
+to dispatch already, and then every rank sums its experts' outputs before they return, as it always does on
+GPUs; unmasking a rank is collective.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, MutableMapping
-from typing import Any
+from collections.abc import MutableMapping
+from typing import Any, NoReturn
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ep_server.ep.arenas import Arenas, Sizes, region_bytes
+from ep_server.ep.arenas import Arenas, Options, Sizes, region_bytes
 from ep_server.ep.events import EventHandle, EventOverlap
-from ep_server.ep.exchange import Payload, Reduction
+from ep_server.ep.exchange import Payload
 from ep_server.ep.limits import MAX_TOP_K
-from ep_server.ep.operation import Operation, Outputs, payload_of
-from ep_server.ep.tensors import check_tensor
-from ep_server.errors import InvalidArgument
+from ep_server.ep.operation import CombineCall, DispatchCall, Ending, Hook, Operation, payload_of
+from ep_server.ep.tensors import check_tensor_on
+from ep_server.errors import InvalidArgument, StartupError
 
 topk_idx_t = torch.int64
 
 Handle = tuple[torch.Tensor, torch.Tensor, int, int, int]
-Hook = Callable[[], None]
 
 
 class Buffer:
@@ -36,11 +37,16 @@ class Buffer:
         num_rdma_bytes: most that one exchange of this rank may take; 0 = no limit. See
           get_low_latency_rdma_size_hint.
         low_latency_mode: must be True for the low_latency_* calls.
-        explicitly_destroy: memory is freed by destroy() alone, not when the object goes.
+        explicitly_destroy: destroy() may be called; memory is freed with the object otherwise.
         enable_shrink: a rank that passes a deadline is masked instead of raising PeerTimeout.
+        comm: an MPI communicator in place of a group; not available.
         timeout_seconds: deadline of every wait for a rank.
+        low_latency_num_sms: multiprocessors of a GPU that one call may fill; 0 = all.
         num_nvl_bytes, num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: accepted,
-          without meaning in shared memory.
+          without meaning here.
+
+    On GPUs no call waits for the device, so each can be captured in a CUDA graph once a call of its sizes has
+    been made outside of one. What a kernel finds, ids out of range or a deadline, is raised by the next call.
     """
 
     num_sms: int = 20
@@ -57,11 +63,13 @@ class Buffer:
         use_fabric: bool = False,
         explicitly_destroy: bool = False,
         enable_shrink: bool = False,
+        comm: Any = None,
         *,
         timeout_seconds: float = 10.0,
+        low_latency_num_sms: int = 0,
     ) -> None:
-        if group is None:
-            raise InvalidArgument("group", None, "a torch.distributed process group")
+        if group is None or comm is not None:
+            raise InvalidArgument("group, comm", (group, comm), "a torch.distributed process group and None")
         if timeout_seconds <= 0:
             raise InvalidArgument("timeout_seconds", timeout_seconds, "above 0")
         self.group, self.rank, self.group_size = group, group.rank(), group.size()
@@ -69,7 +77,7 @@ class Buffer:
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
         self.explicitly_destroy = explicitly_destroy
         timeout_ns = int(timeout_seconds * 1e9)
-        self._arenas = Arenas(group, shrink=enable_shrink, timeout_ns=timeout_ns, limit=num_rdma_bytes)
+        self._arenas = Arenas(group, Options(enable_shrink, timeout_ns, num_rdma_bytes, low_latency_num_sms))
         self._operations: MutableMapping[torch.Tensor, Operation] = WeakIdKeyDictionary()  # by src_info
 
     def destroy(self) -> None:
@@ -80,15 +88,27 @@ class Buffer:
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Bounds the processors of high-throughput kernels; even. Without effect on the CPU."""
+        """Bounds the processors of high-throughput kernels, even; no low-latency call reads it."""
         if new_num_sms < 0 or new_num_sms % 2:
             raise InvalidArgument("new_num_sms", new_num_sms, "even")
         Buffer.num_sms = new_num_sms
 
     @staticmethod
     def capture() -> EventOverlap:
-        """An event at the current point of the stream."""
+        """An event at the current point of the current stream."""
         return EventOverlap(EventHandle())
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """Whether FP8 rows can be sent; they can, on any device."""
+        return True
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """The stream of the current GPU on which calls without a hook run."""
+        if not torch.cuda.is_available():
+            raise StartupError("there is no CUDA device, so there is no communication stream")
+        device = torch.device("cuda", torch.cuda.current_device())
+        return self._arenas.streams(device).communication
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
@@ -107,7 +127,7 @@ class Buffer:
         Operations in flight are dropped, an aborted group works again, memory of other sizes is freed.
         """
         self._arenas.keep(num_max_dispatch_tokens_per_rank, hidden, num_experts)
-        self._arenas.reset(self._arenas.masked)
+        self._arenas.reset(self._arenas.masked())
 
     def low_latency_dispatch(
         self,
@@ -150,7 +170,7 @@ class Buffer:
             event, hook.
         Raises: InvalidArgument, HookNotCalled, PeerTimeout, GroupAborted.
         """
-        self._check_call(async_finish, return_recv_hook)
+        ending = self._ending(async_finish, return_recv_hook)
         if x.dim() != 2 or topk_idx.dim() != 2:
             shapes = (tuple(x.shape), tuple(topk_idx.shape))
             raise InvalidArgument("x, topk_idx", shapes, "[T, H] and [T, K]")
@@ -160,28 +180,19 @@ class Buffer:
             top_k=topk_idx.shape[1],
             num_experts=num_experts,
             payload=payload_of(use_fp8, round_scale, use_ue8m0),
+            device=x.device,
         )
         arena = self._arenas.get(sizes)
         if cumulative_local_expert_recv_stats is not None:
-            local = len(arena.exchange.spec.local_experts)
-            name = "cumulative_local_expert_recv_stats"
-            check_tensor(name, cumulative_local_expert_recv_stats, torch.int32, E_local=local)
-        waited = self._own_row("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats)
-        pending = arena.exchange.dispatch_send(x, topk_idx, topk_weights)
-        operation, outputs = Operation(arena, topk_idx, topk_weights is not None), Outputs(arena)
+            name, local = "cumulative_local_expert_recv_stats", len(arena.spec.local_experts)
+            check_tensor_on(x.device, name, cumulative_local_expert_recv_stats, torch.int32, E_local=local)
+        waited = self._own_row("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, x.device)
+        call = DispatchCall(x, topk_idx, topk_weights, cumulative_local_expert_recv_stats, waited)
+        operation, outputs, (event, hook) = arena.dispatch(call, ending)
         self._operations[outputs.src_info] = operation
-
-        def hook() -> None:
-            wait_ns = operation.receive(pending, outputs)
-            if waited is not None:
-                waited.add_(wait_ns)
-            if cumulative_local_expert_recv_stats is not None:
-                cumulative_local_expert_recv_stats.add_(outputs.counts)
-
         recv_x = outputs.rows if outputs.scales is None else (outputs.rows, outputs.scales)
         handle = (outputs.src_info, outputs.layout_range, sizes.max_tokens, sizes.hidden, num_experts)
-        event = self._finish(hook, async_finish, return_recv_hook)
-        return recv_x, outputs.counts, handle, event, hook if return_recv_hook else None
+        return recv_x, outputs.counts, handle, event, hook
 
     def low_latency_combine(
         self,
@@ -201,47 +212,45 @@ class Buffer:
         Args:
             x: [E_local, R * num_max, H] bfloat16, row i of an expert answers row i of recv_x. Not read with
               zero_copy, which takes what get_next_low_latency_combine_buffer(handle) was filled with.
-            topk_idx: [T, K], as at dispatch.
+            topk_idx: [T, K], as at dispatch; on GPUs only its shape is looked at.
             topk_weights: [T, K] float32; not read where dispatch had them.
             handle: of the dispatch, whose hook has run. It may be combined more than once.
-            use_logfmt: not available on the CPU.
+            use_logfmt: rows return in a logarithmic format of 10 bits a channel; not available on the CPU.
             out: [T, H] bfloat16, written in place and returned.
             combine_wait_recv_cost_stats: as at dispatch.
         Returns: combined [T, H] bfloat16; event; hook.
         Raises: InvalidArgument, HookNotCalled, PeerTimeout, GroupAborted.
         """
-        self._check_call(async_finish, return_recv_hook)
-        if use_logfmt:
-            raise InvalidArgument("use_logfmt", True, "False: this format exists on GPUs only")
+        ending = self._ending(async_finish, return_recv_hook)
         operation = self._operation(handle)
+        arena, dispatched = operation.arena, (operation.tokens, operation.top_k)
         if operation.received is None:
             raise InvalidArgument("handle", "not received", "of a dispatch whose hook has been called")
-        if not torch.equal(topk_idx, operation.ids):
-            raise InvalidArgument("topk_idx", tuple(topk_idx.shape), "the ids that were dispatched")
-        exchange = operation.arena.exchange
-        waited = self._own_row("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats)
-        shape = (len(operation.ids), exchange.spec.hidden)
-        combined = torch.empty(shape, dtype=torch.bfloat16) if out is None else out
-        check_tensor("out", combined, torch.bfloat16, T=shape[0], H=shape[1])
-        pending = exchange.combine_send(
-            operation.arena.combine_buffer(operation.turn) if zero_copy else x,
-            operation.received,
-            None if operation.weighted else topk_weights,
-            reduction=Reduction.RANK if operation.weighted else Reduction.SOURCE,
+        if tuple(topk_idx.shape) != dispatched:
+            raise InvalidArgument("topk_idx", tuple(topk_idx.shape), f"{dispatched}, as dispatched")
+        shape = (operation.tokens, arena.spec.hidden)
+        if out is None:
+            out = torch.empty(shape, dtype=torch.bfloat16, device=arena.device)
+        check_tensor_on(arena.device, "out", out, torch.bfloat16, T=shape[0], H=shape[1])
+        call = CombineCall(
+            expert_out=arena.combine_buffer(operation) if zero_copy else x,
+            ids=topk_idx,
+            weights=None if operation.weighted else topk_weights,
+            out=out,
+            wait_stats=self._own_row(
+                "combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, arena.device
+            ),
+            log_format=use_logfmt,
         )
-
-        def hook() -> None:
-            pending.recv(combined)
-            if waited is not None:
-                waited.add_(pending.wait_ns)
-
-        event = self._finish(hook, async_finish, return_recv_hook)
-        return combined, event, hook if return_recv_hook else None
+        return out, *arena.combine(operation, call, ending)
 
     def get_next_low_latency_combine_buffer(self, handle: Handle) -> torch.Tensor:
-        """[E_local, R * num_max, H] bfloat16 to write the experts' outputs into, for a zero_copy combine."""
+        """[E_local, R * num_max, H] bfloat16 to write the experts' outputs into, for a zero_copy combine.
+
+        Fixed memory, which the next dispatch but one of the same sizes has again.
+        """
         operation = self._operation(handle)
-        return operation.arena.combine_buffer(operation.turn)
+        return operation.arena.combine_buffer(operation)
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         """Masks a rank (local: neither written to nor waited for), or unmasks it.
@@ -252,26 +261,40 @@ class Buffer:
         self._check_mask(rank_to_mask)
         if mask:
             self._arenas.mask(rank_to_mask)
-        elif rank_to_mask in self._arenas.masked:
-            self._arenas.reset(self._arenas.masked - {rank_to_mask})
+        elif rank_to_mask in (masked := self._arenas.masked()):
+            self._arenas.reset(masked - {rank_to_mask})
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
-        """Fills mask_status [R] int32 with 1 for masked ranks and 0 for others."""
+        """Fills mask_status [R] int32 with 1 for masked ranks, else 0. Waits for the current stream."""
         self._check_mask(None)
-        check_tensor("mask_status", mask_status, torch.int32, R=self.group_size)
-        masked = self._arenas.masked
-        mask_status.copy_(torch.tensor([rank in masked for rank in range(self.group_size)]))
+        device, masked = mask_status.device, self._arenas.masked()
+        check_tensor_on(device, "mask_status", mask_status, torch.int32, R=self.group_size)
+        found = [int(rank in masked) for rank in range(self.group_size)]
+        mask_status.copy_(torch.tensor(found, dtype=torch.int32, device=device))
 
     def low_latency_clean_mask_buffer(self) -> None:
         """Unmasks all ranks. Collective among all of them; drops operations in flight."""
         self._check_mask(None)
         self._arenas.reset(frozenset())
 
-    def _check_call(self, async_finish: bool, return_recv_hook: bool) -> None:
+    def get_dispatch_layout(self, *_: Any, **__: Any) -> NoReturn:
+        """Not available: there is no high-throughput mode."""
+        _refuse("get_dispatch_layout")
+
+    def dispatch(self, *_: Any, **__: Any) -> NoReturn:
+        """Not available: there is no high-throughput mode."""
+        _refuse("dispatch")
+
+    def combine(self, *_: Any, **__: Any) -> NoReturn:
+        """Not available: there is no high-throughput mode."""
+        _refuse("combine")
+
+    def _ending(self, async_finish: bool, return_recv_hook: bool) -> Ending:
         if not self.low_latency_mode:
             raise InvalidArgument("low_latency_mode", False, "True, given to the constructor")
         if async_finish and return_recv_hook:
             raise InvalidArgument("async_finish, return_recv_hook", (True, True), "not both True")
+        return Ending(async_finish, return_recv_hook)
 
     def _check_mask(self, rank: int | None) -> None:
         if not self.enable_shrink:
@@ -285,17 +308,15 @@ class Buffer:
             raise InvalidArgument("handle", "unknown src_info", "as low_latency_dispatch returned it")
         return operation
 
-    def _own_row(self, name: str, stats: torch.Tensor | None) -> torch.Tensor | None:
+    def _own_row(self, name: str, stats: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
         """The part of a wait statistic that this rank adds to: a [R] tensor, or its row of [R, R]."""
         if stats is not None and stats.dim() == 2:
-            check_tensor(name, stats, torch.int64, R=self.group_size, sources=self.group_size)
+            check_tensor_on(device, name, stats, torch.int64, R=self.group_size, sources=self.group_size)
             return stats[self.rank]
         if stats is not None:
-            check_tensor(name, stats, torch.int64, R=self.group_size)
+            check_tensor_on(device, name, stats, torch.int64, R=self.group_size)
         return stats
 
-    @staticmethod
-    def _finish(hook: Hook, async_finish: bool, return_recv_hook: bool) -> EventOverlap:
-        if not return_recv_hook:
-            hook()
-        return EventOverlap(EventHandle() if async_finish else None)
+
+def _refuse(call: str) -> NoReturn:
+    raise InvalidArgument("call", call, "low_latency_dispatch or low_latency_combine: no other mode exists")

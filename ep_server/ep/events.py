@@ -1,6 +1,6 @@
-"""Events of asynchronous calls in DeepEP's form. On CPU tensors every call has finished when it returns.
+"""Events of asynchronous calls in DeepEP's form. Calls on CPU tensors have finished when they return.
 
-Knows nothing of communication; the types exist so that code that waits on them runs unchanged.
+Knows streams, nothing of communication.
 """
 
 from __future__ import annotations
@@ -9,18 +9,28 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+import torch
+
 from ep_server.errors import InvalidArgument
 
 
 class EventHandle:
-    """A point of a stream that has passed already: CPU work is done when the call returns."""
+    """A point of the CUDA stream that is current when it is made; passed already where CUDA is not in use."""
+
+    def __init__(self) -> None:
+        self._event: torch.cuda.Event | None = None
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+            self._event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._event.record()
 
     def current_stream_wait(self) -> None:
-        """Returns at once."""
+        """What is enqueued on the current stream from here on waits for the event; the caller does not."""
+        if self._event is not None:
+            self._event.wait()
 
 
 class EventOverlap:
-    """What a call with async_finish returns; also a `with` block at whose end the event has passed.
+    """What a call with async_finish returns; also a `with` block at whose end the stream waits for the event.
 
     Attributes:
         event: None where the call was not asynchronous.
@@ -34,7 +44,7 @@ class EventOverlap:
         self.extra_tensors = extra_tensors
 
     def current_stream_wait(self) -> None:
-        """Waits for the event.
+        """Lets the current stream wait for the event.
 
         Raises: InvalidArgument where the call was not asynchronous.
         """

@@ -6,22 +6,34 @@ import torch
 
 from ep_server.errors import InvalidArgument
 
+CPU = torch.device("cpu")
+
 
 def fits(tensor: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> bool:
     """Whether `tensor` is a contiguous CPU tensor of this dtype and shape: the hot path's first question."""
     return tensor.dtype is dtype and tensor.shape == shape and tensor.is_contiguous() and tensor.is_cpu
 
 
-def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, **dims: int) -> None:
+def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, /, **dims: int) -> None:
     """Raises InvalidArgument unless `tensor` is a contiguous CPU tensor of this dtype and these dimensions.
 
     Args:
         dims: name=size in order, for example T=32, H=2048.
     """
-    if fits(tensor, dtype, (*dims.values(),)):
+    check_tensor_on(CPU, name, tensor, dtype, **dims)
+
+
+def check_tensor_on(
+    device: torch.device, name: str, tensor: torch.Tensor, dtype: torch.dtype, /, **dims: int
+) -> None:
+    """The same of a tensor on any device."""
+    good = tensor.dtype is dtype and tensor.shape == (*dims.values(),) and tensor.device == device
+    if good and tensor.is_contiguous():
         return
-    given = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device.type}"
+    given = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)} on {tensor.device}"
     if not tensor.is_contiguous():
         given += f" with strides {tensor.stride()}"
     wanted = ", ".join(f"{key}={size}" for key, size in dims.items())
-    raise InvalidArgument(name, given, f"contiguous {str(dtype).removeprefix('torch.')} [{wanted}] on cpu")
+    raise InvalidArgument(
+        name, given, f"contiguous {str(dtype).removeprefix('torch.')} [{wanted}] on {device}"
+    )

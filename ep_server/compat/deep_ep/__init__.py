@@ -1,6 +1,7 @@
-"""`import deep_ep` for code written against DeepEP: its names, on CPU tensors and shared memory.
+"""`import deep_ep` for code written against DeepEP's low-latency calls: its names, on CPU and CUDA tensors.
 
-Either import this package in its place, or call `install()` once before the first `import deep_ep`.
+Either import this package in its place, or call `install()` once before the first `import deep_ep`, or put
+the folder that holds this package into PYTHONPATH for programs that must not be touched.
 """
 
 from __future__ import annotations
@@ -8,12 +9,12 @@ from __future__ import annotations
 import sys
 
 from ep_server.ep.buffer import Buffer, topk_idx_t
-from ep_server.ep.events import Config, EventOverlap
+from ep_server.ep.events import Config, EventHandle, EventOverlap
 from ep_server.errors import StartupError
 
 NAME = "deep_ep"
 
-__all__ = ["Buffer", "Config", "EventOverlap", "install", "topk_idx_t"]
+__all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "install", "topk_idx_t"]
 
 
 def install() -> None:
