@@ -118,7 +118,7 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.11",
     packages=find_packages(include=["ep_server", "ep_server.*"]),
-    package_data={"ep_server": ["py.typed", "_C.pyi", "_cuda.pyi", "assets/demo_model/*"]},
+    package_data={"ep_server": ["py.typed", "_C.pyi", "_cuda.pyi", "assets/demo_model/*", "assets/*.html"]},
     ext_modules=extensions,
     cmdclass={"build_ext": Build},
     install_requires=[
@@ -147,6 +147,7 @@ setup(
             "pyyaml>=6",
             "jsonschema>=4.23",
             "kubernetes-validate>=1.37,<2",
+            "grafana-foundation-sdk==1769699379!11.6.0",  # what it writes is committed
         ],
         "check": ["ruff>=0.12", "mypy>=1.15", "clang-format>=19", "types-protobuf", "grpc-stubs"],
     },

@@ -1,0 +1,417 @@
+"""Writes the Grafana dashboards: `scripts/dashboards.py [FOLDER]`, default where the chart packages them.
+
+A panel is one call of a function below; what is the same for all panels stands in these functions.
+Expressions ask the recording rules (`epserver:...`) where there is one: dashboard and alert show the same.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grafana_foundation_sdk.builders import common, dashboard, heatmap, prometheus, stat, table, timeseries
+from grafana_foundation_sdk.cog.encoder import JSONEncoder
+from grafana_foundation_sdk.models import common as shapes
+from grafana_foundation_sdk.models import dashboard as model
+from grafana_foundation_sdk.models import heatmap as heat_shapes
+
+FOLDER = Path(__file__).parents[1] / "helm" / "ep-server" / "files" / "dashboards"
+SOURCE = model.DataSourceRef(type_val="prometheus", uid="${datasource}")
+RELEASE = 'namespace=~"$namespace", job=~"$job"'  # of what the recording rules keep
+SERVER = RELEASE + ', instance=~"$instance"'
+RANK = SERVER + ', rank=~"$rank"'
+STARTS = {  # a deploy is a start of a process: the annotation stands at the moment of the start
+    "name": "Starts",
+    "enable": True,
+    "iconColor": "blue",
+    "datasource": {"type": "prometheus", "uid": "${datasource}"},
+    "expr": f"epserver_build_info{{{SERVER}}} * on (namespace, job, instance) group_left ()"
+    f" process_start_time_seconds{{{SERVER}}} * 1000",
+    "useValueForTime": "on",
+    "titleFormat": "{{instance}} starts version {{version}}",
+    "tagKeys": "version,model",
+    "step": "60s",
+}
+Panel = timeseries.Panel | stat.Panel | heatmap.Panel | table.Panel
+
+
+@dataclass(frozen=True)
+class Query:
+    """A PromQL expression and the legend of its series."""
+
+    expr: str
+    legend: str = ""
+
+
+def query(wanted: Query, *, instant: bool = False, shape: str = "time_series") -> prometheus.Dataquery:
+    built = prometheus.Dataquery().expr(wanted.expr).legend_format(wanted.legend or "__auto")
+    built = built.format(shape)
+    return built.instant() if instant else built.range()
+
+
+def with_queries(panel: Any, queries: Iterable[Query], **how: Any) -> Any:
+    panel = panel.datasource(SOURCE)
+    for letter, each in zip("ABCDEFGH", queries, strict=False):
+        panel = panel.with_target(query(each, **how).ref_id(letter))
+    return panel
+
+
+def lines(
+    title: str, unit: str, *queries: Query, about: str = "", stack: bool = False, width: int = 12
+) -> Panel:
+    """Values over time."""
+    panel = timeseries.Panel().title(title).description(about).unit(unit).span(width).height(8).min(0)
+    legend = common.VizLegendOptions().display_mode(shapes.LegendDisplayMode.TABLE).show_legend(True)
+    legend = legend.placement(shapes.LegendPlacement.BOTTOM).calcs(["lastNotNull", "max"])
+    panel = panel.legend(legend).fill_opacity(30 if stack else 5).show_points(shapes.VisibilityMode.NEVER)
+    if stack:
+        panel = panel.stacking(common.StackingConfig().mode(shapes.StackingMode.NORMAL))
+    return with_queries(panel, queries)
+
+
+def number(title: str, unit: str, value: Query, *, about: str = "", bad: float | None = None) -> Panel:
+    """One number now; red from `bad` on."""
+    panel = stat.Panel().title(title).description(about).unit(unit).span(4).height(4)
+    steps = [model.Threshold(value=None, color="green")]
+    if bad is not None:
+        steps.append(model.Threshold(value=bad, color="red"))
+    mode = dashboard.ThresholdsConfig().mode(model.ThresholdsMode.ABSOLUTE).steps(steps)
+    return with_queries(panel.thresholds(mode), [value])
+
+
+def heat(title: str, unit: str, buckets: Query, *, about: str = "", width: int = 12) -> Panel:
+    """How a distribution moves: one column per moment, one row per bucket."""
+    color = heatmap.HeatmapColorOptions().mode(heat_shapes.HeatmapColorMode.SCHEME).scheme("Spectral")
+    color = color.exponent(0.5).steps(64).reverse(False).fill("dark-orange")
+    panel = heatmap.Panel().title(title).description(about).span(width).height(9).calculate(False)
+    panel = panel.color(color).y_axis(heatmap.YAxisConfig().unit(unit))
+    return with_queries(panel, [buckets], shape="heatmap")
+
+
+def matrix(title: str, unit: str, cells: Query, *, rows: str, columns: str, about: str) -> Panel:
+    """A value for each pair of labels, coloured; one panel per server."""
+    grid = {"rowField": rows, "columnField": columns, "valueField": "Value"}
+    panel = table.Panel().title(title).description(about).unit(unit).decimals(2).span(12).height(9)
+    panel = panel.with_transformation(model.DataTransformerConfig("groupingToMatrix", options=grid))
+    panel = panel.cell_options(shapes.TableColoredBackgroundCellOptions())
+    panel = panel.color_scheme(dashboard.FieldColor().mode(model.FieldColorModeId.CONTINUOUS_BL_YL_RD))
+    return with_queries(panel.repeat("instance"), [cells], instant=True, shape="table")
+
+
+def rows(title: str, unit: str, wanted: Query, *, hide: Iterable[str] = (), about: str = "") -> Panel:
+    """One row per series, labels as columns."""
+    hidden = {"excludeByName": dict.fromkeys(["Time", "__name__", *hide], True)}
+    panel = table.Panel().title(title).description(about).unit(unit).span(12).height(9)
+    panel = panel.with_transformation(model.DataTransformerConfig("organize", options=hidden))
+    return with_queries(panel, [wanted], instant=True, shape="table")
+
+
+def rate(metric: str, labels: str, by: str = "") -> str:
+    """Sum of rates over the interval that a panel shows as one point."""
+    return f"sum {f'by ({by}) ' if by else ''}(rate({metric}{{{labels}}}[$__rate_interval]))"
+
+
+def quantiles(histogram: str, labels: str, by: str = "") -> list[Query]:
+    """p50 and p99 of a histogram."""
+    buckets = rate(f"{histogram}_bucket", labels, by=f"le, {by}" if by else "le")
+    name = f"{{{{{by}}}}} " if by else ""
+    return [Query(f"histogram_quantile({q}, {buckets})", f"{name}p{q * 100:g}") for q in (0.5, 0.99)]
+
+
+def mean(histogram: str, labels: str, by: str) -> str:
+    """Exact mean of a histogram."""
+    return f"{rate(f'{histogram}_sum', labels, by)} / {rate(f'{histogram}_count', labels, by)}"
+
+
+def recorded(name: str, labels: str = "") -> str:
+    """A recording rule, of the chosen releases."""
+    return f"epserver:{name}{{{RELEASE}{', ' if labels else ''}{labels}}}"
+
+
+def overview() -> Iterator[Panel]:
+    alerts = f'ALERTS{{alertname=~"EpServer.*", alertstate="firing", {RELEASE}}}'
+    yield number("Alerts firing", "none", Query(f"count({alerts}) or vector(0)"), bad=1)
+    yield number("Servers", "none", Query(f"count(epserver_build_info{{{SERVER}}})"))
+    yield number("Ranks in their group", "none", Query(f"sum(epserver_ep_rank_up{{{SERVER}}})"))
+    yield number("Tokens per second", "none", Query(rate("epserver_generated_tokens_total", SERVER)))
+    itl, ttft = (recorded("latency_seconds:5m", f'signal="{s}", stat="p99"') for s in ("itl", "ttft"))
+    yield number("Between tokens, p99", "s", Query(f"max({itl})"), bad=0.1)
+    yield number("First token, p99", "s", Query(f"max({ttft})"), bad=2.5)
+    burn = recorded("slo_burn:ratio", 'window=~"1h|6h"')
+    yield lines(
+        "Error budget burn",
+        "none",
+        Query(burn, "{{job}} {{slo}} over {{window}}"),
+        about="Times faster than allowed that a budget is spent. Pages at 14.4 in 1 h, warns at 6 in 6 h.",
+    )
+    yield lines(
+        "Requests by status",
+        "reqps",
+        Query(rate("epserver_requests_total", SERVER, "status"), "{{status}}"),
+        stack=True,
+    )
+    yield lines("First token", "s", *quantiles("epserver_time_to_first_token_seconds", SERVER))
+    yield lines("Between tokens", "s", *quantiles("epserver_inter_token_latency_seconds", SERVER))
+    yield lines(
+        "Tokens of prompts and outputs per second",
+        "none",
+        Query(rate("epserver_generated_tokens_total", SERVER), "generated"),
+        Query(rate("epserver_prompt_tokens_total", SERVER), "prompts"),
+    )
+    yield lines(
+        "Requests in flight",
+        "none",
+        Query(f"sum(epserver_requests_running{{{SERVER}}})", "with a token"),
+        Query(f"sum(epserver_requests_waiting{{{SERVER}}})", "without a token yet"),
+        stack=True,
+    )
+    yield lines("Whole request", "s", *quantiles("epserver_request_seconds", SERVER))
+    freed = quantiles("epserver_cancel_to_free_seconds", SERVER)
+    yield lines("Cancel until its KV blocks are free", "s", *freed)
+    share = f"epserver_kv_cache_usage_ratio{{{RANK}}}"
+    yield lines("Fullest KV cache", "percentunit", Query(f"max by (instance) ({share})", "{{instance}}"))
+    yield lines("Prompt and output lengths, p50", "none", *lengths())
+
+
+def lengths() -> Iterator[Query]:
+    for name in ("prompt", "output"):
+        median = quantiles(f"epserver_request_{name}_tokens", SERVER)[0]
+        yield Query(median.expr, name)
+
+
+def communication() -> Iterator[Panel]:
+    latency = "epserver_comm_latency_seconds"
+    for op in ("dispatch", "combine"):
+        labels = f'{RANK}, op="{op}", part="total"'
+        buckets = Query(rate(f"{latency}_bucket", labels, "le"), "{{le}}")
+        yield heat(f"{op.capitalize()}: how long it takes", "s", buckets)
+    for op in ("dispatch", "combine"):
+        labels = f'{RANK}, op="{op}", part!="total"'
+        parts = Query(mean(latency, labels, "part"), "{{part}}")
+        yield lines(f"{op.capitalize()}: mean of send, wait and the rest", "s", parts, stack=True)
+    waits = "epserver_comm_peer_wait_seconds_total"
+    yield matrix(
+        "Who waits for whom: $instance",
+        "percentunit",
+        Query(rate(waits, SERVER, "rank, peer")),
+        rows="rank",
+        columns="peer",
+        about="Share of its time that the rank of a row waits for the rank of a column. "
+        "A hot column is a slow rank; a hot row is a rank that is early.",
+    )
+    yield lines(
+        "Waiting for a rank, share of all steps",
+        "percentunit",
+        Query(recorded("comm_peer_wait:share_5m", 'instance=~"$instance"'), "{{instance}} for {{peer}}"),
+        about="EpServerSlowRank fires above 5 % that are three times what the others are waited for.",
+    )
+    for stat_name in ("p50", "p99"):
+        wanted = recorded("latency_seconds:5m", f'signal=~"dispatch|combine|vote", stat="{stat_name}"')
+        yield lines(f"Per operation, {stat_name}", "s", Query(wanted, "{{job}} {{signal}}"))
+    sent = "epserver_comm_bytes_total"
+    yield lines("Bytes sent by a rank", "Bps", Query(rate(sent, RANK, "rank, op"), "{{rank}} {{op}}"))
+    busy = rate(f"{latency}_sum", f'{RANK}, op=~"dispatch|combine", part="send"', "op")
+    yield lines(
+        "Bandwidth while sending",
+        "Bps",
+        Query(f"{rate(sent, RANK, 'op')} / {busy}", "{{op}}"),
+        about="Bytes over the time in the send half, per rank.",
+    )
+    yield lines(
+        "Communication hidden behind computation",
+        "percentunit",
+        Query(f"epserver_overlap_ratio{{{RANK}}}", "{{instance}} {{rank}}"),
+        about="Share of the flight time of dispatch and combine that the rank did not wait.",
+    )
+    steps = rate("epserver_steps_total", RANK)
+    yield lines(
+        "Steps run as two micro-batches",
+        "percentunit",
+        Query(f"{rate('epserver_overlap_steps_total', RANK)} / {steps}", "share"),
+    )
+    skew = f"epserver_step_skew_seconds{{{SERVER}}}"
+    yield lines("Vote: skew between ranks", "s", Query(skew, "{{instance}}"))
+    copies = f"{rate('epserver_comm_rows_total', SERVER)} / {rate('epserver_comm_tokens_total', SERVER)}"
+    yield lines("Ranks a token is sent to", "none", Query(copies, "rows per token"))
+    sleeps = rate("epserver_comm_sleeps_total", RANK, "rank")
+    yield lines("Waits that went to sleep", "ops", Query(sleeps, "{{rank}}"))
+
+
+def experts() -> Iterator[Panel]:
+    tokens = "epserver_expert_tokens_total"
+    for scope, what in (("rank", "ranks"), ("expert", "experts")):
+        balance = recorded("expert_balance:5m", f'instance=~"$instance", scope="{scope}"')
+        yield lines(
+            f"Balance over {what}",
+            "none",
+            Query(balance, "{{instance}}"),
+            about="Mean over maximum of the tokens received; 1 is even. Ranks below 0.6 are an alert.",
+        )
+    received = Query(rate(tokens, RANK, "rank"), "{{rank}}")
+    yield lines("Tokens received by a rank, per second", "none", received, stack=True)
+    hottest = f"topk(10, {rate(tokens, RANK, 'expert')})"
+    yield lines("Ten busiest experts, tokens per second", "none", Query(hottest, "{{expert}}"))
+    share = f"{rate(tokens, SERVER, 'expert')} / ignoring (expert) group_left () {rate(tokens, SERVER)}"
+    yield rows("Share of the tokens of each expert", "percentunit", Query(f"sort_desc({share})"))
+    yield matrix(
+        "Tokens per second, expert by rank: $instance",
+        "none",
+        Query(rate(tokens, SERVER, "rank, expert")),
+        rows="expert",
+        columns="rank",
+        about="An expert stands under the rank that owns it.",
+    )
+    interval = f"epserver_expert_balancedness{{{SERVER}}}"
+    yield lines("Balance in the last half second", "none", Query(interval, "{{instance}} {{scope}}"))
+    compute = mean("epserver_step_seconds", f'{RANK}, phase=~"router|experts"', "rank, phase")
+    yield lines("Router and experts, mean per step", "s", Query(compute, "{{rank}} {{phase}}"))
+
+
+def scheduler() -> Iterator[Panel]:
+    depth = f"epserver_queue_depth{{{RANK}}}"
+    yield lines("Requests waiting on a rank", "none", Query(depth, "{{instance}} {{rank}}"), stack=True)
+    full = f"sum by (namespace, job, instance) (epserver_queue_depth{{{SERVER}}})"
+    full += f" / on (namespace, job, instance) epserver_queue_limit{{{SERVER}}}"
+    yield lines("Queue in use", "percentunit", Query(full, "{{instance}}"))
+    yield lines("Time in the queue", "s", *quantiles("epserver_request_queue_seconds", RANK))
+    running = f"epserver_rank_running{{{RANK}}}"
+    yield lines("Sequences decoding on a rank", "none", Query(running, "{{instance}} {{rank}}"), stack=True)
+    steps, tokens = "epserver_steps_total", "epserver_step_tokens_total"
+    batch = f"{rate(tokens, RANK, 'rank')} / {rate(steps, RANK, 'rank')}"
+    yield lines(
+        "Tokens of a step",
+        "none",
+        Query(batch, "rank {{rank}}"),
+        Query(recorded("step_tokens:mean_5m"), "{{job}}, mean over 5 minutes"),
+    )
+    yield lines("Steps per second", "none", Query(rate(steps, RANK, "rank"), "{{rank}}"))
+    idle = f"{rate('epserver_idle_steps_total', RANK, 'rank')} / {rate(steps, RANK, 'rank')}"
+    yield lines("Steps without a token of its own", "percentunit", Query(idle, "{{rank}}"))
+    padded = f"{rate('epserver_padded_tokens_total', RANK, 'rank')} / {rate(tokens, RANK, 'rank')}"
+    yield lines("Padded rows per token", "none", Query(padded, "{{rank}}"))
+    usage = f"epserver_kv_cache_usage_ratio{{{RANK}}}"
+    yield lines("KV blocks in use", "percentunit", Query(usage, "{{instance}} {{rank}}"))
+    yield lines(
+        "KV blocks",
+        "none",
+        *(
+            Query(f"sum(epserver_kv_blocks{suffix}{{{RANK}}})", name)
+            for suffix, name in (("", "all"), ("_used", "held"), ("_cached", "kept for their prefix"))
+        ),
+    )
+    hits, asked = (rate(f"epserver_prefix_cache_{name}_total", RANK) for name in ("hits", "queries"))
+    yield lines("Prompt tokens found in the prefix cache", "percentunit", Query(f"{hits} / {asked}", "share"))
+    events = (
+        Query(rate("epserver_preemptions_total", RANK), "preemptions"),
+        Query(rate("epserver_parks_total", RANK), "parks"),
+        Query(rate("epserver_requests_admitted_total", SERVER), "requests admitted"),
+    )
+    yield lines("Preemptions, parks and admissions", "ops", *events)
+    phases = mean("epserver_step_seconds", f'{RANK}, phase!="total"', "phase")
+    yield lines("Where a step goes, mean", "s", Query(phases, "{{phase}}"), stack=True)
+    yield lines("Step", "s", *quantiles("epserver_step_seconds", f'{RANK}, phase="total"'))
+    parts = [quantiles(f"epserver_request_{name}_seconds", SERVER)[0] for name in ("prefill", "decode")]
+    named = zip(parts, ("prefill", "decode"), strict=True)
+    yield lines("Prefill and decode of a request, p50", "s", *(Query(q.expr, name) for q, name in named))
+
+
+def regression() -> Iterator[Panel]:
+    signals = {
+        "dispatch": "Dispatch",
+        "combine": "Combine",
+        "itl": "Between tokens",
+        "ttft": "First token",
+    }
+    ratio = recorded("latency:ratio", 'stat="mean"')
+    yield lines(
+        "Now over baseline, mean",
+        "none",
+        Query(ratio, "{{job}} {{signal}} against {{window}}"),
+        about="1 is as fast as the same load was: in the median of the day, or week, until 30 minutes ago.",
+    )
+    p99 = recorded("latency:ratio", 'stat="p99"')
+    yield lines("Now over baseline, p99", "none", Query(p99, "{{job}} {{signal}} against {{window}}"))
+    for signal, title in signals.items():
+        for stat_name in ("mean", "p99"):
+            labels = f'signal="{signal}", stat="{stat_name}"'
+            yield lines(
+                f"{title}, {stat_name}: today and baseline",
+                "s",
+                Query(recorded("latency_seconds:by_band", labels), "{{job}} now, {{batch_band}}"),
+                Query(recorded("latency_seconds:baseline", labels), "{{job}} {{window}}, {{batch_band}}"),
+            )
+    yield lines(
+        "Load",
+        "none",
+        Query(recorded("step_tokens:mean_5m"), "{{job}} tokens per rank and step"),
+        about="Latencies are compared within a band of load, from a power of two to the next.",
+    )
+    yield lines(
+        "Samples behind a latency",
+        "none",
+        Query(recorded("latency_samples:5m"), "{{job}} {{signal}}"),
+        about="Alerts ask for 1000 of dispatch and combine, 500 between tokens, 100 first tokens.",
+    )
+    yield rows("Slower or faster, all figures", "none", Query(f"sort_desc({recorded('latency:ratio')})"))
+    versions = f"epserver_build_info{{{SERVER}}}"
+    yield rows("Versions that run", "none", Query(versions), hide=["Value"])
+
+
+DASHBOARDS = {
+    "overview": ("Overview", "Service levels, throughput and load.", overview),
+    "communication": ("Communication", "Dispatch, combine and who waits for whom.", communication),
+    "experts": ("Experts", "How evenly experts and ranks are used.", experts),
+    "scheduler": ("Scheduler", "Queues, batches, KV cache and the phases of a step.", scheduler),
+    "regression": ("Regression", "Latency at equal load, today against the past.", regression),
+}
+
+
+def variables() -> Iterator[Any]:
+    """Choices at the top. A release is a job; its All means the jobs that serve the chosen models."""
+    yield dashboard.DatasourceVariable("datasource").label("Data source").type("prometheus")
+    chosen = 'epserver_build_info{namespace=~"$namespace", model=~"$model"}'
+    choices = (
+        ("namespace", "Namespace", "label_values(epserver_build_info, namespace)", ".*"),
+        ("model", "Model", 'label_values(epserver_build_info{namespace=~"$namespace"}, model)', ".*"),
+        ("job", "Release", f"label_values({chosen}, job)", None),
+        ("instance", "Server", f"label_values(epserver_build_info{{{RELEASE}}}, instance)", None),
+        ("rank", "Rank", f"label_values(epserver_ep_rank_up{{{SERVER}}}, rank)", ".*"),
+    )
+    for name, label, wanted, everything in choices:
+        choice = dashboard.QueryVariable(name).label(label).query(wanted).datasource(SOURCE)
+        choice = choice.multi(True).include_all(True).refresh(model.VariableRefresh.ON_TIME_RANGE_CHANGED)
+        choice = choice.current(model.VariableOption(selected=True, text="All", value="$__all"))
+        choice = choice.sort(model.VariableSort.NATURAL_ASC)
+        yield choice.all_value(everything) if everything else choice
+
+
+def build(name: str) -> str:
+    """One dashboard as JSON text."""
+    title, about, panels = DASHBOARDS[name]
+    made = dashboard.Dashboard(f"ep_server / {title}").uid(f"epserver-{name}").description(about)
+    made = made.tags(["ep-server"]).refresh("30s").readonly().tooltip(model.DashboardCursorSync.CROSSHAIR)
+    made = made.time("now-24h" if name == "regression" else "now-1h", "now")
+    others = dashboard.DashboardLink("Dashboards").type(model.DashboardLinkType.DASHBOARDS)
+    made = made.link(others.tags(["ep-server"]).include_vars(True).keep_time(True).as_dropdown(True))
+    for variable in variables():
+        made = made.with_variable(variable)
+    for number_of, panel in enumerate(panels(), start=1):
+        made = made.with_panel(panel.id(number_of))
+    tree = json.loads(json.dumps(made.build(), cls=JSONEncoder))
+    tree["annotations"] = {"list": [STARTS]}  # the library's type lacks fields of Prometheus annotations
+    return json.dumps(tree, indent=1, sort_keys=True) + "\n"
+
+
+def main() -> None:
+    folder = Path(sys.argv[1]) if len(sys.argv) > 1 else FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in DASHBOARDS:
+        (folder / f"{name}.json").write_text(build(name), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
