@@ -54,6 +54,11 @@ class Sizes:
             timeout_ns=timeout_ns,
         )
 
+    def key(self) -> tuple[int | str, ...]:
+        """Brings sizes into an order that is the same on all ranks."""
+        device = self.device.type  # its number is another one on each rank
+        return self.max_tokens, self.hidden, self.top_k, self.num_experts, str(self.payload), device
+
     def matches(self, max_tokens: int, hidden: int, num_experts: int) -> bool:
         """Whether it serves calls of these sizes, whatever their payload, top-k and device."""
         return (self.max_tokens, self.hidden, self.num_experts) == (max_tokens, hidden, num_experts)
@@ -120,6 +125,8 @@ class Arenas:
 
     def reset(self, dead: frozenset[int]) -> None:
         """Starts a new generation of every arena with only `dead` masked. Collective among the others."""
+        # A rank that was masked has not made the calls of the others: it knows another order of use.
+        self._arenas = {sizes: self._arenas[sizes] for sizes in sorted(self._arenas, key=Sizes.key)}
         for arena in self:
             arena.reset(dead)
         self._masked = dead
@@ -149,6 +156,8 @@ class Arenas:
         return self._masked.union(*(arena.known_masked for arena in self))
 
     def _create(self, sizes: Sizes) -> Arena:
+        if sizes.device.type not in {"cpu", "cuda"}:
+            raise InvalidArgument("x", f"on {sizes.device}", "on a CPU or a CUDA device")
         if sizes.device != CPU and capturing():
             raise InvalidArgument("sizes", sizes, "used in a call outside of a graph first: it takes memory")
         if masked := self.masked():
@@ -180,8 +189,6 @@ class Arenas:
         return NativeArena(bootstrap.from_process_group(self._group, spec, on_timeout=self._on_timeout))
 
     def _cuda(self, device: torch.device, spec: ExchangeSpec) -> Arena:
-        if device.type != "cuda":
-            raise InvalidArgument("x", f"on {device}", "on a CPU or a CUDA device")
         try:
             from ep_server.ep.arena_cuda import CudaArena
 

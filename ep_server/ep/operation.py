@@ -161,7 +161,7 @@ class CombineBuffers:
         """The buffer of a dispatch, or InvalidArgument where a later one has it now."""
         if self._turns - turn >= NUM_COMBINE_BUFFERS:
             given = f"of {self._turns - turn} dispatches ago"
-            raise InvalidArgument("handle", given, f"of one of the last {NUM_COMBINE_BUFFERS} of these sizes")
+            raise InvalidArgument("handle", given, f"one of the last {NUM_COMBINE_BUFFERS} of these sizes")
         at = turn % NUM_COMBINE_BUFFERS
         buffer = self._buffers[at]
         if buffer is None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,7 +22,7 @@ from tests.harness.process_group import run_group
 @cache
 def results(num_ranks: int) -> dict[str, list[str]]:
     """program -> failure texts of the ranks that failed; one group of processes for all."""
-    by_rank = run_group(buffer_programs.run_programs, num_ranks)
+    by_rank = run_group(buffer_programs.run_programs, num_ranks, args=("cpu",))
     return {
         name: [f"rank {rank}: {answers[name]}" for rank, answers in enumerate(by_rank) if answers[name]]
         for name in by_rank[0]
@@ -28,7 +30,7 @@ def results(num_ranks: int) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("program", buffer_programs.PROGRAMS)
+@pytest.mark.parametrize("program", buffer_programs.CPU_PROGRAMS)
 def test_program(num_ranks: int, program: str) -> None:
     failures = results(num_ranks)[program]
     assert not failures, "\n".join(failures)
@@ -36,12 +38,22 @@ def test_program(num_ranks: int, program: str) -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_masks_on_request(num_ranks: int) -> None:
-    run_group(buffer_programs.masks, num_ranks)
+    run_group(buffer_programs.masks, num_ranks, args=("cpu",))
+
+
+def test_masks_of_all_sizes() -> None:
+    run_group(buffer_programs.masks_of_all_sizes, 3, args=("cpu",))
 
 
 @pytest.mark.parametrize("shrink", [True, False])
 def test_a_rank_that_stays_away(shrink: bool) -> None:
-    run_group(buffer_programs.a_rank_that_stays_away, 3, args=(shrink,))
+    run_group(buffer_programs.a_rank_that_stays_away, 3, args=("cpu", shrink))
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_two_ranks_are_lost_one_after_the_other(killed: bool) -> None:
+    lost = (buffer_programs.LOST_AT_DISPATCH, buffer_programs.LOST_AT_COMBINE)
+    run_group(buffer_programs.shrink, 4, args=("cpu", killed), killed=lost if killed else ())
 
 
 def test_more_sizes_than_arenas() -> None:
@@ -52,9 +64,17 @@ def test_import_deep_ep_finds_the_package() -> None:
     program = (
         "from ep_server.compat.deep_ep import install; install(); install(); import deep_ep, torch;"
         "from deep_ep import Buffer, Config, EventOverlap, topk_idx_t;"
+        "from deep_ep.utils import EventHandle; assert EventHandle is deep_ep.EventHandle;"
         "import ep_server.ep.buffer as b; assert Buffer is b.Buffer; assert topk_idx_t is torch.int64"
     )
     subprocess.run([sys.executable, "-c", program], check=True, timeout=60)
+
+
+def test_the_folder_of_the_package_as_a_path_is_enough() -> None:
+    folder = str(Path(deep_ep.__file__).parents[1])
+    program = "import deep_ep, ep_server.ep.buffer as b; assert deep_ep.Buffer is b.Buffer"
+    environment = os.environ | {"PYTHONPATH": folder}
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=60, env=environment)
 
 
 def test_install_refuses_to_replace_another_library() -> None:
@@ -75,13 +95,16 @@ def test_size_hint_covers_every_call_of_those_sizes() -> None:
 
     for payload in (Payload.BF16, Payload.FP8, Payload.FP8_UE8M0):
         for top_k in (1, 8, 16):
-            assert region_bytes(Sizes(128, 7168, top_k, 64, payload).spec(3, 4, 1)) <= hint
+            for device in ("cpu", "cuda"):
+                sizes = Sizes(128, 7168, top_k, 64, payload, torch.device(device))
+                assert region_bytes(sizes.spec(3, 4, 1)) <= hint
     assert hint < deep_ep.Buffer.get_low_latency_rdma_size_hint(129, 7168, 4, 64)
 
 
 def test_a_buffer_without_a_group_or_mode_is_refused() -> None:
-    with pytest.raises(InvalidArgument, match="group"):
-        deep_ep.Buffer(None)
+    for given in ((None, None), (object(), object())):
+        with pytest.raises(InvalidArgument, match="group, comm"):
+            deep_ep.Buffer(given[0], comm=given[1])
 
 
 def test_num_sms_is_even() -> None:

@@ -11,7 +11,7 @@ import os
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -23,12 +23,18 @@ PRELOADED = ["torch", "torch.distributed", "ep_server.ep.bootstrap"]  # imported
 
 
 def run_group(
-    fn: Callable[..., Any], num_ranks: int, *, args: tuple[Any, ...] = (), timeout: float = 120.0
+    fn: Callable[..., Any],
+    num_ranks: int,
+    *,
+    args: tuple[Any, ...] = (),
+    timeout: float = 120.0,
+    killed: Collection[int] = (),
 ) -> list[Any]:
     """Runs fn(group, *args) on every rank and returns the values in rank order.
 
     Args:
         fn: a module-level function; its value must pickle.
+        killed: ranks that must die instead of answering; their value is None.
     Raises: AssertionError with every traceback, if a rank raised, died or ran past `timeout`.
     """
     context = multiprocessing.get_context("forkserver")
@@ -45,7 +51,7 @@ def run_group(
             pipes.append(ours)
             processes.append(process)
         try:
-            return _collect(pipes, time.monotonic() + timeout)
+            return _collect(pipes, time.monotonic() + timeout, killed)
         finally:
             for process in processes:
                 process.join(5)
@@ -54,7 +60,7 @@ def run_group(
                     process.join(5)
 
 
-def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
+def _collect(pipes: list[Connection], deadline: float, killed: Collection[int]) -> list[Any]:
     values, problems = [], []
     for rank, pipe in enumerate(pipes):
         try:
@@ -62,8 +68,10 @@ def _collect(pipes: list[Connection], deadline: float) -> list[Any]:
                 problems.append(f"rank {rank} passed the deadline of the test")
                 continue
             failed, value = pipe.recv()
-        except EOFError:
-            failed, value = True, "died without an answer"
+            if rank in killed and not failed:
+                failed, value = True, "lived, and was to die"
+        except (EOFError, ConnectionResetError):
+            failed, value = rank not in killed, None if rank in killed else "died without an answer"
         if failed:
             problems.append(f"rank {rank}: {value}")
         values.append(value)
