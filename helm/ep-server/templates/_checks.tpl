@@ -1,0 +1,11 @@
+{{/* What values.schema.json cannot say: one value against another. */}}
+{{- define "ep-server.checks" -}}
+{{- with .Values.autoscaling }}
+{{- if lt (int64 .maxReplicas) (int64 .minReplicas) }}
+{{- fail (printf "autoscaling.maxReplicas = %d: must be at least autoscaling.minReplicas, %d" (int64 .maxReplicas) (int64 .minReplicas)) }}
+{{- end }}
+{{- end }}
+{{- if eq (int64 .Values.metrics.port) (int64 .Values.grpc.port) }}
+{{- fail (printf "metrics.port = %d: must differ from grpc.port" (int64 .Values.metrics.port)) }}
+{{- end }}
+{{- end }}

@@ -1,0 +1,162 @@
+{{/* The server's container: command line, environment, probes. Flags are those of `ep-server serve`. */}}
+{{- define "ep-server.args" -}}
+- serve
+- --model
+- {{ printf "/models/%s" .Values.model.directory | trimSuffix "/" | quote }}
+{{- with .Values.model.name }}
+- --model-name
+- {{ . | quote }}
+{{- end }}
+- --ranks
+- {{ int64 .Values.ranks | quote }}
+- --host
+- {{ .Values.listen | quote }}
+- --port
+- {{ int64 .Values.grpc.port | quote }}
+- --grpc-drain-seconds
+- {{ include "ep-server.text" .Values.drain.seconds | quote }}
+- --metrics-enabled
+- {{ .Values.metrics.enabled | quote }}
+- --metrics-host
+- {{ .Values.listen | quote }}
+- --metrics-port
+- {{ int64 .Values.metrics.port | quote }}
+{{- if .Values.tls.enabled }}
+- --grpc-tls-cert
+- /etc/ep-server/tls/tls.crt
+- --grpc-tls-key
+- /etc/ep-server/tls/tls.key
+{{- if .Values.tls.clientAuth }}
+- --grpc-tls-client-ca
+- /etc/ep-server/tls/ca.crt
+{{- end }}
+{{- end }}
+{{- if .Values.auth.tokenSecret }}
+- --grpc-token-file
+- {{ printf "/etc/ep-server/auth/%s" .Values.auth.tokenKey | quote }}
+{{- end }}
+{{- end }}
+
+{{- define "ep-server.env" -}}
+{{- range $section, $fields := .Values.config }}
+{{- range $field, $value := $fields }}
+- name: {{ printf "EP_SERVER_%s__%s" (upper $section) (upper $field) }}
+  value: {{ include "ep-server.text" $value | quote }}
+{{- end }}
+{{- end }}
+{{- with .Values.extraEnv }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* Flags of a client of this server: how it trusts, who it is. */}}
+{{- define "ep-server.clientFlags" -}}
+{{- if .Values.tls.enabled }}
+- --tls-ca
+- /etc/ep-server/tls/ca.crt
+{{- if .Values.tls.clientAuth }}
+- --tls-cert
+- /etc/ep-server/tls/tls.crt
+- --tls-key
+- /etc/ep-server/tls/tls.key
+{{- end }}
+{{- end }}
+{{- end }}
+
+{{/* The kubelet's gRPC probe speaks no TLS; there the same question goes through the client. */}}
+{{- define "ep-server.probe" -}}
+{{- if .root.Values.tls.enabled }}
+exec:
+  command:
+    - ep-server
+    - health
+    - --address
+    - {{ printf "localhost:%d" (int64 .root.Values.grpc.port) | quote }}
+    {{- with .service }}
+    - --service
+    - {{ . }}
+    {{- end }}
+    {{- include "ep-server.clientFlags" .root | trim | nindent 4 }}
+{{- else }}
+grpc:
+  port: {{ int64 .root.Values.grpc.port }}
+  {{- with .service }}
+  service: {{ . }}
+  {{- end }}
+{{- end }}
+periodSeconds: {{ int64 .times.periodSeconds }}
+failureThreshold: {{ int64 .times.failureThreshold }}
+timeoutSeconds: {{ int64 .times.timeoutSeconds }}
+{{- end }}
+
+{{- define "ep-server.resources" -}}
+{{- $devices := dict -}}
+{{- if .Values.gpu.enabled }}{{ $_ := set $devices .Values.gpu.resource (int64 .Values.gpu.count) }}{{ end -}}
+{{- if .Values.rdma.enabled }}{{ $_ := set $devices .Values.rdma.resource (int64 .Values.rdma.count) }}{{ end -}}
+requests:
+  {{- toYaml .Values.resources.requests | nindent 2 }}
+limits:
+  {{- toYaml (merge (deepCopy .Values.resources.limits) $devices) | nindent 2 }}
+{{- end }}
+
+{{- define "ep-server.securityContext" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+capabilities:
+  drop: [ALL]
+{{- end }}
+
+{{- define "ep-server.container" -}}
+name: server
+image: {{ include "ep-server.image" . | quote }}
+imagePullPolicy: {{ .Values.image.pullPolicy }}
+command: [ep-server]
+args:
+  {{- include "ep-server.args" . | nindent 2 }}
+{{- with include "ep-server.env" . | trim }}
+env:
+  {{- . | nindent 2 }}
+{{- end }}
+ports:
+  - name: grpc
+    containerPort: {{ int64 .Values.grpc.port }}
+  {{- if .Values.metrics.enabled }}
+  - name: metrics
+    containerPort: {{ int64 .Values.metrics.port }}
+  {{- end }}
+startupProbe:
+  {{- include "ep-server.probe" (dict "root" . "service" "ep_server.v1.Decode" "times" .Values.probes.startup) | trim | nindent 2 }}
+readinessProbe:
+  {{- include "ep-server.probe" (dict "root" . "service" "ep_server.v1.Decode" "times" .Values.probes.readiness) | trim | nindent 2 }}
+livenessProbe:
+  {{- include "ep-server.probe" (dict "root" . "service" "" "times" .Values.probes.liveness) | trim | nindent 2 }}
+{{- if .Values.drain.preStopSeconds }}
+lifecycle:
+  preStop:
+    sleep:
+      seconds: {{ int64 .Values.drain.preStopSeconds }}
+{{- end }}
+resources:
+  {{- include "ep-server.resources" . | nindent 2 }}
+securityContext:
+  {{- include "ep-server.securityContext" . | nindent 2 }}
+  {{- if .Values.rdma.enabled }}
+    add: [IPC_LOCK]
+  {{- end }}
+volumeMounts:
+  - {name: model, mountPath: /models, readOnly: true}
+  - {name: shared-memory, mountPath: /dev/shm}
+  - {name: scratch, mountPath: /tmp}
+  {{- with include "ep-server.secretMounts" . | trim }}
+  {{- . | nindent 2 }}
+  {{- end }}
+{{- end }}
+
+{{- define "ep-server.secretMounts" -}}
+{{- if .Values.tls.enabled }}
+- {name: tls, mountPath: /etc/ep-server/tls, readOnly: true}
+{{- end }}
+{{- if .Values.auth.tokenSecret }}
+- {name: auth, mountPath: /etc/ep-server/auth, readOnly: true}
+{{- end }}
+{{- end }}

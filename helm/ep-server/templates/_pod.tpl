@@ -1,0 +1,107 @@
+{{/* The Pod template of all kinds, and what helm's test Pods share with it. */}}
+{{- define "ep-server.secretVolumes" -}}
+{{- if .Values.tls.enabled }}
+- name: tls
+  secret:
+    secretName: {{ include "ep-server.tlsSecret" . }}
+    defaultMode: 0440
+{{- end }}
+{{- if .Values.auth.tokenSecret }}
+- name: auth
+  secret:
+    secretName: {{ .Values.auth.tokenSecret }}
+    defaultMode: 0440
+{{- end }}
+{{- end }}
+
+{{- define "ep-server.volumes" -}}
+- name: model
+  {{- if eq .Values.model.source "pvc" }}
+  persistentVolumeClaim:
+    claimName: {{ .Values.model.pvc.claimName }}
+    readOnly: true
+  {{- else if eq .Values.model.source "hostPath" }}
+  hostPath:
+    path: {{ .Values.model.hostPath.path }}
+    type: Directory
+  {{- else }}
+  image:
+    reference: {{ .Values.model.image.reference }}
+    pullPolicy: {{ .Values.model.image.pullPolicy }}
+  {{- end }}
+- name: shared-memory
+  emptyDir: {medium: Memory, sizeLimit: {{ .Values.sharedMemory.size }}}
+- name: scratch
+  emptyDir: {sizeLimit: {{ .Values.scratch.size }}}
+{{- include "ep-server.secretVolumes" . }}
+{{- end }}
+
+{{- define "ep-server.podSecurity" -}}
+serviceAccountName: {{ include "ep-server.serviceAccount" . }}
+automountServiceAccountToken: false
+enableServiceLinks: false
+{{- with .Values.imagePullSecrets }}
+imagePullSecrets:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+securityContext:
+  runAsNonRoot: true
+  runAsUser: {{ int64 .Values.security.runAsUser }}
+  runAsGroup: {{ int64 .Values.security.runAsGroup }}
+  fsGroup: {{ int64 .Values.security.fsGroup }}
+  fsGroupChangePolicy: OnRootMismatch
+  seccompProfile: {type: RuntimeDefault}
+{{- end }}
+
+{{- define "ep-server.placement" -}}
+{{- if .Values.topologySpread.enabled }}
+topologySpreadConstraints:
+  - topologyKey: {{ .Values.topologySpread.topologyKey }}
+    maxSkew: {{ int64 .Values.topologySpread.maxSkew }}
+    whenUnsatisfiable: {{ .Values.topologySpread.whenUnsatisfiable }}
+    labelSelector:
+      matchLabels:
+        {{- include "ep-server.selector" . | nindent 8 }}
+{{- end }}
+{{- with .Values.nodeSelector }}
+nodeSelector:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.tolerations }}
+tolerations:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.affinity }}
+affinity:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
+{{- with .Values.priorityClassName }}
+priorityClassName: {{ . }}
+{{- end }}
+{{- if and .Values.gpu.enabled .Values.gpu.runtimeClassName }}
+runtimeClassName: {{ .Values.gpu.runtimeClassName }}
+{{- end }}
+{{- end }}
+
+{{- define "ep-server.pod" -}}
+metadata:
+  labels:
+    {{- merge (include "ep-server.selector" . | fromYaml) .Values.podLabels | toYaml | nindent 4 }}
+  {{- with .Values.podAnnotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+  {{- end }}
+spec:
+  {{- include "ep-server.podSecurity" . | nindent 2 }}
+  {{- if .Values.hostNetwork }}
+  hostNetwork: true
+  dnsPolicy: ClusterFirstWithHostNet
+  {{- end }}
+  # preStop, drain, and 15 seconds to end the ranks.
+  terminationGracePeriodSeconds: {{ addf (int64 .Values.drain.preStopSeconds) .Values.drain.seconds 15 | ceil | int64 }}
+  {{- include "ep-server.placement" . | trim | nindent 2 }}
+  containers:
+    - {{ include "ep-server.container" . | indent 6 | trim }}
+  volumes:
+    {{- include "ep-server.volumes" . | nindent 4 }}
+{{- end }}

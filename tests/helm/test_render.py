@@ -1,0 +1,304 @@
+"""What the chart renders: every kind with and without GPUs, RDMA and TLS; each part that values switch on."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+from typing import Any
+
+import helm_python
+import jsonschema
+import pytest
+import yaml
+
+import ep_server
+from ep_server.config import Config
+from tests.helm.charts import (
+    CHART,
+    MINIMAL,
+    Object,
+    config_of,
+    container,
+    nested,
+    of_kind,
+    pod_template,
+    render,
+    render_as,
+)
+from tests.helm.validation import check, check_links
+
+KINDS = ("StatefulSet", "LeaderWorkerSet", "Deployment")
+VERSIONS = ("1.30", "1.37")  # the oldest that Chart.yaml allows, the newest whose schemas are here
+CERT_MANAGER = {"tls": {"certManager": {"enabled": True, "issuerRef": {"name": "ca"}}}}
+ALL_ON: dict[str, Any] = {
+    "imagePullSecrets": [{"name": "pull"}],
+    "podAnnotations": {"a": "b"},
+    "podLabels": {"team": "x", "app.kubernetes.io/component": "theirs"},
+    "extraEnv": [{"name": "OMP_PROC_BIND", "value": "close"}],
+    "nodeSelector": {"disk": "fast"},
+    "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
+    "affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
+    "priorityClassName": "high",
+    "auth": {"tokenSecret": "tokens"},
+    "networkPolicy": {"enabled": True},
+    "metrics": {
+        "rules": True,
+        "dashboards": True,
+        "monitor": "ServiceMonitor",
+        "labels": {"release": "prometheus"},
+    },
+    "service": {"annotations": {"c": "d"}, "type": "LoadBalancer"},
+    "serviceAccount": {"annotations": {"e": "f"}},
+}
+
+
+@pytest.mark.parametrize(("kind", "gpu", "rdma", "tls"), [*itertools.product(KINDS, *[(False, True)] * 3)])
+def test_every_kind_with_and_without_gpu_rdma_and_tls(kind: str, gpu: bool, rdma: bool, tls: bool) -> None:
+    values = {"kind": kind, "gpu": {"enabled": gpu}, "rdma": {"enabled": rdma}, "tls": {"enabled": tls}}
+    certificate = CERT_MANAGER if tls else {}
+    for more, version in zip(({}, ALL_ON), VERSIONS, strict=True):
+        objects, notes = render(values, certificate, more)
+        for one in objects:
+            check(one, version)
+        check_links(objects)
+        assert [one["kind"] for one in objects if one["kind"] in KINDS] == [kind]
+        pod, server = pod_template(objects)["spec"], container(objects)
+        limits, added = server["resources"]["limits"], server["securityContext"]["capabilities"].get("add")
+        assert ("nvidia.com/gpu" in limits, "rdma/hca" in limits) == (gpu, rdma)
+        assert added == (["IPC_LOCK"] if rdma else None)
+        assert ("grpc" in server["livenessProbe"], "exec" in server["livenessProbe"]) == (not tls, tls)
+        assert len(of_kind(objects, "Certificate")) == tls == ("tls" in {v["name"] for v in pod["volumes"]})
+        assert "hostNetwork" not in pod and server["image"].endswith("-cuda") == gpu
+        assert ("computes on CPU ranks" in notes) == (gpu or rdma) and ("No TLS" in notes) == (not tls)
+
+
+def test_lint_has_nothing_to_say() -> None:
+    for kind in KINDS:
+        report = helm_python.lint(CHART, {**MINIMAL, "kind": kind}, strict=True)
+        assert report["errors"] == []
+        assert [m["error"] for m in report["messages"]] == ["icon is recommended"]
+
+
+def test_a_field_that_kubernetes_does_not_know_is_found() -> None:
+    """The validation itself: it fails on a misspelt field of every kind of object."""
+    values = {
+        "metrics": {"rules": True, "dashboards": True},
+        "networkPolicy": {"enabled": True},
+        "tls": {"enabled": True},
+    }
+    scaled = {"kind": "Deployment", "autoscaling": {"enabled": True}, "metrics": {"monitor": "PodMonitor"}}
+    objects = [
+        *render(values, CERT_MANAGER, {"metrics": {"monitor": "ServiceMonitor"}})[0],
+        *render(scaled)[0],
+    ]
+    objects += render({"kind": "LeaderWorkerSet"})[0]
+    kinds = {one["kind"]: one for one in objects}
+    assert len(kinds) == 14
+    for one in kinds.values():
+        part = one.get("spec", one)
+        part["replicaz"] = 1
+        with pytest.raises(jsonschema.ValidationError, match="replicaz"):
+            check(one, "1.37")
+
+
+def test_the_command_line_is_one_that_the_server_takes() -> None:
+    values = {
+        "ranks": 4,
+        "model": {"directory": "qwen/30b", "name": "q"},
+        "listen": "::",
+        "grpc": {"port": 6000},
+        "metrics": {"port": 6001},
+        "drain": {"seconds": 7.5, "preStopSeconds": 3},
+        "tls": {"enabled": True, "secretName": "s", "clientAuth": True},
+        "auth": {"tokenSecret": "t", "tokenKey": "k"},
+        "config": {
+            "scheduler": {"max_queue": 1_000_000, "kv_fraction": 0.5, "prefix_cache": False},
+            "exchange": {"timeout_seconds": 20, "spin_us": -1},
+        },
+        "extraEnv": [{"name": "OMP_PROC_BIND", "value": "close"}],
+    }
+    objects, _ = render(values)
+    server = container(objects)
+    read = config_of(server).values()
+    assert {name: value for name, value in read.items() if value != Config().values()[name]} == {
+        "parallel.ranks": 4,
+        "model.path": "/models/qwen/30b",
+        "model.name": "q",
+        "grpc.host": "::",
+        "grpc.port": 6000,
+        "metrics.host": "::",
+        "metrics.port": 6001,
+        "grpc.drain_seconds": 7.5,
+        "grpc.tls_cert": "/etc/ep-server/tls/tls.crt",
+        "grpc.tls_key": "/etc/ep-server/tls/tls.key",
+        "grpc.tls_client_ca": "/etc/ep-server/tls/ca.crt",
+        "grpc.token_file": "/etc/ep-server/auth/k",
+        "scheduler.max_queue": 1_000_000,
+        "scheduler.kv_fraction": 0.5,
+        "scheduler.prefix_cache": False,
+        "exchange.timeout_seconds": 20.0,
+        "log.format": "json",
+    }
+    mounted = {mount["mountPath"]: mount for mount in server["volumeMounts"]}
+    assert {"/models", "/dev/shm", "/tmp", "/etc/ep-server/tls", "/etc/ep-server/auth"} == set(mounted)
+    assert all(mounted[path].get("readOnly") for path in mounted if path not in ("/dev/shm", "/tmp"))
+    assert pod_template(objects)["spec"]["terminationGracePeriodSeconds"] == 26  # 3 + 7.5 + 15
+    assert server["lifecycle"]["preStop"] == {"sleep": {"seconds": 3}}
+    assert "lifecycle" not in container(render({"drain": {"preStopSeconds": 0}})[0])
+
+
+def test_with_its_defaults_it_serves_the_top_of_the_claim() -> None:
+    objects, notes = render()
+    read = config_of(container(objects))
+    assert (read.model.path, read.grpc.host, read.metrics.host) == ("/models", "0.0.0.0", "0.0.0.0")
+    assert "StatefulSet moe-ep-server: 1 server(s) of 1 rank(s), namespace inference." in notes
+    assert {one["kind"] for one in objects} == {
+        "StatefulSet", "Service", "ServiceAccount", "PodDisruptionBudget", "Pod",
+    }  # fmt: skip
+
+
+def test_models_come_from_a_claim_a_node_or_an_image() -> None:
+    def volume(**model: Any) -> Object:
+        pod = pod_template(render({"model": model})[0])["spec"]
+        return next(one for one in pod["volumes"] if one["name"] == "model")
+
+    claim = {"claimName": "checkpoints", "readOnly": True}
+    assert volume() == {"name": "model", "persistentVolumeClaim": claim}
+    node = {"path": "/data", "type": "Directory"}
+    assert volume(source="hostPath", hostPath={"path": "/data"}) == {"name": "model", "hostPath": node}
+    image = {"reference": "models/q:1", "pullPolicy": "IfNotPresent"}
+    assert volume(source="image", image={"reference": "models/q:1"}) == {"name": "model", "image": image}
+    for one in render({"model": {"source": "image", "image": {"reference": "models/q:1"}}})[0]:
+        check(one, "1.33")
+
+
+def test_servers_live_and_die_one_by_one() -> None:
+    (set_,) = of_kind(render({"kind": "LeaderWorkerSet", "replicas": 3})[0], "LeaderWorkerSet")
+    assert set_["spec"]["replicas"] == 3 and set_["spec"]["leaderWorkerTemplate"]["size"] == 1
+    assert set_["spec"]["leaderWorkerTemplate"]["restartPolicy"] == "None"
+    objects, _ = render({"replicas": 3})
+    (set_,) = of_kind(objects, "StatefulSet")
+    assert set_["spec"]["replicas"] == 3 and set_["spec"]["podManagementPolicy"] == "Parallel"
+    headless = {s["metadata"]["name"]: s["spec"] for s in of_kind(objects, "Service")}[
+        set_["spec"]["serviceName"]
+    ]
+    assert headless["publishNotReadyAddresses"] is True
+    (budget,) = of_kind(objects, "PodDisruptionBudget")
+    assert budget["spec"]["maxUnavailable"] == 1
+    spread = {
+        "topologySpread": {"topologyKey": "topology.kubernetes.io/zone", "whenUnsatisfiable": "DoNotSchedule"}
+    }
+    pod = pod_template(render(spread)[0])
+    (spread_over,) = pod["spec"]["topologySpreadConstraints"]
+    assert spread_over["topologyKey"] == "topology.kubernetes.io/zone"
+    assert spread_over["labelSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+
+
+def test_load_scales_a_deployment() -> None:
+    scaling = {"enabled": True, "minReplicas": 2, "maxReplicas": 9, "waitingRequests": 5, "kvUsePercent": 60}
+    objects, notes = render({"kind": "Deployment", "autoscaling": scaling})
+    for one, version in itertools.product(objects, VERSIONS):
+        check(one, version)
+    check_links(objects)
+    (deployment,), (scaler,) = of_kind(objects, "Deployment"), of_kind(objects, "HorizontalPodAutoscaler")
+    assert "replicas" not in deployment["spec"] and "2 to 9 server(s)" in notes
+    assert (scaler["spec"]["minReplicas"], scaler["spec"]["maxReplicas"]) == (2, 9)
+    aims = {one["pods"]["metric"]["name"]: one["pods"]["target"] for one in scaler["spec"]["metrics"]}
+    assert aims == {
+        "epserver_requests_waiting": {"type": "AverageValue", "averageValue": "5"},
+        "epserver_kv_cache_usage_ratio": {"type": "AverageValue", "averageValue": "600m"},
+    }
+
+
+def test_rules_and_dashboards_are_the_files() -> None:
+    base = "https://git.example.org/ep-server/blob/main/"
+    objects, _ = render({"metrics": {"rules": True, "dashboards": True, "runbookBase": base}})
+    made = {one["metadata"]["name"]: one["spec"] for one in of_kind(objects, "PrometheusRule")}
+    files = {f"moe-ep-server-{path.stem}": path for path in (CHART / "files/rules").glob("*.yaml")}
+    assert made.keys() == files.keys() and made
+    links = re.compile(r"(runbook_url: )(?=docs/)")
+    assert made == {
+        name: yaml.safe_load(links.sub(rf"\1{base}", path.read_text())) for name, path in files.items()
+    }
+    alerts = [
+        rule
+        for spec in made.values()
+        for group in spec["groups"]
+        for rule in group["rules"]
+        if "alert" in rule
+    ]
+    assert alerts and all(rule["annotations"]["runbook_url"].startswith(base) for rule in alerts)
+    maps = {one["metadata"]["name"]: one for one in of_kind(objects, "ConfigMap")}
+    boards = {path.name: json.loads(path.read_text()) for path in (CHART / "files/dashboards").glob("*.json")}
+    assert {name: json.loads(text) for one in maps.values() for name, text in one["data"].items()} == boards
+    assert all(one["metadata"]["labels"]["grafana_dashboard"] == "1" for one in maps.values())
+
+
+@pytest.mark.parametrize("kind", ["ServiceMonitor", "PodMonitor"])
+def test_one_monitor_finds_each_pod_once(kind: str) -> None:
+    objects, notes = render({"metrics": {"monitor": kind, "interval": "5s", "labels": {"release": "p"}}})
+    check_links(objects)
+    (monitor,) = (one for one in objects if one["kind"].endswith("Monitor"))
+    check(monitor, "1.37")
+    assert monitor["kind"] == kind and monitor["metadata"]["labels"]["release"] == "p"
+    (endpoint,) = monitor["spec"].get("endpoints") or monitor["spec"]["podMetricsEndpoints"]
+    assert endpoint == {"port": "metrics", "path": "/metrics", "interval": "5s"}
+    assert "Nothing scrapes" not in notes
+
+
+def test_who_may_call_is_a_list() -> None:
+    monitoring = [{"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}]
+    objects, _ = render({"networkPolicy": {"enabled": True, "monitoring": monitoring}})
+    (policy,) = of_kind(objects, "NetworkPolicy")
+    check(policy, "1.37")
+    assert policy["spec"]["egress"] == [] and policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
+    rules = {rule["ports"][0]["port"]: rule["from"] for rule in policy["spec"]["ingress"]}
+    assert rules["grpc"][0] == {"podSelector": {}} and rules["metrics"][0] == monitoring[0]
+    for peers in rules.values():  # helm test gets through whoever else does
+        labels = peers[-1]["podSelector"]["matchLabels"]
+        assert all(labels.items() <= pod["metadata"]["labels"].items() for pod in of_kind(objects, "Pod"))
+
+
+def test_parts_can_be_left_out() -> None:
+    off = [
+        nested(f"{name}.enabled", False)
+        for name in ("metrics", "tests", "podDisruptionBudget", "topologySpread")
+    ]
+    objects, _ = render(*off, {"serviceAccount": {"create": False}, "hostNetwork": True})
+    check_links(objects)
+    assert sorted(one["kind"] for one in objects) == ["Service", "Service", "StatefulSet"]
+    pod, server = pod_template(objects)["spec"], container(objects)
+    assert [port["name"] for port in server["ports"]] == ["grpc"]
+    assert not config_of(server).metrics.enabled and "topologySpreadConstraints" not in pod
+    assert (pod["hostNetwork"], pod["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
+
+
+def test_names_fit_however_long_the_release_is() -> None:
+    everything = {"metrics": {"rules": True, "dashboards": True}}
+    for release, values in (("r" * 53, {}), ("x", {"fullnameOverride": "n" * 40}), ("ep-server", {})):
+        for kind in KINDS:
+            objects, _ = render_as(release, everything, {"kind": kind, **values})
+            for one in objects:
+                check(one, "1.37")
+            check_links(objects)
+
+
+def test_images_are_named_by_tag_or_digest() -> None:
+    def image(**values: Any) -> str:
+        return str(container(render({"image": values})[0])["image"])
+
+    assert image() == f"ep-server:{ep_server.__version__}"
+    assert image(repository="registry.example.org:5000/moe/ep-server", tag="x") == (
+        "registry.example.org:5000/moe/ep-server:x"
+    )
+    digest = "sha256:" + "0" * 64
+    assert image(tag="x", digest=digest) == f"ep-server@{digest}"
+
+
+def test_the_chart_has_the_version_of_the_package() -> None:
+    about = yaml.safe_load((CHART / "Chart.yaml").read_text())
+    (packaged,) = re.findall(
+        r'^    version="(.*)",$', (CHART.parents[1] / "setup.py").read_text(), re.MULTILINE
+    )
+    assert about["version"] == about["appVersion"] == ep_server.__version__ == packaged
