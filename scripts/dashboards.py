@@ -207,7 +207,7 @@ def communication() -> Iterator[Panel]:
         "Waiting for a rank, share of all steps",
         "percentunit",
         Query(recorded("comm_peer_wait:share_5m", 'instance=~"$instance"'), "{{instance}} for {{peer}}"),
-        about="EpServerSlowRank fires above 5 % that are three times what the others are waited for.",
+        about="EpServerSlowRank fires above 5 % that are twice what the others are waited for.",
     )
     for stat_name in ("p50", "p99"):
         wanted = recorded("latency_seconds:5m", f'signal=~"dispatch|combine|vote", stat="{stat_name}"')
