@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 import uvloop
 from prometheus_client import CollectorRegistry
 
 import ep_server
-from ep_server.config import Config
-from ep_server.metrics import MetricsEndpoint, ServerMetrics
+from ep_server.config import Config, MetricsConfig
+from ep_server.metrics import ServerMetrics
+from ep_server.metrics_endpoint import MetricsEndpoint
 from ep_server.ranks.launcher import RankProcesses
 from ep_server.ranks.protocol import Ranks
 from ep_server.served_model import ServedModel
 from ep_server.server import Progress, Server
+from ep_server.status_page import StatusPage
 from ep_server.vllm_metrics import with_vllm_names
 
 
@@ -42,13 +44,23 @@ async def assemble(config: Config, ranks: Ranks | None = None) -> AsyncIterator[
         registry, model=model.name, version=ep_server.__version__, max_queue=config.scheduler.max_queue
     )
     page = with_vllm_names(registry, model.name) if config.metrics.vllm_names else registry
-    endpoint = MetricsEndpoint(config.metrics, page) if config.metrics.enabled else None
+    status = StatusPage(metrics.look, model.name, ep_server.__version__)
+    with _endpoint(config.metrics, page, status) as url:
+        yield App(Server(config, model, ranks or RankProcesses(config), metrics), model, url)
+
+
+@contextmanager
+def _endpoint(config: MetricsConfig, page: CollectorRegistry, status: StatusPage) -> Iterator[str]:
+    """Opens the metrics port where it is wanted. Yields: its URL, or nothing. Raises: ConfigError."""
+    if not config.enabled:
+        yield ""
+        return
+    endpoint = MetricsEndpoint(config, page, status)
     try:
-        server = Server(config, model, ranks or RankProcesses(config), metrics)
-        yield App(server, model, endpoint.url if endpoint is not None else "")
+        with status:
+            yield endpoint.url
     finally:
-        if endpoint is not None:
-            endpoint.close()
+        endpoint.close()
 
 
 def run(config: Config, progress: Progress, on_serving: Callable[[App], None]) -> int:

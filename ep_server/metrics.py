@@ -1,4 +1,4 @@
-"""What the server exports to Prometheus, and the HTTP endpoint it is read from. Knows no request's content.
+"""What the server exports to Prometheus. Knows no request's content and no HTTP.
 
 `ServerMetrics` is an EngineObserver: it counts what the front sees; what ranks measured comes through
 `RankCollector`. Every name begins with `epserver_`, durations are seconds, labels are bounded (never a
@@ -7,14 +7,9 @@ request id). One registry per server, passed in, so that several servers in one 
 
 from __future__ import annotations
 
-import errno
 import platform
-import socket
-import threading
-from collections.abc import Callable, Iterable
-from socketserver import TCPServer, ThreadingMixIn
-from typing import Any
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+import time
+from collections.abc import Iterable
 
 from prometheus_client import (
     CollectorRegistry,
@@ -22,23 +17,20 @@ from prometheus_client import (
     Gauge,
     Histogram,
     disable_created_metrics,
-    make_wsgi_app,
 )
 from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.samples import Sample
 
-from ep_server.config import MetricsConfig
-from ep_server.errors import ConfigError
 from ep_server.observer import RequestSummary
 from ep_server.rank_metrics import RankCollector
 from ep_server.records import RankReady, RankStatistics
+from ep_server.status_history import Snapshot
 
 PREFIX = "epserver_"
-CLOSE_SECONDS = 5.0  # for a scrape in progress when the server stops
 # Edges of the request histograms, seconds; those of dispatch and combine double from 1 us (rank_metrics).
 REQUEST_EDGES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 TOKEN_EDGES = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
 LENGTH_EDGES = tuple(float(1 << power) for power in range(0, 18))
-SLOW_READER_SECONDS = 10  # a scrape that stalls longer is dropped
 # Statuses that are the server's fault. Counted from 0: of a series that begins with its first error,
 # Prometheus cannot see that error.
 FAULTS = ("DEADLINE_EXCEEDED", "INTERNAL", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "UNKNOWN")
@@ -89,6 +81,20 @@ class ServerMetrics:
         self._freed = histogram("cancel_to_free_seconds", "From a cancel to its KV blocks being free.")
         self._prompt_length = histogram("request_prompt_tokens", "Prompt length.", LENGTH_EDGES)
         self._output_length = histogram("request_output_tokens", "Output length at the end.", LENGTH_EDGES)
+
+    def look(self) -> Snapshot:
+        """What the status page is made of. From any thread."""
+        up, ranks = self._ranks.latest()
+        gaps = [(s.labels["le"], s.value) for s in _samples(self._token_gap) if s.name.endswith("_bucket")]
+        return Snapshot(
+            at=time.monotonic(),
+            generated=_samples(self._generated_tokens)[0].value,
+            running=_samples(self._running)[0].value,
+            waiting=_samples(self._waiting)[0].value,
+            token_gaps=tuple((float(edge), count) for edge, count in gaps),
+            up=up,
+            ranks=ranks,
+        )
 
     def on_rank_ready(self, ready: RankReady) -> None:
         """A rank is warm."""
@@ -142,93 +148,6 @@ class ServerMetrics:
         self._waiting.set(waiting)
 
 
-class MetricsEndpoint:
-    """Serves a registry over HTTP at /metrics, Prometheus text or OpenMetrics as the scraper asks.
-
-    Threads of its own, so a scrape never waits for the event loop. `close` is idempotent.
-    """
-
-    def __init__(self, config: MetricsConfig, registry: CollectorRegistry) -> None:
-        """Binds and starts.
-
-        Raises: ConfigError (a StartupError) naming metrics.host or metrics.port if it cannot bind.
-        """
-        self._server = _bind(config)
-        self._server.set_app(_only_metrics(make_wsgi_app(registry)))
-        self._thread = threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True)
-        self._thread.start()
-
-    @property
-    def port(self) -> int:
-        """The port in use, also where the configuration said 0."""
-        return self._server.server_port
-
-    @property
-    def url(self) -> str:
-        """Where to read the metrics."""
-        host = str(self._server.server_address[0])
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.port}/metrics"
-
-    def close(self) -> None:
-        """Stops serving and frees the port."""
-        if self._thread.is_alive():
-            self._server.shutdown()
-            self._thread.join(CLOSE_SECONDS)
-        self._server.server_close()
-
-
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-    block_on_close = False
-
-    def __init__(self, address: tuple[str, int], family: socket.AddressFamily) -> None:
-        self.address_family = family
-        super().__init__(address, _Handler)
-
-    def server_bind(self) -> None:
-        """Binds without looking up the host's full name, which HTTPServer would wait for."""
-        TCPServer.server_bind(self)
-        self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
-        self.setup_environ()
-
-
-class _Handler(WSGIRequestHandler):
-    timeout = SLOW_READER_SECONDS
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Scrapes are not worth a log line."""
-
-
-def _only_metrics(metrics: Callable[..., Any]) -> Callable[..., Any]:
-    """The exporter answers on any path; this one answers 404 beside /metrics."""
-
-    def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:
-        if environ["PATH_INFO"] == "/metrics":
-            return metrics(environ, start_response)
-        start_response("404 Not Found", [("Content-Type", "text/plain")])
-        return [b"see /metrics\n"]
-
-    return app
-
-
-def _bind(config: MetricsConfig) -> _Server:
-    try:
-        family, _, _, _, address = socket.getaddrinfo(
-            config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-        )[0]
-    except OSError as error:
-        raise ConfigError(
-            "metrics.host", config.host, f"an address of this host ({_reason(error)})"
-        ) from error
-    try:
-        return _Server((str(address[0]), config.port), family)
-    except OSError as error:
-        if error.errno == errno.EADDRNOTAVAIL:
-            raise ConfigError("metrics.host", config.host, "an address of this host") from error
-        raise ConfigError(
-            "metrics.port", config.port, f"a port this process may bind ({_reason(error)})"
-        ) from error
-
-
-def _reason(error: OSError) -> str:
-    return (error.strerror or str(error)).lower()
+def _samples(metric: Counter | Gauge | Histogram) -> list[Sample]:
+    (family,) = metric.collect()
+    return family.samples

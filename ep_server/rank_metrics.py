@@ -84,6 +84,11 @@ class RankCollector(Collector):
                 self._intervals[statistics.rank] = Interval(last, statistics)
             self._latest[statistics.rank] = statistics
 
+    def latest(self) -> tuple[dict[int, bool], dict[int, RankStatistics]]:
+        """(up, last report) by rank; copies."""
+        with self._lock:
+            return dict(self._up), dict(self._latest)
+
     def collect(self) -> Iterator[Metric]:
         """One pass over all ranks."""
         with self._lock:

@@ -14,7 +14,8 @@ from prometheus_client.openmetrics.parser import text_string_to_metric_families 
 
 from ep_server.config import MetricsConfig
 from ep_server.errors import ConfigError, StartupError
-from ep_server.metrics import MetricsEndpoint, ServerMetrics
+from ep_server.metrics import ServerMetrics
+from ep_server.metrics_endpoint import MetricsEndpoint
 from ep_server.observer import EngineObserver, RequestSummary
 from ep_server.records import FinishReason, RankReady
 from tests.metrics.reports import Series, report, series, value
