@@ -1,0 +1,85 @@
+"""Buffer and `import deep_ep` on CUDA tensors, one process per GPU; needs GPUs (marker gpu)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ep import buffer_programs, gpu_buffer_programs
+from tests.harness.process_group import run_group
+
+RANKS = (1, 2, 4)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+
+def run(program: Callable[..., Any], num_ranks: int, *args: Any, killed: Collection[int] = ()) -> list[Any]:
+    if torch.cuda.device_count() < num_ranks:
+        pytest.skip(f"needs {num_ranks} GPUs")
+    return run_group(program, num_ranks, args=args, timeout=240, killed=killed)
+
+
+@cache
+def results(num_ranks: int) -> dict[str, list[str]]:
+    """program -> failure texts of the ranks that failed; one group of processes for all."""
+    by_rank = run(buffer_programs.run_programs, num_ranks, "cuda")
+    return {
+        name: [f"rank {rank}: {answers[name]}" for rank, answers in enumerate(by_rank) if answers[name]]
+        for name in by_rank[0]
+    }
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("program", buffer_programs.PROGRAMS)
+def test_program_of_any_device(num_ranks: int, program: str) -> None:
+    failures = results(num_ranks)[program]
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize(
+    "program",
+    [
+        "streams",
+        "freed_early",
+        "order_of_sends",
+        "hooks_keep_their_stream",
+        "wait_statistics",
+        "log_format",
+        "graphs_need_memory_first",
+        "wrong_ids",
+        "over_nccl",
+    ],
+)
+def test_program(num_ranks: int, program: str) -> None:
+    run(getattr(gpu_buffer_programs, program), num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("hook", [True, False])
+def test_graph_replays_with_changing_routing(num_ranks: int, hook: bool) -> None:
+    run(gpu_buffer_programs.graphs, num_ranks, hook)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("program", ["masks", "masks_of_all_sizes"])
+def test_masks_on_request(num_ranks: int, program: str) -> None:
+    run(getattr(buffer_programs, program), num_ranks, "cuda")
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("shrink", [True, False])
+def test_a_rank_that_stays_away(num_ranks: int, shrink: bool) -> None:
+    run(buffer_programs.a_rank_that_stays_away, num_ranks, "cuda", shrink)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_two_ranks_are_lost_one_after_the_other(killed: bool) -> None:
+    lost = (buffer_programs.LOST_AT_DISPATCH, buffer_programs.LOST_AT_COMBINE)
+    run(buffer_programs.shrink, 4, "cuda", killed, killed=lost if killed else ())
