@@ -1,0 +1,130 @@
+"""The rules as promtool sees them: each alert fires on an injected case, and not on its counter-cases."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.observability.alert_cases import CASES, Case
+from tests.observability.files import DASHBOARDS, ROOT, RULES, alerts, dashboard, queries, rule_groups
+from tests.observability.prometheus import LABELS
+
+needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool")
+FILES = sorted(map(str, RULES.glob("*.yaml")))
+ADDED = {**LABELS, "instance": "one:9400"}
+SEVERITIES = {"critical", "warning"}
+
+
+def promtool(*arguments: str) -> None:
+    done = subprocess.run(["promtool", *arguments], capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def expected(name: str, case: Case) -> list[dict[str, Any]]:
+    """What promtool compares with: all labels and all annotations of the alerts that fire."""
+    if case.fires is None:
+        return []
+    rule = alerts()[name]
+    kept = {key: value for key, value in ADDED.items() if key != "instance" or "one:9400" in case.summary}
+    annotations = {**rule["annotations"], "summary": case.summary}
+    return [{"exp_labels": {**kept, **rule["labels"], **case.fires}, "exp_annotations": annotations}]
+
+
+def test_file(name: str, case: Case, rules: list[str]) -> str:
+    """One case as promtool reads it."""
+    added = ", ".join(f'{key}="{value}"' for key, value in ADDED.items())
+    series = [
+        {
+            "series": re.sub(
+                r"\{(.*)\}", lambda found: f"{{{', '.join(filter(None, [found[1], added]))}}}", each
+            ),
+            "values": " ".join(str(value) for value in values),
+        }
+        for each, values in case.series.items()
+    ]
+    minutes = max(len(values) for values in case.series.values()) - 1
+    judged = {"eval_time": f"{minutes}m", "alertname": name, "exp_alerts": expected(name, case)}
+    groups = sorted((group["name"] for group in rule_groups()), key=lambda each: each.endswith("alerts"))
+    tree = {
+        "rule_files": rules,
+        "evaluation_interval": "1m",
+        "group_eval_order": groups,
+        "tests": [{"interval": "1m", "input_series": series, "alert_rule_test": [judged]}],
+    }
+    return yaml.safe_dump(tree)
+
+
+test_file.__test__ = False  # type: ignore[attr-defined]
+
+
+@needs_promtool
+@pytest.mark.parametrize("name", CASES)
+def test_an_alert_fires_on_its_case_and_not_on_its_counter_cases(name: str, tmp_path: Path) -> None:
+    assert CASES[name].fires and CASES[name].silent
+    for number, (title, case) in enumerate({**CASES[name].fires, **CASES[name].silent}.items()):
+        file = tmp_path / f"{number}.yaml"
+        file.write_text(f"# {title}\n" + test_file(name, case, FILES))
+        promtool("test", "rules", str(file))
+
+
+@needs_promtool
+def test_the_busier_hour_is_silent_because_of_its_load(tmp_path: Path) -> None:
+    """With one band for all loads it would fire: the counter-case is a close one."""
+    groups = rule_groups()
+    (band,) = (r for g in groups for r in g["rules"] if r.get("record") == "epserver:batch_band:5m")
+    band["expr"] = re.sub(
+        r"2 \^ floor\(log2\(.*?, 1\)\)", "1 + 0 * epserver:step_tokens:mean_5m", band["expr"]
+    )
+    rules = tmp_path / "rules.yaml"
+    rules.write_text(yaml.safe_dump({"groups": groups}))
+    case = CASES["EpServerCommLatencyRegression"]
+    would = dataclasses.replace(case.fires["mean"], series=case.silent["a busier hour"].series)
+    file = tmp_path / "test.yaml"
+    file.write_text(test_file("EpServerCommLatencyRegression", would, [str(rules)]))
+    promtool("test", "rules", str(file))
+
+
+@needs_promtool
+def test_promtool_finds_nothing_wrong() -> None:
+    promtool("check", "rules", *FILES)
+
+
+def test_every_alert_has_cases_and_says_how_bad_it_is_and_what_to_do() -> None:
+    assert set(CASES) == set(alerts())
+    for name, rule in alerts().items():
+        assert rule["labels"]["severity"] in SEVERITIES
+        assert set(rule["annotations"]) == {"summary", "description", "runbook_url"}
+        assert rule["annotations"]["runbook_url"] == f"docs/operations.md#{name.lower()}"
+
+
+def known_metrics() -> set[str]:
+    """Names that a server exports, with the suffixes of histograms, and names that rules record."""
+    reference = (ROOT / "docs" / "metrics.md").read_text()
+    exported = dict(re.findall(r"^\| `(epserver_\w+)` \| (\w+) \|", reference, re.MULTILINE))
+    parts = {f"{name}_{part}" for name in exported for part in ("bucket", "sum", "count")}
+    recorded = {rule["record"] for group in rule_groups() for rule in group["rules"] if "record" in rule}
+    return {name for name, kind in exported.items() if kind != "histogram"} | parts | recorded
+
+
+def test_rules_and_dashboards_ask_only_for_what_is_exported_or_recorded() -> None:
+    asked = [rule["expr"] for group in rule_groups() for rule in group["rules"]]
+    asked += [
+        expression for path in DASHBOARDS.glob("*.json") for _, expression in queries(dashboard(path.stem))
+    ]
+    names = {name for expression in asked for name in re.findall(r"epserver[:_][\w:]*", expression)}
+    assert len(names) > 50
+    assert names - known_metrics() == set()
+
+
+def test_every_rule_records_what_something_reads() -> None:
+    read = " ".join(rule["expr"] for group in rule_groups() for rule in group["rules"])
+    read += " ".join(expr for path in DASHBOARDS.glob("*.json") for _, expr in queries(dashboard(path.stem)))
+    recorded = {rule["record"] for group in rule_groups() for rule in group["rules"] if "record" in rule}
+    assert {name for name in recorded if name not in read} == set()
