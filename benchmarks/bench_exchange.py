@@ -13,6 +13,7 @@ Bytes of a rank: 2 * rows * H * element size, rows = sum over its tokens of the 
 the token. Experts are not run: their output is a fixed buffer.
 
     python benchmarks/bench_exchange.py [--ranks 2 --tokens 32 --hidden 2048 --top-k 8 --experts 64]
+    python benchmarks/bench_exchange.py --device cuda ...     the exchange over NVLink: exchange_cuda.py
 """
 
 from __future__ import annotations
@@ -50,7 +51,6 @@ class Settings:
     iterations: int
     warmup: int
     seed: int
-    device: str
     rendezvous: str = ""
 
     @property
@@ -272,6 +272,18 @@ def commit() -> str:
 
 
 def main() -> None:
+    first = argparse.ArgumentParser(add_help=False)
+    first.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    chosen, rest = first.parse_known_args()
+    if chosen.device == "cuda":
+        import exchange_cuda  # beside this file; needs the CUDA part
+
+        exchange_cuda.main(rest)
+    else:
+        main_cpu(rest)
+
+
+def main_cpu(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -281,8 +293,7 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=2000)
     parser.add_argument("--warmup", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--device", choices=("cpu",), default="cpu")
-    settings = Settings(**vars(parser.parse_args()))
+    settings = Settings(**vars(parser.parse_args(argv)))
     print(f"{hardware()}; torch {torch.__version__}, Python {sys.version.split()[0]}; commit {commit()}")
     print(settings)
     with tempfile.TemporaryDirectory() as folder:

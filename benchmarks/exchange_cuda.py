@@ -6,9 +6,12 @@ rank, between two events of its stream. Columns, us, median (p99 in brackets):
     dispatch, combine   both halves in one kernel, 20 of the same in a row
     pair                dispatch then combine, chained
     halves              the same pair with send and receive as four kernels
-    AG+RS, A2A          NCCL all-gather + reduce-scatter, and all_to_all_single each way, same routing: FP8
-                        rows with scales out, BF16 back; A2A moves deduplicated rows, counts known before
-bytes: what a rank really writes to its peers in a pair; bound: those bytes at 375 GB/s.
+    AG+RS, A2A          NCCL all-gather + reduce-scatter, and all_to_all_single each way, same routing: rows
+                        with scales, ids and weights out, BF16 back; A2A moves deduplicated rows, counts known
+KB out: what the busiest rank really writes to its peers in a pair. bound: the most that any rank sends or
+receives, each way, at 375 GB/s. Below each line: parts by the device's own clock (mean, slowest rank).
+
+    python benchmarks/bench_exchange.py --device cuda [--quick | --overlap] [--json FILE]
 """
 
 from __future__ import annotations
@@ -16,299 +19,215 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
+import subprocess
 import tempfile
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from itertools import pairwise
+from dataclasses import asdict, dataclass, field, replace
+from itertools import product
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from exchange_calls import Pair, check, nccl_calls
+from exchange_case import ROUTINGS, Case, rows_between
+from exchange_overlap import overlap
+from exchange_timing import Time, Timer
 
 from ep_server.ep import cuda_memory
-from ep_server.ep.cuda import CudaExchange
-from ep_server.ep.exchange import ExchangeSpec, Payload, View
-from ep_server.ep.quant import dequantise, quantise
+from ep_server.ep.exchange import Payload
 
-OPERATIONS, LINK_GBS = 20, 375.0
-
-
-@dataclass(frozen=True)
-class Settings:
-    ranks: int
-    tokens: int
-    hidden: int = 7168
-    top_k: int = 8
-    experts: int = 256
-    payload: str = "fp8"
-    routing: str = "uniform"
-    replays: int = 300
-    num_sms: int = 0
-
-    def placement(self) -> tuple[int, ...]:
-        return tuple(e * self.ranks // self.experts for e in range(self.experts))
+LINK_GBS = 375.0
+TOKENS = (1, 8, 16, 32, 64, 128, 200, 256)
+QUICK = {4: (128, 64, 16, 1), 2: (128,), 1: (1,)}
+COLUMNS = ("dispatch", "combine", "pair", "halves", "AG+RS", "A2A")
 
 
 @dataclass
 class Row:
-    settings: Settings
-    median_us: dict[str, float] = field(default_factory=dict)
-    p99_us: dict[str, float] = field(default_factory=dict)
+    """One line of the table."""
+
+    case: Case
+    times_us: dict[str, Time] = field(default_factory=dict)
     parts_us: dict[str, float] = field(default_factory=dict)
-    bytes_out: dict[str, int] = field(default_factory=dict)
+    errors: dict[str, float] = field(default_factory=dict)
+    kb_out: float = 0.0
+    bound_us: float = 0.0
     memory_mb: float = 0.0
 
 
 @dataclass(frozen=True)
-class Inputs:
-    x: torch.Tensor
-    ids: torch.Tensor
-    weights: torch.Tensor
+class Job:
+    """What all processes run. cases: rank count -> cases; folder: rendezvous and results."""
 
-    @staticmethod
-    def of(s: Settings, rank: int) -> Inputs:
-        g = torch.Generator().manual_seed(4057 + rank)
-        if s.routing == "uniform":
-            ids = torch.rand(s.tokens, s.experts, generator=g).topk(s.top_k).indices
-        elif s.routing == "zipf":
-            share = (1.0 / torch.arange(1, s.experts + 1)).expand(s.tokens, -1)
-            ids = torch.multinomial(share, s.top_k, generator=g)
-        else:  # all to one: the experts of rank 0
-            ids = torch.rand(s.tokens, s.experts // s.ranks, generator=g).topk(s.top_k).indices
-        x = torch.randn(s.tokens, s.hidden, generator=g).to(torch.bfloat16)
-        return Inputs(x, ids, torch.rand(s.tokens, s.top_k, generator=g))
+    cases: dict[int, list[Case]]
+    folder: str
+    overlap: bool
+    nccl: bool
 
 
-def factors(s: Settings) -> torch.Tensor:
-    return 1 + torch.arange(s.experts) / 64
-
-
-def check(exchange: CudaExchange, s: Settings, halves: bool) -> torch.Tensor:
-    """One pair must give the sums computed here. Returns expert outputs to time with."""
-    spec, mine = exchange.spec, Inputs.of(s, exchange.spec.rank)
-    given = mine.x.cuda(), mine.ids.cuda(), mine.weights.cuda()
-    rows, scales = exchange.empty_padded()
-    rows.view(torch.uint8).fill_(0x7F)
-    if halves:
-        received = exchange.dispatch_send(*given).recv(View.PADDED, out=(rows, scales))
-    else:
-        received = exchange.dispatch(*given, View.PADDED, out=(rows, scales), source_map=True)
-    values = rows.float() if scales is None else dequantise(rows, scales)
-    mine_factors = factors(s)[list(spec.local_experts)].cuda().view(-1, 1, 1)
-    expert_out = (values * mine_factors).to(torch.bfloat16)
-    got = (
-        exchange.combine_send(expert_out, received).recv()
-        if halves
-        else exchange.combine(expert_out, received)
-    )
-    exchange.synchronize()
-    wire = mine.x.float() if scales is None else dequantise(*quantise(mine.x, spec.payload))
-    owner = torch.tensor(spec.placement)
-    want = torch.zeros(s.tokens, s.hidden)
-    for rank in range(s.ranks):
-        partial = torch.zeros_like(want)
-        for k in range(s.top_k):
-            ids = mine.ids[:, k]
-            answer = (wire * factors(s)[ids][:, None]).to(torch.bfloat16).float()
-            term = mine.weights[:, k, None] * answer
-            partial += torch.where((owner[ids] == rank)[:, None], term, torch.zeros(()))
-        want += partial.to(torch.bfloat16).float()
-    if not torch.equal(got.cpu(), want.to(torch.bfloat16)):
-        raise SystemExit(f"rank {spec.rank}: wrong result, halves={halves}; nothing was timed")
-    return expert_out
-
-
-def time_graph(s: Settings, once: Callable[[], object]) -> tuple[float, float]:
-    """Median and p99 us of one operation, slowest rank."""
-    once()
-    torch.cuda.synchronize()
-    dist.barrier()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(OPERATIONS):
-            once()
-    for _ in range(10):
-        graph.replay()
-    torch.cuda.synchronize()
-    dist.barrier()
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(s.replays + 1)]
-    events[0].record()
-    for event in events[1:]:
-        graph.replay()
-        event.record()
-    torch.cuda.synchronize()
-    times = torch.tensor([a.elapsed_time(b) for a, b in pairwise(events)]) * 1e3 / OPERATIONS
-    dist.all_reduce(times, op=dist.ReduceOp.MAX)
-    return float(times.quantile(0.5)), float(times.quantile(0.99))
-
-
-def nccl(s: Settings, rank: int, group: dist.ProcessGroup) -> dict[str, Callable[[], object]]:
-    width = s.hidden + s.hidden // 128 * 4 + s.top_k * 8
-    sent = torch.zeros(s.tokens, width, dtype=torch.uint8, device="cuda")
-    gathered = torch.empty(s.ranks * s.tokens, width, dtype=torch.uint8, device="cuda")
-    partial = torch.zeros(s.ranks * s.tokens, s.hidden, dtype=torch.bfloat16, device="cuda")
-    out = torch.empty(s.tokens, s.hidden, dtype=torch.bfloat16, device="cuda")
-    owner = torch.tensor(s.placement())
-    table = [
-        [int((owner[Inputs.of(s, source).ids] == d).any(1).sum()) for d in range(s.ranks)]
-        for source in range(s.ranks)
-    ]
-    to, back = table[rank], [table[source][rank] for source in range(s.ranks)]
-    a_in = torch.zeros(sum(to), width, dtype=torch.uint8, device="cuda")
-    a_out = torch.empty(sum(back), width, dtype=torch.uint8, device="cuda")
-    b_in = torch.zeros(sum(back), s.hidden, dtype=torch.bfloat16, device="cuda")
-    b_out = torch.empty(sum(to), s.hidden, dtype=torch.bfloat16, device="cuda")
-
-    def ag_rs() -> None:
-        dist.all_gather_into_tensor(gathered, sent, group=group)
-        dist.reduce_scatter_tensor(out, partial, group=group)
-
-    def a2a() -> None:
-        dist.all_to_all_single(a_out, a_in, back, to, group=group)
-        dist.all_to_all_single(b_out, b_in, to, back, group=group)
-
-    return {"AG+RS": ag_rs, "A2A": a2a}
-
-
-def measure(s: Settings, rank: int, group: dist.ProcessGroup | None) -> Row:
-    spec = ExchangeSpec(
-        rank, s.ranks, s.placement(), s.tokens, s.hidden, s.top_k, Payload(s.payload), num_banks=2
-    )
-    exchange = cuda_memory.from_process_group(None, spec, num_sms=s.num_sms)
-    row = Row(s, memory_mb=exchange.memory_bytes / 2**20)
-    expert_out = check(exchange, s, halves=True)
-    check(exchange, s, halves=False)
-    mine = Inputs.of(s, rank)
-    given = mine.x.cuda(), mine.ids.cuda(), mine.weights.cuda()
-    padded, out = exchange.empty_padded(), torch.empty_like(given[0])
-
-    def dispatch() -> object:
-        return exchange.dispatch(*given, View.PADDED, out=padded, source_map=True)
-
-    received = exchange.dispatch(*given, View.PADDED, out=padded, source_map=True)
-    exchange.combine(expert_out, received, out=out)
-    torch.cuda.synchronize()
-    before = exchange.statistics()["counters"]
-    received = exchange.dispatch(*given, View.PADDED, out=padded, source_map=True)
-    exchange.combine(expert_out, received, out=out)
-    torch.cuda.synchronize()
-    after = exchange.statistics()["counters"]
-    row.bytes_out = {op: after[f"bytes/{op}"] - before[f"bytes/{op}"] for op in ("dispatch", "combine")}
-
-    def combine() -> object:
-        return exchange.combine(expert_out, received, out=out)
-
-    def pair() -> object:
-        return exchange.combine(expert_out, dispatch(), out=out)
-
-    def halves() -> object:
-        pending = exchange.dispatch_send(*given)
-        return exchange.combine_send(expert_out, pending.recv(View.PADDED, out=padded, source_map=True)).recv(
-            out
-        )
-
-    programs: dict[str, Callable[[], object]] = {
-        "dispatch": dispatch, "combine": combine, "pair": pair, "halves": halves
-    }  # fmt: skip
-    for name, program in programs.items():
+def measure(case: Case, rank: int, timer: Timer, nccl: dist.ProcessGroup | None) -> Row:
+    """One row, on every rank of the case."""
+    exchange = cuda_memory.from_process_group(timer.group, case.spec(rank), num_sms=case.num_sms)
+    pair = Pair(exchange, case)
+    row = Row(case, memory_mb=exchange.memory_bytes / 2**20)
+    row.errors = timer.most(check(pair))
+    row.kb_out, row.bound_us = traffic(case, pair, timer)
+    for name in ("dispatch", "combine", "pair", "halves"):
+        pair.pair()  # a dispatch outside graphs, for the combines that answer it
         before = exchange.statistics()
-        row.median_us[name], row.p99_us[name] = time_graph(s, program)
-        after = exchange.statistics()
-        if name not in {"pair", "halves"}:
-            continue
-        for part in after["sums"]:
-            times = sum(after["histograms"][part]) - sum(before["histograms"].get(part, (0,)))
-            if times:
-                mean = (after["sums"][part] - before["sums"].get(part, 0)) / times / 1e3
-                row.parts_us[f"{name} {part}"] = mean
+        row.times_us[name] = timer.graph(getattr(pair, name))
+        if name in {"pair", "halves"}:
+            row.parts_us |= timer.most(parts(name, before, exchange.statistics()))
     exchange.check()
     exchange.barrier()
     exchange.close()
-    if group is not None:
-        for name, program in nccl(s, rank, group).items():
-            row.median_us[name], row.p99_us[name] = time_graph(s, program)
+    for name, call in nccl_calls(case, rank, nccl).items() if nccl is not None else ():
+        row.times_us[name] = timer.graph(call)
     return row
 
 
-def run(rank: int, ranks: int, folder: str, todo: list[Settings]) -> None:
+def parts(name: str, before: dict[str, Any], after: dict[str, Any]) -> dict[str, float]:
+    """Mean us of each part of an operation, from the sums that the kernels keep."""
+    means = {}
+    for part in after["sums"]:
+        times = sum(after["histograms"][part]) - sum(before["histograms"].get(part, (0,)))
+        if times:
+            means[f"{name} {part}"] = (after["sums"][part] - before["sums"].get(part, 0)) / times / 1e3
+    return means
+
+
+def traffic(case: Case, pair: Pair, timer: Timer) -> tuple[float, float]:
+    """KB that the busiest rank writes to peers in a pair, and the us that the link needs for them."""
+    before = pair.exchange.statistics()["counters"]
+    pair.pair()
+    pair.exchange.synchronize()
+    after = pair.exchange.statistics()["counters"]
+    rows = rows_between(case).double().fill_diagonal_(0)
+    out, bound = torch.zeros(case.ranks, dtype=torch.float64), 0.0
+    for op, table in (("dispatch", rows), ("combine", rows.T)):
+        sent = torch.zeros(case.ranks, dtype=torch.float64)
+        sent[pair.exchange.spec.rank] = after[f"bytes/{op}"] - before[f"bytes/{op}"]
+        dist.all_reduce(sent, group=timer.group)
+        share = table / table.sum(1, keepdim=True).clamp(min=1)  # of a rank's bytes, by destination
+        received = (share * sent[:, None]).sum(0)
+        bound += float(torch.maximum(sent, received).max()) / LINK_GBS / 1e3
+        out += sent
+    return float(out.max()) / 1e3, bound
+
+
+def run(rank: int, job: Job) -> None:
+    """One process, one GPU; takes part in every rank count that reaches it, waits through the others."""
     torch.set_num_threads(4)
     torch.cuda.set_device(rank)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store{ranks}", rank=rank, world_size=ranks)
-    group = dist.new_group(backend="nccl") if ranks > 1 else None
-    for settings in todo:
-        row = measure(settings, rank, group)
-        if rank == 0:
-            report(row)
-            with (Path(folder) / "rows.jsonl").open("a") as file:
-                file.write(json.dumps(asdict(row)) + "\n")
-    dist.barrier()
+    world = max(job.cases)
+    dist.init_process_group("gloo", init_method=f"file://{job.folder}/store", rank=rank, world_size=world)
+    for ranks, cases in job.cases.items():
+        members = list(range(ranks))
+        gloo = dist.new_group(members, backend="gloo")
+        nccl = dist.new_group(members, backend="nccl") if job.nccl and ranks > 1 else None
+        for case in cases if rank < ranks else ():
+            timer = Timer(gloo, case.replays)
+            if job.overlap:
+                overlap(case, rank, timer)
+                continue
+            row = measure(case, rank, timer, nccl)
+            if rank == 0:
+                report(row)
+                with (Path(job.folder) / "rows.jsonl").open("a") as file:
+                    file.write(json.dumps(asdict(row)) + "\n")
+        dist.barrier()
     os._exit(0)  # NCCL's teardown of captured communicators is not what is measured
 
 
-HEADER = (
-    "EP",
-    "T",
-    "routing",
-    "dispatch",
-    "combine",
-    "pair",
-    "halves",
-    "AG+RS",
-    "A2A",
-    "KB out",
-    "bound",
-    "%",
-)
-
-
 def report(row: Row) -> None:
-    s, sent = row.settings, sum(row.bytes_out.values())
-    bound = sent / LINK_GBS / 1e3
-
-    def cell(name: str) -> str:
-        if name not in row.median_us:
-            return "-"
-        return f"{row.median_us[name]:.1f} ({row.p99_us[name]:.1f})"
-
-    times = [f"{cell(name):>15}" for name in ("dispatch", "combine", "pair", "halves", "AG+RS", "A2A")]
-    share = 100 * bound / row.median_us["pair"]
+    """The line of a row, and its parts below."""
+    case = row.case
+    times = [f"{row.times_us.get(name, '-')!s:>15}" for name in COLUMNS]
+    share = 100 * row.bound_us / row.times_us["pair"].median
     print(
-        f"{s.ranks:2} {s.tokens:4} {s.routing:8}",
+        f"{case.ranks:2} {case.tokens:4} {case.routing:>7} {case.form:>6} {case.wire:>5}",
         *times,
-        f"{sent / 1e3:9.0f} {bound:6.1f} {share:5.1f}",
-        flush=True,
+        f"{row.kb_out:8.0f} {row.bound_us:6.1f} {share:5.1f}",
     )
-    parts = "  ".join(f"{name} {us:.1f}" for name, us in row.parts_us.items())
-    print(f"        by device clock: {parts}; memory {row.memory_mb:.1f} MiB", flush=True)
+    by_op: dict[str, str] = {}
+    for name, us in row.parts_us.items():  # "pair dispatch/send" and so on
+        op, _, part = name.partition("/")
+        by_op[op] = f"{by_op.get(op, op + ':')} {part} {us:.1f}"
+    print("      " + "; ".join(by_op.values()))
+    errors = "  ".join(f"{name} {error:.2e}" for name, error in row.errors.items())
+    print(f"      memory {row.memory_mb:.1f} MiB; error against float64 sums: {errors}", flush=True)
+
+
+def cases_of(given: argparse.Namespace) -> dict[int, list[Case]]:
+    """The cases that the options ask for, by rank count."""
+    asked = {n: tuple(given.tokens or TOKENS) for n in given.ranks or (1, 2, 4)}
+    if given.overlap:
+        asked = {n: tuple(given.tokens or (128,)) for n in given.ranks or (4,)}
+    if given.quick:
+        asked = {n: tokens for n, tokens in QUICK.items() if not given.ranks or n in given.ranks}
+    common = Case(
+        0, 0, payload=given.payload, form=given.form, num_sms=given.num_sms,
+        replays=100 if given.overlap else 300,
+    )  # fmt: skip
+    return {
+        n: [
+            replace(common, ranks=n, tokens=t, routing=routing, wire=wire)
+            for t, routing, wire in product(tokens, given.routing, given.wire)
+        ]
+        for n, tokens in asked.items()
+    }
+
+
+def options(argv: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="bench_exchange.py --device cuda",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", choices=(1, 2, 3, 4, 5, 6, 7, 8), help="default 1 2 4"
+    )
+    parser.add_argument("--tokens", type=int, nargs="+", help="default " + " ".join(map(str, TOKENS)))
+    parser.add_argument("--payload", choices=[p.value for p in Payload if p != Payload.FP32], default="fp8")
+    parser.add_argument("--routing", nargs="+", choices=ROUTINGS, default=["uniform"])
+    parser.add_argument("--form", choices=("own", "deepep"), default="own", help="deepep: weights at combine")
+    parser.add_argument("--wire", nargs="+", choices=("bf16", "log10", "fp8"), default=["bf16"])
+    parser.add_argument("--num-sms", type=int, default=0, help="multiprocessors of a kernel; 0 = all")
+    parser.add_argument("--quick", action="store_true", help="few sizes, no NCCL")
+    parser.add_argument("--overlap", action="store_true", help="the pair beside a GEMM, instead of the table")
+    parser.add_argument("--no-nccl", action="store_true")
+    parser.add_argument("--json", default="", help="where to write the rows")
+    return parser.parse_args(argv)
 
 
 def main(argv: list[str]) -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 16, 32, 64, 128, 200, 256])
-    parser.add_argument("--payload", choices=[p.value for p in Payload if p != Payload.FP32], default="fp8")
-    parser.add_argument("--routing", nargs="+", choices=("uniform", "zipf", "one"), default=["uniform"])
-    parser.add_argument("--num-sms", type=int, default=0)
-    parser.add_argument("--out", default="")
-    given = parser.parse_args(argv)
-    print(f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}; torch {torch.__version__}")
-    print(*HEADER, sep="  ")
+    given = options(argv)
+    cases = cases_of(given)
+    here = torch.cuda.device_count()
+    if max(cases) > here:
+        raise SystemExit(f"--ranks {max(cases)} needs as many GPUs, here are {here}")
+    machine = {
+        "gpus": f"{here} x {torch.cuda.get_device_name()}",
+        "torch": torch.__version__,
+        "commit": commit(),
+    }
+    print("; ".join(f"{name} {value}" for name, value in machine.items()), flush=True)
+    if not given.overlap:
+        print("EP    T routing   form  wire", *(f"{name:>15}" for name in COLUMNS), "  KB out  bound     %")
+    mp.get_context("forkserver").set_forkserver_preload(["torch.distributed", "ep_server.ep.cuda"])
     with tempfile.TemporaryDirectory() as folder:
-        for ranks in given.ranks:
-            todo = [
-                Settings(ranks, tokens, payload=given.payload, routing=routing, num_sms=given.num_sms)
-                for tokens in given.tokens
-                for routing in given.routing
-            ]
-            mp.spawn(run, args=(ranks, folder, todo), nprocs=ranks)
-        if given.out:
-            Path(given.out).write_text((Path(folder) / "rows.jsonl").read_text())
+        job = Job(cases, folder, given.overlap, nccl=not (given.quick or given.no_nccl or given.overlap))
+        mp.start_processes(run, args=(job,), nprocs=max(cases), start_method="forkserver")
+        rows = Path(folder) / "rows.jsonl"
+        if given.json and rows.exists():
+            found = [json.loads(line) for line in rows.read_text().splitlines()]
+            Path(given.json).write_text(json.dumps(machine | {"rows": found}, indent=1) + "\n")
 
 
-if __name__ == "__main__":
-    main(sys.argv[1:])
+def commit() -> str:
+    asked = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], capture_output=True, text=True, check=False
+    )
+    return asked.stdout.strip() or "unknown"

@@ -1,0 +1,34 @@
+"""Says which lines of gpu_wheels.txt this Python lacks, and fails if any."""
+
+from __future__ import annotations
+
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+NEEDED = Path(__file__).with_suffix(".txt")
+
+
+def numbers(text: str) -> tuple[int, ...]:
+    """2.11.0+cu130 -> (2, 11, 0)."""
+    return tuple(int(part) for part in text.partition("+")[0].split(".") if part.isdecimal())
+
+
+def problem(line: str) -> str:
+    """What is wrong with one requirement, or ""."""
+    name, _, least = line.partition(">=")
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        return f"{name} is missing, {line} is needed"
+    return "" if numbers(found) >= numbers(least) else f"{name} {found} is too old, {line} is needed"
+
+
+def main() -> None:
+    lines = [line for line in NEEDED.read_text().splitlines() if line and not line.startswith("#")]
+    problems = [text for text in map(problem, lines) if text]
+    if problems:
+        raise SystemExit("\n".join(problems) + f"\nsee {NEEDED.name}")
+
+
+if __name__ == "__main__":
+    main()
