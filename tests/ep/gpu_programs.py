@@ -1,40 +1,32 @@
-"""What ranks on GPUs run in tests: functions of a process group, one GPU per rank."""
+"""What ranks on GPUs run in tests where nothing goes wrong: the suite, sizes, graphs, measurements."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ep_server.ep import cuda_memory
 from ep_server.ep.cuda import CudaExchange
-from ep_server.ep.exchange import Exchange, ExchangeSpec, Payload, View
+from ep_server.ep.exchange import ExchangeSpec, Payload, Reduction, View
 from ep_server.ep.quant import dequantise
-from ep_server.errors import ConfigError, GroupAborted, HookNotCalled, InvalidArgument, PeerTimeout
-from tests.ep.conformance import Factory, run_cases
+from ep_server.errors import ConfigError
+from tests.ep.conformance import failure_of, run_cases, run_pair
+from tests.ep.gpu_group import a_models_spec, close_exchange, factory, on_gpu, open_exchange, run_experts
+from tests.ep.gpu_sizes import sizes
 from tests.ep.on_gpu import OnGpu
 from tests.ep.sequences import run_sequences
 from tests.harness.compare import assert_equal
 from tests.harness.expected import expect, expert
-from tests.harness.routing import Inputs, make_inputs
-
-
-def _factory(*, fused: bool) -> Factory:
-    def make(spec: ExchangeSpec, group: dist.ProcessGroup) -> Exchange:
-        torch.cuda.set_device(spec.rank)
-        exchange = cuda_memory.from_process_group(group, spec, validate=not fused)
-        return OnGpu(exchange, fused=fused)
-
-    return make
+from tests.harness.routing import make_inputs
 
 
 def conformance(group: dist.ProcessGroup) -> dict[str, str]:
     """The whole suite on halves apart; every case again with both halves in one kernel."""
-    fused = run_cases(group, _factory(fused=True), instead_of_fp32=Payload.BF16)
-    apart = _factory(fused=False)
+    fused = run_cases(group, factory(fused=True), instead_of_fp32=Payload.BF16)
+    apart = factory(fused=False)
     return (
         {f"fused-{name}": text for name, text in fused.items()}
         | run_cases(group, apart, instead_of_fp32=Payload.BF16)
@@ -42,106 +34,136 @@ def conformance(group: dist.ProcessGroup) -> dict[str, str]:
     )
 
 
-def a_models_spec(group: dist.ProcessGroup, payload: Payload, tokens: int = 32) -> ExchangeSpec:
-    share = tuple(e * group.size() // 64 for e in range(64))
-    return ExchangeSpec(group.rank(), group.size(), share, tokens, 2048, 8, payload, num_banks=2)
-
-
-class Replayed:
-    """An odd number of operations in one graph, whose inputs change between replays."""
-
-    OPERATIONS = 3
-
-    def __init__(self, exchange: CudaExchange, *, fused: bool) -> None:
-        spec = self.spec = exchange.spec
-        device = exchange.device
-        self.exchange, self.fused = exchange, fused
-        self.x = torch.zeros(spec.max_tokens, spec.hidden, dtype=torch.bfloat16, device=device)
-        self.ids = torch.full((spec.max_tokens, spec.top_k), -1, dtype=torch.int64, device=device)
-        self.weights = torch.zeros(spec.max_tokens, spec.top_k, device=device)
-        self.tokens = torch.zeros(1, dtype=torch.int32, device=device)
-        self.factors = torch.tensor(
-            [(1.0 + e / 16) * (-1 if e % 2 else 1) for e in spec.local_experts], device=device
-        ).view(-1, 1, 1)
-        self.padded = [exchange.empty_padded() for _ in range(self.OPERATIONS)]
-        self.out = [torch.empty_like(self.x) for _ in range(self.OPERATIONS)]
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            for padded, out in zip(self.padded, self.out, strict=True):
-                self.operation(padded, out)
-
-    def operation(self, padded: tuple[torch.Tensor, torch.Tensor | None], out: torch.Tensor) -> None:
-        given = (self.x, self.ids, self.weights)
-        if self.fused:
-            received = self.exchange.dispatch(*given, View.PADDED, out=padded, tokens_on_device=self.tokens)
-        else:
-            pending = self.exchange.dispatch_send(*given, tokens_on_device=self.tokens)
-            received = pending.recv(View.PADDED, out=padded)
-        rows = (
-            received.rows.float() if received.scales is None else dequantise(received.rows, received.scales)
-        )
-        answers = (rows * self.factors).to(torch.bfloat16)
-        if self.fused:
-            self.exchange.combine(answers, received, out=out)
-        else:
-            self.exchange.combine_send(answers, received).recv(out)
-
-    def replay(self, mine: Inputs) -> None:
-        count = len(mine.x)
-        for tensor in (self.x, self.weights, *self.out):
-            tensor.fill_(torch.nan)
-        for rows, scales in self.padded:
-            rows.view(torch.uint8).fill_(0x7F)
-            if scales is not None:
-                scales.fill_(torch.nan)
-        self.ids.fill_(0)
-        self.x[:count], self.ids[:count], self.weights[:count] = (
-            mine.x.cuda(),
-            mine.ids.cuda(),
-            mine.weights.cuda(),
-        )
-        self.tokens.fill_(count)
-        self.graph.replay()
+def run_sizes(group: dist.ProcessGroup) -> dict[str, str]:
+    """Name -> failure text, of every size with both reductions, apart and fused, in every view."""
+    results = {}
+    for name, size in sizes(group.size()).items():
+        for reduction in Reduction:
+            spec = size.shape.spec(group.rank(), group.size(), size.payload, reduction)
+            exchange = open_exchange(group, spec, num_sms=size.num_sms)
+            found = [
+                failure_of(partial(run_pair, OnGpu(exchange, fused=fused), routing, seed, view))
+                for seed, routing in enumerate(size.routings)
+                for fused in (False, True)
+                for view in View
+            ]
+            results[f"{name}-{reduction.value}"] = next(filter(None, found), "")
+            exchange.barrier()
+            exchange.close()
+    return results
 
 
 ROUTINGS = ("uniform", "zipf", "nobody", "all_to_one", "empty_rank", "max_tokens", "dropped")
 
 
+class Cases:
+    """Inputs and results of many routings on the GPU, [C, ...]; beyond a case's tokens they are poison."""
+
+    def __init__(self, spec: ExchangeSpec, count: int) -> None:
+        self.names = [f"{ROUTINGS[seed % len(ROUTINGS)]}, seed {seed}" for seed in range(count)]
+        size, local = spec.max_tokens, len(spec.local_experts)
+        self.x = torch.full((count, size, spec.hidden), torch.nan, dtype=torch.bfloat16)
+        self.ids = torch.zeros(count, size, spec.top_k, dtype=torch.int64)  # valid ids: too many show
+        self.weights = torch.full((count, size, spec.top_k), torch.nan)
+        self.combined = torch.zeros_like(self.x)
+        self.tokens = torch.zeros(count, 1, dtype=torch.int32)
+        self.counts = torch.zeros(count, local, dtype=torch.int32)
+        for seed in range(count):
+            self._fill(spec, seed)
+        for name in ("x", "ids", "weights", "combined", "tokens", "counts"):
+            setattr(self, name, getattr(self, name).cuda())
+
+    def _fill(self, spec: ExchangeSpec, seed: int) -> None:
+        inputs = make_inputs(spec, ROUTINGS[seed % len(ROUTINGS)], seed)
+        mine, wanted = inputs[spec.rank], expect(spec, inputs)
+        count = len(mine.x)
+        self.x[seed, :count], self.ids[seed, :count], self.weights[seed, :count] = (
+            mine.x,
+            mine.ids,
+            mine.weights,
+        )
+        self.combined[seed, :count], self.tokens[seed] = wanted.combined, count
+        for local, _, _ in wanted.entries:
+            self.counts[seed, local] += 1
+
+
+class Replayed:
+    """A graph that takes the next case, runs an odd number of operations and compares, all on the GPU."""
+
+    OPERATIONS = 3
+
+    def __init__(self, exchange: CudaExchange, cases: Cases, *, fused: bool) -> None:
+        self.exchange, self.cases, self.fused = exchange, cases, fused
+        self.x, self.ids, self.weights = (torch.empty_like(t[0]) for t in (cases.x, cases.ids, cases.weights))
+        self.tokens = torch.empty_like(cases.tokens[0])
+        self.rows = torch.arange(len(self.x), device=self.x.device)[:, None]
+        self.outputs = [(exchange.empty_padded(), torch.empty_like(self.x)) for _ in range(self.OPERATIONS)]
+        self.step, self.wrong = (torch.zeros(1, dtype=torch.int64, device=self.x.device) for _ in range(2))
+        self.first_wrong = torch.full_like(self.step, -1)
+        self.run()  # once as it is, then captured
+        self.graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(self.graph):
+            self.run()
+
+    def run(self) -> None:
+        now = self.step % len(self.cases.names)
+        for name in ("x", "ids", "weights", "tokens"):
+            getattr(self, name).copy_(getattr(self.cases, name).index_select(0, now)[0])
+        combined, counts = (t.index_select(0, now)[0] for t in (self.cases.combined, self.cases.counts))
+        for padded, out in self.outputs:
+            got = self.operation(padded, out)
+            wrong = (out.view(torch.int16) != combined.view(torch.int16)) & (self.rows < self.tokens)
+            self.note(wrong.sum() + (got != counts).sum())
+        self.step += 1
+
+    def note(self, wrong: torch.Tensor) -> None:
+        first = (self.first_wrong < 0) & (wrong > 0)
+        self.first_wrong.copy_(torch.where(first, self.step, self.first_wrong))
+        self.wrong += wrong
+
+    def operation(self, padded: tuple[torch.Tensor, torch.Tensor | None], out: torch.Tensor) -> torch.Tensor:
+        """Poisons the outputs, runs one pair, returns the counts."""
+        padded[0].view(torch.uint8).fill_(0x7F)
+        if padded[1] is not None:
+            padded[1].fill_(torch.nan)
+        out.fill_(torch.nan)
+        given = (self.x, self.ids, self.weights)
+        if self.fused:
+            received = self.exchange.dispatch(*given, View.PADDED, out=padded, tokens_on_device=self.tokens)
+            self.exchange.combine(run_experts(self.exchange.spec, received), received, out=out)
+        else:
+            pending = self.exchange.dispatch_send(*given, tokens_on_device=self.tokens)
+            received = pending.recv(View.PADDED, out=padded)
+            self.exchange.combine_send(run_experts(self.exchange.spec, received), received).recv(out)
+        return received.counts
+
+
 def graph_replays(group: dist.ProcessGroup, replays: int) -> None:
-    """Poisoned replays of a graph with another routing and token count each time, bit for bit."""
-    torch.cuda.set_device(group.rank())
-    kinds = [(Payload.FP8, True), (Payload.BF16, False)]
-    for payload, fused in kinds:
-        spec = a_models_spec(group, payload)
-        exchange = cuda_memory.from_process_group(group, spec)
-        program = Replayed(exchange, fused=fused)
-        cases = []
-        for seed in range(14):
-            inputs = make_inputs(spec, ROUTINGS[seed % len(ROUTINGS)], seed)
-            cases.append((inputs[spec.rank], expect(spec, inputs).combined.cuda()))
-        wrong = torch.zeros(1, dtype=torch.int64, device="cuda")
-        for step in range(replays // len(kinds)):
-            mine, combined = cases[step % len(cases)]
-            program.replay(mine)
-            for out in program.out:
-                wrong += (out[: len(mine.x)].view(torch.int16) != combined.view(torch.int16)).sum()
+    """Poisoned replays of a graph, each with another routing and token count, bit for bit."""
+    for payload, fused in ((Payload.FP8, True), (Payload.BF16, False)):
+        exchange = open_exchange(group, a_models_spec(group.rank(), group.size(), payload))
+        cases = Cases(exchange.spec, 4 * len(ROUTINGS))
+        program = Replayed(exchange, cases, fused=fused)
+        for _ in range(replays):
+            program.graph.replay()
         exchange.synchronize()
-        assert int(wrong) == 0, f"{int(wrong)} elements differ with {payload}"
-        exchange.barrier()
-        exchange.close()
+        assert int(program.step) == replays + 1
+        if int(program.wrong):
+            step = int(program.first_wrong)
+            what = f"{payload}, fused {fused}: {int(program.wrong)} elements or counts differ"
+            raise AssertionError(f"{what}, first in replay {step} ({cases.names[step % len(cases.names)]})")
+        run_pair(OnGpu(exchange, fused=fused), "zipf", 3, View.PADDED)
+        close_exchange(exchange)
 
 
 def side_by_side(group: dist.ProcessGroup) -> None:
     """DeepSeek's sizes with DeepEP's outputs: rows, scales, ranges and sums are those of the oracle."""
-    torch.cuda.set_device(group.rank())
     share = tuple(e * group.size() // 256 for e in range(256))
     spec = ExchangeSpec(group.rank(), group.size(), share, 16, 7168, 8, Payload.FP8, num_banks=2)
-    exchange = cuda_memory.from_process_group(group, spec)
+    exchange = open_exchange(group, spec)
     inputs = make_inputs(spec, "max_tokens", 5)
     wanted, mine = expect(spec, inputs), inputs[spec.rank]
-    received = exchange.dispatch(
-        mine.x.cuda(), mine.ids.cuda(), mine.weights.cuda(), View.PADDED, source_map=True
-    )
+    received = exchange.dispatch(*on_gpu(mine), View.PADDED, source_map=True)
     exchange.synchronize()
     handle = received.handle
     counts = received.counts.tolist()
@@ -159,8 +181,7 @@ def side_by_side(group: dist.ProcessGroup) -> None:
     assert sum(statistics["expert_tokens"].values()) == sum(counts)
     sources = {(s, t) for _, s, t in wanted.entries}
     assert statistics["counters"]["exchange_rows"] == len(sources)
-    exchange.barrier()
-    exchange.close()
+    close_exchange(exchange)
 
 
 def _source(handle: object, e: int, i: int) -> tuple[int, int]:
@@ -171,101 +192,47 @@ def _source(handle: object, e: int, i: int) -> tuple[int, int]:
     raise AssertionError(f"row {i} of expert {e} lies in no range")
 
 
-def failures(group: dist.ProcessGroup) -> None:
-    """A rank that does not come is named; the others go on after a reset, with and without it masked."""
-    torch.cuda.set_device(group.rank())
-    spec = replace(a_models_spec(group, Payload.BF16, tokens=4), timeout_ns=200_000_000)
-    exchange = cuda_memory.from_process_group(group, spec)
-    inputs = make_inputs(spec, "max_tokens", 1)
-    mine, last = inputs[spec.rank], spec.num_ranks - 1
-    given = (mine.x.cuda(), mine.ids.cuda(), mine.weights.cuda())
-    if spec.rank != last:
-        with pytest.raises((PeerTimeout, GroupAborted)) as caught:
-            exchange.dispatch(*given)
-            exchange.synchronize()
-        if isinstance(caught.value, PeerTimeout):
-            assert (caught.value.phase, caught.value.peer) == ("recv_header", last)
-    exchange.barrier()
-    exchange.reset()
-    received = exchange.dispatch(*given)
-    exchange.combine(torch.zeros_like(received.rows), received)
+def measurements(group: dist.ProcessGroup) -> None:
+    """Rows per expert and waits per peer add up in the caller's tensors, operations in histograms."""
+    exchange = open_exchange(group, a_models_spec(group.rank(), group.size(), Payload.FP8, tokens=8))
+    spec, operations = exchange.spec, 3
+    mine = make_inputs(spec, "zipf", 4)[spec.rank]
+    rows = torch.full((len(spec.local_experts),), 100, dtype=torch.int32, device="cuda")
+    waits = torch.zeros(2, spec.num_ranks, dtype=torch.int64, device="cuda")
+    for _ in range(operations):
+        pending = exchange.dispatch_send(*on_gpu(mine))
+        received = pending.recv(View.PADDED, expert_stats=rows, wait_stats=waits[0])
+        answers = run_experts(spec, received)
+        exchange.combine_send(answers, received).recv(wait_stats=waits[1])
     exchange.synchronize()
-
-    # Ids out of range are refused by the kernel and end the operation of all.
-    if spec.rank == 0:
-        bad = given[1].clone()
-        bad[1, 2] = spec.num_experts
-        with pytest.raises(InvalidArgument, match="topk_ids"):
-            exchange.dispatch(given[0], bad, given[2])
-            exchange.synchronize()
-    exchange.barrier()
-    exchange.reset()
-
-    # A bank that comes round unread: at once where the host knows, by the kernel inside a graph.
-    for _ in range(spec.num_banks):
-        exchange.dispatch_send(*given)
-    with pytest.raises(HookNotCalled):
-        exchange.dispatch_send(*given)
-    exchange.synchronize()
-    exchange.reset()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(spec.num_banks + 1):
-            exchange.dispatch_send(*given)
-    with pytest.raises((HookNotCalled, GroupAborted)):
-        graph.replay()
-        exchange.synchronize()
-    exchange.barrier()
-    exchange.reset()
-    exchange.barrier()
-    exchange.close()
-
-
-def masking(group: dist.ProcessGroup) -> None:
-    """The last rank stops taking part: the others mask it within the deadline and get their own sums."""
-    torch.cuda.set_device(group.rank())
-    spec = replace(a_models_spec(group, Payload.BF16, tokens=4), timeout_ns=200_000_000)
-    exchange = cuda_memory.from_process_group(group, spec, on_timeout="mask")
-    inputs = make_inputs(spec, "max_tokens", 1)
-    mine, last = inputs[spec.rank], spec.num_ranks - 1
-    given = (mine.x.cuda(), mine.ids.cuda(), mine.weights.cuda())
-    if spec.rank != last:
-        masked_ids = torch.where(mine.ids >= 64 - 64 // spec.num_ranks, -1, mine.ids)
-        survivors = [replace(each, ids=masked_ids) if each is mine else each for each in inputs]
-        wanted = expect(spec, survivors).combined
-        for turn in range(5):
-            began = time.monotonic()
-            received = exchange.dispatch(*given)
-            factors = [(1.0 + e / 16) * (-1 if e % 2 else 1) for e in spec.local_experts]
-            scale = torch.tensor(factors, device="cuda").view(-1, 1, 1)
-            out = exchange.combine((received.rows.float() * scale).to(torch.bfloat16), received)
-            exchange.synchronize()
-            assert_equal(out.cpu(), wanted, f"turn {turn}")
-            assert turn == 0 or time.monotonic() - began < 5.0
-        assert exchange.masked == {last}
-    exchange.barrier()
-    exchange.reset()
-    assert exchange.masked == frozenset()
-    received = exchange.dispatch(*given)
-    exchange.combine(torch.zeros_like(received.rows), received)
-    exchange.synchronize()
-    exchange.barrier()
-    exchange.close()
+    assert_equal(rows, 100 + operations * received.counts, "expert_stats")
+    found = exchange.statistics()
+    for index, op in enumerate(("dispatch", "combine")):
+        kept = [found["peer_wait_ns"][op, peer] for peer in range(spec.num_ranks)]
+        assert waits[index].tolist() == kept, f"{op}: wait_stats beside the waits that the exchange keeps"
+        for part in ("send", "wait"):
+            assert sum(found["histograms"][f"{op}/{part}"]) == operations, (op, part)
+    close_exchange(exchange)
 
 
 def refused(group: dist.ProcessGroup) -> None:
-    """Sizes that the format or the GPU cannot carry name their field."""
-    torch.cuda.set_device(group.rank())
+    """Sizes that the format or the GPU cannot carry name their field; R * T = 6 columns are padded."""
     good = ExchangeSpec(group.rank(), group.size(), (0,) * 3, 6, 640, 2, Payload.FP8, num_banks=2)
-    exchange = cuda_memory.from_process_group(group, good)  # R * T = 6 where R = 1: columns are padded
+    exchange = open_exchange(group, good)
     rows, scales = exchange.empty_padded()
     assert scales is not None
     assert scales.stride(2) % 4 == 0
     assert rows.shape[1] == group.size() * 6
-    exchange.barrier()
-    exchange.close()
-    for field, value in (("hidden", 640), ("payload", Payload.FP32)):
-        spec = replace(good, payload=Payload.FP8_UE8M0 if field == "hidden" else value)
+    close_exchange(exchange)
+    for field, value in (("hidden", 640), ("payload", Payload.FP32), ("num_sms", 1000)):
+        spec, options = good, {}
+        if field == "hidden":
+            spec = replace(good, payload=Payload.FP8_UE8M0)
+        elif field == "payload":
+            spec = replace(good, payload=value)
+        else:
+            options = {field: value}
         with pytest.raises(ConfigError) as caught:
-            cuda_memory.from_process_group(group, spec)
+            open_exchange(group, spec, **options)
         assert caught.value.field == field
+        dist.barrier(group)

@@ -1,7 +1,12 @@
-"""The exchange over NVLink against the conformance suite and its own failures; needs GPUs (marker gpu)."""
+"""The exchange over NVLink against the conformance suite and its own failures; needs GPUs (marker gpu).
+
+The programs import the CUDA part, which only a machine with a driver can: they are imported when they run.
+"""
 
 from __future__ import annotations
 
+import importlib
+import signal
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -10,61 +15,144 @@ import pytest
 import torch
 
 from tests.ep.conformance import case_names
+from tests.ep.gpu_sizes import size_names
 from tests.ep.sequences import sequence_names
 
 RANKS = (1, 2, 4)
+GROUPS = (2, 4)
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 NAMES = [f"fused-{name}" for name in case_names()] + case_names() + sequence_names()
+REPLAYS = {1: 2_000, 2: 2_000, 4: 10_000}
 
 
-def run(program: Callable[..., Any], num_ranks: int, *args: Any, timeout: float = 240) -> list[Any]:
+def program(name: str) -> Callable[..., Any]:
+    """`module.function` of tests.ep."""
+    module, _, function = name.partition(".")
+    found: Callable[..., Any] = getattr(importlib.import_module(f"tests.ep.{module}"), function)
+    return found
+
+
+def need(num_gpus: int) -> None:
+    if torch.cuda.device_count() < num_gpus:
+        pytest.skip(f"needs {num_gpus} GPUs")
+
+
+def run(name: str, num_ranks: int, *args: Any, timeout: float = 240) -> list[Any]:
     from tests.harness.process_group import run_group
 
-    if torch.cuda.device_count() < num_ranks:
-        pytest.skip(f"needs {num_ranks} GPUs")
-    return run_group(program, num_ranks, args=args, timeout=timeout)
+    need(num_ranks)
+    return run_group(program(name), num_ranks, args=args, timeout=timeout)
 
 
 @cache
-def results(num_ranks: int) -> dict[str, list[str]]:
+def results(name: str, num_ranks: int) -> dict[str, list[str]]:
     """name -> failure texts of the ranks that failed; one group of processes for all."""
-    from tests.ep import gpu_programs
-
-    by_rank = run(gpu_programs.conformance, num_ranks)
+    by_rank = run(name, num_ranks)
     return {
-        name: [f"rank {rank}: {answers[name]}" for rank, answers in enumerate(by_rank) if answers[name]]
-        for name in by_rank[0]
+        case: [f"rank {rank}: {answers[case]}" for rank, answers in enumerate(by_rank) if answers[case]]
+        for case in by_rank[0]
     }
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
 @pytest.mark.parametrize("name", NAMES)
 def test_conformance(num_ranks: int, name: str) -> None:
-    failures = results(num_ranks)[name]
+    failures = results("gpu_programs.conformance", num_ranks)[name]
     assert not failures, "\n".join(failures)
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
-@pytest.mark.parametrize("program", ["side_by_side", "refused"])
-def test_program(num_ranks: int, program: str) -> None:
-    from tests.ep import gpu_programs
+@pytest.mark.parametrize("name", size_names())
+def test_size(num_ranks: int, name: str) -> None:
+    failures = results("gpu_programs.run_sizes", num_ranks)[name]
+    assert not failures, "\n".join(failures)
 
-    run(getattr(gpu_programs, program), num_ranks)
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("name", ["side_by_side", "refused", "measurements"])
+def test_program(num_ranks: int, name: str) -> None:
+    run(f"gpu_programs.{name}", num_ranks)
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_graph_replays_with_changing_routing(num_ranks: int) -> None:
-    from tests.ep import gpu_programs
-
-    run(gpu_programs.graph_replays, num_ranks, 400)
+    run("gpu_programs.graph_replays", num_ranks, REPLAYS[num_ranks])
 
 
-@pytest.mark.parametrize("num_ranks", [2, 4])
-@pytest.mark.parametrize("program", ["failures", "masking"])
-def test_a_rank_that_does_not_come(num_ranks: int, program: str) -> None:
-    from tests.ep import gpu_programs
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_weights_given_only_at_combine(num_ranks: int) -> None:
+    run("gpu_wires.late_weights", num_ranks)
 
-    run(getattr(gpu_programs, program), num_ranks)
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("wire", ["log10", "fp8"])
+def test_low_precision_combine(num_ranks: int, wire: str) -> None:
+    run("gpu_wires.low_precision", num_ranks, wire)
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_a_hook_not_called_is_reported(num_ranks: int) -> None:
+    run("gpu_faults.hook_not_called", num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", GROUPS)
+def test_a_rank_that_does_not_come(num_ranks: int) -> None:
+    run("gpu_faults.failures", num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", GROUPS)
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_a_rank_that_is_masked(num_ranks: int, by_hand: bool) -> None:
+    run("gpu_faults.masking", num_ranks, by_hand)
+
+
+@pytest.mark.parametrize("num_ranks", GROUPS)
+@pytest.mark.parametrize("op", ["dispatch", "combine"])
+@pytest.mark.parametrize("fault", ["delayed", "dropped"])
+def test_an_injected_fault(num_ranks: int, op: str, fault: str) -> None:
+    run(f"gpu_faults.{fault}", num_ranks, op)
+
+
+@pytest.mark.parametrize("num_ranks", GROUPS)
+@pytest.mark.parametrize("on_timeout", ["raise", "mask"])
+@pytest.mark.parametrize("between", [True, False], ids=["header_without_rows", "while_it_waits"])
+def test_a_killed_rank_is_reported_and_left_behind(num_ranks: int, on_timeout: str, between: bool) -> None:
+    from tests.harness.ranks import Ranks
+
+    need(num_ranks)
+    kwargs = program("gpu_faults.control_kwargs")(num_ranks)
+    dies = program("gpu_faults.rank_1_dies")
+    with Ranks(dies, num_ranks, kwargs, args=(between, on_timeout)) as ranks:
+        ranks.message(1, 60)
+        ranks.kill(1)
+        ranks.processes[1].join(30)
+        survivors = [rank for rank in range(num_ranks) if rank != 1]
+        for rank in survivors:
+            ranks.tell(rank, "rank 1 is dead")
+        ended = ranks.join(60)
+    assert ended[1].exitcode == -signal.SIGKILL
+    for rank in survivors:
+        assert ended[rank].error is None, f"rank {rank}: {ended[rank].trace}"
+    found = [ended[rank].value[0] for rank in survivors]
+    if on_timeout == "raise":
+        named = f"{'dispatch' if between else 'combine'}/recv_header of 1"
+        assert set(found) <= {named, "GroupAborted"}, found
+        assert named in found, found
+    assert all(ended[rank].value[1] < 10 for rank in survivors), "the deadline is one second"
+
+
+@pytest.mark.parametrize("num_gpus", GROUPS)
+def test_several_gpus_in_one_process_a_thread_each(num_gpus: int) -> None:
+    need(num_gpus)
+    (found,) = run("gpu_local.threads", 1, num_gpus)
+    failed = [f"{name}: {text}" for name, text in found.items() if text]
+    assert found and not failed, "\n".join(failed)
+
+
+@pytest.mark.parametrize("num_gpus", GROUPS)
+def test_several_gpus_in_one_process_one_thread(num_gpus: int) -> None:
+    need(num_gpus)
+    run("gpu_local.one_thread", 1, num_gpus)

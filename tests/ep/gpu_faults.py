@@ -1,0 +1,220 @@
+"""What ranks on GPUs run in tests where something goes wrong: ranks absent, masked, killed, late."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_server.ep.cuda import CudaExchange
+from ep_server.ep.cuda_handle import control_spec
+from ep_server.ep.exchange import ExchangeSpec, Payload, View
+from ep_server.ep.faults import Action, Fault
+from ep_server.ep.native import NativeExchange
+from ep_server.errors import ExchangeError, GroupAborted, HookNotCalled, InvalidArgument, PeerTimeout
+from tests.ep.conformance import run_pair
+from tests.ep.gpu_group import a_models_spec, close_exchange, on_gpu, open_exchange, run_fused, sums_without
+from tests.ep.on_gpu import OnGpu
+from tests.harness.compare import assert_equal
+from tests.harness.ranks import Peer
+from tests.harness.routing import make_inputs
+
+SECOND = 1_000_000_000
+
+
+def small(group: dist.ProcessGroup, timeout_ns: int) -> ExchangeSpec:
+    return replace(a_models_spec(group.rank(), group.size(), Payload.BF16, tokens=4), timeout_ns=timeout_ns)
+
+
+def failures(group: dist.ProcessGroup) -> None:
+    """A rank that does not come is named, ids out of range are refused; the group goes on after a reset."""
+    exchange = open_exchange(group, small(group, SECOND // 5))
+    spec = exchange.spec
+    mine, last = make_inputs(spec, "max_tokens", 1)[spec.rank], spec.num_ranks - 1
+    given = on_gpu(mine)
+    if spec.rank != last:
+        with pytest.raises((PeerTimeout, GroupAborted)) as caught:
+            exchange.dispatch(*given)
+            exchange.synchronize()
+        if isinstance(caught.value, PeerTimeout):
+            assert (caught.value.phase, caught.value.peer) == ("recv_header", last)
+    exchange.barrier()
+    exchange.reset()
+    received = exchange.dispatch(*given)
+    exchange.combine(torch.zeros_like(received.rows), received)
+    exchange.synchronize()
+
+    # Ids out of range are refused by the kernel and end the operation of all.
+    if spec.rank == 0:
+        bad = given[1].clone()
+        bad[1, 2] = spec.num_experts
+        with pytest.raises(InvalidArgument, match="topk_ids"):
+            exchange.dispatch(given[0], bad, given[2])
+            exchange.synchronize()
+    exchange.barrier()
+    exchange.reset()
+    close_exchange(exchange)
+
+
+def hook_not_called(group: dist.ProcessGroup) -> None:
+    """A bank that comes round unread: at once where the host knows, by the kernel inside a graph."""
+    exchange = open_exchange(group, small(group, SECOND))
+    spec = exchange.spec
+    given = on_gpu(make_inputs(spec, "max_tokens", 1)[spec.rank])
+    for _ in range(spec.num_banks):
+        exchange.dispatch_send(*given)
+    with pytest.raises(HookNotCalled):
+        exchange.dispatch_send(*given)
+    exchange.synchronize()
+    exchange.reset()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(spec.num_banks + 1):
+            exchange.dispatch_send(*given)
+    with pytest.raises((HookNotCalled, GroupAborted)):
+        graph.replay()
+        exchange.synchronize()
+    exchange.barrier()
+    exchange.reset()
+    run_pair(OnGpu(exchange), "zipf", 2, View.PADDED)
+    close_exchange(exchange)
+
+
+def masking(group: dist.ProcessGroup, by_hand: bool) -> None:
+    """The last rank stops taking part: the others mask it, by deadline or by hand, and get their own sums."""
+    timeout_ns = 60 * SECOND if by_hand else SECOND // 5
+    exchange = open_exchange(group, small(group, timeout_ns), on_timeout="raise" if by_hand else "mask")
+    spec = exchange.spec
+    inputs, last = make_inputs(spec, "max_tokens", 1), spec.num_ranks - 1
+    mine = inputs[spec.rank]
+    if spec.rank != last:
+        wanted = sums_without(spec, inputs, last)
+        if by_hand:
+            received = exchange.dispatch(*on_gpu(mine))
+            exchange.mask([last])  # also in the kernel that waits for it
+            exchange.combine(torch.zeros_like(received.rows), received)
+        for turn in range(5):
+            began = time.monotonic()
+            assert_equal(run_fused(exchange, mine), wanted, f"turn {turn}")
+            assert turn == 0 or time.monotonic() - began < 5.0
+        assert exchange.masked == {last}
+    exchange.barrier()
+    exchange.reset()
+    assert exchange.masked == frozenset()
+    run_pair(OnGpu(exchange), "max_tokens", 2, View.PADDED)
+    close_exchange(exchange)
+
+
+def delayed(group: dist.ProcessGroup, op: str) -> None:
+    """A rank that is late in one operation is waited for; the wait is charged to it and to nobody else."""
+    last, late_ns = group.size() - 1, SECOND // 2
+    fault = Fault(last, op, "send_header", Action.DELAY, epoch=3, delay_ns=late_ns)
+    exchange = open_exchange(group, small(group, 20 * SECOND), faults=[fault])
+    spec = exchange.spec
+    for step in range(2):  # the ranks load their kernels at different times
+        run_pair(OnGpu(exchange), "max_tokens", step, View.PADDED)
+    exchange.barrier()
+    before = exchange.statistics()["peer_wait_ns"]
+    for step in range(2, 5):
+        run_pair(OnGpu(exchange), "max_tokens", step, View.PADDED)
+        exchange.barrier()  # the next operation begins together: its waits are its own
+    after = exchange.statistics()
+    waits = {peer: after["peer_wait_ns"][op, peer] - before[op, peer] for peer in range(spec.num_ranks)}
+    if spec.rank != last:
+        assert waits[last] > late_ns // 2, waits
+        assert after["peer_wait_max_ns"][op, last] > late_ns // 2, after["peer_wait_max_ns"]
+        del waits[last]
+    assert all(ns < late_ns // 2 for ns in waits.values()), f"{waits} while rank {last} was late"
+    close_exchange(exchange)
+
+
+def dropped(group: dist.ProcessGroup, op: str) -> None:
+    """A rank whose cell for rank 0 is lost is named by rank 0; after a reset the group works on."""
+    last = group.size() - 1
+    fault = Fault(last, op, "send_header", Action.DROP, epoch=2, peer=0)
+    # Rank 0 alone has a short deadline: nobody else can be the first to give up.
+    exchange = open_exchange(
+        group, small(group, 2 * SECOND if group.rank() == 0 else 60 * SECOND), faults=[fault]
+    )
+    run_pair(OnGpu(exchange), "max_tokens", 1, View.PADDED)
+    exchange.barrier()
+    error = _error_of(OnGpu(exchange), step=2)
+    if group.rank() == 0:
+        assert isinstance(error, PeerTimeout), repr(error)
+        assert (error.op, error.peer) == (op, last), error
+        assert error.phase.startswith("recv"), error
+    else:  # whoever still waited was ended by rank 0's abort
+        assert error is None or isinstance(error, GroupAborted), repr(error)
+    exchange.barrier()
+    exchange.reset()
+    run_pair(OnGpu(exchange), "max_tokens", 3, View.PADDED)
+    close_exchange(exchange)
+
+
+def _error_of(gpu: OnGpu, step: int) -> ExchangeError | None:
+    try:
+        run_pair(gpu, "max_tokens", step, View.PADDED)
+    except ExchangeError as error:
+        return error
+    return None
+
+
+# -- a rank whose process is killed: run by tests.harness.ranks, on its exchange in host memory -----------
+
+
+def killed_spec(rank: int, num_ranks: int) -> ExchangeSpec:
+    return replace(a_models_spec(rank, num_ranks, Payload.BF16, tokens=4), timeout_ns=SECOND)
+
+
+def control_kwargs(num_ranks: int) -> dict[str, Any]:
+    """Of the host-memory exchange that the harness makes."""
+    fields = asdict(control_spec(killed_spec(0, num_ranks)))
+    return {name: value for name, value in fields.items() if name not in {"rank", "num_ranks"}}
+
+
+def rank_1_dies(control: NativeExchange, between: bool, on_timeout: str, peer: Peer) -> tuple[str, float]:
+    """Rank 1 is killed in its third dispatch; the others then dispatch.
+
+    Args:
+        between: its header is out and its rows are not; else it has sent all and waits for the others.
+    Returns: of a survivor, what it found (op/phase of whom, or the error's class; "" with a mask); seconds.
+    """
+    rank, ranks = control.spec.rank, control.spec.num_ranks
+    torch.cuda.set_device(rank)
+    stop = Fault(1, "dispatch", "send_rows", Action.DELAY, epoch=3, delay_ns=60 * SECOND)
+    exchange = CudaExchange(
+        killed_spec(rank, ranks), control=control, on_timeout=on_timeout, faults=[stop] if between else []
+    )
+    spec = exchange.spec
+    for step in range(2):
+        run_pair(OnGpu(exchange, fused=True), "max_tokens", step, View.PADDED)
+    inputs = make_inputs(spec, "max_tokens", 5)
+    mine = inputs[rank]
+    if rank == 1:
+        exchange.dispatch(*on_gpu(mine))
+        time.sleep(0.5)  # its kernel runs by now; nothing on the host can tell
+        peer.tell(os.getpid())
+        peer.hear()  # never comes
+    assert peer.hear() == "rank 1 is dead"
+    began, found = time.monotonic(), ""
+    if on_timeout == "raise":
+        with pytest.raises((PeerTimeout, GroupAborted)) as caught:
+            run_fused(exchange, mine)
+        found = type(caught.value).__name__
+        if isinstance(caught.value, PeerTimeout):
+            found = f"{caught.value.op}/{caught.value.phase} of {caught.value.peer}"
+        seconds = time.monotonic() - began
+        exchange.reset(dead=[1])
+    wanted = sums_without(spec, inputs, 1)
+    for turn in range(5):
+        assert_equal(run_fused(exchange, mine), wanted, f"turn {turn} after the death")
+        if turn == 0 and on_timeout == "mask":
+            seconds = time.monotonic() - began
+    assert exchange.masked == {1}
+    exchange.check()
+    return found, seconds
