@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import helm_python
@@ -18,6 +19,7 @@ from tests.helm.charts import (
     CHART,
     MINIMAL,
     Object,
+    chart,
     config_of,
     container,
     nested,
@@ -123,6 +125,7 @@ def test_the_command_line_is_one_that_the_server_takes() -> None:
     read = config_of(server).values()
     assert {name: value for name, value in read.items() if value != Config().values()[name]} == {
         "parallel.ranks": 4,
+        "parallel.threads_per_rank": 1,  # the 2 CPUs reserved by default, over 4 ranks
         "model.path": "/models/qwen/30b",
         "model.name": "q",
         "grpc.host": "::",
@@ -146,6 +149,19 @@ def test_the_command_line_is_one_that_the_server_takes() -> None:
     assert pod_template(objects)["spec"]["terminationGracePeriodSeconds"] == 26  # 3 + 7.5 + 15
     assert server["lifecycle"]["preStop"] == {"sleep": {"seconds": 3}}
     assert "lifecycle" not in container(render({"drain": {"preStopSeconds": 0}})[0])
+
+
+@pytest.mark.parametrize(
+    ("cpu", "ranks", "threads"), [("16", 4, 4), ("2500m", 1, 2), ("500m", 2, 1), (7, 2, 3), ("1024", 1, 256)]
+)
+def test_a_rank_computes_on_what_is_reserved_for_it(cpu: Any, ranks: int, threads: int) -> None:
+    reserved = {"ranks": ranks, "resources": {"requests": {"cpu": cpu}}}
+    assert config_of(container(render(reserved)[0])).parallel.threads_per_rank == threads
+    for said in (0, 3):  # 0: all cores, as the server has it
+        given = {"config": {"parallel": {"threads_per_rank": said}}}
+        assert config_of(container(render(reserved, given)[0])).parallel.threads_per_rank == said
+    without = config_of(container(render({"resources": {"requests": {"cpu": None}}})[0]))
+    assert without.parallel.threads_per_rank == 0
 
 
 def test_with_its_defaults_it_serves_the_top_of_the_claim() -> None:
@@ -282,6 +298,18 @@ def test_names_fit_however_long_the_release_is() -> None:
             for one in objects:
                 check(one, "1.37")
             check_links(objects)
+
+
+def test_the_archive_renders_the_same(tmp_path: Path) -> None:
+    archive = Path(helm_python.package(CHART, destination=tmp_path))
+    assert archive.name == f"ep-server-{ep_server.__version__}.tgz"
+    assert archive.stat().st_size < 500_000  # Helm keeps each release in a Secret, at most 1 MiB
+    everything = {**MINIMAL, "metrics": {"rules": True, "dashboards": True}}
+    with helm_python.Chart.load(archive) as packed:
+        assert packed.render(everything, name="x", namespace="y") == chart().render(
+            everything, name="x", namespace="y"
+        )
+        assert not [one["name"] for one in packed.files if one["name"].startswith("examples")]
 
 
 def test_images_are_named_by_tag_or_digest() -> None:

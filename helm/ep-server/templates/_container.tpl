@@ -37,8 +37,20 @@
 {{- end }}
 {{- end }}
 
+{{/* `config`, and the threads of a rank: the CPUs that are reserved over the ranks, not all that the node has. */}}
+{{- define "ep-server.config" -}}
+{{- $config := deepCopy .Values.config -}}
+{{- $parallel := default dict $config.parallel -}}
+{{- $cpu := dig "requests" "cpu" "" .Values.resources | toString -}}
+{{- if and $cpu (not (hasKey $parallel "threads_per_rank")) -}}
+{{- $cores := ternary (divf (trimSuffix "m" $cpu | float64) 1000) (float64 $cpu) (hasSuffix "m" $cpu) -}}
+{{- $_ := set $parallel "threads_per_rank" (divf $cores .Values.ranks | floor | int64 | max 1 | min 256) -}}
+{{- end -}}
+{{- set $config "parallel" $parallel | toYaml -}}
+{{- end }}
+
 {{- define "ep-server.env" -}}
-{{- range $section, $fields := .Values.config }}
+{{- range $section, $fields := include "ep-server.config" . | fromYaml }}
 {{- range $field, $value := $fields }}
 - name: {{ printf "EP_SERVER_%s__%s" (upper $section) (upper $field) }}
   value: {{ include "ep-server.text" $value | quote }}
