@@ -72,6 +72,8 @@ class Buffer:
             raise InvalidArgument("group, comm", (group, comm), "a torch.distributed process group and None")
         if timeout_seconds <= 0:
             raise InvalidArgument("timeout_seconds", timeout_seconds, "above 0")
+        if low_latency_num_sms < 0:
+            raise InvalidArgument("low_latency_num_sms", low_latency_num_sms, "at least 0")
         self.group, self.rank, self.group_size = group, group.rank(), group.size()
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
