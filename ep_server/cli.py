@@ -9,7 +9,7 @@ import grpc
 import typer
 
 import ep_server
-from ep_server.commands import bench, config, demo, generate, health, inspect, serve
+from ep_server.commands import bench, config, demo, diagnose, generate, health, inspect, serve
 from ep_server.errors import EpServerError
 
 app = typer.Typer(
@@ -20,7 +20,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (serve, generate, health, bench, inspect, config, demo):
+for command in (serve, generate, health, bench, inspect, diagnose, config, demo):
     app.command(command.NAME)(command.command)
 
 

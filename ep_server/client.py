@@ -197,6 +197,11 @@ class AsyncClient:
         """GetEpStateResponse."""
         return await self.control.GetEpState(control_pb2.GetEpStateRequest(), metadata=self.target.metadata)
 
+    async def diagnostics(self) -> Any:
+        """GetDiagnosticsResponse."""
+        request = control_pb2.GetDiagnosticsRequest()
+        return await self.control.GetDiagnostics(request, metadata=self.target.metadata)
+
     async def abort(self, *request_ids: str) -> Any:
         """AbortResponse."""
         request = control_pb2.AbortRequest(request_ids=request_ids)
@@ -265,6 +270,11 @@ class Client:
     def ep_state(self) -> Any:
         """GetEpStateResponse."""
         return self.control.GetEpState(control_pb2.GetEpStateRequest(), metadata=self.target.metadata)
+
+    def diagnostics(self) -> Any:
+        """GetDiagnosticsResponse."""
+        request = control_pb2.GetDiagnosticsRequest()
+        return self.control.GetDiagnostics(request, metadata=self.target.metadata)
 
     def abort(self, *request_ids: str) -> Any:
         """AbortResponse."""

@@ -5,6 +5,8 @@ Reads the engine's records and answers; changes nothing but through Engine.abort
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import time
 import uuid
 from collections.abc import Callable
@@ -18,6 +20,7 @@ from ep_server.quantiles import NANO, balance, summarise_ranks
 from ep_server.records import RankLoad, RankStatistics
 from ep_server.served_model import ServedModel
 from ep_server.v1 import control_pb2, control_pb2_grpc
+from ep_server.versions import versions
 
 SERVICE_NAME: str = control_pb2.DESCRIPTOR.services_by_name["Control"].full_name
 MAX_ABORT = 1024
@@ -119,6 +122,19 @@ class ControlService(control_pb2_grpc.ControlServicer):  # type: ignore[misc, un
                 for (op, peer), wait in sorted(s.peer_wait_ns.items())
             ],
             expert_balance=_balance(statistics),
+        )
+
+    async def GetDiagnostics(self, request: Any, context: Any) -> Any:
+        """Configuration, versions and the last steps of every rank."""
+        reported = self._engine.rank_statistics
+        return control_pb2.GetDiagnosticsResponse(
+            config={name: json.dumps(value) for name, value in self._config.values().items()},
+            versions=versions(),
+            steps=[
+                control_pb2.StepTrace(rank=rank, **dataclasses.asdict(step))
+                for rank, statistics in sorted(reported.items())
+                for step in statistics.last_steps
+            ],
         )
 
     async def Abort(self, request: Any, context: Any) -> Any:

@@ -7,12 +7,10 @@ from __future__ import annotations
 
 import errno
 import socket
-import ssl
-from pathlib import Path
 
-import grpc
 from grpc import aio
 
+from ep_server.certificates import Certificates
 from ep_server.config import GrpcConfig
 from ep_server.errors import ConfigError
 
@@ -40,7 +38,7 @@ def bind(server: aio.Server, config: GrpcConfig) -> str:
     address = f"{host}:{config.port}"
     try:
         if config.tls_cert:
-            port = server.add_secure_port(address, _credentials(config))
+            port = server.add_secure_port(address, Certificates(config).credentials())
         else:
             port = server.add_insecure_port(address)
     except RuntimeError as error:
@@ -65,33 +63,6 @@ def _check_free(config: GrpcConfig) -> None:
                 raise ConfigError("grpc.host", config.host, "an address of this host") from error
             allowed = f"a port of {config.host} this process may bind ({_reason(error)})"
             raise ConfigError("grpc.port", config.port, allowed) from error
-
-
-def _credentials(config: GrpcConfig) -> grpc.ServerCredentials:
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    key = _read("grpc.tls_key", config.tls_key)
-    chain = _read("grpc.tls_cert", config.tls_cert)
-    try:
-        context.load_cert_chain(config.tls_cert, config.tls_key)
-    except (ssl.SSLError, OSError) as error:
-        allowed = f"a PEM certificate chain that fits grpc.tls_key ({_reason(error)})"
-        raise ConfigError("grpc.tls_cert", config.tls_cert, allowed) from error
-    if not config.tls_client_ca:
-        return grpc.ssl_server_credentials([(key, chain)])
-    bundle = _read("grpc.tls_client_ca", config.tls_client_ca)
-    try:
-        context.load_verify_locations(config.tls_client_ca)
-    except (ssl.SSLError, OSError) as error:
-        allowed = f"a PEM bundle of certificates ({_reason(error)})"
-        raise ConfigError("grpc.tls_client_ca", config.tls_client_ca, allowed) from error
-    return grpc.ssl_server_credentials([(key, chain)], bundle, require_client_auth=True)
-
-
-def _read(field: str, path: str) -> bytes:
-    try:
-        return Path(path).read_bytes()
-    except OSError as error:
-        raise ConfigError(field, path, f"a readable file ({_reason(error)})") from error
 
 
 def _reason(error: OSError) -> str:

@@ -168,6 +168,24 @@ class RankLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTrace:
+    """One step of a rank: what it ran, and how long its parts took, one after the other.
+
+    step: counted from 0 since the rank was ready. start_ns: of the monotonic clock of the host.
+    """
+
+    step: int
+    start_ns: int
+    tokens: int
+    sequences: int
+    micro_batches: int
+    plan_ns: int
+    vote_ns: int
+    run_ns: int
+    publish_ns: int
+
+
+@dataclass(frozen=True, slots=True)
 class RankStatistics:
     """Cumulative measurements of one rank since its start.
 
@@ -179,6 +197,7 @@ class RankStatistics:
     counters: name -> cumulative number (idle_steps, padded_tokens, bytes/<op>, tokens, ...).
     peer_wait_ns: (op, peer) -> ns this rank waited for that peer, cumulative.
     expert_tokens: tokens this rank's local experts received, cumulative, by global expert id.
+    last_steps: the last steps, oldest first; a few.
     """
 
     rank: int
@@ -188,3 +207,4 @@ class RankStatistics:
     counters: dict[str, int] = field(default_factory=dict)
     peer_wait_ns: dict[tuple[str, int], int] = field(default_factory=dict)
     expert_tokens: dict[int, int] = field(default_factory=dict)
+    last_steps: tuple[StepTrace, ...] = ()

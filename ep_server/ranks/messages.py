@@ -20,6 +20,7 @@ from ep_server.records import (
     RankStatistics,
     Request,
     Sampling,
+    StepTrace,
     Stopping,
     TokenEvent,
 )
@@ -35,6 +36,7 @@ _FINISH_TO_WIRE = {
 _FINISH_FROM_WIRE = {wire: reason for reason, wire in _FINISH_TO_WIRE.items()}
 _LOAD_FIELDS = tuple(RankLoad.__dataclass_fields__)
 _READY_FIELDS = tuple(RankReady.__dataclass_fields__)
+_STEP_FIELDS = tuple(StepTrace.__dataclass_fields__)
 
 
 def add_message(request: Request, work_number: int) -> pb.ToRank:
@@ -183,6 +185,10 @@ def statistics_message(statistics: RankStatistics) -> pb.FromRank:
                 for (op, peer), wait in statistics.peer_wait_ns.items()
             ],
             expert_tokens=statistics.expert_tokens,
+            last_steps=[
+                pb.StepTrace(**{name: getattr(step, name) for name in _STEP_FIELDS})
+                for step in statistics.last_steps
+            ],
         )
     )
 
@@ -197,6 +203,9 @@ def statistics_of(wire: pb.Statistics) -> RankStatistics:
         counters=dict(wire.counters),
         peer_wait_ns={(w.op, w.peer): w.wait_ns for w in wire.peer_waits},
         expert_tokens=dict(wire.expert_tokens),
+        last_steps=tuple(
+            StepTrace(**{name: getattr(step, name) for name in _STEP_FIELDS}) for step in wire.last_steps
+        ),
     )
 
 

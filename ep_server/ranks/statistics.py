@@ -6,14 +6,16 @@ a histogram counts [2^b, 2^(b+1)).
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import zip_longest
 from typing import Any, Protocol, TypeVar
 
-from ep_server.records import RankLoad, RankStatistics, StepBatch, TokenEvent
+from ep_server.records import RankLoad, RankStatistics, StepBatch, StepTrace, TokenEvent
 
 BUCKETS = 48
+LAST_STEPS = 64
 K = TypeVar("K")
 
 
@@ -71,6 +73,7 @@ class StepMeter:
         self._queued: dict[int, int] = {}  # began to run, no token told yet
         names = ("tokens", "padded_tokens", "idle_steps", "overlap_steps", "run_steps", "parks")
         self._counters = dict.fromkeys(names, 0)  # padded_tokens: nothing pads on CPU
+        self._last_steps: deque[StepTrace] = deque(maxlen=LAST_STEPS)
         self._warm_up = _Parts.of({}, None)
 
     def ready(self, exchange: Mapping[str, Any], runner: Measured) -> None:
@@ -113,6 +116,7 @@ class StepMeter:
         self._times["publish"].add(times.published - times.ran)
         self._times["total"].add(times.published - times.start)
         counters = self._counters
+        self._last_steps.append(_trace(counters["run_steps"], batch, micro_batches, times))
         counters["run_steps"] += 1
         counters["tokens"] += batch.num_tokens
         counters["idle_steps"] += not batch.slices
@@ -136,6 +140,7 @@ class StepMeter:
             counters={**parts.counters, **self._counters},
             peer_wait_ns=parts.peer_wait_ns,
             expert_tokens=parts.expert_tokens,
+            last_steps=tuple(self._last_steps),
         )
 
 
@@ -174,6 +179,20 @@ class _Parts:
             _less(self.peer_wait_ns, before.peer_wait_ns),
             _less(self.expert_tokens, before.expert_tokens),
         )
+
+
+def _trace(step: int, batch: StepBatch, micro_batches: int, times: StepTimes) -> StepTrace:
+    return StepTrace(
+        step=step,
+        start_ns=times.start,
+        tokens=batch.num_tokens,
+        sequences=len(batch.slices),
+        micro_batches=micro_batches,
+        plan_ns=times.planned - times.start,
+        vote_ns=times.voted - times.planned,
+        run_ns=times.ran - times.voted,
+        publish_ns=times.published - times.ran,
+    )
 
 
 def _less(now: Mapping[K, int], before: Mapping[K, int]) -> dict[K, int]:

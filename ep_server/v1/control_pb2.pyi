@@ -225,6 +225,58 @@ class ExpertBalance(_message.Message):
     expert_tokens: _containers.ScalarMap[int, int]
     def __init__(self, rank_balance: _Optional[float] = ..., expert_balance: _Optional[float] = ..., expert_tokens: _Optional[_Mapping[int, int]] = ...) -> None: ...
 
+class GetDiagnosticsRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class GetDiagnosticsResponse(_message.Message):
+    __slots__ = ("config", "versions", "steps")
+    class ConfigEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    class VersionsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    CONFIG_FIELD_NUMBER: _ClassVar[int]
+    VERSIONS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    config: _containers.ScalarMap[str, str]
+    versions: _containers.ScalarMap[str, str]
+    steps: _containers.RepeatedCompositeFieldContainer[StepTrace]
+    def __init__(self, config: _Optional[_Mapping[str, str]] = ..., versions: _Optional[_Mapping[str, str]] = ..., steps: _Optional[_Iterable[_Union[StepTrace, _Mapping]]] = ...) -> None: ...
+
+class StepTrace(_message.Message):
+    __slots__ = ("rank", "step", "start_ns", "tokens", "sequences", "micro_batches", "plan_ns", "vote_ns", "run_ns", "publish_ns")
+    RANK_FIELD_NUMBER: _ClassVar[int]
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    START_NS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    MICRO_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    PLAN_NS_FIELD_NUMBER: _ClassVar[int]
+    VOTE_NS_FIELD_NUMBER: _ClassVar[int]
+    RUN_NS_FIELD_NUMBER: _ClassVar[int]
+    PUBLISH_NS_FIELD_NUMBER: _ClassVar[int]
+    rank: int
+    step: int
+    start_ns: int
+    tokens: int
+    sequences: int
+    micro_batches: int
+    plan_ns: int
+    vote_ns: int
+    run_ns: int
+    publish_ns: int
+    def __init__(self, rank: _Optional[int] = ..., step: _Optional[int] = ..., start_ns: _Optional[int] = ..., tokens: _Optional[int] = ..., sequences: _Optional[int] = ..., micro_batches: _Optional[int] = ..., plan_ns: _Optional[int] = ..., vote_ns: _Optional[int] = ..., run_ns: _Optional[int] = ..., publish_ns: _Optional[int] = ...) -> None: ...
+
 class AbortRequest(_message.Message):
     __slots__ = ("request_ids",)
     REQUEST_IDS_FIELD_NUMBER: _ClassVar[int]

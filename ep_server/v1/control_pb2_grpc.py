@@ -54,6 +54,11 @@ class ControlStub:
                 request_serializer=ep__server_dot_v1_dot_control__pb2.GetEpStateRequest.SerializeToString,
                 response_deserializer=ep__server_dot_v1_dot_control__pb2.GetEpStateResponse.FromString,
                 _registered_method=True)
+        self.GetDiagnostics = channel.unary_unary(
+                '/ep_server.v1.Control/GetDiagnostics',
+                request_serializer=ep__server_dot_v1_dot_control__pb2.GetDiagnosticsRequest.SerializeToString,
+                response_deserializer=ep__server_dot_v1_dot_control__pb2.GetDiagnosticsResponse.FromString,
+                _registered_method=True)
         self.Abort = channel.unary_unary(
                 '/ep_server.v1.Control/Abort',
                 request_serializer=ep__server_dot_v1_dot_control__pb2.AbortRequest.SerializeToString,
@@ -92,6 +97,14 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetDiagnostics(self, request, context):
+        """What a report of a fault needs: configuration, versions, the last steps of every rank. Holds no secret:
+        of certificates, keys and tokens only the paths.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Abort(self, request, context):
         """Ends requests with CANCELLED. Unknown ids are not an error: they are told apart in the answer.
         """
@@ -121,6 +134,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.GetEpState,
                     request_deserializer=ep__server_dot_v1_dot_control__pb2.GetEpStateRequest.FromString,
                     response_serializer=ep__server_dot_v1_dot_control__pb2.GetEpStateResponse.SerializeToString,
+            ),
+            'GetDiagnostics': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetDiagnostics,
+                    request_deserializer=ep__server_dot_v1_dot_control__pb2.GetDiagnosticsRequest.FromString,
+                    response_serializer=ep__server_dot_v1_dot_control__pb2.GetDiagnosticsResponse.SerializeToString,
             ),
             'Abort': grpc.unary_unary_rpc_method_handler(
                     servicer.Abort,
@@ -236,6 +254,33 @@ class Control:
             '/ep_server.v1.Control/GetEpState',
             ep__server_dot_v1_dot_control__pb2.GetEpStateRequest.SerializeToString,
             ep__server_dot_v1_dot_control__pb2.GetEpStateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetDiagnostics(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ep_server.v1.Control/GetDiagnostics',
+            ep__server_dot_v1_dot_control__pb2.GetDiagnosticsRequest.SerializeToString,
+            ep__server_dot_v1_dot_control__pb2.GetDiagnosticsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -247,7 +247,7 @@ class Load(_message.Message):
     def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., steps: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
 
 class Statistics(_message.Message):
-    __slots__ = ("rank", "load", "histograms", "sums", "counters", "peer_waits", "expert_tokens")
+    __slots__ = ("rank", "load", "histograms", "sums", "counters", "peer_waits", "expert_tokens", "last_steps")
     class HistogramsEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -283,6 +283,7 @@ class Statistics(_message.Message):
     COUNTERS_FIELD_NUMBER: _ClassVar[int]
     PEER_WAITS_FIELD_NUMBER: _ClassVar[int]
     EXPERT_TOKENS_FIELD_NUMBER: _ClassVar[int]
+    LAST_STEPS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     load: Load
     histograms: _containers.MessageMap[str, Histogram]
@@ -290,7 +291,30 @@ class Statistics(_message.Message):
     counters: _containers.ScalarMap[str, int]
     peer_waits: _containers.RepeatedCompositeFieldContainer[PeerWait]
     expert_tokens: _containers.ScalarMap[int, int]
-    def __init__(self, rank: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., histograms: _Optional[_Mapping[str, Histogram]] = ..., sums: _Optional[_Mapping[str, int]] = ..., counters: _Optional[_Mapping[str, int]] = ..., peer_waits: _Optional[_Iterable[_Union[PeerWait, _Mapping]]] = ..., expert_tokens: _Optional[_Mapping[int, int]] = ...) -> None: ...
+    last_steps: _containers.RepeatedCompositeFieldContainer[StepTrace]
+    def __init__(self, rank: _Optional[int] = ..., load: _Optional[_Union[Load, _Mapping]] = ..., histograms: _Optional[_Mapping[str, Histogram]] = ..., sums: _Optional[_Mapping[str, int]] = ..., counters: _Optional[_Mapping[str, int]] = ..., peer_waits: _Optional[_Iterable[_Union[PeerWait, _Mapping]]] = ..., expert_tokens: _Optional[_Mapping[int, int]] = ..., last_steps: _Optional[_Iterable[_Union[StepTrace, _Mapping]]] = ...) -> None: ...
+
+class StepTrace(_message.Message):
+    __slots__ = ("step", "start_ns", "tokens", "sequences", "micro_batches", "plan_ns", "vote_ns", "run_ns", "publish_ns")
+    STEP_FIELD_NUMBER: _ClassVar[int]
+    START_NS_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    SEQUENCES_FIELD_NUMBER: _ClassVar[int]
+    MICRO_BATCHES_FIELD_NUMBER: _ClassVar[int]
+    PLAN_NS_FIELD_NUMBER: _ClassVar[int]
+    VOTE_NS_FIELD_NUMBER: _ClassVar[int]
+    RUN_NS_FIELD_NUMBER: _ClassVar[int]
+    PUBLISH_NS_FIELD_NUMBER: _ClassVar[int]
+    step: int
+    start_ns: int
+    tokens: int
+    sequences: int
+    micro_batches: int
+    plan_ns: int
+    vote_ns: int
+    run_ns: int
+    publish_ns: int
+    def __init__(self, step: _Optional[int] = ..., start_ns: _Optional[int] = ..., tokens: _Optional[int] = ..., sequences: _Optional[int] = ..., micro_batches: _Optional[int] = ..., plan_ns: _Optional[int] = ..., vote_ns: _Optional[int] = ..., run_ns: _Optional[int] = ..., publish_ns: _Optional[int] = ...) -> None: ...
 
 class Histogram(_message.Message):
     __slots__ = ("counts",)

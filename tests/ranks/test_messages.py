@@ -17,6 +17,7 @@ from ep_server.records import (
     RankStatistics,
     Request,
     Sampling,
+    StepTrace,
     Stopping,
     TokenEvent,
 )
@@ -73,6 +74,8 @@ events = st.builds(
     cached_tokens=ids,
     queued_ns=counts,
 )
+STEP_FIELDS = tuple(StepTrace.__dataclass_fields__)
+STEP = {name: ids if name in ("tokens", "sequences", "micro_batches") else counts for name in STEP_FIELDS}
 statistics = st.builds(
     RankStatistics,
     rank=st.integers(0, 63),
@@ -82,6 +85,7 @@ statistics = st.builds(
     counters=st.dictionaries(names, counts, max_size=4),
     peer_wait_ns=st.dictionaries(st.tuples(names, st.integers(0, 63)), counts, max_size=4),
     expert_tokens=st.dictionaries(st.integers(0, 511), counts, max_size=4),
+    last_steps=st.lists(st.builds(StepTrace, **STEP), max_size=3).map(tuple),
 )
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ep_server.model.runner import RunnerStatistics
-from ep_server.ranks.statistics import BUCKETS, Histogram, StepMeter, StepTimes
-from ep_server.records import RankLoad, SeqSlice, StepBatch, TokenEvent
+from ep_server.ranks.statistics import BUCKETS, LAST_STEPS, Histogram, StepMeter, StepTimes
+from ep_server.records import RankLoad, SeqSlice, StepBatch, StepTrace, TokenEvent
 
 NO_EXCHANGE = {"histograms": {}, "sums": {}, "counters": {}, "peer_wait_ns": {}, "expert_tokens": {}}
 NO_RUNNER = RunnerStatistics({}, {}, {})
@@ -54,7 +54,20 @@ def test_steps_are_added_up() -> None:
         "request/queue": (1010 - 100) + (3020 - 110),
     }
     assert sum(record.histograms["step/total"]) == 3
+    assert record.last_steps == (
+        StepTrace(0, 1000, 2, 1, 1, plan_ns=10, vote_ns=40, run_ns=950, publish_ns=30),
+        StepTrace(1, 3000, 4, 2, 2, plan_ns=20, vote_ns=1, run_ns=979, publish_ns=3),
+        StepTrace(2, 5000, 0, 0, 1, plan_ns=1, vote_ns=1, run_ns=1, publish_ns=1),
+    )
     assert sum(record.histograms["request/queue"]) == 2  # 9 never ran, 7 counts once
+
+
+def test_only_the_last_steps_are_kept() -> None:
+    meter = StepMeter(rank=0)
+    for step in range(LAST_STEPS + 5):
+        meter.stepped(batch(1), 1, StepTimes(step, step, step, step, step))
+    kept = meter.gather(RankLoad(), NO_EXCHANGE, NO_RUNNER).last_steps
+    assert [step.step for step in kept] == list(range(5, LAST_STEPS + 5))
 
 
 def test_the_first_event_of_a_request_tells_how_long_it_waited() -> None:

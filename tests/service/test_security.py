@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import subprocess
+import asyncio
+import dataclasses
+import ssl
 from pathlib import Path
 
 import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from ep_server.client import Target, generate_request
+from ep_server.client import AsyncClient, Target, generate_request
 from ep_server.config import Config
 from ep_server.errors import ConfigError
 from ep_server.interceptors import TokenFile
@@ -17,7 +19,8 @@ from ep_server.ranks.fake import FakeRanks
 from ep_server.server import Server
 from ep_server.v1.control_pb2 import GetLoadsRequest
 from ep_server.v1.control_pb2_grpc import ControlStub
-from tests.service.harness import MODEL, Code, failure, serving, trailers
+from tests.harness.certificates import issue, make_certificates
+from tests.service.harness import MODEL, Code, failure, next_event, rest, serving, trailers
 
 
 @pytest.fixture
@@ -80,30 +83,7 @@ def test_a_token_file_must_be_there_and_hold_a_token(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """ca, server (localhost, 127.0.0.1), client signed by ca; stranger signed by itself."""
-    directory = tmp_path_factory.mktemp("certificates")
-
-    def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=directory, check=True, capture_output=True)
-
-    new = (
-        "req",
-        "-x509",
-        "-newkey",
-        "ec",
-        "-pkeyopt",
-        "ec_paramgen_curve:prime256v1",
-        "-nodes",
-        "-days",
-        "2",
-    )
-    for name in ("ca", "stranger"):
-        openssl(*new, "-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name}")
-    for name in ("server", "client"):
-        san = ("-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1")
-        signed = ("-CA", "ca.pem", "-CAkey", "ca.key")
-        openssl(*new, *signed, *san, "-keyout", f"{name}.key", "-out", f"{name}.pem", "-subj", f"/CN={name}")
-    return directory
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
 
 
 async def test_tls(certificates: Path) -> None:
@@ -115,6 +95,57 @@ async def test_tls(certificates: Path) -> None:
         assert (await served.client.complete([1], max_new_tokens=1)).token_ids == [2]
         async with grpc.aio.insecure_channel(served.server.address) as plain:
             assert (await failure(ControlStub(plain).GetLoads(GetLoadsRequest()))).code() is Code.UNAVAILABLE
+
+
+def _shown(address: str, ca: Path) -> str:
+    """The certificate that a new connection gets, PEM."""
+    host, _, port = address.rpartition(":")
+    return ssl.get_server_certificate((host, int(port)), ca_certs=str(ca), timeout=30)
+
+
+async def test_certificates_are_rotated_without_a_restart(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level("INFO", "ep_server")
+    files = make_certificates(tmp_path)
+    ca, pem, key = files / "ca.pem", files / "server.pem", files / "server.key"
+    paths = {"grpc__tls_cert": str(pem), "grpc__tls_key": str(key)}
+    async with serving(FakeRanks(), target=Target("", tls_ca=str(ca)), **paths) as served:
+        address = served.server.address
+        first, old_key = pem.read_text(), key.read_bytes()
+        assert await asyncio.to_thread(_shown, address, ca) == first
+        served.ranks.hold()
+        open_stream = served.client.generate([1], max_new_tokens=3)
+        await next_event(open_stream)  # the prompt's; no token yet
+
+        issue(files, "server")
+        key.write_bytes(old_key)  # half of a rotation: what does not fit is not taken
+        assert pem.read_text() != first
+        assert await asyncio.to_thread(_shown, address, ca) == first
+        assert "the old ones stay in use: grpc.tls_cert" in caplog.text
+
+        issue(files, "server")
+        assert await asyncio.to_thread(_shown, address, ca) == pem.read_text() != first
+        async with AsyncClient(Target(address, tls_ca=str(ca))) as newcomer:
+            assert (await newcomer.server_info()).ranks == 1
+        served.ranks.release()
+        assert len(await rest(open_stream)) >= 1  # the stream from before goes on to its end
+
+
+async def test_a_client_authority_is_rotated(tmp_path: Path) -> None:
+    files = make_certificates(tmp_path)
+    paths = {
+        f"grpc__tls_{name}": str(files / f"server.{end}") for name, end in (("cert", "pem"), ("key", "key"))
+    }
+    bundle = files / "clients.pem"
+    bundle.write_bytes((files / "ca.pem").read_bytes())
+    ca = str(files / "ca.pem")
+    stranger = Target("", ca, str(files / "stranger.pem"), str(files / "stranger.key"))
+    async with serving(target=stranger, grpc__tls_client_ca=str(bundle), **paths) as served:
+        assert (await failure(served.client.loads())).code() is Code.UNAVAILABLE
+        bundle.write_bytes((files / "ca.pem").read_bytes() + (files / "stranger.pem").read_bytes())
+        async with AsyncClient(dataclasses.replace(stranger, address=served.server.address)) as again:
+            assert (await again.server_info()).ranks == 1
 
 
 async def test_mutual_tls(certificates: Path) -> None:
