@@ -213,4 +213,4 @@ class Container:
         while self.outside.poll() is not None or not self.probe("startupProbe"):
             assert self.outside.poll() is None, self.wait()
             assert time.monotonic() < until, "never started"
-            time.sleep(0.1)
+            time.sleep(0.5)
