@@ -13,7 +13,7 @@ import torch.distributed as dist
 from exchange_case import Case, Inputs, factors, rows_between, wanted
 
 from ep_server.ep.cuda import CudaExchange
-from ep_server.ep.exchange import Received, Reduction, View
+from ep_server.ep.exchange import Received, View
 from ep_server.ep.quant import dequantise
 
 # Root mean square error of the sums, relative; a little above what the formats' steps can give.
@@ -29,7 +29,6 @@ class Pair:
         self.exchange, self.case = exchange, case
         self.given = (mine.x.cuda(), mine.ids.cuda(), None if late else weights)
         self.late = weights if late else None
-        self.form: dict[str, Any] = {"reduction": Reduction.RANK} if late else {}
         self.padded = exchange.empty_padded()
         self.out = torch.empty_like(self.given[0])
         self.answers = torch.zeros(self.padded[0].shape, dtype=torch.bfloat16, device="cuda")
@@ -63,7 +62,7 @@ class Pair:
 
     def _options(self, wire: str | None) -> dict[str, Any]:
         chosen = wire or self.case.wire
-        return self.form if chosen == "bf16" else {**self.form, "wire": chosen}
+        return {} if chosen == "bf16" else {"wire": chosen}
 
     def poison(self) -> None:
         rows, scales = self.padded

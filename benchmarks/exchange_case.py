@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ep_server.ep.exchange import ExchangeSpec, Payload, Reduction
+from ep_server.ep.exchange import ExchangeSpec, Payload
 from ep_server.ep.quant import dequantise, quantise
 
 ROUTINGS = ("uniform", "zipf", "one")
@@ -36,11 +36,9 @@ class Case:
         return tuple(e * self.ranks // self.experts for e in range(self.experts))
 
     def spec(self, rank: int) -> ExchangeSpec:
-        # Only an exchange that may reduce at the source takes a dispatch without weights.
-        reduction = Reduction.SOURCE if self.form == "deepep" else Reduction.RANK
         return ExchangeSpec(
             rank, self.ranks, self.placement, self.tokens, self.hidden, self.top_k, Payload(self.payload),
-            reduction, num_banks=2,
+            num_banks=2,
         )  # fmt: skip
 
 

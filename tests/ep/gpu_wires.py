@@ -62,16 +62,15 @@ def low_precision(group: dist.ProcessGroup, wire: str, timeout_ns: int = TIMEOUT
     for form, payload in (("own", Payload.BF16), ("late", Payload.FP8)):
         plain = small(group, payload, timeout_ns)
         late = form == "late"
-        exchange = open_exchange(group, replace(plain, reduction=Reduction.SOURCE) if late else plain)
-        options = {"wire": wire, **({"reduction": Reduction.RANK} if late else {})}
+        exchange = open_exchange(group, plain)
         for seed, routing in enumerate(ROUTINGS):
             mine = make_inputs(plain, routing, seed)[plain.rank]
             x, ids, weights = on_gpu(mine)
             first, second = (None, weights) if late else (weights, None)
             received = exchange.dispatch(x, ids, first)
             answers = run_experts(plain, received)
-            fused = exchange.combine(answers, received, second, **options)
-            pending = exchange.combine_send(answers, received, second, **options)
+            fused = exchange.combine(answers, received, second, wire=wire)
+            pending = exchange.combine_send(answers, received, second, wire=wire)
             apart = pending.recv(torch.full_like(x, torch.nan))
             exchange.synchronize()
             what = f"{wire}, {form}, {routing} seed {seed}"
