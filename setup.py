@@ -150,6 +150,7 @@ setup(
             "grafana-foundation-sdk==1769699379!11.6.0",  # what it writes is committed
         ],
         "check": ["ruff>=0.12", "mypy>=1.15", "clang-format>=19", "types-protobuf", "grpc-stubs"],
+        "chart": ["matplotlib>=3.9"],  # benchmarks/exchange_chart.py
     },
     entry_points={"console_scripts": ["ep-server = ep_server.__main__:main"]},
     zip_safe=False,
