@@ -113,11 +113,13 @@ class Node:
         if "persistentVolumeClaim" in volume:
             return [f"mount --bind {self.claims[volume['persistentVolumeClaim']['claimName']]} {at}"]
         secret, lines = volume["secret"], [f"mount -t tmpfs -o mode=0755 none {at}"]
+        lines.append(f"mkdir {at}/..1 && ln -s ..1 {at}/..data")  # renewed by moving the link, as a node does
         for key, value in self.secrets[secret["secretName"]].items():
             source = self.workspace / f"{secret['secretName']}-{key}"
             source.write_bytes(value)
             mode, group = f"{secret['defaultMode']:o}", security["fsGroup"]
-            lines.append(f"install -m {mode} -o 0 -g {group} {source} {at}/{key}")
+            lines.append(f"install -m {mode} -o 0 -g {group} {source} {at}/..1/{key}")
+            lines.append(f"ln -s ..data/{key} {at}/{key}")
         return lines
 
 
