@@ -93,7 +93,7 @@ class CudaArena:
             asynchronous=ending.asynchronous,
         )
         operation, handle = self._operation(call), handle_of(received)
-        src_info, layout_range = source_map(handle)
+        src_info, layout_range = take_source_map(handle)
         outputs = Outputs(padded[0], padded[1], received.counts, src_info, layout_range)
         # The exchange has made these on the communication stream; the caller reads them on its own.
         current = torch.cuda.current_stream(self.device)
@@ -110,15 +110,17 @@ class CudaArena:
 
         def hook() -> None:
             self._check(operation)
+            # A receive writes the source map to where the handle says, as asked for or as set here.
+            pending.handle.src_info, pending.handle.layout_range = outputs.src_info, outputs.layout_range
             with torch.cuda.stream(stream):
                 received = pending.recv(
                     View.PADDED,
                     out=(outputs.rows, outputs.scales),
-                    source_map=True,
                     expert_stats=call.expert_stats,
                     wait_stats=call.wait_stats,
                 )
-                outputs.fill(received.counts, *source_map(handle_of(received)))
+                outputs.counts.copy_(received.counts)
+            take_source_map(pending.handle)
             operation.received = without_rows(received)
 
         return operation, outputs, (EventOverlap(), hook)
@@ -198,7 +200,7 @@ def handle_of(received: Received) -> Handle:
     return received.handle
 
 
-def source_map(handle: Handle) -> tuple[torch.Tensor, torch.Tensor]:
+def take_source_map(handle: Handle) -> tuple[torch.Tensor, torch.Tensor]:
     """Takes src_info and layout_range out of the handle: an Operation must not hold its outputs."""
     info, ranges = handle.src_info, handle.layout_range
     if info is None or ranges is None:

@@ -64,7 +64,10 @@ class NativeArena:
 
         def hook() -> None:
             received = pending.recv(View.PADDED, out=(outputs.rows, outputs.scales))
-            outputs.fill(received.counts, *self.exchange.source_map(received))
+            src_info, layout_range = self.exchange.source_map(received)
+            outputs.counts.copy_(received.counts)
+            outputs.src_info.copy_(src_info)
+            outputs.layout_range.copy_(layout_range)
             operation.received = without_rows(received)
             _add(call.wait_stats, pending.wait_ns)
             _add(call.expert_stats, outputs.counts)

@@ -69,12 +69,6 @@ class Outputs:
     src_info: torch.Tensor
     layout_range: torch.Tensor
 
-    def fill(self, counts: torch.Tensor, src_info: torch.Tensor, layout_range: torch.Tensor) -> None:
-        """Writes what the second half found; rows and scales are in place already."""
-        self.counts.copy_(counts)
-        self.src_info.copy_(src_info)
-        self.layout_range.copy_(layout_range)
-
 
 @dataclass(slots=True)
 class Operation:
