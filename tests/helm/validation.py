@@ -1,6 +1,6 @@
-"""Is an object one that a cluster takes? Kubernetes' own schemas; for custom resources those in schemas/.
+"""Is an object one that a cluster takes? Kubernetes' own schemas; for custom resources those of crds.py.
 
-No registry package has the custom resources' schemas in strict form, so schemas/ states the fields, types and
+No registry package has the custom resources' schemas in strict form, so crds.py states the fields, types and
 enumerations of their published APIs; a field that is not in them is refused. Names that point from one object
 to another, which no schema knows, are followed here.
 """
@@ -10,16 +10,13 @@ from __future__ import annotations
 import json
 import re
 from functools import cache
-from pathlib import Path
 
 import jsonschema
 import kubernetes_validate
 
 from tests.helm.charts import Object, of_kind, pod_template
+from tests.helm.crds import SCHEMAS
 
-SCHEMAS = {
-    path.stem: json.loads(path.read_text()) for path in Path(__file__).with_name("schemas").glob("*.json")
-}
 LABEL = re.compile(r"([A-Za-z0-9]([-_.A-Za-z0-9]{0,61}[A-Za-z0-9])?)?")
 KEY = re.compile(r"([a-z0-9]([-.a-z0-9]*[a-z0-9])?/)?[A-Za-z0-9]([-_.A-Za-z0-9]{0,61}[A-Za-z0-9])?")
 NAME = re.compile(r"[a-z0-9]([-a-z0-9]*[a-z0-9])?")
