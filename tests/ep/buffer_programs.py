@@ -235,7 +235,10 @@ def two_micro_batches(user: User) -> None:
 
 
 def zero_copy_and_again(user: User) -> None:
-    """A handle is combined twice; the second time from the library's own buffer, x being unread."""
+    """A handle is combined twice; the second time from the library's own buffer, x being unread.
+
+    What was received is freed before.
+    """
     mine, expected, spec = user.known("uniform", 5, Payload.BF16)
     recv_x, counts, handle, _, _ = user.buffer.low_latency_dispatch(
         mine.x, mine.ids, MAX_TOKENS, NUM_EXPERTS, use_fp8=False
@@ -246,6 +249,7 @@ def zero_copy_and_again(user: User) -> None:
     own = user.buffer.get_next_low_latency_combine_buffer(handle)
     assert (own.shape, own.dtype) == (out.shape, torch.bfloat16)
     own[:, :, :] = out
+    del recv_x, counts
     poison = torch.full_like(out, torch.nan)
     combined, _, _ = user.buffer.low_latency_combine(poison, mine.ids, mine.weights, handle, zero_copy=True)
     assert_equal(combined.cpu(), expected.combined, "zero copy")

@@ -161,6 +161,14 @@ def wait_statistics(group: dist.ProcessGroup) -> None:
     done(user)
 
 
+def few_multiprocessors(group: dist.ProcessGroup) -> None:
+    """A bound on what a call may fill changes no result."""
+    user = on_gpu(group, low_latency_num_sms=4)
+    for seed, payload in enumerate(FLAGS):
+        user.pair("max_tokens", seed, payload, hook=bool(seed % 2))
+    done(user)
+
+
 def log_format(group: dist.ProcessGroup) -> None:
     """Rows that return in 10 bits a channel: near the exact sum, no NaN, zeros for tokens without experts."""
     user = on_gpu(group)

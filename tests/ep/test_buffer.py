@@ -107,6 +107,12 @@ def test_a_buffer_without_a_group_or_mode_is_refused() -> None:
             deep_ep.Buffer(given[0], comm=given[1])
 
 
+@pytest.mark.parametrize(("name", "value"), [("timeout_seconds", 0), ("low_latency_num_sms", -1)])
+def test_a_bad_option_is_refused_by_name(name: str, value: int) -> None:
+    with pytest.raises(InvalidArgument, match=name):
+        deep_ep.Buffer(object(), **{name: value})
+
+
 def test_num_sms_is_even() -> None:
     assert deep_ep.Buffer.num_sms == 20
     deep_ep.Buffer.set_num_sms(24)

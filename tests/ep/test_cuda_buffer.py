@@ -51,6 +51,7 @@ def test_program_of_any_device(num_ranks: int, program: str) -> None:
         "order_of_sends",
         "hooks_keep_their_stream",
         "wait_statistics",
+        "few_multiprocessors",
         "log_format",
         "graphs_need_memory_first",
         "wrong_ids",
