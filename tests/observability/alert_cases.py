@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 Values = Sequence[float | str]
 Series = dict[str, Values]
 PAST, NOW = 100, 25  # minutes of history, and of what is being judged
-BEFORE_EDGE, AFTER_EDGE = "0.000131072", "0.002097152"
 
 
 @dataclass(frozen=True)
@@ -62,31 +62,42 @@ def load(before: float = 20, after: float | None = None) -> Series:
     }
 
 
-def latency(
-    family: str, labels: str, past: float, now: float, *, tail: float = 0.0, per_minute: float = 1000
-) -> Series:
-    """A histogram whose mean goes from `past` to `now`, with a share `tail` beyond AFTER_EDGE now."""
+@dataclass(frozen=True)
+class Shift:
+    """Of a latency: its mean before and now; the share beyond the first of two edges now."""
+
+    past: float
+    now: float
+    tail: float = 0.0
+    edges: tuple[float, float] = (0.000131072, 0.002097152)
+    per_minute: float = 1000
+
+
+def latency(family: str, labels: str, shift: Shift) -> Series:
+    """A histogram of two buckets; all of the past lies in the first one."""
     comma = labels + ", " if labels else ""
+    many = shift.per_minute
     return {
-        f"{family}_sum{{{labels}}}": then(per_minute * past, per_minute * now),
-        f"{family}_count{{{labels}}}": steady(per_minute),
-        f'{family}_bucket{{{comma}le="{BEFORE_EDGE}"}}': then(per_minute, per_minute * (1 - tail)),
-        f'{family}_bucket{{{comma}le="{AFTER_EDGE}"}}': steady(per_minute),
-        f'{family}_bucket{{{comma}le="+Inf"}}': steady(per_minute),
+        f"{family}_sum{{{labels}}}": then(many * shift.past, many * shift.now),
+        f"{family}_count{{{labels}}}": steady(many),
+        f'{family}_bucket{{{comma}le="{shift.edges[0]}"}}': then(many, many * (1 - shift.tail)),
+        f'{family}_bucket{{{comma}le="{shift.edges[1]}"}}': steady(many),
+        f'{family}_bucket{{{comma}le="+Inf"}}': steady(many),
     }
 
 
-def dispatch(past: float, now: float, *, tail: float = 0.0, per_minute: float = 1000) -> Series:
+def dispatch(*shift: Any, **more: Any) -> Series:
     labels = 'op="dispatch", part="total", rank="0"'
-    return latency("epserver_comm_latency_seconds", labels, past, now, tail=tail, per_minute=per_minute)
+    return latency("epserver_comm_latency_seconds", labels, Shift(*shift, **more))
 
 
-def tokens(past: float, now: float, per_minute: float = 1000) -> Series:
-    return latency("epserver_inter_token_latency_seconds", "", past, now, per_minute=per_minute)
+def tokens(*shift: Any, **more: Any) -> Series:
+    return latency("epserver_inter_token_latency_seconds", "", Shift(*shift, **more))
 
 
-def first_tokens(past: float, now: float, per_minute: float = 40) -> Series:
-    return latency("epserver_time_to_first_token_seconds", "", past, now, per_minute=per_minute)
+def first_tokens(*shift: Any, per_minute: float = 40, **more: Any) -> Series:
+    family = "epserver_time_to_first_token_seconds"
+    return latency(family, "", Shift(*shift, per_minute=per_minute, **more))
 
 
 COMM = AlertCases(
@@ -106,6 +117,8 @@ COMM = AlertCases(
         "a busier hour": Case(load(20, 40) | dispatch(100e-6, 160e-6)),
         "less than a quarter slower": Case(load() | dispatch(100e-6, 120e-6)),
         "a few microseconds": Case(load() | dispatch(10e-6, 18e-6)),
+        "a tail within the next bucket": Case(load() | dispatch(100e-6, 110e-6, tail=0.0105)),
+        "a tail of microseconds": Case(load() | dispatch(1e-6, 1.1e-6, tail=0.02, edges=(1e-6, 16e-6))),
         "too few samples": Case(load() | dispatch(100e-6, 160e-6, per_minute=150)),
         "shorter than ten minutes": Case(cut(load() | dispatch(100e-6, 160e-6), PAST + 9)),
     },
@@ -116,12 +129,21 @@ ITL = AlertCases(
             load() | tokens(0.020, 0.030),
             {"signal": "itl", "stat": "mean"},
             "Tokens of demo take 1.50 times what they took at this load (mean)",
-        )
+        ),
+        "tail": Case(
+            load() | tokens(0.020, 0.022, tail=0.02, edges=(0.03, 0.15)),
+            {"signal": "itl", "stat": "p99"},
+            "Tokens of demo take 3.03 times what they took at this load (p99)",
+        ),
     },
     silent={
         "a busier hour": Case(load(20, 40) | tokens(0.020, 0.030)),
+        "less than a quarter slower": Case(load() | tokens(0.020, 0.024)),
         "a millisecond": Case(load() | tokens(0.003, 0.0042)),
+        "a tail within the next bucket": Case(load() | tokens(0.02, 0.02, tail=0.0105, edges=(0.03, 0.5))),
+        "a tail of milliseconds": Case(load() | tokens(0.001, 0.001, tail=0.02, edges=(0.001, 0.006))),
         "too few samples": Case(load() | tokens(0.020, 0.030, per_minute=50)),
+        "shorter than ten minutes": Case(cut(load() | tokens(0.020, 0.030), PAST + 9)),
     },
 )
 TTFT = AlertCases(
@@ -130,27 +152,36 @@ TTFT = AlertCases(
             load() | first_tokens(0.2, 0.4),
             {"signal": "ttft", "stat": "mean"},
             "First tokens of demo take 2.00 times what they took at this load (mean)",
-        )
+        ),
+        "tail": Case(
+            load() | first_tokens(0.2, 0.21, tail=0.02, edges=(0.25, 1)),
+            {"signal": "ttft", "stat": "p99"},
+            "First tokens of demo take 2.53 times what they took at this load (p99)",
+        ),
     },
     silent={
         "a busier hour": Case(load(20, 40) | first_tokens(0.2, 0.4)),
-        "longer prompts, within bounds": Case(load() | first_tokens(0.2, 0.25)),
+        "longer prompts, within bounds": Case(load() | first_tokens(0.2, 0.27)),
+        "tens of milliseconds": Case(load() | first_tokens(0.05, 0.09)),
+        "a tail within the next bucket": Case(load() | first_tokens(0.2, 0.2, tail=0.0105, edges=(0.25, 5))),
+        "a tail of milliseconds": Case(load() | first_tokens(0.01, 0.01, tail=0.02, edges=(0.01, 0.1))),
         "too few samples": Case(load() | first_tokens(0.2, 0.4, per_minute=10)),
+        "shorter than ten minutes": Case(cut(load() | first_tokens(0.2, 0.4), PAST + 9)),
     },
 )
 
 
-def waits(seconds: Sequence[float], steps: float = 600) -> Series:
-    """seconds: how long each other rank waits for rank 0, 1, ... in a minute."""
+def waits(seconds: Sequence[float], steps: float = 600, minutes: int = 20) -> Series:
+    """seconds: how long each other rank waits for rank 0, 1, ... in each of the last minutes."""
     found: Series = {}
     for rank in range(len(seconds)):
-        found[f'epserver_ep_rank_up{{rank="{rank}"}}'] = constant(1)
-        found[f'epserver_steps_total{{rank="{rank}"}}'] = steady(steps / len(seconds))
-        found[f'epserver_step_seconds_sum{{phase="total", rank="{rank}"}}'] = steady(60)
+        found[f'epserver_ep_rank_up{{rank="{rank}"}}'] = constant(1, 10 + minutes)
+        found[f'epserver_steps_total{{rank="{rank}"}}'] = steady(steps / len(seconds), 10 + minutes)
+        found[f'epserver_step_seconds_sum{{phase="total", rank="{rank}"}}'] = steady(60, 10 + minutes)
         for peer, waited in enumerate(seconds):
             if peer != rank:
                 labels = f'op="dispatch", peer="{peer}", rank="{rank}"'
-                found[f"epserver_comm_peer_wait_seconds_total{{{labels}}}"] = steady(waited)
+                found[f"epserver_comm_peer_wait_seconds_total{{{labels}}}"] = then(0, waited, minutes, 10)
     return found
 
 
@@ -169,6 +200,7 @@ SLOW_RANK = AlertCases(
         "all wait for all": Case(waits((12, 12, 12, 12))),
         "late, but little": Case(waits((0.1, 0.1, 3, 0.1))),
         "hardly any steps": Case(waits((1, 1, 12, 1), steps=60)),
+        "for four minutes": Case(waits((1, 1, 12, 1), minutes=4)),
     },
 )
 RANK_DOWN = AlertCases(
@@ -195,6 +227,7 @@ DOWN = AlertCases(
     },
     silent={
         "one of two": Case({BUILD: [1] * 30 + ["stale"] + ["_"] * 9, BUILD[:-1] + ', pod="b"}': constant(1)}),
+        "a minute ago": Case({BUILD: [1] * 30 + ["stale", "_"]}),
         "removed long ago": Case({BUILD: [1] * 30 + ["stale"] + ["_"] * 90}),
         "up": Case({BUILD: constant(1)}),
     },
@@ -234,6 +267,7 @@ STALLED = AlertCases(
     silent={
         "at work": Case(in_flight(3, 1, steady(500, 30))),
         "idle": Case(in_flight(0, 0, constant(5000, 30))),
+        "just started": Case(cut(in_flight(3, 1, constant(5000, 30)), 2)),
     },
 )
 
@@ -264,6 +298,7 @@ BURN_FAST = AlertCases(
     silent={
         "a blip": Case(requests(steady(980, 93), UNAVAILABLE=then(0, 200, 3, 90))),
         "over since ten minutes": Case(requests(steady(980, 90), UNAVAILABLE=then(100, 0, 10, 80))),
+        "since a minute": Case(requests(steady(1000, 91), UNAVAILABLE=then(0, 10_000, 1, 90))),
         "errors of callers": Case(requests(steady(980, 90), INVALID_ARGUMENT=steady(20, 90))),
     },
 )
@@ -277,7 +312,9 @@ BURN_SLOW = AlertCases(
     },
     silent={
         "within twice the budget": Case(requests(steady(998, 420), INTERNAL=steady(2, 420))),
-        "half an hour of it": Case(requests(steady(992, 420), INTERNAL=then(0, 8, 30, 390))),
+        "an hour of it": Case(requests(steady(984, 420), INTERNAL=then(0, 16, 60, 360))),
+        "over since an hour": Case(requests(steady(980, 420), INTERNAL=then(20, 0, 60, 360))),
+        "since ten minutes": Case(requests(steady(1000, 370), INTERNAL=then(0, 5000, 10, 360))),
     },
 )
 
@@ -293,7 +330,8 @@ QUEUE = AlertCases(
     fires={"two ranks": Case(queued(128, 112), {}, "The queue of one:9400 is 93.75% full")},
     silent={
         "half full": Case(queued(128, 0)),
-        "a burst": Case(queued(0, 0) | {'epserver_queue_depth{rank="0"}': [0] * 28 + [256] * 2}),
+        "a burst": Case(queued(0, 0) | {'epserver_queue_depth{rank="0"}': [0] * 25 + [256] * 5}),
+        "no queue": Case(queued(3, 0) | {"epserver_queue_limit{}": constant(0, 30)}),
     },
 )
 REFUSED = AlertCases(
@@ -302,7 +340,10 @@ REFUSED = AlertCases(
             requests(steady(95, 30), RESOURCE_EXHAUSTED=steady(5, 30)), {}, "demo refuses 5% of its requests"
         )
     },
-    silent={"one in two hundred": Case(requests(steady(199, 30), RESOURCE_EXHAUSTED=steady(1, 30)))},
+    silent={
+        "one in two hundred": Case(requests(steady(199, 30), RESOURCE_EXHAUSTED=steady(1, 30))),
+        "a burst": Case(requests(steady(95, 30), RESOURCE_EXHAUSTED=then(0, 5, 4, 26))),
+    },
 )
 USAGE = 'epserver_kv_cache_usage_ratio{rank="1"}'
 KV_CACHE = AlertCases(
@@ -316,16 +357,20 @@ KV_CACHE = AlertCases(
 )
 
 
-def preempting(per_minute: float) -> Series:
+def preempting(per_minute: float, minutes: int = 20, admitted: float = 60) -> Series:
     return {
-        'epserver_preemptions_total{rank="0"}': steady(per_minute, 30),
-        "epserver_requests_admitted_total{}": steady(60, 30),
+        'epserver_preemptions_total{rank="0"}': then(0, per_minute, minutes, 10),
+        "epserver_requests_admitted_total{}": steady(admitted, 10 + minutes),
     }
 
 
 PREEMPTING = AlertCases(
     fires={"one in six": Case(preempting(10), {}, "one:9400 puts back 0.17 sequences per admitted request")},
-    silent={"one in sixty": Case(preempting(1))},
+    silent={
+        "one in sixty": Case(preempting(1)),
+        "for nine minutes": Case(preempting(10, minutes=9)),
+        "nothing to compare with": Case(preempting(10, admitted=0)),
+    },
 )
 
 
@@ -348,6 +393,7 @@ EXPERTS = AlertCases(
     silent={
         "even over ranks": Case(expert_tokens(9000, 1000, 1000, 9000, 5000, 5000, 2000, 8000)),
         "hardly any tokens": Case(expert_tokens(90, 10, 10, 10, 10, 10, 10, 10)),
+        "for ten minutes": Case(cut(expert_tokens(9000, *[1000] * 7), 11)),
     },
 )
 
