@@ -51,11 +51,21 @@ def on_gpu(mine: Inputs) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return mine.x.cuda(), mine.ids.cuda(), mine.weights.cuda()
 
 
-def run_experts(spec: ExchangeSpec, received: Received) -> torch.Tensor:
-    """Answers to a PADDED view, on its GPU: the experts of tests.harness.expected."""
-    rows = received.rows.float() if received.scales is None else dequantise(received.rows, received.scales)
+def factors_of(spec: ExchangeSpec) -> torch.Tensor:
+    """[E_local, 1, 1] on the current GPU: what the experts of tests.harness.expected multiply by."""
     factors = [(1.0 + e / 16) * (-1 if e % 2 else 1) for e in spec.local_experts]
-    return (rows * torch.tensor(factors, device=rows.device).view(-1, 1, 1)).to(torch.bfloat16)
+    return torch.tensor(factors, device="cuda").view(-1, 1, 1)
+
+
+def answer(received: Received, factors: torch.Tensor) -> torch.Tensor:
+    """Answers to a PADDED view; can be captured."""
+    rows = received.rows.float() if received.scales is None else dequantise(received.rows, received.scales)
+    return (rows * factors).to(torch.bfloat16)
+
+
+def run_experts(spec: ExchangeSpec, received: Received) -> torch.Tensor:
+    """Answers to a PADDED view on the current GPU."""
+    return answer(received, factors_of(spec))
 
 
 def run_fused(exchange: CudaExchange, mine: Inputs) -> torch.Tensor:

@@ -11,10 +11,20 @@ import torch.distributed as dist
 
 from ep_server.ep.cuda import CudaExchange
 from ep_server.ep.exchange import ExchangeSpec, Payload, Reduction, View
+from ep_server.ep.faults import Action, Fault
 from ep_server.ep.quant import dequantise
 from ep_server.errors import ConfigError
 from tests.ep.conformance import failure_of, run_cases, run_pair
-from tests.ep.gpu_group import a_models_spec, close_exchange, factory, on_gpu, open_exchange, run_experts
+from tests.ep.gpu_group import (
+    a_models_spec,
+    answer,
+    close_exchange,
+    factors_of,
+    factory,
+    on_gpu,
+    open_exchange,
+    run_experts,
+)
 from tests.ep.gpu_sizes import sizes
 from tests.ep.on_gpu import OnGpu
 from tests.ep.sequences import run_sequences
@@ -95,7 +105,7 @@ class Replayed:
     def __init__(self, exchange: CudaExchange, cases: Cases, *, fused: bool) -> None:
         self.exchange, self.cases, self.fused = exchange, cases, fused
         self.x, self.ids, self.weights = (torch.empty_like(t[0]) for t in (cases.x, cases.ids, cases.weights))
-        self.tokens = torch.empty_like(cases.tokens[0])
+        self.tokens, self.factors = torch.empty_like(cases.tokens[0]), factors_of(exchange.spec)
         self.rows = torch.arange(len(self.x), device=self.x.device)[:, None]
         self.outputs = [(exchange.empty_padded(), torch.empty_like(self.x)) for _ in range(self.OPERATIONS)]
         self.step, self.wrong = (torch.zeros(1, dtype=torch.int64, device=self.x.device) for _ in range(2))
@@ -130,11 +140,11 @@ class Replayed:
         given = (self.x, self.ids, self.weights)
         if self.fused:
             received = self.exchange.dispatch(*given, View.PADDED, out=padded, tokens_on_device=self.tokens)
-            self.exchange.combine(run_experts(self.exchange.spec, received), received, out=out)
+            self.exchange.combine(answer(received, self.factors), received, out=out)
         else:
             pending = self.exchange.dispatch_send(*given, tokens_on_device=self.tokens)
             received = pending.recv(View.PADDED, out=padded)
-            self.exchange.combine_send(run_experts(self.exchange.spec, received), received).recv(out)
+            self.exchange.combine_send(answer(received, self.factors), received).recv(out)
         return received.counts
 
 
@@ -195,21 +205,28 @@ def _source(handle: object, e: int, i: int) -> tuple[int, int]:
 def measurements(group: dist.ProcessGroup) -> None:
     """Rows per expert and waits per peer add up in the caller's tensors, operations in histograms."""
     exchange = open_exchange(group, a_models_spec(group.rank(), group.size(), Payload.FP8, tokens=8))
-    spec, operations = exchange.spec, 3
+    spec, operations, last, late_ns = exchange.spec, 3, group.size() - 1, 200_000_000
+    ops = ("dispatch", "combine")
+    exchange.set_faults(
+        [Fault(last, op, "send_header", Action.DELAY, epoch=operations, delay_ns=late_ns) for op in ops]
+    )
     mine = make_inputs(spec, "zipf", 4)[spec.rank]
     rows = torch.full((len(spec.local_experts),), 100, dtype=torch.int32, device="cuda")
     waits = torch.zeros(2, spec.num_ranks, dtype=torch.int64, device="cuda")
     for _ in range(operations):
         pending = exchange.dispatch_send(*on_gpu(mine))
         received = pending.recv(View.PADDED, expert_stats=rows, wait_stats=waits[0])
-        answers = run_experts(spec, received)
-        exchange.combine_send(answers, received).recv(wait_stats=waits[1])
-    exchange.synchronize()
+        exchange.combine_send(run_experts(spec, received), received).recv(wait_stats=waits[1])
+        exchange.synchronize()
     assert_equal(rows, 100 + operations * received.counts, "expert_stats")
     found = exchange.statistics()
-    for index, op in enumerate(("dispatch", "combine")):
+    for op, waited in zip(ops, waits.tolist(), strict=True):
         kept = [found["peer_wait_ns"][op, peer] for peer in range(spec.num_ranks)]
-        assert waits[index].tolist() == kept, f"{op}: wait_stats beside the waits that the exchange keeps"
+        for peer, ns in enumerate(waited):  # the exchange counts waits for rows too
+            assert 0 <= ns <= kept[peer], f"{op}: wait_stats {waited}, the exchange's own {kept}"
+        assert spec.rank == last or waited[last] > late_ns // 2, (
+            f"{op}: wait_stats {waited}, rank {last} was late"
+        )
         for part in ("send", "wait"):
             assert sum(found["histograms"][f"{op}/{part}"]) == operations, (op, part)
     close_exchange(exchange)
