@@ -18,7 +18,7 @@ from tests.helm.node import WAIT, Container, Node, missing
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 ASSETS = Path(ep_server.__file__).parent / "assets"
-MODEL = {"model": {"directory": "demo_model"}, "ranks": 2}
+MODEL = {"model": {"directory": "demo_model"}}
 # Prints a line at the first token, and the number of tokens at the end.
 STREAM = """
 import sys
@@ -41,8 +41,9 @@ def node(workspace: Path, objects: list[Object], secrets: dict[str, Any] | None 
 def run_tests(here: Node, objects: list[Object], server: Container) -> dict[str, tuple[int, str]]:
     """`helm test`: {"health": (exit code, output)} of each test Pod, with the server's network."""
     results = {}
-    for pod in of_kind(objects, "Pod"):
-        assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    pods = [(one["metadata"]["annotations"], one) for one in of_kind(objects, "Pod")]
+    assert all(notes["helm.sh/hook"] == "test" for notes, _ in pods)
+    for _, pod in sorted(pods, key=lambda of: int(of[0]["helm.sh/hook-weight"])):
         with here.run(pod, server.pid) as running:
             results[pod["metadata"]["name"].rpartition("-")[2]] = running.wait()
     return results
@@ -65,7 +66,7 @@ def check_confined(server: Container, user: int) -> None:
 
 def test_a_pod_serves_passes_helms_tests_and_drains(tmp_path: Path) -> None:
     given = {"config": {"scheduler": {"max_running": 8}}, "drain": {"seconds": 60, "preStopSeconds": 1}}
-    objects, _ = render(MODEL, given)
+    objects, _ = render(MODEL, {"ranks": 2}, given)
     here, template = node(tmp_path, objects), pod_template(objects)
     with here.run(template) as server:
         server.until_started()

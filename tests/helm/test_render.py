@@ -309,7 +309,6 @@ def test_the_archive_renders_the_same(tmp_path: Path) -> None:
         assert packed.render(everything, name="x", namespace="y") == chart().render(
             everything, name="x", namespace="y"
         )
-        assert not [one["name"] for one in packed.files if one["name"].startswith("examples")]
 
 
 def test_images_are_named_by_tag_or_digest() -> None:

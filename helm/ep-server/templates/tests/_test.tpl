@@ -14,6 +14,7 @@ metadata:
     {{- include "ep-server.testLabels" .root | nindent 4 }}
   annotations:
     helm.sh/hook: test
+    helm.sh/hook-weight: {{ .order | quote }}
     helm.sh/hook-delete-policy: before-hook-creation,hook-succeeded
 spec:
   restartPolicy: Never
