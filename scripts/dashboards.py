@@ -95,11 +95,11 @@ def heat(title: str, unit: str, buckets: Query, *, about: str = "", width: int =
 def matrix(title: str, unit: str, cells: Query, *, rows: str, columns: str, about: str) -> Panel:
     """A value for each pair of labels, coloured; one panel per server."""
     grid = {"rowField": rows, "columnField": columns, "valueField": "Value"}
-    panel = table.Panel().title(title).description(about).unit(unit).decimals(2).span(12).height(9)
+    panel = table.Panel().title(title).description(about).unit(unit).decimals(2).span(24).height(9)
     panel = panel.with_transformation(model.DataTransformerConfig("groupingToMatrix", options=grid))
     panel = panel.cell_options(shapes.TableColoredBackgroundCellOptions())
     panel = panel.color_scheme(dashboard.FieldColor().mode(model.FieldColorModeId.CONTINUOUS_BL_YL_RD))
-    return with_queries(panel.repeat("instance"), [cells], instant=True, shape="table")
+    return with_queries(panel.repeat("instance").max_per_row(2), [cells], instant=True, shape="table")
 
 
 def rows(title: str, unit: str, wanted: Query, *, hide: Iterable[str] = (), about: str = "") -> Panel:
@@ -257,6 +257,10 @@ def experts() -> Iterator[Panel]:
     yield lines("Ten busiest experts, tokens per second", "none", Query(hottest, "{{expert}}"))
     share = f"{rate(tokens, SERVER, 'expert')} / ignoring (expert) group_left () {rate(tokens, SERVER)}"
     yield rows("Share of the tokens of each expert", "percentunit", Query(f"sort_desc({share})"))
+    interval = f"epserver_expert_balancedness{{{SERVER}}}"
+    yield lines("Balance in the last half second", "none", Query(interval, "{{instance}} {{scope}}"))
+    compute = mean("epserver_step_seconds", f'{RANK}, phase=~"router|experts"', "rank, phase")
+    yield lines("Router and experts, mean per step", "s", Query(compute, "{{rank}} {{phase}}"))
     yield matrix(
         "Tokens per second, expert by rank: $instance",
         "none",
@@ -265,10 +269,6 @@ def experts() -> Iterator[Panel]:
         columns="rank",
         about="An expert stands under the rank that owns it.",
     )
-    interval = f"epserver_expert_balancedness{{{SERVER}}}"
-    yield lines("Balance in the last half second", "none", Query(interval, "{{instance}} {{scope}}"))
-    compute = mean("epserver_step_seconds", f'{RANK}, phase=~"router|experts"', "rank, phase")
-    yield lines("Router and experts, mean per step", "s", Query(compute, "{{rank}} {{phase}}"))
 
 
 def scheduler() -> Iterator[Panel]:
@@ -384,7 +384,7 @@ def variables() -> Iterator[Any]:
     for name, label, wanted, everything in choices:
         choice = dashboard.QueryVariable(name).label(label).query(wanted).datasource(SOURCE)
         choice = choice.multi(True).include_all(True).refresh(model.VariableRefresh.ON_TIME_RANGE_CHANGED)
-        choice = choice.current(model.VariableOption(selected=True, text="All", value="$__all"))
+        choice = choice.current(model.VariableOption(selected=True, text=["All"], value=["$__all"]))
         choice = choice.sort(model.VariableSort.NATURAL_ASC)
         yield choice.all_value(everything) if everything else choice
 

@@ -12,13 +12,15 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.observability.alert_cases import CASES, Case
+from tests.observability import latency_cases, load_cases, rank_cases
+from tests.observability.cases import AlertCases, Case
 from tests.observability.files import DASHBOARDS, ROOT, RULES, alerts, dashboard, queries, rule_groups
 from tests.observability.prometheus import LABELS
 
 needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool")
 FILES = sorted(map(str, RULES.glob("*.yaml")))
 ADDED = {**LABELS, "instance": "one:9400"}
+CASES: dict[str, AlertCases] = {**latency_cases.CASES, **rank_cases.CASES, **load_cases.CASES}
 Group = dict[str, Any]
 SEVERITIES = {"critical", "warning"}
 
@@ -57,11 +59,11 @@ def judge(name: str, case: Case, groups: list[Group], folder: Path) -> None:
     """Runs promtool on one case of an alert. Raises: AssertionError with what promtool says."""
     rules, test = folder / "rules.yaml", folder / "test.yaml"
     rules.write_text(yaml.safe_dump({"groups": needed(name, groups)}))
-    test.write_text(yaml.safe_dump(test_file(name, case, groups)))
+    test.write_text(yaml.safe_dump(promtool_case(name, case, groups)))
     promtool("test", "rules", str(test))
 
 
-def test_file(name: str, case: Case, groups: list[Group]) -> dict[str, Any]:
+def promtool_case(name: str, case: Case, groups: list[Group]) -> dict[str, Any]:
     """One case as promtool reads it, beside its rules.yaml."""
     added = ", ".join(f'{key}="{value}"' for key, value in ADDED.items())
     series = [
@@ -82,9 +84,6 @@ def test_file(name: str, case: Case, groups: list[Group]) -> dict[str, Any]:
         "group_eval_order": names,
         "tests": [{"interval": "1m", "input_series": series, "alert_rule_test": [judged]}],
     }
-
-
-test_file.__test__ = False  # type: ignore[attr-defined]
 
 
 @needs_promtool
