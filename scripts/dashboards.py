@@ -261,6 +261,8 @@ def experts() -> Iterator[Panel]:
     yield lines("Balance in the last half second", "none", Query(interval, "{{instance}} {{scope}}"))
     compute = mean("epserver_step_seconds", f'{RANK}, phase=~"router|experts"', "rank, phase")
     yield lines("Router and experts, mean per step", "s", Query(compute, "{{rank}} {{phase}}"))
+    unused = f"count({rate(tokens, SERVER, 'expert')} == 0) or vector(0)"
+    yield lines("Experts that receive no token", "none", Query(unused, "experts"))
     yield matrix(
         "Tokens per second, expert by rank: $instance",
         "none",
