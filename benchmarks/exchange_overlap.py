@@ -64,17 +64,25 @@ def overlap(case: Case, rank: int, timer: Timer) -> None:
     if rank == 0:
         print(f"EP{case.ranks} T={case.tokens} {case.payload} {case.form}: pair beside a GEMM, us")
         print("num_sms  m x n x k              t_pair  t_gemm    free  joined   t_all  hidden free / joined")
-    total = torch.cuda.get_device_properties().multi_processor_count
+    torch.backends.cuda.preferred_blas_library("cublaslt")  # the one that keeps to a carve-out
+    total, found = torch.cuda.get_device_properties().multi_processor_count, []
     for sms in dict.fromkeys(min(sms, total) for sms in SMS):
         with checked_pair(replace(case, num_sms=sms), rank, timer) as pair:
-            beside(pair, sms, whole, timer)
+            found += beside(pair, sms, whole, timer)
+    if rank == 0:
+        hidden, line = max(found)
+        print(
+            f"best: {hidden:.2f} hidden, joined after each, with num_sms, m x n x k, t_pair {line}",
+            flush=True,
+        )
     if case.ranks > 1:
         late_peer(case, rank, timer)
 
 
-def beside(pair: Pair, sms: int, whole: float, timer: Timer) -> None:
-    """One line for each shape of GEMM."""
+def beside(pair: Pair, sms: int, whole: float, timer: Timer) -> list[tuple[float, str]]:
+    """One line for each shape of GEMM. Returns what was hidden when joined, and where."""
     carve_out(sms)
+    found = []
     comm = torch.cuda.Stream(priority=-1)
     alone = timer.graph(partial(on_stream, comm, pair.halves)).median
     for m, n in SHAPES:
@@ -83,11 +91,13 @@ def beside(pair: Pair, sms: int, whole: float, timer: Timer) -> None:
         free = timer.graph(partial(side_by_side, comm, pair.halves, gemm, OPERATIONS), calls=1).median
         joined = timer.graph(partial(side_by_side, comm, pair.halves, gemm, 1)).median
         hidden = [(alone + t_gemm - both) / alone for both in (free, joined)]
+        size = " x ".join(map(str, gemm.size))
+        found.append((hidden[1], f"{sms}, {size}, {alone:.1f} us ({whole:.1f} on all)"))
         if pair.exchange.spec.rank == 0:
-            size = " x ".join(map(str, gemm.size))
             times = "".join(f"{t:8.1f}" for t in (alone, t_gemm, free, joined, whole))
             print(f"{sms:7}  {size:20} {times}  {hidden[0]:6.2f} / {hidden[1]:.2f}", flush=True)
     carve_out(0)
+    return found
 
 
 def on_stream(stream: torch.cuda.Stream, call: Callable[[], object]) -> None:

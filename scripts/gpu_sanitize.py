@@ -93,9 +93,8 @@ def run_tool(tool: str) -> list[str]:
         options = [
             "--tool", tool, "--error-exitcode", str(FOUND), "--target-processes", "all",
             "--launch-timeout", "120", "--print-limit", "20",
+            "--report-api-errors", "no",  # torch asks the driver what it may refuse
         ]  # fmt: skip
-        if tool == "memcheck":
-            options += ["--report-api-errors", "no"]  # torch asks the driver what it may refuse
         logs = [Path(folder) / f"rank{rank}.log" for rank in range(RANKS)]
         ranks = []
         for rank, log in enumerate(logs):
