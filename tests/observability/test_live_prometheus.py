@@ -8,6 +8,8 @@ import os
 import re
 import shutil
 import signal
+import subprocess
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -80,6 +82,9 @@ async def test_no_expression_of_a_rule_or_panel_is_dead(tmp_path: Path) -> None:
         assert await asyncio.to_thread(prometheus.rule_errors) == []
         assert not odd.done(), odd
         odd.cancel()
+        with urllib.request.urlopen(app.metrics_url, timeout=30) as page:
+            linted = subprocess.run(["promtool", "check", "metrics"], input=page.read(), check=False)
+        assert linted.returncode == 0
 
 
 def regressions(prometheus: Prometheus) -> set[str]:
