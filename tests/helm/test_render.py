@@ -174,6 +174,17 @@ def test_with_its_defaults_it_serves_the_top_of_the_claim() -> None:
     }  # fmt: skip
 
 
+def test_a_kubelet_that_speaks_tls_asks_itself() -> None:
+    for tls in (False, True):
+        values = {"tls": {"enabled": tls, "secretName": "s"}, "probes": {"kubeletTls": True}}
+        (workload,) = of_kind(render(values)[0], "StatefulSet")
+        check(workload, "1.37")
+        server = container([workload])
+        mode = {"mode": "TLS"} if tls else {}
+        assert server["readinessProbe"]["grpc"] == {"port": 50051, "service": "ep_server.v1.Decode", **mode}
+        assert server["livenessProbe"]["grpc"] == {"port": 50051, **mode}
+
+
 def test_models_come_from_a_claim_a_node_or_an_image() -> None:
     def volume(**model: Any) -> Object:
         pod = pod_template(render({"model": model})[0])["spec"]

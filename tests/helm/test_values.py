@@ -107,6 +107,13 @@ def test_metrics_that_are_off_cannot_be_used() -> None:
             render(use, {"metrics": {"enabled": False}})
 
 
+def test_the_kubelet_has_no_client_certificate() -> None:
+    tls = {"tls": {"enabled": True, "secretName": "s"}, "probes": {"kubeletTls": True}}
+    render(tls)
+    with pytest.raises(helm_python.HelmValuesError, match="'/tls/clientAuth'"):
+        render(tls, {"tls": {"clientAuth": True}})
+
+
 def test_autoscaling_is_for_cpu() -> None:
     with pytest.raises(helm_python.HelmValuesError, match="'/gpu/enabled'"):
         render({"autoscaling": {"enabled": True}, "kind": "Deployment", "gpu": {"enabled": True}})

@@ -75,9 +75,10 @@
 {{- end }}
 {{- end }}
 
-{{/* The kubelet's gRPC probe speaks no TLS; there the same question goes through the client. */}}
+{{/* The kubelet's gRPC probe speaks TLS in few clusters; elsewhere the same question goes through the client. */}}
 {{- define "ep-server.probe" -}}
-{{- if .root.Values.tls.enabled }}
+{{- $tls := .root.Values.tls.enabled }}
+{{- if and $tls (not .root.Values.probes.kubeletTls) }}
 exec:
   command:
     - ep-server
@@ -92,6 +93,9 @@ exec:
 {{- else }}
 grpc:
   port: {{ int64 .root.Values.grpc.port }}
+  {{- if $tls }}
+  mode: TLS
+  {{- end }}
   {{- with .service }}
   service: {{ . }}
   {{- end }}
