@@ -1,4 +1,4 @@
-"""What the chart renders: every kind with and without GPUs, RDMA and TLS; each part that values switch on."""
+"""What each part of the values switches on, and the command line that the server gets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 import helm_python
-import jsonschema
 import pytest
 import yaml
 
@@ -26,82 +25,10 @@ from tests.helm.charts import (
     of_kind,
     pod_template,
     render,
-    render_as,
 )
 from tests.helm.validation import check, check_links
 
-KINDS = ("StatefulSet", "LeaderWorkerSet", "Deployment")
 VERSIONS = ("1.30", "1.37")  # the oldest that Chart.yaml allows, the newest whose schemas are here
-CERT_MANAGER = {"tls": {"certManager": {"enabled": True, "issuerRef": {"name": "ca"}}}}
-ALL_ON: dict[str, Any] = {
-    "imagePullSecrets": [{"name": "pull"}],
-    "podAnnotations": {"a": "b"},
-    "podLabels": {"team": "x", "app.kubernetes.io/component": "theirs"},
-    "extraEnv": [{"name": "OMP_PROC_BIND", "value": "close"}],
-    "nodeSelector": {"disk": "fast"},
-    "tolerations": [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}],
-    "affinity": {"nodeAffinity": {"preferredDuringSchedulingIgnoredDuringExecution": []}},
-    "priorityClassName": "high",
-    "auth": {"tokenSecret": "tokens"},
-    "networkPolicy": {"enabled": True},
-    "metrics": {
-        "rules": True,
-        "dashboards": True,
-        "monitor": "ServiceMonitor",
-        "labels": {"release": "prometheus"},
-    },
-    "service": {"annotations": {"c": "d"}, "type": "LoadBalancer"},
-    "serviceAccount": {"annotations": {"e": "f"}},
-}
-
-
-@pytest.mark.parametrize(("kind", "gpu", "rdma", "tls"), [*itertools.product(KINDS, *[(False, True)] * 3)])
-def test_every_kind_with_and_without_gpu_rdma_and_tls(kind: str, gpu: bool, rdma: bool, tls: bool) -> None:
-    values = {"kind": kind, "gpu": {"enabled": gpu}, "rdma": {"enabled": rdma}, "tls": {"enabled": tls}}
-    certificate = CERT_MANAGER if tls else {}
-    for more, version in zip(({}, ALL_ON), VERSIONS, strict=True):
-        objects, notes = render(values, certificate, more)
-        for one in objects:
-            check(one, version)
-        check_links(objects)
-        assert [one["kind"] for one in objects if one["kind"] in KINDS] == [kind]
-        pod, server = pod_template(objects)["spec"], container(objects)
-        limits, added = server["resources"]["limits"], server["securityContext"]["capabilities"].get("add")
-        assert ("nvidia.com/gpu" in limits, "rdma/hca" in limits) == (gpu, rdma)
-        assert added == (["IPC_LOCK"] if rdma else None)
-        assert ("grpc" in server["livenessProbe"], "exec" in server["livenessProbe"]) == (not tls, tls)
-        assert len(of_kind(objects, "Certificate")) == tls == ("tls" in {v["name"] for v in pod["volumes"]})
-        assert "hostNetwork" not in pod and server["image"].endswith("-cuda") == gpu
-        assert ("computes on CPU ranks" in notes) == (gpu or rdma) and ("No TLS" in notes) == (not tls)
-
-
-def test_lint_has_nothing_to_say() -> None:
-    for kind in KINDS:
-        report = helm_python.lint(CHART, {**MINIMAL, "kind": kind}, strict=True)
-        assert report["errors"] == []
-        assert [m["error"] for m in report["messages"]] == ["icon is recommended"]
-
-
-def test_a_field_that_kubernetes_does_not_know_is_found() -> None:
-    """The validation itself: it fails on a misspelt field of every kind of object."""
-    values = {
-        "metrics": {"rules": True, "dashboards": True},
-        "networkPolicy": {"enabled": True},
-        "tls": {"enabled": True},
-    }
-    scaled = {"kind": "Deployment", "autoscaling": {"enabled": True}, "metrics": {"monitor": "PodMonitor"}}
-    objects = [
-        *render(values, CERT_MANAGER, {"metrics": {"monitor": "ServiceMonitor"}})[0],
-        *render(scaled)[0],
-    ]
-    objects += render({"kind": "LeaderWorkerSet"})[0]
-    kinds = {one["kind"]: one for one in objects}
-    assert len(kinds) == 14
-    for one in kinds.values():
-        part = one.get("spec", one)
-        part["replicaz"] = 1
-        with pytest.raises(jsonschema.ValidationError, match="replicaz"):
-            check(one, "1.37")
 
 
 def test_the_command_line_is_one_that_the_server_takes() -> None:
@@ -299,16 +226,6 @@ def test_parts_can_be_left_out() -> None:
     assert [port["name"] for port in server["ports"]] == ["grpc"]
     assert not config_of(server).metrics.enabled and "topologySpreadConstraints" not in pod
     assert (pod["hostNetwork"], pod["dnsPolicy"]) == (True, "ClusterFirstWithHostNet")
-
-
-def test_names_fit_however_long_the_release_is() -> None:
-    everything = {"metrics": {"rules": True, "dashboards": True}}
-    for release, values in (("r" * 53, {}), ("x", {"fullnameOverride": "n" * 40}), ("ep-server", {})):
-        for kind in KINDS:
-            objects, _ = render_as(release, everything, {"kind": kind, **values})
-            for one in objects:
-                check(one, "1.37")
-            check_links(objects)
 
 
 def test_the_archive_renders_the_same(tmp_path: Path) -> None:
