@@ -11,6 +11,7 @@ import signal
 import subprocess
 import urllib.request
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -63,8 +64,9 @@ async def test_no_expression_of_a_rule_or_panel_is_dead(tmp_path: Path) -> None:
     assert len(list(RULES.glob("*.yaml"))) == 2 and len(list(DASHBOARDS.glob("*.json"))) == 5
     assert len(wanted) > 150
 
-    def still_dead(prometheus: Prometheus) -> list[tuple[str, str]]:
-        return [(where, expression) for where, expression in wanted if not prometheus.query(expression)]
+    def all_seen(prometheus: Prometheus) -> bool:
+        wanted[:] = [(where, expression) for where, expression in wanted if not prometheus.query(expression)]
+        return not wanted
 
     async with (
         served(2) as app,
@@ -74,10 +76,8 @@ async def test_no_expression_of_a_rule_or_panel_is_dead(tmp_path: Path) -> None:
     ):
         odd = asyncio.create_task(odd_ends(client))
         await prometheus.until(lambda p: p.query("epserver:latency:ratio"), 150)
-        for _ in range(20):  # what happens now and then may lie outside of a window of a moment
-            wanted = await asyncio.to_thread(still_dead, prometheus)
-            if not wanted:
-                break
+        with suppress(TimeoutError):  # what happens now and then may lie outside of a window of a moment
+            await prometheus.until(all_seen, 90)
         assert wanted == []
         assert await asyncio.to_thread(prometheus.rule_errors) == []
         assert not odd.done(), odd
