@@ -358,6 +358,11 @@ def regression() -> Iterator[Panel]:
         Query(recorded("latency_samples:5m"), "{{job}} {{signal}}"),
         about="Alerts ask for 1000 of dispatch and combine, 500 between tokens, 100 first tokens.",
     )
+    phases = mean("epserver_step_seconds", f'{SERVER}, phase!="total"', "phase")
+    yield lines("Where a step goes, mean of all ranks", "s", Query(phases, "{{phase}}"), stack=True)
+    parts = {name: f"epserver_request_{name}_seconds" for name in ("queue", "prefill")}
+    to_first = (Query(mean(histogram, SERVER, ""), name) for name, histogram in parts.items())
+    yield lines("Until the first token, mean", "s", *to_first, stack=True)
     yield rows("Slower or faster, all figures", "none", Query(f"sort_desc({recorded('latency:ratio')})"))
     versions = f"epserver_build_info{{{SERVER}}}"
     yield rows("Versions that run", "none", Query(versions), hide=["Value"])
