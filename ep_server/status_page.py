@@ -165,11 +165,13 @@ def _rank(window: Window, rank: int, up: bool) -> str:
 def _waits(window: Window, span: str) -> str:
     ranks = sorted(window.now.ranks)
     waits = {rank: window.waits(rank) for rank in ranks}
-    most = max((wait for row in waits.values() for wait in row.values()), default=0.0)
+    every = [wait for row in waits.values() for wait in row.values()]
+    # What is even stays pale, however large; a wait of three times the mean is dark.
+    dark = max([*every, 3 * sum(every) / max(len(every), 1)])
     rows = []
     for rank in ranks:
         cells = "".join(
-            "<td>–</td>" if peer == rank else _cell(waits[rank].get(peer, 0.0), most) for peer in ranks
+            "<td>–</td>" if peer == rank else _cell(waits[rank].get(peer, 0.0), dark) for peer in ranks
         )
         rows.append(f'<tr><th scope="row">{rank} waits</th>{cells}</tr>')
     note = f"Per step, {span}. {_slowest(window.awaited())}"
@@ -213,8 +215,8 @@ def _table(css: str, title: str, note: str, names: tuple[str, ...], rows: list[s
     )
 
 
-def _cell(value: float, most: float) -> str:
-    return f'<td class="heat" style="--heat:{value / most if most else 0:.3f}">{_duration(value)}</td>'
+def _cell(value: float, dark: float) -> str:
+    return f'<td class="heat" style="--heat:{value / dark if dark else 0:.3f}">{_duration(value)}</td>'
 
 
 def _duration(seconds: float | None) -> str:

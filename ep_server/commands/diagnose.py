@@ -54,7 +54,9 @@ PRIVATE = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?-----END [A-Z ]*PRIV
 
 def command(
     output: Annotated[str, typer.Option("--output", "-o", help="Archive to write.")] = "",
-    metrics_url: Annotated[str, typer.Option(help="Where metrics are.")] = "http://127.0.0.1:9400/metrics",
+    metrics_url: Annotated[
+        str, typer.Option(help="Where metrics are; if empty, where the server says.")
+    ] = "",
     timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for each question.")] = 10.0,
     address: options.Address = options.ADDRESS,
     tls_ca: options.TlsCa = "",
@@ -67,16 +69,17 @@ def command(
     Run it on the host of the server, while the trouble lasts. It holds no secret and no request. What cannot
     be had is named and left out; the exit code is then 1.
     """
-    if not metrics_url.startswith(("http://", "https://")):
+    if metrics_url and not metrics_url.startswith(("http://", "https://")):
         raise ConfigError("--metrics-url", metrics_url, "a URL that begins with http:// or https://")
     target = options.target(address, tls_ca, tls_cert, tls_key, token_file)
     file = Path(output or time.strftime("ep-server-diagnose-%Y%m%dT%H%M%SZ.tar.gz", time.gmtime()))
     bundle = Bundle(target.token)
     bundle.add("README.txt", lambda: README.format(time=time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())))
     bundle.add("host.json", lambda: _json(host_facts()))
-    _ask(bundle, target, timeout)
-    bundle.add("metrics.txt", lambda: _fetch(metrics_url, timeout))
-    bundle.add("status.html", lambda: _fetch(metrics_url.removesuffix("metrics"), timeout))
+    config = _ask(bundle, target, timeout)
+    url = metrics_url or metrics_url_of(address, config)
+    bundle.add("metrics.txt", lambda: _fetch(url, timeout))
+    bundle.add("status.html", lambda: _fetch(url.removesuffix("metrics"), timeout))
     bundle.write(file)
     print(f"{file}: {', '.join(bundle.files)}")
     for name, why in bundle.missing.items():
@@ -119,8 +122,8 @@ class Bundle:
             raise ConfigError("--output", str(file), allowed) from error
 
 
-def _ask(bundle: Bundle, target: Target, timeout: float) -> None:
-    """Everything that comes over gRPC."""
+def _ask(bundle: Bundle, target: Target, timeout: float) -> dict[str, Any]:
+    """Everything that comes over gRPC. Returns: the server's configuration, empty if it did not answer."""
     with Client(target) as client:
 
         def call(method: str, request: Any) -> Any:
@@ -140,6 +143,16 @@ def _ask(bundle: Bundle, target: Target, timeout: float) -> None:
         bundle.add("config.json", config)
         bundle.add("versions.json", lambda: _json({"server": dict(found.versions), "here": versions()}))
         bundle.add("trace.json", lambda: json.dumps(chrome_trace(found.steps)))
+        return {name: json.loads(value) for name, value in found.config.items()}
+
+
+def metrics_url_of(address: str, config: dict[str, Any]) -> str:
+    """Where a server of this configuration has its metrics, as its caller sees it."""
+    bound, port = config.get("metrics.host", "127.0.0.1"), config.get("metrics.port", 9400)
+    host = address.rpartition(":")[0] if bound in ("0.0.0.0", "::", "") else bound
+    if ":" in host and not host.startswith("["):
+        host = f"[{host}]"
+    return f"http://{host}:{port}/metrics"
 
 
 def _fetch(url: str, timeout: float) -> str:

@@ -14,7 +14,7 @@ import pytest
 from ep_server.app import assemble
 from ep_server.cli import main
 from ep_server.client import AsyncClient, Target
-from ep_server.commands.diagnose import Bundle
+from ep_server.commands.diagnose import Bundle, metrics_url_of
 from ep_server.config import Config
 from ep_server.demo import DEMO_MODEL
 from ep_server.step_trace import chrome_trace
@@ -131,6 +131,20 @@ async def test_bad_flags_are_one_line(tmp_path: Path, capfd: pytest.CaptureFixtu
     async with serving() as served:
         assert await run(f"--address={served.server.address}", f"-o{there}") == 1
     assert "--output = " in capfd.readouterr().err and there.read_text() == "keep me"
+
+
+@pytest.mark.parametrize(
+    ("address", "host", "port", "url"),
+    [
+        ("127.0.0.1:50051", "127.0.0.1", 9400, "http://127.0.0.1:9400/metrics"),
+        ("moe.example:50051", "0.0.0.0", 9401, "http://moe.example:9401/metrics"),
+        ("[::1]:50051", "::", 9400, "http://[::1]:9400/metrics"),
+        ("localhost:50051", "::1", 9400, "http://[::1]:9400/metrics"),
+    ],
+)
+def test_metrics_are_where_the_server_says(address: str, host: str, port: int, url: str) -> None:
+    assert metrics_url_of(address, {"metrics.host": host, "metrics.port": port}) == url
+    assert metrics_url_of(address, {}) == "http://127.0.0.1:9400/metrics"
 
 
 def test_what_should_never_come_is_struck_out() -> None:
