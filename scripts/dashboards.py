@@ -330,21 +330,21 @@ def regression() -> Iterator[Panel]:
     }
     ratio = recorded("latency:ratio", 'stat="mean"')
     yield lines(
-        "Now over baseline, mean",
+        "Now over expected, mean",
         "none",
         Query(ratio, "{{job}} {{signal}} against {{window}}"),
         about="1 is as fast as the same load was: in the median of the day, or week, until 30 minutes ago.",
     )
     p99 = recorded("latency:ratio", 'stat="p99"')
-    yield lines("Now over baseline, p99", "none", Query(p99, "{{job}} {{signal}} against {{window}}"))
+    yield lines("Now over expected, p99", "none", Query(p99, "{{job}} {{signal}} against {{window}}"))
     for signal, title in signals.items():
         for stat_name in ("mean", "p99"):
             labels = f'signal="{signal}", stat="{stat_name}"'
             yield lines(
-                f"{title}, {stat_name}: today and baseline",
+                f"{title}, {stat_name}: today and expected",
                 "s",
                 Query(recorded("latency_seconds:by_band", labels), "{{job}} now, {{batch_band}}"),
-                Query(recorded("latency_seconds:baseline", labels), "{{job}} {{window}}, {{batch_band}}"),
+                Query(recorded("latency_seconds:expected", labels), "{{job}} {{window}}, {{batch_band}}"),
             )
     yield lines(
         "Load",

@@ -70,6 +70,7 @@ COMM = AlertCases(
     },
     silent={
         "a busier hour": Case(load(20, 40) | dispatch(100e-6, 160e-6)),
+        "a busier hour of the same band": Case(load(17, 30) | dispatch(100e-6, 160e-6)),
         "less than a quarter slower": Case(load() | dispatch(100e-6, 120e-6)),
         "a few microseconds": Case(load() | dispatch(10e-6, 18e-6)),
         "a tail within the next bucket": Case(load() | dispatch(100e-6, 110e-6, tail=0.0105)),
@@ -93,6 +94,7 @@ ITL = AlertCases(
     },
     silent={
         "a busier hour": Case(load(20, 40) | tokens(0.020, 0.030)),
+        "a busier hour of the same band": Case(load(17, 30) | tokens(0.020, 0.030)),
         "less than a quarter slower": Case(load() | tokens(0.020, 0.024)),
         "a millisecond": Case(load() | tokens(0.003, 0.0042)),
         "a tail within the next bucket": Case(load() | tokens(0.02, 0.02, tail=0.0105, edges=(0.03, 0.5))),
@@ -116,6 +118,7 @@ TTFT = AlertCases(
     },
     silent={
         "a busier hour": Case(load(20, 40) | first_tokens(0.2, 0.4)),
+        "a busier hour of the same band": Case(load(17, 31) | first_tokens(0.2, 0.4)),
         "longer prompts, within bounds": Case(load() | first_tokens(0.2, 0.27)),
         "tens of milliseconds": Case(load() | first_tokens(0.05, 0.09)),
         "a tail within the next bucket": Case(load() | first_tokens(0.2, 0.2, tail=0.0105, edges=(0.25, 5))),
