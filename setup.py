@@ -1,7 +1,9 @@
 """Builds `ep_server._C` from csrc/ with a C++20 compiler, and `ep_server._cuda` where nvcc is found too.
 
-Environment: EP_SERVER_CUDA=0 leaves the CUDA part out, EP_SERVER_CUDA=1 fails without nvcc; CUDA_HOME says
-where nvcc is. Nothing else happens at install time.
+`_C` has the transport between hosts where the headers of libfabric are found; the library itself is loaded at
+run time. Environment: EP_SERVER_FABRIC=0 leaves that part out, =1 fails without the headers; EP_SERVER_CUDA=0
+leaves the CUDA part out, =1 fails without nvcc; CUDA_HOME says where nvcc is. Nothing else happens at install
+time.
 """
 
 import os
@@ -16,11 +18,30 @@ from setuptools import find_packages, setup
 CUDA_SOURCES = ["csrc/bindings_cuda.cpp", "csrc/cuda/group.cpp", "csrc/transport/nvlink.cpp"]
 KERNELS = sorted(str(path) for path in Path("csrc/cuda").glob("*.cu"))
 SOURCES = sorted({str(path) for path in Path("csrc").rglob("*.cpp")} - set(CUDA_SOURCES))
+FABRIC_SOURCES = sorted(str(path) for path in Path("csrc/transport").glob("fabric*.cpp"))
 ParallelCompile("EP_SERVER_BUILD_JOBS", default=0).install()
+
+
+def find_fabric_headers() -> bool:
+    """Whether the compiler finds libfabric's; EP_SERVER_FABRIC decides without asking."""
+    wanted = os.environ.get("EP_SERVER_FABRIC", "auto")
+    compiler = os.environ.get("CXX", "g++").split()
+    line = [*compiler, "-E", "-x", "c++", "-include", "rdma/fi_rma.h", os.devnull]
+    try:
+        found = subprocess.run(line, capture_output=True, check=False).returncode == 0
+    except OSError:
+        found = False
+    if wanted == "1" and not found:
+        raise SystemExit("EP_SERVER_FABRIC=1, but the compiler finds no rdma/fi_rma.h: install libfabric-dev")
+    return found and wanted != "0"
+
+
+FABRIC = find_fabric_headers()
 
 native = Pybind11Extension(
     "ep_server._C",
-    SOURCES,
+    [source for source in SOURCES if FABRIC or source not in FABRIC_SOURCES],
+    define_macros=[("EP_SERVER_FABRIC", "1")] if FABRIC else [],
     include_dirs=["csrc"],
     depends=sorted(str(path) for kind in ("*.hpp", "*.inc") for path in Path("csrc").rglob(kind)),
     cxx_std=20,
@@ -34,7 +55,7 @@ native = Pybind11Extension(
         "-fvisibility=hidden",
         "-pthread",
     ],
-    extra_link_args=["-pthread", "-lrt"],
+    extra_link_args=["-pthread", "-lrt", "-ldl"],
 )
 
 GPU_CODE = [
@@ -142,6 +163,7 @@ setup(
             "pytest-timeout>=2.3",
             "hypothesis>=6",
             "transformers>=5.0,<6",
+            "mpich>=5",  # brings a libfabric 2.x
             "psutil>=6",
             "grpcio-tools==1.81.1",
             "pyyaml>=6",

@@ -8,29 +8,18 @@
 #include <mutex>
 #include <system_error>
 
+#include "bindings_exchange.hpp"
 #include "cpu/phases.hpp"
 #include "ep/cells.hpp"
-#include "ep/group.hpp"
 #include "transport/shm.hpp"
 
-namespace py = pybind11;
-
+void bind_fabric(py::module_& module);  // csrc/bindings_fabric.cpp: the transport between hosts
 void bind_layout(py::module_& module);  // csrc/bindings_layout.cpp: sizes, offsets, segments
 void bind_model(py::module_& module);   // csrc/bindings_model.cpp: the model's kernels
 
 namespace {
 
 using namespace ep;
-
-// Thrown while the GIL is held nowhere; becomes an exception of errors.py at the boundary.
-struct ExchangeFailure {
-  Status status;
-};
-
-bool signal_raised() {
-  py::gil_scoped_acquire gil;
-  return PyErr_CheckSignals() != 0;
-}
 
 std::string describe(const Status& s) {
   return std::string(name(s.op)) + "/" + name(s.phase) + ", rank " + std::to_string(s.rank) + ", peer " +
@@ -61,6 +50,11 @@ void raise_status(const Status& s) {
       return raise("GroupAborted", s.seen == uint32_t(Code::kRequested) && s.expected == 0
                                        ? "rank " + std::to_string(s.rank) + " aborted the group"
                                        : "the group was aborted after an error in " + describe(s));
+    case Code::kLost: {
+      py::object error = py::module_::import("ep_server.errors").attr("PeerLost");
+      PyErr_SetObject(error.ptr(), py::make_tuple(name(s.op), name(s.phase), s.rank, s.peer).ptr());
+      return;
+    }
     case Code::kInterrupted:
       return;  // the signal handler's own exception is set
     default:
@@ -68,69 +62,20 @@ void raise_status(const Status& s) {
   }
 }
 
-void check(const Status& status) {
-  if (status) throw ExchangeFailure{status};
-}
-
 template <class T>
 T* pointer(uintptr_t address) {
   return reinterpret_cast<T*>(address);
 }
 
-// Lets Python build tensors over a rank's dispatch rows; keeps the mapping alive.
-struct RegionView {
-  std::shared_ptr<shm::Segment> segment;
-  std::byte* begin;
-  uint64_t bytes;
-};
-
-class Exchange {
- public:
-  Exchange(int fd, const Geometry& geometry, uint32_t rank, const std::vector<int32_t>& placement,
-           const Timing& timing)
-      : segment_(std::make_shared<shm::Segment>(fd)), group_(geometry, rank, placement.data(), timing) {
-    for (uint32_t r = 0; r < geometry.num_ranks; ++r) group_.regions[r] = segment_->region(r);
-    group_.generation = load_cell(group_.own(), Head::kIdentity);
-    group_.interrupted = signal_raised;
-    heartbeat_ = std::make_unique<shm::Heartbeat>(segment_, rank);
-  }
-
-  Group& group() { return group_; }
-  const std::shared_ptr<shm::Segment>& segment() const { return segment_; }
-  std::mutex& busy() { return busy_; }
-
- private:
-  std::shared_ptr<shm::Segment> segment_;
-  Group group_;
-  std::unique_ptr<shm::Heartbeat> heartbeat_;
-  std::mutex busy_;
-};
-
-// One thread at a time drives an exchange; a second one is an error, not a race.
-class Turn {
- public:
-  explicit Turn(Exchange& exchange) : lock_(exchange.busy(), std::try_to_lock) {
-    if (!lock_) throw BadArgument("thread", "a second one", "the only one inside this exchange");
-  }
-
- private:
-  std::unique_lock<std::mutex> lock_;
-};
-
-// An operation of another group has other sizes; one from before a reset has cells that never come again.
-template <class State>
-void check_origin(const Group& group, const State& state, const char* what) {
-  const bool mine = state.origin.group == group.id;
-  if (mine && state.origin.generation == group.generation) return;
-  throw BadArgument(what, "epoch " + std::to_string(state.epoch),
-                    mine ? "of this generation: reset() dropped it" : "of this exchange, not of another one");
-}
-
-template <class Fn>
-void run(Exchange& exchange, Fn&& fn) {
-  py::gil_scoped_release release;
-  Turn turn(exchange);
-  check(fn(exchange.group()));
+std::shared_ptr<Exchange> on_segment(int fd, const Geometry& geometry, uint32_t rank,
+                                     const std::vector<int32_t>& placement, const Timing& timing) {
+  auto segment = std::make_shared<shm::Segment>(fd);
+  auto exchange = std::make_shared<Exchange>(geometry, rank, placement, timing);
+  Group& group = exchange->group();
+  for (uint32_t r = 0; r < geometry.num_ranks; ++r) group.add_local(r, segment->region(r));
+  group.generation = load_cell(group.own(), Head::kIdentity);
+  exchange->attach(segment, std::make_shared<shm::Heartbeat>(segment, rank));
+  return exchange;
 }
 
 template <class T, size_t N>
@@ -254,11 +199,11 @@ PYBIND11_MODULE(_C, m) {
       .def_readonly("received", &CombineState::received)
       .def("wait_ns", [](const CombineState& s, size_t n) { return numbers(s.wait_ns, n); });
 
-  py::class_<Exchange>(m, "Exchange")
+  py::class_<Exchange, std::shared_ptr<Exchange>>(m, "Exchange")
       .def(py::init([](int fd, const Geometry& geometry, uint32_t rank, const std::vector<int32_t>& placement,
                        uint64_t timeout_ns, uint64_t liveness_ns, uint64_t spin_ns, bool mask_on_timeout) {
-             return std::make_unique<Exchange>(fd, geometry, rank, placement,
-                                               Timing{timeout_ns, liveness_ns, spin_ns, mask_on_timeout});
+             return on_segment(fd, geometry, rank, placement,
+                               Timing{timeout_ns, liveness_ns, spin_ns, mask_on_timeout});
            }),
            py::kw_only(), py::arg("fd"), py::arg("geometry"), py::arg("rank"), py::arg("placement"),
            py::arg("timeout_ns"), py::arg("liveness_ns"), py::arg("spin_ns"), py::arg("mask_on_timeout"))
@@ -334,7 +279,7 @@ PYBIND11_MODULE(_C, m) {
       .def("mask",
            [](Exchange& self, uint64_t ranks) {
              self.group().masked.fetch_or(ranks);
-             wake(self.group().own());
+             wake_self(self.group());
            })
       .def_property_readonly("generation", [](Exchange& self) { return self.group().generation.load(); })
       .def("statistics", &statistics)
@@ -351,7 +296,7 @@ PYBIND11_MODULE(_C, m) {
            })
       .def("rows_region", [](Exchange& self) {
         const Layout& l = self.group().layout;
-        return RegionView{self.segment(), self.group().own() + l.rows, l.combine - l.rows};
+        return RegionView{self.memory(), self.group().own() + l.rows, l.combine - l.rows};
       });
 
   py::list phases;
@@ -362,4 +307,5 @@ PYBIND11_MODULE(_C, m) {
   m.attr("OPS") = py::tuple(ops);
 
   bind_model(m);
+  bind_fabric(m);
 }

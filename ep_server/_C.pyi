@@ -179,6 +179,45 @@ class Exchange:
     def set_faults(self, faults: list[tuple[int, int, int, int, int, int]]) -> None: ...
     def rows_region(self) -> RegionView: ...
 
+# ---- between hosts: csrc/bindings_fabric.cpp ---------------------------------------------------------------
+
+FABRIC: bool  # False: built without the headers of libfabric, and without what follows
+
+class FabricOptions:
+    """Settings of the network; see ep_server.ep.fabric."""
+
+    def __init__(
+        self, *, library: str, provider: str, domain: str, address: str, traffic_class: int
+    ) -> None: ...
+
+def fabric_providers(options: FabricOptions) -> list[tuple[str, str, str, str]]: ...
+
+class FabricPort:
+    """One rank's endpoint and the exchange over it. StartupError where the network fails."""
+
+    def __init__(
+        self,
+        *,
+        geometry: Geometry,
+        rank: int,
+        placement: list[int],
+        timeout_ns: int,
+        liveness_ns: int,
+        spin_ns: int,
+        mask_on_timeout: bool,
+        options: FabricOptions,
+    ) -> None: ...
+    @property
+    def description(self) -> str: ...
+    @property
+    def card(self) -> tuple[bytes, int, int]: ...
+    def connect(self, cards: list[tuple[bytes, int, int]], session: int, timeout_ns: int) -> None: ...
+    def close(self, linger_ns: int) -> None: ...
+    @property
+    def writes(self) -> int: ...
+    @property
+    def exchange(self) -> Exchange: ...
+
 # ---- compute kernels: csrc/bindings_model.cpp -------------------------------------------------------------
 
 def compute_isas() -> list[str]:

@@ -19,6 +19,7 @@ EpServerError
 │   └── CheckpointError                               file or tensor missing or of a wrong shape
 ├── ExchangeError                INTERNAL             dispatch / combine
 │   ├── PeerTimeout                                   a wait passed its deadline
+│   ├── PeerLost                                      a rank of another host is gone
 │   ├── HookNotCalled                                 a bank came round before its receive hook ran
 │   ├── ProtocolViolation                             a cell newer than expected
 │   └── GroupAborted                                  an earlier error aborted the group
@@ -168,6 +169,18 @@ class PeerTimeout(ExchangeError):
         )
         self.op, self.phase, self.rank, self.peer = op, phase, rank, peer
         self.expected, self.seen = expected, seen
+
+
+class PeerLost(ExchangeError):
+    """A rank of another host is gone: the network said so, or some rank timed out on it.
+
+    Attributes:
+        op, phase: where it was noticed. rank, peer: who noticed, and who is gone.
+    """
+
+    def __init__(self, op: str, phase: str, rank: int, peer: int) -> None:
+        super().__init__(f"rank {rank} lost peer {peer} in {op}/{phase}")
+        self.op, self.phase, self.rank, self.peer = op, phase, rank, peer
 
 
 class HookNotCalled(ExchangeError):

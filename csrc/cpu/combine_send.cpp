@@ -12,6 +12,7 @@
 #include "cpu/phases.hpp"
 #include "cpu/rows.hpp"
 #include "ep/cells.hpp"
+#include "ep/row_runs.hpp"
 
 namespace ep::cpu {
 namespace {
@@ -39,14 +40,20 @@ class RowsOut {
 };
 
 // Writes one token's answer into its source's region; returns the rows written.
-uint32_t answer(const Group& group, const CombineState& state, const RowsOut& out, const TokenRun& run) {
+uint32_t answer(const Group& group, const CombineState& state, const RowsOut& out, const TokenRun& run,
+                RowRuns& sent) {
   const Layout& layout = group.layout;
+  const uint32_t place = group.places[run.source];
+  const bool far = group.is_remote(run.source);
   const Entry* entries = state.dispatch->entries.data() + run.first;
   std::byte* region = group.regions[run.source];
   if (state.reduction == Reduction::kSource) {
-    for (uint32_t i = 0; i < run.count; ++i)
-      std::memcpy(region + layout.choice_at(state.bank, group.rank, run.token, entries[i].k), out[entries[i]],
+    for (uint32_t i = 0; i < run.count; ++i) {
+      const uint32_t k = entries[i].k;
+      std::memcpy(region + layout.choice_at(state.bank, place, run.token, k), out[entries[i]],
                   layout.combine_bytes);
+      if (far) sent.add(run.source, run.token * layout.choices_per_token + k);
+    }
     return run.count;
   }
   const void* rows[kMaxTopK];
@@ -60,7 +67,8 @@ uint32_t answer(const Group& group, const CombineState& state, const RowsOut& ou
                 .weights = weights,
                 .count = run.count,
                 .hidden = group.geometry.hidden,
-                .out = region + layout.rank_sum_at(state.bank, group.rank, run.token)});
+                .out = region + layout.rank_sum_at(state.bank, place, run.token)});
+  if (far) sent.add(run.source, run.token);
   return 1;
 }
 
@@ -100,13 +108,15 @@ Status combine_send(Group& group, const CombineSendParams& params, CombineState&
   for (const TokenRun& run : dispatch.runs) begin[run.source + 1] = size_t(&run - dispatch.runs.data()) + 1;
   for (uint32_t source = 0; source < num_ranks; ++source)
     begin[source + 1] = std::max(begin[source + 1], begin[source]);
+  RowRuns sent(group, Op::kCombine, state.bank, state.epoch, group.layout.combine_pitch);
   group.faults.at(Op::kCombine, Phase::kSendRows, state.epoch);
   for_each_peer(group.unmasked(), group.rank, num_ranks, [&](uint32_t source) {
     uint64_t rows = 0;
     for (size_t i = begin[source]; i < begin[source + 1]; ++i)
-      rows += answer(group, state, out, dispatch.runs[i]);
+      rows += answer(group, state, out, dispatch.runs[i], sent);
     (source == group.rank ? local : remote) += rows * group.layout.combine_bytes;
     group.faults.at(Op::kCombine, Phase::kSendHeader, state.epoch);
+    sent.flush(source);
     publish_header(group, Op::kCombine, state.epoch, source, uint32_t(state.reduction));
   });
 

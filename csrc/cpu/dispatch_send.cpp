@@ -12,6 +12,7 @@
 #include "cpu/phases.hpp"
 #include "cpu/rows.hpp"
 #include "ep/cells.hpp"
+#include "ep/row_runs.hpp"
 
 namespace ep::cpu {
 namespace {
@@ -41,20 +42,21 @@ void read_ids(const Group& group, const DispatchSendParams& params, DispatchStat
 void write_row(const Group& group, const DispatchSendParams& params, uint32_t bank, uint32_t token,
                uint64_t ranks) {
   const Layout& layout = group.layout;
-  const uint64_t slot = layout.row_at(bank, group.rank, token);
+  const auto slot = [&](uint32_t peer) {
+    return group.regions[peer] + layout.row_at(bank, group.places[peer], token);
+  };
   if (!is_fp8(group.geometry.payload)) {
     const auto* row = static_cast<const std::byte*>(params.x) + token * layout.row_bytes;
-    for (; ranks != 0; ranks &= ranks - 1)
-      std::memcpy(group.regions[std::countr_zero(ranks)] + slot, row, layout.row_bytes);
+    for (; ranks != 0; ranks &= ranks - 1) std::memcpy(slot(std::countr_zero(ranks)), row, layout.row_bytes);
     return;
   }
   // Quantised once, into the first receiver's slot; the others get a copy of it.
-  std::byte* first = group.regions[std::countr_zero(ranks)] + slot;
+  std::byte* first = slot(std::countr_zero(ranks));
   const auto* row = static_cast<const uint16_t*>(params.x) + size_t(token) * group.geometry.hidden;
   quantise_row(row, group.geometry.hidden, group.geometry.payload, reinterpret_cast<uint8_t*>(first),
                first + layout.scale_offset);
   for (ranks &= ranks - 1; ranks != 0; ranks &= ranks - 1)
-    std::memcpy(group.regions[std::countr_zero(ranks)] + slot, first, layout.row_bytes + layout.scale_bytes);
+    std::memcpy(slot(std::countr_zero(ranks)), first, layout.row_bytes + layout.scale_bytes);
 }
 
 }  // namespace
@@ -83,17 +85,19 @@ Status dispatch_send(Group& group, const DispatchSendParams& params, DispatchSta
   uint64_t remote = 0, local = 0;
   for_each_peer(peers, group.rank, layout.num_ranks, [&](uint32_t peer) {
     std::byte* region = group.regions[peer];
-    if (id_bytes != 0)
-      std::memcpy(region + layout.ids_at(state.bank, group.rank), state.ids.data(), id_bytes);
+    const uint32_t place = group.places[peer];
+    if (id_bytes != 0) std::memcpy(region + layout.ids_at(state.bank, place), state.ids.data(), id_bytes);
     if (state.has_weights && id_bytes != 0)
-      std::memcpy(region + layout.weights_at(state.bank, group.rank), state.weights.data(), id_bytes);
+      std::memcpy(region + layout.weights_at(state.bank, place), state.weights.data(), id_bytes);
     (peer == group.rank ? local : remote) += id_bytes * (state.has_weights ? 2 : 1);
   });
+  RowRuns runs(group, Op::kDispatch, state.bank, state.epoch, layout.row_pitch);
   for (uint32_t t = 0; t < params.tokens; ++t) {
     if (t == params.tokens / 2) group.faults.at(Op::kDispatch, Phase::kSendRows, state.epoch);
     const uint64_t ranks = group.owners(state.ids.data() + size_t(t) * top_k) & peers;
     if (ranks == 0) continue;
     write_row(group, params, state.bank, t, ranks);
+    for (uint64_t far = ranks & group.remote; far != 0; far &= far - 1) runs.add(std::countr_zero(far), t);
     const uint64_t own = ranks >> group.rank & 1, bytes = layout.row_bytes + layout.scale_bytes;
     local += own * bytes;
     remote += (uint64_t(std::popcount(ranks)) - own) * bytes;
@@ -102,8 +106,10 @@ Status dispatch_send(Group& group, const DispatchSendParams& params, DispatchSta
   // 4. One header to every rank, rows or none.
   group.faults.at(Op::kDispatch, Phase::kSendHeader, state.epoch);
   const uint32_t payload = params.tokens | (state.has_weights ? kHasWeights : 0);
-  for_each_peer(peers, group.rank, layout.num_ranks,
-                [&](uint32_t peer) { publish_header(group, Op::kDispatch, state.epoch, peer, payload); });
+  for_each_peer(peers, group.rank, layout.num_ranks, [&](uint32_t peer) {
+    runs.flush(peer);
+    publish_header(group, Op::kDispatch, state.epoch, peer, payload);
+  });
 
   state.send_ns = now_ns() - start;
   group.statistics.time(Op::kDispatch, Part::kSend).record(state.send_ns);

@@ -44,7 +44,8 @@ void ring(Doorbell& bell) {
 }
 
 uint64_t heartbeat_of(const Group& group, uint32_t peer) {
-  return cell_at(group.regions[peer], Head::kHeartbeat).load(std::memory_order_relaxed);
+  return std::atomic_ref<uint64_t>(*const_cast<uint64_t*>(group.heartbeats[peer]))
+      .load(std::memory_order_relaxed);
 }
 
 // One wait in progress: which peers are missing and since when.
@@ -60,6 +61,7 @@ class Waiter {
   Waited run() {
     uint32_t yields = 0;
     for (;;) {
+      if (group_.carrier != nullptr) group_.carrier->drive();
       if (Status failed = look()) return fail(failed);
       pending_ &= group_.unmasked();
       if (pending_ == 0) return {{}, arrived_};
@@ -160,7 +162,11 @@ class Waiter {
       group_.statistics.sleeps.add(1);
       slept_on_ = int32_t(peer);
       looked_ = now;
-      syscall(SYS_futex, &bell.word, FUTEX_WAIT, word, &timeout, nullptr, 0);
+      if (group_.carrier != nullptr) {
+        group_.carrier->sleep(slice);
+      } else {
+        syscall(SYS_futex, &bell.word, FUTEX_WAIT, word, &timeout, nullptr, 0);
+      }
     }
     sleeps_on.store(kNobody, std::memory_order_relaxed);
   }
@@ -180,32 +186,80 @@ uint64_t now_ns() {
   return uint64_t(t.tv_sec) * 1'000'000'000 + uint64_t(t.tv_nsec);
 }
 
-void publish(Group& group, uint32_t peer, uint64_t offset, uint64_t cell) {
-  std::byte* region = group.regions[peer];
+uint64_t cell_offset(const CellName& name, uint32_t writer) {
+  switch (name.notice) {
+    case Notice::kHeader:
+      return Head::header(name.op, name.bank, writer);
+    case Notice::kConsumed:
+      return Head::consumed(name.op, writer);
+    case Notice::kVote:
+      return Head::vote(name.bank, writer);
+    case Notice::kJoin:
+      return Head::join(name.bank, writer);
+    case Notice::kRows:
+    case Notice::kAbort:
+      break;
+  }
+  return Head::kAbort;
+}
+
+void publish(Group& group, uint32_t peer, const CellName& name, uint32_t epoch, uint32_t payload) {
+  if (!group.is_remote(peer)) {
+    const uint64_t offset = cell_offset(name, group.rank);
+    publish_at(group.regions[peer], group.rank, offset, encode_cell(epoch, payload));
+    return;
+  }
+  group.carrier->push({name.notice, uint8_t(uint32_t(name.op) << 4 | name.bank), uint8_t(peer),
+                       uint8_t(group.generation), payload, 0, epoch});
+  group.carrier->drive();
+}
+
+void publish_at(std::byte* region, uint32_t writer, uint64_t offset, uint64_t cell) {
   cell_at(region, offset).store(cell, std::memory_order_release);
-  if (peer == group.rank) return;
   std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with Waiter::sleep(): cell first, then flag
   Doorbell& bell = doorbell(region);
-  if (std::atomic_ref<uint32_t>(bell.sleeps_on).load(std::memory_order_relaxed) == group.rank + 1) ring(bell);
+  if (std::atomic_ref<uint32_t>(bell.sleeps_on).load(std::memory_order_relaxed) == writer + 1) ring(bell);
 }
 
 void wake(std::byte* region) { ring(doorbell(region)); }
 
-Waited wait_for(Group& group, const Wait& wait) { return Waiter(group, wait).run(); }
+void wake_self(Group& group) {
+  wake(group.own());
+  if (group.carrier != nullptr) group.carrier->wake();
+}
+
+Waited wait_for(Group& group, const Wait& wait) {
+  if (group.carrier == nullptr) return Waiter(group, wait).run();
+  group.carrier->waiting(true);
+  const Waited waited = Waiter(group, wait).run();
+  group.carrier->waiting(false);
+  return waited;
+}
+
+void abort_at(std::byte* region, uint32_t writer, uint32_t generation, const Status& status) {
+  auto cell = cell_at(region, Head::kAbort);
+  uint64_t seen = cell.load(std::memory_order_acquire);
+  if (cell_epoch(seen) == generation) return;
+  // The writer's own line, written before the cell names it: nobody reads a half-written status.
+  std::memcpy(region + Head::abort_status(writer), &status, sizeof status);
+  cell.compare_exchange_strong(seen, encode_cell(generation, writer + 1), std::memory_order_acq_rel);
+  wake(region);
+}
 
 void abort_group(Group& group, const Status& status) {
   const std::lock_guard lock(group.aborting);
   const uint32_t generation = uint32_t(group.generation) + 1;
+  const bool first = cell_epoch(load_cell(group.own(), Head::kAbort)) != generation;
   for (uint32_t peer = 0; peer < group.geometry.num_ranks; ++peer) {
-    std::byte* region = group.regions[peer];
-    auto cell = cell_at(region, Head::kAbort);
-    uint64_t seen = cell.load(std::memory_order_acquire);
-    if (cell_epoch(seen) == generation) continue;
-    // This rank's own line, written before the cell names it: nobody reads a half-written status.
-    std::memcpy(region + Head::abort_status(group.rank), &status, sizeof status);
-    cell.compare_exchange_strong(seen, encode_cell(generation, group.rank + 1), std::memory_order_acq_rel);
-    wake(region);
+    if (!group.is_remote(peer)) {
+      abort_at(group.regions[peer], group.rank, generation, status);
+    } else if (first) {
+      std::memcpy(group.regions[peer] + Head::abort_status(peer), &status, sizeof status);
+      group.carrier->push({Notice::kAbort, uint8_t(uint32_t(Op::kReset) << 4), uint8_t(peer),
+                           uint8_t(group.generation), 0, 0, generation});
+    }
   }
+  if (group.carrier != nullptr) group.carrier->wake();
 }
 
 Status aborted(const Group& group) {
@@ -213,6 +267,12 @@ Status aborted(const Group& group) {
   if (cell_epoch(cell) != uint32_t(group.generation) + 1) return {};
   Status origin;
   std::memcpy(&origin, group.own() + Head::abort_status(cell_payload(cell) - 1), sizeof origin);
+  // Across hosts every survivor names the rank that was lost, not the one that noticed it.
+  const bool lost = origin.code == Code::kLost || (origin.code == Code::kTimeout && group.carrier != nullptr);
+  if (lost && origin.peer != group.rank) {
+    origin.code = Code::kLost;
+    return origin;
+  }
   // A request has no wait behind it; its code travels in `seen`, which it does not use.
   if (origin.code == Code::kRequested) origin.seen = uint32_t(Code::kRequested);
   origin.code = Code::kAborted;

@@ -13,6 +13,7 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "ep/carrier.hpp"
 #include "ep/status.hpp"
 
 namespace ep {
@@ -32,11 +33,26 @@ inline uint64_t load_cell(std::byte* region, uint64_t offset) {
 
 uint64_t now_ns();  // CLOCK_MONOTONIC: one clock for all processes of the host
 
-// Stores a cell into the region of `peer` with release and wakes the peer if it sleeps on this rank.
-void publish(Group& group, uint32_t peer, uint64_t offset, uint64_t cell);
+// Which cell of a head; the writer's rank says the rest. `op` and `bank` where the kind has them.
+struct CellName {
+  Notice notice;
+  Op op = Op::kVote;
+  uint32_t bank = 0;
+};
+uint64_t cell_offset(const CellName& name, uint32_t writer);
+
+// Stores a cell into the region of `peer` with release and wakes the peer if it sleeps on this rank; a remote
+// peer's goes to the carrier.
+void publish(Group& group, uint32_t peer, const CellName& name, uint32_t epoch, uint32_t payload);
+
+// The first half of that, in a region of this host, in the name of any writer.
+void publish_at(std::byte* region, uint32_t writer, uint64_t offset, uint64_t cell);
 
 // Makes the owner of a region look again, whomever it sleeps on.
 void wake(std::byte* region);
+
+// The same for this rank's own wait, also one that sleeps in the carrier.
+void wake_self(Group& group);
 
 struct Wait {
   Op op;
@@ -62,6 +78,9 @@ Waited wait_for(Group& group, const Wait& wait);
 
 // Sets the sticky abort of all ranks to `status` (first writer wins) and wakes them.
 void abort_group(Group& group, const Status& status);
+
+// The same for one region of this host, in the name of any writer.
+void abort_at(std::byte* region, uint32_t writer, uint32_t generation, const Status& status);
 
 // kAborted with the origin's fields if the group is aborted, else kOk.
 Status aborted(const Group& group);

@@ -1,7 +1,10 @@
 #include "ep/group.hpp"
 
+#include <sched.h>
+
 #include <algorithm>
 #include <atomic>
+#include <bit>
 #include <cstring>
 #include <utility>
 
@@ -35,6 +38,48 @@ Group::Group(const Geometry& g, uint32_t rank_, const int32_t* placement, const 
     if (owner[e] == int32_t(rank)) local_index[e] = next++;
 }
 
+void Group::add_local(uint32_t peer, std::byte* region) {
+  regions[peer] = region;
+  places[peer] = rank;
+  heartbeats[peer] = reinterpret_cast<const uint64_t*>(region + Head::kHeartbeat);
+}
+
+void Group::add_remote(uint32_t peer, std::byte* outbox, const uint64_t* heartbeat) {
+  regions[peer] = outbox;
+  places[peer] = peer;
+  heartbeats[peer] = heartbeat;
+  remote |= 1ull << peer;
+}
+
+namespace {
+
+// Waits until nothing of a bank of the outbox is on its way to `peers` any more: its last rows may have been
+// read, but the network still holds on to them. `late` is what comes back at the deadline.
+Status await_lease(Group& group, Op op, uint32_t bank, uint64_t peers, Status late) {
+  const uint64_t start = now_ns();
+  for (;;) {
+    const uint64_t busy = group.carrier->leased(op, bank) & peers & group.unmasked();
+    if (busy == 0) return {};
+    late.peer = uint32_t(std::countr_zero(busy));
+    if (now_ns() - start >= group.timing.timeout_ns) return late;
+    if (late.op != Op::kReset)
+      if (Status failed = aborted(group)) return failed;
+    group.carrier->drive();
+    sched_yield();
+  }
+}
+
+// What the old generation sent has ended before the new one begins: none of it arrives among the new.
+Status await_leases(Group& group, uint64_t peers, uint32_t generation) {
+  const Status late{Code::kTimeout, Op::kReset, Phase::kJoin, group.rank, 0, generation, generation - 1};
+  for (Op op : {Op::kDispatch, Op::kCombine, Op::kVote})
+    for (uint32_t bank = 0; bank < kMaxBanks; ++bank)
+      if (Status failed = await_lease(group, op, bank, peers, late)) return failed;
+  return {};
+}
+
+}  // namespace
+
 Status open_bank(Group& group, Op op) {
   Banks& banks = group.of(op);
   const uint64_t epoch = banks.next();
@@ -49,15 +94,21 @@ Status open_bank(Group& group, Op op) {
             uint32_t(epoch),
             uint32_t(epoch - num_banks)};
   group.faults.at(op, Phase::kSendBank, epoch);
-  if (epoch <= banks.base() + num_banks) return {};  // the bank was never used in this generation
-  return wait_for(group, {.op = op,
-                          .phase = Phase::kSendBank,
-                          .first_cell = Head::consumed(op, 0),
-                          .stride = kLine,
-                          .peers = group.all(),
-                          .expected = uint32_t(epoch - num_banks),
-                          .at_least = true})
-      .status;
+  if (epoch > banks.base() + num_banks) {  // else the bank was never used in this generation
+    const Waited waited = wait_for(group, {.op = op,
+                                           .phase = Phase::kSendBank,
+                                           .first_cell = Head::consumed(op, 0),
+                                           .stride = kLine,
+                                           .peers = group.all(),
+                                           .expected = uint32_t(epoch - num_banks),
+                                           .at_least = true});
+    if (waited.status) return waited.status;
+  }
+  if (group.carrier == nullptr) return {};
+  const Status late{Code::kTimeout, op, Phase::kSendBank, group.rank, 0, uint32_t(epoch), 0};
+  const Status status = await_lease(group, op, bank, group.all(), late);
+  if (status.code == Code::kTimeout) abort_group(group, status);
+  return status;
 }
 
 void consume(Group& group, Op op, uint64_t epoch) {
@@ -65,14 +116,13 @@ void consume(Group& group, Op op, uint64_t epoch) {
   const uint64_t read = group.of(op).finish(group.bank_of(epoch), group.geometry.num_banks);
   for_each_peer(group.unmasked(), group.rank, group.geometry.num_ranks, [&](uint32_t peer) {
     if (!group.faults.drops(op, Phase::kRecvConsumed, epoch, peer))
-      publish(group, peer, Head::consumed(op, group.rank), encode_cell(uint32_t(read), 0));
+      publish(group, peer, {Notice::kConsumed, op}, uint32_t(read), 0);
   });
 }
 
 void publish_header(Group& group, Op op, uint64_t epoch, uint32_t peer, uint32_t payload) {
   if (group.faults.drops(op, Phase::kSendHeader, epoch, peer)) return;
-  publish(group, peer, Head::header(op, group.bank_of(epoch), group.rank),
-          encode_cell(uint32_t(epoch), payload));
+  publish(group, peer, {Notice::kHeader, op, group.bank_of(epoch)}, uint32_t(epoch), payload);
 }
 
 Status all_gather(Group& group, const void* record, uint32_t length, uint64_t limit_ns, std::byte* out,
@@ -84,10 +134,10 @@ Status all_gather(Group& group, const void* record, uint32_t length, uint64_t li
   const uint64_t peers = group.unmasked();
   group.faults.at(Op::kVote, Phase::kSendHeader, epoch);
   for_each_peer(peers, group.rank, group.geometry.num_ranks, [&](uint32_t peer) {
-    const uint64_t slot = Head::vote(bank, group.rank);
+    const uint64_t slot = Head::vote(bank, group.places[peer]);
     if (length != 0) std::memcpy(group.regions[peer] + slot + kLine, record, length);
     if (!group.faults.drops(Op::kVote, Phase::kSendHeader, epoch, peer))
-      publish(group, peer, slot, encode_cell(uint32_t(epoch), length));
+      publish(group, peer, {.notice = Notice::kVote, .bank = bank}, uint32_t(epoch), length);
   });
   const uint64_t sent = now_ns();
   group.faults.at(Op::kVote, Phase::kGather, epoch);
@@ -120,12 +170,18 @@ Status reset(Group& group, uint64_t dead) {
   uint64_t epoch =
       std::max({group.of(Op::kDispatch).last(), group.of(Op::kCombine).last(), group.vote_epoch});
   const uint64_t peers = group.all() & ~dead;
-  for_each_peer(peers, group.rank, group.geometry.num_ranks, [&](uint32_t peer) {
-    const uint64_t line = Head::join(bank, group.rank);
-    std::memcpy(group.regions[peer] + line + sizeof(uint64_t), &epoch, sizeof epoch);
-    publish(group, peer, line, encode_cell(generation, 0));
-  });
   const uint64_t masked = group.masked.exchange(dead, std::memory_order_acq_rel);
+  if (group.carrier != nullptr) {
+    if (Status late = await_leases(group, peers, generation)) {
+      group.masked.store(masked, std::memory_order_release);
+      return late;
+    }
+  }
+  for_each_peer(peers, group.rank, group.geometry.num_ranks, [&](uint32_t peer) {
+    const uint64_t line = Head::join(bank, group.places[peer]);
+    std::memcpy(group.regions[peer] + line + sizeof(uint64_t), &epoch, sizeof epoch);
+    publish(group, peer, {.notice = Notice::kJoin, .bank = bank}, generation, 0);
+  });
   const bool mask_on_timeout = std::exchange(group.timing.mask_on_timeout, false);
   const Waited waited = wait_for(group, {.op = Op::kReset,
                                          .phase = Phase::kJoin,

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <vector>
 
+#include "ep/carrier.hpp"
 #include "ep/faults.hpp"
 #include "ep/layout.hpp"
 #include "ep/statistics.hpp"
@@ -55,7 +56,11 @@ struct Group {
   Geometry geometry;
   Layout layout;
   uint32_t rank;
-  std::array<std::byte*, kMaxRanks> regions{};
+  std::array<std::byte*, kMaxRanks> regions{};  // memory that this rank writes for each peer, and its own
+  std::array<uint32_t, kMaxRanks> places{};     // this rank's number in the region of each peer
+  std::array<const uint64_t*, kMaxRanks> heartbeats{};
+  Carrier* carrier = nullptr;        // of what is written for ranks of other hosts
+  uint64_t remote = 0;               // bit per rank that it carries for
   std::vector<int32_t> owner;        // [E] rank
   std::vector<int32_t> local_index;  // [E] position among this rank's experts, -1 elsewhere
   uint32_t local_experts;
@@ -74,6 +79,10 @@ struct Group {
   Group(const Geometry& geometry, uint32_t rank, const int32_t* placement, const Timing& timing);
 
   std::byte* own() const { return regions[rank]; }
+  bool is_remote(uint32_t peer) const { return remote >> peer & 1; }
+  void add_local(uint32_t peer, std::byte* region);
+  // `outbox`: a region of this host, one for all remote peers; what is for `peer` lies there as if from it.
+  void add_remote(uint32_t peer, std::byte* outbox, const uint64_t* heartbeat);
   uint64_t all() const { return geometry.num_ranks == 64 ? ~0ull : (1ull << geometry.num_ranks) - 1; }
   uint64_t unmasked() const { return all() & ~masked.load(std::memory_order_acquire); }
   uint32_t bank_of(uint64_t epoch) const { return uint32_t(epoch) & (geometry.num_banks - 1); }

@@ -15,6 +15,7 @@ enum class Code : uint32_t {
   kAborted,      // GroupAborted; the fields describe the first error
   kInterrupted,  // a signal handler raised in Python
   kRequested,    // abort() was called
+  kLost,         // PeerLost: the network says so, or a rank that timed out on it; `rank` noticed it
 };
 
 // Where an operation can wait, fail, or be made to fail.

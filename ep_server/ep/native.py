@@ -17,7 +17,6 @@ Beyond the Protocol, for users who build their own API on it:
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -29,11 +28,10 @@ from ep_server.ep.faults import Fault, encode_faults
 from ep_server.ep.geometry import REDUCTIONS, check_segment, geometry_of
 from ep_server.ep.tensors import check_tensor, fits
 from ep_server.ep.views import Tensors, Views
-from ep_server.errors import ConfigError, InvalidArgument, StartupError
+from ep_server.ep.waiting import Waiting
+from ep_server.errors import InvalidArgument, StartupError
 
 VIEWS = {View.COMPACT: 0, View.PADDED: 1, View.INDEX: 2}  # the numbers of csrc/ep/params.hpp
-DEFAULT_SPIN_US = 50
-VOTE_TIMEOUTS = 10  # between two votes a rank passes many waits, each with its own deadline
 
 
 class PendingDispatch:
@@ -122,16 +120,7 @@ class NativeExchange:
         on_timeout: str = "raise",
     ) -> None:
         geometry = geometry_of(spec)
-        if on_timeout not in {"raise", "mask"}:
-            raise ConfigError("on_timeout", on_timeout, "one of raise, mask")
-        if spin_us < -1:
-            raise ConfigError("spin_us", spin_us, "at least -1")
-        if liveness_seconds <= 0:
-            raise ConfigError("liveness_seconds", liveness_seconds, "above 0")
-        if vote_seconds is not None and vote_seconds <= 0:
-            raise ConfigError("vote_seconds", vote_seconds, "above 0")
-        if spin_us == -1:
-            spin_us = DEFAULT_SPIN_US if spec.num_ranks <= len(os.sched_getaffinity(0)) else 0
+        waiting = Waiting(spin_us, liveness_seconds, vote_seconds, on_timeout)
         try:
             check_segment(spec, _C.Segment(fd).geometry)
             native = _C.Exchange(
@@ -139,18 +128,19 @@ class NativeExchange:
                 geometry=geometry,
                 rank=spec.rank,
                 placement=list(spec.placement),
-                timeout_ns=spec.timeout_ns,
-                liveness_ns=int(liveness_seconds * 1e9),
-                spin_ns=spin_us * 1000,
-                mask_on_timeout=on_timeout == "mask",
+                **waiting.native(spec),
             )
         except (OSError, ValueError) as error:
             raise StartupError(
                 f"rank {spec.rank} cannot map the exchange segment of descriptor {fd}: {error}"
             ) from error
+        self._attach(spec, native, waiting)
+
+    def _attach(self, spec: ExchangeSpec, native: _C.Exchange, waiting: Waiting) -> None:
+        """Whatever carries it, an exchange is its spec, its native end and the tensors over its region."""
         self.spec = spec
-        self._vote_ns = VOTE_TIMEOUTS * spec.timeout_ns if vote_seconds is None else int(vote_seconds * 1e9)
-        self.layout = _C.Layout(geometry)
+        self._vote_ns = waiting.vote_ns(spec)
+        self.layout = _C.Layout(geometry_of(spec))
         region = torch.frombuffer(memoryview(native.rows_region()), dtype=torch.uint8)
         self._native: _C.Exchange | None = native
         self._views: Views | None = Views(spec, self.layout, region)

@@ -1,7 +1,8 @@
 """Runs a function in several real processes, each with its end of one native exchange.
 
 Owns spawning, the group's memory, collection of results and the end of every process by a hard
-deadline. Knows nothing of what the function does. Units: seconds.
+deadline. Knows nothing of what the function does, and of what carries the exchange only that each rank has
+an `End` of it: of one host's segment, if the test gives no other. Units: seconds.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import DupFd
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -30,6 +31,12 @@ from ep_server.ep.native import NativeExchange
 from ep_server.ep.segment import create_segment
 
 PR_SET_PDEATHSIG = 1
+
+
+class End(Protocol):
+    """What a rank's process is given to make its exchange from; it is pickled."""
+
+    def open(self, spec: ExchangeSpec, **options: Any) -> NativeExchange: ...
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,7 @@ class Ranks:
         *,
         args: tuple[Any, ...] = (),
         exchange_kwargs: dict[str, Any] | None = None,
+        ends: list[End] | None = None,
     ) -> None:
         specs = [ExchangeSpec(rank=r, num_ranks=num_ranks, **spec_kwargs) for r in range(num_ranks)]
         context = multiprocessing.get_context("forkserver")
@@ -100,16 +108,20 @@ class Ranks:
         self._pipes: list[Connection] = []
         self._outcomes: dict[int, Outcome] = {}
         self._start = time.monotonic()
-        fd = create_segment(specs[0])
-        poison(fd, specs[0])
+        with contextlib.ExitStack() as stack:
+            if ends is None:
+                fd = create_segment(specs[0])
+                stack.callback(os.close, fd)
+                poison(fd, specs[0])
+                ends = [_SegmentEnd(fd)] * num_ranks
+            pairs = zip(specs, ends, strict=True)
+            self._spawn(context, [(fn, spec, end, exchange_kwargs or {}, args) for spec, end in pairs])
+
+    def _spawn(self, context: Any, ranks: list[tuple[Any, ...]]) -> None:
         try:
-            for spec in specs:
+            for rank in ranks:
                 ours, theirs = context.Pipe()
-                process = context.Process(
-                    target=_rank_main,
-                    args=(fn, spec, _InheritedFd(fd), theirs, exchange_kwargs or {}, args),
-                    daemon=True,
-                )
+                process = context.Process(target=_rank_main, args=(theirs, *rank), daemon=True)
                 process.start()
                 theirs.close()
                 self.processes.append(process)
@@ -117,8 +129,6 @@ class Ranks:
         except BaseException:
             self.stop()
             raise
-        finally:
-            os.close(fd)
 
     def __enter__(self) -> Ranks:
         return self
@@ -216,6 +226,7 @@ def run_ranks(
     *,
     args: tuple[Any, ...] = (),
     exchange_kwargs: dict[str, Any] | None = None,
+    ends: list[End] | None = None,
 ) -> list[Any]:
     """Runs fn(exchange, *args) on every rank and returns their values in rank order.
 
@@ -224,9 +235,12 @@ def run_ranks(
           keyword parameter `peer` it gets a `Peer`.
         spec_kwargs: fields of ExchangeSpec without rank and num_ranks.
         exchange_kwargs: keywords of NativeExchange (spin_us, on_timeout, ...).
+        ends: in rank order; None = of one segment.
     Raises: RanksFailed if any rank raised, died or ran longer than `timeout` seconds.
     """
-    outcomes = run_outcomes(fn, num_ranks, spec_kwargs, timeout, args=args, exchange_kwargs=exchange_kwargs)
+    outcomes = run_outcomes(
+        fn, num_ranks, spec_kwargs, timeout, args=args, exchange_kwargs=exchange_kwargs, ends=ends
+    )
     if any(o.error is not None or o.exitcode for o in outcomes):
         raise RanksFailed(outcomes)
     return [o.value for o in outcomes]
@@ -240,14 +254,15 @@ def run_outcomes(
     *,
     args: tuple[Any, ...] = (),
     exchange_kwargs: dict[str, Any] | None = None,
+    ends: list[End] | None = None,
 ) -> list[Outcome]:
     """As run_ranks, for tests of failure: returns how each rank ended and never raises for them."""
-    with Ranks(fn, num_ranks, spec_kwargs, args=args, exchange_kwargs=exchange_kwargs) as ranks:
+    with Ranks(fn, num_ranks, spec_kwargs, args=args, exchange_kwargs=exchange_kwargs, ends=ends) as ranks:
         return ranks.join(timeout)
 
 
-class _InheritedFd:
-    """A file descriptor that survives pickling into a spawned child."""
+class _SegmentEnd:
+    """An end of one host's memory: the descriptor survives pickling into a spawned child."""
 
     def __init__(self, fd: int) -> None:
         self.fd = fd
@@ -255,16 +270,22 @@ class _InheritedFd:
     def __reduce__(self) -> tuple[Any, ...]:
         return (_detach, (DupFd(self.fd),))
 
+    def open(self, spec: ExchangeSpec, **options: Any) -> NativeExchange:
+        try:
+            return NativeExchange(spec, fd=self.fd, **options)
+        finally:
+            os.close(self.fd)
 
-def _detach(handle: Any) -> int:
-    return int(handle.detach())
+
+def _detach(handle: Any) -> _SegmentEnd:
+    return _SegmentEnd(int(handle.detach()))
 
 
 def _rank_main(
+    pipe: Connection,
     fn: Callable[..., Any],
     spec: ExchangeSpec,
-    fd: int,
-    pipe: Connection,
+    end: End,
     exchange_kwargs: dict[str, Any],
     args: tuple[Any, ...],
 ) -> None:
@@ -273,8 +294,7 @@ def _rank_main(
     start = time.monotonic()
     value, error, trace = None, None, ""
     try:
-        exchange = NativeExchange(spec, fd=fd, **exchange_kwargs)
-        os.close(fd)
+        exchange = end.open(spec, **exchange_kwargs)
         named = {"peer": Peer(pipe)} if "peer" in inspect.signature(fn).parameters else {}
         with contextlib.closing(exchange):
             value = fn(exchange, *args, **named)

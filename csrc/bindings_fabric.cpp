@@ -1,0 +1,107 @@
+// The Python face of the transport between hosts. Built without the headers of libfabric it has the one name
+// FABRIC = False, and ep/fabric.py says what is missing.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+namespace py = pybind11;
+
+#ifndef EP_SERVER_FABRIC
+
+void bind_fabric(py::module_& m) { m.attr("FABRIC") = false; }
+
+#else
+
+#include <memory>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "bindings_exchange.hpp"
+#include "transport/fabric_carrier.hpp"
+
+namespace {
+
+using namespace ep;
+using Cards = std::vector<std::tuple<py::bytes, uint64_t, uint64_t> >;
+
+// One rank's endpoint and the exchange that it carries.
+class FabricPort {
+ public:
+  FabricPort(const Geometry& geometry, uint32_t rank, const std::vector<int32_t>& placement,
+             const Timing& timing, const fabric::Options& options)
+      : exchange_(std::make_shared<Exchange>(geometry, rank, placement, timing)),
+        carrier_(std::make_shared<fabric::FabricCarrier>(exchange_->group(), options)) {
+    exchange_->attach(carrier_->memory(), carrier_);
+  }
+
+  const std::shared_ptr<Exchange>& exchange() const { return exchange_; }
+  fabric::FabricCarrier& carrier() { return *carrier_; }
+
+ private:
+  std::shared_ptr<Exchange> exchange_;
+  std::shared_ptr<fabric::FabricCarrier> carrier_;
+};
+
+void connect(FabricPort& port, const Cards& cards, uint32_t session, uint64_t timeout_ns) {
+  std::vector<fabric::Card> all;
+  for (const auto& [name, base, key] : cards) all.push_back({std::string(name), base, key});
+  py::gil_scoped_release release;
+  port.carrier().connect(all, session, timeout_ns);
+}
+
+py::list providers(const fabric::Options& options) {
+  py::list all;
+  for (const fabric::Candidate& c : fabric::list(fabric::Library(options.library), options))
+    all.append(py::make_tuple(c.provider, c.fabric, c.domain, c.missing));
+  return all;
+}
+
+}  // namespace
+
+void bind_fabric(py::module_& m) {
+  m.attr("FABRIC") = true;
+  py::register_exception_translator([](std::exception_ptr thrown) {
+    try {
+      if (thrown) std::rethrow_exception(thrown);
+    } catch (const fabric::FabricError& error) {
+      py::object type = py::module_::import("ep_server.errors").attr("StartupError");
+      PyErr_SetString(type.ptr(), error.what());
+    }
+  });
+
+  py::class_<fabric::Options>(m, "FabricOptions")
+      .def(py::init([](std::string library, std::string provider, std::string domain, std::string address,
+                       int64_t traffic_class) {
+             return fabric::Options{library, provider, domain, address, traffic_class};
+           }),
+           py::kw_only(), py::arg("library"), py::arg("provider"), py::arg("domain"), py::arg("address"),
+           py::arg("traffic_class"));
+  m.def("fabric_providers", &providers);
+
+  py::class_<FabricPort, std::shared_ptr<FabricPort> >(m, "FabricPort")
+      .def(py::init([](const Geometry& geometry, uint32_t rank, const std::vector<int32_t>& placement,
+                       uint64_t timeout_ns, uint64_t liveness_ns, uint64_t spin_ns, bool mask_on_timeout,
+                       const fabric::Options& options) {
+             return std::make_shared<FabricPort>(geometry, rank, placement,
+                                                 Timing{timeout_ns, liveness_ns, spin_ns, mask_on_timeout},
+                                                 options);
+           }),
+           py::kw_only(), py::arg("geometry"), py::arg("rank"), py::arg("placement"), py::arg("timeout_ns"),
+           py::arg("liveness_ns"), py::arg("spin_ns"), py::arg("mask_on_timeout"), py::arg("options"))
+      .def_property_readonly("description", [](FabricPort& self) { return self.carrier().description(); })
+      .def_property_readonly("card",
+                             [](FabricPort& self) {
+                               const fabric::Card card = self.carrier().card();
+                               return py::make_tuple(py::bytes(card.name), card.base, card.key);
+                             })
+      .def("connect", &connect, py::arg("cards"), py::arg("session"), py::arg("timeout_ns"))
+      .def("close",
+           [](FabricPort& self, uint64_t linger_ns) {
+             py::gil_scoped_release release;
+             self.carrier().close(linger_ns);
+           })
+      .def_property_readonly("writes", [](FabricPort& self) { return self.carrier().writes(); })
+      .def_property_readonly("exchange", [](FabricPort& self) { return self.exchange(); });
+}
+
+#endif

@@ -1,0 +1,197 @@
+#include "transport/fabric_endpoint.hpp"
+
+#include <rdma/fi_cm.h>
+#include <rdma/fi_errno.h>
+#include <rdma/fi_rma.h>
+
+#include <algorithm>
+#include <cstring>
+
+namespace ep::fabric {
+namespace {
+
+constexpr uint64_t kInboundKey = 0x1eb0, kOutboundKey = 0x1eb1;  // where the provider lets us choose
+constexpr size_t kBatch = 32;
+// Of the EFA provider since 1.18: headers of 1.17 do not have it. bool: device writes are emulated.
+constexpr int kEfaEmulatedWrite = -(0xefa << 16) + 2;
+
+}  // namespace
+
+Endpoint::Endpoint(const Library& library, const Options& options, const EndpointParams& params)
+    : library_(library), info_(choose(library, options)), description_(describe(library, *info_)) {
+  open(params);
+}
+
+Endpoint::~Endpoint() = default;
+
+void Endpoint::open(const EndpointParams& params) {
+  const auto check = [this](int64_t result, const char* what) {
+    library_.check(result, description_ + ": " + what);
+  };
+  fid_fabric* fabric = nullptr;
+  check(library_.fabric(info_->fabric_attr, &fabric), "fi_fabric");
+  fabric_.reset(fabric);
+  fid_domain* domain = nullptr;
+  check(fi_domain(fabric, info_.get(), &domain, nullptr), "fi_domain");
+  domain_.reset(domain);
+
+  fi_av_attr av{};
+  av.type = FI_AV_TABLE;
+  av.count = params.peers;
+  fid_av* addresses = nullptr;
+  check(fi_av_open(domain, &av, &addresses, nullptr), "fi_av_open");
+  addresses_.reset(addresses);
+
+  const uint32_t depth = uint32_t(std::clamp<size_t>(info_->tx_attr->size, 1, 4096));
+  const bool receives = info_->mode & FI_RX_CQ_DATA;
+  // No more arrivals can be outstanding than there are receives for them.
+  const auto arrivals =
+      receives ? std::min<size_t>(params.max_arrivals, info_->rx_attr->size) : params.max_arrivals;
+  open_queue(depth + uint32_t(arrivals));
+
+  inbound_ = reg(params.inbound, FI_REMOTE_WRITE, kInboundKey);
+  const auto modes = uint64_t(info_->domain_attr->mr_mode);
+  base_ = modes & FI_MR_VIRT_ADDR ? reinterpret_cast<uint64_t>(params.inbound.begin) : 0;
+  if (modes & FI_MR_LOCAL) {
+    outbound_ = reg(params.outbound, FI_WRITE, kOutboundKey);
+    desc_ = fi_mr_desc(outbound_.get());
+  }
+
+  fid_ep* endpoint = nullptr;
+  check(fi_endpoint(domain, info_.get(), &endpoint, nullptr), "fi_endpoint");
+  endpoint_.reset(endpoint);
+  check(fi_ep_bind(endpoint, &queue_->fid, FI_TRANSMIT | FI_RECV), "fi_ep_bind of the completion queue");
+  check(fi_ep_bind(endpoint, &addresses_->fid, 0), "fi_ep_bind of the address vector");
+  check(fi_enable(endpoint), "fi_enable");
+  refuse_emulation();
+
+  operations_.resize(depth);
+  for (Operation& operation : operations_) free_.push_back(&operation);
+  receives_.resize(receives ? arrivals : 0);
+  for (fi_context2& context : receives_) post_receive(&context);
+}
+
+void Endpoint::open_queue(uint32_t size) {
+  fi_cq_attr attr{};
+  attr.size = size;
+  attr.format = FI_CQ_FORMAT_DATA;
+  attr.wait_obj = FI_WAIT_FD;
+  fid_cq* queue = nullptr;
+  int result = fi_cq_open(domain_.get(), &attr, &queue, nullptr);
+  if (result != 0) {  // some providers can only be polled
+    attr.wait_obj = FI_WAIT_NONE;
+    result = fi_cq_open(domain_.get(), &attr, &queue, nullptr);
+  }
+  library_.check(result, description_ + ": fi_cq_open of " + std::to_string(size) + " entries");
+  queue_.reset(queue);
+  if (attr.wait_obj == FI_WAIT_FD && fi_control(&queue->fid, FI_GETWAIT, &wait_fd_) != 0) wait_fd_ = -1;
+}
+
+void Endpoint::refuse_emulation() {
+  if (std::strncmp(info_->fabric_attr->prov_name, "efa", 3) != 0) return;
+  bool emulated = true;
+  size_t size = sizeof emulated;
+  const int result = fi_getopt(&endpoint_->fid, FI_OPT_ENDPOINT, kEfaEmulatedWrite, &emulated, &size);
+  library_.check(result, description_ + ": whether RDMA writes are emulated (needs libfabric 1.18)");
+  if (emulated)
+    throw FabricError(description_ + ": RDMA writes are emulated: the device has none, or they are off");
+}
+
+Endpoint::Owned<fid_mr> Endpoint::reg(const Memory& memory, uint64_t access, uint64_t key) {
+  fid_mr* made = nullptr;
+  const int result = fi_mr_reg(domain_.get(), memory.begin, memory.bytes, access, 0, key, 0, &made, nullptr);
+  library_.check(result, description_ + ": registration of " + std::to_string(memory.bytes) +
+                             " bytes (locked memory may be limited)");
+  return Owned<fid_mr>(made);
+}
+
+Card Endpoint::card() const {
+  Card card{std::string(256, '\0'), base_, fi_mr_key(inbound_.get())};
+  size_t size = card.name.size();
+  library_.check(fi_getname(&endpoint_->fid, card.name.data(), &size), description_ + ": fi_getname");
+  card.name.resize(size);
+  return card;
+}
+
+uint32_t Endpoint::add_peer(const Card& card) {
+  fi_addr_t address = FI_ADDR_UNSPEC;
+  const int inserted = fi_av_insert(addresses_.get(), card.name.data(), 1, &address, 0, nullptr);
+  if (inserted != 1) throw FabricError(description_ + ": fi_av_insert refuses the address of a peer");
+  peers_.push_back({address, card.base, card.key});
+  return uint32_t(peers_.size()) - 1;
+}
+
+Endpoint::Posted Endpoint::write(uint32_t peer, const Write& write) {
+  if (free_.empty()) return Posted::kAgain;
+  Operation* operation = free_.back();
+  operation->peer = peer;
+  operation->tag = write.tag;
+  const Peer& target = peers_[peer];
+  const iovec from{const_cast<std::byte*>(write.from), write.bytes};
+  const fi_rma_iov to{target.base + write.to, write.bytes, target.key};
+  fi_msg_rma message{};
+  message.msg_iov = &from;
+  message.desc = &desc_;
+  message.iov_count = 1;
+  message.addr = target.address;
+  message.rma_iov = &to;
+  message.rma_iov_count = 1;
+  message.context = operation;
+  message.data = write.immediate;
+  const uint64_t flags = FI_COMPLETION | FI_REMOTE_CQ_DATA | (write.more ? FI_MORE : 0);
+  const ssize_t result = fi_writemsg(endpoint_.get(), &message, flags);
+  if (result == -FI_EAGAIN) return Posted::kAgain;
+  if (result != 0) {
+    error_ = int(-result);
+    return Posted::kFailed;
+  }
+  free_.pop_back();
+  return Posted::kDone;
+}
+
+size_t Endpoint::poll(Event* events, size_t room) {
+  fi_cq_data_entry entries[kBatch];
+  const ssize_t count = fi_cq_read(queue_.get(), entries, std::min(room, kBatch));
+  if (count == -FI_EAGAIN || count == 0) return 0;
+  if (count < 0) {
+    events[0] = failure();
+    return 1;
+  }
+  for (ssize_t i = 0; i < count; ++i) {
+    if (entries[i].flags & FI_REMOTE_CQ_DATA) {
+      events[i] = {Event::Kind::kArrived, kNoPeer, uint32_t(entries[i].data), 0, 0};
+      if (!receives_.empty()) post_receive(static_cast<fi_context2*>(entries[i].op_context));
+      continue;
+    }
+    auto* operation = static_cast<Operation*>(entries[i].op_context);
+    events[i] = {Event::Kind::kSent, operation->peer, 0, operation->tag, 0};
+    free_.push_back(operation);
+  }
+  return size_t(count);
+}
+
+Event Endpoint::failure() {
+  fi_cq_err_entry entry{};
+  const ssize_t result = fi_cq_readerr(queue_.get(), &entry, 0);
+  Event event{Event::Kind::kFailed, kNoPeer, 0, 0, result < 0 ? int(-result) : std::abs(entry.err)};
+  auto* operation = static_cast<Operation*>(entry.op_context);
+  if (result < 0 || operation < operations_.data() || operation >= operations_.data() + operations_.size())
+    return event;
+  event.peer = operation->peer;
+  event.tag = operation->tag;
+  free_.push_back(operation);
+  return event;
+}
+
+bool Endpoint::ready_to_sleep() {
+  fid* waited[] = {&queue_->fid};
+  return fi_trywait(fabric_.get(), waited, 1) == 0;
+}
+
+void Endpoint::post_receive(fi_context2* context) {
+  // Nothing is received into it: it is used up by the immediate of a write.
+  const ssize_t result = fi_recv(endpoint_.get(), nullptr, 0, nullptr, FI_ADDR_UNSPEC, context);
+  library_.check(result, description_ + ": fi_recv for an immediate");
+}
+
+}  // namespace ep::fabric

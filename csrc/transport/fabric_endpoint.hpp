@@ -1,0 +1,130 @@
+// One endpoint: RDMA writes into the memory of peers, each with 4 bytes that arrive there with it.
+//
+// The peers' memory is one registered region per rank; so is the memory that is sent from. Nothing is assumed
+// about the order of writes, and nothing about liveness: no provider reports a peer that fell silent.
+// One thread at a time may use an endpoint.
+#pragma once
+
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_eq.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "transport/fabric_library.hpp"
+#include "transport/fabric_provider.hpp"
+
+namespace ep::fabric {
+
+// Where a peer is and where its memory begins: what ranks tell one another before they connect.
+struct Card {
+  std::string name;  // the provider's address
+  uint64_t base;     // what its region begins at, in the provider's addressing
+  uint64_t key;
+};
+
+struct Memory {
+  std::byte* begin = nullptr;
+  uint64_t bytes = 0;
+};
+
+struct EndpointParams {
+  Memory inbound;         // written by peers
+  Memory outbound;        // writes are sent from here
+  uint32_t peers;         // how many will be added
+  uint32_t max_arrivals;  // completions that may wait here unread
+};
+
+struct Write {
+  const std::byte* from;  // in `outbound`
+  uint64_t bytes;         // at least 1
+  uint64_t to;            // offset in the peer's region
+  uint32_t immediate;
+  uint32_t tag;  // of the caller; comes back with the completion
+  bool more;     // another write follows at once
+};
+
+struct Event {
+  enum class Kind : uint32_t { kArrived, kSent, kFailed } kind;
+  uint32_t peer;       // kSent, kFailed; kNoPeer where the provider does not say
+  uint32_t immediate;  // kArrived
+  uint32_t tag;        // kSent
+  int error;           // kFailed: errno of libfabric
+};
+constexpr uint32_t kNoPeer = ~0u;
+
+class Endpoint {
+ public:
+  // Throws FabricError naming what the provider refused.
+  Endpoint(const Library& library, const Options& options, const EndpointParams& params);
+  ~Endpoint();
+  Endpoint(const Endpoint&) = delete;
+  Endpoint& operator=(const Endpoint&) = delete;
+
+  const std::string& description() const { return description_; }
+  Card card() const;
+  // Peers are numbered in the order they are added.
+  uint32_t add_peer(const Card& card);
+
+  enum class Posted { kDone, kAgain, kFailed };
+  // kAgain: no room, or the connection is not there yet; poll and call again. kFailed: `error()` says why.
+  Posted write(uint32_t peer, const Write& write);
+  int error() const { return error_; }
+
+  // Reads completions, drives the provider. Returns how many events there are.
+  size_t poll(Event* events, size_t room);
+
+  // A descriptor to poll(2) on, -1 where the provider has none; ready_to_sleep() must have said true just
+  // before.
+  int wait_fd() const { return wait_fd_; }
+  bool ready_to_sleep();
+
+  uint32_t in_flight() const { return uint32_t(operations_.size() - free_.size()); }
+  uint32_t depth() const { return uint32_t(operations_.size()); }
+
+ private:
+  struct Operation {
+    fi_context2 context;  // the provider's, first: completions carry its address
+    uint32_t peer, tag;
+  };
+  struct Close {
+    void operator()(void* object) const { fi_close(static_cast<fid*>(object)); }
+  };
+  template <class T>
+  using Owned = std::unique_ptr<T, Close>;
+  struct Peer {
+    fi_addr_t address;
+    uint64_t base, key;
+  };
+
+  void open(const EndpointParams& params);
+  void open_queue(uint32_t size);
+  void refuse_emulation();
+  Owned<fid_mr> reg(const Memory& memory, uint64_t access, uint64_t key);
+  void post_receive(fi_context2* context);
+  Event failure();
+
+  const Library& library_;
+  Info info_;
+  std::string description_;
+  // Closed in reverse order.
+  Owned<fid_fabric> fabric_;
+  Owned<fid_domain> domain_;
+  Owned<fid_av> addresses_;
+  Owned<fid_cq> queue_;
+  Owned<fid_mr> inbound_, outbound_;
+  Owned<fid_ep> endpoint_;
+  void* desc_ = nullptr;
+  uint64_t base_ = 0;
+  std::vector<Peer> peers_;
+  std::vector<Operation> operations_;
+  std::vector<Operation*> free_;
+  std::vector<fi_context2> receives_;  // only where each arrival uses one up
+  int wait_fd_ = -1, error_ = 0;
+};
+
+}  // namespace ep::fabric

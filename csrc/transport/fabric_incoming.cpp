@@ -1,0 +1,118 @@
+#include "transport/fabric_incoming.hpp"
+
+#include <algorithm>
+#include <cstring>
+
+#include "ep/cells.hpp"
+
+namespace ep::fabric {
+
+Incoming::Incoming(Group& group, std::byte* inbox)
+    : group_(group),
+      inbox_(inbox),
+      slots_{group.geometry.num_ranks, group.geometry.num_banks},
+      arrivals_(uint64_t(kBankedOps) * group.geometry.num_banks * group.geometry.num_ranks) {}
+
+std::string Incoming::take(const Immediate& immediate, uint32_t last_epoch, uint64_t now) {
+  const bool banked = immediate.kind == Kind::kChunk || immediate.kind == Kind::kLetter;
+  const bool paired = immediate.kind == Kind::kVote || immediate.kind == Kind::kJoin;
+  if (uint32_t(immediate.kind) >= kNumKinds || !group_.is_remote(immediate.source) ||
+      (banked && immediate.value >= group_.geometry.num_banks) || (paired && immediate.value >= kVoteBanks))
+    return "an immediate of kind " + std::to_string(uint32_t(immediate.kind)) + ", source " +
+           std::to_string(immediate.source) + ", value " + std::to_string(immediate.value);
+  std::atomic_ref<uint64_t>(heartbeats_[immediate.source]).store(now, std::memory_order_relaxed);
+  switch (immediate.kind) {
+    case Kind::kChunk:
+    case Kind::kLetter:
+      count(immediate);
+      break;
+    case Kind::kConsumed:
+      consumed(immediate, last_epoch);
+      break;
+    case Kind::kVote:
+      vote(immediate);
+      break;
+    case Kind::kJoin:
+      join(immediate);
+      break;
+    case Kind::kAbort:
+      abort(immediate);
+      break;
+    case Kind::kHello:
+      greeted_ |= 1ull << immediate.source;
+      break;
+    case Kind::kBye:
+      departed_ |= 1ull << immediate.source;
+      break;
+    case Kind::kAlive:
+      break;
+  }
+  return {};
+}
+
+Letter Incoming::letter(const Immediate& immediate) const {
+  Letter letter;
+  std::memcpy(&letter, inbox_ + slots_.slot(immediate), sizeof letter);
+  letter.length = std::min(letter.length, kVoteBytes);
+  return letter;
+}
+
+void Incoming::count(const Immediate& immediate) {
+  const uint32_t slot = immediate.op * group_.geometry.num_banks + immediate.value;
+  Arrival& arrival = arrivals_[slot * group_.geometry.num_ranks + immediate.source];
+  const int32_t ahead = later(immediate.generation, arrival.generation);
+  if (ahead < 0) return;  // of a generation that has ended
+  if (ahead > 0) arrival = {.generation = immediate.generation};
+  if (immediate.kind == Kind::kChunk) {
+    ++arrival.chunks;
+  } else {
+    const Letter said = letter(immediate);
+    arrival.letter = true;
+    arrival.expected = said.chunks;
+    arrival.cell = encode_cell(said.epoch, said.payload);
+  }
+  if (!arrival.letter || arrival.chunks != arrival.expected) return;
+  const uint64_t cell = arrival.cell;
+  arrival = {.generation = immediate.generation};
+  advance(immediate.source, Head::header(Op(immediate.op), immediate.value, immediate.source), cell);
+}
+
+bool Incoming::newer(uint64_t offset, uint32_t epoch) const {
+  return int32_t(epoch - cell_epoch(load_cell(group_.own(), offset))) > 0;
+}
+
+void Incoming::advance(uint32_t source, uint64_t offset, uint64_t cell) {
+  if (newer(offset, cell_epoch(cell))) publish_at(group_.own(), source, offset, cell);
+}
+
+void Incoming::consumed(const Immediate& immediate, uint32_t last_epoch) {
+  if (later(immediate.generation, uint32_t(group_.generation) % Immediate::kGenerations) < 0) return;
+  const uint32_t epoch = widen(immediate.value, last_epoch);
+  advance(immediate.source, Head::consumed(Op(immediate.op), immediate.source), encode_cell(epoch, 0));
+}
+
+void Incoming::vote(const Immediate& immediate) {
+  const Letter said = letter(immediate);
+  const uint64_t slot = Head::vote(immediate.value, immediate.source);
+  if (!newer(slot, said.epoch)) return;
+  std::memcpy(group_.own() + slot + kLine, said.data, said.length);
+  publish_at(group_.own(), immediate.source, slot, encode_cell(said.epoch, said.payload));
+}
+
+void Incoming::join(const Immediate& immediate) {
+  const Letter said = letter(immediate);
+  const uint64_t line = Head::join(immediate.value, immediate.source);
+  if (!newer(line, said.epoch)) return;
+  std::memcpy(group_.own() + line + sizeof(uint64_t), said.data, sizeof(uint64_t));
+  publish_at(group_.own(), immediate.source, line, encode_cell(said.epoch, 0));
+}
+
+void Incoming::abort(const Immediate& immediate) {
+  const Letter said = letter(immediate);
+  Status status;
+  std::memcpy(&status, said.data, sizeof status);
+  if (said.epoch == uint32_t(group_.generation) + 1)
+    abort_at(group_.own(), immediate.source, said.epoch, status);
+}
+
+}  // namespace ep::fabric

@@ -1,0 +1,242 @@
+#include "transport/fabric_outgoing.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <cstddef>
+#include <cstring>
+
+namespace ep::fabric {
+namespace {
+
+constexpr uint32_t kNumOps = 4;  // votes and resets too: their cells have leases like the others
+
+Kind kind_of(Notice notice) {
+  switch (notice) {
+    case Notice::kRows:
+      return Kind::kChunk;
+    case Notice::kHeader:
+      return Kind::kLetter;
+    case Notice::kConsumed:
+      return Kind::kConsumed;
+    case Notice::kVote:
+      return Kind::kVote;
+    case Notice::kJoin:
+      return Kind::kJoin;
+    case Notice::kAbort:
+      return Kind::kAbort;
+  }
+  return Kind::kAlive;
+}
+
+}  // namespace
+
+Outgoing::Outgoing(Group& group, Endpoint& endpoint, std::byte* outbox, std::byte* letters)
+    : group_(group),
+      endpoint_(endpoint),
+      outbox_(outbox),
+      letters_(letters),
+      inbox_{group.geometry.num_ranks, group.geometry.num_banks},
+      leases_(kNumOps * kMaxBanks * kMaxRanks),
+      chunks_(kBankedOps * kMaxBanks * kMaxRanks) {
+  for (uint32_t i = 0; i < kLetters; ++i) free_letters_.push_back(kLetters - 1 - i);
+}
+
+uint64_t Outgoing::leased(Op op, uint32_t bank) const {
+  uint64_t peers = 0;
+  for (uint64_t left = group_.remote; left != 0; left &= left - 1) {
+    const uint32_t peer = std::countr_zero(left);
+    if (leases_[index(op, bank, peer)].load(std::memory_order_acquire) != 0) peers |= 1ull << peer;
+  }
+  return peers;
+}
+
+void Outgoing::enqueue(const Command& command) {
+  if (peers_[command.peer].forgotten) {
+    count(command).fetch_sub(1, std::memory_order_release);
+    return;
+  }
+  peers_[command.peer].queue.push_back({command, kind_of(command.notice)});
+}
+
+void Outgoing::enqueue_signal(uint32_t peer, Kind kind, uint32_t value) {
+  if (peers_[peer].forgotten) return;
+  const Command command{Notice::kVote, uint8_t(uint32_t(Op::kReset) << 4), uint8_t(peer), 0, 0, 0, value};
+  lease(command);
+  peers_[peer].queue.push_back({command, kind});
+}
+
+uint64_t Outgoing::post(uint64_t now) {
+  uint64_t refused = 0;
+  for (uint64_t left = group_.remote; left != 0; left &= left - 1) {
+    const uint32_t number = std::countr_zero(left);
+    Peer& peer = peers_[number];
+    while (!peer.queue.empty()) {
+      Queued& next = peer.queue.front();
+      const Result result = post_one(next, peer.queue.size() > 1);
+      if (result == Result::kDone) {
+        count(next.command).fetch_sub(1, std::memory_order_release);
+        peer.queue.pop_front();
+        peer.stuck_since = 0;
+        continue;
+      }
+      if (result == Result::kFailed) refused |= 1ull << number;
+      if (peer.stuck_since == 0) peer.stuck_since = now;
+      break;
+    }
+  }
+  return refused;
+}
+
+Outgoing::Result Outgoing::post_one(Queued& queued, bool more) {
+  if (queued.kind == Kind::kChunk) return post_rows(queued, more);
+  if (queued.kind == Kind::kLetter && queued.command.op() == Op::kDispatch) {
+    const Result result = post_routing(queued);
+    if (result != Result::kDone) return result;
+  }
+  return post_letter(queued);
+}
+
+Outgoing::Result Outgoing::post_rows(Queued& queued, bool more) {
+  const Command& c = queued.command;
+  const Layout& layout = group_.layout;
+  const bool dispatch = c.op() == Op::kDispatch;
+  const auto at = [&](uint32_t place) {
+    return dispatch ? layout.row_at(c.bank(), place, c.first)
+                    : layout.choice_at(c.bank(), place, 0, 0) + c.first * layout.combine_pitch;
+  };
+  const uint64_t pitch = dispatch ? layout.row_pitch : layout.combine_pitch;
+  const Result result = write(queued, kNoLetter,
+                              {.from = outbox_ + at(c.peer),
+                               .bytes = c.count * pitch,
+                               .to = at(group_.rank),
+                               .immediate = immediate(queued).encode(),
+                               .tag = 0,
+                               .more = more});
+  if (result == Result::kDone) ++chunks(c).count;
+  return result;
+}
+
+// Ids, then weights: one write where the gap between them is small.
+Outgoing::Result Outgoing::post_routing(Queued& queued) {
+  constexpr uint64_t kSmallGap = 4096;
+  const Command& c = queued.command;
+  const Layout& layout = group_.layout;
+  const uint64_t bytes = uint64_t(c.first & ~kHasWeights) * layout.top_k * sizeof(int32_t);
+  struct Part {
+    uint64_t begin, bytes;
+  } parts[2] = {{0, bytes}, {layout.meta_weights, (c.first & kHasWeights) != 0 ? bytes : 0}};
+  if (parts[1].bytes != 0 && layout.meta_weights - bytes <= kSmallGap) {
+    parts[0].bytes = layout.meta_weights + bytes;
+    parts[1].bytes = 0;
+  }
+  Queued chunk = queued;
+  chunk.kind = Kind::kChunk;
+  for (; queued.step < 2; ++queued.step) {
+    const Part& part = parts[queued.step];
+    if (part.bytes == 0) continue;
+    const Result result = write(chunk, kNoLetter,
+                                {.from = outbox_ + layout.ids_at(c.bank(), c.peer) + part.begin,
+                                 .bytes = part.bytes,
+                                 .to = layout.ids_at(c.bank(), group_.rank) + part.begin,
+                                 .immediate = immediate(chunk).encode(),
+                                 .tag = 0,
+                                 .more = true});
+    if (result != Result::kDone) return result;
+    ++chunks(c).count;
+  }
+  return Result::kDone;
+}
+
+Outgoing::Result Outgoing::post_letter(Queued& queued) {
+  if (free_letters_.empty()) return Result::kAgain;
+  const Command& c = queued.command;
+  const uint32_t slot = free_letters_.back();
+  Letter letter{c.epoch, c.first, 0, 0, {}};
+  const auto take = [&](uint64_t offset, uint32_t length) {
+    std::memcpy(letter.data, outbox_ + offset, letter.length = length);
+  };
+  if (queued.kind == Kind::kLetter) letter.chunks = chunks(c).count;
+  if (queued.kind == Kind::kVote) take(Head::vote(c.bank(), c.peer) + kLine, std::min(c.first, kVoteBytes));
+  if (queued.kind == Kind::kJoin) take(Head::join(c.bank(), c.peer) + sizeof(uint64_t), sizeof(uint64_t));
+  if (queued.kind == Kind::kAbort) take(Head::abort_status(c.peer), sizeof(Status));
+  std::byte* const from = letters_ + slot * kLetterPitch;
+  std::memcpy(from, &letter, sizeof letter);
+  const Immediate said = immediate(queued);
+  const Result result = write(queued, slot,
+                              {.from = from,
+                               .bytes = offsetof(Letter, data) + letter.length,
+                               .to = group_.layout.total + inbox_.slot(said),
+                               .immediate = said.encode(),
+                               .tag = 0,
+                               .more = false});
+  if (result != Result::kDone) return result;
+  free_letters_.pop_back();
+  if (queued.kind == Kind::kLetter) {
+    chunks(c) = {};
+    last_epochs_[uint32_t(c.op())][c.peer] = c.epoch;
+  }
+  return result;
+}
+
+Outgoing::Result Outgoing::write(const Queued& queued, uint32_t letter, const Write& wanted) {
+  const Command& c = queued.command;
+  Write posted = wanted;
+  posted.tag = letter << 16 | index(c.op(), c.bank(), c.peer);
+  count(c).fetch_add(1, std::memory_order_relaxed);
+  const Endpoint::Posted result = endpoint_.write(c.peer, posted);
+  if (result == Endpoint::Posted::kDone) {
+    ++peers_[c.peer].in_flight;
+    ++writes_;
+    return Result::kDone;
+  }
+  count(c).fetch_sub(1, std::memory_order_relaxed);
+  if (result == Endpoint::Posted::kAgain) return Result::kAgain;
+  error_ = endpoint_.error();
+  return Result::kFailed;
+}
+
+Immediate Outgoing::immediate(const Queued& queued) const {
+  const Command& c = queued.command;
+  const bool number = queued.kind == Kind::kConsumed || queued.kind == Kind::kHello;
+  const uint32_t value = number ? c.epoch : c.bank();
+  return {queued.kind, c.generation, group_.rank, uint32_t(c.op()) & 1, value};
+}
+
+Outgoing::Chunks& Outgoing::chunks(const Command& c) {
+  Chunks& chunks = chunks_[index(c.op(), c.bank(), c.peer)];
+  if (chunks.generation != c.generation) chunks = {c.generation, 0};
+  return chunks;
+}
+
+void Outgoing::completed(const Event& event) {
+  const uint32_t letter = event.tag >> 16;
+  if (letter != kNoLetter) free_letters_.push_back(letter);
+  --peers_[event.peer].in_flight;
+  leases_[event.tag & 0xffff].fetch_sub(1, std::memory_order_release);
+}
+
+void Outgoing::forget(uint32_t peer) {
+  peers_[peer].forgotten = true;
+  for (const Queued& queued : peers_[peer].queue)
+    count(queued.command).fetch_sub(1, std::memory_order_release);
+  peers_[peer].queue.clear();
+  peers_[peer].stuck_since = 0;
+}
+
+bool Outgoing::idle() const {
+  for (uint64_t left = group_.remote; left != 0; left &= left - 1)
+    if (!peers_[std::countr_zero(left)].queue.empty()) return false;
+  return true;
+}
+
+uint64_t Outgoing::stuck(uint64_t now, uint64_t limit_ns) const {
+  uint64_t late = 0;
+  for (uint64_t left = group_.remote; left != 0; left &= left - 1) {
+    const uint32_t peer = std::countr_zero(left);
+    const uint64_t since = peers_[peer].stuck_since;
+    if (since != 0 && now > since && now - since >= limit_ns) late |= 1ull << peer;
+  }
+  return late;
+}
+
+}  // namespace ep::fabric

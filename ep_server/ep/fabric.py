@@ -1,0 +1,142 @@
+"""The exchange between hosts: the Protocol of exchange.py over libfabric, on CPU tensors.
+
+Phases, layout and errors are those of native.py; here are the network's settings and the end of a connection.
+How ranks find one another is in fabric_bootstrap.py. Durations in seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+from ep_server import _C
+from ep_server.ep.exchange import ExchangeSpec
+from ep_server.ep.geometry import geometry_of
+from ep_server.ep.native import NativeExchange
+from ep_server.ep.waiting import Waiting
+from ep_server.errors import ConfigError, StartupError
+
+LOG = logging.getLogger(__name__)
+MAX_TRAFFIC_CLASS = (1 << 32) - 1
+Card = tuple[bytes, int, int]  # where a rank's memory is: the provider's address, base, key
+
+
+@dataclass(frozen=True, slots=True)
+class FabricOptions:
+    """Settings of the network.
+
+    library: path of libfabric.so.1; "" = the loader finds it.
+    provider: as libfabric names it, for example "verbs;ofi_rxm", "efa", "tcp"; "" = chosen by capability.
+    domain: device or interface, for example "mlx5_0-rdm", "eth0"; "" = the first of the provider.
+    address: of this host on that network; "" = the provider's choice. Names the loopback in tests.
+    traffic_class: a value of libfabric's tclass (DSCP or service level); -1 = the provider's default.
+    connect_seconds: until every rank must have answered. linger_seconds: until close() no longer waits for
+      the other ranks' good-byes.
+    """
+
+    library: str = ""
+    provider: str = ""
+    domain: str = ""
+    address: str = ""
+    traffic_class: int = -1
+    connect_seconds: float = 60.0
+    linger_seconds: float = 2.0
+
+    def __post_init__(self) -> None:
+        if not -1 <= self.traffic_class <= MAX_TRAFFIC_CLASS:
+            raise ConfigError("traffic_class", self.traffic_class, f"-1 to {MAX_TRAFFIC_CLASS}")
+        if self.connect_seconds <= 0:
+            raise ConfigError("connect_seconds", self.connect_seconds, "above 0")
+        if self.linger_seconds < 0:
+            raise ConfigError("linger_seconds", self.linger_seconds, "at least 0")
+
+    def native(self) -> _C.FabricOptions:
+        """The same for csrc. Raises StartupError where this build has no libfabric."""
+        if not _C.FABRIC:
+            raise StartupError(
+                "this build cannot reach other hosts: it was made without the headers of libfabric"
+                " (Debian: libfabric-dev); build it again with them"
+            )
+        return _C.FabricOptions(
+            library=self.library,
+            provider=self.provider,
+            domain=self.domain,
+            address=self.address,
+            traffic_class=self.traffic_class,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Provider:
+    """A way to the network that libfabric knows. missing: why it cannot be used here, or ""."""
+
+    name: str
+    fabric: str
+    domain: str
+    missing: str
+
+
+def providers(options: FabricOptions) -> list[Provider]:
+    """All that match the options, in the order of preference. Raises StartupError."""
+    return [Provider(*found) for found in _C.fabric_providers(options.native())]
+
+
+class FabricExchange(NativeExchange):
+    """One rank's end of a group over several hosts. Satisfies exchange.Exchange, and what native.py adds.
+
+    Opens the endpoint; `connect` makes it part of a group. A peer that is gone becomes PeerTimeout on the
+    rank that waited for it, and PeerLost on the others.
+
+    Args:
+        spec: this rank's; all other fields are the same on all ranks.
+    Raises: ConfigError; StartupError naming the provider and what it lacks.
+    """
+
+    def __init__(
+        self, spec: ExchangeSpec, options: FabricOptions | None = None, waiting: Waiting | None = None
+    ) -> None:
+        waiting, self.options = waiting or Waiting(), options or FabricOptions()
+        self._port: _C.FabricPort | None = _C.FabricPort(
+            geometry=geometry_of(spec),
+            rank=spec.rank,
+            placement=list(spec.placement),
+            options=self.options.native(),
+            **waiting.native(spec),
+        )
+        self.description = self._port.description
+        LOG.info("rank %d: %s", spec.rank, self.description)
+        self._attach(spec, self._port.exchange, waiting)
+
+    @property
+    def card(self) -> Card:
+        """Where this rank is, for the other ranks' connect()."""
+        return self._opened().card
+
+    def connect(self, cards: list[Card], session: int) -> None:
+        """Opens the connections to all peers. Collective; returns before the others are ready to send.
+
+        Args:
+            cards: of all ranks, in rank order. session: any number that is this group's alone.
+        Raises: StartupError naming the ranks that did not answer.
+        """
+        if len(cards) != self.spec.num_ranks:
+            raise ConfigError("cards", len(cards), f"one per rank: {self.spec.num_ranks}")
+        self._opened().connect(cards, session, int(self.options.connect_seconds * 1e9))
+
+    @property
+    def writes(self) -> int:
+        """RDMA writes posted so far."""
+        return self._opened().writes
+
+    def close(self) -> None:
+        """As the Protocol says. Waits a little for peers that close too: nothing on its way is lost."""
+        port, self._port = self._port, None
+        if port is not None:
+            port.close(int(self.options.linger_seconds * 1e9))
+        super().close()
+
+    def _opened(self) -> _C.FabricPort:
+        if self._port is None:
+            self._open()  # raises: it was closed
+            raise StartupError("the exchange is not open")
+        return self._port
