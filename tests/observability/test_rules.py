@@ -14,7 +14,7 @@ import yaml
 
 from tests.observability import latency_cases, load_cases, rank_cases
 from tests.observability.cases import AlertCases, Case
-from tests.observability.files import DASHBOARDS, ROOT, RULES, alerts, dashboard, queries, rule_groups
+from tests.observability.files import DASHBOARDS, ROOT, RULES, alerts, dashboard, faster, queries, rule_groups
 from tests.observability.prometheus import LABELS
 
 needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool")
@@ -121,6 +121,21 @@ def test_every_alert_has_cases_and_says_how_bad_it_is_and_what_to_do() -> None:
         assert rule["labels"]["severity"] in SEVERITIES
         assert set(rule["annotations"]) == {"summary", "description", "runbook_url"}
         assert rule["annotations"]["runbook_url"] == f"docs/operations.md#{name.lower()}"
+
+
+def test_faster_rules_differ_in_their_durations_only() -> None:
+    """What the live tests run: 5 minutes become 5 seconds, nothing else moves."""
+
+    def without_durations(groups: list[Group]) -> list[dict[str, str]]:
+        rules = [rule for group in groups for rule in group["rules"]]
+        ranges = r"\[\w+\]|offset \w+"
+        return [{**rule, "for": "", "expr": re.sub(ranges, "...", rule["expr"])} for rule in rules]
+
+    fast = faster(60)
+    assert without_durations(rule_groups()) == without_durations(fast)
+    expressions = [rule["expr"] for group in fast for rule in group["rules"]]
+    assert any("[5000ms]" in each for each in expressions) and not any("[5m]" in each for each in expressions)
+    assert any("[1440000ms] offset 30000ms" in each for each in expressions)
 
 
 def known_metrics() -> set[str]:
