@@ -1,0 +1,63 @@
+"""Links of the documentation lead somewhere, alerts have their runbook, commands that it names exist."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ep_server.cli import app
+from ep_server.config import fields
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted(
+    [ROOT / "README.md", ROOT / "CHANGELOG.md", *ROOT.glob("docs/*.md"), *ROOT.glob("helm/*/README.md")]
+)
+RUNBOOK = ROOT / "docs" / "operations.md"
+
+
+def anchors(page: Path) -> set[str]:
+    """Those that a forge gives the headings: small letters, spaces as hyphens, other signs dropped."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page: Path) -> None:
+    text = page.read_text(encoding="utf-8")
+    for link in re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|srcset)="([^"]+)"', text):
+        if "://" in link:
+            continue
+        path, _, anchor = link.partition("#")
+        target = (page.parent / path).resolve() if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_every_alert_has_a_runbook_and_every_runbook_an_alert() -> None:
+    rules = [
+        rule
+        for file in ROOT.glob("helm/ep-server/files/rules/*.yaml")
+        for group in yaml.safe_load(file.read_text())["groups"]
+        for rule in group["rules"]
+        if "alert" in rule
+    ]
+    assert len(rules) > 10
+    for rule in rules:
+        path, _, anchor = rule["annotations"]["runbook_url"].partition("#")
+        assert (ROOT / path) == RUNBOOK and anchor in anchors(RUNBOOK), rule["alert"]
+    text = RUNBOOK.read_text(encoding="utf-8")
+    told = dict(re.findall(r"^### (EpServer\w+)\n\n(\w+) · ", text, re.MULTILINE))
+    assert told == {rule["alert"]: rule["labels"]["severity"] for rule in rules}
+    assert set(re.findall(r"EpServer[A-Z]\w+", text)) == set(told)
+
+
+def test_commands_and_options_that_the_runbook_names_exist() -> None:
+    text = RUNBOOK.read_text(encoding="utf-8")
+    commands = {command.name for command in app.registered_commands}
+    assert set(re.findall(r"\bep-server (?!-)([a-z]+)\b(?!\.)", text)) <= commands
+    names, sections = {name for name, _, _ in fields()}, {section for _, section, _ in fields()}
+    dotted = set(re.findall(r"`([a-z]+\.[a-z_]+)(?: \w+)?`", text))
+    assert {name for name in dotted if name.partition(".")[0] in sections} <= names
