@@ -50,11 +50,6 @@ def show(console: Console, config: Config, spec: ModelSpec, options: PlanOptions
     sizing = find(config, spec, machine, workload)
     console.print(_memory(sizing, spec, machine, workload))
     console.print(_step(sizing, workload))
-    console.print(
-        "A bound counts bytes and operations, nothing else. Steps measured on CPU\n"
-        "took 1.6 to 3.3 times theirs (docs/performance.md); small batches most.",
-        style="dim",
-    )
 
 
 def machine_of(options: PlanOptions, ranks: int) -> Machine:
@@ -101,7 +96,15 @@ def _step(sizing: Sizing, load: Workload) -> Table:
     table.add_section()
     seconds = sizing.step_seconds
     table.add_row("step, at least", "", f"{seconds * 1e3:,.3f}")
-    table.caption = f"at most {load.tokens * sizing.ranks / seconds:,.0f} tokens/s on all ranks"
+    expected, all_tokens = sizing.expected_seconds, load.tokens * sizing.ranks
+    if expected is None:
+        table.add_row("step, expected", "", "not measured")
+        table.caption = f"at most {all_tokens / seconds:,.0f} tokens/s on all ranks"
+    else:
+        low, high = expected
+        table.add_row("step, expected", "", f"{low * 1e3:,.1f} to {high * 1e3:,.1f}")
+        rates = f"{all_tokens / high:,.0f} to {all_tokens / low:,.0f}"
+        table.caption = f"{rates} tokens/s expected on all ranks, if each has its cores"
     return table
 
 

@@ -22,6 +22,11 @@ from ep_server.model.footprint import Footprint, footprint
 from ep_server.model.sizes import kv_block_bytes, serving_dtype
 from ep_server.ranks.group import PROCESS_BYTES, GroupPlan, exchange_spec, plan_ranks
 
+# A step of CPU ranks as measured (docs/performance.md): so much for a layer beside its kernels, and then the
+# bound to twice the bound.
+CPU_LAYER_SECONDS = 0.25e-3
+CPU_OF_BOUND = (1.0, 2.0)
+
 
 @dataclass(frozen=True, slots=True)
 class Machine:
@@ -57,7 +62,10 @@ class Bound:
 
 @dataclass(frozen=True, slots=True)
 class Sizing:
-    """The fullest rank: rank 0. parts: name -> bytes. kv_tokens: of one rank. bounds: of its step."""
+    """The fullest rank: rank 0. parts: name -> bytes. kv_tokens: of one rank. bounds: of its step.
+
+    overhead: of a step beside its bounds, seconds; None where no such machine was measured.
+    """
 
     ranks: int
     plan: GroupPlan
@@ -65,6 +73,7 @@ class Sizing:
     kv_bytes_per_token: int
     kv_tokens: int
     bounds: tuple[Bound, ...]
+    overhead: float | None
 
     @property
     def used(self) -> int:
@@ -76,6 +85,14 @@ class Sizing:
         """Bound of a step: memory and arithmetic at once, the exchange after them."""
         *memory, exchange, arithmetic = (bound.seconds for bound in self.bounds)
         return max(sum(memory), arithmetic) + exchange
+
+    @property
+    def expected_seconds(self) -> tuple[float, float] | None:
+        """Between what a step will probably take, or None where that was never measured."""
+        if self.overhead is None:
+            return None
+        low, high = (self.overhead + factor * self.step_seconds for factor in CPU_OF_BOUND)
+        return low, high
 
 
 def size(config: Config, spec: ModelSpec, machine: Machine, workload: Workload) -> Sizing:
@@ -104,7 +121,8 @@ def size(config: Config, spec: ModelSpec, machine: Machine, workload: Workload) 
         _arithmetic_bound(spec, weights, workload, dtype.itemsize, machine.flops),
     )
     tokens = plan.kv_blocks * config.scheduler.block_size
-    return Sizing(ranks, plan, parts, per_token, tokens, bounds)
+    overhead = spec.num_layers * CPU_LAYER_SECONDS if machine.packed else None
+    return Sizing(ranks, plan, parts, per_token, tokens, bounds, overhead)
 
 
 def fewest_ranks(config: Config, spec: ModelSpec, machine: Machine, workload: Workload) -> Sizing:

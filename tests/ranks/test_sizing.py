@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from pathlib import Path
 
@@ -101,6 +102,39 @@ def test_bytes_of_a_step_are_those_of_drawn_routing() -> None:
     assert found.step_seconds == pytest.approx(sum(b.seconds for b in found.bounds[:-1]))
 
 
+@pytest.mark.parametrize(
+    ("ranks", "tokens", "bound_ms", "measured_ms"),
+    [
+        (1, 1, 1.41, 3.45),
+        (2, 1, 1.41, 4.62),
+        (1, 8, 4.81, 8.49),
+        (2, 4, 4.81, 7.79),
+        (1, 32, 6.91, 14.65),
+        (2, 16, 6.91, 13.61),
+    ],
+)
+def test_bound_and_expectation_of_what_was_measured(
+    tmp_path: Path, ranks: int, tokens: int, bound_ms: float, measured_ms: float
+) -> None:
+    """docs/performance.md, decode on CPU: the bound of that benchmark's formula, the median of its steps."""
+    shape = {
+        "model_type": "qwen3_moe", "hidden_size": 512, "num_hidden_layers": 8, "num_experts": 32,
+        "num_experts_per_tok": 4, "moe_intermediate_size": 256, "intermediate_size": 1024,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "vocab_size": 8192,
+        "max_position_embeddings": 4096, "norm_topk_prob": True, "dtype": "bfloat16",
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    rate = 31e9 / ranks  # measured there; the ranks share it
+    found = size(
+        config(ranks), read_spec(tmp_path), Machine(GIB, rate, rate, packed=True), Workload(tokens, 80)
+    )
+    weights = sum(bound.seconds for bound in found.bounds[:2])
+    if ranks == 1:
+        assert weights * 1e3 == pytest.approx(bound_ms, rel=0.03)
+    low, high = found.expected_seconds or (0.0, 0.0)
+    assert low * 1e3 <= measured_ms <= high * 1e3
+
+
 def test_the_command(
     capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -117,7 +151,8 @@ def test_the_command(
     ):
         assert words in out
     assert main(["inspect", "--plan", str(tmp_path), "--ranks", "2", "--bandwidth", "20", "--link", "9"]) == 0
-    assert "on 2 ranks" in capfd.readouterr().out
+    out = capfd.readouterr().out
+    assert "on 2 ranks" in out and "tokens/s expected on all ranks" in out
     for flags, words in (
         (("--device", "h300"), "--device = 'h300': must be one of cpu, h100, h200"),
         (("--tokens", "257"), "--tokens = 257: must be 1 to 256"),
