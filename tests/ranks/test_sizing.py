@@ -106,7 +106,6 @@ def test_bytes_of_a_step_are_those_of_drawn_routing() -> None:
     ("ranks", "tokens", "bound_ms", "measured_ms"),
     [
         (1, 1, 1.41, 3.45),
-        (2, 1, 1.41, 4.62),
         (1, 8, 4.81, 8.49),
         (2, 4, 4.81, 7.79),
         (1, 32, 6.91, 14.65),
