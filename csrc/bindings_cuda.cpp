@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <string>
+#include <tuple>
 
 #include "cuda/group.hpp"
 #include "cuda/phases.hpp"
@@ -34,7 +35,7 @@ py::dict statistics(Group& group) {
   cuda::DeviceState state;
   {
     py::gil_scoped_release release;
-    state = group.snapshot(&by_expert);
+    state = group.settled(&by_expert);
   }
   const cuda::Totals& t = state.totals;
   py::dict histograms, sums, counters, peers, longest, experts, all;
@@ -51,15 +52,15 @@ py::dict statistics(Group& group) {
       histograms[py::str(op_name + "/" + kParts[part])] = counts;
       sums[py::str(op_name + "/" + kParts[part])] = t.sums[op][part];
     }
-    counters[py::str("bytes/" + op_name)] = t.bytes[op];
-    counters[py::str("bytes_local/" + op_name)] = t.bytes_local[op];
+    counters[py::str("bytes/" + op_name)] = state.tally[op].bytes;
+    counters[py::str("bytes_local/" + op_name)] = state.tally[op].bytes_local;
     for (uint32_t peer = 0; peer < group.device().num_ranks; ++peer) {
       peers[py::make_tuple(op_name, peer)] = t.peer_wait_ns[op][peer];
       longest[py::make_tuple(op_name, peer)] = t.peer_wait_max_ns[op][peer];
     }
   }
   counters["exchange_tokens"] = t.tokens;
-  counters["exchange_rows"] = t.rows;
+  counters["exchange_rows"] = state.tally[0].rows;
   counters["exchange_timeouts"] = t.timeouts;
   for (size_t e = 0; e < by_expert.size(); ++e) experts[py::int_(e)] = by_expert[e];
   all["histograms"] = histograms;
@@ -84,14 +85,15 @@ PYBIND11_MODULE(_cuda, m) {
                                            pointer<float>(weights),
                                            pointer<int32_t>(tokens_on_device),
                                            tokens,
-                                           1};
+                                           0};
            }),
            py::kw_only(), py::arg("x") = 0, py::arg("ids") = 0, py::arg("weights") = 0,
            py::arg("tokens_on_device") = 0, py::arg("tokens") = 0);
   py::class_<cuda::DispatchRecvArgs>(m, "DispatchRecvArgs")
       .def(py::init([](uint32_t view, uint32_t capacity, uint32_t scale_pitch, uintptr_t rows,
                        uintptr_t scales, uintptr_t row_ids, uintptr_t counts, uintptr_t offsets,
-                       uintptr_t src_info, uintptr_t layout_range) {
+                       uintptr_t src_info, uintptr_t layout_range, uintptr_t expert_stats,
+                       uintptr_t wait_stats) {
              return cuda::DispatchRecvArgs{View(view),
                                            capacity,
                                            scale_pitch,
@@ -101,21 +103,32 @@ PYBIND11_MODULE(_cuda, m) {
                                            pointer<int32_t>(counts),
                                            pointer<int64_t>(offsets),
                                            pointer<int32_t>(src_info),
-                                           pointer<int64_t>(layout_range)};
+                                           pointer<int64_t>(layout_range),
+                                           pointer<int32_t>(expert_stats),
+                                           pointer<int64_t>(wait_stats)};
            }),
            py::kw_only(), py::arg("view") = 0, py::arg("capacity") = 0, py::arg("scale_pitch") = 0,
            py::arg("rows") = 0, py::arg("scales") = 0, py::arg("row_ids") = 0, py::arg("counts") = 0,
-           py::arg("offsets") = 0, py::arg("src_info") = 0, py::arg("layout_range") = 0);
+           py::arg("offsets") = 0, py::arg("src_info") = 0, py::arg("layout_range") = 0,
+           py::arg("expert_stats") = 0, py::arg("wait_stats") = 0);
   py::class_<cuda::CombineSendArgs>(m, "CombineSendArgs")
-      .def(py::init([](uintptr_t expert_out, uint32_t reduction) {
-             return cuda::CombineSendArgs{pointer<void>(expert_out), Reduction(reduction), 1};
+      .def(py::init([](uintptr_t expert_out, uintptr_t weights, uint32_t reduction, uint32_t wire,
+                       bool frees_dispatch) {
+             return cuda::CombineSendArgs{
+                 pointer<void>(expert_out), pointer<float>(weights), Reduction(reduction),
+                 cuda::Wire(wire),          frees_dispatch,          0};
            }),
-           py::kw_only(), py::arg("expert_out") = 0, py::arg("reduction") = 0);
+           py::kw_only(), py::arg("expert_out") = 0, py::arg("weights") = 0, py::arg("reduction") = 0,
+           py::arg("wire") = 0, py::arg("frees_dispatch") = false);
   py::class_<cuda::CombineRecvArgs>(m, "CombineRecvArgs")
-      .def(py::init([](uintptr_t out, uintptr_t weights, uint32_t reduction) {
-             return cuda::CombineRecvArgs{pointer<void>(out), pointer<float>(weights), Reduction(reduction)};
-           }),
-           py::kw_only(), py::arg("out") = 0, py::arg("weights") = 0, py::arg("reduction") = 0);
+      .def(py::init(
+               [](uintptr_t out, uintptr_t weights, uint32_t reduction, uint32_t wire, uintptr_t wait_stats) {
+                 return cuda::CombineRecvArgs{pointer<void>(out),           pointer<float>(weights),
+                                              Reduction(reduction),         cuda::Wire(wire),
+                                              pointer<int64_t>(wait_stats), 0};
+               }),
+           py::kw_only(), py::arg("out") = 0, py::arg("weights") = 0, py::arg("reduction") = 0,
+           py::arg("wire") = 0, py::arg("wait_stats") = 0);
 
   py::class_<Group>(m, "Group")
       .def(py::init([](uint32_t num_ranks, uint32_t max_tokens, uint32_t hidden, uint32_t top_k,
@@ -156,22 +169,38 @@ PYBIND11_MODULE(_cuda, m) {
                  cuda::release(pointer<CUstream_st>(stream), self.device(), pointer<std::byte>(handle)),
                  "release");
            })
+      .def("publish",
+           [](Group& self, uintptr_t stream) {
+             cuda::check(cudaSetDevice(self.ordinal()), "cudaSetDevice");
+             cuda::check(cuda::publish(pointer<CUstream_st>(stream), self.device()), "publish");
+           })
+      .def(
+          "set_faults",
+          [](Group& self,
+             const std::vector<std::tuple<uint32_t, uint32_t, uint32_t, uint64_t, uint64_t>>& all) {
+            std::vector<cuda::DeviceFault> faults;
+            for (const auto& [op, phase, drops, epoch, delay_ns] : all)
+              faults.push_back({Op(op), Phase(phase), drops, 0, epoch, delay_ns});
+            self.set_faults(faults);
+          },
+          py::arg("faults"))
       .def("status", &status)
       .def("statistics", &statistics)
       .def("epochs",
            [](Group& self) {
              std::vector<uint64_t> unused;
              const cuda::DeviceState state = self.snapshot(&unused);
-             return py::make_tuple(state.control.next[0], state.control.next[1], state.control.masked);
+             return py::make_tuple(state.tally[0].sends >> cuda::kTicketShift,
+                                   state.tally[1].sends >> cuda::kTicketShift, state.control.masked);
            })
       .def("reset", &Group::reset, py::arg("base"), py::arg("masked"))
       .def("mask", &Group::mask)
-      .def(
-          "rows_at",
-          [](const Group& self, uint32_t bank) {
-            return reinterpret_cast<uintptr_t>(self.device().own() + self.device().layout.row_at(bank, 0, 0));
-          })
-      .def_property_readonly("row_pitch", [](const Group& self) { return self.device().layout.row_pitch; })
+      .def("rows_at",
+           [](const Group& self, uint32_t bank) {
+             return reinterpret_cast<uintptr_t>(self.device().own() +
+                                                self.device().layout.slot_at(bank, 0, 0));
+           })
+      .def_property_readonly("row_pitch", [](const Group& self) { return self.device().layout.slot_pitch; })
       .def_property_readonly("scale_offset",
                              [](const Group& self) { return self.device().layout.scale_offset; })
       .def_property_readonly("handle_bytes",

@@ -2,96 +2,124 @@
 //
 // Afterwards out[t] = RANK:   sum over the ranks that own experts of t, ascending, of the rows they returned
 //                     SOURCE: sum over k, ascending, of weights[t, k] * the row of that choice
-// in float32 from +0, rounded once; then consumed[combine][this rank] = epoch at all ranks. Ranks that are
-// masked or never got the token contribute nothing. Grid: block 0 awaits the headers, so that
-// a peer without rows is missed too; the others take parts of tokens in turn.
+// in float32 from +0, rounded once; the slots are empty again and counted as read. Ranks that are masked or
+// never got the token contribute nothing, nor do words that a rank given up in the middle never sent.
+// Grid: block 0 awaits the headers, so that a peer without rows is missed too; the others take parts of
+// tokens in turn.
 #pragma once
 
+#include "cuda/combine_send.cuh"
 #include "cuda/sum.cuh"
 
 namespace ep::cuda {
 
 __device__ __forceinline__ void await_answer_headers(const Device& g, const CombineRecvArgs& a,
-                                                     const Opened& o) {
+                                                     const Opened& o, Slot slot) {
   const uint32_t peer = threadIdx.x;
   if (peer >= g.num_ranks || !(o.peers >> peer & 1)) return;
+  const Wanted wanted{Op::kCombine,
+                      Phase::kRecvHeader,
+                      peer,
+                      o.epoch,
+                      &g.scratch(slot, o.epoch).wait_ns[peer],
+                      a.wait_stats == nullptr ? nullptr : a.wait_stats + peer};
   uint64_t cell;
-  if (!await<Match::kHeader>(g, g.own() + Head::header(Op::kCombine, o.bank, peer),
-                             {Op::kCombine, Phase::kRecvHeader, peer, o.epoch, Slot::kCombineRecv}, &cell))
+  if (!await_word<Match::kHeader>(g, g.own() + Head::header(Op::kCombine, o.bank, peer), wanted, &cell))
     return;
-  if (uint32_t(cell >> 32) != uint32_t(a.reduction))  // a bug of the callers
+  if (uint32_t(cell >> 32) != manner_of(a.reduction, a.wire))  // a bug of the callers
     fail(g, Code::kViolation, Op::kCombine, Phase::kRecvHeader, peer, uint32_t(o.epoch), uint32_t(cell));
 }
 
-// Waits for the rows that answer one token and lists them in order. First warp of the block.
-__device__ __forceinline__ void collect_answers(const Device& g, const CombineRecvArgs& a,
-                                                const std::byte* handle, const Opened& o, uint32_t asked,
-                                                uint32_t token, uint32_t part, Terms& terms) {
-  const Layout& l = g.layout;
-  const uint32_t lane = threadIdx.x;
-  const auto* ids =
-      reinterpret_cast<const int32_t*>(handle + DeviceHandle::ids()) + uint64_t(token) * l.top_k;
-  const int32_t id = lane < l.top_k ? ids[lane] : -1;
-  uint32_t owner = 0;
-  bool wanted = false;
-  if (id >= 0) {
-    owner = g.table[id] >> kOwnerShift;
-    wanted = asked >> owner & 1;
-  }
-  uint32_t choice = lane;
-  float weight = 1.0f;
-  uint64_t at;
-  if (a.reduction == Reduction::kRank) {
-    const uint32_t ranks = __reduce_or_sync(kFull, wanted ? 1u << owner : 0u);
-    wanted = ranks >> lane & 1;
-    owner = lane;
-    choice = 0;
-    at = l.rank_sum_at(o.bank, owner, token);
-  } else {
-    const float* weights =
-        a.weights != nullptr ? a.weights : reinterpret_cast<const float*>(handle + DeviceHandle::weights(l));
-    if (wanted) weight = weights[uint64_t(token) * l.top_k + lane];
-    at = l.choice_at(o.bank, owner, token, choice);
-  }
-  bool here = false, failed = false;
-  if (wanted) {
-    uint64_t cell;
-    here =
-        await<Match::kExact64>(g, g.own() + g.cells.combine_cell(o.bank, owner, token, choice, part),
-                               {Op::kCombine, Phase::kRecvHeader, owner, o.epoch, Slot::kCombineRecv}, &cell);
-    failed = !here && load_relaxed(&g.state->control.failed) != 0;
-  }
-  const uint32_t valid = __ballot_sync(kFull, here);
-  if (here) {
-    const uint32_t n = __popc(valid & ((1u << lane) - 1));
-    terms.row[n] = g.own() + at;
-    terms.weight[n] = weight;
-  }
-  const bool any_failed = __any_sync(kFull, failed);
-  if (lane != 0) return;
-  terms.count = __popc(valid);
-  terms.failed = any_failed;
+// Where choice `lane` of a token is computed.
+__device__ __forceinline__ int32_t place_of(const Device& g, const std::byte* handle, uint32_t token) {
+  const uint32_t lane = threadIdx.x % kWarp, top_k = g.layout.top_k;
+  const auto* places = reinterpret_cast<const int32_t*>(handle + DeviceHandle::places());
+  return lane < top_k ? places[token * top_k + lane] : -1;
 }
 
-template <uint32_t kBytes>
-__device__ __forceinline__ void combine_recv(const Device& g, const CombineRecvArgs& a,
-                                             const std::byte* handle, const Opened& o, uint32_t block,
-                                             uint32_t blocks) {
-  constexpr uint32_t kParts = DeviceLayout::kParts;
-  __shared__ Terms terms;
-  const auto* h = reinterpret_cast<const DeviceHandle*>(handle);
-  const uint32_t asked = uint32_t(h->sent_to) & o.peers, tokens = h->tokens;
-  const uint32_t bytes = uint32_t(g.layout.combine_bytes);
-  if (block == 0) return await_answer_headers(g, a, o);
-  for (uint32_t i = block - 1; i < tokens * kParts; i += blocks - 1) {
-    const uint32_t t = i / kParts, part = i % kParts;
-    __syncthreads();
-    if (threadIdx.x < kWarp) collect_answers(g, a, handle, o, asked, t, part, terms);
-    __syncthreads();
-    if (terms.failed) return;
-    sum_to<kBytes>(terms, static_cast<std::byte*>(a.out) + uint64_t(t) * bytes, part_at(bytes, part, kParts),
-                   part_at(bytes, part + 1, kParts));
+// The slots of the rows that answer one token, in order of ranks or choices. One warp.
+__device__ __forceinline__ void collect_answers(const Device& g, const CombineRecvArgs& a,
+                                                const std::byte* handle, const Opened& o, uint32_t asked,
+                                                uint32_t token, int32_t place, Terms& terms) {
+  const DeviceLayout& l = g.layout;
+  const uint32_t lane = threadIdx.x % kWarp, owner = place >= 0 ? uint32_t(place) >> kOwnerShift : 0;
+  const bool wanted = place >= 0 && asked >> owner & 1;
+  if (a.reduction == Reduction::kRank) {
+    const bool answers = __reduce_or_sync(kFull, wanted ? 1u << owner : 0u) >> lane & 1;
+    return terms.collect(answers, {g.own() + l.answer_at(o.bank, lane, token, 0), 1.0f, lane});
   }
+  const float* weights =
+      a.weights != nullptr ? a.weights : reinterpret_cast<const float*>(handle + DeviceHandle::weights(l));
+  const float weight = wanted ? weights[token * l.top_k + lane] : 0.0f;
+  terms.collect(wanted, {g.own() + l.answer_at(o.bank, owner, token, lane), weight, owner});
+}
+
+// Adds bytes [at, at + 16) of all rows as they come, and empties them.
+__device__ __forceinline__ void sum_answers(const Device& g, const Terms& terms, uint64_t* waited,
+                                            uint32_t at, Sum& sum, Trouble& trouble) {
+#pragma unroll 1
+  for (uint32_t i = 0; i < terms.count && !trouble.any(); i += kInFlight) {
+    uint4 v[kInFlight];
+    uint32_t wanted = 0, peers = 0;  // a byte each
+#pragma unroll
+    for (uint32_t j = 0; j < kInFlight; ++j) {
+      if (i + j >= terms.count) break;
+      peers |= terms.list[i + j].of << 8 * j;
+      wanted |= 1u << j;
+    }
+    const auto slot = [&](uint32_t j) { return terms.list[i + j].row + at; };
+    const uint32_t here = await_slots(g, peers, wanted, waited, slot, v, trouble);
+#pragma unroll
+    for (uint32_t j = 0; j < kInFlight; ++j) {
+      if (!(here >> j & 1)) continue;
+      sum.add(v[j], terms.list[i + j].weight);
+      empty16(slot(j));
+    }
+  }
+}
+
+// `both`: the kernel sends too.
+template <bool kNarrow>
+__device__ __forceinline__ Done combine_recv(const Device& g, const CombineRecvArgs& a,
+                                             const std::byte* handle, Opened& o, bool both, uint32_t split,
+                                             uint32_t block, uint32_t blocks) {
+  const auto* h = reinterpret_cast<const DeviceHandle*>(handle);
+  const Slot slot = both ? Slot::kCombineSend : Slot::kCombineRecv;
+  const uint32_t bytes = uint32_t(g.layout.answer_bytes), first_item = block - 1;
+  Terms terms = own_terms();
+  const uint32_t sent_to = h->sent_to, items = h->tokens << split;
+  int32_t place = block == 0 ? -1 : place_of(g, handle, min(first_item >> split, g.layout.max_tokens - 1));
+  if (threadIdx.x < kWarp) open(g, Op::kCombine, both ? nullptr : &h->combine_epoch, o);
+  __syncthreads();
+  if (block == 0 && threadIdx.x < kWarp) keep_house(g, slot, o, both);
+  Done done;
+  if (!o.alive) return done;
+  if (block == 0) {
+    await_answer_headers(g, a, o, slot);
+    return done;
+  }
+  done.emptied = true;
+
+  const uint32_t asked = sent_to & o.peers;
+  uint64_t* waited = threadIdx.x == 0 ? g.scratch(slot, o.epoch).wait_ns : nullptr;
+  Trouble trouble;
+#pragma unroll 1
+  for (uint32_t i = first_item; i < items && !__any_sync(kFull, trouble.any());) {
+    const uint32_t token = i >> split, part = i & ((1u << split) - 1);
+    collect_answers(g, a, handle, o, asked, token, place, terms);
+    const uint32_t begin = part_at(bytes, part, split), end = part_at(bytes, part + 1, split);
+    auto* out = static_cast<std::byte*>(a.out) + uint64_t(token) * bytes;
+#pragma unroll 1
+    for (uint32_t at = begin + threadIdx.x * 16; at < end; at += blockDim.x * 16) {
+      Sum sum;
+      sum_answers(g, terms, waited, at, sum, trouble);
+      store_row<kNarrow>(out, at, bytes, sum.rounded());
+    }
+    i += blocks - 1;
+    if (i < items) place = place_of(g, handle, i >> split);
+  }
+  report(g, {Op::kCombine, Phase::kRecvHeader, 0, o.epoch}, trouble);
+  return done;
 }
 
 }  // namespace ep::cuda

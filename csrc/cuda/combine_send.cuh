@@ -1,101 +1,151 @@
 // combine_send, on the GPU.
 //
 // Afterwards, for every unmasked source s and every token t it sent here with an expert of this rank:
-//   RANK    s.combine[bank][this rank][t] = sum over its experts here, in top-k order, of weight * output
-//   SOURCE  s.combine[bank][this rank][t][k] = output, unweighted
-// then the cells of that row's parts = epoch; s.header[combine][bank][this rank] = (epoch, reduction), rows
-// or none. Reads the experts' output where the caller has it; an in-place view of the dispatch is given back.
-// Grid: block 0 writes the headers, the others take parts of (token, source) in turn.
+//   RANK    s.answers[bank][this rank][t] = sum over its experts here, in top-k order, of weight * output
+//   SOURCE  s.answers[bank][this rank][t][k] = output, unweighted
+// and s.headers of combine [bank][this rank] = (epoch, reduction, wire), rows or none. Weights that come with
+// the call go to all ranks first: d.weights[bank][this rank][t][k]. Reads the experts' output where the
+// caller has it; an in-place view of the dispatch is emptied and given back. Grid: block 0 writes headers and
+// weights, the others take parts of (token, source) in turn.
 #pragma once
 
+#include "cuda/dispatch_recv.cuh"
 #include "cuda/sum.cuh"
 
 namespace ep::cuda {
 
-// The rows of one received token, in top-k order. First warp of the block.
-__device__ __forceinline__ void collect_outputs(const Device& g, const CombineSendArgs& a,
-                                                const std::byte* handle, uint32_t source, uint32_t token,
-                                                Terms& terms) {
-  const Layout& l = g.layout;
-  const uint32_t lane = threadIdx.x;
-  const uint64_t entry = (uint64_t(source) * l.max_tokens + token) * l.top_k + lane;
-  const uint32_t tokens = reinterpret_cast<const DeviceHandle*>(handle)->source_tokens[source];
-  int32_t row = -1;
-  float weight = 0.0f;
-  if (lane < l.top_k) {
-    row = reinterpret_cast<const int32_t*>(handle + DeviceHandle::entry_rows(l))[entry];
-    weight = reinterpret_cast<const float*>(handle + DeviceHandle::entry_weights(l))[entry];
-  }
-  if (token >= tokens) row = -1;  // what lies there is older
-  const uint32_t valid = __ballot_sync(kFull, row >= 0);
-  if (row >= 0) {
-    const uint32_t at = __popc(valid & ((1u << lane) - 1));
-    terms.row[at] = static_cast<const std::byte*>(a.expert_out) + uint64_t(row) * l.combine_bytes;
-    terms.weight[at] = weight;
-    terms.k[at] = lane;
-  }
-  if (lane == 0) terms.count = __popc(valid);
+// What a header says of the sender: the callers must agree.
+__device__ __forceinline__ uint32_t manner_of(Reduction reduction, Wire wire) {
+  return uint32_t(reduction) | uint32_t(wire) << 8;
 }
 
-template <uint32_t kBytes>
-__device__ __forceinline__ void combine_send(const Device& g, const CombineSendArgs& a, std::byte* handle,
-                                             const Opened& o, uint32_t block, uint32_t blocks) {
-  const uint32_t parts = a.parts;
-  __shared__ Terms terms;
-  const Layout& l = g.layout;
-  auto* h = reinterpret_cast<DeviceHandle*>(handle);
-  const bool by_rank = a.reduction == Reduction::kRank;
-  const uint32_t arrived = uint32_t(h->arrived), bytes = uint32_t(l.combine_bytes);
+__device__ __forceinline__ void send_answer_headers(const Device& g, const CombineSendArgs& a,
+                                                    std::byte* handle, const Opened& o) {
+  const auto* h = reinterpret_cast<const DeviceHandle*>(handle);
+  const uint32_t choices = a.weights == nullptr ? 0 : h->tokens * g.layout.top_k;
+  bool paused;
+  const uint32_t peers = writable(g, Op::kCombine, Phase::kSendHeader, o, &paused);
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < choices; i += blockDim.x) {
+    const uint32_t weight = bits_of(a.weights[i]);
+#pragma unroll 1
+    for (uint32_t r = 0; r < g.num_ranks; ++r)
+      if (peers >> r & 1)
+        store_relaxed(g.regions[r] + g.layout.weight_at(o.bank, g.rank, 0, 0) + i * sizeof(uint64_t),
+                      uint64_t(weight) << 32 | uint32_t(o.epoch));
+  }
+  if (threadIdx.x < g.num_ranks && peers >> threadIdx.x & 1)
+    store_relaxed(g.regions[threadIdx.x] + Head::header(Op::kCombine, o.bank, g.rank),
+                  uint64_t(manner_of(a.reduction, a.wire)) << 32 | uint32_t(o.epoch));
+  if (threadIdx.x == 0) reinterpret_cast<DeviceHandle*>(handle)->combine_epoch = o.epoch;
+}
 
-  // 1. Headers, from a block that does nothing else: rows need not wait for their fence.
+// Choice `lane` of one received token, as the dispatch has left it.
+struct Output {
+  int32_t row;  // of the experts' output, or -1
+  float weight;
+
+  static __device__ __forceinline__ Output load(const Device& g, const std::byte* handle, uint32_t source,
+                                                uint32_t token) {
+    const DeviceLayout& l = g.layout;
+    const uint32_t lane = threadIdx.x % kWarp;
+    if (lane >= l.top_k) return {-1, 0.0f};
+    const uint64_t n = (uint64_t(source) * l.max_tokens + token) * l.top_k + lane;
+    return {reinterpret_cast<const int32_t*>(handle + DeviceHandle::entry_rows(l))[n],
+            reinterpret_cast<const float*>(handle + DeviceHandle::entry_weights(l))[n]};
+  }
+};
+
+// Weights that their token's rank pushes at combine.
+__device__ __forceinline__ float await_weight(const Device& g, const Opened& o, uint32_t source,
+                                              uint32_t token) {
+  uint64_t cell = 0;
+  await_word<Match::kHeader>(g, g.own() + g.layout.weight_at(o.bank, source, token, threadIdx.x % kWarp),
+                             {Op::kCombine, Phase::kSendRows, source, o.epoch}, &cell);
+  return float_of(uint32_t(cell >> 32));
+}
+
+template <bool kNarrow>
+__device__ __forceinline__ void send_sum(const Terms& terms, std::byte* slot, uint32_t begin, uint32_t end,
+                                         uint32_t bytes) {
+#pragma unroll 1
+  for (uint32_t at = begin + threadIdx.x * 16; at < end; at += blockDim.x * 16) {
+    Sum sum;
+    sum_rows<kNarrow>(terms, at, bytes, sum);
+    put16(slot + at, sum.rounded());
+  }
+}
+
+template <bool kNarrow>
+__device__ __forceinline__ void send_row(const std::byte* row, std::byte* slot, uint32_t begin, uint32_t end,
+                                         uint32_t bytes) {
+#pragma unroll 1
+  for (uint32_t at = begin + threadIdx.x * 16; at < end; at += blockDim.x * 16)
+    put16(slot + at, sendable(load_row<kNarrow>(row, at, bytes)));
+}
+
+template <bool kNarrow>
+__device__ __forceinline__ Done combine_send(const Device& g, const CombineSendArgs& a, std::byte* handle,
+                                             Opened& o, uint32_t block, uint32_t blocks) {
+  const DeviceLayout& l = g.layout;
+  const auto* h = reinterpret_cast<const DeviceHandle*>(handle);
+  // Parts of the tokens of all sources in turn, so that no source is written by all ranks at once.
+  const uint32_t items = l.max_tokens * g.num_ranks << a.split, bytes = uint32_t(l.answer_bytes);
+  const auto token_of = [&](uint32_t i) { return g.token_of(i) >> a.split; };
+  const auto source_of = [&](uint32_t i) { return g.source_of(i); };
+
+  // 1. What the first rows need is under way before anything is waited for.
+  Terms terms = own_terms();
+  Output output{-1, 0.0f};
+  const uint32_t arrived = h->arrived, dispatch_bank = g.bank_of(h->epoch);
+  uint32_t tokens = 0;
+  if (block != 0 && block - 1 < items) {
+    tokens = h->source_tokens[source_of(block - 1)];
+    output = Output::load(g, handle, source_of(block - 1), token_of(block - 1));
+  }
+  if (threadIdx.x < kWarp) open(g, Op::kCombine, nullptr, o);
+  __syncthreads();
+  Done done;
+  if (!o.alive) return done;
   if (block == 0) {
-    const uint32_t peers = free_peers(g, Op::kCombine, o, Slot::kCombineSend);
-    if (threadIdx.x < kWarp && peers >> threadIdx.x & 1)
-      store_release(g.regions[threadIdx.x] + Head::header(Op::kCombine, o.bank, g.rank),
-                    uint64_t(a.reduction) << 32 | uint32_t(o.epoch));
-    if (threadIdx.x == 0) h->combine_epoch = o.epoch;
-    return;
+    send_answer_headers(g, a, handle, o);
+    return done;
   }
+  if (block - 1 >= items) return done;
+  bool paused;
+  const uint32_t answered = arrived & writable(g, Op::kCombine, Phase::kSendRows, o, &paused);
+  if (paused) output = Output::load(g, handle, source_of(block - 1), token_of(block - 1));
 
-  // 2. Parts of the tokens of all sources in turn, so that no source is written by all ranks at once; once
-  // the sources have read the bank.
-  const uint32_t items = l.max_tokens * g.num_ranks * parts;
-  uint32_t sent = 0, kept = 0, answered = 0;
-  for (uint32_t i = block - 1; i < items; i += blocks - 1) {
-    const uint32_t part = i / g.num_ranks % parts, token = i / g.num_ranks / parts;
-    const uint32_t source = (g.rank + 1 + i % g.num_ranks) % g.num_ranks;
-    __syncthreads();
-    if (threadIdx.x < kWarp) collect_outputs(g, a, handle, source, token, terms);
-    if (i == block - 1) answered = arrived & free_peers(g, Op::kCombine, o, Slot::kCombineSend);
-    __syncthreads();
-    if (!(answered >> source & 1)) continue;
-    const uint32_t count = terms.count;
-    if (count == 0) continue;
-    std::byte* region = g.regions[source];
-    const uint32_t begin = part_at(bytes, part, parts), end = part_at(bytes, part + 1, parts);
-    if (by_rank) {
-      sum_to<kBytes>(terms, region + l.rank_sum_at(o.bank, g.rank, token), begin, end);
-    } else {
-      for (uint32_t n = 0; n < count; ++n) {
-        std::byte* to = region + l.choice_at(o.bank, g.rank, token, terms.k[n]);
-        for (uint32_t at = begin + threadIdx.x * kBytes; at < end; at += blockDim.x * kBytes)
-          Word<kBytes>::store(to + at, Word<kBytes>::load(terms.row[n] + at));
-      }
+  // 2. The rows.
+#pragma unroll 1
+  for (uint32_t i = block - 1;;) {
+    const uint32_t part = g.token_of(i) & ((1u << a.split) - 1), token = token_of(i), source = source_of(i);
+    const bool present = token < tokens && arrived >> source & 1;  // else what lies there is older
+    if (present && a.frees_dispatch && part == 0) empty_slot(g, dispatch_bank, source, token);
+    if (present && answered >> source & 1) {
+      const bool valid = output.row >= 0;
+      if (valid && a.weights != nullptr) output.weight = await_weight(g, o, source, token);
+      terms.collect(valid, {const_cast<std::byte*>(static_cast<const std::byte*>(a.expert_out)) +
+                                uint64_t(uint32_t(output.row)) * bytes,
+                            output.weight, threadIdx.x % kWarp});
+      const uint32_t begin = part_at(bytes, part, a.split), end = part_at(bytes, part + 1, a.split);
+      const bool by_rank = a.reduction == Reduction::kRank;
+      if (by_rank && terms.count != 0)
+        send_sum<kNarrow>(terms, g.regions[source] + l.answer_at(o.bank, g.rank, token, 0), begin, end,
+                          bytes);
+#pragma unroll 1
+      for (uint32_t n = 0; !by_rank && n < terms.count; ++n)
+        send_row<kNarrow>(terms.list[n].row,
+                          g.regions[source] + l.answer_at(o.bank, g.rank, token, terms.list[n].of), begin,
+                          end, bytes);
+      const uint32_t rows = by_rank ? min(terms.count, 1u) : terms.count;
+      (source == g.rank ? done.bytes_local : done.bytes) += rows * (end - begin);
     }
-    const uint32_t rows = by_rank ? 1 : count;
-    (source == g.rank ? kept : sent) += rows * (end - begin);
-    __syncthreads();
-    if (threadIdx.x < rows) {
-      std::byte* cell =
-          region + g.cells.combine_cell(o.bank, g.rank, token, by_rank ? 0 : terms.k[threadIdx.x], part);
-      fence_system();  // of all that the block has stored
-      store_relaxed(cell, o.epoch);
-      if (parts == 1) store_relaxed(cell + sizeof(uint64_t), o.epoch);
-    }
+    i += blocks - 1;
+    if (i >= items) return done;
+    tokens = h->source_tokens[source_of(i)];
+    output = Output::load(g, handle, source_of(i), token_of(i));
   }
-  if (threadIdx.x != 0) return;
-  if (sent != 0) add(g.state->totals.bytes[uint32_t(Op::kCombine)], sent);
-  if (kept != 0) add(g.state->totals.bytes_local[uint32_t(Op::kCombine)], kept);
 }
 
 }  // namespace ep::cuda

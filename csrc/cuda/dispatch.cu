@@ -3,6 +3,7 @@
 
 #include "cuda/dispatch_recv.cuh"
 #include "cuda/dispatch_send.cuh"
+#include "cuda/housekeeping.cuh"
 #include "cuda/phases.hpp"
 
 namespace ep::cuda {
@@ -10,104 +11,109 @@ namespace {
 
 constexpr uint32_t kMaxThreads = 224, kBlocksPerSm = 4;  // at 7168 channels two words of a row to a thread
 
-template <bool kFp8, uint32_t kBytes, Halves kHalves>
+// Blocks: the receiver's block 0 (or one that keeps house alone), headers, senders, receivers.
+template <bool kFp8, bool kNarrow, Halves kHalves>
 __global__ void __launch_bounds__(kMaxThreads, kBlocksPerSm)
     dispatch_kernel(const __grid_constant__ Device g, const __grid_constant__ DispatchSendArgs send,
                     const __grid_constant__ DispatchRecvArgs recv, std::byte* handle, uint32_t senders) {
   extern __shared__ uint32_t shared[];
   constexpr bool kSends = uint32_t(kHalves) & uint32_t(Halves::kSend);
   constexpr bool kReceives = uint32_t(kHalves) & uint32_t(Halves::kRecv);
-  Control& control = g.state->control;
-  auto* h = reinterpret_cast<DeviceHandle*>(handle);
-  Scratch& scratch = g.state->scratch[uint32_t(kSends ? Slot::kDispatchSend : Slot::kDispatchRecv)];
+  constexpr Slot kSlot = kSends ? Slot::kDispatchSend : Slot::kDispatchRecv;
+  constexpr uint32_t kHeaders = kSends ? 1 : 0;
+  const auto* h = reinterpret_cast<const DeviceHandle*>(handle);
   await_previous_kernel();
-  const Opened o = open(g, kSends ? &control.next[uint32_t(Op::kDispatch)] : &h->epoch, kSends);
-  if (blockIdx.x == 0 && threadIdx.x == 0) scratch.start_ns = clock_ns();
 
-  if (kSends && blockIdx.x < senders) {
-    if (o.alive) dispatch_send<kFp8, kBytes>(g, send, handle, o, blockIdx.x, senders, shared);
-    if (kReceives && threadIdx.x == 0)
-      atomicMax(reinterpret_cast<unsigned long long*>(&scratch.sent_ns),
-                static_cast<unsigned long long>(clock_ns()));
-  } else if (kReceives && o.alive) {
-    dispatch_recv<kBytes>(g, recv, handle, o, blockIdx.x - senders, gridDim.x - senders,
-                          reinterpret_cast<int32_t*>(shared));
+  const uint32_t block = blockIdx.x;
+  __shared__ Opened o;
+  Done done;
+  if (kSends && block == 1) {
+    done = send_headers(g, send, handle, o, shared);
+  } else if (kSends && block > 1 && block <= 1 + senders) {
+    done = dispatch_send<kFp8, kNarrow>(g, send, o, block - 2, senders, shared);
+    if (kReceives && threadIdx.x == 0) raise(g.scratch(kSlot, o.epoch).sent_ns, clock_ns());
+  } else {
+    if (threadIdx.x < kWarp) {
+      open(g, Op::kDispatch, kSends ? nullptr : &h->epoch, o);
+      __syncwarp();
+      if (block == 0) keep_house(g, kSlot, o, kSends && kReceives);
+    }
+    __syncthreads();
+    if (kReceives && o.alive)
+      done = dispatch_recv<kNarrow>(g, recv, handle, o, kSlot, block == 0 ? 0 : block - kHeaders - senders,
+                                    gridDim.x - kHeaders - senders, reinterpret_cast<int32_t*>(shared));
   }
-
-  if (!last_block(scratch)) return;
-  if (kSends && threadIdx.x == 0) control.next[uint32_t(Op::kDispatch)] = o.epoch;  // every block has read it
-  const uint64_t start = load_relaxed(&scratch.start_ns), end = clock_ns();
-  uint64_t wait = 0;
-  if (kReceives && o.alive && recv.view != View::kIndex) consume(g, Op::kDispatch, o.epoch, o.peers);
-  if (kReceives) wait = settle_waits(g, Op::kDispatch, g.state->scratch[uint32_t(Slot::kDispatchRecv)]);
-  if (threadIdx.x != 0) return;
-  if (kSends) {
-    const uint64_t sent = kReceives ? load_relaxed(&scratch.sent_ns) : end;
-    record(g, Op::kDispatch, Part::kSend, sent - start);
-    scratch.sent_ns = 0;
-  }
-  if (kReceives) {
-    record(g, Op::kDispatch, Part::kWait, wait);
-    record(g, Op::kDispatch, kSends ? Part::kTotal : Part::kExpand, end - start);
-    Scratch& received = g.state->scratch[uint32_t(Slot::kDispatchRecv)];
-    add(g.state->totals.rows, atomicExch(&received.rows, 0u));
-  }
+  end_block(g, kSlot, o, kSends, kReceives && recv.view != View::kIndex, done);
 }
 
+// Gives the bank of a dispatch back whose view read it in place. Block = (token, source).
 __global__ void release_kernel(const __grid_constant__ Device g, std::byte* handle) {
-  auto* h = reinterpret_cast<DeviceHandle*>(handle);
-  const bool held = h->held;
+  const auto* h = reinterpret_cast<const DeviceHandle*>(handle);
+  const uint32_t source = blockIdx.x % g.num_ranks, token = blockIdx.x / g.num_ranks,
+                 bank = g.bank_of(h->epoch);
+  if (h->arrived >> source & 1 && token < h->source_tokens[source]) empty_slot(g, bank, source, token);
+  __syncthreads();
+  if (threadIdx.x == 0) count_read(g, Op::kDispatch, bank);
+}
+
+__global__ void publish_kernel(const __grid_constant__ Device g) {
+  __shared__ Opened o;
+  open(g, Op::kDispatch, &g.state->control.base, o);
   __syncwarp();
-  if (!held) return;
-  consume(g, Op::kDispatch, h->epoch, uint32_t(g.all() & ~g.state->control.masked));
-  if (threadIdx.x == 0) h->held = 0;
+  publish_reads(g, o);
 }
 
 // A thread for each 16 channels of a part of a row.
 uint32_t threads_for(const Device& g) {
-  const uint32_t wanted = g.hidden / 16 / DeviceLayout::kParts;
+  const uint32_t wanted = g.hidden / 32;
   return std::clamp((wanted + kWarp - 1) / kWarp * kWarp, 4 * kWarp, kMaxThreads);
 }
 
-template <bool kFp8, uint32_t kBytes, Halves kHalves>
+template <bool kFp8, bool kNarrow, Halves kHalves>
 cudaError_t start(const Launch& launch, const Device& g, const DispatchSendArgs& send,
                   const DispatchRecvArgs& recv, std::byte* handle) {
   constexpr bool kSends = uint32_t(kHalves) & uint32_t(Halves::kSend);
   constexpr bool kReceives = uint32_t(kHalves) & uint32_t(Halves::kRecv);
-  const uint32_t threads = threads_for(g), room = launch.num_sms * kBlocksPerSm;
-  // A multiprocessor for each block, the headers' too: behind rows, headers would come as late as they do.
-  const uint32_t parts =
-      send.tokens * DeviceLayout::kParts + g.num_ranks <= launch.num_sms ? DeviceLayout::kParts : 1;
-  const uint32_t senders = kSends ? g.num_ranks + std::clamp(send.tokens * parts, 1u, room) : 0;
-  const uint32_t items = g.layout.max_tokens * g.num_ranks;
-  const uint32_t receivers = kReceives ? 1 + std::clamp(items, 1u, room) : 0;
-  const uint32_t experts = *std::max_element(g.experts_of, g.experts_of + g.num_ranks);
-  const size_t shared = (experts + 1 + (kReceives ? g.num_experts : 0)) * sizeof(uint32_t);
+  const uint32_t room = launch.num_sms * kBlocksPerSm;
   DispatchSendArgs by_parts = send;
-  by_parts.parts = parts;
-  return start_kernel(dispatch_kernel<kFp8, kBytes, kHalves>, senders + receivers, threads, shared,
-                      launch.stream, g, by_parts, recv, handle, senders);
+  by_parts.split =
+      send.tokens * 2 + 2 <= launch.num_sms ? 1 : 0;  // while a multiprocessor has one block of it
+  const uint32_t senders = kSends ? std::clamp(send.tokens << by_parts.split, 1u, room) : 0;
+  const uint32_t items = g.layout.max_tokens * g.num_ranks;
+  const uint32_t receivers = kReceives ? std::clamp(items, 1u, room) : 0;
+  const size_t sending = 2 * g.num_experts * sizeof(uint32_t);
+  const size_t receiving =
+      (g.local_experts + 1) * sizeof(int32_t) + g.num_ranks * g.local_experts * sizeof(uint16_t);
+  const size_t shared = kReceives ? std::max(sending, receiving) : sending;
+  return start_kernel(dispatch_kernel<kFp8, kNarrow, kHalves>, 1 + (kSends ? 1 : 0) + senders + receivers,
+                      threads_for(g), shared, launch.stream, g, by_parts, recv, handle, senders);
 }
 
-template <bool kFp8, uint32_t kBytes>
+template <bool kFp8, bool kNarrow>
 cudaError_t start(Halves halves, const Launch& launch, const Device& g, const DispatchSendArgs& send,
                   const DispatchRecvArgs& recv, std::byte* handle) {
-  if (halves == Halves::kBoth) return start<kFp8, kBytes, Halves::kBoth>(launch, g, send, recv, handle);
-  if (halves == Halves::kSend) return start<kFp8, kBytes, Halves::kSend>(launch, g, send, recv, handle);
-  return start<kFp8, kBytes, Halves::kRecv>(launch, g, send, recv, handle);
+  if (halves == Halves::kBoth) return start<kFp8, kNarrow, Halves::kBoth>(launch, g, send, recv, handle);
+  if (halves == Halves::kSend) return start<kFp8, kNarrow, Halves::kSend>(launch, g, send, recv, handle);
+  return start<kFp8, kNarrow, Halves::kRecv>(launch, g, send, recv, handle);
 }
 
 }  // namespace
 
 cudaError_t dispatch(const Launch& launch, Halves halves, const Device& device, const DispatchSendArgs& send,
                      const DispatchRecvArgs& recv, std::byte* handle) {
-  if (is_fp8(device.payload)) return start<true, 16>(halves, launch, device, send, recv, handle);
-  if (!launch.narrow) return start<false, 16>(halves, launch, device, send, recv, handle);
-  return start<false, 2>(halves, launch, device, send, recv, handle);
+  if (is_fp8(device.payload)) return start<true, false>(halves, launch, device, send, recv, handle);
+  if (!launch.narrow) return start<false, false>(halves, launch, device, send, recv, handle);
+  return start<false, true>(halves, launch, device, send, recv, handle);
 }
 
 cudaError_t release(cudaStream_t stream, const Device& device, std::byte* handle) {
-  release_kernel<<<1, kWarp, 0, stream>>>(device, handle);
+  const uint32_t blocks = device.layout.max_tokens * device.num_ranks;
+  release_kernel<<<blocks, 4 * kWarp, 0, stream>>>(device, handle);
+  return cudaGetLastError();
+}
+
+cudaError_t publish(cudaStream_t stream, const Device& device) {
+  publish_kernel<<<1, kWarp, 0, stream>>>(device);
   return cudaGetLastError();
 }
 

@@ -1,66 +1,77 @@
 // dispatch_recv, on the GPU.
 //
-// Waits for the header of every unmasked rank and for the rows that they announce. Entries are numbered by a
-// prefix sum over (local expert, source, token) that every block works out for its own tokens, so two runs
-// give identical bytes and nothing is counted with atomics. Afterwards
+// Waits for the header of every unmasked rank and for the rows of the tokens that they announce. Entries are
+// numbered by (local expert, source, token): a row brings its place among those of its source, the headers
+// say how many come before. Two runs give identical bytes and nothing is counted here. Afterwards
 //   PADDED rows[e, position], scales column-major; COMPACT rows[row]; INDEX row_ids[row], no copy
 //   counts, offsets, src_info, layout_range as DispatchRecvArgs says; handle: where each entry lies, its
-//   weight consumed[dispatch][this rank] = epoch at all ranks, unless the view reads the bank in place.
-// Cost: one row read per received row, one written per entry. Grid: blocks take (token, source) in turn.
+//   weight the slots are empty again and counted as read, unless the view reads them in place.
+// Cost: one row read per received row, one written per entry and one emptied.
+// Grid: block 0 tells the caller what came, every other takes (token, source) in turn.
 #pragma once
 
-#include "cuda/memory.cuh"
+#include "cuda/housekeeping.cuh"
+#include "ep/quant.hpp"
 
 namespace ep::cuda {
 
+// What the headers say. counts: [R][E_local] behind it in dynamic shared memory.
 struct Arrival {
   uint32_t tokens[kMaxPeers];
-  uint32_t arrived, weighted, failed;
+  uint32_t missed;  // bits per rank
 };
 
-// Fills `arrival` (shared) with what the headers say.
-__device__ __forceinline__ void await_headers(const Device& g, const Opened& o, Arrival& arrival) {
-  const uint32_t peer = threadIdx.x;
-  if (peer < kWarp) {
-    bool arrived = false, failed = false;
+// Fills `arrival` and `counts`; returns the bits of the ranks whose header came. The whole block. `measure`:
+// one block of a kernel, for the statistics.
+__device__ __forceinline__ uint32_t await_headers(const Device& g, const DispatchRecvArgs& a, const Opened& o,
+                                                  Slot slot, bool measure, Arrival& arrival,
+                                                  uint16_t* counts) {
+  const uint32_t experts = g.local_experts, words = 1 + (experts + 1) / 2;
+  uint32_t missed = 0;
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < g.num_ranks * words; i += blockDim.x) {
+    const uint32_t source = i / words, word = i % words;
+    Wanted wanted{Op::kDispatch, Phase::kRecvHeader, source, o.epoch};
+    if (measure && word == 0) {
+      wanted.waited = &g.scratch(slot, o.epoch).wait_ns[source];
+      wanted.stats = a.wait_stats == nullptr ? nullptr : a.wait_stats + source;
+    }
     uint64_t cell = 0;
-    if (o.peers >> peer & 1) {
-      arrived = await<Match::kHeader>(g, g.own() + Head::header(Op::kDispatch, o.bank, peer),
-                                      {Op::kDispatch, Phase::kRecvHeader, peer, o.epoch, Slot::kDispatchRecv},
-                                      &cell);
-      failed = !arrived && load_relaxed(&g.state->control.failed) != 0;
+    const bool asked = o.peers >> source & 1;
+    if (asked &&
+        !await_word<Match::kHeader>(g, g.own() + g.layout.header_at(o.bank, source, word), wanted, &cell))
+      missed |= 1u << source;
+    const uint32_t value = asked ? uint32_t(cell >> 32) : 0;
+    if (word == 0) {
+      const bool sound = (value & ~kHasWeights) <= g.layout.max_tokens;
+      if (!sound)
+        fail(g, Code::kViolation, Op::kDispatch, Phase::kRecvHeader, source, uint32_t(o.epoch), value);
+      arrival.tokens[source] = sound ? value & ~kHasWeights : 0;
+      continue;
     }
-    const uint32_t payload = arrived ? uint32_t(cell >> 32) : 0;
-    const uint32_t tokens = payload & ~kHasWeights;
-    if (tokens > g.layout.max_tokens) {
-      fail(g, Code::kViolation, Op::kDispatch, Phase::kRecvHeader, peer, uint32_t(o.epoch), uint32_t(cell));
-      failed = true;
-    }
-    if (peer < kMaxPeers) arrival.tokens[peer] = tokens;
-    const uint32_t all = __ballot_sync(kFull, arrived),
-                   weighted = __ballot_sync(kFull, payload & kHasWeights);
-    const uint32_t broken = __ballot_sync(kFull, failed);
-    if (peer == 0) {
-      arrival.arrived = all;
-      arrival.weighted = weighted;
-      arrival.failed = broken;
-    }
+    uint16_t* two = counts + source * experts + 2 * (word - 1);
+    two[0] = uint16_t(value);
+    if (2 * word - 1 < experts) two[1] = uint16_t(value >> 16);
   }
+  if (threadIdx.x == 0) arrival.missed = 0;
+  if (!__syncthreads_or(missed != 0)) return o.peers;
+  atomicOr(&arrival.missed, missed);
   __syncthreads();
+  return o.peers & ~arrival.missed;
 }
 
 // first[e] = rows of local experts before e; first[E_local] = all rows. First warp of the block.
-__device__ __forceinline__ void scan_experts(const Device& g, uint32_t bank, uint32_t arrived,
+__device__ __forceinline__ void scan_experts(const Device& g, uint32_t arrived, const uint16_t* counts,
                                              int32_t* first) {
   const uint32_t lane = threadIdx.x;
   int32_t running = 0;
+#pragma unroll 1
   for (uint32_t begin = 0; begin < g.local_experts; begin += kWarp) {
     const uint32_t e = begin + lane;
     int32_t rows = 0;
-#pragma unroll
-    for (uint32_t s = 0; s < kMaxPeers; ++s)
-      if (e < g.local_experts && arrived >> s & 1)
-        rows += int32_t(reinterpret_cast<const uint32_t*>(g.own() + g.cells.counts_at(bank, s))[e]);
+#pragma unroll 1
+    for (uint32_t s = 0; s < g.num_ranks; ++s)
+      if (e < g.local_experts && arrived >> s & 1) rows += counts[s * g.local_experts + e];
     int32_t sum = rows;
 #pragma unroll
     for (uint32_t by = 1; by < kWarp; by *= 2) {
@@ -74,14 +85,15 @@ __device__ __forceinline__ void scan_experts(const Device& g, uint32_t bank, uin
 }
 
 // Counts, offsets and ranges for the caller, totals for the statistics. One block.
-__device__ __forceinline__ void write_layout(const Device& g, const DispatchRecvArgs& a, uint32_t bank,
-                                             uint32_t arrived, const int32_t* first) {
+__device__ __forceinline__ void write_layout(const Device& g, const DispatchRecvArgs& a, std::byte* handle,
+                                             uint32_t arrived, const Arrival& arrival, const uint16_t* counts,
+                                             const int32_t* first) {
+#pragma unroll 1
   for (uint32_t e = threadIdx.x; e < g.local_experts; e += blockDim.x) {
     int32_t begin = 0;
+#pragma unroll 1
     for (uint32_t s = 0; s < g.num_ranks; ++s) {
-      int32_t count = 0;
-      if (arrived >> s & 1)
-        count = int32_t(reinterpret_cast<const uint32_t*>(g.own() + g.cells.counts_at(bank, s))[e]);
+      const int32_t count = arrived >> s & 1 ? counts[s * g.local_experts + e] : 0;
       if (a.layout_range != nullptr)
         a.layout_range[uint64_t(e) * g.num_ranks + s] = count == 0 ? 0 : int64_t(begin) << 32 | count;
       begin += count;
@@ -89,158 +101,212 @@ __device__ __forceinline__ void write_layout(const Device& g, const DispatchRecv
     a.counts[e] = begin;
     a.offsets[e] = first[e];
     add(g.expert_tokens[e], uint64_t(begin));
+    if (a.expert_stats != nullptr) atomicAdd(&a.expert_stats[e], begin);
   }
-  if (threadIdx.x == 0) a.offsets[g.local_experts] = first[g.local_experts];
+  auto* h = reinterpret_cast<DeviceHandle*>(handle);
+  if (threadIdx.x < g.num_ranks) h->source_tokens[threadIdx.x] = arrival.tokens[threadIdx.x];
+  if (threadIdx.x != 0) return;
+  a.offsets[g.local_experts] = first[g.local_experts];
+  h->arrived = arrived;
 }
 
-// Where the entries of one received token go: -1 where the expert is not here.
+// In shared memory: where the copies of one received row go, in bytes and in scales of the view.
 struct Placed {
-  int32_t row[kMaxTopK], expert[kMaxTopK], position[kMaxTopK];
-  uint32_t any, ready, failed;
+  uint64_t row[kMaxTopK], scale[kMaxTopK];
+  uint32_t count, failed;
 };
 
-// One warp places one choice; the same result in all lanes.
-__device__ __forceinline__ void place(const Device& g, const DispatchRecvArgs& a, std::byte* handle,
-                                      uint32_t bank, const Arrival& arrival, uint32_t source, uint32_t token,
-                                      uint32_t k, const int32_t* first, const uint32_t* table,
-                                      Placed& placed) {
-  const Layout& l = g.layout;
-  const uint32_t lane = threadIdx.x % kWarp;
-  const auto* ids = reinterpret_cast<const int32_t*>(g.own() + l.ids_at(bank, source));
-  const int32_t id = ids[token * l.top_k + k];
-  int32_t row = -1, local = -1, position = 0;
-  if (id >= 0 && uint32_t(id) < g.num_experts && table[id] >> kOwnerShift == g.rank) {
-    local = int32_t(table[id] & kLocalMask);
-    const uint32_t before = token * l.top_k;
-    uint32_t count = 0;
-    for (uint32_t j = lane * 4; j < before;
-         j += kWarp * 4) {  // reads up to 12 bytes beyond, inside the block
-      const int4 v = *reinterpret_cast<const int4*>(ids + j);
-      count += (v.x == id) + (j + 1 < before && v.y == id) + (j + 2 < before && v.z == id) +
-               (j + 3 < before && v.w == id);
-    }
-    if (lane < source && arrival.arrived >> lane & 1)
-      count += reinterpret_cast<const uint32_t*>(g.own() + g.cells.counts_at(bank, lane))[local];
-    position = int32_t(__reduce_add_sync(kFull, count));
-    const uint32_t padded = l.num_ranks * l.max_tokens;
-    if (a.view == View::kPadded) {
-      row = uint32_t(position) < padded ? local * int32_t(padded) + position : -1;
-    } else {
-      row = first[local] + position;
-      if (uint32_t(row) >= a.capacity) row = -1;
-    }
-    if (row < 0 && lane == 0)
-      fail(g, kCapacity, Op::kDispatch, Phase::kRecvExpand, source, a.capacity, uint32_t(position));
+// One choice of a received token, in the lane of its number.
+struct Entry {
+  uint32_t row = 0, expert = 0, position = 0, weight = 0;
+  bool here = false;
+};
+
+// Waits for the entries of a token and works out their rows. First warp; lane k has choice k.
+__device__ __forceinline__ Entry place(const Device& g, const DispatchRecvArgs& a, const Opened& o, Slot slot,
+                                       uint32_t source, std::byte* token_slot, uint32_t arrived,
+                                       const uint16_t* counts, const int32_t* first, Placed& placed) {
+  const DeviceLayout& l = g.layout;
+  const uint32_t lane = threadIdx.x, padded = l.num_ranks * l.max_tokens;
+  const uint32_t before = arrived & ((1u << source) - 1), low = (1u << l.position_bits) - 1;
+  const uint32_t column = g.scale_words * a.scale_pitch;
+  const bool pads = a.view == View::kPadded;
+  std::byte* at = token_slot + l.entry_offset + lane * sizeof(uint64_t);
+  uint2 came_in[1] = {{DeviceLayout::kAbsent, 0}};
+  Trouble trouble;
+  bool lost = false;
+  if (lane < l.top_k) {
+    uint64_t* waited = lane == 0 ? g.scratch(slot, o.epoch).wait_ns : nullptr;
+    lost = await_slots(g, source, 1, waited, [&](uint32_t) { return at; }, came_in, trouble) == 0;
   }
-  if (lane != 0) return;
-  placed.row[k] = row;
-  placed.expert[k] = local;
-  placed.position[k] = position;
-  const uint64_t entry = (uint64_t(source) * l.max_tokens + token) * l.top_k + k;
-  reinterpret_cast<int32_t*>(handle + DeviceHandle::entry_rows(l))[entry] = row;
-  if (row < 0) return;
-  if (arrival.weighted >> source & 1)
-    reinterpret_cast<float*>(handle + DeviceHandle::entry_weights(l))[entry] =
-        reinterpret_cast<const float*>(g.own() + l.weights_at(bank, source))[token * l.top_k + k];
+  Entry e;
+  e.here = !lost && came_in[0].x != DeviceLayout::kAbsent;
+  e.weight = came_in[0].y;
+  if (e.here) {
+    e.expert = came_in[0].x >> l.position_bits;
+    e.position = came_in[0].x & low;
+#pragma unroll
+    for (uint32_t s = 0; s < kMaxPeers - 1; ++s)
+      if (before >> s & 1) e.position += counts[s * g.local_experts + e.expert];
+    e.row = pads ? e.expert * padded + e.position : first[e.expert] + e.position;
+    if (!pads && e.row >= a.capacity) {
+      fail(g, kCapacity, Op::kDispatch, Phase::kRecvExpand, source, a.capacity, e.row);
+      e.here = false;
+    }
+  }
+  const uint32_t all = __ballot_sync(kFull, e.here), n = __popc(all & ((1u << lane) - 1));
+  if (e.here) {
+    placed.row[n] = uint64_t(e.row) * l.row_bytes;
+    placed.scale[n] = pads ? uint64_t(e.expert) * column + e.position : uint64_t(e.row) * g.scale_words;
+  }
+  if (lane == 0) {
+    placed.count = __popc(all);
+    placed.failed = 0;
+  }
+  if (!__any_sync(kFull, lost)) return e;
+  report(g, {Op::kDispatch, Phase::kRecvHeader, source, o.epoch}, trouble);
+  // Rows of a peer that is given up stay as they were; numbers of rows must not.
+  if (lane == 0 && a.view == View::kIndex)
+    fail(g, Code::kTimeout, Op::kDispatch, Phase::kRecvHeader, source, uint32_t(o.epoch), 0);
+  if (lane == 0) placed.failed = has_failed(g);
+  return e;
+}
+
+// What others want to know of the choices of a token, while its row is copied. The warp that placed it.
+__device__ __forceinline__ void note(const Device& g, const DispatchRecvArgs& a, std::byte* handle,
+                                     const Opened& o, uint32_t source, uint32_t token, std::byte* token_slot,
+                                     const Entry& e) {
+  const DeviceLayout& l = g.layout;
+  const uint32_t lane = threadIdx.x, row = source * l.max_tokens + token;
+  if (lane >= l.top_k) return;
+  if (a.view != View::kIndex) put8(token_slot + l.entry_offset + lane * sizeof(uint64_t), kNothing, kNothing);
+  const uint64_t n = uint64_t(row) * l.top_k + lane;
+  reinterpret_cast<int32_t*>(handle + DeviceHandle::entry_rows(l))[n] = e.here ? int32_t(e.row) : -1;
+  reinterpret_cast<float*>(handle + DeviceHandle::entry_weights(l))[n] = float_of(e.weight);
+  if (!e.here) return;
   if (a.src_info != nullptr)
-    a.src_info[uint64_t(local) * l.num_ranks * l.max_tokens + position] = int32_t(token);
-  if (a.view == View::kIndex) a.row_ids[row] = (int64_t(bank) * l.num_ranks + source) * l.max_tokens + token;
+    a.src_info[uint64_t(e.expert) * l.num_ranks * l.max_tokens + e.position] = int32_t(token);
+  if (a.view == View::kIndex) a.row_ids[e.row] = int64_t(o.bank) * l.num_ranks * l.max_tokens + row;
 }
 
-// Copies one received row to all its entries; zeros where its sender was given up.
-template <uint32_t kBytes>
-__device__ __forceinline__ void expand(const Device& g, const DispatchRecvArgs& a, const std::byte* row,
-                                       const Placed& placed) {
-  const Layout& l = g.layout;
-  const uint32_t top_k = l.top_k, width = uint32_t(l.scale_bytes / sizeof(uint32_t));
-  auto* out = static_cast<std::byte*>(a.rows);
-  const auto* scales = reinterpret_cast<const uint32_t*>(row + l.scale_offset);
-  uint32_t scale = 0;
-  if (placed.ready && threadIdx.x < width) scale = scales[threadIdx.x];  // under way together with the row
-  for (uint32_t at = threadIdx.x * kBytes; at < l.row_bytes; at += blockDim.x * kBytes) {
-    typename Word<kBytes>::Type v{};
-    if (placed.ready) v = Word<kBytes>::load(row + at);
-    for (uint32_t k = 0; k < top_k; ++k)
-      if (placed.row[k] >= 0) Word<kBytes>::store(out + uint64_t(placed.row[k]) * l.row_bytes + at, v);
+constexpr uint32_t kAhead = 2;  // 16-byte words of a row that a thread awaits at once
+
+// The words of a row that a thread looks at first, and one scale, before it is known where they go.
+struct Ahead {
+  uint4 v[kAhead];
+  uint32_t scale;
+
+  __device__ __forceinline__ void peek(const Device& g, const std::byte* slot) {
+    const uint32_t bytes = uint32_t(g.layout.row_bytes);
+#pragma unroll
+    for (uint32_t i = 0; i < kAhead; ++i) {
+      const uint32_t at = (threadIdx.x + i * blockDim.x) * 16;
+      if (at < bytes) v[i] = peek16(slot + at);
+    }
+    if (threadIdx.x < g.scale_words)
+      scale = peek4(slot + g.layout.scale_offset + threadIdx.x * sizeof(uint32_t));
   }
-  for (uint32_t i = threadIdx.x; i < width; i += blockDim.x) {
-    if (i != threadIdx.x) scale = placed.ready ? scales[i] : 0;
-    for (uint32_t k = 0; k < top_k; ++k) {
-      if (placed.row[k] < 0) continue;
-      const uint64_t to = a.view == View::kPadded
-                              ? (uint64_t(placed.expert[k]) * width + i) * a.scale_pitch + placed.position[k]
-                              : uint64_t(placed.row[k]) * width + i;
-      a.scales[to] = scale;
+};
+
+// Copies one received row to all its entries and empties it; zeros for words that its sender never sent.
+template <bool kNarrow>
+__device__ __forceinline__ void expand(const Device& g, const DispatchRecvArgs& a, uint32_t source,
+                                       std::byte* slot, const Placed& placed, Ahead& ahead,
+                                       Trouble& trouble) {
+  const DeviceLayout& l = g.layout;
+  const uint32_t bytes = uint32_t(l.row_bytes), words = (bytes + 15) / 16, count = placed.count;
+  const bool copies = a.view != View::kIndex;
+  const uint32_t stride = a.view == View::kPadded ? a.scale_pitch : 1;
+  auto* out = static_cast<std::byte*>(a.rows);
+#pragma unroll 1
+  for (uint32_t first = threadIdx.x; first < words; first += kAhead * blockDim.x) {
+    uint4(&v)[kAhead] = ahead.v;
+    const auto at = [&](uint32_t i) { return (first + i * blockDim.x) * 16; };
+    uint32_t mine = 0, here = 0;
+#pragma unroll
+    for (uint32_t i = 0; i < kAhead; ++i) {
+      mine |= uint32_t(at(i) < bytes) << i;
+      here |= uint32_t(first == threadIdx.x && at(i) < bytes && came(v[i])) << i;
+    }
+    here |= await_slots(
+        g, source * 0x101, mine & ~here, nullptr, [&](uint32_t i) { return slot + at(i); }, v, trouble);
+    if (!copies) continue;
+#pragma unroll
+    for (uint32_t i = 0; i < kAhead; ++i) {
+      if (!(mine >> i & 1)) continue;
+      if (!(here >> i & 1)) v[i] = {};
+      empty16(slot + at(i));
+#pragma unroll 1
+      for (uint32_t n = 0; n < count; ++n) store_row<kNarrow>(out + placed.row[n], at(i), bytes, v[i]);
     }
   }
+#pragma unroll 1
+  for (uint32_t i = threadIdx.x; i < g.scale_words; i += blockDim.x) {
+    std::byte* at = slot + l.scale_offset + i * sizeof(uint32_t);
+    uint32_t scales[1] = {ahead.scale};
+    bool here = i == threadIdx.x && came(ahead.scale);
+    if (!here) here = await_slots(g, source, 1, nullptr, [&](uint32_t) { return at; }, scales, trouble) != 0;
+    const uint32_t scale = here ? scales[0] : 0;
+    if (!copies) continue;
+    put4(at, kNothing);
+#pragma unroll 1
+    for (uint32_t n = 0; n < count; ++n) a.scales[placed.scale[n] + uint64_t(i) * stride] = scale;
+  }
 }
 
-template <uint32_t kBytes>
-__device__ __forceinline__ void dispatch_recv(const Device& g, const DispatchRecvArgs& a, std::byte* handle,
-                                              const Opened& o, uint32_t block, uint32_t blocks,
+// `shared`: [E_local + 1] int32, then [R][E_local] uint16.
+template <bool kNarrow>
+__device__ __forceinline__ Done dispatch_recv(const Device& g, const DispatchRecvArgs& a, std::byte* handle,
+                                              const Opened& o, Slot slot, uint32_t block, uint32_t blocks,
                                               int32_t* first) {
   __shared__ Arrival arrival;
   __shared__ Placed placed;
-  const uint32_t lane = threadIdx.x % kWarp, warp = threadIdx.x / kWarp, warps = blockDim.x / kWarp;
+  auto* counts = reinterpret_cast<uint16_t*>(first + g.local_experts + 1);
 
-  // 1. All headers; meanwhile the table of owners comes near.
-  auto* table = reinterpret_cast<uint32_t*>(first + g.local_experts + 1);
-  for (uint32_t e = threadIdx.x; e < g.num_experts; e += blockDim.x) table[e] = g.table[e];
-  await_headers(g, o, arrival);
-  if (arrival.failed) return;
-  const uint32_t arrived = arrival.arrived;
-
-  // 2. Rows before each expert. Block 0 tells the caller and does nothing else: the others need not wait.
+  // 1. All headers. Block 0 tells the caller and does nothing else: the others need not wait.
+  const uint32_t arrived = await_headers(g, a, o, slot, block == 0, arrival, counts);
+  Done done;
+  if (arrived != o.peers && has_failed(g)) return done;
   if (a.view != View::kPadded || block == 0) {
-    if (warp == 0) scan_experts(g, o.bank, arrived, first);
+    if (threadIdx.x < kWarp) scan_experts(g, arrived, counts, first);
     __syncthreads();
   }
   if (block == 0) {
-    write_layout(g, a, o.bank, arrived, first);
-    auto* h = reinterpret_cast<DeviceHandle*>(handle);
-    if (threadIdx.x < g.num_ranks) h->source_tokens[threadIdx.x] = arrival.tokens[threadIdx.x];
-    if (threadIdx.x == 0) {
-      h->arrived = arrived;
-      h->rows = uint32_t(first[g.local_experts]);
-      h->held = a.view == View::kIndex;
-    }
-    return;
+    write_layout(g, a, handle, arrived, arrival, counts, first);
+    return done;
   }
 
-  // 3. Tokens of all sources in turn: place while the row is awaited, then copy.
+  // 2. Tokens of all sources in turn: place, then copy what comes.
   const uint32_t items = g.layout.max_tokens * g.num_ranks;
-  uint32_t received = 0;
+  Trouble trouble;
+#pragma unroll 1
   for (uint32_t i = block - 1; i < items; i += blocks - 1) {
-    const uint32_t token = i / g.num_ranks, source = (g.rank + 1 + i % g.num_ranks) % g.num_ranks;
-    if (token >= arrival.tokens[source]) continue;
+    const uint32_t token = g.token_of(i), source = g.source_of(i);
+    if (!(arrived >> source & 1) || token >= arrival.tokens[source]) continue;
+    std::byte* row = g.own() + g.layout.slot_at(o.bank, source, token);
+    Ahead ahead;
+    ahead.peek(g, row);
     __syncthreads();
-    if (warp == warps - 1) {
-      bool ready = true;
-      uint64_t cell = 0;
-      if (lane < DeviceLayout::kParts)
-        ready = await<Match::kPresence>(
-            g, g.own() + g.cells.row_cell(o.bank, source, token, lane),
-            {Op::kDispatch, Phase::kRecvHeader, source, o.epoch, Slot::kDispatchRecv}, &cell);
-      ready = __all_sync(kFull, ready);
-      const bool any = __any_sync(kFull, cell & 1) || !ready;
-      if (lane == 0) {
-        placed.any = any;
-        placed.ready = ready;
-        placed.failed = !ready && load_relaxed(&g.state->control.failed) != 0;
-      }
-    }
-    // The warp that waits places nothing: all is placed when the row comes.
-    for (uint32_t k = warp; warp < warps - 1 && k < g.layout.top_k; k += warps - 1)
-      place(g, a, handle, o.bank, arrival, source, token, k, first, table, placed);
+    Entry entry;
+    if (threadIdx.x < kWarp) entry = place(g, a, o, slot, source, row, arrived, counts, first, placed);
     __syncthreads();
-    if (!placed.any) continue;
-    ++received;
-    if (placed.failed) return;
-    if (a.view != View::kIndex)
-      expand<kBytes>(g, a, g.own() + g.layout.row_at(o.bank, source, token), placed);
+    if (placed.failed) break;
+    done.emptied = a.view != View::kIndex;
+    if (threadIdx.x < kWarp) note(g, a, handle, o, source, token, row, entry);
+    if (placed.count == 0) continue;
+    ++done.rows;
+    expand<kNarrow>(g, a, source, row, placed, ahead, trouble);
+    if (trouble.any()) break;
   }
-  if (threadIdx.x == 0 && received != 0)
-    atomicAdd(&g.state->scratch[uint32_t(Slot::kDispatchRecv)].rows, received);
+  report(g, {Op::kDispatch, Phase::kRecvHeader, 0, o.epoch}, trouble);
+  return done;
+}
+
+// Makes the slot of a received token empty again, after a view has read it in place. The whole block.
+__device__ __forceinline__ void empty_slot(const Device& g, uint32_t bank, uint32_t source, uint32_t token) {
+  std::byte* slot = g.own() + g.layout.slot_at(bank, source, token);
+#pragma unroll 1
+  for (uint32_t at = threadIdx.x * 16; at < g.layout.slot_pitch; at += blockDim.x * 16) empty16(slot + at);
 }
 
 }  // namespace ep::cuda

@@ -1,86 +1,131 @@
 // dispatch_send, on the GPU.
 //
-// Afterwards, for every unmasked rank d and token t of this rank s with an expert on d:
-//   d.rows[bank][s][t] = x[t] (quantised for FP8)
-//   d.row_cell[bank][s][t][part] = epoch and whether there is a row, for every unmasked d and t; after the
-//   row d.meta[bank][s] = ids and weights of all tokens of s, d.counts[bank][s] = its rows per expert of d,
-//   then d.header[dispatch][bank][s] = (epoch, T); rows or none. Header and rows arrive in any order.
-//   handle: epoch, T, ids, weights, sent_to.
+// Afterwards, for every unmasked rank d of this rank s, bank of the epoch:
+//   d.slots[bank][s][t], every token t = row x[t] (quantised for FP8) and scales, where an expert of t is on
+//   d;
+//     per choice {place, weight}: place = expert of d and how many tokens of s before t chose it, or kAbsent
+//   d.headers[bank][s] = T, whether there are weights, and how many tokens of s chose each expert of d
+//   handle: epoch, T, sent_to, places, weights.
+// So a receiver knows from one row and the headers where its copies go: nobody counts what others count.
 // Host obligations: one send of a group at a time (stream order or events).
-// Cost: one read of x, one row written per (token, rank), T * K * 8 bytes of routing per rank.
-// Grid: R blocks write the headers, every other block takes tokens in turn.
+// Cost: one read of x, one row written per (token, rank); T * K ids read by each block, for the counts.
+// Grid: one block writes the headers, every other takes tokens, or parts of them, in turn.
 #pragma once
 
-#include "cuda/memory.cuh"
-#include "ep/quant.hpp"
+#include "cuda/housekeeping.cuh"
+#include "cuda/quantise.cuh"
 
 namespace ep::cuda {
 
-// Ids, weights, counts and the header cell for one peer; for this rank itself the handle too.
-__device__ __forceinline__ void send_header(const Device& g, const DispatchSendArgs& a, std::byte* handle,
-                                            const Opened& o, uint32_t tokens, uint32_t peer,
-                                            uint32_t* counts) {
-  __shared__ uint32_t may_write;
-  const Layout& l = g.layout;
-  const bool own = peer == g.rank;
-  auto* h = reinterpret_cast<DeviceHandle*>(handle);
-  if (own && threadIdx.x == 0) {
+__device__ __forceinline__ uint32_t tokens_of(const DispatchSendArgs& a) {
+  if (a.tokens_on_device == nullptr) return a.tokens;
+  return min(uint32_t(max(*a.tokens_on_device, 0)), a.tokens);
+}
+
+// The table of owners: four words of a thread under way, then in shared memory.
+__device__ __forceinline__ uint4 load_owners(const Device& g) {
+  return threadIdx.x * 4 < g.num_experts ? reinterpret_cast<const uint4*>(g.table)[threadIdx.x] : uint4{};
+}
+__device__ __forceinline__ void keep_owners(const Device& g, const uint4& first, uint32_t* table) {
+  const uint32_t mine[4] = {first.x, first.y, first.z, first.w};
+#pragma unroll
+  for (uint32_t i = 0; i < 4; ++i)
+    if (threadIdx.x * 4 + i < g.num_experts) table[threadIdx.x * 4 + i] = mine[i];
+#pragma unroll 1
+  for (uint32_t e = blockDim.x * 4 + threadIdx.x; e < g.num_experts; e += blockDim.x) table[e] = g.table[e];
+}
+
+// -- headers ----------------------------------------------------------------------------------------
+
+// Ids and weights of all tokens, the first of them under way at once.
+struct Ids {
+  static constexpr uint32_t kAhead = 6;
+  int64_t id[kAhead];
+  float weight[kAhead];
+
+  __device__ __forceinline__ void load(const DispatchSendArgs& a, uint32_t count, uint32_t from = 0) {
+#pragma unroll
+    for (uint32_t i = 0; i < kAhead; ++i) {
+      const uint32_t j = from + threadIdx.x + i * blockDim.x;
+      id[i] = j < count ? a.ids[j] : -1;
+      weight[i] = j < count && a.weights != nullptr ? a.weights[j] : 0.0f;
+    }
+  }
+};
+
+// The handle, and in shared memory how many tokens chose each expert, experts in the order of their ranks.
+__device__ __forceinline__ void count_choices(const Device& g, const DispatchSendArgs& a, std::byte* handle,
+                                              uint32_t tokens, Ids& ids, const uint32_t* table,
+                                              uint32_t* counts) {
+  auto* places = reinterpret_cast<int32_t*>(handle + DeviceHandle::places());
+  auto* weights = reinterpret_cast<float*>(handle + DeviceHandle::weights(g.layout));
+  const uint32_t top_k = g.layout.top_k, count = tokens * top_k;
+#pragma unroll 1
+  for (uint32_t from = 0; from < count;) {
+#pragma unroll
+    for (uint32_t i = 0; i < Ids::kAhead; ++i) {
+      const uint32_t j = from + threadIdx.x + i * blockDim.x;
+      const int64_t id = ids.id[i];
+      if (j >= count) break;
+      int32_t place = -1;
+      if (id >= 0 && id < int64_t(g.num_experts)) {
+        place = int32_t(table[id]);
+        atomicAdd(&counts[g.experts_before[place >> kOwnerShift] + (place & kLocalMask)], 1u);
+      } else if (id != -1) {
+        fail(g, kBadIds, Op::kDispatch, Phase::kSendRows, g.rank, j / top_k, j % top_k);
+      }
+      places[j] = place;
+      weights[j] = ids.weight[i];
+    }
+    from += Ids::kAhead * blockDim.x;
+    if (from < count) ids.load(a, count, from);
+  }
+}
+
+// `shared`: [E] table, [E] counts.
+__device__ __forceinline__ Done send_headers(const Device& g, const DispatchSendArgs& a, std::byte* handle,
+                                             Opened& o, uint32_t* shared) {
+  uint32_t *table = shared, *counts = shared + g.num_experts;
+  const uint32_t tokens = tokens_of(a);
+  const uint4 owners = load_owners(g);
+  Ids ids;
+  ids.load(a, tokens * g.layout.top_k);
+#pragma unroll 1
+  for (uint32_t e = threadIdx.x; e < g.num_experts; e += blockDim.x) counts[e] = 0;
+  if (threadIdx.x < kWarp) open(g, Op::kDispatch, nullptr, o);
+  keep_owners(g, owners, table);
+  __syncthreads();
+  if (!o.alive) return {};
+  if (threadIdx.x == 0) {
+    auto* h = reinterpret_cast<DeviceHandle*>(handle);
     h->epoch = o.epoch;
     h->tokens = tokens;
-    h->has_weights = a.weights != nullptr;
     h->sent_to = o.peers;
-    h->held = 0;
   }
-  for (uint32_t e = threadIdx.x; e < g.experts_of[peer]; e += blockDim.x) counts[e] = 0;
-  if (threadIdx.x == 0) may_write = await_bank(g, Op::kDispatch, o, peer, Slot::kDispatchSend);
-  __syncthreads();
-  if (!may_write) return;
-
-  auto* ids = reinterpret_cast<int32_t*>(g.regions[peer] + l.ids_at(o.bank, g.rank));
-  auto* weights = reinterpret_cast<float*>(g.regions[peer] + l.weights_at(o.bank, g.rank));
-  auto* own_ids = reinterpret_cast<int32_t*>(handle + DeviceHandle::ids());
-  auto* own_weights = reinterpret_cast<float*>(handle + DeviceHandle::weights(l));
-  for (uint32_t i = threadIdx.x; i < tokens * l.top_k; i += blockDim.x) {
-    int64_t id = a.ids[i];
-    const float weight = a.weights != nullptr ? a.weights[i] : 0.0f;
-    if (id < 0 || id >= int64_t(g.num_experts)) {
-      if (id != -1 && own)
-        fail(g, kBadIds, Op::kDispatch, Phase::kSendRows, g.rank, i / l.top_k, i % l.top_k);
-      id = -1;
-    } else if (const uint32_t place = g.table[id]; place >> kOwnerShift == peer) {
-      atomicAdd(&counts[place & kLocalMask], 1u);
+  count_choices(g, a, handle, tokens, ids, table, counts);
+  bool paused;
+  const uint32_t peers = writable(g, Op::kDispatch, Phase::kSendHeader, o, &paused);
+  __syncthreads();  // all have counted
+  const uint64_t tag = uint32_t(o.epoch), first = tokens | (a.weights != nullptr ? kHasWeights : 0);
+  Done done;
+#pragma unroll 1
+  for (uint32_t r = 0; r < g.num_ranks; ++r) {
+    if (!(peers >> r & 1)) continue;
+    const uint32_t experts = g.experts_of[r], words = 1 + (experts + 1) / 2;
+    const uint32_t* chosen = counts + g.experts_before[r];
+#pragma unroll 1
+    for (uint32_t w = threadIdx.x; w < words; w += blockDim.x) {
+      const uint32_t e = 2 * (w - 1);
+      const uint64_t value = w == 0 ? first : chosen[e] | (e + 1 < experts ? chosen[e + 1] : 0) << 16;
+      store_relaxed(g.regions[r] + g.layout.header_at(o.bank, g.rank, w), value << 32 | tag);
     }
-    ids[i] = int32_t(id);
-    if (a.weights != nullptr) weights[i] = weight;
-    if (own) {
-      own_ids[i] = int32_t(id);
-      if (a.weights != nullptr) own_weights[i] = weight;
-    }
+    (r == g.rank ? done.bytes_local : done.bytes) += words * sizeof(uint64_t);
   }
-  __syncthreads();
-  auto* theirs = reinterpret_cast<uint32_t*>(g.regions[peer] + g.cells.counts_at(o.bank, g.rank));
-  for (uint32_t e = threadIdx.x; e < g.experts_of[peer]; e += blockDim.x) theirs[e] = counts[e];
-  __syncthreads();
-  if (threadIdx.x != 0) return;
-  const uint32_t payload = tokens | (a.weights != nullptr ? kHasWeights : 0);
-  store_release(g.regions[peer] + Head::header(Op::kDispatch, o.bank, g.rank),
-                uint64_t(payload) << 32 | uint32_t(o.epoch));
-  const uint64_t bytes =
-      uint64_t(tokens) * l.top_k * (a.weights != nullptr ? 8 : 4) + g.experts_of[peer] * sizeof(uint32_t);
-  Totals& totals = g.state->totals;
-  add(own ? totals.bytes_local[uint32_t(Op::kDispatch)] : totals.bytes[uint32_t(Op::kDispatch)], bytes);
-  if (own) add(totals.tokens, tokens);
+  if (threadIdx.x == 0) add(g.state->totals.tokens, tokens);
+  return done;
 }
 
-// Bits of the ranks that own an expert of a token; the same in all lanes. `id`: of choice `lane`, or -1.
-__device__ __forceinline__ uint32_t owners_of(const Device& g, int64_t id, uint32_t token, bool report) {
-  const bool valid = id >= 0 && id < int64_t(g.num_experts);
-  const uint32_t bit = valid ? 1u << (g.table[id] >> kOwnerShift) : 0;
-  const uint32_t same = __match_any_sync(kFull, id);
-  if (report && valid && (same & (same - 1)) != 0)
-    fail(g, kBadIds, Op::kDispatch, Phase::kSendRows, g.rank, token, threadIdx.x % kWarp);
-  return __reduce_or_sync(kFull, bit);
-}
+// -- rows -------------------------------------------------------------------------------------------
 
 template <class Fn>
 __device__ __forceinline__ void for_each_rank(const Device& g, uint32_t ranks, Fn&& fn) {
@@ -91,145 +136,221 @@ __device__ __forceinline__ void for_each_rank(const Device& g, uint32_t ranks, F
   }
 }
 
-__device__ __forceinline__ uint32_t to_e4m3x2(float low, float high) {
-  uint16_t both;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(high), "f"(low));
-  return both;
-}
+constexpr uint32_t kNobody = 0xffff;  // no expert: E fits 16 bits (ep/cuda.py)
+constexpr uint32_t kEarly = 6;        // ids of earlier tokens that a thread loads before it needs them
 
-// 16 channels of a lane, 8 lanes to a group, as e4m3; `scale` is what the receiver multiplies by.
-__device__ __forceinline__ uint4 quantise16(const uint4& a, const uint4& b, bool power_of_two, float* scale) {
-  const uint32_t words[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
-  uint32_t most = 0;
-#pragma unroll
-  for (uint32_t word : words) {
-    most = max(most, word << 16 & 0x7fffffffu);
-    most = max(most, word & 0x7fff0000u);
-  }
-#pragma unroll
-  for (uint32_t lane = 4; lane != 0; lane /= 2) most = max(most, __shfl_xor_sync(kFull, most, lane));
-  const Scale by = scale_of(most, power_of_two);
-  *scale = by.stored;
-  uint32_t out[4];
-#pragma unroll
-  for (uint32_t i = 0; i < 4; ++i) {
-    const uint32_t p = words[2 * i], q = words[2 * i + 1];
-    out[i] = to_e4m3x2(float_of(p << 16) * by.multiply, float_of(p & 0xffff0000u) * by.multiply) |
-             to_e4m3x2(float_of(q << 16) * by.multiply, float_of(q & 0xffff0000u) * by.multiply) << 16;
-  }
-  return {out[0], out[1], out[2], out[3]};
-}
+// In shared memory: the choices of the token at hand.
+struct Choices {
+  uint32_t id[kMaxTopK];
+  uint32_t before[kMaxTopK];  // tokens before this one that chose the same
 
-// 16 channels of a lane.
-struct Chunk {
-  uint4 low, high;
-  uint32_t at;
-  bool active;
-
-  __device__ __forceinline__ void load(const std::byte* x, uint32_t chunk, uint32_t end) {
-    active = chunk < end;  // whole groups of 8 lanes: H is a multiple of 128
-    at = active ? chunk : 0;
-    low = load16(x + at * 32);
-    high = load16(x + at * 32 + 16);
+  // First warp: lane k has the id of choice k.
+  __device__ __forceinline__ void keep(int64_t of_lane, uint32_t num_experts, uint32_t top_k) {
+    if (threadIdx.x >= top_k) return;
+    id[threadIdx.x] = of_lane >= 0 && of_lane < int64_t(num_experts) ? uint32_t(of_lane) : kNobody;
+    before[threadIdx.x] = 0;
   }
 };
 
-// Quantises a part of a row and stores it to all ranks of the mask.
-__device__ __forceinline__ void store_fp8(const Device& g, const Chunk& c, uint64_t slot, uint32_t ranks) {
-  const uint32_t lane = threadIdx.x % kWarp;
-  float scale;
-  const uint4 q = quantise16(c.low, c.high, g.payload != Payload::kFp8, &scale);
-  uint32_t word = bits_of(scale), to = c.at / 8 * 4;
-  bool leader = c.active && lane % 8 == 0;
-  if (g.payload == Payload::kFp8Ue8m0) {  // four groups of a warp share a word
-    word = __reduce_or_sync(kFull, leader ? uint32_t(ue8m0_of(scale)) << lane / 8 * 8 : 0u);
-    to = c.at / 32 * 4;
-    leader = c.active && lane == 0;
+// Ids of the tokens before one, the first few of them loaded at once, two to a register.
+struct Earlier {
+  uint32_t ids[kEarly / 2];
+
+  __device__ __forceinline__ void load(const int64_t* from, uint32_t count) {
+#pragma unroll
+    for (uint32_t i = 0; i < kEarly / 2; ++i) ids[i] = ~0u;
+#pragma unroll
+    for (uint32_t i = 0; i < kEarly; ++i) {
+      const uint32_t j = threadIdx.x + i * blockDim.x;
+      if (i * blockDim.x >= count) break;
+      const uint32_t id = j < count ? uint32_t(from[j]) & 0xffff : kNobody;
+      ids[i / 2] = i % 2 == 0 ? id | kNobody << 16 : (ids[i / 2] & 0xffff) | id << 16;
+    }
   }
-  for_each_rank(g, ranks, [&](std::byte* region) {
-    if (c.active) store16(region + slot + c.at * 16, q);
-    if (leader) *reinterpret_cast<uint32_t*>(region + slot + g.layout.scale_offset + to) = word;
-  });
-}
-
-template <uint32_t kBytes>
-__device__ __forceinline__ void send_bytes(const Device& g, const std::byte* x, uint64_t slot, uint32_t ranks,
-                                           uint32_t begin, uint32_t end) {
-  for (uint32_t at = begin + threadIdx.x * kBytes; at < end; at += blockDim.x * kBytes) {
-    const auto v = Word<kBytes>::load(x + at);
-    for_each_rank(g, ranks, [&](std::byte* region) { Word<kBytes>::store(region + slot + at, v); });
-  }
-}
-
-// Where part `part` of `parts` begins, in multiples that no group of lanes straddles; part == parts: the end.
-__device__ __forceinline__ uint32_t part_begin(uint32_t units, uint32_t part, uint32_t parts) {
-  return part == parts ? units : min(part * ((units / parts + kWarp - 1) / kWarp * kWarp), units);
-}
-
-template <bool kFp8, uint32_t kBytes>
-__device__ __forceinline__ void dispatch_send(const Device& g, const DispatchSendArgs& a, std::byte* handle,
-                                              const Opened& o, uint32_t block, uint32_t blocks,
-                                              uint32_t* shared) {
-  const uint32_t parts = a.parts;
-  const uint32_t lane = threadIdx.x % kWarp, top_k = g.layout.top_k;
-  uint32_t tokens = a.tokens;
-  if (a.tokens_on_device != nullptr) tokens = min(uint32_t(max(*a.tokens_on_device, 0)), tokens);
-
-  // 1. Routing first: it is small, and receivers can place rows while these are under way.
-  if (block < g.num_ranks) {
-    const uint32_t peer = (g.rank + 1 + block) % g.num_ranks;
-    if (o.peers >> peer & 1) send_header(g, a, handle, o, tokens, peer, shared);
-    return;
-  }
-
-  // 2. Parts of rows, each loaded once and stored to all its ranks, then its cells.
-  block -= g.num_ranks;
-  blocks -= g.num_ranks;
-  if (block >= tokens * parts) return;
-  uint32_t peers = 0;
-  for (uint32_t i = block; i < tokens * parts; i += blocks) {
-    const uint32_t t = i / parts, part = i % parts;
-    const std::byte* x = static_cast<const std::byte*>(a.x) + uint64_t(t) * g.hidden * sizeof(uint16_t);
-    const int64_t id = lane < top_k ? a.ids[uint64_t(t) * top_k + lane] : -1 - int64_t(lane);
-    const uint64_t slot = g.layout.row_at(o.bank, g.rank, t);
-    uint32_t ranks = 0;
-    if constexpr (kFp8) {
-      const uint32_t units = g.hidden / 16, begin = part_begin(units, part, parts);
-      const uint32_t end = part_begin(units, part + 1, parts);
-      uint32_t first = begin;
+  __device__ __forceinline__ void count_into(Choices& c, const int64_t* from, uint32_t count,
+                                             uint32_t top_k) const {
+    if (count == 0) return;
 #pragma unroll 1
-      do {  // once at least: a short row has an empty part, whose cell is awaited all the same
-        Chunk chunk;
-        chunk.load(x, first + threadIdx.x, end);  // under way before it is known where to
-        if (first == begin) {
-          if (i == block) peers = free_peers(g, Op::kDispatch, o, Slot::kDispatchSend);
-          ranks = owners_of(g, id, t, threadIdx.x < kWarp) & peers;
-        }
-        store_fp8(g, chunk, slot, ranks);
-        first += blockDim.x;
-      } while (first < end);
-    } else {
-      if (i == block) peers = free_peers(g, Op::kDispatch, o, Slot::kDispatchSend);
-      ranks = owners_of(g, id, t, threadIdx.x < kWarp) & peers;
-      const uint32_t units = uint32_t(g.layout.row_bytes) / kBytes;
-      send_bytes<kBytes>(g, x, slot, ranks, part_begin(units, part, parts) * kBytes,
-                         part_begin(units, part + 1, parts) * kBytes);
+    for (uint32_t k = 0; k < top_k; ++k) {
+      const uint32_t wanted = c.id[k];
+      if (wanted == kNobody) continue;
+      uint32_t same = 0;
+#pragma unroll
+      for (uint32_t i = 0; i < kEarly / 2; ++i)
+        same += ((ids[i] & 0xffff) == wanted) + (ids[i] >> 16 == wanted);
+      if (same != 0) atomicAdd(&c.before[k], same);
     }
-    __syncthreads();
-    if (threadIdx.x < kWarp && peers >> lane & 1) {
-      std::byte* cell = g.regions[lane] + g.cells.row_cell(o.bank, g.rank, t, part);
-      const uint64_t value = o.epoch << 1 | (ranks >> lane & 1);
-      fence_system();  // of all that the block has stored
-      store_relaxed(cell, value);
-      if (parts == 1) store_relaxed(cell + sizeof(uint64_t), value);
-    }
-    if (threadIdx.x == 0 && part == 0) {
-      const uint64_t bytes = g.layout.row_bytes + g.layout.scale_bytes;
-      const uint32_t own = ranks >> g.rank & 1, remote = __popc(ranks) - own;
-      if (remote != 0) add(g.state->totals.bytes[uint32_t(Op::kDispatch)], remote * bytes);
-      if (own != 0) add(g.state->totals.bytes_local[uint32_t(Op::kDispatch)], bytes);
+#pragma unroll 1
+    for (uint32_t j = threadIdx.x + kEarly * blockDim.x; j < count; j += blockDim.x) {
+      const uint32_t other = uint32_t(from[j]) & 0xffff;
+#pragma unroll 1
+      for (uint32_t k = 0; k < top_k; ++k)
+        if (other == c.id[k] && other != kNobody) atomicAdd(&c.before[k], 1u);
     }
   }
+};
+
+// Two times 16 bytes of a row in flight per thread; for FP8 32 bytes of channels each.
+template <bool kFp8, bool kNarrow>
+struct Row {
+  static constexpr uint32_t kBytes = kFp8 ? 32 : 16, kAhead = kFp8 ? 2 : 4;
+  const std::byte* x;
+  uint32_t bytes, first, end;  // of x; in units of kBytes
+  uint4 low[kAhead], high[kFp8 ? kAhead : 1];
+
+  __device__ __forceinline__ uint32_t at(uint32_t i) const { return first + threadIdx.x + i * blockDim.x; }
+  __device__ __forceinline__ void load() {
+#pragma unroll
+    for (uint32_t i = 0; i < kAhead; ++i) {
+      if (kFp8 ? false : at(i) >= end) continue;
+      const uint32_t from = (kFp8 && at(i) >= end ? 0 : at(i)) * kBytes;  // lanes of a group stay together
+      low[i] = load_row<kNarrow>(x, from, bytes);
+      if constexpr (kFp8) high[i] = load_row<kNarrow>(x, from + 16, bytes);
+    }
+  }
+  __device__ __forceinline__ void store(const Device& g, uint64_t slot, uint32_t ranks) {
+#pragma unroll
+    for (uint32_t i = 0; i < kAhead; ++i) {
+      const bool active = at(i) < end;
+      if constexpr (kFp8) {
+        if (__any_sync(kFull, active)) store_fp8(g, slot, ranks, low[i], high[i], at(i), active);
+      } else if (active) {
+        const uint4 v = sendable(low[i]);
+        for_each_rank(g, ranks, [&](std::byte* region) { put16(region + slot + at(i) * 16, v); });
+      }
+    }
+  }
+  __device__ __forceinline__ bool next() {
+    first += kAhead * blockDim.x;
+    return first < end;
+  }
+  // 16 channels of a lane, 8 lanes to a scale.
+  static __device__ __forceinline__ void store_fp8(const Device& g, uint64_t slot, uint32_t ranks,
+                                                   const uint4& low, const uint4& high, uint32_t unit,
+                                                   bool active) {
+    const uint32_t lane = threadIdx.x % kWarp;
+    float scale;
+    const uint4 q = quantise16(low, high, g.payload != Payload::kFp8, &scale);
+    uint32_t word = bits_of(scale), to = unit / 8 * 4;
+    bool leader = active && lane % 8 == 0;
+    if (g.payload == Payload::kFp8Ue8m0) {  // four groups of a warp share a word
+      word = sendable(__reduce_or_sync(kFull, leader ? uint32_t(ue8m0_of(scale)) << lane / 8 * 8 : 0u));
+      to = unit / 32 * 4;
+      leader = active && lane == 0;
+    }
+    for_each_rank(g, ranks, [&](std::byte* region) {
+      if (active) put16(region + slot + unit * 16, q);
+      if (leader) put4(region + slot + g.layout.scale_offset + to, word);
+    });
+  }
+};
+
+// Where part `part` of 1 << split begins, in multiples that no group of lanes straddles; behind the last: the
+// end.
+__device__ __forceinline__ uint32_t part_begin(uint32_t units, uint32_t part, uint32_t split) {
+  return part >> split ? units : min(part * (((units >> split) + kWarp - 1) / kWarp * kWarp), units);
+}
+
+// Per choice {place, weight} to every peer: a warp to a peer, lane k has choice k. place: of the table.
+__device__ __forceinline__ void send_entries(const Device& g, uint64_t slot, const Choices& c, bool valid,
+                                             uint32_t place, float weight, uint32_t peers) {
+  const uint32_t lane = threadIdx.x % kWarp;
+  if (lane >= g.layout.top_k) return;
+  const uint32_t entry = (place & kLocalMask) << g.layout.position_bits | c.before[lane];
+  const uint64_t at = slot + g.layout.entry_offset + lane * sizeof(uint64_t);
+#pragma unroll 1
+  for (uint32_t r = threadIdx.x / kWarp; r < g.num_ranks; r += blockDim.x / kWarp)
+    if (peers >> r & 1)
+      put8(g.regions[r] + at, valid && place >> kOwnerShift == r ? entry : DeviceLayout::kAbsent,
+           sendable(bits_of(weight)));
+}
+
+// What a token needs, under way before anything is waited for.
+template <bool kFp8, bool kNarrow>
+struct Token {
+  using RowOf = Row<kFp8, kNarrow>;
+  RowOf row;
+  Earlier earlier;
+  int64_t id;  // of choice `lane`
+  float weight;
+  uint32_t part;
+
+  // Item i of all tokens' parts.
+  __device__ __forceinline__ void load(const Device& g, const DispatchSendArgs& a, uint32_t i) {
+    const uint32_t t = i >> a.split, lane = threadIdx.x % kWarp, top_k = g.layout.top_k;
+    const uint32_t bytes = g.hidden * uint32_t(sizeof(uint16_t));
+    const uint32_t units = (bytes + RowOf::kBytes - 1) / RowOf::kBytes;
+    part = i & ((1u << a.split) - 1);
+    row.x = static_cast<const std::byte*>(a.x) + uint64_t(t) * bytes;
+    row.bytes = bytes;
+    row.first = part_begin(units, part, a.split);
+    row.end = part_begin(units, part + 1, a.split);
+    row.load();
+    id = lane < top_k ? a.ids[uint64_t(t) * top_k + lane] : -1;
+    weight = lane < top_k && a.weights != nullptr ? a.weights[uint64_t(t) * top_k + lane] : 0.0f;
+    if (part == 0) earlier.load(a.ids, t * top_k);
+  }
+};
+
+// `table`: [E] in shared memory.
+template <bool kFp8, bool kNarrow>
+__device__ __forceinline__ Done dispatch_send(const Device& g, const DispatchSendArgs& a, Opened& o,
+                                              uint32_t block, uint32_t blocks, uint32_t* table) {
+  __shared__ Choices choices;
+  const uint32_t top_k = g.layout.top_k, lane = threadIdx.x % kWarp;
+  Token<kFp8, kNarrow> token;
+  const bool any = block < a.tokens << a.split;
+  if (any) token.load(g, a, block);
+  const uint4 owners = load_owners(g);
+  const uint32_t items = tokens_of(a) << a.split;
+  if (any) choices.keep(token.id, g.num_experts, top_k);
+  if (threadIdx.x < kWarp) open(g, Op::kDispatch, nullptr, o);
+  keep_owners(g, owners, table);
+  __syncthreads();
+  Done done;
+  if (!o.alive || !any) return done;
+  bool paused;
+  const uint32_t peers = writable(g, Op::kDispatch, Phase::kSendRows, o, &paused);
+  if (paused) token.load(g, a, block);
+
+  uint32_t twice = 0;
+#pragma unroll 1
+  for (uint32_t i = block; i < items;) {
+    // 1. Where the copies go: by the choices of the tokens before this one.
+    const uint32_t t = i >> a.split;
+    const uint64_t slot = g.layout.slot_at(o.bank, g.rank, t);
+    if (token.part == 0) {
+      token.earlier.count_into(choices, a.ids, t * top_k, top_k);
+      __syncthreads();
+    }
+    const bool valid = token.id >= 0 && token.id < int64_t(g.num_experts);
+    const uint32_t place = valid ? table[token.id] : 0;
+    if (token.part == 0) send_entries(g, slot, choices, valid, place, token.weight, peers);
+    const uint32_t ranks = __reduce_or_sync(kFull, valid ? 1u << (place >> kOwnerShift) : 0) & peers;
+
+    // 2. The row, loaded once, quantised once, stored to all its ranks.
+#pragma unroll 1
+    for (;;) {
+      token.row.store(g, slot, ranks);
+      if (!token.row.next()) break;
+      token.row.load();
+    }
+    if (token.part == 0) {
+      const uint32_t bytes = uint32_t(g.layout.row_bytes) + g.scale_words * 4;
+      done.bytes += __popc(ranks & ~(1u << g.rank)) * bytes;
+      done.bytes_local += (ranks >> g.rank & 1) * bytes;
+      const uint32_t same = __match_any_sync(kFull, valid ? int32_t(token.id) : -1 - int32_t(lane));
+      if (threadIdx.x < kWarp && (same & (same - 1)) != 0) twice = t + 1;
+    }
+    i += blocks;
+    if (i >= items) break;
+    token.load(g, a, i);
+    __syncthreads();  // the choices are free again
+    choices.keep(token.id, g.num_experts, top_k);
+    __syncthreads();
+  }
+  if (twice != 0) fail(g, kBadIds, Op::kDispatch, Phase::kSendRows, g.rank, twice - 1, lane);
+  return done;
 }
 
 }  // namespace ep::cuda

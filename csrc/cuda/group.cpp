@@ -1,9 +1,42 @@
 #include "cuda/group.hpp"
 
+#include <algorithm>
+#include <bit>
+#include <cstring>
 #include <stdexcept>
 #include <string>
 
 namespace ep::cuda {
+
+namespace {
+
+void record(Totals& t, Op op, Part part, uint64_t ns) {
+  const uint32_t bucket = ns == 0 ? 0 : uint32_t(std::bit_width(ns)) - 1;
+  ++t.times[uint32_t(op)][uint32_t(part)][std::min(bucket, kNumBuckets - 1)];
+  t.sums[uint32_t(op)][uint32_t(part)] += ns;
+}
+
+// What housekeeping.cuh does for kernels that others have followed.
+void settle_into(Totals& t, Slot slot, const Scratch& s) {
+  if (s.end_ns == 0 || s.start_ns == 0) return;
+  const bool dispatch = slot == Slot::kDispatchSend || slot == Slot::kDispatchRecv;
+  const bool recv = slot == Slot::kDispatchRecv || slot == Slot::kCombineRecv, both = s.both != 0;
+  const Op op = dispatch ? Op::kDispatch : Op::kCombine;
+  uint64_t longest = 0;
+  for (uint32_t peer = 0; peer < kMaxPeers; ++peer) {
+    longest = std::max(longest, s.wait_ns[peer]);
+    t.peer_wait_ns[uint32_t(op)][peer] += s.wait_ns[peer];
+    uint64_t& most = t.peer_wait_max_ns[uint32_t(op)][peer];
+    most = std::max(most, s.wait_ns[peer]);
+  }
+  if (both || !recv) record(t, op, Part::kSend, (both ? s.sent_ns : s.end_ns) - s.start_ns);
+  if (!both && !recv) return;
+  record(t, op, Part::kWait, longest);
+  const Part rest = dispatch ? Part::kExpand : Part::kReduce;
+  record(t, op, both ? Part::kTotal : rest, s.end_ns - s.start_ns);
+}
+
+}  // namespace
 
 void check(cudaError_t error, const char* what) {
   if (error != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
@@ -17,13 +50,16 @@ Group::Group(const Geometry& g, uint32_t rank, const std::vector<int32_t>& place
     uint32_t& count = device_.experts_of[placement[e]];
     table[e] = uint32_t(placement[e]) << kOwnerShift | count++;
   }
-  device_.layout = Layout::of(g);
-  device_.cells = DeviceLayout::of(g);
+  device_.layout = DeviceLayout::of(g);
   device_.rank = rank;
   device_.num_ranks = g.num_ranks;
+  device_.rank_inverse = ((1ull << 32) + g.num_ranks - 1) / g.num_ranks;
   device_.num_experts = g.num_experts;
   device_.local_experts = device_.experts_of[rank];
   device_.hidden = g.hidden;
+  device_.scale_words = uint32_t(Layout::of(g).scale_bytes / sizeof(uint32_t));
+  for (uint32_t r = 1; r < g.num_ranks; ++r)
+    device_.experts_before[r] = device_.experts_before[r - 1] + device_.experts_of[r - 1];
   device_.payload = g.payload;
   device_.regions[rank] = regions_[rank]->data();
 
@@ -33,6 +69,7 @@ Group::Group(const Geometry& g, uint32_t rank, const std::vector<int32_t>& place
   num_sms_ = uint32_t(sms);
   check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
   check(cudaMalloc(reinterpret_cast<void**>(&device_.state), sizeof(DeviceState)), "cudaMalloc");
+  table.resize((table.size() + 3) / 4 * 4);  // read four at a time
   check(cudaMalloc(reinterpret_cast<void**>(&table_), table.size() * sizeof(uint32_t)), "cudaMalloc");
   const size_t counters = (device_.local_experts + 1) * sizeof(uint64_t);
   check(cudaMalloc(reinterpret_cast<void**>(&device_.expert_tokens), counters), "cudaMalloc");
@@ -47,7 +84,15 @@ Group::Group(const Geometry& g, uint32_t rank, const std::vector<int32_t>& place
   state.control.timeout_ns = options.timeout_ns;
   state.control.mask_on_timeout = options.mask_on_timeout;
   copy_in(device_.state, &state, sizeof state);
+  empty_slots();
   check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+}
+
+void Group::empty_slots() {
+  check(cudaSetDevice(options_.device), "cudaSetDevice");
+  std::byte* slots = device_.own() + device_.layout.slots;
+  check(cudaMemsetAsync(slots, 0xff, device_.layout.total - device_.layout.slots, stream_), "cudaMemset");
+  check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
 }
 
 Group::~Group() {
@@ -61,7 +106,7 @@ Group::~Group() {
 }
 
 void Group::attach(uint32_t rank, int fd) {
-  regions_[rank] = nvlink::Region::import(options_.device, device_.cells.total, fd);
+  regions_[rank] = nvlink::Region::import(options_.device, device_.layout.total, fd);
   device_.regions[rank] = regions_[rank]->data();
 }
 
@@ -89,6 +134,13 @@ DeviceState Group::snapshot(std::vector<uint64_t>* expert_tokens) {
   return state;
 }
 
+DeviceState Group::settled(std::vector<uint64_t>* expert_tokens) {
+  DeviceState state = snapshot(expert_tokens);
+  for (uint32_t slot = 0; slot < kSlots; ++slot)
+    for (const Scratch& s : state.scratch[slot]) settle_into(state.totals, Slot(slot), s);
+  return state;
+}
+
 void Group::copy_in(void* to, const void* from, size_t bytes) {
   check(cudaSetDevice(options_.device), "cudaSetDevice");
   check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream_), "cudaMemcpy");
@@ -96,18 +148,37 @@ void Group::copy_in(void* to, const void* from, size_t bytes) {
 }
 
 void Group::reset(uint64_t base, uint64_t masked) {
-  Control control{};
-  for (uint64_t& next : control.next) next = base;
-  control.base = base;
-  control.masked = masked;
-  control.timeout_ns = options_.timeout_ns;
-  control.mask_on_timeout = options_.mask_on_timeout;
-  const Scratch scratch[kSlots]{};
+  DeviceState state{};
+  {
+    std::vector<uint64_t> unused;
+    state = snapshot(&unused);
+  }
+  const Control before = state.control;
+  state.control = {};
+  for (Tally& tally : state.tally) {
+    tally.sends = base << kTicketShift;
+    std::memset(tally.reads, 0, sizeof tally.reads);
+  }
+  state.control.base = base;
+  state.control.masked = masked;
+  state.control.timeout_ns = before.timeout_ns;
+  state.control.mask_on_timeout = before.mask_on_timeout;
+  state.control.num_faults = before.num_faults;
+  std::memset(state.published, 0, sizeof state.published);
+  std::memset(state.scratch, 0, sizeof state.scratch);
   const uint64_t none = 0;
-  copy_in(&device_.state->control, &control, sizeof control);
-  copy_in(device_.state->scratch, scratch, sizeof scratch);
+  copy_in(device_.state, &state, sizeof state);
   copy_in(device_.own() + Head::kAbort, &none, sizeof none);
+  empty_slots();
   *device_.status = {};
+}
+
+void Group::set_faults(const std::vector<DeviceFault>& faults) {
+  if (faults.size() > kMaxFaults)
+    throw std::runtime_error("at most " + std::to_string(kMaxFaults) + " faults");
+  const uint64_t count = faults.size();
+  if (count != 0) copy_in(device_.state->faults, faults.data(), count * sizeof(DeviceFault));
+  copy_in(&device_.state->control.num_faults, &count, sizeof count);
 }
 
 void Group::mask(uint64_t ranks) {

@@ -36,12 +36,16 @@ class Group {
   uint64_t bytes() const;  // of device memory
 
   Status status() const;  // the first failure so far; read without a sync
-  DeviceState snapshot(std::vector<uint64_t>* expert_tokens);  // beside the streams that work
+  // Copied beside the streams that work. settled() counts times that no kernel has settled yet too.
+  DeviceState snapshot(std::vector<uint64_t>* expert_tokens);
+  DeviceState settled(std::vector<uint64_t>* expert_tokens);
   // New generation; no kernel of the group may run. Epochs up to `base` are over.
   void reset(uint64_t base, uint64_t masked);
   void mask(uint64_t ranks);
+  void set_faults(const std::vector<DeviceFault>& faults);
 
  private:
+  void empty_slots();
   void copy_in(void* to, const void* from, size_t bytes);
 
   Options options_;

@@ -12,7 +12,7 @@ namespace ep::cuda {
 struct Launch {
   cudaStream_t stream;
   uint32_t num_sms;
-  bool narrow;  // rows or the caller's tensors are not multiples of 16 bytes
+  bool narrow;  // rows or the caller's tensors are not at multiples of 16 bytes
 };
 
 enum class Halves : uint32_t { kSend = 1, kRecv = 2, kBoth = 3 };
@@ -25,6 +25,9 @@ cudaError_t combine(const Launch& launch, Halves halves, const Device& device, c
 
 // Gives the bank of an in-place view back to the senders.
 cudaError_t release(cudaStream_t stream, const Device& device, std::byte* handle);
+
+// Tells the senders which banks were read, where no further kernel of the group may follow for a while.
+cudaError_t publish(cudaStream_t stream, const Device& device);
 
 // Starts a kernel that may be set up while the one before it in the stream ends.
 template <class... Params, class... Args>

@@ -135,71 +135,91 @@ struct Layout {
   }
 };
 
-// What a region in a GPU's memory holds behind `Layout`. Rows become visible part by part there, each part
-// with a cell of its own (its 64-bit epoch); the source counts its rows per expert for the receiver; and
-// banks are given back one by one, so that receives may end in any order.
+// What a region in a GPU's memory holds behind `Head`. Data and flag are one there: a slot is all ones until
+// its rows come, no word of a row is ever all ones, and the reader makes it all ones again. Words that many
+// blocks read carry their epoch instead. Banks are given back one by one: receives may end in any order.
 //
-//   dispatch cells  [bank][source][token][part]                    u64 epoch << 1 | whether there is a row
-//   combine cells   [bank][expert rank][token][choice][part]       u64
-//   read cells      [op][bank][reader] a line each                 u64 epoch that the reader has read there
-//   expert counts   [bank][source][expert of the owner]            u32
+//   headers  [bank][source][word]                   u64 value << 32 | epoch. Word 0: tokens, kHasWeights;
+//   word
+//                                                   1 + i: rows for experts 2i and 2i + 1 of the owner
+//   slots    [bank][source][token]                  row, scales, then per choice {place, weight}
+//   answers  [bank][expert rank][token][choice]     rows that come back
+//   weights  [bank][source][token][choice]          u64 weight << 32 | epoch, where they come with combine
+//   read     [op][bank][reader]                     u64 epoch that the reader has read there
 struct DeviceLayout {
-  static constexpr uint32_t kParts = 2;  // of a row: up to as many blocks send it
-  uint32_t num_ranks, max_tokens, choices, num_experts, num_banks;
-  uint64_t dispatch_cells, combine_cells, read_cells, expert_counts, total;
+  static constexpr uint32_t kWord = 16;            // bytes of one access
+  static constexpr uint32_t kAbsent = 0xfffffffe;  // place: no expert here
+  uint32_t num_ranks, max_tokens, top_k, choices, num_banks, header_words, position_bits;
+  uint64_t row_bytes, scale_offset, entry_offset, slot_pitch, answer_bytes, answer_pitch;
+  uint64_t headers, slots, answers, weights, read_cells, total;
 
   EP_HOST_DEVICE static constexpr DeviceLayout of(const Geometry& g) {
     const Layout l = Layout::of(g);
-    DeviceLayout d{g.num_ranks, g.max_tokens, l.choices_per_token, g.num_experts, g.num_banks, 0, 0, 0, 0, 0};
-    const uint64_t slots = uint64_t(g.num_banks) * g.num_ranks, parts = kParts * sizeof(uint64_t);
-    d.dispatch_cells = l.total;
-    d.combine_cells = align_up(d.dispatch_cells + slots * g.max_tokens * parts, kPage);
-    d.read_cells = align_up(d.combine_cells + slots * g.max_tokens * d.choices * parts, kPage);
-    d.expert_counts = align_up(d.read_cells + kBankedOps * slots * kLine, kPage);
-    d.total = align_up(d.expert_counts + slots * align_up(g.num_experts, 16) * sizeof(uint32_t), kPage);
+    DeviceLayout d{};
+    d.num_ranks = g.num_ranks;
+    d.max_tokens = g.max_tokens;
+    d.top_k = g.top_k;
+    d.choices = l.choices_per_token;
+    d.num_banks = g.num_banks;
+    d.header_words = 1 + (g.num_experts + 1) / 2;
+    while (1u << d.position_bits < g.max_tokens) ++d.position_bits;
+    d.row_bytes = l.row_bytes;
+    d.scale_offset = align_up(l.row_bytes, kWord);
+    d.entry_offset = align_up(d.scale_offset + l.scale_bytes, kWord);
+    d.slot_pitch = align_up(d.entry_offset + g.top_k * sizeof(uint64_t), 2 * kLine);
+    d.answer_bytes = l.combine_bytes;
+    d.answer_pitch = align_up(l.combine_bytes, 2 * kLine);
+    const uint64_t blocks = uint64_t(g.num_banks) * g.num_ranks, tokens = blocks * g.max_tokens;
+    d.headers = Head::kBytes;
+    d.weights = align_up(d.headers + blocks * d.header_words * sizeof(uint64_t), kPage);
+    d.read_cells = align_up(d.weights + tokens * g.top_k * sizeof(uint64_t), kPage);
+    d.slots = align_up(d.read_cells + kBankedOps * blocks * sizeof(uint64_t), kPage);
+    d.answers = align_up(d.slots + tokens * d.slot_pitch, kPage);
+    d.total = align_up(d.answers + tokens * d.choices * d.answer_pitch, kPage);
     return d;
   }
 
-  EP_HOST_DEVICE constexpr uint64_t row_cell(uint32_t bank, uint32_t source, uint32_t token,
-                                             uint32_t part) const {
-    const uint64_t row = (uint64_t(bank) * num_ranks + source) * max_tokens + token;
-    return dispatch_cells + (row * kParts + part) * sizeof(uint64_t);
+  EP_HOST_DEVICE constexpr uint64_t header_at(uint32_t bank, uint32_t source, uint32_t word) const {
+    return headers + ((uint64_t(bank) * num_ranks + source) * header_words + word) * sizeof(uint64_t);
   }
-  EP_HOST_DEVICE constexpr uint64_t combine_cell(uint32_t bank, uint32_t expert_rank, uint32_t token,
-                                                 uint32_t choice, uint32_t part) const {
+  EP_HOST_DEVICE constexpr uint64_t slot_at(uint32_t bank, uint32_t source, uint32_t token) const {
+    return slots + ((uint64_t(bank) * num_ranks + source) * max_tokens + token) * slot_pitch;
+  }
+  EP_HOST_DEVICE constexpr uint64_t answer_at(uint32_t bank, uint32_t expert_rank, uint32_t token,
+                                              uint32_t choice) const {
     const uint64_t row = ((uint64_t(bank) * num_ranks + expert_rank) * max_tokens + token) * choices + choice;
-    return combine_cells + (row * kParts + part) * sizeof(uint64_t);
+    return answers + row * answer_pitch;
+  }
+  EP_HOST_DEVICE constexpr uint64_t weight_at(uint32_t bank, uint32_t source, uint32_t token,
+                                              uint32_t choice) const {
+    const uint64_t row = (uint64_t(bank) * num_ranks + source) * max_tokens + token;
+    return weights + (row * top_k + choice) * sizeof(uint64_t);
   }
   EP_HOST_DEVICE constexpr uint64_t read_cell(Op op, uint32_t bank, uint32_t reader) const {
-    return read_cells + ((uint64_t(op) * num_banks + bank) * num_ranks + reader) * kLine;
-  }
-  EP_HOST_DEVICE constexpr uint64_t counts_at(uint32_t bank, uint32_t source) const {
-    return expert_counts +
-           (uint64_t(bank) * num_ranks + source) * align_up(num_experts, 16) * sizeof(uint32_t);
+    return read_cells + ((uint64_t(op) * num_banks + bank) * num_ranks + reader) * sizeof(uint64_t);
   }
 };
 
 // What a dispatch on a GPU leaves for the halves after it, in one block of the caller's device memory.
 struct DeviceHandle {
   uint64_t epoch, combine_epoch;
-  uint32_t tokens, has_weights;  // of this rank
-  uint64_t sent_to, arrived;     // bits per rank
-  uint32_t rows, held;           // entries received; an in-place view still reads the bank
+  uint32_t tokens, arrived;  // of this rank; bit per rank whose header came
+  uint32_t sent_to, unused;  // bit per rank
   uint32_t source_tokens[kMaxRanks];
 
-  // Arrays behind it. ids, weights: [T, K] of this rank. entries: [R * max_tokens, K] row of the view or -1,
-  // and its weight.
-  EP_HOST_DEVICE static constexpr uint64_t ids() { return align_up(sizeof(DeviceHandle), kLine); }
-  EP_HOST_DEVICE static constexpr uint64_t weights(const Layout& l) {
-    return align_up(ids() + uint64_t(l.max_tokens) * l.top_k * sizeof(int32_t), kLine);
+  // Arrays behind it. places, weights: [T, K] of this rank, place = owner << 24 | local expert, or -1.
+  // entries: [R * max_tokens, K] row of the view or -1, and its weight.
+  EP_HOST_DEVICE static constexpr uint64_t places() { return align_up(sizeof(DeviceHandle), kLine); }
+  EP_HOST_DEVICE static constexpr uint64_t weights(const DeviceLayout& l) {
+    return align_up(places() + uint64_t(l.max_tokens) * l.top_k * sizeof(int32_t), kLine);
   }
-  EP_HOST_DEVICE static constexpr uint64_t entry_rows(const Layout& l) {
+  EP_HOST_DEVICE static constexpr uint64_t entry_rows(const DeviceLayout& l) {
     return align_up(weights(l) + uint64_t(l.max_tokens) * l.top_k * sizeof(float), kLine);
   }
-  EP_HOST_DEVICE static constexpr uint64_t entry_weights(const Layout& l) {
+  EP_HOST_DEVICE static constexpr uint64_t entry_weights(const DeviceLayout& l) {
     return align_up(entry_rows(l) + uint64_t(l.num_ranks) * l.max_tokens * l.top_k * sizeof(int32_t), kLine);
   }
-  EP_HOST_DEVICE static constexpr uint64_t bytes(const Layout& l) {
+  EP_HOST_DEVICE static constexpr uint64_t bytes(const DeviceLayout& l) {
     return align_up(entry_weights(l) + uint64_t(l.num_ranks) * l.max_tokens * l.top_k * sizeof(float), kLine);
   }
 };

@@ -1,0 +1,46 @@
+// bf16 to e4m3 with one scale per 128 channels, in registers; the arithmetic is that of ep/quant.hpp.
+#pragma once
+
+#include "cuda/memory.cuh"
+#include "ep/quant.hpp"
+
+namespace ep::cuda {
+
+__device__ __forceinline__ float low_half(uint32_t word) { return float_of(word << 16); }
+__device__ __forceinline__ float high_half(uint32_t word) { return float_of(word & 0xffff0000u); }
+
+__device__ __forceinline__ uint32_t to_e4m3x2(float low, float high) {
+  uint16_t both;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(high), "f"(low));
+  return both;
+}
+
+// The largest of the 8 lanes of a group.
+__device__ __forceinline__ uint32_t max_of_group(uint32_t value) {
+#pragma unroll
+  for (uint32_t by = 4; by != 0; by /= 2) value = max(value, __shfl_xor_sync(kFull, value, by));
+  return value;
+}
+
+// 16 channels of a lane, 8 lanes to a group, as e4m3; `scale` is what the receiver multiplies by.
+__device__ __forceinline__ uint4 quantise16(const uint4& a, const uint4& b, bool power_of_two, float* scale) {
+  const uint32_t words[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+  uint32_t most = 0;
+#pragma unroll
+  for (uint32_t word : words) {
+    most = max(most, word << 16 & 0x7fffffffu);
+    most = max(most, word & 0x7fff0000u);
+  }
+  const Scale by = scale_of(max_of_group(most), power_of_two);
+  *scale = by.stored;
+  uint32_t out[4];
+#pragma unroll
+  for (uint32_t i = 0; i < 4; ++i) {
+    const uint32_t p = words[2 * i], q = words[2 * i + 1];
+    out[i] = to_e4m3x2(low_half(p) * by.multiply, high_half(p) * by.multiply) |
+             to_e4m3x2(low_half(q) * by.multiply, high_half(q) * by.multiply) << 16;
+  }
+  return {out[0], out[1], out[2], out[3]};
+}
+
+}  // namespace ep::cuda
