@@ -7,11 +7,13 @@ Failures that a kernel finds are raised by the next call. Knows no kernels (cuda
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 
+from ep_server.ep.cuda import CudaExchange
+from ep_server.ep.cuda_checks import handle_of
 from ep_server.ep.cuda_handle import Handle
+from ep_server.ep.cuda_requests import Wire
 from ep_server.ep.events import EventHandle, EventOverlap
 from ep_server.ep.exchange import Received, Reduction, View
 from ep_server.ep.operation import (
@@ -33,11 +35,11 @@ class CudaArena:
     """See operation.Arena. Every rank sums its experts' outputs, whether dispatch or combine has the weights.
 
     Args:
-        exchange: a CudaExchange, whose module exists only where nvcc was.
+        exchange: this rank's end; its module exists only where nvcc was.
         streams: of its device, shared by all arenas of a Buffer.
     """
 
-    def __init__(self, exchange: Any, streams: Streams) -> None:
+    def __init__(self, exchange: CudaExchange, streams: Streams) -> None:
         self.exchange, self.spec = exchange, exchange.spec
         self.device, self.pinned = exchange.device, False
         self._streams = streams
@@ -116,10 +118,10 @@ class CudaArena:
                 received = pending.recv(
                     View.PADDED,
                     out=(outputs.rows, outputs.scales),
+                    counts=outputs.counts,
                     expert_stats=call.expert_stats,
                     wait_stats=call.wait_stats,
                 )
-                outputs.counts.copy_(received.counts)
             take_source_map(pending.handle)
             operation.received = without_rows(received)
 
@@ -138,7 +140,7 @@ class CudaArena:
         self.pinned = self.pinned or capturing()
         if operation.answering:
             raise InvalidArgument("handle", "of a combine whose hook was not called", "of one at a time")
-        received, wire = operation.received, "log10" if call.log_format else "bf16"
+        received, wire = operation.received, Wire.LOG10 if call.log_format else Wire.BF16
         assert received is not None
         if ending.hook:
             return self._combine_send(operation, received, call, wire)
@@ -157,7 +159,7 @@ class CudaArena:
         used = (call.expert_out, call.weights, call.out, call.wait_stats, handle_of(received).memory)
         return self._event(event, used), None
 
-    def _combine_send(self, operation: Operation, received: Received, call: CombineCall, wire: str) -> Ended:
+    def _combine_send(self, operation: Operation, received: Received, call: CombineCall, wire: Wire) -> Ended:
         stream = self._streams.current()
         pending = self.exchange.combine_send(
             call.expert_out, received, call.weights, reduction=Reduction.RANK, wire=wire
@@ -191,13 +193,6 @@ class CudaArena:
             return EventOverlap()  # the current stream waits: memory that is freed there is reused after it
         use_on(self._streams.communication, *used)
         return EventOverlap(event, used)
-
-
-def handle_of(received: Received) -> Handle:
-    """The state that CudaExchange leaves in a Received."""
-    if not isinstance(received.handle, Handle):
-        raise InternalError(f"CudaExchange returned a handle of {type(received.handle).__name__}")
-    return received.handle
 
 
 def take_source_map(handle: Handle) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,16 +2,19 @@
 
 Checks tensors, allocates outputs and enqueues kernels on the current stream; nothing here waits for the GPU
 but COMPACT and INDEX outside a graph, whose exact size the host must learn. Failures that a kernel finds are
-raised by the next call, check() or synchronize(). Everything can be captured in a CUDA graph and replayed;
-sends of one exchange follow one another in stream order. Durations in ns.
+raised by the next call, check() or synchronize(). A rank tells the others which of its banks are free when
+its next kernel starts, in barrier() or in synchronize(). Everything can be captured in a CUDA graph and
+replayed; sends of one exchange follow one another in stream order. Durations in ns.
 
 Beyond the Protocol:
     CudaExchange(spec, control=..., on_timeout="raise" | "mask", num_sms=0, validate=False)
     .dispatch(...) , .combine(...)           both halves in one kernel, where nothing is done between them
     .dispatch_send(..., tokens_on_device=)   T of each replay, int32 [1]
-    PendingDispatch.recv(capacity=, source_map=True)
+    PendingDispatch.recv(counts=, capacity=, source_map=True, expert_stats=, wait_stats=)
+    .combine_send(..., wire="bf16" | "fp8" | "log10"), PendingCombine.recv(wait_stats=)
     .empty_padded(), .release(received), .check(), .synchronize(), .masked, .mask(ranks), .reset(dead=())
-    .statistics(), .memory_bytes
+    .statistics(), .set_faults(faults), .memory_bytes
+Made by cuda_memory.from_process_group (a process per GPU) or from_local (several GPUs in one process).
 """
 
 from __future__ import annotations
@@ -23,79 +26,42 @@ import torch
 
 from ep_server import _cuda
 from ep_server.ep.checks import check_tokens
-from ep_server.ep.cuda_handle import Handle
-from ep_server.ep.cuda_launch import BOTH, RECV, SEND, Launcher
-from ep_server.ep.cuda_memory import share_regions
-from ep_server.ep.cuda_shapes import Shapes, Tensors
-from ep_server.ep.exchange import ExchangeSpec, Payload, Received, Reduction, View
-from ep_server.ep.geometry import PAYLOADS, REDUCTIONS
-from ep_server.ep.limits import check_spec
-from ep_server.ep.native import NativeExchange
-from ep_server.errors import (
-    ConfigError,
-    HookNotCalled,
-    InvalidArgument,
-    StartupError,
+from ep_server.ep.cuda_checks import (
+    check_answer,
+    check_device_spec,
+    check_dispatch,
+    check_num_sms,
+    choose,
+    handle_of,
+    manner_of,
 )
-
-DISPATCH, COMBINE = "dispatch", "combine"
-
-
-class PendingDispatch:
-    """A dispatch whose send half has run. See exchange.PendingDispatch."""
-
-    def __init__(self, exchange: CudaExchange, handle: Handle) -> None:
-        self._exchange, self.handle = exchange, handle
-
-    def recv(
-        self,
-        view: View = View.COMPACT,
-        *,
-        out: Tensors | None = None,
-        capacity: int | None = None,
-        source_map: bool = False,
-    ) -> Received:
-        """As the Protocol says, on the current stream.
-
-        Args:
-            out: rows and scales of an earlier empty_padded(), PADDED only.
-            capacity: rows of a COMPACT or INDEX view. None = as many as can come; outside a graph the view
-              is then cut to what came. More rows than that fail as InvalidArgument.
-            source_map: fills the handle's src_info and layout_range; PADDED only.
-        """
-        if self.handle.received:
-            raise InvalidArgument("dispatch", "received", "received once")
-        return self._exchange._open().receive(self.handle, None, View(view), out, capacity, source_map)
-
-
-class PendingCombine:
-    """A combine whose send half has run. See exchange.PendingCombine."""
-
-    def __init__(
-        self, exchange: CudaExchange, handle: Handle, weights: torch.Tensor | None, reduction: Reduction
-    ) -> None:
-        self._exchange, self._handle, self._weights, self._reduction = exchange, handle, weights, reduction
-        self.received = False
-
-    def recv(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """As the Protocol says, on the current stream."""
-        if self.received:
-            raise InvalidArgument("combine", "received", "received once")
-        self.received = True
-        out = self._exchange._shapes.result(self._handle, out)
-        self._exchange._open().combine(RECV, self._handle, None, out, self._weights, self._reduction)
-        return out
+from ep_server.ep.cuda_faults import encode_device_faults
+from ep_server.ep.cuda_handle import Handle
+from ep_server.ep.cuda_launch import BOTH, SEND, Launcher, make_group
+from ep_server.ep.cuda_memory import share_regions
+from ep_server.ep.cuda_pending import COMBINE, DISPATCH, Flights, PendingCombine, PendingDispatch
+from ep_server.ep.cuda_requests import CombineTensors, Receipt, Wire
+from ep_server.ep.cuda_shapes import Shapes
+from ep_server.ep.exchange import ExchangeSpec, Received, Reduction, View
+from ep_server.ep.faults import Fault
+from ep_server.ep.native import NativeExchange
+from ep_server.ep.views import Tensors
+from ep_server.errors import ConfigError, ExchangeError, InvalidArgument, StartupError
 
 
 class CudaExchange:
     """One rank's end of a group of GPUs. Satisfies exchange.Exchange on tensors of `device`.
 
+    Calls are made with `device` current. Where two streams may wait for peers at once, num_sms must leave
+    room for the sends behind them: at most half of the GPU each.
+
     Args:
         spec: this rank's; the other ranks' differ in `rank` only.
         control: an exchange of control_spec(spec) over the same ranks; owned by this one from now on.
+          all_gather, barrier and reset meet there: every rank calls them, each from a thread of its own.
         device: GPU ordinal; None = the current one.
         on_timeout: "raise" aborts the group; "mask" goes on without the peer.
-        num_sms: multiprocessors that a kernel may fill; 0 = all.
+        num_sms: multiprocessors that a kernel may fill; 0 = all; 1 is enough for any operation.
         validate: reads ids back and checks them before anything is sent; for tests, it waits for the GPU.
     Raises: ConfigError; StartupError where a GPU, its driver or peer access is missing.
     """
@@ -110,45 +76,29 @@ class CudaExchange:
         num_sms: int = 0,
         validate: bool = False,
     ) -> None:
-        check_spec(spec)
-        if spec.num_ranks > _cuda.MAX_RANKS:
-            raise ConfigError("num_ranks", spec.num_ranks, f"at most {_cuda.MAX_RANKS} on one host")
-        if spec.payload == Payload.FP32:
-            raise ConfigError("payload", spec.payload, "bf16 or one of fp8 on a GPU")
-        if on_timeout not in {"raise", "mask"}:
-            raise ConfigError("on_timeout", on_timeout, "one of raise, mask")
-        if not torch.cuda.is_available():
-            raise StartupError("the exchange over NVLink needs a CUDA device, none is available")
-        self.spec = spec
-        self.device = torch.device("cuda", torch.cuda.current_device() if device is None else device)
-        self._validate = validate
-        self._shapes = Shapes(spec, self.device)
+        check_device_spec(spec, on_timeout)
+        self.spec, self._validate = spec, validate
         self._control: NativeExchange | None = control
         try:
+            if not torch.cuda.is_available():
+                raise StartupError("the exchange over NVLink needs a CUDA device, none is available")
+            self.device = torch.device("cuda", torch.cuda.current_device() if device is None else device)
+            self._shapes = Shapes(spec, self.device)
             with torch.cuda.device(self.device):
-                group = _cuda.Group(
-                    num_ranks=spec.num_ranks,
-                    max_tokens=spec.max_tokens,
-                    hidden=spec.hidden,
-                    top_k=spec.top_k,
-                    num_banks=spec.num_banks,
-                    payload=PAYLOADS.index(Payload(spec.payload)),
-                    reduction=REDUCTIONS.index(Reduction(spec.reduction)),
-                    rank=spec.rank,
-                    placement=list(spec.placement),
-                    device=self.device.index,
-                    timeout_ns=spec.timeout_ns,
-                    mask_on_timeout=on_timeout == "mask",
-                )
+                group = make_group(spec, self.device, on_timeout)
+                launcher = Launcher(group, spec, self._shapes, check_num_sms(num_sms, group.num_sms))
                 share_regions(control, spec, group)
-        except RuntimeError as error:
-            raise StartupError(f"rank {spec.rank}: {error}") from error
-        if not 0 <= num_sms <= group.num_sms:
-            raise ConfigError("num_sms", num_sms, f"0 to {group.num_sms}")
-        launcher = Launcher(group, spec, self._shapes, num_sms or group.num_sms)
+        except BaseException as error:
+            if not isinstance(
+                error, ConfigError
+            ):  # that one all ranks find; else they would wait for this one
+                control.abort()
+            control.close()
+            if isinstance(error, RuntimeError | ExchangeError):
+                raise StartupError(f"rank {spec.rank}: {error}") from error
+            raise
         self._launcher: Launcher | None = launcher
-        self._flights: dict[str, list[Any]] = {op: [None] * spec.num_banks for op in (DISPATCH, COMBINE)}
-        self._sends = {DISPATCH: 0, COMBINE: 0}
+        self._flights = Flights(spec.rank, spec.num_banks)
 
     # -- the Protocol ---------------------------------------------------------------------------------
 
@@ -168,9 +118,8 @@ class CudaExchange:
         handle = self._new_handle(x, topk_ids, topk_weights)
         send = self._open().send_args(x, topk_ids, topk_weights, tokens_on_device)
         self._open().dispatch(SEND, send, _cuda.DispatchRecvArgs(), handle, (x,))
-        pending = PendingDispatch(self, handle)
-        self._take_bank(DISPATCH, handle)
-        return pending
+        self._flights.take(DISPATCH, handle)
+        return PendingDispatch(self._open, handle)
 
     def combine_send(
         self,
@@ -179,14 +128,22 @@ class CudaExchange:
         topk_weights: torch.Tensor | None = None,
         *,
         reduction: Reduction | None = None,
+        wire: Wire = Wire.BF16,
     ) -> PendingCombine:
-        """As the Protocol says. expert_out is read in place when the kernel runs."""
-        handle, chosen = self._check_answer(expert_out, received, topk_weights, reduction)
+        """As the Protocol says. expert_out is read in place when the kernel runs.
+
+        Args:
+            topk_weights: [T, K] float32 where dispatch had none. With reduction rank they are pushed to the
+              experts' ranks first.
+            wire: how rows travel; other than bf16 with reduction rank and H a multiple of 128.
+        """
+        launcher, manner = self._open(), manner_of(self.spec, reduction, wire)
+        handle = check_answer(self._shapes, expert_out, received, topk_weights, manner)
         self._check_bank(COMBINE)
-        self._open().combine(SEND, handle, expert_out, None, None, chosen)
+        launcher.combine(SEND, handle, manner, CombineTensors(expert_out, topk_weights))
         handle.held = False
-        pending = PendingCombine(self, handle, topk_weights, chosen)
-        self._take_bank(COMBINE, pending)
+        pending = PendingCombine(self._open, handle, topk_weights, manner)
+        self._flights.take(COMBINE, pending)
         return pending
 
     def all_gather(self, record: bytes) -> list[bytes]:
@@ -195,6 +152,7 @@ class CudaExchange:
 
     def barrier(self) -> None:
         """As the Protocol says: of the processes, not of their streams."""
+        self._open().publish()
         self._open_control().barrier()
 
     def close(self) -> None:
@@ -216,15 +174,23 @@ class CudaExchange:
         view: View = View.PADDED,
         *,
         out: Tensors | None = None,
+        counts: torch.Tensor | None = None,
         capacity: int | None = None,
         source_map: bool = False,
         tokens_on_device: torch.Tensor | None = None,
+        expert_stats: torch.Tensor | None = None,
+        wait_stats: torch.Tensor | None = None,
     ) -> Received:
-        """dispatch_send and recv in one kernel: rows are placed while others are under way."""
+        """dispatch_send and recv in one kernel: rows are placed while others are under way.
+
+        Keywords: see dispatch_send and cuda_requests.Receipt.
+        """
         handle = self._new_handle(x, topk_ids, topk_weights)
         send = self._open().send_args(x, topk_ids, topk_weights, tokens_on_device)
-        received = self._open().receive(handle, (send, x), View(view), out, capacity, source_map)
-        self._take_bank(DISPATCH, handle)
+        view = choose("view", View, view)
+        receipt = Receipt(view, out, counts, capacity, source_map, expert_stats, wait_stats)
+        received = self._open().receive(handle, (send, x), receipt)
+        self._flights.take(DISPATCH, handle)
         return received
 
     def combine(
@@ -235,14 +201,17 @@ class CudaExchange:
         *,
         out: torch.Tensor | None = None,
         reduction: Reduction | None = None,
+        wire: Wire = Wire.BF16,
+        wait_stats: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """combine_send and recv in one kernel."""
-        handle, chosen = self._check_answer(expert_out, received, topk_weights, reduction)
+        """combine_send and recv in one kernel; keywords as there."""
+        launcher, manner = self._open(), manner_of(self.spec, reduction, wire)
+        handle = check_answer(self._shapes, expert_out, received, topk_weights, manner)
         self._check_bank(COMBINE)
         out = self._shapes.result(handle, out)
-        self._open().combine(BOTH, handle, expert_out, out, topk_weights, chosen)
+        launcher.combine(BOTH, handle, manner, CombineTensors(expert_out, topk_weights, out, wait_stats))
         handle.held = False
-        self._take_bank(COMBINE, None)
+        self._flights.take(COMBINE, None)
         return out
 
     # -- views ----------------------------------------------------------------------------------------
@@ -253,7 +222,7 @@ class CudaExchange:
 
     def release(self, received: Received) -> None:
         """Gives the bank of an INDEX view back to the senders; without effect on other views."""
-        handle = self._handle_of(received)
+        handle = handle_of(received)
         if handle.held:
             self._open().release(handle)
             handle.held = False
@@ -269,6 +238,7 @@ class CudaExchange:
 
     def synchronize(self) -> None:
         """Waits for the current stream, then check()."""
+        self._open().publish()
         torch.cuda.current_stream(self.device).synchronize()
         self.check()
 
@@ -293,8 +263,12 @@ class CudaExchange:
         banks = self.spec.num_banks
         base = (last + 3 * banks) // banks * banks  # beyond every epoch of the old generation
         self._open().group.reset(base, sum(1 << rank for rank in gone))
-        self._flights = {op: [None] * banks for op in (DISPATCH, COMBINE)}
+        self._flights = Flights(self.spec.rank, banks)
         control.barrier()
+
+    def set_faults(self, faults: Iterable[Fault]) -> None:
+        """Replaces the fault plan: delays and drops where a send writes. No kernel may be running."""
+        self._open().group.set_faults(encode_device_faults(faults, self.spec))
 
     def statistics(self) -> dict[str, Any]:
         """Cumulative measurements, kept on the GPU; copied beside the streams that work.
@@ -328,61 +302,14 @@ class CudaExchange:
             raise InvalidArgument("exchange", "closed", "open")
         return self._control
 
-    def _take_bank(self, op: str, flight: Any) -> None:
-        if torch.cuda.is_current_stream_capturing():
-            return  # a graph has no host beside it: the kernels look after its banks
-        self._flights[op][self._sends[op] % self.spec.num_banks] = flight
-        self._sends[op] += 1
-
     def _check_bank(self, op: str) -> None:
         self.check()
-        before = self._flights[op][self._sends[op] % self.spec.num_banks]
-        if before is None or torch.cuda.is_current_stream_capturing():
-            return
-        if not before.received or getattr(before, "held", False):
-            raise HookNotCalled(
-                f"rank {self.spec.rank}: {op} takes a bank that was not received or released here"
-            )
+        self._flights.check(op)
 
     def _new_handle(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None) -> Handle:
-        spec, group = self.spec, self._open().group
-        tokens = x.shape[0] if x.dim() == 2 else -1
-        self._shapes.check("x", x, torch.bfloat16, tokens, spec.hidden)
-        if tokens > spec.max_tokens:
-            raise InvalidArgument("x", f"T = {tokens}", f"at most max_tokens = {spec.max_tokens} tokens")
-        self._shapes.check("topk_ids", ids, torch.int64, tokens, spec.top_k)
-        if weights is not None:
-            self._shapes.check("topk_weights", weights, torch.float32, tokens, spec.top_k)
-        elif spec.reduction == Reduction.RANK:
-            raise InvalidArgument("topk_weights", None, "given at dispatch for reduction rank")
+        group, tokens = self._open().group, check_dispatch(self._shapes, x, ids, weights)
         if self._validate:
-            check_tokens(spec, x.cpu(), ids.cpu(), None if weights is None else weights.cpu())
+            check_tokens(self.spec, x.cpu(), ids.cpu(), None if weights is None else weights.cpu())
         self._check_bank(DISPATCH)
         memory = torch.empty(group.handle_bytes, dtype=torch.uint8, device=self.device)
         return Handle(memory, tokens, weights is not None)
-
-    def _handle_of(self, received: Received) -> Handle:
-        if not isinstance(received.handle, Handle):
-            raise InvalidArgument("received.handle", received.handle, "of a dispatch of this exchange")
-        return received.handle
-
-    def _check_answer(
-        self,
-        expert_out: torch.Tensor,
-        received: Received,
-        weights: torch.Tensor | None,
-        reduction: Reduction | None,
-    ) -> tuple[Handle, Reduction]:
-        spec, handle = self.spec, self._handle_of(received)
-        chosen = spec.reduction if reduction is None else Reduction(reduction)
-        if chosen == Reduction.SOURCE and spec.reduction == Reduction.RANK:
-            raise InvalidArgument("reduction", str(chosen), "rank, as the spec says")
-        rows = (self._shapes.local, self._shapes.padded) if received.view == View.PADDED else (handle.rows,)
-        self._shapes.check("expert_out", expert_out, torch.bfloat16, *rows, spec.hidden)
-        if weights is not None:
-            if handle.weighted or chosen == Reduction.RANK:
-                raise InvalidArgument("topk_weights", "a tensor", "None: this dispatch was given them")
-            self._shapes.check("topk_weights", weights, torch.float32, handle.tokens, spec.top_k)
-        elif not handle.weighted and (chosen == Reduction.RANK or handle.tokens):
-            raise InvalidArgument("topk_weights", None, "given at dispatch or at combine")
-        return handle, chosen

@@ -1,6 +1,6 @@
-"""Enqueues the kernels of the exchange on the current stream and makes the tensors that they fill.
+"""Enqueues the kernels of the exchange on the current stream.
 
-Knows no state of operations beyond their handles: banks, membership and checks of callers are in cuda.py.
+Knows no state of operations beyond their handles: banks, membership and checks of callers are elsewhere.
 """
 
 from __future__ import annotations
@@ -9,13 +9,39 @@ import torch
 
 from ep_server import _cuda
 from ep_server.ep.cuda_handle import DeviceBytes, Handle, raise_status
-from ep_server.ep.cuda_shapes import VECTOR, Shapes, Tensors
-from ep_server.ep.exchange import ExchangeSpec, Received, Reduction, View
-from ep_server.ep.geometry import REDUCTIONS
+from ep_server.ep.cuda_requests import CombineTensors, Manner, Receipt, Wire
+from ep_server.ep.cuda_shapes import VECTOR, Landing, Shapes
+from ep_server.ep.exchange import ExchangeSpec, Payload, Received, Reduction, View
+from ep_server.ep.geometry import PAYLOADS, REDUCTIONS
 from ep_server.ep.native import VIEWS
+from ep_server.ep.views import Tensors
 from ep_server.errors import InvalidArgument
 
 SEND, RECV, BOTH = 1, 2, 3  # csrc/cuda/phases.hpp
+WIRES = tuple(Wire)
+
+
+def make_group(spec: ExchangeSpec, device: torch.device, on_timeout: str) -> _cuda.Group:
+    """This rank's region and state in the memory of its GPU. Raises RuntimeError for what the GPU refuses."""
+    return _cuda.Group(
+        num_ranks=spec.num_ranks,
+        max_tokens=spec.max_tokens,
+        hidden=spec.hidden,
+        top_k=spec.top_k,
+        num_banks=spec.num_banks,
+        payload=PAYLOADS.index(Payload(spec.payload)),
+        reduction=REDUCTIONS.index(Reduction(spec.reduction)),
+        rank=spec.rank,
+        placement=list(spec.placement),
+        device=device.index,
+        timeout_ns=spec.timeout_ns,
+        mask_on_timeout=on_timeout == "mask",
+    )
+
+
+def address(tensor: torch.Tensor | None) -> int:
+    """Of its first element; 0 for None."""
+    return 0 if tensor is None else tensor.data_ptr()
 
 
 class Launcher:
@@ -35,6 +61,10 @@ class Launcher:
         """Gives the bank of an in-place view back."""
         self.group.release(self._stream(), handle.memory.data_ptr())
 
+    def publish(self) -> None:
+        """Tells the senders which banks were read, where no further kernel may follow for a while."""
+        self.group.publish(self._stream())
+
     def _stream(self) -> int:
         return int(torch.cuda.current_stream(self.device).cuda_stream)
 
@@ -45,10 +75,8 @@ class Launcher:
         return _cuda.DispatchSendArgs(
             x=x.data_ptr(),
             ids=ids.data_ptr(),
-            weights=0 if weights is None else weights.data_ptr(),
-            tokens_on_device=0
-            if count is None
-            else self.shapes.check("tokens_on_device", count, torch.int32, 1),
+            weights=address(weights),
+            tokens_on_device=self.shapes.optional("tokens_on_device", count, torch.int32, 1),
             tokens=x.shape[0],
         )
 
@@ -70,87 +98,88 @@ class Launcher:
         )
 
     def receive(
-        self,
-        handle: Handle,
-        send: tuple[_cuda.DispatchSendArgs, torch.Tensor] | None,
-        view: View,
-        out: Tensors | None,
-        capacity: int | None,
-        source_map: bool,
+        self, handle: Handle, send: tuple[_cuda.DispatchSendArgs, torch.Tensor] | None, receipt: Receipt
     ) -> Received:
         """The second half, or both where `send` is given; see PendingDispatch.recv."""
-        spec, shapes, device = self.spec, self.shapes, self.device
-        counts = torch.empty(shapes.local, dtype=torch.int32, device=device)
-        offsets = torch.empty(shapes.local + 1, dtype=torch.int64, device=device)
-        rows, row_ids, scales = torch.empty(0, device=device), None, None
-        limit = shapes.most_rows if capacity is None else capacity
-        if view == View.PADDED:
-            rows, scales = shapes.empty_padded() if out is None else shapes.check_out(out)
-            if source_map:
-                handle.src_info = torch.empty((shapes.local, shapes.padded), dtype=torch.int32, device=device)
-                shape = (shapes.local, spec.num_ranks)
-                handle.layout_range = torch.empty(shape, dtype=torch.int64, device=device)
-        elif out is not None or source_map:
-            raise InvalidArgument("out, source_map", str(view), "given with view padded only")
-        elif view == View.COMPACT:
-            rows = torch.empty((limit, spec.hidden), dtype=shapes.row_dtype, device=device)
-            if shapes.fp8:
-                scales = torch.empty((limit, shapes.groups), dtype=shapes.scale_dtype, device=device)
+        landing = self.shapes.landing(receipt)
+        if receipt.source_map:
+            handle.src_info, handle.layout_range = self.shapes.source_map()
+        recv = self._recv_args(handle, receipt, landing)
+        if send is None:
+            self.dispatch(RECV, _cuda.DispatchSendArgs(), recv, handle, (landing.rows,))
         else:
-            row_ids = torch.empty(limit, dtype=torch.int64, device=device)
-        recv = _cuda.DispatchRecvArgs(
-            view=VIEWS[view],
-            capacity=limit,
-            scale_pitch=shapes.scale_pitch if scales is None or view != View.PADDED else scales.stride(2),
-            rows=rows.data_ptr(),
-            scales=0 if scales is None else scales.data_ptr(),
-            row_ids=0 if row_ids is None else row_ids.data_ptr(),
-            counts=counts.data_ptr(),
-            offsets=offsets.data_ptr(),
-            src_info=0 if handle.src_info is None else handle.src_info.data_ptr(),
-            layout_range=0 if handle.layout_range is None else handle.layout_range.data_ptr(),
+            self.dispatch(BOTH, send[0], recv, handle, (send[1], landing.rows))
+        handle.received, handle.held = True, receipt.view == View.INDEX
+        if receipt.view != View.PADDED:
+            handle.rows = landing.limit
+            if receipt.capacity is None and not torch.cuda.is_current_stream_capturing():
+                self._cut(handle, landing)
+        if receipt.view == View.INDEX:
+            landing.rows, landing.scales = self._regions()
+        return Received(
+            landing.rows,
+            landing.counts,
+            landing.offsets,
+            handle,
+            receipt.view,
+            landing.scales,
+            landing.row_ids,
         )
-        args, tensors = (_cuda.DispatchSendArgs(), (rows,)) if send is None else (send[0], (send[1], rows))
-        self.dispatch(RECV if send is None else BOTH, args, recv, handle, tensors)
-        handle.received, handle.held = True, view == View.INDEX
-        if view == View.INDEX:
-            rows, scales = self._regions()
-        if view != View.PADDED:
-            handle.rows = limit
-            if capacity is None and not torch.cuda.is_current_stream_capturing():
-                handle.rows = int(offsets[-1])  # waits for the GPU
-                self.check()
-                if view == View.COMPACT:
-                    rows, scales = rows[: handle.rows], None if scales is None else scales[: handle.rows]
-                row_ids = None if row_ids is None else row_ids[: handle.rows]
-        return Received(rows, counts, offsets, handle, view, scales, row_ids)
 
-    def combine(
-        self,
-        halves: int,
-        handle: Handle,
-        expert_out: torch.Tensor | None,
-        out: torch.Tensor | None,
-        weights: torch.Tensor | None,
-        reduction: Reduction,
-    ) -> None:
-        """One kernel."""
-        which = REDUCTIONS.index(reduction)
-        given = [t for t in (expert_out, out) if t is not None]
-        recv = _cuda.CombineRecvArgs(
-            out=0 if out is None else out.data_ptr(),
-            weights=0 if weights is None else weights.data_ptr(),
-            reduction=which,
+    def _recv_args(self, handle: Handle, receipt: Receipt, landing: Landing) -> _cuda.DispatchRecvArgs:
+        shapes, scales, optional = self.shapes, landing.scales, self.shapes.optional
+        padded = receipt.view == View.PADDED
+        return _cuda.DispatchRecvArgs(
+            view=VIEWS[receipt.view],
+            capacity=landing.limit,
+            scale_pitch=scales.stride(2) if scales is not None and padded else shapes.scale_pitch,
+            rows=landing.rows.data_ptr(),
+            scales=address(scales),
+            row_ids=address(landing.row_ids),
+            counts=landing.counts.data_ptr(),
+            offsets=landing.offsets.data_ptr(),
+            src_info=address(handle.src_info),
+            layout_range=address(handle.layout_range),
+            expert_stats=optional("expert_stats", receipt.expert_stats, torch.int32, shapes.local),
+            wait_stats=optional("wait_stats", receipt.wait_stats, torch.int64, self.spec.num_ranks),
         )
+
+    def _cut(self, handle: Handle, landing: Landing) -> None:
+        """To the rows that came. Waits for the GPU."""
+        handle.rows = rows = int(landing.offsets[-1])
+        self.check()
+        if landing.row_ids is not None:
+            landing.row_ids = landing.row_ids[:rows]
+            return
+        landing.rows = landing.rows[:rows]
+        landing.scales = None if landing.scales is None else landing.scales[:rows]
+
+    def combine(self, halves: int, handle: Handle, manner: Manner, tensors: CombineTensors) -> None:
+        """One kernel; see PendingCombine."""
+        which, wire = REDUCTIONS.index(manner.reduction), WIRES.index(manner.wire)
+        given = [t for t in (tensors.expert_out, tensors.out) if t is not None]
+        pushed = manner.reduction == Reduction.RANK and not handle.weighted
         self.group.combine(
             self._stream(),
             halves,
             self.num_sms,
             self.shapes.narrow(self.spec.hidden * 2, given),
             _cuda.CombineSendArgs(
-                expert_out=0 if expert_out is None else expert_out.data_ptr(), reduction=which
+                expert_out=address(tensors.expert_out),
+                weights=address(tensors.weights) if pushed else 0,
+                reduction=which,
+                wire=wire,
+                frees_dispatch=handle.held,
             ),
-            recv,
+            _cuda.CombineRecvArgs(
+                out=address(tensors.out),
+                weights=0 if pushed else address(tensors.weights),
+                reduction=which,
+                wire=wire,
+                wait_stats=self.shapes.optional(
+                    "wait_stats", tensors.wait_stats, torch.int64, self.spec.num_ranks
+                ),
+            ),
             handle.memory.data_ptr(),
         )
 

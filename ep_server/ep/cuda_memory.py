@@ -1,53 +1,74 @@
-"""Passes the memory of GPUs between the processes of a group: descriptors over Unix sockets, in pairs.
+"""Makes exchanges of GPUs: the memory of each is passed to all others as a descriptor over a Unix socket.
 
-Needs an exchange of the same ranks for the addresses. Knows nothing of what the memory holds. Seconds.
+Needs an exchange of the same ranks in host memory for the addresses. Ranks are processes, or threads of one.
+Knows nothing of what the memory holds. Seconds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import secrets
 import socket
 import struct
 import threading
-from dataclasses import asdict
-from typing import Any
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
 from ep_server.ep import bootstrap
 from ep_server.ep.exchange import ExchangeSpec
+from ep_server.ep.limits import check_spec
 from ep_server.ep.native import NativeExchange
-from ep_server.errors import ConfigError, StartupError
+from ep_server.ep.segment import create_segment
+from ep_server.errors import ConfigError, ExchangeError, StartupError
+
+if TYPE_CHECKING:  # it is there only where nvcc was
+    from ep_server.ep.cuda import CudaExchange
 
 PASS_SECONDS = 60.0
+Made = TypeVar("Made")
 
 
-def share_regions(control: NativeExchange, spec: ExchangeSpec, group: Any) -> None:
+class Shareable(Protocol):
+    """A region of memory and its peers': a `_cuda.Group`."""
+
+    def export_fd(self) -> int:
+        """A new descriptor of this rank's region."""
+        ...
+
+    def attach(self, rank: int, fd: int) -> None:
+        """Maps a peer's region; the descriptor stays the caller's."""
+        ...
+
+
+def share_regions(control: NativeExchange, spec: ExchangeSpec, group: Shareable) -> None:
     """Gives every rank's region to every other and attaches theirs. Collective.
 
-    Args:
-        group: a `_cuda.Group`.
-    Raises: ConfigError where specs differ; StartupError where a peer's memory cannot be had.
+    A rank that fails leaves the others waiting: it must abort `control`.
+    Raises: ConfigError where specs differ; StartupError where a peer's memory cannot be had; what attach()
+      raises; ExchangeError where another rank failed.
     """
     _check_alike(control, spec)
-    fd = group.export_fd()
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
-            server.bind(f"\0ep_server/{secrets.token_hex(16)}")  # abstract: no file to leave behind
-            server.listen(spec.num_ranks)
-            server.settimeout(PASS_SECONDS)
-            names = control.all_gather(server.getsockname())
-            serving = threading.Thread(target=_serve, args=(server, fd, spec.num_ranks - 1), daemon=True)
-            serving.start()
-            for peer, name in enumerate(names):
-                if peer != spec.rank:
-                    _attach(group, peer, name)
-            serving.join(PASS_SECONDS)
-            control.barrier()
-    finally:
-        os.close(fd)
+    with contextlib.ExitStack() as stack:
+        fd = group.export_fd()
+        stack.callback(os.close, fd)
+        server = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+        server.bind(f"\0ep_server/{secrets.token_hex(16)}")  # abstract: no file to leave behind
+        server.listen(spec.num_ranks)
+        server.settimeout(PASS_SECONDS)
+        names = control.all_gather(server.getsockname())
+        serving = threading.Thread(target=_serve, args=(server, fd, spec.num_ranks - 1), daemon=True)
+        serving.start()
+        stack.callback(_stop, server, serving)  # before the descriptors are closed and their numbers reused
+        for peer, name in enumerate(names):
+            if peer != spec.rank:
+                _attach(group, peer, name)
+        control.barrier()
 
 
 def _check_alike(control: NativeExchange, spec: ExchangeSpec) -> None:
@@ -72,11 +93,20 @@ def _serve(server: socket.socket, fd: int, count: int) -> None:
             count -= 1
 
 
-def _attach(group: Any, peer: int, name: bytes) -> None:
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-        client.settimeout(PASS_SECONDS)
-        client.connect(name)
-        _, fds, _, _ = socket.recv_fds(client, 1, 1)
+def _stop(server: socket.socket, serving: threading.Thread) -> None:
+    with contextlib.suppress(OSError):
+        server.shutdown(socket.SHUT_RDWR)  # ends its accept
+    serving.join()
+
+
+def _attach(group: Shareable, peer: int, name: bytes) -> None:
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            client.settimeout(PASS_SECONDS)
+            client.connect(name)
+            _, fds, _, _ = socket.recv_fds(client, 1, 1)
+    except OSError as error:
+        raise StartupError(f"rank {peer} did not pass its memory: {error}") from error
     if not fds:
         raise StartupError(f"rank {peer} closed the socket before it passed its memory")
     try:
@@ -85,8 +115,8 @@ def _attach(group: Any, peer: int, name: bytes) -> None:
         os.close(fds[0])
 
 
-def from_process_group(group: Any, spec: ExchangeSpec, **options: Any) -> Any:
-    """A CudaExchange for the ranks of a torch.distributed group on one host. Collective.
+def from_process_group(group: Any, spec: ExchangeSpec, **options: Any) -> CudaExchange:
+    """The exchange of this rank of a torch.distributed group on one host. Collective.
 
     Args:
         group: a ProcessGroup with object collectives (gloo), or None for the default one.
@@ -100,3 +130,49 @@ def from_process_group(group: Any, spec: ExchangeSpec, **options: Any) -> Any:
         raise ConfigError("rank, num_ranks", (spec.rank, spec.num_ranks), f"{(rank, size)}, as in the group")
     control = bootstrap.from_process_group(group, control_spec(spec))
     return CudaExchange(spec, control=control, **options)
+
+
+def from_local(devices: Sequence[int], spec: ExchangeSpec, **options: Any) -> list[CudaExchange]:
+    """Exchanges of several GPUs of one process, in rank order: exchange i has rank i and GPU devices[i].
+
+    One thread may call the halves of all GPUs in turn, each with its GPU current: they enqueue, and wait for
+    no other rank. What meets in host memory (all_gather, barrier, reset) returns once every rank has called
+    it, so there each exchange needs a thread of its own. close() meets nobody.
+
+    Args:
+        spec: of any rank.
+        options: keywords of CudaExchange but device, the same for all.
+    Raises: ConfigError; StartupError where a GPU, its driver or peer access is missing.
+    """
+    check_spec(spec)
+    if len(devices) != spec.num_ranks or len(set(devices)) != len(devices) or min(devices) < 0:
+        raise ConfigError("devices", list(devices), f"{spec.num_ranks} different GPUs, one for each rank")
+    from ep_server.ep.cuda import CudaExchange  # imports this module
+    from ep_server.ep.cuda_handle import control_spec
+
+    specs = [replace(spec, rank=rank) for rank in range(spec.num_ranks)]
+    fd = create_segment(control_spec(spec))
+    try:
+        controls = [NativeExchange(control_spec(each), fd=fd) for each in specs]
+    finally:
+        os.close(fd)
+
+    def make(rank: int) -> CudaExchange:
+        return CudaExchange(specs[rank], control=controls[rank], device=devices[rank], **options)
+
+    return run_together(make, spec.num_ranks)
+
+
+def run_together(call: Callable[[int], Made], num_ranks: int) -> list[Made]:
+    """call(rank) in a thread for each rank, whose calls may wait for one another; their results.
+
+    Raises: what made the first rank fail, rather than what it did to the others.
+    """
+    with ThreadPoolExecutor(num_ranks) as pool:
+        running = [pool.submit(call, rank) for rank in range(num_ranks)]
+    errors = [error for future in running if (error := future.exception()) is not None]
+    if errors:
+        raise min(
+            errors, key=lambda e: isinstance(e, ExchangeError) or isinstance(e.__cause__, ExchangeError)
+        )
+    return [future.result() for future in running]

@@ -6,16 +6,30 @@ Knows the spec and the device; nothing of kernels, streams or peers.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
 import torch
 
 from ep_server.ep.cuda_handle import Handle
-from ep_server.ep.exchange import ExchangeSpec, Payload
+from ep_server.ep.cuda_requests import Receipt
+from ep_server.ep.exchange import ExchangeSpec, Payload, View
 from ep_server.ep.geometry import FP8
+from ep_server.ep.views import Tensors
 from ep_server.errors import InvalidArgument
 
 VECTOR = 16  # bytes of one access
-Tensors = tuple[torch.Tensor, torch.Tensor | None]  # rows, scales
+
+
+@dataclass(slots=True)
+class Landing:
+    """Where a receive writes. rows is empty and row_ids given for INDEX; limit: rows of a compact view."""
+
+    rows: torch.Tensor
+    scales: torch.Tensor | None
+    row_ids: torch.Tensor | None
+    counts: torch.Tensor
+    offsets: torch.Tensor
+    limit: int
 
 
 class Shapes:
@@ -38,6 +52,13 @@ class Shapes:
         plane = (self.local, self.groups, self.scale_pitch)
         scales = torch.empty(plane, dtype=self.scale_dtype, device=self.device)
         return rows, scales.transpose(1, 2)[:, : self.padded]
+
+    def empty_compact(self, rows: int) -> Tensors:
+        """Rows and scales of a COMPACT view."""
+        values = torch.empty((rows, self.spec.hidden), dtype=self.row_dtype, device=self.device)
+        if not self.fp8:
+            return values, None
+        return values, torch.empty((rows, self.groups), dtype=self.scale_dtype, device=self.device)
 
     @property
     def groups(self) -> int:
@@ -67,9 +88,42 @@ class Shapes:
             raise InvalidArgument(name, given, f"contiguous {dtype} {list(shape)} on {self.device}")
         return int(tensor.data_ptr())
 
+    def optional(self, name: str, tensor: torch.Tensor | None, dtype: torch.dtype, *shape: int) -> int:
+        """As check(); 0 for None."""
+        return 0 if tensor is None else self.check(name, tensor, dtype, *shape)
+
     def narrow(self, row_bytes: int, tensors: Iterable[torch.Tensor]) -> bool:
         """Whether 16-byte accesses are not possible."""
         return row_bytes % VECTOR != 0 or any(t.data_ptr() % VECTOR for t in tensors)
+
+    def landing(self, receipt: Receipt) -> Landing:
+        """The tensors that `receipt` gives, and new ones for the rest. Raises InvalidArgument."""
+        view, padded = receipt.view, receipt.view == View.PADDED
+        if not padded and (receipt.out is not None or receipt.source_map):
+            raise InvalidArgument("out, source_map", f"with view {view}", "given with view padded only")
+        limit = self.most_rows if receipt.capacity is None else receipt.capacity
+        if limit < 0 or (padded and receipt.capacity is not None):
+            allowed = "at least 0, and given with view compact or index only"
+            raise InvalidArgument("capacity", f"{receipt.capacity} with view {view}", allowed)
+        counts, row_ids = receipt.counts, None
+        if counts is None:
+            counts = torch.empty(self.local, dtype=torch.int32, device=self.device)
+        self.check("counts", counts, torch.int32, self.local)
+        offsets = torch.empty(self.local + 1, dtype=torch.int64, device=self.device)
+        if padded:
+            rows, scales = self.empty_padded() if receipt.out is None else self.check_out(receipt.out)
+        elif view == View.COMPACT:
+            rows, scales = self.empty_compact(limit)
+        else:
+            rows, scales = torch.empty(0, device=self.device), None
+            row_ids = torch.empty(limit, dtype=torch.int64, device=self.device)
+        return Landing(rows, scales, row_ids, counts, offsets, limit)
+
+    def source_map(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """DeepEP's src_info [E_local, R * max_tokens] and layout_range [E_local, R], not yet written."""
+        info = torch.empty((self.local, self.padded), dtype=torch.int32, device=self.device)
+        ranges = torch.empty((self.local, self.spec.num_ranks), dtype=torch.int64, device=self.device)
+        return info, ranges
 
     def check_out(self, out: Tensors) -> Tensors:
         """`out`, if it is as empty_padded() makes it."""

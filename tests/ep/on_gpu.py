@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from ep_server.ep.cuda import CudaExchange, PendingCombine, PendingDispatch
+from ep_server.ep.cuda import CudaExchange
+from ep_server.ep.cuda_pending import PendingCombine, PendingDispatch
 from ep_server.ep.exchange import Received, View
 
 

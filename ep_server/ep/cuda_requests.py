@@ -1,0 +1,60 @@
+"""What a call asks of the kernels: how rows travel, what is filled. Records; nothing is checked here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+import torch
+
+from ep_server.ep.exchange import Reduction, View
+from ep_server.ep.views import Tensors
+
+
+class Wire(StrEnum):
+    """How the rows of a combine travel. The order is that of csrc/cuda/state.hpp."""
+
+    BF16 = "bf16"
+    FP8 = "fp8"  # e4m3, one float32 scale per 128 channels
+    LOG10 = "log10"  # sign and 9 bits of logarithm, a range per 128 channels
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """What all ranks must say alike of a combine."""
+
+    reduction: Reduction
+    wire: Wire
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What the receive of a dispatch fills. None = made by the exchange, or not wanted.
+
+    out: rows and scales of an earlier empty_padded(), PADDED only. counts: [E_local] int32.
+    capacity: rows of a COMPACT or INDEX view; None = as many as can come.
+    source_map: the handle's src_info and layout_range are filled, PADDED only.
+    expert_stats: [E_local] int32, += rows received. wait_stats: [R] int64, += ns waited for each rank.
+    """
+
+    view: View
+    out: Tensors | None = None
+    counts: torch.Tensor | None = None
+    capacity: int | None = None
+    source_map: bool = False
+    expert_stats: torch.Tensor | None = None
+    wait_stats: torch.Tensor | None = None
+
+
+@dataclass(slots=True)
+class CombineTensors:
+    """What a combine reads and fills; None in the half that does not.
+
+    expert_out: as the view of the dispatch has it. weights: [T, K] float32. out: [T, H] bfloat16.
+    wait_stats: [R] int64, += ns waited for each rank.
+    """
+
+    expert_out: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+    out: torch.Tensor | None = None
+    wait_stats: torch.Tensor | None = None
