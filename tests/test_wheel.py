@@ -37,7 +37,7 @@ def test_a_wheel_holds_all_that_a_server_needs(sources: Path, tmp_path: Path) ->
     ours = {
         path.relative_to(sources).as_posix()
         for path in package.rglob("*")
-        if path.is_file() and path.suffix in (".py", ".json", ".safetensors")
+        if path.is_file() and path.suffix in (".py", ".json", ".safetensors", ".html")
     }
     assert {"ep_server/__main__.py", "ep_server/assets/demo_model/model.safetensors"} <= ours
     assert ours | {"ep_server/py.typed", "ep_server/_C.pyi"} <= names
