@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import time
+import zipfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from io import BytesIO
@@ -101,17 +102,23 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-@pytest.fixture(scope="module")
-def image(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """The folder of the stages of the CPU target."""
-    out = tmp_path_factory.mktemp("stages")
+def replay(target: str, out: Path, **images: Path) -> Path:
+    """Builds a target. images: folders that stand for them. Returns: the folder of its stages."""
     outside = {name: value for name, value in os.environ.items() if OUTSIDE.fullmatch(name)}
     paths = {"/etc/resolv.conf", "/etc/ssl/certs", *outside.values()}
     flags = [f"--env={name}={value}" for name, value in outside.items()]
     flags += [f"--bind={path}" for path in sorted(paths) if path.startswith("/") and Path(path).exists()]
+    flags += [f"--image={name.replace('_', '/')}={folder}" for name, folder in images.items()]
     script = ROOT / "scripts" / "image_replay.py"
-    line = (sys.executable, script, "--target=cpu", f"--out={out}", f"--image=python={base}")
-    run(*line, "--build-arg=TORCH_INDEX=", *flags, timeout=1800)
+    line = (sys.executable, script, f"--target={target}", f"--out={out}", "--build-arg=TORCH_INDEX=")
+    run(*line, *flags, timeout=1800)
+    return out
+
+
+@pytest.fixture(scope="module")
+def image(base: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The folder of the stages of the CPU target."""
+    out = replay("cpu", tmp_path_factory.mktemp("stages"), python=base)
     yield out
     shutil.rmtree(out)
 
@@ -183,3 +190,19 @@ def test_the_cpu_target_is_built_and_serves(image: Path) -> None:
             assert "Read-only file system" in inside(server, image, "/bin/touch", path).stderr
         psutil.Process(server.pid).children()[0].send_signal(signal.SIGTERM)
         assert server.wait(60) == 0
+
+
+@needs_root
+@pytest.mark.skipif(not Path("/usr/local/cuda/bin/nvcc").exists(), reason="needs a CUDA toolkit")
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_wheel_of_the_cuda_target_is_built(base: Path, tmp_path: Path) -> None:
+    toolkit = tmp_path / "toolkit"
+    (toolkit / "usr/local").mkdir(parents=True)
+    shutil.copytree(Path("/usr/local/cuda").resolve(), toolkit / "usr/local/cuda", symlinks=True)
+    out = replay("wheel-cuda", tmp_path / "stages", python=base, nvidia_cuda=toolkit)
+    (wheel,) = out.glob("wheel-cuda/wheels/*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        native = {name.partition(".")[0] for name in archive.namelist() if name.endswith(".so")}
+    assert native == {"ep_server/_C", "ep_server/_cuda"}
+    shutil.rmtree(out)
