@@ -18,6 +18,7 @@ void bind_fabric(py::module_& m) { m.attr("FABRIC") = false; }
 
 #include "bindings_exchange.hpp"
 #include "transport/fabric_carrier.hpp"
+#include "transport/fabric_probe.hpp"
 
 namespace {
 
@@ -47,6 +48,25 @@ void connect(FabricPort& port, const Cards& cards, uint32_t session, uint64_t ti
   for (const auto& [name, base, key] : cards) all.push_back({std::string(name), base, key});
   py::gil_scoped_release release;
   port.carrier().connect(all, session, timeout_ns);
+}
+
+py::tuple card_of(const fabric::Card& card) {
+  return py::make_tuple(py::bytes(card.name), card.base, card.key);
+}
+
+void bind_probe(py::module_& m) {
+  py::class_<fabric::Probe>(m, "FabricProbe")
+      .def(py::init<const fabric::Options&, uint64_t>(), py::arg("options"), py::arg("bytes"))
+      .def_property_readonly("description", [](fabric::Probe& self) { return self.endpoint().description(); })
+      .def_property_readonly("card", [](fabric::Probe& self) { return card_of(self.endpoint().card()); })
+      .def("meet",
+           [](fabric::Probe& self, const std::tuple<py::bytes, uint64_t, uint64_t>& card) {
+             self.endpoint().add_peer({std::string(std::get<0>(card)), std::get<1>(card), std::get<2>(card)});
+           })
+      .def("latency", &fabric::Probe::latency, py::arg("bytes"), py::arg("rounds"), py::arg("first"),
+           py::arg("timeout_ns"), py::call_guard<py::gil_scoped_release>())
+      .def("stream", &fabric::Probe::stream, py::arg("bytes"), py::arg("writes"), py::arg("window"),
+           py::arg("first"), py::arg("timeout_ns"), py::call_guard<py::gil_scoped_release>());
 }
 
 py::list providers(const fabric::Options& options) {
@@ -89,11 +109,7 @@ void bind_fabric(py::module_& m) {
            py::kw_only(), py::arg("geometry"), py::arg("rank"), py::arg("placement"), py::arg("timeout_ns"),
            py::arg("liveness_ns"), py::arg("spin_ns"), py::arg("mask_on_timeout"), py::arg("options"))
       .def_property_readonly("description", [](FabricPort& self) { return self.carrier().description(); })
-      .def_property_readonly("card",
-                             [](FabricPort& self) {
-                               const fabric::Card card = self.carrier().card();
-                               return py::make_tuple(py::bytes(card.name), card.base, card.key);
-                             })
+      .def_property_readonly("card", [](FabricPort& self) { return card_of(self.carrier().card()); })
       .def("connect", &connect, py::arg("cards"), py::arg("session"), py::arg("timeout_ns"))
       .def("close",
            [](FabricPort& self, uint64_t linger_ns) {
@@ -102,6 +118,7 @@ void bind_fabric(py::module_& m) {
            })
       .def_property_readonly("writes", [](FabricPort& self) { return self.carrier().writes(); })
       .def_property_readonly("exchange", [](FabricPort& self) { return self.exchange(); });
+  bind_probe(m);
 }
 
 #endif

@@ -218,6 +218,21 @@ class FabricPort:
     @property
     def exchange(self) -> Exchange: ...
 
+class FabricProbe:
+    """One of two bare endpoints, for the benchmark. `meet` the other's card, then both call the same."""
+
+    def __init__(self, options: FabricOptions, bytes: int) -> None: ...
+    @property
+    def description(self) -> str: ...
+    @property
+    def card(self) -> tuple[bytes, int, int]: ...
+    def meet(self, card: tuple[bytes, int, int]) -> None: ...
+    def latency(self, bytes: int, rounds: int, first: bool, timeout_ns: int) -> list[int]:
+        """Half round trips, ns."""
+
+    def stream(self, bytes: int, writes: int, window: int, first: bool, timeout_ns: int) -> int:
+        """How long the writes took until the receiver answered the last one, ns."""
+
 # ---- compute kernels: csrc/bindings_model.cpp -------------------------------------------------------------
 
 def compute_isas() -> list[str]:

@@ -6,12 +6,10 @@
 #include <sched.h>
 #include <signal.h>
 #include <sys/eventfd.h>
-#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
 #include <bit>
-#include <new>
 
 #include "ep/cells.hpp"
 
@@ -20,9 +18,10 @@ namespace {
 
 constexpr uint64_t kMs = 1'000'000;
 constexpr uint64_t kBeatNs = 100 * kMs;
-constexpr uint64_t kAsideNs = 2 * kMs;  // the thread looks this often whether the waiting rank has gone on
-constexpr uint64_t kRetryNs = 1 * kMs;  // something is queued and the provider takes nothing now
-constexpr uint64_t kPollNs = 50'000;    // between two looks at a provider that cannot be slept on
+constexpr uint64_t kRecentNs = 200'000;       // since the rank itself drove: the thread stays aside ...
+constexpr uint64_t kAsideNs = 500'000;        // ... and looks again after this time
+constexpr uint64_t kRetryNs = 1 * kMs;        // something is queued and the provider takes nothing now
+constexpr uint64_t kPollNs = 50'000;          // between two looks at a provider that cannot be slept on
 constexpr uint64_t kOpenSliceNs = 500 * kMs;  // for one connection before the next one is tried
 constexpr uint32_t kIdleWakes = 3;  // in a row, before the provider's descriptor is no longer trusted
 constexpr uint64_t kAbortedLingerNs = 300 * kMs;
@@ -43,15 +42,6 @@ void ring(int fd) {
 }
 
 }  // namespace
-
-Pages::Pages(uint64_t bytes) : bytes_(align_up(bytes, kPage)) {
-  void* made =
-      mmap(nullptr, bytes_, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_POPULATE, -1, 0);
-  if (made == MAP_FAILED) throw std::bad_alloc();
-  begin_ = static_cast<std::byte*>(made);
-}
-
-Pages::~Pages() { munmap(begin_, bytes_); }
 
 FabricMemory::FabricMemory(const Geometry& g)
     : inbound(Layout::of(g).total + Inbox{g.num_ranks, g.num_banks}.bytes()),
@@ -210,9 +200,13 @@ void FabricCarrier::push(const Command& command) {
 
 void FabricCarrier::drive() {
   bool pending = true;
+  const uint64_t now = now_ns();
+  drove_.store(now, std::memory_order_relaxed);
   if (const std::unique_lock lock(driving_, std::try_to_lock); lock) {
-    step(now_ns());
+    step(now);
     pending = !outgoing_.idle();
+  } else {
+    sched_yield();  // the thread may have lost its core to this one in the middle of a step
   }
   seen_ = arrived_.load(std::memory_order_acquire);
   std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with rest(): queued first, then look
@@ -327,7 +321,7 @@ void FabricCarrier::rest() {
 
 void FabricCarrier::run() {
   while (!stop_.load(std::memory_order_acquire)) {
-    if (waiting_.load(std::memory_order_acquire)) {
+    if (waiting_.load(std::memory_order_acquire) || now_ns() - drove_.load() < kRecentNs) {
       nap(sender_, kAsideNs, false);
       continue;
     }

@@ -13,25 +13,11 @@
 #include "ep/group.hpp"
 #include "transport/fabric_endpoint.hpp"
 #include "transport/fabric_incoming.hpp"
+#include "transport/fabric_memory.hpp"
 #include "transport/fabric_outgoing.hpp"
 #include "transport/fabric_queue.hpp"
 
 namespace ep::fabric {
-
-// Pages of this process, zeroed and present.
-class Pages {
- public:
-  explicit Pages(uint64_t bytes);  // throws std::bad_alloc
-  ~Pages();
-  Pages(const Pages&) = delete;
-  Pages& operator=(const Pages&) = delete;
-  std::byte* begin() const { return begin_; }
-  uint64_t bytes() const { return bytes_; }
-
- private:
-  std::byte* begin_;
-  uint64_t bytes_;
-};
 
 // A rank's region with the inbox behind it, and its outbox with the letters behind it.
 struct FabricMemory {
@@ -103,6 +89,7 @@ class FabricCarrier : public Carrier {
   std::atomic<std::thread::id> driver_;
   std::atomic<uint64_t> arrived_{0};  // counts what came in
   std::atomic<bool> waiting_{false};  // a rank waits, and drives
+  std::atomic<uint64_t> drove_{0};    // when it did so last
   std::atomic<bool> asleep_{false};   // ... in sleep()
   std::atomic<bool> resting_{false};  // the thread sleeps on the network
   std::atomic<bool> stop_{false};

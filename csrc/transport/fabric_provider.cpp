@@ -37,6 +37,9 @@ Info query(const Library& library, const Options& options, uint64_t caps) {
   hints->domain_attr->mr_mode = int(kMrModes);
   hints->domain_attr->threading = FI_THREAD_DOMAIN;  // one lock around everything of an endpoint
   hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
+  // Whoever drives makes progress: a thread of the provider would take the core or a lock from it.
+  hints->domain_attr->control_progress = FI_PROGRESS_MANUAL;
+  hints->domain_attr->data_progress = FI_PROGRESS_MANUAL;
   // libfabric frees what hang on hints with free().
   if (!options.provider.empty()) hints->fabric_attr->prov_name = strdup(options.provider.c_str());
   if (!options.domain.empty()) hints->domain_attr->name = strdup(options.domain.c_str());

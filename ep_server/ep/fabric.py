@@ -101,7 +101,7 @@ class FabricExchange(NativeExchange):
             rank=spec.rank,
             placement=list(spec.placement),
             options=self.options.native(),
-            **waiting.native(spec),
+            **waiting.native(spec, ranks_here=1),
         )
         self.description = self._port.description
         LOG.info("rank %d: %s", spec.rank, self.description)

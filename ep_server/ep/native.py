@@ -128,7 +128,7 @@ class NativeExchange:
                 geometry=geometry,
                 rank=spec.rank,
                 placement=list(spec.placement),
-                **waiting.native(spec),
+                **waiting.native(spec, ranks_here=spec.num_ranks),
             )
         except (OSError, ValueError) as error:
             raise StartupError(

@@ -41,11 +41,11 @@ class Waiting:
         if self.vote_seconds is not None and self.vote_seconds <= 0:
             raise ConfigError("vote_seconds", self.vote_seconds, "above 0")
 
-    def native(self, spec: ExchangeSpec) -> Timing:
-        """The same for csrc. spin_us -1 is 0 where ranks outnumber usable cores, else 50."""
+    def native(self, spec: ExchangeSpec, ranks_here: int) -> Timing:
+        """The same for csrc. spin_us -1 is 0 where the ranks of this host outnumber usable cores, else 50."""
         spin_us = self.spin_us
         if spin_us == -1:
-            spin_us = DEFAULT_SPIN_US if spec.num_ranks <= len(os.sched_getaffinity(0)) else 0
+            spin_us = DEFAULT_SPIN_US if ranks_here <= len(os.sched_getaffinity(0)) else 0
         return {
             "timeout_ns": spec.timeout_ns,
             "liveness_ns": int(self.liveness_seconds * 1e9),
