@@ -27,6 +27,7 @@ import torch
 from ep_server import _cuda
 from ep_server.ep.checks import check_tokens
 from ep_server.ep.cuda_checks import (
+    bits_of,
     check_answer,
     check_device_spec,
     check_dispatch,
@@ -250,7 +251,7 @@ class CudaExchange:
 
     def mask(self, ranks: Iterable[int]) -> None:
         """Stops talking to these ranks, also in a kernel that waits for them. Local to this rank."""
-        self._open().group.mask(sum(1 << rank for rank in set(ranks) - {self.spec.rank}))
+        self._open().group.mask(bits_of(self.spec, set(ranks) - {self.spec.rank}))
 
     def reset(self, dead: Iterable[int] = ()) -> None:
         """Starts a new generation: no abort, no operation in flight, no mask but `dead`. Collective."""
@@ -262,7 +263,7 @@ class CudaExchange:
         last = max(int.from_bytes(record, "little") for record in theirs)
         banks = self.spec.num_banks
         base = (last + 3 * banks) // banks * banks  # beyond every epoch of the old generation
-        self._open().group.reset(base, sum(1 << rank for rank in gone))
+        self._open().group.reset(base, bits_of(self.spec, gone))
         self._flights = Flights(self.spec.rank, banks)
         control.barrier()
 

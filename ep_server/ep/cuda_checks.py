@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from enum import StrEnum
 from typing import TypeVar
 
@@ -41,6 +42,16 @@ def check_num_sms(num_sms: int, available: int) -> int:
     if not 0 <= num_sms <= available:
         raise ConfigError("num_sms", num_sms, f"0 to {available}")
     return num_sms or available
+
+
+def bits_of(spec: ExchangeSpec, ranks: Iterable[int]) -> int:
+    """A bit for each rank. Raises InvalidArgument for one that is none of the group's."""
+    bits = 0
+    for rank in ranks:
+        if not 0 <= rank < spec.num_ranks:
+            raise InvalidArgument("ranks", rank, f"0 to {spec.num_ranks - 1}")
+        bits |= 1 << rank
+    return bits
 
 
 def choose(field: str, kind: type[Choice], value: str) -> Choice:

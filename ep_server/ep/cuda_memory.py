@@ -62,9 +62,8 @@ def share_regions(control: NativeExchange, spec: ExchangeSpec, group: Shareable)
         server.listen(spec.num_ranks)
         server.settimeout(PASS_SECONDS)
         names = control.all_gather(server.getsockname())
-        serving = threading.Thread(target=_serve, args=(server, fd, spec.num_ranks - 1), daemon=True)
-        serving.start()
-        stack.callback(_stop, server, serving)  # before the descriptors are closed and their numbers reused
+        serving = Serving(server, fd, spec.num_ranks - 1)
+        stack.callback(serving.stop)  # before the descriptors are closed and their numbers reused
         for peer, name in enumerate(names):
             if peer != spec.rank:
                 _attach(group, peer, name)
@@ -79,24 +78,40 @@ def _check_alike(control: NativeExchange, spec: ExchangeSpec) -> None:
             raise ConfigError("spec", f"another one than rank {peer}'s", "the same on all ranks but for rank")
 
 
-def _serve(server: socket.socket, fd: int, count: int) -> None:
-    while count:
-        try:
-            client, _ = server.accept()
-        except OSError:
-            return  # the peers' own deadlines say what is missing
-        with client:
-            peer = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-            if struct.unpack("3i", peer)[1] != os.getuid():
-                continue  # another user of this host found the name: it gets nothing
-            socket.send_fds(client, [b"\0"], [fd])
-            count -= 1
+class Serving:
+    """A thread that gives a descriptor to the first `count` processes of this user that connect."""
 
+    def __init__(self, server: socket.socket, fd: int, count: int) -> None:
+        self._server, self._fd, self._count = server, fd, count
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
-def _stop(server: socket.socket, serving: threading.Thread) -> None:
-    with contextlib.suppress(OSError):
-        server.shutdown(socket.SHUT_RDWR)  # ends its accept
-    serving.join()
+    def stop(self) -> None:
+        """Ends it, served or not."""
+        self._stopped.set()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client, contextlib.suppress(OSError):
+            client.setblocking(False)
+            client.connect(self._server.getsockname())  # ends its accept
+        self._thread.join()
+
+    def _run(self) -> None:
+        while self._count:
+            try:
+                client, _ = self._server.accept()
+            except OSError:
+                return  # the peers' own deadlines say what is missing
+            with client, contextlib.suppress(OSError):  # a peer that has gone needs nothing
+                if self._stopped.is_set():
+                    return
+                self._pass_to(client)
+
+    def _pass_to(self, client: socket.socket) -> None:
+        peer = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        if struct.unpack("3i", peer)[1] != os.getuid():
+            return  # another user of this host found the name: it gets nothing
+        socket.send_fds(client, [b"\0"], [self._fd])
+        self._count -= 1
 
 
 def _attach(group: Shareable, peer: int, name: bytes) -> None:
