@@ -5,12 +5,14 @@ from __future__ import annotations
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
+import pytest
 import torch
 import torch.distributed as dist
 
 from ep_server.ep import cuda_memory
 from ep_server.ep.cuda import CudaExchange
 from ep_server.ep.exchange import ExchangeSpec, Payload, Reduction, View
+from ep_server.errors import StartupError
 from tests.ep.conformance import PAYLOAD_SHAPES, failure_of, run_pair
 from tests.ep.gpu_group import a_models_spec, on_gpu, run_experts
 from tests.ep.on_gpu import OnGpu
@@ -61,7 +63,25 @@ def drive(exchange: CudaExchange) -> dict[str, str]:
             gpu = OnGpu(exchange, fused=fused)
             failed = [failure_of(partial(run_pair, gpu, routing, seed, view)) for view in View]
             found[f"{routing}-{'fused' if fused else 'apart'}"] = next(filter(None, failed), "")
+    found["after_a_reset"] = failure_of(partial(meet, exchange))
     return found
+
+
+def meet(exchange: CudaExchange) -> None:
+    """What all threads call, each for its own rank; then operations go on."""
+    rank, ranks = exchange.spec.rank, exchange.spec.num_ranks
+    assert exchange.all_gather(bytes([rank])) == [bytes([peer]) for peer in range(ranks)]
+    exchange.barrier()
+    exchange.reset()
+    run_pair(OnGpu(exchange), "zipf", 9, View.PADDED)
+
+
+def a_gpu_that_is_not_there(group: dist.ProcessGroup, num_gpus: int) -> None:
+    """One rank cannot start: the reason is raised at once, though the others wait for it."""
+    spec = a_models_spec(0, num_gpus, Payload.BF16)
+    with pytest.raises(StartupError, match=f"rank {num_gpus - 1}"):
+        cuda_memory.from_local([*range(num_gpus - 1), 99], spec)
+    close_local(open_local(spec))
 
 
 def one_thread(group: dist.ProcessGroup, num_gpus: int) -> None:

@@ -173,10 +173,12 @@ def side_by_side(group: dist.ProcessGroup) -> None:
     exchange = open_exchange(group, spec)
     inputs = make_inputs(spec, "max_tokens", 5)
     wanted, mine = expect(spec, inputs), inputs[spec.rank]
-    received = exchange.dispatch(*on_gpu(mine), View.PADDED, source_map=True)
+    given = torch.full((len(spec.local_experts),), -1, dtype=torch.int32, device="cuda")
+    received = exchange.dispatch(*on_gpu(mine), View.PADDED, counts=given, source_map=True)
+    assert received.counts is given
     exchange.synchronize()
     handle = received.handle
-    counts = received.counts.tolist()
+    counts = given.tolist()
     places = [(e, i) for e, count in enumerate(counts) for i in range(count)]
     assert [(e, *_source(handle, e, i)) for e, i in places] == wanted.entries
     rows = torch.stack([received.rows[e, i] for e, i in places]).cpu()
@@ -241,7 +243,7 @@ def refused(group: dist.ProcessGroup) -> None:
     assert scales.stride(2) % 4 == 0
     assert rows.shape[1] == group.size() * 6
     close_exchange(exchange)
-    for field, value in (("hidden", 640), ("payload", Payload.FP32), ("num_sms", 1000)):
+    for field, value in (("hidden", 640), ("payload", Payload.FP32), ("num_sms", 1000), ("num_sms", -1)):
         spec, options = good, {}
         if field == "hidden":
             spec = replace(good, payload=Payload.FP8_UE8M0)

@@ -33,7 +33,11 @@ def sizes(num_ranks: int) -> dict[str, Size]:
             Shape(1024, 256, 8, spread), Payload.BF16, ("uniform", "zipf", "empty_rank")
         ),
         "eight_sms": Size(Shape(64, 1024, 8, spread), Payload.FP8, num_sms=8),
-        "one_sm": Size(Shape(8, 1024, 8, spread), Payload.FP8, ("max_tokens",), num_sms=1),
+        # Four blocks to a half: each takes many tokens in turn, of all sources.
+        "one_sm": Size(Shape(8, 1024, 8, spread), Payload.FP8, ("max_tokens", "all_to_one"), num_sms=1),
+        "one_sm_many_tokens": Size(
+            Shape(200, 512, 8, spread), Payload.BF16, ("max_tokens", "empty_rank"), num_sms=1
+        ),
     }
 
 

@@ -156,3 +156,9 @@ def test_several_gpus_in_one_process_a_thread_each(num_gpus: int) -> None:
 def test_several_gpus_in_one_process_one_thread(num_gpus: int) -> None:
     need(num_gpus)
     run("gpu_local.one_thread", 1, num_gpus)
+
+
+@pytest.mark.parametrize("num_gpus", GROUPS)
+def test_several_gpus_in_one_process_of_which_one_is_missing(num_gpus: int) -> None:
+    need(num_gpus)
+    run("gpu_local.a_gpu_that_is_not_there", 1, num_gpus)
