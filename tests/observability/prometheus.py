@@ -100,8 +100,8 @@ async def _ready(prometheus: Prometheus, process: subprocess.Popen[bytes]) -> No
         while True:
             assert process.poll() is None, "prometheus ended"
             try:
-                await asyncio.to_thread(prometheus.query, "vector(1)")
-            except OSError:
+                (await asyncio.to_thread(urllib.request.urlopen, f"{prometheus.url}/-/ready")).close()
+            except OSError:  # nobody listens yet, or 503
                 await asyncio.sleep(0.2)
             else:
                 return
