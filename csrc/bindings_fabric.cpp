@@ -23,7 +23,8 @@ void bind_fabric(py::module_& m) { m.attr("FABRIC") = false; }
 namespace {
 
 using namespace ep;
-using Cards = std::vector<std::tuple<py::bytes, uint64_t, uint64_t> >;
+using CardTuple = std::tuple<py::bytes, uint64_t, uint64_t, uint64_t>;
+using Cards = std::vector<CardTuple>;
 
 // One rank's endpoint and the exchange that it carries.
 class FabricPort {
@@ -43,15 +44,20 @@ class FabricPort {
   std::shared_ptr<fabric::FabricCarrier> carrier_;
 };
 
-void connect(FabricPort& port, const Cards& cards, uint32_t session, uint64_t timeout_ns) {
-  std::vector<fabric::Card> all;
-  for (const auto& [name, base, key] : cards) all.push_back({std::string(name), base, key});
-  py::gil_scoped_release release;
-  port.carrier().connect(all, session, timeout_ns);
+py::tuple card_of(const fabric::Card& card) {
+  return py::make_tuple(py::bytes(card.name), card.base, card.key, card.bytes);
 }
 
-py::tuple card_of(const fabric::Card& card) {
-  return py::make_tuple(py::bytes(card.name), card.base, card.key);
+fabric::Card card_from(const CardTuple& card) {
+  const auto& [name, base, key, bytes] = card;
+  return {std::string(name), base, key, bytes};
+}
+
+void connect(FabricPort& port, const Cards& cards, uint32_t session, uint64_t timeout_ns) {
+  std::vector<fabric::Card> all;
+  for (const auto& card : cards) all.push_back(card_from(card));
+  py::gil_scoped_release release;
+  port.carrier().connect(all, session, timeout_ns);
 }
 
 void bind_probe(py::module_& m) {
@@ -60,9 +66,7 @@ void bind_probe(py::module_& m) {
       .def_property_readonly("description", [](fabric::Probe& self) { return self.endpoint().description(); })
       .def_property_readonly("card", [](fabric::Probe& self) { return card_of(self.endpoint().card()); })
       .def("meet",
-           [](fabric::Probe& self, const std::tuple<py::bytes, uint64_t, uint64_t>& card) {
-             self.endpoint().add_peer({std::string(std::get<0>(card)), std::get<1>(card), std::get<2>(card)});
-           })
+           [](fabric::Probe& self, const CardTuple& card) { self.endpoint().add_peer(card_from(card)); })
       .def("latency", &fabric::Probe::latency, py::arg("bytes"), py::arg("rounds"), py::arg("first"),
            py::arg("timeout_ns"), py::call_guard<py::gil_scoped_release>())
       .def("stream", &fabric::Probe::stream, py::arg("bytes"), py::arg("writes"), py::arg("window"),
@@ -91,11 +95,12 @@ void bind_fabric(py::module_& m) {
 
   py::class_<fabric::Options>(m, "FabricOptions")
       .def(py::init([](std::string library, std::string provider, std::string domain, std::string address,
-                       int64_t traffic_class) {
-             return fabric::Options{library, provider, domain, address, traffic_class};
+                       int64_t traffic_class, uint64_t disorder, bool strict_memory) {
+             return fabric::Options{library,       provider, domain,       address,
+                                    traffic_class, disorder, strict_memory};
            }),
            py::kw_only(), py::arg("library"), py::arg("provider"), py::arg("domain"), py::arg("address"),
-           py::arg("traffic_class"));
+           py::arg("traffic_class"), py::arg("disorder"), py::arg("strict_memory"));
   m.def("fabric_providers", &providers);
 
   py::class_<FabricPort, std::shared_ptr<FabricPort> >(m, "FabricPort")

@@ -20,6 +20,15 @@ constexpr int kEfaEmulatedWrite = -(0xefa << 16) + 2;
 Endpoint::Endpoint(const Library& library, const Options& options, const EndpointParams& params)
     : library_(library), info_(choose(library, options)), description_(describe(library, *info_)) {
   open(params);
+  inbound_bytes_ = params.inbound.bytes;
+  if (options.strict_memory) {
+    const auto begin = reinterpret_cast<uint64_t>(params.inbound.begin);
+    strict_ = {begin, params.inbound.bytes, begin ^ std::random_device{}()};
+  }
+  if (options.disorder != 0) {
+    late_writes_.emplace(options.disorder);
+    late_events_.emplace(options.disorder + 1);
+  }
 }
 
 Endpoint::~Endpoint() = default;
@@ -106,7 +115,8 @@ Endpoint::Owned<fid_mr> Endpoint::reg(const Memory& memory, uint64_t access, uin
 }
 
 Card Endpoint::card() const {
-  Card card{std::string(256, '\0'), base_, fi_mr_key(inbound_.get())};
+  Card card{std::string(256, '\0'), base_, fi_mr_key(inbound_.get()), inbound_bytes_};
+  if (strict_) card = {card.name, strict_->base, strict_->key, inbound_bytes_};
   size_t size = card.name.size();
   library_.check(fi_getname(&endpoint_->fid, card.name.data(), &size), description_ + ": fi_getname");
   card.name.resize(size);
@@ -117,18 +127,32 @@ uint32_t Endpoint::add_peer(const Card& card) {
   fi_addr_t address = FI_ADDR_UNSPEC;
   const int inserted = fi_av_insert(addresses_.get(), card.name.data(), 1, &address, 0, nullptr);
   if (inserted != 1) throw FabricError(description_ + ": fi_av_insert refuses the address of a peer");
-  peers_.push_back({address, card.base, card.key});
+  peers_.push_back({address, card.base, card.key, card.bytes});
   return uint32_t(peers_.size()) - 1;
 }
 
 Endpoint::Posted Endpoint::write(uint32_t peer, const Write& write) {
+  if (!late_writes_) return post(peer, write);
+  if (in_flight() >= depth()) return Posted::kAgain;
+  late_writes_->hold({peer, write});
+  return Posted::kDone;
+}
+
+Endpoint::Posted Endpoint::post(uint32_t peer, const Write& write) {
   if (free_.empty()) return Posted::kAgain;
   Operation* operation = free_.back();
   operation->peer = peer;
   operation->tag = write.tag;
   const Peer& target = peers_[peer];
   const iovec from{const_cast<std::byte*>(write.from), write.bytes};
-  const fi_rma_iov to{target.base + write.to, write.bytes, target.key};
+  fi_rma_iov to{target.base + write.to, write.bytes, target.key};
+  if (strict_) {
+    const StrictMemory theirs{target.base, target.bytes, target.key};
+    const std::string wrong = theirs.refuse(to.addr, to.len, to.key);
+    if (!wrong.empty()) throw FabricError(description_ + ": " + wrong);
+    to.addr -= target.base;  // as the provider below wants it
+    to.key = kInboundKey;
+  }
   fi_msg_rma message{};
   message.msg_iov = &from;
   message.desc = &desc_;
@@ -150,6 +174,25 @@ Endpoint::Posted Endpoint::write(uint32_t peer, const Write& write) {
 }
 
 size_t Endpoint::poll(Event* events, size_t room) {
+  return late_writes_ ? disordered(events, room) : read_queue(events, room);
+}
+
+size_t Endpoint::disordered(Event* events, size_t room) {
+  for (LateWrite late; late_writes_->take(late);) {
+    const Posted posted = post(late.peer, late.write);
+    if (posted == Posted::kDone) continue;
+    if (posted == Posted::kFailed)
+      late_events_->hold({Event::Kind::kFailed, late.peer, 0, late.write.tag, error_});
+    if (posted == Posted::kAgain) late_writes_->hold(late);
+    break;
+  }
+  for (size_t i = 0, count = read_queue(events, room); i < count; ++i) late_events_->hold(events[i]);
+  size_t count = 0;
+  while (count < room && late_events_->take(events[count])) ++count;
+  return count;
+}
+
+size_t Endpoint::read_queue(Event* events, size_t room) {
   fi_cq_data_entry entries[kBatch];
   const ssize_t count = fi_cq_read(queue_.get(), entries, std::min(room, kBatch));
   if (count == -FI_EAGAIN || count == 0) return 0;
@@ -184,6 +227,7 @@ Event Endpoint::failure() {
 }
 
 bool Endpoint::ready_to_sleep() {
+  if (late_writes_ && late_writes_->size() + late_events_->size() != 0) return false;
   fid* waited[] = {&queue_->fid};
   return fi_trywait(fabric_.get(), waited, 1) == 0;
 }

@@ -12,11 +12,13 @@
 #include <cstddef>
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "transport/fabric_library.hpp"
 #include "transport/fabric_provider.hpp"
+#include "transport/fabric_shim.hpp"
 
 namespace ep::fabric {
 
@@ -25,6 +27,7 @@ struct Card {
   std::string name;  // the provider's address
   uint64_t base;     // what its region begins at, in the provider's addressing
   uint64_t key;
+  uint64_t bytes;
 };
 
 struct Memory {
@@ -83,7 +86,9 @@ class Endpoint {
   int wait_fd() const { return wait_fd_; }
   bool ready_to_sleep();
 
-  uint32_t in_flight() const { return uint32_t(operations_.size() - free_.size()); }
+  uint32_t in_flight() const {
+    return uint32_t(operations_.size() - free_.size() + (late_writes_ ? late_writes_->size() : 0));
+  }
   uint32_t depth() const { return uint32_t(operations_.size()); }
 
  private:
@@ -98,7 +103,11 @@ class Endpoint {
   using Owned = std::unique_ptr<T, Close>;
   struct Peer {
     fi_addr_t address;
-    uint64_t base, key;
+    uint64_t base, key, bytes;
+  };
+  struct LateWrite {
+    uint32_t peer;
+    Write write;
   };
 
   void open(const EndpointParams& params);
@@ -106,6 +115,9 @@ class Endpoint {
   void refuse_emulation();
   Owned<fid_mr> reg(const Memory& memory, uint64_t access, uint64_t key);
   void post_receive(fi_context2* context);
+  Posted post(uint32_t peer, const Write& write);
+  size_t read_queue(Event* events, size_t room);
+  size_t disordered(Event* events, size_t room);
   Event failure();
 
   const Library& library_;
@@ -125,6 +137,10 @@ class Endpoint {
   std::vector<Operation*> free_;
   std::vector<fi_context2> receives_;  // only where each arrival uses one up
   int wait_fd_ = -1, error_ = 0;
+  uint64_t inbound_bytes_ = 0;
+  std::optional<StrictMemory> strict_;  // this rank's
+  std::optional<Disorder<LateWrite>> late_writes_;
+  std::optional<Disorder<Event>> late_events_;
 };
 
 }  // namespace ep::fabric

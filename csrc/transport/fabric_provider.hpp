@@ -18,6 +18,8 @@ struct Options {
   std::string domain;     // device or interface; empty = the first
   std::string address;    // of this host on that network; empty = the provider's choice
   int64_t traffic_class;  // a value of libfabric's tclass; -1 = the provider's default
+  uint64_t disorder = 0;  // seed: writes and completions in any order; 0 = as they come. See fabric_shim.hpp
+  bool strict_memory = false;  // addresses and keys as production networks want them
 };
 
 // One way to the network, in the order of preference.

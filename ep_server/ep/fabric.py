@@ -18,7 +18,7 @@ from ep_server.errors import ConfigError, StartupError
 
 LOG = logging.getLogger(__name__)
 MAX_TRAFFIC_CLASS = (1 << 32) - 1
-Card = tuple[bytes, int, int]  # where a rank's memory is: the provider's address, base, key
+Card = tuple[bytes, int, int, int]  # where a rank's memory is: the provider's address, base, key, bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +32,9 @@ class FabricOptions:
     traffic_class: a value of libfabric's tclass (DSCP or service level); -1 = the provider's default.
     connect_seconds: until every rank must have answered. linger_seconds: until close() no longer waits for
       the other ranks' good-byes.
+    disorder, strict_memory: for tests on networks that are kinder than production's (csrc/transport/
+      fabric_shim.hpp): seed of the order of writes and completions, 0 = as they come; addresses and keys
+      as cards with memory registration want them.
     """
 
     library: str = ""
@@ -41,6 +44,8 @@ class FabricOptions:
     traffic_class: int = -1
     connect_seconds: float = 60.0
     linger_seconds: float = 2.0
+    disorder: int = 0
+    strict_memory: bool = False
 
     def __post_init__(self) -> None:
         if not -1 <= self.traffic_class <= MAX_TRAFFIC_CLASS:
@@ -63,6 +68,8 @@ class FabricOptions:
             domain=self.domain,
             address=self.address,
             traffic_class=self.traffic_class,
+            disorder=self.disorder,
+            strict_memory=self.strict_memory,
         )
 
 

@@ -54,8 +54,9 @@ class Introduction:
             spec["payload"], spec["reduction"] = Payload(spec["payload"]), Reduction(spec["reduction"])
             values["spec"] = ExchangeSpec(**spec)
             if values["card"] is not None:
-                name, base, key = values["card"]
-                values["card"] = (base64.b64decode(name), int(base), int(key))
+                name, *numbers = values["card"]
+                base, key, size = map(int, numbers)
+                values["card"] = (base64.b64decode(name), base, key, size)
             return cls(**values)
         except (ValueError, KeyError, TypeError) as error:
             raise StartupError(

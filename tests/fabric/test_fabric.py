@@ -107,7 +107,7 @@ def test_one_rank_alone_exchanges_with_itself_and_closes_twice() -> None:
 
 def introduced(**change: object) -> Introduction:
     spec = replace(SPEC, num_ranks=2, rank=1)
-    fields = {"version": __version__, "spec": spec, "card": (b"a", 0, 1), "session": 1}
+    fields = {"version": __version__, "spec": spec, "card": (b"a", 0, 1, 2), "session": 1}
     return Introduction(**{**fields, **change})  # type: ignore[arg-type]
 
 
@@ -128,7 +128,7 @@ def test_ranks_that_do_not_agree_are_refused_with_the_difference(
     change: dict[str, object], said: str
 ) -> None:
     mine = introduced(spec=replace(SPEC, num_ranks=2))
-    assert agreed([mine, introduced()], mine.spec) == [(b"a", 0, 1)] * 2
+    assert agreed([mine, introduced()], mine.spec) == [(b"a", 0, 1, 2)] * 2
     with pytest.raises(StartupError, match=said):
         agreed([mine, introduced(**change)], mine.spec)
 
