@@ -113,13 +113,17 @@ PYBIND11_MODULE(_cuda, m) {
            py::arg("expert_stats") = 0, py::arg("wait_stats") = 0);
   py::class_<cuda::CombineSendArgs>(m, "CombineSendArgs")
       .def(py::init([](uintptr_t expert_out, uintptr_t weights, uint32_t reduction, uint32_t wire,
-                       bool frees_dispatch) {
-             return cuda::CombineSendArgs{
-                 pointer<void>(expert_out), pointer<float>(weights), Reduction(reduction),
-                 cuda::Wire(wire),          frees_dispatch,          0};
+                       bool pushes_weights, bool frees_dispatch) {
+             return cuda::CombineSendArgs{pointer<void>(expert_out),
+                                          pointer<float>(weights),
+                                          Reduction(reduction),
+                                          cuda::Wire(wire),
+                                          pushes_weights,
+                                          frees_dispatch,
+                                          0};
            }),
            py::kw_only(), py::arg("expert_out") = 0, py::arg("weights") = 0, py::arg("reduction") = 0,
-           py::arg("wire") = 0, py::arg("frees_dispatch") = false);
+           py::arg("wire") = 0, py::arg("pushes_weights") = false, py::arg("frees_dispatch") = false);
   py::class_<cuda::CombineRecvArgs>(m, "CombineRecvArgs")
       .def(py::init(
                [](uintptr_t out, uintptr_t weights, uint32_t reduction, uint32_t wire, uintptr_t wait_stats) {

@@ -35,6 +35,7 @@ class CombineSendArgs:
         weights: int = 0,
         reduction: int = 0,
         wire: int = 0,
+        pushes_weights: bool = False,
         frees_dispatch: bool = False,
     ) -> None: ...
 

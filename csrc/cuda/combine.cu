@@ -11,9 +11,9 @@ namespace {
 
 constexpr uint32_t kMaxThreads = 224, kBlocksPerSm = 4, kMaxSplit = 2;
 
-// Blocks: one that keeps house and awaits the headers, senders (the first writes headers), receivers.
-template <bool kNarrow, Halves kHalves>
-__global__ void __launch_bounds__(kMaxThreads, kBlocksPerSm)
+// Blocks: one that keeps house, senders (the first writes headers), receivers (the first awaits them).
+template <Wire kWire, bool kNarrow, Halves kHalves>
+__global__ void __launch_bounds__(kMaxThreads, kWire == Wire::kLog10 ? 2 : kBlocksPerSm)
     combine_kernel(const __grid_constant__ Device g, const __grid_constant__ CombineSendArgs send,
                    const __grid_constant__ CombineRecvArgs recv, std::byte* handle, uint32_t senders) {
   constexpr bool kSends = uint32_t(kHalves) & uint32_t(Halves::kSend);
@@ -25,25 +25,20 @@ __global__ void __launch_bounds__(kMaxThreads, kBlocksPerSm)
   const uint32_t block = blockIdx.x;
   __shared__ Opened o;
   Done done;
-  if (kSends && block > 0 && block <= senders) {
-    done = combine_send<kNarrow>(g, send, handle, o, block - 1, senders);
+  if (block == 0) {
+    keep_house(g, kSlot, kSends ? nullptr : &h->combine_epoch, o, kSends && kReceives);
+  } else if (kSends && block <= senders) {
+    done = combine_send<kWire, kNarrow>(g, send, handle, o, block - 1, senders);
     if (kReceives && threadIdx.x == 0) raise(g.scratch(kSlot, o.epoch).sent_ns, clock_ns());
   } else if (kReceives) {
-    done = combine_recv<kNarrow>(g, recv, handle, o, kSends, recv.split, block == 0 ? 0 : block - senders,
-                                 gridDim.x - senders);
-  } else {
-    if (threadIdx.x < kWarp) {
-      open(g, Op::kCombine, nullptr, o);
-      __syncwarp();
-      keep_house(g, kSlot, o, false);
-    }
-    __syncthreads();
+    done = combine_recv<kWire, kNarrow>(g, recv, handle, o, kSends, recv.split, block - 1 - senders,
+                                        gridDim.x - 1 - senders);
   }
   end_block(g, kSlot, o, kSends, kReceives, done);
   if (kSends && send.frees_dispatch && threadIdx.x == 0) count_read(g, Op::kDispatch, g.bank_of(h->epoch));
 }
 
-template <bool kNarrow, Halves kHalves>
+template <Wire kWire, bool kNarrow, Halves kHalves>
 cudaError_t start(const Launch& launch, const Device& g, const CombineSendArgs& send,
                   const CombineRecvArgs& recv, std::byte* handle) {
   constexpr bool kSends = uint32_t(kHalves) & uint32_t(Halves::kSend);
@@ -60,25 +55,28 @@ cudaError_t start(const Launch& launch, const Device& g, const CombineSendArgs& 
   CombineRecvArgs received = recv;
   received.split = tokens << kMaxSplit <= launch.num_sms ? kMaxSplit : 1;
   const uint32_t senders = kSends ? 1 + std::clamp(rows << sent.split, 1u, 2 * room) : 0;
-  const uint32_t receivers = kReceives ? std::clamp(tokens << received.split, 1u, room) : 0;
-  return start_kernel(combine_kernel<kNarrow, kHalves>, 1 + senders + receivers, threads, 0, launch.stream, g,
-                      sent, received, handle, senders);
+  const uint32_t receivers = kReceives ? 1 + std::clamp(tokens << received.split, 1u, room) : 0;
+  return start_kernel(combine_kernel<kWire, kNarrow, kHalves>, 1 + senders + receivers, threads, 0,
+                      launch.stream, g, sent, received, handle, senders);
 }
 
-template <bool kNarrow>
+template <Wire kWire, bool kNarrow>
 cudaError_t start(Halves halves, const Launch& launch, const Device& g, const CombineSendArgs& send,
                   const CombineRecvArgs& recv, std::byte* handle) {
-  if (halves == Halves::kBoth) return start<kNarrow, Halves::kBoth>(launch, g, send, recv, handle);
-  if (halves == Halves::kSend) return start<kNarrow, Halves::kSend>(launch, g, send, recv, handle);
-  return start<kNarrow, Halves::kRecv>(launch, g, send, recv, handle);
+  if (halves == Halves::kBoth) return start<kWire, kNarrow, Halves::kBoth>(launch, g, send, recv, handle);
+  if (halves == Halves::kSend) return start<kWire, kNarrow, Halves::kSend>(launch, g, send, recv, handle);
+  return start<kWire, kNarrow, Halves::kRecv>(launch, g, send, recv, handle);
 }
 
 }  // namespace
 
 cudaError_t combine(const Launch& launch, Halves halves, const Device& device, const CombineSendArgs& send,
                     const CombineRecvArgs& recv, std::byte* handle) {
-  if (launch.narrow) return start<true>(halves, launch, device, send, recv, handle);
-  return start<false>(halves, launch, device, send, recv, handle);
+  if (send.wire == Wire::kFp8) return start<Wire::kFp8, false>(halves, launch, device, send, recv, handle);
+  if (send.wire == Wire::kLog10)
+    return start<Wire::kLog10, false>(halves, launch, device, send, recv, handle);
+  if (launch.narrow) return start<Wire::kBf16, true>(halves, launch, device, send, recv, handle);
+  return start<Wire::kBf16, false>(halves, launch, device, send, recv, handle);
 }
 
 }  // namespace ep::cuda

@@ -79,7 +79,7 @@ __device__ __forceinline__ void sum_answers(const Device& g, const Terms& terms,
 }
 
 // `both`: the kernel sends too.
-template <bool kNarrow>
+template <Wire kWire, bool kNarrow>
 __device__ __forceinline__ Done combine_recv(const Device& g, const CombineRecvArgs& a,
                                              const std::byte* handle, Opened& o, bool both, uint32_t split,
                                              uint32_t block, uint32_t blocks) {
@@ -91,7 +91,6 @@ __device__ __forceinline__ Done combine_recv(const Device& g, const CombineRecvA
   int32_t place = block == 0 ? -1 : place_of(g, handle, min(first_item >> split, g.layout.max_tokens - 1));
   if (threadIdx.x < kWarp) open(g, Op::kCombine, both ? nullptr : &h->combine_epoch, o);
   __syncthreads();
-  if (block == 0 && threadIdx.x < kWarp) keep_house(g, slot, o, both);
   Done done;
   if (!o.alive) return done;
   if (block == 0) {
@@ -109,11 +108,17 @@ __device__ __forceinline__ Done combine_recv(const Device& g, const CombineRecvA
     collect_answers(g, a, handle, o, asked, token, place, terms);
     const uint32_t begin = part_at(bytes, part, split), end = part_at(bytes, part + 1, split);
     auto* out = static_cast<std::byte*>(a.out) + uint64_t(token) * bytes;
+    if constexpr (kWire == Wire::kFp8) {
+      sum_packed<Fp8Wire>(g, terms, waited, out, begin / 32, end / 32, trouble);
+    } else if constexpr (kWire == Wire::kLog10) {
+      sum_packed<Log10Wire>(g, terms, waited, out, begin / 32, end / 32, trouble);
+    } else {
 #pragma unroll 1
-    for (uint32_t at = begin + threadIdx.x * 16; at < end; at += blockDim.x * 16) {
-      Sum sum;
-      sum_answers(g, terms, waited, at, sum, trouble);
-      store_row<kNarrow>(out, at, bytes, sum.rounded());
+      for (uint32_t at = begin + threadIdx.x * 16; at < end; at += blockDim.x * 16) {
+        Sum sum;
+        sum_answers(g, terms, waited, at, sum, trouble);
+        store_row<kNarrow>(out, at, bytes, sum.rounded());
+      }
     }
     i += blocks - 1;
     if (i < items) place = place_of(g, handle, i >> split);

@@ -10,7 +10,7 @@
 #pragma once
 
 #include "cuda/dispatch_recv.cuh"
-#include "cuda/sum.cuh"
+#include "cuda/wire.cuh"
 
 namespace ep::cuda {
 
@@ -22,7 +22,7 @@ __device__ __forceinline__ uint32_t manner_of(Reduction reduction, Wire wire) {
 __device__ __forceinline__ void send_answer_headers(const Device& g, const CombineSendArgs& a,
                                                     std::byte* handle, const Opened& o) {
   const auto* h = reinterpret_cast<const DeviceHandle*>(handle);
-  const uint32_t choices = a.weights == nullptr ? 0 : h->tokens * g.layout.top_k;
+  const uint32_t choices = a.pushes_weights ? h->tokens * g.layout.top_k : 0;
   bool paused;
   const uint32_t peers = writable(g, Op::kCombine, Phase::kSendHeader, o, &paused);
 #pragma unroll 1
@@ -76,6 +76,22 @@ __device__ __forceinline__ void send_sum(const Terms& terms, std::byte* slot, ui
   }
 }
 
+// Bytes [begin, end) of the sum in a row of bf16, as they travel. Returns how many bytes they are then.
+template <Wire kWire, bool kNarrow>
+__device__ __forceinline__ uint32_t send_answer(const Device& g, const Terms& terms, std::byte* slot,
+                                                uint32_t begin, uint32_t end) {
+  if constexpr (kWire == Wire::kBf16) {
+    send_sum<kNarrow>(terms, slot, begin, end, uint32_t(g.layout.answer_bytes));
+    return end - begin;
+  } else if constexpr (kWire == Wire::kFp8) {
+    send_packed<Fp8Wire>(terms, slot, g.hidden, begin / 32, end / 32);
+    return (end - begin) / 256 * 132;
+  } else {
+    send_packed<Log10Wire>(terms, slot, g.hidden, begin / 32, end / 32);
+    return (end - begin) / 256 * 168;
+  }
+}
+
 template <bool kNarrow>
 __device__ __forceinline__ void send_row(const std::byte* row, std::byte* slot, uint32_t begin, uint32_t end,
                                          uint32_t bytes) {
@@ -84,7 +100,7 @@ __device__ __forceinline__ void send_row(const std::byte* row, std::byte* slot, 
     put16(slot + at, sendable(load_row<kNarrow>(row, at, bytes)));
 }
 
-template <bool kNarrow>
+template <Wire kWire, bool kNarrow>
 __device__ __forceinline__ Done combine_send(const Device& g, const CombineSendArgs& a, std::byte* handle,
                                              Opened& o, uint32_t block, uint32_t blocks) {
   const DeviceLayout& l = g.layout;
@@ -124,22 +140,24 @@ __device__ __forceinline__ Done combine_send(const Device& g, const CombineSendA
     if (present && a.frees_dispatch && part == 0) empty_slot(g, dispatch_bank, source, token);
     if (present && answered >> source & 1) {
       const bool valid = output.row >= 0;
-      if (valid && a.weights != nullptr) output.weight = await_weight(g, o, source, token);
+      if (valid && a.pushes_weights) output.weight = await_weight(g, o, source, token);
       terms.collect(valid, {const_cast<std::byte*>(static_cast<const std::byte*>(a.expert_out)) +
                                 uint64_t(uint32_t(output.row)) * bytes,
                             output.weight, threadIdx.x % kWarp});
       const uint32_t begin = part_at(bytes, part, a.split), end = part_at(bytes, part + 1, a.split);
-      const bool by_rank = a.reduction == Reduction::kRank;
-      if (by_rank && terms.count != 0)
-        send_sum<kNarrow>(terms, g.regions[source] + l.answer_at(o.bank, g.rank, token, 0), begin, end,
-                          bytes);
+      uint32_t rows = terms.count, sent = end - begin;
+      if (a.reduction == Reduction::kRank) {
+        rows = min(rows, 1u);
+        std::byte* slot = g.regions[source] + l.answer_at(o.bank, g.rank, token, 0);
+        if (rows != 0) sent = send_answer<kWire, kNarrow>(g, terms, slot, begin, end);
+      } else if constexpr (kWire == Wire::kBf16) {
 #pragma unroll 1
-      for (uint32_t n = 0; !by_rank && n < terms.count; ++n)
-        send_row<kNarrow>(terms.list[n].row,
-                          g.regions[source] + l.answer_at(o.bank, g.rank, token, terms.list[n].of), begin,
-                          end, bytes);
-      const uint32_t rows = by_rank ? min(terms.count, 1u) : terms.count;
-      (source == g.rank ? done.bytes_local : done.bytes) += rows * (end - begin);
+        for (uint32_t n = 0; n < rows; ++n)
+          send_row<kNarrow>(terms.list[n].row,
+                            g.regions[source] + l.answer_at(o.bank, g.rank, token, terms.list[n].of), begin,
+                            end, bytes);
+      }
+      (source == g.rank ? done.bytes_local : done.bytes) += rows * sent;
     }
     i += blocks - 1;
     if (i >= items) return done;

@@ -11,37 +11,32 @@ namespace {
 
 constexpr uint32_t kMaxThreads = 224, kBlocksPerSm = 4;  // at 7168 channels two words of a row to a thread
 
-// Blocks: the receiver's block 0 (or one that keeps house alone), headers, senders, receivers.
+// Blocks: one that keeps house, headers, senders, receivers.
 template <bool kFp8, bool kNarrow, Halves kHalves>
-__global__ void __launch_bounds__(kMaxThreads, kBlocksPerSm)
+__global__ void __launch_bounds__(kMaxThreads, kFp8 ? kBlocksPerSm : 3)
     dispatch_kernel(const __grid_constant__ Device g, const __grid_constant__ DispatchSendArgs send,
                     const __grid_constant__ DispatchRecvArgs recv, std::byte* handle, uint32_t senders) {
   extern __shared__ uint32_t shared[];
   constexpr bool kSends = uint32_t(kHalves) & uint32_t(Halves::kSend);
   constexpr bool kReceives = uint32_t(kHalves) & uint32_t(Halves::kRecv);
   constexpr Slot kSlot = kSends ? Slot::kDispatchSend : Slot::kDispatchRecv;
-  constexpr uint32_t kHeaders = kSends ? 1 : 0;
+  constexpr uint32_t kHeaders = kSends ? 1 : 0;  // blocks
   const auto* h = reinterpret_cast<const DeviceHandle*>(handle);
   await_previous_kernel();
 
-  const uint32_t block = blockIdx.x;
+  const uint32_t block = blockIdx.x, before = 1 + kHeaders + senders;
   __shared__ Opened o;
   Done done;
-  if (kSends && block == 1) {
+  if (block == 0) {
+    keep_house(g, kSlot, kSends ? nullptr : &h->epoch, o, kSends && kReceives);
+  } else if (kSends && block == 1) {
     done = send_headers(g, send, handle, o, shared);
-  } else if (kSends && block > 1 && block <= 1 + senders) {
+  } else if (kSends && block < before) {
     done = dispatch_send<kFp8, kNarrow>(g, send, o, block - 2, senders, shared);
     if (kReceives && threadIdx.x == 0) raise(g.scratch(kSlot, o.epoch).sent_ns, clock_ns());
-  } else {
-    if (threadIdx.x < kWarp) {
-      open(g, Op::kDispatch, kSends ? nullptr : &h->epoch, o);
-      __syncwarp();
-      if (block == 0) keep_house(g, kSlot, o, kSends && kReceives);
-    }
-    __syncthreads();
-    if (kReceives && o.alive)
-      done = dispatch_recv<kNarrow>(g, recv, handle, o, kSlot, block == 0 ? 0 : block - kHeaders - senders,
-                                    gridDim.x - kHeaders - senders, reinterpret_cast<int32_t*>(shared));
+  } else if (kReceives) {
+    done = dispatch_recv<kNarrow>(g, recv, handle, o, kSlot, kSends ? nullptr : &h->epoch, block - before,
+                                  gridDim.x - before, reinterpret_cast<int32_t*>(shared));
   }
   end_block(g, kSlot, o, kSends, kReceives && recv.view != View::kIndex, done);
 }
@@ -80,7 +75,7 @@ cudaError_t start(const Launch& launch, const Device& g, const DispatchSendArgs&
       send.tokens * 2 + 2 <= launch.num_sms ? 1 : 0;  // while a multiprocessor has one block of it
   const uint32_t senders = kSends ? std::clamp(send.tokens << by_parts.split, 1u, room) : 0;
   const uint32_t items = g.layout.max_tokens * g.num_ranks;
-  const uint32_t receivers = kReceives ? std::clamp(items, 1u, room) : 0;
+  const uint32_t receivers = kReceives ? 1 + std::clamp(items, 1u, room) : 0;
   const size_t sending = 2 * g.num_experts * sizeof(uint32_t);
   const size_t receiving =
       (g.local_experts + 1) * sizeof(int32_t) + g.num_ranks * g.local_experts * sizeof(uint16_t);

@@ -21,15 +21,15 @@ struct Arrival {
   uint32_t missed;  // bits per rank
 };
 
-// Fills `arrival` and `counts`; returns the bits of the ranks whose header came. The whole block. `measure`:
-// one block of a kernel, for the statistics.
+// Fills `arrival` and `counts`; returns the bits of the ranks whose header came. The whole block, of which
+// threads from `self` on wait. `measure`: one block of a kernel, for the statistics.
 __device__ __forceinline__ uint32_t await_headers(const Device& g, const DispatchRecvArgs& a, const Opened& o,
-                                                  Slot slot, bool measure, Arrival& arrival,
+                                                  Slot slot, bool measure, uint32_t self, Arrival& arrival,
                                                   uint16_t* counts) {
   const uint32_t experts = g.local_experts, words = 1 + (experts + 1) / 2;
   uint32_t missed = 0;
 #pragma unroll 1
-  for (uint32_t i = threadIdx.x; i < g.num_ranks * words; i += blockDim.x) {
+  for (uint32_t i = threadIdx.x - self; i < g.num_ranks * words; i += blockDim.x - self) {
     const uint32_t source = i / words, word = i % words;
     Wanted wanted{Op::kDispatch, Phase::kRecvHeader, source, o.epoch};
     if (measure && word == 0) {
@@ -114,6 +114,7 @@ __device__ __forceinline__ void write_layout(const Device& g, const DispatchRecv
 struct Placed {
   uint64_t row[kMaxTopK], scale[kMaxTopK];
   uint32_t count, failed;
+  uint2 seen[kMaxTopK];  // entries that came before they were asked for
 };
 
 // One choice of a received token, in the lane of its number.
@@ -122,25 +123,51 @@ struct Entry {
   bool here = false;
 };
 
-// Waits for the entries of a token and works out their rows. First warp; lane k has choice k.
+// The entries of the token that a block begins with, awaited beside the headers: until they have come, or its
+// source says that it has no such token. All ones where neither; who needs them finds out why. First warp.
+__device__ __forceinline__ void await_first(const Device& g, const Opened& o, uint32_t source, uint32_t token,
+                                            Placed& placed) {
+  const DeviceLayout& l = g.layout;
+  const uint32_t lane = threadIdx.x;
+  const std::byte* at = g.own() + l.slot_at(o.bank, source, token) + l.entry_offset + lane * sizeof(uint64_t);
+  const std::byte* header = g.own() + l.header_at(o.bank, source, 0);
+  uint2 entry{kNothing, kNothing};
+  uint64_t start = 0;
+#pragma unroll 1
+  for (uint32_t spins = 0; o.peers >> source & 1; ++spins) {
+    if (lane < l.top_k) entry = peek8(at);
+    const uint64_t cell = load_relaxed(header);
+    const bool known = uint32_t(cell) == uint32_t(o.epoch);
+    const bool absent = known && token >= (uint32_t(cell >> 32) & ~kHasWeights);
+    if (absent || __all_sync(kFull, lane >= l.top_k || came(entry))) break;
+    if (spins == 0) start = clock_ns();
+    if (spins % kSpins == kSpins - 1 && look_around(g, source, start) != Look::kGoOn) break;
+  }
+  if (lane < kMaxTopK) placed.seen[lane] = entry;
+}
+
+// Waits for the entries of a token, unless await_first has `seen` them, and works out their rows. First warp;
+// lane k has choice k.
 __device__ __forceinline__ Entry place(const Device& g, const DispatchRecvArgs& a, const Opened& o, Slot slot,
                                        uint32_t source, std::byte* token_slot, uint32_t arrived,
-                                       const uint16_t* counts, const int32_t* first, Placed& placed) {
+                                       const uint16_t* counts, const int32_t* first, bool seen,
+                                       Placed& placed) {
   const DeviceLayout& l = g.layout;
   const uint32_t lane = threadIdx.x, padded = l.num_ranks * l.max_tokens;
   const uint32_t before = arrived & ((1u << source) - 1), low = (1u << l.position_bits) - 1;
   const uint32_t column = g.scale_words * a.scale_pitch;
   const bool pads = a.view == View::kPadded;
   std::byte* at = token_slot + l.entry_offset + lane * sizeof(uint64_t);
-  uint2 came_in[1] = {{DeviceLayout::kAbsent, 0}};
+  uint2 came_in[1] = {{kNothing, kNothing}};
+  if (seen) came_in[0] = placed.seen[lane % kMaxTopK];
   Trouble trouble;
   bool lost = false;
-  if (lane < l.top_k) {
+  if (lane < l.top_k && !came(came_in[0])) {
     uint64_t* waited = lane == 0 ? g.scratch(slot, o.epoch).wait_ns : nullptr;
     lost = await_slots(g, source, 1, waited, [&](uint32_t) { return at; }, came_in, trouble) == 0;
   }
   Entry e;
-  e.here = !lost && came_in[0].x != DeviceLayout::kAbsent;
+  e.here = lane < l.top_k && !lost && came_in[0].x != DeviceLayout::kAbsent;
   e.weight = came_in[0].y;
   if (e.here) {
     e.expert = came_in[0].x >> l.position_bits;
@@ -254,18 +281,23 @@ __device__ __forceinline__ void expand(const Device& g, const DispatchRecvArgs& 
   }
 }
 
-// `shared`: [E_local + 1] int32, then [R][E_local] uint16.
+// `shared`: [E_local + 1] int32, then [R][E_local] uint16. `epoch`: null where the kernel sends too.
 template <bool kNarrow>
 __device__ __forceinline__ Done dispatch_recv(const Device& g, const DispatchRecvArgs& a, std::byte* handle,
-                                              const Opened& o, Slot slot, uint32_t block, uint32_t blocks,
-                                              int32_t* first) {
+                                              Opened& o, Slot slot, const uint64_t* epoch, uint32_t block,
+                                              uint32_t blocks, int32_t* first) {
   __shared__ Arrival arrival;
   __shared__ Placed placed;
   auto* counts = reinterpret_cast<uint16_t*>(first + g.local_experts + 1);
+  if (threadIdx.x < kWarp) open(g, Op::kDispatch, epoch, o);
+  __syncthreads();
+  Done done;
+  if (!o.alive) return done;
 
   // 1. All headers. Block 0 tells the caller and does nothing else: the others need not wait.
-  const uint32_t arrived = await_headers(g, a, o, slot, block == 0, arrival, counts);
-  Done done;
+  const bool begins = block != 0 && block - 1 < g.layout.max_tokens * g.num_ranks;
+  if (begins && threadIdx.x < kWarp) await_first(g, o, g.source_of(block - 1), g.token_of(block - 1), placed);
+  const uint32_t arrived = await_headers(g, a, o, slot, block == 0, begins ? kWarp : 0, arrival, counts);
   if (arrived != o.peers && has_failed(g)) return done;
   if (a.view != View::kPadded || block == 0) {
     if (threadIdx.x < kWarp) scan_experts(g, arrived, counts, first);
@@ -288,7 +320,8 @@ __device__ __forceinline__ Done dispatch_recv(const Device& g, const DispatchRec
     ahead.peek(g, row);
     __syncthreads();
     Entry entry;
-    if (threadIdx.x < kWarp) entry = place(g, a, o, slot, source, row, arrived, counts, first, placed);
+    if (threadIdx.x < kWarp)
+      entry = place(g, a, o, slot, source, row, arrived, counts, first, i == block - 1, placed);
     __syncthreads();
     if (placed.failed) break;
     done.emptied = a.view != View::kIndex;

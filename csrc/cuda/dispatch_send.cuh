@@ -39,15 +39,17 @@ __device__ __forceinline__ void keep_owners(const Device& g, const uint4& first,
 
 // Ids and weights of all tokens, the first of them under way at once.
 struct Ids {
-  static constexpr uint32_t kAhead = 6;
-  int64_t id[kAhead];
+  static constexpr uint32_t kAhead = 5;
+  int32_t id[kAhead];  // -2: not one
   float weight[kAhead];
 
-  __device__ __forceinline__ void load(const DispatchSendArgs& a, uint32_t count, uint32_t from = 0) {
+  __device__ __forceinline__ void load(const DispatchSendArgs& a, uint32_t experts, uint32_t count,
+                                       uint32_t from = 0) {
 #pragma unroll
     for (uint32_t i = 0; i < kAhead; ++i) {
       const uint32_t j = from + threadIdx.x + i * blockDim.x;
-      id[i] = j < count ? a.ids[j] : -1;
+      const int64_t given = j < count ? a.ids[j] : -1;
+      id[i] = given >= -1 && given < int64_t(experts) ? int32_t(given) : -2;
       weight[i] = j < count && a.weights != nullptr ? a.weights[j] : 0.0f;
     }
   }
@@ -65,10 +67,10 @@ __device__ __forceinline__ void count_choices(const Device& g, const DispatchSen
 #pragma unroll
     for (uint32_t i = 0; i < Ids::kAhead; ++i) {
       const uint32_t j = from + threadIdx.x + i * blockDim.x;
-      const int64_t id = ids.id[i];
+      const int32_t id = ids.id[i];
       if (j >= count) break;
       int32_t place = -1;
-      if (id >= 0 && id < int64_t(g.num_experts)) {
+      if (id >= 0) {
         place = int32_t(table[id]);
         atomicAdd(&counts[g.experts_before[place >> kOwnerShift] + (place & kLocalMask)], 1u);
       } else if (id != -1) {
@@ -78,7 +80,7 @@ __device__ __forceinline__ void count_choices(const Device& g, const DispatchSen
       weights[j] = ids.weight[i];
     }
     from += Ids::kAhead * blockDim.x;
-    if (from < count) ids.load(a, count, from);
+    if (from < count) ids.load(a, g.num_experts, count, from);
   }
 }
 
@@ -89,7 +91,7 @@ __device__ __forceinline__ Done send_headers(const Device& g, const DispatchSend
   const uint32_t tokens = tokens_of(a);
   const uint4 owners = load_owners(g);
   Ids ids;
-  ids.load(a, tokens * g.layout.top_k);
+  ids.load(a, g.num_experts, tokens * g.layout.top_k);
 #pragma unroll 1
   for (uint32_t e = threadIdx.x; e < g.num_experts; e += blockDim.x) counts[e] = 0;
   if (threadIdx.x < kWarp) open(g, Op::kDispatch, nullptr, o);
@@ -193,7 +195,7 @@ struct Earlier {
 // Two times 16 bytes of a row in flight per thread; for FP8 32 bytes of channels each.
 template <bool kFp8, bool kNarrow>
 struct Row {
-  static constexpr uint32_t kBytes = kFp8 ? 32 : 16, kAhead = kFp8 ? 2 : 4;
+  static constexpr uint32_t kBytes = kFp8 ? 32 : 16, kAhead = 2;
   const std::byte* x;
   uint32_t bytes, first, end;  // of x; in units of kBytes
   uint4 low[kAhead], high[kFp8 ? kAhead : 1];

@@ -104,17 +104,23 @@ __device__ __forceinline__ void settle(const Device& g, Slot slot, Scratch& s) {
   s.start_ns = s.sent_ns = s.end_ns = s.both = 0;
 }
 
-// Block 0, before its own work. One warp.
-__device__ __forceinline__ void keep_house(const Device& g, Slot slot, const Opened& o, bool both) {
-  publish_reads(g, o);
-  const uint32_t banks = g.layout.num_banks;
-  Scratch& mine = g.scratch(slot, o.epoch);
-  if (threadIdx.x % kWarp == 0) {
-    mine.both = both;
-    mine.start_ns = clock_ns();
+// The work of block 0. `epoch`: of a receive, in its handle. `both`: a send and a receive.
+__device__ __forceinline__ void keep_house(const Device& g, Slot slot, const uint64_t* epoch, Opened& o,
+                                           bool both) {
+  if (threadIdx.x < kWarp) {
+    const uint64_t start = clock_ns();
+    open(g, op_of(slot), epoch, o);
+    __syncwarp();
+    const uint32_t banks = g.layout.num_banks;
+    Scratch& mine = g.scratch(slot, o.epoch);
+    if (threadIdx.x == 0) {
+      mine.both = both;
+      mine.start_ns = start;
+    }
+    publish_reads(g, o);
+    // It has ended: this kernel's bank could not have been free otherwise.
+    if (o.epoch > o.base + banks) settle(g, slot, g.scratch(slot, o.epoch - banks));
   }
-  // It has ended: this kernel's bank could not have been free otherwise.
-  if (o.epoch > o.base + banks) settle(g, slot, g.scratch(slot, o.epoch - banks));
 }
 
 }  // namespace ep::cuda

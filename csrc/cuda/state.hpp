@@ -139,9 +139,10 @@ struct DispatchRecvArgs {
 
 struct CombineSendArgs {
   const void* expert_out;
-  const float* weights;  // [T, K] to push to the experts' ranks, or null: they have them
+  const float* weights;  // [T, K] to push to the experts' ranks
   Reduction reduction;
   Wire wire;
+  bool pushes_weights;  // on all ranks alike; else they came with the dispatch
   bool frees_dispatch;  // an in-place view of the dispatch was read
   uint32_t split;       // 1 << split blocks to a row
 };

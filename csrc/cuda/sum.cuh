@@ -76,9 +76,9 @@ __device__ __forceinline__ void sum_rows(const Terms& terms, uint32_t at, uint32
   }
 }
 
-// Where part `part` of 1 << split of a row of `bytes` begins; behind the last: its end.
+// Where part `part` of 1 << split of a row of `bytes` begins, at whole groups; behind the last: its end.
 __device__ __forceinline__ uint32_t part_at(uint32_t bytes, uint32_t part, uint32_t split) {
-  return part >> split ? bytes : part * ((bytes >> split) / 64 * 64);
+  return part >> split ? bytes : part * ((bytes >> split) / 256 * 256);
 }
 
 }  // namespace ep::cuda

@@ -159,16 +159,20 @@ class Launcher:
         which, wire = REDUCTIONS.index(manner.reduction), WIRES.index(manner.wire)
         given = [t for t in (tensors.expert_out, tensors.out) if t is not None]
         pushed = manner.reduction == Reduction.RANK and not handle.weighted
+        narrow = self.shapes.narrow(self.spec.hidden * 2, given)
+        if narrow and manner.wire != Wire.BF16:
+            raise InvalidArgument("expert_out, out", "not aligned", f"at multiples of {VECTOR} bytes")
         self.group.combine(
             self._stream(),
             halves,
             self.num_sms,
-            self.shapes.narrow(self.spec.hidden * 2, given),
+            narrow,
             _cuda.CombineSendArgs(
                 expert_out=address(tensors.expert_out),
                 weights=address(tensors.weights) if pushed else 0,
                 reduction=which,
                 wire=wire,
+                pushes_weights=pushed,
                 frees_dispatch=handle.held,
             ),
             _cuda.CombineRecvArgs(
