@@ -77,29 +77,30 @@ class CudaExchange:
         num_sms: int = 0,
         validate: bool = False,
     ) -> None:
-        check_device_spec(spec, on_timeout)
         self.spec, self._validate = spec, validate
         self._control: NativeExchange | None = control
         try:
-            if not torch.cuda.is_available():
-                raise StartupError("the exchange over NVLink needs a CUDA device, none is available")
-            self.device = torch.device("cuda", torch.cuda.current_device() if device is None else device)
-            self._shapes = Shapes(spec, self.device)
-            with torch.cuda.device(self.device):
-                group = make_group(spec, self.device, on_timeout)
-                launcher = Launcher(group, spec, self._shapes, check_num_sms(num_sms, group.num_sms))
-                share_regions(control, spec, group)
+            self._launcher: Launcher | None = self._start(control, device, on_timeout, num_sms)
         except BaseException as error:
-            if not isinstance(
-                error, ConfigError
-            ):  # that one all ranks find; else they would wait for this one
-                control.abort()
+            if not isinstance(error, ConfigError):  # which all ranks find alike
+                control.abort()  # else they would wait for this one
             control.close()
             if isinstance(error, RuntimeError | ExchangeError):
                 raise StartupError(f"rank {spec.rank}: {error}") from error
             raise
-        self._launcher: Launcher | None = launcher
         self._flights = Flights(spec.rank, spec.num_banks)
+
+    def _start(self, control: NativeExchange, device: int | None, on_timeout: str, num_sms: int) -> Launcher:
+        check_device_spec(self.spec, on_timeout)
+        if not torch.cuda.is_available():
+            raise StartupError("the exchange over NVLink needs a CUDA device, none is available")
+        self.device = torch.device("cuda", torch.cuda.current_device() if device is None else device)
+        self._shapes = Shapes(self.spec, self.device)
+        with torch.cuda.device(self.device):
+            group = make_group(self.spec, self.device, on_timeout)
+            launcher = Launcher(group, self.spec, self._shapes, check_num_sms(num_sms, group.num_sms))
+            share_regions(control, self.spec, group)
+        return launcher
 
     # -- the Protocol ---------------------------------------------------------------------------------
 
