@@ -82,10 +82,14 @@ def pack_ue8m0(scale: torch.Tensor) -> torch.Tensor:
     """Powers of two [..., G] float32 to exponent bytes, four per int32 [..., G/4], lowest byte first."""
     shape = (*scale.shape[:-1], scale.shape[-1] // PACK, PACK)
     exponents = ((scale.view(torch.int32) >> 23) & 0xFF).view(shape)
-    return (exponents << torch.arange(0, 32, 8, dtype=torch.int32)).sum(-1, dtype=torch.int32)
+    return (exponents << torch.arange(0, 32, 8, dtype=torch.int32, device=packed.device)).sum(
+        -1, dtype=torch.int32
+    )
 
 
 def unpack_ue8m0(packed: torch.Tensor) -> torch.Tensor:
     """Inverse of pack_ue8m0: [..., G/4] int32 to [..., G] float32."""
-    exponents = (packed.unsqueeze(-1) >> torch.arange(0, 32, 8, dtype=torch.int32)) & 0xFF
+    exponents = (
+        packed.unsqueeze(-1) >> torch.arange(0, 32, 8, dtype=torch.int32, device=packed.device)
+    ) & 0xFF
     return (exponents.flatten(-2) << 23).view(torch.float32)
