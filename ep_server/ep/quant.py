@@ -82,7 +82,7 @@ def pack_ue8m0(scale: torch.Tensor) -> torch.Tensor:
     """Powers of two [..., G] float32 to exponent bytes, four per int32 [..., G/4], lowest byte first."""
     shape = (*scale.shape[:-1], scale.shape[-1] // PACK, PACK)
     exponents = ((scale.view(torch.int32) >> 23) & 0xFF).view(shape)
-    return (exponents << torch.arange(0, 32, 8, dtype=torch.int32, device=packed.device)).sum(
+    return (exponents << torch.arange(0, 32, 8, dtype=torch.int32, device=scale.device)).sum(
         -1, dtype=torch.int32
     )
 
