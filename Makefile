@@ -41,6 +41,7 @@ protos: $(STAMP)  ## regenerate ep_server/v1 from protos/
 bench: $(STAMP)  ## run the CPU benchmarks
 	$(BIN)/python benchmarks/bench_exchange.py
 	$(BIN)/python benchmarks/bench_decode.py
+	$(BIN)/python benchmarks/bench_fabric.py
 
 wheel: $(STAMP)  ## build a wheel into dist/
 	$(BIN)/python -m pip wheel --no-deps --no-build-isolation -w dist .

@@ -1,6 +1,6 @@
 """The transport between hosts beside the least that libfabric allows, and the exchange on it beside gloo.
 
-Two processes, each spinning on a core of its own where there are two.
+Two processes that spin.
   raw    a write with its notification: our endpoint beside fabric_minimal.c (fi_writemsg with remote
          completion data, 16 in flight) on the same provider, in turn, the median of the repeats; fi_pingpong
          where it is installed, which sends messages and is another measurement
@@ -56,7 +56,6 @@ class Place:
 
     def enter(self, index: int) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = self.device
-        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[index % os.cpu_count()]})
         if self.hosts:
             with Path(f"/run/netns/{self.hosts.names[index]}").open() as file:
                 assert ctypes.CDLL(None).setns(file.fileno(), 0x40000000) == 0
@@ -170,6 +169,8 @@ def pingpong(provider: str) -> None:
 
 
 def pair(place: Place, index: int, other: Any, folder: str, iterations: int) -> dict[str, Any]:
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[index % len(cores)]})  # with its threads; else they meet on one core
     tokens, hidden, top_k, experts = 32, 2048, 8, 64
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=index, world_size=2, timeout=timedelta(seconds=60))

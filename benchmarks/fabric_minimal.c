@@ -2,7 +2,7 @@
 // spinning. What our transport is measured against; bench_fabric.py builds and runs it.
 //   fabric_minimal PROVIDER ADDRESS ADDRESS NAMESPACE NAMESPACE BYTES ROUNDS -> {"latency_us": [p50, p99],
 //   "gb_per_s": x}
-// One address and network namespace ("" = this one) per process; each on a core of its own. Latency: half a
+// One address and network namespace ("" = this one) per process. Latency: half a
 // round trip of one write. Bandwidth: 16 writes in flight, ended by one answer.
 #define _GNU_SOURCE
 #include <fcntl.h>
@@ -98,11 +98,7 @@ static void open_endpoint(const char* provider, const char* address, size_t byte
   check(fi_getname(&ep->fid, own.name, &length), "fi_getname");
 }
 
-static void settle(const char* namespace, int core) {
-  cpu_set_t cores;
-  CPU_ZERO(&cores);
-  CPU_SET(core, &cores);
-  sched_setaffinity(0, sizeof cores, &cores);  // where there is no such core, it stays where it is
+static void settle(const char* namespace) {
   char path[256];
   if (namespace[0] == 0) return;
   snprintf(path, sizeof path, "/run/netns/%s", namespace);
@@ -125,7 +121,7 @@ int main(int argc, char** argv) {
   if (pipe(up) != 0 || pipe(down) != 0) return 1;
   const pid_t child = fork();
   const int first = child != 0;
-  settle(argv[first ? 4 : 5], first ? 0 : 1);
+  settle(argv[first ? 4 : 5]);
   open_endpoint(argv[1], argv[first ? 2 : 3], bytes);
   meet(first ? up[0] : down[0], first ? down[1] : up[1]);
   uint64_t* times = calloc(rounds, sizeof *times);
