@@ -150,34 +150,42 @@ PYBIND11_MODULE(_cuda, m) {
            py::arg("placement"), py::arg("device"), py::arg("timeout_ns"), py::arg("mask_on_timeout"))
       .def("export_fd", &Group::export_fd)
       .def("attach", &Group::attach, py::arg("rank"), py::arg("fd"))
-      .def("dispatch",
-           [](Group& self, uintptr_t stream, uint32_t halves, uint32_t num_sms, bool narrow,
-              const cuda::DispatchSendArgs& send, const cuda::DispatchRecvArgs& recv, uintptr_t handle) {
-             cuda::check(cudaSetDevice(self.ordinal()), "cudaSetDevice");
-             cuda::check(cuda::dispatch({pointer<CUstream_st>(stream), num_sms, narrow}, cuda::Halves(halves),
-                                        self.device(), send, recv, pointer<std::byte>(handle)),
-                         "dispatch");
-           })
-      .def("combine",
-           [](Group& self, uintptr_t stream, uint32_t halves, uint32_t num_sms, bool narrow,
-              const cuda::CombineSendArgs& send, const cuda::CombineRecvArgs& recv, uintptr_t handle) {
-             cuda::check(cudaSetDevice(self.ordinal()), "cudaSetDevice");
-             cuda::check(cuda::combine({pointer<CUstream_st>(stream), num_sms, narrow}, cuda::Halves(halves),
+      .def(
+          "dispatch",
+          [](Group& self, uintptr_t stream, uint32_t halves, uint32_t num_sms, bool narrow,
+             const cuda::DispatchSendArgs& send, const cuda::DispatchRecvArgs& recv, uintptr_t handle) {
+            const cuda::OnDevice here(self.ordinal());
+            cuda::check(cuda::dispatch({pointer<CUstream_st>(stream), num_sms, narrow}, cuda::Halves(halves),
                                        self.device(), send, recv, pointer<std::byte>(handle)),
-                         "combine");
-           })
-      .def("release",
-           [](Group& self, uintptr_t stream, uintptr_t handle) {
-             cuda::check(cudaSetDevice(self.ordinal()), "cudaSetDevice");
-             cuda::check(
-                 cuda::release(pointer<CUstream_st>(stream), self.device(), pointer<std::byte>(handle)),
-                 "release");
-           })
-      .def("publish",
-           [](Group& self, uintptr_t stream) {
-             cuda::check(cudaSetDevice(self.ordinal()), "cudaSetDevice");
-             cuda::check(cuda::publish(pointer<CUstream_st>(stream), self.device()), "publish");
-           })
+                        "dispatch");
+          },
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "combine",
+          [](Group& self, uintptr_t stream, uint32_t halves, uint32_t num_sms, bool narrow,
+             const cuda::CombineSendArgs& send, const cuda::CombineRecvArgs& recv, uintptr_t handle) {
+            const cuda::OnDevice here(self.ordinal());
+            cuda::check(cuda::combine({pointer<CUstream_st>(stream), num_sms, narrow}, cuda::Halves(halves),
+                                      self.device(), send, recv, pointer<std::byte>(handle)),
+                        "combine");
+          },
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "release",
+          [](Group& self, uintptr_t stream, uintptr_t handle) {
+            const cuda::OnDevice here(self.ordinal());
+            cuda::check(
+                cuda::release(pointer<CUstream_st>(stream), self.device(), pointer<std::byte>(handle)),
+                "release");
+          },
+          py::call_guard<py::gil_scoped_release>())
+      .def(
+          "publish",
+          [](Group& self, uintptr_t stream) {
+            const cuda::OnDevice here(self.ordinal());
+            cuda::check(cuda::publish(pointer<CUstream_st>(stream), self.device()), "publish");
+          },
+          py::call_guard<py::gil_scoped_release>())
       .def(
           "set_faults",
           [](Group& self,

@@ -44,6 +44,7 @@ void check(cudaError_t error, const char* what) {
 
 Group::Group(const Geometry& g, uint32_t rank, const std::vector<int32_t>& placement, const Options& options)
     : options_(options) {
+  const OnDevice here(options.device);
   regions_[rank] = nvlink::Region::create(options.device, DeviceLayout::of(g).total);
   std::vector<uint32_t> table(placement.size());
   for (size_t e = 0; e < placement.size(); ++e) {
@@ -89,14 +90,14 @@ Group::Group(const Geometry& g, uint32_t rank, const std::vector<int32_t>& place
 }
 
 void Group::empty_slots() {
-  check(cudaSetDevice(options_.device), "cudaSetDevice");
+  const OnDevice here(options_.device);
   std::byte* slots = device_.own() + device_.layout.slots;
   check(cudaMemsetAsync(slots, 0xff, device_.layout.total - device_.layout.slots, stream_), "cudaMemset");
   check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
 }
 
 Group::~Group() {
-  cudaSetDevice(options_.device);
+  const OnDevice here(options_.device);
   cudaDeviceSynchronize();  // kernels in flight still use all of this
   cudaFree(device_.state);
   cudaFree(table_);
@@ -106,6 +107,7 @@ Group::~Group() {
 }
 
 void Group::attach(uint32_t rank, int fd) {
+  const OnDevice here(options_.device);
   regions_[rank] = nvlink::Region::import(options_.device, device_.layout.total, fd);
   device_.regions[rank] = regions_[rank]->data();
 }
@@ -123,7 +125,7 @@ Status Group::status() const {
 }
 
 DeviceState Group::snapshot(std::vector<uint64_t>* expert_tokens) {
-  check(cudaSetDevice(options_.device), "cudaSetDevice");
+  const OnDevice here(options_.device);
   DeviceState state;
   expert_tokens->resize(device_.local_experts);
   check(cudaMemcpyAsync(&state, device_.state, sizeof state, cudaMemcpyDeviceToHost, stream_), "cudaMemcpy");
@@ -142,7 +144,7 @@ DeviceState Group::settled(std::vector<uint64_t>* expert_tokens) {
 }
 
 void Group::copy_in(void* to, const void* from, size_t bytes) {
-  check(cudaSetDevice(options_.device), "cudaSetDevice");
+  const OnDevice here(options_.device);
   check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream_), "cudaMemcpy");
   check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
 }

@@ -18,6 +18,25 @@ struct Options {
   bool mask_on_timeout;
 };
 
+void check(cudaError_t error, const char* what);
+
+// Makes a GPU the current one of this thread; the destructor gives the caller's back.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) : device_(device) {
+    check(cudaGetDevice(&before_), "cudaGetDevice");
+    if (before_ != device_) check(cudaSetDevice(device_), "cudaSetDevice");
+  }
+  ~OnDevice() {  // setting a device that is the current one would still make a context on it
+    if (before_ != device_) cudaSetDevice(before_);
+  }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  int device_, before_ = 0;
+};
+
 // Throws std::runtime_error for what the GPU or its driver refuses.
 class Group {
  public:
@@ -55,7 +74,5 @@ class Group {
   uint32_t* table_ = nullptr;
   cudaStream_t stream_ = nullptr;  // for copies of state; never waits for the caller's streams
 };
-
-void check(cudaError_t error, const char* what);
 
 }  // namespace ep::cuda
