@@ -59,6 +59,7 @@ native = Pybind11Extension(
 )
 
 GPU_CODE = [
+    "-gencode=arch=compute_80,code=sm_80",  # no FP8 instructions, no overlapping launches
     "-gencode=arch=compute_90a,code=sm_90a",
     "-gencode=arch=compute_90,code=compute_90",  # for what comes after Hopper
 ]

@@ -155,9 +155,10 @@ PYBIND11_MODULE(_cuda, m) {
           [](Group& self, uintptr_t stream, uint32_t halves, uint32_t num_sms, bool narrow,
              const cuda::DispatchSendArgs& send, const cuda::DispatchRecvArgs& recv, uintptr_t handle) {
             const cuda::OnDevice here(self.ordinal());
-            cuda::check(cuda::dispatch({pointer<CUstream_st>(stream), num_sms, narrow}, cuda::Halves(halves),
-                                       self.device(), send, recv, pointer<std::byte>(handle)),
-                        "dispatch");
+            cuda::check(
+                cuda::dispatch({pointer<CUstream_st>(stream), num_sms, narrow, self.overlaps()},
+                               cuda::Halves(halves), self.device(), send, recv, pointer<std::byte>(handle)),
+                "dispatch");
           },
           py::call_guard<py::gil_scoped_release>())
       .def(
@@ -165,9 +166,10 @@ PYBIND11_MODULE(_cuda, m) {
           [](Group& self, uintptr_t stream, uint32_t halves, uint32_t num_sms, bool narrow,
              const cuda::CombineSendArgs& send, const cuda::CombineRecvArgs& recv, uintptr_t handle) {
             const cuda::OnDevice here(self.ordinal());
-            cuda::check(cuda::combine({pointer<CUstream_st>(stream), num_sms, narrow}, cuda::Halves(halves),
-                                      self.device(), send, recv, pointer<std::byte>(handle)),
-                        "combine");
+            cuda::check(
+                cuda::combine({pointer<CUstream_st>(stream), num_sms, narrow, self.overlaps()},
+                              cuda::Halves(halves), self.device(), send, recv, pointer<std::byte>(handle)),
+                "combine");
           },
           py::call_guard<py::gil_scoped_release>())
       .def(

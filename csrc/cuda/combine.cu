@@ -56,8 +56,8 @@ cudaError_t start(const Launch& launch, const Device& g, const CombineSendArgs& 
   received.split = tokens << kMaxSplit <= launch.num_sms ? kMaxSplit : 1;
   const uint32_t senders = kSends ? 1 + std::clamp(rows << sent.split, 1u, 2 * room) : 0;
   const uint32_t receivers = kReceives ? 1 + std::clamp(tokens << received.split, 1u, room) : 0;
-  return start_kernel(combine_kernel<kWire, kNarrow, kHalves>, 1 + senders + receivers, threads, 0,
-                      launch.stream, g, sent, received, handle, senders);
+  return start_kernel(launch, combine_kernel<kWire, kNarrow, kHalves>, 1 + senders + receivers, threads, 0, g,
+                      sent, received, handle, senders);
 }
 
 template <Wire kWire, bool kNarrow>

@@ -80,8 +80,9 @@ cudaError_t start(const Launch& launch, const Device& g, const DispatchSendArgs&
   const size_t receiving =
       (g.local_experts + 1) * sizeof(int32_t) + g.num_ranks * g.local_experts * sizeof(uint16_t);
   const size_t shared = kReceives ? std::max(sending, receiving) : sending;
-  return start_kernel(dispatch_kernel<kFp8, kNarrow, kHalves>, 1 + (kSends ? 1 : 0) + senders + receivers,
-                      threads_for(g), shared, launch.stream, g, by_parts, recv, handle, senders);
+  return start_kernel(launch, dispatch_kernel<kFp8, kNarrow, kHalves>,
+                      1 + (kSends ? 1 : 0) + senders + receivers, threads_for(g), shared, g, by_parts, recv,
+                      handle, senders);
 }
 
 template <bool kFp8, bool kNarrow>

@@ -68,6 +68,10 @@ Group::Group(const Geometry& g, uint32_t rank, const std::vector<int32_t>& place
   check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, options.device),
         "cudaDeviceGetAttribute");
   num_sms_ = uint32_t(sms);
+  int major = 0;
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, options.device),
+        "cudaDeviceGetAttribute");
+  overlaps_ = major >= 9;
   check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
   check(cudaMalloc(reinterpret_cast<void**>(&device_.state), sizeof(DeviceState)), "cudaMalloc");
   table.resize((table.size() + 3) / 4 * 4);  // read four at a time

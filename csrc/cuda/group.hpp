@@ -52,7 +52,8 @@ class Group {
   const Device& device() const { return device_; }
   int ordinal() const { return options_.device; }
   uint32_t num_sms() const { return num_sms_; }
-  uint64_t bytes() const;  // of device memory
+  bool overlaps() const { return overlaps_; }  // see Launch
+  uint64_t bytes() const;                      // of device memory
 
   Status status() const;  // the first failure so far; read without a sync
   // Copied beside the streams that work. settled() counts times that no kernel has settled yet too.
@@ -70,6 +71,7 @@ class Group {
   Options options_;
   Device device_{};
   uint32_t num_sms_ = 0;
+  bool overlaps_ = false;
   std::array<std::unique_ptr<nvlink::Region>, kMaxPeers> regions_;
   uint32_t* table_ = nullptr;
   cudaStream_t stream_ = nullptr;  // for copies of state; never waits for the caller's streams

@@ -12,7 +12,8 @@ namespace ep::cuda {
 struct Launch {
   cudaStream_t stream;
   uint32_t num_sms;
-  bool narrow;  // rows or the caller's tensors are not at multiples of 16 bytes
+  bool narrow;    // rows or the caller's tensors are not at multiples of 16 bytes
+  bool overlaps;  // kernels may be set up while the one before them ends: Hopper and later
 };
 
 enum class Halves : uint32_t { kSend = 1, kRecv = 2, kBoth = 3 };
@@ -31,8 +32,8 @@ cudaError_t publish(cudaStream_t stream, const Device& device);
 
 // Starts a kernel that may be set up while the one before it in the stream ends.
 template <class... Params, class... Args>
-cudaError_t start_kernel(void (*kernel)(Params...), uint32_t blocks, uint32_t threads, size_t shared,
-                         cudaStream_t stream, const Args&... args) {
+cudaError_t start_kernel(const Launch& launch, void (*kernel)(Params...), uint32_t blocks, uint32_t threads,
+                         size_t shared, const Args&... args) {
   cudaLaunchAttribute overlap{};
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
@@ -40,9 +41,9 @@ cudaError_t start_kernel(void (*kernel)(Params...), uint32_t blocks, uint32_t th
   config.gridDim = dim3(blocks);
   config.blockDim = dim3(threads);
   config.dynamicSmemBytes = shared;
-  config.stream = stream;
+  config.stream = launch.stream;
   config.attrs = &overlap;
-  config.numAttrs = 1;
+  config.numAttrs = launch.overlaps ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, Params(args)...);
 }
 

@@ -9,10 +9,28 @@ namespace ep::cuda {
 __device__ __forceinline__ float low_half(uint32_t word) { return float_of(word << 16); }
 __device__ __forceinline__ float high_half(uint32_t word) { return float_of(word & 0xffff0000u); }
 
+// What GPUs before Ada have no instruction for is done in integers.
 __device__ __forceinline__ uint32_t to_e4m3x2(float low, float high) {
+#if __CUDA_ARCH__ >= 890
   uint16_t both;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(both) : "f"(high), "f"(low));
   return both;
+#else
+  return float_to_e4m3(low) | uint32_t(float_to_e4m3(high)) << 8;
+#endif
+}
+
+__device__ __forceinline__ void from_e4m3x2(uint16_t both, float* low, float* high) {
+#if __CUDA_ARCH__ >= 890
+  uint32_t halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(both));
+  asm("{.reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
+      : "=f"(*low), "=f"(*high)
+      : "r"(halves));
+#else
+  *low = e4m3_to_float(uint8_t(both));
+  *high = e4m3_to_float(uint8_t(both >> 8));
+#endif
 }
 
 // The largest of the 8 lanes of a group.

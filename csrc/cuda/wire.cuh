@@ -55,13 +55,8 @@ struct Fp8Wire {
     const float scale = float_of(w.scale);
 #pragma unroll
     for (uint32_t i = 0; i < kChannels; i += 2) {
-      uint32_t halves;
-      const auto two = uint16_t(words[i / 4] >> 8 * (i % 4));
-      asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(two));
       float low, high;
-      asm("{.reg .f16 a, b; mov.b32 {a, b}, %2; cvt.f32.f16 %0, a; cvt.f32.f16 %1, b;}"
-          : "=f"(low), "=f"(high)
-          : "r"(halves));
+      from_e4m3x2(uint16_t(words[i / 4] >> 8 * (i % 4)), &low, &high);
       sum[i] = __fadd_rn(sum[i], __fmul_rn(low, scale));
       sum[i + 1] = __fadd_rn(sum[i + 1], __fmul_rn(high, scale));
     }

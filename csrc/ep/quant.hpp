@@ -43,6 +43,14 @@ EP_HOST_DEVICE inline uint8_t float_to_e4m3(float x) {
   return uint8_t(magnitude > 0x7f800000u ? 0x7fu : sign | q);  // processors differ in the sign of a NaN
 }
 
+EP_HOST_DEVICE inline float e4m3_to_float(uint8_t x) {
+  const uint32_t sign = uint32_t(x & 0x80u) << 24, magnitude = x & 0x7fu;
+  const float normal = float_of((magnitude << 20) + (120u << 23));
+  const float subnormal = float(magnitude) * 0.001953125f;  // 2^-9
+  const float size = magnitude < 8 ? subnormal : normal;
+  return float_of(sign | (magnitude == 0x7fu ? 0x7fc00000u : bits_of(size)));
+}
+
 // Largest magnitude as bits: for non-negative floats the integer order is the float order, NaN above all.
 EP_HOST_DEVICE inline uint32_t magnitude_bits(float x) { return bits_of(x) & 0x7fffffffu; }
 
