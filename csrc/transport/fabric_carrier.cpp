@@ -246,6 +246,7 @@ void FabricCarrier::handle(const Event& event, uint64_t now) {
     const uint32_t op = said.op % kBankedOps;
     const std::string wrong = incoming_.take(said, outgoing_.last_epoch(Op(op), said.source), now);
     arrived_.fetch_add(1, std::memory_order_release);
+    if (wrong.empty()) lost_ &= ~(1ull << said.source);  // it speaks again: after a reset it may go on
     if (said.kind == Kind::kHello && wrong.empty()) greeted(said);
     if (!wrong.empty() && !aborted(group_))
       abort_group(group_, {Code::kViolation, Op(op), Phase::kRecvHeader, group_.rank, said.source, 0, 0});
