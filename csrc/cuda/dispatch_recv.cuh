@@ -114,6 +114,7 @@ __device__ __forceinline__ void write_layout(const Device& g, const DispatchRecv
 struct Placed {
   uint64_t row[kMaxTopK], scale[kMaxTopK];
   uint32_t count, failed;
+  uint32_t late;         // a thread has given up a row: all leave together behind the next barrier
   uint2 seen[kMaxTopK];  // entries that came before they were asked for
 };
 
@@ -139,9 +140,10 @@ __device__ __forceinline__ void await_first(const Device& g, const Opened& o, ui
     const uint64_t cell = load_relaxed(header);
     const bool known = uint32_t(cell) == uint32_t(o.epoch);
     const bool absent = known && token >= (uint32_t(cell >> 32) & ~kHasWeights);
-    if (absent || __all_sync(kFull, lane >= l.top_k || came(entry))) break;
+    if (__all_sync(kFull, absent || lane >= l.top_k || came(entry))) break;  // the lanes leave together
     if (spins == 0) start = clock_ns();
-    if (spins % kSpins == kSpins - 1 && look_around(g, source, start) != Look::kGoOn) break;
+    if (spins % kSpins == kSpins - 1 && __any_sync(kFull, look_around(g, source, start) != Look::kGoOn))
+      break;
   }
   if (lane < kMaxTopK) placed.seen[lane] = entry;
 }
@@ -170,11 +172,13 @@ __device__ __forceinline__ Entry place(const Device& g, const DispatchRecvArgs& 
   e.here = lane < l.top_k && !lost && came_in[0].x != DeviceLayout::kAbsent;
   e.weight = came_in[0].y;
   if (e.here) {
-    e.expert = came_in[0].x >> l.position_bits;
+    // Ids that their rank refuses, twice the same in a token, count too much: no memory of others may suffer.
+    e.expert = min(came_in[0].x >> l.position_bits, g.local_experts - 1);
     e.position = came_in[0].x & low;
 #pragma unroll
     for (uint32_t s = 0; s < kMaxPeers - 1; ++s)
       if (before >> s & 1) e.position += counts[s * g.local_experts + e.expert];
+    e.position = min(e.position, padded - 1);
     e.row = pads ? e.expert * padded + e.position : first[e.expert] + e.position;
     if (!pads && e.row >= a.capacity) {
       fail(g, kCapacity, Op::kDispatch, Phase::kRecvExpand, source, a.capacity, e.row);
@@ -188,7 +192,7 @@ __device__ __forceinline__ Entry place(const Device& g, const DispatchRecvArgs& 
   }
   if (lane == 0) {
     placed.count = __popc(all);
-    placed.failed = 0;
+    placed.failed = placed.late;
   }
   if (!__any_sync(kFull, lost)) return e;
   report(g, {Op::kDispatch, Phase::kRecvHeader, source, o.epoch}, trouble);
@@ -246,7 +250,7 @@ __device__ __forceinline__ void expand(const Device& g, const DispatchRecvArgs& 
   const uint32_t stride = a.view == View::kPadded ? a.scale_pitch : 1;
   auto* out = static_cast<std::byte*>(a.rows);
 #pragma unroll 1
-  for (uint32_t first = threadIdx.x; first < words; first += kAhead * blockDim.x) {
+  for (uint32_t first = threadIdx.x; first < words && !trouble.any(); first += kAhead * blockDim.x) {
     uint4(&v)[kAhead] = ahead.v;
     const auto at = [&](uint32_t i) { return (first + i * blockDim.x) * 16; };
     uint32_t mine = 0, here = 0;
@@ -268,7 +272,7 @@ __device__ __forceinline__ void expand(const Device& g, const DispatchRecvArgs& 
     }
   }
 #pragma unroll 1
-  for (uint32_t i = threadIdx.x; i < g.scale_words; i += blockDim.x) {
+  for (uint32_t i = threadIdx.x; i < g.scale_words && !trouble.any(); i += blockDim.x) {
     std::byte* at = slot + l.scale_offset + i * sizeof(uint32_t);
     uint32_t scales[1] = {ahead.scale};
     bool here = i == threadIdx.x && came(ahead.scale);
@@ -289,6 +293,7 @@ __device__ __forceinline__ Done dispatch_recv(const Device& g, const DispatchRec
   __shared__ Arrival arrival;
   __shared__ Placed placed;
   auto* counts = reinterpret_cast<uint16_t*>(first + g.local_experts + 1);
+  if (threadIdx.x == 0) placed.late = 0;
   if (threadIdx.x < kWarp) open(g, Op::kDispatch, epoch, o);
   __syncthreads();
   Done done;
@@ -298,7 +303,7 @@ __device__ __forceinline__ Done dispatch_recv(const Device& g, const DispatchRec
   const bool begins = block != 0 && block - 1 < g.layout.max_tokens * g.num_ranks;
   if (begins && threadIdx.x < kWarp) await_first(g, o, g.source_of(block - 1), g.token_of(block - 1), placed);
   const uint32_t arrived = await_headers(g, a, o, slot, block == 0, begins ? kWarp : 0, arrival, counts);
-  if (arrived != o.peers && has_failed(g)) return done;
+  if (arrived != o.peers && __syncthreads_or(has_failed(g))) return done;
   if (a.view != View::kPadded || block == 0) {
     if (threadIdx.x < kWarp) scan_experts(g, arrived, counts, first);
     __syncthreads();
@@ -329,9 +334,10 @@ __device__ __forceinline__ Done dispatch_recv(const Device& g, const DispatchRec
     if (placed.count == 0) continue;
     ++done.rows;
     expand<kNarrow>(g, a, source, row, placed, ahead, trouble);
-    if (trouble.any()) break;
+    if (!trouble.any()) continue;
+    report(g, {Op::kDispatch, Phase::kRecvHeader, 0, o.epoch}, trouble);
+    placed.late = 1;
   }
-  report(g, {Op::kDispatch, Phase::kRecvHeader, 0, o.epoch}, trouble);
   return done;
 }
 
