@@ -71,6 +71,25 @@ __device__ __forceinline__ void publish_reads(const Device& g, const Opened& o) 
   raise(g.state->published[op][bank], read);
 }
 
+// Until the bank of a send is free. What this rank itself has to read first may be read by a kernel of
+// another stream, and none may start behind that one to tell it. One warp; leaves when others report why.
+__device__ __noinline__ inline void publish_until_free(const Device& g, Op op, const Opened& o) {
+  const uint32_t lane = threadIdx.x, banks = g.layout.num_banks;
+  const bool asked = lane < g.num_ranks && o.peers >> lane & 1 && o.epoch > o.base + banks;
+  const std::byte* cell = g.own() + g.layout.read_cell(op, o.bank, asked ? lane : 0);
+  const Control& control = g.state->control;
+  const uint64_t start = clock_ns();
+#pragma unroll 1
+  for (;;) {
+    const bool free =
+        !asked || load_acquire(cell) == o.epoch - banks || load_relaxed(&control.masked) >> lane & 1;
+    if (__all_sync(kFull, free)) return;
+    if (__any_sync(kFull, has_failed(g) || clock_ns() - start >= control.timeout_ns)) return;
+    publish_reads(g, o);
+    __syncwarp();
+  }
+}
+
 __device__ __forceinline__ void record(const Device& g, Op op, Part part, uint64_t ns) {
   const uint32_t bucket = ns == 0 ? 0 : 63 - __clzll(ns);
   Totals& t = g.state->totals;
@@ -120,6 +139,7 @@ __device__ __forceinline__ void keep_house(const Device& g, Slot slot, const uin
     publish_reads(g, o);
     // It has ended: this kernel's bank could not have been free otherwise.
     if (o.epoch > o.base + banks) settle(g, slot, g.scratch(slot, o.epoch - banks));
+    if (epoch == nullptr && !o.banks_free) publish_until_free(g, op_of(slot), o);
   }
 }
 
