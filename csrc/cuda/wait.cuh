@@ -7,6 +7,11 @@ namespace ep::cuda {
 
 // -- failure ----------------------------------------------------------------------------------------
 
+// What an abort of now says: one that a rank left behind writes late ends nothing.
+__device__ __forceinline__ uint32_t generation(const Device& g) {
+  return uint32_t(g.state->control.base) + 1;
+}
+
 // The first failure of this rank: to the host, and to all peers as a sticky abort.
 __device__ __noinline__ inline void fail(const Device& g, Code code, Op op, Phase phase, uint32_t peer,
                                          uint32_t expected, uint32_t seen) {
@@ -31,7 +36,7 @@ __device__ __noinline__ inline void fail(const Device& g, Code code, Op op, Phas
     words[4] = peer;
     words[5] = expected;
     words[6] = seen;
-    store_release(g.regions[r] + Head::kAbort, uint64_t(g.rank + 1) << 32 | 1);
+    store_release(g.regions[r] + Head::kAbort, uint64_t(g.rank + 1) << 32 | generation(g));
   }
 }
 
@@ -54,7 +59,7 @@ __device__ __noinline__ inline void report_abort(const Device& g, uint32_t write
 __device__ inline bool aborted(const Device& g) {
   if (load_relaxed(&g.state->control.failed) != 0) return true;
   const uint64_t cell = load_acquire(g.own() + Head::kAbort);
-  if (cell == 0) return false;
+  if (uint32_t(cell) != generation(g)) return false;
   report_abort(g, uint32_t(cell >> 32) - 1);
   return true;
 }
@@ -130,7 +135,8 @@ enum class Look : uint32_t { kGoOn, kMasked, kAborted, kLate };
 __device__ __forceinline__ Look look_around(const Device& g, uint32_t peer, uint64_t start) {
   Control& control = g.state->control;
   if (load_relaxed(&control.masked) >> peer & 1) return Look::kMasked;
-  if (load_relaxed(&control.failed) != 0 || load_relaxed(g.own() + Head::kAbort) != 0) return Look::kAborted;
+  if (load_relaxed(&control.failed) != 0) return Look::kAborted;
+  if (uint32_t(load_relaxed(g.own() + Head::kAbort)) == generation(g)) return Look::kAborted;
   if (clock_ns() - start < control.timeout_ns) return Look::kGoOn;
   if (!control.mask_on_timeout || peer == g.rank) return Look::kLate;
   add(g.state->totals.timeouts, 1);
