@@ -143,7 +143,7 @@ class CudaExchange:
         handle = check_answer(self._shapes, expert_out, received, topk_weights, manner)
         self._check_bank(COMBINE)
         launcher.combine(SEND, handle, manner, CombineTensors(expert_out, topk_weights))
-        handle.held = False
+        handle.held, handle.answering = False, True
         pending = PendingCombine(self._open, handle, topk_weights, manner)
         self._flights.take(COMBINE, pending)
         return pending

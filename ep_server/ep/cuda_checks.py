@@ -101,6 +101,8 @@ def check_answer(
 ) -> Handle:
     """The handle of a combine's dispatch. Raises InvalidArgument."""
     spec, handle = shapes.spec, handle_of(received)
+    if handle.answering:
+        raise InvalidArgument("received.handle", "of a combine that was not received", "of one at a time")
     rows = (shapes.local, shapes.padded) if received.view == View.PADDED else (handle.rows,)
     shapes.check("expert_out", expert_out, torch.bfloat16, *rows, spec.hidden)
     if weights is not None:

@@ -37,6 +37,7 @@ class Handle:
     """What a dispatch leaves for the halves after it.
 
     memory: device bytes that csrc calls DeviceHandle. rows: of the view, -1 where only the device knows.
+    answering: a combine of it was sent and not received; the memory has room for the state of one.
     src_info, layout_range: DeepEP's handle, where asked for.
     """
 
@@ -46,6 +47,7 @@ class Handle:
     rows: int = -1
     received: bool = False
     held: bool = False
+    answering: bool = False
     src_info: torch.Tensor | None = None
     layout_range: torch.Tensor | None = None
 

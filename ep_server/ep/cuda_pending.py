@@ -74,7 +74,7 @@ class PendingCombine:
         out = launcher.shapes.result(self._handle, out)
         tensors = CombineTensors(None, self._weights, out, wait_stats)
         launcher.combine(RECV, self._handle, self._manner, tensors)
-        self.received = True
+        self.received, self._handle.answering = True, False
         return out
 
 

@@ -225,6 +225,9 @@ def test_answers_that_are_not_of_the_dispatch() -> None:
     foreign = replace(received(weighted=True), handle="of another exchange")
     with pytest.raises(InvalidArgument, match=r"received\.handle"):
         check_answer(SHAPES, answers(), foreign, None, RANK)
+    answered = replace(Handle(torch.empty(0), 4, True), answering=True)
+    with pytest.raises(InvalidArgument, match=r"received\.handle.*one at a time"):
+        check_answer(SHAPES, answers(), replace(received(weighted=True), handle=answered), None, RANK)
 
 
 def test_manners_of_a_combine() -> None:
