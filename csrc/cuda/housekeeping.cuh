@@ -82,7 +82,7 @@ __device__ __noinline__ inline void publish_until_free(const Device& g, Op op, c
 #pragma unroll 1
   for (;;) {
     const bool free =
-        !asked || load_acquire(cell) == o.epoch - banks || load_relaxed(&control.masked) >> lane & 1;
+        !asked || load_acquire(cell) >= o.epoch - banks || load_relaxed(&control.masked) >> lane & 1;
     if (__all_sync(kFull, free)) return;
     if (__any_sync(kFull, has_failed(g) || clock_ns() - start >= control.timeout_ns)) return;
     publish_reads(g, o);

@@ -96,7 +96,8 @@ __device__ __forceinline__ void open(const Device& g, Op op, const uint64_t* epo
   const uint64_t mine = epoch != nullptr ? ticket : (ticket >> kTicketShift) + 1;
   const uint32_t bank = g.bank_of(mine), i = lane - kCells;
   const bool asked = cell && i / ranks == bank && peers >> i % ranks & 1;
-  const bool free = !asked || mine <= base + banks || word == mine - banks;
+  // More than asked for: all that others need of this kernel has been read, a late block has nothing to send.
+  const bool free = !asked || mine <= base + banks || word >= mine - banks;
   const bool all_free = __all_sync(kFull, free) && fits;
   const bool failed = __shfl_sync(kFull, word, kFailed) != 0;
   const bool faulty = __shfl_sync(kFull, word, kNumFaults) != 0;
@@ -127,7 +128,7 @@ __device__ __noinline__ inline bool decide(const Device& g, uint32_t op, uint32_
   return seen & 1;
 }
 
-enum class Match : uint32_t { kHeader, kExact64 };  // the low half of a word, or all of it
+enum class Match : uint32_t { kHeader, kAtLeast64 };  // the low half of a word; all of it, or more
 
 // How a wait goes on, found now and then.
 enum class Look : uint32_t { kGoOn, kMasked, kAborted, kLate };
@@ -161,7 +162,7 @@ __device__ __noinline__ inline void report(const Device& g, Op op, Phase phase, 
   add(g.state->totals.timeouts, 1);
   // A bank that this rank has not read either is its own mistake: nobody else can free it.
   bool own = phase == Phase::kSendBank;
-  if (own) own = load_acquire(g.own() + g.layout.read_cell(op, g.bank_of(epoch), g.rank)) != epoch;
+  if (own) own = load_acquire(g.own() + g.layout.read_cell(op, g.bank_of(epoch), g.rank)) < epoch;
   fail(g, own ? Code::kHook : Code::kTimeout, op, phase, peer, uint32_t(epoch), seen);
 }
 
@@ -183,7 +184,7 @@ __device__ __forceinline__ bool await_word(const Device& g, const void* cell, co
 #pragma unroll 1
   for (uint32_t spins = 0;; ++spins) {
     const uint64_t seen = *value = kHeader ? load_relaxed(cell) : load_acquire(cell);
-    if (kHeader ? uint32_t(seen) == uint32_t(w.epoch) : seen == w.epoch) break;
+    if (kHeader ? uint32_t(seen) == uint32_t(w.epoch) : seen >= w.epoch) break;
     if (kHeader && int32_t(uint32_t(seen) - uint32_t(w.epoch)) > 0) {
       fail(g, Code::kViolation, w.op, w.phase, w.peer, uint32_t(w.epoch), uint32_t(seen));
       return false;
@@ -254,8 +255,8 @@ __device__ __noinline__ inline uint32_t await_banks(const Device& g, Op op, uint
     bool free = peers >> lane & 1;
     if (free && epoch > base + g.layout.num_banks) {
       uint64_t seen;
-      free = await_word<Match::kExact64>(g, g.own() + g.layout.read_cell(op, g.bank_of(epoch), lane),
-                                         {op, Phase::kSendBank, lane, wanted}, &seen);
+      free = await_word<Match::kAtLeast64>(g, g.own() + g.layout.read_cell(op, g.bank_of(epoch), lane),
+                                           {op, Phase::kSendBank, lane, wanted}, &seen);
     }
     const uint32_t bits = __ballot_sync(kFull, free);
     if (lane == 0) free_bits = has_failed(g) ? 0 : bits;
