@@ -1,7 +1,7 @@
 """Keeps the generated parts of the Helm chart: writes them, or with `--check` fails where they differ.
 
-values.schema.json: `config` from the options of the server, and the layout of the file. README.md: the table
-of values between the two marks, from values.yaml and the comments above each value.
+values.schema.json: `config` from the options of the server, what may not be null, and the layout of the file.
+README.md: the table of values between the two marks, from values.yaml and the comments above each value.
 """
 
 from __future__ import annotations
@@ -44,6 +44,19 @@ def config_schema() -> dict[str, Any]:
     return {**closed, "properties": {name: {**closed, "properties": of} for name, of in sections.items()}}
 
 
+def required(schema: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
+    """The schema, in which every value with a default must stay: null would take it away unnoticed."""
+    if "properties" not in schema:
+        return schema
+    rules = {
+        name: required(rule, values[name]) if isinstance(values.get(name), dict) else rule
+        for name, rule in schema["properties"].items()
+    }
+    kept = [name for name in rules if values.get(name) is not None]
+    rest = {key: value for key, value in schema.items() if key not in ("properties", "required")}
+    return {**rest, "required": kept, "properties": rules}
+
+
 def laid_out(value: Any, indent: int = 0) -> str:
     """JSON with a member a line, but in one line what fits there."""
     line = json.dumps(value, ensure_ascii=False)
@@ -60,6 +73,7 @@ def laid_out(value: Any, indent: int = 0) -> str:
 def schema_text() -> str:
     """values.schema.json as it must be."""
     schema = json.loads((CHART / "values.schema.json").read_text(encoding="utf-8"))
+    schema = required(schema, yaml.safe_load((CHART / "values.yaml").read_text(encoding="utf-8")))
     schema["properties"]["config"] = config_schema()
     return laid_out(schema) + "\n"
 

@@ -25,6 +25,7 @@ from tests.helm.charts import (
     of_kind,
     pod_template,
     render,
+    render_as,
 )
 from tests.helm.validation import check, check_links
 
@@ -257,3 +258,40 @@ def test_the_chart_has_the_version_of_the_package() -> None:
         r'^    version="(.*)",$', (CHART.parents[1] / "setup.py").read_text(), re.MULTILINE
     )
     assert about["version"] == about["appVersion"] == ep_server.__version__ == packaged
+
+
+@pytest.mark.parametrize("release", ["true", "no", "null", "my.moe", "a" * 53, "ep-server", "a--b"])
+def test_a_release_may_have_any_name_that_helm_takes(release: str) -> None:
+    """Unquoted, some of them would be a truth value or nothing; Services' names have no dots."""
+    secured = {"tls": {"enabled": True, "certManager": {"enabled": True, "issuerRef": {"name": "ca"}}}}
+    rest = {"metrics": {"monitor": "ServiceMonitor"}, "networkPolicy": {"enabled": True}}
+    objects, _ = render_as(release, secured, rest)
+    for one in objects:
+        check(one, "1.37")
+    check_links(objects)
+
+
+@pytest.mark.parametrize("release", ["123", "1e3", "0x1f"])
+def test_a_release_that_no_service_can_be_named_after(release: str) -> None:
+    with pytest.raises(helm_python.HelmRenderError, match=f'name of the release = "{release}"'):
+        render_as(release)
+    for one in render_as(release, {"fullnameOverride": "moe"})[0]:
+        check(one, "1.37")
+
+
+def test_names_that_look_like_something_else_stay_text() -> None:
+    values = {
+        "model": {"pvc": {"claimName": "123"}},
+        "tls": {"enabled": True, "secretName": "1e3"},
+        "auth": {"tokenSecret": "true"},
+        "serviceAccount": {"create": False, "name": "0"},
+        "priorityClassName": "null",
+        "gpu": {"enabled": True, "runtimeClassName": "12"},
+    }
+    for one in render(values)[0]:
+        check(one, "1.37")
+    path = "/mnt/a: b # c"
+    (model, *_) = pod_template(render({"model": {"source": "hostPath", "hostPath": {"path": path}}})[0])[
+        "spec"
+    ]["volumes"]
+    assert model["hostPath"]["path"] == path

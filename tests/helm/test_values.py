@@ -44,6 +44,9 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("grpc.port", 80, "/grpc/port"),
     ("metrics.port", 70000, "/metrics/port"),
     ("listen", "everywhere", "/listen"),
+    ("listen", "1:2:3", "/listen"),
+    ("podLabels", {"team": "x" * 64}, "/podLabels/team"),
+    ("nodeSelector", {"zone": "a b"}, "/nodeSelector/zone"),
     ("drain.seconds", -1, "/drain/seconds"),
     ("drain.preStopSeconds", 0.5, "/drain/preStopSeconds"),
     ("probes.startup.failureThreshold", 0, "/probes/startup/failureThreshold"),
@@ -58,6 +61,7 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("networkPolicy.clients", [{"pods": {}}], "/networkPolicy/clients/0"),
     ("metrics.monitor", "VMServiceScrape", "/metrics/monitor"),
     ("metrics.interval", "often", "/metrics/interval"),
+    ("metrics.interval", "0s", "/metrics/interval"),
     ("metrics.runbookBase", "wiki", "/metrics/runbookBase"),
     ("metrics.labels", {"release": 1}, "/metrics/labels/release"),
     ("autoscaling.enabled", True, "/kind"),
@@ -95,6 +99,13 @@ def test_a_bad_value_is_refused_by_name(name: str, value: Any, named: str) -> No
 def test_one_value_against_another(values: dict[str, Any], named: str) -> None:
     with pytest.raises(helm_python.HelmRenderError, match=named):
         render(values)
+
+
+@pytest.mark.parametrize("name", ["kind", "ranks", "tls", "model.source", "drain.seconds"])
+def test_null_does_not_take_a_value_away(name: str) -> None:
+    """Helm deletes what is set to null: without a kind there would be no workload, and no word of it."""
+    with pytest.raises(helm_python.HelmValuesError, match=f"missing property '{name.rpartition('.')[2]}'"):
+        render(nested(name, None))
 
 
 def test_metrics_that_are_off_cannot_be_used() -> None:

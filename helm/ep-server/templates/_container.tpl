@@ -52,7 +52,7 @@
 {{- define "ep-server.env" -}}
 {{- range $section, $fields := include "ep-server.config" . | fromYaml }}
 {{- range $field, $value := $fields }}
-- name: {{ printf "EP_SERVER_%s__%s" (upper $section) (upper $field) }}
+- name: {{ printf "EP_SERVER_%s__%s" (upper $section) (upper $field) | quote }}
   value: {{ include "ep-server.text" $value | quote }}
 {{- end }}
 {{- end }}
@@ -97,7 +97,7 @@ grpc:
   mode: TLS
   {{- end }}
   {{- with .service }}
-  service: {{ . }}
+  service: {{ . | quote }}
   {{- end }}
 {{- end }}
 periodSeconds: {{ int64 .times.periodSeconds }}

@@ -3,13 +3,13 @@
 {{- if .Values.tls.enabled }}
 - name: tls
   secret:
-    secretName: {{ include "ep-server.tlsSecret" . }}
+    secretName: {{ include "ep-server.tlsSecret" . | quote }}
     defaultMode: 0440
 {{- end }}
 {{- if .Values.auth.tokenSecret }}
 - name: auth
   secret:
-    secretName: {{ .Values.auth.tokenSecret }}
+    secretName: {{ .Values.auth.tokenSecret | quote }}
     defaultMode: 0440
 {{- end }}
 {{- end }}
@@ -18,26 +18,26 @@
 - name: model
   {{- if eq .Values.model.source "pvc" }}
   persistentVolumeClaim:
-    claimName: {{ .Values.model.pvc.claimName }}
+    claimName: {{ .Values.model.pvc.claimName | quote }}
     readOnly: true
   {{- else if eq .Values.model.source "hostPath" }}
   hostPath:
-    path: {{ .Values.model.hostPath.path }}
+    path: {{ .Values.model.hostPath.path | quote }}
     type: Directory
   {{- else }}
   image:
-    reference: {{ .Values.model.image.reference }}
+    reference: {{ .Values.model.image.reference | quote }}
     pullPolicy: {{ .Values.model.image.pullPolicy }}
   {{- end }}
 - name: shared-memory
-  emptyDir: {medium: Memory, sizeLimit: {{ .Values.sharedMemory.size }}}
+  emptyDir: {medium: Memory, sizeLimit: {{ .Values.sharedMemory.size | quote }}}
 - name: scratch
-  emptyDir: {sizeLimit: {{ .Values.scratch.size }}}
+  emptyDir: {sizeLimit: {{ .Values.scratch.size | quote }}}
 {{- include "ep-server.secretVolumes" . }}
 {{- end }}
 
 {{- define "ep-server.podSecurity" -}}
-serviceAccountName: {{ include "ep-server.serviceAccount" . }}
+serviceAccountName: {{ include "ep-server.serviceAccount" . | quote }}
 automountServiceAccountToken: false
 enableServiceLinks: false
 {{- with .Values.imagePullSecrets }}
@@ -56,7 +56,7 @@ securityContext:
 {{- define "ep-server.placement" -}}
 {{- if .Values.topologySpread.enabled }}
 topologySpreadConstraints:
-  - topologyKey: {{ .Values.topologySpread.topologyKey }}
+  - topologyKey: {{ .Values.topologySpread.topologyKey | quote }}
     maxSkew: {{ int64 .Values.topologySpread.maxSkew }}
     whenUnsatisfiable: {{ .Values.topologySpread.whenUnsatisfiable }}
     labelSelector:
@@ -76,10 +76,10 @@ affinity:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with .Values.priorityClassName }}
-priorityClassName: {{ . }}
+priorityClassName: {{ . | quote }}
 {{- end }}
 {{- if and .Values.gpu.enabled .Values.gpu.runtimeClassName }}
-runtimeClassName: {{ .Values.gpu.runtimeClassName }}
+runtimeClassName: {{ .Values.gpu.runtimeClassName | quote }}
 {{- end }}
 {{- end }}
 
