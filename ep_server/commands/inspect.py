@@ -18,6 +18,7 @@ from ep_server.ranks.group import plan_group
 
 NAME = "inspect"
 MIB = 1 << 20
+LARGEST = 1e9  # GiB, GB/s: any flag of --plan is finite
 PANEL = {"rich_help_panel": "With --plan", "show_default": False}
 
 
@@ -30,17 +31,20 @@ def command(
     device: Annotated[
         str, typer.Option(help=f"{' | '.join(DEVICES)} (default cpu: this host).", **PANEL)
     ] = "cpu",
-    memory_gib: Annotated[float | None, typer.Option(min=0.001, help="Memory of one rank.", **PANEL)] = None,
+    memory_gib: Annotated[
+        float | None, typer.Option(min=0.001, max=LARGEST, help="Memory of one rank.", **PANEL)
+    ] = None,
     tokens: Annotated[int, typer.Option(help="Sequences decoding on each rank (default 32).", **PANEL)] = 32,
     context: Annotated[int, typer.Option(help="Tokens that each has so far (default 1024).", **PANEL)] = 1024,
     kv_fraction: Annotated[
         float | None, typer.Option(help="Share of free memory for KV (default 0.9 on a GPU).", **PANEL)
     ] = None,
     bandwidth: Annotated[
-        float | None, typer.Option(min=0.001, help="GB/s that one rank reads from memory.", **PANEL)
+        float | None,
+        typer.Option(min=0.001, max=LARGEST, help="GB/s that one rank reads from memory.", **PANEL),
     ] = None,
     link: Annotated[
-        float | None, typer.Option(min=0.001, help="GB/s from one rank to the others.", **PANEL)
+        float | None, typer.Option(min=0.001, max=LARGEST, help="GB/s from one rank to the others.", **PANEL)
     ] = None,
 ) -> None:
     """Show what a checkpoint holds, where its experts would go, and the memory of each rank on this host.

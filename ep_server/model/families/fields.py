@@ -7,12 +7,20 @@ allowed.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ep_server.errors import CheckpointError
+
+LARGEST = 1 << 30
+# What is counted out before anything is loaded: more would take all time and memory instead of being refused.
+COUNTED = {
+    "num_hidden_layers": 1 << 12,
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 1 << 16),
+}
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -49,17 +57,19 @@ class Fields:
         return default
 
     def integer(self, *names: str, default: int | None = None, low: int = 1) -> int:
-        """An integer of at least `low`."""
+        """An integer of at least `low`, and no larger than any model has it."""
         value = self.value(*names, default=default)
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise self.error(names[0], value, f"an integer of at least {low}")
+        if value > (high := COUNTED.get(names[0], LARGEST)):
+            raise self.error(names[0], value, f"an integer of at most {high}")
         return value
 
     def number(self, *names: str, default: float | None = None) -> float:
         """A finite number."""
         value = self.value(*names, default=default)
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            raise self.error(names[0], value, "a number")
+        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
+            raise self.error(names[0], value, "a finite number")
         return float(value)
 
     def flag(self, *names: str, default: bool = False) -> bool:
