@@ -1,11 +1,12 @@
 # Targets: cpu (the last, so the default) and cuda. Each ends as one virtual environment on a slim Python image:
 # no compiler, no source, no package manager's cache; user 10001, and only /tmp is written to.
 #
-#   docker build --target cpu --build-arg PYTHON_DIGEST=sha256:... -t ep-server:cpu .
-#   docker build --target cuda --build-arg PYTHON_DIGEST=sha256:... --build-arg CUDA_DIGEST=sha256:... -t ep-server:cuda .
+#   docker build --target cpu --build-arg PYTHON_DIGEST=sha256:... -t ep-server:0.1.0 .
+#   docker build --target cuda --build-arg PYTHON_DIGEST=sha256:... --build-arg CUDA_DIGEST=sha256:... -t ep-server:0.1.0-cuda .
 #
-# Which images are built on is decided by who builds: no image has the default digests. Print the current ones with
-#   docker buildx imagetools inspect python:3.11-slim-bookworm
+# The chart asks for these tags: its appVersion. Which images are built on is decided by who builds: no image has
+# the default digests. Print the current ones, of both ..._IMAGE below, with
+#   docker buildx imagetools inspect python:3.11-slim-bookworm --format '{{.Manifest.Digest}}'
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 ARG PYTHON_DIGEST=sha256:0000000000000000000000000000000000000000000000000000000000000000
 ARG CUDA_IMAGE=nvidia/cuda:13.0.2-devel-ubuntu24.04

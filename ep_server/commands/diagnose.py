@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import io
 import json
 import os
@@ -69,8 +70,10 @@ def command(
     Run it on the host of the server, while the trouble lasts. It holds no secret and no request. What cannot
     be had is named and left out; the exit code is then 1.
     """
-    if metrics_url and not metrics_url.startswith(("http://", "https://")):
-        raise ConfigError("--metrics-url", metrics_url, "a URL that begins with http:// or https://")
+    if metrics_url and not re.match(r"https?://[^@/]+(/|$)", metrics_url):  # what is named here is printed
+        raise ConfigError(
+            "--metrics-url", metrics_url, "a URL that begins with http:// or https:// and names no user"
+        )
     target = options.target(address, tls_ca, tls_cert, tls_key, token_file)
     file = Path(output or time.strftime("ep-server-diagnose-%Y%m%dT%H%M%SZ.tar.gz", time.gmtime()))
     bundle = Bundle(target.token)
@@ -102,24 +105,29 @@ class Bundle:
         except grpc.RpcError as error:
             call = isinstance(error, grpc.Call)
             self.missing[name] = f"{error.code().name}: {error.details()}" if call else str(error)
-        except OSError as error:
-            self.missing[name] = str(error)
+        except (OSError, http.client.HTTPException, ValueError) as error:  # whatever answered was no page
+            self.missing[name] = str(error) or type(error).__name__
         else:
-            text = PRIVATE.sub("[private key]", text)
-            self.files[name] = text.replace(self._secret, "[token]") if self._secret else text
+            self.files[name] = self._clean(text)
 
     def write(self, file: Path) -> None:
         """A tar.gz that its owner alone may read. Raises: ConfigError (--output)."""
         if self.missing:
-            self.files["missing.txt"] = "".join(f"{name}: {why}\n" for name, why in self.missing.items())
+            told = "".join(f"{name}: {why}\n" for name, why in self.missing.items())
+            self.files["missing.txt"] = self._clean(told)
         try:
             handle = os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
             with os.fdopen(handle, "wb") as stream, tarfile.open(fileobj=stream, mode="w:gz") as archive:
+                folder = file.name.partition(".")[0] or NAME
                 for name, text in self.files.items():
-                    _member(archive, f"{file.name.partition('.')[0]}/{name}", text.encode())
+                    _member(archive, f"{folder}/{name}", text.encode(errors="replace"))
         except OSError as error:
             allowed = f"a new file in a folder that can be written ({error.strerror})"
             raise ConfigError("--output", str(file), allowed) from error
+
+    def _clean(self, text: str) -> str:
+        text = PRIVATE.sub("[private key]", text)
+        return text.replace(self._secret, "[token]") if self._secret else text
 
 
 def _ask(bundle: Bundle, target: Target, timeout: float) -> dict[str, Any]:

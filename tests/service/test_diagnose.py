@@ -123,9 +123,24 @@ async def test_what_cannot_be_had_is_named(tmp_path: Path, capfd: pytest.Capture
     assert "UNAVAILABLE" in lost and "none/host.json" in members(none)
 
 
+async def test_what_answers_may_be_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gRPC port itself, which speaks HTTP/2, and what is no port: there is an archive, and it says so."""
+    monkeypatch.chdir(tmp_path)
+    async with serving() as served:
+        where = f"--address={served.server.address}"
+        assert await run(where, f"--metrics-url=http://{served.server.address}/metrics", "-o.tar.gz") == 1
+        found = members(Path(".tar.gz"))
+        assert {"diagnose/config.json", "diagnose/missing.txt"} < found.keys()  # never a path from the root
+        assert "metrics.txt: " in found["diagnose/missing.txt"]
+        assert await run(where, "--metrics-url=http://localhost:nine/metrics", "-oport.tar.gz") == 1
+    assert "metrics.txt: nonnumeric port" in members(Path("port.tar.gz"))["port/missing.txt"]
+
+
 async def test_bad_flags_are_one_line(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert await run("--metrics-url", "localhost:9400") == 1
     assert "--metrics-url = 'localhost:9400': must be a URL" in capfd.readouterr().err
+    assert await run("--metrics-url", "http://user:secret@localhost:9400/metrics") == 1
+    assert "names no user" in capfd.readouterr().err
     there = tmp_path / "there.tar.gz"
     there.write_text("keep me")
     async with serving() as served:
@@ -152,6 +167,17 @@ def test_what_should_never_come_is_struck_out() -> None:
     key = "-----BEGIN EC PRIVATE KEY-----\nMHcCAQ\n-----END EC PRIVATE KEY-----"
     bundle.add("a", lambda: f"before {TOKEN} {key} after")
     assert bundle.files == {"a": "before [token] [private key] after"}
+
+
+def test_why_something_is_missing_is_cleaned_too(tmp_path: Path) -> None:
+    bundle = Bundle(TOKEN)
+
+    def fails() -> str:
+        raise OSError(f"no {TOKEN} here")
+
+    bundle.add("a", fails)
+    bundle.write(tmp_path / "b.tar.gz")
+    assert members(tmp_path / "b.tar.gz") == {"b/missing.txt": "a: no [token] here\n"}
 
 
 def test_a_trace_without_steps() -> None:
