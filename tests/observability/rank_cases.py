@@ -69,6 +69,40 @@ DOWN = AlertCases(
     },
 )
 STARTED = "process_start_time_seconds{}"
+GONE = ["stale", "_"]  # no scrape saw why
+RESTARTED = AlertCases(
+    fires={
+        "a rank was lost between two scrapes": Case(
+            {
+                BUILD: [1] * 10 + GONE + [1] * 5,
+                STARTED: [1] * 10 + GONE + [2] * 5,
+                'epserver_ep_rank_up{rank="0"}': [1] * 10 + GONE + [1] * 5,
+            },
+            {},
+            "one:9400 ended and was started again in its place",
+        )
+    },
+    silent={
+        "another version": Case(
+            {
+                BUILD: [1] * 10 + ["stale"] + ["_"] * 6,
+                BUILD.replace("1.0.0", "1.1.0"): ["_"] * 12 + [1] * 5,
+                STARTED: [1] * 10 + GONE + [2] * 5,
+            }
+        ),
+        "a new Pod": Case(
+            {
+                BUILD: [1] * 10 + ["stale"] + ["_"] * 6,
+                STARTED: [1] * 10 + ["stale"] + ["_"] * 6,
+                BUILD[:-1] + ', pod="b"}': ["_"] * 12 + [1] * 5,
+                'process_start_time_seconds{pod="b"}': ["_"] * 12 + [2] * 5,
+            }
+        ),
+        "a scrape was missed": Case({BUILD: [1, "_", 1, 1], STARTED: [1, "_", 1, 1]}),
+        "long ago": Case({BUILD: constant(1, 30), STARTED: [1] * 10 + [2] * 20}),
+        "some other program": Case({STARTED: [1] * 10 + [2] * 5}),
+    },
+)
 RESTARTS = AlertCases(
     fires={
         "twice": Case(
@@ -111,6 +145,7 @@ CASES = {
     "EpServerSlowRank": SLOW_RANK,
     "EpServerRankDown": RANK_DOWN,
     "EpServerDown": DOWN,
+    "EpServerRestarted": RESTARTED,
     "EpServerRestartLoop": RESTARTS,
     "EpServerStalled": STALLED,
 }
