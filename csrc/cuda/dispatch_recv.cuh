@@ -125,7 +125,7 @@ struct Entry {
 };
 
 // The entries of the token that a block begins with, awaited beside the headers: until they have come, or its
-// source says that it has no such token. All ones where neither; who needs them finds out why. First warp.
+// source says that it has no such token. All ones where neither, which is reported. First warp.
 __device__ __forceinline__ void await_first(const Device& g, const Opened& o, uint32_t source, uint32_t token,
                                             Placed& placed) {
   const DeviceLayout& l = g.layout;
@@ -142,8 +142,11 @@ __device__ __forceinline__ void await_first(const Device& g, const Opened& o, ui
     const bool absent = known && token >= (uint32_t(cell >> 32) & ~kHasWeights);
     if (__all_sync(kFull, absent || lane >= l.top_k || came(entry))) break;  // the lanes leave together
     if (spins == 0) start = clock_ns();
-    if (spins % kSpins == kSpins - 1 && __any_sync(kFull, look_around(g, source, start) != Look::kGoOn))
-      break;
+    if (spins % kSpins != kSpins - 1) continue;
+    const Look look = look_around(g, source, start);
+    if (lane == 0 && look != Look::kGoOn && look != Look::kMasked)
+      report(g, Op::kDispatch, Phase::kRecvHeader, o.epoch, look, source, 0);
+    if (__any_sync(kFull, has_failed(g) || load_relaxed(&g.state->control.masked) >> source & 1)) break;
   }
   if (lane < kMaxTopK) placed.seen[lane] = entry;
 }
