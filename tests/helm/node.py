@@ -193,13 +193,17 @@ class Container:
         line = ["nsenter", f"--net=/proc/{self.pid}/ns/net", sys.executable, *command]
         return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
+    def inside(self, *command: str) -> subprocess.Popen[str]:
+        """A process in the container, as `kubectl exec` starts one."""
+        enter = ["nsenter", f"--target={self.pid}", "--mount", "--net", "--pid", "--root", "--wd=/"]
+        line = [*enter, *user(self.spec), *command]
+        return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
     def probe(self, kind: str) -> bool:
         """One try of startupProbe, readinessProbe or livenessProbe."""
         probe = self.spec["containers"][0][kind]
         if "exec" in probe:
-            enter = ["nsenter", f"--target={self.pid}", "--mount", "--net", "--pid", "--root", "--wd=/"]
-            line = [*enter, *user(self.spec), *probe["exec"]["command"]]
-            asked = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+            asked = self.inside(*probe["exec"]["command"])
         else:
             grpc = probe["grpc"]
             asked = self.beside(

@@ -18,6 +18,7 @@ from tests.helm.node import WAIT, Container, Node, missing
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
 ASSETS = Path(ep_server.__file__).parent / "assets"
+TLS_FILES = {"ca": "ca.crt", "cert": "tls.crt", "key": "tls.key"}
 MODEL = {"model": {"directory": "demo_model"}}
 # Prints a line at the first token, and the number of tokens at the end.
 STREAM = """
@@ -141,6 +142,13 @@ def test_a_pod_with_mutual_tls_and_tokens(tmp_path: Path) -> None:
         assert {name: code for name, (code, _) in results.items()} == dict.fromkeys(
             ("health", "decode", "metrics"), 0
         ), results
+        # What the runbook says for a Pod with TLS and tokens: an archive that lacks nothing.
+        mounted = "/etc/ep-server"
+        flags = [f"--tls-{what}={mounted}/tls/{name}" for what, name in TLS_FILES.items()]
+        diagnose = ("ep-server", "diagnose", "-o", "/tmp/d.tar.gz", "--address", "localhost:50051")
+        asked = server.inside(*diagnose, *flags, f"--token-file={mounted}/auth/tokens")
+        out, err = asked.communicate(timeout=WAIT)
+        assert (asked.returncode, err) == (0, "") and "metrics.txt, status.html" in out, out
         # The tests can fail: a token that is not accepted, no certificate, a CA that did not sign, no server.
         strangers = {**secrets, "tokens": {"tokens": b"two\n"}}
         results = run_tests(node(tmp_path, objects, strangers), objects, server)
