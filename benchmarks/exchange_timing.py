@@ -56,7 +56,9 @@ class Timer:
         dist.barrier(self.group)
 
     def most(self, values: dict[str, float]) -> dict[str, float]:
-        """Each value's maximum over the ranks; the same keys on all."""
-        tensor = torch.tensor([values[name] for name in sorted(values)], dtype=torch.float64)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=self.group)
-        return dict(zip(sorted(values), tensor.tolist(), strict=True))
+        """Each value's maximum over the ranks that have it."""
+        found: list[dict[str, float]] = [{} for _ in range(dist.get_world_size(self.group))]
+        dist.all_gather_object(found, values, group=self.group)
+        return {
+            name: max(each[name] for each in found if name in each) for name in sorted(set().union(*found))
+        }
