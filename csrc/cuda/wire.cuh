@@ -2,13 +2,12 @@
 //
 //   FP8    e4m3 and a float32 scale per group, the arithmetic of ep/quant.hpp
 //            16 bytes a lane | 4 bytes a group
-//   LOG10  sign and 9 bits: 0 = zero, n = 2^(bottom + (n - 1) * step); bottom and step are those of the
-//   group, of at
-//          most 32 octaves (DeepEP's combine has the idea); half a step is at most 2.2 %
+//   LOG10  sign and 9 bits: 0 = zero, n = 2^(bottom + (n - 1) * step), bottom and step of the group, over at
+//          most 32 octaves: half a step is at most 2.2 %. DeepEP's combine has the idea.
 //            16 bytes a lane | 4 bytes a lane | 8 bytes a group
 //
 // A group with a value that is not finite arrives as NaN. No word is ever all ones. Whole warps call all of
-// it: a group's lanes share what follows their codes.
+// it: the lanes of a group share what follows their codes.
 #pragma once
 
 #include <cmath>
