@@ -1,8 +1,8 @@
 // dispatch_send, on the GPU.
 //
 // Afterwards, for every unmasked rank d of this rank s, bank of the epoch:
-//   d.slots[bank][s][t], every token t = row x[t] (quantised for FP8) and scales, where an expert of t is on
-//   d;
+//   d.slots[bank][s][t], every token t:
+//     row x[t] (quantised for FP8) and scales, where d has an expert of t
 //     per choice {place, weight}: place = expert of d and how many tokens of s before t chose it, or kAbsent
 //   d.headers[bank][s] = T, whether there are weights, and how many tokens of s chose each expert of d
 //   handle: epoch, T, sent_to, places, weights.
