@@ -54,7 +54,8 @@ void Pool::run(int64_t count, Task task, const void* context) {
   job_ = {count, task, context};
   done_.store(0, std::memory_order_relaxed);
   const uint64_t number = (left_.load(std::memory_order_relaxed) & ~kTasksLeft) + kNextJob;
-  left_.store(number | static_cast<uint64_t>(count), std::memory_order_release);  // publishes job_ and done_
+  // Publishes job_ and done_. Sequentially consistent: notify_all reads the count of sleepers after it.
+  left_.store(number | static_cast<uint64_t>(count), std::memory_order_seq_cst);
   left_.notify_all();
   drain(scratch_[0]);
   while (done_.load(std::memory_order_acquire) != count) {
@@ -75,9 +76,11 @@ void Pool::drain(Scratch& scratch) {
 }
 
 void Pool::work(size_t worker) {
-  while (!stop_.load(std::memory_order_relaxed)) {
+  while (true) {
     drain(scratch_[worker]);
     const uint64_t seen = left_.load(std::memory_order_acquire);
+    // After the load: the destructor's job number published stop_, and no later one will end the wait below.
+    if (stop_.load(std::memory_order_relaxed)) return;
     const auto deadline = std::chrono::steady_clock::now() + kSpin;
     while (!(seen & kTasksLeft) && left_.load(std::memory_order_acquire) == seen) {
       for (int i = 0; i < 64 && left_.load(std::memory_order_relaxed) == seen; ++i) pause();

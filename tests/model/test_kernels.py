@@ -5,6 +5,8 @@ Tolerances are those of one rounding of the result plus, for the FFN, one of the
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -122,6 +124,12 @@ def test_rms_norm(isa: str, dtype: torch.dtype, rows: int, heads: int, dim: int)
     assert got.is_contiguous()
     assert_near(got, exact, dtype)
     assert_near(TorchCompute().rms_norm(x, weight, 1e-6), exact, dtype, 2)
+
+
+def test_threads_that_end_before_their_first_job_end() -> None:
+    """A worker that first looks for work while its pool is destroyed must not go to sleep."""
+    program = "from ep_server import _C\nfor _ in range(5000): _C.Compute(3, 'auto')"
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 def test_silu_at_its_ends() -> None:
