@@ -24,7 +24,8 @@ ASSEMBLY = {"__main__", "app", "cli", "demo", "bench", "commands"}
 ALLOWED = {
     "errors": set(),
     "records": set(),
-    "config": {"errors"},
+    "config": {"errors", "config_sections"},
+    "config_sections": set(),
     "scheduler": {"errors", "records"},
     "ep": {"errors", "_C"},
     "model": {"errors", "records", "ep.exchange", "ep.quant", "_C"},

@@ -22,6 +22,9 @@ SHORT = {
     "parallel.ranks": "--ranks",
     "grpc.host": "--host",
     "grpc.port": "--port",
+    "cluster.nodes": "--nodes",
+    "cluster.node_rank": "--node-rank",
+    "cluster.rendezvous": "--rendezvous",
 }
 
 Address = Annotated[str, typer.Option(help="host:port of the server", rich_help_panel="Server")]
