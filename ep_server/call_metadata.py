@@ -3,6 +3,7 @@
     x-data-parallel-rank  0 to ranks - 1; as the field dp_rank
     x-priority            an int32; as the field priority
     traceparent           W3C Trace Context; only passed on, to the log line of the request
+    epserver-node         only between nodes: the one that the call came to (`Entrance`)
 
 A number that the message gives too must be the same. A traceparent that is malformed counts as absent, as
 its standard asks.
@@ -19,6 +20,7 @@ from ep_server.errors import InvalidArgument
 RANK_KEY = "x-data-parallel-rank"
 PRIORITY_KEY = "x-priority"
 TRACE_KEY = "traceparent"
+NODE_KEY = "epserver-node"
 SHOWN = 80  # characters of a value that an error message repeats
 
 _INTEGER = re.compile(r"-?[0-9]{1,10}")
@@ -45,6 +47,27 @@ class CallMetadata:
             priority=_integer(values, PRIORITY_KEY, -(2**31), 2**31 - 1),
             traceparent=_trace(values.get(TRACE_KEY, "")),
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Entrance:
+    """A port that calls come in by, and which ranks are near them.
+
+    nodes, ranks_per_node: of the whole server. relays: the port is for other nodes alone, which say where a
+    call came from; on any other port nobody is believed that, and calls come to node 0.
+    """
+
+    nodes: int = 1
+    ranks_per_node: int = 0
+    relays: bool = False
+
+    def near(self, pairs: Iterable[tuple[str, str | bytes]]) -> range:
+        """Global ranks of the node that a call came to; empty with one node. Raises: InvalidArgument."""
+        if self.nodes == 1:
+            return range(0)
+        values = {key: value for key, value in pairs if isinstance(value, str)} if self.relays else {}
+        node = _integer(values, NODE_KEY, 0, self.nodes - 1) or 0
+        return range(node * self.ranks_per_node, (node + 1) * self.ranks_per_node)
 
 
 def agreed(key: str, told: int | None, given: int | None) -> int | None:

@@ -153,7 +153,8 @@ class Engine:
         """
         self._check_state()
         self._check_request(sequences[0], len(sequences))
-        rank = choose_rank(self._flights.loads(self.ready), sequences[0].request)
+        loads = self._flights.loads(self.ready)
+        rank = choose_rank(loads, sequences[0].request, sequences[0].near)
         admitted: list[tuple[Request, TokenStream]] = []
         try:
             for submission in sequences:

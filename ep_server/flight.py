@@ -20,6 +20,7 @@ class Submission:
     """What the service hands to the engine. timeout: seconds until DEADLINE_EXCEEDED, None = never.
 
     text: None where the caller wants no text and gave no stop strings. traceparent: for the log, "" = none.
+    near: ranks of the node that the call came to; empty where all are alike.
     """
 
     request: Request
@@ -27,6 +28,7 @@ class Submission:
     stream_interval: int = 1
     timeout: float | None = None
     traceparent: str = ""
+    near: range = range(0)
 
 
 @dataclass(slots=True, eq=False)

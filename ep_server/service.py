@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from ep_server import requests
-from ep_server.call_metadata import CallMetadata
+from ep_server.call_metadata import CallMetadata, Entrance
 from ep_server.engine import Engine
 from ep_server.errors import ContextLengthExceeded, InvalidArgument
 from ep_server.flight import Submission
@@ -33,11 +33,13 @@ _REASONS = {
 
 
 class DecodeService(decode_pb2_grpc.DecodeServicer):  # type: ignore[misc, unused-ignore]
-    """ep_server.v1.Decode."""
+    """ep_server.v1.Decode, on one port."""
 
-    def __init__(self, engine: Engine, model: ServedModel) -> None:
+    def __init__(self, engine: Engine, model: ServedModel, entrance: Entrance | None = None) -> None:
+        """entrance: of the port; None where all ranks are alike."""
         self._engine = engine
         self._model = model
+        self._entrance = entrance or Entrance()
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
         """Streams the events of one request. Raises: every RequestError, Unavailable."""
@@ -56,7 +58,8 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):  # type: ignore[misc, unuse
     async def _sequences(self, request: Any, context: Any) -> tuple[list[Submission], ResponseShape]:
         limits = Limits(max_context=self._engine.max_context, num_ranks=self._engine.num_ranks)
         timeout = requests.timeout_seconds(request, context.time_remaining())
-        metadata = CallMetadata.of(context.invocation_metadata() or ())
+        pairs = context.invocation_metadata() or ()
+        metadata, near = CallMetadata.of(pairs), self._entrance.near(pairs)
         now = asyncio.get_running_loop().time
         arrived = now()
         prompt_ids = await self._prompt_ids(request)
@@ -71,6 +74,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):  # type: ignore[misc, unuse
                 shape.interval,
                 timeout,
                 metadata.traceparent,
+                near,
             )
             for sequence in requests.sequences(request, built)
         ]

@@ -10,12 +10,19 @@ from collections.abc import Sequence
 from ep_server.errors import InternalError, InvalidArgument
 from ep_server.records import RankLoad, Request
 
+HEAD_START = 1  # request that a near rank may be ahead of the least loaded one
+HEAD_SHARE = 8  # or one in so many of its KV blocks, where that is more
 
-def choose_rank(loads: Sequence[RankLoad], request: Request) -> int:
+
+def choose_rank(loads: Sequence[RankLoad], request: Request, near: range = range(0)) -> int:
     """The rank for a request: the fewest KV blocks, then the fewest requests, then the lowest number.
+
+    A near rank wins where it would have no more KV blocks than that rank without one request of its mean
+    size, or without an eighth of its blocks: so far ranks get their part whatever node requests come to.
 
     Args:
         loads: by rank, of requests not yet ended; what waits counts with the KV it will need.
+        near: ranks of the node that the request came to; empty where all are alike.
     Raises: InvalidArgument if the request asks for a rank that is not there.
     """
     if not loads:
@@ -24,10 +31,26 @@ def choose_rank(loads: Sequence[RankLoad], request: Request) -> int:
         if not 0 <= request.dp_rank < len(loads):
             raise InvalidArgument("dp_rank", request.dp_rank, f"0 to {len(loads) - 1}")
         return request.dp_rank
-    return min(
-        range(len(loads)),
-        key=lambda rank: (loads[rank].kv_blocks_used, loads[rank].running + loads[rank].waiting, rank),
-    )
+    best = _least_loaded(loads, range(len(loads)))
+    if not near:
+        return best
+    nearest = _least_loaded(loads, near)
+    return nearest if _keeps_up(loads[nearest], loads[best]) else best
+
+
+def _least_loaded(loads: Sequence[RankLoad], ranks: range) -> int:
+    return min(ranks, key=lambda rank: (loads[rank].kv_blocks_used, _requests(loads[rank]), rank))
+
+
+def _keeps_up(near: RankLoad, best: RankLoad) -> bool:
+    """No more loaded than `best`, but for its head start. Never turns true when near's load grows."""
+    held, least, requests = near.kv_blocks_used, best.kv_blocks_used, max(_requests(near), 1)
+    by_requests = held * (requests - HEAD_START) <= least * requests
+    return by_requests or held * (HEAD_SHARE - 1) <= least * HEAD_SHARE
+
+
+def _requests(load: RankLoad) -> int:
+    return load.running + load.waiting
 
 
 def place_experts(num_experts: int, num_ranks: int) -> tuple[int, ...]:

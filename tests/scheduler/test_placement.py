@@ -50,6 +50,78 @@ def test_no_rank_is_an_error():
         choose_rank([], request())
 
 
+@pytest.mark.parametrize(
+    ("loads", "near", "rank"),
+    [
+        ([load(0), load(0), load(0), load(0)], range(2, 4), 2),
+        ([load(0), load(0), load(4, 1), load(0)], range(2, 4), 3),  # the least loaded of the near ones
+        ([load(0), load(4, 1)], range(1, 2), 1),  # one request ahead
+        ([load(0), load(8, 2)], range(1, 2), 0),  # two
+        ([load(8, 2), load(12, 2, 1)], range(1, 2), 1),
+        ([load(8, 2), load(13, 2, 1)], range(1, 2), 0),
+        ([load(70, 40), load(80, 40)], range(1, 2), 1),  # an eighth of 80
+        ([load(69, 40), load(80, 40)], range(1, 2), 0),
+        ([load(9, 1), load(5, 9)], range(1, 2), 1),  # the least loaded of all is near
+        ([load(5), load(4)], range(0), 1),  # nobody is near
+    ],
+)
+def test_near_ranks_first_but_for_a_head_start(loads, near, rank):
+    assert choose_rank(loads, request(), near) == rank
+
+
+def test_the_wish_of_the_caller_wins_over_nearness():
+    assert choose_rank([load(0), load(99, 9)], request(dp_rank=1), range(0, 1)) == 1
+
+
+LOADS = st.builds(load, st.integers(0, 60), st.integers(0, 8), st.integers(0, 8))
+
+
+@st.composite
+def groups(draw) -> tuple[list[RankLoad], range]:
+    """(loads of a few nodes, the ranks of one of them)"""
+    ranks, nodes = draw(st.integers(1, 3)), draw(st.integers(1, 4))
+    node = draw(st.integers(0, nodes - 1))
+    loads = draw(st.lists(LOADS, min_size=ranks * nodes, max_size=ranks * nodes))
+    return loads, range(node * ranks, (node + 1) * ranks)
+
+
+@given(groups())
+def test_the_choice_is_the_least_loaded_rank_or_the_least_loaded_near_one(group):
+    loads, near = group
+    anywhere, here = choose_rank(loads, request()), choose_rank(loads[near.start : near.stop], request())
+    chosen = choose_rank(loads, request(), near)
+    assert chosen in (anywhere, near[here])
+    assert chosen in near or loads[chosen].kv_blocks_used < min(loads[r].kv_blocks_used for r in near)
+
+
+@given(groups(), st.data())
+def test_more_load_never_draws_a_request(group, data):
+    loads, near = group
+    chosen = choose_rank(loads, request(), near)
+    rank = data.draw(st.integers(0, len(loads) - 1))
+    more = load(
+        loads[rank].kv_blocks_used + data.draw(st.integers(0, 20)),
+        loads[rank].running,
+        loads[rank].waiting + data.draw(st.integers(0, 5)),
+    )
+    heavier = [*loads[:rank], more, *loads[rank + 1 :]]
+    assert rank == chosen or choose_rank(heavier, request(), near) != rank
+
+
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=120), st.integers(1, 3), st.integers(2, 4))
+def test_no_rank_starves_whatever_node_requests_come_to(sizes, ranks, nodes):
+    """All come to the last node and none ends: the others are never behind by more than the head start."""
+    loads = [load(0) for _ in range(ranks * nodes)]
+    near = range(ranks * (nodes - 1), ranks * nodes)
+    for size in sizes:
+        rank = choose_rank(loads, request(), near)
+        loads[rank] = load(loads[rank].kv_blocks_used + size, loads[rank].running + 1)
+    least = min(one.kv_blocks_used for one in loads)
+    for one in loads:
+        before = one.kv_blocks_used - max(sizes)  # when the last one came
+        assert before <= max(least + max(sizes), least * 8 / 7)
+
+
 @given(st.integers(0, 300), st.integers(1, 70))
 def test_experts_lie_contiguous_and_even(experts, ranks):
     table = place_experts(experts, ranks)
