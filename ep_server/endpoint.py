@@ -1,4 +1,4 @@
-"""The listening end of gRPC: port, TLS, HTTP/2 options. Knows configuration, no service.
+"""The listening end of gRPC: port, TLS, tokens, HTTP/2 options. Knows configuration, no service.
 
 Whatever cannot be bound or read is a ConfigError that names the field.
 """
@@ -6,6 +6,7 @@ Whatever cannot be bound or read is a ConfigError that names the field.
 from __future__ import annotations
 
 import errno
+import logging
 import socket
 
 from grpc import aio
@@ -13,6 +14,31 @@ from grpc import aio
 from ep_server.certificates import Certificates
 from ep_server.config import GrpcConfig
 from ep_server.errors import ConfigError
+from ep_server.interceptors import AuthInterceptor, ErrorInterceptor, TokenFile
+
+log = logging.getLogger(__name__)
+
+
+def guarded_server(config: GrpcConfig, open_services: frozenset[str]) -> aio.Server:
+    """A server without services: errors become statuses, tokens are asked for where there is a file of them.
+
+    Args:
+        open_services: full names of those that need no token.
+    Raises: ConfigError (grpc.token_file).
+    """
+    interceptors: list[aio.ServerInterceptor] = [ErrorInterceptor()]  # type: ignore[type-arg, unused-ignore]
+    if config.token_file:
+        interceptors.append(AuthInterceptor(TokenFile(config.token_file), open_services))
+    return aio.server(interceptors=interceptors, options=channel_options(config))
+
+
+def warn_if_open(config: GrpcConfig) -> None:
+    """A line in the log for each way in which strangers may call or listen."""
+    exposed = config.host not in ("localhost", "::1") and not config.host.startswith("127.")
+    if exposed and not config.tls_cert:
+        log.warning("grpc.host = %s without TLS: anyone on the way can read the calls", config.host)
+    if exposed and not config.token_file and not config.tls_client_ca:
+        log.warning("grpc.host = %s without grpc.token_file: anyone can call", config.host)
 
 
 def channel_options(config: GrpcConfig) -> list[tuple[str, int]]:

@@ -16,12 +16,12 @@ from grpc import aio
 from grpc_reflection.v1alpha import reflection
 
 from ep_server import control, health, service
+from ep_server.call_metadata import Entrance
 from ep_server.config import Config
 from ep_server.control import ControlService
-from ep_server.endpoint import bind, channel_options
+from ep_server.endpoint import bind, guarded_server, warn_if_open
 from ep_server.engine import Engine, EngineSettings
 from ep_server.health import Health
-from ep_server.interceptors import AuthInterceptor, ErrorInterceptor, TokenFile
 from ep_server.observer import EngineObserver
 from ep_server.ranks.protocol import Ranks
 from ep_server.served_model import ServedModel
@@ -54,6 +54,7 @@ class Server:
         self.engine = Engine(ranks, settings, observer)
         self._model = model
         self._health = Health((service.SERVICE_NAME, control.SERVICE_NAME))
+        self._control = ControlService(self.engine, model, config)
         self._grpc: aio.Server | None = None
         self._stop_asked = asyncio.Event()
         self._stop_now = asyncio.Event()
@@ -73,7 +74,7 @@ class Server:
 
     async def start(self, progress: Progress) -> None:
         """Opens the port, then starts the ranks. Returns early if a stop is asked for meanwhile."""
-        self._warn_if_open()
+        warn_if_open(self.config.grpc)
         self._grpc = self._make_grpc()
         self.address = bind(self._grpc, self.config.grpc)
         await self._grpc.start()
@@ -109,27 +110,22 @@ class Server:
         """Drains; asked for a second time, stops at once."""
         (self._stop_now if self._stop_asked.is_set() else self._stop_asked).set()
 
-    def _warn_if_open(self) -> None:
-        settings = self.config.grpc
-        exposed = settings.host not in ("localhost", "::1") and not settings.host.startswith("127.")
-        if exposed and not settings.tls_cert:
-            log.warning("grpc.host = %s without TLS: anyone on the way can read the calls", settings.host)
-        if exposed and not settings.token_file and not settings.tls_client_ca:
-            log.warning("grpc.host = %s without grpc.token_file: anyone can call", settings.host)
+    def add_relayed(self, server: aio.Server) -> None:
+        """Adds Decode and Control for calls that other nodes pass on; only these nodes may reach `server`."""
+        self._add_services(server, relays=True)
 
     def _make_grpc(self) -> aio.Server:
-        settings = self.config.grpc
-        interceptors: list[aio.ServerInterceptor] = [ErrorInterceptor()]  # type: ignore[type-arg, unused-ignore]
-        if settings.token_file:
-            tokens = TokenFile(settings.token_file)
-            interceptors.append(AuthInterceptor(tokens, frozenset({health.SERVICE_NAME})))
-        server = aio.server(interceptors=interceptors, options=channel_options(settings))
-        add_DecodeServicer_to_server(DecodeService(self.engine, self._model), server)
-        add_ControlServicer_to_server(ControlService(self.engine, self._model, self.config), server)
+        server = guarded_server(self.config.grpc, frozenset({health.SERVICE_NAME}))
+        self._add_services(server, relays=False)
         health.add_HealthServicer_to_server(self._health, server)
         names = (service.SERVICE_NAME, control.SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
         reflection.enable_server_reflection(names, server)
         return server
+
+    def _add_services(self, server: aio.Server, *, relays: bool) -> None:
+        entrance = Entrance(self.config.cluster.nodes, self.config.parallel.ranks, relays)
+        add_DecodeServicer_to_server(DecodeService(self.engine, self._model, entrance), server)
+        add_ControlServicer_to_server(self._control, server)
 
     @contextmanager
     def _signals(self) -> Iterator[None]:
