@@ -21,34 +21,46 @@ FINISH_REASON_STOP_STRING: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
 class ToRank(_message.Message):
-    __slots__ = ("start", "add", "cancel", "doorbell", "shutdown")
+    __slots__ = ("start", "add", "cancel", "doorbell", "shutdown", "connect")
     START_FIELD_NUMBER: _ClassVar[int]
     ADD_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
     DOORBELL_FIELD_NUMBER: _ClassVar[int]
     SHUTDOWN_FIELD_NUMBER: _ClassVar[int]
+    CONNECT_FIELD_NUMBER: _ClassVar[int]
     start: Start
     add: Add
     cancel: Cancel
     doorbell: Doorbell
     shutdown: Shutdown
-    def __init__(self, start: _Optional[_Union[Start, _Mapping]] = ..., add: _Optional[_Union[Add, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., doorbell: _Optional[_Union[Doorbell, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ...) -> None: ...
+    connect: Connect
+    def __init__(self, start: _Optional[_Union[Start, _Mapping]] = ..., add: _Optional[_Union[Add, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., doorbell: _Optional[_Union[Doorbell, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., connect: _Optional[_Union[Connect, _Mapping]] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("rank", "num_ranks", "config_json", "exchange_fd", "threads", "kv_blocks")
+    __slots__ = ("rank", "num_ranks", "config_json", "exchange_fd", "threads", "kv_blocks", "bells")
     RANK_FIELD_NUMBER: _ClassVar[int]
     NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
     CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
     EXCHANGE_FD_FIELD_NUMBER: _ClassVar[int]
     THREADS_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    BELLS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     num_ranks: int
     config_json: str
     exchange_fd: int
     threads: int
     kv_blocks: int
-    def __init__(self, rank: _Optional[int] = ..., num_ranks: _Optional[int] = ..., config_json: _Optional[str] = ..., exchange_fd: _Optional[int] = ..., threads: _Optional[int] = ..., kv_blocks: _Optional[int] = ...) -> None: ...
+    bells: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, rank: _Optional[int] = ..., num_ranks: _Optional[int] = ..., config_json: _Optional[str] = ..., exchange_fd: _Optional[int] = ..., threads: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., bells: _Optional[_Iterable[int]] = ...) -> None: ...
+
+class Connect(_message.Message):
+    __slots__ = ("ranks", "session")
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    SESSION_FIELD_NUMBER: _ClassVar[int]
+    ranks: _containers.RepeatedCompositeFieldContainer[Introduction]
+    session: int
+    def __init__(self, ranks: _Optional[_Iterable[_Union[Introduction, _Mapping]]] = ..., session: _Optional[int] = ...) -> None: ...
 
 class Add(_message.Message):
     __slots__ = ("work_number", "request")
@@ -141,7 +153,7 @@ class Shutdown(_message.Message):
     def __init__(self) -> None: ...
 
 class FromRank(_message.Message):
-    __slots__ = ("progress", "ready", "tokens", "freed", "request_failed", "statistics", "fatal")
+    __slots__ = ("progress", "ready", "tokens", "freed", "request_failed", "statistics", "fatal", "introduction")
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -149,6 +161,7 @@ class FromRank(_message.Message):
     REQUEST_FAILED_FIELD_NUMBER: _ClassVar[int]
     STATISTICS_FIELD_NUMBER: _ClassVar[int]
     FATAL_FIELD_NUMBER: _ClassVar[int]
+    INTRODUCTION_FIELD_NUMBER: _ClassVar[int]
     progress: Progress
     ready: Ready
     tokens: StepTokens
@@ -156,7 +169,20 @@ class FromRank(_message.Message):
     request_failed: RequestFailed
     statistics: Statistics
     fatal: Fatal
-    def __init__(self, progress: _Optional[_Union[Progress, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., tokens: _Optional[_Union[StepTokens, _Mapping]] = ..., freed: _Optional[_Union[Freed, _Mapping]] = ..., request_failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., statistics: _Optional[_Union[Statistics, _Mapping]] = ..., fatal: _Optional[_Union[Fatal, _Mapping]] = ...) -> None: ...
+    introduction: Introduction
+    def __init__(self, progress: _Optional[_Union[Progress, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., tokens: _Optional[_Union[StepTokens, _Mapping]] = ..., freed: _Optional[_Union[Freed, _Mapping]] = ..., request_failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., statistics: _Optional[_Union[Statistics, _Mapping]] = ..., fatal: _Optional[_Union[Fatal, _Mapping]] = ..., introduction: _Optional[_Union[Introduction, _Mapping]] = ...) -> None: ...
+
+class Introduction(_message.Message):
+    __slots__ = ("address", "base", "key", "size")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    BASE_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    SIZE_FIELD_NUMBER: _ClassVar[int]
+    address: bytes
+    base: int
+    key: int
+    size: int
+    def __init__(self, address: _Optional[bytes] = ..., base: _Optional[int] = ..., key: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("stage", "done", "total")
