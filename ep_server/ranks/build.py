@@ -19,7 +19,8 @@ from ep_server.model.assembly import LoadParams, load_model
 from ep_server.model.families import read_spec
 from ep_server.model.runner import ModelRunner
 from ep_server.model.sampler import Sampler
-from ep_server.ranks.group import exchange_spec, spin_budget, usable_cores
+from ep_server.ranks.exchanges import Meet, open_exchange
+from ep_server.ranks.group import exchange_spec
 from ep_server.records import RankReady, Request, Sampling, SeqSlice, StepBatch, Stopping
 from ep_server.scheduler.batch import IDLE, SchedulerLimits
 from ep_server.scheduler.rank_scheduler import RankScheduler
@@ -29,6 +30,19 @@ WARM_UP_TOKENS = 8
 WARM_UP_NUMBER = 0  # the front numbers its requests from 1
 
 Progress = Callable[[str, int, int], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Front:
+    """Whom a rank talks to while it is built.
+
+    progress: called as progress(stage, done, total). meet: see exchanges.open_exchange.
+    on_exchange: gets the exchange as soon as the other ranks can see this one.
+    """
+
+    progress: Progress
+    on_exchange: Callable[[NativeExchange], None]
+    meet: Meet
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,14 +56,9 @@ class RankParts:
     overlap: str
 
 
-def build_rank(
-    start: pb.Start, progress: Progress, on_exchange: Callable[[NativeExchange], None]
-) -> RankParts:
+def build_rank(start: pb.Start, front: Front) -> RankParts:
     """Loads what this rank owns and runs the first steps with the others.
 
-    Args:
-        progress: called as progress(stage, done, total).
-        on_exchange: gets the exchange as soon as the other ranks can see this one.
     Raises: StartupError and its children; ExchangeError if a peer fails.
     """
     began = time.monotonic()
@@ -58,10 +67,8 @@ def build_rank(
     config = Config.from_values(json.loads(start.config_json))
     spec = exchange_spec(config, read_spec(config.model.path), start.rank)
     # Before the weights: its heartbeat tells the others that this rank lives however long loading takes.
-    spin_us = spin_budget(config.exchange.spin_us, spec.num_ranks * start.threads, usable_cores())
-    exchange = NativeExchange(spec, fd=start.exchange_fd, spin_us=spin_us)
-    os.close(start.exchange_fd)
-    on_exchange(exchange)
+    exchange = open_exchange(start, config, spec, front.on_exchange, front.meet)
+    progress = front.progress
     model = load_model(
         LoadParams(
             config.model.path,

@@ -97,10 +97,14 @@ class RankChannel:
             if len(data) < _CHUNK:
                 return payloads
 
-    def wait(self) -> list[bytes]:
-        """Blocks, using no processor, until at least one payload has arrived. Raises ChannelClosed."""
+    def wait(self, seconds: float | None = None) -> list[bytes]:
+        """Sleeps until at least one payload has arrived, no longer than `seconds`. Raises ChannelClosed."""
+        deadline = None if seconds is None else time.monotonic() + seconds
         while not (payloads := self.poll()):
-            self._select(None)
+            left = None if deadline is None else deadline - time.monotonic()
+            if left is not None and left <= 0:
+                break
+            self._select(left)
         return payloads
 
     def drain(self, timeout: float) -> None:

@@ -30,8 +30,8 @@ PROCESS_BYTES = 192 << 20  # a rank's own memory beside weights and KV cache: in
 class GroupPlan:
     """What the ranks of a group start from.
 
-    exchange: of rank 0; the others differ in `rank` only. kv_blocks, threads: of each rank.
-    weight_bytes: by rank.
+    exchange: of rank 0; the others differ in `rank` only. kv_blocks, threads: of each rank of this host.
+    weight_bytes: by rank, over all hosts.
     """
 
     exchange: ExchangeSpec
@@ -55,15 +55,17 @@ def plan_ranks(config: Config, spec: ModelSpec, available: int, *, packed: bool 
     """As plan_group, for a model of which only config.json is there.
 
     Args:
-        available: memory for all ranks. packed: weights as CPU ranks keep them, else as they are.
+        available: memory for the ranks of this host. packed: weights as CPU ranks keep them, or as they are.
     Raises: ConfigError; StartupError.
     """
     ranks, scheduler = config.parallel.ranks, config.scheduler
     context = context_limit(spec, config.model.max_context)
     exchange = exchange_spec(config, spec, 0)
     dtype = serving_dtype(spec, config.model.dtype)
-    weights = footprint(spec, dtype, packed=packed).rank_bytes(exchange.placement, ranks)
-    fixed = sum(weights) + group_bytes(exchange) + ranks * PROCESS_BYTES
+    weights = footprint(spec, dtype, packed=packed).rank_bytes(exchange.placement, exchange.num_ranks)
+    here = sum(weights[rank] for rank in local_ranks(config))
+    shared = exchange_bytes(config, exchange)
+    fixed = here + shared + ranks * PROCESS_BYTES
     block = kv_block_bytes(spec, scheduler.block_size, dtype)
     blocks = scheduler.kv_blocks
     if not blocks:
@@ -71,7 +73,7 @@ def plan_ranks(config: Config, spec: ModelSpec, available: int, *, packed: bool 
         blocks = min(int(share / (ranks * block)), _useful_blocks(scheduler, context))
     if not blocks or fixed + ranks * blocks * block > available:
         raise StartupError(
-            f"the model does not fit: {_gib(sum(weights))} of weights, {_gib(group_bytes(exchange))} of "
+            f"the model does not fit: {_gib(here)} of weights, {_gib(shared)} of "
             f"exchange, {_gib(ranks * max(blocks, 1) * block)} of KV cache and {_gib(ranks * PROCESS_BYTES)} "
             f"for {ranks} processes need more than the {_gib(available)} of memory available"
         )
@@ -79,9 +81,27 @@ def plan_ranks(config: Config, spec: ModelSpec, available: int, *, packed: bool 
     return GroupPlan(exchange, blocks, threads, weights)
 
 
+def num_ranks(config: Config) -> int:
+    """Ranks of all hosts."""
+    return config.cluster.nodes * config.parallel.ranks
+
+
+def local_ranks(config: Config) -> range:
+    """Ranks of this host among those of all."""
+    first = max(config.cluster.node_rank, 0) * config.parallel.ranks if config.cluster.nodes > 1 else 0
+    return range(first, first + config.parallel.ranks)
+
+
+def exchange_bytes(config: Config, exchange: ExchangeSpec) -> int:
+    """Memory of the exchange on this host. Between hosts each rank has an outbox beside its region."""
+    if config.cluster.nodes == 1:
+        return group_bytes(exchange)
+    return 2 * group_bytes(exchange) // config.cluster.nodes
+
+
 def exchange_spec(config: Config, spec: ModelSpec, rank: int) -> ExchangeSpec:
     """The exchange of one rank; the same on all but for `rank`."""
-    ranks, settings = config.parallel.ranks, config.exchange
+    ranks, settings = num_ranks(config), config.exchange
     dtype = serving_dtype(spec, config.model.dtype)
     auto = Payload.FP32 if dtype is Dtype.FLOAT32 else Payload.BF16
     return ExchangeSpec(

@@ -1,4 +1,4 @@
-"""The ranks of this node as real processes: starts them, carries messages, notices their end, ends them.
+"""The ranks of a group as real processes: starts them, carries messages, notices their end, ends them.
 
 Satisfies ranks.protocol.Ranks; used in one event loop. Knows nothing of what a request means. A group lives
 and dies as one: the first sign that a rank is lost ends all of them. Units: seconds.
@@ -7,9 +7,8 @@ and dies as one: the first sign that a rank is lost ends all of them. Units: sec
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
-import os
+import secrets
 import signal
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,11 +16,11 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from ep_server.config import Config
-from ep_server.ep.segment import create_segment
 from ep_server.errors import ConfigError, EpServerError, InternalError, RankLost, StartupError
-from ep_server.ranks.group import GroupPlan, plan_group
+from ep_server.ranks.group import num_ranks
+from ep_server.ranks.hosts import WORKER, Hosts, OneHost, Rank, ended
 from ep_server.ranks.messages import add_message, error_of, events_of, ready_of, statistics_of
-from ep_server.ranks.process import RankCallbacks, RankProcess, exit_reason
+from ep_server.ranks.process import RankCallbacks, exit_reason
 from ep_server.ranks.protocol import RankListener
 from ep_server.records import RankReady, Request
 from ep_server.v1 import rank_pb2 as pb
@@ -29,11 +28,14 @@ from ep_server.v1 import rank_pb2 as pb
 log = logging.getLogger(__name__)
 
 MAX_BUFFERED = 256 << 20  # bytes one rank may leave unread
+SETTLE_SEVERAL = 0.5  # seconds between the signs of one loss that come from several hosts
+
+SESSION_BITS = 17  # of a group over several hosts: as many as a greeting of its ranks carries
 
 # How much a sign of loss explains, best first: the others follow from it. A rank's own error, an end without
-# a word, a wait for a peer that failed, an abort by a peer, a closed channel.
-_ECHOES = {"PeerTimeout": 2, "ProtocolViolation": 2, "GroupAborted": 3}
-_OWN_ERROR, _EXIT, _CLOSED = 0, 1, 4
+# a word, a host that is gone, a wait for a peer that failed, an abort by a peer, a closed channel.
+_ECHOES = {"PeerTimeout": 3, "PeerLost": 3, "ProtocolViolation": 3, "GroupAborted": 4}
+_OWN_ERROR, _EXIT, _HOST, _CLOSED = 0, 1, 2, 5
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,16 +61,27 @@ class _Sign:
 
 
 class RankProcesses:
-    """A group of ranks. module: what each process runs; anything that speaks rank.proto."""
+    """A group of ranks.
+
+    Args:
+        hosts: where they run; on this host alone if None.
+        module: what each process runs there; anything that speaks rank.proto.
+    """
 
     def __init__(
-        self, config: Config, *, module: str = "ep_server.ranks.worker", timing: LaunchTiming | None = None
+        self,
+        config: Config,
+        hosts: Hosts | None = None,
+        *,
+        module: str = WORKER,
+        timing: LaunchTiming | None = None,
     ) -> None:
-        self.num_ranks = config.parallel.ranks
-        self._config = config
-        self._module = module
-        self._timing = timing or LaunchTiming()
-        self._processes: list[RankProcess] = []
+        self.num_ranks = num_ranks(config)
+        self._several = config.cluster.nodes > 1
+        self._hosts = hosts or OneHost(config, module)
+        self._timing = timing or LaunchTiming(settle=SETTLE_SEVERAL if self._several else 0.1)
+        self._processes: list[Rank] = []
+        self._introductions: dict[int, pb.Introduction] = {}
         self._ready: dict[int, RankReady] = {}
         self._started: asyncio.Future[None] | None = None
         self._listener: RankListener | None = None
@@ -100,13 +113,9 @@ class RankProcesses:
         loop = asyncio.get_running_loop()
         self._started = loop.create_future()
         self._listener, self._progress = listener, progress
+        callbacks = RankCallbacks(self._on_frame, self._on_closed, self._on_exit, self._on_host_lost)
         try:
-            plan = await asyncio.to_thread(plan_group, self._config)
-            segment = await asyncio.to_thread(create_segment, plan.exchange)
-            try:
-                await self._spawn(plan, segment)
-            finally:
-                os.close(segment)
+            await self._hosts.spawn(callbacks, self._processes.append)
             await self._all_ready()
         except BaseException:
             await self.stop()
@@ -133,22 +142,6 @@ class RankProcesses:
             self._stopping = asyncio.create_task(self._stop())
         await asyncio.shield(self._stopping)
 
-    async def _spawn(self, plan: GroupPlan, segment: int) -> None:
-        callbacks = RankCallbacks(self._on_frame, self._on_closed, self._on_exit)
-        config = json.dumps(self._config.values())
-        for rank in range(self.num_ranks):
-            process = await RankProcess.spawn(rank, self._module, (segment,), callbacks)
-            self._processes.append(process)
-            start = pb.Start(
-                rank=rank,
-                num_ranks=self.num_ranks,
-                config_json=config,
-                exchange_fd=segment,
-                threads=plan.threads,
-                kv_blocks=plan.kv_blocks,
-            )
-            process.send(pb.ToRank(start=start).SerializeToString())
-
     async def _all_ready(self) -> None:
         assert self._started is not None
         loop, stall = asyncio.get_running_loop(), self._timing.start_stall
@@ -167,24 +160,17 @@ class RankProcesses:
             shutdown = pb.ToRank(shutdown=pb.Shutdown()).SerializeToString()
             for process in self._processes:
                 process.send(shutdown)
-            await self._ended(self._timing.grace)
+            await ended(self._processes, self._timing.grace)
         for number, seconds in ((signal.SIGTERM, self._timing.term), (signal.SIGKILL, self._timing.kill)):
             for process in self._processes:
                 process.signal(number)
-            await self._ended(seconds)
+            await ended(self._processes, seconds)
         for process in self._processes:
             if not process.exited.is_set():
                 log.error("rank %d was killed and does not end: the kernel holds it", process.rank)
             process.close()
         if self._started is not None and not self._started.done():
             self._started.cancel()
-
-    async def _ended(self, seconds: float) -> None:
-        waits = [asyncio.ensure_future(p.exited.wait()) for p in self._processes if not p.exited.is_set()]
-        if waits:
-            _, pending = await asyncio.wait(waits, timeout=seconds)
-            for wait in pending:
-                wait.cancel()
 
     def _on_frame(self, rank: int, payload: bytes) -> None:
         try:
@@ -213,6 +199,10 @@ class RankProcesses:
         self._heard = asyncio.get_running_loop().time()
         if kind == "progress":
             self._progress(rank, message.progress.stage, message.progress.done, message.progress.total)
+        elif kind == "introduction":
+            self._introductions[rank] = message.introduction
+            if len(self._introductions) == self.num_ranks:
+                self._connect()
         elif kind == "ready":
             self._ready[rank] = ready_of(message.ready)
             if len(self._ready) == self.num_ranks and self._started and not self._started.done():
@@ -220,11 +210,21 @@ class RankProcesses:
         else:
             self._note(_OWN_ERROR, rank, "sent an empty message")
 
+    def _connect(self) -> None:
+        """Tells every rank where all of them are."""
+        everyone = [self._introductions[rank] for rank in range(self.num_ranks)]
+        connect = pb.Connect(ranks=everyone, session=secrets.randbits(SESSION_BITS))
+        for process in self._processes:
+            process.send(pb.ToRank(connect=connect).SerializeToString())
+
     def _on_closed(self, rank: int, reason: str) -> None:
         self._note(_CLOSED, rank, reason)
 
     def _on_exit(self, rank: int, code: int) -> None:
         self._note(_EXIT, rank, exit_reason(code))
+
+    def _on_host_lost(self, rank: int, reason: str) -> None:
+        self._note(_HOST, rank, reason)
 
     def _note(self, order: int, rank: int, reason: str) -> None:
         self._sign(_Sign(order, rank, RankLost(reason)))
@@ -247,14 +247,14 @@ class RankProcesses:
         sign = min(unexplained, key=lambda s: s.order)
         assert self._started is not None and self._listener is not None
         if not self._started.done():
-            self._started.set_exception(_start_error(sign))
+            self._started.set_exception(_start_error(sign, several=self._several))
         else:
             self._listener.on_lost(sign.rank, str(sign.error))
 
 
-def _start_error(sign: _Sign) -> StartupError:
-    """Names the rank, but for a ConfigError: every rank reads the same configuration."""
+def _start_error(sign: _Sign, *, several: bool) -> StartupError:
+    """Names the rank, but for a ConfigError on one host: all its ranks read the same configuration."""
     if isinstance(sign.error, ConfigError):
-        return sign.error
+        return StartupError(f"rank {sign.rank}: {sign.error}") if several else sign.error
     kind = type(sign.error) if isinstance(sign.error, StartupError) else StartupError
     return kind(f"rank {sign.rank}: {sign.error}")

@@ -31,11 +31,15 @@ BOOTSTRAP = (
 
 @dataclass(frozen=True, slots=True)
 class RankCallbacks:
-    """What a RankProcess tells its owner, with its rank first. on_exit comes once, after on_closed or not."""
+    """What a rank tells its owner, with its number first. on_exit comes once, after on_closed or not.
+
+    on_host_lost: the host that ran this rank and others is gone; comes once for all of them, for the first.
+    """
 
     on_frame: Callable[[int, bytes], None]
     on_closed: Callable[[int, str], None]
     on_exit: Callable[[int, int], None]
+    on_host_lost: Callable[[int, str], None] = lambda rank, reason: None
 
 
 class RankProcess:

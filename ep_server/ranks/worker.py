@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from ep_server.errors import EpServerError, InternalError
+from ep_server.errors import EpServerError, InternalError, StartupError
 from ep_server.ranks.channel import ChannelClosed, RankChannel
 from ep_server.ranks.messages import (
     fatal_message,
@@ -213,7 +213,7 @@ def serve(channel: RankChannel) -> int:
         gc.disable()  # what is imported stays: to look through it again and again is a tenth of that second
         import torch
 
-        from ep_server.ranks.build import build_rank
+        from ep_server.ranks.build import Front, build_rank
 
         gc.freeze()
         gc.enable()
@@ -222,7 +222,11 @@ def serve(channel: RankChannel) -> int:
             message = pb.FromRank(progress=pb.Progress(stage=stage, done=done, total=total))
             channel.send(message.SerializeToString())
 
-        parts = build_rank(start, progress, exchanges.append)
+        def meet(introduction: pb.Introduction, seconds: float) -> pb.Connect:
+            channel.send(pb.FromRank(introduction=introduction).SerializeToString())
+            return _answer(channel, seconds)
+
+        parts = build_rank(start, Front(progress, exchanges.append, meet))
         worker = RankWorker(parts, channel)
         gc.collect()
         gc.freeze()  # what is here now stays: no collection needs to look at it again
@@ -248,6 +252,17 @@ def _first_message(channel: RankChannel) -> pb.Start:
     if message.WhichOneof("kind") != "start" or more:
         raise InternalError("the first message of a rank's channel is not Start alone")
     return message.start
+
+
+def _answer(channel: RankChannel, seconds: float) -> pb.Connect:
+    """What the front answers to an introduction. Raises: StartupError after `seconds`."""
+    payloads = channel.wait(seconds)
+    if not payloads:
+        raise StartupError(f"the other ranks have not come within {seconds:g} s")
+    message = pb.ToRank.FromString(payloads[0])
+    if message.WhichOneof("kind") != "connect" or len(payloads) > 1:
+        raise InternalError("the answer to an introduction is not Connect alone")
+    return message.connect
 
 
 def _say_fatal(channel: RankChannel, error: Exception) -> None:

@@ -1,0 +1,62 @@
+"""Opens the exchange of one rank: over the memory of one host, or between hosts. Knows what Start says."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+from ep_server.config import Config
+from ep_server.ep.exchange import ExchangeSpec
+from ep_server.ep.fabric import Card, FabricExchange, FabricOptions
+from ep_server.ep.native import NativeExchange
+from ep_server.ep.waiting import Waiting
+from ep_server.ranks.group import local_ranks, spin_budget, usable_cores
+from ep_server.v1 import rank_pb2 as pb
+
+Meet = Callable[[pb.Introduction, float], pb.Connect]
+
+
+def open_exchange(
+    start: pb.Start, config: Config, spec: ExchangeSpec, on_open: Callable[[NativeExchange], None], meet: Meet
+) -> NativeExchange:
+    """Collective between hosts: returns once all ranks are connected.
+
+    Args:
+        on_open: gets the exchange before it waits for anybody.
+        meet: gives the introductions of all ranks for that of this one; waits as many seconds.
+    Raises: StartupError and its children; ExchangeError if a peer fails.
+    """
+    local = local_ranks(config)
+    spin_us = spin_budget(config.exchange.spin_us, len(local) * start.threads, usable_cores())
+    if config.cluster.nodes == 1:
+        exchange = NativeExchange(spec, fd=start.exchange_fd, spin_us=spin_us)
+        os.close(start.exchange_fd)
+        on_open(exchange)
+        return exchange
+    fabric = FabricExchange(spec, _options(config), Waiting(spin_us))
+    on_open(fabric)
+    answer = meet(_introduction(fabric.card), config.cluster.connect_seconds)
+    fabric.connect([_card(one) for one in answer.ranks], answer.session)
+    fabric.barrier()
+    return fabric
+
+
+def _options(config: Config) -> FabricOptions:
+    settings = config.fabric
+    return FabricOptions(
+        library=settings.library,
+        provider=settings.provider,
+        domain=settings.domain,
+        address=settings.address,
+        traffic_class=settings.traffic_class,
+        connect_seconds=config.cluster.connect_seconds,
+    )
+
+
+def _introduction(card: Card) -> pb.Introduction:
+    address, base, key, size = card
+    return pb.Introduction(address=address, base=base, key=key, size=size)
+
+
+def _card(wire: pb.Introduction) -> Card:
+    return wire.address, wire.base, wire.key, wire.size

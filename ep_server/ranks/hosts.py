@@ -1,0 +1,155 @@
+"""Where the ranks of a group run: on this host here, on several in ep_server.nodes. Starts and hands over.
+
+Knows the memory that the ranks of one host share, and their first message; nothing of what they say later.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Protocol
+
+from ep_server.config import Config
+from ep_server.ep.segment import create_segment
+from ep_server.ranks.group import GroupPlan, local_ranks, plan_group
+from ep_server.ranks.process import RankCallbacks, RankProcess
+from ep_server.v1 import rank_pb2 as pb
+
+WORKER = "ep_server.ranks.worker"
+
+
+class Rank(Protocol):
+    """A started rank, wherever it runs. As RankProcess; pid is its own host's."""
+
+    exited: asyncio.Event
+
+    @property
+    def rank(self) -> int:
+        """Its number in the group."""
+        ...
+
+    @property
+    def pid(self) -> int:
+        """Of its own host; 0 while it is not known."""
+        ...
+
+    @property
+    def returncode(self) -> int | None:
+        """Exit code, or minus the signal; None while it runs or if nobody knows."""
+        ...
+
+    @property
+    def buffered(self) -> int:
+        """Bytes sent that are still here."""
+        ...
+
+    def send(self, payload: bytes) -> None:
+        """Sends a frame; does not block."""
+        ...
+
+    def signal(self, number: signal.Signals) -> None:
+        """Signals the process unless it has ended."""
+        ...
+
+    def close(self) -> None:
+        """Closes the channel."""
+        ...
+
+
+class Hosts(Protocol):
+    """What the launcher needs of the hosts of a group."""
+
+    async def spawn(self, callbacks: RankCallbacks, started: Callable[[Rank], None]) -> None:
+        """Starts all ranks, in rank order; each is handed over at once, so that it can be ended.
+
+        Raises: StartupError.
+        """
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class SharedMemory:
+    """What the ranks of one host inherit. segment: -1 = none. bells: by rank of this host."""
+
+    segment: int
+    bells: tuple[int, ...] = ()
+
+    @property
+    def descriptors(self) -> tuple[int, ...]:
+        """All of them."""
+        return tuple(fd for fd in (self.segment, *self.bells) if fd >= 0)
+
+
+class OneHost:
+    """A group on this host alone. module: what each process runs; anything that speaks rank.proto."""
+
+    def __init__(self, config: Config, module: str = WORKER) -> None:
+        self._config, self._module = config, module
+
+    async def spawn(self, callbacks: RankCallbacks, started: Callable[[Rank], None]) -> None:
+        """As Hosts.spawn."""
+        plan = await asyncio.to_thread(plan_group, self._config)
+        await spawn_here(LocalRanks(self._config, plan, plan.kv_blocks, self._module), callbacks, started)
+
+
+@dataclass(frozen=True, slots=True)
+class LocalRanks:
+    """The ranks of this host. kv_blocks: of each rank, as all hosts have agreed."""
+
+    config: Config
+    plan: GroupPlan
+    kv_blocks: int
+    module: str = WORKER
+
+
+async def spawn_here(
+    local: LocalRanks, callbacks: RankCallbacks, started: Callable[[RankProcess], None]
+) -> None:
+    """Starts the ranks of this host and tells each what it is. Raises: OSError, StartupError."""
+    shared = await asyncio.to_thread(_share, local)
+    with _closing(shared.descriptors):
+        for rank in local_ranks(local.config):
+            process = await RankProcess.spawn(rank, local.module, shared.descriptors, callbacks)
+            started(process)
+            process.send(pb.ToRank(start=_start(local, rank, shared)).SerializeToString())
+
+
+async def ended(ranks: Sequence[Rank], seconds: float) -> None:
+    """Waits until all have ended, at most `seconds`."""
+    waits = [asyncio.ensure_future(rank.exited.wait()) for rank in ranks if not rank.exited.is_set()]
+    if waits:
+        _, pending = await asyncio.wait(waits, timeout=seconds)
+        for wait in pending:
+            wait.cancel()
+
+
+def _share(local: LocalRanks) -> SharedMemory:
+    if local.config.cluster.nodes > 1:
+        return SharedMemory(-1)
+    return SharedMemory(create_segment(local.plan.exchange))
+
+
+def _start(local: LocalRanks, rank: int, shared: SharedMemory) -> pb.Start:
+    return pb.Start(
+        rank=rank,
+        num_ranks=local.plan.exchange.num_ranks,
+        config_json=json.dumps(local.config.values()),
+        exchange_fd=shared.segment,
+        bells=shared.bells,
+        threads=local.plan.threads,
+        kv_blocks=local.kv_blocks,
+    )
+
+
+@contextmanager
+def _closing(descriptors: Sequence[int]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for fd in descriptors:
+            os.close(fd)
