@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 import ep_server
-from ep_server.config import Config, MetricsConfig
+from ep_server.config import Config, MetricsConfig, ModelConfig
 from ep_server.metrics import ServerMetrics
 from ep_server.metrics_endpoint import MetricsEndpoint
 from ep_server.ranks.launcher import RankProcesses
@@ -19,6 +20,8 @@ from ep_server.served_model import ServedModel
 from ep_server.server import Progress, Server
 from ep_server.status_page import StatusPage
 from ep_server.vllm_metrics import with_vllm_names
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,7 @@ async def assemble(config: Config, ranks: Ranks | None = None) -> AsyncIterator[
     Raises: ConfigError, CheckpointError.
     """
     model = ServedModel.load(config.model)
+    warn_if_made_up(config.model)
     registry = CollectorRegistry()
     metrics = ServerMetrics(
         registry, model=model.name, version=ep_server.__version__, max_queue=config.scheduler.max_queue
@@ -47,6 +51,18 @@ async def assemble(config: Config, ranks: Ranks | None = None) -> AsyncIterator[
     status = StatusPage(metrics.look, model.name, ep_server.__version__)
     with _endpoint(config.metrics, page, status) as url:
         yield App(Server(config, model, ranks or RankProcesses(config), metrics), model, url)
+
+
+def warn_if_made_up(model: ModelConfig) -> None:
+    """Says what makes every answer noise."""
+    if model.load_format == "dummy":
+        log.warning(
+            "model.load_format = dummy: weights are random, for benchmarks only; outputs mean nothing"
+        )
+    if model.routing == "uniform":
+        log.warning(
+            "model.routing = uniform: experts are drawn at random, for benchmarks only; outputs are wrong"
+        )
 
 
 @contextmanager

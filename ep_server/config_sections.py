@@ -33,6 +33,17 @@ class ModelConfig:
         choices=("auto", "float32", "bfloat16"),
     )
     max_context: int = option(0, "longest prompt + output, tokens; 0 = the model's own limit", low=0)
+    load_format: str = option(
+        "auto",
+        "auto = safetensors of the checkpoint; dummy = random weights from its config.json, for benchmarks",
+        choices=("auto", "dummy"),
+    )
+    routing: str = option(
+        "router",
+        "router = the model's own; uniform = experts drawn at random per token and layer, for benchmarks",
+        choices=("router", "uniform"),
+    )
+    seed: int = option(0, "of dummy weights and uniform routing", low=0, high=(1 << 32) - 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from ep_server.commands.inspect_plan import DEVICES, GPU_KV_FRACTION, PlanOption
 from ep_server.config import Config
 from ep_server.ep.geometry import group_bytes
 from ep_server.model.families import read_spec
-from ep_server.model.inspect import Inspection, inspect_checkpoint
+from ep_server.model.inspect import Inspection, inspect_checkpoint, inspect_config
 from ep_server.ranks.group import plan_group
 
 NAME = "inspect"
@@ -26,6 +26,9 @@ def command(
     checkpoint: Annotated[str, typer.Argument(help="Checkpoint directory; for --plan config.json will do.")],
     ranks: Annotated[int | None, typer.Option(help="Ranks to place it on.", show_default="1")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16.", show_default="auto")] = None,
+    load_format: Annotated[
+        str | None, typer.Option(help="auto; dummy: config.json alone is read.", show_default="auto")
+    ] = None,
     config_file: Annotated[str | None, typer.Option("--config", help="TOML file, as for serve.")] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Size calculator for any machine.")] = False,
     device: Annotated[
@@ -60,6 +63,7 @@ def command(
         "model.path": directory,
         "parallel.ranks": ranks,
         "model.dtype": dtype,
+        "model.load_format": load_format,
         "scheduler.kv_fraction": kv_fraction,
     }
     config, console = Config.load(config_file, flags), Console()
@@ -67,7 +71,8 @@ def command(
         options = PlanOptions(device, ranks, memory_gib, bandwidth, link, tokens, context)
         show(console, config, read_spec(directory), options)
         return
-    found = inspect_checkpoint(directory, config.model.dtype)
+    inspected = inspect_config if config.model.load_format == "dummy" else inspect_checkpoint
+    found = inspected(directory, config.model.dtype)
     console.print(_facts(found))
     console.print(_parts(found))
     console.print(_placement(found, config))
@@ -84,7 +89,9 @@ def _facts(found: Inspection) -> Table:
         "vocabulary": f"{spec.vocab_size:,}",
         "context": f"{spec.max_context:,} tokens",
         "parameters": f"{found.total_parameters:,}, of these {found.active_parameters:,} per token",
-        "files": f"{len(found.shards)} shards, {found.file_bytes / MIB:,.1f} MiB",
+        "files": f"{len(found.shards)} shards, {found.file_bytes / MIB:,.1f} MiB"
+        if found.shards
+        else "none are read: dummy weights",
         "served as": found.dtype,
         "KV cache": f"{found.kv_bytes_per_token:,} bytes per token",
         "end of sequence": ", ".join(map(str, spec.eos_token_ids)) or "none",

@@ -14,13 +14,15 @@ from ep_server.errors import ConfigError
 from ep_server.model.checkpoint import Checkpoint
 from ep_server.model.compute import Compute
 from ep_server.model.decoder import DecoderParams
+from ep_server.model.dummy import DummyReader
 from ep_server.model.families import ModelSpec, read_spec
 from ep_server.model.kv_cache import KvCache
 from ep_server.model.layers import ModelWeights
 from ep_server.model.native_compute import NativeCompute
 from ep_server.model.runner import ModelRunner, TokenSampler
 from ep_server.model.sizes import Dtype, context_limit, kv_block_bytes, serving_dtype
-from ep_server.model.weights import Progress, load_weights
+from ep_server.model.uniform import UniformRouting
+from ep_server.model.weights import Progress, load_weights, weights_from
 
 _TORCH = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
 
@@ -31,7 +33,7 @@ class LoadParams:
 
     placement: [E] owner rank of each expert. dtype: "auto", "float32" or "bfloat16" (ModelConfig.dtype).
     max_context: longest sequence, tokens; 0 = the model's own limit. threads: of the compute kernels.
-    compute: whose arithmetic to use; None = our CPU kernels.
+    compute: whose arithmetic to use; None = our CPU kernels. load_format, routing, seed: as in ModelConfig.
     """
 
     path: str
@@ -41,17 +43,21 @@ class LoadParams:
     max_context: int = 0
     threads: int = 1
     compute: Compute | None = None
+    load_format: str = "auto"
+    routing: str = "router"
+    seed: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class RankModel:
-    """A loaded model, not yet connected to other ranks."""
+    """A loaded model, not yet connected to other ranks. uniform: None = its router chooses the experts."""
 
     spec: ModelSpec
     weights: ModelWeights
     dtype: Dtype
     max_context: int
     compute: Compute
+    uniform: UniformRouting | None = None
 
     def kv_block_bytes(self, block_size: int) -> int:
         """Memory of one KV block of this rank, bytes."""
@@ -62,7 +68,9 @@ class RankModel:
     ) -> ModelRunner:
         """Allocates the KV cache and joins the parts."""
         cache = KvCache(self.spec, kv_blocks, block_size, _TORCH[self.dtype])
-        params = DecoderParams(self.spec, self.weights, exchange, cache, self.max_context, self.compute)
+        params = DecoderParams(
+            self.spec, self.weights, exchange, cache, self.max_context, self.compute, self.uniform
+        )
         return ModelRunner(params, sampler)
 
 
@@ -80,5 +88,10 @@ def load_model(params: LoadParams, progress: Progress = lambda stage, done, tota
     experts = [e for e, owner in enumerate(params.placement) if owner == params.rank]
     dtype = serving_dtype(spec, params.dtype)
     compute = params.compute or NativeCompute(params.threads)
-    weights = load_weights(Checkpoint.open(params.path), spec, experts, _TORCH[dtype], compute, progress)
-    return RankModel(spec, weights, dtype, limit, compute)
+    if params.load_format == "dummy":
+        source = DummyReader(spec, params.seed)
+        weights = weights_from(source, spec, experts, _TORCH[dtype], compute, progress)
+    else:
+        weights = load_weights(Checkpoint.open(params.path), spec, experts, _TORCH[dtype], compute, progress)
+    uniform = UniformRouting(spec.router, params.seed) if params.routing == "uniform" else None
+    return RankModel(spec, weights, dtype, limit, compute, uniform)

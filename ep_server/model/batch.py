@@ -36,12 +36,21 @@ class AttentionMeta:
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """token_ids: [T] int64. sampled: request numbers that draw a token from row sample_rows[i]: int64."""
+    """token_ids: [T] int64. sampled: request numbers that draw a token from row sample_rows[i]: int64.
+
+    numbers: request numbers of the S sequences.
+    """
 
     token_ids: torch.Tensor
     attention: AttentionMeta
     sampled: tuple[int, ...]
     sample_rows: torch.Tensor
+    numbers: tuple[int, ...]
+
+    def row_numbers(self) -> torch.Tensor:
+        """[T] int64, request number of each row."""
+        lengths = torch.tensor(self.attention.query_start).diff()
+        return torch.repeat_interleave(torch.tensor(self.numbers, dtype=torch.int64), lengths)
 
 
 def split(batch: StepBatch, count: int, block_size: int) -> list[MicroBatch]:
@@ -104,6 +113,7 @@ def _tensors(slices: Sequence[SeqSlice], block_size: int) -> MicroBatch:
         ),
         sampled=tuple(slices[i].number for i in sampled),
         sample_rows=torch.tensor([starts[i + 1] - 1 for i in sampled], dtype=torch.int64),
+        numbers=tuple(s.number for s in slices),
     )
 
 

@@ -17,20 +17,24 @@ from ep_server.ep.exchange import Exchange
 from ep_server.model.attention import AttentionInput, gqa, mla
 from ep_server.model.batch import MicroBatch
 from ep_server.model.compute import Compute
-from ep_server.model.experts import dense_ffn
+from ep_server.model.experts import ExpertCounter, dense_ffn
 from ep_server.model.families.spec import GqaSpec, ModelSpec
 from ep_server.model.kv_cache import KvCache, KvLayer
 from ep_server.model.layers import GqaWeights, LayerWeights, MlaWeights, ModelWeights, MoeWeights
 from ep_server.model.moe import MoeContext, moe
 from ep_server.model.rope import rotation_table
 from ep_server.model.timers import Phase, PhaseClock
+from ep_server.model.uniform import UniformRouting
 
 Forward = Generator[None, None, torch.Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class DecoderParams:
-    """What a decoder is made of. max_context: longest sequence, tokens; sizes the rope table."""
+    """What a decoder is made of. max_context: longest sequence, tokens; sizes the rope table.
+
+    uniform: draws experts in place of the router.
+    """
 
     spec: ModelSpec
     weights: ModelWeights
@@ -38,6 +42,7 @@ class DecoderParams:
     kv_cache: KvCache
     max_context: int
     compute: Compute
+    uniform: UniformRouting | None = None
 
 
 class Decoder:
@@ -47,9 +52,12 @@ class Decoder:
         self._spec, self._weights, self._kv = params.spec, params.weights, params.kv_cache
         self._clock, self._compute = clock, params.compute
         self._rotations = rotation_table(params.spec.rope, params.max_context)
-        local = len(params.exchange.spec.local_experts)
-        self.expert_tokens = torch.zeros(local, dtype=torch.int64)
-        self._moe = MoeContext(params.spec.router, params.exchange, clock, self.expert_tokens)
+        self.experts = ExpertCounter(params.spec.num_layers, len(params.exchange.spec.local_experts))
+        self._uniform = params.uniform
+        self._moe = [
+            MoeContext(index, params.spec.router, params.exchange, clock, row, params.uniform)
+            for index, row in enumerate(self.experts.rows)
+        ]
 
     def forward(self, batch: MicroBatch) -> Forward:
         """Runs all layers. Returns float32 logits [number of sampled rows, V].
@@ -58,14 +66,15 @@ class Decoder:
         """
         eps, norm = self._spec.norm_eps, self._compute.rms_norm
         at = self._attention_input(batch)
+        tokens = self._identities(batch)
         x = F.embedding(batch.token_ids, self._weights.embedding)
-        for layer, kv in zip(self._weights.layers, self._kv.layers, strict=True):
+        for layer, kv, context in zip(self._weights.layers, self._kv.layers, self._moe, strict=True):
             if len(x):
                 x = x + self._attention(norm(x, layer.attention_norm, eps), layer, kv, at)
             h = norm(x, layer.ffn_norm, eps)
             self._clock.lap(Phase.ATTENTION)
             if isinstance(layer.ffn, MoeWeights):
-                x = x + (yield from moe(h, layer.ffn, self._moe))
+                x = x + (yield from moe(h, layer.ffn, context, tokens))
             else:
                 x = x + dense_ffn(h, layer.ffn)
                 self._clock.lap(Phase.EXPERTS)
@@ -81,6 +90,12 @@ class Decoder:
             return gqa(x, w, spec, kv, at)
         assert isinstance(w, MlaWeights)
         return mla(x, w, spec, kv, at)
+
+    def _identities(self, batch: MicroBatch) -> torch.Tensor | None:
+        """What uniform routing knows the tokens by; None where the router is asked."""
+        if self._uniform is None:
+            return None
+        return self._uniform.identify(batch.row_numbers(), batch.attention.positions)
 
     def _attention_input(self, batch: MicroBatch) -> AttentionInput:
         spec, meta = self._spec.attention, batch.attention

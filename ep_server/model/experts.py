@@ -1,4 +1,4 @@
-"""[8] What stands around the experts' arithmetic: received rows back to floats, one FFN for all rows.
+"""[8] What stands around the experts' arithmetic: received rows back to floats, one FFN for all rows, counts.
 
 The arithmetic itself is `Compute.gated_ffn`. Knows nothing of routing, ranks or layers.
 """
@@ -10,6 +10,26 @@ import torch
 from ep_server.ep.exchange import Received
 from ep_server.ep.quant import dequantise
 from ep_server.model.compute import GatedFfn
+
+
+class ExpertCounter:
+    """Rows that this rank's experts received.
+
+    rows: one [E_local] int64 per layer, to be added to during a step. total: [E_local], of all steps before.
+    active: experts with at least one row, added up over layers and steps.
+    """
+
+    def __init__(self, layers: int, local_experts: int) -> None:
+        self._step = torch.zeros(layers, local_experts, dtype=torch.int64)
+        self.rows = self._step.unbind()
+        self.total = torch.zeros(local_experts, dtype=torch.int64)
+        self.active = 0
+
+    def finish(self) -> None:
+        """The step ended."""
+        self.active += int(torch.count_nonzero(self._step))
+        self.total += self._step.sum(0)
+        self._step.zero_()
 
 
 def dense_ffn(x: torch.Tensor, ffn: GatedFfn) -> torch.Tensor:

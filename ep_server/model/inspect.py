@@ -1,4 +1,4 @@
-"""What a checkpoint holds. Reads headers only; needs no torch.
+"""What a checkpoint holds, or would hold. Reads headers only, or config.json alone; needs no torch.
 
 Units: parameters, bytes, tokens.
 """
@@ -12,6 +12,8 @@ from pathlib import Path
 
 from ep_server.model.checkpoint import Checkpoint, StoredTensor
 from ep_server.model.families import ModelSpec, read_spec
+from ep_server.model.families.spec import GqaSpec, QkNorm
+from ep_server.model.footprint import footprint
 from ep_server.model.sizes import Dtype, kv_block_bytes, serving_dtype
 
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
@@ -81,6 +83,23 @@ def inspect_checkpoint(path: str | Path, dtype: str = "auto") -> Inspection:
         dict(parts),
         unused,
     )
+
+
+def inspect_config(path: str | Path, dtype: str = "auto") -> Inspection:
+    """As inspect_checkpoint, of a directory that need hold no weights. Raises: CheckpointError."""
+    spec = read_spec(path)
+    plain = footprint(
+        spec, Dtype.FLOAT32, packed=False
+    )  # the router is float32 in any case: one size for all
+    parts = {name: number // Dtype.FLOAT32.itemsize for name, number in plain.replicated.items()}
+    of_expert = plain.expert // Dtype.FLOAT32.itemsize
+    parts["experts"] = of_expert * plain.sparse_layers * spec.router.num_experts
+    attention = spec.attention
+    if isinstance(attention, GqaSpec) and attention.qk_norm is QkNorm.HEAD:
+        # Kept once per head, but stored once.
+        repeated = (attention.heads + attention.kv_heads - 2) * attention.head_dim
+        parts["attention"] -= spec.num_layers * repeated
+    return Inspection(spec, serving_dtype(spec, dtype), (), 0, parts, 0)
 
 
 def _part(tensor: StoredTensor, spec: ModelSpec) -> str:

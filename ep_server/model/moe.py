@@ -17,22 +17,38 @@ from ep_server.model.families.spec import RouterSpec
 from ep_server.model.layers import MoeWeights
 from ep_server.model.router import route
 from ep_server.model.timers import Phase, PhaseClock
+from ep_server.model.uniform import UniformRouting
 
 
 @dataclass(frozen=True, slots=True)
 class MoeContext:
-    """What every sparse block of a model shares. expert_tokens: [E_local] int64, rows received so far."""
+    """What surrounds the sparse block of one layer.
 
+    expert_tokens: [E_local] int64, rows received in this step.
+    uniform: draws the experts in place of the router, None where the router is asked.
+    """
+
+    layer: int
     router: RouterSpec
     exchange: Exchange
     clock: PhaseClock
     expert_tokens: torch.Tensor
+    uniform: UniformRouting | None = None
 
 
-def moe(x: torch.Tensor, w: MoeWeights, on: MoeContext) -> Generator[None, None, torch.Tensor]:
-    """Sparse FFN of x: [T, H], normed; yields twice and returns [T, H] of x's dtype. T may be 0."""
+def moe(
+    x: torch.Tensor, w: MoeWeights, on: MoeContext, tokens: torch.Tensor | None = None
+) -> Generator[None, None, torch.Tensor]:
+    """Sparse FFN of x: [T, H], normed; yields twice and returns [T, H] of x's dtype. T may be 0.
+
+    Args:
+        tokens: [T], of UniformRouting.identify(); with it the experts are drawn, and get the weights that the
+            router, which runs all the same, gave the experts of its choice.
+    """
     clock = on.clock
     ids, gates = route(x, w, on.router)
+    if on.uniform is not None and tokens is not None:
+        ids = on.uniform.draw(tokens, on.layer)
     clock.lap(Phase.ROUTER)
     dispatched = on.exchange.dispatch_send(x.to(wire_dtype(on.exchange.spec.payload)), ids, gates)
     clock.lap(Phase.DISPATCH)

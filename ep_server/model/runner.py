@@ -7,7 +7,7 @@ processes; the caller provides torch.inference_mode and the number of threads.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import torch
@@ -41,6 +41,7 @@ class RunnerStatistics:
     histograms: dict[str, tuple[int, ...]]
     sums: dict[str, int]
     expert_tokens: dict[int, int]
+    counters: dict[str, int] = field(default_factory=dict)
 
 
 class ModelRunner:
@@ -73,6 +74,7 @@ class ModelRunner:
         numbers = [number for part in parts for number in part.sampled]
         tokens = self._sampler.sample(numbers, torch.cat(logits)) if numbers else []
         self._clock.lap(Phase.SAMPLE)
+        self._decoder.experts.finish()
         self._clock.finish()
         drawn = {token.number: token for token in tokens}
         return [drawn[s.number] for s in batch.slices if s.sample]
@@ -80,7 +82,10 @@ class ModelRunner:
     def statistics(self) -> RunnerStatistics:
         """What was measured since the start."""
         experts = self._params.exchange.spec.local_experts
-        counts = self._decoder.expert_tokens.tolist()
+        counter = self._decoder.experts
         return RunnerStatistics(
-            self._clock.histograms(), self._clock.sums(), dict(zip(experts, counts, strict=True))
+            self._clock.histograms(),
+            self._clock.sums(),
+            dict(zip(experts, counter.total.tolist(), strict=True)),
+            {"experts_active": counter.active},
         )

@@ -7,13 +7,25 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from ep_server.errors import CheckpointError
 from ep_server.model.checkpoint import Checkpoint
+
+
+class TensorSource(Protocol):
+    """Where weights come from: the files of a checkpoint, or `dummy.DummyReader`."""
+
+    def has(self, name: str) -> bool:
+        """There is a tensor of that name."""
+        ...
+
+    def read(self, name: str, shape: tuple[int, ...], part: int | None = None) -> torch.Tensor:
+        """One floating-point tensor on the CPU, or entry `part` of its first dimension."""
+        ...
 
 
 class TensorReader:

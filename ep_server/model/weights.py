@@ -22,7 +22,7 @@ from ep_server.model.layers import (
     MoeWeights,
 )
 from ep_server.model.rope import adjacent_pairs
-from ep_server.model.tensors import TensorReader
+from ep_server.model.tensors import TensorReader, TensorSource
 
 Progress = Callable[[str, int, int], None]
 
@@ -46,16 +46,28 @@ def load_weights(
     """
     with ExitStack() as files:
         reader = TensorReader(checkpoint, spec.quant_block, files)
-        loader = _Loader(reader, spec, tuple(experts), dtype, compute)
-        progress("weights", 0, spec.num_layers)
-        embedding = loader.keep("model.embed_tokens.weight", spec.vocab_size, spec.hidden)
-        layers = []
-        for index in range(spec.num_layers):
-            layers.append(loader.layer(index))
-            progress("weights", index + 1, spec.num_layers)
-        norm = loader.keep("model.norm.weight", spec.hidden)
-        head = embedding if spec.tied_head else loader.keep("lm_head.weight", spec.vocab_size, spec.hidden)
-        return ModelWeights(embedding, tuple(layers), norm, compute.linear(head))
+        return weights_from(reader, spec, experts, dtype, compute, progress)
+
+
+def weights_from(
+    source: TensorSource,
+    spec: ModelSpec,
+    experts: Sequence[int],
+    dtype: torch.dtype,
+    compute: Compute,
+    progress: Progress = lambda stage, done, total: None,
+) -> ModelWeights:
+    """As load_weights, from any source of tensors. Raises: what the source raises."""
+    loader = _Loader(source, spec, tuple(experts), dtype, compute)
+    progress("weights", 0, spec.num_layers)
+    embedding = loader.keep("model.embed_tokens.weight", spec.vocab_size, spec.hidden)
+    layers = []
+    for index in range(spec.num_layers):
+        layers.append(loader.layer(index))
+        progress("weights", index + 1, spec.num_layers)
+    norm = loader.keep("model.norm.weight", spec.hidden)
+    head = embedding if spec.tied_head else loader.keep("lm_head.weight", spec.vocab_size, spec.hidden)
+    return ModelWeights(embedding, tuple(layers), norm, compute.linear(head))
 
 
 class _Loader:
@@ -63,7 +75,7 @@ class _Loader:
 
     def __init__(
         self,
-        reader: TensorReader,
+        reader: TensorSource,
         spec: ModelSpec,
         experts: tuple[int, ...],
         dtype: torch.dtype,

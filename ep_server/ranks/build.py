@@ -77,6 +77,9 @@ def build_rank(start: pb.Start, front: Front) -> RankParts:
             config.model.dtype,
             config.model.max_context,
             start.threads,
+            load_format=config.model.load_format,
+            routing=config.model.routing,
+            seed=config.model.seed,
         ),
         progress,
     )
@@ -87,7 +90,8 @@ def build_rank(start: pb.Start, front: Front) -> RankParts:
         max_step_tokens=config.scheduler.max_step_tokens,
         block_size=block_size,
         kv_blocks=start.kv_blocks,
-        prefix_cache=config.scheduler.prefix_cache,
+        # Drawn experts differ between requests, so keys and values of equal prefixes differ too.
+        prefix_cache=config.scheduler.prefix_cache and config.model.routing == "router",
         max_context=model.max_context,
     )
     progress("warm-up", 0, 1)

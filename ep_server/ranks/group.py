@@ -18,7 +18,7 @@ from ep_server.ep.segment import available_memory
 from ep_server.errors import StartupError
 from ep_server.model.families import ModelSpec
 from ep_server.model.footprint import footprint
-from ep_server.model.inspect import inspect_checkpoint
+from ep_server.model.inspect import inspect_checkpoint, inspect_config
 from ep_server.model.sizes import Dtype, context_limit, kv_block_bytes, serving_dtype
 from ep_server.scheduler.placement import place_experts
 
@@ -41,14 +41,15 @@ class GroupPlan:
 
 
 def plan_group(config: Config, available: int | None = None) -> GroupPlan:
-    """Reads config.json and the shards' headers.
+    """Reads config.json and, unless weights are made up, the shards' headers.
 
     Args:
         available: memory the group may take; what this host has left if None.
     Raises: CheckpointError; ConfigError; StartupError where the model does not fit into memory.
     """
-    spec = inspect_checkpoint(config.model.path, config.model.dtype).spec
-    return plan_ranks(config, spec, available_memory() if available is None else available)
+    model = config.model
+    found = inspect_config(model.path) if model.load_format == "dummy" else inspect_checkpoint(model.path)
+    return plan_ranks(config, found.spec, available_memory() if available is None else available)
 
 
 def plan_ranks(config: Config, spec: ModelSpec, available: int, *, packed: bool = True) -> GroupPlan:

@@ -37,6 +37,11 @@ class Measured(Protocol):
         """Tokens received by global expert id."""
         ...
 
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """Cumulative numbers by name."""
+        ...
+
 
 class Histogram:
     """Durations of one kind."""
@@ -161,6 +166,7 @@ class _Parts:
         if runner is not None:
             found["histograms"] |= runner.histograms
             found["sums"] |= runner.sums
+            found["counters"] |= runner.counters
             found["expert_tokens"] = found["expert_tokens"] or dict(runner.expert_tokens)
         return cls(**found)
 

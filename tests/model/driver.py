@@ -73,12 +73,14 @@ def generate(
     micro_batches: int = 1,
     steps: int | None = None,
     seed: int = 0,
+    numbers: Sequence[int] | None = None,
 ) -> list[tuple[int, ...]]:
     """Greedy tokens of each prompt, all prompts running together.
 
     Args:
         chunk: most prompt tokens of one sequence in one step. budget: most tokens of a step.
         steps: run exactly so many steps, empty ones at the end; None stops when all prompts are done.
+        numbers: request number of each prompt; 0, 1, 2 ... if None.
     """
     free = list(range(BLOCKS))
     random.Random(seed).shuffle(free)
@@ -86,6 +88,7 @@ def generate(
     done = [0] * len(ids)  # positions already in the cache
     blocks: list[list[int]] = [[] for _ in ids]
     taken = 0
+    named = range(len(ids)) if numbers is None else numbers
     while steps is None or taken < steps:
         slices, left = [], budget
         for number, (seq, prompt) in enumerate(zip(ids, prompts, strict=True)):
@@ -95,9 +98,8 @@ def generate(
             end = done[number] + count
             while len(blocks[number]) * BLOCK < end:
                 blocks[number].append(free.pop())
-            slices.append(
-                SeqSlice(number, done[number], seq[done[number] : end], blocks[number], end == len(seq))
-            )
+            new, sample = seq[done[number] : end], end == len(seq)
+            slices.append(SeqSlice(named[number], done[number], new, blocks[number], sample))
             done[number], left = end, left - count
         if not slices and steps is None:
             break
@@ -106,6 +108,6 @@ def generate(
             tokens = runner.run(batch, micro_batches)
         assert [t.number for t in tokens] == [s.number for s in slices if s.sample]
         for token in tokens:
-            ids[token.number].append(token.token_id)
+            ids[named.index(token.number)].append(token.token_id)
         taken += 1
     return [tuple(seq[len(prompt) :]) for seq, prompt in zip(ids, prompts, strict=True)]
