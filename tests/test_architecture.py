@@ -31,6 +31,7 @@ ALLOWED = {
     "model": {"errors", "records", "ep.exchange", "ep.quant", "_C"},
     "compat": {"errors", "ep"},
     "ranks": {*FOUNDATION, "scheduler", "model", "ep", "v1", "_C", "tokenizer"},
+    "nodes": {*FOUNDATION, *WIRE, "call_metadata", "ranks", "served_model", "v1", "versions"},
 }
 FRONT = {*FOUNDATION, "scheduler", "ranks.protocol", "model.families", "model.inspect", "model.sizes"}
 
@@ -112,7 +113,7 @@ def users_of(*libraries: str) -> set[str]:
 
 def test_grpc_only_at_the_wire_and_between_nodes():
     users = users_of("grpc", "grpc_health", "grpc_reflection", "ep_server.v1")
-    assert {m for m in users if not within(m, WIRE | {"ranks"} | ASSEMBLY)} == set()
+    assert {m for m in users if not within(m, WIRE | {"nodes", "ranks"} | ASSEMBLY)} == set()
     assert "server" in users
 
 
@@ -238,7 +239,7 @@ def test_the_ten_steps_of_the_readme_are_those_of_the_tree():
             assert numbered and (place.endswith("/") or numbered == first), (number, place, first)
 
 
-PACKAGES = {"commands", "compat", "ep", "model", "ranks", "scheduler", "v1"}
+PACKAGES = {"commands", "compat", "ep", "model", "nodes", "ranks", "scheduler", "v1"}
 VAGUE = {"base", "common", "core", "helpers", "lib", "manager", "misc", "shared", "tools", "util", "utils"}
 
 

@@ -1,0 +1,122 @@
+"""A leader over FakeRanks, its port for other nodes, and a node that relays to it: all in this process."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from grpc import aio
+
+from ep_server.client import AsyncClient, Target
+from ep_server.config import GrpcConfig
+from ep_server.endpoint import bind, guarded_server
+from ep_server.health import Health
+from ep_server.nodes.relay import SERVICES, Relay, RelaySettings, open_channel, relay_server
+from ep_server.ranks.fake import FakeRanks
+from tests.service.harness import Served, serving
+
+NODES, RANKS = 3, 2  # of each node
+NODE = 1  # the one that relays
+
+
+@dataclass
+class Heard:
+    """A RelayObserver that keeps what it heard."""
+
+    began: int = 0
+    ended: list[str] = field(default_factory=list)
+    refused: list[str] = field(default_factory=list)
+
+    def on_relay_began(self) -> None:
+        self.began += 1
+
+    def on_relay_ended(self, status: str) -> None:
+        self.ended.append(status)
+
+    def on_relay_refused(self, status: str) -> None:
+        self.refused.append(status)
+
+
+@dataclass
+class Follower:
+    """A node that relays. leader: host:port that it relays to."""
+
+    relay: Relay
+    client: AsyncClient
+    heard: Heard
+    leader: str
+
+
+@dataclass
+class Relayed:
+    """client: of the leader's own port."""
+
+    served: Served
+    node: Follower
+    for_nodes: aio.Server
+
+    @property
+    def ranks(self) -> FakeRanks:
+        return self.served.ranks
+
+
+@asynccontextmanager
+async def relaying(
+    leader: str, grpc: GrpcConfig | None = None, target: Target | None = None, token: str = ""
+) -> AsyncIterator[Follower]:
+    """A node that relays to an address. token: that it shows there."""
+    config = grpc or GrpcConfig(port=0)
+    channel, heard, health = open_channel(leader), Heard(), Health(tuple(s.full_name for s in SERVICES))
+    shown = (("authorization", f"Bearer {token}"),) if token else ()
+    relay = Relay(channel, RelaySettings(NODE, leader, config.max_streams), heard, lambda: shown)
+    server = relay_server(config, relay, health)
+    address = bind(server, config)
+    await server.start()
+    health.set(serving=True)
+    client = AsyncClient(dataclasses.replace(target or Target(""), address=address))
+    try:
+        yield Follower(relay, client, heard, leader)
+    finally:
+        await client.close()
+        await relay.closed(5.0)
+        await server.stop(None)
+        await channel.close()
+    assert relay.open_streams == 0 and heard.began == len(heard.ended)
+
+
+@asynccontextmanager
+async def listening(add: Any, config: GrpcConfig | None = None) -> AsyncIterator[tuple[aio.Server, str]]:
+    """A server with what `add(server)` adds, on a free port. Yields: (server, host:port)."""
+    config = config or GrpcConfig(port=0)
+    server = guarded_server(config, frozenset())
+    add(server)
+    address = bind(server, config)
+    await server.start()
+    try:
+        yield server, address
+    finally:
+        await server.stop(None)
+
+
+@asynccontextmanager
+async def relayed(
+    ranks: FakeRanks | None = None,
+    *,
+    grpc: GrpcConfig | None = None,
+    target: Target | None = None,
+    cluster_token: tuple[str, str] = ("", ""),
+    **values: Any,
+) -> AsyncIterator[Relayed]:
+    """The whole. grpc, target: of the node that relays. cluster_token: (the leader's file, what is shown)."""
+    values = {"cluster__nodes": NODES, "parallel__ranks": RANKS, **values}
+    port = GrpcConfig(port=0, token_file=cluster_token[0])
+    async with (
+        serving(ranks or FakeRanks(NODES * RANKS), **values) as served,
+        listening(served.server.add_relayed, port) as (for_nodes, address),
+        relaying(address, grpc, target, cluster_token[1]) as node,
+    ):
+        yield Relayed(served, node, for_nodes)
+        await served.idle()
