@@ -166,6 +166,7 @@ setup(
             "transformers>=5.0,<6",
             "mpich>=5",  # brings a libfabric 2.x
             "psutil>=6",
+            "triton>=3.6",  # runs the GPU kernels in its interpreter; torch for CUDA brings its own
             "grpcio-tools==1.81.1",
             "pyyaml>=6",
             "jsonschema>=4.23",

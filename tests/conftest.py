@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
+
+# Triton decides at its import, which some library may cause, whether kernels are compiled or interpreted.
+if not Path("/dev/nvidiactl").exists():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # No test asserts on time, also not through a deadline per example: a busy machine is not a failure.
 settings.register_profile("project", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -123,6 +123,12 @@ def test_torch_only_where_tensors_are():
     assert "model.sampler" in users
 
 
+def test_triton_only_in_the_kernels_of_the_gpu():
+    users = users_of("triton")
+    assert {m for m in users if not within(m, {"model.triton"})} == set()
+    assert "model.triton.norm" in users
+
+
 def test_transformers_is_an_oracle_for_tests_only():
     assert users_of("transformers") == set()
 
@@ -159,7 +165,7 @@ FRONT_COMMANDS = {
 def test_the_front_process_never_loads_torch(command):
     loaded = loaded_by(*command)
     assert {"ep_server", "grpc"} <= loaded
-    assert loaded & {"torch", "numpy", "safetensors", "transformers"} == set()
+    assert loaded & {"torch", "triton", "numpy", "safetensors", "transformers"} == set()
 
 
 def test_the_front_imports_nothing_later_than_at_its_start():

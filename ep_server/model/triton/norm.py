@@ -1,0 +1,89 @@
+"""RMS norm of rows, and the sum of a residual stream fused with it. T tokens; all arithmetic is float32.
+
+    rms_norm      out = x / sqrt(mean(x^2) + eps) * weight, rounded once to x's dtype
+    add_rms_norm  residual = round(residual + x); out = rms_norm(residual)
+
+One program per (token, head). A row is one tile, so `dim` is bounded by MAX_DIM; channels past it are masked.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from ep_server.model.triton.checks import FLOATS, block, expect, expect_range
+
+MAX_DIM = 32768
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x, residual, weight, out, x_pitch, out_pitch, eps,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+):  # fmt: skip
+    row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    channel = tl.arange(0, BLOCK)
+    inside = channel < DIM
+    at = head * DIM + channel
+    value = tl.load(x + row * x_pitch + at, mask=inside, other=0).to(tl.float32)
+    if ADD:
+        stream = residual + row * DIM + at
+        value += tl.load(stream, mask=inside, other=0).to(tl.float32)
+        rounded = value.to(residual.dtype.element_ty)
+        tl.store(stream, rounded, mask=inside)
+        value = rounded.to(tl.float32)  # what is normed is what later layers will read
+    scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / DIM + eps)
+    w = tl.load(weight + at, mask=inside, other=0).to(tl.float32)
+    tl.store(out + row * out_pitch + at, (value * scale * w).to(out.dtype.element_ty), mask=inside)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
+    """Norms rows.
+
+    Args:
+        x: [T, dim], or [T, heads, dim] with a weight per head; rows may have a pitch, heads may not.
+        weight: [dim] or [heads, dim], of x's dtype.
+        out: of x's shape and dtype, rows with a pitch of their own; may be x.
+    Raises: InternalError for another shape, dtype or layout.
+    """
+    heads, dim = (1, *weight.shape)[-2:]
+    expect_range("dim", dim, 1, MAX_DIM)
+    expect("x", x, FLOATS, (None, *weight.shape), pitch=True)
+    expect("out", out, x.dtype, tuple(x.shape), pitch=True)
+    expect("weight", weight, x.dtype, tuple(weight.shape))
+    if x.numel():
+        size = block(dim)
+        _rms_norm_kernel[(len(x), heads)](
+            x, x, weight, out, x.stride(0), out.stride(0), eps,
+            DIM=dim, BLOCK=size, ADD=False, num_warps=_warps(size),
+        )  # fmt: skip
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor
+) -> None:
+    """Adds a branch to the residual stream and norms the sum.
+
+    Args:
+        x: [T, dim], the branch; rows may have a pitch. residual: [T, dim], contiguous; becomes the sum.
+        weight: [dim]. out: [T, dim], may be x. All of x's dtype.
+    Raises: InternalError for another shape, dtype or layout.
+    """
+    dim = weight.shape[-1]
+    expect_range("dim", dim, 1, MAX_DIM)
+    expect("x", x, FLOATS, (None, dim), pitch=True)
+    expect("residual", residual, x.dtype, (len(x), dim))
+    expect("out", out, x.dtype, (len(x), dim), pitch=True)
+    expect("weight", weight, x.dtype, (dim,))
+    if x.numel():
+        size = block(dim)
+        _rms_norm_kernel[(len(x), 1)](
+            x, residual, weight, out, x.stride(0), out.stride(0), eps,
+            DIM=dim, BLOCK=size, ADD=True, num_warps=_warps(size),
+        )  # fmt: skip
+
+
+def _warps(size: int) -> int:
+    """Eight elements a thread, or as near as warps allow."""
+    return min(max(size // 256, 1), 16)

@@ -1,0 +1,73 @@
+"""Launches every kernel at the shapes of real models, on meta tensors, and prints what was compiled as JSON.
+
+TRITON_INTERPRET=0 TRITON_DEFAULT_FP_FUSION=1 python -m tests.model.triton.shapes [part ...]
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+
+import torch
+
+from ep_server.model.kv_cache import KvLayer
+from ep_server.model.triton.norm import add_rms_norm, rms_norm
+from ep_server.model.triton.paged import PagedKv
+from ep_server.model.triton.rope import HeadNorm, MlaInput, Rotation, store_gqa, store_mla
+from tests.model.triton.compiling import Recorder
+
+BF16, F32, FP8, I64, I32 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.int32
+TOKENS = 128
+
+
+def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def gqa_cache(dtype: torch.dtype) -> PagedKv:
+    k = meta(4096, 16, 4, 128, dtype=dtype)
+    scale = meta(4, dtype=F32) if dtype is FP8 else None
+    return PagedKv(KvLayer(k, k, 128), scale, scale)
+
+
+def mla_cache(dtype: torch.dtype) -> PagedKv:
+    return PagedKv(
+        KvLayer(meta(4096, 16, 1, 576, dtype=dtype), None, 512), meta(1, dtype=F32) if dtype is FP8 else None
+    )
+
+
+def norms() -> None:
+    """Qwen3-30B-A3B's hidden 2048, DeepSeek-V3's 7168."""
+    for hidden in (2048, 7168):
+        x = meta(TOKENS, hidden)
+        rms_norm(x, meta(hidden), 1e-6, x)
+        add_rms_norm(x, x, meta(hidden), 1e-6, x)
+
+
+def rotations() -> None:
+    """Qwen3-30B-A3B: 32 heads, 4 KV heads of 128, q/k norm. DeepSeek-V3: 128 heads, latent 512 + 64."""
+    turn = Rotation(meta(4096, 64, 2, dtype=F32), meta(TOKENS, dtype=I64), meta(TOKENS, dtype=I64))
+    for dtype in (BF16, FP8):
+        store_gqa(
+            meta(TOKENS, 40 * 128),
+            meta(TOKENS, 32, 128),
+            gqa_cache(dtype),
+            turn,
+            HeadNorm(meta(36, 128), 1e-6),
+        )
+    turn = Rotation(meta(4096, 32, 2, dtype=F32), meta(TOKENS, dtype=I64), meta(TOKENS, dtype=I64))
+    down, q, out = meta(TOKENS, 2112), meta(TOKENS, 128, 192), meta(TOKENS, 128, 576)
+    x = MlaInput(down[:, 1536:2048], down[:, 2048:], q[..., 128:], meta(512), 1e-6)
+    for dtype in (BF16, FP8):
+        store_mla(x, out[..., 512:], mla_cache(dtype), turn)
+
+
+PARTS = (norms, rotations)
+
+if __name__ == "__main__":
+    for part in [part for part in PARTS if part.__name__ in sys.argv[1:] or len(sys.argv) == 1]:
+        with Recorder() as recorder:
+            part()
+        for one in recorder.compiled:
+            print(json.dumps({"part": part.__name__, **dataclasses.asdict(one)}), flush=True)

@@ -1,0 +1,76 @@
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ep_server.errors import InternalError
+from ep_server.model.triton.norm import add_rms_norm, rms_norm
+from tests.model.triton.harness import DEVICE, NAN, assert_near, poisoned, random
+
+each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=("float32", "bfloat16"))
+EPS = 1e-3
+
+
+def oracle(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    x = x.double()
+    return x / (x.square().mean(-1, keepdim=True) + EPS).sqrt() * weight.double()
+
+
+@each_dtype
+@pytest.mark.parametrize(
+    ("rows", "shape"), [(3, (64,)), (2, (100,)), (2, (3, 21)), (1, (1,)), (0, (8,)), (0, (2, 8))]
+)
+def test_rms_norm(dtype: torch.dtype, rows: int, shape: tuple[int, ...]) -> None:
+    """Rows lie in wider ones, whose rest is NaN; what lies behind a row of `out` is not touched."""
+    width = shape[0] if len(shape) == 1 else shape[0] * shape[1]
+    x = poisoned(random(rows, width, dtype=dtype, scale=3.0), 5).unflatten(1, shape)
+    weight = random(*shape, dtype=dtype, seed=1)
+    wide = torch.full((rows, width + 3), NAN, dtype=dtype, device=DEVICE)
+    out = wide[:, :width].unflatten(1, shape)
+    rms_norm(x, weight, EPS, out)
+    assert_near(out, oracle(x, weight))
+    assert bool(wide[:, width:].isnan().all())
+
+
+def test_rms_norm_in_place() -> None:
+    x = random(3, 40)
+    expected = oracle(x, torch.ones(40, device=DEVICE))
+    rms_norm(x, torch.ones(40, device=DEVICE), EPS, x)
+    assert_near(x, expected)
+
+
+@each_dtype
+@pytest.mark.parametrize(("rows", "dim"), [(3, 70), (1, 128), (0, 8)])
+def test_add_rms_norm(dtype: torch.dtype, rows: int, dim: int) -> None:
+    """The norm reads the rounded sum, as a later layer does."""
+    x = poisoned(random(rows, dim, dtype=dtype), 3)
+    residual, weight = random(rows, dim, dtype=dtype, seed=1, scale=8.0), random(dim, dtype=dtype, seed=2)
+    total = x + residual
+    out = torch.empty_like(residual)
+    add_rms_norm(x, residual, weight, EPS, out)
+    assert torch.equal(residual, total)
+    assert_near(out, oracle(total, weight))
+
+
+def test_a_row_with_nan_stays_alone() -> None:
+    x = random(3, 33)
+    x[1, 7] = NAN
+    out = torch.empty_like(x)
+    rms_norm(x, torch.ones(33, device=DEVICE), EPS, out)
+    assert out.isnan().all(dim=1).tolist() == [False, True, False]
+
+
+def test_wrong_inputs_are_named() -> None:
+    x, weight = random(2, 8), random(8)
+    with pytest.raises(
+        InternalError, match=r"out: torch.float32 \[3, 8\].*expected rows of contiguous .* \[2, 8\]"
+    ):
+        rms_norm(x, weight, EPS, torch.empty(3, 8, device=DEVICE))
+    with pytest.raises(InternalError, match=r"weight: torch\.bfloat16"):
+        rms_norm(x, weight.bfloat16(), EPS, x)
+    with pytest.raises(InternalError, match="x: "):
+        rms_norm(random(8, 2).t(), weight, EPS, x)
+    with pytest.raises(InternalError, match="residual"):
+        add_rms_norm(x, random(2, 10)[:, :8], weight, EPS, x)
+    with pytest.raises(InternalError, match="dim = 40000"):
+        rms_norm(random(1, 40000), random(40000), EPS, random(1, 40000))
