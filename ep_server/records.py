@@ -84,7 +84,8 @@ class Request:
 class SeqSlice:
     """The part of one sequence that one step runs.
 
-    token_ids: the ids at positions start .. start + len(token_ids).
+    token_ids: the ids at positions start .. start + len(token_ids); PENDING_TOKEN alone where it is the
+      token that the step before draws, which only the device knows yet.
     blocks: KV block ids covering positions 0 .. start + len(token_ids); a live read-only view.
     sample: logits of the last token are needed and a token is drawn.
     """
@@ -105,6 +106,7 @@ class StepBatch:
 
 
 NO_TOKEN = -1  # the logits of a row held NaN or infinity
+PENDING_TOKEN = -2  # drawn by a step that is still in flight
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,6 +197,7 @@ class RankStatistics:
       publish, total.
     sums: name -> sum of the durations of the histogram of that name, ns.
     counters: name -> cumulative number (idle_steps, padded_tokens, bytes/<op>, tokens, ...).
+      experts_active: local experts that received a row, added up over layers and steps.
     peer_wait_ns: (op, peer) -> ns this rank waited for that peer, cumulative.
     expert_tokens: tokens this rank's local experts received, cumulative, by global expert id.
     last_steps: the last steps, oldest first; a few.

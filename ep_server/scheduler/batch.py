@@ -21,8 +21,9 @@ class SchedulerLimits:
     max_step_tokens: tokens of one step, prefill chunks included; at most this many sequences run.
     max_context: longest prompt + output. kv_blocks: of block_size tokens each.
     max_overtakes: later requests that may be admitted before the oldest waiting one.
+    ahead: steps planned before the tokens of the one in flight are known.
 
-    Raises: ConfigError if a field is below 1.
+    Raises: ConfigError if `ahead` is negative or another field below 1.
     """
 
     max_running: int
@@ -32,11 +33,13 @@ class SchedulerLimits:
     prefix_cache: bool
     max_context: int
     max_overtakes: int = 256
+    ahead: int = 0
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            if getattr(self, item.name) < 1 and item.name != "prefix_cache":
-                raise ConfigError(f"scheduler.{item.name}", getattr(self, item.name), "at least 1")
+            least = int(item.name != "ahead")
+            if getattr(self, item.name) < least and item.name != "prefix_cache":
+                raise ConfigError(f"scheduler.{item.name}", getattr(self, item.name), f"at least {least}")
 
     def check(self, request: Request) -> None:
         """Whether a request can run at all.

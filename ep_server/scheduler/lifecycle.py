@@ -42,7 +42,8 @@ _DROPPED = {Event.CANCEL: State.CANCELLED, Event.EXPIRE: State.FAILED, Event.FAI
 _TABLE: dict[State, dict[Event, State]] = {
     State.QUEUED: {Event.ADMIT: State.RUNNING, **_DROPPED},
     State.RUNNING: {Event.PREEMPT: State.PREEMPTED, Event.FINISH: State.FINISHED, **_DROPPED},
-    State.PREEMPTED: {Event.ADMIT: State.RUNNING, **_DROPPED},
+    # Finished: by a token that was drawn before it gave its blocks back.
+    State.PREEMPTED: {Event.ADMIT: State.RUNNING, Event.FINISH: State.FINISHED, **_DROPPED},
     State.FINISHED: {},
     State.CANCELLED: {},
     State.FAILED: {},

@@ -2,6 +2,9 @@
 
 Decides from counts alone. Knows nothing of torch, gRPC, processes or time; one thread calls it.
 The rank's loop is: add/cancel as they arrive, `batch = plan()`, run it, `commit(batch, sampled)`, and again.
+With `limits.ahead` the next plan() may come before the commit of the step that still runs: a sequence goes on
+with PENDING_TOKEN, and what a step computed for one that had ended is dropped. Steps run in the order of
+their plans, so a block given back may be planned for another sequence at once.
 Units: tokens, blocks.
 """
 
@@ -10,8 +13,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from ep_server.errors import InternalError
-from ep_server.records import NO_TOKEN, RankLoad, Request, SampledToken, SeqSlice, StepBatch, TokenEvent
+from ep_server.records import (
+    NO_TOKEN,
+    PENDING_TOKEN,
+    RankLoad,
+    Request,
+    SampledToken,
+    SeqSlice,
+    StepBatch,
+    TokenEvent,
+)
 from ep_server.scheduler.batch import IDLE, SchedulerLimits
+from ep_server.scheduler.in_flight import StepsInFlight
 from ep_server.scheduler.kv_blocks import BlockLedger
 from ep_server.scheduler.lifecycle import Event
 from ep_server.scheduler.queues import WaitingQueue
@@ -36,8 +49,7 @@ class RankScheduler:
         self._decoding: list[ScheduledSequence] = []
         self._prefilling: list[ScheduledSequence] = []
         self._live: dict[int, ScheduledSequence] = {}
-        self._batch: StepBatch | None = None
-        self._in_flight: list[ScheduledSequence] = []
+        self._in_flight = StepsInFlight(limits.ahead)
         self._freed: list[int] = []
         self._no_room_at = (-1, -1)  # (number of the head, ledger.releases) when it last did not fit
         self._arrivals = self._steps = self._preemptions = 0
@@ -103,73 +115,71 @@ class RankScheduler:
         return freed
 
     def plan(self) -> StepBatch:
-        """The next step; empty when there is nothing to run. commit() comes before the next plan(), unless
-        the batch is empty.
+        """The next step; empty when there is nothing to run, or when all depends on tokens in flight.
 
-        `blocks` of a slice is the live table: it covers the slice, may reach past it, and changes at commit.
+        Of steps that are not empty, `limits.ahead` may be uncommitted before.
+        `blocks` of a slice is the live table: it covers the slice, may reach past it, and changes with the
+        next plan() or commit().
+        Raises: InternalError if a commit() must come first.
         """
-        if self._batch is not None and self._batch.slices:
-            raise InternalError("plan() before the last batch was committed")
-        self._grow_decoding()
-        slices = [
-            SeqSlice(seq.number, seq.computed, (seq.tokens[-1],), seq.blocks, True) for seq in self._decoding
-        ]
-        self._in_flight = self._decoding.copy()
+        self._in_flight.make_room()
+        going = [seq for seq in self._decoding if seq.runs_on]
+        self._grow(going)
+        going = [seq for seq in going if not seq.waits]  # the others were preempted
+        slices = [SeqSlice(seq.number, seq.planned, (_next_id(seq),), seq.blocks, True) for seq in going]
         num_tokens = len(slices)
         if self._prefilling or self._waiting:
-            num_tokens += self._plan_prefill(slices)
-        self._batch = StepBatch(tuple(slices), num_tokens) if slices else IDLE
-        return self._batch
+            num_tokens += self._plan_prefill(slices, going)
+        for seq, piece in zip(going, slices, strict=True):
+            seq.planned = piece.start + len(piece.token_ids)
+            seq.pending += piece.sample
+        self._move_prefilled()
+        batch = StepBatch(tuple(slices), num_tokens) if slices else IDLE
+        self._in_flight.push(batch, going)
+        return batch
 
     def commit(self, batch: StepBatch, sampled: Sequence[SampledToken]) -> list[TokenEvent]:
         """Applies a finished step: counts its tokens as computed, appends drawn ones, frees what ended.
 
         Args:
-            batch: what plan() returned last.
+            batch: the oldest that plan() returned and nobody committed.
             sampled: one token per slice with `sample`, in slice order.
                 A request with NO_TOKEN ends as by fail().
-        Returns: one event per drawn token of a request that was not cancelled meanwhile, in slice order.
+        Returns: one event per drawn token of a request that goes on or ends by it, in slice order.
         Raises: InternalError if batch or tokens are not those awaited; nothing has changed then.
         """
-        if batch is not self._batch:
-            raise InternalError("commit() of a batch that is not in flight")
-        awaited, given = [s.number for s in batch.slices if s.sample], [token.number for token in sampled]
-        if given != awaited:
-            raise InternalError(f"commit() of tokens for requests {given}, awaited for {awaited}")
-        in_flight, self._in_flight, self._batch = self._in_flight, [], None
+        step = self._in_flight.pop(batch, sampled)
         self._steps += 1
         events: list[TokenEvent] = []
-        ended: list[tuple[ScheduledSequence, Event]] = []
         tokens = iter(sampled)
-        for seq, piece in zip(in_flight, batch.slices, strict=True):
-            seq.computed = computed = piece.start + len(piece.token_ids)
-            if computed >= seq.next_seal:
-                self._seal(seq)
-            finish = None
-            if piece.sample:
-                token = next(tokens)
-                if token.token_id == NO_TOKEN:
-                    seq.drop = seq.drop or Event.FAIL
-                else:
-                    finish = seq.append(token.token_id)
-                if seq.drop is None:
-                    events.append(
-                        TokenEvent(
-                            seq.number,
-                            token.token_id,
-                            token.logprob,
-                            token.top,
-                            finish,
-                            seq.cached_tokens or 0,
-                        )
-                    )
-            if seq.drop is not None or finish is not None:
-                ended.append((seq, seq.drop or Event.FINISH))
-        if self._prefilling:
-            self._move_prefilled()
-        for seq, event in ended:
-            self._end(seq, event)
+        for (seq, admissions), piece in zip(step.members, batch.slices, strict=True):
+            token = next(tokens) if piece.sample else None
+            if seq.state.ended:  # by a step before, when this one was planned already
+                continue
+            if not seq.waits and seq.admissions == admissions:
+                seq.computed = piece.start + len(piece.token_ids)
+                if seq.computed >= seq.next_seal:
+                    self._seal(seq)
+            event = self._take(seq, token) if token is not None else None
+            if event is not None:
+                events.append(event)
+            if seq.drop is not None:
+                self._end(seq, seq.drop)
+            elif event is not None and event.finish is not None:
+                self._end(seq, Event.FINISH)
         return events
+
+    def _take(self, seq: ScheduledSequence, token: SampledToken) -> TokenEvent | None:
+        """Appends a drawn token; what is to be told of it."""
+        seq.pending -= 1
+        if token.token_id == NO_TOKEN:
+            seq.drop = seq.drop or Event.FAIL
+            return None
+        finish = seq.append(token.token_id)
+        if seq.drop is not None:
+            return None
+        cached = seq.cached_tokens or 0
+        return TokenEvent(seq.number, token.token_id, token.logprob, token.top, finish, cached)
 
     def check_integrity(self) -> None:
         """Raises InternalError if queues, tables, counts or states disagree. For tests and idle moments."""
@@ -183,17 +193,19 @@ class RankScheduler:
         for seq in running:
             if seq.waits or seq.state.ended or self._live.get(seq.number) is not seq:
                 raise InternalError(f"{seq!r} is among the running")
-            if seq.capacity != len(seq.blocks) * seq.block_size or seq.computed > seq.capacity:
+            if seq.capacity != len(seq.blocks) * seq.block_size or seq.planned > seq.capacity:
                 raise InternalError(f"{seq!r} has a capacity of {seq.capacity} tokens")
             if seq.computed >= len(seq.tokens) or len(seq.tokens) >= seq.length_limit:
                 raise InternalError(f"{seq!r} has nothing to run")
+            if seq.computed > seq.planned or (seq.computed != seq.planned and seq not in self._in_flight):
+                raise InternalError(f"{seq!r} has {seq.planned} tokens planned and no step in flight")
         for seq in self._decoding:
-            if seq.computed != len(seq.tokens) - 1:
+            if seq.planned != len(seq.tokens) - 1 + seq.pending:
                 raise InternalError(f"{seq!r} decodes with more than one token to run")
 
-    def _grow_decoding(self) -> None:
-        """Gives every decoding sequence room for its next token, preempting the last in order if need be."""
-        short = [seq for seq in self._decoding if seq.computed == seq.capacity]
+    def _grow(self, going: Sequence[ScheduledSequence]) -> None:
+        """Gives each of them room for its next token, preempting the last in order if need be."""
+        short = [seq for seq in going if seq.planned == seq.capacity]
         while len(short) > self._ledger.available:
             victim = max(self._decoding + self._prefilling, key=lambda seq: seq.order)
             self._preempt(victim)
@@ -202,7 +214,7 @@ class RankScheduler:
             self._ledger.append(seq.blocks)
             seq.capacity += seq.block_size
 
-    def _plan_prefill(self, slices: list[SeqSlice]) -> int:
+    def _plan_prefill(self, slices: list[SeqSlice], going: list[ScheduledSequence]) -> int:
         """Adds prefill chunks, best order first, admitting while there is room; returns their tokens."""
         budget = left = self.limits.max_step_tokens - len(slices)
         begun = sorted(self._prefilling, key=lambda seq: seq.order)
@@ -218,24 +230,19 @@ class RankScheduler:
                 seq = begun.pop(0)
             else:
                 break
-            end = min(seq.computed + left, len(seq.tokens))
-            slices.append(
-                SeqSlice(
-                    seq.number,
-                    seq.computed,
-                    seq.tokens[seq.computed : end],
-                    seq.blocks,
-                    end == len(seq.tokens),
-                )
-            )
-            self._in_flight.append(seq)
-            left -= end - seq.computed
+            start, end = seq.planned, min(seq.planned + left, len(seq.tokens))
+            ids = seq.tokens[start:end]
+            slices.append(SeqSlice(seq.number, start, ids, seq.blocks, end == len(seq.tokens)))
+            going.append(seq)
+            left -= end - start
         return budget - left
 
     def _admit(self, seq: ScheduledSequence) -> bool:
         """Takes the head off the queue and gives it its blocks; False if it must wait."""
         running = len(self._decoding) + len(self._prefilling)
         if running >= self._max_running or self._no_room_at == (seq.number, self._ledger.releases):
+            return False
+        if seq.pending:  # was preempted in the middle: its tokens are not all known
             return False
         length = len(seq.tokens)
         # The last token is always run, cached or not: its logits are what the step is for.
@@ -250,7 +257,8 @@ class RankScheduler:
         self._ledger.allocate(seq.blocks, shared, fresh)
         seq.capacity = len(seq.blocks) * seq.block_size
         seq.sealed = len(shared)
-        seq.computed = seq.sealed * seq.block_size
+        seq.computed = seq.planned = seq.sealed * seq.block_size
+        seq.admissions += 1
         seq.next_seal = seq.computed + seq.block_size if seq.caches else NEVER
         self._prefilling.append(seq)
         if seq.cached_tokens is None:
@@ -268,7 +276,7 @@ class RankScheduler:
         seq.next_seal = (full + 1) * seq.block_size
 
     def _move_prefilled(self) -> None:
-        done = [seq for seq in self._prefilling if seq.computed == len(seq.tokens) - 1]
+        done = [seq for seq in self._prefilling if seq.planned == len(seq.tokens)]
         if done:
             self._decoding += done
             self._prefilling = [seq for seq in self._prefilling if seq not in done]
@@ -302,5 +310,9 @@ class RankScheduler:
     def _leave_running(self, seq: ScheduledSequence) -> None:
         (self._decoding if seq in self._decoding else self._prefilling).remove(seq)
         self._ledger.release(seq.blocks)
-        seq.capacity = seq.computed = seq.sealed = 0
+        seq.capacity = seq.computed = seq.planned = seq.sealed = 0
         seq.next_seal = NEVER
+
+
+def _next_id(seq: ScheduledSequence) -> int:
+    return PENDING_TOKEN if seq.pending else seq.tokens[-1]

@@ -24,6 +24,8 @@ class ScheduledSequence:
     tokens: prompt, then every token drawn so far. A preempted sequence keeps them.
     blocks: its KV table, empty while it waits. capacity = len(blocks) * block_size.
     computed: leading tokens whose keys and values are in the cache.
+    planned: the same once the steps in flight have run. pending: tokens that they draw for it.
+    admissions: times it was given blocks.
     sealed: leading full blocks offered to the prefix index. next_seal: `computed` at which one more fills.
     cached_tokens: prompt tokens its first admission found in the prefix cache; None before it.
     urgent: was overtaken too often; goes before every priority.
@@ -43,6 +45,9 @@ class ScheduledSequence:
     blocks: list[int] = field(default_factory=list)
     capacity: int = 0
     computed: int = 0
+    planned: int = 0
+    pending: int = 0
+    admissions: int = 0
     sealed: int = 0
     next_seal: int = NEVER
     cached_tokens: int | None = None
@@ -70,6 +75,11 @@ class ScheduledSequence:
     def order(self) -> tuple[bool, int, int]:
         """Who goes first, lowest first: urgent ones by arrival, then by priority, then by arrival."""
         return (not self.urgent, 0 if self.urgent else -self.request.priority, self.arrival)
+
+    @property
+    def runs_on(self) -> bool:
+        """It needs another step, as far as its length says: the steps in flight may draw a stop."""
+        return len(self.tokens) + self.pending < self.length_limit
 
     @property
     def waits(self) -> bool:

@@ -1,14 +1,18 @@
 """A rank without a model: runs a scheduler's batches on a KV cache that stores what was written.
 
+A batch runs when it is launched, as on a device that takes launches in order; its tokens are told later.
+
 The next token is a fixed function of every token the batch makes visible, so a request's stream is known
 beforehand (`stream_alone`) and any wrong position, table, shared or overwritten block changes it or raises.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 
 from ep_server.records import (
+    PENDING_TOKEN,
     FinishReason,
     Request,
     SampledToken,
@@ -71,6 +75,8 @@ class SimulatedRank:
         self.events: dict[int, list[TokenEvent]] = {}
         self.freed: list[int] = []
         self.batches: list[StepBatch] = []
+        self.in_flight: deque[tuple[StepBatch, list[SampledToken]]] = deque()
+        self._drawn: dict[int, int] = {}  # what the device drew last
 
     def add(self, request: Request) -> None:
         """Queues a request."""
@@ -82,23 +88,43 @@ class SimulatedRank:
         """Writes the cells of every slice, then reads each sequence back and draws."""
         touched: list[int] = []
         for piece in batch.slices:
-            for offset, token in enumerate(piece.token_ids):
+            for offset, token in enumerate(self._known(piece)):
                 cell = self._cell(piece, piece.start + offset)
                 touched.append(cell)
                 self.cells[cell] = (self.requests[piece.number].cache_salt, token, piece.start + offset)
         assert len(set(touched)) == len(touched), "two slices write one cell"
         visible = [self._visible(piece) for piece in batch.slices]
-        return [
+        drawn = [
             SampledToken(piece.number, next_token(tokens))
             for piece, tokens in zip(batch.slices, visible, strict=True)
             if piece.sample
         ]
+        self._drawn |= {token.number: token.token_id for token in drawn}
+        return drawn
+
+    def launch(self) -> StepBatch:
+        """Plans a step and runs it; its tokens are not known to the scheduler yet. An empty one is left."""
+        batch = self.scheduler.plan()
+        if batch.slices:
+            self.in_flight.append((batch, self.run(batch)))
+        return batch
+
+    def settle(self) -> None:
+        """Commits the oldest step in flight."""
+        self.finish(*self.in_flight.popleft())
 
     def step(self) -> StepBatch:
-        """Plans, checks the batch against the limits, runs and commits it."""
-        batch = self.scheduler.plan()
-        self.finish(batch, self.run(batch))
-        return batch
+        """Launches as many steps as may be in flight, then settles the oldest."""
+        batch = None
+        while len(self.in_flight) <= self.limits.ahead and (batch is None or batch.slices):
+            batch = self.launch()
+        if not self.in_flight:
+            assert batch is not None
+            self.finish(batch, [])
+            return batch
+        oldest = self.in_flight[0][0]
+        self.settle()
+        return oldest
 
     def finish(self, batch: StepBatch, sampled: Sequence[SampledToken]) -> None:
         """Commits a batch and keeps its events."""
@@ -118,6 +144,8 @@ class SimulatedRank:
             if not self.scheduler.has_work:
                 break
             assert self.step().slices, "work, but an empty step"
+        while self.in_flight:
+            self.settle()
         assert not self.scheduler.has_work
         load = self.scheduler.load()
         assert (load.running, load.waiting, load.kv_blocks_used) == (0, 0, 0)
@@ -125,6 +153,13 @@ class SimulatedRank:
     def stream(self, number: int) -> list[tuple[int, FinishReason | None]]:
         """(token, finish) of every event of a request so far."""
         return [(event.token_id, event.finish) for event in self.events[number]]
+
+    def _known(self, piece: SeqSlice) -> Sequence[int]:
+        """The ids of a slice, as the device has them."""
+        if PENDING_TOKEN not in piece.token_ids:
+            return piece.token_ids
+        assert len(piece.token_ids) == 1 and self.limits.ahead
+        return [self._drawn[piece.number]]
 
     def _cell(self, piece: SeqSlice, position: int) -> int:
         block = piece.blocks[position // self.limits.block_size]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from ep_server.errors import ConfigError, ContextLengthExceeded, InternalError, InvalidArgument
-from ep_server.records import NO_TOKEN, FinishReason, RankLoad, SampledToken, StepBatch
+from ep_server.records import NO_TOKEN, PENDING_TOKEN, FinishReason, RankLoad, SampledToken, StepBatch
 from ep_server.scheduler import SchedulerLimits
 from tests.harness.simulated_rank import SimulatedRank, make_request, stream_alone
 
@@ -476,3 +476,44 @@ def test_load_and_repr_count():
     assert repr(rank.scheduler) == (
         "RankScheduler(decoding=1, prefilling=0, waiting=1, BlockLedger(used=2, cached=0, total=32))"
     )
+
+
+# --- planned ahead ---
+
+
+def test_a_step_planned_ahead_continues_from_the_token_in_flight():
+    rank = rank_of(ahead=1, max_step_tokens=5)
+    rank.add(make_request(1, range(7), max_new=3))
+    launched = [shape(rank.launch()), shape(rank.launch())]
+    assert launched == [[(1, 0, 5, False)], [(1, 5, 2, True)]]
+    with pytest.raises(InternalError, match="before the last batch was committed"):
+        rank.scheduler.plan()
+    rank.settle()
+    ahead = rank.launch()
+    assert shape(ahead) == [(1, 7, 1, True)] and list(ahead.slices[0].token_ids) == [PENDING_TOKEN]
+    rank.settle()
+    rank.launch()
+    rank.settle()
+    assert rank.launch().slices == ()  # its length says that the token in flight is the last one
+    rank.settle()
+    assert rank.stream(1) == stream_alone(rank.requests[1])
+    assert not rank.scheduler.has_work
+
+
+def test_what_was_computed_ahead_of_a_stop_reaches_nobody():
+    alone = [token for token, _ in stream_alone(make_request(1, range(5), max_new=6))]
+    rank = rank_of(ahead=1)
+    rank.add(make_request(1, range(5), max_new=6, stops=alone[:1]))
+    rank.add(make_request(2, range(3), max_new=6))
+    rank.launch()
+    assert [s.number for s in rank.launch().slices] == [1, 2]
+    rank.settle()
+    assert rank.stream(1) == [(alone[0], FinishReason.STOP_TOKEN)]
+    assert [s.number for s in rank.launch().slices] == [2]  # its blocks are free for others at once
+    rank.finish_all()
+    assert len(rank.stream(1)) == 1 and rank.stream(2) == stream_alone(rank.requests[2])
+
+
+def test_a_negative_number_of_steps_ahead_is_refused():
+    with pytest.raises(ConfigError, match="scheduler.ahead = -1: must be at least 0"):
+        rank_of(ahead=-1)

@@ -22,6 +22,7 @@ limits = st.builds(
     prefix_cache=st.booleans(),
     max_context=st.just(1000),
     max_overtakes=st.integers(1, 4),
+    ahead=st.integers(0, 2),
 )
 # Few distinct tokens, so that prompts share prefixes.
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=14)
@@ -59,7 +60,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     def start(self, chosen):
         self.rank = SimulatedRank(chosen)
         self.dropped: Counter[int] = Counter()
-        self.batch = None
         self.number = 0
 
     @rule(data=st.data())
@@ -67,18 +67,17 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.number += 1
         self.rank.add(data.draw(requests(self.number, room_of(self.rank.limits))))
 
-    @precondition(lambda self: self.batch is None)
+    @precondition(lambda self: len(self.rank.in_flight) <= self.rank.limits.ahead)
     @rule()
-    def plan(self):
-        had_work = self.rank.scheduler.has_work
-        self.batch = self.rank.scheduler.plan()
-        assert bool(self.batch.slices) == had_work
+    def launch(self):
+        had_work, awaits_tokens = self.rank.scheduler.has_work, bool(self.rank.in_flight)
+        batch = self.rank.launch()
+        assert bool(batch.slices) == had_work or awaits_tokens
 
-    @precondition(lambda self: self.batch is not None)
+    @precondition(lambda self: self.rank.in_flight)
     @rule()
-    def run_and_commit(self):
-        self.rank.finish(self.batch, self.rank.run(self.batch))
-        self.batch = None
+    def settle(self):
+        self.rank.settle()
 
     @precondition(lambda self: self.number > 0)
     @rule(data=st.data(), fails=st.booleans())
@@ -109,8 +108,6 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self):
         if not hasattr(self, "rank"):
             return
-        if self.batch is not None:
-            self.run_and_commit()
         self.rank.finish_all()
         self.sound()
         for number, request in self.rank.requests.items():
@@ -141,6 +138,7 @@ def test_limits_change_the_steps_but_no_stream(workload):
         replace(chosen, prefix_cache=not chosen.prefix_cache),
         replace(chosen, max_step_tokens=1, max_running=1),
         replace(chosen, max_step_tokens=500, max_running=50, kv_blocks=500),
+        replace(chosen, ahead=1 - min(chosen.ahead, 1)),
     ]
     for variant in variants:
         rank = SimulatedRank(variant)
