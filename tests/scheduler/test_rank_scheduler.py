@@ -515,5 +515,5 @@ def test_what_was_computed_ahead_of_a_stop_reaches_nobody():
 
 
 def test_a_negative_number_of_steps_ahead_is_refused():
-    with pytest.raises(ConfigError, match="scheduler.ahead = -1: must be at least 0"):
+    with pytest.raises(ConfigError, match=r"scheduler\.ahead = -1: must be at least 0"):
         rank_of(ahead=-1)
