@@ -1,8 +1,9 @@
 """One frozen configuration tree, read once and validated once. The only reader of os.environ.
 
 Every field has a type, a default and a range; `Config.validate()` raises ConfigError with the field's
-dotted name, its value and what is allowed. Sources, later wins: defaults, file (TOML), environment
-(EP_SERVER_<SECTION>__<FIELD>), command-line flags.
+dotted name, its value and what is allowed. Sources, later wins: defaults, what LeaderWorkerSet tells its Pods
+(LWS_GROUP_SIZE, LWS_WORKER_INDEX, LWS_LEADER_ADDRESS: cluster.nodes, node_rank and the host of rendezvous),
+file (TOML), environment (EP_SERVER_<SECTION>__<FIELD>), command-line flags.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from ep_server.config_sections import (
+    RENDEZVOUS_PORT,
     ClusterConfig,
     ExchangeConfig,
     FabricConfig,
@@ -31,6 +33,7 @@ from ep_server.config_sections import (
 from ep_server.errors import ConfigError
 
 __all__ = [
+    "RENDEZVOUS_PORT",
     "ClusterConfig",
     "Config",
     "ExchangeConfig",
@@ -76,15 +79,16 @@ class Config:
             environ: for tests; os.environ if None.
         Raises: ConfigError for an unknown field, a value of the wrong type or out of range.
         """
+        environ = os.environ if environ is None else environ
         values: dict[str, Any] = {}
         if file is not None:
             values.update(_flatten(_read_toml(file)))
-        for key, text in sorted((os.environ if environ is None else environ).items()):
+        for key, text in sorted(environ.items()):
             section, separator, name = key.removeprefix(ENV_PREFIX).lower().partition("__")
             if key.startswith(ENV_PREFIX) and separator:
                 values[f"{section}.{name}"] = text
         values.update({key: value for key, value in (flags or {}).items() if value is not None})
-        return Config.from_values(values)
+        return Config.from_values(values | _from_leader_worker_set(values, environ))
 
     @staticmethod
     def from_values(values: Mapping[str, Any]) -> Config:
@@ -132,6 +136,22 @@ def field_type(section: str, name: str) -> type:
 
 def _sections() -> dict[str, Any]:
     return dict(typing.get_type_hints(Config).items())
+
+
+def _from_leader_worker_set(values: Mapping[str, Any], environ: Mapping[str, str]) -> dict[str, Any]:
+    """Fields of [cluster] that LeaderWorkerSet gives and no other source does."""
+    told = {
+        "cluster.nodes": environ.get("LWS_GROUP_SIZE"),
+        "cluster.node_rank": environ.get("LWS_WORKER_INDEX"),
+        "cluster.rendezvous": environ.get("LWS_LEADER_ADDRESS"),
+    }
+    found: dict[str, Any] = {name: text for name, text in told.items() if text and name not in values}
+    if told["cluster.node_rank"] and str(values.get("cluster.node_rank")) == "-1":
+        found["cluster.node_rank"] = told["cluster.node_rank"]
+    leader, given = told["cluster.rendezvous"], str(values.get("cluster.rendezvous", ""))
+    if leader and (not given or given.startswith(":")):
+        found["cluster.rendezvous"] = leader + (given or f":{RENDEZVOUS_PORT}")
+    return found
 
 
 def _read_toml(file: str) -> dict[str, Any]:

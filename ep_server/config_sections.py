@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+RENDEZVOUS_PORT = 50061  # where cluster.rendezvous has a host from elsewhere and no port
+
 
 def option(
     default: Any,
@@ -137,7 +139,11 @@ class ClusterConfig:
         low=-1,
         high=63,
     )
-    rendezvous: str = option("", "host:port where node 0 listens for the others; names are resolved")
+    rendezvous: str = option(
+        "",
+        "host:port where node 0 listens for the others; :port, or nothing for port "
+        f"{RENDEZVOUS_PORT}, where LeaderWorkerSet or the hostfile gives the host",
+    )
     hostfile: str = option("", "file with one host per line, in the order of node ranks")
     token_file: str = option("", "file with the token that nodes show one another")
     tls_cert: str = option("", "PEM certificate chain of this node, for mutual TLS between nodes")
