@@ -297,7 +297,7 @@ def test_the_documentation_shows_what_the_model_says(capsys) -> None:
     page = (BENCHMARKS.parent / "docs" / "network.md").read_text(encoding="utf-8")
     simulator.main(["--hosts", "1,2,4,8,16,64", "--tokens", "8,128"])
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    predictions = page[page.index("## Predicted") :]
+    predictions = page[page.index("**Check.**") :]
     shown = [line for line in predictions.splitlines() if line.startswith("| ")]
     assert len(shown) > 50
     assert [line for line in shown if line not in printed] == []
