@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
 
 import uvloop
@@ -14,6 +14,9 @@ import ep_server
 from ep_server.config import Config, MetricsConfig, ModelConfig
 from ep_server.metrics import ServerMetrics
 from ep_server.metrics_endpoint import MetricsEndpoint
+from ep_server.nodes.discovery import NodePlace, find_place, this_host
+from ep_server.nodes.follower import Follower, FollowerHooks, Unobserved
+from ep_server.nodes.leader import Leader
 from ep_server.ranks.launcher import RankProcesses
 from ep_server.ranks.protocol import Ranks
 from ep_server.served_model import ServedModel
@@ -26,7 +29,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class App:
-    """A server that is not started yet. metrics_url is empty where metrics are off."""
+    """A server that is not started yet, on node 0. metrics_url is empty where metrics are off."""
 
     server: Server
     model: ServedModel
@@ -34,11 +37,14 @@ class App:
 
 
 @asynccontextmanager
-async def assemble(config: Config, ranks: Ranks | None = None) -> AsyncIterator[App]:
+async def assemble(
+    config: Config, ranks: Ranks | None = None, place: NodePlace | None = None
+) -> AsyncIterator[App]:
     """Reads the checkpoint's description and opens the metrics port; the caller runs or starts the server.
 
     Args:
         ranks: rank processes of `config` if None.
+        place: of this node, which leads; None = it is alone.
     Raises: ConfigError, CheckpointError.
     """
     model = ServedModel.load(config.model)
@@ -50,7 +56,8 @@ async def assemble(config: Config, ranks: Ranks | None = None) -> AsyncIterator[
     page = with_vllm_names(registry, model.name) if config.metrics.vllm_names else registry
     status = StatusPage(metrics.look, model.name, ep_server.__version__)
     with _endpoint(config.metrics, page, status) as url:
-        yield App(Server(config, model, ranks or RankProcesses(config), metrics), model, url)
+        others = None if place is None or place.nodes == 1 else Leader(config, place)
+        yield App(Server(config, model, ranks or RankProcesses(config, others), metrics, others), model, url)
 
 
 def warn_if_made_up(model: ModelConfig) -> None:
@@ -66,24 +73,36 @@ def warn_if_made_up(model: ModelConfig) -> None:
 
 
 @contextmanager
-def _endpoint(config: MetricsConfig, page: CollectorRegistry, status: StatusPage) -> Iterator[str]:
+def _endpoint(config: MetricsConfig, page: CollectorRegistry, status: StatusPage | None) -> Iterator[str]:
     """Opens the metrics port where it is wanted. Yields: its URL, or nothing. Raises: ConfigError."""
     if not config.enabled:
         yield ""
         return
     endpoint = MetricsEndpoint(config, page, status)
     try:
-        with status:
+        with status or nullcontext():
             yield endpoint.url
     finally:
         endpoint.close()
 
 
-def run(config: Config, progress: Progress, on_serving: Callable[[App], None]) -> int:
-    """Serves until a signal or the loss of a rank. Returns: exit code. Raises: StartupError."""
+def run(config: Config, progress: Progress, on_serving: Callable[[str], None]) -> int:
+    """Serves until a signal or the loss of a rank or node.
 
-    async def serve() -> int:
-        async with assemble(config) as app:
-            return await app.server.run(progress, lambda: on_serving(app))
+    Args:
+        on_serving: gets the URL of the metrics, empty where they are off, once requests are taken.
+    Returns: exit code. Raises: StartupError.
+    """
+    place = find_place(config.cluster, this_host())
+    settled = place.settled(config)
 
-    return uvloop.run(serve())
+    async def lead() -> int:
+        async with assemble(settled, place=place) as app:
+            return await app.server.run(progress, lambda: on_serving(app.metrics_url))
+
+    async def follow() -> int:
+        with _endpoint(settled.metrics, CollectorRegistry(), None) as url:
+            hooks = FollowerHooks(progress, lambda: on_serving(url), Unobserved())
+            return await Follower(settled, place, hooks).run()
+
+    return uvloop.run(follow() if place.node else lead())

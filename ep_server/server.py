@@ -11,6 +11,7 @@ import logging
 import signal
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
+from typing import Protocol
 
 from grpc import aio
 from grpc_reflection.v1alpha import reflection
@@ -21,6 +22,7 @@ from ep_server.config import Config
 from ep_server.control import ControlService
 from ep_server.endpoint import bind, guarded_server, warn_if_open
 from ep_server.engine import Engine, EngineSettings
+from ep_server.errors import EpServerError
 from ep_server.health import Health
 from ep_server.observer import EngineObserver
 from ep_server.ranks.protocol import Ranks
@@ -36,11 +38,34 @@ LAST_WORDS_SECONDS = 2.0  # for statuses to reach their callers once the streams
 GRACE_SECONDS = 0.5  # for calls that never end by themselves, such as Health.Watch
 
 
+class OtherNodes(Protocol):
+    """The nodes that this one leads, where there are several (ep_server.nodes.leader)."""
+
+    on_stop_asked: Callable[[], None]
+
+    async def open(self, add_services: Callable[[aio.Server], None]) -> None:
+        """Opens the port where they come. add_services: for calls that they pass on. Raises: ConfigError."""
+        ...
+
+    def tell(self, *, serving: bool) -> None:
+        """Tells them whether the server takes requests."""
+        ...
+
+    async def close(self, code: int, reason: str) -> None:
+        """Ends them with this exit code, and the port. Idempotent."""
+        ...
+
+
 class Server:
     """One gRPC server in front of a group of ranks. Create and use it inside a running event loop."""
 
     def __init__(
-        self, config: Config, model: ServedModel, ranks: Ranks, observer: EngineObserver | None = None
+        self,
+        config: Config,
+        model: ServedModel,
+        ranks: Ranks,
+        observer: EngineObserver | None = None,
+        others: OtherNodes | None = None,
     ) -> None:
         self.config = config
         self.address = ""  # host:port once start() has bound it
@@ -56,6 +81,8 @@ class Server:
         self._health = Health((service.SERVICE_NAME, control.SERVICE_NAME))
         self._control = ControlService(self.engine, model, config)
         self._grpc: aio.Server | None = None
+        self._others = others
+        self._failure = ""
         self._stop_asked = asyncio.Event()
         self._stop_now = asyncio.Event()
 
@@ -68,6 +95,9 @@ class Server:
                     on_serving()
                 await self.serve()
                 await self.drain()
+            except EpServerError as error:
+                self._failure = str(error)
+                raise
             finally:
                 await self.stop()
         return 1 if self.engine.lost.is_set() else 0
@@ -78,14 +108,17 @@ class Server:
         self._grpc = self._make_grpc()
         self.address = bind(self._grpc, self.config.grpc)
         await self._grpc.start()
+        if self._others is not None:
+            self._others.on_stop_asked = self._stop_asked.set  # told by several nodes, it still drains
+            await self._others.open(self.add_relayed)
         if await self._unless(self._stop_asked, self.engine.start(progress)):
-            self._health.set(serving=True)
+            self._say(serving=True)
             log.info("serving %s on %s, %d ranks", self._model.name, self.address, self.engine.num_ranks)
 
     async def serve(self) -> None:
         """Until a stop is asked for or a rank is lost."""
         await self._unless(self._stop_asked, self.engine.lost.wait())
-        self._health.set(serving=False)
+        self._say(serving=False)
 
     async def drain(self) -> None:
         """Streams end by themselves within the time of the configuration, or UNAVAILABLE."""
@@ -98,17 +131,25 @@ class Server:
         await self._unless(self._stop_now, self.engine.streams_closed(LAST_WORDS_SECONDS))
 
     async def stop(self) -> None:
-        """Closes the port and ends the ranks. Idempotent."""
-        self._health.set(serving=False)
+        """Closes the port, ends the ranks, then the other nodes. Idempotent."""
+        self._say(serving=False)
         if self._grpc is not None:
             await self._grpc.stop(GRACE_SECONDS)
         await self.engine.stop()
+        if self._others is not None:
+            why = self.engine.lost_message or self._failure
+            await self._others.close(1 if why else 0, why)
         if self.engine.ready:
             log.info("stopped")
 
     def ask_to_stop(self) -> None:
         """Drains; asked for a second time, stops at once."""
         (self._stop_now if self._stop_asked.is_set() else self._stop_asked).set()
+
+    def _say(self, *, serving: bool) -> None:
+        self._health.set(serving=serving)
+        if self._others is not None:
+            self._others.tell(serving=serving)
 
     def add_relayed(self, server: aio.Server) -> None:
         """Adds Decode and Control for calls that other nodes pass on; only these nodes may reach `server`."""

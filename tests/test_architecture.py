@@ -20,6 +20,9 @@ WIRE = {"server", "service", "control", "endpoint", "certificates", "health", "i
 # Modules that put the parts together; they may import anything.
 ASSEMBLY = {"__main__", "app", "cli", "demo", "bench", "commands"}
 
+# What nodes of one server may import besides: ranks, what a checkpoint's headers say, and the calls they relay.
+NODES = {"call_metadata", "model.checkpoint", "model.families", "ranks", "served_model", "v1", "versions"}
+
 # Area -> what it may import besides itself; "ranks.protocol" allows that module and nothing else of ranks.
 ALLOWED = {
     "errors": set(),
@@ -31,7 +34,7 @@ ALLOWED = {
     "model": {"errors", "records", "ep.exchange", "ep.quant", "_C"},
     "compat": {"errors", "ep"},
     "ranks": {*FOUNDATION, "scheduler", "model", "ep", "v1", "_C", "tokenizer"},
-    "nodes": {*FOUNDATION, *WIRE, "call_metadata", "ranks", "served_model", "v1", "versions"},
+    "nodes": {*FOUNDATION, *WIRE, *NODES},
 }
 FRONT = {*FOUNDATION, "scheduler", "ranks.protocol", "model.families", "model.inspect", "model.sizes"}
 

@@ -27,10 +27,10 @@ def command(config: Config) -> None:
     live = sys.stderr.isatty() and config.log.format == "text"
     with Bars(Console(stderr=True) if live else None, log.info) as bars:
 
-        def serving(made: app.App) -> None:
+        def serving(metrics_url: str) -> None:
             bars.close()
-            if made.metrics_url:
-                log.info("metrics at %s", made.metrics_url)
+            if metrics_url:
+                log.info("metrics at %s", metrics_url)
 
         code = app.run(config, bars.loading, serving)
     raise typer.Exit(code)

@@ -1,0 +1,182 @@
+"""[1] The life of a node that does not lead: join node 0, run ranks for it, pass calls on to it, end with it.
+
+The gRPC port opens first, with health NOT_SERVING; health follows what node 0 says. The first SIGTERM or
+SIGINT has node 0 drain the whole server, the second ends this node at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from grpc import aio
+
+from ep_server import control, service
+from ep_server.config import Config
+from ep_server.endpoint import bind, warn_if_open
+from ep_server.health import Health
+from ep_server.nodes.agent import Agent, Progress
+from ep_server.nodes.claim import claim_of, hello_of
+from ep_server.nodes.discovery import NodePlace
+from ep_server.nodes.joining import Joining, joined
+from ep_server.nodes.link import Link
+from ep_server.nodes.relay import Relay, RelayObserver, RelaySettings, open_channel, relay_server
+from ep_server.nodes.security import channel_credentials, token_metadata
+from ep_server.ranks.hosts import WORKER
+from ep_server.v1 import nodes_pb2 as pb
+
+log = logging.getLogger(__name__)
+
+LAST_WORDS_SECONDS = 2.0  # for statuses to reach their callers
+GRACE_SECONDS = 0.5  # for calls that never end by themselves, such as Health.Watch
+
+
+class Unobserved:
+    """A RelayObserver that keeps nothing."""
+
+    def on_relay_began(self) -> None:
+        """Nothing."""
+
+    def on_relay_ended(self, status: str) -> None:
+        """Nothing."""
+
+    def on_relay_refused(self, status: str) -> None:
+        """Nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class FollowerHooks:
+    """Who hears of a node's life. progress: as Ranks.start. serving: once, when the server takes requests."""
+
+    progress: Progress
+    serving: Callable[[], None]
+    relayed: RelayObserver
+
+
+class Follower:
+    """A node under node 0. Create and use it inside a running event loop."""
+
+    def __init__(self, config: Config, place: NodePlace, hooks: FollowerHooks, module: str = WORKER) -> None:
+        self.config, self.place = config, place
+        self.address = ""  # host:port once run() has bound it
+        self._hooks, self._module = hooks, module
+        self._leader = place.address
+        self._credentials = channel_credentials(config.cluster)
+        self._metadata = token_metadata(config.cluster)
+        self._health = Health((service.SERVICE_NAME, control.SERVICE_NAME))
+        self._agent: Agent | None = None
+        self._link: Link | None = None
+        self._end: pb.End | None = None
+        self._stop_asked = asyncio.Event()
+        self._stop_now = asyncio.Event()
+
+    async def run(self) -> int:
+        """The whole life. Returns: exit code, 1 where node 0 or a rank was lost. Raises: StartupError."""
+        channel = open_channel(self._leader, self._credentials)
+        settings = RelaySettings(self.place.node, self._leader, self.config.grpc.max_streams)
+        relay = Relay(channel, settings, self._hooks.relayed, self._metadata)
+        server = relay_server(self.config.grpc, relay, self._health)
+        try:
+            with self._signals():
+                await self._open(server)
+                code = await self._member(relay)
+        finally:
+            self._health.set(serving=False)
+            await relay.closed(LAST_WORDS_SECONDS)
+            await server.stop(GRACE_SECONDS)
+            await channel.close(None)
+        log.info("stopped")
+        return code
+
+    def ask_to_stop(self) -> None:
+        """Has node 0 drain the server; asked for a second time, ends this node at once."""
+        if self._stop_asked.is_set():
+            self._stop_now.set()
+            return
+        self._stop_asked.set()
+        if self._link is None:
+            self._stop_now.set()
+        else:
+            self._link.send(stop_asked=pb.StopAsked())
+
+    async def _open(self, server: aio.Server) -> None:
+        warn_if_open(self.config.grpc)
+        self.address = bind(server, self.config.grpc)
+        await server.start()
+
+    async def _member(self, relay: Relay) -> int:
+        """From joining to the end of the server, unless a stop comes first. Returns: exit code."""
+        member = asyncio.create_task(self._join_and_stay(relay))
+        stop = asyncio.create_task(self._stop_now.wait())
+        await asyncio.wait((member, stop), return_when=asyncio.FIRST_COMPLETED)
+        stop.cancel()
+        if not member.done():
+            member.cancel()
+            await asyncio.wait((member,))
+            return 0
+        return member.result()
+
+    async def _join_and_stay(self, relay: Relay) -> int:
+        claim, plan = await asyncio.to_thread(claim_of, self.config)
+        cluster = self.config.cluster
+        joining = Joining(
+            self._leader,
+            self._credentials,
+            self._metadata,
+            cluster.connect_seconds,
+            cluster.silent_seconds,
+        )
+        async with joined(joining, hello_of(claim), self._on_message) as link:
+            self._link = link
+            self._agent = Agent(self.config, plan, link, self._hooks.progress, self._module)
+            log.info("node %d has joined node 0 at %s", self.place.node, self._leader)
+            try:
+                return self._ended(relay, await link.ended())
+            finally:
+                self._link = None
+                await self._agent.end()
+
+    def _ended(self, relay: Relay, reason: str) -> int:
+        """What the end of the link means. Returns: exit code."""
+        self._health.set(serving=False)
+        if self._end is None:
+            message = f"node 0 at {self._leader} {reason}"
+            log.error("%s; every stream ends, this node stops", message)
+            relay.end(f"{message}: the server ends")
+            return 1
+        if self._end.code:
+            log.error("the server has ended: %s", self._end.reason)
+        relay.end("the server has ended")
+        return self._end.code
+
+    def _on_message(self, message: pb.NodeMessage) -> None:
+        kind = message.WhichOneof("kind")
+        if kind == "state":
+            self._serve(message.state.serving)
+        elif kind == "end":
+            self._end = message.end
+        elif self._agent is not None:
+            self._agent.on_message(message)
+
+    def _serve(self, serving: bool) -> None:
+        was = self._health.serving
+        self._health.set(serving=serving)
+        if serving and not was:
+            nodes, node = self.place.nodes, self.place.node
+            log.info("serving by way of node 0 on %s, node %d of %d", self.address, node, nodes)
+            self._hooks.serving()
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self.ask_to_stop)
+        try:
+            yield
+        finally:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.remove_signal_handler(number)

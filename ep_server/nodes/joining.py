@@ -1,0 +1,111 @@
+"""How a node comes to node 0: again and again until it is there, once if it is refused. Units: seconds."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+import grpc
+from grpc import aio
+
+from ep_server.errors import StartupError
+from ep_server.nodes.link import Link
+from ep_server.v1 import nodes_pb2 as pb
+from ep_server.v1 import nodes_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0
+SAY_EVERY = 10.0
+
+OPTIONS = [
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.use_local_subchannel_pool", 1),  # a connection of its own, beside relayed calls
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 2000),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Joining:
+    """address: of node 0, host:port. metadata: credentials of this node, asked for at every try."""
+
+    address: str
+    credentials: grpc.ChannelCredentials | None
+    metadata: Callable[[], tuple[tuple[str, str], ...]]
+    connect_seconds: float
+    silent_seconds: float
+
+
+@asynccontextmanager
+async def joined(
+    joining: Joining, hello: pb.Hello, on_message: Callable[[pb.NodeMessage], None]
+) -> AsyncIterator[Link]:
+    """The link to node 0 once that has taken this node; closed on exit.
+
+    Raises: StartupError where node 0 refuses it, or cannot be reached for connect_seconds.
+    """
+    channel = _channel(joining)
+    try:
+        link, reading = await _join(channel, joining, hello, on_message)
+        try:
+            yield link
+        finally:
+            link.end("was closed here")
+            reading.cancel()
+            await asyncio.wait((reading,))
+    finally:
+        await channel.close(None)
+
+
+async def _join(
+    channel: aio.Channel, joining: Joining, hello: pb.Hello, on_message: Callable[[pb.NodeMessage], None]
+) -> tuple[Link, asyncio.Task[None]]:
+    loop = asyncio.get_running_loop()
+    began = said = loop.time()
+    pause, why = FIRST_PAUSE, ""
+    while (left := began + joining.connect_seconds - loop.time()) > 0:
+        link = Link(on_message, joining.silent_seconds)
+        link.send(hello=hello)
+        call = nodes_pb2_grpc.NodesStub(channel).Join(link.outgoing(), metadata=joining.metadata())
+        try:
+            async with asyncio.timeout(left):
+                await call.wait_for_connection()
+            return link, asyncio.create_task(link.read(call))
+        except TimeoutError:
+            why = "it does not answer"
+        except aio.AioRpcError as error:
+            why = f"{error.code().name}: {error.details()}"
+            if error.code() is not grpc.StatusCode.UNAVAILABLE:
+                raise StartupError(_refused(joining, error)) from None
+        finally:
+            if not call.done() and why:
+                call.cancel()
+        link.end("was not taken")
+        if loop.time() - said >= SAY_EVERY:
+            said = loop.time()
+            log.info("node 0 at %s: %s; trying again", joining.address, why)
+        await asyncio.sleep(min(pause, left))
+        pause = min(2 * pause, LONGEST_PAUSE)
+    raise StartupError(f"node 0 at {joining.address} was not reached in {joining.connect_seconds:g} s: {why}")
+
+
+def _refused(joining: Joining, error: aio.AioRpcError) -> str:
+    if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
+        return str(error.details())
+    if error.code() is grpc.StatusCode.UNAUTHENTICATED:
+        return f"node 0 at {joining.address} does not take the token of cluster.token_file"
+    return f"node 0 at {joining.address} refuses: {error.code().name}: {error.details()}"
+
+
+def _channel(joining: Joining) -> aio.Channel:
+    if joining.credentials is None:
+        return aio.insecure_channel(joining.address, options=OPTIONS)
+    return aio.secure_channel(joining.address, joining.credentials, options=OPTIONS)
