@@ -20,7 +20,7 @@ WIRE = {"server", "service", "control", "endpoint", "certificates", "health", "i
 # Modules that put the parts together; they may import anything.
 ASSEMBLY = {"__main__", "app", "cli", "demo", "bench", "commands"}
 
-# What nodes of one server may import besides: ranks, what a checkpoint's headers say, and the calls they relay.
+# What nodes of one server may import too: ranks, the headers of a checkpoint, and the calls they relay.
 NODES = {"call_metadata", "model.checkpoint", "model.families", "ranks", "served_model", "v1", "versions"}
 
 # Area -> what it may import besides itself; "ranks.protocol" allows that module and nothing else of ranks.
