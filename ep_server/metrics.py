@@ -39,12 +39,15 @@ FAULTS = ("DEADLINE_EXCEEDED", "INTERNAL", "RESOURCE_EXHAUSTED", "UNAVAILABLE", 
 class ServerMetrics:
     """Implements observer.EngineObserver. Called in the event loop; scrapes come from other threads."""
 
-    def __init__(self, registry: CollectorRegistry, *, model: str, version: str, max_queue: int) -> None:
-        """model, version: of build_info. max_queue: SchedulerConfig.max_queue."""
+    def __init__(
+        self, registry: CollectorRegistry, *, model: str, version: str, max_queue: int, nodes: int = 1
+    ) -> None:
+        """model, version: of build_info. max_queue: SchedulerConfig.max_queue. nodes: of this server."""
         disable_created_metrics()  # type: ignore[no-untyped-call]  # process-wide; no query reads these series
         self._ranks = RankCollector(PREFIX)
         registry.register(self._ranks)
         ProcessCollector(registry=registry)
+        export_node(registry, 0, nodes, version)
 
         def counter(name: str, help: str, labels: Iterable[str] = ()) -> Counter:
             return Counter(PREFIX + name, help, labels, registry=registry)
@@ -146,6 +149,13 @@ class ServerMetrics:
         """Requests in flight with and without a first token."""
         self._running.set(running)
         self._waiting.set(waiting)
+
+
+def export_node(registry: CollectorRegistry, node: int, nodes: int, version: str) -> None:
+    """node_info of this process, which runs node `node` of `nodes`; 0 leads."""
+    help = "Always 1; which node of its server this is."
+    info = Gauge(PREFIX + "node_info", help, ("node", "nodes", "role", "version"), registry=registry)
+    info.labels(str(node), str(nodes), "follower" if node else "leader", version).set(1)
 
 
 def _samples(metric: Counter | Gauge | Histogram) -> list[Sample]:

@@ -7,17 +7,24 @@ import socket
 import threading
 from collections.abc import Callable
 from socketserver import TCPServer, ThreadingMixIn
-from typing import Any
+from typing import Any, Protocol
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from ep_server.config import MetricsConfig
 from ep_server.errors import ConfigError
-from ep_server.status_page import StatusPage
 
 CLOSE_SECONDS = 5.0  # for a scrape in progress when the server stops
 SLOW_READER_SECONDS = 10  # a scrape that stalls longer is dropped
+
+
+class Page(Protocol):
+    """What is shown at /. Asked from threads of the endpoint."""
+
+    def respond(self, start_response: Callable[..., Any]) -> list[bytes]:
+        """Answers a WSGI request."""
+        ...
 
 
 class MetricsEndpoint:
@@ -28,7 +35,7 @@ class MetricsEndpoint:
     """
 
     def __init__(
-        self, config: MetricsConfig, registry: CollectorRegistry, status: StatusPage | None = None
+        self, config: MetricsConfig, registry: CollectorRegistry, status: Page | None = None
     ) -> None:
         """Binds and starts. status: None where there is no page.
 
@@ -80,7 +87,7 @@ class _Handler(WSGIRequestHandler):
         """Scrapes are not worth a log line."""
 
 
-def _routes(metrics: Callable[..., Any], status: StatusPage | None) -> Callable[..., Any]:
+def _routes(metrics: Callable[..., Any], status: Page | None) -> Callable[..., Any]:
     """The exporter answers on any path; this one answers 404 beside /metrics and the status page."""
 
     def app(environ: dict[str, Any], start_response: Callable[..., Any]) -> Any:

@@ -10,6 +10,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from functools import cache
 from html import escape
 from importlib.resources import files
 from string import Template
@@ -41,7 +42,6 @@ class StatusPage:
 
     def __init__(self, look: Callable[[], Snapshot], model: str, version: str) -> None:
         self._look, self._model, self._version = look, model, version
-        self._template = Template((files("ep_server") / "assets" / "status_page.html").read_text("utf-8"))
         self._history = History()
         self.look()
         self._closed = threading.Event()
@@ -61,18 +61,32 @@ class StatusPage:
 
     def html(self) -> str:
         """The whole page."""
-        shown = render(self._history, self._model, self._version)
-        return self._template.substitute(title=escape(self._model), main=shown)
+        return in_page(self._model, render(self._history, self._model, self._version))
 
     def respond(self, start_response: Callable[..., Any]) -> list[bytes]:
         """Answers a WSGI request."""
-        body = self.html().encode()
-        start_response("200 OK", [*HEADERS, ("Content-Length", str(len(body)))])
-        return [body]
+        return respond(start_response, self.html())
 
     def _watch(self) -> None:
         while not self._closed.wait(LOOK_SECONDS):
             self.look()
+
+
+def in_page(title: str, main: str) -> str:
+    """A whole page. title: text. main: HTML."""
+    return _template().substitute(title=escape(title), main=main)
+
+
+def respond(start_response: Callable[..., Any], html: str) -> list[bytes]:
+    """Answers a WSGI request with a page."""
+    body = html.encode()
+    start_response("200 OK", [*HEADERS, ("Content-Length", str(len(body)))])
+    return [body]
+
+
+@cache
+def _template() -> Template:
+    return Template((files("ep_server") / "assets" / "status_page.html").read_text("utf-8"))
 
 
 def render(history: History, model: str, version: str) -> str:

@@ -16,6 +16,7 @@ from ep_server.config import MetricsConfig
 from ep_server.errors import ConfigError, StartupError
 from ep_server.metrics import ServerMetrics
 from ep_server.metrics_endpoint import MetricsEndpoint
+from ep_server.node_metrics import NodeFacts, NodeMetrics
 from ep_server.observer import EngineObserver, RequestSummary
 from ep_server.records import FinishReason, RankReady
 from tests.metrics.reports import Series, report, series, value
@@ -104,7 +105,17 @@ def test_a_page_holds_what_was_observed(metrics: ServerMetrics, endpoint: Metric
 def test_names_and_labels_keep_to_the_conventions(metrics: ServerMetrics, endpoint: MetricsEndpoint) -> None:
     drive(metrics)
     of_ranks = {"rank", "peer", "op", "part", "phase", "scope", "expert"}
-    bounded = of_ranks | {"status", "finish_reason", "le", "version", "model", "python"}
+    bounded = of_ranks | {
+        "status",
+        "finish_reason",
+        "le",
+        "version",
+        "model",
+        "python",
+        "node",
+        "nodes",
+        "role",
+    }
     for name, labels in page(endpoint):
         if not name.startswith(("process_", "python_")):
             assert re.fullmatch(r"epserver_[a-z0-9_]+", name)
@@ -115,7 +126,9 @@ def test_names_and_labels_keep_to_the_conventions(metrics: ServerMetrics, endpoi
 def test_the_reference_page_lists_every_family(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
     drive(metrics)
     rows = set()
-    for family in registry.collect():
+    of_a_node = CollectorRegistry()
+    NodeMetrics(of_a_node, NodeFacts(1, 2, range(2, 4), "leader:1", "demo", "1.2.3"))
+    for family in (*registry.collect(), *of_a_node.collect()):
         if family.name.startswith("epserver_"):
             labels = sorted({key for sample in family.samples for key in sample.labels} - {"le"})
             name = family.name + ("_total" if family.type == "counter" else "")
