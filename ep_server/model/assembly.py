@@ -67,7 +67,7 @@ class RankModel:
         self, exchange: Exchange, sampler: TokenSampler, kv_blocks: int, block_size: int
     ) -> ModelRunner:
         """Allocates the KV cache and joins the parts."""
-        cache = KvCache(self.spec, kv_blocks, block_size, _TORCH[self.dtype])
+        cache = KvCache(self.spec, kv_blocks, block_size, _TORCH[self.dtype], self.compute.device)
         params = DecoderParams(
             self.spec, self.weights, exchange, cache, self.max_context, self.compute, self.uniform
         )
@@ -93,5 +93,6 @@ def load_model(params: LoadParams, progress: Progress = lambda stage, done, tota
         weights = weights_from(source, spec, experts, _TORCH[dtype], compute, progress)
     else:
         weights = load_weights(Checkpoint.open(params.path), spec, experts, _TORCH[dtype], compute, progress)
-    uniform = UniformRouting(spec.router, params.seed) if params.routing == "uniform" else None
+    drawn = params.routing == "uniform"
+    uniform = UniformRouting(spec.router, params.seed, compute.device) if drawn else None
     return RankModel(spec, weights, dtype, limit, compute, uniform)

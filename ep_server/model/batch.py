@@ -50,10 +50,13 @@ class MicroBatch:
     def row_numbers(self) -> torch.Tensor:
         """[T] int64, request number of each row."""
         lengths = torch.tensor(self.attention.query_start).diff()
-        return torch.repeat_interleave(torch.tensor(self.numbers, dtype=torch.int64), lengths)
+        rows = torch.repeat_interleave(torch.tensor(self.numbers, dtype=torch.int64), lengths)
+        return rows.to(self.token_ids.device)
 
 
-def split(batch: StepBatch, count: int, block_size: int) -> list[MicroBatch]:
+def split(
+    batch: StepBatch, count: int, block_size: int, device: torch.device | None = None
+) -> list[MicroBatch]:
     """Cuts a step into `count` micro-batches of about equal tokens, some of them perhaps empty.
 
     A prefill chunk may be cut in two: the earlier part lies in an earlier micro-batch, which runs first in
@@ -65,7 +68,21 @@ def split(batch: StepBatch, count: int, block_size: int) -> list[MicroBatch]:
     for _ in range(count):
         group, ordered = _take(ordered, size)
         groups.append(group)
-    return [_tensors(group, block_size) for group in groups]
+    parts = [_tensors(group, block_size) for group in groups]
+    return parts if device is None or device.type == "cpu" else [_moved(part, device) for part in parts]
+
+
+def _moved(part: MicroBatch, device: torch.device) -> MicroBatch:
+    at = part.attention
+    attention = replace(
+        at, blocks=at.blocks.to(device), positions=at.positions.to(device), slots=at.slots.to(device)
+    )
+    return replace(
+        part,
+        token_ids=part.token_ids.to(device),
+        attention=attention,
+        sample_rows=part.sample_rows.to(device),
+    )
 
 
 def _take(slices: list[SeqSlice], tokens: int) -> tuple[list[SeqSlice], list[SeqSlice]]:

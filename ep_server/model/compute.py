@@ -54,7 +54,15 @@ class Attend(Protocol):
 
 
 class Compute(Protocol):
-    """One rank's arithmetic; one thread at a time may use it and what it prepared."""
+    """One rank's arithmetic; one thread at a time may use it and what it prepared.
+
+    device: where weights, caches and activations are.
+    """
+
+    @property
+    def device(self) -> torch.device:
+        """See above."""
+        ...
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """Prepares a matrix. weight: [n, k], float32 or bfloat16, contiguous. bias: [n] of the same dtype."""

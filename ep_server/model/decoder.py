@@ -51,8 +51,9 @@ class Decoder:
     def __init__(self, params: DecoderParams, clock: PhaseClock) -> None:
         self._spec, self._weights, self._kv = params.spec, params.weights, params.kv_cache
         self._clock, self._compute = clock, params.compute
-        self._rotations = rotation_table(params.spec.rope, params.max_context)
-        self.experts = ExpertCounter(params.spec.num_layers, len(params.exchange.spec.local_experts))
+        self._rotations = rotation_table(params.spec.rope, params.max_context).to(params.compute.device)
+        local = len(params.exchange.spec.local_experts)
+        self.experts = ExpertCounter(params.spec.num_layers, local, params.compute.device)
         self._uniform = params.uniform
         self._moe = [
             MoeContext(index, params.spec.router, params.exchange, clock, row, params.uniform)

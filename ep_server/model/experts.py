@@ -16,25 +16,25 @@ class ExpertCounter:
     """Rows that this rank's experts received.
 
     rows: one [E_local] int64 per layer, to be added to during a step. total: [E_local], of all steps before.
-    active: experts with at least one row, added up over layers and steps.
+    active: [] int64, experts with at least one row, added up over layers and steps.
     """
 
-    def __init__(self, layers: int, local_experts: int) -> None:
-        self._step = torch.zeros(layers, local_experts, dtype=torch.int64)
+    def __init__(self, layers: int, local_experts: int, device: torch.device | None = None) -> None:
+        self._step = torch.zeros(layers, local_experts, dtype=torch.int64, device=device)
         self.rows = self._step.unbind()
-        self.total = torch.zeros(local_experts, dtype=torch.int64)
-        self.active = 0
+        self.total = torch.zeros(local_experts, dtype=torch.int64, device=device)
+        self.active = torch.zeros((), dtype=torch.int64, device=device)
 
     def finish(self) -> None:
         """The step ended."""
-        self.active += int(torch.count_nonzero(self._step))
+        self.active += torch.count_nonzero(self._step)
         self.total += self._step.sum(0)
         self._step.zero_()
 
 
 def dense_ffn(x: torch.Tensor, ffn: GatedFfn) -> torch.Tensor:
     """All rows of x: [T, H] through the one FFN there is: [T, H]."""
-    return ffn(x, torch.tensor([0, len(x)]))
+    return ffn(x, torch.tensor([0, len(x)], device=x.device))
 
 
 def received_rows(received: Received, dtype: torch.dtype) -> torch.Tensor:

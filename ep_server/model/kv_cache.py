@@ -1,8 +1,8 @@
 """The paged KV cache of one rank: one pair of tensors per layer, addressed by block id.
 
-Owns memory only: which block belongs to whom is the scheduler's ledger. The operating system commits pages
-as blocks are first written, so a large cache costs a rank neither time at its start nor memory until it is
-used. Units: blocks, tokens, bytes.
+Owns memory only: which block belongs to whom is the ledger of the scheduler. On a host the system commits
+pages as blocks are first written, so a large cache costs a rank neither time at its start nor memory until it
+is used. Units: blocks, tokens, bytes.
 """
 
 from __future__ import annotations
@@ -38,9 +38,17 @@ class KvLayer:
 class KvCache:
     """All layers. `blocks` counts usable blocks, ids 0 .. blocks - 1."""
 
-    def __init__(self, spec: ModelSpec, blocks: int, block_size: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self,
+        spec: ModelSpec,
+        blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
         self.blocks, self.block_size = blocks, block_size
-        self.layers = tuple(_layer(spec, blocks, block_size, dtype) for _ in range(spec.num_layers))
+        device = device or torch.device("cpu")
+        self.layers = tuple(_layer(spec, blocks, block_size, dtype, device) for _ in range(spec.num_layers))
 
     @property
     def nbytes(self) -> int:
@@ -48,17 +56,21 @@ class KvCache:
         return sum(x.k.nbytes + (0 if x.v is None else x.v.nbytes) for x in self.layers)
 
 
-def _layer(spec: ModelSpec, blocks: int, block_size: int, dtype: torch.dtype) -> KvLayer:
+def _layer(
+    spec: ModelSpec, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> KvLayer:
     a = spec.attention
     if isinstance(a, GqaSpec):
         shape = (blocks, block_size, a.kv_heads, a.head_dim)
-        return KvLayer(_zeros(shape, dtype), _zeros(shape, dtype), a.head_dim)
-    latent = _zeros((blocks, block_size, 1, a.kv_lora + a.rope_dim), dtype)
+        return KvLayer(_zeros(shape, dtype, device), _zeros(shape, dtype, device), a.head_dim)
+    latent = _zeros((blocks, block_size, 1, a.kv_lora + a.rope_dim), dtype, device)
     return KvLayer(latent, None, a.kv_lora)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-    """Zeros in a mapping of their own: torch.zeros would write every page."""
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on a host in a mapping of their own, since torch.zeros would write every page."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
     size = math.prod(shape) * dtype.itemsize
     memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -30,6 +30,7 @@ class NativeCompute:
 
     def __init__(self, threads: int = 1, isa: str = "auto") -> None:
         self._kernels = _C.Compute(threads=threads, isa=isa)
+        self.device = torch.device("cpu")
 
     def __repr__(self) -> str:
         return f"NativeCompute(threads={self._kernels.threads}, isa={self._kernels.isa!r})"

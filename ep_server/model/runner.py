@@ -69,7 +69,8 @@ class ModelRunner:
         Raises: ExchangeError if a peer fails.
         """
         self._clock.start()
-        parts = split(batch, micro_batches, self._params.kv_cache.block_size)
+        params = self._params
+        parts = split(batch, micro_batches, params.kv_cache.block_size, params.compute.device)
         logits = interleave([self._decoder.forward(part) for part in parts])
         numbers = [number for part in parts for number in part.sampled]
         tokens = self._sampler.sample(numbers, torch.cat(logits)) if numbers else []
@@ -87,5 +88,5 @@ class ModelRunner:
             self._clock.histograms(),
             self._clock.sums(),
             dict(zip(experts, counter.total.tolist(), strict=True)),
-            {"experts_active": counter.active},
+            {"experts_active": int(counter.active)},
         )

@@ -15,6 +15,9 @@ from ep_server.model.kv_cache import KvLayer
 class TorchCompute:
     """See `compute.Compute`."""
 
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = torch.device(device)
+
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> TorchLinear:
         """Keeps the matrix as it is."""
         return TorchLinear(weight, bias)
@@ -116,12 +119,12 @@ class TorchAttend:
 
 
 def _gather(meta: AttentionMeta, window: int, dtype: torch.dtype) -> _Gather:
-    count = meta.num_decode
-    context = torch.tensor(meta.context, dtype=torch.int64)
-    offsets = torch.arange(meta.block_size)
+    count, device = meta.num_decode, meta.blocks.device
+    context = torch.tensor(meta.context, dtype=torch.int64, device=device)
+    offsets = torch.arange(meta.block_size, device=device)
     all_slots = (meta.blocks[:, :, None] * meta.block_size + offsets).flatten(1)
     longest = max(meta.context[:count], default=0)
-    columns = torch.arange(longest)
+    columns = torch.arange(longest, device=device)
     last = context[:count, None] - 1
     slots = all_slots[:count, :longest]
     slots = torch.where(columns <= last, slots, slots[:, :1])
@@ -131,7 +134,7 @@ def _gather(meta: AttentionMeta, window: int, dtype: torch.dtype) -> _Gather:
     prefill = []
     for i in range(count, len(meta.context)):
         rows = meta.positions[meta.query_start[i] : meta.query_start[i + 1], None]
-        columns = torch.arange(meta.context[i])
+        columns = torch.arange(meta.context[i], device=device)
         visible = _visible(rows, columns, window)
         prefill.append((all_slots[i, : meta.context[i]], _additive(visible, dtype)))
     return _Gather(longest, slots.flatten(), mask, tuple(prefill))
@@ -151,4 +154,4 @@ def _visible(rows: torch.Tensor, columns: torch.Tensor, window: int) -> torch.Te
 
 
 def _additive(visible: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    return torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, float("-inf"))
+    return torch.zeros_like(visible, dtype=dtype).masked_fill_(~visible, float("-inf"))

@@ -18,9 +18,9 @@ _GOLDEN = 0x9E3779B9  # apart from each other, numbers times this differ in all 
 class UniformRouting:
     """The draws of one model. seed: 0 to 2^32 - 1."""
 
-    def __init__(self, router: RouterSpec, seed: int) -> None:
+    def __init__(self, router: RouterSpec, seed: int, device: torch.device | None = None) -> None:
         self._top_k, self._seed = router.top_k, seed
-        self._experts = torch.arange(router.num_experts)
+        self._experts = torch.arange(router.num_experts, device=device)
 
     def identify(self, numbers: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Names each token: [T] int64.

@@ -182,17 +182,17 @@ class _Loader:
         if spec.router.bias:
             bias = self._reader.read(f"{block}.gate.e_score_correction_bias", (spec.router.num_experts,))
         return MoeWeights(
-            router=router.to(torch.float32, copy=True),
+            router=router.to(self._compute.device, torch.float32, copy=True),
             experts=self._experts_of(f"{block}.experts"),
-            bias=None if bias is None else bias.to(torch.float32, copy=True),
+            bias=None if bias is None else bias.to(self._compute.device, torch.float32, copy=True),
             shared=self._ffn(f"{block}.shared_experts", spec.shared_ffn) if spec.shared_ffn else None,
         )
 
     def _experts_of(self, prefix: str) -> GatedFfn:
         """This rank's experts from either layout on disk: one tensor per expert, or stacked."""
         spec, names, ffn = self._spec, self._spec.names, self._spec.expert_ffn
-        gate_up = torch.empty(len(self._experts), 2 * ffn, spec.hidden, dtype=self._dtype)
-        down = torch.empty(len(self._experts), spec.hidden, ffn, dtype=self._dtype)
+        gate_up = self._empty(len(self._experts), 2 * ffn, spec.hidden)
+        down = self._empty(len(self._experts), spec.hidden, ffn)
         stacked = self._reader.has(f"{prefix}.gate_up_proj")
         for row, expert in enumerate(self._experts):
             if stacked:
@@ -214,8 +214,11 @@ class _Loader:
         down = self.keep(f"{prefix}.down_proj.weight", self._spec.hidden, ffn)
         return self._compute.gated_ffn(self._fuse([gate, up])[None], down[None])
 
+    def _empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=self._dtype, device=self._compute.device)
+
     def _fuse(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         """Concatenates along rows into fresh contiguous memory of the serving dtype."""
         fused = torch.empty((sum(r.shape[0] for r in rows), *rows[0].shape[1:]), dtype=self._dtype)
         torch.cat([r.to(self._dtype) for r in rows], out=fused)
-        return fused
+        return fused.to(self._compute.device)
