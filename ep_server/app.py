@@ -6,6 +6,7 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import uvloop
 from prometheus_client import CollectorRegistry
@@ -14,8 +15,9 @@ import ep_server
 from ep_server.config import Config, MetricsConfig, ModelConfig
 from ep_server.metrics import ServerMetrics
 from ep_server.metrics_endpoint import MetricsEndpoint
+from ep_server.node_metrics import NodeFacts, NodeMetrics, NodePage
 from ep_server.nodes.discovery import NodePlace, find_place, this_host
-from ep_server.nodes.follower import Follower, FollowerHooks, Unobserved
+from ep_server.nodes.follower import Follower, FollowerHooks
 from ep_server.nodes.leader import Leader
 from ep_server.ranks.launcher import RankProcesses
 from ep_server.ranks.protocol import Ranks
@@ -51,7 +53,11 @@ async def assemble(
     warn_if_made_up(config.model)
     registry = CollectorRegistry()
     metrics = ServerMetrics(
-        registry, model=model.name, version=ep_server.__version__, max_queue=config.scheduler.max_queue
+        registry,
+        model=model.name,
+        version=ep_server.__version__,
+        max_queue=config.scheduler.max_queue,
+        nodes=1 if place is None else place.nodes,
     )
     page = with_vllm_names(registry, model.name) if config.metrics.vllm_names else registry
     status = StatusPage(metrics.look, model.name, ep_server.__version__)
@@ -73,14 +79,14 @@ def warn_if_made_up(model: ModelConfig) -> None:
 
 
 @contextmanager
-def _endpoint(config: MetricsConfig, page: CollectorRegistry, status: StatusPage | None) -> Iterator[str]:
+def _endpoint(config: MetricsConfig, page: CollectorRegistry, status: StatusPage | NodePage) -> Iterator[str]:
     """Opens the metrics port where it is wanted. Yields: its URL, or nothing. Raises: ConfigError."""
     if not config.enabled:
         yield ""
         return
     endpoint = MetricsEndpoint(config, page, status)
     try:
-        with status or nullcontext():
+        with status if isinstance(status, StatusPage) else nullcontext():
             yield endpoint.url
     finally:
         endpoint.close()
@@ -100,9 +106,24 @@ def run(config: Config, progress: Progress, on_serving: Callable[[str], None]) -
         async with assemble(settled, place=place) as app:
             return await app.server.run(progress, lambda: on_serving(app.metrics_url))
 
-    async def follow() -> int:
-        with _endpoint(settled.metrics, CollectorRegistry(), None) as url:
-            hooks = FollowerHooks(progress, lambda: on_serving(url), Unobserved())
-            return await Follower(settled, place, hooks).run()
+    return uvloop.run(_follow(settled, place, progress, on_serving) if place.node else lead())
 
-    return uvloop.run(follow() if place.node else lead())
+
+async def _follow(
+    config: Config, place: NodePlace, progress: Progress, on_serving: Callable[[str], None]
+) -> int:
+    """The life of a node that does not lead. As run()."""
+    ranks, model = config.parallel.ranks, config.model
+    facts = NodeFacts(
+        node=place.node,
+        nodes=place.nodes,
+        ranks=range(place.node * ranks, (place.node + 1) * ranks),
+        leader=place.address,
+        model=model.name or Path(model.path).resolve().name,
+        version=ep_server.__version__,
+    )
+    registry = CollectorRegistry()
+    metrics = NodeMetrics(registry, facts)
+    follower = Follower(config, place, FollowerHooks(progress, lambda: on_serving(url), metrics))
+    with _endpoint(config.metrics, registry, NodePage(facts, metrics, lambda: follower.serving)) as url:
+        return await follower.run()

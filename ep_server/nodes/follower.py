@@ -35,19 +35,6 @@ LAST_WORDS_SECONDS = 2.0  # for statuses to reach their callers
 GRACE_SECONDS = 0.5  # for calls that never end by themselves, such as Health.Watch
 
 
-class Unobserved:
-    """A RelayObserver that keeps nothing."""
-
-    def on_relay_began(self) -> None:
-        """Nothing."""
-
-    def on_relay_ended(self, status: str) -> None:
-        """Nothing."""
-
-    def on_relay_refused(self, status: str) -> None:
-        """Nothing."""
-
-
 @dataclass(frozen=True, slots=True)
 class FollowerHooks:
     """Who hears of a node's life. progress: as Ranks.start. serving: once, when the server takes requests."""
@@ -74,6 +61,11 @@ class Follower:
         self._stop_asked = asyncio.Event()
         self._stop_now = asyncio.Event()
 
+    @property
+    def serving(self) -> bool:
+        """Node 0 says that the server takes requests."""
+        return self._health.serving
+
     async def run(self) -> int:
         """The whole life. Returns: exit code, 1 where node 0 or a rank was lost. Raises: StartupError."""
         channel = open_channel(self._leader, self._credentials)
@@ -87,6 +79,7 @@ class Follower:
         finally:
             self._health.set(serving=False)
             await relay.closed(LAST_WORDS_SECONDS)
+            relay.end("this node stops")
             await server.stop(GRACE_SECONDS)
             await channel.close(None)
         log.info("stopped")
@@ -150,7 +143,7 @@ class Follower:
             return 1
         if self._end.code:
             log.error("the server has ended: %s", self._end.reason)
-        relay.end("the server has ended")
+        relay.refuse("the server has ended")  # the last words of streams may still be on their way
         return self._end.code
 
     def _on_message(self, message: pb.NodeMessage) -> None:

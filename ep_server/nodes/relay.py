@@ -100,9 +100,13 @@ class Relay:
                 (grpc.method_handlers_generic_handler(service.full_name, handlers),)
             )
 
+    def refuse(self, message: str) -> None:
+        """New calls end with UNAVAILABLE and this message; node 0 ends those in flight."""
+        self._ended = self._ended or message
+
     def end(self, message: str) -> None:
         """Node 0 is lost: calls in flight and new ones end with UNAVAILABLE and this message."""
-        self._ended = self._ended or message
+        self.refuse(message)
         for call in list(self._calls):
             call.cancel()
 
