@@ -3,7 +3,8 @@
     rms_norm      out = x / sqrt(mean(x^2) + eps) * weight, rounded once to x's dtype
     add_rms_norm  residual = round(residual + x); out = rms_norm(residual)
 
-One program per (token, head). A row is one tile, so `dim` is bounded by MAX_DIM; channels past it are masked.
+One program per (token, head). A row is one tile, so `dim` is bounded by MAX_DIM; channels past it are
+masked.
 """
 
 from __future__ import annotations

@@ -14,6 +14,9 @@ import torch
 from ep_server.model.kv_cache import KvLayer
 from ep_server.model.triton.norm import add_rms_norm, rms_norm
 from ep_server.model.triton.paged import PagedKv
+from ep_server.model.triton.paged_decode import Workspace, decode
+from ep_server.model.triton.paged_prefill import prefill
+from ep_server.model.triton.paged_tile import AttentionRule, Sequences
 from ep_server.model.triton.rope import HeadNorm, MlaInput, Rotation, store_gqa, store_mla
 from tests.model.triton.compiling import Recorder
 
@@ -63,7 +66,31 @@ def rotations() -> None:
         store_mla(x, out[..., 512:], mla_cache(dtype), turn)
 
 
-PARTS = (norms, rotations)
+def sequences(count: int) -> Sequences:
+    return Sequences(meta(count, 512, dtype=I32), meta(count, dtype=I32))
+
+
+def decoding() -> None:
+    """Split and whole, for Qwen3-30B-A3B and for DeepSeek-V3's latent attention."""
+    for dtype in (BF16, FP8):
+        for splits in (1, 4):
+            for cache, heads, k_dim, v_dim in ((gqa_cache, 32, 128, 128), (mla_cache, 128, 576, 512)):
+                work = Workspace(
+                    meta(TOKENS, heads, splits, v_dim, dtype=F32), meta(TOKENS, heads, splits, 2, dtype=F32)
+                )
+                q, out = meta(TOKENS, heads, k_dim), meta(TOKENS, heads, v_dim)
+                decode(q, cache(dtype), sequences(TOKENS), AttentionRule(0.1), work, out)
+
+
+def prefilling() -> None:
+    """Chunks of 2048 tokens."""
+    for dtype in (BF16, FP8):
+        for cache, heads, k_dim, v_dim in ((gqa_cache, 32, 128, 128), (mla_cache, 128, 576, 512)):
+            q, out = meta(2048, heads, k_dim), meta(2048, heads, v_dim)
+            prefill(q, meta(65, dtype=I32), cache(dtype), sequences(64), AttentionRule(0.1), out)
+
+
+PARTS = (norms, rotations, decoding, prefilling)
 
 if __name__ == "__main__":
     for part in [part for part in PARTS if part.__name__ in sys.argv[1:] or len(sys.argv) == 1]:
