@@ -70,11 +70,13 @@ T* pointer(uintptr_t address) {
 std::shared_ptr<Exchange> on_segment(int fd, const Geometry& geometry, uint32_t rank,
                                      const std::vector<int32_t>& placement, const Timing& timing) {
   auto segment = std::make_shared<shm::Segment>(fd);
+  if (segment->page().regions != geometry.num_ranks)
+    throw std::invalid_argument("the segment has " + std::to_string(segment->page().regions) + " regions");
   auto exchange = std::make_shared<Exchange>(geometry, rank, placement, timing);
   Group& group = exchange->group();
   for (uint32_t r = 0; r < geometry.num_ranks; ++r) group.add_local(r, segment->region(r));
   group.generation = load_cell(group.own(), Head::kIdentity);
-  exchange->attach(segment, std::make_shared<shm::Heartbeat>(segment, rank));
+  exchange->attach(segment, std::make_shared<shm::Heartbeat>(segment, group.own()));
   return exchange;
 }
 
@@ -295,8 +297,10 @@ PYBIND11_MODULE(_C, m) {
              self.group().faults.set(std::move(plan));
            })
       .def("rows_region", [](Exchange& self) {
-        const Layout& l = self.group().layout;
-        return RegionView{self.memory(), self.group().own() + l.rows, l.combine - l.rows};
+        const Group& g = self.group();
+        const auto [first, last] = g.readable_regions();
+        return RegionView{self.memory(), first + g.layout.rows,
+                          uint64_t(last - first) + g.layout.combine - g.layout.rows};
       });
 
   py::list phases;

@@ -12,6 +12,7 @@ void bind_fabric(py::module_& m) { m.attr("FABRIC") = false; }
 #else
 
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <tuple>
 #include <vector>
@@ -30,9 +31,9 @@ using Cards = std::vector<CardTuple>;
 class FabricPort {
  public:
   FabricPort(const Geometry& geometry, uint32_t rank, const std::vector<int32_t>& placement,
-             const Timing& timing, const fabric::Options& options)
+             const Timing& timing, const fabric::Options& options, const fabric::Share& share)
       : exchange_(std::make_shared<Exchange>(geometry, rank, placement, timing)),
-        carrier_(std::make_shared<fabric::FabricCarrier>(exchange_->group(), options)) {
+        carrier_(std::make_shared<fabric::FabricCarrier>(exchange_->group(), options, share)) {
     exchange_->attach(carrier_->memory(), carrier_);
   }
 
@@ -102,17 +103,30 @@ void bind_fabric(py::module_& m) {
            py::kw_only(), py::arg("library"), py::arg("provider"), py::arg("domain"), py::arg("address"),
            py::arg("traffic_class"), py::arg("disorder"), py::arg("strict_memory"));
   m.def("fabric_providers", &providers);
+  m.def("host_segment_bytes",
+        [](const Geometry& g, uint32_t ranks) { return fabric::host_regions(g, ranks).bytes(); });
+  m.def(
+      "create_host_segment",
+      [](const Geometry& g, uint32_t ranks) { return shm::create(g, fabric::host_regions(g, ranks)); },
+      py::call_guard<py::gil_scoped_release>());
 
   py::class_<FabricPort, std::shared_ptr<FabricPort> >(m, "FabricPort")
       .def(py::init([](const Geometry& geometry, uint32_t rank, const std::vector<int32_t>& placement,
                        uint64_t timeout_ns, uint64_t liveness_ns, uint64_t spin_ns, bool mask_on_timeout,
-                       const fabric::Options& options) {
+                       const fabric::Options& options, const std::vector<uint32_t>& hosts, int segment,
+                       const std::vector<int>& bells) {
+             const auto share = segment < 0 ? fabric::Share::alone(geometry.num_ranks)
+                                            : fabric::Share{hosts, segment, bells};
+             if (share.hosts.size() != geometry.num_ranks)
+               throw std::invalid_argument(std::to_string(share.hosts.size()) + " hosts for " +
+                                           std::to_string(geometry.num_ranks) + " ranks");
              return std::make_shared<FabricPort>(geometry, rank, placement,
                                                  Timing{timeout_ns, liveness_ns, spin_ns, mask_on_timeout},
-                                                 options);
+                                                 options, share);
            }),
            py::kw_only(), py::arg("geometry"), py::arg("rank"), py::arg("placement"), py::arg("timeout_ns"),
-           py::arg("liveness_ns"), py::arg("spin_ns"), py::arg("mask_on_timeout"), py::arg("options"))
+           py::arg("liveness_ns"), py::arg("spin_ns"), py::arg("mask_on_timeout"), py::arg("options"),
+           py::arg("hosts"), py::arg("segment"), py::arg("bells"))
       .def_property_readonly("description", [](FabricPort& self) { return self.carrier().description(); })
       .def_property_readonly("card", [](FabricPort& self) { return card_of(self.carrier().card()); })
       .def("connect", &connect, py::arg("cards"), py::arg("session"), py::arg("timeout_ns"))

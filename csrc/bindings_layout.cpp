@@ -5,6 +5,7 @@
 
 #include <memory>
 #include <string>
+#include <vector>
 
 #include "cpu/rows.hpp"
 #include "ep/layout.hpp"
@@ -98,8 +99,17 @@ void bind_layout(py::module_& m) {
   py::class_<shm::Segment, std::shared_ptr<shm::Segment>>(m, "Segment")
       .def(py::init<int>(), py::arg("fd"))
       .def_property_readonly("geometry", [](const shm::Segment& s) { return s.page().geometry; })
+      .def_property_readonly("regions",
+                             [](const shm::Segment& s) {  // where each begins
+                               std::vector<uint64_t> begins;
+                               for (uint32_t i = 0; i < s.page().regions; ++i)
+                                 begins.push_back(uint64_t(s.region(i) - s.base()));
+                               return begins;
+                             })
       .def_property_readonly("bytes", &shm::Segment::bytes);
-  m.def("create_segment", &shm::create, py::arg("geometry"), py::call_guard<py::gil_scoped_release>());
+  m.def(
+      "create_segment", [](const Geometry& g) { return shm::create(g, shm::whole_group(g)); },
+      py::arg("geometry"), py::call_guard<py::gil_scoped_release>());
 
   py::class_<cpu::RowKernels>(m, "RowKernels")
       .def_property_readonly("name", [](const cpu::RowKernels& k) { return std::string(k.name); })

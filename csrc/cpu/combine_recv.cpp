@@ -48,10 +48,12 @@ Status combine_recv(Group& group, const CombineRecvParams& params, CombineState&
                                          .wait_ns = state.wait_ns.data()});
   if (waited.status) return waited.status;
   const uint64_t arrived_at = now_ns();
+  uint64_t answered = waited.arrived & state.dispatch->sent_to;
   for (uint64_t left = waited.arrived; left != 0; left &= left - 1) {
     const uint32_t peer = std::countr_zero(left);
     const uint64_t cell = load_cell(group.own(), Head::header(Op::kCombine, state.bank, peer));
-    if (cell_payload(cell) == uint32_t(state.reduction)) continue;
+    if ((cell_payload(cell) & kNoDispatch) != 0) answered &= ~(1ull << peer);
+    if ((cell_payload(cell) & ~kNoDispatch) == uint32_t(state.reduction)) continue;
     const Status status{Code::kViolation,      Op::kCombine,    Phase::kRecvHeader, group.rank, peer,
                         uint32_t(state.epoch), cell_epoch(cell)};
     abort_group(group, status);
@@ -60,7 +62,6 @@ Status combine_recv(Group& group, const CombineRecvParams& params, CombineState&
 
   // 2. One sum per token; only ranks that got the token in this dispatch may have answered.
   group.faults.at(Op::kCombine, Phase::kRecvReduce, state.epoch);
-  const uint64_t answered = waited.arrived & state.dispatch->sent_to;
   const void* rows[kMaxRanks];
   float weights[kMaxRanks];
   for (uint32_t t = 0; t < state.dispatch->tokens; ++t) {

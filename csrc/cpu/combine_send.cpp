@@ -117,7 +117,9 @@ Status combine_send(Group& group, const CombineSendParams& params, CombineState&
     (source == group.rank ? local : remote) += rows * group.layout.combine_bytes;
     group.faults.at(Op::kCombine, Phase::kSendHeader, state.epoch);
     sent.flush(source);
-    publish_header(group, Op::kCombine, state.epoch, source, uint32_t(state.reduction));
+    const uint32_t nothing = dispatch.arrived >> source & 1 ? 0 : kNoDispatch;
+    publish_header(group, Op::kCombine, state.epoch, source, uint32_t(state.reduction) | nothing,
+                   1ull << source);
   });
 
   // 4. An in-place view has been read: its bank goes back to the senders.

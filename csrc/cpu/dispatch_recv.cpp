@@ -4,7 +4,8 @@
 // prefix sum over (local expert, source, token), so two runs give identical bytes. dispatch_expand: COMPACT
 // rows[entry.row] = region.rows[bank][source][token]; PADDED the same at [expert, entry.row -
 // offsets[expert]]; INDEX row_ids[entry.row] = source * max_tokens + token, no copy. Cost: one row read per
-// received row, one written per entry (INDEX: none).
+// received row, one written per entry (INDEX: none). Rows of a source on another host are read where it wrote
+// them, in the region of one rank of this host; row ids count from the first of these regions.
 #include <algorithm>
 #include <cstring>
 
@@ -14,14 +15,25 @@
 namespace ep::cpu {
 namespace {
 
+// Notes in whose region the rows of a source are. False if it is none that this rank may read.
+bool find_rows(Group& group, DispatchState& state, uint32_t source, uint32_t payload) {
+  state.gateways[source] = uint8_t(group.rank);
+  if (!group.is_remote(source)) return true;
+  const uint32_t gateway = gateway_of(payload);
+  if (!(group.readable >> gateway & 1)) return false;
+  state.gateways[source] = group.gateways[source] = uint8_t(gateway);
+  return true;
+}
+
 // One source's tokens: appends its entries with the expert, not yet the row. False if its routing is not
 // valid: the room of an expert, R * max_tokens rows, relies on the ids of a token being distinct.
 bool read_source(const Group& group, DispatchState& state, uint32_t source, uint32_t tokens,
                  bool has_weights) {
   const Layout& layout = group.layout;
   const uint32_t top_k = layout.top_k;
-  const auto* ids = reinterpret_cast<const int32_t*>(group.own() + layout.ids_at(state.bank, source));
-  const auto* weights = reinterpret_cast<const float*>(group.own() + layout.weights_at(state.bank, source));
+  const std::byte* region = group.regions[state.gateways[source]];
+  const auto* ids = reinterpret_cast<const int32_t*>(region + layout.ids_at(state.bank, source));
+  const auto* weights = reinterpret_cast<const float*>(region + layout.weights_at(state.bank, source));
   for (uint32_t t = 0; t < tokens; ++t) {
     const uint32_t first = uint32_t(state.entries.size());
     for (uint32_t k = 0; k < top_k; ++k) {
@@ -78,6 +90,7 @@ Status dispatch_wait(Group& group, DispatchState& state) {
                                          .stride = kLine,
                                          .peers = group.all(),
                                          .expected = uint32_t(state.epoch),
+                                         .by_gateways = true,
                                          .wait_ns = state.wait_ns.data()});
   if (waited.status) return waited.status;
   const uint64_t arrived = now_ns();
@@ -94,9 +107,10 @@ Status dispatch_wait(Group& group, DispatchState& state) {
   for (uint32_t source = 0; source < group.geometry.num_ranks; ++source) {
     if (!(state.arrived >> source & 1)) continue;
     const uint64_t cell = load_cell(group.own(), Head::header(Op::kDispatch, state.bank, source));
-    const uint32_t tokens = cell_payload(cell) & ~kHasWeights;
+    const uint32_t tokens = cell_payload(cell) & kTokensMask;
     const bool has_weights = cell_payload(cell) & kHasWeights;
-    if (tokens > group.geometry.max_tokens || !read_source(group, state, source, tokens, has_weights)) {
+    if (!find_rows(group, state, source, cell_payload(cell)) || tokens > group.geometry.max_tokens ||
+        !read_source(group, state, source, tokens, has_weights)) {
       const Status status{Code::kViolation, Op::kDispatch,         Phase::kRecvHeader, group.rank,
                           source,           uint32_t(state.epoch), cell_epoch(cell)};
       abort_group(group, status);
@@ -121,11 +135,13 @@ void dispatch_expand(Group& group, DispatchState& state, const ExpandParams& par
 
   // 3. Every entry's row, in the order the rows lie in memory.
   for (const TokenRun& run : state.runs) {
-    const std::byte* row = group.own() + layout.row_at(state.bank, run.source, run.token);
+    const uint32_t gateway = state.gateways[run.source];
+    const std::byte* row = group.regions[gateway] + layout.row_at(state.bank, run.source, run.token);
     for (uint32_t i = run.first; i < run.first + run.count; ++i) {
       const Entry& entry = state.entries[i];
       if (params.view == View::kIndex) {
-        params.row_ids[entry.row] = int64_t(run.source) * layout.max_tokens + run.token;
+        params.row_ids[entry.row] =
+            group.first_rows[gateway] + int64_t(run.source) * layout.max_tokens + run.token;
         continue;
       }
       const uint64_t position = entry.row - uint64_t(state.offsets[entry.expert]);

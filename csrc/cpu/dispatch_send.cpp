@@ -3,6 +3,7 @@
 // Afterwards, for every unmasked rank d and token t of this rank s with an expert on d:
 //   d.rows[bank][s][t] = x[t] (quantised for FP8), d.meta[bank][s] = ids and weights of all tokens of s,
 //   d.header[bank][s] = (epoch, T), stored last with release.
+// Of the ranks of another host only one gets rows and meta, for all there; each gets its header.
 // Host obligations: none; x, ids and weights may be overwritten at once.
 // Cost: one read of x, one row written per (token, rank), T * K * 8 bytes of routing per rank.
 #include <bit>
@@ -79,11 +80,13 @@ Status dispatch_send(Group& group, const DispatchSendParams& params, DispatchSta
   state.bank = group.bank_of(state.epoch);
   banks.start(state.bank);
   const uint64_t peers = state.sent_to = group.unmasked();
+  const uint64_t targets = group.targets(peers, peers);
 
-  // 3. Routing of all tokens to all ranks, rows to the ranks that own an expert of theirs.
+  // 3. Routing of all tokens to all ranks, rows to the ranks that own an expert of theirs; once per other
+  // host.
   const uint64_t id_bytes = state.ids.size() * sizeof(int32_t);
   uint64_t remote = 0, local = 0;
-  for_each_peer(peers, group.rank, layout.num_ranks, [&](uint32_t peer) {
+  for_each_peer(targets, group.rank, layout.num_ranks, [&](uint32_t peer) {
     std::byte* region = group.regions[peer];
     const uint32_t place = group.places[peer];
     if (id_bytes != 0) std::memcpy(region + layout.ids_at(state.bank, place), state.ids.data(), id_bytes);
@@ -94,8 +97,9 @@ Status dispatch_send(Group& group, const DispatchSendParams& params, DispatchSta
   RowRuns runs(group, Op::kDispatch, state.bank, state.epoch, layout.row_pitch);
   for (uint32_t t = 0; t < params.tokens; ++t) {
     if (t == params.tokens / 2) group.faults.at(Op::kDispatch, Phase::kSendRows, state.epoch);
-    const uint64_t ranks = group.owners(state.ids.data() + size_t(t) * top_k) & peers;
-    if (ranks == 0) continue;
+    const uint64_t owners = group.owners(state.ids.data() + size_t(t) * top_k) & peers;
+    if (owners == 0) continue;
+    const uint64_t ranks = group.targets(owners, peers);
     write_row(group, params, state.bank, t, ranks);
     for (uint64_t far = ranks & group.remote; far != 0; far &= far - 1) runs.add(std::countr_zero(far), t);
     const uint64_t own = ranks >> group.rank & 1, bytes = layout.row_bytes + layout.scale_bytes;
@@ -106,9 +110,10 @@ Status dispatch_send(Group& group, const DispatchSendParams& params, DispatchSta
   // 4. One header to every rank, rows or none.
   group.faults.at(Op::kDispatch, Phase::kSendHeader, state.epoch);
   const uint32_t payload = params.tokens | (state.has_weights ? kHasWeights : 0);
-  for_each_peer(peers, group.rank, layout.num_ranks, [&](uint32_t peer) {
+  for_each_peer(targets, group.rank, layout.num_ranks, [&](uint32_t peer) {
     runs.flush(peer);
-    publish_header(group, Op::kDispatch, state.epoch, peer, payload);
+    const uint64_t readers = group.is_remote(peer) ? group.mates[peer] & peers : 1ull << peer;
+    publish_header(group, Op::kDispatch, state.epoch, peer, payload, readers);
   });
 
   state.send_ns = now_ns() - start;

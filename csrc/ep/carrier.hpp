@@ -41,8 +41,11 @@ class Carrier {
 
   // Between waiting(true) and waiting(false) the caller drives, and no other thread has to be woken for it.
   virtual void waiting(bool begins) = 0;
-  // Sleeps until something arrived since the last drive(), wake() is called or `ns` have passed.
+  // Sleeps until something arrived since the last drive(), somebody rings or `ns` have passed.
   virtual void sleep(uint64_t ns) = 0;
+  // Ends the sleep of a rank of this host.
+  virtual void ring(uint32_t rank) = 0;
+  // The same for this rank's own, and for the thread that sends.
   virtual void wake() = 0;
 
   // Bits of the peers to which something of this bank of the outbox is still on its way.

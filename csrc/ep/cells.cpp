@@ -22,6 +22,7 @@ constexpr uint32_t kNobody = 0;
 constexpr uint32_t kYields = 4;             // enough to let a runnable peer on the same core finish
 constexpr uint64_t kSliceNs = 100'000'000;  // longest sleep: heartbeats and signals are looked at after it
 constexpr uint32_t kPausesPerLook = 16;     // one look at the clock costs about as much as these
+constexpr uint64_t kQuietNs = 500'000'000;  // of a peer that no longer beats: several beats
 
 struct Doorbell {
   uint32_t word;
@@ -76,8 +77,8 @@ class Waiter {
       } else {
         if (const uint64_t late = expired(now)) {
           group_.statistics.timeouts.add(std::popcount(late));
-          if (!group_.timing.mask_on_timeout) return fail(missing(late, Code::kTimeout));
-          group_.masked.fetch_or(late, std::memory_order_acq_rel);
+          if (!group_.timing.mask_on_timeout) return fail(blame(late, now));
+          mask(late, now);
           continue;
         }
         if (group_.interrupted != nullptr && now >= ask_at_) {
@@ -132,6 +133,48 @@ class Waiter {
       if (now > alive && now - alive >= group_.timing.liveness_ns) late |= 1ull << peer;
     }
     return late;
+  }
+
+  // Whether a peer, which others may depend on, has stopped beating.
+  bool quiet(uint32_t peer, uint64_t now) const {
+    const uint64_t beat = heartbeat_of(group_, peer);
+    return peer != group_.rank && beat + std::min(kQuietNs, group_.timing.timeout_ns / 2) < now;
+  }
+
+  // Who takes in what this wait needs of a peer.
+  uint32_t gateway(uint32_t peer) const { return wait_.by_gateways ? group_.gateways[peer] : peer; }
+
+  // The error names not a peer that is late because of another one, but that one, if it no longer beats.
+  Status blame(uint64_t late, uint64_t now) const {
+    Status status = missing(late, Code::kTimeout);
+    uint64_t oldest = now;
+    for (uint64_t left = late; left != 0; left &= left - 1) {
+      const uint32_t peer = std::countr_zero(left);
+      for (const uint32_t suspect : {peer, gateway(peer)}) {
+        const uint64_t beat = heartbeat_of(group_, suspect);
+        if (!quiet(suspect, now) || beat >= oldest) continue;
+        oldest = beat;
+        status.peer = suspect;
+        status.seen = cell_epoch(cell_of(peer));
+      }
+    }
+    return status;
+  }
+
+  // The same where the group goes on: a source whose gateway is gone is left out this time, not masked.
+  void mask(uint64_t late, uint64_t now) {
+    uint64_t blamed = 0;
+    for (uint64_t left = late; left != 0; left &= left - 1) {
+      const uint32_t peer = std::countr_zero(left), by = gateway(peer);
+      const bool behind = by != peer && by != group_.rank;
+      if (behind && (!(group_.unmasked() >> by & 1) || quiet(by, now))) {
+        blamed |= 1ull << by;
+        pending_ &= ~(1ull << peer);
+      } else {
+        blamed |= 1ull << peer;
+      }
+    }
+    group_.masked.fetch_or(blamed, std::memory_order_acq_rel);
   }
 
   Status missing(uint64_t peers, Code code) const {
@@ -206,7 +249,8 @@ uint64_t cell_offset(const CellName& name, uint32_t writer) {
 void publish(Group& group, uint32_t peer, const CellName& name, uint32_t epoch, uint32_t payload) {
   if (!group.is_remote(peer)) {
     const uint64_t offset = cell_offset(name, group.rank);
-    publish_at(group.regions[peer], group.rank, offset, encode_cell(epoch, payload));
+    cell_at(group.regions[peer], offset).store(encode_cell(epoch, payload), std::memory_order_release);
+    if (sleeps_on(group.regions[peer], group.rank)) wake(group, peer);
     return;
   }
   group.carrier->push({name.notice, uint8_t(uint32_t(name.op) << 4 | name.bank), uint8_t(peer),
@@ -214,18 +258,19 @@ void publish(Group& group, uint32_t peer, const CellName& name, uint32_t epoch, 
   group.carrier->drive();
 }
 
-void publish_at(std::byte* region, uint32_t writer, uint64_t offset, uint64_t cell) {
-  cell_at(region, offset).store(cell, std::memory_order_release);
+bool sleeps_on(std::byte* region, uint32_t writer) {
   std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with Waiter::sleep(): cell first, then flag
-  Doorbell& bell = doorbell(region);
-  if (std::atomic_ref<uint32_t>(bell.sleeps_on).load(std::memory_order_relaxed) == writer + 1) ring(bell);
+  return std::atomic_ref<uint32_t>(doorbell(region).sleeps_on).load(std::memory_order_relaxed) == writer + 1;
 }
 
-void wake(std::byte* region) { ring(doorbell(region)); }
+void wake(Group& group, uint32_t peer) {
+  if (group.carrier != nullptr) return group.carrier->ring(peer);
+  ring(doorbell(group.regions[peer]));
+}
 
 void wake_self(Group& group) {
-  wake(group.own());
-  if (group.carrier != nullptr) group.carrier->wake();
+  if (group.carrier != nullptr) return group.carrier->wake();
+  ring(doorbell(group.own()));
 }
 
 Waited wait_for(Group& group, const Wait& wait) {
@@ -243,7 +288,6 @@ void abort_at(std::byte* region, uint32_t writer, uint32_t generation, const Sta
   // The writer's own line, written before the cell names it: nobody reads a half-written status.
   std::memcpy(region + Head::abort_status(writer), &status, sizeof status);
   cell.compare_exchange_strong(seen, encode_cell(generation, writer + 1), std::memory_order_acq_rel);
-  wake(region);
 }
 
 void abort_group(Group& group, const Status& status) {
@@ -253,6 +297,7 @@ void abort_group(Group& group, const Status& status) {
   for (uint32_t peer = 0; peer < group.geometry.num_ranks; ++peer) {
     if (!group.is_remote(peer)) {
       abort_at(group.regions[peer], group.rank, generation, status);
+      wake(group, peer);
     } else if (first) {
       std::memcpy(group.regions[peer] + Head::abort_status(peer), &status, sizeof status);
       group.carrier->push({Notice::kAbort, uint8_t(uint32_t(Op::kReset) << 4), uint8_t(peer),

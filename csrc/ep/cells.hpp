@@ -45,13 +45,13 @@ uint64_t cell_offset(const CellName& name, uint32_t writer);
 // peer's goes to the carrier.
 void publish(Group& group, uint32_t peer, const CellName& name, uint32_t epoch, uint32_t payload);
 
-// The first half of that, in a region of this host, in the name of any writer.
-void publish_at(std::byte* region, uint32_t writer, uint64_t offset, uint64_t cell);
+// Whether the owner of a region sleeps on this writer, whose cell has just been stored.
+bool sleeps_on(std::byte* region, uint32_t writer);
 
-// Makes the owner of a region look again, whomever it sleeps on.
-void wake(std::byte* region);
+// Makes a rank of this host look again, whomever it sleeps on.
+void wake(Group& group, uint32_t peer);
 
-// The same for this rank's own wait, also one that sleeps in the carrier.
+// The same for this rank's own wait, from any thread.
 void wake_self(Group& group);
 
 struct Wait {
@@ -64,6 +64,7 @@ struct Wait {
   bool at_least = false;        // a newer epoch has arrived too (consumed counters)
   bool by_liveness = false;     // wait as long as the peers' heartbeats go on ...
   uint64_t limit_ns = 0;        // ... but no longer than this; 0 = no limit
+  bool by_gateways = false;     // what comes from other hosts is taken in by ranks of this one
   bool ignore_abort = false;    // reset only
   uint64_t* wait_ns = nullptr;  // [rank] += how long this wait lasted for each
 };
@@ -79,7 +80,7 @@ Waited wait_for(Group& group, const Wait& wait);
 // Sets the sticky abort of all ranks to `status` (first writer wins) and wakes them.
 void abort_group(Group& group, const Status& status);
 
-// The same for one region of this host, in the name of any writer.
+// The same for one region of this host, in the name of any writer; nobody is woken.
 void abort_at(std::byte* region, uint32_t writer, uint32_t generation, const Status& status);
 
 // kAborted with the origin's fields if the group is aborted, else kOk.

@@ -28,11 +28,13 @@ Group::Group(const Geometry& g, uint32_t rank_, const int32_t* placement, const 
       geometry(g),
       layout(Layout::of(g)),
       rank(rank_),
+      readable(1ull << rank_),
       owner(placement, placement + g.num_experts),
       local_index(g.num_experts, -1),
       local_experts(count_owned(g, rank_, placement)),
       timing(t),
       statistics(local_experts) {
+  for (uint32_t r = 0; r < g.num_ranks; ++r) gateways[r] = uint8_t(r);
   int32_t next = 0;
   for (uint32_t e = 0; e < g.num_experts; ++e)
     if (owner[e] == int32_t(rank)) local_index[e] = next++;
@@ -49,6 +51,32 @@ void Group::add_remote(uint32_t peer, std::byte* outbox, const uint64_t* heartbe
   places[peer] = peer;
   heartbeats[peer] = heartbeat;
   remote |= 1ull << peer;
+}
+
+void Group::share_rows(const std::vector<uint32_t>& hosts) {
+  for (uint32_t r = 0; r < geometry.num_ranks; ++r) {
+    mates[r] = 0;
+    for (uint32_t other = 0; other < geometry.num_ranks; ++other)
+      if (hosts[other] == hosts[r]) mates[r] |= 1ull << other;
+    // Neighbours take different gateways, and so do the hosts where each has one rank.
+    turns[r] = hosts[r] + uint32_t(std::popcount(mates[r] & ((1ull << r) - 1)));
+  }
+  readable = mates[rank];
+  const std::byte* first = readable_regions().first;
+  for (uint64_t left = readable; left != 0; left &= left - 1) {
+    const uint32_t mate = std::countr_zero(left);
+    first_rows[mate] = (regions[mate] - first) / int64_t(layout.row_pitch);
+  }
+  choose_gateways();
+}
+
+void Group::choose_gateways() {
+  for (uint32_t source = 0; source < geometry.num_ranks; ++source)
+    gateways[source] = uint8_t(is_remote(source) ? gateway(source, readable & unmasked()) : source);
+}
+
+std::pair<std::byte*, std::byte*> Group::readable_regions() const {
+  return {regions[std::countr_zero(readable)], regions[63 - std::countl_zero(readable)]};
 }
 
 namespace {
@@ -120,9 +148,17 @@ void consume(Group& group, Op op, uint64_t epoch) {
   });
 }
 
-void publish_header(Group& group, Op op, uint64_t epoch, uint32_t peer, uint32_t payload) {
-  if (group.faults.drops(op, Phase::kSendHeader, epoch, peer)) return;
-  publish(group, peer, {Notice::kHeader, op, group.bank_of(epoch)}, uint32_t(epoch), payload);
+void publish_header(Group& group, Op op, uint64_t epoch, uint32_t peer, uint32_t payload, uint64_t readers) {
+  const uint32_t bank = group.bank_of(epoch);
+  for (uint64_t left = readers; left != 0; left &= left - 1)
+    if (group.faults.drops(op, Phase::kSendHeader, epoch, uint32_t(std::countr_zero(left))))
+      readers &= ~(left & -left);
+  if (readers == 0) return;
+  if (group.is_remote(peer)) {
+    std::byte* cell = group.regions[peer] + Head::header(op, bank, group.places[peer]);
+    std::memcpy(cell + sizeof(uint64_t), &readers, sizeof readers);
+  }
+  publish(group, peer, {Notice::kHeader, op, bank}, uint32_t(epoch), payload);
 }
 
 Status all_gather(Group& group, const void* record, uint32_t length, uint64_t limit_ns, std::byte* out,
@@ -206,6 +242,7 @@ Status reset(Group& group, uint64_t dead) {
   epoch = align_up(epoch + 2 * kMaxBanks, kMaxBanks);
   for (Banks& banks : group.banks) banks.reset(epoch);
   group.vote_epoch = epoch;
+  group.choose_gateways();
   ++group.generation;
   cell_at(group.own(), Head::kIdentity).store(group.generation, std::memory_order_release);
   return {};

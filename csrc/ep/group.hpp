@@ -3,9 +3,11 @@
 
 #include <array>
 #include <atomic>
+#include <bit>
 #include <cstddef>
 #include <cstdint>
 #include <mutex>
+#include <utility>
 #include <vector>
 
 #include "ep/carrier.hpp"
@@ -59,10 +61,17 @@ struct Group {
   std::array<std::byte*, kMaxRanks> regions{};  // memory that this rank writes for each peer, and its own
   std::array<uint32_t, kMaxRanks> places{};     // this rank's number in the region of each peer
   std::array<const uint64_t*, kMaxRanks> heartbeats{};
-  Carrier* carrier = nullptr;        // of what is written for ranks of other hosts
-  uint64_t remote = 0;               // bit per rank that it carries for
-  std::vector<int32_t> owner;        // [E] rank
-  std::vector<int32_t> local_index;  // [E] position among this rank's experts, -1 elsewhere
+  Carrier* carrier = nullptr;  // of what is written for ranks of other hosts
+  uint64_t remote = 0;         // bit per rank that it carries for
+  // Of each rank: bits of the ranks on its host, its number among them, and the rank of this host that
+  // brought its rows here last, itself where it is on this host.
+  std::array<uint64_t, kMaxRanks> mates{};
+  std::array<uint32_t, kMaxRanks> turns{};
+  std::array<uint8_t, kMaxRanks> gateways{};
+  uint64_t readable;  // bit per rank of this host whose region may hold rows for this one
+  std::array<int64_t, kMaxRanks> first_rows{};  // of each: rows from the first one's region to it
+  std::vector<int32_t> owner;                   // [E] rank
+  std::vector<int32_t> local_index;             // [E] position among this rank's experts, -1 elsewhere
   uint32_t local_experts;
   Timing timing;
 
@@ -83,6 +92,28 @@ struct Group {
   void add_local(uint32_t peer, std::byte* region);
   // `outbox`: a region of this host, one for all remote peers; what is for `peer` lies there as if from it.
   void add_remote(uint32_t peer, std::byte* outbox, const uint64_t* heartbeat);
+  // hosts: [R] host of each rank. Rows from other hosts come to one rank of this host, for all ranks here.
+  // All ranks have been added; regions of this host are whole rows apart.
+  void share_rows(const std::vector<uint32_t>& hosts);
+  void choose_gateways();                                      // of those that are not masked
+  std::pair<std::byte*, std::byte*> readable_regions() const;  // the first and the last
+
+  // The rank among `ranks` of one other host that takes rows of `source` in for all of them.
+  uint32_t gateway(uint32_t source, uint64_t ranks) const {
+    for (uint32_t skip = turns[source] % uint32_t(std::popcount(ranks)); skip != 0; --skip)
+      ranks &= ranks - 1;
+    return uint32_t(std::countr_zero(ranks));
+  }
+  // To whom rows for `ranks` are written: those of this host, and one for each other host.
+  uint64_t targets(uint64_t ranks, uint64_t peers) const {
+    uint64_t to = ranks & ~remote;
+    for (uint64_t far = ranks & remote; far != 0;) {
+      const uint64_t host = mates[std::countr_zero(far)];
+      to |= 1ull << gateway(rank, host & peers);
+      far &= ~host;
+    }
+    return to;
+  }
   uint64_t all() const { return geometry.num_ranks == 64 ? ~0ull : (1ull << geometry.num_ranks) - 1; }
   uint64_t unmasked() const { return all() & ~masked.load(std::memory_order_acquire); }
   uint32_t bank_of(uint64_t epoch) const { return uint32_t(epoch) & (geometry.num_banks - 1); }
@@ -112,8 +143,9 @@ Status open_bank(Group& group, Op op);
 // Marks an epoch as read here and tells all senders how far they may go.
 void consume(Group& group, Op op, uint64_t epoch);
 
-// Writes this rank's header cell of (op, epoch) to each peer of the mask that no fault drops.
-void publish_header(Group& group, Op op, uint64_t epoch, uint32_t peer, uint32_t payload);
+// Writes this rank's header cell of (op, epoch) to a peer; to one on another host with the bits of the ranks
+// there that it is for. Not for those that a fault leaves out.
+void publish_header(Group& group, Op op, uint64_t epoch, uint32_t peer, uint32_t payload, uint64_t readers);
 
 // The vote: one record of up to 64 bytes from every rank. `out`: [R] records of kVoteBytes, `lengths`: [R].
 // limit_ns: how long to wait for a rank that lives; 0 = for ever.

@@ -224,13 +224,15 @@ struct DeviceHandle {
   }
 };
 
-// A group's memory on one host: a page that says what it is, then the regions in rank order.
+// A group's memory on one host: a page that says what it is, then the regions of the host's ranks in rank
+// order, `pitch` bytes apart.
 struct GroupPage {
   static constexpr uint64_t kMagic = 0x0031'5045'5645'5345;
-  static constexpr uint32_t kVersion = 1;
+  static constexpr uint32_t kVersion = 2;
   uint64_t magic;
   uint32_t version;
-  uint32_t reserved;
+  uint32_t regions;
+  uint64_t pitch;
   Geometry geometry;
 
   EP_HOST_DEVICE static constexpr uint64_t region(const Layout& l, uint32_t rank) {

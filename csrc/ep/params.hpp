@@ -13,7 +13,13 @@
 
 namespace ep {
 
-constexpr uint32_t kHasWeights = 1u << 31;  // in the payload of a dispatch header, above the token count
+// The payload of a dispatch header: tokens, then the rank of this host in whose region the rows of a source
+// on another host are, then whether there are weights.
+constexpr uint32_t kHasWeights = 1u << 31, kGatewayShift = 25, kTokensMask = (1u << kGatewayShift) - 1;
+constexpr uint32_t gateway_of(uint32_t payload) { return payload >> kGatewayShift & (kMaxRanks - 1); }
+
+// In the payload of a combine header, above the reduction: the dispatch that it answers never arrived here.
+constexpr uint32_t kNoDispatch = 1u << 31;
 
 enum class View : uint32_t { kCompact, kPadded, kIndex };
 
@@ -56,6 +62,7 @@ struct DispatchState {
   std::vector<float> weights;  // [T, K], empty without weights
   // receiving side
   uint64_t arrived = 0;
+  std::array<uint8_t, kMaxRanks> gateways{};  // rank of this host whose region holds the rows of each source
   bool sources_have_weights = true;
   std::vector<Entry> entries;    // (source, token, k) order
   std::vector<TokenRun> runs;    // (source, token) order

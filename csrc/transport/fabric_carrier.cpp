@@ -35,47 +35,41 @@ uint32_t most_arrivals(const Geometry& g) {
   return uint32_t(std::min<uint64_t>((kBankedOps * g.num_banks * operation + 64) * g.num_ranks, 1 << 18));
 }
 
-void ring(int fd) {
-  const uint64_t one = 1;
-  while (write(fd, &one, sizeof one) < 0 && errno == EINTR) {
-  }
-}
-
 }  // namespace
 
-FabricMemory::FabricMemory(const Geometry& g)
-    : inbound(Layout::of(g).total + Inbox{g.num_ranks, g.num_banks}.bytes()),
-      outbound(Layout::of(g).total + kLetters * kLetterPitch) {}
-
-FabricCarrier::FabricCarrier(Group& group, const Options& options)
+FabricCarrier::FabricCarrier(Group& group, const Options& options, const Share& share)
     : group_(group),
-      memory_(std::make_shared<FabricMemory>(group.geometry)),
+      memory_(std::make_shared<FabricMemory>(group, share)),
+      bells_(group.rank, share),
+      shared_(share.ranks_of(group.rank).size() > 1),
       library_(options.library),
       endpoint_(library_, options,
-                {.inbound = {memory_->inbound.begin(), memory_->inbound.bytes()},
-                 .outbound = {memory_->outbound.begin(), memory_->outbound.bytes()},
+                {.inbound = memory_->inbound(),
+                 .outbound = {memory_->outbox(), memory_->outbox_bytes()},
                  .peers = group.geometry.num_ranks,
                  .max_arrivals = most_arrivals(group.geometry)}),
-      outgoing_(group, endpoint_, memory_->outbound.begin(), memory_->outbound.begin() + group.layout.total),
-      incoming_(group, memory_->inbound.begin() + group.layout.total),
-      waiter_{eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)},
+      outgoing_(group, endpoint_, memory_->outbox(), memory_->outbox() + group.layout.total),
+      incoming_(group, memory_->inbound().begin + group.layout.total),
+      waiter_{bells_.own()},
       sender_{eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)} {
   for (uint32_t peer = 0; peer < group.geometry.num_ranks; ++peer) {
-    if (peer == group.rank) {
-      group.add_local(peer, memory_->inbound.begin());
+    if (share.hosts[peer] == share.hosts[group.rank]) {
+      group.add_local(peer, memory_->region(peer));
     } else {
-      group.add_remote(peer, memory_->outbound.begin(), incoming_.heartbeat(peer));
+      group.add_remote(peer, memory_->outbox(), incoming_.heartbeat(peer));
     }
   }
+  group.share_rows(share.hosts);
+  group.generation = load_cell(group.own(), Head::kIdentity);
   group.carrier = this;
+  if (shared_) heartbeat_ = std::make_unique<shm::Heartbeat>(memory_, group.own());
 }
 
 FabricCarrier::~FabricCarrier() {
   stop_ = true;
-  ring(sender_.fd);
+  ring_bell(sender_.fd);
   if (thread_.joinable()) thread_.join();
   group_.carrier = nullptr;
-  ::close(waiter_.fd);
   ::close(sender_.fd);
 }
 
@@ -139,6 +133,15 @@ void FabricCarrier::close(uint64_t linger_ns) {
   const uint64_t deadline = now_ns() + (aborted(group_) ? std::min(linger_ns, kAbortedLingerNs) : linger_ns);
   waiting(true);
   uint64_t peers = 0;
+  const auto sent = [&] {
+    const std::lock_guard lock(driving_);
+    return outgoing_.delivered(group_.remote & group_.unmasked() & ~lost_) && queue_.empty();
+  };
+  // A good-bye says that all before it has arrived: ranks behind a gateway depend on it.
+  while (!sent() && now_ns() < deadline) {
+    drive();
+    sleep(kRetryNs);
+  }
   {
     const std::lock_guard lock(driving_);
     closing_ = true;
@@ -210,7 +213,7 @@ void FabricCarrier::drive() {
   }
   seen_ = arrived_.load(std::memory_order_acquire);
   std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with rest(): queued first, then look
-  if (pending && resting_.load(std::memory_order_relaxed)) ring(sender_.fd);
+  if (pending && resting_.load(std::memory_order_relaxed)) ring_bell(sender_.fd);
 }
 
 bool FabricCarrier::step(uint64_t now) {
@@ -270,7 +273,11 @@ void FabricCarrier::beat(uint64_t now) {
 
 // -- sleeping ----------------------------------------------------------------------------------------------
 
-void FabricCarrier::waiting(bool begins) { waiting_.store(begins, std::memory_order_release); }
+void FabricCarrier::waiting(bool begins) {
+  waiting_.store(begins, std::memory_order_seq_cst);  // pairs with stands_aside()
+  // The other ranks of this host may need what comes in while this one computes.
+  if (!begins && shared_ && aside_.load(std::memory_order_seq_cst)) ring_bell(sender_.fd);
+}
 
 void FabricCarrier::sleep(uint64_t ns) {
   bool quiet = false, pending = false;
@@ -285,9 +292,11 @@ void FabricCarrier::sleep(uint64_t ns) {
   asleep_.store(false, std::memory_order_relaxed);
 }
 
+void FabricCarrier::ring(uint32_t rank) { bells_.ring(rank); }
+
 void FabricCarrier::wake() {
-  ring(waiter_.fd);
-  ring(sender_.fd);
+  ring_bell(waiter_.fd);
+  ring_bell(sender_.fd);
 }
 
 void FabricCarrier::nap(Sleeper& sleeper, uint64_t ns, bool on_network) {
@@ -320,19 +329,26 @@ void FabricCarrier::rest() {
   resting_.store(false, std::memory_order_relaxed);
 }
 
+// Leaves the network to the rank for a while, if it waits; if it is alone, also if it drove lately.
+bool FabricCarrier::stands_aside() {
+  aside_.store(true, std::memory_order_seq_cst);
+  const bool aside = waiting_.load(std::memory_order_seq_cst) ||
+                     (!shared_ && now_ns() - drove_.load(std::memory_order_relaxed) < kRecentNs);
+  if (aside) nap(sender_, kAsideNs, false);
+  aside_.store(false, std::memory_order_relaxed);
+  return aside;
+}
+
 void FabricCarrier::run() {
   while (!stop_.load(std::memory_order_acquire)) {
-    if (waiting_.load(std::memory_order_acquire) || now_ns() - drove_.load() < kRecentNs) {
-      nap(sender_, kAsideNs, false);
-      continue;
-    }
+    if (stands_aside()) continue;
     bool moved;
     const uint64_t before = arrived_.load();
     {
       const std::lock_guard lock(driving_);
       moved = step(now_ns());
     }
-    if (asleep_.load(std::memory_order_seq_cst) && arrived_.load() != before) ring(waiter_.fd);
+    if (asleep_.load(std::memory_order_seq_cst) && arrived_.load() != before) ring_bell(waiter_.fd);
     if (moved) {
       sender_.idle_wakes = 0;
     } else {

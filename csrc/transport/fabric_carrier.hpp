@@ -19,16 +19,11 @@
 
 namespace ep::fabric {
 
-// A rank's region with the inbox behind it, and its outbox with the letters behind it.
-struct FabricMemory {
-  explicit FabricMemory(const Geometry& geometry);
-  Pages inbound, outbound;
-};
-
 class FabricCarrier : public Carrier {
  public:
-  // Enters all ranks but its own into the group as remote. Throws FabricError.
-  FabricCarrier(Group& group, const Options& options);
+  // Enters all ranks into the group, those of other hosts as remote. Throws FabricError,
+  // std::invalid_argument where the share is not of this group, std::system_error.
+  FabricCarrier(Group& group, const Options& options, const Share& share);
   ~FabricCarrier() override;
 
   const std::string& description() const { return endpoint_.description(); }
@@ -50,6 +45,7 @@ class FabricCarrier : public Carrier {
   void drive() override;
   void waiting(bool begins) override;
   void sleep(uint64_t ns) override;
+  void ring(uint32_t rank) override;
   void wake() override;
   uint64_t leased(Op op, uint32_t bank) const override { return outgoing_.leased(op, bank); }
 
@@ -71,10 +67,13 @@ class FabricCarrier : public Carrier {
   };
   void nap(Sleeper& sleeper, uint64_t ns, bool on_network);
   void rest();
+  bool stands_aside();
   void run();
 
   Group& group_;
   const std::shared_ptr<FabricMemory> memory_;
+  const Bells bells_;
+  const bool shared_;  // other ranks of this host depend on what this one takes in
   const Library library_;
   Endpoint endpoint_;
   CommandQueue queue_;
@@ -92,8 +91,10 @@ class FabricCarrier : public Carrier {
   std::atomic<uint64_t> drove_{0};    // when it did so last
   std::atomic<bool> asleep_{false};   // ... in sleep()
   std::atomic<bool> resting_{false};  // the thread sleeps on the network
+  std::atomic<bool> aside_{false};    // ... or leaves the network to the rank
   std::atomic<bool> stop_{false};
   Sleeper waiter_, sender_;
+  std::unique_ptr<shm::Heartbeat> heartbeat_;  // for the ranks of this host
   std::thread thread_;
 };
 

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "ep/cells.hpp"
+#include "ep/params.hpp"
 
 namespace ep::fabric {
 
@@ -67,28 +68,40 @@ void Incoming::count(const Immediate& immediate) {
     ++arrival.chunks;
   } else {
     const Letter said = letter(immediate);
+    const uint32_t taken_in = Op(immediate.op) == Op::kDispatch ? group_.rank << kGatewayShift : 0;
     arrival.letter = true;
     arrival.expected = said.chunks;
-    arrival.cell = encode_cell(said.epoch, said.payload);
+    arrival.cell = encode_cell(said.epoch, said.payload | taken_in);
+    std::memcpy(&arrival.readers, said.data, sizeof arrival.readers);
   }
   if (!arrival.letter || arrival.chunks != arrival.expected) return;
-  const uint64_t cell = arrival.cell;
+  const auto [cell, readers] = std::pair(arrival.cell, arrival.readers & group_.readable);
   arrival = {.generation = immediate.generation};
-  advance(immediate.source, Head::header(Op(immediate.op), immediate.value, immediate.source), cell);
+  const uint64_t offset = Head::header(Op(immediate.op), immediate.value, immediate.source);
+  for_each_peer(readers, group_.rank, group_.geometry.num_ranks,
+                [&, cell = cell](uint32_t reader) { advance(reader, immediate.source, offset, cell); });
 }
 
 bool Incoming::newer(uint64_t offset, uint32_t epoch) const {
   return int32_t(epoch - cell_epoch(load_cell(group_.own(), offset))) > 0;
 }
 
-void Incoming::advance(uint32_t source, uint64_t offset, uint64_t cell) {
-  if (newer(offset, cell_epoch(cell))) publish_at(group_.own(), source, offset, cell);
+void Incoming::advance(uint32_t rank, uint32_t source, uint64_t offset, uint64_t cell) {
+  std::byte* region = group_.regions[rank];
+  const auto at = cell_at(region, offset);
+  uint64_t seen = at.load(std::memory_order_acquire);
+  do {
+    if (int32_t(cell_epoch(cell) - cell_epoch(seen)) <= 0) return;
+  } while (!at.compare_exchange_weak(seen, cell, std::memory_order_acq_rel));
+  // This rank's own sleep is the carrier's: whoever drives knows that something came.
+  if (rank != group_.rank && sleeps_on(region, source)) wake(group_, rank);
 }
 
 void Incoming::consumed(const Immediate& immediate, uint32_t last_epoch) {
   if (later(immediate.generation, uint32_t(group_.generation) % Immediate::kGenerations) < 0) return;
   const uint32_t epoch = widen(immediate.value, last_epoch);
-  advance(immediate.source, Head::consumed(Op(immediate.op), immediate.source), encode_cell(epoch, 0));
+  advance(group_.rank, immediate.source, Head::consumed(Op(immediate.op), immediate.source),
+          encode_cell(epoch, 0));
 }
 
 void Incoming::vote(const Immediate& immediate) {
@@ -96,7 +109,7 @@ void Incoming::vote(const Immediate& immediate) {
   const uint64_t slot = Head::vote(immediate.value, immediate.source);
   if (!newer(slot, said.epoch)) return;
   std::memcpy(group_.own() + slot + kLine, said.data, said.length);
-  publish_at(group_.own(), immediate.source, slot, encode_cell(said.epoch, said.payload));
+  advance(group_.rank, immediate.source, slot, encode_cell(said.epoch, said.payload));
 }
 
 void Incoming::join(const Immediate& immediate) {
@@ -104,7 +117,7 @@ void Incoming::join(const Immediate& immediate) {
   const uint64_t line = Head::join(immediate.value, immediate.source);
   if (!newer(line, said.epoch)) return;
   std::memcpy(group_.own() + line + sizeof(uint64_t), said.data, sizeof(uint64_t));
-  publish_at(group_.own(), immediate.source, line, encode_cell(said.epoch, 0));
+  advance(group_.rank, immediate.source, line, encode_cell(said.epoch, 0));
 }
 
 void Incoming::abort(const Immediate& immediate) {

@@ -1,5 +1,6 @@
-// The receiving half: immediates are counted until an operation's rows are all here, then its cell is set in
-// this rank's own region, in the name of the source. Called by whoever drives.
+// The receiving half: immediates are counted until an operation's rows are all here, then its cell is set, in
+// the name of the source: in this rank's own region, and in those of the ranks of this host that read the
+// rows here. Called by whoever drives.
 #pragma once
 
 #include <array>
@@ -33,6 +34,7 @@ class Incoming {
     bool letter = false;
     uint32_t expected = 0;
     uint64_t cell = 0;
+    uint64_t readers = 0;  // bit per rank that the rows are for
   };
 
   void count(const Immediate& immediate);
@@ -43,7 +45,8 @@ class Incoming {
   Letter letter(const Immediate& immediate) const;
   // Messages may overtake one another: a cell never goes back to an older epoch.
   bool newer(uint64_t offset, uint32_t epoch) const;
-  void advance(uint32_t source, uint64_t offset, uint64_t cell);
+  // Stores it into the region of a rank of this host, unless it is newer there.
+  void advance(uint32_t rank, uint32_t source, uint64_t offset, uint64_t cell);
 
   Group& group_;
   std::byte* const inbox_;

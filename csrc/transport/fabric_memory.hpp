@@ -1,13 +1,20 @@
-// Memory of one process that a network card may read and write.
+// Memory of one rank that a network card may read and write: pages of its own, or its part of what the ranks
+// of its host share.
 #pragma once
 
 #include <sys/mman.h>
 
+#include <array>
 #include <cstddef>
 #include <cstdint>
+#include <memory>
 #include <new>
+#include <optional>
+#include <vector>
 
-#include "ep/layout.hpp"
+#include "ep/group.hpp"
+#include "transport/fabric_endpoint.hpp"
+#include "transport/shm.hpp"
 
 namespace ep::fabric {
 
@@ -31,5 +38,58 @@ class Pages {
   std::byte* begin_;
   uint64_t bytes_;
 };
+
+// What the ranks of one host share. Descriptors stay the caller's.
+struct Share {
+  std::vector<uint32_t> hosts;  // [R] host of each rank
+  int segment = -1;             // with a region per rank of this host; -1: the rank is alone on its host
+  std::vector<int> bells;       // eventfd of each rank of this host
+
+  std::vector<uint32_t> ranks_of(uint32_t rank) const;  // of the same host, ascending
+  static Share alone(uint32_t num_ranks);
+};
+
+// The regions of `ranks` ranks of one host, each with its inbox behind it. They are whole rows apart, so that
+// one tensor shows the rows of all.
+shm::Regions host_regions(const Geometry& geometry, uint32_t ranks);
+
+// A rank's region with the inbox behind it, those of the other ranks of its host, and its outbox with the
+// letters behind it.
+class FabricMemory {
+ public:
+  // Throws std::invalid_argument where the share is not of this group, std::system_error, std::bad_alloc.
+  FabricMemory(const Group& group, const Share& share);
+
+  std::byte* region(uint32_t rank) const { return regions_[rank]; }  // of a rank of this host
+  Memory inbound() const { return {regions_[rank_], inbound_bytes_}; }
+  std::byte* outbox() const { return outbound_.begin(); }
+  uint64_t outbox_bytes() const { return outbound_.bytes(); }
+
+ private:
+  const uint32_t rank_;
+  const uint64_t inbound_bytes_;
+  Pages outbound_;
+  std::optional<Pages> alone_;
+  std::optional<shm::Segment> segment_;
+  std::array<std::byte*, kMaxRanks> regions_{};
+};
+
+// The eventfds on which the ranks of one host sleep. Throws std::system_error.
+class Bells {
+ public:
+  Bells(uint32_t rank, const Share& share);
+  ~Bells();
+  Bells(const Bells&) = delete;
+  Bells& operator=(const Bells&) = delete;
+
+  int own() const { return bells_[rank_]; }
+  void ring(uint32_t rank) const;
+
+ private:
+  const uint32_t rank_;
+  std::array<int, kMaxRanks> bells_;
+};
+
+void ring_bell(int fd);
 
 }  // namespace ep::fabric

@@ -155,7 +155,10 @@ Outgoing::Result Outgoing::post_letter(Queued& queued) {
   const auto take = [&](uint64_t offset, uint32_t length) {
     std::memcpy(letter.data, outbox_ + offset, letter.length = length);
   };
-  if (queued.kind == Kind::kLetter) letter.chunks = chunks(c).count;
+  if (queued.kind == Kind::kLetter) {
+    letter.chunks = chunks(c).count;
+    take(Head::header(c.op(), c.bank(), c.peer) + sizeof(uint64_t), sizeof(uint64_t));
+  }
   if (queued.kind == Kind::kVote) take(Head::vote(c.bank(), c.peer) + kLine, std::min(c.first, kVoteBytes));
   if (queued.kind == Kind::kJoin) take(Head::join(c.bank(), c.peer) + sizeof(uint64_t), sizeof(uint64_t));
   if (queued.kind == Kind::kAbort) take(Head::abort_status(c.peer), sizeof(Status));
@@ -226,6 +229,12 @@ void Outgoing::forget(uint32_t peer) {
 bool Outgoing::idle() const {
   for (uint64_t left = group_.remote; left != 0; left &= left - 1)
     if (!peers_[std::countr_zero(left)].queue.empty()) return false;
+  return true;
+}
+
+bool Outgoing::delivered(uint64_t peers) const {
+  for (; peers != 0; peers &= peers - 1)
+    if (!idle(uint32_t(std::countr_zero(peers)))) return false;
   return true;
 }
 

@@ -41,7 +41,8 @@ class Outgoing {
   void forget(uint32_t peer);
   void remember(uint32_t peer) { peers_[peer].forgotten = false; }
 
-  bool idle() const;  // nothing queued
+  bool idle() const;                     // nothing queued
+  bool delivered(uint64_t peers) const;  // nothing queued or in flight to any of them
   bool idle(uint32_t peer) const { return peers_[peer].queue.empty() && peers_[peer].in_flight == 0; }
   uint64_t stuck(uint64_t now, uint64_t limit_ns) const;  // bits of peers that took nothing for so long
   // The last epoch of an operation that this rank sent to a peer: what it can have consumed is near.

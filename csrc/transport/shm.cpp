@@ -33,8 +33,8 @@ std::byte* map(int fd, uint64_t bytes) {
 
 }  // namespace
 
-int create(const Geometry& geometry) {
-  const uint64_t bytes = GroupPage::bytes(Layout::of(geometry));
+int create(const Geometry& geometry, const Regions& regions) {
+  const uint64_t bytes = regions.bytes();
   const int fd = memfd_create("ep_server_exchange", MFD_CLOEXEC);
   if (fd < 0) raise_errno(errno, "memfd_create");
   // All pages now: running out of memory is an error here, not a bus error in the middle of an operation.
@@ -43,7 +43,7 @@ int create(const Geometry& geometry) {
     close(fd);
     raise_errno(error, "fallocate");
   }
-  const GroupPage page{GroupPage::kMagic, GroupPage::kVersion, 0, geometry};
+  const GroupPage page{GroupPage::kMagic, GroupPage::kVersion, regions.count, regions.pitch, geometry};
   if (pwrite(fd, &page, sizeof page, 0) != ssize_t(sizeof page)) {
     const int failed = errno;
     close(fd);
@@ -59,16 +59,16 @@ Segment::Segment(int fd) {
   if (pread(fd, &page, sizeof page, 0) != ssize_t(sizeof page) || page.magic != GroupPage::kMagic ||
       page.version != GroupPage::kVersion)
     throw std::invalid_argument("the descriptor is not an exchange segment of this version");
-  bytes_ = GroupPage::bytes(Layout::of(page.geometry));
-  if (uint64_t(info.st_size) != bytes_)
+  const Regions regions{page.regions, page.pitch};
+  bytes_ = regions.bytes();
+  if (uint64_t(info.st_size) != bytes_ || regions.pitch < Layout::of(page.geometry).total)
     throw std::invalid_argument("the exchange segment has an unexpected size");
   base_ = map(fd, bytes_);
 }
 
 Segment::~Segment() { munmap(base_, bytes_); }
 
-Heartbeat::Heartbeat(std::shared_ptr<Segment> segment, uint32_t rank) : segment_(std::move(segment)) {
-  std::byte* region = segment_->region(rank);
+Heartbeat::Heartbeat(std::shared_ptr<void> memory, std::byte* region) : memory_(std::move(memory)) {
   cell_at(region, Head::kHeartbeat).store(now_ns(), std::memory_order_relaxed);
   // Signals belong to the process's own threads.
   sigset_t all, before;

@@ -13,9 +13,22 @@
 
 namespace ep::shm {
 
+// What a segment holds behind its page. pitch: bytes from one region to the next, whole pages.
+struct Regions {
+  uint32_t count;
+  uint64_t pitch;
+
+  uint64_t bytes() const { return kPage + count * pitch; }
+};
+
+// Of a group that is all on one host.
+inline Regions whole_group(const Geometry& geometry) {
+  return {geometry.num_ranks, Layout::of(geometry).total};
+}
+
 // Creates the segment with all its pages and writes the group page. Returns the descriptor, close-on-exec.
 // Throws std::system_error; ENOSPC and ENOMEM mean that the host has not enough memory.
-int create(const Geometry& geometry);
+int create(const Geometry& geometry, const Regions& regions);
 
 // A mapped segment; the memory stays mapped until the last owner of this object is gone.
 class Segment {
@@ -28,9 +41,9 @@ class Segment {
   Segment& operator=(const Segment&) = delete;
 
   const GroupPage& page() const { return *reinterpret_cast<const GroupPage*>(base_); }
-  std::byte* region(uint32_t rank) const {
-    return base_ + GroupPage::region(Layout::of(page().geometry), rank);
-  }
+  // number: among the ranks of this host.
+  std::byte* region(uint32_t number) const { return base_ + kPage + number * page().pitch; }
+  const std::byte* base() const { return base_; }
   uint64_t bytes() const { return bytes_; }
 
  private:
@@ -42,11 +55,12 @@ class Segment {
 // goes on while it computes.
 class Heartbeat {
  public:
-  explicit Heartbeat(std::shared_ptr<Segment> segment, uint32_t rank);
+  // memory: what the region is part of.
+  Heartbeat(std::shared_ptr<void> memory, std::byte* region);
   ~Heartbeat();
 
  private:
-  std::shared_ptr<Segment> segment_;
+  std::shared_ptr<void> memory_;
   std::mutex mutex_;
   std::condition_variable stop_asked_;
   bool stop_ = false;

@@ -41,7 +41,9 @@ class View(StrEnum):
 
     COMPACT = "compact"  # [N, H] rows ordered by (local expert, source rank, source token)
     PADDED = "padded"  # [E_local, R * max_tokens, H], counts[e] valid rows each, same order inside an expert
-    INDEX = "index"  # no copy: [R * max_tokens, H] region of deduplicated rows + row ids per (expert, entry)
+    # No copy: [R * max_tokens, H] region of deduplicated rows + row ids per (expert, entry); more rows, also
+    # of other ranks, where those of a host share what came over a network.
+    INDEX = "index"
 
 
 @dataclass(frozen=True, slots=True)

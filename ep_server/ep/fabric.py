@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 from ep_server import _C
 from ep_server.ep.exchange import ExchangeSpec
-from ep_server.ep.geometry import geometry_of
+from ep_server.ep.geometry import check_segment, geometry_of
+from ep_server.ep.host_share import HostShare, check_hosts
 from ep_server.ep.native import NativeExchange
 from ep_server.ep.waiting import Waiting
 from ep_server.errors import ConfigError, StartupError
@@ -96,20 +97,22 @@ class FabricExchange(NativeExchange):
 
     Args:
         spec: this rank's; all other fields are the same on all ranks.
+        share: what the ranks of this host share; None = every rank is a host of its own. Its descriptors stay
+          the caller's, who may close them.
     Raises: ConfigError; StartupError naming the provider and what it lacks.
     """
 
     def __init__(
-        self, spec: ExchangeSpec, options: FabricOptions | None = None, waiting: Waiting | None = None
+        self,
+        spec: ExchangeSpec,
+        options: FabricOptions | None = None,
+        waiting: Waiting | None = None,
+        share: HostShare | None = None,
     ) -> None:
         waiting, self.options = waiting or Waiting(), options or FabricOptions()
-        self._port: _C.FabricPort | None = _C.FabricPort(
-            geometry=geometry_of(spec),
-            rank=spec.rank,
-            placement=list(spec.placement),
-            options=self.options.native(),
-            **waiting.native(spec, ranks_here=1),
-        )
+        share = share or HostShare(tuple(range(spec.num_ranks)), -1, ())
+        self.hosts = share.hosts
+        self._port: _C.FabricPort | None = _open_port(spec, self.options, waiting, share)
         self.description = self._port.description
         LOG.info("rank %d: %s", spec.rank, self.description)
         self._attach(spec, self._port.exchange, waiting)
@@ -147,3 +150,25 @@ class FabricExchange(NativeExchange):
             self._open()  # raises: it was closed
             raise StartupError("the exchange is not open")
         return self._port
+
+
+def _open_port(
+    spec: ExchangeSpec, options: FabricOptions, waiting: Waiting, share: HostShare
+) -> _C.FabricPort:
+    native, geometry = options.native(), geometry_of(spec)
+    check_hosts(share.hosts, spec)
+    try:
+        if share.fd >= 0:
+            check_segment(spec, _C.Segment(share.fd).geometry)
+        return _C.FabricPort(
+            geometry=geometry,
+            rank=spec.rank,
+            placement=list(spec.placement),
+            options=native,
+            hosts=list(share.hosts),
+            segment=share.fd,
+            bells=list(share.bells),
+            **waiting.native(spec, ranks_here=share.hosts.count(share.hosts[spec.rank])),
+        )
+    except (OSError, ValueError) as error:
+        raise StartupError(f"rank {spec.rank} cannot use what its host shares: {error}") from error

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import Store
 from ep_server import __version__
 from ep_server.ep.exchange import ExchangeSpec, Payload, Reduction
 from ep_server.ep.fabric import Card, FabricExchange, FabricOptions
+from ep_server.ep.host_share import HostShare
 from ep_server.ep.waiting import Waiting
 from ep_server.errors import ConfigError, EpServerError, StartupError
 
@@ -33,6 +34,7 @@ class Introduction:
 
     version: str
     spec: ExchangeSpec
+    hosts: tuple[int, ...]
     card: Card | None
     session: int
     error: str = ""
@@ -53,6 +55,7 @@ class Introduction:
             spec["placement"] = tuple(spec["placement"])
             spec["payload"], spec["reduction"] = Payload(spec["payload"]), Reduction(spec["reduction"])
             values["spec"] = ExchangeSpec(**spec)
+            values["hosts"] = tuple(map(int, values["hosts"]))
             if values["card"] is not None:
                 name, *numbers = values["card"]
                 base, key, size = map(int, numbers)
@@ -65,10 +68,16 @@ class Introduction:
 
 
 def from_process_group(
-    group: Any, spec: ExchangeSpec, options: FabricOptions | None = None, waiting: Waiting | None = None
+    group: Any,
+    spec: ExchangeSpec,
+    options: FabricOptions | None = None,
+    waiting: Waiting | None = None,
+    share: HostShare | None = None,
 ) -> FabricExchange:
     """An exchange for the ranks of a torch.distributed group with object collectives. Collective.
 
+    Args:
+        options, waiting, share: as FabricExchange has them.
     Raises: ConfigError; StartupError, on every rank if it is one rank's.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -80,7 +89,7 @@ def from_process_group(
         dist.all_gather_object(everyone, mine, group=group)
         return everyone
 
-    return join(gather, spec, options, waiting)
+    return join(gather, spec, options, waiting, share)
 
 
 def from_store(
@@ -89,6 +98,7 @@ def from_store(
     spec: ExchangeSpec,
     options: FabricOptions | None = None,
     waiting: Waiting | None = None,
+    share: HostShare | None = None,
 ) -> FabricExchange:
     """The same over a c10d store. Collective. TCPStore: one rank serves it, all know its host and port.
 
@@ -108,20 +118,25 @@ def from_store(
             everyone.append(Introduction.decode(store.get(f"{name}/{rank}")))
         return everyone
 
-    return join(gather, spec, options, waiting)
+    return join(gather, spec, options, waiting, share)
 
 
 def join(
-    gather: Gather, spec: ExchangeSpec, options: FabricOptions | None, waiting: Waiting | None
+    gather: Gather,
+    spec: ExchangeSpec,
+    options: FabricOptions | None = None,
+    waiting: Waiting | None = None,
+    share: HostShare | None = None,
 ) -> FabricExchange:
     """Opens an endpoint, introduces it, connects to all others. Returns once every rank has come so far."""
     exchange, error = None, ""
     try:
-        exchange = FabricExchange(spec, options, waiting)
+        exchange = FabricExchange(spec, options, waiting, share)
     except EpServerError as failed:  # the others wait for this rank's introduction
         error = str(failed)
+    hosts = tuple(range(spec.num_ranks)) if share is None else share.hosts
     card = None if exchange is None else exchange.card
-    everyone = gather(Introduction(__version__, spec, card, secrets.randbits(SESSION_BITS), error))
+    everyone = gather(Introduction(__version__, spec, hosts, card, secrets.randbits(SESSION_BITS), error))
     try:
         cards = agreed(everyone, spec)
         if exchange is None:
@@ -147,4 +162,7 @@ def agreed(everyone: list[Introduction], spec: ExchangeSpec) -> list[Card]:
             ours, theirs = getattr(replace(spec, rank=rank), field.name), getattr(one.spec, field.name)
             if ours != theirs:
                 raise ConfigError(f"{field.name} of rank {rank}", theirs, f"{ours}, as rank {spec.rank}'s")
+        if one.hosts != everyone[spec.rank].hosts:
+            ours = everyone[spec.rank].hosts
+            raise ConfigError(f"hosts of rank {rank}", one.hosts, f"{ours}, as rank {spec.rank}'s")
     return [one.card for one in everyone if one.card is not None]

@@ -21,7 +21,8 @@ class Views:
     """Makes the tensors of each view.
 
     Args:
-        region: uint8, this rank's dispatch rows of all banks.
+        region: uint8, this rank's dispatch rows of all banks; where the ranks of a host share rows, from the
+          first one's to the last one's.
     """
 
     def __init__(self, spec: ExchangeSpec, layout: _C.Layout, region: torch.Tensor) -> None:
@@ -34,6 +35,9 @@ class Views:
         self.groups = spec.hidden // (PACKED_GROUP if ue8m0 else GROUP)
         self.num_local = len(spec.local_experts)
         self.padded_rows = spec.num_ranks * spec.max_tokens
+        self._indexed_rows = (
+            self.padded_rows + (region.numel() - layout.combine + layout.rows) // layout.row_pitch
+        )
         # New tensors like these: the cheapest way to make one.
         self._int32, self._int64 = torch.empty(0, dtype=torch.int32), torch.empty(0, dtype=torch.int64)
         self._banks = [self._bank(layout, region, bank) for bank in range(spec.num_banks)]
@@ -64,7 +68,7 @@ class Views:
         return data, torch.empty(shape, dtype=self.scale_dtype).transpose(1, 2)
 
     def index(self, bank: int) -> Tensors:
-        """[R * max_tokens, H] of one bank and their scales, in place."""
+        """[R * max_tokens or more, H] of one bank and their scales, in place."""
         return self._banks[bank]
 
     def check_out(self, view: View, out: Tensors) -> None:
@@ -95,7 +99,7 @@ class Views:
 
     def _bank(self, layout: _C.Layout, region: torch.Tensor, bank: int) -> Tensors:
         pitch, begin = layout.row_pitch, layout.row_at(bank, 0, 0) - layout.rows
-        block = region[begin : begin + self.padded_rows * pitch].view(self.padded_rows, pitch)
+        block = region[begin : begin + self._indexed_rows * pitch].view(self._indexed_rows, pitch)
         rows = block[:, : layout.row_bytes].view(self.row_dtype)
         if not self.fp8:
             return rows, None

@@ -107,7 +107,7 @@ def test_one_rank_alone_exchanges_with_itself_and_closes_twice() -> None:
 
 def introduced(**change: object) -> Introduction:
     spec = replace(SPEC, num_ranks=2, rank=1)
-    fields = {"version": __version__, "spec": spec, "card": (b"a", 0, 1, 2), "session": 1}
+    fields = {"version": __version__, "spec": spec, "hosts": (0, 1), "card": (b"a", 0, 1, 2), "session": 1}
     return Introduction(**{**fields, **change})  # type: ignore[arg-type]
 
 
@@ -121,6 +121,7 @@ def introduced(**change: object) -> Introduction:
         ),
         ({"spec": replace(SPEC, num_ranks=2, rank=0)}, "rank of rank 1 = 0"),
         ({"spec": replace(SPEC, num_ranks=2, rank=1, placement=(0, 1))}, "placement of rank 1"),
+        ({"hosts": (0, 0)}, r"hosts of rank 1 = \(0, 0\): must be \(0, 1\), as rank 0"),
         ({"card": None, "error": "no network"}, "rank 1: no network"),
     ],
 )

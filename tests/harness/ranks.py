@@ -82,8 +82,7 @@ class RanksFailed(AssertionError):
 def poison(fd: int, spec: ExchangeSpec) -> None:
     """Fills all data of a new segment with NaNs (bfloat16 and float32), as ids impossible experts."""
     layout = _C.Layout(geometry_of(spec))
-    for rank in range(spec.num_ranks):
-        begin = layout.region(rank)
+    for begin in _C.Segment(fd).regions:
         os.pwrite(fd, b"\xff\x7f" * ((layout.total - layout.meta) // 2), begin + layout.meta)
 
 
