@@ -114,6 +114,12 @@ class Config:
             raise ConfigError("grpc.tls_key", self.grpc.tls_key, "given together with grpc.tls_cert")
         if self.grpc.tls_client_ca and not self.grpc.tls_cert:
             raise ConfigError("grpc.tls_client_ca", self.grpc.tls_client_ca, "given only with grpc.tls_cert")
+        tls = {name: getattr(self.cluster, name) for name in ("tls_cert", "tls_key", "tls_ca")}
+        missing = [name for name, file in tls.items() if not file]
+        if missing and len(missing) < len(tls):
+            raise ConfigError(
+                f"cluster.{missing[0]}", "", "given, as TLS between nodes needs all three files"
+            )
 
     def values(self) -> dict[str, Any]:
         """Every field by its dotted name; from_values(c.values()) == c."""

@@ -7,6 +7,7 @@ import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import grpc
 from grpc import aio
@@ -77,8 +78,10 @@ async def _join(
         call = nodes_pb2_grpc.NodesStub(channel).Join(link.outgoing(), metadata=joining.metadata())
         try:
             async with asyncio.timeout(left):
-                await call.wait_for_connection()
-            return link, asyncio.create_task(link.read(call))
+                first = await call.read()  # node 0 sends a sign of life to whom it takes
+            if first is not aio.EOF:
+                return link, asyncio.create_task(link.read(_bundles(call, first)))
+            why = "it has ended"
         except TimeoutError:
             why = "it does not answer"
         except aio.AioRpcError as error:
@@ -95,6 +98,14 @@ async def _join(
         await asyncio.sleep(min(pause, left))
         pause = min(2 * pause, LONGEST_PAUSE)
     raise StartupError(f"node 0 at {joining.address} was not reached in {joining.connect_seconds:g} s: {why}")
+
+
+async def _bundles(call: Any, first: pb.Bundle) -> AsyncIterator[pb.Bundle]:
+    """All that comes, the first one read already. Raises: aio.AioRpcError."""
+    bundle = first
+    while bundle is not aio.EOF:
+        yield bundle
+        bundle = await call.read()
 
 
 def _refused(joining: Joining, error: aio.AioRpcError) -> str:

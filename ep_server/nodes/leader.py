@@ -109,8 +109,6 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
         try:
             async for bundle in link.outgoing():
                 yield bundle
-            if not link.reason:  # all is said; the other side closes
-                await link.ended()
         finally:
             link.end("closed the link")
             reading.cancel()

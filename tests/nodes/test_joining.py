@@ -1,0 +1,284 @@
+"""Who is let in at the rendezvous, over real connections, and what others hear. No rank is started."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from grpc import aio
+
+import ep_server
+from ep_server.config import Config
+from ep_server.errors import ConfigError, StartupError
+from ep_server.nodes.agreement import Claim
+from ep_server.nodes.claim import claim_of, hello_of
+from ep_server.nodes.discovery import NodePlace
+from ep_server.nodes.joining import Joining, joined
+from ep_server.nodes.leader import Leader
+from ep_server.nodes.link import Link
+from ep_server.nodes.security import bind_address, channel_credentials, first_token, token_metadata
+from ep_server.ranks.process import RankCallbacks
+from ep_server.v1 import nodes_pb2 as pb
+from ep_server.v1 import nodes_pb2_grpc
+from tests.harness.certificates import make_certificates
+
+MODEL = Path(ep_server.__file__).parent / "assets" / "demo_model"
+NODES = 3
+WAIT = 60.0  # seconds after which a test has failed
+IGNORED = RankCallbacks(lambda *_: None, lambda *_: None, lambda *_: None)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as probe:
+        return int(probe.getsockname()[1])
+
+
+def config_of(node: int, **options: Any) -> Config:
+    values = {
+        "model.path": str(MODEL),
+        "cluster.nodes": NODES,
+        "cluster.node_rank": node,
+        "cluster.connect_seconds": WAIT,
+        "parallel.threads_per_rank": 1,
+    }
+    return Config.from_values(values | {name.replace("__", "."): value for name, value in options.items()})
+
+
+@dataclass
+class Rendezvous:
+    """Node 0, which waits. options: that all nodes share. waiting: its spawn, which needs all nodes."""
+
+    leader: Leader
+    place: NodePlace
+    options: dict[str, Any]
+    waiting: asyncio.Task[None]
+
+    def joining(self, **options: Any) -> Joining:
+        cluster = config_of(1, **(self.options | options)).cluster
+        return Joining(
+            self.place.address,
+            channel_credentials(cluster),
+            token_metadata(cluster),
+            cluster.connect_seconds,
+            cluster.silent_seconds,
+        )
+
+    def claim(self, node: int, **options: Any) -> Claim:
+        return claim_of(config_of(node, **(self.options | options)))[0]
+
+    def join(self, claim: Claim, **options: Any) -> Any:
+        """`async with` gives the link of a node that makes this claim."""
+        return joined(self.joining(**options), hello_of(claim), lambda _: None)
+
+    async def refused(self, claim: Claim, **options: Any) -> str:
+        with pytest.raises(StartupError) as caught:
+            async with asyncio.timeout(WAIT), self.join(claim, **options):
+                pass
+        return str(caught.value)
+
+
+@asynccontextmanager
+async def rendezvous(**options: Any) -> AsyncIterator[Rendezvous]:
+    place = NodePlace(0, NODES, "127.0.0.1", free_port())
+    config = config_of(0, **options)
+    leader = Leader(config, place)
+    await leader.open(lambda server: None)
+    waiting = asyncio.create_task(leader.spawn(IGNORED, lambda rank: None))
+    try:
+        yield Rendezvous(leader, place, options, waiting)
+    finally:
+        waiting.cancel()
+        await asyncio.wait((waiting,))
+        await leader.close(0, "")
+
+
+def other_shape(claim: Claim) -> Claim:
+    return replace(claim, model=claim.model | {"config.json hidden_size": 1})
+
+
+@pytest.mark.parametrize(
+    ("change", "expected"),
+    [
+        (lambda c: replace(c, version="0.0"), "node 1: version 0.0, node 0 has " + ep_server.__version__),
+        (
+            lambda c: replace(c, config=c.config | {"scheduler.block_size": 32}),
+            "node 1: scheduler.block_size = 32, node 0 has 16",
+        ),
+        (other_shape, "node 1: model: config.json hidden_size = 1, node 0 has 128"),
+        (lambda c: replace(c, node=3), "cluster.node_rank = 3: must be 1 to 2, node 0 has 3 nodes"),
+        (lambda c: replace(c, node=0), "cluster.node_rank = 0: must be 1 to 2, node 0 has 3 nodes"),
+    ],
+    ids=["version", "option", "model", "beyond", "leader"],
+)
+async def test_a_node_that_differs_hears_in_what(change: Callable[[Claim], Claim], expected: str) -> None:
+    async with rendezvous() as meeting:
+        own = meeting.claim(1)
+        assert await meeting.refused(change(own)) == expected
+        async with asyncio.timeout(WAIT), meeting.join(own) as link:  # node 0 still takes the right one
+            assert link.reason == ""
+
+
+async def test_a_number_is_taken_once_and_free_again_when_its_node_leaves() -> None:
+    async with rendezvous() as meeting, asyncio.timeout(WAIT):
+        claim = meeting.claim(1)
+        async with meeting.join(claim):
+            assert "another node joined under this number" in await meeting.refused(claim)
+        while "joined=[]" not in repr(meeting.leader):  # it has to notice
+            await asyncio.sleep(0)
+        async with meeting.join(claim) as link:
+            assert link.reason == ""
+
+
+async def test_the_end_tells_all_nodes_code_and_reason() -> None:
+    heard: dict[int, list[pb.NodeMessage]] = {1: [], 2: []}
+    async with rendezvous() as meeting, AsyncExitStack() as nodes, asyncio.timeout(WAIT):
+        links: list[Link] = []
+        for node in (1, 2):
+            hello = hello_of(meeting.claim(node))
+            links.append(
+                await nodes.enter_async_context(joined(meeting.joining(), hello, heard[node].append))
+            )
+            meeting.waiting.cancel()  # both come, and no rank shall start
+        meeting.leader.tell(serving=True)
+        await meeting.leader.close(1, "rank 3 was lost")
+        assert [await link.ended() for link in links] == ["closed the link"] * 2
+    for messages in heard.values():
+        assert [m.WhichOneof("kind") for m in messages] == ["state", "end"]
+        assert (messages[1].end.code, messages[1].end.reason) == (1, "rank 3 was lost")
+
+
+async def test_a_node_that_was_told_to_stop_says_so() -> None:
+    asked = asyncio.Event()
+    async with rendezvous() as meeting, asyncio.timeout(WAIT):
+        meeting.leader.on_stop_asked = asked.set
+        async with meeting.join(meeting.claim(1)) as link:
+            link.send(stop_asked=pb.StopAsked())
+            await asked.wait()
+
+
+async def test_nodes_that_do_not_come_are_named_with_the_last_refusal() -> None:
+    async with rendezvous(cluster__connect_seconds=2.0) as meeting, asyncio.timeout(WAIT):
+        await meeting.refused(replace(meeting.claim(2), version="0"))
+        async with meeting.join(meeting.claim(1)):
+            with pytest.raises(StartupError) as caught:
+                await meeting.waiting
+    assert str(caught.value).startswith("node 2 did not join within 2 s (refused: node 2: version 0, ")
+
+
+async def test_a_leader_that_never_comes_is_named() -> None:
+    async with rendezvous() as meeting:
+        claim = meeting.claim(1)
+        nowhere = replace(meeting, place=NodePlace(1, NODES, "127.0.0.1", free_port()))
+        message = await nowhere.refused(claim, cluster__connect_seconds=1.0)
+    assert message.startswith(f"node 0 at {nowhere.place.address} was not reached in 1 s: UNAVAILABLE: ")
+
+
+async def test_a_node_that_is_early_waits_for_the_leader() -> None:
+    place = NodePlace(0, NODES, "127.0.0.1", free_port())
+    claim, _ = claim_of(config_of(1))
+    early = Joining(place.address, None, tuple, WAIT, 5.0)
+
+    async def come() -> str:
+        async with joined(early, hello_of(claim), lambda _: None) as link:
+            return link.reason
+
+    coming = asyncio.create_task(come())
+    await asyncio.sleep(0.3)
+    assert not coming.done()
+    leader = Leader(config_of(0), place)
+    await leader.open(lambda server: None)
+    waiting = asyncio.create_task(leader.spawn(IGNORED, lambda rank: None))
+    async with asyncio.timeout(WAIT):
+        assert await coming == ""
+    waiting.cancel()
+    await asyncio.wait((waiting,))
+    await leader.close(0, "")
+
+
+@pytest.mark.parametrize("first", [None, pb.Bundle(), pb.Bundle(messages=[pb.NodeMessage(end=pb.End())])])
+async def test_who_does_not_say_hello_is_sent_away(first: pb.Bundle | None) -> None:
+    async def say() -> AsyncIterator[pb.Bundle]:
+        if first is not None:
+            yield first
+        await asyncio.sleep(WAIT)
+
+    async with (
+        rendezvous(cluster__silent_seconds=0.5) as meeting,
+        aio.insecure_channel(meeting.place.address) as channel,
+    ):
+        call = nodes_pb2_grpc.NodesStub(channel).Join(say())
+        with pytest.raises(aio.AioRpcError, match="must be Hello alone"):
+            await call.read()
+
+
+async def test_tokens_keep_strangers_out(tmp_path: Path) -> None:
+    right, wrong = tmp_path / "right", tmp_path / "wrong"
+    right.write_text("# ours\n\nsecret\nolder\n")
+    wrong.write_text("guess\n")
+    async with rendezvous(cluster__token_file=str(right)) as meeting, asyncio.timeout(WAIT):
+        claim = meeting.claim(1)
+        for file in (str(wrong), ""):
+            message = await meeting.refused(claim, cluster__token_file=file)
+            assert message.endswith("does not take the token of cluster.token_file")
+        async with meeting.join(claim) as link:
+            assert link.reason == ""
+            right.write_text("newer\nsecret\n")  # rotated: the first one of a file is shown, all are taken
+            assert "joined under this number" in await meeting.refused(claim)
+
+
+async def test_mutual_tls_keeps_strangers_out(tmp_path: Path) -> None:
+    files = make_certificates(tmp_path)
+
+    def shown(name: str) -> dict[str, str]:
+        return {
+            "cluster__tls_cert": str(files / f"{name}.pem"),
+            "cluster__tls_key": str(files / f"{name}.key"),
+            "cluster__tls_ca": str(files / "ca.pem"),
+        }
+
+    quick = {"cluster__connect_seconds": 1.0}
+    async with rendezvous(**shown("server")) as meeting, asyncio.timeout(WAIT):
+        claim = meeting.claim(1)
+        assert "was not reached" in await meeting.refused(claim, **(shown("stranger") | quick))
+        bare = dict.fromkeys(shown("server"), "")
+        assert "was not reached" in await meeting.refused(claim, **(bare | quick))
+        async with meeting.join(claim, **shown("client")) as link:
+            assert link.reason == ""
+
+
+@pytest.mark.parametrize("name", ["cert", "key", "ca"])
+def test_tls_between_nodes_is_mutual_or_not_at_all(name: str) -> None:
+    with pytest.raises(ConfigError, match=r"cluster\.tls_"):
+        config_of(0, **{f"cluster__tls_{name}": "x"})
+
+
+async def test_what_is_wrong_with_the_port_is_said_in_the_names_of_the_cluster(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        place = NodePlace(0, NODES, "127.0.0.1", int(other.getsockname()[1]))
+        with pytest.raises(ConfigError, match=r"cluster\.rendezvous = .*in use"):
+            await Leader(config_of(0), place).open(lambda server: None)
+    missing = str(tmp_path / "missing")
+    with pytest.raises(ConfigError, match=r"cluster\.token_file"):
+        await Leader(config_of(0, cluster__token_file=missing), place).open(lambda server: None)
+    with pytest.raises(ConfigError, match=r"cluster\.token_file"):
+        first_token(missing)
+    (tmp_path / "empty").write_text("# nothing\n")
+    with pytest.raises(ConfigError, match="at least one token"):
+        first_token(str(tmp_path / "empty"))
+
+
+def test_node_0_listens_on_its_own_address_or_on_all() -> None:
+    assert [bind_address(host) for host in ("127.0.0.1", "localhost", "::1")] == [
+        "127.0.0.1",
+        "localhost",
+        "::1",
+    ]
+    everywhere = bind_address("a-name.of.a.service")
+    assert everywhere in ("::", "0.0.0.0")
+    assert bind_address("198.51.100.7") == everywhere  # not of this host: an address that others see

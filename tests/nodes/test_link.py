@@ -1,0 +1,125 @@
+"""The link between nodes without a network: order, back-pressure, signs of life, and every way to end."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+
+import pytest
+
+from ep_server.errors import InvalidArgument
+from ep_server.nodes import link as link_module
+from ep_server.nodes.link import BUNDLE_BYTES, TICKS, Link
+from ep_server.v1 import nodes_pb2 as pb
+
+LONG, SHORT = 60.0, 0.2  # seconds of silence
+
+
+def frame(rank: int, payload: bytes = b"") -> pb.RankFrame:
+    return pb.RankFrame(rank=rank, payload=payload)
+
+
+async def ends(link: Link) -> str:
+    async with asyncio.timeout(30):
+        return await link.ended()
+
+
+@asynccontextmanager
+async def pair(
+    heard: Callable[[pb.NodeMessage], None], silent_seconds: float = LONG
+) -> AsyncIterator[tuple[Link, Link]]:
+    """Two ends; what the first sends goes to `heard`, and the other way nothing is sent but signs of life."""
+    ours, theirs = Link(lambda _: None, silent_seconds), Link(heard, silent_seconds)
+    tasks = [
+        asyncio.create_task(theirs.read(ours.outgoing())),
+        asyncio.create_task(ours.read(theirs.outgoing())),
+    ]
+    try:
+        yield ours, theirs
+    finally:
+        for link in (ours, theirs):
+            link.end("the test is over")
+        await asyncio.wait(tasks)
+
+
+async def test_messages_arrive_in_order_whatever_their_size() -> None:
+    got: list[tuple[int, int]] = []
+    sizes = [0, 1, BUNDLE_BYTES, 10, 2 * BUNDLE_BYTES, 0, *range(50)]
+    async with pair(lambda m: got.append((m.rank_frame.rank, len(m.rank_frame.payload)))) as (ours, theirs):
+        for number, size in enumerate(sizes):
+            ours.send(rank_frame=frame(number, bytes(size)))
+        assert ours.buffered > sum(sizes)
+        ours.finish()
+        assert await ends(theirs) == "closed the link"
+    assert got == list(enumerate(sizes))
+    assert ours.buffered == 0
+
+
+async def test_nothing_is_sent_after_the_end() -> None:
+    link = Link(lambda _: None, LONG)
+    link.send(rank_frame=frame(1))
+    link.finish()
+    link.send(rank_frame=frame(2))
+    sent = [bundle async for bundle in link.outgoing()]
+    assert [m.rank_frame.rank for bundle in sent for m in bundle.messages] == [1]
+    link.end("first")
+    link.end("second")
+    link.send(rank_frame=frame(3))
+    assert (link.reason, link.buffered) == ("first", 0)
+
+
+async def test_signs_of_life_keep_an_idle_link() -> None:
+    """Several silences long, nobody has anything to say."""
+    async with pair(lambda _: None, SHORT) as (ours, theirs):
+        await asyncio.sleep(3 * SHORT)
+        assert (ours.reason, theirs.reason) == ("", "")
+
+
+async def test_a_silent_side_is_lost() -> None:
+    async def nothing() -> AsyncIterator[pb.Bundle]:
+        await asyncio.Event().wait()
+        yield pb.Bundle()
+
+    link = Link(lambda _: None, SHORT)
+    reading = asyncio.create_task(link.read(nothing()))
+    assert await ends(link) == f"said nothing for {SHORT:g} s"
+    reading.cancel()
+    await asyncio.wait((reading,))
+
+
+async def test_who_was_stopped_itself_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each sleep takes many silences, as in a process that was stopped; the other side speaks in between."""
+    sleeps = []
+
+    async def stopped(seconds: float) -> None:
+        sleeps.append(seconds)
+        link._heard = True
+        await asyncio.Event().wait() if len(sleeps) > 3 * TICKS else None
+
+    monkeypatch.setattr(link_module.asyncio, "sleep", stopped)
+    link = Link(lambda _: None, SHORT)
+    watching = asyncio.create_task(link._watch())
+    while len(sleeps) <= 3 * TICKS:
+        await asyncio.wait((watching,), timeout=0)
+    watching.cancel()
+    assert link.reason == ""
+
+
+async def test_a_side_that_does_not_read_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link_module, "MAX_BUFFERED", 1000)
+    link = Link(lambda _: None, LONG)
+    link.send(rank_frame=frame(1, bytes(900)))
+    assert link.reason == ""
+    link.send(rank_frame=frame(1, bytes(900)))
+    assert link.reason.startswith("has left 18")
+
+
+@pytest.mark.parametrize("error", [InvalidArgument("kind", "x", "y"), KeyError("x")])
+async def test_what_is_not_understood_ends_the_link(error: Exception) -> None:
+    def refuse(_: pb.NodeMessage) -> None:
+        raise error
+
+    async with pair(refuse) as (ours, theirs):
+        ours.send(rank_frame=frame(1))
+        assert (await ends(theirs)).startswith("sent what was not understood: ")
