@@ -18,7 +18,7 @@ FOUNDATION = {"errors", "records", "config"}
 # Modules that speak gRPC. Everything else at the top of the package works without a wire.
 WIRE = {"server", "service", "control", "endpoint", "certificates", "health", "interceptors", "client"}
 # Modules that put the parts together; they may import anything.
-ASSEMBLY = {"__main__", "app", "cli", "demo", "bench", "commands"}
+ASSEMBLY = {"__main__", "app", "cli", "demo", "benchmark", "commands"}
 
 # What nodes of one server may import too: ranks, the headers of a checkpoint, and the calls they relay.
 NODES = {"call_metadata", "model.checkpoint", "model.families", "ranks", "served_model", "v1", "versions"}
@@ -248,7 +248,7 @@ def test_the_ten_steps_of_the_readme_are_those_of_the_tree():
             assert numbered and (place.endswith("/") or numbered == first), (number, place, first)
 
 
-PACKAGES = {"commands", "compat", "ep", "model", "nodes", "ranks", "scheduler", "v1"}
+PACKAGES = {"benchmark", "commands", "compat", "ep", "model", "nodes", "ranks", "scheduler", "v1"}
 VAGUE = {"base", "common", "core", "helpers", "lib", "manager", "misc", "shared", "tools", "util", "utils"}
 
 

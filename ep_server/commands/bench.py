@@ -1,85 +1,136 @@
-"""`ep-server bench`: load on a running server, a table of latencies and throughput."""
+"""`ep-server bench`: flags only; what it measures is ep_server.benchmark."""
 
 from __future__ import annotations
 
-import json
 from typing import Annotated, Any
 
 import typer
 import uvloop
-from rich.console import Console
-from rich.progress import Progress
-from rich.table import Table
 
-from ep_server.bench import Load, Report, run
-from ep_server.client import AsyncClient, Target
-from ep_server.commands import options
+from ep_server.commands import bench_offline, bench_online, options
+from ep_server.commands.bench_output import Output
+from ep_server.config import Config
 from ep_server.errors import ConfigError
 
 NAME = "bench"
-LATENCIES = ("time_to_first_token", "inter_token_latency", "end_to_end")
+MODES = ("online", "offline")
+ONLINE: dict[str, Any] = {"rich_help_panel": "Online: over gRPC"}
+OFFLINE: dict[str, Any] = {"rich_help_panel": "Offline: an engine in this process"}
+MODEL: dict[str, Any] = {
+    "rich_help_panel": "A model to start (offline; online if no server runs)",
+    "show_default": False,
+}
 
 
 def command(
-    requests: Annotated[int, typer.Option(min=1, help="Requests in all.")] = 64,
-    concurrency: Annotated[int, typer.Option(min=1, help="Closed loop: requests at once.")] = 8,
-    rate: Annotated[float, typer.Option(min=0, help="Poisson arrivals per second; 0 = closed loop.")] = 0.0,
+    mode: Annotated[str, typer.Argument(help=" | ".join(MODES), metavar="[MODE]")] = "online",
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Random token ids per prompt.")] = 32,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of output per request.")] = 64,
-    warmup: Annotated[int, typer.Option(min=0, help="Requests before the clock starts.")] = 2,
     seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
-    as_json: Annotated[bool, typer.Option("--json", help="Print JSON, durations in seconds.")] = False,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that one request may take.")] = 600.0,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print JSON instead of tables, durations in seconds.")
+    ] = False,
+    json_file: Annotated[str, typer.Option(help="Write the same JSON to a file.", show_default=False)] = "",
+    chart: Annotated[str, typer.Option(help="Write a chart: FILE.svg.", show_default=False)] = "",
+    requests: Annotated[int, typer.Option(min=1, help="Requests in all.", **ONLINE)] = 64,
+    concurrency: Annotated[int, typer.Option(min=1, help="Closed loop: requests at once.", **ONLINE)] = 8,
+    rate: Annotated[
+        float, typer.Option(min=0, help="Poisson arrivals per second; 0 = closed loop.", **ONLINE)
+    ] = 0.0,
+    warmup: Annotated[int, typer.Option(min=0, help="Requests before the clock starts.", **ONLINE)] = 2,
+    clients: Annotated[int, typer.Option(min=1, max=64, help="Client processes.", **ONLINE)] = 1,
+    stream_interval: Annotated[int, typer.Option(min=1, help="Tokens of one message.", **ONLINE)] = 1,
+    slo_ttft_ms: Annotated[
+        float | None, typer.Option(min=0, help="Goodput: longest time to first token.", **ONLINE)
+    ] = None,
+    slo_itl_ms: Annotated[
+        float | None, typer.Option(min=0, help="Goodput: longest mean gap between tokens.", **ONLINE)
+    ] = None,
+    batch: Annotated[str, typer.Option(help="Sequences per rank, with commas.", **OFFLINE)] = "1,8,32",
+    rounds: Annotated[int, typer.Option(min=1, help="Rounds of each; the median counts.", **OFFLINE)] = 3,
+    bandwidth: Annotated[
+        float, typer.Option(min=0, help="GB/s a rank reads, for bounds; 0 = 30 / ranks.", **OFFLINE)
+    ] = 0.0,
+    link: Annotated[
+        float, typer.Option(min=0, help="GB/s to other ranks, for bounds; 0 = --bandwidth.", **OFFLINE)
+    ] = 0.0,
+    model: Annotated[str | None, typer.Option(help="Checkpoint directory.", **MODEL)] = None,
+    ranks: Annotated[int | None, typer.Option(help="Rank processes (1).", **MODEL)] = None,
+    dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 (auto).", **MODEL)] = None,
+    load_format: Annotated[
+        str | None, typer.Option(help="dummy = random weights; config.json will do (auto).", **MODEL)
+    ] = None,
+    routing: Annotated[
+        str | None, typer.Option(help="uniform = experts drawn at random (router).", **MODEL)
+    ] = None,
+    config_file: Annotated[
+        str | None, typer.Option("--config", help="TOML file, as for serve.", **MODEL)
+    ] = None,
+    settings: Annotated[
+        list[str] | None,
+        typer.Option("--set", help="Any other option: section.field=value; repeat it.", **MODEL),
+    ] = None,
     address: options.Address = options.ADDRESS,
     tls_ca: options.TlsCa = "",
     tls_cert: options.TlsCert = "",
     tls_key: options.TlsKey = "",
     token_file: options.TokenFile = "",
 ) -> None:
-    """Put load on a running server and print TTFT, ITL, end-to-end latency and throughput."""
-    target = options.target(address, tls_ca, tls_cert, tls_key, token_file)
+    """Measure a server or an engine: throughput, latencies, where the time of a step goes.
 
-    def load(count: int, vocab_size: int) -> Load:
-        return Load(count, concurrency, rate, prompt_tokens, new_tokens, vocab_size, seed)
+    [b]online[/]: load from client processes on a server that runs (--address)
+    or on one of its own (--model). A closed loop of --concurrency streams, or
+    Poisson arrivals at --rate, whose latencies count from the planned arrival.
+    Prints TTFT, ITL, end-to-end latency, throughput and goodput.
+    Exit code 1 if a request failed.
 
-    report, info = uvloop.run(_run(target, warmup, requests, load, quiet=as_json))
-    if as_json:
-        print(json.dumps({"model": info.name, **report.summary(), "statuses": dict(report.errors)}))
-    else:
-        arrivals = f"{rate:g} requests/s (Poisson)" if rate else f"{concurrency} at once"
-        title = f"{info.name}: {requests} requests, {arrivals}, {prompt_tokens} + {new_tokens} tokens"
-        _print(report, title)
-    raise typer.Exit(1 if report.errors else 0)
-
-
-async def _run(target: Target, warmup: int, requests: int, load: Any, *, quiet: bool) -> tuple[Report, Any]:
-    async with AsyncClient(target) as client:
-        info = await client.model_info()
-        asked = load(requests, info.vocab_size)
-        if asked.prompt_tokens + asked.new_tokens > info.max_context:
-            allowed = f"at most {info.max_context}, the context"
-            raise ConfigError(
-                "--prompt-tokens + --new-tokens", asked.prompt_tokens + asked.new_tokens, allowed
-            )
-        if warmup:
-            await run(client, load(warmup, info.vocab_size))
-        with Progress(console=Console(stderr=True), transient=True, disable=quiet) as progress:
-            task = progress.add_task("requests", total=requests)
-            return await run(client, asked, lambda: progress.advance(task)), info
-
-
-def _print(report: Report, title: str) -> None:
-    console, summary = Console(), report.summary()
-    table = Table("milliseconds", "mean", "p50", "p90", "p99", "max", title=title)
-    for name in LATENCIES:
-        values: Any = summary[name]
-        cells = [
-            f"{1000 * values[key]:.2f}" if values else "-" for key in ("mean", "p50", "p90", "p99", "max")
-        ]
-        table.add_row(name.replace("_", " "), *cells)
-    console.print(table)
-    console.print(
-        f"{summary['tokens_per_second']:.1f} tokens/s, {summary['requests_per_second']:.2f} requests/s, "
-        f"{summary['tokens_per_message']:.2f} tokens per message, {summary['seconds']:.1f} s"
+    [b]offline[/]: the engine of --model in this process, all prompts at once.
+    Prints decode tokens/s without the prefill, the parts of a step beside the
+    bound of each, and how evenly the experts were hit.
+    """
+    if mode not in MODES:
+        raise ConfigError("MODE", mode, " or ".join(MODES))
+    output = Output(as_json, json_file, chart)
+    output.check()
+    flags = {
+        "model.path": model,
+        "parallel.ranks": ranks,
+        "model.dtype": dtype,
+        "model.load_format": load_format,
+        "model.routing": routing,
+        **assignments(settings or []),
+    }
+    if mode == "offline":
+        config = Config.load(config_file, {**flags, "model.path": model})
+        plan = bench_offline.plan(batch, prompt_tokens, new_tokens, rounds, seed, timeout)
+        rates = bench_offline.rates(config, bandwidth, link)
+        raise typer.Exit(uvloop.run(bench_offline.run(config, plan, rates, output)))
+    own = None if model is None else Config.load(config_file, flags)
+    if own is None:
+        refuse_without_model(flags, config_file)
+    asked = bench_online.Asked(
+        requests, concurrency, rate, prompt_tokens, new_tokens, seed, stream_interval, timeout
     )
-    for status, count in report.errors.items():
-        console.print(f"[red]{count} ended with {status}[/]")
+    crowd = bench_online.Readers(clients, warmup, slo_ttft_ms, slo_itl_ms)
+    target = options.target(address, tls_ca, tls_cert, tls_key, token_file)
+    raise typer.Exit(uvloop.run(bench_online.run(own, target, asked, crowd, output)))
+
+
+def assignments(settings: list[str]) -> dict[str, str]:
+    """section.field=value, each. Raises: ConfigError."""
+    found = {}
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigError("--set", setting, "section.field=value")
+        found[name] = value
+    return found
+
+
+def refuse_without_model(flags: dict[str, Any], config_file: str | None) -> None:
+    """Options of a server that is started make no difference to one that runs. Raises: ConfigError."""
+    given = [name for name, value in flags.items() if value is not None]
+    if given or config_file is not None:
+        value = flags[given[0]] if given else config_file
+        raise ConfigError(given[0] if given else "--config", value, "given only with --model")

@@ -1,0 +1,165 @@
+"""Where a step's time went, beside what its bytes take at the least; how even the experts' load was. Pure.
+
+From two cumulative reports of every rank. Units: seconds per step unless a name says otherwise, bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from ep_server.model.families.spec import GqaSpec, ModelSpec
+from ep_server.model.footprint import footprint
+from ep_server.model.sizes import Dtype, kv_block_bytes
+from ep_server.quantiles import NANO
+from ep_server.records import RankStatistics
+
+PHASES = ("attention", "router", "dispatch", "experts", "combine", "sample")
+Reports = Mapping[int, RankStatistics]
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What bounds are reckoned with, bytes per second of one rank. memory: read. link: to other ranks.
+
+    packed: weights as CPU ranks keep them.
+    """
+
+    memory: float
+    link: float
+    packed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Steps:
+    """What happened between two reports, per step and mean over ranks.
+
+    phases: seconds by name, `wait` (in the vote, for slower ranks) and `host` (all the rest) included.
+    active: by rank, experts of a layer that received a token. sent: by operation, bytes to other ranks.
+    tokens: of all ranks. load: rows received by all layers' experts, by rank.
+    """
+
+    count: int
+    seconds: float
+    phases: Mapping[str, float]
+    tokens: float
+    active: tuple[float, ...]
+    load: tuple[int, ...]
+    sent: Mapping[str, float]
+
+    @property
+    def distinct(self) -> float:
+        """Distinct experts of a layer in a step, over all ranks."""
+        return sum(self.active)
+
+    @property
+    def imbalance(self) -> float:
+        """Fullest rank over the mean of all, by rows received; 1 is even, 0 where there were none."""
+        return max(self.load) * len(self.load) / sum(self.load) if any(self.load) else 0.0
+
+    @property
+    def host_share(self) -> float:
+        """Part of a step in which no phase ran and no slower rank was waited for."""
+        return self.phases["host"] / self.seconds
+
+
+def steps_between(before: Reports, after: Reports, sparse_layers: int) -> Steps | None:
+    """What the ranks did between two reports of each; None if they took no step."""
+    counts = [_added(before, after, rank, "counters", "run_steps") for rank in after]
+    count = min(counts, default=0)
+    if count < 1:
+        return None
+    ranks = len(after)
+
+    def per_step(name: str) -> float:
+        spent = sum(_added(before, after, rank, "sums", name) for rank in after)
+        return spent * NANO / sum(counts)
+
+    total = per_step("step/total")
+    phases = {name: per_step(f"step/{name}") for name in PHASES}
+    phases["wait"] = per_step("step/vote")
+    phases["host"] = max(total - sum(phases.values()), 0.0)
+    names = {name for rank in after.values() for name in rank.counters if name.startswith("bytes/")}
+    return Steps(
+        count=count,
+        seconds=total,
+        phases=phases,
+        tokens=sum(_added(before, after, rank, "counters", "tokens") for rank in after) / count,
+        active=tuple(
+            _added(before, after, rank, "counters", "experts_active") / count / max(sparse_layers, 1)
+            for rank in sorted(after)
+        ),
+        load=tuple(_rows(after, rank) - _rows(before, rank) for rank in sorted(after)),
+        sent={
+            name.removeprefix("bytes/"): sum(_added(before, after, r, "counters", name) for r in after)
+            / (count * ranks)
+            for name in names
+        },
+    )
+
+
+def less(long: Steps, short: Steps) -> Steps | None:
+    """The steps that a longer run took beyond a shorter one of the same requests, or None if it took none.
+
+    Both have the same prefill, so what is left is decoding alone.
+    """
+    count = long.count - short.count
+    if count < 1:
+        return None
+
+    def beyond(of_long: float, of_short: float) -> float:
+        return (of_long * long.count - of_short * short.count) / count
+
+    return Steps(
+        count=count,
+        seconds=beyond(long.seconds, short.seconds),
+        phases={name: max(beyond(long.phases[name], short.phases[name]), 0.0) for name in long.phases},
+        tokens=beyond(long.tokens, short.tokens),
+        active=tuple(beyond(a, b) for a, b in zip(long.active, short.active, strict=True)),
+        load=tuple(a - b for a, b in zip(long.load, short.load, strict=True)),
+        sent={name: beyond(long.sent[name], short.sent.get(name, 0.0)) for name in long.sent},
+    )
+
+
+def expected_distinct(experts: int, top_k: int, tokens: float) -> float:
+    """Mean number of distinct experts of a layer where each token draws K of E, each set equally likely."""
+    missed: float = (1 - top_k / experts) ** tokens
+    return experts * (1 - missed)
+
+
+def bounds(spec: ModelSpec, dtype: Dtype, steps: Steps, context: float, rates: Rates) -> dict[str, float]:
+    """The least time of each phase: its bytes at the given rates. Phases without a known bound are absent.
+
+    Args:
+        context: tokens in the KV cache of a sequence, mean.
+    """
+    weights = footprint(spec, dtype, packed=rates.packed)
+    fixed = weights.replicated
+    window = spec.attention.window if isinstance(spec.attention, GqaSpec) else 0
+    ranks = len(steps.active)
+    cached = steps.tokens / ranks * min(context, window or context) * kv_block_bytes(spec, 1, dtype)
+    # Of an expert that no token came to nothing is read; the fullest rank is what the others wait for.
+    experts = max(steps.active) * weights.expert * weights.sparse_layers
+    # A tied head has no matrix of its own where nothing is packed.
+    head = fixed.get("head", fixed["embedding"])
+    read = {
+        "attention": fixed["attention"] + fixed["norms"] + cached,
+        "router": fixed["router"],
+        "experts": experts + fixed.get("shared experts", 0) + fixed.get("dense FFN", 0),
+        "sample": head,
+    }
+    least = {name: number / rates.memory for name, number in read.items()}
+    for name in ("dispatch", "combine"):
+        if steps.sent.get(name):
+            least[name] = steps.sent[name] / rates.link
+    return least
+
+
+def _added(before: Reports, after: Reports, rank: int, kind: str, name: str) -> int:
+    now: int = getattr(after[rank], kind).get(name, 0)
+    then: int = getattr(before[rank], kind).get(name, 0) if rank in before else 0
+    return now - then
+
+
+def _rows(reports: Reports, rank: int) -> int:
+    return sum(reports[rank].expert_tokens.values()) if rank in reports else 0

@@ -1,0 +1,105 @@
+"""What a benchmark found, as tables for people. Measures nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from ep_server.benchmark.breakdown import Steps, expected_distinct
+from ep_server.benchmark.offline_plan import Result
+from ep_server.model.families.spec import RouterSpec
+
+LATENCIES = {
+    "time_to_first_token": "time to first token",
+    "inter_token_latency": "inter token latency",
+    "time_per_output_token": "mean gap of a request",
+    "end_to_end": "end to end",
+    "send_delay": "sent late by",
+}
+COLUMNS = ("mean", "p50", "p90", "p99", "max")
+PHASE_NAMES = {"wait": "wait for ranks", "host": "host: plan, publish, the rest"}
+
+
+def online(console: Console, found: Mapping[str, Any], title: str) -> None:
+    """Latencies, throughput, goodput and errors. found: of report.summarise()."""
+    table = Table("milliseconds", title=title)
+    for name in COLUMNS:
+        table.add_column(name, justify="right")
+    for key, name in LATENCIES.items():
+        values = found[key]
+        table.add_row(name, *(f"{1000 * values[column]:.2f}" if values else "-" for column in COLUMNS))
+    console.print(table)
+    steady = found["steady_tokens_per_second"]
+    console.print(
+        f"{found['tokens_per_second']:,.1f} tokens/s, "
+        + (f"{steady:,.1f} tokens/s while all streams ran, " if steady else "")
+        + f"{found['requests_per_second']:.2f} requests/s, "
+        f"{found['tokens_per_message']:.2f} tokens per message, {found['seconds']:.1f} s"
+    )
+    if "goodput" in found:
+        console.print(_goodput(found["goodput"]))
+    for status, count in found["statuses"].items():
+        console.print(f"[red]{count} ended with {status}[/]")
+
+
+def _goodput(good: Mapping[str, Any]) -> str:
+    limits = [
+        f"{name} <= {1000 * good[key]:g} ms"
+        for name, key in (("first token", "slo_ttft"), ("mean gap", "slo_itl"))
+        if good[key] is not None
+    ]
+    return (
+        f"goodput ({' and '.join(limits)}): {good['requests_per_second']:.2f} requests/s, "
+        f"{good['tokens_per_second']:,.1f} tokens/s, {good['share']:.1%} of the requests"
+    )
+
+
+def offline(console: Console, results: Sequence[Result], title: str) -> None:
+    """Decode throughput by batch size."""
+    table = Table("sequences per rank", title=title)
+    for name in ("tokens/s by difference", "directly", "per rank", "with prefill", "range, directly"):
+        table.add_column(name, justify="right")
+    for result in results:
+        direct = [r.direct for r in result.rounds if r.direct is not None]
+        rates = [result.rate(kind) for kind in ("by_difference", "direct", "whole")]
+        per_rank = None if rates[1] is None else rates[1] / result.ranks
+        span = f"{min(direct):,.0f} to {max(direct):,.0f}" if direct else "-"
+        cells = (rates[0], rates[1], per_rank, rates[2])
+        table.add_row(str(result.batch), *("-" if r is None else f"{r:,.1f}" for r in cells), span)
+    console.print(table)
+
+
+def step(console: Console, steps: Steps, least: Mapping[str, float], title: str) -> None:
+    """Where a decode step's time goes. least: bounds by phase, seconds."""
+    table = Table("of a decode step", title=title)
+    for name in ("ms", "share", "bound, ms", "of its bound"):
+        table.add_column(name, justify="right")
+    for name, seconds in steps.phases.items():
+        bound = least.get(name)
+        table.add_row(
+            PHASE_NAMES.get(name, name),
+            f"{1000 * seconds:.3f}",
+            f"{seconds / steps.seconds:.1%}",
+            "-" if bound is None else f"{1000 * bound:.3f}",
+            f"{seconds / bound:.2f} x" if bound else "-",
+        )
+    table.add_section()
+    total = sum(least.values())
+    of_bound = f"{steps.seconds / total:.2f} x" if total else "-"
+    table.add_row("step", f"{1000 * steps.seconds:.3f}", "", f"{1000 * total:.3f}", of_bound)
+    console.print(table)
+
+
+def experts_line(steps: Steps, router: RouterSpec, *, uniform: bool) -> str:
+    """Distinct experts and balance, in words."""
+    expected = expected_distinct(router.num_experts, router.top_k, steps.tokens)
+    drawn = "uniform draws" if uniform else "the router, where uniform draws"
+    share = steps.distinct / expected if expected else 0.0
+    return (
+        f"distinct experts per layer and step: {steps.distinct:.1f} of {router.num_experts} for "
+        f"{steps.tokens:.1f} tokens by {drawn} give {expected:.1f} ({share:.1%}); "
+        f"rows of the fullest rank: {steps.imbalance:.3f} x the mean"
+    )

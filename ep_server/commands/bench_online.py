@@ -1,0 +1,124 @@
+"""`ep-server bench online`: finds or starts a server, puts load on it, shows what its callers saw."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from rich.console import Console
+
+from ep_server.app import App, assemble
+from ep_server.benchmark import online, pictures, tables
+from ep_server.benchmark.load import Load
+from ep_server.benchmark.report import Slo, summarise
+from ep_server.benchmark.trace import Trace
+from ep_server.client import AsyncClient, Target
+from ep_server.commands.bench_output import Output
+from ep_server.config import Config
+from ep_server.errors import ConfigError, StartupError
+from ep_server.progress import Bars
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """Fields of load.Load; how large the vocabulary is, the server says."""
+
+    requests: int
+    concurrency: int
+    rate: float
+    prompt_tokens: int
+    new_tokens: int
+    seed: int
+    stream_interval: int
+    timeout: float
+
+    def load(self, vocab_size: int) -> Load:
+        """For a model."""
+        return Load(**dataclasses.asdict(self), vocab_size=vocab_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Readers:
+    """clients: processes. warmup: requests before the clock starts. slo_*: milliseconds."""
+
+    clients: int
+    warmup: int
+    slo_ttft_ms: float | None
+    slo_itl_ms: float | None
+
+    @property
+    def slo(self) -> Slo:
+        """In seconds."""
+        limits = (self.slo_ttft_ms, self.slo_itl_ms)
+        return Slo(*(None if limit is None else limit / 1000 for limit in limits))
+
+
+async def run(own: Config | None, target: Target, asked: Asked, readers: Readers, output: Output) -> int:
+    """Measures and shows.
+
+    Args:
+        own: of a server to start; None = the one at `target`.
+    Returns: exit code, 1 if a request failed.
+    Raises: ConfigError for lengths that the model does not take; StartupError; grpc.RpcError where nobody
+        answers.
+    """
+    console = Console(stderr=True)
+    with Bars(console, console.print) as bars:
+        async with online.started(readers.clients) as processes:
+            crowd = online.Crowd(target, processes, readers.warmup)
+            if own is None:
+                traces, name = await _measure(crowd, asked, bars)
+            else:
+                async with started(own, bars) as app:
+                    crowd = dataclasses.replace(crowd, target=Target(app.server.address))
+                    traces, name = await _measure(crowd, asked, bars)
+    found = summarise(traces, 0 if asked.rate else asked.concurrency, readers.slo)
+    given = {"load": dataclasses.asdict(asked), "clients": readers.clients}
+    arrivals = f"{asked.rate:g} requests/s (Poisson)" if asked.rate else f"{asked.concurrency} at once"
+    title = (
+        f"{name}: {asked.requests} requests, {arrivals}, {asked.prompt_tokens} + {asked.new_tokens} tokens"
+    )
+    output.show(
+        {"mode": "online", "model": name, **given, **found},
+        lambda to: tables.online(to, found, title),
+        lambda: pictures.online(title, traces),
+    )
+    return 1 if found["errors"] else 0
+
+
+async def _measure(crowd: online.Crowd, asked: Asked, bars: Bars) -> tuple[list[Trace], str]:
+    """Traces, and the model's name."""
+    async with AsyncClient(crowd.target) as client:
+        info: Any = await client.model_info()
+    length = asked.prompt_tokens + asked.new_tokens
+    if length > info.max_context:
+        allowed = f"at most {info.max_context}, the context"
+        raise ConfigError("--prompt-tokens + --new-tokens", length, allowed)
+    load = asked.load(info.vocab_size)
+    traces = await online.run(crowd, load, lambda done: bars.show("requests", done, load.requests))
+    return traces, info.name
+
+
+@asynccontextmanager
+async def started(config: Config, bars: Bars) -> AsyncIterator[App]:
+    """A server on a free port of this host, as `ep-server serve` has it. Raises: StartupError."""
+    free = Config.from_values(config.values() | {"grpc.port": 0, "metrics.port": 0})
+    async with assemble(free) as app:
+        serving = asyncio.Event()
+        life = asyncio.create_task(app.server.run(bars.loading, serving.set))
+        came_up = asyncio.create_task(serving.wait())
+        await asyncio.wait((life, came_up), return_when=asyncio.FIRST_COMPLETED)
+        came_up.cancel()
+        if life.done():
+            life.result()
+            raise StartupError("interrupted while loading")
+        try:
+            yield app
+        finally:
+            if not life.done():
+                app.server.ask_to_stop()
+            await life
