@@ -11,6 +11,7 @@ import sys
 
 import torch
 
+from ep_server.model.families.spec import GroupScore, RouterSpec, Score
 from ep_server.model.kv_cache import KvLayer
 from ep_server.model.triton.norm import add_rms_norm, rms_norm
 from ep_server.model.triton.paged import PagedKv
@@ -18,6 +19,7 @@ from ep_server.model.triton.paged_decode import Workspace, decode
 from ep_server.model.triton.paged_prefill import prefill
 from ep_server.model.triton.paged_tile import AttentionRule, Sequences
 from ep_server.model.triton.rope import HeadNorm, MlaInput, Rotation, store_gqa, store_mla
+from ep_server.model.triton.router import route
 from tests.model.triton.compiling import Recorder
 
 BF16, F32, FP8, I64, I32 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.int32
@@ -90,7 +92,20 @@ def prefilling() -> None:
             prefill(q, meta(65, dtype=I32), cache(dtype), sequences(64), AttentionRule(0.1), out)
 
 
-PARTS = (norms, rotations, decoding, prefilling)
+def routing() -> None:
+    """Qwen3-30B-A3B and DeepSeek-V3."""
+    v3 = RouterSpec(
+        256, 8, score=Score.SIGMOID, bias=True, groups=8, top_groups=4, group_score=GroupScore.TOP2_SUM,
+        renormalise=True, renorm_eps=1e-20, scale=2.5,
+    )  # fmt: skip
+    for spec, bias in ((RouterSpec(128, 8, renormalise=True), None), (v3, meta(256, dtype=F32))):
+        ids, weights = meta(TOKENS, 8, dtype=I64), meta(TOKENS, 8, dtype=F32)
+        logits = meta(TOKENS, spec.num_experts, dtype=F32)
+        for count in (None, meta(1, dtype=I32)):
+            route(logits, bias, spec, ids, weights, count)
+
+
+PARTS = (norms, rotations, decoding, prefilling, routing)
 
 if __name__ == "__main__":
     for part in [part for part in PARTS if part.__name__ in sys.argv[1:] or len(sys.argv) == 1]:
