@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import PackageNotFoundError, files
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +21,19 @@ from ep_server.ep.waiting import Waiting
 from ep_server.errors import StartupError
 
 CLONE_NEWNET = 0x40000000
+
+
+def _of_the_wheel() -> str:
+    """Where it is, also if it was installed elsewhere than this Python."""
+    try:
+        found = [file for file in files("mpich") or () if file.name == "libfabric.so.1"]
+    except PackageNotFoundError:
+        found = []
+    return str(found[0].locate()) if found else "libfabric.so.1 of the mpich wheel"
+
+
 # Debian's 1.x, and the 2.x that the mpich wheel brings: the same code must run on both.
-LIBRARIES = {"system": "", "wheel": f"{sys.prefix}/lib/mpich/libfabric.so.1"}
+LIBRARIES = {"system": "", "wheel": _of_the_wheel()}
 
 
 @cache

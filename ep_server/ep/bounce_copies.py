@@ -1,0 +1,190 @@
+"""Copies between a device and the host memory that an exchange on the CPU reads and writes.
+
+To the host: on the caller's stream, and the host waits for them alone, since it sends what they bring. To the
+device: on a stream of their own, beside the caller's kernels; the caller's stream waits for them once all are
+under way. Staging that such a copy reads belongs to a slot, and is written again only after the copy ended.
+Nothing here waits for a whole device. Durations in ns.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import torch
+
+from ep_server.errors import ConfigError, ExchangeError, InvalidArgument, StartupError
+
+Pair = tuple[torch.Tensor, torch.Tensor]  # where to, where from
+
+
+class Slot:
+    """Staging of one operation. ended: after the last copy that reads it; None = nothing does."""
+
+    __slots__ = ("ended",)
+
+    def __init__(self) -> None:
+        self.ended: torch.cuda.Event | None = None
+
+
+class Delivery(Protocol):
+    """Copies from the staging of one slot to the device, each begun while the host prepares the next."""
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor on the device that these copies may write at once."""
+        ...
+
+    def copy(self, out: torch.Tensor, staged: torch.Tensor) -> None:
+        """Begins a copy; same shape and dtype, both contiguous."""
+        ...
+
+    def finish(self) -> None:
+        """The caller's stream comes after all copies; the slot is busy until they have ended."""
+        ...
+
+
+class Copies(Protocol):
+    """How tensors of one kind of device come to the host and go back."""
+
+    def staging(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """Host memory that copies may read and write."""
+        ...
+
+    def fetch(self, *pairs: Pair) -> None:
+        """Device to host, after all that the caller's stream has to do by now; ended when it returns."""
+        ...
+
+    def reuse(self, slot: Slot) -> None:
+        """Returns once nothing reads the slot's staging."""
+        ...
+
+    def delivery(self, slot: Slot, *, into: torch.Tensor | None = None) -> Delivery:
+        """Begins copies to the device. into: the caller's tensor that they write, after its kernels."""
+        ...
+
+
+class HostCopies:
+    """Between host tensors: every copy has ended when it returns."""
+
+    def staging(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """As the Protocol says."""
+        return torch.empty(shape, dtype=dtype)
+
+    empty = staging
+
+    def fetch(self, *pairs: Pair) -> None:
+        """As the Protocol says."""
+        for target, source in pairs:
+            target.copy_(source)
+
+    def reuse(self, slot: Slot) -> None:
+        """Nothing to wait for."""
+
+    def delivery(self, slot: Slot, *, into: torch.Tensor | None = None) -> Delivery:
+        """As the Protocol says."""
+        return self
+
+    def copy(self, out: torch.Tensor, staged: torch.Tensor) -> None:
+        """As the Protocol says."""
+        out.copy_(staged)
+
+    def finish(self) -> None:
+        """Nothing is under way."""
+
+
+class CudaCopies:
+    """Between a GPU and pinned memory.
+
+    Args:
+        timeout_ns: deadline of every wait for the GPU.
+    """
+
+    def __init__(self, device: torch.device, timeout_ns: int) -> None:
+        self.device, self._timeout_ns = device, timeout_ns
+        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+    def staging(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """As the Protocol says; pinned."""
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def fetch(self, *pairs: Pair) -> None:
+        """As the Protocol says."""
+        stream = torch.cuda.current_stream(self.device)
+        _refuse_capture()
+        for target, source in pairs:
+            target.copy_(source, non_blocking=True)
+        self._wait(stream.record_event(), "tensors on their way to the host")
+
+    def reuse(self, slot: Slot) -> None:
+        """As the Protocol says."""
+        if slot.ended is not None:
+            self._wait(slot.ended, "an earlier copy to the device")
+            slot.ended = None
+
+    def delivery(self, slot: Slot, *, into: torch.Tensor | None = None) -> Delivery:
+        """As the Protocol says."""
+        _refuse_capture()
+        caller = torch.cuda.current_stream(self.device)
+        if into is not None:
+            self._stream.wait_stream(caller)
+            into.record_stream(self._stream)
+        return _CudaDelivery(self._stream, caller, slot)
+
+    def _wait(self, event: torch.cuda.Event, what: str) -> None:
+        deadline = time.monotonic_ns() + self._timeout_ns
+        while not event.query():  # type: ignore[no-untyped-call]
+            if time.monotonic_ns() > deadline:
+                raise ExchangeError(
+                    f"{self.device} has not finished {what} in {self._timeout_ns / 1e9:g} s:"
+                    " the kernels before them on this stream hang, or need longer"
+                )
+            time.sleep(0)
+
+
+class _CudaDelivery:
+    """See Delivery."""
+
+    def __init__(self, stream: torch.cuda.Stream, caller: torch.cuda.Stream, slot: Slot) -> None:
+        self._stream, self._caller, self._slot = stream, caller, slot
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        # Memory of the copies' own stream: that of the caller's may still be read by its kernels.
+        with torch.cuda.stream(self._stream):
+            made = torch.empty(shape, dtype=dtype, device=self._stream.device)
+        made.record_stream(self._caller)
+        return made
+
+    def copy(self, out: torch.Tensor, staged: torch.Tensor) -> None:
+        with torch.cuda.stream(self._stream):
+            out.copy_(staged, non_blocking=True)
+
+    def finish(self) -> None:
+        self._slot.ended = self._stream.record_event()
+        self._caller.wait_event(self._slot.ended)
+
+
+def _refuse_capture() -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise InvalidArgument(
+            "stream", "captured into a graph", "one that runs: the host takes part in each copy"
+        )
+
+
+def checked_device(device: torch.device | str | int) -> torch.device:
+    """With its number. Raises ConfigError where it is of another kind, StartupError where it is not there."""
+    found = torch.device(device)
+    if found.type not in ("cpu", "cuda"):
+        raise ConfigError("device", str(found), "cpu or cuda")
+    if found.type == "cpu":
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise StartupError(f"{found}: no CUDA device is available")
+    number = torch.cuda.current_device() if found.index is None else found.index
+    if number >= torch.cuda.device_count():
+        raise ConfigError("device", str(found), f"cuda:0 to cuda:{torch.cuda.device_count() - 1}")
+    return torch.device("cuda", number)
+
+
+def copies_for(device: torch.device, timeout_ns: int) -> Copies:
+    """The copies of a device that checked_device gave."""
+    return HostCopies() if device.type == "cpu" else CudaCopies(device, timeout_ns)
