@@ -1,4 +1,4 @@
-"""Says which lines of gpu_wheels.txt this Python lacks, and fails if any."""
+"""Says which lines of gpu_wheels.txt this Python lacks, and fails if any but an optional one."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 NEEDED = Path(__file__).with_suffix(".txt")
+OPTIONAL = "optional "
 
 
 def numbers(text: str) -> tuple[int, ...]:
@@ -15,7 +16,7 @@ def numbers(text: str) -> tuple[int, ...]:
 
 def problem(line: str) -> str:
     """What is wrong with one requirement, or ""."""
-    name, _, least = line.partition(">=")
+    name, _, least = line.removeprefix(OPTIONAL).partition(">=")
     try:
         found = version(name)
     except PackageNotFoundError:
@@ -25,7 +26,9 @@ def problem(line: str) -> str:
 
 def main() -> None:
     lines = [line for line in NEEDED.read_text().splitlines() if line and not line.startswith("#")]
-    problems = [text for text in map(problem, lines) if text]
+    for text in filter(None, (problem(line) for line in lines if line.startswith(OPTIONAL))):
+        print(f"optional: {text}")
+    problems = [text for line in lines if not line.startswith(OPTIONAL) and (text := problem(line))]
     if problems:
         raise SystemExit("\n".join(problems) + f"\nsee {NEEDED.name}")
 
