@@ -77,7 +77,7 @@ def divide(target: Target, load: Load, readers: int, warmup: int) -> list[Work]:
     """The share of each reader that has one: request i goes to reader i modulo their number."""
     count = min(readers, load.requests if load.rate else min(load.requests, load.concurrency))
     offsets = poisson(load.rate, load.requests, load.seed) if load.rate else []
-    streams, warmups = shares(load.concurrency, count), shares(warmup, count)
+    streams = shares(load.concurrency, count)
     return [
         Work(
             target,
@@ -85,7 +85,7 @@ def divide(target: Target, load: Load, readers: int, warmup: int) -> list[Work]:
             indices=range(reader, load.requests, count),
             offsets=offsets[reader::count],
             streams=streams[reader],
-            warmup=warmups[reader],
+            warmup=range(reader - warmup, 0, count),
         )
         for reader in range(count)
     ]
@@ -115,7 +115,8 @@ class Reader:
 
     async def prepare(self, work: Work) -> None:
         """Gives it its share and returns when it is warm. Raises: StartupError."""
-        self._tell({**dataclasses.asdict(work), "indices": list(work.indices)})
+        values = {"indices": list(work.indices), "warmup": list(work.warmup)}
+        self._tell(dataclasses.asdict(work) | values)
         try:
             async with asyncio.timeout(READY_SECONDS):
                 said = await self._hear()

@@ -30,7 +30,7 @@ START_SECONDS = 600.0  # until the line with the time to start must have come
 class Work:
     """A reader's share. indices: its requests. offsets: their arrivals, seconds from the start, or empty.
 
-    streams: requests in flight of a closed loop. warmup: requests before the clock starts.
+    streams: requests in flight of a closed loop. warmup: indices of requests before the clock starts.
     """
 
     target: Target
@@ -38,7 +38,7 @@ class Work:
     indices: Sequence[int]
     offsets: Sequence[float]
     streams: int
-    warmup: int
+    warmup: Sequence[int]
 
     @staticmethod
     def from_values(values: dict[str, Any]) -> Work:
@@ -94,7 +94,8 @@ async def _one(client: AsyncClient, load: Load, trace: Trace, on_done: Callable[
 
 
 async def _warm_up(client: AsyncClient, work: Work) -> None:
-    warm = Work(work.target, work.load, range(-work.warmup, 0), (), max(1, min(work.streams, work.warmup)), 0)
+    streams = max(1, min(work.streams, len(work.warmup)))
+    warm = Work(work.target, work.load, work.warmup, (), streams, ())
     await run(client, warm, time.monotonic(), lambda: None)
 
 

@@ -1,0 +1,138 @@
+"""`ep-server bench` as it is used: real ranks, real client processes, tokens counted."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import ep_server
+from ep_server.benchmark import online
+from ep_server.benchmark.load import Load
+from ep_server.benchmark.reader import Work, run
+from ep_server.benchmark.trace import OK
+from ep_server.cli import main
+from ep_server.client import AsyncClient, Target
+from ep_server.errors import StartupError
+from tests.service.harness import WAIT, serving
+
+DEMO = Path(ep_server.__file__).parent / "assets" / "demo_model"
+LOAD = Load(requests=9, concurrency=4, rate=0.0, prompt_tokens=5, new_tokens=7, vocab_size=250)
+
+
+def bench(capfd: pytest.CaptureFixture[str], *arguments: str) -> dict[str, Any]:
+    """What it printed as JSON."""
+    assert main(["bench", *arguments, "--json", "--set", "parallel.threads_per_rank=1"]) == 0
+    found: dict[str, Any] = json.loads(capfd.readouterr().out)
+    return found
+
+
+def test_offline_on_two_ranks_with_made_up_weights(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "120")
+    shutil.copy(DEMO / "config.json", tmp_path)
+    made_up = ("--model", str(tmp_path), "--load-format", "dummy", "--routing", "uniform", "--ranks", "2")
+    lengths = ("--prompt-tokens", "6", "--new-tokens", "40", "--batch", "1,6", "--rounds", "2")
+    file, chart = tmp_path / "found.json", tmp_path / "found.svg"
+    found = bench(capfd, "offline", *made_up, *lengths, "--json-file", str(file), "--chart", str(chart))
+    assert json.loads(file.read_text()) == found and chart.read_text().startswith("<svg ")
+    assert (found["mode"], found["routing"]) == ("offline", "uniform")
+    for batch, result in zip((1, 6), found["batches"], strict=True):
+        assert result["sequences_per_rank"] == batch and len(result["rounds"]) == 2
+        assert all(each["direct"] > 0 and each["whole"] > 0 for each in result["rounds"])
+        step = result["step"]
+        assert step["tokens"] == pytest.approx(2 * batch, rel=0.1)
+        assert sum(step["load"]) == pytest.approx(step["count"] * step["tokens"] * 4 * 3, rel=0.15)
+        assert 0.85 < step["distinct_experts"] / step["distinct_expected"] < 1.15
+        assert 1 <= step["rank_imbalance"] < 1.5 and 0 < step["host_share"] < 1
+        assert set(step["bounds"]) == {"attention", "router", "dispatch", "experts", "combine", "sample"}
+        assert sum(step["phases"].values()) == pytest.approx(step["seconds"])
+
+
+def test_online_with_a_server_of_its_own(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    chart = tmp_path / "found.svg"
+    load = ("--requests", "11", "--concurrency", "4", "--new-tokens", "9", "--prompt-tokens", "6")
+    goals = ("--slo-ttft-ms", "600000", "--slo-itl-ms", "600000", "--stream-interval", "4")
+    own = ("--model", str(DEMO), "--ranks", "2", "--clients", "2", "--chart", str(chart))
+    found = bench(capfd, *own, *load, *goals)
+    assert (found["requests"], found["errors"], found["output_tokens"]) == (11, 0, 99)
+    assert found["goodput"]["requests"] == 11 and found["statuses"] == {}
+    assert found["tokens_per_message"] > 2  # 1, 4 and 4
+    assert chart.read_text().startswith("<svg ")
+
+
+@pytest.mark.parametrize("readers", [1, 3])
+async def test_every_request_is_asked_once(readers: int) -> None:
+    async with serving() as served, online.started(readers) as processes:
+        crowd = online.Crowd(Target(served.server.address), processes, warmup=2)
+        done: list[int] = []
+        async with asyncio.timeout(WAIT):
+            traces = await online.run(crowd, LOAD, done.append)
+        assert [trace.index for trace in traces] == list(range(9))
+        assert all(trace.status == OK and trace.tokens == 7 for trace in traces)
+        assert all(trace.planned <= trace.sent <= trace.arrivals[0][0] <= trace.ended for trace in traces)
+        asked = [request.prompt_ids for request in served.ranks.requests.values()]
+        assert len(asked) == len(set(asked)) == 9 + 2
+        assert done[-1] == 9
+
+
+@pytest.mark.parametrize(("rate", "in_flight"), [(1000.0, 9), (0.0, 4)])
+async def test_a_late_server_slows_no_arrival(rate: float, in_flight: int) -> None:
+    """Nothing is answered: all requests of an open loop come, of a closed one as many as it has streams."""
+    async with serving() as served, AsyncClient(served.server.address) as client:
+        served.ranks.hold()
+        offsets = [index / rate for index in range(9)] if rate else []
+        work = Work(Target(""), LOAD, range(9), offsets, LOAD.concurrency, ())
+        running = asyncio.create_task(run(client, work, time.monotonic(), lambda: None))
+        await served.until(lambda: len(served.ranks.requests) == in_flight)
+        assert not running.done()
+        served.ranks.release()
+        assert all(trace.ok for trace in await running)
+        assert len(served.ranks.requests) == 9
+
+
+async def test_a_late_reader_hides_nothing() -> None:
+    """Its requests should have gone 100 seconds ago: latencies say so."""
+    async with serving() as served, AsyncClient(served.server.address) as client:
+        begin = time.monotonic() - 100
+        work = Work(Target(""), LOAD, range(9), [index / 10 for index in range(9)], 0, ())
+        for index, trace in enumerate(await run(client, work, begin, lambda: None)):
+            assert trace.planned == begin + index / 10 and trace.sent >= begin + 100
+            assert trace.first_token is not None and trace.first_token >= 100 - index / 10
+
+
+async def test_a_reader_that_cannot_start_is_named() -> None:
+    async with online.started(1) as processes:
+        crowd = online.Crowd(Target("127.0.0.1:1", tls_ca="/no/such/file"), processes)
+        with pytest.raises(StartupError, match="a client process could not start: FileNotFoundError"):
+            await online.run(crowd, LOAD)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("sideways",), "MODE = 'sideways': must be online or offline"),
+        (("offline",), "model.path = '': must be a checkpoint directory"),
+        (("offline", "--model", str(DEMO), "--batch", "1,x"), "--batch = '1,x': must be numbers from 1 to"),
+        (("offline", "--model", str(DEMO), "--set", "scheduler.kv_blocks"), "must be section.field=value"),
+        (
+            ("offline", "--model", str(DEMO), "--set", "scheduler.kv_blocks=3"),
+            "scheduler.kv_blocks = 3: must be 0, or at least 192 for 32 sequences of 96 tokens on a rank",
+        ),
+        (("--ranks", "2"), "parallel.ranks = 2: must be given only with --model"),
+        (("--chart", "a.png"), "--chart = 'a.png': must be a name that ends with .svg"),
+        (("--json-file", "/no/such/place/a.json"), "must be a file in a directory that is there"),
+    ],
+)
+def test_what_it_cannot_do_is_one_line(
+    arguments: tuple[str, ...], words: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", *arguments]) == 1
+    err = capfd.readouterr().err
+    assert words in err and err.count("\n") == 1

@@ -1,0 +1,120 @@
+"""Steps from reports of ranks, by hand; the expected number of distinct experts against a simulation."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import ep_server
+from ep_server.benchmark.breakdown import (
+    PHASES,
+    Rates,
+    Steps,
+    bounds,
+    expected_distinct,
+    less,
+    steps_between,
+)
+from ep_server.model.families import read_spec
+from ep_server.model.families.spec import GqaSpec
+from ep_server.model.footprint import footprint
+from ep_server.model.sizes import Dtype
+from ep_server.records import RankStatistics
+
+DEMO = Path(ep_server.__file__).parent / "assets" / "demo_model"
+
+
+@pytest.mark.parametrize(("experts", "top_k", "tokens"), [(128, 8, 32), (16, 4, 3), (8, 2, 1), (64, 6, 40)])
+def test_distinct_experts_of_uniform_draws(experts: int, top_k: int, tokens: int) -> None:
+    source, trials = random.Random(5), 3000
+    counts = [
+        len({expert for _ in range(tokens) for expert in source.sample(range(experts), top_k)})
+        for _ in range(trials)
+    ]
+    mean = sum(counts) / trials
+    error = (sum((count - mean) ** 2 for count in counts) / trials**2) ** 0.5
+    assert abs(mean - expected_distinct(experts, top_k, tokens)) <= 4 * error + 1e-9
+
+
+def report(rank: int, steps: int, scale: int) -> RankStatistics:
+    """After so many steps; phases of 1, 2, 3 ... ns per step times `scale`, 5 in the vote, 40 in all."""
+    sums = {f"step/{name}": steps * scale * (i + 1) for i, name in enumerate(PHASES)}
+    return RankStatistics(
+        rank,
+        sums={**sums, "step/vote": 5 * scale * steps, "step/total": 40 * scale * steps},
+        counters={
+            "run_steps": steps,
+            "tokens": 3 * steps,
+            "experts_active": steps * 2 * (4 + rank),
+            "bytes/dispatch": 100 * steps,
+            "bytes/combine": 0,
+        },
+        expert_tokens={rank: 10 * steps * (rank + 1), rank + 2: 5 * steps},
+    )
+
+
+def test_steps_between_two_reports() -> None:
+    before = {rank: report(rank, 10, 1_000) for rank in (0, 1)}
+    after = {rank: report(rank, 30, 1_000) for rank in (0, 1)}
+    steps = steps_between(before, after, sparse_layers=2)
+    assert steps is not None and steps.count == 20
+    assert steps.seconds == pytest.approx(40e-6)
+    assert [steps.phases[name] for name in PHASES] == pytest.approx([n * 1e-6 for n in range(1, 7)])
+    assert steps.phases["wait"] == pytest.approx(5e-6)
+    assert steps.phases["host"] == pytest.approx((40 - 21 - 5) * 1e-6)
+    assert sum(steps.phases.values()) == pytest.approx(steps.seconds)
+    assert steps.host_share == pytest.approx(14 / 40)
+    assert steps.tokens == 6 and steps.active == (4, 5) and steps.distinct == 9
+    assert steps.load == (300, 500) and steps.imbalance == pytest.approx(500 / 400)
+    assert steps.sent == {"dispatch": 100, "combine": 0}
+    assert steps_between(after, after, 2) is None
+    whole = steps_between({}, after, 2)
+    assert whole is not None and whole.count == 30 and whole.seconds == pytest.approx(40e-6)
+
+
+def test_a_shorter_run_is_taken_from_a_longer_one() -> None:
+    """Prefill of 4 slow steps in both; decoding of 6 and 26 steps."""
+
+    def run(decoding: int) -> Steps:
+        slow, fast = report(0, 4, 9_000), report(0, decoding, 1_000)
+        both = {name: slow.sums[name] + fast.sums[name] for name in slow.sums}
+        counters = {name: slow.counters[name] + fast.counters[name] for name in slow.counters}
+        rows = {expert: n + fast.expert_tokens[expert] for expert, n in slow.expert_tokens.items()}
+        found = steps_between({}, {0: RankStatistics(0, sums=both, counters=counters, expert_tokens=rows)}, 2)
+        assert found is not None
+        return found
+
+    alone = steps_between({}, {0: report(0, 20, 1_000)}, 2)
+    decode = less(run(26), run(6))
+    assert alone is not None and decode is not None
+    assert decode.count == 20 and decode.load == alone.load
+    assert decode.seconds == pytest.approx(alone.seconds)
+    assert decode.phases == pytest.approx(alone.phases)
+    assert decode.active == pytest.approx(alone.active) and decode.sent == pytest.approx(alone.sent)
+    assert less(run(6), run(6)) is None
+
+
+def test_bounds_are_bytes_over_rates() -> None:
+    spec = read_spec(DEMO)
+    assert isinstance(spec.attention, GqaSpec)
+    steps = Steps(
+        5, 1.0, {}, tokens=12.0, active=(3.0, 2.0), load=(1, 1), sent={"dispatch": 700.0, "combine": 0}
+    )
+    plain = bounds(spec, Dtype.FLOAT32, steps, 100, Rates(memory=1e6, link=1e3, packed=False))
+    part = footprint(spec, Dtype.FLOAT32, packed=False).replicated
+    cache = 6 * 100 * spec.num_layers * 2 * spec.attention.kv_heads * spec.attention.head_dim * 4
+    assert plain["attention"] == pytest.approx((part["attention"] + part["norms"] + cache) / 1e6)
+    assert plain["router"] == pytest.approx(
+        sum(spec.sparse_layers) * spec.router.num_experts * spec.hidden * 4e-6
+    )
+    experts = 3 * sum(spec.sparse_layers) * 3 * spec.expert_ffn * spec.hidden * 4
+    rest = part.get("shared experts", 0) + part.get("dense FFN", 0)
+    assert plain["experts"] == pytest.approx((experts + rest) / 1e6)
+    assert plain["sample"] == pytest.approx(spec.vocab_size * spec.hidden * 4e-6)
+    assert plain["dispatch"] == pytest.approx(0.7) and "combine" not in plain  # nothing left the rank
+    windowed = replace(spec, attention=replace(spec.attention, window=10))
+    short = bounds(windowed, Dtype.FLOAT32, steps, 100, Rates(1e6, 1e3, packed=False))
+    assert plain["attention"] - short["attention"] == pytest.approx(0.9 * cache / 1e6)
