@@ -35,6 +35,12 @@ from fabric_traffic import Case, Copies, Inside, rows
 
 HOSTS, TOKENS = (1, 2, 4, 8, 16, 32, 64), (1, 8, 32, 128)
 MOST_RANKS = 4096
+ASSUMED = {
+    "fixed_us": "of each operation",
+    "proxy_us": "more where it crosses hosts",
+    "forward_us": "more where rows are forwarded inside a host",
+    "post_us": "CPU time of a write",
+}
 
 
 @dataclass(frozen=True)
@@ -87,12 +93,17 @@ def parse(arguments: list[str] | None) -> tuple[Sweep, argparse.Namespace]:
     parser.add_argument("--hidden", type=int, default=case.hidden)
     parser.add_argument("--top-k", type=int, default=case.top_k)
     parser.add_argument("--experts", type=int, default=case.experts)
+    parser.add_argument("--groups", type=int, default=case.groups, help="equal groups of experts")
+    parser.add_argument("--kept", type=int, default=case.kept, help="groups that a token's experts come from")
     parser.add_argument("--copies", type=kinds, default=tuple(Copies), metavar="KIND,KIND")
     parser.add_argument(
         "--inside", choices=list(Inside), default=case.inside, help="what joins ranks of a host"
     )
     parser.add_argument("--nic-gbps", type=float, default=machine.nic_gbps, help="of the NIC of each rank")
     parser.add_argument("--nvlink-gbs", type=float, default=machine.nvlink_gbs, help="one direction")
+    for name, what in ASSUMED.items():
+        option = f"--{name.replace('_', '-')}"
+        parser.add_argument(option, type=float, default=getattr(machine, name), metavar="US", help=what)
     parser.add_argument("--context", type=int, default=4096, help="cached tokens a sequence, for steps")
     parser.add_argument("--json", action="store_true", help="everything as JSON")
     parser.add_argument("--chart", type=Path, help="also draw an SVG")
@@ -111,13 +122,16 @@ def sweep_of(given: argparse.Namespace) -> Sweep:
         top_k=given.top_k,
         experts=given.experts,
         inside=Inside(given.inside),
+        groups=given.groups,
+        kept=given.kept,
     )
     if given.context < 0:
         raise ValueError(f"context = {given.context}: must be at least 0")
     if max(given.hosts) * given.ranks_per_host > MOST_RANKS:
         ranks = max(given.hosts) * given.ranks_per_host
         raise ValueError(f"hosts x ranks-per-host = {ranks}: must be 1 to {MOST_RANKS}")
-    machine = Machine(nic_gbps=given.nic_gbps, nvlink_gbs=given.nvlink_gbs)
+    assumed = {name: getattr(given, name) for name in ASSUMED}
+    machine = Machine(nic_gbps=given.nic_gbps, nvlink_gbs=given.nvlink_gbs, **assumed)
     sweep = Sweep(given.hosts, given.tokens, given.copies, base, machine, given.context)
     list(sweep.cases())  # each checks itself
     return sweep

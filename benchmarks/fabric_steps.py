@@ -19,7 +19,7 @@ class Model:
 
     attention: weights of one layer's attention. kv_bytes: of one token in one layer. score_ops: operations of
       one query token with one cached token in one layer. expert_bytes, other_bytes: of one weight.
-    fp8: the wire of dispatch.
+    fp8: the wire of dispatch. groups, kept: see Case.
     """
 
     name: str
@@ -38,6 +38,8 @@ class Model:
     expert_bytes: int
     other_bytes: int
     fp8: bool
+    groups: int = 1
+    kept: int = 1
 
     @property
     def expert(self) -> int:
@@ -68,6 +70,8 @@ DEEPSEEK_V3 = Model(
     expert_bytes=1,
     other_bytes=1,
     fp8=True,
+    groups=8,
+    kept=4,
 )
 # 32 query and 4 key/value heads of 128.
 QWEN3_30B = Model(
@@ -176,7 +180,8 @@ class Roofline:
 
 def case_of(model: Model, case: Case) -> Case:
     """The same group and tokens with this model's sizes."""
-    return replace(case, hidden=model.hidden, experts=model.experts, top_k=model.top_k)
+    sizes = {"hidden": model.hidden, "experts": model.experts, "top_k": model.top_k}
+    return replace(case, **sizes, groups=model.groups, kept=model.kept)
 
 
 def step(model: Model, case: Case, machine: Machine, *, gpu: Gpu | None = None, context: int = 4096) -> Step:

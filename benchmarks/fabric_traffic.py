@@ -1,14 +1,17 @@
 """How many rows a rank moves in one dispatch or combine, in expectation over uniform routing. No times here.
 
-Every token chooses top_k different experts out of `physical`, all sets alike. A unit (rank or host) that owns
-s of them is chosen with probability 1 - C(physical - s, top_k) / C(physical, top_k). Combine is the way back.
+Every token chooses top_k different experts out of n, all sets alike: a unit (rank or host) that owns s of
+them is chosen with probability 1 - C(n - s, top_k) / C(n, top_k). n is all experts or, where routing is limited
+to groups, those of the groups it keeps, all sets of groups alike. Experts lie in order. Combine is the way back.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cache
+from itertools import pairwise
 from math import comb, sqrt
 from statistics import NormalDist
 
@@ -19,6 +22,8 @@ MOST = {
     "hidden": 1 << 20,
     "top_k": 64,
     "experts": 1 << 16,
+    "groups": 1 << 10,
+    "kept": 1 << 10,
 }
 
 
@@ -41,6 +46,7 @@ class Inside(StrEnum):
 class Case:
     """Sizes of one exchange. experts: before replication; with more ranks than experts each owns one replica.
 
+    groups, kept: a token's experts come from `kept` of `groups` equal groups of experts.
     Raises: ValueError naming the field, its value and what is allowed.
     """
 
@@ -52,6 +58,8 @@ class Case:
     experts: int = 256
     copies: Copies = Copies.HOST
     inside: Inside = Inside.NVLINK
+    groups: int = 1
+    kept: int = 1
 
     def __post_init__(self) -> None:
         for name, most in MOST.items():
@@ -60,6 +68,12 @@ class Case:
                 raise ValueError(f"{name} = {value}: must be 1 to {most}")
         if self.top_k > self.experts:
             raise ValueError(f"top_k = {self.top_k}: must be 1 to experts = {self.experts}")
+        if self.physical % self.groups:
+            raise ValueError(f"groups = {self.groups}: must divide the {self.physical} experts")
+        if self.kept > self.groups:
+            raise ValueError(f"kept = {self.kept}: must be 1 to groups = {self.groups}")
+        if self.eligible < self.top_k:
+            raise ValueError(f"kept = {self.kept}: must leave at least top_k = {self.top_k} experts")
 
     @property
     def ranks(self) -> int:
@@ -70,6 +84,11 @@ class Case:
     def physical(self) -> int:
         """Experts with their replicas."""
         return max(self.experts, self.ranks)
+
+    @property
+    def eligible(self) -> int:
+        """Experts of the groups that a token keeps."""
+        return self.physical // self.groups * self.kept
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,23 +107,50 @@ class Rows:
     busiest: float
 
 
-def chosen(physical: int, owned: int, top_k: int) -> float:
-    """Probability that a token chooses at least one of `owned` experts."""
-    return 1 - comb(physical - owned, top_k) / comb(physical, top_k)
+def parts(case: Case, unit: range) -> list[int]:
+    """How many experts of each group it touches a unit owns."""
+    size = case.physical // case.groups
+    touched = range(unit.start // size, -(-unit.stop // size))
+    return [min(unit.stop, (g + 1) * size) - max(unit.start, g * size) for g in touched]
 
 
-@cache
-def shares(case: Case) -> tuple[list[int], list[int]]:
-    """Physical experts of each rank and of each host: as even as they go."""
+def chosen(case: Case, unit: range) -> float:
+    """Probability that a token chooses at least one of a unit's experts."""
+    owned = parts(case, unit)
+    ways = Counter({(0, 0): 1})  # (groups kept of those it touches, its experts in them) -> sets of groups
+    for count in owned:
+        for (kept, experts), number in list(ways.items()):
+            ways[kept + 1, experts + count] += number
+    none = sum(
+        number * comb(case.groups - len(owned), case.kept - kept) * comb(case.eligible - experts, case.top_k)
+        for (kept, experts), number in ways.items()
+        if kept <= case.kept
+    )
+    return 1 - none / (comb(case.groups, case.kept) * comb(case.eligible, case.top_k))
+
+
+def units(case: Case) -> tuple[list[range], list[range]]:
+    """Experts of each rank and of each host: as even as they go."""
     whole, over = divmod(case.physical, case.ranks)
-    ranks = [whole + (rank < over) for rank in range(case.ranks)]
+    starts = [rank * whole + min(rank, over) for rank in range(case.ranks + 1)]
     per = case.ranks_per_host
-    return ranks, [sum(ranks[at : at + per]) for at in range(0, len(ranks), per)]
+    ranks = [range(*each) for each in pairwise(starts)]
+    return ranks, [range(each[0].start, each[-1].stop) for each in batches(ranks, per)]
+
+
+def batches(ranks: list[range], per: int) -> list[list[range]]:
+    """Of so many each."""
+    return [ranks[at : at + per] for at in range(0, len(ranks), per)]
 
 
 def distinct(case: Case) -> tuple[float, float]:
     """Ranks and hosts that a token goes to, its own among them."""
-    ranks, hosts = (sum(chosen(case.physical, owned, case.top_k) for owned in each) for each in shares(case))
+    return _distinct(replace(case, tokens=1, hidden=1, copies=Copies.RANK, inside=Inside.NVLINK))
+
+
+@cache
+def _distinct(case: Case) -> tuple[float, float]:
+    ranks, hosts = (sum(chosen(case, unit) for unit in each) for each in units(case))
     return ranks, hosts
 
 
@@ -137,15 +183,22 @@ def busiest(case: Case, mean: float) -> float:
 def deviation(case: Case) -> float:
     """Standard deviation of the rows that come to one rank over the network."""
     away = case.ranks - (1 if case.inside is Inside.NETWORK else case.ranks_per_host)
-    physical, top_k = case.physical, case.top_k
-    owned = physical / case.ranks
-    if case.copies is Copies.EXPERT:  # hypergeometric: experts of this rank among a token's choices
-        part = owned / physical
-        each = top_k * part * (1 - part) * (physical - top_k) / max(physical - 1, 1)
-        return sqrt(case.tokens * away * each)
-    ranks, hosts = shares(case)
+    ranks, hosts = units(case)
+    if case.copies is Copies.EXPERT:
+        return sqrt(case.tokens * away * copies_variance(case, ranks[0]))
     if case.copies is Copies.HOST and case.inside is Inside.NVLINK:
-        hit = chosen(physical, hosts[0], top_k) / case.ranks_per_host  # a token's row lands on one of them
+        hit = chosen(case, hosts[0]) / case.ranks_per_host  # a token's row lands on one of them
     else:
-        hit = chosen(physical, ranks[0], top_k)
+        hit = chosen(case, ranks[0])
     return sqrt(case.tokens * away * hit * (1 - hit))
+
+
+def copies_variance(case: Case, unit: range) -> float:
+    """Variance of how many of a unit's experts one token chooses, from how often it chooses two of them."""
+    owned, n, groups, kept = parts(case, unit), case.eligible, case.groups, case.kept
+    two = case.top_k * (case.top_k - 1) / (n * (n - 1)) if n > 1 else 0.0  # if both are eligible
+    alike = sum(count * (count - 1) for count in owned) * kept / groups
+    across = (sum(owned) ** 2 - sum(count**2 for count in owned)) * kept * (kept - 1)
+    across /= max(groups * (groups - 1), 1)
+    mean = len(unit) * case.top_k / case.physical
+    return two * (alike + across) + mean - mean**2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import random
 import statistics
 import sys
@@ -29,7 +30,7 @@ from fabric_times import (  # noqa: E402
     our_wire,
     pair,
 )
-from fabric_traffic import Case, Copies, Inside, distinct, rows, shares  # noqa: E402
+from fabric_traffic import Case, Copies, Inside, distinct, rows, units  # noqa: E402
 
 WITHIN = 0.25  # what the rows were promised to
 
@@ -99,23 +100,30 @@ def test_remote_rows_of_the_design() -> None:
 
 def drawn(case: Case, draws: int) -> Iterator[tuple[int, list[int]]]:
     """Source rank and owners of the chosen experts, of tokens of all ranks in turn."""
-    generator = random.Random(7)
-    owners = [rank for rank, owned in enumerate(shares(case)[0]) for _ in range(owned)]
+    generator, size = random.Random(7), case.physical // case.groups
+    owners = [rank for rank, unit in enumerate(units(case)[0]) for _ in unit]
     for draw in range(draws):
-        yield draw % case.ranks, generator.sample(owners, case.top_k)
+        kept = generator.sample(range(case.groups), case.kept)
+        eligible = [owner for group in kept for owner in owners[group * size : (group + 1) * size]]
+        yield draw % case.ranks, generator.sample(eligible, case.top_k)
 
 
 UNEVEN = Case(hosts=3, ranks_per_host=3, tokens=1, top_k=4, experts=23)
 EVEN = Case(hosts=4, ranks_per_host=4, tokens=1)
-MORE_RANKS = Case(hosts=8, ranks_per_host=8, tokens=1, top_k=3, experts=40)
+CASES = {
+    "even": EVEN,
+    "uneven": UNEVEN,
+    "more ranks than experts": Case(hosts=8, ranks_per_host=8, tokens=1, top_k=3, experts=40),
+    "groups inside hosts": Case(hosts=2, ranks_per_host=8, tokens=1, groups=8, kept=4),
+    "groups across ranks": Case(hosts=3, ranks_per_host=2, tokens=1, top_k=3, experts=40, groups=4, kept=2),
+    "hosts inside groups": Case(hosts=8, ranks_per_host=2, tokens=1, groups=4, kept=1),
+}
 
 
-@pytest.mark.parametrize(
-    "case", [EVEN, UNEVEN, MORE_RANKS], ids=["even", "uneven", "more ranks than experts"]
-)
+@pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
 @pytest.mark.parametrize("copies", list(Copies))
 def test_rows_are_those_of_a_drawn_routing(case, copies) -> None:
-    case, draws = replace(case, copies=copies), 20_000
+    case, draws = replace(case, copies=copies), 40_000
     network = nvlink = 0
     for source, owners in drawn(case, draws):
         here = source // case.ranks_per_host
@@ -130,9 +138,17 @@ def test_rows_are_those_of_a_drawn_routing(case, copies) -> None:
     assert expected.nvlink + expected.forwarded == pytest.approx(nvlink / draws, rel=0.03)
 
 
+def test_rows_of_deepseeks_group_limit() -> None:
+    """4 of 8 groups, a group a rank: 3.63 ranks a token instead of 5.30."""
+    case = Case(hosts=1, ranks_per_host=8, tokens=1, groups=8, kept=4)
+    assert distinct(case)[0] == pytest.approx(4 * (1 - math.prod((96 - i) / (128 - i) for i in range(8))))
+    assert distinct(replace(case, groups=1, kept=1))[0] == pytest.approx(5.295, abs=5e-4)
+
+
+@pytest.mark.parametrize("groups", [1, 8])
 @pytest.mark.parametrize("copies", [Copies.EXPERT, Copies.RANK])
-def test_the_busiest_rank_is_that_of_a_drawn_routing(copies) -> None:
-    case = replace(EVEN, tokens=32, copies=copies)
+def test_the_busiest_rank_is_that_of_a_drawn_routing(copies, groups) -> None:
+    case = replace(EVEN, tokens=32, copies=copies, groups=groups, kept=-(-groups // 2))
     ratios = []
     everything = drawn(case, 60 * case.ranks * case.tokens)
     for _ in range(60):
@@ -280,6 +296,10 @@ def test_json_holds_what_was_asked_for(capsys) -> None:
         (["--copies", "token"], "argument --copies: 'token': must be of expert, rank, host"),
         (["--top-k", "300"], "top_k = 300: must be 1 to 64"),
         (["--experts", "4"], "top_k = 8: must be 1 to experts = 4"),
+        (["--groups", "7"], "groups = 7: must divide the 256 experts"),
+        (["--groups", "4", "--kept", "5"], "kept = 5: must be 1 to groups = 4"),
+        (["--groups", "64"], "kept = 1: must leave at least top_k = 8 experts"),
+        (["--proxy-us", "-1"], "proxy_us = -1.0: must be at least 0"),
         (["--nic-gbps", "-1"], "nic_gbps = -1.0: must be above 0"),
         (["--nic-gbps", "nan"], "nic_gbps = nan: must be above 0"),
         (["--context", "-1"], "context = -1: must be at least 0"),
