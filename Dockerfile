@@ -15,7 +15,7 @@ ARG CUDA_DIGEST=sha256:000000000000000000000000000000000000000000000000000000000
 FROM ${PYTHON_IMAGE}@${PYTHON_DIGEST} AS build
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 # hadolint ignore=DL3008
-RUN apt-get update && apt-get install -y --no-install-recommends g++ && rm -rf /var/lib/apt/lists/*
+RUN apt-get update && apt-get install -y --no-install-recommends g++ libfabric-dev && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
 COPY constraints.txt ./
 RUN python -m venv /opt/build && /opt/build/bin/pip install -c constraints.txt setuptools wheel pybind11
@@ -25,13 +25,13 @@ COPY protos protos
 COPY ep_server ep_server
 
 FROM build AS wheel-cpu
-RUN EP_SERVER_CUDA=0 /opt/build/bin/pip wheel --no-deps --no-build-isolation -w /wheels .
+RUN EP_SERVER_CUDA=0 EP_SERVER_FABRIC=1 /opt/build/bin/pip wheel --no-deps --no-build-isolation -w /wheels .
 
 FROM ${CUDA_IMAGE}@${CUDA_DIGEST} AS toolkit
 
 FROM build AS wheel-cuda
 COPY --from=toolkit /usr/local/cuda /usr/local/cuda
-RUN EP_SERVER_CUDA=1 /opt/build/bin/pip wheel --no-deps --no-build-isolation -w /wheels .
+RUN EP_SERVER_CUDA=1 EP_SERVER_FABRIC=1 /opt/build/bin/pip wheel --no-deps --no-build-isolation -w /wheels .
 
 FROM build AS install-cpu
 # Where torch's build without CUDA is; empty takes what the default index has.
@@ -58,6 +58,9 @@ LABEL org.opencontainers.image.title="ep-server" \
       org.opencontainers.image.licenses="Apache-2.0" \
       org.opencontainers.image.version="${VERSION}" \
       org.opencontainers.image.revision="${REVISION}"
+# For servers of several nodes.
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install -y --no-install-recommends libfabric1 && rm -rf /var/lib/apt/lists/*
 RUN groupadd --gid 10001 ep-server \
     && useradd --uid 10001 --gid 10001 --no-create-home --home-dir /tmp --shell /usr/sbin/nologin ep-server
 ENV PATH=/opt/ep-server/bin:/usr/local/bin:/usr/bin:/bin \
@@ -69,7 +72,7 @@ ENV PATH=/opt/ep-server/bin:/usr/local/bin:/usr/bin:/bin \
     EP_SERVER_LOG__FORMAT=json
 WORKDIR /tmp
 USER 10001:10001
-EXPOSE 50051 9400
+EXPOSE 50051 9400 50061
 STOPSIGNAL SIGTERM
 # For a server without TLS on the default port; orchestrators probe gRPC themselves.
 HEALTHCHECK --interval=10s --timeout=6s --start-period=15m --retries=3 CMD ["ep-server", "health"]

@@ -23,7 +23,8 @@ MARKS = ("<!-- values -->\n", "<!-- end of values -->\n")
 OWNED = {
     "model.path", "model.name", "parallel.ranks", "grpc.host", "grpc.port", "grpc.tls_cert", "grpc.tls_key",
     "grpc.tls_client_ca", "grpc.token_file", "grpc.drain_seconds", "metrics.enabled", "metrics.host",
-    "metrics.port",
+    "metrics.port", "cluster.nodes", "cluster.node_rank", "cluster.rendezvous", "cluster.hostfile",
+    "cluster.token_file", "cluster.tls_cert", "cluster.tls_key", "cluster.tls_ca", "cluster.connect_seconds",
 }  # fmt: skip
 TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}
 

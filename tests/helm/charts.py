@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -76,10 +77,26 @@ def container(objects: list[Object]) -> Object:
     return only  # type: ignore[no-any-return]
 
 
-def config_of(server: Object) -> Config:
-    """What the server makes of the container's command line and environment. Raises: as it would."""
+# What the Downward API says where a test does not care.
+FIELDS = {"status.podIP": "198.18.0.1", "metadata.labels['apps.kubernetes.io/pod-index']": "0"}
+
+
+def environment(server: Object, fields: Mapping[str, str] = FIELDS) -> dict[str, str]:
+    """The container's environment. fields: what the Downward API says of its Pod, by path."""
+    return {
+        one["name"]: fields[one["valueFrom"]["fieldRef"]["fieldPath"]] if "valueFrom" in one else one["value"]
+        for one in server.get("env", [])
+    }
+
+
+def config_of(server: Object, added: Mapping[str, str] | None = None) -> Config:
+    """What the server makes of the container's command line and environment. Raises: as it would.
+
+    Args:
+        added: variables that a controller adds to its Pods.
+    """
     assert server["command"] == ["ep-server"] and server["args"][0] == "serve"
     command = typer.main.get_command(cli.app).commands["serve"]  # type: ignore[attr-defined]
     given = command.make_context("serve", server["args"][1:]).params
     flags = {name.replace("__", "."): value for name, value in given.items() if "__" in name}
-    return Config.load(None, flags, {one["name"]: one["value"] for one in server["env"]})
+    return Config.load(None, flags, {**environment(server), **(added or {})})

@@ -22,9 +22,9 @@ from pathlib import Path
 
 import psutil
 
-from tests.helm.charts import Object
+from tests.helm.charts import FIELDS, Object, environment
 
-SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64")
+SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/etc/alternatives")
 DEVICES = ("null", "zero", "full", "random", "urandom")
 WAIT = 120.0  # seconds; the machine may be busy with much else
 # What the kubelet asks for a grpc probe.
@@ -51,37 +51,61 @@ def missing() -> str:
 
 
 @dataclass(frozen=True)
+class Identity:
+    """What a cluster gives one Pod of several.
+
+    name: of the host, "" = this machine's. network: a network namespace, as `ip netns` names it.
+    fields: what the Downward API says. added: variables that a controller adds.
+    """
+
+    name: str = ""
+    network: str = ""
+    fields: Mapping[str, str] = field(default_factory=lambda: FIELDS)
+    added: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
 class Node:
-    """What Pods find in their cluster. workspace: an empty folder; hosts: names that lead to the loopback."""
+    """What Pods find in their cluster. workspace: an empty folder; hosts: names that lead to the loopback.
+
+    addresses: of other names.
+    """
 
     workspace: Path
     claims: Mapping[str, Path]
     secrets: Mapping[str, Mapping[str, bytes]] = field(default_factory=dict)
     hosts: tuple[str, ...] = ()
+    addresses: Mapping[str, str] = field(default_factory=dict)
 
     @contextmanager
-    def run(self, pod: Object, network_of: int | None = None) -> Iterator[Container]:
+    def run(
+        self, pod: Object, network_of: int | None = None, identity: Identity | None = None
+    ) -> Iterator[Container]:
         """Runs the Pod's one container; it is killed at the end if it still runs.
 
         Args:
             network_of: process whose network the container joins; one of its own if None.
+            identity: of one Pod of several.
         """
+        identity = identity or Identity()
+        network = f"/proc/{network_of}/ns/net" if network_of is not None else ""
+        network = f"/var/run/netns/{identity.network}" if identity.network else network
         script = self.workspace / f"{len(list(self.workspace.iterdir()))}.sh"
-        script.write_text(self._script(pod["spec"], own_network=network_of is None))
-        line = ["unshare", "--mount", "--pid", "--fork", "--kill-child", "bash", str(script)]
-        if network_of is None:
-            line.insert(1, "--net")
+        script.write_text(self._script(pod["spec"], identity, own_network=not network))
+        line = ["unshare", "--mount", "--pid", "--uts", "--fork", "--kill-child", "bash", str(script)]
+        if network:
+            line[:0] = ["nsenter", f"--net={network}"]
         else:
-            line[:0] = ["nsenter", f"--net=/proc/{network_of}/ns/net"]
+            line.insert(1, "--net")
         with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as outside:
             try:
-                running = Container(pod["spec"], outside)
+                running = Container(pod["spec"], outside, identity)
                 running.until_inside()
                 yield running
             finally:
                 outside.kill()  # and with it, process 1 of the container
 
-    def _script(self, spec: Object, *, own_network: bool) -> str:
+    def _script(self, spec: Object, identity: Identity, *, own_network: bool) -> str:
         (container,) = spec["containers"]
         root = self.workspace / "root"
         root.mkdir(exist_ok=True)
@@ -92,6 +116,7 @@ class Node:
         ]
         names = " ".join(("localhost", *self.hosts))
         lines.append(f"echo '127.0.0.1 {names}' > {root}/etc/hosts")
+        lines += [f"echo '{at} {name}' >> {root}/etc/hosts" for name, at in self.addresses.items()]
         volumes = {volume["name"]: volume for volume in spec.get("volumes", [])}
         for mount in sorted(container.get("volumeMounts", []), key=lambda mount: len(mount["mountPath"])):
             at = f"{root}{mount['mountPath']}"
@@ -102,8 +127,10 @@ class Node:
         lines.append(f"mount -o remount,bind,ro {root}")
         if own_network:
             lines.append("ip link set lo up")
+        if identity.name:
+            lines.append(f"hostname {identity.name}")
         command = [*container["command"], *container.get("args", [])]
-        return "\n".join([*lines, f"exec chroot {root} {shlex.join([*user(spec), *command])}", ""])
+        return "\n".join([*lines, f"exec chroot {root} {shlex.join([*user(spec, identity), *command])}", ""])
 
     def _volume(self, volume: Object, at: str, security: Object) -> list[str]:
         """Commands that put a volume there."""
@@ -140,7 +167,7 @@ def image(root: Path) -> list[str]:
     return lines
 
 
-def user(spec: Object) -> list[str]:
+def user(spec: Object, identity: Identity) -> list[str]:
     """What a command runs under: the Pod's user, no capability and none to gain, its environment."""
     security, (container,) = spec["securityContext"], spec["containers"]
     assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
@@ -148,9 +175,9 @@ def user(spec: Object) -> list[str]:
     line = ["setpriv", f"--reuid={security['runAsUser']}", f"--regid={security['runAsGroup']}"]
     line += [f"--groups={security['fsGroup']}", "--inh-caps=-all", "--bounding-set=-all", "--no-new-privs"]
     line.append("--pdeathsig=KILL")  # again: a change of user takes back what --kill-child asked for
-    given = {one["name"]: one["value"] for one in container.get("env", [])}
-    environment = {"PATH": f"{sys.prefix}/bin:/usr/bin:/bin", "HOME": "/", **given}
-    return [*line, "env", "-i", *(f"{name}={value}" for name, value in environment.items())]
+    given = {**environment(container, identity.fields), **identity.added}
+    whole = {"PATH": f"{sys.prefix}/bin:/usr/bin:/bin", "HOME": "/", **given}
+    return [*line, "env", "-i", *(f"{name}={value}" for name, value in whole.items())]
 
 
 @dataclass
@@ -159,6 +186,7 @@ class Container:
 
     spec: Object
     outside: subprocess.Popen[str]
+    identity: Identity
 
     @property
     def pid(self) -> int:
@@ -196,7 +224,7 @@ class Container:
     def inside(self, *command: str) -> subprocess.Popen[str]:
         """A process in the container, as `kubectl exec` starts one."""
         enter = ["nsenter", f"--target={self.pid}", "--mount", "--net", "--pid", "--root", "--wd=/"]
-        line = [*enter, *user(self.spec), *command]
+        line = [*enter, *user(self.spec, self.identity), *command]
         return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
     def probe(self, kind: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import helm_python
@@ -12,6 +13,7 @@ import pytest
 from tests.helm.charts import (
     CHART,
     MINIMAL,
+    config_of,
     container,
     of_kind,
     pod_template,
@@ -62,12 +64,42 @@ def test_every_kind_with_and_without_gpu_rdma_and_tls(kind: str, gpu: bool, rdma
         assert ("grpc" in server["livenessProbe"], "exec" in server["livenessProbe"]) == (not tls, tls)
         assert len(of_kind(objects, "Certificate")) == tls == ("tls" in {v["name"] for v in pod["volumes"]})
         assert "hostNetwork" not in pod and server["image"].endswith("-cuda") == gpu
-        assert ("computes on CPU ranks" in notes) == (gpu or rdma) and ("No TLS" in notes) == (not tls)
+        assert ("computes on CPU ranks" in notes, "needs no network" in notes) == (gpu, rdma)
+        assert ("No TLS" in notes) == (not tls)
+
+
+@pytest.mark.parametrize(("kind", "rdma", "secured"), [*itertools.product(KINDS[:2], *[(False, True)] * 2)])
+def test_several_pods_as_one_server(kind: str, rdma: bool, secured: bool) -> None:
+    nodes = {"nodes": 4, **({"tokenSecret": "group", "tls": True} if secured else {})}
+    values = {"kind": kind, "multiNode": nodes, "rdma": {"enabled": rdma}, "tls": {"enabled": secured}}
+    for more, version in zip(({}, ALL_ON), VERSIONS, strict=True):
+        objects, notes = render(values, CERT_MANAGER if secured else {}, more)
+        for one in objects:
+            check(one, version)
+        check_links(objects)
+        (workload,) = (one["spec"] for one in objects if one["kind"] in KINDS)
+        group = workload.get("leaderWorkerTemplate")
+        assert (workload["replicas"], group and group["size"]) == ((1, 4) if group else (4, None))
+        server, cluster = container(objects), config_of(container(objects)).cluster
+        assert {port["name"]: port["containerPort"] for port in server["ports"]}["rendezvous"] == 50061
+        (headless,) = (one for one in of_kind(objects, "Service") if one["spec"].get("clusterIP") == "None")
+        assert "rendezvous" in {port["name"] for port in headless["spec"]["ports"]}
+        assert headless["spec"]["publishNotReadyAddresses"] is True
+        assert (cluster.nodes, cluster.connect_seconds) == (4, 600)
+        mounted = [mount["mountPath"] for mount in server["volumeMounts"]]
+        assert bool(cluster.token_file) == bool(cluster.tls_cert) == secured
+        for file in filter(None, (cluster.token_file, cluster.tls_cert, cluster.tls_key, cluster.tls_ca)):
+            assert str(Path(file).parent) in mounted
+        assert ("anyone who reaches port 50061 can join" in notes) == (not secured)
+        assert "4 Pods with 1 rank(s) each" in notes and "needs no network" not in notes
 
 
 def test_lint_has_nothing_to_say() -> None:
-    for kind in KINDS:
-        report = helm_python.lint(CHART, {**MINIMAL, "kind": kind}, strict=True)
+    for kind, nodes in itertools.product(KINDS, (1, 2)):
+        if (kind, nodes) == ("Deployment", 2):
+            continue
+        values = {**MINIMAL, "kind": kind, "multiNode": {"nodes": nodes}}
+        report = helm_python.lint(CHART, values, strict=True)
         assert report["errors"] == []
         assert [m["error"] for m in report["messages"]] == ["icon is recommended"]
 

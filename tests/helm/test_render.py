@@ -14,13 +14,16 @@ import yaml
 
 import ep_server
 from ep_server.config import Config
+from ep_server.nodes.discovery import NodePlace, Surroundings, find_place
 from tests.helm.charts import (
     CHART,
+    FIELDS,
     MINIMAL,
     Object,
     chart,
     config_of,
     container,
+    environment,
     nested,
     of_kind,
     pod_template,
@@ -148,6 +151,87 @@ def test_servers_live_and_die_one_by_one() -> None:
     (spread_over,) = pod["spec"]["topologySpreadConstraints"]
     assert spread_over["topologyKey"] == "topology.kubernetes.io/zone"
     assert spread_over["labelSelector"]["matchLabels"].items() <= pod["metadata"]["labels"].items()
+
+
+def place_of(objects: list[Object], name: str, added: dict[str, str] | None = None) -> NodePlace:
+    """What a Pod of this name makes of its command line, its environment and its name."""
+    found = config_of(container(objects), added).cluster
+    return find_place(found, Surroundings(name, lambda _: False))
+
+
+def test_pods_of_a_stateful_set_are_nodes_by_their_ordinals() -> None:
+    objects, notes = render({"multiNode": {"nodes": 3, "port": 6003}})
+    (set_,) = of_kind(objects, "StatefulSet")
+    name, headless = set_["metadata"]["name"], set_["spec"]["serviceName"]
+    leader = f"{name}-0.{headless}.inference.svc"
+    for ordinal in range(3):
+        assert place_of(objects, f"{name}-{ordinal}") == NodePlace(ordinal, 3, leader, 6003)
+    # Pods of two versions form no server: a rollout one by one would never go on.
+    assert set_["spec"]["updateStrategy"] == {"type": "OnDelete"} and "delete pods" in notes
+    (budget,) = of_kind(objects, "PodDisruptionBudget")
+    assert budget["spec"]["maxUnavailable"] == 1
+    assert (
+        of_kind(render({"multiNode": {"nodes": 3}, "replicas": 0})[0], "StatefulSet")[0]["spec"]["replicas"]
+        == 0
+    )
+    (alone,) = of_kind(render()[0], "StatefulSet")
+    assert "updateStrategy" not in alone["spec"] and "delete pods" not in render()[1]
+
+
+def test_pods_that_have_the_nodes_name_are_told_their_ordinal() -> None:
+    nodes = {"multiNode": {"nodes": 2}}
+    objects, _ = render(nodes, {"hostNetwork": True})
+    told = environment(container(objects), FIELDS | {"metadata.labels['apps.kubernetes.io/pod-index']": "1"})
+    assert told["EP_SERVER_CLUSTER__NODE_RANK"] == "1"
+    assert "EP_SERVER_CLUSTER__NODE_RANK" not in environment(
+        container(render({"multiNode": {"nodes": 2}})[0])
+    )
+
+
+def test_pods_of_a_leader_worker_set_are_what_its_controller_says() -> None:
+    objects, notes = render({"kind": "LeaderWorkerSet", "replicas": 5, "multiNode": {"nodes": 2}})
+    (set_,) = of_kind(objects, "LeaderWorkerSet")
+    name = set_["metadata"]["name"]
+    assert set_["spec"]["replicas"] == 5 and set_["spec"]["leaderWorkerTemplate"]["size"] == 2
+    assert set_["spec"]["leaderWorkerTemplate"]["restartPolicy"] == "None" and "delete pods" not in notes
+    for group, worker in itertools.product((0, 4), (0, 1)):
+        leader = f"{name}-{group}.{name}.inference"
+        told = {"LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": str(worker), "LWS_LEADER_ADDRESS": leader}
+        pod = f"{name}-{group}" + (f"-{worker}" if worker else "")
+        assert place_of(objects, pod, told) == NodePlace(worker, 2, leader, 50061)
+    one = render({"kind": "LeaderWorkerSet"})[0]
+    told = {"LWS_GROUP_SIZE": "1", "LWS_WORKER_INDEX": "0", "LWS_LEADER_ADDRESS": "x"}
+    assert place_of(one, f"{name}-0", told) == NodePlace(0, 1)
+
+
+@pytest.mark.parametrize("kind", ["StatefulSet", "LeaderWorkerSet"])
+def test_a_certificate_is_valid_for_the_rendezvous(kind: str) -> None:
+    certificates = {"enabled": True, "certManager": {"enabled": True, "issuerRef": {"name": "ca"}}}
+    objects, _ = render({"kind": kind, "multiNode": {"nodes": 2, "tls": True}, "tls": certificates})
+    (certificate,) = of_kind(objects, "Certificate")
+    told = {"LWS_LEADER_ADDRESS": "moe-ep-server-group-0.moe-ep-server-group.inference"}
+    told = {} if kind == "StatefulSet" else {**told, "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1"}
+    first, _, rest = place_of(objects, "moe-ep-server-1", told).rendezvous_host.partition(".")
+    assert first and f"*.{rest}" in certificate["spec"]["dnsNames"]
+    assert set(certificate["spec"]["usages"]) == {"server auth", "client auth"}
+
+
+def test_the_exchange_between_pods_uses_the_pods_address() -> None:
+    nodes = {"multiNode": {"nodes": 2}}
+    assert config_of(container(render(nodes)[0])).fabric.address == FIELDS["status.podIP"]
+    said = {"config": {"fabric": {"address": "10.1.2.3"}}}
+    assert config_of(container(render(nodes, said)[0])).fabric.address == "10.1.2.3"
+    for other in ({}, {**nodes, "rdma": {"enabled": True}}):  # no exchange; a card that has its own
+        assert config_of(container(render(other)[0])).fabric.address == ""
+
+
+def test_pods_of_a_server_may_reach_one_another_and_dns() -> None:
+    objects, _ = render({"networkPolicy": {"enabled": True}, "multiNode": {"nodes": 2}})
+    (policy,) = of_kind(objects, "NetworkPolicy")
+    check(policy, "1.37")
+    own, dns = policy["spec"]["egress"]
+    assert own == {"to": [{"podSelector": policy["spec"]["podSelector"]}]}
+    assert {port["port"] for port in dns["ports"]} == {53} and "to" not in dns
 
 
 def test_load_scales_a_deployment() -> None:

@@ -23,7 +23,12 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("ranks", 0, "/ranks"),
     ("ranks", 65, "/ranks"),
     ("ranks", "four", "/ranks"),
-    ("multiNode.nodes", 2, "/multiNode/nodes"),  # one server is one host
+    ("multiNode.nodes", 0, "/multiNode/nodes"),
+    ("multiNode.nodes", 65, "/multiNode/nodes"),
+    ("multiNode.port", 80, "/multiNode/port"),
+    ("multiNode.connectSeconds", 0, "/multiNode/connectSeconds"),
+    ("multiNode.tokenSecret", "My_Secret", "/multiNode/tokenSecret"),
+    ("multiNode.tls", True, "/tls/enabled"),
     ("rdma.serviceLevel", 3, "/rdma/serviceLevel"),  # no transport to give these to
     ("rdma.trafficClass", 106, "/rdma/trafficClass"),
     ("rdma.gidIndex", 3, "/rdma/gidIndex"),
@@ -94,6 +99,9 @@ def test_a_bad_value_is_refused_by_name(name: str, value: Any, named: str) -> No
     [
         ({"autoscaling": {"minReplicas": 3, "maxReplicas": 2}}, "autoscaling.maxReplicas = 2"),
         ({"metrics": {"port": 50051}}, "metrics.port = 50051"),
+        ({"multiNode": {"nodes": 2, "port": 50051}}, "multiNode.port = 50051"),
+        ({"multiNode": {"nodes": 2, "port": 9400}}, "multiNode.port = 9400"),
+        ({"multiNode": {"nodes": 3}, "ranks": 22}, "multiNode.nodes = 3: must be at most 2 with ranks = 22"),
     ],
 )
 def test_one_value_against_another(values: dict[str, Any], named: str) -> None:
@@ -123,6 +131,17 @@ def test_the_kubelet_has_no_client_certificate() -> None:
     render(tls)
     with pytest.raises(helm_python.HelmValuesError, match="'/tls/clientAuth'"):
         render(tls, {"tls": {"clientAuth": True}})
+
+
+@pytest.mark.parametrize(
+    ("values", "place"),
+    [({"kind": "Deployment"}, "/kind"), ({"replicas": 2}, "/replicas")],  # Pods without, or of other, numbers
+)
+def test_pods_of_a_server_have_a_number(values: dict[str, Any], place: str) -> None:
+    several = {"multiNode": {"nodes": 2}}
+    render(values), render(several), render(several, {"replicas": 2, "kind": "LeaderWorkerSet"})
+    with pytest.raises(helm_python.HelmValuesError, match=f"'{place}'"):
+        render(several, values)
 
 
 def test_autoscaling_is_for_cpu() -> None:
@@ -175,9 +194,14 @@ def test_config_takes_what_the_server_takes() -> None:
     flags = (CHART / "templates" / "_container.tpl").read_text()
     shown = set(re.findall(r"^- --([a-z-]+)$", flags, re.MULTILINE))
     short = {"model": "model.path", "ranks": "parallel.ranks", "host": "grpc.host", "port": "grpc.port"}
+    short |= {"nodes": "cluster.nodes", "rendezvous": "cluster.rendezvous"}
+    of_pods = {
+        "cluster.node_rank",
+        "cluster.hostfile",
+    }  # of a Pod: its name or LeaderWorkerSet
     long = {name.replace(".", "-").replace("_", "-"): name for name in every}
     clients = {"tls-ca", "tls-cert", "tls-key"}
-    assert {short.get(flag) or long[flag] for flag in shown - clients} == every - names
+    assert {short.get(flag) or long[flag] for flag in shown - clients} == every - names - of_pods
     defaults: dict[str, Any] = {}
     for name, section, item in fields():
         if name in names:

@@ -75,7 +75,10 @@ def check_links(objects: list[Object]) -> None:
             assert spec["podMetricsEndpoints"][0]["port"] in ports
         if one["kind"] == "NetworkPolicy":
             assert _selects(spec["podSelector"]["matchLabels"], labels)
-            assert {port["port"] for rule in spec["ingress"] for port in rule["ports"]} == set(ports)
+            named = {port["port"] for rule in spec["ingress"] for port in rule.get("ports", ())}
+            assert named == set(ports) - {"rendezvous"}
+            among = [rule["from"] for rule in spec["ingress"] if "ports" not in rule]  # all ports
+            assert among == ([[{"podSelector": spec["podSelector"]}]] if "rendezvous" in ports else [])
         if one["kind"] == "HorizontalPodAutoscaler":
             target = spec["scaleTargetRef"]
             assert (target["kind"], target["name"]) in names

@@ -180,6 +180,7 @@ def test_the_cpu_target_is_built_and_serves(image: Path) -> None:
     )
     installed = root / "opt/ep-server/lib/python3.11/site-packages"
     assert (installed / "ep_server/_C.cpython-311-x86_64-linux-gnu.so").exists()
+    assert list(root.glob("usr/lib/*/libfabric.so.1"))
     assert not (installed / "pip").exists() and not list(installed.glob("ep_server/_cuda*.so"))
     assert told["LABEL"]["org.opencontainers.image.title"] == "ep-server"
     probe = json.loads(told["HEALTHCHECK"].partition("CMD ")[2])

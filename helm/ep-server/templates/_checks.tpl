@@ -9,6 +9,16 @@
 {{- fail (printf "autoscaling.maxReplicas = %d: must be at least autoscaling.minReplicas, %d" (int64 .maxReplicas) (int64 .minReplicas)) }}
 {{- end }}
 {{- end }}
+{{- with .Values.multiNode }}
+{{- if gt (int64 .nodes) 1 }}
+{{- if has (int64 .port) (list (int64 $.Values.grpc.port) (int64 $.Values.metrics.port)) }}
+{{- fail (printf "multiNode.port = %d: must differ from grpc.port and metrics.port" (int64 .port)) }}
+{{- end }}
+{{- if gt (mulf .nodes $.Values.ranks) 64.0 }}
+{{- fail (printf "multiNode.nodes = %d: must be at most %d with ranks = %d, for 64 ranks in all" (int64 .nodes) (div 64 (int64 $.Values.ranks)) (int64 $.Values.ranks)) }}
+{{- end }}
+{{- end }}
+{{- end }}
 {{- if eq (int64 .Values.metrics.port) (int64 .Values.grpc.port) }}
 {{- fail (printf "metrics.port = %d: must differ from grpc.port" (int64 .Values.metrics.port)) }}
 {{- end }}

@@ -35,6 +35,31 @@
 - --grpc-token-file
 - {{ printf "/etc/ep-server/auth/%s" .Values.auth.tokenKey | quote }}
 {{- end }}
+{{- if gt (int64 .Values.multiNode.nodes) 1 }}
+{{- include "ep-server.clusterArgs" . }}
+{{- end }}
+{{- end }}
+
+{{/* Of a Pod among several. Its number: the set's ordinal in its name, or what LeaderWorkerSet tells it. */}}
+{{- define "ep-server.clusterArgs" }}
+- --nodes
+- {{ int64 .Values.multiNode.nodes | quote }}
+- --rendezvous
+- {{ printf "%s:%d" (ternary "" (include "ep-server.leader" .) (eq .Values.kind "LeaderWorkerSet")) (int64 .Values.multiNode.port) | quote }}
+- --cluster-connect-seconds
+- {{ include "ep-server.text" .Values.multiNode.connectSeconds | quote }}
+{{- if .Values.multiNode.tokenSecret }}
+- --cluster-token-file
+- {{ printf "/etc/ep-server/cluster/%s" .Values.multiNode.tokenKey | quote }}
+{{- end }}
+{{- if .Values.multiNode.tls }}
+- --cluster-tls-cert
+- /etc/ep-server/tls/tls.crt
+- --cluster-tls-key
+- /etc/ep-server/tls/tls.key
+- --cluster-tls-ca
+- /etc/ep-server/tls/ca.crt
+{{- end }}
 {{- end }}
 
 {{/* `config`, and the threads of a rank: the CPUs that are reserved over the ranks, not all that the node has. */}}
@@ -49,7 +74,22 @@
 {{- set $config "parallel" $parallel | toYaml -}}
 {{- end }}
 
+{{/* What only the Pod itself knows. Its host name has the ordinal, unless it is the node's. */}}
+{{- define "ep-server.clusterEnv" -}}
+{{- if and .Values.hostNetwork (eq .Values.kind "StatefulSet") }}
+- name: EP_SERVER_CLUSTER__NODE_RANK
+  valueFrom: {fieldRef: {fieldPath: "metadata.labels['apps.kubernetes.io/pod-index']"}}
+{{- end }}
+{{- if not (or .Values.rdma.enabled (dig "fabric" "address" "" .Values.config)) }}
+- name: EP_SERVER_FABRIC__ADDRESS
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
+{{- end }}
+{{- end }}
+
 {{- define "ep-server.env" -}}
+{{- if gt (int64 .Values.multiNode.nodes) 1 }}
+{{- include "ep-server.clusterEnv" . }}
+{{- end }}
 {{- range $section, $fields := include "ep-server.config" . | fromYaml }}
 {{- range $field, $value := $fields }}
 - name: {{ printf "EP_SERVER_%s__%s" (upper $section) (upper $field) | quote }}
@@ -140,6 +180,10 @@ ports:
   - name: metrics
     containerPort: {{ int64 .Values.metrics.port }}
   {{- end }}
+  {{- if gt (int64 .Values.multiNode.nodes) 1 }}
+  - name: rendezvous
+    containerPort: {{ int64 .Values.multiNode.port }}
+  {{- end }}
 startupProbe:
   {{- include "ep-server.probe" (dict "root" . "service" "ep_server.v1.Decode" "times" .Values.probes.startup) | trim | nindent 2 }}
 readinessProbe:
@@ -165,6 +209,9 @@ volumeMounts:
   - {name: scratch, mountPath: /tmp}
   {{- with include "ep-server.secretMounts" . | trim }}
   {{- . | nindent 2 }}
+  {{- end }}
+  {{- if include "ep-server.clusterToken" . }}
+  - {name: cluster, mountPath: /etc/ep-server/cluster, readOnly: true}
   {{- end }}
 {{- end }}
 

@@ -31,6 +31,21 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{- default (printf "%s-tls" (include "ep-server.fullname" .)) .Values.tls.secretName -}}
 {{- end }}
 
+{{/* The first Pod of the first server. */}}
+{{- define "ep-server.leader" -}}
+{{- $name := include "ep-server.fullname" . -}}
+{{- if eq .Values.kind "LeaderWorkerSet" -}}
+{{- printf "%s-group-0.%s-group.%s.svc" $name $name .Release.Namespace -}}
+{{- else -}}
+{{- printf "%s-0.%s-headless.%s.svc" $name $name .Release.Namespace -}}
+{{- end -}}
+{{- end }}
+
+{{/* The Secret with the token of the Pods; nothing where there is none, or one Pod. */}}
+{{- define "ep-server.clusterToken" -}}
+{{- if gt (int64 .Values.multiNode.nodes) 1 }}{{ .Values.multiNode.tokenSecret }}{{ end -}}
+{{- end }}
+
 {{- define "ep-server.image" -}}
 {{- $tag := default (printf "%s%s" .Chart.AppVersion (ternary "-cuda" "" .Values.gpu.enabled)) .Values.image.tag -}}
 {{- $name := .Values.image.repository -}}

@@ -34,6 +34,12 @@
 - name: scratch
   emptyDir: {sizeLimit: {{ .Values.scratch.size | quote }}}
 {{- include "ep-server.secretVolumes" . }}
+{{- with include "ep-server.clusterToken" . }}
+- name: cluster
+  secret:
+    secretName: {{ . | quote }}
+    defaultMode: 0440
+{{- end }}
 {{- end }}
 
 {{- define "ep-server.podSecurity" -}}
