@@ -24,22 +24,9 @@ from ep_server.model.triton.paged_tile import (
     attention_shape,
     load_rows,
 )
+from ep_server.model.triton.ragged import find_tile, tile_counts
 
 MAX_SEQUENCES = 4096
-
-
-@triton.jit
-def find_tile(starts, tile, COUNT: tl.constexpr, COUNT_BLOCK: tl.constexpr, STEP: tl.constexpr):
-    """Which of COUNT ragged parts the tile-th tile of STEP rows lies in, parts cut into tiles one by one.
-
-    starts: [COUNT + 1] offsets. Returns: part (COUNT if there is no such tile), the tile's number inside it.
-    """
-    part = tl.arange(0, COUNT_BLOCK)
-    begin = tl.load(starts + part, mask=part < COUNT, other=0)
-    end = tl.load(starts + part + 1, mask=part < COUNT, other=0)
-    tiles = ((end - begin + STEP - 1) // STEP).to(tl.int32)
-    before = (tl.cumsum(tiles, axis=0) <= tile) & (part < COUNT)
-    return tl.sum(before.to(tl.int32), axis=0), tile - tl.sum(tl.where(before, tiles, 0), axis=0)
 
 
 @triton.jit
@@ -52,9 +39,12 @@ def _prefill_kernel(
     COUNT: tl.constexpr, COUNT_BLOCK: tl.constexpr,
 ):  # fmt: skip
     tile_tokens: tl.constexpr = M // TILE_HEADS
-    sequence, local = find_tile(query_start, tl.program_id(0), COUNT, COUNT_BLOCK, tile_tokens)
-    if sequence == COUNT:
+    part = tl.arange(0, COUNT_BLOCK)
+    begins = tl.load(query_start + part, mask=part < COUNT, other=0)
+    tiles = tile_counts(tl.load(query_start + part + 1, mask=part < COUNT, other=0) - begins, tile_tokens)
+    if tl.program_id(0) >= tl.sum(tiles, axis=0):
         return
+    sequence, local = find_tile(tiles, tl.program_id(0))
     begin = tl.load(query_start + sequence).to(tl.int32)
     tokens = tl.load(query_start + sequence + 1).to(tl.int32) - begin
     length = tl.load(lengths + sequence).to(tl.int32)

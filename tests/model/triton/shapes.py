@@ -13,6 +13,8 @@ import torch
 
 from ep_server.model.families.spec import GroupScore, RouterSpec, Score
 from ep_server.model.kv_cache import KvLayer
+from ep_server.model.triton.expert_rows import ExpertRows, ExpertWeights
+from ep_server.model.triton.experts import run_experts
 from ep_server.model.triton.norm import add_rms_norm, rms_norm
 from ep_server.model.triton.paged import PagedKv
 from ep_server.model.triton.paged_decode import Workspace, decode
@@ -105,7 +107,26 @@ def routing() -> None:
             route(logits, bias, spec, ids, weights, count)
 
 
-PARTS = (norms, rotations, decoding, prefilling, routing)
+def grouped() -> None:
+    """Qwen3-30B-A3B on four ranks in BF16, every tile table; a DeepSeek-V3 rank of 32 experts in FP8."""
+    counts, offsets = meta(32, dtype=I32), meta(33, dtype=I64)
+    for rows_per_expert in (16, 32, 64, 512):
+        weights = ExpertWeights(meta(32, 2 * 768, 2048), meta(32, 2048, 768))
+        given = ExpertRows(meta(1024, 2048), counts, offsets)
+        hidden, out = meta(1024, 768), meta(1024, 2048)
+        run_experts(given, weights, hidden, out, rows_per_expert=rows_per_expert)
+    weights = ExpertWeights(
+        meta(32, 4096, 7168, dtype=FP8), meta(32, 7168, 2048, dtype=FP8),
+        meta(32, 32, 56, dtype=F32), meta(32, 56, 16, dtype=F32),
+    )  # fmt: skip
+    rows, scales = meta(32, 512, 7168, dtype=FP8), meta(32, 56, 512, dtype=F32).transpose(1, 2)
+    for rows_per_expert in (16, 32, 64, 512):
+        given = ExpertRows(rows, counts, offsets, scales)
+        hidden, out = meta(32 * 512, 2048), meta(32, 512, 7168)
+        run_experts(given, weights, hidden, out, rows_per_expert=rows_per_expert)
+
+
+PARTS = (norms, rotations, decoding, prefilling, routing, grouped)
 
 if __name__ == "__main__":
     for part in [part for part in PARTS if part.__name__ in sys.argv[1:] or len(sys.argv) == 1]:
