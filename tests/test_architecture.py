@@ -21,7 +21,16 @@ WIRE = {"server", "service", "control", "endpoint", "certificates", "health", "i
 ASSEMBLY = {"__main__", "app", "cli", "demo", "benchmark", "commands"}
 
 # What nodes of one server may import too: ranks, the headers of a checkpoint, and the calls they relay.
-NODES = {"call_metadata", "model.checkpoint", "model.families", "ranks", "served_model", "v1", "versions"}
+NODES = {
+    "call_metadata",
+    "ep.limits",
+    "model.checkpoint",
+    "model.families",
+    "ranks",
+    "served_model",
+    "v1",
+    "versions",
+}
 
 # Area -> what it may import besides itself; "ranks.protocol" allows that module and nothing else of ranks.
 ALLOWED = {

@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ep_server.config import RENDEZVOUS_PORT, ClusterConfig, Config
+from ep_server.ep.limits import MAX_RANKS
 from ep_server.errors import ConfigError, StartupError
 
 FIRST_WAIT, LONGEST_WAIT = 0.1, 2.0  # seconds between two questions for a name
@@ -43,7 +44,14 @@ class NodePlace:
         return f"[{host}]:{self.rendezvous_port}" if ":" in host else f"{host}:{self.rendezvous_port}"
 
     def settled(self, config: Config) -> Config:
-        """The configuration with the place in it, in place of where it was found."""
+        """The configuration with the place in it, instead of where it was found.
+
+        Raises: ConfigError for more ranks than a group can have.
+        """
+        ranks = config.parallel.ranks
+        if self.nodes * ranks > MAX_RANKS:
+            allowed = f"at most {MAX_RANKS // ranks} with parallel.ranks = {ranks}: {MAX_RANKS} ranks in all"
+            raise ConfigError("cluster.nodes", self.nodes, allowed)
         address = self.address if self.nodes > 1 else ""
         cluster = replace(
             config.cluster, nodes=self.nodes, node_rank=self.node, rendezvous=address, hostfile=""

@@ -21,7 +21,7 @@ from ep_server.endpoint import bind, warn_if_open
 from ep_server.health import Health
 from ep_server.nodes.agent import Agent, Progress
 from ep_server.nodes.claim import claim_of, hello_of
-from ep_server.nodes.discovery import NodePlace
+from ep_server.nodes.discovery import NodePlace, resolved
 from ep_server.nodes.joining import Joining, joined
 from ep_server.nodes.link import Link
 from ep_server.nodes.relay import Relay, RelayObserver, RelaySettings, open_channel, relay_server
@@ -116,6 +116,8 @@ class Follower:
     async def _join_and_stay(self, relay: Relay) -> int:
         claim, plan = await asyncio.to_thread(claim_of, self.config)
         cluster = self.config.cluster
+        # gRPC asks for a name that is not there yet ever more seldom; Pods come up in any order.
+        await resolved(self.place.rendezvous_host, cluster.connect_seconds)
         joining = Joining(
             self._leader,
             self._credentials,

@@ -41,6 +41,7 @@ _OPTIONS = [
     ("grpc.max_send_message_length", -1),
     ("grpc.enable_retries", 0),  # the caller decides
     ("grpc.use_local_subchannel_pool", 1),  # a connection of its own, beside the link's
+    ("grpc.dns_min_time_between_resolutions_ms", 1000),
     ("grpc.initial_reconnect_backoff_ms", 100),
     ("grpc.max_reconnect_backoff_ms", 1000),
 ]

@@ -189,6 +189,15 @@ def test_a_settled_configuration_says_the_same_anywhere(hostfile: Any) -> None:
     assert NodePlace(0, 1).settled(Config()).cluster == ClusterConfig(node_rank=0)
 
 
+def test_more_ranks_than_a_group_can_have() -> None:
+    config = Config.load(None, {"cluster.nodes": 22, "parallel.ranks": 3}, {})
+    with pytest.raises(
+        ConfigError, match=r"cluster\.nodes = 22: must be at most 21 with parallel\.ranks = 3"
+    ):
+        NodePlace(1, 22, "a", 1).settled(config)
+    NodePlace(1, 21, "a", 1).settled(config)
+
+
 def test_this_host_knows_its_name_and_addresses() -> None:
     here = this_host()
     assert here.name == socket.gethostname()

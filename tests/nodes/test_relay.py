@@ -318,6 +318,18 @@ async def test_the_end_of_the_link_ends_calls_and_refuses_new_ones() -> None:
         assert [summary.status for summary in both.served.heard.finished] == ["CANCELLED"]
 
 
+async def test_once_the_server_has_ended_calls_in_flight_get_its_last_words() -> None:
+    async with relayed() as both:
+        both.ranks.hold()
+        call = both.node.client.generate([1], max_new_tokens=3)
+        await next_event(call)
+        both.node.relay.refuse("the server has ended")
+        error = await failure(both.node.client.loads())
+        assert (error.code(), error.details()) == (Code.UNAVAILABLE, "the server has ended")
+        both.ranks.release()
+        assert (await rest(call))[-1].finished.usage.output_tokens == 3
+
+
 async def test_a_leader_of_another_token(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     (tmp_path / "token").write_text("ours\n")
     async with relayed(cluster_token=(str(tmp_path / "token"), "ours")) as both:
