@@ -56,6 +56,11 @@ class Sampler:
         """Forgets a request; unknown numbers are ignored."""
         self._streams.pop(number, None)
 
+    def plain(self, number: int) -> bool:
+        """Whether a request always takes the likeliest token of its logits, and asks for nothing more."""
+        stream = self._streams[number]
+        return stream.sampling.greedy and not stream.edits and stream.sampling.logprobs is None
+
     def sample(self, numbers: Sequence[int], logits: torch.Tensor) -> list[SampledToken]:
         """Draws one token for each row.
 

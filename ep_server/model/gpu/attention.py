@@ -1,0 +1,75 @@
+"""[6] Attention of one layer on Triton kernels: projections by torch, everything between them fused.
+
+Reads and writes the paged cache in place. Weights are those of layers.py, prepared by TorchCompute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ep_server.model.families.spec import GqaSpec, MlaSpec
+from ep_server.model.gpu.step_input import StepTensors
+from ep_server.model.layers import GqaWeights, MlaWeights
+from ep_server.model.triton.norm import rms_norm
+from ep_server.model.triton.paged import PagedKv
+from ep_server.model.triton.paged_decode import Workspace, decode
+from ep_server.model.triton.paged_prefill import prefill
+from ep_server.model.triton.paged_tile import AttentionRule, Sequences
+from ep_server.model.triton.rope import HeadNorm, MlaInput, Rotation, store_gqa, store_mla
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionStep:
+    """What all layers of a step share. workspace: for `step.decode` sequences."""
+
+    step: StepTensors
+    rotation: Rotation
+    workspace: Workspace
+    eps: float
+
+
+def gqa(x: torch.Tensor, w: GqaWeights, spec: GqaSpec, kv: PagedKv, at: AttentionStep) -> torch.Tensor:
+    """Grouped-query attention of x: [T, H], normed, to [T, H]; stores the tokens' K and V."""
+    qkv = w.qkv(x)
+    if w.q_norm is not None and w.k_norm is not None:
+        q_width, k_width = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+        for weight, part in ((w.q_norm, qkv[:, :q_width]), (w.k_norm, qkv[:, q_width : q_width + k_width])):
+            rms_norm(part, weight, at.eps, part)
+    norm = None if w.head_norm is None else HeadNorm(w.head_norm, at.eps)
+    q = x.new_empty(len(x), spec.heads, spec.head_dim)
+    store_gqa(qkv, q, kv, at.rotation, norm, spec.clip)
+    out = attend(q, kv, AttentionRule(spec.scale, spec.window), at)
+    return w.out(out.flatten(1))
+
+
+def mla(x: torch.Tensor, w: MlaWeights, spec: MlaSpec, kv: PagedKv, at: AttentionStep) -> torch.Tensor:
+    """Latent attention of x: [T, H], normed, to [T, H], absorbed; stores the tokens' latents."""
+    down = w.down(x)
+    q_width = down.shape[1] - spec.kv_lora - spec.rope_dim
+    q, latent, k_rope = torch.split(down, [q_width, spec.kv_lora, spec.rope_dim], dim=1)
+    if w.q_up is not None and w.q_norm is not None:
+        normed = torch.empty_like(q)
+        rms_norm(q, w.q_norm, spec.norm_eps, normed)
+        q = w.q_up(normed)
+    q = q.view(len(x), spec.heads, spec.nope_dim + spec.rope_dim)
+    query = x.new_empty(len(x), spec.heads, spec.kv_lora + spec.rope_dim)
+    query[..., : spec.kv_lora] = torch.bmm(q[..., : spec.nope_dim].transpose(0, 1), w.k_up).transpose(0, 1)
+    given = MlaInput(latent, k_rope, q[..., spec.nope_dim :], w.kv_norm, spec.norm_eps)
+    store_mla(given, query[..., spec.kv_lora :], kv, at.rotation)
+    out = attend(query, kv, AttentionRule(spec.scale), at)  # [T, heads, kv_lora]
+    out = torch.bmm(out.transpose(0, 1), w.v_up).transpose(0, 1)
+    return w.out(out.flatten(1))
+
+
+def attend(q: torch.Tensor, kv: PagedKv, rule: AttentionRule, at: AttentionStep) -> torch.Tensor:
+    """Softmax attention of q: [T, heads, k_dim] to [T, heads, v_dim]: single tokens, then chunks."""
+    step, count = at.step, at.step.decode
+    out = q.new_empty(*q.shape[:2], kv.layer.v_dim)
+    singles = Sequences(step.blocks[:count], step.lengths[:count])
+    decode(q[:count], kv, singles, rule, at.workspace, out[:count])
+    if len(step.lengths) > count:
+        chunks = Sequences(step.blocks[count:], step.lengths[count:])
+        prefill(q[count:], step.query_start, kv, chunks, rule, out[count:])
+    return out

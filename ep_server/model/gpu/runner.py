@@ -1,0 +1,151 @@
+"""Runs steps on one GPU: launches one without waiting, and hands its tokens over once they are there.
+
+Tokens that are drawn stay on the device as the next step's input, so step n + 1 can be launched before the
+tokens of step n are known (records.PENDING_TOKEN). Steps run in the order of their launches, on one stream.
+One thread uses it; the caller provides torch.inference_mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ep_server.ep.exchange import PendingDispatch, Received
+from ep_server.model.decoder import DecoderParams, interleave
+from ep_server.model.gpu.decoder import GpuDecoder, PassOptions
+from ep_server.model.gpu.graphs import Graphs
+from ep_server.model.gpu.step_input import InputShape, StepInput, StepTensors, sampled_numbers
+from ep_server.model.sampler import Sampler
+from ep_server.records import NO_TOKEN, Request, SampledToken, StepBatch
+
+STAGES = 3  # steps whose input or tokens may be on their way
+
+
+@dataclass(slots=True)
+class Launched:
+    """A step on its way. numbers: requests that draw, by row. order: the same in the order of the batch.
+
+    drawn: what was sampled on the host; else tokens: [N] on the host once `arrived`, a CUDA event.
+    """
+
+    numbers: list[int]
+    order: list[int]
+    drawn: list[SampledToken] = field(default_factory=list)
+    tokens: torch.Tensor | None = None
+    arrived: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class GpuOptions:
+    """shape: of the largest step. buckets: rows of the steps of single tokens that are captured, if any.
+
+    receive: the second half of a dispatch, given the most rows of any rank (moe.GpuMoe).
+    """
+
+    shape: InputShape
+    receive: Callable[[PendingDispatch, int], Received]
+    buckets: tuple[int, ...] = ()
+
+
+class GpuRunner:
+    """The model of one rank on one GPU.
+
+    Args:
+        params: weights prepared by TorchCompute on the device.
+        sampler: of requests that the kernels cannot draw for; on the same device.
+    """
+
+    def __init__(self, params: DecoderParams, sampler: Sampler, options: GpuOptions) -> None:
+        self._params, self._sampler, shape = params, sampler, options.shape
+        self._decoder = GpuDecoder(params, options.receive)
+        self._device = params.compute.device
+        self._input = StepInput(shape, self._device, STAGES)
+        self._drawn = torch.zeros(shape.sequences, dtype=torch.int64, device=self._device)
+        self._told = [self._input.host_buffer(shape.sequences, torch.int64) for _ in range(STAGES)]
+        self._places: dict[int, int] = {}  # of the tokens that the last launch draws
+        self._launches = 0
+        self.graphs = Graphs(self._padded, options.buckets, self._device)
+
+    def add(self, request: Request) -> None:
+        """Creates the sampling state of a request. Raises: what Sampler.add raises."""
+        self._sampler.add(request)
+
+    def remove(self, number: int) -> None:
+        """Drops the sampling state of a request."""
+        self._sampler.remove(number)
+
+    def run(self, batch: StepBatch, micro_batches: int = 1) -> list[SampledToken]:
+        """launch() and collect() in one. micro_batches: only one on a GPU, as yet."""
+        assert micro_batches == 1
+        return self.collect(self.launch(batch))
+
+    def launch(self, batch: StepBatch, bucket: int = 0) -> Launched:
+        """Enqueues a step. Collective: every rank calls it, also with an empty batch.
+
+        Args:
+            bucket: rows that every rank pads this step of single tokens to, one of `graphs`; 0 = the step is
+              run as it is, at any mix of chunks and tokens.
+        Returns: what collect() takes, in the order of launches.
+        Raises: ExchangeError if a peer failed; InternalError for a step beyond the shape or the bucket.
+        """
+        numbers = sampled_numbers(batch)
+        step = self._input.fill(batch, self._places, bucket)
+        if bucket:
+            logits = self.graphs.replay(bucket)[: len(numbers)]
+        else:
+            most = self._params.exchange.spec.max_tokens
+            logits = self._forward(step, PassOptions(most, numbers=self._numbers(batch)))
+        self._places = {number: place for place, number in enumerate(numbers)}
+        launched = Launched(numbers, [s.number for s in batch.slices if s.sample])
+        if all(self._sampler.plain(number) for number in numbers):
+            self._tell(launched)
+        else:
+            launched.drawn = self._sampler.sample(numbers, logits)
+            ids = [token.token_id for token in launched.drawn]
+            self._drawn[: len(ids)] = torch.tensor(ids, device=self._device)
+        self._launches += 1
+        return launched
+
+    def collect(self, launched: Launched) -> list[SampledToken]:
+        """Waits for a step; one token per slice that samples, in the order of its batch."""
+        if launched.tokens is not None:
+            if launched.arrived is not None:
+                launched.arrived.synchronize()
+            ids = launched.tokens.tolist()
+            pairs = zip(launched.numbers, ids, strict=True)
+            launched.drawn = [SampledToken(number, token) for number, token in pairs]
+        drawn = {token.number: token for token in launched.drawn}
+        return [drawn[number] for number in launched.order]
+
+    def _padded(self, bucket: int) -> torch.Tensor:
+        """The work of a graph. Returns: logits of all rows."""
+        return self._forward(self._input.padded(bucket), PassOptions(bucket))
+
+    def _forward(self, step: StepTensors, options: PassOptions) -> torch.Tensor:
+        """One pass; the likeliest token of each row goes to `_drawn`. Returns: logits [N, V]."""
+        (logits,) = interleave([self._decoder.forward(step, self._drawn, options)])
+        self._decoder.experts.finish()
+        if len(logits):
+            highest, ids = logits.max(dim=-1)
+            self._drawn[: len(logits)] = torch.where(highest.isfinite(), ids, NO_TOKEN)
+        return logits
+
+    def _tell(self, launched: Launched) -> None:
+        """Sends what was drawn to the host, behind the step."""
+        count = len(launched.numbers)
+        launched.tokens = self._told[self._launches % STAGES][:count]
+        launched.tokens.copy_(self._drawn[:count], non_blocking=True)
+        if self._device.type == "cuda":
+            launched.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            launched.arrived.record()
+
+    def _numbers(self, batch: StepBatch) -> torch.Tensor | None:
+        """Request of each row, where experts are drawn at random."""
+        if self._params.uniform is None:
+            return None
+        slices = sorted(batch.slices, key=lambda s: len(s.token_ids) != 1)
+        rows = [s.number for s in slices for _ in s.token_ids]
+        return torch.tensor(rows, dtype=torch.int64, device=self._device)

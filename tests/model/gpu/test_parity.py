@@ -1,0 +1,111 @@
+"""The step of a GPU gives the tokens of transformers in float32, for every family.
+
+Without a GPU its kernels are interpreted, which takes seconds. Where there is a GPU the same runs on it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ep_server.ep.reference import ReferenceExchange
+from ep_server.model.assembly import LoadParams, load_model
+from ep_server.model.decoder import DecoderParams
+from ep_server.model.families import read_spec
+from ep_server.model.gpu.runner import GpuOptions, GpuRunner, Launched
+from ep_server.model.gpu.step_input import InputShape
+from ep_server.model.kv_cache import KvCache
+from ep_server.model.sampler import Sampler
+from ep_server.model.torch_compute import TorchCompute
+from ep_server.records import StepBatch
+from ep_server.scheduler import RankScheduler, SchedulerLimits
+from tests.harness.checkpoints import CASES, Tiny
+from tests.harness.rank_group import greedy
+from tests.model.driver import BLOCK, BLOCKS, exchange_spec, generate
+from tests.model.triton.harness import DEVICE
+
+TOKENS = 64
+QUICK = {"qwen3_moe", "deepseek_v2-lite-yarn", "mixtral-tied-stacked"}  # between them every kernel's forms
+NAMES = [pytest.param(c.name, marks=[pytest.mark.slow] * (c.name not in QUICK)) for c in CASES]
+
+
+def gpu_runner(path: Path, buckets: tuple[int, ...] = ()) -> GpuRunner:
+    experts = read_spec(path).router.num_experts
+    model = load_model(LoadParams(str(path), 0, (0,) * experts, "float32", compute=TorchCompute(DEVICE)))
+    exchange = ReferenceExchange(exchange_spec(model, 0, 1, (0,) * experts, TOKENS))
+    cache = KvCache(model.spec, BLOCKS, BLOCK, torch.float32, DEVICE)
+    params = DecoderParams(model.spec, model.weights, exchange, cache, model.max_context, model.compute)
+    shape = InputShape(TOKENS, 16, -(-model.max_context // BLOCK), BLOCK)
+    options = GpuOptions(shape, lambda dispatched, most: dispatched.recv(), buckets)
+    return GpuRunner(params, Sampler(model.spec.vocab_size, DEVICE), options)
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        pytest.param({"chunk": 5, "budget": 13}, id="chunked"),
+        pytest.param({}, id="whole", marks=pytest.mark.slow),
+    ],
+)
+@pytest.mark.parametrize("name", NAMES)
+def test_prompts_together(tiny: Callable[[str], Tiny], name: str, cut: dict[str, int]) -> None:
+    model = tiny(name)
+    runner, count = gpu_runner(model.path), 3
+    for number, prompt in enumerate(model.prompts):
+        runner.add(greedy(number, prompt, count))
+    assert generate(runner, model.prompts, count, **cut) == [tokens[:count] for tokens in model.tokens]
+
+
+def scheduled(
+    model: Tiny, ahead: int, count: int, buckets: tuple[int, ...] = (), **sampling: object
+) -> dict[int, list[int]]:
+    """Tokens by request number, with so many steps launched before the tokens of the first are known."""
+    runner = gpu_runner(model.path, buckets)
+    with torch.inference_mode():
+        runner.graphs.capture()
+    limits = SchedulerLimits(
+        max_running=8, max_step_tokens=TOKENS, block_size=BLOCK, kv_blocks=BLOCKS,
+        prefix_cache=True, max_context=128, ahead=ahead,
+    )  # fmt: skip
+    scheduler, tokens = RankScheduler(limits), dict[int, list[int]]()
+    for number, prompt in enumerate(model.prompts):
+        request = greedy(number, prompt, count)
+        request = replace(request, sampling=replace(request.sampling, **sampling))
+        runner.add(request)
+        scheduler.add(request)
+    flying: deque[tuple[StepBatch, Launched]] = deque()
+    with torch.inference_mode():
+        while scheduler.has_work:
+            while len(flying) <= ahead and (batch := scheduler.plan()).slices:
+                single = all(len(s.token_ids) == 1 and s.sample for s in batch.slices)
+                bucket = runner.graphs.bucket_of(len(batch.slices)) if single else 0
+                flying.append((batch, runner.launch(batch, bucket)))
+            batch, launched = flying.popleft()
+            for event in scheduler.commit(batch, runner.collect(launched)):
+                tokens.setdefault(event.number, []).append(event.token_id)
+    return tokens
+
+
+@pytest.mark.parametrize("ahead", [1, 2])
+def test_steps_launched_before_their_tokens_are_known(tiny: Callable[[str], Tiny], ahead: int) -> None:
+    model = tiny("qwen3_moe")
+    expected = {number: list(tokens[:4]) for number, tokens in enumerate(model.tokens)}
+    assert scheduled(model, ahead, 4) == expected
+
+
+def test_steps_padded_to_a_bucket(tiny: Callable[[str], Tiny]) -> None:
+    model = tiny("qwen3_moe")
+    expected = {number: list(tokens[:3]) for number, tokens in enumerate(model.tokens)}
+    assert scheduled(model, 1, 3, buckets=(2, len(model.prompts) + 2)) == expected
+
+
+def test_tokens_drawn_on_the_host_are_the_next_input_too(tiny: Callable[[str], Tiny]) -> None:
+    """A penalty so large that no token comes twice: the kernels do not draw for such a request."""
+    model = tiny("qwen3_moe")
+    drawn = scheduled(model, 1, 2, presence_penalty=2.0, logprobs=0)
+    assert drawn == scheduled(model, 0, 2, presence_penalty=2.0, logprobs=0)

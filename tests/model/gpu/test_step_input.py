@@ -1,0 +1,93 @@
+"""What a step's kernels read, against the tensors that the CPU engine makes of the same batch."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+
+from ep_server.errors import InternalError
+from ep_server.model.batch import split
+from ep_server.model.gpu.step_input import InputShape, StepInput, sampled_numbers
+from ep_server.records import PENDING_TOKEN, SeqSlice, StepBatch
+
+SHAPE = InputShape(tokens=40, sequences=9, blocks=12, block_size=4)
+CPU = torch.device("cpu")
+
+
+def batch_of(*sizes: tuple[int, int, bool], seed: int = 0) -> StepBatch:
+    """(start, tokens, sample) per sequence, numbered from 7; blocks in any order, some to spare."""
+    rng = random.Random(seed)
+    free = list(range(200))
+    rng.shuffle(free)
+    slices = []
+    for index, (start, count, sample) in enumerate(sizes):
+        blocks = [free.pop() for _ in range(-(-(start + count) // SHAPE.block_size) + rng.randrange(2))]
+        ids = [rng.randrange(1000) for _ in range(count)]
+        slices.append(SeqSlice(7 + index, start, ids, blocks, sample))
+    return StepBatch(tuple(slices), sum(count for _, count, _ in sizes))
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        batch_of((0, 5, True), (9, 1, True), (3, 1, True), (4, 7, False)),
+        batch_of((9, 1, True), (3, 1, True)),
+        batch_of((0, 8, False)),
+        batch_of((0, 4, True), (12, 1, False)),
+        StepBatch((), 0),
+    ],
+    ids=("mixed", "decode", "chunk", "unsampled-single", "empty"),
+)
+def test_as_the_cpu_engine_has_it(batch: StepBatch) -> None:
+    step = StepInput(SHAPE, CPU).fill(batch, {})
+    (expected,) = split(batch, 1, SHAPE.block_size)
+    at = expected.attention
+    assert step.ids.tolist() == expected.token_ids.tolist()
+    assert step.sources.tolist() == [-1] * len(step.ids)
+    assert step.positions.tolist() == at.positions.tolist() and step.slots.tolist() == at.slots.tolist()
+    assert step.lengths.tolist() == list(at.context) and step.decode == at.num_decode
+    chunks = [start - at.query_start[step.decode] for start in at.query_start[step.decode :]]
+    assert step.query_start.tolist() == chunks
+    for row, length in enumerate(at.context):
+        held = -(-length // SHAPE.block_size)
+        assert step.blocks[row, :held].tolist() == at.blocks[row, :held].tolist()
+    rows = list(range(step.tokens)) if step.sample_rows is None else step.sample_rows.tolist()
+    assert rows == expected.sample_rows.tolist()
+    assert sampled_numbers(batch) == list(expected.sampled)
+
+
+def test_rows_up_to_the_bucket_are_padding() -> None:
+    given = StepInput(SHAPE, CPU)
+    given.fill(batch_of(*[(20, 1, True)] * 8), {})  # what the memory held before
+    step = given.fill(batch_of((5, 1, True), (0, 1, True)), {}, padded=4)
+    assert (step.tokens, step.decode, step.sample_rows) == (4, 4, None)
+    assert step.slots[2:].tolist() == [-1, -1] and step.lengths.tolist() == [6, 1, 0, 0]
+    assert step.ids[2:].tolist() == [0, 0] and step.sources.tolist() == [-1] * 4
+
+
+def test_a_token_in_flight_is_named_by_its_place() -> None:
+    (piece,) = batch_of((6, 1, True)).slices
+    batch = StepBatch((SeqSlice(piece.number, 6, [PENDING_TOKEN], piece.blocks, True),), 1)
+    assert StepInput(SHAPE, CPU).fill(batch, {7: 3}).sources.tolist() == [3]
+    with pytest.raises(InternalError, match="request 7 goes on with a token that the last step did not draw"):
+        StepInput(SHAPE, CPU).fill(batch, {8: 3})
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [batch_of(*[(0, 1, True)] * 5), batch_of((0, 2, True)), batch_of((0, 1, False))],
+    ids=("too-many", "chunk", "unsampled"),
+)
+def test_a_bucket_is_of_single_tokens(batch: StepBatch) -> None:
+    with pytest.raises(InternalError, match="is not one of 4 single ones"):
+        StepInput(SHAPE, CPU).fill(batch, {}, padded=4)
+
+
+@pytest.mark.parametrize(
+    "batch", [batch_of((0, 41, True)), batch_of(*[(0, 1, True)] * 10), batch_of((48, 1, True))]
+)
+def test_a_step_beyond_the_shape_is_refused(batch: StepBatch) -> None:
+    with pytest.raises(InternalError):
+        StepInput(SHAPE, CPU).fill(batch, {})
