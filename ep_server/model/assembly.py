@@ -24,6 +24,7 @@ from ep_server.model.sizes import Dtype, context_limit, kv_block_bytes, serving_
 from ep_server.model.uniform import UniformRouting
 from ep_server.model.weights import Progress, load_weights, weights_from
 
+MOST_LOADERS = 4  # threads that load; each holds a layer more in memory
 _TORCH = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
 
 
@@ -88,11 +89,13 @@ def load_model(params: LoadParams, progress: Progress = lambda stage, done, tota
     experts = [e for e, owner in enumerate(params.placement) if owner == params.rank]
     dtype = serving_dtype(spec, params.dtype)
     compute = params.compute or NativeCompute(params.threads)
+    loaders = min(params.threads, MOST_LOADERS)
     if params.load_format == "dummy":
         source = DummyReader(spec, params.seed)
-        weights = weights_from(source, spec, experts, _TORCH[dtype], compute, progress)
+        weights = weights_from(source, spec, experts, _TORCH[dtype], compute, progress, loaders)
     else:
-        weights = load_weights(Checkpoint.open(params.path), spec, experts, _TORCH[dtype], compute, progress)
+        checkpoint = Checkpoint.open(params.path)
+        weights = load_weights(checkpoint, spec, experts, _TORCH[dtype], compute, progress, loaders)
     drawn = params.routing == "uniform"
     uniform = UniformRouting(spec.router, params.seed, compute.device) if drawn else None
     return RankModel(spec, weights, dtype, limit, compute, uniform)

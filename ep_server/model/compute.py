@@ -56,7 +56,8 @@ class Attend(Protocol):
 class Compute(Protocol):
     """One rank's arithmetic; one thread at a time may use it and what it prepared.
 
-    device: where weights, caches and activations are.
+    device: where weights, caches and activations are. While weights load, several threads call `linear` and
+    `gated_ffn` at once.
     """
 
     @property

@@ -5,6 +5,7 @@ Knows files, dtypes and scales; knows nothing of models.
 
 from __future__ import annotations
 
+import threading
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Protocol
@@ -29,7 +30,7 @@ class TensorSource(Protocol):
 
 
 class TensorReader:
-    """Opens each shard once, when the first tensor of it is read.
+    """Opens each shard once, when the first tensor of it is read. Several threads may read at once.
 
     Args:
         block: rows and columns that share one FP8 scale, None where the checkpoint is not quantised.
@@ -39,6 +40,7 @@ class TensorReader:
     def __init__(self, checkpoint: Checkpoint, block: tuple[int, int] | None, files: ExitStack) -> None:
         self._checkpoint, self._block, self._files = checkpoint, block, files
         self._open: dict[Path, Any] = {}
+        self._opening = threading.Lock()
 
     def has(self, name: str) -> bool:
         """The checkpoint holds a tensor of that name."""
@@ -78,8 +80,10 @@ class TensorReader:
     def _load(self, name: str, part: int | None) -> torch.Tensor:
         file = self._checkpoint.tensors[name].file
         try:
-            if file not in self._open:
-                self._open[file] = self._files.enter_context(safe_open(file, framework="pt", device="cpu"))
+            with self._opening:
+                if file not in self._open:
+                    stream = safe_open(file, framework="pt", device="cpu")
+                    self._open[file] = self._files.enter_context(stream)
             opened = self._open[file]
             tensor: torch.Tensor = opened.get_tensor(name) if part is None else opened.get_slice(name)[part]
         except (SafetensorError, OSError) as error:

@@ -1,12 +1,13 @@
 """Loads the weights one rank owns: everything replicated, plus its own experts.
 
-Files are memory-mapped and only the pages of the tensors read are touched. Knows checkpoints and layouts;
-knows nothing of ranks but the list of expert ids it is given.
+Files are memory-mapped and only the pages of the tensors read are touched; several layers are made at once.
+Knows checkpoints and layouts; knows nothing of ranks but the list of expert ids it is given.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 
 import torch
@@ -34,6 +35,7 @@ def load_weights(
     dtype: torch.dtype,
     compute: Compute,
     progress: Progress = lambda stage, done, total: None,
+    threads: int = 1,
 ) -> ModelWeights:
     """Reads a model.
 
@@ -41,12 +43,13 @@ def load_weights(
         experts: global ids of this rank's experts, ascending.
         dtype: of all weights but the router's, which stay float32.
         compute: prepares the matrices.
-        progress: called as progress("weights", layers done, layers in all).
+        progress: called as progress("weights", layers done, layers in all), by the calling thread.
+        threads: layers in the making at once; each takes its own size in memory beside what is kept.
     Raises: CheckpointError naming file, tensor, expected and found shape.
     """
     with ExitStack() as files:
         reader = TensorReader(checkpoint, spec.quant_block, files)
-        return weights_from(reader, spec, experts, dtype, compute, progress)
+        return weights_from(reader, spec, experts, dtype, compute, progress, threads)
 
 
 def weights_from(
@@ -56,18 +59,29 @@ def weights_from(
     dtype: torch.dtype,
     compute: Compute,
     progress: Progress = lambda stage, done, total: None,
+    threads: int = 1,
 ) -> ModelWeights:
     """As load_weights, from any source of tensors. Raises: what the source raises."""
     loader = _Loader(source, spec, tuple(experts), dtype, compute)
     progress("weights", 0, spec.num_layers)
     embedding = loader.keep("model.embed_tokens.weight", spec.vocab_size, spec.hidden)
-    layers = []
-    for index in range(spec.num_layers):
-        layers.append(loader.layer(index))
-        progress("weights", index + 1, spec.num_layers)
+    layers = _layers(loader, spec.num_layers, progress, threads)
     norm = loader.keep("model.norm.weight", spec.hidden)
     head = embedding if spec.tied_head else loader.keep("lm_head.weight", spec.vocab_size, spec.hidden)
-    return ModelWeights(embedding, tuple(layers), norm, compute.linear(head))
+    return ModelWeights(embedding, layers, norm, compute.linear(head))
+
+
+def _layers(loader: _Loader, count: int, progress: Progress, threads: int) -> tuple[LayerWeights, ...]:
+    """All layers. What takes time in them, pages of files, copies and packing, runs without the GIL."""
+    pool = ThreadPoolExecutor(threads, "weights")
+    try:
+        layers = [pool.submit(loader.layer, index) for index in range(count)]
+        for done, layer in enumerate(as_completed(layers), start=1):
+            layer.result()  # the first error ends all
+            progress("weights", done, count)
+        return tuple(layer.result() for layer in layers)
+    finally:
+        pool.shutdown(cancel_futures=True)
 
 
 class _Loader:

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from ep_server.config import ModelConfig
+from ep_server.config import Config, ModelConfig
 from ep_server.ep.exchange import Exchange, Payload
-from ep_server.errors import CheckpointError
+from ep_server.errors import CheckpointError, StartupError
 from ep_server.model.assembly import LoadParams, load_model
 from ep_server.model.dummy import DummyReader
 from ep_server.model.families import read_spec
@@ -25,6 +25,7 @@ from ep_server.model.layers import MoeWeights
 from ep_server.model.torch_compute import TorchCompute
 from ep_server.model.uniform import UniformRouting
 from ep_server.model.weights import weights_from
+from ep_server.ranks.group import plan_group
 from ep_server.served_model import ServedModel
 from tests.harness.checkpoints import CASES, EXPERTS, HIDDEN, PROMPT_LENGTHS, TOP_K, VOCAB, Tiny
 from tests.harness.compare import assert_equal
@@ -58,6 +59,14 @@ def test_a_description_is_enough_to_inspect(tiny: Get, bare: Callable[[str], Pat
     assert ServedModel.load(ModelConfig(path=str(bare(name)))).tokenizer is None
     with pytest.raises(CheckpointError, match="neither model"):
         load_model(LoadParams(str(bare(name)), 0, (0,) * EXPERTS))
+
+
+def test_what_does_not_fit_is_refused_with_the_numbers(bare: Callable[[str], Path]) -> None:
+    made_up = {"model.path": str(bare("mixtral")), "model.load_format": "dummy", "parallel.ranks": 2}
+    config = Config.from_values(made_up)
+    assert plan_group(config, available=1 << 30).weight_bytes[0] > 0
+    with pytest.raises(StartupError, match=r"does not fit: [\d.]+ GiB of weights, .* more than the 0.10 GiB"):
+        plan_group(config, available=int(0.1 * 2**30))
 
 
 def test_ranks_agree_on_what_they_share_and_own(bare: Callable[[str], Path]) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -148,6 +149,33 @@ def test_progress(tiny: Get) -> None:
     path = tiny("olmoe").path
     load_model(LoadParams(str(path), 0, (0,) * EXPERTS), lambda *call: seen.append(call))
     assert seen == [("weights", i, 2) for i in range(3)]
+
+
+@pytest.mark.parametrize("name", [case.name for case in CASES])
+def test_layers_made_at_once_are_those_made_in_turn(tiny: Get, name: str) -> None:
+    path, told_by = tiny(name).path, set()
+    spec, checkpoint = read_spec(path), Checkpoint.open(path)
+    several = load_weights(
+        checkpoint,
+        spec,
+        [0, 4],
+        torch.float32,
+        TorchCompute(),
+        lambda *_: told_by.add(threading.current_thread()),
+        threads=3,
+    )
+    assert told_by == {threading.main_thread()}
+    for a, b in zip(_tensors(several), _tensors(load(path, [0, 4])), strict=True):
+        assert_equal(a, b, name)
+
+
+def test_an_error_in_one_layer_ends_all(tiny: Get, tmp_path: Path) -> None:
+    lost = "model.layers.1.mlp.experts.3.up_proj.weight"
+    path = rewrite(tiny("qwen3_moe").path, tmp_path / "broken", lambda tensors: tensors.pop(lost))
+    before = threading.active_count()
+    with pytest.raises(CheckpointError, match=lost):
+        load_model(LoadParams(str(path), 0, (0,) * EXPERTS, threads=3))
+    assert threading.active_count() <= before
 
 
 @pytest.mark.parametrize(
