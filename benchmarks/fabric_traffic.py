@@ -1,8 +1,9 @@
 """How many rows a rank moves in one dispatch or combine, in expectation over uniform routing. No times here.
 
 Every token chooses top_k different experts out of n, all sets alike: a unit (rank or host) that owns s of
-them is chosen with probability 1 - C(n - s, top_k) / C(n, top_k). n is all experts or, where routing is limited
-to groups, those of the groups it keeps, all sets of groups alike. Experts lie in order. Combine is the way back.
+them is chosen with probability 1 - C(n - s, top_k) / C(n, top_k). n is all experts or, where routing is
+limited to groups, those of the groups it keeps, all sets of groups alike. Experts lie in order. Combine is
+the way back.
 """
 
 from __future__ import annotations
