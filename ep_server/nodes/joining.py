@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 from grpc import aio
 
-from ep_server.errors import StartupError
+from ep_server.errors import StartupError, Unavailable
 from ep_server.nodes.link import Link
 from ep_server.v1 import nodes_pb2 as pb
 from ep_server.v1 import nodes_pb2_grpc
@@ -72,26 +72,18 @@ async def _join(
 ) -> tuple[Link, asyncio.Task[None]]:
     loop = asyncio.get_running_loop()
     began = said = loop.time()
-    pause, why = FIRST_PAUSE, ""
+    pause, why = FIRST_PAUSE, "it does not answer"
     while (left := began + joining.connect_seconds - loop.time()) > 0:
         link = Link(on_message, joining.silent_seconds)
         link.send(hello=hello)
         call = nodes_pb2_grpc.NodesStub(channel).Join(link.outgoing(), metadata=joining.metadata())
         try:
             async with asyncio.timeout(left):
-                first = await call.read()  # node 0 sends a sign of life to whom it takes
-            if first is not aio.EOF:
-                return link, asyncio.create_task(link.read(_bundles(call, first)))
-            why = "it has ended"
+                return link, asyncio.create_task(link.read(await _first(call)))
         except TimeoutError:
-            why = "it does not answer"
-        except aio.AioRpcError as error:
-            why = f"{error.code().name}: {error.details()}"
-            if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                raise StartupError(_refused(joining, error)) from None
-        finally:
-            if not call.done() and why:
-                call.cancel()
+            call.cancel()
+        except Unavailable as error:
+            why = str(error)
         link.end("was not taken")
         if loop.time() - said >= SAY_EVERY:
             said = loop.time()
@@ -101,20 +93,36 @@ async def _join(
     raise StartupError(f"node 0 at {joining.address} was not reached in {joining.connect_seconds:g} s: {why}")
 
 
+async def _first(call: Any) -> AsyncIterator[pb.Bundle]:
+    """Waits until node 0 takes this node: it then sends a sign of life. Returns: all that comes.
+
+    Raises: Unavailable where it is worth another try; StartupError.
+    """
+    try:
+        first = await call.read()
+    except aio.AioRpcError as error:
+        if error.code() is grpc.StatusCode.UNAVAILABLE:
+            raise Unavailable(f"UNAVAILABLE: {error.details()}") from None
+        raise StartupError(_refused(error)) from None
+    if not isinstance(first, pb.Bundle):
+        raise Unavailable("it has ended")
+    return _bundles(call, first)
+
+
 async def _bundles(call: Any, first: pb.Bundle) -> AsyncIterator[pb.Bundle]:
     """All that comes, the first one read already. Raises: aio.AioRpcError."""
     bundle = first
-    while bundle is not aio.EOF:
+    while isinstance(bundle, pb.Bundle):  # else it is the end
         yield bundle
         bundle = await call.read()
 
 
-def _refused(joining: Joining, error: aio.AioRpcError) -> str:
+def _refused(error: aio.AioRpcError) -> str:
     if error.code() is grpc.StatusCode.FAILED_PRECONDITION:
         return str(error.details())
     if error.code() is grpc.StatusCode.UNAUTHENTICATED:
-        return f"node 0 at {joining.address} does not take the token of cluster.token_file"
-    return f"node 0 at {joining.address} refuses: {error.code().name}: {error.details()}"
+        return "node 0 does not take the token of cluster.token_file"
+    return f"node 0 refuses this node: {error.code().name}: {error.details()}"
 
 
 def _channel(joining: Joining) -> aio.Channel:
