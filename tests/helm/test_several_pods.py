@@ -35,6 +35,15 @@ with Client(Target("localhost:50051", tls_ca=sys.argv[1])) as client:
     print(json.dumps([list(client.complete([1, 2, 3], dp_rank=rank, **same).token_ids) for rank in (0, 1)]))
     print(client.complete([1, 2, 3], max_new_tokens=1).info.rank)
 """
+# Prints the sum of the samples of each series.
+SCRAPE = """
+import collections, json, urllib.request
+sums = collections.Counter()
+for line in urllib.request.urlopen("http://127.0.0.1:9400/metrics", timeout=30).read().decode().splitlines():
+    if not line.startswith("#"):
+        sums[line.partition("{")[0].partition(" ")[0]] += float(line.rpartition(" ")[2])
+print(json.dumps(sums))
+"""
 
 
 @contextmanager
@@ -80,10 +89,24 @@ def check_answers(pods: list[Container], authority: str) -> None:
     assert len(told) == 4 and len(told[0]) > 0 and all(tokens == told[0] for tokens in told)
 
 
+def check_counts(pods: list[Container]) -> None:
+    """The calls of check_answers and of one of helm's tests at the second Pod: each counted once."""
+    pages = []
+    for pod in pods:
+        out, err = pod.beside("-c", SCRAPE).communicate(timeout=WAIT)
+        assert err == ""
+        pages.append(json.loads(out))
+    assert pages[0]["epserver_requests_admitted_total"] == 7 and pages[0]["epserver_ep_rank_up"] == 2
+    assert pages[1]["epserver_relayed_requests_total"] == 4 and pages[1]["epserver_relayed_streams"] == 0
+    both = {name for name in pages[0].keys() & pages[1].keys() if name.startswith("epserver_")}
+    assert both == {"epserver_node_info"}
+
+
 def test_pods_of_a_stateful_set_serve_as_one_and_drain_as_one(tmp_path: Path) -> None:
     objects, _ = render(MODEL, NODES)
     with two_pods(tmp_path, objects, {"group": {"tokens": b"secret\n"}}) as pods:
         check_answers(pods, "")
+        check_counts(pods)
         pods[1].processes()[0].send_signal(signal.SIGTERM)  # as where its node is drained
         for pod in pods:
             code, log = pod.wait()
