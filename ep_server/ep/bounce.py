@@ -21,6 +21,7 @@ from ep_server.ep.bounce_copies import Copies, checked_device, copies_for
 from ep_server.ep.bounce_staging import Order, Staging
 from ep_server.ep.exchange import ExchangeSpec, Received, Reduction, View
 from ep_server.ep.fabric import FabricOptions
+from ep_server.ep.host_share import HostShare
 from ep_server.ep.native import NativeExchange
 from ep_server.ep.tensors import check_tensor_on
 from ep_server.ep.waiting import Waiting
@@ -239,9 +240,10 @@ def from_process_group(
     device: torch.device | str | int,
     options: FabricOptions | None = None,
     waiting: Waiting | None = None,
+    share: HostShare | None = None,
 ) -> BounceExchange:
     """fabric_bootstrap.from_process_group for tensors of `device`. Collective."""
-    return _behind(fabric_bootstrap.from_process_group(group, spec, options, waiting), device)
+    return _behind(fabric_bootstrap.from_process_group(group, spec, options, waiting, share), device)
 
 
 def from_store(
@@ -251,9 +253,10 @@ def from_store(
     device: torch.device | str | int,
     options: FabricOptions | None = None,
     waiting: Waiting | None = None,
+    share: HostShare | None = None,
 ) -> BounceExchange:
     """fabric_bootstrap.from_store for tensors of `device`. Collective."""
-    return _behind(fabric_bootstrap.from_store(store, name, spec, options, waiting), device)
+    return _behind(fabric_bootstrap.from_store(store, name, spec, options, waiting, share), device)
 
 
 def _behind(inner: NativeExchange, device: torch.device | str | int) -> BounceExchange:

@@ -66,14 +66,14 @@ class Landing:
         """Begins the copies of what came; reads `inner` for the last time.
 
         Args:
-            inner: an INDEX view. whole: tensors as long as the region, of which only what came is written.
+            inner: an INDEX view. whole: tensors of R * max_tokens rows, of which only what came is written.
         Returns: the order, and [M, C] rows and scales, if any, on the device: those that came, by region row.
         """
         assert inner.row_ids is not None
         used, entry = torch.unique(inner.row_ids, return_inverse=True)
         order = self._deliver(inner, entry, delivery)
         regions = [inner.rows] if inner.scales is None else [inner.rows, inner.scales]
-        length = len(inner.rows) if whole else len(used)
+        length = len(self._staged[0]) if whole else len(used)
         made = [delivery.empty((length, staged.shape[1]), staged.dtype) for staged in self._staged]
         step = max(1, CHUNK_BYTES // (self._staged[0].shape[1] * self._staged[0].element_size()))
         for begin in range(0, len(used), step):

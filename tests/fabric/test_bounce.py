@@ -19,8 +19,9 @@ from ep_server.ep.bounce_copies import HostCopies, Slot
 from ep_server.ep.exchange import Exchange, ExchangeSpec, Payload, Reduction, View
 from ep_server.ep.fabric import FabricOptions
 from ep_server.errors import ConfigError, InvalidArgument, StartupError
-from tests.ep.conformance import case_names, run_cases, run_pair
+from tests.ep.conformance import Factory, case_names, run_cases, run_pair
 from tests.ep.sequences import run_sequences, sequence_names
+from tests.fabric import mixed_ends
 from tests.fabric.fabric_ends import loopback, needs
 from tests.harness.process_group import run_group
 from tests.harness.routing import make_inputs
@@ -31,12 +32,16 @@ def over_network(options: FabricOptions, spec: ExchangeSpec, group: dist.Process
     return bounce.from_process_group(group, spec, "cpu", options)
 
 
+def in_a_mixed_group(options: FabricOptions, spec: ExchangeSpec, group: dist.ProcessGroup) -> Exchange:
+    """Two hosts of two ranks, which read rows of other hosts in one another's memory."""
+    return BounceExchange(mixed_ends.from_process_group(options, (0, 0, 1, 1), spec, group), "cpu")
+
+
 def on_one_host(spec: ExchangeSpec, group: dist.ProcessGroup) -> Exchange:
     return BounceExchange(bootstrap.from_process_group(group, spec), "cpu", copies=WatchedCopies())
 
 
-def suite(group: dist.ProcessGroup, options: FabricOptions | None) -> dict[str, str]:
-    factory = on_one_host if options is None else partial(over_network, options)
+def suite(group: dist.ProcessGroup, factory: Factory) -> dict[str, str]:
     return run_cases(group, factory) | run_sequences(group, factory)
 
 
@@ -56,7 +61,14 @@ def failures(by_rank: list[dict[str, str]]) -> str:
 @pytest.mark.parametrize(("library", "num_ranks"), [("system", 3), ("wheel", 2)])
 def test_every_case_over_the_network_gives_the_bits_of_paper_arithmetic(library: str, num_ranks: int) -> None:
     needs(library)
-    assert not failures(run_group(suite, num_ranks, args=(loopback(library),), timeout=150))
+    assert not failures(
+        run_group(suite, num_ranks, args=(partial(over_network, loopback(library)),), timeout=150)
+    )
+
+
+def test_every_case_in_a_mixed_group_gives_the_bits_of_paper_arithmetic() -> None:
+    needs("system")
+    assert not failures(run_group(suite, 4, args=(partial(in_a_mixed_group, loopback()),), timeout=200))
 
 
 @pytest.mark.gpu
@@ -99,7 +111,7 @@ class Watched(HostCopies):
 
 def test_staging_is_not_written_while_copies_to_the_device_read_it() -> None:
     """The whole suite, whose sequences have as many operations in flight as there are banks."""
-    assert not failures(run_group(suite, 2, args=(None,), timeout=150))
+    assert not failures(run_group(suite, 2, args=(on_one_host,), timeout=150))
 
 
 def test_a_missing_wait_would_be_noticed() -> None:
