@@ -22,6 +22,7 @@ from ep_server.model.triton.paged_prefill import prefill
 from ep_server.model.triton.paged_tile import AttentionRule, Sequences
 from ep_server.model.triton.rope import HeadNorm, MlaInput, Rotation, store_gqa, store_mla
 from ep_server.model.triton.router import route
+from ep_server.model.triton.sampling import SamplingRows, SamplingSpace, sample
 from tests.model.triton.compiling import Recorder
 
 BF16, F32, FP8, I64, I32 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.int32
@@ -126,7 +127,16 @@ def grouped() -> None:
         run_experts(given, weights, hidden, out, rows_per_expert=rows_per_expert)
 
 
-PARTS = (norms, rotations, decoding, prefilling, routing, grouped)
+def sampling() -> None:
+    """Qwen3-30B-A3B's vocabulary."""
+    values, choices = meta(TOKENS, dtype=F32), meta(TOKENS, dtype=I64)
+    rows = SamplingRows(values, meta(TOKENS, dtype=I32), values, values, choices, choices)
+    space = SamplingSpace(meta(TOKENS, 8, dtype=F32), meta(TOKENS, 8, dtype=I32), values, values)
+    for dtype in (F32, BF16):
+        sample(meta(TOKENS, 151936, dtype=dtype), rows, space, choices)
+
+
+PARTS = (norms, rotations, decoding, prefilling, routing, grouped, sampling)
 
 if __name__ == "__main__":
     for part in [part for part in PARTS if part.__name__ in sys.argv[1:] or len(sys.argv) == 1]:
