@@ -12,12 +12,13 @@ import torch
 import torch.nn.functional as F
 
 from ep_server.ep.exchange import Exchange, PendingDispatch, Received
-from ep_server.model.experts import received_rows
 from ep_server.model.families.spec import RouterSpec
 from ep_server.model.layers import MoeWeights
 from ep_server.model.moe import wire_dtype
 from ep_server.model.router import route
 from ep_server.model.torch_compute import TorchGatedFfn
+from ep_server.model.triton.expert_rows import ExpertRows, ExpertWeights
+from ep_server.model.triton.experts import run_experts
 from ep_server.model.uniform import UniformRouting
 
 NOWHERE = -1  # expert id of a padded row
@@ -37,6 +38,11 @@ class GpuMoe:
     receive: Callable[[PendingDispatch, int], Received]
     expert_tokens: torch.Tensor
     uniform: UniformRouting | None = None
+
+    def rows_per_expert(self, most: int) -> int:
+        """On average, where every rank has `most` rows."""
+        choices = most * self.exchange.spec.num_ranks * self.router.top_k
+        return -(-choices // self.router.num_experts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +65,26 @@ def moe(x: torch.Tensor, w: MoeWeights, on: GpuMoe, step: MoeStep) -> Generator[
     dispatched = on.exchange.dispatch_send(x.to(wire), ids, gates)
     yield
     received = on.receive(dispatched, step.most)
-    outputs = w.experts(received_rows(received, x.dtype), received.offsets)
+    outputs = grouped(received, w.experts, on.rows_per_expert(step.most))
     on.expert_tokens.add_(received.counts)
     combined = on.exchange.combine_send(outputs.to(wire), received)
     shared = None if w.shared is None else dense(x, w.shared)  # while the combine is in flight
     yield
     routed = combined.recv().to(x.dtype)
     return routed if shared is None else routed + shared
+
+
+def grouped(received: Received, ffn: object, each: int) -> torch.Tensor:
+    """Every local expert on the rows that came for it; counts stay on the device. each: rows to expect.
+
+    Returns: [N, H] or [E_local, P, H], as combine_send takes it.
+    """
+    assert isinstance(ffn, TorchGatedFfn)
+    weights, given = ExpertWeights(ffn.gate_up, ffn.down), ExpertRows.of(received)
+    hidden = ffn.down.new_empty(given.most, ffn.down.shape[2])
+    out = ffn.down.new_empty(*(given.rows.shape[:2] if given.padded else [given.most]), ffn.down.shape[1])
+    run_experts(given, weights, hidden, out, rows_per_expert=each)
+    return out
 
 
 def dense(x: torch.Tensor, ffn: object) -> torch.Tensor:
