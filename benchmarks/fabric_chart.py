@@ -11,7 +11,8 @@ import matplotlib.pyplot as plt
 from exchange_chart import GRID, INK, PAPER, in_both_lights
 
 BLUE, RED, AMBER = "#2f81f7", "#d1495b", "#c9822b"
-KINDS = {"expert": RED, "rank": AMBER, "host": BLUE}
+GREEN = "#3fa45b"
+KINDS = {"expert": RED, "rank": AMBER, "host": BLUE, "host-sum": GREEN}
 PUBLISHED = ("deepep", "DeepEP, larger groups")
 
 

@@ -31,7 +31,7 @@ from fabric_times import (
     pair,
     predicted,
 )
-from fabric_traffic import Case, Copies, Inside, rows
+from fabric_traffic import Case, Copies, Inside, both_ways, rows
 
 HOSTS, TOKENS = (1, 2, 4, 8, 16, 32, 64), (1, 8, 32, 128)
 MOST_RANKS = 4096
@@ -173,11 +173,13 @@ def exchanges(sweep: Sweep) -> list[dict[str, Any]]:
     found = []
     for case in sweep.cases():
         dispatch, combine = pair(case, sweep.machine, our_wire(case))
+        out, back = (asdict(rows(each)) for each in both_ways(case))
         found.append(
             {
                 "case": asdict(case),
                 "ranks": case.ranks,
-                "rows": asdict(rows(case)),
+                "rows_out": out,
+                "rows_back": back,
                 "dispatch_us": dispatch.total,
                 "combine_us": combine.total,
                 "network_bytes": (dispatch.network_bytes, combine.network_bytes),
@@ -187,13 +189,13 @@ def exchanges(sweep: Sweep) -> list[dict[str, Any]]:
 
 
 def steps(sweep: Sweep) -> list[dict[str, Any]]:
-    """Decode steps of the models, with the best of the kinds of copies."""
-    found = []
+    """Decode steps of the models, with the best of the kinds of copies that are built."""
+    found, built = [], tuple(copies for copies in sweep.copies if copies is not Copies.HOST_SUM)
     for model, tokens, hosts in product(MODELS.values(), sweep.tokens, sweep.hosts):
         sizes = {**asdict(sweep.base), "hosts": hosts, "tokens": tokens}
         made = {
             copies: step(model, Case(**{**sizes, "copies": copies}), sweep.machine, context=sweep.context)
-            for copies in sweep.copies
+            for copies in built or sweep.copies
         }
         copies, best = min(made.items(), key=lambda item: (item[1].best_us, item[1].off_us))
         row = {"model": model.name, "ranks": hosts * sweep.base.ranks_per_host, "copies": copies}
@@ -232,17 +234,19 @@ def print_check(found: dict[str, Any]) -> None:
 
 
 def print_exchanges(found: list[dict[str, Any]]) -> None:
-    print(
-        "\n| T | ranks | copies | rows over the network | over NVLink | dispatch, us | combine, us | pair |"
-    )
+    print("\n| T | ranks | copies | rows over the network, out | back | dispatch, us | combine, us | pair |")
     print("|---|---|---|---|---|---|---|---|")
     for row in found:
-        moved, dispatch, combine = row["rows"], row["dispatch_us"], row["combine_us"]
-        print(
-            f"| {row['case']['tokens']} | {row['ranks']} | {row['case']['copies']} | {moved['network']:.0f} |"
-            f" {moved['nvlink'] + moved['forwarded']:.0f} | {dispatch:.0f} | {combine:.0f} |"
-            f" {dispatch + combine:.0f} |"
+        sizes = (row["case"]["tokens"], row["ranks"], row["case"]["copies"])
+        dispatch, combine = row["dispatch_us"], row["combine_us"]
+        numbers = (
+            row["rows_out"]["network"],
+            row["rows_back"]["network"],
+            dispatch,
+            combine,
+            dispatch + combine,
         )
+        print(f"| {' | '.join(map(str, sizes))} | {' | '.join(f'{number:.0f}' for number in numbers)} |")
 
 
 def print_steps(found: list[dict[str, Any]], context: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from fabric_traffic import Case, Copies, Inside, rows
+from fabric_traffic import Case, Copies, Inside, both_ways, rows
 
 LINE = 64  # rows of this exchange start at multiples of it
 
@@ -115,9 +115,10 @@ def operation(
 
 def pair(case: Case, machine: Machine, wire: Wire, *, slowest: bool = True) -> tuple[Times, Times]:
     """Dispatch and combine."""
+    out, back = both_ways(case)
     return (
-        operation(case, machine, wire.dispatch_row, wire.dispatch_header, slowest=slowest),
-        operation(case, machine, wire.combine_row, wire.combine_header, slowest=slowest),
+        operation(out, machine, wire.dispatch_row, wire.dispatch_header, slowest=slowest),
+        operation(back, machine, wire.combine_row, wire.combine_header, slowest=slowest),
     )
 
 

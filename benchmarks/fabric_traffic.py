@@ -29,11 +29,12 @@ MOST = {
 
 
 class Copies(StrEnum):
-    """How often a token's row is sent."""
+    """How often a token's row is sent, and how many come back."""
 
     EXPERT = "expert"  # to every chosen expert: DeepEP's low-latency kernels
-    RANK = "rank"  # once to every rank that owns chosen experts: this exchange without mixed groups
-    HOST = "host"  # once over the network to every such host, which spreads it over NVLink
+    RANK = "rank"  # once to every rank that owns chosen experts, and a sum from each
+    HOST = "host"  # once over the network to every such host, spread there over NVLink; a sum from each rank
+    HOST_SUM = "host-sum"  # the same, and one sum from each host: another order of additions
 
 
 class Inside(StrEnum):
@@ -155,8 +156,15 @@ def _distinct(case: Case) -> tuple[float, float]:
     return ranks, hosts
 
 
+def both_ways(case: Case) -> tuple[Case, Case]:
+    """Dispatch and combine as cases of rows(); HOST is then what passes through one rank of each host."""
+    out = Copies.HOST if case.copies is Copies.HOST_SUM else case.copies
+    back = {Copies.HOST: Copies.RANK, Copies.HOST_SUM: Copies.HOST}.get(case.copies, case.copies)
+    return replace(case, copies=out), replace(case, copies=back)
+
+
 def rows(case: Case) -> Rows:
-    """What one operation moves."""
+    """What one operation moves; a case of both_ways()."""
     to_ranks, to_hosts = distinct(case)
     if case.copies is Copies.EXPERT:
         to_ranks = to_hosts = float(case.top_k)  # every copy is a row; evenly spread over ranks and hosts

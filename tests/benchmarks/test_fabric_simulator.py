@@ -30,7 +30,7 @@ from fabric_times import (  # noqa: E402
     our_wire,
     pair,
 )
-from fabric_traffic import Case, Copies, Inside, distinct, rows, units  # noqa: E402
+from fabric_traffic import Case, Copies, Inside, both_ways, distinct, rows, units  # noqa: E402
 
 WITHIN = 0.25  # what the rows were promised to
 
@@ -121,7 +121,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=list(CASES))
-@pytest.mark.parametrize("copies", list(Copies))
+@pytest.mark.parametrize("copies", [Copies.EXPERT, Copies.RANK, Copies.HOST])
 def test_rows_are_those_of_a_drawn_routing(case, copies) -> None:
     case, draws = replace(case, copies=copies), 40_000
     network = nvlink = 0
@@ -168,6 +168,17 @@ def test_a_row_per_host_crosses_the_network_least_and_per_expert_most() -> None:
             for copies in (Copies.HOST, Copies.RANK, Copies.EXPERT)
         )
         assert host < rank <= expert, hosts
+
+
+def test_a_sum_from_each_host_comes_back_where_it_went_out_and_from_each_rank_else() -> None:
+    case = Case(hosts=4)
+    per_rank, per_host = (rows(replace(case, copies=copies)) for copies in (Copies.RANK, Copies.HOST))
+    for copies, out, back in (
+        (Copies.RANK, per_rank, per_rank),
+        (Copies.HOST, per_host, per_rank),
+        (Copies.HOST_SUM, per_host, per_host),
+    ):
+        assert [rows(each) for each in both_ways(replace(case, copies=copies))] == [out, back], copies
 
 
 def test_without_nvlink_every_row_but_the_ranks_own_is_on_the_network() -> None:
@@ -293,7 +304,7 @@ def test_json_holds_what_was_asked_for(capsys) -> None:
         (["--hosts", "0"], "argument --hosts: '0': must be whole numbers above 0"),
         (["--hosts", "1,x"], "argument --hosts: '1,x'"),
         (["--hosts", "1000"], "hosts x ranks-per-host = 8000: must be 1 to 4096"),
-        (["--copies", "token"], "argument --copies: 'token': must be of expert, rank, host"),
+        (["--copies", "token"], "argument --copies: 'token': must be of expert, rank, host, host-sum"),
         (["--top-k", "300"], "top_k = 300: must be 1 to 64"),
         (["--experts", "4"], "top_k = 8: must be 1 to experts = 4"),
         (["--groups", "7"], "groups = 7: must divide the 256 experts"),
