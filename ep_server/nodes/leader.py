@@ -30,6 +30,7 @@ from ep_server.v1 import nodes_pb2_grpc
 log = logging.getLogger(__name__)
 
 FAREWELL_SECONDS = 2.0  # for the other nodes to hear that the server has ended
+GRACE_SECONDS = 0.5  # for calls that they passed on
 
 
 class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
@@ -99,7 +100,7 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
             async with asyncio.timeout(FAREWELL_SECONDS):
                 await asyncio.gather(*(link.ended() for link in links))
         if self._server is not None:
-            await self._server.stop(0)
+            await self._server.stop(GRACE_SECONDS)
 
     async def Join(self, requests: Any, context: Any) -> AsyncIterator[pb.Bundle]:
         """A node comes and stays. Raises: Unavailable, StartupError, InvalidArgument."""

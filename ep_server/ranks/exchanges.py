@@ -8,9 +8,10 @@ from collections.abc import Callable
 from ep_server.config import Config
 from ep_server.ep.exchange import ExchangeSpec
 from ep_server.ep.fabric import Card, FabricExchange, FabricOptions
+from ep_server.ep.host_share import HostShare
 from ep_server.ep.native import NativeExchange
 from ep_server.ep.waiting import Waiting
-from ep_server.ranks.group import local_ranks, spin_budget, usable_cores
+from ep_server.ranks.group import hosts_of, local_ranks, spin_budget, usable_cores
 from ep_server.v1 import rank_pb2 as pb
 
 Meet = Callable[[pb.Introduction, float], pb.Connect]
@@ -33,7 +34,9 @@ def open_exchange(
         os.close(start.exchange_fd)
         on_open(exchange)
         return exchange
-    fabric = FabricExchange(spec, _options(config), Waiting(spin_us))
+    share = HostShare(hosts_of(config), start.exchange_fd, tuple(start.bells))
+    fabric = FabricExchange(spec, _options(config), Waiting(spin_us), share)
+    share.close()
     on_open(fabric)
     answer = meet(_introduction(fabric.card), config.cluster.connect_seconds)
     fabric.connect([_card(one) for one in answer.ranks], answer.session)

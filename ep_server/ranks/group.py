@@ -93,6 +93,11 @@ def local_ranks(config: Config) -> range:
     return range(first, first + config.parallel.ranks)
 
 
+def hosts_of(config: Config) -> tuple[int, ...]:
+    """The host of each rank."""
+    return tuple(rank // config.parallel.ranks for rank in range(num_ranks(config)))
+
+
 def exchange_bytes(config: Config, exchange: ExchangeSpec) -> int:
     """Memory of the exchange on this host. Between hosts each rank has an outbox beside its region."""
     if config.cluster.nodes == 1:

@@ -15,8 +15,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ep_server.config import Config
+from ep_server.ep.host_share import create_host_share
 from ep_server.ep.segment import create_segment
-from ep_server.ranks.group import GroupPlan, local_ranks, plan_group
+from ep_server.ranks.group import GroupPlan, hosts_of, local_ranks, plan_group
 from ep_server.ranks.process import RankCallbacks, RankProcess
 from ep_server.v1 import rank_pb2 as pb
 
@@ -74,7 +75,7 @@ class Hosts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """What the ranks of one host inherit. segment: -1 = none. bells: by rank of this host."""
+    """What the ranks of one host inherit. bells: of its ranks, where there are other hosts."""
 
     segment: int
     bells: tuple[int, ...] = ()
@@ -82,7 +83,7 @@ class SharedMemory:
     @property
     def descriptors(self) -> tuple[int, ...]:
         """All of them."""
-        return tuple(fd for fd in (self.segment, *self.bells) if fd >= 0)
+        return (self.segment, *self.bells)
 
 
 class OneHost:
@@ -129,9 +130,11 @@ async def ended(ranks: Sequence[Rank], seconds: float) -> None:
 
 
 def _share(local: LocalRanks) -> SharedMemory:
-    if local.config.cluster.nodes > 1:
-        return SharedMemory(-1)
-    return SharedMemory(create_segment(local.plan.exchange))
+    config, spec = local.config, local.plan.exchange
+    if config.cluster.nodes == 1:
+        return SharedMemory(create_segment(spec))
+    share = create_host_share(spec, hosts_of(config), config.cluster.node_rank)
+    return SharedMemory(share.fd, share.bells)
 
 
 def _start(local: LocalRanks, rank: int, shared: SharedMemory) -> pb.Start:
