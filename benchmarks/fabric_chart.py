@@ -12,7 +12,12 @@ from exchange_chart import GRID, INK, PAPER, in_both_lights
 
 BLUE, RED, AMBER = "#2f81f7", "#d1495b", "#c9822b"
 GREEN = "#3fa45b"
-KINDS = {"expert": RED, "rank": AMBER, "host": BLUE, "host-sum": GREEN}
+KINDS = {
+    "expert": ("a row per expert", RED),
+    "rank": ("a row per rank", AMBER),
+    "host": ("a row per host", BLUE),
+    "host-sum": ("and a sum per host", GREEN),
+}
 PUBLISHED = ("deepep", "DeepEP, larger groups")
 
 
@@ -49,10 +54,10 @@ def exchange(axes: plt.Axes, rows: list[dict[str, Any]]) -> None:
     """The pair of the largest T, by copies."""
     most = max(row["case"]["tokens"] for row in rows)
     mine = [row for row in rows if row["case"]["tokens"] == most]
-    for kind, colour in KINDS.items():
+    for kind, (label, colour) in KINDS.items():
         line = [(r["ranks"], r["dispatch_us"] + r["combine_us"]) for r in mine if r["case"]["copies"] == kind]
         if line:
-            axes.plot(*zip(*line, strict=True), "-o", color=colour, markersize=4, label=f"a row per {kind}")
+            axes.plot(*zip(*line, strict=True), "-o", color=colour, markersize=4, label=label)
     axes.set_title(f"predicted, H200 + 400 Gb/s: pair, T = {most}", color=INK)
     axes.set_ylabel("dispatch + combine, µs", color=INK)
     ticks(axes, sorted({row["ranks"] for row in mine}))
