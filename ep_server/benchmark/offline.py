@@ -19,7 +19,7 @@ from ep_server.benchmark.report import steady_rate
 from ep_server.benchmark.trace import OK, Trace
 from ep_server.config import Config
 from ep_server.engine import Engine, EngineSettings
-from ep_server.errors import ConfigError, DeadlineExceeded, EpServerError
+from ep_server.errors import ConfigError, DeadlineExceeded, EpServerError, RankLost
 from ep_server.flight import Submission
 from ep_server.ranks.launcher import RankProcesses
 from ep_server.ranks.protocol import Ranks
@@ -116,7 +116,7 @@ class _Bench:
         finally:
             for stream in streams:
                 stream.close()
-        after = await self._reports()
+        after = await settled(self._engine)
         return traces, steps_between(before, after, self._sparse_layers)
 
     def _submit(self, trace: Trace) -> TokenStream:
@@ -133,22 +133,28 @@ class _Bench:
         trace.sent = time.monotonic()
         return stream
 
-    async def _reports(self) -> Reports:
-        """Every rank's report of the moment when it had nothing left to do."""
-        submitted = self._engine.statistics().submitted
-        try:
-            async with asyncio.timeout(REPORT_SECONDS):
-                while not self._parked(submitted):
-                    await asyncio.sleep(0.005)
-        except TimeoutError:
-            raise DeadlineExceeded(f"a rank did not report within {REPORT_SECONDS:g} s") from None
-        return dict(self._engine.rank_statistics)
 
-    def _parked(self, submitted: int) -> bool:
-        reports = self._engine.rank_statistics
-        return len(reports) == self._engine.num_ranks and all(
-            report.counters.get("parked_at_work") == submitted for report in reports.values()
-        )
+async def settled(engine: Engine) -> Reports:
+    """Every rank's report of the moment when it had nothing left to do.
+
+    Raises: DeadlineExceeded where one does not tell; RankLost.
+    """
+    submitted = engine.statistics().submitted
+    try:
+        async with asyncio.timeout(REPORT_SECONDS):
+            while not _parked(engine.rank_statistics, engine.num_ranks, submitted):
+                if engine.lost.is_set():
+                    raise RankLost(engine.lost_message)
+                await asyncio.sleep(0.005)
+    except TimeoutError:
+        raise DeadlineExceeded(f"a rank did not report within {REPORT_SECONDS:g} s") from None
+    return dict(engine.rank_statistics)
+
+
+def _parked(reports: Reports, ranks: int, submitted: int) -> bool:
+    # Before the first request nobody has parked at one.
+    known = [report.counters.get("parked_at_work", 0) for report in reports.values()]
+    return not submitted or known == [submitted] * ranks
 
 
 async def _read(trace: Trace, stream: TokenStream) -> None:

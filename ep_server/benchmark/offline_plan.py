@@ -87,8 +87,10 @@ class Result:
 def prepared(config: Config, plan: Plan) -> Config:
     """The configuration with room for the largest batch.
 
-    Raises: ConfigError where scheduler.kv_blocks is set and too small.
+    Raises: ConfigError where scheduler.kv_blocks is set and too small, or for several nodes.
     """
+    if config.cluster.nodes != 1:
+        raise ConfigError("cluster.nodes", config.cluster.nodes, "1: offline runs the ranks of one host")
     length, most, scheduler = plan.prompt_tokens + plan.new_tokens, max(plan.batches), config.scheduler
     blocks = most * -(-length // scheduler.block_size)
     if 0 < scheduler.kv_blocks < blocks:

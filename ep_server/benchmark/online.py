@@ -1,8 +1,7 @@
 """Load over gRPC from several processes at once, so that the readers are not what is measured.
 
 Every reader is a process; all start at the same moment of the monotonic clock. What a reader could not do
-is an error of the benchmark, what a request could not do is counted. Processes are made before this one opens
-a connection: gRPC and fork do not go well together.
+is an error of the benchmark, what a request could not do is counted.
 """
 
 from __future__ import annotations
@@ -10,10 +9,13 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import os
+import socket
+import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,7 +24,9 @@ from ep_server.benchmark.reader import Work
 from ep_server.benchmark.trace import Trace
 from ep_server.client import Target
 from ep_server.errors import InternalError, StartupError
+from ep_server.ranks.process import BOOTSTRAP, import_path
 
+MODULE = "ep_server.benchmark.reader"
 READY_SECONDS = 600.0  # for a reader to start and to warm up
 LEAD_SECONDS = 0.1  # from the order to start to the start
 MARGIN_SECONDS = 60.0  # beyond the deadlines of the requests
@@ -44,17 +48,28 @@ async def started(count: int) -> AsyncIterator[Sequence[Reader]]:
     """So many client processes, which have nothing to do yet; they are ended with the context."""
     readers = [Reader() for _ in range(count)]
     try:
-        await asyncio.gather(*(reader.spawn() for reader in readers))
+        for reader in readers:
+            await reader.start()
         yield readers
+    except BaseException:
+        for reader in readers:  # what they would still tell is of no use
+            reader.kill()
+        raise
     finally:
         await asyncio.gather(*(reader.stop() for reader in readers))
 
 
-async def run(crowd: Crowd, load: Load, on_done: Callable[[int], None] = lambda _: None) -> list[Trace]:
+async def run(
+    crowd: Crowd,
+    load: Load,
+    on_done: Callable[[int], None] = lambda _: None,
+    on_warm: Callable[[], Awaitable[None]] | None = None,
+) -> list[Trace]:
     """Runs the whole load.
 
     Args:
         on_done: called with the number of requests that ended so far.
+        on_warm: awaited between the warm-up and the load.
     Returns: one trace for each request, by index.
     Raises: StartupError if a reader does not become ready; InternalError if one does not end.
     """
@@ -67,6 +82,8 @@ async def run(crowd: Crowd, load: Load, on_done: Callable[[int], None] = lambda 
         on_done(sum(done.values()))
 
     await asyncio.gather(*(reader.prepare(work) for reader, work in zip(readers, parts, strict=True)))
+    if on_warm is not None:
+        await on_warm()
     begin = time.monotonic() + LEAD_SECONDS
     seconds = longest(load)
     lists = await asyncio.gather(*(reader.run(begin, seconds, progress) for reader in readers))
@@ -102,16 +119,23 @@ class Reader:
     """A client process."""
 
     def __init__(self) -> None:
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
-    async def spawn(self) -> None:
-        """Starts it."""
-        self._process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-m", "ep_server.benchmark.reader"),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            limit=LINE_BYTES,
-        )
+    @property
+    def pid(self) -> int:
+        """Of the process; 0 before its start."""
+        return self._process.pid if self._process is not None else 0
+
+    async def start(self) -> None:
+        """Starts it; like a rank it ends when the thread that started it does."""
+        ours, theirs = socket.socketpair()
+        with theirs:
+            command = [sys.executable, "-P", "-c", BOOTSTRAP, json.dumps(import_path()), MODULE]
+            command.append(str(os.getpid()))
+            # Not through the event loop, which would fork: gRPC does not like that once it has begun to talk.
+            self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno())
+        self._streams = await asyncio.open_connection(sock=ours, limit=LINE_BYTES)
 
     async def prepare(self, work: Work) -> None:
         """Gives it its share and returns when it is warm. Raises: StartupError."""
@@ -140,29 +164,34 @@ class Reader:
         on_done(self, len(traces))
         return traces
 
+    def kill(self) -> None:
+        """Ends the process at once."""
+        if self._process is not None:
+            self._process.kill()
+
     async def stop(self) -> None:
-        """Ends the process, if it has not ended."""
-        process = self._process
-        if process is None:
-            return
-        assert process.stdin is not None
-        process.stdin.close()
-        try:
-            async with asyncio.timeout(END_SECONDS):
-                await process.wait()
-        except TimeoutError:
-            with suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+        """Waits for the end of the process, which comes with that of its work."""
+        if self._streams is not None:
+            self._streams[1].close()
+        if self._process is not None:
+            await asyncio.to_thread(_end, self._process)
 
     def _tell(self, values: dict[str, Any]) -> None:
-        assert self._process is not None and self._process.stdin is not None
-        self._process.stdin.write(json.dumps(values).encode() + b"\n")
+        assert self._streams is not None
+        self._streams[1].write(json.dumps(values).encode() + b"\n")
 
     async def _hear(self) -> dict[str, Any]:
-        assert self._process is not None and self._process.stdout is not None
-        line = await self._process.stdout.readline()
+        assert self._streams is not None
+        line = await self._streams[0].readline()
         if not line:
             raise InternalError("a client process ended without a word")
         said: dict[str, Any] = json.loads(line)
         return said
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    try:
+        process.wait(END_SECONDS)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

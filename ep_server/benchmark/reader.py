@@ -1,4 +1,4 @@
-"""One client process of an online benchmark: `python -m ep_server.benchmark.reader`.
+"""One client process of an online benchmark; started by `online`, not by hand.
 
 It is told what to do in lines of JSON. In: the work, then the time to start. Out: {"ready"} after the
 warm-up, {"done": n} now and then, {"traces": [...]} in the end, or {"error": text} instead. Knows the gRPC
@@ -12,6 +12,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ import uvloop
 from ep_server.benchmark.load import Load, prompt
 from ep_server.benchmark.trace import OK, Trace
 from ep_server.client import AsyncClient, Target
+from ep_server.ranks.worker import die_with
 
 DONE_SECONDS = 0.2  # between two lines that tell progress
 START_SECONDS = 600.0  # until the line with the time to start must have come
@@ -125,11 +127,16 @@ def _say(**values: Any) -> None:
 
 
 def main() -> int:
-    """Reads the work and does it. Returns: exit code."""
+    """Reads the work and does it. Its argument is the process that started it. Returns: exit code."""
+    die_with(int(sys.argv[1]))
+    line = sys.stdin.readline()
+    if not line:
+        return 0  # there is nothing to do
     try:
-        uvloop.run(_serve(Work.from_values(json.loads(sys.stdin.readline()))))
+        uvloop.run(_serve(Work.from_values(json.loads(line))))
     except Exception as error:
-        _say(error=" ".join(f"{type(error).__name__}: {error}".split()))
+        with suppress(OSError):  # nobody may be left to be told
+            _say(error=" ".join(f"{type(error).__name__}: {error}".split()))
         return 1
     return 0
 

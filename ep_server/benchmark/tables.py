@@ -20,6 +20,7 @@ LATENCIES = {
     "send_delay": "sent late by",
 }
 COLUMNS = ("mean", "p50", "p90", "p99", "max")
+LEAST_DISTINCT = 0.95  # of what uniform draws give; less, and fewer weights were read than should be
 PHASE_NAMES = {"wait": "wait for ranks", "host": "host: plan, publish, the rest"}
 
 
@@ -88,18 +89,19 @@ def step(console: Console, steps: Steps, least: Mapping[str, float], title: str)
         )
     table.add_section()
     total = sum(least.values())
-    of_bound = f"{steps.seconds / total:.2f} x" if total else "-"
-    table.add_row("step", f"{1000 * steps.seconds:.3f}", "", f"{1000 * total:.3f}", of_bound)
+    all_bounds = (f"{1000 * total:.3f}", f"{steps.seconds / total:.2f} x") if total else ("-", "-")
+    table.add_row("step", f"{1000 * steps.seconds:.3f}", "", *all_bounds)
     console.print(table)
 
 
 def experts_line(steps: Steps, router: RouterSpec, *, uniform: bool) -> str:
     """Distinct experts and balance, in words."""
     expected = expected_distinct(router.num_experts, router.top_k, steps.tokens)
-    drawn = "uniform draws" if uniform else "the router, where uniform draws"
+    drawn = "uniform draws" if uniform else "the router chose, uniform draws would"
     share = steps.distinct / expected if expected else 0.0
+    shown = f"[red]{share:.1%}[/]" if uniform and share < LEAST_DISTINCT else f"{share:.1%}"
     return (
         f"distinct experts per layer and step: {steps.distinct:.1f} of {router.num_experts} for "
-        f"{steps.tokens:.1f} tokens by {drawn} give {expected:.1f} ({share:.1%}); "
-        f"rows of the fullest rank: {steps.imbalance:.3f} x the mean"
+        f"{steps.tokens:.1f} tokens; {drawn} give {expected:.1f} ({shown}). "
+        f"Rows of the fullest rank: {steps.imbalance:.3f} x the mean"
     )

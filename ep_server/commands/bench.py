@@ -14,6 +14,7 @@ from ep_server.errors import ConfigError
 
 NAME = "bench"
 MODES = ("online", "offline")
+MODEL_FLAGS = ("model.path", "parallel.ranks", "model.dtype", "model.load_format", "model.routing")
 ONLINE: dict[str, Any] = {"rich_help_panel": "Online: over gRPC"}
 OFFLINE: dict[str, Any] = {"rich_help_panel": "Offline: an engine in this process"}
 MODEL: dict[str, Any] = {
@@ -93,28 +94,25 @@ def command(
         raise ConfigError("MODE", mode, " or ".join(MODES))
     output = Output(as_json, json_file, chart)
     output.check()
-    flags = {
-        "model.path": model,
-        "parallel.ranks": ranks,
-        "model.dtype": dtype,
-        "model.load_format": load_format,
-        "model.routing": routing,
-        **assignments(settings or []),
-    }
+    given = (model, ranks, dtype, load_format, routing)
+    flags = {**dict(zip(MODEL_FLAGS, given, strict=True)), **assignments(settings or [])}
     if mode == "offline":
-        config = Config.load(config_file, {**flags, "model.path": model})
+        config = Config.load(config_file, flags)
         plan = bench_offline.plan(batch, prompt_tokens, new_tokens, rounds, seed, timeout)
         rates = bench_offline.rates(config, bandwidth, link)
         raise typer.Exit(uvloop.run(bench_offline.run(config, plan, rates, output)))
-    own = None if model is None else Config.load(config_file, flags)
-    if own is None:
+    if model is None:
         refuse_without_model(flags, config_file)
     asked = bench_online.Asked(
         requests, concurrency, rate, prompt_tokens, new_tokens, seed, stream_interval, timeout
     )
-    crowd = bench_online.Readers(clients, warmup, slo_ttft_ms, slo_itl_ms)
-    target = options.target(address, tls_ca, tls_cert, tls_key, token_file)
-    raise typer.Exit(uvloop.run(bench_online.run(own, target, asked, crowd, output)))
+    readers = bench_online.Readers(clients, warmup, slo_ttft_ms, slo_itl_ms)
+    server = (
+        options.target(address, tls_ca, tls_cert, tls_key, token_file)
+        if model is None
+        else Config.load(config_file, flags)
+    )
+    raise typer.Exit(uvloop.run(bench_online.run(server, asked, readers, output)))
 
 
 def assignments(settings: list[str]) -> dict[str, str]:
@@ -132,5 +130,5 @@ def refuse_without_model(flags: dict[str, Any], config_file: str | None) -> None
     """Options of a server that is started make no difference to one that runs. Raises: ConfigError."""
     given = [name for name, value in flags.items() if value is not None]
     if given or config_file is not None:
-        value = flags[given[0]] if given else config_file
-        raise ConfigError(given[0] if given else "--config", value, "given only with --model")
+        name = given[0] if given else "--config"
+        raise ConfigError(name, flags.get(name, config_file), "given only with --model")

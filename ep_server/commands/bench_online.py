@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,13 +13,17 @@ from rich.console import Console
 
 from ep_server.app import App, assemble
 from ep_server.benchmark import online, pictures, tables
+from ep_server.benchmark.breakdown import Reports, Steps, steps_between
 from ep_server.benchmark.load import Load
+from ep_server.benchmark.offline import settled
 from ep_server.benchmark.report import Slo, summarise
 from ep_server.benchmark.trace import Trace
 from ep_server.client import AsyncClient, Target
 from ep_server.commands.bench_output import Output
 from ep_server.config import Config
+from ep_server.engine import Engine
 from ep_server.errors import ConfigError, StartupError
+from ep_server.model.families import read_spec
 from ep_server.progress import Bars
 
 
@@ -57,11 +61,20 @@ class Readers:
         return Slo(*(None if limit is None else limit / 1000 for limit in limits))
 
 
-async def run(own: Config | None, target: Target, asked: Asked, readers: Readers, output: Output) -> int:
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """What callers saw of a model, and the steps that its server took where it is our own."""
+
+    name: str
+    traces: list[Trace]
+    steps: Steps | None = None
+
+
+async def run(server: Target | Config, asked: Asked, readers: Readers, output: Output) -> int:
     """Measures and shows.
 
     Args:
-        own: of a server to start; None = the one at `target`.
+        server: the one that runs there, or that of a configuration, which is started.
     Returns: exit code, 1 if a request failed.
     Raises: ConfigError for lengths that the model does not take; StartupError; grpc.RpcError where nobody
         answers.
@@ -69,29 +82,52 @@ async def run(own: Config | None, target: Target, asked: Asked, readers: Readers
     console = Console(stderr=True)
     with Bars(console, console.print) as bars:
         async with online.started(readers.clients) as processes:
-            crowd = online.Crowd(target, processes, readers.warmup)
-            if own is None:
-                traces, name = await _measure(crowd, asked, bars)
+            if isinstance(server, Target):
+                crowd = online.Crowd(server, processes, readers.warmup)
+                measured = await _measure(crowd, asked, bars)
             else:
-                async with started(own, bars) as app:
-                    crowd = dataclasses.replace(crowd, target=Target(app.server.address))
-                    traces, name = await _measure(crowd, asked, bars)
-    found = summarise(traces, 0 if asked.rate else asked.concurrency, readers.slo)
-    given = {"load": dataclasses.asdict(asked), "clients": readers.clients}
-    arrivals = f"{asked.rate:g} requests/s (Poisson)" if asked.rate else f"{asked.concurrency} at once"
-    title = (
-        f"{name}: {asked.requests} requests, {arrivals}, {asked.prompt_tokens} + {asked.new_tokens} tokens"
-    )
-    output.show(
-        {"mode": "online", "model": name, **given, **found},
-        lambda to: tables.online(to, found, title),
-        lambda: pictures.online(title, traces),
-    )
+                async with started(server, bars) as app:
+                    crowd = online.Crowd(Target(app.server.address), processes, readers.warmup)
+                    measured = await _measure_own(app.server.engine, crowd, asked, bars, server)
+    found = summarise(measured.traces, 0 if asked.rate else asked.concurrency, readers.slo)
+    _show(measured, found, asked, readers, output)
     return 1 if found["errors"] else 0
 
 
-async def _measure(crowd: online.Crowd, asked: Asked, bars: Bars) -> tuple[list[Trace], str]:
-    """Traces, and the model's name."""
+def _show(measured: Measured, found: dict[str, Any], asked: Asked, readers: Readers, output: Output) -> None:
+    name, steps = measured.name, measured.steps
+    arrivals = f"{asked.rate:g} requests/s (Poisson)" if asked.rate else f"{asked.concurrency} at once"
+    lengths = f"{asked.prompt_tokens} + {asked.new_tokens} tokens"
+    title = f"{name}: {asked.requests} requests, {arrivals}, {lengths}"
+    given = {"load": dataclasses.asdict(asked), "clients": readers.clients}
+    step = {"step": None if steps is None else dataclasses.asdict(steps)}
+
+    def tell(console: Console) -> None:
+        tables.online(console, found, title)
+        if steps is not None:
+            tables.step(console, steps, {}, f"the server, mean of {steps.count} steps, prefill included")
+
+    values = {"mode": "online", "model": name, **given, **found, **step}
+    output.show(values, tell, lambda: pictures.online(title, measured.traces))
+
+
+async def _measure_own(
+    engine: Engine, crowd: online.Crowd, asked: Asked, bars: Bars, config: Config
+) -> Measured:
+    before: Reports = {}
+
+    async def on_warm() -> None:
+        nonlocal before
+        before = await settled(engine)
+
+    measured = await _measure(crowd, asked, bars, on_warm)
+    layers = sum(read_spec(config.model.path).sparse_layers)
+    return dataclasses.replace(measured, steps=steps_between(before, await settled(engine), layers))
+
+
+async def _measure(
+    crowd: online.Crowd, asked: Asked, bars: Bars, on_warm: Callable[[], Awaitable[None]] | None = None
+) -> Measured:
     async with AsyncClient(crowd.target) as client:
         info: Any = await client.model_info()
     length = asked.prompt_tokens + asked.new_tokens
@@ -99,8 +135,8 @@ async def _measure(crowd: online.Crowd, asked: Asked, bars: Bars) -> tuple[list[
         allowed = f"at most {info.max_context}, the context"
         raise ConfigError("--prompt-tokens + --new-tokens", length, allowed)
     load = asked.load(info.vocab_size)
-    traces = await online.run(crowd, load, lambda done: bars.show("requests", done, load.requests))
-    return traces, info.name
+    traces = await online.run(crowd, load, lambda done: bars.show("requests", done, load.requests), on_warm)
+    return Measured(info.name, traces)
 
 
 @asynccontextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from ep_server.errors import ConfigError
+from ep_server.versions import versions
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,7 @@ class Output:
         Args:
             found: for JSON. tables: prints to a console. picture: draws the SVG.
         """
+        found = {"measured": time.strftime("%Y-%m-%d"), "versions": versions(), **found}
         if self.as_json:
             print(json.dumps(found))
         else:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
+import signal
 import time
 from pathlib import Path
 from typing import Any
@@ -18,7 +20,7 @@ from ep_server.benchmark.reader import Work, run
 from ep_server.benchmark.trace import OK
 from ep_server.cli import main
 from ep_server.client import AsyncClient, Target
-from ep_server.errors import StartupError
+from ep_server.errors import InternalError, StartupError
 from tests.service.harness import WAIT, serving
 
 DEMO = Path(ep_server.__file__).parent / "assets" / "demo_model"
@@ -105,6 +107,18 @@ async def test_a_late_reader_hides_nothing() -> None:
         for index, trace in enumerate(await run(client, work, begin, lambda: None)):
             assert trace.planned == begin + index / 10 and trace.sent >= begin + 100
             assert trace.first_token is not None and trace.first_token >= 100 - index / 10
+
+
+async def test_a_reader_that_dies_ends_the_benchmark() -> None:
+    async with serving() as served, online.started(2) as processes:
+        served.ranks.hold()
+        running = asyncio.create_task(
+            online.run(online.Crowd(Target(served.server.address), processes), LOAD)
+        )
+        await served.until(lambda: len(served.ranks.requests) == 4)
+        os.kill(processes[1].pid, signal.SIGKILL)
+        with pytest.raises(InternalError, match="a client process ended without a word"):
+            await running
 
 
 async def test_a_reader_that_cannot_start_is_named() -> None:
