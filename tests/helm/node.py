@@ -43,7 +43,11 @@ def missing() -> str:
     """Why Pods cannot be run here; empty where they can."""
     if os.geteuid() != 0:
         return "needs root: mounts and namespaces"
-    tools = [tool for tool in ("unshare", "nsenter", "setpriv", "ip", "mount") if shutil.which(tool) is None]
+    tools = [
+        tool
+        for tool in ("unshare", "nsenter", "setpriv", "ip", "mount", "hostname")
+        if shutil.which(tool) is None
+    ]
     if tools:
         return f"needs {', '.join(tools)}"
     tried = subprocess.run(["unshare", "-m", "-n", "-p", "--fork", "true"], capture_output=True, check=False)

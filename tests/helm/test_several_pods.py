@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
+from ep_server import _C
 from tests.harness import namespaces
 from tests.harness.namespaces import Hosts
 from tests.helm.charts import NAMESPACE, Object, of_kind, pod_template, render
 from tests.helm.node import WAIT, Container, Identity, Node, missing
 from tests.helm.test_pod import ASSETS, MODEL, run_tests, signed
 
-why = missing() or namespaces.missing()
+why = missing() or namespaces.missing() or ("" if _C.FABRIC else "needs the headers of libfabric")
 pytestmark = pytest.mark.skipif(bool(why), reason=why)
 
 NODES = {"multiNode": {"nodes": 2, "tokenSecret": "group"}}
