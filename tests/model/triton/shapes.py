@@ -15,6 +15,14 @@ from ep_server.model.families.spec import GroupScore, RouterSpec, Score
 from ep_server.model.kv_cache import KvLayer
 from ep_server.model.triton.expert_rows import ExpertRows, ExpertWeights
 from ep_server.model.triton.experts import run_experts
+from ep_server.model.triton.logit_edits import (
+    BiasLists,
+    Penalties,
+    add_bias,
+    allow_only,
+    count_tokens,
+    penalise,
+)
 from ep_server.model.triton.norm import add_rms_norm, rms_norm
 from ep_server.model.triton.paged import PagedKv
 from ep_server.model.triton.paged_decode import Workspace, decode
@@ -132,6 +140,16 @@ def sampling() -> None:
     values, choices = meta(TOKENS, dtype=F32), meta(TOKENS, dtype=I64)
     rows = SamplingRows(values, meta(TOKENS, dtype=I32), values, values, choices, choices)
     space = SamplingSpace(meta(TOKENS, 8, dtype=F32), meta(TOKENS, 8, dtype=I32), values, values)
+    logits, slots, counts = (
+        meta(TOKENS, 151936, dtype=F32),
+        meta(TOKENS, dtype=I32),
+        meta(256, 151936, dtype=I32),
+    )
+    penalise(logits, Penalties(counts, slots, values, values, values))
+    entries = meta(256, 300, dtype=I32)
+    add_bias(logits, BiasLists(entries, meta(256, 300, dtype=F32), meta(256, 300, dtype=I64), slots), choices)
+    allow_only(logits, meta(256, 4748, dtype=I32), slots)
+    count_tokens(choices, counts, slots)
     for dtype in (F32, BF16):
         sample(meta(TOKENS, 151936, dtype=dtype), rows, space, choices)
 
