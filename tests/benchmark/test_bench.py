@@ -110,15 +110,15 @@ async def test_a_late_reader_hides_nothing() -> None:
 
 
 async def test_a_reader_that_dies_ends_the_benchmark() -> None:
-    async with serving() as served, online.started(2) as processes:
-        served.ranks.hold()
-        running = asyncio.create_task(
-            online.run(online.Crowd(Target(served.server.address), processes), LOAD)
-        )
-        await served.until(lambda: len(served.ranks.requests) == 4)
-        os.kill(processes[1].pid, signal.SIGKILL)
+    async with serving() as served:
         with pytest.raises(InternalError, match="a client process ended without a word"):
-            await running
+            async with online.started(2) as processes:
+                served.ranks.hold()
+                crowd = online.Crowd(Target(served.server.address), processes)
+                running = asyncio.create_task(online.run(crowd, LOAD))
+                await served.until(lambda: len(served.ranks.requests) == 4)
+                os.kill(processes[1].pid, signal.SIGKILL)
+                await running
 
 
 async def test_a_reader_that_cannot_start_is_named() -> None:
