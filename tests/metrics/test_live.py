@@ -29,6 +29,7 @@ CONSTANT = {
     ("epserver_kv_blocks", "1"),
     ("epserver_ep_rank_up", "0"),
     ("epserver_build_info", None),
+    ("epserver_node_info", None),
     ("epserver_kv_block_size", None),
     ("epserver_queue_limit", None),
     ("epserver_padded_tokens_total", "0"),  # nothing pads on CPU
