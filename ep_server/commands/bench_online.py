@@ -86,7 +86,7 @@ async def run(server: Target | Config, asked: Asked, readers: Readers, output: O
                 crowd = online.Crowd(server, processes, readers.warmup)
                 measured = await _measure(crowd, asked, bars)
             else:
-                async with started(server, bars) as app:
+                async with started(prepared(server, asked), bars) as app:
                     crowd = online.Crowd(Target(app.server.address), processes, readers.warmup)
                     measured = await _measure_own(app.server.engine, crowd, asked, bars, server)
     found = summarise(measured.traces, 0 if asked.rate else asked.concurrency, readers.slo)
@@ -139,11 +139,28 @@ async def _measure(
     return Measured(info.name, traces)
 
 
+def prepared(config: Config, asked: Asked) -> Config:
+    """The configuration on free ports that only this host reaches, with room for a closed loop."""
+    streams, scheduler = 0 if asked.rate else asked.concurrency, config.scheduler
+    running = -(-streams // config.parallel.ranks)
+    closed = ("tls_cert", "tls_key", "tls_client_ca", "token_file")
+    given = {
+        **{f"grpc.{name}": "" for name in closed},
+        "grpc.host": "127.0.0.1",
+        "grpc.port": 0,
+        "metrics.port": 0,
+        "grpc.max_streams": max(config.grpc.max_streams, streams),
+        "scheduler.max_queue": max(scheduler.max_queue, streams),
+        "scheduler.max_running": max(scheduler.max_running, running),
+        "scheduler.max_step_tokens": max(scheduler.max_step_tokens, running),
+    }
+    return Config.from_values(config.values() | given)
+
+
 @asynccontextmanager
 async def started(config: Config, bars: Bars) -> AsyncIterator[App]:
-    """A server on a free port of this host, as `ep-server serve` has it. Raises: StartupError."""
-    free = Config.from_values(config.values() | {"grpc.port": 0, "metrics.port": 0})
-    async with assemble(free) as app:
+    """A server as `ep-server serve` has it, for this host alone. Raises: StartupError."""
+    async with assemble(config) as app:
         serving = asyncio.Event()
         life = asyncio.create_task(app.server.run(bars.loading, serving.set))
         came_up = asyncio.create_task(serving.wait())

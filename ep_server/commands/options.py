@@ -19,6 +19,8 @@ from ep_server.errors import ConfigError
 
 SHORT = {
     "model.path": "--model",
+    "model.load_format": "--load-format",
+    "model.routing": "--routing",
     "parallel.ranks": "--ranks",
     "grpc.host": "--host",
     "grpc.port": "--port",

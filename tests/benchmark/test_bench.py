@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from ep_server.benchmark.reader import Work, run
 from ep_server.benchmark.trace import OK
 from ep_server.cli import main
 from ep_server.client import AsyncClient, Target
+from ep_server.commands.bench_online import Asked, prepared
+from ep_server.config import Config
 from ep_server.errors import InternalError, StartupError
 from tests.service.harness import WAIT, serving
 
@@ -67,6 +70,16 @@ def test_online_with_a_server_of_its_own(capfd: pytest.CaptureFixture[str], tmp_
     assert found["goodput"]["requests"] == 11 and found["statuses"] == {}
     assert found["tokens_per_message"] > 2  # 1, 4 and 4
     assert chart.read_text().startswith("<svg ")
+
+
+def test_a_server_of_its_own_has_room_and_is_for_this_host_alone() -> None:
+    exposed = {"grpc.host": "0.0.0.0", "grpc.token_file": "tokens", "parallel.ranks": 3}
+    asked = Asked(800, 700, 0.0, 8, 8, 0, 1, 60.0)
+    made = prepared(Config.from_values(exposed), asked)
+    assert (made.grpc.host, made.grpc.port, made.grpc.token_file) == ("127.0.0.1", 0, "")
+    assert (made.scheduler.max_running, made.scheduler.max_queue, made.grpc.max_streams) == (234, 700, 1024)
+    same = prepared(made, replace(asked, concurrency=1))
+    assert same == made  # nothing becomes smaller
 
 
 @pytest.mark.parametrize("readers", [1, 3])

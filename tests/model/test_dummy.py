@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ep_server.cli import main
 from ep_server.config import Config, ModelConfig
 from ep_server.ep.exchange import Exchange, Payload
 from ep_server.errors import CheckpointError, StartupError
@@ -59,6 +60,20 @@ def test_a_description_is_enough_to_inspect(tiny: Get, bare: Callable[[str], Pat
     assert ServedModel.load(ModelConfig(path=str(bare(name)))).tokenizer is None
     with pytest.raises(CheckpointError, match="neither model"):
         load_model(LoadParams(str(bare(name)), 0, (0,) * EXPERTS))
+
+
+def test_the_command_inspects_a_description(
+    bare: Callable[[str], Path], capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    made_up = ["inspect", str(bare("olmoe") / "config.json"), "--ranks", "2"]
+    assert main([*made_up, "--load-format", "dummy"]) == 0
+    out = capfd.readouterr().out
+    assert "none are read: dummy weights" in out and "0 to 2 (3)" in out
+    assert main(made_up) == 1
+    assert "neither model.safetensors nor" in capfd.readouterr().err
+    assert main([*made_up, "--load-format", "made-up"]) == 1
+    assert "model.load_format = 'made-up': must be one of auto, dummy" in capfd.readouterr().err
 
 
 def test_what_does_not_fit_is_refused_with_the_numbers(bare: Callable[[str], Path]) -> None:
