@@ -57,9 +57,9 @@ class Sampler:
         self._streams.pop(number, None)
 
     def plain(self, number: int) -> bool:
-        """Whether a request always takes the likeliest token of its logits, and asks for nothing more."""
+        """Whether a request neither edits its logits nor asks for log probabilities."""
         stream = self._streams[number]
-        return stream.sampling.greedy and not stream.edits and stream.sampling.logprobs is None
+        return not stream.edits and stream.sampling.logprobs is None
 
     def sample(self, numbers: Sequence[int], logits: torch.Tensor) -> list[SampledToken]:
         """Draws one token for each row.

@@ -108,7 +108,7 @@ class GpuDecoder:
         tokens = None
         if self._uniform is not None and options.numbers is not None:
             tokens = self._uniform.identify(options.numbers, step.positions.long())
-        return MoeStep(step.slots, tokens, options.most)
+        return MoeStep(step.live, tokens, options.most)
 
 
 def _token_ids(step: StepTensors, drawn: torch.Tensor) -> torch.Tensor:

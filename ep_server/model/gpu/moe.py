@@ -15,13 +15,11 @@ from ep_server.ep.exchange import Exchange, PendingDispatch, Received
 from ep_server.model.families.spec import RouterSpec
 from ep_server.model.layers import MoeWeights
 from ep_server.model.moe import wire_dtype
-from ep_server.model.router import route
 from ep_server.model.torch_compute import TorchGatedFfn
 from ep_server.model.triton.expert_rows import ExpertRows, ExpertWeights
 from ep_server.model.triton.experts import run_experts
+from ep_server.model.triton.router import route
 from ep_server.model.uniform import UniformRouting
-
-NOWHERE = -1  # expert id of a padded row
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,20 +45,21 @@ class GpuMoe:
 
 @dataclass(frozen=True, slots=True)
 class MoeStep:
-    """slots: [T], negative for a padded row. tokens: [T] of UniformRouting.identify, or None. most: see
+    """live: [1] rows that are no padding. tokens: [T] of UniformRouting.identify, or None. most: see
     GpuMoe.receive."""
 
-    slots: torch.Tensor
+    live: torch.Tensor
     tokens: torch.Tensor | None
     most: int
 
 
 def moe(x: torch.Tensor, w: MoeWeights, on: GpuMoe, step: MoeStep) -> Generator[None, None, torch.Tensor]:
     """Sparse FFN of x: [T, H], normed; yields twice and returns [T, H]. Padded rows go nowhere."""
-    ids, gates = route(x, w, on.router)
+    ids = torch.empty(len(x), on.router.top_k, dtype=torch.int64, device=x.device)
+    gates = torch.empty(len(x), on.router.top_k, dtype=torch.float32, device=x.device)
+    route(F.linear(x.float(), w.router), w.bias, on.router, ids, gates, step.live)
     if on.uniform is not None and step.tokens is not None:
-        ids = on.uniform.draw(step.tokens, on.layer)
-    ids = torch.where(step.slots[:, None] < 0, NOWHERE, ids)
+        ids = torch.where(ids < 0, ids, on.uniform.draw(step.tokens, on.layer))
     wire = wire_dtype(on.exchange.spec.payload)
     dispatched = on.exchange.dispatch_send(x.to(wire), ids, gates)
     yield

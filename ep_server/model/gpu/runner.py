@@ -8,7 +8,7 @@ One thread uses it; the caller provides torch.inference_mode.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,9 +17,10 @@ from ep_server.ep.exchange import PendingDispatch, Received
 from ep_server.model.decoder import DecoderParams, interleave
 from ep_server.model.gpu.decoder import GpuDecoder, PassOptions
 from ep_server.model.gpu.graphs import Graphs
-from ep_server.model.gpu.step_input import InputShape, StepInput, StepTensors, sampled_numbers
+from ep_server.model.gpu.sampling import GpuSampler
+from ep_server.model.gpu.step_input import InputShape, StepInput, StepTensors, sampled_slices
 from ep_server.model.sampler import Sampler
-from ep_server.records import NO_TOKEN, Request, SampledToken, StepBatch
+from ep_server.records import Request, SampledToken, StepBatch
 
 STAGES = 3  # steps whose input or tokens may be on their way
 
@@ -28,13 +29,13 @@ STAGES = 3  # steps whose input or tokens may be on their way
 class Launched:
     """A step on its way. numbers: requests that draw, by row. order: the same in the order of the batch.
 
-    drawn: what was sampled on the host; else tokens: [N] on the host once `arrived`, a CUDA event.
+    tokens: [N], on the host once `arrived`, a CUDA event. known: what the host has drawn itself, by number.
     """
 
     numbers: list[int]
     order: list[int]
-    drawn: list[SampledToken] = field(default_factory=list)
-    tokens: torch.Tensor | None = None
+    tokens: torch.Tensor
+    known: dict[int, SampledToken]
     arrived: Any = None
 
 
@@ -59,10 +60,11 @@ class GpuRunner:
     """
 
     def __init__(self, params: DecoderParams, sampler: Sampler, options: GpuOptions) -> None:
-        self._params, self._sampler, shape = params, sampler, options.shape
+        self._params, shape = params, options.shape
         self._decoder = GpuDecoder(params, options.receive)
         self._device = params.compute.device
         self._input = StepInput(shape, self._device, STAGES)
+        self._sampler = GpuSampler(sampler, shape.sequences, self._device, STAGES)
         self._drawn = torch.zeros(shape.sequences, dtype=torch.int64, device=self._device)
         self._told = [self._input.host_buffer(shape.sequences, torch.int64) for _ in range(STAGES)]
         self._places: dict[int, int] = {}  # of the tokens that the last launch draws
@@ -91,56 +93,48 @@ class GpuRunner:
         Returns: what collect() takes, in the order of launches.
         Raises: ExchangeError if a peer failed; InternalError for a step beyond the shape or the bucket.
         """
-        numbers = sampled_numbers(batch)
+        pieces = sampled_slices(batch)
+        numbers, count = [piece.number for piece in pieces], len(pieces)
         step = self._input.fill(batch, self._places, bucket)
         if bucket:
-            logits = self.graphs.replay(bucket)[: len(numbers)]
+            logits = self.graphs.replay(bucket)[:count]
         else:
             most = self._params.exchange.spec.max_tokens
             logits = self._forward(step, PassOptions(most, numbers=self._numbers(batch)))
         self._places = {number: place for place, number in enumerate(numbers)}
-        launched = Launched(numbers, [s.number for s in batch.slices if s.sample])
-        if all(self._sampler.plain(number) for number in numbers):
-            self._tell(launched)
-        else:
-            launched.drawn = self._sampler.sample(numbers, logits)
-            ids = [token.token_id for token in launched.drawn]
-            self._drawn[: len(ids)] = torch.tensor(ids, device=self._device)
-        self._launches += 1
-        return launched
+        draws = [self._sampler.draws(s.number, s.start + len(s.token_ids)) for s in pieces]
+        known = self._sampler.sample(draws, logits, self._drawn[:count])
+        return self._told_of(numbers, [s.number for s in batch.slices if s.sample], known)
 
     def collect(self, launched: Launched) -> list[SampledToken]:
         """Waits for a step; one token per slice that samples, in the order of its batch."""
-        if launched.tokens is not None:
-            if launched.arrived is not None:
-                launched.arrived.synchronize()
-            ids = launched.tokens.tolist()
-            pairs = zip(launched.numbers, ids, strict=True)
-            launched.drawn = [SampledToken(number, token) for number, token in pairs]
-        drawn = {token.number: token for token in launched.drawn}
-        return [drawn[number] for number in launched.order]
+        if launched.arrived is not None:
+            launched.arrived.synchronize()
+        drawn = dict(zip(launched.numbers, launched.tokens.tolist(), strict=True))
+        return [
+            launched.known.get(number) or SampledToken(number, drawn[number]) for number in launched.order
+        ]
 
     def _padded(self, bucket: int) -> torch.Tensor:
         """The work of a graph. Returns: logits of all rows."""
         return self._forward(self._input.padded(bucket), PassOptions(bucket))
 
     def _forward(self, step: StepTensors, options: PassOptions) -> torch.Tensor:
-        """One pass; the likeliest token of each row goes to `_drawn`. Returns: logits [N, V]."""
+        """One pass. Returns: logits [N, V]."""
         (logits,) = interleave([self._decoder.forward(step, self._drawn, options)])
         self._decoder.experts.finish()
-        if len(logits):
-            highest, ids = logits.max(dim=-1)
-            self._drawn[: len(logits)] = torch.where(highest.isfinite(), ids, NO_TOKEN)
         return logits
 
-    def _tell(self, launched: Launched) -> None:
+    def _told_of(self, numbers: list[int], order: list[int], known: dict[int, SampledToken]) -> Launched:
         """Sends what was drawn to the host, behind the step."""
-        count = len(launched.numbers)
-        launched.tokens = self._told[self._launches % STAGES][:count]
-        launched.tokens.copy_(self._drawn[:count], non_blocking=True)
+        tokens = self._told[self._launches % STAGES][: len(numbers)]
+        tokens.copy_(self._drawn[: len(numbers)], non_blocking=True)
+        self._launches += 1
+        launched = Launched(numbers, order, tokens, known)
         if self._device.type == "cuda":
             launched.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             launched.arrived.record()
+        return launched
 
     def _numbers(self, batch: StepBatch) -> torch.Tensor | None:
         """Request of each row, where experts are drawn at random."""

@@ -16,7 +16,8 @@ import torch
 from ep_server.errors import InternalError
 from ep_server.records import PENDING_TOKEN, SeqSlice, StepBatch
 
-_COLUMNS = 7  # ids, sources, positions, slots, lengths, query starts, sampled rows: one int32 per row each
+# ids, sources, positions, slots, lengths, query starts, sampled rows: one int32 per row each; then counts.
+_COLUMNS = 8
 NOT_DRAWN = -1
 
 
@@ -44,6 +45,7 @@ class StepTensors:
     blocks: [S, W] tables. lengths: [S] positions that a sequence attends to, its own included; 0 = padding.
     query_start: [S - decode + 1] rows of the chunks, counted from row `decode`.
     sample_rows: [N] rows that are sampled, ascending; None where all rows are.
+    live: [1] rows that are no padding; these come first.
     """
 
     ids: torch.Tensor
@@ -55,6 +57,7 @@ class StepTensors:
     query_start: torch.Tensor
     decode: int
     sample_rows: torch.Tensor | None
+    live: torch.Tensor
 
     @property
     def tokens(self) -> int:
@@ -119,13 +122,14 @@ class StepInput:
             query_start=columns[5, : sequences - decode + 1],
             decode=decode,
             sample_rows=None if sampled is None else columns[6, :sampled],
+            live=columns[7, :1],
         )
 
 
-def sampled_numbers(batch: StepBatch) -> list[int]:
-    """Requests that draw a token, in the order of the rows they draw from."""
+def sampled_slices(batch: StepBatch) -> list[SeqSlice]:
+    """Those that draw a token, in the order of the rows they draw from."""
     slices = sorted(batch.slices, key=lambda s: len(s.token_ids) != 1)
-    return [s.number for s in slices if s.sample]
+    return [s for s in slices if s.sample]
 
 
 def _write(words: np.ndarray, shape: InputShape, slices: Sequence[SeqSlice], drawn: Mapping[int, int]) -> int:
@@ -133,8 +137,8 @@ def _write(words: np.ndarray, shape: InputShape, slices: Sequence[SeqSlice], dra
     pitch, size = shape.tokens + 1, shape.block_size
     columns = words[: _COLUMNS * pitch].reshape(_COLUMNS, pitch)
     tables = words[_COLUMNS * pitch :].reshape(shape.sequences, shape.blocks)
-    columns[:] = np.array([[0], [NOT_DRAWN], [0], [-1], [0], [0], [0]], dtype=np.int32)
-    ids, sources, positions, slots, lengths, starts, samples = columns
+    columns[:] = np.array([[0], [NOT_DRAWN], [0], [-1], [0], [0], [0], [0]], dtype=np.int32)
+    ids, sources, positions, slots, lengths, starts, samples, counts = columns
     row = chunk = chunk_rows = sampled = 0
     for sequence, piece in enumerate(slices):
         count = len(piece.token_ids)
@@ -158,6 +162,7 @@ def _write(words: np.ndarray, shape: InputShape, slices: Sequence[SeqSlice], dra
             samples[sampled] = stop - 1
             sampled += 1
         row = stop
+    counts[0] = row
     return sampled
 
 

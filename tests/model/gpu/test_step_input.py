@@ -9,7 +9,7 @@ import torch
 
 from ep_server.errors import InternalError
 from ep_server.model.batch import split
-from ep_server.model.gpu.step_input import InputShape, StepInput, sampled_numbers
+from ep_server.model.gpu.step_input import InputShape, StepInput, sampled_slices
 from ep_server.records import PENDING_TOKEN, SeqSlice, StepBatch
 
 SHAPE = InputShape(tokens=40, sequences=9, blocks=12, block_size=4)
@@ -55,7 +55,8 @@ def test_as_the_cpu_engine_has_it(batch: StepBatch) -> None:
         assert step.blocks[row, :held].tolist() == at.blocks[row, :held].tolist()
     rows = list(range(step.tokens)) if step.sample_rows is None else step.sample_rows.tolist()
     assert rows == expected.sample_rows.tolist()
-    assert sampled_numbers(batch) == list(expected.sampled)
+    assert [s.number for s in sampled_slices(batch)] == list(expected.sampled)
+    assert step.live.tolist() == [batch.num_tokens]
 
 
 def test_rows_up_to_the_bucket_are_padding() -> None:
@@ -64,7 +65,7 @@ def test_rows_up_to_the_bucket_are_padding() -> None:
     step = given.fill(batch_of((5, 1, True), (0, 1, True)), {}, padded=4)
     assert (step.tokens, step.decode, step.sample_rows) == (4, 4, None)
     assert step.slots[2:].tolist() == [-1, -1] and step.lengths.tolist() == [6, 1, 0, 0]
-    assert step.ids[2:].tolist() == [0, 0] and step.sources.tolist() == [-1] * 4
+    assert step.live.tolist() == [2] and step.ids[2:].tolist() == [0, 0] and step.sources.tolist() == [-1] * 4
 
 
 def test_a_token_in_flight_is_named_by_its_place() -> None:
