@@ -1,0 +1,128 @@
+"""How a server of several nodes ends: drained from either side, or by the loss of a rank, a node, its leader.
+
+Real processes on the loopback, one rank each; ports and addresses differ, the hosts do not.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import psutil
+import pytest
+
+from ep_server.client import AsyncClient
+from tests.harness.nodes import WAIT, Node, nodes, serving
+from tests.service.harness import Code, failure, next_event, rest
+
+
+@asynccontextmanager
+async def streams(*servers: Node, new_tokens: int = 2000) -> AsyncIterator[list[Any]]:
+    """One stream from each of these nodes, of which a token has come."""
+    clients = [AsyncClient(server.address) for server in servers]
+    try:
+        calls = [
+            client.generate("12+30=", ignore_eos=True, max_new_tokens=new_tokens, timeout=WAIT)
+            for client in clients
+        ]
+        for call in calls:
+            await next_event(call)
+            await next_event(call)
+        yield calls
+    finally:
+        for client in clients:
+            await client.close()
+
+
+def left(processes: list[psutil.Process]) -> list[psutil.Process]:
+    """Those that still run, given a moment."""
+    gone, alive = psutil.wait_procs(processes, timeout=10)
+    assert len(gone) + len(alive) == len(processes)
+    return [process for process in alive if process.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("told", [pytest.param(0, marks=pytest.mark.slow), 1], ids=["leader", "follower"])
+async def test_whoever_is_told_to_stop_all_drain_and_end_well(told: int) -> None:
+    async with serving() as servers:
+        processes = [rank for server in servers for rank in server.ranks]
+        assert len(processes) == 2
+        async with streams(*servers, new_tokens=200) as calls:
+            servers[told].signal(signal.SIGTERM)
+            for call in calls:
+                assert (await rest(call))[-1].finished.usage.output_tokens == 200
+        assert [await server.end() for server in servers] == [0, 0]
+        assert left(processes) == []
+        assert [server.text for server in servers] == [[], []]
+
+
+async def test_a_node_that_is_killed_ends_the_server_and_is_named() -> None:
+    async with serving() as servers:
+        processes = [rank for server in servers for rank in server.ranks]
+        async with streams(servers[0]) as (call,):
+            servers[1].signal(signal.SIGKILL)
+            error = await failure(call)
+        assert error.code() is Code.UNAVAILABLE
+        assert "node 1 (ranks 1-1) closed the link" in error.details()
+        assert await servers[0].end() == 1
+        assert servers[0].said(r"node 1 \(ranks 1-1\) closed the link")
+        assert left(processes) == []
+
+
+async def test_without_its_leader_a_node_ends_with_its_streams() -> None:
+    async with serving() as servers:
+        processes = [rank for server in servers for rank in server.ranks]
+        async with streams(servers[1]) as (call,):
+            servers[0].signal(signal.SIGKILL)
+            error = await failure(call)
+        assert error.code() is Code.UNAVAILABLE
+        assert "node 0 at 127.0.0.1:" in error.details()
+        assert await servers[1].end() == 1
+        assert left(processes) == []
+
+
+async def test_a_rank_that_is_lost_anywhere_ends_all_nodes() -> None:
+    async with serving() as servers:
+        processes = [rank for server in servers for rank in server.ranks]
+        async with streams(*servers) as calls:
+            servers[1].ranks[0].kill()
+            for call in calls:
+                error = await failure(call)
+                assert error.code() is Code.UNAVAILABLE
+                assert error.details() == "rank 1 was lost: killed by SIGKILL"
+        assert [await server.end() for server in servers] == [1, 1]
+        assert servers[1].said("the server has ended: rank 1 was lost: killed by SIGKILL")
+        assert left(processes) == []
+
+
+async def test_a_node_that_differs_ends_with_one_line_and_the_server_waits_on() -> None:
+    async with nodes() as made:
+        leader = await made.start(0)
+        other = await made.start(1, "--scheduler-block-size", "32")
+        assert await other.end() == 1
+        line = "node 1: scheduler.block_size = 32, node 0 has 16"
+        assert other.text == [f"ep-server: error: {line}"]
+        await leader.until(lambda: leader.said(f"is refused: {line}"))
+        late = await made.start(1)
+        await asyncio.gather(leader.serving(), late.serving())
+        leader.signal(signal.SIGTERM)
+        assert [await leader.end(), await late.end()] == [0, 0]
+
+
+@pytest.mark.slow  # test_joining has the same without processes
+async def test_a_node_that_never_comes_ends_the_others_with_its_name() -> None:
+    async with nodes(count=3, options=("--cluster-connect-seconds", "8")) as made:
+        leader, first = await made.start(0), await made.start(1)
+        assert [await leader.end(), await first.end()] == [1, 1]
+        message = "node 2 did not join within 8 s"
+        assert leader.text == [f"ep-server: error: {message}"]
+        assert first.said(f"the server has ended: {message}")
+
+
+async def test_a_rank_that_cannot_start_on_another_node_is_named_by_the_leader() -> None:
+    async with nodes() as made:
+        leader, other = await made.start(0), await made.start(1, "--fabric-domain", "nowhere0")
+        assert [await leader.end(), await other.end()] == [1, 1]
+        assert leader.text[-1].startswith("ep-server: error: rank 1: ") and "nowhere0" in leader.text[-1]
