@@ -109,13 +109,16 @@ class _Bench:
         streams = [self._submit(trace) for trace in traces]
         try:
             async with asyncio.timeout(self._load.timeout):
-                await asyncio.gather(*map(_read, traces, streams))
+                errors = await asyncio.gather(*map(_read, traces, streams))
         except TimeoutError:
             late = f"{len(traces)} requests did not end within {self._load.timeout:g} s"
             raise DeadlineExceeded(late) from None
         finally:
             for stream in streams:
                 stream.close()
+        for error in errors:
+            if error is not None:
+                raise error
         after = await settled(self._engine)
         return traces, steps_between(before, after, self._sparse_layers)
 
@@ -157,8 +160,9 @@ def _parked(reports: Reports, ranks: int, submitted: int) -> bool:
     return not submitted or known == [submitted] * ranks
 
 
-async def _read(trace: Trace, stream: TokenStream) -> None:
-    status = OK
+async def _read(trace: Trace, stream: TokenStream) -> EpServerError | None:
+    """Takes all there is. Returns: what the stream ended with, if not well."""
+    status, failed = OK, None
     try:
         while True:
             chunk = await stream.read()
@@ -167,10 +171,9 @@ async def _read(trace: Trace, stream: TokenStream) -> None:
             if chunk.completion is not None:
                 break
     except EpServerError as error:
-        status = error.status
-        raise
-    finally:
-        trace.end(status, time.monotonic())
+        status, failed = error.status, error
+    trace.end(status, time.monotonic())
+    return failed
 
 
 def _seconds(traces: Sequence[Trace]) -> float:

@@ -98,7 +98,8 @@ def prepared(config: Config, plan: Plan) -> Config:
         raise ConfigError("scheduler.kv_blocks", scheduler.kv_blocks, allowed)
     total = most * config.parallel.ranks
     room = {
-        "scheduler.kv_blocks": scheduler.kv_blocks or blocks,
+        # One more for each: a step may be planned before it is known that a sequence has ended.
+        "scheduler.kv_blocks": scheduler.kv_blocks or blocks + most,
         "scheduler.max_running": max(scheduler.max_running, most),
         "scheduler.max_step_tokens": max(scheduler.max_step_tokens, most),
         "scheduler.max_queue": max(scheduler.max_queue, total),

@@ -140,7 +140,12 @@ async def _measure(
 
 
 def prepared(config: Config, asked: Asked) -> Config:
-    """The configuration on free ports that only this host reaches, with room for a closed loop."""
+    """The configuration on free ports that only this host reaches, with room for a closed loop.
+
+    Raises: ConfigError for several nodes.
+    """
+    if config.cluster.nodes != 1:
+        raise ConfigError("cluster.nodes", config.cluster.nodes, "1: the server that is started has one host")
     streams, scheduler = 0 if asked.rate else asked.concurrency, config.scheduler
     running = -(-streams // config.parallel.ranks)
     closed = ("tls_cert", "tls_key", "tls_client_ca", "token_file")

@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 import ep_server
-from ep_server.benchmark import online
+from ep_server.benchmark import offline, online
 from ep_server.benchmark.load import Load
+from ep_server.benchmark.offline_plan import Plan
 from ep_server.benchmark.reader import Work, run
 from ep_server.benchmark.trace import OK
 from ep_server.cli import main
@@ -24,7 +25,8 @@ from ep_server.client import AsyncClient, Target
 from ep_server.commands.bench_online import Asked, prepared
 from ep_server.config import Config
 from ep_server.errors import InternalError, StartupError
-from tests.service.harness import WAIT, serving
+from ep_server.ranks.fake import FakeRanks
+from tests.service.harness import MODEL, WAIT, serving
 
 DEMO = Path(ep_server.__file__).parent / "assets" / "demo_model"
 LOAD = Load(requests=9, concurrency=4, rate=0.0, prompt_tokens=5, new_tokens=7, vocab_size=250)
@@ -134,6 +136,22 @@ async def test_a_reader_that_dies_ends_the_benchmark() -> None:
                 await running
 
 
+async def test_a_request_that_fails_offline_ends_the_run() -> None:
+    """With the error of the request, whatever becomes of the others."""
+    fake, plan = FakeRanks(2), Plan((3,), 5, 6, rounds=1)
+    async with offline.running(Config(), MODEL, lambda *_: None, fake) as engine:
+        fake.hold()
+        running = asyncio.create_task(offline.measure(engine, MODEL, plan, 1, lambda: None))
+        async with asyncio.timeout(WAIT):
+            while len(fake.requests) < 6:
+                await asyncio.sleep(0)
+        assert [request.dp_rank for request in fake.requests.values()] == [0, 1] * 3
+        fake.fail(2, "it broke")
+        fake.release()
+        with pytest.raises(InternalError, match="it broke"):
+            await running
+
+
 async def test_a_reader_that_cannot_start_is_named() -> None:
     async with online.started(1) as processes:
         crowd = online.Crowd(Target("127.0.0.1:1", tls_ca="/no/such/file"), processes)
@@ -152,6 +170,11 @@ async def test_a_reader_that_cannot_start_is_named() -> None:
             ("offline", "--model", str(DEMO), "--set", "scheduler.kv_blocks=3"),
             "scheduler.kv_blocks = 3: must be 0, or at least 192 for 32 sequences of 96 tokens on a rank",
         ),
+        (
+            ("offline", "--model", str(DEMO), "--set", "cluster.nodes=2"),
+            "cluster.nodes = 2: must be 1: off",
+        ),
+        (("--model", str(DEMO), "--set", "cluster.nodes=2"), "cluster.nodes = 2: must be 1: the"),
         (("--ranks", "2"), "parallel.ranks = 2: must be given only with --model"),
         (("--chart", "a.png"), "--chart = 'a.png': must be a name that ends with .svg"),
         (("--json-file", "/no/such/place/a.json"), "must be a file in a directory that is there"),
