@@ -47,7 +47,8 @@ class RemoteRanks:
 
     def __init__(self, node: int, ranks: range, link: Link, callbacks: RankCallbacks) -> None:
         self.ranks = [RemoteRank(rank, link) for rank in ranks]
-        self._name = f"node {node} (ranks {ranks[0]}-{ranks[-1]})"
+        several = f"ranks {ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
+        self._name = f"node {node} ({several})"
         self._callbacks = callbacks
         self._by_number = {rank.rank: rank for rank in self.ranks}
 

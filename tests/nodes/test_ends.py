@@ -6,6 +6,7 @@ Real processes on the loopback, one rank each; ports and addresses differ, the h
 from __future__ import annotations
 
 import asyncio
+import random
 import signal
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -65,9 +66,9 @@ async def test_a_node_that_is_killed_ends_the_server_and_is_named() -> None:
             servers[1].signal(signal.SIGKILL)
             error = await failure(call)
         assert error.code() is Code.UNAVAILABLE
-        assert "node 1 (ranks 1-1) closed the link" in error.details()
+        assert "node 1 (rank 1) closed the link" in error.details()
         assert await servers[0].end() == 1
-        assert servers[0].said(r"node 1 \(ranks 1-1\) closed the link")
+        assert servers[0].said(r"node 1 \(rank 1\) closed the link")
         assert left(processes) == []
 
 
@@ -94,6 +95,57 @@ async def test_a_rank_that_is_lost_anywhere_ends_all_nodes() -> None:
                 assert error.details() == "rank 1 was lost: killed by SIGKILL"
         assert [await server.end() for server in servers] == [1, 1]
         assert servers[1].said("the server has ended: rank 1 was lost: killed by SIGKILL")
+        assert left(processes) == []
+
+
+@pytest.mark.slow
+async def test_a_node_that_is_stopped_is_silent_and_ends_itself_when_it_goes_on() -> None:
+    async with serving(options=("--cluster-silent-seconds", "1.5")) as servers:
+        processes = [rank for server in servers for rank in server.ranks]
+        async with streams(servers[0]) as (call,):
+            servers[1].signal(signal.SIGSTOP)
+            error = await failure(call)
+        assert error.code() is Code.UNAVAILABLE
+        assert "node 1 (rank 1) said nothing for 1.5 s" in error.details()
+        assert await servers[0].end() == 1
+        servers[1].signal(signal.SIGCONT)
+        assert await servers[1].end() == 1
+        assert servers[1].said("every stream ends, this node stops")
+        assert left(processes) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("killed", [0, 1], ids=["leader", "follower"])
+async def test_a_node_that_is_killed_while_ranks_load_ends_the_others(killed: int) -> None:
+    async with nodes(ranks=2) as made:
+        both = [await made.start(node) for node in range(2)]
+        await both[1].until(lambda: len(both[1].ranks) == 2 or both[1].said("has joined"))
+        async with asyncio.timeout(WAIT):
+            while not all(len(node.ranks) == 2 for node in both):
+                await asyncio.sleep(0)
+        processes = [rank for node in both for rank in node.ranks]
+        both[killed].signal(signal.SIGKILL)
+        assert await both[1 - killed].end() == 1
+        expected = "node 0 at .* closed the link" if killed == 0 else "node 1 .ranks 2-3. closed the link"
+        assert both[1 - killed].said(expected)
+        assert left(processes) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(6))
+async def test_whatever_is_killed_at_whatever_moment_everything_ends(seed: int) -> None:
+    """A node or a rank of three nodes, at some time from the start of ranks to well after the last is warm."""
+    choice = random.Random(seed)
+    async with nodes(count=3) as made:
+        servers = [await made.start(node) for node in range(3)]
+        await servers[0].until(lambda: servers[0].said("all 3 nodes are here"))
+        await asyncio.sleep(choice.uniform(0, 12))
+        processes = [rank for server in servers for rank in server.ranks]
+        victims = [*(server.process for server in servers), *processes]
+        victim = choice.choice(victims)
+        victim.kill()
+        codes = [await server.end() for server in servers]
+        assert codes == [-9 if server.inner.pid == victim.pid else 1 for server in servers]
         assert left(processes) == []
 
 
