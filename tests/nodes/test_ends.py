@@ -134,7 +134,7 @@ async def test_a_node_that_is_killed_while_ranks_load_ends_the_others(killed: in
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(6))
 async def test_whatever_is_killed_at_whatever_moment_everything_ends(seed: int) -> None:
-    """A node or a rank of three nodes, at some time from the start of ranks to well after the last is warm."""
+    """A node or a rank of three nodes, from the start of ranks to well after the last is warm."""
     choice = random.Random(seed)
     async with nodes(count=3) as made:
         servers = [await made.start(node) for node in range(3)]

@@ -50,6 +50,13 @@ def test_poll_takes_what_is_there_and_does_not_block(pair: tuple[socket.socket, 
     assert channel.wait() == [b"three"]
 
 
+def test_wait_gives_up_after_its_time(pair: tuple[socket.socket, socket.socket]) -> None:
+    channel = RankChannel(pair[0])
+    assert channel.wait(0.01) == []
+    pair[1].sendall(frame(b"late"))
+    assert channel.wait(60.0) == [b"late"]
+
+
 def test_wait_returns_when_a_frame_arrives(pair: tuple[socket.socket, socket.socket]) -> None:
     channel, got = RankChannel(pair[0]), []
     waiting = threading.Thread(target=lambda: got.append(channel.wait()))

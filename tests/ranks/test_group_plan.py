@@ -9,7 +9,15 @@ import pytest
 from ep_server.ep.exchange import Payload, Reduction
 from ep_server.ep.geometry import group_bytes
 from ep_server.errors import StartupError
-from ep_server.ranks.group import PROCESS_BYTES, SPIN_US, plan_group, spin_budget, usable_cores
+from ep_server.ranks.group import (
+    PROCESS_BYTES,
+    SPIN_US,
+    hosts_of,
+    local_ranks,
+    plan_group,
+    spin_budget,
+    usable_cores,
+)
 from tests.harness.checkpoints import Tiny
 from tests.harness.rank_group import rank_config
 
@@ -62,6 +70,22 @@ def test_kv_blocks_are_a_share_of_what_is_left(tiny: Tiny, ranks: int) -> None:
         plan_group(config, available=fixed + 1)
     with pytest.raises(StartupError, match="does not fit"):
         plan_group(config, available=0)
+
+
+@pytest.mark.parametrize("node", [0, 1, 2])
+def test_a_node_of_several_plans_for_its_own_ranks(tiny: Tiny, node: int) -> None:
+    """Six experts on six ranks of three hosts: each holds two of them, and outboxes beside its regions."""
+    config = rank_config(tiny.path, 2, cluster__nodes=3, cluster__node_rank=node, scheduler__kv_blocks=100)
+    plan = plan_group(config, available=1 << 34)
+    assert (plan.exchange.num_ranks, plan.exchange.placement) == (6, (0, 1, 2, 3, 4, 5))
+    assert len(plan.weight_bytes) == 6
+    assert local_ranks(config) == range(2 * node, 2 * node + 2)
+    assert hosts_of(config) == (0, 0, 1, 1, 2, 2)
+    fixed = sum(plan.weight_bytes[2 * node : 2 * node + 2]) + 2 * group_bytes(plan.exchange) // 3
+    needed = fixed + 2 * PROCESS_BYTES + 200 * BLOCK_BYTES
+    assert plan_group(config, available=needed).kv_blocks == 100
+    with pytest.raises(StartupError, match="does not fit"):
+        plan_group(config, available=needed - 1)
 
 
 def test_no_more_blocks_than_can_be_of_use(tiny: Tiny) -> None:
