@@ -1,6 +1,8 @@
 """Launches every kernel at the shapes of real models, on meta tensors, and prints what was compiled as JSON.
 
-TRITON_INTERPRET=0 TRITON_DEFAULT_FP_FUSION=1 python -m tests.model.triton.shapes [part ...]
+    TRITON_INTERPRET=0 TRITON_DEFAULT_FP_FUSION=1 python -m tests.model.triton.shapes [--once] [part ...]
+
+--once: of each kernel the first variant only.
 """
 
 from __future__ import annotations
@@ -157,8 +159,10 @@ def sampling() -> None:
 PARTS = (norms, rotations, decoding, prefilling, routing, grouped, sampling)
 
 if __name__ == "__main__":
-    for part in [part for part in PARTS if part.__name__ in sys.argv[1:] or len(sys.argv) == 1]:
-        with Recorder() as recorder:
+    once = "--once" in sys.argv
+    wanted = [name for name in sys.argv[1:] if name != "--once"]
+    for part in [part for part in PARTS if not wanted or part.__name__ in wanted]:
+        with Recorder(once) as recorder:
             part()
         for one in recorder.compiled:
             print(json.dumps({"part": part.__name__, **dataclasses.asdict(one)}), flush=True)

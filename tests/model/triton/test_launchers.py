@@ -1,4 +1,4 @@
-"""What makes launchers fit for CUDA graphs: they allocate nothing, compute nothing and ask the device nothing."""
+"""What makes launchers fit for CUDA graphs: they allocate nothing and ask the device nothing."""
 
 from __future__ import annotations
 

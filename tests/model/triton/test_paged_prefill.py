@@ -17,7 +17,7 @@ TYPES = {
 }
 # (context with the chunk, tokens of the chunk): a first chunk, a decoding token, padding, a later chunk of
 # more than one tile, a padding sequence at the end
-CHUNKS = [(5, 5), (33, 1), (0, 0), (70, 40), (0, 0)]
+CHUNKS = [(5, 5), (33, 1), (0, 0), (60, 21), (0, 0)]
 
 
 def run(case: PagedCase, q: torch.Tensor, starts: list[int], rule: AttentionRule) -> torch.Tensor:

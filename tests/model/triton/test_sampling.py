@@ -146,10 +146,10 @@ def test_a_nucleus_larger_than_any_shortcut() -> None:
 
 
 def test_tokens_do_not_depend_on_batch_or_splits() -> None:
-    logits = random(5, 300)
-    seeds = [3, -1, 1 << 62, 3, 8]
-    together = draw(logits, rows_of(5, seeds=seeds, position=6, top_p=0.9), splits=3)[0]
-    for row in (4, 0, 2, 1):
+    logits = random(3, 300)
+    seeds = [3, -1, 1 << 62]
+    together = draw(logits, rows_of(3, seeds=seeds, position=6, top_p=0.9), splits=2)[0]
+    for row in (2, 0):
         alone = draw(
             logits[row : row + 1], rows_of(1, seeds=seeds[row : row + 1], position=6, top_p=0.9), splits=1
         )
