@@ -210,7 +210,7 @@ def test_config_takes_what_the_server_takes() -> None:
     assert {name: read[name] for name in names} == {name: Config().values()[name] for name in names}
 
 
-@pytest.mark.parametrize("name", ["cpu-autoscaled", "secured", "gpu-rdma"])
+@pytest.mark.parametrize("name", ["cpu-autoscaled", "secured", "gpu-rdma", "several-nodes"])
 def test_an_example_renders(name: str) -> None:
     given = yaml.safe_load((CHART / "examples" / f"{name}.yaml").read_text())
     files = chart().render(given, name=RELEASE, namespace=NAMESPACE)  # without MINIMAL: it says all it needs
