@@ -121,12 +121,6 @@ def less(long: Steps, short: Steps) -> Steps | None:
     )
 
 
-def expected_distinct(experts: int, top_k: int, tokens: float) -> float:
-    """Mean number of distinct experts of a layer where each token draws K of E, each set equally likely."""
-    missed: float = (1 - top_k / experts) ** tokens
-    return experts * (1 - missed)
-
-
 def bounds(spec: ModelSpec, dtype: Dtype, steps: Steps, context: float, rates: Rates) -> dict[str, float]:
     """The least time of each phase: its bytes at the given rates. Phases without a known bound are absent.
 

@@ -8,9 +8,10 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from ep_server.benchmark.breakdown import Steps, expected_distinct
+from ep_server.benchmark.breakdown import Steps
 from ep_server.benchmark.offline_plan import Result
 from ep_server.model.families.spec import RouterSpec
+from ep_server.ranks.sizing import distinct_experts
 
 LATENCIES = {
     "time_to_first_token": "time to first token",
@@ -96,7 +97,7 @@ def step(console: Console, steps: Steps, least: Mapping[str, float], title: str)
 
 def experts_line(steps: Steps, router: RouterSpec, *, uniform: bool) -> str:
     """Distinct experts and balance, in words."""
-    expected = expected_distinct(router.num_experts, router.top_k, steps.tokens)
+    expected = distinct_experts(router.num_experts, router.top_k, steps.tokens)
     drawn = "uniform draws" if uniform else "the router chose, uniform draws would"
     share = steps.distinct / expected if expected else 0.0
     shown = f"[red]{share:.1%}[/]" if uniform and share < LEAST_DISTINCT else f"{share:.1%}"

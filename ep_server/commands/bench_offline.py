@@ -10,7 +10,7 @@ from rich.console import Console
 
 from ep_server.app import warn_if_made_up
 from ep_server.benchmark import offline, pictures, tables
-from ep_server.benchmark.breakdown import Rates, Steps, bounds, expected_distinct
+from ep_server.benchmark.breakdown import Rates, Steps, bounds
 from ep_server.benchmark.offline_plan import Plan, Result, prepared, short_of
 from ep_server.commands.bench_output import Output
 from ep_server.commands.inspect_plan import CPU_BANDWIDTH, GB
@@ -19,6 +19,7 @@ from ep_server.errors import ConfigError
 from ep_server.model.families import ModelSpec, read_spec
 from ep_server.model.sizes import serving_dtype
 from ep_server.progress import Bars
+from ep_server.ranks.sizing import distinct_experts
 from ep_server.served_model import ServedModel
 
 LARGEST_BATCH = 4096
@@ -132,7 +133,7 @@ class _Shown:
             "bounds": dict(least),
             "host_share": steps.host_share,
             "distinct_experts": steps.distinct,
-            "distinct_expected": expected_distinct(router.num_experts, router.top_k, steps.tokens),
+            "distinct_expected": distinct_experts(router.num_experts, router.top_k, steps.tokens),
             "rank_imbalance": steps.imbalance,
         }
 

@@ -16,6 +16,7 @@ from ep_server.model.compute import Compute
 from ep_server.model.decoder import DecoderParams
 from ep_server.model.dummy import DummyReader
 from ep_server.model.families import ModelSpec, read_spec
+from ep_server.model.footprint import footprint
 from ep_server.model.kv_cache import KvCache
 from ep_server.model.layers import ModelWeights
 from ep_server.model.native_compute import NativeCompute
@@ -24,7 +25,8 @@ from ep_server.model.sizes import Dtype, context_limit, kv_block_bytes, serving_
 from ep_server.model.uniform import UniformRouting
 from ep_server.model.weights import Progress, load_weights, weights_from
 
-MOST_LOADERS = 4  # threads that load; each holds a layer more in memory
+MOST_LOADERS = 4  # threads that load
+LOADING_BYTES = 2 << 30  # of layers in the making, beside what is kept
 _TORCH = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
 
 
@@ -89,7 +91,7 @@ def load_model(params: LoadParams, progress: Progress = lambda stage, done, tota
     experts = [e for e, owner in enumerate(params.placement) if owner == params.rank]
     dtype = serving_dtype(spec, params.dtype)
     compute = params.compute or NativeCompute(params.threads)
-    loaders = min(params.threads, MOST_LOADERS)
+    loaders = loading_threads(spec, dtype, len(experts), params.threads)
     if params.load_format == "dummy":
         source = DummyReader(spec, params.seed)
         weights = weights_from(source, spec, experts, _TORCH[dtype], compute, progress, loaders)
@@ -99,3 +101,13 @@ def load_model(params: LoadParams, progress: Progress = lambda stage, done, tota
     drawn = params.routing == "uniform"
     uniform = UniformRouting(spec.router, params.seed, compute.device) if drawn else None
     return RankModel(spec, weights, dtype, limit, compute, uniform)
+
+
+def loading_threads(spec: ModelSpec, dtype: Dtype, experts: int, threads: int) -> int:
+    """How many of `threads` load a layer each, so that the layers in the making stay small beside the model.
+
+    Args:
+        experts: of a layer that this rank owns.
+    """
+    layer = footprint(spec, dtype, packed=False).expert * max(experts, 1)
+    return max(1, min(threads, MOST_LOADERS, LOADING_BYTES // layer))

@@ -136,6 +136,12 @@ def fewest_ranks(config: Config, spec: ModelSpec, machine: Machine, workload: Wo
     raise refused
 
 
+def distinct_experts(experts: int, top_k: int, tokens: float) -> float:
+    """Mean number of distinct experts of a layer where each token draws K of E, each set equally likely."""
+    missed: float = (1 - top_k / experts) ** tokens
+    return experts * (1 - missed)
+
+
 def _memory_bounds(
     spec: ModelSpec,
     exchange: ExchangeSpec,
@@ -147,7 +153,8 @@ def _memory_bounds(
     """Weights and KV cache that one rank reads in a step."""
     fixed = sum(number for part, number in weights.replicated.items() if part != "embedding")
     drawn = load.tokens * exchange.num_ranks
-    reached = 1 - (1 - spec.router.top_k / spec.router.num_experts) ** drawn
+    router = spec.router
+    reached = distinct_experts(router.num_experts, router.top_k, drawn) / router.num_experts
     experts = reached * exchange.placement.count(0) * weights.expert * weights.sparse_layers
     window = spec.attention.window if isinstance(spec.attention, GqaSpec) else 0
     kv = load.tokens * min(load.context, window or load.context) * kv_per_token

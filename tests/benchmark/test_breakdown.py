@@ -14,7 +14,6 @@ from ep_server.benchmark.breakdown import (
     Rates,
     Steps,
     bounds,
-    expected_distinct,
     less,
     steps_between,
 )
@@ -22,6 +21,7 @@ from ep_server.model.families import read_spec
 from ep_server.model.families.spec import GqaSpec
 from ep_server.model.footprint import footprint
 from ep_server.model.sizes import Dtype
+from ep_server.ranks.sizing import distinct_experts
 from ep_server.records import RankStatistics
 
 DEMO = Path(ep_server.__file__).parent / "assets" / "demo_model"
@@ -36,7 +36,7 @@ def test_distinct_experts_of_uniform_draws(experts: int, top_k: int, tokens: int
     ]
     mean = sum(counts) / trials
     error = (sum((count - mean) ** 2 for count in counts) / trials**2) ** 0.5
-    assert abs(mean - expected_distinct(experts, top_k, tokens)) <= 4 * error + 1e-9
+    assert abs(mean - distinct_experts(experts, top_k, tokens)) <= 4 * error + 1e-9
 
 
 def report(rank: int, steps: int, scale: int) -> RankStatistics:

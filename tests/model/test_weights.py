@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ep_server.errors import CheckpointError, ConfigError
-from ep_server.model.assembly import LoadParams, load_model
+from ep_server.model.assembly import LoadParams, load_model, loading_threads
 from ep_server.model.checkpoint import Checkpoint
 from ep_server.model.families import read_spec
 from ep_server.model.footprint import footprint
@@ -167,6 +167,16 @@ def test_layers_made_at_once_are_those_made_in_turn(tiny: Get, name: str) -> Non
     assert told_by == {threading.main_thread()}
     for a, b in zip(_tensors(several), _tensors(load(path, [0, 4])), strict=True):
         assert_equal(a, b, name)
+
+
+@pytest.mark.parametrize(
+    ("experts", "threads", "expected"),
+    [(4, 2, 2), (4, 9, 4), (0, 9, 4), (96, 9, 3), (192, 9, 1)],
+)
+def test_layers_in_the_making_are_bounded(tiny: Get, experts: int, threads: int, expected: int) -> None:
+    """7 MB an expert: 96 of them are 0.68 GB, and three such layers fit into 2 GiB."""
+    spec = dataclasses.replace(read_spec(tiny("olmoe").path), hidden=1024, expert_ffn=1152)
+    assert loading_threads(spec, Dtype.BFLOAT16, experts, threads) == expected
 
 
 def test_an_error_in_one_layer_ends_all(tiny: Get, tmp_path: Path) -> None:
