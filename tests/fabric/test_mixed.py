@@ -164,6 +164,7 @@ def test_the_wire_between_hosts_carries_one_copy_for_two_ranks(hosts: Hosts, tmp
         assert two < 1.1 * one
 
 
+@pytest.mark.slow
 def test_micro_batches_interleave_between_two_hosts_of_two_ranks(hosts: Hosts, tmp_path: Path) -> None:
     options = FabricOptions(domain=namespaces.DEVICE)
     with mixed_ends(tmp_path, TWO_BY_TWO, spec_of(4), options, tuple(hosts.names)) as ends:
@@ -173,8 +174,15 @@ def test_micro_batches_interleave_between_two_hosts_of_two_ranks(hosts: Hosts, t
 # -- order, sleep ------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("seed", [0, 7])
-@pytest.mark.parametrize("program", ["interleaved", "back_to_back"])
+@pytest.mark.parametrize(
+    ("program", "seed"),
+    [
+        ("interleaved", 0),
+        ("back_to_back", 7),
+        pytest.param("back_to_back", 0, marks=pytest.mark.slow),
+        pytest.param("interleaved", 7, marks=pytest.mark.slow),
+    ],
+)
 def test_banks_are_reused_safely_when_ranks_run_ahead(program: str, seed: int, tmp_path: Path) -> None:
     needs("system")
     options = loopback(disorder=seed, strict_memory=seed != 0)
