@@ -131,8 +131,13 @@ def goes_on_masked(exchange: FabricExchange, faults: tuple[Fault, ...], count: i
 
 def test_a_header_dropped_behind_a_gateway_names_its_source(tmp_path: Path) -> None:
     drop = Fault(rank=ALONE, op="dispatch", phase="send_header", action=Action.DROP, epoch=2, peer=BEHIND)
+    # The others wait for this rank's answer: their deadlines are to pass after its own.
+    late = tuple(
+        Fault(rank, "combine", "recv_header", Action.DELAY, epoch=2, delay_ns=SECOND // 2)
+        for rank in (ALONE, GATEWAY, 3)
+    )
     with group(tmp_path, SECOND) as (spec, ends):
-        ended = run_outcomes(programs.operations, 4, spec, 30, args=((drop,), 8), ends=ends)
+        ended = run_outcomes(programs.operations, 4, spec, 30, args=((drop, *late), 8), ends=ends)
     error = ended[BEHIND].error
     assert isinstance(error, PeerTimeout)
     assert (error.op, error.phase, error.peer, error.expected) == ("dispatch", "recv_header", ALONE, 2)
