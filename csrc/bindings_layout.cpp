@@ -43,6 +43,7 @@ py::list regions(const Layout& l) {
   const uint64_t choices = uint64_t(l.max_tokens) * l.top_k;
   for (uint32_t b = 0; b < l.num_banks; ++b) {
     for (uint32_t r = 0; r < l.num_ranks; ++r) {
+      add("note", l.note_at(b, r), Layout::kNote);
       add("ids", l.ids_at(b, r), choices * sizeof(int32_t));
       add("weights", l.weights_at(b, r), choices * sizeof(float));
       for (uint32_t t = 0; t < l.max_tokens; ++t) add("row", l.row_at(b, r, t), l.row_bytes + l.scale_bytes);

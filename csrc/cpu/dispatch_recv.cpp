@@ -54,6 +54,13 @@ bool read_source(const Group& group, DispatchState& state, uint32_t source, uint
   return true;
 }
 
+// Drops what was appended behind these sizes.
+void forget(DispatchState& state, size_t entries, size_t runs) {
+  for (size_t i = entries; i < state.entries.size(); ++i) --state.counts[state.entries[i].expert];
+  state.entries.resize(entries);
+  state.runs.resize(runs);
+}
+
 void number_entries(const Group& group, DispatchState& state) {
   for (uint32_t e = 0; e < group.local_experts; ++e) {
     state.offsets[e + 1] = state.offsets[e] + state.counts[e];
@@ -109,8 +116,16 @@ Status dispatch_wait(Group& group, DispatchState& state) {
     const uint64_t cell = load_cell(group.own(), Head::header(Op::kDispatch, state.bank, source));
     const uint32_t tokens = cell_payload(cell) & kTokensMask;
     const bool has_weights = cell_payload(cell) & kHasWeights;
+    const size_t entries = state.entries.size(), runs = state.runs.size();
     if (!find_rows(group, state, source, cell_payload(cell)) || tokens > group.geometry.max_tokens ||
         !read_source(group, state, source, tokens, has_weights)) {
+      if (group.timing.mask_on_timeout && group.is_remote(source)) {
+        // It has masked this rank, and writes again where the ranks of this host read: it is masked here too.
+        forget(state, entries, runs);
+        state.arrived &= ~(1ull << source);
+        group.masked.fetch_or(1ull << source, std::memory_order_acq_rel);
+        continue;
+      }
       const Status status{Code::kViolation, Op::kDispatch,         Phase::kRecvHeader, group.rank,
                           source,           uint32_t(state.epoch), cell_epoch(cell)};
       abort_group(group, status);

@@ -254,7 +254,7 @@ void publish(Group& group, uint32_t peer, const CellName& name, uint32_t epoch, 
     return;
   }
   group.carrier->push({name.notice, uint8_t(uint32_t(name.op) << 4 | name.bank), uint8_t(peer),
-                       uint8_t(group.generation), payload, 0, epoch});
+                       uint8_t(group.generation), payload, name.near, epoch});
   group.carrier->drive();
 }
 

@@ -38,6 +38,7 @@ struct CellName {
   Notice notice;
   Op op = Op::kVote;
   uint32_t bank = 0;
+  bool near = false;  // the peer has come so far that the low bits of the epoch tell it which one it is
 };
 uint64_t cell_offset(const CellName& name, uint32_t writer);
 

@@ -158,7 +158,10 @@ void publish_header(Group& group, Op op, uint64_t epoch, uint32_t peer, uint32_t
     std::byte* cell = group.regions[peer] + Head::header(op, bank, group.places[peer]);
     std::memcpy(cell + sizeof(uint64_t), &readers, sizeof readers);
   }
-  publish(group, peer, {Notice::kHeader, op, bank}, uint32_t(epoch), payload);
+  // Once round the banks every peer has told of an epoch of this generation, so it knows where the next ones
+  // are.
+  const bool near = epoch > group.of(op).base() + group.geometry.num_banks;
+  publish(group, peer, {Notice::kHeader, op, bank, near}, uint32_t(epoch), payload);
 }
 
 Status all_gather(Group& group, const void* record, uint32_t length, uint64_t limit_ns, std::byte* out,

@@ -3,7 +3,7 @@
 // One rank's region, owned by that rank and written by all:
 //
 //   [0, kHeadBytes)            head: cells only; its layout depends on no size of the model
-//   meta    [bank][source]     ids int32 [T, K], then weights float [T, K]
+//   meta    [bank][source]     a note of the network's, ids int32 [T, K], then weights float [T, K]
 //   rows    [bank][source][token]           dispatched rows: channels, then scales, padded to 64 bytes
 //   combine RANK   [bank][expert rank][token]   partial sums that come back
 //           SOURCE [bank][expert rank][token][k]   one row per choice
@@ -81,8 +81,9 @@ struct Head {
 
 // The part that depends on the model. Plain data: copied to a device as it is.
 struct Layout {
+  static constexpr uint64_t kNote = 2 * kLine;  // in front of ids, so that one write brings both
   uint32_t num_ranks, max_tokens, top_k, num_banks, choices_per_token;
-  uint64_t meta_weights, meta_pitch;  // offset of weights inside a block; size of a block
+  uint64_t meta_weights, meta_pitch;  // from ids to weights; size of a block
   uint64_t row_bytes, scale_offset, scale_bytes, row_pitch;
   uint64_t combine_bytes, combine_pitch;  // one row coming back; its slot
   uint64_t meta, rows, combine, total;    // offsets of the three arrays; size of one rank's region
@@ -95,7 +96,7 @@ struct Layout {
     l.num_banks = g.num_banks;
     const uint64_t choices = uint64_t(g.max_tokens) * g.top_k;
     l.meta_weights = align_up(choices * sizeof(int32_t), kLine);
-    l.meta_pitch = align_up(l.meta_weights + choices * sizeof(float), kLine);
+    l.meta_pitch = align_up(kNote + l.meta_weights + choices * sizeof(float), kLine);
     const bool fp32 = g.payload == Payload::kFp32;
     l.row_bytes = uint64_t(g.hidden) * (is_fp8(g.payload) ? 1 : fp32 ? 4 : 2);
     l.scale_offset = l.row_bytes;  // H is a multiple of 128 where there are scales: aligned
@@ -116,8 +117,11 @@ struct Layout {
     return l;
   }
 
-  EP_HOST_DEVICE constexpr uint64_t ids_at(uint32_t bank, uint32_t source) const {
+  EP_HOST_DEVICE constexpr uint64_t note_at(uint32_t bank, uint32_t source) const {
     return meta + (uint64_t(bank) * num_ranks + source) * meta_pitch;
+  }
+  EP_HOST_DEVICE constexpr uint64_t ids_at(uint32_t bank, uint32_t source) const {
+    return note_at(bank, source) + kNote;
   }
   EP_HOST_DEVICE constexpr uint64_t weights_at(uint32_t bank, uint32_t source) const {
     return ids_at(bank, source) + meta_weights;

@@ -1,5 +1,5 @@
-// Tells the carrier of rows for remote peers as they are written, neighbouring slots in one command, so that
-// the network works while the rest is written.
+// Tells the carrier of rows for remote peers as they are written, neighbouring slots in one command; of long
+// ones early, so that the network works while the rest is written.
 #pragma once
 
 #include <algorithm>
@@ -21,23 +21,26 @@ class RowRuns {
   // The row in `slot` of the peer's block has been written. Slots of one peer come in ascending order.
   void add(uint32_t peer, uint32_t slot) {
     Run& run = runs_[peer];
-    if (run.count != 0 && (run.first + run.count != slot || run.count == longest_)) flush(peer);
+    if (run.count != 0 && (run.first + run.count != slot || run.count == longest_)) {
+      const bool full = run.count == longest_;
+      flush(peer);
+      if (full) group_.carrier->drive();
+    }
     if (run.count == 0) run.first = slot;
     ++run.count;
   }
 
-  // No more rows for this peer.
+  // No more rows for this peer; the header that follows sets them going.
   void flush(uint32_t peer) {
     Run& run = runs_[peer];
     if (run.count == 0) return;
     group_.carrier->push(
         {Notice::kRows, op_bank_, uint8_t(peer), uint8_t(group_.generation), run.first, run.count, epoch_});
-    group_.carrier->drive();
     run.count = 0;
   }
 
  private:
-  static constexpr uint64_t kChunkBytes = 64 << 10;  // of one write: enough to hide the cost of its posting
+  static constexpr uint64_t kChunkBytes = 256 << 10;  // of one write: enough to hide the cost of its posting
   struct Run {
     uint32_t first = 0, count = 0;
   };

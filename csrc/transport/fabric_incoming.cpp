@@ -27,6 +27,9 @@ std::string Incoming::take(const Immediate& immediate, uint32_t last_epoch, uint
     case Kind::kLetter:
       count(immediate);
       break;
+    case Kind::kLast:
+      last(immediate, last_epoch);
+      break;
     case Kind::kConsumed:
       consumed(immediate, last_epoch);
       break;
@@ -53,31 +56,58 @@ std::string Incoming::take(const Immediate& immediate, uint32_t last_epoch, uint
 
 Letter Incoming::letter(const Immediate& immediate) const {
   Letter letter;
-  std::memcpy(&letter, inbox_ + slots_.slot(immediate), sizeof letter);
+  const bool routing = immediate.kind == Kind::kLetter && Op(immediate.op) == Op::kDispatch;
+  const std::byte* from = routing ? group_.own() + group_.layout.note_at(immediate.value, immediate.source)
+                                  : inbox_ + slots_.slot(immediate);
+  std::memcpy(&letter, from, sizeof letter);
   letter.length = std::min(letter.length, kVoteBytes);
   return letter;
 }
 
-void Incoming::count(const Immediate& immediate) {
-  const uint32_t slot = immediate.op * group_.geometry.num_banks + immediate.value;
+Incoming::Arrival* Incoming::arrival_of(const Immediate& immediate, uint32_t bank) {
+  const uint32_t slot = immediate.op * group_.geometry.num_banks + bank;
   Arrival& arrival = arrivals_[slot * group_.geometry.num_ranks + immediate.source];
   const int32_t ahead = later(immediate.generation, arrival.generation);
-  if (ahead < 0) return;  // of a generation that has ended
+  if (ahead < 0) return nullptr;
   if (ahead > 0) arrival = {.generation = immediate.generation};
+  return &arrival;
+}
+
+void Incoming::count(const Immediate& immediate) {
+  Arrival* arrival = arrival_of(immediate, immediate.value);
+  if (arrival == nullptr) return;
   if (immediate.kind == Kind::kChunk) {
-    ++arrival.chunks;
+    ++arrival->chunks;
   } else {
     const Letter said = letter(immediate);
     const uint32_t taken_in = Op(immediate.op) == Op::kDispatch ? group_.rank << kGatewayShift : 0;
-    arrival.letter = true;
-    arrival.expected = said.chunks;
-    arrival.cell = encode_cell(said.epoch, said.payload | taken_in);
-    std::memcpy(&arrival.readers, said.data, sizeof arrival.readers);
+    arrival->letter = true;
+    arrival->expected = said.chunks;
+    arrival->cell = encode_cell(said.epoch, said.payload | taken_in);
+    std::memcpy(&arrival->readers, said.data, sizeof arrival->readers);
   }
+  complete(*arrival, immediate, immediate.value);
+}
+
+void Incoming::last(const Immediate& immediate, uint32_t last_epoch) {
+  const Last said = Last::decode(immediate.value);
+  const uint32_t epoch = widen(said.epoch, last_epoch, Last::kEpochBits), bank = group_.bank_of(epoch);
+  Arrival* arrival = arrival_of(immediate, bank);
+  if (arrival == nullptr) return;
+  ++arrival->chunks;
+  arrival->letter = true;
+  arrival->expected = said.chunks;
+  arrival->cell = encode_cell(epoch, said.payload);
+  arrival->readers = 1ull << group_.rank;
+  complete(*arrival, immediate, bank);
+}
+
+// Sets the cells of an operation of which all has come.
+void Incoming::complete(Arrival& arrival, const Immediate& immediate, uint32_t bank) {
   if (!arrival.letter || arrival.chunks != arrival.expected) return;
   const auto [cell, readers] = std::pair(arrival.cell, arrival.readers & group_.readable);
   arrival = {.generation = immediate.generation};
-  const uint64_t offset = Head::header(Op(immediate.op), immediate.value, immediate.source);
+  const uint64_t offset = Head::header(Op(immediate.op), bank, immediate.source);
   for_each_peer(readers, group_.rank, group_.geometry.num_ranks,
                 [&, cell = cell](uint32_t reader) { advance(reader, immediate.source, offset, cell); });
 }

@@ -19,7 +19,7 @@ class Incoming {
   // inbox: the slots behind this rank's region.
   Incoming(Group& group, std::byte* inbox);
 
-  // last_epoch: of the operation that this rank sent to the source, where the immediate is a consumed epoch.
+  // last_epoch: of the operation that this rank sent to the source, near to what the immediate speaks of.
   // Returns "" or what is wrong with the immediate: nobody of this group sends such a thing.
   std::string take(const Immediate& immediate, uint32_t last_epoch, uint64_t now);
 
@@ -38,6 +38,9 @@ class Incoming {
   };
 
   void count(const Immediate& immediate);
+  void last(const Immediate& immediate, uint32_t last_epoch);
+  Arrival* arrival_of(const Immediate& immediate, uint32_t bank);  // null where its generation has ended
+  void complete(Arrival& arrival, const Immediate& immediate, uint32_t bank);
   void consumed(const Immediate& immediate, uint32_t last_epoch);
   void vote(const Immediate& immediate);
   void join(const Immediate& immediate);

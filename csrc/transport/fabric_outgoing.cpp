@@ -71,11 +71,8 @@ uint64_t Outgoing::post(uint64_t now) {
     const uint32_t number = std::countr_zero(left);
     Peer& peer = peers_[number];
     while (!peer.queue.empty()) {
-      Queued& next = peer.queue.front();
-      const Result result = post_one(next, peer.queue.size() > 1);
+      const Result result = post_front(peer);
       if (result == Result::kDone) {
-        count(next.command).fetch_sub(1, std::memory_order_release);
-        peer.queue.pop_front();
         peer.stuck_since = 0;
         continue;
       }
@@ -87,16 +84,53 @@ uint64_t Outgoing::post(uint64_t now) {
   return refused;
 }
 
-Outgoing::Result Outgoing::post_one(Queued& queued, bool more) {
-  if (queued.kind == Kind::kChunk) return post_rows(queued, more);
-  if (queued.kind == Kind::kLetter && queued.command.op() == Op::kDispatch) {
-    const Result result = post_routing(queued);
+// Posts what is in front of a peer's queue and takes it out.
+Outgoing::Result Outgoing::post_front(Peer& peer) {
+  Queued& next = peer.queue.front();
+  const Command& c = next.command;
+  Result result;
+  if (next.kind == Kind::kChunk && ends(peer)) {
+    const Command header = peer.queue[1].command;
+    const Last last{header.epoch, header.first, chunks(c).count + 1};
+    result =
+        post_rows(next, {Kind::kLast, c.generation, group_.rank, uint32_t(c.op()), last.encode()}, false);
     if (result != Result::kDone) return result;
+    told(header);
+    done(peer);
+  } else if (next.kind == Kind::kChunk) {
+    result = post_rows(next, immediate(next), peer.queue.size() > 1);
+  } else if (next.kind == Kind::kLetter && c.op() == Op::kDispatch) {
+    result = post_routing(next);
+  } else {
+    result = post_letter(next);
   }
-  return post_letter(queued);
+  if (result == Result::kDone) done(peer);
+  return result;
 }
 
-Outgoing::Result Outgoing::post_rows(Queued& queued, bool more) {
+bool Outgoing::ends(const Peer& peer) {
+  const Command& rows = peer.queue[0].command;
+  if (rows.op() != Op::kCombine || peer.queue.size() < 2) return false;
+  const Queued& next = peer.queue[1];
+  const Command& header = next.command;
+  const bool same = next.kind == Kind::kLetter && header.op() == rows.op() && header.epoch == rows.epoch &&
+                    header.generation == rows.generation;
+  return same && header.count != 0 && header.first <= 1 && chunks(rows).count < Last::kMaxChunks;
+}
+
+// What is in front of the queue has been posted, as far as its lease goes.
+void Outgoing::done(Peer& peer) {
+  count(peer.queue.front().command).fetch_sub(1, std::memory_order_release);
+  peer.queue.pop_front();
+}
+
+// The header of an operation has been posted.
+void Outgoing::told(const Command& c) {
+  chunks(c) = {};
+  last_epochs_[uint32_t(c.op())][c.peer] = c.epoch;
+}
+
+Outgoing::Result Outgoing::post_rows(const Queued& queued, const Immediate& said, bool more) {
   const Command& c = queued.command;
   const Layout& layout = group_.layout;
   const bool dispatch = c.op() == Op::kDispatch;
@@ -109,48 +143,52 @@ Outgoing::Result Outgoing::post_rows(Queued& queued, bool more) {
                               {.from = outbox_ + at(c.peer),
                                .bytes = c.count * pitch,
                                .to = at(group_.rank),
-                               .immediate = immediate(queued).encode(),
+                               .immediate = said.encode(),
                                .tag = 0,
                                .more = more});
   if (result == Result::kDone) ++chunks(c).count;
   return result;
 }
 
-// Ids, then weights: one write where the gap between them is small.
+// The letter with ids and weights behind it: one write, but for weights that lie far behind the ids.
 Outgoing::Result Outgoing::post_routing(Queued& queued) {
   constexpr uint64_t kSmallGap = 4096;
   const Command& c = queued.command;
   const Layout& layout = group_.layout;
-  const uint64_t bytes = uint64_t(c.first & ~kHasWeights) * layout.top_k * sizeof(int32_t);
-  struct Part {
-    uint64_t begin, bytes;
-  } parts[2] = {{0, bytes}, {layout.meta_weights, (c.first & kHasWeights) != 0 ? bytes : 0}};
-  if (parts[1].bytes != 0 && layout.meta_weights - bytes <= kSmallGap) {
-    parts[0].bytes = layout.meta_weights + bytes;
-    parts[1].bytes = 0;
-  }
-  Queued chunk = queued;
-  chunk.kind = Kind::kChunk;
-  for (; queued.step < 2; ++queued.step) {
-    const Part& part = parts[queued.step];
-    if (part.bytes == 0) continue;
+  const uint64_t ids = layout.ids_at(c.bank(), c.peer), ids_there = layout.ids_at(c.bank(), group_.rank);
+  const uint64_t bytes = uint64_t(c.first & kTokensMask) * layout.top_k * sizeof(int32_t);
+  const bool weighted = (c.first & kHasWeights) != 0 && bytes != 0;
+  const bool together = layout.meta_weights - bytes <= kSmallGap;
+  if (weighted && !together && queued.step == 0) {
+    Queued chunk = queued;
+    chunk.kind = Kind::kChunk;
     const Result result = write(chunk, kNoLetter,
-                                {.from = outbox_ + layout.ids_at(c.bank(), c.peer) + part.begin,
-                                 .bytes = part.bytes,
-                                 .to = layout.ids_at(c.bank(), group_.rank) + part.begin,
+                                {.from = outbox_ + ids + layout.meta_weights,
+                                 .bytes = bytes,
+                                 .to = ids_there + layout.meta_weights,
                                  .immediate = immediate(chunk).encode(),
                                  .tag = 0,
                                  .more = true});
     if (result != Result::kDone) return result;
     ++chunks(c).count;
+    queued.step = 1;
   }
-  return Result::kDone;
+  const Letter letter = letter_of(queued);
+  std::memcpy(outbox_ + ids - Layout::kNote, &letter, sizeof letter);
+  const uint64_t routing = weighted && together ? layout.meta_weights + bytes : bytes;
+  const Result result = write(queued, kNoLetter,
+                              {.from = outbox_ + ids - Layout::kNote,
+                               .bytes = Layout::kNote + routing,
+                               .to = ids_there - Layout::kNote,
+                               .immediate = immediate(queued).encode(),
+                               .tag = 0,
+                               .more = false});
+  if (result == Result::kDone) told(c);
+  return result;
 }
 
-Outgoing::Result Outgoing::post_letter(Queued& queued) {
-  if (free_letters_.empty()) return Result::kAgain;
+Letter Outgoing::letter_of(const Queued& queued) {
   const Command& c = queued.command;
-  const uint32_t slot = free_letters_.back();
   Letter letter{c.epoch, c.first, 0, 0, {}};
   const auto take = [&](uint64_t offset, uint32_t length) {
     std::memcpy(letter.data, outbox_ + offset, letter.length = length);
@@ -162,6 +200,13 @@ Outgoing::Result Outgoing::post_letter(Queued& queued) {
   if (queued.kind == Kind::kVote) take(Head::vote(c.bank(), c.peer) + kLine, std::min(c.first, kVoteBytes));
   if (queued.kind == Kind::kJoin) take(Head::join(c.bank(), c.peer) + sizeof(uint64_t), sizeof(uint64_t));
   if (queued.kind == Kind::kAbort) take(Head::abort_status(c.peer), sizeof(Status));
+  return letter;
+}
+
+Outgoing::Result Outgoing::post_letter(const Queued& queued) {
+  if (free_letters_.empty()) return Result::kAgain;
+  const uint32_t slot = free_letters_.back();
+  const Letter letter = letter_of(queued);
   std::byte* const from = letters_ + slot * kLetterPitch;
   std::memcpy(from, &letter, sizeof letter);
   const Immediate said = immediate(queued);
@@ -174,10 +219,7 @@ Outgoing::Result Outgoing::post_letter(Queued& queued) {
                                .more = false});
   if (result != Result::kDone) return result;
   free_letters_.pop_back();
-  if (queued.kind == Kind::kLetter) {
-    chunks(c) = {};
-    last_epochs_[uint32_t(c.op())][c.peer] = c.epoch;
-  }
+  if (queued.kind == Kind::kLetter) told(queued.command);
   return result;
 }
 

@@ -73,10 +73,15 @@ class Outgoing {
     return (uint32_t(op) * kMaxBanks + bank) * kMaxRanks + peer;
   }
   Chunks& chunks(const Command& c);
-  Result post_one(Queued& queued, bool more);
-  Result post_rows(Queued& queued, bool more);
+  Result post_front(Peer& peer);
+  Result post_rows(const Queued& queued, const Immediate& immediate, bool more);
   Result post_routing(Queued& queued);
-  Result post_letter(Queued& queued);
+  Result post_letter(const Queued& queued);
+  // Whether the rows in front and the header behind them end a combine of which one immediate says all.
+  bool ends(const Peer& peer);
+  Letter letter_of(const Queued& queued);
+  void done(Peer& peer);
+  void told(const Command& c);
   Result write(const Queued& queued, uint32_t letter, const Write& write);
   Immediate immediate(const Queued& queued) const;
 

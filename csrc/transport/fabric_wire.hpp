@@ -2,8 +2,9 @@
 //
 // Rows and routing are written to where `Layout` has them, in any number of writes and in any order; every
 // one carries an immediate, and the receiver counts them. A letter, written to a slot of its own behind the
-// region, says how many there were. Only then does the receiver set the cell that the phases wait for: nobody
-// but a rank's own host ever writes a cell.
+// region or in front of the routing, says how many there were; where all that it would say fits into an
+// immediate, that of the last write does. Only then does the receiver set the cell that the phases wait for:
+// nobody but a rank's own host ever writes a cell.
 #pragma once
 
 #include <cstdint>
@@ -12,10 +13,10 @@
 
 namespace ep::fabric {
 
-enum class Kind : uint32_t { kHello, kChunk, kLetter, kConsumed, kVote, kJoin, kAbort, kAlive, kBye };
-constexpr uint32_t kNumKinds = 9;
+enum class Kind : uint32_t { kHello, kChunk, kLetter, kConsumed, kVote, kJoin, kAbort, kAlive, kBye, kLast };
+constexpr uint32_t kNumKinds = 10;
 
-// kind 4 bits, generation 4, source 6, op 1, value 17: the bank, or the low bits of a consumed epoch.
+// kind 4 bits, generation 4, source 6, op 1, value 17: the bank, or the low bits of an epoch.
 struct Immediate {
   Kind kind;
   uint32_t generation, source, op, value;
@@ -33,9 +34,21 @@ struct Immediate {
   }
 };
 
+// The value of kLast: the last chunk of a combine, where its header says no more than this.
+struct Last {
+  static constexpr uint32_t kEpochBits = 11, kMaxChunks = 31;
+  uint32_t epoch;    // low bits
+  uint32_t payload;  // of the header: 0 or 1
+  uint32_t chunks;   // how many writes belong to it
+
+  uint32_t encode() const { return epoch << 6 | payload << 5 | chunks; }
+  static Last decode(uint32_t value) { return {value >> 6, value >> 5 & 1, value & 31}; }
+};
+static_assert(Last::kEpochBits + 6 == Immediate::kValueBits && 1u << Last::kEpochBits > 4 * kMaxBanks);
+
 // The 32-bit epoch with these low bits that is nearest to `near`.
-inline uint32_t widen(uint32_t value, uint32_t near) {
-  const uint32_t shift = 32 - Immediate::kValueBits;
+inline uint32_t widen(uint32_t value, uint32_t near, uint32_t bits = Immediate::kValueBits) {
+  const uint32_t shift = 32 - bits;
   return near + uint32_t(int32_t((value - near) << shift) >> shift);
 }
 
@@ -50,10 +63,10 @@ struct Letter {
   uint8_t data[kVoteBytes];
 };
 constexpr uint64_t kLetterPitch = 128;
-static_assert(sizeof(Letter) <= kLetterPitch);
+static_assert(sizeof(Letter) <= kLetterPitch && sizeof(Letter) <= Layout::kNote);
 
-// Where letters arrive, behind a rank's region: a slot for each (kind, op, bank, source), which is not
-// written again before this rank has read it and said so by the protocol above.
+// Where letters arrive, behind a rank's region, but for those of a dispatch: a slot for each (kind, op, bank,
+// source), which is not written again before this rank has read it and said so by the protocol above.
 struct Inbox {
   uint32_t num_ranks, num_banks;
 
