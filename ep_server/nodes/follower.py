@@ -125,6 +125,7 @@ class Follower:
             cluster.connect_seconds,
             cluster.silent_seconds,
         )
+        log.info("going to node 0 at %s as node %d", self._leader, self.place.node)
         async with joined(joining, hello_of(claim), self._on_message) as link:
             self._link = link
             self._agent = Agent(self.config, plan, link, self._hooks.progress, self._module)

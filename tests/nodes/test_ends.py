@@ -98,6 +98,19 @@ async def test_a_rank_that_is_lost_anywhere_ends_all_nodes() -> None:
         assert left(processes) == []
 
 
+async def test_a_node_told_to_stop_before_the_others_are_there_ends_well_with_those_that_are() -> None:
+    async with nodes(count=3) as made:
+        alone = await made.start(1)
+        await alone.until(lambda: alone.said("going to node 0"))
+        alone.signal(signal.SIGTERM)
+        assert await alone.end() == 0
+        leader, other = await made.start(0), await made.start(2)
+        await other.until(lambda: other.said("has joined node 0"))
+        other.signal(signal.SIGTERM)
+        assert [await leader.end(), await other.end()] == [0, 0]
+        assert leader.text == other.text == []
+
+
 @pytest.mark.slow
 async def test_a_node_that_is_stopped_is_silent_and_ends_itself_when_it_goes_on() -> None:
     async with serving(options=("--cluster-silent-seconds", "1.5")) as servers:
