@@ -60,6 +60,18 @@ class ModelRunner:
         """Drops the sampler state of a request."""
         self._sampler.remove(number)
 
+    def bucket_of(self, batch: StepBatch) -> int:
+        """0: a step on the CPU has the rows that it has."""
+        return 0
+
+    def launch(self, batch: StepBatch, micro_batches: int, bucket: int) -> list[SampledToken]:
+        """As run(): on the CPU nothing goes on by itself."""
+        return self.run(batch, micro_batches)
+
+    def collect(self, launched: list[SampledToken]) -> list[SampledToken]:
+        """What launch() returned."""
+        return launched
+
     def run(self, batch: StepBatch, micro_batches: int = 1) -> list[SampledToken]:
         """Runs one step. Collective: every rank calls it, also with an empty batch.
 

@@ -16,8 +16,10 @@ import signal
 import socket
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 from ep_server.errors import EpServerError, InternalError, StartupError
 from ep_server.ranks.channel import ChannelClosed, RankChannel
@@ -32,7 +34,7 @@ from ep_server.ranks.messages import (
 from ep_server.ranks.overlap import OverlapPolicy
 from ep_server.ranks.statistics import StepMeter, StepTimes
 from ep_server.ranks.vote import Verdict, Voter
-from ep_server.records import NO_TOKEN, SampledToken, StepBatch, TokenEvent
+from ep_server.records import NO_TOKEN, StepBatch, TokenEvent
 from ep_server.v1 import rank_pb2 as pb
 
 if TYPE_CHECKING:  # torch is imported once the process is tied to its parent
@@ -45,6 +47,16 @@ REPORT_NS = 500_000_000
 CHECK_NS = 10_000_000_000  # a recount of 64k KV blocks takes 40 ms: not at every pause
 LAST_WORDS_SECONDS = 2.0  # for the last message to leave
 PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True, slots=True)
+class _Flying:
+    """A step that was launched. launched: the runner's. began: clock at its start, planned, voted; ns."""
+
+    batch: StepBatch
+    launched: Any
+    micro_batches: int
+    began: tuple[int, int, int]
 
 
 class RankWorker:
@@ -60,6 +72,8 @@ class RankWorker:
         self._overlap = OverlapPolicy(parts.overlap)
         self._meter = StepMeter(parts.ready.rank)
         self._meter.ready(self._exchange.statistics(), self._runner.statistics())
+        self._ahead = parts.scheduler.limits.ahead
+        self._flying: deque[_Flying] = deque()
         self._stop = False
         self._reported = self._checked = clock()
         self._read_overlap()
@@ -79,8 +93,8 @@ class RankWorker:
     def step(self) -> bool:
         """One step with all other ranks; False once it was the last.
 
-        On exit: every message read is obeyed and every token of the step is on its way to the front. A batch
-        that was planned when the group stopped is not run.
+        On exit: every message read is obeyed, and the tokens of the step are on their way to the front, or
+        those of the one `ahead` steps before it. A batch that was planned when the group stopped is not run.
         """
         start = self._clock()
         self._obey(self._channel.poll())
@@ -90,20 +104,37 @@ class RankWorker:
         voted = self._clock()
         if verdict.run:
             self._meter.began(batch, planned)
-            sampled = self._runner.run(batch, verdict.micro_batches)
-            ran = self._clock()
-            self._publish(self._scheduler.commit(batch, sampled))
-            self._fail_undrawn(sampled)
-            self._measure(batch, verdict, StepTimes(start, planned, voted, ran, self._clock()))
-        elif verdict.park:
+            bucket = verdict.bucket if verdict.graph else 0
+            launched = self._runner.launch(batch, verdict.micro_batches, bucket)
+            self._flying.append(_Flying(batch, launched, verdict.micro_batches, (start, planned, voted)))
+        while self._flying and (len(self._flying) > self._ahead or not verdict.run):
+            self._land(self._flying.popleft())
+        if verdict.park:
             self._park()
         return not verdict.stop
 
+    def _land(self, step: _Flying) -> None:
+        """Waits for the tokens of a step, and tells them."""
+        sampled = self._runner.collect(step.launched)
+        ran = self._clock()
+        undrawn = [t.number for t in sampled if t.token_id == NO_TOKEN and self._scheduler.is_live(t.number)]
+        self._publish(self._scheduler.commit(step.batch, sampled))
+        self._fail(undrawn)
+        times = StepTimes(*step.began, ran, self._clock())
+        self._meter.stepped(step.batch, step.micro_batches, times)
+        if self._overlap.stepped(times.published - times.start, step.batch.num_tokens):
+            self._read_overlap()
+        if times.published - self._reported >= REPORT_NS:
+            self._report()
+
     def _vote(self, batch: StepBatch) -> Verdict:
+        bucket = self._runner.bucket_of(batch)
         record = self._voter.cast(
             tokens=batch.num_tokens,
+            bucket=bucket,
             has_work=self._scheduler.has_work,
             micro_batch_ok=self._overlap.wish(len(batch.slices)),
+            graph_ok=bucket > 0 or not batch.slices,
             stop=self._stop,
         )
         return self._voter.settle(self._exchange.all_gather(record))
@@ -161,14 +192,13 @@ class RankWorker:
                     self._forget(event.number)
         self._release()
 
-    def _fail_undrawn(self, sampled: Sequence[SampledToken]) -> None:
+    def _fail(self, undrawn: Sequence[int]) -> None:
         """A request whose logits are broken fails alone: whoever sends it again must not end a server."""
-        for token in sampled:
-            if token.token_id == NO_TOKEN:
-                log.error("the logits of request %d hold NaN or infinity", token.number)
-                failed = pb.RequestFailed(number=token.number, message="its logits hold NaN or infinity")
-                self._forget(token.number)
-                self._send(pb.FromRank(request_failed=failed))
+        for number in undrawn:
+            log.error("the logits of request %d hold NaN or infinity", number)
+            failed = pb.RequestFailed(number=number, message="its logits hold NaN or infinity")
+            self._forget(number)
+            self._send(pb.FromRank(request_failed=failed))
 
     def _release(self) -> None:
         for number in self._scheduler.freed():
@@ -178,13 +208,6 @@ class RankWorker:
     def _forget(self, number: int) -> None:
         self._runner.remove(number)
         self._meter.left(number)
-
-    def _measure(self, batch: StepBatch, verdict: Verdict, times: StepTimes) -> None:
-        self._meter.stepped(batch, verdict.micro_batches, times)
-        if self._overlap.stepped(times.published - times.start, batch.num_tokens):
-            self._read_overlap()
-        if times.published - self._reported >= REPORT_NS:
-            self._report()
 
     def _read_overlap(self) -> None:
         exchange, runner = self._exchange.statistics()["sums"], self._runner.statistics().sums

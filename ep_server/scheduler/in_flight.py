@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from ep_server.errors import InternalError
 from ep_server.records import SampledToken, StepBatch
@@ -20,7 +21,7 @@ class Step:
 
 
 class StepsInFlight:
-    """At most `ahead` + 1 steps. An idle step at the end need not be committed."""
+    """At most `ahead` + 1 steps, and as many idle ones, which need not be committed."""
 
     def __init__(self, ahead: int) -> None:
         self._ahead = ahead
@@ -28,9 +29,10 @@ class StepsInFlight:
 
     def make_room(self) -> None:
         """Before another step is planned. Raises InternalError if one must be committed first."""
-        while self._steps and not self._steps[-1].batch.slices:
+        idle = list(takewhile(lambda step: not step.batch.slices, reversed(self._steps)))
+        for _ in idle[self._ahead :]:
             self._steps.pop()
-        if len(self._steps) > self._ahead:
+        if sum(bool(step.batch.slices) for step in self._steps) > self._ahead:
             raise InternalError("plan() before the last batch was committed")
 
     def push(self, batch: StepBatch, members: Sequence[ScheduledSequence]) -> None:
@@ -42,6 +44,8 @@ class StepsInFlight:
 
         Raises: InternalError if that is not `batch`, or the tokens are not its own; nothing has changed then.
         """
+        while batch.slices and self._steps and not self._steps[0].batch.slices:
+            self._steps.popleft()  # idle, and nobody committed it
         if not self._steps or batch is not self._steps[0].batch:
             raise InternalError("commit() of a batch that is not in flight")
         awaited, given = [s.number for s in batch.slices if s.sample], [token.number for token in sampled]

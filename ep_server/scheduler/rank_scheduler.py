@@ -66,6 +66,10 @@ class RankScheduler:
         """At least one request waits or runs."""
         return bool(self._live)
 
+    def is_live(self, number: int) -> bool:
+        """A request of this number waits or runs."""
+        return number in self._live
+
     def load(self) -> RankLoad:
         """The state now; cumulative counts since construction."""
         return RankLoad(

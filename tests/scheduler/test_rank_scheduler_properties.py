@@ -174,7 +174,9 @@ def test_slices_of_a_sequence_join_without_gap_or_overlap(workload):
     load = rank.scheduler.load()
     restarts = len([1 for b in rank.batches for s in b.slices if s.start == 0])
     if not chosen.prefix_cache:
-        assert restarts == len(added) + load.preemptions
+        most = len(added) + load.preemptions
+        # With steps ahead, a preempted sequence may end by a token that was in flight.
+        assert restarts == most or (chosen.ahead and len(added) <= restarts < most)
 
 
 @settings(max_examples=60)

@@ -81,18 +81,24 @@ class GpuRunner:
 
     def run(self, batch: StepBatch, micro_batches: int = 1) -> list[SampledToken]:
         """launch() and collect() in one. micro_batches: only one on a GPU, as yet."""
-        assert micro_batches == 1
-        return self.collect(self.launch(batch))
+        return self.collect(self.launch(batch, micro_batches))
 
-    def launch(self, batch: StepBatch, bucket: int = 0) -> Launched:
+    def bucket_of(self, batch: StepBatch) -> int:
+        """Rows that a step is padded to for a graph; 0 = it cannot be one, or has nothing to run."""
+        single = all(len(s.token_ids) == 1 and s.sample for s in batch.slices)
+        return self.graphs.bucket_of(len(batch.slices)) if single and batch.slices else 0
+
+    def launch(self, batch: StepBatch, micro_batches: int = 1, bucket: int = 0) -> Launched:
         """Enqueues a step. Collective: every rank calls it, also with an empty batch.
 
         Args:
+            micro_batches: 1, as yet.
             bucket: rows that every rank pads this step of single tokens to, one of `graphs`; 0 = the step is
               run as it is, at any mix of chunks and tokens.
         Returns: what collect() takes, in the order of launches.
         Raises: ExchangeError if a peer failed; InternalError for a step beyond the shape or the bucket.
         """
+        assert micro_batches == 1
         pieces = sampled_slices(batch)
         numbers, count = [piece.number for piece in pieces], len(pieces)
         step = self._input.fill(batch, self._places, bucket)
