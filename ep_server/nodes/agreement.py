@@ -29,6 +29,8 @@ _OWN = frozenset(
         "fabric.library",
         "fabric.domain",
         "fabric.address",
+        "fabric.interface",
+        "fabric.gid_index",
     }
 )
 _NOTES = frozenset({"_name_or_path", "transformers_version"})  # of config.json, without meaning for a model

@@ -42,6 +42,8 @@ OWN_AFFAIR = {
     "fabric.library",
     "fabric.domain",
     "fabric.address",
+    "fabric.interface",
+    "fabric.gid_index",
 }
 TENSORS = [
     TensorHeader("model.embed_tokens.weight", "BF16", (8, 4), 64),

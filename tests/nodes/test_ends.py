@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import random
 import signal
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -98,6 +99,15 @@ async def test_a_rank_that_is_lost_anywhere_ends_all_nodes() -> None:
         assert left(processes) == []
 
 
+async def test_a_rendezvous_in_use_is_one_line() -> None:
+    async with nodes() as made:
+        with socket.create_server(("127.0.0.1", int(made.rendezvous.rpartition(":")[2]))):
+            leader = await made.start(0)
+            assert await leader.end() == 1
+        (line,) = leader.text
+        assert line.startswith("ep-server: error: cluster.rendezvous = ") and "in use" in line
+
+
 async def test_a_node_told_to_stop_before_the_others_are_there_ends_well_with_those_that_are() -> None:
     async with nodes(count=3) as made:
         alone = await made.start(1)
@@ -113,13 +123,13 @@ async def test_a_node_told_to_stop_before_the_others_are_there_ends_well_with_th
 
 @pytest.mark.slow
 async def test_a_node_that_is_stopped_is_silent_and_ends_itself_when_it_goes_on() -> None:
-    async with serving(options=("--cluster-silent-seconds", "1.5")) as servers:
+    async with serving(options=("--cluster-silent-seconds", "3")) as servers:
         processes = [rank for server in servers for rank in server.ranks]
         async with streams(servers[0]) as (call,):
             servers[1].signal(signal.SIGSTOP)
             error = await failure(call)
         assert error.code() is Code.UNAVAILABLE
-        assert "node 1 (rank 1) said nothing for 1.5 s" in error.details()
+        assert "node 1 (rank 1) said nothing for 3 s" in error.details()
         assert await servers[0].end() == 1
         servers[1].signal(signal.SIGCONT)
         assert await servers[1].end() == 1

@@ -149,7 +149,7 @@ async def test_every_family_gives_transformers_tokens(
 
 async def test_a_host_cut_off_ends_both_sides(hosts: Hosts) -> None:
     """Nobody is told: node 0 names the node, the other one node 0, and no stream hangs."""
-    quick = ("--cluster-silent-seconds", "1.5", "--exchange-timeout-seconds", "30")
+    quick = ("--cluster-silent-seconds", "3", "--exchange-timeout-seconds", "30")
     endless = [{"prompt": "1+1=", "max_new_tokens": 2000, "ignore_eos": True, "timeout": WAIT}]
     async with nodes(ranks=1, hosts=hosts, options=quick) as made:
         await start_all(made)
@@ -161,8 +161,8 @@ async def test_a_host_cut_off_ends_both_sides(hosts: Hosts) -> None:
                 first.answers(), second.answers()
             )
         assert at_leader.startswith("UNAVAILABLE: ") and at_other.startswith("UNAVAILABLE: ")
-        assert "node 1 (rank 1) said nothing for 1.5 s" in at_leader
-        assert "node 0 at 198.18.0.1:50061 said nothing for 1.5 s" in at_other
+        assert "node 1 (rank 1) said nothing for 3 s" in at_leader
+        assert "node 0 at 198.18.0.1:50061 said nothing for 3 s" in at_other
         assert [await node.end() for node in made.started] == [1, 1]
         assert [process for process in processes if process.is_running()] == []
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -23,6 +24,7 @@ from ep_server.nodes.joining import Joining, joined
 from ep_server.nodes.leader import Leader
 from ep_server.nodes.link import Link
 from ep_server.nodes.security import bind_address, channel_credentials, first_token, token_metadata
+from ep_server.ranks.hosts import Rank, ended
 from ep_server.ranks.process import RankCallbacks
 from ep_server.v1 import nodes_pb2 as pb
 from ep_server.v1 import nodes_pb2_grpc
@@ -160,6 +162,33 @@ async def test_a_node_that_was_told_to_stop_says_so() -> None:
         async with meeting.join(meeting.claim(1)) as link:
             link.send(stop_asked=pb.StopAsked())
             await asked.wait()
+
+
+async def test_all_ranks_get_the_kv_blocks_of_the_poorest_node_and_their_numbers_over_all_nodes() -> None:
+    place = NodePlace(0, 2, "127.0.0.1", free_port())
+    options = {"cluster__nodes": 2, "parallel__ranks": 2, "model__name": "silent"}
+    leader = Leader(config_of(0, **options), place, module="tests.harness.odd_rank")
+    await leader.open(lambda server: None)
+    started: list[Rank] = []
+    spawning = asyncio.create_task(leader.spawn(IGNORED, started.append))
+    poor = replace(claim_of(config_of(1, **options))[0], kv_blocks=7)
+    heard: asyncio.Queue[pb.NodeMessage] = asyncio.Queue()
+    joining = Joining(place.address, None, tuple, WAIT, 5.0)
+    try:
+        async with asyncio.timeout(WAIT), joined(joining, hello_of(poor), heard.put_nowait):
+            assert (await heard.get()).spawn.kv_blocks == 7
+            await spawning
+            assert [rank.rank for rank in started] == [0, 1, 2, 3]
+            started[3].send(b"for rank 3")
+            frame = (await heard.get()).rank_frame
+            assert (frame.rank, frame.payload) == (3, b"for rank 3")
+    finally:
+        for rank in started[:2]:
+            rank.signal(signal.SIGKILL)
+        await ended(started, WAIT)
+        for rank in started:
+            rank.close()
+        await leader.close(0, "")
 
 
 async def test_nodes_that_do_not_come_are_named_with_the_last_refusal() -> None:
