@@ -75,24 +75,22 @@ def offline(console: Console, results: Sequence[Result], title: str) -> None:
 
 
 def step(console: Console, steps: Steps, least: Mapping[str, float], title: str) -> None:
-    """Where a decode step's time goes. least: bounds by phase, seconds."""
-    table = Table("of a decode step", title=title)
-    for name in ("ms", "share", "bound, ms", "of its bound"):
+    """Where a step's time goes. least: bounds by phase, seconds; empty where none is known."""
+    table = Table("of a step", title=title)
+    for name in ("ms", "share", *(("bound, ms", "of its bound") if least else ())):
         table.add_column(name, justify="right")
     for name, seconds in steps.phases.items():
-        bound = least.get(name)
-        table.add_row(
-            PHASE_NAMES.get(name, name),
-            f"{1000 * seconds:.3f}",
-            f"{seconds / steps.seconds:.1%}",
-            "-" if bound is None else f"{1000 * bound:.3f}",
-            f"{seconds / bound:.2f} x" if bound else "-",
-        )
+        against = _against(seconds, least.get(name)) if least else ()
+        share = f"{seconds / steps.seconds:.1%}"
+        table.add_row(PHASE_NAMES.get(name, name), f"{1000 * seconds:.3f}", share, *against)
     table.add_section()
-    total = sum(least.values())
-    all_bounds = (f"{1000 * total:.3f}", f"{steps.seconds / total:.2f} x") if total else ("-", "-")
-    table.add_row("step", f"{1000 * steps.seconds:.3f}", "", *all_bounds)
+    against = _against(steps.seconds, sum(least.values())) if least else ()
+    table.add_row("all", f"{1000 * steps.seconds:.3f}", "", *against)
     console.print(table)
+
+
+def _against(seconds: float, bound: float | None) -> tuple[str, str]:
+    return (f"{1000 * bound:.3f}", f"{seconds / bound:.2f} x") if bound else ("-", "-")
 
 
 def experts_line(steps: Steps, router: RouterSpec, *, uniform: bool) -> str:

@@ -9,6 +9,7 @@ import uvloop
 
 from ep_server.commands import bench_offline, bench_online, options
 from ep_server.commands.bench_output import Output
+from ep_server.commands.inspect_plan import DEVICES
 from ep_server.config import Config
 from ep_server.errors import ConfigError
 
@@ -50,12 +51,17 @@ def command(
     ] = None,
     batch: Annotated[str, typer.Option(help="Sequences per rank, with commas.", **OFFLINE)] = "1,8,32",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each; the median counts.", **OFFLINE)] = 3,
+    device: Annotated[
+        str, typer.Option(help=f"Whose rates make the bounds: {' | '.join(DEVICES)}.", **OFFLINE)
+    ] = "cpu",
     bandwidth: Annotated[
-        float, typer.Option(min=0, help="GB/s a rank reads, for bounds; 0 = 30 / ranks.", **OFFLINE)
-    ] = 0.0,
+        float | None,
+        typer.Option(min=0.001, help="GB/s a rank reads (cpu: 30 / ranks).", show_default=False, **OFFLINE),
+    ] = None,
     link: Annotated[
-        float, typer.Option(min=0, help="GB/s to other ranks, for bounds; 0 = --bandwidth.", **OFFLINE)
-    ] = 0.0,
+        float | None,
+        typer.Option(min=0.001, help="GB/s to others (cpu: --bandwidth).", show_default=False, **OFFLINE),
+    ] = None,
     model: Annotated[str | None, typer.Option(help="Checkpoint directory.", **MODEL)] = None,
     ranks: Annotated[int | None, typer.Option(help="Rank processes (1).", **MODEL)] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16 (auto).", **MODEL)] = None,
@@ -99,7 +105,7 @@ def command(
     if mode == "offline":
         config = Config.load(config_file, flags)
         plan = bench_offline.plan(batch, prompt_tokens, new_tokens, rounds, seed, timeout)
-        rates = bench_offline.rates(config, bandwidth, link)
+        rates = bench_offline.rates(config, device, bandwidth or 0.0, link or 0.0)
         raise typer.Exit(uvloop.run(bench_offline.run(config, plan, rates, output)))
     if model is None:
         refuse_without_model(flags, config_file)

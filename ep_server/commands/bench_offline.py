@@ -13,7 +13,7 @@ from ep_server.benchmark import offline, pictures, tables
 from ep_server.benchmark.breakdown import Rates, Steps, bounds
 from ep_server.benchmark.offline_plan import Plan, Result, prepared, short_of
 from ep_server.commands.bench_output import Output
-from ep_server.commands.inspect_plan import CPU_BANDWIDTH, GB
+from ep_server.commands.inspect_plan import CPU_BANDWIDTH, DEVICES, GB, GPUS
 from ep_server.config import Config
 from ep_server.errors import ConfigError
 from ep_server.model.families import ModelSpec, read_spec
@@ -36,10 +36,18 @@ def plan(batch: str, prompt_tokens: int, new_tokens: int, rounds: int, seed: int
     return Plan(batches, prompt_tokens, new_tokens, rounds, seed, timeout)
 
 
-def rates(config: Config, bandwidth: float, link: float) -> Rates:
-    """What bounds are reckoned with. bandwidth, link: GB/s of one rank, 0 = not given."""
-    memory = bandwidth or CPU_BANDWIDTH / config.parallel.ranks
-    return Rates(memory * GB, (link or memory) * GB)
+def rates(config: Config, device: str, bandwidth: float, link: float) -> Rates:
+    """What bounds are reckoned with. bandwidth, link: GB/s of one rank, 0 = the device's.
+
+    Raises: ConfigError for an unknown device.
+    """
+    if device == "cpu":
+        memory = bandwidth or CPU_BANDWIDTH / config.parallel.ranks
+        return Rates(memory * GB, (link or memory) * GB)
+    if device not in GPUS:
+        raise ConfigError("--device", device, "one of " + ", ".join(DEVICES))
+    _, memory, between, _ = GPUS[device]
+    return Rates((bandwidth or memory) * GB, (link or between) * GB, packed=False)
 
 
 async def run(config: Config, asked: Plan, rates: Rates, output: Output) -> int:

@@ -40,11 +40,11 @@ class Output:
             found: for JSON. tables: prints to a console. picture: draws the SVG.
         """
         found = {"measured": time.strftime("%Y-%m-%d"), "versions": versions(), **found}
+        if self.json_file:  # files first: whoever reads standard output may leave early
+            Path(self.json_file).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+        if self.chart:
+            Path(self.chart).write_text(picture(), encoding="utf-8")
         if self.as_json:
             print(json.dumps(found))
         else:
             tables(Console())
-        if self.json_file:
-            Path(self.json_file).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        if self.chart:
-            Path(self.chart).write_text(picture(), encoding="utf-8")

@@ -16,12 +16,14 @@ import pytest
 
 import ep_server
 from ep_server.benchmark import offline, online
+from ep_server.benchmark.breakdown import Rates
 from ep_server.benchmark.load import Load
 from ep_server.benchmark.offline_plan import Plan
 from ep_server.benchmark.reader import Work, run
 from ep_server.benchmark.trace import OK
 from ep_server.cli import main
 from ep_server.client import AsyncClient, Target
+from ep_server.commands.bench_offline import rates
 from ep_server.commands.bench_online import Asked, prepared
 from ep_server.config import Config
 from ep_server.errors import InternalError, StartupError
@@ -72,6 +74,13 @@ def test_online_with_a_server_of_its_own(capfd: pytest.CaptureFixture[str], tmp_
     assert found["goodput"]["requests"] == 11 and found["statuses"] == {}
     assert found["tokens_per_message"] > 2  # 1, 4 and 4
     assert chart.read_text().startswith("<svg ")
+
+
+def test_rates_of_bounds() -> None:
+    two = Config.from_values({"parallel.ranks": 2})
+    assert rates(two, "cpu", 0.0, 0.0) == Rates(15e9, 15e9)
+    assert rates(two, "cpu", 20.0, 0.0) == Rates(20e9, 20e9)
+    assert rates(two, "h200", 4500.0, 0.0) == Rates(4500e9, 375e9, packed=False)
 
 
 def test_a_server_of_its_own_has_room_and_is_for_this_host_alone() -> None:
@@ -175,6 +184,10 @@ async def test_a_reader_that_cannot_start_is_named() -> None:
             "cluster.nodes = 2: must be 1: off",
         ),
         (("--model", str(DEMO), "--set", "cluster.nodes=2"), "cluster.nodes = 2: must be 1: the"),
+        (
+            ("offline", "--model", str(DEMO), "--device", "abacus"),
+            "'abacus': must be one of cpu, h100",
+        ),
         (("--ranks", "2"), "parallel.ranks = 2: must be given only with --model"),
         (("--chart", "a.png"), "--chart = 'a.png': must be a name that ends with .svg"),
         (("--json-file", "/no/such/place/a.json"), "must be a file in a directory that is there"),
