@@ -175,6 +175,19 @@ def overview() -> Iterator[Panel]:
     share = f"epserver_kv_cache_usage_ratio{{{RANK}}}"
     yield lines("Fullest KV cache", "percentunit", Query(f"max by (instance) ({share})", "{{instance}}"))
     yield lines("Prompt and output lengths, p50", "none", *lengths())
+    yield lines(
+        "Nodes by role",
+        "none",
+        Query(f"sum by (role) (epserver_node_info{{{RELEASE}}})", "{{role}}"),
+        about="A leader for each server, and its other nodes. Above, a server is its leader.",
+    )
+    yield lines(
+        "Calls that other nodes passed on",
+        "reqps",
+        Query(f"{rate('epserver_relayed_requests_total', RELEASE, 'instance')} or vector(0)", "{{instance}}"),
+        about="By the node that a call came to. Requests by status, which leaders count, has them too.",
+        stack=True,
+    )
 
 
 def lengths() -> Iterator[Query]:
