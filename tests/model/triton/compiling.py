@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,11 +47,11 @@ class Compiled:
 
 
 class Recorder:
-    """Takes the place of every launch while it is entered. once: only the first launch of a kernel counts."""
+    """Takes the place of every launch while it is entered. skip: names of kernels that are not compiled."""
 
-    def __init__(self, once: bool = False) -> None:
+    def __init__(self, skip: Collection[str] = ()) -> None:
         self.compiled: list[Compiled] = []
-        self._once = once
+        self._skip = skip
 
     def __enter__(self) -> Recorder:
         self._run = JITFunction.run
@@ -61,7 +62,7 @@ class Recorder:
         JITFunction.run = self._run
 
     def _compile(self, kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if self._once and kernel.__name__ in {one.name for one in self.compiled}:
+        if kernel.__name__ in self._skip:
             return
         grid = kwargs.pop("grid")
         kwargs.pop("warmup")

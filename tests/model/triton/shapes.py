@@ -156,13 +156,42 @@ def sampling() -> None:
         sample(meta(TOKENS, 151936, dtype=dtype), rows, space, choices)
 
 
-PARTS = (norms, rotations, decoding, prefilling, routing, grouped, sampling)
+def small_float32() -> None:
+    """Checkpoints of tests, in which greedy tokens are compared with transformers'."""
+    count = meta(1, dtype=I32)
+    x, q = meta(8, 64, dtype=F32), meta(8, 4, 16, dtype=F32)
+    norm, positions = meta(64, dtype=F32), meta(8, dtype=I64)
+    add_rms_norm(x, x, norm, 1e-6, x)
+    kv = PagedKv(KvLayer(meta(64, 4, 2, 16, dtype=F32), meta(64, 4, 2, 16, dtype=F32), 16))
+    turn = Rotation(meta(64, 8, 2, dtype=F32), positions, positions)
+    store_gqa(meta(8, 128, dtype=F32), q, kv, turn, HeadNorm(meta(6, 16, dtype=F32), 1e-6), 8.0)
+    latent = PagedKv(KvLayer(meta(64, 4, 1, 40, dtype=F32), None, 32))
+    turn = Rotation(meta(64, 4, 2, dtype=F32), positions, positions)
+    down, wide, out = meta(8, 40, dtype=F32), meta(8, 4, 40, dtype=F32), meta(8, 4, 32, dtype=F32)
+    mla = MlaInput(down[:, :32], down[:, 32:], meta(8, 4, 8, dtype=F32), meta(32, dtype=F32), 1e-6)
+    store_mla(mla, wide[..., 32:], latent, turn)
+    for cache, query, result in ((kv, q, q), (latent, wide, out)):
+        work = Workspace(meta(8, 4, 2, result.shape[2], dtype=F32), meta(8, 4, 2, 2, dtype=F32))
+        decode(query, cache, sequences(8), AttentionRule(0.2, 6), work, result)
+        prefill(query, meta(9, dtype=I32), cache, sequences(8), AttentionRule(0.2, 6), result)
+    ids, gates = meta(8, 2, dtype=I64), meta(8, 2, dtype=F32)
+    route(meta(8, 6, dtype=F32), None, RouterSpec(6, 2, groups=3, top_groups=2), ids, gates, count)
+    weights = ExpertWeights(meta(6, 64, 64, dtype=F32), meta(6, 64, 32, dtype=F32))
+    given = ExpertRows(
+        meta(16, 64, dtype=F32), meta(6, dtype=I32), meta(7, dtype=I64), None, meta(16, dtype=I64)
+    )
+    run_experts(given, weights, meta(16, 32, dtype=F32), meta(16, 64, dtype=F32))
+
+
+PARTS = (norms, rotations, decoding, prefilling, routing, grouped, sampling, small_float32)
 
 if __name__ == "__main__":
     once = "--once" in sys.argv
+    done: set[str] = set()
     wanted = [name for name in sys.argv[1:] if name != "--once"]
     for part in [part for part in PARTS if not wanted or part.__name__ in wanted]:
-        with Recorder(once) as recorder:
+        with Recorder(frozenset(done if once else ())) as recorder:
             part()
+        done |= {one.name for one in recorder.compiled}
         for one in recorder.compiled:
             print(json.dumps({"part": part.__name__, **dataclasses.asdict(one)}), flush=True)

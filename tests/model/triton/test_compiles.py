@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+import ep_server.model.triton as triton_kernels
 from tests.model.triton.shapes import PARTS
 
 SHARED_LIMIT = 227 << 10  # bytes of shared memory a block may have
@@ -18,8 +20,10 @@ SHARED_LIMIT = 227 << 10  # bytes of shared memory a block may have
 
 def test_every_kernel_compiles_for_sm90(tmp_path: Path) -> None:
     """The first variant of each."""
-    kernels = compiled(tmp_path, "--once")
-    assert {kernel["part"] for kernel in kernels} == {part.__name__ for part in PARTS}
+    sources = Path(triton_kernels.__file__).parent.glob("*.py")
+    source = "\n".join(path.read_text() for path in sources)
+    written = set(re.findall(r"^def (_\w+_kernel)\(", source, re.MULTILINE))
+    assert {kernel["name"] for kernel in compiled(tmp_path, "--once")} == written
 
 
 @pytest.mark.slow
@@ -29,7 +33,7 @@ def test_every_variant_compiles_for_sm90(part: str, tmp_path: Path) -> None:
 
 
 def compiled(cache: Path, *arguments: str) -> list[dict[str, Any]]:
-    """The kernels, none of which spills registers or is too large for a multiprocessor."""
+    """The kernels: each fits a multiprocessor, and none spills registers that is meant to be fast."""
     settings = {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1", "TRITON_CACHE_DIR": str(cache)}
     done = subprocess.run(
         [sys.executable, "-m", "tests.model.triton.shapes", *arguments],
@@ -39,6 +43,7 @@ def compiled(cache: Path, *arguments: str) -> list[dict[str, Any]]:
     kernels = [json.loads(line) for line in done.stdout.splitlines()]
     assert kernels
     for kernel in kernels:
-        assert kernel["shared"] <= SHARED_LIMIT and kernel["stack"] == 0, kernel
+        assert kernel["shared"] <= SHARED_LIMIT, kernel
+        assert kernel["stack"] == 0 or kernel["part"] == "small_float32", kernel
         assert kernel["registers"] * 32 * kernel["warps"] <= 1 << 16, kernel
     return kernels
