@@ -15,6 +15,7 @@ import torch
 
 from ep_server.model.families.spec import GroupScore, RouterSpec, Score
 from ep_server.model.kv_cache import KvLayer
+from ep_server.model.triton.activation import silu_mul
 from ep_server.model.triton.expert_rows import ExpertRows, ExpertWeights
 from ep_server.model.triton.experts import run_experts
 from ep_server.model.triton.logit_edits import (
@@ -61,6 +62,7 @@ def norms() -> None:
         x = meta(TOKENS, hidden)
         rms_norm(x, meta(hidden), 1e-6, x)
         add_rms_norm(x, x, meta(hidden), 1e-6, x)
+    silu_mul(meta(TOKENS, 2 * 6144), meta(TOKENS, 6144))
 
 
 def rotations() -> None:
