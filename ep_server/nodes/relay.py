@@ -35,6 +35,8 @@ SERVICES: tuple[Any, ...] = (
 )
 # Of this hop alone: what gRPC sets by itself, who the caller is to this node, and what no caller may claim.
 _OWN = frozenset(("authorization", "content-type", "host", "te", "user-agent", NODE_KEY))
+# How a connection that breaks ends its calls; node 0 itself says these only with a trailer.
+_BROKEN = frozenset(grpc.StatusCode[name] for name in ("CANCELLED", "INTERNAL", "UNAVAILABLE", "UNKNOWN"))
 _RETRY_MS = 1000
 _OPTIONS = [
     ("grpc.max_receive_message_length", -1),
@@ -223,7 +225,7 @@ class Relay:
         if kind == "Unauthenticated":
             log.error("%s does not take cluster.token_file of node %d", where, self._settings.node)
             raise Unavailable(f"{where} does not know this node")
-        if kind is None and error.code() is grpc.StatusCode.UNAVAILABLE:
+        if kind is None and error.code() in _BROKEN:
             raise Unavailable(self._ended or f"{where} cannot be reached: {error.details()}")
         await context.abort(error.code(), error.details() or "", trailers)
         raise AssertionError("abort returned")

@@ -125,7 +125,9 @@ async def test_a_method_that_is_not_there() -> None:
 class Script(grpc.GenericRpcHandler):
     """A leader that keeps the metadata of calls and answers with what a test gave it."""
 
-    def __init__(self) -> None:
+    def __init__(self, *end: Any) -> None:
+        """end: status, details and trailers of every call; none = it ends well."""
+        self.end = end
         self.seen: list[dict[str, Any]] = []
         self.remaining: list[float | None] = []
 
@@ -148,6 +150,8 @@ class Script(grpc.GenericRpcHandler):
         self.seen.append(dict(context.invocation_metadata()))
         self.remaining.append(context.time_remaining())
         await context.send_initial_metadata((("first", "a"), ("first-bin", b"\x00\xff")))
+        if self.end:
+            await context.abort(*self.end)
         context.set_trailing_metadata((("last", "b"), ("last-bin", b"\xff\x00")))
 
 
@@ -184,6 +188,32 @@ async def test_without_a_deadline_there_is_none() -> None:
     async with listening(add) as (_, address), relaying(address) as node:
         await node.client.channel.unary_unary("/ep_server.v1.Control/GetLoads")(b"")
         assert script.remaining == [None] and "authorization" not in script.seen[0]
+
+
+@pytest.mark.parametrize(
+    "status", [code for code in Code if code is not Code.OK], ids=lambda code: str(code.name)
+)
+@pytest.mark.parametrize("method", ["Decode/Generate", "Control/GetLoads"])
+async def test_every_status_is_passed_on_but_those_of_a_broken_connection(status: Any, method: str) -> None:
+    def call(node: Any) -> Any:
+        channel = node.client.channel
+        return (channel.unary_stream if "Generate" in method else channel.unary_unary)(
+            f"/ep_server.v1.{method}"
+        )
+
+    said = (("epserver-error", "Something"), ("more-bin", b"\xff"))
+    for trailers_of_leader in (said, ()):
+        script = Script(status, "in its words", trailers_of_leader)
+        add = lambda server, of=script: server.add_generic_rpc_handlers((of,))  # noqa: E731
+        async with listening(add) as (_, address), relaying(address) as node:
+            error = await failure(call(node)(b"m"))
+        broken = not trailers_of_leader and status.name in ("CANCELLED", "INTERNAL", "UNAVAILABLE", "UNKNOWN")
+        if broken:
+            assert error.code() is Code.UNAVAILABLE
+            assert error.details() == f"node 0 at {address} cannot be reached: in its words"
+        else:
+            assert (error.code(), error.details()) == (status, "in its words")
+            assert set(trailers_of_leader) <= {(key, value) for key, value in error.trailing_metadata()}
 
 
 # -- ends ------------------------------------------------------------------------------------------------
