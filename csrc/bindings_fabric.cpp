@@ -76,7 +76,7 @@ void bind_probe(py::module_& m) {
 
 py::list providers(const fabric::Options& options) {
   py::list all;
-  for (const fabric::Candidate& c : fabric::list(fabric::Library(options.library), options))
+  for (const fabric::Candidate& c : fabric::list(fabric::Library(options), options))
     all.append(py::make_tuple(c.provider, c.fabric, c.domain, c.missing));
   return all;
 }
@@ -96,12 +96,15 @@ void bind_fabric(py::module_& m) {
 
   py::class_<fabric::Options>(m, "FabricOptions")
       .def(py::init([](std::string library, std::string provider, std::string domain, std::string address,
-                       int64_t traffic_class, uint64_t disorder, bool strict_memory) {
-             return fabric::Options{library,       provider, domain,       address,
-                                    traffic_class, disorder, strict_memory};
+                       std::string interface, int64_t traffic_class, int32_t gid_index, uint32_t queue_depth,
+                       bool adaptive_routing, uint64_t disorder, bool strict_memory) {
+             return fabric::Options{library,          provider,      domain,       address,
+                                    interface,        traffic_class, gid_index,    queue_depth,
+                                    adaptive_routing, disorder,      strict_memory};
            }),
            py::kw_only(), py::arg("library"), py::arg("provider"), py::arg("domain"), py::arg("address"),
-           py::arg("traffic_class"), py::arg("disorder"), py::arg("strict_memory"));
+           py::arg("interface"), py::arg("traffic_class"), py::arg("gid_index"), py::arg("queue_depth"),
+           py::arg("adaptive_routing"), py::arg("disorder"), py::arg("strict_memory"));
   m.def("fabric_providers", &providers);
   m.def("host_segment_bytes",
         [](const Geometry& g, uint32_t ranks) { return fabric::host_regions(g, ranks).bytes(); });

@@ -195,7 +195,11 @@ class FabricOptions:
         provider: str,
         domain: str,
         address: str,
+        interface: str,
         traffic_class: int,
+        gid_index: int,
+        queue_depth: int,
+        adaptive_routing: bool,
         disorder: int,
         strict_memory: bool,
     ) -> None: ...

@@ -164,11 +164,25 @@ class FabricConfig:
         "device or interface; several with commas = one per rank of this node; empty = the provider's first",
     )
     address: str = option("", "address of this host on that network; empty = the provider's choice")
-    traffic_class: int = option(
-        -1,
-        "DSCP or service level, as libfabric's tclass; -1 = the provider's default",
-        low=-1,
-        high=(1 << 32) - 1,
+    interface: str = option(
+        "",
+        "network interface that verbs and TCP keep to; several with commas = one per rank of this node",
+    )
+    traffic_class: str = option(
+        "",
+        "DSCP from 0 to 63, or libfabric's class as low_latency, bulk_data; empty = the provider's default",
+    )
+    gid_index: int = option(
+        -1, "index in the GID table of verbs; -1 = the provider's default", low=-1, high=255
+    )
+    queue_depth: int = option(
+        0,
+        "writes in flight of a rank, at least the tokens of a step + 3; 0 = the provider's default",
+        low=0,
+        high=1 << 16,
+    )
+    adaptive_routing: bool = option(
+        True, "writes may overtake one another on the network; false = they are asked for in order"
     )
 
 

@@ -42,7 +42,7 @@ FabricCarrier::FabricCarrier(Group& group, const Options& options, const Share& 
       memory_(std::make_shared<FabricMemory>(group, share)),
       bells_(group.rank, share),
       shared_(share.ranks_of(group.rank).size() > 1),
-      library_(options.library),
+      library_(options),
       endpoint_(library_, options,
                 {.inbound = memory_->inbound(),
                  .outbound = {memory_->outbox(), memory_->outbox_bytes()},

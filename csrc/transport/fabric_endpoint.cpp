@@ -12,6 +12,7 @@ namespace {
 
 constexpr uint64_t kInboundKey = 0x1eb0, kOutboundKey = 0x1eb1;  // where the provider lets us choose
 constexpr size_t kBatch = 32;
+constexpr size_t kMostWrites = 1 << 16;  // in flight
 // Of the EFA provider since 1.18: headers of 1.17 do not have it. bool: device writes are emulated.
 constexpr int kEfaEmulatedWrite = -(0xefa << 16) + 2;
 
@@ -51,7 +52,7 @@ void Endpoint::open(const EndpointParams& params) {
   check(fi_av_open(domain, &av, &addresses, nullptr), "fi_av_open");
   addresses_.reset(addresses);
 
-  const uint32_t depth = uint32_t(std::clamp<size_t>(info_->tx_attr->size, 1, 4096));
+  const uint32_t depth = uint32_t(std::clamp<size_t>(info_->tx_attr->size, 1, kMostWrites));
   const bool receives = info_->mode & FI_RX_CQ_DATA;
   // No more arrivals can be outstanding than there are receives for them.
   const auto arrivals =

@@ -19,7 +19,9 @@ Fn find(void* handle, const std::string& path, const char* name, const char* ver
 
 }  // namespace
 
-Library::Library(const std::string& path) : path_(path.empty() ? "libfabric.so.1" : path) {
+Library::Library(const Options& options)
+    : path_(options.library.empty() ? "libfabric.so.1" : options.library) {
+  export_parameters(options);
   handle_ = dlopen(path_.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (handle_ == nullptr) {
     const char* why = dlerror();

@@ -9,6 +9,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "transport/fabric_settings.hpp"
+
 namespace ep::fabric {
 
 // Something of libfabric or of its provider failed or is missing. Becomes StartupError, or an error of an
@@ -25,8 +27,8 @@ using Info = std::unique_ptr<fi_info, InfoDeleter>;
 
 class Library {
  public:
-  // path: a file, or empty for the libfabric.so.1 of the loader. Throws FabricError.
-  explicit Library(const std::string& path);
+  // Loads options.library; providers find the traffic settings in the environment. Throws FabricError.
+  explicit Library(const Options& options);
 
   uint32_t version() const { return version_(); }
   std::string version_text() const;

@@ -10,7 +10,7 @@ namespace ep::fabric {
 constexpr uint32_t kWaiting = 4096;
 
 Probe::Probe(const Options& options, uint64_t bytes)
-    : library_(options.library),
+    : library_(options),
       inbound_(bytes),
       outbound_(bytes),
       endpoint_(library_, options,

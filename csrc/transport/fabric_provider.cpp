@@ -28,7 +28,7 @@ std::string text(const char* value) { return value != nullptr ? value : ""; }
 bool layered(const std::string& provider) { return provider.find(';') != std::string::npos; }
 
 // Everything reachable, with the modes that we can serve and no capability asked for yet.
-Info query(const Library& library, const Options& options, uint64_t caps) {
+Info query(const Library& library, const Options& options, uint64_t caps, bool with_settings = true) {
   Info hints = library.empty_hints();
   if (!hints) throw FabricError("libfabric has no memory for hints");
   hints->caps = caps;
@@ -43,7 +43,7 @@ Info query(const Library& library, const Options& options, uint64_t caps) {
   // libfabric frees what hang on hints with free().
   if (!options.provider.empty()) hints->fabric_attr->prov_name = strdup(options.provider.c_str());
   if (!options.domain.empty()) hints->domain_attr->name = strdup(options.domain.c_str());
-  if (options.traffic_class >= 0) hints->tx_attr->tclass = uint32_t(options.traffic_class);
+  if (with_settings) add_hints(options, *hints);
   const char* node = options.address.empty() ? nullptr : options.address.c_str();
   return library.candidates(api_version(library), node, hints.get());
 }
@@ -61,7 +61,10 @@ std::string missing(const fi_info& info, const Options& options) {
   if (info.mode & ~kModes) return "asks for a mode that is not served";
   if (uint64_t(info.domain_attr->mr_mode) & ~kMrModes)
     return "asks for a memory registration mode not served";
-  return {};
+  if (info.tx_attr->size < options.queue_depth)
+    return "holds " + std::to_string(info.tx_attr->size) +
+           " writes, queue_depth = " + std::to_string(options.queue_depth);
+  return unused(options, name);
 }
 
 // Lower is better: real devices first, then fewer layers, then libfabric's own order.
@@ -92,7 +95,8 @@ std::string wanted(const Options& options) {
 }  // namespace
 
 std::vector<Candidate> list(const Library& library, const Options& options) {
-  const Info all = query(library, options, 0);
+  Info all = query(library, options, 0);
+  if (!all) all = query(library, options, 0, false);  // the settings are what nobody takes
   std::vector<Candidate> found;
   for (const fi_info* info : ordered(all.get()))
     found.push_back({text(info->fabric_attr->prov_name), text(info->fabric_attr->name),
@@ -108,7 +112,7 @@ Info choose(const Library& library, const Options& options) {
   std::string why;
   for (const Candidate& c : list(library, options))
     why += "; " + c.provider + " on " + c.domain + ": " +
-           (c.missing.empty() ? "no RDMA write with these settings" : c.missing);
+           (c.missing.empty() ? "refuses RDMA writes with these settings" : c.missing);
   throw FabricError("libfabric " + library.version_text() + " (" + library.path() + ") has no way for " +
                     wanted(options) + (why.empty() ? ": it lists none" : why));
 }

@@ -9,18 +9,9 @@
 #include <vector>
 
 #include "transport/fabric_library.hpp"
+#include "transport/fabric_settings.hpp"
 
 namespace ep::fabric {
-
-struct Options {
-  std::string library;    // path; empty = the loader's libfabric.so.1
-  std::string provider;   // exact name as libfabric gives it, as "tcp;ofi_rxm"; empty = by capability
-  std::string domain;     // device or interface; empty = the first
-  std::string address;    // of this host on that network; empty = the provider's choice
-  int64_t traffic_class;  // a value of libfabric's tclass; -1 = the provider's default
-  uint64_t disorder = 0;  // seed: writes and completions in any order; 0 = as they come. See fabric_shim.hpp
-  bool strict_memory = false;  // addresses and keys as production networks want them
-};
 
 // One way to the network, in the order of preference.
 struct Candidate {

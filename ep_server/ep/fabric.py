@@ -1,7 +1,7 @@
 """The exchange between hosts: the Protocol of exchange.py over libfabric, on CPU tensors.
 
-Phases, layout and errors are those of native.py; here are the network's settings and the end of a connection.
-How ranks find one another is in fabric_bootstrap.py. Durations in seconds.
+Phases, layout and errors are those of native.py; here is the end of a connection. The network's settings are
+in fabric_settings.py, how ranks find one another is in fabric_bootstrap.py.
 """
 
 from __future__ import annotations
@@ -11,67 +11,17 @@ from dataclasses import dataclass
 
 from ep_server import _C
 from ep_server.ep.exchange import ExchangeSpec
+from ep_server.ep.fabric_settings import FabricOptions
 from ep_server.ep.geometry import check_segment, geometry_of
 from ep_server.ep.host_share import HostShare, check_hosts
 from ep_server.ep.native import NativeExchange
 from ep_server.ep.waiting import Waiting
 from ep_server.errors import ConfigError, StartupError
 
+__all__ = ["Card", "FabricExchange", "FabricOptions", "Provider", "providers"]
+
 LOG = logging.getLogger(__name__)
-MAX_TRAFFIC_CLASS = (1 << 32) - 1
 Card = tuple[bytes, int, int, int]  # where a rank's memory is: the provider's address, base, key, bytes
-
-
-@dataclass(frozen=True, slots=True)
-class FabricOptions:
-    """Settings of the network.
-
-    library: path of libfabric.so.1; "" = the loader finds it.
-    provider: as libfabric names it, for example "verbs;ofi_rxm", "efa", "tcp"; "" = chosen by capability.
-    domain: device or interface, for example "mlx5_0-rdm", "eth0"; "" = the first of the provider.
-    address: of this host on that network; "" = the provider's choice. Names the loopback in tests.
-    traffic_class: a value of libfabric's tclass (DSCP or service level); -1 = the provider's default.
-    connect_seconds: until every rank must have answered. linger_seconds: until close() no longer waits for
-      the other ranks' good-byes.
-    disorder, strict_memory: for tests on networks that are kinder than production's (csrc/transport/
-      fabric_shim.hpp): seed of the order of writes and completions, 0 = as they come; addresses and keys
-      as cards with memory registration want them.
-    """
-
-    library: str = ""
-    provider: str = ""
-    domain: str = ""
-    address: str = ""
-    traffic_class: int = -1
-    connect_seconds: float = 60.0
-    linger_seconds: float = 2.0
-    disorder: int = 0
-    strict_memory: bool = False
-
-    def __post_init__(self) -> None:
-        if not -1 <= self.traffic_class <= MAX_TRAFFIC_CLASS:
-            raise ConfigError("traffic_class", self.traffic_class, f"-1 to {MAX_TRAFFIC_CLASS}")
-        if self.connect_seconds <= 0:
-            raise ConfigError("connect_seconds", self.connect_seconds, "above 0")
-        if self.linger_seconds < 0:
-            raise ConfigError("linger_seconds", self.linger_seconds, "at least 0")
-
-    def native(self) -> _C.FabricOptions:
-        """The same for csrc. Raises StartupError where this build has no libfabric."""
-        if not _C.FABRIC:
-            raise StartupError(
-                "this build cannot reach other hosts: it was made without the headers of libfabric"
-                " (Debian: libfabric-dev); build it again with them"
-            )
-        return _C.FabricOptions(
-            library=self.library,
-            provider=self.provider,
-            domain=self.domain,
-            address=self.address,
-            traffic_class=self.traffic_class,
-            disorder=self.disorder,
-            strict_memory=self.strict_memory,
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +60,7 @@ class FabricExchange(NativeExchange):
         share: HostShare | None = None,
     ) -> None:
         waiting, self.options = waiting or Waiting(), options or FabricOptions()
+        self.options.check_depth(spec.max_tokens)
         share = share or HostShare(tuple(range(spec.num_ranks)), -1, ())
         self.hosts = share.hosts
         self._port: _C.FabricPort | None = _open_port(spec, self.options, waiting, share)

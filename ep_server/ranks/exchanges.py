@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from dataclasses import replace
 
 from ep_server.config import Config
 from ep_server.ep.exchange import ExchangeSpec
-from ep_server.ep.fabric import Card, FabricExchange, FabricOptions
+from ep_server.ep.fabric import Card, FabricExchange
 from ep_server.ep.host_share import HostShare
 from ep_server.ep.native import NativeExchange
 from ep_server.ep.waiting import Waiting
+from ep_server.ranks.fabric_options import fabric_options
 from ep_server.ranks.group import hosts_of, local_ranks, spin_budget, usable_cores
 from ep_server.v1 import rank_pb2 as pb
 
@@ -35,25 +37,15 @@ def open_exchange(
         on_open(exchange)
         return exchange
     share = HostShare(hosts_of(config), start.exchange_fd, tuple(start.bells))
-    fabric = FabricExchange(spec, _options(config), Waiting(spin_us), share)
+    options = fabric_options(config.fabric, local.index(spec.rank), len(local))
+    options = replace(options, connect_seconds=config.cluster.connect_seconds)
+    fabric = FabricExchange(spec, options, Waiting(spin_us), share)
     share.close()
     on_open(fabric)
     answer = meet(_introduction(fabric.card), config.cluster.connect_seconds)
     fabric.connect([_card(one) for one in answer.ranks], answer.session)
     fabric.barrier()
     return fabric
-
-
-def _options(config: Config) -> FabricOptions:
-    settings = config.fabric
-    return FabricOptions(
-        library=settings.library,
-        provider=settings.provider,
-        domain=settings.domain,
-        address=settings.address,
-        traffic_class=settings.traffic_class,
-        connect_seconds=config.cluster.connect_seconds,
-    )
 
 
 def _introduction(card: Card) -> pb.Introduction:

@@ -1,0 +1,289 @@
+// A libfabric.so.1 around another one, for tests on a machine that has no card: it records what it is asked
+// for, calls a provider by another name, takes capabilities away, and demands what production networks
+// demand. Compiled by wrapped.py; what it does is said by macros:
+//   REAL            the libfabric behind it; BELOW: the provider in it, as it calls it
+//   RECORD          file: "env NAME=VALUE" when it is loaded, "hint NAME=VALUE" whenever it is asked
+//   NAME            how it calls BELOW
+//   LACKS           capabilities that are not there
+//   CQ_DATA         bytes of remote completion data; what exceeds them is cut off
+//   MOST_WRITES     the largest transmit queue
+//   EMULATED        -1, or what the endpoint says of emulated writes: 0, 1
+//   STRICT          registration by virtual address, with keys of the provider, before anything is sent;
+//                   MOST_RECEIVES receives, of which each remote write with data uses up one
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <rdma/fabric.h>
+#include <rdma/fi_cm.h>
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_eq.h>
+#include <rdma/fi_errno.h>
+#include <rdma/fi_rma.h>
+#include <stdbool.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { ENDS = 64, HELD = 1 << 16, REGIONS = 256, EFA_EMULATED_WRITE = -(0xefa << 16) + 2 };
+
+extern char** environ;
+static void* real;
+static int (*real_getinfo)(uint32_t, const char*, const char*, uint64_t, const struct fi_info*,
+                           struct fi_info**);
+static struct fi_info* (*real_dupinfo)(const struct fi_info*);
+static void (*real_freeinfo)(struct fi_info*);
+static int (*real_fabric)(struct fi_fabric_attr*, struct fid_fabric**, void*);
+static uint32_t (*real_version)(void);
+static const char* (*real_strerror)(int);
+
+static void note(const char* kind, const char* text) {
+  FILE* file = fopen(RECORD, "a");
+  if (file == NULL) abort();
+  fprintf(file, "%s %s\n", kind, text);
+  fclose(file);
+}
+
+static void note_number(const char* name, uint64_t value) {
+  char text[128];
+  snprintf(text, sizeof text, "%s=%llu", name, (unsigned long long)value);
+  note("hint", text);
+}
+
+__attribute__((constructor)) static void loaded(void) {
+  real = dlopen(REAL, RTLD_NOW | RTLD_LOCAL);
+  if (real == NULL) abort();
+  real_getinfo = dlvsym(real, "fi_getinfo", "FABRIC_1.3");
+  real_dupinfo = dlvsym(real, "fi_dupinfo", "FABRIC_1.3");
+  real_freeinfo = dlvsym(real, "fi_freeinfo", "FABRIC_1.3");
+  real_fabric = dlvsym(real, "fi_fabric", "FABRIC_1.1");
+  real_version = dlvsym(real, "fi_version", "FABRIC_1.0");
+  real_strerror = dlvsym(real, "fi_strerror", "FABRIC_1.0");
+  for (char** one = environ; *one != NULL; ++one)
+    if (strncmp(*one, "FI_", 3) == 0) note("env", *one);
+}
+
+// -- the functions by which one enters ---------------------------------------------------------------------
+
+uint32_t fi_version(void) { return real_version(); }
+const char* fi_strerror(int error) { return real_strerror(error); }
+void fi_freeinfo(struct fi_info* info) { real_freeinfo(info); }
+struct fi_info* fi_dupinfo(const struct fi_info* info) { return real_dupinfo(info); }
+
+static void rename_to(char** name, const char* other) {
+  free(*name);
+  *name = strdup(other);
+}
+
+static void mask(struct fi_info* info) {
+  rename_to(&info->fabric_attr->prov_name, NAME);
+  info->caps &= ~(uint64_t)(LACKS);
+  if (info->domain_attr->cq_data_size > CQ_DATA) info->domain_attr->cq_data_size = CQ_DATA;
+  if (info->tx_attr->size > MOST_WRITES) info->tx_attr->size = MOST_WRITES;
+  if (!STRICT) return;
+  info->mode |= FI_RX_CQ_DATA;
+  info->domain_attr->mr_mode |= FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | FI_MR_PROV_KEY;
+  if (info->rx_attr->size > MOST_RECEIVES) info->rx_attr->size = MOST_RECEIVES;
+}
+
+// As the provider below knows it.
+static struct fi_info* unmask(const struct fi_info* info) {
+  struct fi_info* plain = real_dupinfo(info);
+  rename_to(&plain->fabric_attr->prov_name, BELOW);
+  plain->mode &= ~FI_RX_CQ_DATA;
+  return plain;
+}
+
+int fi_getinfo(uint32_t version, const char* node, const char* service, uint64_t flags,
+               const struct fi_info* hints, struct fi_info** list) {
+  note_number("tx_size", hints->tx_attr->size);
+  note_number("tclass", hints->tx_attr->tclass);
+  note_number("msg_order", hints->tx_attr->msg_order);
+  if (hints->domain_attr->name != NULL) {
+    char text[256];
+    snprintf(text, sizeof text, "domain=%s", hints->domain_attr->name);
+    note("hint", text);
+  }
+  if ((hints->caps & (uint64_t)(LACKS)) != 0) return -FI_ENODATA;
+  if (hints->fabric_attr->prov_name != NULL && strcmp(hints->fabric_attr->prov_name, NAME) != 0)
+    return -FI_ENODATA;
+  struct fi_info* asked = unmask(hints);
+  asked->tx_attr->tclass = 0;  // recorded; the provider below may know none
+  if (asked->tx_attr->size > MOST_WRITES) asked->tx_attr->size = MOST_WRITES;
+  const int result = real_getinfo(version, node, service, flags, asked, list);
+  real_freeinfo(asked);
+  for (struct fi_info* info = result == 0 ? *list : NULL; info != NULL; info = info->next) mask(info);
+  return result;
+}
+
+// -- what an endpoint demands ------------------------------------------------------------------------------
+
+static struct end {
+  struct fid_domain* domain;
+  struct fid_ep* endpoint;
+  struct fid_cq* queue;
+  void* receives[MOST_RECEIVES];  // posted, a ring
+  size_t posted, used;
+  struct fi_cq_data_entry held[HELD];  // arrived, and no receive was there
+  size_t first, last;
+} ends[ENDS];
+static size_t num_ends, num_regions;
+static struct {
+  const char* begin;
+  size_t bytes;
+  void* desc;
+} regions[REGIONS];
+
+static struct fi_ops_fabric fabric_ops, *fabric_below;
+static struct fi_ops_domain domain_ops, *domain_below;
+static struct fi_ops_mr mr_ops, *mr_below;
+static struct fi_ops_cq cq_ops, *cq_below;
+static struct fi_ops_rma rma_ops, *rma_below;
+static struct fi_ops_msg msg_ops, *msg_below;
+static struct fi_ops_ep ep_ops, *ep_below;
+
+#define REPLACE(object, member, mine, below, one, with) \
+  do {                                                  \
+    if ((below) == NULL) (below) = (object)->member;    \
+    (mine) = *(below);                                  \
+    (mine).one = (with);                                \
+    (object)->member = &(mine);                         \
+  } while (0)
+
+static struct end* of_queue(const struct fid_cq* queue) {
+  for (size_t i = num_ends; i-- > 0;)
+    if (ends[i % ENDS].queue == queue) return &ends[i % ENDS];
+  abort();
+}
+
+static struct end* of_endpoint(const struct fid_ep* endpoint) {
+  for (size_t i = num_ends; i-- > 0;)
+    if (ends[i % ENDS].endpoint == endpoint) return &ends[i % ENDS];
+  abort();
+}
+
+static ssize_t receive(struct fid_ep* endpoint, void* buffer, size_t bytes, void* desc, fi_addr_t from,
+                       void* context) {
+  struct end* end = of_endpoint(endpoint);
+  (void)buffer, (void)bytes, (void)desc, (void)from;
+  if (end->posted - end->used == MOST_RECEIVES) return -FI_EAGAIN;
+  end->receives[end->posted++ % MOST_RECEIVES] = context;
+  return 0;
+}
+
+// As a card does: each remote write with data takes a receive, and waits where there is none.
+static ssize_t read_strict(struct fid_cq* queue, void* buffer, size_t room) {
+  struct end* end = of_queue(queue);
+  struct fi_cq_data_entry *out = buffer, fresh[64];
+  const ssize_t count = cq_below->read(queue, fresh, room < 64 ? room : 64);
+  size_t given = 0;
+  for (ssize_t i = 0; i < count; ++i) {
+    if ((fresh[i].flags & FI_REMOTE_CQ_DATA) == 0) {
+      out[given++] = fresh[i];
+      continue;
+    }
+    if (end->last - end->first == HELD) abort();
+    end->held[end->last++ % HELD] = fresh[i];
+  }
+  for (; given < room && end->first != end->last && end->used != end->posted; ++given) {
+    out[given] = end->held[end->first++ % HELD];
+    out[given].op_context = end->receives[end->used++ % MOST_RECEIVES];
+    if (CQ_DATA < 8) out[given].data &= (1ull << (CQ_DATA * 8 % 64)) - 1;
+  }
+  if (given != 0) return (ssize_t)given;
+  return count < 0 ? count : -FI_EAGAIN;
+}
+
+static int try_wait(struct fid_fabric* fabric, struct fid** objects, int count) {
+  for (size_t i = 0; i < ENDS; ++i)
+    if (ends[i].queue != NULL && &ends[i].queue->fid == objects[0] && ends[i].first != ends[i].last &&
+        ends[i].used != ends[i].posted)
+      return -FI_EAGAIN;
+  return fabric_below->trywait(fabric, objects, count);
+}
+
+// What is sent lies in memory that was registered, and its descriptor comes with it.
+static ssize_t write_strict(struct fid_ep* endpoint, const struct fi_msg_rma* message, uint64_t flags) {
+  const char* from = message->msg_iov[0].iov_base;
+  bool good = message->data >> 32 == 0;
+  for (size_t i = 0; good && i < num_regions; ++i)
+    if (message->desc != NULL && message->desc[0] == regions[i].desc && from >= regions[i].begin &&
+        from + message->msg_iov[0].iov_len <= regions[i].begin + regions[i].bytes)
+      return rma_below->writemsg(endpoint, message, flags);
+  return -FI_EINVAL;
+}
+
+static int register_memory(struct fid* domain, const void* buffer, size_t bytes, uint64_t access,
+                           uint64_t offset, uint64_t key, uint64_t flags, struct fid_mr** made,
+                           void* context) {
+  const int result = mr_below->reg(domain, buffer, bytes, access, offset, key, flags, made, context);
+  if (result != 0 || num_regions == REGIONS) return result;
+  (*made)->mem_desc = *made;  // the provider below has none
+  regions[num_regions].begin = buffer;
+  regions[num_regions].bytes = bytes;
+  regions[num_regions++].desc = *made;
+  return 0;
+}
+
+static int get_option(struct fid* endpoint, int level, int name, void* value, size_t* length) {
+  if (EMULATED < 0 || level != FI_OPT_ENDPOINT || name != EFA_EMULATED_WRITE)
+    return ep_below->getopt(endpoint, level, name, value, length);
+  *(bool*)value = EMULATED;
+  *length = sizeof(bool);
+  return 0;
+}
+
+// -- where these come from ---------------------------------------------------------------------------------
+
+static int open_queue(struct fid_domain* domain, struct fi_cq_attr* attr, struct fid_cq** queue,
+                      void* context) {
+  const int result = domain_below->cq_open(domain, attr, queue, context);
+  if (result != 0 || !STRICT) return result;
+  struct end* end = &ends[num_ends++ % ENDS];
+  *end = (struct end){.domain = domain, .queue = *queue};
+  REPLACE(*queue, ops, cq_ops, cq_below, read, read_strict);
+  return 0;
+}
+
+static int open_endpoint(struct fid_domain* domain, struct fi_info* info, struct fid_ep** endpoint,
+                         void* context) {
+  // The provider below opens its connections this way too.
+  if (info->ep_attr->type != FI_EP_RDM) return domain_below->endpoint(domain, info, endpoint, context);
+  struct fi_info* plain = unmask(info);
+  const int result = domain_below->endpoint(domain, plain, endpoint, context);
+  real_freeinfo(plain);
+  if (result != 0) return result;
+  REPLACE(*endpoint, ops, ep_ops, ep_below, getopt, get_option);
+  if (!STRICT) return 0;
+  for (size_t i = num_ends; i-- > 0;)
+    if (ends[i % ENDS].domain == domain) {
+      ends[i % ENDS].endpoint = *endpoint;
+      break;
+    }
+  REPLACE(*endpoint, rma, rma_ops, rma_below, writemsg, write_strict);
+  REPLACE(*endpoint, msg, msg_ops, msg_below, recv, receive);
+  return 0;
+}
+
+static int open_domain(struct fid_fabric* fabric, struct fi_info* info, struct fid_domain** domain,
+                       void* context) {
+  struct fi_info* plain = unmask(info);
+  const int result = fabric_below->domain(fabric, plain, domain, context);
+  real_freeinfo(plain);
+  if (result != 0) return result;
+  REPLACE(*domain, ops, domain_ops, domain_below, endpoint, open_endpoint);
+  domain_ops.cq_open = open_queue;
+  if (STRICT) REPLACE(*domain, mr, mr_ops, mr_below, reg, register_memory);
+  return 0;
+}
+
+int fi_fabric(struct fi_fabric_attr* attr, struct fid_fabric** fabric, void* context) {
+  char* shown = attr->prov_name;
+  attr->prov_name = strdup(BELOW);
+  const int result = real_fabric(attr, fabric, context);
+  free(attr->prov_name);
+  attr->prov_name = shown;
+  if (result != 0) return result;
+  REPLACE(*fabric, ops, fabric_ops, fabric_below, domain, open_domain);
+  fabric_ops.trywait = try_wait;
+  return 0;
+}
