@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from ep_server import _cuda
-from ep_server.ep.exchange import ExchangeSpec, Payload, Reduction
+from ep_server.ep.exchange import ExchangeSpec
 from ep_server.errors import (
     GroupAborted,
     HookNotCalled,
@@ -16,20 +16,6 @@ from ep_server.errors import (
     PeerTimeout,
     ProtocolViolation,
 )
-
-
-def control_spec(spec: ExchangeSpec) -> ExchangeSpec:
-    """The host-memory exchange beside the GPUs' one: votes, liveness and bootstrap, no rows."""
-    return replace(
-        spec,
-        placement=tuple(range(spec.num_ranks)),
-        max_tokens=1,
-        hidden=1,
-        top_k=1,
-        payload=Payload.FP32,
-        reduction=Reduction.RANK,
-        num_banks=2,
-    )
 
 
 @dataclass(slots=True)

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 import torch.distributed as dist
 
 from ep_server.ep import bootstrap
-from ep_server.ep.exchange import ExchangeSpec
+from ep_server.ep.exchange import ExchangeSpec, control_spec
 from ep_server.ep.limits import check_spec
 from ep_server.ep.native import NativeExchange
 from ep_server.ep.segment import create_segment
@@ -138,7 +138,6 @@ def from_process_group(group: Any, spec: ExchangeSpec, **options: Any) -> CudaEx
         options: keywords of CudaExchange.
     """
     from ep_server.ep.cuda import CudaExchange  # imports this module
-    from ep_server.ep.cuda_handle import control_spec
 
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if (spec.rank, spec.num_ranks) != (rank, size):
@@ -163,7 +162,6 @@ def from_local(devices: Sequence[int], spec: ExchangeSpec, **options: Any) -> li
     if len(devices) != spec.num_ranks or len(set(devices)) != len(devices) or min(devices) < 0:
         raise ConfigError("devices", list(devices), f"{spec.num_ranks} different GPUs, one for each rank")
     from ep_server.ep.cuda import CudaExchange  # imports this module
-    from ep_server.ep.cuda_handle import control_spec
 
     specs = [replace(spec, rank=rank) for rank in range(spec.num_ranks)]
     fd = create_segment(control_spec(spec))

@@ -11,7 +11,7 @@ At most `num_banks` dispatches may be between their send and the matching combin
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import TYPE_CHECKING, Protocol
 
@@ -75,6 +75,20 @@ class ExchangeSpec:
     def local_experts(self) -> tuple[int, ...]:
         """Global ids of this rank's experts, ascending; their order is the local numbering."""
         return tuple(e for e, r in enumerate(self.placement) if r == self.rank)
+
+
+def control_spec(spec: ExchangeSpec) -> ExchangeSpec:
+    """The host-memory exchange beside that of GPUs: votes, liveness and bootstrap, no rows."""
+    return replace(
+        spec,
+        placement=tuple(range(spec.num_ranks)),
+        max_tokens=1,
+        hidden=1,
+        top_k=1,
+        payload=Payload.FP32,
+        reduction=Reduction.RANK,
+        num_banks=2,
+    )
 
 
 @dataclass(slots=True)

@@ -14,12 +14,10 @@ from dataclasses import dataclass
 import torch
 
 from ep_server.config import Config
-from ep_server.ep.native import NativeExchange
 from ep_server.model.assembly import LoadParams, load_model
 from ep_server.model.families import read_spec
-from ep_server.model.runner import ModelRunner
-from ep_server.model.sampler import Sampler
-from ep_server.ranks.exchanges import Meet, open_exchange
+from ep_server.ranks.devices import Device, Meeting, Runner, device_of
+from ep_server.ranks.exchanges import Opening
 from ep_server.ranks.group import exchange_spec
 from ep_server.records import RankReady, Request, Sampling, SeqSlice, StepBatch, Stopping
 from ep_server.scheduler.batch import IDLE, SchedulerLimits
@@ -36,29 +34,32 @@ Progress = Callable[[str, int, int], None]
 class Front:
     """Whom a rank talks to while it is built.
 
-    progress: called as progress(stage, done, total). meet: see exchanges.open_exchange.
-    on_exchange: gets the exchange as soon as the other ranks can see this one.
+    progress: called as progress(stage, done, total).
+    opening: hears of the exchange as soon as the other ranks can see this one.
     """
 
     progress: Progress
-    on_exchange: Callable[[NativeExchange], None]
-    meet: Meet
+    opening: Opening
 
 
 @dataclass(frozen=True, slots=True)
 class RankParts:
     """A rank that is ready to step. overlap: ParallelConfig.overlap."""
 
-    exchange: NativeExchange
-    runner: ModelRunner
+    exchange: Meeting
+    runner: Runner
     scheduler: RankScheduler
     ready: RankReady
     overlap: str
 
 
-def build_rank(start: pb.Start, front: Front) -> RankParts:
+def build_rank(
+    start: pb.Start, front: Front, choose: Callable[[pb.Start, Config], Device] = device_of
+) -> RankParts:
     """Loads what this rank owns and runs the first steps with the others.
 
+    Args:
+        choose: what this rank computes on.
     Raises: StartupError and its children; ExchangeError if a peer fails.
     """
     began = time.monotonic()
@@ -66,8 +67,9 @@ def build_rank(start: pb.Start, front: Front) -> RankParts:
     torch.set_num_threads(1)
     config = Config.from_values(json.loads(start.config_json))
     spec = exchange_spec(config, read_spec(config.model.path), start.rank)
+    device = choose(start, config)
     # Before the weights: its heartbeat tells the others that this rank lives however long loading takes.
-    exchange = open_exchange(start, config, spec, front.on_exchange, front.meet)
+    exchange = device.open(spec, front.opening)
     progress = front.progress
     model = load_model(
         LoadParams(
@@ -77,6 +79,7 @@ def build_rank(start: pb.Start, front: Front) -> RankParts:
             config.model.dtype,
             config.model.max_context,
             start.threads,
+            device.compute,
             load_format=config.model.load_format,
             routing=config.model.routing,
             seed=config.model.seed,
@@ -84,35 +87,38 @@ def build_rank(start: pb.Start, front: Front) -> RankParts:
         progress,
     )
     block_size = config.scheduler.block_size
-    runner = model.runner(exchange, Sampler(model.spec.vocab_size), start.kv_blocks, block_size)
+    built = device.build(model, exchange)
     limits = SchedulerLimits(
         max_running=config.scheduler.max_running,
         max_step_tokens=config.scheduler.max_step_tokens,
         block_size=block_size,
-        kv_blocks=start.kv_blocks,
+        kv_blocks=built.kv_blocks,
         # Drawn experts differ between requests, so keys and values of equal prefixes differ too.
         prefix_cache=config.scheduler.prefix_cache and config.model.routing == "router",
         max_context=model.max_context,
+        ahead=device.ahead,
     )
+    overlap = config.parallel.overlap if device.overlaps else "off"
     progress("warm-up", 0, 1)
     exchange.barrier()
     with torch.inference_mode():
-        warm_up(runner, limits, micro_batches=(1,) if config.parallel.overlap == "off" else (1, 2))
+        warm_up(built.runner, limits, micro_batches=(1,) if overlap == "off" else (1, 2))
+        device.prepare(built.runner, progress)
     progress("warm-up", 1, 1)
     ready = RankReady(
         rank=start.rank,
         pid=os.getpid(),
-        kv_blocks=start.kv_blocks,
+        kv_blocks=built.kv_blocks,
         block_size=block_size,
         weight_bytes=model.weights.nbytes,
-        kv_bytes=start.kv_blocks * model.kv_block_bytes(block_size),
-        exchange_bytes=exchange.layout.total,
+        kv_bytes=built.kv_blocks * model.kv_block_bytes(block_size),
+        exchange_bytes=built.exchange_bytes,
         load_seconds=time.monotonic() - began,
     )
-    return RankParts(exchange, runner, RankScheduler(limits), ready, config.parallel.overlap)
+    return RankParts(exchange, built.runner, RankScheduler(limits), ready, overlap)
 
 
-def warm_up(runner: ModelRunner, limits: SchedulerLimits, micro_batches: tuple[int, ...]) -> None:
+def warm_up(runner: Runner, limits: SchedulerLimits, micro_batches: tuple[int, ...]) -> None:
     """Runs a prefill, a decode and an idle step in each form, so that the first request finds all code warm.
 
     It writes into the first KV blocks, which belong to nobody yet.

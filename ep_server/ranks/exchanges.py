@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ep_server.config import Config
 from ep_server.ep.exchange import ExchangeSpec
@@ -19,14 +19,21 @@ from ep_server.v1 import rank_pb2 as pb
 Meet = Callable[[pb.Introduction, float], pb.Connect]
 
 
-def open_exchange(
-    start: pb.Start, config: Config, spec: ExchangeSpec, on_open: Callable[[NativeExchange], None], meet: Meet
-) -> NativeExchange:
+@dataclass(frozen=True, slots=True)
+class Opening:
+    """Who takes part when an exchange is opened.
+
+    on_open: gets the exchange before it waits for anybody.
+    meet: gives the introductions of all ranks for that of this one; waits as many seconds.
+    """
+
+    on_open: Callable[[NativeExchange], None]
+    meet: Meet
+
+
+def open_exchange(start: pb.Start, config: Config, spec: ExchangeSpec, opening: Opening) -> NativeExchange:
     """Collective between hosts: returns once all ranks are connected.
 
-    Args:
-        on_open: gets the exchange before it waits for anybody.
-        meet: gives the introductions of all ranks for that of this one; waits as many seconds.
     Raises: StartupError and its children; ExchangeError if a peer fails.
     """
     local = local_ranks(config)
@@ -34,15 +41,15 @@ def open_exchange(
     if config.cluster.nodes == 1:
         exchange = NativeExchange(spec, fd=start.exchange_fd, spin_us=spin_us)
         os.close(start.exchange_fd)
-        on_open(exchange)
+        opening.on_open(exchange)
         return exchange
     share = HostShare(hosts_of(config), start.exchange_fd, tuple(start.bells))
     options = fabric_options(config.fabric, local.index(spec.rank), len(local))
     options = replace(options, connect_seconds=config.cluster.connect_seconds)
     fabric = FabricExchange(spec, options, Waiting(spin_us), share)
     share.close()
-    on_open(fabric)
-    answer = meet(_introduction(fabric.card), config.cluster.connect_seconds)
+    opening.on_open(fabric)
+    answer = opening.meet(_introduction(fabric.card), config.cluster.connect_seconds)
     fabric.connect([_card(one) for one in answer.ranks], answer.session)
     fabric.barrier()
     return fabric

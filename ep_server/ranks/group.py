@@ -30,7 +30,8 @@ PROCESS_BYTES = 192 << 20  # a rank's own memory beside weights and KV cache: in
 class GroupPlan:
     """What the ranks of a group start from.
 
-    exchange: of rank 0; the others differ in `rank` only. kv_blocks, threads: of each rank of this host.
+    exchange: of rank 0; the others differ in `rank` only. kv_blocks, threads: of each rank of this host;
+      kv_blocks 0 = as the memory of its GPU allows.
     weight_bytes: by rank, over all hosts.
     """
 
@@ -66,19 +67,21 @@ def plan_ranks(config: Config, spec: ModelSpec, available: int, *, packed: bool 
     weights = footprint(spec, dtype, packed=packed).rank_bytes(exchange.placement, exchange.num_ranks)
     here = sum(weights[rank] for rank in local_ranks(config))
     shared = exchange_bytes(config, exchange)
+    threads = config.parallel.threads_per_rank or max(1, usable_cores() // ranks)
+    if config.parallel.device == "cuda":  # each rank knows its GPU, and sizes its cache
+        return GroupPlan(exchange, scheduler.kv_blocks, threads, weights)
     fixed = here + shared + ranks * PROCESS_BYTES
     block = kv_block_bytes(spec, scheduler.block_size, dtype)
     blocks = scheduler.kv_blocks
     if not blocks:
         share = max(0, available - fixed) * scheduler.kv_fraction
-        blocks = min(int(share / (ranks * block)), _useful_blocks(scheduler, context))
+        blocks = min(int(share / (ranks * block)), useful_blocks(scheduler, context))
     if not blocks or fixed + ranks * blocks * block > available:
         raise StartupError(
             f"the model does not fit: {_gib(here)} of weights, {_gib(shared)} of "
             f"exchange, {_gib(ranks * max(blocks, 1) * block)} of KV cache and {_gib(ranks * PROCESS_BYTES)} "
             f"for {ranks} processes need more than the {_gib(available)} of memory available"
         )
-    threads = config.parallel.threads_per_rank or max(1, usable_cores() // ranks)
     return GroupPlan(exchange, blocks, threads, weights)
 
 
@@ -103,6 +106,11 @@ def exchange_bytes(config: Config, exchange: ExchangeSpec) -> int:
     if config.cluster.nodes == 1:
         return group_bytes(exchange)
     return 2 * group_bytes(exchange) // config.cluster.nodes
+
+
+def on_nvlink(config: Config, spec: ExchangeSpec) -> bool:
+    """Whether rows travel between GPUs themselves, and the hosts' exchange is for votes alone."""
+    return config.parallel.device == "cuda" and config.cluster.nodes == 1 and spec.payload != Payload.FP32
 
 
 def exchange_spec(config: Config, spec: ModelSpec, rank: int) -> ExchangeSpec:
@@ -146,7 +154,7 @@ def spin_budget(spin_us: int, busy: int, cores: int) -> int:
     return spin_us if spin_us >= 0 else SPIN_US * (busy <= cores)
 
 
-def _useful_blocks(scheduler: SchedulerConfig, context: int) -> int:
+def useful_blocks(scheduler: SchedulerConfig, context: int) -> int:
     """Blocks beyond which more change nothing: every running sequence at full length, and that once again
     for cached prefixes."""
     return 2 * scheduler.max_running * -(-context // scheduler.block_size)

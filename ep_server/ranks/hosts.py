@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ep_server.config import Config
+from ep_server.ep.exchange import control_spec
 from ep_server.ep.host_share import create_host_share
 from ep_server.ep.segment import create_segment
-from ep_server.ranks.group import GroupPlan, hosts_of, local_ranks, plan_group
+from ep_server.ranks.group import GroupPlan, hosts_of, local_ranks, on_nvlink, plan_group
 from ep_server.ranks.process import RankCallbacks, RankProcess
 from ep_server.v1 import rank_pb2 as pb
 
@@ -132,7 +133,7 @@ async def ended(ranks: Sequence[Rank], seconds: float) -> None:
 def _share(local: LocalRanks) -> SharedMemory:
     config, spec = local.config, local.plan.exchange
     if config.cluster.nodes == 1:
-        return SharedMemory(create_segment(spec))
+        return SharedMemory(create_segment(control_spec(spec) if on_nvlink(config, spec) else spec))
     share = create_host_share(spec, hosts_of(config), config.cluster.node_rank)
     return SharedMemory(share.fd, share.bells)
 

@@ -19,8 +19,9 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
+from ep_server.config import Config
 from ep_server.errors import EpServerError, InternalError, StartupError
 from ep_server.ranks.channel import ChannelClosed, RankChannel
 from ep_server.ranks.messages import (
@@ -40,6 +41,7 @@ from ep_server.v1 import rank_pb2 as pb
 if TYPE_CHECKING:  # torch is imported once the process is tied to its parent
     from ep_server.ep.native import NativeExchange
     from ep_server.ranks.build import RankParts
+    from ep_server.ranks.devices import Device
 
 log = logging.getLogger(__name__)
 
@@ -47,6 +49,8 @@ REPORT_NS = 500_000_000
 CHECK_NS = 10_000_000_000  # a recount of 64k KV blocks takes 40 ms: not at every pause
 LAST_WORDS_SECONDS = 2.0  # for the last message to leave
 PR_SET_PDEATHSIG = 1
+
+Choose: TypeAlias = "Callable[[pb.Start, Config], Device]"
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +231,8 @@ class RankWorker:
         self._channel.send(message.SerializeToString())
 
 
-def serve(channel: RankChannel) -> int:
-    """The whole life of a rank behind a channel. Returns: the exit code."""
+def serve(channel: RankChannel, choose: Choose | None = None) -> int:
+    """The whole life of a rank behind a channel. choose: see main(). Returns: the exit code."""
     exchanges: list[NativeExchange] = []
     try:
         start = _first_message(channel)
@@ -237,6 +241,8 @@ def serve(channel: RankChannel) -> int:
         import torch
 
         from ep_server.ranks.build import Front, build_rank
+        from ep_server.ranks.devices import device_of
+        from ep_server.ranks.exchanges import Opening
 
         gc.freeze()
         gc.enable()
@@ -249,7 +255,8 @@ def serve(channel: RankChannel) -> int:
             channel.send(pb.FromRank(introduction=introduction).SerializeToString())
             return _answer(channel, seconds)
 
-        parts = build_rank(start, Front(progress, exchanges.append, meet))
+        front = Front(progress, Opening(exchanges.append, meet))
+        parts = build_rank(start, front, choose or device_of)
         worker = RankWorker(parts, channel)
         gc.collect()
         gc.freeze()  # what is here now stays: no collection needs to look at it again
@@ -305,8 +312,8 @@ def die_with(parent: int) -> None:
         sys.exit(1)
 
 
-def main() -> int:
-    """Runs a rank on the inherited channel."""
+def main(choose: Choose | None = None) -> int:
+    """Runs a rank on the inherited channel. choose: what it computes on; as configured if None."""
     parser = argparse.ArgumentParser(description="One rank; started by the server, not by hand.")
     for name in ("--rank", "--channel", "--parent"):
         parser.add_argument(name, type=int, required=True)
@@ -315,7 +322,7 @@ def main() -> int:
     logging.basicConfig(format=f"rank {options.rank}: %(levelname)s %(message)s")
     channel = RankChannel(socket.socket(fileno=options.channel))
     try:
-        return serve(channel)
+        return serve(channel, choose)
     finally:
         channel.close()
 

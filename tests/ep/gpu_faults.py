@@ -12,8 +12,7 @@ import torch
 import torch.distributed as dist
 
 from ep_server.ep.cuda import CudaExchange
-from ep_server.ep.cuda_handle import control_spec
-from ep_server.ep.exchange import ExchangeSpec, Payload, View
+from ep_server.ep.exchange import ExchangeSpec, Payload, View, control_spec
 from ep_server.ep.faults import Action, Fault
 from ep_server.ep.native import NativeExchange
 from ep_server.errors import ExchangeError, GroupAborted, HookNotCalled, InvalidArgument, PeerTimeout

@@ -19,7 +19,9 @@ from ep_server.model.gpu.decoder import GpuDecoder, PassOptions
 from ep_server.model.gpu.graphs import Graphs
 from ep_server.model.gpu.sampling import GpuSampler
 from ep_server.model.gpu.step_input import InputShape, StepInput, StepTensors, sampled_slices
+from ep_server.model.runner import RunnerStatistics
 from ep_server.model.sampler import Sampler
+from ep_server.model.timers import PhaseClock
 from ep_server.records import Request, SampledToken, StepBatch
 
 STAGES = 3  # steps whose input or tokens may be on their way
@@ -69,6 +71,7 @@ class GpuRunner:
         self._told = [self._input.host_buffer(shape.sequences, torch.int64) for _ in range(STAGES)]
         self._places: dict[int, int] = {}  # of the tokens that the last launch draws
         self._launches = 0
+        self._clock = PhaseClock()
         self.graphs = Graphs(self._padded, options.buckets, self._device)
 
     def add(self, request: Request) -> None:
@@ -120,6 +123,17 @@ class GpuRunner:
         return [
             launched.known.get(number) or SampledToken(number, drawn[number]) for number in launched.order
         ]
+
+    def statistics(self) -> RunnerStatistics:
+        """What was measured since the start; waits for the steps in flight. Phases are not timed here."""
+        experts = self._params.exchange.spec.local_experts
+        counter = self._decoder.experts
+        return RunnerStatistics(
+            self._clock.histograms(),
+            self._clock.sums(),
+            dict(zip(experts, counter.total.tolist(), strict=True)),
+            {"experts_active": int(counter.active)},
+        )
 
     def _padded(self, bucket: int) -> torch.Tensor:
         """The work of a graph. Returns: logits of all rows."""

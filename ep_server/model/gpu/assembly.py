@@ -1,0 +1,70 @@
+"""Joins a loaded model, an exchange of tensors on its device and a KV cache to a GpuRunner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ep_server.ep.exchange import Exchange, PendingDispatch, Received
+from ep_server.errors import StartupError
+from ep_server.model.assembly import RankModel
+from ep_server.model.decoder import DecoderParams
+from ep_server.model.gpu.graphs import buckets_up_to
+from ep_server.model.gpu.runner import GpuOptions, GpuRunner
+from ep_server.model.gpu.step_input import InputShape
+from ep_server.model.kv_cache import KvCache
+from ep_server.model.sampler import Sampler
+from ep_server.model.sizes import Dtype
+
+KV_SHARE = 0.8  # of the memory that weights and exchange leave; the rest is for activations and graphs
+_TORCH = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPlan:
+    """Sizes of one rank. kv_blocks: 0 = what the device's memory allows. graphs: capture decode steps."""
+
+    kv_blocks: int
+    block_size: int
+    max_running: int
+    max_step_tokens: int
+    useful_blocks: int
+    graphs: bool = True
+
+
+def kv_blocks_on(device: torch.device, model: RankModel, plan: GpuPlan) -> int:
+    """KV blocks of this rank. Raises: StartupError with the numbers where not one fits."""
+    if plan.kv_blocks or device.type != "cuda":
+        return plan.kv_blocks or plan.useful_blocks
+    free, total = torch.cuda.mem_get_info(device)
+    block = model.kv_block_bytes(plan.block_size)
+    blocks = min(int(free * KV_SHARE / block), plan.useful_blocks)
+    if not blocks:
+        raise StartupError(
+            f"the model does not fit: {model.weights.nbytes / 2**30:.2f} GiB of weights leave "
+            f"{free / 2**30:.2f} of {total / 2**30:.2f} GiB on {device}, a KV block takes {block} bytes"
+        )
+    return blocks
+
+
+def gpu_runner(
+    model: RankModel,
+    exchange: Exchange,
+    receive: Callable[[PendingDispatch, int], Received],
+    plan: GpuPlan,
+    kv_blocks: int,
+) -> GpuRunner:
+    """Allocates what steps need on the model's device; no graph is captured yet. receive: see moe.GpuMoe."""
+    device = model.compute.device
+    cache = KvCache(model.spec, kv_blocks, plan.block_size, _TORCH[model.dtype], device)
+    params = DecoderParams(
+        model.spec, model.weights, exchange, cache, model.max_context, model.compute, model.uniform
+    )
+    rows = min(plan.max_running, plan.max_step_tokens)
+    longest = -(-model.max_context // plan.block_size)
+    shape = InputShape(plan.max_step_tokens, rows, longest, plan.block_size)
+    captured = plan.graphs and model.uniform is None  # a draw needs the numbers of its requests
+    options = GpuOptions(shape, receive, tuple(buckets_up_to(rows)) if captured else ())
+    return GpuRunner(params, Sampler(model.spec.vocab_size, device), options)

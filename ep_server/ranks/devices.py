@@ -1,0 +1,213 @@
+"""What a rank computes on: the CPU, or one GPU. Chooses arithmetic, exchange and runner; knows no channel.
+
+On a GPU rows travel over NVLink where all ranks are on one host and are bfloat16 or FP8; else through host
+memory. A GPU runs one step ahead of what the host knows.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from ep_server.config import Config
+from ep_server.ep.exchange import ExchangeSpec, PendingDispatch, Received, control_spec
+from ep_server.ep.native import NativeExchange
+from ep_server.errors import StartupError
+from ep_server.model.assembly import RankModel
+from ep_server.model.compute import Compute
+from ep_server.model.native_compute import NativeCompute
+from ep_server.model.runner import RunnerStatistics
+from ep_server.model.sampler import Sampler
+from ep_server.model.sizes import context_limit
+from ep_server.model.torch_compute import TorchCompute
+from ep_server.ranks.exchanges import Opening, open_exchange
+from ep_server.ranks.group import local_ranks, on_nvlink, useful_blocks
+from ep_server.records import Request, SampledToken, StepBatch
+from ep_server.v1 import rank_pb2 as pb
+
+Progress = Callable[[str, int, int], None]
+
+
+class Runner(Protocol):
+    """The model of a rank, as its loop drives it: launch steps in order, collect their tokens in order."""
+
+    def add(self, request: Request) -> None:
+        """Creates the sampling state of a request."""
+        ...
+
+    def remove(self, number: int) -> None:
+        """Drops the sampling state of a request."""
+        ...
+
+    def bucket_of(self, batch: StepBatch) -> int:
+        """Rows that a step could be padded to for a captured graph; 0 = none."""
+        ...
+
+    def launch(self, batch: StepBatch, micro_batches: int, bucket: int) -> Any:
+        """Starts a step. Collective. Returns: what collect() takes."""
+        ...
+
+    def collect(self, launched: Any) -> list[SampledToken]:
+        """One token per slice that samples, in the order of the batch."""
+        ...
+
+    def run(self, batch: StepBatch, micro_batches: int = 1) -> list[SampledToken]:
+        """launch() and collect() in one."""
+        ...
+
+    def statistics(self) -> RunnerStatistics:
+        """What was measured since the start."""
+        ...
+
+
+class Meeting(Protocol):
+    """What the loop needs of an exchange, whatever it carries."""
+
+    spec: ExchangeSpec
+
+    def all_gather(self, record: bytes) -> list[bytes]:
+        """The vote."""
+        ...
+
+    def barrier(self) -> None:
+        """Returns once every rank has called it."""
+        ...
+
+    def statistics(self) -> dict[str, Any]:
+        """Cumulative measurements."""
+        ...
+
+    def close(self) -> None:
+        """Frees what it holds."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A runner and the cache it has. exchange_bytes: of this rank."""
+
+    runner: Runner
+    kv_blocks: int
+    exchange_bytes: int
+
+
+class Device(Protocol):
+    """ahead: steps launched before the tokens of the last one are known. overlaps: runs two micro-batches."""
+
+    ahead: int
+    overlaps: bool
+
+    @property
+    def compute(self) -> Compute:
+        """The arithmetic that weights are prepared for."""
+        ...
+
+    def open(self, spec: ExchangeSpec, opening: Opening) -> Any:
+        """The exchange of this rank. Collective. Raises: StartupError; ExchangeError if a peer fails."""
+        ...
+
+    def build(self, model: RankModel, exchange: Any) -> Built:
+        """Allocates the KV cache and joins the parts. Raises: StartupError."""
+        ...
+
+    def prepare(self, runner: Any, progress: Progress) -> None:
+        """What is made once the first steps have run: graphs. Collective."""
+        ...
+
+
+class CpuDevice:
+    """Our kernels on `start.threads` threads of the CPU."""
+
+    def __init__(self, start: pb.Start, config: Config) -> None:
+        self.ahead, self.overlaps = 0, True
+        self.compute: Compute = NativeCompute(start.threads)
+        self._start, self._config = start, config
+
+    def open(self, spec: ExchangeSpec, opening: Opening) -> NativeExchange:
+        """As Device.open."""
+        return open_exchange(self._start, self._config, spec, opening)
+
+    def build(self, model: RankModel, exchange: NativeExchange) -> Built:
+        """As Device.build."""
+        blocks = self._start.kv_blocks
+        runner = model.runner(
+            exchange, Sampler(model.spec.vocab_size), blocks, self._config.scheduler.block_size
+        )
+        return Built(runner, blocks, exchange.layout.total)
+
+    def prepare(self, runner: Any, progress: Progress) -> None:
+        """Nothing: all code is warm."""
+
+
+class CudaDevice:
+    """One GPU: the local rank's number among those that this process sees."""
+
+    def __init__(self, start: pb.Start, config: Config) -> None:
+        self.ahead, self.overlaps = 1, False
+        self._start, self._config = start, config
+        self.device = self._own(start.rank - local_ranks(config).start)
+        self.compute: Compute = TorchCompute(self.device)
+
+    def open(self, spec: ExchangeSpec, opening: Opening) -> Any:
+        """As Device.open."""
+        if not on_nvlink(self._config, spec):
+            from ep_server.ep.bounce import BounceExchange
+
+            return BounceExchange(open_exchange(self._start, self._config, spec, opening), self.device)
+        from ep_server.ep.cuda import CudaExchange
+
+        control = NativeExchange(control_spec(spec), fd=self._start.exchange_fd)
+        os.close(self._start.exchange_fd)
+        opening.on_open(control)
+        return CudaExchange(spec, control=control, device=self.device.index)
+
+    def build(self, model: RankModel, exchange: Any) -> Built:
+        """As Device.build."""
+        from ep_server.model.gpu.assembly import GpuPlan, gpu_runner, kv_blocks_on
+
+        scheduler = self._config.scheduler
+        longest = context_limit(model.spec, self._config.model.max_context)
+        nvlink = on_nvlink(self._config, exchange.spec)
+        plan = GpuPlan(
+            kv_blocks=scheduler.kv_blocks,
+            block_size=scheduler.block_size,
+            max_running=scheduler.max_running,
+            max_step_tokens=scheduler.max_step_tokens,
+            useful_blocks=useful_blocks(scheduler, longest),
+            graphs=nvlink,  # a step through host memory cannot be captured
+        )
+        blocks = kv_blocks_on(self.device, model, plan)
+        runner = gpu_runner(model, exchange, receiver(exchange.spec, nvlink), plan, blocks)
+        return Built(runner, blocks, exchange.memory_bytes if nvlink else 0)
+
+    def prepare(self, runner: Any, progress: Progress) -> None:
+        """Captures a graph for each size of a decode step."""
+        runner.graphs.capture(lambda done, total: progress("graphs", done, total))
+
+    def _own(self, local: int) -> torch.device:
+        count = torch.cuda.device_count()
+        if local >= count:
+            raise StartupError(
+                f"rank {self._start.rank} needs a GPU of its own, this host has {count} for "
+                f"parallel.ranks = {self._config.parallel.ranks}"
+            )
+        torch.cuda.set_device(local)
+        return torch.device("cuda", local)
+
+
+def device_of(start: pb.Start, config: Config) -> Device:
+    """What the configuration says this rank computes on. Raises: StartupError."""
+    return CudaDevice(start, config) if config.parallel.device == "cuda" else CpuDevice(start, config)
+
+
+def receiver(spec: ExchangeSpec, nvlink: bool) -> Callable[[PendingDispatch, int], Received]:
+    """The second half of a dispatch, given the most rows of any rank (see model.gpu.moe.GpuMoe)."""
+    if not nvlink:
+        return lambda dispatched, most: dispatched.recv()
+    choices = spec.num_ranks * min(spec.top_k, max(len(spec.local_experts), 1))
+    # Room for all that can come: so no host is asked how much it is.
+    return lambda dispatched, most: dispatched.recv(capacity=most * choices)  # type: ignore[call-arg]

@@ -1,0 +1,50 @@
+"""A rank process whose GPU is the CPU: the kernels are interpreted, graphs are run again, all else is real.
+
+`python -m tests.harness.interpreted_rank`, as the launcher starts ep_server.ranks.worker.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import torch
+
+from ep_server.config import Config
+from ep_server.ep.exchange import ExchangeSpec
+from ep_server.model.gpu.assembly import GpuPlan, gpu_runner
+from ep_server.model.torch_compute import TorchCompute
+from ep_server.ranks import worker
+from ep_server.ranks.devices import Built, receiver
+from ep_server.ranks.exchanges import Opening, open_exchange
+from ep_server.v1 import rank_pb2 as pb
+from tests.model.triton.interpreter import make_exact
+
+
+class Interpreted:
+    """As ranks.devices.CudaDevice, with the exchange of the CPU."""
+
+    def __init__(self, start: pb.Start, config: Config) -> None:
+        make_exact()
+        self.ahead, self.overlaps = 1, False
+        self.compute = TorchCompute(torch.device("cpu"))
+        self._start, self._config = start, config
+
+    def open(self, spec: ExchangeSpec, opening: Opening) -> Any:
+        return open_exchange(self._start, self._config, spec, opening)
+
+    def build(self, model: Any, exchange: Any) -> Built:
+        scheduler, blocks = self._config.scheduler, self._start.kv_blocks
+        plan = GpuPlan(blocks, scheduler.block_size, scheduler.max_running, scheduler.max_step_tokens, blocks)
+        runner = gpu_runner(model, exchange, receiver(exchange.spec, False), plan, blocks)
+        return Built(runner, blocks, exchange.layout.total)
+
+    def prepare(self, runner: Any, progress: Any) -> None:
+        runner.graphs.capture(lambda done, total: progress("graphs", done, total))
+
+
+if __name__ == "__main__":
+    sys.exit(worker.main(Interpreted))
