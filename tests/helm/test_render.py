@@ -15,6 +15,7 @@ import yaml
 import ep_server
 from ep_server.config import Config
 from ep_server.nodes.discovery import NodePlace, Surroundings, find_place
+from ep_server.ranks.fabric_options import fabric_options
 from tests.helm.charts import (
     CHART,
     FIELDS,
@@ -223,6 +224,16 @@ def test_the_exchange_between_pods_uses_the_pods_address() -> None:
     assert config_of(container(render(nodes, said)[0])).fabric.address == "10.1.2.3"
     for other in ({}, {**nodes, "rdma": {"enabled": True}}):  # no exchange; a card that has its own
         assert config_of(container(render(other)[0])).fabric.address == ""
+
+
+@pytest.mark.parametrize("traffic", ["0", "46", "low_latency"])
+def test_traffic_settings_reach_the_server(traffic: str) -> None:
+    given = {"rdma": {"enabled": True, "trafficClass": traffic, "gidIndex": 0}, "multiNode": {"nodes": 2}}
+    fabric = config_of(container(render(given)[0])).fabric
+    assert (fabric.traffic_class, fabric.gid_index) == (traffic, 0)
+    assert fabric_options(fabric, 0, 1).gid_index == 0
+    fabric = config_of(container(render()[0])).fabric
+    assert (fabric.traffic_class, fabric.gid_index) == ("", -1)
 
 
 def test_pods_of_a_server_may_reach_one_another_and_dns() -> None:

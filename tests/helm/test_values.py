@@ -29,9 +29,11 @@ REFUSED: list[tuple[str, Any, str]] = [
     ("multiNode.connectSeconds", 0, "/multiNode/connectSeconds"),
     ("multiNode.tokenSecret", "My_Secret", "/multiNode/tokenSecret"),
     ("multiNode.tls", True, "/tls/enabled"),
-    ("rdma.serviceLevel", 3, "/rdma/serviceLevel"),  # no transport to give these to
-    ("rdma.trafficClass", 106, "/rdma/trafficClass"),
-    ("rdma.gidIndex", 3, "/rdma/gidIndex"),
+    ("rdma.serviceLevel", 3, "/rdma/serviceLevel"),  # the subnet manager's, no provider has a setting for it
+    ("rdma.trafficClass", "64", "/rdma/trafficClass"),
+    ("rdma.trafficClass", 46, "/rdma/trafficClass"),
+    ("rdma.gidIndex", -1, "/rdma/gidIndex"),
+    ("rdma.gidIndex", 256, "/rdma/gidIndex"),
     ("rdma.resource", "infiniband", "/rdma/resource"),
     ("rdma.count", 0, "/rdma/count"),
     ("gpu.count", 0, "/gpu/count"),

@@ -38,6 +38,14 @@
 {{- if gt (int64 .Values.multiNode.nodes) 1 }}
 {{- include "ep-server.clusterArgs" . }}
 {{- end }}
+{{- with .Values.rdma.trafficClass }}
+- --fabric-traffic-class
+- {{ . | quote }}
+{{- end }}
+{{- if not (kindIs "invalid" .Values.rdma.gidIndex) }}
+- --fabric-gid-index
+- {{ int64 .Values.rdma.gidIndex | quote }}
+{{- end }}
 {{- end }}
 
 {{/* Of a Pod among several. Its number: the set's ordinal in its name, or what LeaderWorkerSet tells it. */}}
