@@ -50,6 +50,9 @@ def test_add_rms_norm(dtype: torch.dtype, rows: int, dim: int) -> None:
     add_rms_norm(x, residual, weight, EPS, out)
     assert torch.equal(residual, total)
     assert_near(out, oracle(total, weight))
+    again = torch.empty_like(out)
+    rms_norm(total, weight, EPS, again)
+    assert torch.equal(out, again)
 
 
 def test_a_row_with_nan_stays_alone() -> None:

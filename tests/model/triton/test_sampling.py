@@ -134,6 +134,11 @@ def test_filters_keep_what_the_cpu_sampler_keeps(filters: dict[str, float]) -> N
         assert tokens[row] == int(torch.where(kept, keys, -INF).argmax())
 
 
+def test_the_likeliest_token_stays_whatever_min_p_says() -> None:
+    logits = random(2, 40)
+    assert draw(logits, rows_of(2, min_p=1.5))[0] == logits.argmax(-1).tolist()
+
+
 def test_a_nucleus_larger_than_any_shortcut() -> None:
     """The CPU sampler finds those by bisection; equal logits at the edge go in together."""
     logits = torch.zeros(1, 700, device=DEVICE)
