@@ -65,6 +65,5 @@ def gpu_runner(
     rows = min(plan.max_running, plan.max_step_tokens)
     longest = -(-model.max_context // plan.block_size)
     shape = InputShape(plan.max_step_tokens, rows, longest, plan.block_size)
-    captured = plan.graphs and model.uniform is None  # a draw needs the numbers of its requests
-    options = GpuOptions(shape, receive, tuple(buckets_up_to(rows)) if captured else ())
+    options = GpuOptions(shape, receive, tuple(buckets_up_to(rows)) if plan.graphs else ())
     return GpuRunner(params, Sampler(model.spec.vocab_size, device), options)

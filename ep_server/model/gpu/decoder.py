@@ -7,7 +7,6 @@ can be captured in a graph and replayed. A pass is a generator that pauses at ev
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -23,21 +22,8 @@ from ep_server.model.layers import GqaWeights, LayerWeights, MlaWeights, MoeWeig
 from ep_server.model.rope import rotation_table
 from ep_server.model.triton.norm import add_rms_norm, rms_norm
 from ep_server.model.triton.paged import PagedKv
-from ep_server.model.triton.paged_decode import Workspace
+from ep_server.model.triton.paged_decode import Workspace, splits_for
 from ep_server.model.triton.rope import Rotation
-
-
-@dataclass(frozen=True, slots=True)
-class PassOptions:
-    """How one pass runs.
-
-    most: rows that the step has at most on any rank. splits: parts of a context that decode in parallel.
-    numbers: [T] int64, request of each row, for uniform routing only.
-    """
-
-    most: int
-    splits: int = 1
-    numbers: torch.Tensor | None = None
 
 
 class GpuDecoder:
@@ -54,6 +40,7 @@ class GpuDecoder:
         self._kv = [PagedKv(layer) for layer in params.kv_cache.layers]
         table = rotation_table(params.spec.rope, params.max_context)
         self._table = torch.view_as_real(table).contiguous().to(device)
+        self._processors = _multiprocessors(device)
         local = len(params.exchange.spec.local_experts)
         self.experts = ExpertCounter(params.spec.num_layers, local, device)
         self._moe = [
@@ -61,15 +48,16 @@ class GpuDecoder:
             for index, row in enumerate(self.experts.rows)
         ]
 
-    def forward(self, step: StepTensors, drawn: torch.Tensor, options: PassOptions) -> Forward:
+    def forward(self, step: StepTensors, drawn: torch.Tensor, most: int) -> Forward:
         """Runs all layers. Returns float32 logits [number of sampled rows, V].
 
         Args:
             drawn: [..] int64, tokens that the last step drew, by `step.sources`.
+            most: rows that the step has at most on any rank.
         Yields twice per sparse layer, also with no rows: the exchange is collective.
         """
         eps, weights = self._spec.norm_eps, self._weights
-        at, routed = self._attention_step(step, options), self._moe_step(step, options)
+        at, routed = self._attention_step(step), self._moe_step(step, most)
         residual = F.embedding(_token_ids(step, drawn), weights.embedding)
         x = torch.empty_like(residual)
         rms_norm(residual, weights.layers[0].attention_norm, eps, x)
@@ -97,21 +85,29 @@ class GpuDecoder:
         assert isinstance(w, MlaWeights)
         return mla(x, w, spec, kv, at)
 
-    def _attention_step(self, step: StepTensors, options: PassOptions) -> AttentionStep:
+    def _attention_step(self, step: StepTensors) -> AttentionStep:
         spec, eps = self._spec.attention, self._spec.norm_eps
         v_dim = spec.head_dim if isinstance(spec, GqaSpec) else spec.kv_lora
-        workspace = Workspace.of(step.decode, spec.heads, options.splits, v_dim, self._table.device)
+        splits = splits_for(step.decode, self._kv[0].kv_heads, self._processors, len(self._table))
+        workspace = Workspace.of(step.decode, spec.heads, splits, v_dim, self._table.device)
         rotation = Rotation(self._table, step.positions, step.slots)
         return AttentionStep(step, rotation, workspace, eps)
 
-    def _moe_step(self, step: StepTensors, options: PassOptions) -> MoeStep:
+    def _moe_step(self, step: StepTensors, most: int) -> MoeStep:
         tokens = None
-        if self._uniform is not None and options.numbers is not None:
-            tokens = self._uniform.identify(options.numbers, step.positions.long())
-        return MoeStep(step.live, tokens, options.most)
+        if self._uniform is not None:
+            tokens = self._uniform.identify(step.numbers.long(), step.positions.long())
+        return MoeStep(step.live, tokens, most)
 
 
 def _token_ids(step: StepTensors, drawn: torch.Tensor) -> torch.Tensor:
     """[T]: what was given, or what the last step drew."""
     last = drawn.index_select(0, step.sources.clamp(min=0)).clamp(min=0)  # one that failed draws NO_TOKEN
     return torch.where(step.sources < 0, step.ids, last.to(step.ids.dtype))
+
+
+def _multiprocessors(device: torch.device) -> int:
+    """Of a GPU; 0 where kernels are interpreted."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)

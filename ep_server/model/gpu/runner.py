@@ -15,7 +15,7 @@ import torch
 
 from ep_server.ep.exchange import PendingDispatch, Received
 from ep_server.model.decoder import DecoderParams, interleave
-from ep_server.model.gpu.decoder import GpuDecoder, PassOptions
+from ep_server.model.gpu.decoder import GpuDecoder
 from ep_server.model.gpu.graphs import Graphs
 from ep_server.model.gpu.sampling import GpuSampler
 from ep_server.model.gpu.step_input import InputShape, StepInput, StepTensors, sampled_slices
@@ -109,7 +109,7 @@ class GpuRunner:
             logits = self.graphs.replay(bucket)[:count]
         else:
             most = self._params.exchange.spec.max_tokens
-            logits = self._forward(step, PassOptions(most, numbers=self._numbers(batch)))
+            logits = self._forward(step, most)
         self._places = {number: place for place, number in enumerate(numbers)}
         draws = [self._sampler.draws(s.number, s.start + len(s.token_ids)) for s in pieces]
         known = self._sampler.sample(draws, logits, self._drawn[:count])
@@ -137,11 +137,11 @@ class GpuRunner:
 
     def _padded(self, bucket: int) -> torch.Tensor:
         """The work of a graph. Returns: logits of all rows."""
-        return self._forward(self._input.padded(bucket), PassOptions(bucket))
+        return self._forward(self._input.padded(bucket), bucket)
 
-    def _forward(self, step: StepTensors, options: PassOptions) -> torch.Tensor:
+    def _forward(self, step: StepTensors, most: int) -> torch.Tensor:
         """One pass. Returns: logits [N, V]."""
-        (logits,) = interleave([self._decoder.forward(step, self._drawn, options)])
+        (logits,) = interleave([self._decoder.forward(step, self._drawn, most)])
         self._decoder.experts.finish()
         return logits
 
@@ -155,11 +155,3 @@ class GpuRunner:
             launched.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             launched.arrived.record()
         return launched
-
-    def _numbers(self, batch: StepBatch) -> torch.Tensor | None:
-        """Request of each row, where experts are drawn at random."""
-        if self._params.uniform is None:
-            return None
-        slices = sorted(batch.slices, key=lambda s: len(s.token_ids) != 1)
-        rows = [s.number for s in slices for _ in s.token_ids]
-        return torch.tensor(rows, dtype=torch.int64, device=self._device)

@@ -16,9 +16,10 @@ import torch
 from ep_server.errors import InternalError
 from ep_server.records import PENDING_TOKEN, SeqSlice, StepBatch
 
-# ids, sources, positions, slots, lengths, query starts, sampled rows: one int32 per row each; then counts.
-_COLUMNS = 8
+# ids, sources, positions, slots, lengths, query starts, sampled rows, numbers; the last one holds counts.
+_COLUMNS = 9
 NOT_DRAWN = -1
+_LOW = (1 << 31) - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +42,8 @@ class StepTensors:
     """One step on the device. All int32; T rows, S sequences, of which the first `decode` have one row each.
 
     ids: [T] tokens; sources: [T] where a token is one that the last step drew, its place there, else -1.
-    positions: [T]. slots: [T] place in the cache, block * block_size + offset; -1 = padding.
+    numbers: [T] low 31 bits of each row's request. positions: [T].
+    slots: [T] place in the cache, block * block_size + offset; -1 = padding.
     blocks: [S, W] tables. lengths: [S] positions that a sequence attends to, its own included; 0 = padding.
     query_start: [S - decode + 1] rows of the chunks, counted from row `decode`.
     sample_rows: [N] rows that are sampled, ascending; None where all rows are.
@@ -50,6 +52,7 @@ class StepTensors:
 
     ids: torch.Tensor
     sources: torch.Tensor
+    numbers: torch.Tensor
     positions: torch.Tensor
     slots: torch.Tensor
     blocks: torch.Tensor
@@ -115,6 +118,7 @@ class StepInput:
         return StepTensors(
             ids=columns[0, :tokens],
             sources=columns[1, :tokens],
+            numbers=columns[7, :tokens],
             positions=columns[2, :tokens],
             slots=columns[3, :tokens],
             blocks=table[:sequences],
@@ -122,7 +126,7 @@ class StepInput:
             query_start=columns[5, : sequences - decode + 1],
             decode=decode,
             sample_rows=None if sampled is None else columns[6, :sampled],
-            live=columns[7, :1],
+            live=columns[8, :1],
         )
 
 
@@ -137,8 +141,8 @@ def _write(words: np.ndarray, shape: InputShape, slices: Sequence[SeqSlice], dra
     pitch, size = shape.tokens + 1, shape.block_size
     columns = words[: _COLUMNS * pitch].reshape(_COLUMNS, pitch)
     tables = words[_COLUMNS * pitch :].reshape(shape.sequences, shape.blocks)
-    columns[:] = np.array([[0], [NOT_DRAWN], [0], [-1], [0], [0], [0], [0]], dtype=np.int32)
-    ids, sources, positions, slots, lengths, starts, samples, counts = columns
+    columns[:] = np.array([[0], [NOT_DRAWN], [0], [-1], [0], [0], [0], [0], [0]], dtype=np.int32)
+    ids, sources, positions, slots, lengths, starts, samples, numbers, counts = columns
     row = chunk = chunk_rows = sampled = 0
     for sequence, piece in enumerate(slices):
         count = len(piece.token_ids)
@@ -151,6 +155,7 @@ def _write(words: np.ndarray, shape: InputShape, slices: Sequence[SeqSlice], dra
         positions[row:stop] = at
         slots[row:stop] = tables[sequence, at // size] * size + at % size
         lengths[sequence] = end
+        numbers[row:stop] = piece.number & _LOW
         if piece.token_ids[0] == PENDING_TOKEN:
             sources[row] = _place(piece, drawn)
         else:

@@ -83,9 +83,7 @@ def scheduled(
     with torch.inference_mode():
         while scheduler.has_work:
             while len(flying) <= ahead and (batch := scheduler.plan()).slices:
-                single = all(len(s.token_ids) == 1 and s.sample for s in batch.slices)
-                bucket = runner.graphs.bucket_of(len(batch.slices)) if single else 0
-                flying.append((batch, runner.launch(batch, bucket)))
+                flying.append((batch, runner.launch(batch, 1, runner.bucket_of(batch))))
             batch, launched = flying.popleft()
             for event in scheduler.commit(batch, runner.collect(launched)):
                 tokens.setdefault(event.number, []).append(event.token_id)
