@@ -13,6 +13,7 @@ from ep_server.ep.exchange import Received, View
 from ep_server.errors import InternalError
 from ep_server.model.triton.checks import FLOATS, FP8, expect
 
+_MULTIPROCESSORS = 132  # of an H200; fewer only means waves
 GROUP = 128  # channels of a row, and rows and columns of a weight, that share a scale
 
 
@@ -114,14 +115,22 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """m, n, k: rows, output channels and input channels of a tile. programs: most that run at a time."""
+    """m, n, k: rows, output channels and input channels of a tile. resident: programs of a multiprocessor.
+
+    A program takes many tiles in turn, so one that waits for another to end would double the time.
+    """
 
     m: int
     n: int
     k: int
     warps: int
     stages: int
-    programs: int = 132 * 4
+    resident: int
+
+    @property
+    def programs(self) -> int:
+        """That run at a time on an H200."""
+        return _MULTIPROCESSORS * self.resident
 
 
 def tiles_for(rows_per_expert: int, *, gated: bool, dtype: torch.dtype, fp8: bool = False) -> Tiles:
@@ -133,12 +142,12 @@ def tiles_for(rows_per_expert: int, *, gated: bool, dtype: torch.dtype, fp8: boo
         fp8: weights have scales; their sums take twice the registers.
     """
     if dtype is torch.float32:
-        return Tiles(16, 32, 32, 4, 2)
+        return Tiles(16, 32, 32, 4, 2, 2)
     n = 64 if gated else 128
     if rows_per_expert <= 16:
-        return Tiles(16, n, 128, 4, 3)
+        return Tiles(16, n, 128, 4, 3, 3)
     if rows_per_expert <= 32:
-        return Tiles(32, n, 128, 8 if fp8 else 4, 3)
+        return Tiles(32, n, 128, 8, 3, 1) if fp8 else Tiles(32, n, 128, 4, 3, 2)
     if rows_per_expert <= 64:
-        return Tiles(64, n, 64, 8 if fp8 else 4, 3 if fp8 else 4, 132 * 2)
-    return Tiles(128, n, 64, 8, 4, 132)
+        return Tiles(64, n, 64, 8, 3, 1) if fp8 else Tiles(64, n, 64, 4, 4, 2)
+    return Tiles(128, n, 64, 8, 4, 1)

@@ -16,6 +16,10 @@ import ep_server.model.triton as triton_kernels
 from tests.model.triton.shapes import PARTS
 
 SHARED_LIMIT = 227 << 10  # bytes of shared memory a block may have
+SHARED_OF_ALL, SHARED_PER_BLOCK = (
+    228 << 10,
+    1 << 10,
+)  # of a multiprocessor; what the system takes of a block's
 
 
 def test_every_kernel_compiles_for_sm90(tmp_path: Path) -> None:
@@ -24,6 +28,15 @@ def test_every_kernel_compiles_for_sm90(tmp_path: Path) -> None:
     source = "\n".join(path.read_text() for path in sources)
     written = set(re.findall(r"^def (_\w+_kernel)\(", source, re.MULTILINE))
     assert {kernel["name"] for kernel in compiled(tmp_path, "--once")} == written
+
+
+@pytest.mark.slow
+def test_all_programs_of_the_experts_run_at_once(tmp_path: Path) -> None:
+    """A program loops over tiles: one that starts when another has ended would run for as long again."""
+    for kernel in compiled(tmp_path, "grouped"):
+        threads, registers = 32 * kernel["warps"], -(-kernel["registers"] // 8) * 8
+        by_shared = SHARED_OF_ALL // (kernel["shared"] + SHARED_PER_BLOCK)
+        assert kernel["grid"][0] <= 132 * min(by_shared, (1 << 16) // (registers * threads)), kernel
 
 
 @pytest.mark.slow

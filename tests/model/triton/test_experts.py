@@ -175,8 +175,9 @@ def test_a_row_does_not_depend_on_the_others() -> None:
 
 def test_few_programs_take_all_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     def few(rows_per_expert: int, **kind: Any) -> Tiles:
-        return replace(tiles_for(rows_per_expert, **kind), programs=2)
+        return replace(tiles_for(rows_per_expert, **kind), resident=1)
 
+    monkeypatch.setattr("ep_server.model.triton.expert_rows._MULTIPROCESSORS", 2)
     monkeypatch.setattr("ep_server.model.triton.experts.tiles_for", few)
     case = Case.of(COUNTS[0], 64, 72, (F32, F32), View.COMPACT)
     for e, answer in enumerate(case.run()):
