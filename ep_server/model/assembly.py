@@ -93,7 +93,7 @@ def load_model(params: LoadParams, progress: Progress = lambda stage, done, tota
     compute = params.compute or NativeCompute(params.threads)
     loaders = loading_threads(spec, dtype, len(experts), params.threads)
     if params.load_format == "dummy":
-        source = DummyReader(spec, params.seed)
+        source = DummyReader(spec, params.seed, compute.device)
         weights = weights_from(source, spec, experts, _TORCH[dtype], compute, progress, loaders)
     else:
         checkpoint = Checkpoint.open(params.path)

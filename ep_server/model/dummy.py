@@ -1,7 +1,7 @@
 """Random weights in place of a checkpoint's, for benchmarks of a shape: a config.json is all there is.
 
 A tensor depends on its name, its shape and the seed and on nothing else, so ranks agree on what they share
-and an expert is the same whoever owns it. Knows no files and no ranks.
+and an expert is the same whoever owns it. Made on the device that wants it. Knows no files and no ranks.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from ep_server.model.families.spec import ModelSpec
 
 EMBEDDING = "model.embed_tokens.weight"
 UNIFORM_SPREAD = math.sqrt(3.0)  # half the width of a uniform distribution of deviation 1
+CPU_ELEMENTS, DEVICE_ELEMENTS = 1 << 16, 1 << 24  # drawn at once: what a cache holds, what fills a GPU
 
 
 class DummyReader:
@@ -23,8 +24,8 @@ class DummyReader:
     Uniform and not normal: these are integer draws and one product, the same bits on every kind of CPU.
     """
 
-    def __init__(self, spec: ModelSpec, seed: int) -> None:
-        self._seed = seed
+    def __init__(self, spec: ModelSpec, seed: int, device: torch.device | None = None) -> None:
+        self._seed, self._device = seed, device or torch.device("cpu")
         # As a head it multiplies hidden states; as an embedding alone it is what norms scale to 1.
         self._embedding_deviation = spec.hidden**-0.5 if spec.tied_head else 1.0
 
@@ -37,9 +38,32 @@ class DummyReader:
         if part is not None:
             return self.read(f"{name}[{part}]", shape[1:])
         if len(shape) == 1:
-            return torch.ones(shape) if name.endswith(".weight") else torch.zeros(shape)
+            fill = torch.ones if name.endswith(".weight") else torch.zeros
+            return fill(shape, device=self._device)
         deviation = self._embedding_deviation if name == EMBEDDING else shape[-1] ** -0.5
-        edge = deviation * UNIFORM_SPREAD
         digest = hashlib.blake2b(f"{self._seed}:{name}".encode(), digest_size=4).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest, "little"))
-        return torch.empty(shape).uniform_(-edge, edge, generator=generator)
+        seed = int.from_bytes(digest, "little", signed=True)
+        return draw(math.prod(shape), seed, deviation * UNIFORM_SPREAD, self._device).view(shape)
+
+
+def draw(count: int, seed: int, edge: float, device: torch.device) -> torch.Tensor:
+    """[count] float32, uniform between -edge and edge; element i depends on i and the seed alone.
+
+    Args:
+        count: below 2^31. seed: 32 bits, signed.
+    """
+    size = min(count, CPU_ELEMENTS if device.type == "cpu" else DEVICE_ELEMENTS)
+    steps = torch.arange(size, dtype=torch.int32, device=device) * _signed(0x9E3779B9)
+    drawn = torch.empty(count, device=device)
+    for at in range(0, count, size):
+        x = (steps[: count - at] + _signed(at * 0x9E3779B9)) ^ seed
+        x = (x ^ ((x >> 16) & 0xFFFF)) * _signed(0x85EBCA6B)
+        x = (x ^ ((x >> 13) & 0x7FFFF)) * _signed(0xC2B2AE35)
+        x = x ^ ((x >> 16) & 0xFFFF)
+        torch.mul(x, edge / 2**31, out=drawn[at : at + size])
+    return drawn
+
+
+def _signed(number: int) -> int:
+    """The lowest 32 bits as a signed number: arithmetic of int32 tensors wraps around."""
+    return (number + (1 << 31)) % (1 << 32) - (1 << 31)

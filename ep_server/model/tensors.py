@@ -25,7 +25,7 @@ class TensorSource(Protocol):
         ...
 
     def read(self, name: str, shape: tuple[int, ...], part: int | None = None) -> torch.Tensor:
-        """One floating-point tensor on the CPU, or entry `part` of its first dimension."""
+        """One floating-point tensor, or entry `part` of its first dimension; all are on one device."""
         ...
 
 

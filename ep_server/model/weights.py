@@ -163,7 +163,7 @@ class _Loader:
         kv_rows = a.kv_lora + a.rope_dim
         down_bias = None
         if a.bias:
-            q_bias = read("q_a_proj.bias", a.q_lora) if a.q_lora else torch.zeros(len(q_down))
+            q_bias = read("q_a_proj.bias", a.q_lora) if a.q_lora else q_down.new_zeros(len(q_down))
             kv_bias = pairs(read("kv_a_proj_with_mqa.bias", kv_rows), a.kv_lora)
             down_bias = self._fuse([q_bias, kv_bias])
         kv_up = read("kv_b_proj.weight", a.heads * (a.nope_dim + a.v_dim), a.kv_lora)
@@ -233,6 +233,7 @@ class _Loader:
 
     def _fuse(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         """Concatenates along rows into fresh contiguous memory of the serving dtype."""
-        fused = torch.empty((sum(r.shape[0] for r in rows), *rows[0].shape[1:]), dtype=self._dtype)
+        shape = (sum(r.shape[0] for r in rows), *rows[0].shape[1:])
+        fused = torch.empty(shape, dtype=self._dtype, device=rows[0].device)
         torch.cat([r.to(self._dtype) for r in rows], out=fused)
         return fused.to(self._compute.device)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -18,7 +19,7 @@ from ep_server.config import Config, ModelConfig
 from ep_server.ep.exchange import Exchange, Payload
 from ep_server.errors import CheckpointError, StartupError
 from ep_server.model.assembly import LoadParams, load_model
-from ep_server.model.dummy import DummyReader
+from ep_server.model.dummy import CPU_ELEMENTS, DummyReader, draw
 from ep_server.model.families import read_spec
 from ep_server.model.families.spec import RouterSpec
 from ep_server.model.inspect import inspect_checkpoint, inspect_config
@@ -114,6 +115,21 @@ def test_the_spread_of_a_matrix_is_that_of_an_initialiser(bare: Callable[[str], 
 
 
 Tokens = dict[tuple[str, str], list[tuple[int, ...]]]  # by name of the case and routing
+
+
+def test_draws_are_those_of_plain_integer_arithmetic() -> None:
+    """An oracle in numpy, over more elements than are drawn at once."""
+    count, seed = CPU_ELEMENTS * 2 + 77, -123456789
+    x = (np.arange(count, dtype=np.uint32) * np.uint32(0x9E3779B9)) ^ np.uint32(seed % 2**32)
+    x = (x ^ (x >> np.uint32(16))) * np.uint32(0x85EBCA6B)
+    x = (x ^ (x >> np.uint32(13))) * np.uint32(0xC2B2AE35)
+    x = (x ^ (x >> np.uint32(16))).astype(np.int32)
+    drawn = draw(count, seed, 0.75, torch.device("cpu"))
+    np.testing.assert_allclose(drawn.numpy(), x * (0.75 / 2**31), rtol=1e-6)
+    assert len(torch.unique(drawn)) > 0.98 * count
+    other = draw(count, seed + 1, 0.75, torch.device("cpu"))
+    both = torch.stack([drawn[:-1], drawn[1:], other[1:]]).corrcoef()
+    assert (both - torch.eye(3)).abs().max() < 0.015  # neighbours, and tensors, have nothing in common
 
 
 def _tokens(exchange: Exchange, paths: dict[str, str]) -> Tokens:
