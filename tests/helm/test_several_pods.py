@@ -48,11 +48,13 @@ print(json.dumps(sums))
 
 
 @contextmanager
-def two_pods(workspace: Path, objects: list[Object], secrets: dict[str, Any]) -> Iterator[list[Container]]:
+def two_pods(
+    workspace: Path, objects: list[Object], secrets: dict[str, Any], hosts: Hosts
+) -> Iterator[list[Container]]:
     """Both Pods of the one workload, the second started when the first waits for it."""
     (kind,) = (one["kind"] for one in objects if one["kind"] in NAMES)
     names, services = NAMES[kind], tuple(one["metadata"]["name"] for one in of_kind(objects, "Service"))
-    with Hosts(2) as hosts, ExitStack() as running:
+    with ExitStack() as running:
         addresses = {name: hosts.address(i) for i, name in enumerate(names)}
         addresses |= {f"{name}.svc": address for name, address in addresses.items()}
         here = Node(workspace, {"checkpoints": ASSETS}, secrets, services, addresses)
@@ -105,7 +107,8 @@ def check_counts(pods: list[Container]) -> None:
 
 def test_pods_of_a_stateful_set_serve_as_one_and_drain_as_one(tmp_path: Path) -> None:
     objects, _ = render(MODEL, NODES)
-    with two_pods(tmp_path, objects, {"group": {"tokens": b"secret\n"}}) as pods:
+    secrets = {"group": {"tokens": b"secret\n"}}
+    with Hosts(2) as hosts, two_pods(tmp_path, objects, secrets, hosts) as pods:
         check_answers(pods, "")
         check_counts(pods)
         pods[1].processes()[0].send_signal(signal.SIGTERM)  # as where its node is drained
@@ -115,15 +118,18 @@ def test_pods_of_a_stateful_set_serve_as_one_and_drain_as_one(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_pods_of_a_leader_worker_set_with_mutual_tls(tmp_path: Path) -> None:
+def test_pods_of_a_leader_worker_set_with_mutual_tls_end_as_one_and_come_back(tmp_path: Path) -> None:
     issuer = {"enabled": True, "issuerRef": {"name": "ca"}}
     tls = {"tls": {"enabled": True, "certManager": issuer}, "multiNode": {"nodes": 2, "tls": True}}
     objects, _ = render(MODEL, {"kind": "LeaderWorkerSet"}, tls)
     (certificate,) = of_kind(objects, "Certificate")
     (tmp_path / "ca").mkdir()
     secrets = {certificate["spec"]["secretName"]: signed(tmp_path / "ca", certificate)}
-    with two_pods(tmp_path, objects, secrets) as pods:
-        check_answers(pods, str(tmp_path / "ca" / "ca.crt"))
-        pods[1].processes()[0].kill()  # its ranks are gone: the server ends, to be started again
-        code, log = pods[0].wait()
-        assert code == 1 and "node 1" in log, log
+    with Hosts(2) as hosts:
+        with two_pods(tmp_path, objects, secrets, hosts) as pods:
+            check_answers(pods, str(tmp_path / "ca" / "ca.crt"))
+            pods[1].processes()[0].kill()  # its ranks are gone: the server ends, to be started again
+            code, log = pods[0].wait()
+            assert code == 1 and "node 1" in log, log
+        with two_pods(tmp_path, objects, secrets, hosts) as pods:  # at the same addresses
+            check_answers(pods, str(tmp_path / "ca" / "ca.crt"))
