@@ -196,6 +196,7 @@ async def test_a_node_that_never_comes_ends_the_others_with_its_name() -> None:
         assert first.said(f"the server has ended: {message}")
 
 
+@pytest.mark.slow
 async def test_a_rank_that_cannot_start_on_another_node_is_named_by_the_leader() -> None:
     async with nodes() as made:
         leader, other = await made.start(0), await made.start(1, "--fabric-domain", "nowhere0")
