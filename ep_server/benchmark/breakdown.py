@@ -34,7 +34,8 @@ class Rates:
 class Steps:
     """What happened between two reports, per step and mean over ranks.
 
-    phases: seconds by name, `wait` (in the vote, for slower ranks) and `host` (all the rest) included.
+    phases: seconds by name; `wait` is in the vote, for slower ranks, `host` plans and publishes, `rest` is
+      what the run took beside its phases: all of it where a device runs them as one.
     active: by rank, experts of a layer that received a token. sent: by operation, bytes to other ranks.
     tokens: of all ranks. load: rows received by all layers' experts, by rank.
     """
@@ -59,7 +60,7 @@ class Steps:
 
     @property
     def host_share(self) -> float:
-        """Part of a step in which no phase ran and no slower rank was waited for."""
+        """Part of a step in which its tokens waited for the host: planning and publishing."""
         return self.phases["host"] / self.seconds
 
 
@@ -78,7 +79,8 @@ def steps_between(before: Reports, after: Reports, sparse_layers: int) -> Steps 
     total = per_step("step/total")
     phases = {name: per_step(f"step/{name}") for name in PHASES}
     phases["wait"] = per_step("step/vote")
-    phases["host"] = max(total - sum(phases.values()), 0.0)
+    phases["host"] = per_step("step/plan") + per_step("step/publish")
+    phases["rest"] = max(total - sum(phases.values()), 0.0)
     names = {name for rank in after.values() for name in rank.counters if name.startswith("bytes/")}
     return Steps(
         count=count,

@@ -22,7 +22,7 @@ LATENCIES = {
 }
 COLUMNS = ("mean", "p50", "p90", "p99", "max")
 LEAST_DISTINCT = 0.95  # of what uniform draws give; less, and fewer weights were read than should be
-PHASE_NAMES = {"wait": "wait for ranks", "host": "host: plan, publish, the rest"}
+PHASE_NAMES = {"wait": "wait for ranks", "host": "host: plan, publish", "rest": "run, beside the phases"}
 
 
 def online(console: Console, found: Mapping[str, Any], title: str) -> None:

@@ -52,8 +52,13 @@ def command(
     batch: Annotated[str, typer.Option(help="Sequences per rank, with commas.", **OFFLINE)] = "1,8,32",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each; the median counts.", **OFFLINE)] = 3,
     device: Annotated[
-        str, typer.Option(help=f"Whose rates make the bounds: {' | '.join(DEVICES)}.", **OFFLINE)
-    ] = "cpu",
+        str,
+        typer.Option(
+            help=f"Whose rates make the bounds: {' | '.join(DEVICES)} (as the ranks run; a GPU is an h200).",
+            show_default=False,
+            **OFFLINE,
+        ),
+    ] = "",
     bandwidth: Annotated[
         float | None,
         typer.Option(min=0.001, help="GB/s a rank reads (cpu: 30 / ranks).", show_default=False, **OFFLINE),

@@ -37,10 +37,15 @@ def plan(batch: str, prompt_tokens: int, new_tokens: int, rounds: int, seed: int
 
 
 def rates(config: Config, device: str, bandwidth: float, link: float) -> Rates:
-    """What bounds are reckoned with. bandwidth, link: GB/s of one rank, 0 = the device's.
+    """What bounds are reckoned with.
+
+    Args:
+        device: empty = what the ranks run on; a GPU is taken for an H200 then.
+        bandwidth, link: GB/s of one rank, 0 = the device's.
 
     Raises: ConfigError for an unknown device.
     """
+    device = device or ("cpu" if config.parallel.device == "cpu" else "h200")
     if device == "cpu":
         memory = bandwidth or CPU_BANDWIDTH / config.parallel.ranks
         return Rates(memory * GB, (link or memory) * GB)

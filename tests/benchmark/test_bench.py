@@ -80,7 +80,10 @@ def test_rates_of_bounds() -> None:
     two = Config.from_values({"parallel.ranks": 2})
     assert rates(two, "cpu", 0.0, 0.0) == Rates(15e9, 15e9)
     assert rates(two, "cpu", 20.0, 0.0) == Rates(20e9, 20e9)
+    assert rates(two, "", 0.0, 7.0) == Rates(15e9, 7e9)
     assert rates(two, "h200", 4500.0, 0.0) == Rates(4500e9, 375e9, packed=False)
+    on_gpus = Config.from_values({"parallel.device": "cuda"})
+    assert rates(on_gpus, "", 0.0, 0.0) == rates(two, "h200", 0.0, 0.0)
 
 
 def test_a_server_of_its_own_has_room_and_is_for_this_host_alone() -> None:

@@ -39,12 +39,16 @@ def test_distinct_experts_of_uniform_draws(experts: int, top_k: int, tokens: int
     assert abs(mean - distinct_experts(experts, top_k, tokens)) <= 4 * error + 1e-9
 
 
+OTHERS = {"vote": 5, "plan": 3, "publish": 4, "total": 40}
+
+
 def report(rank: int, steps: int, scale: int) -> RankStatistics:
-    """After so many steps; phases of 1, 2, 3 ... ns per step times `scale`, 5 in the vote, 40 in all."""
+    """After so many steps; phases of 1, 2, 3 ... ns per step times `scale`, 40 in all: of these 5 in the
+    vote, 3 and 4 to plan and publish."""
     sums = {f"step/{name}": steps * scale * (i + 1) for i, name in enumerate(PHASES)}
     return RankStatistics(
         rank,
-        sums={**sums, "step/vote": 5 * scale * steps, "step/total": 40 * scale * steps},
+        sums={**sums, **{f"step/{name}": n * scale * steps for name, n in OTHERS.items()}},
         counters={
             "run_steps": steps,
             "tokens": 3 * steps,
@@ -64,9 +68,10 @@ def test_steps_between_two_reports() -> None:
     assert steps.seconds == pytest.approx(40e-6)
     assert [steps.phases[name] for name in PHASES] == pytest.approx([n * 1e-6 for n in range(1, 7)])
     assert steps.phases["wait"] == pytest.approx(5e-6)
-    assert steps.phases["host"] == pytest.approx((40 - 21 - 5) * 1e-6)
+    assert steps.phases["host"] == pytest.approx(7e-6)
+    assert steps.phases["rest"] == pytest.approx((40 - 21 - 5 - 7) * 1e-6)
     assert sum(steps.phases.values()) == pytest.approx(steps.seconds)
-    assert steps.host_share == pytest.approx(14 / 40)
+    assert steps.host_share == pytest.approx(7 / 40)
     assert steps.tokens == 6 and steps.active == (4, 5) and steps.distinct == 9
     assert steps.load == (300, 500) and steps.imbalance == pytest.approx(500 / 400)
     assert steps.sent == {"dispatch": 100, "combine": 0}
