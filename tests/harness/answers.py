@@ -1,0 +1,52 @@
+"""Checkpoints of every family with transformers' answers, as files: for machines that have no transformers.
+
+    python -m tests.harness.answers FOLDER        makes them
+
+Reading needs no transformers.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+FILE = "answers.json"
+
+
+@dataclass(frozen=True)
+class Answers:
+    """A checkpoint directory, prompts, and transformers' greedy tokens for each in float32."""
+
+    name: str
+    path: Path
+    prompts: tuple[tuple[int, ...], ...]
+    tokens: tuple[tuple[int, ...], ...]
+
+
+def read(folder: Path) -> list[Answers]:
+    """All of them, by name; none where the folder is not there."""
+    return [
+        Answers(file.parent.name, file.parent, *(_tuples(part) for part in json.loads(file.read_text())))
+        for file in sorted(folder.glob(f"*/{FILE}"))
+    ]
+
+
+def write(folder: Path) -> None:
+    """Makes every case of checkpoints.py."""
+    from tests.harness.checkpoints import CASES, make
+
+    for case in CASES:
+        path = folder / case.name
+        path.mkdir(parents=True)
+        made = make(case, path)
+        (path / FILE).write_text(json.dumps([made.prompts, made.tokens]))
+
+
+def _tuples(lists: list[list[int]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(map(tuple, lists))
+
+
+if __name__ == "__main__":
+    write(Path(sys.argv[1]))
