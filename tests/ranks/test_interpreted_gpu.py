@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
-import pytest
+from collections.abc import Sequence
+from pathlib import Path
 
+from ep_server.ranks.hosts import WORKER
 from ep_server.ranks.launcher import RankProcesses
 from tests.harness.checkpoints import Tiny
 from tests.harness.rank_group import Recorder, greedy, rank_config
 
+Prompts = Sequence[tuple[int, ...]]
 
-@pytest.mark.parametrize("ranks", [2])
-async def test_two_ranks_one_step_ahead(tiny: Tiny, ranks: int) -> None:
-    config = rank_config(tiny.path, ranks, scheduler__max_running=2, scheduler__max_step_tokens=8)
-    group = RankProcesses(config, module="tests.harness.interpreted_rank")
-    seen, count = Recorder(), 3
+
+INTERPRETED = "tests.harness.interpreted_rank"
+COUNT = 3
+
+
+async def tokens(path: Path, ranks: int, module: str, prompts: Prompts, **fields: object) -> list[list[int]]:
+    """Of each prompt, spread over the ranks."""
+    config = rank_config(path, ranks, scheduler__max_running=2, scheduler__max_step_tokens=8, **fields)
+    group, heard = RankProcesses(config, module=module), Recorder()
     try:
-        await group.start(seen, seen.on_progress)
-        prompts = list(enumerate(tiny.prompts[:3], start=1))
-        for number, prompt in prompts:
-            group.submit(number % ranks, greedy(number, prompt, count))
-        await seen.until(lambda: len(seen.finished) == len(prompts), 120)
-        assert {n: tuple(seen.tokens[n]) for n, _ in prompts} == {
-            number: tiny.tokens[number - 1][:count] for number, _ in prompts
-        }
-        stages = {stage for _, stage, _, _ in seen.progress}
-        assert "graphs" in stages
+        await group.start(heard, heard.on_progress)
+        for number, prompt in enumerate(prompts, start=1):
+            group.submit(number % ranks, greedy(number, prompt, COUNT))
+        await heard.until(lambda: len(heard.finished) == len(prompts), 120)
+        stages = {stage for _, stage, _, _ in heard.progress}
+        assert ("graphs" in stages) == (module == INTERPRETED)
     finally:
         await group.stop()
     assert group.exit_codes == [0] * ranks
+    return [heard.tokens[number] for number in range(1, len(prompts) + 1)]
+
+
+async def test_two_ranks_one_step_ahead(tiny: Tiny) -> None:
+    drawn = await tokens(tiny.path, 2, INTERPRETED, tiny.prompts[:3])
+    assert drawn == [list(expected[:COUNT]) for expected in tiny.tokens[:3]]
+
+
+async def test_experts_drawn_at_random_are_those_of_the_cpu(tiny: Tiny) -> None:
+    uniform = {"model__load_format": "dummy", "model__routing": "uniform"}
+    on_cpu = await tokens(tiny.path, 1, WORKER, tiny.prompts[:1], **uniform)
+    assert await tokens(tiny.path, 1, INTERPRETED, tiny.prompts[:1], **uniform) == on_cpu
