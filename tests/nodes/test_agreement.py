@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,13 @@ def test_a_claim_of_a_checkpoint_is_the_same_after_a_way_over_the_wire() -> None
     assert made.model["config.json hidden_size"] == 128
     assert any(name.startswith("tensors model.layers.") for name in made.model)
     assert claim_in(pb.Hello.FromString(hello_of(made).SerializeToString())) == made
+
+
+def test_a_model_of_random_weights_is_its_description_alone(tmp_path: Path) -> None:
+    shutil.copy(MODEL / "config.json", tmp_path)
+    made, _ = claim_of(Config.from_values({"model.path": str(tmp_path), "model.load_format": "dummy"}))
+    assert made.model["config.json hidden_size"] == 128
+    assert not any(name.startswith("tensors ") for name in made.model)
 
 
 @pytest.mark.parametrize("text", ["", "{", "[1]"])

@@ -9,7 +9,7 @@ import asyncio
 import random
 import signal
 import socket
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -17,8 +17,14 @@ import psutil
 import pytest
 
 from ep_server.client import AsyncClient
+from tests.fabric.fabric_ends import needs
 from tests.harness.nodes import WAIT, Node, nodes, serving
 from tests.service.harness import Code, failure, next_event, rest
+
+
+@pytest.fixture(autouse=True)
+def network() -> None:
+    needs("system")
 
 
 @asynccontextmanager
@@ -39,6 +45,21 @@ async def streams(*servers: Node, new_tokens: int = 2000) -> AsyncIterator[list[
             await client.close()
 
 
+@asynccontextmanager
+async def health(*servers: Node) -> AsyncIterator[Callable[[], Awaitable[list[bool]]]]:
+    """Yields what asks each of these nodes whether it serves."""
+    clients = [AsyncClient(server.address) for server in servers]
+
+    async def ask() -> list[bool]:
+        return [await client.serving(timeout=WAIT) for client in clients]
+
+    try:
+        yield ask
+    finally:
+        for client in clients:
+            await client.close()
+
+
 def left(processes: list[psutil.Process]) -> list[psutil.Process]:
     """Those that still run, given a moment."""
     gone, alive = psutil.wait_procs(processes, timeout=10)
@@ -51,10 +72,14 @@ async def test_whoever_is_told_to_stop_all_drain_and_end_well(told: int) -> None
     async with serving() as servers:
         processes = [rank for server in servers for rank in server.ranks]
         assert len(processes) == 2
-        async with streams(*servers, new_tokens=200) as calls:
+        async with streams(*servers, new_tokens=600) as calls, health(*servers) as healthy:
+            assert await healthy() == [True, True]
             servers[told].signal(signal.SIGTERM)
+            async with asyncio.timeout(WAIT):
+                while await healthy() != [False, False]:
+                    assert not any(call.done() for call in calls)
             for call in calls:
-                assert (await rest(call))[-1].finished.usage.output_tokens == 200
+                assert (await rest(call))[-1].finished.usage.output_tokens == 600
         assert [await server.end() for server in servers] == [0, 0]
         assert left(processes) == []
         assert [server.text for server in servers] == [[], []]

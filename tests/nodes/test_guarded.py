@@ -10,9 +10,15 @@ from grpc import aio
 
 from ep_server.client import AsyncClient
 from ep_server.v1 import decode_pb2, decode_pb2_grpc
+from tests.fabric.fabric_ends import needs
 from tests.harness.certificates import make_certificates
 from tests.harness.nodes import WAIT, nodes
 from tests.service.harness import Code, failure
+
+
+@pytest.fixture(autouse=True)
+def network() -> None:
+    needs("system")
 
 
 @pytest.mark.slow
