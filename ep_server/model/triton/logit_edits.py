@@ -103,7 +103,7 @@ def _allow_kernel(logits, masks, slots, pitch, VOCAB: tl.constexpr, WORDS: tl.co
         tl.store(at, x, mask=banned)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _count_kernel(tokens, counts, slots, rows, VOCAB: tl.constexpr, STEP: tl.constexpr, BLOCK: tl.constexpr):
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + row, mask=row < rows, other=-1).to(tl.int64)

@@ -52,7 +52,7 @@ class Workspace:
         return self.sums.shape[2]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks_pitch", "splits"])  # they differ from bucket to bucket
 def _decode_kernel(
     q, k, v, out, sums, stats, blocks, lengths, k_scale, v_scale, blocks_pitch, scale, splits,
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, K_DIM: tl.constexpr,
@@ -99,7 +99,7 @@ def _decode_kernel(
         tl.store(out + head[:, None] * V_DIM + channel[None, :], acc.to(out.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _join_kernel(
     sums, stats, out, splits, V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, SPLITS_BLOCK: tl.constexpr
 ):

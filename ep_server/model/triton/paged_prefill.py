@@ -29,19 +29,19 @@ from ep_server.model.triton.ragged import find_tile, tile_counts
 MAX_SEQUENCES = 4096
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["blocks_pitch", "count"])  # they change from step to step
 def _prefill_kernel(
-    q, k, v, out, query_start, blocks, lengths, k_scale, v_scale, blocks_pitch, scale,
+    q, k, v, out, query_start, blocks, lengths, k_scale, v_scale, blocks_pitch, count, scale,
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, K_DIM: tl.constexpr,
     V_DIM: tl.constexpr, MAIN: tl.constexpr, ROPE: tl.constexpr, MAIN_BLOCK: tl.constexpr,
     ROPE_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, LATENT: tl.constexpr, WINDOW: tl.constexpr,
     FP8: tl.constexpr, M: tl.constexpr, TILE_HEADS: tl.constexpr, N: tl.constexpr,
-    COUNT: tl.constexpr, COUNT_BLOCK: tl.constexpr,
+    COUNT_BLOCK: tl.constexpr,
 ):  # fmt: skip
     tile_tokens: tl.constexpr = M // TILE_HEADS
     part = tl.arange(0, COUNT_BLOCK)
-    begins = tl.load(query_start + part, mask=part < COUNT, other=0)
-    tiles = tile_counts(tl.load(query_start + part + 1, mask=part < COUNT, other=0) - begins, tile_tokens)
+    begins = tl.load(query_start + part, mask=part < count, other=0)
+    tiles = tile_counts(tl.load(query_start + part + 1, mask=part < count, other=0) - begins, tile_tokens)
     if tl.program_id(0) >= tl.sum(tiles, axis=0):
         return
     sequence, local = find_tile(tiles, tl.program_id(0))
@@ -107,7 +107,7 @@ def prefill(
     tiles = tokens // (shape.rows // shape.tile_heads) + min(count, tokens)
     _prefill_kernel[(tiles, shape.kv_heads * shape.head_tiles)](
         q, kv.layer.k, kv.layer.v, out, query_start, sequences.blocks, sequences.lengths,
-        kv.k_scale, kv.v_scale, sequences.blocks.stride(0), rule.scale * LOG2_E,
-        **shape.constants(kv, rule.window), N=32 if latent else 64, COUNT=count, COUNT_BLOCK=block(count),
+        kv.k_scale, kv.v_scale, sequences.blocks.stride(0), count, rule.scale * LOG2_E,
+        **shape.constants(kv, rule.window), N=32 if latent else 64, COUNT_BLOCK=block(count, 64),
         num_warps=8 if latent else 4, num_stages=2,
     )  # fmt: skip

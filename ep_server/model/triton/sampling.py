@@ -120,7 +120,7 @@ def _peak_kernel(logits, values, ids, pitch, VOCAB: tl.constexpr, BLOCK: tl.cons
     tl.store(ids + row * splits + split, token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _cutoff_kernel(
     logits, values, ids, highest, cutoffs, tokens, temperatures, top_k, top_p, min_p, pitch, splits,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr, SPLITS_BLOCK: tl.constexpr,
@@ -173,7 +173,7 @@ def _draw_kernel(
         tl.store(ids + row * splits + split, token)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def _pick_kernel(values, ids, tokens, temperatures, splits, VOCAB: tl.constexpr, SPLITS_BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     if (tl.load(temperatures + row) > 0) & (tl.load(tokens + row) >= 0):

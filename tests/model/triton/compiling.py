@@ -73,10 +73,12 @@ class Recorder:
         attributes: dict[tuple[int], list[list[Any]]] = {}
         for index, p in enumerate(kernel.params):
             value = bound[p.name]
-            signature[p.name] = "constexpr" if p.is_constexpr else _type_of(value)
+            signature[p.name] = "constexpr" if p.is_constexpr else _type_of(value, p.do_not_specialize)
             if signature[p.name] == "constexpr":
                 constants[p.name] = value
             elif isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+                if p.do_not_specialize:
+                    continue
                 attributes[(index,)] = [["tt.divisibility", 16]]
         source = ASTSource(kernel, signature, constants, attributes)
         made = triton.compile(source, target=TARGET, options=kwargs)
@@ -88,10 +90,10 @@ class Recorder:
         )
 
 
-def _type_of(value: Any) -> str:
+def _type_of(value: Any, any_number: bool) -> str:
     if isinstance(value, torch.Tensor):
         return _POINTERS[value.dtype]
-    if value is None or (isinstance(value, int) and value == 1):
+    if value is None or (isinstance(value, int) and value == 1 and not any_number):
         return "constexpr"
     if isinstance(value, float):
         return "fp32"

@@ -11,6 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
+from ep_server.model.triton.paged_prefill import prefill
+from ep_server.model.triton.paged_tile import AttentionRule
 from tests.model.triton import shapes
 
 # Operations of a tensor's description only.
@@ -57,6 +59,20 @@ def test_launchers_only_launch(part: Callable[[], None], monkeypatch: pytest.Mon
         part()
     assert watch.seen == []
     assert launched and all(isinstance(n, int) and n > 0 for grid in launched for n in grid)
+
+
+def test_prefill_is_compiled_once_for_many_batches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Chunks come in any number, and compiling for one takes a second: no constant may depend on it."""
+    constants = []
+    for kind in (InterpretedFunction, JITFunction):
+        monkeypatch.setattr(
+            kind, "run", lambda kernel, *args, **kwargs: constants.append({**kwargs, "grid": None})
+        )
+    for count, tokens in ((1, 7), (5, 40), (64, 64)):
+        q = shapes.meta(tokens, 32, 128)
+        starts, cache = shapes.meta(count + 1, dtype=torch.int32), shapes.gqa_cache(torch.bfloat16)
+        prefill(q, starts, cache, shapes.sequences(count), AttentionRule(0.1), q)
+    assert len(constants) == 3 and constants[0] == constants[1] == constants[2]
 
 
 def test_the_watch_sees_what_it_must() -> None:
