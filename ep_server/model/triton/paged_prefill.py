@@ -29,7 +29,11 @@ from ep_server.model.triton.ragged import find_tile, tile_counts
 MAX_SEQUENCES = 4096
 
 
-@triton.jit(do_not_specialize=["blocks_pitch", "count"])  # they change from step to step
+# These change from step to step, and must not mean another compiled kernel.
+@triton.jit(
+    do_not_specialize=["blocks_pitch", "count"],
+    do_not_specialize_on_alignment=["query_start", "blocks", "lengths"],
+)
 def _prefill_kernel(
     q, k, v, out, query_start, blocks, lengths, k_scale, v_scale, blocks_pitch, count, scale,
     BLOCK_SIZE: tl.constexpr, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, K_DIM: tl.constexpr,

@@ -77,7 +77,7 @@ class Recorder:
             if signature[p.name] == "constexpr":
                 constants[p.name] = value
             elif isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
-                if p.do_not_specialize:
+                if p.do_not_specialize or p.do_not_specialize_on_alignment:
                     continue
                 attributes[(index,)] = [["tt.divisibility", 16]]
         source = ASTSource(kernel, signature, constants, attributes)
