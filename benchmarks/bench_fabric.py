@@ -6,7 +6,9 @@ Two processes that spin.
          where it is installed, which sends messages and is another measurement
   pair   dispatch + combine, one rank per process, T = 32, H = 2048, K = 8, E = 64, BF16, in-place view, fixed
          expert output, beside one preallocated gloo all_to_all_single each way with the same deduplicated
-         bytes, counts known beforehand; the slower rank of each iteration
+         bytes, counts known beforehand; the slower rank of each iteration. What bounds it (fabric_pair.py):
+         "sockets", the bytes for the other rank swapped over a plain connection, and "one host", the
+         same pair in shared memory, which has the sums and the copies but no network
 Both over the loopback, or with --hosts between two network namespaces (needs root).
 
     python benchmarks/bench_fabric.py [raw|pair] [--hosts] [--library PATH] [--provider NAME] [--check]
@@ -36,10 +38,12 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from benchmarks.fabric_pair import PAIR, PLACEMENT, Case, connect
 from ep_server import _C
 from ep_server.ep import fabric_bootstrap
-from ep_server.ep.exchange import ExchangeSpec, View
+from ep_server.ep.exchange import ExchangeSpec
 from ep_server.ep.fabric import FabricOptions
+from ep_server.ep.host_share import HostShare, create_host_share
 from tests.harness.namespaces import DEVICE, Hosts
 
 WINDOW, SIZES, LARGEST = 16, (64, 8192, 65536, 1 << 20), 1 << 20
@@ -168,41 +172,25 @@ def pingpong(provider: str) -> None:
 # -- pair ----------------------------------------------------------------------------------------------------
 
 
-def pair(place: Place, index: int, other: Any, folder: str, iterations: int) -> dict[str, Any]:
+def pair(
+    place: Place, index: int, other: Any, folder: str, iterations: int, share: HostShare
+) -> dict[str, Any]:
     cores = sorted(os.sched_getaffinity(0))
     os.sched_setaffinity(0, {cores[index % len(cores)]})  # with its threads; else they meet on one core
-    tokens, hidden, top_k, experts = 32, 2048, 8, 64
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=index, world_size=2, timeout=timedelta(seconds=60))
-    placement = tuple(e * 2 // experts for e in range(experts))
-    spec = ExchangeSpec(index, 2, placement, tokens, hidden, top_k)
+    spec, case = ExchangeSpec(index, 2, PLACEMENT, **PAIR), Case(index)
     exchange = fabric_bootstrap.from_process_group(None, spec, place.options(index))
-    generator = torch.Generator().manual_seed(index)
-    x = torch.randn(tokens, hidden, generator=generator).bfloat16()
-    ids = torch.stack([torch.randperm(experts, generator=generator)[:top_k] for _ in range(tokens)])
-    weights = torch.full((tokens, top_k), 1 / top_k)
-    # Rows to each rank, deduplicated, and the other way round.
-    sends = [int((ids * 2 // experts == r).any(dim=1).sum()) for r in range(2)]
-    gathered: list[Any] = [None, None]
-    dist.all_gather_object(gathered, sends)
-    receives = [gathered[r][index] for r in range(2)]
-    out, back = torch.zeros(sum(sends), hidden).bfloat16(), torch.zeros(sum(sends), hidden).bfloat16()
-    rows = torch.zeros(sum(receives), hidden).bfloat16()
-
-    local = exchange.dispatch_send(x, ids, weights).recv()
-    answers, result = torch.randn(local.rows.shape).bfloat16(), torch.empty_like(x)
-
-    def exchanged() -> None:
-        received = exchange.dispatch_send(x, ids, weights).recv(View.INDEX)
-        exchange.combine_send(answers, received).recv(result)
-
-    def gloo() -> None:
-        dist.all_to_all_single(rows, out, receives, sends)
-        dist.all_to_all_single(back, rows, sends, receives)
-
-    times: dict[str, list[float]] = {"exchange": [], "gloo": []}
+    one_host = fabric_bootstrap.from_process_group(None, spec, place.options(index), share=share)
+    runs = {
+        "exchange": case.over(exchange),
+        "gloo": case.over_gloo(),
+        "sockets": case.over_sockets(connect(place.options(0).address, index, other)),
+        "one host": case.over(one_host),
+    }
+    times: dict[str, list[float]] = {name: [] for name in runs}
     for step in range(iterations + 20):
-        for name, run in (("exchange", exchanged), ("gloo", gloo)):
+        for name, run in runs.items():
             exchange.barrier()
             start = time.perf_counter()
             run()
@@ -210,21 +198,25 @@ def pair(place: Place, index: int, other: Any, folder: str, iterations: int) -> 
                 times[name].append(time.perf_counter() - start)
     what = exchange.description
     exchange.close()
+    one_host.close()
     dist.barrier()
     dist.destroy_process_group()
     return {"what": what, **times}
 
 
 def compare(place: Place, folder: Path) -> bool:
-    both = run_both(place, pair, str(folder), place.arguments.iterations)
+    share = create_host_share(ExchangeSpec(0, 2, PLACEMENT, **PAIR), (0, 0), 0)
+    both = run_both(place, pair, str(folder), place.arguments.iterations, share)
+    share.close()
     print(both[0]["what"])
     medians = {}
-    for name in ("exchange", "gloo"):
-        slower = sorted(max(a, b) for a, b in zip(both[0][name], both[1][name], strict=True))
-        medians[name] = slower[len(slower) // 2] * 1e6
-        late = slower[len(slower) * 99 // 100] * 1e6
-        print(f"{name:9} dispatch + combine p50 {medians[name]:7.1f} us  p99 {late:7.1f}")
+    for name in ("exchange", "gloo", "sockets", "one host"):
+        slower = sorted(max(a, b) * 1e6 for a, b in zip(both[0][name], both[1][name], strict=True))
+        best, medians[name], late = (slower[len(slower) * percent // 100] for percent in (10, 50, 99))
+        print(f"{name:9} dispatch + combine p10 {best:7.1f} us  p50 {medians[name]:7.1f}  p99 {late:7.1f}")
+    bound = medians["sockets"] + medians["one host"]
     print(f"gloo / exchange = {medians['gloo'] / medians['exchange']:.2f}")
+    print(f"exchange / (sockets + one host) = {medians['exchange'] / bound:.2f}")
     return medians["gloo"] >= 3 * medians["exchange"]
 
 
