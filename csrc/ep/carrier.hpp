@@ -32,7 +32,8 @@ class Carrier {
  public:
   virtual ~Carrier() = default;
 
-  // Queues it; the outbox behind it stays as it is until leased() no longer names the peer. Any thread.
+  // Queues it; kConsumed may travel with a later message, as long as the peer does not need it. The outbox
+  // behind it stays as it is until leased() no longer names the peer. Any thread.
   virtual void push(const Command& command) = 0;
 
   // Sends what is queued and takes in what arrived, if no other thread is at it. Never waits. Only the thread

@@ -255,7 +255,7 @@ void publish(Group& group, uint32_t peer, const CellName& name, uint32_t epoch, 
   }
   group.carrier->push({name.notice, uint8_t(uint32_t(name.op) << 4 | name.bank), uint8_t(peer),
                        uint8_t(group.generation), payload, name.near, epoch});
-  group.carrier->drive();
+  if (name.notice != Notice::kConsumed) group.carrier->drive();
 }
 
 bool sleeps_on(std::byte* region, uint32_t writer) {

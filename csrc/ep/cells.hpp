@@ -43,7 +43,7 @@ struct CellName {
 uint64_t cell_offset(const CellName& name, uint32_t writer);
 
 // Stores a cell into the region of `peer` with release and wakes the peer if it sleeps on this rank; a remote
-// peer's goes to the carrier.
+// peer's goes to the carrier, and at once on its way, but for kConsumed.
 void publish(Group& group, uint32_t peer, const CellName& name, uint32_t epoch, uint32_t payload);
 
 // Whether the owner of a region sleeps on this writer, whose cell has just been stored.

@@ -146,6 +146,7 @@ void consume(Group& group, Op op, uint64_t epoch) {
     if (!group.faults.drops(op, Phase::kRecvConsumed, epoch, peer))
       publish(group, peer, {Notice::kConsumed, op}, uint32_t(read), 0);
   });
+  if (group.carrier != nullptr) group.carrier->drive();
 }
 
 void publish_header(Group& group, Op op, uint64_t epoch, uint32_t peer, uint32_t payload, uint64_t readers) {

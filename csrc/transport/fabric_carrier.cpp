@@ -21,6 +21,7 @@ constexpr uint64_t kBeatNs = 100 * kMs;
 constexpr uint64_t kRecentNs = 200'000;       // since the rank itself drove: the thread stays aside ...
 constexpr uint64_t kAsideNs = 500'000;        // ... and looks again after this time
 constexpr uint64_t kRetryNs = 1 * kMs;        // something is queued and the provider takes nothing now
+constexpr uint64_t kConsumedNs = 1 * kMs;     // that a consumed epoch waits for a message to travel with
 constexpr uint64_t kPollNs = 50'000;          // between two looks at a provider that cannot be slept on
 constexpr uint64_t kOpenSliceNs = 500 * kMs;  // for one connection before the next one is tried
 constexpr uint32_t kIdleWakes = 3;  // in a row, before the provider's descriptor is no longer trusted
@@ -138,6 +139,10 @@ void FabricCarrier::close(uint64_t linger_ns) {
     return outgoing_.delivered(group_.remote & group_.unmasked() & ~lost_) && queue_.empty();
   };
   // A good-bye says that all before it has arrived: ranks behind a gateway depend on it.
+  {
+    const std::lock_guard lock(driving_);
+    outgoing_.send_consumed(now_ns());
+  }
   while (!sent() && now_ns() < deadline) {
     drive();
     sleep(kRetryNs);
@@ -193,7 +198,7 @@ void FabricCarrier::push(const Command& command) {
   outgoing_.lease(command);
   while (!queue_.push(command)) {
     if (driver_.load() == std::this_thread::get_id()) {
-      read_queue();
+      read_queue(now_ns());
     } else {
       drive();
       sched_yield();
@@ -219,7 +224,8 @@ void FabricCarrier::drive() {
 bool FabricCarrier::step(uint64_t now) {
   driver_.store(std::this_thread::get_id());
   follow_masks();  // first: what a reset queues is for ranks that it unmasked
-  read_queue();
+  read_queue(now);
+  outgoing_.send_consumed(now - kConsumedNs);
   const uint64_t writes = outgoing_.writes();
   for (uint64_t refused = outgoing_.post(now); refused != 0; refused &= refused - 1)
     lose(uint32_t(std::countr_zero(refused)), Op::kVote);
@@ -238,9 +244,9 @@ bool FabricCarrier::step(uint64_t now) {
   return handled != 0 || outgoing_.writes() != writes;
 }
 
-void FabricCarrier::read_queue() {
+void FabricCarrier::read_queue(uint64_t now) {
   Command command;
-  while (queue_.pop(command)) outgoing_.enqueue(command);
+  while (queue_.pop(command)) outgoing_.enqueue(command, now);
 }
 
 void FabricCarrier::handle(const Event& event, uint64_t now) {

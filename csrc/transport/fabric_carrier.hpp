@@ -53,7 +53,7 @@ class FabricCarrier : public Carrier {
 
  private:
   bool step(uint64_t now);  // with driving_ held; whether anything moved
-  void read_queue();
+  void read_queue(uint64_t now);
   void follow_masks();
   void handle(const Event& event, uint64_t now);
   void greeted(const Immediate& immediate);

@@ -85,6 +85,7 @@ void Incoming::count(const Immediate& immediate) {
     arrival->expected = said.chunks;
     arrival->cell = encode_cell(said.epoch, said.payload | taken_in);
     std::memcpy(&arrival->readers, said.data, sizeof arrival->readers);
+    consumed(immediate, said);
   }
   complete(*arrival, immediate, immediate.value);
 }
@@ -132,6 +133,16 @@ void Incoming::consumed(const Immediate& immediate, uint32_t last_epoch) {
   const uint32_t epoch = widen(immediate.value, last_epoch);
   advance(group_.rank, immediate.source, Head::consumed(Op(immediate.op), immediate.source),
           encode_cell(epoch, 0));
+}
+
+// What came along with the letter of another operation.
+void Incoming::consumed(const Immediate& immediate, const Letter& said) {
+  if (later(immediate.generation, uint32_t(group_.generation) % Immediate::kGenerations) < 0) return;
+  for (uint32_t op = 0; op < kBankedOps; ++op) {
+    const uint64_t offset = Head::consumed(Op(op), immediate.source);
+    if (said.consumed[op] != 0)
+      advance(group_.rank, immediate.source, offset, encode_cell(said.consumed[op], 0));
+  }
 }
 
 void Incoming::vote(const Immediate& immediate) {

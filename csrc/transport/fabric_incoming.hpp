@@ -38,6 +38,7 @@ class Incoming {
   };
 
   void count(const Immediate& immediate);
+  void consumed(const Immediate& immediate, const Letter& said);
   void last(const Immediate& immediate, uint32_t last_epoch);
   Arrival* arrival_of(const Immediate& immediate, uint32_t bank);  // null where its generation has ended
   void complete(Arrival& arrival, const Immediate& immediate, uint32_t bank);

@@ -50,12 +50,47 @@ uint64_t Outgoing::leased(Op op, uint32_t bank) const {
   return peers;
 }
 
-void Outgoing::enqueue(const Command& command) {
+void Outgoing::enqueue(const Command& command, uint64_t now) {
   if (peers_[command.peer].forgotten) {
     count(command).fetch_sub(1, std::memory_order_release);
     return;
   }
+  if (command.notice == Notice::kConsumed) return consumed(command, now);
   peers_[command.peer].queue.push_back({command, kind_of(command.notice)});
+}
+
+// Waits for a letter to travel with, while the peer may send twice more without knowing it.
+void Outgoing::consumed(const Command& command, uint64_t now) {
+  Consumed& it = consumed_[uint32_t(command.op())][command.peer];
+  const uint32_t soon = last_epoch(command.op(), command.peer) + 2;
+  if (int32_t(soon - it.told - group_.geometry.num_banks) > 0) {
+    it.told = command.epoch;
+    it.since = 0;
+    peers_[command.peer].queue.push_back({command, Kind::kConsumed});
+    return;
+  }
+  count(command).fetch_sub(1, std::memory_order_release);
+  it.command = command;
+  if (it.since == 0) it.since = now;
+  if (oldest_consumed_ == 0) oldest_consumed_ = now;
+}
+
+void Outgoing::send_consumed(uint64_t before) {
+  if (oldest_consumed_ == 0 || oldest_consumed_ > before) return;
+  oldest_consumed_ = 0;
+  for (auto& of_op : consumed_) {
+    for (Consumed& it : of_op) {
+      if (it.since == 0 || peers_[it.command.peer].forgotten) continue;
+      if (it.since > before) {
+        oldest_consumed_ = oldest_consumed_ == 0 ? it.since : std::min(oldest_consumed_, it.since);
+        continue;
+      }
+      it.told = it.command.epoch;
+      it.since = 0;
+      lease(it.command);
+      peers_[it.command.peer].queue.push_back({it.command, Kind::kConsumed});
+    }
+  }
 }
 
 void Outgoing::enqueue_signal(uint32_t peer, Kind kind, uint32_t value) {
@@ -124,10 +159,12 @@ void Outgoing::done(Peer& peer) {
   peer.queue.pop_front();
 }
 
-// The header of an operation has been posted.
+// The header of an operation has been posted; that of a dispatch is for all ranks of the peer's host.
 void Outgoing::told(const Command& c) {
   chunks(c) = {};
-  last_epochs_[uint32_t(c.op())][c.peer] = c.epoch;
+  uint64_t readers = c.op() == Op::kDispatch ? group_.mates[c.peer] : 1ull << c.peer;
+  for (; readers != 0; readers &= readers - 1)
+    last_epochs_[uint32_t(c.op())][std::countr_zero(readers)] = c.epoch;
 }
 
 Outgoing::Result Outgoing::post_rows(const Queued& queued, const Immediate& said, bool more) {
@@ -183,18 +220,26 @@ Outgoing::Result Outgoing::post_routing(Queued& queued) {
                                .immediate = immediate(queued).encode(),
                                .tag = 0,
                                .more = false});
-  if (result == Result::kDone) told(c);
+  if (result != Result::kDone) return result;
+  told(c);
+  for (uint32_t op = 0; op < kBankedOps; ++op)
+    if (letter.consumed[op] != 0) consumed_[op][c.peer].told = letter.consumed[op];
+  for (auto& of_op : consumed_) of_op[c.peer].since = 0;
   return result;
 }
 
 Letter Outgoing::letter_of(const Queued& queued) {
   const Command& c = queued.command;
-  Letter letter{c.epoch, c.first, 0, 0, {}};
+  Letter letter{c.epoch, c.first, 0, 0, {}, {}};
   const auto take = [&](uint64_t offset, uint32_t length) {
     std::memcpy(letter.data, outbox_ + offset, letter.length = length);
   };
   if (queued.kind == Kind::kLetter) {
     letter.chunks = chunks(c).count;
+    for (uint32_t op = 0; op < kBankedOps; ++op) {
+      const Consumed& it = consumed_[op][c.peer];
+      if (it.since != 0) letter.consumed[op] = it.command.epoch;
+    }
     take(Head::header(c.op(), c.bank(), c.peer) + sizeof(uint64_t), sizeof(uint64_t));
   }
   if (queued.kind == Kind::kVote) take(Head::vote(c.bank(), c.peer) + kLine, std::min(c.first, kVoteBytes));
@@ -265,6 +310,7 @@ void Outgoing::forget(uint32_t peer) {
   for (const Queued& queued : peers_[peer].queue)
     count(queued.command).fetch_sub(1, std::memory_order_release);
   peers_[peer].queue.clear();
+  for (auto& of_op : consumed_) of_op[peer].since = 0;
   peers_[peer].stuck_since = 0;
 }
 

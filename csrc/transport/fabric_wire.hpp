@@ -58,8 +58,9 @@ inline int32_t later(uint32_t a, uint32_t b) { return int32_t((a - b) << 28) >> 
 // The message behind a cell.
 struct Letter {
   uint32_t epoch, payload;
-  uint32_t chunks;  // kLetter: how many writes belong to it
-  uint32_t length;  // of data
+  uint32_t chunks;                // kLetter: how many writes belong to it
+  uint32_t length;                // of data
+  uint32_t consumed[kBankedOps];  // kLetter: up to where the sender has read what it got from the receiver
   uint8_t data[kVoteBytes];
 };
 constexpr uint64_t kLetterPitch = 128;

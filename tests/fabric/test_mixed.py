@@ -171,6 +171,24 @@ def test_micro_batches_interleave_between_two_hosts_of_two_ranks(hosts: Hosts, t
         run_ranks(programs.back_to_back, 4, spec_of(4), args=(20,), ends=ends)
 
 
+def fewest_writes(exchange: FabricExchange) -> int:
+    """Of one operation among many: with others heartbeats or epochs that waited too long come along."""
+    made = []
+    for step in range(300):
+        before = exchange.writes
+        operation(exchange, step)
+        made.append(exchange.writes - before)
+    return min(made)
+
+
+def test_an_operation_is_three_writes(tmp_path: Path) -> None:
+    """Rows; routing, with what was read; rows with the answers."""
+    needs("system")
+    spec = spec_of(2, num_banks=4)
+    with mixed_ends(tmp_path, (0, 1), spec, loopback()) as ends:
+        assert run_ranks(fewest_writes, 2, spec, ends=ends) == [3, 3]
+
+
 # -- order, sleep ------------------------------------------------------------------------------------------
 
 
@@ -188,6 +206,22 @@ def test_banks_are_reused_safely_when_ranks_run_ahead(program: str, seed: int, t
     options = loopback(disorder=seed, strict_memory=seed != 0)
     with mixed_ends(tmp_path, ONE_AND_THREE, spec_of(4), options) as ends:
         run_ranks(getattr(programs, program), 4, spec_of(4), args=(40,), ends=ends)
+
+
+def far_on(exchange: FabricExchange) -> None:
+    """A reset brings epochs behind those of all votes: further than an immediate has bits for."""
+    for _ in range(66_000):
+        exchange.all_gather(b"")
+    exchange.reset()
+    for step in range(12):
+        operation(exchange, step)
+
+
+@pytest.mark.slow
+def test_epochs_go_beyond_the_bits_of_an_immediate(tmp_path: Path) -> None:
+    needs("system")
+    with mixed_ends(tmp_path, ONE_AND_THREE, spec_of(4), loopback()) as ends:
+        run_ranks(far_on, 4, spec_of(4), 120, ends=ends)
 
 
 def idles_behind(exchange: FabricExchange, peer: Peer) -> float:
