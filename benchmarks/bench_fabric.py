@@ -49,6 +49,7 @@ from tests.harness.namespaces import DEVICE, Hosts
 WINDOW, SIZES, LARGEST = 16, (64, 8192, 65536, 1 << 20), 1 << 20
 MOST_LATENCY, LEAST_BANDWIDTH = 1.3, 0.85  # of the minimal program
 LIMIT_NS = 60_000_000_000
+BLOCK = 25  # turns of one of the pair's carriers before the next one's
 
 
 class Place:
@@ -189,13 +190,14 @@ def pair(
         "one host": case.over(one_host),
     }
     times: dict[str, list[float]] = {name: [] for name in runs}
-    for step in range(iterations + 20):
+    for block in range(1 + iterations // BLOCK):
         for name, run in runs.items():
-            exchange.barrier()
-            start = time.perf_counter()
-            run()
-            if step >= 20:
-                times[name].append(time.perf_counter() - start)
+            for _ in range(BLOCK):
+                exchange.barrier()
+                start = time.perf_counter()
+                run()
+                if block:  # the first one warms up
+                    times[name].append(time.perf_counter() - start)
     what = exchange.description
     exchange.close()
     one_host.close()
