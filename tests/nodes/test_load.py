@@ -1,4 +1,4 @@
-"""Many requests at both nodes of a server at once, some dropped: the tokens of a request alone, nothing left."""
+"""Many requests at both nodes of a server at once, some dropped: the tokens of a request alone."""
 
 from __future__ import annotations
 
