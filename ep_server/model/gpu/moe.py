@@ -16,6 +16,7 @@ from ep_server.model.families.spec import RouterSpec
 from ep_server.model.layers import MoeWeights
 from ep_server.model.moe import wire_dtype
 from ep_server.model.torch_compute import TorchGatedFfn
+from ep_server.model.triton.activation import silu_mul
 from ep_server.model.triton.expert_rows import ExpertRows, ExpertWeights
 from ep_server.model.triton.experts import run_experts
 from ep_server.model.triton.router import route
@@ -89,5 +90,6 @@ def grouped(received: Received, ffn: object, each: int) -> torch.Tensor:
 def dense(x: torch.Tensor, ffn: object) -> torch.Tensor:
     """The one gated FFN of `ffn` on all rows of x: [T, H]; library products."""
     assert isinstance(ffn, TorchGatedFfn)
-    gate, up = F.linear(x, ffn.gate_up[0]).chunk(2, dim=-1)
-    return F.linear(F.silu(gate) * up, ffn.down[0])
+    hidden = x.new_empty(len(x), ffn.down.shape[2])
+    silu_mul(F.linear(x, ffn.gate_up[0]), hidden)
+    return F.linear(hidden, ffn.down[0])
