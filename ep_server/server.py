@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
-from collections.abc import Awaitable, Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Protocol
 
 from grpc import aio
@@ -28,6 +27,7 @@ from ep_server.observer import EngineObserver
 from ep_server.ranks.protocol import Ranks
 from ep_server.served_model import ServedModel
 from ep_server.service import DecodeService
+from ep_server.stop_signals import stop_signals
 from ep_server.v1.control_pb2_grpc import add_ControlServicer_to_server
 from ep_server.v1.decode_pb2_grpc import add_DecodeServicer_to_server
 
@@ -88,7 +88,7 @@ class Server:
 
     async def run(self, progress: Progress, on_serving: Callable[[], None] = lambda: None) -> int:
         """The whole life. Returns: exit code, 1 if a rank was lost. Raises: StartupError."""
-        with self._signals():
+        with stop_signals(self.ask_to_stop):
             try:
                 await self.start(progress)
                 if self._health.serving:
@@ -167,17 +167,6 @@ class Server:
         entrance = Entrance(self.config.cluster.nodes, self.config.parallel.ranks, relays)
         add_DecodeServicer_to_server(DecodeService(self.engine, self._model, entrance), server)
         add_ControlServicer_to_server(self._control, server)
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.ask_to_stop)
-        try:
-            yield
-        finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)
 
     @staticmethod
     async def _unless(event: asyncio.Event, work: Awaitable[object]) -> bool:

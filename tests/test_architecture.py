@@ -28,6 +28,7 @@ NODES = {
     "model.families",
     "ranks",
     "served_model",
+    "stop_signals",
     "v1",
     "versions",
 }

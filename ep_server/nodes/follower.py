@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from grpc import aio
@@ -27,6 +25,7 @@ from ep_server.nodes.link import Link
 from ep_server.nodes.relay import Relay, RelayObserver, RelaySettings, open_channel, relay_server
 from ep_server.nodes.security import channel_credentials, token_metadata
 from ep_server.ranks.hosts import WORKER
+from ep_server.stop_signals import stop_signals
 from ep_server.v1 import nodes_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -73,7 +72,7 @@ class Follower:
         relay = Relay(channel, settings, self._hooks.relayed, self._metadata)
         server = relay_server(self.config.grpc, relay, self._health)
         try:
-            with self._signals():
+            with stop_signals(self.ask_to_stop):
                 await self._open(server)
                 code = await self._member(relay)
         finally:
@@ -165,14 +164,3 @@ class Follower:
             nodes, node = self.place.nodes, self.place.node
             log.info("serving by way of node 0 on %s, node %d of %d", self.address, node, nodes)
             self._hooks.serving()
-
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self.ask_to_stop)
-        try:
-            yield
-        finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.remove_signal_handler(number)
