@@ -128,25 +128,29 @@ void FabricCarrier::greeted(const Immediate& immediate) {
     failure_ = "rank " + std::to_string(immediate.source) + " is of another group";
 }
 
+// Waits until all that was queued has arrived, where the peers live.
+void FabricCarrier::deliver(uint64_t deadline) {
+  {
+    const std::lock_guard lock(driving_);
+    outgoing_.send_consumed(now_ns());
+  }
+  const auto delivered = [&] {
+    const std::lock_guard lock(driving_);
+    return outgoing_.delivered(group_.remote & group_.unmasked() & ~lost_) && queue_.empty();
+  };
+  while (!delivered() && now_ns() < deadline) {
+    drive();
+    sleep(kRetryNs);
+  }
+}
+
 void FabricCarrier::close(uint64_t linger_ns) {
   if (!connected_ || closing_) return;
   // After an abort the others may be anywhere: what they must know is on its way already.
   const uint64_t deadline = now_ns() + (aborted(group_) ? std::min(linger_ns, kAbortedLingerNs) : linger_ns);
   waiting(true);
+  deliver(deadline);  // a good-bye says that all before it has arrived: ranks behind a gateway depend on it
   uint64_t peers = 0;
-  const auto sent = [&] {
-    const std::lock_guard lock(driving_);
-    return outgoing_.delivered(group_.remote & group_.unmasked() & ~lost_) && queue_.empty();
-  };
-  // A good-bye says that all before it has arrived: ranks behind a gateway depend on it.
-  {
-    const std::lock_guard lock(driving_);
-    outgoing_.send_consumed(now_ns());
-  }
-  while (!sent() && now_ns() < deadline) {
-    drive();
-    sleep(kRetryNs);
-  }
   {
     const std::lock_guard lock(driving_);
     closing_ = true;

@@ -60,6 +60,7 @@ class FabricCarrier : public Carrier {
   void beat(uint64_t now);
   void lose(uint32_t peer, Op op);
   void say(uint32_t peer, Kind kind, uint64_t deadline);
+  void deliver(uint64_t deadline);
   // Who sleeps, what wakes him, and how often the network did with nothing to take in.
   struct Sleeper {
     int fd;
