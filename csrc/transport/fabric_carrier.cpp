@@ -181,6 +181,8 @@ void FabricCarrier::lose(uint32_t peer, Op op) {
     return wake_self(group_);
   }
   if (aborted(group_)) return;
+  if (op == Op::kReset)
+    op = outgoing_.last_op(peer);  // a heartbeat's, or nobody's: missed where this rank is
   const uint32_t epoch = uint32_t(op) < kBankedOps ? outgoing_.last_epoch(op, peer) : 0;
   abort_group(group_, {Code::kLost, op, Phase::kSendRows, group_.rank, peer, epoch, 0});
 }
@@ -232,7 +234,7 @@ bool FabricCarrier::step(uint64_t now) {
   outgoing_.send_consumed(now - kConsumedNs);
   const uint64_t writes = outgoing_.writes();
   for (uint64_t refused = outgoing_.post(now); refused != 0; refused &= refused - 1)
-    lose(uint32_t(std::countr_zero(refused)), Op::kVote);
+    lose(uint32_t(std::countr_zero(refused)), Op::kReset);
   Event events[32];
   size_t count = 0, handled = 0;
   for (uint32_t batch = 0; batch < kBatches && (count = endpoint_.poll(events, std::size(events))) != 0;
@@ -242,7 +244,7 @@ bool FabricCarrier::step(uint64_t now) {
   }
   if (handled != 0) outgoing_.post(now);
   for (uint64_t late = outgoing_.stuck(now, group_.timing.timeout_ns); late != 0; late &= late - 1)
-    lose(uint32_t(std::countr_zero(late)), Op::kVote);
+    lose(uint32_t(std::countr_zero(late)), Op::kReset);
   beat(now);
   driver_.store({});
   return handled != 0 || outgoing_.writes() != writes;

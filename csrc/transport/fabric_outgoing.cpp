@@ -55,6 +55,7 @@ void Outgoing::enqueue(const Command& command, uint64_t now) {
     count(command).fetch_sub(1, std::memory_order_release);
     return;
   }
+  if (command.op() != Op::kReset) peers_[command.peer].last_op = command.op();
   if (command.notice == Notice::kConsumed) return consumed(command, now);
   peers_[command.peer].queue.push_back({command, kind_of(command.notice)});
 }

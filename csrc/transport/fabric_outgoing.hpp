@@ -49,6 +49,8 @@ class Outgoing {
   uint64_t stuck(uint64_t now, uint64_t limit_ns) const;  // bits of peers that took nothing for so long
   // The last epoch of an operation that this rank sent to a peer: what it can have consumed is near.
   uint32_t last_epoch(Op op, uint32_t peer) const { return last_epochs_[uint32_t(op)][peer]; }
+  // What this rank last had for a peer, heartbeats and greetings aside.
+  Op last_op(uint32_t peer) const { return peers_[peer].last_op; }
   uint64_t writes() const { return writes_; }
 
  private:
@@ -63,6 +65,7 @@ class Outgoing {
     uint32_t in_flight = 0;
     uint64_t stuck_since = 0;  // 0 = not
     bool forgotten = false;
+    Op last_op = Op::kVote;
   };
   // Chunks of the operation that occupies a bank, until its letter says how many.
   struct Chunks {

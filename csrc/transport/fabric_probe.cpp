@@ -23,9 +23,9 @@ std::vector<uint64_t> Probe::latency(uint64_t bytes, uint32_t rounds, bool first
   std::vector<uint64_t> times(rounds);
   deadline_ = now_ns() + timeout_ns;
   for (uint32_t i = 0; i < rounds; ++i) {
-    const uint64_t start = now_ns(), seen = arrived_;
+    const uint64_t start = now_ns();
     if (first) put(bytes, i, 1);
-    await(seen + 1);
+    await(1);
     if (!first) put(bytes, i, 1);
     times[i] = (now_ns() - start) / 2;
   }
@@ -33,10 +33,10 @@ std::vector<uint64_t> Probe::latency(uint64_t bytes, uint32_t rounds, bool first
 }
 
 uint64_t Probe::stream(uint64_t bytes, uint32_t writes, uint32_t window, bool first, uint64_t timeout_ns) {
-  const uint64_t start = now_ns(), seen = arrived_;
+  const uint64_t start = now_ns();
   deadline_ = start + timeout_ns;
   for (uint32_t i = 0; first && i < writes; ++i) put(bytes, i, window);
-  await(seen + (first ? 1 : writes));
+  await(first ? 1 : writes);
   if (!first) put(1, 0, window);
   const uint64_t took = now_ns() - start;
   while (endpoint_.in_flight() != 0) look();
@@ -53,7 +53,8 @@ void Probe::put(uint64_t bytes, uint32_t number, uint32_t window) {
 }
 
 void Probe::await(uint64_t arrivals) {
-  while (arrived_ < arrivals) look();
+  awaited_ += arrivals;
+  while (arrived_ < awaited_) look();
 }
 
 void Probe::look() {

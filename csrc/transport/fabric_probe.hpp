@@ -25,13 +25,13 @@ class Probe {
 
  private:
   void put(uint64_t bytes, uint32_t number, uint32_t window);
-  void await(uint64_t arrivals);
+  void await(uint64_t arrivals);  // so many more than before: the peer may be ahead
   void look();
 
   const Library library_;
   Pages inbound_, outbound_;
   Endpoint endpoint_;
-  uint64_t arrived_ = 0, deadline_ = 0;
+  uint64_t arrived_ = 0, awaited_ = 0, deadline_ = 0;
 };
 
 }  // namespace ep::fabric

@@ -102,7 +102,9 @@ class Ranks:
         specs = [ExchangeSpec(rank=r, num_ranks=num_ranks, **spec_kwargs) for r in range(num_ranks)]
         context = multiprocessing.get_context("forkserver")
         # Imported once, in a process without threads, from which ranks are forked.
-        context.set_forkserver_preload(["tests.harness.ranks", "numpy", "torch.testing"])
+        context.set_forkserver_preload(
+            ["tests.harness.ranks", "numpy", "torch.testing", "tests.fabric.fabric_ends"]
+        )
         self.processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._outcomes: dict[int, Outcome] = {}
