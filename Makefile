@@ -25,7 +25,7 @@ test: $(STAMP)  ## run the tests that need no GPU and no long time
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST)
 
 test-slow: $(STAMP)  ## run the tests that take long: minutes of load, every case of the exhaustive ones
-	$(BIN)/python -m pytest -m "slow and not gpu" $(PYTEST)
+	$(BIN)/python -m pytest -m "slow and not gpu" -o faulthandler_timeout=1800 $(PYTEST)
 
 check: $(STAMP)  ## lint, types, format
 	scripts/check
