@@ -64,7 +64,7 @@ def test_every_kind_with_and_without_gpu_rdma_and_tls(kind: str, gpu: bool, rdma
         assert ("grpc" in server["livenessProbe"], "exec" in server["livenessProbe"]) == (not tls, tls)
         assert len(of_kind(objects, "Certificate")) == tls == ("tls" in {v["name"] for v in pod["volumes"]})
         assert "hostNetwork" not in pod and server["image"].endswith("-cuda") == gpu
-        assert ("computes on CPU ranks" in notes, "needs no network" in notes) == (gpu, rdma)
+        assert ("ranks compute on the CPU" in notes, "needs no network" in notes) == (gpu, rdma)
         assert ("No TLS" in notes) == (not tls)
 
 
