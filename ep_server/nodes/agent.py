@@ -13,7 +13,7 @@ from collections.abc import Callable
 from ep_server.config import Config
 from ep_server.errors import EpServerError, InvalidArgument
 from ep_server.nodes.link import Link
-from ep_server.ranks.group import GroupPlan
+from ep_server.ranks.group import GroupPlan, local_ranks
 from ep_server.ranks.hosts import WORKER, LocalRanks, ended, spawn_here
 from ep_server.ranks.messages import one_line
 from ep_server.ranks.process import RankCallbacks, RankProcess
@@ -49,7 +49,7 @@ class Agent:
         if kind == "rank_frame":
             self._process(message.rank_frame.rank).send(message.rank_frame.payload)
         elif kind == "rank_signal":
-            self._process(message.rank_signal.rank).signal(signal.Signals(message.rank_signal.number))
+            self._signal(message.rank_signal.rank, signal.Signals(message.rank_signal.number))
         elif kind == "spawn" and self._spawning is None:
             self._spawning = asyncio.create_task(self._spawn(message.spawn.kv_blocks))
         else:
@@ -82,6 +82,11 @@ class Agent:
     def _started(self, process: RankProcess) -> None:
         self._processes[process.rank] = process
         self._loading.add(process.rank)
+
+    def _signal(self, rank: int, number: signal.Signals) -> None:
+        """Nothing where it has not been started yet: node 0 gives up early, and end() comes soon."""
+        if rank in self._processes or rank not in local_ranks(self._config):
+            self._process(rank).signal(number)
 
     def _process(self, rank: int) -> RankProcess:
         if rank not in self._processes:

@@ -80,7 +80,7 @@ def fingerprint(config_json: Mapping[str, Any], tensors: Iterable[TensorHeader])
 def differences(leader: Claim, other: Claim) -> list[str]:
     """One line for each thing in which a node differs from node 0; of another version, that alone."""
     if other.version != leader.version:
-        return [f"version {other.version}, node {leader.node} has {leader.version}"]
+        return [f"version {_short(other.version)}, node {leader.node} has {leader.version}"]
     options = sorted({*leader.config, *other.config})
     found = [_option(name, leader, other) for name in options if must_agree(name)]
     found += [_model(name, leader, other) for name in sorted({*leader.model, *other.model})]
@@ -102,18 +102,22 @@ def refusal(leader: Claim, other: Claim, nodes: int, joined: Iterable[int]) -> s
 
 def _option(name: str, leader: Claim, other: Claim) -> str:
     theirs, ours = other.config.get(name, "absent"), leader.config.get(name, "absent")
-    return f"{name} = {theirs!r}, node {leader.node} has {ours!r}" if theirs != ours else ""
+    if theirs == ours:
+        return ""
+    return f"{_short(name)} = {_short(repr(theirs))}, node {leader.node} has {_short(repr(ours))}"
 
 
 def _model(name: str, leader: Claim, other: Claim) -> str:
     theirs, ours = other.model.get(name, "absent"), leader.model.get(name, "absent")
     if theirs == ours:
         return ""
-    return f"model: {name} = {_short(theirs)}, node {leader.node} has {_short(ours)}"
+    return f"model: {_short(name)} = {_short(theirs)}, node {leader.node} has {_short(ours)}"
 
 
 def _short(value: Any) -> str:
+    """Of one line and no great length, whatever another node sends."""
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
+    text = text if text.isprintable() else repr(text)
     return text if len(text) <= 80 else f"{text[:77]}..."
 
 

@@ -41,7 +41,7 @@ def claim_in(hello: pb.Hello) -> Claim:
     """The claim that hello_of was given. Raises: InvalidArgument."""
     try:
         config, model = json.loads(hello.config_json), json.loads(hello.model_json)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidArgument("hello", str(error), "JSON in config_json and model_json") from error
     if not isinstance(config, dict) or not isinstance(model, dict):
         raise InvalidArgument("hello", "no objects", "JSON objects in config_json and model_json")

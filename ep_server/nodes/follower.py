@@ -57,6 +57,7 @@ class Follower:
         self._agent: Agent | None = None
         self._link: Link | None = None
         self._end: pb.End | None = None
+        self._ending = False
         self._stop_asked = asyncio.Event()
         self._stop_now = asyncio.Event()
 
@@ -71,21 +72,23 @@ class Follower:
         settings = RelaySettings(self.place.node, self._leader, self.config.grpc.max_streams)
         relay = Relay(channel, settings, self._hooks.relayed, self._metadata)
         server = relay_server(self.config.grpc, relay, self._health)
-        try:
-            with stop_signals(self.ask_to_stop):
+        with stop_signals(self.ask_to_stop):  # to the very end: one more must not kill it in the middle
+            try:
                 await self._open(server)
                 code = await self._member(relay)
-        finally:
-            self._health.set(serving=False)
-            await relay.closed(LAST_WORDS_SECONDS)
-            relay.end("this node stops")
-            await server.stop(GRACE_SECONDS)
-            await channel.close(None)
+            finally:
+                self._health.set(serving=False)
+                await relay.closed(LAST_WORDS_SECONDS)
+                relay.end("this node stops")
+                await server.stop(GRACE_SECONDS)
+                await channel.close(None)
         log.info("stopped")
         return code
 
     def ask_to_stop(self) -> None:
         """Has node 0 drain the server; asked for a second time, ends this node at once."""
+        if self._ending:
+            return  # it does already, with the code that says why
         if self._stop_asked.is_set():
             self._stop_now.set()
             return
@@ -137,6 +140,7 @@ class Follower:
 
     def _ended(self, relay: Relay, reason: str) -> int:
         """What the end of the link means. Returns: exit code."""
+        self._ending = True
         self._health.set(serving=False)
         if self._end is None:
             message = f"node 0 at {self._leader} {reason}"

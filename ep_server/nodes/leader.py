@@ -42,7 +42,7 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
         self._claim: asyncio.Future[Claim] = asyncio.get_running_loop().create_future()
         self._links: dict[int, Link] = {}
         self._claims: dict[int, Claim] = {}
-        self._refused: list[str] = []
+        self._refused = ""  # the last one, and why
         self._remote: dict[int, RemoteRanks] = {}
         self._changed = asyncio.Event()
         self._closed = False
@@ -113,7 +113,6 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
         finally:
             link.end("closed the link")
             reading.cancel()
-            self._left(hello.node, link)
 
     async def _hello(self, requests: Any) -> pb.Hello:
         try:
@@ -141,12 +140,14 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
             raise Unavailable("node 0 serves or ends: a node that left is not taken back")
         why = refusal(leader, other, self._place.nodes, self._links)
         if why:
-            self._refused.append(why)
+            self._refused = why
             log.error("%s is refused: %s", context.peer(), why)
             raise StartupError(why)
         link = Link(
             lambda message: self._on_message(other.node, message), self._config.cluster.silent_seconds
         )
+        # Not when the stream ends: it may still be writing to a node that reads nothing.
+        link.on_end(lambda: self._left(other.node, link))
         self._links[other.node], self._claims[other.node] = link, other
         log.info("node %d has joined from %s", other.node, context.peer())
         self._changed.set()
@@ -179,7 +180,7 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
                     await self._changed.wait()
         except TimeoutError:
             absent = [str(node) for node in range(1, self._place.nodes) if node not in self._links]
-            why = f" (refused: {self._refused[-1]})" if self._refused else ""
+            why = f" (refused: {self._refused})" if self._refused else ""
             what = f"node{'s' if len(absent) > 1 else ''} {', '.join(absent)}"
             raise StartupError(f"{what} did not join within {seconds:g} s{why}") from None
 

@@ -71,6 +71,10 @@ class Link:
             self._watching.cancel()
         self._wake.set()
 
+    def on_end(self, callback: Callable[[], None]) -> None:
+        """Has `callback` called soon after the end, also while the stream cannot send what it has."""
+        self._reason.add_done_callback(lambda _: callback())
+
     async def ended(self) -> str:
         """Waits for the end. Returns: why."""
         return await asyncio.shield(self._reason)

@@ -163,8 +163,11 @@ class Relay:
             context.set_trailing_metadata(await call.trailing_metadata())
             status.name = "OK"
         except aio.AioRpcError as error:
-            status.name = error.code().name
-            await self._end_as(context, error)
+            broken = self._broken(error)
+            status.name = Unavailable.status if broken else error.code().name
+            if broken:
+                raise Unavailable(broken) from None
+            await _end_as(context, error)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if not self._ended or (task is not None and task.cancelling()):
@@ -216,19 +219,16 @@ class Relay:
         kept = [(key, value) for key, value in given if key not in _OWN and not key.startswith("grpc-")]
         return [*kept, (NODE_KEY, str(self._settings.node)), *self._credentials()]
 
-    async def _end_as(self, context: Any, error: aio.AioRpcError) -> NoReturn:
-        """Ends the call as node 0 did. Raises: Unavailable where it was not reached, or refused this node."""
-        last: Any = error.trailing_metadata() or ()
-        trailers = tuple((key, value) for key, value in last)
-        kind = dict(trailers).get("epserver-error")
+    def _broken(self, error: aio.AioRpcError) -> str:
+        """Why a call did not reach node 0, or this node was refused; "" if its status is the caller's."""
+        kind = dict(_trailers(error)).get("epserver-error")
         where = f"node 0 at {self._settings.leader}"
         if kind == "Unauthenticated":
             log.error("%s does not take cluster.token_file of node %d", where, self._settings.node)
-            raise Unavailable(f"{where} does not know this node")
+            return f"{where} does not know this node"
         if kind is None and error.code() in _BROKEN:
-            raise Unavailable(self._ended or f"{where} cannot be reached: {error.details()}")
-        await context.abort(error.code(), error.details() or "", trailers)
-        raise AssertionError("abort returned")
+            return self._ended or f"{where} cannot be reached: {error.details()}"
+        return ""
 
 
 @dataclass(slots=True)
@@ -236,6 +236,17 @@ class _Status:
     """How a call ended; a caller that leaves says nothing."""
 
     name: str = "CANCELLED"
+
+
+def _trailers(error: aio.AioRpcError) -> Pairs:
+    last: Any = error.trailing_metadata() or ()
+    return tuple((key, value) for key, value in last)
+
+
+async def _end_as(context: Any, error: aio.AioRpcError) -> NoReturn:
+    """Ends a call as node 0 did."""
+    await context.abort(error.code(), error.details() or "", _trailers(error))
+    raise AssertionError("abort returned")
 
 
 async def _pass_initial(call: Any, context: Any) -> None:

@@ -154,7 +154,20 @@ def test_a_model_of_random_weights_is_its_description_alone(tmp_path: Path) -> N
     assert not any(name.startswith("tensors ") for name in made.model)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[1]"])
+def test_whatever_a_node_says_the_refusal_is_a_line_of_no_great_length() -> None:
+    odd = "x" * 10_000 + "\n"
+    for other in (
+        claim(1, version=odd),
+        claim(1, scheduler__block_size=odd),
+        claim(1, config={odd: 1}),
+        claim(1, model={odd: odd}),
+        claim(1, model={"config.json hidden_size": "4\nnode 2 has joined"}),
+    ):
+        line = refusal(claim(), other, 2, [])
+        assert line.isprintable() and 0 < len(line) < 4096
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", "[" * 100_000, "1" * 100_000])
 def test_what_is_no_claim_is_refused(text: str) -> None:
     with pytest.raises(InvalidArgument, match="hello"):
         claim_in(pb.Hello(node=1, config_json=text, model_json="{}"))

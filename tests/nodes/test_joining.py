@@ -246,6 +246,23 @@ async def test_who_does_not_say_hello_is_sent_away(first: pb.Bundle | None) -> N
             await call.read()
 
 
+async def test_a_node_that_reads_nothing_more_is_lost_though_much_is_on_its_way_to_it() -> None:
+    async with rendezvous(cluster__silent_seconds=0.5) as meeting, asyncio.timeout(WAIT):
+
+        async def say() -> AsyncIterator[pb.Bundle]:
+            yield pb.Bundle(messages=[pb.NodeMessage(hello=hello_of(meeting.claim(1)))])
+            await asyncio.sleep(WAIT)
+
+        async with aio.insecure_channel(meeting.place.address) as channel:
+            call = nodes_pb2_grpc.NodesStub(channel).Join(say())
+            await call.read()
+            assert "joined=[1]" in repr(meeting.leader)
+            for _ in range(1 << 17):  # more than a connection takes in by itself
+                meeting.leader.tell(serving=True)
+            while "joined=[]" not in repr(meeting.leader):
+                await asyncio.sleep(0.01)
+
+
 async def test_tokens_keep_strangers_out(tmp_path: Path) -> None:
     right, wrong = tmp_path / "right", tmp_path / "wrong"
     right.write_text("# ours\n\nsecret\nolder\n")

@@ -123,6 +123,7 @@ async def test_a_leader_that_goes_away_under_a_stream() -> None:
         await both.for_nodes.stop(None)
         error = await failure(call)
         assert error.code() is Code.UNAVAILABLE and "node 0 at" in (error.details() or "")
+        assert both.node.heard.ended == ["UNAVAILABLE"]  # what the caller was told
         both.ranks.release()
 
 
