@@ -9,12 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from ep_server.config import Config
-from ep_server.ep.exchange import ExchangeSpec, PendingDispatch, Received, control_spec
+from ep_server.ep.exchange import ExchangeSpec, control_spec
 from ep_server.ep.native import NativeExchange
 from ep_server.errors import StartupError
 from ep_server.model.assembly import RankModel
@@ -28,6 +28,9 @@ from ep_server.ranks.exchanges import Opening, open_exchange
 from ep_server.ranks.group import local_ranks, on_nvlink, useful_blocks
 from ep_server.records import Request, SampledToken, StepBatch
 from ep_server.v1 import rank_pb2 as pb
+
+if TYPE_CHECKING:  # its kernels are for ranks with a GPU
+    from ep_server.model.gpu.runner import Rows
 
 Progress = Callable[[str, int, int], None]
 
@@ -181,7 +184,7 @@ class CudaDevice:
             graphs=nvlink,  # a step through host memory cannot be captured
         )
         blocks = kv_blocks_on(self.device, model, plan)
-        runner = gpu_runner(model, exchange, receiver(exchange.spec, nvlink), plan, blocks)
+        runner = gpu_runner(model, exchange, rows_of(exchange, nvlink), plan, blocks)
         return Built(runner, blocks, exchange.memory_bytes if nvlink else 0)
 
     def prepare(self, runner: Any, progress: Progress) -> None:
@@ -204,10 +207,13 @@ def device_of(start: pb.Start, config: Config) -> Device:
     return CudaDevice(start, config) if config.parallel.device == "cuda" else CpuDevice(start, config)
 
 
-def receiver(spec: ExchangeSpec, nvlink: bool) -> Callable[[PendingDispatch, int], Received]:
-    """The second half of a dispatch, given the most rows of any rank (see model.gpu.moe.GpuMoe)."""
+def rows_of(exchange: Any, nvlink: bool) -> Rows:
+    """How rows come to a GPU. nvlink: `exchange` is a CudaExchange."""
+    from ep_server.model.gpu.runner import Rows
+
     if not nvlink:
-        return lambda dispatched, most: dispatched.recv()
+        return Rows(lambda dispatched, most: dispatched.recv(), lambda: None)
+    spec = exchange.spec
     choices = spec.num_ranks * min(spec.top_k, max(len(spec.local_experts), 1))
     # Room for all that can come: so no host is asked how much it is.
-    return lambda dispatched, most: dispatched.recv(capacity=most * choices)  # type: ignore[call-arg]
+    return Rows(lambda dispatched, most: dispatched.recv(capacity=most * choices), exchange.check)  # type: ignore[call-arg]

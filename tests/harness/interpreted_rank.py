@@ -18,7 +18,7 @@ from ep_server.ep.exchange import ExchangeSpec
 from ep_server.model.gpu.assembly import GpuPlan, gpu_runner
 from ep_server.model.torch_compute import TorchCompute
 from ep_server.ranks import worker
-from ep_server.ranks.devices import Built, receiver
+from ep_server.ranks.devices import Built, rows_of
 from ep_server.ranks.exchanges import Opening, open_exchange
 from ep_server.v1 import rank_pb2 as pb
 from tests.model.triton.interpreter import make_exact
@@ -39,7 +39,7 @@ class Interpreted:
     def build(self, model: Any, exchange: Any) -> Built:
         scheduler, blocks = self._config.scheduler, self._start.kv_blocks
         plan = GpuPlan(blocks, scheduler.block_size, scheduler.max_running, scheduler.max_step_tokens, blocks)
-        runner = gpu_runner(model, exchange, receiver(exchange.spec, False), plan, blocks)
+        runner = gpu_runner(model, exchange, rows_of(exchange, False), plan, blocks)
         return Built(runner, blocks, exchange.layout.total)
 
     def prepare(self, runner: Any, progress: Any) -> None:

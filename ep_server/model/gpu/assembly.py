@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
-from ep_server.ep.exchange import Exchange, PendingDispatch, Received
+from ep_server.ep.exchange import Exchange
 from ep_server.errors import StartupError
 from ep_server.model.assembly import RankModel
 from ep_server.model.decoder import DecoderParams
 from ep_server.model.gpu.graphs import buckets_up_to
-from ep_server.model.gpu.runner import GpuOptions, GpuRunner
+from ep_server.model.gpu.runner import GpuOptions, GpuRunner, Rows
 from ep_server.model.gpu.step_input import InputShape
 from ep_server.model.kv_cache import KvCache
 from ep_server.model.sampler import Sampler
@@ -52,18 +51,18 @@ def kv_blocks_on(device: torch.device, model: RankModel, plan: GpuPlan) -> int:
 def gpu_runner(
     model: RankModel,
     exchange: Exchange,
-    receive: Callable[[PendingDispatch, int], Received],
+    rows: Rows,
     plan: GpuPlan,
     kv_blocks: int,
 ) -> GpuRunner:
-    """Allocates what steps need on the model's device; no graph is captured yet. receive: see moe.GpuMoe."""
+    """Allocates what steps need on the model's device; no graph is captured yet."""
     device = model.compute.device
     cache = KvCache(model.spec, kv_blocks, plan.block_size, _TORCH[model.dtype], device)
     params = DecoderParams(
         model.spec, model.weights, exchange, cache, model.max_context, model.compute, model.uniform
     )
-    rows = min(plan.max_running, plan.max_step_tokens)
+    sequences = min(plan.max_running, plan.max_step_tokens)
     longest = -(-model.max_context // plan.block_size)
-    shape = InputShape(plan.max_step_tokens, rows, longest, plan.block_size)
-    options = GpuOptions(shape, receive, tuple(buckets_up_to(rows)) if plan.graphs else ())
+    shape = InputShape(plan.max_step_tokens, sequences, longest, plan.block_size)
+    options = GpuOptions(shape, rows, tuple(buckets_up_to(sequences)) if plan.graphs else ())
     return GpuRunner(params, Sampler(model.spec.vocab_size, device), options)

@@ -42,14 +42,26 @@ class Launched:
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """What the exchange of a device can do beside the Protocol.
+
+    receive: the second half of a dispatch, given the most rows of any rank (moe.GpuMoe).
+    check: raises what a kernel has found since: a replayed graph makes no call that would.
+    """
+
+    receive: Callable[[PendingDispatch, int], Received]
+    check: Callable[[], None]
+
+
+@dataclass(frozen=True, slots=True)
 class GpuOptions:
     """shape: of the largest step. buckets: rows of the steps of single tokens that are captured, if any.
 
-    receive: the second half of a dispatch, given the most rows of any rank (moe.GpuMoe).
+    rows: how they come, and whether they all did.
     """
 
     shape: InputShape
-    receive: Callable[[PendingDispatch, int], Received]
+    rows: Rows
     buckets: tuple[int, ...] = ()
 
 
@@ -63,7 +75,7 @@ class GpuRunner:
 
     def __init__(self, params: DecoderParams, sampler: Sampler, options: GpuOptions) -> None:
         self._params, shape = params, options.shape
-        self._decoder = GpuDecoder(params, options.receive)
+        self._decoder, self._check = GpuDecoder(params, options.rows.receive), options.rows.check
         self._device = params.compute.device
         self._input = StepInput(shape, self._device, STAGES)
         self._sampler = GpuSampler(sampler, shape.sequences, self._device, STAGES)
@@ -116,9 +128,13 @@ class GpuRunner:
         return self._told_of(numbers, [s.number for s in batch.slices if s.sample], known)
 
     def collect(self, launched: Launched) -> list[SampledToken]:
-        """Waits for a step; one token per slice that samples, in the order of its batch."""
+        """Waits for a step; one token per slice that samples, in the order of its batch.
+
+        Raises: ExchangeError if a peer failed: what was drawn then means nothing.
+        """
         if launched.arrived is not None:
             launched.arrived.synchronize()
+        self._check()
         drawn = dict(zip(launched.numbers, launched.tokens.tolist(), strict=True))
         return [
             launched.known.get(number) or SampledToken(number, drawn[number]) for number in launched.order

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 from ep_server.ep.reference import ReferenceExchange
+from ep_server.errors import GroupAborted
 from ep_server.model.assembly import LoadParams, load_model
 from ep_server.model.decoder import DecoderParams
 from ep_server.model.families import read_spec
-from ep_server.model.gpu.runner import GpuOptions, GpuRunner, Launched
+from ep_server.model.gpu.runner import GpuOptions, GpuRunner, Launched, Rows
 from ep_server.model.gpu.step_input import InputShape
 from ep_server.model.kv_cache import KvCache
 from ep_server.model.sampler import Sampler
@@ -35,14 +36,16 @@ QUICK = {"deepseek_v2-lite-yarn"}  # with those below, every kernel's forms
 NAMES = [pytest.param(c.name, marks=[pytest.mark.slow] * (c.name not in QUICK)) for c in CASES]
 
 
-def gpu_runner(path: Path, buckets: tuple[int, ...] = ()) -> GpuRunner:
+def gpu_runner(
+    path: Path, buckets: tuple[int, ...] = (), check: Callable[[], None] = lambda: None
+) -> GpuRunner:
     experts = read_spec(path).router.num_experts
     model = load_model(LoadParams(str(path), 0, (0,) * experts, "float32", compute=TorchCompute(DEVICE)))
     exchange = ReferenceExchange(exchange_spec(model, 0, 1, (0,) * experts, TOKENS))
     cache = KvCache(model.spec, BLOCKS, BLOCK, torch.float32, DEVICE)
     params = DecoderParams(model.spec, model.weights, exchange, cache, model.max_context, model.compute)
     shape = InputShape(TOKENS, 16, -(-model.max_context // BLOCK), BLOCK)
-    options = GpuOptions(shape, lambda dispatched, most: dispatched.recv(), buckets)
+    options = GpuOptions(shape, Rows(lambda dispatched, most: dispatched.recv(), check), buckets)
     return GpuRunner(params, Sampler(model.spec.vocab_size, DEVICE), options)
 
 
@@ -108,3 +111,14 @@ def test_tokens_drawn_on_the_host_are_the_next_input_too(tiny: Callable[[str], T
     model = tiny("qwen3_moe")
     drawn = scheduled(model, 1, 2, presence_penalty=2.0, logprobs=0)
     assert drawn == scheduled(model, 0, 2, presence_penalty=2.0, logprobs=0)
+
+
+def test_what_a_kernel_found_is_raised_with_the_tokens(tiny: Callable[[str], Tiny]) -> None:
+    def check() -> None:
+        raise GroupAborted("of a kernel")
+
+    runner = gpu_runner(tiny("qwen3_moe").path, check=check)
+    with torch.inference_mode():
+        launched = runner.launch(StepBatch((), 0))
+        with pytest.raises(GroupAborted):
+            runner.collect(launched)
