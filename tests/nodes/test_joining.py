@@ -247,20 +247,34 @@ async def test_who_does_not_say_hello_is_sent_away(first: pb.Bundle | None) -> N
 
 
 async def test_a_node_that_reads_nothing_more_is_lost_though_much_is_on_its_way_to_it() -> None:
-    async with rendezvous(cluster__silent_seconds=0.5) as meeting, asyncio.timeout(WAIT):
+    place = NodePlace(0, 2, "127.0.0.1", free_port())
+    options = {"cluster__nodes": 2, "model__name": "silent", "cluster__silent_seconds": 0.5}
+    leader = Leader(config_of(0, **options), place, module="tests.harness.odd_rank")
+    await leader.open(lambda server: None)
+    started: list[Rank] = []
+    lost: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
+    callbacks = replace(IGNORED, on_host_lost=lambda rank, why: lost.put_nowait((rank, why)))
+    spawning = asyncio.create_task(leader.spawn(callbacks, started.append))
+    hello = hello_of(claim_of(config_of(1, **options))[0])
 
-        async def say() -> AsyncIterator[pb.Bundle]:
-            yield pb.Bundle(messages=[pb.NodeMessage(hello=hello_of(meeting.claim(1)))])
-            await asyncio.sleep(WAIT)
+    async def say() -> AsyncIterator[pb.Bundle]:
+        yield pb.Bundle(messages=[pb.NodeMessage(hello=hello)])
+        await asyncio.sleep(WAIT)
 
-        async with aio.insecure_channel(meeting.place.address) as channel:
+    try:
+        # Long before gRPC itself gives a connection up.
+        async with asyncio.timeout(WAIT / 3), aio.insecure_channel(place.address) as channel:
             call = nodes_pb2_grpc.NodesStub(channel).Join(say())
             await call.read()
-            assert "joined=[1]" in repr(meeting.leader)
-            for _ in range(1 << 17):  # more than a connection takes in by itself
-                meeting.leader.tell(serving=True)
-            while "joined=[]" not in repr(meeting.leader):
-                await asyncio.sleep(0.01)
+            await spawning
+            for _ in range(40):  # more than a connection takes in by itself
+                started[1].send(bytes(1 << 20))
+            assert await lost.get() == (1, "node 1 (rank 1) said nothing for 0.5 s")
+    finally:
+        started[0].signal(signal.SIGKILL)
+        await ended(started[:1], WAIT)
+        started[0].close()
+        await leader.close(0, "")
 
 
 async def test_tokens_keep_strangers_out(tmp_path: Path) -> None:

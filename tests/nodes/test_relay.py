@@ -199,6 +199,7 @@ async def test_every_status_is_passed_on_but_those_of_a_broken_connection(status
         async with listening(add) as (_, address), relaying(address) as node:
             error = await failure(call(node)(b"m"))
         broken = not trailers_of_leader and status.name in ("CANCELLED", "INTERNAL", "UNAVAILABLE", "UNKNOWN")
+        assert node.heard.ended == [error.code().name] * ("Generate" in method)  # what the caller was told
         if broken:
             assert error.code() is Code.UNAVAILABLE
             assert error.details() == f"node 0 at {address} cannot be reached: in its words"
