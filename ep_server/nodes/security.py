@@ -76,7 +76,7 @@ def warn_if_open(cluster: ClusterConfig, host: str) -> None:
     if not cluster.tls_cert:
         log.warning("cluster.rendezvous without cluster.tls_cert: anyone on the way can read and change it")
     if not cluster.token_file and not cluster.tls_cert:
-        log.warning("cluster.rendezvous without cluster.token_file: anyone who reaches it can join")
+        log.warning("cluster.rendezvous without cluster.token_file: anyone who reaches it can join and call")
 
 
 def channel_credentials(cluster: ClusterConfig) -> grpc.ChannelCredentials | None:
