@@ -22,7 +22,7 @@ import uvloop
 from ep_server.benchmark.load import Load, prompt
 from ep_server.benchmark.trace import OK, Trace
 from ep_server.client import AsyncClient, Target
-from ep_server.ranks.worker import die_with
+from ep_server.ranks.life import die_with
 
 DONE_SECONDS = 0.2  # between two lines that tell progress
 START_SECONDS = 600.0  # until the line with the time to start must have come

@@ -22,7 +22,7 @@ from ep_server.ranks.group import GroupPlan, hosts_of, local_ranks, on_nvlink, p
 from ep_server.ranks.process import RankCallbacks, RankProcess
 from ep_server.v1 import rank_pb2 as pb
 
-WORKER = "ep_server.ranks.worker"
+WORKER = "ep_server.ranks.life"
 
 
 class Rank(Protocol):

@@ -1,6 +1,6 @@
 """A rank process whose GPU is the CPU: the kernels are interpreted, graphs are run again, all else is real.
 
-`python -m tests.harness.interpreted_rank`, as the launcher starts ep_server.ranks.worker.
+`python -m tests.harness.interpreted_rank`, as the launcher starts ep_server.ranks.life.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ep_server.config import Config
 from ep_server.ep.exchange import ExchangeSpec
 from ep_server.model.gpu.assembly import GpuPlan, gpu_runner
 from ep_server.model.torch_compute import TorchCompute
-from ep_server.ranks import worker
+from ep_server.ranks import life
 from ep_server.ranks.devices import Built, rows_of
 from ep_server.ranks.exchanges import Opening, open_exchange
 from ep_server.v1 import rank_pb2 as pb
@@ -47,4 +47,4 @@ class Interpreted:
 
 
 if __name__ == "__main__":
-    sys.exit(worker.main(Interpreted))
+    sys.exit(life.main(Interpreted))

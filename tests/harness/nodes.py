@@ -46,7 +46,7 @@ class Node:
     @property
     def ranks(self) -> list[psutil.Process]:
         """Its rank processes, in the order of ranks."""
-        return [child for child in self.process.children() if "worker" in str(child.cmdline())]
+        return [child for child in self.process.children() if "ranks.life" in str(child.cmdline())]
 
     def signal(self, number: signal.Signals) -> None:
         self.inner.send_signal(number)

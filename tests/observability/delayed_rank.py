@@ -4,26 +4,24 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Callable
 
+from ep_server.ep.exchange import ExchangeSpec
 from ep_server.ep.faults import Action, Fault
 from ep_server.ep.native import NativeExchange
-from ep_server.ranks import build, worker
-from ep_server.v1 import rank_pb2 as pb
+from ep_server.ranks import life
+from ep_server.ranks.devices import CpuDevice
+from ep_server.ranks.exchanges import Opening
 
 DELAY_NS = 2_000_000
 exchanges: list[NativeExchange] = []
-build_as_ever = build.build_rank
 
 
-def build_rank(
-    start: pb.Start, progress: build.Progress, on_exchange: Callable[[NativeExchange], None]
-) -> build.RankParts:
-    def keep(exchange: NativeExchange) -> None:
-        exchanges.append(exchange)
-        on_exchange(exchange)
+class Delayed(CpuDevice):
+    """Keeps its exchange for the signal."""
 
-    return build_as_ever(start, progress, keep)
+    def open(self, spec: ExchangeSpec, opening: Opening) -> NativeExchange:
+        exchanges.append(super().open(spec, opening))
+        return exchanges[0]
 
 
 def hold_up(*_: object) -> None:
@@ -34,5 +32,4 @@ def hold_up(*_: object) -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGUSR1, hold_up)
-    build.build_rank = build_rank
-    sys.exit(worker.main())
+    sys.exit(life.main(Delayed))

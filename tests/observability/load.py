@@ -19,7 +19,7 @@ DIGITS = 10  # of the vocabulary: any of them may stand in a prompt
 
 
 @asynccontextmanager
-async def served(ranks: int, module: str = "ep_server.ranks.worker", **flags: object) -> AsyncIterator[App]:
+async def served(ranks: int, module: str = "ep_server.ranks.life", **flags: object) -> AsyncIterator[App]:
     """A server that serves, on ranks that run `module`."""
     basis = {
         "model.path": str(DEMO_MODEL),

@@ -35,7 +35,7 @@ asyncio.run(main())
 
 
 def test_an_ep_server_in_the_working_directory_is_not_taken(tmp_path: Path) -> None:
-    for decoy in ("ep_server/__init__.py", "ep_server/ranks/worker.py", "json.py", "torch.py"):
+    for decoy in ("ep_server/__init__.py", "ep_server/ranks/life.py", "json.py", "torch.py"):
         file = tmp_path / decoy
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text("raise SystemExit('the decoy ran')\n")

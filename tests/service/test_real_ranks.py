@@ -36,7 +36,7 @@ class Process:
     @property
     def ranks(self) -> list[psutil.Process]:
         return [
-            child for child in psutil.Process(self.inner.pid).children() if "worker" in str(child.cmdline())
+            child for child in psutil.Process(self.inner.pid).children() if "ranks.life" in str(child.cmdline())
         ]
 
     async def read_log(self) -> None:

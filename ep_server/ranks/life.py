@@ -1,0 +1,135 @@
+"""The life of a rank's process: tied to its parent, built, stepping, and its last words. `python -m` runs it.
+
+Whatever goes wrong ends the process with one last message that says what.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import logging
+import os
+import signal
+import socket
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, TypeAlias
+
+from ep_server.config import Config
+from ep_server.errors import EpServerError, InternalError, StartupError
+from ep_server.ranks.channel import ChannelClosed, RankChannel
+from ep_server.ranks.messages import fatal_message, one_line, ready_message
+from ep_server.ranks.worker import RankWorker
+from ep_server.v1 import rank_pb2 as pb
+
+if TYPE_CHECKING:  # torch is imported once the process is tied to its parent
+    from ep_server.ep.native import NativeExchange
+    from ep_server.ranks.devices import Device
+
+log = logging.getLogger(__name__)
+
+LAST_WORDS_SECONDS = 2.0  # for the last message to leave
+PR_SET_PDEATHSIG = 1
+
+Choose: TypeAlias = "Callable[[pb.Start, Config], Device]"
+
+
+def serve(channel: RankChannel, choose: Choose | None = None) -> int:
+    """The whole life of a rank behind a channel. choose: see main(). Returns: the exit code."""
+    exchanges: list[NativeExchange] = []
+    try:
+        start = _first_message(channel)
+        # Imported here: torch takes a second or more, in which the process is tied to its parent already.
+        gc.disable()  # what is imported stays: to look through it again and again is a tenth of that second
+        import torch
+
+        from ep_server.ranks.build import Front, build_rank
+        from ep_server.ranks.devices import device_of
+        from ep_server.ranks.exchanges import Opening
+
+        gc.freeze()
+        gc.enable()
+
+        def progress(stage: str, done: int, total: int) -> None:
+            message = pb.FromRank(progress=pb.Progress(stage=stage, done=done, total=total))
+            channel.send(message.SerializeToString())
+
+        def meet(introduction: pb.Introduction, seconds: float) -> pb.Connect:
+            channel.send(pb.FromRank(introduction=introduction).SerializeToString())
+            return _answer(channel, seconds)
+
+        front = Front(progress, Opening(exchanges.append, meet))
+        parts = build_rank(start, front, choose or device_of)
+        worker = RankWorker(parts, channel)
+        gc.collect()
+        gc.freeze()  # what is here now stays: no collection needs to look at it again
+        channel.send(ready_message(parts.ready).SerializeToString())
+        with torch.inference_mode():
+            worker.run()
+        channel.drain(LAST_WORDS_SECONDS)
+    except ChannelClosed:
+        return 1  # nobody is left to be told
+    except Exception as error:
+        if not isinstance(error, EpServerError):
+            log.exception("a rank fails")
+        _say_fatal(channel, error)
+        for exchange in exchanges:  # after the last words: the others' errors then come later than the cause
+            exchange.abort()
+        return 1
+    return 0
+
+
+def _first_message(channel: RankChannel) -> pb.Start:
+    first, *more = channel.wait()
+    message = pb.ToRank.FromString(first)
+    if message.WhichOneof("kind") != "start" or more:
+        raise InternalError("the first message of a rank's channel is not Start alone")
+    return message.start
+
+
+def _answer(channel: RankChannel, seconds: float) -> pb.Connect:
+    """What the front answers to an introduction. Raises: StartupError after `seconds`."""
+    payloads = channel.wait(seconds)
+    if not payloads:
+        raise StartupError(f"the other ranks have not come within {seconds:g} s")
+    message = pb.ToRank.FromString(payloads[0])
+    if message.WhichOneof("kind") != "connect" or len(payloads) > 1:
+        raise InternalError("the answer to an introduction is not Connect alone")
+    return message.connect
+
+
+def _say_fatal(channel: RankChannel, error: Exception) -> None:
+    try:
+        channel.send(fatal_message(error).SerializeToString())
+        channel.drain(LAST_WORDS_SECONDS)
+    except ChannelClosed:
+        log.error("%s", one_line(error))
+
+
+def die_with(parent: int) -> None:
+    """Ties this process to its parent: SIGKILL when it ends, by whatever cause; exits if it already has."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != parent:
+        sys.exit(1)
+
+
+def main(choose: Choose | None = None) -> int:
+    """Runs a rank on the inherited channel. choose: what it computes on; as configured if None."""
+    parser = argparse.ArgumentParser(description="One rank; started by the server, not by hand.")
+    for name in ("--rank", "--channel", "--parent"):
+        parser.add_argument(name, type=int, required=True)
+    options = parser.parse_args()
+    die_with(options.parent)
+    logging.basicConfig(format=f"rank {options.rank}: %(levelname)s %(message)s")
+    channel = RankChannel(socket.socket(fileno=options.channel))
+    try:
+        return serve(channel, choose)
+    finally:
+        channel.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
