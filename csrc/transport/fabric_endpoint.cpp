@@ -10,17 +10,24 @@
 namespace ep::fabric {
 namespace {
 
-constexpr uint64_t kInboundKey = 0x1eb0, kOutboundKey = 0x1eb1;  // where the provider lets us choose
+constexpr uint64_t kStrictKey = 0x1eb0;  // below the keys that the strict shim makes up
 constexpr size_t kBatch = 32;
 constexpr size_t kMostWrites = 1 << 16;  // in flight
 // Of the EFA provider since 1.18: headers of 1.17 do not have it. bool: device writes are emulated.
 constexpr int kEfaEmulatedWrite = -(0xefa << 16) + 2;
 
+// A key where the provider lets us choose one: who does not know it writes nothing here. Even.
+uint64_t random_key(size_t bytes) {
+  std::random_device random;
+  const uint64_t key = uint64_t(random()) << 32 | random();
+  return (bytes >= sizeof key ? key : key & ((uint64_t(1) << 8 * bytes) - 1)) & ~uint64_t(1);
+}
+
 }  // namespace
 
 Endpoint::Endpoint(const Library& library, const Options& options, const EndpointParams& params)
     : library_(library), info_(choose(library, options)), description_(describe(library, *info_)) {
-  open(params);
+  open(params, options.strict_memory ? kStrictKey : random_key(info_->domain_attr->mr_key_size));
   inbound_bytes_ = params.inbound.bytes;
   if (options.strict_memory) {
     const auto begin = reinterpret_cast<uint64_t>(params.inbound.begin);
@@ -34,7 +41,7 @@ Endpoint::Endpoint(const Library& library, const Options& options, const Endpoin
 
 Endpoint::~Endpoint() = default;
 
-void Endpoint::open(const EndpointParams& params) {
+void Endpoint::open(const EndpointParams& params, uint64_t key) {
   const auto check = [this](int64_t result, const char* what) {
     library_.check(result, description_ + ": " + what);
   };
@@ -59,11 +66,11 @@ void Endpoint::open(const EndpointParams& params) {
       receives ? std::min<size_t>(params.max_arrivals, info_->rx_attr->size) : params.max_arrivals;
   open_queue(depth + uint32_t(arrivals));
 
-  inbound_ = reg(params.inbound, FI_REMOTE_WRITE, kInboundKey);
+  inbound_ = reg(params.inbound, FI_REMOTE_WRITE, key);
   const auto modes = uint64_t(info_->domain_attr->mr_mode);
   base_ = modes & FI_MR_VIRT_ADDR ? reinterpret_cast<uint64_t>(params.inbound.begin) : 0;
   if (modes & FI_MR_LOCAL) {
-    outbound_ = reg(params.outbound, FI_WRITE, kOutboundKey);
+    outbound_ = reg(params.outbound, FI_WRITE, key | 1);
     desc_ = fi_mr_desc(outbound_.get());
   }
 
@@ -78,7 +85,8 @@ void Endpoint::open(const EndpointParams& params) {
   operations_.resize(depth);
   for (Operation& operation : operations_) free_.push_back(&operation);
   receives_.resize(receives ? arrivals : 0);
-  for (fi_context2& context : receives_) post_receive(&context);
+  for (fi_context2& context : receives_)
+    library_.check(post_receive(&context), description_ + ": fi_recv for an immediate");
 }
 
 void Endpoint::open_queue(uint32_t size) {
@@ -152,7 +160,7 @@ Endpoint::Posted Endpoint::post(uint32_t peer, const Write& write) {
     const std::string wrong = theirs.refuse(to.addr, to.len, to.key);
     if (!wrong.empty()) throw FabricError(description_ + ": " + wrong);
     to.addr -= target.base;  // as the provider below wants it
-    to.key = kInboundKey;
+    to.key = kStrictKey;
   }
   fi_msg_rma message{};
   message.msg_iov = &from;
@@ -175,6 +183,7 @@ Endpoint::Posted Endpoint::post(uint32_t peer, const Write& write) {
 }
 
 size_t Endpoint::poll(Event* events, size_t room) {
+  post_receives();
   return late_writes_ ? disordered(events, room) : read_queue(events, room);
 }
 
@@ -204,13 +213,14 @@ size_t Endpoint::read_queue(Event* events, size_t room) {
   for (ssize_t i = 0; i < count; ++i) {
     if (entries[i].flags & FI_REMOTE_CQ_DATA) {
       events[i] = {Event::Kind::kArrived, kNoPeer, uint32_t(entries[i].data), 0, 0};
-      if (!receives_.empty()) post_receive(static_cast<fi_context2*>(entries[i].op_context));
+      if (!receives_.empty()) unposted_.push_back(static_cast<fi_context2*>(entries[i].op_context));
       continue;
     }
     auto* operation = static_cast<Operation*>(entries[i].op_context);
     events[i] = {Event::Kind::kSent, operation->peer, 0, operation->tag, 0};
     free_.push_back(operation);
   }
+  post_receives();
   return size_t(count);
 }
 
@@ -233,10 +243,14 @@ bool Endpoint::ready_to_sleep() {
   return fi_trywait(fabric_.get(), waited, 1) == 0;
 }
 
-void Endpoint::post_receive(fi_context2* context) {
+int64_t Endpoint::post_receive(fi_context2* context) {
   // Nothing is received into it: it is used up by the immediate of a write.
-  const ssize_t result = fi_recv(endpoint_.get(), nullptr, 0, nullptr, FI_ADDR_UNSPEC, context);
-  library_.check(result, description_ + ": fi_recv for an immediate");
+  return fi_recv(endpoint_.get(), nullptr, 0, nullptr, FI_ADDR_UNSPEC, context);
+}
+
+// A provider may be full for now. Where it stays so, what does not arrive runs into its deadline.
+void Endpoint::post_receives() {
+  while (!unposted_.empty() && post_receive(unposted_.back()) == 0) unposted_.pop_back();
 }
 
 }  // namespace ep::fabric

@@ -110,11 +110,12 @@ class Endpoint {
     Write write;
   };
 
-  void open(const EndpointParams& params);
+  void open(const EndpointParams& params, uint64_t key);
   void open_queue(uint32_t size);
   void refuse_emulation();
   Owned<fid_mr> reg(const Memory& memory, uint64_t access, uint64_t key);
-  void post_receive(fi_context2* context);
+  int64_t post_receive(fi_context2* context);
+  void post_receives();
   Posted post(uint32_t peer, const Write& write);
   size_t read_queue(Event* events, size_t room);
   size_t disordered(Event* events, size_t room);
@@ -135,7 +136,8 @@ class Endpoint {
   std::vector<Peer> peers_;
   std::vector<Operation> operations_;
   std::vector<Operation*> free_;
-  std::vector<fi_context2> receives_;  // only where each arrival uses one up
+  std::vector<fi_context2> receives_;   // only where each arrival uses one up
+  std::vector<fi_context2*> unposted_;  // those that were used up
   int wait_fd_ = -1, error_ = 0;
   uint64_t inbound_bytes_ = 0;
   std::optional<StrictMemory> strict_;  // this rank's

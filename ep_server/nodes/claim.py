@@ -16,6 +16,8 @@ from ep_server.nodes.agreement import Claim, TensorHeader, fingerprint
 from ep_server.ranks.group import GroupPlan, plan_group
 from ep_server.v1 import nodes_pb2 as pb
 
+MAX_HELLO = 4 << 20  # characters; that of the largest known model has less than a tenth
+
 
 def claim_of(config: Config) -> tuple[Claim, GroupPlan]:
     """Reads headers only; blocks. Raises: ConfigError, CheckpointError, StartupError."""
@@ -39,6 +41,9 @@ def hello_of(claim: Claim) -> pb.Hello:
 
 def claim_in(hello: pb.Hello) -> Claim:
     """The claim that hello_of was given. Raises: InvalidArgument."""
+    size = len(hello.config_json) + len(hello.model_json)
+    if size > MAX_HELLO:  # before it is parsed: that would hold up node 0
+        raise InvalidArgument("hello", f"{size} characters", f"at most {MAX_HELLO}")
     try:
         config, model = json.loads(hello.config_json), json.loads(hello.model_json)
     except (ValueError, RecursionError) as error:

@@ -23,7 +23,7 @@ from ep_server.nodes.agreement import (
     must_agree,
     refusal,
 )
-from ep_server.nodes.claim import claim_in, claim_of, hello_of
+from ep_server.nodes.claim import MAX_HELLO, claim_in, claim_of, hello_of
 from ep_server.v1 import nodes_pb2 as pb
 
 MODEL = Path(ep_server.__file__).parent / "assets" / "demo_model"
@@ -171,3 +171,9 @@ def test_whatever_a_node_says_the_refusal_is_a_line_of_no_great_length() -> None
 def test_what_is_no_claim_is_refused(text: str) -> None:
     with pytest.raises(InvalidArgument, match="hello"):
         claim_in(pb.Hello(node=1, config_json=text, model_json="{}"))
+
+
+def test_a_hello_beyond_all_measure_is_refused_before_it_is_parsed() -> None:
+    hello = pb.Hello(node=1, config_json="[" * MAX_HELLO, model_json="{}")
+    with pytest.raises(InvalidArgument, match=rf"{MAX_HELLO + 2} characters': must be at most {MAX_HELLO}"):
+        claim_in(hello)

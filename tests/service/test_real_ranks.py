@@ -35,9 +35,8 @@ class Process:
 
     @property
     def ranks(self) -> list[psutil.Process]:
-        return [
-            child for child in psutil.Process(self.inner.pid).children() if "ranks.life" in str(child.cmdline())
-        ]
+        children = psutil.Process(self.inner.pid).children()
+        return [child for child in children if "ranks.life" in str(child.cmdline())]
 
     async def read_log(self) -> None:
         """Until the address is known, or the process ends."""
