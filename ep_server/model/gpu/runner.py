@@ -7,6 +7,7 @@ One thread uses it; the caller provides torch.inference_mode.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from ep_server.ep.exchange import PendingDispatch, Received
+from ep_server.errors import InternalError
 from ep_server.model.decoder import DecoderParams, interleave
 from ep_server.model.gpu.decoder import GpuDecoder
 from ep_server.model.gpu.graphs import Graphs
@@ -25,6 +27,8 @@ from ep_server.model.timers import PhaseClock
 from ep_server.records import Request, SampledToken, StepBatch
 
 STAGES = 3  # steps whose input or tokens may be on their way
+STEP_SECONDS = 60.0  # until a step must have ended; waits for peers inside it have shorter deadlines
+LOOK_SECONDS = 20e-6  # between two looks at the device, which has the next step already
 
 
 @dataclass(slots=True)
@@ -130,10 +134,11 @@ class GpuRunner:
     def collect(self, launched: Launched) -> list[SampledToken]:
         """Waits for a step; one token per slice that samples, in the order of its batch.
 
-        Raises: ExchangeError if a peer failed: what was drawn then means nothing.
+        Raises: ExchangeError if a peer failed: what was drawn then means nothing. InternalError if the device
+          does not end the step.
         """
         if launched.arrived is not None:
-            launched.arrived.synchronize()
+            await_event(launched.arrived, STEP_SECONDS)
         self._check()
         drawn = dict(zip(launched.numbers, launched.tokens.tolist(), strict=True))
         return [
@@ -171,3 +176,12 @@ class GpuRunner:
             launched.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             launched.arrived.record()
         return launched
+
+
+def await_event(event: Any, seconds: float) -> None:
+    """Waits until the device has passed an event. Raises: InternalError after so many seconds."""
+    deadline = time.monotonic() + seconds
+    while not event.query():
+        if time.monotonic() > deadline:
+            raise InternalError(f"the device has not ended a step in {seconds:g} s")
+        time.sleep(LOOK_SECONDS)

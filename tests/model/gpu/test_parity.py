@@ -14,11 +14,11 @@ import pytest
 import torch
 
 from ep_server.ep.reference import ReferenceExchange
-from ep_server.errors import GroupAborted
+from ep_server.errors import GroupAborted, InternalError
 from ep_server.model.assembly import LoadParams, load_model
 from ep_server.model.decoder import DecoderParams
 from ep_server.model.families import read_spec
-from ep_server.model.gpu.runner import GpuOptions, GpuRunner, Launched, Rows
+from ep_server.model.gpu.runner import GpuOptions, GpuRunner, Launched, Rows, await_event
 from ep_server.model.gpu.step_input import InputShape
 from ep_server.model.kv_cache import KvCache
 from ep_server.model.sampler import Sampler
@@ -122,3 +122,20 @@ def test_what_a_kernel_found_is_raised_with_the_tokens(tiny: Callable[[str], Tin
         launched = runner.launch(StepBatch((), 0))
         with pytest.raises(GroupAborted):
             runner.collect(launched)
+
+
+class Passed:
+    """An event that the device has passed at the third look, or never."""
+
+    def __init__(self, looks: float) -> None:
+        self.left = looks
+
+    def query(self) -> bool:
+        self.left -= 1
+        return self.left <= 0
+
+
+def test_a_device_that_does_not_end_a_step_is_not_waited_for_for_ever() -> None:
+    await_event(Passed(3), 60)
+    with pytest.raises(InternalError, match=r"has not ended a step in 0\.01 s"):
+        await_event(Passed(float("inf")), 0.01)
