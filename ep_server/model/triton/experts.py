@@ -122,6 +122,7 @@ def run_experts(
     *,
     rows_per_expert: int = 16,
     most_rows: int | None = None,
+    tiles: tuple[Tiles, Tiles] | None = None,
 ) -> None:
     """Runs every expert on its rows.
 
@@ -130,6 +131,7 @@ def run_experts(
         out: [given.most, H], or [E, P, H] for PADDED; row i answers row i. Both are of the weights' dtype, or
           bfloat16 where these are FP8.
         rows_per_expert: what to choose tiles for. most_rows: that can come, if fewer than shapes say.
+        tiles: of gate/up and of down, instead of the table's.
     Raises: InternalError for another shape, dtype or layout.
     """
     experts, width, ffn = weights.down.shape
@@ -143,7 +145,7 @@ def run_experts(
     most = given.most if most_rows is None else min(most_rows, given.most)
     if most == 0:
         return
-    up, down = (
+    up, down = tiles or (
         tiles_for(rows_per_expert, gated=gated, dtype=dtype, fp8=weights.fp8) for gated in (True, False)
     )
     _launch(given, weights.gate_up, weights.gate_up_scale, hidden, up, gated=True, most=most)

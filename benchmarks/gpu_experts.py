@@ -1,0 +1,153 @@
+"""The experts' two grouped GEMMs on one GPU, in a graph, weights rotated past L2, beside torch and the bound.
+
+    python3 benchmarks/gpu_experts.py --experts 128 --rows 512,2048 [--sweep]
+
+--sweep times other tiles. The result is checked against torch first. Rows drawn uniformly. Times in
+microseconds per layer, median of replays.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from ep_server.model.triton.expert_rows import ExpertRows, ExpertWeights, Tiles, tiles_for
+from ep_server.model.triton.experts import run_experts
+
+REPLAYS, RATE, SHARED = 30, 4.5e12, 227 << 10
+BF16 = torch.bfloat16
+
+
+@dataclass(frozen=True)
+class Case:
+    """Rows of a layer, and the weights of several."""
+
+    given: ExpertRows
+    weights: list[ExpertWeights]
+    hidden: torch.Tensor
+    out: torch.Tensor
+
+    @staticmethod
+    def of(experts: int, rows: int, width: int, ffn: int, sets: int) -> Case:
+        """rows: in all, drawn uniformly."""
+        drawn = torch.randint(experts, (rows,), device="cuda")
+        counts = torch.bincount(drawn, minlength=experts)
+        offsets = F.pad(counts.cumsum(0), (1, 0))
+        given = ExpertRows(torch.randn(rows, width, device="cuda").to(BF16), counts.int(), offsets)
+        weights = [
+            ExpertWeights(
+                (torch.randn(experts, 2 * ffn, width, device="cuda") * width**-0.5).to(BF16),
+                (torch.randn(experts, width, ffn, device="cuda") * ffn**-0.5).to(BF16),
+            )
+            for _ in range(sets)
+        ]
+        hidden = torch.empty(rows, ffn, device="cuda", dtype=BF16)
+        return Case(given, weights, hidden, torch.full_like(given.rows, float("nan")))
+
+    def run(self, tiles: tuple[Tiles, Tiles] | None, which: int) -> None:
+        """One layer."""
+        run_experts(
+            self.given, self.weights[which], self.hidden, self.out, tiles=tiles, rows_per_expert=self.each
+        )
+
+    @property
+    def each(self) -> int:
+        """Rows of an expert, mean."""
+        return -(-len(self.given.rows) // len(self.given.counts))
+
+    def plain(self, which: int) -> torch.Tensor:
+        """By torch."""
+        offsets, weights = self.given.offsets[1:].int(), self.weights[which]
+        both = torch._grouped_mm(self.given.rows, weights.gate_up.transpose(1, 2), offsets)
+        gate, up = both.chunk(2, dim=-1)
+        return torch._grouped_mm(F.silu(gate) * up, weights.down.transpose(1, 2), offsets)
+
+    def bound(self) -> float:
+        """us: bytes of the experts that have rows, once."""
+        busy = int((self.given.counts > 0).sum())
+        each = self.weights[0].gate_up[0].nbytes + self.weights[0].down[0].nbytes
+        return busy * each / RATE * 1e6
+
+
+def in_graph(work: Callable[[int], object], sets: int) -> float:
+    """us per call, the weights' sets in turn."""
+    for which in range(sets):
+        work(which)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(3):
+            for which in range(sets):
+                work(which)
+    times = []
+    for _ in range(REPLAYS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3 / (3 * sets))
+    return statistics.median(times)
+
+
+def candidates(m: int, gated: bool) -> Iterator[Tiles]:
+    """Shapes that fit."""
+    parts = 2 if gated else 1
+    for n, k, warps, stages in itertools.product((32, 64, 128), (64, 128, 256), (4, 8), (3, 4, 6)):
+        stage = (m + parts * n) * k * 2
+        resident = min(SHARED // (stage * (stages - 1) + stage), 16 // warps * 2)
+        if resident >= 1 and 24 << 10 <= stage * (stages - 1) * resident <= SHARED and stage >= 12 << 10:
+            yield Tiles(m, n, k, warps, stages, min(resident, 4))
+
+
+def swept(case: Case, m: int) -> None:
+    """Each of the two products with every shape, the other one as the table has it."""
+    default = tuple(tiles_for(case.each, gated=gated, dtype=BF16) for gated in (True, False))
+    for gated in (True, False):
+        found = []
+        for tiles in candidates(m, gated):
+            both = (tiles, default[1]) if gated else (default[0], tiles)
+            try:
+                found.append((in_graph(lambda which: case.run(both, which), len(case.weights)), tiles))  # noqa: B023
+            except Exception as error:
+                print("   ", tiles, type(error).__name__, str(error)[:60])
+        for took, tiles in sorted(found, key=lambda one: one[0])[:8]:
+            print(f"    {'gate/up' if gated else 'down':8s} {took:8.1f} {tiles}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--experts", type=int, default=128)
+    parser.add_argument("--rows", default="512,1024,2048")
+    parser.add_argument("--hidden", type=int, default=2048)
+    parser.add_argument("--ffn", type=int, default=768)
+    parser.add_argument("--sweep", action="store_true")
+    given = parser.parse_args()
+    sets = max(1, (1 << 30) // (given.experts * given.hidden * given.ffn * 6) + 1)
+    for rows in (int(one) for one in given.rows.split(",")):
+        torch.manual_seed(rows)
+        case = Case.of(given.experts, rows, given.hidden, given.ffn, sets)
+        case.run(None, 0)
+        plain = case.plain(0)
+        error = ((case.out - plain).norm() / plain.norm()).item()
+        assert error < 0.01, error
+        ours = in_graph(lambda which: case.run(None, which), sets)  # noqa: B023
+        theirs = in_graph(case.plain, sets)
+        print(
+            f"{given.experts} experts, {rows} rows: {ours:.1f} us, grouped_mm {theirs:.1f}, "
+            f"bound {case.bound():.1f} ({case.bound() / ours:.0%}); error {error:.1e}",
+            flush=True,
+        )
+        if given.sweep:
+            swept(case, tiles_for(case.each, gated=True, dtype=BF16).m)
+
+
+if __name__ == "__main__":
+    main()

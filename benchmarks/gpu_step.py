@@ -1,0 +1,170 @@
+"""One decode step of a shape on one GPU, as a replayed graph, and kernel by kernel.
+
+    python3 benchmarks/gpu_step.py qwen3-30b-a3b --batch 64,128,256 --layers 4 [--profile]
+
+Random weights, experts drawn uniformly, one rank in this process. With fewer layers than the model has, the
+time of the whole model is what one layer adds, times its layers, plus the rest. Times in microseconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ep_server.config import Config
+from ep_server.ep.segment import create_segment
+from ep_server.model.families import read_spec
+from ep_server.ranks.build import Front, RankParts, build_rank
+from ep_server.ranks.devices import CudaDevice
+from ep_server.ranks.exchanges import Opening
+from ep_server.ranks.group import exchange_spec
+from ep_server.records import Request, Sampling, SeqSlice, StepBatch, Stopping
+from ep_server.v1 import rank_pb2 as pb
+
+SHAPES = Path(__file__).parent / "shapes"
+BLOCK, REPLAYS = 16, 20
+
+
+def shortened(shape: str, layers: int, folder: str) -> Path:
+    """A config.json of so many layers."""
+    values = json.loads((SHAPES / shape / "config.json").read_text())
+    values["num_hidden_layers"] = layers
+    (Path(folder) / "config.json").write_text(json.dumps(values))
+    return Path(folder)
+
+
+def built(path: Path, batches: Sequence[int], context: int, routing: str) -> RankParts:
+    """A rank with graphs for these batches alone."""
+
+    class Captured(CudaDevice):
+        def prepare(self, runner: Any, progress: Callable[[str, int, int], None]) -> None:
+            runner.graphs.buckets = sorted(batches)
+            super().prepare(runner, progress)
+
+    most = max(*batches, 256)
+    values = {
+        "model.path": str(path),
+        "model.load_format": "dummy",
+        "model.routing": routing,
+        "model.max_context": context + 64,
+        "parallel.device": "cuda",
+        "parallel.ranks": 1,
+        "scheduler.block_size": BLOCK,
+        "scheduler.max_running": most,
+        "scheduler.max_step_tokens": max(most, 512),
+    }
+    config = Config.from_values(values)
+    segment = create_segment(exchange_spec(config, read_spec(str(path)), 0))
+    start = pb.Start(
+        rank=0, num_ranks=1, threads=1, exchange_fd=segment, config_json=json.dumps(config.values())
+    )
+    return build_rank(
+        start, Front(lambda *_: None, Opening(lambda _: None, lambda *_: pb.Connect())), Captured
+    )
+
+
+def step_of(batch: int, context: int) -> StepBatch:
+    """One token of each sequence, at position context - 1."""
+    held = -(-context // BLOCK)
+    pieces = [
+        SeqSlice(n, context - 1, (n % 1000,), tuple(range((n - 1) * held, n * held)), True)
+        for n in range(1, batch + 1)
+    ]
+    return StepBatch(tuple(pieces), batch)
+
+
+def timed(work: Callable[[], object]) -> float:
+    """Median of the GPU's time, us."""
+    times = []
+    for _ in range(REPLAYS):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        times.append(begin.elapsed_time(end) * 1e3)
+    return statistics.median(times)
+
+
+def profiled(work: Callable[[], object], batch: int, steps: int = 3) -> None:
+    """Prints each kernel's count and time per step, the longest first."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        for _ in range(steps):
+            work()
+        torch.cuda.synchronize()
+    spent: dict[str, list[float]] = defaultdict(list)
+    for event in profile.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            spent[event.name].append(event.device_time)
+    total = sum(map(sum, spent.values())) / steps
+    print(f"  kernels of a step of {batch}: calls, us each, us in all; sum {total:.1f}")
+    for name, times in sorted(spent.items(), key=lambda item: -sum(item[1])):
+        print(
+            f"  {len(times) / steps:6.1f} {statistics.median(times):8.2f} {sum(times) / steps:9.1f} {name[:88]}"
+        )
+
+
+def measured(parts: RankParts, batch: int, context: int, profile: bool) -> float:
+    """Time of a replay, us."""
+    runner: Any = parts.runner
+    for number in range(1, batch + 1):
+        prompt = (0,) * (context - 1)
+        runner.add(Request(f"r{number}", number, prompt, Sampling(temperature=0.0), Stopping(1 << 20)))
+    step = step_of(batch, context)
+    with torch.inference_mode():
+        runner.collect(runner.launch(step, 1, batch))
+        took = timed(lambda: runner.graphs.replay(batch))
+        whole = timed(lambda: runner.launch(step, 1, batch))
+        print(f"  batch {batch}: graph {took:.1f} us, launch with sampling {whole:.1f} us", flush=True)
+        if profile:
+            profiled(lambda: runner.launch(step, 1, batch), batch)
+    for number in range(1, batch + 1):
+        runner.remove(number)
+    return took
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("shape", nargs="?", default="qwen3-30b-a3b")
+    parser.add_argument("--batch", default="64,128,256")
+    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--routing", default="uniform")
+    parser.add_argument("--profile", action="store_true")
+    given = parser.parse_args()
+    batches = [int(one) for one in given.batch.split(",")]
+    whole = json.loads((SHAPES / given.shape / "config.json").read_text())["num_hidden_layers"]
+    took: dict[int, list[float]] = defaultdict(list)
+    print(torch.cuda.get_device_name(), torch.__version__, given.shape, f"context {given.context}")
+    counts = [given.layers] if given.layers == whole else [given.layers // 2, given.layers]
+    for layers in counts:
+        with tempfile.TemporaryDirectory() as folder:
+            print(f"{layers} layers", flush=True)
+            parts = built(shortened(given.shape, layers, folder), batches, given.context, given.routing)
+            for batch in batches:
+                last = layers == counts[-1]
+                took[batch].append(measured(parts, batch, given.context, given.profile and last))
+            parts.exchange.close()
+            del parts
+            torch.cuda.empty_cache()
+    for batch, times in took.items():
+        layer = (times[-1] - times[0]) / (counts[-1] - counts[0]) if len(counts) > 1 else times[0] / whole
+        step = times[-1] + layer * (whole - counts[-1])
+        print(
+            f"batch {batch}: layer {layer:.1f} us, step {step / 1e3:.2f} ms, {batch / step * 1e6:.0f} tok/s"
+        )
+
+
+if __name__ == "__main__":
+    main()
