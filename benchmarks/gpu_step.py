@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from ep_server.config import Config
+from ep_server.ep.exchange import control_spec
 from ep_server.ep.segment import create_segment
 from ep_server.model.families import read_spec
 from ep_server.ranks.build import Front, RankParts, build_rank
@@ -62,7 +63,7 @@ def built(path: Path, batches: Sequence[int], context: int, routing: str) -> Ran
         "scheduler.max_step_tokens": max(most, 512),
     }
     config = Config.from_values(values)
-    segment = create_segment(exchange_spec(config, read_spec(str(path)), 0))
+    segment = create_segment(control_spec(exchange_spec(config, read_spec(str(path)), 0)))
     start = pb.Start(
         rank=0, num_ranks=1, threads=1, exchange_fd=segment, config_json=json.dumps(config.values())
     )
@@ -109,7 +110,7 @@ def profiled(work: Callable[[], object], batch: int, steps: int = 3) -> None:
     print(f"  kernels of a step of {batch}: calls, us each, us in all; sum {total:.1f}")
     for name, times in sorted(spent.items(), key=lambda item: -sum(item[1])):
         print(
-            f"  {len(times) / steps:6.1f} {statistics.median(times):8.2f} {sum(times) / steps:9.1f} {name[:88]}"
+            f"{len(times) / steps:6.1f} {statistics.median(times):8.2f} {sum(times) / steps:9.1f} {name[:88]}"
         )
 
 

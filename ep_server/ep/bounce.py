@@ -5,7 +5,7 @@ each token (not for each expert) and copied to the device in chunks, each under 
 gathered; rows are spread over the experts there. A send begins when all of its rows are on the host, as the
 inner exchange takes them at once. The host takes part in each half: none can be captured into a CUDA graph.
 
-Beyond the Protocol: `inner`, whose membership, faults, statistics and failures are those of native.py.
+Beyond the Protocol: statistics() and `inner`, whose membership, faults and failures are those of native.py.
 """
 
 from __future__ import annotations
@@ -167,6 +167,10 @@ class BounceExchange:
         """As the Protocol says. Copies on their way to the device end first."""
         self._staging.drain(self._copies)
         self.inner.close()
+
+    def statistics(self) -> dict[str, Any]:
+        """Of the inner exchange."""
+        return self.inner.statistics()
 
     def release(self, received: Received) -> None:
         """Without effect: what a view shows is a copy, its bank was given back when it was received."""
