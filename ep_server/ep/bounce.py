@@ -10,7 +10,6 @@ Beyond the Protocol: statistics() and `inner`, whose membership, faults and fail
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,64 +17,16 @@ from torch._C._distributed_c10d import Store
 
 from ep_server.ep import fabric_bootstrap, native
 from ep_server.ep.bounce_copies import Copies, checked_device, copies_for
-from ep_server.ep.bounce_staging import Order, Staging
+from ep_server.ep.bounce_pending import Answers, Handle, Outgoing, PendingCombine, PendingDispatch
+from ep_server.ep.bounce_staging import Brought, Staging, Wanted
 from ep_server.ep.exchange import ExchangeSpec, Received, Reduction, View
 from ep_server.ep.fabric import FabricOptions
 from ep_server.ep.host_share import HostShare
 from ep_server.ep.native import NativeExchange
+from ep_server.ep.row_order import Form, Order
 from ep_server.ep.tensors import check_tensor_on
 from ep_server.ep.waiting import Waiting
 from ep_server.errors import ConfigError, InvalidArgument
-
-
-@dataclass(frozen=True, slots=True)
-class Handle:
-    """What combine_send needs. inner: as the inner exchange received it. order: on the device. tokens: T."""
-
-    inner: Received
-    order: Order
-    tokens: int
-    owner: BounceExchange
-
-
-class PendingDispatch:
-    """A dispatch whose send half has run. See exchange.PendingDispatch."""
-
-    __slots__ = ("_exchange", "_inner", "_tokens")
-
-    def __init__(self, exchange: BounceExchange, inner: native.PendingDispatch, tokens: int) -> None:
-        self._exchange, self._inner, self._tokens = exchange, inner, tokens
-
-    def recv(self, view: View = View.COMPACT) -> Received:
-        """As the Protocol says, on the caller's stream. INDEX rows are a copy, reordered: see row_ids."""
-        try:
-            view = View(view)
-        except ValueError:
-            raise InvalidArgument("view", view, f"one of {', '.join(View)}") from None
-        return self._exchange.land(self._inner.recv(View.INDEX), self._tokens, view)
-
-    @property
-    def wait_ns(self) -> torch.Tensor:
-        """[R] int64 on the CPU: how long recv() waited for each source's header."""
-        return self._inner.wait_ns
-
-
-class PendingCombine:
-    """A combine whose send half has run. See exchange.PendingCombine."""
-
-    __slots__ = ("_exchange", "_inner", "_tokens")
-
-    def __init__(self, exchange: BounceExchange, inner: native.PendingCombine, tokens: int) -> None:
-        self._exchange, self._inner, self._tokens = exchange, inner, tokens
-
-    def recv(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """As the Protocol says, on the caller's stream."""
-        return self._exchange.bring_home(self._inner, self._tokens, out)
-
-    @property
-    def wait_ns(self) -> torch.Tensor:
-        """[R] int64 on the CPU: how long recv() waited for each rank's header."""
-        return self._inner.wait_ns
 
 
 class BounceExchange:
@@ -104,6 +55,7 @@ class BounceExchange:
             self.device = checked_device(device)
             self._copies = copies or copies_for(self.device, self.spec.timeout_ns)
             self._staging = Staging(self.spec, inner.views, self._copies)
+            self.form = Form(self.device, inner.combine_dtype, self.spec.hidden, self._staging.region_rows)
         except BaseException:
             inner.abort()  # else the others would wait for this rank
             inner.close()
@@ -116,18 +68,7 @@ class BounceExchange:
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None
     ) -> PendingDispatch:
         """As the Protocol says. Waits for the caller's stream; then tensors may be overwritten."""
-        spec, tokens = self.spec, len(x) if x.dim() == 2 else -1
-        check_tensor_on(self.device, "x", x, self.combine_dtype, T=tokens, H=spec.hidden)
-        if tokens > spec.max_tokens:
-            raise InvalidArgument("x", f"T = {tokens}", f"at most max_tokens = {spec.max_tokens} tokens")
-        check_tensor_on(self.device, "topk_ids", topk_ids, torch.int64, T=tokens, K=spec.top_k)
-        staged_x, staged_ids = self._staging.x[:tokens], self._staging.ids[:tokens]
-        pairs, weights = [(staged_x, x), (staged_ids, topk_ids)], None
-        if topk_weights is not None:
-            weights = self._check_weights(topk_weights, tokens)
-            pairs.append((weights, topk_weights))
-        self._copies.fetch(*pairs)
-        return PendingDispatch(self, self.inner.dispatch_send(staged_x, staged_ids, weights), tokens)
+        return self.begin_dispatch(x, topk_ids, topk_weights).send()
 
     def combine_send(
         self,
@@ -145,15 +86,9 @@ class BounceExchange:
         handle = received.handle
         if not isinstance(handle, Handle) or handle.owner is not self:
             raise InvalidArgument("received.handle", handle, "of a dispatch of this exchange")
-        rows = self._answers(expert_out, received, handle.order)
-        staged = self._staging.answers[: len(rows)]
-        pairs, weights = [(staged, rows)], None
-        if topk_weights is not None:
-            weights = self._check_weights(topk_weights, handle.tokens)
-            pairs.append((weights, topk_weights))
-        self._copies.fetch(*pairs)
-        inner = self.inner.combine_send(staged, handle.inner, weights, reduction=reduction)
-        return PendingCombine(self, inner, handle.tokens)
+        rows = handle.order.answers(expert_out, received.view, self.form)
+        answers = Answers(rows, handle.inner, handle.tokens, topk_weights, reduction)
+        return self.begin_combine(answers).send()
 
     def all_gather(self, record: bytes) -> list[bytes]:
         """As the Protocol says."""
@@ -182,46 +117,67 @@ class BounceExchange:
 
     # -- between the halves and the device ------------------------------------------------------------
 
+    def begin_dispatch(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None
+    ) -> Outgoing[PendingDispatch]:
+        """dispatch_send in two: checks the tensors and begins their copies; send() is the rest."""
+        tokens = self.check_tokens(x, topk_ids, topk_weights)
+        staged_x, staged_ids = self._staging.x[:tokens], self._staging.ids[:tokens]
+        pairs, weights = [(staged_x, x), (staged_ids, topk_ids)], None
+        if topk_weights is not None:
+            weights = self._staging.weights[:tokens]
+            pairs.append((weights, topk_weights))
+
+        def send() -> PendingDispatch:
+            return PendingDispatch(self, self.inner.dispatch_send(staged_x, staged_ids, weights), tokens)
+
+        return Outgoing(self._copies.fetch(*pairs), send)
+
+    def begin_combine(self, answers: Answers) -> Outgoing[PendingCombine]:
+        """combine_send in two, of rows in the order of their entries."""
+        staged = self._staging.answers[: len(answers.rows)]
+        pairs, weights = [(staged, answers.rows)], None
+        if answers.weights is not None:
+            self._check_weights(answers.weights, answers.tokens)
+            weights = self._staging.weights[: answers.tokens]
+            pairs.append((weights, answers.weights))
+
+        def send() -> PendingCombine:
+            inner = self.inner.combine_send(staged, answers.inner, weights, reduction=answers.reduction)
+            return PendingCombine(self, inner, answers.tokens)
+
+        return Outgoing(self._copies.fetch(*pairs), send)
+
     def land(self, inner: Received, tokens: int, view: View) -> Received:
         """What the inner exchange received in place, on the device in this view; gives the bank back."""
+        length = self.form.capacity if view is View.INDEX else 0
+        brought = self.bring(inner, Wanted(length=length))
+        order = Order(brought.counts, *brought.tables)
+        return order.received(brought.made, view, self.form.capacity, Handle(inner, order, tokens, self))
+
+    def bring(self, inner: Received, wanted: Wanted) -> Brought:
+        """The same as rows and tables; the caller's stream comes after all copies."""
         landing = self._staging.landing()
         self._copies.reuse(landing.slot)
         delivery = self._copies.delivery(landing.slot)
-        order, made = landing.bring(inner, delivery, whole=view is View.INDEX)
+        brought = landing.bring(inner, delivery, wanted)
         delivery.finish()
         self.inner.release(inner)
-        if view is View.COMPACT:
-            made = [order.spread(each) for each in made]
-        elif view is View.PADDED:
-            made = [order.pad(each, like) for each, like in zip(made, self._padded(made), strict=True)]
-        rows, scales = made[0], made[1] if len(made) > 1 else None
-        ids = order.entry if view is View.INDEX else None
-        handle = Handle(inner, order, tokens, self)
-        return Received(rows, order.counts, order.offsets, handle, view, scales, ids)
+        return brought
 
-    def _padded(self, made: list[torch.Tensor]) -> list[torch.Tensor]:
-        """Rows of all experts; of scales the tokens are in one piece, as grouped GEMMs read them."""
-        shape = (len(self.spec.local_experts), self._staging.region_rows)
-        rows = made[0].new_empty((*shape, self.spec.hidden))
-        return [
-            rows,
-            *(each.new_empty((shape[0], each.shape[1], shape[1])).transpose(1, 2) for each in made[1:]),
-        ]
+    def check_tokens(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None) -> int:
+        """T of a dispatch. Raises InvalidArgument for tensors that are not as the Protocol says."""
+        spec, tokens = self.spec, len(x) if x.dim() == 2 else -1
+        check_tensor_on(self.device, "x", x, self.combine_dtype, T=tokens, H=spec.hidden)
+        if tokens > spec.max_tokens:
+            raise InvalidArgument("x", f"T = {tokens}", f"at most max_tokens = {spec.max_tokens} tokens")
+        check_tensor_on(self.device, "topk_ids", ids, torch.int64, T=tokens, K=spec.top_k)
+        if weights is not None:
+            self._check_weights(weights, tokens)
+        return tokens
 
-    def _answers(self, expert_out: torch.Tensor, received: Received, order: Order) -> torch.Tensor:
-        """[N, H] on the device. Raises InvalidArgument where expert_out has not the layout of `received`."""
-        hidden, dtype, name = self.spec.hidden, self.combine_dtype, "expert_out"
-        if received.view is not View.PADDED:
-            check_tensor_on(self.device, name, expert_out, dtype, N=len(order.entry), H=hidden)
-            return expert_out
-        sizes = {"E_local": len(order.counts), "R*max_tokens": self._staging.region_rows}
-        check_tensor_on(self.device, name, expert_out, dtype, **sizes, H=hidden)
-        return order.gather(expert_out)
-
-    def _check_weights(self, weights: torch.Tensor, tokens: int) -> torch.Tensor:
-        """Staging for them, once they are what they must be."""
+    def _check_weights(self, weights: torch.Tensor, tokens: int) -> None:
         check_tensor_on(self.device, "topk_weights", weights, torch.float32, T=tokens, K=self.spec.top_k)
-        return self._staging.weights[:tokens]
 
     def bring_home(self, inner: native.PendingCombine, tokens: int, out: torch.Tensor | None) -> torch.Tensor:
         """The sums of a combine, on the device."""

@@ -9,6 +9,7 @@ Nothing here waits for a whole device. Durations in ns.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from ep_server.errors import ConfigError, ExchangeError, InvalidArgument, StartupError
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # where to, where from
+Arrival = Callable[[], None]  # waits for copies to the host; called once before their targets are used again
 
 
 class Slot:
@@ -50,8 +52,8 @@ class Copies(Protocol):
         """Host memory that copies may read and write."""
         ...
 
-    def fetch(self, *pairs: Pair) -> None:
-        """Device to host, after all that the caller's stream has to do by now; ended when it returns."""
+    def fetch(self, *pairs: Pair) -> Arrival:
+        """Begins copies from device to host, after all that the caller's stream has to do by now."""
         ...
 
     def reuse(self, slot: Slot) -> None:
@@ -72,10 +74,11 @@ class HostCopies:
 
     empty = staging
 
-    def fetch(self, *pairs: Pair) -> None:
+    def fetch(self, *pairs: Pair) -> Arrival:
         """As the Protocol says."""
         for target, source in pairs:
             target.copy_(source)
+        return _ended
 
     def reuse(self, slot: Slot) -> None:
         """Nothing to wait for."""
@@ -90,6 +93,10 @@ class HostCopies:
 
     def finish(self) -> None:
         """Nothing is under way."""
+
+
+def _ended() -> None:
+    """What waits for copies that have ended."""
 
 
 class CudaCopies:
@@ -107,13 +114,14 @@ class CudaCopies:
         """As the Protocol says; pinned."""
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
-    def fetch(self, *pairs: Pair) -> None:
+    def fetch(self, *pairs: Pair) -> Arrival:
         """As the Protocol says."""
         stream = torch.cuda.current_stream(self.device)
         _refuse_capture()
         for target, source in pairs:
             target.copy_(source, non_blocking=True)
-        self._wait(stream.record_event(), "tensors on their way to the host")
+        event = stream.record_event()
+        return lambda: self._wait(event, "tensors on their way to the host")
 
     def reuse(self, slot: Slot) -> None:
         """As the Protocol says."""

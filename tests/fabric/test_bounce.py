@@ -137,7 +137,7 @@ def alone(spec: ExchangeSpec = SPEC, **options: object) -> BounceExchange:
 def test_staging_is_as_large_as_the_spec_says() -> None:
     """T = 5, H = 256, K = 3, E_local = 6: R * T = 5 rows with two scales, at most 15 entries, two banks."""
     sent = 5 * 256 * 2 + 5 * 3 * (8 + 4) + 15 * 256 * 2
-    received = 5 * (256 + 2 * 4) + 6 * 4 + (3 * 15 + 7) * 8
+    received = 5 * (256 + 2 * 4) + 6 * 4 + (3 * 15 + 13) * 8
     returned = 5 * 256 * 2
     exchange = alone()
     assert exchange.staging_bytes == sent + 2 * (received + returned)

@@ -194,7 +194,7 @@ def test_a_stream_that_never_ends_is_reported_by_the_deadline(monkeypatch: pytes
         copies = CudaCopies(CPU, timeout_ns=20_000_000)
         staged = copies.staging((4,), torch.float32)
         with pytest.raises(ExchangeError, match=r"tensors on their way to the host in 0.02 s"):
-            copies.fetch((staged, on_gpu(torch.ones(4))))
+            copies.fetch((staged, on_gpu(torch.ones(4))))()
 
 
 def test_a_wait_that_nobody_asked_for_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
