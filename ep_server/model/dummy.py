@@ -34,7 +34,7 @@ class DummyReader:
         return False
 
     def read(self, name: str, shape: tuple[int, ...], part: int | None = None) -> torch.Tensor:
-        """The tensor of that name, float32; or entry `part` of its first dimension."""
+        """The tensor of that name, float32 holding bfloat16 values; or entry `part` of its first axis."""
         if part is not None:
             return self.read(f"{name}[{part}]", shape[1:])
         if len(shape) == 1:
@@ -43,7 +43,8 @@ class DummyReader:
         deviation = self._embedding_deviation if name == EMBEDDING else shape[-1] ** -0.5
         digest = hashlib.blake2b(f"{self._seed}:{name}".encode(), digest_size=4).digest()
         seed = int.from_bytes(digest, "little", signed=True)
-        return draw(math.prod(shape), seed, deviation * UNIFORM_SPREAD, self._device).view(shape)
+        drawn = draw(math.prod(shape), seed, deviation * UNIFORM_SPREAD, self._device)
+        return drawn.bfloat16().float().view(shape)
 
 
 def draw(count: int, seed: int, edge: float, device: torch.device) -> torch.Tensor:

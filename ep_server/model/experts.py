@@ -15,12 +15,19 @@ from ep_server.model.compute import GatedFfn
 class ExpertCounter:
     """Rows that this rank's experts received.
 
-    rows: one [E_local] int64 per layer, to be added to during a step. total: [E_local], of all steps before.
+    rows: one [E_local] of `dtype` per layer, to be added to during a step.
+    total: [E_local] int64, of all steps before.
     active: [] int64, experts with at least one row, added up over layers and steps.
     """
 
-    def __init__(self, layers: int, local_experts: int, device: torch.device | None = None) -> None:
-        self._step = torch.zeros(layers, local_experts, dtype=torch.int64, device=device)
+    def __init__(
+        self,
+        layers: int,
+        local_experts: int,
+        device: torch.device | None = None,
+        dtype: torch.dtype = torch.int64,
+    ) -> None:
+        self._step = torch.zeros(layers, local_experts, dtype=dtype, device=device)
         self.rows = self._step.unbind()
         self.total = torch.zeros(local_experts, dtype=torch.int64, device=device)
         self.active = torch.zeros((), dtype=torch.int64, device=device)

@@ -43,12 +43,11 @@ def moe(
 
     Args:
         tokens: [T], of UniformRouting.identify(); with it the experts are drawn, and get the weights that the
-            router, which runs all the same, gave the experts of its choice.
+            router gives them.
     """
     clock = on.clock
-    ids, gates = route(x, w, on.router)
-    if on.uniform is not None and tokens is not None:
-        ids = on.uniform.draw(tokens, on.layer)
+    drawn = None if on.uniform is None or tokens is None else on.uniform.draw(tokens, on.layer)
+    ids, gates = route(x, w, on.router, drawn)
     clock.lap(Phase.ROUTER)
     dispatched = on.exchange.dispatch_send(x.to(wire_dtype(on.exchange.spec.payload)), ids, gates)
     clock.lap(Phase.DISPATCH)

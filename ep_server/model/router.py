@@ -16,15 +16,23 @@ from ep_server.model.families.spec import GroupScore, RouterSpec, Score
 from ep_server.model.layers import MoeWeights
 
 
-def route(x: torch.Tensor, weights: MoeWeights, spec: RouterSpec) -> tuple[torch.Tensor, torch.Tensor]:
-    """Routes x: [T, H]. Returns ids [T, K] int64, distinct per token, and weights [T, K] float32."""
+def route(
+    x: torch.Tensor, weights: MoeWeights, spec: RouterSpec, drawn: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Routes x: [T, H]. Returns ids [T, K] int64, distinct per token, and weights [T, K] float32.
+
+    Args:
+        drawn: [T, K], ids in place of the router's choice.
+    """
     logits = F.linear(x.float(), weights.router)
     score = logits.softmax(-1) if spec.score is Score.SOFTMAX else logits.sigmoid()
-    choice = score if weights.bias is None else score + weights.bias
-    if spec.groups > 1:
-        choice = _limit_to_groups(choice, spec)
-    chosen, ids = torch.topk(choice, spec.top_k, dim=-1)
-    gates = chosen if choice is score else score.gather(1, ids)
+    ids = drawn
+    if ids is None:
+        choice = score if weights.bias is None else score + weights.bias
+        if spec.groups > 1:
+            choice = _limit_to_groups(choice, spec)
+        ids = torch.topk(choice, spec.top_k, dim=-1).indices
+    gates = score.gather(1, ids)
     if spec.renormalise:
         total = gates.sum(-1, keepdim=True)
         gates = gates / (total + spec.renorm_eps if spec.renorm_eps else total)

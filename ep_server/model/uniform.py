@@ -19,7 +19,7 @@ class UniformRouting:
     """The draws of one model. seed: 0 to 2^32 - 1."""
 
     def __init__(self, router: RouterSpec, seed: int, device: torch.device | None = None) -> None:
-        self._top_k, self._seed = router.top_k, seed
+        self._top_k, self.seed = router.top_k, seed
         self._experts = torch.arange(router.num_experts, device=device)
 
     def identify(self, numbers: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -28,7 +28,7 @@ class UniformRouting:
         Args:
             numbers: [T] int64, of its request. positions: [T] int64, in its sequence.
         """
-        return _mixed(_mixed(_mixed(numbers ^ self._seed) ^ (numbers >> 32) ^ _GOLDEN) ^ positions)
+        return _mixed(_mixed(_mixed(numbers ^ self.seed) ^ (numbers >> 32) ^ _GOLDEN) ^ positions)
 
     def draw(self, tokens: torch.Tensor, layer: int) -> torch.Tensor:
         """Distinct experts of each token. tokens: [T], of identify(). Returns: [T, K] int64."""

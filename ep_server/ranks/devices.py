@@ -30,7 +30,7 @@ from ep_server.records import Request, SampledToken, StepBatch
 from ep_server.v1 import rank_pb2 as pb
 
 if TYPE_CHECKING:  # its kernels are for ranks with a GPU
-    from ep_server.model.gpu.runner import Rows
+    from ep_server.model.gpu.rows import Rows
 
 Progress = Callable[[str, int, int], None]
 
@@ -209,11 +209,6 @@ def device_of(start: pb.Start, config: Config) -> Device:
 
 def rows_of(exchange: Any, nvlink: bool) -> Rows:
     """How rows come to a GPU. nvlink: `exchange` is a CudaExchange."""
-    from ep_server.model.gpu.runner import Rows
+    from ep_server.model.gpu.rows import NvlinkRows, PlainRows
 
-    if not nvlink:
-        return Rows(lambda dispatched, most: dispatched.recv(), lambda: None)
-    spec = exchange.spec
-    choices = spec.num_ranks * min(spec.top_k, max(len(spec.local_experts), 1))
-    # Room for all that can come: so no host is asked how much it is.
-    return Rows(lambda dispatched, most: dispatched.recv(capacity=most * choices), exchange.check)  # type: ignore[call-arg]
+    return NvlinkRows(exchange) if nvlink else PlainRows(exchange)

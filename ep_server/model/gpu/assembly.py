@@ -11,7 +11,8 @@ from ep_server.errors import StartupError
 from ep_server.model.assembly import RankModel
 from ep_server.model.decoder import DecoderParams
 from ep_server.model.gpu.graphs import buckets_up_to
-from ep_server.model.gpu.runner import GpuOptions, GpuRunner, Rows
+from ep_server.model.gpu.rows import Rows
+from ep_server.model.gpu.runner import GpuOptions, GpuRunner
 from ep_server.model.gpu.step_input import InputShape
 from ep_server.model.kv_cache import KvCache
 from ep_server.model.sampler import Sampler

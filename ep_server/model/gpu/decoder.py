@@ -6,17 +6,15 @@ can be captured in a graph and replayed. A pass is a generator that pauses at ev
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 
-from ep_server.ep.exchange import PendingDispatch, Received
 from ep_server.model.decoder import DecoderParams, Forward
 from ep_server.model.experts import ExpertCounter
 from ep_server.model.families.spec import GqaSpec
 from ep_server.model.gpu.attention import AttentionStep, gqa, mla
-from ep_server.model.gpu.moe import GpuMoe, MoeStep, dense, moe
+from ep_server.model.gpu.moe import GpuMoe, MoeStep, dense, moe, router_weight
+from ep_server.model.gpu.rows import Rows
 from ep_server.model.gpu.step_input import StepTensors
 from ep_server.model.layers import GqaWeights, LayerWeights, MlaWeights, MoeWeights
 from ep_server.model.rope import rotation_table
@@ -31,33 +29,32 @@ class GpuDecoder:
 
     Args:
         params: weights prepared by TorchCompute on the device.
-        receive: see GpuMoe.
+        rows: how they travel to the experts, over params.exchange.
     """
 
-    def __init__(self, params: DecoderParams, receive: Callable[[PendingDispatch, int], Received]) -> None:
-        self._spec, self._weights, self._uniform = params.spec, params.weights, params.uniform
+    def __init__(self, params: DecoderParams, rows: Rows) -> None:
+        self._spec, self._weights = params.spec, params.weights
         device = params.compute.device
         self._kv = [PagedKv(layer) for layer in params.kv_cache.layers]
         table = rotation_table(params.spec.rope, params.max_context)
         self._table = torch.view_as_real(table).contiguous().to(device)
         self._processors = _multiprocessors(device)
         local = len(params.exchange.spec.local_experts)
-        self.experts = ExpertCounter(params.spec.num_layers, local, device)
-        self._moe = [
-            GpuMoe(index, params.spec.router, params.exchange, receive, row, params.uniform)
-            for index, row in enumerate(self.experts.rows)
-        ]
+        self.experts = ExpertCounter(params.spec.num_layers, local, device, torch.int32)
+        self._moe = [self._block(index, params, rows) for index in range(params.spec.num_layers)]
 
-    def forward(self, step: StepTensors, drawn: torch.Tensor, most: int) -> Forward:
+    def forward(self, step: StepTensors, drawn: torch.Tensor, most: int, *, whole: bool = True) -> Forward:
         """Runs all layers. Returns float32 logits [number of sampled rows, V].
 
         Args:
             drawn: [..] int64, tokens that the last step drew, by `step.sources`.
             most: rows that the step has at most on any rank.
-        Yields twice per sparse layer, also with no rows: the exchange is collective.
+            whole: there is no other micro-batch.
+        Yields twice per sparse layer if not whole. Collective, also with no rows.
         """
         eps, weights = self._spec.norm_eps, self._weights
-        at, routed = self._attention_step(step), self._moe_step(step, most)
+        at = self._attention_step(step)
+        routed = MoeStep(step.live, step.numbers, step.positions, most, whole)
         residual = F.embedding(_token_ids(step, drawn), weights.embedding)
         x = torch.empty_like(residual)
         rms_norm(residual, weights.layers[0].attention_norm, eps, x)
@@ -67,13 +64,24 @@ class GpuDecoder:
                 x = self._attention(x, layer, self._kv[index], at)
             add_rms_norm(x, residual, layer.ffn_norm, eps, x)
             if isinstance(layer.ffn, MoeWeights):
-                x = yield from moe(x, layer.ffn, self._moe[index], routed)
+                block = self._moe[index]
+                assert block is not None
+                x = yield from moe(x, layer.ffn, block, routed)
             else:
                 x = dense(x, layer.ffn)
             add_rms_norm(x, residual, after, eps, x)
         if step.sample_rows is not None:
             x = x.index_select(0, step.sample_rows)
         return weights.head.unrounded(x)
+
+    def _block(self, index: int, params: DecoderParams, rows: Rows) -> GpuMoe | None:
+        ffn, seed = params.weights.layers[index].ffn, None
+        if not isinstance(ffn, MoeWeights):
+            return None
+        if params.uniform is not None:
+            seed = params.uniform.seed
+        weight = router_weight(ffn.router, params.weights.embedding.dtype)
+        return GpuMoe(index, params.spec.router, weight, rows, self.experts.rows[index], seed)
 
     def _attention(
         self, x: torch.Tensor, layer: LayerWeights, kv: PagedKv, at: AttentionStep
@@ -92,12 +100,6 @@ class GpuDecoder:
         workspace = Workspace.of(step.decode, spec.heads, splits, v_dim, self._table.device)
         rotation = Rotation(self._table, step.positions, step.slots)
         return AttentionStep(step, rotation, workspace, eps)
-
-    def _moe_step(self, step: StepTensors, most: int) -> MoeStep:
-        tokens = None
-        if self._uniform is not None:
-            tokens = self._uniform.identify(step.numbers.long(), step.positions.long())
-        return MoeStep(step.live, tokens, most)
 
 
 def _token_ids(step: StepTensors, drawn: torch.Tensor) -> torch.Tensor:

@@ -8,17 +8,16 @@ One thread uses it; the caller provides torch.inference_mode.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ep_server.ep.exchange import PendingDispatch, Received
 from ep_server.errors import InternalError
 from ep_server.model.decoder import DecoderParams, interleave
 from ep_server.model.gpu.decoder import GpuDecoder
 from ep_server.model.gpu.graphs import Graphs
+from ep_server.model.gpu.rows import Rows
 from ep_server.model.gpu.sampling import GpuSampler
 from ep_server.model.gpu.step_input import InputShape, StepInput, StepTensors, sampled_slices
 from ep_server.model.runner import RunnerStatistics
@@ -46,22 +45,10 @@ class Launched:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
-    """What the exchange of a device can do beside the Protocol.
-
-    receive: the second half of a dispatch, given the most rows of any rank (moe.GpuMoe).
-    check: raises what a kernel has found since: a replayed graph makes no call that would.
-    """
-
-    receive: Callable[[PendingDispatch, int], Received]
-    check: Callable[[], None]
-
-
-@dataclass(frozen=True, slots=True)
 class GpuOptions:
     """shape: of the largest step. buckets: rows of the steps of single tokens that are captured, if any.
 
-    rows: how they come, and whether they all did.
+    rows: how they travel.
     """
 
     shape: InputShape
@@ -79,7 +66,7 @@ class GpuRunner:
 
     def __init__(self, params: DecoderParams, sampler: Sampler, options: GpuOptions) -> None:
         self._params, shape = params, options.shape
-        self._decoder, self._check = GpuDecoder(params, options.rows.receive), options.rows.check
+        self._decoder, self._check = GpuDecoder(params, options.rows), options.rows.check
         self._device = params.compute.device
         self._input = StepInput(shape, self._device, STAGES)
         self._sampler = GpuSampler(sampler, shape.sequences, self._device, STAGES)

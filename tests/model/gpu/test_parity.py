@@ -18,7 +18,8 @@ from ep_server.errors import GroupAborted, InternalError
 from ep_server.model.assembly import LoadParams, load_model
 from ep_server.model.decoder import DecoderParams
 from ep_server.model.families import read_spec
-from ep_server.model.gpu.runner import GpuOptions, GpuRunner, Launched, Rows, await_event
+from ep_server.model.gpu.rows import PlainRows
+from ep_server.model.gpu.runner import GpuOptions, GpuRunner, Launched, await_event
 from ep_server.model.gpu.step_input import InputShape
 from ep_server.model.kv_cache import KvCache
 from ep_server.model.sampler import Sampler
@@ -36,6 +37,12 @@ QUICK = {"deepseek_v2-lite-yarn"}  # with those below, every kernel's forms
 NAMES = [pytest.param(c.name, marks=[pytest.mark.slow] * (c.name not in QUICK)) for c in CASES]
 
 
+class Checked(PlainRows):
+    def __init__(self, exchange: ReferenceExchange, check: Callable[[], None]) -> None:
+        super().__init__(exchange)
+        self.check = check  # type: ignore[method-assign]
+
+
 def gpu_runner(
     path: Path, buckets: tuple[int, ...] = (), check: Callable[[], None] = lambda: None
 ) -> GpuRunner:
@@ -45,7 +52,7 @@ def gpu_runner(
     cache = KvCache(model.spec, BLOCKS, BLOCK, torch.float32, DEVICE)
     params = DecoderParams(model.spec, model.weights, exchange, cache, model.max_context, model.compute)
     shape = InputShape(TOKENS, 16, -(-model.max_context // BLOCK), BLOCK)
-    options = GpuOptions(shape, Rows(lambda dispatched, most: dispatched.recv(), check), buckets)
+    options = GpuOptions(shape, Checked(exchange, check), buckets)
     return GpuRunner(params, Sampler(model.spec.vocab_size, DEVICE), options)
 
 

@@ -11,7 +11,8 @@ from ep_server.errors import InternalError
 from ep_server.model.families.spec import GroupScore, RouterSpec, Score
 from ep_server.model.layers import MoeWeights
 from ep_server.model.router import route as oracle
-from ep_server.model.triton.router import route
+from ep_server.model.triton.router import Drawn, route
+from ep_server.model.uniform import UniformRouting
 from tests.model.triton.harness import DEVICE, NAN, poisoned, random
 
 V3 = RouterSpec(
@@ -121,3 +122,28 @@ def test_wrong_inputs_are_named() -> None:
         run(random(2, 8), random(8), SPECS["mixtral"])
     with pytest.raises(InternalError, match="ids"):
         route(random(2, 24), random(24), V3, torch.empty(2, 3, dtype=torch.int64), random(2, 4))
+
+
+@pytest.mark.parametrize("name", ["qwen3", "deepseek-v3", "olmoe"])
+def test_drawn_experts_are_those_of_uniform_routing(name: str) -> None:
+    """And get the weights that the router gives the chosen; padded rows get none."""
+    spec, layer, seed = SPECS[name], 5, 0xFEDCBA98
+    logits = random(9, spec.num_experts, scale=2.0)
+    bias = random(spec.num_experts, seed=1, scale=0.3) if spec.bias else None
+    numbers = torch.tensor([1, 2, 3, 1, 77777, (1 << 31) - 1, 5, 6, 7], dtype=torch.int32, device=DEVICE)
+    positions = torch.arange(100, 109, dtype=torch.int32, device=DEVICE)
+    ids, weights = (
+        torch.empty(9, spec.top_k, dtype=torch.int64, device=DEVICE),
+        torch.empty(9, spec.top_k, device=DEVICE),
+    )
+    live = torch.tensor([8], dtype=torch.int32, device=DEVICE)
+    route(logits, bias, spec, ids, weights, live, Drawn(numbers, positions, seed, layer))
+    routing = UniformRouting(spec, seed, torch.device(DEVICE))
+    wanted = routing.draw(routing.identify(numbers.long(), positions.long()), layer)
+    assert torch.equal(ids[:8], wanted[:8])
+    scores = logits.sigmoid() if spec.score is Score.SIGMOID else logits.softmax(-1)
+    gates = scores.gather(1, wanted)
+    if spec.renormalise:
+        gates = gates / (gates.sum(-1, keepdim=True) + spec.renorm_eps)
+    torch.testing.assert_close(weights[:8], gates[:8] * spec.scale, rtol=1e-5, atol=1e-7)
+    assert (ids[8] == -1).all() and (weights[8] == 0).all()
