@@ -31,6 +31,15 @@ MAX_SPLITS = 64
 
 
 @dataclass(frozen=True, slots=True)
+class DecodeTile:
+    """n: positions read at a time."""
+
+    n: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True, slots=True)
 class Workspace:
     """Partial results, float32. sums: [S, heads, splits, v_dim]. stats: [.., 2], maximum and sum."""
 
@@ -123,12 +132,13 @@ def decode(
     rule: AttentionRule,
     workspace: Workspace,
     out: torch.Tensor,
+    tile: DecodeTile | None = None,
 ) -> None:
     """Attends with one token per sequence, whose key and value are in the cache already.
 
     Args:
         q: [S, heads, k_dim]. out: [S, heads, v_dim] of q's dtype.
-        workspace: of these shapes; its contents are not read.
+        workspace: of these shapes; its contents are not read. tile: instead of tile_for().
     Raises: InternalError for another shape, dtype or layout.
     """
     wide = kv.layer.v is None
@@ -143,17 +153,23 @@ def decode(
     if count == 0:
         return
     constants = shape.constants(kv, rule.window)
+    tile = tile or tile_for(latent=wide)
     _decode_kernel[(count, shape.kv_heads * shape.head_tiles, splits)](
         q, kv.layer.k, kv.layer.v, out, workspace.sums, workspace.stats,
         sequences.blocks, sequences.lengths, kv.k_scale, kv.v_scale,
         sequences.blocks.stride(0), rule.scale * LOG2_E, splits,
-        **constants, N=32 if wide else 64, SPLIT=splits > 1, num_warps=8 if wide else 4, num_stages=2,
+        **constants, N=tile.n, SPLIT=splits > 1, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:
         _join_kernel[(count * shape.heads,)](
             workspace.sums, workspace.stats, out, splits,
             V_DIM=shape.v_dim, V_BLOCK=constants["V_BLOCK"], SPLITS_BLOCK=block(splits), num_warps=4,
         )  # fmt: skip
+
+
+def tile_for(*, latent: bool) -> DecodeTile:
+    """What serves best at a few hundred positions."""
+    return DecodeTile(32, 8, 2) if latent else DecodeTile(64, 4, 2)
 
 
 def splits_for(sequences: int, kv_heads: int, multiprocessors: int, longest: int) -> int:
