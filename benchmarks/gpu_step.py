@@ -23,6 +23,7 @@ from ep_server.config import Config
 from ep_server.ep.exchange import control_spec
 from ep_server.ep.segment import create_segment
 from ep_server.model.families import read_spec
+from ep_server.model.gpu.graphs import Form
 from ep_server.ranks.build import Front, RankParts, build_rank
 from ep_server.ranks.devices import CudaDevice
 from ep_server.ranks.exchanges import Opening
@@ -47,7 +48,7 @@ def built(path: Path, batches: Sequence[int], context: int, routing: str) -> Ran
 
     class Captured(CudaDevice):
         def prepare(self, runner: Any, progress: Callable[[str, int, int], None]) -> None:
-            runner.graphs.buckets = sorted(batches)
+            runner.graphs.record_only(Form(batch) for batch in batches)
             super().prepare(runner, progress)
 
     most = max(*batches, 256)
@@ -123,7 +124,7 @@ def measured(parts: RankParts, batch: int, context: int, profile: bool) -> float
     step = step_of(batch, context)
     with torch.inference_mode():
         runner.collect(runner.launch(step, 1, batch))
-        took = timed(lambda: runner.graphs.replay(batch))
+        took = timed(lambda: runner.graphs.replay(Form(batch)))
         whole = timed(lambda: runner.launch(step, 1, batch))
         print(f"  batch {batch}: graph {took:.1f} us, launch with sampling {whole:.1f} us", flush=True)
         if profile:

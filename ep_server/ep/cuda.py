@@ -12,14 +12,15 @@ Beyond the Protocol:
     .dispatch_send(..., tokens_on_device=)   T of each replay, int32 [1]
     PendingDispatch.recv(counts=, capacity=, source_map=True, expert_stats=, wait_stats=)
     .combine_send(..., wire="bf16" | "fp8" | "log10"), PendingCombine.recv(wait_stats=)
-    .empty_padded(), .release(received), .check(), .synchronize(), .masked, .mask(ranks), .reset(dead=())
-    .statistics(), .set_faults(faults), .memory_bytes
+    .bounded(num_sms), .empty_padded(), .release(received), .check(), .synchronize()
+    .masked, .mask(ranks), .reset(dead=()), .statistics(), .set_faults(faults), .memory_bytes
 Made by cuda_memory.from_process_group (a process per GPU) or from_local (several GPUs in one process).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -215,6 +216,16 @@ class CudaExchange:
         handle.held = False
         self._flights.take(COMBINE, None)
         return out
+
+    @contextmanager
+    def bounded(self, num_sms: int) -> Iterator[None]:
+        """What is enqueued inside fills at most so many multiprocessors; captured kernels keep to it."""
+        launcher = self._open()
+        before, launcher.num_sms = launcher.num_sms, check_num_sms(num_sms, launcher.group.num_sms)
+        try:
+            yield
+        finally:
+            launcher.num_sms = before
 
     # -- views ----------------------------------------------------------------------------------------
 

@@ -62,14 +62,22 @@ def split(
     A prefill chunk may be cut in two: the earlier part lies in an earlier micro-batch, which runs first in
     every layer, so the later part finds its keys and values.
     """
-    ordered = sorted(batch.slices, key=lambda s: len(s.token_ids) != 1)
-    size = -(-batch.num_tokens // count)
-    groups: list[list[SeqSlice]] = []
-    for _ in range(count):
-        group, ordered = _take(ordered, size)
-        groups.append(group)
-    parts = [_tensors(group, block_size) for group in groups]
+    parts = [_tensors(part.slices, block_size) for part in cut(batch, count, -(-batch.num_tokens // count))]
     return parts if device is None or device.type == "cpu" else [_moved(part, device) for part in parts]
+
+
+def cut(batch: StepBatch, count: int, size: int) -> list[StepBatch]:
+    """The first `size` tokens, the next `size` tokens ... and the rest: `count` steps, some perhaps empty.
+
+    Single tokens come first. See split() for chunks.
+    """
+    if count == 1:
+        return [batch]
+    rest, groups = sorted(batch.slices, key=lambda s: len(s.token_ids) != 1), []
+    for _ in range(count - 1):
+        group, rest = _take(rest, size)
+        groups.append(group)
+    return [StepBatch(tuple(g), sum(len(s.token_ids) for s in g)) for g in (*groups, rest)]
 
 
 def _moved(part: MicroBatch, device: torch.device) -> MicroBatch:

@@ -5,6 +5,7 @@ A phase's laps over all layers and micro-batches of a step add up to one duratio
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
 from time import perf_counter_ns
 
@@ -18,6 +19,13 @@ class Phase(IntEnum):
     EXPERTS = 3
     COMBINE = 4
     SAMPLE = 5
+
+
+Lap = Callable[[Phase], None]  # what ran since the last lap was this phase
+
+
+def no_lap(phase: Phase) -> None:
+    """For steps that are not timed."""
 
 
 class PhaseClock:

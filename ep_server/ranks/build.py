@@ -19,6 +19,7 @@ from ep_server.model.families import read_spec
 from ep_server.ranks.devices import Device, Meeting, Runner, device_of
 from ep_server.ranks.exchanges import Opening
 from ep_server.ranks.group import exchange_spec
+from ep_server.ranks.overlap import Overlap
 from ep_server.records import RankReady, Request, Sampling, SeqSlice, StepBatch, Stopping
 from ep_server.scheduler.batch import IDLE, SchedulerLimits
 from ep_server.scheduler.rank_scheduler import RankScheduler
@@ -44,13 +45,13 @@ class Front:
 
 @dataclass(frozen=True, slots=True)
 class RankParts:
-    """A rank that is ready to step. overlap: ParallelConfig.overlap."""
+    """A rank that is ready to step."""
 
     exchange: Meeting
     runner: Runner
     scheduler: RankScheduler
     ready: RankReady
-    overlap: str
+    overlap: Overlap
 
 
 def build_rank(
@@ -98,11 +99,10 @@ def build_rank(
         max_context=model.max_context,
         ahead=device.ahead,
     )
-    overlap = config.parallel.overlap if device.overlaps else "off"
     progress("warm-up", 0, 1)
     exchange.barrier()
     with torch.inference_mode():
-        warm_up(built.runner, limits, micro_batches=(1,) if overlap == "off" else (1, 2))
+        warm_up(built.runner, limits, micro_batches=(1,) if config.parallel.overlap == "off" else (1, 2))
         device.prepare(built.runner, progress)
     progress("warm-up", 1, 1)
     ready = RankReady(
@@ -115,7 +115,7 @@ def build_rank(
         exchange_bytes=built.exchange_bytes,
         load_seconds=time.monotonic() - began,
     )
-    return RankParts(exchange, built.runner, RankScheduler(limits), ready, overlap)
+    return RankParts(exchange, built.runner, RankScheduler(limits), ready, device.overlap(built.runner))
 
 
 def warm_up(runner: Runner, limits: SchedulerLimits, micro_batches: tuple[int, ...]) -> None:

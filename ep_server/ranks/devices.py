@@ -26,12 +26,14 @@ from ep_server.model.sizes import context_limit
 from ep_server.model.torch_compute import TorchCompute
 from ep_server.ranks.exchanges import Opening, open_exchange
 from ep_server.ranks.group import local_ranks, on_nvlink, useful_blocks
+from ep_server.ranks.overlap import BucketOverlap, Overlap, OverlapPolicy
 from ep_server.records import Request, SampledToken, StepBatch
 from ep_server.v1 import rank_pb2 as pb
 
 if TYPE_CHECKING:  # its kernels are for ranks with a GPU
-    from ep_server.model.gpu.rows import Rows
+    from ep_server.model.gpu.rows import RowsOfSteps
 
+OVERLAP_SMS = 48  # of a GPU, for dispatch and combine beside the other micro-batch; not tuned on a model yet
 Progress = Callable[[str, int, int], None]
 
 
@@ -48,6 +50,10 @@ class Runner(Protocol):
 
     def bucket_of(self, batch: StepBatch) -> int:
         """Rows that a step could be padded to for a captured graph; 0 = none."""
+        ...
+
+    def micro_batches_of(self, bucket: int, agreed: int) -> int:
+        """How many a step is run as, where the ranks agreed on so many."""
         ...
 
     def launch(self, batch: StepBatch, micro_batches: int, bucket: int) -> Any:
@@ -99,10 +105,9 @@ class Built:
 
 
 class Device(Protocol):
-    """ahead: steps launched before the tokens of the last one are known. overlaps: runs two micro-batches."""
+    """ahead: steps launched before the tokens of the last one are known."""
 
     ahead: int
-    overlaps: bool
 
     @property
     def compute(self) -> Compute:
@@ -121,12 +126,16 @@ class Device(Protocol):
         """What is made once the first steps have run: graphs. Collective."""
         ...
 
+    def overlap(self, runner: Any) -> Overlap:
+        """What decides when steps are run as two micro-batches."""
+        ...
+
 
 class CpuDevice:
     """Our kernels on `start.threads` threads of the CPU."""
 
     def __init__(self, start: pb.Start, config: Config) -> None:
-        self.ahead, self.overlaps = 0, True
+        self.ahead = 0
         self.compute: Compute = NativeCompute(start.threads)
         self._start, self._config = start, config
 
@@ -145,12 +154,16 @@ class CpuDevice:
     def prepare(self, runner: Any, progress: Progress) -> None:
         """Nothing: all code is warm."""
 
+    def overlap(self, runner: Any) -> Overlap:
+        """By the time that a rank waits."""
+        return OverlapPolicy(self._config.parallel.overlap)
+
 
 class CudaDevice:
     """One GPU: the local rank's number among those that this process sees."""
 
     def __init__(self, start: pb.Start, config: Config) -> None:
-        self.ahead, self.overlaps = 1, False
+        self.ahead = 1
         self._start, self._config = start, config
         self.device = self._own(start.rank - local_ranks(config).start)
         self.compute: Compute = TorchCompute(self.device)
@@ -182,14 +195,20 @@ class CudaDevice:
             max_step_tokens=scheduler.max_step_tokens,
             useful_blocks=useful_blocks(scheduler, longest),
             graphs=nvlink,  # a step through host memory cannot be captured
+            overlap=overlap_mode(self._config, exchange.spec.num_ranks),
         )
         blocks = kv_blocks_on(self.device, model, plan)
         runner = gpu_runner(model, exchange, rows_of(exchange, nvlink), plan, blocks)
         return Built(runner, blocks, exchange.memory_bytes if nvlink else 0)
 
     def prepare(self, runner: Any, progress: Progress) -> None:
-        """Captures a graph for each size of a decode step."""
+        """Captures a graph for each form of a decode step."""
         runner.graphs.capture(lambda done, total: progress("graphs", done, total))
+
+    def overlap(self, runner: Any) -> Overlap:
+        """By the times of captured steps; other steps are not cut unless that is asked for."""
+        mode = overlap_mode(self._config, self._start.num_ranks)
+        return BucketOverlap(runner.graphs.overlapped) if mode == "auto" else OverlapPolicy(mode)
 
     def _own(self, local: int) -> torch.device:
         count = torch.cuda.device_count()
@@ -207,8 +226,17 @@ def device_of(start: pb.Start, config: Config) -> Device:
     return CudaDevice(start, config) if config.parallel.device == "cuda" else CpuDevice(start, config)
 
 
-def rows_of(exchange: Any, nvlink: bool) -> Rows:
-    """How rows come to a GPU. nvlink: `exchange` is a CudaExchange."""
-    from ep_server.model.gpu.rows import NvlinkRows, PlainRows
+def overlap_mode(config: Config, ranks: int) -> str:
+    """As configured; one rank alone has nothing to hide, so it overlaps only if told to."""
+    mode = config.parallel.overlap
+    return "off" if mode == "auto" and ranks == 1 else mode
 
-    return NvlinkRows(exchange) if nvlink else PlainRows(exchange)
+
+def rows_of(exchange: Any, nvlink: bool) -> RowsOfSteps:
+    """How rows come to a GPU. nvlink: `exchange` is a CudaExchange."""
+    from ep_server.model.gpu.rows import FusedRows, PlainRows, RowsBeside, RowsOfSteps
+
+    if not nvlink:
+        plain = PlainRows(exchange)
+        return RowsOfSteps(plain, plain)
+    return RowsOfSteps(FusedRows(exchange), RowsBeside(exchange, OVERLAP_SMS), exchange.check)

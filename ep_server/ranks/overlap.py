@@ -7,7 +7,36 @@ durations. The vote makes one decision of all ranks' wishes. Units: steps, nanos
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
+from statistics import median
+from typing import Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class Ran:
+    """A step that ended. ns: it took. tokens: of this rank. bucket: of its graph, on all ranks; 0 = none."""
+
+    ns: int
+    tokens: int
+    bucket: int = 0
+    micro_batches: int = 1
+
+
+class Overlap(Protocol):
+    """One rank's wish, step by step. All ranks count the same steps."""
+
+    def wish(self, sequences: int, bucket: int) -> bool:
+        """Whether the next step may run two micro-batches; what this rank would run in it."""
+        ...
+
+    def stepped(self, step: Ran) -> bool:
+        """Counts a step. True where read() is due."""
+        ...
+
+    def read(self, wait_ns: int, compute_ns: int) -> None:
+        """Takes cumulative waiting for peers and computing time; called before the first step too."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +58,7 @@ class OverlapRule:
 
 
 class OverlapPolicy:
-    """One rank's wish, step by step. mode: ParallelConfig.overlap: on, off or auto.
+    """For steps of any size. mode: ParallelConfig.overlap: on, off or auto.
 
     All ranks count the same steps, so their windows and trials coincide.
     """
@@ -47,8 +76,8 @@ class OverlapPolicy:
     def __repr__(self) -> str:
         return f"OverlapPolicy({self.mode}, wanted={self.wanted}, step {self._at} of the cycle)"
 
-    def wish(self, sequences: int) -> bool:
-        """Whether the next step may run two micro-batches; `sequences` that this rank would run in it."""
+    def wish(self, sequences: int, bucket: int) -> bool:
+        """As Overlap.wish."""
         if self.mode != "auto":
             return self.wanted
         if self._at < self.rule.window:
@@ -56,14 +85,14 @@ class OverlapPolicy:
         wanted = self._trial if self._at < 2 * self.rule.window else self.wanted
         return wanted and sequences != 1  # an idle rank does not keep the others from it
 
-    def stepped(self, step_ns: int, tokens: int) -> bool:
-        """Counts a step of this rank. True where the single window begins or ends: read() is due."""
+    def stepped(self, step: Ran) -> bool:
+        """As Overlap.stepped; read() is due where the single window begins or ends."""
         if self.mode != "auto":
             return False
         window = self.rule.window
         if self._at < 2 * window:
-            self._ns += step_ns
-            self._tokens += tokens
+            self._ns += step.ns
+            self._tokens += step.tokens
         self._at += 1
         if self._at == 2 * window:
             self._decide()
@@ -72,7 +101,7 @@ class OverlapPolicy:
         return self._at in (0, window)
 
     def read(self, wait_ns: int, compute_ns: int) -> None:
-        """Takes cumulative waiting for peers and computing time; called before the first step too."""
+        """As Overlap.read."""
         if self._at == self.rule.window:
             waited, computed = wait_ns - self._read[0], compute_ns - self._read[1]
             self._trial = waited > self.rule.waiting * computed
@@ -85,3 +114,79 @@ class OverlapPolicy:
         limit = self.rule.keep if self.wanted else self.rule.gain
         comparable = abs(self._tokens - single_tokens) <= self.rule.similar * single_tokens
         self.wanted = self._trial and comparable and self._ns < limit * single_ns
+
+
+@dataclass(frozen=True, slots=True)
+class BucketRule:
+    """Of each bucket `window` steps are run as one micro-batch, as many as two, then `hold` as was faster.
+
+    Two are faster where the median of their steps is less than `gain` of that of the others. What is tried in
+    vain then costs window / hold of what it is slower.
+    """
+
+    window: int = 6
+    hold: int = 1200
+    gain: float = 0.99
+
+
+@dataclass(slots=True)
+class _Trial:
+    """Of one bucket. at: step of the cycle. times: ns, by micro-batches."""
+
+    at: int
+    wanted: bool
+    times: dict[int, list[int]]
+
+
+class BucketOverlap:
+    """For captured steps: which form of a bucket is faster is measured on it, now and then.
+
+    A rank does not know before the vote which bucket the others bring: it takes the larger of its own and
+    the last one. An idle rank wishes as the others do.
+
+    Args:
+        buckets: that can be run either way; steps of others are one micro-batch.
+    """
+
+    def __init__(self, buckets: Iterable[int], rule: BucketRule | None = None) -> None:
+        self.rule = rule or BucketRule()
+        self._trials = {bucket: _Trial(0, False, {1: [], 2: []}) for bucket in buckets}
+        self._last = 0
+
+    def __repr__(self) -> str:
+        wanted = sorted(bucket for bucket, trial in self._trials.items() if trial.wanted)
+        return f"BucketOverlap(wanted={wanted}, of {sorted(self._trials)})"
+
+    def wish(self, sequences: int, bucket: int) -> bool:
+        """As Overlap.wish."""
+        trial = self._trials.get(max(bucket, self._last))
+        if trial is None or (sequences and not bucket):  # a step without a graph
+            return False
+        window = self.rule.window
+        return trial.wanted if trial.at >= 2 * window else trial.at >= window
+
+    def stepped(self, step: Ran) -> bool:
+        """As Overlap.stepped; read() is never due."""
+        self._last = step.bucket
+        trial = self._trials.get(step.bucket)
+        if trial is None:
+            return False
+        window = self.rule.window
+        if trial.at < 2 * window:
+            trial.times[step.micro_batches].append(step.ns)
+        trial.at += 1
+        if trial.at == 2 * window:
+            self._decide(trial)
+        elif trial.at == 2 * window + self.rule.hold:
+            trial.at = 0
+        return False
+
+    def read(self, wait_ns: int, compute_ns: int) -> None:
+        """As Overlap.read: the steps' own times say enough."""
+
+    def _decide(self, trial: _Trial) -> None:
+        one, two = trial.times[1], trial.times[2]
+        # Steps are launched before the last ones are counted, and others may refuse: some are the other kind.
+        enough = min(len(one), len(two)) > self.rule.window // 2
+        trial.wanted = enough and median(two) < self.rule.gain * median(one)
+        trial.times = {1: [], 2: []}

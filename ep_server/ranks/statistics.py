@@ -79,6 +79,7 @@ class StepMeter:
         names = ("tokens", "padded_tokens", "idle_steps", "overlap_steps", "run_steps", "parks")
         self._counters = dict.fromkeys(names, 0)  # padded_tokens: nothing pads on CPU
         self._last_steps: deque[StepTrace] = deque(maxlen=LAST_STEPS)
+        self._published = 0
         self._warm_up = _Parts.of({}, None)
 
     def ready(self, exchange: Mapping[str, Any], runner: Measured) -> None:
@@ -114,18 +115,24 @@ class StepMeter:
         self._counters["parks"] += 1
         self._counters["parked_at_work"] = work_number
 
-    def stepped(self, batch: StepBatch, micro_batches: int, times: StepTimes) -> None:
-        """A step ended."""
+    def stepped(self, batch: StepBatch, micro_batches: int, times: StepTimes) -> int:
+        """A step ended. Returns: ns it took, counted from the end of the last one where it began before that.
+
+        So the steps of a rank that plans ahead add up to its time too.
+        """
+        took = times.published - max(times.start, self._published)
+        self._published = times.published
         self._times["plan"].add(times.planned - times.start)
         self._times["vote"].add(times.voted - times.planned)
         self._times["publish"].add(times.published - times.ran)
-        self._times["total"].add(times.published - times.start)
+        self._times["total"].add(took)
         counters = self._counters
         self._last_steps.append(_trace(counters["run_steps"], batch, micro_batches, times))
         counters["run_steps"] += 1
         counters["tokens"] += batch.num_tokens
         counters["idle_steps"] += not batch.slices
         counters["overlap_steps"] += micro_batches > 1
+        return took
 
     def gather(self, load: RankLoad, exchange: Mapping[str, Any], runner: Measured) -> RankStatistics:
         """Everything measured since ready(), as one record.

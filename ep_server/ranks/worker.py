@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from ep_server.errors import InternalError
 from ep_server.ranks.channel import RankChannel
 from ep_server.ranks.messages import one_line, request_of, statistics_message, tokens_message
-from ep_server.ranks.overlap import OverlapPolicy
+from ep_server.ranks.overlap import Ran
 from ep_server.ranks.statistics import StepMeter, StepTimes
 from ep_server.ranks.vote import Verdict, Voter
 from ep_server.records import NO_TOKEN, StepBatch, TokenEvent
@@ -34,10 +34,14 @@ CHECK_NS = 10_000_000_000  # a recount of 64k KV blocks takes 40 ms: not at ever
 
 @dataclass(frozen=True, slots=True)
 class _Flying:
-    """A step that was launched. launched: the runner's. began: clock at its start, planned, voted; ns."""
+    """A step that was launched. launched: the runner's. began: clock at its start, planned, voted; ns.
+
+    bucket: 0 = as it is.
+    """
 
     batch: StepBatch
     launched: Any
+    bucket: int
     micro_batches: int
     began: tuple[int, int, int]
 
@@ -52,7 +56,7 @@ class RankWorker:
         self._channel = channel
         self._clock = clock
         self._voter = Voter()
-        self._overlap = OverlapPolicy(parts.overlap)
+        self._overlap = parts.overlap
         self._meter = StepMeter(parts.ready.rank)
         self._meter.ready(self._exchange.statistics(), self._runner.statistics())
         self._ahead = parts.scheduler.limits.ahead
@@ -88,8 +92,9 @@ class RankWorker:
         if verdict.run:
             self._meter.began(batch, planned)
             bucket = verdict.bucket if verdict.graph else 0
-            launched = self._runner.launch(batch, verdict.micro_batches, bucket)
-            self._flying.append(_Flying(batch, launched, verdict.micro_batches, (start, planned, voted)))
+            count = self._runner.micro_batches_of(bucket, verdict.micro_batches)
+            launched = self._runner.launch(batch, count, bucket)
+            self._flying.append(_Flying(batch, launched, bucket, count, (start, planned, voted)))
         while self._flying and (len(self._flying) > self._ahead or not verdict.run):
             self._land(self._flying.popleft())
         if verdict.park:
@@ -104,8 +109,8 @@ class RankWorker:
         self._publish(self._scheduler.commit(step.batch, sampled))
         self._fail(undrawn)
         times = StepTimes(*step.began, ran, self._clock())
-        self._meter.stepped(step.batch, step.micro_batches, times)
-        if self._overlap.stepped(times.published - times.start, step.batch.num_tokens):
+        took = self._meter.stepped(step.batch, step.micro_batches, times)
+        if self._overlap.stepped(Ran(took, step.batch.num_tokens, step.bucket, step.micro_batches)):
             self._read_overlap()
         if times.published - self._reported >= REPORT_NS:
             self._report()
@@ -116,7 +121,7 @@ class RankWorker:
             tokens=batch.num_tokens,
             bucket=bucket,
             has_work=self._scheduler.has_work,
-            micro_batch_ok=self._overlap.wish(len(batch.slices)),
+            micro_batch_ok=self._overlap.wish(len(batch.slices), bucket),
             graph_ok=bucket > 0 or not batch.slices,
             stop=self._stop,
         )

@@ -1,4 +1,4 @@
-"""Rank processes on GPUs: the tokens of transformers, with graphs, chunks and a step ahead."""
+"""Rank processes on GPUs: the tokens of transformers, with graphs, chunks, a step ahead, overlap."""
 
 from __future__ import annotations
 
@@ -12,42 +12,67 @@ from tests.harness.rank_group import Recorder, greedy, rank_config
 pytestmark = pytest.mark.gpu
 COUNT = 24
 SIZES = [n for n in (1, 2, 4) if n <= torch.cuda.device_count()] or [1]
+# Of every size one micro-batch, of the largest two.
+RUNS = [(ranks, "off") for ranks in SIZES] + [(SIZES[-1], "on")]
+MANY = 64  # sequences of a rank: the least bucket whose micro-batches are chosen by their times
 
 
-async def drawn(model: Answers, ranks: int, **fields: object) -> dict[int, tuple[int, ...]]:
-    """Tokens of every prompt twice over, spread over the ranks."""
+async def drawn(
+    model: Answers, ranks: int, times: int = 2, **fields: object
+) -> tuple[dict[int, tuple[int, ...]], Recorder]:
+    """Tokens of every prompt so many times over, spread over the ranks; and what the ranks told."""
     settings = {"parallel__device": "cuda", "scheduler__max_running": 6, **fields}
     group, heard = RankProcesses(rank_config(model.path, ranks, **settings)), Recorder()
-    prompts = list(enumerate(model.prompts * 2, start=1))
+    prompts = list(enumerate(model.prompts * times, start=1))
     await group.start(heard, heard.on_progress)
     try:
         for number, prompt in prompts:
             group.submit(number % ranks, greedy(number, prompt, COUNT))
         await heard.until(lambda: len(heard.finished) == len(prompts), 120)
         assert not heard.failed and not heard.lost
+        await heard.parked(ranks, len(prompts))
     finally:
         await group.stop()
     assert group.exit_codes == [0] * ranks
-    return {number: tuple(heard.tokens[number]) for number, _ in prompts}
+    return {number: tuple(heard.tokens[number]) for number, _ in prompts}, heard
 
 
-@pytest.mark.parametrize("ranks", SIZES)
+def begins_alike(model: Answers, tokens: dict[int, tuple[int, ...]], times: int = 2) -> bool:
+    """Most first tokens are those of float32. Later ones may differ: a near tie turns with any rounding."""
+    first = [tokens[n][0] == wanted[0] for n, wanted in enumerate(model.tokens * times, start=1)]
+    return sum(first) > len(first) // 2 and all(len(drawn) == COUNT for drawn in tokens.values())
+
+
+@pytest.mark.parametrize(("ranks", "overlap"), RUNS)
 async def test_float32_tokens_are_those_of_transformers(
-    answers: dict[str, Answers], family: str, ranks: int
+    answers: dict[str, Answers], family: str, ranks: int, overlap: str
 ) -> None:
     """Rows travel through host memory here: float32 has no other way."""
     model = answers[family]
     expected = {n: tokens[:COUNT] for n, tokens in enumerate(model.tokens * 2, start=1)}
-    assert await drawn(model, ranks) == expected
+    tokens, heard = await drawn(model, ranks, parallel__overlap=overlap)
+    assert tokens == expected
+    assert all((n > 0) == (overlap == "on") for n in heard.counter("overlap_steps"))
 
 
-@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize(("ranks", "overlap"), RUNS)
 async def test_bfloat16_over_nvlink_begins_as_float32_does(
-    answers: dict[str, Answers], family: str, ranks: int
+    answers: dict[str, Answers], family: str, ranks: int, overlap: str
 ) -> None:
-    """Later tokens may differ: a near tie turns with any rounding."""
     model = answers[family]
-    whole = await drawn(model, ranks, model__dtype="bfloat16")
-    first = [whole[n][0] == tokens[0] for n, tokens in enumerate(model.tokens * 2, start=1)]
-    assert sum(first) > len(first) // 2
-    assert all(len(tokens) == COUNT for tokens in whole.values())
+    tokens, heard = await drawn(model, ranks, model__dtype="bfloat16", parallel__overlap=overlap)
+    assert begins_alike(model, tokens)
+    assert all((n > 0) == (overlap == "on") for n in heard.counter("overlap_steps"))
+
+
+@pytest.mark.skipif(SIZES[-1] == 1, reason="needs two GPUs: one rank alone never overlaps by itself")
+async def test_both_forms_of_a_large_step_are_tried(answers: dict[str, Answers]) -> None:
+    model, ranks = answers["qwen3_moe"], SIZES[-1]
+    times = -(-MANY * ranks // len(model.prompts))
+    room = {"scheduler__max_running": MANY, "scheduler__max_step_tokens": 512, "scheduler__kv_blocks": 4096}
+    tokens, heard = await drawn(
+        model, ranks, times, model__dtype="bfloat16", parallel__overlap="auto", **room
+    )
+    assert begins_alike(model, tokens, times)
+    overlapped, steps = heard.counter("overlap_steps"), heard.counter("run_steps")
+    assert len(set(overlapped)) == 1 and 0 < overlapped[0] < steps[0]

@@ -20,6 +20,7 @@ from ep_server.model.torch_compute import TorchCompute
 from ep_server.ranks import life
 from ep_server.ranks.devices import Built, rows_of
 from ep_server.ranks.exchanges import Opening, open_exchange
+from ep_server.ranks.overlap import BucketOverlap, BucketRule, Overlap, OverlapPolicy
 from ep_server.v1 import rank_pb2 as pb
 from tests.model.triton.interpreter import make_exact
 
@@ -29,7 +30,7 @@ class Interpreted:
 
     def __init__(self, start: pb.Start, config: Config) -> None:
         make_exact()
-        self.ahead, self.overlaps = 1, False
+        self.ahead = 1
         self.compute = TorchCompute(torch.device("cpu"))
         self._start, self._config = start, config
 
@@ -38,12 +39,26 @@ class Interpreted:
 
     def build(self, model: Any, exchange: Any) -> Built:
         scheduler, blocks = self._config.scheduler, self._start.kv_blocks
-        plan = GpuPlan(blocks, scheduler.block_size, scheduler.max_running, scheduler.max_step_tokens, blocks)
+        mode = self._config.parallel.overlap
+        plan = GpuPlan(
+            blocks,
+            scheduler.block_size,
+            scheduler.max_running,
+            scheduler.max_step_tokens,
+            blocks,
+            overlap=mode,
+        )
         runner = gpu_runner(model, exchange, rows_of(exchange, False), plan, blocks)
         return Built(runner, blocks, exchange.layout.total)
 
     def prepare(self, runner: Any, progress: Any) -> None:
         runner.graphs.capture(lambda done, total: progress("graphs", done, total))
+
+    def overlap(self, runner: Any) -> Overlap:
+        mode = self._config.parallel.overlap
+        if mode != "auto":
+            return OverlapPolicy(mode)
+        return BucketOverlap(runner.graphs.overlapped, BucketRule(window=1, hold=2))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+import pytest
+
 from ep_server.ranks.hosts import WORKER
 from ep_server.ranks.launcher import RankProcesses
 from tests.harness.checkpoints import Tiny
@@ -34,8 +36,10 @@ async def tokens(path: Path, ranks: int, module: str, prompts: Prompts, **fields
     return [heard.tokens[number] for number in range(1, len(prompts) + 1)]
 
 
-async def test_two_ranks_one_step_ahead(tiny: Tiny) -> None:
-    drawn = await tokens(tiny.path, 2, INTERPRETED, tiny.prompts[:3])
+@pytest.mark.parametrize("overlap", ["off", "on"])
+async def test_two_ranks_one_step_ahead(tiny: Tiny, overlap: str) -> None:
+    """Three prompts on two ranks: in the end one of them has nothing to run."""
+    drawn = await tokens(tiny.path, 2, INTERPRETED, tiny.prompts[:3], parallel__overlap=overlap)
     assert drawn == [list(expected[:COUNT]) for expected in tiny.tokens[:3]]
 
 

@@ -10,8 +10,8 @@ from ep_server.ep.exchange import Exchange
 from ep_server.errors import StartupError
 from ep_server.model.assembly import RankModel
 from ep_server.model.decoder import DecoderParams
-from ep_server.model.gpu.graphs import buckets_up_to
-from ep_server.model.gpu.rows import Rows
+from ep_server.model.gpu.graphs import buckets_up_to, forms_of
+from ep_server.model.gpu.rows import RowsOfSteps
 from ep_server.model.gpu.runner import GpuOptions, GpuRunner
 from ep_server.model.gpu.step_input import InputShape
 from ep_server.model.kv_cache import KvCache
@@ -24,7 +24,10 @@ _TORCH = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
 
 @dataclass(frozen=True, slots=True)
 class GpuPlan:
-    """Sizes of one rank. kv_blocks: 0 = what the device's memory allows. graphs: capture decode steps."""
+    """Sizes of one rank. kv_blocks: 0 = what the device's memory allows. graphs: capture decode steps.
+
+    overlap: on, off or auto; whether steps of two micro-batches are captured too.
+    """
 
     kv_blocks: int
     block_size: int
@@ -32,6 +35,7 @@ class GpuPlan:
     max_step_tokens: int
     useful_blocks: int
     graphs: bool = True
+    overlap: str = "off"
 
 
 def kv_blocks_on(device: torch.device, model: RankModel, plan: GpuPlan) -> int:
@@ -52,7 +56,7 @@ def kv_blocks_on(device: torch.device, model: RankModel, plan: GpuPlan) -> int:
 def gpu_runner(
     model: RankModel,
     exchange: Exchange,
-    rows: Rows,
+    rows: RowsOfSteps,
     plan: GpuPlan,
     kv_blocks: int,
 ) -> GpuRunner:
@@ -65,5 +69,6 @@ def gpu_runner(
     sequences = min(plan.max_running, plan.max_step_tokens)
     longest = -(-model.max_context // plan.block_size)
     shape = InputShape(plan.max_step_tokens, sequences, longest, plan.block_size)
-    options = GpuOptions(shape, rows, tuple(buckets_up_to(sequences)) if plan.graphs else ())
+    forms = forms_of(buckets_up_to(sequences), plan.overlap) if plan.graphs else ()
+    options = GpuOptions(shape, rows, tuple(forms))
     return GpuRunner(params, Sampler(model.spec.vocab_size, device), options)

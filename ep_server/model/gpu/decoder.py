@@ -6,6 +6,9 @@ can be captured in a graph and replayed. A pass is a generator that pauses at ev
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 import torch
 import torch.nn.functional as F
 
@@ -18,21 +21,35 @@ from ep_server.model.gpu.rows import Rows
 from ep_server.model.gpu.step_input import StepTensors
 from ep_server.model.layers import GqaWeights, LayerWeights, MlaWeights, MoeWeights
 from ep_server.model.rope import rotation_table
+from ep_server.model.timers import Lap, Phase
 from ep_server.model.triton.norm import add_rms_norm, rms_norm
 from ep_server.model.triton.paged import PagedKv
 from ep_server.model.triton.paged_decode import Workspace, splits_for
 from ep_server.model.triton.rope import Rotation
 
 
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What the micro-batches of a step share.
+
+    drawn: [..] int64, tokens that the last step drew, by StepTensors.sources.
+    most: rows that a micro-batch has at most on any rank. rows: how they travel. lap: ends a phase.
+    """
+
+    drawn: torch.Tensor
+    most: int
+    rows: Rows
+    lap: Lap
+
+
 class GpuDecoder:
-    """A model on one GPU: rows in, float32 logits of the sampled rows out.
+    """A model on one GPU: rows in, hidden states of the sampled rows out, and their logits.
 
     Args:
         params: weights prepared by TorchCompute on the device.
-        rows: how they travel to the experts, over params.exchange.
     """
 
-    def __init__(self, params: DecoderParams, rows: Rows) -> None:
+    def __init__(self, params: DecoderParams) -> None:
         self._spec, self._weights = params.spec, params.weights
         device = params.compute.device
         self._kv = [PagedKv(layer) for layer in params.kv_cache.layers]
@@ -41,21 +58,17 @@ class GpuDecoder:
         self._processors = _multiprocessors(device)
         local = len(params.exchange.spec.local_experts)
         self.experts = ExpertCounter(params.spec.num_layers, local, device, torch.int32)
-        self._moe = [self._block(index, params, rows) for index in range(params.spec.num_layers)]
+        self._moe = [self._block(index, params) for index in range(params.spec.num_layers)]
 
-    def forward(self, step: StepTensors, drawn: torch.Tensor, most: int, *, whole: bool = True) -> Forward:
-        """Runs all layers. Returns float32 logits [number of sampled rows, V].
+    def forward(self, step: StepTensors, on: Pass) -> Forward:
+        """Runs all layers. Returns [number of sampled rows, H], normed.
 
-        Args:
-            drawn: [..] int64, tokens that the last step drew, by `step.sources`.
-            most: rows that the step has at most on any rank.
-            whole: there is no other micro-batch.
-        Yields twice per sparse layer if not whole. Collective, also with no rows.
+        Yields twice per sparse layer, also with no rows: the exchange is collective.
         """
         eps, weights = self._spec.norm_eps, self._weights
         at = self._attention_step(step)
-        routed = MoeStep(step.live, step.numbers, step.positions, most, whole)
-        residual = F.embedding(_token_ids(step, drawn), weights.embedding)
+        routed = MoeStep(step.live, step.numbers, step.positions, on.most, on.rows, on.lap)
+        residual = F.embedding(_token_ids(step, on.drawn), weights.embedding)
         x = torch.empty_like(residual)
         rms_norm(residual, weights.layers[0].attention_norm, eps, x)
         norms = [*(layer.attention_norm for layer in weights.layers[1:]), weights.norm]
@@ -63,25 +76,30 @@ class GpuDecoder:
             if step.tokens:
                 x = self._attention(x, layer, self._kv[index], at)
             add_rms_norm(x, residual, layer.ffn_norm, eps, x)
+            on.lap(Phase.ATTENTION)
             if isinstance(layer.ffn, MoeWeights):
                 block = self._moe[index]
                 assert block is not None
                 x = yield from moe(x, layer.ffn, block, routed)
             else:
                 x = dense(x, layer.ffn)
+                on.lap(Phase.EXPERTS)
             add_rms_norm(x, residual, after, eps, x)
-        if step.sample_rows is not None:
-            x = x.index_select(0, step.sample_rows)
-        return weights.head.unrounded(x)
+        return x if step.sample_rows is None else x.index_select(0, step.sample_rows)
 
-    def _block(self, index: int, params: DecoderParams, rows: Rows) -> GpuMoe | None:
+    def logits(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Float32 [N, V] of the rows of all micro-batches: the head is read once."""
+        return self._weights.head.unrounded(hidden[0] if len(hidden) == 1 else torch.cat(list(hidden)))
+
+    def _block(self, index: int, params: DecoderParams) -> GpuMoe | None:
         ffn, seed = params.weights.layers[index].ffn, None
         if not isinstance(ffn, MoeWeights):
             return None
         if params.uniform is not None:
             seed = params.uniform.seed
         weight = router_weight(ffn.router, params.weights.embedding.dtype)
-        return GpuMoe(index, params.spec.router, weight, rows, self.experts.rows[index], seed)
+        counts = self.experts.rows[index]
+        return GpuMoe(index, params.spec.router, params.exchange.spec, weight, counts, seed)
 
     def _attention(
         self, x: torch.Tensor, layer: LayerWeights, kv: PagedKv, at: AttentionStep

@@ -1,4 +1,4 @@
-"""Work that is recorded once and replayed: a CUDA graph for each size of step, all in one memory pool.
+"""Work that is recorded once and replayed: a CUDA graph for each form of a step, all in one memory pool.
 
 On a device without graphs a replay does the work again, on the same tensors. Knows nothing of models.
 """
@@ -6,66 +6,98 @@ On a device without graphs a replay does the work again, on the same tensors. Kn
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 import torch
 
 from ep_server.errors import InternalError
 
+LEAST_OVERLAPPED = 64  # rows; with fewer there is less to hide than reading every weight twice costs
 WARM_UPS = 2  # runs before a capture: libraries choose their kernels in them
-Work = Callable[[int], torch.Tensor]
+
+
+class Form(NamedTuple):
+    """bucket: rows that a step is padded to."""
+
+    bucket: int
+    micro_batches: int = 1
+
+
+Work = Callable[[Form], torch.Tensor]
 
 
 class Graphs:
-    """Recorded work by bucket: an ascending row count that smaller steps are padded to.
+    """Recorded work by form.
 
     Args:
-        work: enqueues a step padded to `bucket` rows on the current stream; returns what it leaves, at the
-          same address in every replay.
-        buckets: to be recorded, largest last.
+        work: enqueues a step of a form on the current stream; returns what it leaves, at the same address in
+          every replay.
+        forms: to be recorded; every bucket has one of one micro-batch.
     """
 
-    def __init__(self, work: Work, buckets: Sequence[int], device: torch.device) -> None:
+    def __init__(self, work: Work, forms: Iterable[Form], device: torch.device) -> None:
         self._work, self._device = work, device
-        self.buckets = sorted(buckets)
-        self._left: dict[int, torch.Tensor] = {}
-        self._graphs: dict[int, torch.cuda.CUDAGraph] = {}
+        self.record_only(forms)
+        self._left: dict[Form, torch.Tensor] = {}
+        self._graphs: dict[Form, torch.cuda.CUDAGraph] = {}
+
+    def record_only(self, forms: Iterable[Form]) -> None:
+        """Before capture(): these forms in place of those given."""
+        self._forms = frozenset(forms)
+        self._buckets = sorted({form.bucket for form in self._forms})
 
     def bucket_of(self, rows: int) -> int:
         """The smallest bucket that holds so many rows; 0 = none does, or nothing was recorded."""
-        at = bisect_left(self.buckets, rows)
-        return self.buckets[at] if at < len(self.buckets) else 0
+        at = bisect_left(self._buckets, rows)
+        return self._buckets[at] if at < len(self._buckets) else 0
+
+    @property
+    def overlapped(self) -> frozenset[int]:
+        """Buckets that have graphs of one and of two micro-batches."""
+        return frozenset(b for b in self._buckets if {Form(b, 1), Form(b, 2)} <= self._forms)
+
+    def __contains__(self, form: Form) -> bool:
+        return form in self._forms
 
     def capture(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Records every bucket, the largest first: the smaller ones then fit into its memory. Collective."""
-        progress(0, len(self.buckets))
-        for done, bucket in enumerate(reversed(self.buckets), start=1):
+        """Records every form, the largest first: the smaller ones then fit into its memory. Collective."""
+        progress(0, len(self._forms))
+        for done, form in enumerate(sorted(self._forms, reverse=True), start=1):
             for _ in range(WARM_UPS):
-                self._left[bucket] = self._work(bucket)
+                self._left[form] = self._work(form)
             if self._device.type == "cuda":
-                self._record(bucket)
-            progress(done, len(self.buckets))
+                self._record(form)
+            progress(done, len(self._forms))
 
-    def replay(self, bucket: int) -> torch.Tensor:
-        """Enqueues the work of a bucket. Returns: what it leaves. Raises: InternalError for another size."""
-        if bucket not in self._left:
-            raise InternalError(f"no graph for a step of {bucket} rows, there are {sorted(self._left)}")
-        if bucket in self._graphs:
-            self._graphs[bucket].replay()
+    def replay(self, form: Form) -> torch.Tensor:
+        """Enqueues the work of a form. Returns: what it leaves. Raises: InternalError for another form."""
+        if form not in self._left:
+            raise InternalError(f"no graph for a step of {form}, there are {sorted(self._left)}")
+        if form in self._graphs:
+            self._graphs[form].replay()
         else:
-            self._left[bucket] = self._work(bucket)
-        return self._left[bucket]
+            self._left[form] = self._work(form)
+        return self._left[form]
 
-    def _record(self, bucket: int) -> None:
+    def _record(self, form: Form) -> None:
         pool = next(iter(self._graphs.values())).pool() if self._graphs else None
         graph = torch.cuda.CUDAGraph()
         torch.cuda.synchronize(self._device)
         with torch.cuda.graph(graph, pool=pool):
-            self._left[bucket] = self._work(bucket)
-        self._graphs[bucket] = graph
+            self._left[form] = self._work(form)
+        self._graphs[form] = graph
 
 
 def buckets_up_to(most: int) -> list[int]:
     """1, 2, 4, 8, then steps of 8 to 64, of 16 to 256, of 64 beyond; the last one is `most`."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max(most, 256) + 1, 64)]
     return [size for size in sizes if size < most] + [most]
+
+
+def forms_of(buckets: Iterable[int], overlap: str) -> list[Form]:
+    """What steps of these buckets may be run as: never, always or sometimes as two micro-batches."""
+    counts = {"off": (1,), "on": (2,), "auto": (1, 2)}[overlap]
+    return [
+        Form(b, n) for b in buckets for n in counts if overlap != "auto" or n == 1 or b >= LEAST_OVERLAPPED
+    ]

@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from ep_server.ep.exchange import PendingCombine, Received
+from ep_server.ep.exchange import ExchangeSpec, Received
 from ep_server.model.families.spec import RouterSpec
 from ep_server.model.gpu.rows import Arrival, Rows, Tokens
 from ep_server.model.layers import MoeWeights
 from ep_server.model.moe import wire_dtype
+from ep_server.model.timers import Lap, Phase
 from ep_server.model.torch_compute import TorchGatedFfn
 from ep_server.model.triton.activation import silu_mul
 from ep_server.model.triton.expert_rows import ExpertRows, ExpertWeights
@@ -27,55 +28,60 @@ from ep_server.model.triton.router import Drawn, route
 class GpuMoe:
     """What a sparse block shares with those of the other layers, and its number.
 
-    logits: [E, H], the router's weight. expert_tokens: [E_local] int32, += rows received.
+    exchange: what the ranks agree on. logits: [E, H], the router's weight.
+    expert_tokens: [E_local] int32, += rows received.
     seed: of experts drawn at random, None where the router chooses.
     """
 
     layer: int
     router: RouterSpec
+    exchange: ExchangeSpec
     logits: torch.Tensor
-    rows: Rows
     expert_tokens: torch.Tensor
     seed: int | None = None
 
     def rows_per_expert(self, most: int) -> int:
         """On average, where every rank has `most` rows."""
-        choices = most * self.rows.exchange.spec.num_ranks * self.router.top_k
+        choices = most * self.exchange.num_ranks * self.router.top_k
         return -(-choices // self.router.num_experts)
 
 
 @dataclass(frozen=True, slots=True)
 class MoeStep:
-    """live: [1] rows that are no padding. numbers, positions: [T] int32, of each row's request and in it.
+    """What the sparse blocks of a micro-batch share.
 
-    most: rows that the step has at most on any rank. whole: nothing else is done while rows travel.
+    live: [1] rows that are no padding. numbers, positions: [T] int32, of each row's request and in it.
+    most, rows, lap: see decoder.Pass.
     """
 
     live: torch.Tensor
     numbers: torch.Tensor
     positions: torch.Tensor
     most: int
-    whole: bool = True
+    rows: Rows
+    lap: Lap
 
 
 def moe(x: torch.Tensor, w: MoeWeights, on: GpuMoe, step: MoeStep) -> Generator[None, None, torch.Tensor]:
-    """Sparse FFN of x: [T, H], normed, to [T, H]. Yields at both hooks. Padded rows go nowhere."""
-    wire, arrival = wire_dtype(on.rows.exchange.spec.payload), Arrival(step.most, on.expert_tokens)
+    """Sparse FFN of x: [T, H], normed, to [T, H]. Yields before both hooks. Padded rows go nowhere."""
+    wire, lap = wire_dtype(on.exchange.payload), step.lap
     tokens = Tokens(x.to(wire), *chosen(x, w, on, step))
-    if step.whole:
-        received = on.rows.dispatch(tokens, arrival)
-    else:
-        sent = on.rows.send(tokens)
-        yield
-        received = on.rows.receive(sent, arrival)
+    lap(Phase.ROUTER)
+    arrive = step.rows.dispatch(tokens, Arrival(step.most, on.expert_tokens))
+    yield
+    received = arrive()
+    lap(Phase.DISPATCH)
     outputs = grouped(received, w.experts, on.rows_per_expert(step.most)).to(wire)
-    pending: PendingCombine | None = None
-    if w.shared is not None or not step.whole:
-        pending = on.rows.answer(outputs, received)
-    shared = None if w.shared is None else dense(x, w.shared)  # while the combine is in flight
-    if not step.whole:
-        yield
-    routed = (on.rows.combine(outputs, received) if pending is None else pending.recv()).to(x.dtype)
+    lap(Phase.EXPERTS)
+    combined = step.rows.combine(outputs, received)
+    shared = None
+    if w.shared is not None:  # while the combine is in flight
+        lap(Phase.COMBINE)
+        shared = dense(x, w.shared)
+        lap(Phase.EXPERTS)
+    yield
+    routed = combined().to(x.dtype)
+    lap(Phase.COMBINE)
     return routed if shared is None else routed + shared
 
 

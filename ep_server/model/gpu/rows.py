@@ -1,21 +1,28 @@
 """[7] How rows travel between the tokens of a step and the experts.
 
-Two ways with one face: any exchange of ep/exchange.py, and the one over NVLink, which can do both halves of
-an operation in one kernel, is given room for all that can come instead of being asked how much did, shows
-rows where they arrived and counts them itself: the host has no part in it.
+A transfer is started, and its hook is called one yield later. Two micro-batches share one exchange, so all
+ranks must start transfers in the same order: the layer loop does. Three ways with one face: any exchange of
+ep/exchange.py; the one over NVLink, which can do both halves of an operation in one kernel, is given room for
+all that can come instead of being asked how much did, shows rows where they arrived and counts them itself,
+so that the host has no part in it; and the same on a stream of its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from functools import partial
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 
-from ep_server.ep.exchange import Exchange, PendingCombine, PendingDispatch, Received, View
+from ep_server.ep.exchange import Exchange, Received, View
 
 if TYPE_CHECKING:  # it needs a driver
     from ep_server.ep.cuda import CudaExchange
+
+T = TypeVar("T")
+Hook = Callable[[], T]  # called once, on the stream that the transfer was started on
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +36,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What a receive is told. most: rows that the step has at most on any rank.
+    """What a receive is told. most: rows that the micro-batch has at most on any rank.
 
     expert_tokens: [E_local] int32, += rows received.
     """
@@ -39,102 +46,108 @@ class Arrival:
 
 
 class Rows(Protocol):
-    """The exchange of a device, as a sparse block uses it. Order of calls as of exchange.Exchange."""
+    """The exchange of a device, as a sparse block uses it."""
 
-    @property
-    def exchange(self) -> Exchange:
-        """What carries them."""
+    def dispatch(self, tokens: Tokens, arrival: Arrival) -> Hook[Received]:
+        """Starts a dispatch."""
         ...
 
-    def send(self, tokens: Tokens) -> PendingDispatch:
-        """First half of a dispatch."""
+    def combine(self, out: torch.Tensor, received: Received) -> Hook[torch.Tensor]:
+        """Starts a combine; the hook returns [T, H]. out: in the layout of `received`."""
         ...
 
-    def receive(self, sent: PendingDispatch, arrival: Arrival) -> Received:
-        """Second half."""
-        ...
 
-    def dispatch(self, tokens: Tokens, arrival: Arrival) -> Received:
-        """Both halves, where nothing is done between them."""
-        ...
+@dataclass(frozen=True, slots=True)
+class RowsOfSteps:
+    """How rows travel in steps of one micro-batch, and of two.
 
-    def answer(self, out: torch.Tensor, received: Received) -> PendingCombine:
-        """First half of a combine. out: in the layout of `received`."""
-        ...
+    check: raises what a kernel has found since: a replayed graph makes no call that would.
+    """
 
-    def combine(self, out: torch.Tensor, received: Received) -> torch.Tensor:
-        """Both halves: [T, H]."""
-        ...
-
-    def check(self) -> None:
-        """Raises what a kernel has found since: a replayed graph makes no call that would."""
-        ...
+    one: Rows
+    two: Rows
+    check: Callable[[], None] = lambda: None
 
 
 class PlainRows:
-    """Over any exchange; the host takes part."""
+    """Over any exchange: sends at once, receives in the hook; the host takes part."""
 
     def __init__(self, exchange: Exchange) -> None:
-        self.exchange = exchange
+        self._exchange = exchange
 
-    def send(self, tokens: Tokens) -> PendingDispatch:
+    def dispatch(self, tokens: Tokens, arrival: Arrival) -> Hook[Received]:
         """See Rows."""
-        return self.exchange.dispatch_send(tokens.x, tokens.ids, tokens.gates)
+        sent = self._exchange.dispatch_send(tokens.x, tokens.ids, tokens.gates)
 
-    def receive(self, sent: PendingDispatch, arrival: Arrival) -> Received:
+        def hook() -> Received:
+            received = sent.recv()
+            arrival.expert_tokens.add_(received.counts)
+            return received
+
+        return hook
+
+    def combine(self, out: torch.Tensor, received: Received) -> Hook[torch.Tensor]:
         """See Rows."""
-        received = sent.recv()
-        arrival.expert_tokens.add_(received.counts)
-        return received
-
-    def dispatch(self, tokens: Tokens, arrival: Arrival) -> Received:
-        """See Rows."""
-        return self.receive(self.send(tokens), arrival)
-
-    def answer(self, out: torch.Tensor, received: Received) -> PendingCombine:
-        """See Rows."""
-        return self.exchange.combine_send(out, received)
-
-    def combine(self, out: torch.Tensor, received: Received) -> torch.Tensor:
-        """See Rows."""
-        return self.answer(out, received).recv()
-
-    def check(self) -> None:
-        """See Rows; here every call says it itself."""
+        return self._exchange.combine_send(out, received).recv
 
 
-class NvlinkRows:
-    """Over a CudaExchange. Nothing waits for the GPU; all of it can be captured."""
+class FusedRows:
+    """Over NVLink, both halves in one kernel, at once. Nothing waits for the GPU: it can be captured."""
 
     def __init__(self, exchange: CudaExchange) -> None:
-        self.exchange = exchange
-        spec = exchange.spec
+        self._exchange, spec = exchange, exchange.spec
         self._choices = spec.num_ranks * min(spec.top_k, max(len(spec.local_experts), 1))
 
-    def send(self, tokens: Tokens) -> PendingDispatch:
-        """See Rows."""
-        return self.exchange.dispatch_send(tokens.x, tokens.ids, tokens.gates)
-
-    def receive(self, sent: PendingDispatch, arrival: Arrival) -> Received:
+    def dispatch(self, tokens: Tokens, arrival: Arrival) -> Hook[Received]:
         """See Rows. Rows stay where they arrived until they are answered."""
-        return sent.recv(View.INDEX, **self._how(arrival))
+        received = self._exchange.dispatch(
+            tokens.x,
+            tokens.ids,
+            tokens.gates,
+            View.INDEX,
+            capacity=arrival.most * self._choices,  # all that can come: so no host is asked how much it is
+            expert_stats=arrival.expert_tokens,
+        )
+        return lambda: received
 
-    def dispatch(self, tokens: Tokens, arrival: Arrival) -> Received:
+    def combine(self, out: torch.Tensor, received: Received) -> Hook[torch.Tensor]:
         """See Rows."""
-        return self.exchange.dispatch(tokens.x, tokens.ids, tokens.gates, View.INDEX, **self._how(arrival))
+        combined = self._exchange.combine(out, received)
+        return lambda: combined
 
-    def answer(self, out: torch.Tensor, received: Received) -> PendingCombine:
+
+class RowsBeside:
+    """As FusedRows, on a stream of its own, beside the other micro-batch's attention and experts.
+
+    A transfer begins behind all that the current stream was given before, and the current stream waits for it
+    in the hook. So memory that one stream frees is never written by the other too early: what a transfer
+    allocates is reused by a later one, which is behind all readers; what it reads lives until its hook.
+
+    Args:
+        num_sms: multiprocessors that transfers may fill; the others compute meanwhile.
+    """
+
+    def __init__(self, exchange: CudaExchange, num_sms: int) -> None:
+        self._exchange, self._inner, self._num_sms = exchange, FusedRows(exchange), num_sms
+        # Of high priority: the few blocks of a transfer go first.
+        self._stream = torch.cuda.Stream(exchange.device, priority=-1)  # type: ignore[no-untyped-call]
+
+    def dispatch(self, tokens: Tokens, arrival: Arrival) -> Hook[Received]:
         """See Rows."""
-        return self.exchange.combine_send(out, received)
+        return self._start(partial(self._inner.dispatch, tokens, arrival))
 
-    def combine(self, out: torch.Tensor, received: Received) -> torch.Tensor:
+    def combine(self, out: torch.Tensor, received: Received) -> Hook[torch.Tensor]:
         """See Rows."""
-        return self.exchange.combine(out, received)
+        return self._start(partial(self._inner.combine, out, received))
 
-    def check(self) -> None:
-        """See Rows."""
-        self.exchange.check()
+    def _start(self, transfer: Callable[[], Hook[T]]) -> Hook[T]:
+        self._stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._stream), self._exchange.bounded(self._num_sms):
+            result = transfer()()
+        ended = self._stream.record_event()
 
-    def _how(self, arrival: Arrival) -> dict[str, Any]:
-        # Room for all that can come: so no host is asked how much it is.
-        return {"capacity": arrival.most * self._choices, "expert_stats": arrival.expert_tokens}
+        def hook(read: object = transfer) -> T:  # `read` holds what the transfer reads
+            torch.cuda.current_stream().wait_event(ended)
+            return result
+
+        return hook

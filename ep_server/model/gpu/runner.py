@@ -8,23 +8,26 @@ One thread uses it; the caller provides torch.inference_mode.
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ep_server.errors import InternalError
+from ep_server.model.batch import cut
 from ep_server.model.decoder import DecoderParams, interleave
-from ep_server.model.gpu.decoder import GpuDecoder
-from ep_server.model.gpu.graphs import Graphs
-from ep_server.model.gpu.rows import Rows
+from ep_server.model.gpu.decoder import GpuDecoder, Pass
+from ep_server.model.gpu.graphs import Form, Graphs
+from ep_server.model.gpu.rows import RowsOfSteps
 from ep_server.model.gpu.sampling import GpuSampler
 from ep_server.model.gpu.step_input import InputShape, StepInput, StepTensors, sampled_slices
 from ep_server.model.runner import RunnerStatistics
 from ep_server.model.sampler import Sampler
-from ep_server.model.timers import PhaseClock
+from ep_server.model.timers import PhaseClock, no_lap
 from ep_server.records import Request, SampledToken, StepBatch
 
+MOST_MICRO_BATCHES = 2
 STAGES = 3  # steps whose input or tokens may be on their way
 STEP_SECONDS = 60.0  # until a step must have ended; waits for peers inside it have shorter deadlines
 LOOK_SECONDS = 20e-6  # between two looks at the device, which has the next step already
@@ -46,14 +49,14 @@ class Launched:
 
 @dataclass(frozen=True, slots=True)
 class GpuOptions:
-    """shape: of the largest step. buckets: rows of the steps of single tokens that are captured, if any.
+    """shape: of the largest step. forms: of the steps of single tokens that are captured, if any.
 
     rows: how they travel.
     """
 
     shape: InputShape
-    rows: Rows
-    buckets: tuple[int, ...] = ()
+    rows: RowsOfSteps
+    forms: tuple[Form, ...] = ()
 
 
 class GpuRunner:
@@ -65,17 +68,16 @@ class GpuRunner:
     """
 
     def __init__(self, params: DecoderParams, sampler: Sampler, options: GpuOptions) -> None:
-        self._params, shape = params, options.shape
-        self._decoder, self._check = GpuDecoder(params, options.rows), options.rows.check
-        self._device = params.compute.device
-        self._input = StepInput(shape, self._device, STAGES)
+        self._params, self._rows, shape = params, options.rows, options.shape
+        self._decoder, self._device = GpuDecoder(params), params.compute.device
+        self._inputs = [StepInput(shape, self._device, STAGES) for _ in range(MOST_MICRO_BATCHES)]
         self._sampler = GpuSampler(sampler, shape.sequences, self._device, STAGES)
         self._drawn = torch.zeros(shape.sequences, dtype=torch.int64, device=self._device)
-        self._told = [self._input.host_buffer(shape.sequences, torch.int64) for _ in range(STAGES)]
+        self._told = [self._inputs[0].host_buffer(shape.sequences, torch.int64) for _ in range(STAGES)]
         self._places: dict[int, int] = {}  # of the tokens that the last launch draws
         self._launches = 0
         self._clock = PhaseClock()
-        self.graphs = Graphs(self._padded, options.buckets, self._device)
+        self.graphs = Graphs(self._padded, options.forms, self._device)
 
     def add(self, request: Request) -> None:
         """Creates the sampling state of a request. Raises: what Sampler.add raises."""
@@ -86,7 +88,7 @@ class GpuRunner:
         self._sampler.remove(number)
 
     def run(self, batch: StepBatch, micro_batches: int = 1) -> list[SampledToken]:
-        """launch() and collect() in one. micro_batches: only one on a GPU, as yet."""
+        """launch() and collect() in one, without a graph."""
         return self.collect(self.launch(batch, micro_batches))
 
     def bucket_of(self, batch: StepBatch) -> int:
@@ -94,25 +96,32 @@ class GpuRunner:
         single = all(len(s.token_ids) == 1 and s.sample for s in batch.slices)
         return self.graphs.bucket_of(len(batch.slices)) if single and batch.slices else 0
 
+    def micro_batches_of(self, bucket: int, agreed: int) -> int:
+        """How many a step is run as where the ranks agreed on so many: one if no such graph was captured."""
+        return agreed if not bucket or Form(bucket, agreed) in self.graphs else 1
+
     def launch(self, batch: StepBatch, micro_batches: int = 1, bucket: int = 0) -> Launched:
         """Enqueues a step. Collective: every rank calls it, also with an empty batch.
 
         Args:
-            micro_batches: 1, as yet.
+            micro_batches: 1 or 2, the same on every rank; of micro_batches_of().
             bucket: rows that every rank pads this step of single tokens to, one of `graphs`; 0 = the step is
               run as it is, at any mix of chunks and tokens.
         Returns: what collect() takes, in the order of launches.
         Raises: ExchangeError if a peer failed; InternalError for a step beyond the shape or the bucket.
         """
-        assert micro_batches == 1
-        pieces = sampled_slices(batch)
+        sizes = sizes_of(bucket or batch.num_tokens, micro_batches)
+        parts = cut(batch, micro_batches, sizes[0])
+        pieces = [piece for part in parts for piece in sampled_slices(part)]
         numbers, count = [piece.number for piece in pieces], len(pieces)
-        step = self._input.fill(batch, self._places, bucket)
+        steps = [
+            given.fill(part, self._places, size if bucket else 0)
+            for given, part, size in zip(self._inputs, parts, sizes, strict=False)
+        ]
         if bucket:
-            logits = self.graphs.replay(bucket)[:count]
+            logits = self.graphs.replay(Form(bucket, micro_batches))[:count]
         else:
-            most = self._params.exchange.spec.max_tokens
-            logits = self._forward(step, most)
+            logits = self._forward(steps, sizes_of(self._params.exchange.spec.max_tokens, micro_batches)[0])
         self._places = {number: place for place, number in enumerate(numbers)}
         draws = [self._sampler.draws(s.number, s.start + len(s.token_ids)) for s in pieces]
         known = self._sampler.sample(draws, logits, self._drawn[:count])
@@ -126,7 +135,7 @@ class GpuRunner:
         """
         if launched.arrived is not None:
             await_event(launched.arrived, STEP_SECONDS)
-        self._check()
+        self._rows.check()
         drawn = dict(zip(launched.numbers, launched.tokens.tolist(), strict=True))
         return [
             launched.known.get(number) or SampledToken(number, drawn[number]) for number in launched.order
@@ -143,15 +152,18 @@ class GpuRunner:
             {"experts_active": int(counter.active)},
         )
 
-    def _padded(self, bucket: int) -> torch.Tensor:
+    def _padded(self, form: Form) -> torch.Tensor:
         """The work of a graph. Returns: logits of all rows."""
-        return self._forward(self._input.padded(bucket), bucket)
+        sizes = sizes_of(form.bucket, form.micro_batches)
+        steps = [given.padded(size) for given, size in zip(self._inputs, sizes, strict=False)]
+        return self._forward(steps, sizes[0])
 
-    def _forward(self, step: StepTensors, most: int) -> torch.Tensor:
-        """One pass. Returns: logits [N, V]."""
-        (logits,) = interleave([self._decoder.forward(step, self._drawn, most)])
+    def _forward(self, steps: Sequence[StepTensors], most: int) -> torch.Tensor:
+        """One pass of each micro-batch, in turn. Returns: logits [N, V]."""
+        on = Pass(self._drawn, most, self._rows.one if len(steps) == 1 else self._rows.two, no_lap)
+        hidden = interleave([self._decoder.forward(step, on) for step in steps])
         self._decoder.experts.finish()
-        return logits
+        return self._decoder.logits(hidden)
 
     def _told_of(self, numbers: list[int], order: list[int], known: dict[int, SampledToken]) -> Launched:
         """Sends what was drawn to the host, behind the step."""
@@ -163,6 +175,11 @@ class GpuRunner:
             launched.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             launched.arrived.record()
         return launched
+
+
+def sizes_of(rows: int, micro_batches: int) -> list[int]:
+    """Rows of each micro-batch: as even as can be, the first one the largest."""
+    return [(rows + micro_batches - 1 - index) // micro_batches for index in range(micro_batches)]
 
 
 def await_event(event: Any, seconds: float) -> None:

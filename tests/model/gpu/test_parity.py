@@ -18,7 +18,8 @@ from ep_server.errors import GroupAborted, InternalError
 from ep_server.model.assembly import LoadParams, load_model
 from ep_server.model.decoder import DecoderParams
 from ep_server.model.families import read_spec
-from ep_server.model.gpu.rows import PlainRows
+from ep_server.model.gpu.graphs import Form
+from ep_server.model.gpu.rows import PlainRows, RowsOfSteps
 from ep_server.model.gpu.runner import GpuOptions, GpuRunner, Launched, await_event
 from ep_server.model.gpu.step_input import InputShape
 from ep_server.model.kv_cache import KvCache
@@ -37,14 +38,8 @@ QUICK = {"deepseek_v2-lite-yarn"}  # with those below, every kernel's forms
 NAMES = [pytest.param(c.name, marks=[pytest.mark.slow] * (c.name not in QUICK)) for c in CASES]
 
 
-class Checked(PlainRows):
-    def __init__(self, exchange: ReferenceExchange, check: Callable[[], None]) -> None:
-        super().__init__(exchange)
-        self.check = check  # type: ignore[method-assign]
-
-
 def gpu_runner(
-    path: Path, buckets: tuple[int, ...] = (), check: Callable[[], None] = lambda: None
+    path: Path, forms: tuple[Form, ...] = (), check: Callable[[], None] = lambda: None
 ) -> GpuRunner:
     experts = read_spec(path).router.num_experts
     model = load_model(LoadParams(str(path), 0, (0,) * experts, "float32", compute=TorchCompute(DEVICE)))
@@ -52,10 +47,12 @@ def gpu_runner(
     cache = KvCache(model.spec, BLOCKS, BLOCK, torch.float32, DEVICE)
     params = DecoderParams(model.spec, model.weights, exchange, cache, model.max_context, model.compute)
     shape = InputShape(TOKENS, 16, -(-model.max_context // BLOCK), BLOCK)
-    options = GpuOptions(shape, Checked(exchange, check), buckets)
+    plain = PlainRows(exchange)
+    options = GpuOptions(shape, RowsOfSteps(plain, plain, check), forms)
     return GpuRunner(params, Sampler(model.spec.vocab_size, DEVICE), options)
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
 @pytest.mark.parametrize(
     "cut",
     [
@@ -64,19 +61,27 @@ def gpu_runner(
     ],
 )
 @pytest.mark.parametrize("name", NAMES)
-def test_prompts_together(tiny: Callable[[str], Tiny], name: str, cut: dict[str, int]) -> None:
+def test_prompts_together(
+    tiny: Callable[[str], Tiny], name: str, cut: dict[str, int], micro_batches: int
+) -> None:
+    """Chunks that end within a micro-batch, odd numbers of tokens, and a last step of one sequence."""
     model = tiny(name)
     runner, count = gpu_runner(model.path), 3
     for number, prompt in enumerate(model.prompts):
         runner.add(greedy(number, prompt, count))
-    assert generate(runner, model.prompts, count, **cut) == [tokens[:count] for tokens in model.tokens]
+    drawn = generate(runner, model.prompts, count, micro_batches=micro_batches, **cut)
+    assert drawn == [tokens[:count] for tokens in model.tokens]
 
 
 def scheduled(
-    model: Tiny, ahead: int, count: int, buckets: tuple[int, ...] = (), **sampling: object
+    model: Tiny, ahead: int, count: int, forms: tuple[Form, ...] = (), **sampling: object
 ) -> dict[int, list[int]]:
-    """Tokens by request number, with so many steps launched before the tokens of the first are known."""
-    runner = gpu_runner(model.path, buckets)
+    """Tokens by request number, with so many steps launched before the tokens of the first are known.
+
+    Steps of a bucket are run in its last form.
+    """
+    runner = gpu_runner(model.path, forms)
+    micro_batches = {form.bucket: form.micro_batches for form in forms}
     with torch.inference_mode():
         runner.graphs.capture()
     limits = SchedulerLimits(
@@ -93,7 +98,8 @@ def scheduled(
     with torch.inference_mode():
         while scheduler.has_work:
             while len(flying) <= ahead and (batch := scheduler.plan()).slices:
-                flying.append((batch, runner.launch(batch, 1, runner.bucket_of(batch))))
+                bucket = runner.bucket_of(batch)
+                flying.append((batch, runner.launch(batch, micro_batches.get(bucket, 1), bucket)))
             batch, launched = flying.popleft()
             for event in scheduler.commit(batch, runner.collect(launched)):
                 tokens.setdefault(event.number, []).append(event.token_id)
@@ -107,10 +113,29 @@ def test_steps_launched_before_their_tokens_are_known(tiny: Callable[[str], Tiny
     assert scheduled(model, ahead, 4) == expected
 
 
-def test_steps_padded_to_a_bucket(tiny: Callable[[str], Tiny]) -> None:
+@pytest.mark.parametrize(
+    "forms",
+    [
+        (Form(2), Form(4)),
+        (Form(1, 2), Form(2, 2)),  # halves of one row, or none
+        (Form(3, 2),),  # an odd bucket, its second half not full
+        (Form(2), Form(2, 2), Form(8, 2)),
+        (Form(8, 2),),  # nothing but padding in its second half
+    ],
+    ids=str,
+)
+def test_steps_padded_to_a_bucket(tiny: Callable[[str], Tiny], forms: tuple[Form, ...]) -> None:
     model = tiny("qwen3_moe")
     expected = {number: list(tokens[:3]) for number, tokens in enumerate(model.tokens[:SCHEDULED])}
-    assert scheduled(model, 1, 3, buckets=(2, SCHEDULED + 2)) == expected
+    assert scheduled(model, 1, 3, forms) == expected
+
+
+def test_a_form_that_was_not_captured_is_run_as_one_micro_batch(tiny: Callable[[str], Tiny]) -> None:
+    runner = gpu_runner(tiny("qwen3_moe").path, (Form(2), Form(4), Form(4, 2)))
+    assert [runner.micro_batches_of(bucket, 2) for bucket in (0, 2, 4)] == [2, 1, 2]
+    assert [runner.micro_batches_of(bucket, 1) for bucket in (0, 2, 4)] == [1, 1, 1]
+    with torch.inference_mode(), pytest.raises(InternalError, match="no graph for a step of"):
+        runner.launch(StepBatch((), 0), 2, 2)
 
 
 def test_tokens_drawn_on_the_host_are_the_next_input_too(tiny: Callable[[str], Tiny]) -> None:

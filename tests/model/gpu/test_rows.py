@@ -1,0 +1,123 @@
+"""What a transfer beside the other micro-batch waits for, and how long it holds what it reads.
+
+Streams and the exchange are stand-ins that note what is asked of them.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from ep_server.ep.exchange import Received, View
+from ep_server.model.gpu.rows import Arrival, FusedRows, RowsBeside, Tokens
+
+NOTES: list[str] = []
+ARRIVAL = Arrival(2, torch.zeros(3, dtype=torch.int32))
+
+
+class Stream:
+    def __init__(self, *args: object, name: str = "side", priority: int = 0) -> None:
+        self.name = name
+
+    def wait_stream(self, other: Stream) -> None:
+        NOTES.append(f"{self.name} waits for all of {other.name}")
+
+    def record_event(self) -> str:
+        NOTES.append(f"{self.name} records")
+        return f"event {len(NOTES)}"
+
+    def wait_event(self, event: str) -> None:
+        NOTES.append(f"{self.name} waits for {event}")
+
+
+class Exchange:
+    """Notes where it is called; rows are received as they were sent."""
+
+    spec = SimpleNamespace(num_ranks=4, top_k=8, local_experts=(0, 1, 2))
+
+    device = torch.device("cpu")
+
+    def __init__(self) -> None:
+        self.capacity = 0
+
+    def dispatch(
+        self, x: torch.Tensor, ids: Any, gates: Any, view: View, *, capacity: int, expert_stats: torch.Tensor
+    ) -> Received:
+        self.capacity = capacity
+        expert_stats += len(x)
+        NOTES.append("dispatch")
+        return Received(x.clone(), torch.ones(1), torch.ones(1), None)
+
+    def combine(self, expert_out: torch.Tensor, received: Received) -> torch.Tensor:
+        NOTES.append("combine")
+        return expert_out + 1
+
+    @contextmanager
+    def bounded(self, num_sms: int) -> Iterator[None]:
+        NOTES.append(f"within {num_sms} multiprocessors")
+        yield
+        NOTES.append("all of them")
+
+
+def tokens(x: torch.Tensor) -> Tokens:
+    return Tokens(x, torch.zeros(len(x), 8, dtype=torch.int64), torch.ones(len(x), 8))
+
+
+@pytest.fixture(autouse=True)
+def streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    NOTES.clear()
+    main = Stream(name="main")
+
+    @contextmanager
+    def inside(stream: Stream) -> Iterator[None]:
+        NOTES.append(f"on {stream.name}")
+        yield
+        NOTES.append("on main")
+
+    monkeypatch.setattr(torch.cuda, "Stream", Stream)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
+    monkeypatch.setattr(torch.cuda, "stream", inside)
+
+
+def test_both_halves_run_beside_and_the_hook_waits_for_them_alone() -> None:
+    rows = RowsBeside(Exchange(), 48)
+    x = torch.ones(2, 3)
+    arrive = rows.dispatch(tokens(x), ARRIVAL)
+    begun = [
+        "side waits for all of main", "on side", "within 48 multiprocessors", "dispatch", "all of them",
+        "on main", "side records",
+    ]  # fmt: skip
+    assert begun == NOTES
+    combine = rows.combine(x, arrive())
+    assert NOTES[len(begun)] == "main waits for event 7"
+    assert NOTES[len(begun) + 1 :] == [note.replace("dispatch", "combine") for note in begun]
+    assert torch.equal(combine(), x + 1) and NOTES[-1] == "main waits for event 15"
+
+
+def test_what_a_transfer_reads_lives_until_its_hook_was_called() -> None:
+    rows = RowsBeside(Exchange(), 48)
+    x, outputs = torch.ones(2, 3), torch.ones(2, 3)
+    held = [weakref.ref(x), weakref.ref(outputs)]
+    arrive = rows.dispatch(tokens(x), ARRIVAL)
+    del x
+    assert held[0]() is not None
+    combine = rows.combine(outputs, arrive())
+    del outputs, arrive
+    assert held[0]() is None and held[1]() is not None
+    combine()
+    del combine
+    assert held[1]() is None
+
+
+def test_room_for_every_row_that_can_come() -> None:
+    """A rank sends a token at most once for each expert that this one owns."""
+    exchange, counted = Exchange(), torch.ones(3, dtype=torch.int32)
+    arrive = FusedRows(exchange).dispatch(tokens(torch.ones(2, 3)), Arrival(5, counted))
+    assert exchange.capacity == 5 * 4 * 3 and len(arrive().rows) == 2
+    assert counted.tolist() == [3] * 3
