@@ -10,16 +10,14 @@ so that the host has no part in it; and the same on a stream of its own.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeVar
+from typing import Protocol, TypeVar
 
 import torch
 
-from ep_server.ep.exchange import Exchange, Received, View
-
-if TYPE_CHECKING:  # it needs a driver
-    from ep_server.ep.cuda import CudaExchange
+from ep_server.ep.exchange import Exchange, ExchangeSpec, Received, View
 
 T = TypeVar("T")
 Hook = Callable[[], T]  # called once, on the stream that the transfer was started on
@@ -43,6 +41,34 @@ class Arrival:
 
     most: int
     expert_tokens: torch.Tensor
+
+
+class BothHalves(Protocol):
+    """What is needed of ep.cuda.CudaExchange, which says more of it."""
+
+    spec: ExchangeSpec
+    device: torch.device
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        view: View,
+        *,
+        capacity: int,
+        expert_stats: torch.Tensor,
+    ) -> Received:
+        """Both halves in one kernel."""
+        ...
+
+    def combine(self, expert_out: torch.Tensor, received: Received) -> torch.Tensor:
+        """Both halves in one kernel."""
+        ...
+
+    def bounded(self, num_sms: int) -> AbstractContextManager[None]:
+        """What is enqueued inside fills at most so many multiprocessors."""
+        ...
 
 
 class Rows(Protocol):
@@ -94,7 +120,7 @@ class PlainRows:
 class FusedRows:
     """Over NVLink, both halves in one kernel, at once. Nothing waits for the GPU: it can be captured."""
 
-    def __init__(self, exchange: CudaExchange) -> None:
+    def __init__(self, exchange: BothHalves) -> None:
         self._exchange, spec = exchange, exchange.spec
         self._choices = spec.num_ranks * min(spec.top_k, max(len(spec.local_experts), 1))
 
@@ -127,7 +153,7 @@ class RowsBeside:
         num_sms: multiprocessors that transfers may fill; the others compute meanwhile.
     """
 
-    def __init__(self, exchange: CudaExchange, num_sms: int) -> None:
+    def __init__(self, exchange: BothHalves, num_sms: int) -> None:
         self._exchange, self._inner, self._num_sms = exchange, FusedRows(exchange), num_sms
         # Of high priority: the few blocks of a transfer go first.
         self._stream = torch.cuda.Stream(exchange.device, priority=-1)  # type: ignore[no-untyped-call]
