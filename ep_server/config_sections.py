@@ -73,6 +73,12 @@ class ExchangeConfig:
     )
     reduction: str = option("rank", "where expert outputs of a token are summed", choices=("rank", "source"))
     num_banks: int = option(4, "receive banks, a power of two", low=2, high=16)
+    between_nodes: str = option(
+        "auto",
+        "rows of GPUs on several nodes: bounce = all through host memory, hybrid = NVLink inside a node; "
+        "auto = hybrid with several ranks a node and reduction rank, unless rows are float32",
+        choices=("auto", "bounce", "hybrid"),
+    )
     timeout_seconds: float = option(10.0, "deadline of every wait for a peer", low=0.01, high=3600)
     spin_us: int = option(
         -1,

@@ -57,10 +57,7 @@ def share_regions(control: NativeExchange, spec: ExchangeSpec, group: Shareable)
     with contextlib.ExitStack() as stack:
         fd = group.export_fd()
         stack.callback(os.close, fd)
-        server = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-        server.bind(f"\0ep_server/{secrets.token_hex(16)}")  # abstract: no file to leave behind
-        server.listen(spec.num_ranks)
-        server.settimeout(PASS_SECONDS)
+        server = stack.enter_context(listening(spec.num_ranks))
         names = control.all_gather(server.getsockname())
         serving = Serving(server, fd, spec.num_ranks - 1)
         stack.callback(serving.stop)  # before the descriptors are closed and their numbers reused
@@ -68,6 +65,15 @@ def share_regions(control: NativeExchange, spec: ExchangeSpec, group: Shareable)
             if peer != spec.rank:
                 _attach(group, peer, name)
         control.barrier()
+
+
+def listening(count: int) -> socket.socket:
+    """A socket of this host for a Serving of `count` processes."""
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    server.bind(f"\0ep_server/{secrets.token_hex(16)}")  # abstract: no file to leave behind
+    server.listen(count)
+    server.settimeout(PASS_SECONDS)
+    return server
 
 
 def _check_alike(control: NativeExchange, spec: ExchangeSpec) -> None:
@@ -114,7 +120,8 @@ class Serving:
         self._count -= 1
 
 
-def _attach(group: Shareable, peer: int, name: bytes) -> None:
+def take_descriptor(peer: int, name: bytes) -> int:
+    """What the Serving of a rank passes, for the caller to close. name: its socket. Raises StartupError."""
     try:
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
             client.settimeout(PASS_SECONDS)
@@ -124,10 +131,15 @@ def _attach(group: Shareable, peer: int, name: bytes) -> None:
         raise StartupError(f"rank {peer} did not pass its memory: {error}") from error
     if not fds:
         raise StartupError(f"rank {peer} closed the socket before it passed its memory")
+    return fds[0]
+
+
+def _attach(group: Shareable, peer: int, name: bytes) -> None:
+    fd = take_descriptor(peer, name)
     try:
-        group.attach(peer, fds[0])
+        group.attach(peer, fd)
     finally:
-        os.close(fds[0])
+        os.close(fd)
 
 
 def from_process_group(group: Any, spec: ExchangeSpec, **options: Any) -> CudaExchange:

@@ -139,7 +139,7 @@ class NativeExchange:
     def _attach(self, spec: ExchangeSpec, native: _C.Exchange, waiting: Waiting) -> None:
         """Whatever carries it, an exchange is its spec, its native end and the tensors over its region."""
         self.spec = spec
-        self._vote_ns = waiting.vote_ns(spec)
+        self._vote_ns, self.on_timeout = waiting.vote_ns(spec), waiting.on_timeout
         self.layout = _C.Layout(geometry_of(spec))
         region = torch.frombuffer(memoryview(native.rows_region()), dtype=torch.uint8)
         self._native: _C.Exchange | None = native

@@ -1,7 +1,7 @@
 """What a rank computes on: the CPU, or one GPU. Chooses arithmetic, exchange and runner; knows no channel.
 
-On a GPU rows travel over NVLink where all ranks are on one host and are bfloat16 or FP8; else through host
-memory. A GPU runs one step ahead of what the host knows.
+On a GPU rows of bfloat16 or FP8 travel over NVLink to ranks of the same host; else through host memory. A GPU
+runs one step ahead of what the host knows.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ep_server.config import Config
-from ep_server.ep.exchange import ExchangeSpec, control_spec
+from ep_server.ep.exchange import ExchangeSpec, View, control_spec
 from ep_server.ep.native import NativeExchange
 from ep_server.errors import StartupError
 from ep_server.model.assembly import RankModel
@@ -25,7 +25,7 @@ from ep_server.model.sampler import Sampler
 from ep_server.model.sizes import context_limit
 from ep_server.model.torch_compute import TorchCompute
 from ep_server.ranks.exchanges import Opening, open_exchange
-from ep_server.ranks.group import local_ranks, on_nvlink, useful_blocks
+from ep_server.ranks.group import hosts_of, local_ranks, on_hybrid, on_nvlink, useful_blocks
 from ep_server.ranks.overlap import BucketOverlap, Overlap, OverlapPolicy
 from ep_server.records import Request, SampledToken, StepBatch
 from ep_server.v1 import rank_pb2 as pb
@@ -173,7 +173,12 @@ class CudaDevice:
         if not on_nvlink(self._config, spec):
             from ep_server.ep.bounce import BounceExchange
 
-            return BounceExchange(open_exchange(self._start, self._config, spec, opening), self.device)
+            far = BounceExchange(open_exchange(self._start, self._config, spec, opening), self.device)
+            if not on_hybrid(self._config, spec):
+                return far
+            from ep_server.ep.hybrid_bootstrap import on_gpus
+
+            return on_gpus(far, hosts_of(self._config), opening.on_open)
         from ep_server.ep.cuda import CudaExchange
 
         control = NativeExchange(control_spec(spec), fd=self._start.exchange_fd)
@@ -187,7 +192,7 @@ class CudaDevice:
 
         scheduler = self._config.scheduler
         longest = context_limit(model.spec, self._config.model.max_context)
-        nvlink = on_nvlink(self._config, exchange.spec)
+        nvlink, hybrid = (where(self._config, exchange.spec) for where in (on_nvlink, on_hybrid))
         plan = GpuPlan(
             kv_blocks=scheduler.kv_blocks,
             block_size=scheduler.block_size,
@@ -198,8 +203,8 @@ class CudaDevice:
             overlap=overlap_mode(self._config, exchange.spec.num_ranks),
         )
         blocks = kv_blocks_on(self.device, model, plan)
-        runner = gpu_runner(model, exchange, rows_of(exchange, nvlink), plan, blocks)
-        return Built(runner, blocks, exchange.memory_bytes if nvlink else 0)
+        runner = gpu_runner(model, exchange, rows_of(exchange, nvlink, hybrid), plan, blocks)
+        return Built(runner, blocks, exchange.memory_bytes if nvlink or hybrid else 0)
 
     def prepare(self, runner: Any, progress: Progress) -> None:
         """Captures a graph for each form of a decode step."""
@@ -232,10 +237,13 @@ def overlap_mode(config: Config, ranks: int) -> str:
     return "off" if mode == "auto" and ranks == 1 else mode
 
 
-def rows_of(exchange: Any, nvlink: bool) -> RowsOfSteps:
-    """How rows come to a GPU. nvlink: `exchange` is a CudaExchange."""
+def rows_of(exchange: Any, nvlink: bool, hybrid: bool = False) -> RowsOfSteps:
+    """How rows come to a GPU. nvlink: `exchange` is a CudaExchange. hybrid: a HybridExchange."""
     from ep_server.model.gpu.rows import FusedRows, PlainRows, RowsBeside, RowsOfSteps
 
+    if hybrid:
+        rows = PlainRows(exchange, View.INDEX)  # the view that it copies least for
+        return RowsOfSteps(rows, rows, exchange.check)
     if not nvlink:
         plain = PlainRows(exchange)
         return RowsOfSteps(plain, plain)

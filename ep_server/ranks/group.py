@@ -15,7 +15,7 @@ from ep_server.config import Config, SchedulerConfig
 from ep_server.ep.exchange import ExchangeSpec, Payload, Reduction
 from ep_server.ep.geometry import group_bytes
 from ep_server.ep.segment import available_memory
-from ep_server.errors import StartupError
+from ep_server.errors import ConfigError, StartupError
 from ep_server.model.families import ModelSpec
 from ep_server.model.footprint import footprint
 from ep_server.model.inspect import inspect_checkpoint, inspect_config
@@ -63,6 +63,7 @@ def plan_ranks(config: Config, spec: ModelSpec, available: int, *, packed: bool 
     ranks, scheduler = config.parallel.ranks, config.scheduler
     context = context_limit(spec, config.model.max_context)
     exchange = exchange_spec(config, spec, 0)
+    on_hybrid(config, exchange)  # refuses before anything is started
     dtype = serving_dtype(spec, config.model.dtype)
     weights = footprint(spec, dtype, packed=packed).rank_bytes(exchange.placement, exchange.num_ranks)
     here = sum(weights[rank] for rank in local_ranks(config))
@@ -111,6 +112,21 @@ def exchange_bytes(config: Config, exchange: ExchangeSpec) -> int:
 def on_nvlink(config: Config, spec: ExchangeSpec) -> bool:
     """Whether rows travel between GPUs themselves, and the hosts' exchange is for votes alone."""
     return config.parallel.device == "cuda" and config.cluster.nodes == 1 and spec.payload != Payload.FP32
+
+
+def on_hybrid(config: Config, spec: ExchangeSpec) -> bool:
+    """Whether rows travel between the GPUs of a node themselves, and through host memory to other nodes.
+
+    Raises: ConfigError where that is asked for and cannot be.
+    """
+    asked, float32 = config.exchange.between_nodes, spec.payload == Payload.FP32
+    possible = config.parallel.device == "cuda" and config.cluster.nodes > 1 and not float32
+    if asked == "hybrid" and not possible:
+        allowed = "auto or bounce, unless there are several nodes with GPUs and rows are not float32"
+        raise ConfigError("exchange.between_nodes", asked, allowed)
+    # Reduction source promises the same bits for every number of ranks, which sums in two parts do not keep.
+    fits = config.parallel.ranks > 1 and spec.reduction is Reduction.RANK
+    return possible and (asked == "hybrid" or (asked == "auto" and fits))
 
 
 def exchange_spec(config: Config, spec: ModelSpec, rank: int) -> ExchangeSpec:

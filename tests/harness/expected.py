@@ -6,6 +6,7 @@ communication and no gathered tensors.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -32,8 +33,12 @@ def expert(row: torch.Tensor, expert_id: int, dtype: torch.dtype) -> torch.Tenso
     return (row * factor).to(dtype)
 
 
-def expect(spec: ExchangeSpec, inputs: list[Inputs]) -> Expected:
-    """Runs one dispatch, experts and combine of rank `spec.rank` on paper."""
+def expect(spec: ExchangeSpec, inputs: list[Inputs], near: Collection[int] = ()) -> Expected:
+    """Runs one dispatch, experts and combine of rank `spec.rank` on paper.
+
+    Args:
+        near: ranks whose answers are summed apart from those of the others, and rounded; none: all together.
+    """
     wire = [_wire(spec, each.x) for each in inputs]
     entries = [
         (local, source, token)
@@ -51,7 +56,7 @@ def expect(spec: ExchangeSpec, inputs: list[Inputs]) -> Expected:
         scales=None
         if spec.payload not in FP8_PAYLOADS
         else (torch.stack(scales) if scales else scale_rows.new_empty(0, scale_rows.shape[1])),
-        combined=_combined(spec, inputs[spec.rank], codes, scale_rows),
+        combined=_combined(spec, inputs[spec.rank], (codes, scale_rows), near),
     )
 
 
@@ -59,8 +64,10 @@ def _wire(spec: ExchangeSpec, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return quantise(x, spec.payload) if spec.payload in FP8_PAYLOADS else (x, x.new_empty(len(x), 0))
 
 
-def _combined(spec: ExchangeSpec, mine: Inputs, codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
-    dtype = input_dtype(spec)
+def _combined(
+    spec: ExchangeSpec, mine: Inputs, wire: tuple[torch.Tensor, torch.Tensor], near: Collection[int]
+) -> torch.Tensor:
+    dtype, (codes, scales) = input_dtype(spec), wire
     result = torch.zeros(len(codes), spec.hidden, dtype=dtype)
     for token, ids in enumerate(mine.ids.tolist()):
         row = codes[token].float()
@@ -71,16 +78,25 @@ def _combined(spec: ExchangeSpec, mine: Inputs, codes: torch.Tensor, scales: tor
             for k, e in enumerate(ids)
             if e >= 0
         ]
-        total = torch.zeros(spec.hidden)
-        if spec.reduction is Reduction.SOURCE:
-            for _, term in terms:
-                total += term
-        else:
-            for rank in range(spec.num_ranks):
-                partial = torch.zeros(spec.hidden)
-                for owner, term in terms:
-                    if owner == rank:
-                        partial += term
-                total += partial.to(dtype).float()
-        result[token] = total.to(dtype)
+        if not near:
+            result[token] = _sum(spec, terms)
+            continue
+        here, there = (_sum(spec, [t for t in terms if (t[0] in near) is inside]) for inside in (True, False))
+        result[token] = (here.float() + there.float()).to(dtype)
     return result
+
+
+def _sum(spec: ExchangeSpec, terms: list[tuple[int, torch.Tensor]]) -> torch.Tensor:
+    """Of (rank, weighted answer), rounded."""
+    dtype, total = input_dtype(spec), torch.zeros(spec.hidden)
+    if spec.reduction is Reduction.SOURCE:
+        for _, term in terms:
+            total += term
+        return total.to(dtype)
+    for rank in range(spec.num_ranks):
+        partial = torch.zeros(spec.hidden)
+        for owner, term in terms:
+            if owner == rank:
+                partial += term
+        total += partial.to(dtype).float()
+    return total.to(dtype)

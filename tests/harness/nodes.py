@@ -96,7 +96,7 @@ class Node:
 class Nodes:
     """What nodes of one server have in common. hosts: a namespace for each; None = all on the loopback.
 
-    options: of the command line, for all nodes.
+    options: of the command line, for all nodes. gpus: the CUDA_VISIBLE_DEVICES of each; none = all of them.
     """
 
     count: int = 2
@@ -104,6 +104,7 @@ class Nodes:
     model: Path = DEMO_MODEL
     hosts: Hosts | None = None
     options: Sequence[str] = ()
+    gpus: Sequence[str] = ()
     rendezvous: str = ""
     started: list[Node] = field(default_factory=list)
 
@@ -135,7 +136,8 @@ class Nodes:
 
     def prefix(self, node: int) -> tuple[str, ...]:
         """In front of a command that shall run where this node does."""
-        return () if self.hosts is None else ("ip", "netns", "exec", self.hosts.names[node])
+        gpus = ("env", f"CUDA_VISIBLE_DEVICES={self.gpus[node]}") if self.gpus else ()
+        return gpus if self.hosts is None else (*gpus, "ip", "netns", "exec", self.hosts.names[node])
 
     async def close(self) -> None:
         """Kills what still runs."""

@@ -8,12 +8,13 @@ import pytest
 
 from ep_server.ep.exchange import Payload, Reduction
 from ep_server.ep.geometry import group_bytes
-from ep_server.errors import StartupError
+from ep_server.errors import ConfigError, StartupError
 from ep_server.ranks.group import (
     PROCESS_BYTES,
     SPIN_US,
     hosts_of,
     local_ranks,
+    on_hybrid,
     plan_group,
     spin_budget,
     usable_cores,
@@ -86,6 +87,39 @@ def test_a_node_of_several_plans_for_its_own_ranks(tiny: Tiny, node: int) -> Non
     assert plan_group(config, available=needed).kv_blocks == 100
     with pytest.raises(StartupError, match="does not fit"):
         plan_group(config, available=needed - 1)
+
+
+@pytest.mark.parametrize(
+    ("asked", "ranks", "fields", "hybrid"),
+    [
+        ("auto", 2, {}, True),
+        ("auto", 1, {}, False),  # no other GPU on the node
+        ("auto", 2, {"exchange__reduction": "source"}, False),
+        ("auto", 2, {"model__dtype": "float32"}, False),
+        ("auto", 2, {"cluster__nodes": 1}, False),
+        ("auto", 2, {"parallel__device": "cpu"}, False),
+        ("bounce", 2, {}, False),
+        ("hybrid", 1, {}, True),
+        ("hybrid", 2, {"exchange__reduction": "source"}, True),
+    ],
+)
+def test_where_rows_of_gpus_on_several_nodes_travel(
+    tiny: Tiny, asked: str, ranks: int, fields: dict[str, object], hybrid: bool
+) -> None:
+    settings = {"parallel__device": "cuda", "cluster__nodes": 3, "cluster__node_rank": 1}
+    settings |= {"model__dtype": "bfloat16", "exchange__between_nodes": asked, **fields}
+    config = rank_config(tiny.path, ranks, **settings)
+    assert on_hybrid(config, plan_group(config).exchange) is hybrid
+
+
+@pytest.mark.parametrize(
+    "fields", [{"model__dtype": "float32"}, {"cluster__nodes": 1}, {"parallel__device": "cpu"}]
+)
+def test_nvlink_inside_nodes_is_refused_where_it_cannot_be(tiny: Tiny, fields: dict[str, object]) -> None:
+    settings = {"parallel__device": "cuda", "cluster__nodes": 2, "cluster__node_rank": 0}
+    settings |= {"model__dtype": "bfloat16", "exchange__between_nodes": "hybrid", **fields}
+    with pytest.raises(ConfigError, match=r"exchange\.between_nodes = 'hybrid'"):
+        plan_group(rank_config(tiny.path, 2, **settings))
 
 
 def test_no_more_blocks_than_can_be_of_use(tiny: Tiny) -> None:

@@ -96,17 +96,17 @@ class RowsOfSteps:
 
 
 class PlainRows:
-    """Over any exchange: sends at once, receives in the hook; the host takes part."""
+    """Over any exchange: sends at once, receives in the hook; the host takes part. view: of what comes."""
 
-    def __init__(self, exchange: Exchange) -> None:
-        self._exchange = exchange
+    def __init__(self, exchange: Exchange, view: View = View.COMPACT) -> None:
+        self._exchange, self._view = exchange, view
 
     def dispatch(self, tokens: Tokens, arrival: Arrival) -> Hook[Received]:
         """See Rows."""
         sent = self._exchange.dispatch_send(tokens.x, tokens.ids, tokens.gates)
 
         def hook() -> Received:
-            received = sent.recv()
+            received = sent.recv(self._view)
             arrival.expert_tokens.add_(received.counts)
             return received
 
