@@ -133,7 +133,7 @@ def main() -> None:
         sets = max(2, int(2e9 / (batch * given.context * sum(shape.dims) * shape.kv_heads * 2)))
         case = Case(shape, batch, given.context, min(sets, 24))
         splits = splits_for(batch, shape.kv_heads, 132, given.context)
-        tile = tile_for(latent=given.latent)
+        tile = tile_for(batch * shape.kv_heads * splits, latent=given.latent)
         case.run(tile, splits, 0)
         assert case.error() < 0.01, case.error()
         took = in_graph(lambda which: case.run(tile, splits, which), len(case.caches))  # noqa: B023

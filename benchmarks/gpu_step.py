@@ -9,11 +9,12 @@ time of the whole model is what one layer adds, times its layers, plus the rest.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import statistics
 import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -115,23 +116,45 @@ def profiled(work: Callable[[], object], batch: int, steps: int = 3) -> None:
         )
 
 
-def measured(parts: RankParts, batch: int, context: int, profile: bool) -> float:
+def measured(parts: RankParts, batch: int, context: int) -> float:
     """Time of a replay, us."""
+    runner: Any = parts.runner
+    step = step_of(batch, context)
+    with torch.inference_mode():
+        runner.collect(runner.launch(step, 1, batch))
+        return timed(lambda: runner.graphs.replay(Form(batch)))
+
+
+@contextlib.contextmanager
+def joined(parts: RankParts, batch: int, context: int) -> Iterator[None]:
+    """So many requests that decode."""
     runner: Any = parts.runner
     for number in range(1, batch + 1):
         prompt = (0,) * (context - 1)
         runner.add(Request(f"r{number}", number, prompt, Sampling(temperature=0.0), Stopping(1 << 20)))
-    step = step_of(batch, context)
-    with torch.inference_mode():
-        runner.collect(runner.launch(step, 1, batch))
-        took = timed(lambda: runner.graphs.replay(Form(batch)))
-        whole = timed(lambda: runner.launch(step, 1, batch))
-        print(f"  batch {batch}: graph {took:.1f} us, launch with sampling {whole:.1f} us", flush=True)
-        if profile:
-            profiled(lambda: runner.launch(step, 1, batch), batch)
+    yield
     for number in range(1, batch + 1):
         runner.remove(number)
-    return took
+
+
+def explored(parts: RankParts, batch: int, given: argparse.Namespace) -> None:
+    """What reading ahead is worth, launches of whole steps, and the kernels of one."""
+    runner: Any = parts.runner
+    step = step_of(batch, given.context)
+    with torch.inference_mode():
+        whole = timed(lambda: runner.launch(step, 1, batch))
+        print(f"  batch {batch}: launch with sampling {whole:.1f} us", flush=True)
+        for one in given.read_ahead.split(",") if given.read_ahead else ():
+            experts, matrices = (int(n) << 20 for n in one.split(":"))
+            runner.read_ahead(experts, matrices)
+            runner.graphs.record_only([Form(batch)])
+            runner.graphs.capture()
+            print(
+                f"  read ahead {one} MiB: {timed(lambda: runner.graphs.replay(Form(batch))):.1f} us",
+                flush=True,
+            )
+        if given.profile:
+            profiled(lambda: runner.launch(step, 1, batch), batch)
 
 
 def main() -> None:
@@ -143,6 +166,7 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--routing", default="uniform")
+    parser.add_argument("--read-ahead", default="", help="MiB of experts:matrices to try, with commas")
     parser.add_argument("--profile", action="store_true")
     given = parser.parse_args()
     batches = [int(one) for one in given.batch.split(",")]
@@ -155,8 +179,11 @@ def main() -> None:
             print(f"{layers} layers", flush=True)
             parts = built(shortened(given.shape, layers, folder), batches, given.context, given.routing)
             for batch in batches:
-                last = layers == counts[-1]
-                took[batch].append(measured(parts, batch, given.context, given.profile and last))
+                with joined(parts, batch, given.context):
+                    took[batch].append(measured(parts, batch, given.context))
+                    print(f"  batch {batch}: graph {took[batch][-1]:.1f} us", flush=True)
+                    if layers == counts[-1] and batch in (batches[0], batches[-1]):
+                        explored(parts, batch, given)
             parts.exchange.close()
             del parts
             torch.cuda.empty_cache()

@@ -1,6 +1,7 @@
 """What the grouped GEMM takes: received rows in one of the exchange's views, weights, the shape of its tiles.
 
-The tile table is a guess from shapes, not yet tuned on a GPU.
+The tile table is what was fastest on an H200 for BF16 experts of 2048 x 768 (gpu_experts.py --sweep of
+benchmarks/); that for FP8 weights is a guess from shapes.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ GROUP = 128  # channels of a row, and rows and columns of a weight, that share a
 class ExpertRows:
     """The rows of E experts; how many each has is on the device. See `ep.exchange.View`.
 
-    rows: COMPACT [N, H], PADDED [E, P, H], INDEX [any, H]; a weight's dtype or float8_e4m3fn.
+    rows: COMPACT [N, H], PADDED [E, P, H], INDEX [any, H], which may have a pitch; a weight's dtype or
+      float8_e4m3fn.
     counts: [E] int32. offsets: [E + 1] int64, not read for PADDED.
     scales: with float8 rows: float32 [N, H / 128], or [E, P, H / 128]; any strides.
     row_ids: INDEX: [N] int64, which of `rows` each row of the compact order reads.
@@ -61,7 +63,8 @@ class ExpertRows:
 
     def check(self, experts: int, hidden: int) -> None:
         """Raises InternalError for shapes, dtypes and layouts that do not fit."""
-        expect("rows", self.rows, (*FLOATS, FP8), (*([experts, None] if self.padded else [None]), hidden))
+        kinds, shape = (*FLOATS, FP8), (*([experts, None] if self.padded else [None]), hidden)
+        expect("rows", self.rows, kinds, shape, pitch=self.row_ids is not None)
         expect("counts", self.counts, torch.int32, (experts,))
         if not self.padded:
             expect("offsets", self.offsets, torch.int64, (experts + 1,))
@@ -143,11 +146,25 @@ def tiles_for(rows_per_expert: int, *, gated: bool, dtype: torch.dtype, fp8: boo
     """
     if dtype is torch.float32:
         return Tiles(16, 32, 32, 4, 2, 2)
+    # Room for what chance puts beyond the mean: a second tile reads all weights of an expert again.
+    most = rows_per_expert + 2.5 * rows_per_expert**0.5
     n = 64 if gated else 128
-    if rows_per_expert <= 16:
+    if fp8:
+        return _tiles_of_fp8(most, n)
+    if most <= 16:
+        return Tiles(16, 128, 128, 4, 3, 1 if gated else 2)
+    if most <= 32:
+        return Tiles(32, n, 64, 4, 3, 3)
+    if most <= 96:
+        return Tiles(64, n, 64, 4, 3, 3)
+    return Tiles(128, n, 64, 8, 4, 1)
+
+
+def _tiles_of_fp8(most: float, n: int) -> Tiles:
+    if most <= 16:
         return Tiles(16, n, 128, 4, 3, 3)
-    if rows_per_expert <= 32:
-        return Tiles(32, n, 128, 8, 3, 1) if fp8 else Tiles(32, n, 128, 4, 3, 2)
-    if rows_per_expert <= 64:
-        return Tiles(64, n, 64, 8, 3, 1) if fp8 else Tiles(64, n, 64, 4, 4, 2)
+    if most <= 32:
+        return Tiles(32, n, 128, 8, 3, 1)
+    if most <= 96:
+        return Tiles(64, n, 64, 8, 3, 1)
     return Tiles(128, n, 64, 8, 4, 1)

@@ -52,7 +52,7 @@ def _product(acc, x, x_scale, w, w_scale, DTYPE: tl.constexpr, X_FP8: tl.constex
 @triton.jit
 def _grouped_kernel(
     x, x_scales, row_ids, counts, offsets, weight, weight_scales, out,
-    scale_expert, scale_row, scale_group,
+    scale_expert, scale_row, scale_group, x_pitch,
     EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, PADDED: tl.constexpr,
     WIDTH: tl.constexpr, CHANNELS: tl.constexpr, GATED: tl.constexpr,
     X_FP8: tl.constexpr, W_FP8: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
@@ -87,7 +87,7 @@ def _grouped_kernel(
         acc = tl.zeros((M, N), dtype=tl.float32)
         gate_acc = tl.zeros((M, N), dtype=tl.float32)
         for k in range(0, WIDTH, K):
-            rows = _load(x, source * WIDTH, mine, k, WIDTH, K)
+            rows = _load(x, source * x_pitch, mine, k, WIDTH, K)
             x_scale, gate_scale, scale = 1.0, 1.0, 1.0
             if X_FP8:
                 x_scale = tl.load(x_scale_at + (k // GROUP) * scale_group, mask=mine, other=0.0)
@@ -164,7 +164,7 @@ def _launch(
     programs = min(row_tiles * -(-channels // tiles.n), tiles.programs)
     _grouped_kernel[(programs,)](
         given.rows, given.scales, given.row_ids, given.counts, given.offsets, weight, scale, out,
-        *given.scale_strides(),
+        *given.scale_strides(), given.rows.stride(-2),
         EXPERTS=experts, EXPERTS_BLOCK=block(experts), PADDED=given.padded if padded is None else padded,
         WIDTH=width, CHANNELS=channels, GATED=gated, X_FP8=given.scales is not None, W_FP8=scale is not None,
         M=tiles.m, N=tiles.n, K=GROUP if scaled else tiles.k, GROUP=GROUP,

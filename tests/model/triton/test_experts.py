@@ -118,7 +118,8 @@ def laid_out(codes: torch.Tensor, scales: torch.Tensor | None, counts: list[int]
         place = torch.randperm(room, generator=torch.Generator().manual_seed(5)).to(DEVICE)[: len(codes)]
         row_ids = torch.full((room,), 1 << 40, device=DEVICE)
         row_ids[: len(codes)] = place
-    rows, spread = filled((room, codes.shape[1]), codes.dtype), None
+    pitch = codes.shape[1] + 16 * (view is View.INDEX)  # rows that lie where they arrived have one
+    rows, spread = filled((room, pitch), codes.dtype)[:, : codes.shape[1]], None
     rows[place] = codes
     if scales is not None:
         spread = filled((room, scales.shape[1]), torch.float32)
