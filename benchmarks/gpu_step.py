@@ -138,21 +138,12 @@ def joined(parts: RankParts, batch: int, context: int) -> Iterator[None]:
 
 
 def explored(parts: RankParts, batch: int, given: argparse.Namespace) -> None:
-    """What reading ahead is worth, launches of whole steps, and the kernels of one."""
+    """Launches of whole steps, and the kernels of one."""
     runner: Any = parts.runner
     step = step_of(batch, given.context)
     with torch.inference_mode():
         whole = timed(lambda: runner.launch(step, 1, batch))
         print(f"  batch {batch}: launch with sampling {whole:.1f} us", flush=True)
-        for one in given.read_ahead.split(",") if given.read_ahead else ():
-            experts, matrices = (int(n) << 20 for n in one.split(":"))
-            runner.read_ahead(experts, matrices)
-            runner.graphs.record_only([Form(batch)])
-            runner.graphs.capture()
-            print(
-                f"  read ahead {one} MiB: {timed(lambda: runner.graphs.replay(Form(batch))):.1f} us",
-                flush=True,
-            )
         if given.profile:
             profiled(lambda: runner.launch(step, 1, batch), batch)
 
@@ -166,7 +157,6 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--routing", default="uniform")
-    parser.add_argument("--read-ahead", default="", help="MiB of experts:matrices to try, with commas")
     parser.add_argument("--profile", action="store_true")
     given = parser.parse_args()
     batches = [int(one) for one in given.batch.split(",")]

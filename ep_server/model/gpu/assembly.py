@@ -11,7 +11,6 @@ from ep_server.errors import StartupError
 from ep_server.model.assembly import RankModel
 from ep_server.model.decoder import DecoderParams
 from ep_server.model.gpu.graphs import buckets_up_to, forms_of
-from ep_server.model.gpu.read_ahead import EXPERT_BYTES, MATRIX_BYTES
 from ep_server.model.gpu.rows import RowsOfSteps
 from ep_server.model.gpu.runner import GpuOptions, GpuRunner
 from ep_server.model.gpu.step_input import InputShape
@@ -72,6 +71,4 @@ def gpu_runner(
     shape = InputShape(plan.max_step_tokens, sequences, longest, plan.block_size)
     forms = forms_of(buckets_up_to(sequences), plan.overlap) if plan.graphs else ()
     options = GpuOptions(shape, rows, tuple(forms))
-    runner = GpuRunner(params, Sampler(model.spec.vocab_size, device), options)
-    runner.read_ahead(EXPERT_BYTES, MATRIX_BYTES)
-    return runner
+    return GpuRunner(params, Sampler(model.spec.vocab_size, device), options)

@@ -7,7 +7,7 @@ can be captured in a graph and replayed. A pass is a generator that pauses at ev
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -17,13 +17,11 @@ from ep_server.model.experts import ExpertCounter
 from ep_server.model.families.spec import GqaSpec
 from ep_server.model.gpu.attention import AttentionStep, gqa, mla
 from ep_server.model.gpu.moe import GpuMoe, MoeStep, dense, moe, router_weight
-from ep_server.model.gpu.read_ahead import ReadAhead
 from ep_server.model.gpu.rows import Rows
 from ep_server.model.gpu.step_input import StepTensors
 from ep_server.model.layers import GqaWeights, LayerWeights, MlaWeights, MoeWeights
 from ep_server.model.rope import rotation_table
 from ep_server.model.timers import Lap, Phase
-from ep_server.model.torch_compute import TorchLinear
 from ep_server.model.triton.norm import add_rms_norm, rms_norm
 from ep_server.model.triton.paged import PagedKv
 from ep_server.model.triton.paged_decode import Workspace, splits_for
@@ -36,14 +34,12 @@ class Pass:
 
     drawn: [..] int64, tokens that the last step drew, by StepTensors.sources.
     most: rows that a micro-batch has at most on any rank. rows: how they travel. lap: ends a phase.
-    ahead: reads weights ahead, where there is one micro-batch.
     """
 
     drawn: torch.Tensor
     most: int
     rows: Rows
     lap: Lap
-    ahead: ReadAhead | None = None
 
 
 class GpuDecoder:
@@ -71,7 +67,7 @@ class GpuDecoder:
         """
         eps, weights = self._spec.norm_eps, self._weights
         at = self._attention_step(step)
-        routed = MoeStep(step.live, step.numbers, step.positions, on.most, on.rows, on.lap, on.ahead)
+        routed = MoeStep(step.live, step.numbers, step.positions, on.most, on.rows, on.lap)
         residual = F.embedding(_token_ids(step, on.drawn), weights.embedding)
         x = torch.empty_like(residual)
         rms_norm(residual, weights.layers[0].attention_norm, eps, x)
@@ -89,8 +85,6 @@ class GpuDecoder:
                 x = dense(x, layer.ffn)
                 on.lap(Phase.EXPERTS)
             add_rms_norm(x, residual, after, eps, x)
-        if on.ahead is not None:
-            on.ahead.join()
         return x if step.sample_rows is None else x.index_select(0, step.sample_rows)
 
     def logits(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
@@ -105,9 +99,7 @@ class GpuDecoder:
             seed = params.uniform.seed
         weight = router_weight(ffn.router, params.weights.embedding.dtype)
         counts = self.experts.rows[index]
-        after = params.weights.layers[index + 1 : index + 2]
-        following = tuple(matrix for layer in after for matrix in _matrices(layer.attention))
-        return GpuMoe(index, params.spec.router, params.exchange.spec, weight, counts, seed, following)
+        return GpuMoe(index, params.spec.router, params.exchange.spec, weight, counts, seed)
 
     def _attention(
         self, x: torch.Tensor, layer: LayerWeights, kv: PagedKv, at: AttentionStep
@@ -126,12 +118,6 @@ class GpuDecoder:
         workspace = Workspace.of(step.decode, spec.heads, splits, v_dim, self._table.device)
         rotation = Rotation(self._table, step.positions, step.slots)
         return AttentionStep(step, rotation, workspace, eps)
-
-
-def _matrices(attention: GqaWeights | MlaWeights) -> list[torch.Tensor]:
-    """Of its projections, in the order of their use."""
-    held = [getattr(attention, field.name) for field in fields(attention)]
-    return [each.weight for each in held if isinstance(each, TorchLinear)]
 
 
 def _token_ids(step: StepTensors, drawn: torch.Tensor) -> torch.Tensor:

@@ -13,7 +13,6 @@ import torch.nn.functional as F
 
 from ep_server.ep.exchange import ExchangeSpec, Received
 from ep_server.model.families.spec import RouterSpec
-from ep_server.model.gpu.read_ahead import ReadAhead
 from ep_server.model.gpu.rows import Arrival, Rows, Tokens
 from ep_server.model.layers import MoeWeights
 from ep_server.model.moe import wire_dtype
@@ -32,7 +31,6 @@ class GpuMoe:
     exchange: what the ranks agree on. logits: [E, H], the router's weight.
     expert_tokens: [E_local] int32, += rows received.
     seed: of experts drawn at random, None where the router chooses.
-    following: weights that are read next after the experts.
     """
 
     layer: int
@@ -41,7 +39,6 @@ class GpuMoe:
     logits: torch.Tensor
     expert_tokens: torch.Tensor
     seed: int | None = None
-    following: tuple[torch.Tensor, ...] = ()
 
     def rows_per_expert(self, most: int) -> int:
         """On average, where every rank has `most` rows."""
@@ -54,7 +51,7 @@ class MoeStep:
     """What the sparse blocks of a micro-batch share.
 
     live: [1] rows that are no padding. numbers, positions: [T] int32, of each row's request and in it.
-    most, rows, lap, ahead: see decoder.Pass.
+    most, rows, lap: see decoder.Pass.
     """
 
     live: torch.Tensor
@@ -63,14 +60,11 @@ class MoeStep:
     most: int
     rows: Rows
     lap: Lap
-    ahead: ReadAhead | None = None
 
 
 def moe(x: torch.Tensor, w: MoeWeights, on: GpuMoe, step: MoeStep) -> Generator[None, None, torch.Tensor]:
     """Sparse FFN of x: [T, H], normed, to [T, H]. Yields before both hooks. Padded rows go nowhere."""
     wire, lap = wire_dtype(on.exchange.payload), step.lap
-    if step.ahead is not None:
-        step.ahead.experts(gate_up_of(w.experts))
     tokens = Tokens(x.to(wire), *chosen(x, w, on, step))
     lap(Phase.ROUTER)
     arrive = step.rows.dispatch(tokens, Arrival(step.most, on.expert_tokens))
@@ -79,8 +73,6 @@ def moe(x: torch.Tensor, w: MoeWeights, on: GpuMoe, step: MoeStep) -> Generator[
     lap(Phase.DISPATCH)
     outputs = grouped(received, w.experts, on.rows_per_expert(step.most)).to(wire)
     lap(Phase.EXPERTS)
-    if step.ahead is not None:
-        step.ahead.matrices(on.following)
     combined = step.rows.combine(outputs, received)
     shared = None
     if w.shared is not None:  # while the combine is in flight
@@ -113,12 +105,6 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if weight.dtype is torch.float32:
         return F.linear(x.float(), weight)
     return torch.mm(x, weight.t(), out_dtype=torch.float32)
-
-
-def gate_up_of(ffn: object) -> torch.Tensor:
-    """[E, 2 * I, H] of experts prepared by TorchCompute."""
-    assert isinstance(ffn, TorchGatedFfn)
-    return ffn.gate_up
 
 
 def grouped(received: Received, ffn: object, each: int) -> torch.Tensor:

@@ -19,7 +19,6 @@ from ep_server.model.batch import cut
 from ep_server.model.decoder import DecoderParams, interleave
 from ep_server.model.gpu.decoder import GpuDecoder, Pass
 from ep_server.model.gpu.graphs import Form, Graphs
-from ep_server.model.gpu.read_ahead import ReadAhead
 from ep_server.model.gpu.rows import RowsOfSteps
 from ep_server.model.gpu.sampling import GpuSampler
 from ep_server.model.gpu.step_input import InputShape, StepInput, StepTensors, sampled_slices
@@ -78,13 +77,7 @@ class GpuRunner:
         self._places: dict[int, int] = {}  # of the tokens that the last launch draws
         self._launches = 0
         self._clock = PhaseClock()
-        self._ahead: ReadAhead | None = None
         self.graphs = Graphs(self._padded, options.forms, self._device)
-
-    def read_ahead(self, expert_bytes: int, matrix_bytes: int) -> None:
-        """What steps launched or captured from now on read ahead, on a GPU; see ReadAhead. 0 = nothing."""
-        wanted = (expert_bytes or matrix_bytes) and self._device.type == "cuda"
-        self._ahead = ReadAhead(self._device, expert_bytes, matrix_bytes) if wanted else None
 
     def add(self, request: Request) -> None:
         """Creates the sampling state of a request. Raises: what Sampler.add raises."""
@@ -167,9 +160,7 @@ class GpuRunner:
 
     def _forward(self, steps: Sequence[StepTensors], most: int) -> torch.Tensor:
         """One pass of each micro-batch, in turn. Returns: logits [N, V]."""
-        one = len(steps) == 1
-        rows, ahead = (self._rows.one, self._ahead) if one else (self._rows.two, None)
-        on = Pass(self._drawn, most, rows, no_lap, ahead)
+        on = Pass(self._drawn, most, self._rows.one if len(steps) == 1 else self._rows.two, no_lap)
         hidden = interleave([self._decoder.forward(step, on) for step in steps])
         self._decoder.experts.finish()
         return self._decoder.logits(hidden)

@@ -34,7 +34,6 @@ from ep_server.model.triton.paged_tile import AttentionRule, Sequences
 from ep_server.model.triton.rope import HeadNorm, MlaInput, Rotation, store_gqa, store_mla
 from ep_server.model.triton.router import route
 from ep_server.model.triton.sampling import SamplingRows, SamplingSpace, sample
-from ep_server.model.triton.touch import touch
 from tests.model.triton.compiling import Recorder
 
 BF16, F32, FP8, I64, I32 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.int32
@@ -186,12 +185,7 @@ def small_float32() -> None:
     run_experts(given, weights, meta(16, 32, dtype=F32), meta(16, 64, dtype=F32))
 
 
-def reading_ahead() -> None:
-    """The first rows of 128 experts, gate and up."""
-    touch(meta(128, 1536, 2048), 256, 122880)
-
-
-PARTS = (reading_ahead, norms, rotations, decoding, prefilling, routing, grouped, sampling, small_float32)
+PARTS = (norms, rotations, decoding, prefilling, routing, grouped, sampling, small_float32)
 
 if __name__ == "__main__":
     once = "--once" in sys.argv
