@@ -34,6 +34,11 @@ class ModelConfig:
         "weights and activations; auto = the checkpoint's own, float32 on CPU for float16",
         choices=("auto", "float32", "bfloat16"),
     )
+    kv_dtype: str = option(
+        "auto",
+        "KV cache; auto = the dtype that is served; fp8_e4m3: GPU ranks only, scales of the checkpoint or 1",
+        choices=("auto", "fp8_e4m3"),
+    )
     max_context: int = option(0, "longest prompt + output, tokens; 0 = the model's own limit", low=0)
     load_format: str = option(
         "auto",

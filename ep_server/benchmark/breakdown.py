@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from ep_server.model.families.spec import GqaSpec, ModelSpec
 from ep_server.model.footprint import footprint
-from ep_server.model.sizes import Dtype, kv_block_bytes
+from ep_server.model.sizes import Dtype, cache_dtype, kv_block_bytes
 from ep_server.quantiles import NANO
 from ep_server.records import RankStatistics
 
@@ -22,12 +22,13 @@ Reports = Mapping[int, RankStatistics]
 class Rates:
     """What bounds are reckoned with, bytes per second of one rank. memory: read. link: to other ranks.
 
-    packed: weights as CPU ranks keep them.
+    packed: weights as CPU ranks keep them. kv_dtype: as ModelConfig.kv_dtype.
     """
 
     memory: float
     link: float
     packed: bool = True
+    kv_dtype: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +134,8 @@ def bounds(spec: ModelSpec, dtype: Dtype, steps: Steps, context: float, rates: R
     fixed = weights.replicated
     window = spec.attention.window if isinstance(spec.attention, GqaSpec) else 0
     ranks = len(steps.active)
-    cached = steps.tokens / ranks * min(context, window or context) * kv_block_bytes(spec, 1, dtype)
+    per_token = kv_block_bytes(spec, 1, cache_dtype(dtype, rates.kv_dtype))
+    cached = steps.tokens / ranks * min(context, window or context) * per_token
     # Of an expert that no token came to nothing is read; the fullest rank is what the others wait for.
     experts = max(steps.active) * weights.expert * weights.sparse_layers
     # A tied head has no matrix of its own where nothing is packed.

@@ -52,7 +52,9 @@ def rates(config: Config, device: str, bandwidth: float, link: float) -> Rates:
     if device not in GPUS:
         raise ConfigError("--device", device, "one of " + ", ".join(DEVICES))
     _, memory, between, _ = GPUS[device]
-    return Rates((bandwidth or memory) * GB, (link or between) * GB, packed=False)
+    return Rates(
+        (bandwidth or memory) * GB, (link or between) * GB, packed=False, kv_dtype=config.model.kv_dtype
+    )
 
 
 async def run(config: Config, asked: Plan, rates: Rates, output: Output) -> int:

@@ -13,6 +13,7 @@ from ep_server.commands.inspect_plan import DEVICES, GPU_KV_FRACTION, PlanOption
 from ep_server.config import Config
 from ep_server.ep.geometry import group_bytes
 from ep_server.model.families import read_spec
+from ep_server.model.footprint import stay_fp8
 from ep_server.model.inspect import Inspection, inspect_checkpoint, inspect_config
 from ep_server.ranks.group import plan_group
 
@@ -72,7 +73,7 @@ def command(
         show(console, config, read_spec(directory), options)
         return
     inspected = inspect_config if config.model.load_format == "dummy" else inspect_checkpoint
-    found = inspected(directory, config.model.dtype)
+    found = inspected(directory, config.model.dtype, config.model.kv_dtype)
     console.print(_facts(found))
     console.print(_parts(found))
     console.print(_placement(found, config))
@@ -92,8 +93,8 @@ def _facts(found: Inspection) -> Table:
         "files": f"{len(found.shards)} shards, {found.file_bytes / MIB:,.1f} MiB"
         if found.shards
         else "none are read: dummy weights",
-        "served as": found.dtype,
-        "KV cache": f"{found.kv_bytes_per_token:,} bytes per token",
+        "served as": found.dtype + (", experts as FP8 on GPUs" if stay_fp8(spec, found.dtype) else ""),
+        "KV cache": f"{found.kv_bytes_per_token:,} bytes per token, {found.kv_dtype}",
         "end of sequence": ", ".join(map(str, spec.eos_token_ids)) or "none",
     }
     for name, value in rows.items():

@@ -5,6 +5,7 @@ Knows all parts of model/; knows nothing of processes, schedulers or how the exc
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
 
 import torch
@@ -21,13 +22,17 @@ from ep_server.model.kv_cache import KvCache
 from ep_server.model.layers import ModelWeights
 from ep_server.model.native_compute import NativeCompute
 from ep_server.model.runner import ModelRunner, TokenSampler
-from ep_server.model.sizes import Dtype, context_limit, kv_block_bytes, serving_dtype
+from ep_server.model.sizes import Dtype, cache_dtype, context_limit, kv_block_bytes, serving_dtype
 from ep_server.model.uniform import UniformRouting
 from ep_server.model.weights import Progress, load_weights, weights_from
 
 MOST_LOADERS = 4  # threads that load
 LOADING_BYTES = 2 << 30  # of layers in the making, beside what is kept
-_TORCH = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
+TORCH = {
+    Dtype.FLOAT32: torch.float32,
+    Dtype.BFLOAT16: torch.bfloat16,
+    Dtype.FP8: torch.float8_e4m3fn,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +41,8 @@ class LoadParams:
 
     placement: [E] owner rank of each expert. dtype: "auto", "float32" or "bfloat16" (ModelConfig.dtype).
     max_context: longest sequence, tokens; 0 = the model's own limit. threads: of the compute kernels.
-    compute: whose arithmetic to use; None = our CPU kernels. load_format, routing, seed: as in ModelConfig.
+    compute: whose arithmetic to use; None = our CPU kernels. load_format, routing, seed, kv_dtype: as in
+      ModelConfig.
     """
 
     path: str
@@ -49,28 +55,33 @@ class LoadParams:
     load_format: str = "auto"
     routing: str = "router"
     seed: int = 0
+    kv_dtype: str = "auto"
 
 
 @dataclass(frozen=True, slots=True)
 class RankModel:
-    """A loaded model, not yet connected to other ranks. uniform: None = its router chooses the experts."""
+    """A loaded model, not yet connected to other ranks.
+
+    kv_dtype: of the KV cache. uniform: None = its router chooses the experts.
+    """
 
     spec: ModelSpec
     weights: ModelWeights
     dtype: Dtype
+    kv_dtype: Dtype
     max_context: int
     compute: Compute
     uniform: UniformRouting | None = None
 
     def kv_block_bytes(self, block_size: int) -> int:
         """Memory of one KV block of this rank, bytes."""
-        return kv_block_bytes(self.spec, block_size, self.dtype)
+        return kv_block_bytes(self.spec, block_size, self.kv_dtype)
 
     def runner(
         self, exchange: Exchange, sampler: TokenSampler, kv_blocks: int, block_size: int
     ) -> ModelRunner:
         """Allocates the KV cache and joins the parts."""
-        cache = KvCache(self.spec, kv_blocks, block_size, _TORCH[self.dtype], self.compute.device)
+        cache = KvCache(self.spec, kv_blocks, block_size, TORCH[self.kv_dtype], self.compute.device)
         params = DecoderParams(
             self.spec, self.weights, exchange, cache, self.max_context, self.compute, self.uniform
         )
@@ -94,13 +105,14 @@ def load_model(params: LoadParams, progress: Progress = lambda stage, done, tota
     loaders = loading_threads(spec, dtype, len(experts), params.threads)
     if params.load_format == "dummy":
         source = DummyReader(spec, params.seed, compute.device)
-        weights = weights_from(source, spec, experts, _TORCH[dtype], compute, progress, loaders)
+        weights = weights_from(source, spec, experts, TORCH[dtype], compute, progress, loaders)
     else:
         checkpoint = Checkpoint.open(params.path)
-        weights = load_weights(checkpoint, spec, experts, _TORCH[dtype], compute, progress, loaders)
+        weights = load_weights(checkpoint, spec, experts, TORCH[dtype], compute, progress, loaders)
     drawn = params.routing == "uniform"
     uniform = UniformRouting(spec.router, params.seed, compute.device) if drawn else None
-    return RankModel(spec, weights, dtype, limit, compute, uniform)
+    kv_dtype = cache_dtype(dtype, params.kv_dtype)
+    return RankModel(spec, weights, dtype, kv_dtype, limit, compute, uniform)
 
 
 def loading_threads(spec: ModelSpec, dtype: Dtype, experts: int, threads: int) -> int:
@@ -109,5 +121,6 @@ def loading_threads(spec: ModelSpec, dtype: Dtype, experts: int, threads: int) -
     Args:
         experts: of a layer that this rank owns.
     """
-    layer = footprint(spec, dtype, packed=False).expert * max(experts, 1)
+    values = dataclasses.replace(spec, quant_block=None)  # what is FP8 may be widened in between
+    layer = footprint(values, dtype, packed=False).expert * max(experts, 1)
     return max(1, min(threads, MOST_LOADERS, LOADING_BYTES // layer))

@@ -7,7 +7,7 @@ models, layers or ranks.
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -40,6 +40,17 @@ class GatedFfn(Protocol):
         ...
 
 
+class FfnScales(NamedTuple):
+    """float32, one for each 128 x 128 block of FP8 codes; gate and up each begin with a block of their own.
+
+    gate_up: [E, 2 * ceil(I / 128), ceil(H / 128)], gate blocks first.
+    down: [E, ceil(H / 128), ceil(I / 128)].
+    """
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+
+
 class Attend(Protocol):
     """Attention of one micro-batch, the same for all layers."""
 
@@ -57,8 +68,10 @@ class Compute(Protocol):
     """One rank's arithmetic; one thread at a time may use it and what it prepared.
 
     device: where weights, caches and activations are. While weights load, several threads call `linear` and
-    `gated_ffn` at once.
+    `gated_ffn` at once. fp8: `gated_ffn` takes FP8 codes, and the cache may be FP8.
     """
+
+    fp8: bool
 
     @property
     def device(self) -> torch.device:
@@ -69,8 +82,15 @@ class Compute(Protocol):
         """Prepares a matrix. weight: [n, k], float32 or bfloat16, contiguous. bias: [n] of the same dtype."""
         ...
 
-    def gated_ffn(self, gate_up: torch.Tensor, down: torch.Tensor) -> GatedFfn:
-        """Prepares E FFNs. gate_up: [E, 2 * I, H], gate rows first. down: [E, H, I]."""
+    def gated_ffn(
+        self, gate_up: torch.Tensor, down: torch.Tensor, scales: FfnScales | None = None
+    ) -> GatedFfn:
+        """Prepares E FFNs.
+
+        Args:
+            gate_up: [E, 2 * I, H], gate rows first. down: [E, H, I].
+            scales: given where both are float8_e4m3fn, which only an `fp8` implementation takes.
+        """
         ...
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

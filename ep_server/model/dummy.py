@@ -11,7 +11,9 @@ import math
 
 import torch
 
+from ep_server.ep.quant import E4M3_MAX
 from ep_server.model.families.spec import ModelSpec
+from ep_server.model.fp8 import Codes, widen
 
 EMBEDDING = "model.embed_tokens.weight"
 UNIFORM_SPREAD = math.sqrt(3.0)  # half the width of a uniform distribution of deviation 1
@@ -21,11 +23,13 @@ CPU_ELEMENTS, DEVICE_ELEMENTS = 1 << 16, 1 << 24  # drawn at once: what a cache 
 class DummyReader:
     """See `tensors.TensorSource`. Matrices keep the variance of what they multiply; norms are 1, biases 0.
 
+    Experts of a model with FP8 weights are codes, with one scale for all blocks.
+
     Uniform and not normal: these are integer draws and one product, the same bits on every kind of CPU.
     """
 
     def __init__(self, spec: ModelSpec, seed: int, device: torch.device | None = None) -> None:
-        self._seed, self._device = seed, device or torch.device("cpu")
+        self._seed, self._device, self._block = seed, device or torch.device("cpu"), spec.quant_block
         # As a head it multiplies hidden states; as an embedding alone it is what norms scale to 1.
         self._embedding_deviation = spec.hidden**-0.5 if spec.tied_head else 1.0
 
@@ -37,6 +41,29 @@ class DummyReader:
         """The tensor of that name, float32 holding bfloat16 values; or entry `part` of its first axis."""
         if part is not None:
             return self.read(f"{name}[{part}]", shape[1:])
+        if self.is_fp8(name) and self._block is not None:
+            return widen(*self.read_codes(name, shape), self._block)
+        return self._values(name, shape)
+
+    def is_fp8(self, name: str) -> bool:
+        """Those of experts, where the model's weights are FP8."""
+        return self._block is not None and ".experts." in name
+
+    def read_codes(self, name: str, shape: tuple[int, ...], part: int | None = None) -> Codes:
+        """The codes nearest to random values; the scale is a power of two, so bfloat16 holds their products."""
+        if part is not None:
+            return self.read_codes(f"{name}[{part}]", shape[1:])
+        assert self._block is not None
+        scale = 2.0 ** math.ceil(math.log2(shape[-1] ** -0.5 * UNIFORM_SPREAD / E4M3_MAX))
+        grid = [-(-length // block) for length, block in zip(shape, self._block, strict=True)]
+        codes = (self._values(name, shape) / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+        return Codes(codes, torch.full(grid, scale, device=self._device))
+
+    def read_vector(self, name: str, lengths: tuple[int, ...]) -> torch.Tensor | None:
+        """None: nothing is there before it is read."""
+        return None
+
+    def _values(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if len(shape) == 1:
             fill = torch.ones if name.endswith(".weight") else torch.zeros
             return fill(shape, device=self._device)

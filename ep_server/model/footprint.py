@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ep_server import _C
-from ep_server.model.families.spec import GqaSpec, MlaSpec, ModelSpec, QkNorm
+from ep_server.model.families.spec import FP8_BLOCK, GqaSpec, MlaSpec, ModelSpec, QkNorm
 from ep_server.model.sizes import Dtype
 
 FLOAT32 = 4
@@ -33,12 +33,21 @@ class Footprint:
 
 
 def footprint(spec: ModelSpec, dtype: Dtype, *, packed: bool = True) -> Footprint:
-    """Sizes of a model as served. packed: as the CPU kernels want it, in whole panels; else as it is."""
+    """Sizes of a model as served.
+
+    Args:
+        packed: as the CPU kernels want it, in whole panels; else as GPU ranks keep it, FP8 experts as FP8.
+    """
     sizes = _Sizes(dtype, packed)
     parts: Counter[str] = Counter()
     for name, number in _replicated(spec, sizes):
         parts[name] += number
-    return Footprint(dict(parts), sizes.ffn(spec.expert_ffn, spec.hidden), sum(spec.sparse_layers))
+    return Footprint(dict(parts), _expert(spec, sizes), sum(spec.sparse_layers))
+
+
+def stay_fp8(spec: ModelSpec, dtype: Dtype) -> bool:
+    """GPU ranks keep the experts of such a checkpoint as FP8 (expert_weights.py)."""
+    return spec.fp8_blocks and dtype is Dtype.BFLOAT16
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +92,15 @@ def _replicated(spec: ModelSpec, sizes: _Sizes) -> Iterator[Part]:
         yield "shared experts", sparse * sizes.ffn(spec.shared_ffn, spec.hidden)
     if sparse < spec.num_layers:
         yield "dense FFN", (spec.num_layers - sparse) * sizes.ffn(spec.dense_ffn, spec.hidden)
+
+
+def _expert(spec: ModelSpec, sizes: _Sizes) -> int:
+    """One expert of one layer."""
+    ffn, hidden = spec.expert_ffn, spec.hidden
+    if sizes.packed or not stay_fp8(spec, sizes.dtype):
+        return sizes.ffn(ffn, hidden)
+    scales = 3 * -(-ffn // FP8_BLOCK) * -(-hidden // FP8_BLOCK)
+    return 3 * ffn * hidden + scales * FLOAT32
 
 
 def _gqa(spec: ModelSpec, a: GqaSpec, sizes: _Sizes) -> int:

@@ -14,8 +14,9 @@ from ep_server.model.checkpoint import Checkpoint, StoredTensor
 from ep_server.model.families import ModelSpec, read_spec
 from ep_server.model.families.spec import GqaSpec, QkNorm
 from ep_server.model.footprint import footprint
-from ep_server.model.sizes import Dtype, kv_block_bytes, serving_dtype
+from ep_server.model.sizes import Dtype, cache_dtype, kv_block_bytes, serving_dtype
 
+_SCALES = ("_scale_inv", ".k_scale", ".v_scale")  # of FP8 weights and FP8 caches: no parameters
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
 _OUTER = {"model.embed_tokens.weight": "embedding", "model.norm.weight": "norms"}
@@ -36,7 +37,7 @@ class Inspection:
     """One checkpoint.
 
     parameters: by part, as served. unused: parameters in the files that are not (multi-token prediction,
-      a head that is tied). dtype: served.
+      a head that is tied). dtype: served. kv_dtype: of the KV cache.
     """
 
     spec: ModelSpec
@@ -45,6 +46,7 @@ class Inspection:
     file_bytes: int
     parameters: dict[str, int]
     unused: int
+    kv_dtype: Dtype
 
     @property
     def total_parameters(self) -> int:
@@ -61,31 +63,33 @@ class Inspection:
     @property
     def kv_bytes_per_token(self) -> int:
         """KV cache of one token on the rank that owns its sequence, bytes."""
-        return kv_block_bytes(self.spec, 1, self.dtype)
+        return kv_block_bytes(self.spec, 1, self.kv_dtype)
 
 
-def inspect_checkpoint(path: str | Path, dtype: str = "auto") -> Inspection:
-    """Reads config.json and the headers of all shards. dtype: as ModelConfig.dtype.
+def inspect_checkpoint(path: str | Path, dtype: str = "auto", kv_dtype: str = "auto") -> Inspection:
+    """Reads config.json and the headers of all shards. dtype, kv_dtype: as in ModelConfig.
 
     Raises: CheckpointError.
     """
     spec, checkpoint = read_spec(path), Checkpoint.open(path)
     parts: Counter[str] = Counter()
     for tensor in checkpoint.tensors.values():
-        if not tensor.name.endswith("_scale_inv"):
+        if not tensor.name.endswith(_SCALES):
             parts[_part(tensor, spec)] += tensor.size
     unused = parts.pop("unused", 0)
+    served = serving_dtype(spec, dtype)
     return Inspection(
         spec,
-        serving_dtype(spec, dtype),
+        served,
         checkpoint.shards,
         sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
         dict(parts),
         unused,
+        cache_dtype(served, kv_dtype),
     )
 
 
-def inspect_config(path: str | Path, dtype: str = "auto") -> Inspection:
+def inspect_config(path: str | Path, dtype: str = "auto", kv_dtype: str = "auto") -> Inspection:
     """As inspect_checkpoint, of a directory that need hold no weights. Raises: CheckpointError."""
     spec = read_spec(path)
     plain = footprint(
@@ -99,7 +103,8 @@ def inspect_config(path: str | Path, dtype: str = "auto") -> Inspection:
         # Kept once per head, but stored once.
         repeated = (attention.heads + attention.kv_heads - 2) * attention.head_dim
         parts["attention"] -= spec.num_layers * repeated
-    return Inspection(spec, serving_dtype(spec, dtype), (), 0, parts, 0)
+    served = serving_dtype(spec, dtype)
+    return Inspection(spec, served, (), 0, parts, 0, cache_dtype(served, kv_dtype))
 
 
 def _part(tensor: StoredTensor, spec: ModelSpec) -> str:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ep_server.model.compute import GatedFfn, Linear
+from ep_server.model.kv_scales import KvScales
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,12 +65,16 @@ class MoeWeights:
 
 @dataclass(frozen=True, slots=True)
 class LayerWeights:
-    """One decoder layer. Norm weights are [H]. ffn: experts, or one dense FFN."""
+    """One decoder layer. Norm weights are [H]. ffn: experts, or one dense FFN.
+
+    kv_scales: that the checkpoint brings for an FP8 cache, if any.
+    """
 
     attention_norm: torch.Tensor
     attention: GqaWeights | MlaWeights
     ffn_norm: torch.Tensor
     ffn: MoeWeights | GatedFfn
+    kv_scales: KvScales | None = None
 
 
 @dataclass(frozen=True, slots=True)

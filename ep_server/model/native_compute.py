@@ -15,6 +15,7 @@ import torch
 from ep_server import _C
 from ep_server.errors import InternalError
 from ep_server.model.batch import AttentionMeta
+from ep_server.model.compute import FfnScales
 from ep_server.model.kv_cache import KvLayer
 
 _HUGE_PAGE = 2 << 20
@@ -29,7 +30,7 @@ class NativeCompute:
     """
 
     def __init__(self, threads: int = 1, isa: str = "auto") -> None:
-        self._kernels = _C.Compute(threads=threads, isa=isa)
+        self._kernels, self.fp8 = _C.Compute(threads=threads, isa=isa), False
         self.device = torch.device("cpu")
 
     def __repr__(self) -> str:
@@ -46,8 +47,10 @@ class NativeCompute:
         _C.pack_linear(bf16, weight.data_ptr(), n, k, words.data_ptr())
         return NativeLinear(self._kernels, words, bias, n, k, weight.dtype)
 
-    def gated_ffn(self, gate_up: torch.Tensor, down: torch.Tensor) -> NativeGatedFfn:
-        """Packs the matrices."""
+    def gated_ffn(
+        self, gate_up: torch.Tensor, down: torch.Tensor, scales: FfnScales | None = None
+    ) -> NativeGatedFfn:
+        """Packs the matrices, which are no FP8 codes. Raises: InternalError for these."""
         experts, hidden, ffn = down.shape
         _check("gate_up", gate_up, (experts, 2 * ffn, hidden), gate_up.dtype)
         _check("down", down, (experts, hidden, ffn), gate_up.dtype)

@@ -1,4 +1,4 @@
-"""Reads single tensors out of memory-mapped safetensors files, FP8 block-scaled ones dequantised.
+"""Reads single tensors out of memory-mapped safetensors files, FP8 block-scaled ones widened or as codes.
 
 Knows files, dtypes and scales; knows nothing of models.
 """
@@ -15,6 +15,9 @@ from safetensors import SafetensorError, safe_open
 
 from ep_server.errors import CheckpointError
 from ep_server.model.checkpoint import Checkpoint
+from ep_server.model.fp8 import Codes, widen
+
+_FP8 = "F8_E4M3"
 
 
 class TensorSource(Protocol):
@@ -26,6 +29,18 @@ class TensorSource(Protocol):
 
     def read(self, name: str, shape: tuple[int, ...], part: int | None = None) -> torch.Tensor:
         """One floating-point tensor, or entry `part` of its first dimension; all are on one device."""
+        ...
+
+    def is_fp8(self, name: str) -> bool:
+        """There is a tensor of that name and it is FP8: read_codes() may be called."""
+        ...
+
+    def read_codes(self, name: str, shape: tuple[int, ...], part: int | None = None) -> Codes:
+        """A matrix whose widened values are read()'s, or entry `part` of a stack of them."""
+        ...
+
+    def read_vector(self, name: str, lengths: tuple[int, ...]) -> torch.Tensor | None:
+        """float32 [n] of a tensor that has n elements, one of `lengths`; None where there is none."""
         ...
 
 
@@ -53,18 +68,31 @@ class TensorReader:
         Raises: CheckpointError if it is missing, of another shape or dtype, or cannot be read.
         """
         stored = self._checkpoint.find(name, shape)
+        if stored.dtype == _FP8:
+            codes = self.read_codes(name, shape, part)
+            assert self._block is not None
+            return widen(*codes, self._block)
         values = self._load(name, part)
-        if stored.dtype == "F8_E4M3":
-            return self._dequantise(name, values, shape, part)
         if not values.is_floating_point() or values.element_size() == 1:
             raise CheckpointError(
                 f"{stored.file}: tensor {name}: dtype {stored.dtype}, expected F32, BF16, F16 or F8_E4M3"
             )
         return values
 
-    def _dequantise(
-        self, name: str, values: torch.Tensor, shape: tuple[int, ...], part: int | None
-    ) -> torch.Tensor:
+    def is_fp8(self, name: str) -> bool:
+        """See TensorSource."""
+        return self.has(name) and self._checkpoint.tensors[name].dtype == _FP8
+
+    def read_codes(self, name: str, shape: tuple[int, ...], part: int | None = None) -> Codes:
+        """See TensorSource; the codes may be a view of the mapping.
+
+        Raises: as read(); CheckpointError if it is not FP8, or its scales do not fit quantization_config.
+        """
+        stored = self._checkpoint.find(name, shape)
+        if stored.dtype != _FP8:
+            raise CheckpointError(
+                f"{stored.file}: tensor {name}: dtype {stored.dtype}, expected {_FP8} like other experts"
+            )
         if self._block is None:
             raise CheckpointError(
                 f"{self._checkpoint.path}: {name} is FP8 but config.json has no quantization_config"
@@ -73,9 +101,19 @@ class TensorReader:
         grid = (-(-shape[-2] // rows), -(-shape[-1] // columns))
         scale_name = f"{name}_scale_inv"
         self._checkpoint.find(scale_name, (*shape[:-2], *grid))
-        scale = self._load(scale_name, part).float()
-        scale = scale.repeat_interleave(rows, 0)[: shape[-2]].repeat_interleave(columns, 1)[:, : shape[-1]]
-        return values.float() * scale
+        return Codes(self._load(name, part), self._load(scale_name, part).float())
+
+    def read_vector(self, name: str, lengths: tuple[int, ...]) -> torch.Tensor | None:
+        """See TensorSource. Raises: CheckpointError for another number of elements or dtype."""
+        stored = self._checkpoint.tensors.get(name)
+        if stored is None:
+            return None
+        if stored.size not in lengths:
+            sizes = " or ".join(map(str, lengths))
+            raise CheckpointError(
+                f"{stored.file}: tensor {name}: expected {sizes} elements, found shape {list(stored.shape)}"
+            )
+        return self.read(name, stored.shape).flatten().float()
 
     def _load(self, name: str, part: int | None) -> torch.Tensor:
         file = self._checkpoint.tensors[name].file

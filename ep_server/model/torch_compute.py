@@ -9,6 +9,9 @@ import torch
 import torch.nn.functional as F
 
 from ep_server.model.batch import AttentionMeta
+from ep_server.model.compute import FfnScales
+from ep_server.model.families.spec import FP8_BLOCK
+from ep_server.model.fp8 import widen
 from ep_server.model.kv_cache import KvLayer
 
 
@@ -16,15 +19,17 @@ class TorchCompute:
     """See `compute.Compute`."""
 
     def __init__(self, device: torch.device | str = "cpu") -> None:
-        self.device = torch.device(device)
+        self.device, self.fp8 = torch.device(device), True
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> TorchLinear:
         """Keeps the matrix as it is."""
         return TorchLinear(weight, bias)
 
-    def gated_ffn(self, gate_up: torch.Tensor, down: torch.Tensor) -> TorchGatedFfn:
+    def gated_ffn(
+        self, gate_up: torch.Tensor, down: torch.Tensor, scales: FfnScales | None = None
+    ) -> TorchGatedFfn:
         """Keeps the matrices as they are."""
-        return TorchGatedFfn(gate_up, down)
+        return TorchGatedFfn(gate_up, down, scales)
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `compute.Compute`."""
@@ -57,23 +62,35 @@ class TorchLinear:
 
 @dataclass(frozen=True, slots=True)
 class TorchGatedFfn:
-    """gate_up: [E, 2 * I, H]. down: [E, H, I]."""
+    """gate_up: [E, 2 * I, H]. down: [E, H, I]. scales: where these are FP8 codes."""
 
     gate_up: torch.Tensor
     down: torch.Tensor
+    scales: FfnScales | None = None
 
     def __call__(self, rows: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
-        """See `compute.GatedFfn`."""
+        """See `compute.GatedFfn`. FP8 weights are widened to the rows' dtype, expert by expert."""
         hidden = rows.new_empty(len(rows), self.gate_up.shape[1])
         busy = [(e, a, b) for e, (a, b) in enumerate(pairwise(offsets.tolist())) if a < b]
         for e, a, b in busy:
-            torch.mm(rows[a:b], self.gate_up[e].t(), out=hidden[a:b])
+            torch.mm(rows[a:b], self._gate_up(e, rows.dtype).t(), out=hidden[a:b])
         gate, up = hidden.chunk(2, dim=-1)
         gated = F.silu(gate) * up
         out = torch.empty_like(rows)
         for e, a, b in busy:
-            torch.mm(gated[a:b], self.down[e].t(), out=out[a:b])
+            torch.mm(gated[a:b], self._down(e, rows.dtype).t(), out=out[a:b])
         return out
+
+    def _gate_up(self, e: int, dtype: torch.dtype) -> torch.Tensor:
+        if self.scales is None:
+            return self.gate_up[e]
+        halves = zip(self.gate_up[e].chunk(2), self.scales.gate_up[e].chunk(2), strict=True)
+        return torch.cat([widen(codes, scale, (FP8_BLOCK, FP8_BLOCK)) for codes, scale in halves]).to(dtype)
+
+    def _down(self, e: int, dtype: torch.dtype) -> torch.Tensor:
+        if self.scales is None:
+            return self.down[e]
+        return widen(self.down[e], self.scales.down[e], (FP8_BLOCK, FP8_BLOCK)).to(dtype)
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,7 +14,9 @@ import torch
 
 from ep_server.model.checkpoint import Checkpoint
 from ep_server.model.compute import Compute, GatedFfn, Linear
+from ep_server.model.expert_weights import ExpertLoader
 from ep_server.model.families.spec import GqaSpec, MlaSpec, ModelSpec, QkNorm
+from ep_server.model.kv_scales import read_kv_scales
 from ep_server.model.layers import (
     GqaWeights,
     LayerWeights,
@@ -41,7 +43,7 @@ def load_weights(
 
     Args:
         experts: global ids of this rank's experts, ascending.
-        dtype: of all weights but the router's, which stay float32.
+        dtype: of all weights but the router's, which stay float32, and experts that stay FP8.
         compute: prepares the matrices.
         progress: called as progress("weights", layers done, layers in all), by the calling thread.
         threads: layers in the making at once; each takes its own size in memory beside what is kept.
@@ -95,8 +97,9 @@ class _Loader:
         dtype: torch.dtype,
         compute: Compute,
     ) -> None:
-        self._reader, self._spec, self._experts, self._dtype = reader, spec, experts, dtype
+        self._reader, self._spec, self._dtype = reader, spec, dtype
         self._compute = compute
+        self._expert_loader = ExpertLoader(reader, spec, experts, dtype, compute)
 
     def keep(self, name: str, *shape: int) -> torch.Tensor:
         """One tensor as it is, copied out of the file's mapping."""
@@ -106,6 +109,7 @@ class _Loader:
         """One decoder layer."""
         spec, prefix = self._spec, f"model.layers.{index}"
         attention = spec.attention
+        scales = read_kv_scales(self._reader, f"{prefix}.self_attn", attention) if self._compute.fp8 else None
         return LayerWeights(
             attention_norm=self.keep(f"{prefix}.input_layernorm.weight", spec.hidden),
             attention=self._gqa(f"{prefix}.self_attn", attention)
@@ -115,6 +119,7 @@ class _Loader:
             ffn=self._moe(prefix)
             if spec.sparse_layers[index]
             else self._ffn(f"{prefix}.mlp", spec.dense_ffn),
+            kv_scales=None if scales is None else scales.to(self._compute.device),
         )
 
     def _gqa(self, prefix: str, a: GqaSpec) -> GqaWeights:
@@ -197,29 +202,10 @@ class _Loader:
             bias = self._reader.read(f"{block}.gate.e_score_correction_bias", (spec.router.num_experts,))
         return MoeWeights(
             router=router.to(self._compute.device, torch.float32, copy=True),
-            experts=self._experts_of(f"{block}.experts"),
+            experts=self._expert_loader.load(f"{block}.experts"),
             bias=None if bias is None else bias.to(self._compute.device, torch.float32, copy=True),
             shared=self._ffn(f"{block}.shared_experts", spec.shared_ffn) if spec.shared_ffn else None,
         )
-
-    def _experts_of(self, prefix: str) -> GatedFfn:
-        """This rank's experts from either layout on disk: one tensor per expert, or stacked."""
-        spec, names, ffn = self._spec, self._spec.names, self._spec.expert_ffn
-        gate_up = self._empty(len(self._experts), 2 * ffn, spec.hidden)
-        down = self._empty(len(self._experts), spec.hidden, ffn)
-        stacked = self._reader.has(f"{prefix}.gate_up_proj")
-        for row, expert in enumerate(self._experts):
-            if stacked:
-                count = spec.router.num_experts
-                shape = (count, 2 * ffn, spec.hidden)
-                gate_up[row] = self._reader.read(f"{prefix}.gate_up_proj", shape, part=expert)
-                down[row] = self._reader.read(f"{prefix}.down_proj", (count, spec.hidden, ffn), part=expert)
-                continue
-            one = f"{prefix}.{expert}"
-            gate_up[row, :ffn] = self._reader.read(f"{one}.{names.gate}.weight", (ffn, spec.hidden))
-            gate_up[row, ffn:] = self._reader.read(f"{one}.{names.up}.weight", (ffn, spec.hidden))
-            down[row] = self._reader.read(f"{one}.{names.down}.weight", (spec.hidden, ffn))
-        return self._compute.gated_ffn(gate_up, down)
 
     def _ffn(self, prefix: str, ffn: int) -> GatedFfn:
         shape = (ffn, self._spec.hidden)
@@ -227,9 +213,6 @@ class _Loader:
         up = self._reader.read(f"{prefix}.up_proj.weight", shape)
         down = self.keep(f"{prefix}.down_proj.weight", self._spec.hidden, ffn)
         return self._compute.gated_ffn(self._fuse([gate, up])[None], down[None])
-
-    def _empty(self, *shape: int) -> torch.Tensor:
-        return torch.empty(shape, dtype=self._dtype, device=self._compute.device)
 
     def _fuse(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         """Concatenates along rows into fresh contiguous memory of the serving dtype."""

@@ -84,6 +84,7 @@ def build_rank(
             load_format=config.model.load_format,
             routing=config.model.routing,
             seed=config.model.seed,
+            kv_dtype=config.model.kv_dtype,
         ),
         progress,
     )

@@ -19,7 +19,7 @@ from ep_server.errors import ConfigError, StartupError
 from ep_server.model.families import ModelSpec
 from ep_server.model.footprint import footprint
 from ep_server.model.inspect import inspect_checkpoint, inspect_config
-from ep_server.model.sizes import Dtype, context_limit, kv_block_bytes, serving_dtype
+from ep_server.model.sizes import Dtype, cache_dtype, context_limit, kv_block_bytes, serving_dtype
 from ep_server.scheduler.placement import place_experts
 
 SPIN_US = 50  # longer than a dispatch among ranks in step, far shorter than a time slice
@@ -48,9 +48,12 @@ def plan_group(config: Config, available: int | None = None) -> GroupPlan:
         available: memory the group may take; what this host has left if None.
     Raises: CheckpointError; ConfigError; StartupError where the model does not fit into memory.
     """
-    model = config.model
+    model, on_cpu = config.model, config.parallel.device == "cpu"
+    if on_cpu and model.kv_dtype != "auto":
+        raise ConfigError("model.kv_dtype", model.kv_dtype, "auto where parallel.device = cpu")
     found = inspect_config(model.path) if model.load_format == "dummy" else inspect_checkpoint(model.path)
-    return plan_ranks(config, found.spec, available_memory() if available is None else available)
+    memory = available_memory() if available is None else available
+    return plan_ranks(config, found.spec, memory, packed=on_cpu)
 
 
 def plan_ranks(config: Config, spec: ModelSpec, available: int, *, packed: bool = True) -> GroupPlan:
@@ -72,7 +75,7 @@ def plan_ranks(config: Config, spec: ModelSpec, available: int, *, packed: bool 
     if config.parallel.device == "cuda":  # each rank knows its GPU, and sizes its cache
         return GroupPlan(exchange, scheduler.kv_blocks, threads, weights)
     fixed = here + shared + ranks * PROCESS_BYTES
-    block = kv_block_bytes(spec, scheduler.block_size, dtype)
+    block = kv_block_bytes(spec, scheduler.block_size, cache_dtype(dtype, config.model.kv_dtype))
     blocks = scheduler.kv_blocks
     if not blocks:
         share = max(0, available - fixed) * scheduler.kv_fraction
@@ -130,10 +133,17 @@ def on_hybrid(config: Config, spec: ExchangeSpec) -> bool:
 
 
 def exchange_spec(config: Config, spec: ModelSpec, rank: int) -> ExchangeSpec:
-    """The exchange of one rank; the same on all but for `rank`."""
+    """The exchange of one rank; the same on all but for `rank`.
+
+    Raises: ConfigError for rows that the experts of GPU ranks do not take.
+    """
     ranks, settings = num_ranks(config), config.exchange
     dtype = serving_dtype(spec, config.model.dtype)
     auto = Payload.FP32 if dtype is Dtype.FLOAT32 else Payload.BF16
+    taken = ("auto", auto, Payload.FP8, Payload.FP8_POW2)
+    if config.parallel.device == "cuda" and settings.payload not in taken:
+        allowed = f"one of {', '.join(taken)} where parallel.device = cuda and the model is served as {dtype}"
+        raise ConfigError("exchange.payload", settings.payload, allowed)
     return ExchangeSpec(
         rank=rank,
         num_ranks=ranks,

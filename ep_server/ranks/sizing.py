@@ -19,7 +19,7 @@ from ep_server.ep.limits import MAX_RANKS
 from ep_server.errors import StartupError
 from ep_server.model.families.spec import GqaSpec, ModelSpec
 from ep_server.model.footprint import Footprint, footprint
-from ep_server.model.sizes import kv_block_bytes, serving_dtype
+from ep_server.model.sizes import cache_dtype, kv_block_bytes, serving_dtype
 from ep_server.ranks.group import PROCESS_BYTES, GroupPlan, exchange_spec, plan_ranks
 
 # A step of CPU ranks as measured (docs/performance.md): so much for a layer beside its kernels, and then the
@@ -104,7 +104,8 @@ def size(config: Config, spec: ModelSpec, machine: Machine, workload: Workload) 
     available = ranks * (machine.memory - max(held)) + sum(held)
     plan = plan_ranks(config, spec, available, packed=machine.packed)
     owned = plan.exchange.placement.count(0)
-    block = kv_block_bytes(spec, config.scheduler.block_size, dtype)
+    cached = cache_dtype(dtype, config.model.kv_dtype)
+    block = kv_block_bytes(spec, config.scheduler.block_size, cached)
     parts = {
         **weights.replicated,
         f"experts ({owned} of {spec.router.num_experts} per layer)": owned
@@ -114,7 +115,7 @@ def size(config: Config, spec: ModelSpec, machine: Machine, workload: Workload) 
         "exchange": group_bytes(plan.exchange) // ranks,
         "process": PROCESS_BYTES,
     }
-    per_token = kv_block_bytes(spec, 1, dtype)
+    per_token = kv_block_bytes(spec, 1, cached)
     bounds = (
         *_memory_bounds(spec, plan.exchange, weights, workload, per_token, machine.bandwidth),
         _exchange_bound(spec, plan.exchange, workload, machine.link),
@@ -180,6 +181,7 @@ def _arithmetic_bound(
 ) -> Bound:
     """Multiplications of the weights that tokens pass; attention over the context is left out."""
     fixed = sum(number for part, number in weights.replicated.items() if part != "embedding")
-    active = (fixed + spec.router.top_k * weights.expert * weights.sparse_layers) / itemsize
+    expert = 3 * spec.expert_ffn * spec.hidden
+    active = fixed / itemsize + spec.router.top_k * expert * weights.sparse_layers
     number = 2.0 * active * load.tokens
     return Bound("arithmetic", number, number / rate if rate else 0.0)

@@ -8,6 +8,7 @@ import torch
 
 if TYPE_CHECKING:  # the kernels' tests run where there is no transformers
     from tests.harness.checkpoints import Tiny
+    from tests.harness.fp8 import Fp8Tiny
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -27,6 +28,25 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Tiny]:
     cases = {case.name: case for case in CASES}
 
     def get(name: str) -> Tiny:
+        if name not in made:
+            made[name] = make(cases[name], tmp_path_factory.mktemp(name))
+        return made[name]
+
+    return get
+
+
+@pytest.fixture(scope="session")
+def fp8(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Fp8Tiny]:
+    """FP8 checkpoints by case name, made once per session."""
+    from transformers.utils import logging
+
+    from tests.harness.fp8 import GQA, MLA, make
+
+    logging.disable_progress_bar()
+    made: dict[str, Fp8Tiny] = {}
+    cases = {case.name: case for case in (GQA, MLA)}
+
+    def get(name: str) -> Fp8Tiny:
         if name not in made:
             made[name] = make(cases[name], tmp_path_factory.mktemp(name))
         return made[name]

@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+FP8_BLOCK = 128  # rows and columns of an expert's weight that share a scale where it stays FP8
+
 
 class QkNorm(StrEnum):
     """Which RMS norm queries and keys get before rope."""
@@ -169,6 +171,11 @@ class ModelSpec:
     def num_layers(self) -> int:
         """Decoder layers."""
         return len(self.sparse_layers)
+
+    @property
+    def fp8_blocks(self) -> bool:
+        """FP8 in the blocks that GPU ranks multiply with as they are; others are widened at load."""
+        return self.quant_block == (FP8_BLOCK, FP8_BLOCK)
 
     @property
     def kv_values_per_token(self) -> int:

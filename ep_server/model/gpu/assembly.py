@@ -8,7 +8,7 @@ import torch
 
 from ep_server.ep.exchange import Exchange
 from ep_server.errors import StartupError
-from ep_server.model.assembly import RankModel
+from ep_server.model.assembly import TORCH, RankModel
 from ep_server.model.decoder import DecoderParams
 from ep_server.model.gpu.graphs import buckets_up_to, forms_of
 from ep_server.model.gpu.rows import RowsOfSteps
@@ -16,10 +16,8 @@ from ep_server.model.gpu.runner import GpuOptions, GpuRunner
 from ep_server.model.gpu.step_input import InputShape
 from ep_server.model.kv_cache import KvCache
 from ep_server.model.sampler import Sampler
-from ep_server.model.sizes import Dtype
 
 KV_SHARE = 0.8  # of the memory that weights and exchange leave; the rest is for activations and graphs
-_TORCH = {Dtype.FLOAT32: torch.float32, Dtype.BFLOAT16: torch.bfloat16}
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +60,7 @@ def gpu_runner(
 ) -> GpuRunner:
     """Allocates what steps need on the model's device; no graph is captured yet."""
     device = model.compute.device
-    cache = KvCache(model.spec, kv_blocks, plan.block_size, _TORCH[model.dtype], device)
+    cache = KvCache(model.spec, kv_blocks, plan.block_size, TORCH[model.kv_dtype], device)
     params = DecoderParams(
         model.spec, model.weights, exchange, cache, model.max_context, model.compute, model.uniform
     )

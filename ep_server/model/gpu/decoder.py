@@ -17,6 +17,7 @@ from ep_server.model.experts import ExpertCounter
 from ep_server.model.families.spec import GqaSpec
 from ep_server.model.gpu.attention import AttentionStep, gqa, mla
 from ep_server.model.gpu.moe import GpuMoe, MoeStep, dense, moe, router_weight
+from ep_server.model.gpu.paged_layers import paged_layers
 from ep_server.model.gpu.rows import Rows
 from ep_server.model.gpu.step_input import StepTensors
 from ep_server.model.layers import GqaWeights, LayerWeights, MlaWeights, MoeWeights
@@ -52,7 +53,7 @@ class GpuDecoder:
     def __init__(self, params: DecoderParams) -> None:
         self._spec, self._weights = params.spec, params.weights
         device = params.compute.device
-        self._kv = [PagedKv(layer) for layer in params.kv_cache.layers]
+        self._kv = paged_layers(params)
         table = rotation_table(params.spec.rope, params.max_context)
         self._table = torch.view_as_real(table).contiguous().to(device)
         self._processors = _multiprocessors(device)

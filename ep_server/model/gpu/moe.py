@@ -113,9 +113,11 @@ def grouped(received: Received, ffn: object, each: int) -> torch.Tensor:
     Returns: [N, H] or [E_local, P, H], as combine_send takes it.
     """
     assert isinstance(ffn, TorchGatedFfn)
-    weights, given = ExpertWeights(ffn.gate_up, ffn.down), ExpertRows.of(received)
-    hidden = ffn.down.new_empty(given.most, ffn.down.shape[2])
-    out = ffn.down.new_empty(*(given.rows.shape[:2] if given.padded else [given.most]), ffn.down.shape[1])
+    weights = ExpertWeights(ffn.gate_up, ffn.down, *(ffn.scales or (None, None)))
+    given, dtype = ExpertRows.of(received), torch.bfloat16 if weights.fp8 else ffn.down.dtype
+    hidden = ffn.down.new_empty(given.most, ffn.down.shape[2], dtype=dtype)
+    rows = given.rows.shape[:2] if given.padded else [given.most]
+    out = ffn.down.new_empty(*rows, ffn.down.shape[1], dtype=dtype)
     run_experts(given, weights, hidden, out, rows_per_expert=each)
     return out
 

@@ -1,0 +1,237 @@
+"""FP8 experts, rows and caches in the step of a GPU, against oracles that round the same way and no other.
+
+Every token chooses all experts of these checkpoints, so no rounding turns a choice. Without a GPU the
+kernels are interpreted; where there is one the same runs on it.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import ep_server.model.gpu.moe as gpu_moe
+from ep_server.ep.exchange import Payload
+from ep_server.ep.reference import ReferenceExchange
+from ep_server.model.assembly import LoadParams, RankModel, load_model
+from ep_server.model.decoder import DecoderParams
+from ep_server.model.families import read_spec
+from ep_server.model.gpu.assembly import GpuPlan, gpu_runner
+from ep_server.model.gpu.runner import GpuRunner
+from ep_server.model.kv_cache import KvCache, KvLayer
+from ep_server.model.runner import ModelRunner
+from ep_server.model.torch_compute import TorchCompute
+from ep_server.ranks.devices import rows_of
+from ep_server.records import SeqSlice, StepBatch
+from tests.harness.checkpoints import Tiny
+from tests.harness.compare import assert_close
+from tests.harness.fp8 import Fp8Tiny, widened
+from tests.harness.rank_group import greedy
+from tests.model.driver import BLOCK as KV_BLOCK
+from tests.model.driver import BLOCKS, GreedySampler, exchange_spec
+from tests.model.triton.harness import DEVICE, FP8, codes
+
+Fp8 = Callable[[str], Fp8Tiny]
+NAMES = ["qwen3_moe-fp8", "deepseek_v3-fp8"]
+IDS = [(i * i * 17 + 3 * i + 5) % 256 for i in range(14)]
+PIECES = ((0, 7), (7, 10), *((i, i + 1) for i in range(10, len(IDS))))  # a prompt in two chunks, then tokens
+
+
+def load(path: Path, dtype: str, kv_dtype: str = "auto") -> RankModel:
+    placement = (0,) * read_spec(path).router.num_experts
+    compute = TorchCompute(DEVICE)
+    return load_model(LoadParams(str(path), 0, placement, dtype, compute=compute, kv_dtype=kv_dtype))
+
+
+def exchange(model: RankModel, payload: Payload | None) -> ReferenceExchange:
+    spec = exchange_spec(model, 0, 1, (0,) * model.spec.router.num_experts)
+    return ReferenceExchange(spec if payload is None else replace(spec, payload=payload))
+
+
+@dataclass
+class Recording:
+    """A sampler's; keeps the logits that it is given."""
+
+    sampler: Any
+    logits: list[torch.Tensor]
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.sampler, name)
+
+    def sample(self, draws: Any, logits: torch.Tensor, *more: Any) -> Any:
+        self.logits.append(logits.detach().clone().cpu())
+        return self.sampler.sample(draws, logits, *more)
+
+
+def run(runner: GpuRunner | ModelRunner, ids: Sequence[int]) -> None:
+    """One sequence in PIECES; blocks in an order of no kind."""
+    blocks = [(i * 37 + 11) % BLOCKS for i in range(-(-len(ids) // KV_BLOCK))]
+    runner.add(greedy(1, ids[:1], 1))
+    with torch.inference_mode():
+        for start, end in PIECES:
+            runner.run(StepBatch((SeqSlice(1, start, ids[start:end], blocks, True),), end - start))
+
+
+def on_gpu(model: RankModel, payload: Payload | None = None) -> torch.Tensor:
+    """Logits after each piece: [pieces, V]."""
+    carried = exchange(model, payload)
+    plan = GpuPlan(BLOCKS, KV_BLOCK, max_running=4, max_step_tokens=64, useful_blocks=BLOCKS, graphs=False)
+    runner = gpu_runner(model, carried, rows_of(carried, False), plan, BLOCKS)
+    recording = Recording(runner._sampler, [])
+    runner._sampler = recording  # type: ignore[assignment]
+    run(runner, IDS)
+    return torch.cat(recording.logits)
+
+
+def plainly(
+    model: RankModel, payload: Payload | None = None, wrap: Callable[[int, KvLayer], KvLayer] | None = None
+) -> torch.Tensor:
+    """As on_gpu(), by the plain operations of the CPU engine. wrap: another cache for a layer."""
+    cache = KvCache(model.spec, BLOCKS, KV_BLOCK, torch.float32, DEVICE)
+    if wrap is not None:
+        cache.layers = tuple(wrap(index, layer) for index, layer in enumerate(cache.layers))
+    carried, sampler = exchange(model, payload), GreedySampler()
+    params = DecoderParams(model.spec, model.weights, carried, cache, model.max_context, model.compute)
+    run(ModelRunner(params, sampler), IDS)
+    return torch.stack(sampler.logits[1]).cpu()
+
+
+def theirs(path: Path, dtype: torch.dtype) -> torch.Tensor:
+    """Logits of transformers at the same places."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=dtype)
+    with torch.inference_mode():
+        logits = model(torch.tensor([IDS])).logits[0].float()
+    return logits[[end - 1 for _, end in PIECES]]
+
+
+def largest(a: torch.Tensor, b: torch.Tensor) -> float:
+    return float((a - b).abs().max())
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_logits_of_codes_are_as_near_as_bfloat16_of_the_values(fp8: Fp8, name: str) -> None:
+    """transformers in bfloat16 rounds the widened weights once more; nobody else's error is the bound."""
+    made = fp8(name)
+    expected = theirs(made.plain, torch.float32)
+    bound = 1.5 * largest(theirs(made.plain, torch.bfloat16), expected)
+    ours = on_gpu(load(made.path, "bfloat16"))
+    assert 0 < largest(ours, expected) <= bound < 0.1 * expected.std()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_codes_of_exact_values_give_what_the_values_give(fp8: Fp8, tmp_path: Path, name: str) -> None:
+    """With scales that are powers of two bfloat16 holds the weights exactly: what is left is the order of
+    float32 sums, which may turn single roundings of activations."""
+    shutil.copytree(fp8(name).path, tmp_path / "codes")
+    tensors = load_file(tmp_path / "codes" / "model.safetensors")
+    for scale in (n for n in list(tensors) if n.endswith("_scale_inv")):
+        tensors[scale] = torch.exp2(tensors[scale].log2().round())
+    save_file(tensors, tmp_path / "codes" / "model.safetensors")
+    plain = on_gpu(load(widened(tmp_path / "codes", tmp_path / "values"), "bfloat16"))
+    kept = on_gpu(load(tmp_path / "codes", "bfloat16"))
+    assert_close(kept, plain, "logits", abs_tol=2.0**-8 * float(plain.abs().max()))
+
+
+@pytest.mark.parametrize("payload", [Payload.FP8, Payload.FP8_POW2])
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_meet_weights_as_codes(
+    fp8: Fp8, monkeypatch: pytest.MonkeyPatch, name: str, payload: Payload
+) -> None:
+    """The oracle rounds rows to the same codes and multiplies values. A code that falls to its neighbour
+    because a bfloat16 did is worth more than that bfloat16, but less than all roundings of rows together."""
+    met, plain_run = set(), gpu_moe.run_experts
+
+    def watched(given: Any, weights: Any, *more: Any, **options: Any) -> None:
+        met.add((given.rows.dtype, weights.gate_up.dtype))
+        plain_run(given, weights, *more, **options)
+
+    monkeypatch.setattr(gpu_moe, "run_experts", watched)
+    made = fp8(name)
+    values = load(made.plain, "float32")
+    exact, rounded = plainly(values), plainly(values, payload)
+    ours = on_gpu(load(made.path, "bfloat16"), payload)
+    assert met == {(FP8, FP8)}
+    rounding = largest(theirs(made.plain, torch.bfloat16), theirs(made.plain, torch.float32))
+    assert rounding < largest(rounded, exact)
+    assert largest(ours, rounded) <= largest(rounded, exact) + 1.5 * rounding
+
+
+@dataclass(frozen=True, slots=True)
+class Rounded(KvLayer):
+    """Holds what an FP8 cache with these scales reads back as. scales: [kv_heads] of k and v."""
+
+    scales: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def write(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None = None) -> None:
+        k_scale, v_scale = (s[:, None] for s in self.scales or ())
+        k = codes(k, k_scale).float() * k_scale
+        v = None if v is None else codes(v, v_scale).float() * v_scale
+        KvLayer.write(self, slots, k, v)
+
+
+KV_CASES = {"gqa": "qwen3_moe", "latent": "deepseek_v2-lite-yarn"}
+
+
+def with_scales(tiny: Tiny, target: Path) -> tuple[Path, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """A copy with scales for every layer but the first, and the scales of all layers."""
+    shutil.copytree(tiny.path, target)
+    tensors = load_file(target / "model.safetensors")
+    spec, given = read_spec(tiny.path), []
+    heads = getattr(spec.attention, "kv_heads", 1)
+    for layer in range(spec.num_layers):
+        scales = [torch.ones(heads)] * 2
+        if layer:
+            scales = [torch.linspace(0.013, 0.031, heads), torch.linspace(0.017, 0.005, heads)]
+            for kind, scale in zip("kv", scales, strict=True):
+                tensors[f"model.layers.{layer}.self_attn.{kind}_scale"] = scale
+        given.append((scales[0].to(DEVICE), scales[1].to(DEVICE)))
+    save_file(tensors, target / "model.safetensors")
+    return target, given
+
+
+@pytest.mark.parametrize("kind", KV_CASES)
+def test_an_fp8_cache_rounds_keys_and_values_and_nothing_else(
+    tiny: Callable[[str], Tiny], tmp_path: Path, kind: str
+) -> None:
+    """In float32 the oracle's keys and values are the same but for float32 roundings, which turn a code
+    seldom: what is left is a twentieth of what the cache's rounding does."""
+    path, scales = with_scales(tiny(KV_CASES[kind]), tmp_path / "scaled")
+    model = load(path, "float32", "fp8_e4m3")
+    values, ours = load(path, "float32"), on_gpu(model)
+    exact = plainly(values)
+    rounded = plainly(values, None, lambda i, layer: Rounded(layer.k, layer.v, layer.v_dim, scales[i]))
+    effect = largest(rounded, exact)
+    assert effect > 1e-2
+    assert largest(ours, rounded) < 0.05 * effect
+    assert model.kv_block_bytes(KV_BLOCK) * 4 == values.kv_block_bytes(KV_BLOCK)
+
+
+def test_scales_of_one_where_the_checkpoint_has_none(tiny: Callable[[str], Tiny]) -> None:
+    path = tiny("qwen3_moe").path
+    ones = (torch.ones(2, device=DEVICE),) * 2
+    values = load(path, "float32")
+    exact = plainly(values)
+    rounded = plainly(values, None, lambda _, layer: Rounded(layer.k, layer.v, layer.v_dim, ones))
+    assert largest(on_gpu(load(path, "float32", "fp8_e4m3")), rounded) < 0.05 * largest(rounded, exact)
+
+
+def test_everything_in_fp8_at_once(fp8: Fp8) -> None:
+    """Weights, rows and cache: the tokens are those of the widened model."""
+    made = fp8(NAMES[1])
+    model = load(made.path, "bfloat16", "fp8_e4m3")
+    carried = exchange(model, Payload.FP8)
+    plan = GpuPlan(BLOCKS, KV_BLOCK, max_running=4, max_step_tokens=64, useful_blocks=BLOCKS, graphs=False)
+    runner = gpu_runner(model, carried, rows_of(carried, False), plan, BLOCKS)
+    from tests.model.driver import generate
+
+    for number, prompt in enumerate(made.prompts):
+        runner.add(greedy(number, prompt, 3))
+    assert generate(runner, made.prompts, 3, chunk=4) == list(made.tokens)
