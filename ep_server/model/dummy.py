@@ -50,7 +50,7 @@ class DummyReader:
         return self._block is not None and ".experts." in name
 
     def read_codes(self, name: str, shape: tuple[int, ...], part: int | None = None) -> Codes:
-        """The codes nearest to random values; the scale is a power of two, so bfloat16 holds their products."""
+        """The codes nearest to random values. The scale is a power of two: bfloat16 holds the products."""
         if part is not None:
             return self.read_codes(f"{name}[{part}]", shape[1:])
         assert self._block is not None
