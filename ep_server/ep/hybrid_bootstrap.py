@@ -23,13 +23,20 @@ from ep_server.errors import ConfigError
 OnOpen = Callable[[NativeExchange], None]
 
 
-def on_gpus(far: BounceExchange, hosts: tuple[int, ...], on_open: OnOpen | None = None) -> HybridExchange:
+def on_gpus(
+    far: BounceExchange,
+    hosts: tuple[int, ...],
+    on_open: OnOpen | None = None,
+    *,
+    validate: bool = False,
+) -> HybridExchange:
     """The exchange of this rank, with NVLink inside each host. Collective over all ranks of `far`.
 
     Args:
         far: on this rank's GPU; owned by the result, closed where this fails.
         hosts: [R] number of each rank's host; the ranks of a host follow one another.
         on_open: gets the exchange that the host's ranks meet in, before it waits for anybody.
+        validate: see HybridExchange.
     Raises: ConfigError; StartupError where a GPU, its driver or peer access is missing; ExchangeError where
       another rank failed.
     """
@@ -42,7 +49,7 @@ def on_gpus(far: BounceExchange, hosts: tuple[int, ...], on_open: OnOpen | None 
             on_open(control)
         return CudaExchange(spec, control=control, device=far.device.index)
 
-    return compose(far, hosts, control_spec, make)
+    return compose(far, hosts, control_spec, make, validate=validate)
 
 
 def compose(

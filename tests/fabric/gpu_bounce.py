@@ -1,10 +1,13 @@
-"""Programs of ranks whose tensors are on one shared GPU and whose rows travel over the loopback.
+"""Programs of ranks whose tensors are on a GPU, one for all, and whose rows travel over the loopback.
 
 Calls are made behind kernels that take long, so that work that does not wait for the caller's stream reads
 or writes too early. Arguments are overwritten as soon as a send has returned.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -14,6 +17,7 @@ from ep_server.ep import bounce
 from ep_server.ep.bounce import BounceExchange, PendingCombine, PendingDispatch
 from ep_server.ep.exchange import ExchangeSpec, Payload, Received, View
 from ep_server.ep.fabric import FabricOptions
+from ep_server.ep.hybrid import HybridExchange
 from ep_server.ep.quant import dequantise
 from ep_server.errors import InvalidArgument
 from tests.ep.conformance import run_cases
@@ -23,13 +27,13 @@ from tests.harness.expected import expect
 from tests.harness.routing import make_inputs
 
 LONG = 200_000  # clock cycles, about 0.1 ms
-GPU = "cuda:0"
+SHARED = "cuda:0"
 
 
 def late(tensor: torch.Tensor) -> torch.Tensor:
-    """The same values and strides on the GPU, there only after a long kernel of the current stream."""
-    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=GPU)
-    ready = tensor.to(GPU)
+    """The same values and strides on the current GPU, there only after a long kernel of its stream."""
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cuda")
+    ready = tensor.to("cuda")
     torch.cuda._sleep(LONG)
     return made.copy_(ready)
 
@@ -74,10 +78,11 @@ class Combine:
 
 
 class OnGpu:
-    """The Protocol on CPU tensors over an exchange on GPU tensors."""
+    """The Protocol on CPU tensors over an exchange on tensors of the current GPU."""
 
-    def __init__(self, exchange: BounceExchange) -> None:
-        self.exchange, self.spec, self.stream = exchange, exchange.spec, torch.cuda.Stream(GPU)
+    def __init__(self, exchange: BounceExchange | HybridExchange) -> None:
+        self.exchange, self.spec, self.stream = exchange, exchange.spec, torch.cuda.Stream()
+        self.near_ranks = getattr(exchange, "near_ranks", ())
         self.all_gather, self.barrier, self.close = exchange.all_gather, exchange.barrier, exchange.close
 
     def dispatch_send(
@@ -102,8 +107,8 @@ class OnGpu:
 
 
 def make(options: FabricOptions, spec: ExchangeSpec, group: dist.ProcessGroup) -> BounceExchange:
-    torch.cuda.set_device(GPU)
-    return bounce.from_process_group(group, spec, GPU, options)
+    torch.cuda.set_device(SHARED)
+    return bounce.from_process_group(group, spec, SHARED, options)
 
 
 def whole_suite(group: dist.ProcessGroup, options: FabricOptions) -> dict[str, str]:
@@ -119,9 +124,15 @@ def a_models_spec(group: dist.ProcessGroup, payload: Payload) -> ExchangeSpec:
 
 
 def in_flight(group: dist.ProcessGroup, options: FabricOptions) -> None:
-    """At a model's sizes, many chunks and both banks: results are looked at only when all is over."""
+    """At a model's sizes, many chunks and both banks."""
+    run_in_flight(group, partial(make, options))
+
+
+def run_in_flight(group: dist.ProcessGroup, make: Callable[..., BounceExchange | HybridExchange]) -> None:
+    """Two operations at a time; results are looked at only when all is over."""
     for payload in (Payload.BF16, Payload.FP8):
-        exchange = make(options, a_models_spec(group, payload), group)
+        exchange = make(a_models_spec(group, payload), group)
+        near = getattr(exchange, "near_ranks", ())
         spec, sums, seeds = exchange.spec, [], range(12)
         for first in seeds[::2]:
             pending = [exchange.dispatch_send(*inputs(spec, seed)) for seed in (first, first + 1)]
@@ -131,7 +142,7 @@ def in_flight(group: dist.ProcessGroup, options: FabricOptions) -> None:
             sums += [each.recv() for each in reversed(returning)][::-1]
         torch.cuda.current_stream().synchronize()
         for seed, found in zip(seeds, sums, strict=True):
-            wanted = expect(spec, make_inputs(spec, "max_tokens", seed)).combined
+            wanted = expect(spec, make_inputs(spec, "max_tokens", seed), near).combined
             assert_equal(found.cpu(), wanted, f"{payload} seed {seed}")
         exchange.barrier()
         exchange.close()
@@ -146,19 +157,23 @@ def experts(spec: ExchangeSpec, received: Received) -> torch.Tensor:
     """What tests.harness.expected.expert computes, for a COMPACT view."""
     rows = received.rows.float() if received.scales is None else dequantise(received.rows, received.scales)
     factors = [(1.0 + e / 16) * (-1 if e % 2 else 1) for e in spec.local_experts]
-    each = torch.tensor(factors, device=GPU).repeat_interleave(received.counts.long())
+    each = torch.tensor(factors, device="cuda").repeat_interleave(received.counts.long())
     torch.cuda._sleep(LONG)
     return (rows * each[:, None]).to(torch.bfloat16)
 
 
 def refused(group: dist.ProcessGroup, options: FabricOptions) -> None:
     """Tensors of another device are named, and so is a stream that is being captured."""
-    exchange = make(options, a_models_spec(group, Payload.BF16), group)
+    run_refused(make(options, a_models_spec(group, Payload.BF16), group))
+
+
+def run_refused(exchange: BounceExchange | HybridExchange) -> None:
+    """Closes it, too."""
     mine = make_inputs(exchange.spec, "uniform", 1)[exchange.spec.rank]
-    with pytest.raises(InvalidArgument, match=r"x .* on cpu.* on cuda:0"):
+    with pytest.raises(InvalidArgument, match=r"x .* on cpu.* on cuda"):
         exchange.dispatch_send(mine.x, mine.ids, mine.weights)
-    given = (mine.x.to(GPU), mine.ids.to(GPU), mine.weights.to(GPU))
-    with pytest.raises(InvalidArgument, match=r"topk_ids .* on cpu.* on cuda:0"):
+    given = (mine.x.cuda(), mine.ids.cuda(), mine.weights.cuda())
+    with pytest.raises(InvalidArgument, match=r"topk_ids .* on cpu.* on cuda"):
         exchange.dispatch_send(given[0], mine.ids, given[2])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph), pytest.raises(InvalidArgument, match="graph"):

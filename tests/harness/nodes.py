@@ -51,14 +51,14 @@ class Node:
     def signal(self, number: signal.Signals) -> None:
         self.inner.send_signal(number)
 
-    async def serving(self) -> str:
+    async def serving(self, seconds: float = WAIT) -> str:
         """Waits until it serves. Returns: host:port."""
-        await self.until(lambda: self.address)
+        await self.until(lambda: self.address, seconds)
         return self.address
 
-    async def until(self, condition: Any) -> None:
+    async def until(self, condition: Any, seconds: float = WAIT) -> None:
         """Waits for a condition over its log."""
-        async with asyncio.timeout(WAIT):
+        async with asyncio.timeout(seconds):
             while not condition():
                 ended = self._reading is not None and self._reading.done()
                 assert not ended, (self.lines[-10:], self.text[-10:])
