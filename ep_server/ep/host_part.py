@@ -123,7 +123,7 @@ def join(near: Received, far: Brought, view: View) -> Joined:
     numbers = torch.arange(here + len(entry), device=entry.device)
     near_at = numbers[:here] + shift.index_select(0, _expert_of(numbers[:here], begins))
     far_at = numbers[: len(entry)] + begins.index_select(0, after)
-    rows = torch.empty_like(numbers)
+    rows = torch.empty(len(numbers), dtype=torch.int64, device=entry.device)
     rows.index_copy_(0, near_at, numbers[:here])
     rows.index_copy_(0, far_at, entry + here)
     counts = near.counts[:experts] + far.counts
