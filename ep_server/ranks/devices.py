@@ -25,7 +25,7 @@ from ep_server.model.sampler import Sampler
 from ep_server.model.sizes import context_limit
 from ep_server.model.torch_compute import TorchCompute
 from ep_server.ranks.exchanges import Opening, open_exchange
-from ep_server.ranks.group import hosts_of, local_ranks, on_hybrid, on_nvlink, useful_blocks
+from ep_server.ranks.group import alone, hosts_of, local_ranks, on_hybrid, on_nvlink, useful_blocks
 from ep_server.ranks.overlap import BucketOverlap, Overlap, OverlapPolicy
 from ep_server.records import Request, SampledToken, StepBatch
 from ep_server.v1 import rank_pb2 as pb
@@ -199,7 +199,7 @@ class CudaDevice:
             max_running=scheduler.max_running,
             max_step_tokens=scheduler.max_step_tokens,
             useful_blocks=useful_blocks(scheduler, longest),
-            graphs=nvlink,  # a step through host memory cannot be captured
+            graphs=nvlink or alone(exchange.spec),  # a step through host memory cannot be captured
             overlap=overlap_mode(self._config, exchange.spec.num_ranks),
         )
         blocks = kv_blocks_on(self.device, model, plan)
@@ -239,8 +239,11 @@ def overlap_mode(config: Config, ranks: int) -> str:
 
 def rows_of(exchange: Any, nvlink: bool, hybrid: bool = False) -> RowsOfSteps:
     """How rows come to a GPU. nvlink: `exchange` is a CudaExchange. hybrid: a HybridExchange."""
-    from ep_server.model.gpu.rows import FusedRows, PlainRows, RowsBeside, RowsOfSteps
+    from ep_server.model.gpu.rows import FusedRows, LocalRows, PlainRows, RowsBeside, RowsOfSteps
 
+    if alone(exchange.spec):
+        local = LocalRows()
+        return RowsOfSteps(local, local)
     if hybrid:
         rows = PlainRows(exchange, View.INDEX)  # the view that it copies least for
         return RowsOfSteps(rows, rows, exchange.check)

@@ -117,6 +117,15 @@ def on_nvlink(config: Config, spec: ExchangeSpec) -> bool:
     return config.parallel.device == "cuda" and config.cluster.nodes == 1 and spec.payload != Payload.FP32
 
 
+def alone(spec: ExchangeSpec) -> bool:
+    """Whether rows need not travel at all.
+
+    FP8 on the wire would round them; reduction source promises its bits for any number of ranks.
+    """
+    plain = spec.payload in (Payload.FP32, Payload.BF16)
+    return spec.num_ranks == 1 and plain and spec.reduction is Reduction.RANK
+
+
 def on_hybrid(config: Config, spec: ExchangeSpec) -> bool:
     """Whether rows travel between the GPUs of a node themselves, and through host memory to other nodes.
 

@@ -4,7 +4,7 @@ A transfer is started, and its hook is called one yield later. Two micro-batches
 ranks must start transfers in the same order: the layer loop does. Three ways with one face: any exchange of
 ep/exchange.py; the one over NVLink, which can do both halves of an operation in one kernel, is given room for
 all that can come instead of being asked how much did, shows rows where they arrived and counts them itself,
-so that the host has no part in it; and the same on a stream of its own.
+so that the host has no part in it; and the same on a stream of its own. A rank alone needs none of them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from ep_server.ep.exchange import Exchange, ExchangeSpec, Received, View
+from ep_server.model.triton.local_rows import Places, place_rows, sum_rows
 
 T = TypeVar("T")
 Hook = Callable[[], T]  # called once, on the stream that the transfer was started on
@@ -115,6 +116,28 @@ class PlainRows:
     def combine(self, out: torch.Tensor, received: Received) -> Hook[torch.Tensor]:
         """See Rows."""
         return self._exchange.combine_send(out, received).recv
+
+
+class LocalRows:
+    """Of a rank without peers: rows stay where they are, unrounded. It can be captured."""
+
+    def dispatch(self, tokens: Tokens, arrival: Arrival) -> Hook[Received]:
+        """See Rows."""
+        places = Places.empty(tokens.ids, len(arrival.expert_tokens))
+        place_rows(tokens.ids, places, arrival.expert_tokens)
+        handle = (tokens, places)
+        received = Received(
+            tokens.x, places.counts, places.offsets, handle, View.INDEX, row_ids=places.tokens
+        )
+        return lambda: received
+
+    def combine(self, out: torch.Tensor, received: Received) -> Hook[torch.Tensor]:
+        """See Rows."""
+        assert isinstance(received.handle, tuple)
+        tokens, places = received.handle
+        combined = out.new_empty(tokens.x.shape)
+        sum_rows(out, tokens.ids, tokens.gates, places.rows, combined)
+        return lambda: combined
 
 
 class FusedRows:

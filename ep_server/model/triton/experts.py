@@ -18,6 +18,7 @@ import triton.language as tl
 
 from ep_server.errors import InternalError
 from ep_server.model.triton.checks import block, expect
+from ep_server.model.triton.early import after_previous, early
 from ep_server.model.triton.expert_rows import GROUP, ExpertRows, ExpertWeights, Tiles, tiles_for
 from ep_server.model.triton.ragged import find_tile, tile_counts
 
@@ -56,16 +57,16 @@ def _grouped_kernel(
     EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, PADDED: tl.constexpr,
     WIDTH: tl.constexpr, CHANNELS: tl.constexpr, GATED: tl.constexpr,
     X_FP8: tl.constexpr, W_FP8: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    GROUP: tl.constexpr,
+    GROUP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    after_previous(EARLY)
     which = tl.arange(0, EXPERTS_BLOCK)
     tiles = tile_counts(tl.load(counts + which, mask=which < EXPERTS, other=0), M)
     row_tiles = tl.sum(tiles, axis=0)
-    channel_tiles: tl.constexpr = (CHANNELS + N - 1) // N
     channel_blocks: tl.constexpr = (CHANNELS + GROUP - 1) // GROUP
     width_blocks: tl.constexpr = (WIDTH + GROUP - 1) // GROUP
     parts: tl.constexpr = 2 if GATED else 1
-    for tile in range(tl.program_id(0), row_tiles * channel_tiles, tl.num_programs(0)):
+    for tile in range(tl.program_id(0), row_tiles * tl.cdiv(CHANNELS, N), tl.num_programs(0)):
         expert, local = find_tile(tiles, tile % row_tiles)
         first = expert.to(tl.int64) * PADDED
         if PADDED == 0:
@@ -80,10 +81,10 @@ def _grouped_kernel(
         real = channel < CHANNELS
         w_row = (expert.to(tl.int64) * (parts * CHANNELS) + channel) * WIDTH
         s_row = (expert * (parts * channel_blocks) + channel // GROUP) * width_blocks
+        inner = source if PADDED == 0 else row  # a PADDED view has its scales by column, per expert
         x_scale_at = x_scales
         if X_FP8:
-            inner = source if PADDED == 0 else row  # a PADDED view has its scales by column, per expert
-            x_scale_at = x_scales + expert.to(tl.int64) * scale_expert + inner * scale_row
+            x_scale_at += expert.to(tl.int64) * scale_expert + inner * scale_row
         acc = tl.zeros((M, N), dtype=tl.float32)
         gate_acc = tl.zeros((M, N), dtype=tl.float32)
         for k in range(0, WIDTH, K):
@@ -168,5 +169,5 @@ def _launch(
         EXPERTS=experts, EXPERTS_BLOCK=block(experts), PADDED=given.padded if padded is None else padded,
         WIDTH=width, CHANNELS=channels, GATED=gated, X_FP8=given.scales is not None, W_FP8=scale is not None,
         M=tiles.m, N=tiles.n, K=GROUP if scaled else tiles.k, GROUP=GROUP,
-        num_warps=tiles.warps, num_stages=tiles.stages,
+        **early(weight), num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from ep_server.model.triton.checks import FLOATS, block, expect, expect_range
+from ep_server.model.triton.early import after_previous, early
 
 MAX_DIM = 32768
 
@@ -21,8 +22,9 @@ MAX_DIM = 32768
 @triton.jit
 def _rms_norm_kernel(
     x, residual, weight, out, x_pitch, out_pitch, eps,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    after_previous(EARLY)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     channel = tl.arange(0, BLOCK)
     inside = channel < DIM
@@ -57,7 +59,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tenso
         size = block(dim)
         _rms_norm_kernel[(len(x), heads)](
             x, x, weight, out, x.stride(0), out.stride(0), eps,
-            DIM=dim, BLOCK=size, ADD=False, num_warps=_warps(size),
+            DIM=dim, BLOCK=size, ADD=False, **early(x), num_warps=_warps(size),
         )  # fmt: skip
 
 
@@ -81,7 +83,7 @@ def add_rms_norm(
         size = block(dim)
         _rms_norm_kernel[(len(x), 1)](
             x, residual, weight, out, x.stride(0), out.stride(0), eps,
-            DIM=dim, BLOCK=size, ADD=True, num_warps=_warps(size),
+            DIM=dim, BLOCK=size, ADD=True, **early(x), num_warps=_warps(size),
         )  # fmt: skip
 
 

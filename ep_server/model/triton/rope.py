@@ -18,6 +18,7 @@ import triton.language as tl
 
 from ep_server.errors import InternalError
 from ep_server.model.triton.checks import FLOATS, INTEGERS, block, expect
+from ep_server.model.triton.early import after_previous, early
 from ep_server.model.triton.paged import PagedKv, to_code
 
 _BLOCK_HEADS = 4
@@ -70,7 +71,9 @@ def _store_gqa_kernel(
     qkv, q_out, k_cache, v_cache, weight, table, positions, slots, k_scale, v_scale, pitch, eps, clip,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, STEP: tl.constexpr, GAP: tl.constexpr,
     HEADS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, CLIP: tl.constexpr, FP8: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    after_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     if slot < 0:
@@ -169,7 +172,8 @@ def store_gqa(
             rotation.table, rotation.positions, rotation.slots, kv.k_scale, kv.v_scale,
             qkv.stride(0), 0.0 if norm is None else norm.eps, clip,
             Q_HEADS=heads, KV_HEADS=kv_heads, DIM=dim, STEP=step, GAP=gap, HEADS=_BLOCK_HEADS,
-            BLOCK=block(dim // 2), NORM=norm is not None, CLIP=clip > 0, FP8=kv.fp8, num_warps=4,
+            BLOCK=block(dim // 2), NORM=norm is not None, CLIP=clip > 0, FP8=kv.fp8, **early(qkv),
+            num_warps=4,
         )  # fmt: skip
 
 
@@ -179,7 +183,9 @@ def _store_mla_kernel(
     latent_pitch, rope_pitch, q_pitch, q_head_pitch, out_pitch, out_head_pitch, eps,
     Q_HEADS: tl.constexpr, LATENT: tl.constexpr, DIM: tl.constexpr, STEP: tl.constexpr, GAP: tl.constexpr,
     HEADS: tl.constexpr, BLOCK: tl.constexpr, BLOCK_LATENT: tl.constexpr, FP8: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    after_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     if slot < 0:
@@ -257,5 +263,6 @@ def store_mla(x: MlaInput, q_out: torch.Tensor, kv: PagedKv, rotation: Rotation)
             rotation.table, rotation.positions, rotation.slots, kv.k_scale,
             x.latent.stride(0), x.k_rope.stride(0), *x.q_rope.stride()[:2], *q_out.stride()[:2], x.eps,
             Q_HEADS=heads, LATENT=latent, DIM=dim, STEP=step, GAP=gap, HEADS=_BLOCK_HEADS,
-            BLOCK=block(dim // 2), BLOCK_LATENT=block(latent), FP8=kv.fp8, num_warps=4,
+            BLOCK=block(dim // 2), BLOCK_LATENT=block(latent), FP8=kv.fp8, **early(q_out),
+            num_warps=4,
         )  # fmt: skip

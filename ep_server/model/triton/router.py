@@ -20,6 +20,7 @@ import triton.language as tl
 from ep_server.errors import InternalError
 from ep_server.model.families.spec import GroupScore, RouterSpec, Score
 from ep_server.model.triton.checks import block, expect, expect_range
+from ep_server.model.triton.early import after_previous, early
 
 MAX_EXPERTS = 4096
 GOLDEN, LOW = tl.constexpr(0x9E3779B9), tl.constexpr(0xFFFFFFFF)
@@ -95,8 +96,9 @@ def _route_kernel(
     logits, bias, num_tokens, numbers, positions, ids, weights, pitch, eps, scale, seed, layer,
     EXPERTS: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
     SIGMOID: tl.constexpr, TOP2: tl.constexpr, RENORMALISE: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr, SIZE_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr, SIZE_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    after_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
     lane = tl.arange(0, K_BLOCK)
     at = token * K + lane
@@ -179,5 +181,5 @@ def route(
             SIGMOID=spec.score is Score.SIGMOID, TOP2=spec.group_score is GroupScore.TOP2_SUM,
             RENORMALISE=spec.renormalise,
             GROUP_BLOCK=block(spec.groups), SIZE_BLOCK=block(size), K_BLOCK=block(k),
-            num_warps=1 if experts <= 256 else 4,
+            **early(logits), num_warps=1 if experts <= 256 else 4,
         )  # fmt: skip

@@ -18,6 +18,7 @@ from ep_server.model.kv_cache import KvLayer
 from ep_server.model.triton.activation import silu_mul
 from ep_server.model.triton.expert_rows import ExpertRows, ExpertWeights
 from ep_server.model.triton.experts import run_experts
+from ep_server.model.triton.local_rows import Places, place_rows, sum_rows
 from ep_server.model.triton.logit_edits import (
     BiasLists,
     Penalties,
@@ -185,7 +186,17 @@ def small_float32() -> None:
     run_experts(given, weights, meta(16, 32, dtype=F32), meta(16, 64, dtype=F32))
 
 
-PARTS = (norms, rotations, decoding, prefilling, routing, grouped, sampling, small_float32)
+def local_rows() -> None:
+    """A rank without peers."""
+    ids = meta(TOKENS, 8, dtype=I64)
+    places = Places(
+        meta(128, dtype=I32), meta(129, dtype=I64), meta(TOKENS * 8, dtype=I64), meta(TOKENS, 8, dtype=I32)
+    )
+    place_rows(ids, places, meta(128, dtype=I32))
+    sum_rows(meta(TOKENS * 8, 2048), ids, meta(TOKENS, 8, dtype=F32), places.rows, meta(TOKENS, 2048))
+
+
+PARTS = (local_rows, norms, rotations, decoding, prefilling, routing, grouped, sampling, small_float32)
 
 if __name__ == "__main__":
     once = "--once" in sys.argv
