@@ -13,6 +13,7 @@ from ep_server.ep.exchange import ExchangeSpec, Payload
 from ep_server.ep.quant import dequantise, quantise
 
 ROUTINGS = ("uniform", "zipf", "one")
+FORMS = ("own", "deepep")
 
 
 @dataclass(frozen=True)

@@ -6,10 +6,14 @@ rank, between two events of its stream. Columns, us, median (p99 in brackets):
     dispatch, combine   both halves in one kernel, 20 of the same in a row
     pair                dispatch then combine, chained
     halves              the same pair with send and receive as four kernels
-    AG+RS, A2A          NCCL all-gather + reduce-scatter, and all_to_all_single each way, same routing: rows
-                        with scales, ids and weights out, BF16 back; A2A moves deduplicated rows, counts known
 KB out: what the busiest rank really writes to its peers in a pair. bound: the most that any rank sends or
-receives, each way, at 375 GB/s. Below each line: parts by the device's own clock (mean, slowest rank).
+receives, each way, at 375 GB/s. Below each line: parts by the device's own clock (mean, slowest rank), memory
+and errors, and NCCL at the same routing, rows with scales, ids and weights out, BF16 back:
+    AG+RS               all-gather + reduce-scatter
+    A2A                 all_to_all_single each way, deduplicated rows, counts known
+
+Without a choice of cases all of exchange_plan.py runs, the most important first, for at most --seconds; rows
+are printed, and written to --json, as they come.
 
     python benchmarks/bench_exchange.py --device cuda [--quick | --overlap] [--json FILE]
 """
@@ -17,57 +21,45 @@ receives, each way, at 375 GB/s. Below each line: parts by the device's own cloc
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import tempfile
-from dataclasses import asdict, dataclass, field, replace
-from itertools import product
-from pathlib import Path
+import time
+from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from exchange_calls import Pair, check, nccl_calls
-from exchange_case import ROUTINGS, Case, rows_between
+from exchange_case import FORMS, ROUTINGS, Case, rows_between
 from exchange_overlap import overlap
-from exchange_timing import Time, Timer
+from exchange_plan import TOKENS, Asked, cases_of
+from exchange_report import HEAD, Report, Row, name_of
+from exchange_timing import Timer
 
 from ep_server.ep import cuda_memory
 from ep_server.ep.exchange import Payload
 
 LINK_GBS = 375.0
-TOKENS = (1, 8, 16, 32, 64, 128, 200, 256)
-QUICK = {4: (128, 64, 16, 1), 2: (128,), 1: (1,)}
-COLUMNS = ("dispatch", "combine", "pair", "halves", "AG+RS", "A2A")
-
-
-@dataclass
-class Row:
-    """One line of the table."""
-
-    case: Case
-    times_us: dict[str, Time] = field(default_factory=dict)
-    parts_us: dict[str, float] = field(default_factory=dict)
-    errors: dict[str, float] = field(default_factory=dict)
-    kb_out: float = 0.0
-    bound_us: float = 0.0
-    memory_mb: float = 0.0
+SECONDS = 450  # of a whole run
+WAIT = timedelta(seconds=300)  # for ranks that may have died
 
 
 @dataclass(frozen=True)
 class Job:
-    """What all processes run. cases: rank count -> cases; folder: rendezvous and results."""
+    """What all processes run. folder: of the rendezvous; began: time.time() of the start."""
 
-    cases: dict[int, list[Case]]
+    cases: list[Case]
     folder: str
-    overlap: bool
-    nccl: bool
+    machine: dict[str, str]
+    began: float
+    options: argparse.Namespace
 
 
-def measure(case: Case, rank: int, timer: Timer, nccl: dist.ProcessGroup | None) -> Row:
-    """One row, on every rank of the case."""
+def measure(case: Case, rank: int, timer: Timer) -> Row:
+    """One row without NCCL, on every rank of the case."""
     exchange = cuda_memory.from_process_group(timer.group, case.spec(rank), num_sms=case.num_sms)
     pair = Pair(exchange, case)
     row = Row(case, memory_mb=exchange.memory_bytes / 2**20)
@@ -82,8 +74,6 @@ def measure(case: Case, rank: int, timer: Timer, nccl: dist.ProcessGroup | None)
     exchange.check()
     exchange.barrier()
     exchange.close()
-    for name, call in nccl_calls(case, rank, nccl).items() if nccl is not None else ():
-        row.times_us[name] = timer.graph(call)
     return row
 
 
@@ -117,67 +107,68 @@ def traffic(case: Case, pair: Pair, timer: Timer) -> tuple[float, float]:
 
 
 def run(rank: int, job: Job) -> None:
-    """One process, one GPU; takes part in every rank count that reaches it, waits through the others."""
+    """One process, one GPU; takes part in every case that reaches it, waits through the others."""
     torch.set_num_threads(4)
     torch.cuda.set_device(rank)
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    world = max(job.cases)
-    dist.init_process_group("gloo", init_method=f"file://{job.folder}/store", rank=rank, world_size=world)
-    for ranks, cases in job.cases.items():
-        members = list(range(ranks))
-        gloo = dist.new_group(members, backend="gloo")
-        nccl = dist.new_group(members, backend="nccl") if job.nccl and ranks > 1 else None
-        for case in cases if rank < ranks else ():
-            timer = Timer(gloo, case.replays)
-            if job.overlap:
-                overlap(case, rank, timer)
-                continue
-            row = measure(case, rank, timer, nccl)
-            if rank == 0:
-                report(row)
-                with (Path(job.folder) / "rows.jsonl").open("a") as file:
-                    file.write(json.dumps(asdict(row)) + "\n")
-        dist.barrier()
+    world = max(case.ranks for case in job.cases)
+    store = f"file://{job.folder}/store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world, timeout=WAIT)
+    counts = sorted({case.ranks for case in job.cases})
+    gloo = {n: dist.new_group(list(range(n)), backend="gloo", timeout=WAIT) for n in counts}
+    nccl = {
+        n: dist.new_group(list(range(n)), backend="nccl", timeout=WAIT) for n in counts if beside_nccl(job, n)
+    }
+    report = Report(job.machine, job.options.json, job.began) if rank == 0 else None
+    if report is not None:
+        report.say(f"{world} rank processes are up")
+    for case in job.cases:
+        if over(job, report):
+            break
+        if rank < case.ranks:
+            one(case, rank, Timer(gloo[case.ranks], case.replays), nccl.get(case.ranks), report, job)
+    dist.barrier()
     os._exit(0)  # NCCL's teardown of captured communicators is not what is measured
 
 
-def report(row: Row) -> None:
-    """The line of a row, and its parts below."""
-    case = row.case
-    times = [f"{row.times_us.get(name, '-')!s:>15}" for name in COLUMNS]
-    share = 100 * row.bound_us / row.times_us["pair"].median
-    print(
-        f"{case.ranks:2} {case.tokens:4} {case.routing:>7} {case.form:>6} {case.wire:>5}",
-        *times,
-        f"{row.kb_out:8.0f} {row.bound_us:6.1f} {share:5.1f}",
-    )
-    by_op: dict[str, str] = {}
-    for name, us in row.parts_us.items():  # "pair dispatch/send" and so on
-        op, _, part = name.partition("/")
-        by_op[op] = f"{by_op.get(op, op + ':')} {part} {us:.1f}"
-    print("      " + "; ".join(by_op.values()))
-    errors = "  ".join(f"{name} {error:.2e}" for name, error in row.errors.items())
-    print(f"      memory {row.memory_mb:.1f} MiB; error against float64 sums: {errors}", flush=True)
+def one(
+    case: Case,
+    rank: int,
+    timer: Timer,
+    nccl: dist.ProcessGroup | None,
+    report: Report | None,
+    job: Job,
+) -> None:
+    """One case, on every rank of it; rank 0 reports."""
+    if job.options.overlap:
+        return overlap(case, rank, timer)
+    if report is not None:
+        report.say(f"EP {name_of(case)}")
+    row = measure(case, rank, timer)
+    if report is not None:
+        report.own(row)
+    if nccl is None or case.form != "own" or case.wire != "bf16":
+        return None  # NCCL's rows are those of the usual form
+    for name, call in nccl_calls(case, rank, nccl).items():
+        row.times_us[name] = timer.graph(call)
+    if report is not None:
+        report.beside(row)
+    return None
 
 
-def cases_of(given: argparse.Namespace) -> dict[int, list[Case]]:
-    """The cases that the options ask for, by rank count."""
-    asked = {n: tuple(given.tokens or TOKENS) for n in given.ranks or (1, 2, 4)}
-    if given.overlap:
-        asked = {n: tuple(given.tokens or (128,)) for n in given.ranks or (4,)}
-    if given.quick:
-        asked = {n: tokens for n, tokens in QUICK.items() if not given.ranks or n in given.ranks}
-    common = Case(
-        0, 0, payload=given.payload, form=given.form, num_sms=given.num_sms,
-        replays=100 if given.overlap else 300,
-    )  # fmt: skip
-    return {
-        n: [
-            replace(common, ranks=n, tokens=t, routing=routing, wire=wire)
-            for t, routing, wire in product(tokens, given.routing, given.wire)
-        ]
-        for n, tokens in asked.items()
-    }
+def beside_nccl(job: Job, ranks: int) -> bool:
+    given = job.options
+    return ranks > 1 and not (given.quick or given.no_nccl or given.overlap)
+
+
+def over(job: Job, report: Report | None) -> bool:
+    """Whether the time is up, as rank 0 says it to all."""
+    late = torch.zeros(1)
+    if report is not None and report.seconds > job.options.seconds:
+        report.say(f"stopped: --seconds {job.options.seconds:.0f} are over, the cases behind are left out")
+        late += 1
+    dist.broadcast(late, 0)
+    return bool(late)
 
 
 def options(argv: list[str]) -> argparse.Namespace:
@@ -187,43 +178,61 @@ def options(argv: list[str]) -> argparse.Namespace:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
-        "--ranks", type=int, nargs="+", choices=(1, 2, 3, 4, 5, 6, 7, 8), help="default 1 2 4"
+        "--ranks",
+        type=int,
+        nargs="+",
+        choices=(1, 2, 3, 4, 5, 6, 7, 8),
+        help="default 4 2 1, as far as there are GPUs",
     )
     parser.add_argument("--tokens", type=int, nargs="+", help="default " + " ".join(map(str, TOKENS)))
     parser.add_argument("--payload", choices=[p.value for p in Payload if p != Payload.FP32], default="fp8")
-    parser.add_argument("--routing", nargs="+", choices=ROUTINGS, default=["uniform"])
-    parser.add_argument("--form", choices=("own", "deepep"), default="own", help="deepep: weights at combine")
-    parser.add_argument("--wire", nargs="+", choices=("bf16", "log10", "fp8"), default=["bf16"])
+    parser.add_argument("--routing", nargs="+", choices=ROUTINGS)
+    parser.add_argument("--form", nargs="+", choices=FORMS, help="deepep: weights at combine")
+    parser.add_argument(
+        "--wire", nargs="+", choices=("bf16", "log10", "fp8"), help="how combine's rows travel"
+    )
     parser.add_argument("--num-sms", type=int, default=0, help="multiprocessors of a kernel; 0 = all")
-    parser.add_argument("--quick", action="store_true", help="few sizes, no NCCL")
+    parser.add_argument("--quick", action="store_true", help="few sizes, no NCCL, 100 replays")
     parser.add_argument("--overlap", action="store_true", help="the pair beside a GEMM, instead of the table")
     parser.add_argument("--no-nccl", action="store_true")
+    parser.add_argument(
+        "--seconds", type=float, default=SECONDS, help="no case begins later, default %(default)s"
+    )
     parser.add_argument("--json", default="", help="where to write the rows")
     return parser.parse_args(argv)
 
 
+def asked_by(given: argparse.Namespace) -> Asked:
+    """The options as exchange_plan.py knows them."""
+    replays = 100 if given.overlap or given.quick else 300
+    return Asked(
+        Case(0, 0, payload=given.payload, num_sms=given.num_sms, replays=replays),
+        *(tuple(each or ()) for each in (given.ranks, given.tokens, given.routing, given.wire, given.form)),
+        quick=given.quick,
+        overlap=given.overlap,
+    )
+
+
 def main(argv: list[str]) -> None:
-    given = options(argv)
-    cases = cases_of(given)
-    here = torch.cuda.device_count()
-    if max(cases) > here:
-        raise SystemExit(f"--ranks {max(cases)} needs as many GPUs, here are {here}")
+    given, began, here = options(argv), time.time(), torch.cuda.device_count()
+    try:
+        cases = cases_of(asked_by(given), here)
+    except ValueError as error:
+        raise SystemExit(str(error)) from error
     machine = {
         "gpus": f"{here} x {torch.cuda.get_device_name()}",
         "torch": torch.__version__,
         "commit": commit(),
     }
     print("; ".join(f"{name} {value}" for name, value in machine.items()), flush=True)
+    print(f"{len(cases)} cases, graphs of 20 operations, {cases[0].replays} replays", flush=True)
     if not given.overlap:
-        print("EP    T routing   form  wire", *(f"{name:>15}" for name in COLUMNS), "  KB out  bound     %")
+        print(HEAD, flush=True)
     mp.get_context("forkserver").set_forkserver_preload(["torch.distributed", "ep_server.ep.cuda"])
     with tempfile.TemporaryDirectory() as folder:
-        job = Job(cases, folder, given.overlap, nccl=not (given.quick or given.no_nccl or given.overlap))
-        mp.start_processes(run, args=(job,), nprocs=max(cases), start_method="forkserver")
-        rows = Path(folder) / "rows.jsonl"
-        if given.json and rows.exists():
-            found = [json.loads(line) for line in rows.read_text().splitlines()]
-            Path(given.json).write_text(json.dumps(machine | {"rows": found}, indent=1) + "\n")
+        job = Job(cases, folder, machine, began, given)
+        world = max(case.ranks for case in cases)
+        mp.start_processes(run, args=(job,), nprocs=world, start_method="forkserver")
 
 
 def commit() -> str:
