@@ -20,6 +20,21 @@ settings.load_profile("project")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--no-skips", action="store_true", help="a skipped test is a failure")
+    parser.addoption(
+        "--ranks-per-gpu", type=int, default=1, help="how many ranks of a test may share a GPU (slow)"
+    )
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skips tests marked gpu that need more than there is: num_ranks may share GPUs, num_gpus may not."""
+    if item.get_closest_marker("gpu") is None or not isinstance(item, pytest.Function):
+        return
+    import torch
+
+    params = item.callspec.params if hasattr(item, "callspec") else {}
+    here, per_gpu = torch.cuda.device_count(), item.config.getoption("--ranks-per-gpu")
+    if params.get("num_gpus", 0) > here or params.get("num_ranks", 0) > here * per_gpu:
+        pytest.skip(f"{params} needs more than {here} GPUs with {per_gpu} ranks on each")
 
 
 @pytest.hookimpl(wrapper=True)

@@ -1,6 +1,6 @@
 """Programs in DeepEP's form that only CUDA tensors can run: streams, events, graphs, the log format, NCCL.
 
-Run by every rank of a gloo group, one GPU per rank; those for any device are in buffer_programs.py.
+Run by every rank of a gloo group; programs for any device are in buffer_programs.py.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import torch.distributed as dist
 from ep_server.ep.exchange import Payload
 from ep_server.ep.quant import dequantise
 from ep_server.errors import InvalidArgument
-from tests.ep.buffer_programs import FLAGS, HIDDEN, MAX_TOKENS, NUM_EXPERTS, TOP_K, User
+from tests.ep.buffer_user import FLAGS, HIDDEN, MAX_TOKENS, NUM_EXPERTS, TOP_K, User
 from tests.harness.compare import assert_equal
+from tests.harness.gpus import gpu_of
 from tests.harness.routing import Inputs
 
 CYCLES = 20_000_000  # of a GPU's clock, about 10 ms: longer than every call that must wait for it
@@ -301,7 +302,7 @@ def wrong_ids(group: dist.ProcessGroup) -> None:
 
 def over_nccl(group: dist.ProcessGroup) -> None:
     """The group may be one of NCCL; tensors may be made on the GPU by default, as DeepEP's own test does."""
-    torch.cuda.set_device(group.rank())
+    torch.cuda.set_device(gpu_of(group.rank()))
     nccl = dist.new_group(backend="nccl")
     user = User(nccl, device="cuda")
     mine, expected, spec = user.known("uniform", 1, Payload.FP8)

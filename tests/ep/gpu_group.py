@@ -1,4 +1,4 @@
-"""What programs of ranks on GPUs share: exchanges, sizes, experts and sums on paper. One GPU per rank."""
+"""What programs of ranks on GPUs share: exchanges, sizes, experts and sums on paper."""
 
 from __future__ import annotations
 
@@ -15,14 +15,15 @@ from ep_server.ep.quant import dequantise
 from tests.ep.conformance import Factory
 from tests.ep.on_gpu import OnGpu
 from tests.harness.expected import expect
+from tests.harness.gpus import gpu_of
 from tests.harness.routing import Inputs
 
 EXPERTS = 64
 
 
 def open_exchange(group: dist.ProcessGroup, spec: ExchangeSpec, **options: Any) -> CudaExchange:
-    """This rank's end, on the GPU of its number. Collective."""
-    torch.cuda.set_device(spec.rank)
+    """This rank's end, on its GPU. Collective."""
+    torch.cuda.set_device(gpu_of(spec.rank))
     return cuda_memory.from_process_group(group, spec, **options)
 
 

@@ -1,4 +1,4 @@
-"""Buffer and `import deep_ep`: programs in DeepEP's form on gloo ranks (tests/ep/buffer_programs.py)."""
+"""Buffer and `import deep_ep`: programs in DeepEP's form on gloo ranks (tests/ep/buffer_*.py)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from ep_server.compat import deep_ep
 from ep_server.ep.arenas import Sizes
 from ep_server.ep.exchange import Payload
 from ep_server.errors import InvalidArgument
-from tests.ep import buffer_programs
+from tests.ep import buffer_masks, buffer_programs
+from tests.ep.buffer_masks import LOSSES, Lost
 from tests.harness.process_group import run_group
 
 
@@ -38,22 +39,24 @@ def test_program(num_ranks: int, program: str) -> None:
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 def test_masks_on_request(num_ranks: int) -> None:
-    run_group(buffer_programs.masks, num_ranks, args=("cpu",))
+    run_group(buffer_masks.masks, num_ranks, args=("cpu",))
 
 
 def test_masks_of_all_sizes() -> None:
-    run_group(buffer_programs.masks_of_all_sizes, 3, args=("cpu",))
+    run_group(buffer_masks.masks_of_all_sizes, 3, args=("cpu",))
 
 
 @pytest.mark.parametrize("shrink", [True, False])
 def test_a_rank_that_stays_away(shrink: bool) -> None:
-    run_group(buffer_programs.a_rank_that_stays_away, 3, args=("cpu", shrink))
+    run_group(buffer_masks.a_rank_that_stays_away, 3, args=("cpu", shrink))
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_two_ranks_are_lost_one_after_the_other(killed: bool) -> None:
-    lost = (buffer_programs.LOST_AT_DISPATCH, buffer_programs.LOST_AT_COMBINE)
-    run_group(buffer_programs.shrink, 4, args=("cpu", killed), killed=lost if killed else ())
+@pytest.mark.parametrize(("num_ranks", "losses"), [(n, each) for n, all in LOSSES.items() for each in all])
+def test_ranks_are_lost_one_after_the_other(num_ranks: int, losses: Lost, killed: bool) -> None:
+    run_group(
+        buffer_masks.shrink, num_ranks, args=("cpu", killed, losses), killed=losses.ranks if killed else ()
+    )
 
 
 def test_more_sizes_than_arenas() -> None:

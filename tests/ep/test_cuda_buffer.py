@@ -1,4 +1,4 @@
-"""Buffer and `import deep_ep` on CUDA tensors, one process per GPU; needs GPUs (marker gpu)."""
+"""Buffer and `import deep_ep` on CUDA tensors, one process per rank; needs GPUs (marker gpu)."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.ep import buffer_programs, gpu_buffer_programs
+from tests.ep import buffer_masks, buffer_programs, gpu_buffer_programs
+from tests.ep.buffer_masks import LOSSES, Lost
 from tests.harness.process_group import run_group
 
 RANKS = (1, 2, 4)
@@ -20,8 +21,6 @@ pytestmark = [
 
 
 def run(program: Callable[..., Any], num_ranks: int, *args: Any, killed: Collection[int] = ()) -> list[Any]:
-    if torch.cuda.device_count() < num_ranks:
-        pytest.skip(f"needs {num_ranks} GPUs")
     return run_group(program, num_ranks, args=args, timeout=240, killed=killed)
 
 
@@ -55,11 +54,15 @@ def test_program_of_any_device(num_ranks: int, program: str) -> None:
         "log_format",
         "graphs_need_memory_first",
         "wrong_ids",
-        "over_nccl",
     ],
 )
 def test_program(num_ranks: int, program: str) -> None:
     run(getattr(gpu_buffer_programs, program), num_ranks)
+
+
+@pytest.mark.parametrize("num_gpus", RANKS)  # NCCL lets no two ranks share one
+def test_over_nccl(num_gpus: int) -> None:
+    run(gpu_buffer_programs.over_nccl, num_gpus)
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
@@ -71,16 +74,17 @@ def test_graph_replays_with_changing_routing(num_ranks: int, hook: bool) -> None
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("program", ["masks", "masks_of_all_sizes"])
 def test_masks_on_request(num_ranks: int, program: str) -> None:
-    run(getattr(buffer_programs, program), num_ranks, "cuda")
+    run(getattr(buffer_masks, program), num_ranks, "cuda")
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])
 @pytest.mark.parametrize("shrink", [True, False])
 def test_a_rank_that_stays_away(num_ranks: int, shrink: bool) -> None:
-    run(buffer_programs.a_rank_that_stays_away, num_ranks, "cuda", shrink)
+    run(buffer_masks.a_rank_that_stays_away, num_ranks, "cuda", shrink)
 
 
 @pytest.mark.parametrize("killed", [False, True])
-def test_two_ranks_are_lost_one_after_the_other(killed: bool) -> None:
-    lost = (buffer_programs.LOST_AT_DISPATCH, buffer_programs.LOST_AT_COMBINE)
-    run(buffer_programs.shrink, 4, "cuda", killed, killed=lost if killed else ())
+@pytest.mark.parametrize(("num_ranks", "losses"), [(n, each) for n, all in LOSSES.items() for each in all])
+def test_ranks_are_lost_one_after_the_other(num_ranks: int, losses: Lost, killed: bool) -> None:
+    lost = losses.ranks if killed else ()
+    run(buffer_masks.shrink, num_ranks, "cuda", killed, losses, killed=lost)
