@@ -99,7 +99,7 @@ class CudaArena:
         outputs = Outputs(padded[0], padded[1], received.counts, src_info, layout_range)
         # The exchange has made these on the communication stream; the caller reads them on its own.
         current = torch.cuda.current_stream(self.device)
-        use_on(current, outputs.counts, src_info, layout_range, handle.memory)
+        use_on(current, outputs.counts, src_info, layout_range)
         operation.received = without_rows(received)
         used = (call.x, call.ids, call.weights, call.expert_stats, call.wait_stats, *padded)
         return operation, outputs, (self._event(event, used), None)
@@ -156,7 +156,7 @@ class CudaArena:
             ),
             asynchronous=ending.asynchronous,
         )
-        used = (call.expert_out, call.weights, call.out, call.wait_stats, handle_of(received).memory)
+        used = (call.expert_out, call.weights, call.out, call.wait_stats)
         return self._event(event, used), None
 
     def _combine_send(self, operation: Operation, received: Received, call: CombineCall, wire: Wire) -> Ended:
@@ -164,7 +164,6 @@ class CudaArena:
         pending = self.exchange.combine_send(
             call.expert_out, received, call.weights, reduction=Reduction.RANK, wire=wire
         )
-        use_on(stream, handle_of(received).memory)
         operation.answering = True
 
         def hook() -> None:

@@ -325,4 +325,5 @@ class CudaExchange:
             check_tokens(self.spec, x.cpu(), ids.cpu(), None if weights is None else weights.cpu())
         self._check_bank(DISPATCH)
         memory = torch.empty(group.handle_bytes, dtype=torch.uint8, device=self.device)
-        return Handle(memory, tokens, weights is not None)
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        return Handle(memory, tokens, weights is not None, stream=stream)

@@ -22,7 +22,8 @@ from ep_server.errors import (
 class Handle:
     """What a dispatch leaves for the halves after it.
 
-    memory: device bytes that csrc calls DeviceHandle. rows: of the view, -1 where only the device knows.
+    memory: device bytes that csrc calls DeviceHandle; stream: on which they were allocated.
+    rows: of the view, -1 where only the device knows.
     answering: a combine of it was sent and not received; the memory has room for the state of one.
     src_info, layout_range: DeepEP's handle, where asked for.
     """
@@ -31,6 +32,7 @@ class Handle:
     tokens: int
     weighted: bool
     rows: int = -1
+    stream: int = 0
     received: bool = False
     held: bool = False
     answering: bool = False

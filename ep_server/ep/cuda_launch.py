@@ -59,14 +59,18 @@ class Launcher:
 
     def release(self, handle: Handle) -> None:
         """Gives the bank of an in-place view back."""
-        self.group.release(self._stream(), handle.memory.data_ptr())
+        self.group.release(self._stream(handle), handle.memory.data_ptr())
 
     def publish(self) -> None:
         """Tells the senders which banks were read, where no further kernel may follow for a while."""
         self.group.publish(self._stream())
 
-    def _stream(self) -> int:
-        return int(torch.cuda.current_stream(self.device).cuda_stream)
+    def _stream(self, handle: Handle | None = None) -> int:
+        """The current one; the allocator learns that a handle of another stream is used here."""
+        stream = torch.cuda.current_stream(self.device)
+        if handle is not None and handle.stream != stream.cuda_stream:
+            handle.memory.record_stream(stream)
+        return int(stream.cuda_stream)
 
     def send_args(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None, count: torch.Tensor | None
@@ -94,7 +98,7 @@ class Launcher:
         if narrow and self.shapes.fp8:
             raise InvalidArgument("x", "not aligned", f"at a multiple of {VECTOR} bytes")
         self.group.dispatch(
-            self._stream(), halves, self.num_sms, narrow, send, recv, handle.memory.data_ptr()
+            self._stream(handle), halves, self.num_sms, narrow, send, recv, handle.memory.data_ptr()
         )
 
     def receive(
@@ -163,7 +167,7 @@ class Launcher:
         if narrow and manner.wire != Wire.BF16:
             raise InvalidArgument("expert_out, out", "not aligned", f"at multiples of {VECTOR} bytes")
         self.group.combine(
-            self._stream(),
+            self._stream(handle),
             halves,
             self.num_sms,
             narrow,

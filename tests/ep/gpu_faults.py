@@ -1,26 +1,21 @@
-"""What ranks on GPUs run in tests where something goes wrong: ranks absent, masked, killed, late."""
+"""What ranks on GPUs run in tests where something goes wrong: ranks absent, masked, late."""
 
 from __future__ import annotations
 
-import os
 import time
-from dataclasses import asdict, replace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from ep_server.ep.cuda import CudaExchange
-from ep_server.ep.exchange import ExchangeSpec, Payload, View, control_spec
+from ep_server.ep.exchange import ExchangeSpec, Payload, View
 from ep_server.ep.faults import Action, Fault
-from ep_server.ep.native import NativeExchange
 from ep_server.errors import ExchangeError, GroupAborted, HookNotCalled, InvalidArgument, PeerTimeout
 from tests.ep.conformance import run_pair
 from tests.ep.gpu_group import a_models_spec, close_exchange, on_gpu, open_exchange, run_fused, sums_without
 from tests.ep.on_gpu import OnGpu
 from tests.harness.compare import assert_equal
-from tests.harness.ranks import Peer
 from tests.harness.routing import make_inputs
 
 SECOND = 1_000_000_000
@@ -161,60 +156,3 @@ def _error_of(gpu: OnGpu, step: int) -> ExchangeError | None:
     except ExchangeError as error:
         return error
     return None
-
-
-# -- a rank whose process is killed: run by tests.harness.ranks, on its exchange in host memory -----------
-
-
-def killed_spec(rank: int, num_ranks: int) -> ExchangeSpec:
-    """Rank 1 does not give up before it is killed: that would end the others' waits."""
-    timeout_ns = 60 * SECOND if rank == 1 else 3 * SECOND
-    return replace(a_models_spec(rank, num_ranks, Payload.BF16, tokens=4), timeout_ns=timeout_ns)
-
-
-def control_kwargs(num_ranks: int) -> dict[str, Any]:
-    """Of the host-memory exchange that the harness makes."""
-    fields = asdict(control_spec(killed_spec(0, num_ranks)))
-    return {name: value for name, value in fields.items() if name not in {"rank", "num_ranks"}}
-
-
-def rank_1_dies(control: NativeExchange, between: bool, on_timeout: str, peer: Peer) -> tuple[str, float]:
-    """Rank 1 is killed in its third dispatch; the others then dispatch.
-
-    Args:
-        between: its header is out and its rows are not; else it has sent all and waits for the others.
-    Returns: of a survivor, what it found (op/phase of whom, or the error's class; "" with a mask); seconds.
-    """
-    rank, ranks = control.spec.rank, control.spec.num_ranks
-    torch.cuda.set_device(rank)
-    stop = Fault(1, "dispatch", "send_rows", Action.DELAY, epoch=3, delay_ns=60 * SECOND)
-    exchange = CudaExchange(killed_spec(rank, ranks), control=control, on_timeout=on_timeout)
-    exchange.set_faults([stop] if between else [])
-    spec = exchange.spec
-    for step in range(2):
-        run_pair(OnGpu(exchange, fused=True), "max_tokens", step, View.PADDED)
-    inputs = make_inputs(spec, "max_tokens", 5)
-    mine = inputs[rank]
-    if rank == 1:
-        exchange.dispatch(*on_gpu(mine))
-        time.sleep(0.5)  # its kernel runs by now; nothing on the host can tell
-        peer.tell(os.getpid())
-        peer.hear()  # never comes
-    assert peer.hear() == "rank 1 is dead"
-    began, found = time.monotonic(), ""
-    if on_timeout == "raise":
-        with pytest.raises((PeerTimeout, GroupAborted)) as caught:
-            run_fused(exchange, mine)
-        found = type(caught.value).__name__
-        if isinstance(caught.value, PeerTimeout):
-            found = f"{caught.value.op}/{caught.value.phase} of {caught.value.peer}"
-        seconds = time.monotonic() - began
-        exchange.reset(dead=[1])
-    wanted = sums_without(spec, inputs, 1)
-    for turn in range(5):
-        assert_equal(run_fused(exchange, mine), wanted, f"turn {turn} after the death")
-        if turn == 0 and on_timeout == "mask":
-            seconds = time.monotonic() - began
-    assert exchange.masked == {1}
-    exchange.check()
-    return found, seconds

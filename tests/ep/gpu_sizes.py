@@ -32,6 +32,8 @@ def sizes(num_ranks: int) -> dict[str, Size]:
         "tokens_1024_bf16": Size(
             Shape(1024, 256, 8, spread), Payload.BF16, ("uniform", "zipf", "empty_rank")
         ),
+        # More cells of banks than a kernel reads at its start: R * banks is 16, 32, 64.
+        "sixteen_banks": Size(Shape(6, 640, 4, UNEVEN, num_banks=16), Payload.FP8),
         "eight_sms": Size(Shape(64, 1024, 8, spread), Payload.FP8, num_sms=8),
         # Four blocks to a half: each takes many tokens in turn, of all sources.
         "one_sm": Size(Shape(8, 1024, 8, spread), Payload.FP8, ("max_tokens", "all_to_one"), num_sms=1),

@@ -17,6 +17,7 @@ import torch
 from tests.ep.conformance import case_names
 from tests.ep.gpu_sizes import size_names
 from tests.ep.sequences import sequence_names
+from tests.harness.gpus import shared_by
 
 RANKS = (1, 2, 4)
 GROUPS = (2, 4)
@@ -25,7 +26,8 @@ pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
 NAMES = [f"fused-{name}" for name in case_names()] + case_names() + sequence_names()
-REPLAYS = {1: 2_000, 2: 2_000, 4: 10_000}
+REPLAYS, SHARED_REPLAYS = 10_000, 200  # where ranks share a GPU each operation waits for turns on it
+DEATHS = ("header_without_rows", "half_of_each_row", "half_of_the_rows", "while_it_waits")
 
 
 def program(name: str) -> Callable[..., Any]:
@@ -35,15 +37,9 @@ def program(name: str) -> Callable[..., Any]:
     return found
 
 
-def need(num_gpus: int) -> None:
-    if torch.cuda.device_count() < num_gpus:
-        pytest.skip(f"needs {num_gpus} GPUs")
-
-
 def run(name: str, num_ranks: int, *args: Any, timeout: float = 240) -> list[Any]:
     from tests.harness.process_group import run_group
 
-    need(num_ranks)
     return run_group(program(name), num_ranks, args=args, timeout=timeout)
 
 
@@ -77,9 +73,22 @@ def test_program(num_ranks: int, name: str) -> None:
     run(f"gpu_programs.{name}", num_ranks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_graph_replays_with_changing_routing(num_ranks: int) -> None:
-    run("gpu_programs.graph_replays", num_ranks, REPLAYS[num_ranks])
+    run("gpu_programs.graph_replays", num_ranks, SHARED_REPLAYS if shared_by(num_ranks) else REPLAYS)
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("name", ["orders_of_receives", "freed_handles", "beside_a_gemm"])
+def test_streams(num_ranks: int, name: str) -> None:
+    run(f"gpu_streams.{name}", num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("name", ["an_expert_twice", "not_finite"])
+def test_odd_inputs(num_ranks: int, name: str) -> None:
+    run(f"gpu_odd_inputs.{name}", num_ranks)
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
@@ -118,14 +127,13 @@ def test_an_injected_fault(num_ranks: int, op: str, fault: str) -> None:
 
 @pytest.mark.parametrize("num_ranks", GROUPS)
 @pytest.mark.parametrize("on_timeout", ["raise", "mask"])
-@pytest.mark.parametrize("between", [True, False], ids=["header_without_rows", "while_it_waits"])
-def test_a_killed_rank_is_reported_and_left_behind(num_ranks: int, on_timeout: str, between: bool) -> None:
+@pytest.mark.parametrize("death", DEATHS)
+def test_a_killed_rank_is_reported_and_left_behind(num_ranks: int, on_timeout: str, death: str) -> None:
     from tests.harness.ranks import Ranks
 
-    need(num_ranks)
-    kwargs = program("gpu_faults.control_kwargs")(num_ranks)
-    dies = program("gpu_faults.rank_1_dies")
-    with Ranks(dies, num_ranks, kwargs, args=(between, on_timeout)) as ranks:
+    kwargs = program("gpu_deaths.control_kwargs")(num_ranks, death)
+    dies = program("gpu_deaths.rank_1_dies")
+    with Ranks(dies, num_ranks, kwargs, args=(death, on_timeout)) as ranks:
         ranks.message(1, 60)
         ranks.kill(1)
         ranks.processes[1].join(30)
@@ -138,7 +146,7 @@ def test_a_killed_rank_is_reported_and_left_behind(num_ranks: int, on_timeout: s
         assert ended[rank].error is None, f"rank {rank}: {ended[rank].trace}"
     found = [ended[rank].value[0] for rank in survivors]
     if on_timeout == "raise":
-        named = f"{'dispatch' if between else 'combine'}/recv_header of 1"
+        named = f"{'combine' if death == 'while_it_waits' else 'dispatch'}/recv_header of 1"
         assert set(found) <= {named, "GroupAborted"}, found
         assert named in found, found
     assert all(ended[rank].value[1] < 10 for rank in survivors), "the deadline is three seconds"
@@ -146,7 +154,6 @@ def test_a_killed_rank_is_reported_and_left_behind(num_ranks: int, on_timeout: s
 
 @pytest.mark.parametrize("num_gpus", GROUPS)
 def test_several_gpus_in_one_process_a_thread_each(num_gpus: int) -> None:
-    need(num_gpus)
     (found,) = run("gpu_local.threads", 1, num_gpus)
     failed = [f"{name}: {text}" for name, text in found.items() if text]
     assert found and not failed, "\n".join(failed)
@@ -154,11 +161,9 @@ def test_several_gpus_in_one_process_a_thread_each(num_gpus: int) -> None:
 
 @pytest.mark.parametrize("num_gpus", GROUPS)
 def test_several_gpus_in_one_process_one_thread(num_gpus: int) -> None:
-    need(num_gpus)
     run("gpu_local.one_thread", 1, num_gpus)
 
 
 @pytest.mark.parametrize("num_gpus", GROUPS)
 def test_several_gpus_in_one_process_of_which_one_is_missing(num_gpus: int) -> None:
-    need(num_gpus)
     run("gpu_local.a_gpu_that_is_not_there", 1, num_gpus)
