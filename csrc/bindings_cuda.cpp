@@ -205,10 +205,11 @@ PYBIND11_MODULE(_cuda, m) {
              std::vector<uint64_t> unused;
              const cuda::DeviceState state = self.snapshot(&unused);
              return py::make_tuple(state.tally[0].sends >> cuda::kTicketShift,
-                                   state.tally[1].sends >> cuda::kTicketShift, state.control.masked);
+                                   state.tally[1].sends >> cuda::kTicketShift,
+                                   state.control.masked | state.control.masked_by_host);
            })
       .def("reset", &Group::reset, py::arg("base"), py::arg("masked"))
-      .def("mask", &Group::mask)
+      .def("mask", &Group::mask, py::call_guard<py::gil_scoped_release>())
       .def("rows_at",
            [](const Group& self, uint32_t bank) {
              return reinterpret_cast<uintptr_t>(self.device().own() +

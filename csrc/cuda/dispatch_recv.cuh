@@ -10,55 +10,11 @@
 // Grid: block 0 tells the caller what came, every other takes (token, source) in turn.
 #pragma once
 
+#include "cuda/arrival.cuh"
 #include "cuda/housekeeping.cuh"
 #include "ep/quant.hpp"
 
 namespace ep::cuda {
-
-// What the headers say. counts: [R][E_local] behind it in dynamic shared memory.
-struct Arrival {
-  uint32_t tokens[kMaxPeers];
-  uint32_t missed;  // bits per rank
-};
-
-// Fills `arrival` and `counts`; returns the bits of the ranks whose header came. The whole block, of which
-// threads from `self` on wait. `measure`: one block of a kernel, for the statistics.
-__device__ __forceinline__ uint32_t await_headers(const Device& g, const DispatchRecvArgs& a, const Opened& o,
-                                                  Slot slot, bool measure, uint32_t self, Arrival& arrival,
-                                                  uint16_t* counts) {
-  const uint32_t experts = g.local_experts, words = 1 + (experts + 1) / 2;
-  uint32_t missed = 0;
-#pragma unroll 1
-  for (uint32_t i = threadIdx.x - self; i < g.num_ranks * words; i += blockDim.x - self) {
-    const uint32_t source = i / words, word = i % words;
-    Wanted wanted{Op::kDispatch, Phase::kRecvHeader, source, o.epoch};
-    if (measure && word == 0) {
-      wanted.waited = &g.scratch(slot, o.epoch).wait_ns[source];
-      wanted.stats = a.wait_stats == nullptr ? nullptr : a.wait_stats + source;
-    }
-    uint64_t cell = 0;
-    const bool asked = o.peers >> source & 1;
-    if (asked &&
-        !await_word<Match::kHeader>(g, g.own() + g.layout.header_at(o.bank, source, word), wanted, &cell))
-      missed |= 1u << source;
-    const uint32_t value = asked ? uint32_t(cell >> 32) : 0;
-    if (word == 0) {
-      const bool sound = (value & ~kHasWeights) <= g.layout.max_tokens;
-      if (!sound)
-        fail(g, Code::kViolation, Op::kDispatch, Phase::kRecvHeader, source, uint32_t(o.epoch), value);
-      arrival.tokens[source] = sound ? value & ~kHasWeights : 0;
-      continue;
-    }
-    uint16_t* two = counts + source * experts + 2 * (word - 1);
-    two[0] = uint16_t(value);
-    if (2 * word - 1 < experts) two[1] = uint16_t(value >> 16);
-  }
-  if (threadIdx.x == 0) arrival.missed = 0;
-  if (!__syncthreads_or(missed != 0)) return o.peers;
-  atomicOr(&arrival.missed, missed);
-  __syncthreads();
-  return o.peers & ~arrival.missed;
-}
 
 // first[e] = rows of local experts before e; first[E_local] = all rows. First warp of the block.
 __device__ __forceinline__ void scan_experts(const Device& g, uint32_t arrived, const uint16_t* counts,
@@ -91,9 +47,11 @@ __device__ __forceinline__ void write_layout(const Device& g, const DispatchRecv
 #pragma unroll 1
   for (uint32_t e = threadIdx.x; e < g.local_experts; e += blockDim.x) {
     int32_t begin = 0;
+    const int32_t most = int32_t(g.num_ranks * g.layout.max_tokens);  // ids that are refused count too much
 #pragma unroll 1
     for (uint32_t s = 0; s < g.num_ranks; ++s) {
-      const int32_t count = arrived >> s & 1 ? counts[s * g.local_experts + e] : 0;
+      const int32_t said = arrived >> s & 1 ? counts[s * g.local_experts + e] : 0,
+                    count = min(said, most - begin);
       if (a.layout_range != nullptr)
         a.layout_range[uint64_t(e) * g.num_ranks + s] = count == 0 ? 0 : int64_t(begin) << 32 | count;
       begin += count;
@@ -146,7 +104,7 @@ __device__ __forceinline__ void await_first(const Device& g, const Opened& o, ui
     const Look look = look_around(g, source, start);
     if (lane == 0 && look != Look::kGoOn && look != Look::kMasked)
       report(g, Op::kDispatch, Phase::kRecvHeader, o.epoch, look, source, 0);
-    if (__any_sync(kFull, has_failed(g) || load_relaxed(&g.state->control.masked) >> source & 1)) break;
+    if (__any_sync(kFull, has_failed(g) || masked_now(g) >> source & 1)) break;
   }
   if (lane < kMaxTopK) placed.seen[lane] = entry;
 }

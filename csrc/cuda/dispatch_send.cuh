@@ -232,11 +232,14 @@ struct Row {
                                                    bool active) {
     const uint32_t lane = threadIdx.x % kWarp;
     float scale;
-    const uint4 q = quantise16(low, high, g.payload != Payload::kFp8, &scale);
+    uint4 q = quantise16(low, high, g.payload != Payload::kFp8, &scale);
     uint32_t word = bits_of(scale), to = unit / 8 * 4;
     bool leader = active && lane % 8 == 0;
     if (g.payload == Payload::kFp8Ue8m0) {  // four groups of a warp share a word
-      word = sendable(__reduce_or_sync(kFull, leader ? uint32_t(ue8m0_of(scale)) << lane / 8 * 8 : 0u));
+      word = __reduce_or_sync(kFull, leader ? uint32_t(ue8m0_of(scale)) << lane / 8 * 8 : 0u);
+      // Four groups that are not finite: the lowest arrives with an exponent that is, its codes are NaN.
+      if (word == kNothing && lane < 8) q = {kNanCodes, kNanCodes, kNanCodes, kNanCodes};
+      word = sendable(word);
       to = unit / 32 * 4;
       leader = active && lane == 0;
     }
@@ -258,7 +261,9 @@ __device__ __forceinline__ void send_entries(const Device& g, uint64_t slot, con
                                              uint32_t place, float weight, uint32_t peers) {
   const uint32_t lane = threadIdx.x % kWarp;
   if (lane >= g.layout.top_k) return;
-  const uint32_t entry = (place & kLocalMask) << g.layout.position_bits | c.before[lane];
+  const uint32_t bits = g.layout.position_bits;
+  const uint32_t before = min(c.before[lane], (1u << bits) - 1);  // an id twice in a token counts too much
+  const uint32_t entry = (place & kLocalMask) << bits | before;
   const uint64_t at = slot + g.layout.entry_offset + lane * sizeof(uint64_t);
 #pragma unroll 1
   for (uint32_t r = threadIdx.x / kWarp; r < g.num_ranks; r += blockDim.x / kWarp)

@@ -1,39 +1,31 @@
 #include "cuda/group.hpp"
 
 #include <algorithm>
-#include <bit>
 #include <cstring>
 #include <stdexcept>
 #include <string>
+
+#include "cuda/settle.hpp"
 
 namespace ep::cuda {
 
 namespace {
 
-void record(Totals& t, Op op, Part part, uint64_t ns) {
-  const uint32_t bucket = ns == 0 ? 0 : uint32_t(std::bit_width(ns)) - 1;
-  ++t.times[uint32_t(op)][uint32_t(part)][std::min(bucket, kNumBuckets - 1)];
-  t.sums[uint32_t(op)][uint32_t(part)] += ns;
-}
-
 // What housekeeping.cuh does for kernels that others have followed.
 void settle_into(Totals& t, Slot slot, const Scratch& s) {
   if (s.end_ns == 0 || s.start_ns == 0) return;
-  const bool dispatch = slot == Slot::kDispatchSend || slot == Slot::kDispatchRecv;
-  const bool recv = slot == Slot::kDispatchRecv || slot == Slot::kCombineRecv, both = s.both != 0;
-  const Op op = dispatch ? Op::kDispatch : Op::kCombine;
+  const uint32_t of = uint32_t(op_of(slot));
   uint64_t longest = 0;
   for (uint32_t peer = 0; peer < kMaxPeers; ++peer) {
     longest = std::max(longest, s.wait_ns[peer]);
-    t.peer_wait_ns[uint32_t(op)][peer] += s.wait_ns[peer];
-    uint64_t& most = t.peer_wait_max_ns[uint32_t(op)][peer];
-    most = std::max(most, s.wait_ns[peer]);
+    t.peer_wait_ns[of][peer] += s.wait_ns[peer];
+    t.peer_wait_max_ns[of][peer] = std::max(t.peer_wait_max_ns[of][peer], s.wait_ns[peer]);
   }
-  if (both || !recv) record(t, op, Part::kSend, (both ? s.sent_ns : s.end_ns) - s.start_ns);
-  if (!both && !recv) return;
-  record(t, op, Part::kWait, longest);
-  const Part rest = dispatch ? Part::kExpand : Part::kReduce;
-  record(t, op, both ? Part::kTotal : rest, s.end_ns - s.start_ns);
+  const KernelTimes times{s.start_ns, s.sent_ns, s.end_ns, s.both != 0, longest};
+  settle_times(slot, times, [&](Op op, Part part, uint64_t ns) {
+    ++t.times[uint32_t(op)][uint32_t(part)][bucket_of(ns)];
+    t.sums[uint32_t(op)][uint32_t(part)] += ns;
+  });
 }
 
 }  // namespace
@@ -166,12 +158,15 @@ void Group::reset(uint64_t base, uint64_t masked) {
     std::memset(tally.reads, 0, sizeof tally.reads);
   }
   state.control.base = base;
-  state.control.masked = masked;
+  state.control.masked_by_host = state.control.absent = uint32_t(masked);
   state.control.timeout_ns = before.timeout_ns;
   state.control.mask_on_timeout = before.mask_on_timeout;
   state.control.num_faults = before.num_faults;
   std::memset(state.published, 0, sizeof state.published);
   std::memset(state.scratch, 0, sizeof state.scratch);
+  std::memset(state.masked_since_ns, 0, sizeof state.masked_since_ns);
+  const std::lock_guard lock(masking_);
+  masked_by_host_ = uint32_t(masked);
   const uint64_t none = 0;
   copy_in(device_.state, &state, sizeof state);
   copy_in(device_.own() + Head::kAbort, &none, sizeof none);
@@ -182,15 +177,15 @@ void Group::reset(uint64_t base, uint64_t masked) {
 void Group::set_faults(const std::vector<DeviceFault>& faults) {
   if (faults.size() > kMaxFaults)
     throw std::runtime_error("at most " + std::to_string(kMaxFaults) + " faults");
-  const uint64_t count = faults.size();
+  const uint32_t count = uint32_t(faults.size());
   if (count != 0) copy_in(device_.state->faults, faults.data(), count * sizeof(DeviceFault));
   copy_in(&device_.state->control.num_faults, &count, sizeof count);
 }
 
 void Group::mask(uint64_t ranks) {
-  std::vector<uint64_t> unused;
-  const uint64_t masked = snapshot(&unused).control.masked | ranks;
-  copy_in(&device_.state->control.masked, &masked, sizeof masked);
+  const std::lock_guard lock(masking_);  // an older mask must not be written last
+  masked_by_host_ |= uint32_t(ranks);
+  copy_in(&device_.state->control.masked_by_host, &masked_by_host_, sizeof masked_by_host_);
 }
 
 }  // namespace ep::cuda

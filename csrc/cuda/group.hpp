@@ -5,6 +5,7 @@
 
 #include <array>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "cuda/state.hpp"
@@ -61,7 +62,7 @@ class Group {
   DeviceState settled(std::vector<uint64_t>* expert_tokens);
   // New generation; no kernel of the group may run. Epochs up to `base` are over.
   void reset(uint64_t base, uint64_t masked);
-  void mask(uint64_t ranks);
+  void mask(uint64_t ranks);  // also for kernels that run; of any thread
   void set_faults(const std::vector<DeviceFault>& faults);
 
  private:
@@ -74,6 +75,8 @@ class Group {
   bool overlaps_ = false;
   std::array<std::unique_ptr<nvlink::Region>, kMaxPeers> regions_;
   uint32_t* table_ = nullptr;
+  std::mutex masking_;
+  uint32_t masked_by_host_ = 0;    // bits of ranks; kernels have their own
   cudaStream_t stream_ = nullptr;  // for copies of state; never waits for the caller's streams
 };
 

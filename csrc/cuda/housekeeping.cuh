@@ -5,13 +5,10 @@
 // there is none): telling it at the end would put a round trip over the link into every kernel.
 #pragma once
 
+#include "cuda/settle.hpp"
 #include "cuda/wait.cuh"
 
 namespace ep::cuda {
-
-__device__ __forceinline__ Op op_of(Slot slot) {
-  return slot == Slot::kDispatchSend || slot == Slot::kDispatchRecv ? Op::kDispatch : Op::kCombine;
-}
 
 // One per block: they add up to one kernel.
 __device__ __forceinline__ uint64_t share_of_ticket() {
@@ -77,31 +74,22 @@ __device__ __noinline__ inline void publish_until_free(const Device& g, Op op, c
   const uint32_t lane = threadIdx.x, banks = g.layout.num_banks;
   const bool asked = lane < g.num_ranks && o.peers >> lane & 1 && o.epoch > o.base + banks;
   const std::byte* cell = g.own() + g.layout.read_cell(op, o.bank, asked ? lane : 0);
-  const Control& control = g.state->control;
   const uint64_t start = clock_ns();
 #pragma unroll 1
   for (;;) {
-    const bool free =
-        !asked || load_acquire(cell) >= o.epoch - banks || load_relaxed(&control.masked) >> lane & 1;
+    const bool free = !asked || load_acquire(cell) >= o.epoch - banks || masked_now(g) >> lane & 1;
     if (__all_sync(kFull, free)) return;
-    if (__any_sync(kFull, has_failed(g) || clock_ns() - start >= control.timeout_ns)) return;
+    if (__any_sync(kFull, has_failed(g) || clock_ns() - start >= g.state->control.timeout_ns)) return;
     publish_reads(g, o);
     __syncwarp();
   }
-}
-
-__device__ __forceinline__ void record(const Device& g, Op op, Part part, uint64_t ns) {
-  const uint32_t bucket = ns == 0 ? 0 : 63 - __clzll(ns);
-  Totals& t = g.state->totals;
-  add(t.times[uint32_t(op)][uint32_t(part)][bucket < kNumBuckets ? bucket : kNumBuckets - 1], 1);
-  add(t.sums[uint32_t(op)][uint32_t(part)], ns);
 }
 
 // Adds the times of an ended kernel to the totals. One warp.
 __device__ __forceinline__ void settle(const Device& g, Slot slot, Scratch& s) {
   const uint32_t lane = threadIdx.x % kWarp;
   const uint64_t start = s.start_ns, sent = s.sent_ns, end = s.end_ns;
-  const bool both = s.both, recv = slot == Slot::kDispatchRecv || slot == Slot::kCombineRecv;
+  const bool both = s.both;
   const Op op = op_of(slot);
   uint64_t wait = lane < g.num_ranks ? s.wait_ns[lane] : 0;
   __syncwarp();
@@ -114,12 +102,10 @@ __device__ __forceinline__ void settle(const Device& g, Slot slot, Scratch& s) {
 #pragma unroll
   for (uint32_t by = kWarp / 2; by != 0; by /= 2) wait = max(wait, __shfl_xor_sync(kFull, wait, by));
   if (lane != 0) return;
-  if (both || !recv) record(g, op, Part::kSend, (both ? sent : end) - start);
-  if (both || recv) {
-    record(g, op, Part::kWait, wait);
-    const Part rest = op == Op::kDispatch ? Part::kExpand : Part::kReduce;
-    record(g, op, both ? Part::kTotal : rest, end - start);
-  }
+  settle_times(slot, {start, sent, end, both, wait}, [&](Op of, Part part, uint64_t ns) {
+    add(g.state->totals.times[uint32_t(of)][uint32_t(part)][bucket_of(ns)], 1);
+    add(g.state->totals.sums[uint32_t(of)][uint32_t(part)], ns);
+  });
   s.start_ns = s.sent_ns = s.end_ns = s.both = 0;
 }
 

@@ -9,6 +9,8 @@ namespace ep::cuda {
 __device__ __forceinline__ float low_half(uint32_t word) { return float_of(word << 16); }
 __device__ __forceinline__ float high_half(uint32_t word) { return float_of(word & 0xffff0000u); }
 
+constexpr uint32_t kNanCodes = 0x7f7f7f7f;
+
 // What GPUs before Ada have no instruction for is done in integers.
 __device__ __forceinline__ uint32_t to_e4m3x2(float low, float high) {
 #if __CUDA_ARCH__ >= 890

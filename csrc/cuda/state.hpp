@@ -20,16 +20,20 @@ constexpr Code kCapacity = Code(17);  // more rows than the compact view has roo
 // block of a kernel reads the same number of ended kernels, and no block has to be the last.
 constexpr uint32_t kTicketShift = 24;
 
-// Written by the host only while no kernel of the group runs, `masked` excepted. Every block reads all of it
-// at once: the order is that of ControlWord.
+// Written by the host only while no kernel of the group runs, `masked_by_host` excepted. Every block reads
+// all of it at once: the order is that of ControlWord, pairs of halves are read together.
 struct alignas(64) Control {
-  uint64_t base;    // no epoch up to this one belongs to this generation; a multiple of num_banks
-  uint64_t masked;  // bit per rank
-  uint64_t failed;  // not 0 once a status was written
-  uint64_t num_faults;
+  uint64_t base;            // no epoch up to this one belongs to this generation; a multiple of num_banks
+  uint32_t masked;          // bit per rank: those that kernels gave up
+  uint32_t masked_by_host;  // apart: neither writer can undo what the other does at the same time
+  uint64_t failed;          // not 0 once a status was written
+  uint32_t num_faults;
+  uint32_t absent;  // bit per rank: masked since the generation began
   uint64_t timeout_ns;
   uint64_t mask_on_timeout;
 };
+EP_HOST_DEVICE constexpr uint32_t low_word(uint64_t pair) { return uint32_t(pair); }
+EP_HOST_DEVICE constexpr uint32_t high_word(uint64_t pair) { return uint32_t(pair >> 32); }
 enum ControlWord : uint32_t { kBase, kMasked, kFailed, kNumFaults, kControlWords };
 
 // What the blocks of one operation add up as they end.
@@ -74,7 +78,8 @@ struct DeviceState {
   Tally tally[kBankedOps];
   uint64_t published[kBankedOps][kMaxBanks];  // how many receives of each bank the senders know of
   Scratch scratch[kSlots][2 * kMaxBanks];     // by epoch
-  uint64_t decisions[kBankedOps][kMaxPeers];  // of late headers: epoch << 1 | arrived
+  uint64_t arrivals[kMaxBanks];  // of dispatches: epoch << kMaxPeers | bits of the ranks whose header counts
+  uint64_t masked_since_ns[kMaxPeers];  // when a receive first saw it; 0 = never
   Totals totals;
   DeviceFault faults[kMaxFaults];
 };

@@ -12,6 +12,12 @@ __device__ __forceinline__ uint32_t generation(const Device& g) {
   return uint32_t(g.state->control.base) + 1;
 }
 
+// Bits of the ranks that are masked by now, by whomever.
+__device__ __forceinline__ uint32_t masked_now(const Device& g) {
+  const uint64_t both = load_relaxed(&g.state->control.masked);
+  return low_word(both) | high_word(both);
+}
+
 // The first failure of this rank: to the host, and to all peers as a sticky abort.
 __device__ __noinline__ inline void fail(const Device& g, Code code, Op op, Phase phase, uint32_t peer,
                                          uint32_t expected, uint32_t seen) {
@@ -27,7 +33,7 @@ __device__ __noinline__ inline void fail(const Device& g, Code code, Op op, Phas
   host->code = code;
 #pragma unroll 1
   for (uint32_t r = 0; r < g.num_ranks; ++r) {
-    if (g.state->control.masked >> r & 1) continue;
+    if (masked_now(g) >> r & 1) continue;
     volatile uint32_t* words = reinterpret_cast<uint32_t*>(g.regions[r] + Head::abort_status(g.rank));
     words[0] = uint32_t(code);
     words[1] = uint32_t(op);
@@ -76,6 +82,7 @@ struct Opened {
   uint32_t bank, peers;  // peers: bits of the unmasked ranks
   bool alive, faulty;
   bool banks_free;  // sends: every peer has read the bank
+  uint32_t fresh;   // bits of the ranks masked since the generation began: other blocks may have begun before
 };
 
 // Fills `o` with one access of one warp: hundreds of blocks read the same words at once. The first warp calls
@@ -92,7 +99,8 @@ __device__ __forceinline__ void open(const Device& g, Op op, const uint64_t* epo
   if (lane <= kEpoch || (cell && lane - kCells < ranks * banks)) word = load_acquire(from);
 
   const uint64_t ticket = __shfl_sync(kFull, word, kEpoch), base = __shfl_sync(kFull, word, kBase);
-  const uint32_t peers = g.all() & ~uint32_t(__shfl_sync(kFull, word, kMasked));
+  const uint64_t masks = __shfl_sync(kFull, word, kMasked), faults = __shfl_sync(kFull, word, kNumFaults);
+  const uint32_t masked = low_word(masks) | high_word(masks), peers = g.all() & ~masked;
   const uint64_t mine = epoch != nullptr ? ticket : (ticket >> kTicketShift) + 1;
   const uint32_t bank = g.bank_of(mine), i = lane - kCells;
   const bool asked = cell && i / ranks == bank && peers >> i % ranks & 1;
@@ -100,8 +108,8 @@ __device__ __forceinline__ void open(const Device& g, Op op, const uint64_t* epo
   const bool free = !asked || mine <= base + banks || word >= mine - banks;
   const bool all_free = __all_sync(kFull, free) && fits;
   const bool failed = __shfl_sync(kFull, word, kFailed) != 0;
-  const bool faulty = __shfl_sync(kFull, word, kNumFaults) != 0;
-  if (lane == 0) o = {mine, base, bank, peers, !failed, faulty, all_free};
+  const bool faulty = low_word(faults) != 0;
+  if (lane == 0) o = {mine, base, bank, peers, !failed, faulty, all_free, masked & ~high_word(faults)};
 }
 
 // -- waiting ----------------------------------------------------------------------------------------
@@ -113,20 +121,12 @@ struct Wanted {
   uint64_t epoch;
   uint64_t* waited = nullptr;  // raised to the ns of the wait
   int64_t* stats = nullptr;    // the caller's: they are added to it
+  bool* slow = nullptr;        // set where it came to a look around
 };
 
-// A header that came after half the deadline: some block may have given the peer up, all must agree.
-__device__ __noinline__ inline bool decide(const Device& g, uint32_t op, uint32_t peer, uint64_t epoch,
-                                           bool arrived) {
-  auto* word = reinterpret_cast<unsigned long long*>(&g.state->decisions[op][peer]);
-  unsigned long long seen = load_relaxed(word);
-  while (seen >> 1 != epoch) {
-    const unsigned long long before = atomicCAS(word, seen, epoch << 1 | uint32_t(arrived));
-    if (before == seen) return arrived;
-    seen = before;
-  }
-  return seen & 1;
-}
+// Far longer than a block takes from its start to a look around, and from one of its looks to the next. See
+// agree().
+constexpr uint64_t kGraceNs = 1'000'000;
 
 enum class Match : uint32_t { kHeader, kAtLeast64 };  // the low half of a word; all of it, or more
 
@@ -135,13 +135,13 @@ enum class Look : uint32_t { kGoOn, kMasked, kAborted, kLate };
 
 __device__ __forceinline__ Look look_around(const Device& g, uint32_t peer, uint64_t start) {
   Control& control = g.state->control;
-  if (load_relaxed(&control.masked) >> peer & 1) return Look::kMasked;
+  if (masked_now(g) >> peer & 1) return Look::kMasked;
   if (load_relaxed(&control.failed) != 0) return Look::kAborted;
   if (uint32_t(load_relaxed(g.own() + Head::kAbort)) == generation(g)) return Look::kAborted;
   if (clock_ns() - start < control.timeout_ns) return Look::kGoOn;
   if (!control.mask_on_timeout || peer == g.rank) return Look::kLate;
   add(g.state->totals.timeouts, 1);
-  atomicOr(reinterpret_cast<unsigned long long*>(&control.masked), 1ull << peer);
+  atomicOr(&control.masked, 1u << peer);
   return Look::kMasked;
 }
 
@@ -191,10 +191,7 @@ __device__ __forceinline__ bool await_word(const Device& g, const void* cell, co
     }
     if (spins == 0) start = clock_ns();
     if (spins % kSpins != kSpins - 1) continue;
-    const uint64_t waited = clock_ns() - start, deadline = g.state->control.timeout_ns;
-    if (kHeader && waited >= deadline && waited < 2 * deadline &&
-        decide(g, uint32_t(w.op), w.peer, w.epoch, false))
-      continue;
+    if (w.slow != nullptr) *w.slow = true;
     const Look look = look_around(g, w.peer, start);
     if (look == Look::kGoOn) continue;
     if (look != Look::kMasked) report(g, w.op, w.phase, w.epoch, look, w.peer, uint32_t(seen));
@@ -204,8 +201,7 @@ __device__ __forceinline__ bool await_word(const Device& g, const void* cell, co
   const uint64_t waited = clock_ns() - start;
   if (w.waited != nullptr) raise(*w.waited, waited);
   if (w.stats != nullptr) add(*reinterpret_cast<uint64_t*>(w.stats), waited);
-  return !kHeader || waited <= g.state->control.timeout_ns / 2 ||
-         decide(g, uint32_t(w.op), w.peer, w.epoch, true);
+  return true;
 }
 
 // -- data that says itself whether it has come ----------------------------------------------------------
@@ -267,7 +263,8 @@ __device__ __noinline__ inline uint32_t await_banks(const Device& g, Op op, uint
 
 // -- what may be written ------------------------------------------------------------------------------
 
-// Delays as planned for a phase; returns the peers that are not to be written.
+// Delays as planned for a phase; returns the peers that are not to be written. Rows are delayed in every
+// second block: half of them, or of each, are written before.
 __device__ __noinline__ inline uint32_t suffer(const Device& g, Op op, Phase phase, uint64_t epoch) {
   uint32_t drops = 0;
 #pragma unroll 1
@@ -275,6 +272,7 @@ __device__ __noinline__ inline uint32_t suffer(const Device& g, Op op, Phase pha
     const DeviceFault& fault = g.state->faults[i];
     if (fault.op != op || fault.phase != phase || (fault.epoch != 0 && fault.epoch != epoch)) continue;
     drops |= fault.drops;
+    if (phase == Phase::kSendRows && blockIdx.x % 2 == 0) continue;
     const uint64_t start = clock_ns();
     while (clock_ns() - start < fault.delay_ns) {
     }

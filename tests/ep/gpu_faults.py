@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import threading
 import time
 from dataclasses import replace
 
@@ -9,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_server.ep.exchange import ExchangeSpec, Payload, View
+from ep_server.ep.exchange import ExchangeSpec, Payload, Received, View
 from ep_server.ep.faults import Action, Fault
 from ep_server.errors import ExchangeError, GroupAborted, HookNotCalled, InvalidArgument, PeerTimeout
 from tests.ep.conformance import run_pair
@@ -102,6 +104,54 @@ def masking(group: dist.ProcessGroup, by_hand: bool) -> None:
     assert exchange.masked == frozenset()
     run_pair(OnGpu(exchange), "max_tokens", 2, View.PADDED)
     close_exchange(exchange)
+
+
+def masked_in_the_middle(group: dist.ProcessGroup, rounds: int = 40, operations: int = 20) -> None:
+    """The last rank masks rank 0 while both work: in each operation all of rank 0's rows have places or none.
+
+    What the last rank got from itself lies behind the rows of rank 0, so it shows whether the blocks of a
+    kernel agreed. The deadlines of the others pass soon.
+    """
+    spec = replace(a_models_spec(group.rank(), group.size(), Payload.BF16, tokens=8), hidden=256)
+    exchange = open_exchange(group, replace(spec, timeout_ns=SECOND // 20), on_timeout="mask")
+    given = on_gpu(make_inputs(spec, "max_tokens", 1)[spec.rank])
+    outs = [exchange.empty_padded() for _ in range(operations)]
+    last, choice = spec.num_ranks - 1, random.Random(5)
+    for turn in range(rounds):
+        for rows, _ in outs:
+            rows.fill_(torch.nan)
+        torch.cuda.synchronize()
+        dist.barrier(group)
+        masking = threading.Timer(choice.random() * 1e-3, exchange.mask, ([0],))
+        if spec.rank == last:
+            masking.start()
+        found = [exchange.dispatch(*given, View.PADDED, out=out, source_map=True) for out in outs]
+        torch.cuda.synchronize()
+        if spec.rank == last:
+            masking.join()
+            for number, received in enumerate(found):
+                own_rows_in_place(spec, given, received, f"round {turn}, operation {number}")
+        exchange.barrier()
+        exchange.reset()
+    close_exchange(exchange)
+
+
+def own_rows_in_place(
+    spec: ExchangeSpec, given: tuple[torch.Tensor, ...], received: Received, what: str
+) -> None:
+    """Of a PADDED view, by the ranges that it came with; the rows of other ranks are not looked at."""
+    x, ids, _ = given
+    ranges = received.handle.layout_range.cpu()
+    begins, counts = ranges >> 32, ranges & 0xFFFFFFFF
+    of_rank_0 = counts[:, 0].sum()
+    assert torch.equal(counts.sum(1), received.counts.cpu().long()), what
+    for local, e in enumerate(spec.local_experts):
+        tokens = (ids == e).any(1).nonzero().flatten()
+        begin, count = int(begins[local, spec.rank]), int(counts[local, spec.rank])
+        assert count == len(tokens), f"{what}, expert {e}: {count} own rows"
+        where = f"{what}, expert {e}, with {of_rank_0} rows of rank 0"
+        assert_equal(received.handle.src_info[local, begin : begin + count], tokens.int(), f"{where}: tokens")
+        assert_equal(received.rows[local, begin : begin + count], x[tokens], f"{where}: rows")
 
 
 def delayed(group: dist.ProcessGroup, op: str) -> None:

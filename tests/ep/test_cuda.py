@@ -119,6 +119,11 @@ def test_a_rank_that_is_masked(num_ranks: int, by_hand: bool) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", GROUPS)
+def test_a_rank_is_masked_in_the_middle_of_operations(num_ranks: int) -> None:
+    run("gpu_faults.masked_in_the_middle", num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", GROUPS)
 @pytest.mark.parametrize("op", ["dispatch", "combine"])
 @pytest.mark.parametrize("fault", ["delayed", "dropped"])
 def test_an_injected_fault(num_ranks: int, op: str, fault: str) -> None:
