@@ -140,6 +140,12 @@ class MetricsConfig:
     vllm_names: bool = option(
         False, "export vllm:* names too, for vLLM's dashboards and the Gateway API inference extension"
     )
+    device_phases: int = option(
+        0,
+        "on GPUs, time the phases of one in so many captured steps; 0 = none, phases are not exported then",
+        low=0,
+        high=1_000_000,
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -201,6 +201,7 @@ class CudaDevice:
             useful_blocks=useful_blocks(scheduler, longest),
             graphs=nvlink or alone(exchange.spec),  # a step through host memory cannot be captured
             overlap=overlap_mode(self._config, exchange.spec.num_ranks),
+            timed_every=self._config.metrics.device_phases,
         )
         blocks = kv_blocks_on(self.device, model, plan)
         runner = gpu_runner(model, exchange, rows_of(exchange, nvlink, hybrid), plan, blocks)

@@ -47,6 +47,7 @@ class Interpreted:
             scheduler.max_step_tokens,
             blocks,
             overlap=mode,
+            timed_every=self._config.metrics.device_phases,
         )
         runner = gpu_runner(model, exchange, rows_of(exchange, False), plan, blocks)
         return Built(runner, blocks, exchange.layout.total)

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from ep_server.model.timers import Phase
 from ep_server.ranks.hosts import WORKER
 from ep_server.ranks.launcher import RankProcesses
 from tests.harness.checkpoints import Tiny
@@ -19,8 +20,10 @@ INTERPRETED = "tests.harness.interpreted_rank"
 COUNT = 3
 
 
-async def tokens(path: Path, ranks: int, module: str, prompts: Prompts, **fields: object) -> list[list[int]]:
-    """Of each prompt, spread over the ranks."""
+async def tokens(
+    path: Path, ranks: int, module: str, prompts: Prompts, **fields: object
+) -> tuple[list[list[int]], Recorder]:
+    """Of each prompt, spread over the ranks; and what the ranks told."""
     config = rank_config(path, ranks, scheduler__max_running=2, scheduler__max_step_tokens=8, **fields)
     group, heard = RankProcesses(config, module=module), Recorder()
     try:
@@ -28,22 +31,31 @@ async def tokens(path: Path, ranks: int, module: str, prompts: Prompts, **fields
         for number, prompt in enumerate(prompts, start=1):
             group.submit(number % ranks, greedy(number, prompt, COUNT))
         await heard.until(lambda: len(heard.finished) == len(prompts), 120)
+        await heard.parked(ranks, len(prompts))
         stages = {stage for _, stage, _, _ in heard.progress}
         assert ("graphs" in stages) == (module == INTERPRETED)
     finally:
         await group.stop()
     assert group.exit_codes == [0] * ranks
-    return [heard.tokens[number] for number in range(1, len(prompts) + 1)]
+    return [heard.tokens[number] for number in range(1, len(prompts) + 1)], heard
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
 async def test_two_ranks_one_step_ahead(tiny: Tiny, overlap: str) -> None:
-    """Three prompts on two ranks: in the end one of them has nothing to run."""
-    drawn = await tokens(tiny.path, 2, INTERPRETED, tiny.prompts[:3], parallel__overlap=overlap)
+    """Three prompts on two ranks: in the end one of them has nothing to run. Some steps are timed."""
+    fields = {"parallel__overlap": overlap, "metrics__device_phases": 2}
+    drawn, heard = await tokens(tiny.path, 2, INTERPRETED, tiny.prompts[:3], **fields)
     assert drawn == [list(expected[:COUNT]) for expected in tiny.tokens[:3]]
+    for told in heard.statistics.values():
+        counters, phases = told.counters, [told.sums[f"step/{phase.name.lower()}"] for phase in Phase]
+        assert counters["overlap_steps"] == (counters["run_steps"] if overlap == "on" else 0)
+        assert 0 < counters["timed_steps"] < counters["device_steps"] == counters["run_steps"]
+        assert all(phases) and sum(phases) <= told.sums["step/device"] <= told.sums["step/total"]
 
 
 async def test_experts_drawn_at_random_are_those_of_the_cpu(tiny: Tiny) -> None:
     uniform = {"model__load_format": "dummy", "model__routing": "uniform"}
-    on_cpu = await tokens(tiny.path, 1, WORKER, tiny.prompts[:1], **uniform)
-    assert await tokens(tiny.path, 1, INTERPRETED, tiny.prompts[:1], **uniform) == on_cpu
+    on_cpu, _ = await tokens(tiny.path, 1, WORKER, tiny.prompts[:1], **uniform)
+    drawn, heard = await tokens(tiny.path, 1, INTERPRETED, tiny.prompts[:1], **uniform)
+    assert drawn == on_cpu
+    assert all("timed_steps" not in told.counters for told in heard.statistics.values())

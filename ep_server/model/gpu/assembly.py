@@ -10,7 +10,7 @@ from ep_server.ep.exchange import Exchange
 from ep_server.errors import StartupError
 from ep_server.model.assembly import TORCH, RankModel
 from ep_server.model.decoder import DecoderParams
-from ep_server.model.gpu.graphs import buckets_up_to, forms_of
+from ep_server.model.gpu.graphs import Form, buckets_up_to, forms_of
 from ep_server.model.gpu.rows import RowsOfSteps
 from ep_server.model.gpu.runner import GpuOptions, GpuRunner
 from ep_server.model.gpu.step_input import InputShape
@@ -25,6 +25,7 @@ class GpuPlan:
     """Sizes of one rank. kv_blocks: 0 = what the device's memory allows. graphs: capture decode steps.
 
     overlap: on, off or auto; whether steps of two micro-batches are captured too.
+    timed_every: of so many steps the phases of one are timed on the device; 0 = none.
     """
 
     kv_blocks: int
@@ -34,6 +35,7 @@ class GpuPlan:
     useful_blocks: int
     graphs: bool = True
     overlap: str = "off"
+    timed_every: int = 0
 
 
 def kv_blocks_on(device: torch.device, model: RankModel, plan: GpuPlan) -> int:
@@ -67,6 +69,8 @@ def gpu_runner(
     sequences = min(plan.max_running, plan.max_step_tokens)
     longest = -(-model.max_context // plan.block_size)
     shape = InputShape(plan.max_step_tokens, sequences, longest, plan.block_size)
-    forms = forms_of(buckets_up_to(sequences), plan.overlap) if plan.graphs else ()
-    options = GpuOptions(shape, rows, tuple(forms))
+    forms: list[Form] = []
+    if plan.graphs:
+        forms = forms_of(buckets_up_to(sequences), plan.overlap, timed=plan.timed_every > 0)
+    options = GpuOptions(shape, rows, tuple(forms), plan.timed_every)
     return GpuRunner(params, Sampler(model.spec.vocab_size, device), options)

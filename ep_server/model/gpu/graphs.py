@@ -18,10 +18,11 @@ WARM_UPS = 2  # runs before a capture: libraries choose their kernels in them
 
 
 class Form(NamedTuple):
-    """bucket: rows that a step is padded to."""
+    """bucket: rows that a step is padded to. timed: there are stamps between its phases."""
 
     bucket: int
     micro_batches: int = 1
+    timed: bool = False
 
 
 Work = Callable[[Form], torch.Tensor]
@@ -45,17 +46,17 @@ class Graphs:
     def record_only(self, forms: Iterable[Form]) -> None:
         """Before capture(): these forms in place of those given."""
         self._forms = frozenset(forms)
-        self._buckets = sorted({form.bucket for form in self._forms})
+        self.buckets = sorted({form.bucket for form in self._forms})
 
     def bucket_of(self, rows: int) -> int:
         """The smallest bucket that holds so many rows; 0 = none does, or nothing was recorded."""
-        at = bisect_left(self._buckets, rows)
-        return self._buckets[at] if at < len(self._buckets) else 0
+        at = bisect_left(self.buckets, rows)
+        return self.buckets[at] if at < len(self.buckets) else 0
 
     @property
     def overlapped(self) -> frozenset[int]:
         """Buckets that have graphs of one and of two micro-batches."""
-        return frozenset(b for b in self._buckets if {Form(b, 1), Form(b, 2)} <= self._forms)
+        return frozenset(b for b in self.buckets if {Form(b, 1), Form(b, 2)} <= self._forms)
 
     def __contains__(self, form: Form) -> bool:
         return form in self._forms
@@ -95,9 +96,17 @@ def buckets_up_to(most: int) -> list[int]:
     return [size for size in sizes if size < most] + [most]
 
 
-def forms_of(buckets: Iterable[int], overlap: str) -> list[Form]:
-    """What steps of these buckets may be run as: never, always or sometimes as two micro-batches."""
+def forms_of(buckets: Iterable[int], overlap: str, *, timed: bool = False) -> list[Form]:
+    """What steps of these buckets may be run as: never, always or sometimes as two micro-batches.
+
+    Args:
+        timed: some of them with stamps.
+    """
     counts = {"off": (1,), "on": (2,), "auto": (1, 2)}[overlap]
     return [
-        Form(b, n) for b in buckets for n in counts if overlap != "auto" or n == 1 or b >= LEAST_OVERLAPPED
+        Form(bucket, count, stamped)
+        for bucket in buckets
+        for count in counts
+        if overlap != "auto" or count == 1 or bucket >= LEAST_OVERLAPPED
+        for stamped in ((False, True) if timed else (False,))
     ]

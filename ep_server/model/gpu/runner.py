@@ -17,6 +17,7 @@ import torch
 from ep_server.errors import InternalError
 from ep_server.model.batch import cut
 from ep_server.model.decoder import DecoderParams, interleave
+from ep_server.model.gpu.clock import DeviceClock
 from ep_server.model.gpu.decoder import GpuDecoder, Pass
 from ep_server.model.gpu.graphs import Form, Graphs
 from ep_server.model.gpu.rows import RowsOfSteps
@@ -24,7 +25,7 @@ from ep_server.model.gpu.sampling import GpuSampler
 from ep_server.model.gpu.step_input import InputShape, StepInput, StepTensors, sampled_slices
 from ep_server.model.runner import RunnerStatistics
 from ep_server.model.sampler import Sampler
-from ep_server.model.timers import PhaseClock, no_lap
+from ep_server.model.timers import no_lap
 from ep_server.records import Request, SampledToken, StepBatch
 
 MOST_MICRO_BATCHES = 2
@@ -51,12 +52,13 @@ class Launched:
 class GpuOptions:
     """shape: of the largest step. forms: of the steps of single tokens that are captured, if any.
 
-    rows: how they travel.
+    rows: how they travel. timed_every: see DeviceClock; captured steps only, if there are forms.
     """
 
     shape: InputShape
     rows: RowsOfSteps
     forms: tuple[Form, ...] = ()
+    timed_every: int = 0
 
 
 class GpuRunner:
@@ -76,7 +78,7 @@ class GpuRunner:
         self._told = [self._inputs[0].host_buffer(shape.sequences, torch.int64) for _ in range(STAGES)]
         self._places: dict[int, int] = {}  # of the tokens that the last launch draws
         self._launches = 0
-        self._clock = PhaseClock()
+        self._clock = DeviceClock(self._device, options.timed_every)
         self.graphs = Graphs(self._padded, options.forms, self._device)
 
     def add(self, request: Request) -> None:
@@ -118,13 +120,12 @@ class GpuRunner:
             given.fill(part, self._places, size if bucket else 0)
             for given, part, size in zip(self._inputs, parts, sizes, strict=False)
         ]
-        if bucket:
-            logits = self.graphs.replay(Form(bucket, micro_batches))[:count]
-        else:
-            logits = self._forward(steps, sizes_of(self._params.exchange.spec.max_tokens, micro_batches)[0])
+        form = Form(bucket, micro_batches, self._timed(bucket))
+        logits = self.graphs.replay(form)[:count] if bucket else self._forward(steps, form)
         self._places = {number: place for place, number in enumerate(numbers)}
         draws = [self._sampler.draws(s.number, s.start + len(s.token_ids)) for s in pieces]
         known = self._sampler.sample(draws, logits, self._drawn[:count])
+        self._clock.end(form.timed)
         return self._told_of(numbers, [s.number for s in batch.slices if s.sample], known)
 
     def collect(self, launched: Launched) -> list[SampledToken]:
@@ -142,25 +143,32 @@ class GpuRunner:
         ]
 
     def statistics(self) -> RunnerStatistics:
-        """What was measured since the start; waits for the steps in flight. Phases are not timed here."""
+        """What was measured since the start; waits for the steps in flight."""
         experts = self._params.exchange.spec.local_experts
-        counter = self._decoder.experts
+        counter, clock = self._decoder.experts, self._clock
         return RunnerStatistics(
-            self._clock.histograms(),
-            self._clock.sums(),
+            clock.histograms(),
+            clock.sums(),
             dict(zip(experts, counter.total.tolist(), strict=True)),
-            {"experts_active": int(counter.active)},
+            {"experts_active": int(counter.active), **clock.counters()},
         )
+
+    def _timed(self, bucket: int) -> bool:
+        """Whether the next step's phases are timed. Where steps are captured, others are not of interest."""
+        return (bucket > 0 or not self.graphs.buckets) and self._clock.due()
 
     def _padded(self, form: Form) -> torch.Tensor:
         """The work of a graph. Returns: logits of all rows."""
         sizes = sizes_of(form.bucket, form.micro_batches)
         steps = [given.padded(size) for given, size in zip(self._inputs, sizes, strict=False)]
-        return self._forward(steps, sizes[0])
+        return self._forward(steps, form)
 
-    def _forward(self, steps: Sequence[StepTensors], most: int) -> torch.Tensor:
+    def _forward(self, steps: Sequence[StepTensors], form: Form) -> torch.Tensor:
         """One pass of each micro-batch, in turn. Returns: logits [N, V]."""
-        on = Pass(self._drawn, most, self._rows.one if len(steps) == 1 else self._rows.two, no_lap)
+        self._clock.begin()
+        most = sizes_of(form.bucket or self._params.exchange.spec.max_tokens, form.micro_batches)[0]
+        rows = self._rows.one if form.micro_batches == 1 else self._rows.two
+        on = Pass(self._drawn, most, rows, self._clock.lap if form.timed else no_lap)
         hidden = interleave([self._decoder.forward(step, on) for step in steps])
         self._decoder.experts.finish()
         return self._decoder.logits(hidden)

@@ -15,6 +15,7 @@ import torch
 
 from ep_server.model.families.spec import GroupScore, RouterSpec, Score
 from ep_server.model.kv_cache import KvLayer
+from ep_server.model.triton import stamps
 from ep_server.model.triton.activation import silu_mul
 from ep_server.model.triton.expert_rows import ExpertRows, ExpertWeights
 from ep_server.model.triton.experts import run_experts
@@ -159,6 +160,15 @@ def sampling() -> None:
         sample(meta(TOKENS, 151936, dtype=dtype), rows, space, choices)
 
 
+def stamping() -> None:
+    """Six phases."""
+    marks, step, counts = meta(2, dtype=I64), meta(6, dtype=I64), meta(6, stamps.BUCKETS, dtype=I64)
+    stamps.begin(marks, step)
+    stamps.lap(marks, step, 5)
+    stamps.end(marks, marks)
+    stamps.settle(step, step, counts)
+
+
 def small_float32() -> None:
     """Checkpoints of tests, in which greedy tokens are compared with transformers'."""
     count = meta(1, dtype=I32)
@@ -196,7 +206,9 @@ def local_rows() -> None:
     sum_rows(meta(TOKENS * 8, 2048), ids, meta(TOKENS, 8, dtype=F32), places.rows, meta(TOKENS, 2048))
 
 
-PARTS = (local_rows, norms, rotations, decoding, prefilling, routing, grouped, sampling, small_float32)
+PARTS = (
+    local_rows, norms, rotations, decoding, prefilling, routing, grouped, sampling, stamping, small_float32,
+)  # fmt: skip
 
 if __name__ == "__main__":
     once = "--once" in sys.argv

@@ -1,0 +1,83 @@
+"""The clock of a device keeps the books of the CPU engine's. tests/gpu has the time that a GPU tells."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from ep_server.model import timers
+from ep_server.model.gpu.clock import DeviceClock
+from ep_server.model.timers import Phase, PhaseClock
+from ep_server.model.triton import stamps
+from tests.model.triton.harness import DEVICE, INTERPRETED
+
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="the time is told by the test")
+# By step: phases and how long each took, ns; one of more than 32 bits, one of no time at all.
+STEPS = [
+    [(Phase.ATTENTION, 5), (Phase.EXPERTS, 1 << 40), (Phase.ATTENTION, 3), (Phase.SAMPLE, 1)],
+    [(Phase.ATTENTION, 8), (Phase.COMBINE, 0), (Phase.SAMPLE, (1 << 20) - 1)],
+]
+
+
+@pytest.fixture
+def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Moves the clock of both, which stands still by itself."""
+    now = [1 << 50]
+
+    def pass_(ns: int) -> None:
+        now[0] += ns
+
+    for module in (timers, stamps):
+        monkeypatch.setattr(module, "perf_counter_ns", lambda: now[0])
+    return pass_
+
+
+def run(clock: DeviceClock, steps: list[list[tuple[Phase, int]]], pass_time: Callable[[int], None]) -> None:
+    """Steps as a runner takes them; the last phase is that which end() laps."""
+    for step in steps:
+        timed = clock.due()
+        clock.begin()
+        for phase, ns in step[:-1]:
+            pass_time(ns)
+            if timed:
+                clock.lap(phase)
+        pass_time(step[-1][1])
+        clock.end(timed)
+        pass_time(1000)  # between two steps
+
+
+@interpreted
+def test_the_same_books_as_on_the_cpu(pass_time: Callable[[int], None]) -> None:
+    clock, expected = DeviceClock(DEVICE, 1), PhaseClock()
+    clock.begin()
+    clock.lap(Phase.ROUTER)  # a graph was captured: no step of anybody
+    run(clock, STEPS, pass_time)
+    for step in STEPS:
+        expected.start()
+        for phase, ns in step:
+            pass_time(ns)
+            expected.lap(phase)
+        expected.finish()
+    busy = sum(ns for step in STEPS for _, ns in step)
+    assert clock.histograms() == expected.histograms()
+    assert clock.sums() == expected.sums() | {"step/device": busy}
+    assert clock.counters() == {"device_steps": 2, "timed_steps": 2}
+
+
+@interpreted
+def test_one_step_in_so_many_has_phases_and_every_one_a_length(pass_time: Callable[[int], None]) -> None:
+    clock = DeviceClock(DEVICE, 3)
+    run(clock, [[(Phase.EXPERTS, 10), (Phase.SAMPLE, 1)]] * 7, pass_time)
+    sums = clock.sums()
+    assert (sums["step/experts"], sums["step/sample"], sums["step/device"]) == (20, 2, 77)
+    assert clock.counters() == {"device_steps": 7, "timed_steps": 2}
+
+
+def test_a_clock_that_is_off_takes_no_stamp(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("begin", "lap", "end", "settle"):
+        monkeypatch.delattr(stamps, name)
+    clock = DeviceClock(DEVICE, 0)
+    run(clock, STEPS, lambda ns: None)
+    assert clock.counters() == {} and "step/device" not in clock.sums()
+    assert not any(clock.sums().values()) and not any(map(any, clock.histograms().values()))
