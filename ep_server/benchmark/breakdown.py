@@ -5,7 +5,7 @@ From two cumulative reports of every rank. Units: seconds per step unless a name
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from ep_server.model.families.spec import GqaSpec, ModelSpec
@@ -36,9 +36,11 @@ class Steps:
     """What happened between two reports, per step and mean over ranks.
 
     phases: seconds by name; `wait` is in the vote, for slower ranks, `host` plans and publishes, `rest` is
-      what the run took beside its phases: all of it where a device runs them as one.
+      what the run took beside its phases. Where a device tells its time, its phases are those of the steps
+      that it timed, `rest` is what it was busy with beside them, and `idle` is when it waited for the host.
     active: by rank, experts of a layer that received a token. sent: by operation, bytes to other ranks.
     tokens: of all ranks. load: rows received by all layers' experts, by rank.
+    overlapped: share of the steps that were two micro-batches. device: seconds that it was busy, if it tells.
     """
 
     count: int
@@ -48,6 +50,8 @@ class Steps:
     active: tuple[float, ...]
     load: tuple[int, ...]
     sent: Mapping[str, float]
+    overlapped: float = 0.0
+    device: float | None = None
 
     @property
     def distinct(self) -> float:
@@ -61,8 +65,8 @@ class Steps:
 
     @property
     def host_share(self) -> float:
-        """Part of a step in which its tokens waited for the host: planning and publishing."""
-        return self.phases["host"] / self.seconds
+        """Part of a step in which its tokens, or the device, waited for the host."""
+        return self.phases["host" if self.device is None else "idle"] / self.seconds
 
 
 def steps_between(before: Reports, after: Reports, sparse_layers: int) -> Steps | None:
@@ -73,20 +77,18 @@ def steps_between(before: Reports, after: Reports, sparse_layers: int) -> Steps 
         return None
     ranks = len(after)
 
-    def per_step(name: str) -> float:
+    def per_step(name: str, of: str) -> float:
         spent = sum(_added(before, after, rank, "sums", name) for rank in after)
-        return spent * NANO / sum(counts)
+        steps = sum(_added(before, after, rank, "counters", of) for rank in after)
+        return spent * NANO / steps if steps else 0.0
 
-    total = per_step("step/total")
-    phases = {name: per_step(f"step/{name}") for name in PHASES}
-    phases["wait"] = per_step("step/vote")
-    phases["host"] = per_step("step/plan") + per_step("step/publish")
-    phases["rest"] = max(total - sum(phases.values()), 0.0)
+    total = per_step("step/total", "run_steps")
+    device = per_step("step/device", "device_steps") or None
     names = {name for rank in after.values() for name in rank.counters if name.startswith("bytes/")}
     return Steps(
         count=count,
         seconds=total,
-        phases=phases,
+        phases=_phases(per_step, total, device),
         tokens=sum(_added(before, after, rank, "counters", "tokens") for rank in after) / count,
         active=tuple(
             _added(before, after, rank, "counters", "experts_active") / count / max(sparse_layers, 1)
@@ -98,13 +100,15 @@ def steps_between(before: Reports, after: Reports, sparse_layers: int) -> Steps 
             / (count * ranks)
             for name in names
         },
+        overlapped=sum(_added(before, after, r, "counters", "overlap_steps") for r in after) / sum(counts),
+        device=device,
     )
 
 
 def less(long: Steps, short: Steps) -> Steps | None:
     """The steps that a longer run took beyond a shorter one of the same requests, or None if it took none.
 
-    Both have the same prefill, so what is left is decoding alone.
+    Both have the same prefill, so what is left is decoding alone; of that alone a device tells phases.
     """
     count = long.count - short.count
     if count < 1:
@@ -113,15 +117,41 @@ def less(long: Steps, short: Steps) -> Steps | None:
     def beyond(of_long: float, of_short: float) -> float:
         return (of_long * long.count - of_short * short.count) / count
 
+    seconds, device = beyond(long.seconds, short.seconds), None
+    phases = {
+        name: max(beyond(spent, short.phases.get(name, 0.0)), 0.0) for name, spent in long.phases.items()
+    }
+    if long.device is not None:
+        device = beyond(long.device, short.device or 0.0)
+        phases = _on_device(long.phases, seconds, device)
     return Steps(
         count=count,
-        seconds=beyond(long.seconds, short.seconds),
-        phases={name: max(beyond(long.phases[name], short.phases[name]), 0.0) for name in long.phases},
+        seconds=seconds,
+        phases=phases,
         tokens=beyond(long.tokens, short.tokens),
         active=tuple(beyond(a, b) for a, b in zip(long.active, short.active, strict=True)),
         load=tuple(a - b for a, b in zip(long.load, short.load, strict=True)),
         sent={name: beyond(long.sent[name], short.sent.get(name, 0.0)) for name in long.sent},
+        overlapped=beyond(long.overlapped, short.overlapped),
+        device=device,
     )
+
+
+def _phases(per_step: Callable[[str, str], float], total: float, device: float | None) -> dict[str, float]:
+    """Seconds by name. per_step: mean of a sum by its name, over the steps that a counter counts."""
+    if device is not None:
+        return _on_device({name: per_step(f"step/{name}", "timed_steps") for name in PHASES}, total, device)
+    spent = {name: per_step(f"step/{name}", "run_steps") for name in (*PHASES, "vote", "plan", "publish")}
+    phases = {name: spent[name] for name in PHASES}
+    phases |= {"wait": spent["vote"], "host": spent["plan"] + spent["publish"]}
+    return phases | {"rest": max(total - sum(phases.values()), 0.0)}
+
+
+def _on_device(timed: Mapping[str, float], seconds: float, busy: float) -> dict[str, float]:
+    """Phases of timed steps, and what is left of a step. seconds, busy: of all of them, mean."""
+    phases = {name: timed[name] for name in PHASES}
+    rest = max(busy - sum(phases.values()), 0.0)
+    return {**phases, "rest": rest, "idle": max(seconds - busy, 0.0)}
 
 
 def bounds(spec: ModelSpec, dtype: Dtype, steps: Steps, context: float, rates: Rates) -> dict[str, float]:

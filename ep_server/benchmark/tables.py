@@ -22,7 +22,12 @@ LATENCIES = {
 }
 COLUMNS = ("mean", "p50", "p90", "p99", "max")
 LEAST_DISTINCT = 0.95  # of what uniform draws give; less, and fewer weights were read than should be
-PHASE_NAMES = {"wait": "wait for ranks", "host": "host: plan, publish", "rest": "run, beside the phases"}
+PHASE_NAMES = {
+    "wait": "wait for ranks",
+    "host": "host: plan, publish",
+    "rest": "run, beside the phases",
+    "idle": "idle: waits for the host",
+}
 
 
 def online(console: Console, found: Mapping[str, Any], title: str) -> None:
@@ -91,6 +96,15 @@ def step(console: Console, steps: Steps, least: Mapping[str, float], title: str)
 
 def _against(seconds: float, bound: float | None) -> tuple[str, str]:
     return (f"{1000 * bound:.3f}", f"{seconds / bound:.2f} x") if bound else ("-", "-")
+
+
+def overlap_line(steps: Steps, mode: str) -> str:
+    """How often steps were cut in two, and how much of a step the host cost, in words. mode: configured."""
+    told = "plan and publish" if steps.device is None else "first to last stamp of the device subtracted"
+    return (
+        f"two micro-batches in {steps.overlapped:.1%} of the steps (overlap {mode}); "
+        f"host share of a step {steps.host_share:.1%} ({told})"
+    )
 
 
 def experts_line(steps: Steps, router: RouterSpec, *, uniform: bool) -> str:

@@ -15,7 +15,14 @@ from ep_server.errors import ConfigError
 
 NAME = "bench"
 MODES = ("online", "offline")
-MODEL_FLAGS = ("model.path", "parallel.ranks", "model.dtype", "model.load_format", "model.routing")
+MODEL_FLAGS = (
+    "model.path",
+    "parallel.ranks",
+    "model.dtype",
+    "model.load_format",
+    "model.routing",
+    "parallel.overlap",
+)
 ONLINE: dict[str, Any] = {"rich_help_panel": "Online: over gRPC"}
 OFFLINE: dict[str, Any] = {"rich_help_panel": "Offline: an engine in this process"}
 MODEL: dict[str, Any] = {
@@ -76,6 +83,9 @@ def command(
     routing: Annotated[
         str | None, typer.Option(help="uniform = experts drawn at random (router).", **MODEL)
     ] = None,
+    overlap: Annotated[
+        str | None, typer.Option(help="Two micro-batches per step: on, off, auto (auto).", **MODEL)
+    ] = None,
     config_file: Annotated[
         str | None, typer.Option("--config", help="TOML file, as for serve.", **MODEL)
     ] = None,
@@ -105,7 +115,7 @@ def command(
         raise ConfigError("MODE", mode, " or ".join(MODES))
     output = Output(as_json, json_file, chart)
     output.check()
-    given = (model, ranks, dtype, load_format, routing)
+    given = (model, ranks, dtype, load_format, routing, overlap)
     flags = {**dict(zip(MODEL_FLAGS, given, strict=True)), **assignments(settings or [])}
     if mode == "offline":
         config = Config.load(config_file, flags)

@@ -119,6 +119,7 @@ class _Shown:
             if result.steps is not None:
                 title = f"{result.batch} sequences per rank, mean of {result.steps.count} steps"
                 tables.step(console, result.steps, self.least(result), title)
+                console.print(tables.overlap_line(result.steps, self.config.parallel.overlap))
                 console.print(tables.experts_line(result.steps, self.spec.router, uniform=self.uniform))
         console.print(
             f"bounds: bytes at {self.rates.memory / GB:g} GB/s of memory and {self.rates.link / GB:g} GB/s "
@@ -131,6 +132,7 @@ class _Shown:
             "mode": "offline",
             "model": name,
             "routing": self.config.model.routing,
+            "overlap": self.config.parallel.overlap,
             "plan": dataclasses.asdict(self.plan),
             "rates": dataclasses.asdict(self.rates),
             "batches": [

@@ -18,7 +18,8 @@ import ep_server
 from ep_server.benchmark import offline, online
 from ep_server.benchmark.breakdown import Rates
 from ep_server.benchmark.load import Load
-from ep_server.benchmark.offline_plan import Plan
+from ep_server.benchmark.offline_plan import TIMED_EVERY, Plan
+from ep_server.benchmark.offline_plan import prepared as prepared_offline
 from ep_server.benchmark.reader import Work, run
 from ep_server.benchmark.trace import OK
 from ep_server.cli import main
@@ -49,9 +50,10 @@ def test_offline_on_two_ranks_with_made_up_weights(
     made_up = ("--model", str(tmp_path), "--load-format", "dummy", "--routing", "uniform", "--ranks", "2")
     lengths = ("--prompt-tokens", "6", "--new-tokens", "40", "--batch", "1,6", "--rounds", "2")
     file, chart = tmp_path / "found.json", tmp_path / "found.svg"
+    made_up += ("--overlap", "on")
     found = bench(capfd, "offline", *made_up, *lengths, "--json-file", str(file), "--chart", str(chart))
     assert json.loads(file.read_text()) == found and chart.read_text().startswith("<svg ")
-    assert (found["mode"], found["routing"]) == ("offline", "uniform")
+    assert (found["mode"], found["routing"], found["overlap"]) == ("offline", "uniform", "on")
     for batch, result in zip((1, 6), found["batches"], strict=True):
         assert result["sequences_per_rank"] == batch and len(result["rounds"]) == 2
         assert all(each["direct"] > 0 and each["whole"] > 0 for each in result["rounds"])
@@ -60,6 +62,7 @@ def test_offline_on_two_ranks_with_made_up_weights(
         assert sum(step["load"]) == pytest.approx(step["count"] * step["tokens"] * 4 * 3, rel=0.15)
         assert 0.85 < step["distinct_experts"] / step["distinct_expected"] < 1.15
         assert 1 <= step["rank_imbalance"] < 1.5 and 0 < step["host_share"] < 1
+        assert step["overlapped"] == pytest.approx(1) and step["device"] is None
         assert set(step["bounds"]) == {"attention", "router", "dispatch", "experts", "combine", "sample"}
         # What is below nothing, two noisy runs apart, counts as nothing.
         assert min(step["phases"].values()) >= 0
@@ -96,6 +99,14 @@ def test_a_server_of_its_own_has_room_and_is_for_this_host_alone() -> None:
     assert (made.scheduler.max_running, made.scheduler.max_queue, made.grpc.max_streams) == (234, 700, 1024)
     same = prepared(made, replace(asked, concurrency=1))
     assert same == made  # nothing becomes smaller
+
+
+def test_gpus_time_some_of_the_steps_that_are_measured() -> None:
+    asked = Plan((4,), 8, 8)
+    for given, every in (({}, TIMED_EVERY), ({"metrics.device_phases": 5}, 5)):
+        made = prepared_offline(Config.from_values({"parallel.device": "cuda", **given}), asked)
+        assert made.metrics.device_phases == every
+    assert prepared_offline(Config.from_values({}), asked).metrics.device_phases == 0
 
 
 @pytest.mark.parametrize("readers", [1, 3])

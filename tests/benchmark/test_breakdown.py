@@ -102,6 +102,38 @@ def test_a_shorter_run_is_taken_from_a_longer_one() -> None:
     assert less(run(6), run(6)) is None
 
 
+def on_device(prefill: int, decoding: int) -> RankStatistics:
+    """Prefill steps of 100 ns, the device busy for 60 of them; decoding of 40 and 30, each second one timed:
+    phases of 1, 2 ... 6 ns. Each third one is two micro-batches. The host works meanwhile."""
+    timed = decoding // 2
+    sums = {f"step/{name}": timed * (i + 1) for i, name in enumerate(PHASES)}
+    counters = {"run_steps": prefill + decoding, "device_steps": prefill + decoding, "timed_steps": timed}
+    return RankStatistics(
+        0,
+        sums={
+            **sums,
+            "step/total": 100 * prefill + 40 * decoding,
+            "step/device": 60 * prefill + 30 * decoding,
+            **{f"step/{name}": 35 * (prefill + decoding) for name in ("vote", "plan", "publish")},
+        },
+        counters={**counters, "tokens": 3 * decoding, "overlap_steps": decoding // 3},
+    )
+
+
+@pytest.mark.parametrize("short_steps", [6, 1])  # none of one step is timed
+def test_a_device_tells_its_phases_and_when_it_was_idle(short_steps: int) -> None:
+    long, short = (steps_between({}, {0: on_device(4, n)}, 2) for n in (30 + short_steps, short_steps))
+    assert long is not None and short is not None
+    assert long.device == pytest.approx((240 + 30 * (30 + short_steps)) * 1e-9 / (34 + short_steps))
+    decode = less(long, short)
+    assert decode is not None and decode.count == 30
+    assert decode.seconds == pytest.approx(40e-9) and decode.device == pytest.approx(30e-9)
+    assert [decode.phases[name] for name in PHASES] == pytest.approx([n * 1e-9 for n in range(1, 7)])
+    assert decode.phases["rest"] == pytest.approx(9e-9) and decode.phases["idle"] == pytest.approx(10e-9)
+    assert decode.host_share == pytest.approx(0.25) and decode.overlapped == pytest.approx(1 / 3)
+    assert sum(decode.phases.values()) == pytest.approx(decode.seconds)
+
+
 def test_bounds_are_bytes_over_rates() -> None:
     spec = read_spec(DEMO)
     assert isinstance(spec.attention, GqaSpec)
