@@ -219,9 +219,14 @@ class CudaExchange:
 
     @contextmanager
     def bounded(self, num_sms: int) -> Iterator[None]:
-        """What is enqueued inside fills at most so many multiprocessors; captured kernels keep to it."""
+        """What is enqueued inside fills at most so many multiprocessors, if it may fill more outside.
+
+        Captured kernels keep to it. Raises: ConfigError for less than one.
+        """
+        if num_sms < 1:
+            raise ConfigError("num_sms", num_sms, "1 or more")
         launcher = self._open()
-        before, launcher.num_sms = launcher.num_sms, check_num_sms(num_sms, launcher.group.num_sms)
+        before, launcher.num_sms = launcher.num_sms, min(num_sms, launcher.num_sms)
         try:
             yield
         finally:

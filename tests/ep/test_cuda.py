@@ -92,6 +92,11 @@ def test_odd_inputs(num_ranks: int, name: str) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
+def test_two_micro_batches_on_two_streams(num_ranks: int) -> None:
+    run("gpu_overlap.overlapped", num_ranks, REPLAYS[num_ranks])
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
 def test_weights_given_only_at_combine(num_ranks: int) -> None:
     run("gpu_wires.late_weights", num_ranks)
 
