@@ -15,7 +15,6 @@ from ep_server.model.gpu.rows import RowsOfSteps
 from ep_server.model.gpu.runner import GpuOptions, GpuRunner
 from ep_server.model.gpu.step_input import InputShape
 from ep_server.model.kv_cache import KvCache
-from ep_server.model.sampler import Sampler
 
 KV_SHARE = 0.8  # of the memory that weights and exchange leave; the rest is for activations and graphs
 
@@ -73,4 +72,4 @@ def gpu_runner(
     if plan.graphs:
         forms = forms_of(buckets_up_to(sequences), plan.overlap, timed=plan.timed_every > 0)
     options = GpuOptions(shape, rows, tuple(forms), plan.timed_every)
-    return GpuRunner(params, Sampler(model.spec.vocab_size, device), options)
+    return GpuRunner(params, options)

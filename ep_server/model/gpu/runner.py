@@ -24,8 +24,8 @@ from ep_server.model.gpu.rows import RowsOfSteps
 from ep_server.model.gpu.sampling import GpuSampler
 from ep_server.model.gpu.step_input import InputShape, StepInput, StepTensors, sampled_slices
 from ep_server.model.runner import RunnerStatistics
-from ep_server.model.sampler import Sampler
 from ep_server.model.timers import no_lap
+from ep_server.model.triton.sampling_report import SamplingReport
 from ep_server.records import Request, SampledToken, StepBatch
 
 MOST_MICRO_BATCHES = 2
@@ -38,13 +38,13 @@ LOOK_SECONDS = 20e-6  # between two looks at the device, which has the next step
 class Launched:
     """A step on its way. numbers: requests that draw, by row. order: the same in the order of the batch.
 
-    tokens: [N], on the host once `arrived`, a CUDA event. known: what the host has drawn itself, by number.
+    tokens: [N]; reported: log probabilities, if any; on the host once `arrived`, a CUDA event.
     """
 
     numbers: list[int]
     order: list[int]
     tokens: torch.Tensor
-    known: dict[int, SampledToken]
+    reported: SamplingReport | None
     arrived: Any = None
 
 
@@ -66,14 +66,14 @@ class GpuRunner:
 
     Args:
         params: weights prepared by TorchCompute on the device.
-        sampler: of requests that the kernels cannot draw for; on the same device.
     """
 
-    def __init__(self, params: DecoderParams, sampler: Sampler, options: GpuOptions) -> None:
+    def __init__(self, params: DecoderParams, options: GpuOptions) -> None:
         self._params, self._rows, shape = params, options.rows, options.shape
         self._decoder, self._device = GpuDecoder(params), params.compute.device
         self._inputs = [StepInput(shape, self._device, STAGES) for _ in range(MOST_MICRO_BATCHES)]
-        self._sampler = GpuSampler(sampler, shape.sequences, self._device, STAGES)
+        self._sampler = GpuSampler(params.spec.vocab_size, shape.sequences, self._device, STAGES)
+        self._sampler.warm_up()
         self._drawn = torch.zeros(shape.sequences, dtype=torch.int64, device=self._device)
         self._told = [self._inputs[0].host_buffer(shape.sequences, torch.int64) for _ in range(STAGES)]
         self._places: dict[int, int] = {}  # of the tokens that the last launch draws
@@ -82,7 +82,7 @@ class GpuRunner:
         self.graphs = Graphs(self._padded, options.forms, self._device)
 
     def add(self, request: Request) -> None:
-        """Creates the sampling state of a request. Raises: what Sampler.add raises."""
+        """Creates the sampling state of a request. Raises: what GpuSampler.add raises."""
         self._sampler.add(request)
 
     def remove(self, number: int) -> None:
@@ -123,10 +123,9 @@ class GpuRunner:
         form = Form(bucket, micro_batches, self._timed(bucket))
         logits = self.graphs.replay(form)[:count] if bucket else self._forward(steps, form)
         self._places = {number: place for place, number in enumerate(numbers)}
-        draws = [self._sampler.draws(s.number, s.start + len(s.token_ids)) for s in pieces]
-        known = self._sampler.sample(draws, logits, self._drawn[:count])
+        reported = self._sampler.sample(pieces, logits, self._drawn[:count])
         self._clock.end(form.timed)
-        return self._told_of(numbers, [s.number for s in batch.slices if s.sample], known)
+        return self._told_of(numbers, [s.number for s in batch.slices if s.sample], reported)
 
     def collect(self, launched: Launched) -> list[SampledToken]:
         """Waits for a step; one token per slice that samples, in the order of its batch.
@@ -137,10 +136,11 @@ class GpuRunner:
         if launched.arrived is not None:
             await_event(launched.arrived, STEP_SECONDS)
         self._rows.check()
-        drawn = dict(zip(launched.numbers, launched.tokens.tolist(), strict=True))
-        return [
-            launched.known.get(number) or SampledToken(number, drawn[number]) for number in launched.order
-        ]
+        told = self._sampler.told(launched.numbers, launched.tokens.tolist(), launched.reported)
+        if launched.order == launched.numbers:
+            return told
+        drawn = {token.number: token for token in told}
+        return [drawn[number] for number in launched.order]
 
     def statistics(self) -> RunnerStatistics:
         """What was measured since the start; waits for the steps in flight."""
@@ -173,12 +173,12 @@ class GpuRunner:
         self._decoder.experts.finish()
         return self._decoder.logits(hidden)
 
-    def _told_of(self, numbers: list[int], order: list[int], known: dict[int, SampledToken]) -> Launched:
+    def _told_of(self, numbers: list[int], order: list[int], reported: SamplingReport | None) -> Launched:
         """Sends what was drawn to the host, behind the step."""
         tokens = self._told[self._launches % STAGES][: len(numbers)]
         tokens.copy_(self._drawn[: len(numbers)], non_blocking=True)
         self._launches += 1
-        launched = Launched(numbers, order, tokens, known)
+        launched = Launched(numbers, order, tokens, reported)
         if self._device.type == "cuda":
             launched.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
             launched.arrived.record()

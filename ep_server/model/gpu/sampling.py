@@ -1,6 +1,9 @@
-"""[9] Draws the tokens of a step on the device; what the kernels cannot do, the sampler of sampler.py does.
+"""[9] Draws the tokens of a step on the device, whatever its requests ask for. No step waits here.
 
-A request's way is its own: whether it asks for edits or log probabilities, not who else is in the batch.
+A request has a slot of the device's tables from its first draw on. What its tokens change there (their
+number, their counts) the kernels change themselves, so the next step can be launched before the tokens are
+known. There is a slot for every sequence of a step: one that has been preempted may lose its slot to another,
+and is written anew, with the tokens that it has drawn, when it draws again.
 """
 
 from __future__ import annotations
@@ -8,114 +11,181 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
-from ep_server.model.sampler import Sampler
-from ep_server.model.triton.sampling import SamplingRows, SamplingSpace, sample
-from ep_server.records import Request, SampledToken
-
-_FLOATS, _INTS, _LONGS = 3, 1, 2  # temperature, top-p, min-p; top-k; seed, position
-_SEED_BITS = (1 << 63) - 1
-SPLITS = 16
+from ep_server.errors import InternalError
+from ep_server.model.gpu.sampling_rows import SamplingRow, Seat, write
+from ep_server.model.triton.logit_edits import add_listed, advance, allow_only, penalise
+from ep_server.model.triton.sampling import sample
+from ep_server.model.triton.sampling_report import SamplingReport, report
+from ep_server.model.triton.sampling_space import SamplingSpace, splits_of
+from ep_server.model.triton.sampling_table import MOST_REPORTED, SamplingTable, Wants
+from ep_server.records import NO_TOKEN, Request, SampledToken, SeqSlice
 
 
 @dataclass(frozen=True, slots=True)
-class Draw:
-    """Who draws from a row of logits, and how many tokens it has drawn before."""
+class _Sampled:
+    """A request. prompt: its tokens. reported: alternatives per token, None = no log probabilities."""
 
-    number: int
-    position: int
+    row: SamplingRow
+    prompt: int
+    reported: int | None
 
 
 class GpuSampler:
-    """The sampling state of a rank's requests. One thread uses it.
+    """The sampling state of a rank's requests. One thread uses it; its work is ordered by the current stream.
 
     Args:
-        host: for requests that edit logits or report them; on the same device.
-        rows: most that are drawn in a step. staging: host buffers used in turn.
+        rows: most that are drawn in a step, and slots. staging: host buffers used in turn: a step's are read
+          before so many later ones are launched.
     """
 
-    def __init__(self, host: Sampler, rows: int, device: torch.device, staging: int) -> None:
-        self._host, self._device, self._rows = host, device, rows
-        self._requests: dict[int, Request] = {}
-        words = rows * (_FLOATS + _INTS + 2 * _LONGS)
-        pinned = device.type == "cuda"
-        self._staging = [torch.zeros(words, dtype=torch.int32, pin_memory=pinned) for _ in range(staging)]
-        self._given = torch.zeros(words, dtype=torch.int32, device=device)
-        self._space = SamplingSpace.of(rows, SPLITS, device)
-        self._calls = 0
+    def __init__(self, vocab: int, rows: int, device: torch.device, staging: int) -> None:
+        self._vocab, self._device, pinned = vocab, device, device.type == "cuda"
+        self._requests: dict[int, _Sampled] = {}
+        self._outputs: dict[int, list[int]] = {}  # what requests with penalties have drawn
+        self._slot_of: dict[int, int] = {}
+        self._free = list(range(rows))
+        self._table = SamplingTable.of(rows, vocab, device)
+        self._space = SamplingSpace.of(rows, vocab, splits_of(vocab), device)
+        self._slots = torch.zeros(rows, dtype=torch.int32, device=device)
+        words = rows * (1 + 2 * MOST_REPORTED)
+        self._report, self._out = _report_of(torch.zeros(words, device=device), rows)
+        self._sent = [torch.zeros(rows, dtype=torch.int32, pin_memory=pinned) for _ in range(staging)]
+        self._told = [_report_of(torch.zeros(words, pin_memory=pinned), rows) for _ in range(staging)]
+        self._seated, self._reports = 0, 0
+        self._numbers: list[int] = []  # of the last step
+        self._wants = Wants.NOTHING
 
     def add(self, request: Request) -> None:
-        """A request joins. Raises: what Sampler.add raises."""
-        self._host.add(request)
-        self._requests[request.number] = request
+        """A request joins.
+
+        Raises:
+            InvalidArgument: it draws at random without a seed, names an id outside the vocabulary, or asks
+              for more than a row of the tables holds.
+            InternalError: its number is in use.
+        """
+        if request.number in self._requests:
+            raise InternalError(f"request number {request.number} is already in the sampler")
+        row = SamplingRow.of(request, self._vocab)
+        if row.wants & Wants.PENALTY:
+            self._outputs[request.number] = []
+        prompt, logprobs = len(request.prompt_ids), request.sampling.logprobs
+        reported = None if logprobs is None else min(logprobs, self._vocab)
+        self._requests[request.number] = _Sampled(row, prompt, reported)
 
     def remove(self, number: int) -> None:
         """Forgets a request; unknown numbers are ignored."""
-        self._host.remove(number)
         self._requests.pop(number, None)
-
-    def draws(self, number: int, end: int) -> Draw:
-        """The draw of a request after position end - 1."""
-        return Draw(number, end - len(self._requests[number].prompt_ids))
+        self._outputs.pop(number, None)
+        slot = self._slot_of.pop(number, None)
+        if slot is not None:
+            self._free.append(slot)
+            self._numbers = []
 
     def sample(
-        self, draws: Sequence[Draw], logits: torch.Tensor, tokens: torch.Tensor
-    ) -> dict[int, SampledToken]:
-        """Draws one token per row into `tokens`: [N] int64, NO_TOKEN where none can be drawn.
+        self, pieces: Sequence[SeqSlice], logits: torch.Tensor, tokens: torch.Tensor
+    ) -> SamplingReport | None:
+        """Enqueues the draw of one token per row into `tokens`: [N] int64, NO_TOKEN where none can be drawn.
 
         Args:
-            logits: [N, V]; not changed.
-        Returns: the tokens that the host has drawn, by number; only for these it waits.
+            pieces: what row by row draws, of distinct requests.
+            logits: [N, V] float32; edited in place.
+        Returns: log probabilities on the host, once the stream has come so far; None if nobody asked.
+        Raises: InternalError for an unknown request.
         """
-        if not draws:
-            return {}
-        rows, random = self._send(draws)
-        count = len(draws)
-        space = SamplingSpace(
-            self._space.values[:count],
-            self._space.ids[:count],
-            self._space.highest[:count],
-            self._space.cutoff[:count],
-        )
-        sample(logits, rows, space, tokens, random=random)
-        others = [row for row, draw in enumerate(draws) if not self._host.plain(draw.number)]
-        if not others:
-            return {}
-        index = torch.tensor(others, device=self._device)
-        drawn = self._host.sample([draws[row].number for row in others], logits[index].float())
-        tokens[index] = torch.tensor([token.token_id for token in drawn], device=self._device)
-        return {token.number: token for token in drawn}
+        numbers = [piece.number for piece in pieces]
+        if not numbers:
+            return None
+        if numbers != self._numbers:
+            self._seat(numbers, pieces)
+        self._draw(logits, self._slots[: len(numbers)], tokens, self._wants)
+        if not self._wants & Wants.REPORT:
+            return None
+        host, told = self._told[self._reports % len(self._told)]
+        self._reports += 1
+        host.copy_(self._report, non_blocking=True)
+        return told
 
-    def _send(self, draws: Sequence[Draw]) -> tuple[SamplingRows, bool]:
-        """How each row is drawn, on its way to the device; whether any of them draws at random."""
-        staging = self._staging[self._calls % len(self._staging)]
-        self._calls += 1
-        settings = [self._requests[draw.number].sampling for draw in draws]
-        host = _columns(staging, self._rows, len(draws))
-        for column, values in zip(
-            host,
-            (
-                [s.temperature for s in settings],
-                [s.top_p for s in settings],
-                [s.min_p for s in settings],
-                [s.top_k for s in settings],
-                [(s.seed or 0) & _SEED_BITS for s in settings],
-                [draw.position for draw in draws],
-            ),
-            strict=True,
-        ):
-            column.numpy()[:] = np.array(values)
-        self._given.copy_(staging, non_blocking=True)
-        temperature, top_p, min_p, top_k, seed, position = _columns(self._given, self._rows, len(draws))
-        rows = SamplingRows(temperature, top_k, top_p, min_p, seed, position)
-        return rows, not all(s.greedy for s in settings)
+    def told(
+        self, numbers: Sequence[int], tokens: Sequence[int], reported: SamplingReport | None
+    ) -> list[SampledToken]:
+        """The tokens of a step that has ended, in the order of its rows.
+
+        Args:
+            tokens: what sample() drew. reported: what it returned.
+        """
+        for number, token in zip(numbers, tokens, strict=True) if self._outputs else ():
+            if token != NO_TOKEN and number in self._outputs:
+                self._outputs[number].append(token)
+        if reported is None:
+            return [SampledToken(n, token) for n, token in zip(numbers, tokens, strict=True)]
+        pairs = enumerate(zip(numbers, tokens, strict=True))
+        return [self._with_logprobs(row, number, token, reported) for row, (number, token) in pairs]
+
+    def warm_up(self) -> None:
+        """Runs every kernel once: the first launch compiles it."""
+        tokens = torch.zeros(1, dtype=torch.int64, device=self._device)
+        wants = Wants(sum(Wants))
+        self._draw(torch.zeros(1, self._vocab, device=self._device), self._slots[:1], tokens, wants)
+
+    def _draw(self, logits: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor, wants: Wants) -> None:
+        table, count = self._table, len(tokens)
+        if wants & Wants.PENALTY:
+            penalise(logits, slots, table)
+        if wants & Wants.LIST:
+            add_listed(logits, slots, table)
+        if wants & Wants.MASK:
+            allow_only(logits, slots, table)
+        sample(logits, slots, table, self._space, tokens, wants)
+        if wants & Wants.REPORT:
+            out = SamplingReport(self._out.chosen[:count], self._out.top[:count], self._out.ids[:count])
+            report(logits, slots, table, self._space, tokens, out)
+        advance(tokens, slots, table)
+
+    def _seat(self, numbers: list[int], pieces: Sequence[SeqSlice]) -> None:
+        """Gives every row its slot."""
+        try:
+            asked = [self._requests[number] for number in numbers]
+        except KeyError as error:
+            raise InternalError(f"request number {error} is not in the sampler") from None
+        seats = []
+        for piece, one in zip(pieces, asked, strict=True):
+            if piece.number not in self._slot_of:
+                slot = self._slot_of[piece.number] = self._free_slot(numbers)
+                drawn = piece.start + len(piece.token_ids) - one.prompt
+                seats.append(Seat(slot, one.row, drawn, self._outputs.get(piece.number, ())))
+        if seats:
+            write(self._table, seats)
+        host = self._sent[self._seated % len(self._sent)]
+        self._seated += 1
+        host.numpy()[: len(numbers)] = [self._slot_of[number] for number in numbers]
+        self._slots.copy_(host, non_blocking=True)
+        wants = 0
+        for one in asked:
+            wants |= one.row.wants
+        self._numbers, self._wants = numbers, Wants(wants)
+
+    def _free_slot(self, numbers: Sequence[int]) -> int:
+        """One of nobody, or of a request that this step has not."""
+        if self._free:
+            return self._free.pop()
+        present = set(numbers)
+        victim = next((number for number in self._slot_of if number not in present), None)
+        if victim is None:
+            raise InternalError(f"a step of {len(numbers)} rows has more than {len(self._slot_of)} slots")
+        return self._slot_of.pop(victim)
+
+    def _with_logprobs(self, row: int, number: int, token: int, reported: SamplingReport) -> SampledToken:
+        one = self._requests.get(number)  # None: it has ended meanwhile
+        if one is None or one.reported is None or token == NO_TOKEN:
+            return SampledToken(number, token)
+        ids, top = reported.ids[row, : one.reported].tolist(), reported.top[row, : one.reported].tolist()
+        return SampledToken(number, token, float(reported.chosen[row]), tuple(zip(ids, top, strict=True)))
 
 
-def _columns(words: torch.Tensor, rows: int, count: int) -> list[torch.Tensor]:
-    """Three of float32, one of int32, two of int64, each [count]."""
-    longs = words[: rows * 2 * _LONGS].view(torch.int64).view(_LONGS, rows)
-    rest = words[rows * 2 * _LONGS :].view(_FLOATS + _INTS, rows)
-    floats = [rest[i].view(torch.float32)[:count] for i in range(_FLOATS)]
-    return [*floats, rest[_FLOATS, :count], *(longs[i, :count] for i in range(_LONGS))]
+def _report_of(words: torch.Tensor, rows: int) -> tuple[torch.Tensor, SamplingReport]:
+    """One buffer, and what lies where in it."""
+    shape, size = (rows, MOST_REPORTED), rows * MOST_REPORTED
+    chosen, top, ids = words[:rows], words[rows : rows + size], words[rows + size :]
+    return words, SamplingReport(chosen, top.view(shape), ids.view(torch.int32).view(shape))

@@ -23,7 +23,6 @@ from ep_server.model.gpu.rows import PlainRows, RowsOfSteps
 from ep_server.model.gpu.runner import GpuOptions, GpuRunner, Launched, await_event
 from ep_server.model.gpu.step_input import InputShape
 from ep_server.model.kv_cache import KvCache
-from ep_server.model.sampler import Sampler
 from ep_server.model.torch_compute import TorchCompute
 from ep_server.records import StepBatch
 from ep_server.scheduler import RankScheduler, SchedulerLimits
@@ -49,7 +48,7 @@ def gpu_runner(
     shape = InputShape(TOKENS, 16, -(-model.max_context // BLOCK), BLOCK)
     plain = PlainRows(exchange)
     options = GpuOptions(shape, RowsOfSteps(plain, plain, check), forms)
-    return GpuRunner(params, Sampler(model.spec.vocab_size, DEVICE), options)
+    return GpuRunner(params, options)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])
@@ -136,13 +135,6 @@ def test_a_form_that_was_not_captured_is_run_as_one_micro_batch(tiny: Callable[[
     assert [runner.micro_batches_of(bucket, 1) for bucket in (0, 2, 4)] == [1, 1, 1]
     with torch.inference_mode(), pytest.raises(InternalError, match="no graph for a step of"):
         runner.launch(StepBatch((), 0), 2, 2)
-
-
-def test_tokens_drawn_on_the_host_are_the_next_input_too(tiny: Callable[[str], Tiny]) -> None:
-    """A penalty so large that no token comes twice: the kernels do not draw for such a request."""
-    model = tiny("qwen3_moe")
-    drawn = scheduled(model, 1, 2, presence_penalty=2.0, logprobs=0)
-    assert drawn == scheduled(model, 0, 2, presence_penalty=2.0, logprobs=0)
 
 
 def test_what_a_kernel_found_is_raised_with_the_tokens(tiny: Callable[[str], Tiny]) -> None:

@@ -20,14 +20,7 @@ from ep_server.model.triton.activation import silu_mul
 from ep_server.model.triton.expert_rows import ExpertRows, ExpertWeights
 from ep_server.model.triton.experts import run_experts
 from ep_server.model.triton.local_rows import Places, place_rows, sum_rows
-from ep_server.model.triton.logit_edits import (
-    BiasLists,
-    Penalties,
-    add_bias,
-    allow_only,
-    count_tokens,
-    penalise,
-)
+from ep_server.model.triton.logit_edits import add_listed, advance, allow_only, penalise
 from ep_server.model.triton.norm import add_rms_norm, rms_norm
 from ep_server.model.triton.paged import PagedKv
 from ep_server.model.triton.paged_decode import Workspace, decode
@@ -35,7 +28,10 @@ from ep_server.model.triton.paged_prefill import prefill
 from ep_server.model.triton.paged_tile import AttentionRule, Sequences
 from ep_server.model.triton.rope import HeadNorm, MlaInput, Rotation, store_gqa, store_mla
 from ep_server.model.triton.router import route
-from ep_server.model.triton.sampling import SamplingRows, SamplingSpace, sample
+from ep_server.model.triton.sampling import sample
+from ep_server.model.triton.sampling_report import SamplingReport, report
+from ep_server.model.triton.sampling_space import SamplingSpace
+from ep_server.model.triton.sampling_table import SamplingTable, Wants
 from tests.model.triton.compiling import Recorder
 
 BF16, F32, FP8, I64, I32 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.int32
@@ -142,22 +138,29 @@ def grouped() -> None:
 
 
 def sampling() -> None:
-    """Qwen3-30B-A3B's vocabulary."""
-    values, choices = meta(TOKENS, dtype=F32), meta(TOKENS, dtype=I64)
-    rows = SamplingRows(values, meta(TOKENS, dtype=I32), values, values, choices, choices)
-    space = SamplingSpace(meta(TOKENS, 8, dtype=F32), meta(TOKENS, 8, dtype=I32), values, values)
-    logits, slots, counts = (
-        meta(TOKENS, 151936, dtype=F32),
-        meta(TOKENS, dtype=I32),
-        meta(256, 151936, dtype=I32),
-    )
-    penalise(logits, Penalties(counts, slots, values, values, values))
-    entries = meta(256, 300, dtype=I32)
-    add_bias(logits, BiasLists(entries, meta(256, 300, dtype=F32), meta(256, 300, dtype=I64), slots), choices)
-    allow_only(logits, meta(256, 4748, dtype=I32), slots)
-    count_tokens(choices, counts, slots)
+    """Qwen3-30B-A3B's vocabulary; every kernel, whatever the rows want."""
+    vocab = 151936
+    table = SamplingTable(
+        meta(256, 8, dtype=F32), meta(256, 8, dtype=I64), meta(256, vocab, dtype=I32),
+        meta(256, 1152, dtype=I32), meta(256, 1152, dtype=F32), meta(256, 1152, dtype=I32),
+        meta(256, 4748, dtype=I32),
+    )  # fmt: skip
+    sums, one = meta(TOKENS, 16, dtype=I64), meta(TOKENS, dtype=F32)
+    space = SamplingSpace(
+        meta(TOKENS, 16, dtype=F32), meta(TOKENS, 16, dtype=I32), meta(TOKENS, 16, 128, dtype=F32),
+        one, one, one, meta(TOKENS, dtype=I32), meta(TOKENS, 2048, dtype=F32), meta(TOKENS, 2048, dtype=I32),
+        sums, sums,
+    )  # fmt: skip
+    chosen, slots, tokens = meta(TOKENS, dtype=F32), meta(TOKENS, dtype=I32), meta(TOKENS, dtype=I64)
+    out = SamplingReport(chosen, meta(TOKENS, 20, dtype=F32), meta(TOKENS, 20, dtype=I32))
+    logits = meta(TOKENS, vocab, dtype=F32)
+    for edit in (penalise, add_listed, allow_only):
+        edit(logits, slots, table)
+    advance(tokens, slots, table)
     for dtype in (F32, BF16):
-        sample(meta(TOKENS, 151936, dtype=dtype), rows, space, choices)
+        logits = meta(TOKENS, vocab, dtype=dtype)
+        sample(logits, slots, table, space, tokens, Wants.DRAW | Wants.FILTER | Wants.REPORT)
+        report(logits, slots, table, space, tokens, out)
 
 
 def stamping() -> None:

@@ -1,4 +1,4 @@
-"""Against the CPU sampler's arithmetic. Rows without a slot, and what is behind a row, stay as they were."""
+"""As the CPU sampler edits. Rows that ask for nothing, and what is behind a row, do not change."""
 
 from __future__ import annotations
 
@@ -7,20 +7,12 @@ import torch
 
 from ep_server.errors import InternalError
 from ep_server.model import sampling_ops as ops
-from ep_server.model.triton.logit_edits import (
-    COUNT_STEP,
-    IN_PROMPT,
-    BiasLists,
-    Penalties,
-    add_bias,
-    allow_only,
-    count_tokens,
-    penalise,
-)
+from ep_server.model.triton.logit_edits import add_listed, advance, allow_only, penalise
+from ep_server.model.triton.sampling_table import COUNT_STEP, IN_PROMPT, SamplingTable, Wants
 from tests.model.triton.harness import DEVICE, NAN, poisoned, random
 
 INF = float("inf")
-NO_END = 1 << 62
+STEP, PROMPT = COUNT_STEP.value, IN_PROMPT.value
 
 
 def ints(*values: int) -> torch.Tensor:
@@ -31,6 +23,17 @@ def floats(*values: float) -> torch.Tensor:
     return torch.tensor(values, device=DEVICE)
 
 
+def wanting(vocab: int, *wants: Wants) -> SamplingTable:
+    """A slot for each, full of what must not be read without them."""
+    table = SamplingTable.of(len(wants), vocab, DEVICE)
+    table.floats.fill_(NAN)
+    for part in (table.counts, table.tokens, table.masks):
+        part.fill_(3)
+    table.values.fill_(NAN)
+    table.longs[:, 5] = torch.tensor([int(want) for want in wants])
+    return table
+
+
 @pytest.mark.parametrize("vocab", [40, 5000])
 def test_penalties(vocab: int) -> None:
     logits = poisoned(random(4, vocab), 3)
@@ -38,41 +41,53 @@ def test_penalties(vocab: int) -> None:
     generator = torch.Generator().manual_seed(2)
     drawn = torch.randint(0, 3, (3, vocab), generator=generator, dtype=torch.int32)
     prompt = torch.randint(0, 2, (3, vocab), generator=generator, dtype=torch.int32)
-    counts = (drawn * COUNT_STEP + prompt * IN_PROMPT).to(DEVICE)
-    slots = [2, -1, 0, 1]
-    values = (floats(1.3, 9, 0.7, 1), floats(0.5, 9, 0, -0.25), floats(0.1, 9, -0.2, 0))
-    penalise(logits, Penalties(counts, ints(*slots), *values))
+    table = wanting(vocab, *[Wants.PENALTY] * 3, Wants.MASK)
+    table.counts[:3] = (drawn * STEP + prompt * PROMPT).to(DEVICE)
+    slots = [2, 3, 0, 1]
+    values = torch.tensor([[1.3, 0.5, 0.1], [NAN] * 3, [0.7, 0, -0.2], [1, -0.25, 0]])  # by row
+    table.floats[slots, 3:6] = values.to(DEVICE)
+    penalise(logits, ints(*slots), table)
     expected = before.cpu()
-    seen = [(r, ((drawn + prompt)[s] > 0).nonzero()[:, 0]) for r, s in enumerate(slots) if s >= 0]
+    seen = [(r, ((drawn + prompt)[s] > 0).nonzero()[:, 0]) for r, s in enumerate(slots) if s < 3]
     lists = [(r, ids, drawn[slots[r]][ids].float()) for r, ids in seen]
-    device = torch.device("cpu")
-    ops.penalize(expected, ops.TokenList.of(lists, device), *(v.cpu() for v in values))
+    ops.penalize(expected, ops.TokenList.of(lists, torch.device("cpu")), *values.T.contiguous())
     assert torch.allclose(logits.cpu(), expected, rtol=1e-6, atol=1e-6)
     assert torch.equal(logits[1], before[1])
 
 
 def test_nan_survives_a_penalty() -> None:
     logits = torch.full((1, 4), NAN, device=DEVICE)
-    one = floats(1.5)
-    penalise(logits, Penalties(ints(2, 0, 1, 2)[None], ints(0), one, one, one))
+    table = wanting(4, Wants.PENALTY)
+    table.floats[0, 3:6] = 1.5
+    penalise(logits, ints(0), table)
     assert bool(logits.isnan().all())
 
 
-def test_bias_holds_until_its_position() -> None:
-    """Entries: a bias for ever, a ban until position 3, unused ones; a row whose slot is -1."""
-    logits = poisoned(random(4, 33), 2)
-    before = logits.clone()
-    lists = BiasLists(
-        torch.stack([ints(32, 5, -1), ints(-1, -1, 0)]),
-        torch.stack([floats(2.5, -INF, NAN), floats(NAN, NAN, -1.0)]),
-        torch.tensor([[NO_END, 3, NO_END], [NO_END, NO_END, NO_END]], device=DEVICE),
-        ints(0, -1, 0, 1),
-    )
-    add_bias(logits, lists, torch.tensor([2, 0, 3, 9], device=DEVICE))
+def test_a_listed_token_is_banned_until_enough_are_drawn() -> None:
+    """Slot 0: a bias, and a biased stop; drawn 2, then 3 of the 3 that are needed. Slot 1: nothing listed."""
+    logits = poisoned(random(3, 33), 2)
+    logits[2, 5] = NAN
+    before, table = logits.clone(), wanting(33, Wants.LIST, Wants.NOTHING, Wants.LIST)
+    for slot, drawn in ((0, 2), (2, 3)):
+        table.longs[slot, 4], table.longs[slot, 2] = 2, drawn
+        table.tokens[slot, :2], table.values[slot, :2] = ints(32, 5), floats(2.5, -1.0)
+        table.until[slot, :2] = ints(0, 3)
+    add_listed(logits, ints(0, 1, 2), table)
     before[0, 32] += 2.5
     before[0, 5] = -INF
     before[2, 32] += 2.5
-    before[3, 0] -= 1.0
+    assert bool(logits[2, 5].isnan())
+    assert torch.equal(logits.nan_to_num(nan=7.0), before.nan_to_num(nan=7.0))
+
+
+def test_the_longest_list() -> None:
+    logits, table = random(1, 3000), wanting(3000, Wants.LIST)
+    before, length = logits.clone(), table.tokens.shape[1]
+    table.longs[0, 4], table.until[0] = length, 0
+    table.tokens[0] = torch.arange(length, device=DEVICE).flip(0)
+    table.values[0] = 0.5
+    add_listed(logits, ints(0), table)
+    before[0, :length] += 0.5
     assert torch.equal(logits, before)
 
 
@@ -82,42 +97,52 @@ def test_allowed_tokens(vocab: int) -> None:
     allowed = torch.zeros(2, -(-vocab // 32) * 32, dtype=torch.int64)
     allowed[0, [0, 30, vocab - 1]], allowed[1, : vocab // 2] = 1, 1
     words = (allowed.view(2, -1, 32) << torch.arange(32)).sum(-1)
-    logits = random(3, vocab)
+    logits, table = random(3, vocab), wanting(vocab, Wants.MASK, Wants.MASK, Wants.PENALTY)
+    table.masks[:2] = words.to(torch.int32).to(DEVICE)
     logits[0, 1] = NAN
     before = logits.clone()
-    allow_only(logits, words.to(torch.int32).to(DEVICE), ints(0, -1, 1))
+    allow_only(logits, ints(0, 2, 1), table)
     for row, slot in ((0, 0), (2, 1)):
         before[row][allowed[slot, :vocab].to(DEVICE) == 0] += -INF
     assert torch.equal(logits.nan_to_num(nan=7.0), before.nan_to_num(nan=7.0))
 
 
-def test_counting() -> None:
-    counts = torch.zeros(3, 10, dtype=torch.int32, device=DEVICE)
-    counts[1, 4] = IN_PROMPT
-    tokens = torch.tensor([4, 9, -1, 3, 4], device=DEVICE)
+def test_what_was_drawn_is_counted() -> None:
+    """Positions of all slots; tokens of those with penalties; a row without a token counts nothing."""
+    table = wanting(10, Wants.PENALTY, Wants.DRAW, Wants.PENALTY, Wants.PENALTY)
+    table.counts.zero_()
+    table.counts[1, 4] = table.counts[2, 9] = PROMPT
+    tokens = torch.tensor([9, 4, -1], device=DEVICE)
     for _ in range(2):
-        count_tokens(tokens, counts, ints(1, 0, 2, -1, -1))
-    expected = torch.zeros(3, 10, dtype=torch.int32)
-    expected[1, 4], expected[0, 9] = IN_PROMPT + 2 * COUNT_STEP, 2 * COUNT_STEP
-    assert torch.equal(counts.cpu(), expected)
+        advance(tokens, ints(2, 1, 0), table)
+    expected = torch.zeros(4, 10, dtype=torch.int32)
+    expected[1, 4], expected[2, 9] = PROMPT, PROMPT + 2 * STEP
+    assert torch.equal(table.counts.cpu(), expected)
+    assert table.longs[:, 2].tolist() == [0, 2, 2, 0]
+
+
+def test_more_rows_than_a_program_counts() -> None:
+    table = wanting(4, *[Wants.PENALTY] * 300)
+    table.counts.zero_()
+    slots = torch.arange(300, dtype=torch.int32, device=DEVICE).flip(0)
+    advance(torch.arange(300, device=DEVICE) % 4, slots, table)
+    expected = torch.nn.functional.one_hot(torch.arange(300) % 4, 4).flip(0) * STEP
+    assert torch.equal(table.counts.cpu().long(), expected)
 
 
 def test_no_rows() -> None:
-    counts, none = torch.zeros(1, 8, dtype=torch.int32, device=DEVICE), torch.empty(0, device=DEVICE)
-    penalise(random(0, 8), Penalties(counts, none.int(), none, none, none))
-    add_bias(random(0, 8), BiasLists(counts, counts.float(), counts.long(), none.int()), none.long())
-    allow_only(random(0, 8), counts[:, :1].contiguous(), none.int())
-    count_tokens(none.long(), counts, none.int())
-    assert not counts.any()
+    table, none = wanting(8, Wants.PENALTY), ints()
+    for edit in (penalise, add_listed, allow_only):
+        edit(random(0, 8), none, table)
+    advance(none.long(), none, table)
+    assert bool((table.counts == 3).all())
 
 
 def test_wrong_inputs_are_named() -> None:
-    logits, one = random(1, 8), floats(1.0)
+    logits, table = random(1, 8), wanting(7, Wants.PENALTY)
     with pytest.raises(InternalError, match="counts"):
-        penalise(logits, Penalties(ints(*range(7))[None], ints(0), one, one, one))
+        penalise(logits, ints(0), table)
     with pytest.raises(InternalError, match="logits"):
-        allow_only(logits.bfloat16(), ints(0)[None], ints(0))
+        allow_only(logits.bfloat16(), ints(0), table)
     with pytest.raises(InternalError, match="slots"):
-        count_tokens(torch.tensor([1, 2]), ints(*range(8))[None], ints(0))
-    with pytest.raises(InternalError, match="until"):
-        add_bias(logits, BiasLists(ints(0)[None], one[None], ints(0)[None], ints(0)), torch.tensor([0]))
+        advance(torch.tensor([1, 2], device=DEVICE), ints(0), table)
