@@ -1,10 +1,6 @@
 #include "transport/fabric_carrier.hpp"
 
-#include <errno.h>
-#include <poll.h>
-#include <pthread.h>
 #include <sched.h>
-#include <signal.h>
 #include <sys/eventfd.h>
 #include <unistd.h>
 
@@ -16,18 +12,11 @@
 namespace ep::fabric {
 namespace {
 
-constexpr uint64_t kMs = 1'000'000;
 constexpr uint64_t kBeatNs = 100 * kMs;
-constexpr uint64_t kRecentNs = 200'000;       // since the rank itself drove: the thread stays aside ...
-constexpr uint64_t kAsideNs = 500'000;        // ... and looks again after this time
-constexpr uint64_t kRetryNs = 1 * kMs;        // something is queued and the provider takes nothing now
-constexpr uint64_t kConsumedNs = 1 * kMs;     // that a consumed epoch waits for a message to travel with
-constexpr uint64_t kPollNs = 50'000;          // between two looks at a provider that cannot be slept on
-constexpr uint64_t kOpenSliceNs = 500 * kMs;  // for one connection before the next one is tried
-constexpr uint32_t kIdleWakes = 3;  // in a row, before the provider's descriptor is no longer trusted
-constexpr uint64_t kAbortedLingerNs = 300 * kMs;
-constexpr uint32_t kBatches = 8;  // of events per step: both directions get their turn
-constexpr uint32_t kSessionMask = (1u << Immediate::kValueBits) - 1;
+constexpr uint64_t kRecentNs = 200'000;    // since the rank itself drove: the thread stays aside ...
+constexpr uint64_t kAsideNs = 500'000;     // ... and looks again after this time
+constexpr uint64_t kConsumedNs = 1 * kMs;  // that a consumed epoch waits for a message to travel with
+constexpr uint32_t kBatches = 8;           // of events per step: both directions get their turn
 
 // What one peer may have on its way to this rank at once: rows one by one in every bank, routing, letters.
 uint32_t most_arrivals(const Geometry& g) {
@@ -51,8 +40,8 @@ FabricCarrier::FabricCarrier(Group& group, const Options& options, const Share& 
                  .max_arrivals = most_arrivals(group.geometry)}),
       outgoing_(group, endpoint_, memory_->outbox(), memory_->outbox() + group.layout.total),
       incoming_(group, memory_->inbound().begin + group.layout.total),
-      waiter_{bells_.own()},
-      sender_{eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)} {
+      waiter_(bells_.own()),
+      sender_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   for (uint32_t peer = 0; peer < group.geometry.num_ranks; ++peer) {
     if (share.hosts[peer] == share.hosts[group.rank]) {
       group.add_local(peer, memory_->region(peer));
@@ -68,134 +57,10 @@ FabricCarrier::FabricCarrier(Group& group, const Options& options, const Share& 
 
 FabricCarrier::~FabricCarrier() {
   stop_ = true;
-  ring_bell(sender_.fd);
+  ring_bell(sender_.bell());
   if (thread_.joinable()) thread_.join();
   group_.carrier = nullptr;
-  ::close(sender_.fd);
-}
-
-// -- membership --------------------------------------------------------------------------------------------
-
-void FabricCarrier::connect(const std::vector<Card>& cards, uint32_t session, uint64_t timeout_ns) {
-  const uint32_t ranks = group_.geometry.num_ranks;
-  const uint64_t deadline = now_ns() + timeout_ns;
-  session_ = session & kSessionMask;
-  {
-    const std::lock_guard lock(driving_);
-    for (const Card& card : cards) endpoint_.add_peer(card);
-  }
-  for_each_peer(group_.remote, group_.rank, ranks,
-                [&](uint32_t peer) { say(peer, Kind::kHello, std::min(deadline, now_ns() + kOpenSliceNs)); });
-  const auto silent = [&] {
-    uint64_t missing = group_.remote & ~incoming_.greeted();
-    for (uint32_t peer = 0; peer < ranks; ++peer)
-      if (group_.is_remote(peer) && !outgoing_.idle(peer)) missing |= 1ull << peer;
-    return missing;
-  };
-  while (silent() != 0 && failure_.empty() && now_ns() < deadline) {
-    drive();
-    nap(waiter_, kRetryNs, true);
-  }
-  for (uint64_t left = silent(); left != 0 && failure_.empty(); left &= left - 1)
-    failure_ = "rank " + std::to_string(std::countr_zero(left)) + " does not answer";
-  if (!failure_.empty())
-    throw FabricError(description() + ": rank " + std::to_string(group_.rank) + ": " + failure_);
-  connected_ = true;
-  // Signals belong to the process's own threads.
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  thread_ = std::thread([this] { run(); });
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
-}
-
-// Queues a signal and drives until it is delivered or the deadline has passed; looks ever more seldom.
-void FabricCarrier::say(uint32_t peer, Kind kind, uint64_t deadline) {
-  {
-    const std::lock_guard lock(driving_);
-    outgoing_.enqueue_signal(peer, kind, session_);
-  }
-  for (uint64_t wait = kPollNs; failure_.empty() && now_ns() < deadline;
-       wait = std::min(2 * wait, 10 * kMs)) {
-    drive();
-    if (outgoing_.idle(peer)) return;
-    nap(waiter_, wait, true);
-  }
-}
-
-void FabricCarrier::greeted(const Immediate& immediate) {
-  if (immediate.value != session_)
-    failure_ = "rank " + std::to_string(immediate.source) + " is of another group";
-}
-
-// Waits until all that was queued has arrived, where the peers live.
-void FabricCarrier::deliver(uint64_t deadline) {
-  {
-    const std::lock_guard lock(driving_);
-    outgoing_.send_consumed(now_ns());
-  }
-  const auto delivered = [&] {
-    const std::lock_guard lock(driving_);
-    return outgoing_.delivered(group_.remote & group_.unmasked() & ~lost_) && queue_.empty();
-  };
-  while (!delivered() && now_ns() < deadline) {
-    drive();
-    sleep(kRetryNs);
-  }
-}
-
-void FabricCarrier::close(uint64_t linger_ns) {
-  if (!connected_ || closing_) return;
-  // After an abort the others may be anywhere: what they must know is on its way already.
-  const uint64_t deadline = now_ns() + (aborted(group_) ? std::min(linger_ns, kAbortedLingerNs) : linger_ns);
-  waiting(true);
-  deliver(deadline);  // a good-bye says that all before it has arrived: ranks behind a gateway depend on it
-  uint64_t peers = 0;
-  {
-    const std::lock_guard lock(driving_);
-    closing_ = true;
-    peers = group_.remote & group_.unmasked() & ~lost_;
-    for (uint64_t left = peers; left != 0; left &= left - 1)
-      outgoing_.enqueue_signal(uint32_t(std::countr_zero(left)), Kind::kBye);
-  }
-  const auto open = [&] {
-    const std::lock_guard lock(driving_);
-    uint64_t missing = peers & ~incoming_.departed();
-    for (uint64_t left = peers; left != 0; left &= left - 1)
-      if (!outgoing_.idle(uint32_t(std::countr_zero(left)))) missing |= left & -left;
-    return missing & ~lost_;
-  };
-  while (open() != 0 && now_ns() < deadline) {
-    drive();
-    sleep(kRetryNs);
-  }
-  waiting(false);
-}
-
-void FabricCarrier::lose(uint32_t peer, Op op) {
-  lost_ |= 1ull << peer;
-  if (closing_ || (incoming_.departed() >> peer & 1)) return outgoing_.forget(peer);
-  if (!connected_) return;  // connecting is tried again until its deadline
-  if (group_.timing.mask_on_timeout) {
-    group_.masked.fetch_or(1ull << peer, std::memory_order_acq_rel);
-    return wake_self(group_);
-  }
-  if (aborted(group_)) return;
-  if (op == Op::kReset)
-    op = outgoing_.last_op(peer);  // a heartbeat's, or nobody's: missed where this rank is
-  const uint32_t epoch = uint32_t(op) < kBankedOps ? outgoing_.last_epoch(op, peer) : 0;
-  abort_group(group_, {Code::kLost, op, Phase::kSendRows, group_.rank, peer, epoch, 0});
-}
-
-void FabricCarrier::follow_masks() {
-  const uint64_t masked = group_.masked.load(std::memory_order_acquire);
-  for (uint64_t left = masked & ~forgotten_ & group_.remote; left != 0; left &= left - 1)
-    outgoing_.forget(uint32_t(std::countr_zero(left)));
-  for (uint64_t left = forgotten_ & ~masked; left != 0; left &= left - 1) {
-    outgoing_.remember(uint32_t(std::countr_zero(left)));
-    lost_ &= ~(left & -left);
-  }
-  forgotten_ = masked;
+  ::close(sender_.bell());
 }
 
 // -- driving -----------------------------------------------------------------------------------------------
@@ -224,7 +89,7 @@ void FabricCarrier::drive() {
   }
   seen_ = arrived_.load(std::memory_order_acquire);
   std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with rest(): queued first, then look
-  if (pending && resting_.load(std::memory_order_relaxed)) ring_bell(sender_.fd);
+  if (pending && resting_.load(std::memory_order_relaxed)) ring_bell(sender_.bell());
 }
 
 bool FabricCarrier::step(uint64_t now) {
@@ -269,8 +134,9 @@ void FabricCarrier::handle(const Event& event, uint64_t now) {
   }
   if (event.peer == kNoPeer) return;  // whose it was is not said: the deadlines will find out
   outgoing_.completed(event);
-  if (event.kind == Event::Kind::kFailed)
-    lose(event.peer, Op((event.tag & 0xffff) / (kMaxBanks * kMaxRanks)));
+  if (event.kind != Event::Kind::kFailed) return;
+  error_ = event.error;
+  lose(event.peer, Op((event.tag & 0xffff) / (kMaxBanks * kMaxRanks)));
 }
 
 void FabricCarrier::beat(uint64_t now) {
@@ -288,45 +154,27 @@ void FabricCarrier::beat(uint64_t now) {
 void FabricCarrier::waiting(bool begins) {
   waiting_.store(begins, std::memory_order_seq_cst);  // pairs with stands_aside()
   // The other ranks of this host may need what comes in while this one computes.
-  if (!begins && shared_ && aside_.load(std::memory_order_seq_cst)) ring_bell(sender_.fd);
+  if (!begins && shared_ && aside_.load(std::memory_order_seq_cst)) ring_bell(sender_.bell());
 }
 
 void FabricCarrier::sleep(uint64_t ns) {
   bool quiet = false, pending = false;
   {
     const std::lock_guard lock(driving_);
-    if (step(now_ns())) waiter_.idle_wakes = 0;
+    if (step(now_ns())) waiter_.moved();
     asleep_.store(true, std::memory_order_seq_cst);
     pending = !outgoing_.idle() || !queue_.empty();
     quiet = arrived_.load() == seen_ && (endpoint_.wait_fd() < 0 || endpoint_.ready_to_sleep());
   }
-  if (quiet) nap(waiter_, pending ? std::min(ns, kRetryNs) : std::min(ns, kBeatNs), true);
+  if (quiet) waiter_.nap(std::min(ns, pending ? kRetryNs : kBeatNs), endpoint_.wait_fd());
   asleep_.store(false, std::memory_order_relaxed);
 }
 
 void FabricCarrier::ring(uint32_t rank) { bells_.ring(rank); }
 
 void FabricCarrier::wake() {
-  ring_bell(waiter_.fd);
-  ring_bell(sender_.fd);
-}
-
-void FabricCarrier::nap(Sleeper& sleeper, uint64_t ns, bool on_network) {
-  int network = on_network ? endpoint_.wait_fd() : -1;
-  // Some providers leave their descriptor readable with nothing to read: then look now and then instead.
-  if (on_network && (network < 0 || sleeper.idle_wakes > kIdleWakes)) {
-    const uint32_t doublings = std::min(sleeper.idle_wakes - std::min(sleeper.idle_wakes, kIdleWakes), 4u);
-    ns = std::min(ns, kPollNs << doublings);
-    network = -1;
-    ++sleeper.idle_wakes;
-  }
-  pollfd waited[] = {{sleeper.fd, POLLIN, 0}, {network, POLLIN, 0}};
-  const timespec timeout{time_t(ns / 1'000'000'000), long(ns % 1'000'000'000)};
-  const int ready = ppoll(waited, network < 0 ? 1 : 2, &timeout, nullptr);
-  if (ready <= 0) return;
-  if ((waited[1].revents & POLLIN) != 0) ++sleeper.idle_wakes;
-  uint64_t count;
-  if ((waited[0].revents & POLLIN) != 0 && read(sleeper.fd, &count, sizeof count) < 0) return;
+  ring_bell(waiter_.bell());
+  ring_bell(sender_.bell());
 }
 
 void FabricCarrier::rest() {
@@ -337,7 +185,7 @@ void FabricCarrier::rest() {
     pending = !outgoing_.idle();
     quiet = queue_.empty() && (endpoint_.wait_fd() < 0 || endpoint_.ready_to_sleep());
   }
-  if (quiet) nap(sender_, pending ? kRetryNs : kBeatNs, true);
+  if (quiet) sender_.nap(pending ? kRetryNs : kBeatNs, endpoint_.wait_fd());
   resting_.store(false, std::memory_order_relaxed);
 }
 
@@ -346,7 +194,7 @@ bool FabricCarrier::stands_aside() {
   aside_.store(true, std::memory_order_seq_cst);
   const bool aside = waiting_.load(std::memory_order_seq_cst) ||
                      (!shared_ && now_ns() - drove_.load(std::memory_order_relaxed) < kRecentNs);
-  if (aside) nap(sender_, kAsideNs, false);
+  if (aside) sender_.nap(kAsideNs);
   aside_.store(false, std::memory_order_relaxed);
   return aside;
 }
@@ -360,9 +208,9 @@ void FabricCarrier::run() {
       const std::lock_guard lock(driving_);
       moved = step(now_ns());
     }
-    if (asleep_.load(std::memory_order_seq_cst) && arrived_.load() != before) ring_bell(waiter_.fd);
+    if (asleep_.load(std::memory_order_seq_cst) && arrived_.load() != before) ring_bell(waiter_.bell());
     if (moved) {
-      sender_.idle_wakes = 0;
+      sender_.moved();
     } else {
       rest();
     }

@@ -16,6 +16,7 @@
 #include "transport/fabric_memory.hpp"
 #include "transport/fabric_outgoing.hpp"
 #include "transport/fabric_queue.hpp"
+#include "transport/fabric_sleeper.hpp"
 
 namespace ep::fabric {
 
@@ -54,19 +55,17 @@ class FabricCarrier : public Carrier {
  private:
   bool step(uint64_t now);  // with driving_ held; whether anything moved
   void read_queue(uint64_t now);
-  void follow_masks();
   void handle(const Event& event, uint64_t now);
-  void greeted(const Immediate& immediate);
   void beat(uint64_t now);
-  void lose(uint32_t peer, Op op);
-  void say(uint32_t peer, Kind kind, uint64_t deadline);
+  // Membership: fabric_membership.cpp.
+  void greet(uint32_t peer, uint64_t deadline);
+  void greet_again(uint64_t now);
+  void greeted(const Immediate& immediate);
+  uint64_t silent() const;
   void deliver(uint64_t deadline);
-  // Who sleeps, what wakes him, and how often the network did with nothing to take in.
-  struct Sleeper {
-    int fd;
-    uint32_t idle_wakes = 0;
-  };
-  void nap(Sleeper& sleeper, uint64_t ns, bool on_network);
+  void lose(uint32_t peer, Op op);
+  void follow_masks();
+  // Sleeping.
   void rest();
   bool stands_aside();
   void run();
@@ -83,7 +82,10 @@ class FabricCarrier : public Carrier {
   uint32_t session_ = 0;
   uint64_t forgotten_ = 0, lost_ = 0, next_beat_ = 0, seen_ = 0;
   bool connected_ = false, closing_ = false;
-  std::string failure_;  // of connecting
+  // Of connecting: what ended it, whose greeting failed, when those are greeted again, and the last error.
+  std::string failure_;
+  uint64_t ungreeted_ = 0, next_greeting_ = 0;
+  int error_ = 0;
 
   std::mutex driving_;
   std::atomic<std::thread::id> driver_;

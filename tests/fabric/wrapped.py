@@ -31,6 +31,8 @@ class Wrapped:
     most_receives: int = 64
     emulated: int = -1
     strict: bool = False
+    failing: int = 0
+    broken_wait: bool = False
 
     def build(self, folder: Path) -> Path:
         """Compiles it into a folder. Its record is the file `record` there."""
@@ -48,6 +50,8 @@ class Wrapped:
             "MOST_RECEIVES": self.most_receives,
             "EMULATED": self.emulated,
             "STRICT": int(self.strict),
+            "FAILING": self.failing,
+            "BROKEN_WAIT": int(self.broken_wait),
         }
         line = ["gcc", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o", str(made)]
         line += [f"-D{name}={value}" for name, value in macros.items()]

@@ -10,6 +10,8 @@
 //   EMULATED        -1, or what the endpoint says of emulated writes: 0, 1
 //   STRICT          registration by virtual address, with keys of the provider, before anything is sent;
 //                   MOST_RECEIVES receives, of which each remote write with data uses up one
+//   FAILING         so many writes of each endpoint, its first ones, end in an error and are never sent
+//   BROKEN_WAIT     the descriptor to sleep on is always in error
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <rdma/fabric.h>
@@ -23,6 +25,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <unistd.h>
 
 enum { ENDS = 64, HELD = 1 << 16, REGIONS = 256, EFA_EMULATED_WRITE = -(0xefa << 16) + 2 };
 
@@ -125,6 +128,8 @@ static struct end {
   size_t posted, used;
   struct fi_cq_data_entry held[HELD];  // arrived, and no receive was there
   size_t first, last;
+  void* failed[FAILING + 1];  // contexts of writes
+  size_t failures, failures_told;
 } ends[ENDS];
 static size_t num_ends, num_regions;
 static struct {
@@ -137,6 +142,7 @@ static struct fi_ops_fabric fabric_ops, *fabric_below;
 static struct fi_ops_domain domain_ops, *domain_below;
 static struct fi_ops_mr mr_ops, *mr_below;
 static struct fi_ops_cq cq_ops, *cq_below;
+static struct fi_ops queue_ops, *queue_below;
 static struct fi_ops_rma rma_ops, *rma_below;
 static struct fi_ops_msg msg_ops, *msg_below;
 static struct fi_ops_ep ep_ops, *ep_below;
@@ -193,11 +199,38 @@ static ssize_t read_strict(struct fid_cq* queue, void* buffer, size_t room) {
   return count < 0 ? count : -FI_EAGAIN;
 }
 
+static ssize_t read_queue(struct fid_cq* queue, void* buffer, size_t room) {
+  const struct end* end = of_queue(queue);
+  if (end->failures_told < end->failures) return -FI_EAVAIL;
+  return STRICT ? read_strict(queue, buffer, room) : cq_below->read(queue, buffer, room);
+}
+
+static ssize_t read_error(struct fid_cq* queue, struct fi_cq_err_entry* entry, uint64_t flags) {
+  struct end* end = of_queue(queue);
+  if (end->failures_told == end->failures) return cq_below->readerr(queue, entry, flags);
+  entry->op_context = end->failed[end->failures_told++];
+  entry->flags = FI_RMA | FI_WRITE;
+  entry->err = FI_ECONNREFUSED;
+  return 1;
+}
+
+// A pipe that nobody reads.
+static int control(struct fid* queue, int command, void* argument) {
+  int ends_of_pipe[2];
+  if (!BROKEN_WAIT || command != FI_GETWAIT) return queue_below->control(queue, command, argument);
+  if (pipe(ends_of_pipe) != 0) abort();
+  close(ends_of_pipe[0]);
+  *(int*)argument = ends_of_pipe[1];
+  return 0;
+}
+
 static int try_wait(struct fid_fabric* fabric, struct fid** objects, int count) {
-  for (size_t i = 0; i < ENDS; ++i)
-    if (ends[i].queue != NULL && &ends[i].queue->fid == objects[0] && ends[i].first != ends[i].last &&
-        ends[i].used != ends[i].posted)
-      return -FI_EAGAIN;
+  for (size_t i = 0; i < ENDS; ++i) {
+    const struct end* end = &ends[i];
+    if (end->queue == NULL || &end->queue->fid != objects[0]) continue;
+    if (end->failures_told < end->failures) return -FI_EAGAIN;
+    if (end->first != end->last && end->used != end->posted) return -FI_EAGAIN;
+  }
   return fabric_below->trywait(fabric, objects, count);
 }
 
@@ -210,6 +243,15 @@ static ssize_t write_strict(struct fid_ep* endpoint, const struct fi_msg_rma* me
         from + message->msg_iov[0].iov_len <= regions[i].begin + regions[i].bytes)
       return rma_below->writemsg(endpoint, message, flags);
   return -FI_EINVAL;
+}
+
+static ssize_t write_message(struct fid_ep* endpoint, const struct fi_msg_rma* message, uint64_t flags) {
+  struct end* end = of_endpoint(endpoint);
+  if (end->failures != FAILING) {
+    end->failed[end->failures++] = message->context;
+    return 0;
+  }
+  return STRICT ? write_strict(endpoint, message, flags) : rma_below->writemsg(endpoint, message, flags);
 }
 
 static int register_memory(struct fid* domain, const void* buffer, size_t bytes, uint64_t access,
@@ -237,10 +279,12 @@ static int get_option(struct fid* endpoint, int level, int name, void* value, si
 static int open_queue(struct fid_domain* domain, struct fi_cq_attr* attr, struct fid_cq** queue,
                       void* context) {
   const int result = domain_below->cq_open(domain, attr, queue, context);
-  if (result != 0 || !STRICT) return result;
+  if (result != 0) return result;
   struct end* end = &ends[num_ends++ % ENDS];
   *end = (struct end){.domain = domain, .queue = *queue};
-  REPLACE(*queue, ops, cq_ops, cq_below, read, read_strict);
+  REPLACE(*queue, ops, cq_ops, cq_below, read, read_queue);
+  cq_ops.readerr = read_error;
+  REPLACE(&(*queue)->fid, ops, queue_ops, queue_below, control, control);
   return 0;
 }
 
@@ -253,14 +297,13 @@ static int open_endpoint(struct fid_domain* domain, struct fi_info* info, struct
   real_freeinfo(plain);
   if (result != 0) return result;
   REPLACE(*endpoint, ops, ep_ops, ep_below, getopt, get_option);
-  if (!STRICT) return 0;
   for (size_t i = num_ends; i-- > 0;)
     if (ends[i % ENDS].domain == domain) {
       ends[i % ENDS].endpoint = *endpoint;
       break;
     }
-  REPLACE(*endpoint, rma, rma_ops, rma_below, writemsg, write_strict);
-  REPLACE(*endpoint, msg, msg_ops, msg_below, recv, receive);
+  REPLACE(*endpoint, rma, rma_ops, rma_below, writemsg, write_message);
+  if (STRICT) REPLACE(*endpoint, msg, msg_ops, msg_below, recv, receive);
   return 0;
 }
 

@@ -1,0 +1,54 @@
+"""Providers that behave badly: writes that fail while ranks connect, a descriptor that nobody can sleep on."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ep_server.ep.fabric import FabricExchange, FabricOptions
+from ep_server.errors import StartupError
+from tests.ep import test_faults as programs
+from tests.ep.test_faults import operation, spec_of
+from tests.fabric.fabric_ends import ends, needs
+from tests.fabric.wrapped import Wrapped
+from tests.harness.ranks import Ranks, run_outcomes, run_ranks
+
+
+def odd(folder: Path, library: str = "system", connect_seconds: float = 20.0, **how: Any) -> FabricOptions:
+    """A provider on the loopback, wrapped so."""
+    needs(library)
+    made = Wrapped(library=library, **how).build(folder)
+    return FabricOptions(str(made), address="127.0.0.1", connect_seconds=connect_seconds)
+
+
+def works(exchange: FabricExchange) -> None:
+    for step in range(3):
+        operation(exchange, step)
+
+
+@pytest.mark.parametrize("library", ["system", "wheel"])
+@pytest.mark.parametrize("failing", [1, 5])
+def test_a_greeting_whose_write_fails_is_sent_again(library: str, failing: int, tmp_path: Path) -> None:
+    made = ends(tmp_path, 3, odd(tmp_path, library, failing=failing))
+    run_ranks(works, 3, spec_of(3), 30, ends=made)
+
+
+def test_greetings_that_always_fail_end_the_start_with_the_reason(tmp_path: Path) -> None:
+    made = ends(tmp_path, 2, odd(tmp_path, failing=100_000, connect_seconds=1.0))
+    for outcome in run_outcomes(works, 2, spec_of(2), 30, ends=made):
+        assert isinstance(outcome.error, StartupError), outcome
+        asked = f"rank {1 - outcome.rank} does not answer; writes fail: Connection refused"
+        assert str(outcome.error).endswith(asked), outcome.error
+
+
+@pytest.mark.parametrize("library", ["system", "wheel"])
+def test_a_descriptor_in_error_neither_spins_nor_stops_a_rank(library: str, tmp_path: Path) -> None:
+    made = ends(tmp_path, 2, odd(tmp_path, library, broken_wait=True))
+    with Ranks(programs.idles, 2, spec_of(2), ends=made) as ranks:
+        time.sleep(1.5)  # how long rank 0 waits
+        ranks.tell(1, "go on")
+        busy = [outcome.value for outcome in ranks.join(30)]
+    assert busy[0] < 0.5  # of a core's seconds, not of time that passed
