@@ -2,7 +2,17 @@
 
 import sys
 
-from ep_server.cli import main
+from ep_server import cli
+from ep_server.stop_signals import ignore_stop_signals
+
+
+def main() -> int:
+    """The whole process. A signal to a server that comes when it has ended changes no exit code."""
+    try:
+        return cli.main()
+    finally:
+        ignore_stop_signals()
+
 
 if __name__ == "__main__":
     sys.exit(main())

@@ -93,7 +93,7 @@ def _endpoint(config: MetricsConfig, page: CollectorRegistry, status: StatusPage
 
 
 def run(config: Config, progress: Progress, on_serving: Callable[[str], None]) -> int:
-    """Serves until a signal or the loss of a rank or node.
+    """Serves until a signal or the loss of a rank or node; the process should end then.
 
     Args:
         on_serving: gets the URL of the metrics, empty where they are off, once requests are taken.
@@ -104,7 +104,7 @@ def run(config: Config, progress: Progress, on_serving: Callable[[str], None]) -
 
     async def lead() -> int:
         async with assemble(settled, place=place) as app:
-            return await app.server.run(progress, lambda: on_serving(app.metrics_url))
+            return await app.server.run(progress, lambda: on_serving(app.metrics_url), last=True)
 
     return uvloop.run(_follow(settled, place, progress, on_serving) if place.node else lead())
 
@@ -126,4 +126,4 @@ async def _follow(
     metrics = NodeMetrics(registry, facts)
     follower = Follower(config, place, FollowerHooks(progress, lambda: on_serving(url), metrics))
     with _endpoint(config.metrics, registry, NodePage(facts, metrics, lambda: follower.serving)) as url:
-        return await follower.run()
+        return await follower.run(last=True)

@@ -86,9 +86,14 @@ class Server:
         self._stop_asked = asyncio.Event()
         self._stop_now = asyncio.Event()
 
-    async def run(self, progress: Progress, on_serving: Callable[[], None] = lambda: None) -> int:
-        """The whole life. Returns: exit code, 1 if a rank was lost. Raises: StartupError."""
-        with stop_signals(self.ask_to_stop):
+    async def run(
+        self, progress: Progress, on_serving: Callable[[], None] = lambda: None, *, last: bool = False
+    ) -> int:
+        """The whole life. last: the process ends with it; later signals do nothing.
+
+        Returns: exit code, 1 if a rank was lost. Raises: StartupError.
+        """
+        with stop_signals(self.ask_to_stop, last=last):
             try:
                 await self.start(progress)
                 if self._health.serving:

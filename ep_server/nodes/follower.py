@@ -66,13 +66,16 @@ class Follower:
         """Node 0 says that the server takes requests."""
         return self._health.serving
 
-    async def run(self) -> int:
-        """The whole life. Returns: exit code, 1 where node 0 or a rank was lost. Raises: StartupError."""
+    async def run(self, *, last: bool = False) -> int:
+        """The whole life. last: as Server.run.
+
+        Returns: exit code, 1 where node 0 or a rank was lost. Raises: StartupError.
+        """
         channel = open_channel(self._leader, self._credentials)
         settings = RelaySettings(self.place.node, self._leader, self.config.grpc.max_streams)
         relay = Relay(channel, settings, self._hooks.relayed, self._metadata)
         server = relay_server(self.config.grpc, relay, self._health)
-        with stop_signals(self.ask_to_stop):  # to the very end: one more must not kill it in the middle
+        with stop_signals(self.ask_to_stop, last=last):
             try:
                 await self._open(server)
                 code = await self._member(relay)

@@ -85,6 +85,17 @@ async def test_whoever_is_told_to_stop_all_drain_and_end_well(told: int) -> None
         assert [server.text for server in servers] == [[], []]
 
 
+@pytest.mark.parametrize("told", [0, pytest.param(1, marks=pytest.mark.slow)], ids=["leader", "follower"])
+async def test_signals_up_to_the_last_moment_change_no_exit_code(told: int) -> None:
+    async with serving() as servers:
+        inner = servers[told].inner
+        async with asyncio.timeout(WAIT):
+            while inner.returncode is None:
+                inner.send_signal(signal.SIGTERM)
+                await asyncio.sleep(0.001)
+        assert inner.returncode == 0
+
+
 async def test_a_node_that_is_killed_ends_the_server_and_is_named() -> None:
     async with serving() as servers:
         processes = [rank for server in servers for rank in server.ranks]
