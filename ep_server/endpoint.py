@@ -1,4 +1,4 @@
-"""The listening end of gRPC: port, TLS, tokens, HTTP/2 options. Knows configuration, no service.
+"""The listening end of gRPC: address, TLS, HTTP/2 options. Knows configuration, no service.
 
 Whatever cannot be bound or read is a ConfigError that names the field.
 """
@@ -14,22 +14,8 @@ from grpc import aio
 from ep_server.certificates import Certificates
 from ep_server.config import GrpcConfig
 from ep_server.errors import ConfigError
-from ep_server.interceptors import AuthInterceptor, ErrorInterceptor, TokenFile
 
 log = logging.getLogger(__name__)
-
-
-def guarded_server(config: GrpcConfig, open_services: frozenset[str]) -> aio.Server:
-    """A server without services: errors become statuses, tokens are asked for where there is a file of them.
-
-    Args:
-        open_services: full names of those that need no token.
-    Raises: ConfigError (grpc.token_file).
-    """
-    interceptors: list[aio.ServerInterceptor] = [ErrorInterceptor()]  # type: ignore[type-arg, unused-ignore]
-    if config.token_file:
-        interceptors.append(AuthInterceptor(TokenFile(config.token_file), open_services))
-    return aio.server(interceptors=interceptors, options=channel_options(config))
 
 
 def warn_if_open(config: GrpcConfig) -> None:

@@ -1,14 +1,17 @@
-"""What happens around every call: errors become statuses, callers are authenticated. Knows no service.
+"""What happens around every call: errors become statuses, calls are counted, callers are authenticated.
 
-Handlers raise errors of errors.py and contain no `except`; the status of a class is its own data.
+Knows no service. Handlers raise errors of errors.py and contain no `except`; the status of a class is its own
+data.
 """
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import hmac
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -18,6 +21,7 @@ from grpc import aio
 
 from ep_server.errors import (
     ConfigError,
+    Draining,
     EpServerError,
     FieldError,
     InternalError,
@@ -72,6 +76,51 @@ class ErrorInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg, misc, u
             return guarded
 
         return None if handler is None else _rebuild(handler, guard_unary, guard_stream, decode=False)
+
+
+class CallCounter(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unused-ignore]
+    """Knows how many calls are open; once told to, lets no more in. Used in one event loop."""
+
+    def __init__(self) -> None:
+        self.open_calls = 0
+        self._refuses = False
+        self._none_open = asyncio.Event()
+        self._none_open.set()
+
+    async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
+        """Counts the call from its first step until its status is on its way."""
+        handler = await continuation(handler_call_details)
+
+        def counted(behaviour: Any) -> Any:
+            def begun(request: Any, context: Any) -> Any:
+                self._begin(context)
+                return behaviour(request, context)
+
+            return begun
+
+        return None if handler is None else _rebuild(handler, counted, counted)
+
+    def refuse(self) -> None:
+        """From now on calls end with Draining."""
+        self._refuses = True
+
+    async def ended(self, seconds: float) -> None:
+        """Until no call is open, at most so long."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._none_open.wait()
+
+    def _begin(self, context: Any) -> None:
+        if self._refuses:
+            raise Draining("the server is shutting down")
+        self.open_calls += 1
+        self._none_open.clear()
+        context.add_done_callback(self._end)
+
+    def _end(self, _context: Any) -> None:
+        self.open_calls -= 1
+        if not self.open_calls:
+            self._none_open.set()
 
 
 class AuthInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unused-ignore]

@@ -19,11 +19,12 @@ from ep_server import control, health, service
 from ep_server.call_metadata import Entrance
 from ep_server.config import Config
 from ep_server.control import ControlService
-from ep_server.endpoint import bind, guarded_server, warn_if_open
+from ep_server.endpoint import warn_if_open
 from ep_server.engine import Engine, EngineSettings
 from ep_server.errors import EpServerError
 from ep_server.health import Health
 from ep_server.observer import EngineObserver
+from ep_server.port import Port
 from ep_server.ranks.protocol import Ranks
 from ep_server.served_model import ServedModel
 from ep_server.service import DecodeService
@@ -35,7 +36,6 @@ log = logging.getLogger(__name__)
 
 Progress = Callable[[int, str, int, int], None]
 LAST_WORDS_SECONDS = 2.0  # for statuses to reach their callers once the streams have ended
-GRACE_SECONDS = 0.5  # for calls that never end by themselves, such as Health.Watch
 
 
 class OtherNodes(Protocol):
@@ -80,7 +80,7 @@ class Server:
         self._model = model
         self._health = Health((service.SERVICE_NAME, control.SERVICE_NAME))
         self._control = ControlService(self.engine, model, config)
-        self._grpc: aio.Server | None = None
+        self._port: Port | None = None
         self._others = others
         self._failure = ""
         self._stop_asked = asyncio.Event()
@@ -110,9 +110,8 @@ class Server:
     async def start(self, progress: Progress) -> None:
         """Opens the port, then starts the ranks. Returns early if a stop is asked for meanwhile."""
         warn_if_open(self.config.grpc)
-        self._grpc = self._make_grpc()
-        self.address = bind(self._grpc, self.config.grpc)
-        await self._grpc.start()
+        self._port = self._make_port()
+        self.address = await self._port.open()
         if self._others is not None:
             self._others.on_stop_asked = self._stop_asked.set  # told by several nodes, it still drains
             await self._others.open(self.add_relayed)
@@ -138,8 +137,8 @@ class Server:
     async def stop(self) -> None:
         """Closes the port, ends the ranks, then the other nodes. Idempotent."""
         self._say(serving=False)
-        if self._grpc is not None:
-            await self._grpc.stop(GRACE_SECONDS)
+        if self._port is not None:
+            await self._port.close()
         await self.engine.stop()
         if self._others is not None:
             why = self.engine.lost_message or self._failure
@@ -160,13 +159,13 @@ class Server:
         """Adds Decode and Control for calls that other nodes pass on; only these nodes may reach `server`."""
         self._add_services(server, relays=True)
 
-    def _make_grpc(self) -> aio.Server:
-        server = guarded_server(self.config.grpc, frozenset({health.SERVICE_NAME}))
-        self._add_services(server, relays=False)
-        health.add_HealthServicer_to_server(self._health, server)
+    def _make_port(self) -> Port:
+        port = Port(self.config.grpc, frozenset({health.SERVICE_NAME}))
+        self._add_services(port.server, relays=False)
+        health.add_HealthServicer_to_server(self._health, port.server)
         names = (service.SERVICE_NAME, control.SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)
-        return server
+        reflection.enable_server_reflection(names, port.server)
+        return port
 
     def _add_services(self, server: aio.Server, *, relays: bool) -> None:
         entrance = Entrance(self.config.cluster.nodes, self.config.parallel.ranks, relays)

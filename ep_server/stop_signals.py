@@ -36,7 +36,7 @@ def stop_signals(ask_to_stop: Callable[[], None], *, last: bool = False) -> Iter
 
 
 def ignore_stop_signals() -> None:
-    """For the last line of a process, where a server has left its handlers: Python takes them away too early."""
+    """For the last line of a process where a server left its handlers: Python takes them away too early."""
     for number in SIGNALS:
         if callable(handler := signal.getsignal(number)) and handler is not signal.default_int_handler:
             signal.signal(number, signal.SIG_IGN)

@@ -11,19 +11,18 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from grpc import aio
-
 from ep_server import control, service
 from ep_server.config import Config
-from ep_server.endpoint import bind, warn_if_open
+from ep_server.endpoint import warn_if_open
 from ep_server.health import Health
 from ep_server.nodes.agent import Agent, Progress
 from ep_server.nodes.claim import claim_of, hello_of
 from ep_server.nodes.discovery import NodePlace, resolved
 from ep_server.nodes.joining import Joining, joined
 from ep_server.nodes.link import Link
-from ep_server.nodes.relay import Relay, RelayObserver, RelaySettings, open_channel, relay_server
+from ep_server.nodes.relay import Relay, RelayObserver, RelaySettings, open_channel, relay_port
 from ep_server.nodes.security import channel_credentials, token_metadata
+from ep_server.port import Port
 from ep_server.ranks.hosts import WORKER
 from ep_server.stop_signals import stop_signals
 from ep_server.v1 import nodes_pb2 as pb
@@ -31,7 +30,6 @@ from ep_server.v1 import nodes_pb2 as pb
 log = logging.getLogger(__name__)
 
 LAST_WORDS_SECONDS = 2.0  # for statuses to reach their callers
-GRACE_SECONDS = 0.5  # for calls that never end by themselves, such as Health.Watch
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +72,16 @@ class Follower:
         channel = open_channel(self._leader, self._credentials)
         settings = RelaySettings(self.place.node, self._leader, self.config.grpc.max_streams)
         relay = Relay(channel, settings, self._hooks.relayed, self._metadata)
-        server = relay_server(self.config.grpc, relay, self._health)
+        port = relay_port(self.config.grpc, relay, self._health)
         with stop_signals(self.ask_to_stop, last=last):
             try:
-                await self._open(server)
+                await self._open(port)
                 code = await self._member(relay)
             finally:
                 self._health.set(serving=False)
                 await relay.closed(LAST_WORDS_SECONDS)
                 relay.end("this node stops")
-                await server.stop(GRACE_SECONDS)
+                await port.close()
                 await channel.close(None)
         log.info("stopped")
         return code
@@ -101,10 +99,9 @@ class Follower:
         else:
             self._link.send(stop_asked=pb.StopAsked())
 
-    async def _open(self, server: aio.Server) -> None:
+    async def _open(self, port: Port) -> None:
         warn_if_open(self.config.grpc)
-        self.address = bind(server, self.config.grpc)
-        await server.start()
+        self.address = await port.open()
 
     async def _member(self, relay: Relay) -> int:
         """From joining to the end of the server, unless a stop comes first. Returns: exit code."""

@@ -14,7 +14,6 @@ from typing import Any
 from grpc import aio
 
 from ep_server.config import Config
-from ep_server.endpoint import bind, guarded_server
 from ep_server.errors import InvalidArgument, StartupError, Unavailable
 from ep_server.nodes.agreement import Claim, refusal
 from ep_server.nodes.claim import claim_in, claim_of
@@ -22,6 +21,7 @@ from ep_server.nodes.discovery import NodePlace
 from ep_server.nodes.link import Link
 from ep_server.nodes.remote import RemoteRanks
 from ep_server.nodes.security import cluster_names, rendezvous_port, warn_if_open
+from ep_server.port import Port
 from ep_server.ranks.hosts import WORKER, LocalRanks, Rank, spawn_here
 from ep_server.ranks.process import RankCallbacks
 from ep_server.v1 import nodes_pb2 as pb
@@ -30,7 +30,6 @@ from ep_server.v1 import nodes_pb2_grpc
 log = logging.getLogger(__name__)
 
 FAREWELL_SECONDS = 2.0  # for the other nodes to hear that the server has ended
-GRACE_SECONDS = 0.5  # for calls that they passed on
 
 
 class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
@@ -46,7 +45,7 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
         self._remote: dict[int, RemoteRanks] = {}
         self._changed = asyncio.Event()
         self._closed = False
-        self._server: aio.Server | None = None
+        self._port: Port | None = None
 
     def __repr__(self) -> str:
         return f"Leader(joined={sorted(self._links)} of {self._place.nodes - 1})"
@@ -59,11 +58,10 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
         warn_if_open(self._config.cluster, self._place.rendezvous_host)
         port = rendezvous_port(self._config, self._place.rendezvous_host, self._place.rendezvous_port)
         with cluster_names():
-            self._server = guarded_server(port, frozenset())
-            nodes_pb2_grpc.add_NodesServicer_to_server(self, self._server)
-            add_services(self._server)
-            address = bind(self._server, port)
-        await self._server.start()
+            self._port = Port(port, frozenset())
+            nodes_pb2_grpc.add_NodesServicer_to_server(self, self._port.server)
+            add_services(self._port.server)
+            address = await self._port.open()
         log.info("waiting for %d other nodes on %s", self._place.nodes - 1, address)
 
     async def spawn(self, callbacks: RankCallbacks, started: Callable[[Rank], None]) -> None:
@@ -99,8 +97,8 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
         with suppress(TimeoutError):
             async with asyncio.timeout(FAREWELL_SECONDS):
                 await asyncio.gather(*(link.ended() for link in links))
-        if self._server is not None:
-            await self._server.stop(GRACE_SECONDS)
+        if self._port is not None:
+            await self._port.close()
 
     async def Join(self, requests: Any, context: Any) -> AsyncIterator[pb.Bundle]:
         """A node comes and stays. Raises: Unavailable, StartupError, InvalidArgument."""
@@ -136,9 +134,14 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
             if self._closed:
                 raise Unavailable("node 0 has ended") from None
             raise
+        held = self._links.get(other.node)
+        if held is not None and not self._remote:  # of a node that went without a word, or of another one
+            log.warning("%s comes as node %d, which has joined: does that live?", context.peer(), other.node)
+            await held.sign()
         if self._closed or self._remote:
             raise Unavailable("node 0 serves or ends: a node that left is not taken back")
-        why = refusal(leader, other, self._place.nodes, self._links)
+        joined = [node for node, link in self._links.items() if not link.reason]
+        why = refusal(leader, other, self._place.nodes, joined)
         if why:
             self._refused = why
             log.error("%s is refused: %s", context.peer(), why)
@@ -157,7 +160,7 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
         log.log(logging.INFO if self._closed else logging.ERROR, "node %d %s", node, link.reason)
         if node in self._remote:
             self._remote[node].lost(link.reason)
-        else:  # before the ranks were started: another may take its place
+        elif self._links.get(node) is link:  # before the ranks were started: another may take its place
             del self._links[node], self._claims[node]
             self._changed.set()
 

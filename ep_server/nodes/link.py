@@ -34,6 +34,7 @@ class Link:
         self._outbox: deque[tuple[pb.NodeMessage, int]] = deque()
         self._wake = asyncio.Event()
         self._heard = False
+        self._sign = asyncio.Event()
         self._last = False
         self._reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._watching: asyncio.Task[None] | None = None
@@ -70,6 +71,7 @@ class Link:
         if self._watching is not None:
             self._watching.cancel()
         self._wake.set()
+        self._sign.set()
 
     def on_end(self, callback: Callable[[], None]) -> None:
         """Has `callback` called soon after the end, also while the stream cannot send what it has."""
@@ -78,6 +80,13 @@ class Link:
     async def ended(self) -> str:
         """Waits for the end. Returns: why."""
         return await asyncio.shield(self._reason)
+
+    async def sign(self) -> None:
+        """Waits for a sign of life or for the end, which comes to whoever gives none within the silence."""
+        if not self._reason.done():
+            self._sign.clear()
+            self._wake.set()  # something is sent: a host that has forgotten this connection breaks it then
+            await self._sign.wait()
 
     async def outgoing(self) -> AsyncIterator[pb.Bundle]:
         """Bundles to be sent, until finish() or the end."""
@@ -95,6 +104,7 @@ class Link:
         try:
             async for bundle in bundles:
                 self._heard = True
+                self._sign.set()
                 for message in bundle.messages:
                     self._on_message(message)
             self.end("closed the link")

@@ -20,9 +20,9 @@ from grpc_reflection.v1alpha import reflection
 from ep_server import health
 from ep_server.call_metadata import NODE_KEY
 from ep_server.config import GrpcConfig
-from ep_server.endpoint import guarded_server
 from ep_server.errors import QueueFull, Unavailable
 from ep_server.health import Health
+from ep_server.port import Port
 from ep_server.v1 import control_pb2, decode_pb2
 
 log = logging.getLogger(__name__)
@@ -262,14 +262,14 @@ def open_channel(address: str, credentials: grpc.ChannelCredentials | None = Non
     return aio.secure_channel(address, credentials, options=_OPTIONS)
 
 
-def relay_server(config: GrpcConfig, relay: Relay, status: Health) -> aio.Server:
-    """The public port of a node that does not lead, not bound yet: as node 0's, but by way of it.
+def relay_port(config: GrpcConfig, relay: Relay, status: Health) -> Port:
+    """The public port of a node that does not lead, not open yet: as node 0's, but by way of it.
 
     Raises: ConfigError (grpc.token_file).
     """
-    server = guarded_server(config, frozenset({health.SERVICE_NAME}))
-    relay.add_to(server)
-    health.add_HealthServicer_to_server(status, server)
+    port = Port(config, frozenset({health.SERVICE_NAME}))
+    relay.add_to(port.server)
+    health.add_HealthServicer_to_server(status, port.server)
     names = [service.full_name for service in SERVICES]
-    reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
-    return server
+    reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), port.server)
+    return port

@@ -1,4 +1,4 @@
-"""Providers that behave badly: writes that fail while ranks connect, a descriptor that nobody can sleep on."""
+"""Providers that behave badly: writes that fail while ranks connect, a descriptor that is always in error."""
 
 from __future__ import annotations
 

@@ -8,13 +8,11 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from grpc import aio
-
 from ep_server.client import AsyncClient, Target
 from ep_server.config import GrpcConfig
-from ep_server.endpoint import bind, guarded_server
 from ep_server.health import Health
-from ep_server.nodes.relay import SERVICES, Relay, RelaySettings, open_channel, relay_server
+from ep_server.nodes.relay import SERVICES, Relay, RelaySettings, open_channel, relay_port
+from ep_server.port import Port
 from ep_server.ranks.fake import FakeRanks
 from tests.service.harness import Served, serving
 
@@ -56,7 +54,7 @@ class Relayed:
 
     served: Served
     node: Follower
-    for_nodes: aio.Server
+    for_nodes: Port
 
     @property
     def ranks(self) -> FakeRanks:
@@ -72,9 +70,8 @@ async def relaying(
     channel, heard, health = open_channel(leader), Heard(), Health(tuple(s.full_name for s in SERVICES))
     shown = (("authorization", f"Bearer {token}"),) if token else ()
     relay = Relay(channel, RelaySettings(NODE, leader, config.max_streams), heard, lambda: shown)
-    server = relay_server(config, relay, health)
-    address = bind(server, config)
-    await server.start()
+    port = relay_port(config, relay, health)
+    address = await port.open()
     health.set(serving=True)
     client = AsyncClient(dataclasses.replace(target or Target(""), address=address))
     try:
@@ -82,23 +79,22 @@ async def relaying(
     finally:
         await client.close()
         await relay.closed(5.0)
-        await server.stop(None)
+        await port.close()
         await channel.close()
     assert relay.open_streams == 0 and heard.began == len(heard.ended)
 
 
 @asynccontextmanager
-async def listening(add: Any, config: GrpcConfig | None = None) -> AsyncIterator[tuple[aio.Server, str]]:
-    """A server with what `add(server)` adds, on a free port. Yields: (server, host:port)."""
+async def listening(add: Any, config: GrpcConfig | None = None) -> AsyncIterator[tuple[Port, str]]:
+    """A server with what `add(server)` adds, on a free port. Yields: (port, host:port)."""
     config = config or GrpcConfig(port=0)
-    server = guarded_server(config, frozenset())
-    add(server)
-    address = bind(server, config)
-    await server.start()
+    port = Port(config, frozenset())
+    add(port.server)
+    address = await port.open()
     try:
-        yield server, address
+        yield port, address
     finally:
-        await server.stop(None)
+        await port.close()
 
 
 @asynccontextmanager

@@ -129,12 +129,36 @@ async def test_a_node_that_differs_hears_in_what(change: Callable[[Claim], Claim
 async def test_a_number_is_taken_once_and_free_again_when_its_node_leaves() -> None:
     async with rendezvous() as meeting, asyncio.timeout(WAIT):
         claim = meeting.claim(1)
-        async with meeting.join(claim):
+        async with meeting.join(claim) as first:
             assert "another node joined under this number" in await meeting.refused(claim)
+            assert first.reason == ""  # it lives, and stays
         while "joined=[]" not in repr(meeting.leader):  # it has to notice
             await asyncio.sleep(0)
         async with meeting.join(claim) as link:
             assert link.reason == ""
+
+
+async def test_a_node_that_comes_back_takes_the_place_that_its_broken_link_still_holds(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async with (
+        rendezvous(cluster__silent_seconds=1.0) as meeting,
+        aio.insecure_channel(meeting.place.address) as channel,
+    ):
+        claim = meeting.claim(1)
+
+        async def say() -> AsyncIterator[pb.Bundle]:
+            yield pb.Bundle(messages=[pb.NodeMessage(hello=hello_of(claim))])
+            await asyncio.sleep(WAIT)  # and nothing more, nor an end: as a host that was switched off
+
+        await nodes_pb2_grpc.NodesStub(channel).Join(say()).read()
+        async with asyncio.timeout(WAIT / 3), meeting.join(claim) as link:
+            assert "comes as node 1, which has joined: does that live?" in caplog.text
+            assert "node 1 said nothing for 1 s" in caplog.text
+            assert "joined=[1]" in repr(meeting.leader)
+            await asyncio.sleep(2.0)  # what is left of the old one does not end the new one
+            assert link.reason == "" and "joined=[1]" in repr(meeting.leader)
+            assert "another node joined under this number" in await meeting.refused(claim)
 
 
 async def test_the_end_tells_all_nodes_code_and_reason() -> None:

@@ -120,10 +120,10 @@ async def test_a_leader_that_goes_away_under_a_stream() -> None:
         both.ranks.hold()
         call = both.node.client.generate([1])
         await next_event(call)
-        await both.for_nodes.stop(None)
+        await both.for_nodes.server.stop(None)
         error = await failure(call)
         assert error.code() is Code.UNAVAILABLE and "node 0 at" in (error.details() or "")
-        assert both.node.heard.ended == ["UNAVAILABLE"]  # what the caller was told
+        await both.served.until(lambda: both.node.heard.ended == ["UNAVAILABLE"])  # what the caller was told
         both.ranks.release()
 
 

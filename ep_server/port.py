@@ -1,0 +1,95 @@
+"""One gRPC port from its first call to its last: guarded, and closed so that callers try elsewhere.
+
+A server of gRPC that stops ends with CANCELLED every call that it has not handed over, or that outlasts its
+grace, and no retry policy tries CANCELLED again. So its sockets are closed under it first: what is still on
+its way then ends with UNAVAILABLE, by the caller's own gRPC.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from grpc import aio
+
+from ep_server.config import GrpcConfig
+from ep_server.endpoint import bind, channel_options
+from ep_server.interceptors import AuthInterceptor, CallCounter, ErrorInterceptor, TokenFile
+
+GRACE_SECONDS = 0.5  # for calls that never end by themselves, such as Health.Watch
+
+
+class Port:
+    """A server without services: errors become statuses, tokens are asked for where there is a file of them.
+
+    Add services to `server` before open(). Used in one event loop.
+    """
+
+    def __init__(self, config: GrpcConfig, open_services: frozenset[str]) -> None:
+        """open_services: full names of those that need no token. Raises: ConfigError (grpc.token_file)."""
+        self.address = ""  # host:port while it is open
+        self._config = config
+        self._calls = CallCounter()
+        interceptors: list[aio.ServerInterceptor] = [ErrorInterceptor(), self._calls]  # type: ignore[type-arg, unused-ignore]
+        if config.token_file:
+            interceptors.append(AuthInterceptor(TokenFile(config.token_file), open_services))
+        self.server = aio.server(interceptors=interceptors, options=channel_options(config))
+
+    async def open(self) -> str:
+        """Takes calls from now on. Returns: host:port. Raises: ConfigError (grpc.host, port, tls_*)."""
+        self.address = bind(self.server, self._config)
+        await self.server.start()
+        return self.address
+
+    async def close(self, seconds: float = GRACE_SECONDS) -> None:
+        """New calls end with UNAVAILABLE, as do those that are open after `seconds`. Idempotent."""
+        address, self.address = self.address, ""
+        if address:
+            self._calls.refuse()
+            await self._calls.ended(seconds)
+            hang_up(address)
+        await self.server.stop(None)
+
+
+def hang_up(address: str) -> None:
+    """Lets nobody connect to host:port any more and ends all connections to it; gRPC has a call for neither.
+
+    For a port of a server in this process, which stops next.
+    """
+    port = int(address.rpartition(":")[2])
+    for number, listener in _sockets_at(port, listening=True):
+        # Another socket takes its place: if it ended under gRPC, that would log an error.
+        with socket.socket(listener.family) as idle:
+            os.dup2(idle.fileno(), number, inheritable=False)
+    for _, connection in _sockets_at(port, listening=False):
+        with suppress(OSError):  # the caller was faster
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def _sockets_at(port: int, *, listening: bool) -> Iterator[tuple[int, socket.socket]]:
+    """Those of this process at a port of its own: their descriptors, and copies that are closed at once."""
+    for entry in list(Path("/proc/self/fd").iterdir()):
+        with suppress(OSError), _copy_of(int(entry.name)) as found:
+            internet = found.family in (socket.AF_INET, socket.AF_INET6)
+            if internet and found.getsockname()[1] == port and _listens(found) == listening:
+                yield int(entry.name), found
+
+
+@contextmanager
+def _copy_of(number: int) -> Iterator[socket.socket]:
+    """Raises: OSError where the descriptor is no socket, or gone."""
+    copy = os.dup(number)
+    try:
+        found = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+    with found:
+        yield found
+
+
+def _listens(connection: socket.socket) -> bool:
+    return bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))
