@@ -26,7 +26,7 @@ py::list regions(const Layout& l) {
   };
   add("identity", Head::kIdentity, 8);
   add("doorbell", Head::kDoorbell, 8);
-  add("heartbeat", Head::kHeartbeat, 8);
+  add("heartbeat", Head::kHeartbeat, 24);
   add("abort", Head::kAbort, 8);
   for (uint32_t r = 0; r < kMaxRanks; ++r) {
     const std::string who = "[" + std::to_string(r) + "]";

@@ -13,6 +13,7 @@
 #include <cstring>
 #include <mutex>
 
+#include "ep/blame.hpp"
 #include "ep/group.hpp"
 
 namespace ep {
@@ -22,7 +23,6 @@ constexpr uint32_t kNobody = 0;
 constexpr uint32_t kYields = 4;             // enough to let a runnable peer on the same core finish
 constexpr uint64_t kSliceNs = 100'000'000;  // longest sleep: heartbeats and signals are looked at after it
 constexpr uint32_t kPausesPerLook = 16;     // one look at the clock costs about as much as these
-constexpr uint64_t kQuietNs = 500'000'000;  // of a peer that no longer beats: several beats
 
 struct Doorbell {
   uint32_t word;
@@ -44,11 +44,6 @@ void ring(Doorbell& bell) {
   syscall(SYS_futex, &bell.word, FUTEX_WAKE, INT_MAX, nullptr, nullptr, 0);
 }
 
-uint64_t heartbeat_of(const Group& group, uint32_t peer) {
-  return std::atomic_ref<uint64_t>(*const_cast<uint64_t*>(group.heartbeats[peer]))
-      .load(std::memory_order_relaxed);
-}
-
 // One wait in progress: which peers are missing and since when.
 class Waiter {
  public:
@@ -60,6 +55,13 @@ class Waiter {
         pending_(wait.peers & group.unmasked()) {}
 
   Waited run() {
+    const Waited waited = wait();
+    if (slept_) say_waiting(group_, 0);
+    return waited;
+  }
+
+ private:
+  Waited wait() {
     uint32_t yields = 0;
     for (;;) {
       if (group_.carrier != nullptr) group_.carrier->drive();
@@ -91,7 +93,6 @@ class Waiter {
     }
   }
 
- private:
   uint64_t cell_of(uint32_t peer) const {
     return load_cell(group_.own(), wait_.first_cell + peer * wait_.stride);
   }
@@ -129,30 +130,26 @@ class Waiter {
     uint64_t late = 0;
     for (uint64_t left = pending_; left != 0; left &= left - 1) {
       const uint32_t peer = std::countr_zero(left);
-      const uint64_t alive = std::max(heartbeat_of(group_, peer), start_);
+      const uint64_t alive = std::max(last_beat(group_, peer), start_);
       if (now > alive && now - alive >= group_.timing.liveness_ns) late |= 1ull << peer;
     }
     return late;
   }
 
-  // Whether a peer, which others may depend on, has stopped beating.
-  bool quiet(uint32_t peer, uint64_t now) const {
-    const uint64_t beat = heartbeat_of(group_, peer);
-    return peer != group_.rank && beat + std::min(kQuietNs, group_.timing.timeout_ns / 2) < now;
-  }
-
   // Who takes in what this wait needs of a peer.
   uint32_t gateway(uint32_t peer) const { return wait_.by_gateways ? group_.gateways[peer] : peer; }
 
-  // The error names not a peer that is late because of another one, but that one, if it no longer beats.
+  // The error names not a peer that is late because of another one, but that one: if it no longer beats, else
+  // if it waits for nobody.
   Status blame(uint64_t late, uint64_t now) const {
     Status status = missing(late, Code::kTimeout);
+    status.peer = root(group_, late);
     uint64_t oldest = now;
     for (uint64_t left = late; left != 0; left &= left - 1) {
       const uint32_t peer = std::countr_zero(left);
-      for (const uint32_t suspect : {peer, gateway(peer)}) {
-        const uint64_t beat = heartbeat_of(group_, suspect);
-        if (!quiet(suspect, now) || beat >= oldest) continue;
+      for (const uint32_t suspect : {peer, gateway(peer), behind(group_, peer)}) {
+        const uint64_t beat = last_beat(group_, suspect);
+        if (!quiet(group_, suspect, now) || beat >= oldest) continue;
         oldest = beat;
         status.peer = suspect;
         status.seen = cell_epoch(cell_of(peer));
@@ -167,7 +164,7 @@ class Waiter {
     for (uint64_t left = late; left != 0; left &= left - 1) {
       const uint32_t peer = std::countr_zero(left), by = gateway(peer);
       const bool behind = by != peer && by != group_.rank;
-      if (behind && (!(group_.unmasked() >> by & 1) || quiet(by, now))) {
+      if (behind && (!(group_.unmasked() >> by & 1) || quiet(group_, by, now))) {
         blamed |= 1ull << by;
         pending_ &= ~(1ull << peer);
       } else {
@@ -205,6 +202,8 @@ class Waiter {
       group_.statistics.sleeps.add(1);
       slept_on_ = int32_t(peer);
       looked_ = now;
+      slept_ = true;
+      say_waiting(group_, pending_);
       if (group_.carrier != nullptr) {
         group_.carrier->sleep(slice);
       } else {
@@ -219,6 +218,7 @@ class Waiter {
   const uint64_t start_;
   uint64_t looked_, ask_at_ = 0, pending_, arrived_ = 0;
   int32_t slept_on_ = -1;
+  bool slept_ = false;
 };
 
 }  // namespace

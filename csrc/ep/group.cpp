@@ -43,13 +43,13 @@ Group::Group(const Geometry& g, uint32_t rank_, const int32_t* placement, const 
 void Group::add_local(uint32_t peer, std::byte* region) {
   regions[peer] = region;
   places[peer] = rank;
-  heartbeats[peer] = reinterpret_cast<const uint64_t*>(region + Head::kHeartbeat);
+  pulses[peer] = reinterpret_cast<const Pulse*>(region + Head::kHeartbeat);
 }
 
-void Group::add_remote(uint32_t peer, std::byte* outbox, const uint64_t* heartbeat) {
+void Group::add_remote(uint32_t peer, std::byte* outbox, const Pulse* pulse) {
   regions[peer] = outbox;
   places[peer] = peer;
-  heartbeats[peer] = heartbeat;
+  pulses[peer] = pulse;
   remote |= 1ull << peer;
 }
 

@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "ep/blame.hpp"
 #include "ep/carrier.hpp"
 #include "ep/faults.hpp"
 #include "ep/layout.hpp"
@@ -60,7 +61,7 @@ struct Group {
   uint32_t rank;
   std::array<std::byte*, kMaxRanks> regions{};  // memory that this rank writes for each peer, and its own
   std::array<uint32_t, kMaxRanks> places{};     // this rank's number in the region of each peer
-  std::array<const uint64_t*, kMaxRanks> heartbeats{};
+  std::array<const Pulse*, kMaxRanks> pulses{};
   Carrier* carrier = nullptr;  // of what is written for ranks of other hosts
   uint64_t remote = 0;         // bit per rank that it carries for
   // Of each rank: bits of the ranks on its host, its number among them, and the rank of this host that
@@ -91,7 +92,7 @@ struct Group {
   bool is_remote(uint32_t peer) const { return remote >> peer & 1; }
   void add_local(uint32_t peer, std::byte* region);
   // `outbox`: a region of this host, one for all remote peers; what is for `peer` lies there as if from it.
-  void add_remote(uint32_t peer, std::byte* outbox, const uint64_t* heartbeat);
+  void add_remote(uint32_t peer, std::byte* outbox, const Pulse* pulse);
   // hosts: [R] host of each rank. Rows from other hosts come to one rank of this host, for all ranks here.
   // All ranks have been added; regions of this host are whole rows apart.
   void share_rows(const std::vector<uint32_t>& hosts);

@@ -46,7 +46,7 @@ FabricCarrier::FabricCarrier(Group& group, const Options& options, const Share& 
     if (share.hosts[peer] == share.hosts[group.rank]) {
       group.add_local(peer, memory_->region(peer));
     } else {
-      group.add_remote(peer, memory_->outbox(), incoming_.heartbeat(peer));
+      group.add_remote(peer, memory_->outbox(), incoming_.pulse(peer));
     }
   }
   group.share_rows(share.hosts);
@@ -144,7 +144,7 @@ void FabricCarrier::beat(uint64_t now) {
   next_beat_ = now + kBeatNs;
   for (uint64_t left = group_.remote & ~lost_; left != 0; left &= left - 1) {
     const auto peer = uint32_t(std::countr_zero(left));
-    if (outgoing_.idle(peer)) outgoing_.enqueue_signal(peer, Kind::kAlive);
+    if (outgoing_.idle(peer)) outgoing_.enqueue_signal(peer, Kind::kAlive, encode_pulse(group_, peer));
   }
   outgoing_.post(now);
 }

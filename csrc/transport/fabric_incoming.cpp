@@ -21,7 +21,8 @@ std::string Incoming::take(const Immediate& immediate, uint32_t last_epoch, uint
       (banked && immediate.value >= group_.geometry.num_banks) || (paired && immediate.value >= kVoteBanks))
     return "an immediate of kind " + std::to_string(uint32_t(immediate.kind)) + ", source " +
            std::to_string(immediate.source) + ", value " + std::to_string(immediate.value);
-  std::atomic_ref<uint64_t>(heartbeats_[immediate.source]).store(now, std::memory_order_relaxed);
+  Pulse& pulse = pulses_[immediate.source];
+  std::atomic_ref<uint64_t>(pulse.beat).store(now, std::memory_order_relaxed);
   switch (immediate.kind) {
     case Kind::kChunk:
     case Kind::kLetter:
@@ -49,6 +50,7 @@ std::string Incoming::take(const Immediate& immediate, uint32_t last_epoch, uint
       departed_ |= 1ull << immediate.source;
       break;
     case Kind::kAlive:
+      decode_pulse(group_, immediate.value, pulse);
       break;
   }
   return {};

@@ -25,7 +25,7 @@ class Incoming {
 
   uint64_t greeted() const { return greeted_; }    // bits of the sources that said hello
   uint64_t departed() const { return departed_; }  // ... and good-bye
-  const uint64_t* heartbeat(uint32_t source) const { return &heartbeats_[source]; }
+  const Pulse* pulse(uint32_t source) const { return &pulses_[source]; }
 
  private:
   // Of one (op, bank, source): what has come of the operation that occupies it.
@@ -56,7 +56,7 @@ class Incoming {
   std::byte* const inbox_;
   const Inbox slots_;
   std::vector<Arrival> arrivals_;
-  std::array<uint64_t, kMaxRanks> heartbeats_{};
+  std::array<Pulse, kMaxRanks> pulses_{};
   uint64_t greeted_ = 0, departed_ = 0;
 };
 

@@ -288,7 +288,8 @@ Outgoing::Result Outgoing::write(const Queued& queued, uint32_t letter, const Wr
 
 Immediate Outgoing::immediate(const Queued& queued) const {
   const Command& c = queued.command;
-  const bool number = queued.kind == Kind::kConsumed || queued.kind == Kind::kHello;
+  const bool number =
+      queued.kind == Kind::kConsumed || queued.kind == Kind::kHello || queued.kind == Kind::kAlive;
   const uint32_t value = number ? c.epoch : c.bank();
   return {queued.kind, c.generation, group_.rank, uint32_t(c.op()) & 1, value};
 }

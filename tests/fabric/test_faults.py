@@ -96,6 +96,12 @@ def test_a_dropped_acknowledgement_stops_the_sender_before_it_overwrites(three: 
     assert (ended[0].error.phase, ended[0].error.peer) == ("send_bank", 2)
 
 
+def test_who_waits_behind_another_rank_names_the_one_that_hangs(three: list[FabricEnd]) -> None:
+    ended = run_outcomes(programs.waits_behind, 3, spec_of(3, 2 * SECOND), 30, ends=three)
+    assert isinstance(ended[0].error, PeerTimeout)
+    assert_lost(ended[:2], 2)
+
+
 def test_a_stopped_rank_only_delays_operations(tmp_path: Path) -> None:
     needs("system")
     with Ranks(programs.stops_between_halves, 2, spec_of(2), ends=ends(tmp_path, 2, loopback())) as ranks:
