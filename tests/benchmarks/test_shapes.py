@@ -9,7 +9,12 @@ import pytest
 from ep_server.model.inspect import inspect_config
 
 SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
-BILLIONS = {"qwen3-30b-a3b": (30.5, 3.3), "deepseek-v2-lite": (15.7, 2.7), "mixtral-8x7b": (46.7, 12.9)}
+BILLIONS = {
+    "qwen3-30b-a3b": (30.5, 3.3),
+    "qwen3-30b-a3b-fp8": (30.5, 3.3),
+    "deepseek-v2-lite": (15.7, 2.7),
+    "mixtral-8x7b": (46.7, 12.9),
+}
 
 
 def test_every_shape_is_known() -> None:

@@ -13,9 +13,19 @@ PREPARED = Path(__file__).parents[2] / "build" / "gpu" / "answers"
 @pytest.fixture(scope="session")
 def answers() -> dict[str, Answers]:
     """What `gpu_check bring` has made, by name."""
-    found = {one.name: one for one in read(PREPARED)}
+    return prepared(PREPARED)
+
+
+@pytest.fixture(scope="session")
+def fp8_answers() -> dict[str, Answers]:
+    """Of checkpoints with FP8 weights."""
+    return prepared(PREPARED / "fp8")
+
+
+def prepared(folder: Path) -> dict[str, Answers]:
+    found = {one.name: one for one in read(folder)}
     if not found:
-        pytest.skip(f"{PREPARED} is empty: `scripts/gpu_check bring` fills it where transformers is")
+        pytest.skip(f"{folder} is empty: `scripts/gpu_check bring` fills it where transformers is")
     return found
 
 

@@ -24,10 +24,11 @@ async def drawn(
     settings = {"parallel__device": "cuda", "scheduler__max_running": 6, **fields}
     group, heard = RankProcesses(rank_config(model.path, ranks, **settings)), Recorder()
     prompts = list(enumerate(model.prompts * times, start=1))
+    count = min(COUNT, len(model.tokens[0]))
     await group.start(heard, heard.on_progress)
     try:
         for number, prompt in prompts:
-            group.submit(number % ranks, greedy(number, prompt, COUNT))
+            group.submit(number % ranks, greedy(number, prompt, count))
         await heard.until(lambda: len(heard.finished) == len(prompts), 120)
         assert not heard.failed and not heard.lost
         await heard.parked(ranks, len(prompts))

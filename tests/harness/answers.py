@@ -2,13 +2,16 @@
 
     python -m tests.harness.answers FOLDER        makes them
 
-Reading needs no transformers.
+Those with FP8 weights lie in FOLDER/fp8; their answers are those of the same weights as values. Reading needs
+no transformers.
 """
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,14 +37,24 @@ def read(folder: Path) -> list[Answers]:
 
 
 def write(folder: Path) -> None:
-    """Makes every case of checkpoints.py."""
+    """Makes every case of checkpoints.py and fp8.py, in place of what is there."""
+    import torch
+
+    from tests.harness import fp8
     from tests.harness.checkpoints import CASES, make
 
+    torch.set_num_threads(1)  # models this small are slower on more
     for case in CASES:
         path = folder / case.name
-        path.mkdir(parents=True)
+        path.mkdir(parents=True, exist_ok=True)
         made = make(case, path)
         (path / FILE).write_text(json.dumps([made.prompts, made.tokens]))
+    for case in (fp8.GQA, fp8.MLA):
+        path = folder / "fp8" / case.name
+        with tempfile.TemporaryDirectory() as scratch:
+            codes = fp8.make(case, Path(scratch))
+            shutil.copytree(codes.path, path, dirs_exist_ok=True)
+        (path / FILE).write_text(json.dumps([codes.prompts, codes.tokens]))
 
 
 def _tuples(lists: list[list[int]]) -> tuple[tuple[int, ...], ...]:

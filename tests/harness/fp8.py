@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -31,6 +30,7 @@ GQA = Case(
     transformers.Qwen3MoeForCausalLM,
     _SIZES | {"num_key_value_heads": 2, "head_dim": 32, "num_experts": EXPERTS, "norm_topk_prob": True},
     scale=0.05,
+    seed=151,
 )
 MLA = Case(
     "deepseek_v3-fp8",
@@ -53,6 +53,7 @@ MLA = Case(
         "routed_scaling_factor": 1.5,
     },
     scale=0.05,
+    seed=25,
 )
 
 
@@ -67,10 +68,10 @@ class Fp8Tiny:
 
 
 def make(case: Case, folder: Path) -> Fp8Tiny:
-    """Tries seeds until every answer is far from a tie."""
-    for seed in range(400):
+    """Tries seeds until every answer is far from a tie and has no token twice."""
+    for seed in range(case.seed, case.seed + 1000):
         model = uneven(random_model(case, seed))
-        if min(margin for _, margin in map(partial(_greedy, model), PROMPTS)) < MARGIN:
+        if not _fair([_greedy(model, prompt) for prompt in PROMPTS]):
             continue
         raw, plain, path = (folder / f"{name}-{seed}" for name in ("raw", "plain", "fp8"))
         model.save_pretrained(raw)
@@ -78,7 +79,7 @@ def make(case: Case, folder: Path) -> Fp8Tiny:
         widened(path, plain)
         model = case.model.from_pretrained(plain, dtype=torch.float32)
         answers = [_greedy(model, prompt) for prompt in PROMPTS]
-        if min(margin for _, margin in answers) >= MARGIN:
+        if _fair(answers):
             return Fp8Tiny(path, plain, PROMPTS, tuple(tokens for tokens, _ in answers))
     raise AssertionError(f"{case.name}: no seed gives a fair test")
 
@@ -142,6 +143,10 @@ def widened(source: Path, target: Path, block: tuple[int, int] = BLOCK) -> Path:
     del config["quantization_config"]
     (target / "config.json").write_text(json.dumps(config | {"dtype": "float32"}))
     return target
+
+
+def _fair(answers: list[tuple[tuple[int, ...], float]]) -> bool:
+    return all(margin >= MARGIN and len(set(tokens)) == COUNT for tokens, margin in answers)
 
 
 def _greedy(model: transformers.PreTrainedModel, prompt: tuple[int, ...]) -> tuple[tuple[int, ...], float]:

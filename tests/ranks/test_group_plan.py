@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from ep_server.ep.exchange import Payload, Reduction
 from ep_server.ep.geometry import group_bytes
 from ep_server.errors import ConfigError, StartupError
+from ep_server.model.inspect import inspect_checkpoint
 from ep_server.ranks.group import (
     PROCESS_BYTES,
     SPIN_US,
@@ -20,6 +22,7 @@ from ep_server.ranks.group import (
     usable_cores,
 )
 from tests.harness.checkpoints import Tiny
+from tests.harness.fp8 import Fp8Tiny
 from tests.harness.rank_group import rank_config
 
 # 2 layers x (K, V) x 2 heads x 16 channels x 4 tokens x 4 bytes
@@ -56,6 +59,45 @@ def test_the_exchange_follows_model_and_configuration(tiny: Tiny) -> None:
 def test_the_payload_follows_the_dtype(tiny: Tiny, dtype: str, payload: str, expected: Payload) -> None:
     config = rank_config(tiny.path, 2, model__dtype=dtype, exchange__payload=payload)
     assert plan_group(config).exchange.payload is expected
+
+
+def test_ranks_on_gpus_keep_fp8_experts_as_they_are(fp8_tiny: Fp8Tiny) -> None:
+    """160 x 256 codes three times, and their scales; on the CPU the same weights are values."""
+    on_cpu, on_gpu = (
+        plan_group(rank_config(fp8_tiny.path, 4, model__dtype="bfloat16", parallel__device=device))
+        for device in ("cpu", "cuda")
+    )
+    replicated = on_gpu.weight_bytes[0] - 2 * (3 * 160 * 256 + 12 * 4)
+    assert on_gpu.weight_bytes == (on_gpu.weight_bytes[0],) * 4
+    experts = inspect_checkpoint(fp8_tiny.path).parameters
+    assert replicated >= 2 * (sum(experts.values()) - experts["experts"])
+    assert on_cpu.weight_bytes[0] >= replicated + 2 * 2 * 3 * 160 * 256
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"model__kv_dtype": "fp8_e4m3"},
+            "model.kv_dtype = 'fp8_e4m3': must be auto where parallel.device = cpu",
+        ),
+        (
+            {"parallel__device": "cuda", "exchange__payload": "fp8_ue8m0"},
+            "exchange.payload = 'fp8_ue8m0': must be one of auto, fp32, fp8, fp8_pow2 where "
+            "parallel.device = cuda and the model is served as float32",
+        ),
+        (
+            {"parallel__device": "cuda", "exchange__payload": "fp32", "model__dtype": "bfloat16"},
+            "exchange.payload = 'fp32': must be one of auto, bf16, fp8, fp8_pow2 where "
+            "parallel.device = cuda and the model is served as bfloat16",
+        ),
+    ],
+)
+def test_what_a_device_cannot_compute_is_refused_by_name(
+    tiny: Tiny, fields: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"\A{re.escape(message)}\Z"):
+        plan_group(rank_config(tiny.path, 2, **fields))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
