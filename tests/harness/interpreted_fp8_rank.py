@@ -12,7 +12,7 @@ from typing import Any
 from ep_server.model.sizes import Dtype
 from ep_server.ranks import life
 from ep_server.ranks.devices import Built
-from tests.harness.interpreted_rank import Interpreted  # first: it has the kernels interpreted
+from tests.harness.interpreted_rank import Interpreted
 
 
 class InterpretedFp8(Interpreted):
