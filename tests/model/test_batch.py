@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ep_server.model.batch import split
+from ep_server.model.batch import cut, split
+from ep_server.model.gpu.runner import MOST_MICRO_BATCHES, sizes_of
 from ep_server.records import SeqSlice, StepBatch
 
 BLOCK = 4
@@ -80,3 +81,22 @@ def test_decoding_sequences_come_first(count: int) -> None:
     assert parts[0].token_ids[:2].tolist() == [2009, 3005]
     assert parts[0].attention.num_decode == 2
     assert [len(part.token_ids) for part in parts] == ([8] if count == 1 else [4, 4])
+
+
+@given(st.integers(0, 20), st.integers(1, MOST_MICRO_BATCHES), st.integers(0, 9))
+def test_rows_of_a_bucket_fill_one_micro_batch_after_the_other(rows: int, count: int, padding: int) -> None:
+    sizes = sizes_of(rows + padding, count)
+    assert sum(sizes) == rows + padding and max(sizes) - min(sizes) <= 1 and sizes == sorted(sizes)[::-1]
+    slices = [sequence(i + 1, 3, 1) for i in range(rows)]
+    parts = cut(batch_of(slices), count, sizes[0])
+    assert len(parts) == count and [s for part in parts for s in part.slices] == slices
+    left = rows
+    for part, size in zip(parts, sizes, strict=True):
+        assert part.num_tokens == len(part.slices) == min(left, size)
+        left -= part.num_tokens
+
+
+def test_what_is_too_much_is_left_in_the_last_part() -> None:
+    slices = [sequence(1, 0, 1), sequence(2, 0, 7)]
+    assert [part.num_tokens for part in cut(batch_of(slices), 2, 3)] == [3, 5]
+    assert cut(batch_of(slices), 1, 3) == [batch_of(slices)]

@@ -38,7 +38,7 @@ class DeviceClock:
 
     def lap(self, phase: Phase) -> None:
         """What ran on this stream since the last stamp was this phase."""
-        stamps.lap(self._marks, self._step, phase)
+        stamps.lap(self._marks, self._step, int(phase))
 
     def end(self, timed: bool) -> None:
         """The last stamp of a step. What ran since the last one was sampling."""
