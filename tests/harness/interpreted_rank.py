@@ -16,6 +16,7 @@ import torch
 from ep_server.config import Config
 from ep_server.ep.exchange import ExchangeSpec
 from ep_server.model.gpu.assembly import GpuPlan, gpu_runner
+from ep_server.model.gpu.rows import RowsOfSteps
 from ep_server.model.torch_compute import TorchCompute
 from ep_server.ranks import life
 from ep_server.ranks.devices import Built, rows_of
@@ -26,7 +27,9 @@ from tests.model.triton.interpreter import make_exact
 
 
 class Interpreted:
-    """As ranks.devices.CudaDevice, with the exchange of the CPU."""
+    """As ranks.devices.CudaDevice, with the exchange of the CPU. graphs: capture steps."""
+
+    graphs = True
 
     def __init__(self, start: pb.Start, config: Config) -> None:
         make_exact()
@@ -46,11 +49,15 @@ class Interpreted:
             scheduler.max_running,
             scheduler.max_step_tokens,
             blocks,
+            graphs=self.graphs,
             overlap=mode,
             timed_every=self._config.metrics.device_phases,
         )
-        runner = gpu_runner(model, exchange, rows_of(exchange, False), plan, blocks)
-        return Built(runner, blocks, exchange.layout.total)
+        runner = gpu_runner(model, exchange, self.rows(exchange), plan, blocks)
+        return Built(runner, blocks, 0)
+
+    def rows(self, exchange: Any) -> RowsOfSteps:
+        return rows_of(exchange, False)
 
     def prepare(self, runner: Any, progress: Any) -> None:
         runner.graphs.capture(lambda done, total: progress("graphs", done, total))

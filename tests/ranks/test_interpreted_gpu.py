@@ -16,7 +16,7 @@ from tests.harness.rank_group import Recorder, greedy, rank_config
 Prompts = Sequence[tuple[int, ...]]
 
 
-INTERPRETED = "tests.harness.interpreted_rank"
+INTERPRETED, TWO_HOSTS = "tests.harness.interpreted_rank", "tests.harness.interpreted_hybrid"
 COUNT = 3
 
 
@@ -33,7 +33,7 @@ async def tokens(
         await heard.until(lambda: len(heard.finished) == len(prompts), 120)
         await heard.parked(ranks, len(prompts))
         stages = {stage for _, stage, _, _ in heard.progress}
-        assert ("graphs" in stages) == (module == INTERPRETED)
+        assert ("graphs" in stages) == (module != WORKER)
     finally:
         await group.stop()
     assert group.exit_codes == [0] * ranks
@@ -59,3 +59,8 @@ async def test_experts_drawn_at_random_are_those_of_the_cpu(tiny: Tiny) -> None:
     drawn, heard = await tokens(tiny.path, 1, INTERPRETED, tiny.prompts[:1], **uniform)
     assert drawn == on_cpu
     assert all("timed_steps" not in told.counters for told in heard.statistics.values())
+
+
+async def test_ranks_of_two_hosts_with_rows_in_two_parts(tiny: Tiny) -> None:
+    drawn, _ = await tokens(tiny.path, 3, TWO_HOSTS, tiny.prompts[:3])
+    assert drawn == [list(expected[:COUNT]) for expected in tiny.tokens[:3]]
