@@ -158,6 +158,9 @@ def attention_shape(q: torch.Tensor, out: torch.Tensor, kv: PagedKv, rows: int) 
     expect("out", out, q.dtype, (*q.shape[:2], layer.v_dim))
     if not kv.fp8 and layer.k.dtype != q.dtype:
         raise InternalError(f"cache: {layer.k.dtype}, must be of q's {q.dtype} or {torch.float8_e4m3fn}")
+    if kv.fp8 and (q.shape[2] % 8 or layer.v_dim % 8):
+        # A compiled prefill over rows of 20 bytes read wrong values on an H200 (Triton 3.6).
+        raise InternalError(f"FP8 cache: {q.shape[2]} and {layer.v_dim} channels, must be multiples of 8")
     heads = q.shape[1]
     if heads % kv_heads or heads == 0:
         raise InternalError(f"q: {heads} heads, must be a multiple of {kv_heads} KV heads")
