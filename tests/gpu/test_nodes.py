@@ -64,24 +64,32 @@ def need(ranks: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-async def test_float32_tokens_are_those_of_transformers(
-    answers: dict[str, Answers], family: str, ranks: int
-) -> None:
+async def test_float32_tokens_are_those_of_transformers(answers: dict[str, Answers], ranks: int) -> None:
     """All rows travel through host memory here: float32 has no other way."""
     need(ranks)
-    found = await drawn(answers[family], ranks, "--model-dtype", "float32")
-    assert found == {(rank, i): answers[family].tokens[i][:COUNT] for rank, i in found}
+    model = answers["mixtral"]
+    found = await drawn(model, ranks, "--model-dtype", "float32")
+    assert found == {(rank, i): model.tokens[i][:COUNT] for rank, i in found}
 
 
-@pytest.mark.parametrize("between", ["bounce", "hybrid"])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "ranks", "between"),
+    [
+        ("mixtral", 1, "hybrid"),
+        ("mixtral", 2, "hybrid"),
+        ("mixtral", 2, "bounce"),
+        ("qwen3_moe", 2, "hybrid"),
+        ("deepseek_v3", 2, "hybrid"),
+    ],
+)
 async def test_bfloat16_tokens_begin_as_those_of_float32(
-    answers: dict[str, Answers], family: str, ranks: int, between: str
+    answers: dict[str, Answers], name: str, ranks: int, between: str
 ) -> None:
     """Later tokens may differ: a near tie turns with any rounding."""
     need(ranks)
+    model = answers[name]
     options = ("--model-dtype", "bfloat16", "--exchange-between-nodes", between)
-    found = await drawn(answers[family], ranks, *options)
-    first = [tokens[0] == answers[family].tokens[i][0] for (_, i), tokens in found.items()]
+    found = await drawn(model, ranks, *options)
+    first = [tokens[0] == model.tokens[i][0] for (_, i), tokens in found.items()]
     assert sum(first) > len(first) // 2
     assert all(len(tokens) == COUNT for tokens in found.values())
