@@ -6,6 +6,7 @@ kernels are interpreted; where there is one the same runs on it.
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -18,14 +19,17 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ep_server.model.gpu.moe as gpu_moe
-from ep_server.ep.exchange import Payload
+from ep_server.ep.exchange import Payload, View
+from ep_server.ep.native import NativeExchange
 from ep_server.ep.quant import dequantise
 from ep_server.ep.reference import ReferenceExchange
+from ep_server.ep.segment import create_segment
 from ep_server.model.assembly import LoadParams, RankModel, load_model
 from ep_server.model.decoder import DecoderParams
 from ep_server.model.families import read_spec
 from ep_server.model.fp8 import widen
 from ep_server.model.gpu.assembly import GpuPlan, gpu_runner
+from ep_server.model.gpu.rows import PlainRows, RowsOfSteps
 from ep_server.model.gpu.runner import GpuRunner
 from ep_server.model.kv_cache import KvCache, KvLayer
 from ep_server.model.runner import ModelRunner
@@ -34,12 +38,12 @@ from ep_server.model.triton.expert_rows import ExpertRows, ExpertWeights
 from ep_server.ranks.devices import rows_of
 from ep_server.records import SeqSlice, StepBatch
 from tests.harness.checkpoints import Tiny
-from tests.harness.compare import assert_close
-from tests.harness.fp8 import BLOCK, Fp8Tiny, widened
+from tests.harness.compare import assert_close, assert_equal
+from tests.harness.fp8 import BLOCK, EXPERTS, Fp8Tiny, widened
 from tests.harness.rank_group import greedy
 from tests.model.driver import BLOCK as KV_BLOCK
 from tests.model.driver import BLOCKS, GreedySampler, exchange_spec, generate
-from tests.model.triton.harness import DEVICE, FP8, codes
+from tests.model.triton.harness import DEVICE, FP8, INTERPRETED, codes
 
 Fp8 = Callable[[str], Fp8Tiny]
 NAMES = [pytest.param("qwen3_moe-fp8", marks=pytest.mark.slow), "deepseek_v3-fp8"]
@@ -82,15 +86,21 @@ def run(runner: GpuRunner | ModelRunner, ids: Sequence[int]) -> None:
             runner.run(StepBatch((SeqSlice(1, start, ids[start:end], blocks, True),), end - start))
 
 
-def on_gpu(model: RankModel, payload: Payload | None = None) -> torch.Tensor:
-    """Logits after each piece: [pieces, V]."""
-    carried = exchange(model, payload)
-    plan = GpuPlan(BLOCKS, KV_BLOCK, max_running=4, max_step_tokens=64, useful_blocks=BLOCKS, graphs=False)
-    runner = gpu_runner(model, carried, rows_of(carried, False), plan, BLOCKS)
+def on_gpu(model: RankModel, payload: Payload | None = None, rows: RowsOfSteps | None = None) -> torch.Tensor:
+    """Logits after each piece: [pieces, V]. rows: over an exchange of its own."""
+    runner = step_runner(model, payload, rows)
     recording = Recording(runner._sampler, [])
     runner._sampler = recording  # type: ignore[assignment]
     run(runner, IDS)
     return torch.cat(recording.logits)
+
+
+def step_runner(
+    model: RankModel, payload: Payload | None = None, rows: RowsOfSteps | None = None
+) -> GpuRunner:
+    carried = exchange(model, payload)
+    plan = GpuPlan(BLOCKS, KV_BLOCK, max_running=4, max_step_tokens=64, useful_blocks=BLOCKS, graphs=False)
+    return gpu_runner(model, carried, rows or rows_of(carried, False), plan, BLOCKS)
 
 
 def plainly(
@@ -176,6 +186,21 @@ def test_rows_meet_weights_as_codes(
     assert not torch.equal(plainly(values, payload), plainly(values))
 
 
+@pytest.mark.skipif(not INTERPRETED, reason="this exchange is of host memory")
+def test_rows_are_read_where_they_arrived(fp8: Fp8) -> None:
+    """With their scales beside them, in a region whose rows have a pitch."""
+    model, of_view = load(fp8("deepseek_v3-fp8").path, "bfloat16"), {}
+    spec = replace(exchange_spec(model, 0, 1, (0,) * EXPERTS), payload=Payload.FP8)
+    for view in (View.COMPACT, View.INDEX):
+        fd = create_segment(spec)
+        carried = NativeExchange(spec, fd=fd)
+        os.close(fd)
+        rows = PlainRows(carried, view)
+        of_view[view] = on_gpu(model, rows=RowsOfSteps(rows, rows))
+        carried.close()
+    assert_equal(of_view[View.INDEX], of_view[View.COMPACT], "logits")
+
+
 @dataclass(frozen=True, slots=True)
 class Rounded(KvLayer):
     """Holds what an FP8 cache with these scales reads back as. scales: [kv_heads] of k and v."""
@@ -239,9 +264,7 @@ def test_everything_in_fp8_at_once(fp8: Fp8) -> None:
     """Weights, rows and cache: the tokens are those of the widened model."""
     made = fp8("deepseek_v3-fp8")
     model = load(made.path, "bfloat16", "fp8_e4m3")
-    carried = exchange(model, Payload.FP8)
-    plan = GpuPlan(BLOCKS, KV_BLOCK, max_running=4, max_step_tokens=64, useful_blocks=BLOCKS, graphs=False)
-    runner = gpu_runner(model, carried, rows_of(carried, False), plan, BLOCKS)
+    runner = step_runner(model, Payload.FP8)
     for number, prompt in enumerate(made.prompts):
         runner.add(greedy(number, prompt, 3))
     assert generate(runner, made.prompts, 3, chunk=4) == list(made.tokens)
