@@ -100,11 +100,11 @@ def in_graph(work: Callable[[int], object], sets: int) -> float:
 def candidates(m: int, gated: bool) -> Iterator[Tiles]:
     """Shapes that fit."""
     parts = 2 if gated else 1
-    for turned, n, k, warps, stages in itertools.product((True, False), (64, 128), (64, 128), (4, 8), (3, 4)):
+    for n, k, warps, stages in itertools.product((64, 128), (64, 128), (4, 8), (3, 4, 5)):
         stage = (m + parts * n) * k * 2
         resident = min(SHARED // (stage * stages), 16 // warps * 2, 4)
         if resident and m * n * parts <= 4096 * warps and stage >= 12 << 10:
-            yield Tiles(m, n, k, warps, stages, resident, turned)
+            yield Tiles(m, n, k, warps, stages, resident)
 
 
 def compiled(job: tuple[int, int, int, Tiles, bool]) -> None:
@@ -143,7 +143,6 @@ def main() -> None:
     parser.add_argument("--rows", default="512,1024,2048")
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--ffn", type=int, default=768)
-    parser.add_argument("--m", default="16,32", help="rows of the tiles to try")
     parser.add_argument("--sweep", action="store_true")
     given = parser.parse_args()
     sets = max(1, (1 << 30) // (given.experts * given.hidden * given.ffn * 6) + 1)
@@ -162,8 +161,9 @@ def main() -> None:
             flush=True,
         )
         if given.sweep:
-            for m in (int(one) for one in given.m.split(",")):
-                swept(case, m)
+            for m in (16, 32, 64, 128):
+                if case.each / 2 <= m <= max(4 * case.each, 16):
+                    swept(case, m)
 
 
 if __name__ == "__main__":

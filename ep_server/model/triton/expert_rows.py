@@ -121,8 +121,6 @@ class Tiles:
     """m, n, k: rows, output channels and input channels of a tile. resident: programs of a multiprocessor.
 
     A program takes many tiles in turn, so one that waits for another to end would double the time.
-    turned: products are weights @ rows.T: the narrow side of the tensor cores then is a few rows. Not with
-      scales.
     """
 
     m: int
@@ -131,7 +129,6 @@ class Tiles:
     warps: int
     stages: int
     resident: int
-    turned: bool = False
 
     @property
     def programs(self) -> int:

@@ -36,17 +36,9 @@ def _load(base, row_at, row_ok, k, WIDTH: tl.constexpr, K: tl.constexpr):
 
 
 @triton.jit
-def _product(
-    acc, x, x_scale, w, w_scale,
-    DTYPE: tl.constexpr, X_FP8: tl.constexpr, W_FP8: tl.constexpr, TURNED: tl.constexpr,
-):  # fmt: skip
-    """acc + x @ w.T, or with TURNED acc + w @ x.T, where neither side is FP8.
-
-    x_scale: [M], w_scale: [N], read where the side is FP8. DTYPE: of products of values.
-    """
-    if TURNED:
-        acc = tl.dot(w, tl.trans(x), acc, input_precision="ieee")
-    elif X_FP8 and W_FP8:
+def _product(acc, x, x_scale, w, w_scale, DTYPE: tl.constexpr, X_FP8: tl.constexpr, W_FP8: tl.constexpr):
+    """acc + x @ w.T. x_scale: [M], w_scale: [N], read where the side is FP8. DTYPE: of products of values."""
+    if X_FP8 and W_FP8:
         acc += tl.dot(x, tl.trans(w)) * x_scale[:, None] * w_scale[None, :]
     elif W_FP8:
         acc += tl.dot(x, tl.trans(w.to(DTYPE)), input_precision="ieee") * w_scale[None, :]
@@ -59,22 +51,13 @@ def _product(
 
 
 @triton.jit
-def _store(out, acc, slot, mine, channel, real, CHANNELS: tl.constexpr, TURNED: tl.constexpr):
-    result = acc.to(out.dtype.element_ty)
-    if TURNED:
-        result = tl.trans(result)
-    at = out + slot[:, None] * CHANNELS + channel[None, :]
-    tl.store(at, result, mask=mine[:, None] & real[None, :])
-
-
-@triton.jit
 def _grouped_kernel(
     x, x_scales, row_ids, counts, offsets, weight, weight_scales, out,
     scale_expert, scale_row, scale_group, x_pitch,
     EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, PADDED: tl.constexpr,
     WIDTH: tl.constexpr, CHANNELS: tl.constexpr, GATED: tl.constexpr,
     X_FP8: tl.constexpr, W_FP8: tl.constexpr, M: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
-    GROUP: tl.constexpr, TURNED: tl.constexpr, EARLY: tl.constexpr,
+    GROUP: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     after_previous(EARLY)
     which = tl.arange(0, EXPERTS_BLOCK)
@@ -102,8 +85,8 @@ def _grouped_kernel(
         x_scale_at = x_scales
         if X_FP8:
             x_scale_at += expert.to(tl.int64) * scale_expert + inner * scale_row
-        acc = tl.zeros((N, M) if TURNED else (M, N), dtype=tl.float32)
-        gate_acc = tl.zeros_like(acc)
+        acc = tl.zeros((M, N), dtype=tl.float32)
+        gate_acc = tl.zeros((M, N), dtype=tl.float32)
         for k in range(0, WIDTH, K):
             rows = _load(x, source * x_pitch, mine, k, WIDTH, K)
             x_scale, gate_scale, scale = 1.0, 1.0, 1.0
@@ -118,16 +101,18 @@ def _grouped_kernel(
             if GATED:
                 gate = _load(weight, w_row, real, k, WIDTH, K)
                 gate_acc = _product(
-                    gate_acc, rows, x_scale, gate, gate_scale, out.dtype.element_ty, X_FP8, W_FP8, TURNED
+                    gate_acc, rows, x_scale, gate, gate_scale, out.dtype.element_ty, X_FP8, W_FP8
                 )
                 up = _load(weight + CHANNELS * WIDTH, w_row, real, k, WIDTH, K)
-                acc = _product(acc, rows, x_scale, up, scale, out.dtype.element_ty, X_FP8, W_FP8, TURNED)
+                acc = _product(acc, rows, x_scale, up, scale, out.dtype.element_ty, X_FP8, W_FP8)
             else:
                 w = _load(weight, w_row, real, k, WIDTH, K)
-                acc = _product(acc, rows, x_scale, w, scale, out.dtype.element_ty, X_FP8, W_FP8, TURNED)
+                acc = _product(acc, rows, x_scale, w, scale, out.dtype.element_ty, X_FP8, W_FP8)
         if GATED:
             acc *= gate_acc / (1.0 + tl.exp(-gate_acc))
-        _store(out, acc, slot, mine, channel, real, CHANNELS, TURNED)
+        inside = mine[:, None] & real[None, :]
+        at = out + slot[:, None] * CHANNELS + channel[None, :]
+        tl.store(at, acc.to(out.dtype.element_ty), mask=inside)
 
 
 def run_experts(
@@ -183,6 +168,6 @@ def _launch(
         *given.scale_strides(), given.rows.stride(-2),
         EXPERTS=experts, EXPERTS_BLOCK=block(experts), PADDED=given.padded if padded is None else padded,
         WIDTH=width, CHANNELS=channels, GATED=gated, X_FP8=given.scales is not None, W_FP8=scale is not None,
-        M=tiles.m, N=tiles.n, K=GROUP if scaled else tiles.k, GROUP=GROUP, TURNED=tiles.turned and not scaled,
+        M=tiles.m, N=tiles.n, K=GROUP if scaled else tiles.k, GROUP=GROUP,
         **early(weight), num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip

@@ -211,12 +211,3 @@ def test_wrong_inputs_are_named() -> None:
     with pytest.raises(InternalError, match="gate_up_scale"):
         scaled = replace(case.weights, gate_up=case.weights.gate_up.to(FP8), down=case.weights.down.to(FP8))
         run_experts(case.given, scaled, hidden, out)
-
-
-@pytest.mark.parametrize("view", [View.COMPACT, View.PADDED, View.INDEX])
-def test_turned_products_are_the_same(view: View) -> None:
-    """Weights @ rows.T: neither rows nor channels fill their tiles."""
-    case = Case.of([3, 0, 21, 17], 72, 40, (BF16, BF16), view)
-    tiles = Tiles(16, 64, 64, 4, 3, 1, turned=True)
-    for e, answer in enumerate(case.run(tiles=(tiles, tiles))):
-        assert_near(answer, case.oracle(e), 8)
