@@ -143,6 +143,7 @@ def main() -> None:
     parser.add_argument("--rows", default="512,1024,2048")
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--ffn", type=int, default=768)
+    parser.add_argument("--m", default="16,32", help="rows of the tiles to try")
     parser.add_argument("--sweep", action="store_true")
     given = parser.parse_args()
     sets = max(1, (1 << 30) // (given.experts * given.hidden * given.ffn * 6) + 1)
@@ -161,9 +162,8 @@ def main() -> None:
             flush=True,
         )
         if given.sweep:
-            for m in (16, 32, 64, 128):
-                if case.each / 2 <= m <= max(4 * case.each, 16):
-                    swept(case, m)
+            for m in (int(one) for one in given.m.split(",")):
+                swept(case, m)
 
 
 if __name__ == "__main__":

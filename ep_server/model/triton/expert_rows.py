@@ -156,7 +156,7 @@ def tiles_for(rows_per_expert: int, *, gated: bool, dtype: torch.dtype, fp8: boo
     if most <= 32:
         return Tiles(32, n, 64, 4, 3, 3)
     if most <= 96:
-        return Tiles(64, n, 64, 4, 3, 3)
+        return Tiles(64, 64, 64, 4, 3, 3 if gated or most > 64 else 4)
     return Tiles(128, n, 64, 8, 4, 1)
 
 
