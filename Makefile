@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 NATIVE := $(shell find csrc -type f 2>/dev/null)
 
-.PHONY: help install demo test test-slow check format protos bench wheel clean
+.PHONY: help install system demo test test-slow check format protos bench wheel clean
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
@@ -21,10 +21,13 @@ install: $(STAMP)  ## create .venv, install the pinned packages, build the nativ
 demo: $(STAMP)  ## serve the demo model on 4 ranks and ask it 20 sums over gRPC
 	$(BIN)/ep-server demo
 
-test: $(STAMP)  ## run the tests that need no GPU and no long time
+system:  ## install Debian packages that build and tests lack, libfabric among them; without root, name them
+	scripts/system_packages
+
+test: system $(STAMP)  ## run the tests that need no GPU and no long time
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST)
 
-test-slow: $(STAMP)  ## run the tests that take long: minutes of load, every case of the exhaustive ones
+test-slow: system $(STAMP)  ## run the tests that take long: minutes of load, every case of the exhaustive ones
 	$(BIN)/python -m pytest -m "slow and not gpu" -o faulthandler_timeout=1800 $(PYTEST)
 
 check: $(STAMP)  ## lint, types, format

@@ -171,17 +171,17 @@ def waits_behind(exchange: NativeExchange) -> None:
     ids, weights = torch.arange(TOP_K).repeat(TOKENS, 1), torch.ones(TOKENS, TOP_K)
     pending = exchange.dispatch_send(rows_of(rank, 0), ids, weights)
     if rank == 1:
-        time.sleep(deadline / 2)
+        time.sleep(deadline / 3)
     received = pending.recv()
     combining = exchange.combine_send(received.rows, received)
     if rank == 2:
-        time.sleep(2 * deadline)  # what hangs
+        time.sleep(1.5 * deadline)  # what hangs
         return
     combining.recv()
 
 
 def test_who_waits_behind_another_rank_names_the_one_that_hangs() -> None:
-    ended = run_outcomes(waits_behind, 3, spec_of(3, 2 * SECOND), 30)
+    ended = run_outcomes(waits_behind, 3, spec_of(3, 3 * SECOND), 30)
     assert_noticed([ended[0]], "combine", "recv_header", 2)
     assert isinstance(ended[0].error, PeerTimeout)
     assert isinstance(ended[1].error, GroupAborted)

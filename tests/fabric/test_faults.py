@@ -97,7 +97,7 @@ def test_a_dropped_acknowledgement_stops_the_sender_before_it_overwrites(three: 
 
 
 def test_who_waits_behind_another_rank_names_the_one_that_hangs(three: list[FabricEnd]) -> None:
-    ended = run_outcomes(programs.waits_behind, 3, spec_of(3, 2 * SECOND), 30, ends=three)
+    ended = run_outcomes(programs.waits_behind, 3, spec_of(3, 3 * SECOND), 30, ends=three)
     assert isinstance(ended[0].error, PeerTimeout)
     assert_lost(ended[:2], 2)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -39,6 +40,17 @@ def test_micro_batches_interleave_between_hosts(hosts: Hosts, library: str, tmp_
     ranks = len(hosts.names)
     ends = one_each(hosts, tmp_path, library)
     run_ranks(programs.back_to_back, ranks, spec_of(ranks), 60, args=(20,), ends=ends)
+
+
+@pytest.mark.parametrize("hosts", [3], indirect=True)
+@pytest.mark.parametrize("library", ["system", "wheel"])
+def test_a_host_behind_a_slow_line_only_delays(hosts: Hosts, library: str, tmp_path: Path) -> None:
+    needs(library)
+    try:
+        hosts.limit(1, "2mbit")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no line can be made slow here (sch_tbf): {error.stderr.strip()}")
+    run_ranks(programs.back_to_back, 3, spec_of(3), 60, args=(20,), ends=one_each(hosts, tmp_path, library))
 
 
 def goes_on(exchange: FabricExchange, peer: Peer) -> None:

@@ -1,4 +1,4 @@
-"""Providers that behave badly: writes that fail while ranks connect, a descriptor that is always in error."""
+"""What a provider is asked while ranks connect; providers whose writes fail or that nobody can sleep on."""
 
 from __future__ import annotations
 
@@ -27,6 +27,19 @@ def odd(folder: Path, library: str = "system", connect_seconds: float = 20.0, **
 def works(exchange: FabricExchange) -> None:
     for step in range(3):
         operation(exchange, step)
+
+
+def test_connections_are_opened_from_the_next_rank_on(tmp_path: Path) -> None:
+    ranks = 5
+    run_ranks(works, ranks, spec_of(ranks), 30, ends=ends(tmp_path, ranks, odd(tmp_path)))
+    first_writes: dict[str, dict[int, None]] = {}  # of each process: its peers in the order of their first
+    for line in (tmp_path / "record").read_text(encoding="utf-8").splitlines():
+        kind, _, rest = line.partition(" ")
+        if kind == "write":
+            process, peer = rest.split()
+            first_writes.setdefault(process, {})[int(peer)] = None
+    orders = sorted(tuple(peers) for peers in first_writes.values())
+    assert orders == sorted(tuple((rank + 1 + i) % ranks for i in range(ranks - 1)) for rank in range(ranks))
 
 
 @pytest.mark.parametrize("library", ["system", "wheel"])

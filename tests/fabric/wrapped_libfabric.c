@@ -2,7 +2,8 @@
 // for, calls a provider by another name, takes capabilities away, and demands what production networks
 // demand. Compiled by wrapped.py; what it does is said by macros:
 //   REAL            the libfabric behind it; BELOW: the provider in it, as it calls it
-//   RECORD          file: "env NAME=VALUE" when it is loaded, "hint NAME=VALUE" whenever it is asked
+//   RECORD          file: "env NAME=VALUE" when it is loaded, "hint NAME=VALUE" whenever it is asked, and
+//                   "write PROCESS PEER" for the first writes of each endpoint
 //   NAME            how it calls BELOW
 //   LACKS           capabilities that are not there
 //   CQ_DATA         bytes of remote completion data; what exceeds them is cut off
@@ -27,7 +28,7 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { ENDS = 64, HELD = 1 << 16, REGIONS = 256, EFA_EMULATED_WRITE = -(0xefa << 16) + 2 };
+enum { ENDS = 64, HELD = 1 << 16, REGIONS = 256, NOTED = 32, EFA_EMULATED_WRITE = -(0xefa << 16) + 2 };
 
 extern char** environ;
 static void* real;
@@ -130,6 +131,7 @@ static struct end {
   size_t first, last;
   void* failed[FAILING + 1];  // contexts of writes
   size_t failures, failures_told;
+  size_t noted;  // writes
 } ends[ENDS];
 static size_t num_ends, num_regions;
 static struct {
@@ -247,6 +249,12 @@ static ssize_t write_strict(struct fid_ep* endpoint, const struct fi_msg_rma* me
 
 static ssize_t write_message(struct fid_ep* endpoint, const struct fi_msg_rma* message, uint64_t flags) {
   struct end* end = of_endpoint(endpoint);
+  if (end->noted < NOTED) {
+    char text[64];
+    snprintf(text, sizeof text, "%d %llu", (int)getpid(), (unsigned long long)message->addr);
+    note("write", text);
+    ++end->noted;
+  }
   if (end->failures != FAILING) {
     end->failed[end->failures++] = message->context;
     return 0;

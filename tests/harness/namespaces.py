@@ -66,6 +66,11 @@ class Hosts:
     def mend(self, host: int) -> None:
         _ip("-n", self.switch, "link", "set", f"port{host}", "master", "br0")
 
+    def limit(self, host: int, rate: str) -> None:
+        """All that a host sends leaves at no more than `rate`, in the words of tc; what exceeds it waits."""
+        limit = ("rate", rate, "burst", "4kb", "latency", "2s")
+        _run("tc", "-n", self.names[host], "qdisc", "replace", "dev", DEVICE, "root", "tbf", *limit)
+
     def _add(self, number: int, name: str) -> None:
         port = f"port{number}"
         _ip("netns", "add", name)
@@ -77,4 +82,8 @@ class Hosts:
 
 
 def _ip(*args: str) -> None:
-    subprocess.run(["ip", *args], check=True, capture_output=True, text=True)
+    _run("ip", *args)
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)

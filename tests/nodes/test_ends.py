@@ -157,6 +157,23 @@ async def test_a_node_told_to_stop_before_the_others_are_there_ends_well_with_th
         assert leader.text == other.text == []
 
 
+async def test_a_node_that_is_slow_only_delays() -> None:
+    async with serving() as servers, AsyncClient(servers[0].address) as client:
+        asked = {"ignore_eos": True, "max_new_tokens": 300, "temperature": 0.0, "timeout": WAIT}
+        expected = (await client.complete("12+30=", **asked)).token_ids
+        call = client.generate("12+30=", **asked)
+        events = [await next_event(call), await next_event(call)]  # it is under way
+        stopped = [servers[1].process, *servers[1].ranks]
+        for process in stopped:
+            process.suspend()
+        await asyncio.sleep(1.5)  # less than what makes it silent
+        for process in stopped:
+            process.resume()
+        events += await rest(call)
+        assert len(expected) == 300
+        assert [token for event in events for token in event.tokens.token_ids] == expected
+
+
 @pytest.mark.slow
 async def test_a_node_that_is_stopped_is_silent_and_ends_itself_when_it_goes_on() -> None:
     async with serving(options=("--cluster-silent-seconds", "3")) as servers:
