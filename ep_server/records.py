@@ -88,6 +88,7 @@ class SeqSlice:
       token that the step before draws, which only the device knows yet.
     blocks: KV block ids covering positions 0 .. start + len(token_ids); a live read-only view.
     sample: logits of the last token are needed and a token is drawn.
+    admission: how often its sequence was given blocks; until the next time they only become more.
     """
 
     number: int
@@ -95,6 +96,7 @@ class SeqSlice:
     token_ids: Sequence[int]
     blocks: Sequence[int]
     sample: bool
+    admission: int = 0
 
 
 @dataclass(frozen=True, slots=True)

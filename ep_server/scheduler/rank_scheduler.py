@@ -130,7 +130,10 @@ class RankScheduler:
         going = [seq for seq in self._decoding if seq.runs_on]
         self._grow(going)
         going = [seq for seq in going if not seq.waits]  # the others were preempted
-        slices = [SeqSlice(seq.number, seq.planned, (_next_id(seq),), seq.blocks, True) for seq in going]
+        slices = [
+            SeqSlice(seq.number, seq.planned, (_next_id(seq),), seq.blocks, True, seq.admissions)
+            for seq in going
+        ]
         num_tokens = len(slices)
         if self._prefilling or self._waiting:
             num_tokens += self._plan_prefill(slices, going)
@@ -236,7 +239,8 @@ class RankScheduler:
                 break
             start, end = seq.planned, min(seq.planned + left, len(seq.tokens))
             ids = seq.tokens[start:end]
-            slices.append(SeqSlice(seq.number, start, ids, seq.blocks, end == len(seq.tokens)))
+            last = end == len(seq.tokens)
+            slices.append(SeqSlice(seq.number, start, ids, seq.blocks, last, seq.admissions))
             going.append(seq)
             left -= end - start
         return budget - left

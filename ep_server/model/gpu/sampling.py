@@ -10,7 +10,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
 import torch
 
 from ep_server.errors import InternalError
@@ -120,8 +122,9 @@ class GpuSampler:
                 self._outputs[number].append(token)
         if reported is None:
             return [SampledToken(n, token) for n, token in zip(numbers, tokens, strict=True)]
-        pairs = enumerate(zip(numbers, tokens, strict=True))
-        return [self._with_logprobs(row, number, token, reported) for row, (number, token) in pairs]
+        columns = [part[: len(numbers)].numpy() for part in (reported.chosen, reported.top, reported.ids)]
+        rows = zip(numbers, tokens, *columns, strict=True)
+        return [self._with_logprobs(number, token, *row) for number, token, *row in rows]
 
     def warm_up(self) -> None:
         """Runs every kernel once: the first launch compiles it."""
@@ -176,12 +179,14 @@ class GpuSampler:
             raise InternalError(f"a step of {len(numbers)} rows has more than {len(self._slot_of)} slots")
         return self._slot_of.pop(victim)
 
-    def _with_logprobs(self, row: int, number: int, token: int, reported: SamplingReport) -> SampledToken:
+    def _with_logprobs(
+        self, number: int, token: int, chosen: np.floating[Any], top: np.ndarray, ids: np.ndarray
+    ) -> SampledToken:
         one = self._requests.get(number)  # None: it has ended meanwhile
         if one is None or one.reported is None or token == NO_TOKEN:
             return SampledToken(number, token)
-        ids, top = reported.ids[row, : one.reported].tolist(), reported.top[row, : one.reported].tolist()
-        return SampledToken(number, token, float(reported.chosen[row]), tuple(zip(ids, top, strict=True)))
+        best = zip(ids[: one.reported].tolist(), top[: one.reported].tolist(), strict=True)
+        return SampledToken(number, token, float(chosen), tuple(best))
 
 
 def _report_of(words: torch.Tensor, rows: int) -> tuple[torch.Tensor, SamplingReport]:

@@ -9,16 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
 
 from ep_server.errors import InternalError
+from ep_server.model.gpu.block_tables import BlockTables, Spans
 from ep_server.records import PENDING_TOKEN, SeqSlice, StepBatch
 
 # ids, sources, positions, slots, lengths, query starts, sampled rows, numbers; the last one holds counts.
 _COLUMNS = 9
 NOT_DRAWN = -1
+_PADDING = np.array([[0], [NOT_DRAWN], [0], [-1], [0], [0], [0], [0], [0]], dtype=np.int32)
 _LOW = (1 << 31) - 1
 
 
@@ -75,8 +78,11 @@ class StepInput:
         """staging: host buffers used in turn; a buffer is written again only `staging` fills later."""
         self.shape, self.device = shape, device
         self._host = [self.host_buffer(shape.words, torch.int32) for _ in range(staging)]
-        _write(self._host[0].numpy(), shape, (), {})
+        self._tables = BlockTables(shape.sequences, shape.blocks, shape.block_size)
+        columns = _columns(self._host[0].numpy(), shape)
+        columns[:] = _PADDING
         self._device = self._host[0].to(device, copy=True)  # a step of padding alone
+        self._blocks = torch.zeros(shape.sequences, shape.blocks, dtype=torch.int32, device=device)
         self._fills = 0
 
     def host_buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
@@ -95,8 +101,9 @@ class StepInput:
             padded: rows of a step of single tokens, if more than it has; 0 = none.
         Raises: InternalError for a step beyond the shape, or a token that nobody drew.
         """
-        slices = sorted(batch.slices, key=lambda s: len(s.token_ids) != 1)
-        decode = sum(len(s.token_ids) == 1 for s in slices)
+        slices = ordered(batch)
+        spans = Spans.of(slices)
+        decode = int((spans.sizes == 1).sum())
         tokens, sequences = max(batch.num_tokens, padded), len(slices)
         if padded:
             if decode != sequences or sequences > padded or not all(s.sample for s in slices):
@@ -106,22 +113,33 @@ class StepInput:
             raise InternalError(f"a step of {tokens} tokens, {sequences} sequences exceeds {self.shape}")
         host = self._host[self._fills % len(self._host)]
         self._fills += 1
-        sampled = _write(host.numpy(), self.shape, slices, drawn)
-        self._device.copy_(host, non_blocking=True)
+        tables = self._tables.of(slices, spans)
+        columns = _columns(host.numpy(), self.shape)
+        sampled = _write(columns, slices, spans, _slots(tables, spans, self.shape.block_size), drawn)
+        self._send(host, tables)
         all_sampled = padded > 0 or sampled == tokens
         return self._view(tokens, sequences, decode, None if all_sampled else sampled)
+
+    def _send(self, host: torch.Tensor, tables: np.ndarray) -> None:
+        """Columns and tables in one copy of what is used; then the tables to where they are read."""
+        used = _COLUMNS * (self.shape.tokens + 1)
+        end = used + tables.size
+        host.numpy()[used:end] = tables.reshape(-1)
+        self._device[:end].copy_(host[:end], non_blocking=True)
+        if tables.size:
+            count, width = tables.shape
+            self._blocks[:count, :width].copy_(self._device[used:end].view(count, width))
 
     def _view(self, tokens: int, sequences: int, decode: int, sampled: int | None) -> StepTensors:
         pitch = self.shape.tokens + 1
         columns = self._device[: _COLUMNS * pitch].view(_COLUMNS, pitch)
-        table = self._device[_COLUMNS * pitch :].view(self.shape.sequences, self.shape.blocks)
         return StepTensors(
             ids=columns[0, :tokens],
             sources=columns[1, :tokens],
             numbers=columns[7, :tokens],
             positions=columns[2, :tokens],
             slots=columns[3, :tokens],
-            blocks=table[:sequences],
+            blocks=self._blocks[:sequences],
             lengths=columns[4, :sequences],
             query_start=columns[5, : sequences - decode + 1],
             decode=decode,
@@ -130,48 +148,58 @@ class StepInput:
         )
 
 
+def ordered(batch: StepBatch) -> Sequence[SeqSlice]:
+    """In the order of the rows: sequences of one token first."""
+    if all(len(piece.token_ids) == 1 for piece in batch.slices):
+        return batch.slices
+    return sorted(batch.slices, key=lambda piece: len(piece.token_ids) != 1)
+
+
 def sampled_slices(batch: StepBatch) -> list[SeqSlice]:
     """Those that draw a token, in the order of the rows they draw from."""
-    slices = sorted(batch.slices, key=lambda s: len(s.token_ids) != 1)
-    return [s for s in slices if s.sample]
+    return [piece for piece in ordered(batch) if piece.sample]
 
 
-def _write(words: np.ndarray, shape: InputShape, slices: Sequence[SeqSlice], drawn: Mapping[int, int]) -> int:
-    """The columns and tables of a step; every row that it does not have is padding. Returns: rows sampled."""
-    pitch, size = shape.tokens + 1, shape.block_size
-    columns = words[: _COLUMNS * pitch].reshape(_COLUMNS, pitch)
-    tables = words[_COLUMNS * pitch :].reshape(shape.sequences, shape.blocks)
-    columns[:] = np.array([[0], [NOT_DRAWN], [0], [-1], [0], [0], [0], [0], [0]], dtype=np.int32)
-    ids, sources, positions, slots, lengths, starts, samples, numbers, counts = columns
-    row = chunk = chunk_rows = sampled = 0
-    for sequence, piece in enumerate(slices):
-        count = len(piece.token_ids)
-        end, stop = piece.start + count, row + count
-        held = -(-end // size)
-        if held > shape.blocks or len(piece.blocks) < held:
-            raise InternalError(f"request {piece.number}: {end} tokens in {len(piece.blocks)} blocks")
-        tables[sequence, :held] = piece.blocks[:held]
-        at = np.arange(piece.start, end, dtype=np.int32)
-        positions[row:stop] = at
-        slots[row:stop] = tables[sequence, at // size] * size + at % size
-        lengths[sequence] = end
-        numbers[row:stop] = piece.number & _LOW
-        if piece.token_ids[0] == PENDING_TOKEN:
-            sources[row] = _place(piece, drawn)
-        else:
-            ids[row:stop] = piece.token_ids
-        if count > 1:
-            chunk, chunk_rows = chunk + 1, chunk_rows + count
-            starts[chunk] = chunk_rows
-        if piece.sample:
-            samples[sampled] = stop - 1
-            sampled += 1
-        row = stop
-    counts[0] = row
-    return sampled
+def _columns(words: np.ndarray, shape: InputShape) -> np.ndarray:
+    pitch = shape.tokens + 1
+    return words[: _COLUMNS * pitch].reshape(_COLUMNS, pitch)
 
 
-def _place(piece: SeqSlice, drawn: Mapping[int, int]) -> int:
-    if len(piece.token_ids) != 1 or piece.number not in drawn:
-        raise InternalError(f"request {piece.number} goes on with a token that the last step did not draw")
-    return drawn[piece.number]
+def _write(
+    columns: np.ndarray, slices: Sequence[SeqSlice], spans: Spans, slots: np.ndarray, drawn: Mapping[int, int]
+) -> int:
+    """The columns of a step; every row that it does not have is padding. Returns: rows sampled."""
+    columns[:] = _PADDING
+    ids, sources, positions, places, lengths, starts, samples, numbers, counts = columns
+    count, sizes = len(slots), spans.sizes
+    ids[:count] = np.fromiter(chain.from_iterable([s.token_ids for s in slices]), np.int32, count)
+    pending = np.flatnonzero(ids[:count] == PENDING_TOKEN)
+    if len(pending):
+        sources[pending] = _places(spans, spans.rows[pending], drawn)
+        ids[pending] = 0
+    positions[:count], places[:count] = spans.positions, slots
+    lengths[: len(slices)] = spans.ends
+    chunks = sizes[sizes > 1].cumsum()
+    starts[1 : len(chunks) + 1] = chunks
+    rows = (sizes.cumsum() - 1)[np.array([s.sample for s in slices], dtype=bool)]
+    samples[: len(rows)] = rows
+    numbers[:count] = (np.array(spans.numbers, dtype=np.int64) & _LOW)[spans.rows]
+    counts[0] = count
+    return len(rows)
+
+
+def _slots(tables: np.ndarray, spans: Spans, size: int) -> np.ndarray:
+    """[T] places in the cache."""
+    block = tables[spans.rows, spans.positions // size].astype(np.int64)
+    slots: np.ndarray = block * size + spans.positions % size
+    return slots
+
+
+def _places(spans: Spans, pending: np.ndarray, drawn: Mapping[int, int]) -> list[int]:
+    """Where the tokens of pending slices are. Raises: InternalError if nobody drew one."""
+    places = [drawn.get(spans.numbers[at], NOT_DRAWN) for at in pending.tolist()]
+    wrong = (np.array(places) == NOT_DRAWN) | (spans.sizes[pending] != 1)
+    if wrong.any():
+        number = spans.numbers[pending[wrong.argmax()]]
+        raise InternalError(f"request {number} goes on with a token that the last step did not draw")
+    return places

@@ -68,6 +68,53 @@ def test_rows_up_to_the_bucket_are_padding() -> None:
     assert step.live.tolist() == [2] and step.ids[2:].tolist() == [0, 0] and step.sources.tolist() == [-1] * 4
 
 
+@pytest.mark.parametrize("seed", range(3))
+def test_blocks_from_step_to_step(seed: int) -> None:
+    """Sequences grow, leave, change rows, are preempted, come back with other blocks."""
+    rng, given, live = random.Random(seed), StepInput(SHAPE, CPU), dict[int, list]()
+    free = list(range(500))
+    for step in range(80):
+        for number in [n for n, (at, _, _) in live.items() if at == 47 or rng.random() < 0.05]:
+            del live[number]
+        for number in range(step * 2, step * 2 + min(2, 9 - len(live))):
+            live[number] = [0, 0, []]
+        chosen = rng.sample(sorted(live), rng.randint(1, len(live)))
+        slices = []
+        for number in chosen:
+            at, admission, blocks = live[number]
+            if rng.random() < 0.1:  # preempted; the prefix cache may have all it had computed
+                admission, blocks, at = admission + 1, [], rng.choice((0, at, at // 2))
+            count = min(rng.choice((1, 1, 1, 3)), 48 - at)
+            while len(blocks) * SHAPE.block_size < at + count:
+                blocks.append(free[rng.randrange(len(free))])
+            slices.append(SeqSlice(number, at, [1] * count, blocks, True, admission))
+            live[number] = [at + count, admission, blocks]
+        read = given.fill(StepBatch(tuple(slices), sum(len(s.token_ids) for s in slices)), {})
+        rows = sorted(slices, key=lambda s: len(s.token_ids) != 1)
+        for row, piece in enumerate(rows):
+            held = -(-(piece.start + len(piece.token_ids)) // SHAPE.block_size)
+            assert read.blocks[row, :held].tolist() == piece.blocks[:held]
+
+
+def test_the_same_request_from_its_start_with_other_blocks() -> None:
+    """As in tests and benchmarks, which have no scheduler that counts admissions."""
+    given = StepInput(SHAPE, CPU)
+    for seed in (1, 2):
+        batch = batch_of((0, 6, True), seed=seed)
+        assert given.fill(batch, {}).blocks[0, :2].tolist() == list(batch.slices[0].blocks[:2])
+
+
+def test_a_slice_with_too_few_blocks_is_refused() -> None:
+    with pytest.raises(InternalError, match="request 3: 9 tokens in 2 blocks"):
+        StepInput(SHAPE, CPU).fill(StepBatch((SeqSlice(3, 8, [1], [4, 5], True),), 1), {})
+
+
+def test_a_chunk_with_a_token_in_flight_is_refused() -> None:
+    batch = StepBatch((SeqSlice(3, 0, [5, PENDING_TOKEN], [4], True),), 2)
+    with pytest.raises(InternalError, match="request 3 goes on"):
+        StepInput(SHAPE, CPU).fill(batch, {3: 0})
+
+
 def test_a_token_in_flight_is_named_by_its_place() -> None:
     (piece,) = batch_of((6, 1, True)).slices
     batch = StepBatch((SeqSlice(piece.number, 6, [PENDING_TOKEN], piece.blocks, True),), 1)
