@@ -12,15 +12,18 @@ import torch
 
 from ep_server.ep.bounce import BounceExchange
 from ep_server.ep.exchange import ExchangeSpec
+from ep_server.ep.fabric import FabricOptions
 from ep_server.ep.faults import Action, Fault
 from ep_server.ep.hybrid import HybridExchange
-from ep_server.errors import GroupAborted, PeerTimeout
+from ep_server.errors import GroupAborted, PeerLost, PeerTimeout
 from tests.ep.test_faults import SECOND
 from tests.fabric import hybrid_ends
 from tests.fabric.fabric_ends import loopback, needs
 from tests.fabric.mixed_ends import MixedEnd, mixed_ends
 from tests.fabric.test_faults import assert_lost
-from tests.harness.ranks import Outcome, run_outcomes
+from tests.harness import namespaces
+from tests.harness.namespaces import Hosts
+from tests.harness.ranks import Outcome, Peer, Ranks, run_outcomes
 
 HOSTS = (0, 0, 1, 1)
 TOKENS, HIDDEN = 4, 64
@@ -38,11 +41,16 @@ class HybridEnd:
         return hybrid_ends.beside(BounceExchange(self.inner.open(spec, **waiting), "cpu"), hosts)
 
 
-def operations(exchange: HybridExchange, victim: int, near: bool, fault: Fault, count: int = 12) -> None:
-    """Every token goes everywhere. near: the fault is in the part inside the victim's host."""
+def faulty(exchange: HybridExchange, victim: int, near: bool, fault: Fault) -> None:
+    """near: the fault is in the part inside the victim's host."""
     if exchange.spec.rank == victim:
         part = exchange.near if near else exchange.far.inner
-        part.set_faults((fault,))
+        part.set_faults((fault,))  # type: ignore[union-attr]
+    operations(exchange, 12)
+
+
+def operations(exchange: HybridExchange, count: int) -> None:
+    """Every token goes everywhere."""
     x = torch.full((TOKENS, HIDDEN), float(exchange.spec.rank + 1), dtype=torch.bfloat16)
     for _ in range(count):
         received = exchange.dispatch_send(x, torch.arange(4).repeat(TOKENS, 1), torch.ones(TOKENS, 4)).recv()
@@ -53,7 +61,7 @@ def run(folder: Path, victim: int, near: bool, fault: Fault) -> list[Outcome]:
     needs("system")
     with mixed_ends(folder, HOSTS, SPEC, loopback()) as ends:
         each = [HybridEnd(end) for end in ends]
-        return run_outcomes(operations, 4, SPEC, 30, args=(victim, near, fault), ends=each)
+        return run_outcomes(faulty, 4, SPEC, 30, args=(victim, near, fault), ends=each)
 
 
 @pytest.mark.parametrize("op", ["dispatch", "combine"])
@@ -77,6 +85,34 @@ def test_what_is_withheld_inside_a_host_is_told_with_the_numbers_of_the_group(
     assert isinstance(error, PeerTimeout), ended[2].trace
     assert (error.op, error.phase, error.rank, error.peer) == (op, "recv_header", 2, 3)
     assert all(outcome.error is not None for outcome in ended), "somebody went on"
+
+
+def test_two_namespaces_of_two_ranks_exchange_and_name_one_that_is_cut_off(tmp_path: Path) -> None:
+    """Whoever is left in the other namespace names a rank of the one that fell silent."""
+    needs("system")
+    if why := namespaces.missing():
+        pytest.skip(why)
+    with (
+        Hosts(2) as hosts,
+        mixed_ends(
+            tmp_path, HOSTS, SPEC, FabricOptions(domain=namespaces.DEVICE), tuple(hosts.names)
+        ) as ends,
+        Ranks(cut_off, 4, SPEC, ends=[HybridEnd(end) for end in ends]) as ranks,
+    ):
+        for rank in range(4):
+            assert ranks.message(rank, 30) == "started"
+        hosts.cut(1)
+        ended = ranks.join(20)
+    for outcome in ended:
+        assert isinstance(outcome.error, PeerTimeout | PeerLost), outcome
+        assert HOSTS[outcome.error.peer] != HOSTS[outcome.rank]
+
+
+def cut_off(exchange: HybridExchange, peer: Peer) -> None:
+    operations(exchange, 12)
+    peer.tell("started")
+    while True:
+        operations(exchange, 1)
 
 
 def aborted(exchange: HybridExchange) -> str:
