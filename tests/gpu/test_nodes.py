@@ -41,7 +41,14 @@ async def drawn(model: Answers, ranks: int, *options: str) -> dict[tuple[int, in
     library = next((name for name in ("wheel", "system") if not usable(name)), "")
     if not library:
         pytest.skip(f"no libfabric: {usable('system')}")
-    sizes = ("--scheduler-max-step-tokens", "32", "--scheduler-block-size", "4")
+    sizes = (
+        "--scheduler-max-step-tokens",
+        "32",
+        "--scheduler-block-size",
+        "4",
+        "--exchange-timeout-seconds",
+        "60",
+    )
     path = ("--fabric-library", LIBRARIES[library]) if LIBRARIES[library] else ()
     values = {"ranks": ranks, "model": model.path, "gpus": shared_by_nodes(ranks)}
     async with nodes(options=("--parallel-device", "cuda", *sizes, *path, *options), **values) as made:
