@@ -155,3 +155,5 @@ def test_bounds_are_bytes_over_rates() -> None:
     windowed = replace(spec, attention=replace(spec.attention, window=10))
     short = bounds(windowed, Dtype.FLOAT32, steps, 100, Rates(1e6, 1e3, packed=False))
     assert plain["attention"] - short["attention"] == pytest.approx(0.9 * cache / 1e6)
+    codes = bounds(spec, Dtype.FLOAT32, steps, 100, Rates(1e6, 1e3, packed=False, kv_dtype="fp8_e4m3"))
+    assert plain["attention"] - codes["attention"] == pytest.approx(0.75 * cache / 1e6)

@@ -21,6 +21,7 @@ from ep_server.model.families import read_spec
 from ep_server.ranks.sizing import Machine, Workload, fewest_ranks, size
 
 GIB = 1 << 30
+SHAPES = Path(__file__).parents[2] / "benchmarks" / "shapes"
 DECODE = Workload(tokens=6, context=100)
 
 
@@ -161,3 +162,24 @@ def test_the_command(
         assert main(["inspect", "--plan", str(tmp_path), *flags]) == 1
         err = capfd.readouterr().err
         assert words in err and err.count("\n") == 1
+
+
+def test_fp8_weights_and_caches_of_a_gpu(tmp_path: Path) -> None:
+    """Codes and scales of experts, codes of keys and values; what a token multiplies stays the same."""
+    shape = json.loads((SHAPES / "qwen3-30b-a3b-fp8" / "config.json").read_text())
+    codes, values = tmp_path / "fp8", tmp_path / "bf16"
+    for path, described in ((codes, shape), (values, shape | {"quantization_config": None})):
+        path.mkdir()
+        (path / "config.json").write_text(json.dumps(described))
+    gpu = Machine(141 * GIB, 4.8e12, 375e9, 989e12)
+    fields = {"model__kv_dtype": "fp8_e4m3", "scheduler__kv_blocks": 1024}
+    small, large = (
+        size(config(4, model__path=str(path), **more), read_spec(path), gpu, DECODE)
+        for path, more in ((codes, fields), (values, {"scheduler__kv_blocks": 1024}))
+    )
+    one, part = 3 * 768 * 2048, "experts (32 of 128 per layer)"
+    assert large.parts[part] == 48 * 32 * one * 2
+    assert small.parts[part] == 48 * 32 * (one + 3 * 6 * 16 * 4)
+    assert small.parts["KV cache"] * 2 == large.parts["KV cache"] > 0
+    assert small.kv_bytes_per_token * 2 == large.kv_bytes_per_token == 48 * 2 * 4 * 128 * 2
+    assert small.bounds[-1].amount == large.bounds[-1].amount
