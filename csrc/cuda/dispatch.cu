@@ -16,7 +16,7 @@ template <bool kFp8, bool kNarrow, Halves kHalves>
 __global__ void __launch_bounds__(kMaxThreads, kFp8 ? kBlocksPerSm : 3)
     dispatch_kernel(const __grid_constant__ Device g, const __grid_constant__ DispatchSendArgs send,
                     const __grid_constant__ DispatchRecvArgs recv, std::byte* handle, uint32_t senders) {
-  extern __shared__ uint32_t shared[];
+  uint32_t* shared = dynamic_shared();
   constexpr bool kSends = uint32_t(kHalves) & uint32_t(Halves::kSend);
   constexpr bool kReceives = uint32_t(kHalves) & uint32_t(Halves::kRecv);
   constexpr Slot kSlot = kSends ? Slot::kDispatchSend : Slot::kDispatchRecv;
@@ -104,13 +104,11 @@ cudaError_t dispatch(const Launch& launch, Halves halves, const Device& device, 
 
 cudaError_t release(cudaStream_t stream, const Device& device, std::byte* handle) {
   const uint32_t blocks = device.layout.max_tokens * device.num_ranks;
-  release_kernel<<<blocks, 4 * kWarp, 0, stream>>>(device, handle);
-  return cudaGetLastError();
+  return start_kernel({stream, 0, false, false}, release_kernel, blocks, 4 * kWarp, 0, device, handle);
 }
 
 cudaError_t publish(cudaStream_t stream, const Device& device) {
-  publish_kernel<<<1, kWarp, 0, stream>>>(device);
-  return cudaGetLastError();
+  return start_kernel({stream, 0, false, false}, publish_kernel, 1, kWarp, 0, device);
 }
 
 }  // namespace ep::cuda

@@ -53,12 +53,7 @@ __device__ __forceinline__ void publish_reads(const Device& g, const Opened& o) 
   const uint32_t banks = g.layout.num_banks, i = threadIdx.x % kWarp;
   if (i >= kBankedOps * banks) return;
   const uint32_t op = i / banks, bank = i % banks;
-  uint64_t read;
-  asm volatile("ld.acquire.gpu.global.u64 %0, [%1];"
-               : "=l"(read)
-               : "l"(&g.tally(Op(op)).reads[bank])
-               : "memory");
-  read >>= kTicketShift;
+  const uint64_t read = load_acquire_gpu(&g.tally(Op(op)).reads[bank]) >> kTicketShift;
   if (read <= load_relaxed(&g.state->published[op][bank])) return;  // or a kernel beside this one was faster
   const uint64_t epoch = o.base + (bank == 0 ? banks : bank) + (read - 1) * banks;
   fence_system();

@@ -8,9 +8,13 @@ namespace ep::cuda {
 
 // Two floats to bf16, nearest even; the first in the low half. A NaN is 0x7fff: never all ones.
 __device__ __forceinline__ uint32_t to_bf16x2(float low, float high) {
+#ifdef __CUDA_ARCH__
   uint32_t both;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(both) : "f"(high), "f"(low));
   return both;
+#else
+  return float_to_bf16(low) | uint32_t(float_to_bf16(high)) << 16;
+#endif
 }
 
 // 8 channels.

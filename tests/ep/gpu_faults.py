@@ -21,6 +21,7 @@ from tests.harness.compare import assert_equal
 from tests.harness.routing import make_inputs
 
 SECOND = 1_000_000_000
+OPERATIONS = 20  # of a round
 
 
 def small(group: dist.ProcessGroup, timeout_ns: int) -> ExchangeSpec:
@@ -91,8 +92,8 @@ def masking(group: dist.ProcessGroup, by_hand: bool) -> None:
     if spec.rank != last:
         wanted = sums_without(spec, inputs, last)
         if by_hand:
+            threading.Timer(0.2, exchange.mask, ([last],)).start()  # in the kernel that waits for it
             received = exchange.dispatch(*on_gpu(mine))
-            exchange.mask([last])  # also in the kernel that waits for it
             exchange.combine(torch.zeros_like(received.rows), received)
         for turn in range(5):
             began = time.monotonic()
@@ -106,23 +107,26 @@ def masking(group: dist.ProcessGroup, by_hand: bool) -> None:
     close_exchange(exchange)
 
 
-def masked_in_the_middle(group: dist.ProcessGroup, rounds: int = 40, operations: int = 20) -> None:
+def masked_in_the_middle(group: dist.ProcessGroup, rounds: int = 30, within: float = 1e-3) -> None:
     """The last rank masks rank 0 while both work: in each operation all of rank 0's rows have places or none.
 
     What the last rank got from itself lies behind the rows of rank 0, so it shows whether the blocks of a
     kernel agreed. The deadlines of the others pass soon.
+
+    Args:
+        within: seconds, about as long as OPERATIONS dispatches take.
     """
     spec = replace(a_models_spec(group.rank(), group.size(), Payload.BF16, tokens=8), hidden=256)
-    exchange = open_exchange(group, replace(spec, timeout_ns=SECOND // 20), on_timeout="mask")
+    exchange = open_exchange(group, replace(spec, timeout_ns=SECOND // 2), on_timeout="mask")
     given = on_gpu(make_inputs(spec, "max_tokens", 1)[spec.rank])
-    outs = [exchange.empty_padded() for _ in range(operations)]
+    outs = [exchange.empty_padded() for _ in range(OPERATIONS)]
     last, choice = spec.num_ranks - 1, random.Random(5)
     for turn in range(rounds):
         for rows, _ in outs:
             rows.fill_(torch.nan)
         torch.cuda.synchronize()
         dist.barrier(group)
-        masking = threading.Timer(choice.random() * 1e-3, exchange.mask, ([0],))
+        masking = threading.Timer(choice.random() * within, exchange.mask, ([0],))
         if spec.rank == last:
             masking.start()
         found = [exchange.dispatch(*given, View.PADDED, out=out, source_map=True) for out in outs]

@@ -6,7 +6,6 @@ The programs import the CUDA part, which only a machine with a driver can: they 
 from __future__ import annotations
 
 import importlib
-import signal
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 
 from tests.ep.conformance import case_names
 from tests.ep.gpu_sizes import size_names
+from tests.ep.killed_rank import DEATHS, check_killed
 from tests.ep.sequences import sequence_names
 from tests.harness.gpus import shared_by
 
@@ -27,7 +27,6 @@ pytestmark = [
 ]
 NAMES = [f"fused-{name}" for name in case_names()] + case_names() + sequence_names()
 REPLAYS, SHARED_REPLAYS = 10_000, 200  # where ranks share a GPU each operation waits for turns on it
-DEATHS = ("header_without_rows", "half_of_each_row", "half_of_the_rows", "while_it_waits")
 
 
 def program(name: str) -> Callable[..., Any]:
@@ -139,27 +138,7 @@ def test_an_injected_fault(num_ranks: int, op: str, fault: str) -> None:
 @pytest.mark.parametrize("on_timeout", ["raise", "mask"])
 @pytest.mark.parametrize("death", DEATHS)
 def test_a_killed_rank_is_reported_and_left_behind(num_ranks: int, on_timeout: str, death: str) -> None:
-    from tests.harness.ranks import Ranks
-
-    kwargs = program("gpu_deaths.control_kwargs")(num_ranks, death)
-    dies = program("gpu_deaths.rank_1_dies")
-    with Ranks(dies, num_ranks, kwargs, args=(death, on_timeout)) as ranks:
-        ranks.message(1, 60)
-        ranks.kill(1)
-        ranks.processes[1].join(30)
-        survivors = [rank for rank in range(num_ranks) if rank != 1]
-        for rank in survivors:
-            ranks.tell(rank, "rank 1 is dead")
-        ended = ranks.join(60)
-    assert ended[1].exitcode == -signal.SIGKILL
-    for rank in survivors:
-        assert ended[rank].error is None, f"rank {rank}: {ended[rank].trace}"
-    found = [ended[rank].value[0] for rank in survivors]
-    if on_timeout == "raise":
-        named = f"{'combine' if death == 'while_it_waits' else 'dispatch'}/recv_header of 1"
-        assert set(found) <= {named, "GroupAborted"}, found
-        assert named in found, found
-    assert all(ended[rank].value[1] < 10 for rank in survivors), "the deadline is three seconds"
+    check_killed(program("gpu_deaths.rank_1_dies"), num_ranks, death, on_timeout)
 
 
 @pytest.mark.parametrize("num_gpus", GROUPS)

@@ -1,0 +1,143 @@
+"""The kernels of csrc/cuda on the CPU: compiled by the host's compiler against a small CUDA of ours.
+
+Blocks are threads, their threads fibers, a launch returns when its kernel has ended. Ranks are processes that
+share regions through memfd, so what runs here is the exchange's own code from ep/cuda.py to the last kernel;
+of the GPU's language only csrc/cuda/access.cuh is replaced. Shows logic, not the memory order of a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import importlib.machinery
+import importlib.util
+import subprocess
+import sys
+import sysconfig
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pybind11
+import torch
+from torch.overrides import TorchFunctionMode
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[2]
+CSRC = ROOT / "csrc"
+SOURCES = (
+    CSRC / "cuda/dispatch.cu",
+    CSRC / "cuda/combine.cu",
+    CSRC / "cuda/group.cpp",
+    CSRC / "bindings_cuda.cpp",
+    HERE / "blocks.cpp",
+    HERE / "runtime.cpp",
+)
+FLAGS = (
+    "-std=c++20",
+    "-O1",
+    "-g1",
+    "-fPIC",
+    "-ffp-contract=off",
+    "-fvisibility=hidden",
+    f"-I{HERE}",
+    f"-I{CSRC}",
+)
+MODULE = "ep_server._cuda"
+
+
+def build(folder: Path) -> Path:
+    """The module's file, made anew where a source has changed. Raises CalledProcessError."""
+    digest = hashlib.blake2b(digest_size=8)
+    for path in sorted(
+        p
+        for root in (CSRC, HERE)
+        for p in root.rglob("*")
+        if p.suffix in {".cu", ".cuh", ".cpp", ".hpp", ".h"}
+    ):
+        digest.update(path.read_bytes())
+    made = folder / f"emulated-{digest.hexdigest()}.so"
+    if made.exists():
+        return made
+    includes = (f"-I{pybind11.get_include()}", f"-I{sysconfig.get_paths()['include']}")
+
+    def compile_one(source: Path) -> str:
+        out = folder / (source.name + ".o")
+        subprocess.run(["g++", *FLAGS, *includes, "-x", "c++", "-c", str(source), "-o", str(out)], check=True)
+        return str(out)
+
+    with ThreadPoolExecutor() as pool:
+        objects = list(pool.map(compile_one, SOURCES))
+    subprocess.run(["g++", "-shared", "-pthread", *objects, "-o", str(made)], check=True)
+    return made
+
+
+class OnCpu(TorchFunctionMode):
+    """Tensors that are asked for on a GPU are made on the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0].clone()
+        if torch.device(kwargs.get("device") or "cpu").type == "cuda":
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+class OneStream:
+    """A stream on which everything has ended when its call returns."""
+
+    cuda_stream = 0
+
+    def synchronize(self) -> None:
+        pass
+
+
+def install(path: Path) -> None:
+    """This process finds the emulation where the exchange looks for its kernels and for a GPU."""
+    assert MODULE not in sys.modules, "the kernels for GPUs are loaded already"
+    loader = importlib.machinery.ExtensionFileLoader(MODULE, str(path))
+    spec = importlib.util.spec_from_file_location(MODULE, path, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    sys.modules[MODULE] = module
+    torch.cuda.current_stream = lambda *_: OneStream()  # type: ignore[assignment,return-value]
+    torch.cuda.synchronize = lambda *_: None
+    torch.cuda.is_available = lambda: True
+    torch.cuda.is_current_stream_capturing = lambda: False
+    torch.cuda.device_count = lambda: 64
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.set_device = lambda *_: None
+    torch.cuda.device = lambda *_: contextlib.nullcontext()  # type: ignore[assignment,misc]
+    patch_exchange()
+
+
+def patch_exchange() -> None:
+    """Its tensors are on the CPU."""
+    from ep_server.ep import cuda, cuda_launch
+
+    class Shapes(cuda.Shapes):  # type: ignore[misc]
+        def __init__(self, spec: Any, device: torch.device) -> None:
+            super().__init__(spec, torch.device("cpu"))
+
+    def regions(block: Any, device: Any = None) -> torch.Tensor:
+        shape, (address, _) = (block.__cuda_array_interface__[k] for k in ("shape", "data"))
+        memory = (ctypes.c_uint8 * (shape[0] * shape[1])).from_address(address)
+        return torch.frombuffer(memory, dtype=torch.uint8).view(shape)
+
+    cuda.Shapes = Shapes  # type: ignore[misc]
+    cuda_launch.torch = _Torch(regions)
+
+
+class _Torch(ModuleType):
+    """torch, but for the tensor that is made of a GPU's memory."""
+
+    def __init__(self, as_tensor: Any) -> None:
+        super().__init__("torch")
+        self.as_tensor = as_tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)

@@ -1,0 +1,93 @@
+"""The kernels of csrc/cuda without a GPU: programs of test_cuda.py where an emulation runs them on the CPU.
+
+Bit for bit against the same oracles, with real processes; see tests/ep/emulated. Needs x86-64 and a compiler.
+"""
+
+from __future__ import annotations
+
+import platform
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ep import emulated
+from tests.ep.emulated import programs
+from tests.ep.killed_rank import DEATHS, check_killed
+from tests.harness.process_group import run_group
+
+pytestmark = pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="its fibers are switched by x86-64 code"
+)
+SECONDS = 280
+HOT = [  # of `make test`
+    ("gpu_odd_inputs.an_expert_twice", 3),
+    ("gpu_odd_inputs.not_finite", 2),
+    ("gpu_faults.masked_in_the_middle", 2, 8, 0.15),
+    ("gpu_faults.failures", 3),
+]
+MORE = [
+    ("gpu_faults.masked_in_the_middle", 3, 20, 0.15),
+    *[("gpu_faults.masking", n, by_hand) for n in (2, 4) for by_hand in (False, True)],
+    *[
+        (f"gpu_faults.{fault}", n, op)
+        for fault in ("delayed", "dropped")
+        for n in (2, 3)
+        for op in ("dispatch", "combine")
+    ],
+    *[("gpu_wires.late_weights", n) for n in (1, 2, 4)],
+    *[("gpu_wires.low_precision", n, wire) for n in (1, 2, 4) for wire in ("log10", "fp8")],
+    *[(f"gpu_programs.{name}", 2) for name in ("side_by_side", "measurements", "refused")],
+]
+
+
+@cache
+def module() -> Path:
+    """Compiled once for a state of the sources."""
+    folder = emulated.ROOT / "build" / "emulated"
+    folder.mkdir(parents=True, exist_ok=True)
+    return emulated.build(folder)
+
+
+def run(name: str, num_ranks: int, *args: Any) -> list[Any]:
+    path = module()
+    return run_group(programs.on_emulation, num_ranks, args=(path, name, *args), timeout=SECONDS)
+
+
+def failures(by_rank: list[dict[str, str]]) -> list[str]:
+    assert all(by_rank) and all(set(each) == set(by_rank[0]) for each in by_rank)
+    return [
+        f"rank {rank}, {name}: {text}"
+        for rank, all in enumerate(by_rank)
+        for name, text in all.items()
+        if text
+    ]
+
+
+@pytest.mark.timeout(SECONDS + 120)
+@pytest.mark.parametrize(
+    "num_ranks", [2, pytest.param(1, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.slow)]
+)
+def test_conformance(num_ranks: int) -> None:
+    found = failures(run("gpu_programs.conformance", num_ranks))
+    assert not found, "\n".join(found[:5])
+
+
+@pytest.mark.parametrize("program", HOT, ids=lambda p: f"{p[0]}-{p[1]}")
+def test_program(program: tuple[Any, ...]) -> None:
+    run(*program)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", MORE, ids=lambda p: "-".join(map(str, p)))
+def test_more_programs(program: tuple[Any, ...]) -> None:
+    run(*program)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 3])
+@pytest.mark.parametrize("on_timeout", ["raise", "mask"])
+@pytest.mark.parametrize("death", DEATHS)
+def test_a_killed_rank_is_reported_and_left_behind(num_ranks: int, on_timeout: str, death: str) -> None:
+    check_killed(programs.one_dies, num_ranks, death, on_timeout, (module(),))
