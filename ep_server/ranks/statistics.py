@@ -174,7 +174,8 @@ class _Parts:
             found["histograms"] |= runner.histograms
             found["sums"] |= runner.sums
             found["counters"] |= runner.counters
-            found["expert_tokens"] = found["expert_tokens"] or dict(runner.expert_tokens)
+            if not any(found["expert_tokens"].values()):  # rows of a rank alone do not pass the exchange
+                found["expert_tokens"] = dict(runner.expert_tokens)
         return cls(**found)
 
     def since(self, before: _Parts) -> _Parts:
