@@ -163,8 +163,8 @@ class Waiter {
     uint64_t blamed = 0;
     for (uint64_t left = late; left != 0; left &= left - 1) {
       const uint32_t peer = std::countr_zero(left), by = gateway(peer);
-      const bool behind = by != peer && by != group_.rank;
-      if (behind && (!(group_.unmasked() >> by & 1) || quiet(group_, by, now))) {
+      const bool indirect = by != peer && by != group_.rank;
+      if (indirect && (!(group_.unmasked() >> by & 1) || quiet(group_, by, now))) {
         blamed |= 1ull << by;
         pending_ &= ~(1ull << peer);
       } else {
