@@ -129,7 +129,10 @@ def _wants(s: Sampling, vocab: int) -> Wants:
     if s.logprobs is not None:
         wants |= Wants.REPORT
     if not s.greedy:
-        wants |= Wants.FILTER if 0 < s.top_k < vocab or s.top_p < 1 else Wants.DRAW
+        if 0 < s.top_k < vocab:
+            wants |= Wants.FILTER
+        else:
+            wants |= Wants.FILTER | Wants.NUCLEUS if s.top_p < 1 else Wants.DRAW
     return wants
 
 

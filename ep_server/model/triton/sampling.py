@@ -11,8 +11,9 @@ tokens are not. A row with NaN or +inf, or nothing finite, gets NO_TOKEN, as doe
     gather   (row, split)  candidates and sums of weights; rows with top-k, top-p or log probabilities
     settle   row           joins what draw has left, or filters and draws among the candidates
 
-A row whose filters keep more than the candidates is searched as a whole by its one program: top-k beyond
-about 900, a nucleus beyond 500 tokens, thousands of equal logits.
+    close    row           a row whose filters keep more than the candidates: sampling_nucleus.py
+
+Such a row is one of top-k beyond about 900, of a nucleus beyond 500 tokens, or of thousands of equal logits.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ import triton.language as tl
 from ep_server.model.triton.checks import FLOATS as FLOAT_TYPES
 from ep_server.model.triton.checks import block, expect
 from ep_server.model.triton.sampling_filters import gather, settle
+from ep_server.model.triton.sampling_nucleus import close
 from ep_server.model.triton.sampling_space import LOWEST, SamplingSpace
 from ep_server.model.triton.sampling_table import (
     DRAWN,
@@ -191,4 +193,6 @@ def sample(
     if wants & (Wants.FILTER | Wants.REPORT):
         gather(logits, slots, table, space, tokens)
     if wants & (Wants.DRAW | Wants.FILTER):
-        settle(logits, slots, table, space, tokens)
+        settle(vocab, slots, table, space, tokens)
+    if wants & Wants.FILTER:
+        close(logits, slots, table, space, tokens, race=bool(wants & Wants.NUCLEUS))

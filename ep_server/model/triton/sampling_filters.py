@@ -71,7 +71,7 @@ def _gather_kernel(
 
 
 @triton.jit
-def _cutoff_of(
+def cutoff_of(
     values, length, highest, temperature, k, p, total, below, VOCAB: tl.constexpr, BLOCK: tl.constexpr
 ):
     """What top-k and top-p remove: weights below the cutoff; and whether `values` were enough to know.
@@ -95,14 +95,15 @@ def _cutoff_of(
 
 @triton.jit(do_not_specialize=["splits"])
 def _settle_kernel(
-    logits, slots, floats, longs, values, ids, highest, threshold, counts, listed, listed_ids, masses,
-    cutoffs, tokens, pitch, splits, VOCAB: tl.constexpr, QUARTER: tl.constexpr, MOST: tl.constexpr,
+    slots, floats, longs, values, ids, highest, threshold, counts, listed, listed_ids, masses,
+    open_rows, cutoffs, tokens, splits, VOCAB: tl.constexpr, QUARTER: tl.constexpr, MOST: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS_BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + row).to(tl.int64)
     setting, value_of = longs + slot * LONGS, floats + slot * FLOATS
     wants, fine = tl.load(setting + WANTS), tl.load(tokens + row) >= 0
+    tl.store(open_rows + row, 0)
     if fine & ((wants & DRAWS) != 0):
         _, token = joined(values, ids, row, splits, VOCAB, SPLITS_BLOCK)
         tl.store(tokens + row, token.to(tl.int64))
@@ -112,11 +113,11 @@ def _settle_kernel(
         seed, position = tl.load(setting + SEED), tl.load(setting + DRAWN)
         least, count = tl.load(threshold + row), tl.load(counts + row)
         total = sum_of(masses, row, splits, SPLITS_BLOCK)
-        few, few_ids, line = listed + row * MOST, listed_ids + row * MOST, logits + row * pitch
+        few, few_ids = listed + row * MOST, listed_ids + row * MOST
         below = tl.where(least > LOWEST, tl.exp(scaled(least, top, temperature)), -1.0)
         known = count <= MOST
         if known:
-            cutoff, known = _cutoff_of(few, count, top, temperature, k, p, total, below, VOCAB, BLOCK)
+            cutoff, known = cutoff_of(few, count, top, temperature, k, p, total, below, VOCAB, BLOCK)
             if known:
                 cutoff = tl.minimum(tl.maximum(cutoff, min_p), 1.0)  # the likeliest always stays
                 tl.store(cutoffs + row, cutoff)
@@ -124,14 +125,7 @@ def _settle_kernel(
                     few, few_ids, count, top, temperature, cutoff, seed, position, True, VOCAB, QUARTER, BLOCK
                 )
                 tl.store(tokens + row, token.to(tl.int64))
-        if known == 0:
-            cutoff, _ = _cutoff_of(line, VOCAB, top, temperature, k, p, total, below * 0 - 1, VOCAB, BLOCK)
-            cutoff = tl.minimum(tl.maximum(cutoff, min_p), 1.0)
-            tl.store(cutoffs + row, cutoff)
-            token = drawn_of(
-                line, few_ids, VOCAB, top, temperature, cutoff, seed, position, False, VOCAB, QUARTER, BLOCK
-            )
-            tl.store(tokens + row, token.to(tl.int64))
+        tl.store(open_rows + row, (known == 0).to(tl.int32))
 
 
 def gather(
@@ -152,18 +146,13 @@ def gather(
 
 
 def settle(
-    logits: torch.Tensor,
-    slots: torch.Tensor,
-    table: SamplingTable,
-    space: SamplingSpace,
-    tokens: torch.Tensor,
+    vocab: int, slots: torch.Tensor, table: SamplingTable, space: SamplingSpace, tokens: torch.Tensor
 ) -> None:
-    """The tokens of random rows."""
-    count, vocab = logits.shape
+    """The tokens of random rows; where candidates are not enough, the row is left open."""
     s = space
-    _settle_kernel[(count,)](
-        logits, slots, table.floats, table.longs, s.values, s.ids, s.highest, s.threshold, s.counts, s.listed,
-        s.listed_ids, s.masses, s.cutoff, tokens, logits.stride(0), s.splits,
+    _settle_kernel[(len(tokens),)](
+        slots, table.floats, table.longs, s.values, s.ids, s.highest, s.threshold, s.counts, s.listed,
+        s.listed_ids, s.masses, s.open_rows, s.cutoff, tokens, s.splits,
         VOCAB=vocab, QUARTER=quarter_of(vocab), MOST=s.most, BLOCK=min(block_of(vocab), 512),
         SPLITS_BLOCK=block(s.splits), num_warps=8,
     )  # fmt: skip

@@ -14,6 +14,7 @@ MAX_SPLITS = 128
 _SPLITS = 16
 _CANDIDATES = 2048
 _GROUPS = 128
+LEADERS = tl.constexpr(8)  # highest keys of a row that are tried
 LOWEST = tl.constexpr(-3.4028234663852886e38)  # a threshold that every finite logit reaches
 
 
@@ -26,6 +27,8 @@ class SamplingSpace:
     counts: [N] int32; candidates, perhaps more than there is room for.
     listed, listed_ids: [N, most] float32, int32; candidates in any order: all logits >= threshold.
     masses, ones: [N, splits] int64; sums of weights at the row's temperature, and at temperature 1.
+    open_rows: [N] int32; 1 where candidates are not enough. For these, see sampling_nucleus.py:
+    keys, key_ids, above: [N, splits, LEADERS] float32, int32, int64. rest: [N, splits] float32.
     """
 
     values: torch.Tensor
@@ -39,6 +42,11 @@ class SamplingSpace:
     listed_ids: torch.Tensor
     masses: torch.Tensor
     ones: torch.Tensor
+    open_rows: torch.Tensor
+    keys: torch.Tensor
+    key_ids: torch.Tensor
+    rest: torch.Tensor
+    above: torch.Tensor
 
     @staticmethod
     def of(rows: int, vocab: int, splits: int, device: torch.device) -> SamplingSpace:
@@ -48,11 +56,14 @@ class SamplingSpace:
             return torch.empty(rows, *shape, dtype=dtype, device=device)
 
         int32, int64 = torch.int32, torch.int64
+        leaders = LEADERS.value
         groups, most = min(_GROUPS, block_of(vocab)), min(_CANDIDATES, block(vocab))
         return SamplingSpace(
             made(splits), made(splits, dtype=int32), made(splits, groups),
             made(), made(), made(), made(dtype=int32), made(most), made(most, dtype=int32),
             made(splits, dtype=int64), made(splits, dtype=int64),
+            made(dtype=int32), made(splits, leaders), made(splits, leaders, dtype=int32), made(splits),
+            made(splits, leaders, dtype=int64),
         )  # fmt: skip
 
     @property

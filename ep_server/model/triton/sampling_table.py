@@ -29,7 +29,8 @@ MOST_REPORTED = 32  # alternatives of a token
 class Wants(IntFlag):
     """Which kernels a row needs beside those of greedy tokens; of a step, what any of its rows needs.
 
-    DRAW: a random token of the whole row. FILTER: one of what top-k and top-p leave. REPORT: probabilities.
+    DRAW: a random token of the whole row. FILTER: one of what top-k and top-p leave; NUCLEUS: and
+    top-k is off. REPORT: log probabilities.
     """
 
     NOTHING = 0
@@ -39,9 +40,11 @@ class Wants(IntFlag):
     DRAW = 8
     FILTER = 16
     REPORT = 32
+    NUCLEUS = 64
 
 
 PENALISED, MASKED = tl.constexpr(int(Wants.PENALTY)), tl.constexpr(int(Wants.MASK))
+NUCLEUS = tl.constexpr(int(Wants.NUCLEUS))
 DRAWS, FILTERS, REPORTS = (
     tl.constexpr(int(Wants.DRAW)),
     tl.constexpr(int(Wants.FILTER)),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 import triton
@@ -14,7 +15,7 @@ from ep_server.model.triton.sampling_table import SamplingTable, Wants
 from ep_server.model.triton.sampling_weights import noise, quarter_of, scaled
 from tests.model.triton.harness import DEVICE, NAN
 
-ALL = Wants.DRAW | Wants.FILTER
+ALL = Wants.DRAW | Wants.FILTER | Wants.NUCLEUS
 
 
 def table_of(
@@ -36,7 +37,8 @@ def table_of(
     table.floats[:count, 0] = torch.as_tensor(temperature).to(DEVICE).expand(count).flip(0)
     table.longs[:, 0], table.longs[:, 2], table.longs[:, 3] = top_k, position, reported
     table.longs[:count, 1] = torch.tensor(seeds or range(count), device=DEVICE).flip(0)
-    drawn = Wants.FILTER if 0 < top_k < vocab or top_p < 1 else Wants.DRAW
+    limited = 0 < top_k < vocab
+    drawn = Wants.FILTER if limited else Wants.FILTER | Wants.NUCLEUS if top_p < 1 else Wants.DRAW
     table.longs[:count, 5] = (table.floats[:count, 0] > 0).long() * int(drawn)
     if reported >= 0:
         table.longs[:count, 5] |= int(Wants.REPORT)
@@ -64,6 +66,13 @@ def draw(
     tokens = torch.full((count,), -9, device=DEVICE)
     sample(logits, slots_of(count), table, space, tokens, wants)
     return tokens.tolist(), space
+
+
+def searching(table: SamplingTable) -> SamplingTable:
+    """The same with no race."""
+    longs = table.longs.clone()
+    longs[:, 5] &= ~int(Wants.NUCLEUS)
+    return replace(table, longs=longs)
 
 
 @triton.jit

@@ -149,7 +149,8 @@ def sampling() -> None:
     space = SamplingSpace(
         meta(TOKENS, 16, dtype=F32), meta(TOKENS, 16, dtype=I32), meta(TOKENS, 16, 128, dtype=F32),
         one, one, one, meta(TOKENS, dtype=I32), meta(TOKENS, 2048, dtype=F32), meta(TOKENS, 2048, dtype=I32),
-        sums, sums,
+        sums, sums, meta(TOKENS, dtype=I32), meta(TOKENS, 16, 8, dtype=F32), meta(TOKENS, 16, 8, dtype=I32),
+        meta(TOKENS, 16, dtype=F32), meta(TOKENS, 16, 8, dtype=I64),
     )  # fmt: skip
     chosen, slots, tokens = meta(TOKENS, dtype=F32), meta(TOKENS, dtype=I32), meta(TOKENS, dtype=I64)
     out = SamplingReport(chosen, meta(TOKENS, 20, dtype=F32), meta(TOKENS, 20, dtype=I32))
@@ -159,7 +160,7 @@ def sampling() -> None:
     advance(tokens, slots, table)
     for dtype in (F32, BF16):
         logits = meta(TOKENS, vocab, dtype=dtype)
-        sample(logits, slots, table, space, tokens, Wants.DRAW | Wants.FILTER | Wants.REPORT)
+        sample(logits, slots, table, space, tokens, Wants(sum(Wants)))
         report(logits, slots, table, space, tokens, out)
 
 

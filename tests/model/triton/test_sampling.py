@@ -11,7 +11,7 @@ from ep_server.errors import InternalError
 from ep_server.model import sampling_ops as ops
 from ep_server.model.triton.sampling_table import SamplingTable, Wants
 from tests.model.triton.harness import DEVICE, NAN, poisoned, random
-from tests.model.triton.sampling_rows import draw, table_of, weights_and_keys
+from tests.model.triton.sampling_rows import draw, searching, table_of, weights_and_keys
 
 INF = float("inf")
 LARGE = 5000  # more tokens than there is room for as candidates
@@ -33,7 +33,7 @@ def test_greedy_is_argmax(vocab: int, splits: int, dtype: torch.dtype) -> None:
 def test_broken_rows_get_no_token(temperature: float, filters: dict[str, float]) -> None:
     logits = random(5, 70)
     logits[0, 69], logits[1, 3], logits[2], logits[3, :60] = NAN, INF, -INF, -INF
-    wants = Wants.DRAW | Wants.FILTER | Wants.REPORT
+    wants = Wants(sum(Wants))
     tokens, _ = draw(logits, table_of(5, 70, temperature, **filters), wants=wants)
     assert tokens[:3] == [-1, -1, -1] and 60 <= tokens[3] < 70 and 0 <= tokens[4] < 70
 
@@ -65,7 +65,7 @@ def assert_drawn_among_the_kept(
         ops.filter_weights(left, table.longs[one, 0], table.floats[one, 1], table.floats[one, 2])
         kept = left[0] > 0
         assert token == int(torch.where(kept, keys, -INF).argmax())
-        if cutoff is not None:
+        if cutoff is not None and not bool(cutoff[row].isnan()):  # of those that need one
             assert torch.equal((weights >= cutoff[row]) & (weights > 0), kept)
 
 
@@ -78,7 +78,7 @@ def test_filters_keep_what_the_cpu_sampler_keeps(filters: dict[str, float], voca
     logits[1, 7] = -INF
     table = table_of(3, vocab, **filters)
     tokens, space = draw(logits, table)
-    filtered = bool((table.longs[:3, 5] == int(Wants.FILTER)).all())
+    filtered = bool((table.longs[:3, 5] & int(Wants.FILTER)).all())
     assert_drawn_among_the_kept(logits, table, tokens, space.cutoff if filtered else None)
 
 
@@ -102,8 +102,9 @@ def test_candidates_or_the_whole_row(shape: str, filters: dict[str, float]) -> N
     elif shape == "bfloat16":
         logits = logits.bfloat16()
     table = table_of(1, LARGE, **filters)
-    tokens, space = draw(logits, table, splits=3)
-    assert_drawn_among_the_kept(logits.float(), table, tokens, space.cutoff)
+    for each in (table,) if "top_k" in filters else (table, searching(table)):
+        tokens, space = draw(logits, each, 3)
+        assert_drawn_among_the_kept(logits.float(), table, tokens, space.cutoff)
 
 
 def test_a_row_of_candidates_reads_no_more_than_it_must() -> None:
@@ -129,8 +130,22 @@ def test_a_nucleus_larger_than_any_shortcut() -> None:
     weights, _ = weights_and_keys(logits, table_of(1, LARGE), 0)
     share = float(weights[:3000].sum() / weights.sum())
     for top_p, size in ((share - 0.01, 3000), (share + 0.01, LARGE)):
-        _, space = draw(logits, table_of(1, LARGE, top_p=top_p))
+        _, space = draw(logits, searching(table_of(1, LARGE, top_p=top_p)))
         assert int((weights >= space.cutoff[0]).sum()) == size
+
+
+@pytest.mark.parametrize("top_p", [0.95, 0.5, 0.02])
+def test_the_race_and_the_search_draw_the_same(top_p: float) -> None:
+    """Many draws: the highest key lies outside of the nucleus, the second may too, or all that are tried."""
+    rows = 24
+    logits = random(1, LARGE, scale=0.3).repeat(rows, 1)
+    table = table_of(rows, LARGE, top_p=top_p, min_p=0.03)
+    raced, space = draw(logits, table, 2)
+    assert bool((space.open_rows == 1).all()) == (top_p > 0.1)
+    searched, _ = draw(logits, searching(table), 2)
+    assert raced == searched
+    won_at_once = int(space.cutoff.isnan().sum())
+    assert won_at_once > rows // 2 if top_p > 0.4 else won_at_once < rows
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.9}, {"top_k": 20}], ids=str)

@@ -25,7 +25,7 @@ def reported(logits: torch.Tensor, **settings: float) -> tuple[torch.Tensor, Sam
         torch.full((count, WIDTH), NAN, device=DEVICE),
         torch.full((count, WIDTH), -7, dtype=torch.int32, device=DEVICE),
     )
-    sample(logits, slots, table, space, tokens, Wants.DRAW | Wants.FILTER | Wants.REPORT)
+    sample(logits, slots, table, space, tokens, Wants(sum(Wants)))
     report(logits, slots, table, space, tokens, out)
     return tokens, out
 
