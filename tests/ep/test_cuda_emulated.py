@@ -24,11 +24,9 @@ SECONDS = 280
 HOT = [  # of `make test`
     ("gpu_odd_inputs.an_expert_twice", 3),
     ("gpu_odd_inputs.not_finite", 2),
-    ("gpu_faults.masked_in_the_middle", 2, 8, 0.15),
     ("gpu_faults.failures", 3),
 ]
 MORE = [
-    ("gpu_faults.masked_in_the_middle", 3, 20, 0.15),
     *[("gpu_faults.masking", n, by_hand) for n in (2, 4) for by_hand in (False, True)],
     *[
         (f"gpu_faults.{fault}", n, op)
@@ -77,6 +75,12 @@ def test_conformance(num_ranks: int) -> None:
 @pytest.mark.parametrize("program", HOT, ids=lambda p: f"{p[0]}-{p[1]}")
 def test_program(program: tuple[Any, ...]) -> None:
     run(*program)
+
+
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
+def test_a_rank_is_masked_in_the_middle_of_operations(num_ranks: int) -> None:
+    args = (module(), 4000, "gpu_faults.masked_in_the_middle", 25, 0.1)
+    run_group(programs.with_late_blocks, num_ranks, args=args, timeout=SECONDS)
 
 
 @pytest.mark.slow

@@ -115,6 +115,11 @@ def install(path: Path) -> None:
     patch_exchange()
 
 
+def late_blocks(path: Path, microseconds: int) -> None:
+    """From now on every second block of a kernel begins up to so late, as where a GPU has other work."""
+    ctypes.CDLL(str(path)).emulated_late_blocks(microseconds)
+
+
 def patch_exchange() -> None:
     """Its tensors are on the CPU."""
     from ep_server.ep import cuda, cuda_launch

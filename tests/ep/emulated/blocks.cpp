@@ -2,8 +2,10 @@
 #include <cuda_runtime.h>
 #include <sched.h>
 #include <sys/mman.h>
+#include <unistd.h>
 
 #include <condition_variable>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <mutex>
@@ -96,6 +98,7 @@ struct Block {
   }
 };
 
+std::atomic<uint32_t> most_late_us = 0;
 thread_local Block block;
 thread_local uint32_t shared_words[kSharedWords];
 
@@ -167,6 +170,7 @@ void launch(uint32_t blocks, uint32_t threads, const std::function<void()>& kern
       gridDim = {blocks, 1, 1};
       std::memset(shared_words, 0x5a, sizeof shared_words);
       block.kernel = &kernel;
+      if (most_late_us != 0 && i % 2 != 0) usleep(uint32_t(rand()) % most_late_us);
       block.run(threads);
       const std::lock_guard lock(mutex);
       if (--left == 0) ended.notify_one();
@@ -189,5 +193,10 @@ void leave_warp() { block.meet(block.read[threadIdx.x / 32], 32, 0); }
 uint32_t* dynamic_shared() { return shared_words; }
 
 }  // namespace emulated
+
+// From now on every second block begins up to so many us late, as where a GPU has other work.
+extern "C" __attribute__((visibility("default"))) void emulated_late_blocks(uint32_t us) {
+  most_late_us = us;
+}
 
 bool __syncthreads_or(bool mine) { return block.meet(block.all, blockDim.x, mine) != 0; }

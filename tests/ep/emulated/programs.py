@@ -21,6 +21,12 @@ def on_emulation(group: dist.ProcessGroup, path: Path, name: str, *args: Any) ->
         return getattr(importlib.import_module(f"tests.ep.{module}"), function)(group, *args)
 
 
+def with_late_blocks(group: dist.ProcessGroup, path: Path, microseconds: int, name: str, *args: Any) -> Any:
+    """The same where blocks begin at different times."""
+    emulated.late_blocks(path, microseconds)
+    return on_emulation(group, path, name, *args)
+
+
 def one_dies(control: NativeExchange, path: Path, death: str, on_timeout: str, peer: Peer) -> Any:
     """gpu_deaths.rank_1_dies."""
     emulated.install(path)
