@@ -141,7 +141,7 @@ def gather(
     _gather_kernel[(count, s.splits)](
         logits, slots, table.floats, table.longs, s.highest, s.threshold, s.counts, s.listed, s.listed_ids,
         s.masses, s.ones, tokens, logits.stride(0),
-        VOCAB=vocab, MOST=s.most, BLOCK=block_of(vocab), num_warps=4,
+        VOCAB=vocab, MOST=s.most, BLOCK=min(block_of(vocab), 512), num_warps=4,
     )  # fmt: skip
 
 

@@ -92,7 +92,7 @@ def decode(
     flying: deque[tuple[StepBatch, Any]] = deque()
     with torch.inference_mode():
         while scheduler.has_work or waiting:
-            for one in waiting[: 2 if launches % 3 == 0 else 0]:
+            for one in waiting[:2] if launches >= 3 or not scheduler.has_work else ():
                 runner.add(one)
                 scheduler.add(one)
                 waiting.remove(one)
