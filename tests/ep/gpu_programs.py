@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
 from functools import partial
 
@@ -44,10 +45,12 @@ def conformance(group: dist.ProcessGroup) -> dict[str, str]:
     )
 
 
-def run_sizes(group: dist.ProcessGroup) -> dict[str, str]:
+def run_sizes(group: dist.ProcessGroup, only: Collection[str] = ()) -> dict[str, str]:
     """Name -> failure text, of every size with both reductions, apart and fused, in every view."""
     results = {}
     for name, size in sizes(group.size()).items():
+        if only and name not in only:
+            continue
         for reduction in Reduction:
             spec = size.shape.spec(group.rank(), group.size(), size.payload, reduction)
             exchange = open_exchange(group, spec, num_sms=size.num_sms)

@@ -26,6 +26,7 @@ HOT = [  # of `make test`
     ("gpu_odd_inputs.not_finite", 2),
     ("gpu_faults.failures", 3),
 ]
+SIZES = ("hidden_640", "six_rows", "sixteen_banks", "sixteen_choices", "experts_not_divisible", "one_sm")
 MORE = [
     *[("gpu_faults.masking", n, by_hand) for n in (2, 4) for by_hand in (False, True)],
     *[
@@ -69,6 +70,14 @@ def failures(by_rank: list[dict[str, str]]) -> list[str]:
 )
 def test_conformance(num_ranks: int) -> None:
     found = failures(run("gpu_programs.conformance", num_ranks))
+    assert not found, "\n".join(found[:5])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+def test_sizes(num_ranks: int) -> None:
+    """Those that are not large: one kernel at a time fills two multiprocessors here."""
+    found = failures(run("gpu_programs.run_sizes", num_ranks, SIZES))
     assert not found, "\n".join(found[:5])
 
 
