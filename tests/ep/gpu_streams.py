@@ -24,7 +24,11 @@ from tests.harness.expected import Expected, expect
 from tests.harness.routing import Inputs, make_inputs
 
 CYCLES = 20_000_000  # of a GPU's clock, about 10 ms
-SMS = 16  # of a kernel: several may wait at once
+
+
+def few_sms() -> int:
+    """Of a kernel: several may wait at once."""
+    return max(1, torch.cuda.get_device_properties().multi_processor_count // 8)
 
 
 @dataclass
@@ -45,7 +49,7 @@ def orders_of_receives(group: dist.ProcessGroup) -> None:
     out when the banks are free.
     """
     spec = a_models_spec(group.rank(), group.size(), Payload.BF16, tokens=8)
-    exchange = open_exchange(group, spec, num_sms=SMS)
+    exchange = open_exchange(group, spec, num_sms=few_sms())
     streams = [torch.cuda.Stream() for _ in range(2)]
     kept = []
     for step, (received, freed, crossed, answers) in enumerate(
@@ -101,7 +105,7 @@ def free(exchange: CudaExchange, flight: Flight, *, answers: bool) -> None:
 def freed_handles(group: dist.ProcessGroup) -> None:
     """A dispatch is forgotten while its combine waits on another stream: its memory is not given away."""
     spec = a_models_spec(group.rank(), group.size(), Payload.BF16, tokens=8)
-    exchange, side = open_exchange(group, spec, num_sms=SMS), torch.cuda.Stream()
+    exchange, side = open_exchange(group, spec, num_sms=few_sms()), torch.cuda.Stream()
     inputs = make_inputs(spec, "max_tokens", 3)
     given, wanted = on_gpu(inputs[spec.rank]), expect(spec, inputs).combined
     for apart in (False, True, False):

@@ -37,6 +37,9 @@ MORE = [
     ],
     *[("gpu_wires.late_weights", n) for n in (1, 2, 4)],
     *[("gpu_wires.low_precision", n, wire) for n in (1, 2, 4) for wire in ("log10", "fp8")],
+    *[
+        (f"gpu_streams.{name}", 2) for name in ("orders_of_receives", "freed_handles")
+    ],  # all in one stream here
     *[(f"gpu_programs.{name}", 2) for name in ("side_by_side", "measurements", "refused")],
 ]
 

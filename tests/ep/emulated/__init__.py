@@ -17,7 +17,7 @@ import sys
 import sysconfig
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pybind11
@@ -81,18 +81,20 @@ class OnCpu(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda:
             return args[0].clone()
+        if func is torch.Tensor.record_stream:
+            return None
         if torch.device(kwargs.get("device") or "cpu").type == "cuda":
             kwargs["device"] = "cpu"
         return func(*args, **kwargs)
 
 
 class OneStream:
-    """A stream on which everything has ended when its call returns."""
+    """A stream, or an event of one, on which everything has ended when its call returns."""
 
     cuda_stream = 0
 
-    def synchronize(self) -> None:
-        pass
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.synchronize = self.wait_stream = self.wait_event = self.record_event = lambda *_: None
 
 
 def install(path: Path) -> None:
@@ -105,13 +107,15 @@ def install(path: Path) -> None:
     loader.exec_module(module)
     sys.modules[MODULE] = module
     torch.cuda.current_stream = lambda *_: OneStream()  # type: ignore[assignment,return-value]
-    torch.cuda.synchronize = lambda *_: None
+    torch.cuda.Stream = torch.cuda.Event = OneStream  # type: ignore[assignment,misc]
+    torch.cuda.stream = torch.cuda.device = lambda *_: contextlib.nullcontext()  # type: ignore[assignment,misc]
+    torch.cuda._sleep = torch.cuda.synchronize = lambda *_: None
+    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=2)
     torch.cuda.is_available = lambda: True
     torch.cuda.is_current_stream_capturing = lambda: False
     torch.cuda.device_count = lambda: 64
     torch.cuda.current_device = lambda: 0
     torch.cuda.set_device = lambda *_: None
-    torch.cuda.device = lambda *_: contextlib.nullcontext()  # type: ignore[assignment,misc]
     patch_exchange()
 
 
