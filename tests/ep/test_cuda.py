@@ -27,6 +27,7 @@ pytestmark = [
 ]
 NAMES = [f"fused-{name}" for name in case_names()] + case_names() + sequence_names()
 REPLAYS, SHARED_REPLAYS = 10_000, 200  # where ranks share a GPU each operation waits for turns on it
+OVERLAPPED = 2_000  # replays of two micro-batches
 
 
 def program(name: str) -> Callable[..., Any]:
@@ -92,7 +93,7 @@ def test_odd_inputs(num_ranks: int, name: str) -> None:
 
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_two_micro_batches_on_two_streams(num_ranks: int) -> None:
-    run("gpu_overlap.overlapped", num_ranks, REPLAYS[num_ranks])
+    run("gpu_overlap.overlapped", num_ranks, SHARED_REPLAYS if shared_by(num_ranks) else OVERLAPPED)
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
