@@ -7,6 +7,7 @@ its way then ends with UNAVAILABLE, by the caller's own gRPC.
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
 from collections.abc import Iterator
@@ -18,6 +19,8 @@ from grpc import aio
 from ep_server.config import GrpcConfig
 from ep_server.endpoint import bind, channel_options
 from ep_server.interceptors import AuthInterceptor, CallCounter, ErrorInterceptor, TokenFile
+
+log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 0.5  # for calls that never end by themselves, such as Health.Watch
 
@@ -50,14 +53,18 @@ class Port:
         if address:
             self._calls.refuse()
             await self._calls.ended(seconds)
-            hang_up(address)
+            try:
+                hang_up(address)
+            except OSError as error:  # no descriptor is left, say: the server stops all the same
+                log.warning("%s: calls may end with CANCELLED, not with UNAVAILABLE: %s", address, error)
         await self.server.stop(None)
 
 
 def hang_up(address: str) -> None:
     """Lets nobody connect to host:port any more and ends all connections to it; gRPC has a call for neither.
 
-    For a port of a server in this process, which stops next.
+    For a port of a server in this process, which stops next. Other threads may open and close descriptors
+    meanwhile. Raises: OSError.
     """
     port = int(address.rpartition(":")[2])
     for number, listener in _sockets_at(port, listening=True):
@@ -70,12 +77,14 @@ def hang_up(address: str) -> None:
 
 
 def _sockets_at(port: int, *, listening: bool) -> Iterator[tuple[int, socket.socket]]:
-    """Those of this process at a port of its own: their descriptors, and copies that are closed at once."""
+    """Those of this process at a TCP port of its own: descriptors, and copies that are closed at once."""
     for entry in list(Path("/proc/self/fd").iterdir()):
-        with suppress(OSError), _copy_of(int(entry.name)) as found:
-            internet = found.family in (socket.AF_INET, socket.AF_INET6)
-            if internet and found.getsockname()[1] == port and _listens(found) == listening:
-                yield int(entry.name), found
+        # Not of files: to close a copy of one would drop this process's locks on it.
+        with suppress(OSError):
+            if entry.readlink().name.startswith("socket:"):
+                with _copy_of(int(entry.name)) as found:
+                    if _is_at(found, port) and _listens(found) == listening:
+                        yield int(entry.name), found
 
 
 @contextmanager
@@ -89,6 +98,12 @@ def _copy_of(number: int) -> Iterator[socket.socket]:
         raise
     with found:
         yield found
+
+
+def _is_at(found: socket.socket, port: int) -> bool:
+    """UDP has ports of its own, which may have the same number."""
+    internet = found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM
+    return internet and found.getsockname()[1] == port
 
 
 def _listens(connection: socket.socket) -> bool:
