@@ -134,10 +134,7 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
             if self._closed:
                 raise Unavailable("node 0 has ended") from None
             raise
-        held = self._links.get(other.node)
-        if held is not None and not self._remote:  # of a node that went without a word, or of another one
-            log.warning("%s comes as node %d, which has joined: does that live?", context.peer(), other.node)
-            await held.sign()
+        await self._sign_of(other.node, context.peer())
         if self._closed or self._remote:
             raise Unavailable("node 0 serves or ends: a node that left is not taken back")
         joined = [node for node, link in self._links.items() if not link.reason]
@@ -156,11 +153,21 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
         self._changed.set()
         return link
 
+    async def _sign_of(self, node: int, newcomer: str) -> None:
+        """Waits until who has joined under this number shows that it lives, or nobody holds the number."""
+        while (held := self._links.get(node)) is not None and not held.reason and not self._remote:
+            log.warning("%s comes as node %d, which has joined: does that live?", newcomer, node)
+            await held.sign()
+            if not held.reason:  # else another newcomer may have been faster
+                return
+
     def _left(self, node: int, link: Link) -> None:
         log.log(logging.INFO if self._closed else logging.ERROR, "node %d %s", node, link.reason)
+        if self._links.get(node) is not link:  # another has its place
+            return
         if node in self._remote:
             self._remote[node].lost(link.reason)
-        elif self._links.get(node) is link:  # before the ranks were started: another may take its place
+        else:  # before the ranks were started: another may take its place
             del self._links[node], self._claims[node]
             self._changed.set()
 

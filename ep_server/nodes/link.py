@@ -99,10 +99,15 @@ class Link:
                 await self._wake.wait()
 
     async def read(self, bundles: AsyncIterable[pb.Bundle]) -> None:
-        """Takes all that comes until the other side closes. Raises nothing: what goes wrong ends the link."""
+        """Takes all that comes until the other side closes or the link ends.
+
+        Raises nothing: what goes wrong ends the link.
+        """
         self._watching = asyncio.create_task(self._watch())
         try:
             async for bundle in bundles:
+                if self._reason.done():  # the stream outlives the end while it cannot send
+                    return
                 self._heard = True
                 self._sign.set()
                 for message in bundle.messages:

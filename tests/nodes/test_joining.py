@@ -161,6 +161,28 @@ async def test_a_node_that_comes_back_takes_the_place_that_its_broken_link_still
             assert "another node joined under this number" in await meeting.refused(claim)
 
 
+async def test_of_two_that_come_for_one_place_the_second_is_refused_only_once_the_first_lives() -> None:
+    """The first may be a try of the same node whose connection broke unnoticed: it must not win for ever."""
+    async with (
+        rendezvous(cluster__silent_seconds=1.0) as meeting,
+        aio.insecure_channel(meeting.place.address) as channel,
+    ):
+        claim = meeting.claim(1)
+
+        async def say() -> AsyncIterator[pb.Bundle]:
+            yield pb.Bundle(messages=[pb.NodeMessage(hello=hello_of(claim))])
+            await asyncio.sleep(WAIT)  # and nothing more
+
+        stub = nodes_pb2_grpc.NodesStub(channel)
+        dumb = [stub.Join(say()) for _ in range(3)]
+        async with asyncio.timeout(WAIT / 3):
+            for call in dumb:  # each takes the place once the one before has fallen silent
+                assert isinstance(await call.read(), pb.Bundle)
+            async with meeting.join(claim) as link:
+                assert "another node joined under this number" in await meeting.refused(claim)
+                assert link.reason == ""
+
+
 async def test_the_end_tells_all_nodes_code_and_reason() -> None:
     heard: dict[int, list[pb.NodeMessage]] = {1: [], 2: []}
     async with rendezvous() as meeting, AsyncExitStack() as nodes, asyncio.timeout(WAIT):

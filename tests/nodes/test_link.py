@@ -56,6 +56,21 @@ async def test_messages_arrive_in_order_whatever_their_size() -> None:
     assert ours.buffered == 0
 
 
+async def test_nothing_is_taken_after_the_end() -> None:
+    """Another node may have the place: what the old one still says must not count as said by that."""
+    got: list[int] = []
+    link = Link(lambda m: got.append(m.rank_frame.rank), LONG)
+
+    async def bundles() -> AsyncIterator[pb.Bundle]:
+        yield pb.Bundle(messages=[pb.NodeMessage(rank_frame=frame(1))])
+        link.end("said nothing")
+        yield pb.Bundle(messages=[pb.NodeMessage(rank_frame=frame(2))])
+
+    async with asyncio.timeout(30):
+        await link.read(bundles())
+    assert got == [1] and link.reason == "said nothing"
+
+
 async def test_nothing_is_sent_after_the_end() -> None:
     link = Link(lambda _: None, LONG)
     link.send(rank_frame=frame(1))
