@@ -164,29 +164,6 @@ def stop_for(ranks: Ranks, rank: int, seconds: float) -> None:
     ranks.kill(rank, signal.SIGCONT)
 
 
-def waits_behind(exchange: NativeExchange) -> None:
-    """Rank 0 waits for 1, which waits for 2, which lives and does nothing; the deadline of 0 passes first."""
-    rank, deadline = exchange.spec.rank, exchange.spec.timeout_ns / SECOND
-    exchange.set_faults((Fault(2, "dispatch", "send_header", Action.DROP, epoch=1, peer=1),))
-    ids, weights = torch.arange(TOP_K).repeat(TOKENS, 1), torch.ones(TOKENS, TOP_K)
-    pending = exchange.dispatch_send(rows_of(rank, 0), ids, weights)
-    if rank == 1:
-        time.sleep(deadline / 3)
-    received = pending.recv()
-    combining = exchange.combine_send(received.rows, received)
-    if rank == 2:
-        time.sleep(1.5 * deadline)  # what hangs
-        return
-    combining.recv()
-
-
-def test_who_waits_behind_another_rank_names_the_one_that_hangs() -> None:
-    ended = run_outcomes(waits_behind, 3, spec_of(3, 3 * SECOND), 30)
-    assert_noticed([ended[0]], "combine", "recv_header", 2)
-    assert isinstance(ended[0].error, PeerTimeout)
-    assert isinstance(ended[1].error, GroupAborted)
-
-
 def test_a_stopped_rank_only_delays_a_vote_beyond_the_deadline_of_the_exchange() -> None:
     with Ranks(stops_itself, 3, spec_of(3, SECOND // 2)) as ranks:
         stop_for(ranks, 1, 1.2)

@@ -15,6 +15,7 @@ import importlib.util
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -46,11 +47,15 @@ FLAGS = (
     f"-I{CSRC}",
 )
 MODULE = "ep_server._cuda"
+ABI = sysconfig.get_config_var("SOABI")
 
 
 def build(folder: Path) -> Path:
-    """The module's file, made anew where a source has changed. Raises CalledProcessError."""
-    digest = hashlib.blake2b(digest_size=8)
+    """The module's file, made anew where a source has changed; by several processes at once, too.
+
+    Raises: CalledProcessError.
+    """
+    digest = hashlib.blake2b(repr((FLAGS, ABI)).encode(), digest_size=8)
     for path in sorted(
         p
         for root in (CSRC, HERE)
@@ -64,14 +69,16 @@ def build(folder: Path) -> Path:
     includes = (f"-I{pybind11.get_include()}", f"-I{sysconfig.get_paths()['include']}")
 
     def compile_one(source: Path) -> str:
-        out = folder / (source.name + ".o")
-        subprocess.run(["g++", *FLAGS, *includes, "-x", "c++", "-c", str(source), "-o", str(out)], check=True)
-        return str(out)
+        out = f"{scratch}/{source.name}.o"
+        subprocess.run(["g++", *FLAGS, *includes, "-x", "c++", "-c", str(source), "-o", out], check=True)
+        return out
 
-    with ThreadPoolExecutor() as pool:
-        objects = list(pool.map(compile_one, SOURCES))
-    subprocess.run(["g++", "-shared", "-pthread", *objects, "-o", str(made)], check=True)
-    return made
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        with ThreadPoolExecutor() as pool:
+            objects = list(pool.map(compile_one, SOURCES))
+        linked = Path(scratch) / made.name
+        subprocess.run(["g++", "-shared", "-pthread", *objects, "-o", str(linked)], check=True)
+        return linked.rename(made)
 
 
 class OnCpu(TorchFunctionMode):
