@@ -152,22 +152,22 @@ PYBIND11_MODULE(_cuda, m) {
       .def("attach", &Group::attach, py::arg("rank"), py::arg("fd"))
       .def(
           "dispatch",
-          [](Group& self, uintptr_t stream, uint32_t halves, uint32_t num_sms, bool narrow,
+          [](Group& self, uintptr_t stream, uint32_t halves, uint32_t num_sms, uint32_t tokens, bool narrow,
              const cuda::DispatchSendArgs& send, const cuda::DispatchRecvArgs& recv, uintptr_t handle) {
             const cuda::OnDevice here(self.ordinal());
             cuda::check(
-                cuda::dispatch({pointer<CUstream_st>(stream), num_sms, narrow, self.overlaps()},
+                cuda::dispatch({pointer<CUstream_st>(stream), num_sms, tokens, narrow, self.overlaps()},
                                cuda::Halves(halves), self.device(), send, recv, pointer<std::byte>(handle)),
                 "dispatch");
           },
           py::call_guard<py::gil_scoped_release>())
       .def(
           "combine",
-          [](Group& self, uintptr_t stream, uint32_t halves, uint32_t num_sms, bool narrow,
+          [](Group& self, uintptr_t stream, uint32_t halves, uint32_t num_sms, uint32_t tokens, bool narrow,
              const cuda::CombineSendArgs& send, const cuda::CombineRecvArgs& recv, uintptr_t handle) {
             const cuda::OnDevice here(self.ordinal());
             cuda::check(
-                cuda::combine({pointer<CUstream_st>(stream), num_sms, narrow, self.overlaps()},
+                cuda::combine({pointer<CUstream_st>(stream), num_sms, tokens, narrow, self.overlaps()},
                               cuda::Halves(halves), self.device(), send, recv, pointer<std::byte>(handle)),
                 "combine");
           },

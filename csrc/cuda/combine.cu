@@ -45,7 +45,7 @@ cudaError_t start(const Launch& launch, const Device& g, const CombineSendArgs& 
   constexpr bool kReceives = uint32_t(kHalves) & uint32_t(Halves::kRecv);
   const uint32_t wanted = uint32_t(g.layout.answer_bytes / 16) / 4;  // at 7168 channels four words a thread
   const uint32_t threads = std::clamp((wanted + kWarp - 1) / kWarp * kWarp, 4 * kWarp, kMaxThreads);
-  const uint32_t room = launch.num_sms * kBlocksPerSm, tokens = g.layout.max_tokens;
+  const uint32_t room = launch.num_sms * kBlocksPerSm, tokens = launch.tokens;
   // All blocks at once where they fit: one that waits for its stores keeps no other from starting. A row is
   // split further while every part has a multiprocessor of its own.
   const uint32_t rows = tokens * g.num_ranks;

@@ -106,7 +106,7 @@ __device__ __forceinline__ Done combine_send(const Device& g, const CombineSendA
   const DeviceLayout& l = g.layout;
   const auto* h = reinterpret_cast<const DeviceHandle*>(handle);
   // Parts of the tokens of all sources in turn, so that no source is written by all ranks at once.
-  const uint32_t items = l.max_tokens * g.num_ranks << a.split, bytes = uint32_t(l.answer_bytes);
+  const uint32_t bytes = uint32_t(l.answer_bytes);
   const auto token_of = [&](uint32_t i) { return g.token_of(i) >> a.split; };
   const auto source_of = [&](uint32_t i) { return g.source_of(i); };
 
@@ -114,11 +114,12 @@ __device__ __forceinline__ Done combine_send(const Device& g, const CombineSendA
   Terms terms = own_terms();
   Output output{-1, 0.0f};
   const uint32_t arrived = h->arrived, dispatch_bank = g.bank_of(h->epoch);
-  uint32_t tokens = 0;
-  if (block != 0 && block - 1 < items) {
-    tokens = h->source_tokens[source_of(block - 1)];
+  // Tokens of the source in each lane; behind those of the rank with the most there is nothing to answer.
+  const uint32_t lane = threadIdx.x % kWarp;
+  const uint32_t tokens = lane < g.num_ranks && arrived >> lane & 1 ? h->source_tokens[lane] : 0;
+  const uint32_t items = __reduce_max_sync(kFull, tokens) * g.num_ranks << a.split;
+  if (block != 0 && block - 1 < l.max_tokens * g.num_ranks << a.split)
     output = Output::load(g, handle, source_of(block - 1), token_of(block - 1));
-  }
   if (threadIdx.x < kWarp) open(g, Op::kCombine, nullptr, o);
   __syncthreads();
   Done done;
@@ -136,7 +137,7 @@ __device__ __forceinline__ Done combine_send(const Device& g, const CombineSendA
 #pragma unroll 1
   for (uint32_t i = block - 1;;) {
     const uint32_t part = g.token_of(i) & ((1u << a.split) - 1), token = token_of(i), source = source_of(i);
-    const bool present = token < tokens && arrived >> source & 1;  // else what lies there is older
+    const bool present = token < __shfl_sync(kFull, tokens, source);  // else what lies there is older
     if (present && a.frees_dispatch && part == 0) empty_slot(g, dispatch_bank, source, token);
     if (present && answered >> source & 1) {
       const bool valid = output.row >= 0;
@@ -161,7 +162,6 @@ __device__ __forceinline__ Done combine_send(const Device& g, const CombineSendA
     }
     i += blocks - 1;
     if (i >= items) return done;
-    tokens = h->source_tokens[source_of(i)];
     output = Output::load(g, handle, source_of(i), token_of(i));
   }
 }

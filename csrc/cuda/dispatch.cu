@@ -74,7 +74,7 @@ cudaError_t start(const Launch& launch, const Device& g, const DispatchSendArgs&
   by_parts.split =
       send.tokens * 2 + 2 <= launch.num_sms ? 1 : 0;  // while a multiprocessor has one block of it
   const uint32_t senders = kSends ? std::clamp(send.tokens << by_parts.split, 1u, room) : 0;
-  const uint32_t items = g.layout.max_tokens * g.num_ranks;
+  const uint32_t items = launch.tokens * g.num_ranks;
   const uint32_t receivers = kReceives ? 1 + std::clamp(items, 1u, room) : 0;
   const size_t sending = 2 * g.num_experts * sizeof(uint32_t);
   const size_t receiving =
@@ -104,11 +104,11 @@ cudaError_t dispatch(const Launch& launch, Halves halves, const Device& device, 
 
 cudaError_t release(cudaStream_t stream, const Device& device, std::byte* handle) {
   const uint32_t blocks = device.layout.max_tokens * device.num_ranks;
-  return start_kernel({stream, 0, false, false}, release_kernel, blocks, 4 * kWarp, 0, device, handle);
+  return start_kernel({stream, 0, 0, false, false}, release_kernel, blocks, 4 * kWarp, 0, device, handle);
 }
 
 cudaError_t publish(cudaStream_t stream, const Device& device) {
-  return start_kernel({stream, 0, false, false}, publish_kernel, 1, kWarp, 0, device);
+  return start_kernel({stream, 0, 0, false, false}, publish_kernel, 1, kWarp, 0, device);
 }
 
 }  // namespace ep::cuda

@@ -275,7 +275,11 @@ __device__ __forceinline__ Done dispatch_recv(const Device& g, const DispatchRec
   }
 
   // 2. Tokens of all sources in turn: place, then copy what comes.
-  const uint32_t items = g.layout.max_tokens * g.num_ranks;
+  uint32_t most = 0;
+#pragma unroll 1
+  for (uint32_t s = 0; s < g.num_ranks; ++s)
+    if (arrived >> s & 1) most = max(most, arrival.tokens[s]);
+  const uint32_t items = most * g.num_ranks;
   Trouble trouble;
 #pragma unroll 1
   for (uint32_t i = block - 1; i < items; i += blocks - 1) {

@@ -12,8 +12,9 @@ namespace ep::cuda {
 struct Launch {
   cudaStream_t stream;
   uint32_t num_sms;
-  bool narrow;    // rows or the caller's tensors are not at multiples of 16 bytes
-  bool overlaps;  // kernels may be set up while the one before them ends: Hopper and later
+  uint32_t tokens;  // that a rank sends at most, as far as is known: blocks for them; more are served too
+  bool narrow;      // rows or the caller's tensors are not at multiples of 16 bytes
+  bool overlaps;    // kernels may be set up while the one before them ends: Hopper and later
 };
 
 enum class Halves : uint32_t { kSend = 1, kRecv = 2, kBoth = 3 };

@@ -183,6 +183,7 @@ class CudaExchange:
         tokens_on_device: torch.Tensor | None = None,
         expert_stats: torch.Tensor | None = None,
         wait_stats: torch.Tensor | None = None,
+        most_tokens: int | None = None,
     ) -> Received:
         """dispatch_send and recv in one kernel: rows are placed while others are under way.
 
@@ -191,7 +192,7 @@ class CudaExchange:
         handle = self._new_handle(x, topk_ids, topk_weights)
         send = self._open().send_args(x, topk_ids, topk_weights, tokens_on_device)
         view = choose("view", View, view)
-        receipt = Receipt(view, out, counts, capacity, source_map, expert_stats, wait_stats)
+        receipt = Receipt(view, out, counts, capacity, source_map, expert_stats, wait_stats, most_tokens)
         received = self._open().receive(handle, (send, x), receipt)
         self._flights.take(DISPATCH, handle)
         return received
@@ -331,4 +332,4 @@ class CudaExchange:
         self._check_bank(DISPATCH)
         memory = torch.empty(group.handle_bytes, dtype=torch.uint8, device=self.device)
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        return Handle(memory, tokens, weights is not None, stream=stream)
+        return Handle(memory, tokens, weights is not None, self.spec.max_tokens, stream=stream)

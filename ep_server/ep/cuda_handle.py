@@ -23,6 +23,7 @@ class Handle:
     """What a dispatch leaves for the halves after it.
 
     memory: device bytes that csrc calls DeviceHandle; stream: on which they were allocated.
+    most: tokens that any rank sends, as far as is known: kernels are launched with blocks for so many.
     rows: of the view, -1 where only the device knows.
     answering: a combine of it was sent and not received; the memory has room for the state of one.
     src_info, layout_range: DeepEP's handle, where asked for.
@@ -31,6 +32,7 @@ class Handle:
     memory: torch.Tensor
     tokens: int
     weighted: bool
+    most: int
     rows: int = -1
     stream: int = 0
     received: bool = False

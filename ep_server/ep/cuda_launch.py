@@ -98,7 +98,14 @@ class Launcher:
         if narrow and self.shapes.fp8:
             raise InvalidArgument("x", "not aligned", f"at a multiple of {VECTOR} bytes")
         self.group.dispatch(
-            self._stream(handle), halves, self.num_sms, narrow, send, recv, handle.memory.data_ptr()
+            self._stream(handle),
+            halves,
+            self.num_sms,
+            handle.most,
+            narrow,
+            send,
+            recv,
+            handle.memory.data_ptr(),
         )
 
     def receive(
@@ -108,6 +115,8 @@ class Launcher:
         landing = self.shapes.landing(receipt)
         if receipt.source_map:
             handle.src_info, handle.layout_range = self.shapes.source_map()
+        if receipt.most_tokens is not None:
+            handle.most = min(receipt.most_tokens, self.spec.max_tokens)
         recv = self._recv_args(handle, receipt, landing)
         if send is None:
             self.dispatch(RECV, _cuda.DispatchSendArgs(), recv, handle, (landing.rows,))
@@ -170,6 +179,7 @@ class Launcher:
             self._stream(handle),
             halves,
             self.num_sms,
+            handle.most,
             narrow,
             _cuda.CombineSendArgs(
                 expert_out=address(tensors.expert_out),

@@ -37,6 +37,7 @@ class PendingDispatch:
         source_map: bool = False,
         expert_stats: torch.Tensor | None = None,
         wait_stats: torch.Tensor | None = None,
+        most_tokens: int | None = None,
     ) -> Received:
         """As the Protocol says, on the current stream. Keywords: see cuda_requests.Receipt.
 
@@ -45,9 +46,8 @@ class PendingDispatch:
         """
         if self.handle.received:
             raise InvalidArgument("dispatch", "received", "received once")
-        receipt = Receipt(
-            choose("view", View, view), out, counts, capacity, source_map, expert_stats, wait_stats
-        )
+        view = choose("view", View, view)
+        receipt = Receipt(view, out, counts, capacity, source_map, expert_stats, wait_stats, most_tokens)
         return self._launcher().receive(self.handle, None, receipt)
 
 

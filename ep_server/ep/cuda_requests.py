@@ -34,6 +34,8 @@ class Receipt:
     out: rows and scales of an earlier empty_padded(), PADDED only. counts: [E_local] int32.
     capacity: rows of a COMPACT or INDEX view; None = as many as can come.
     source_map: the handle's src_info and layout_range are filled, PADDED only.
+    most_tokens: of any rank, as far as the caller knows, else max_tokens: kernels get blocks for so many.
+      More are served too, and slower.
     expert_stats: [E_local] int32, += rows received. wait_stats: [R] int64, += ns waited for each rank.
     """
 
@@ -44,6 +46,7 @@ class Receipt:
     source_map: bool = False
     expert_stats: torch.Tensor | None = None
     wait_stats: torch.Tensor | None = None
+    most_tokens: int | None = None
 
 
 @dataclass(slots=True)

@@ -55,7 +55,15 @@ def run_sizes(group: dist.ProcessGroup, only: Collection[str] = ()) -> dict[str,
             spec = size.shape.spec(group.rank(), group.size(), size.payload, reduction)
             exchange = open_exchange(group, spec, num_sms=size.num_sms)
             found = [
-                failure_of(partial(run_pair, OnGpu(exchange, fused=fused), routing, seed, view))
+                failure_of(
+                    partial(
+                        run_pair,
+                        OnGpu(exchange, fused=fused, most_tokens=size.most_tokens),
+                        routing,
+                        seed,
+                        view,
+                    )
+                )
                 for seed, routing in enumerate(size.routings)
                 for fused in (False, True)
                 for view in View

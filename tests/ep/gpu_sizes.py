@@ -14,6 +14,7 @@ class Size:
     payload: Payload
     routings: tuple[str, ...] = ("max_tokens", "zipf", "dropped", "single_token")
     num_sms: int = 0
+    most_tokens: int | None = None  # that kernels get blocks for
 
 
 def sizes(num_ranks: int) -> dict[str, Size]:
@@ -40,6 +41,9 @@ def sizes(num_ranks: int) -> dict[str, Size]:
         "one_sm_many_tokens": Size(
             Shape(200, 512, 8, spread), Payload.BF16, ("max_tokens", "empty_rank"), num_sms=1
         ),
+        # More tokens come than blocks were launched for.
+        "blocks_for_few": Size(Shape(24, 640, 4, UNEVEN), Payload.BF16, most_tokens=3),
+        "blocks_for_few_fp8": Size(Shape(24, 640, 4, UNEVEN), Payload.FP8, most_tokens=1),
     }
 
 

@@ -40,8 +40,8 @@ def to_cpu(received: Received) -> Received:
 
 
 class Dispatch:
-    def __init__(self, pending: PendingDispatch, exchange: CudaExchange) -> None:
-        self.pending, self.exchange = pending, exchange
+    def __init__(self, pending: PendingDispatch | Later, exchange: CudaExchange, most: int | None) -> None:
+        self.pending, self.exchange, self.most = pending, exchange, most
 
     def recv(self, view: View = View.COMPACT) -> Received:
         out = None
@@ -49,7 +49,7 @@ class Dispatch:
             out = self.exchange.empty_padded()
             out[0].view(torch.uint8).fill_(0xFF)
             poison(out[1])
-        received = self.pending.recv(view, out=out)
+        received = self.pending.recv(view, out=out, most_tokens=self.most)
         self.exchange.synchronize()
         return to_cpu(received)
 
@@ -68,8 +68,10 @@ class Combine:
 class OnGpu:
     """The Protocol over a CudaExchange; `fused` runs both halves in one kernel, at the second call."""
 
-    def __init__(self, exchange: CudaExchange, *, fused: bool = False) -> None:
-        self.exchange, self.spec, self.fused = exchange, exchange.spec, fused
+    def __init__(
+        self, exchange: CudaExchange, *, fused: bool = False, most_tokens: int | None = None
+    ) -> None:
+        self.exchange, self.spec, self.fused, self.most = exchange, exchange.spec, fused, most_tokens
         self.all_gather, self.barrier, self.close = exchange.all_gather, exchange.barrier, exchange.close
 
     def dispatch_send(
@@ -77,10 +79,10 @@ class OnGpu:
     ) -> Dispatch:
         given = (to_gpu(x), to_gpu(topk_ids), None if topk_weights is None else to_gpu(topk_weights))
         if self.fused:
-            return Dispatch(Later(self.exchange, given), self.exchange)
+            return Dispatch(Later(self.exchange, given), self.exchange, self.most)
         pending = self.exchange.dispatch_send(*given)
         poison(*given)
-        return Dispatch(pending, self.exchange)
+        return Dispatch(pending, self.exchange, self.most)
 
     def combine_send(
         self, expert_out: torch.Tensor, received: Received, topk_weights: torch.Tensor | None = None
@@ -101,8 +103,8 @@ class Later:
     def __init__(self, exchange: CudaExchange, given: tuple[torch.Tensor, ...]) -> None:
         self.exchange, self.given = exchange, given
 
-    def recv(self, view: View, *, out: tuple[torch.Tensor, ...] | None = None) -> Received:
-        received = self.exchange.dispatch(*self.given, view, out=out)
+    def recv(self, view: View, *, out: tuple[torch.Tensor, ...] | None, most_tokens: int | None) -> Received:
+        received = self.exchange.dispatch(*self.given, view, out=out, most_tokens=most_tokens)
         poison(*self.given)
         return received
 

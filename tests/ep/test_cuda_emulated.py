@@ -84,6 +84,11 @@ def test_sizes(num_ranks: int) -> None:
     assert not found, "\n".join(found[:5])
 
 
+def test_blocks_for_fewer_tokens_than_come() -> None:
+    found = failures(run("gpu_programs.run_sizes", 3, ("blocks_for_few", "blocks_for_few_fp8")))
+    assert not found, "\n".join(found[:5])
+
+
 @pytest.mark.parametrize("program", HOT, ids=lambda p: f"{p[0]}-{p[1]}")
 def test_program(program: tuple[Any, ...]) -> None:
     run(*program)

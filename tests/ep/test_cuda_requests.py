@@ -177,7 +177,7 @@ def test_a_view_that_does_not_exist() -> None:
 
 
 def received(*, weighted: bool, view: View = View.PADDED, rows: int = -1, tokens: int = 4) -> Received:
-    handle = Handle(torch.empty(0), tokens, weighted, rows)
+    handle = Handle(torch.empty(0), tokens, weighted, tokens, rows)
     return Received(torch.empty(0), torch.empty(0), torch.empty(0), handle, view)
 
 
@@ -225,7 +225,7 @@ def test_answers_that_are_not_of_the_dispatch() -> None:
     foreign = replace(received(weighted=True), handle="of another exchange")
     with pytest.raises(InvalidArgument, match=r"received\.handle"):
         check_answer(SHAPES, answers(), foreign, None, RANK)
-    answered = replace(Handle(torch.empty(0), 4, True), answering=True)
+    answered = replace(Handle(torch.empty(0), 4, True, 4), answering=True)
     with pytest.raises(InvalidArgument, match=r"received\.handle.*one at a time"):
         check_answer(SHAPES, answers(), replace(received(weighted=True), handle=answered), None, RANK)
 

@@ -59,6 +59,7 @@ class BothHalves(Protocol):
         *,
         capacity: int,
         expert_stats: torch.Tensor,
+        most_tokens: int,
     ) -> Received:
         """Both halves in one kernel."""
         ...
@@ -156,6 +157,7 @@ class FusedRows:
             View.INDEX,
             capacity=arrival.most * self._choices,  # all that can come: so no host is asked how much it is
             expert_stats=arrival.expert_tokens,
+            most_tokens=arrival.most,
         )
         return lambda: received
 

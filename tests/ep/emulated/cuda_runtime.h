@@ -3,6 +3,7 @@
 // host's.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cmath>
 #include <cstddef>
@@ -90,6 +91,13 @@ inline uint32_t __reduce_or_sync(uint32_t, uint32_t mine) {
     uint32_t bits = 0;
     for (uint32_t i = 0; i < 32; ++i) bits |= uint32_t(all[i]);
     return bits;
+  });
+}
+inline uint32_t __reduce_max_sync(uint32_t, uint32_t mine) {
+  return emulated::collect(mine, [](const uint64_t* all) {
+    uint32_t most = 0;
+    for (uint32_t i = 0; i < 32; ++i) most = std::max(most, uint32_t(all[i]));
+    return most;
   });
 }
 inline uint32_t __match_any_sync(uint32_t, int32_t mine) {
