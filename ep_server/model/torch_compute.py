@@ -59,6 +59,15 @@ class TorchLinear:
             return self(x).float()
         return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
 
+    def write_unrounded(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """As unrounded(), into memory that is there. out: [T, n] float32, contiguous."""
+        if self.bias is None and x.dtype is torch.float32:
+            torch.mm(x, self.weight.t(), out=out)
+        elif self.bias is None and x.is_cuda:
+            torch.mm(x, self.weight.t(), out_dtype=torch.float32, out=out)
+        else:
+            out.copy_(self(x))
+
 
 @dataclass(frozen=True, slots=True)
 class TorchGatedFfn:

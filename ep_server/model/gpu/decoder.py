@@ -23,6 +23,7 @@ from ep_server.model.gpu.step_input import StepTensors
 from ep_server.model.layers import GqaWeights, LayerWeights, MlaWeights, MoeWeights
 from ep_server.model.rope import rotation_table
 from ep_server.model.timers import Lap, Phase
+from ep_server.model.torch_compute import TorchLinear
 from ep_server.model.triton.norm import add_rms_norm, rms_norm
 from ep_server.model.triton.paged import PagedKv
 from ep_server.model.triton.paged_decode import Workspace, splits_for
@@ -88,9 +89,13 @@ class GpuDecoder:
             add_rms_norm(x, residual, after, eps, x)
         return x if step.sample_rows is None else x.index_select(0, step.sample_rows)
 
-    def logits(self, hidden: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Float32 [N, V] of the rows of all micro-batches: the head is read once."""
-        return self._weights.head.unrounded(hidden[0] if len(hidden) == 1 else torch.cat(list(hidden)))
+    def logits(self, hidden: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+        """[N, V] of the rows of all micro-batches: the first N of out, [.., V] float32."""
+        head, x = self._weights.head, hidden[0] if len(hidden) == 1 else torch.cat(list(hidden))
+        assert isinstance(head, TorchLinear)
+        logits = out[: len(x)]
+        head.write_unrounded(x, logits)
+        return logits
 
     def _block(self, index: int, params: DecoderParams) -> GpuMoe | None:
         ffn, seed = params.weights.layers[index].ffn, None

@@ -32,9 +32,9 @@ class Graphs:
     """Recorded work by form.
 
     Args:
-        work: enqueues a step of a form on the current stream; returns what it leaves, at the same address in
-          every replay.
-        forms: to be recorded; every bucket has one of one micro-batch.
+        work: enqueues a step of a form on the current stream; returns what it leaves, which the next step of
+          any form may overwrite.
+        forms: to be recorded.
     """
 
     def __init__(self, work: Work, forms: Iterable[Form], device: torch.device) -> None:
@@ -72,7 +72,10 @@ class Graphs:
             progress(done, len(self._forms))
 
     def replay(self, form: Form) -> torch.Tensor:
-        """Enqueues the work of a form. Returns: what it leaves. Raises: InternalError for another form."""
+        """Enqueues the work of a form. Returns: what it leaves, at the same address in every replay.
+
+        Raises: InternalError for another form.
+        """
         if form not in self._left:
             raise InternalError(f"no graph for a step of {form}, there are {sorted(self._left)}")
         if form in self._graphs:

@@ -30,7 +30,7 @@ from ep_server.records import Request, SampledToken, StepBatch
 
 MOST_MICRO_BATCHES = 2
 STAGES = 3  # steps whose input or tokens may be on their way
-STEP_SECONDS = 60.0  # until a step must have ended; waits for peers inside it have shorter deadlines
+STEP_SECONDS = 60.0  # until a step must have ended, beyond the deadline of a wait for peers: only one expires
 LOOK_SECONDS = 20e-6  # between two looks at the device, which has the next step already
 
 
@@ -74,10 +74,13 @@ class GpuRunner:
         self._inputs = [StepInput(shape, self._device, STAGES) for _ in range(MOST_MICRO_BATCHES)]
         self._sampler = GpuSampler(params.spec.vocab_size, shape.sequences, self._device, STAGES)
         self._sampler.warm_up()
+        # One for all graphs: each keeps what it returns, and these would be gigabytes.
+        self._logits = torch.empty(shape.sequences, params.spec.vocab_size, device=self._device)
         self._drawn = torch.zeros(shape.sequences, dtype=torch.int64, device=self._device)
         self._told = [self._inputs[0].host_buffer(shape.sequences, torch.int64) for _ in range(STAGES)]
         self._places: dict[int, int] = {}  # of the tokens that the last launch draws
         self._launches = 0
+        self._seconds = STEP_SECONDS + params.exchange.spec.timeout_ns / 1e9
         self._clock = DeviceClock(self._device, options.timed_every)
         self.graphs = Graphs(self._padded, options.forms, self._device)
 
@@ -134,7 +137,7 @@ class GpuRunner:
           does not end the step.
         """
         if launched.arrived is not None:
-            await_event(launched.arrived, STEP_SECONDS)
+            await_event(launched.arrived, self._seconds)
         self._rows.check()
         told = self._sampler.told(launched.numbers, launched.tokens.tolist(), launched.reported)
         if launched.order == launched.numbers:
@@ -171,7 +174,7 @@ class GpuRunner:
         on = Pass(self._drawn, most, rows, self._clock.lap if form.timed else no_lap)
         hidden = interleave([self._decoder.forward(step, on) for step in steps])
         self._decoder.experts.finish()
-        return self._decoder.logits(hidden)
+        return self._decoder.logits(hidden, self._logits)
 
     def _told_of(self, numbers: list[int], order: list[int], reported: SamplingReport | None) -> Launched:
         """Sends what was drawn to the host, behind the step."""

@@ -18,6 +18,7 @@ from ep_server.errors import GroupAborted, InternalError
 from ep_server.model.assembly import LoadParams, load_model
 from ep_server.model.decoder import DecoderParams
 from ep_server.model.families import read_spec
+from ep_server.model.gpu import runner as gpu
 from ep_server.model.gpu.graphs import Form
 from ep_server.model.gpu.rows import PlainRows, RowsOfSteps
 from ep_server.model.gpu.runner import GpuOptions, GpuRunner, Launched, await_event
@@ -127,6 +128,30 @@ def test_steps_padded_to_a_bucket(tiny: Callable[[str], Tiny], forms: tuple[Form
     model = tiny("qwen3_moe")
     expected = {number: list(tokens[:3]) for number, tokens in enumerate(model.tokens[:SCHEDULED])}
     assert scheduled(model, 1, 3, forms) == expected
+
+
+def test_graphs_leave_their_logits_in_one_place(tiny: Callable[[str], Tiny]) -> None:
+    """Each keeps what it returns for as long as it is there: a place for each would be gigabytes."""
+    forms = (Form(1), Form(4), Form(4, 2))
+    runner = gpu_runner(tiny("qwen3_moe").path, forms)
+    with torch.inference_mode():
+        runner.graphs.capture()
+        left = [runner.graphs.replay(form) for form in forms]
+    assert len({logits.data_ptr() for logits in left}) == 1
+    assert [logits.shape[0] for logits in left] == [1, 4, 4]
+
+
+def test_a_step_may_take_longer_than_any_wait_for_a_peer(
+    tiny: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So the wait's own error is told, which names the peer."""
+    runner, seconds = gpu_runner(tiny("qwen3_moe").path), []
+    monkeypatch.setattr(gpu, "await_event", lambda event, limit: seconds.append(limit))
+    with torch.inference_mode():
+        launched = runner.launch(StepBatch((), 0))
+        launched.arrived = Passed(1)
+        runner.collect(launched)
+    assert seconds == [gpu.STEP_SECONDS + 10]
 
 
 def test_a_form_that_was_not_captured_is_run_as_one_micro_batch(tiny: Callable[[str], Tiny]) -> None:
