@@ -26,6 +26,16 @@ class DeviceClock:
         self._step, self._sums = (torch.zeros(len(Phase), dtype=torch.int64, device=device) for _ in range(2))
         self._counts = torch.zeros(len(Phase), stamps.BUCKETS, dtype=torch.int64, device=device)
 
+    def warm_up(self) -> None:
+        """Compiles the stamps that lie in no graph: the first timed step would else wait for that.
+
+        It forgets what was measured so far.
+        """
+        self.begin()
+        self.end(self.every > 0)
+        for measured in (self._marks, self._busy, self._step, self._sums, self._counts):
+            measured.zero_()
+
     def due(self) -> bool:
         """Whether the phases of the next step are timed. Called once per step."""
         self._steps += 1

@@ -82,6 +82,7 @@ class GpuRunner:
         self._launches = 0
         self._seconds = STEP_SECONDS + params.exchange.spec.timeout_ns / 1e9
         self._clock = DeviceClock(self._device, options.timed_every)
+        self._clock.warm_up()
         self.graphs = Graphs(self._padded, options.forms, self._device)
 
     def add(self, request: Request) -> None:

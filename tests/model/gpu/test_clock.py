@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -81,3 +82,31 @@ def test_a_clock_that_is_off_takes_no_stamp(monkeypatch: pytest.MonkeyPatch) -> 
     run(clock, STEPS, lambda ns: None)
     assert clock.counters() == {} and "step/device" not in clock.sums()
     assert not any(clock.sums().values()) and not any(map(any, clock.histograms().values()))
+
+
+@pytest.mark.parametrize("every", [0, 3])
+def test_all_stamps_are_warm_before_the_first_step(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those after a graph too, which a capture does not reach; and nothing of it is counted."""
+    launched = []
+    for name in ("_begin_kernel", "_lap_kernel", "_end_kernel", "_settle_kernel"):
+        monkeypatch.setattr(stamps, name, Noting(name, getattr(stamps, name), launched))
+    clock = DeviceClock(DEVICE, every)
+    clock.warm_up()
+    expected = [("_begin_kernel", None), ("_lap_kernel", Phase.SAMPLE), ("_end_kernel", None)]
+    assert launched == ([*expected, ("_settle_kernel", None)] if every else [])
+    assert not any(clock.sums().values()) and not any(clock.counters().values())
+    assert not any(map(any, clock.histograms().values()))
+
+
+class Noting:
+    """A kernel; notes its launches, with the phase that one is compiled for."""
+
+    def __init__(self, name: str, kernel: Any, launched: list[tuple[str, int | None]]) -> None:
+        self._name, self._kernel, self._launched = name, kernel, launched
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        def launch(*args: Any, **kwargs: Any) -> None:
+            self._launched.append((self._name, kwargs.get("PHASE")))
+            self._kernel[grid](*args, **kwargs)
+
+        return launch
