@@ -55,7 +55,7 @@ def command(
 
     Reads headers only. What `ep-server serve` takes from the environment or --config counts here too.
     --plan needs no weights: it answers for any machine how many ranks a model takes, what each rank holds and
-    the time that no step can beat. GPU plans are a forecast that no GPU has confirmed yet.
+    the time that no step can beat. A plan for GPUs is a forecast from bytes and rates.
     """
     if kv_fraction is None and plan and device != "cpu":
         kv_fraction = GPU_KV_FRACTION
