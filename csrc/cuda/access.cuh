@@ -15,6 +15,10 @@ __device__ __forceinline__ uint64_t clock_ns() {
   return ns;
 }
 
+// Far longer than a block takes from its start to a look around, and from one of its looks to the next. See
+// agree() in arrival.cuh.
+constexpr uint64_t kGraceNs = 1'000'000;
+
 // A kernel may be set up while the one before it ends; nothing is read before this returns.
 __device__ __forceinline__ void await_previous_kernel() {
 #if __CUDA_ARCH__ >= 900

@@ -124,10 +124,6 @@ struct Wanted {
   bool* slow = nullptr;        // set where it came to a look around
 };
 
-// Far longer than a block takes from its start to a look around, and from one of its looks to the next. See
-// agree().
-constexpr uint64_t kGraceNs = 1'000'000;
-
 enum class Match : uint32_t { kHeader, kAtLeast64 };  // the low half of a word; all of it, or more
 
 // How a wait goes on, found now and then.

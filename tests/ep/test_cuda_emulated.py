@@ -94,9 +94,12 @@ def test_program(program: tuple[Any, ...]) -> None:
     run(*program)
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(3, marks=pytest.mark.slow)])
-def test_a_rank_is_masked_in_the_middle_of_operations(num_ranks: int) -> None:
-    args = (module(), 4000, "gpu_faults.masked_in_the_middle", 25, 0.1)
+@pytest.mark.parametrize(
+    ("num_ranks", "rounds"),
+    [(2, 8), pytest.param(2, 40, marks=pytest.mark.slow), pytest.param(3, 40, marks=pytest.mark.slow)],
+)
+def test_a_rank_is_masked_in_the_middle_of_operations(num_ranks: int, rounds: int) -> None:
+    args = (module(), 4000, "gpu_faults.masked_in_the_middle", rounds, 0.1)
     run_group(programs.with_late_blocks, num_ranks, args=args, timeout=SECONDS)
 
 

@@ -12,6 +12,9 @@ inline uint64_t clock_ns() {
   clock_gettime(CLOCK_MONOTONIC, &now);
   return uint64_t(now.tv_sec) * 1'000'000'000 + uint64_t(now.tv_nsec);
 }
+// A block is a thread here: with more threads than cores it may stand still for many time slices.
+constexpr uint64_t kGraceNs = 300'000'000;
+
 inline void await_previous_kernel() {}
 inline void let_next_kernel_start() {}
 inline uint32_t* dynamic_shared() { return emulated::dynamic_shared(); }
