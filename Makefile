@@ -5,6 +5,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 NATIVE := $(shell find csrc -type f 2>/dev/null)
 
+.NOTPARALLEL:  # `system` may take the stamp away
 .PHONY: help install system demo test test-slow check format protos bench wheel clean
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12

@@ -14,9 +14,12 @@ TOOLS = ("bash", "dirname", "rm", "python3")  # that it runs itself, and that ar
 
 
 def ran(
-    folder: Path, *present: str, apt: str = "exit 0"
+    folder: Path, *present: str, apt: str = "exit 0", user: tuple[str, ...] = ()
 ) -> tuple[subprocess.CompletedProcess[str], list[str]]:
-    """On a machine with these commands alone. Returns: how it ended, and what apt-get was called with."""
+    """On a machine with these commands alone. user: the command that runs it as somebody else.
+
+    Returns: how it ended, and what apt-get was called with.
+    """
     commands, root = folder / "commands", folder / "root" / "scripts"
     commands.mkdir()
     root.mkdir(parents=True)
@@ -30,7 +33,7 @@ def ran(
     (commands / "apt-get").write_text(f'#!/bin/sh\necho "$@" >> {folder}/calls\n{apt}\n')
     (commands / "apt-get").chmod(0o755)
     done = subprocess.run(
-        [root / SCRIPT.name], env={"PATH": str(commands)}, capture_output=True, text=True, check=False
+        [*user, root / SCRIPT.name], env={"PATH": str(commands)}, capture_output=True, text=True, check=False
     )
     calls = folder / "calls"
     return done, calls.read_text().splitlines() if calls.exists() else []
@@ -61,3 +64,26 @@ def test_without_a_network_the_tests_go_on_and_the_packages_are_named(root: None
     assert done.returncode == 0
     assert stamp(tmp_path).exists()
     assert "could not be installed: " in done.stderr and "iproute2" in done.stderr
+
+
+def test_lists_that_cannot_be_renewed_are_used_as_they_are(root: None, tmp_path: Path) -> None:
+    done, calls = ran(tmp_path, "make", apt='[ "$1" != update ]')
+    assert done.returncode == 0, done.stderr
+    assert calls[1].startswith("install -y") and "could not be installed" not in done.stderr
+    assert not stamp(tmp_path).exists()
+
+
+def test_apt_asks_nobody_and_has_deadlines(root: None, tmp_path: Path) -> None:
+    _, calls = ran(tmp_path, "make", apt='[ "$DEBIAN_FRONTEND" = noninteractive ] || exit 1')
+    assert not stamp(tmp_path).exists(), "apt-get failed: it would have asked"
+    assert all("Acquire::http::Timeout=" in call and "DPkg::Lock::Timeout=" in call for call in calls)
+
+
+def test_without_root_the_packages_are_named_and_nothing_is_called(root: None, tmp_path: Path) -> None:
+    """In a user namespace without a mapping this process is nobody."""
+    done, calls = ran(tmp_path, "make", "unshare", user=("unshare", "--user"))
+    if done.returncode == 1 and "unshare" in done.stderr:
+        pytest.skip(done.stderr)
+    assert done.returncode == 0, done.stderr
+    assert "not here: " in done.stderr and "iproute2" in done.stderr
+    assert not calls and stamp(tmp_path).exists()
