@@ -1,6 +1,6 @@
 """Do the blocks of a receive on a GPU agree whether a rank's header counts, when it is masked meanwhile?
 
-A model of await_headers() and agree() of csrc/cuda/dispatch_recv.cuh: two blocks, one peer, its header and
+A model of await_headers() and agree() of csrc/cuda/arrival.cuh: two blocks, one peer, its header and
 its mask at any moments. Time in ticks; who acts first within a tick is drawn too. Needs no GPU.
 """
 

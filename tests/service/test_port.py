@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import fcntl
 import multiprocessing
 import os
@@ -23,7 +24,7 @@ from ep_server.config import GrpcConfig
 from ep_server.health import Health
 from ep_server.port import Port, hang_up
 from tests.harness.certificates import make_certificates
-from tests.service.harness import Code, failure, next_event
+from tests.service.harness import WAIT, Code, failure, next_event, trailers
 
 CLOSED = 200  # ports, one after the other
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -64,6 +65,19 @@ async def test_a_call_over_tls_ends_with_unavailable(tmp_path: Path) -> None:
     async with opened(config) as one, watching(one.address, files) as call:
         await one.close(0.0)
         assert (await failure(call)).code() is Code.UNAVAILABLE
+
+
+async def test_while_calls_end_new_ones_hear_why_and_the_last_one_ends_the_wait() -> None:
+    async with opened() as one, watching(one.address) as open_call, asyncio.timeout(WAIT):
+        address, closing = one.address, asyncio.create_task(one.close(10 * WAIT))
+        await asyncio.sleep(0)  # it refuses now
+        async with aio.insecure_channel(address) as channel:
+            late = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+            error = await failure(late)
+        assert error.code() is Code.UNAVAILABLE and trailers(error)["epserver-error"] == "Draining"
+        assert not closing.done() and not open_call.done()
+        open_call.cancel()
+        await closing
 
 
 async def test_another_port_of_the_process_keeps_its_calls() -> None:
