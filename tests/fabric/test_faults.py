@@ -10,6 +10,7 @@ import pytest
 from ep_server.ep.faults import Action, Fault
 from ep_server.errors import GroupAborted, PeerLost, PeerTimeout
 from tests.ep import test_faults as programs
+from tests.ep.test_blame import waits_behind
 from tests.ep.test_faults import SECOND, later_than_rank_0, spec_of, stop_for
 from tests.fabric.fabric_ends import FabricEnd, ends, loopback, needs
 from tests.harness.ranks import Outcome, Ranks, run_outcomes, run_ranks
@@ -97,7 +98,7 @@ def test_a_dropped_acknowledgement_stops_the_sender_before_it_overwrites(three: 
 
 
 def test_who_waits_behind_another_rank_names_the_one_that_hangs(three: list[FabricEnd]) -> None:
-    ended = run_outcomes(programs.waits_behind, 3, spec_of(3, 3 * SECOND), 30, ends=three)
+    ended = run_outcomes(waits_behind, 3, spec_of(3, 3 * SECOND), 30, ends=three)
     assert isinstance(ended[0].error, PeerTimeout)
     assert_lost(ended[:2], 2)
 
