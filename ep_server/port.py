@@ -12,6 +12,8 @@ import os
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
 from grpc import aio
@@ -34,6 +36,7 @@ class Port:
     def __init__(self, config: GrpcConfig, open_services: frozenset[str]) -> None:
         """open_services: full names of those that need no token. Raises: ConfigError (grpc.token_file)."""
         self.address = ""  # host:port while it is open
+        self._place: Place | None = None
         self._config = config
         self._calls = CallCounter()
         interceptors: list[aio.ServerInterceptor] = [ErrorInterceptor(), self._calls]  # type: ignore[type-arg, unused-ignore]
@@ -44,46 +47,75 @@ class Port:
     async def open(self) -> str:
         """Takes calls from now on. Returns: host:port. Raises: ConfigError (grpc.host, port, tls_*)."""
         self.address = bind(self.server, self._config)
+        self._place = place_of(self.address)
         await self.server.start()
         return self.address
 
     async def close(self, seconds: float = GRACE_SECONDS) -> None:
         """New calls end with UNAVAILABLE, as do those that are open after `seconds`. Idempotent."""
-        address, self.address = self.address, ""
-        if address:
+        place, self._place, self.address = self._place, None, ""
+        if place is not None:
             self._calls.refuse()
             await self._calls.ended(seconds)
             try:
-                hang_up(address)
+                hang_up(place)
             except OSError as error:  # no descriptor is left, say: the server stops all the same
-                log.warning("%s: calls may end with CANCELLED, not with UNAVAILABLE: %s", address, error)
+                log.warning("calls may end with CANCELLED, not with UNAVAILABLE: %s", error)
         await self.server.stop(None)
 
 
-def hang_up(address: str) -> None:
-    """Lets nobody connect to host:port any more and ends all connections to it; gRPC has a call for neither.
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a port listens. addresses: empty = all of this host."""
+
+    number: int
+    addresses: frozenset[IPv4Address | IPv6Address]
+
+    def has(self, found: socket.socket) -> bool:
+        """Whether a socket is at this end. UDP has ports of its own, which may have the same number."""
+        if found.family not in (socket.AF_INET, socket.AF_INET6) or found.type != socket.SOCK_STREAM:
+            return False
+        host, number, *_ = found.getsockname()
+        return number == self.number and (not self.addresses or _ip(host) in self.addresses)
+
+
+def place_of(address: str) -> Place:
+    """The place of host:port. Raises: OSError where the host has no address."""
+    host, _, number = address.rpartition(":")
+    ends = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    found = {_ip(str(end[0])) for *_, end in ends}
+    return Place(int(number), frozenset() if any(ip.is_unspecified for ip in found) else frozenset(found))
+
+
+def _ip(host: str) -> IPv4Address | IPv6Address:
+    """Of an IPv4 address on a socket of IPv6: the former."""
+    found = ip_address(host.partition("%")[0])
+    return getattr(found, "ipv4_mapped", None) or found
+
+
+def hang_up(place: Place) -> None:
+    """Lets nobody connect any more and ends all connections; gRPC has a call for neither.
 
     For a port of a server in this process, which stops next. Other threads may open and close descriptors
     meanwhile. Raises: OSError.
     """
-    port = int(address.rpartition(":")[2])
-    for number, listener in _sockets_at(port, listening=True):
+    for number, listener in _sockets_at(place, listening=True):
         # Another socket takes its place: if it ended under gRPC, that would log an error.
         with socket.socket(listener.family) as idle:
             os.dup2(idle.fileno(), number, inheritable=False)
-    for _, connection in _sockets_at(port, listening=False):
+    for _, connection in _sockets_at(place, listening=False):
         with suppress(OSError):  # the caller was faster
             connection.shutdown(socket.SHUT_RDWR)
 
 
-def _sockets_at(port: int, *, listening: bool) -> Iterator[tuple[int, socket.socket]]:
-    """Those of this process at a TCP port of its own: descriptors, and copies that are closed at once."""
+def _sockets_at(place: Place, *, listening: bool) -> Iterator[tuple[int, socket.socket]]:
+    """Those of this process at a place of its own: descriptors, and copies that are closed at once."""
     for entry in list(Path("/proc/self/fd").iterdir()):
         # Not of files: to close a copy of one would drop this process's locks on it.
         with suppress(OSError):
             if entry.readlink().name.startswith("socket:"):
                 with _copy_of(int(entry.name)) as found:
-                    if _is_at(found, port) and _listens(found) == listening:
+                    if place.has(found) and _listens(found) == listening:
                         yield int(entry.name), found
 
 
@@ -98,12 +130,6 @@ def _copy_of(number: int) -> Iterator[socket.socket]:
         raise
     with found:
         yield found
-
-
-def _is_at(found: socket.socket, port: int) -> bool:
-    """UDP has ports of its own, which may have the same number."""
-    internet = found.family in (socket.AF_INET, socket.AF_INET6) and found.type == socket.SOCK_STREAM
-    return internet and found.getsockname()[1] == port
 
 
 def _listens(connection: socket.socket) -> bool:

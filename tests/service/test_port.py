@@ -22,7 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ep_server import health, port
 from ep_server.config import GrpcConfig
 from ep_server.health import Health
-from ep_server.port import Port, hang_up
+from ep_server.port import Place, Port, hang_up, place_of
 from tests.harness.certificates import make_certificates
 from tests.service.harness import WAIT, Code, failure, next_event, trailers
 
@@ -88,6 +88,25 @@ async def test_another_port_of_the_process_keeps_its_calls() -> None:
             pass
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])
+async def test_a_port_of_the_same_number_at_another_address_keeps_its_calls(host: str) -> None:
+    """As the rendezvous of nodes may have the number of the public port."""
+    async with opened(GrpcConfig(host="127.0.0.3", port=0)) as other, watching(other.address) as kept:
+        async with opened(GrpcConfig(host=host, port=number_of(other))) as one, watching(one.address) as call:
+            await one.close(0.0)
+            assert (await failure(call)).code() is Code.UNAVAILABLE
+        assert not kept.done()
+        async with watching(other.address):
+            pass
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "localhost", "127.0.0.1"])
+async def test_calls_end_with_unavailable_however_the_host_is_written(host: str) -> None:
+    async with opened(GrpcConfig(host=host, port=0)) as one, watching(f"127.0.0.1:{number_of(one)}") as call:
+        await one.close(0.0)
+        assert (await failure(call)).code() is Code.UNAVAILABLE
+
+
 async def test_ports_that_were_not_open_or_are_closed_may_be_closed() -> None:
     never = Port(GrpcConfig(port=0), frozenset())
     await never.close()
@@ -102,7 +121,7 @@ async def test_ports_that_were_not_open_or_are_closed_may_be_closed() -> None:
 async def test_where_no_descriptor_is_left_the_server_stops_all_the_same(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def none_left(address: str) -> None:
+    def none_left(place: Place) -> None:
         raise OSError(24, "too many open files")
 
     async with opened() as one, watching(one.address) as call:
@@ -125,7 +144,7 @@ def test_a_socket_of_udp_with_the_same_number_stays_open() -> None:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as other:
             other.connect(made.getsockname())
             resolver.connect(other.getsockname())
-            hang_up(address)
+            hang_up(place_of(address))
             readable, _, _ = select.select([resolver], [], [], 0)  # what is shut down reads as ended
             assert not readable
 
@@ -144,7 +163,7 @@ def test_locks_of_the_process_on_files_stay(tmp_path: Path) -> None:
     path = tmp_path / "locked"
     with path.open("w+b") as file, listener() as (_, address):
         fcntl.lockf(file, fcntl.LOCK_EX)
-        hang_up(address)
+        hang_up(place_of(address))
         with multiprocessing.get_context("spawn").Pool(1) as others:
             assert others.apply(locked_elsewhere, (path,))
 
@@ -185,7 +204,7 @@ def test_threads_that_open_and_close_descriptors_meanwhile_notice_nothing() -> N
             with listener() as (made, address), socket.create_connection(made.getsockname()) as caller:
                 where = made.getsockname()
                 with made.accept()[0]:
-                    hang_up(address)
+                    hang_up(place_of(address))
                     assert caller.recv(1) == b""
                 with pytest.raises(ConnectionRefusedError):
                     socket.create_connection(where, timeout=5)
