@@ -185,6 +185,18 @@ def test_few_programs_take_all_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
         assert_near(answer, case.oracle(e), 8)
 
 
+@pytest.mark.parametrize("room", [0, 1, 64])
+def test_a_rank_without_experts(room: int) -> None:
+    """As with fewer experts than ranks: there is room for rows, and none comes."""
+    none = torch.zeros(0, dtype=torch.int32, device=DEVICE)
+    offsets, ids = (torch.zeros(n, dtype=torch.int64, device=DEVICE) for n in (1, room))
+    given = ExpertRows(filled((room, 32), F32), none, offsets, row_ids=ids)
+    weights = ExpertWeights(*(torch.zeros(0, *shape, device=DEVICE) for shape in ((32, 32), (32, 16))))
+    hidden, out = filled((room, 16), F32), filled((room, 32), F32)
+    run_experts(given, weights, hidden, out)
+    assert hidden.isnan().all() and out.isnan().all()
+
+
 def test_of_a_receive() -> None:
     x = random(4, 8)
     counts, offsets = torch.tensor([4], dtype=torch.int32), torch.tensor([0, 4])
