@@ -54,13 +54,13 @@ class TorchLinear:
         return F.linear(x, self.weight, self.bias)
 
     def unrounded(self, x: torch.Tensor) -> torch.Tensor:
-        """See `compute.Linear`; on a CPU torch's products are rounded."""
-        if not x.is_cuda or x.dtype is torch.float32 or self.bias is not None:
-            return self(x).float()
-        return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
+        """See `compute.Linear`."""
+        out = x.new_empty(len(x), len(self.weight), dtype=torch.float32)
+        self.write_unrounded(x, out)
+        return out
 
     def write_unrounded(self, x: torch.Tensor, out: torch.Tensor) -> None:
-        """As unrounded(), into memory that is there. out: [T, n] float32, contiguous."""
+        """As unrounded(), into out: [T, n] float32, contiguous. A CPU rounds products of bfloat16."""
         if self.bias is None and x.dtype is torch.float32:
             torch.mm(x, self.weight.t(), out=out)
         elif self.bias is None and x.is_cuda:

@@ -59,6 +59,19 @@ def test_linear(isa: str, dtype: torch.dtype, rows: int, n: int, k: int) -> None
 
 
 @each_dtype
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize("rows", [0, 1, 9])
+def test_logits_of_torch_into_memory_that_is_there(dtype: torch.dtype, biased: bool, rows: int) -> None:
+    weight, x, bias = (random(*shape, dtype=dtype, seed=3) for shape in ((65, 33), (rows, 33), (65,)))
+    linear = TorchCompute().linear(weight, bias if biased else None)
+    out = torch.full((rows + 2, 65), float("nan"))
+    linear.write_unrounded(x, out[:rows])
+    exact = x.double() @ weight.double().t() + biased * bias.double()
+    assert_near(out[:rows].to(dtype), exact, dtype, 33**0.5)
+    assert bool(out[rows:].isnan().all()) and torch.equal(linear.unrounded(x), out[:rows])
+
+
+@each_dtype
 @pytest.mark.parametrize("k", [64, 33])
 def test_linear_of_rows_with_a_pitch_reads_only_the_rows(dtype: torch.dtype, k: int) -> None:
     wide = torch.full((5, k + 7), float("nan"), dtype=dtype)
