@@ -44,12 +44,20 @@ class Exchange:
     device = torch.device("cpu")
 
     def __init__(self) -> None:
-        self.capacity = 0
+        self.capacity = self.most_tokens = 0
 
     def dispatch(
-        self, x: torch.Tensor, ids: Any, gates: Any, view: View, *, capacity: int, expert_stats: torch.Tensor
+        self,
+        x: torch.Tensor,
+        ids: Any,
+        gates: Any,
+        view: View,
+        *,
+        capacity: int,
+        expert_stats: torch.Tensor,
+        most_tokens: int,
     ) -> Received:
-        self.capacity = capacity
+        self.capacity, self.most_tokens = capacity, most_tokens
         expert_stats += len(x)
         NOTES.append("dispatch")
         return Received(x.clone(), torch.ones(1), torch.ones(1), None)
@@ -119,5 +127,5 @@ def test_room_for_every_row_that_can_come() -> None:
     """A rank sends a token at most once for each expert that this one owns."""
     exchange, counted = Exchange(), torch.ones(3, dtype=torch.int32)
     arrive = FusedRows(exchange).dispatch(tokens(torch.ones(2, 3)), Arrival(5, counted))
-    assert exchange.capacity == 5 * 4 * 3 and len(arrive().rows) == 2
+    assert exchange.capacity == 5 * 4 * 3 and exchange.most_tokens == 5 and len(arrive().rows) == 2
     assert counted.tolist() == [3] * 3
