@@ -82,9 +82,11 @@ def compose(
         far.barrier()
     except BaseException:
         far.inner.abort()  # else the others would wait for this rank
-        if near is not None:
-            near.close()
-        far.close()
+        try:
+            if near is not None:
+                near.close()
+        finally:
+            far.close()
         raise
     return exchange
 
