@@ -1,8 +1,9 @@
-"""Paged decode attention of one layer on one GPU, in a graph, caches rotated past L2, beside the bound.
+"""Paged decode attention of one layer on one GPU: ours, FlashInfer's where it can run, and the bound.
 
-    python3 benchmarks/gpu_attention.py --batch 64,128,256 --context 256 [--latent]
+    python3 benchmarks/gpu_attention.py --batch 64,128,256 --context 256,1024 [--latent] [--sweep]
 
-Each result is checked against torch. Times in microseconds, median of replays.
+Both run as a rank runs them, in a graph, caches rotated past L2, and each result is checked against torch
+first. Times in microseconds, median of replays. --sweep times other tiles of ours too.
 """
 
 from __future__ import annotations
@@ -18,9 +19,14 @@ import torch
 import torch.nn.functional as F
 
 from benchmarks.gpu_experts import in_graph
+from ep_server.errors import ConfigError
+from ep_server.model.families.spec import GqaSpec, MlaSpec
+from ep_server.model.gpu.attention_choice import AttentionCase, Chosen, choose
+from ep_server.model.gpu.decode_kernels import DecodeKernels
 from ep_server.model.kv_cache import KvLayer
+from ep_server.model.sizes import Dtype
 from ep_server.model.triton.paged import PagedKv
-from ep_server.model.triton.paged_decode import DecodeTile, Workspace, decode, splits_for, tile_for
+from ep_server.model.triton.paged_decode import DecodeTile, Workspace, decode
 from ep_server.model.triton.paged_tile import AttentionRule, Sequences
 
 BLOCK, RATE, BF16 = 16, 4.5e12, torch.bfloat16
@@ -38,6 +44,14 @@ class Shape:
     def dims(self) -> tuple[int, int]:
         """Channels of a key, of a value."""
         return (576, 512) if self.latent else (128, 128)
+
+    def chosen(self, asked: str, longest: int) -> Chosen:
+        """Kernels as a rank takes them. Raises: ConfigError."""
+        spec: GqaSpec | MlaSpec = GqaSpec(self.heads, self.kv_heads, 128, 128**-0.5)
+        if self.latent:
+            spec = MlaSpec(self.heads, 0, 512, 128, 64, 128, 576**-0.5)
+        dtypes = (Dtype.BFLOAT16, Dtype.BFLOAT16)
+        return choose(asked, AttentionCase.on(torch.device("cuda", 0), spec, dtypes, BLOCK, longest))
 
 
 class Case:
@@ -67,6 +81,19 @@ class Case:
         """One layer."""
         space = Workspace.of(len(self.q), self.shape.heads, splits, self.out.shape[2], self.q.device)
         decode(self.q, self.caches[which], self.sequences, self.rule, space, self.out, tile)
+
+    def took(self, kernels: DecodeKernels) -> float:
+        """us of a layer, once its result is right."""
+        layer = kernels.over(self.sequences)
+        self.out.fill_(float("nan"))
+        layer(self.q, self.caches[0], self.rule, self.out)
+        assert self.error() < 0.01, self.error()
+        return in_graph(lambda which: layer(self.q, self.caches[which], self.rule, self.out), self.sets)
+
+    @property
+    def sets(self) -> int:
+        """Caches."""
+        return len(self.caches)
 
     def error(self) -> float:
         """Of `out`, against torch on the first set."""
@@ -118,30 +145,42 @@ def swept(case: Case, sets: int) -> None:
         print(f"    {took:8.1f} splits {splits} {tile}", flush=True)
 
 
+def compare(case: Case, asked: tuple[str, ...]) -> None:
+    """One line: each of the kernels, and what the bytes of keys and values take."""
+    found = []
+    for name in asked:
+        try:
+            kernels = case.shape.chosen(name, max(case.context, 4096)).kernels
+            found.append(f"{name} {case.took(kernels):.1f} us")
+        except ConfigError as error:
+            found.append(str(error))
+    print(
+        f"batch {len(case.q)}, context {case.context}: {', '.join(found)}, bound {case.bound():.1f}",
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--batch", default="64,128,256")
-    parser.add_argument("--context", type=int, default=256)
+    parser.add_argument("--context", default="256")
+    parser.add_argument("--kernels", default="triton,flashinfer")
     parser.add_argument("--latent", action="store_true", help="16 heads of latent attention, else 32 over 4")
+    parser.add_argument("--sweep", action="store_true", help="other tiles of Triton's kernel too")
     given = parser.parse_args()
     shape = Shape(16, 1, True) if given.latent else Shape(32, 4, False)
-    with multiprocessing.get_context("spawn").Pool(12) as pool:
-        pool.map(compiled, [(shape, tile) for tile in candidates(given.latent)], chunksize=1)
-    for batch in (int(one) for one in given.batch.split(",")):
-        sets = max(2, int(2e9 / (batch * given.context * sum(shape.dims) * shape.kv_heads * 2)))
-        case = Case(shape, batch, given.context, min(sets, 24))
-        splits = splits_for(batch, shape.kv_heads, 132, given.context)
-        tile = tile_for(batch * shape.kv_heads * splits, latent=given.latent)
-        case.run(tile, splits, 0)
-        assert case.error() < 0.01, case.error()
-        took = in_graph(lambda which: case.run(tile, splits, which), len(case.caches))  # noqa: B023
-        print(
-            f"batch {batch}, context {given.context}: {took:.1f} us with {splits} splits, "
-            f"bound {case.bound():.1f}"
-        )
-        swept(case, len(case.caches))
+    if given.sweep:
+        with multiprocessing.get_context("spawn").Pool(12) as pool:
+            pool.map(compiled, [(shape, tile) for tile in candidates(given.latent)], chunksize=1)
+    sizes = itertools.product(given.context.split(","), given.batch.split(","))
+    for context, batch in ((int(context), int(batch)) for context, batch in sizes):
+        sets = max(2, int(2e9 / (batch * context * sum(shape.dims) * shape.kv_heads * 2)))
+        case = Case(shape, batch, context, min(sets, 24))
+        compare(case, tuple(given.kernels.split(",")))
+        if given.sweep:
+            swept(case, case.sets)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,11 @@ class ModelConfig:
         "KV cache; auto = the dtype that is served; fp8_e4m3: GPU ranks only, scales of the checkpoint or 1",
         choices=("auto", "fp8_e4m3"),
     )
+    attention: str = option(
+        "auto",
+        "GPU kernels of attention with one token per sequence; auto = triton; flashinfer: if installed",
+        choices=("auto", "triton", "flashinfer"),
+    )
     max_context: int = option(0, "longest prompt + output, tokens; 0 = the model's own limit", low=0)
     load_format: str = option(
         "auto",

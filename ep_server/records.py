@@ -144,7 +144,10 @@ class TokenEvent:
 
 @dataclass(frozen=True, slots=True)
 class RankReady:
-    """What a rank reports once its weights are loaded and it is warm."""
+    """What a rank reports once its weights are loaded and it is warm.
+
+    attention: which kernels a GPU decodes with and why; "" on a CPU.
+    """
 
     rank: int
     pid: int
@@ -154,6 +157,7 @@ class RankReady:
     kv_bytes: int
     exchange_bytes: int
     load_seconds: float
+    attention: str = ""
 
 
 @dataclass(frozen=True, slots=True)

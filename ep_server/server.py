@@ -117,6 +117,8 @@ class Server:
             await self._others.open(self.add_relayed)
         if await self._unless(self._stop_asked, self.engine.start(progress)):
             self._say(serving=True)
+            for named in sorted({ready.attention for ready in self.engine.ready} - {""}):
+                log.info("decode attention: %s", named)
             log.info("serving %s on %s, %d ranks", self._model.name, self.address, self.engine.num_ranks)
 
     async def serve(self) -> None:

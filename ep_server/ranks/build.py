@@ -115,6 +115,7 @@ def build_rank(
         kv_bytes=built.kv_blocks * model.kv_block_bytes(block_size),
         exchange_bytes=built.exchange_bytes,
         load_seconds=time.monotonic() - began,
+        attention=built.attention,
     )
     return RankParts(exchange, built.runner, RankScheduler(limits), ready, device.overlap(built.runner))
 

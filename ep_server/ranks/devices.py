@@ -97,11 +97,12 @@ class Meeting(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A runner and the cache it has. exchange_bytes: of this rank."""
+    """A runner and the cache it has. exchange_bytes: of this rank. attention: kernels of a GPU, by name."""
 
     runner: Runner
     kv_blocks: int
     exchange_bytes: int
+    attention: str = ""
 
 
 class Device(Protocol):
@@ -187,8 +188,8 @@ class CudaDevice:
         return CudaExchange(spec, control=control, device=self.device.index)
 
     def build(self, model: RankModel, exchange: Any) -> Built:
-        """As Device.build."""
-        from ep_server.model.gpu.assembly import GpuPlan, gpu_runner, kv_blocks_on
+        """As Device.build. Raises: ConfigError too."""
+        from ep_server.model.gpu.assembly import GpuPlan, decode_kernels, gpu_runner, kv_blocks_on
 
         scheduler = self._config.scheduler
         longest = context_limit(model.spec, self._config.model.max_context)
@@ -203,9 +204,11 @@ class CudaDevice:
             overlap=overlap_mode(self._config, exchange.spec.num_ranks),
             timed_every=self._config.metrics.device_phases,
         )
+        chosen = decode_kernels(self._config.model.attention, model, scheduler.block_size)
         blocks = kv_blocks_on(self.device, model, plan)
-        runner = gpu_runner(model, exchange, rows_of(exchange, nvlink, hybrid), plan, blocks)
-        return Built(runner, blocks, exchange.memory_bytes if nvlink or hybrid else 0)
+        rows = rows_of(exchange, nvlink, hybrid)
+        runner = gpu_runner(model, exchange, rows, plan, blocks, chosen.kernels)
+        return Built(runner, blocks, exchange.memory_bytes if nvlink or hybrid else 0, chosen.named)
 
     def prepare(self, runner: Any, progress: Progress) -> None:
         """Captures a graph for each form of a decode step."""

@@ -51,6 +51,8 @@ def plan_group(config: Config, available: int | None = None) -> GroupPlan:
     model, on_cpu = config.model, config.parallel.device == "cpu"
     if on_cpu and model.kv_dtype != "auto":
         raise ConfigError("model.kv_dtype", model.kv_dtype, "auto where parallel.device = cpu")
+    if on_cpu and model.attention != "auto":
+        raise ConfigError("model.attention", model.attention, "auto where parallel.device = cpu")
     found = inspect_config(model.path) if model.load_format == "dummy" else inspect_checkpoint(model.path)
     memory = available_memory() if available is None else available
     return plan_ranks(config, found.spec, memory, packed=on_cpu)

@@ -195,7 +195,7 @@ class Progress(_message.Message):
     def __init__(self, stage: _Optional[str] = ..., done: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("rank", "pid", "kv_blocks", "block_size", "weight_bytes", "kv_bytes", "exchange_bytes", "load_seconds")
+    __slots__ = ("rank", "pid", "kv_blocks", "block_size", "weight_bytes", "kv_bytes", "exchange_bytes", "load_seconds", "attention")
     RANK_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -204,6 +204,7 @@ class Ready(_message.Message):
     KV_BYTES_FIELD_NUMBER: _ClassVar[int]
     EXCHANGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     LOAD_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ATTENTION_FIELD_NUMBER: _ClassVar[int]
     rank: int
     pid: int
     kv_blocks: int
@@ -212,7 +213,8 @@ class Ready(_message.Message):
     kv_bytes: int
     exchange_bytes: int
     load_seconds: float
-    def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., exchange_bytes: _Optional[int] = ..., load_seconds: _Optional[float] = ...) -> None: ...
+    attention: str
+    def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., exchange_bytes: _Optional[int] = ..., load_seconds: _Optional[float] = ..., attention: _Optional[str] = ...) -> None: ...
 
 class StepTokens(_message.Message):
     __slots__ = ("numbers", "token_ids", "finish", "cached_tokens", "logprobs", "top_counts", "top_token_ids", "top_logprobs", "queued_ns")

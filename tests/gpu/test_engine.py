@@ -25,7 +25,7 @@ async def drawn(
     group, heard = RankProcesses(rank_config(model.path, ranks, **settings)), Recorder()
     prompts = list(enumerate(model.prompts * times, start=1))
     count = min(COUNT, len(model.tokens[0]))
-    await group.start(heard, heard.on_progress)
+    heard.ready = await group.start(heard, heard.on_progress)
     try:
         for number, prompt in prompts:
             group.submit(number % ranks, greedy(number, prompt, count))

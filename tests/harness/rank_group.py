@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 
 from ep_server.config import Config
-from ep_server.records import RankStatistics, Request, Sampling, Stopping, TokenEvent
+from ep_server.records import RankReady, RankStatistics, Request, Sampling, Stopping, TokenEvent
 
 BLOCK_SIZE = 4
 
@@ -51,6 +51,7 @@ class Recorder:
         self.finished: list[int] = []
         self.freed: list[int] = []
         self.failed: dict[int, str] = {}
+        self.ready: list[RankReady] = []  # what start() returned, where a test keeps it
         self.statistics: dict[int, RankStatistics] = {}
         self.lost: list[tuple[int, str]] = []
         self.progress: list[tuple[int, str, int, int]] = []

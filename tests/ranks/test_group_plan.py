@@ -82,6 +82,10 @@ def test_ranks_on_gpus_keep_fp8_experts_as_they_are(fp8_tiny: Fp8Tiny) -> None:
             "model.kv_dtype = 'fp8_e4m3': must be auto where parallel.device = cpu",
         ),
         (
+            {"model__attention": "flashinfer"},
+            "model.attention = 'flashinfer': must be auto where parallel.device = cpu",
+        ),
+        (
             {"parallel__device": "cuda", "exchange__payload": "fp8_ue8m0"},
             "exchange.payload = 'fp8_ue8m0': must be one of auto, fp32, fp8, fp8_pow2 where "
             "parallel.device = cuda and the model is served as float32",

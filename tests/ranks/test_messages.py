@@ -117,7 +117,7 @@ def test_statistics(record: RankStatistics) -> None:
 
 
 def test_ready() -> None:
-    ready = RankReady(3, 4711, 2**33, 16, 2**41, 2**40, 2**35, 1.25)
+    ready = RankReady(3, 4711, 2**33, 16, 2**41, 2**40, 2**35, 1.25, "triton (as asked)")
     assert messages.ready_of(over_wire(messages.ready_message(ready)).ready) == ready
 
 

@@ -10,6 +10,8 @@ from ep_server.ep.exchange import Exchange
 from ep_server.errors import StartupError
 from ep_server.model.assembly import TORCH, RankModel
 from ep_server.model.decoder import DecoderParams
+from ep_server.model.gpu.attention_choice import AttentionCase, Chosen, choose
+from ep_server.model.gpu.decode_kernels import DecodeKernels
 from ep_server.model.gpu.graphs import Form, buckets_up_to, forms_of
 from ep_server.model.gpu.rows import RowsOfSteps
 from ep_server.model.gpu.runner import GpuOptions, GpuRunner
@@ -52,14 +54,22 @@ def kv_blocks_on(device: torch.device, model: RankModel, plan: GpuPlan) -> int:
     return blocks
 
 
+def decode_kernels(asked: str, model: RankModel, block_size: int) -> Chosen:
+    """Compiled before anything is captured. asked: ModelConfig.attention. Raises: ConfigError."""
+    dtypes = (model.dtype, model.kv_dtype)
+    case = AttentionCase.on(model.compute.device, model.spec.attention, dtypes, block_size, model.max_context)
+    return choose(asked, case)
+
+
 def gpu_runner(
     model: RankModel,
     exchange: Exchange,
     rows: RowsOfSteps,
     plan: GpuPlan,
     kv_blocks: int,
+    kernels: DecodeKernels | None = None,
 ) -> GpuRunner:
-    """Allocates what steps need on the model's device; no graph is captured yet."""
+    """Allocates what steps need on the model's device; no graph is captured yet. kernels: see GpuOptions."""
     device = model.compute.device
     cache = KvCache(model.spec, kv_blocks, plan.block_size, TORCH[model.kv_dtype], device)
     params = DecoderParams(
@@ -71,5 +81,5 @@ def gpu_runner(
     forms: list[Form] = []
     if plan.graphs:
         forms = forms_of(buckets_up_to(sequences), plan.overlap, timed=plan.timed_every > 0)
-    options = GpuOptions(shape, rows, tuple(forms), plan.timed_every)
+    options = GpuOptions(shape, rows, tuple(forms), plan.timed_every, kernels)
     return GpuRunner(params, options)

@@ -1,4 +1,4 @@
-"""[6] Attention of one layer on Triton kernels: projections by torch, everything between them fused.
+"""[6] Attention of one layer: projections by torch, everything between them in fused kernels.
 
 Reads and writes the paged cache in place. Weights are those of layers.py, prepared by TorchCompute.
 """
@@ -10,11 +10,11 @@ from dataclasses import dataclass
 import torch
 
 from ep_server.model.families.spec import GqaSpec, MlaSpec
+from ep_server.model.gpu.decode_kernels import DecodeLayer
 from ep_server.model.gpu.step_input import StepTensors
 from ep_server.model.layers import GqaWeights, MlaWeights
 from ep_server.model.triton.norm import rms_norm
 from ep_server.model.triton.paged import PagedKv
-from ep_server.model.triton.paged_decode import Workspace, decode
 from ep_server.model.triton.paged_prefill import prefill
 from ep_server.model.triton.paged_tile import AttentionRule, Sequences
 from ep_server.model.triton.rope import HeadNorm, MlaInput, Rotation, store_gqa, store_mla
@@ -22,11 +22,11 @@ from ep_server.model.triton.rope import HeadNorm, MlaInput, Rotation, store_gqa,
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """What all layers of a step share. workspace: for `step.decode` sequences."""
+    """What all layers of a step share. decode: over its first `step.decode` sequences."""
 
     step: StepTensors
     rotation: Rotation
-    workspace: Workspace
+    decode: DecodeLayer
     eps: float
 
 
@@ -67,8 +67,7 @@ def attend(q: torch.Tensor, kv: PagedKv, rule: AttentionRule, at: AttentionStep)
     """Softmax attention of q: [T, heads, k_dim] to [T, heads, v_dim]: single tokens, then chunks."""
     step, count = at.step, at.step.decode
     out = q.new_empty(*q.shape[:2], kv.layer.v_dim)
-    singles = Sequences(step.blocks[:count], step.lengths[:count])
-    decode(q[:count], kv, singles, rule, at.workspace, out[:count])
+    at.decode(q[:count], kv, rule, out[:count])
     if len(step.lengths) > count:
         chunks = Sequences(step.blocks[count:], step.lengths[count:])
         prefill(q[count:], step.query_start, kv, chunks, rule, out[count:])

@@ -16,6 +16,7 @@ from ep_server.model.decoder import DecoderParams, Forward
 from ep_server.model.experts import ExpertCounter
 from ep_server.model.families.spec import GqaSpec
 from ep_server.model.gpu.attention import AttentionStep, gqa, mla
+from ep_server.model.gpu.decode_kernels import DecodeKernels, multiprocessors, triton_decode
 from ep_server.model.gpu.moe import GpuMoe, MoeStep, dense, moe, router_weight
 from ep_server.model.gpu.paged_layers import paged_layers
 from ep_server.model.gpu.rows import Rows
@@ -26,7 +27,7 @@ from ep_server.model.timers import Lap, Phase
 from ep_server.model.torch_compute import TorchLinear
 from ep_server.model.triton.norm import add_rms_norm, rms_norm
 from ep_server.model.triton.paged import PagedKv
-from ep_server.model.triton.paged_decode import Workspace, splits_for
+from ep_server.model.triton.paged_tile import Sequences
 from ep_server.model.triton.rope import Rotation
 
 
@@ -49,15 +50,17 @@ class GpuDecoder:
 
     Args:
         params: weights prepared by TorchCompute on the device.
+        kernels: of attention with one token per sequence; Triton's if None.
     """
 
-    def __init__(self, params: DecoderParams) -> None:
+    def __init__(self, params: DecoderParams, kernels: DecodeKernels | None = None) -> None:
         self._spec, self._weights = params.spec, params.weights
         device = params.compute.device
         self._kv = paged_layers(params)
         table = rotation_table(params.spec.rope, params.max_context)
         self._table = torch.view_as_real(table).contiguous().to(device)
-        self._processors = _multiprocessors(device)
+        attention, longest = params.spec.attention, len(table)
+        self._kernels = kernels or triton_decode(attention, longest, multiprocessors(device))
         local = len(params.exchange.spec.local_experts)
         self.experts = ExpertCounter(params.spec.num_layers, local, device, torch.int32)
         self._moe = [self._block(index, params) for index in range(params.spec.num_layers)]
@@ -118,22 +121,12 @@ class GpuDecoder:
         return mla(x, w, spec, kv, at)
 
     def _attention_step(self, step: StepTensors) -> AttentionStep:
-        spec, eps = self._spec.attention, self._spec.norm_eps
-        v_dim = spec.head_dim if isinstance(spec, GqaSpec) else spec.kv_lora
-        splits = splits_for(step.decode, self._kv[0].kv_heads, self._processors, len(self._table))
-        workspace = Workspace.of(step.decode, spec.heads, splits, v_dim, self._table.device)
+        singles = Sequences(step.blocks[: step.decode], step.lengths[: step.decode])
         rotation = Rotation(self._table, step.positions, step.slots)
-        return AttentionStep(step, rotation, workspace, eps)
+        return AttentionStep(step, rotation, self._kernels.over(singles), self._spec.norm_eps)
 
 
 def _token_ids(step: StepTensors, drawn: torch.Tensor) -> torch.Tensor:
     """[T]: what was given, or what the last step drew."""
     last = drawn.index_select(0, step.sources.clamp(min=0)).clamp(min=0)  # one that failed draws NO_TOKEN
     return torch.where(step.sources < 0, step.ids, last.to(step.ids.dtype))
-
-
-def _multiprocessors(device: torch.device) -> int:
-    """Of a GPU; 0 where kernels are interpreted."""
-    if device.type != "cuda":
-        return 0
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)

@@ -18,6 +18,7 @@ from ep_server.errors import InternalError
 from ep_server.model.batch import cut
 from ep_server.model.decoder import DecoderParams, interleave
 from ep_server.model.gpu.clock import DeviceClock
+from ep_server.model.gpu.decode_kernels import DecodeKernels
 from ep_server.model.gpu.decoder import GpuDecoder, Pass
 from ep_server.model.gpu.graphs import Form, Graphs
 from ep_server.model.gpu.rows import RowsOfSteps
@@ -53,12 +54,14 @@ class GpuOptions:
     """shape: of the largest step. forms: of the steps of single tokens that are captured, if any.
 
     rows: how they travel. timed_every: see DeviceClock; captured steps only, if there are forms.
+    kernels: of attention with one token per sequence; Triton's if None.
     """
 
     shape: InputShape
     rows: RowsOfSteps
     forms: tuple[Form, ...] = ()
     timed_every: int = 0
+    kernels: DecodeKernels | None = None
 
 
 class GpuRunner:
@@ -70,7 +73,7 @@ class GpuRunner:
 
     def __init__(self, params: DecoderParams, options: GpuOptions) -> None:
         self._params, self._rows, shape = params, options.rows, options.shape
-        self._decoder, self._device = GpuDecoder(params), params.compute.device
+        self._decoder, self._device = GpuDecoder(params, options.kernels), params.compute.device
         self._inputs = [StepInput(shape, self._device, STAGES) for _ in range(MOST_MICRO_BATCHES)]
         self._sampler = GpuSampler(params.spec.vocab_size, shape.sequences, self._device, STAGES)
         self._sampler.warm_up()

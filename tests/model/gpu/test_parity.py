@@ -19,6 +19,7 @@ from ep_server.model.assembly import LoadParams, load_model
 from ep_server.model.decoder import DecoderParams
 from ep_server.model.families import read_spec
 from ep_server.model.gpu import runner as gpu
+from ep_server.model.gpu.decode_kernels import DecodeKernels
 from ep_server.model.gpu.graphs import Form
 from ep_server.model.gpu.rows import PlainRows, RowsOfSteps
 from ep_server.model.gpu.runner import GpuOptions, GpuRunner, Launched, await_event
@@ -39,7 +40,10 @@ NAMES = [pytest.param(c.name, marks=[pytest.mark.slow] * (c.name not in QUICK)) 
 
 
 def gpu_runner(
-    path: Path, forms: tuple[Form, ...] = (), check: Callable[[], None] = lambda: None
+    path: Path,
+    forms: tuple[Form, ...] = (),
+    check: Callable[[], None] = lambda: None,
+    kernels: DecodeKernels | None = None,
 ) -> GpuRunner:
     experts = read_spec(path).router.num_experts
     model = load_model(LoadParams(str(path), 0, (0,) * experts, "float32", compute=TorchCompute(DEVICE)))
@@ -48,7 +52,7 @@ def gpu_runner(
     params = DecoderParams(model.spec, model.weights, exchange, cache, model.max_context, model.compute)
     shape = InputShape(TOKENS, 16, -(-model.max_context // BLOCK), BLOCK)
     plain = PlainRows(exchange)
-    options = GpuOptions(shape, RowsOfSteps(plain, plain, check), forms)
+    options = GpuOptions(shape, RowsOfSteps(plain, plain, check), forms, kernels=kernels)
     return GpuRunner(params, options)
 
 

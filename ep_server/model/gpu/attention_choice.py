@@ -1,0 +1,124 @@
+"""Which kernels attend with one token per sequence on a rank's GPU: decided at its start, by capability.
+
+Chunks of prompts and latent attention are Triton's in any case: FlashInfer's kernels for them plan every step
+on the host. `auto` is Triton until FlashInfer has been measured on this path.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ep_server.errors import ConfigError
+from ep_server.model.families.spec import GqaSpec, MlaSpec
+from ep_server.model.gpu.decode_kernels import DecodeKernels, multiprocessors, triton_decode
+from ep_server.model.gpu.flashinfer_decode import FlashInferDecode, Xqa, XqaShape, load_xqa
+from ep_server.model.sizes import Dtype
+
+FIELD = "model.attention"
+XQA_MAJORS = (9, 10, 12)  # compute capability
+XQA_BLOCKS = (16, 32, 64, 128)  # tokens
+XQA_MOST_CHANNELS, XQA_MOST_GROUP = 256, 32
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionCase:
+    """What is attended to, and where. dtype: served. longest: context, tokens; block_size: tokens.
+
+    processors: multiprocessors; capability: of the GPU; 0 and None where kernels are interpreted.
+    """
+
+    spec: GqaSpec | MlaSpec
+    dtype: Dtype
+    kv_dtype: Dtype
+    block_size: int
+    longest: int
+    device: torch.device
+    processors: int = 0
+    capability: tuple[int, int] | None = None
+
+    @staticmethod
+    def on(
+        device: torch.device,
+        spec: GqaSpec | MlaSpec,
+        dtypes: tuple[Dtype, Dtype],
+        block_size: int,
+        longest: int,
+    ) -> AttentionCase:
+        """Asks the device. dtypes: served, and of the KV cache."""
+        if device.type != "cuda":
+            return AttentionCase(spec, *dtypes, block_size, longest, device)
+        capability = torch.cuda.get_device_capability(device)
+        return AttentionCase(spec, *dtypes, block_size, longest, device, multiprocessors(device), capability)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """named: for the log, with the reason."""
+
+    kernels: DecodeKernels
+    named: str
+
+
+def choose(asked: str, case: AttentionCase, load: Callable[[], Xqa] = load_xqa) -> Chosen:
+    """The kernels of a rank, compiled.
+
+    Args:
+        asked: ModelConfig.attention. load: imports the library.
+    Raises: ConfigError where FlashInfer is asked for and cannot be had, with the reason.
+    """
+    if asked != "flashinfer":
+        reason = "FlashInfer not measured yet" if asked == "auto" else "as asked"
+        kernels = triton_decode(case.spec, case.longest, case.processors)
+        return Chosen(kernels, f"triton ({reason})")
+    problem = obstacle(case)
+    if problem:
+        raise _refused(problem)
+    try:
+        compiled = _flashinfer(case, load())
+        compiled.prepare()
+    except Exception as error:  # the library raises anything, of the import, the compiler or the driver
+        raise _refused(
+            f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+        ) from error
+    return Chosen(compiled, "flashinfer (as asked; chunks of prompts: triton)")
+
+
+def obstacle(case: AttentionCase) -> str:
+    """Why FlashInfer's decode cannot serve a case; "" where it can, if it is installed."""
+    spec = case.spec
+    if isinstance(spec, MlaSpec):
+        return "the model's attention is latent"
+    group = spec.heads // spec.kv_heads
+    limits = (
+        (case.capability is None, "there is no GPU"),
+        (
+            case.capability is not None and case.capability[0] not in XQA_MAJORS,
+            f"compute capability {case.capability} is none of {XQA_MAJORS}",
+        ),
+        (case.dtype is not Dtype.BFLOAT16, f"the model is served as {case.dtype}, not bfloat16"),
+        (case.kv_dtype is not Dtype.BFLOAT16, f"the KV cache is {case.kv_dtype}, not bfloat16"),
+        (
+            case.block_size not in XQA_BLOCKS,
+            f"scheduler.block_size = {case.block_size} is none of {XQA_BLOCKS}",
+        ),
+        (
+            spec.head_dim % 16 != 0 or spec.head_dim > XQA_MOST_CHANNELS,
+            f"{spec.head_dim} channels of a head are no multiple of 16 up to {XQA_MOST_CHANNELS}",
+        ),
+        (group > XQA_MOST_GROUP, f"{group} query heads share a KV head, more than {XQA_MOST_GROUP}"),
+    )
+    return next((text for applies, text in limits if applies), "")
+
+
+def _flashinfer(case: AttentionCase, xqa: Xqa) -> FlashInferDecode:
+    spec = case.spec
+    assert isinstance(spec, GqaSpec)
+    shape = XqaShape(spec.heads, spec.kv_heads, spec.head_dim, case.block_size, spec.window > 0)
+    return FlashInferDecode(xqa, shape, case.processors, case.device)
+
+
+def _refused(problem: str) -> ConfigError:
+    return ConfigError(FIELD, "flashinfer", f"auto or triton here: {problem}")

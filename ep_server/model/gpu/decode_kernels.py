@@ -1,0 +1,79 @@
+"""[6] Attention with one token per sequence, as the layers call it, and our Triton kernels behind that face.
+
+FlashInfer's stand in flashinfer_decode.py; which of the two a rank takes: attention_choice.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from ep_server.model.families.spec import GqaSpec, MlaSpec
+from ep_server.model.triton.paged import PagedKv
+from ep_server.model.triton.paged_decode import Workspace, decode, splits_for
+from ep_server.model.triton.paged_tile import AttentionRule, Sequences
+
+
+class DecodeLayer(Protocol):
+    """Attends in one layer with the sequences that it was made for."""
+
+    def __call__(self, q: torch.Tensor, kv: PagedKv, rule: AttentionRule, out: torch.Tensor) -> None:
+        """q: [S, heads, k_dim], its keys and values in the cache already. out: [S, heads, v_dim]."""
+        ...
+
+
+class DecodeKernels(Protocol):
+    """Kernels that enqueue a step without a word from the host, so a captured graph may hold it."""
+
+    def over(self, sequences: Sequences) -> DecodeLayer:
+        """What all layers of a step share is made here, once. Rows of length 0 give numbers nobody reads."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TritonDecode:
+    """heads, kv_heads: of queries, of the cache. v_dim: channels of a value. longest: context, tokens.
+
+    processors: multiprocessors of the device; 0 = kernels are interpreted, nothing is split.
+    """
+
+    heads: int
+    kv_heads: int
+    v_dim: int
+    longest: int
+    processors: int
+
+    def over(self, sequences: Sequences) -> DecodeLayer:
+        """See DecodeKernels; a row of length 0 gives zeros."""
+        count = len(sequences.lengths)
+        splits = splits_for(count, self.kv_heads, self.processors, self.longest)
+        workspace = Workspace.of(count, self.heads, splits, self.v_dim, sequences.lengths.device)
+        return partial(_layer, sequences, workspace)
+
+
+def triton_decode(spec: GqaSpec | MlaSpec, longest: int, processors: int) -> TritonDecode:
+    """Of a model. longest: context, tokens. processors: see multiprocessors()."""
+    if isinstance(spec, GqaSpec):
+        return TritonDecode(spec.heads, spec.kv_heads, spec.head_dim, longest, processors)
+    return TritonDecode(spec.heads, 1, spec.kv_lora, longest, processors)
+
+
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; 0 where kernels are interpreted."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _layer(
+    sequences: Sequences,
+    workspace: Workspace,
+    q: torch.Tensor,
+    kv: PagedKv,
+    rule: AttentionRule,
+    out: torch.Tensor,
+) -> None:
+    decode(q, kv, sequences, rule, workspace, out)
