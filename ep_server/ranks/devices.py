@@ -212,7 +212,7 @@ class CudaDevice:
 
     def prepare(self, runner: Any, progress: Progress) -> None:
         """Captures a graph for each form of a decode step."""
-        runner.graphs.capture(lambda done, total: progress("graphs", done, total))
+        runner.prepare(lambda done, total: progress("graphs", done, total))
 
     def overlap(self, runner: Any) -> Overlap:
         """By the times of captured steps; other steps are not cut unless that is asked for."""

@@ -8,7 +8,7 @@ One thread uses it; the caller provides torch.inference_mode.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,14 +20,15 @@ from ep_server.model.decoder import DecoderParams, interleave
 from ep_server.model.gpu.clock import DeviceClock
 from ep_server.model.gpu.decode_kernels import DecodeKernels
 from ep_server.model.gpu.decoder import GpuDecoder, Pass
-from ep_server.model.gpu.graphs import Form, Graphs
+from ep_server.model.gpu.graphs import Form, Graphs, buckets_up_to
 from ep_server.model.gpu.rows import RowsOfSteps
 from ep_server.model.gpu.sampling import GpuSampler
 from ep_server.model.gpu.step_input import InputShape, StepInput, StepTensors, sampled_slices
 from ep_server.model.runner import RunnerStatistics
 from ep_server.model.timers import no_lap
+from ep_server.model.triton.compilations import Compilations
 from ep_server.model.triton.sampling_report import SamplingReport
-from ep_server.records import Request, SampledToken, StepBatch
+from ep_server.records import Request, SampledToken, SeqSlice, StepBatch
 
 MOST_MICRO_BATCHES = 2
 STAGES = 3  # steps whose input or tokens may be on their way
@@ -73,6 +74,7 @@ class GpuRunner:
 
     def __init__(self, params: DecoderParams, options: GpuOptions) -> None:
         self._params, self._rows, shape = params, options.rows, options.shape
+        self._compilations = Compilations()
         self._decoder, self._device = GpuDecoder(params, options.kernels), params.compute.device
         self._inputs = [StepInput(shape, self._device, STAGES) for _ in range(MOST_MICRO_BATCHES)]
         self._sampler = GpuSampler(params.spec.vocab_size, shape.sequences, self._device, STAGES)
@@ -95,6 +97,26 @@ class GpuRunner:
     def remove(self, number: int) -> None:
         """Drops the sampling state of a request."""
         self._sampler.remove(number)
+
+    def prepare(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
+        """Compiles all kernels that steps of other sizes need, then captures the graphs. Collective.
+
+        Kernels differ with the number of rows: prompts of 1, 2, 4 ... rows are run into the first KV blocks,
+        which belong to nobody yet, and each bucket without a graph of one micro-batch: so many single tokens
+        may come beside prompts.
+        """
+        shape = self._inputs[0].shape
+        blocks = min(shape.blocks, len(self._params.kv_cache.layers[0].k))
+        most = min(shape.tokens, blocks * shape.block_size)
+        for rows in sorted({*(1 << power for power in range(most.bit_length())), most}):
+            piece = SeqSlice(0, 0, (0,) * rows, tuple(range(-(-rows // shape.block_size))), sample=False)
+            self._forward([self._inputs[0].fill(StepBatch((piece,), rows), {})], Form(0))
+        for bucket in buckets_up_to(shape.sequences):
+            if Form(bucket) not in self.graphs:
+                self._padded(Form(bucket))
+        self._inputs[0].fill(StepBatch((), 0), {})
+        self.graphs.capture(progress)
+        self._compilations.expect_none()
 
     def run(self, batch: StepBatch, micro_batches: int = 1) -> list[SampledToken]:
         """launch() and collect() in one, without a graph."""
@@ -157,7 +179,11 @@ class GpuRunner:
             clock.histograms(),
             clock.sums(),
             dict(zip(experts, counter.total.tolist(), strict=True)),
-            {"experts_active": int(counter.active), **clock.counters()},
+            {
+                "experts_active": int(counter.active),
+                "kernels_compiled": self._compilations.count,
+                **clock.counters(),
+            },
         )
 
     def _timed(self, bucket: int) -> bool:

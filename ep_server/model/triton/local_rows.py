@@ -18,7 +18,7 @@ import triton.language as tl
 from ep_server.model.triton.checks import FLOATS, block, expect
 from ep_server.model.triton.early import after_previous, early
 
-_CHUNK, _CHANNELS = 2048, 1024
+_LEAST, _CHUNK, _CHANNELS = 256, 2048, 1024  # choices read at a time: few forms of a kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Places:
         )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["size"])  # it differs from step to step
 def _place_kernel(
     ids, counts, offsets, tokens, rows, totals, size,
     EXPERTS: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
@@ -89,7 +89,7 @@ def place_rows(ids: torch.Tensor, places: Places, totals: torch.Tensor) -> None:
     expect("totals", totals, torch.int32, (experts,))
     _place_kernel[(experts,)](
         ids, places.counts, places.offsets, places.tokens, places.rows, totals, choices,
-        EXPERTS=experts, K=max(ids.shape[1], 1), CHUNK=min(block(choices, 16), _CHUNK), **early(ids),
+        EXPERTS=experts, K=max(ids.shape[1], 1), CHUNK=min(block(choices, _LEAST), _CHUNK), **early(ids),
         num_warps=4,
     )  # fmt: skip
 

@@ -158,7 +158,7 @@ def decode(
     if count == 0:
         return
     constants = shape.constants(kv, rule.window)
-    tile = tile or tile_for(count * shape.kv_heads * splits, latent=wide)
+    tile = tile or tile_for(count * shape.kv_heads, splits, latent=wide)
     _decode_kernel[(count, shape.kv_heads * shape.head_tiles, splits)](
         q, kv.layer.k, kv.layer.v, out, workspace.sums, workspace.stats,
         sequences.blocks, sequences.lengths, kv.k_scale, kv.v_scale,
@@ -173,14 +173,14 @@ def decode(
         )  # fmt: skip
 
 
-def tile_for(programs: int, *, latent: bool) -> DecodeTile:
+def tile_for(rows: int, splits: int, *, latent: bool) -> DecodeTile:
     """Grouped-query: what was fastest on an H200 at 256 positions, few programs read more at a time.
 
-    Latent: a guess from shapes.
+    Latent: a guess from shapes. rows: sequences * kv_heads; they are split only where they are few.
     """
     if latent:
         return DecodeTile(32, 8, 2)
-    return DecodeTile(128, 4, 3) if programs <= 512 else DecodeTile(64, 2, 3)
+    return DecodeTile(128, 4, 3) if splits > 1 or rows <= 512 else DecodeTile(64, 2, 3)
 
 
 def splits_for(sequences: int, kv_heads: int, multiprocessors: int, longest: int) -> int:

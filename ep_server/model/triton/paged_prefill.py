@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ep_server.model.triton.checks import block, expect, expect_range
+from ep_server.model.triton.checks import expect, expect_range
 from ep_server.model.triton.paged import PagedKv
 from ep_server.model.triton.paged_tile import (
     LOG2_E,
@@ -27,6 +27,7 @@ from ep_server.model.triton.paged_tile import (
 from ep_server.model.triton.ragged import find_tile, tile_counts
 
 MAX_SEQUENCES = 4096
+_SEQUENCES = 64  # whose tiles a program counts at a time
 
 
 # These change from step to step, and must not mean another compiled kernel.
@@ -40,15 +41,23 @@ def _prefill_kernel(
     V_DIM: tl.constexpr, MAIN: tl.constexpr, ROPE: tl.constexpr, MAIN_BLOCK: tl.constexpr,
     ROPE_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, LATENT: tl.constexpr, WINDOW: tl.constexpr,
     FP8: tl.constexpr, M: tl.constexpr, TILE_HEADS: tl.constexpr, N: tl.constexpr,
-    COUNT_BLOCK: tl.constexpr,
+    SOME: tl.constexpr,
 ):  # fmt: skip
     tile_tokens: tl.constexpr = M // TILE_HEADS
-    part = tl.arange(0, COUNT_BLOCK)
-    begins = tl.load(query_start + part, mask=part < count, other=0)
-    tiles = tile_counts(tl.load(query_start + part + 1, mask=part < count, other=0) - begins, tile_tokens)
-    if tl.program_id(0) >= tl.sum(tiles, axis=0):
+    tile, before = tl.program_id(0), 0
+    sequence, local = tile * 0, tile * 0
+    for at in range(0, count, SOME):
+        part = at + tl.arange(0, SOME)
+        begins = tl.load(query_start + part, mask=part < count, other=0)
+        tiles = tile_counts(tl.load(query_start + part + 1, mask=part < count, other=0) - begins, tile_tokens)
+        index, inside_it = find_tile(tiles, tile - before)
+        after = before + tl.sum(tiles, axis=0)
+        here = (tile >= before) & (tile < after)
+        sequence = tl.where(here, at + index, sequence)
+        local = tl.where(here, inside_it, local)
+        before = after
+    if tile >= before:
         return
-    sequence, local = find_tile(tiles, tl.program_id(0))
     begin = tl.load(query_start + sequence).to(tl.int32)
     tokens = tl.load(query_start + sequence + 1).to(tl.int32) - begin
     length = tl.load(lengths + sequence).to(tl.int32)
@@ -112,6 +121,6 @@ def prefill(
     _prefill_kernel[(tiles, shape.kv_heads * shape.head_tiles)](
         q, kv.layer.k, kv.layer.v, out, query_start, sequences.blocks, sequences.lengths,
         kv.k_scale, kv.v_scale, sequences.blocks.stride(0), count, rule.scale * LOG2_E,
-        **shape.constants(kv, rule.window), N=32 if latent else 64, COUNT_BLOCK=block(count, 64),
+        **shape.constants(kv, rule.window), N=32 if latent else 64, SOME=_SEQUENCES,
         num_warps=8 if latent else 4, num_stages=2,
     )  # fmt: skip

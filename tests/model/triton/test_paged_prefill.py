@@ -56,6 +56,20 @@ def test_prefill(heads: Heads, window: int, types: str) -> None:
             assert_near(got[row], expected, 4)
 
 
+@pytest.mark.parametrize("count", [64, 65, 140])
+def test_more_chunks_than_a_program_looks_at_at_once(count: int) -> None:
+    """Some of them padding, of no tokens."""
+    chunks = [(0, 0) if n % 9 == 4 else (2 + n % 3, 2) for n in range(count)]
+    starts, case = offsets(chunks), PagedCase.of([context for context, _ in chunks], GQA, 4, torch.float32)
+    q = random(starts[-1] + 1, 8, 32)
+    got = run(case, q, starts, AttentionRule(0.3))
+    assert bool(got[starts[-1] :].isnan().all())
+    for s, (context, tokens) in enumerate(chunks):
+        for i in range(tokens):
+            expected = case.attend(s, q[starts[s] + i], context - tokens + i, 0.3, 0)
+            assert_near(got[starts[s] + i], expected)
+
+
 def test_a_chunk_cut_in_two_gives_the_same() -> None:
     case = PagedCase.of([30], GQA, 16, torch.float32)
     q = random(30, 8, 32)

@@ -1,0 +1,140 @@
+"""Which machine code Triton would make for the launches of a step, found without a GPU; nothing is run.
+
+Triton compiles a kernel anew for other dtypes, constants, integers that are 1 or divide by 16, and addresses
+that do: so a set of these is what a rank has compiled. What the kernels would compute is left as it is, which
+no launch depends on.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction
+
+from ep_server.ep.exchange import ExchangeSpec, Payload, Received, View
+from ep_server.model.assembly import LoadParams, load_model
+from ep_server.model.decoder import DecoderParams
+from ep_server.model.gpu.decode_kernels import triton_decode
+from ep_server.model.gpu.graphs import buckets_up_to, forms_of
+from ep_server.model.gpu.rows import FusedRows, LocalRows, RowsOfSteps
+from ep_server.model.gpu.runner import GpuOptions, GpuRunner
+from ep_server.model.gpu.step_input import InputShape
+from ep_server.model.kv_cache import KvCache
+from ep_server.model.torch_compute import TorchCompute
+
+Launch = tuple[object, ...]
+CPU, BLOCK, BLOCKS, MULTIPROCESSORS = torch.device("cpu"), 16, 600, 132
+GQA = {
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 1000,
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "head_dim": 16, "num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 32,
+    "intermediate_size": 96, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
+    "max_position_embeddings": 8192, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "attention_bias": False,
+    "tie_word_embeddings": False, "hidden_act": "silu",
+}  # fmt: skip
+MLA = {
+    "model_type": "deepseek_v2", "architectures": ["DeepseekV2ForCausalLM"], "vocab_size": 1000,
+    "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4,
+    "q_lora_rank": None, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 16,
+    "n_routed_experts": 16, "n_shared_experts": 1, "num_experts_per_tok": 4, "moe_intermediate_size": 32,
+    "intermediate_size": 96, "first_k_dense_replace": 1, "moe_layer_freq": 1, "topk_method": "greedy",
+    "n_group": 1, "topk_group": 1, "scoring_func": "softmax", "norm_topk_prob": False,
+    "routed_scaling_factor": 1.0, "max_position_embeddings": 8192, "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0, "attention_bias": False, "tie_word_embeddings": False, "hidden_act": "silu",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """What a rank is like. ranks: of its group. sequences, tokens: of its largest step."""
+
+    config: dict[str, Any]
+    ranks: int = 1
+    sequences: int = 160
+    tokens: int = 2048
+    overlap: str = "off"
+    graphs: bool = True
+
+
+@contextmanager
+def recorded() -> Iterator[set[Launch]]:
+    """What is launched inside, of which nothing runs."""
+    launches: set[Launch] = set()
+
+    def run(kernel: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> None:
+        launches.add(specialisation(kernel, args, kwargs))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(InterpretedFunction, "run", run)
+        yield launches
+
+
+def specialisation(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
+    """All that two launches of the same machine code have in common."""
+    params = JITFunction(kernel.fn, **kernel.kwargs).params
+    bound = dict(zip([p.name for p in params], args, strict=False)) | kwargs
+    key: list[object] = [kernel.__name__]
+    for p in params:
+        value = bound.pop(p.name)
+        aligned = not (p.do_not_specialize or p.do_not_specialize_on_alignment)
+        key.append((p.name, *_of(value, p.is_constexpr, not p.do_not_specialize, aligned)))
+    return (*key, *sorted(bound.items()))  # what is left are options, as the number of warps
+
+
+def _of(value: Any, constant: bool, number: bool, aligned: bool) -> tuple[object, ...]:
+    if constant or value is None or isinstance(value, bool):
+        return (str(value),)
+    if isinstance(value, torch.Tensor):
+        return (str(value.dtype), aligned and value.data_ptr() % 16 == 0)
+    if isinstance(value, float):
+        return ("float",)
+    wide = not -(2**31) <= value < 2**31
+    return ("int", wide, number and value == 1, aligned and value % 16 == 0)
+
+
+class StillExchange:
+    """In place of a CudaExchange, of which nobody hears: tensors of its shapes, filled by nobody."""
+
+    def __init__(self, spec: ExchangeSpec) -> None:
+        self.spec, self.device, self._rows = spec, CPU, torch.zeros(4096, spec.hidden, dtype=torch.bfloat16)
+
+    def dispatch(self, x: torch.Tensor, ids: object, weights: object, view: View, **how: Any) -> Received:
+        local = len(self.spec.local_experts)
+        counts, offsets = torch.zeros(local, dtype=torch.int32), torch.zeros(local + 1, dtype=torch.int64)
+        row_ids = torch.zeros(how["capacity"], dtype=torch.int64)
+        return Received(self._rows, counts, offsets, x, view, row_ids=row_ids)
+
+    def combine(self, expert_out: torch.Tensor, received: Received) -> torch.Tensor:
+        assert isinstance(received.handle, torch.Tensor)
+        return torch.empty_like(received.handle)
+
+    def bounded(self, num_sms: int) -> nullcontext[None]:
+        return nullcontext()
+
+
+def still_runner(folder: Path, rank: Rank) -> GpuRunner:
+    """A runner of random weights, as a rank builds it, before its first step."""
+    (folder / "config.json").write_text(json.dumps(rank.config))
+    experts = rank.config.get("num_experts") or rank.config["n_routed_experts"]
+    placement = tuple(e % rank.ranks for e in range(experts))
+    params = LoadParams(str(folder), 0, placement, "bfloat16", compute=TorchCompute(CPU), load_format="dummy")
+    model = load_model(params)
+    top_k = model.spec.router.top_k
+    spec = ExchangeSpec(0, rank.ranks, placement, rank.tokens, model.spec.hidden, top_k, Payload.BF16)
+    exchange: Any = StillExchange(spec)
+    cache = KvCache(model.spec, BLOCKS, BLOCK, torch.bfloat16, CPU)
+    decoder = DecoderParams(model.spec, model.weights, exchange, cache, model.max_context, model.compute)
+    rows = LocalRows() if rank.ranks == 1 else FusedRows(exchange)
+    forms = forms_of(buckets_up_to(rank.sequences), rank.overlap) if rank.graphs else []
+    shape = InputShape(rank.tokens, rank.sequences, model.max_context // BLOCK, BLOCK)
+    kernels = triton_decode(model.spec.attention, model.max_context, MULTIPROCESSORS)
+    options = GpuOptions(shape, RowsOfSteps(rows, rows), tuple(forms), kernels=kernels)
+    return GpuRunner(decoder, options)
