@@ -17,7 +17,7 @@ from ep_server.model.experts import ExpertCounter
 from ep_server.model.families.spec import GqaSpec
 from ep_server.model.gpu.attention import AttentionStep, gqa, mla
 from ep_server.model.gpu.decode_kernels import DecodeKernels, multiprocessors, triton_decode
-from ep_server.model.gpu.moe import GpuMoe, MoeStep, dense, moe, router_weight
+from ep_server.model.gpu.moe import Branch, GpuMoe, MoeStep, add_norm, dense, moe, router_space, router_weight
 from ep_server.model.gpu.paged_layers import paged_layers
 from ep_server.model.gpu.rows import Rows
 from ep_server.model.gpu.step_input import StepTensors
@@ -25,7 +25,7 @@ from ep_server.model.layers import GqaWeights, LayerWeights, MlaWeights, MoeWeig
 from ep_server.model.rope import rotation_table
 from ep_server.model.timers import Lap, Phase
 from ep_server.model.torch_compute import TorchLinear
-from ep_server.model.triton.norm import add_rms_norm, rms_norm
+from ep_server.model.triton.norm import rms_norm
 from ep_server.model.triton.paged import PagedKv
 from ep_server.model.triton.paged_tile import Sequences
 from ep_server.model.triton.rope import Rotation
@@ -72,7 +72,8 @@ class GpuDecoder:
         """
         eps, weights = self._spec.norm_eps, self._weights
         at = self._attention_step(step)
-        routed = MoeStep(step.live, step.numbers, step.positions, on.most, on.rows, on.lap)
+        space = router_space(self._moe, step.tokens)
+        routed = MoeStep(step.live, step.numbers, step.positions, on.most, on.rows, on.lap, space)
         residual = F.embedding(_token_ids(step, on.drawn), weights.embedding)
         x = torch.empty_like(residual)
         rms_norm(residual, weights.layers[0].attention_norm, eps, x)
@@ -80,16 +81,16 @@ class GpuDecoder:
         for index, (layer, after) in enumerate(zip(weights.layers, norms, strict=True)):
             if step.tokens:
                 x = self._attention(x, layer, self._kv[index], at)
-            add_rms_norm(x, residual, layer.ffn_norm, eps, x)
+            x = add_norm(x, residual, layer.ffn_norm, eps)
             on.lap(Phase.ATTENTION)
             if isinstance(layer.ffn, MoeWeights):
                 block = self._moe[index]
                 assert block is not None
-                x = yield from moe(x, layer.ffn, block, routed)
+                branch: Branch = yield from moe(x, layer.ffn, block, routed)
             else:
-                x = dense(x, layer.ffn)
+                branch = dense(x, layer.ffn)
                 on.lap(Phase.EXPERTS)
-            add_rms_norm(x, residual, after, eps, x)
+            x = add_norm(branch, residual, after, eps)
         return x if step.sample_rows is None else x.index_select(0, step.sample_rows)
 
     def logits(self, hidden: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:

@@ -5,8 +5,8 @@ The rows that come are counted on the device: nothing waits for the host, so it 
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from dataclasses import dataclass
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +21,11 @@ from ep_server.model.torch_compute import TorchGatedFfn
 from ep_server.model.triton.activation import silu_mul
 from ep_server.model.triton.expert_rows import ExpertRows, ExpertWeights
 from ep_server.model.triton.experts import run_experts
-from ep_server.model.triton.router import Drawn, route
+from ep_server.model.triton.local_rows import Answers, add_answers_norm
+from ep_server.model.triton.norm import add_rms_norm
+from ep_server.model.triton.router import route
+from ep_server.model.triton.router_choice import Choice, Drawn
+from ep_server.model.triton.router_rows import RouterSpace, fits, route_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,7 @@ class MoeStep:
     """What the sparse blocks of a micro-batch share.
 
     live: [1] rows that are no padding. numbers, positions: [T] int32, of each row's request and in it.
-    most, rows, lap: see decoder.Pass.
+    most, rows, lap: see decoder.Pass. space: of router_space().
     """
 
     live: torch.Tensor
@@ -60,10 +64,14 @@ class MoeStep:
     most: int
     rows: Rows
     lap: Lap
+    space: RouterSpace | None
 
 
-def moe(x: torch.Tensor, w: MoeWeights, on: GpuMoe, step: MoeStep) -> Generator[None, None, torch.Tensor]:
-    """Sparse FFN of x: [T, H], normed, to [T, H]. Yields before both hooks. Padded rows go nowhere."""
+Branch = torch.Tensor | Answers  # what is added to the residual stream: [T, H], or the parts of that sum
+
+
+def moe(x: torch.Tensor, w: MoeWeights, on: GpuMoe, step: MoeStep) -> Generator[None, None, Branch]:
+    """Sparse FFN of x: [T, H], normed. Yields before both hooks. Padded rows go nowhere."""
     wire, lap = wire_dtype(on.exchange.payload), step.lap
     tokens = Tokens(x.to(wire), *chosen(x, w, on, step))
     lap(Phase.ROUTER)
@@ -80,8 +88,11 @@ def moe(x: torch.Tensor, w: MoeWeights, on: GpuMoe, step: MoeStep) -> Generator[
         shared = dense(x, w.shared)
         lap(Phase.EXPERTS)
     yield
-    routed = combined().to(x.dtype)
+    came = combined()
     lap(Phase.COMBINE)
+    if isinstance(came, Answers):
+        return replace(came, shared=shared)
+    routed = came.to(x.dtype)
     return routed if shared is None else routed + shared
 
 
@@ -90,8 +101,18 @@ def chosen(x: torch.Tensor, w: MoeWeights, on: GpuMoe, step: MoeStep) -> tuple[t
     ids = torch.empty(len(x), on.router.top_k, dtype=torch.int64, device=x.device)
     gates = torch.empty(len(x), on.router.top_k, dtype=torch.float32, device=x.device)
     drawn = None if on.seed is None else Drawn(step.numbers, step.positions, on.seed, on.layer)
-    route(router_logits(x, on.logits), w.bias, on.router, ids, gates, step.live, drawn)
+    choice = Choice(on.router, ids, gates, w.bias, step.live, drawn)
+    if step.space is None:
+        route(router_logits(x, on.logits), choice)
+    else:
+        route_rows(x, on.logits, choice, step.space)
     return ids, gates
+
+
+def router_space(blocks: Sequence[GpuMoe | None], rows: int) -> RouterSpace | None:
+    """For the blocks of one micro-batch, in turn; None where product and choice are two kernels."""
+    weight = next((block.logits for block in blocks if block is not None), None)
+    return None if weight is None or not fits(rows, len(weight)) else RouterSpace.of(rows, weight)
 
 
 def router_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -105,6 +126,16 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     if weight.dtype is torch.float32:
         return F.linear(x.float(), weight)
     return torch.mm(x, weight.t(), out_dtype=torch.float32)
+
+
+def add_norm(branch: Branch, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Adds a branch to the residual stream, [T, H]. Returns the sum normed, maybe in place of it."""
+    if isinstance(branch, torch.Tensor):
+        add_rms_norm(branch, residual, weight, eps, branch)
+        return branch
+    out = torch.empty_like(residual)
+    add_answers_norm(branch, residual, weight, eps, out)
+    return out
 
 
 def grouped(received: Received, ffn: object, each: int) -> torch.Tensor:

@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 import torch
 
 from ep_server.ep.exchange import Exchange, ExchangeSpec, Received, View
-from ep_server.model.triton.local_rows import Places, place_rows, sum_rows
+from ep_server.model.triton.local_rows import Answers, Places, place_rows
 
 T = TypeVar("T")
 Hook = Callable[[], T]  # called once, on the stream that the transfer was started on
@@ -80,8 +80,8 @@ class Rows(Protocol):
         """Starts a dispatch."""
         ...
 
-    def combine(self, out: torch.Tensor, received: Received) -> Hook[torch.Tensor]:
-        """Starts a combine; the hook returns [T, H]. out: in the layout of `received`."""
+    def combine(self, out: torch.Tensor, received: Received) -> Hook[torch.Tensor | Answers]:
+        """Starts a combine; the hook returns [T, H], or what it is the sum of. out: in received's layout."""
         ...
 
 
@@ -120,7 +120,10 @@ class PlainRows:
 
 
 class LocalRows:
-    """Of a rank without peers: rows stay where they are, unrounded. It can be captured."""
+    """Of a rank without peers: rows stay where they are, unrounded. It can be captured.
+
+    Their sum is left to what adds it to the residual stream.
+    """
 
     def dispatch(self, tokens: Tokens, arrival: Arrival) -> Hook[Received]:
         """See Rows."""
@@ -132,13 +135,11 @@ class LocalRows:
         )
         return lambda: received
 
-    def combine(self, out: torch.Tensor, received: Received) -> Hook[torch.Tensor]:
+    def combine(self, out: torch.Tensor, received: Received) -> Hook[Answers]:
         """See Rows."""
         assert isinstance(received.handle, tuple)
         tokens, places = received.handle
-        combined = out.new_empty(tokens.x.shape)
-        sum_rows(out, tokens.ids, tokens.gates, places.rows, combined)
-        return lambda: combined
+        return lambda: Answers(out, tokens.ids, tokens.gates, places.rows)
 
 
 class FusedRows:

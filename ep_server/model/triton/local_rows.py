@@ -1,10 +1,11 @@
 """Dispatch and combine of a rank that has no peers: the rows stay where they are.
 
-    place_rows   sorts choices by expert: which token each row of an expert reads, and which row answers it
-    sum_rows     out[t] = sum over k of weight * row that answers choice k, float32, rounded once
+    place_rows        sorts choices by expert: which token an expert's row reads, which row answers a choice
+    add_answers_norm  branch = sum over k of gate * row that answers choice k, float32, rounded once;
+                      then norm.add_rms_norm, in the same kernel
 
 T tokens, K choices, E experts. Rows of an expert are in the order of their tokens. Padded tokens (ids -1)
-have no row and get zeros.
+have no row: their branch is zero.
 """
 
 from __future__ import annotations
@@ -15,10 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ep_server.model.triton.checks import FLOATS, block, expect
+from ep_server.model.triton.checks import FLOATS, block, expect, expect_range
 from ep_server.model.triton.early import after_previous, early
+from ep_server.model.triton.norm import MAX_DIM, load_wide, store_normed, store_stream, warps_for
 
-_LEAST, _CHUNK, _CHANNELS = 256, 2048, 1024  # choices read at a time: few forms of a kernel
+_LEAST, _CHUNK = 256, 2048  # choices read at a time: few forms of a kernel
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,43 +96,72 @@ def place_rows(ids: torch.Tensor, places: Places, totals: torch.Tensor) -> None:
     )  # fmt: skip
 
 
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What a sparse block adds to the residual stream, not summed yet.
+
+    rows: [N, H]. ids, places: [T, K], as place_rows had and left them. gates: [T, K] float32.
+    shared: [T, H] of the stream's dtype, what experts of all tokens add, if there are any.
+    """
+
+    rows: torch.Tensor
+    ids: torch.Tensor
+    gates: torch.Tensor
+    places: torch.Tensor
+    shared: torch.Tensor | None = None
+
+
 @triton.jit
-def _sum_kernel(
-    answers, ids, weights, rows, out,
-    WIDTH: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+def _answers_kernel(
+    rows, ids, gates, places, shared, residual, weight, out, eps,
+    DIM: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     after_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
-    choice, channel = tl.arange(0, K_BLOCK), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    at = token * K + choice
-    real = (choice < K) & (tl.load(ids + at, mask=choice < K, other=-1) >= 0)
-    row = tl.load(rows + at, mask=real, other=0).to(tl.int64)
-    weight = tl.load(weights + at, mask=real, other=0.0)
-    inside = real[:, None] & (channel < WIDTH)[None, :]
-    answer = tl.load(answers + row[:, None] * WIDTH + channel[None, :], mask=inside, other=0.0)
-    total = tl.sum(answer.to(tl.float32) * weight[:, None], axis=0)
-    tl.store(out + token * WIDTH + channel, total.to(out.dtype.element_ty), mask=channel < WIDTH)
+    choice, channel = tl.arange(0, K_BLOCK), tl.arange(0, BLOCK)
+    inside, at = channel < DIM, token * DIM + channel
+    w, stream = load_wide(weight + channel, inside), load_wide(residual + at, inside)
+    chosen = token * K + choice
+    row = tl.load(places + chosen, mask=choice < K, other=0)  # at once with the id; anything where that is -1
+    real = (choice < K) & (tl.load(ids + chosen, mask=choice < K, other=-1) >= 0)
+    gate = tl.load(gates + chosen, mask=choice < K, other=0.0)
+    answers = rows + row.to(tl.int64)[:, None] * DIM + channel[None, :]
+    answer = tl.load(answers, mask=real[:, None] & inside[None, :], other=0.0).to(tl.float32)
+    total = tl.sum(answer * tl.where(real, gate, 0.0)[:, None], axis=0)
+    # Rounded as a combine that travels rounds it.
+    branch = total.to(rows.dtype.element_ty).to(residual.dtype.element_ty).to(tl.float32)
+    if shared is not None:
+        branch += load_wide(shared + at, inside)
+        branch = branch.to(residual.dtype.element_ty).to(tl.float32)
+    value = store_stream(residual + at, stream + branch, inside)
+    store_normed(out + at, value, w, inside, eps, DIM)
 
 
-def sum_rows(
-    answers: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor, out: torch.Tensor
+def add_answers_norm(
+    answers: Answers, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor
 ) -> None:
-    """The weighted sum of what answers each token's choices.
+    """Sums what answers each token's choices, adds that to the residual stream and norms the sum.
 
     Args:
-        answers: [N, H]. ids, rows: [T, K], as place_rows had and left them. weights: [T, K] float32.
-        out: [T, H] of answers' dtype.
+        residual: [T, H]; becomes the sum. weight: [H]. out: [T, H]. All of one dtype.
     Raises: InternalError for another shape, dtype or layout.
     """
-    tokens, width = out.shape
-    expect("answers", answers, FLOATS, (None, width))
-    expect("ids", ids, torch.int64, (tokens, None))
-    expect("weights", weights, torch.float32, tuple(ids.shape))
-    expect("rows", rows, torch.int32, tuple(ids.shape))
-    expect("out", out, answers.dtype, (tokens, width))
-    if out.numel():
-        size = min(block(width), _CHANNELS)
-        _sum_kernel[(tokens, -(-width // size))](
-            answers, ids, weights, rows, out,
-            WIDTH=width, K=ids.shape[1], K_BLOCK=block(ids.shape[1]), BLOCK=size, **early(ids), num_warps=4,
+    tokens, dim = residual.shape
+    expect_range("dim", dim, 1, MAX_DIM)
+    expect("rows", answers.rows, FLOATS, (None, dim))
+    expect("ids", answers.ids, torch.int64, (tokens, None))
+    expect("gates", answers.gates, torch.float32, tuple(answers.ids.shape))
+    expect("places", answers.places, torch.int32, tuple(answers.ids.shape))
+    expect("residual", residual, FLOATS, (tokens, dim))
+    if answers.shared is not None:
+        expect("shared", answers.shared, residual.dtype, (tokens, dim))
+    expect("weight", weight, residual.dtype, (dim,))
+    expect("out", out, residual.dtype, (tokens, dim))
+    if residual.numel():
+        size, choices = block(dim), answers.ids.shape[1]
+        _answers_kernel[(tokens,)](
+            answers.rows, answers.ids, answers.gates, answers.places, answers.shared,
+            residual, weight, out, eps,
+            DIM=dim, K=choices, K_BLOCK=block(choices), BLOCK=size, **early(residual),
+            num_warps=warps_for(size),
         )  # fmt: skip

@@ -20,6 +20,27 @@ MAX_DIM = 32768
 
 
 @triton.jit
+def load_wide(at, inside):
+    """As float32; zeros outside."""
+    return tl.load(at, mask=inside, other=0).to(tl.float32)
+
+
+@triton.jit
+def store_stream(stream, value, inside):
+    """Returns what was stored: what is normed is what later layers will read."""
+    rounded = value.to(stream.dtype.element_ty)
+    tl.store(stream, rounded, mask=inside)
+    return rounded.to(tl.float32)
+
+
+@triton.jit
+def store_normed(out, value, weight, inside, eps, DIM: tl.constexpr):
+    """weight: loaded. It is loaded before a stream is stored, which loads do not pass."""
+    scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / DIM + eps)
+    tl.store(out, (value * scale * weight).to(out.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def _rms_norm_kernel(
     x, residual, weight, out, x_pitch, out_pitch, eps,
     DIM: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
@@ -29,16 +50,11 @@ def _rms_norm_kernel(
     channel = tl.arange(0, BLOCK)
     inside = channel < DIM
     at = head * DIM + channel
-    value = tl.load(x + row * x_pitch + at, mask=inside, other=0).to(tl.float32)
+    value, w = load_wide(x + row * x_pitch + at, inside), load_wide(weight + at, inside)
     if ADD:
         stream = residual + row * DIM + at
-        value += tl.load(stream, mask=inside, other=0).to(tl.float32)
-        rounded = value.to(residual.dtype.element_ty)
-        tl.store(stream, rounded, mask=inside)
-        value = rounded.to(tl.float32)  # what is normed is what later layers will read
-    scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / DIM + eps)
-    w = tl.load(weight + at, mask=inside, other=0).to(tl.float32)
-    tl.store(out + row * out_pitch + at, (value * scale * w).to(out.dtype.element_ty), mask=inside)
+        value = store_stream(stream, value + load_wide(stream, inside), inside)
+    store_normed(out + row * out_pitch + at, value, w, inside, eps, DIM)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
@@ -59,7 +75,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tenso
         size = block(dim)
         _rms_norm_kernel[(len(x), heads)](
             x, x, weight, out, x.stride(0), out.stride(0), eps,
-            DIM=dim, BLOCK=size, ADD=False, **early(x), num_warps=_warps(size),
+            DIM=dim, BLOCK=size, ADD=False, **early(x), num_warps=warps_for(size),
         )  # fmt: skip
 
 
@@ -83,10 +99,10 @@ def add_rms_norm(
         size = block(dim)
         _rms_norm_kernel[(len(x), 1)](
             x, residual, weight, out, x.stride(0), out.stride(0), eps,
-            DIM=dim, BLOCK=size, ADD=True, **early(x), num_warps=_warps(size),
+            DIM=dim, BLOCK=size, ADD=True, **early(x), num_warps=warps_for(size),
         )  # fmt: skip
 
 
-def _warps(size: int) -> int:
+def warps_for(size: int) -> int:
     """Eight elements a thread, or as near as warps allow."""
     return min(max(size // 256, 1), 16)

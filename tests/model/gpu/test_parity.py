@@ -21,7 +21,7 @@ from ep_server.model.families import read_spec
 from ep_server.model.gpu import runner as gpu
 from ep_server.model.gpu.decode_kernels import DecodeKernels
 from ep_server.model.gpu.graphs import Form
-from ep_server.model.gpu.rows import PlainRows, RowsOfSteps
+from ep_server.model.gpu.rows import LocalRows, PlainRows, Rows, RowsOfSteps
 from ep_server.model.gpu.runner import GpuOptions, GpuRunner, Launched, await_event
 from ep_server.model.gpu.step_input import InputShape
 from ep_server.model.kv_cache import KvCache
@@ -44,6 +44,7 @@ def gpu_runner(
     forms: tuple[Form, ...] = (),
     check: Callable[[], None] = lambda: None,
     kernels: DecodeKernels | None = None,
+    rows: Rows | None = None,
 ) -> GpuRunner:
     experts = read_spec(path).router.num_experts
     model = load_model(LoadParams(str(path), 0, (0,) * experts, "float32", compute=TorchCompute(DEVICE)))
@@ -51,8 +52,8 @@ def gpu_runner(
     cache = KvCache(model.spec, BLOCKS, BLOCK, torch.float32, DEVICE)
     params = DecoderParams(model.spec, model.weights, exchange, cache, model.max_context, model.compute)
     shape = InputShape(TOKENS, 16, -(-model.max_context // BLOCK), BLOCK)
-    plain = PlainRows(exchange)
-    options = GpuOptions(shape, RowsOfSteps(plain, plain, check), forms, kernels=kernels)
+    rows = rows or PlainRows(exchange)
+    options = GpuOptions(shape, RowsOfSteps(rows, rows, check), forms, kernels=kernels)
     return GpuRunner(params, options)
 
 
@@ -74,6 +75,17 @@ def test_prompts_together(
     for number, prompt in enumerate(model.prompts):
         runner.add(greedy(number, prompt, count))
     drawn = generate(runner, model.prompts, count, micro_batches=micro_batches, **cut)
+    assert drawn == [tokens[:count] for tokens in model.tokens]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_that_stay_where_they_are(tiny: Callable[[str], Tiny], name: str) -> None:
+    """A token's answers, shared experts' too, are summed in the kernel of the norm behind them."""
+    model = tiny(name)
+    runner, count = gpu_runner(model.path, rows=LocalRows()), 3
+    for number, prompt in enumerate(model.prompts):
+        runner.add(greedy(number, prompt, count))
+    drawn = generate(runner, model.prompts, count, micro_batches=2, chunk=5, budget=13)
     assert drawn == [tokens[:count] for tokens in model.tokens]
 
 

@@ -17,9 +17,10 @@ from ep_server.model.families.spec import GroupScore, RouterSpec, Score
 from ep_server.model.kv_cache import KvLayer
 from ep_server.model.triton import stamps
 from ep_server.model.triton.activation import silu_mul
+from ep_server.model.triton.checks import block
 from ep_server.model.triton.expert_rows import ExpertRows, ExpertWeights
 from ep_server.model.triton.experts import run_experts
-from ep_server.model.triton.local_rows import Places, place_rows, sum_rows
+from ep_server.model.triton.local_rows import Answers, Places, add_answers_norm, place_rows
 from ep_server.model.triton.logit_edits import add_listed, advance, allow_only, penalise
 from ep_server.model.triton.norm import add_rms_norm, rms_norm
 from ep_server.model.triton.paged import PagedKv
@@ -28,6 +29,8 @@ from ep_server.model.triton.paged_prefill import prefill
 from ep_server.model.triton.paged_tile import AttentionRule, Sequences
 from ep_server.model.triton.rope import HeadNorm, MlaInput, Rotation, store_gqa, store_mla
 from ep_server.model.triton.router import route
+from ep_server.model.triton.router_choice import Choice, Drawn
+from ep_server.model.triton.router_rows import RouterSpace, parts_for, route_rows
 from ep_server.model.triton.sampling import sample
 from ep_server.model.triton.sampling_report import SamplingReport, report
 from ep_server.model.triton.sampling_space import SamplingSpace
@@ -106,16 +109,29 @@ def prefilling() -> None:
 
 
 def routing() -> None:
-    """Qwen3-30B-A3B and DeepSeek-V3."""
+    """Qwen3-30B-A3B and DeepSeek-V3, with a router's weight that bfloat16 holds, and one that it does not."""
     v3 = RouterSpec(
         256, 8, score=Score.SIGMOID, bias=True, groups=8, top_groups=4, group_score=GroupScore.TOP2_SUM,
         renormalise=True, renorm_eps=1e-20, scale=2.5,
     )  # fmt: skip
-    for spec, bias in ((RouterSpec(128, 8, renormalise=True), None), (v3, meta(256, dtype=F32))):
+    drawn = Drawn(meta(TOKENS, dtype=I32), meta(TOKENS, dtype=I32), 1, 2)
+    for spec, width, bias in (
+        (RouterSpec(128, 8, renormalise=True), 2048, None), (v3, 7168, meta(256, dtype=F32)),
+    ):  # fmt: skip
         ids, weights = meta(TOKENS, 8, dtype=I64), meta(TOKENS, 8, dtype=F32)
-        logits = meta(TOKENS, spec.num_experts, dtype=F32)
-        for count in (None, meta(1, dtype=I32)):
-            route(logits, bias, spec, ids, weights, count)
+        for count, how in ((None, None), (meta(1, dtype=I32), None), (meta(1, dtype=I32), drawn)):
+            choice = Choice(spec, ids, weights, bias, count, how)
+            route(meta(TOKENS, spec.num_experts, dtype=F32), choice)
+            routed(choice, width, BF16)
+        routed(choice, width, F32)
+
+
+def routed(choice: Choice, width: int, dtype: torch.dtype, x_dtype: torch.dtype = BF16) -> None:
+    """Product and choice. dtype: of the weight."""
+    spec, rows = choice.spec, len(choice.ids)
+    parts, columns = parts_for(width), block(spec.num_experts, 16)
+    space = RouterSpace(meta(-(-rows // 16), parts, 16, columns, dtype=F32), meta(-(-rows // 16), dtype=I32))
+    route_rows(meta(rows, width, dtype=x_dtype), meta(spec.num_experts, width, dtype=dtype), choice, space)
 
 
 def grouped() -> None:
@@ -192,7 +208,9 @@ def small_float32() -> None:
         decode(query, cache, sequences(8), AttentionRule(0.2, 6), work, result)
         prefill(query, meta(9, dtype=I32), cache, sequences(8), AttentionRule(0.2, 6), result)
     ids, gates = meta(8, 2, dtype=I64), meta(8, 2, dtype=F32)
-    route(meta(8, 6, dtype=F32), None, RouterSpec(6, 2, groups=3, top_groups=2), ids, gates, count)
+    choice = Choice(RouterSpec(6, 2, groups=3, top_groups=2), ids, gates, None, count)
+    route(meta(8, 6, dtype=F32), choice)
+    routed(choice, 64, F32, F32)
     weights = ExpertWeights(meta(6, 64, 64, dtype=F32), meta(6, 64, 32, dtype=F32))
     given = ExpertRows(
         meta(16, 64, dtype=F32), meta(6, dtype=I32), meta(7, dtype=I64), None, meta(16, dtype=I64)
@@ -207,7 +225,10 @@ def local_rows() -> None:
         meta(128, dtype=I32), meta(129, dtype=I64), meta(TOKENS * 8, dtype=I64), meta(TOKENS, 8, dtype=I32)
     )
     place_rows(ids, places, meta(128, dtype=I32))
-    sum_rows(meta(TOKENS * 8, 2048), ids, meta(TOKENS, 8, dtype=F32), places.rows, meta(TOKENS, 2048))
+    for hidden in (2048, 7168):
+        x, rows, gates = meta(TOKENS, hidden), meta(TOKENS * 8, hidden), meta(TOKENS, 8, dtype=F32)
+        for shared in (None, x):
+            add_answers_norm(Answers(rows, ids, gates, places.rows, shared), x, meta(hidden), 1e-6, x)
 
 
 PARTS = (

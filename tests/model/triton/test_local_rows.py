@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from ep_server.errors import InternalError
-from ep_server.model.triton.local_rows import Places, place_rows, sum_rows
+from ep_server.model.triton.local_rows import Answers, Places, add_answers_norm, place_rows
+from ep_server.model.triton.norm import add_rms_norm, rms_norm
 from tests.model.triton.harness import DEVICE, NAN, assert_near, random
 
-UNWRITTEN = -7
+UNWRITTEN, EPS = -7, 1e-3
 
 
 def chosen(tokens: int, experts: int, k: int, padded: int) -> torch.Tensor:
@@ -46,26 +49,58 @@ def test_choices_are_sorted_by_expert(tokens: int, experts: int, k: int, padded:
     assert places.rows.flatten().tolist() == [rows.get(n, UNWRITTEN) for n in range(len(flat))]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("width", [24, 2048, 1536])
-def test_answers_are_summed_in_float32(dtype: torch.dtype, width: int) -> None:
+def answered(dtype: torch.dtype, width: int) -> Answers:
+    """7 tokens of 4 choices among 12 experts, then two of padding. Answers that no choice has are NaN."""
     ids = chosen(9, 12, 4, 2)
     places = filled(ids, 12)
     place_rows(ids, places, torch.zeros(12, dtype=torch.int32, device=DEVICE))
-    weights = random(9, 4, seed=3)
-    weights[7:] = NAN
-    answers = torch.full((36, width), NAN, dtype=dtype, device=DEVICE)
-    answers[:28] = random(28, width, dtype=dtype, seed=4)
-    out = torch.full((9, width), NAN, dtype=dtype, device=DEVICE)
-    sum_rows(answers, ids, weights, places.rows, out)
-    picked = answers[places.rows[:7].long()].double()
-    assert_near(out[:7], (picked * weights[:7, :, None].double()).sum(1))
-    assert not out[7:].any()
+    gates = random(9, 4, seed=3)
+    gates[7:] = NAN
+    rows = torch.full((36, width), NAN, dtype=dtype, device=DEVICE)
+    rows[:28] = random(28, width, dtype=dtype, seed=4)
+    return Answers(rows, ids, gates, places.rows)
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=("alone", "shared"))
+@pytest.mark.parametrize(
+    ("dtype", "wire"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (torch.float32, torch.bfloat16)],
+)
+@pytest.mark.parametrize("width", [24, 2048, 1536])
+def test_answers_are_summed_and_normed(
+    dtype: torch.dtype, wire: torch.dtype, width: int, shared: bool
+) -> None:
+    """The sum is rounded as one that travels is, and what is normed is what later layers read."""
+    answers = answered(wire, width)
+    residual, weight = random(9, width, dtype=dtype, seed=5), random(width, dtype=dtype, seed=6)
+    picked = answers.rows[answers.places[:7].long()].double()
+    total = torch.zeros(9, width, dtype=torch.float64, device=DEVICE)
+    total[:7] = (picked * answers.gates[:7, :, None].double()).sum(1)
+    branch = total.to(wire).to(dtype)
+    if shared:
+        answers = replace(answers, shared=random(9, width, dtype=dtype, seed=7))
+        branch = branch + answers.shared
+    wanted, out = residual.clone(), torch.full_like(residual, NAN)
+    normed = torch.empty_like(out)
+    add_rms_norm(branch, wanted, weight, EPS, normed)
+    add_answers_norm(answers, residual, weight, EPS, out)
+    if wire is torch.float32:
+        assert_near(residual, wanted.double())
+    else:  # in float64 one sum in many is rounded the other way
+        assert (residual == wanted).float().mean() > 0.98
+        assert bool(((residual - wanted).abs() <= 2.0**-7 * (1 + branch.abs() + wanted.abs())).all())
+    again = torch.empty_like(out)
+    rms_norm(residual, weight, EPS, again)
+    assert torch.equal(out, again)
 
 
 def test_another_dtype_is_refused() -> None:
     ids = chosen(4, 4, 2, 0)
     with pytest.raises(InternalError, match=r"ids: torch.int32"):
         place_rows(ids.int(), Places.empty(ids, 4), torch.zeros(4, dtype=torch.int32, device=DEVICE))
-    with pytest.raises(InternalError, match="weights"):
-        sum_rows(random(8, 8), ids, random(4, 3), Places.empty(ids, 4).rows, random(4, 8))
+    x, places = random(4, 8), Places.empty(ids, 4).rows
+    with pytest.raises(InternalError, match="gates"):
+        add_answers_norm(Answers(random(8, 8), ids, random(4, 3), places), x, random(8), EPS, x)
+    with pytest.raises(InternalError, match=r"shared: torch\.bfloat16"):
+        shared = random(4, 8, dtype=torch.bfloat16)
+        add_answers_norm(Answers(random(8, 8), ids, random(4, 2), places, shared), x, random(8), EPS, x)

@@ -11,7 +11,8 @@ from ep_server.errors import InternalError
 from ep_server.model.families.spec import GroupScore, RouterSpec, Score
 from ep_server.model.layers import MoeWeights
 from ep_server.model.router import route as oracle
-from ep_server.model.triton.router import Drawn, route
+from ep_server.model.triton.router import route
+from ep_server.model.triton.router_choice import Choice, Drawn
 from ep_server.model.uniform import UniformRouting
 from tests.model.triton.harness import DEVICE, NAN, poisoned, random
 
@@ -48,7 +49,7 @@ def run(
     ids = torch.full((len(logits), spec.top_k), 12345, device=DEVICE)
     weights = torch.full((len(logits), spec.top_k), NAN, device=DEVICE)
     count = None if tokens is None else torch.tensor([tokens], dtype=torch.int32, device=DEVICE)
-    route(logits, bias, spec, ids, weights, count)
+    route(logits, Choice(spec, ids, weights, bias, count))
     return ids, weights
 
 
@@ -121,7 +122,7 @@ def test_wrong_inputs_are_named() -> None:
     with pytest.raises(InternalError, match="bias: must be None"):
         run(random(2, 8), random(8), SPECS["mixtral"])
     with pytest.raises(InternalError, match="ids"):
-        route(random(2, 24), random(24), V3, torch.empty(2, 3, dtype=torch.int64), random(2, 4))
+        route(random(2, 24), Choice(V3, torch.empty(2, 3, dtype=torch.int64), random(2, 4), random(24)))
 
 
 @pytest.mark.parametrize("name", ["qwen3", "deepseek-v3", "olmoe"])
@@ -137,7 +138,8 @@ def test_drawn_experts_are_those_of_uniform_routing(name: str) -> None:
         torch.empty(9, spec.top_k, device=DEVICE),
     )
     live = torch.tensor([8], dtype=torch.int32, device=DEVICE)
-    route(logits, bias, spec, ids, weights, live, Drawn(numbers, positions, seed, layer))
+    drawn = Drawn(numbers, positions, seed, layer)
+    route(logits, Choice(spec, ids, weights, bias, live, drawn))
     routing = UniformRouting(spec, seed, torch.device(DEVICE))
     wanted = routing.draw(routing.identify(numbers.long(), positions.long()), layer)
     assert torch.equal(ids[:8], wanted[:8])
