@@ -32,15 +32,27 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
+class GraphSteps:
+    """Captured steps, all of single tokens. seconds, device: as of Steps. tokens: of all ranks."""
+
+    count: int
+    seconds: float
+    device: float
+    tokens: float
+
+
+@dataclass(frozen=True, slots=True)
 class Steps:
     """What happened between two reports, per step and mean over ranks.
 
-    phases: seconds by name; `wait` is in the vote, for slower ranks, `host` plans and publishes, `rest` is
-      what the run took beside its phases. Where a device tells its time, its phases are those of the steps
-      that it timed, `rest` is what it was busy with beside them, and `idle` is when it waited for the host.
+    phases: seconds by name, which add up to `seconds`; `wait` is in the vote, for slower ranks, `host` plans
+      and publishes, `rest` is what the run took beside its phases. Where a device tells its time, its phases
+      are means of the steps that it timed, one in so many; `rest` is what the mean of all steps is longer
+      than that, or shorter if it is negative; and `idle` is when the device waited for the host.
     active: by rank, experts of a layer that received a token. sent: by operation, bytes to other ranks.
     tokens: of all ranks. load: rows received by all layers' experts, by rank.
     overlapped: share of the steps that were two micro-batches. device: seconds that it was busy, if it tells.
+    graph: of the captured steps alone, if there were any on a device that tells.
     """
 
     count: int
@@ -52,6 +64,7 @@ class Steps:
     sent: Mapping[str, float]
     overlapped: float = 0.0
     device: float | None = None
+    graph: GraphSteps | None = None
 
     @property
     def distinct(self) -> float:
@@ -102,13 +115,16 @@ def steps_between(before: Reports, after: Reports, sparse_layers: int) -> Steps 
         },
         overlapped=sum(_added(before, after, r, "counters", "overlap_steps") for r in after) / sum(counts),
         device=device,
+        graph=_graph_steps(before, after, per_step) if device else None,
     )
 
 
 def less(long: Steps, short: Steps) -> Steps | None:
     """The steps that a longer run took beyond a shorter one of the same requests, or None if it took none.
 
-    Both have the same prefill, so what is left is decoding alone; of that alone a device tells phases.
+    Both have the same prefill, so what is left is decoding alone. A device tells its phases of captured steps
+    alone, which are decoding: their times are those of the longer run, and nothing is subtracted from them,
+    since steps of prefill differ between the runs by what else is in them.
     """
     count = long.count - short.count
     if count < 1:
@@ -121,14 +137,18 @@ def less(long: Steps, short: Steps) -> Steps | None:
     phases = {
         name: max(beyond(spent, short.phases.get(name, 0.0)), 0.0) for name, spent in long.phases.items()
     }
-    if long.device is not None:
+    tokens = beyond(long.tokens, short.tokens)
+    if long.graph is not None:
+        seconds, device, tokens = long.graph.seconds, long.graph.device, long.graph.tokens
+    elif long.device is not None:
         device = beyond(long.device, short.device or 0.0)
+    if device is not None:
         phases = _on_device(long.phases, seconds, device)
     return Steps(
-        count=count,
+        count=count if long.graph is None else long.graph.count,
         seconds=seconds,
         phases=phases,
-        tokens=beyond(long.tokens, short.tokens),
+        tokens=tokens,
         active=tuple(beyond(a, b) for a, b in zip(long.active, short.active, strict=True)),
         load=tuple(a - b for a, b in zip(long.load, short.load, strict=True)),
         sent={name: beyond(long.sent[name], short.sent.get(name, 0.0)) for name in long.sent},
@@ -150,8 +170,20 @@ def _phases(per_step: Callable[[str, str], float], total: float, device: float |
 def _on_device(timed: Mapping[str, float], seconds: float, busy: float) -> dict[str, float]:
     """Phases of timed steps, and what is left of a step. seconds, busy: of all of them, mean."""
     phases = {name: timed[name] for name in PHASES}
-    rest = max(busy - sum(phases.values()), 0.0)
-    return {**phases, "rest": rest, "idle": max(seconds - busy, 0.0)}
+    return {**phases, "rest": busy - sum(phases.values()), "idle": seconds - busy}
+
+
+def _graph_steps(before: Reports, after: Reports, per_step: Callable[[str, str], float]) -> GraphSteps | None:
+    """Means over ranks and their captured steps; None if there were none. per_step: see _phases."""
+    count = min(_added(before, after, rank, "counters", "graph_steps") for rank in after)
+    if count < 1:
+        return None
+    return GraphSteps(
+        count,
+        per_step("step/graph", "graph_steps"),
+        per_step("step/graph_device", "graph_device_steps"),
+        sum(_added(before, after, rank, "counters", "graph_tokens") for rank in after) / count,
+    )
 
 
 def bounds(spec: ModelSpec, dtype: Dtype, steps: Steps, context: float, rates: Rates) -> dict[str, float]:

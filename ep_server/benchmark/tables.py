@@ -84,10 +84,11 @@ def step(console: Console, steps: Steps, least: Mapping[str, float], title: str)
     table = Table("of a step", title=title)
     for name in ("ms", "share", *(("bound, ms", "of its bound") if least else ())):
         table.add_column(name, justify="right")
+    names = PHASE_NAMES if steps.device is None else PHASE_NAMES | {"rest": "all steps less the timed ones"}
     for name, seconds in steps.phases.items():
         against = _against(seconds, least.get(name)) if least else ()
         share = f"{seconds / steps.seconds:.1%}"
-        table.add_row(PHASE_NAMES.get(name, name), f"{1000 * seconds:.3f}", share, *against)
+        table.add_row(names.get(name, name), f"{1000 * seconds:.3f}", share, *against)
     table.add_section()
     against = _against(steps.seconds, sum(least.values())) if least else ()
     table.add_row("all", f"{1000 * steps.seconds:.3f}", "", *against)

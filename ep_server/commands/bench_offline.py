@@ -70,6 +70,8 @@ async def run(config: Config, asked: Plan, rates: Rates, output: Output) -> int:
                 nonlocal done
                 done += 1
                 bars.show("rounds", done, len(asked.batches) * asked.rounds)
+                if not console.is_terminal:  # where bars say what is complete only
+                    console.print(f"round {done} of {len(asked.batches) * asked.rounds}")
 
             found = await offline.measure(engine, model, asked, sum(spec.sparse_layers), on_round)
     shown = _Shown(config, spec, asked, rates, found)

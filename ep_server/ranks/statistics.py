@@ -77,7 +77,9 @@ class StepMeter:
         self._arrived: dict[int, int] = {}
         self._queued: dict[int, int] = {}  # began to run, no token told yet
         names = ("tokens", "padded_tokens", "idle_steps", "overlap_steps", "run_steps", "parks")
-        self._counters = dict.fromkeys(names, 0)  # padded_tokens: nothing pads on CPU
+        graphs = ("graph_steps", "graph_tokens")  # of captured steps
+        self._counters = dict.fromkeys((*names, *graphs), 0)  # padded_tokens: nothing pads on CPU
+        self._graph_ns = 0
         self._last_steps: deque[StepTrace] = deque(maxlen=LAST_STEPS)
         self._published = 0
         self._warm_up = _Parts.of({}, None)
@@ -115,10 +117,13 @@ class StepMeter:
         self._counters["parks"] += 1
         self._counters["parked_at_work"] = work_number
 
-    def stepped(self, batch: StepBatch, micro_batches: int, times: StepTimes) -> int:
-        """A step ended. Returns: ns it took, counted from the end of the last one where it began before that.
+    def stepped(self, batch: StepBatch, micro_batches: int, times: StepTimes, *, graph: bool = False) -> int:
+        """A step ended.
 
-        So the steps of a rank that plans ahead add up to its time too.
+        Args:
+            graph: it was a captured one.
+        Returns: ns it took, counted from the end of the last one where it began before that. So the steps of
+          a rank that plans ahead add up to its time too.
         """
         took = times.published - max(times.start, self._published)
         self._published = times.published
@@ -132,6 +137,10 @@ class StepMeter:
         counters["tokens"] += batch.num_tokens
         counters["idle_steps"] += not batch.slices
         counters["overlap_steps"] += micro_batches > 1
+        if graph:
+            counters["graph_steps"] += 1
+            counters["graph_tokens"] += batch.num_tokens
+            self._graph_ns += took
         return took
 
     def gather(self, load: RankLoad, exchange: Mapping[str, Any], runner: Measured) -> RankStatistics:
@@ -148,7 +157,7 @@ class StepMeter:
             rank=self.rank,
             load=load,
             histograms=_trimmed({**parts.histograms, **{name: h.counts for name, h in own.items()}}),
-            sums={**parts.sums, **{name: h.sum for name, h in own.items()}},
+            sums={**parts.sums, **{name: h.sum for name, h in own.items()}, "step/graph": self._graph_ns},
             counters={**parts.counters, **self._counters},
             peer_wait_ns=parts.peer_wait_ns,
             expert_tokens=parts.expert_tokens,

@@ -134,6 +134,36 @@ def test_a_device_tells_its_phases_and_when_it_was_idle(short_steps: int) -> Non
     assert sum(decode.phases.values()) == pytest.approx(decode.seconds)
 
 
+def captured(mixed: int, decoding: int, timed: int) -> RankStatistics:
+    """Steps beside prompts of 100 ns, 90 of them on the device; captured ones of 40 and 35. Their phases take
+    1, 2 ... 6 ns, and three times as long in those that are timed: 63 ns."""
+    told = on_device(mixed, decoding)
+    phases = {f"step/{name}": 3 * timed * (i + 1) for i, name in enumerate(PHASES)}
+    graph = {"step/graph": 40 * decoding, "step/graph_device": 35 * decoding}
+    whole = {"step/total": 100 * mixed + 40 * decoding, "step/device": 90 * mixed + 35 * decoding}
+    counters = {"graph_steps": decoding, "graph_device_steps": decoding, "timed_steps": timed}
+    return replace(
+        told,
+        sums={**told.sums, **phases, **graph, **whole},
+        counters={**told.counters, **counters, "graph_tokens": 3 * decoding},
+    )
+
+
+@pytest.mark.parametrize("short_mixed", [7, 4, 9])  # the longer run has 7
+def test_captured_steps_are_told_of_alone_and_add_up(short_mixed: int) -> None:
+    """Also where the timed ones are slower than the mean: the rest is negative then, and says so."""
+    long = steps_between({}, {0: captured(7, 40, timed=2)}, 2)
+    short = steps_between({}, {0: captured(short_mixed, 8, timed=0)}, 2)
+    assert long is not None and short is not None
+    decode = less(long, short)
+    assert decode is not None and decode.count == 40 and decode.tokens == 3
+    assert (decode.seconds, decode.device) == (pytest.approx(40e-9), pytest.approx(35e-9))
+    assert [decode.phases[name] for name in PHASES] == pytest.approx([3e-9 * n for n in range(1, 7)])
+    assert decode.phases["rest"] == pytest.approx((35 - 63) * 1e-9)
+    assert decode.phases["idle"] == pytest.approx(5e-9) and decode.host_share == pytest.approx(5 / 40)
+    assert sum(decode.phases.values()) == pytest.approx(decode.seconds)
+
+
 def test_bounds_are_bytes_over_rates() -> None:
     spec = read_spec(DEMO)
     assert isinstance(spec.attention, GqaSpec)

@@ -51,6 +51,9 @@ async def test_two_ranks_one_step_ahead(tiny: Tiny, overlap: str) -> None:
         assert counters["overlap_steps"] == (counters["run_steps"] if overlap == "on" else 0)
         assert 0 < counters["timed_steps"] < counters["device_steps"] == counters["run_steps"]
         assert all(phases) and sum(phases) <= told.sums["step/device"] <= told.sums["step/total"]
+        assert 0 < counters["graph_steps"] == counters["graph_device_steps"] < counters["run_steps"]
+        assert 0 < told.sums["step/graph_device"] < told.sums["step/device"]
+        assert 0 < told.sums["step/graph"] < told.sums["step/total"]
 
 
 async def test_experts_drawn_at_random_are_those_of_the_cpu(tiny: Tiny) -> None:

@@ -32,7 +32,9 @@ def test_steps_are_added_up() -> None:
     meter.began(batch(7), now=1010)
     meter.stepped(batch(7), 1, StepTimes(start=1000, planned=1010, voted=1050, ran=2000, published=2030))
     meter.began(batch(7, 8), now=3020)
-    meter.stepped(batch(7, 8), 2, StepTimes(start=3000, planned=3020, voted=3021, ran=4000, published=4003))
+    meter.stepped(
+        batch(7, 8), 2, StepTimes(start=3000, planned=3020, voted=3021, ran=4000, published=4003), graph=True
+    )
     meter.stepped(StepBatch((), 0), 1, StepTimes(5000, 5001, 5002, 5003, 5004))
     meter.parked(work_number=5)
     record = meter.gather(RankLoad(steps=3), NO_EXCHANGE, NO_RUNNER)
@@ -42,6 +44,8 @@ def test_steps_are_added_up() -> None:
         "padded_tokens": 0,
         "idle_steps": 1,
         "overlap_steps": 1,
+        "graph_steps": 1,
+        "graph_tokens": 4,
         "run_steps": 3,
         "parks": 1,
         "parked_at_work": 5,
@@ -51,6 +55,7 @@ def test_steps_are_added_up() -> None:
         "step/vote": 40 + 1 + 1,
         "step/publish": 30 + 3 + 1,
         "step/total": 1030 + 1003 + 4,
+        "step/graph": 1003,
         "request/queue": (1010 - 100) + (3020 - 110),
     }
     assert sum(record.histograms["step/total"]) == 3

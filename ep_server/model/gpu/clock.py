@@ -6,10 +6,28 @@ wait for: the rest of them is hidden behind other phases. Units: nanoseconds, st
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
+from ep_server.model.gpu.snapshot import Snapshot
 from ep_server.model.timers import Phase
 from ep_server.model.triton import stamps
+
+
+@dataclass(frozen=True, slots=True)
+class ClockReading:
+    """Cumulative, under the names of RankStatistics.
+
+    histograms: as PhaseClock.histograms, of the timed steps. sums: as PhaseClock.sums, of the timed steps;
+      "step/device" is first to last stamp of all steps, "step/graph_device" of those with a graph.
+    counters: device_steps, graph_device_steps: with a first and a last stamp. timed_steps: with stamps
+      between their phases.
+    """
+
+    histograms: dict[str, tuple[int, ...]]
+    sums: dict[str, int]
+    counters: dict[str, int]
 
 
 class DeviceClock:
@@ -22,9 +40,11 @@ class DeviceClock:
     def __init__(self, device: torch.device, every: int) -> None:
         self.every = every
         self._steps = 0
-        self._marks, self._busy = (torch.zeros(2, dtype=torch.int64, device=device) for _ in range(2))
+        self._marks = torch.zeros(2, dtype=torch.int64, device=device)
+        self._busy = torch.zeros(2, 2, dtype=torch.int64, device=device)  # of steps without and with a graph
         self._step, self._sums = (torch.zeros(len(Phase), dtype=torch.int64, device=device) for _ in range(2))
         self._counts = torch.zeros(len(Phase), stamps.BUCKETS, dtype=torch.int64, device=device)
+        self._snapshot = Snapshot((self._sums, self._counts, self._busy))
 
     def warm_up(self) -> None:
         """Compiles the stamps that lie in no graph: the first timed step would else wait for that.
@@ -50,27 +70,26 @@ class DeviceClock:
         """What ran on this stream since the last stamp was this phase."""
         stamps.lap(self._marks, self._step, int(phase))
 
-    def end(self, timed: bool) -> None:
-        """The last stamp of a step. What ran since the last one was sampling."""
+    def end(self, timed: bool, graph: bool = False) -> None:
+        """The last stamp of a step. What ran since the last one was sampling. graph: a captured step."""
         if not self.every:
             return
         if timed:
             self.lap(Phase.SAMPLE)
-        stamps.end(self._marks, self._busy)
+        stamps.end(self._marks, self._busy[int(graph)])
         if timed:
             stamps.settle(self._step, self._sums, self._counts)
 
-    def histograms(self) -> dict[str, tuple[int, ...]]:
-        """As PhaseClock.histograms, of the timed steps. Waits for the steps in flight, as the others do."""
-        counts = self._counts.tolist()
-        return {f"step/{p.name.lower()}": tuple(counts[p]) for p in Phase}
-
-    def sums(self) -> dict[str, int]:
-        """As PhaseClock.sums, of the timed steps; "step/device" is first to last stamp of all steps."""
-        sums, busy = self._sums.tolist(), int(self._busy[0])
-        return {f"step/{p.name.lower()}": sums[p] for p in Phase} | ({"step/device": busy} if busy else {})
-
-    def counters(self) -> dict[str, int]:
-        """device_steps: with a first and a last stamp. timed_steps: with stamps between their phases."""
-        steps, timed = int(self._busy[1]), int(self._counts[Phase.SAMPLE].sum())
-        return {"device_steps": steps, "timed_steps": timed} if self.every else {}
+    def read(self) -> ClockReading:
+        """What was measured so far. Waits for no step in flight: of these some may be in it and some not."""
+        sums, counts, busy = (copy.tolist() for copy in self._snapshot.take())
+        names = [f"step/{phase.name.lower()}" for phase in Phase]
+        histograms = {name: tuple(row) for name, row in zip(names, counts, strict=True)}
+        read = ClockReading(histograms, dict(zip(names, sums, strict=True)), {})
+        (other_ns, others), (graph_ns, graphs) = busy
+        if others or graphs:
+            read.sums.update({"step/device": other_ns + graph_ns, "step/graph_device": graph_ns})
+        if self.every:
+            timed = sum(counts[Phase.SAMPLE])
+            read.counters.update(device_steps=others + graphs, graph_device_steps=graphs, timed_steps=timed)
+        return read

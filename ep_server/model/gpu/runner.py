@@ -23,6 +23,7 @@ from ep_server.model.gpu.decoder import GpuDecoder, Pass
 from ep_server.model.gpu.graphs import Form, Graphs, buckets_up_to
 from ep_server.model.gpu.rows import RowsOfSteps
 from ep_server.model.gpu.sampling import GpuSampler
+from ep_server.model.gpu.snapshot import Snapshot
 from ep_server.model.gpu.step_input import InputShape, StepInput, StepTensors, sampled_slices
 from ep_server.model.runner import RunnerStatistics
 from ep_server.model.timers import no_lap
@@ -76,6 +77,7 @@ class GpuRunner:
         self._params, self._rows, shape = params, options.rows, options.shape
         self._compilations = Compilations()
         self._decoder, self._device = GpuDecoder(params, options.kernels), params.compute.device
+        self._counted = Snapshot((self._decoder.experts.total, self._decoder.experts.active))
         self._inputs = [StepInput(shape, self._device, STAGES) for _ in range(MOST_MICRO_BATCHES)]
         self._sampler = GpuSampler(params.spec.vocab_size, shape.sequences, self._device, STAGES)
         self._sampler.warm_up()
@@ -116,6 +118,8 @@ class GpuRunner:
                 self._padded(Form(bucket))
         self._inputs[0].fill(StepBatch((), 0), {})
         self.graphs.capture(progress)
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # so that statistics() has all of it
         self._compilations.expect_none()
 
     def run(self, batch: StepBatch, micro_batches: int = 1) -> list[SampledToken]:
@@ -153,7 +157,7 @@ class GpuRunner:
         logits = self.graphs.replay(form)[:count] if bucket else self._forward(steps, form)
         self._places = {number: place for place, number in enumerate(numbers)}
         reported = self._sampler.sample(pieces, logits, self._drawn[:count])
-        self._clock.end(form.timed)
+        self._clock.end(form.timed, bucket > 0)
         return self._told_of(numbers, [s.number for s in batch.slices if s.sample], reported)
 
     def collect(self, launched: Launched) -> list[SampledToken]:
@@ -172,19 +176,11 @@ class GpuRunner:
         return [drawn[number] for number in launched.order]
 
     def statistics(self) -> RunnerStatistics:
-        """What was measured since the start; waits for the steps in flight."""
-        experts = self._params.exchange.spec.local_experts
-        counter, clock = self._decoder.experts, self._clock
-        return RunnerStatistics(
-            clock.histograms(),
-            clock.sums(),
-            dict(zip(experts, counter.total.tolist(), strict=True)),
-            {
-                "experts_active": int(counter.active),
-                "kernels_compiled": self._compilations.count,
-                **clock.counters(),
-            },
-        )
+        """What was measured since the start. Waits for no step in flight, which may be in it or not."""
+        clock, (total, active) = self._clock.read(), self._counted.take()
+        experts = dict(zip(self._params.exchange.spec.local_experts, total.tolist(), strict=True))
+        counters = {"experts_active": int(active), "kernels_compiled": self._compilations.count}
+        return RunnerStatistics(clock.histograms, clock.sums, experts, counters | clock.counters)
 
     def _timed(self, bucket: int) -> bool:
         """Whether the next step's phases are timed. Where steps are captured, others are not of interest."""

@@ -61,18 +61,30 @@ def test_the_same_books_as_on_the_cpu(pass_time: Callable[[int], None]) -> None:
             expected.lap(phase)
         expected.finish()
     busy = sum(ns for step in STEPS for _, ns in step)
-    assert clock.histograms() == expected.histograms()
-    assert clock.sums() == expected.sums() | {"step/device": busy}
-    assert clock.counters() == {"device_steps": 2, "timed_steps": 2}
+    assert clock.read().histograms == expected.histograms()
+    assert clock.read().sums == expected.sums() | {"step/device": busy, "step/graph_device": 0}
+    assert clock.read().counters == {"device_steps": 2, "graph_device_steps": 0, "timed_steps": 2}
 
 
 @interpreted
 def test_one_step_in_so_many_has_phases_and_every_one_a_length(pass_time: Callable[[int], None]) -> None:
     clock = DeviceClock(DEVICE, 3)
     run(clock, [[(Phase.EXPERTS, 10), (Phase.SAMPLE, 1)]] * 7, pass_time)
-    sums = clock.sums()
+    sums = clock.read().sums
     assert (sums["step/experts"], sums["step/sample"], sums["step/device"]) == (20, 2, 77)
-    assert clock.counters() == {"device_steps": 7, "timed_steps": 2}
+    assert clock.read().counters == {"device_steps": 7, "graph_device_steps": 0, "timed_steps": 2}
+
+
+@interpreted
+def test_captured_steps_are_counted_apart_too(pass_time: Callable[[int], None]) -> None:
+    clock = DeviceClock(DEVICE, 9)
+    for graph, ns in ((False, 100), (True, 7), (True, 8)):
+        clock.begin()
+        pass_time(ns)
+        clock.end(False, graph)
+    read = clock.read()
+    assert (read.sums["step/device"], read.sums["step/graph_device"]) == (115, 15)
+    assert read.counters == {"device_steps": 3, "graph_device_steps": 2, "timed_steps": 0}
 
 
 def test_a_clock_that_is_off_takes_no_stamp(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -80,8 +92,8 @@ def test_a_clock_that_is_off_takes_no_stamp(monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.delattr(stamps, name)
     clock = DeviceClock(DEVICE, 0)
     run(clock, STEPS, lambda ns: None)
-    assert clock.counters() == {} and "step/device" not in clock.sums()
-    assert not any(clock.sums().values()) and not any(map(any, clock.histograms().values()))
+    assert clock.read().counters == {} and "step/device" not in clock.read().sums
+    assert not any(clock.read().sums.values()) and not any(map(any, clock.read().histograms.values()))
 
 
 @pytest.mark.parametrize("every", [0, 3])
@@ -94,8 +106,8 @@ def test_all_stamps_are_warm_before_the_first_step(every: int, monkeypatch: pyte
     clock.warm_up()
     expected = [("_begin_kernel", None), ("_lap_kernel", Phase.SAMPLE), ("_end_kernel", None)]
     assert launched == ([*expected, ("_settle_kernel", None)] if every else [])
-    assert not any(clock.sums().values()) and not any(clock.counters().values())
-    assert not any(map(any, clock.histograms().values()))
+    assert not any(clock.read().sums.values()) and not any(clock.read().counters.values())
+    assert not any(map(any, clock.read().histograms.values()))
 
 
 class Noting:

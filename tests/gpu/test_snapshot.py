@@ -1,0 +1,28 @@
+"""Counters are read while the device is at work."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from ep_server.model.gpu.snapshot import Snapshot
+
+pytestmark = pytest.mark.gpu
+
+
+def test_a_snapshot_does_not_wait_for_the_steps_in_flight() -> None:
+    """Neither its first one nor a later one; once they have ended it has what they left."""
+    counters = [torch.zeros(3, dtype=torch.int64, device="cuda"), torch.zeros((), device="cuda")]
+    snapshot = Snapshot(counters)
+    torch.cuda.synchronize()
+    for round_ in (1, 2):
+        torch.cuda._sleep(2_000_000_000)  # cycles: more than half a second
+        ended = torch.cuda.Event()
+        for counter in counters:
+            counter.add_(1)
+        ended.record()
+        before = [copy.tolist() for copy in snapshot.take()]
+        assert not ended.query()
+        assert before == [[round_ - 1] * 3, float(round_ - 1)]
+        ended.synchronize()
+        assert [copy.tolist() for copy in snapshot.take()] == [[round_] * 3, float(round_)]
