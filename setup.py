@@ -15,8 +15,14 @@ from pathlib import Path
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import find_packages, setup
 
-CUDA_SOURCES = ["csrc/bindings_cuda.cpp", "csrc/cuda/group.cpp", "csrc/transport/nvlink.cpp"]
-KERNELS = sorted(str(path) for path in Path("csrc/cuda").glob("*.cu"))
+CUDA_SOURCES = [
+    "csrc/bindings_cuda.cpp",
+    "csrc/bindings_experts.cpp",
+    "csrc/cuda/group.cpp",
+    "csrc/experts/experts.cpp",
+    "csrc/transport/nvlink.cpp",
+]
+KERNELS = sorted(str(path) for path in Path("csrc").rglob("*.cu"))
 SOURCES = sorted({str(path) for path in Path("csrc").rglob("*.cpp")} - set(CUDA_SOURCES))
 FABRIC_SOURCES = sorted(str(path) for path in Path("csrc/transport").glob("fabric*.cpp"))
 ParallelCompile("EP_SERVER_BUILD_JOBS", default=0).install()

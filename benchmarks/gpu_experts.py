@@ -2,8 +2,9 @@
 
     python3 benchmarks/gpu_experts.py --experts 128 --rows 512,2048 [--sweep]
 
---sweep times other tiles. The result is checked against torch first. Rows drawn uniformly. Times in
-microseconds per layer, median of replays.
+"streamed" is the one kernel for Hopper, for each of its numbers of rows of a tile. --sweep times other tiles
+of the other kernels. The result is checked against torch first. Rows drawn uniformly. Times in microseconds
+per layer, median of replays.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from ep_server.model.gpu.streamed_experts import StreamedExperts, streamable
 from ep_server.model.triton.expert_rows import ExpertRows, ExpertWeights, Tiles, tiles_for
 from ep_server.model.triton.experts import run_experts
 
@@ -57,6 +59,25 @@ class Case:
         run_experts(
             self.given, self.weights[which], self.hidden, self.out, tiles=tiles, rows_per_expert=self.each
         )
+
+    def streamed(self) -> None:
+        """Prints the times of the kernel for Hopper, each checked."""
+        if not all(streamable(each) for each in self.weights):
+            return
+        layers, plain = [StreamedExperts(each) for each in self.weights], self.plain(0)
+
+        def run(which: int, each: int) -> None:
+            layers[which].run(self.given, self.hidden, self.out, rows_per_expert=each)
+
+        for rows, each in ((32, 16), (64, 32), (128, 128)):
+            self.out.fill_(float("nan"))
+            run(0, each)
+            error = ((self.out - plain).norm() / plain.norm()).item()
+            assert error < 0.01, error
+            took = in_graph(lambda which: run(which, each), len(layers))  # noqa: B023
+            print(
+                f"    streamed, tiles of {rows} rows: {took:.1f} us ({self.bound() / took:.0%})", flush=True
+            )
 
     @property
     def each(self) -> int:
@@ -161,6 +182,7 @@ def main() -> None:
             f"bound {case.bound():.1f} ({case.bound() / ours:.0%}); error {error:.1e}",
             flush=True,
         )
+        case.streamed()
         if given.sweep:
             for m in (int(one) for one in given.m.split(",")):
                 swept(case, m)

@@ -74,8 +74,11 @@ py::dict statistics(Group& group) {
 
 }  // namespace
 
+void bind_experts(py::module_& m);  // bindings_experts.cpp
+
 PYBIND11_MODULE(_cuda, m) {
-  m.doc() = "The exchange of ep_server over NVLink.";
+  m.doc() = "The exchange of ep_server over NVLink, and the experts' products on Hopper.";
+  bind_experts(m);
 
   py::class_<cuda::DispatchSendArgs>(m, "DispatchSendArgs")
       .def(py::init([](uintptr_t x, uintptr_t ids, uintptr_t weights, uintptr_t tokens_on_device,
@@ -93,7 +96,7 @@ PYBIND11_MODULE(_cuda, m) {
       .def(py::init([](uint32_t view, uint32_t capacity, uint32_t scale_pitch, uintptr_t rows,
                        uintptr_t scales, uintptr_t row_ids, uintptr_t counts, uintptr_t offsets,
                        uintptr_t src_info, uintptr_t layout_range, uintptr_t expert_stats,
-                       uintptr_t wait_stats) {
+                       uintptr_t wait_stats, bool next_reads_ahead) {
              return cuda::DispatchRecvArgs{View(view),
                                            capacity,
                                            scale_pitch,
@@ -105,12 +108,13 @@ PYBIND11_MODULE(_cuda, m) {
                                            pointer<int32_t>(src_info),
                                            pointer<int64_t>(layout_range),
                                            pointer<int32_t>(expert_stats),
-                                           pointer<int64_t>(wait_stats)};
+                                           pointer<int64_t>(wait_stats),
+                                           next_reads_ahead};
            }),
            py::kw_only(), py::arg("view") = 0, py::arg("capacity") = 0, py::arg("scale_pitch") = 0,
            py::arg("rows") = 0, py::arg("scales") = 0, py::arg("row_ids") = 0, py::arg("counts") = 0,
            py::arg("offsets") = 0, py::arg("src_info") = 0, py::arg("layout_range") = 0,
-           py::arg("expert_stats") = 0, py::arg("wait_stats") = 0);
+           py::arg("expert_stats") = 0, py::arg("wait_stats") = 0, py::arg("next_reads_ahead") = false);
   py::class_<cuda::CombineSendArgs>(m, "CombineSendArgs")
       .def(py::init([](uintptr_t expert_out, uintptr_t weights, uint32_t reduction, uint32_t wire,
                        bool pushes_weights, bool frees_dispatch) {

@@ -1,4 +1,7 @@
-"""The native exchange over NVLink (csrc/bindings_cuda.cpp); ep/cuda.py says what the values mean."""
+"""The native exchange over NVLink and the experts' kernel (csrc/bindings_cuda.cpp, bindings_experts.cpp).
+
+ep/cuda.py and model/gpu/streamed_experts.py say what the values mean.
+"""
 
 MAX_RANKS: int
 BAD_IDS: int
@@ -25,6 +28,7 @@ class DispatchRecvArgs:
         layout_range: int = 0,
         expert_stats: int = 0,
         wait_stats: int = 0,
+        next_reads_ahead: bool = False,
     ) -> None: ...
 
 class CombineSendArgs:
@@ -99,3 +103,22 @@ class Group:
     def reset(self, base: int, masked: int) -> None: ...
     def mask(self, ranks: int) -> None: ...
     def rows_at(self, bank: int) -> int: ...
+
+class ExpertsWork:
+    def __init__(
+        self,
+        *,
+        rows: int = 0,
+        pitch: int = 0,
+        row_ids: int = 0,
+        counts: int = 0,
+        offsets: int = 0,
+        hidden: int = 0,
+        out: int = 0,
+    ) -> None: ...
+
+class Experts:
+    def __init__(
+        self, *, device: int, gate_up: int, down: int, experts: int, width: int, ffn: int
+    ) -> None: ...
+    def run(self, stream: int, work: ExpertsWork, rows_of_tile: int, reads_ahead: bool) -> None: ...

@@ -22,6 +22,7 @@ __global__ void __launch_bounds__(kMaxThreads, kFp8 ? kBlocksPerSm : 3)
   constexpr Slot kSlot = kSends ? Slot::kDispatchSend : Slot::kDispatchRecv;
   constexpr uint32_t kHeaders = kSends ? 1 : 0;  // blocks
   const auto* h = reinterpret_cast<const DeviceHandle*>(handle);
+  if (kReceives && recv.next_reads_ahead) let_next_kernel_start();
   await_previous_kernel();
 
   const uint32_t block = blockIdx.x, before = 1 + kHeaders + senders;

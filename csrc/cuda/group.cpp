@@ -30,10 +30,6 @@ void settle_into(Totals& t, Slot slot, const Scratch& s) {
 
 }  // namespace
 
-void check(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
-}
-
 Group::Group(const Geometry& g, uint32_t rank, const std::vector<int32_t>& placement, const Options& options)
     : options_(options) {
   const OnDevice here(options.device);

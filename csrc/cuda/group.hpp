@@ -1,13 +1,12 @@
 // One rank's end of a group of GPUs: its region, its peers' and its state in device memory. Host side.
 #pragma once
 
-#include <cuda_runtime_api.h>
-
 #include <array>
 #include <memory>
 #include <mutex>
 #include <vector>
 
+#include "cuda/on_device.hpp"
 #include "cuda/state.hpp"
 #include "transport/nvlink.hpp"
 
@@ -17,25 +16,6 @@ struct Options {
   int device;
   uint64_t timeout_ns;
   bool mask_on_timeout;
-};
-
-void check(cudaError_t error, const char* what);
-
-// Makes a GPU the current one of this thread; the destructor gives the caller's back.
-class OnDevice {
- public:
-  explicit OnDevice(int device) : device_(device) {
-    check(cudaGetDevice(&before_), "cudaGetDevice");
-    if (before_ != device_) check(cudaSetDevice(device_), "cudaSetDevice");
-  }
-  ~OnDevice() {  // setting a device that is the current one would still make a context on it
-    if (before_ != device_) cudaSetDevice(before_);
-  }
-  OnDevice(const OnDevice&) = delete;
-  OnDevice& operator=(const OnDevice&) = delete;
-
- private:
-  int device_, before_ = 0;
 };
 
 // Throws std::runtime_error for what the GPU or its driver refuses.

@@ -140,6 +140,7 @@ struct DispatchRecvArgs {
   int64_t* layout_range;  // [E_local, R] begin << 32 | count, or null
   int32_t* expert_stats;  // [E_local] += rows received, or null
   int64_t* wait_stats;    // [R] += ns waited, or null
+  bool next_reads_ahead;  // the next kernel may be set up at once: what it reads before is none of this one's
 };
 
 struct CombineSendArgs {

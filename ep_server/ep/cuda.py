@@ -184,6 +184,7 @@ class CudaExchange:
         expert_stats: torch.Tensor | None = None,
         wait_stats: torch.Tensor | None = None,
         most_tokens: int | None = None,
+        next_reads_ahead: bool = False,
     ) -> Received:
         """dispatch_send and recv in one kernel: rows are placed while others are under way.
 
@@ -192,7 +193,8 @@ class CudaExchange:
         handle = self._new_handle(x, topk_ids, topk_weights)
         send = self._open().send_args(x, topk_ids, topk_weights, tokens_on_device)
         view = choose("view", View, view)
-        receipt = Receipt(view, out, counts, capacity, source_map, expert_stats, wait_stats, most_tokens)
+        stats = (expert_stats, wait_stats)
+        receipt = Receipt(view, out, counts, capacity, source_map, *stats, most_tokens, next_reads_ahead)
         received = self._open().receive(handle, (send, x), receipt)
         self._flights.take(DISPATCH, handle)
         return received

@@ -155,6 +155,7 @@ class Launcher:
             layout_range=address(handle.layout_range),
             expert_stats=optional("expert_stats", receipt.expert_stats, torch.int32, shapes.local),
             wait_stats=optional("wait_stats", receipt.wait_stats, torch.int64, self.spec.num_ranks),
+            next_reads_ahead=receipt.next_reads_ahead,
         )
 
     def _cut(self, handle: Handle, landing: Landing) -> None:

@@ -37,6 +37,8 @@ class Receipt:
     most_tokens: of any rank, as far as the caller knows, else max_tokens: kernels get blocks for so many.
       More are served too, and slower.
     expert_stats: [E_local] int32, += rows received. wait_stats: [R] int64, += ns waited for each rank.
+    next_reads_ahead: the stream's next kernel may be set up at once; until it waits for this one it must
+      touch nothing that this one or an earlier one writes.
     """
 
     view: View
@@ -47,6 +49,7 @@ class Receipt:
     expert_stats: torch.Tensor | None = None
     wait_stats: torch.Tensor | None = None
     most_tokens: int | None = None
+    next_reads_ahead: bool = False
 
 
 @dataclass(slots=True)

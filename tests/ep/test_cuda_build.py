@@ -20,17 +20,17 @@ NVCC = shutil.which("nvcc", path=f"{os.environ.get('CUDA_HOME', '/usr/local/cuda
 
 
 @pytest.mark.skipif(NVCC is None, reason="no CUDA toolkit on this machine: the wheel has no CUDA part either")
-@pytest.mark.parametrize("source", sorted(path.name for path in (ROOT / "csrc/cuda").glob("*.cu")))
+@pytest.mark.parametrize("source", sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/*/*.cu")))
 @pytest.mark.parametrize("arch", ["80", "90a"])
 def test_no_kernel_spills(arch: str, source: str, tmp_path: Path) -> None:
     command = [
         str(NVCC), "-std=c++20", "-O3", "-fmad=false", "-Icsrc", "-Xptxas=-v",
         f"-gencode=arch=compute_{arch},code=sm_{arch}", "-cubin",
-        f"csrc/cuda/{source}", "-o", str(tmp_path / "kernels"),
+        source, "-o", str(tmp_path / "kernels"),
     ]  # fmt: skip
     report = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stderr
     frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
-    assert len(frames) >= 6, report
+    assert len(frames) >= 3, report
     assert set(frames) == {("0", "0", "0")}, report
 
 

@@ -17,7 +17,17 @@ from ep_server.model.experts import ExpertCounter
 from ep_server.model.families.spec import GqaSpec
 from ep_server.model.gpu.attention import AttentionStep, gqa, mla
 from ep_server.model.gpu.decode_kernels import DecodeKernels, multiprocessors, triton_decode
-from ep_server.model.gpu.moe import Branch, GpuMoe, MoeStep, add_norm, dense, moe, router_space, router_weight
+from ep_server.model.gpu.moe import (
+    Branch,
+    GpuMoe,
+    MoeStep,
+    add_norm,
+    dense,
+    moe,
+    router_space,
+    router_weight,
+    streamed_experts,
+)
 from ep_server.model.gpu.paged_layers import paged_layers
 from ep_server.model.gpu.rows import Rows
 from ep_server.model.gpu.step_input import StepTensors
@@ -109,7 +119,8 @@ class GpuDecoder:
             seed = params.uniform.seed
         weight = router_weight(ffn.router, params.weights.embedding.dtype)
         counts = self.experts.rows[index]
-        return GpuMoe(index, params.spec.router, params.exchange.spec, weight, counts, seed)
+        streamed = streamed_experts(ffn.experts)
+        return GpuMoe(index, params.spec.router, params.exchange.spec, weight, counts, streamed, seed)
 
     def _attention(
         self, x: torch.Tensor, layer: LayerWeights, kv: PagedKv, at: AttentionStep

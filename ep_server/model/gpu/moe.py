@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from ep_server.ep.exchange import ExchangeSpec, Received
 from ep_server.model.families.spec import RouterSpec
 from ep_server.model.gpu.rows import Arrival, Rows, Tokens
+from ep_server.model.gpu.streamed_experts import StreamedExperts, reads_ahead, streamable
 from ep_server.model.layers import MoeWeights
 from ep_server.model.moe import wire_dtype
 from ep_server.model.timers import Lap, Phase
@@ -34,6 +35,7 @@ class GpuMoe:
 
     exchange: what the ranks agree on. logits: [E, H], the router's weight.
     expert_tokens: [E_local] int32, += rows received.
+    streamed: the experts in one kernel, for rows that it takes; None where there is none.
     seed: of experts drawn at random, None where the router chooses.
     """
 
@@ -42,6 +44,7 @@ class GpuMoe:
     exchange: ExchangeSpec
     logits: torch.Tensor
     expert_tokens: torch.Tensor
+    streamed: StreamedExperts | None = None
     seed: int | None = None
 
     def rows_per_expert(self, most: int) -> int:
@@ -75,11 +78,13 @@ def moe(x: torch.Tensor, w: MoeWeights, on: GpuMoe, step: MoeStep) -> Generator[
     wire, lap = wire_dtype(on.exchange.payload), step.lap
     tokens = Tokens(x.to(wire), *chosen(x, w, on, step))
     lap(Phase.ROUTER)
-    arrive = step.rows.dispatch(tokens, Arrival(step.most, on.expert_tokens))
+    each = on.rows_per_expert(step.most)
+    ahead = on.streamed is not None and wire is torch.bfloat16 and reads_ahead(each)
+    arrive = step.rows.dispatch(tokens, Arrival(step.most, on.expert_tokens, ahead))
     yield
     received = arrive()
     lap(Phase.DISPATCH)
-    outputs = grouped(received, w.experts, on.rows_per_expert(step.most)).to(wire)
+    outputs = grouped(received, w.experts, each, on.streamed).to(wire)
     lap(Phase.EXPERTS)
     combined = step.rows.combine(outputs, received)
     shared = None
@@ -138,18 +143,35 @@ def add_norm(branch: Branch, residual: torch.Tensor, weight: torch.Tensor, eps: 
     return out
 
 
-def grouped(received: Received, ffn: object, each: int) -> torch.Tensor:
+def weights_of(ffn: TorchGatedFfn) -> ExpertWeights:
+    """As the grouped products take them."""
+    return ExpertWeights(ffn.gate_up, ffn.down, *(ffn.scales or (None, None)))
+
+
+def streamed_experts(ffn: object) -> StreamedExperts | None:
+    """The kernel for Hopper, where it is for these weights and their device."""
+    assert isinstance(ffn, TorchGatedFfn)
+    weights = weights_of(ffn)
+    return StreamedExperts(weights) if streamable(weights) else None
+
+
+def grouped(
+    received: Received, ffn: object, each: int, streamed: StreamedExperts | None = None
+) -> torch.Tensor:
     """Every local expert on the rows that came for it; counts stay on the device. each: rows to expect.
 
     Returns: [N, H] or [E_local, P, H], as combine_send takes it.
     """
     assert isinstance(ffn, TorchGatedFfn)
-    weights = ExpertWeights(ffn.gate_up, ffn.down, *(ffn.scales or (None, None)))
+    weights = weights_of(ffn)
     given, dtype = ExpertRows.of(received), torch.bfloat16 if weights.fp8 else ffn.down.dtype
     hidden = ffn.down.new_empty(given.most, ffn.down.shape[2], dtype=dtype)
     rows = given.rows.shape[:2] if given.padded else [given.most]
     out = ffn.down.new_empty(*rows, ffn.down.shape[1], dtype=dtype)
-    run_experts(given, weights, hidden, out, rows_per_expert=each)
+    if streamed is not None and streamed.takes(given, each):
+        streamed.run(given, hidden, out, rows_per_expert=each)
+    else:
+        run_experts(given, weights, hidden, out, rows_per_expert=each)
     return out
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
@@ -38,10 +38,12 @@ class Arrival:
     """What a receive is told. most: rows that the micro-batch has at most on any rank.
 
     expert_tokens: [E_local] int32, += rows received.
+    read_ahead: the experts' kernel reads weights before the rows are there, if it is the stream's next.
     """
 
     most: int
     expert_tokens: torch.Tensor
+    read_ahead: bool = False
 
 
 class BothHalves(Protocol):
@@ -60,6 +62,7 @@ class BothHalves(Protocol):
         capacity: int,
         expert_stats: torch.Tensor,
         most_tokens: int,
+        next_reads_ahead: bool,
     ) -> Received:
         """Both halves in one kernel."""
         ...
@@ -159,6 +162,7 @@ class FusedRows:
             capacity=arrival.most * self._choices,  # all that can come: so no host is asked how much it is
             expert_stats=arrival.expert_tokens,
             most_tokens=arrival.most,
+            next_reads_ahead=arrival.read_ahead,
         )
         return lambda: received
 
@@ -186,6 +190,7 @@ class RowsBeside:
 
     def dispatch(self, tokens: Tokens, arrival: Arrival) -> Hook[Received]:
         """See Rows."""
+        arrival = replace(arrival, read_ahead=False)  # the next of this stream is another transfer
         return self._start(partial(self._inner.dispatch, tokens, arrival))
 
     def combine(self, out: torch.Tensor, received: Received) -> Hook[torch.Tensor]:

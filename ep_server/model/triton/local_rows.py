@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ep_server.model.triton.checks import FLOATS, block, expect, expect_range
-from ep_server.model.triton.early import after_previous, early
+from ep_server.model.triton.early import after_previous, early, let_next_start
 from ep_server.model.triton.norm import MAX_DIM, load_wide, store_normed, store_stream, warps_for
 
 _LEAST, _CHUNK = 256, 2048  # choices read at a time: few forms of a kernel
@@ -53,6 +53,7 @@ def _place_kernel(
     ids, counts, offsets, tokens, rows, totals, size,
     EXPERTS: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    let_next_start(EARLY)
     after_previous(EARLY)
     expert = tl.program_id(0)
     first = tl.zeros((), dtype=tl.int32)

@@ -56,7 +56,9 @@ class Exchange:
         capacity: int,
         expert_stats: torch.Tensor,
         most_tokens: int,
+        next_reads_ahead: bool,
     ) -> Received:
+        self.next_reads_ahead = next_reads_ahead
         self.capacity, self.most_tokens = capacity, most_tokens
         expert_stats += len(x)
         NOTES.append("dispatch")

@@ -1,0 +1,47 @@
+// The Python face of the experts' kernel: unwraps pointers and a stream. model/gpu/streamed_experts.py
+// checks.
+#include <pybind11/pybind11.h>
+
+#include <memory>
+
+#include "experts/experts.hpp"
+
+namespace py = pybind11;
+
+namespace {
+
+using namespace ep::experts;
+
+template <class T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+}  // namespace
+
+void bind_experts(py::module_& m) {
+  py::class_<Work>(m, "ExpertsWork")
+      .def(py::init([](uintptr_t rows, int64_t pitch, uintptr_t row_ids, uintptr_t counts, uintptr_t offsets,
+                       uintptr_t hidden, uintptr_t out) {
+             return Work{pointer<void>(rows),       pitch,
+                         pointer<int64_t>(row_ids), pointer<int32_t>(counts),
+                         pointer<int64_t>(offsets), pointer<void>(hidden),
+                         pointer<void>(out)};
+           }),
+           py::kw_only(), py::arg("rows") = 0, py::arg("pitch") = 0, py::arg("row_ids") = 0,
+           py::arg("counts") = 0, py::arg("offsets") = 0, py::arg("hidden") = 0, py::arg("out") = 0);
+  py::class_<Experts>(m, "Experts")
+      .def(py::init([](int device, uintptr_t gate_up, uintptr_t down, uint32_t experts, uint32_t width,
+                       uint32_t ffn) {
+             return std::make_unique<Experts>(device, pointer<void>(gate_up), pointer<void>(down), experts,
+                                              width, ffn);
+           }),
+           py::kw_only(), py::arg("device"), py::arg("gate_up"), py::arg("down"), py::arg("experts"),
+           py::arg("width"), py::arg("ffn"))
+      .def(
+          "run",
+          [](const Experts& self, uintptr_t stream, const Work& work, uint32_t rows_of_tile,
+             bool reads_ahead) { self.run(pointer<CUstream_st>(stream), work, {rows_of_tile, reads_ahead}); },
+          py::arg("stream"), py::arg("work"), py::arg("rows_of_tile"), py::arg("reads_ahead"),
+          py::call_guard<py::gil_scoped_release>());
+}

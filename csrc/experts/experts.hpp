@@ -1,0 +1,65 @@
+// The gated FFNs of many experts on rows whose numbers per expert are on the device, in one kernel for
+// Hopper.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace ep::experts {
+
+inline constexpr uint32_t kMaxExperts = 512;
+inline constexpr uint32_t kHalf = 64;   // of the weight rows of a tile: gate and up, or two runs of channels
+inline constexpr uint32_t kDepth = 64;  // input channels of a stage: one swizzled row of bfloat16
+inline constexpr uint32_t kSyncWords = 2 + kMaxExperts;  // next unit, blocks that left, gate/up tiles done
+
+// What one launch works on; addresses of the device. Rows are bfloat16.
+struct Work {
+  const void* rows;  // pitch bytes apart, 16-byte aligned
+  int64_t pitch;
+  const int64_t* row_ids;  // [N] which row each row of the compact order reads, or null: its own
+  const int32_t* counts;   // [experts]
+  const int64_t* offsets;  // [experts + 1]
+  void* hidden;            // [N, ffn], between the two products
+  void* out;               // [N, width]
+};
+
+// How a launch goes about it; any manner gives the same bits.
+struct Manner {
+  uint32_t
+      rows_of_tile;  // 32, 64 or 128; more rows of an expert are several tiles, which read its weights again
+  bool reads_ahead;  // weights, before the work is known: as if no expert were without rows
+};
+
+// The weights of a layer as the copy engine reads them. Of one device; one launch at a time.
+class Experts {
+ public:
+  // gate_up: [experts, 2 * ffn, width], gate rows first. down: [experts, width, ffn]. bfloat16, not owned.
+  // Throws std::invalid_argument for sizes that no tile fits, std::runtime_error for what CUDA refuses.
+  Experts(int device, const void* gate_up, const void* down, uint32_t experts, uint32_t width, uint32_t ffn);
+  Experts(const Experts&) = delete;
+  Experts& operator=(const Experts&) = delete;
+  ~Experts();
+
+  // Enqueues; no wait.
+  void run(cudaStream_t stream, const Work& work, const Manner& manner) const;
+
+ private:
+  int device_;
+  uint32_t experts_, width_, ffn_, blocks_;
+  uint32_t* sync_ = nullptr;
+  CUtensorMap gate_up_, down_;
+};
+
+// What the kernel takes beside `Work`.
+struct Weights {
+  CUtensorMap gate_up, down;
+  uint32_t experts, width, ffn;
+  uint32_t* sync;  // kSyncWords, zero between launches
+};
+
+cudaError_t start(cudaStream_t stream, uint32_t blocks, const Manner& manner, const Weights& weights,
+                  const Work& work);
+
+}  // namespace ep::experts

@@ -1,0 +1,128 @@
+// Which tile of which product a block does next: taken from a common counter, so that blocks end together.
+#pragma once
+
+#include "experts/experts.hpp"
+#include "experts/hopper.cuh"
+
+namespace ep::experts {
+
+inline constexpr uint32_t kUnits = 4;  // that a block knows ahead
+
+enum class Kind : uint32_t { kGateUp, kDown, kDropped, kEnd };
+
+// `rows` rows from `first` on of one expert, by the weight rows of a tile. Dropped: weights read in vain.
+struct Unit {
+  Kind kind;
+  uint32_t stages, expert, tile, first, rows;
+  uint32_t gate_up_done;  // by all of the expert's gate/up tiles together
+};
+
+// Written by one warp, read by all others.
+struct Agenda {
+  uint64_t full[kUnits], empty[kUnits];
+  Unit units[kUnits];
+  uint32_t first[kMaxExperts], rows[kMaxExperts];
+  uint16_t chunk_end[kMaxExperts];  // chunks of this and all earlier experts
+};
+
+__device__ inline uint32_t ceil_div(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
+
+__device__ inline void init(Agenda& a, uint32_t readers) {
+  for (uint32_t slot = 0; slot < kUnits; ++slot) {
+    hopper::init_barrier(&a.full[slot], 1);
+    hopper::init_barrier(&a.empty[slot], readers);
+  }
+}
+
+// Reads what every expert has; returns the chunks of all. By a whole warp.
+template <uint32_t kRows>
+__device__ uint32_t read_counts(Agenda& a, const Weights& w, const Work& work, uint32_t lane) {
+  uint32_t before = 0;
+  for (uint32_t begin = 0; begin < w.experts; begin += 32) {
+    const uint32_t e = begin + lane;
+    uint32_t end = 0;
+    if (e < w.experts) {
+      a.first[e] = uint32_t(work.offsets[e]);
+      a.rows[e] = uint32_t(work.counts[e]);
+      end = ceil_div(a.rows[e], kRows);
+    }
+    for (uint32_t by = 1; by < 32; by *= 2) {
+      const uint32_t other = __shfl_up_sync(~0u, end, by);
+      if (lane >= by) end += other;
+    }
+    if (e < w.experts) a.chunk_end[e] = uint16_t(before + end);
+    before += __shfl_sync(~0u, end, 31);
+  }
+  __syncwarp();
+  return before;
+}
+
+template <uint32_t kRows>
+__device__ Unit unit_of(const Agenda& a, const Weights& w, uint32_t chunks, uint32_t number) {
+  const uint32_t up_tiles = w.ffn / kHalf, down_tiles = w.width / (2 * kHalf), up_units = chunks * up_tiles;
+  Unit unit{Kind::kGateUp, w.width / kDepth};
+  uint32_t tiles = up_tiles;
+  if (number >= up_units) {
+    number -= up_units;
+    if (number >= chunks * down_tiles) return {Kind::kEnd};
+    unit = {Kind::kDown, w.ffn / kDepth};
+    tiles = down_tiles;
+  }
+  const uint32_t chunk = number / tiles;
+  unit.tile = number % tiles;
+  for (uint32_t low = 0, high = w.experts; low < high; unit.expert = low) {  // the first that ends behind it
+    const uint32_t middle = (low + high) / 2;
+    if (a.chunk_end[middle] > chunk)
+      high = middle;
+    else
+      low = middle + 1;
+  }
+  const uint32_t e = unit.expert, at = (chunk - (e == 0 ? 0 : a.chunk_end[e - 1])) * kRows;
+  unit.first = a.first[e] + at;
+  unit.rows = min(a.rows[e] - at, kRows);
+  unit.gate_up_done = up_tiles * ceil_div(a.rows[e], kRows);
+  return unit;
+}
+
+// The block's first unit if every expert has one chunk of rows: `stages` of its weights are read ahead.
+__device__ inline Unit guess(const Weights& w, uint32_t stages) {
+  const uint32_t tiles = w.ffn / kHalf, expert = blockIdx.x / tiles;
+  if (expert >= w.experts) return {Kind::kEnd};
+  return {Kind::kGateUp, min(stages, w.width / kDepth), expert, blockIdx.x % tiles};
+}
+
+__device__ inline void publish(Agenda& a, uint32_t& n, const Unit& unit) {
+  hopper::await_phase(&a.empty[n % kUnits], ~(n / kUnits) & 1);
+  a.units[n % kUnits] = unit;
+  hopper::arrive(&a.full[n % kUnits]);
+  ++n;
+}
+
+// Hands out units until none is left: the first by the block's number, the others as blocks come for them. By
+// a whole warp. `ahead`: what was guessed, an end if nothing.
+template <uint32_t kRows>
+__device__ void hand_out(Agenda& a, const Weights& w, const Work& work, const Unit& ahead, uint32_t lane) {
+  const uint32_t chunks = read_counts<kRows>(a, w, work, lane);
+  if (lane != 0) return;
+  Unit unit = unit_of<kRows>(a, w, chunks, blockIdx.x);
+  uint32_t n = 0;
+  const bool right = unit.kind == ahead.kind && unit.expert == ahead.expert && unit.tile == ahead.tile;
+  if (ahead.kind != Kind::kEnd && !right) publish(a, n, {Kind::kDropped, ahead.stages});
+  while (unit.kind != Kind::kEnd) {
+    const uint32_t number = gridDim.x + atomicAdd(w.sync, 1u);  // under way while the block is busy
+    publish(a, n, unit);
+    unit = unit_of<kRows>(a, w, chunks, number);
+  }
+  publish(a, n, unit);
+}
+
+// The n-th unit of the block. By a whole warp.
+__device__ inline Unit take(Agenda& a, uint32_t n, uint32_t lane) {
+  hopper::await_phase(&a.full[n % kUnits], n / kUnits & 1);
+  const Unit unit = a.units[n % kUnits];
+  __syncwarp();
+  if (lane == 0) hopper::arrive(&a.empty[n % kUnits]);
+  return unit;
+}
+
+}  // namespace ep::experts

@@ -1,0 +1,89 @@
+"""The experts of a layer in one kernel for Hopper: all their weights as one stream (csrc/experts).
+
+It takes bfloat16 rows of a COMPACT or INDEX view, few for each expert, as decode has them; for everything
+else there are the two kernels of model/triton/experts.py, which also say what is computed.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+
+from ep_server.model.triton.expert_rows import ExpertRows, ExpertWeights
+
+MOST_PER_EXPERT = 128  # rows, on average: beyond, every weight would be read by several tiles
+_ROWS_OF_TILE = (32, 64, 128)
+_FEW = 2  # rows, on average: with fewer, too many experts have none for weights to be read ahead
+_NATIVE = "ep_server._cuda"
+_MAX_EXPERTS, _WIDTHS, _FFNS, _PIECE = 512, 128, 64, 16
+
+
+class StreamedExperts:
+    """Holds the weights' addresses and counters on the device: one launch at a time, on any stream.
+
+    Args:
+        weights: bfloat16, on a Hopper GPU; kept alive. See `streamable`.
+    """
+
+    def __init__(self, weights: ExpertWeights) -> None:
+        self._native, self._weights = import_module(_NATIVE), weights  # only where a driver is
+        experts, width, ffn = weights.down.shape
+        self._experts = self._native.Experts(
+            device=weights.down.device.index,
+            gate_up=weights.gate_up.data_ptr(),
+            down=weights.down.data_ptr(),
+            experts=experts,
+            width=width,
+            ffn=ffn,
+        )
+
+    def takes(self, given: ExpertRows, rows_per_expert: int) -> bool:
+        """Whether the kernel is for such rows."""
+        aligned = given.rows.data_ptr() % _PIECE == 0 and given.rows.stride(-2) * 2 % _PIECE == 0
+        compact = not given.padded and given.rows.dtype is torch.bfloat16
+        return compact and aligned and rows_per_expert <= MOST_PER_EXPERT
+
+    def run(
+        self, given: ExpertRows, hidden: torch.Tensor, out: torch.Tensor, *, rows_per_expert: int
+    ) -> None:
+        """As run_experts(), on the current stream: no copy, no allocation, can be captured.
+
+        Args:
+            given: as `takes` says. hidden: [given.most, I] and out: [given.most, H], bfloat16, contiguous.
+            rows_per_expert: to expect; any number is computed correctly.
+        """
+        address = 0 if given.row_ids is None else given.row_ids.data_ptr()
+        work = self._native.ExpertsWork(
+            rows=given.rows.data_ptr(),
+            pitch=given.rows.stride(-2) * 2,
+            row_ids=address,
+            counts=given.counts.data_ptr(),
+            offsets=given.offsets.data_ptr(),
+            hidden=hidden.data_ptr(),
+            out=out.data_ptr(),
+        )
+        stream = torch.cuda.current_stream(out.device).cuda_stream
+        self._experts.run(stream, work, rows_of_tile(rows_per_expert), reads_ahead(rows_per_expert))
+
+
+def rows_of_tile(rows_per_expert: int) -> int:
+    """With room for what chance puts beyond the mean: a second tile reads all weights of an expert again."""
+    most = rows_per_expert + 2.5 * rows_per_expert**0.5
+    return next((rows for rows in _ROWS_OF_TILE if most <= rows), _ROWS_OF_TILE[-1])
+
+
+def reads_ahead(rows_per_expert: int) -> bool:
+    """Whether weights are read before it is known which experts have rows."""
+    return _FEW < rows_per_expert <= MOST_PER_EXPERT
+
+
+def streamable(weights: ExpertWeights) -> bool:
+    """Whether there is a kernel for these weights on their device."""
+    experts, width, ffn = weights.down.shape
+    sizes = experts <= _MAX_EXPERTS and width % _WIDTHS == 0 and ffn % _FFNS == 0
+    if weights.down.dtype is not torch.bfloat16 or not sizes or weights.down.device.type != "cuda":
+        return False
+    hopper = torch.cuda.get_device_capability(weights.down.device)[0] == 9
+    return hopper and find_spec(_NATIVE) is not None
