@@ -11,6 +11,7 @@
 #include "bindings_exchange.hpp"
 #include "cpu/phases.hpp"
 #include "ep/cells.hpp"
+#include "ep/row_tables.hpp"
 #include "transport/shm.hpp"
 
 void bind_fabric(py::module_& module);  // csrc/bindings_fabric.cpp: the transport between hosts
@@ -161,6 +162,27 @@ void source_map(Exchange& exchange, const DispatchState& state, uintptr_t src_in
   }
 }
 
+// Waits until the next bank of an operation may be filled; which one that is.
+uint32_t open_next(Exchange& exchange, uint32_t op) {
+  run(exchange, [&](Group& g) { return open_bank(g, Op(op)); });
+  Group& group = exchange.group();
+  return group.bank_of(group.of(Op(op)).next());
+}
+
+uint32_t answers(Exchange& exchange, const DispatchState& state, uint32_t reduction, uintptr_t slots,
+                 uintptr_t terms, uintptr_t weights, uint32_t width) {
+  const Turn turn(exchange);
+  check_origin(exchange.group(), state, "received");
+  return answer_table(exchange.group(), state, Reduction(reduction),
+                      {pointer<int64_t>(slots), pointer<int64_t>(terms), pointer<float>(weights), width});
+}
+
+void sums(Exchange& exchange, const CombineState& state, uintptr_t terms, uintptr_t weights, uint32_t width) {
+  const Turn turn(exchange);
+  check_origin(exchange.group(), state, "combine");
+  sum_table(exchange.group(), state, {nullptr, pointer<int64_t>(terms), pointer<float>(weights), width});
+}
+
 }  // namespace
 
 PYBIND11_MODULE(_C, m) {
@@ -268,6 +290,17 @@ PYBIND11_MODULE(_C, m) {
                return cpu::combine_recv(g, {pointer<void>(out)}, state);
              });
            })
+      .def("combine_release",
+           [](Exchange& self, CombineState& state) {
+             run(self, [&](Group& g) {
+               check_origin(g, state, "combine");
+               cpu::combine_release(g, state);
+               return Status{};
+             });
+           })
+      .def("open_bank", &open_next)
+      .def("answer_table", &answers)
+      .def("sum_table", &sums)
       .def("all_gather", &gather_records, py::arg("record"), py::arg("limit_ns") = 0)
       .def("abort",
            [](Exchange& self) {
@@ -298,6 +331,8 @@ PYBIND11_MODULE(_C, m) {
            })
       .def("rows_region", [](Exchange& self) {
         const Group& g = self.group();
+        if (g.rows_on_device)
+          throw BadArgument("rows_region", "on a device", "asked for where rows are on the host");
         const auto [first, last] = g.readable_regions();
         return RegionView{self.memory(), first + g.layout.rows,
                           uint64_t(last - first) + g.layout.combine - g.layout.rows};

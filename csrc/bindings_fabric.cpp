@@ -12,6 +12,7 @@ void bind_fabric(py::module_& m) { m.attr("FABRIC") = false; }
 #else
 
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <tuple>
@@ -24,16 +25,19 @@ void bind_fabric(py::module_& m) { m.attr("FABRIC") = false; }
 namespace {
 
 using namespace ep;
-using CardTuple = std::tuple<py::bytes, uint64_t, uint64_t, uint64_t>;
+using CardTuple = std::tuple<py::bytes, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t>;
+// Addresses and sizes of inbound and outbound memory, kind and number of the device.
+using DeviceTuple = std::tuple<uintptr_t, uint64_t, uintptr_t, uint64_t, uint32_t, int32_t>;
 using Cards = std::vector<CardTuple>;
 
 // One rank's endpoint and the exchange that it carries.
 class FabricPort {
  public:
   FabricPort(const Geometry& geometry, uint32_t rank, const std::vector<int32_t>& placement,
-             const Timing& timing, const fabric::Options& options, const fabric::Share& share)
+             const Timing& timing, const fabric::Options& options, const fabric::Share& share,
+             const fabric::DeviceMemory& device)
       : exchange_(std::make_shared<Exchange>(geometry, rank, placement, timing)),
-        carrier_(std::make_shared<fabric::FabricCarrier>(exchange_->group(), options, share)) {
+        carrier_(std::make_shared<fabric::FabricCarrier>(exchange_->group(), options, share, device)) {
     exchange_->attach(carrier_->memory(), carrier_);
   }
 
@@ -46,12 +50,23 @@ class FabricPort {
 };
 
 py::tuple card_of(const fabric::Card& card) {
-  return py::make_tuple(py::bytes(card.name), card.base, card.key, card.bytes);
+  const auto& [name, host, device] = card;
+  return py::make_tuple(py::bytes(name), host.base, host.key, host.bytes, device.base, device.key,
+                        device.bytes);
 }
 
 fabric::Card card_from(const CardTuple& card) {
-  const auto& [name, base, key, bytes] = card;
-  return {std::string(name), base, key, bytes};
+  const auto& [name, base, key, bytes, device_base, device_key, device_bytes] = card;
+  return {std::string(name), {base, key, bytes}, {device_base, device_key, device_bytes}};
+}
+
+fabric::DeviceMemory device_from(const std::optional<DeviceTuple>& device) {
+  if (!device) return {};
+  const auto& [inbound, inbound_bytes, outbound, outbound_bytes, kind, number] = *device;
+  return {{reinterpret_cast<std::byte*>(inbound), inbound_bytes},
+          {reinterpret_cast<std::byte*>(outbound), outbound_bytes},
+          kind,
+          number};
 }
 
 void connect(FabricPort& port, const Cards& cards, uint32_t session, uint64_t timeout_ns) {
@@ -81,6 +96,12 @@ py::list providers(const fabric::Options& options) {
   return all;
 }
 
+// What an endpoint with these settings would be opened on, in one line.
+std::string chosen(const fabric::Options& options) {
+  const fabric::Library library(options);
+  return fabric::describe(library, *fabric::choose(library, options));
+}
+
 }  // namespace
 
 void bind_fabric(py::module_& m) {
@@ -97,15 +118,17 @@ void bind_fabric(py::module_& m) {
   py::class_<fabric::Options>(m, "FabricOptions")
       .def(py::init([](std::string library, std::string provider, std::string domain, std::string address,
                        std::string interface, int64_t traffic_class, int32_t gid_index, uint32_t queue_depth,
-                       bool adaptive_routing, uint64_t disorder, bool strict_memory) {
-             return fabric::Options{library,          provider,      domain,       address,
-                                    interface,        traffic_class, gid_index,    queue_depth,
-                                    adaptive_routing, disorder,      strict_memory};
+                       bool adaptive_routing, uint64_t disorder, bool strict_memory, bool device_memory) {
+             return fabric::Options{library,          provider,      domain,        address,
+                                    interface,        traffic_class, gid_index,     queue_depth,
+                                    adaptive_routing, disorder,      strict_memory, device_memory};
            }),
            py::kw_only(), py::arg("library"), py::arg("provider"), py::arg("domain"), py::arg("address"),
            py::arg("interface"), py::arg("traffic_class"), py::arg("gid_index"), py::arg("queue_depth"),
-           py::arg("adaptive_routing"), py::arg("disorder"), py::arg("strict_memory"));
+           py::arg("adaptive_routing"), py::arg("disorder"), py::arg("strict_memory"),
+           py::arg("device_memory"));
   m.def("fabric_providers", &providers);
+  m.def("fabric_chosen", &chosen);
   m.def("host_segment_bytes",
         [](const Geometry& g, uint32_t ranks) { return fabric::host_regions(g, ranks).bytes(); });
   m.def(
@@ -117,7 +140,7 @@ void bind_fabric(py::module_& m) {
       .def(py::init([](const Geometry& geometry, uint32_t rank, const std::vector<int32_t>& placement,
                        uint64_t timeout_ns, uint64_t liveness_ns, uint64_t spin_ns, bool mask_on_timeout,
                        const fabric::Options& options, const std::vector<uint32_t>& hosts, int segment,
-                       const std::vector<int>& bells) {
+                       const std::vector<int>& bells, const std::optional<DeviceTuple>& device) {
              const auto share = segment < 0 ? fabric::Share::alone(geometry.num_ranks)
                                             : fabric::Share{hosts, segment, bells};
              if (share.hosts.size() != geometry.num_ranks)
@@ -125,11 +148,11 @@ void bind_fabric(py::module_& m) {
                                            std::to_string(geometry.num_ranks) + " ranks");
              return std::make_shared<FabricPort>(geometry, rank, placement,
                                                  Timing{timeout_ns, liveness_ns, spin_ns, mask_on_timeout},
-                                                 options, share);
+                                                 options, share, device_from(device));
            }),
            py::kw_only(), py::arg("geometry"), py::arg("rank"), py::arg("placement"), py::arg("timeout_ns"),
            py::arg("liveness_ns"), py::arg("spin_ns"), py::arg("mask_on_timeout"), py::arg("options"),
-           py::arg("hosts"), py::arg("segment"), py::arg("bells"))
+           py::arg("hosts"), py::arg("segment"), py::arg("bells"), py::arg("device") = py::none())
       .def_property_readonly("description", [](FabricPort& self) { return self.carrier().description(); })
       .def_property_readonly("card", [](FabricPort& self) { return card_of(self.carrier().card()); })
       .def("connect", &connect, py::arg("cards"), py::arg("session"), py::arg("timeout_ns"))

@@ -88,6 +88,8 @@ void bind_layout(py::module_& m) {
       .def_readonly("rows", &Layout::rows)
       .def_readonly("combine", &Layout::combine)
       .def_readonly("total", &Layout::total)
+      .def_property_readonly("device_in", &Layout::device_in)
+      .def_property_readonly("device_out", &Layout::device_out)
       .def_property_readonly("group_bytes", [](const Layout& l) { return GroupPage::bytes(l); })
       .def("region", [](const Layout& l, uint32_t rank) { return GroupPage::region(l, rank); })
       .def("ids_at", &Layout::ids_at)

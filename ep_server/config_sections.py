@@ -89,6 +89,12 @@ class ExchangeConfig:
         "auto = hybrid with several ranks a node and reduction rank, unless rows are float32",
         choices=("auto", "bounce", "hybrid"),
     )
+    device_memory: str = option(
+        "auto",
+        "rows of GPUs on several nodes: hmem = the card reads and writes GPU memory (FI_HMEM), host = "
+        "through pinned host memory; auto = hmem where provider and driver can, which the log says",
+        choices=("auto", "hmem", "host"),
+    )
     timeout_seconds: float = option(10.0, "deadline of every wait for a peer", low=0.01, high=3600)
     spin_us: int = option(
         -1,

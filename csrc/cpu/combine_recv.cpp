@@ -3,39 +3,45 @@
 // Afterwards out[t] = RANK:   sum over the ranks that own experts of t, ascending, of the rows they returned
 //                     SOURCE: sum over k, ascending, of weights[t, k] * combine[bank][owner][t][k]
 // in float32 from +0, rounded once. Ranks that are masked or never arrived contribute nothing.
-#include <bit>
-
 #include "cpu/phases.hpp"
 #include "cpu/rows.hpp"
 #include "ep/cells.hpp"
+#include "ep/row_tables.hpp"
 
 namespace ep::cpu {
 namespace {
 
-// Collects the rows of one token, for SOURCE with their weights; returns how many.
-uint32_t gather(const Group& group, const CombineState& state, uint32_t token, uint64_t arrived,
-                const void** rows, float* weights) {
-  const Layout& layout = group.layout;
-  const int32_t* ids = state.dispatch->ids.data() + size_t(token) * layout.top_k;
+// The rows of one token, for SOURCE with their weights; returns how many.
+uint32_t gather(const Group& group, const CombineState& state, uint32_t token, const void** rows,
+                float* weights) {
   uint32_t count = 0;
-  if (state.reduction == Reduction::kRank) {
-    for (uint64_t ranks = group.owners(ids) & arrived; ranks != 0; ranks &= ranks - 1) {
-      rows[count++] = group.own() + layout.rank_sum_at(state.bank, std::countr_zero(ranks), token);
-    }
-    return count;
-  }
-  for (uint32_t k = 0; k < layout.top_k; ++k) {
-    if (ids[k] < 0 || !(arrived >> group.owner[ids[k]] & 1)) continue;
-    rows[count] = group.own() + layout.choice_at(state.bank, group.owner[ids[k]], token, k);
-    weights[count++] = state.weights[size_t(token) * layout.top_k + k];
-  }
+  for_each_answer(group, state, token, [&](uint64_t slot, float weight) {
+    rows[count] =
+        group.own() + group.layout.choice_at(state.bank, 0, 0, 0) + slot * group.layout.combine_pitch;
+    weights[count++] = weight;
+  });
   return count;
+}
+
+void sum(const Group& group, const CombineState& state, void* out) {
+  const void* rows[kMaxRanks];
+  float weights[kMaxRanks];
+  for (uint32_t t = 0; t < state.dispatch->tokens; ++t) {
+    const uint32_t count = gather(group, state, t, rows, weights);
+    weighted_sum(group.geometry.payload == Payload::kFp32,
+                 {.rows = rows,
+                  .weights = state.reduction == Reduction::kRank ? nullptr : weights,
+                  .count = count,
+                  .hidden = group.geometry.hidden,
+                  .out = static_cast<std::byte*>(out) + t * group.layout.combine_bytes});
+  }
 }
 
 }  // namespace
 
 Status combine_recv(Group& group, const CombineRecvParams& params, CombineState& state) {
   const uint64_t start = now_ns();
+  check_place(group, "out", params.out);
   group.faults.at(Op::kCombine, Phase::kRecvHeader, state.epoch);
 
   // 1. All headers; a peer that reduces in another place is a bug of the callers.
@@ -62,26 +68,24 @@ Status combine_recv(Group& group, const CombineRecvParams& params, CombineState&
 
   // 2. One sum per token; only ranks that got the token in this dispatch may have answered.
   group.faults.at(Op::kCombine, Phase::kRecvReduce, state.epoch);
-  const void* rows[kMaxRanks];
-  float weights[kMaxRanks];
-  for (uint32_t t = 0; t < state.dispatch->tokens; ++t) {
-    const uint32_t count = gather(group, state, t, answered, rows, weights);
-    weighted_sum(group.geometry.payload == Payload::kFp32,
-                 {.rows = rows,
-                  .weights = state.reduction == Reduction::kRank ? nullptr : weights,
-                  .count = count,
-                  .hidden = group.geometry.hidden,
-                  .out = static_cast<std::byte*>(params.out) + t * group.layout.combine_bytes});
-  }
+  state.answered = answered;
+  if (!group.rows_on_device) sum(group, state, params.out);
 
-  // 3. The bank goes back to the experts' ranks.
+  // 3. The bank goes back to the experts' ranks, unless a device still has to read it.
   state.received = true;
-  consume(group, Op::kCombine, state.epoch);
+  state.bank_held = true;
+  if (!group.rows_on_device) combine_release(group, state);
   const uint64_t end = now_ns();
   group.statistics.time(Op::kCombine, Part::kWait).record(arrived_at - start);
   group.statistics.time(Op::kCombine, Part::kReduce).record(end - arrived_at);
   group.statistics.time(Op::kCombine, Part::kTotal).record(state.send_ns + end - start);
   return {};
+}
+
+void combine_release(Group& group, CombineState& state) {
+  if (!state.bank_held) return;
+  state.bank_held = false;
+  if (state.epoch > group.of(Op::kCombine).base()) consume(group, Op::kCombine, state.epoch);
 }
 
 }  // namespace ep::cpu

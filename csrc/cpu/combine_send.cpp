@@ -5,7 +5,8 @@
 //           weight * output
 //   SOURCE  s.combine[bank][this rank][token][k] = output, unweighted
 //   both    s.header[combine][bank][this rank] = (epoch, reduction), stored last with release
-// Reads the experts' output in the layout that the dispatch was received in; no staging copy.
+// Reads the experts' output in the layout that the dispatch was received in; no staging copy. Where rows are
+// on a device, these answers are there already (row_tables.hpp).
 #include <algorithm>
 #include <cstring>
 
@@ -13,6 +14,7 @@
 #include "cpu/rows.hpp"
 #include "ep/cells.hpp"
 #include "ep/row_runs.hpp"
+#include "ep/row_tables.hpp"
 
 namespace ep::cpu {
 namespace {
@@ -39,6 +41,19 @@ class RowsOut {
   uint64_t bytes_, padded_;
 };
 
+void write_sum(const Group& group, const RowsOut& out, const TokenRun& run, const Entry* entries,
+               std::byte* to) {
+  const void* rows[kMaxTopK];
+  float weights[kMaxTopK];
+  for (uint32_t i = 0; i < run.count; ++i) {
+    rows[i] = out[entries[i]];
+    weights[i] = entries[i].weight;
+  }
+  weighted_sum(
+      group.geometry.payload == Payload::kFp32,
+      {.rows = rows, .weights = weights, .count = run.count, .hidden = group.geometry.hidden, .out = to});
+}
+
 // Writes one token's answer into its source's region; returns the rows written.
 uint32_t answer(const Group& group, const CombineState& state, const RowsOut& out, const TokenRun& run,
                 RowRuns& sent) {
@@ -50,24 +65,15 @@ uint32_t answer(const Group& group, const CombineState& state, const RowsOut& ou
   if (state.reduction == Reduction::kSource) {
     for (uint32_t i = 0; i < run.count; ++i) {
       const uint32_t k = entries[i].k;
-      std::memcpy(region + layout.choice_at(state.bank, place, run.token, k), out[entries[i]],
-                  layout.combine_bytes);
+      if (!group.rows_on_device)
+        std::memcpy(region + layout.choice_at(state.bank, place, run.token, k), out[entries[i]],
+                    layout.combine_bytes);
       if (far) sent.add(run.source, run.token * layout.choices_per_token + k);
     }
     return run.count;
   }
-  const void* rows[kMaxTopK];
-  float weights[kMaxTopK];
-  for (uint32_t i = 0; i < run.count; ++i) {
-    rows[i] = out[entries[i]];
-    weights[i] = entries[i].weight;
-  }
-  weighted_sum(group.geometry.payload == Payload::kFp32,
-               {.rows = rows,
-                .weights = weights,
-                .count = run.count,
-                .hidden = group.geometry.hidden,
-                .out = region + layout.rank_sum_at(state.bank, place, run.token)});
+  if (!group.rows_on_device)
+    write_sum(group, out, run, entries, region + layout.rank_sum_at(state.bank, place, run.token));
   if (far) sent.add(run.source, run.token);
   return 1;
 }
@@ -80,6 +86,7 @@ Status combine_send(Group& group, const CombineSendParams& params, CombineState&
   Banks& banks = group.of(Op::kCombine);
 
   // 1. What the caller gave.
+  check_place(group, "expert_out", params.expert_out);
   state.reduction = params.reduction;
   if (params.reduction == Reduction::kRank && !dispatch.sources_have_weights)
     throw BadArgument("topk_weights", "None",

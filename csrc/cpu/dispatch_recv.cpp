@@ -11,6 +11,7 @@
 
 #include "cpu/phases.hpp"
 #include "ep/cells.hpp"
+#include "ep/row_tables.hpp"
 
 namespace ep::cpu {
 namespace {
@@ -143,6 +144,7 @@ Status dispatch_wait(Group& group, DispatchState& state) {
 
 void dispatch_expand(Group& group, DispatchState& state, const ExpandParams& params) {
   const uint64_t start = now_ns();
+  check_place(group, "rows", params.rows);
   group.faults.at(Op::kDispatch, Phase::kRecvExpand, state.epoch);
   const Layout& layout = group.layout;
   const uint64_t padded = uint64_t(layout.num_ranks) * layout.max_tokens;

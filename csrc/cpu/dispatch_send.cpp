@@ -4,7 +4,8 @@
 //   d.rows[bank][s][t] = x[t] (quantised for FP8), d.meta[bank][s] = ids and weights of all tokens of s,
 //   d.header[bank][s] = (epoch, T), stored last with release.
 // Of the ranks of another host only one gets rows and meta, for all there; each gets its header.
-// Host obligations: none; x, ids and weights may be overwritten at once.
+// Host obligations: none; x, ids and weights may be overwritten at once. Where rows are on a device, those of
+// this bank are all in d = s already, as they are sent from there to the others.
 // Cost: one read of x, one row written per (token, rank), T * K * 8 bytes of routing per rank.
 #include <bit>
 #include <cstring>
@@ -14,6 +15,7 @@
 #include "cpu/rows.hpp"
 #include "ep/cells.hpp"
 #include "ep/row_runs.hpp"
+#include "ep/row_tables.hpp"
 
 namespace ep::cpu {
 namespace {
@@ -69,6 +71,7 @@ Status dispatch_send(Group& group, const DispatchSendParams& params, DispatchSta
   Banks& banks = group.of(Op::kDispatch);
 
   // 1. What the caller gave.
+  check_place(group, "x", params.x);
   read_ids(group, params, state);
   state.tokens = params.tokens;
   state.has_weights = params.weights != nullptr;
@@ -100,7 +103,7 @@ Status dispatch_send(Group& group, const DispatchSendParams& params, DispatchSta
     const uint64_t owners = group.owners(state.ids.data() + size_t(t) * top_k) & peers;
     if (owners == 0) continue;
     const uint64_t ranks = group.targets(owners, peers);
-    write_row(group, params, state.bank, t, ranks);
+    if (!group.rows_on_device) write_row(group, params, state.bank, t, ranks);
     for (uint64_t far = ranks & group.remote; far != 0; far &= far - 1) runs.add(std::countr_zero(far), t);
     const uint64_t own = ranks >> group.rank & 1, bytes = layout.row_bytes + layout.scale_bytes;
     local += own * bytes;

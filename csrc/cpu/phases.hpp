@@ -20,6 +20,11 @@ void dispatch_release(Group& group, DispatchState& state);
 
 Status combine_send(Group& group, const CombineSendParams& params, CombineState& state);
 
+// Where rows are on a device, the sums are left to it: see sum_table(); then the bank is held until they are
+// done.
 Status combine_recv(Group& group, const CombineRecvParams& params, CombineState& state);
+
+// Returns the bank of a combine whose rows are on a device; without effect on others and the second time.
+void combine_release(Group& group, CombineState& state);
 
 }  // namespace ep::cpu

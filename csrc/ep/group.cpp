@@ -121,6 +121,7 @@ Status open_bank(Group& group, Op op) {
             group.rank,
             uint32_t(epoch),
             uint32_t(epoch - num_banks)};
+  if (group.opened[uint32_t(op)] == epoch) return {};
   group.faults.at(op, Phase::kSendBank, epoch);
   if (epoch > banks.base() + num_banks) {  // else the bank was never used in this generation
     const Waited waited = wait_for(group, {.op = op,
@@ -132,11 +133,14 @@ Status open_bank(Group& group, Op op) {
                                            .at_least = true});
     if (waited.status) return waited.status;
   }
-  if (group.carrier == nullptr) return {};
-  const Status late{Code::kTimeout, op, Phase::kSendBank, group.rank, 0, uint32_t(epoch), 0};
-  const Status status = await_lease(group, op, bank, group.all(), late);
-  if (status.code == Code::kTimeout) abort_group(group, status);
-  return status;
+  if (group.carrier != nullptr) {
+    const Status late{Code::kTimeout, op, Phase::kSendBank, group.rank, 0, uint32_t(epoch), 0};
+    const Status status = await_lease(group, op, bank, group.all(), late);
+    if (status.code == Code::kTimeout) abort_group(group, status);
+    if (status) return status;
+  }
+  group.opened[uint32_t(op)] = epoch;
+  return {};
 }
 
 void consume(Group& group, Op op, uint64_t epoch) {

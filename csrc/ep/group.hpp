@@ -64,6 +64,8 @@ struct Group {
   std::array<const Pulse*, kMaxRanks> pulses{};
   Carrier* carrier = nullptr;  // of what is written for ranks of other hosts
   uint64_t remote = 0;         // bit per rank that it carries for
+  // Rows are where the network reads and writes them on a device: the phases tell of them, and touch none.
+  bool rows_on_device = false;
   // Of each rank: bits of the ranks on its host, its number among them, and the rank of this host that
   // brought its rows here last, itself where it is on this host.
   std::array<uint64_t, kMaxRanks> mates{};
@@ -80,6 +82,7 @@ struct Group {
   std::atomic<uint64_t> generation{0};  // abort() of another thread reads it
   std::mutex aborting;                  // this rank's status lines have one writer at a time
   std::array<Banks, kBankedOps> banks;
+  std::array<uint64_t, kBankedOps> opened{};  // epoch for which open_bank() has waited last
   uint64_t vote_epoch = 0;
 
   Statistics statistics;
@@ -139,6 +142,7 @@ void for_each_peer(uint64_t peers, uint32_t rank, uint32_t num_ranks, Fn&& fn) {
 }
 
 // Waits until every receiver has read the bank that the next send of `op` takes. kHook: this rank has not.
+// The send does it itself; who fills the bank on a device does it before.
 Status open_bank(Group& group, Op op);
 
 // Marks an epoch as read here and tells all senders how far they may go.

@@ -117,6 +117,12 @@ struct Layout {
     return l;
   }
 
+  // Where rows lie on a device beside the host's memory: what a rank receives there, from `rows` on, and the
+  // answers that it sends, from `combine` on. Rows that it dispatches are sent from where its own ones
+  // arrive.
+  EP_HOST_DEVICE constexpr uint64_t device_in() const { return total - rows; }
+  EP_HOST_DEVICE constexpr uint64_t device_out() const { return total - combine; }
+
   EP_HOST_DEVICE constexpr uint64_t note_at(uint32_t bank, uint32_t source) const {
     return meta + (uint64_t(bank) * num_ranks + source) * meta_pitch;
   }

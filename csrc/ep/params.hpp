@@ -76,8 +76,9 @@ struct CombineState {
   Origin origin;
   uint64_t epoch = 0;
   uint32_t bank = 0;
-  bool received = false;
+  bool received = false, bank_held = false;
   Reduction reduction = Reduction::kRank;
+  uint64_t answered = 0;  // bit per rank that may have answered
   std::shared_ptr<DispatchState> dispatch;
   std::vector<float> weights;  // [T, K], SOURCE only
   std::array<uint64_t, kMaxRanks> wait_ns{};

@@ -27,28 +27,31 @@ uint32_t most_arrivals(const Geometry& g) {
 
 }  // namespace
 
-FabricCarrier::FabricCarrier(Group& group, const Options& options, const Share& share)
+FabricCarrier::FabricCarrier(Group& group, const Options& options, const Share& share,
+                             const DeviceMemory& device)
     : group_(group),
-      memory_(std::make_shared<FabricMemory>(group, share)),
+      memory_(std::make_shared<FabricMemory>(group, share, device)),
       bells_(group.rank, share),
       shared_(share.ranks_of(group.rank).size() > 1),
       library_(options),
       endpoint_(library_, options,
                 {.inbound = memory_->inbound(),
-                 .outbound = {memory_->outbox(), memory_->outbox_bytes()},
+                 .outbound = memory_->outbound(),
+                 .device = memory_->device(),
                  .peers = group.geometry.num_ranks,
                  .max_arrivals = most_arrivals(group.geometry)}),
-      outgoing_(group, endpoint_, memory_->outbox(), memory_->outbox() + group.layout.total),
-      incoming_(group, memory_->inbound().begin + group.layout.total),
+      outgoing_(group, endpoint_, *memory_),
+      incoming_(group, memory_->inbox()),
       waiter_(bells_.own()),
       sender_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   for (uint32_t peer = 0; peer < group.geometry.num_ranks; ++peer) {
     if (share.hosts[peer] == share.hosts[group.rank]) {
       group.add_local(peer, memory_->region(peer));
     } else {
-      group.add_remote(peer, memory_->outbox(), incoming_.pulse(peer));
+      group.add_remote(peer, memory_->outbound().begin, incoming_.pulse(peer));
     }
   }
+  group.rows_on_device = device.inbound.bytes != 0;
   group.share_rows(share.hosts);
   group.generation = load_cell(group.own(), Head::kIdentity);
   group.carrier = this;

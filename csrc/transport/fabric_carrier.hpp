@@ -24,7 +24,7 @@ class FabricCarrier : public Carrier {
  public:
   // Enters all ranks into the group, those of other hosts as remote. Throws FabricError,
   // std::invalid_argument where the share is not of this group, std::system_error.
-  FabricCarrier(Group& group, const Options& options, const Share& share);
+  FabricCarrier(Group& group, const Options& options, const Share& share, const DeviceMemory& device = {});
   ~FabricCarrier() override;
 
   const std::string& description() const { return endpoint_.description(); }

@@ -10,29 +10,29 @@
 namespace ep::fabric {
 namespace {
 
-constexpr uint64_t kStrictKey = 0x1eb0;  // below the keys that the strict shim makes up
+constexpr uint64_t kStrictKey = 0x1eb0;         // below the keys that the strict shim makes up
+constexpr uint64_t kKeys = 4;                   // of an endpoint: neighbours, from a multiple on
+constexpr uint64_t kOutbound = 1, kDevice = 2;  // added to the key
 constexpr size_t kBatch = 32;
 constexpr size_t kMostWrites = 1 << 16;  // in flight
 // Of the EFA provider since 1.18: headers of 1.17 do not have it. bool: device writes are emulated.
 constexpr int kEfaEmulatedWrite = -(0xefa << 16) + 2;
 
-// A key where the provider lets us choose one: who does not know it writes nothing here. Even.
+// A key where the provider lets us choose one: who does not know it writes nothing here.
 uint64_t random_key(size_t bytes) {
   std::random_device random;
   const uint64_t key = uint64_t(random()) << 32 | random();
-  return (bytes >= sizeof key ? key : key & ((uint64_t(1) << 8 * bytes) - 1)) & ~uint64_t(1);
+  return (bytes >= sizeof key ? key : key & ((uint64_t(1) << 8 * bytes) - 1)) & ~(kKeys - 1);
 }
 
 }  // namespace
 
 Endpoint::Endpoint(const Library& library, const Options& options, const EndpointParams& params)
-    : library_(library), info_(choose(library, options)), description_(describe(library, *info_)) {
+    : library_(library),
+      info_(choose(library, options)),
+      description_(describe(library, *info_)),
+      strict_(options.strict_memory) {
   open(params, options.strict_memory ? kStrictKey : random_key(info_->domain_attr->mr_key_size));
-  inbound_bytes_ = params.inbound.bytes;
-  if (options.strict_memory) {
-    const auto begin = reinterpret_cast<uint64_t>(params.inbound.begin);
-    strict_ = {begin, params.inbound.bytes, begin ^ std::random_device{}()};
-  }
   if (options.disorder != 0) {
     late_writes_.emplace(options.disorder);
     late_events_.emplace(options.disorder + 1);
@@ -66,14 +66,7 @@ void Endpoint::open(const EndpointParams& params, uint64_t key) {
       receives ? std::min<size_t>(params.max_arrivals, info_->rx_attr->size) : params.max_arrivals;
   open_queue(depth + uint32_t(arrivals));
 
-  inbound_ = reg(params.inbound, FI_REMOTE_WRITE, key);
-  const auto modes = uint64_t(info_->domain_attr->mr_mode);
-  base_ = modes & FI_MR_VIRT_ADDR ? reinterpret_cast<uint64_t>(params.inbound.begin) : 0;
-  if (modes & FI_MR_LOCAL) {
-    outbound_ = reg(params.outbound, FI_WRITE, key | 1);
-    desc_ = fi_mr_desc(outbound_.get());
-  }
-
+  open_memory(params, key);
   fid_ep* endpoint = nullptr;
   check(fi_endpoint(domain, info_.get(), &endpoint, nullptr), "fi_endpoint");
   endpoint_.reset(endpoint);
@@ -115,6 +108,47 @@ void Endpoint::refuse_emulation() {
     throw FabricError(description_ + ": RDMA writes are emulated: the device has none, or they are off");
 }
 
+void Endpoint::open_memory(const EndpointParams& params, uint64_t key) {
+  host_in_ = take_in(params.inbound, reg(params.inbound, FI_REMOTE_WRITE, key));
+  if (uint64_t(info_->domain_attr->mr_mode) & FI_MR_LOCAL)
+    host_out_ = reg(params.outbound, FI_WRITE, key + kOutbound);
+  const DeviceMemory& device = params.device;
+  if (device.inbound.bytes == 0) return;
+  key += kDevice;
+  device_in_ = take_in(device.inbound, reg_device(device, device.inbound, FI_REMOTE_WRITE | FI_WRITE, key));
+  device_out_ = reg_device(device, device.outbound, FI_WRITE, key + kOutbound);
+  device_outbound_ = device.outbound;
+}
+
+Endpoint::Inbound Endpoint::take_in(const Memory& memory, Owned<fid_mr> registered) const {
+  const auto begin = reinterpret_cast<uint64_t>(memory.begin);
+  const bool addressed = uint64_t(info_->domain_attr->mr_mode) & FI_MR_VIRT_ADDR;
+  const Target target{addressed ? begin : 0, fi_mr_key(registered.get()), memory.bytes};
+  Inbound made{std::move(registered), target, {}};
+  if (strict_) made.strict = {begin, memory.bytes, begin ^ std::random_device{}()};
+  return made;
+}
+
+// With the provider lies how a card reaches a GPU: dma-buf, or the driver's peer memory.
+Endpoint::Owned<fid_mr> Endpoint::reg_device(const DeviceMemory& device, const Memory& memory,
+                                             uint64_t access, uint64_t key) {
+  const iovec at{memory.begin, memory.bytes};
+  fi_mr_attr attr{};
+  attr.mr_iov = &at;
+  attr.iov_count = 1;
+  attr.access = access;
+  attr.requested_key = key;
+  attr.iface = fi_hmem_iface(device.kind);
+  attr.device.cuda = device.number;
+  fid_mr* made = nullptr;
+  const int result = fi_mr_regattr(domain_.get(), &attr, 0, &made);
+  library_.check(result, description_ + ": registration of " + std::to_string(memory.bytes) +
+                             " bytes of device " + std::to_string(device.number) +
+                             " (FI_HMEM needs a driver with dma-buf, or its peer memory module, and a "
+                             "libfabric built for this kind of device)");
+  return Owned<fid_mr>(made);
+}
+
 Endpoint::Owned<fid_mr> Endpoint::reg(const Memory& memory, uint64_t access, uint64_t key) {
   fid_mr* made = nullptr;
   const int result = fi_mr_reg(domain_.get(), memory.begin, memory.bytes, access, 0, key, 0, &made, nullptr);
@@ -124,8 +158,11 @@ Endpoint::Owned<fid_mr> Endpoint::reg(const Memory& memory, uint64_t access, uin
 }
 
 Card Endpoint::card() const {
-  Card card{std::string(256, '\0'), base_, fi_mr_key(inbound_.get()), inbound_bytes_};
-  if (strict_) card = {card.name, strict_->base, strict_->key, inbound_bytes_};
+  const auto named = [](const Inbound& inbound) {
+    const auto& strict = inbound.strict;
+    return strict ? Target{strict->base, strict->key, strict->bytes} : inbound.target;
+  };
+  Card card{std::string(256, '\0'), named(host_in_), named(device_in_)};
   size_t size = card.name.size();
   library_.check(fi_getname(&endpoint_->fid, card.name.data(), &size), description_ + ": fi_getname");
   card.name.resize(size);
@@ -136,7 +173,7 @@ uint32_t Endpoint::add_peer(const Card& card) {
   fi_addr_t address = FI_ADDR_UNSPEC;
   const int inserted = fi_av_insert(addresses_.get(), card.name.data(), 1, &address, 0, nullptr);
   if (inserted != 1) throw FabricError(description_ + ": fi_av_insert refuses the address of a peer");
-  peers_.push_back({address, card.base, card.key, card.bytes});
+  peers_.push_back({address, card.host, card.device});
   return uint32_t(peers_.size()) - 1;
 }
 
@@ -152,7 +189,8 @@ Endpoint::Posted Endpoint::post(uint32_t peer, const Write& write) {
   Operation* operation = free_.back();
   operation->peer = peer;
   operation->tag = write.tag;
-  const Peer& target = peers_[peer];
+  const Target& target = write.device ? peers_[peer].device : peers_[peer].host;
+  void* desc = descriptor(write);
   const iovec from{const_cast<std::byte*>(write.from), write.bytes};
   fi_rma_iov to{target.base + write.to, write.bytes, target.key};
   if (strict_) {
@@ -160,13 +198,13 @@ Endpoint::Posted Endpoint::post(uint32_t peer, const Write& write) {
     const std::string wrong = theirs.refuse(to.addr, to.len, to.key);
     if (!wrong.empty()) throw FabricError(description_ + ": " + wrong);
     to.addr -= target.base;  // as the provider below wants it
-    to.key = kStrictKey;
+    to.key = write.device ? kStrictKey + kDevice : kStrictKey;
   }
   fi_msg_rma message{};
   message.msg_iov = &from;
-  message.desc = &desc_;
+  message.desc = &desc;
   message.iov_count = 1;
-  message.addr = target.address;
+  message.addr = peers_[peer].address;
   message.rma_iov = &to;
   message.rma_iov_count = 1;
   message.context = operation;
@@ -180,6 +218,13 @@ Endpoint::Posted Endpoint::post(uint32_t peer, const Write& write) {
   }
   free_.pop_back();
   return Posted::kDone;
+}
+
+void* Endpoint::descriptor(const Write& write) {
+  if (!write.device) return host_out_ ? fi_mr_desc(host_out_.get()) : nullptr;
+  const bool outbound =
+      write.from >= device_outbound_.begin && write.from < device_outbound_.begin + device_outbound_.bytes;
+  return fi_mr_desc(outbound ? device_out_.get() : device_in_.registered.get());
 }
 
 size_t Endpoint::poll(Event* events, size_t room) {

@@ -22,12 +22,17 @@
 
 namespace ep::fabric {
 
-// Where a peer is and where its memory begins: what ranks tell one another before they connect.
+// Registered memory as peers name it.
+struct Target {
+  uint64_t base = 0;  // what it begins at, in the provider's addressing
+  uint64_t key = 0;
+  uint64_t bytes = 0;  // 0: there is none
+};
+
+// Where a peer is and where its memory is: what ranks tell one another before they connect.
 struct Card {
   std::string name;  // the provider's address
-  uint64_t base;     // what its region begins at, in the provider's addressing
-  uint64_t key;
-  uint64_t bytes;
+  Target host, device;
 };
 
 struct Memory {
@@ -35,20 +40,30 @@ struct Memory {
   uint64_t bytes = 0;
 };
 
+// Memory of a device, which the card reads and writes itself; none where both are empty.
+struct DeviceMemory {
+  Memory inbound;     // written by peers, and sent from
+  Memory outbound;    // sent from
+  uint32_t kind = 0;  // libfabric's fi_hmem_iface: 0 = host memory, 1 = CUDA
+  int32_t number = 0;
+};
+
 struct EndpointParams {
-  Memory inbound;         // written by peers
-  Memory outbound;        // writes are sent from here
+  Memory inbound;   // written by peers
+  Memory outbound;  // writes are sent from here
+  DeviceMemory device;
   uint32_t peers;         // how many will be added
   uint32_t max_arrivals;  // completions that may wait here unread
 };
 
 struct Write {
-  const std::byte* from;  // in `outbound`
+  const std::byte* from;  // in `outbound`; of a device in either of its memories
   uint64_t bytes;         // at least 1
-  uint64_t to;            // offset in the peer's region
+  uint64_t to;            // offset in the peer's memory of the same kind
   uint32_t immediate;
   uint32_t tag;  // of the caller; comes back with the completion
   bool more;     // another write follows at once
+  bool device = false;
 };
 
 struct Event {
@@ -103,7 +118,13 @@ class Endpoint {
   using Owned = std::unique_ptr<T, Close>;
   struct Peer {
     fi_addr_t address;
-    uint64_t base, key, bytes;
+    Target host, device;
+  };
+  // One memory that peers write: registered, as they name it, and as a card would have them name it.
+  struct Inbound {
+    Owned<fid_mr> registered;
+    Target target;
+    std::optional<StrictMemory> strict;
   };
   struct LateWrite {
     uint32_t peer;
@@ -113,7 +134,11 @@ class Endpoint {
   void open(const EndpointParams& params, uint64_t key);
   void open_queue(uint32_t size);
   void refuse_emulation();
+  void open_memory(const EndpointParams& params, uint64_t key);
+  Inbound take_in(const Memory& memory, Owned<fid_mr> registered) const;
   Owned<fid_mr> reg(const Memory& memory, uint64_t access, uint64_t key);
+  Owned<fid_mr> reg_device(const DeviceMemory& device, const Memory& memory, uint64_t access, uint64_t key);
+  void* descriptor(const Write& write);
   int64_t post_receive(fi_context2* context);
   void post_receives();
   Posted post(uint32_t peer, const Write& write);
@@ -129,18 +154,17 @@ class Endpoint {
   Owned<fid_domain> domain_;
   Owned<fid_av> addresses_;
   Owned<fid_cq> queue_;
-  Owned<fid_mr> inbound_, outbound_;
+  Inbound host_in_, device_in_;
+  Owned<fid_mr> host_out_, device_out_;
   Owned<fid_ep> endpoint_;
-  void* desc_ = nullptr;
-  uint64_t base_ = 0;
+  Memory device_outbound_;
+  const bool strict_;
   std::vector<Peer> peers_;
   std::vector<Operation> operations_;
   std::vector<Operation*> free_;
   std::vector<fi_context2> receives_;   // only where each arrival uses one up
   std::vector<fi_context2*> unposted_;  // those that were used up
   int wait_fd_ = -1, error_ = 0;
-  uint64_t inbound_bytes_ = 0;
-  std::optional<StrictMemory> strict_;  // this rank's
   std::optional<Disorder<LateWrite>> late_writes_;
   std::optional<Disorder<Event>> late_events_;
 };

@@ -20,6 +20,13 @@ constexpr uint32_t kSessionMask = (1u << Immediate::kValueBits) - 1;
 
 void FabricCarrier::connect(const std::vector<Card>& cards, uint32_t session, uint64_t timeout_ns) {
   const uint64_t deadline = now_ns() + timeout_ns;
+  for (size_t rank = 0; rank < cards.size(); ++rank) {
+    if (cards[rank].device.bytes == memory_->device().inbound.bytes) continue;
+    throw FabricError(description() + ": rank " + std::to_string(rank) + " has rows of " +
+                      std::to_string(cards[rank].device.bytes) + " bytes on a device, rank " +
+                      std::to_string(group_.rank) + " of " + std::to_string(memory_->device().inbound.bytes) +
+                      ": all ranks choose alike (exchange.device_memory)");
+  }
   session_ = session & kSessionMask;
   {
     const std::lock_guard lock(driving_);

@@ -17,8 +17,17 @@
 namespace ep::fabric {
 namespace {
 
-uint64_t region_bytes(const Geometry& g) {
-  return Layout::of(g).total + Inbox{g.num_ranks, g.num_banks}.bytes();
+uint64_t inbox_bytes(const Geometry& g) { return Inbox{g.num_ranks, g.num_banks}.bytes(); }
+
+void check_device(const Layout& layout, const Share& share, const DeviceMemory& device) {
+  if (device.inbound.bytes == 0) return;
+  if (share.segment >= 0)
+    throw std::invalid_argument("rows on a device are not shared by the ranks of a host");
+  if (device.inbound.bytes != layout.device_in() || device.outbound.bytes != layout.device_out())
+    throw std::invalid_argument("device memory of " + std::to_string(device.inbound.bytes) + " and " +
+                                std::to_string(device.outbound.bytes) + " bytes, not " +
+                                std::to_string(layout.device_in()) + " and " +
+                                std::to_string(layout.device_out()));
 }
 
 }  // namespace
@@ -38,13 +47,16 @@ Share Share::alone(uint32_t num_ranks) {
 
 shm::Regions host_regions(const Geometry& geometry, uint32_t ranks) {
   const uint64_t whole_rows = std::lcm(kPage, Layout::of(geometry).row_pitch);
-  return {ranks, align_up(region_bytes(geometry), whole_rows)};
+  return {ranks, align_up(Layout::of(geometry).total + inbox_bytes(geometry), whole_rows)};
 }
 
-FabricMemory::FabricMemory(const Group& group, const Share& share)
+FabricMemory::FabricMemory(const Group& group, const Share& share, const DeviceMemory& device)
     : rank_(group.rank),
-      inbound_bytes_(align_up(region_bytes(group.geometry), kPage)),
-      outbound_(group.layout.total + kLetters * kLetterPitch) {
+      device_(device),
+      region_bytes_(device.inbound.bytes != 0 ? group.layout.rows : group.layout.total),
+      inbound_bytes_(align_up(region_bytes_ + inbox_bytes(group.geometry), kPage)),
+      outbound_(region_bytes_ + kLetters * kLetterPitch) {
+  check_device(group.layout, share, device);
   if (share.segment < 0) {
     alone_.emplace(inbound_bytes_);
     regions_[rank_] = alone_->begin();

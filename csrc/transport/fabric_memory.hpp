@@ -54,20 +54,28 @@ struct Share {
 shm::Regions host_regions(const Geometry& geometry, uint32_t ranks);
 
 // A rank's region with the inbox behind it, those of the other ranks of its host, and its outbox with the
-// letters behind it.
+// letters behind it. Where rows lie on a device, both end before the rows.
 class FabricMemory {
  public:
-  // Throws std::invalid_argument where the share is not of this group, std::system_error, std::bad_alloc.
-  FabricMemory(const Group& group, const Share& share);
+  // device: of group.layout.device_in() and device_out() bytes, the caller's; or empty.
+  // Throws std::invalid_argument where share or device are not of this group, std::system_error,
+  // std::bad_alloc.
+  FabricMemory(const Group& group, const Share& share, const DeviceMemory& device);
 
   std::byte* region(uint32_t rank) const { return regions_[rank]; }  // of a rank of this host
   Memory inbound() const { return {regions_[rank_], inbound_bytes_}; }
-  std::byte* outbox() const { return outbound_.begin(); }
-  uint64_t outbox_bytes() const { return outbound_.bytes(); }
+  Memory outbound() const { return {outbound_.begin(), outbound_.bytes()}; }
+  const DeviceMemory& device() const { return device_; }
+  uint64_t region_bytes() const {
+    return region_bytes_;
+  }  // from its begin to the inbox; as long as the outbox
+  std::byte* inbox() const { return regions_[rank_] + region_bytes_; }
+  std::byte* letters() const { return outbound_.begin() + region_bytes_; }
 
  private:
   const uint32_t rank_;
-  const uint64_t inbound_bytes_;
+  const DeviceMemory device_;
+  const uint64_t region_bytes_, inbound_bytes_;
   Pages outbound_;
   std::optional<Pages> alone_;
   std::optional<shm::Segment> segment_;

@@ -30,11 +30,12 @@ Kind kind_of(Notice notice) {
 
 }  // namespace
 
-Outgoing::Outgoing(Group& group, Endpoint& endpoint, std::byte* outbox, std::byte* letters)
+Outgoing::Outgoing(Group& group, Endpoint& endpoint, const FabricMemory& memory)
     : group_(group),
       endpoint_(endpoint),
-      outbox_(outbox),
-      letters_(letters),
+      memory_(memory),
+      outbox_(memory.outbound().begin),
+      letters_(memory.letters()),
       inbox_{group.geometry.num_ranks, group.geometry.num_banks},
       leases_(kNumOps * kMaxBanks * kMaxRanks),
       chunks_(kBankedOps * kMaxBanks * kMaxRanks) {
@@ -169,23 +170,33 @@ void Outgoing::told(const Command& c) {
 }
 
 Outgoing::Result Outgoing::post_rows(const Queued& queued, const Immediate& said, bool more) {
-  const Command& c = queued.command;
+  Write wanted = rows(queued.command);
+  wanted.immediate = said.encode();
+  wanted.more = more;
+  const Result result = write(queued, kNoLetter, wanted);
+  if (result == Result::kDone) ++chunks(queued.command).count;
+  return result;
+}
+
+// Where the rows of a command are and where they go.
+Write Outgoing::rows(const Command& c) const {
   const Layout& layout = group_.layout;
   const bool dispatch = c.op() == Op::kDispatch;
   const auto at = [&](uint32_t place) {
     return dispatch ? layout.row_at(c.bank(), place, c.first)
                     : layout.choice_at(c.bank(), place, 0, 0) + c.first * layout.combine_pitch;
   };
-  const uint64_t pitch = dispatch ? layout.row_pitch : layout.combine_pitch;
-  const Result result = write(queued, kNoLetter,
-                              {.from = outbox_ + at(c.peer),
-                               .bytes = c.count * pitch,
-                               .to = at(group_.rank),
-                               .immediate = said.encode(),
-                               .tag = 0,
-                               .more = more});
-  if (result == Result::kDone) ++chunks(c).count;
-  return result;
+  Write write{};
+  write.bytes = c.count * (dispatch ? layout.row_pitch : layout.combine_pitch);
+  write.from = outbox_ + at(c.peer);
+  write.to = at(group_.rank);
+  if (!group_.rows_on_device) return write;
+  const DeviceMemory& device = memory_.device();
+  write.device = true;
+  write.to -= layout.rows;
+  write.from =
+      dispatch ? device.inbound.begin + write.to : device.outbound.begin + at(c.peer) - layout.combine;
+  return write;
 }
 
 // The letter with ids and weights behind it: one write, but for weights that lie far behind the ids.
@@ -206,7 +217,8 @@ Outgoing::Result Outgoing::post_routing(Queued& queued) {
                                  .to = ids_there + layout.meta_weights,
                                  .immediate = immediate(chunk).encode(),
                                  .tag = 0,
-                                 .more = true});
+                                 .more = true,
+                                 .device = false});
     if (result != Result::kDone) return result;
     ++chunks(c).count;
     queued.step = 1;
@@ -220,7 +232,8 @@ Outgoing::Result Outgoing::post_routing(Queued& queued) {
                                .to = ids_there - Layout::kNote,
                                .immediate = immediate(queued).encode(),
                                .tag = 0,
-                               .more = false});
+                               .more = false,
+                               .device = false});
   if (result != Result::kDone) return result;
   told(c);
   for (uint32_t op = 0; op < kBankedOps; ++op)
@@ -259,10 +272,11 @@ Outgoing::Result Outgoing::post_letter(const Queued& queued) {
   const Result result = write(queued, slot,
                               {.from = from,
                                .bytes = offsetof(Letter, data) + letter.length,
-                               .to = group_.layout.total + inbox_.slot(said),
+                               .to = memory_.region_bytes() + inbox_.slot(said),
                                .immediate = said.encode(),
                                .tag = 0,
-                               .more = false});
+                               .more = false,
+                               .device = false});
   if (result != Result::kDone) return result;
   free_letters_.pop_back();
   if (queued.kind == Kind::kLetter) told(queued.command);

@@ -12,6 +12,7 @@
 #include "ep/group.hpp"
 #include "ep/params.hpp"
 #include "transport/fabric_endpoint.hpp"
+#include "transport/fabric_memory.hpp"
 #include "transport/fabric_wire.hpp"
 
 namespace ep::fabric {
@@ -20,8 +21,8 @@ constexpr uint32_t kLetters = 1024;  // small messages on their way at once
 
 class Outgoing {
  public:
-  // outbox: laid out like a region; letters: kLetters slots. Both in the endpoint's outbound memory.
-  Outgoing(Group& group, Endpoint& endpoint, std::byte* outbox, std::byte* letters);
+  // memory: registered with the endpoint. Its outbox is laid out like a region, behind it are kLetters slots.
+  Outgoing(Group& group, Endpoint& endpoint, const FabricMemory& memory);
 
   // Any thread, before the command is queued for this class: the lease begins.
   void lease(const Command& command) { count(command).fetch_add(1, std::memory_order_relaxed); }
@@ -86,6 +87,7 @@ class Outgoing {
   Chunks& chunks(const Command& c);
   Result post_front(Peer& peer);
   Result post_rows(const Queued& queued, const Immediate& immediate, bool more);
+  Write rows(const Command& command) const;
   Result post_routing(Queued& queued);
   Result post_letter(const Queued& queued);
   // Whether the rows in front and the header behind them end a combine of which one immediate says all.
@@ -99,6 +101,7 @@ class Outgoing {
 
   Group& group_;
   Endpoint& endpoint_;
+  const FabricMemory& memory_;
   std::byte *const outbox_, *const letters_;
   const Inbox inbox_;
   std::array<Peer, kMaxRanks> peers_;

@@ -16,6 +16,7 @@ Probe::Probe(const Options& options, uint64_t bytes)
       endpoint_(library_, options,
                 {.inbound = {inbound_.begin(), inbound_.bytes()},
                  .outbound = {outbound_.begin(), outbound_.bytes()},
+                 .device = {},
                  .peers = 1,
                  .max_arrivals = kWaiting}) {}
 
@@ -45,7 +46,7 @@ uint64_t Probe::stream(uint64_t bytes, uint32_t writes, uint32_t window, bool fi
 
 void Probe::put(uint64_t bytes, uint32_t number, uint32_t window) {
   while (endpoint_.in_flight() >= window) look();
-  const Write write{outbound_.begin(), bytes, 0, number, 0, false};
+  const Write write{outbound_.begin(), bytes, 0, number, 0, false, false};
   Endpoint::Posted posted;
   while ((posted = endpoint_.write(0, write)) == Endpoint::Posted::kAgain) look();
   if (posted == Endpoint::Posted::kFailed)

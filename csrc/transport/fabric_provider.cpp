@@ -25,6 +25,9 @@ bool needs_reach(const Options& options) { return options.address.empty(); }
 
 std::string text(const char* value) { return value != nullptr ? value : ""; }
 
+uint64_t needed(const Options& options) { return kCaps | (options.device_memory ? FI_HMEM : 0); }
+uint64_t mr_modes(const Options& options) { return kMrModes | (options.device_memory ? FI_MR_HMEM : 0); }
+
 bool layered(const std::string& provider) { return provider.find(';') != std::string::npos; }
 
 // Everything reachable, with the modes that we can serve and no capability asked for yet.
@@ -34,7 +37,7 @@ Info query(const Library& library, const Options& options, uint64_t caps, bool w
   hints->caps = caps;
   hints->mode = kModes;
   hints->ep_attr->type = FI_EP_RDM;
-  hints->domain_attr->mr_mode = int(kMrModes);
+  hints->domain_attr->mr_mode = int(mr_modes(options));
   hints->domain_attr->threading = FI_THREAD_DOMAIN;  // one lock around everything of an endpoint
   hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
   // Whoever drives makes progress: a thread of the provider would take the core or a lock from it.
@@ -56,10 +59,11 @@ std::string missing(const fi_info& info, const Options& options) {
   if (!options.domain.empty() && domain != options.domain) return "not the domain " + options.domain;
   if (needs_reach(options) && !(info.caps & FI_REMOTE_COMM)) return "reaches no other host";
   if ((info.caps & kCaps) != kCaps) return "no RDMA write (FI_RMA | FI_WRITE | FI_REMOTE_WRITE)";
+  if (options.device_memory && !(info.caps & FI_HMEM)) return "reaches no memory of devices (FI_HMEM)";
   if (info.domain_attr->cq_data_size < kImmediate)
     return "remote completion data of " + std::to_string(info.domain_attr->cq_data_size) + " bytes, 4 needed";
   if (info.mode & ~kModes) return "asks for a mode that is not served";
-  if (uint64_t(info.domain_attr->mr_mode) & ~kMrModes)
+  if (uint64_t(info.domain_attr->mr_mode) & ~mr_modes(options))
     return "asks for a memory registration mode not served";
   if (info.tx_attr->size < options.queue_depth)
     return "holds " + std::to_string(info.tx_attr->size) +
@@ -105,14 +109,16 @@ std::vector<Candidate> list(const Library& library, const Options& options) {
 }
 
 Info choose(const Library& library, const Options& options) {
-  const Info able = query(library, options, kCaps | (needs_reach(options) ? FI_REMOTE_COMM : 0));
+  const Info able = query(library, options, needed(options) | (needs_reach(options) ? FI_REMOTE_COMM : 0));
   for (const fi_info* info : ordered(able.get()))
     if (missing(*info, options).empty()) return library.copy(info);
   // Nobody: say what each lacks. A query without capabilities shows the ones that libfabric left out.
+  const std::string refused = std::string("refuses RDMA writes ") +
+                              (options.device_memory ? "of device memory (FI_HMEM) " : "") +
+                              "with these settings";
   std::string why;
   for (const Candidate& c : list(library, options))
-    why += "; " + c.provider + " on " + c.domain + ": " +
-           (c.missing.empty() ? "refuses RDMA writes with these settings" : c.missing);
+    why += "; " + c.provider + " on " + c.domain + ": " + (c.missing.empty() ? refused : c.missing);
   throw FabricError("libfabric " + library.version_text() + " (" + library.path() + ") has no way for " +
                     wanted(options) + (why.empty() ? ": it lists none" : why));
 }
@@ -124,7 +130,8 @@ std::string describe(const Library& library, const fi_info& info) {
   const std::pair<uint64_t, const char*> registration[] = {{FI_MR_LOCAL, "local"},
                                                            {FI_MR_VIRT_ADDR, "virtual address"},
                                                            {FI_MR_ALLOCATED, "allocated"},
-                                                           {FI_MR_PROV_KEY, "provider key"}};
+                                                           {FI_MR_PROV_KEY, "provider key"},
+                                                           {FI_MR_HMEM, "device memory"}};
   std::string modes;
   for (const auto& [bit, name] : registration)
     if (uint64_t(info.domain_attr->mr_mode) & bit) modes += (modes.empty() ? "" : ", ") + std::string(name);

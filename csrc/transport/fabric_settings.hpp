@@ -22,6 +22,7 @@ struct Options {
   bool adaptive_routing = true;  // false: the provider is asked for writes in order
   uint64_t disorder = 0;  // seed: writes and completions in any order; 0 = as they come. See fabric_shim.hpp
   bool strict_memory = false;  // addresses and keys as production networks want them
+  bool device_memory = false;  // asks for providers that reach a device's memory (FI_HMEM)
 };
 
 struct Parameter {

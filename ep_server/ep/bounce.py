@@ -26,7 +26,7 @@ from ep_server.ep.native import NativeExchange
 from ep_server.ep.row_order import Form, Order
 from ep_server.ep.tensors import check_tensor_on
 from ep_server.ep.waiting import Waiting
-from ep_server.errors import ConfigError, InvalidArgument
+from ep_server.errors import InvalidArgument
 
 
 class BounceExchange:
@@ -35,7 +35,6 @@ class BounceExchange:
     Args:
         inner: an exchange on CPU tensors, which this one owns from now on.
         device: of all tensors given and returned; "cpu" works too.
-        gpu_direct: must be False: no card reads GPU memory itself (FI_HMEM, dma-buf) yet.
         copies: in place of those of the device; for tests.
     Raises: ConfigError; StartupError where the device is not there.
     """
@@ -45,22 +44,22 @@ class BounceExchange:
         inner: NativeExchange,
         device: torch.device | str | int,
         *,
-        gpu_direct: bool = False,
         copies: Copies | None = None,
     ) -> None:
         self.inner, self.spec = inner, inner.spec
         try:
-            if gpu_direct:
-                raise ConfigError("gpu_direct", True, "False: GPU memory is not registered with any card yet")
             self.device = checked_device(device)
             self._copies = copies or copies_for(self.device, self.spec.timeout_ns)
-            self._staging = Staging(self.spec, inner.views, self._copies)
-            self.form = Form(self.device, inner.combine_dtype, self.spec.hidden, self._staging.region_rows)
+            self._allocate()
+            self.form = Form(self.device, inner.combine_dtype, self.spec.hidden, inner.views.padded_rows)
         except BaseException:
             inner.abort()  # else the others would wait for this rank
             inner.close()
             raise
         self.combine_dtype = inner.combine_dtype
+
+    def _allocate(self) -> None:
+        self._staging = Staging(self.spec, self.inner.views, self._copies)
 
     # -- the Protocol ---------------------------------------------------------------------------------
 
@@ -109,6 +108,11 @@ class BounceExchange:
 
     def release(self, received: Received) -> None:
         """Without effect: what a view shows is a copy, its bank was given back when it was received."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Device memory that is held between operations."""
+        return 0
 
     @property
     def staging_bytes(self) -> int:

@@ -52,8 +52,15 @@ class Copies(Protocol):
         """Host memory that copies may read and write."""
         ...
 
+    def check_stream(self) -> None:
+        """Raises InvalidArgument where the caller's stream is captured into a graph."""
+        ...
+
     def fetch(self, *pairs: Pair) -> Arrival:
-        """Begins copies from device to host, after all that the caller's stream has to do by now."""
+        """Begins copies from device to host, after all that the caller's stream has to do by now.
+
+        Returns: also of no copies: waits for what the stream has to do.
+        """
         ...
 
     def reuse(self, slot: Slot) -> None:
@@ -73,6 +80,9 @@ class HostCopies:
         return torch.empty(shape, dtype=dtype)
 
     empty = staging
+
+    def check_stream(self) -> None:
+        """There is none."""
 
     def fetch(self, *pairs: Pair) -> Arrival:
         """As the Protocol says."""
@@ -113,6 +123,10 @@ class CudaCopies:
     def staging(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """As the Protocol says; pinned."""
         return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+    def check_stream(self) -> None:
+        """As the Protocol says."""
+        _refuse_capture()
 
     def fetch(self, *pairs: Pair) -> Arrival:
         """As the Protocol says."""

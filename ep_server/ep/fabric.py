@@ -10,6 +10,7 @@ import logging
 from dataclasses import dataclass
 
 from ep_server import _C
+from ep_server.ep.device_rows import DeviceRows
 from ep_server.ep.exchange import ExchangeSpec
 from ep_server.ep.fabric_settings import FabricOptions
 from ep_server.ep.geometry import check_segment, geometry_of
@@ -21,7 +22,8 @@ from ep_server.errors import ConfigError, StartupError
 __all__ = ["Card", "FabricExchange", "FabricOptions", "Provider", "providers"]
 
 LOG = logging.getLogger(__name__)
-Card = tuple[bytes, int, int, int]  # where a rank's memory is: the provider's address, base, key, bytes
+# Where a rank's memory is: the provider's address; base, key and bytes on the host, then on a device.
+Card = tuple[bytes, int, int, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +41,16 @@ def providers(options: FabricOptions) -> list[Provider]:
     return [Provider(*found) for found in _C.fabric_providers(options.native())]
 
 
+def chosen(options: FabricOptions, *, device_memory: bool = False) -> str:
+    """What an exchange would be opened on, in one line.
+
+    Args:
+        device_memory: it must reach the memory of devices.
+    Raises: StartupError naming every provider and what it lacks.
+    """
+    return _C.fabric_chosen(options.native(device_memory=device_memory))
+
+
 class FabricExchange(NativeExchange):
     """One rank's end of a group over several hosts. Satisfies exchange.Exchange, and what native.py adds.
 
@@ -49,6 +61,7 @@ class FabricExchange(NativeExchange):
         spec: this rank's; all other fields are the same on all ranks.
         share: what the ranks of this host share; None = every rank is a host of its own. Its descriptors stay
           the caller's, who may close them.
+        rows: where rows lie on a device; see fabric_rows.py.
     Raises: ConfigError; StartupError naming the provider and what it lacks.
     """
 
@@ -58,15 +71,16 @@ class FabricExchange(NativeExchange):
         options: FabricOptions | None = None,
         waiting: Waiting | None = None,
         share: HostShare | None = None,
+        rows: DeviceRows | None = None,
     ) -> None:
         waiting, self.options = waiting or Waiting(), options or FabricOptions()
         self.options.check_depth(spec.max_tokens)
         share = share or HostShare(tuple(range(spec.num_ranks)), -1, ())
         self.hosts = share.hosts
-        self._port: _C.FabricPort | None = _open_port(spec, self.options, waiting, share)
+        self._port: _C.FabricPort | None = _open_port(spec, self.options, waiting, share, rows)
         self.description = self._port.description
         LOG.info("rank %d: %s", spec.rank, self.description)
-        self._attach(spec, self._port.exchange, waiting)
+        self._attach(spec, self._port.exchange, waiting, None if rows is None else rows.dispatched)
 
     @property
     def card(self) -> Card:
@@ -104,9 +118,9 @@ class FabricExchange(NativeExchange):
 
 
 def _open_port(
-    spec: ExchangeSpec, options: FabricOptions, waiting: Waiting, share: HostShare
+    spec: ExchangeSpec, options: FabricOptions, waiting: Waiting, share: HostShare, rows: DeviceRows | None
 ) -> _C.FabricPort:
-    native, geometry = options.native(), geometry_of(spec)
+    native, geometry = options.native(device_memory=rows is not None), geometry_of(spec)
     check_hosts(share.hosts, spec)
     try:
         if share.fd >= 0:
@@ -119,6 +133,7 @@ def _open_port(
             hosts=list(share.hosts),
             segment=share.fd,
             bells=list(share.bells),
+            device=None if rows is None else rows.native(),
             **waiting.native(spec, ranks_here=share.hosts.count(share.hosts[spec.rank])),
         )
     except (OSError, ValueError) as error:

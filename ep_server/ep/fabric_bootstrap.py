@@ -26,6 +26,7 @@ from ep_server.errors import ConfigError, EpServerError, StartupError
 
 SESSION_BITS = 17  # as many as a greeting carries
 Gather = Callable[["Introduction"], list["Introduction"]]
+Make = Callable[[], FabricExchange]
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,7 @@ class Introduction:
             values["hosts"] = tuple(map(int, values["hosts"]))
             if values["card"] is not None:
                 name, *numbers = values["card"]
-                base, key, size = map(int, numbers)
-                values["card"] = (base64.b64decode(name), base, key, size)
+                values["card"] = (base64.b64decode(name), *map(int, numbers))
             return cls(**values)
         except (ValueError, KeyError, TypeError) as error:
             raise StartupError(
@@ -73,11 +73,13 @@ def from_process_group(
     options: FabricOptions | None = None,
     waiting: Waiting | None = None,
     share: HostShare | None = None,
+    make: Make | None = None,
 ) -> FabricExchange:
     """An exchange for the ranks of a torch.distributed group with object collectives. Collective.
 
     Args:
         options, waiting, share: as FabricExchange has them.
+        make: opens this rank's end in place of FabricExchange; all ranks choose alike.
     Raises: ConfigError; StartupError, on every rank if it is one rank's.
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -89,7 +91,7 @@ def from_process_group(
         dist.all_gather_object(everyone, mine, group=group)
         return everyone
 
-    return join(gather, spec, options, waiting, share)
+    return join(gather, spec, options, waiting, share, make)
 
 
 def from_store(
@@ -99,6 +101,7 @@ def from_store(
     options: FabricOptions | None = None,
     waiting: Waiting | None = None,
     share: HostShare | None = None,
+    make: Make | None = None,
 ) -> FabricExchange:
     """The same over a c10d store. Collective. TCPStore: one rank serves it, all know its host and port.
 
@@ -118,7 +121,7 @@ def from_store(
             everyone.append(Introduction.decode(store.get(f"{name}/{rank}")))
         return everyone
 
-    return join(gather, spec, options, waiting, share)
+    return join(gather, spec, options, waiting, share, make)
 
 
 def join(
@@ -127,11 +130,12 @@ def join(
     options: FabricOptions | None = None,
     waiting: Waiting | None = None,
     share: HostShare | None = None,
+    make: Make | None = None,
 ) -> FabricExchange:
     """Opens an endpoint, introduces it, connects to all others. Returns once every rank has come so far."""
     exchange, error = None, ""
     try:
-        exchange = FabricExchange(spec, options, waiting, share)
+        exchange = make() if make is not None else FabricExchange(spec, options, waiting, share)
     except EpServerError as failed:  # the others wait for this rank's introduction
         error = str(failed)
     hosts = tuple(range(spec.num_ranks)) if share is None else share.hosts

@@ -84,8 +84,12 @@ class FabricOptions:
             allowed = f"0 (the provider's own) or {least} to {MAX_QUEUE_DEPTH}: max_tokens is {max_tokens}"
             raise ConfigError("queue_depth", self.queue_depth, allowed)
 
-    def native(self) -> _C.FabricOptions:
-        """The same for csrc. Raises StartupError where this build has no libfabric."""
+    def native(self, *, device_memory: bool = False) -> _C.FabricOptions:
+        """The same for csrc. Raises StartupError where this build has no libfabric.
+
+        Args:
+            device_memory: only providers that reach the memory of devices will do (FI_HMEM).
+        """
         if not _C.FABRIC:
             raise StartupError(
                 "this build cannot reach other hosts: it was made without the headers of libfabric"
@@ -103,6 +107,7 @@ class FabricOptions:
             adaptive_routing=self.adaptive_routing,
             disorder=self.disorder,
             strict_memory=self.strict_memory,
+            device_memory=device_memory,
         )
 
 

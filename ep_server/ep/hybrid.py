@@ -156,8 +156,8 @@ class HybridExchange:
 
     @property
     def memory_bytes(self) -> int:
-        """Device memory of this rank's end inside the host; 0 where it has none."""
-        return int(getattr(self.near, "memory_bytes", 0))
+        """Device memory of both ends of this rank; 0 where they have none."""
+        return int(getattr(self.near, "memory_bytes", 0)) + self.far.memory_bytes
 
     def __repr__(self) -> str:
         return f"HybridExchange(near={self.near!r}, ranks {list(self.near_ranks)} of {self.spec.num_ranks})"

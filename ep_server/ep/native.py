@@ -136,12 +136,19 @@ class NativeExchange:
             ) from error
         self._attach(spec, native, waiting)
 
-    def _attach(self, spec: ExchangeSpec, native: _C.Exchange, waiting: Waiting) -> None:
-        """Whatever carries it, an exchange is its spec, its native end and the tensors over its region."""
+    def _attach(
+        self, spec: ExchangeSpec, native: _C.Exchange, waiting: Waiting, region: torch.Tensor | None = None
+    ) -> None:
+        """Whatever carries it, an exchange is its spec, its native end and the tensors over its region.
+
+        Args:
+            region: see Views; None = on the host, where the native end has it.
+        """
         self.spec = spec
         self._vote_ns, self.on_timeout = waiting.vote_ns(spec), waiting.on_timeout
         self.layout = _C.Layout(geometry_of(spec))
-        region = torch.frombuffer(memoryview(native.rows_region()), dtype=torch.uint8)
+        if region is None:
+            region = torch.frombuffer(memoryview(native.rows_region()), dtype=torch.uint8)
         self._native: _C.Exchange | None = native
         self._views: Views | None = Views(spec, self.layout, region)
         self.combine_dtype, self.row_dtype = self._views.combine_dtype, self._views.row_dtype
@@ -184,11 +191,22 @@ class NativeExchange:
             reduction: None = the spec's. A spec with SOURCE has room for RANK too, where dispatch got
               weights; all ranks choose alike.
         """
-        native, spec, state = self._native or self._open(), self.spec, self._state_of(received)
+        state = self._state_of(received)
+        self.views.check_expert_out(received.view, expert_out, state.num_rows)
+        return self._combine(state, expert_out.data_ptr(), topk_weights, reduction)
+
+    def _combine(
+        self,
+        state: _C.DispatchState,
+        expert_out: int,
+        topk_weights: torch.Tensor | None,
+        reduction: Reduction | None,
+    ) -> PendingCombine:
+        """combine_send of rows at an address."""
+        native, spec = self._native or self._open(), self.spec
         chosen = spec.reduction if reduction is None else Reduction(reduction)
         if chosen is not spec.reduction and spec.reduction is Reduction.RANK:
             raise InvalidArgument("reduction", str(chosen), "rank, as the spec says")
-        self.views.check_expert_out(received.view, expert_out, state.num_rows)
         weights = 0
         if topk_weights is not None:
             if state.has_weights or chosen == Reduction.RANK:
@@ -197,7 +215,7 @@ class NativeExchange:
             weights = topk_weights.data_ptr()
         elif chosen is Reduction.SOURCE and not state.has_weights and state.tokens:
             raise InvalidArgument("topk_weights", None, "given at dispatch or at combine")
-        combine = native.combine_send(state, expert_out.data_ptr(), weights, REDUCTIONS.index(chosen))
+        combine = native.combine_send(state, expert_out, weights, REDUCTIONS.index(chosen))
         return PendingCombine(self, combine, state.tokens)
 
     def all_gather(self, record: bytes) -> list[bytes]:

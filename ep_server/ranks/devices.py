@@ -1,7 +1,7 @@
 """What a rank computes on: the CPU, or one GPU. Chooses arithmetic, exchange and runner; knows no channel.
 
-On a GPU rows of bfloat16 or FP8 travel over NVLink to ranks of the same host; else through host memory. A GPU
-runs one step ahead of what the host knows.
+On a GPU rows of bfloat16 or FP8 travel over NVLink to ranks of the same host; to others from GPU memory where
+network cards reach it, else through host memory. A GPU runs one step ahead of what the host knows.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import torch
 
 from ep_server.config import Config
+from ep_server.ep.device_memory import on_device
 from ep_server.ep.exchange import ExchangeSpec, View, control_spec
 from ep_server.ep.native import NativeExchange
 from ep_server.errors import StartupError
@@ -172,9 +173,7 @@ class CudaDevice:
     def open(self, spec: ExchangeSpec, opening: Opening) -> Any:
         """As Device.open."""
         if not on_nvlink(self._config, spec):
-            from ep_server.ep.bounce import BounceExchange
-
-            far = BounceExchange(open_exchange(self._start, self._config, spec, opening), self.device)
+            far = on_device(open_exchange(self._start, self._config, spec, opening, self.device), self.device)
             if not on_hybrid(self._config, spec):
                 return far
             from ep_server.ep.hybrid_bootstrap import on_gpus
@@ -208,7 +207,7 @@ class CudaDevice:
         blocks = kv_blocks_on(self.device, model, plan)
         rows = rows_of(exchange, nvlink, hybrid)
         runner = gpu_runner(model, exchange, rows, plan, blocks, chosen.kernels)
-        return Built(runner, blocks, exchange.memory_bytes if nvlink or hybrid else 0, chosen.named)
+        return Built(runner, blocks, exchange.memory_bytes, chosen.named)
 
     def prepare(self, runner: Any, progress: Progress) -> None:
         """Captures a graph for each form of a decode step."""

@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
 
 from ep_server.config import Config
+from ep_server.ep.device_memory import DeviceMemory, open_end
 from ep_server.ep.exchange import ExchangeSpec
 from ep_server.ep.fabric import Card, FabricExchange
 from ep_server.ep.host_share import HostShare
 from ep_server.ep.native import NativeExchange
+from ep_server.ep.tensors import CPU
 from ep_server.ep.waiting import Waiting
 from ep_server.ranks.fabric_options import fabric_options
 from ep_server.ranks.group import hosts_of, local_ranks, spin_budget, usable_cores
@@ -31,9 +36,13 @@ class Opening:
     meet: Meet
 
 
-def open_exchange(start: pb.Start, config: Config, spec: ExchangeSpec, opening: Opening) -> NativeExchange:
+def open_exchange(
+    start: pb.Start, config: Config, spec: ExchangeSpec, opening: Opening, device: torch.device = CPU
+) -> NativeExchange:
     """Collective between hosts: returns once all ranks are connected.
 
+    Args:
+        device: on which rows are, as far as that may matter between hosts.
     Raises: StartupError and its children; ExchangeError if a peer fails.
     """
     local = local_ranks(config)
@@ -46,7 +55,11 @@ def open_exchange(start: pb.Start, config: Config, spec: ExchangeSpec, opening: 
     share = HostShare(hosts_of(config), start.exchange_fd, tuple(start.bells))
     options = fabric_options(config.fabric, local.index(spec.rank), len(local))
     options = replace(options, connect_seconds=config.cluster.connect_seconds)
-    fabric = FabricExchange(spec, options, Waiting(spin_us), share)
+    waiting, wanted = Waiting(spin_us), DeviceMemory(config.exchange.device_memory)
+    through_host = partial(FabricExchange, spec, options, waiting, share)
+    fabric = open_end(
+        spec, device, wanted if device != CPU else DeviceMemory.HOST, options, waiting, through_host
+    )
     share.close()
     opening.on_open(fabric)
     answer = opening.meet(_introduction(fabric.card), config.cluster.connect_seconds)
@@ -56,9 +69,18 @@ def open_exchange(start: pb.Start, config: Config, spec: ExchangeSpec, opening: 
 
 
 def _introduction(card: Card) -> pb.Introduction:
-    address, base, key, size = card
-    return pb.Introduction(address=address, base=base, key=key, size=size)
+    address, base, key, size, device_base, device_key, device_size = card
+    return pb.Introduction(
+        address=address,
+        base=base,
+        key=key,
+        size=size,
+        device_base=device_base,
+        device_key=device_key,
+        device_size=device_size,
+    )
 
 
 def _card(wire: pb.Introduction) -> Card:
-    return wire.address, wire.base, wire.key, wire.size
+    host = wire.address, wire.base, wire.key, wire.size
+    return *host, wire.device_base, wire.device_key, wire.device_size

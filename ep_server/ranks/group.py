@@ -134,7 +134,7 @@ def on_hybrid(config: Config, spec: ExchangeSpec) -> bool:
     Raises: ConfigError where that is asked for and cannot be.
     """
     asked, float32 = config.exchange.between_nodes, spec.payload == Payload.FP32
-    possible = config.parallel.device == "cuda" and config.cluster.nodes > 1 and not float32
+    possible = between_gpus(config) and not float32
     if asked == "hybrid" and not possible:
         allowed = "auto or bounce, unless there are several nodes with GPUs and rows are not float32"
         raise ConfigError("exchange.between_nodes", asked, allowed)
@@ -143,11 +143,24 @@ def on_hybrid(config: Config, spec: ExchangeSpec) -> bool:
     return possible and (asked == "hybrid" or (asked == "auto" and fits))
 
 
+def check_device_memory(config: Config) -> None:
+    """Raises ConfigError where cards are to reach GPU memory, and there are no GPUs or no other nodes."""
+    if config.exchange.device_memory == "hmem" and not between_gpus(config):
+        allowed = "auto or host, unless there are several nodes with GPUs"
+        raise ConfigError("exchange.device_memory", "hmem", allowed)
+
+
+def between_gpus(config: Config) -> bool:
+    """Whether rows travel between GPUs of several nodes."""
+    return config.parallel.device == "cuda" and config.cluster.nodes > 1
+
+
 def exchange_spec(config: Config, spec: ModelSpec, rank: int) -> ExchangeSpec:
     """The exchange of one rank; the same on all but for `rank`.
 
-    Raises: ConfigError for rows that the experts of GPU ranks do not take.
+    Raises: ConfigError for rows that the experts of GPU ranks do not take, or that no card reaches.
     """
+    check_device_memory(config)
     ranks, settings = num_ranks(config), config.exchange
     dtype = serving_dtype(spec, config.model.dtype)
     auto = Payload.FP32 if dtype is Dtype.FLOAT32 else Payload.BF16

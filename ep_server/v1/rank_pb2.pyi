@@ -173,16 +173,22 @@ class FromRank(_message.Message):
     def __init__(self, progress: _Optional[_Union[Progress, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., tokens: _Optional[_Union[StepTokens, _Mapping]] = ..., freed: _Optional[_Union[Freed, _Mapping]] = ..., request_failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., statistics: _Optional[_Union[Statistics, _Mapping]] = ..., fatal: _Optional[_Union[Fatal, _Mapping]] = ..., introduction: _Optional[_Union[Introduction, _Mapping]] = ...) -> None: ...
 
 class Introduction(_message.Message):
-    __slots__ = ("address", "base", "key", "size")
+    __slots__ = ("address", "base", "key", "size", "device_base", "device_key", "device_size")
     ADDRESS_FIELD_NUMBER: _ClassVar[int]
     BASE_FIELD_NUMBER: _ClassVar[int]
     KEY_FIELD_NUMBER: _ClassVar[int]
     SIZE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_BASE_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_KEY_FIELD_NUMBER: _ClassVar[int]
+    DEVICE_SIZE_FIELD_NUMBER: _ClassVar[int]
     address: bytes
     base: int
     key: int
     size: int
-    def __init__(self, address: _Optional[bytes] = ..., base: _Optional[int] = ..., key: _Optional[int] = ..., size: _Optional[int] = ...) -> None: ...
+    device_base: int
+    device_key: int
+    device_size: int
+    def __init__(self, address: _Optional[bytes] = ..., base: _Optional[int] = ..., key: _Optional[int] = ..., size: _Optional[int] = ..., device_base: _Optional[int] = ..., device_key: _Optional[int] = ..., device_size: _Optional[int] = ...) -> None: ...
 
 class Progress(_message.Message):
     __slots__ = ("stage", "done", "total")

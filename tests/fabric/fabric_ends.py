@@ -32,8 +32,10 @@ def _of_the_wheel() -> str:
     return str(found[0].locate()) if found else "libfabric.so.1 of the mpich wheel"
 
 
-# Debian's 1.x, and the 2.x that the mpich wheel brings: the same code must run on both.
-LIBRARIES = {"system": "", "wheel": _of_the_wheel()}
+# Debian's 1.x, and the 2.x that the mpich wheel brings: the same code must run on both. For GPUs also what
+# scripts/libfabric_cuda builds.
+BUILT = Path(__file__).parents[2] / "build/gpu/hmem/libfabric.so.1"
+LIBRARIES = {"system": "", "wheel": _of_the_wheel(), "cuda": str(BUILT)}
 
 
 @cache

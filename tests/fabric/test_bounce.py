@@ -204,13 +204,11 @@ def test_a_view_that_does_not_exist_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    ("device", "options", "error", "said"),
+    ("device", "error", "said"),
     [
-        ("meta", {}, ConfigError, "cpu or cuda"),
-        ("cpu", {"gpu_direct": True}, ConfigError, "gpu_direct"),
+        ("meta", ConfigError, "cpu or cuda"),
         pytest.param(
             "cuda",
-            {},
             StartupError,
             "no CUDA device",
             marks=pytest.mark.skipif(torch.cuda.is_available(), reason="has a CUDA device"),
@@ -218,11 +216,11 @@ def test_a_view_that_does_not_exist_is_refused() -> None:
     ],
 )
 def test_a_device_that_cannot_be_is_refused_and_the_inner_exchange_closed(
-    device, options, error, said
+    device: str, error: type[Exception], said: str
 ) -> None:
     inner = make_single(SPEC, "native")
     with pytest.raises(error, match=said):
-        BounceExchange(inner, device, **options)
+        BounceExchange(inner, device)
     with pytest.raises(InvalidArgument, match="closed"):
         inner.barrier()
 

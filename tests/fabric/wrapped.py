@@ -33,6 +33,8 @@ class Wrapped:
     strict: bool = False
     failing: int = 0
     broken_wait: bool = False
+    hmem: bool = False
+    refused: bool = False
 
     def build(self, folder: Path) -> Path:
         """Compiles it into a folder. Its record is the file `record` there."""
@@ -52,6 +54,8 @@ class Wrapped:
             "STRICT": int(self.strict),
             "FAILING": self.failing,
             "BROKEN_WAIT": int(self.broken_wait),
+            "HMEM": int(self.hmem),
+            "REFUSED": int(self.refused),
         }
         line = ["gcc", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o", str(made)]
         line += [f"-D{name}={value}" for name, value in macros.items()]

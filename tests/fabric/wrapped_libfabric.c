@@ -2,8 +2,11 @@
 // for, calls a provider by another name, takes capabilities away, and demands what production networks
 // demand. Compiled by wrapped.py; what it does is said by macros:
 //   REAL            the libfabric behind it; BELOW: the provider in it, as it calls it
-//   RECORD          file: "env NAME=VALUE" when it is loaded, "hint NAME=VALUE" whenever it is asked, and
-//                   "write PROCESS PEER" for the first writes of each endpoint
+//   RECORD          file: "env NAME=VALUE" when it is loaded, "hint NAME=VALUE" whenever it is asked,
+//                   "write PROCESS PEER" for the first writes of each endpoint, "device PROCESS KIND NUMBER
+//                   BEGIN BYTES" for memory of a device that is registered, and "device_write PROCESS FROM" for
+//                   the first writes from it
+//   HMEM            0, or it reaches the memory of devices where it is asked to; REFUSED: registering it fails
 //   NAME            how it calls BELOW
 //   LACKS           capabilities that are not there
 //   CQ_DATA         bytes of remote completion data; what exceeds them is cut off
@@ -28,7 +31,7 @@
 #include <string.h>
 #include <unistd.h>
 
-enum { ENDS = 64, HELD = 1 << 16, REGIONS = 256, NOTED = 32, EFA_EMULATED_WRITE = -(0xefa << 16) + 2 };
+enum { ENDS = 64, HELD = 1 << 16, REGIONS = 4096, NOTED = 32, EFA_EMULATED_WRITE = -(0xefa << 16) + 2 };
 
 extern char** environ;
 static void* real;
@@ -78,9 +81,11 @@ static void rename_to(char** name, const char* other) {
   *name = strdup(other);
 }
 
-static void mask(struct fi_info* info) {
+static void mask(struct fi_info* info, bool hmem) {
   rename_to(&info->fabric_attr->prov_name, NAME);
   info->caps &= ~(uint64_t)(LACKS);
+  if (hmem) info->caps |= FI_HMEM;
+  if (hmem) info->domain_attr->mr_mode |= FI_MR_HMEM;
   if (info->domain_attr->cq_data_size > CQ_DATA) info->domain_attr->cq_data_size = CQ_DATA;
   if (info->tx_attr->size > MOST_WRITES) info->tx_attr->size = MOST_WRITES;
   if (!STRICT) return;
@@ -94,6 +99,8 @@ static struct fi_info* unmask(const struct fi_info* info) {
   struct fi_info* plain = real_dupinfo(info);
   rename_to(&plain->fabric_attr->prov_name, BELOW);
   plain->mode &= ~FI_RX_CQ_DATA;
+  plain->caps &= ~FI_HMEM;  // it has none, but takes the memory that stands for a device's
+  plain->domain_attr->mr_mode &= ~FI_MR_HMEM;
   return plain;
 }
 
@@ -102,6 +109,9 @@ int fi_getinfo(uint32_t version, const char* node, const char* service, uint64_t
   note_number("tx_size", hints->tx_attr->size);
   note_number("tclass", hints->tx_attr->tclass);
   note_number("msg_order", hints->tx_attr->msg_order);
+  const bool hmem = (hints->caps & FI_HMEM) != 0;
+  if (hmem) note_number("hmem_mr_mode", (hints->domain_attr->mr_mode & FI_MR_HMEM) != 0);
+  if (hmem && !HMEM) return -FI_ENODATA;
   if (hints->domain_attr->name != NULL) {
     char text[256];
     snprintf(text, sizeof text, "domain=%s", hints->domain_attr->name);
@@ -115,7 +125,7 @@ int fi_getinfo(uint32_t version, const char* node, const char* service, uint64_t
   if (asked->tx_attr->size > MOST_WRITES) asked->tx_attr->size = MOST_WRITES;
   const int result = real_getinfo(version, node, service, flags, asked, list);
   real_freeinfo(asked);
-  for (struct fi_info* info = result == 0 ? *list : NULL; info != NULL; info = info->next) mask(info);
+  for (struct fi_info* info = result == 0 ? *list : NULL; info != NULL; info = info->next) mask(info, hmem);
   return result;
 }
 
@@ -131,13 +141,14 @@ static struct end {
   size_t first, last;
   void* failed[FAILING + 1];  // contexts of writes
   size_t failures, failures_told;
-  size_t noted;  // writes
+  size_t noted, device_noted;  // writes
 } ends[ENDS];
 static size_t num_ends, num_regions;
 static struct {
   const char* begin;
   size_t bytes;
   void* desc;
+  bool device;
 } regions[REGIONS];
 
 static struct fi_ops_fabric fabric_ops, *fabric_below;
@@ -247,6 +258,28 @@ static ssize_t write_strict(struct fid_ep* endpoint, const struct fi_msg_rma* me
   return -FI_EINVAL;
 }
 
+static long region_of(const char* from) {
+  for (size_t i = num_regions; i-- > 0;)
+    if (from >= regions[i].begin && from < regions[i].begin + regions[i].bytes) return (long)i;
+  return -1;
+}
+
+// What is sent from a device comes with the descriptor of its registration, and only that.
+static bool described(const struct fi_msg_rma* message) {
+  const long i = region_of(message->msg_iov[0].iov_base);
+  if (i < 0 || !regions[i].device) return true;
+  return message->desc != NULL && message->desc[0] == regions[i].desc;
+}
+
+static void note_device_write(struct end* end, const char* from) {
+  const long i = region_of(from);
+  if (i < 0 || !regions[i].device || end->device_noted == NOTED) return;
+  char text[64];
+  snprintf(text, sizeof text, "%d %llu", (int)getpid(), (unsigned long long)(uintptr_t)from);
+  note("device_write", text);
+  ++end->device_noted;
+}
+
 static ssize_t write_message(struct fid_ep* endpoint, const struct fi_msg_rma* message, uint64_t flags) {
   struct end* end = of_endpoint(endpoint);
   if (end->noted < NOTED) {
@@ -259,6 +292,8 @@ static ssize_t write_message(struct fid_ep* endpoint, const struct fi_msg_rma* m
     end->failed[end->failures++] = message->context;
     return 0;
   }
+  if (!described(message)) return -FI_EINVAL;
+  note_device_write(end, message->msg_iov[0].iov_base);
   return STRICT ? write_strict(endpoint, message, flags) : rma_below->writemsg(endpoint, message, flags);
 }
 
@@ -270,8 +305,24 @@ static int register_memory(struct fid* domain, const void* buffer, size_t bytes,
   (*made)->mem_desc = *made;  // the provider below has none
   regions[num_regions].begin = buffer;
   regions[num_regions].bytes = bytes;
+  regions[num_regions].device = false;
   regions[num_regions++].desc = *made;
   return 0;
+}
+
+// The provider below is told of host memory.
+static int register_device(struct fid* domain, const struct fi_mr_attr* attr, uint64_t flags,
+                           struct fid_mr** made) {
+  char text[128];
+  const struct iovec* at = attr->mr_iov;
+  snprintf(text, sizeof text, "%d %d %d %llu %zu", (int)getpid(), (int)attr->iface, attr->device.cuda,
+           (unsigned long long)(uintptr_t)at->iov_base, at->iov_len);
+  note("device", text);
+  if (REFUSED) return -FI_ENOSYS;
+  const int result = register_memory(domain, at->iov_base, at->iov_len, attr->access, attr->offset,
+                                     attr->requested_key, flags, made, attr->context);
+  if (result == 0) regions[num_regions - 1].device = true;
+  return result;
 }
 
 static int get_option(struct fid* endpoint, int level, int name, void* value, size_t* length) {
@@ -323,7 +374,8 @@ static int open_domain(struct fid_fabric* fabric, struct fi_info* info, struct f
   if (result != 0) return result;
   REPLACE(*domain, ops, domain_ops, domain_below, endpoint, open_endpoint);
   domain_ops.cq_open = open_queue;
-  if (STRICT) REPLACE(*domain, mr, mr_ops, mr_below, reg, register_memory);
+  if (STRICT || HMEM) REPLACE(*domain, mr, mr_ops, mr_below, reg, register_memory);
+  mr_ops.regattr = register_device;
   return 0;
 }
 

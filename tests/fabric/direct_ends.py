@@ -1,0 +1,107 @@
+"""Ends of exchanges whose rows lie on a device, for which poisoned memory of the host stands.
+
+Two providers take such memory (FI_HMEM): shm, which both libraries have, and the wrapped one, which hears of
+another kind of device than the one below it.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ep_server.ep import fabric_bootstrap
+from ep_server.ep.device_rows import DeviceRows
+from ep_server.ep.direct import DirectExchange
+from ep_server.ep.exchange import ExchangeSpec
+from ep_server.ep.fabric import FabricOptions
+from ep_server.ep.fabric_rows import RowsFabric
+from ep_server.ep.waiting import Waiting
+from tests.fabric.fabric_ends import LIBRARIES, needs
+from tests.fabric.wrapped import Wrapped
+
+CPU = torch.device("cpu")
+GPU_3 = 3  # the number of a device that is not there
+_names = count()
+
+
+def over_shm(library: str = "system") -> FabricOptions:
+    """The provider shm, whose addresses are names that nobody else on this machine has."""
+    needs(library)
+    return FabricOptions(library=LIBRARIES[library], provider="shm", address="named by own_name")
+
+
+def over_card(folder: Path, library: str = "system", disorder: int = 0, **how: object) -> FabricOptions:
+    """A provider over TCP that wants memory registered as cards do, that of devices too."""
+    needs(library)
+    made = Wrapped(library=library, strict=True, hmem=True, **how).build(folder)  # type: ignore[arg-type]
+    return FabricOptions(str(made), address="127.0.0.1", disorder=disorder)
+
+
+def own_name(options: FabricOptions) -> FabricOptions:
+    """With a name for one more endpoint of this process, where that is the provider's address."""
+    if options.provider != "shm":
+        return options
+    return replace(options, address=f"ep-server-{os.getpid()}-{next(_names)}")
+
+
+def poisoned_rows(spec: ExchangeSpec, kind: int = DeviceRows.CUDA, number: int = GPU_3) -> DeviceRows:
+    """All NaN until something is written. kind, number: what the provider hears of it."""
+    return replace(poisoned_on(CPU, spec), kind=kind, number=number)
+
+
+def poisoned_on(device: torch.device, spec: ExchangeSpec) -> DeviceRows:
+    rows = DeviceRows.allocate(spec, device)
+    rows.inbound.fill_(255)
+    rows.outbound.fill_(255)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # the card does not wait for streams
+    return rows
+
+
+def make(options: FabricOptions, spec: ExchangeSpec, group: dist.ProcessGroup) -> DirectExchange:
+    """Collective. shm is told of host memory, as it would touch it as that of a device."""
+    kind, number = (DeviceRows.HOST, 0) if options.provider == "shm" else (DeviceRows.CUDA, GPU_3)
+    return _connected(poisoned_rows(spec, kind, number), own_name(options), group)
+
+
+def make_on(
+    device: torch.device, options: FabricOptions, spec: ExchangeSpec, group: dist.ProcessGroup
+) -> DirectExchange:
+    """The same of a GPU's memory, which the provider hears of as such."""
+    return _connected(poisoned_on(device, spec), own_name(options), group)
+
+
+def _connected(rows: DeviceRows, options: FabricOptions, group: dist.ProcessGroup) -> DirectExchange:
+    spec = rows.spec
+    inner = fabric_bootstrap.from_process_group(
+        group, spec, options, make=lambda: RowsFabric(spec, rows, options)
+    )
+    assert isinstance(inner, RowsFabric)
+    return DirectExchange(inner)
+
+
+@dataclass(frozen=True)
+class DirectEnd:
+    """One rank's, for tests.harness.ranks: where all meet (a file), its network."""
+
+    meeting: str
+    options: FabricOptions
+
+    def open(self, spec: ExchangeSpec, **waiting: Any) -> DirectExchange:
+        options, store = own_name(self.options), dist.FileStore(self.meeting, spec.num_ranks)
+        rows = poisoned_rows(spec, DeviceRows.HOST, 0)
+        inner = fabric_bootstrap.from_store(
+            store,
+            "group",
+            spec,
+            options,
+            make=lambda: RowsFabric(spec, rows, options, Waiting(**waiting)),
+        )
+        assert isinstance(inner, RowsFabric)
+        return DirectExchange(inner)

@@ -1,0 +1,42 @@
+"""Programs of ranks whose rows lie on a GPU, one for all, and travel by a provider that reaches its memory.
+
+As in gpu_bounce.py, calls are made behind kernels that take long.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from ep_server.ep.device_rows import DeviceRows
+from ep_server.ep.direct import DirectExchange
+from ep_server.ep.exchange import ExchangeSpec, Payload
+from ep_server.ep.fabric import FabricOptions
+from tests.ep.conformance import run_cases
+from tests.ep.sequences import run_sequences
+from tests.fabric import direct_ends
+from tests.fabric.gpu_bounce import SHARED, OnGpu, a_models_spec, run_in_flight, run_refused
+
+
+def make(options: FabricOptions, spec: ExchangeSpec, group: dist.ProcessGroup) -> DirectExchange:
+    torch.cuda.set_device(SHARED)
+    exchange = direct_ends.make_on(torch.device(SHARED), options, spec, group)
+    assert exchange.rows.kind == DeviceRows.CUDA and exchange.device == torch.device(SHARED)
+    return exchange
+
+
+def whole_suite(group: dist.ProcessGroup, options: FabricOptions) -> dict[str, str]:
+    def factory(spec: ExchangeSpec, group: dist.ProcessGroup) -> OnGpu:
+        return OnGpu(make(options, spec, group))
+
+    return run_cases(group, factory) | run_sequences(group, factory)
+
+
+def in_flight(group: dist.ProcessGroup, options: FabricOptions) -> None:
+    run_in_flight(group, partial(make, options))
+
+
+def refused(group: dist.ProcessGroup, options: FabricOptions) -> None:
+    run_refused(make(options, a_models_spec(group, Payload.BF16), group))

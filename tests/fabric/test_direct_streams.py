@@ -1,0 +1,110 @@
+"""What a DirectExchange enqueues on a GPU's streams: no access races with another, nor with the network card.
+
+Runs without a GPU (stream_races.py). The card reads rows when they are sent: that counts as an access of the
+host. That the checker notices a missing wait is tested by leaving out each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ep_server.ep.bounce_copies import CudaCopies
+from ep_server.ep.device_rows import DeviceRows
+from ep_server.ep.direct import DirectExchange
+from ep_server.ep.exchange import ExchangeSpec, Payload
+from ep_server.ep.fabric_rows import RowsFabric
+from ep_server.ep.native import PendingDispatch
+from tests.fabric.direct_ends import CPU, over_shm, own_name, poisoned_rows
+from tests.fabric.stream_races import HOST, Races, watched
+from tests.fabric.test_bounce_streams import Operation, run, spec_of
+from tests.harness.routing import make_inputs
+
+
+class Noted(RowsFabric):
+    """The card reads what is sent, and the host its tables."""
+
+    races: Races
+
+    def next_bank(self, op: int) -> int:
+        self.bank = super().next_bank(op)
+        return self.bank
+
+    def send_rows(self, ids: torch.Tensor, weights: torch.Tensor | None) -> PendingDispatch:
+        rows, _ = self.views.index(self.bank)
+        own = rows[self.spec.rank * self.spec.max_tokens :][: len(ids)]
+        self.races.note(HOST, [own, ids, *([] if weights is None else [weights])], [], "send_rows")
+        return super().send_rows(ids, weights)
+
+    def send_answers(self, *given: Any) -> Any:
+        self.races.note(
+            HOST, [self.rows.leaving(self.bank), self.rows.arrived(self.bank)], [], "send_answers"
+        )
+        return super().send_answers(*given)
+
+
+def explored(
+    replace: Callable[..., None], payload: Payload = Payload.BF16
+) -> tuple[Races, list[torch.Tensor]]:
+    spec = spec_of(payload)
+    with watched(replace) as races:
+        inner = opened(spec, races)
+        exchange = DirectExchange(inner, copies=CudaCopies(CPU, spec.timeout_ns))
+        sums = run(exchange, 4)  # type: ignore[arg-type]
+        banks_change_streams(exchange)
+        exchange.close()
+    return races, sums
+
+
+def opened(spec: ExchangeSpec, races: Races) -> Noted:
+    inner = Noted(spec, poisoned_rows(spec, DeviceRows.HOST, 0), own_name(over_shm()))
+    inner.races = races
+    inner.connect([inner.card], 1)
+    return inner
+
+
+def banks_change_streams(exchange: DirectExchange) -> None:
+    """Each bank is received on one stream, and filled next from the other, by which nothing was combined."""
+    streams = [torch.cuda.Stream(), torch.cuda.Stream()]
+    for turn in range(6):
+        Operation(exchange, streams[turn // 2 % 2], turn).receive()
+
+
+@pytest.mark.parametrize("payload", [Payload.BF16, Payload.FP8])
+def test_no_access_races_with_another(monkeypatch: pytest.MonkeyPatch, payload: Payload) -> None:
+    races, sums = explored(monkeypatch.setattr, payload)
+    assert races.found == []
+    timelines = {access.timeline for each in races.accesses.values() for access in each}
+    assert {HOST, "caller", "stream 1", "stream 2"} <= timelines
+    if payload is Payload.BF16:
+        spec = spec_of(payload)
+        for seed, found in enumerate(sums):
+            mine = make_inputs(spec, "max_tokens", seed)[0]
+            weights = mine.weights.where(mine.ids >= 0, 0).sum(1, keepdim=True)
+            torch.testing.assert_close(found.float(), 2 * mine.x.float() * weights, rtol=2e-2, atol=1e-6)
+
+
+def no_wait_for_the_event(self: CudaCopies, event: object, what: str) -> None:
+    pass
+
+
+def no_wait_for_reading(self: DirectExchange) -> None:
+    held, self._held = self._held, []
+    for _, _, release in held:
+        release()
+
+
+LEFT_OUT = {
+    "the card for rows": (CudaCopies, "_wait", no_wait_for_the_event),
+    "a bank for its reading": (DirectExchange, "_give_back", no_wait_for_reading),
+}
+
+
+@pytest.mark.parametrize("left_out", LEFT_OUT)
+def test_a_wait_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch, left_out: str) -> None:
+    monkeypatch.setattr(*LEFT_OUT[left_out])
+    races, _ = explored(monkeypatch.setattr)
+    assert races.found
