@@ -7,11 +7,13 @@ another kind of device than the one below it.
 from __future__ import annotations
 
 import os
+import shutil
 from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -27,12 +29,17 @@ from tests.fabric.wrapped import Wrapped
 
 CPU = torch.device("cpu")
 GPU_3 = 3  # the number of a device that is not there
+SHM_BYTES = 17 << 20
 _names = count()
 
 
 def over_shm(library: str = "system") -> FabricOptions:
     """The provider shm, whose addresses are names that nobody else on this machine has."""
     needs(library)
+    # 16 MiB an endpoint; it looks for room for as many as there are cores before it offers itself.
+    wanted = max(4, os.cpu_count() or 1) * SHM_BYTES
+    if shutil.disk_usage("/dev/shm").free < wanted:
+        pytest.skip(f"/dev/shm has less than {wanted >> 20} MiB")
     return FabricOptions(library=LIBRARIES[library], provider="shm", address="named by own_name")
 
 
