@@ -34,6 +34,7 @@ SOURCES = (
     CSRC / "cuda/group.cpp",
     CSRC / "bindings_cuda.cpp",
     HERE / "blocks.cpp",
+    HERE / "experts.cpp",
     HERE / "runtime.cpp",
 )
 FLAGS = (
