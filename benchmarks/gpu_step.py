@@ -1,10 +1,9 @@
 """One decode step of a shape on one GPU, as a replayed graph, and kernel by kernel.
 
-    python3 benchmarks/gpu_step.py qwen3-30b-a3b --batch 64,128,256 --layers 4 [--profile] [--router plain]
+    python3 benchmarks/gpu_step.py qwen3-30b-a3b --batch 64,128,256 --layers 4 [--profile]
 
 Random weights, experts drawn uniformly, one rank in this process. With fewer layers than the model has, the
-time of the whole model is what one layer adds, times its layers, plus the rest. --router plain: product and
-choice as two kernels. Times in microseconds.
+time of the whole model is what one layer adds, times its layers, plus the rest. Times in microseconds.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from ep_server.config import Config
 from ep_server.ep.exchange import control_spec
 from ep_server.ep.segment import create_segment
 from ep_server.model.families import read_spec
-from ep_server.model.gpu import decoder
 from ep_server.model.gpu.graphs import Form
 from ep_server.ranks.build import Front, RankParts, build_rank
 from ep_server.ranks.devices import CudaDevice
@@ -159,17 +157,12 @@ def main() -> None:
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--routing", default="uniform")
-    parser.add_argument("--router", choices=("fused", "plain"), default="fused")
     parser.add_argument("--profile", action="store_true")
     given = parser.parse_args()
-    if given.router == "plain":
-        decoder.router_space = lambda blocks, rows: None
     batches = [int(one) for one in given.batch.split(",")]
     whole = json.loads((SHAPES / given.shape / "config.json").read_text())["num_hidden_layers"]
     took: dict[int, list[float]] = defaultdict(list)
-    print(
-        torch.cuda.get_device_name(), torch.__version__, given.shape, f"context {given.context}", given.router
-    )
+    print(torch.cuda.get_device_name(), torch.__version__, given.shape, f"context {given.context}")
     counts = [given.layers] if given.layers == whole else [given.layers // 2, given.layers]
     for layers in counts:
         with tempfile.TemporaryDirectory() as folder:

@@ -24,7 +24,6 @@ from ep_server.model.gpu.moe import (
     add_norm,
     dense,
     moe,
-    router_space,
     router_weight,
     streamed_experts,
 )
@@ -82,8 +81,7 @@ class GpuDecoder:
         """
         eps, weights = self._spec.norm_eps, self._weights
         at = self._attention_step(step)
-        space = router_space(self._moe, step.tokens)
-        routed = MoeStep(step.live, step.numbers, step.positions, on.most, on.rows, on.lap, space)
+        routed = MoeStep(step.live, step.numbers, step.positions, on.most, on.rows, on.lap)
         residual = F.embedding(_token_ids(step, on.drawn), weights.embedding)
         x = torch.empty_like(residual)
         rms_norm(residual, weights.layers[0].attention_norm, eps, x)

@@ -5,7 +5,7 @@ The rows that come are counted on the device: nothing waits for the host, so it 
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 
 import torch
@@ -24,9 +24,7 @@ from ep_server.model.triton.expert_rows import ExpertRows, ExpertWeights
 from ep_server.model.triton.experts import run_experts
 from ep_server.model.triton.local_rows import Answers, add_answers_norm
 from ep_server.model.triton.norm import add_rms_norm
-from ep_server.model.triton.router import route
-from ep_server.model.triton.router_choice import Choice, Drawn
-from ep_server.model.triton.router_rows import RouterSpace, fits, route_rows
+from ep_server.model.triton.router import Choice, Drawn, route
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +56,7 @@ class MoeStep:
     """What the sparse blocks of a micro-batch share.
 
     live: [1] rows that are no padding. numbers, positions: [T] int32, of each row's request and in it.
-    most, rows, lap: see decoder.Pass. space: of router_space().
+    most, rows, lap: see decoder.Pass.
     """
 
     live: torch.Tensor
@@ -67,7 +65,6 @@ class MoeStep:
     most: int
     rows: Rows
     lap: Lap
-    space: RouterSpace | None
 
 
 Branch = torch.Tensor | Answers  # what is added to the residual stream: [T, H], or the parts of that sum
@@ -106,18 +103,8 @@ def chosen(x: torch.Tensor, w: MoeWeights, on: GpuMoe, step: MoeStep) -> tuple[t
     ids = torch.empty(len(x), on.router.top_k, dtype=torch.int64, device=x.device)
     gates = torch.empty(len(x), on.router.top_k, dtype=torch.float32, device=x.device)
     drawn = None if on.seed is None else Drawn(step.numbers, step.positions, on.seed, on.layer)
-    choice = Choice(on.router, ids, gates, w.bias, step.live, drawn)
-    if step.space is None:
-        route(router_logits(x, on.logits), choice)
-    else:
-        route_rows(x, on.logits, choice, step.space)
+    route(router_logits(x, on.logits), Choice(on.router, ids, gates, w.bias, step.live, drawn))
     return ids, gates
-
-
-def router_space(blocks: Sequence[GpuMoe | None], rows: int) -> RouterSpace | None:
-    """For the blocks of one micro-batch, in turn; None where product and choice are two kernels."""
-    weight = next((block.logits for block in blocks if block is not None), None)
-    return None if weight is None or not fits(rows, len(weight)) else RouterSpace.of(rows, weight)
 
 
 def router_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

@@ -17,7 +17,6 @@ from ep_server.model.families.spec import GroupScore, RouterSpec, Score
 from ep_server.model.kv_cache import KvLayer
 from ep_server.model.triton import stamps
 from ep_server.model.triton.activation import silu_mul
-from ep_server.model.triton.checks import block
 from ep_server.model.triton.expert_rows import ExpertRows, ExpertWeights
 from ep_server.model.triton.experts import run_experts
 from ep_server.model.triton.local_rows import Answers, Places, add_answers_norm, place_rows
@@ -28,9 +27,7 @@ from ep_server.model.triton.paged_decode import Workspace, decode
 from ep_server.model.triton.paged_prefill import prefill
 from ep_server.model.triton.paged_tile import AttentionRule, Sequences
 from ep_server.model.triton.rope import HeadNorm, MlaInput, Rotation, store_gqa, store_mla
-from ep_server.model.triton.router import route
-from ep_server.model.triton.router_choice import Choice, Drawn
-from ep_server.model.triton.router_rows import RouterSpace, parts_for, route_rows
+from ep_server.model.triton.router import Choice, Drawn, route
 from ep_server.model.triton.sampling import sample
 from ep_server.model.triton.sampling_report import SamplingReport, report
 from ep_server.model.triton.sampling_space import SamplingSpace
@@ -109,29 +106,17 @@ def prefilling() -> None:
 
 
 def routing() -> None:
-    """Qwen3-30B-A3B and DeepSeek-V3, with a router's weight that bfloat16 holds, and one that it does not."""
+    """Qwen3-30B-A3B and DeepSeek-V3, with all rows, with some, and with experts drawn."""
     v3 = RouterSpec(
         256, 8, score=Score.SIGMOID, bias=True, groups=8, top_groups=4, group_score=GroupScore.TOP2_SUM,
         renormalise=True, renorm_eps=1e-20, scale=2.5,
     )  # fmt: skip
     drawn = Drawn(meta(TOKENS, dtype=I32), meta(TOKENS, dtype=I32), 1, 2)
-    for spec, width, bias in (
-        (RouterSpec(128, 8, renormalise=True), 2048, None), (v3, 7168, meta(256, dtype=F32)),
-    ):  # fmt: skip
+    for spec, bias in ((RouterSpec(128, 8, renormalise=True), None), (v3, meta(256, dtype=F32))):
         ids, weights = meta(TOKENS, 8, dtype=I64), meta(TOKENS, 8, dtype=F32)
         for count, how in ((None, None), (meta(1, dtype=I32), None), (meta(1, dtype=I32), drawn)):
             choice = Choice(spec, ids, weights, bias, count, how)
             route(meta(TOKENS, spec.num_experts, dtype=F32), choice)
-            routed(choice, width, BF16)
-        routed(choice, width, F32)
-
-
-def routed(choice: Choice, width: int, dtype: torch.dtype, x_dtype: torch.dtype = BF16) -> None:
-    """Product and choice. dtype: of the weight."""
-    spec, rows = choice.spec, len(choice.ids)
-    parts, columns = parts_for(width), block(spec.num_experts, 16)
-    space = RouterSpace(meta(-(-rows // 16), parts, 16, columns, dtype=F32), meta(-(-rows // 16), dtype=I32))
-    route_rows(meta(rows, width, dtype=x_dtype), meta(spec.num_experts, width, dtype=dtype), choice, space)
 
 
 def grouped() -> None:
@@ -210,7 +195,6 @@ def small_float32() -> None:
     ids, gates = meta(8, 2, dtype=I64), meta(8, 2, dtype=F32)
     choice = Choice(RouterSpec(6, 2, groups=3, top_groups=2), ids, gates, None, count)
     route(meta(8, 6, dtype=F32), choice)
-    routed(choice, 64, F32, F32)
     weights = ExpertWeights(meta(6, 64, 64, dtype=F32), meta(6, 64, 32, dtype=F32))
     given = ExpertRows(
         meta(16, 64, dtype=F32), meta(6, dtype=I32), meta(7, dtype=I64), None, meta(16, dtype=I64)

@@ -11,8 +11,7 @@ from ep_server.errors import InternalError
 from ep_server.model.families.spec import GroupScore, RouterSpec, Score
 from ep_server.model.layers import MoeWeights
 from ep_server.model.router import route as oracle
-from ep_server.model.triton.router import route
-from ep_server.model.triton.router_choice import Choice, Drawn
+from ep_server.model.triton.router import Choice, Drawn, route
 from ep_server.model.uniform import UniformRouting
 from tests.model.triton.harness import DEVICE, NAN, poisoned, random
 
