@@ -64,7 +64,7 @@ class ParallelConfig:
 
     ranks: int = option(1, "rank processes on this node", low=1, high=64)
     device: str = option(
-        "cpu", "what ranks compute on; cuda = one GPU each, not measured yet", choices=("cpu", "cuda")
+        "cpu", "what ranks compute on; cuda = one GPU each", choices=("cpu", "cuda")
     )
     threads_per_rank: int = option(
         0, "compute threads of a rank; 0 = cores / ranks, at least 1", low=0, high=256
