@@ -24,8 +24,7 @@ from ep_server.model.triton.checks import block, expect, expect_range
 from ep_server.model.triton.early import after_previous, early
 
 MAX_EXPERTS = 4096
-GOLDEN, LOW = tl.constexpr(0x9E3779B9), tl.constexpr(0xFFFFFFFF)
-LOWEST = tl.constexpr(-(1 << 31))
+GOLDEN, LOWEST = tl.constexpr(0x9E3779B9), tl.constexpr(-(1 << 31))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,21 +85,21 @@ def _scores(x, real, SIGMOID: tl.constexpr):
 
 @triton.jit
 def _mixed(x):
-    """uniform._mixed: x is int64 and below 2^32."""
-    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & LOW
-    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & LOW
+    """uniform._mixed of uint32."""
+    x = (x ^ (x >> 16)) * 0x85EBCA6B
+    x = (x ^ (x >> 13)) * 0xC2B2AE35
     return x ^ (x >> 16)
 
 
 @triton.jit
 def _drawn_keys(numbers, positions, token, expert, seed, layer):
     """What is drawn for each expert: distinct int32; the largest are chosen."""
-    number = tl.load(numbers + token).to(tl.int64)
-    position = tl.load(positions + token).to(tl.int64)
-    state = _mixed(_mixed(_mixed(number ^ seed) ^ GOLDEN) ^ position)
-    state = _mixed(state ^ ((layer + 1).to(tl.int64) * GOLDEN & LOW))
-    drawn = _mixed(state ^ (expert.to(tl.int64) * GOLDEN & LOW))
-    return (drawn + LOWEST).to(tl.int32)
+    number = tl.load(numbers + token).to(tl.uint32)
+    position = tl.load(positions + token).to(tl.uint32)
+    state = _mixed(_mixed(_mixed(number ^ seed.to(tl.uint32)) ^ GOLDEN) ^ position)
+    state = _mixed(state ^ (layer + 1).to(tl.uint32) * GOLDEN)
+    drawn = _mixed(state ^ expert.to(tl.uint32) * GOLDEN)
+    return drawn.to(tl.int32, bitcast=True) ^ LOWEST
 
 
 @triton.jit
@@ -141,12 +140,9 @@ def _route_kernel(
 ):  # fmt: skip
     after_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
-    slot = tl.arange(0, K_BLOCK)
-    at = token * K + slot
-    if num_tokens is not None and token >= tl.load(num_tokens):
-        tl.store(ids + at, tl.full((K_BLOCK,), -1, dtype=tl.int64), mask=slot < K)
-        tl.store(weights + at, tl.zeros((K_BLOCK,), dtype=tl.float32), mask=slot < K)
-        return
+    live = True
+    if num_tokens is not None:  # no branch: the loads below are under way meanwhile
+        live = token < tl.load(num_tokens)
     size: tl.constexpr = EXPERTS // GROUPS
     lanes: tl.constexpr = GROUP_BLOCK * SIZE_BLOCK
     lane = tl.arange(0, lanes)
@@ -165,6 +161,7 @@ def _route_kernel(
         if GROUPS > 1:
             open_ &= _best_groups(choice, GROUPS, TOP_GROUPS, TOP2, GROUP_BLOCK, SIZE_BLOCK)
         key = _ordered(choice)
+    slot = tl.arange(0, K_BLOCK)
     best = tl.zeros((K_BLOCK,), dtype=tl.int32)
     for k in tl.static_range(K):
         top = tl.max(tl.where(open_, key, LOWEST), axis=0)
@@ -175,8 +172,8 @@ def _route_kernel(
     if RENORMALISE:
         gates /= tl.sum(gates, axis=0) + eps
     chosen = best // SIZE_BLOCK * size + best % SIZE_BLOCK
-    tl.store(ids + at, chosen.to(tl.int64), mask=slot < K)
-    tl.store(weights + at, gates * scale, mask=slot < K)
+    tl.store(ids + token * K + slot, tl.where(live, chosen, -1).to(tl.int64), mask=slot < K)
+    tl.store(weights + token * K + slot, tl.where(live, gates * scale, 0.0), mask=slot < K)
 
 
 def route(logits: torch.Tensor, choice: Choice) -> None:
