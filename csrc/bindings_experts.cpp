@@ -22,14 +22,20 @@ T* pointer(uintptr_t address) {
 void bind_experts(py::module_& m) {
   py::class_<Work>(m, "ExpertsWork")
       .def(py::init([](uintptr_t rows, int64_t pitch, uintptr_t row_ids, uintptr_t counts, uintptr_t offsets,
-                       uintptr_t hidden, uintptr_t out) {
-             return Work{pointer<void>(rows),       pitch,
-                         pointer<int64_t>(row_ids), pointer<int32_t>(counts),
-                         pointer<int64_t>(offsets), pointer<void>(hidden),
-                         pointer<void>(out)};
+                       uintptr_t hidden, uintptr_t out, uint32_t most, uint32_t held) {
+             return Work{pointer<void>(rows),
+                         pitch,
+                         pointer<int64_t>(row_ids),
+                         pointer<int32_t>(counts),
+                         pointer<int64_t>(offsets),
+                         pointer<void>(hidden),
+                         pointer<void>(out),
+                         most,
+                         held};
            }),
            py::kw_only(), py::arg("rows") = 0, py::arg("pitch") = 0, py::arg("row_ids") = 0,
-           py::arg("counts") = 0, py::arg("offsets") = 0, py::arg("hidden") = 0, py::arg("out") = 0);
+           py::arg("counts") = 0, py::arg("offsets") = 0, py::arg("hidden") = 0, py::arg("out") = 0,
+           py::arg("most") = 0, py::arg("held") = 0);
   py::class_<Experts>(m, "Experts")
       .def(py::init([](int device, uintptr_t gate_up, uintptr_t down, uint32_t experts, uint32_t width,
                        uint32_t ffn) {

@@ -115,6 +115,8 @@ class ExpertsWork:
         offsets: int = 0,
         hidden: int = 0,
         out: int = 0,
+        most: int = 0,
+        held: int = 0,
     ) -> None: ...
 
 class Experts:

@@ -62,6 +62,7 @@ Experts::Experts(int device, const void* gate_up, const void* down, uint32_t exp
   const cuda::OnDevice here(device);
   check(cudaMalloc(reinterpret_cast<void**>(&sync_), kSyncWords * sizeof(uint32_t)), "cudaMalloc");
   check(cudaMemset(sync_, 0, kSyncWords * sizeof(uint32_t)), "cudaMemset");
+  check(cudaStreamSynchronize(nullptr), "cudaMemset");  // streams of torch do not wait for that one
 }
 
 Experts::~Experts() { cudaFree(sync_); }  // of any device

@@ -1,10 +1,10 @@
 // Gate/up and down products of all experts, SiLU between them, as one stream of weights through the copy
 // engine.
 //
-// A block per multiprocessor takes units, (rows of one expert) x (256 weight rows), first of all gate/up
+// A block per multiprocessor takes units, (rows of one expert) x (128 weight rows), first of all gate/up
 // tiles, then of all down tiles; a down tile waits, per expert, until the gate/up tiles are done, while its
 // weights are already under way. Weights are the 64-row side of the products (wgmma m64nNk16), rows the
-// narrow one, sums float32. One warp hands out units, three load stages, eight multiply.
+// narrow one, sums float32. One warp hands out units, three load stages, four multiply.
 #include <cuda_bf16.h>
 
 #include "experts/units.cuh"
@@ -78,7 +78,8 @@ struct Sources {
       of[i] = nullptr;
       if (row >= unit.rows) continue;
       const int64_t from = up && work.row_ids != nullptr ? work.row_ids[slot] : int64_t(slot);
-      of[i] = base + from * (up ? work.pitch : int64_t(w.ffn) * 2);
+      if (uint64_t(from) < (up ? work.held : work.most))
+        of[i] = base + from * (up ? work.pitch : int64_t(w.ffn) * 2);
     }
   }
 
@@ -183,7 +184,9 @@ __device__ void leave(const Weights& w, uint32_t* last) {
   __syncthreads();
   if (threadIdx.x == 0) {
     __threadfence();
-    *last = atomicAdd(w.sync + 1, 1u) == gridDim.x - 1;
+    const bool all_left = atomicAdd(w.sync + 1, 1u) == gridDim.x - 1;
+    if (all_left) __threadfence();  // the zeros come behind what the others counted
+    *last = all_left;
   }
   __syncthreads();
   if (*last)
@@ -226,6 +229,7 @@ template <uint32_t kRows>
 cudaError_t start(cudaStream_t stream, uint32_t blocks, bool reads_ahead, const Weights& weights,
                   const Work& work) {
   constexpr size_t kBytes = sizeof(Shared<kRows>) + kAlignment;
+  static_assert(kBytes <= 227 << 10, "a block of Hopper has no more");
   const auto kernel = experts_kernel<kRows>;
   // With each launch, as it holds for the current device alone; launches of a step are captured once.
   if (const auto error =

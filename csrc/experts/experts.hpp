@@ -23,6 +23,8 @@ struct Work {
   const int64_t* offsets;  // [experts + 1]
   void* hidden;            // [N, ffn], between the two products
   void* out;               // [N, width]
+  uint32_t most;           // N: what counts say beyond it is left out
+  uint32_t held;           // rows that there are to read; no other number is followed
 };
 
 // How a launch goes about it; any manner gives the same bits.
@@ -42,7 +44,8 @@ class Experts {
   Experts& operator=(const Experts&) = delete;
   ~Experts();
 
-  // Enqueues; no wait.
+  // Enqueues; no wait. Weights may be read before the kernel ahead in the stream has ended: it must not
+  // write them.
   void run(cudaStream_t stream, const Work& work, const Manner& manner) const;
 
  private:

@@ -22,7 +22,7 @@ struct Agenda {
   uint64_t full[kUnits], empty[kUnits];
   Unit units[kUnits];
   uint32_t first[kMaxExperts], rows[kMaxExperts];
-  uint16_t chunk_end[kMaxExperts];  // chunks of this and all earlier experts
+  uint32_t chunk_end[kMaxExperts];  // chunks of this and all earlier experts
 };
 
 __device__ inline uint32_t ceil_div(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
@@ -34,7 +34,8 @@ __device__ inline void init(Agenda& a, uint32_t readers) {
   }
 }
 
-// Reads what every expert has; returns the chunks of all. By a whole warp.
+// Reads what every expert has, no more than there is room for: a dispatch that failed leaves any numbers.
+// Returns the chunks of all. By a whole warp.
 template <uint32_t kRows>
 __device__ uint32_t read_counts(Agenda& a, const Weights& w, const Work& work, uint32_t lane) {
   uint32_t before = 0;
@@ -42,15 +43,15 @@ __device__ uint32_t read_counts(Agenda& a, const Weights& w, const Work& work, u
     const uint32_t e = begin + lane;
     uint32_t end = 0;
     if (e < w.experts) {
-      a.first[e] = uint32_t(work.offsets[e]);
-      a.rows[e] = uint32_t(work.counts[e]);
+      a.first[e] = uint32_t(min(uint64_t(work.offsets[e]), uint64_t(work.most)));
+      a.rows[e] = min(uint32_t(max(work.counts[e], 0)), work.most - a.first[e]);
       end = ceil_div(a.rows[e], kRows);
     }
     for (uint32_t by = 1; by < 32; by *= 2) {
       const uint32_t other = __shfl_up_sync(~0u, end, by);
       if (lane >= by) end += other;
     }
-    if (e < w.experts) a.chunk_end[e] = uint16_t(before + end);
+    if (e < w.experts) a.chunk_end[e] = before + end;
     before += __shfl_sync(~0u, end, 31);
   }
   __syncwarp();

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from ep_server.model.gpu.streamed_experts import StreamedExperts, streamable
 from ep_server.model.triton.expert_rows import ExpertRows, ExpertWeights
 
-BF16 = torch.bfloat16
+BF16, SPARE = torch.bfloat16, 9
 SIZES = [(5, 256, 128), (128, 2048, 768), (300, 512, 256), (3, 4096, 14336)]
 SPREADS = {
     "none": lambda e: [0] * e,
@@ -39,8 +39,10 @@ class Layer:
         return Layer(ExpertWeights(gate_up.to(BF16), down.to(BF16)), counts, rows)
 
     def given(self) -> ExpertRows:
+        """With room for more rows than come."""
         counts = torch.tensor(self.counts, device="cuda")
-        return ExpertRows(self.rows, counts.int(), F.pad(counts.cumsum(0), (1, 0)))
+        rows = F.pad(self.rows, (0, 0, 0, SPARE), value=float("nan"))
+        return ExpertRows(rows, counts.int(), F.pad(counts.cumsum(0), (1, 0)))
 
     def expected(self) -> torch.Tensor:
         found = []
@@ -50,8 +52,8 @@ class Layer:
         return torch.cat(found)
 
     def room(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden and out, poisoned, with room for more rows than come."""
-        most, nan = len(self.rows) + 9, float("nan")
+        """hidden and out, poisoned."""
+        most, nan = len(self.rows) + SPARE, float("nan")
         width, ffn = self.weights.down.shape[1:]
         return (
             torch.full((most, ffn), nan, device="cuda", dtype=BF16),
@@ -93,7 +95,7 @@ def test_rows_are_read_where_they_lie() -> None:
     held = torch.full((100, 512 + 64), float("nan"), device="cuda", dtype=BF16)
     ids = torch.randperm(100, device="cuda")[: len(layer.rows)]
     held[ids, :512] = layer.rows
-    index = replace(given, rows=held[:, :512], row_ids=F.pad(ids, (0, 9)))
+    index = replace(given, rows=held[:, :512], row_ids=F.pad(ids, (0, SPARE)))
     assert experts.takes(index, 4)
     hidden, out = layer.room()
     experts.run(index, hidden, out, rows_per_expert=4)
@@ -121,12 +123,42 @@ def test_tiles_do_not_change_a_bit_and_a_graph_can_be_replayed() -> None:
     assert torch.equal(outs[0], out[: len(layer.rows)])
 
 
+@pytest.mark.parametrize("each", [1, 32, 128])
+def test_numbers_of_a_dispatch_that_failed_lead_nowhere(each: int) -> None:
+    """Counts, places and numbers of rows are anything; then a launch on the same counters is right."""
+    torch.manual_seed(4)
+    layer = Layer.of((6, 256, 128), [3, 0, 40, 1, 0, 7])
+    experts, given = streamed(layer), layer.given()
+    guard, most = 64, len(layer.rows) + SPARE
+    wild = replace(
+        given,
+        counts=torch.tensor([2**31 - 1, -5, 1000, 0, 2**30, -(2**31)], dtype=torch.int32, device="cuda"),
+        offsets=torch.tensor([0, 2**40, -3, 7, 5, most + 1, 2**62], device="cuda"),
+        row_ids=torch.tensor([2**62, -1, 3] * most, device="cuda")[:most],
+    )
+    hidden, out = (torch.full((most + guard, n), -1.0, device="cuda", dtype=BF16) for n in (128, 256))
+    experts.run(wild, hidden[:most], out[:most], rows_per_expert=each)
+    torch.cuda.synchronize()
+    assert bool((hidden[most:] == -1).all()) and bool((out[most:] == -1).all())
+    hidden, out = layer.room()
+    experts.run(given, hidden, out, rows_per_expert=each)
+    check(layer, out)
+
+
+def test_more_tiles_of_rows_than_16_bits_count() -> None:
+    torch.manual_seed(5)
+    layer = Layer.of((3, 128, 64), [40, 70_000 * 32, 40])
+    hidden, out = layer.room()
+    streamed(layer).run(layer.given(), hidden, out, rows_per_expert=1)
+    check(layer, out)
+
+
 def test_rows_that_are_for_the_other_kernels() -> None:
     layer = Layer.of((5, 256, 128), [1] * 5)
     experts, given = streamed(layer), layer.given()
     assert experts.takes(given, 128)
     assert not experts.takes(given, 129)
-    assert not experts.takes(replace(given, rows=given.rows.view(5, 1, 256)), 1)
+    assert not experts.takes(replace(given, rows=given.rows.view(-1, 1, 256)), 1)
     assert not experts.takes(replace(given, rows=given.rows.float()), 1)
     wide = torch.empty(5, 257, device="cuda", dtype=BF16)
     assert not experts.takes(replace(given, rows=wide[:, 1:]), 1)
@@ -144,4 +176,5 @@ def test_weights_that_have_no_kernel() -> None:
     assert not streamable(weights(2, 192, 128))
     assert not streamable(weights(2, 256, 96))
     assert not streamable(weights(513, 256, 128))
+    assert not streamable(weights(0, 256, 128))
     assert not streamable(weights(2, 256, 128, torch.float32))

@@ -11,6 +11,7 @@ from importlib.util import find_spec
 
 import torch
 
+from ep_server.model.triton.checks import expect
 from ep_server.model.triton.expert_rows import ExpertRows, ExpertWeights
 
 MOST_PER_EXPERT = 128  # rows, on average: beyond, every weight would be read by several tiles
@@ -25,9 +26,11 @@ class StreamedExperts:
 
     Args:
         weights: bfloat16, on a Hopper GPU; kept alive. See `streamable`.
+    Raises: InternalError for another shape, dtype or layout.
     """
 
     def __init__(self, weights: ExpertWeights) -> None:
+        weights.check()
         self._native, self._weights = import_module(_NATIVE), weights  # only where a driver is
         experts, width, ffn = weights.down.shape
         self._experts = self._native.Experts(
@@ -50,10 +53,18 @@ class StreamedExperts:
     ) -> None:
         """As run_experts(), on the current stream: no copy, no allocation, can be captured.
 
+        Rows that counts say beyond given.most, and rows whose number in row_ids is none, are left out: a
+        dispatch that failed leaves any numbers, and its error must be the one that is heard.
+
         Args:
             given: as `takes` says. hidden: [given.most, I] and out: [given.most, H], bfloat16, contiguous.
             rows_per_expert: to expect; any number is computed correctly.
+        Raises: InternalError for another shape, dtype or layout.
         """
+        _, width, ffn = self._weights.down.shape
+        given.check(len(self._weights.down), width)
+        expect("hidden", hidden, torch.bfloat16, (given.most, ffn))
+        expect("out", out, torch.bfloat16, (given.most, width))
         address = 0 if given.row_ids is None else given.row_ids.data_ptr()
         work = self._native.ExpertsWork(
             rows=given.rows.data_ptr(),
@@ -63,6 +74,8 @@ class StreamedExperts:
             offsets=given.offsets.data_ptr(),
             hidden=hidden.data_ptr(),
             out=out.data_ptr(),
+            most=given.most,
+            held=len(given.rows),
         )
         stream = torch.cuda.current_stream(out.device).cuda_stream
         self._experts.run(stream, work, rows_of_tile(rows_per_expert), reads_ahead(rows_per_expert))
@@ -81,9 +94,13 @@ def reads_ahead(rows_per_expert: int) -> bool:
 
 def streamable(weights: ExpertWeights) -> bool:
     """Whether there is a kernel for these weights on their device."""
-    experts, width, ffn = weights.down.shape
-    sizes = experts <= _MAX_EXPERTS and width % _WIDTHS == 0 and ffn % _FFNS == 0
-    if weights.down.dtype is not torch.bfloat16 or not sizes or weights.down.device.type != "cuda":
+    if weights.down.dtype is not torch.bfloat16 or weights.down.device.type != "cuda" or not fits(weights):
         return False
     hopper = torch.cuda.get_device_capability(weights.down.device)[0] == 9
     return hopper and find_spec(_NATIVE) is not None
+
+
+def fits(weights: ExpertWeights) -> bool:
+    """Whether tiles fit the sizes. A rank without experts has none."""
+    experts, width, ffn = weights.down.shape
+    return 1 <= experts <= _MAX_EXPERTS and width % _WIDTHS == 0 and ffn % _FFNS == 0

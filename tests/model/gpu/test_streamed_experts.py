@@ -2,11 +2,51 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 
-from ep_server.model.gpu.streamed_experts import MOST_PER_EXPERT, reads_ahead, rows_of_tile, streamable
-from ep_server.model.triton.expert_rows import ExpertWeights
+from ep_server.errors import InternalError
+from ep_server.model.gpu import streamed_experts
+from ep_server.model.gpu.streamed_experts import (
+    MOST_PER_EXPERT,
+    StreamedExperts,
+    fits,
+    reads_ahead,
+    rows_of_tile,
+    streamable,
+)
+from ep_server.model.triton.expert_rows import ExpertRows, ExpertWeights
+
+BF16 = torch.bfloat16
+
+
+def weights_of(experts: int, width: int = 256, ffn: int = 128) -> ExpertWeights:
+    gate_up = torch.zeros(experts, 2 * ffn, width, dtype=BF16)
+    return ExpertWeights(gate_up, torch.zeros(experts, width, ffn, dtype=BF16))
+
+
+def index_rows(most: int = 5, held: int = 40) -> ExpertRows:
+    """Of two experts."""
+    counts, offsets = torch.zeros(2, dtype=torch.int32), torch.zeros(3, dtype=torch.int64)
+    rows = torch.zeros(held, 256, dtype=BF16)
+    return ExpertRows(rows, counts, offsets, row_ids=torch.zeros(most, dtype=torch.int64))
+
+
+@pytest.fixture
+def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What a kernel is told, in place of one."""
+    work: list[dict[str, Any]] = []
+    native = SimpleNamespace(
+        Experts=lambda **_: SimpleNamespace(run=lambda stream, given, *manner: work.append(given)),
+        ExpertsWork=lambda **given: given,
+    )
+    monkeypatch.setattr(streamed_experts, "import_module", lambda _: native)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
+    return work
 
 
 @pytest.mark.parametrize(
@@ -30,3 +70,38 @@ def test_no_kernel_without_a_gpu(device: str) -> None:
     assert not streamable(
         ExpertWeights(gate_up, torch.empty(2, 256, 128, dtype=torch.bfloat16, device=device))
     )
+
+
+def test_sizes_that_no_tile_fits() -> None:
+    """A rank without experts begins all the same, with the other kernels."""
+    assert [fits(weights_of(*sizes)) for sizes in ((1,), (0,), (513, 128, 64))] == [True, False, False]
+    assert [fits(weights_of(2, *sizes)) for sizes in ((192, 128), (256, 96))] == [False, False]
+
+
+def test_a_kernel_is_told_what_there_is_room_for(told: list[dict[str, Any]]) -> None:
+    hidden, out = torch.zeros(5, 128, dtype=BF16), torch.zeros(5, 256, dtype=BF16)
+    StreamedExperts(weights_of(2)).run(index_rows(), hidden, out, rows_per_expert=3)
+    assert [(work["most"], work["held"]) for work in told] == [(5, 40)]
+
+
+@pytest.mark.parametrize("name", ["hidden", "out", "counts", "offsets", "rows"])
+def test_another_shape_is_refused_by_name_before_a_kernel_sees_it(
+    name: str, told: list[dict[str, Any]]
+) -> None:
+    given, room = (
+        index_rows(),
+        {"hidden": torch.zeros(5, 128, dtype=BF16), "out": torch.zeros(5, 256, dtype=BF16)},
+    )
+    if name in room:
+        room[name] = room[name][1:]
+    else:
+        given = replace(given, **{name: getattr(given, name)[..., 1:]})
+    with pytest.raises(InternalError, match=f"^{name}: "):
+        StreamedExperts(weights_of(2)).run(given, **room, rows_per_expert=3)
+    assert not told
+
+
+def test_weights_that_do_not_lie_side_by_side_are_refused(told: list[dict[str, Any]]) -> None:
+    weights = weights_of(2)
+    with pytest.raises(InternalError, match=r"^down: .*strides"):
+        StreamedExperts(replace(weights, down=weights.down.transpose(1, 2).contiguous().transpose(1, 2)))
