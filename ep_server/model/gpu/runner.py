@@ -105,21 +105,22 @@ class GpuRunner:
 
         Kernels differ with the number of rows: prompts of 1, 2, 4 ... rows are run into the first KV blocks,
         which belong to nobody yet, and each bucket without a graph of one micro-batch: so many single tokens
-        may come beside prompts.
+        may come beside prompts. Ranks with fewer KV blocks run shorter prompts, but as many.
         """
         shape = self._inputs[0].shape
         blocks = min(shape.blocks, len(self._params.kv_cache.layers[0].k))
         most = min(shape.tokens, blocks * shape.block_size)
-        for rows in sorted({*(1 << power for power in range(most.bit_length())), most}):
+        for size in sorted({*(1 << power for power in range(shape.tokens.bit_length())), shape.tokens}):
+            rows = min(size, most)
             piece = SeqSlice(0, 0, (0,) * rows, tuple(range(-(-rows // shape.block_size))), sample=False)
             self._forward([self._inputs[0].fill(StepBatch((piece,), rows), {})], Form(0))
+            await_device(self._device)  # which may wait for slower ranks: its input must still be there
         for bucket in buckets_up_to(shape.sequences):
             if Form(bucket) not in self.graphs:
                 self._padded(Form(bucket))
         self._inputs[0].fill(StepBatch((), 0), {})
         self.graphs.capture(progress)
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # so that statistics() has all of it
+        await_device(self._device)  # so that statistics() has all of it
         self._compilations.expect_none()
 
     def run(self, batch: StepBatch, micro_batches: int = 1) -> list[SampledToken]:
@@ -217,6 +218,12 @@ class GpuRunner:
 def sizes_of(rows: int, micro_batches: int) -> list[int]:
     """Rows of each micro-batch: as even as can be, the first one the largest."""
     return [(rows + micro_batches - 1 - index) // micro_batches for index in range(micro_batches)]
+
+
+def await_device(device: torch.device) -> None:
+    """Waits for all that a GPU was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
 
 
 def await_event(event: Any, seconds: float) -> None:

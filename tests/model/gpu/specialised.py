@@ -54,7 +54,7 @@ MLA = {
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """What a rank is like. ranks: of its group. sequences, tokens: of its largest step."""
+    """What a rank is like. ranks: of its group. sequences, tokens: of its largest step. blocks: of KV."""
 
     config: dict[str, Any]
     ranks: int = 1
@@ -62,6 +62,7 @@ class Rank:
     tokens: int = 2048
     overlap: str = "off"
     graphs: bool = True
+    blocks: int = BLOCKS
 
 
 @contextmanager
@@ -130,7 +131,7 @@ def still_runner(folder: Path, rank: Rank) -> GpuRunner:
     top_k = model.spec.router.top_k
     spec = ExchangeSpec(0, rank.ranks, placement, rank.tokens, model.spec.hidden, top_k, Payload.BF16)
     exchange: Any = StillExchange(spec)
-    cache = KvCache(model.spec, BLOCKS, BLOCK, torch.bfloat16, CPU)
+    cache = KvCache(model.spec, rank.blocks, BLOCK, torch.bfloat16, CPU)
     decoder = DecoderParams(model.spec, model.weights, exchange, cache, model.max_context, model.compute)
     rows = LocalRows() if rank.ranks == 1 else FusedRows(exchange)
     forms = forms_of(buckets_up_to(rank.sequences), rank.overlap) if rank.graphs else []

@@ -5,11 +5,14 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from ep_server.model.gpu.runner import GpuRunner
+from ep_server.model.gpu import runner as runner_module
+from ep_server.model.gpu.runner import STAGES, GpuRunner
+from ep_server.model.gpu.step_input import StepInput, StepTensors
 from ep_server.ranks.build import warm_up
 from ep_server.records import Request, Sampling, SeqSlice, StepBatch, Stopping
 from ep_server.scheduler.batch import SchedulerLimits
@@ -97,3 +100,33 @@ def test_traffic_needs_no_kernel_that_is_not_there(name: str, tmp_path: Path) ->
     assert warm
     missing = {str(launch) for launch in launches - warm}
     assert not missing, "\n".join(sorted(missing)[:20])
+
+
+def prepared(folder: Path, rank: Rank) -> list[int]:
+    """Rows of each step that a rank fills before it is ready; 0 where it waits for its device."""
+    done: list[int] = []
+    fill = StepInput.fill
+
+    def filled(self: StepInput, batch: StepBatch, *rest: Any) -> StepTensors:
+        done.append(max(batch.num_tokens, 1))
+        return fill(self, batch, *rest)
+
+    with pytest.MonkeyPatch.context() as patch, recorded(), torch.inference_mode():
+        patch.setattr(StepInput, "fill", filled)
+        patch.setattr(runner_module, "await_device", lambda device: done.append(0))
+        still_runner(folder, rank).prepare()
+    return done
+
+
+def test_no_input_is_written_anew_before_the_device_has_read_it(tmp_path: Path) -> None:
+    waiting = 0
+    for rows in prepared(tmp_path, Rank(GQA, ranks=2, graphs=False)):
+        waiting = waiting + 1 if rows else 0
+        assert waiting <= STAGES
+
+
+def test_ranks_with_fewer_blocks_take_part_in_as_many_steps(tmp_path: Path) -> None:
+    """The exchange is collective; how many blocks a rank has depends on what is free on its own GPU."""
+    many, few = (prepared(tmp_path, Rank(GQA, ranks=2, graphs=False, blocks=n)) for n in (BLOCKS, 3))
+    assert len(many) == len(few)
+    assert max(many) == 2048 and max(few) == 3 * BLOCK
