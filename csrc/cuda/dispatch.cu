@@ -77,7 +77,7 @@ cudaError_t start(const Launch& launch, const Device& g, const DispatchSendArgs&
   const uint32_t senders = kSends ? std::clamp(send.tokens << by_parts.split, 1u, room) : 0;
   const uint32_t items = launch.tokens * g.num_ranks;
   const uint32_t receivers = kReceives ? 1 + std::clamp(items, 1u, room) : 0;
-  const size_t sending = 2 * g.num_experts * sizeof(uint32_t);
+  const size_t sending = g.num_experts * sizeof(uint32_t);
   const size_t receiving =
       (g.local_experts + 1) * sizeof(int32_t) + g.num_ranks * g.local_experts * sizeof(uint16_t);
   const size_t shared = kReceives ? std::max(sending, receiving) : sending;

@@ -8,6 +8,7 @@
 namespace ep::cuda {
 
 constexpr uint32_t kWarp = 32;
+constexpr uint32_t kMaxWarps = 7;  // of a block
 constexpr uint32_t kFull = 0xffffffffu;
 constexpr uint32_t kNothing = 0xffffffffu;  // every word of a slot that nothing has come to
 

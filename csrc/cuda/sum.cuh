@@ -41,7 +41,6 @@ struct alignas(16) Term {
   float weight;
   uint32_t of;  // which rank it comes from, or which choice it is
 };
-constexpr uint32_t kMaxWarps = 7;
 
 struct Terms {
   Term* list;

@@ -102,8 +102,8 @@ __device__ __forceinline__ void open(const Device& g, Op op, const uint64_t* epo
   const uint64_t masks = __shfl_sync(kFull, word, kMasked), faults = __shfl_sync(kFull, word, kNumFaults);
   const uint32_t masked = low_word(masks) | high_word(masks), peers = g.all() & ~masked;
   const uint64_t mine = epoch != nullptr ? ticket : (ticket >> kTicketShift) + 1;
-  const uint32_t bank = g.bank_of(mine), i = lane - kCells;
-  const bool asked = cell && i / ranks == bank && peers >> i % ranks & 1;
+  const uint32_t bank = g.bank_of(mine), i = lane - kCells, of_bank = g.token_of(i);  // i / ranks
+  const bool asked = cell && of_bank == bank && peers >> (i - of_bank * ranks) & 1;
   // More than asked for: all that others need of this kernel has been read, a late block has nothing to send.
   const bool free = !asked || mine <= base + banks || word >= mine - banks;
   const bool all_free = __all_sync(kFull, free) && fits;

@@ -93,6 +93,13 @@ inline uint32_t __reduce_or_sync(uint32_t, uint32_t mine) {
     return bits;
   });
 }
+inline uint32_t __reduce_add_sync(uint32_t, uint32_t mine) {
+  return emulated::collect(mine, [](const uint64_t* all) {
+    uint32_t sum = 0;
+    for (uint32_t i = 0; i < 32; ++i) sum += uint32_t(all[i]);
+    return sum;
+  });
+}
 inline uint32_t __reduce_max_sync(uint32_t, uint32_t mine) {
   return emulated::collect(mine, [](const uint64_t* all) {
     uint32_t most = 0;
