@@ -10,10 +10,15 @@ namespace ep::cuda {
 namespace {
 
 constexpr uint32_t kMaxThreads = 224, kBlocksPerSm = 4, kMaxSplit = 2;
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
+constexpr uint32_t kLog10Blocks = 3;  // more registers
+#else
+constexpr uint32_t kLog10Blocks = kBlocksPerSm;
+#endif
 
 // Blocks: one that keeps house, senders (the first writes headers), receivers (the first awaits them).
 template <Wire kWire, bool kNarrow, Halves kHalves>
-__global__ void __launch_bounds__(kMaxThreads, kWire == Wire::kLog10 ? 2 : kBlocksPerSm)
+__global__ void __launch_bounds__(kMaxThreads, kWire == Wire::kLog10 ? kLog10Blocks : kBlocksPerSm)
     combine_kernel(const __grid_constant__ Device g, const __grid_constant__ CombineSendArgs send,
                    const __grid_constant__ CombineRecvArgs recv, std::byte* handle, uint32_t senders) {
   constexpr bool kSends = uint32_t(kHalves) & uint32_t(Halves::kSend);

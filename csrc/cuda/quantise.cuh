@@ -35,14 +35,10 @@ __device__ __forceinline__ void from_e4m3x2(uint16_t both, float* low, float* hi
 #endif
 }
 
-// How far apart the 8 lanes of a group of 128 channels are: side by side, or every second one, see pair_up().
-constexpr uint32_t kGroup8 = 1, kPairedGroup = 2;
-
-// The largest of the 8 lanes of a group.
-template <uint32_t kApart = kGroup8>
+// The largest of the 8 lanes of a group of 128 channels: every second one, see pair_up().
 __device__ __forceinline__ uint32_t max_of_group(uint32_t value) {
 #pragma unroll
-  for (uint32_t by = 4 * kApart; by >= kApart; by /= 2) value = max(value, __shfl_xor_sync(kFull, value, by));
+  for (uint32_t by = 8; by >= 2; by /= 2) value = max(value, __shfl_xor_sync(kFull, value, by));
   return value;
 }
 
@@ -52,20 +48,20 @@ __device__ __forceinline__ uint32_t paired_unit(uint32_t unit) {  // of the lane
   const uint32_t lane = threadIdx.x % kWarp;
   return unit - lane + lane % 2 * (kWarp / 2) + lane / 2;
 }
-__device__ __forceinline__ void pair_up(uint4& low, uint4& high) {
+template <class T>
+__device__ __forceinline__ void pair_up(T& low, T& high) {
   const bool odd = threadIdx.x % 2 != 0;
-  const auto exchange = [odd](uint32_t& a, uint32_t& b) {
-    const uint32_t other = __shfl_xor_sync(kFull, odd ? a : b, 1);
-    (odd ? a : b) = other;
-  };
-  exchange(low.x, high.x);
-  exchange(low.y, high.y);
-  exchange(low.z, high.z);
-  exchange(low.w, high.w);
+  const T other = __shfl_xor_sync(kFull, odd ? low : high, 1);
+  (odd ? low : high) = other;
+}
+__device__ __forceinline__ void pair_up(uint4& low, uint4& high) {
+  pair_up(low.x, high.x);
+  pair_up(low.y, high.y);
+  pair_up(low.z, high.z);
+  pair_up(low.w, high.w);
 }
 
 // 16 channels of a lane, 8 lanes to a group, as e4m3; `scale` is what the receiver multiplies by.
-template <uint32_t kApart>
 __device__ __forceinline__ uint4 quantise16(const uint4& a, const uint4& b, bool power_of_two, float* scale) {
   const uint32_t words[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
   uint32_t most = 0;
@@ -74,7 +70,7 @@ __device__ __forceinline__ uint4 quantise16(const uint4& a, const uint4& b, bool
     most = max(most, word << 16 & 0x7fffffffu);
     most = max(most, word & 0x7fff0000u);
   }
-  const Scale by = scale_of(max_of_group<kApart>(most), power_of_two);
+  const Scale by = scale_of(max_of_group(most), power_of_two);
   *scale = by.stored;
   uint32_t out[4];
 #pragma unroll

@@ -51,7 +51,7 @@ struct Row {
     Piece p;
     float scale;
     pair_up(low, high);
-    p.words = quantise16<kPairedGroup>(low, high, payload != Payload::kFp8, &scale);
+    p.words = quantise16(low, high, payload != Payload::kFp8, &scale);
     p.at = unit * 16;
     p.active = unit < end;
     p.scale = bits_of(scale);

@@ -21,11 +21,12 @@ constexpr uint32_t kChannels = 16;  // of a lane
 constexpr uint32_t kLogCodes = 510;
 constexpr float kLogOctaves = 32.0f;
 
-__device__ __forceinline__ bool leads_group() { return threadIdx.x % 8 == 0; }
+__device__ __forceinline__ bool leads_group(uint32_t unit) { return unit % 8 == 0; }
 
 // -- FP8 ----------------------------------------------------------------------------------------------
 
 struct Fp8Wire {
+  static constexpr uint32_t kTogether = 2;  // rows that a thread awaits at once
   struct Words {
     uint4 codes;
     uint32_t scale;
@@ -47,7 +48,7 @@ struct Fp8Wire {
       out[i] = to_e4m3x2(x[4 * i] * by.multiply, x[4 * i + 1] * by.multiply) |
                to_e4m3x2(x[4 * i + 2] * by.multiply, x[4 * i + 3] * by.multiply) << 16;
     if (active) put16(at.codes(), {out[0], out[1], out[2], out[3]});
-    if (active && leads_group()) put4(at.scale(), bits_of(by.stored));
+    if (active && leads_group(at.unit)) put4(at.scale(), bits_of(by.stored));
   }
   static __device__ __forceinline__ void add(const Words& w, float (&sum)[kChannels]) {
     const uint32_t words[4] = {w.codes.x, w.codes.y, w.codes.z, w.codes.w};
@@ -62,7 +63,7 @@ struct Fp8Wire {
   }
   static __device__ __forceinline__ void empty(const At& at) {
     empty16(at.codes());
-    if (leads_group()) put4(at.scale(), kNothing);
+    if (leads_group(at.unit)) put4(at.scale(), kNothing);
   }
 };
 __device__ __forceinline__ void peek(const Fp8Wire::At& at, Fp8Wire::Words* w) {
@@ -73,13 +74,8 @@ __device__ __forceinline__ bool came(const Fp8Wire::Words& w) { return came(w.co
 
 // -- LOG10 --------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ float max_of_group(float value) {
-#pragma unroll
-  for (uint32_t by = 4; by != 0; by /= 2) value = fmaxf(value, __shfl_xor_sync(kFull, value, by));
-  return value;
-}
-
 struct Log10Wire {
+  static constexpr uint32_t kTogether = 1;  // as many as there are registers for
   struct Words {
     uint4 codes;
     uint32_t last;
@@ -94,25 +90,29 @@ struct Log10Wire {
   };
 
   static __device__ __forceinline__ void send(const At& at, bool active, const float (&x)[kChannels]) {
-    float top = -INFINITY, low = INFINITY;  // of the logarithms
-    bool finite = true;
+    // The largest and the smallest magnitude as bits, in their order; zero and NaN are the largest once
+    // turned.
+    uint32_t most = 0, least = 0;
 #pragma unroll
     for (uint32_t i = 0; i < kChannels; ++i) {
-      const float log = __log2f(fabsf(x[i]));
-      finite = finite && fabsf(x[i]) < INFINITY;
-      top = fmaxf(top, log);
-      if (x[i] != 0.0f) low = fminf(low, log);
+      const uint32_t magnitude = bits_of(x[i]) & 0x7fffffffu;
+      most = max(most, magnitude);
+      least = max(least, magnitude == 0 ? 0 : ~magnitude);
     }
-    top = max_of_group(top);
-    const float bottom = fmaxf(-max_of_group(-low), top - kLogOctaves);
-    const float step = fmaxf((top - bottom) / float(kLogCodes - 1), 1e-6f);
-    const bool zeros = !(top > -INFINITY), sound = max_of_group(finite ? 0.0f : 1.0f) == 0.0f;
+    most = max_of_group(most);
+    least = ~max_of_group(least);
+    const bool zeros = most == 0, sound = most < bits_of(INFINITY);
+    const float top = __log2f(float_of(most)),
+                bottom = zeros ? 0.0f : fmaxf(__log2f(float_of(least)), top - kLogOctaves);
+    const float step = zeros ? 1.0f : fmaxf((top - bottom) * (1.0f / float(kLogCodes - 1)), 1e-6f);
+    const float codes_per_octave = 1.0f / step;
     uint32_t out[5] = {};
 #pragma unroll
     for (uint32_t i = 0; i < kChannels; ++i) {
-      const float n = rintf((__log2f(fabsf(x[i])) - bottom) / step);
-      uint32_t code = n < 0.0f || zeros || x[i] == 0.0f ? 0 : 1 + min(uint32_t(n), kLogCodes - 1);
-      code |= bits_of(x[i]) >> 31 << 9;
+      // 1 + steps above the bottom; added to 1.5 * 2^23 the low bits of the sum are it, rounded.
+      const float n = 1.0f + (__log2f(fabsf(x[i])) - bottom) * codes_per_octave;
+      const uint32_t rounded = bits_of(fminf(n, float(kLogCodes)) + 12582912.0f) & 0x1ff;
+      const uint32_t code = (n > 0.5f ? rounded : 0) | (bits_of(x[i]) >> 22 & 0x200);
       const uint32_t bit = 10 * i;
       out[bit / 32] |= code << bit % 32;
       if (bit % 32 > 22) out[bit / 32 + 1] |= code >> (32 - bit % 32);
@@ -121,7 +121,7 @@ struct Log10Wire {
     put16(at.codes(), {out[0], out[1], out[2], out[3]});
     put4(at.last(), out[4]);
     const float nan = float_of(0x7fc00000u);
-    if (leads_group()) put8(at.range(), bits_of(zeros ? 0.0f : bottom), bits_of(sound ? step : nan));
+    if (leads_group(at.unit)) put8(at.range(), bits_of(bottom), bits_of(sound ? step : nan));
   }
   static __device__ __forceinline__ void add(const Words& w, float (&sum)[kChannels]) {
     const uint32_t words[6] = {w.codes.x, w.codes.y, w.codes.z, w.codes.w, w.last, 0};
@@ -130,15 +130,16 @@ struct Log10Wire {
     for (uint32_t i = 0; i < kChannels; ++i) {
       const uint32_t bit = 10 * i;
       const uint32_t code = __funnelshift_r(words[bit / 32], words[bit / 32 + 1], bit % 32) & 0x3ff;
-      const float size = exp2f(bottom + float(int(code & 0x1ff) - 1) * step);
+      const float n = float_of(0x4b000000u | (code & 0x1ff)) - 8388609.0f;  // 2^23 + code, less 2^23 + 1
+      const float size = exp2f(bottom + n * step);
       const float value = (code & 0x1ff) == 0 && step == step ? 0.0f : size;
-      sum[i] = __fadd_rn(sum[i], code >> 9 ? -value : value);
+      sum[i] = __fadd_rn(sum[i], float_of(bits_of(value) | code >> 9 << 31));
     }
   }
   static __device__ __forceinline__ void empty(const At& at) {
     empty16(at.codes());
     put4(at.last(), kNothing);
-    if (leads_group()) put8(at.range(), kNothing, kNothing);
+    if (leads_group(at.unit)) put8(at.range(), kNothing, kNothing);
   }
 };
 __device__ __forceinline__ void peek(const Log10Wire::At& at, Log10Wire::Words* w) {
@@ -159,18 +160,19 @@ __device__ __forceinline__ void send_packed(const Terms& terms, std::byte* slot,
   const uint32_t lane = threadIdx.x % kWarp, bytes = hidden * 2;
 #pragma unroll 1
   for (uint32_t first = begin + threadIdx.x - lane; first < end; first += blockDim.x) {
-    const bool active = first + lane < end;
-    const uint32_t unit = active ? first + lane : begin;
+    // Rows are read without gaps, 512 bytes and 512 more; then each lane gets the two halves of its unit.
+    const uint32_t unit = paired_unit(first + lane), from = first * 32 + lane * 16, to = from + kWarp * 16;
     Sum low, high;
-    sum_rows<false>(terms, unit * 32, bytes, low);
-    sum_rows<false>(terms, unit * 32 + 16, bytes, high);
+    sum_rows<false>(terms, from < end * 32 ? from : begin * 32, bytes, low);
+    sum_rows<false>(terms, to < end * 32 ? to : begin * 32, bytes, high);
     float x[kChannels];
 #pragma unroll
     for (uint32_t i = 0; i < 8; ++i) {
+      pair_up(low.at[i], high.at[i]);
       x[i] = low.at[i];
       x[i + 8] = high.at[i];
     }
-    Packed::send({slot, unit, hidden}, active, x);
+    Packed::send({slot, unit, hidden}, unit < end, x);
   }
 }
 
@@ -181,31 +183,32 @@ __device__ __forceinline__ void sum_packed(const Device& g, const Terms& terms, 
   const uint32_t lane = threadIdx.x % kWarp, hidden = g.hidden;
 #pragma unroll 1
   for (uint32_t first = begin + threadIdx.x - lane; first < end; first += blockDim.x) {
-    const bool active = first + lane < end;
-    const uint32_t unit = first + lane;
+    const uint32_t unit = paired_unit(first + lane);
     float sum[kChannels] = {};
 #pragma unroll 1
-    for (uint32_t i = 0; i < terms.count; i += 2) {
-      typename Packed::Words w[2];
-      const bool both = i + 1 < terms.count, waits = active && !trouble.any();
+    for (uint32_t i = 0; i < terms.count; i += Packed::kTogether) {
+      typename Packed::Words w[Packed::kTogether];
+      const bool both = Packed::kTogether == 2 && i + 1 < terms.count, waits = unit < end && !trouble.any();
       const auto at = [&](uint32_t j) { return typename Packed::At{terms.list[i + j].row, unit, hidden}; };
       const uint32_t peers = terms.list[i].of | (both ? terms.list[i + 1].of << 8 : 0);
       const uint32_t here = await_slots(g, peers, !waits ? 0 : both ? 3 : 1, waited, at, w, trouble);
       __syncwarp();  // all lanes of a group have what its first lane empties
 #pragma unroll
-      for (uint32_t j = 0; j < 2; ++j) {
+      for (uint32_t j = 0; j < Packed::kTogether; ++j) {
         if (!(here >> j & 1)) continue;
         Packed::add(w[j], sum);
         Packed::empty(at(j));
       }
       __syncwarp();
     }
-    if (!active) continue;
-    uint32_t words[8];
-#pragma unroll
-    for (uint32_t i = 0; i < 8; ++i) words[i] = to_bf16x2(sum[2 * i], sum[2 * i + 1]);
-    store16(out + unit * 32, {words[0], words[1], words[2], words[3]});
-    store16(out + unit * 32 + 16, {words[4], words[5], words[6], words[7]});
+    uint4 low{to_bf16x2(sum[0], sum[1]), to_bf16x2(sum[2], sum[3]), to_bf16x2(sum[4], sum[5]),
+              to_bf16x2(sum[6], sum[7])};
+    uint4 high{to_bf16x2(sum[8], sum[9]), to_bf16x2(sum[10], sum[11]), to_bf16x2(sum[12], sum[13]),
+               to_bf16x2(sum[14], sum[15])};
+    pair_up(low, high);
+    const uint32_t from = first * 32 + lane * 16, to = from + kWarp * 16;
+    if (from < end * 32) store16(out + from, low);
+    if (to < end * 32) store16(out + to, high);
   }
 }
 
