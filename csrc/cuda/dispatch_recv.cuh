@@ -183,66 +183,81 @@ __device__ __forceinline__ void note(const Device& g, const DispatchRecvArgs& a,
 
 constexpr uint32_t kAhead = 2;  // 16-byte words of a row that a thread awaits at once
 
-// The words of a row that a thread looks at first, and one scale, before it is known where they go.
-struct Ahead {
+// What a thread takes of a row at a time: words and one scale, all under way at once. A word that is not its
+// own is zero: it came.
+struct Taken {
   uint4 v[kAhead];
   uint32_t scale;
-
-  __device__ __forceinline__ void peek(const Device& g, const std::byte* slot) {
-    const uint32_t bytes = uint32_t(g.layout.row_bytes);
-#pragma unroll
-    for (uint32_t i = 0; i < kAhead; ++i) {
-      const uint32_t at = (threadIdx.x + i * blockDim.x) * 16;
-      if (at < bytes) v[i] = peek16(slot + at);
-    }
-    if (threadIdx.x < g.scale_words)
-      scale = peek4(slot + g.layout.scale_offset + threadIdx.x * sizeof(uint32_t));
-  }
 };
 
+// Which ones: round 0, 1, ... of a row in a slot. A word begins at(i) < bytes.
+struct RowAt {
+  const Device& g;
+  std::byte* slot;
+  uint32_t round;
+
+  __device__ __forceinline__ uint32_t at(uint32_t i) const {
+    return (threadIdx.x + (round * kAhead + i) * blockDim.x) * 16;
+  }
+  __device__ __forceinline__ uint32_t unit() const { return threadIdx.x + round * blockDim.x; }
+  __device__ __forceinline__ std::byte* scale() const {
+    return slot + g.layout.scale_offset + unit() * sizeof(uint32_t);
+  }
+  __device__ __forceinline__ bool has(uint32_t i) const { return at(i) < uint32_t(g.layout.row_bytes); }
+  __device__ __forceinline__ bool has_scale() const { return unit() < g.scale_words; }
+
+  __device__ __forceinline__ Taken nothing_yet() const {
+    Taken taken;
+#pragma unroll
+    for (uint32_t i = 0; i < kAhead; ++i)
+      taken.v[i] = has(i) ? uint4{kNothing, kNothing, kNothing, kNothing} : uint4{};
+    taken.scale = has_scale() ? kNothing : 0;
+    return taken;
+  }
+};
+__device__ __forceinline__ bool came(const Taken& taken) {
+  bool all = came(taken.scale);
+#pragma unroll
+  for (uint32_t i = 0; i < kAhead; ++i) all = all && came(taken.v[i]);
+  return all;
+}
+// Those that have not come.
+__device__ __forceinline__ void peek(const RowAt& at, Taken* taken) {
+#pragma unroll
+  for (uint32_t i = 0; i < kAhead; ++i)
+    if (!came(taken->v[i])) taken->v[i] = peek16(at.slot + at.at(i));
+  if (!came(taken->scale)) taken->scale = peek4(at.scale());
+}
+
 // Copies one received row to all its entries and empties it; zeros for words that its sender never sent.
+// `taken`: of round 0, looked at once.
 template <bool kNarrow>
 __device__ __forceinline__ void expand(const Device& g, const DispatchRecvArgs& a, uint32_t source,
-                                       std::byte* slot, const Placed& placed, Ahead& ahead,
+                                       std::byte* slot, const Placed& placed, Taken (&taken)[1],
                                        Trouble& trouble) {
   const DeviceLayout& l = g.layout;
-  const uint32_t bytes = uint32_t(l.row_bytes), words = (bytes + 15) / 16, count = placed.count;
-  const bool copies = a.view != View::kIndex;
+  const uint32_t bytes = uint32_t(l.row_bytes), count = placed.count;
   const uint32_t stride = a.view == View::kPadded ? a.scale_pitch : 1;
   auto* out = static_cast<std::byte*>(a.rows);
 #pragma unroll 1
-  for (uint32_t first = threadIdx.x; first < words && !trouble.any(); first += kAhead * blockDim.x) {
-    uint4(&v)[kAhead] = ahead.v;
-    const auto at = [&](uint32_t i) { return (first + i * blockDim.x) * 16; };
-    uint32_t mine = 0, here = 0;
+  for (RowAt at{g, slot, 0}; at.has(0) && !trouble.any(); ++at.round) {  // scales end before words do
+    if (at.round != 0) taken[0] = at.nothing_yet();
+    if (at.round != 0 || !came(taken[0]))
+      await_slots(g, source, 1, nullptr, [&](uint32_t) { return at; }, taken, trouble);
+    if (a.view == View::kIndex) continue;
 #pragma unroll
     for (uint32_t i = 0; i < kAhead; ++i) {
-      mine |= uint32_t(at(i) < bytes) << i;
-      here |= uint32_t(first == threadIdx.x && at(i) < bytes && came(v[i])) << i;
+      if (!at.has(i)) continue;
+      const uint4 v = came(taken[0].v[i]) ? taken[0].v[i] : uint4{};
+      empty16(slot + at.at(i));
+#pragma unroll 1
+      for (uint32_t n = 0; n < count; ++n) store_row<kNarrow>(out + placed.row[n], at.at(i), bytes, v);
     }
-    here |= await_slots(
-        g, source * 0x101, mine & ~here, nullptr, [&](uint32_t i) { return slot + at(i); }, v, trouble);
-    if (!copies) continue;
-#pragma unroll
-    for (uint32_t i = 0; i < kAhead; ++i) {
-      if (!(mine >> i & 1)) continue;
-      if (!(here >> i & 1)) v[i] = {};
-      empty16(slot + at(i));
+    if (!at.has_scale()) continue;
+    const uint32_t scale = came(taken[0].scale) ? taken[0].scale : 0;
+    put4(at.scale(), kNothing);
 #pragma unroll 1
-      for (uint32_t n = 0; n < count; ++n) store_row<kNarrow>(out + placed.row[n], at(i), bytes, v[i]);
-    }
-  }
-#pragma unroll 1
-  for (uint32_t i = threadIdx.x; i < g.scale_words && !trouble.any(); i += blockDim.x) {
-    std::byte* at = slot + l.scale_offset + i * sizeof(uint32_t);
-    uint32_t scales[1] = {ahead.scale};
-    bool here = i == threadIdx.x && came(ahead.scale);
-    if (!here) here = await_slots(g, source, 1, nullptr, [&](uint32_t) { return at; }, scales, trouble) != 0;
-    const uint32_t scale = here ? scales[0] : 0;
-    if (!copies) continue;
-    put4(at, kNothing);
-#pragma unroll 1
-    for (uint32_t n = 0; n < count; ++n) a.scales[placed.scale[n] + uint64_t(i) * stride] = scale;
+    for (uint32_t n = 0; n < count; ++n) a.scales[placed.scale[n] + uint64_t(at.unit()) * stride] = scale;
   }
 }
 
@@ -286,8 +301,9 @@ __device__ __forceinline__ Done dispatch_recv(const Device& g, const DispatchRec
     const uint32_t token = g.token_of(i), source = g.source_of(i);
     if (!(arrived >> source & 1) || token >= arrival.tokens[source]) continue;
     std::byte* row = g.own() + g.layout.slot_at(o.bank, source, token);
-    Ahead ahead;
-    ahead.peek(g, row);
+    const RowAt begin{g, row, 0};
+    Taken taken[1] = {begin.nothing_yet()};
+    peek(begin, &taken[0]);
     __syncthreads();
     Entry entry;
     if (threadIdx.x < kWarp)
@@ -298,7 +314,7 @@ __device__ __forceinline__ Done dispatch_recv(const Device& g, const DispatchRec
     if (threadIdx.x < kWarp) note(g, a, handle, o, source, token, row, entry);
     if (placed.count == 0) continue;
     ++done.rows;
-    expand<kNarrow>(g, a, source, row, placed, ahead, trouble);
+    expand<kNarrow>(g, a, source, row, placed, taken, trouble);
     if (!trouble.any()) continue;
     report(g, {Op::kDispatch, Phase::kRecvHeader, 0, o.epoch}, trouble);
     placed.late = 1;
