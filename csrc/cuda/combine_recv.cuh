@@ -54,25 +54,30 @@ __device__ __forceinline__ void collect_answers(const Device& g, const CombineRe
   terms.collect(wanted, {g.own() + l.answer_at(o.bank, owner, token, lane), weight, owner});
 }
 
-// Adds bytes [at, at + 16) of all rows as they come, and empties them.
+constexpr uint32_t kWords = 2;                  // of each row, that a thread awaits at once
+constexpr uint32_t kRows = kInFlight / kWords;  // at once
+
+// Adds words of 16 bytes of all rows as they come, and empties them; word w begins `at` + w * `step`, if
+// before `end`.
 __device__ __forceinline__ void sum_answers(const Device& g, const Terms& terms, uint64_t* waited,
-                                            uint32_t at, Sum& sum, Trouble& trouble) {
+                                            uint32_t at, uint32_t step, uint32_t end, Sum (&sum)[kWords],
+                                            Trouble& trouble) {
 #pragma unroll 1
-  for (uint32_t i = 0; i < terms.count && !trouble.any(); i += kInFlight) {
+  for (uint32_t i = 0; i < terms.count && !trouble.any(); i += kRows) {
     uint4 v[kInFlight];
     uint32_t wanted = 0, peers = 0;  // a byte each
 #pragma unroll
     for (uint32_t j = 0; j < kInFlight; ++j) {
-      if (i + j >= terms.count) break;
-      peers |= terms.list[i + j].of << 8 * j;
+      if (i + j / kWords >= terms.count || at + j % kWords * step >= end) continue;
+      peers |= terms.list[i + j / kWords].of << 8 * j;
       wanted |= 1u << j;
     }
-    const auto slot = [&](uint32_t j) { return terms.list[i + j].row + at; };
+    const auto slot = [&](uint32_t j) { return terms.list[i + j / kWords].row + at + j % kWords * step; };
     const uint32_t here = await_slots(g, peers, wanted, waited, slot, v, trouble);
 #pragma unroll
     for (uint32_t j = 0; j < kInFlight; ++j) {
       if (!(here >> j & 1)) continue;
-      sum.add(v[j], terms.list[i + j].weight);
+      sum[j % kWords].add(v[j], terms.list[i + j / kWords].weight);
       empty16(slot(j));
     }
   }
@@ -113,11 +118,14 @@ __device__ __forceinline__ Done combine_recv(const Device& g, const CombineRecvA
     } else if constexpr (kWire == Wire::kLog10) {
       sum_packed<Log10Wire>(g, terms, waited, out, begin / 32, end / 32, trouble);
     } else {
+      const uint32_t step = blockDim.x * 16;
 #pragma unroll 1
-      for (uint32_t at = begin + threadIdx.x * 16; at < end; at += blockDim.x * 16) {
-        Sum sum;
-        sum_answers(g, terms, waited, at, sum, trouble);
-        store_row<kNarrow>(out, at, bytes, sum.rounded());
+      for (uint32_t at = begin + threadIdx.x * 16; at < end; at += kWords * step) {
+        Sum sum[kWords];
+        sum_answers(g, terms, waited, at, step, end, sum, trouble);
+#pragma unroll
+        for (uint32_t w = 0; w < kWords; ++w)
+          if (at + w * step < end) store_row<kNarrow>(out, at + w * step, bytes, sum[w].rounded());
       }
     }
     i += blocks - 1;

@@ -19,21 +19,47 @@ __device__ __forceinline__ uint32_t manner_of(Reduction reduction, Wire wire) {
   return uint32_t(reduction) | uint32_t(wire) << 8;
 }
 
+// The weights that come with the call, many of a thread under way at once, in all warps but the first, which
+// opens the kernel meanwhile: whoever sums waits for them.
+struct Weights {
+  static constexpr uint32_t kAhead = 6;
+  uint32_t count;
+  float weight[kAhead];
+
+  static __device__ __forceinline__ uint32_t step() { return blockDim.x - kWarp; }
+  static __device__ __forceinline__ uint32_t at(uint32_t from, uint32_t i) {
+    return from + threadIdx.x - kWarp + i * step();
+  }
+  __device__ __forceinline__ void load(const CombineSendArgs& a, uint32_t from) {
+#pragma unroll
+    for (uint32_t i = 0; i < kAhead; ++i) weight[i] = at(from, i) < count ? a.weights[at(from, i)] : 0.0f;
+  }
+  __device__ __forceinline__ void send(const Device& g, const CombineSendArgs& a, const Opened& o,
+                                       uint32_t peers) {
+#pragma unroll 1
+    for (uint32_t from = 0; from < count;) {
+#pragma unroll 1
+      for (uint32_t r = 0; r < g.num_ranks; ++r) {
+        if (!(peers >> r & 1)) continue;
+        std::byte* to = g.regions[r] + g.layout.weight_at(o.bank, g.rank, 0, 0);
+#pragma unroll
+        for (uint32_t i = 0; i < kAhead; ++i) {
+          if (at(from, i) >= count) break;
+          store_relaxed(to + at(from, i) * sizeof(uint64_t),
+                        uint64_t(bits_of(weight[i])) << 32 | uint32_t(o.epoch));
+        }
+      }
+      from += kAhead * step();
+      load(a, from);
+    }
+  }
+};
+
 __device__ __forceinline__ void send_answer_headers(const Device& g, const CombineSendArgs& a,
-                                                    std::byte* handle, const Opened& o) {
-  const auto* h = reinterpret_cast<const DeviceHandle*>(handle);
-  const uint32_t choices = a.pushes_weights ? h->tokens * g.layout.top_k : 0;
+                                                    std::byte* handle, const Opened& o, Weights& weights) {
   bool paused;
   const uint32_t peers = writable(g, Op::kCombine, Phase::kSendHeader, o, &paused);
-#pragma unroll 1
-  for (uint32_t i = threadIdx.x; i < choices; i += blockDim.x) {
-    const uint32_t weight = bits_of(a.weights[i]);
-#pragma unroll 1
-    for (uint32_t r = 0; r < g.num_ranks; ++r)
-      if (peers >> r & 1)
-        store_relaxed(g.regions[r] + g.layout.weight_at(o.bank, g.rank, 0, 0) + i * sizeof(uint64_t),
-                      uint64_t(weight) << 32 | uint32_t(o.epoch));
-  }
+  if (threadIdx.x >= kWarp) weights.send(g, a, o, peers);
   if (threadIdx.x < g.num_ranks && peers >> threadIdx.x & 1)
     store_relaxed(g.regions[threadIdx.x] + Head::header(Op::kCombine, o.bank, g.rank),
                   uint64_t(manner_of(a.reduction, a.wire)) << 32 | uint32_t(o.epoch));
@@ -120,12 +146,17 @@ __device__ __forceinline__ Done combine_send(const Device& g, const CombineSendA
   const uint32_t items = __reduce_max_sync(kFull, tokens) * g.num_ranks << a.split;
   if (block != 0 && block - 1 < l.max_tokens * g.num_ranks << a.split)
     output = Output::load(g, handle, source_of(block - 1), token_of(block - 1));
-  if (threadIdx.x < kWarp) open(g, Op::kCombine, nullptr, o);
+  Weights weights;
+  weights.count = block == 0 && a.pushes_weights ? h->tokens * l.top_k : 0;
+  if (threadIdx.x < kWarp)
+    open(g, Op::kCombine, nullptr, o);
+  else
+    weights.load(a, 0);
   __syncthreads();
   Done done;
   if (!o.alive) return done;
   if (block == 0) {
-    send_answer_headers(g, a, handle, o);
+    send_answer_headers(g, a, handle, o, weights);
     return done;
   }
   if (block - 1 >= items) return done;
