@@ -63,9 +63,7 @@ class ParallelConfig:
     """Ranks of this node."""
 
     ranks: int = option(1, "rank processes on this node", low=1, high=64)
-    device: str = option(
-        "cpu", "what ranks compute on; cuda = one GPU each", choices=("cpu", "cuda")
-    )
+    device: str = option("cpu", "what ranks compute on; cuda = one GPU each", choices=("cpu", "cuda"))
     threads_per_rank: int = option(
         0, "compute threads of a rank; 0 = cores / ranks, at least 1", low=0, high=256
     )
@@ -92,7 +90,7 @@ class ExchangeConfig:
     device_memory: str = option(
         "auto",
         "rows of GPUs on several nodes: hmem = the card reads and writes GPU memory (FI_HMEM), host = "
-        "through pinned host memory; auto = hmem where provider and driver can, which the log says",
+        "through pinned host memory; auto = host: hmem has not run on a network card yet",
         choices=("auto", "hmem", "host"),
     )
     timeout_seconds: float = option(10.0, "deadline of every wait for a peer", low=0.01, high=3600)

@@ -99,8 +99,10 @@ class BounceExchange:
 
     def close(self) -> None:
         """As the Protocol says. Copies on their way to the device end first."""
-        self._staging.drain(self._copies)
-        self.inner.close()
+        try:
+            self._staging.drain(self._copies)
+        finally:
+            self.inner.close()
 
     def statistics(self) -> dict[str, Any]:
         """Of the inner exchange."""

@@ -1,6 +1,6 @@
 """Whether rows of tensors on a device go to the network from the device itself; the exchange that does so.
 
-Chosen by what the provider can do (FI_HMEM), the driver and the memory; said in the log, with the reason.
+Only where that is asked for: no network card has run it yet. Which way rows take is said in the log.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 
 from ep_server.ep import fabric_bootstrap
 from ep_server.ep.bounce import BounceExchange
-from ep_server.ep.bounce_copies import checked_device
+from ep_server.ep.bounce_copies import checked_device, copies_for
 from ep_server.ep.device_rows import DeviceRows
 from ep_server.ep.direct import DirectExchange
 from ep_server.ep.exchange import ExchangeSpec
@@ -24,7 +24,7 @@ from ep_server.ep.fabric_settings import FabricOptions
 from ep_server.ep.native import NativeExchange
 from ep_server.ep.remote_writes import visible_on
 from ep_server.ep.waiting import Waiting
-from ep_server.errors import StartupError
+from ep_server.errors import ConfigError, StartupError
 
 LOG = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ LOG = logging.getLogger(__name__)
 class DeviceMemory(StrEnum):
     """How rows of a device reach the network. All ranks choose alike."""
 
-    AUTO = "auto"  # HMEM where it can be
+    AUTO = "auto"  # HOST, until HMEM has run on a network card
     HMEM = "hmem"  # the card reads and writes the device's memory
     HOST = "host"  # through host memory
 
@@ -40,27 +40,26 @@ class DeviceMemory(StrEnum):
 def open_end(
     spec: ExchangeSpec,
     device: torch.device,
-    wanted: DeviceMemory,
+    wanted: DeviceMemory | str,
     options: FabricOptions,
     waiting: Waiting | None,
     through_host: Callable[[], FabricExchange],
 ) -> FabricExchange:
     """This rank's end, not yet connected: a RowsFabric, or what through_host() opens.
 
-    Raises: StartupError naming provider and capability where HMEM is asked for and cannot be.
+    Raises: ConfigError for another word; StartupError naming provider and capability where HMEM is asked for
+      and cannot be.
     """
-    if wanted is DeviceMemory.HOST:
-        return through_host()
-    if wanted is DeviceMemory.HMEM:
+    if wanted not in list(DeviceMemory):
+        raise ConfigError("device_memory", wanted, f"one of {', '.join(DeviceMemory)}")
+    if wanted == DeviceMemory.HMEM:
         return _direct(spec, device, options, waiting)
-    why = "tensors are in host memory"
-    if device.type != "cpu":
-        try:
-            return _direct(spec, device, options, waiting)
-        except StartupError as error:
-            why = str(error)
-        torch.cuda.empty_cache()  # memory that could not be registered is other users' again
-    LOG.info("rank %d: rows travel through host memory: %s", spec.rank, why)
+    if wanted == DeviceMemory.AUTO and device.type != "cpu":
+        LOG.info(
+            "rank %d: rows travel through host memory: exchange.device_memory = auto does not take hmem, "
+            "which has not run on a network card yet",
+            spec.rank,
+        )
     return through_host()
 
 
@@ -74,10 +73,11 @@ def from_process_group(
     spec: ExchangeSpec,
     device: torch.device | str | int,
     options: FabricOptions | None = None,
-    wanted: DeviceMemory = DeviceMemory.AUTO,
+    wanted: DeviceMemory | str = DeviceMemory.AUTO,
 ) -> BounceExchange:
     """fabric_bootstrap.from_process_group for tensors of `device`, every rank a host of its own. Collective.
 
+    Returns: once every rank has its device and staging.
     Raises: as that does, on all ranks; StartupError where ranks do not choose alike.
     """
     found, options = checked_device(device), options or FabricOptions()
@@ -85,7 +85,9 @@ def from_process_group(
     def make() -> FabricExchange:
         return open_end(spec, found, wanted, options, None, lambda: FabricExchange(spec, options))
 
-    return on_device(fabric_bootstrap.from_process_group(group, spec, options, make=make), found)
+    exchange = on_device(fabric_bootstrap.from_process_group(group, spec, options, make=make), found)
+    exchange.barrier()
+    return exchange
 
 
 def _direct(
@@ -97,6 +99,8 @@ def _direct(
         rows = DeviceRows.allocate(spec, device)
     except torch.OutOfMemoryError as error:
         raise StartupError(f"{device} has no room for the rows of the exchange: {error}") from error
+    # Kernels of who had this memory before may still be queued, and cards do not wait for streams.
+    copies_for(device, spec.timeout_ns).fetch()()
     opened = RowsFabric(spec, rows, options, waiting)
     LOG.info(
         "rank %d: the card reads and writes rows on %s itself: %.1f MiB are registered (FI_HMEM)",

@@ -101,6 +101,7 @@ class DeviceRows:
 
 
 def _aligned(size: int, device: torch.device) -> torch.Tensor:
-    made = torch.empty(size + ALIGNMENT, dtype=torch.uint8, device=device)
+    pages = -(-size // ALIGNMENT)
+    made = torch.empty((pages + 1) * ALIGNMENT, dtype=torch.uint8, device=device)
     begin = -made.data_ptr() % ALIGNMENT
     return made[begin : begin + size]

@@ -21,7 +21,7 @@ from ep_server.ep.bounce_copies import Arrival, Copies
 from ep_server.ep.bounce_pending import Answers, Outgoing, PendingCombine, PendingDispatch
 from ep_server.ep.bounce_staging import Brought, Wanted
 from ep_server.ep.direct_staging import Staging
-from ep_server.ep.exchange import Received, Reduction
+from ep_server.ep.exchange import Received
 from ep_server.ep.fabric_rows import COMBINE, DISPATCH, RowsCombine, RowsFabric, SumTable
 from ep_server.ep.ordered_sum import ordered_sum
 from ep_server.ep.remote_writes import Visible, visible_on
@@ -55,11 +55,13 @@ class DirectExchange(BounceExchange):
 
     def close(self) -> None:
         """As the Protocol says. Waits for what the device still reads."""
-        self._tables.drain()
-        for _, read, _ in self._held:
-            read()
-        self._held.clear()
-        self.inner.close()
+        held, self._held = self._held, []
+        try:
+            self._tables.drain()
+            for _, read, _ in held:
+                read()
+        finally:
+            self.inner.close()
 
     @property
     def staging_bytes(self) -> int:
@@ -99,8 +101,7 @@ class DirectExchange(BounceExchange):
             pairs.append((weights, answers.weights))
         self._copies.check_stream()
         self._give_back()
-        reduction = self.spec.reduction if answers.reduction is None else Reduction(answers.reduction)
-        table = self.inner.answers(answers.inner, reduction)
+        table = self.inner.answers(answers.inner, answers.reduction)
         self._put_answers(self.inner.next_bank(COMBINE), answers.rows, table)
 
         def send() -> PendingCombine:

@@ -76,8 +76,8 @@ class RowsFabric(FabricExchange):
         options: FabricOptions | None = None,
         waiting: Waiting | None = None,
     ) -> None:
-        self.rows = rows
         super().__init__(spec, options, waiting, rows=rows)
+        self.rows = rows  # last: what is dropped unclosed ends its registration before this memory is freed
 
     @property
     def generation(self) -> int:
@@ -99,20 +99,20 @@ class RowsFabric(FabricExchange):
         address = 0 if weights is None else weights.data_ptr()
         return native.PendingDispatch(self, self._open().dispatch_send(0, ids.data_ptr(), address, len(ids)))
 
-    def answers(self, received: Received, reduction: Reduction) -> SumTable:
+    def answers(self, received: Received, reduction: Reduction | None) -> SumTable:
         """What goes into leaving(bank), and into arrived(bank) for this rank itself; by slot, ascending rank.
 
-        Terms are rows in COMPACT order.
+        Terms are rows in COMPACT order. Raises InvalidArgument for a reduction that has no slots.
         """
-        state, spec = self._state_of(received), self.spec
-        alone = reduction is Reduction.SOURCE
+        state, spec, chosen = self._state_of(received), self.spec, self.checked_reduction(reduction)
+        alone = chosen is Reduction.SOURCE
         width = 1 if alone else max(1, min(spec.top_k, self.views.num_local))
         room = state.num_rows
         slots = torch.empty(room, dtype=torch.int64)
         terms = torch.empty((room, width), dtype=torch.int64)
         weights = torch.empty((room, width), dtype=torch.float32)
         places = (slots.data_ptr(), terms.data_ptr(), weights.data_ptr())
-        made = self._open().answer_table(state, REDUCTIONS.index(reduction), *places, width)
+        made = self._open().answer_table(state, REDUCTIONS.index(chosen), *places, width)
         return SumTable(slots[:made], terms[:made], weights[:made])
 
     def send_answers(

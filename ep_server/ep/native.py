@@ -204,10 +204,7 @@ class NativeExchange:
     ) -> PendingCombine:
         """combine_send of rows at an address."""
         native, spec = self._native or self._open(), self.spec
-        chosen = spec.reduction if reduction is None else Reduction(reduction)
-        if chosen is not spec.reduction and spec.reduction is Reduction.RANK:
-            raise InvalidArgument("reduction", str(chosen), "rank, as the spec says")
-        weights = 0
+        chosen, weights = self.checked_reduction(reduction), 0
         if topk_weights is not None:
             if state.has_weights or chosen == Reduction.RANK:
                 raise InvalidArgument("topk_weights", "a tensor", "None: this dispatch was given them")
@@ -217,6 +214,13 @@ class NativeExchange:
             raise InvalidArgument("topk_weights", None, "given at dispatch or at combine")
         combine = native.combine_send(state, expert_out, weights, REDUCTIONS.index(chosen))
         return PendingCombine(self, combine, state.tokens)
+
+    def checked_reduction(self, reduction: Reduction | None) -> Reduction:
+        """The one that a combine takes. Raises InvalidArgument where the spec has no room for its rows."""
+        chosen = self.spec.reduction if reduction is None else Reduction(reduction)
+        if chosen is not self.spec.reduction and self.spec.reduction is Reduction.RANK:
+            raise InvalidArgument("reduction", str(chosen), "rank, as the spec says")
+        return chosen
 
     def all_gather(self, record: bytes) -> list[bytes]:
         """As the Protocol says; a masked rank's record is empty."""

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from ep_server.errors import StartupError
+from ep_server.errors import EpServerError, ExchangeError, StartupError
 
 # Of cuda.h.
 _FLUSH_OPTIONS, _ORDERING = 117, 118  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_...
@@ -35,15 +35,16 @@ class Ordered:
 
 
 class Flushed:
-    """Where the driver has to flush them. Raises StartupError where that fails."""
+    """Where the driver has to flush them."""
 
     def __init__(self, driver: ctypes.CDLL, device: torch.device) -> None:
         self._driver, self._device = driver, device
 
     def settle(self) -> None:
-        """As the Protocol says; the host waits for the flush."""
+        """As the Protocol says; the host waits for the flush. Raises ExchangeError where it fails."""
         with torch.cuda.device(self._device):
-            _check(self._driver.cuFlushGPUDirectRDMAWrites(0, _OWNER), "cuFlushGPUDirectRDMAWrites")
+            result = self._driver.cuFlushGPUDirectRDMAWrites(0, _OWNER)
+        _check(result, "cuFlushGPUDirectRDMAWrites", ExchangeError)
 
 
 def visible_on(device: torch.device) -> Visible:
@@ -64,10 +65,11 @@ def visible_on(device: torch.device) -> Visible:
 
 def _attribute(driver: ctypes.CDLL, name: int, device: torch.device) -> int:
     found = ctypes.c_int()
-    _check(driver.cuDeviceGetAttribute(ctypes.byref(found), name, device.index), "cuDeviceGetAttribute")
+    result = driver.cuDeviceGetAttribute(ctypes.byref(found), name, device.index)
+    _check(result, "cuDeviceGetAttribute", StartupError)
     return found.value
 
 
-def _check(result: int, what: str) -> None:
+def _check(result: int, what: str, failure: type[EpServerError]) -> None:
     if result != 0:
-        raise StartupError(f"{what}: error {result} of the CUDA driver")
+        raise failure(f"{what}: error {result} of the CUDA driver")

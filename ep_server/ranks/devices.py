@@ -1,7 +1,7 @@
 """What a rank computes on: the CPU, or one GPU. Chooses arithmetic, exchange and runner; knows no channel.
 
-On a GPU rows of bfloat16 or FP8 travel over NVLink to ranks of the same host; to others from GPU memory where
-network cards reach it, else through host memory. A GPU runs one step ahead of what the host knows.
+On a GPU rows of bfloat16 or FP8 travel over NVLink to ranks of the same host; to others through host memory
+or, if asked for, from GPU memory. A GPU runs one step ahead of what the host knows.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The exchange whose rows lie on a device: the conformance suite, what providers hear, what is refused."""
+"""The exchange whose rows lie on a device: the conformance suite, what providers hear, misuse, banks."""
 
 from __future__ import annotations
 
 import importlib
-import logging
 import signal
+import weakref
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,30 +13,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_server.ep import device_memory, fabric_bootstrap
-from ep_server.ep.bounce import BounceExchange
-from ep_server.ep.device_memory import DeviceMemory
-from ep_server.ep.device_rows import DeviceRows
+from ep_server.ep.device_rows import ALIGNMENT, DeviceRows, _aligned
 from ep_server.ep.direct import DirectExchange
-from ep_server.ep.exchange import ExchangeSpec, Payload, View
-from ep_server.ep.fabric import FabricExchange, FabricOptions
+from ep_server.ep.exchange import ExchangeSpec, Payload, Reduction, View
+from ep_server.ep.fabric import FabricOptions
 from ep_server.ep.fabric_rows import RowsFabric
 from ep_server.ep.faults import Action, Fault
 from ep_server.ep.hybrid import HybridExchange
-from ep_server.errors import InvalidArgument, StartupError
+from ep_server.errors import ExchangeError, InvalidArgument
 from tests.ep.conformance import run_cases, run_pair
 from tests.ep.sequences import run_sequences
 from tests.ep.test_faults import SECOND
 from tests.fabric import direct_ends, hybrid_ends
 from tests.fabric.direct_ends import CPU, GPU_3, DirectEnd, over_card, over_shm, own_name, poisoned_rows
-from tests.fabric.fabric_ends import loopback, needs
+from tests.fabric.fabric_ends import needs
 from tests.fabric.test_bounce import failures
 from tests.fabric.test_faults import assert_lost
 from tests.harness.process_group import run_group
 from tests.harness.ranks import run_outcomes
 from tests.harness.routing import make_inputs
-
-SPEC = ExchangeSpec(0, 1, (0, 0), max_tokens=4, hidden=64, top_k=2)
 
 
 def whole_suite(group: dist.ProcessGroup, options: FabricOptions) -> dict[str, str]:
@@ -139,84 +134,6 @@ def test_the_provider_is_asked_for_device_memory_and_sends_from_it(tmp_path: Pat
     assert all("device memory" in description for description, _, _ in by_rank)
 
 
-# -- the choice ------------------------------------------------------------------------------------------
-
-
-def choose(options: FabricOptions, wanted: DeviceMemory, device: str = "cpu") -> FabricExchange:
-    made = partial(FabricExchange, SPEC, options)
-    return device_memory.open_end(SPEC, torch.device(device), wanted, options, None, made)
-
-
-@pytest.mark.parametrize("wanted", [DeviceMemory.AUTO, DeviceMemory.HOST])
-def test_tensors_of_the_host_stay_there_unless_asked(wanted: DeviceMemory) -> None:
-    needs("system")
-    inner = choose(loopback(), wanted)
-    exchange = device_memory.on_device(inner, CPU)
-    assert type(inner) is FabricExchange and type(exchange) is BounceExchange
-    exchange.close()
-
-
-def test_what_is_asked_for_is_taken_where_it_can_be() -> None:
-    inner = choose(own_name(over_shm()), DeviceMemory.HMEM)
-    exchange = device_memory.on_device(inner, CPU)
-    assert isinstance(exchange, DirectExchange)
-    assert exchange.memory_bytes == exchange.rows.bytes > 0
-    exchange.close()
-
-
-def test_asked_for_where_no_provider_has_it_names_provider_and_capability() -> None:
-    needs("system")
-    with pytest.raises(StartupError, match=r"tcp;ofi_rxm .*: reaches no memory of devices \(FI_HMEM\)"):
-        choose(loopback(provider="tcp;ofi_rxm"), DeviceMemory.HMEM)
-
-
-def test_memory_that_cannot_be_registered_is_an_error_that_says_what_is_missing(tmp_path: Path) -> None:
-    options = over_card(tmp_path, refused=True)
-    with pytest.raises(StartupError, match=r"provider verbs;ofi_rxm.*device 3 \(FI_HMEM needs .*dma-buf"):
-        RowsFabric(SPEC, poisoned_rows(SPEC), options)
-
-
-@pytest.mark.parametrize("library", ["system", "wheel"])
-def test_a_libfabric_without_the_devices_kind_refuses_its_memory(library: str) -> None:
-    options = own_name(over_shm(library))
-    with pytest.raises(StartupError, match=r"provider shm.* bytes of device 3 \(FI_HMEM needs"):
-        RowsFabric(SPEC, poisoned_rows(SPEC), options)
-
-
-def test_auto_says_why_rows_go_through_the_host(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """On a GPU, for which host memory stands."""
-    options = over_card(tmp_path, refused=True)
-    monkeypatch.setattr(device_memory, "visible_on", lambda device: None)
-    standing_in = poisoned_rows(SPEC)
-    monkeypatch.setattr(DeviceRows, "allocate", lambda spec, device: standing_in)
-    with caplog.at_level(logging.INFO, "ep_server"):
-        inner = choose(options, DeviceMemory.AUTO, "cuda:0")
-    assert type(inner) is FabricExchange
-    inner.close()
-    assert any("through host memory: " in line and "registration of" in line for line in caplog.messages)
-
-
-def one_of_each(group: dist.ProcessGroup, options: FabricOptions) -> str:
-    spec = ExchangeSpec(group.rank(), group.size(), (0, 1), max_tokens=4, hidden=64, top_k=2)
-    mine = own_name(options)
-
-    def make() -> FabricExchange:
-        plain = group.rank() == 1
-        return FabricExchange(spec, mine) if plain else RowsFabric(spec, DeviceRows.allocate(spec, CPU), mine)
-
-    with pytest.raises(StartupError) as caught:
-        fabric_bootstrap.from_process_group(group, spec, mine, make=make)
-    return str(caught.value)
-
-
-def test_ranks_that_choose_differently_are_told_so() -> None:
-    first, second = run_group(one_of_each, 2, args=(over_shm(),), timeout=60)
-    assert "rank 1 has rows of 0 bytes on a device, rank 0 of" in first
-    assert "exchange.device_memory" in first and "exchange.device_memory" in second
-
-
 # -- misuse, banks ---------------------------------------------------------------------------------------
 
 
@@ -236,6 +153,16 @@ def test_the_halves_of_the_host_refuse_rows() -> None:
     pending = exchange.dispatch_send(mine.x, mine.ids, mine.weights)
     with pytest.raises(InvalidArgument, match=r"rows .*on the device"):
         pending.inner.recv(View.COMPACT)
+    exchange.close()
+
+
+def test_a_reduction_that_has_no_slots_is_refused_before_anything_is_written() -> None:
+    exchange = alone(reduction=Reduction.RANK)
+    mine = make_inputs(exchange.spec, "max_tokens", 1)[0]
+    received = exchange.dispatch_send(mine.x, mine.ids, mine.weights).recv()
+    with pytest.raises(InvalidArgument, match=r"^reduction = 'source': must be rank"):
+        exchange.combine_send(received.rows, received, reduction=Reduction.SOURCE)
+    exchange.combine_send(received.rows, received).recv()
     exchange.close()
 
 
@@ -280,3 +207,41 @@ def test_a_reset_forgets_what_was_held() -> None:
     exchange.inner.reset()
     run_pair(exchange, "uniform", 2, View.PADDED)
     exchange.close()
+
+
+# -- ends ------------------------------------------------------------------------------------------------
+
+
+def test_a_device_that_hangs_does_not_keep_the_network_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    exchange = alone()
+
+    def hangs(slot: object) -> None:
+        raise ExchangeError("has not finished")
+
+    monkeypatch.setattr(exchange._copies, "reuse", hangs, raising=False)
+    with pytest.raises(ExchangeError, match="has not finished"):
+        exchange.close()
+    with pytest.raises(InvalidArgument, match="exchange = 'closed'"):
+        exchange.barrier()
+
+
+def test_what_is_dropped_unclosed_is_no_longer_registered_when_its_memory_is_freed() -> None:
+    exchange = alone()
+    ended: list[str] = []
+    for name, each in (
+        ("port", exchange.inner._port),
+        ("exchange", exchange.inner._native),
+        ("memory", exchange.rows.inbound),
+    ):
+        weakref.finalize(each, ended.append, name)
+    del each, exchange
+    assert ended[-1] == "memory" and sorted(ended[:2]) == ["exchange", "port"]
+
+
+@pytest.mark.parametrize("size", [1, ALIGNMENT, ALIGNMENT + 1])
+def test_pages_that_cards_write_hold_nothing_else(size: int) -> None:
+    made = _aligned(size, CPU)
+    storage = made.untyped_storage()
+    begin, end = made.data_ptr(), made.data_ptr() + -(-size // ALIGNMENT) * ALIGNMENT
+    assert begin % ALIGNMENT == 0 and len(made) == size
+    assert storage.data_ptr() <= begin and end <= storage.data_ptr() + storage.nbytes()

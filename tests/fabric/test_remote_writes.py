@@ -12,7 +12,7 @@ import torch
 
 from ep_server.ep import remote_writes
 from ep_server.ep.remote_writes import Flushed, Ordered, visible_on
-from ep_server.errors import StartupError
+from ep_server.errors import ExchangeError, StartupError
 
 GPU = torch.device("cuda:1")
 ORDERED_FOR_OWNER, ORDERED_FOR_ALL, BY_HOST, BY_STREAM = 100, 200, 1, 2
@@ -66,3 +66,11 @@ def test_a_driver_that_can_do_neither_is_refused_with_what_to_set(monkeypatch: p
 def test_an_error_of_the_driver_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StartupError, match="cuDeviceGetAttribute: error 3 of the CUDA driver"):
         asked(Driver(0, 0, result=3), monkeypatch)
+
+
+def test_a_flush_that_fails_is_an_error_of_the_exchange(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(0, BY_HOST)
+    visible = asked(driver, monkeypatch)
+    driver.result = 719
+    with pytest.raises(ExchangeError, match="cuFlushGPUDirectRDMAWrites: error 719 of the CUDA driver"):
+        visible.settle()
