@@ -5,6 +5,8 @@ Shapes are those of scripts/gpu_flashinfer.py, so nothing is compiled where only
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 
@@ -22,10 +24,14 @@ from tests.model.gpu.xqa import step_case
 from tests.model.triton.harness import DEVICE, NAN, assert_near, random
 from tests.model.triton.paged_case import Heads, PagedCase
 
-pytestmark = pytest.mark.gpu
-pytest.importorskip("flashinfer.xqa", reason="needs flashinfer-python", exc_type=ImportError)
-if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9:
-    pytest.skip("needs compute capability 9.0", allow_module_level=True)
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(importlib.util.find_spec("flashinfer") is None, reason="needs flashinfer-python"),
+    pytest.mark.skipif(
+        torch.cuda.is_available() and torch.cuda.get_device_capability()[0] < 9,
+        reason="needs compute capability 9.0",
+    ),
+]
 
 BF16 = torch.bfloat16
 QWEN, MIXTRAL, TINY = Heads(32, 4, 128, 128), Heads(32, 8, 128, 128), Heads(4, 2, 16, 16)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from ep_server.model.gpu.streamed_experts import StreamedExperts, streamable
 from ep_server.model.triton.expert_rows import ExpertRows, ExpertWeights
 
+pytestmark = pytest.mark.gpu
 BF16, SPARE = torch.bfloat16, 9
 SIZES = [(5, 256, 128), (128, 2048, 768), (300, 512, 256), (3, 4096, 14336)]
 SPREADS = {
