@@ -10,6 +10,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from ep_server.ep import device_memory
 from ep_server.ep.device_rows import DeviceRows
 from ep_server.ep.direct import DirectExchange
 from ep_server.ep.exchange import ExchangeSpec, Payload
@@ -39,4 +40,8 @@ def in_flight(group: dist.ProcessGroup, options: FabricOptions) -> None:
 
 
 def refused(group: dist.ProcessGroup, options: FabricOptions) -> None:
-    run_refused(make(options, a_models_spec(group, Payload.BF16), group))
+    """On an end that is made as users make it, for which the driver is asked."""
+    spec = a_models_spec(group, Payload.BF16)
+    made = device_memory.from_process_group(group, spec, SHARED, direct_ends.own_name(options), "hmem")
+    assert isinstance(made, DirectExchange) and made.rows.kind == DeviceRows.CUDA
+    run_refused(made)

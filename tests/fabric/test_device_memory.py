@@ -17,10 +17,11 @@ from ep_server.ep.bounce_copies import Arrival, HostCopies, Pair
 from ep_server.ep.device_memory import DeviceMemory
 from ep_server.ep.device_rows import DeviceRows
 from ep_server.ep.direct import DirectExchange
-from ep_server.ep.exchange import ExchangeSpec
+from ep_server.ep.exchange import ExchangeSpec, View
 from ep_server.ep.fabric import FabricExchange, FabricOptions
 from ep_server.ep.fabric_rows import RowsFabric
 from ep_server.errors import ConfigError, EpServerError, ExchangeError, InvalidArgument, StartupError
+from tests.ep.conformance import run_pair
 from tests.fabric.direct_ends import CPU, over_card, over_shm, own_name, poisoned_rows
 from tests.fabric.fabric_ends import loopback, needs
 from tests.harness.process_group import run_group
@@ -63,6 +64,19 @@ def test_what_is_asked_for_is_taken_where_it_can_be(wanted: DeviceMemory | str) 
     assert isinstance(exchange, DirectExchange)
     assert exchange.memory_bytes == exchange.rows.bytes > 0
     exchange.close()
+
+
+def all_ask(group: dist.ProcessGroup, options: FabricOptions) -> str:
+    spec = ExchangeSpec(group.rank(), group.size(), (0, 1), max_tokens=8, hidden=128, top_k=2)
+    exchange = device_memory.from_process_group(group, spec, "cpu", own_name(options), "hmem")
+    run_pair(exchange, "uniform", 1, View.COMPACT)
+    exchange.barrier()
+    exchange.close()
+    return type(exchange).__name__
+
+
+def test_all_ranks_that_ask_for_it_get_it() -> None:
+    assert run_group(all_ask, 2, args=(over_shm(),), timeout=60) == ["DirectExchange"] * 2
 
 
 def test_asked_for_where_no_provider_has_it_names_provider_and_capability() -> None:
