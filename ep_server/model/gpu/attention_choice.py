@@ -70,7 +70,7 @@ def choose(asked: str, case: AttentionCase, load: Callable[[], Xqa] = load_xqa) 
     Raises: ConfigError where FlashInfer is asked for and cannot be had, with the reason.
     """
     if asked != "flashinfer":
-        reason = "faster at most sizes" if asked == "auto" else "as asked"
+        reason = obstacle(case) or "faster at most sizes" if asked == "auto" else "as asked"
         kernels = triton_decode(case.spec, case.longest, case.processors)
         return Chosen(kernels, f"triton ({reason})")
     problem = obstacle(case)
