@@ -68,6 +68,15 @@ __device__ __forceinline__ void write_layout(const Device& g, const DispatchRecv
   h->arrived = arrived;
 }
 
+// Of a dispatch that failed: no rows, so what follows in the stream has nothing to do. One block.
+__device__ __forceinline__ void write_none(const Device& g, const DispatchRecvArgs& a) {
+#pragma unroll 1
+  for (uint32_t e = threadIdx.x; e <= g.local_experts; e += blockDim.x) {
+    if (e < g.local_experts) a.counts[e] = 0;
+    a.offsets[e] = 0;
+  }
+}
+
 // In shared memory: where the copies of one received row go, in bytes and in scales of the view.
 struct Placed {
   uint64_t row[kMaxTopK], scale[kMaxTopK];
@@ -273,13 +282,19 @@ __device__ __forceinline__ Done dispatch_recv(const Device& g, const DispatchRec
   if (threadIdx.x < kWarp) open(g, Op::kDispatch, epoch, o);
   __syncthreads();
   Done done;
-  if (!o.alive) return done;
+  if (!o.alive) {
+    if (block == 0) write_none(g, a);
+    return done;
+  }
 
   // 1. All headers. Block 0 tells the caller and does nothing else: the others need not wait.
   const bool begins = block != 0 && block - 1 < g.layout.max_tokens * g.num_ranks;
   if (begins && threadIdx.x < kWarp) await_first(g, o, g.source_of(block - 1), g.token_of(block - 1), placed);
   const uint32_t arrived = await_headers(g, a, o, slot, block == 0, begins ? kWarp : 0, arrival, counts);
-  if (arrived != o.peers && __syncthreads_or(has_failed(g))) return done;
+  if (arrived != o.peers && __syncthreads_or(has_failed(g))) {
+    if (block == 0) write_none(g, a);
+    return done;
+  }
   if (a.view != View::kPadded || block == 0) {
     if (threadIdx.x < kWarp) scan_experts(g, arrived, counts, first);
     __syncthreads();
