@@ -23,6 +23,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--ranks-per-gpu", type=int, default=1, help="how many ranks of a test may share a GPU (slow)"
     )
+    parser.addoption("--part", help="RANKS[-slow]:I/N: the I-th of N parts of the tests of so many ranks")
+
+
+@pytest.hookimpl(trylast=True)  # of what -k and -m leave
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if text := config.getoption("--part"):
+        from tests.harness.parts import Part
+
+        mine = Part.parse(text).of(items)
+        kept = set(mine)
+        config.hook.pytest_deselected(items=[each for each in items if each not in kept])
+        items[:] = mine
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
