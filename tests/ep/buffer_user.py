@@ -31,6 +31,13 @@ FLAGS = {
 }
 
 
+def gpu_device(rank: int) -> torch.device:
+    """The GPU of a rank, from now on the current one."""
+    device = torch.device("cuda", gpu_of(rank))
+    torch.cuda.set_device(device)
+    return device
+
+
 class User:
     """A caller of the library: one buffer, and one way to check what a pair of calls returns.
 
@@ -46,8 +53,7 @@ class User:
         self.group, self.rank, self.num_ranks = group, group.rank(), group.size()
         self.on_gpu, self.device = device == "cuda", torch.device("cpu")
         if self.on_gpu:
-            self.device = torch.device("cuda", gpu_of(self.rank))
-            torch.cuda.set_device(self.device)
+            self.device = gpu_device(self.rank)
         hint = self.deep_ep.Buffer.get_low_latency_rdma_size_hint
         self.buffer = self.deep_ep.Buffer(
             group,

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from tests.ep import emulated
+from tests.ep.buffer_masks import LOSSES, Lost
 from tests.ep.emulated import programs
 from tests.ep.killed_rank import DEATHS, check_killed
 from tests.harness.process_group import run_group
@@ -107,6 +108,42 @@ def test_a_rank_is_masked_in_the_middle_of_operations(num_ranks: int, rounds: in
 @pytest.mark.parametrize("program", MORE, ids=lambda p: "-".join(map(str, p)))
 def test_more_programs(program: tuple[Any, ...]) -> None:
     run(*program)
+
+
+def test_programs_in_deepeps_form() -> None:
+    found = failures(run("buffer_programs.run_programs", 2, "cuda"))
+    assert not found, "\n".join(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("program", ["order_of_sends", "hooks_keep_their_stream", "log_format", "wrong_ids"])
+def test_more_programs_in_deepeps_form(program: str) -> None:
+    run(f"gpu_buffer_programs.{program}", 3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_ranks", [2, 4])
+@pytest.mark.parametrize("program", ["masks", "masks_of_all_sizes"])
+def test_masks_on_request(num_ranks: int, program: str) -> None:
+    run(f"buffer_masks.{program}", num_ranks, "cuda")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("shrink", [True, False])
+def test_a_rank_that_stays_away(shrink: bool) -> None:
+    run("buffer_masks.a_rank_that_stays_away", 3, "cuda", shrink)
+
+
+@pytest.mark.parametrize(
+    ("num_ranks", "losses"),
+    [
+        pytest.param(n, each, marks=[] if n == 4 else pytest.mark.slow)
+        for n, all in LOSSES.items()
+        for each in all
+    ],
+)
+def test_ranks_are_lost_one_after_the_other(num_ranks: int, losses: Lost) -> None:
+    run("buffer_masks.shrink", num_ranks, "cuda", False, losses)
 
 
 @pytest.mark.slow

@@ -17,6 +17,7 @@ import sys
 import sysconfig
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -89,8 +90,6 @@ class OnCpu(TorchFunctionMode):
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda:
             return args[0].clone()
-        if func is torch.Tensor.record_stream:
-            return None
         if torch.device(kwargs.get("device") or "cpu").type == "cuda":
             kwargs["device"] = "cpu"
         return func(*args, **kwargs)
@@ -117,6 +116,7 @@ def install(path: Path) -> None:
     torch.cuda.current_stream = lambda *_: OneStream()  # type: ignore[assignment,return-value]
     torch.cuda.Stream = torch.cuda.Event = OneStream  # type: ignore[assignment,misc]
     torch.cuda.stream = torch.cuda.device = lambda *_: contextlib.nullcontext()  # type: ignore[assignment,misc]
+    torch.Tensor.record_stream = lambda *_: None  # type: ignore[assignment,method-assign]
     torch.cuda._sleep = torch.cuda.synchronize = lambda *_: None
     torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=2)
     torch.cuda.is_available = lambda: True
@@ -125,6 +125,7 @@ def install(path: Path) -> None:
     torch.cuda.current_device = lambda: 0
     torch.cuda.set_device = lambda *_: None
     patch_exchange()
+    patch_buffer()
 
 
 def late_blocks(path: Path, microseconds: int) -> None:
@@ -147,6 +148,31 @@ def patch_exchange() -> None:
 
     cuda.Shapes = Shapes  # type: ignore[misc]
     cuda_launch.torch = _Torch(regions)
+
+
+def patch_buffer() -> None:
+    """A Buffer's tensors are on the CPU, and its calls go where those of CUDA tensors go."""
+    from ep_server.ep import arena_cuda, arenas, cuda_memory
+    from ep_server.ep.exchange import ExchangeSpec, Reduction
+    from tests.ep import buffer_user
+
+    class Arena(arena_cuda.CudaArena):
+        def __init__(self, exchange: Any, streams: Any) -> None:
+            super().__init__(exchange, streams)
+            self.device = torch.device("cpu")
+
+    def make(self: arenas.Arenas, spec: ExchangeSpec) -> Arena:
+        exchange = cuda_memory.from_process_group(
+            self._group,
+            replace(spec, reduction=Reduction.RANK),
+            device=0,
+            on_timeout=self._on_timeout,
+            num_sms=self._options.num_sms,
+        )
+        return Arena(exchange, self.streams(exchange.device))
+
+    arenas.Arenas._native = make  # type: ignore[method-assign]
+    buffer_user.gpu_device = lambda _: torch.device("cpu")
 
 
 class _Torch(ModuleType):
