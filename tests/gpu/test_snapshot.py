@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ep_server.errors import InternalError
 from ep_server.model.gpu.snapshot import Snapshot
+from ep_server.model.gpu.waiting import await_device
 
 pytestmark = pytest.mark.gpu
 
@@ -26,3 +28,15 @@ def test_a_snapshot_does_not_wait_for_the_steps_in_flight() -> None:
         assert before == [[round_ - 1] * 3, float(round_ - 1)]
         ended.synchronize()
         assert [copy.tolist() for copy in snapshot.take()] == [[round_] * 3, float(round_)]
+
+
+def test_a_device_is_waited_for_until_a_deadline() -> None:
+    """Then it is told what has not ended, and the next wait has it."""
+    device = torch.device("cuda")
+    await_device(device, 60)
+    torch.cuda._sleep(1_000_000_000)
+    with pytest.raises(InternalError, match=r"has not ended a sleep in 0\.01 s"):
+        await_device(device, 0.01, "a sleep")
+    ended = torch.cuda.current_stream().record_event()
+    await_device(device, 60)
+    assert ended.query()

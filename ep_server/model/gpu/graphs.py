@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from ep_server.errors import InternalError
+from ep_server.model.gpu.waiting import await_device
 
 LEAST_OVERLAPPED = 64  # rows; with fewer there is less to hide than reading every weight twice costs
 WARM_UPS = 2  # runs before a capture: libraries choose their kernels in them
@@ -34,11 +35,11 @@ class Graphs:
     Args:
         work: enqueues a step of a form on the current stream; returns what it leaves, which the next step of
           any form may overwrite.
-        forms: to be recorded.
+        forms: to be recorded. seconds: until the device must have ended what is run before a capture.
     """
 
-    def __init__(self, work: Work, forms: Iterable[Form], device: torch.device) -> None:
-        self._work, self._device = work, device
+    def __init__(self, work: Work, forms: Iterable[Form], device: torch.device, seconds: float) -> None:
+        self._work, self._device, self._seconds = work, device, seconds
         self.record_only(forms)
         self._left: dict[Form, torch.Tensor] = {}
         self._graphs: dict[Form, torch.cuda.CUDAGraph] = {}
@@ -62,7 +63,10 @@ class Graphs:
         return form in self._forms
 
     def capture(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Records every form, the largest first: the smaller ones then fit into its memory. Collective."""
+        """Records every form, the largest first: the smaller ones then fit into its memory. Collective.
+
+        Raises: InternalError if the device does not end what is run before.
+        """
         progress(0, len(self._forms))
         for done, form in enumerate(sorted(self._forms, reverse=True), start=1):
             for _ in range(WARM_UPS):
@@ -87,7 +91,7 @@ class Graphs:
     def _record(self, form: Form) -> None:
         pool = next(iter(self._graphs.values())).pool() if self._graphs else None
         graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize(self._device)
+        await_device(self._device, self._seconds, f"what was run before the capture of {form}")
         with torch.cuda.graph(graph, pool=pool):
             self._left[form] = self._work(form)
         self._graphs[form] = graph

@@ -7,14 +7,12 @@ One thread uses it; the caller provides torch.inference_mode.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ep_server.errors import InternalError
 from ep_server.model.batch import cut
 from ep_server.model.decoder import DecoderParams, interleave
 from ep_server.model.gpu.clock import DeviceClock
@@ -25,6 +23,7 @@ from ep_server.model.gpu.rows import RowsOfSteps
 from ep_server.model.gpu.sampling import GpuSampler
 from ep_server.model.gpu.snapshot import Snapshot
 from ep_server.model.gpu.step_input import InputShape, StepInput, StepTensors, sampled_slices
+from ep_server.model.gpu.waiting import STEP_SECONDS, await_device, await_event
 from ep_server.model.runner import RunnerStatistics
 from ep_server.model.timers import no_lap
 from ep_server.model.triton.compilations import Compilations
@@ -33,8 +32,6 @@ from ep_server.records import Request, SampledToken, SeqSlice, StepBatch
 
 MOST_MICRO_BATCHES = 2
 STAGES = 3  # steps whose input or tokens may be on their way
-STEP_SECONDS = 60.0  # until a step must have ended, beyond the deadline of a wait for peers: only one expires
-LOOK_SECONDS = 20e-6  # between two looks at the device, which has the next step already
 
 
 @dataclass(slots=True)
@@ -90,7 +87,7 @@ class GpuRunner:
         self._seconds = STEP_SECONDS + params.exchange.spec.timeout_ns / 1e9
         self._clock = DeviceClock(self._device, options.timed_every)
         self._clock.warm_up()
-        self.graphs = Graphs(self._padded, options.forms, self._device)
+        self.graphs = Graphs(self._padded, options.forms, self._device, self._seconds)
 
     def add(self, request: Request) -> None:
         """Creates the sampling state of a request. Raises: what GpuSampler.add raises."""
@@ -106,6 +103,7 @@ class GpuRunner:
         Kernels differ with the number of rows: prompts of 1, 2, 4 ... rows are run into the first KV blocks,
         which belong to nobody yet, and each bucket without a graph of one micro-batch: so many single tokens
         may come beside prompts. Ranks with fewer KV blocks run shorter prompts, but as many.
+        Raises: InternalError if the device does not end one of them.
         """
         shape = self._inputs[0].shape
         blocks = min(shape.blocks, len(self._params.kv_cache.layers[0].k))
@@ -114,13 +112,14 @@ class GpuRunner:
             rows = min(size, most)
             piece = SeqSlice(0, 0, (0,) * rows, tuple(range(-(-rows // shape.block_size))), sample=False)
             self._forward([self._inputs[0].fill(StepBatch((piece,), rows), {})], Form(0))
-            await_device(self._device)  # which may wait for slower ranks: its input must still be there
+            self._await(f"a prompt of {rows} rows")  # for slower ranks perhaps: its input must still be there
         for bucket in buckets_up_to(shape.sequences):
             if Form(bucket) not in self.graphs:
                 self._padded(Form(bucket))
+                self._await(f"a step of {bucket} rows")  # slower ranks may have to compile
         self._inputs[0].fill(StepBatch((), 0), {})
         self.graphs.capture(progress)
-        await_device(self._device)  # so that statistics() has all of it
+        self._await("what was run before the last capture")  # so that statistics() has all of it
         self._compilations.expect_none()
 
     def run(self, batch: StepBatch, micro_batches: int = 1) -> list[SampledToken]:
@@ -183,6 +182,9 @@ class GpuRunner:
         counters = {"experts_active": int(active), "kernels_compiled": self._compilations.count}
         return RunnerStatistics(clock.histograms, clock.sums, experts, counters | clock.counters)
 
+    def _await(self, what: str) -> None:
+        await_device(self._device, self._seconds, what)
+
     def _timed(self, bucket: int) -> bool:
         """Whether the next step's phases are timed. Where steps are captured, others are not of interest."""
         return (bucket > 0 or not self.graphs.buckets) and self._clock.due()
@@ -218,18 +220,3 @@ class GpuRunner:
 def sizes_of(rows: int, micro_batches: int) -> list[int]:
     """Rows of each micro-batch: as even as can be, the first one the largest."""
     return [(rows + micro_batches - 1 - index) // micro_batches for index in range(micro_batches)]
-
-
-def await_device(device: torch.device) -> None:
-    """Waits for all that a GPU was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def await_event(event: Any, seconds: float) -> None:
-    """Waits until the device has passed an event. Raises: InternalError after so many seconds."""
-    deadline = time.monotonic() + seconds
-    while not event.query():
-        if time.monotonic() > deadline:
-            raise InternalError(f"the device has not ended a step in {seconds:g} s")
-        time.sleep(LOOK_SECONDS)

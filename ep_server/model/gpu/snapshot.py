@@ -6,6 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
+from ep_server.model.gpu.waiting import await_stream
+
+COPY_SECONDS = 60.0  # for some kilobytes that wait for no step: the device is lost then
+
 
 class Snapshot:
     """Copies of counters on the host, over a stream of its own. One thread uses it.
@@ -24,7 +28,10 @@ class Snapshot:
         self._stream = torch.cuda.Stream(tensors[0].device) if cuda else None  # type: ignore[no-untyped-call]
 
     def take(self) -> list[torch.Tensor]:
-        """The numbers of now, on the host; the next take() overwrites them. Waits for its own copies only."""
+        """The numbers of now, on the host; the next take() overwrites them. Waits for its own copies only.
+
+        Raises: InternalError if they have not come after COPY_SECONDS.
+        """
         if self._stream is None:
             for copy, tensor in zip(self._copies, self._tensors, strict=True):
                 copy.copy_(tensor)
@@ -32,5 +39,5 @@ class Snapshot:
         with torch.cuda.stream(self._stream):
             for copy, tensor in zip(self._copies, self._tensors, strict=True):
                 copy.copy_(tensor, non_blocking=True)
-        self._stream.synchronize()
+        await_stream(self._stream, COPY_SECONDS, "copies of counters")
         return self._copies

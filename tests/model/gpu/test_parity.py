@@ -22,8 +22,9 @@ from ep_server.model.gpu import runner as gpu
 from ep_server.model.gpu.decode_kernels import DecodeKernels
 from ep_server.model.gpu.graphs import Form
 from ep_server.model.gpu.rows import LocalRows, PlainRows, Rows, RowsOfSteps
-from ep_server.model.gpu.runner import GpuOptions, GpuRunner, Launched, await_event
+from ep_server.model.gpu.runner import GpuOptions, GpuRunner, Launched
 from ep_server.model.gpu.step_input import InputShape
+from ep_server.model.gpu.waiting import STEP_SECONDS
 from ep_server.model.kv_cache import KvCache
 from ep_server.model.torch_compute import TorchCompute
 from ep_server.records import StepBatch
@@ -31,6 +32,7 @@ from ep_server.scheduler import RankScheduler, SchedulerLimits
 from tests.harness.checkpoints import CASES, Tiny
 from tests.harness.rank_group import greedy
 from tests.model.driver import BLOCK, BLOCKS, exchange_spec, generate
+from tests.model.gpu.test_waiting import Passed
 from tests.model.triton.harness import DEVICE
 
 TOKENS = 64
@@ -167,7 +169,7 @@ def test_a_step_may_take_longer_than_any_wait_for_a_peer(
         launched = runner.launch(StepBatch((), 0))
         launched.arrived = Passed(1)
         runner.collect(launched)
-    assert seconds == [gpu.STEP_SECONDS + 10]
+    assert seconds == [STEP_SECONDS + 10]
 
 
 def test_a_form_that_was_not_captured_is_run_as_one_micro_batch(tiny: Callable[[str], Tiny]) -> None:
@@ -187,20 +189,3 @@ def test_what_a_kernel_found_is_raised_with_the_tokens(tiny: Callable[[str], Tin
         launched = runner.launch(StepBatch((), 0))
         with pytest.raises(GroupAborted):
             runner.collect(launched)
-
-
-class Passed:
-    """An event that the device has passed at the third look, or never."""
-
-    def __init__(self, looks: float) -> None:
-        self.left = looks
-
-    def query(self) -> bool:
-        self.left -= 1
-        return self.left <= 0
-
-
-def test_a_device_that_does_not_end_a_step_is_not_waited_for_for_ever() -> None:
-    await_event(Passed(3), 60)
-    with pytest.raises(InternalError, match=r"has not ended a step in 0\.01 s"):
-        await_event(Passed(float("inf")), 0.01)

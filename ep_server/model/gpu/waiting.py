@@ -1,0 +1,54 @@
+"""Waits of the host for a GPU, each with a deadline. Knows no step and no model."""
+
+from __future__ import annotations
+
+import time
+from typing import Protocol
+
+import torch
+
+from ep_server.errors import InternalError
+
+STEP_SECONDS = 60.0  # until a step must have ended, beyond the deadline of a wait for peers: only one expires
+LOOK_SECONDS = 20e-6  # between two looks at the device, which has the next step already
+
+
+class Event(Protocol):
+    """A point of a stream, as torch.cuda.Event."""
+
+    def query(self) -> bool:
+        """Whether the device has passed it."""
+        ...
+
+
+class Stream(Protocol):
+    """Work of a GPU in its order, as torch.cuda.Stream."""
+
+    def record_event(self) -> Event:
+        """Behind all that it was given so far."""
+        ...
+
+
+def await_event(event: Event, seconds: float, what: str = "a step") -> None:
+    """Waits until the device has passed an event.
+
+    Args:
+        what: has to end before it, for the error.
+    Raises: InternalError after so many seconds.
+    """
+    deadline = time.monotonic() + seconds
+    while not event.query():
+        if time.monotonic() > deadline:
+            raise InternalError(f"the device has not ended {what} in {seconds:g} s")
+        time.sleep(LOOK_SECONDS)
+
+
+def await_stream(stream: Stream, seconds: float, what: str = "a step") -> None:
+    """Waits for all that a stream was given. Arguments and errors as of await_event()."""
+    await_event(stream.record_event(), seconds, what)
+
+
+def await_device(device: torch.device, seconds: float, what: str = "a step") -> None:
+    """Waits for all that the current stream of a GPU was given; not on the CPU. Raises: as await_event()."""
+    if device.type == "cuda":
+        await_stream(torch.cuda.current_stream(device), seconds, what)
