@@ -5,9 +5,10 @@
 
 A program takes tile after tile, (rows of one expert) x (output channels), until the tiles that the counts on
 the device make are used up: nothing is launched for capacity that is not filled. Rows past a count are
-masked: neither read nor written. Where values have scales, products of 128 input channels are summed in
-float32 and then scaled; FP8 rows meet FP8 weights as codes, and weights of another dtype as values rounded
-to that dtype.
+masked: neither read nor written. A row number that is none (a row that was lost after its header had come
+leaves one) is not followed: zeros are read. Where values have scales, products of 128 input channels are
+summed in float32 and then scaled; FP8 rows meet FP8 weights as codes, and weights of another dtype as values
+rounded to that dtype.
 """
 
 from __future__ import annotations
@@ -50,9 +51,9 @@ def _product(acc, x, x_scale, w, w_scale, DTYPE: tl.constexpr, X_FP8: tl.constex
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["held"])  # it differs from step to step where one rank is alone
 def _grouped_kernel(
-    x, x_scales, row_ids, counts, offsets, weight, weight_scales, out,
+    x, x_scales, row_ids, held, counts, offsets, weight, weight_scales, out,
     scale_expert, scale_row, scale_group, x_pitch,
     EXPERTS: tl.constexpr, EXPERTS_BLOCK: tl.constexpr, PADDED: tl.constexpr,
     WIDTH: tl.constexpr, CHANNELS: tl.constexpr, GATED: tl.constexpr,
@@ -74,9 +75,10 @@ def _grouped_kernel(
         row = local * M + tl.arange(0, M)
         mine = row < tl.load(counts + expert)
         slot = first + row
-        source = slot
+        source, there = slot, mine
         if row_ids is not None:
             source = tl.load(row_ids + slot, mask=mine, other=0)
+            there = mine & (source >= 0) & (source < held)
         channel = (tile // row_tiles) * N + tl.arange(0, N)
         real = channel < CHANNELS
         w_row = (expert.to(tl.int64) * (parts * CHANNELS) + channel) * WIDTH
@@ -85,13 +87,12 @@ def _grouped_kernel(
         x_scale_at = x_scales
         if X_FP8:
             x_scale_at += expert.to(tl.int64) * scale_expert + inner * scale_row
-        acc = tl.zeros((M, N), dtype=tl.float32)
-        gate_acc = tl.zeros((M, N), dtype=tl.float32)
+        acc, gate_acc = tl.zeros((M, N), dtype=tl.float32), tl.zeros((M, N), dtype=tl.float32)
         for k in range(0, WIDTH, K):
-            rows = _load(x, source * x_pitch, mine, k, WIDTH, K)
+            rows = _load(x, source * x_pitch, there, k, WIDTH, K)
             x_scale, gate_scale, scale = 1.0, 1.0, 1.0
             if X_FP8:
-                x_scale = tl.load(x_scale_at + (k // GROUP) * scale_group, mask=mine, other=0.0)
+                x_scale = tl.load(x_scale_at + (k // GROUP) * scale_group, mask=there, other=0.0)
             if W_FP8:
                 scale_at = weight_scales + s_row + k // GROUP
                 gate_scale = tl.load(scale_at, mask=real, other=0.0)
@@ -164,8 +165,8 @@ def _launch(
     row_tiles = most // tiles.m + min(experts, most)
     programs = min(row_tiles * -(-channels // tiles.n), tiles.programs)
     _grouped_kernel[(programs,)](
-        given.rows, given.scales, given.row_ids, given.counts, given.offsets, weight, scale, out,
-        *given.scale_strides(), given.rows.stride(-2),
+        given.rows, given.scales, given.row_ids, len(given.rows), given.counts, given.offsets, weight, scale,
+        out, *given.scale_strides(), given.rows.stride(-2),
         EXPERTS=experts, EXPERTS_BLOCK=block(experts), PADDED=given.padded if padded is None else padded,
         WIDTH=width, CHANNELS=channels, GATED=gated, X_FP8=given.scales is not None, W_FP8=scale is not None,
         M=tiles.m, N=tiles.n, K=GROUP if scaled else tiles.k, GROUP=GROUP,

@@ -127,6 +127,8 @@ def grouped() -> None:
         given = ExpertRows(meta(1024, 2048), counts, offsets)
         hidden, out = meta(1024, 768), meta(1024, 2048)
         run_experts(given, weights, hidden, out, rows_per_expert=rows_per_expert)
+        index = dataclasses.replace(given, rows=meta(512, 2048), row_ids=meta(1024, dtype=I64))
+        run_experts(index, weights, hidden, out, rows_per_expert=rows_per_expert)
     weights = ExpertWeights(
         meta(32, 4096, 7168, dtype=FP8), meta(32, 7168, 2048, dtype=FP8),
         meta(32, 32, 56, dtype=F32), meta(32, 56, 16, dtype=F32),
@@ -170,7 +172,7 @@ def stamping() -> None:
     marks, step, counts = meta(2, dtype=I64), meta(6, dtype=I64), meta(6, stamps.BUCKETS, dtype=I64)
     stamps.begin(marks, step)
     stamps.lap(marks, step, 5)
-    stamps.end(marks, marks)
+    stamps.end(marks, marks, counts[0])
     stamps.settle(step, step, counts)
 
 

@@ -165,6 +165,23 @@ def test_every_tile_table_computes_any_count(rows_per_expert: int) -> None:
         assert_near(answer, case.oracle(e), 8)
 
 
+@pytest.mark.parametrize("kinds", ["float32", "fp8-both"])
+def test_a_row_number_that_is_none_leads_nowhere(kinds: str) -> None:
+    """As of rows that were lost after their header had come: they read zeros, the others are what they were.
+
+    Beside the rows lie NaN, and numbers far out would end the process.
+    """
+    sizes = (256, 152) if FP8 in KINDS[kinds] else (72, 40)
+    case = Case.of(COUNTS[0], *sizes, KINDS[kinds], View.INDEX)
+    whole, lost, held = torch.cat(case.run()), [1, 4, 9, 24], len(case.given.rows)
+    assert case.given.row_ids is not None
+    case.given.row_ids[lost] = torch.tensor([-1, held, 1 << 60, -(1 << 62)], device=DEVICE)
+    found = torch.cat(case.run())
+    assert bool((found[lost] == 0).all())
+    kept = [n for n in range(len(whole)) if n not in lost]
+    assert torch.equal(found[kept], whole[kept])
+
+
 def test_a_row_does_not_depend_on_the_others() -> None:
     """The same bits in another batch, for the same tiles."""
     case = Case.of([5, 3], 64, 32, (BF16, BF16), View.COMPACT)
