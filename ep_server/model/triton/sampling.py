@@ -48,9 +48,10 @@ from ep_server.model.triton.sampling_weights import (
     block_of,
     joined,
     keep_better,
+    keys_of,
     noise,
+    nothing,
     quarter_of,
-    scaled,
 )
 
 _NUCLEUS = tl.constexpr(512)  # groups whose highest logits are candidates where only top-p is set
@@ -62,8 +63,7 @@ def _peak_kernel(
     logits, values, ids, peaks, pitch, VOCAB: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr
 ):
     row, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    best = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
-    best_id = tl.full((BLOCK,), VOCAB, dtype=tl.int32)
+    best, best_id = nothing(BLOCK, VOCAB)
     for start in range(split * BLOCK, VOCAB, splits * BLOCK):
         token = start + tl.arange(0, BLOCK)
         x = tl.load(logits + row * pitch + token, mask=token < VOCAB, other=float("-inf")).to(tl.float32)
@@ -133,17 +133,14 @@ def _draw_kernel(
         top, temperature = tl.load(highest + row), tl.load(value_of + TEMPERATURE)
         cutoff = tl.minimum(tl.load(value_of + MIN_P), 1.0)  # the likeliest always stays
         seed, position = tl.load(setting + SEED), tl.load(setting + DRAWN)
-        best = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
-        best_id = tl.full((BLOCK,), VOCAB, dtype=tl.int32)
+        best, best_id = nothing(BLOCK, VOCAB)
         for start in range(split * BLOCK, QUARTER, splits * BLOCK):
             quad = start + tl.arange(0, BLOCK)
             variates = noise(seed, position, quad, QUARTER)
             for part in tl.static_range(4):
-                token = quad + part * QUARTER
-                real = (quad < QUARTER) & (token < VOCAB)
-                x = tl.load(logits + row * pitch + token, mask=real, other=float("-inf"))
-                z = scaled(x, top, temperature)
-                key = tl.where(tl.exp(z) >= cutoff, z - tl.log(variates[part]), float("-inf"))
+                key, token = keys_of(
+                    logits + row * pitch, quad, variates[part], top, temperature, cutoff, part, VOCAB, QUARTER
+                )
                 best, best_id = keep_better(best, best_id, key, token)
         value, token = best_of(best, best_id, VOCAB)
         tl.store(values + row * splits + split, value)

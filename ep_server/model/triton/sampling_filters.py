@@ -93,6 +93,24 @@ def cutoff_of(
     return cutoff, known
 
 
+@triton.jit
+def draw_kept(
+    values, ids, length, highest, temperature, cutoff, setting, value_of, told, token,
+    LISTED: tl.constexpr, VOCAB: tl.constexpr, QUARTER: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Draws among what top-k, top-p and min-p leave. cutoff: of cutoff_of().
+
+    setting, value_of: the row's settings. told, token: where the cutoff of all three and the token go.
+    """
+    min_p, seed, position = tl.load(value_of + MIN_P), tl.load(setting + SEED), tl.load(setting + DRAWN)
+    cutoff = tl.minimum(tl.maximum(cutoff, min_p), 1.0)  # the likeliest always stays
+    tl.store(told, cutoff)
+    drawn = drawn_of(
+        values, ids, length, highest, temperature, cutoff, seed, position, LISTED, VOCAB, QUARTER, BLOCK
+    )
+    tl.store(token, drawn.to(tl.int64))
+
+
 @triton.jit(do_not_specialize=["splits"])
 def _settle_kernel(
     slots, floats, longs, values, ids, highest, threshold, counts, listed, listed_ids, masses,
@@ -109,8 +127,7 @@ def _settle_kernel(
         tl.store(tokens + row, token.to(tl.int64))
     if fine & ((wants & FILTERS) != 0):
         top, temperature = tl.load(highest + row), tl.load(value_of + TEMPERATURE)
-        k, p, min_p = tl.load(setting + TOP_K), tl.load(value_of + TOP_P), tl.load(value_of + MIN_P)
-        seed, position = tl.load(setting + SEED), tl.load(setting + DRAWN)
+        k, p = tl.load(setting + TOP_K), tl.load(value_of + TOP_P)
         least, count = tl.load(threshold + row), tl.load(counts + row)
         total = sum_of(masses, row, splits, SPLITS_BLOCK)
         few, few_ids = listed + row * MOST, listed_ids + row * MOST
@@ -119,12 +136,10 @@ def _settle_kernel(
         if known:
             cutoff, known = cutoff_of(few, count, top, temperature, k, p, total, below, VOCAB, BLOCK)
             if known:
-                cutoff = tl.minimum(tl.maximum(cutoff, min_p), 1.0)  # the likeliest always stays
-                tl.store(cutoffs + row, cutoff)
-                token = drawn_of(
-                    few, few_ids, count, top, temperature, cutoff, seed, position, True, VOCAB, QUARTER, BLOCK
-                )
-                tl.store(tokens + row, token.to(tl.int64))
+                draw_kept(
+                    few, few_ids, count, top, temperature, cutoff, setting, value_of, cutoffs + row,
+                    tokens + row, True, VOCAB, QUARTER, BLOCK,
+                )  # fmt: skip
         tl.store(open_rows + row, (known == 0).to(tl.int32))
 
 

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from ep_server.model.triton.checks import block
-from ep_server.model.triton.sampling_filters import cutoff_of
+from ep_server.model.triton.sampling_filters import cutoff_of, draw_kept
 from ep_server.model.triton.sampling_space import LEADERS, SamplingSpace
 from ep_server.model.triton.sampling_table import (
     DRAWN,
@@ -37,10 +37,11 @@ from ep_server.model.triton.sampling_table import (
 from ep_server.model.triton.sampling_weights import (
     best_of,
     block_of,
-    drawn_of,
     integer,
     keep_better,
+    keys_of,
     noise,
+    nothing,
     quarter_of,
     scaled,
     share_of,
@@ -59,17 +60,15 @@ def _race_kernel(
     if (tl.load(open_rows + row) != 0) & ((tl.load(setting + WANTS) & NUCLEUS) != 0):
         top, temperature = tl.load(highest + row), tl.load(floats + slot * FLOATS + TEMPERATURE)
         seed, position = tl.load(setting + SEED), tl.load(setting + DRAWN)
-        best = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
-        best_id = tl.full((BLOCK,), VOCAB, dtype=tl.int32)
-        others = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
+        best, best_id = nothing(BLOCK, VOCAB)
+        others, _ = nothing(BLOCK, VOCAB)
         for start in range(split * BLOCK, QUARTER, splits * BLOCK):
             quad = start + tl.arange(0, BLOCK)
             variates = noise(seed, position, quad, QUARTER)
             for part in tl.static_range(4):
-                token = quad + part * QUARTER
-                real = (quad < QUARTER) & (token < VOCAB)
-                x = tl.load(logits + row * pitch + token, mask=real, other=float("-inf"))
-                key = tl.where(real, scaled(x, top, temperature) - tl.log(variates[part]), float("-inf"))
+                key, token = keys_of(
+                    logits + row * pitch, quad, variates[part], top, temperature, None, part, VOCAB, QUARTER
+                )
                 others = tl.maximum(others, tl.minimum(best, key))
                 best, best_id = keep_better(best, best_id, key, token)
         at = (row * splits + split) * LEADERS
@@ -88,8 +87,7 @@ def _leaders(keys, key_ids, row, splits, VOCAB: tl.constexpr, SPLITS_BLOCK: tl.c
     at, real = row * splits * LEADERS + entry, entry < splits * LEADERS
     key = tl.load(keys + at, mask=real, other=float("-inf"))
     token = tl.load(key_ids + at, mask=real, other=VOCAB)
-    leading = tl.full((LEADERS,), float("-inf"), dtype=tl.float32)
-    leading_id = tl.full((LEADERS,), VOCAB, dtype=tl.int32)
+    leading, leading_id = nothing(LEADERS, VOCAB)
     for index in tl.static_range(LEADERS):
         best, best_id = best_of(key, token, VOCAB)
         leading = tl.where(place == index, best, leading)
@@ -155,15 +153,12 @@ def _close_kernel(
                 tl.store(tokens + row, token.to(tl.int64))
                 searched = searched & False
         if searched:
-            seed, position = tl.load(setting + SEED), tl.load(setting + DRAWN)
             none = top * 0 - 1
             cutoff, _ = cutoff_of(line, VOCAB, top, temperature, k, p, total, none, VOCAB, BLOCK)
-            cutoff = tl.minimum(tl.maximum(cutoff, min_p), 1.0)  # the likeliest always stays
-            tl.store(cutoffs + row, cutoff)
-            token = drawn_of(
-                line, key_ids, VOCAB, top, temperature, cutoff, seed, position, False, VOCAB, QUARTER, BLOCK
-            )
-            tl.store(tokens + row, token.to(tl.int64))
+            draw_kept(
+                line, key_ids, VOCAB, top, temperature, cutoff, setting, value_of, cutoffs + row,
+                tokens + row, False, VOCAB, QUARTER, BLOCK,
+            )  # fmt: skip
 
 
 def close(

@@ -16,7 +16,7 @@ from ep_server.model.triton.checks import FLOATS as FLOAT_TYPES
 from ep_server.model.triton.checks import block, expect
 from ep_server.model.triton.sampling_space import SamplingSpace
 from ep_server.model.triton.sampling_table import LONGS, REPORTED, REPORTS, WANTS, SamplingTable
-from ep_server.model.triton.sampling_weights import ONE, best_of, block_of, keep_better
+from ep_server.model.triton.sampling_weights import ONE, best_of, block_of, keep_better, nothing
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +36,7 @@ def _next_best(
     values, ids, length, value, token, LISTED: tl.constexpr, VOCAB: tl.constexpr, BLOCK: tl.constexpr
 ):
     """The best after (value, token)."""
-    best = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
-    best_id = tl.full((BLOCK,), VOCAB, dtype=tl.int32)
+    best, best_id = nothing(BLOCK, VOCAB)
     for start in range(0, length, BLOCK):
         other = start + tl.arange(0, BLOCK)
         real = other < length

@@ -37,6 +37,12 @@ def integer(weights):
 
 
 @triton.jit
+def nothing(BLOCK: tl.constexpr, VOCAB: tl.constexpr):
+    """Lanes of keep_better() that have seen no value yet."""
+    return tl.full((BLOCK,), float("-inf"), dtype=tl.float32), tl.full((BLOCK,), VOCAB, dtype=tl.int32)
+
+
+@triton.jit
 def keep_better(best, best_id, value, token):
     """Lane by lane the higher value; of equal ones the lower id."""
     better = (value > best) | ((value == best) & (token < best_id))
@@ -83,6 +89,23 @@ def _exponential(bits):
     u = tl.minimum((bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10, 0.99999994)
     series = u * (1.0 + u * (0.5 + u * (0.33333333 + u * 0.25)))
     return tl.where(u < 0.015625, series, -tl.log(1.0 - u))
+
+
+@triton.jit
+def keys_of(
+    line, quad, variate, highest, temperature, cutoff,
+    PART: tl.constexpr, VOCAB: tl.constexpr, QUARTER: tl.constexpr,
+):  # fmt: skip
+    """Keys and ids of one of the four tokens of each quad; -inf where there is no such token.
+
+    line: a row of logits. variate: PART of noise(). cutoff: tokens of less weight have -inf too; None = none.
+    """
+    token = quad + PART * QUARTER
+    real = (quad < QUARTER) & (token < VOCAB)
+    z = scaled(tl.load(line + token, mask=real, other=float("-inf")), highest, temperature)
+    if cutoff is not None:
+        real &= tl.exp(z) >= cutoff
+    return tl.where(real, z - tl.log(variate), float("-inf")), token
 
 
 @triton.jit
@@ -144,8 +167,7 @@ def drawn_of(
     LISTED: tl.constexpr, VOCAB: tl.constexpr, QUARTER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The id of the highest key among the weights that are at least `cutoff`."""
-    best = tl.full((BLOCK,), float("-inf"), dtype=tl.float32)
-    best_id = tl.full((BLOCK,), VOCAB, dtype=tl.int32)
+    best, best_id = nothing(BLOCK, VOCAB)
     for start in range(0, length, BLOCK):
         token = start + tl.arange(0, BLOCK)
         real = token < length
