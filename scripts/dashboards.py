@@ -24,6 +24,7 @@ SOURCE = model.DataSourceRef(type_val="prometheus", uid="${datasource}")
 RELEASE = 'namespace=~"$namespace", job=~"$job"'  # of what the recording rules keep
 SERVER = RELEASE + ', instance=~"$instance"'
 RANK = SERVER + ', rank=~"$rank"'
+WHOLE = "total|device"  # phases of epserver_step_seconds that are no part of a step
 STARTS = {  # a deploy is a start of a process: the annotation stands at the moment of the start
     "name": "Starts",
     "enable": True,
@@ -326,9 +327,16 @@ def scheduler() -> Iterator[Panel]:
         Query(rate("epserver_requests_admitted_total", SERVER), "requests admitted"),
     )
     yield lines("Preemptions, parks and admissions", "ops", *events)
-    phases = mean("epserver_step_seconds", f'{RANK}, phase!="total"', "phase")
+    phases = mean("epserver_step_seconds", f'{RANK}, phase!~"{WHOLE}"', "phase")
     yield lines("Where a step goes, mean", "s", Query(phases, "{{phase}}"), stack=True)
     yield lines("Step", "s", *quantiles("epserver_step_seconds", f'{RANK}, phase="total"'))
+    whole = mean("epserver_step_seconds", f'{RANK}, phase=~"{WHOLE}"', "rank, phase")
+    yield lines(
+        "Step, and how long of it the device was busy, mean",
+        "s",
+        Query(whole, "{{rank}} {{phase}}"),
+        about="GPUs tell it where metrics.device_phases is set. The rest of total they wait for the host.",
+    )
     parts = [quantiles(f"epserver_request_{name}_seconds", SERVER)[0] for name in ("prefill", "decode")]
     named = zip(parts, ("prefill", "decode"), strict=True)
     yield lines("Prefill and decode of a request, p50", "s", *(Query(q.expr, name) for q, name in named))
@@ -371,7 +379,7 @@ def regression() -> Iterator[Panel]:
         Query(recorded("latency_samples:5m"), "{{job}} {{signal}}"),
         about="Alerts ask for 1000 of dispatch and combine, 500 between tokens, 100 first tokens.",
     )
-    phases = mean("epserver_step_seconds", f'{SERVER}, phase!="total"', "phase")
+    phases = mean("epserver_step_seconds", f'{SERVER}, phase!~"{WHOLE}"', "phase")
     yield lines("Where a step goes, mean of all ranks", "s", Query(phases, "{{phase}}"), stack=True)
     parts = {name: f"epserver_request_{name}_seconds" for name in ("queue", "prefill")}
     to_first = (Query(mean(histogram, SERVER, ""), name) for name, histogram in parts.items())

@@ -78,7 +78,7 @@ class StepMeter:
         self._queued: dict[int, int] = {}  # began to run, no token told yet
         names = ("tokens", "padded_tokens", "idle_steps", "overlap_steps", "run_steps", "parks")
         graphs = ("graph_steps", "graph_tokens")  # of captured steps
-        self._counters = dict.fromkeys((*names, *graphs), 0)  # padded_tokens: nothing pads on CPU
+        self._counters = dict.fromkeys((*names, *graphs), 0)
         self._graph_ns = 0
         self._last_steps: deque[StepTrace] = deque(maxlen=LAST_STEPS)
         self._published = 0
@@ -117,11 +117,11 @@ class StepMeter:
         self._counters["parks"] += 1
         self._counters["parked_at_work"] = work_number
 
-    def stepped(self, batch: StepBatch, micro_batches: int, times: StepTimes, *, graph: bool = False) -> int:
+    def stepped(self, batch: StepBatch, micro_batches: int, times: StepTimes, *, bucket: int = 0) -> int:
         """A step ended.
 
         Args:
-            graph: it was a captured one.
+            bucket: rows that it was padded to, as a captured one; 0 = it was run as it is.
         Returns: ns it took, counted from the end of the last one where it began before that. So the steps of
           a rank that plans ahead add up to its time too.
         """
@@ -137,7 +137,8 @@ class StepMeter:
         counters["tokens"] += batch.num_tokens
         counters["idle_steps"] += not batch.slices
         counters["overlap_steps"] += micro_batches > 1
-        if graph:
+        if bucket:
+            counters["padded_tokens"] += bucket - batch.num_tokens
             counters["graph_steps"] += 1
             counters["graph_tokens"] += batch.num_tokens
             self._graph_ns += took

@@ -109,7 +109,7 @@ class RankWorker:
         self._publish(self._scheduler.commit(step.batch, sampled))
         self._fail(undrawn)
         times = StepTimes(*step.began, ran, self._clock())
-        took = self._meter.stepped(step.batch, step.micro_batches, times, graph=step.bucket > 0)
+        took = self._meter.stepped(step.batch, step.micro_batches, times, bucket=step.bucket)
         if self._overlap.stepped(Ran(took, step.batch.num_tokens, step.bucket, step.micro_batches)):
             self._read_overlap()
         if times.published - self._reported >= REPORT_NS:

@@ -49,4 +49,5 @@ async def test_ranks_tell_what_their_steps_are_made_of(answers: dict[str, Answer
         timed, steps = told.counters["timed_steps"], told.counters["device_steps"]
         assert 0 < timed <= steps == told.counters["run_steps"]
         phases = [told.sums[f"step/{phase.name.lower()}"] for phase in Phase]
+        assert sum(told.histograms["step/device"]) == steps
         assert all(phases) and sum(phases) <= told.sums["step/device"] <= told.sums["step/total"]

@@ -28,7 +28,7 @@ def report(rank: int, step: int, ranks: int = 2) -> RankStatistics:
         "dispatch": ("send", "wait", "expand"),
         "combine": ("send", "wait", "reduce"),
         "vote": ("wait",),
-        "step": ("attention", "experts", "total"),
+        "step": ("attention", "experts", "device", "total"),
         "request": ("queue",),
     }
     names = [f"{op}/{part}" for op, several in parts.items() for part in several]

@@ -63,7 +63,8 @@ def test_durations_beyond_both_ends_are_counted() -> None:
 def test_each_kind_of_histogram_has_its_family(collector: RankCollector, scrape: Scrape) -> None:
     collector.update(report(0, 10))
     found = scrape()
-    assert value(found, "epserver_step_seconds_count", rank="0", phase="attention") == 10
+    for phase in ("attention", "device", "total"):
+        assert value(found, "epserver_step_seconds_count", rank="0", phase=phase) == 10
     assert value(found, "epserver_request_queue_seconds_count", rank="0") == 10
     assert value(found, "epserver_comm_latency_seconds_count", rank="0", op="vote", part="total") == 10
 

@@ -54,6 +54,8 @@ async def test_two_ranks_one_step_ahead(tiny: Tiny, overlap: str) -> None:
         assert 0 < counters["graph_steps"] == counters["graph_device_steps"] < counters["run_steps"]
         assert 0 < told.sums["step/graph_device"] < told.sums["step/device"]
         assert 0 < told.sums["step/graph"] < told.sums["step/total"]
+        assert sum(told.histograms["step/device"]) == counters["device_steps"]
+    assert any(told.counters["padded_tokens"] for told in heard.statistics.values())
 
 
 async def test_experts_drawn_at_random_are_those_of_the_cpu(tiny: Tiny) -> None:

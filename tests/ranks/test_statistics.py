@@ -33,7 +33,7 @@ def test_steps_are_added_up() -> None:
     meter.stepped(batch(7), 1, StepTimes(start=1000, planned=1010, voted=1050, ran=2000, published=2030))
     meter.began(batch(7, 8), now=3020)
     meter.stepped(
-        batch(7, 8), 2, StepTimes(start=3000, planned=3020, voted=3021, ran=4000, published=4003), graph=True
+        batch(7, 8), 2, StepTimes(start=3000, planned=3020, voted=3021, ran=4000, published=4003), bucket=7
     )
     meter.stepped(StepBatch((), 0), 1, StepTimes(5000, 5001, 5002, 5003, 5004))
     meter.parked(work_number=5)
@@ -41,7 +41,7 @@ def test_steps_are_added_up() -> None:
     assert (record.rank, record.load.steps) == (3, 3)
     assert record.counters == {
         "tokens": 6,
-        "padded_tokens": 0,
+        "padded_tokens": 3,
         "idle_steps": 1,
         "overlap_steps": 1,
         "graph_steps": 1,

@@ -19,8 +19,8 @@ from ep_server.model.triton import stamps
 class ClockReading:
     """Cumulative, under the names of RankStatistics.
 
-    histograms: as PhaseClock.histograms, of the timed steps. sums: as PhaseClock.sums, of the timed steps;
-      "step/device" is first to last stamp of all steps, "step/graph_device" of those with a graph.
+    histograms: as PhaseClock.histograms, of the timed steps. sums: as PhaseClock.sums, of the timed steps.
+      In both "step/device" is first to last stamp of all steps; in sums "step/graph_device" of captured ones.
     counters: device_steps, graph_device_steps: with a first and a last stamp. timed_steps: with stamps
       between their phases.
     """
@@ -43,7 +43,8 @@ class DeviceClock:
         self._marks = torch.zeros(2, dtype=torch.int64, device=device)
         self._busy = torch.zeros(2, 2, dtype=torch.int64, device=device)  # of steps without and with a graph
         self._step, self._sums = (torch.zeros(len(Phase), dtype=torch.int64, device=device) for _ in range(2))
-        self._counts = torch.zeros(len(Phase), stamps.BUCKETS, dtype=torch.int64, device=device)
+        # Of each phase, and in the last row of whole steps.
+        self._counts = torch.zeros(len(Phase) + 1, stamps.BUCKETS, dtype=torch.int64, device=device)
         self._snapshot = Snapshot((self._sums, self._counts, self._busy))
 
     def warm_up(self) -> None:
@@ -76,16 +77,16 @@ class DeviceClock:
             return
         if timed:
             self.lap(Phase.SAMPLE)
-        stamps.end(self._marks, self._busy[int(graph)])
+        stamps.end(self._marks, self._busy[int(graph)], self._counts[-1])
         if timed:
-            stamps.settle(self._step, self._sums, self._counts)
+            stamps.settle(self._step, self._sums, self._counts[:-1])
 
     def read(self) -> ClockReading:
         """What was measured so far. Waits for no step in flight: of these some may be in it and some not."""
         sums, counts, busy = (copy.tolist() for copy in self._snapshot.take())
-        names = [f"step/{phase.name.lower()}" for phase in Phase]
+        names = [*(f"step/{phase.name.lower()}" for phase in Phase), "step/device"]
         histograms = {name: tuple(row) for name, row in zip(names, counts, strict=True)}
-        read = ClockReading(histograms, dict(zip(names, sums, strict=True)), {})
+        read = ClockReading(histograms, dict(zip(names, sums, strict=False)), {})
         (other_ns, others), (graph_ns, graphs) = busy
         if others or graphs:
             read.sums.update({"step/device": other_ns + graph_ns, "step/graph_device": graph_ns})

@@ -44,10 +44,19 @@ def _lap_kernel(marks, step, host_ns, PHASE: tl.constexpr, HOST: tl.constexpr):
 
 
 @triton.jit
-def _end_kernel(marks, busy, host_ns, HOST: tl.constexpr):
-    now = _now(host_ns, HOST)
-    tl.store(busy, tl.load(busy) + now - tl.load(marks + 1))
+def _count(counts, took, BUCKETS: tl.constexpr):
+    """Adds 1 to the bucket of a duration, if it is one."""
+    bits = tl.arange(0, BUCKETS).to(tl.int64)
+    at = counts + tl.sum(((took >> bits) > 0).to(tl.int32), axis=0) - 1
+    tl.store(at, tl.load(at, mask=took > 0, other=0) + 1, mask=took > 0)
+
+
+@triton.jit
+def _end_kernel(marks, busy, counts, host_ns, BUCKETS: tl.constexpr, HOST: tl.constexpr):
+    took = _now(host_ns, HOST) - tl.load(marks + 1)
+    tl.store(busy, tl.load(busy) + took)
     tl.store(busy + 1, tl.load(busy + 1) + 1)
+    _count(counts, took, BUCKETS)
 
 
 @triton.jit
@@ -55,10 +64,7 @@ def _settle_kernel(step, sums, counts, BUCKETS: tl.constexpr):
     phase = tl.program_id(0)
     took = tl.load(step + phase)
     tl.store(sums + phase, tl.load(sums + phase) + took)
-    bits = tl.arange(0, BUCKETS).to(tl.int64)
-    highest = tl.sum(((took >> bits) > 0).to(tl.int32), axis=0) - 1
-    at = counts + phase * BUCKETS + highest
-    tl.store(at, tl.load(at, mask=took > 0, other=0) + 1, mask=took > 0)
+    _count(counts + phase * BUCKETS, took, BUCKETS)
 
 
 def begin(marks: torch.Tensor, step: torch.Tensor) -> None:
@@ -80,10 +86,11 @@ def lap(marks: torch.Tensor, step: torch.Tensor, phase: int) -> None:
     _lap_kernel[(1,)](marks, step, _host_ns(marks), PHASE=phase, HOST=marks.is_cpu, num_warps=1)
 
 
-def end(marks: torch.Tensor, busy: torch.Tensor) -> None:
-    """Adds the time since begin() to busy[0] and 1 to busy[1]. busy: [2]."""
+def end(marks: torch.Tensor, busy: torch.Tensor, counts: torch.Tensor) -> None:
+    """Adds the time since begin() to busy[0], 1 to busy[1] and its bucket. busy: [2]. counts: [BUCKETS]."""
     expect("busy", busy, torch.int64, (2,))
-    _end_kernel[(1,)](marks, busy, _host_ns(marks), HOST=marks.is_cpu, num_warps=1)
+    expect("counts", counts, torch.int64, (BUCKETS,))
+    _end_kernel[(1,)](marks, busy, counts, _host_ns(marks), BUCKETS=BUCKETS, HOST=marks.is_cpu, num_warps=1)
 
 
 def settle(step: torch.Tensor, sums: torch.Tensor, counts: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ from ep_server.model import timers
 from ep_server.model.gpu.clock import DeviceClock
 from ep_server.model.timers import Phase, PhaseClock
 from ep_server.model.triton import stamps
+from tests.metrics.reports import bucketed
 from tests.model.triton.harness import DEVICE, INTERPRETED
 
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="the time is told by the test")
@@ -60,8 +61,9 @@ def test_the_same_books_as_on_the_cpu(pass_time: Callable[[int], None]) -> None:
             pass_time(ns)
             expected.lap(phase)
         expected.finish()
-    busy = sum(ns for step in STEPS for _, ns in step)
-    assert clock.read().histograms == expected.histograms()
+    lengths = [sum(ns for _, ns in step) for step in STEPS]
+    busy, whole = sum(lengths), bucketed(lengths, stamps.BUCKETS)
+    assert clock.read().histograms == expected.histograms() | {"step/device": whole}
     assert clock.read().sums == expected.sums() | {"step/device": busy, "step/graph_device": 0}
     assert clock.read().counters == {"device_steps": 2, "graph_device_steps": 0, "timed_steps": 2}
 
@@ -71,6 +73,7 @@ def test_one_step_in_so_many_has_phases_and_every_one_a_length(pass_time: Callab
     clock = DeviceClock(DEVICE, 3)
     run(clock, [[(Phase.EXPERTS, 10), (Phase.SAMPLE, 1)]] * 7, pass_time)
     sums = clock.read().sums
+    assert clock.read().histograms["step/device"] == bucketed([11] * 7, stamps.BUCKETS)
     assert (sums["step/experts"], sums["step/sample"], sums["step/device"]) == (20, 2, 77)
     assert clock.read().counters == {"device_steps": 7, "graph_device_steps": 0, "timed_steps": 2}
 
