@@ -18,8 +18,10 @@ from setuptools import find_packages, setup
 CUDA_SOURCES = [
     "csrc/bindings_cuda.cpp",
     "csrc/bindings_experts.cpp",
+    "csrc/bindings_products.cpp",
     "csrc/cuda/group.cpp",
     "csrc/experts/experts.cpp",
+    "csrc/products/products.cpp",
     "csrc/transport/nvlink.cpp",
 ]
 KERNELS = sorted(str(path) for path in Path("csrc").rglob("*.cu"))

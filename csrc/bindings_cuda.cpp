@@ -74,11 +74,13 @@ py::dict statistics(Group& group) {
 
 }  // namespace
 
-void bind_experts(py::module_& m);  // bindings_experts.cpp
+void bind_experts(py::module_& m);   // bindings_experts.cpp
+void bind_products(py::module_& m);  // bindings_products.cpp
 
 PYBIND11_MODULE(_cuda, m) {
-  m.doc() = "The exchange of ep_server over NVLink, and the experts' products on Hopper.";
+  m.doc() = "The exchange of ep_server over NVLink, and products on Hopper.";
   bind_experts(m);
+  bind_products(m);
 
   py::class_<cuda::DispatchSendArgs>(m, "DispatchSendArgs")
       .def(py::init([](uintptr_t x, uintptr_t ids, uintptr_t weights, uintptr_t tokens_on_device,

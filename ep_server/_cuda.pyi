@@ -1,6 +1,6 @@
-"""The native exchange over NVLink and the experts' kernel (csrc/bindings_cuda.cpp, bindings_experts.cpp).
+"""The native exchange over NVLink, the experts' kernel, that of other products (csrc/bindings_*.cpp).
 
-ep/cuda.py and model/gpu/streamed_experts.py say what the values mean.
+ep/cuda.py, model/gpu/streamed_experts.py and model/gpu/streamed_products.py say what the values mean.
 """
 
 MAX_RANKS: int
@@ -124,3 +124,17 @@ class Experts:
         self, *, device: int, gate_up: int, down: int, experts: int, width: int, ffn: int
     ) -> None: ...
     def run(self, stream: int, work: ExpertsWork, rows_of_tile: int, reads_ahead: bool) -> None: ...
+
+class Linear:
+    def __init__(self, *, device: int, weight: int, n: int, k: int, tile: int, splits: int) -> None: ...
+    def run(
+        self,
+        *,
+        stream: int,
+        rows: int,
+        pitch: int,
+        count: int,
+        sums: int,
+        rows_of_tile: int,
+        lets_next_start: bool,
+    ) -> None: ...

@@ -1,4 +1,4 @@
-"""[6] Attention of one layer: projections by torch, everything between them in fused kernels.
+"""[6] Attention of one layer: projections by torch or streamed, everything between them in fused kernels.
 
 Reads and writes the paged cache in place. Weights are those of layers.py, prepared by TorchCompute.
 """
@@ -12,11 +12,14 @@ import torch
 from ep_server.model.families.spec import GqaSpec, MlaSpec
 from ep_server.model.gpu.decode_kernels import DecodeLayer
 from ep_server.model.gpu.step_input import StepTensors
+from ep_server.model.gpu.streamed_products import Limits, StreamedProduct, product, streamed_product
 from ep_server.model.layers import GqaWeights, MlaWeights
+from ep_server.model.torch_compute import TorchLinear
 from ep_server.model.triton.norm import rms_norm
 from ep_server.model.triton.paged import PagedKv
 from ep_server.model.triton.paged_prefill import prefill
 from ep_server.model.triton.paged_tile import AttentionRule, Sequences
+from ep_server.model.triton.partial import Partial
 from ep_server.model.triton.rope import HeadNorm, MlaInput, Rotation, store_gqa, store_mla
 
 
@@ -30,10 +33,29 @@ class AttentionStep:
     eps: float
 
 
-def gqa(x: torch.Tensor, w: GqaWeights, spec: GqaSpec, kv: PagedKv, at: AttentionStep) -> torch.Tensor:
+@dataclass(frozen=True, slots=True)
+class GqaProducts:
+    """The projections that few rows take in one kernel for Hopper, where there are such kernels."""
+
+    qkv: StreamedProduct | None = None
+    out: StreamedProduct | None = None
+
+    @staticmethod
+    def of(w: GqaWeights, limits: Limits) -> GqaProducts:
+        """Norms over all heads read q and k before they are stored: as tensors."""
+        found = []
+        for linear, most in ((w.qkv, limits.qkv if w.q_norm is None else 0), (w.out, limits.out)):
+            assert isinstance(linear, TorchLinear)
+            found.append(streamed_product(linear.weight, most, linear.bias))
+        return GqaProducts(*found)
+
+
+def gqa(
+    x: torch.Tensor, w: GqaWeights, by: GqaProducts, spec: GqaSpec, kv: PagedKv, at: AttentionStep
+) -> torch.Tensor | Partial:
     """Grouped-query attention of x: [T, H], normed, to [T, H]; stores the tokens' K and V."""
-    qkv = w.qkv(x)
-    if w.q_norm is not None and w.k_norm is not None:
+    qkv = product(x, by.qkv, w.qkv)
+    if isinstance(qkv, torch.Tensor) and w.q_norm is not None and w.k_norm is not None:
         q_width, k_width = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         for weight, part in ((w.q_norm, qkv[:, :q_width]), (w.k_norm, qkv[:, q_width : q_width + k_width])):
             rms_norm(part, weight, at.eps, part)
@@ -41,7 +63,7 @@ def gqa(x: torch.Tensor, w: GqaWeights, spec: GqaSpec, kv: PagedKv, at: Attentio
     q = x.new_empty(len(x), spec.heads, spec.head_dim)
     store_gqa(qkv, q, kv, at.rotation, norm, spec.clip)
     out = attend(q, kv, AttentionRule(spec.scale, spec.window), at)
-    return w.out(out.flatten(1))
+    return product(out.flatten(1), by.out, w.out)
 
 
 def mla(x: torch.Tensor, w: MlaWeights, spec: MlaSpec, kv: PagedKv, at: AttentionStep) -> torch.Tensor:

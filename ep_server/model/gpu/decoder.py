@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from ep_server.model.decoder import DecoderParams, Forward
 from ep_server.model.experts import ExpertCounter
 from ep_server.model.families.spec import GqaSpec
-from ep_server.model.gpu.attention import AttentionStep, gqa, mla
+from ep_server.model.gpu.attention import AttentionStep, GqaProducts, gqa, mla
 from ep_server.model.gpu.decode_kernels import DecodeKernels, multiprocessors, triton_decode
 from ep_server.model.gpu.moe import (
     Branch,
@@ -30,13 +30,14 @@ from ep_server.model.gpu.moe import (
 from ep_server.model.gpu.paged_layers import paged_layers
 from ep_server.model.gpu.rows import Rows
 from ep_server.model.gpu.step_input import StepTensors
-from ep_server.model.layers import GqaWeights, LayerWeights, MlaWeights, MoeWeights
+from ep_server.model.gpu.streamed_products import STREAMED, streamed_product
+from ep_server.model.layers import GqaWeights, MlaWeights, MoeWeights
 from ep_server.model.rope import rotation_table
 from ep_server.model.timers import Lap, Phase
 from ep_server.model.torch_compute import TorchLinear
 from ep_server.model.triton.norm import rms_norm
-from ep_server.model.triton.paged import PagedKv
 from ep_server.model.triton.paged_tile import Sequences
+from ep_server.model.triton.partial import Partial
 from ep_server.model.triton.rope import Rotation
 
 
@@ -73,6 +74,10 @@ class GpuDecoder:
         local = len(params.exchange.spec.local_experts)
         self.experts = ExpertCounter(params.spec.num_layers, local, device, torch.int32)
         self._moe = [self._block(index, params) for index in range(params.spec.num_layers)]
+        self._products = [
+            GqaProducts.of(layer.attention, STREAMED) if isinstance(layer.attention, GqaWeights) else None
+            for layer in params.weights.layers
+        ]
 
     def forward(self, step: StepTensors, on: Pass) -> Forward:
         """Runs all layers. Returns [number of sampled rows, H], normed.
@@ -87,14 +92,13 @@ class GpuDecoder:
         rms_norm(residual, weights.layers[0].attention_norm, eps, x)
         norms = [*(layer.attention_norm for layer in weights.layers[1:]), weights.norm]
         for index, (layer, after) in enumerate(zip(weights.layers, norms, strict=True)):
-            if step.tokens:
-                x = self._attention(x, layer, self._kv[index], at)
-            x = add_norm(x, residual, layer.ffn_norm, eps)
+            branch: Branch = self._attention(x, index, at) if step.tokens else x
+            x = add_norm(branch, residual, layer.ffn_norm, eps)
             on.lap(Phase.ATTENTION)
             if isinstance(layer.ffn, MoeWeights):
                 block = self._moe[index]
                 assert block is not None
-                branch: Branch = yield from moe(x, layer.ffn, block, routed)
+                branch = yield from moe(x, layer.ffn, block, routed)
             else:
                 branch = dense(x, layer.ffn)
                 on.lap(Phase.EXPERTS)
@@ -118,15 +122,15 @@ class GpuDecoder:
         weight = router_weight(ffn.router, params.weights.embedding.dtype)
         counts = self.experts.rows[index]
         streamed = streamed_experts(ffn.experts)
-        return GpuMoe(index, params.spec.router, params.exchange.spec, weight, counts, streamed, seed)
+        logits = streamed_product(weight, STREAMED.router)
+        return GpuMoe(index, params.spec.router, params.exchange.spec, weight, counts, streamed, logits, seed)
 
-    def _attention(
-        self, x: torch.Tensor, layer: LayerWeights, kv: PagedKv, at: AttentionStep
-    ) -> torch.Tensor:
-        spec, w = self._spec.attention, layer.attention
+    def _attention(self, x: torch.Tensor, index: int, at: AttentionStep) -> torch.Tensor | Partial:
+        spec, w, kv = self._spec.attention, self._weights.layers[index].attention, self._kv[index]
         if isinstance(spec, GqaSpec):
-            assert isinstance(w, GqaWeights)
-            return gqa(x, w, spec, kv, at)
+            by = self._products[index]
+            assert isinstance(w, GqaWeights) and by is not None
+            return gqa(x, w, by, spec, kv, at)
         assert isinstance(w, MlaWeights)
         return mla(x, w, spec, kv, at)
 

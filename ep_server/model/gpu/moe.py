@@ -15,6 +15,7 @@ from ep_server.ep.exchange import ExchangeSpec, Received
 from ep_server.model.families.spec import RouterSpec
 from ep_server.model.gpu.rows import Arrival, Rows, Tokens
 from ep_server.model.gpu.streamed_experts import StreamedExperts, reads_ahead, streamable
+from ep_server.model.gpu.streamed_products import StreamedProduct, product
 from ep_server.model.layers import MoeWeights
 from ep_server.model.moe import wire_dtype
 from ep_server.model.timers import Lap, Phase
@@ -24,6 +25,7 @@ from ep_server.model.triton.expert_rows import ExpertRows, ExpertWeights
 from ep_server.model.triton.experts import run_experts
 from ep_server.model.triton.local_rows import Answers, add_answers_norm
 from ep_server.model.triton.norm import add_rms_norm
+from ep_server.model.triton.partial import Partial
 from ep_server.model.triton.router import Choice, Drawn, route
 
 
@@ -34,6 +36,7 @@ class GpuMoe:
     exchange: what the ranks agree on. logits: [E, H], the router's weight.
     expert_tokens: [E_local] int32, += rows received.
     streamed: the experts in one kernel, for rows that it takes; None where there is none.
+    streamed_logits: the same of the router's product.
     seed: of experts drawn at random, None where the router chooses.
     """
 
@@ -43,6 +46,7 @@ class GpuMoe:
     logits: torch.Tensor
     expert_tokens: torch.Tensor
     streamed: StreamedExperts | None = None
+    streamed_logits: StreamedProduct | None = None
     seed: int | None = None
 
     def rows_per_expert(self, most: int) -> int:
@@ -67,7 +71,7 @@ class MoeStep:
     lap: Lap
 
 
-Branch = torch.Tensor | Answers  # what is added to the residual stream: [T, H], or the parts of that sum
+Branch = torch.Tensor | Partial | Answers  # what is added to the residual stream: [T, H], or parts of the sum
 
 
 def moe(x: torch.Tensor, w: MoeWeights, on: GpuMoe, step: MoeStep) -> Generator[None, None, Branch]:
@@ -103,7 +107,8 @@ def chosen(x: torch.Tensor, w: MoeWeights, on: GpuMoe, step: MoeStep) -> tuple[t
     ids = torch.empty(len(x), on.router.top_k, dtype=torch.int64, device=x.device)
     gates = torch.empty(len(x), on.router.top_k, dtype=torch.float32, device=x.device)
     drawn = None if on.seed is None else Drawn(step.numbers, step.positions, on.seed, on.layer)
-    route(router_logits(x, on.logits), Choice(on.router, ids, gates, w.bias, step.live, drawn))
+    logits = product(x, on.streamed_logits, lambda rows: router_logits(rows, on.logits))
+    route(logits, Choice(on.router, ids, gates, w.bias, step.live, drawn))
     return ids, gates
 
 
@@ -126,7 +131,10 @@ def add_norm(branch: Branch, residual: torch.Tensor, weight: torch.Tensor, eps: 
         add_rms_norm(branch, residual, weight, eps, branch)
         return branch
     out = torch.empty_like(residual)
-    add_answers_norm(branch, residual, weight, eps, out)
+    if isinstance(branch, Partial):
+        add_rms_norm(branch, residual, weight, eps, out)
+    else:
+        add_answers_norm(branch, residual, weight, eps, out)
     return out
 
 

@@ -15,6 +15,7 @@ import triton.language as tl
 
 from ep_server.model.triton.checks import FLOATS, block, expect, expect_range
 from ep_server.model.triton.early import after_previous, early
+from ep_server.model.triton.partial import Partial, load_sum, operand
 
 MAX_DIM = 32768
 
@@ -42,15 +43,16 @@ def store_normed(out, value, weight, inside, eps, DIM: tl.constexpr):
 
 @triton.jit
 def _rms_norm_kernel(
-    x, residual, weight, out, x_pitch, out_pitch, eps,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr,
+    x, residual, weight, out, x_pitch, x_step, out_pitch, eps,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     after_previous(EARLY)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     channel = tl.arange(0, BLOCK)
     inside = channel < DIM
     at = head * DIM + channel
-    value, w = load_wide(x + row * x_pitch + at, inside), load_wide(weight + at, inside)
+    w = load_wide(weight + at, inside)
+    value = load_sum(x + row * x_pitch + at, inside, x_step, PARTS, out.dtype.element_ty)
     if ADD:
         stream = residual + row * DIM + at
         value = store_stream(stream, value + load_wide(stream, inside), inside)
@@ -74,32 +76,33 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tenso
     if x.numel():
         size = block(dim)
         _rms_norm_kernel[(len(x), heads)](
-            x, x, weight, out, x.stride(0), out.stride(0), eps,
-            DIM=dim, BLOCK=size, ADD=False, **early(x), num_warps=warps_for(size),
+            x, x, weight, out, x.stride(0), 0, out.stride(0), eps,
+            DIM=dim, BLOCK=size, ADD=False, PARTS=1, **early(x), num_warps=warps_for(size),
         )  # fmt: skip
 
 
 def add_rms_norm(
-    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor
+    x: torch.Tensor | Partial, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor
 ) -> None:
     """Adds a branch to the residual stream and norms the sum.
 
     Args:
-        x: [T, dim], the branch; rows may have a pitch. residual: [T, dim], contiguous; becomes the sum.
-        weight: [dim]. out: [T, dim], may be x. All of x's dtype.
+        x: [T, dim], the branch; rows may have a pitch; or its partial sums, which are rounded once added up.
+        residual: [T, dim], contiguous; becomes the sum.
+        weight: [dim]. out: [T, dim], may be x. All of one dtype, but for partial sums.
     Raises: InternalError for another shape, dtype or layout.
     """
-    dim = weight.shape[-1]
+    tokens, dim = residual.shape
     expect_range("dim", dim, 1, MAX_DIM)
-    expect("x", x, FLOATS, (None, dim), pitch=True)
-    expect("residual", residual, x.dtype, (len(x), dim))
-    expect("out", out, x.dtype, (len(x), dim), pitch=True)
-    expect("weight", weight, x.dtype, (dim,))
-    if x.numel():
+    expect("residual", residual, FLOATS, (tokens, weight.shape[-1]))
+    branch = operand("x", x, residual.dtype, (tokens, dim))
+    expect("out", out, residual.dtype, (tokens, dim), pitch=True)
+    expect("weight", weight, residual.dtype, (dim,))
+    if residual.numel():
         size = block(dim)
-        _rms_norm_kernel[(len(x), 1)](
-            x, residual, weight, out, x.stride(0), out.stride(0), eps,
-            DIM=dim, BLOCK=size, ADD=True, **early(x), num_warps=warps_for(size),
+        _rms_norm_kernel[(tokens, 1)](
+            branch.rows, residual, weight, out, branch.rows.stride(0), branch.step, out.stride(0), eps,
+            DIM=dim, BLOCK=size, ADD=True, PARTS=branch.parts, **early(out), num_warps=warps_for(size),
         )  # fmt: skip
 
 

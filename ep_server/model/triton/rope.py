@@ -20,6 +20,7 @@ from ep_server.errors import InternalError
 from ep_server.model.triton.checks import FLOATS, INTEGERS, block, expect
 from ep_server.model.triton.early import after_previous, early
 from ep_server.model.triton.paged import PagedKv, to_code
+from ep_server.model.triton.partial import Partial, load_sum, operand
 
 _BLOCK_HEADS = 4
 
@@ -68,10 +69,10 @@ def _load_turn(table, position, pair, PAIRS: tl.constexpr):
 
 @triton.jit
 def _store_gqa_kernel(
-    qkv, q_out, k_cache, v_cache, weight, table, positions, slots, k_scale, v_scale, pitch, eps, clip,
+    qkv, q_out, k_cache, v_cache, weight, table, positions, slots, k_scale, v_scale, pitch, part, eps, clip,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, STEP: tl.constexpr, GAP: tl.constexpr,
     HEADS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, CLIP: tl.constexpr, FP8: tl.constexpr,
-    EARLY: tl.constexpr,
+    PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     after_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
@@ -91,8 +92,8 @@ def _store_gqa_kernel(
     inside = (head < count)[:, None] & (pair < DIM // 2)[None, :]
     at = head[:, None] * DIM + pair[None, :] * STEP
     row = qkv + token * pitch + before * DIM
-    a = tl.load(row + at, mask=inside, other=0).to(tl.float32)
-    b = tl.load(row + at + GAP, mask=inside, other=0).to(tl.float32)
+    a = load_sum(row + at, inside, part, PARTS, q_out.dtype.element_ty)
+    b = load_sum(row + at + GAP, inside, part, PARTS, q_out.dtype.element_ty)
     if CLIP:
         a = tl.clamp(a, -clip, clip, propagate_nan=tl.PropagateNan.ALL)
         b = tl.clamp(b, -clip, clip, propagate_nan=tl.PropagateNan.ALL)
@@ -140,7 +141,7 @@ def _store_cache(
 
 
 def store_gqa(
-    qkv: torch.Tensor,
+    qkv: torch.Tensor | Partial,
     q_out: torch.Tensor,
     kv: PagedKv,
     rotation: Rotation,
@@ -150,7 +151,8 @@ def store_gqa(
     """Rotates q and k, writes q to `q_out` and k and v to the cache.
 
     Args:
-        qkv: [T, (heads + 2 * kv_heads) * head_dim]; rows may have a pitch. q_out: [T, heads, head_dim].
+        qkv: [T, (heads + 2 * kv_heads) * head_dim]; rows may have a pitch; or its partial sums, which are
+          rounded to q_out's dtype once added up. q_out: [T, heads, head_dim].
         clip: values are clamped to +-clip before norm and rotation; 0 = not.
     Raises: InternalError for another shape, dtype or layout.
     """
@@ -159,21 +161,21 @@ def store_gqa(
     kv_heads, v = kv.kv_heads, kv.layer.v
     if v is None or kv.layer.k.shape[3] != dim or v.shape[3] != dim or dim % 2:
         raise InternalError(f"cache: k and v must be of head_dim = {dim} channels, an even number")
-    expect("qkv", qkv, FLOATS, (tokens, (heads + 2 * kv_heads) * dim), pitch=True)
-    expect("q_out", q_out, qkv.dtype, (tokens, heads, dim))
+    expect("q_out", q_out, FLOATS, (tokens, heads, dim))
+    given = operand("qkv", qkv, q_out.dtype, (tokens, (heads + 2 * kv_heads) * dim))
     if norm is not None:
-        expect("norm weight", norm.weight, qkv.dtype, (heads + kv_heads, dim))
+        expect("norm weight", norm.weight, q_out.dtype, (heads + kv_heads, dim))
     rotation.check(tokens, dim)
     step, gap = rotation.steps(dim)
     groups = -(-heads // _BLOCK_HEADS) + 2 * -(-kv_heads // _BLOCK_HEADS)
     if tokens:
         _store_gqa_kernel[(tokens, groups)](
-            qkv, q_out, kv.layer.k, v, qkv if norm is None else norm.weight,
+            given.rows, q_out, kv.layer.k, v, q_out if norm is None else norm.weight,
             rotation.table, rotation.positions, rotation.slots, kv.k_scale, kv.v_scale,
-            qkv.stride(0), 0.0 if norm is None else norm.eps, clip,
+            given.rows.stride(0), given.step, 0.0 if norm is None else norm.eps, clip,
             Q_HEADS=heads, KV_HEADS=kv_heads, DIM=dim, STEP=step, GAP=gap, HEADS=_BLOCK_HEADS,
-            BLOCK=block(dim // 2), NORM=norm is not None, CLIP=clip > 0, FP8=kv.fp8, **early(qkv),
-            num_warps=4,
+            BLOCK=block(dim // 2), NORM=norm is not None, CLIP=clip > 0, FP8=kv.fp8, PARTS=given.parts,
+            **early(q_out), num_warps=4,
         )  # fmt: skip
 
 

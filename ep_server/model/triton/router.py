@@ -22,6 +22,7 @@ from ep_server.errors import InternalError
 from ep_server.model.families.spec import GroupScore, RouterSpec, Score
 from ep_server.model.triton.checks import block, expect, expect_range
 from ep_server.model.triton.early import after_previous, early
+from ep_server.model.triton.partial import Partial, load_sum, operand
 
 MAX_EXPERTS = 4096
 GOLDEN, LOWEST = tl.constexpr(0x9E3779B9), tl.constexpr(-(1 << 31))
@@ -133,10 +134,11 @@ def _best_groups(
 
 @triton.jit(do_not_specialize=["layer", "seed"])
 def _route_kernel(
-    logits, bias, num_tokens, numbers, positions, ids, weights, pitch, eps, scale, seed, layer,
+    logits, bias, num_tokens, numbers, positions, ids, weights, pitch, part, eps, scale, seed, layer,
     EXPERTS: tl.constexpr, K: tl.constexpr, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr,
     SIGMOID: tl.constexpr, TOP2: tl.constexpr, RENORMALISE: tl.constexpr,
-    GROUP_BLOCK: tl.constexpr, SIZE_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    GROUP_BLOCK: tl.constexpr, SIZE_BLOCK: tl.constexpr, K_BLOCK: tl.constexpr, PARTS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     after_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
@@ -148,7 +150,9 @@ def _route_kernel(
     lane = tl.arange(0, lanes)
     expert = lane // SIZE_BLOCK * size + lane % SIZE_BLOCK
     real = (lane // SIZE_BLOCK < GROUPS) & (lane % SIZE_BLOCK < size)
-    x = tl.load(logits + token * pitch + expert, mask=real, other=float("-inf"))
+    x = tl.where(
+        real, load_sum(logits + token * pitch + expert, real, part, PARTS, tl.float32), float("-inf")
+    )
     score = _scores(x, real, SIGMOID)
     open_ = real
     if numbers is not None:
@@ -176,26 +180,27 @@ def _route_kernel(
     tl.store(weights + token * K + slot, tl.where(live, gates * scale, 0.0), mask=slot < K)
 
 
-def route(logits: torch.Tensor, choice: Choice) -> None:
+def route(logits: torch.Tensor | Partial, choice: Choice) -> None:
     """Chooses experts.
 
     Args:
-        logits: [T, E] float32, rows may have a pitch.
+        logits: [T, E] float32, rows may have a pitch; or their partial sums.
     Raises: InternalError for another shape, dtype or layout.
     """
     spec, drawn, experts = choice.spec, choice.drawn, choice.spec.num_experts
-    choice.check(len(logits))
-    expect("logits", logits, torch.float32, (None, experts), pitch=True)
-    given: tuple[torch.Tensor | int | None, ...] = (None, None, 0, 0)
+    given = operand("logits", logits, torch.float32, (None, experts))
+    tokens = len(given.rows)
+    choice.check(tokens)
+    draw: tuple[torch.Tensor | int | None, ...] = (None, None, 0, 0)
     if drawn is not None:
-        given = (drawn.numbers, drawn.positions, drawn.seed, drawn.layer)
-    if len(logits):
-        _route_kernel[(len(logits),)](
-            logits, choice.bias, choice.num_tokens, *given[:2], choice.ids, choice.weights,
-            logits.stride(0), spec.renorm_eps, spec.scale, *given[2:],
+        draw = (drawn.numbers, drawn.positions, drawn.seed, drawn.layer)
+    if tokens:
+        _route_kernel[(tokens,)](
+            given.rows, choice.bias, choice.num_tokens, *draw[:2], choice.ids, choice.weights,
+            given.rows.stride(0), given.step, spec.renorm_eps, spec.scale, *draw[2:],
             EXPERTS=experts, K=spec.top_k, GROUPS=spec.groups, TOP_GROUPS=spec.top_groups,
             SIGMOID=spec.score is Score.SIGMOID, TOP2=spec.group_score is GroupScore.TOP2_SUM,
             RENORMALISE=spec.renormalise, GROUP_BLOCK=block(spec.groups),
-            SIZE_BLOCK=block(experts // spec.groups), K_BLOCK=block(spec.top_k),
-            **early(logits), num_warps=1 if experts <= 256 else 4,
+            SIZE_BLOCK=block(experts // spec.groups), K_BLOCK=block(spec.top_k), PARTS=given.parts,
+            **early(choice.ids), num_warps=1 if experts <= 256 else 4,
         )  # fmt: skip

@@ -35,7 +35,7 @@ SOURCES = (
     CSRC / "cuda/group.cpp",
     CSRC / "bindings_cuda.cpp",
     HERE / "blocks.cpp",
-    HERE / "experts.cpp",
+    HERE / "hopper.cpp",
     HERE / "runtime.cpp",
 )
 FLAGS = (

@@ -1,0 +1,154 @@
+"""Products of few rows with one weight, in one kernel for Hopper (csrc/products), as partial sums.
+
+The kernel that reads such a product adds the sums up. A block asks for its weights before the kernel ahead
+has ended; a library's kernels wait for that, and what follows them waits for them. For all other rows and
+weights there is the library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+
+import torch
+
+from ep_server.model.gpu.decode_kernels import multiprocessors
+from ep_server.model.triton.checks import expect, expect_range
+from ep_server.model.triton.partial import MOST_PARTS, Partial
+
+MOST_ROWS = 256  # beyond, products are bound by arithmetic
+_ROWS_OF_TILE, _TILES = (32, 64, 128), (128, 64)
+_CHUNK, _PIECE = 64, 16  # input channels; bytes
+_MOST_HELD = 192 << 10  # bytes of a block's weights: the rest of its shared memory is for rows
+_NATIVE = "ep_server._cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Rows up to which a layer's products are streamed, 0 = never; all tensors of a rank's step count."""
+
+    qkv: int = 0
+    out: int = 0
+    router: int = 0
+
+
+STREAMED = Limits()  # the library's, until it is measured to be slower
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How blocks share a weight [N, K]. tile: rows of it, 64 or 128. splits: runs of its columns."""
+
+    tile: int
+    splits: int
+
+
+class StreamedProduct:
+    """x @ weight.T of rows x, on any stream.
+
+    Args:
+        weight: [N, K] bfloat16, on a Hopper GPU; kept alive. See `streamable`.
+        most_rows: that takes() accepts, up to MOST_ROWS. cut: that of cut_for() if None.
+        lets_next_start: the next kernel is set up as soon as this one begins, not as it ends.
+    Raises: InternalError for another shape, dtype or layout.
+    """
+
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        most_rows: int = MOST_ROWS,
+        *,
+        cut: Cut | None = None,
+        lets_next_start: bool = False,
+    ) -> None:
+        expect("weight", weight, torch.bfloat16, (None, None))
+        expect_range("most_rows", most_rows, 0, MOST_ROWS)
+        n, k = weight.shape
+        cut = cut or cut_for(n, k, multiprocessors(weight.device))
+        expect_range("blocks' shares of the weight", 0 if cut is None else cut.splits, 1, MOST_PARTS)
+        assert cut is not None
+        self._weight, self._most, self._cut = weight, most_rows, cut
+        self._lets_next_start = lets_next_start
+        self._linear = import_module(_NATIVE).Linear(  # only where a driver is
+            device=weight.device.index,
+            weight=weight.data_ptr(),
+            n=n,
+            k=k,
+            tile=cut.tile,
+            splits=cut.splits,
+        )
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """Whether the kernel is for such rows."""
+        aligned = x.data_ptr() % _PIECE == 0 and _pitch(x) % _PIECE == 0 and x.stride(1) == 1
+        return 0 < len(x) <= self._most and x.dtype is torch.bfloat16 and aligned
+
+    def __call__(self, x: torch.Tensor) -> Partial:
+        """Of x: [T, K], as `takes` says; on the current stream, can be captured.
+
+        Raises: InternalError for another shape, dtype or layout.
+        """
+        n, k = self._weight.shape
+        expect("x", x, torch.bfloat16, (None, k), pitch=True)
+        sums = x.new_empty(self._cut.splits, len(x), n, dtype=torch.float32)
+        self._linear.run(
+            stream=torch.cuda.current_stream(x.device).cuda_stream,
+            rows=x.data_ptr(),
+            pitch=_pitch(x),
+            count=len(x),
+            sums=sums.data_ptr(),
+            rows_of_tile=rows_of_tile(len(x)),
+            lets_next_start=self._lets_next_start,
+        )
+        return Partial(sums)
+
+
+def product(
+    x: torch.Tensor, streamed: StreamedProduct | None, library: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor | Partial:
+    """Of rows x: [T, K], streamed where there is a kernel that takes them."""
+    return streamed(x) if streamed is not None and streamed.takes(x) else library(x)
+
+
+def streamed_product(
+    weight: torch.Tensor, most_rows: int, bias: torch.Tensor | None = None
+) -> StreamedProduct | None:
+    """The kernel for a weight, where it is for that and for any rows."""
+    if most_rows == 0 or bias is not None or not streamable(weight):
+        return None
+    return StreamedProduct(weight, most_rows)
+
+
+def streamable(weight: torch.Tensor) -> bool:
+    """Whether there is a kernel for this weight on its device."""
+    if weight.device.type != "cuda" or weight.dtype is not torch.bfloat16 or weight.dim() != 2:
+        return False
+    laid = weight.is_contiguous() and weight.data_ptr() % _PIECE == 0
+    hopper = torch.cuda.get_device_capability(weight.device)[0] == 9
+    cut = cut_for(*weight.shape, multiprocessors(weight.device))
+    return laid and hopper and cut is not None and find_spec(_NATIVE) is not None
+
+
+def cut_for(n: int, k: int, blocks: int) -> Cut | None:
+    """What keeps the most of so many blocks busy, all at once; None where no cut fits a weight [n, k]."""
+    chunks = k // _CHUNK if k % _CHUNK == 0 else 0
+    fitting = [
+        Cut(tile, splits)
+        for tile in _TILES
+        if n % tile == 0
+        for splits in range(1, min(chunks, blocks * tile // max(n, 1), MOST_PARTS // 2) + 1)
+        if -(-chunks // splits) * _CHUNK * 2 * tile <= _MOST_HELD
+    ]
+    return max(fitting, key=lambda cut: n // cut.tile * cut.splits, default=None)
+
+
+def rows_of_tile(rows: int) -> int:
+    """Rows that a block multiplies at a time: all, if it can."""
+    return next((tile for tile in _ROWS_OF_TILE if rows <= tile), _ROWS_OF_TILE[-1])
+
+
+def _pitch(x: torch.Tensor) -> int:
+    """Bytes from row to row; a single row has any stride."""
+    return (x.stride(0) if len(x) > 1 else x.shape[1]) * x.element_size()
