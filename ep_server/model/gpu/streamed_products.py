@@ -14,6 +14,7 @@ from importlib.util import find_spec
 
 import torch
 
+from ep_server.errors import InternalError
 from ep_server.model.gpu.decode_kernels import multiprocessors
 from ep_server.model.triton.checks import expect, expect_range
 from ep_server.model.triton.partial import MOST_PARTS, Partial
@@ -45,32 +46,36 @@ class Cut:
     splits: int
 
 
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How a product goes about it. cut: that of cut_for() if None. rows_of_tile: that of rows_of_tile() if 0.
+
+    lets_next_start: the next kernel is set up as soon as this one begins, not as it ends.
+    """
+
+    cut: Cut | None = None
+    rows_of_tile: int = 0
+    lets_next_start: bool = False
+
+
 class StreamedProduct:
     """x @ weight.T of rows x, on any stream.
 
     Args:
         weight: [N, K] bfloat16, on a Hopper GPU; kept alive. See `streamable`.
-        most_rows: that takes() accepts, up to MOST_ROWS. cut: that of cut_for() if None.
-        lets_next_start: the next kernel is set up as soon as this one begins, not as it ends.
+        most_rows: that takes() accepts, up to MOST_ROWS.
     Raises: InternalError for another shape, dtype or layout.
     """
 
-    def __init__(
-        self,
-        weight: torch.Tensor,
-        most_rows: int = MOST_ROWS,
-        *,
-        cut: Cut | None = None,
-        lets_next_start: bool = False,
-    ) -> None:
+    def __init__(self, weight: torch.Tensor, most_rows: int = MOST_ROWS, manner: Manner = Manner()) -> None:
         expect("weight", weight, torch.bfloat16, (None, None))
         expect_range("most_rows", most_rows, 0, MOST_ROWS)
         n, k = weight.shape
-        cut = cut or cut_for(n, k, multiprocessors(weight.device))
-        expect_range("blocks' shares of the weight", 0 if cut is None else cut.splits, 1, MOST_PARTS)
-        assert cut is not None
-        self._weight, self._most, self._cut = weight, most_rows, cut
-        self._lets_next_start = lets_next_start
+        cut = manner.cut or cut_for(n, k, multiprocessors(weight.device))
+        if cut is None:
+            raise InternalError(f"weight: no cut fits {n} x {k}, see cut_for()")
+        expect_range("splits", cut.splits, 1, MOST_PARTS)
+        self._weight, self._most, self._cut, self._manner = weight, most_rows, cut, manner
         self._linear = import_module(_NATIVE).Linear(  # only where a driver is
             device=weight.device.index,
             weight=weight.data_ptr(),
@@ -86,23 +91,30 @@ class StreamedProduct:
         return 0 < len(x) <= self._most and x.dtype is torch.bfloat16 and aligned
 
     def __call__(self, x: torch.Tensor) -> Partial:
-        """Of x: [T, K], as `takes` says; on the current stream, can be captured.
+        """As run(), into sums of its own."""
+        sums = x.new_empty(self._cut.splits, len(x), len(self._weight), dtype=torch.float32)
+        self.run(x, sums)
+        return Partial(sums)
 
+    def run(self, x: torch.Tensor, sums: torch.Tensor) -> None:
+        """On the current stream: no copy, no allocation, can be captured.
+
+        Args:
+            x: [T, K], as `takes` says. sums: [splits, T, N] float32, contiguous; is filled.
         Raises: InternalError for another shape, dtype or layout.
         """
         n, k = self._weight.shape
         expect("x", x, torch.bfloat16, (None, k), pitch=True)
-        sums = x.new_empty(self._cut.splits, len(x), n, dtype=torch.float32)
+        expect("sums", sums, torch.float32, (self._cut.splits, len(x), n))
         self._linear.run(
             stream=torch.cuda.current_stream(x.device).cuda_stream,
             rows=x.data_ptr(),
             pitch=_pitch(x),
             count=len(x),
             sums=sums.data_ptr(),
-            rows_of_tile=rows_of_tile(len(x)),
-            lets_next_start=self._lets_next_start,
+            rows_of_tile=self._manner.rows_of_tile or rows_of_tile(len(x)),
+            lets_next_start=self._manner.lets_next_start,
         )
-        return Partial(sums)
 
 
 def product(
@@ -127,7 +139,7 @@ def streamable(weight: torch.Tensor) -> bool:
         return False
     laid = weight.is_contiguous() and weight.data_ptr() % _PIECE == 0
     hopper = torch.cuda.get_device_capability(weight.device)[0] == 9
-    cut = cut_for(*weight.shape, multiprocessors(weight.device))
+    cut = cut_for(weight.shape[0], weight.shape[1], multiprocessors(weight.device))
     return laid and hopper and cut is not None and find_spec(_NATIVE) is not None
 
 

@@ -9,6 +9,7 @@ import os
 
 import torch
 
+from ep_server.model.triton.partial import Partial
 from tests.model.triton.interpreter import make_exact
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -32,6 +33,15 @@ def poisoned(x: torch.Tensor, more: int) -> torch.Tensor:
     wide = torch.full((*x.shape[:-1], x.shape[-1] + more), NAN, dtype=x.dtype, device=x.device)
     wide[..., : x.shape[-1]] = x
     return wide[..., : x.shape[-1]]
+
+
+def in_parts(parts: int, rows: int, width: int, scale: float = 1.0) -> tuple[Partial, torch.Tensor]:
+    """A product as partial sums, and as these add up in order: [rows, width] float32."""
+    sums = random(parts, rows, width, seed=parts, scale=scale)
+    total = sums[0].clone()
+    for part in sums[1:]:
+        total += part
+    return Partial(sums), total
 
 
 def assert_near(got: torch.Tensor, expected: torch.Tensor, factor: float = 1.0) -> None:

@@ -26,6 +26,7 @@ from ep_server.model.triton.paged import PagedKv
 from ep_server.model.triton.paged_decode import Workspace, decode
 from ep_server.model.triton.paged_prefill import prefill
 from ep_server.model.triton.paged_tile import AttentionRule, Sequences
+from ep_server.model.triton.partial import Partial
 from ep_server.model.triton.rope import HeadNorm, MlaInput, Rotation, store_gqa, store_mla
 from ep_server.model.triton.router import Choice, Drawn, route
 from ep_server.model.triton.sampling import sample
@@ -83,6 +84,18 @@ def rotations() -> None:
 
 def sequences(count: int) -> Sequences:
     return Sequences(meta(count, 512, dtype=I32), meta(count, dtype=I32))
+
+
+def partial_sums() -> None:
+    """Of Qwen3-30B-A3B's projections and router: a part or more of the channels each."""
+    turn = Rotation(meta(4096, 64, 2, dtype=F32), meta(TOKENS, dtype=I64), meta(TOKENS, dtype=I64))
+    x, q, norm = meta(TOKENS, 2048), meta(TOKENS, 32, 128), HeadNorm(meta(36, 128), 1e-6)
+    ids, gates = meta(TOKENS, 8, dtype=I64), meta(TOKENS, 8, dtype=F32)
+    choice = Choice(RouterSpec(128, 8, renormalise=True), ids, gates, None, meta(1, dtype=I32))
+    for parts in (3, 8, 16):
+        store_gqa(Partial(meta(parts, TOKENS, 40 * 128, dtype=F32)), q, gqa_cache(BF16), turn, norm)
+        add_rms_norm(Partial(meta(parts, TOKENS, 2048, dtype=F32)), x, meta(2048), 1e-6, x)
+        route(Partial(meta(parts, TOKENS, 128, dtype=F32)), choice)
 
 
 def decoding() -> None:
@@ -218,7 +231,8 @@ def local_rows() -> None:
 
 
 PARTS = (
-    local_rows, norms, rotations, decoding, prefilling, routing, grouped, sampling, stamping, small_float32,
+    local_rows, norms, rotations, partial_sums, decoding, prefilling, routing, grouped, sampling, stamping,
+    small_float32,
 )  # fmt: skip
 
 if __name__ == "__main__":

@@ -5,7 +5,8 @@ import torch
 
 from ep_server.errors import InternalError
 from ep_server.model.triton.norm import add_rms_norm, rms_norm
-from tests.model.triton.harness import DEVICE, NAN, assert_near, poisoned, random
+from ep_server.model.triton.partial import Partial
+from tests.model.triton.harness import DEVICE, NAN, assert_near, in_parts, poisoned, random
 
 each_dtype = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=("float32", "bfloat16"))
 EPS = 1e-3
@@ -55,6 +56,25 @@ def test_add_rms_norm(dtype: torch.dtype, rows: int, dim: int) -> None:
     assert torch.equal(out, again)
 
 
+@each_dtype
+@pytest.mark.parametrize("parts", [1, 2, 3, 8])
+def test_add_rms_norm_of_partial_sums(dtype: torch.dtype, parts: int) -> None:
+    """As of the product, rounded once."""
+    x, product = in_parts(parts, 3, 72)
+    residual, weight = random(3, 72, dtype=dtype, seed=1, scale=8.0), random(72, dtype=dtype, seed=2)
+    stream, wanted = residual + product.to(dtype), torch.empty_like(residual)
+    add_rms_norm(product.to(dtype), residual.clone(), weight, EPS, wanted)
+    out = torch.full_like(residual, NAN)
+    add_rms_norm(x, residual, weight, EPS, out)
+    assert torch.equal(residual, stream)
+    assert_near(out, wanted.double())
+
+
+def test_no_rows_of_partial_sums() -> None:
+    none = random(0, 8)
+    add_rms_norm(Partial(random(3, 0, 8)), none, random(8), EPS, none)
+
+
 def test_a_row_with_nan_stays_alone() -> None:
     x = random(3, 33)
     x[1, 7] = NAN
@@ -73,6 +93,10 @@ def test_wrong_inputs_are_named() -> None:
         rms_norm(x, weight.bfloat16(), EPS, x)
     with pytest.raises(InternalError, match="x: "):
         rms_norm(random(8, 2).t(), weight, EPS, x)
+    with pytest.raises(InternalError, match=r"x: torch.float32 \[2, 3, 8\].*\[any, 2, 8\]"):
+        add_rms_norm(Partial(random(2, 3, 8)), random(2, 8), weight, EPS, x)
+    with pytest.raises(InternalError, match=r"x: torch.bfloat16 .*torch.float32"):
+        add_rms_norm(Partial(random(2, 2, 8).bfloat16()), random(2, 8), weight, EPS, x)
     with pytest.raises(InternalError, match="residual"):
         add_rms_norm(x, random(2, 10)[:, :8], weight, EPS, x)
     with pytest.raises(InternalError, match="dim = 40000"):

@@ -18,6 +18,7 @@ from tests.model.triton.harness import (
     assert_near,
     assert_same_codes,
     codes,
+    in_parts,
     poisoned,
     random,
 )
@@ -112,6 +113,32 @@ def test_store_gqa(case: Gqa, dtype: torch.dtype, cache: torch.dtype, interleave
     assert bool(q_out[2].isnan().all())
     assert_stored(layer.k, qk[:, heads:], scales[0])
     assert_stored(layer.v, v, scales[1])
+
+
+@each_cache
+@pytest.mark.parametrize("parts", [1, 2, 3, 8])
+def test_store_gqa_of_partial_sums(parts: int, dtype: torch.dtype, cache: torch.dtype) -> None:
+    """As of the product, rounded once: to what the queries are of."""
+    given, product = in_parts(parts, 4, (5 + 2 * 2) * 16)
+    given.sums[:, 2] = NAN
+    norm = HeadNorm(random(7, 16, dtype=dtype, seed=1), EPS)
+    scales = [torch.full((2,), 0.01, device=DEVICE) if cache is FP8 else None for _ in "kv"]
+    found = []
+    for qkv in (given, product.to(dtype)):
+        layer = KvLayer(empty_cache(2, 16, cache), empty_cache(2, 16, cache), 16)
+        q = torch.full((4, 5, 16), NAN, dtype=dtype, device=DEVICE)
+        store_gqa(qkv, q, PagedKv(layer, *scales), rotation(16, True), norm)
+        found.append((q, layer))
+    (q, layer), (wanted, plain) = found
+    assert_near(q[REAL], wanted[REAL].double())
+    assert bool(q[2].isnan().all())
+    slots = [SLOTS[t] for t in REAL]
+    for a, b in ((layer.k, plain.k), (layer.v, plain.v)):
+        stored, expected = a.flatten(0, 1)[slots], b.flatten(0, 1)[slots]
+        if cache is FP8:
+            assert_same_codes(stored, expected)
+        else:
+            assert_near(stored, expected.double())
 
 
 @each_cache

@@ -11,9 +11,10 @@ from ep_server.errors import InternalError
 from ep_server.model.families.spec import GroupScore, RouterSpec, Score
 from ep_server.model.layers import MoeWeights
 from ep_server.model.router import route as oracle
+from ep_server.model.triton.partial import Partial
 from ep_server.model.triton.router import Choice, Drawn, route
 from ep_server.model.uniform import UniformRouting
-from tests.model.triton.harness import DEVICE, NAN, poisoned, random
+from tests.model.triton.harness import DEVICE, NAN, in_parts, poisoned, random
 
 V3 = RouterSpec(
     24, 4, score=Score.SIGMOID, bias=True, groups=6, top_groups=3, group_score=GroupScore.TOP2_SUM,
@@ -43,10 +44,11 @@ def expected(logits: torch.Tensor, bias: torch.Tensor | None, spec: RouterSpec) 
 
 
 def run(
-    logits: torch.Tensor, bias: torch.Tensor | None, spec: RouterSpec, tokens: int | None = None
+    logits: torch.Tensor | Partial, bias: torch.Tensor | None, spec: RouterSpec, tokens: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    ids = torch.full((len(logits), spec.top_k), 12345, device=DEVICE)
-    weights = torch.full((len(logits), spec.top_k), NAN, device=DEVICE)
+    rows = len(logits) if isinstance(logits, torch.Tensor) else logits.sums.shape[1]
+    ids = torch.full((rows, spec.top_k), 12345, device=DEVICE)
+    weights = torch.full((rows, spec.top_k), NAN, device=DEVICE)
     count = None if tokens is None else torch.tensor([tokens], dtype=torch.int32, device=DEVICE)
     route(logits, Choice(spec, ids, weights, bias, count))
     return ids, weights
@@ -62,6 +64,19 @@ def test_every_kind_of_router(name: str) -> None:
     want_ids, want_weights = expected(logits, bias, spec)
     assert torch.equal(ids, want_ids)
     assert torch.allclose(weights, want_weights, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 3, 8])
+@pytest.mark.parametrize("name", ["qwen3", "deepseek-v3", "odd-groups"])
+def test_partial_sums_of_logits(name: str, parts: int) -> None:
+    """As of the product, which is not rounded."""
+    spec = SPECS[name]
+    given, logits = in_parts(parts, 5, spec.num_experts)
+    bias = random(spec.num_experts, seed=1, scale=0.3) if spec.bias else None
+    ids, weights = run(given, bias, spec)
+    want_ids, want_weights = run(logits, bias, spec)
+    assert torch.equal(ids, want_ids)
+    assert torch.allclose(weights, want_weights, rtol=1e-6, atol=0)
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -118,6 +133,8 @@ def test_wrong_inputs_are_named() -> None:
         run(random(2, 23), random(24), V3)
     with pytest.raises(InternalError, match="bias: must be given"):
         run(random(2, 24), None, V3)
+    with pytest.raises(InternalError, match="logits: "):
+        run(Partial(random(3, 2, 9)), None, SPECS["mixtral"])
     with pytest.raises(InternalError, match="bias: must be None"):
         run(random(2, 8), random(8), SPECS["mixtral"])
     with pytest.raises(InternalError, match="ids"):
