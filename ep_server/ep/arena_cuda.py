@@ -114,15 +114,17 @@ class CudaArena:
             self._check(operation)
             # A receive writes the source map to where the handle says, as asked for or as set here.
             pending.handle.src_info, pending.handle.layout_range = outputs.src_info, outputs.layout_range
-            with torch.cuda.stream(stream):
-                received = pending.recv(
-                    View.PADDED,
-                    out=(outputs.rows, outputs.scales),
-                    counts=outputs.counts,
-                    expert_stats=call.expert_stats,
-                    wait_stats=call.wait_stats,
-                )
-            take_source_map(pending.handle)
+            try:
+                with torch.cuda.stream(stream):
+                    received = pending.recv(
+                        View.PADDED,
+                        out=(outputs.rows, outputs.scales),
+                        counts=outputs.counts,
+                        expert_stats=call.expert_stats,
+                        wait_stats=call.wait_stats,
+                    )
+            finally:  # also where the hook was called before
+                take_source_map(pending.handle)
             operation.received = without_rows(received)
 
         return operation, outputs, (EventOverlap(), hook)

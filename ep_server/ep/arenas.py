@@ -17,12 +17,14 @@ from ep_server.ep import bootstrap, cuda_memory
 from ep_server.ep.arena_native import NativeArena
 from ep_server.ep.exchange import ExchangeSpec, Payload, Reduction
 from ep_server.ep.geometry import geometry_of
+from ep_server.ep.limits import MAX_RANKS
 from ep_server.ep.operation import Arena
 from ep_server.ep.streams import Streams, capturing
 from ep_server.ep.tensors import CPU
 from ep_server.errors import ConfigError, InvalidArgument, StartupError
 
 NUM_BANKS = 4  # operations in flight: two micro-batches and the next one of each
+MAX_EXPERTS = 1 << 16  # of a Buffer's calls: far more than any model has; tables grow with them
 MAX_ARENAS = 8  # the least recently used is closed beyond it
 
 
@@ -38,7 +40,16 @@ class Sizes:
     device: torch.device = CPU
 
     def spec(self, rank: int, num_ranks: int, timeout_ns: int) -> ExchangeSpec:
-        """The exchange of these sizes; on CPUs SOURCE, which has room for both reductions."""
+        """The exchange of these sizes; on CPUs SOURCE, which has room for both reductions.
+
+        Raises: ConfigError for numbers of experts or ranks that no Buffer has.
+        """
+        for name, value, most in (
+            ("num_experts", self.num_experts, MAX_EXPERTS),
+            ("num_ranks", num_ranks, MAX_RANKS),
+        ):
+            if not isinstance(value, int) or not 1 <= value <= most:
+                raise ConfigError(name, value, f"an integer from 1 to {most}")
         share, more = divmod(self.num_experts, num_ranks)
         placement = [rank for rank in range(num_ranks) for _ in range(share + (rank < more))]
         return ExchangeSpec(
@@ -93,6 +104,7 @@ class Arenas:
         self._arenas: dict[Sizes, Arena] = {}  # least recently used first
         self._streams: dict[torch.device, Streams] = {}
         self._masked: frozenset[int] = frozenset()
+        self._closed = False
 
     def get(self, sizes: Sizes) -> Arena:
         """The arena of these sizes; collective where it does not exist yet.
@@ -100,6 +112,7 @@ class Arenas:
         Raises: InvalidArgument for sizes that no exchange has, while ranks are masked, or for the first call
           of its sizes inside a graph; StartupError.
         """
+        self._check_open()
         arena = self._arenas.pop(sizes, None)
         if arena is None:
             arena = self._create(sizes)
@@ -111,6 +124,7 @@ class Arenas:
 
     def masked(self) -> frozenset[int]:
         """Ranks that any arena has masked, by a deadline or on request; now masked in all of them."""
+        self._check_open()
         masked = self._masked.union(*(arena.masked() for arena in self))
         for rank in masked - self._masked:
             self.mask(rank)
@@ -118,6 +132,7 @@ class Arenas:
 
     def mask(self, rank: int) -> None:
         """Stops talking to a rank, in every arena. Local."""
+        self._check_open()
         for arena in self:
             if rank not in arena.known_masked:
                 arena.mask([rank])
@@ -125,6 +140,7 @@ class Arenas:
 
     def reset(self, dead: frozenset[int]) -> None:
         """Starts a new generation of every arena with only `dead` masked. Collective among the others."""
+        self._check_open()
         # A rank that was masked has not made the calls of the others: it knows another order of use.
         self._arenas = {sizes: self._arenas[sizes] for sizes in sorted(self._arenas, key=Sizes.key)}
         for arena in self:
@@ -144,13 +160,18 @@ class Arenas:
         return self._streams[device]
 
     def close(self) -> None:
-        """Frees all memory; idempotent."""
+        """Frees all memory; idempotent. No call after it makes new memory."""
+        self._closed = True
         for arena in self:
             arena.close()
         self._arenas.clear()
 
     def __iter__(self) -> Iterator[Arena]:
         return iter(self._arenas.values())
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise InvalidArgument("buffer", "destroyed", "one that is not")
 
     def _known_masked(self) -> frozenset[int]:
         return self._masked.union(*(arena.known_masked for arena in self))
@@ -163,11 +184,14 @@ class Arenas:
         if masked := self.masked():
             allowed = f"sizes used before ranks {sorted(masked)} were masked: new memory needs every rank"
             raise InvalidArgument("sizes", sizes, allowed)
-        spec = sizes.spec(self._rank, self._num_ranks, self._options.timeout_ns)
         try:
-            needed = region_bytes(spec)
+            return self._make(sizes)
         except ConfigError as error:
             raise InvalidArgument(error.field, error.value, error.allowed) from error
+
+    def _make(self, sizes: Sizes) -> Arena:
+        spec = sizes.spec(self._rank, self._num_ranks, self._options.timeout_ns)
+        needed = region_bytes(spec)
         if 0 < self._options.limit < needed:
             raise InvalidArgument("num_rdma_bytes", self._options.limit, f"at least {needed} for {sizes}")
         while len(self._arenas) >= MAX_ARENAS:

@@ -21,12 +21,13 @@ from ep_server.ep.events import EventHandle, EventOverlap
 from ep_server.ep.exchange import Payload
 from ep_server.ep.limits import MAX_TOP_K
 from ep_server.ep.operation import CombineCall, DispatchCall, Ending, Hook, Operation, payload_of
-from ep_server.ep.tensors import check_tensor_on
+from ep_server.ep.tensors import check_is_tensor, check_tensor_on
 from ep_server.errors import InvalidArgument, StartupError
 
 topk_idx_t = torch.int64
 
 Handle = tuple[torch.Tensor, torch.Tensor, int, int, int]
+MAX_SECONDS = 1e9
 
 
 class Buffer:
@@ -70,10 +71,11 @@ class Buffer:
     ) -> None:
         if group is None or comm is not None:
             raise InvalidArgument("group, comm", (group, comm), "a torch.distributed process group and None")
-        if timeout_seconds <= 0:
-            raise InvalidArgument("timeout_seconds", timeout_seconds, "above 0")
-        if low_latency_num_sms < 0:
-            raise InvalidArgument("low_latency_num_sms", low_latency_num_sms, "at least 0")
+        if not isinstance(timeout_seconds, int | float) or not 1e-9 <= timeout_seconds <= MAX_SECONDS:
+            raise InvalidArgument("timeout_seconds", timeout_seconds, f"from 1e-9 to {MAX_SECONDS:g}")
+        for name, value in (("low_latency_num_sms", low_latency_num_sms), ("num_rdma_bytes", num_rdma_bytes)):
+            if not isinstance(value, int) or value < 0:
+                raise InvalidArgument(name, value, "an integer, at least 0")
         self.group, self.rank, self.group_size = group, group.rank(), group.size()
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
@@ -173,6 +175,10 @@ class Buffer:
         Raises: InvalidArgument, HookNotCalled, PeerTimeout, GroupAborted.
         """
         ending = self._ending(async_finish, return_recv_hook)
+        check_is_tensor("x", x)
+        check_is_tensor("topk_idx", topk_idx)
+        if topk_weights is not None:
+            check_is_tensor("topk_weights", topk_weights)
         if x.dim() != 2 or topk_idx.dim() != 2:
             shapes = (tuple(x.shape), tuple(topk_idx.shape))
             raise InvalidArgument("x, topk_idx", shapes, "[T, H] and [T, K]")
@@ -228,6 +234,11 @@ class Buffer:
         arena, dispatched = operation.arena, (operation.tokens, operation.top_k)
         if operation.received is None:
             raise InvalidArgument("handle", "not received", "of a dispatch whose hook has been called")
+        check_is_tensor("topk_idx", topk_idx)
+        if topk_weights is not None:
+            check_is_tensor("topk_weights", topk_weights)
+        if not zero_copy:
+            check_is_tensor("x", x)
         if tuple(topk_idx.shape) != dispatched:
             raise InvalidArgument("topk_idx", tuple(topk_idx.shape), f"{dispatched}, as dispatched")
         shape = (operation.tokens, arena.spec.hidden)
@@ -305,14 +316,15 @@ class Buffer:
             raise InvalidArgument("rank_to_mask", rank, f"0 to {self.group_size - 1}, not this rank itself")
 
     def _operation(self, handle: Handle) -> Operation:
-        operation = self._operations.get(handle[0])
+        src_info = handle[0] if isinstance(handle, tuple | list) and handle else None
+        operation = self._operations.get(src_info) if isinstance(src_info, torch.Tensor) else None
         if operation is None:
             raise InvalidArgument("handle", "unknown src_info", "as low_latency_dispatch returned it")
         return operation
 
     def _own_row(self, name: str, stats: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
         """The part of a wait statistic that this rank adds to: a [R] tensor, or its row of [R, R]."""
-        if stats is not None and stats.dim() == 2:
+        if isinstance(stats, torch.Tensor) and stats.dim() == 2:
             check_tensor_on(device, name, stats, torch.int64, R=self.group_size, sources=self.group_size)
             return stats[self.rank]
         if stats is not None:

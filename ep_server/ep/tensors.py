@@ -23,10 +23,17 @@ def check_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype, /, **dims:
     check_tensor_on(CPU, name, tensor, dtype, **dims)
 
 
+def check_is_tensor(name: str, value: object) -> None:
+    """Raises InvalidArgument for anything else."""
+    if not isinstance(value, torch.Tensor):
+        raise InvalidArgument(name, type(value).__name__, "a tensor")
+
+
 def check_tensor_on(
     device: torch.device, name: str, tensor: torch.Tensor, dtype: torch.dtype, /, **dims: int
 ) -> None:
     """The same of a tensor on any device."""
+    check_is_tensor(name, tensor)
     good = tensor.dtype is dtype and tensor.shape == (*dims.values(),) and tensor.device == device
     if good and tensor.is_contiguous():
         return

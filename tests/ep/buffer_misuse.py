@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ import torch.distributed as dist
 from ep_server.ep.arenas import NUM_BANKS
 from ep_server.ep.exchange import Payload
 from ep_server.errors import HookNotCalled, InvalidArgument
-from tests.ep.buffer_user import HIDDEN, MAX_TOKENS, NUM_EXPERTS, User
+from tests.ep.buffer_user import HIDDEN, MAX_TOKENS, NUM_EXPERTS, TOP_K, User
 
 
 def forgotten_hooks(user: User) -> None:
@@ -109,6 +110,33 @@ def misuse(user: User) -> None:
                 mine.x, mine.ids, *sizes, dispatch_wait_recv_cost_stats=torch.zeros(99).long()
             ),
         ),
+        ("x = 'list'", lambda: buffer.low_latency_dispatch([1.0], mine.ids, *sizes)),
+        ("topk_idx = 'NoneType'", lambda: buffer.low_latency_dispatch(mine.x, None, *sizes)),
+        (
+            "topk_weights = 'list'",
+            lambda: buffer.low_latency_dispatch(mine.x, mine.ids, *sizes, topk_weights=[1.0]),
+        ),
+        (
+            "dispatch_wait_recv_cost_stats = 'list'",
+            lambda: buffer.low_latency_dispatch(
+                mine.x, mine.ids, *sizes, dispatch_wait_recv_cost_stats=[0] * user.num_ranks
+            ),
+        ),
+        *(
+            ("num_experts", partial(buffer.low_latency_dispatch, mine.x, mine.ids, MAX_TOKENS, count))
+            for count in (0, -1, 7.5, None, 1 << 34)
+        ),
+        *(
+            ("max_tokens", partial(buffer.low_latency_dispatch, mine.x, mine.ids, most, NUM_EXPERTS))
+            for most in (0, -1, 7.5, None, 1 << 40)
+        ),
+        ("top_k", lambda: buffer.low_latency_dispatch(mine.x, mine.ids.repeat(1, 17), *sizes)),
+        (
+            f"T = {MAX_TOKENS + 1}",
+            lambda: buffer.low_latency_dispatch(
+                mine.x.new_zeros(MAX_TOKENS + 1, HIDDEN), mine.ids.new_zeros(MAX_TOKENS + 1, TOP_K), *sizes
+            ),
+        ),
         ("enable_shrink", lambda: buffer.low_latency_query_mask_buffer(torch.zeros(user.num_ranks).int())),
         ("enable_shrink", lambda: buffer.low_latency_update_mask_buffer(0, True)),
         ("enable_shrink", buffer.low_latency_clean_mask_buffer),
@@ -129,6 +157,15 @@ def misuse(user: User) -> None:
     x = user.here(torch.zeros(len(handle[0]), user.num_ranks * MAX_TOKENS, HIDDEN, dtype=torch.bfloat16))
     wrong = [
         ("handle", lambda: buffer.low_latency_combine(x, mine.ids, mine.weights, (x, *handle[1:]))),
+        *(
+            ("handle", partial(buffer.low_latency_combine, x, mine.ids, mine.weights, bad))
+            for bad in (None, (), (1, 2, 3, 4, 5), handle[0])
+        ),
+        ("handle", lambda: buffer.get_next_low_latency_combine_buffer(None)),
+        ("x = 'NoneType'", lambda: buffer.low_latency_combine(None, mine.ids, mine.weights, handle)),
+        ("topk_idx = 'NoneType'", lambda: buffer.low_latency_combine(x, None, mine.weights, handle)),
+        ("topk_weights = 'list'", lambda: buffer.low_latency_combine(x, mine.ids, [1.0], handle)),
+        ("out = 'list'", lambda: buffer.low_latency_combine(x, mine.ids, mine.weights, handle, out=[])),
         ("topk_idx", lambda: buffer.low_latency_combine(x, mine.ids[:0], mine.weights, handle)),
         ("topk_weights", lambda: buffer.low_latency_combine(x, mine.ids, None, handle)),
         ("topk_weights", lambda: buffer.low_latency_combine(x, mine.ids, mine.weights.double(), handle)),

@@ -130,12 +130,19 @@ def wait_statistics(user: User) -> None:
 
 
 def handles_do_not_leak(user: User) -> None:
-    """What the buffer remembers of a dispatch goes with its handle."""
+    """What the buffer remembers of a dispatch goes with its handle, also if its hook was called twice."""
     mine, _, _ = user.known("uniform", 0, Payload.BF16)
-    for _ in range(3):
-        call = user.buffer.low_latency_dispatch(mine.x, mine.ids, MAX_TOKENS, NUM_EXPERTS, use_fp8=False)
+    for hooked in (False, False, True):
+        call = user.buffer.low_latency_dispatch(
+            mine.x, mine.ids, MAX_TOKENS, NUM_EXPERTS, use_fp8=False, return_recv_hook=hooked
+        )
+    hook = call[4]
+    hook()
+    with pytest.raises(InvalidArgument, match="received once"):
+        hook()
     remembered = user.buffer._operations
-    del call
+    assert len(remembered) == 1
+    del call, hook
     gc.collect()
     assert len(remembered) == 0
 
@@ -155,6 +162,32 @@ PROGRAMS: dict[str, Callable[[User], None]] = {
     )
 }
 CPU_PROGRAMS = PROGRAMS | {"wait_statistics": wait_statistics}
+LAST = "destroyed"
+
+
+def destroyed(user: User) -> None:
+    """What is called after destroy() is refused and makes no new memory. Ends the user's buffer."""
+    buffer, (mine, _, _) = user.buffer, user.known("uniform", 0, Payload.BF16)
+    sizes = (MAX_TOKENS, NUM_EXPERTS)
+    _, _, handle, _, hook = buffer.low_latency_dispatch(
+        mine.x, mine.ids, *sizes, use_fp8=False, return_recv_hook=True
+    )
+    hook()
+    _, _, _, _, pending = buffer.low_latency_dispatch(
+        mine.x, mine.ids, *sizes, use_fp8=False, return_recv_hook=True
+    )
+    x = buffer.get_next_low_latency_combine_buffer(handle).zero_()
+    dist.barrier(user.group)
+    buffer.destroy()
+    buffer.destroy()
+    for name, call in (
+        ("exchange", pending),
+        ("exchange", lambda: buffer.low_latency_combine(x, mine.ids, mine.weights, handle)),
+        ("buffer", lambda: buffer.low_latency_dispatch(mine.x, mine.ids, *sizes, use_fp8=False)),
+        ("buffer", lambda: buffer.clean_low_latency_buffer(MAX_TOKENS, HIDDEN, NUM_EXPERTS)),
+    ):
+        with pytest.raises(InvalidArgument, match=f"{name} = '(closed|destroyed)'"):
+            call()
 
 
 def run_programs(group: dist.ProcessGroup, device: str) -> dict[str, str]:
@@ -162,6 +195,8 @@ def run_programs(group: dist.ProcessGroup, device: str) -> dict[str, str]:
     user = User(group, device=device)
     programs = PROGRAMS if device == "cuda" else CPU_PROGRAMS
     results = {name: failure_of(lambda p=program: p(user)) for name, program in programs.items()}
+    dist.barrier(group)
+    results[LAST] = failure_of(lambda: destroyed(user))
     dist.barrier(group)
     user.buffer.destroy()
     return results

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import torch
 from ep_server.compat import deep_ep
 from ep_server.ep.arenas import Sizes
 from ep_server.ep.exchange import Payload
-from ep_server.errors import InvalidArgument
+from ep_server.errors import ConfigError, InvalidArgument
 from tests.ep import buffer_masks, buffer_programs
 from tests.ep.buffer_masks import LOSSES, Lost
 from tests.harness.process_group import run_group
@@ -31,7 +32,7 @@ def results(num_ranks: int) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
-@pytest.mark.parametrize("program", buffer_programs.CPU_PROGRAMS)
+@pytest.mark.parametrize("program", [*buffer_programs.CPU_PROGRAMS, buffer_programs.LAST])
 def test_program(num_ranks: int, program: str) -> None:
     failures = results(num_ranks)[program]
     assert not failures, "\n".join(failures)
@@ -104,14 +105,39 @@ def test_size_hint_covers_every_call_of_those_sizes() -> None:
     assert hint < deep_ep.Buffer.get_low_latency_rdma_size_hint(129, 7168, 4, 64)
 
 
+@pytest.mark.parametrize(
+    ("field", "given"),
+    [
+        ("max_tokens", (0, 7168, 4, 64)),
+        ("max_tokens", ("8", 7168, 4, 64)),
+        ("hidden", (128, 0, 4, 64)),
+        ("num_ranks", (128, 7168, 0, 64)),
+        ("num_ranks", (128, 7168, 65, 64)),
+        ("num_experts", (128, 7168, 4, 0)),
+        ("num_experts", (128, 7168, 4, 1 << 34)),
+    ],
+)
+def test_sizes_that_have_no_hint(field: str, given: tuple[int, int, int, int]) -> None:
+    with pytest.raises(ConfigError) as caught:
+        deep_ep.Buffer.get_low_latency_rdma_size_hint(*given)
+    assert caught.value.field == field
+
+
 def test_a_buffer_without_a_group_or_mode_is_refused() -> None:
     for given in ((None, None), (object(), object())):
         with pytest.raises(InvalidArgument, match="group, comm"):
             deep_ep.Buffer(given[0], comm=given[1])
 
 
-@pytest.mark.parametrize(("name", "value"), [("timeout_seconds", 0), ("low_latency_num_sms", -1)])
-def test_a_bad_option_is_refused_by_name(name: str, value: int) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        *(("timeout_seconds", seconds) for seconds in (0, -1.0, 1e-12, math.nan, math.inf, "1")),
+        *(("low_latency_num_sms", count) for count in (-1, 1.5)),
+        *(("num_rdma_bytes", count) for count in (-1, "1")),
+    ],
+)
+def test_a_bad_option_is_refused_by_name(name: str, value: object) -> None:
     with pytest.raises(InvalidArgument, match=name):
         deep_ep.Buffer(object(), **{name: value})
 

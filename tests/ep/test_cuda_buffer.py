@@ -35,7 +35,7 @@ def results(num_ranks: int) -> dict[str, list[str]]:
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
-@pytest.mark.parametrize("program", buffer_programs.PROGRAMS)
+@pytest.mark.parametrize("program", [*buffer_programs.PROGRAMS, buffer_programs.LAST])
 def test_program_of_any_device(num_ranks: int, program: str) -> None:
     failures = results(num_ranks)[program]
     assert not failures, "\n".join(failures)
