@@ -87,9 +87,10 @@ def test_rows_do_not_change_the_bits_of_others() -> None:
         assert torch.equal(again(case.x).sums, alone[4])
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("lets_next_start", [False, True])
 @pytest.mark.parametrize("rows", [7, 64, 130])
-def test_a_chain_of_kernels_in_a_graph(rows: int, lets_next_start: bool) -> None:
+def test_a_chain_of_kernels_in_a_graph(rows: int, lets_next_start: bool, ahead: bool) -> None:
     """Each reads what the one before it wrote: product, norm, product, norm, with new rows at each replay."""
     case = Case.of((1024, 1024), rows, pitch=0)
     product = StreamedProduct(case.weight, manner=Manner(lets_next_start=lets_next_start))
@@ -97,10 +98,10 @@ def test_a_chain_of_kernels_in_a_graph(rows: int, lets_next_start: bool) -> None
     residual, out = torch.zeros_like(x), torch.empty_like(x)
 
     def work() -> None:
-        residual.zero_()
-        out.copy_(x)
+        torch.mul(x, 0, out=residual)
+        torch.mul(x, 1, out=out)
         for _ in range(6):
-            add_rms_norm(product(out), residual, ones, 1e-6, out)
+            add_rms_norm(product(out), residual, ones, 1e-6, out, next_reads_ahead=ahead)
 
     work()
     graph = torch.cuda.CUDAGraph()

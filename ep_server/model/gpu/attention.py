@@ -43,11 +43,12 @@ class GqaProducts:
     @staticmethod
     def of(w: GqaWeights, limits: Limits) -> GqaProducts:
         """Norms over all heads read q and k before they are stored: as tensors."""
-        found = []
-        for linear, most in ((w.qkv, limits.qkv if w.q_norm is None else 0), (w.out, limits.out)):
-            assert isinstance(linear, TorchLinear)
-            found.append(streamed_product(linear.weight, most, linear.bias))
-        return GqaProducts(*found)
+        assert isinstance(w.qkv, TorchLinear) and isinstance(w.out, TorchLinear)
+        most = limits.qkv if w.q_norm is None else 0
+        return GqaProducts(
+            streamed_product(w.qkv.weight, most, w.qkv.bias, ahead=limits.ahead),
+            streamed_product(w.out.weight, limits.out, w.out.bias),
+        )
 
 
 def gqa(

@@ -3,8 +3,8 @@
 Every kernel that is launched so begins with after_previous(): it waits until all that was enqueued before it
 has ended and its writes are seen. So the order of work is that of the stream, and only a part of the
 microsecond between two kernels is saved. No kernel lets its successor be set up earlier than that, blocks
-that wait took more from those that work than they saved, but for the experts' kernel for Hopper, which reads
-its first weights meanwhile. Needs compute capability 9.0.
+that wait took more from those that work than they saved, but for the kernels for Hopper of csrc, which read
+weights meanwhile. Needs compute capability 9.0.
 """
 
 from __future__ import annotations

@@ -115,8 +115,11 @@ class Answers:
 @triton.jit
 def _answers_kernel(
     rows, ids, gates, places, shared, residual, weight, out, eps,
-    DIM: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    DIM: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr, NEXT: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    if NEXT:
+        let_next_start(EARLY)
     after_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
     choice, channel = tl.arange(0, K_BLOCK), tl.arange(0, BLOCK)
@@ -139,12 +142,19 @@ def _answers_kernel(
 
 
 def add_answers_norm(
-    answers: Answers, residual: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor
+    answers: Answers,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    out: torch.Tensor,
+    *,
+    next_reads_ahead: bool = False,
 ) -> None:
     """Sums what answers each token's choices, adds that to the residual stream and norms the sum.
 
     Args:
         residual: [T, H]; becomes the sum. weight: [H]. out: [T, H]. All of one dtype.
+        next_reads_ahead: as of norm.add_rms_norm().
     Raises: InternalError for another shape, dtype or layout.
     """
     tokens, dim = residual.shape
@@ -163,6 +173,6 @@ def add_answers_norm(
         _answers_kernel[(tokens,)](
             answers.rows, answers.ids, answers.gates, answers.places, answers.shared,
             residual, weight, out, eps,
-            DIM=dim, K=choices, K_BLOCK=block(choices), BLOCK=size, **early(residual),
-            num_warps=warps_for(size),
+            DIM=dim, K=choices, K_BLOCK=block(choices), BLOCK=size, NEXT=next_reads_ahead,
+            **early(residual), num_warps=warps_for(size),
         )  # fmt: skip

@@ -18,6 +18,7 @@ from ep_server.errors import GroupAborted, InternalError
 from ep_server.model.assembly import LoadParams, load_model
 from ep_server.model.decoder import DecoderParams
 from ep_server.model.families import read_spec
+from ep_server.model.gpu import attention, decoder
 from ep_server.model.gpu import runner as gpu
 from ep_server.model.gpu.decode_kernels import DecodeKernels
 from ep_server.model.gpu.graphs import Form
@@ -27,6 +28,7 @@ from ep_server.model.gpu.step_input import InputShape
 from ep_server.model.gpu.waiting import STEP_SECONDS
 from ep_server.model.kv_cache import KvCache
 from ep_server.model.torch_compute import TorchCompute
+from ep_server.model.triton.partial import Partial
 from ep_server.records import StepBatch
 from ep_server.scheduler import RankScheduler, SchedulerLimits
 from tests.harness.checkpoints import CASES, Tiny
@@ -89,6 +91,44 @@ def test_rows_that_stay_where_they_are(tiny: Callable[[str], Tiny], name: str) -
         runner.add(greedy(number, prompt, count))
     drawn = generate(runner, model.prompts, count, micro_batches=2, chunk=5, budget=13)
     assert drawn == [tokens[:count] for tokens in model.tokens]
+
+
+class InParts:
+    """Stands for the products' kernel for Hopper: the sums over three runs of channels."""
+
+    def __init__(self, weight: torch.Tensor) -> None:
+        self._weight, self.rows = weight, 0
+
+    def takes(self, x: torch.Tensor) -> bool:
+        return True
+
+    def reads_ahead(self, rows: int) -> bool:
+        return False
+
+    def __call__(self, x: torch.Tensor) -> Partial:
+        self.rows += len(x)
+        runs = zip(x.tensor_split(3, 1), self._weight.tensor_split(3, 1), strict=True)
+        return Partial(torch.stack([a @ b.T for a, b in runs]).float())
+
+
+@pytest.mark.slow
+def test_products_that_come_in_parts(tiny: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of both projections and the router, added up by the kernels that read them."""
+    made: list[InParts] = []
+
+    def streamed(weight: torch.Tensor, most_rows: int, *_: object, **__: object) -> InParts:
+        made.append(InParts(weight))
+        return made[-1]
+
+    monkeypatch.setattr(attention, "streamed_product", streamed)
+    monkeypatch.setattr(decoder, "streamed_product", streamed)
+    model = tiny("qwen3_moe")
+    runner, count = gpu_runner(model.path), 2
+    for number, prompt in enumerate(model.prompts):
+        runner.add(greedy(number, prompt, count))
+    drawn = generate(runner, model.prompts, count)
+    assert drawn == [tokens[:count] for tokens in model.tokens]
+    assert len(made) % 3 == 0 and len({each.rows for each in made}) == 1
 
 
 def scheduled(

@@ -106,6 +106,14 @@ def test_rows_that_are_for_the_library(told: list[dict[str, Any]]) -> None:
     assert not streamed.takes(rows_of(4, 264)[:, 1:257])
 
 
+@pytest.mark.parametrize(("most", "ahead", "up_to"), [(64, 0, 0), (64, 16, 16), (64, 256, 64)])
+def test_weights_come_ahead_of_rows_that_are_taken(
+    most: int, ahead: int, up_to: int, told: list[dict[str, Any]]
+) -> None:
+    streamed = StreamedProduct(weight_of(), most, Manner(Cut(64, 1), ahead=ahead))
+    assert [rows for rows in range(300) if streamed.reads_ahead(rows)] == list(range(1, up_to + 1))
+
+
 def test_the_library_takes_what_no_kernel_takes(told: list[dict[str, Any]]) -> None:
     streamed, found = StreamedProduct(weight_of(), 64, Manner(Cut(64, 1))), torch.ones(1)
     assert isinstance(product(rows_of(64), streamed, lambda x: found), Partial)
@@ -138,7 +146,7 @@ def test_only_what_a_kernel_can_read_is_streamed(monkeypatch: pytest.MonkeyPatch
     """No bias, no weight whose limit is 0, no q and k that are normed over all heads."""
     asked: list[int] = []
     monkeypatch.setattr(streamed_products, "streamable", lambda weight: True)
-    monkeypatch.setattr(streamed_products, "StreamedProduct", lambda weight, most: asked.append(most))
+    monkeypatch.setattr(streamed_products, "StreamedProduct", lambda weight, most, _: asked.append(most))
     linear, limits = TorchLinear(weight_of(), None), Limits(qkv=64, out=32)
     GqaProducts.of(GqaWeights(linear, linear), limits)
     assert asked == [64, 32]

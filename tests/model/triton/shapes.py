@@ -94,7 +94,9 @@ def partial_sums() -> None:
     choice = Choice(RouterSpec(128, 8, renormalise=True), ids, gates, None, meta(1, dtype=I32))
     for parts in (3, 8, 16):
         store_gqa(Partial(meta(parts, TOKENS, 40 * 128, dtype=F32)), q, gqa_cache(BF16), turn, norm)
-        add_rms_norm(Partial(meta(parts, TOKENS, 2048, dtype=F32)), x, meta(2048), 1e-6, x)
+        add_rms_norm(
+            Partial(meta(parts, TOKENS, 2048, dtype=F32)), x, meta(2048), 1e-6, x, next_reads_ahead=True
+        )
         route(Partial(meta(parts, TOKENS, 128, dtype=F32)), choice)
 
 
@@ -227,7 +229,9 @@ def local_rows() -> None:
     for hidden in (2048, 7168):
         x, rows, gates = meta(TOKENS, hidden), meta(TOKENS * 8, hidden), meta(TOKENS, 8, dtype=F32)
         for shared in (None, x):
-            add_answers_norm(Answers(rows, ids, gates, places.rows, shared), x, meta(hidden), 1e-6, x)
+            answers = Answers(rows, ids, gates, places.rows, shared)
+            for ahead in (False, True):
+                add_answers_norm(answers, x, meta(hidden), 1e-6, x, next_reads_ahead=ahead)
 
 
 PARTS = (
