@@ -2,6 +2,9 @@
 
 #include <dlfcn.h>
 #include <rdma/fi_errno.h>
+#include <signal.h>
+
+#include <array>
 
 static_assert(FI_MAJOR_VERSION == 1, "built with headers of libfabric 1.x: their records are ABI 1.3");
 
@@ -17,12 +20,40 @@ Fn find(void* handle, const std::string& path, const char* name, const char* ver
   return reinterpret_cast<Fn>(found);
 }
 
+// How signals are handled is the process's to say: what Debian's libfabric brings with it (PSM) puts in
+// handlers of its own when it is loaded, for SIGINT and SIGTERM too, which end the process and leave a file
+// behind.
+class Handlers {
+ public:
+  Handlers() {
+    for (int number = 1; number < kSignals; ++number) sigaction(number, nullptr, &before_[number]);
+  }
+  ~Handlers() {
+    for (int number = 1; number < kSignals; ++number) {
+      struct sigaction now{};
+      if (sigaction(number, nullptr, &now) == 0 && now.sa_sigaction != before_[number].sa_sigaction)
+        sigaction(number, &before_[number], nullptr);
+    }
+  }
+  Handlers(const Handlers&) = delete;
+  Handlers& operator=(const Handlers&) = delete;
+
+ private:
+  static constexpr int kSignals = 32;  // those that are not for real-time use
+  std::array<struct sigaction, kSignals> before_{};
+};
+
+void* load(const std::string& path) {
+  const Handlers kept;
+  return dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
+}
+
 }  // namespace
 
 Library::Library(const Options& options)
     : path_(options.library.empty() ? "libfabric.so.1" : options.library) {
   export_parameters(options);
-  handle_ = dlopen(path_.c_str(), RTLD_NOW | RTLD_LOCAL);
+  handle_ = load(path_);
   if (handle_ == nullptr) {
     const char* why = dlerror();
     throw FabricError(std::string("libfabric cannot be loaded: ") + (why != nullptr ? why : path_.c_str()));

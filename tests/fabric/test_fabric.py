@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import logging
+import os
+import signal
 import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -66,6 +69,31 @@ def test_a_build_without_headers_says_so(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(_C, "FABRIC", False)
     with pytest.raises(StartupError, match="libfabric-dev"):
         FabricExchange(SPEC, FabricOptions())
+
+
+INTERRUPTED = """
+import signal, sys
+from ep_server import _C
+from ep_server.ep.fabric_settings import FabricOptions
+_C.fabric_providers(FabricOptions(sys.argv[1]).native())
+try:
+    signal.raise_signal(signal.SIGINT)
+except KeyboardInterrupt:
+    print("interrupted", flush=True)
+signal.raise_signal(signal.SIGTERM)
+"""
+
+
+@pytest.mark.parametrize("library", ["system", "wheel"])
+def test_signals_do_what_they_did_before_it_was_loaded(library: str, tmp_path: Path) -> None:
+    needs(library)
+    line = [sys.executable, "-c", INTERRUPTED, LIBRARIES[library]]
+    path = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
+    ended = subprocess.run(
+        line, cwd=tmp_path, env=path, capture_output=True, text=True, check=False, timeout=60
+    )
+    assert (ended.returncode, ended.stdout) == (-signal.SIGTERM, "interrupted\n"), ended.stderr
+    assert list(tmp_path.iterdir()) == []  # no backtrace
 
 
 def test_nothing_links_libfabric() -> None:
