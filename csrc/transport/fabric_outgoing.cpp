@@ -37,6 +37,7 @@ Outgoing::Outgoing(Group& group, Endpoint& endpoint, const FabricMemory& memory)
       outbox_(memory.outbound().begin),
       letters_(memory.letters()),
       inbox_{group.geometry.num_ranks, group.geometry.num_banks},
+      consumed_(group.geometry.num_banks),
       leases_(kNumOps * kMaxBanks * kMaxRanks),
       chunks_(kBankedOps * kMaxBanks * kMaxRanks) {
   for (uint32_t i = 0; i < kLetters; ++i) free_letters_.push_back(kLetters - 1 - i);
@@ -57,41 +58,18 @@ void Outgoing::enqueue(const Command& command, uint64_t now) {
     return;
   }
   if (command.op() != Op::kReset) peers_[command.peer].last_op = command.op();
-  if (command.notice == Notice::kConsumed) return consumed(command, now);
+  if (command.notice == Notice::kConsumed &&
+      consumed_.keep(command, last_epoch(command.op(), command.peer), now)) {
+    count(command).fetch_sub(1, std::memory_order_release);
+    return;
+  }
   peers_[command.peer].queue.push_back({command, kind_of(command.notice)});
 }
 
-// Waits for a letter to travel with, while the peer may send twice more without knowing it.
-void Outgoing::consumed(const Command& command, uint64_t now) {
-  Consumed& it = consumed_[uint32_t(command.op())][command.peer];
-  const uint32_t soon = last_epoch(command.op(), command.peer) + 2;
-  if (int32_t(soon - it.told - group_.geometry.num_banks) > 0) {
-    it.told = command.epoch;
-    it.since = 0;
-    peers_[command.peer].queue.push_back({command, Kind::kConsumed});
-    return;
-  }
-  count(command).fetch_sub(1, std::memory_order_release);
-  it.command = command;
-  if (it.since == 0) it.since = now;
-  if (oldest_consumed_ == 0) oldest_consumed_ = now;
-}
-
 void Outgoing::send_consumed(uint64_t before) {
-  if (oldest_consumed_ == 0 || oldest_consumed_ > before) return;
-  oldest_consumed_ = 0;
-  for (auto& of_op : consumed_) {
-    for (Consumed& it : of_op) {
-      if (it.since == 0 || peers_[it.command.peer].forgotten) continue;
-      if (it.since > before) {
-        oldest_consumed_ = oldest_consumed_ == 0 ? it.since : std::min(oldest_consumed_, it.since);
-        continue;
-      }
-      it.told = it.command.epoch;
-      it.since = 0;
-      lease(it.command);
-      peers_[it.command.peer].queue.push_back({it.command, Kind::kConsumed});
-    }
+  for (const Command& command : consumed_.overdue(before)) {
+    lease(command);
+    peers_[command.peer].queue.push_back({command, Kind::kConsumed});
   }
 }
 
@@ -236,9 +214,7 @@ Outgoing::Result Outgoing::post_routing(Queued& queued) {
                                .device = false});
   if (result != Result::kDone) return result;
   told(c);
-  for (uint32_t op = 0; op < kBankedOps; ++op)
-    if (letter.consumed[op] != 0) consumed_[op][c.peer].told = letter.consumed[op];
-  for (auto& of_op : consumed_) of_op[c.peer].since = 0;
+  consumed_.told(c.peer);
   return result;
 }
 
@@ -250,10 +226,7 @@ Letter Outgoing::letter_of(const Queued& queued) {
   };
   if (queued.kind == Kind::kLetter) {
     letter.chunks = chunks(c).count;
-    for (uint32_t op = 0; op < kBankedOps; ++op) {
-      const Consumed& it = consumed_[op][c.peer];
-      if (it.since != 0) letter.consumed[op] = it.command.epoch;
-    }
+    for (uint32_t op = 0; op < kBankedOps; ++op) letter.consumed[op] = consumed_.kept(op, c.peer);
     take(Head::header(c.op(), c.bank(), c.peer) + sizeof(uint64_t), sizeof(uint64_t));
   }
   if (queued.kind == Kind::kVote) take(Head::vote(c.bank(), c.peer) + kLine, std::min(c.first, kVoteBytes));
@@ -326,7 +299,7 @@ void Outgoing::forget(uint32_t peer) {
   for (const Queued& queued : peers_[peer].queue)
     count(queued.command).fetch_sub(1, std::memory_order_release);
   peers_[peer].queue.clear();
-  for (auto& of_op : consumed_) of_op[peer].since = 0;
+  consumed_.forget(peer);
   peers_[peer].stuck_since = 0;
 }
 

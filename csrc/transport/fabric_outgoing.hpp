@@ -11,6 +11,7 @@
 #include "ep/cells.hpp"
 #include "ep/group.hpp"
 #include "ep/params.hpp"
+#include "transport/fabric_consumed.hpp"
 #include "transport/fabric_endpoint.hpp"
 #include "transport/fabric_memory.hpp"
 #include "transport/fabric_wire.hpp"
@@ -72,12 +73,6 @@ class Outgoing {
   struct Chunks {
     uint32_t generation = 0, count = 0;
   };
-  // Up to where this rank has read an operation of a peer, and what the peer knows of that.
-  struct Consumed {
-    Command command{};
-    uint32_t told = 0;
-    uint64_t since = 0;  // not told; 0 = it is
-  };
   enum class Result { kDone, kAgain, kFailed };
 
   std::atomic<uint32_t>& count(const Command& c) { return leases_[index(c.op(), c.bank(), c.peer)]; }
@@ -93,7 +88,6 @@ class Outgoing {
   // Whether the rows in front and the header behind them end a combine of which one immediate says all.
   bool ends(const Peer& peer);
   Letter letter_of(const Queued& queued);
-  void consumed(const Command& command, uint64_t now);
   void done(Peer& peer);
   void told(const Command& c);
   Result write(const Queued& queued, uint32_t letter, const Write& write);
@@ -104,12 +98,11 @@ class Outgoing {
   const FabricMemory& memory_;
   std::byte *const outbox_, *const letters_;
   const Inbox inbox_;
+  ConsumedEpochs consumed_;
   std::array<Peer, kMaxRanks> peers_;
   std::vector<std::atomic<uint32_t>> leases_;  // [op][bank][peer] commands and writes not yet done
   std::vector<Chunks> chunks_;                 // [op][bank][peer]
   std::array<std::array<uint32_t, kMaxRanks>, kBankedOps> last_epochs_{};
-  std::array<std::array<Consumed, kMaxRanks>, kBankedOps> consumed_{};
-  uint64_t oldest_consumed_ = 0;  // no later than the first that is not told; 0 = none
   std::vector<uint32_t> free_letters_;
   uint64_t writes_ = 0;
   int error_ = 0;
