@@ -216,6 +216,7 @@ class FabricOptions:
         disorder: int,
         strict_memory: bool,
         device_memory: bool,
+        device_copies: bool,
     ) -> None: ...
 
 def host_segment_bytes(geometry: Geometry, ranks: int) -> int: ...

@@ -5,7 +5,8 @@
 #include <rdma/fi_rma.h>
 
 #include <algorithm>
-#include <cstring>
+
+#include "transport/fabric_demands.hpp"
 
 namespace ep::fabric {
 namespace {
@@ -15,8 +16,6 @@ constexpr uint64_t kKeys = 4;                   // of an endpoint: neighbours, f
 constexpr uint64_t kOutbound = 1, kDevice = 2;  // added to the key
 constexpr size_t kBatch = 32;
 constexpr size_t kMostWrites = 1 << 16;  // in flight
-// Of the EFA provider since 1.18: headers of 1.17 do not have it. bool: device writes are emulated.
-constexpr int kEfaEmulatedWrite = -(0xefa << 16) + 2;
 
 // A key where the provider lets us choose one: who does not know it writes nothing here.
 uint64_t random_key(size_t bytes) {
@@ -31,7 +30,8 @@ Endpoint::Endpoint(const Library& library, const Options& options, const Endpoin
     : library_(library),
       info_(choose(library, options)),
       description_(describe(library, *info_)),
-      strict_(options.strict_memory) {
+      strict_(options.strict_memory),
+      copies_(options.device_copies) {
   open(params, options.strict_memory ? kStrictKey : random_key(info_->domain_attr->mr_key_size));
   if (options.disorder != 0) {
     late_writes_.emplace(options.disorder);
@@ -70,10 +70,14 @@ void Endpoint::open(const EndpointParams& params, uint64_t key) {
   fid_ep* endpoint = nullptr;
   check(fi_endpoint(domain, info_.get(), &endpoint, nullptr), "fi_endpoint");
   endpoint_.reset(endpoint);
+  const Demand demand{library_, *info_, endpoint, description_};
+  const bool on_card = params.device.inbound.bytes != 0 && params.device.kind == FI_HMEM_CUDA && !copies_;
   check(fi_ep_bind(endpoint, &queue_->fid, FI_TRANSMIT | FI_RECV), "fi_ep_bind of the completion queue");
   check(fi_ep_bind(endpoint, &addresses_->fid, 0), "fi_ep_bind of the address vector");
+  if (on_card) demand_peer_to_peer(demand);  // bound: some providers cannot close an endpoint that is not
   check(fi_enable(endpoint), "fi_enable");
-  refuse_emulation();
+  refuse_emulation(demand);
+  if (on_card) description_ += ", peer to peer";
 
   operations_.resize(depth);
   for (Operation& operation : operations_) free_.push_back(&operation);
@@ -96,16 +100,6 @@ void Endpoint::open_queue(uint32_t size) {
   library_.check(result, description_ + ": fi_cq_open of " + std::to_string(size) + " entries");
   queue_.reset(queue);
   if (attr.wait_obj == FI_WAIT_FD && fi_control(&queue->fid, FI_GETWAIT, &wait_fd_) != 0) wait_fd_ = -1;
-}
-
-void Endpoint::refuse_emulation() {
-  if (std::strncmp(info_->fabric_attr->prov_name, "efa", 3) != 0) return;
-  bool emulated = true;
-  size_t size = sizeof emulated;
-  const int result = fi_getopt(&endpoint_->fid, FI_OPT_ENDPOINT, kEfaEmulatedWrite, &emulated, &size);
-  library_.check(result, description_ + ": whether RDMA writes are emulated (needs libfabric 1.18)");
-  if (emulated)
-    throw FabricError(description_ + ": RDMA writes are emulated: the device has none, or they are off");
 }
 
 void Endpoint::open_memory(const EndpointParams& params, uint64_t key) {

@@ -133,7 +133,6 @@ class Endpoint {
 
   void open(const EndpointParams& params, uint64_t key);
   void open_queue(uint32_t size);
-  void refuse_emulation();
   void open_memory(const EndpointParams& params, uint64_t key);
   Inbound take_in(const Memory& memory, Owned<fid_mr> registered) const;
   Owned<fid_mr> reg(const Memory& memory, uint64_t access, uint64_t key);
@@ -158,7 +157,7 @@ class Endpoint {
   Owned<fid_mr> host_out_, device_out_;
   Owned<fid_ep> endpoint_;
   Memory device_outbound_;
-  const bool strict_;
+  const bool strict_, copies_;
   std::vector<Peer> peers_;
   std::vector<Operation> operations_;
   std::vector<Operation*> free_;

@@ -23,6 +23,7 @@ struct Options {
   uint64_t disorder = 0;  // seed: writes and completions in any order; 0 = as they come. See fabric_shim.hpp
   bool strict_memory = false;  // addresses and keys as production networks want them
   bool device_memory = false;  // asks for providers that reach a device's memory (FI_HMEM)
+  bool device_copies = false;  // also those that copy it through the host's; for tests
 };
 
 struct Parameter {

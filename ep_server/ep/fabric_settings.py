@@ -44,6 +44,7 @@ class FabricOptions:
     disorder, strict_memory: for tests on networks that are kinder than production's (csrc/transport/
       fabric_shim.hpp): seed of the order of writes and completions, 0 = as they come; addresses and keys
       as cards with memory registration want them.
+    device_copies: for tests: takes the memory of GPUs also to providers that copy it through the host's.
 
     libfabric reads interface, gid_index and queue_depth once in a process, when it is loaded. A setting that
     the chosen provider has no use for is refused, by name.
@@ -63,6 +64,7 @@ class FabricOptions:
     linger_seconds: float = 2.0
     disorder: int = 0
     strict_memory: bool = False
+    device_copies: bool = False
 
     def __post_init__(self) -> None:
         for field, low, high in (
@@ -108,6 +110,7 @@ class FabricOptions:
             disorder=self.disorder,
             strict_memory=self.strict_memory,
             device_memory=device_memory,
+            device_copies=self.device_copies,
         )
 
 

@@ -34,13 +34,13 @@ _names = count()
 
 
 def over_shm(library: str = "system") -> FabricOptions:
-    """The provider shm, whose addresses are names that nobody else on this machine has."""
+    """The provider shm, which copies. Its addresses are names that nobody else on this machine has."""
     needs(library)
     # 16 MiB an endpoint; it looks for room for as many as there are cores before it offers itself.
     wanted = max(4, os.cpu_count() or 1) * SHM_BYTES
     if shutil.disk_usage("/dev/shm").free < wanted:
         pytest.skip(f"/dev/shm has less than {wanted >> 20} MiB")
-    return FabricOptions(library=LIBRARIES[library], provider="shm", address="named by own_name")
+    return FabricOptions(LIBRARIES[library], "shm", address="named by own_name", device_copies=True)
 
 
 def over_card(folder: Path, library: str = "system", disorder: int = 0, **how: object) -> FabricOptions:

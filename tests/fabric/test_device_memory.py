@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -96,6 +98,51 @@ def test_a_libfabric_without_the_devices_kind_refuses_its_memory(library: str) -
     options = own_name(over_shm(library))
     with pytest.raises(StartupError, match=r"provider shm.* bytes of device 3 \(FI_HMEM needs"):
         RowsFabric(SPEC, poisoned_rows(SPEC), options)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {"name": "efa", "emulated": 0, "p2p": 0},
+        {"name": "cxi", "cuda_calls": 0},
+        {"name": "verbs;ofi_rxm", "cuda_calls": errno.EOPNOTSUPP},  # the layer's answer, not that of verbs
+    ],
+    ids=lambda said: said["name"],
+)
+def test_a_provider_that_cannot_copy_a_gpus_rows_is_taken(said: dict[str, Any], tmp_path: Path) -> None:
+    exchange = RowsFabric(SPEC, poisoned_rows(SPEC), over_card(tmp_path, **said))
+    assert exchange.description.endswith(", peer to peer")
+    exchange.close()
+
+
+COPYING = [
+    ({"name": "efa", "emulated": 0, "p2p": errno.EOPNOTSUPP, "cuda_calls": 0}, "peer to peer .*P2P.: .*-95"),
+    ({"name": "cxi", "cuda_calls": errno.EOPNOTSUPP}, "without copies .*CUDA_API_PERMITTED.*-95"),
+    ({"name": "cxi"}, r"without copies .*needs libfabric 1\.18"),
+]
+
+
+@pytest.mark.parametrize(("said", "error"), COPYING)
+def test_a_provider_that_may_copy_a_gpus_rows_is_refused_with_the_option(
+    said: dict[str, Any], error: str, tmp_path: Path
+) -> None:
+    options = over_card(tmp_path, **said)
+    with pytest.raises(StartupError, match=f"provider {said['name']}, .*{error}"):
+        RowsFabric(SPEC, poisoned_rows(SPEC), options)
+
+
+@pytest.mark.parametrize("said", [said for said, _ in COPYING])
+def test_where_nothing_is_a_gpus_or_copies_are_allowed_it_is_not_asked(
+    said: dict[str, Any], tmp_path: Path
+) -> None:
+    options = over_card(tmp_path, **said)
+    for rows, asked in (
+        (poisoned_rows(SPEC, DeviceRows.HOST, 0), options),
+        (poisoned_rows(SPEC), replace(options, device_copies=True)),
+    ):
+        exchange = RowsFabric(SPEC, rows, asked)
+        assert "peer to peer" not in exchange.description
+        exchange.close()
 
 
 def standing_in_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:

@@ -35,6 +35,8 @@ class Wrapped:
     broken_wait: bool = False
     hmem: bool = False
     refused: bool = False
+    p2p: int = -1
+    cuda_calls: int = -1
 
     def build(self, folder: Path) -> Path:
         """Compiles it into a folder. Its record is the file `record` there."""
@@ -56,6 +58,8 @@ class Wrapped:
             "BROKEN_WAIT": int(self.broken_wait),
             "HMEM": int(self.hmem),
             "REFUSED": int(self.refused),
+            "P2P": self.p2p,
+            "CUDA_CALLS": self.cuda_calls,
         }
         line = ["gcc", "-O1", "-Wall", "-Wextra", "-Werror", "-shared", "-fPIC", "-o", str(made)]
         line += [f"-D{name}={value}" for name, value in macros.items()]
