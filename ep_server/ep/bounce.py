@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch._C._distributed_c10d import Store
 
-from ep_server.ep import fabric_bootstrap, native
+from ep_server.ep import fabric_bootstrap
 from ep_server.ep.bounce_copies import Copies, checked_device, copies_for
 from ep_server.ep.bounce_pending import Answers, Handle, Outgoing, PendingCombine, PendingDispatch
 from ep_server.ep.bounce_staging import Brought, Staging, Wanted
@@ -23,6 +23,7 @@ from ep_server.ep.exchange import ExchangeSpec, Received, Reduction, View
 from ep_server.ep.fabric import FabricOptions
 from ep_server.ep.host_share import HostShare
 from ep_server.ep.native import NativeExchange
+from ep_server.ep.native_pending import PendingCombine as NativeCombine
 from ep_server.ep.row_order import Form, Order
 from ep_server.ep.tensors import check_tensor_on
 from ep_server.ep.waiting import Waiting
@@ -185,7 +186,7 @@ class BounceExchange:
     def _check_weights(self, weights: torch.Tensor, tokens: int) -> None:
         check_tensor_on(self.device, "topk_weights", weights, torch.float32, T=tokens, K=self.spec.top_k)
 
-    def bring_home(self, inner: native.PendingCombine, tokens: int, out: torch.Tensor | None) -> torch.Tensor:
+    def bring_home(self, inner: NativeCombine, tokens: int, out: torch.Tensor | None) -> torch.Tensor:
         """The sums of a combine, on the device."""
         if out is not None:
             check_tensor_on(self.device, "out", out, self.combine_dtype, T=tokens, H=self.spec.hidden)

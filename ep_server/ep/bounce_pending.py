@@ -8,9 +8,10 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
-from ep_server.ep import native
 from ep_server.ep.bounce_copies import Arrival
 from ep_server.ep.exchange import Received, Reduction, View
+from ep_server.ep.native_pending import PendingCombine as NativeCombine
+from ep_server.ep.native_pending import PendingDispatch as NativeDispatch
 from ep_server.ep.row_order import Order
 from ep_server.errors import InvalidArgument
 
@@ -60,7 +61,7 @@ class PendingDispatch:
 
     __slots__ = ("_exchange", "_tokens", "inner")
 
-    def __init__(self, exchange: BounceExchange, inner: native.PendingDispatch, tokens: int) -> None:
+    def __init__(self, exchange: BounceExchange, inner: NativeDispatch, tokens: int) -> None:
         self._exchange, self.inner, self._tokens = exchange, inner, tokens
 
     def recv(self, view: View = View.COMPACT) -> Received:
@@ -79,7 +80,7 @@ class PendingCombine:
 
     __slots__ = ("_exchange", "_inner", "_tokens")
 
-    def __init__(self, exchange: BounceExchange, inner: native.PendingCombine, tokens: int) -> None:
+    def __init__(self, exchange: BounceExchange, inner: NativeCombine, tokens: int) -> None:
         self._exchange, self._inner, self._tokens = exchange, inner, tokens
 
     def recv(self, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -13,7 +13,7 @@ from ep_server.ep.cuda_requests import CombineTensors, Manner, Receipt, Wire
 from ep_server.ep.cuda_shapes import VECTOR, Landing, Shapes
 from ep_server.ep.exchange import ExchangeSpec, Payload, Received, Reduction, View
 from ep_server.ep.geometry import PAYLOADS, REDUCTIONS
-from ep_server.ep.native import VIEWS
+from ep_server.ep.native_pending import VIEWS
 from ep_server.ep.views import Tensors
 from ep_server.errors import InvalidArgument
 

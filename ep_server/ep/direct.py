@@ -15,7 +15,6 @@ from functools import partial
 
 import torch
 
-from ep_server.ep import native
 from ep_server.ep.bounce import BounceExchange
 from ep_server.ep.bounce_copies import Arrival, Copies
 from ep_server.ep.bounce_pending import Answers, Outgoing, PendingCombine, PendingDispatch
@@ -23,6 +22,7 @@ from ep_server.ep.bounce_staging import Brought, Wanted
 from ep_server.ep.direct_staging import Staging
 from ep_server.ep.exchange import Received
 from ep_server.ep.fabric_rows import COMBINE, DISPATCH, RowsCombine, RowsFabric, SumTable
+from ep_server.ep.native_pending import PendingCombine as NativeCombine
 from ep_server.ep.ordered_sum import ordered_sum
 from ep_server.ep.remote_writes import Visible, visible_on
 from ep_server.ep.row_order import as_bytes
@@ -125,7 +125,7 @@ class DirectExchange(BounceExchange):
         self._hold(partial(self.inner.release, inner))
         return Brought(tables[0].to(torch.int32), tables[2:], made)
 
-    def bring_home(self, inner: native.PendingCombine, tokens: int, out: torch.Tensor | None) -> torch.Tensor:
+    def bring_home(self, inner: NativeCombine, tokens: int, out: torch.Tensor | None) -> torch.Tensor:
         """The sums of a combine, made on the caller's stream."""
         assert isinstance(inner, RowsCombine)
         if out is not None:

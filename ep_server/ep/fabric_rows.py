@@ -10,12 +10,12 @@ from dataclasses import dataclass
 
 import torch
 
-from ep_server.ep import native
 from ep_server.ep.device_rows import DeviceRows
 from ep_server.ep.exchange import ExchangeSpec, Received, Reduction
 from ep_server.ep.fabric import FabricExchange
 from ep_server.ep.fabric_settings import FabricOptions
 from ep_server.ep.geometry import REDUCTIONS
+from ep_server.ep.native_pending import PendingCombine, PendingDispatch
 from ep_server.ep.waiting import Waiting
 from ep_server.errors import InvalidArgument
 
@@ -34,7 +34,7 @@ class SumTable:
     weights: torch.Tensor
 
 
-class RowsCombine(native.PendingCombine):
+class RowsCombine(PendingCombine):
     """A combine whose answers return to the device. In place of recv(): sums(), then release()."""
 
     __slots__ = ()
@@ -88,7 +88,7 @@ class RowsFabric(FabricExchange):
         """Waits until the bank of the next send may be filled. op: DISPATCH, COMBINE. Raises as that send."""
         return self._open().open_bank(op)
 
-    def send_rows(self, ids: torch.Tensor, weights: torch.Tensor | None) -> native.PendingDispatch:
+    def send_rows(self, ids: torch.Tensor, weights: torch.Tensor | None) -> PendingDispatch:
         """dispatch_send of rows that are in rows.put()'s place.
 
         Args:
@@ -97,7 +97,7 @@ class RowsFabric(FabricExchange):
         if weights is None and self.spec.reduction == Reduction.RANK:
             raise InvalidArgument("topk_weights", None, "given at dispatch for reduction rank")
         address = 0 if weights is None else weights.data_ptr()
-        return native.PendingDispatch(self, self._open().dispatch_send(0, ids.data_ptr(), address, len(ids)))
+        return PendingDispatch(self, self._open().dispatch_send(0, ids.data_ptr(), address, len(ids)))
 
     def answers(self, received: Received, reduction: Reduction | None) -> SumTable:
         """What goes into leaving(bank), and into arrived(bank) for this rank itself; by slot, ascending rank.

@@ -20,7 +20,8 @@ from ep_server.nodes.claim import claim_of, hello_of
 from ep_server.nodes.discovery import NodePlace, resolved
 from ep_server.nodes.joining import Joining, joined
 from ep_server.nodes.link import Link
-from ep_server.nodes.relay import Relay, RelayObserver, RelaySettings, open_channel, relay_port
+from ep_server.nodes.relay import Relay, RelayObserver, RelaySettings
+from ep_server.nodes.relay_port import open_channel, relay_port
 from ep_server.nodes.security import channel_credentials, token_metadata
 from ep_server.port import Port
 from ep_server.ranks.hosts import WORKER

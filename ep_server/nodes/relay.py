@@ -15,14 +15,9 @@ from typing import Any, NoReturn, Protocol
 
 import grpc
 from grpc import aio
-from grpc_reflection.v1alpha import reflection
 
-from ep_server import health
 from ep_server.call_metadata import NODE_KEY
-from ep_server.config import GrpcConfig
 from ep_server.errors import QueueFull, Unavailable
-from ep_server.health import Health
-from ep_server.port import Port
 from ep_server.v1 import control_pb2, decode_pb2
 
 log = logging.getLogger(__name__)
@@ -38,15 +33,6 @@ _OWN = frozenset(("authorization", "content-type", "host", "te", "user-agent", N
 # How a connection that breaks ends its calls; node 0 itself says these only with a trailer.
 _BROKEN = frozenset(grpc.StatusCode[name] for name in ("CANCELLED", "INTERNAL", "UNAVAILABLE", "UNKNOWN"))
 _RETRY_MS = 1000
-_OPTIONS = [
-    ("grpc.max_receive_message_length", -1),
-    ("grpc.max_send_message_length", -1),
-    ("grpc.enable_retries", 0),  # the caller decides
-    ("grpc.use_local_subchannel_pool", 1),  # a connection of its own, beside the link's
-    ("grpc.dns_min_time_between_resolutions_ms", 1000),
-    ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.max_reconnect_backoff_ms", 1000),
-]
 
 
 @dataclass(frozen=True, slots=True)
@@ -253,23 +239,3 @@ async def _pass_initial(call: Any, context: Any) -> None:
     initial = await call.initial_metadata()
     if initial:
         await context.send_initial_metadata(tuple(initial))
-
-
-def open_channel(address: str, credentials: grpc.ChannelCredentials | None = None) -> aio.Channel:
-    """A channel to node 0's host:port for relayed calls; it connects with the first one."""
-    if credentials is None:
-        return aio.insecure_channel(address, options=_OPTIONS)
-    return aio.secure_channel(address, credentials, options=_OPTIONS)
-
-
-def relay_port(config: GrpcConfig, relay: Relay, status: Health) -> Port:
-    """The public port of a node that does not lead, not open yet: as node 0's, but by way of it.
-
-    Raises: ConfigError (grpc.token_file).
-    """
-    port = Port(config, frozenset({health.SERVICE_NAME}))
-    relay.add_to(port.server)
-    health.add_HealthServicer_to_server(status, port.server)
-    names = [service.full_name for service in SERVICES]
-    reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), port.server)
-    return port

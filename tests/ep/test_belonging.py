@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from ep_server.ep.exchange import ExchangeSpec, Received, View
-from ep_server.ep.native import NativeExchange, PendingDispatch
+from ep_server.ep.native import NativeExchange
+from ep_server.ep.native_pending import PendingDispatch
 from ep_server.ep.segment import create_segment
 from ep_server.errors import GroupAborted, InvalidArgument, ProtocolViolation
 

@@ -17,11 +17,11 @@ from ep_server.ep.device_rows import DeviceRows
 from ep_server.ep.direct import DirectExchange
 from ep_server.ep.exchange import ExchangeSpec, Payload
 from ep_server.ep.fabric_rows import RowsFabric
-from ep_server.ep.native import PendingDispatch
+from ep_server.ep.native_pending import PendingDispatch
 from tests.fabric.direct_ends import CPU, over_shm, own_name, poisoned_rows
+from tests.fabric.stream_programs import Operation, Sums, assert_sums, run_alone, spec_of, timelines
 from tests.fabric.stream_races import HOST, Races, watched
-from tests.fabric.test_bounce_streams import Operation, run, spec_of
-from tests.harness.routing import make_inputs
+from tests.fabric.test_bounce_streams import LEFT_OUT as LEFT_OUT_OF_BOTH
 
 
 class Noted(RowsFabric):
@@ -46,14 +46,12 @@ class Noted(RowsFabric):
         return super().send_answers(*given)
 
 
-def explored(
-    replace: Callable[..., None], payload: Payload = Payload.BF16
-) -> tuple[Races, list[torch.Tensor]]:
+def explored(replace: Callable[..., None], payload: Payload = Payload.BF16) -> tuple[Races, Sums]:
     spec = spec_of(payload)
     with watched(replace) as races:
         inner = opened(spec, races)
         exchange = DirectExchange(inner, copies=CudaCopies(CPU, spec.timeout_ns))
-        sums = run(exchange, 4)  # type: ignore[arg-type]
+        sums = run_alone(exchange, 4)
         banks_change_streams(exchange)
         exchange.close()
     return races, sums
@@ -77,18 +75,8 @@ def banks_change_streams(exchange: DirectExchange) -> None:
 def test_no_access_races_with_another(monkeypatch: pytest.MonkeyPatch, payload: Payload) -> None:
     races, sums = explored(monkeypatch.setattr, payload)
     assert races.found == []
-    timelines = {access.timeline for each in races.accesses.values() for access in each}
-    assert {HOST, "caller", "stream 1", "stream 2"} <= timelines
-    if payload is Payload.BF16:
-        spec = spec_of(payload)
-        for seed, found in enumerate(sums):
-            mine = make_inputs(spec, "max_tokens", seed)[0]
-            weights = mine.weights.where(mine.ids >= 0, 0).sum(1, keepdim=True)
-            torch.testing.assert_close(found.float(), 2 * mine.x.float() * weights, rtol=2e-2, atol=1e-6)
-
-
-def no_wait_for_the_event(self: CudaCopies, event: object, what: str) -> None:
-    pass
+    assert {HOST, "caller", "stream 1", "stream 2"} <= timelines(races)
+    assert_sums(sums, payload)
 
 
 def no_wait_for_reading(self: DirectExchange) -> None:
@@ -98,7 +86,7 @@ def no_wait_for_reading(self: DirectExchange) -> None:
 
 
 LEFT_OUT = {
-    "the card for rows": (CudaCopies, "_wait", no_wait_for_the_event),
+    "the card for rows": LEFT_OUT_OF_BOTH["the host for copies at all"],
     "a bank for its reading": (DirectExchange, "_give_back", no_wait_for_reading),
 }
 

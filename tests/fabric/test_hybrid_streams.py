@@ -19,15 +19,15 @@ from ep_server.ep import bounce_staging
 from ep_server.ep.bounce import BounceExchange
 from ep_server.ep.bounce_copies import CudaCopies
 from ep_server.ep.bounce_pending import Outgoing
-from ep_server.ep.exchange import ExchangeSpec, Payload, Received, View
+from ep_server.ep.exchange import Payload, Received, View
 from ep_server.ep.host_part import spec_of_host
 from ep_server.ep.hybrid import HybridExchange
 from ep_server.ep.native import NativeExchange
 from ep_server.ep.segment import create_segment
 from ep_server.errors import HookNotCalled
+from tests.fabric.stream_programs import Operation, Sums, assert_sums, run, spec_of, timelines
 from tests.fabric.stream_races import HOST, Races, address, watched
-from tests.fabric.test_bounce_streams import LEFT_OUT, Noted, answers, on_gpu, poison
-from tests.harness.routing import make_inputs
+from tests.fabric.test_bounce_streams import LEFT_OUT, Noted
 from tests.harness.single import make_single
 
 CPU, RANKS = torch.device("cpu"), 2
@@ -86,7 +86,7 @@ class PendingOnStream:
 @contextlib.contextmanager
 def exchanges(races: Races, payload: Payload) -> Iterator[list[HybridExchange]]:
     """Of both ranks; experts in turn."""
-    spec = ExchangeSpec(0, RANKS, (0, 1) * 3, 8, 256, 3, payload, num_banks=2)
+    spec = spec_of(payload, 0, RANKS)
     fd, made = create_segment(spec), []
     for rank in range(RANKS):
         mine = replace(spec, rank=rank)
@@ -100,58 +100,10 @@ def exchanges(races: Races, payload: Payload) -> Iterator[list[HybridExchange]]:
         exchange.close()
 
 
-class Operation:
-    """One dispatch and combine of a rank on a stream, which overwrites and reads all that it may."""
-
-    def __init__(self, exchange: HybridExchange, stream: Any, seed: int) -> None:
-        self.exchange, self.stream, self.seed = exchange, stream, seed
-        mine = make_inputs(exchange.spec, "max_tokens", seed)[exchange.spec.rank]
-        with torch.cuda.stream(stream):
-            given = on_gpu(mine.x), on_gpu(mine.ids), on_gpu(mine.weights)
-            self.pending = exchange.dispatch_send(*given)
-            poison(*given)
-
-    def receive(self) -> None:
-        with torch.cuda.stream(self.stream):
-            self.received = self.pending.recv(list(View)[self.seed % 3])
-
-    def answer(self) -> None:
-        with torch.cuda.stream(self.stream):
-            answer = answers(self.received)
-            self.returning = self.exchange.combine_send(answer, self.received)
-            poison(answer)
-
-    def finish(self) -> torch.Tensor:
-        with torch.cuda.stream(self.stream):
-            out = None
-            if self.seed % 2:
-                out = torch.empty(8, 256, dtype=torch.bfloat16, device="the GPU").fill_(7)
-            return self.returning.recv(out) * 1
-
-
-def run(made: list[HybridExchange], rounds: int) -> dict[tuple[int, int], torch.Tensor]:
-    """Two operations at a time on two streams of each rank, which change places. By rank and seed."""
-    streams = [[torch.cuda.Stream() for _ in range(2)] for _ in made]
-    sums = {}
-    for turn in range(rounds):
-        running = [
-            Operation(exchange, streams[exchange.spec.rank][(turn + i) % 2], 2 * turn + i)
-            for i in range(2)
-            for exchange in made
-        ]
-        for half in (Operation.receive, Operation.answer):
-            for operation in running:
-                half(operation)
-        sums |= {(each.exchange.spec.rank, each.seed): each.finish() for each in running}
-    return sums
-
-
-def explored(
-    replace: Callable[..., None], payload: Payload = Payload.BF16
-) -> tuple[Races, dict[tuple[int, int], torch.Tensor]]:
+def explored(replace: Callable[..., None], payload: Payload = Payload.BF16) -> tuple[Races, Sums]:
     replace(bounce_staging, "CHUNK_BYTES", 1024)  # several chunks
     with watched(replace) as races, exchanges(races, payload) as made:
-        sums = run(made, 4)
+        sums = run(made, [[torch.cuda.Stream() for _ in range(2)] for _ in made], 4)
     return races, sums
 
 
@@ -159,16 +111,10 @@ def explored(
 def test_no_access_races_with_another(monkeypatch: pytest.MonkeyPatch, payload: Payload) -> None:
     races, sums = explored(monkeypatch.setattr, payload)
     assert races.found == []
-    timelines = {access.timeline for each in races.accesses.values() for access in each}
-    assert HOST in timelines and len(timelines - {"caller"}) == 1 + 3 * RANKS  # two and that of the copies
+    found = timelines(races)
+    assert HOST in found and len(found - {"caller"}) == 1 + 3 * RANKS  # two and that of the copies
     assert len(sums) == 8 * RANKS
-    if payload is Payload.FP8:
-        return  # answers are codes there, not values
-    for (rank, seed), found in sums.items():
-        spec = ExchangeSpec(rank, RANKS, (0, 1) * 3, 8, 256, 3, payload, num_banks=2)
-        inputs = make_inputs(spec, "max_tokens", seed)
-        weights = inputs[rank].weights.where(inputs[rank].ids >= 0, 0).sum(1, keepdim=True)
-        torch.testing.assert_close(found.float(), inputs[rank].x.float() * weights, rtol=2e-2, atol=1e-6)
+    assert_sums(sums, payload, RANKS)
 
 
 @pytest.mark.parametrize("left_out", ["the caller's stream for the copies", "the host for copies at all"])

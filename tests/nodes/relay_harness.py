@@ -11,7 +11,8 @@ from typing import Any
 from ep_server.client import AsyncClient, Target
 from ep_server.config import GrpcConfig
 from ep_server.health import Health
-from ep_server.nodes.relay import SERVICES, Relay, RelaySettings, open_channel, relay_port
+from ep_server.nodes.relay import SERVICES, Relay, RelaySettings
+from ep_server.nodes.relay_port import open_channel, relay_port
 from ep_server.port import Port
 from ep_server.ranks.fake import FakeRanks
 from tests.service.harness import Served, serving
