@@ -106,6 +106,40 @@ def test_rows_of_a_host_stay_there_and_no_others() -> None:
         assert {("dispatch", peer) for peer in range(4) if peer != rank} <= set(statistics["peer_wait_ns"])
 
 
+# -- sums ---------------------------------------------------------------------------------------------------
+
+
+def summed(group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
+    """What came back, and [R, T, H] the answers of the ranks that own the experts; each token goes to all."""
+    rank = group.rank()
+    exchange = hybrid_ends.on_one_host(
+        TWO_BY_TWO, ExchangeSpec(rank, 4, (0, 1, 2, 3), TOKENS, HIDDEN, 4), group
+    )
+    random = torch.Generator().manual_seed(rank)
+    x = torch.randn(TOKENS, HIDDEN, generator=random).to(torch.bfloat16)
+    weights = torch.rand(TOKENS, 4, generator=random)
+    received = exchange.dispatch_send(x, torch.arange(4).repeat(TOKENS, 1), weights).recv()
+    result = exchange.combine_send(received.rows * (3.0 + rank), received).recv()
+    exchange.close()
+    scaled = torch.stack([x * (3.0 + owner) for owner in range(4)]).float()
+    return result, (weights.T[:, :, None] * scaled).to(torch.bfloat16)
+
+
+def test_each_parts_sum_is_rounded_and_both_together_once_more() -> None:
+    for rank, (result, answers) in enumerate(run_group(summed, 4)):
+        here = [0, 1] if rank < 2 else [2, 3]
+        near, far = (
+            sum(answers[owner].float() for owner in part)
+            for part in (here, [owner for owner in range(4) if owner not in here])
+        )
+        parts = [part.to(torch.bfloat16).float() for part in (near, far)]
+        assert torch.equal(result, (parts[0] + parts[1]).to(torch.bfloat16))
+        # Beside one host's single sum: half a unit in the last place of each part more.
+        off = (result.float() - (near + far)).abs()
+        assert (off <= 2**-7 * (near.abs() + far.abs())).all()
+        assert not torch.equal(result, (near + far).to(torch.bfloat16))
+
+
 # -- what is refused ---------------------------------------------------------------------------------------
 
 
