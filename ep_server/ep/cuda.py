@@ -284,6 +284,7 @@ class CudaExchange:
         banks = self.spec.num_banks
         base = (last + 3 * banks) // banks * banks  # beyond every epoch of the old generation
         self._open().group.reset(base, bits_of(self.spec, gone))
+        self._open().new_generation()
         self._flights = Flights(self.spec.rank, banks)
         control.barrier()
 
@@ -334,4 +335,6 @@ class CudaExchange:
         self._check_bank(DISPATCH)
         memory = torch.empty(group.handle_bytes, dtype=torch.uint8, device=self.device)
         stream = torch.cuda.current_stream(self.device).cuda_stream
-        return Handle(memory, tokens, weights is not None, self.spec.max_tokens, stream=stream)
+        handle = Handle(memory, tokens, weights is not None, self.spec.max_tokens, stream=stream)
+        handle.generation = self._open().generation
+        return handle

@@ -26,6 +26,7 @@ class Handle:
     most: tokens that any rank sends, as far as is known: kernels are launched with blocks for so many.
     rows: of the view, -1 where only the device knows.
     answering: a combine of it was sent and not received; the memory has room for the state of one.
+    generation: the launcher's when it was made.
     src_info, layout_range: DeepEP's handle, where asked for.
     """
 
@@ -40,6 +41,7 @@ class Handle:
     answering: bool = False
     src_info: torch.Tensor | None = None
     layout_range: torch.Tensor | None = None
+    generation: object = None
 
 
 class DeviceBytes:

@@ -45,11 +45,19 @@ def address(tensor: torch.Tensor | None) -> int:
 
 
 class Launcher:
-    """Kernels of one `_cuda.Group`."""
+    """Kernels of one `_cuda.Group`.
+
+    Attributes:
+        generation: what handles of now have, and none of another group or of before a reset.
+    """
 
     def __init__(self, group: _cuda.Group, spec: ExchangeSpec, shapes: Shapes, num_sms: int) -> None:
         self.group, self.spec, self.shapes, self.device = group, spec, shapes, shapes.device
-        self.num_sms = num_sms
+        self.num_sms, self.generation = num_sms, object()
+
+    def new_generation(self) -> None:
+        """From now on handles of before are refused: their banks and epochs are no more."""
+        self.generation = object()
 
     def check(self) -> None:
         """Raises what a kernel has found since; never waits."""
@@ -59,6 +67,7 @@ class Launcher:
 
     def release(self, handle: Handle) -> None:
         """Gives the bank of an in-place view back."""
+        self._check_own(handle)
         self.group.release(self._stream(handle), handle.memory.data_ptr())
 
     def publish(self) -> None:
@@ -93,6 +102,7 @@ class Launcher:
         tensors: tuple[torch.Tensor, ...],
     ) -> None:
         """One kernel."""
+        self._check_own(handle)
         row_bytes = self.spec.hidden * self.shapes.row_dtype.itemsize
         narrow = self.shapes.narrow(row_bytes, tensors)
         if narrow and self.shapes.fp8:
@@ -116,6 +126,8 @@ class Launcher:
         if receipt.source_map:
             handle.src_info, handle.layout_range = self.shapes.source_map()
         if receipt.most_tokens is not None:
+            if receipt.most_tokens < 0:
+                raise InvalidArgument("most_tokens", receipt.most_tokens, "at least 0")
             handle.most = min(receipt.most_tokens, self.spec.max_tokens)
         recv = self._recv_args(handle, receipt, landing)
         if send is None:
@@ -170,6 +182,7 @@ class Launcher:
 
     def combine(self, halves: int, handle: Handle, manner: Manner, tensors: CombineTensors) -> None:
         """One kernel; see PendingCombine."""
+        self._check_own(handle)
         which, wire = REDUCTIONS.index(manner.reduction), WIRES.index(manner.wire)
         given = [t for t in (tensors.expert_out, tensors.out) if t is not None]
         pushed = manner.reduction == Reduction.RANK and not handle.weighted
@@ -201,6 +214,11 @@ class Launcher:
             ),
             handle.memory.data_ptr(),
         )
+
+    def _check_own(self, handle: Handle) -> None:
+        if handle.generation is not self.generation:
+            given = "of another exchange, or of before a reset"
+            raise InvalidArgument("received.handle", given, "of a dispatch of this exchange")
 
     def _regions(self) -> Tensors:
         """The rows of all receive banks in place: [banks * R * max_tokens, H], and their scales."""

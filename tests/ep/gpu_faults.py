@@ -5,17 +5,27 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from ep_server.ep.cuda import CudaExchange
 from ep_server.ep.exchange import ExchangeSpec, Payload, Received, View
 from ep_server.ep.faults import Action, Fault
 from ep_server.errors import ExchangeError, GroupAborted, HookNotCalled, InvalidArgument, PeerTimeout
 from tests.ep.conformance import run_pair
-from tests.ep.gpu_group import a_models_spec, close_exchange, on_gpu, open_exchange, run_fused, sums_without
+from tests.ep.gpu_group import (
+    a_models_spec,
+    close_exchange,
+    on_gpu,
+    open_exchange,
+    run_experts,
+    run_fused,
+    sums_without,
+)
 from tests.ep.on_gpu import OnGpu
 from tests.harness.compare import assert_equal
 from tests.harness.routing import make_inputs
@@ -84,6 +94,38 @@ def hook_not_called(group: dist.ProcessGroup) -> None:
     exchange.reset()
     run_pair(OnGpu(exchange), "zipf", 2, View.PADDED)
     close_exchange(exchange)
+
+
+def stale_handles(group: dist.ProcessGroup) -> None:
+    """What another exchange received, or this one before a reset, is refused before anything is enqueued."""
+    spec = replace(small(group, 20 * SECOND), num_banks=4)
+    one, two = (open_exchange(group, spec) for _ in range(2))
+    given = on_gpu(make_inputs(spec, "max_tokens", 1)[spec.rank])
+    received, in_place = one.dispatch(*given), one.dispatch(*given, View.INDEX)
+    answers = run_experts(spec, received)
+    returning = one.combine_send(answers, one.dispatch(*given))
+    pending = one.dispatch_send(*given)
+
+    def refused(*calls: Callable[[], object]) -> None:
+        for call in calls:
+            with pytest.raises(InvalidArgument, match="of another exchange, or of before a reset"):
+                call()
+
+    def of(exchange: CudaExchange) -> tuple[Callable[[], object], ...]:
+        return (
+            lambda: exchange.combine(answers, received),
+            lambda: exchange.combine_send(answers, received),
+            lambda: exchange.release(in_place),
+        )
+
+    refused(*of(two))
+    one.synchronize()
+    one.barrier()
+    one.reset()
+    refused(*of(one), lambda: pending.recv(View.PADDED), returning.recv)
+    for exchange in (one, two):
+        run_pair(OnGpu(exchange), "zipf", 2, View.PADDED)
+        close_exchange(exchange)
 
 
 def masking(group: dist.ProcessGroup, by_hand: bool) -> None:

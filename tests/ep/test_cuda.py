@@ -112,6 +112,11 @@ def test_a_hook_not_called_is_reported(num_ranks: int) -> None:
     run("gpu_faults.hook_not_called", num_ranks)
 
 
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_handles_of_elsewhere_are_refused(num_ranks: int) -> None:
+    run("gpu_faults.stale_handles", num_ranks)
+
+
 @pytest.mark.parametrize("num_ranks", GROUPS)
 def test_a_rank_that_does_not_come(num_ranks: int) -> None:
     run("gpu_faults.failures", num_ranks)

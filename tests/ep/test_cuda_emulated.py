@@ -26,6 +26,7 @@ HOT = [  # of `make test`
     ("gpu_odd_inputs.an_expert_twice", 3),
     ("gpu_odd_inputs.not_finite", 2),
     ("gpu_faults.failures", 3),
+    ("gpu_faults.stale_handles", 2),
 ]
 SIZES = ("hidden_640", "six_rows", "sixteen_banks", "sixteen_choices", "experts_not_divisible", "one_sm")
 MORE = [
