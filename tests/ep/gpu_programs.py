@@ -218,7 +218,7 @@ def _source(handle: object, e: int, i: int) -> tuple[int, int]:
 def measurements(group: dist.ProcessGroup) -> None:
     """Rows per expert and waits per peer add up in the caller's tensors, operations in histograms."""
     exchange = open_exchange(group, a_models_spec(group.rank(), group.size(), Payload.FP8, tokens=8))
-    spec, operations, last, late_ns = exchange.spec, 3, group.size() - 1, 200_000_000
+    spec, operations, last, late_ns = exchange.spec, 3, group.size() - 1, 1_000_000_000
     ops = ("dispatch", "combine")
     exchange.set_faults(
         [Fault(last, op, "send_header", Action.DELAY, epoch=operations, delay_ns=late_ns) for op in ops]
