@@ -36,11 +36,12 @@ class Counted:
 
 
 def test_every_layer_of_a_step_uses_them(tiny: Callable[[str], Tiny]) -> None:
-    model, count = tiny("qwen3_moe"), 3
+    model, count = tiny("qwen3_moe"), 2
     spec = read_spec(model.path)
     kernels = Counted(triton_decode(spec.attention, spec.max_context, 0))
     runner = gpu_runner(model.path, kernels=kernels)
-    for number, prompt in enumerate(model.prompts):
+    for number, prompt in enumerate(model.prompts[:2]):
         runner.add(greedy(number, prompt, count))
-    assert generate(runner, model.prompts, count) == [tokens[:count] for tokens in model.tokens]
+    drawn = generate(runner, model.prompts[:2], count)
+    assert drawn == [tokens[:count] for tokens in model.tokens[:2]]
     assert kernels.steps >= count and kernels.layers == spec.num_layers * kernels.steps

@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+import pytest
 import torch
 
 from ep_server.ep.reference import ReferenceExchange
@@ -95,6 +96,7 @@ def test_a_step_ahead_and_padded(tiny: Callable[[str], Tiny]) -> None:
     assert_same(run(runner, asked, 1)[0], on_the_cpu(model, asked))
 
 
+@pytest.mark.slow
 def test_preempted_and_resumed(tiny: Callable[[str], Tiny]) -> None:
     model = tiny("qwen3_moe")
     asked = requests(model, 7, 5)

@@ -140,6 +140,7 @@ def test_logits_of_codes_are_as_near_as_bfloat16_of_the_values(fp8: Fp8, name: s
     assert 0 < largest(ours, expected) <= bound < 0.1 * expected.std()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 def test_codes_of_exact_values_give_what_the_values_give(fp8: Fp8, tmp_path: Path, name: str) -> None:
     """With scales that are powers of two bfloat16 holds the weights exactly: what is left is the order of
@@ -168,7 +169,8 @@ def plain_experts(
         out[first:end] = gated @ widen(weights.down[e], weights.down_scale[e], BLOCK).double().t()
 
 
-@pytest.mark.parametrize("payload", [Payload.FP8, pytest.param(Payload.FP8_POW2, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("payload", [Payload.FP8, Payload.FP8_POW2])
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_meet_weights_as_codes(
     fp8: Fp8, monkeypatch: pytest.MonkeyPatch, name: str, payload: Payload
@@ -186,6 +188,7 @@ def test_rows_meet_weights_as_codes(
     assert not torch.equal(plainly(values, payload), plainly(values))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not INTERPRETED, reason="this exchange is of host memory")
 def test_rows_are_read_where_they_arrived(fp8: Fp8) -> None:
     """With their scales beside them, in a region whose rows have a pitch."""
@@ -251,6 +254,7 @@ def test_an_fp8_cache_rounds_keys_and_values_and_nothing_else(
     assert model.kv_block_bytes(KV_BLOCK) * 4 == values.kv_block_bytes(KV_BLOCK)
 
 
+@pytest.mark.slow
 def test_scales_of_one_where_the_checkpoint_has_none(tiny: Callable[[str], Tiny]) -> None:
     path = tiny("qwen3_moe").path
     ones = (torch.ones(2, device=DEVICE),) * 2

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -54,8 +53,7 @@ def test_the_watch_sees_what_would_wait(read: Callable[[torch.Tensor], object]) 
 
 def test_a_step_that_reads_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = made_runner(tmp_path, torch.device("cpu"), ())
-    decode(runner, 1, nullcontext)
     sample = runner._sampler.sample
     monkeypatch.setattr(runner._sampler, "sample", lambda p, x, t: (sample(p, x, t), int(t.sum()))[0])
     with pytest.raises(HostRead):
-        decode(runner, 9, cpu_watch)
+        decode(runner, 1, cpu_watch)

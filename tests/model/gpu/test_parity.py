@@ -61,7 +61,7 @@ def gpu_runner(
     return GpuRunner(params, options)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.slow), 2])
 @pytest.mark.parametrize(
     "cut",
     [
