@@ -16,10 +16,11 @@ import torch
 from ep_server.config import Config
 from ep_server.model.assembly import LoadParams, load_model
 from ep_server.model.families import read_spec
-from ep_server.ranks.devices import Device, Meeting, Runner, device_of
+from ep_server.ranks.devices import device_of
 from ep_server.ranks.exchanges import Opening
 from ep_server.ranks.group import exchange_spec
 from ep_server.ranks.overlap import Overlap
+from ep_server.ranks.parts import Device, Meeting, Progress, Runner
 from ep_server.records import RankReady, Request, Sampling, SeqSlice, StepBatch, Stopping
 from ep_server.scheduler.batch import IDLE, SchedulerLimits
 from ep_server.scheduler.rank_scheduler import RankScheduler
@@ -27,8 +28,6 @@ from ep_server.v1 import rank_pb2 as pb
 
 WARM_UP_TOKENS = 8
 WARM_UP_NUMBER = 0  # the front numbers its requests from 1
-
-Progress = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True, slots=True)

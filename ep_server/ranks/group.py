@@ -70,7 +70,7 @@ def plan_ranks(config: Config, spec: ModelSpec, available: int, *, packed: bool 
     exchange = exchange_spec(config, spec, 0)
     on_hybrid(config, exchange)  # refuses before anything is started
     dtype = serving_dtype(spec, config.model.dtype)
-    weights = footprint(spec, dtype, packed=packed).rank_bytes(exchange.placement, exchange.num_ranks)
+    weights = weight_bytes(config, spec, exchange, packed=packed)
     here = sum(weights[rank] for rank in local_ranks(config))
     shared = exchange_bytes(config, exchange)
     threads = config.parallel.threads_per_rank or max(1, usable_cores() // ranks)
@@ -89,6 +89,12 @@ def plan_ranks(config: Config, spec: ModelSpec, available: int, *, packed: bool 
             f"for {ranks} processes need more than the {_gib(available)} of memory available"
         )
     return GroupPlan(exchange, blocks, threads, weights)
+
+
+def weight_bytes(config: Config, spec: ModelSpec, exchange: ExchangeSpec, *, packed: bool) -> tuple[int, ...]:
+    """Of each rank. packed: as CPU ranks keep them, or as they are."""
+    held = footprint(spec, serving_dtype(spec, config.model.dtype), packed=packed)
+    return held.rank_bytes(exchange.placement, exchange.num_ranks)
 
 
 def num_ranks(config: Config) -> int:

@@ -11,7 +11,7 @@ from typing import Any
 
 from ep_server.model.sizes import Dtype
 from ep_server.ranks import life
-from ep_server.ranks.devices import Built
+from ep_server.ranks.parts import Built
 from tests.harness.interpreted_rank import Interpreted
 
 

@@ -19,9 +19,10 @@ from ep_server.model.gpu.assembly import GpuPlan, gpu_runner
 from ep_server.model.gpu.rows import RowsOfSteps
 from ep_server.model.torch_compute import TorchCompute
 from ep_server.ranks import life
-from ep_server.ranks.devices import Built, rows_of
+from ep_server.ranks.devices import rows_of
 from ep_server.ranks.exchanges import Opening, open_exchange
 from ep_server.ranks.overlap import BucketOverlap, BucketRule, Overlap, OverlapPolicy
+from ep_server.ranks.parts import Built
 from ep_server.v1 import rank_pb2 as pb
 from tests.model.triton.interpreter import make_exact
 

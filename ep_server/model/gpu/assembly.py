@@ -7,18 +7,16 @@ from dataclasses import dataclass
 import torch
 
 from ep_server.ep.exchange import Exchange
-from ep_server.errors import StartupError
 from ep_server.model.assembly import TORCH, RankModel
 from ep_server.model.decoder import DecoderParams
 from ep_server.model.gpu.attention_choice import AttentionCase, Chosen, choose
 from ep_server.model.gpu.decode_kernels import DecodeKernels
 from ep_server.model.gpu.graphs import Form, buckets_up_to, forms_of
+from ep_server.model.gpu.memory import Room
 from ep_server.model.gpu.rows import RowsOfSteps
 from ep_server.model.gpu.runner import GpuOptions, GpuRunner
 from ep_server.model.gpu.step_input import InputShape
 from ep_server.model.kv_cache import KvCache
-
-KV_SHARE = 0.8  # of the memory that weights and exchange leave; the rest is for activations and graphs
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,18 +38,11 @@ class GpuPlan:
 
 
 def kv_blocks_on(device: torch.device, model: RankModel, plan: GpuPlan) -> int:
-    """KV blocks of this rank. Raises: StartupError with the numbers where not one fits."""
-    if plan.kv_blocks or device.type != "cuda":
+    """KV blocks of this rank. Raises: StartupError with the numbers where they do not fit."""
+    if device.type != "cuda":
         return plan.kv_blocks or plan.useful_blocks
-    free, total = torch.cuda.mem_get_info(device)
     block = model.kv_block_bytes(plan.block_size)
-    blocks = min(int(free * KV_SHARE / block), plan.useful_blocks)
-    if not blocks:
-        raise StartupError(
-            f"the model does not fit: {model.weights.nbytes / 2**30:.2f} GiB of weights leave "
-            f"{free / 2**30:.2f} of {total / 2**30:.2f} GiB on {device}, a KV block takes {block} bytes"
-        )
-    return blocks
+    return Room.on(device).kv_blocks(block, plan.kv_blocks, plan.useful_blocks, model.weights.nbytes)
 
 
 def decode_kernels(asked: str, model: RankModel, block_size: int) -> Chosen:

@@ -1,0 +1,57 @@
+"""Whether a GPU has room for what a rank keeps on it: weights before they are read, then the KV cache.
+
+Units: bytes, KV blocks.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ep_server.errors import StartupError
+
+KV_SHARE = 0.8  # of the memory that weights and exchange leave; the rest is for activations and graphs
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Memory of a GPU at one moment. name: for errors."""
+
+    name: str
+    free: int
+    total: int
+
+    @staticmethod
+    def on(device: torch.device) -> Room:
+        """What a GPU has now."""
+        return Room(str(device), *torch.cuda.mem_get_info(device))
+
+    def check_weights(self, needed: int) -> None:
+        """Before they are read. Raises: StartupError with the numbers where they do not fit."""
+        if needed > self.free:
+            raise StartupError(f"the model does not fit: {_gib(needed)} of weights, {self._left()}")
+
+    def kv_blocks(self, block: int, asked: int, useful: int, weights: int) -> int:
+        """How many the cache has.
+
+        Args:
+            block: bytes of one. asked: so many; 0 = what there is room for, `useful` at the most.
+            weights: that are on the GPU already.
+        Raises: StartupError with the numbers where these, or one, do not fit.
+        """
+        blocks = asked or min(int(self.free * KV_SHARE / block), useful)
+        if blocks and blocks * block <= self.free:
+            return blocks
+        wanted = f"{asked} KV blocks of {block} bytes need {_gib(asked * block)}"
+        raise StartupError(
+            f"the model does not fit: with {_gib(weights)} of weights {self._left()}, "
+            + (wanted if asked else f"a KV block takes {block} bytes")
+        )
+
+    def _left(self) -> str:
+        return f"{_gib(self.free)} of {_gib(self.total)} are free on {self.name}"
+
+
+def _gib(number: int) -> str:
+    return f"{number / 2**30:.2f} GiB"
