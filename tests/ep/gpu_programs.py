@@ -240,8 +240,18 @@ def measurements(group: dist.ProcessGroup) -> None:
         assert spec.rank == last or waited[last] > late_ns // 2, (
             f"{op}: wait_stats {waited}, rank {last} was late"
         )
-        for part in ("send", "wait"):
+        most = [found["peer_wait_max_ns"][op, peer] for peer in range(spec.num_ranks)]
+        assert all(
+            one <= all_of_them <= operations * one for one, all_of_them in zip(most, kept, strict=True)
+        )
+        for part in ("send", "wait", "expand" if op == "dispatch" else "reduce"):
             assert sum(found["histograms"][f"{op}/{part}"]) == operations, (op, part)
+        long = sum(found["histograms"][f"{op}/wait"][(late_ns // 2).bit_length() - 1 :])
+        assert spec.rank == last or long >= 1, f"{op}: no wait was as long as rank {last} was late"
+    for name, counts in found["histograms"].items():  # bucket b: from 2^b to 2^(b+1) ns, the first from 0
+        least = sum(count << b for b, count in enumerate(counts) if b)
+        most_ns = sum(count << b + 1 for b, count in enumerate(counts))
+        assert least <= found["sums"][name] <= most_ns, f"{name}: {counts}, together {found['sums'][name]} ns"
     close_exchange(exchange)
 
 
