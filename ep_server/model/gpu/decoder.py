@@ -123,7 +123,7 @@ class GpuDecoder:
         weight = router_weight(ffn.router, params.weights.embedding.dtype)
         counts = self.experts.rows[index]
         streamed = streamed_experts(ffn.experts)
-        logits = streamed_product(weight, STREAMED.router, ahead=STREAMED.ahead)
+        logits = streamed_product(weight, STREAMED.router)
         return GpuMoe(index, params.spec.router, params.exchange.spec, weight, counts, streamed, logits, seed)
 
     def _projection(self, index: int) -> StreamedProduct | None:

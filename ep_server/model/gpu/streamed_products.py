@@ -27,16 +27,20 @@ _NATIVE = "ep_server._cuda"
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """Rows up to which a layer's products are streamed, 0 = never.
+class Limit:
+    """rows: up to which a product is streamed, 0 = never. ahead: see Manner."""
 
-    ahead: rows up to which the weights of qkv and router come while the norm before them runs.
-    """
-
-    qkv: int = 0
-    out: int = 0
-    router: int = 0
+    rows: int = 0
     ahead: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Of a layer's products."""
+
+    qkv: Limit = Limit()
+    out: Limit = Limit()
+    router: Limit = Limit()
 
 
 STREAMED = Limits()  # the library's, until it is measured to be slower
@@ -135,12 +139,12 @@ def product(
 
 
 def streamed_product(
-    weight: torch.Tensor, most_rows: int, bias: torch.Tensor | None = None, *, ahead: int = 0
+    weight: torch.Tensor, limit: Limit, bias: torch.Tensor | None = None
 ) -> StreamedProduct | None:
-    """The kernel for a weight, where it is for that and for any rows. ahead: see Manner."""
-    if most_rows == 0 or bias is not None or not streamable(weight):
+    """The kernel for a weight, where it is for that and for any rows."""
+    if limit.rows == 0 or bias is not None or not streamable(weight):
         return None
-    return StreamedProduct(weight, most_rows, Manner(ahead=ahead))
+    return StreamedProduct(weight, limit.rows, Manner(ahead=limit.ahead))
 
 
 def streamable(weight: torch.Tensor) -> bool:

@@ -113,7 +113,7 @@ def add_rms_norm(
         _rms_norm_kernel[(tokens, 1)](
             branch.rows, residual, weight, out, branch.rows.stride(0), branch.step, out.stride(0), eps,
             DIM=dim, BLOCK=size, ADD=True, PARTS=branch.parts, NEXT=next_reads_ahead, **early(out),
-            num_warps=warps_for(size),
+            num_warps=warps_for(size if branch.parts == 1 else 2 * size),  # more loads at a time
         )  # fmt: skip
 
 

@@ -116,7 +116,7 @@ def test_products_that_come_in_parts(tiny: Callable[[str], Tiny], monkeypatch: p
     """Of both projections and the router, added up by the kernels that read them."""
     made: list[InParts] = []
 
-    def streamed(weight: torch.Tensor, most_rows: int, *_: object, **__: object) -> InParts:
+    def streamed(weight: torch.Tensor, *_: object) -> InParts:
         made.append(InParts(weight))
         return made[-1]
 

@@ -14,6 +14,7 @@ from ep_server.model.gpu.attention import GqaProducts
 from ep_server.model.gpu.streamed_products import (
     MOST_ROWS,
     Cut,
+    Limit,
     Limits,
     Manner,
     StreamedProduct,
@@ -139,7 +140,7 @@ def test_another_shape_is_refused_by_name_before_a_kernel_sees_it(told: list[dic
 
 
 def test_no_kernel_without_a_gpu() -> None:
-    assert not streamable(weight_of()) and streamed_product(weight_of(), MOST_ROWS) is None
+    assert not streamable(weight_of()) and streamed_product(weight_of(), Limit(MOST_ROWS)) is None
 
 
 def test_only_what_a_kernel_can_read_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -147,11 +148,11 @@ def test_only_what_a_kernel_can_read_is_streamed(monkeypatch: pytest.MonkeyPatch
     asked: list[int] = []
     monkeypatch.setattr(streamed_products, "streamable", lambda weight: True)
     monkeypatch.setattr(streamed_products, "StreamedProduct", lambda weight, most, _: asked.append(most))
-    linear, limits = TorchLinear(weight_of(), None), Limits(qkv=64, out=32)
+    linear, limits = TorchLinear(weight_of(), None), Limits(Limit(64), Limit(32))
     GqaProducts.of(GqaWeights(linear, linear), limits)
     assert asked == [64, 32]
     GqaProducts.of(GqaWeights(linear, linear, q_norm=torch.ones(1), k_norm=torch.ones(1)), limits)
     assert asked == [64, 32, 32]
     GqaProducts.of(GqaWeights(linear, linear), Limits())
-    GqaProducts.of(GqaWeights(TorchLinear(weight_of(), torch.ones(128)), linear), Limits(qkv=64))
+    GqaProducts.of(GqaWeights(TorchLinear(weight_of(), torch.ones(128)), linear), Limits(Limit(64)))
     assert asked == [64, 32, 32]

@@ -109,7 +109,9 @@ def decoding() -> None:
                     meta(TOKENS, heads, splits, v_dim, dtype=F32), meta(TOKENS, heads, splits, 2, dtype=F32)
                 )
                 q, out = meta(TOKENS, heads, k_dim), meta(TOKENS, heads, v_dim)
-                decode(q, cache(dtype), sequences(TOKENS), AttentionRule(0.1), work, out)
+                for ahead in (False, True):
+                    rule = AttentionRule(0.1)
+                    decode(q, cache(dtype), sequences(TOKENS), rule, work, out, next_reads_ahead=ahead)
 
 
 def prefilling() -> None:
