@@ -37,7 +37,8 @@ MORE = [
         for n in (2, 3)
         for op in ("dispatch", "combine")
     ],
-    *[("gpu_wires.late_weights", n) for n in (1, 2, 4)],
+    ("gpu_faults.masking", 8, False),
+    *[("gpu_wires.late_weights", n) for n in (1, 2, 4, 8)],
     *[("gpu_wires.low_precision", n, wire) for n in (1, 2, 4) for wire in ("log10", "fp8")],
     *[
         (f"gpu_streams.{name}", 2) for name in ("orders_of_receives", "freed_handles")
@@ -83,6 +84,12 @@ def test_conformance(num_ranks: int) -> None:
 def test_sizes(num_ranks: int) -> None:
     """Those that are not large: one kernel at a time fills two multiprocessors here."""
     found = failures(run("gpu_programs.run_sizes", num_ranks, SIZES))
+    assert not found, "\n".join(found[:5])
+
+
+@pytest.mark.slow
+def test_as_many_ranks_as_a_host_may_have() -> None:
+    found = failures(run("gpu_programs.run_sizes", 8, ("hidden_640", "sixteen_choices")))
     assert not found, "\n".join(found[:5])
 
 
