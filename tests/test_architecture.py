@@ -45,7 +45,7 @@ ALLOWED = {
     "ep": {"errors", "_C"},
     "model": {"errors", "records", "ep.exchange", "ep.quant", "_C"},
     "compat": {"errors", "ep"},
-    "ranks": {*FOUNDATION, "scheduler", "model", "ep", "v1", "_C", "tokenizer"},
+    "ranks": {*FOUNDATION, "logs", "scheduler", "model", "ep", "v1", "_C", "tokenizer"},
     "nodes": {*FOUNDATION, *WIRE, *NODES},
 }
 FRONT = {*FOUNDATION, "scheduler", "ranks.protocol", "model.families", "model.inspect", "model.sizes"}

@@ -56,9 +56,8 @@ def open_end(
         return _direct(spec, device, options, waiting)
     if wanted == DeviceMemory.AUTO and device.type != "cpu":
         LOG.info(
-            "rank %d: rows travel through host memory: exchange.device_memory = auto does not take hmem, "
-            "which has not run on a network card yet",
-            spec.rank,
+            "rows travel through host memory: exchange.device_memory = auto does not take hmem, "
+            "which has not run on a network card yet"
         )
     return through_host()
 
@@ -103,8 +102,7 @@ def _direct(
     copies_for(device, spec.timeout_ns).fetch()()
     opened = RowsFabric(spec, rows, options, waiting)
     LOG.info(
-        "rank %d: the card reads and writes rows on %s itself: %.1f MiB are registered (FI_HMEM)",
-        spec.rank,
+        "the card reads and writes rows on %s itself: %.1f MiB are registered (FI_HMEM)",
         device,
         rows.bytes / 2**20,
     )

@@ -79,7 +79,7 @@ class FabricExchange(NativeExchange):
         self.hosts = share.hosts
         self._port: _C.FabricPort | None = _open_port(spec, self.options, waiting, share, rows)
         self.description = self._port.description
-        LOG.info("rank %d: %s", spec.rank, self.description)
+        LOG.info("%s", self.description)
         self._attach(spec, self._port.exchange, waiting, None if rows is None else rows.dispatched)
 
     @property

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import gc
+import json
 import logging
 import os
 import signal
@@ -16,6 +17,7 @@ import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeAlias
 
+from ep_server import logs
 from ep_server.config import Config
 from ep_server.errors import EpServerError, InternalError, StartupError
 from ep_server.ranks.channel import ChannelClosed, RankChannel
@@ -40,6 +42,7 @@ def serve(channel: RankChannel, choose: Choose | None = None) -> int:
     exchanges: list[NativeExchange] = []
     try:
         start = _first_message(channel)
+        logs.configure(Config.from_values(json.loads(start.config_json)).log, rank=start.rank)
         # Imported here: torch takes a second or more, in which the process is tied to its parent already.
         gc.disable()  # what is imported stays: to look through it again and again is a tenth of that second
         import torch

@@ -84,6 +84,7 @@ async def test_whoever_is_told_to_stop_all_drain_and_end_well(told: int) -> None
         assert [await server.end() for server in servers] == [0, 0]
         assert left(processes) == []
         assert [server.text for server in servers] == [[], []]
+        assert all(server.said(r"^libfabric \S+, provider \S+, ") for server in servers)  # by each rank
 
 
 @pytest.mark.parametrize("told", [0, pytest.param(1, marks=pytest.mark.slow)], ids=["leader", "follower"])

@@ -47,3 +47,15 @@ def test_text_is_for_people(stream: io.StringIO) -> None:
     logs.configure(LogConfig(level="debug"), stream)
     logging.getLogger("ep_server.some").debug("hello")
     assert re.fullmatch(r"\d\d:\d\d:\d\d DEBUG   ep_server\.some: hello\n", stream.getvalue())
+
+
+def test_lines_of_a_rank_say_whose_they_are(stream: io.StringIO) -> None:
+    log = logging.getLogger("ep_server.some")
+    logs.configure(LogConfig(), stream, rank=3)
+    log.info("hello")
+    assert re.fullmatch(r"\d\d:\d\d:\d\d INFO    ep_server\.some: rank 3: hello\n", stream.getvalue())
+    stream.truncate(stream.seek(0))
+    logs.configure(LogConfig(format="json"), stream, rank=3)
+    log.info("hello")
+    line = json.loads(stream.getvalue())
+    assert (line["rank"], line["message"]) == (3, "hello")
