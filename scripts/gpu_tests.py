@@ -141,6 +141,7 @@ def ordinals_here() -> list[str]:
 
 
 def main() -> None:
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # ends the parts, too
     ordinals = ordinals_here()
     if not ordinals:
         raise SystemExit("no GPU is here")
