@@ -2,8 +2,8 @@
 
     python -m tests.harness.answers FOLDER        makes them
 
-Those with FP8 weights lie in FOLDER/fp8; their answers are those of the same weights as values. Reading needs
-no transformers.
+Beside the tokens lies what the rule for bfloat16 needs (bfloat16.py). Those with FP8 weights lie in
+FOLDER/fp8; their answers are those of the same weights as values. Reading needs no transformers.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FILE = "answers.json"
+ROUNDING = "bfloat16.pt"  # see harness/bfloat16.py
+ROUNDED = 64  # positions of it
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,7 @@ def write(folder: Path) -> None:
     import torch
 
     from tests.harness import fp8
+    from tests.harness.bfloat16 import Rounding
     from tests.harness.checkpoints import CASES, make
 
     torch.set_num_threads(1)  # models this small are slower on more
@@ -49,6 +52,7 @@ def write(folder: Path) -> None:
         path.mkdir(parents=True, exist_ok=True)
         made = make(case, path)
         (path / FILE).write_text(json.dumps([made.prompts, made.tokens]))
+        Rounding.of(path, [*made.prompts[1], *made.tokens[1]][:ROUNDED]).write(path / ROUNDING)
     for case in (fp8.GQA, fp8.MLA):
         path = folder / "fp8" / case.name
         with tempfile.TemporaryDirectory() as scratch:

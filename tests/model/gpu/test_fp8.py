@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
@@ -22,27 +22,22 @@ import ep_server.model.gpu.moe as gpu_moe
 from ep_server.ep.exchange import Payload, View
 from ep_server.ep.native import NativeExchange
 from ep_server.ep.quant import dequantise
-from ep_server.ep.reference import ReferenceExchange
 from ep_server.ep.segment import create_segment
-from ep_server.model.assembly import LoadParams, RankModel, load_model
+from ep_server.model.assembly import RankModel
 from ep_server.model.decoder import DecoderParams
 from ep_server.model.families import read_spec
 from ep_server.model.fp8 import widen
-from ep_server.model.gpu.assembly import GpuPlan, gpu_runner
 from ep_server.model.gpu.rows import PlainRows, RowsOfSteps
-from ep_server.model.gpu.runner import GpuRunner
 from ep_server.model.kv_cache import KvCache, KvLayer
 from ep_server.model.runner import ModelRunner
-from ep_server.model.torch_compute import TorchCompute
 from ep_server.model.triton.expert_rows import ExpertRows, ExpertWeights
-from ep_server.ranks.devices import rows_of
-from ep_server.records import SeqSlice, StepBatch
 from tests.harness.checkpoints import Tiny
 from tests.harness.compare import assert_close, assert_equal
 from tests.harness.fp8 import BLOCK, EXPERTS, Fp8Tiny, widened
 from tests.harness.rank_group import greedy
 from tests.model.driver import BLOCK as KV_BLOCK
 from tests.model.driver import BLOCKS, GreedySampler, exchange_spec, generate
+from tests.model.gpu.whole_steps import exchange, load, logits_of, run, step_runner
 from tests.model.triton.harness import DEVICE, FP8, INTERPRETED, codes
 
 Fp8 = Callable[[str], Fp8Tiny]
@@ -51,56 +46,9 @@ IDS = [(i * i * 17 + 3 * i + 5) % 256 for i in range(14)]
 PIECES = ((0, 7), (7, 10), *((i, i + 1) for i in range(10, len(IDS))))  # a prompt in two chunks, then tokens
 
 
-def load(path: Path, dtype: str, kv_dtype: str = "auto") -> RankModel:
-    placement = (0,) * read_spec(path).router.num_experts
-    compute = TorchCompute(DEVICE)
-    return load_model(LoadParams(str(path), 0, placement, dtype, compute=compute, kv_dtype=kv_dtype))
-
-
-def exchange(model: RankModel, payload: Payload | None) -> ReferenceExchange:
-    spec = exchange_spec(model, 0, 1, (0,) * model.spec.router.num_experts)
-    return ReferenceExchange(spec if payload is None else replace(spec, payload=payload))
-
-
-@dataclass
-class Recording:
-    """A sampler's; keeps the logits that it is given."""
-
-    sampler: Any
-    logits: list[torch.Tensor]
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.sampler, name)
-
-    def sample(self, draws: Any, logits: torch.Tensor, *more: Any) -> Any:
-        self.logits.append(logits.detach().clone().cpu())
-        return self.sampler.sample(draws, logits, *more)
-
-
-def run(runner: GpuRunner | ModelRunner, ids: Sequence[int]) -> None:
-    """One sequence in PIECES; blocks in an order of no kind."""
-    blocks = [(i * 37 + 11) % BLOCKS for i in range(-(-len(ids) // KV_BLOCK))]
-    runner.add(greedy(1, ids[:1], 1))
-    with torch.inference_mode():
-        for start, end in PIECES:
-            runner.run(StepBatch((SeqSlice(1, start, ids[start:end], blocks, True),), end - start))
-
-
 def on_gpu(model: RankModel, payload: Payload | None = None, rows: RowsOfSteps | None = None) -> torch.Tensor:
     """Logits after each piece: [pieces, V]. rows: over an exchange of its own."""
-    runner = step_runner(model, payload, rows)
-    recording = Recording(runner._sampler, [])
-    runner._sampler = recording  # type: ignore[assignment]
-    run(runner, IDS)
-    return torch.cat(recording.logits)
-
-
-def step_runner(
-    model: RankModel, payload: Payload | None = None, rows: RowsOfSteps | None = None
-) -> GpuRunner:
-    carried = exchange(model, payload)
-    plan = GpuPlan(BLOCKS, KV_BLOCK, max_running=4, max_step_tokens=64, useful_blocks=BLOCKS, graphs=False)
-    return gpu_runner(model, carried, rows or rows_of(carried, False), plan, BLOCKS)
+    return logits_of(step_runner(model, payload, rows), IDS, PIECES)
 
 
 def plainly(
@@ -112,7 +60,7 @@ def plainly(
         cache.layers = tuple(wrap(index, layer) for index, layer in enumerate(cache.layers))
     carried, sampler = exchange(model, payload), GreedySampler()
     params = DecoderParams(model.spec, model.weights, carried, cache, model.max_context, model.compute)
-    run(ModelRunner(params, sampler), IDS)
+    run(ModelRunner(params, sampler), IDS, PIECES)
     return torch.stack(sampler.logits[1]).cpu()
 
 
