@@ -164,7 +164,7 @@ def scheduled(
     return tokens
 
 
-@pytest.mark.parametrize("ahead", [1, 2])
+@pytest.mark.parametrize("ahead", [1, pytest.param(2, marks=pytest.mark.slow)])  # ranks have 1
 def test_steps_launched_before_their_tokens_are_known(tiny: Callable[[str], Tiny], ahead: int) -> None:
     model = tiny("qwen3_moe")
     expected = {number: list(tokens[:4]) for number, tokens in enumerate(model.tokens[:SCHEDULED])}
@@ -175,10 +175,10 @@ def test_steps_launched_before_their_tokens_are_known(tiny: Callable[[str], Tiny
     "forms",
     [
         (Form(2), Form(4)),
-        (Form(1, 2), Form(2, 2)),  # halves of one row, or none
+        pytest.param((Form(1, 2), Form(2, 2)), marks=pytest.mark.slow),  # halves of one row, or none
         (Form(3, 2),),  # an odd bucket, its second half not full
-        (Form(2), Form(2, 2), Form(8, 2)),
-        (Form(8, 2),),  # nothing but padding in its second half
+        pytest.param((Form(2), Form(2, 2), Form(8, 2)), marks=pytest.mark.slow),
+        pytest.param((Form(8, 2),), marks=pytest.mark.slow),  # nothing but padding in its second half
     ],
     ids=str,
 )
