@@ -87,7 +87,7 @@ def logits_of(runner: GpuRunner, ids: Sequence[int], pieces: Pieces, micro_batch
 
 @contextmanager
 def routed_as(rule: Rounding, pieces: Pieces) -> Iterator[None]:
-    """Choices of steps of one micro-batch are the oracle's, with the weights that the CPU engine gives them."""
+    """Choices of steps of one micro-batch are the oracle's, with the weights that the CPU engine gives."""
     with pytest.MonkeyPatch.context() as patch, forced_routing(rule.routing_of(pieces)):
         patch.setattr(gpu_moe, "chosen", lambda x, w, on, step: route(x, w, on.router))
         yield
