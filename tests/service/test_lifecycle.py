@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import signal
 import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import grpc
 import pytest
@@ -18,6 +19,7 @@ from ep_server.client import AsyncClient
 from ep_server.config import Config
 from ep_server.errors import ConfigError
 from ep_server.ranks.fake import FakeRanks
+from ep_server.records import RankReady
 from ep_server.server import Server
 from tests.service.harness import MODEL, WAIT, Code, failure, next_event, rest
 
@@ -170,6 +172,26 @@ async def test_an_open_door_is_told(caplog: pytest.LogCaptureFixture) -> None:
         await server.stop()
         told = [record for record in caplog.records if record.levelname == "WARNING"]
         assert len(told) == warnings
+
+
+class WithGpus(FakeRanks):
+    """Each rank says which kernels it attends with."""
+
+    def _ready(self, rank: int) -> RankReady:
+        return replace(super()._ready(rank), attention=f"triton (reason {rank % 2})")
+
+
+async def test_the_kernels_of_attention_are_named_once_before_it_serves(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    server = Server(Config.from_values({"grpc.port": 0}), MODEL, WithGpus(4))
+    with caplog.at_level(logging.INFO, "ep_server.server"):
+        await server.start(lambda *_: None)
+    await server.drain()
+    await server.stop()
+    told = [line for line in caplog.messages if line.startswith(("decode attention", "serving"))]
+    assert told[:2] == [f"decode attention: triton (reason {which})" for which in (0, 1)]
+    assert len(told) == 3 and told[2].endswith("4 ranks")
 
 
 async def test_ipv6() -> None:

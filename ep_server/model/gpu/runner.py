@@ -82,6 +82,8 @@ class GpuRunner:
         self._logits = torch.empty(shape.sequences, params.spec.vocab_size, device=self._device)
         self._drawn = torch.zeros(shape.sequences, dtype=torch.int64, device=self._device)
         self._told = [self._inputs[0].host_buffer(shape.sequences, torch.int64) for _ in range(STAGES)]
+        stages = STAGES if self._device.type == "cuda" else 0
+        self._arrived = [torch.cuda.Event() for _ in range(stages)]  # type: ignore[no-untyped-call]
         self._places: dict[int, int] = {}  # of the tokens that the last launch draws
         self._launches = 0
         self._seconds = STEP_SECONDS + params.exchange.spec.timeout_ns / 1e9
@@ -207,12 +209,13 @@ class GpuRunner:
 
     def _told_of(self, numbers: list[int], order: list[int], reported: SamplingReport | None) -> Launched:
         """Sends what was drawn to the host, behind the step."""
-        tokens = self._told[self._launches % STAGES][: len(numbers)]
-        tokens.copy_(self._drawn[: len(numbers)], non_blocking=True)
+        stage = self._launches % STAGES
         self._launches += 1
+        tokens = self._told[stage][: len(numbers)]
+        tokens.copy_(self._drawn[: len(numbers)], non_blocking=True)
         launched = Launched(numbers, order, tokens, reported)
-        if self._device.type == "cuda":
-            launched.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        if self._arrived:
+            launched.arrived = self._arrived[stage]
             launched.arrived.record()
         return launched
 

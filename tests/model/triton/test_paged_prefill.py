@@ -56,7 +56,7 @@ def test_prefill(heads: Heads, window: int, types: str) -> None:
             assert_near(got[row], expected, 4)
 
 
-@pytest.mark.parametrize("count", [64, 65, 140])
+@pytest.mark.parametrize("count", [64, 65, pytest.param(140, marks=pytest.mark.slow)])
 def test_more_chunks_than_a_program_looks_at_at_once(count: int) -> None:
     """Some of them padding, of no tokens."""
     chunks = [(0, 0) if n % 9 == 4 else (2 + n % 3, 2) for n in range(count)]
