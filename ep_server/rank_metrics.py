@@ -43,6 +43,8 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "idle_steps": ("idle_steps", "Steps this rank took part in without a token of its own."),
     "padded_tokens": ("padded_tokens", "Rows computed that hold no token."),
     "overlap_steps": ("overlap_steps", "Steps run as two micro-batches."),
+    "graph_steps": ("graph_steps", "Steps replayed from a captured graph."),
+    "kernels_compiled": ("kernels_compiled", "Kernels not made ready before traffic: each had a step wait."),
     "parks": ("parks", "Times the group went to sleep for lack of work."),
     "tokens": ("step_tokens", "Tokens run, prefill and decode."),
     "exchange_tokens": ("comm_tokens", "Tokens given to dispatch, once per MoE layer."),

@@ -55,6 +55,8 @@ def report(rank: int, step: int, ranks: int = 2) -> RankStatistics:
             "padded_tokens": step // 2,
             "tokens": 5 * step,
             "overlap_steps": step,
+            "graph_steps": step,
+            "kernels_compiled": step,
             "parks": step,
             "exchange_tokens": 5 * step,
             "exchange_rows": 9 * step,

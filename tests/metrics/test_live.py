@@ -34,6 +34,8 @@ CONSTANT = {
     ("epserver_queue_limit", None),
     ("epserver_padded_tokens_total", "0"),  # nothing pads on CPU
     ("epserver_padded_tokens_total", "1"),
+    ("epserver_graph_steps_total", "0"),  # nor is anything captured
+    ("epserver_graph_steps_total", "1"),
     ("epserver_comm_sleeps_total", "0"),  # on a busy machine giving the core away is wait enough
     ("epserver_comm_sleeps_total", "1"),
 }

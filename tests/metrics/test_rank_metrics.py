@@ -87,6 +87,8 @@ def test_counters_and_gauges_of_a_rank(collector: RankCollector, scrape: Scrape)
     assert value(found, "epserver_ep_rank_up", rank="1") == 0
     assert value(found, "epserver_idle_steps_total", rank="0") == 4
     assert value(found, "epserver_padded_tokens_total", rank="1") == 12
+    assert value(found, "epserver_graph_steps_total", rank="0") == 12
+    assert value(found, "epserver_kernels_compiled_total", rank="1") == 24
     assert value(found, "epserver_comm_bytes_total", rank="1", op="combine") == 12_000
     assert value(found, "epserver_comm_bytes_total", rank="0", op="dispatch") == 12_000
     assert value(found, "epserver_prefix_cache_queries_total", rank="0") == 84

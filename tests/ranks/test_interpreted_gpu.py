@@ -28,12 +28,12 @@ async def tokens(
     group, heard = RankProcesses(config, module=module), Recorder()
     try:
         await group.start(heard, heard.on_progress)
+        captured = {rank: done == total for rank, stage, done, total in heard.progress if stage == "graphs"}
+        assert captured == ({} if module == WORKER else dict.fromkeys(range(ranks), True))
         for number, prompt in enumerate(prompts, start=1):
             group.submit(number % ranks, greedy(number, prompt, COUNT))
         await heard.until(lambda: len(heard.finished) == len(prompts), 120)
         await heard.parked(ranks, len(prompts))
-        stages = {stage for _, stage, _, _ in heard.progress}
-        assert ("graphs" in stages) == (module != WORKER)
     finally:
         await group.stop()
     assert group.exit_codes == [0] * ranks
