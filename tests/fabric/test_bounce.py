@@ -58,7 +58,10 @@ def failures(by_rank: list[dict[str, str]]) -> str:
     return "\n".join(failed[:5])
 
 
-@pytest.mark.parametrize(("library", "num_ranks"), [("system", 3), ("wheel", 2)])
+# The mixed group below runs on the system's too.
+@pytest.mark.parametrize(
+    ("library", "num_ranks"), [pytest.param("system", 3, marks=pytest.mark.slow), ("wheel", 2)]
+)
 def test_every_case_over_the_network_gives_the_bits_of_paper_arithmetic(library: str, num_ranks: int) -> None:
     needs(library)
     assert not failures(
@@ -109,6 +112,7 @@ class Watched(HostCopies):
         self.read.append((staged.view(torch.uint8), staged.clone().view(torch.uint8)))
 
 
+@pytest.mark.slow  # test_bounce_streams finds such a write by order, in one operation after another
 def test_staging_is_not_written_while_copies_to_the_device_read_it() -> None:
     """The whole suite, whose sequences have as many operations in flight as there are banks."""
     assert not failures(run_group(suite, 2, args=(on_one_host,), timeout=150))

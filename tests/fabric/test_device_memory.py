@@ -131,11 +131,8 @@ def test_a_provider_that_may_copy_a_gpus_rows_is_refused_with_the_option(
         RowsFabric(SPEC, poisoned_rows(SPEC), options)
 
 
-@pytest.mark.parametrize("said", [said for said, _ in COPYING])
-def test_where_nothing_is_a_gpus_or_copies_are_allowed_it_is_not_asked(
-    said: dict[str, Any], tmp_path: Path
-) -> None:
-    options = over_card(tmp_path, **said)
+def test_where_nothing_is_a_gpus_or_copies_are_allowed_it_is_not_asked(tmp_path: Path) -> None:
+    options = over_card(tmp_path, **COPYING[1][0])
     for rows, asked in (
         (poisoned_rows(SPEC, DeviceRows.HOST, 0), options),
         (poisoned_rows(SPEC), replace(options, device_copies=True)),

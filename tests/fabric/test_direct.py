@@ -39,14 +39,19 @@ def whole_suite(group: dist.ProcessGroup, options: FabricOptions) -> dict[str, s
     return run_cases(group, factory) | run_sequences(group, factory)
 
 
-@pytest.mark.parametrize(("library", "num_ranks"), [("system", 3), ("wheel", 2)])
+# Between hosts, below, the system's runs it too.
+@pytest.mark.parametrize(
+    ("library", "num_ranks"), [pytest.param("system", 3, marks=pytest.mark.slow), ("wheel", 2)]
+)
 def test_every_case_gives_the_bits_of_paper_arithmetic_over_a_provider_that_reaches_devices(
     library: str, num_ranks: int
 ) -> None:
     assert not failures(run_group(whole_suite, num_ranks, args=(over_shm(library),), timeout=200))
 
 
-@pytest.mark.parametrize(("library", "disorder"), [("system", 7), ("wheel", 0)])
+@pytest.mark.parametrize(
+    ("library", "disorder"), [("system", 7), pytest.param("wheel", 0, marks=pytest.mark.slow)]
+)
 def test_every_case_gives_them_with_memory_registered_as_for_cards(
     library: str, disorder: int, tmp_path: Path
 ) -> None:

@@ -67,7 +67,7 @@ def test_the_wrapped_library_asks_for_what_cards_ask_for(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("program", ["interleaved", "back_to_back"])
-@pytest.mark.parametrize("receives", [1, 64])
+@pytest.mark.parametrize("receives", [1, pytest.param(64, marks=pytest.mark.slow)])
 def test_banks_are_reused_safely_in_any_order(program: str, receives: int, tmp_path: Path) -> None:
     made = ends(tmp_path, 3, production(tmp_path, disorder=7, receives=receives))
     run_ranks(getattr(programs, program), 3, spec_of(3), 60, args=(40,), ends=made)

@@ -33,8 +33,16 @@ def one_each(hosts: Hosts, folder: Path, library: str = "system") -> list[Fabric
     return [FabricEnd(str(folder / "meeting"), options, name) for name in hosts.names]
 
 
-@pytest.mark.parametrize("hosts", [2, 4], indirect=True)
-@pytest.mark.parametrize("library", ["system", "wheel"])
+@pytest.mark.parametrize(
+    ("library", "hosts"),
+    [
+        ("system", 4),
+        ("wheel", 2),
+        pytest.param("system", 2, marks=pytest.mark.slow),
+        pytest.param("wheel", 4, marks=pytest.mark.slow),
+    ],
+    indirect=["hosts"],
+)
 def test_micro_batches_interleave_between_hosts(hosts: Hosts, library: str, tmp_path: Path) -> None:
     needs(library)
     ranks = len(hosts.names)
@@ -43,7 +51,7 @@ def test_micro_batches_interleave_between_hosts(hosts: Hosts, library: str, tmp_
 
 
 @pytest.mark.parametrize("hosts", [3], indirect=True)
-@pytest.mark.parametrize("library", ["system", "wheel"])
+@pytest.mark.parametrize("library", ["system", pytest.param("wheel", marks=pytest.mark.slow)])
 def test_a_host_behind_a_slow_line_only_delays(hosts: Hosts, library: str, tmp_path: Path) -> None:
     needs(library)
     try:

@@ -34,14 +34,17 @@ def suite(group: dist.ProcessGroup, factory: Factory) -> dict[str, str]:
     return run_cases(group, factory) | run_sequences(group, factory)
 
 
-@pytest.mark.parametrize("hosts", [TWO_BY_TWO, ONE_EACH, pytest.param(ONE_AND_THREE, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "hosts", [TWO_BY_TWO, *(pytest.param(h, marks=pytest.mark.slow) for h in (ONE_EACH, ONE_AND_THREE))]
+)
 def test_every_case_over_the_network_gives_the_bits_of_paper_arithmetic(hosts: tuple[int, ...]) -> None:
     needs("system")
     factory = partial(hybrid_ends.over_network, loopback(), hosts)
     assert not failures(run_group(suite, len(hosts), args=(factory,), timeout=200))
 
 
-@pytest.mark.parametrize("hosts", [ONE_AND_THREE, pytest.param(TOGETHER, marks=pytest.mark.slow)])
+@pytest.mark.slow  # test_direct has uneven hosts
+@pytest.mark.parametrize("hosts", [ONE_AND_THREE, TOGETHER])
 def test_every_case_in_shared_memory_gives_the_bits_of_paper_arithmetic(hosts: tuple[int, ...]) -> None:
     factory = partial(hybrid_ends.on_one_host, hosts)
     assert not failures(run_group(suite, len(hosts), args=(factory,), timeout=200))

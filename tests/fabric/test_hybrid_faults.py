@@ -64,8 +64,15 @@ def run(folder: Path, victim: int, near: bool, fault: Fault) -> list[Outcome]:
         return run_outcomes(faulty, 4, SPEC, 30, args=(victim, near, fault), ends=each)
 
 
-@pytest.mark.parametrize("op", ["dispatch", "combine"])
-@pytest.mark.parametrize(("victim", "near"), [(3, True), (1, False)])
+@pytest.mark.parametrize(
+    ("victim", "near", "op"),
+    [
+        (3, True, "dispatch"),
+        (1, False, "combine"),
+        pytest.param(3, True, "combine", marks=pytest.mark.slow),
+        pytest.param(1, False, "dispatch", marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_rank_is_named_by_every_survivor(victim: int, near: bool, op: str, tmp_path: Path) -> None:
     """Whichever part it died in: its last send to anybody names it as it is numbered in the whole group."""
     place = victim % 2 if near else victim

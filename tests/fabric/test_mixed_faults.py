@@ -44,7 +44,7 @@ def group(
         yield spec, ends
 
 
-@pytest.mark.parametrize("victim", [GATEWAY, BEHIND, ALONE])
+@pytest.mark.parametrize("victim", [GATEWAY, BEHIND, pytest.param(ALONE, marks=SLOW)])
 @pytest.mark.parametrize("op", ["dispatch", pytest.param("combine", marks=SLOW)])
 def test_a_killed_rank_is_named_by_every_survivor(victim: int, op: str, tmp_path: Path) -> None:
     kill = Fault(rank=victim, op=op, phase="send_rows", action=Action.KILL, epoch=3)
