@@ -16,6 +16,7 @@ from ep_server.benchmark import online, pictures, tables
 from ep_server.benchmark.breakdown import Reports, Steps, steps_between
 from ep_server.benchmark.load import Load
 from ep_server.benchmark.offline import settled
+from ep_server.benchmark.offline_plan import TIMED_EVERY
 from ep_server.benchmark.report import Slo, summarise
 from ep_server.benchmark.trace import Trace
 from ep_server.client import AsyncClient, Target
@@ -63,11 +64,15 @@ class Readers:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What callers saw of a model, and the steps that its server took where it is our own."""
+    """What callers saw of a model, and the steps that its server took where it is our own.
+
+    overlap: as configured there.
+    """
 
     name: str
     traces: list[Trace]
     steps: Steps | None = None
+    overlap: str = ""
 
 
 async def run(server: Target | Config, asked: Asked, readers: Readers, output: Output) -> int:
@@ -100,12 +105,13 @@ def _show(measured: Measured, found: dict[str, Any], asked: Asked, readers: Read
     lengths = f"{asked.prompt_tokens} + {asked.new_tokens} tokens"
     title = f"{name}: {asked.requests} requests, {arrivals}, {lengths}"
     given = {"load": dataclasses.asdict(asked), "clients": readers.clients}
-    step = {"step": None if steps is None else dataclasses.asdict(steps)}
+    step = {"step": None if steps is None else {**dataclasses.asdict(steps), "host_share": steps.host_share}}
 
     def tell(console: Console) -> None:
         tables.online(console, found, title)
         if steps is not None:
             tables.step(console, steps, {}, f"the server, mean of {steps.count} steps, prefill included")
+            console.print(tables.overlap_line(steps, measured.overlap))
 
     values = {"mode": "online", "model": name, **given, **found, **step}
     output.show(values, tell, lambda: pictures.online(title, measured.traces))
@@ -122,7 +128,8 @@ async def _measure_own(
 
     measured = await _measure(crowd, asked, bars, on_warm)
     layers = sum(read_spec(config.model.path).sparse_layers)
-    return dataclasses.replace(measured, steps=steps_between(before, await settled(engine), layers))
+    steps = steps_between(before, await settled(engine), layers)
+    return dataclasses.replace(measured, steps=steps, overlap=config.parallel.overlap)
 
 
 async def _measure(
@@ -142,6 +149,7 @@ async def _measure(
 def prepared(config: Config, asked: Asked) -> Config:
     """The configuration on free ports that only this host reaches, with room for a closed loop.
 
+    GPUs time some of their steps: else nobody could tell what the host costs.
     Raises: ConfigError for several nodes.
     """
     if config.cluster.nodes != 1:
@@ -159,6 +167,8 @@ def prepared(config: Config, asked: Asked) -> Config:
         "scheduler.max_running": max(scheduler.max_running, running),
         "scheduler.max_step_tokens": max(scheduler.max_step_tokens, running),
     }
+    if config.parallel.device == "cuda":
+        given["metrics.device_phases"] = config.metrics.device_phases or TIMED_EVERY
     return Config.from_values(config.values() | given)
 
 

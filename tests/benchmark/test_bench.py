@@ -9,6 +9,7 @@ import shutil
 import signal
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from ep_server.ranks.fake import FakeRanks
 from tests.service.harness import MODEL, WAIT, serving
 
 DEMO = Path(ep_server.__file__).parent / "assets" / "demo_model"
+ASKED = Asked(800, 700, 0.0, 8, 8, 0, 1, 60.0)
 LOAD = Load(requests=9, concurrency=4, rate=0.0, prompt_tokens=5, new_tokens=7, vocab_size=250)
 
 
@@ -78,6 +80,7 @@ def test_online_with_a_server_of_its_own(capfd: pytest.CaptureFixture[str], tmp_
     assert (found["requests"], found["errors"], found["output_tokens"]) == (11, 0, 99)
     assert found["goodput"]["requests"] == 11 and found["statuses"] == {}
     assert found["tokens_per_message"] > 2  # 1, 4 and 4
+    assert 0 < found["step"]["host_share"] < 1
     assert chart.read_text().startswith("<svg ")
 
 
@@ -93,20 +96,21 @@ def test_rates_of_bounds() -> None:
 
 def test_a_server_of_its_own_has_room_and_is_for_this_host_alone() -> None:
     exposed = {"grpc.host": "0.0.0.0", "grpc.token_file": "tokens", "parallel.ranks": 3}
-    asked = Asked(800, 700, 0.0, 8, 8, 0, 1, 60.0)
-    made = prepared(Config.from_values(exposed), asked)
+    made = prepared(Config.from_values(exposed), ASKED)
     assert (made.grpc.host, made.grpc.port, made.grpc.token_file) == ("127.0.0.1", 0, "")
     assert (made.scheduler.max_running, made.scheduler.max_queue, made.grpc.max_streams) == (234, 700, 1024)
-    same = prepared(made, replace(asked, concurrency=1))
+    same = prepared(made, replace(ASKED, concurrency=1))
     assert same == made  # nothing becomes smaller
 
 
 def test_gpus_time_some_of_the_steps_that_are_measured() -> None:
-    asked = Plan((4,), 8, 8)
-    for given, every in (({}, TIMED_EVERY), ({"metrics.device_phases": 5}, 5)):
-        made = prepared_offline(Config.from_values({"parallel.device": "cuda", **given}), asked)
-        assert made.metrics.device_phases == every
-    assert prepared_offline(Config.from_values({}), asked).metrics.device_phases == 0
+    """Offline, and in a server that is started to be measured."""
+    ways = (partial(prepared_offline, plan=Plan((4,), 8, 8)), partial(prepared, asked=ASKED))
+    for way in ways:
+        for given, every in (({}, TIMED_EVERY), ({"metrics.device_phases": 5}, 5)):
+            made = way(Config.from_values({"parallel.device": "cuda", **given}))
+            assert made.metrics.device_phases == every
+        assert way(Config.from_values({})).metrics.device_phases == 0
 
 
 @pytest.mark.parametrize("readers", [1, 3])
