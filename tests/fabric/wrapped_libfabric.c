@@ -3,7 +3,7 @@
 // demand. Compiled by wrapped.py; what it does is said by macros:
 //   REAL            the libfabric behind it; BELOW: the provider in it, as it calls it
 //   RECORD          file: "env NAME=VALUE" when it is loaded, "hint NAME=VALUE" whenever it is asked,
-//                   "write PROCESS PEER" for the first writes of each endpoint, "device PROCESS KIND NUMBER
+//                   "write PROCESS PEER" for the first write of each endpoint to a peer, "device PROCESS KIND NUMBER
 //                   BEGIN BYTES" for memory of a device that is registered, and "device_write PROCESS FROM" for
 //                   the first writes from it
 //   HMEM            0, or it reaches the memory of devices where it is asked to; REFUSED: registering it fails
@@ -43,7 +43,8 @@ static struct end {
   size_t first, last;
   void* failed[FAILING + 1];  // contexts of writes
   size_t failures, failures_told;
-  size_t noted, device_noted;  // writes
+  uint64_t noted;       // bits of peers that were written to
+  size_t device_noted;  // writes
 } ends[ENDS];
 static size_t num_ends, num_regions;
 static struct {
@@ -184,11 +185,12 @@ static void note_device_write(struct end* end, const char* from) {
 
 static ssize_t write_message(struct fid_ep* endpoint, const struct fi_msg_rma* message, uint64_t flags) {
   struct end* end = of_endpoint(endpoint);
-  if (end->noted < NOTED) {
+  const uint64_t peer = message->addr < 64 ? 1ull << message->addr : 0;
+  if ((peer & ~end->noted) != 0) {
     char text[64];
     snprintf(text, sizeof text, "%d %llu", (int)getpid(), (unsigned long long)message->addr);
     note("write", text);
-    ++end->noted;
+    end->noted |= peer;
   }
   if (end->failures != FAILING) {
     end->failed[end->failures++] = message->context;
