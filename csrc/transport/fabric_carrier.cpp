@@ -85,7 +85,7 @@ void FabricCarrier::drive() {
   const uint64_t now = now_ns();
   drove_.store(now, std::memory_order_relaxed);
   if (const std::unique_lock lock(driving_, std::try_to_lock); lock) {
-    step(now);
+    if (step(now)) waiter_.moved();  // what a sleep ended for is mostly found here
     pending = !outgoing_.idle();
   } else {
     sched_yield();  // the thread may have lost its core to this one in the middle of a step
