@@ -69,7 +69,8 @@ Experts::~Experts() { cudaFree(sync_); }  // of any device
 
 void Experts::run(cudaStream_t stream, const Work& work, const Manner& manner) const {
   const uint32_t rows = manner.rows_of_tile;
-  require(rows == 32 || rows == 64 || rows == 128, "rows_of_tile", rows, "32, 64 or 128");
+  require(rows == 32 || rows == 48 || rows == 64 || rows == 96 || rows == 128, "rows_of_tile", rows,
+          "32, 48, 64, 96 or 128");
   const cuda::OnDevice here(device_);
   check(start(stream, blocks_, manner, {gate_up_, down_, experts_, width_, ffn_, sync_}, work), "experts");
 }

@@ -194,7 +194,7 @@ __device__ void leave(const Weights& w, uint32_t* last) {
 }
 
 template <uint32_t kRows>
-__global__ void __launch_bounds__(kThreads, kRows == 128 ? 1 : 2)
+__global__ void __launch_bounds__(kThreads, kRows > 64 ? 1 : 2)
     experts_kernel(const __grid_constant__ Weights w, const __grid_constant__ Work work, bool reads_ahead) {
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ std::byte raw[];
@@ -251,7 +251,9 @@ cudaError_t start(cudaStream_t stream, uint32_t blocks, const Manner& manner, co
                   const Work& work) {
   const auto with = [&](auto kernel) { return kernel(stream, blocks, manner.reads_ahead, weights, work); };
   if (manner.rows_of_tile == 32) return with(start<32>);
+  if (manner.rows_of_tile == 48) return with(start<48>);
   if (manner.rows_of_tile == 64) return with(start<64>);
+  if (manner.rows_of_tile == 96) return with(start<96>);
   return with(start<128>);
 }
 

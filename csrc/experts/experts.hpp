@@ -29,9 +29,9 @@ struct Work {
 
 // How a launch goes about it; any manner gives the same bits.
 struct Manner {
-  uint32_t
-      rows_of_tile;  // 32, 64 or 128; more rows of an expert are several tiles, which read its weights again
-  bool reads_ahead;  // weights, before the work is known: as if no expert were without rows
+  uint32_t rows_of_tile;  // 32, 48, 64, 96 or 128; more rows of an expert are several tiles, which read its
+                          // weights again
+  bool reads_ahead;       // weights, before the work is known: as if no expert were without rows
 };
 
 // The weights of a layer as the copy engine reads them. Of one device; one launch at a time.

@@ -69,8 +69,7 @@ __device__ Unit unit_of(const Agenda& a, const Weights& w, uint32_t chunks, uint
     unit = {Kind::kDown, w.ffn / kDepth};
     tiles = down_tiles;
   }
-  const uint32_t chunk = number / tiles;
-  unit.tile = number % tiles;
+  const uint32_t chunk = number / tiles;                                     // some chunk of the same expert
   for (uint32_t low = 0, high = w.experts; low < high; unit.expert = low) {  // the first that ends behind it
     const uint32_t middle = (low + high) / 2;
     if (a.chunk_end[middle] > chunk)
@@ -78,7 +77,11 @@ __device__ Unit unit_of(const Agenda& a, const Weights& w, uint32_t chunks, uint
     else
       low = middle + 1;
   }
-  const uint32_t e = unit.expert, at = (chunk - (e == 0 ? 0 : a.chunk_end[e - 1])) * kRows;
+  const uint32_t e = unit.expert, before = e == 0 ? 0 : a.chunk_end[e - 1];
+  const uint32_t own = a.chunk_end[e] - before, place = number - before * tiles;
+  const uint32_t at =
+      place % own * kRows;  // all chunks, then the next tile: one reads weights, the others L2
+  unit.tile = place / own;
   unit.first = a.first[e] + at;
   unit.rows = min(a.rows[e] - at, kRows);
   unit.gate_up_done = up_tiles * ceil_div(a.rows[e], kRows);

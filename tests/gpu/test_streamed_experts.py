@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ep_server.model.gpu.streamed_experts import StreamedExperts, streamable
+from ep_server.model.gpu.streamed_experts import MOST_PER_EXPERT, StreamedExperts, streamable
 from ep_server.model.triton.expert_rows import ExpertRows, ExpertWeights
 
 pytestmark = pytest.mark.gpu
@@ -76,7 +76,7 @@ def streamed(layer: Layer) -> StreamedExperts:
     return StreamedExperts(layer.weights)
 
 
-@pytest.mark.parametrize("each", [1, 16, 32, 128])
+@pytest.mark.parametrize("each", [1, 16, 32, 45, 64, 128])
 @pytest.mark.parametrize("spread", SPREADS)
 @pytest.mark.parametrize("size", SIZES, ids=str)
 def test_outputs(size: tuple[int, int, int], spread: str, each: int) -> None:
@@ -108,7 +108,7 @@ def test_tiles_do_not_change_a_bit_and_a_graph_can_be_replayed() -> None:
     layer = Layer.of((64, 1024, 384), [(n * 7) % 40 for n in range(64)])
     experts, given = streamed(layer), layer.given()
     outs = []
-    for each in (1, 16, 32, 128):
+    for each in (1, 16, 32, 45, 64, 128):
         hidden, out = layer.room()
         experts.run(given, hidden, out, rows_per_expert=each)
         outs.append(out[: len(layer.rows)].clone())
@@ -157,8 +157,8 @@ def test_more_tiles_of_rows_than_16_bits_count() -> None:
 def test_rows_that_are_for_the_other_kernels() -> None:
     layer = Layer.of((5, 256, 128), [1] * 5)
     experts, given = streamed(layer), layer.given()
-    assert experts.takes(given, 128)
-    assert not experts.takes(given, 129)
+    assert experts.takes(given, MOST_PER_EXPERT)
+    assert not experts.takes(given, MOST_PER_EXPERT + 1)
     assert not experts.takes(replace(given, rows=given.rows.view(-1, 1, 256)), 1)
     assert not experts.takes(replace(given, rows=given.rows.float()), 1)
     wide = torch.empty(5, 257, device="cuda", dtype=BF16)

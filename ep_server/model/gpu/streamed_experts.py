@@ -14,8 +14,8 @@ import torch
 from ep_server.model.triton.checks import expect
 from ep_server.model.triton.expert_rows import ExpertRows, ExpertWeights
 
-MOST_PER_EXPERT = 128  # rows, on average: beyond, every weight would be read by several tiles
-_ROWS_OF_TILE = (32, 64, 128)
+MOST_PER_EXPERT = 512  # rows, on average: beyond, a library's larger tiles are as fast
+_ROWS_OF_TILE = (32, 48, 64, 96, 128)
 _FEW = 2  # rows, on average: with fewer, too many experts have none for weights to be read ahead
 _NATIVE = "ep_server._cuda"
 _MAX_EXPERTS, _WIDTHS, _FFNS, _PIECE = 512, 128, 64, 16
@@ -89,7 +89,7 @@ def rows_of_tile(rows_per_expert: int) -> int:
 
 def reads_ahead(rows_per_expert: int) -> bool:
     """Whether weights are read before it is known which experts have rows."""
-    return _FEW < rows_per_expert <= MOST_PER_EXPERT
+    return _FEW < rows_per_expert <= _ROWS_OF_TILE[-1]
 
 
 def streamable(weights: ExpertWeights) -> bool:

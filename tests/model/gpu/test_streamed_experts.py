@@ -12,7 +12,6 @@ import torch
 from ep_server.errors import InternalError
 from ep_server.model.gpu import streamed_experts
 from ep_server.model.gpu.streamed_experts import (
-    MOST_PER_EXPERT,
     StreamedExperts,
     fits,
     reads_ahead,
@@ -50,18 +49,32 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("each", "rows"), [(0, 32), (1, 32), (16, 32), (21, 64), (32, 64), (46, 64), (47, 128), (128, 128)]
+    ("each", "rows"),
+    [
+        (0, 32),
+        (1, 32),
+        (20, 32),
+        (21, 48),
+        (33, 48),
+        (34, 64),
+        (46, 64),
+        (47, 96),
+        (74, 96),
+        (75, 128),
+        (500, 128),
+    ],
 )
 def test_tiles_have_room_for_what_chance_puts_beyond_the_mean(each: int, rows: int) -> None:
     assert rows_of_tile(each) == rows
 
 
 def test_weights_are_read_ahead_where_few_experts_are_without_rows() -> None:
-    assert [reads_ahead(each) for each in (0, 2, 3, MOST_PER_EXPERT)] == [False, False, True, True]
+    assert [reads_ahead(each) for each in (0, 2, 3, 128)] == [False, False, True, True]
 
 
-def test_rows_that_are_for_the_other_kernels_are_not_read_ahead_for() -> None:
-    assert not reads_ahead(MOST_PER_EXPERT + 1)
+def test_weights_of_several_tiles_of_rows_are_not_read_ahead() -> None:
+    """Which tile of weights a block begins with is not known before."""
+    assert not reads_ahead(129)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
