@@ -5,7 +5,7 @@
 The projections and the router of Qwen3-30B-A3B. Each product is checked first. "cold" rotates weights past
 L2, "hot" has one; "chained" is the product between the kernels that are beside it in a step, which is what
 counts: the one that reads it, and but for "out" a norm ahead. Ours by how the weight is cut (tile x splits),
-/64 = two or more tiles of 64 rows, + = lets the next kernel start, a = is let start by the norm ahead.
+/64 = two or more tiles of 64 rows, + = lets the next kernel start.
 Times in microseconds a product, median of replays. The bound: bytes of the weight at 4.5 TB/s.
 """
 
@@ -23,7 +23,7 @@ import torch.nn.functional as F
 
 from benchmarks.gpu_experts import RATE
 from ep_server.model.families.spec import RouterSpec
-from ep_server.model.gpu.streamed_products import MOST_ROWS, Cut, Manner, StreamedProduct
+from ep_server.model.gpu.streamed_products import Cut, Manner, StreamedProduct
 from ep_server.model.kv_cache import KvLayer
 from ep_server.model.triton.norm import add_rms_norm
 from ep_server.model.triton.paged import PagedKv
@@ -104,20 +104,20 @@ class Case:
 
     def manners(self) -> Iterator[tuple[str, Manner]]:
         """Named."""
-        tiles, ahead = (0, 64)[: 1 + (len(self.x) > 64)], (0, MOST_ROWS)[: 1 + self.normed]
-        for cut, rows, starts, let in product_of(self.shape.cuts, tiles, (False, True), ahead):
-            marks = f"{f'/{rows}' if rows else ''}{'+' * starts}{'a' * (let > 0)}"
-            yield f"{cut.tile}x{cut.splits}{marks}", Manner(cut, rows, starts, let)
+        tiles = (0, 64)[: 1 + (len(self.x) > 64)]
+        for cut, rows, starts in product_of(self.shape.cuts, tiles, (False, True)):
+            marks = f"{f'/{rows}' if rows else ''}{'+' * starts}"
+            yield f"{cut.tile}x{cut.splits}{marks}", Manner(cut, rows, starts)
 
     @property
     def normed(self) -> bool:
         """Whether a norm is ahead of it."""
         return self.shape.name != "out"
 
-    def chained(self, product: Callable[[int], Product], ahead: bool, which: int) -> None:
+    def chained(self, product: Callable[[int], Product], which: int) -> None:
         """With what is beside it in a step. The rows are normed again and again."""
         if self.normed:
-            add_rms_norm(self.x, self.residual, self.ones, 1e-6, self.x, next_reads_ahead=ahead)
+            add_rms_norm(self.x, self.residual, self.ones, 1e-6, self.x)
         self.read(product(which))
 
     def check(self, product: StreamedProduct) -> None:
@@ -126,13 +126,11 @@ class Case:
         error = (product(self.x).sums.double().sum(0) - wanted).norm() / wanted.norm()
         assert float(error) < 1e-5, float(error)
 
-    def times(self, product: Callable[[int], Product], ahead: bool = False) -> str:
+    def times(self, product: Callable[[int], Product]) -> str:
         """cold, hot, chained."""
         sets = len(self.weights)
-        if ahead:  # alone it is the same
-            return f"{'':17s} {timed(partial(self.chained, product, ahead), sets):8.2f}"
         cold, hot = timed(product, sets), timed(lambda which: product(0), sets)
-        chained = timed(partial(self.chained, product, ahead), sets)
+        chained = timed(partial(self.chained, product), sets)
         return f"{cold:8.2f} {hot:8.2f} {chained:8.2f}"
 
     def compare(self) -> None:
@@ -147,9 +145,7 @@ class Case:
         for name, manner in self.manners():
             all_of = [StreamedProduct(weight, manner=manner) for weight in self.weights]
             self.check(all_of[0])
-            print(
-                f"    {name:12s} {self.times(partial(of_one, all_of, self.x), manner.ahead > 0)}", flush=True
-            )
+            print(f"    {name:12s} {self.times(partial(of_one, all_of, self.x))}", flush=True)
 
 
 def timed(work: Callable[[int], object], sets: int) -> float:

@@ -4,7 +4,6 @@
 
 Random weights, experts drawn uniformly, one rank in this process. With fewer layers than the model has, the
 time of the whole model is what one layer adds, times its layers, plus the rest. Times in microseconds.
---streamed: rows up to which qkv, output and router products are streamed, and read weights ahead, each.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from ep_server.ep.segment import create_segment
 from ep_server.model.families import read_spec
 from ep_server.model.gpu import decoder
 from ep_server.model.gpu.graphs import Form
-from ep_server.model.gpu.streamed_products import Limit, Limits
+from ep_server.model.gpu.streamed_products import Limits
 from ep_server.ranks.build import Front, RankParts, build_rank
 from ep_server.ranks.devices import CudaDevice
 from ep_server.ranks.exchanges import Opening
@@ -161,11 +160,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--routing", default="uniform")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--streamed", help="128:128,256:0,64:64")
+    parser.add_argument("--streamed", help="rows up to which qkv, output and router products are, 0,64,256")
     given = parser.parse_args()
     if given.streamed:
-        asked = (Limit(*map(int, one.split(":"))) for one in given.streamed.split(","))
-        decoder.STREAMED = Limits(*asked)
+        decoder.STREAMED = Limits(*map(int, given.streamed.split(",")))
     batches = [int(one) for one in given.batch.split(",")]
     whole = json.loads((SHAPES / given.shape / "config.json").read_text())["num_hidden_layers"]
     took: dict[int, list[float]] = defaultdict(list)

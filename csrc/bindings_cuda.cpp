@@ -131,14 +131,15 @@ PYBIND11_MODULE(_cuda, m) {
            py::kw_only(), py::arg("expert_out") = 0, py::arg("weights") = 0, py::arg("reduction") = 0,
            py::arg("wire") = 0, py::arg("pushes_weights") = false, py::arg("frees_dispatch") = false);
   py::class_<cuda::CombineRecvArgs>(m, "CombineRecvArgs")
-      .def(py::init(
-               [](uintptr_t out, uintptr_t weights, uint32_t reduction, uint32_t wire, uintptr_t wait_stats) {
-                 return cuda::CombineRecvArgs{pointer<void>(out),           pointer<float>(weights),
-                                              Reduction(reduction),         cuda::Wire(wire),
-                                              pointer<int64_t>(wait_stats), 0};
-               }),
+      .def(py::init([](uintptr_t out, uintptr_t weights, uint32_t reduction, uint32_t wire,
+                       uintptr_t wait_stats, bool next_reads_ahead) {
+             return cuda::CombineRecvArgs{
+                 pointer<void>(out), pointer<float>(weights),      Reduction(reduction),
+                 cuda::Wire(wire),   pointer<int64_t>(wait_stats), 0,
+                 next_reads_ahead};
+           }),
            py::kw_only(), py::arg("out") = 0, py::arg("weights") = 0, py::arg("reduction") = 0,
-           py::arg("wire") = 0, py::arg("wait_stats") = 0);
+           py::arg("wire") = 0, py::arg("wait_stats") = 0, py::arg("next_reads_ahead") = false);
 
   py::class_<Group>(m, "Group")
       .def(py::init([](uint32_t num_ranks, uint32_t max_tokens, uint32_t hidden, uint32_t top_k,

@@ -45,7 +45,14 @@ class CombineSendArgs:
 
 class CombineRecvArgs:
     def __init__(
-        self, *, out: int = 0, weights: int = 0, reduction: int = 0, wire: int = 0, wait_stats: int = 0
+        self,
+        *,
+        out: int = 0,
+        weights: int = 0,
+        reduction: int = 0,
+        wire: int = 0,
+        wait_stats: int = 0,
+        next_reads_ahead: bool = False,
     ) -> None: ...
 
 class Group:

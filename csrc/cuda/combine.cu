@@ -25,6 +25,7 @@ __global__ void __launch_bounds__(kMaxThreads, kWire == Wire::kLog10 ? kLog10Blo
   constexpr bool kReceives = uint32_t(kHalves) & uint32_t(Halves::kRecv);
   constexpr Slot kSlot = kSends ? Slot::kCombineSend : Slot::kCombineRecv;
   const auto* h = reinterpret_cast<const DeviceHandle*>(handle);
+  if (kReceives && kWire == Wire::kBf16 && recv.next_reads_ahead) let_next_kernel_start();
   await_previous_kernel();
 
   const uint32_t block = blockIdx.x;

@@ -158,8 +158,9 @@ struct CombineRecvArgs {
   const float* weights;  // [T, K]: SOURCE; null = those of the dispatch
   Reduction reduction;
   Wire wire;
-  int64_t* wait_stats;  // [R] += ns waited, or null
-  uint32_t split;       // 1 << split blocks to a row
+  int64_t* wait_stats;    // [R] += ns waited, or null
+  uint32_t split;         // 1 << split blocks to a row
+  bool next_reads_ahead;  // as with dispatch
 };
 
 }  // namespace ep::cuda

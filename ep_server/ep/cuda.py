@@ -209,13 +209,15 @@ class CudaExchange:
         reduction: Reduction | None = None,
         wire: Wire = Wire.BF16,
         wait_stats: torch.Tensor | None = None,
+        next_reads_ahead: bool = False,
     ) -> torch.Tensor:
-        """combine_send and recv in one kernel; keywords as there."""
+        """combine_send and recv in one kernel; keywords as there and in cuda_requests.CombineTensors."""
         launcher, manner = self._open(), manner_of(self.spec, reduction, wire)
         handle = check_answer(self._shapes, expert_out, received, topk_weights, manner)
         self._check_bank(COMBINE)
         out = self._shapes.result(handle, out)
-        launcher.combine(BOTH, handle, manner, CombineTensors(expert_out, topk_weights, out, wait_stats))
+        tensors = CombineTensors(expert_out, topk_weights, out, wait_stats, next_reads_ahead)
+        launcher.combine(BOTH, handle, manner, tensors)
         handle.held = False
         self._flights.take(COMBINE, None)
         return out

@@ -211,6 +211,7 @@ class Launcher:
                 wait_stats=self.shapes.optional(
                     "wait_stats", tensors.wait_stats, torch.int64, self.spec.num_ranks
                 ),
+                next_reads_ahead=tensors.next_reads_ahead,
             ),
             handle.memory.data_ptr(),
         )

@@ -57,10 +57,11 @@ class CombineTensors:
     """What a combine reads and fills; None in the half that does not.
 
     expert_out: as the view of the dispatch has it. weights: [T, K] float32. out: [T, H] bfloat16.
-    wait_stats: [R] int64, += ns waited for each rank.
+    wait_stats: [R] int64, += ns waited for each rank. next_reads_ahead: see Receipt.
     """
 
     expert_out: torch.Tensor | None = None
     weights: torch.Tensor | None = None
     out: torch.Tensor | None = None
     wait_stats: torch.Tensor | None = None
+    next_reads_ahead: bool = False

@@ -9,11 +9,7 @@ import pytest
 import torch
 
 from ep_server.model.gpu.streamed_products import MOST_ROWS, Cut, Manner, StreamedProduct, streamable
-from ep_server.model.kv_cache import KvLayer
 from ep_server.model.triton.norm import add_rms_norm
-from ep_server.model.triton.paged import PagedKv
-from ep_server.model.triton.paged_decode import Workspace, decode
-from ep_server.model.triton.paged_tile import AttentionRule, Sequences
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
@@ -91,10 +87,9 @@ def test_rows_do_not_change_the_bits_of_others() -> None:
         assert torch.equal(again(case.x).sums, alone[4])
 
 
-@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("lets_next_start", [False, True])
 @pytest.mark.parametrize("rows", [7, 64, 130])
-def test_a_chain_of_kernels_in_a_graph(rows: int, lets_next_start: bool, ahead: bool) -> None:
+def test_a_chain_of_kernels_in_a_graph(rows: int, lets_next_start: bool) -> None:
     """Each reads what the one before it wrote: product, norm, product, norm, with new rows at each replay."""
     case = Case.of((1024, 1024), rows, pitch=0)
     product = StreamedProduct(case.weight, manner=Manner(lets_next_start=lets_next_start))
@@ -105,7 +100,7 @@ def test_a_chain_of_kernels_in_a_graph(rows: int, lets_next_start: bool, ahead: 
         torch.mul(x, 0, out=residual)
         torch.mul(x, 1, out=out)
         for _ in range(6):
-            add_rms_norm(product(out), residual, ones, 1e-6, out, next_reads_ahead=ahead)
+            add_rms_norm(product(out), residual, ones, 1e-6, out)
 
     work()
     graph = torch.cuda.CUDAGraph()
@@ -124,28 +119,6 @@ def test_a_chain_of_kernels_in_a_graph(rows: int, lets_next_start: bool, ahead: 
         torch.cuda.synchronize()
         error = (out.double() - y.double()).norm() / y.double().norm()
         assert float(error) < 0.02, seed
-
-
-@pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("rows", [5, 64])
-def test_attention_lets_the_product_behind_it_begin(rows: int, splits: int) -> None:
-    """Which then reads what attention wrote, not what lay there before."""
-    case = Case.of((2048, 4096), rows, pitch=0)
-    product, blocks = (
-        StreamedProduct(case.weight),
-        torch.arange(rows * 20, device="cuda").int().view(rows, 20),
-    )
-    caches = [torch.randn(rows * 20, 16, 4, 128, device="cuda", dtype=BF16) for _ in "kv"]
-    kv, lengths = PagedKv(KvLayer(*caches, 128)), torch.full((rows,), 311, device="cuda", dtype=torch.int32)
-    q, work = case.x.view(rows, 32, 128), Workspace.of(rows, 32, splits, 128, case.x.device)
-    out = torch.empty_like(q)
-    for _ in range(20):
-        found = []
-        for ahead in (False, True):
-            out.fill_(float("nan"))
-            decode(q, kv, Sequences(blocks, lengths), AttentionRule(0.1), work, out, next_reads_ahead=ahead)
-            found.append(product(out.flatten(1)).sums)
-        assert torch.equal(*found) and not bool(found[0].isnan().any())
 
 
 @pytest.mark.parametrize("rows", [3, 33, 129])

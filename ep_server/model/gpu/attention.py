@@ -12,7 +12,7 @@ import torch
 from ep_server.model.families.spec import GqaSpec, MlaSpec
 from ep_server.model.gpu.decode_kernels import DecodeLayer
 from ep_server.model.gpu.step_input import StepTensors
-from ep_server.model.gpu.streamed_products import Limit, Limits, StreamedProduct, product, streamed_product
+from ep_server.model.gpu.streamed_products import Limits, StreamedProduct, product, streamed_product
 from ep_server.model.layers import GqaWeights, MlaWeights
 from ep_server.model.torch_compute import TorchLinear
 from ep_server.model.triton.norm import rms_norm
@@ -44,9 +44,9 @@ class GqaProducts:
     def of(w: GqaWeights, limits: Limits) -> GqaProducts:
         """Norms over all heads read q and k before they are stored: as tensors."""
         assert isinstance(w.qkv, TorchLinear) and isinstance(w.out, TorchLinear)
-        qkv = limits.qkv if w.q_norm is None else Limit()
+        most = limits.qkv if w.q_norm is None else 0
         return GqaProducts(
-            streamed_product(w.qkv.weight, qkv, w.qkv.bias),
+            streamed_product(w.qkv.weight, most, w.qkv.bias),
             streamed_product(w.out.weight, limits.out, w.out.bias),
         )
 
@@ -63,7 +63,7 @@ def gqa(
     norm = None if w.head_norm is None else HeadNorm(w.head_norm, at.eps)
     q = x.new_empty(len(x), spec.heads, spec.head_dim)
     store_gqa(qkv, q, kv, at.rotation, norm, spec.clip)
-    out = attend(q, kv, AttentionRule(spec.scale, spec.window), at, by.out)
+    out = attend(q, kv, AttentionRule(spec.scale, spec.window), at)
     return product(out.flatten(1), by.out, w.out)
 
 
@@ -86,21 +86,11 @@ def mla(x: torch.Tensor, w: MlaWeights, spec: MlaSpec, kv: PagedKv, at: Attentio
     return w.out(out.flatten(1))
 
 
-def attend(
-    q: torch.Tensor,
-    kv: PagedKv,
-    rule: AttentionRule,
-    at: AttentionStep,
-    then: StreamedProduct | None = None,
-) -> torch.Tensor:
-    """Softmax attention of q: [T, heads, k_dim] to [T, heads, v_dim]: single tokens, then chunks.
-
-    then: the product that reads it next, if that is streamed: its weights may come meanwhile.
-    """
+def attend(q: torch.Tensor, kv: PagedKv, rule: AttentionRule, at: AttentionStep) -> torch.Tensor:
+    """Softmax attention of q: [T, heads, k_dim] to [T, heads, v_dim]: single tokens, then chunks."""
     step, count = at.step, at.step.decode
     out = q.new_empty(*q.shape[:2], kv.layer.v_dim)
-    ahead = then is not None and count == len(step.lengths) and then.reads_ahead(len(q))
-    at.decode(q[:count], kv, rule, out[:count], ahead)
+    at.decode(q[:count], kv, rule, out[:count])
     if len(step.lengths) > count:
         chunks = Sequences(step.blocks[count:], step.lengths[count:])
         prefill(q[count:], step.query_start, kv, chunks, rule, out[count:])

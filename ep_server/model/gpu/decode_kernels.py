@@ -20,18 +20,8 @@ from ep_server.model.triton.paged_tile import AttentionRule, Sequences
 class DecodeLayer(Protocol):
     """Attends in one layer with the sequences that it was made for."""
 
-    def __call__(
-        self,
-        q: torch.Tensor,
-        kv: PagedKv,
-        rule: AttentionRule,
-        out: torch.Tensor,
-        next_reads_ahead: bool = False,
-    ) -> None:
-        """q: [S, heads, k_dim], its keys and values in the cache already. out: [S, heads, v_dim].
-
-        next_reads_ahead: the next kernel on the stream reads weights before it waits for this one.
-        """
+    def __call__(self, q: torch.Tensor, kv: PagedKv, rule: AttentionRule, out: torch.Tensor) -> None:
+        """q: [S, heads, k_dim], its keys and values in the cache already. out: [S, heads, v_dim]."""
         ...
 
 
@@ -85,6 +75,5 @@ def _layer(
     kv: PagedKv,
     rule: AttentionRule,
     out: torch.Tensor,
-    next_reads_ahead: bool = False,
 ) -> None:
-    decode(q, kv, sequences, rule, workspace, out, next_reads_ahead=next_reads_ahead)
+    decode(q, kv, sequences, rule, workspace, out)

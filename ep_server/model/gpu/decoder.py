@@ -30,7 +30,7 @@ from ep_server.model.gpu.moe import (
 from ep_server.model.gpu.paged_layers import paged_layers
 from ep_server.model.gpu.rows import Rows
 from ep_server.model.gpu.step_input import StepTensors
-from ep_server.model.gpu.streamed_products import STREAMED, StreamedProduct, streamed_product
+from ep_server.model.gpu.streamed_products import STREAMED, streamed_product
 from ep_server.model.layers import GqaWeights, MlaWeights, MoeWeights
 from ep_server.model.rope import rotation_table
 from ep_server.model.timers import Lap, Phase
@@ -94,8 +94,7 @@ class GpuDecoder:
         for index, (layer, after) in enumerate(zip(weights.layers, norms, strict=True)):
             branch: Branch = self._attention(x, index, at) if step.tokens else x
             block = self._moe[index]
-            router = None if block is None else block.streamed_logits
-            x = add_norm(branch, residual, layer.ffn_norm, eps, router)
+            x = add_norm(branch, residual, layer.ffn_norm, eps)
             on.lap(Phase.ATTENTION)
             if isinstance(layer.ffn, MoeWeights):
                 assert block is not None
@@ -103,7 +102,7 @@ class GpuDecoder:
             else:
                 branch = dense(x, layer.ffn)
                 on.lap(Phase.EXPERTS)
-            x = add_norm(branch, residual, after, eps, self._projection(index + 1))
+            x = add_norm(branch, residual, after, eps)
         return x if step.sample_rows is None else x.index_select(0, step.sample_rows)
 
     def logits(self, hidden: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
@@ -125,11 +124,6 @@ class GpuDecoder:
         streamed = streamed_experts(ffn.experts)
         logits = streamed_product(weight, STREAMED.router)
         return GpuMoe(index, params.spec.router, params.exchange.spec, weight, counts, streamed, logits, seed)
-
-    def _projection(self, index: int) -> StreamedProduct | None:
-        """The first product of a layer's attention, if that is streamed."""
-        products = self._products[index] if index < len(self._products) else None
-        return None if products is None else products.qkv
 
     def _attention(self, x: torch.Tensor, index: int, at: AttentionStep) -> torch.Tensor | Partial:
         spec, w, kv = self._spec.attention, self._weights.layers[index].attention, self._kv[index]

@@ -87,7 +87,6 @@ class FlashInferDecode:
         kv: PagedKv,
         rule: AttentionRule,
         out: torch.Tensor,
-        _: bool = False,  # the library decides itself when the next kernel may begin
     ) -> None:
         self._check(len(lengths), q, kv, rule, out)
         if not len(q):

@@ -125,24 +125,14 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return torch.mm(x, weight.t(), out_dtype=torch.float32)
 
 
-def add_norm(
-    branch: Branch,
-    residual: torch.Tensor,
-    weight: torch.Tensor,
-    eps: float,
-    then: StreamedProduct | None = None,
-) -> torch.Tensor:
-    """Adds a branch to the residual stream, [T, H]. Returns the sum normed, maybe in place of it.
-
-    then: the product that reads it next, if that is streamed: its weights may come meanwhile.
-    """
-    ahead = then is not None and then.reads_ahead(len(residual))
+def add_norm(branch: Branch, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Adds a branch to the residual stream, [T, H]. Returns the sum normed, maybe in place of it."""
     if isinstance(branch, Answers):
         out = torch.empty_like(residual)
-        add_answers_norm(branch, residual, weight, eps, out, next_reads_ahead=ahead)
+        add_answers_norm(branch, residual, weight, eps, out)
     else:
         out = torch.empty_like(residual) if isinstance(branch, Partial) else branch
-        add_rms_norm(branch, residual, weight, eps, out, next_reads_ahead=ahead)
+        add_rms_norm(branch, residual, weight, eps, out)
     return out
 
 

@@ -67,7 +67,9 @@ class BothHalves(Protocol):
         """Both halves in one kernel."""
         ...
 
-    def combine(self, expert_out: torch.Tensor, received: Received) -> torch.Tensor:
+    def combine(
+        self, expert_out: torch.Tensor, received: Received, *, next_reads_ahead: bool
+    ) -> torch.Tensor:
         """Both halves in one kernel."""
         ...
 
@@ -146,10 +148,13 @@ class LocalRows:
 
 
 class FusedRows:
-    """Over NVLink, both halves in one kernel, at once. Nothing waits for the GPU: it can be captured."""
+    """Over NVLink, both halves in one kernel, at once. Nothing waits for the GPU: it can be captured.
 
-    def __init__(self, exchange: BothHalves) -> None:
-        self._exchange, spec = exchange, exchange.spec
+    alone: the stream's next kernel computes, and may be set up while rows are under way.
+    """
+
+    def __init__(self, exchange: BothHalves, *, alone: bool = True) -> None:
+        self._exchange, self._alone, spec = exchange, alone, exchange.spec
         self._choices = spec.num_ranks * min(spec.top_k, max(len(spec.local_experts), 1))
 
     def dispatch(self, tokens: Tokens, arrival: Arrival) -> Hook[Received]:
@@ -168,7 +173,7 @@ class FusedRows:
 
     def combine(self, out: torch.Tensor, received: Received) -> Hook[torch.Tensor]:
         """See Rows."""
-        combined = self._exchange.combine(out, received)
+        combined = self._exchange.combine(out, received, next_reads_ahead=self._alone)
         return lambda: combined
 
 
@@ -184,7 +189,8 @@ class RowsBeside:
     """
 
     def __init__(self, exchange: BothHalves, num_sms: int) -> None:
-        self._exchange, self._inner, self._num_sms = exchange, FusedRows(exchange), num_sms
+        self._exchange, self._num_sms = exchange, num_sms
+        self._inner = FusedRows(exchange, alone=False)
         # Of high priority: the few blocks of a transfer go first.
         self._stream = torch.cuda.Stream(exchange.device, priority=-1)  # type: ignore[no-untyped-call]
 

@@ -27,23 +27,15 @@ _NATIVE = "ep_server._cuda"
 
 
 @dataclass(frozen=True, slots=True)
-class Limit:
-    """rows: up to which a product is streamed, 0 = never. ahead: see Manner."""
-
-    rows: int = 0
-    ahead: int = 0
-
-
-@dataclass(frozen=True, slots=True)
 class Limits:
-    """Of a layer's products."""
+    """Rows up to which a layer's products are streamed, 0 = never."""
 
-    qkv: Limit = Limit()
-    out: Limit = Limit()
-    router: Limit = Limit()
+    qkv: int = 0
+    out: int = 0
+    router: int = 0
 
 
-STREAMED = Limits()  # the library's, until it is measured to be slower
+STREAMED = Limits(qkv=0, out=64, router=256)  # where steps were faster on an H200, gpu_step.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +51,11 @@ class Manner:
     """How a product goes about it. cut: that of cut_for() if None. rows_of_tile: that of rows_of_tile() if 0.
 
     lets_next_start: the next kernel is set up as soon as this one begins, not as it ends.
-    ahead: rows up to which the kernel before lets this one begin at once, see reads_ahead().
     """
 
     cut: Cut | None = None
     rows_of_tile: int = 0
     lets_next_start: bool = False
-    ahead: int = 0
 
 
 class StreamedProduct:
@@ -99,10 +89,6 @@ class StreamedProduct:
         """Whether the kernel is for such rows."""
         aligned = x.data_ptr() % _PIECE == 0 and _pitch(x) % _PIECE == 0 and x.stride(1) == 1
         return 0 < len(x) <= self._most and x.dtype is torch.bfloat16 and aligned
-
-    def reads_ahead(self, rows: int) -> bool:
-        """Whether the kernel before it should let it begin, where so many rows come."""
-        return 0 < rows <= min(self._most, self._manner.ahead)
 
     def __call__(self, x: torch.Tensor) -> Partial:
         """As run(), into sums of its own."""
@@ -139,12 +125,12 @@ def product(
 
 
 def streamed_product(
-    weight: torch.Tensor, limit: Limit, bias: torch.Tensor | None = None
+    weight: torch.Tensor, most_rows: int, bias: torch.Tensor | None = None
 ) -> StreamedProduct | None:
     """The kernel for a weight, where it is for that and for any rows."""
-    if limit.rows == 0 or bias is not None or not streamable(weight):
+    if most_rows == 0 or bias is not None or not streamable(weight):
         return None
-    return StreamedProduct(weight, limit.rows, Manner(ahead=limit.ahead))
+    return StreamedProduct(weight, most_rows)
 
 
 def streamable(weight: torch.Tensor) -> bool:

@@ -1,10 +1,11 @@
 """Programmatic dependent launch: a kernel's blocks are set up as the last ones of the kernel before it end.
 
-Every kernel that is launched so begins with after_previous(): it waits until all that was enqueued before it
-has ended and its writes are seen. So the order of work is that of the stream, and only a part of the
-microsecond between two kernels is saved. No kernel lets its successor be set up earlier than that, blocks
-that wait took more from those that work than they saved, but for the kernels for Hopper of csrc, which read
-weights meanwhile. Needs compute capability 9.0.
+A kernel that is launched so calls after_previous() before it reads what other kernels of the step write: it
+waits until all that was enqueued before it has ended and its writes are seen. So the order of work is that of
+the stream, and what is saved is a part of the microsecond between two kernels. Before the call it may read
+weights, and what the step was given. Kernels that are short, or whose successor reads weights meanwhile, let
+that be set up as soon as all their own blocks are; behind the long ones waiting blocks took more from those
+that work than they saved. Needs compute capability 9.0.
 """
 
 from __future__ import annotations
@@ -19,24 +20,22 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 @triton.jit
 def after_previous(EARLY: tl.constexpr):
-    """The first thing that a kernel does."""
-    if EARLY:
+    """By every block, also one with nothing to do: the next kernel relies on it. EARLY: as early() has it."""
+    if EARLY >= 2:
+        gdc_launch_dependents()
+    if EARLY >= 1:
         gdc_wait()
 
 
-@triton.jit
-def let_next_start(EARLY: tl.constexpr):
-    """Before after_previous() in a small kernel whose successor reads weights ahead, and little else."""
-    if EARLY:
-        gdc_launch_dependents()
+def early(tensor: torch.Tensor, *, lets_next_start: bool = False) -> dict[str, int | bool]:
+    """Arguments of a launch on the device of `tensor`; one of meta stands for an H200.
 
-
-def early(tensor: torch.Tensor) -> dict[str, bool]:
-    """Arguments of a launch on the device of `tensor`; one of meta stands for an H200."""
+    lets_next_start: at once, not as this one ends.
+    """
     kind = tensor.device.type
     if kind == "meta" or (kind == "cuda" and _hopper(tensor.device.index)):
-        return {"EARLY": True, "launch_pdl": True}
-    return {"EARLY": False}
+        return {"EARLY": 2 if lets_next_start else 1, "launch_pdl": True}
+    return {"EARLY": 0}
 
 
 @cache

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ep_server.model.triton.checks import FLOATS, block, expect, expect_range
-from ep_server.model.triton.early import after_previous, early, let_next_start
+from ep_server.model.triton.early import after_previous, early
 from ep_server.model.triton.norm import MAX_DIM, load_wide, store_normed, store_stream, warps_for
 
 _LEAST, _CHUNK = 256, 2048  # choices read at a time: few forms of a kernel
@@ -48,27 +48,39 @@ class Places:
         )
 
 
+@triton.jit
+def _before(chosen, expert):
+    """Choices of earlier experts."""
+    return tl.sum(((chosen >= 0) & (chosen < expert)).to(tl.int32), axis=0)
+
+
+@triton.jit
+def _place(chosen, expert, row, at, tokens, rows, K: tl.constexpr):
+    """Gives the expert's choices rows from `row` on. Returns the row behind the last."""
+    mine = chosen == expert
+    place = row + tl.cumsum(mine.to(tl.int32), axis=0) - 1
+    tl.store(tokens + place, (at // K).to(tl.int64), mask=mine)
+    tl.store(rows + at, place, mask=mine)
+    return row + tl.sum(mine.to(tl.int32), axis=0)
+
+
 @triton.jit(do_not_specialize=["size"])  # it differs from step to step
 def _place_kernel(
     ids, counts, offsets, tokens, rows, totals, size,
-    EXPERTS: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, EARLY: tl.constexpr,
+    EXPERTS: tl.constexpr, K: tl.constexpr, CHUNK: tl.constexpr, ONE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    let_next_start(EARLY)
     after_previous(EARLY)
-    expert = tl.program_id(0)
-    first = tl.zeros((), dtype=tl.int32)
-    for start in range(0, size, CHUNK):
-        at = start + tl.arange(0, CHUNK)
-        chosen = tl.load(ids + at, mask=at < size, other=-1)
-        first += tl.sum(((chosen >= 0) & (chosen < expert)).to(tl.int32), axis=0)
-    row = first
-    for start in range(0, size, CHUNK):
-        at = start + tl.arange(0, CHUNK)
-        mine = tl.load(ids + at, mask=at < size, other=-1) == expert
-        place = row + tl.cumsum(mine.to(tl.int32), axis=0) - 1
-        tl.store(tokens + place, (at // K).to(tl.int64), mask=mine)
-        tl.store(rows + at, place, mask=mine)
-        row += tl.sum(mine.to(tl.int32), axis=0)
+    expert, at = tl.program_id(0), tl.arange(0, CHUNK)
+    chosen = tl.load(ids + at, mask=at < size, other=-1)
+    first = _before(chosen, expert)
+    if not ONE:
+        for start in range(CHUNK, size, CHUNK):
+            first += _before(tl.load(ids + start + at, mask=start + at < size, other=-1), expert)
+    row = _place(chosen, expert, first, at, tokens, rows, K)
+    if not ONE:
+        for start in range(CHUNK, size, CHUNK):
+            chosen = tl.load(ids + start + at, mask=start + at < size, other=-1)
+            row = _place(chosen, expert, row, start + at, tokens, rows, K)
     tl.store(counts + expert, row - first)
     tl.store(offsets + expert, first.to(tl.int64))
     tl.store(totals + expert, tl.load(totals + expert) + row - first)
@@ -90,10 +102,11 @@ def place_rows(ids: torch.Tensor, places: Places, totals: torch.Tensor) -> None:
     expect("tokens", places.tokens, torch.int64, (choices,))
     expect("rows", places.rows, torch.int32, tuple(ids.shape))
     expect("totals", totals, torch.int32, (experts,))
+    chunk = min(block(choices, _LEAST), _CHUNK)
     _place_kernel[(experts,)](
         ids, places.counts, places.offsets, places.tokens, places.rows, totals, choices,
-        EXPERTS=experts, K=max(ids.shape[1], 1), CHUNK=min(block(choices, _LEAST), _CHUNK), **early(ids),
-        num_warps=4,
+        EXPERTS=experts, K=max(ids.shape[1], 1), CHUNK=chunk, ONE=choices <= chunk,
+        **early(ids, lets_next_start=True), num_warps=4,
     )  # fmt: skip
 
 
@@ -115,16 +128,14 @@ class Answers:
 @triton.jit
 def _answers_kernel(
     rows, ids, gates, places, shared, residual, weight, out, eps,
-    DIM: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr, NEXT: tl.constexpr,
-    EARLY: tl.constexpr,
+    DIM: tl.constexpr, K: tl.constexpr, K_BLOCK: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    if NEXT:
-        let_next_start(EARLY)
-    after_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
     choice, channel = tl.arange(0, K_BLOCK), tl.arange(0, BLOCK)
     inside, at = channel < DIM, token * DIM + channel
-    w, stream = load_wide(weight + channel, inside), load_wide(residual + at, inside)
+    w = load_wide(weight + channel, inside)
+    after_previous(EARLY)
+    stream = load_wide(residual + at, inside)
     chosen = token * K + choice
     row = tl.load(places + chosen, mask=choice < K, other=0)  # at once with the id; anything where that is -1
     real = (choice < K) & (tl.load(ids + chosen, mask=choice < K, other=-1) >= 0)
@@ -147,14 +158,11 @@ def add_answers_norm(
     weight: torch.Tensor,
     eps: float,
     out: torch.Tensor,
-    *,
-    next_reads_ahead: bool = False,
 ) -> None:
     """Sums what answers each token's choices, adds that to the residual stream and norms the sum.
 
     Args:
         residual: [T, H]; becomes the sum. weight: [H]. out: [T, H]. All of one dtype.
-        next_reads_ahead: as of norm.add_rms_norm().
     Raises: InternalError for another shape, dtype or layout.
     """
     tokens, dim = residual.shape
@@ -173,6 +181,6 @@ def add_answers_norm(
         _answers_kernel[(tokens,)](
             answers.rows, answers.ids, answers.gates, answers.places, answers.shared,
             residual, weight, out, eps,
-            DIM=dim, K=choices, K_BLOCK=block(choices), BLOCK=size, NEXT=next_reads_ahead,
-            **early(residual), num_warps=warps_for(size),
+            DIM=dim, K=choices, K_BLOCK=block(choices), BLOCK=size,
+            **early(residual, lets_next_start=True), num_warps=warps_for(size),
         )  # fmt: skip

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ep_server.model.triton.checks import FLOATS, block, expect, expect_range
-from ep_server.model.triton.early import after_previous, early, let_next_start
+from ep_server.model.triton.early import after_previous, early
 from ep_server.model.triton.partial import Partial, load_sum, operand
 
 MAX_DIM = 32768
@@ -44,17 +44,15 @@ def store_normed(out, value, weight, inside, eps, DIM: tl.constexpr):
 @triton.jit
 def _rms_norm_kernel(
     x, residual, weight, out, x_pitch, x_step, out_pitch, eps,
-    DIM: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr, NEXT: tl.constexpr,
+    DIM: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    if NEXT:
-        let_next_start(EARLY)
-    after_previous(EARLY)
     row, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     channel = tl.arange(0, BLOCK)
     inside = channel < DIM
     at = head * DIM + channel
     w = load_wide(weight + at, inside)
+    after_previous(EARLY)
     value = load_sum(x + row * x_pitch + at, inside, x_step, PARTS, out.dtype.element_ty)
     if ADD:
         stream = residual + row * DIM + at
@@ -80,7 +78,8 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tenso
         size = block(dim)
         _rms_norm_kernel[(len(x), heads)](
             x, x, weight, out, x.stride(0), 0, out.stride(0), eps,
-            DIM=dim, BLOCK=size, ADD=False, PARTS=1, NEXT=False, **early(x), num_warps=warps_for(size),
+            DIM=dim, BLOCK=size, ADD=False, PARTS=1,
+            **early(x, lets_next_start=True), num_warps=warps_for(size),
         )  # fmt: skip
 
 
@@ -90,8 +89,6 @@ def add_rms_norm(
     weight: torch.Tensor,
     eps: float,
     out: torch.Tensor,
-    *,
-    next_reads_ahead: bool = False,
 ) -> None:
     """Adds a branch to the residual stream and norms the sum.
 
@@ -99,7 +96,6 @@ def add_rms_norm(
         x: [T, dim], the branch; rows may have a pitch; or its partial sums, which are rounded once added up.
         residual: [T, dim], contiguous; becomes the sum.
         weight: [dim]. out: [T, dim], may be x. All of one dtype, but for partial sums.
-        next_reads_ahead: the next kernel on the stream reads weights before it waits for this one.
     Raises: InternalError for another shape, dtype or layout.
     """
     tokens, dim = residual.shape
@@ -112,7 +108,8 @@ def add_rms_norm(
         size = block(dim)
         _rms_norm_kernel[(tokens, 1)](
             branch.rows, residual, weight, out, branch.rows.stride(0), branch.step, out.stride(0), eps,
-            DIM=dim, BLOCK=size, ADD=True, PARTS=branch.parts, NEXT=next_reads_ahead, **early(out),
+            DIM=dim, BLOCK=size, ADD=True, PARTS=branch.parts,
+            **early(out, lets_next_start=True),
             num_warps=warps_for(size if branch.parts == 1 else 2 * size),  # more loads at a time
         )  # fmt: skip
 

@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from ep_server.model.triton.checks import block, expect, expect_range
-from ep_server.model.triton.early import after_previous, early, let_next_start
+from ep_server.model.triton.early import after_previous, early
 from ep_server.model.triton.paged import PagedKv
 from ep_server.model.triton.paged_tile import (
     LOG2_E,
@@ -69,10 +69,8 @@ def _decode_kernel(
     V_DIM: tl.constexpr, MAIN: tl.constexpr, ROPE: tl.constexpr, MAIN_BLOCK: tl.constexpr,
     ROPE_BLOCK: tl.constexpr, V_BLOCK: tl.constexpr, LATENT: tl.constexpr, WINDOW: tl.constexpr,
     FP8: tl.constexpr, M: tl.constexpr, TILE_HEADS: tl.constexpr, N: tl.constexpr, SPLIT: tl.constexpr,
-    NEXT: tl.constexpr, EARLY: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    if NEXT:
-        let_next_start(EARLY)
     after_previous(EARLY)
     sequence, tile, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     length = tl.load(lengths + sequence).to(tl.int32)
@@ -116,11 +114,8 @@ def _decode_kernel(
 @triton.jit(do_not_specialize=["splits"])
 def _join_kernel(
     sums, stats, out, splits,
-    V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, SPLITS_BLOCK: tl.constexpr, NEXT: tl.constexpr,
-    EARLY: tl.constexpr,
+    V_DIM: tl.constexpr, V_BLOCK: tl.constexpr, SPLITS_BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    if NEXT:
-        let_next_start(EARLY)
     after_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     split, channel = tl.arange(0, SPLITS_BLOCK), tl.arange(0, V_BLOCK)
@@ -143,15 +138,12 @@ def decode(
     workspace: Workspace,
     out: torch.Tensor,
     tile: DecodeTile | None = None,
-    *,
-    next_reads_ahead: bool = False,
 ) -> None:
     """Attends with one token per sequence, whose key and value are in the cache already.
 
     Args:
         q: [S, heads, k_dim]. out: [S, heads, v_dim] of q's dtype.
         workspace: of these shapes; its contents are not read. tile: instead of tile_for().
-        next_reads_ahead: the next kernel on the stream reads weights before it waits for this one.
     Raises: InternalError for another shape, dtype or layout.
     """
     wide = kv.layer.v is None
@@ -171,14 +163,14 @@ def decode(
         q, kv.layer.k, kv.layer.v, out, workspace.sums, workspace.stats,
         sequences.blocks, sequences.lengths, kv.k_scale, kv.v_scale,
         sequences.blocks.stride(0), rule.scale * LOG2_E, splits,
-        **constants, N=tile.n, SPLIT=splits > 1, NEXT=next_reads_ahead and splits == 1, **early(q),
-        num_warps=tile.warps, num_stages=tile.stages,
+        **constants, N=tile.n, SPLIT=splits > 1,
+        **early(q, lets_next_start=True), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:
         _join_kernel[(count * shape.heads,)](
             workspace.sums, workspace.stats, out, splits,
-            V_DIM=shape.v_dim, V_BLOCK=constants["V_BLOCK"], SPLITS_BLOCK=block(splits),
-            NEXT=next_reads_ahead, **early(q), num_warps=4,
+            V_DIM=shape.v_dim, V_BLOCK=constants["V_BLOCK"], SPLITS_BLOCK=block(splits), **early(q),
+            num_warps=4,
         )  # fmt: skip
 
 

@@ -58,6 +58,40 @@ class HeadNorm:
 
 
 @triton.jit
+def _load_pairs(row, head, ok, part, PARTS: tl.constexpr, DTYPE: tl.constexpr,
+                DIM: tl.constexpr, GAP: tl.constexpr, BLOCK: tl.constexpr):  # fmt: skip
+    """The channels of each pair: two of [heads, BLOCK] float32. Neighbours are read side by side."""
+    if GAP == 1:
+        channel = tl.arange(0, 2 * BLOCK)
+        inside = ok[:, None] & (channel < DIM)[None, :]
+        both = load_sum(row + head[:, None] * DIM + channel[None, :], inside, part, PARTS, DTYPE)
+        a, b = tl.split(tl.reshape(both, (head.shape[0], BLOCK, 2)))
+    else:
+        pair = tl.arange(0, BLOCK)
+        inside = ok[:, None] & (pair < DIM // 2)[None, :]
+        at = row + head[:, None] * DIM + pair[None, :]
+        a = load_sum(at, inside, part, PARTS, DTYPE)
+        b = load_sum(at + GAP, inside, part, PARTS, DTYPE)
+    return a, b
+
+
+@triton.jit
+def _store_pairs(row, head, ok, a, b, DIM: tl.constexpr, GAP: tl.constexpr, BLOCK: tl.constexpr):
+    """Where _load_pairs() reads them. a, b: [heads, BLOCK] of the row's dtype."""
+    if GAP == 1:
+        channel = tl.arange(0, 2 * BLOCK)
+        inside = ok[:, None] & (channel < DIM)[None, :]
+        both = tl.reshape(tl.join(a, b), (head.shape[0], 2 * BLOCK))
+        tl.store(row + head[:, None] * DIM + channel[None, :], both, mask=inside)
+    else:
+        pair = tl.arange(0, BLOCK)
+        inside = ok[:, None] & (pair < DIM // 2)[None, :]
+        at = row + head[:, None] * DIM + pair[None, :]
+        tl.store(at, a, mask=inside)
+        tl.store(at + GAP, b, mask=inside)
+
+
+@triton.jit
 def _load_turn(table, position, pair, PAIRS: tl.constexpr):
     """cos and sin of each pair: [1, pairs]."""
     at = table + (position.to(tl.int64) * PAIRS + pair) * 2
@@ -70,15 +104,15 @@ def _load_turn(table, position, pair, PAIRS: tl.constexpr):
 @triton.jit
 def _store_gqa_kernel(
     qkv, q_out, k_cache, v_cache, weight, table, positions, slots, k_scale, v_scale, pitch, part, eps, clip,
-    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, STEP: tl.constexpr, GAP: tl.constexpr,
+    Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GAP: tl.constexpr,
     HEADS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, CLIP: tl.constexpr, FP8: tl.constexpr,
     PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    after_previous(EARLY)
+    # Slots, positions and weights are of the step, long written: nothing else is read before the wait.
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
-    if slot < 0:
-        return
+    position = tl.load(positions + token, mask=slot >= 0, other=0)
+    cos, sin = _load_turn(table, position, tl.arange(0, BLOCK), DIM // 2)
     q_groups: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
     kv_groups: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
     group = tl.program_id(1)
@@ -88,56 +122,44 @@ def _store_gqa_kernel(
     head = local * HEADS + tl.arange(0, HEADS)
     count = tl.where(kind == 0, Q_HEADS, KV_HEADS)
     before = (kind > 0) * Q_HEADS + (kind > 1) * KV_HEADS
-    pair = tl.arange(0, BLOCK)
-    inside = (head < count)[:, None] & (pair < DIM // 2)[None, :]
-    at = head[:, None] * DIM + pair[None, :] * STEP
-    row = qkv + token * pitch + before * DIM
-    a = load_sum(row + at, inside, part, PARTS, q_out.dtype.element_ty)
-    b = load_sum(row + at + GAP, inside, part, PARTS, q_out.dtype.element_ty)
+    ok = head < count
+    after_previous(EARLY)
+    if slot < 0:
+        return
+    dtype: tl.constexpr = q_out.dtype.element_ty
+    a, b = _load_pairs(qkv + token * pitch + before * DIM, head, ok, part, PARTS, dtype, DIM, GAP, BLOCK)
     if CLIP:
         a = tl.clamp(a, -clip, clip, propagate_nan=tl.PropagateNan.ALL)
         b = tl.clamp(b, -clip, clip, propagate_nan=tl.PropagateNan.ALL)
     if kind < 2:
         if NORM:
             scale = 1.0 / tl.sqrt(tl.sum(a * a + b * b, axis=1) / DIM + eps)
-            w = weight + before * DIM + at
-            a = a * scale[:, None] * tl.load(w, mask=inside, other=0).to(tl.float32)
-            b = b * scale[:, None] * tl.load(w + GAP, mask=inside, other=0).to(tl.float32)
-        cos, sin = _load_turn(table, tl.load(positions + token), pair, DIM // 2)
+            w, v = _load_pairs(
+                weight + before * DIM, head, ok, 0, 1, weight.dtype.element_ty, DIM, GAP, BLOCK
+            )
+            a, b = a * scale[:, None] * w, b * scale[:, None] * v
         a, b = a * cos - b * sin, a * sin + b * cos
     if kind == 0:
-        out = q_out + token * (Q_HEADS * DIM) + at
-        tl.store(out, a.to(q_out.dtype.element_ty), mask=inside)
-        tl.store(out + GAP, b.to(q_out.dtype.element_ty), mask=inside)
+        row = q_out + token * (Q_HEADS * DIM)
+        _store_pairs(row, head, ok, a.to(dtype), b.to(dtype), DIM, GAP, BLOCK)
     elif kind == 1:
-        _store_cache(k_cache, k_scale, slot, head, count, a, b, at, inside, KV_HEADS * DIM, GAP, FP8)
+        _store_cache(k_cache + slot * (KV_HEADS * DIM), k_scale, head, ok, a, b, DIM, GAP, BLOCK, FP8)
     else:
-        _store_cache(v_cache, v_scale, slot, head, count, a, b, at, inside, KV_HEADS * DIM, GAP, FP8)
+        _store_cache(v_cache + slot * (KV_HEADS * DIM), v_scale, head, ok, a, b, DIM, GAP, BLOCK, FP8)
 
 
 @triton.jit
 def _store_cache(
-    cache,
-    scales,
-    slot,
-    head,
-    count,
-    a,
-    b,
-    at,
-    inside,
-    ROW: tl.constexpr,
-    GAP: tl.constexpr,
-    FP8: tl.constexpr,
-):
-    out = cache + slot * ROW + at
+    row, scales, head, ok, a, b,
+    DIM: tl.constexpr, GAP: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr,
+):  # fmt: skip
+    """Heads of a token's row, as codes or as they are."""
     if FP8:
-        scale = tl.load(scales + head, mask=head < count, other=1.0)[:, None]
-        tl.store(out, to_code(a, scale), mask=inside)
-        tl.store(out + GAP, to_code(b, scale), mask=inside)
+        scale = tl.load(scales + head, mask=ok, other=1.0)[:, None]
+        _store_pairs(row, head, ok, to_code(a, scale), to_code(b, scale), DIM, GAP, BLOCK)
     else:
-        tl.store(out, a.to(cache.dtype.element_ty), mask=inside)
-        tl.store(out + GAP, b.to(cache.dtype.element_ty), mask=inside)
+        dtype: tl.constexpr = row.dtype.element_ty
+        _store_pairs(row, head, ok, a.to(dtype), b.to(dtype), DIM, GAP, BLOCK)
 
 
 def store_gqa(
@@ -166,16 +188,16 @@ def store_gqa(
     if norm is not None:
         expect("norm weight", norm.weight, q_out.dtype, (heads + kv_heads, dim))
     rotation.check(tokens, dim)
-    step, gap = rotation.steps(dim)
+    _, gap = rotation.steps(dim)
     groups = -(-heads // _BLOCK_HEADS) + 2 * -(-kv_heads // _BLOCK_HEADS)
     if tokens:
         _store_gqa_kernel[(tokens, groups)](
             given.rows, q_out, kv.layer.k, v, q_out if norm is None else norm.weight,
             rotation.table, rotation.positions, rotation.slots, kv.k_scale, kv.v_scale,
             given.rows.stride(0), given.step, 0.0 if norm is None else norm.eps, clip,
-            Q_HEADS=heads, KV_HEADS=kv_heads, DIM=dim, STEP=step, GAP=gap, HEADS=_BLOCK_HEADS,
+            Q_HEADS=heads, KV_HEADS=kv_heads, DIM=dim, GAP=gap, HEADS=_BLOCK_HEADS,
             BLOCK=block(dim // 2), NORM=norm is not None, CLIP=clip > 0, FP8=kv.fp8, PARTS=given.parts,
-            **early(q_out), num_warps=4,
+            **early(q_out, lets_next_start=True), num_warps=4,
         )  # fmt: skip
 
 
@@ -217,7 +239,7 @@ def _store_mla_kernel(
         d = tl.load(key + GAP, mask=k_inside, other=0).to(tl.float32)
         c, d = c * cos - d * sin, c * sin + d * cos
         only = tl.zeros((1,), dtype=tl.int32)  # the one key head
-        _store_cache(cache + LATENT, k_scale, slot, only, 1, c, d, k_at, k_inside, LATENT + DIM, GAP, FP8)
+        _store_cache(row + LATENT, k_scale, only, only == 0, c, d, DIM, GAP, BLOCK, FP8)
         if FP8:
             tl.store(row + channel, to_code(value, tl.load(k_scale)), mask=whole)
         else:
@@ -265,6 +287,6 @@ def store_mla(x: MlaInput, q_out: torch.Tensor, kv: PagedKv, rotation: Rotation)
             rotation.table, rotation.positions, rotation.slots, kv.k_scale,
             x.latent.stride(0), x.k_rope.stride(0), *x.q_rope.stride()[:2], *q_out.stride()[:2], x.eps,
             Q_HEADS=heads, LATENT=latent, DIM=dim, STEP=step, GAP=gap, HEADS=_BLOCK_HEADS,
-            BLOCK=block(dim // 2), BLOCK_LATENT=block(latent), FP8=kv.fp8, **early(q_out),
-            num_warps=4,
+            BLOCK=block(dim // 2), BLOCK_LATENT=block(latent), FP8=kv.fp8,
+            **early(q_out, lets_next_start=True), num_warps=4,
         )  # fmt: skip

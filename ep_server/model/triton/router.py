@@ -202,5 +202,5 @@ def route(logits: torch.Tensor | Partial, choice: Choice) -> None:
             SIGMOID=spec.score is Score.SIGMOID, TOP2=spec.group_score is GroupScore.TOP2_SUM,
             RENORMALISE=spec.renormalise, GROUP_BLOCK=block(spec.groups),
             SIZE_BLOCK=block(experts // spec.groups), K_BLOCK=block(spec.top_k), PARTS=given.parts,
-            **early(choice.ids), num_warps=1 if experts <= 256 else 4,
+            **early(choice.ids, lets_next_start=True), num_warps=1 if experts <= 256 else 4,
         )  # fmt: skip

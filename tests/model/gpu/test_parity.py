@@ -102,9 +102,6 @@ class InParts:
     def takes(self, x: torch.Tensor) -> bool:
         return True
 
-    def reads_ahead(self, rows: int) -> bool:
-        return False
-
     def __call__(self, x: torch.Tensor) -> Partial:
         self.rows += len(x)
         runs = zip(x.tensor_split(3, 1), self._weight.tensor_split(3, 1), strict=True)
@@ -116,7 +113,7 @@ def test_products_that_come_in_parts(tiny: Callable[[str], Tiny], monkeypatch: p
     """Of both projections and the router, added up by the kernels that read them."""
     made: list[InParts] = []
 
-    def streamed(weight: torch.Tensor, *_: object) -> InParts:
+    def streamed(weight: torch.Tensor, most_rows: int, *_: object, **__: object) -> InParts:
         made.append(InParts(weight))
         return made[-1]
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -64,7 +65,10 @@ class Exchange:
         NOTES.append("dispatch")
         return Received(x.clone(), torch.ones(1), torch.ones(1), None)
 
-    def combine(self, expert_out: torch.Tensor, received: Received) -> torch.Tensor:
+    def combine(
+        self, expert_out: torch.Tensor, received: Received, *, next_reads_ahead: bool
+    ) -> torch.Tensor:
+        self.next_reads_ahead = next_reads_ahead
         NOTES.append("combine")
         return expert_out + 1
 
@@ -131,3 +135,17 @@ def test_room_for_every_row_that_can_come() -> None:
     arrive = FusedRows(exchange).dispatch(tokens(torch.ones(2, 3)), Arrival(5, counted))
     assert exchange.capacity == 5 * 4 * 3 and exchange.most_tokens == 5 and len(arrive().rows) == 2
     assert counted.tolist() == [3] * 3
+
+
+def test_only_a_transfer_that_computing_follows_lets_that_begin() -> None:
+    """Beside the computation the next kernel of the stream is another transfer."""
+    x, asked = torch.ones(2, 3), []
+    ahead = replace(ARRIVAL, read_ahead=True)
+    for beside in (False, True):
+        exchange = Exchange()
+        rows = RowsBeside(exchange, 48) if beside else FusedRows(exchange)
+        received = rows.dispatch(tokens(x), ahead)()
+        asked.append(exchange.next_reads_ahead)
+        rows.combine(x, received)()
+        asked.append(exchange.next_reads_ahead)
+    assert asked == [True, True, False, False]

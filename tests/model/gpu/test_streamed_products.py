@@ -14,7 +14,6 @@ from ep_server.model.gpu.attention import GqaProducts
 from ep_server.model.gpu.streamed_products import (
     MOST_ROWS,
     Cut,
-    Limit,
     Limits,
     Manner,
     StreamedProduct,
@@ -107,14 +106,6 @@ def test_rows_that_are_for_the_library(told: list[dict[str, Any]]) -> None:
     assert not streamed.takes(rows_of(4, 264)[:, 1:257])
 
 
-@pytest.mark.parametrize(("most", "ahead", "up_to"), [(64, 0, 0), (64, 16, 16), (64, 256, 64)])
-def test_weights_come_ahead_of_rows_that_are_taken(
-    most: int, ahead: int, up_to: int, told: list[dict[str, Any]]
-) -> None:
-    streamed = StreamedProduct(weight_of(), most, Manner(Cut(64, 1), ahead=ahead))
-    assert [rows for rows in range(300) if streamed.reads_ahead(rows)] == list(range(1, up_to + 1))
-
-
 def test_the_library_takes_what_no_kernel_takes(told: list[dict[str, Any]]) -> None:
     streamed, found = StreamedProduct(weight_of(), 64, Manner(Cut(64, 1))), torch.ones(1)
     assert isinstance(product(rows_of(64), streamed, lambda x: found), Partial)
@@ -140,19 +131,19 @@ def test_another_shape_is_refused_by_name_before_a_kernel_sees_it(told: list[dic
 
 
 def test_no_kernel_without_a_gpu() -> None:
-    assert not streamable(weight_of()) and streamed_product(weight_of(), Limit(MOST_ROWS)) is None
+    assert not streamable(weight_of()) and streamed_product(weight_of(), MOST_ROWS) is None
 
 
 def test_only_what_a_kernel_can_read_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     """No bias, no weight whose limit is 0, no q and k that are normed over all heads."""
     asked: list[int] = []
     monkeypatch.setattr(streamed_products, "streamable", lambda weight: True)
-    monkeypatch.setattr(streamed_products, "StreamedProduct", lambda weight, most, _: asked.append(most))
-    linear, limits = TorchLinear(weight_of(), None), Limits(Limit(64), Limit(32))
+    monkeypatch.setattr(streamed_products, "StreamedProduct", lambda weight, most: asked.append(most))
+    linear, limits = TorchLinear(weight_of(), None), Limits(qkv=64, out=32)
     GqaProducts.of(GqaWeights(linear, linear), limits)
     assert asked == [64, 32]
     GqaProducts.of(GqaWeights(linear, linear, q_norm=torch.ones(1), k_norm=torch.ones(1)), limits)
     assert asked == [64, 32, 32]
     GqaProducts.of(GqaWeights(linear, linear), Limits())
-    GqaProducts.of(GqaWeights(TorchLinear(weight_of(), torch.ones(128)), linear), Limits(Limit(64)))
+    GqaProducts.of(GqaWeights(TorchLinear(weight_of(), torch.ones(128)), linear), Limits(qkv=64))
     assert asked == [64, 32, 32]

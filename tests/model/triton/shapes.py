@@ -94,9 +94,7 @@ def partial_sums() -> None:
     choice = Choice(RouterSpec(128, 8, renormalise=True), ids, gates, None, meta(1, dtype=I32))
     for parts in (3, 8, 16):
         store_gqa(Partial(meta(parts, TOKENS, 40 * 128, dtype=F32)), q, gqa_cache(BF16), turn, norm)
-        add_rms_norm(
-            Partial(meta(parts, TOKENS, 2048, dtype=F32)), x, meta(2048), 1e-6, x, next_reads_ahead=True
-        )
+        add_rms_norm(Partial(meta(parts, TOKENS, 2048, dtype=F32)), x, meta(2048), 1e-6, x)
         route(Partial(meta(parts, TOKENS, 128, dtype=F32)), choice)
 
 
@@ -109,9 +107,7 @@ def decoding() -> None:
                     meta(TOKENS, heads, splits, v_dim, dtype=F32), meta(TOKENS, heads, splits, 2, dtype=F32)
                 )
                 q, out = meta(TOKENS, heads, k_dim), meta(TOKENS, heads, v_dim)
-                for ahead in (False, True):
-                    rule = AttentionRule(0.1)
-                    decode(q, cache(dtype), sequences(TOKENS), rule, work, out, next_reads_ahead=ahead)
+                decode(q, cache(dtype), sequences(TOKENS), AttentionRule(0.1), work, out)
 
 
 def prefilling() -> None:
@@ -232,8 +228,7 @@ def local_rows() -> None:
         x, rows, gates = meta(TOKENS, hidden), meta(TOKENS * 8, hidden), meta(TOKENS, 8, dtype=F32)
         for shared in (None, x):
             answers = Answers(rows, ids, gates, places.rows, shared)
-            for ahead in (False, True):
-                add_answers_norm(answers, x, meta(hidden), 1e-6, x, next_reads_ahead=ahead)
+            add_answers_norm(answers, x, meta(hidden), 1e-6, x)
 
 
 PARTS = (
