@@ -102,19 +102,17 @@ class GpuRunner:
     def prepare(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Compiles all kernels that steps of other sizes need, then captures the graphs. Collective.
 
-        Kernels differ with the number of rows: prompts of 1, 2, 4 ... rows are run into the first KV blocks,
-        which belong to nobody yet, and each bucket without a graph of one micro-batch: so many single tokens
-        may come beside prompts. Ranks with fewer KV blocks run shorter prompts, but as many.
+        Kernels differ with the number of rows: prompts of 1, 2, 4 ... rows in all are run into the first KV
+        blocks, which belong to nobody yet, and each bucket without a graph of one micro-batch: so many single
+        tokens may come beside prompts. Ranks with fewer KV blocks run shorter prompts, but as often.
         Raises: InternalError if the device does not end one of them.
         """
         shape = self._inputs[0].shape
-        blocks = min(shape.blocks, len(self._params.kv_cache.layers[0].k))
-        most = min(shape.tokens, blocks * shape.block_size)
         for size in sorted({*(1 << power for power in range(shape.tokens.bit_length())), shape.tokens}):
-            rows = min(size, most)
-            piece = SeqSlice(0, 0, (0,) * rows, tuple(range(-(-rows // shape.block_size))), sample=False)
-            self._forward([self._inputs[0].fill(StepBatch((piece,), rows), {})], Form(0))
-            self._await(f"a prompt of {rows} rows")  # for slower ranks perhaps: its input must still be there
+            batch = prompts_of(size, shape, len(self._params.kv_cache.layers[0].k))
+            self._forward([self._inputs[0].fill(batch, {})], Form(0))
+            # For slower ranks perhaps: its input must still be there.
+            self._await(f"prompts of {batch.num_tokens} rows")
         for bucket in buckets_up_to(shape.sequences):
             if Form(bucket) not in self.graphs:
                 self._padded(Form(bucket))
@@ -218,6 +216,22 @@ class GpuRunner:
             launched.arrived = self._arrived[stage]
             launched.arrived.record()
         return launched
+
+
+def prompts_of(rows: int, shape: InputShape, blocks: int) -> StepBatch:
+    """Prompts of so many rows together, none longer than a sequence may be, or as many as there is room for.
+
+    blocks: of the cache; the first ones are taken.
+    """
+    held = min(shape.blocks, blocks)  # by a sequence
+    longest, most = held * shape.block_size, min(blocks, shape.sequences * held) * shape.block_size
+    pieces: list[SeqSlice] = []
+    for start in range(0, min(rows, most), longest):
+        count = min(longest, min(rows, most) - start)
+        first = len(pieces) * held
+        own = tuple(range(first, first + -(-count // shape.block_size)))
+        pieces.append(SeqSlice(len(pieces), 0, (0,) * count, own, sample=False))
+    return StepBatch(tuple(pieces), min(rows, most))
 
 
 def sizes_of(rows: int, micro_batches: int) -> list[int]:

@@ -113,7 +113,9 @@ class StillExchange:
         row_ids = torch.zeros(how["capacity"], dtype=torch.int64)
         return Received(self._rows, counts, offsets, x, view, row_ids=row_ids)
 
-    def combine(self, expert_out: torch.Tensor, received: Received) -> torch.Tensor:
+    def combine(
+        self, expert_out: torch.Tensor, received: Received, *, next_reads_ahead: bool
+    ) -> torch.Tensor:
         assert isinstance(received.handle, torch.Tensor)
         return torch.empty_like(received.handle)
 
