@@ -145,7 +145,7 @@ def run_experts(
     if given.scales is None and given.rows.dtype is not dtype:
         raise InternalError(f"rows: {given.rows.dtype}, expected {dtype} or float8 with scales")
     most = given.most if most_rows is None else min(most_rows, given.most)
-    if most == 0:
+    if most == 0 or experts == 0:
         return
     up, down = tiles or (
         tiles_for(rows_per_expert, gated=gated, dtype=dtype, fp8=weights.fp8) for gated in (True, False)
