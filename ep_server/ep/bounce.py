@@ -16,7 +16,7 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from ep_server.ep import fabric_bootstrap
-from ep_server.ep.bounce_copies import Copies, checked_device, copies_for
+from ep_server.ep.bounce_copies import Copies, checked_device, copies_for, refuse_capture
 from ep_server.ep.bounce_pending import Answers, Handle, Outgoing, PendingCombine, PendingDispatch
 from ep_server.ep.bounce_staging import Brought, Staging, Wanted
 from ep_server.ep.exchange import ExchangeSpec, Received, Reduction, View
@@ -171,6 +171,11 @@ class BounceExchange:
         delivery.finish()
         self.inner.release(inner)
         return brought
+
+    def check_stream(self) -> None:
+        """Raises InvalidArgument where the caller's stream is being captured: the host takes part."""
+        if self.device.type == "cuda":
+            refuse_capture()
 
     def check_tokens(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None) -> int:
         """T of a dispatch. Raises InvalidArgument for tensors that are not as the Protocol says."""

@@ -126,12 +126,12 @@ class CudaCopies:
 
     def check_stream(self) -> None:
         """As the Protocol says."""
-        _refuse_capture()
+        refuse_capture()
 
     def fetch(self, *pairs: Pair) -> Arrival:
         """As the Protocol says."""
         stream = torch.cuda.current_stream(self.device)
-        _refuse_capture()
+        refuse_capture()
         for target, source in pairs:
             target.copy_(source, non_blocking=True)
         event = stream.record_event()
@@ -145,7 +145,7 @@ class CudaCopies:
 
     def delivery(self, slot: Slot, *, into: torch.Tensor | None = None) -> Delivery:
         """As the Protocol says."""
-        _refuse_capture()
+        refuse_capture()
         caller = torch.cuda.current_stream(self.device)
         if into is not None:
             self._stream.wait_stream(caller)
@@ -185,7 +185,8 @@ class _CudaDelivery:
         self._caller.wait_event(self._slot.ended)
 
 
-def _refuse_capture() -> None:
+def refuse_capture() -> None:
+    """Raises InvalidArgument where the current stream of the current GPU is captured."""
     if torch.cuda.is_current_stream_capturing():
         raise InvalidArgument(
             "stream", "captured into a graph", "one that runs: the host takes part in each copy"

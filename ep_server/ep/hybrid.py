@@ -65,6 +65,7 @@ class HybridExchange:
         """As the Protocol says. Waits for the caller's stream. Tensors must not change before the stream has
         passed this point.
         """
+        self.far.check_stream()
         tokens = self.far.check_tokens(x, topk_ids, topk_weights)
         if topk_weights is None and self.spec.reduction is Reduction.RANK:
             raise InvalidArgument("topk_weights", None, "given at dispatch for reduction rank")
@@ -85,7 +86,7 @@ class HybridExchange:
         *,
         reduction: Reduction | None = None,
     ) -> HybridCombine:
-        """As the Protocol says. expert_out may be overwritten by the caller's stream once it returns.
+        """As the Protocol says. Tensors may be overwritten by the caller's stream once it returns.
 
         Args:
             reduction: see NativeExchange.combine_send.
@@ -100,7 +101,8 @@ class HybridExchange:
         )
         with self._beside(outgoing):
             near_rows = rows.index_select(0, handle.joined.near_at)
-            near = self.near.combine_send(near_rows, handle.near, topk_weights, reduction=reduction)
+            weights = None if topk_weights is None else topk_weights.clone()  # it may read them at recv()
+            near = self.near.combine_send(near_rows, handle.near, weights, reduction=reduction)
         return HybridCombine(self, near, outgoing.send(), handle.tokens)
 
     def all_gather(self, record: bytes) -> list[bytes]:
