@@ -16,6 +16,8 @@ def test_a_snapshot_does_not_wait_for_the_steps_in_flight() -> None:
     """Neither its first one nor a later one; once they have ended it has what they left."""
     counters = [torch.zeros(3, dtype=torch.int64, device="cuda"), torch.zeros((), device="cuda")]
     snapshot = Snapshot(counters)
+    for counter in counters:
+        counter.add_(0)  # a kernel's first launch may wait for the device
     torch.cuda.synchronize()
     for round_ in (1, 2):
         torch.cuda._sleep(2_000_000_000)  # cycles: more than half a second
