@@ -221,3 +221,32 @@ def test_handles_views_and_results_of_others_are_refused_and_closed_means_closed
         exchange.close()
         with pytest.raises(InvalidArgument, match="closed"):
             exchange.barrier()
+
+
+def poisoned(group: dist.ProcessGroup) -> None:
+    """Weights at combine: the part inside a host, which reads them at recv() over NVLink, has its own."""
+    placement = tuple(range(group.size()))
+    spec = ExchangeSpec(
+        group.rank(), group.size(), placement, TOKENS, HIDDEN, 2, Payload.BF16, Reduction.SOURCE
+    )
+    exchange = hybrid_ends.on_one_host((0, 1), spec, group)
+    seen, send = [], exchange.near.combine_send
+
+    def noted(*args: object, **kwargs: object) -> object:
+        seen.append(args[2])
+        return send(*args, **kwargs)
+
+    exchange.near.combine_send = noted
+    x, ids = torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16), torch.tensor([[0, 1]]).repeat(TOKENS, 1)
+    received = exchange.dispatch_send(x, ids, None).recv(View.COMPACT)
+    weights = torch.full((TOKENS, 2), 0.5)
+    pending = exchange.combine_send(received.rows.clone(), received, weights)
+    weights.fill_(torch.nan)
+    assert torch.equal(seen[0], torch.full((TOKENS, 2), 0.5))
+    assert torch.equal(pending.recv(), x)
+    exchange.barrier()
+    exchange.close()
+
+
+def test_weights_at_combine_may_be_overwritten_after_the_send() -> None:
+    run_group(poisoned, 2)
