@@ -91,6 +91,7 @@ class HybridExchange:
         Args:
             reduction: see NativeExchange.combine_send.
         """
+        self.far.check_stream()
         handle = received.handle
         if not isinstance(handle, Handle) or handle.owner is not self:
             raise InvalidArgument("received.handle", handle, "of a dispatch of this exchange")

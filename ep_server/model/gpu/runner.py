@@ -19,6 +19,7 @@ from ep_server.model.gpu.clock import DeviceClock
 from ep_server.model.gpu.decode_kernels import DecodeKernels
 from ep_server.model.gpu.decoder import GpuDecoder, Pass
 from ep_server.model.gpu.graphs import Form, Graphs, buckets_up_to
+from ep_server.model.gpu.prompts import PromptRoom, prompts_of
 from ep_server.model.gpu.rows import RowsOfSteps
 from ep_server.model.gpu.sampling import GpuSampler
 from ep_server.model.gpu.snapshot import Snapshot
@@ -28,7 +29,7 @@ from ep_server.model.runner import RunnerStatistics
 from ep_server.model.timers import no_lap
 from ep_server.model.triton.compilations import Compilations
 from ep_server.model.triton.sampling_report import SamplingReport
-from ep_server.records import Request, SampledToken, SeqSlice, StepBatch
+from ep_server.records import Request, SampledToken, StepBatch
 
 MOST_MICRO_BATCHES = 2
 STAGES = 3  # steps whose input or tokens may be on their way
@@ -109,7 +110,8 @@ class GpuRunner:
         """
         shape = self._inputs[0].shape
         for size in sorted({*(1 << power for power in range(shape.tokens.bit_length())), shape.tokens}):
-            batch = prompts_of(size, shape, len(self._params.kv_cache.layers[0].k))
+            room = PromptRoom(shape, len(self._params.kv_cache.layers[0].k), self._params.max_context)
+            batch = prompts_of(size, room)
             self._forward([self._inputs[0].fill(batch, {})], Form(0))
             # For slower ranks perhaps: its input must still be there.
             self._await(f"prompts of {batch.num_tokens} rows")
@@ -216,22 +218,6 @@ class GpuRunner:
             launched.arrived = self._arrived[stage]
             launched.arrived.record()
         return launched
-
-
-def prompts_of(rows: int, shape: InputShape, blocks: int) -> StepBatch:
-    """Prompts of so many rows together, none longer than a sequence may be, or as many as there is room for.
-
-    blocks: of the cache; the first ones are taken.
-    """
-    held = min(shape.blocks, blocks)  # by a sequence
-    longest, most = held * shape.block_size, min(blocks, shape.sequences * held) * shape.block_size
-    pieces: list[SeqSlice] = []
-    for start in range(0, min(rows, most), longest):
-        count = min(longest, min(rows, most) - start)
-        first = len(pieces) * held
-        own = tuple(range(first, first + -(-count // shape.block_size)))
-        pieces.append(SeqSlice(len(pieces), 0, (0,) * count, own, sample=False))
-    return StepBatch(tuple(pieces), min(rows, most))
 
 
 def sizes_of(rows: int, micro_batches: int) -> list[int]:

@@ -83,13 +83,17 @@ class StreamedExperts:
 
 def rows_of_tile(rows_per_expert: int) -> int:
     """With room for what chance puts beyond the mean: a second tile reads all weights of an expert again."""
-    most = rows_per_expert + 2.5 * rows_per_expert**0.5
+    most = _most_by_chance(rows_per_expert)
     return next((rows for rows in _ROWS_OF_TILE if most <= rows), _ROWS_OF_TILE[-1])
 
 
+def _most_by_chance(rows_per_expert: int) -> float:
+    return rows_per_expert + 2.5 * rows_per_expert**0.5
+
+
 def reads_ahead(rows_per_expert: int) -> bool:
-    """Whether weights are read before it is known which experts have rows."""
-    return _FEW < rows_per_expert <= _ROWS_OF_TILE[-1]
+    """Whether weights are read before it is known which experts have rows: as if each had a tile of them."""
+    return rows_per_expert > _FEW and _most_by_chance(rows_per_expert) <= _ROWS_OF_TILE[-1]
 
 
 def streamable(weights: ExpertWeights) -> bool:

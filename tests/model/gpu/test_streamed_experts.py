@@ -69,12 +69,12 @@ def test_tiles_have_room_for_what_chance_puts_beyond_the_mean(each: int, rows: i
 
 
 def test_weights_are_read_ahead_where_few_experts_are_without_rows() -> None:
-    assert [reads_ahead(each) for each in (0, 2, 3, 128)] == [False, False, True, True]
+    assert [reads_ahead(each) for each in (0, 2, 3, 102)] == [False, False, True, True]
 
 
 def test_weights_of_several_tiles_of_rows_are_not_read_ahead() -> None:
     """Which tile of weights a block begins with is not known before."""
-    assert not reads_ahead(129)
+    assert not reads_ahead(103)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
