@@ -6,6 +6,7 @@ else there are the two kernels of model/triton/experts.py, which also say what i
 
 from __future__ import annotations
 
+import math
 from importlib import import_module
 from importlib.util import find_spec
 
@@ -88,7 +89,7 @@ def rows_of_tile(rows_per_expert: int) -> int:
 
 
 def _most_by_chance(rows_per_expert: int) -> float:
-    return rows_per_expert + 2.5 * rows_per_expert**0.5
+    return rows_per_expert + 2.5 * math.sqrt(rows_per_expert)
 
 
 def reads_ahead(rows_per_expert: int) -> bool:
