@@ -12,7 +12,6 @@ Times in microseconds a product, median of replays. The bound: bytes of the weig
 from __future__ import annotations
 
 import argparse
-import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -21,7 +20,7 @@ from itertools import product as product_of
 import torch
 import torch.nn.functional as F
 
-from benchmarks.gpu_experts import RATE
+from benchmarks.gpu_experts import RATE, in_graph
 from ep_server.model.families.spec import RouterSpec
 from ep_server.model.gpu.streamed_products import Cut, Manner, StreamedProduct
 from ep_server.model.kv_cache import KvLayer
@@ -31,7 +30,7 @@ from ep_server.model.triton.partial import Partial
 from ep_server.model.triton.rope import HeadNorm, Rotation, store_gqa
 from ep_server.model.triton.router import Choice, route
 
-BF16, PAST_L2, CALLS, REPLAYS = torch.bfloat16, 80 << 20, 20, 15
+BF16, PAST_L2, CALLS = torch.bfloat16, 80 << 20, 20
 Product = torch.Tensor | Partial
 Reader = Callable[[Product], None]
 
@@ -150,22 +149,7 @@ class Case:
 
 def timed(work: Callable[[int], object], sets: int) -> float:
     """us per call, in a graph of CALLS or more, the weights' sets in turn."""
-    work(0)
-    rounds = -(-CALLS // sets)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for call in range(rounds * sets):
-            work(call % sets)
-    times = []
-    for _ in range(REPLAYS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / (rounds * sets))
-    return statistics.median(times)
+    return in_graph(work, sets, rounds=-(-CALLS // sets))
 
 
 def of_one(products: list[StreamedProduct], x: torch.Tensor, which: int) -> Product:

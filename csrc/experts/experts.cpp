@@ -4,39 +4,16 @@
 #include <string>
 
 #include "cuda/on_device.hpp"
+#include "cuda/tensor_map.hpp"
 
 namespace ep::experts {
 namespace {
 
 using cuda::check;
 
-constexpr unsigned kDriverVersion = 12000;  // whose signature is used
-
 void require(bool holds, const char* field, uint32_t value, const std::string& allowed) {
   if (!holds)
     throw std::invalid_argument(std::string(field) + ": " + std::to_string(value) + ", must be " + allowed);
-}
-
-// A map of [rows, channels] bfloat16, read in boxes of kHalf x kDepth.
-CUtensorMap map_of(const void* data, uint64_t rows, uint64_t channels) {
-  void* found = nullptr;
-  cudaDriverEntryPointQueryResult result{};
-  check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, kDriverVersion, cudaEnableDefault,
-                                         &result),
-        "cuTensorMapEncodeTiled");
-  if (result != cudaDriverEntryPointSuccess || found == nullptr)
-    throw std::runtime_error("the driver has no cuTensorMapEncodeTiled");
-  const cuuint64_t sizes[] = {channels, rows}, pitches[] = {channels * 2};
-  const cuuint32_t box[] = {kDepth, kHalf}, strides[] = {1, 1};
-  CUtensorMap map{};
-  const CUresult made = reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found)(
-      &map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(data), sizes, pitches, box, strides,
-      CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-      CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (made != CUDA_SUCCESS)
-    throw std::runtime_error("cuTensorMapEncodeTiled: driver error " + std::to_string(made) + " for " +
-                             std::to_string(rows) + " x " + std::to_string(channels));
-  return map;
 }
 
 int attribute(cudaDeviceAttr which, int device) {
@@ -57,8 +34,10 @@ Experts::Experts(int device, const void* gate_up, const void* down, uint32_t exp
   const int major = attribute(cudaDevAttrComputeCapabilityMajor, device);
   require(major == 9, "compute capability", uint32_t(major), "9: the kernel is for Hopper alone");
   blocks_ = uint32_t(attribute(cudaDevAttrMultiProcessorCount, device));
-  gate_up_ = map_of(gate_up, uint64_t(experts) * 2 * ffn, width);
-  down_ = map_of(down, uint64_t(experts) * width, ffn);
+  const auto encode = cuda::find_encode_tiled();
+  gate_up_ = cuda::map_of(encode, {gate_up, uint64_t(experts) * 2 * ffn, width, uint64_t(width) * 2}, kHalf);
+  down_ = cuda::map_of(encode, {down, uint64_t(experts) * width, ffn, uint64_t(ffn) * 2}, kHalf);
+  static_assert(kDepth == 64, "the channels of a box of map_of()");
   const cuda::OnDevice here(device);
   check(cudaMalloc(reinterpret_cast<void**>(&sync_), kSyncWords * sizeof(uint32_t)), "cudaMalloc");
   check(cudaMemset(sync_, 0, kSyncWords * sizeof(uint32_t)), "cudaMemset");
