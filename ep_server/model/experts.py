@@ -5,11 +5,22 @@ The arithmetic itself is `Compute.gated_ffn`. Knows nothing of routing, ranks or
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from ep_server.ep.exchange import Received
 from ep_server.ep.quant import dequantise
 from ep_server.model.compute import GatedFfn
+
+Tally = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+
+
+def tally(rows: torch.Tensor, total: torch.Tensor, active: torch.Tensor) -> None:
+    """total: [E] += sums over layers, active: [] += how many are not 0, rows: [layers, E] = 0."""
+    active += torch.count_nonzero(rows)
+    total += rows.sum(0)
+    rows.zero_()
 
 
 class ExpertCounter:
@@ -18,6 +29,9 @@ class ExpertCounter:
     rows: one [E_local] of `dtype` per layer, to be added to during a step.
     total: [E_local] int64, of all steps before.
     active: [] int64, experts with at least one row, added up over layers and steps.
+
+    Args:
+        tally: what a step ends with.
     """
 
     def __init__(
@@ -26,7 +40,9 @@ class ExpertCounter:
         local_experts: int,
         device: torch.device | None = None,
         dtype: torch.dtype = torch.int64,
+        tally: Tally = tally,
     ) -> None:
+        self._tally = tally
         self._step = torch.zeros(layers, local_experts, dtype=dtype, device=device)
         self.rows = self._step.unbind()
         self.total = torch.zeros(local_experts, dtype=torch.int64, device=device)
@@ -34,9 +50,7 @@ class ExpertCounter:
 
     def finish(self) -> None:
         """The step ended."""
-        self.active += torch.count_nonzero(self._step)
-        self.total += self._step.sum(0)
-        self._step.zero_()
+        self._tally(self._step, self.total, self.active)
 
 
 def dense_ffn(x: torch.Tensor, ffn: GatedFfn) -> torch.Tensor:

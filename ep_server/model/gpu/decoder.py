@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from ep_server.model.decoder import DecoderParams, Forward
 from ep_server.model.experts import ExpertCounter
@@ -35,7 +34,8 @@ from ep_server.model.layers import GqaWeights, MlaWeights, MoeWeights
 from ep_server.model.rope import rotation_table
 from ep_server.model.timers import Lap, Phase
 from ep_server.model.torch_compute import TorchLinear
-from ep_server.model.triton.norm import rms_norm
+from ep_server.model.triton.embedding import RowTokens, embed
+from ep_server.model.triton.expert_counts import tally
 from ep_server.model.triton.paged_tile import Sequences
 from ep_server.model.triton.partial import Partial
 from ep_server.model.triton.rope import Rotation
@@ -72,7 +72,7 @@ class GpuDecoder:
         attention, longest = params.spec.attention, len(table)
         self._kernels = kernels or triton_decode(attention, longest, multiprocessors(device))
         local = len(params.exchange.spec.local_experts)
-        self.experts = ExpertCounter(params.spec.num_layers, local, device, torch.int32)
+        self.experts = ExpertCounter(params.spec.num_layers, local, device, torch.int32, tally)
         self._moe = [self._block(index, params) for index in range(params.spec.num_layers)]
         self._products = [
             GqaProducts.of(layer.attention, STREAMED) if isinstance(layer.attention, GqaWeights) else None
@@ -87,9 +87,9 @@ class GpuDecoder:
         eps, weights = self._spec.norm_eps, self._weights
         at = self._attention_step(step)
         routed = MoeStep(step.live, step.numbers, step.positions, on.most, on.rows, on.lap)
-        residual = F.embedding(_token_ids(step, on.drawn), weights.embedding)
-        x = torch.empty_like(residual)
-        rms_norm(residual, weights.layers[0].attention_norm, eps, x)
+        residual, x = (weights.embedding.new_empty(step.tokens, self._spec.hidden) for _ in range(2))
+        tokens = RowTokens(step.ids, step.sources, on.drawn)
+        embed(tokens, weights.embedding, weights.layers[0].attention_norm, eps, residual, x)
         norms = [*(layer.attention_norm for layer in weights.layers[1:]), weights.norm]
         for index, (layer, after) in enumerate(zip(weights.layers, norms, strict=True)):
             branch: Branch = self._attention(x, index, at) if step.tokens else x
@@ -138,9 +138,3 @@ class GpuDecoder:
         singles = Sequences(step.blocks[: step.decode], step.lengths[: step.decode])
         rotation = Rotation(self._table, step.positions, step.slots)
         return AttentionStep(step, rotation, self._kernels.over(singles), self._spec.norm_eps)
-
-
-def _token_ids(step: StepTensors, drawn: torch.Tensor) -> torch.Tensor:
-    """[T]: what was given, or what the last step drew."""
-    last = drawn.index_select(0, step.sources.clamp(min=0)).clamp(min=0)  # one that failed draws NO_TOKEN
-    return torch.where(step.sources < 0, step.ids, last.to(step.ids.dtype))

@@ -17,6 +17,8 @@ from ep_server.model.families.spec import GroupScore, RouterSpec, Score
 from ep_server.model.kv_cache import KvLayer
 from ep_server.model.triton import stamps
 from ep_server.model.triton.activation import silu_mul
+from ep_server.model.triton.embedding import RowTokens, embed
+from ep_server.model.triton.expert_counts import tally
 from ep_server.model.triton.expert_rows import ExpertRows, ExpertWeights
 from ep_server.model.triton.experts import run_experts
 from ep_server.model.triton.local_rows import Answers, Places, add_answers_norm, place_rows
@@ -40,7 +42,7 @@ TOKENS = 128
 
 
 def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    return torch.empty(*shape, dtype=dtype, device="meta")
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def gqa_cache(dtype: torch.dtype) -> PagedKv:
@@ -62,6 +64,16 @@ def norms() -> None:
         rms_norm(x, meta(hidden), 1e-6, x)
         add_rms_norm(x, x, meta(hidden), 1e-6, x)
     silu_mul(meta(TOKENS, 2 * 6144), meta(TOKENS, 6144))
+
+
+def ends_of_steps() -> None:
+    """What comes ahead of the layers and behind them: Qwen3-30B-A3B on one rank and on four, DeepSeek-V3."""
+    ids, drawn = meta(TOKENS, dtype=I32), meta(256, dtype=I64)
+    for hidden, vocab in ((2048, 151936), (7168, 129280)):
+        x = meta(TOKENS, hidden)
+        embed(RowTokens(ids, ids, drawn), meta(vocab, hidden), meta(hidden), 1e-6, x, x)
+    for layers, experts in ((48, 128), (48, 32), (58, 32)):
+        tally(meta(layers, experts, dtype=I32), meta(experts, dtype=I64), meta(dtype=I64))
 
 
 def rotations() -> None:
@@ -232,8 +244,8 @@ def local_rows() -> None:
 
 
 PARTS = (
-    local_rows, norms, rotations, partial_sums, decoding, prefilling, routing, grouped, sampling, stamping,
-    small_float32,
+    ends_of_steps, local_rows, norms, rotations, partial_sums, decoding, prefilling, routing, grouped,
+    sampling, stamping, small_float32,
 )  # fmt: skip
 
 if __name__ == "__main__":
