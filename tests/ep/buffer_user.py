@@ -108,6 +108,11 @@ class User:
         assert set(status.tolist()) <= {0, 1}
         return set(status.nonzero().flatten().tolist())
 
+    def wait_for_device(self) -> None:
+        """Until kernels launched so far have ended."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
     def experts(self, recv_x: Any, counts: torch.Tensor, spec: ExchangeSpec) -> torch.Tensor:
         """A grouped product with a mask: rows beyond the counts are NaN on both sides."""
         values = dequantise(*recv_x) if isinstance(recv_x, tuple) else recv_x.float()
