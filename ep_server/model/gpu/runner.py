@@ -158,9 +158,10 @@ class GpuRunner:
         form = Form(bucket, micro_batches, self._timed(bucket))
         logits = self.graphs.replay(form)[:count] if bucket else self._forward(steps, form)
         self._places = {number: place for place, number in enumerate(numbers)}
-        reported = self._sampler.sample(pieces, logits, self._drawn[:count])
+        told = self._told[self._launches % STAGES][:count]
+        reported = self._sampler.sample(pieces, logits, self._drawn[:count], told)
         self._clock.end(form.timed, bucket > 0)
-        return self._told_of(numbers, [s.number for s in batch.slices if s.sample], reported)
+        return self._behind(Launched(numbers, [s.number for s in batch.slices if s.sample], told, reported))
 
     def collect(self, launched: Launched) -> list[SampledToken]:
         """Waits for a step; one token per slice that samples, in the order of its batch.
@@ -207,16 +208,12 @@ class GpuRunner:
         self._decoder.experts.finish()
         return self._decoder.logits(hidden, self._logits)
 
-    def _told_of(self, numbers: list[int], order: list[int], reported: SamplingReport | None) -> Launched:
-        """Sends what was drawn to the host, behind the step."""
-        stage = self._launches % STAGES
-        self._launches += 1
-        tokens = self._told[stage][: len(numbers)]
-        tokens.copy_(self._drawn[: len(numbers)], non_blocking=True)
-        launched = Launched(numbers, order, tokens, reported)
+    def _behind(self, launched: Launched) -> Launched:
+        """Has the host told when the step has ended: no other waits for what it writes."""
         if self._arrived:
-            launched.arrived = self._arrived[stage]
+            launched.arrived = self._arrived[self._launches % STAGES]
             launched.arrived.record()
+        self._launches += 1
         return launched
 
 

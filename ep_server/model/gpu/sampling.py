@@ -86,13 +86,14 @@ class GpuSampler:
             self._numbers = []
 
     def sample(
-        self, pieces: Sequence[SeqSlice], logits: torch.Tensor, tokens: torch.Tensor
+        self, pieces: Sequence[SeqSlice], logits: torch.Tensor, tokens: torch.Tensor, told: torch.Tensor
     ) -> SamplingReport | None:
         """Enqueues the draw of one token per row into `tokens`: [N] int64, NO_TOKEN where none can be drawn.
 
         Args:
             pieces: what row by row draws, of distinct requests.
             logits: [N, V] float32; edited in place.
+            told: [N] int64 on the host, pinned: becomes `tokens`, once the stream has come so far.
         Returns: log probabilities on the host, once the stream has come so far; None if nobody asked.
         Raises: InternalError for an unknown request.
         """
@@ -102,6 +103,7 @@ class GpuSampler:
         if numbers != self._numbers:
             self._seat(numbers, pieces)
         self._draw(logits, self._slots[: len(numbers)], tokens, self._wants)
+        advance(tokens, self._slots[: len(numbers)], self._table, told)
         if not self._wants & Wants.REPORT:
             return None
         host, told = self._told[self._reports % len(self._told)]
@@ -131,6 +133,8 @@ class GpuSampler:
         tokens = torch.zeros(1, dtype=torch.int64, device=self._device)
         wants = Wants(sum(Wants))
         self._draw(torch.zeros(1, self._vocab, device=self._device), self._slots[:1], tokens, wants)
+        told = torch.zeros(1, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        advance(tokens, self._slots[:1], self._table, told)
 
     def _draw(self, logits: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor, wants: Wants) -> None:
         table, count = self._table, len(tokens)
@@ -144,7 +148,6 @@ class GpuSampler:
         if wants & Wants.REPORT:
             out = SamplingReport(self._out.chosen[:count], self._out.top[:count], self._out.ids[:count])
             report(logits, slots, table, self._space, tokens, out)
-        advance(tokens, slots, table)
 
     def _seat(self, numbers: list[int], pieces: Sequence[SeqSlice]) -> None:
         """Gives every row its slot."""

@@ -3,7 +3,7 @@
     penalise     repetition, then frequency and presence, by the table's counts
     add_listed   logit_bias, and stop tokens while too few are drawn
     allow_only   every token that the slot's mask does not allow becomes -inf
-    advance      the drawn tokens into the table
+    advance      the drawn tokens into the table, and to the host
 
 The order of the first three is that of model/sampler.py. Logits are [N, V] float32, rows may have a pitch;
 edited in place. slots: [N] int32. A row that asks for nothing costs a program that reads its slot. Each
@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from ep_server.model.triton.checks import block, expect
+from ep_server.model.triton.early import after_previous, early
 from ep_server.model.triton.sampling_table import (
     COUNT_STEP,
     DRAWN,
@@ -93,10 +94,15 @@ def _allow_kernel(
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _advance_kernel(drawn, slots, longs, counts, rows, VOCAB: tl.constexpr, BLOCK: tl.constexpr):
+def _advance_kernel(
+    drawn, slots, longs, counts, told, rows,
+    VOCAB: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    after_previous(EARLY)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + row, mask=row < rows, other=0).to(tl.int64)
     token = tl.load(drawn + row, mask=row < rows, other=-1)
+    tl.store(told + row, token, mask=row < rows)
     real = (row < rows) & (token >= 0) & (token < VOCAB)
     line = longs + slot * LONGS  # a slot is in one row: no atomics
     tl.store(line + DRAWN, tl.load(line + DRAWN, mask=real, other=0) + 1, mask=real)
@@ -138,14 +144,20 @@ def allow_only(logits: torch.Tensor, slots: torch.Tensor, table: SamplingTable) 
         )  # fmt: skip
 
 
-def advance(drawn: torch.Tensor, slots: torch.Tensor, table: SamplingTable) -> None:
-    """Counts what was drawn. drawn: [N] int64, negative = none. slots: [N] int32, distinct."""
+def advance(drawn: torch.Tensor, slots: torch.Tensor, table: SamplingTable, told: torch.Tensor) -> None:
+    """Counts what was drawn, and tells the host.
+
+    Args:
+        drawn: [N] int64, negative = none. slots: [N] int32, distinct.
+        told: [N] int64, becomes `drawn`. In pinned memory, so that no copy is enqueued behind the step.
+    """
     expect("drawn", drawn, torch.int64, (None,))
+    expect("told", told, torch.int64, (len(drawn),))
     expect("slots", slots, torch.int32, (len(drawn),))
     if len(drawn):
         _advance_kernel[(-(-len(drawn) // _ROWS),)](
-            drawn, slots, table.longs, table.counts, len(drawn),
-            VOCAB=table.counts.shape[1], BLOCK=_ROWS, num_warps=4,
+            drawn, slots, table.longs, table.counts, told, len(drawn),
+            VOCAB=table.counts.shape[1], BLOCK=_ROWS, **early(drawn, lets_next_start=True), num_warps=4,
         )  # fmt: skip
 
 

@@ -24,6 +24,7 @@ import triton.language as tl
 
 from ep_server.model.triton.checks import FLOATS as FLOAT_TYPES
 from ep_server.model.triton.checks import block, expect
+from ep_server.model.triton.early import after_previous, early
 from ep_server.model.triton.sampling_filters import gather, settle
 from ep_server.model.triton.sampling_nucleus import close
 from ep_server.model.triton.sampling_space import LOWEST, SamplingSpace
@@ -60,8 +61,10 @@ _TRIED = tl.constexpr(8)
 
 @triton.jit
 def _peak_kernel(
-    logits, values, ids, peaks, pitch, VOCAB: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr
-):
+    logits, values, ids, peaks, pitch,
+    VOCAB: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    after_previous(EARLY)
     row, split, splits = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     best, best_id = nothing(BLOCK, VOCAB)
     for start in range(split * BLOCK, VOCAB, splits * BLOCK):
@@ -98,7 +101,9 @@ def _threshold(peaks, highest, wanted, groups, PEAKS_BLOCK: tl.constexpr):
 def _join_kernel(
     slots, floats, longs, values, ids, peaks, highest, threshold, counts, tokens, splits, groups,
     VOCAB: tl.constexpr, ALL: tl.constexpr, SPLITS_BLOCK: tl.constexpr, PEAKS_BLOCK: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    after_previous(EARLY)
     row = tl.program_id(0).to(tl.int64)
     top, token = joined(values, ids, row, splits, VOCAB, SPLITS_BLOCK)
     fine = (top > float("-inf")) & (top < float("inf"))
@@ -175,12 +180,13 @@ def sample(
     groups = space.peaks.shape[2]
     s, given = space, (slots, table.floats, table.longs)
     _peak_kernel[(count, splits)](
-        logits, s.values, s.ids, s.peaks, pitch, VOCAB=vocab, GROUPS=groups, BLOCK=size, num_warps=4
-    )
+        logits, s.values, s.ids, s.peaks, pitch,
+        VOCAB=vocab, GROUPS=groups, BLOCK=size, **early(tokens), num_warps=4,
+    )  # fmt: skip
     _join_kernel[(count,)](
         *given, s.values, s.ids, s.peaks, s.highest, s.threshold, s.counts, tokens, splits, splits * groups,
         VOCAB=vocab, ALL=vocab <= space.most, SPLITS_BLOCK=block(splits), PEAKS_BLOCK=block(splits * groups),
-        num_warps=8,
+        **early(tokens, lets_next_start=True), num_warps=8,
     )  # fmt: skip
     if wants & Wants.DRAW:
         _draw_kernel[(count, splits)](

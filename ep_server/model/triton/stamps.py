@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from ep_server.model.triton.checks import block, expect
+from ep_server.model.triton.early import after_previous, early
 
 BUCKETS = 64
 
@@ -37,7 +38,8 @@ def _begin_kernel(marks, step, host_ns, PHASES: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit
-def _lap_kernel(marks, step, host_ns, PHASE: tl.constexpr, HOST: tl.constexpr):
+def _lap_kernel(marks, step, host_ns, PHASE: tl.constexpr, HOST: tl.constexpr, EARLY: tl.constexpr):
+    after_previous(EARLY)
     now = _now(host_ns, HOST)
     tl.store(step + PHASE, tl.load(step + PHASE) + now - tl.load(marks))
     tl.store(marks, now)
@@ -52,7 +54,8 @@ def _count(counts, took, BUCKETS: tl.constexpr):
 
 
 @triton.jit
-def _end_kernel(marks, busy, counts, host_ns, BUCKETS: tl.constexpr, HOST: tl.constexpr):
+def _end_kernel(marks, busy, counts, host_ns, BUCKETS: tl.constexpr, HOST: tl.constexpr, EARLY: tl.constexpr):
+    after_previous(EARLY)
     took = _now(host_ns, HOST) - tl.load(marks + 1)
     tl.store(busy, tl.load(busy) + took)
     tl.store(busy + 1, tl.load(busy + 1) + 1)
@@ -83,14 +86,18 @@ def begin(marks: torch.Tensor, step: torch.Tensor) -> None:
 def lap(marks: torch.Tensor, step: torch.Tensor, phase: int) -> None:
     """Adds the time since the last stamp to step[phase]."""
     expect("step", step, torch.int64, tuple(step.shape))
-    _lap_kernel[(1,)](marks, step, _host_ns(marks), PHASE=phase, HOST=marks.is_cpu, num_warps=1)
+    _lap_kernel[(1,)](
+        marks, step, _host_ns(marks), PHASE=phase, HOST=marks.is_cpu, **early(marks), num_warps=1
+    )
 
 
 def end(marks: torch.Tensor, busy: torch.Tensor, counts: torch.Tensor) -> None:
     """Adds the time since begin() to busy[0], 1 to busy[1] and its bucket. busy: [2]. counts: [BUCKETS]."""
     expect("busy", busy, torch.int64, (2,))
     expect("counts", counts, torch.int64, (BUCKETS,))
-    _end_kernel[(1,)](marks, busy, counts, _host_ns(marks), BUCKETS=BUCKETS, HOST=marks.is_cpu, num_warps=1)
+    _end_kernel[(1,)](
+        marks, busy, counts, _host_ns(marks), BUCKETS=BUCKETS, HOST=marks.is_cpu, **early(marks), num_warps=1
+    )
 
 
 def settle(step: torch.Tensor, sums: torch.Tensor, counts: torch.Tensor) -> None:

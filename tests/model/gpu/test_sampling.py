@@ -64,9 +64,9 @@ class Both:
         pieces = [SeqSlice(n, 3 + self.drawn[n], (0,), (), True) for n in numbers]  # prompts have 4 tokens
         for number in numbers:
             self.drawn[number] += 1
-        tokens = torch.full((len(numbers),), -9, device=DEVICE)
+        tokens, told = torch.full((len(numbers),), -9, device=DEVICE), on_host(len(numbers))
         expected = self.host.sample(numbers, logits.cpu())
-        return Launch(numbers, tokens, self.gpu.sample(pieces, logits.clone(), tokens), expected)
+        return Launch(numbers, told, self.gpu.sample(pieces, logits.clone(), tokens, told), expected)
 
     def check(self, step: Launch) -> None:
         if DEVICE.type == "cuda":
@@ -78,9 +78,14 @@ class Both:
 @dataclass
 class Launch:
     numbers: Sequence[int]
-    tokens: torch.Tensor
+    tokens: torch.Tensor  # on the host
     reported: object
     expected: list[SampledToken]
+
+
+def on_host(count: int) -> torch.Tensor:
+    """Where a step's tokens are told."""
+    return torch.full((count,), -9, pin_memory=DEVICE.type == "cuda")
 
 
 def assert_as(told: Sequence[SampledToken], expected: Sequence[SampledToken]) -> None:
@@ -165,7 +170,8 @@ def test_random_tokens_do_not_depend_on_slots_or_neighbours(both: Both) -> None:
         for sampler, numbers, out in ((both.gpu, [1], alone), (other, [7, 8, 9], together)):
             tokens = torch.zeros(len(numbers), dtype=torch.int64, device=DEVICE)
             pieces = [SeqSlice(n, start, (0,), (), True) for n in numbers]
-            sampler.sample(pieces, logits[1:2].clone() if len(numbers) == 1 else logits.clone(), tokens)
+            rows = logits[1:2].clone() if len(numbers) == 1 else logits.clone()
+            sampler.sample(pieces, rows, tokens, on_host(len(numbers)))
             out.append(tokens.tolist()[len(numbers) // 2])
     assert alone == together and len(set(alone)) > 1
 
@@ -188,7 +194,7 @@ def test_draws_follow_the_hosts_distribution(filters: dict[str, float]) -> None:
     drawn = torch.zeros(10, count, dtype=torch.int64, device=DEVICE)
     for step in range(10):
         pieces = [SeqSlice(n, 3 + step, (0,), (), True) for n in range(count)]
-        gpu.sample(pieces, logits.repeat(count, 1), drawn[step])
+        gpu.sample(pieces, logits.repeat(count, 1), drawn[step], on_host(count))
     edited = logits.cpu().clone()
     for token, value in bias:
         edited[0, token] += value
@@ -252,6 +258,7 @@ def test_a_list_too_long_is_refused() -> None:
 
 
 def test_steps_that_cannot_be(both: Both) -> None:
-    assert both.gpu.sample([], random(0, VOCAB), torch.zeros(0, dtype=torch.int64, device=DEVICE)) is None
+    none = torch.zeros(0, dtype=torch.int64, device=DEVICE)
+    assert both.gpu.sample([], random(0, VOCAB), none, on_host(0)) is None
     with pytest.raises(InternalError, match="request number 4 is not in the sampler"):
-        both.gpu.sample([SeqSlice(4, 3, (0,), (), True)], random(1, VOCAB), torch.zeros(1, device=DEVICE))
+        both.gpu.sample([SeqSlice(4, 3, (0,), (), True)], random(1, VOCAB), none, on_host(0))

@@ -185,7 +185,7 @@ def sampling() -> None:
     logits = meta(TOKENS, vocab, dtype=F32)
     for edit in (penalise, add_listed, allow_only):
         edit(logits, slots, table)
-    advance(tokens, slots, table)
+    advance(tokens, slots, table, tokens)
     for dtype in (F32, BF16):
         logits = meta(TOKENS, vocab, dtype=dtype)
         sample(logits, slots, table, space, tokens, Wants(sum(Wants)))

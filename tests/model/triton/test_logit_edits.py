@@ -113,8 +113,10 @@ def test_what_was_drawn_is_counted() -> None:
     table.counts.zero_()
     table.counts[1, 4] = table.counts[2, 9] = PROMPT
     tokens = torch.tensor([9, 4, -1], device=DEVICE)
+    told = torch.full((3,), 77, device=DEVICE)
     for _ in range(2):
-        advance(tokens, ints(2, 1, 0), table)
+        advance(tokens, ints(2, 1, 0), table, told)
+    assert torch.equal(told, tokens)
     expected = torch.zeros(4, 10, dtype=torch.int32)
     expected[1, 4], expected[2, 9] = PROMPT, PROMPT + 2 * STEP
     assert torch.equal(table.counts.cpu(), expected)
@@ -125,7 +127,9 @@ def test_more_rows_than_a_program_counts() -> None:
     table = wanting(4, *[Wants.PENALTY] * 300)
     table.counts.zero_()
     slots = torch.arange(300, dtype=torch.int32, device=DEVICE).flip(0)
-    advance(torch.arange(300, device=DEVICE) % 4, slots, table)
+    tokens, told = torch.arange(300, device=DEVICE) % 4, torch.full((301,), 77, device=DEVICE)
+    advance(tokens, slots, table, told[:300])
+    assert torch.equal(told[:300], tokens) and int(told[300]) == 77
     expected = torch.nn.functional.one_hot(torch.arange(300) % 4, 4).flip(0) * STEP
     assert torch.equal(table.counts.cpu().long(), expected)
 
@@ -134,7 +138,7 @@ def test_no_rows() -> None:
     table, none = wanting(8, Wants.PENALTY), ints()
     for edit in (penalise, add_listed, allow_only):
         edit(random(0, 8), none, table)
-    advance(none.long(), none, table)
+    advance(none.long(), none, table, none.long())
     assert bool((table.counts == 3).all())
 
 
@@ -145,4 +149,6 @@ def test_wrong_inputs_are_named() -> None:
     with pytest.raises(InternalError, match="logits"):
         allow_only(logits.bfloat16(), ints(0), table)
     with pytest.raises(InternalError, match="slots"):
-        advance(torch.tensor([1, 2], device=DEVICE), ints(0), table)
+        advance(torch.tensor([1, 2], device=DEVICE), ints(0), table, torch.tensor([1, 2], device=DEVICE))
+    with pytest.raises(InternalError, match="told"):
+        advance(torch.tensor([1], device=DEVICE), ints(0), table, torch.tensor([1, 2], device=DEVICE))
