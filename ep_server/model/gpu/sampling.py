@@ -106,10 +106,10 @@ class GpuSampler:
         advance(tokens, self._slots[: len(numbers)], self._table, told)
         if not self._wants & Wants.REPORT:
             return None
-        host, told = self._told[self._reports % len(self._told)]
+        host, reported = self._told[self._reports % len(self._told)]
         self._reports += 1
         host.copy_(self._report, non_blocking=True)
-        return told
+        return reported
 
     def told(
         self, numbers: Sequence[int], tokens: Sequence[int], reported: SamplingReport | None
