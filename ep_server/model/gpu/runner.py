@@ -115,11 +115,12 @@ class GpuRunner:
             self._forward([self._inputs[0].fill(batch, {})], Form(0))
             # For slower ranks perhaps: its input must still be there.
             self._await(f"prompts of {batch.num_tokens} rows")
+        for given in self._inputs:  # nothing of what was run so far
+            given.fill(StepBatch((), 0), {}, shape.sequences)
         for bucket in buckets_up_to(shape.sequences):
             if Form(bucket) not in self.graphs:
                 self._padded(Form(bucket))
                 self._await(f"a step of {bucket} rows")  # slower ranks may have to compile
-        self._inputs[0].fill(StepBatch((), 0), {})
         self.graphs.capture(progress)
         self._await("what was run before the last capture")  # so that statistics() has all of it
         self._compilations.expect_none()

@@ -1,8 +1,8 @@
 """What the kernels of one step read, in device memory at fixed addresses, and how a StepBatch gets there.
 
 Rows are tokens. Sequences that run one token come first, one row each; chunks of prompts follow. A captured
-graph reads the first rows of these tensors whatever the step is: rows beyond it are padding, marked by slot
--1 and length 0. One copy per step carries all of it. Units: tokens, blocks.
+graph reads the first rows of these tensors whatever the step is: rows that it is padded with are marked by
+slot -1 and length 0. One kernel per step takes all of it there. Units: tokens, blocks.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ import torch
 
 from ep_server.errors import InternalError
 from ep_server.model.gpu.block_tables import BlockTables, Spans
+from ep_server.model.triton.step_words import Packed, spread
 from ep_server.records import PENDING_TOKEN, SeqSlice, StepBatch
 
 # ids, sources, positions, slots, lengths, query starts, sampled rows, numbers; the last one holds counts.
-_COLUMNS = 9
+_COLUMNS, _ALIGNED = 9, 32  # words that a column's length is a multiple of
 NOT_DRAWN = -1
 _PADDING = np.array([[0], [NOT_DRAWN], [0], [-1], [0], [0], [0], [0], [0]], dtype=np.int32)
 _LOW = (1 << 31) - 1
@@ -36,7 +37,7 @@ class InputShape:
 
     @property
     def words(self) -> int:
-        """int32 words of one step."""
+        """int32 words of one step, at most."""
         return _COLUMNS * (self.tokens + 1) + self.sequences * self.blocks
 
 
@@ -79,9 +80,9 @@ class StepInput:
         self.shape, self.device = shape, device
         self._host = [self.host_buffer(shape.words, torch.int32) for _ in range(staging)]
         self._tables = BlockTables(shape.sequences, shape.blocks, shape.block_size)
-        columns = _columns(self._host[0].numpy(), shape)
-        columns[:] = _PADDING
-        self._device = self._host[0].to(device, copy=True)  # a step of padding alone
+        pitch = -(-(shape.tokens + 1) // _ALIGNED) * _ALIGNED
+        padding = torch.from_numpy(np.repeat(_PADDING, pitch, axis=1))
+        self._columns = padding.to(device, copy=True)  # a step of padding alone
         self._blocks = torch.zeros(shape.sequences, shape.blocks, dtype=torch.int32, device=device)
         self._fills = 0
 
@@ -90,7 +91,10 @@ class StepInput:
         return torch.zeros(size, dtype=dtype, pin_memory=self.device.type == "cuda")
 
     def padded(self, rows: int) -> StepTensors:
-        """The step that was filled last, or any later one, as so many rows of single tokens, all sampled."""
+        """The step that was filled last, or any later one, as so many rows of single tokens, all sampled.
+
+        Only rows that it has, or was padded with, are of it; what lies beyond is of steps before.
+        """
         return self._view(rows, rows, rows, None)
 
     def fill(self, batch: StepBatch, drawn: Mapping[int, int], padded: int = 0) -> StepTensors:
@@ -114,25 +118,21 @@ class StepInput:
         host = self._host[self._fills % len(self._host)]
         self._fills += 1
         tables = self._tables.of(slices, spans)
-        columns = _columns(host.numpy(), self.shape)
+        columns = host.numpy()[: _COLUMNS * (tokens + 1)].reshape(_COLUMNS, tokens + 1)
         sampled = _write(columns, slices, spans, _slots(tables, spans, self.shape.block_size), drawn)
-        self._send(host, tables)
+        self._send(host, tokens + 1, tables)
         all_sampled = padded > 0 or sampled == tokens
         return self._view(tokens, sequences, decode, None if all_sampled else sampled)
 
-    def _send(self, host: torch.Tensor, tables: np.ndarray) -> None:
-        """Columns and tables in one copy of what is used; then the tables to where they are read."""
-        used = _COLUMNS * (self.shape.tokens + 1)
+    def _send(self, host: torch.Tensor, rows: int, tables: np.ndarray) -> None:
+        """Columns of so many rows, and the tables behind them."""
+        used = _COLUMNS * rows
         end = used + tables.size
         host.numpy()[used:end] = tables.reshape(-1)
-        self._device[:end].copy_(host[:end], non_blocking=True)
-        if tables.size:
-            count, width = tables.shape
-            self._blocks[:count, :width].copy_(self._device[used:end].view(count, width))
+        spread(Packed(host[:end], rows, *tables.shape), self._columns, self._blocks)
 
     def _view(self, tokens: int, sequences: int, decode: int, sampled: int | None) -> StepTensors:
-        pitch = self.shape.tokens + 1
-        columns = self._device[: _COLUMNS * pitch].view(_COLUMNS, pitch)
+        columns = self._columns
         return StepTensors(
             ids=columns[0, :tokens],
             sources=columns[1, :tokens],
@@ -160,15 +160,10 @@ def sampled_slices(batch: StepBatch) -> list[SeqSlice]:
     return [piece for piece in ordered(batch) if piece.sample]
 
 
-def _columns(words: np.ndarray, shape: InputShape) -> np.ndarray:
-    pitch = shape.tokens + 1
-    return words[: _COLUMNS * pitch].reshape(_COLUMNS, pitch)
-
-
 def _write(
     columns: np.ndarray, slices: Sequence[SeqSlice], spans: Spans, slots: np.ndarray, drawn: Mapping[int, int]
 ) -> int:
-    """The columns of a step; every row that it does not have is padding. Returns: rows sampled."""
+    """The columns of a step; rows that it does not have are padding. Returns: rows sampled."""
     columns[:] = _PADDING
     ids, sources, positions, places, lengths, starts, samples, numbers, counts = columns
     count, sizes = len(slots), spans.sizes

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import random
+from dataclasses import fields
 
 import pytest
 import torch
 
 from ep_server.errors import InternalError
 from ep_server.model.batch import split
-from ep_server.model.gpu.step_input import InputShape, StepInput, sampled_slices
+from ep_server.model.gpu.step_input import InputShape, StepInput, StepTensors, sampled_slices
 from ep_server.records import PENDING_TOKEN, SeqSlice, StepBatch
+from tests.model.triton.harness import DEVICE
 
 SHAPE = InputShape(tokens=40, sequences=9, blocks=12, block_size=4)
-CPU = torch.device("cpu")
 
 
 def batch_of(*sizes: tuple[int, int, bool], seed: int = 0) -> StepBatch:
@@ -41,7 +42,7 @@ def batch_of(*sizes: tuple[int, int, bool], seed: int = 0) -> StepBatch:
     ids=("mixed", "decode", "chunk", "unsampled-single", "empty"),
 )
 def test_as_the_cpu_engine_has_it(batch: StepBatch) -> None:
-    step = StepInput(SHAPE, CPU).fill(batch, {})
+    step = StepInput(SHAPE, DEVICE).fill(batch, {})
     (expected,) = split(batch, 1, SHAPE.block_size)
     at = expected.attention
     assert step.ids.tolist() == expected.token_ids.tolist()
@@ -60,18 +61,36 @@ def test_as_the_cpu_engine_has_it(batch: StepBatch) -> None:
 
 
 def test_rows_up_to_the_bucket_are_padding() -> None:
-    given = StepInput(SHAPE, CPU)
+    given = StepInput(SHAPE, DEVICE)
     given.fill(batch_of(*[(20, 1, True)] * 8), {})  # what the memory held before
     step = given.fill(batch_of((5, 1, True), (0, 1, True)), {}, padded=4)
+    assert [x.data_ptr() for x in seen(step)] == [x.data_ptr() for x in seen(given.padded(4))]
     assert (step.tokens, step.decode, step.sample_rows) == (4, 4, None)
     assert step.slots[2:].tolist() == [-1, -1] and step.lengths.tolist() == [6, 1, 0, 0]
     assert step.live.tolist() == [2] and step.ids[2:].tolist() == [0, 0] and step.sources.tolist() == [-1] * 4
 
 
+def seen(step: StepTensors) -> list[torch.Tensor]:
+    """What a captured graph reads."""
+    return [part for field in fields(step) if isinstance(part := getattr(step, field.name), torch.Tensor)]
+
+
+@pytest.mark.parametrize("before", [None, batch_of(*[(20, 1, True)] * 9)], ids=("new", "used"))
+def test_padding_alone(before: StepBatch | None) -> None:
+    """All rows that a captured graph may read."""
+    given, rows = StepInput(SHAPE, DEVICE), SHAPE.sequences
+    if before is not None:
+        given.fill(before, {})
+        given.fill(StepBatch((), 0), {}, padded=rows)
+    step = given.padded(rows)
+    assert step.slots.tolist() == step.sources.tolist() == [-1] * rows
+    assert step.ids.tolist() == step.lengths.tolist() == [0] * rows and step.live.tolist() == [0]
+
+
 @pytest.mark.parametrize("seed", range(3))
 def test_blocks_from_step_to_step(seed: int) -> None:
     """Sequences grow, leave, change rows, are preempted, come back with other blocks."""
-    rng, given, live = random.Random(seed), StepInput(SHAPE, CPU), dict[int, list]()
+    rng, given, live = random.Random(seed), StepInput(SHAPE, DEVICE), dict[int, list]()
     free = list(range(500))
     for step in range(80):
         for number in [n for n, (at, _, _) in live.items() if at == 47 or rng.random() < 0.05]:
@@ -98,7 +117,7 @@ def test_blocks_from_step_to_step(seed: int) -> None:
 
 def test_the_same_request_from_its_start_with_other_blocks() -> None:
     """As in tests and benchmarks, which have no scheduler that counts admissions."""
-    given = StepInput(SHAPE, CPU)
+    given = StepInput(SHAPE, DEVICE)
     for seed in (1, 2):
         batch = batch_of((0, 6, True), seed=seed)
         assert given.fill(batch, {}).blocks[0, :2].tolist() == list(batch.slices[0].blocks[:2])
@@ -106,21 +125,21 @@ def test_the_same_request_from_its_start_with_other_blocks() -> None:
 
 def test_a_slice_with_too_few_blocks_is_refused() -> None:
     with pytest.raises(InternalError, match="request 3: 9 tokens in 2 blocks"):
-        StepInput(SHAPE, CPU).fill(StepBatch((SeqSlice(3, 8, [1], [4, 5], True),), 1), {})
+        StepInput(SHAPE, DEVICE).fill(StepBatch((SeqSlice(3, 8, [1], [4, 5], True),), 1), {})
 
 
 def test_a_chunk_with_a_token_in_flight_is_refused() -> None:
     batch = StepBatch((SeqSlice(3, 0, [5, PENDING_TOKEN], [4], True),), 2)
     with pytest.raises(InternalError, match="request 3 goes on"):
-        StepInput(SHAPE, CPU).fill(batch, {3: 0})
+        StepInput(SHAPE, DEVICE).fill(batch, {3: 0})
 
 
 def test_a_token_in_flight_is_named_by_its_place() -> None:
     (piece,) = batch_of((6, 1, True)).slices
     batch = StepBatch((SeqSlice(piece.number, 6, [PENDING_TOKEN], piece.blocks, True),), 1)
-    assert StepInput(SHAPE, CPU).fill(batch, {7: 3}).sources.tolist() == [3]
+    assert StepInput(SHAPE, DEVICE).fill(batch, {7: 3}).sources.tolist() == [3]
     with pytest.raises(InternalError, match="request 7 goes on with a token that the last step did not draw"):
-        StepInput(SHAPE, CPU).fill(batch, {8: 3})
+        StepInput(SHAPE, DEVICE).fill(batch, {8: 3})
 
 
 @pytest.mark.parametrize(
@@ -130,7 +149,7 @@ def test_a_token_in_flight_is_named_by_its_place() -> None:
 )
 def test_a_bucket_is_of_single_tokens(batch: StepBatch) -> None:
     with pytest.raises(InternalError, match="is not one of 4 single ones"):
-        StepInput(SHAPE, CPU).fill(batch, {}, padded=4)
+        StepInput(SHAPE, DEVICE).fill(batch, {}, padded=4)
 
 
 @pytest.mark.parametrize(
@@ -138,4 +157,4 @@ def test_a_bucket_is_of_single_tokens(batch: StepBatch) -> None:
 )
 def test_a_step_beyond_the_shape_is_refused(batch: StepBatch) -> None:
     with pytest.raises(InternalError):
-        StepInput(SHAPE, CPU).fill(batch, {})
+        StepInput(SHAPE, DEVICE).fill(batch, {})
