@@ -16,7 +16,7 @@ import torch
 
 from ep_server.errors import InternalError
 from ep_server.model.gpu.block_tables import BlockTables, Spans
-from ep_server.model.triton.step_words import Packed, spread
+from ep_server.model.triton.step_words import Packed, room_for, spread
 from ep_server.records import PENDING_TOKEN, SeqSlice, StepBatch
 
 # ids, sources, positions, slots, lengths, query starts, sampled rows, numbers; the last one holds counts.
@@ -38,7 +38,7 @@ class InputShape:
     @property
     def words(self) -> int:
         """int32 words of one step, at most."""
-        return _COLUMNS * (self.tokens + 1) + self.sequences * self.blocks
+        return room_for(_COLUMNS * (self.tokens + 1) + self.sequences * self.blocks)
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,7 +129,7 @@ class StepInput:
         used = _COLUMNS * rows
         end = used + tables.size
         host.numpy()[used:end] = tables.reshape(-1)
-        spread(Packed(host[:end], rows, *tables.shape), self._columns, self._blocks)
+        spread(Packed(host[: room_for(end)], rows, *tables.shape), self._columns, self._blocks)
 
     def _view(self, tokens: int, sequences: int, decode: int, sampled: int | None) -> StepTensors:
         columns = self._columns

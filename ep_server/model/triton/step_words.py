@@ -16,13 +16,14 @@ from ep_server.errors import InternalError
 from ep_server.model.triton.checks import expect
 from ep_server.model.triton.early import after_previous, early
 
-_WORDS = 1024  # of a program
+WORDS = 1024  # of a program
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
-    """words: [C * rows + count * width] int32, on the host: columns one behind the other, then tables.
+    """words: [room_for(C * rows + count * width)] int32, on the host, pinned.
 
+    Columns of `rows` words lie one behind the other, then come `count` tables of `width`, then anything.
     rows: 1 or more.
     """
 
@@ -38,12 +39,17 @@ def _spread_kernel(
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    word = tl.load(words + at, mask=at < size, other=0)
+    word = tl.load(words + at)  # without a mask, so that a thread's words come as one
     after_previous(EARLY)
     entry = at - COLUMNS * rows
     tl.store(columns + at // rows * pitch + at % rows, word, mask=entry < 0)
     place = entry // width * tables_pitch + entry % width
     tl.store(tables + place, word, mask=(entry >= 0) & (at < size))
+
+
+def room_for(size: int) -> int:
+    """Words that hold so many, as spread() reads them."""
+    return -(-size // WORDS) * WORDS
 
 
 def spread(packed: Packed, columns: torch.Tensor, tables: torch.Tensor) -> None:
@@ -61,8 +67,8 @@ def spread(packed: Packed, columns: torch.Tensor, tables: torch.Tensor) -> None:
     if rows < 1 or any(size > most for size, most in zip(given, room, strict=True)):
         raise InternalError(f"rows, tables, blocks = {given}: must be at least 1, 0, 0 and at most {room}")
     size = len(columns) * rows + count * width
-    expect("words", packed.words, torch.int32, (size,))
-    _spread_kernel[(-(-size // _WORDS),)](
+    expect("words", packed.words, torch.int32, (room_for(size),))
+    _spread_kernel[(room_for(size) // WORDS,)](
         packed.words, columns, tables, rows, max(width, 1), size, columns.stride(0), tables.stride(0),
-        COLUMNS=len(columns), BLOCK=_WORDS, **early(columns), num_warps=8,
+        COLUMNS=len(columns), BLOCK=WORDS, **early(columns), num_warps=8,
     )  # fmt: skip

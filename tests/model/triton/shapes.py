@@ -35,7 +35,7 @@ from ep_server.model.triton.sampling import sample
 from ep_server.model.triton.sampling_report import SamplingReport, report
 from ep_server.model.triton.sampling_space import SamplingSpace
 from ep_server.model.triton.sampling_table import SamplingTable, Wants
-from ep_server.model.triton.step_words import Packed, spread
+from ep_server.model.triton.step_words import Packed, room_for, spread
 from tests.model.triton.compiling import Recorder
 
 BF16, F32, FP8, I64, I32 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.int32
@@ -69,7 +69,7 @@ def norms() -> None:
 
 def ends_of_steps() -> None:
     """What comes ahead of the layers and behind them: Qwen3-30B-A3B on one rank and on four, DeepSeek-V3."""
-    words = Packed(meta(9 * 129 + TOKENS * 24, dtype=I32), 129, TOKENS, 24)
+    words = Packed(meta(room_for(9 * 129 + TOKENS * 24), dtype=I32), 129, TOKENS, 24)
     spread(words, meta(9, 2080, dtype=I32), meta(256, 2560, dtype=I32))
     ids, drawn = meta(TOKENS, dtype=I32), meta(256, dtype=I64)
     for hidden, vocab in ((2048, 151936), (7168, 129280)):
