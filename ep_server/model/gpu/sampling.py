@@ -20,8 +20,10 @@ from ep_server.model.gpu.sampling_rows import SamplingRow, Seat, write
 from ep_server.model.triton.logit_edits import add_listed, advance, allow_only, penalise
 from ep_server.model.triton.sampling import sample
 from ep_server.model.triton.sampling_report import SamplingReport, report
+from ep_server.model.triton.sampling_seats import RECORD, seat_rows
 from ep_server.model.triton.sampling_space import SamplingSpace, splits_of
 from ep_server.model.triton.sampling_table import MOST_REPORTED, SamplingTable, Wants
+from ep_server.model.triton.step_words import Packed, room_for, spread
 from ep_server.records import NO_TOKEN, Request, SampledToken, SeqSlice
 
 
@@ -32,6 +34,19 @@ class _Sampled:
     row: SamplingRow
     prompt: int
     reported: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """What kernels read of the host. slots: [room_for(rows)] int32; records: see seat_rows()."""
+
+    slots: torch.Tensor
+    records: torch.Tensor
+
+    @staticmethod
+    def of(rows: int, pinned: bool) -> _Sent:
+        slots = torch.zeros(room_for(rows), dtype=torch.int32, pin_memory=pinned)
+        return _Sent(slots, torch.zeros(rows, RECORD, dtype=torch.int32, pin_memory=pinned))
 
 
 class GpuSampler:
@@ -53,7 +68,8 @@ class GpuSampler:
         self._slots = torch.zeros(rows, dtype=torch.int32, device=device)
         words = rows * (1 + 2 * MOST_REPORTED)
         self._report, self._out = _report_of(torch.zeros(words, device=device), rows)
-        self._sent = [torch.zeros(rows, dtype=torch.int32, pin_memory=pinned) for _ in range(staging)]
+        self._no_tables = torch.zeros(0, 0, dtype=torch.int32, device=device)
+        self._sent = [_Sent.of(rows, pinned) for _ in range(staging)]
         self._told = [_report_of(torch.zeros(words, pin_memory=pinned), rows) for _ in range(staging)]
         self._seated, self._reports = 0, 0
         self._numbers: list[int] = []  # of the last step
@@ -130,6 +146,8 @@ class GpuSampler:
 
     def warm_up(self) -> None:
         """Runs every kernel once: the first launch compiles it."""
+        seat_rows(self._sent[0].records[:1], self._table)
+        self._send_slots(self._sent[0], 1)
         tokens = torch.zeros(1, dtype=torch.int64, device=self._device)
         wants = Wants(sum(Wants))
         self._draw(torch.zeros(1, self._vocab, device=self._device), self._slots[:1], tokens, wants)
@@ -161,16 +179,20 @@ class GpuSampler:
                 slot = self._slot_of[piece.number] = self._free_slot(numbers)
                 drawn = piece.start + len(piece.token_ids) - one.prompt
                 seats.append(Seat(slot, one.row, drawn, self._outputs.get(piece.number, ())))
-        if seats:
-            write(self._table, seats)
-        host = self._sent[self._seated % len(self._sent)]
+        sent = self._sent[self._seated % len(self._sent)]
         self._seated += 1
-        host.numpy()[: len(numbers)] = [self._slot_of[number] for number in numbers]
-        self._slots.copy_(host, non_blocking=True)
+        if seats:
+            write(self._table, seats, sent.records)
+        sent.slots.numpy()[: len(numbers)] = [self._slot_of[number] for number in numbers]
+        self._send_slots(sent, len(numbers))
         wants = 0
         for one in asked:
             wants |= one.row.wants
         self._numbers, self._wants = numbers, Wants(wants)
+
+    def _send_slots(self, sent: _Sent, count: int) -> None:
+        packed = Packed(sent.slots[: room_for(count)], count, 0, 0)
+        spread(packed, self._slots.view(1, -1), self._no_tables)
 
     def _free_slot(self, numbers: Sequence[int]) -> int:
         """One of nobody, or of a request that this step has not."""

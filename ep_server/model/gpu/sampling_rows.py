@@ -12,12 +12,14 @@ import numpy as np
 import torch
 
 from ep_server.errors import InternalError, InvalidArgument
+from ep_server.model.triton.sampling_seats import RECORD, seat_rows
 from ep_server.model.triton.sampling_table import ENTRIES, MOST_REPORTED, SamplingTable, Wants
 from ep_server.records import Request, Sampling, Stopping
 
 _SEED_BITS = (1 << 63) - 1
 _DRAWN = 2  # column of `longs`
 _WIDTH = 8  # of `floats` and `longs`
+assert RECORD >= 1 + 3 * _WIDTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,19 +75,22 @@ class Seat:
     output: Sequence[int]
 
 
-def write(table: SamplingTable, seats: Sequence[Seat]) -> None:
-    """Enqueues rows into their slots, which may be anything before. Nothing waits for it."""
-    slots = np.array([seat.slot for seat in seats], dtype=np.int64)
-    rows = [seat.row for seat in seats]
+def write(table: SamplingTable, seats: Sequence[Seat], records: torch.Tensor) -> None:
+    """Enqueues rows into their slots, which may be anything before. Nothing waits for it.
+
+    Args:
+        records: [.., RECORD] int32 on the host, pinned, with room for all of them; see seat_rows().
+    """
+    rows, slots = [seat.row for seat in seats], np.array([seat.slot for seat in seats], dtype=np.int64)
     longs = np.stack([row.longs for row in rows])
     longs[:, _DRAWN] = [seat.drawn for seat in seats]
-    place = _sent(slots, table)
-    table.floats.index_copy_(0, place, _sent(np.stack([row.floats for row in rows]), table))
-    table.longs.index_copy_(0, place, _sent(longs, table))
+    words = records[: len(seats)].numpy()
+    words[:, 0], words[:, 1 : 1 + _WIDTH] = slots, np.stack([row.floats for row in rows]).view(np.int32)
+    words[:, 1 + _WIDTH : 1 + 3 * _WIDTH] = longs.view(np.int32)
+    seat_rows(records[: len(seats)], table)
     width = max(len(row.tokens) for row in rows)
-    for name in ("tokens", "values", "until") if width else ():
-        lists = np.stack([np.resize(getattr(row, name), width) for row in rows])
-        getattr(table, name)[:, :width].index_copy_(0, place, _sent(lists, table))
+    if width:
+        _write_lists(table, slots, rows, width)
     masks = [(seat.slot, seat.row.mask) for seat in seats if seat.row.mask is not None]
     if masks:
         given = _sent(np.stack([mask for _, mask in masks]), table)
@@ -93,6 +98,13 @@ def write(table: SamplingTable, seats: Sequence[Seat]) -> None:
     counted = [seat for seat in seats if seat.row.wants & Wants.PENALTY]
     if counted:
         _write_counts(table, counted)
+
+
+def _write_lists(table: SamplingTable, slots: np.ndarray, rows: Sequence[SamplingRow], width: int) -> None:
+    place = _sent(slots, table)
+    for name in ("tokens", "values", "until"):
+        lists = np.stack([np.resize(getattr(row, name), width) for row in rows])
+        getattr(table, name)[:, :width].index_copy_(0, place, _sent(lists, table))
 
 
 def _write_counts(table: SamplingTable, seats: Sequence[Seat]) -> None:

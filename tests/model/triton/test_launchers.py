@@ -20,6 +20,7 @@ VIEWS = {
     "aten.select.int",
     "aten.slice.Tensor",
     "aten.view.default",
+    "aten.view.dtype",
     "aten.transpose.int",
     "aten.detach.default",
 }
