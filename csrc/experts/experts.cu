@@ -101,6 +101,7 @@ __device__ void load(Shared<kRows>& s, const Weights& w, const Work& work, uint3
   uint32_t turn = 0, asked = ahead;
   for (uint32_t n = 0;; ++n) {
     const Unit unit = take(s.agenda, n, lane);
+    if (lane == 0) arrive(&s.agenda.begun);
     if (unit.kind == Kind::kEnd) return;
     const Sources<kRows> sources(w, work, unit, lane);
     bool ready = unit.kind != Kind::kDown;
@@ -205,7 +206,7 @@ __global__ void __launch_bounds__(kThreads, kRows > 64 ? 1 : 2)
       init_barrier(&s.full[i], 1 + 32);  // weights are asked for, and each lane of a loader
       init_barrier(&s.empty[i], kMultipliers);
     }
-    init(s.agenda, kLoaders + kMultipliers);
+    init(s.agenda, kLoaders, kMultipliers);
     publish_barriers();
   }
   __syncthreads();

@@ -1,4 +1,5 @@
-// Which tile of which product a block does next: taken from a common counter, so that blocks end together.
+// Which tile of which product a block does next: taken from a common counter, no earlier than its loaders
+// come to the one before it, so that blocks end together.
 #pragma once
 
 #include "experts/experts.hpp"
@@ -6,7 +7,7 @@
 
 namespace ep::experts {
 
-inline constexpr uint32_t kUnits = 4;  // that a block knows ahead
+inline constexpr uint32_t kUnits = 4;  // between those who load and those who multiply, at most
 
 enum class Kind : uint32_t { kGateUp, kDown, kDropped, kEnd };
 
@@ -20,6 +21,7 @@ struct Unit {
 // Written by one warp, read by all others.
 struct Agenda {
   uint64_t full[kUnits], empty[kUnits];
+  uint64_t begun;  // the unit published last, by all loaders
   Unit units[kUnits];
   uint32_t first[kMaxExperts], rows[kMaxExperts];
   uint32_t chunk_end[kMaxExperts];  // chunks of this and all earlier experts
@@ -27,10 +29,11 @@ struct Agenda {
 
 __device__ inline uint32_t ceil_div(uint32_t a, uint32_t b) { return (a + b - 1) / b; }
 
-__device__ inline void init(Agenda& a, uint32_t readers) {
+__device__ inline void init(Agenda& a, uint32_t loaders, uint32_t multipliers) {
+  hopper::init_barrier(&a.begun, loaders);
   for (uint32_t slot = 0; slot < kUnits; ++slot) {
     hopper::init_barrier(&a.full[slot], 1);
-    hopper::init_barrier(&a.empty[slot], readers);
+    hopper::init_barrier(&a.empty[slot], loaders + multipliers);
   }
 }
 
@@ -95,10 +98,13 @@ __device__ inline Unit guess(const Weights& w, uint32_t stages) {
   return {Kind::kGateUp, min(stages, w.width / kDepth), expert, blockIdx.x % tiles};
 }
 
+// Returns once loaders have begun with the unit: they need the next one only when all its stages are asked
+// for.
 __device__ inline void publish(Agenda& a, uint32_t& n, const Unit& unit) {
   hopper::await_phase(&a.empty[n % kUnits], ~(n / kUnits) & 1);
   a.units[n % kUnits] = unit;
   hopper::arrive(&a.full[n % kUnits]);
+  hopper::await_phase(&a.begun, n & 1);
   ++n;
 }
 
@@ -113,9 +119,8 @@ __device__ void hand_out(Agenda& a, const Weights& w, const Work& work, const Un
   const bool right = unit.kind == ahead.kind && unit.expert == ahead.expert && unit.tile == ahead.tile;
   if (ahead.kind != Kind::kEnd && !right) publish(a, n, {Kind::kDropped, ahead.stages});
   while (unit.kind != Kind::kEnd) {
-    const uint32_t number = gridDim.x + atomicAdd(w.sync, 1u);  // under way while the block is busy
     publish(a, n, unit);
-    unit = unit_of<kRows>(a, w, chunks, number);
+    unit = unit_of<kRows>(a, w, chunks, gridDim.x + atomicAdd(w.sync, 1u));
   }
   publish(a, n, unit);
 }
