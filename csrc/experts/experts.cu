@@ -31,7 +31,6 @@ struct Shared {
   alignas(16) bf16 turned[kMultipliers][kRows][16];  // 16 channels of a warp, by row
   uint64_t full[kStages], empty[kStages];
   Agenda agenda;
-  uint32_t last;
 };
 
 // A place in the ring of stages.
@@ -113,7 +112,7 @@ __device__ void load(Shared<kRows>& s, const Weights& w, const Work& work, uint3
       await_phase(&s.empty[place.stage], place.parity ^ 1);
       uint64_t* full = &s.full[place.stage];
       if (weights && lane == 0) copy_weights(w, unit, i * kDepth, s.weights[place.stage], full);
-      for (; !ready; ready = load_acquire(w.sync + 2 + unit.expert) >= unit.gate_up_done * kMultipliers) {
+      for (; !ready; ready = load_acquire(s.agenda.done + unit.expert) >= unit.gate_up_done * kMultipliers) {
       }
       sources.copy(i * kDepth, s.rows[place.stage], lane);
       arrive_when_copied(full);
@@ -171,27 +170,13 @@ __device__ void multiply(Shared<kRows>& s, const Weights& w, const Work& work, u
       auto* to = static_cast<bf16*>(work.hidden) + unit.tile * kHalf + channel;
       store<kRows>(s.turned[warp], unit, to, w.ffn, lane,
                    [&](uint32_t i) { return second[i] * __fdividef(first[i], 1.f + __expf(-first[i])); });
-      if (lane == 0) add_release(w.sync + 2 + unit.expert);
+      if (lane == 0) add_release(s.agenda.done + unit.expert);
     } else {
       auto* to = static_cast<bf16*>(work.out) + unit.tile * 2 * kHalf + channel;
       store<kRows>(s.turned[warp], unit, to, w.width, lane, [&](uint32_t i) { return first[i]; });
       store<kRows>(s.turned[warp], unit, to + kHalf, w.width, lane, [&](uint32_t i) { return second[i]; });
     }
   }
-}
-
-// The last block to leave puts the counters back for the next launch.
-__device__ void leave(const Weights& w, uint32_t* last) {
-  __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    const bool all_left = atomicAdd(w.sync + 1, 1u) == gridDim.x - 1;
-    if (all_left) __threadfence();  // the zeros come behind what the others counted
-    *last = all_left;
-  }
-  __syncthreads();
-  if (*last)
-    for (uint32_t i = threadIdx.x; i < 2 + w.experts; i += kThreads) w.sync[i] = 0;
 }
 
 template <uint32_t kRows>
@@ -220,7 +205,6 @@ __global__ void __launch_bounds__(kThreads, kRows > 64 ? 1 : 2)
     load<kRows>(s, w, work, ahead.stages, warp - kMultipliers, lane);
   else
     hand_out<kRows>(s.agenda, w, work, ahead, lane);
-  leave(w, &s.last);
 #else
   __trap();  // Experts refuses other GPUs
 #endif

@@ -12,7 +12,9 @@ namespace ep::experts {
 inline constexpr uint32_t kMaxExperts = 512;
 inline constexpr uint32_t kHalf = 64;   // of the weight rows of a tile: gate and up, or two runs of channels
 inline constexpr uint32_t kDepth = 64;  // input channels of a stage: one swizzled row of bfloat16
-inline constexpr uint32_t kSyncWords = 2 + kMaxExperts;  // next unit, blocks that left, gate/up tiles done
+// Units taken; which of two launches in turn this is; the gate/up tiles of every expert that are done, for
+// each of the two.
+inline constexpr uint32_t kSyncWords = 2 + 2 * kMaxExperts;
 
 // What one launch works on; addresses of the device. Rows are bfloat16.
 struct Work {
@@ -34,7 +36,18 @@ struct Manner {
   bool reads_ahead;       // weights, before the work is known: as if no expert were without rows
 };
 
-// The weights of a layer as the copy engine reads them. Of one device; one launch at a time.
+// The weights of a layer as the copy engine reads them. Of one device; one launch at a time: launches on the
+// same weights follow each other in a stream or by events, others may run beside them.
+//
+// The order of kernels. Before griddepcontrol.wait a block reads weights and nothing else; every block waits,
+// with work or without. A block says griddepcontrol.launch_dependents, behind that wait, once no unit is left
+// for it, while it still multiplies and writes `out`, and others still take units. So the next kernel of the
+// stream, if launched with programmatic stream serialization, may be on the device while `hidden`, `out` and
+// the counters are written: every block of it must wait before it reads or writes what a kernel of the
+// stream writes, and before it ends. Then what comes behind it is safe too, as its own wait ends behind both.
+// Kernels launched without that attribute, copies and events come when this one has ended. What ran ahead of
+// this kernel has ended before any that follows it is set up: of the launches on the same weights two are in
+// flight at most.
 class Experts {
  public:
   // gate_up: [experts, 2 * ffn, width], gate rows first. down: [experts, width, ffn]. bfloat16, not owned.
@@ -44,7 +57,7 @@ class Experts {
   Experts& operator=(const Experts&) = delete;
   ~Experts();
 
-  // Enqueues; no wait. Weights may be read before the kernel ahead in the stream has ended: it must not
+  // Enqueues; no wait. Weights may be read before the kernels ahead in the stream have ended: they must not
   // write them.
   void run(cudaStream_t stream, const Work& work, const Manner& manner) const;
 
@@ -59,7 +72,7 @@ class Experts {
 struct Weights {
   CUtensorMap gate_up, down;
   uint32_t experts, width, ffn;
-  uint32_t* sync;  // kSyncWords, zero between launches
+  uint32_t* sync;  // kSyncWords, zero at first; then as leave_to_next() has them
 };
 
 cudaError_t start(cudaStream_t stream, uint32_t blocks, const Manner& manner, const Weights& weights,

@@ -23,6 +23,7 @@ struct Agenda {
   uint64_t full[kUnits], empty[kUnits];
   uint64_t begun;  // the unit published last, by all loaders
   Unit units[kUnits];
+  uint32_t* done;  // gate/up tiles of every expert, in this launch
   uint32_t first[kMaxExperts], rows[kMaxExperts];
   uint32_t chunk_end[kMaxExperts];  // chunks of this and all earlier experts
 };
@@ -61,16 +62,19 @@ __device__ uint32_t read_counts(Agenda& a, const Weights& w, const Work& work, u
   return before;
 }
 
+__device__ inline uint32_t up_tiles(const Weights& w) { return w.ffn / kHalf; }
+__device__ inline uint32_t down_tiles(const Weights& w) { return w.width / (2 * kHalf); }
+
 template <uint32_t kRows>
 __device__ Unit unit_of(const Agenda& a, const Weights& w, uint32_t chunks, uint32_t number) {
-  const uint32_t up_tiles = w.ffn / kHalf, down_tiles = w.width / (2 * kHalf), up_units = chunks * up_tiles;
+  const uint32_t up_units = chunks * up_tiles(w);
   Unit unit{Kind::kGateUp, w.width / kDepth};
-  uint32_t tiles = up_tiles;
+  uint32_t tiles = up_tiles(w);
   if (number >= up_units) {
     number -= up_units;
-    if (number >= chunks * down_tiles) return {Kind::kEnd};
+    if (number >= chunks * down_tiles(w)) return {Kind::kEnd};
     unit = {Kind::kDown, w.ffn / kDepth};
-    tiles = down_tiles;
+    tiles = down_tiles(w);
   }
   const uint32_t chunk = number / tiles;                                     // some chunk of the same expert
   for (uint32_t low = 0, high = w.experts; low < high; unit.expert = low) {  // the first that ends behind it
@@ -87,19 +91,19 @@ __device__ Unit unit_of(const Agenda& a, const Weights& w, uint32_t chunks, uint
   unit.tile = place / own;
   unit.first = a.first[e] + at;
   unit.rows = min(a.rows[e] - at, kRows);
-  unit.gate_up_done = up_tiles * ceil_div(a.rows[e], kRows);
+  unit.gate_up_done = up_tiles(w) * ceil_div(a.rows[e], kRows);
   return unit;
 }
 
 // The block's first unit if every expert has one chunk of rows: `stages` of its weights are read ahead.
 __device__ inline Unit guess(const Weights& w, uint32_t stages) {
-  const uint32_t tiles = w.ffn / kHalf, expert = blockIdx.x / tiles;
+  const uint32_t tiles = up_tiles(w), expert = blockIdx.x / tiles;
   if (expert >= w.experts) return {Kind::kEnd};
   return {Kind::kGateUp, min(stages, w.width / kDepth), expert, blockIdx.x % tiles};
 }
 
-// Returns once loaders have begun with the unit: they need the next one only when all its stages are asked
-// for.
+// Returns once all loaders have begun with the unit: they need the next one when they have asked for all its
+// stages.
 __device__ inline void publish(Agenda& a, uint32_t& n, const Unit& unit) {
   hopper::await_phase(&a.empty[n % kUnits], ~(n / kUnits) & 1);
   a.units[n % kUnits] = unit;
@@ -108,20 +112,38 @@ __device__ inline void publish(Agenda& a, uint32_t& n, const Unit& unit) {
   ++n;
 }
 
+// By whoever takes the last number: every block with a unit has read `turn` and will not take another. The
+// next launch numbers units from the first on, and counts what is done where the launch before this one did:
+// loaders still read this one's counts.
+__device__ inline void leave_to_next(const Weights& w, uint32_t turn) {
+  for (uint32_t e = 0; e < w.experts; ++e) w.sync[2 + (turn ^ 1) * kMaxExperts + e] = 0;
+  w.sync[0] = 0;
+  w.sync[1] = turn ^ 1;
+}
+
 // Hands out units until none is left: the first by the block's number, the others as blocks come for them. By
 // a whole warp. `ahead`: what was guessed, an end if nothing.
 template <uint32_t kRows>
 __device__ void hand_out(Agenda& a, const Weights& w, const Work& work, const Unit& ahead, uint32_t lane) {
+  const uint32_t turn = *static_cast<const volatile uint32_t*>(w.sync + 1);
   const uint32_t chunks = read_counts<kRows>(a, w, work, lane);
   if (lane != 0) return;
-  Unit unit = unit_of<kRows>(a, w, chunks, blockIdx.x);
-  uint32_t n = 0;
+  a.done = w.sync + 2 + turn * kMaxExperts;
+  const uint32_t units = chunks * (up_tiles(w) + down_tiles(w));
+  uint32_t n = 0, number = blockIdx.x;
+  Unit unit = unit_of<kRows>(a, w, chunks, number);
   const bool right = unit.kind == ahead.kind && unit.expert == ahead.expert && unit.tile == ahead.tile;
   if (ahead.kind != Kind::kEnd && !right) publish(a, n, {Kind::kDropped, ahead.stages});
   while (unit.kind != Kind::kEnd) {
     publish(a, n, unit);
-    unit = unit_of<kRows>(a, w, chunks, gridDim.x + atomicAdd(w.sync, 1u));
+    number = gridDim.x + atomicAdd(w.sync, 1u);
+    unit = unit_of<kRows>(a, w, chunks, number);
   }
+  // Heeded when all blocks have said so or ended: all have had their room, the next kernel's take what they
+  // leave, one by one. Experts' comment has what follows for that kernel.
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  // A number is taken behind each unit, so as many as there are units; without any, the last block's own.
+  if (number + 1 == gridDim.x + units) leave_to_next(w, turn);
   publish(a, n, unit);
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import pytest
@@ -10,6 +11,7 @@ import torch.nn.functional as F
 
 from ep_server.model.gpu.streamed_experts import MOST_PER_EXPERT, StreamedExperts, streamable
 from ep_server.model.triton.expert_rows import ExpertRows, ExpertWeights
+from ep_server.model.triton.norm import rms_norm
 
 pytestmark = pytest.mark.gpu
 BF16, SPARE = torch.bfloat16, 9
@@ -122,6 +124,31 @@ def test_tiles_do_not_change_a_bit_and_a_graph_can_be_replayed() -> None:
         out.fill_(float("nan"))
         graph.replay()
     assert torch.equal(outs[0], out[: len(layer.rows)])
+
+
+def test_launches_behind_each_other_do_what_they_do_apart() -> None:
+    """The kernel behind is set up while `out` is written, and counters turn from launch to launch."""
+    torch.manual_seed(6)
+    layer = Layer.of((16, 512, 256), [n * 5 % 23 for n in range(16)])
+    experts, given, ones = streamed(layer), layer.given(), torch.ones(512, device="cuda", dtype=BF16)
+    none = replace(given, counts=torch.zeros_like(given.counts), offsets=torch.zeros_like(given.offsets))
+
+    def chain(between: Callable[[], None]) -> torch.Tensor:
+        rows, (hidden, out) = given.rows.clone(), layer.room()
+        for turn, each in enumerate((1, 45, 16, 128, 32, 64)):
+            between()
+            experts.run(replace(given, rows=rows), hidden, out, rows_per_expert=each)
+            between()
+            rms_norm(out, ones, 1e-6, rows)  # lets the next one begin at once
+            if turn % 2:
+                between()
+                experts.run(none, hidden, out, rows_per_expert=each)
+        torch.cuda.synchronize()
+        return rows[: len(layer.rows)]
+
+    apart = chain(torch.cuda.synchronize)
+    assert apart.isfinite().all()
+    assert all(torch.equal(apart, chain(lambda: None)) for _ in range(20))
 
 
 @pytest.mark.parametrize("each", [1, 32, 128])

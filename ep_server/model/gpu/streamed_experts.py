@@ -25,6 +25,8 @@ _MAX_EXPERTS, _WIDTHS, _FFNS, _PIECE = 512, 128, 64, 16
 class StreamedExperts:
     """Holds the weights' addresses and counters on the device: one launch at a time, on any stream.
 
+    The kernel behind may be set up while `out` is written: triton/early.py has what it must do.
+
     Args:
         weights: bfloat16, on a Hopper GPU; kept alive. See `streamable`.
     Raises: InternalError for another shape, dtype or layout.

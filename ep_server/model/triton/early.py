@@ -3,11 +3,12 @@
 A kernel that is launched so calls after_previous() before it reads what other kernels of the step write: it
 waits until all that was enqueued before it has ended and its writes are seen. So the order of work is that of
 the stream, and what is saved is a part of the microsecond between two kernels. Before the call it may read
-weights, and what the step was given (slots, positions): the kernel right ahead must not write these, so who
-makes them on the device for a test has it end first, and in a step embed() stands behind what writes them
-and lets nothing start before it has ended. Kernels that are short, or whose successor reads weights
-meanwhile, let that be set up as soon as all their own blocks are; behind the long ones waiting blocks took
-more from those that work than they saved. Needs compute capability 9.0.
+weights, and what the step was given (slots, positions): kernels ahead that may still run must not write
+these, so who makes them on the device for a test has it end first, and in a step embed() stands behind what
+writes them and lets nothing start before it has ended. Kernels that are short, or whose successor reads
+weights meanwhile, let that be set up as soon as all their own blocks are; behind the long ones waiting blocks
+took more from those that work than they saved, but behind the experts' kernel (csrc/experts), whose blocks
+leave one by one. Needs compute capability 9.0.
 """
 
 from __future__ import annotations
