@@ -16,6 +16,8 @@ from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import find_packages, setup
 
 CUDA_SOURCES = [
+    "csrc/attention/attention.cpp",
+    "csrc/bindings_attention.cpp",
     "csrc/bindings_cuda.cpp",
     "csrc/bindings_experts.cpp",
     "csrc/bindings_products.cpp",

@@ -75,11 +75,13 @@ py::dict statistics(Group& group) {
 }  // namespace
 
 void bind_experts(py::module_& m);   // bindings_experts.cpp
+void bind_attention(py::module_& m);
 void bind_products(py::module_& m);  // bindings_products.cpp
 
 PYBIND11_MODULE(_cuda, m) {
   m.doc() = "The exchange of ep_server over NVLink, and products on Hopper.";
   bind_experts(m);
+  bind_attention(m);
   bind_products(m);
 
   py::class_<cuda::DispatchSendArgs>(m, "DispatchSendArgs")

@@ -145,3 +145,49 @@ class Linear:
         rows_of_tile: int,
         lets_next_start: bool,
     ) -> None: ...
+
+class AttentionWork:
+    def __init__(
+        self,
+        *,
+        count: int,
+        positions: int,
+        slots: int,
+        lengths: int,
+        blocks: int,
+        blocks_pitch: int,
+        sums: int,
+        stats: int,
+    ) -> None: ...
+
+class AttentionManner:
+    def __init__(self, *, stages: int, blocks: int, splits: int, lets_next_start: bool) -> None: ...
+
+class Attention:
+    def __init__(
+        self,
+        *,
+        device: int,
+        k: int,
+        v: int,
+        positions: int,
+        kv_heads: int,
+        group: int,
+        block_size: int,
+        norm: int,
+        turns: int,
+        eps: float,
+        scale: float,
+    ) -> None: ...
+    def run(
+        self,
+        *,
+        stream: int,
+        step: AttentionWork,
+        manner: AttentionManner,
+        qkv: int,
+        pitch: int,
+        part: int,
+        parts: int,
+        out: int,
+    ) -> None: ...

@@ -12,6 +12,7 @@ import torch
 from ep_server.model.families.spec import GqaSpec, MlaSpec
 from ep_server.model.gpu.decode_kernels import DecodeLayer
 from ep_server.model.gpu.step_input import StepTensors
+from ep_server.model.gpu.streamed_attention import StreamedAttention, StreamedStep
 from ep_server.model.gpu.streamed_products import Limits, StreamedProduct, product, streamed_product
 from ep_server.model.layers import GqaWeights, MlaWeights
 from ep_server.model.torch_compute import TorchLinear
@@ -25,34 +26,40 @@ from ep_server.model.triton.rope import HeadNorm, MlaInput, Rotation, store_gqa,
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """What all layers of a step share. decode: over its first `step.decode` sequences."""
+    """What all layers of a step share. decode: over its first `step.decode` sequences.
+
+    streamed: of a step of single tokens alone, for the layers that have a kernel for it.
+    """
 
     step: StepTensors
     rotation: Rotation
     decode: DecodeLayer
     eps: float
+    streamed: StreamedStep | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class GqaProducts:
-    """The projections that few rows take in one kernel for Hopper, where there are such kernels."""
+class GqaKernels:
+    """What a layer has for Hopper: its projections, for few rows, and all that stands between them."""
 
     qkv: StreamedProduct | None = None
     out: StreamedProduct | None = None
+    attention: StreamedAttention | None = None
 
     @staticmethod
-    def of(w: GqaWeights, limits: Limits) -> GqaProducts:
+    def of(w: GqaWeights, limits: Limits, attention: StreamedAttention | None) -> GqaKernels:
         """Norms over all heads read q and k before they are stored: as tensors."""
         assert isinstance(w.qkv, TorchLinear) and isinstance(w.out, TorchLinear)
         most = limits.qkv if w.q_norm is None else 0
-        return GqaProducts(
+        return GqaKernels(
             streamed_product(w.qkv.weight, most, w.qkv.bias),
             streamed_product(w.out.weight, limits.out, w.out.bias),
+            attention,
         )
 
 
 def gqa(
-    x: torch.Tensor, w: GqaWeights, by: GqaProducts, spec: GqaSpec, kv: PagedKv, at: AttentionStep
+    x: torch.Tensor, w: GqaWeights, by: GqaKernels, spec: GqaSpec, kv: PagedKv, at: AttentionStep
 ) -> torch.Tensor | Partial:
     """Grouped-query attention of x: [T, H], normed, to [T, H]; stores the tokens' K and V."""
     qkv = product(x, by.qkv, w.qkv)
@@ -60,6 +67,8 @@ def gqa(
         q_width, k_width = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
         for weight, part in ((w.q_norm, qkv[:, :q_width]), (w.k_norm, qkv[:, q_width : q_width + k_width])):
             rms_norm(part, weight, at.eps, part)
+    if by.attention is not None and at.streamed is not None:
+        return product(by.attention(qkv, at.streamed).flatten(1), by.out, w.out)
     norm = None if w.head_norm is None else HeadNorm(w.head_norm, at.eps)
     q = x.new_empty(len(x), spec.heads, spec.head_dim)
     store_gqa(qkv, q, kv, at.rotation, norm, spec.clip)

@@ -1,7 +1,7 @@
 """Which kernels attend with one token per sequence on a rank's GPU: decided at its start, by capability.
 
 Chunks of prompts and latent attention are Triton's in any case: FlashInfer's kernels for them plan every step
-on the host. `auto` is Triton, which was faster on an H200 at most sizes.
+on the host. `auto` is our own kernel for Hopper where it is for the model, else Triton's.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from ep_server.errors import ConfigError
 from ep_server.model.families.spec import GqaSpec, MlaSpec
 from ep_server.model.gpu.decode_kernels import DecodeKernels, multiprocessors, triton_decode
 from ep_server.model.gpu.flashinfer_decode import FlashInferDecode, Xqa, XqaShape, load_xqa
+from ep_server.model.gpu.streamed_attention import shape_obstacle
 from ep_server.model.sizes import Dtype
 
 FIELD = "model.attention"
@@ -70,9 +71,9 @@ def choose(asked: str, case: AttentionCase, load: Callable[[], Xqa] = load_xqa) 
     Raises: ConfigError where FlashInfer is asked for and cannot be had, with the reason.
     """
     if asked != "flashinfer":
-        reason = obstacle(case) or "faster at most sizes" if asked == "auto" else "as asked"
-        kernels = triton_decode(case.spec, case.longest, case.processors)
-        return Chosen(kernels, f"triton ({reason})")
+        reason = why_not_streamed(case) if asked == "auto" else "as asked"
+        kernels = triton_decode(case.spec, case.longest, case.processors, streamed=not reason)
+        return Chosen(kernels, f"triton ({reason})" if reason else "streamed (chunks of prompts: triton)")
     problem = obstacle(case)
     if problem:
         raise _refused(problem)
@@ -84,6 +85,24 @@ def choose(asked: str, case: AttentionCase, load: Callable[[], Xqa] = load_xqa) 
             f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         ) from error
     return Chosen(compiled, "flashinfer (as asked; chunks of prompts: triton)")
+
+
+def why_not_streamed(case: AttentionCase) -> str:
+    """Why our kernel for Hopper (streamed_attention.py) cannot serve a case; "" where it can."""
+    spec = case.spec
+    if isinstance(spec, MlaSpec):
+        return "the model's attention is latent"
+    limits = (
+        (case.capability is None, "there is no GPU"),
+        (
+            case.capability is not None and case.capability[0] != 9,
+            f"compute capability {case.capability} is not that of Hopper",
+        ),
+        (case.dtype is not Dtype.BFLOAT16, f"the model is served as {case.dtype}, not bfloat16"),
+        (case.kv_dtype is not Dtype.BFLOAT16, f"the KV cache is {case.kv_dtype}, not bfloat16"),
+    )
+    found = next((text for applies, text in limits if applies), "")
+    return found or shape_obstacle(spec, case.block_size)
 
 
 def obstacle(case: AttentionCase) -> str:

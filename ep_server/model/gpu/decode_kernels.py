@@ -38,6 +38,7 @@ class TritonDecode:
     """heads, kv_heads: of queries, of the cache. v_dim: channels of a value. longest: context, tokens.
 
     processors: multiprocessors of the device; 0 = kernels are interpreted, nothing is split.
+    streamed: layers that have one kernel for all of it (streamed_attention.py) take that instead.
     """
 
     heads: int
@@ -45,6 +46,7 @@ class TritonDecode:
     v_dim: int
     longest: int
     processors: int
+    streamed: bool = True
 
     def over(self, sequences: Sequences) -> DecodeLayer:
         """See DecodeKernels; a row of length 0 gives zeros."""
@@ -54,11 +56,13 @@ class TritonDecode:
         return partial(_layer, sequences, workspace)
 
 
-def triton_decode(spec: GqaSpec | MlaSpec, longest: int, processors: int) -> TritonDecode:
+def triton_decode(
+    spec: GqaSpec | MlaSpec, longest: int, processors: int, *, streamed: bool = True
+) -> TritonDecode:
     """Of a model. longest: context, tokens. processors: see multiprocessors()."""
     if isinstance(spec, GqaSpec):
-        return TritonDecode(spec.heads, spec.kv_heads, spec.head_dim, longest, processors)
-    return TritonDecode(spec.heads, 1, spec.kv_lora, longest, processors)
+        return TritonDecode(spec.heads, spec.kv_heads, spec.head_dim, longest, processors, streamed)
+    return TritonDecode(spec.heads, 1, spec.kv_lora, longest, processors, streamed)
 
 
 def multiprocessors(device: torch.device) -> int:

@@ -14,8 +14,13 @@ import torch
 from ep_server.model.decoder import DecoderParams, Forward
 from ep_server.model.experts import ExpertCounter
 from ep_server.model.families.spec import GqaSpec
-from ep_server.model.gpu.attention import AttentionStep, GqaProducts, gqa, mla
-from ep_server.model.gpu.decode_kernels import DecodeKernels, multiprocessors, triton_decode
+from ep_server.model.gpu.attention import AttentionStep, GqaKernels, gqa, mla
+from ep_server.model.gpu.decode_kernels import (
+    DecodeKernels,
+    TritonDecode,
+    multiprocessors,
+    triton_decode,
+)
 from ep_server.model.gpu.moe import (
     Branch,
     GpuMoe,
@@ -29,6 +34,7 @@ from ep_server.model.gpu.moe import (
 from ep_server.model.gpu.paged_layers import paged_layers
 from ep_server.model.gpu.rows import Rows
 from ep_server.model.gpu.step_input import StepTensors
+from ep_server.model.gpu.streamed_attention import StreamedStep, manner_for, streamed_attention
 from ep_server.model.gpu.streamed_products import STREAMED, streamed_product
 from ep_server.model.layers import GqaWeights, MlaWeights, MoeWeights
 from ep_server.model.rope import rotation_table
@@ -38,7 +44,7 @@ from ep_server.model.triton.embedding import RowTokens, embed
 from ep_server.model.triton.expert_counts import tally
 from ep_server.model.triton.paged_tile import Sequences
 from ep_server.model.triton.partial import Partial
-from ep_server.model.triton.rope import Rotation
+from ep_server.model.triton.rope import HeadNorm, Rotation
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +80,7 @@ class GpuDecoder:
         local = len(params.exchange.spec.local_experts)
         self.experts = ExpertCounter(params.spec.num_layers, local, device, torch.int32, tally)
         self._moe = [self._block(index, params) for index in range(params.spec.num_layers)]
-        self._products = [
-            GqaProducts.of(layer.attention, STREAMED) if isinstance(layer.attention, GqaWeights) else None
-            for layer in params.weights.layers
-        ]
+        self._by = [self._layer_kernels(index) for index in range(params.spec.num_layers)]
 
     def forward(self, step: StepTensors, on: Pass) -> Forward:
         """Runs all layers. Returns [number of sampled rows, H], normed.
@@ -128,13 +131,34 @@ class GpuDecoder:
     def _attention(self, x: torch.Tensor, index: int, at: AttentionStep) -> torch.Tensor | Partial:
         spec, w, kv = self._spec.attention, self._weights.layers[index].attention, self._kv[index]
         if isinstance(spec, GqaSpec):
-            by = self._products[index]
+            by = self._by[index]
             assert isinstance(w, GqaWeights) and by is not None
             return gqa(x, w, by, spec, kv, at)
         assert isinstance(w, MlaWeights)
         return mla(x, w, spec, kv, at)
 
+    def _layer_kernels(self, index: int) -> GqaKernels | None:
+        spec, w, streamed = self._spec.attention, self._weights.layers[index].attention, None
+        if not isinstance(w, GqaWeights):
+            return None
+        assert isinstance(spec, GqaSpec)
+        if isinstance(self._kernels, TritonDecode) and self._kernels.streamed:
+            norm = None if w.head_norm is None else HeadNorm(w.head_norm, self._spec.norm_eps)
+            streamed = streamed_attention(self._kv[index], spec, self._table, norm)
+        return GqaKernels.of(w, STREAMED, streamed)
+
     def _attention_step(self, step: StepTensors) -> AttentionStep:
         singles = Sequences(step.blocks[: step.decode], step.lengths[: step.decode])
         rotation = Rotation(self._table, step.positions, step.slots)
-        return AttentionStep(step, rotation, self._kernels.over(singles), self._spec.norm_eps)
+        return AttentionStep(
+            step, rotation, self._kernels.over(singles), self._spec.norm_eps, self._streamed(step)
+        )
+
+    def _streamed(self, step: StepTensors) -> StreamedStep | None:
+        spec, kernels = self._spec.attention, self._kernels
+        wanted = any(by is not None and by.attention is not None for by in self._by)
+        if not wanted or step.tokens == 0 or not step.decode == len(step.lengths) == step.tokens:
+            return None
+        assert isinstance(spec, GqaSpec) and isinstance(kernels, TritonDecode)
+        manner = manner_for(step.tokens, spec.kv_heads, kernels.processors, kernels.longest)
+        return StreamedStep(step, spec.heads, manner)

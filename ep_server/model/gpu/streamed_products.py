@@ -35,7 +35,7 @@ class Limits:
     router: int = 0
 
 
-STREAMED = Limits(qkv=0, out=64, router=256)  # where steps were faster on an H200, gpu_step.py
+STREAMED = Limits(qkv=32, out=64, router=256)  # where steps were faster on an H200, gpu_step.py
 
 
 @dataclass(frozen=True, slots=True)

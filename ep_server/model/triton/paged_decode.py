@@ -167,11 +167,17 @@ def decode(
         **early(q, lets_next_start=True), num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     if splits > 1:
-        _join_kernel[(count * shape.heads,)](
-            workspace.sums, workspace.stats, out, splits,
-            V_DIM=shape.v_dim, V_BLOCK=constants["V_BLOCK"], SPLITS_BLOCK=block(splits), **early(q),
-            num_warps=4,
-        )  # fmt: skip
+        join(workspace, out)
+
+
+def join(workspace: Workspace, out: torch.Tensor) -> None:
+    """Adds the splits up. out: [S, heads, v_dim], contiguous; whole heads of the workspace's shape."""
+    splits, v_dim = workspace.splits, out.shape[2]
+    expect("workspace sums", workspace.sums, torch.float32, (*out.shape[:2], splits, v_dim))
+    _join_kernel[(out.shape[0] * out.shape[1],)](
+        workspace.sums, workspace.stats, out, splits,
+        V_DIM=v_dim, V_BLOCK=block(v_dim, 16), SPLITS_BLOCK=block(splits), **early(out), num_warps=4,
+    )  # fmt: skip
 
 
 def tile_for(rows: int, splits: int, *, latent: bool) -> DecodeTile:

@@ -47,12 +47,33 @@ def test_flashinfer_where_it_is_asked_for_and_can_run(spec: GqaSpec, block_size:
 
 @pytest.mark.parametrize("asked", ["auto", "triton"])
 @pytest.mark.parametrize("case", [HOPPER, replace(HOPPER, spec=LATENT)], ids=("gqa", "mla"))
-def test_otherwise_triton_and_the_library_is_not_touched(asked: str, case: AttentionCase) -> None:
+def test_otherwise_ours_and_the_library_is_not_touched(asked: str, case: AttentionCase) -> None:
     chosen = choose(asked, case, absent)
     heads, kv_heads, v_dim = (32, 4, 128) if case is HOPPER else (16, 1, 512)
-    assert chosen.kernels == TritonDecode(heads, kv_heads, v_dim, 4096, 132)
-    why = "faster at most sizes" if case is HOPPER else "the model's attention is latent"
-    assert chosen.named == f"triton ({why if asked == 'auto' else 'as asked'})"
+    streamed = asked == "auto" and case is HOPPER
+    assert chosen.kernels == TritonDecode(heads, kv_heads, v_dim, 4096, 132, streamed)
+    why = "the model's attention is latent" if asked == "auto" else "as asked"
+    assert chosen.named == ("streamed (chunks of prompts: triton)" if streamed else f"triton ({why})")
+
+
+@pytest.mark.parametrize(
+    ("case", "problem"),
+    [
+        (replace(HOPPER, spec=LATENT), "the model's attention is latent"),
+        (replace(HOPPER, capability=None), "there is no GPU"),
+        (replace(HOPPER, capability=(8, 0)), "compute capability (8, 0) is not that of Hopper"),
+        (replace(HOPPER, dtype=Dtype.FLOAT32), "the model is served as float32, not bfloat16"),
+        (replace(HOPPER, kv_dtype=Dtype.FP8), "the KV cache is float8_e4m3fn, not bfloat16"),
+        (replace(HOPPER, block_size=8), "scheduler.block_size = 8 is no power of two from 16"),
+        (replace(HOPPER, block_size=48), "scheduler.block_size = 48 is no power of two from 16"),
+        (replace(HOPPER, spec=replace(QWEN, head_dim=64)), "64 channels of a head are not 128"),
+        (replace(HOPPER, spec=replace(QWEN, kv_heads=2)), "16 query heads share a KV head, more than 8"),
+        (replace(HOPPER, spec=replace(QWEN, window=128)), "the model's attention has a window"),
+        (replace(HOPPER, spec=replace(QWEN, clip=8.0)), "the model clips its projections"),
+    ],
+)
+def test_what_our_kernel_for_hopper_is_not_for_is_tritons(case: AttentionCase, problem: str) -> None:
+    assert choose("auto", case).named == f"triton ({problem})"
 
 
 OBSTACLES = [
@@ -91,5 +112,5 @@ def test_a_library_that_is_missing_or_does_not_compile_is_named(load: object, pr
 
 def test_interpreted_kernels_are_triton_and_not_split() -> None:
     case = AttentionCase.on(CPU, QWEN, (BF16, BF16), 16, 4096)
-    assert choose("auto", case).kernels == TritonDecode(32, 4, 128, 4096, 0)
+    assert choose("auto", case).kernels == TritonDecode(32, 4, 128, 4096, 0, streamed=False)
     assert obstacle(case) == "there is no GPU"

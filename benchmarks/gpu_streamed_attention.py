@@ -1,0 +1,142 @@
+"""What stands between the query-key-value product and the output product of a layer, on one Hopper GPU.
+
+    python3 benchmarks/gpu_streamed_attention.py --batch 32,64,128,256 --context 256 [--manners]
+
+One kernel (csrc/attention) beside Triton's two, norm, rotation and cache write, then attention: behind the
+product, in graphs replayed in turn, caches rotated past L2; the product's own time is taken off. Results are
+compared first. Microseconds, median of replays; bound: keys and values at 4.5 TB/s. --manners: other ways to
+launch ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+from collections.abc import Callable
+
+import torch
+
+from ep_server.model.families.spec import GqaSpec
+from ep_server.model.gpu.decode_kernels import triton_decode
+from ep_server.model.gpu.step_input import StepTensors
+from ep_server.model.gpu.streamed_attention import Manner, StreamedAttention, StreamedStep, manner_for
+from ep_server.model.kv_cache import KvLayer
+from ep_server.model.triton.paged import PagedKv
+from ep_server.model.triton.paged_tile import AttentionRule, Sequences
+from ep_server.model.triton.rope import HeadNorm, Rotation, store_gqa
+
+BLOCK, DIM, HIDDEN, RATE, BF16 = 16, 128, 2048, 4.5e12, torch.bfloat16
+SPEC = GqaSpec(32, 4, DIM, DIM**-0.5)
+LONGEST, PROCESSORS, WARM_UPS, REPLAYS = 4096, 132, 5, 20
+
+
+class Case:
+    """Sequences of one length, their blocks in no order, and as many caches as pass L2."""
+
+    def __init__(self, batch: int, context: int) -> None:
+        held = -(-context // BLOCK)
+        self.batch, self.context = batch, context
+        self.sets = max(4, min(16, int(1.5e9 / (batch * held * BLOCK * 4 * DIM * SPEC.kv_heads))))
+        size = (batch * held, BLOCK, SPEC.kv_heads, DIM)
+        self.caches = [
+            PagedKv(KvLayer(*(torch.randn(size, device="cuda", dtype=BF16) for _ in "kv"), DIM))
+            for _ in range(self.sets)
+        ]
+        blocks = torch.randperm(batch * held, device="cuda").int().view(batch, held)
+        lengths = torch.full((batch,), context, dtype=torch.int32, device="cuda")
+        slots = (blocks[:, -1] * BLOCK + (context - 1) % BLOCK).int()
+        none = torch.zeros(batch, dtype=torch.int32, device="cuda")
+        positions = lengths - 1
+        self.step = StepTensors(none, none, none, positions, slots, blocks, lengths, none, batch, None, none)
+        width = (SPEC.heads + 2 * SPEC.kv_heads) * DIM
+        self.weight = torch.randn(width, HIDDEN, device="cuda", dtype=BF16) * 0.02
+        self.x = torch.randn(batch, HIDDEN, device="cuda", dtype=BF16)
+        self.norm = HeadNorm(torch.ones(SPEC.heads + SPEC.kv_heads, DIM, device="cuda", dtype=BF16), 1e-6)
+        angles = torch.rand(context + 1, DIM // 2, device="cuda") * 6.3
+        self.turns = torch.stack((angles.cos(), angles.sin()), -1)
+        self.out = torch.empty(batch, SPEC.heads, DIM, device="cuda", dtype=BF16)
+        self.kernels = [StreamedAttention(kv, SPEC, self.turns, self.norm) for kv in self.caches]
+        self.layer = triton_decode(SPEC, LONGEST, PROCESSORS).over(Sequences(blocks, lengths))
+
+    def product(self, which: int) -> torch.Tensor:
+        return torch.mm(self.x, self.weight.T)
+
+    def triton(self, which: int) -> None:
+        q, kv = torch.empty_like(self.out), self.caches[which]
+        rotation = Rotation(self.turns, self.step.positions, self.step.slots)
+        store_gqa(self.product(which), q, kv, rotation, self.norm)
+        self.layer(q, kv, AttentionRule(SPEC.scale), self.out)
+
+    def streamed(self, manner: Manner) -> Callable[[int], None]:
+        step = StreamedStep(self.step, SPEC.heads, manner)
+        return lambda which: self.kernels[which].run(self.product(which), step, self.out)
+
+    def bound(self) -> float:
+        return self.batch * self.context * SPEC.kv_heads * 2 * DIM * 2 / RATE * 1e6
+
+
+def captured(work: Callable[[int], object], sets: int) -> torch.cuda.CUDAGraph:
+    for which in range(2):
+        work(which)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for which in range(sets):
+            work(which)
+    return graph
+
+
+def timed(graphs: dict[str, torch.cuda.CUDAGraph], sets: int) -> dict[str, float]:
+    """us of one pass of each, replayed in turn."""
+    times: dict[str, list[float]] = {name: [] for name in graphs}
+    for replay in range(WARM_UPS + REPLAYS):
+        for name, graph in graphs.items():
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if replay >= WARM_UPS:
+                times[name].append(begin.elapsed_time(end) * 1e3 / sets)
+    return {name: statistics.median(all_of_it) for name, all_of_it in times.items()}
+
+
+def compare(case: Case, manners: dict[str, Manner]) -> None:
+    case.triton(0)
+    wanted = case.out.clone()
+    work: dict[str, Callable[[int], object]] = {"product": case.product, "triton": case.triton}
+    for name, manner in manners.items():
+        work[name] = case.streamed(manner)
+        case.out.fill_(float("nan"))
+        work[name](0)
+        error = float((case.out - wanted).float().norm() / wanted.float().norm())
+        assert error < 0.01, f"{name}: {error}"
+    times = timed({name: captured(one, case.sets) for name, one in work.items()}, case.sets)
+    base = times.pop("product")
+    shown = "  ".join(f"{name} {took - base:.1f}" for name, took in times.items())
+    print(
+        f"batch {case.batch}, context {case.context}: {shown}  bound {case.bound():.1f}"
+        f"  (product alone {base:.1f})",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--batch", default="32,64,128,256")
+    parser.add_argument("--context", default="256")
+    parser.add_argument("--manners", action="store_true")
+    given = parser.parse_args()
+    print(torch.cuda.get_device_name(), torch.__version__)
+    for context, batch in itertools.product(given.context.split(","), given.batch.split(",")):
+        manners = {"streamed": manner_for(int(batch), SPEC.kv_heads, PROCESSORS, LONGEST)}
+        if given.manners:
+            manners |= {f"{s} tiles, {b} blocks": Manner(s, b) for s, b in ((16, 132), (8, 264), (8, 132))}
+        compare(Case(int(batch), int(context)), manners)
+
+
+if __name__ == "__main__":
+    main()

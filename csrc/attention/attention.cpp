@@ -1,0 +1,72 @@
+#include "attention/attention.hpp"
+
+#include <bit>
+#include <stdexcept>
+#include <string>
+
+#include "cuda/on_device.hpp"
+
+namespace ep::attention {
+namespace {
+
+using cuda::check;
+
+void require(bool holds, const char* field, uint64_t value, const std::string& allowed) {
+  if (!holds)
+    throw std::invalid_argument(std::string(field) + ": " + std::to_string(value) + ", must be " + allowed);
+}
+
+// Read in boxes of half a head's channels x one head x kTile positions, 128-byte swizzle.
+CUtensorMap map_of(cuda::EncodeTiled encode, void* cache, const Shape& shape) {
+  const cuuint64_t sizes[] = {kDim, shape.kv_heads, shape.positions};
+  const cuuint64_t pitches[] = {kDim * 2, uint64_t(shape.kv_heads) * kDim * 2};
+  const cuuint32_t box[] = {kDim / 2, 1, kTile}, strides[] = {1, 1, 1};
+  CUtensorMap map{};
+  const CUresult made = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, cache, sizes, pitches, box, strides,
+                               CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (made != CUDA_SUCCESS)
+    throw std::runtime_error("cuTensorMapEncodeTiled: driver error " + std::to_string(made) +
+                             " for a cache of " + std::to_string(shape.positions) + " positions x " +
+                             std::to_string(shape.kv_heads) + " heads");
+  return map;
+}
+
+}  // namespace
+
+Attention::Attention(int device, const Shape& cache, const Rule& rule) : device_(device) {
+  const uint32_t block = cache.block_size;
+  require(cache.kv_heads != 0, "kv_heads", cache.kv_heads, "at least 1");
+  require(cache.group >= 1 && cache.group <= kMostGroup, "group", cache.group,
+          "1 to " + std::to_string(kMostGroup));
+  require(std::has_single_bit(block) && block >= kTile, "block_size", block,
+          "a power of two from " + std::to_string(kTile));
+  require(cache.positions != 0 && cache.positions % block == 0 && cache.positions < 1ull << 31, "positions",
+          cache.positions, "whole blocks, below 2^31 positions");
+  int major = 0;
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
+  require(major == 9, "compute capability", uint64_t(major), "9: the kernel is for Hopper alone");
+  const auto encode = cuda::find_encode_tiled();
+  params_.k = map_of(encode, cache.k, cache);
+  params_.v = map_of(encode, cache.v, cache);
+  params_.cache = cache, params_.rule = rule;
+  params_.heads = cache.kv_heads * cache.group;
+  params_.block_shift = uint32_t(std::countr_zero(block));
+}
+
+void Attention::run(cudaStream_t stream, const Work& work, const Manner& manner) const {
+  require(manner.stages != 0 && manner.stages % kWarps == 0 && manner.stages <= kMostStages, "stages",
+          manner.stages, "a multiple of " + std::to_string(kWarps) + " up to " + std::to_string(kMostStages));
+  require(manner.blocks >= 1, "blocks", manner.blocks, "at least 1");
+  require(manner.splits >= 1 && manner.splits <= kMostSplits, "splits", manner.splits,
+          "1 to " + std::to_string(kMostSplits));
+  if (work.count == 0) return;
+  Params params = params_;
+  params.work = work;
+  params.stages = manner.stages, params.splits = manner.splits;
+  params.lets_next_start = manner.lets_next_start;
+  const cuda::OnDevice here(device_);
+  check(start(stream, manner.blocks, params), "attention");
+}
+
+}  // namespace ep::attention

@@ -1,0 +1,83 @@
+// Attention with one token per sequence over the paged cache, and what stands before it, in one kernel for
+// Hopper: per-head norm, rotation, the token's own place in the cache, softmax attention.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "cuda/tensor_map.hpp"
+
+namespace ep::attention {
+
+inline constexpr uint32_t kDim = 128;      // channels of a head
+inline constexpr uint32_t kTile = 16;      // positions that a warp works on at a time; blocks are multiples
+inline constexpr uint32_t kMostGroup = 8;  // query heads of a KV head: the narrow side of a product
+inline constexpr uint32_t kMostSplits = 64;
+inline constexpr uint32_t kTileBytes = 2 * kTile * kDim * 2;  // keys and values
+inline constexpr uint32_t kWarps = 8;                         // of a block, that compute
+inline constexpr uint32_t kMostStages = 16;                   // tiles: what fits a multiprocessor
+
+// One layer's cache, [positions, kv_heads, kDim] bfloat16 each, and who reads it.
+struct Shape {
+  void *k, *v;
+  uint64_t positions;
+  uint32_t kv_heads, group, block_size;  // block_size: positions, a power of two
+};
+
+// Of the model, the same for every launch of a layer.
+struct Rule {
+  const void* norm;   // [heads + kv_heads, kDim] bfloat16, q's norms before k's, or null
+  const void* turns;  // [any position, kDim / 2] float2: cos and sin of pairs of neighbouring channels
+  float eps, scale;   // scale: of the scores
+};
+
+// What one launch works on; addresses of the device. Sequences of length 0 are padding: they give zeros.
+struct Work {
+  const void* qkv;       // [count, (heads + 2 kv_heads) kDim] bfloat16, rows `pitch` elements apart, or, with
+  uint64_t pitch, part;  // parts > 0, so many float32 sums, `part` elements apart, rounded once added up
+  uint32_t parts, count;
+  const int32_t *positions, *slots, *lengths, *blocks;  // lengths with the token's own; blocks: tables
+  uint32_t blocks_pitch;                                // entries from table to table
+  void* out;                                            // [count, heads, kDim] bfloat16
+  float *sums, *stats;  // with splits > 1: [count, heads, splits, kDim] unnormalised, [.., 2] maximum and sum
+};
+
+// How a launch goes about it. stages: tiles that a block has under way, a multiple of kWarps. blocks: at
+// most; they share the items out. splits: parts that each context is cut into.
+struct Manner {
+  uint32_t stages, blocks, splits;
+  bool lets_next_start;  // at once; the next kernel must wait until this one has ended before it reads out
+};
+
+// What the kernel takes.
+struct Params {
+  CUtensorMap k, v;
+  Shape cache;
+  Rule rule;
+  Work work;
+  uint32_t heads, stages, splits, block_shift;
+  bool lets_next_start;
+};
+
+// One layer's cache as the copy engine reads it. Of one device, on any stream, any number of launches at a
+// time.
+class Attention {
+ public:
+  // Memory is not owned. Throws std::invalid_argument for sizes that the kernel does not take,
+  // std::runtime_error for what CUDA refuses.
+  Attention(int device, const Shape& cache, const Rule& rule);
+
+  // Enqueues; no wait. Positions before a sequence's last one, lengths, tables and slots may be read before
+  // the kernel ahead in the stream has ended: it must not write them.
+  void run(cudaStream_t stream, const Work& work, const Manner& manner) const;
+
+ private:
+  int device_;
+  Params params_{};
+};
+
+cudaError_t start(cudaStream_t stream, uint32_t blocks, const Params& params);
+
+}  // namespace ep::attention

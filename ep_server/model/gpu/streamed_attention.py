@@ -1,0 +1,184 @@
+"""[6] Attention with one token per sequence and what stands before it, in one kernel for Hopper.
+
+The kernel: csrc/attention.
+It takes the projections as they are, also as partial sums: per-head norm, rotation, the write into the cache
+and attention, with keys and values under way before the projections have ended. For all other steps, caches
+and devices there are store_gqa() and decode() of model/triton, which also say what is computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+from ep_server.errors import InternalError
+from ep_server.model.families.spec import GqaSpec
+from ep_server.model.gpu.step_input import StepTensors
+from ep_server.model.triton.checks import expect, expect_range
+from ep_server.model.triton.paged import PagedKv
+from ep_server.model.triton.paged_decode import MAX_SPLITS, Workspace, join, splits_for
+from ep_server.model.triton.partial import Partial, operand
+from ep_server.model.triton.rope import HeadNorm
+
+_DIM, _MOST_GROUP, _LEAST_BLOCK, _PIECE = 128, 8, 16, 16
+_NATIVE = "ep_server._cuda"
+
+
+@dataclass(frozen=True, slots=True)
+class Manner:
+    """How a launch goes about it.
+
+    stages: tiles of 16 positions that a block has under way, 8 KiB each: 8 or 16. blocks: at most; they share
+    (sequence, KV head, split) out. splits: parts that each context is cut into.
+    """
+
+    stages: int
+    blocks: int
+    splits: int = 1
+    lets_next_start: bool = True
+
+
+class StreamedStep:
+    """What all layers of a step share: made once, where the step's tensors are."""
+
+    def __init__(self, step: StepTensors, heads: int, manner: Manner) -> None:
+        """manner: see manner_for(). Raises: InternalError for a step that is not of single tokens."""
+        count = step.tokens
+        if step.decode != count or len(step.lengths) != count:
+            raise InternalError(
+                f"a step of {count} rows, {step.decode} single ones: must be single ones alone"
+            )
+        expect_range("splits", manner.splits, 1, MAX_SPLITS)
+        for name in ("positions", "slots", "lengths"):
+            expect(name, getattr(step, name), torch.int32, (count,))
+        expect("blocks", step.blocks, torch.int32, (count, None), pitch=True)
+        self.count, self.manner = count, manner
+        self.workspace: Workspace | None = None
+        if manner.splits > 1:
+            self.workspace = Workspace.of(count, heads, manner.splits, _DIM, step.lengths.device)
+        native, room = import_module(_NATIVE), self.workspace
+        self.work = native.AttentionWork(
+            count=count,
+            positions=step.positions.data_ptr(),
+            slots=step.slots.data_ptr(),
+            lengths=step.lengths.data_ptr(),
+            blocks=step.blocks.data_ptr(),
+            blocks_pitch=step.blocks.stride(0),
+            sums=0 if room is None else room.sums.data_ptr(),
+            stats=0 if room is None else room.stats.data_ptr(),
+        )
+        self.native_manner = native.AttentionManner(
+            stages=manner.stages,
+            blocks=manner.blocks,
+            splits=manner.splits,
+            lets_next_start=manner.lets_next_start,
+        )
+
+
+class StreamedAttention:
+    """One layer, on any stream.
+
+    Args:
+        kv, spec: as attention_streamable() says. table: of a Rotation, interleaved. norm: of q and k.
+    Raises: InternalError for another shape, dtype or layout.
+    """
+
+    def __init__(self, kv: PagedKv, spec: GqaSpec, table: torch.Tensor, norm: HeadNorm | None) -> None:
+        kv.check()
+        expect("rotation table", table, torch.float32, (None, _DIM // 2, 2))
+        if norm is not None:
+            expect("norm weight", norm.weight, torch.bfloat16, (spec.heads + spec.kv_heads, _DIM))
+        k, v = kv.layer.k, kv.layer.v
+        if v is None:
+            raise InternalError("cache v: None, the kernel has no latent attention")
+        self._spec, self._held = spec, (k, v, table, norm)
+        self._native: Any = import_module(_NATIVE).Attention(  # only where a driver is
+            device=k.device.index,
+            k=k.data_ptr(),
+            v=v.data_ptr(),
+            positions=k.shape[0] * k.shape[1],
+            kv_heads=spec.kv_heads,
+            group=spec.heads // spec.kv_heads,
+            block_size=kv.block_size,
+            norm=0 if norm is None else norm.weight.data_ptr(),
+            turns=table.data_ptr(),
+            eps=0.0 if norm is None else norm.eps,
+            scale=spec.scale,
+        )
+
+    def __call__(self, qkv: torch.Tensor | Partial, step: StreamedStep) -> torch.Tensor:
+        """As run(), into memory of its own."""
+        rows = qkv if isinstance(qkv, torch.Tensor) else qkv.sums
+        out = rows.new_empty(step.count, self._spec.heads, _DIM, dtype=torch.bfloat16)
+        self.run(qkv, step, out)
+        return out
+
+    def run(self, qkv: torch.Tensor | Partial, step: StreamedStep, out: torch.Tensor) -> None:
+        """Stores the tokens' keys and values, and attends. On the current stream, can be captured.
+
+        Args:
+            qkv: [S, (heads + 2 * kv_heads) * 128] bfloat16, rows may have a pitch, or its partial sums.
+            out: [S, heads, 128] bfloat16, contiguous; zeros for sequences of length 0.
+        Raises: InternalError for another shape, dtype or layout.
+        """
+        s = self._spec
+        given = operand("qkv", qkv, torch.bfloat16, (step.count, (s.heads + 2 * s.kv_heads) * _DIM))
+        expect("out", out, torch.bfloat16, (step.count, s.heads, _DIM))
+        rows = given.rows
+        if rows.data_ptr() % _PIECE or rows.stride(0) * rows.element_size() % _PIECE:
+            raise InternalError(f"qkv: {rows.stride(0)} elements from row to row, must be pieces of 16 bytes")
+        self._native.run(
+            stream=torch.cuda.current_stream(out.device).cuda_stream,
+            step=step.work,
+            manner=step.native_manner,
+            qkv=rows.data_ptr(),
+            pitch=rows.stride(0),
+            part=given.step,
+            parts=0 if rows.dtype is torch.bfloat16 else given.parts,
+            out=out.data_ptr(),
+        )
+        if step.workspace is not None:
+            join(step.workspace, out)
+
+
+def streamed_attention(
+    kv: PagedKv, spec: GqaSpec, table: torch.Tensor, norm: HeadNorm | None
+) -> StreamedAttention | None:
+    """The kernel for a layer, where there is one."""
+    return StreamedAttention(kv, spec, table, norm) if attention_streamable(kv, spec) else None
+
+
+def attention_streamable(kv: PagedKv, spec: GqaSpec) -> bool:
+    """Whether there is a kernel for this cache on its device."""
+    k, size = kv.layer.k, kv.block_size
+    if k.device.type != "cuda" or k.dtype is not torch.bfloat16 or shape_obstacle(spec, size):
+        return False
+    return torch.cuda.get_device_capability(k.device)[0] == 9 and find_spec(_NATIVE) is not None
+
+
+def shape_obstacle(spec: GqaSpec, block_size: int) -> str:
+    """Why the kernel is not for such heads and blocks; "" where it is."""
+    group = spec.heads // spec.kv_heads
+    limits = (
+        (spec.head_dim != _DIM, f"{spec.head_dim} channels of a head are not {_DIM}"),
+        (group > _MOST_GROUP, f"{group} query heads share a KV head, more than {_MOST_GROUP}"),
+        (spec.window > 0, "the model's attention has a window"),
+        (spec.clip > 0, "the model clips its projections"),
+        (
+            block_size < _LEAST_BLOCK or block_size & (block_size - 1) != 0,
+            f"scheduler.block_size = {block_size} is no power of two from {_LEAST_BLOCK}",
+        ),
+    )
+    return next((text for applies, text in limits if applies), "")
+
+
+def manner_for(sequences: int, kv_heads: int, processors: int, longest: int) -> Manner:
+    """One block on a multiprocessor where that is enough for all, else two. longest: context, tokens."""
+    splits = splits_for(sequences, kv_heads, processors, longest)
+    if sequences * kv_heads * splits <= processors:
+        return Manner(16, processors, splits)
+    return Manner(8, 2 * processors, splits)
