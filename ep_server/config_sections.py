@@ -41,8 +41,8 @@ class ModelConfig:
     )
     attention: str = option(
         "auto",
-        "GPU kernels of attention with one token per sequence; auto = our own: for Hopper where it is for the "
-        "model, else Triton's; flashinfer: if installed",
+        "GPU kernels of attention with one token per sequence; auto = our own: for Hopper where it is for "
+        "the model, else Triton's; flashinfer: if installed",
         choices=("auto", "triton", "flashinfer"),
     )
     max_context: int = option(0, "longest prompt + output, tokens; 0 = the model's own limit", low=0)
