@@ -20,11 +20,12 @@ from ep_server.model.families.spec import GqaSpec
 from ep_server.model.gpu.step_input import StepTensors
 from ep_server.model.triton.checks import expect, expect_range
 from ep_server.model.triton.paged import PagedKv
-from ep_server.model.triton.paged_decode import MAX_SPLITS, Workspace, join, splits_for
+from ep_server.model.triton.paged_decode import MAX_SPLITS, Workspace, join
 from ep_server.model.triton.partial import Partial, operand
 from ep_server.model.triton.rope import HeadNorm
 
 _DIM, _MOST_GROUP, _LEAST_BLOCK, _PIECE = 128, 8, 16, 16
+_LEAST_SPLIT = 256  # positions
 _NATIVE = "ep_server._cuda"
 
 
@@ -177,8 +178,13 @@ def shape_obstacle(spec: GqaSpec, block_size: int) -> str:
 
 
 def manner_for(sequences: int, kv_heads: int, processors: int, longest: int) -> Manner:
-    """One block on a multiprocessor where that is enough for all, else two. longest: context, tokens."""
-    splits = splits_for(sequences, kv_heads, processors, longest)
-    if sequences * kv_heads * splits <= processors:
+    """One block on a multiprocessor where that is enough for all, else two. longest: context, tokens.
+
+    Contexts are cut only where there are not half as many (sequence, KV head) as multiprocessors: the kernel
+    that joins them takes longer than what is saved where contexts are short.
+    """
+    items = max(sequences * kv_heads, 1)
+    splits = max(min(processors // items, longest // _LEAST_SPLIT, MAX_SPLITS), 1)
+    if items * splits <= processors:
         return Manner(16, processors, splits)
     return Manner(8, 2 * processors, splits)
