@@ -87,11 +87,13 @@ def mla(x: torch.Tensor, w: MlaWeights, spec: MlaSpec, kv: PagedKv, at: Attentio
         q = w.q_up(normed)
     q = q.view(len(x), spec.heads, spec.nope_dim + spec.rope_dim)
     query = x.new_empty(len(x), spec.heads, spec.kv_lora + spec.rope_dim)
-    query[..., : spec.kv_lora] = torch.bmm(q[..., : spec.nope_dim].transpose(0, 1), w.k_up).transpose(0, 1)
+    by_head = query[..., : spec.kv_lora].transpose(0, 1)
+    torch.bmm(q[..., : spec.nope_dim].transpose(0, 1), w.k_up, out=by_head)
     given = MlaInput(latent, k_rope, q[..., spec.nope_dim :], w.kv_norm, spec.norm_eps)
     store_mla(given, query[..., spec.kv_lora :], kv, at.rotation)
-    out = attend(query, kv, AttentionRule(spec.scale), at)  # [T, heads, kv_lora]
-    out = torch.bmm(out.transpose(0, 1), w.v_up).transpose(0, 1)
+    latents = attend(query, kv, AttentionRule(spec.scale), at)  # [T, heads, kv_lora]
+    out = x.new_empty(len(x), spec.heads, w.v_up.shape[2])
+    torch.bmm(latents.transpose(0, 1), w.v_up, out=out.transpose(0, 1))
     return w.out(out.flatten(1))
 
 

@@ -71,7 +71,17 @@ class MoeStep:
     lap: Lap
 
 
-Branch = torch.Tensor | Partial | Answers  # what is added to the residual stream: [T, H], or parts of the sum
+@dataclass(frozen=True, slots=True)
+class Both:
+    """The sum of two branches, rounded. routed, shared: [T, H] of the stream's dtype, contiguous."""
+
+    routed: torch.Tensor
+    shared: torch.Tensor
+
+
+Branch = (
+    torch.Tensor | Partial | Answers | Both
+)  # added to the residual stream: [T, H], or what it is a sum of
 
 
 def moe(x: torch.Tensor, w: MoeWeights, on: GpuMoe, step: MoeStep) -> Generator[None, None, Branch]:
@@ -99,7 +109,7 @@ def moe(x: torch.Tensor, w: MoeWeights, on: GpuMoe, step: MoeStep) -> Generator[
     if isinstance(came, Answers):
         return replace(came, shared=shared)
     routed = came.to(x.dtype)
-    return routed if shared is None else routed + shared
+    return routed if shared is None else Both(routed, shared)
 
 
 def chosen(x: torch.Tensor, w: MoeWeights, on: GpuMoe, step: MoeStep) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,6 +140,9 @@ def add_norm(branch: Branch, residual: torch.Tensor, weight: torch.Tensor, eps: 
     if isinstance(branch, Answers):
         out = torch.empty_like(residual)
         add_answers_norm(branch, residual, weight, eps, out)
+    elif isinstance(branch, Both):
+        out = branch.routed
+        add_rms_norm(branch.routed, residual, weight, eps, out, branch.shared)
     else:
         out = torch.empty_like(residual) if isinstance(branch, Partial) else branch
         add_rms_norm(branch, residual, weight, eps, out)

@@ -1,7 +1,7 @@
 """RMS norm of rows, and the sum of a residual stream fused with it. T tokens; all arithmetic is float32.
 
     rms_norm      out = x / sqrt(mean(x^2) + eps) * weight, rounded once to x's dtype
-    add_rms_norm  residual = round(residual + x); out = rms_norm(residual)
+    add_rms_norm  residual = round(residual + x); out = rms_norm(residual); x may be the sum of two branches
 
 One program per (token, head). A row is one tile, so `dim` is bounded by MAX_DIM; channels past it are
 masked.
@@ -43,7 +43,7 @@ def store_normed(out, value, weight, inside, eps, DIM: tl.constexpr):
 
 @triton.jit
 def _rms_norm_kernel(
-    x, residual, weight, out, x_pitch, x_step, out_pitch, eps,
+    x, more, residual, weight, out, x_pitch, x_step, out_pitch, eps,
     DIM: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
@@ -54,6 +54,9 @@ def _rms_norm_kernel(
     w = load_wide(weight + at, inside)
     after_previous(EARLY)
     value = load_sum(x + row * x_pitch + at, inside, x_step, PARTS, out.dtype.element_ty)
+    if more is not None:
+        value += load_wide(more + row * DIM + at, inside)
+        value = value.to(out.dtype.element_ty).to(tl.float32)
     if ADD:
         stream = residual + row * DIM + at
         value = store_stream(stream, value + load_wide(stream, inside), inside)
@@ -77,7 +80,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tenso
     if x.numel():
         size = block(dim)
         _rms_norm_kernel[(len(x), heads)](
-            x, x, weight, out, x.stride(0), 0, out.stride(0), eps,
+            x, None, x, weight, out, x.stride(0), 0, out.stride(0), eps,
             DIM=dim, BLOCK=size, ADD=False, PARTS=1,
             **early(x, lets_next_start=True), num_warps=warps_for(size),
         )  # fmt: skip
@@ -89,6 +92,7 @@ def add_rms_norm(
     weight: torch.Tensor,
     eps: float,
     out: torch.Tensor,
+    more: torch.Tensor | None = None,
 ) -> None:
     """Adds a branch to the residual stream and norms the sum.
 
@@ -96,6 +100,7 @@ def add_rms_norm(
         x: [T, dim], the branch; rows may have a pitch; or its partial sums, which are rounded once added up.
         residual: [T, dim], contiguous; becomes the sum.
         weight: [dim]. out: [T, dim], may be x. All of one dtype, but for partial sums.
+        more: [T, dim], contiguous: is added to x first, and that sum rounded.
     Raises: InternalError for another shape, dtype or layout.
     """
     tokens, dim = residual.shape
@@ -104,10 +109,12 @@ def add_rms_norm(
     branch = operand("x", x, residual.dtype, (tokens, dim))
     expect("out", out, residual.dtype, (tokens, dim), pitch=True)
     expect("weight", weight, residual.dtype, (dim,))
+    if more is not None:
+        expect("more", more, residual.dtype, (tokens, dim))
     if residual.numel():
         size = block(dim)
         _rms_norm_kernel[(tokens, 1)](
-            branch.rows, residual, weight, out, branch.rows.stride(0), branch.step, out.stride(0), eps,
+            branch.rows, more, residual, weight, out, branch.rows.stride(0), branch.step, out.stride(0), eps,
             DIM=dim, BLOCK=size, ADD=True, PARTS=branch.parts,
             **early(out, lets_next_start=True),
             num_warps=warps_for(size if branch.parts == 1 else 2 * size),  # more loads at a time

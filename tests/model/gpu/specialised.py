@@ -109,8 +109,8 @@ class StillExchange:
 
     def dispatch(self, x: torch.Tensor, ids: object, weights: object, view: View, **how: Any) -> Received:
         local = len(self.spec.local_experts)
-        counts, offsets = torch.zeros(local, dtype=torch.int32), torch.zeros(local + 1, dtype=torch.int64)
-        row_ids = torch.zeros(how["capacity"], dtype=torch.int64)
+        counts, offsets = torch.empty(local, dtype=torch.int32), torch.empty(local + 1, dtype=torch.int64)
+        row_ids = torch.empty(how["capacity"], dtype=torch.int64)
         return Received(self._rows, counts, offsets, x, view, row_ids=row_ids)
 
     def combine(

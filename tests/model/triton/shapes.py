@@ -65,6 +65,7 @@ def norms() -> None:
         x = meta(TOKENS, hidden)
         rms_norm(x, meta(hidden), 1e-6, x)
         add_rms_norm(x, x, meta(hidden), 1e-6, x)
+        add_rms_norm(x, x, meta(hidden), 1e-6, x, x)
     silu_mul(meta(TOKENS, 2 * 6144), meta(TOKENS, 6144))
 
 

@@ -70,6 +70,24 @@ def test_add_rms_norm_of_partial_sums(dtype: torch.dtype, parts: int) -> None:
     assert_near(out, wanted.double())
 
 
+@each_dtype
+@pytest.mark.parametrize("parts", [0, 2])
+def test_add_rms_norm_of_two_branches(dtype: torch.dtype, parts: int) -> None:
+    """As of their sum, rounded; the first one may be partial sums, and where the result goes."""
+    first: torch.Tensor | Partial = poisoned(random(3, 70, dtype=dtype), 3)
+    rounded = first
+    if parts:
+        first, product = in_parts(parts, 3, 70)
+        rounded = product.to(dtype)
+    more, weight = random(3, 70, dtype=dtype, seed=5), random(70, dtype=dtype, seed=2)
+    residual = random(3, 70, dtype=dtype, seed=1, scale=8.0)
+    stream, wanted = residual.clone(), torch.empty_like(residual)
+    add_rms_norm(rounded + more, stream, weight, EPS, wanted)
+    out = first if isinstance(first, torch.Tensor) else torch.full_like(residual, NAN)
+    add_rms_norm(first, residual, weight, EPS, out, more)
+    assert torch.equal(residual, stream) and torch.equal(out, wanted)
+
+
 def test_no_rows_of_partial_sums() -> None:
     none = random(0, 8)
     add_rms_norm(Partial(random(3, 0, 8)), none, random(8), EPS, none)
@@ -99,5 +117,7 @@ def test_wrong_inputs_are_named() -> None:
         add_rms_norm(Partial(random(2, 2, 8).bfloat16()), random(2, 8), weight, EPS, x)
     with pytest.raises(InternalError, match="residual"):
         add_rms_norm(x, random(2, 10)[:, :8], weight, EPS, x)
+    with pytest.raises(InternalError, match=r"more: .*\[3, 8\]"):
+        add_rms_norm(x, random(2, 8), weight, EPS, x, random(3, 8))
     with pytest.raises(InternalError, match="dim = 40000"):
         rms_norm(random(1, 40000), random(40000), EPS, random(1, 40000))
