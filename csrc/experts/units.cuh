@@ -38,25 +38,42 @@ __device__ inline void init(Agenda& a, uint32_t loaders, uint32_t multipliers) {
   }
 }
 
-// Reads what every expert has, no more than there is room for: a dispatch that failed leaves any numbers.
-// Returns the chunks of all. By a whole warp.
+// The rows of an expert, no more than there is room for: a dispatch that failed leaves any numbers.
+struct Span {
+  uint32_t first, rows;
+
+  __device__ Span(const Work& work, int64_t offset, int32_t count)
+      : first(uint32_t(min(uint64_t(offset), uint64_t(work.most)))),
+        rows(min(uint32_t(max(count, 0)), work.most - first)) {}
+};
+
+// Reads what every expert has. Returns the chunks of all. By a whole warp.
 template <uint32_t kRows>
 __device__ uint32_t read_counts(Agenda& a, const Weights& w, const Work& work, uint32_t lane) {
+  constexpr uint32_t kAtOnce = 4;  // experts of a lane whose numbers are under way together
   uint32_t before = 0;
-  for (uint32_t begin = 0; begin < w.experts; begin += 32) {
-    const uint32_t e = begin + lane;
-    uint32_t end = 0;
-    if (e < w.experts) {
-      a.first[e] = uint32_t(min(uint64_t(work.offsets[e]), uint64_t(work.most)));
-      a.rows[e] = min(uint32_t(max(work.counts[e], 0)), work.most - a.first[e]);
-      end = ceil_div(a.rows[e], kRows);
+  for (uint32_t begin = lane; begin < w.experts + lane; begin += kAtOnce * 32) {
+    int64_t offsets[kAtOnce];
+    int32_t counts[kAtOnce];
+#pragma unroll
+    for (uint32_t i = 0; i < kAtOnce; ++i) {
+      const uint32_t e = begin + i * 32;
+      offsets[i] = e < w.experts ? work.offsets[e] : 0;
+      counts[i] = e < w.experts ? work.counts[e] : 0;
     }
-    for (uint32_t by = 1; by < 32; by *= 2) {
-      const uint32_t other = __shfl_up_sync(~0u, end, by);
-      if (lane >= by) end += other;
+#pragma unroll
+    for (uint32_t i = 0; i < kAtOnce; ++i) {
+      const uint32_t e = begin + i * 32;
+      if (e - lane >= w.experts) break;
+      const Span span(work, offsets[i], counts[i]);
+      uint32_t end = ceil_div(span.rows, kRows);
+      for (uint32_t by = 1; by < 32; by *= 2) {
+        const uint32_t other = __shfl_up_sync(~0u, end, by);
+        if (lane >= by) end += other;
+      }
+      if (e < w.experts) a.first[e] = span.first, a.rows[e] = span.rows, a.chunk_end[e] = before + end;
+      before += __shfl_sync(~0u, end, 31);
     }
-    if (e < w.experts) a.chunk_end[e] = before + end;
-    before += __shfl_sync(~0u, end, 31);
   }
   __syncwarp();
   return before;
