@@ -28,7 +28,7 @@ from ep_server.model.triton.rope import HeadNorm, MlaInput, Rotation, store_gqa,
 class AttentionStep:
     """What all layers of a step share. decode: over its first `step.decode` sequences.
 
-    streamed: of a step of single tokens alone, for the layers that have a kernel for it.
+    streamed: of its single tokens, for the layers that have a kernel for them.
     """
 
     step: StepTensors
@@ -62,18 +62,31 @@ def gqa(
     x: torch.Tensor, w: GqaWeights, by: GqaKernels, spec: GqaSpec, kv: PagedKv, at: AttentionStep
 ) -> torch.Tensor | Partial:
     """Grouped-query attention of x: [T, H], normed, to [T, H]; stores the tokens' K and V."""
-    qkv = product(x, by.qkv, w.qkv)
-    if isinstance(qkv, torch.Tensor) and w.q_norm is not None and w.k_norm is not None:
-        q_width, k_width = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
-        for weight, part in ((w.q_norm, qkv[:, :q_width]), (w.k_norm, qkv[:, q_width : q_width + k_width])):
-            rms_norm(part, weight, at.eps, part)
-    if by.attention is not None and at.streamed is not None:
-        return product(by.attention(qkv, at.streamed).flatten(1), by.out, w.out)
+    streamed = at.streamed if by.attention is not None else None
+    whole = streamed is None or streamed.count == len(x)  # partial sums are read by one kernel
+    qkv = product(x, by.qkv if whole else None, w.qkv)
+    if isinstance(qkv, torch.Tensor):
+        _norm_all_heads(qkv, w, spec, at.eps)
     norm = None if w.head_norm is None else HeadNorm(w.head_norm, at.eps)
-    q = x.new_empty(len(x), spec.heads, spec.head_dim)
-    store_gqa(qkv, q, kv, at.rotation, norm, spec.clip)
-    out = attend(q, kv, AttentionRule(spec.scale, spec.window), at)
+    rule, out = AttentionRule(spec.scale, spec.window), x.new_empty(len(x), spec.heads, spec.head_dim)
+    done = 0  # rows
+    if by.attention is not None and streamed is not None:
+        done = streamed.count
+        by.attention.run(qkv if isinstance(qkv, Partial) else qkv[:done], streamed, out[:done])
+    if done < len(x):
+        q = torch.empty_like(out[done:])
+        rest = qkv if isinstance(qkv, Partial) else qkv[done:]
+        store_gqa(rest, q, kv, at.rotation.behind(done), norm, spec.clip)
+        attend(q, kv, rule, at, out[done:])
     return product(out.flatten(1), by.out, w.out)
+
+
+def _norm_all_heads(qkv: torch.Tensor, w: GqaWeights, spec: GqaSpec, eps: float) -> None:
+    if w.q_norm is None or w.k_norm is None:
+        return
+    q_width, k_width = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    for weight, part in ((w.q_norm, qkv[:, :q_width]), (w.k_norm, qkv[:, q_width : q_width + k_width])):
+        rms_norm(part, weight, eps, part)
 
 
 def mla(x: torch.Tensor, w: MlaWeights, spec: MlaSpec, kv: PagedKv, at: AttentionStep) -> torch.Tensor:
@@ -91,18 +104,22 @@ def mla(x: torch.Tensor, w: MlaWeights, spec: MlaSpec, kv: PagedKv, at: Attentio
     torch.bmm(q[..., : spec.nope_dim].transpose(0, 1), w.k_up, out=by_head)
     given = MlaInput(latent, k_rope, q[..., spec.nope_dim :], w.kv_norm, spec.norm_eps)
     store_mla(given, query[..., spec.kv_lora :], kv, at.rotation)
-    latents = attend(query, kv, AttentionRule(spec.scale), at)  # [T, heads, kv_lora]
+    latents = x.new_empty(len(x), spec.heads, spec.kv_lora)
+    attend(query, kv, AttentionRule(spec.scale), at, latents)
     out = x.new_empty(len(x), spec.heads, w.v_up.shape[2])
     torch.bmm(latents.transpose(0, 1), w.v_up, out=out.transpose(0, 1))
     return w.out(out.flatten(1))
 
 
-def attend(q: torch.Tensor, kv: PagedKv, rule: AttentionRule, at: AttentionStep) -> torch.Tensor:
-    """Softmax attention of q: [T, heads, k_dim] to [T, heads, v_dim]: single tokens, then chunks."""
+def attend(q: torch.Tensor, kv: PagedKv, rule: AttentionRule, at: AttentionStep, out: torch.Tensor) -> None:
+    """Softmax attention of q: [.., heads, k_dim] to out: [.., heads, v_dim]: single tokens, then chunks.
+
+    q: of all rows of the step, or of those behind its single tokens alone.
+    """
     step, count = at.step, at.step.decode
-    out = q.new_empty(*q.shape[:2], kv.layer.v_dim)
-    at.decode(q[:count], kv, rule, out[:count])
+    singles = count if len(q) == step.tokens else 0
+    if singles:
+        at.decode(q[:singles], kv, rule, out[:singles])
     if len(step.lengths) > count:
         chunks = Sequences(step.blocks[count:], step.lengths[count:])
-        prefill(q[count:], step.query_start, kv, chunks, rule, out[count:])
-    return out
+        prefill(q[singles:], step.query_start, kv, chunks, rule, out[singles:])

@@ -157,8 +157,8 @@ class GpuDecoder:
     def _streamed(self, step: StepTensors) -> StreamedStep | None:
         spec, kernels = self._spec.attention, self._kernels
         wanted = any(by is not None and by.attention is not None for by in self._by)
-        if not wanted or step.tokens == 0 or not step.decode == len(step.lengths) == step.tokens:
+        if not wanted or step.decode == 0:
             return None
         assert isinstance(spec, GqaSpec) and isinstance(kernels, TritonDecode)
-        manner = manner_for(step.tokens, spec.kv_heads, kernels.processors, kernels.longest)
+        manner = manner_for(step.decode, spec.kv_heads, kernels.processors, kernels.longest)
         return StreamedStep(step, spec.heads, manner)

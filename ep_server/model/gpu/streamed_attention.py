@@ -2,7 +2,7 @@
 
 The kernel: csrc/attention.
 It takes the projections as they are, also as partial sums: per-head norm, rotation, the write into the cache
-and attention, with keys and values under way before the projections have ended. For all other steps, caches
+and attention, with keys and values under way before the projections have ended. For all other rows, caches
 and devices there are store_gqa() and decode() of model/triton, which also say what is computed.
 """
 
@@ -44,31 +44,29 @@ class Manner:
 
 
 class StreamedStep:
-    """What all layers of a step share: made once, where the step's tensors are."""
+    """What all layers of a step share for its single tokens, its first rows."""
 
     def __init__(self, step: StepTensors, heads: int, manner: Manner) -> None:
-        """manner: see manner_for(). Raises: InternalError for a step that is not of single tokens."""
-        count = step.tokens
-        if step.decode != count or len(step.lengths) != count:
-            raise InternalError(
-                f"a step of {count} rows, {step.decode} single ones: must be single ones alone"
-            )
+        """manner: see manner_for(). Raises: InternalError for another shape, dtype or layout."""
+        count = self.count = step.decode
+        positions, slots, lengths, blocks = (
+            each[:count] for each in (step.positions, step.slots, step.lengths, step.blocks)
+        )
         expect_range("splits", manner.splits, 1, MAX_SPLITS)
-        for name in ("positions", "slots", "lengths"):
-            expect(name, getattr(step, name), torch.int32, (count,))
-        expect("blocks", step.blocks, torch.int32, (count, None), pitch=True)
-        self.count, self.manner = count, manner
-        self.workspace: Workspace | None = None
+        for name, each in (("positions", positions), ("slots", slots), ("lengths", lengths)):
+            expect(name, each, torch.int32, (count,))
+        expect("blocks", blocks, torch.int32, (count, None), pitch=True)
+        self.manner, self.workspace = manner, None
         if manner.splits > 1:
-            self.workspace = Workspace.of(count, heads, manner.splits, _DIM, step.lengths.device)
+            self.workspace = Workspace.of(count, heads, manner.splits, _DIM, lengths.device)
         native, room = import_module(_NATIVE), self.workspace
         self.work = native.AttentionWork(
             count=count,
-            positions=step.positions.data_ptr(),
-            slots=step.slots.data_ptr(),
-            lengths=step.lengths.data_ptr(),
-            blocks=step.blocks.data_ptr(),
-            blocks_pitch=step.blocks.stride(0),
+            positions=positions.data_ptr(),
+            slots=slots.data_ptr(),
+            lengths=lengths.data_ptr(),
+            blocks=blocks.data_ptr(),
+            blocks_pitch=blocks.stride(0),
             sums=0 if room is None else room.sums.data_ptr(),
             stats=0 if room is None else room.stats.data_ptr(),
         )
@@ -110,13 +108,6 @@ class StreamedAttention:
             eps=0.0 if norm is None else norm.eps,
             scale=spec.scale,
         )
-
-    def __call__(self, qkv: torch.Tensor | Partial, step: StreamedStep) -> torch.Tensor:
-        """As run(), into memory of its own."""
-        rows = qkv if isinstance(qkv, torch.Tensor) else qkv.sums
-        out = rows.new_empty(step.count, self._spec.heads, _DIM, dtype=torch.bfloat16)
-        self.run(qkv, step, out)
-        return out
 
     def run(self, qkv: torch.Tensor | Partial, step: StreamedStep, out: torch.Tensor) -> None:
         """Stores the tokens' keys and values, and attends. On the current stream, can be captured.

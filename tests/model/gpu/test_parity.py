@@ -18,17 +18,21 @@ from ep_server.errors import GroupAborted, InternalError
 from ep_server.model.assembly import LoadParams, load_model
 from ep_server.model.decoder import DecoderParams
 from ep_server.model.families import read_spec
+from ep_server.model.families.spec import GqaSpec
 from ep_server.model.gpu import attention, decoder
 from ep_server.model.gpu import runner as gpu
-from ep_server.model.gpu.decode_kernels import DecodeKernels
+from ep_server.model.gpu.decode_kernels import DecodeKernels, triton_decode
 from ep_server.model.gpu.graphs import Form
 from ep_server.model.gpu.rows import LocalRows, PlainRows, Rows, RowsOfSteps
 from ep_server.model.gpu.runner import GpuOptions, GpuRunner, Launched
-from ep_server.model.gpu.step_input import InputShape
+from ep_server.model.gpu.step_input import InputShape, StepTensors
 from ep_server.model.gpu.waiting import STEP_SECONDS
 from ep_server.model.kv_cache import KvCache
 from ep_server.model.torch_compute import TorchCompute
+from ep_server.model.triton.paged import PagedKv
+from ep_server.model.triton.paged_tile import AttentionRule, Sequences
 from ep_server.model.triton.partial import Partial
+from ep_server.model.triton.rope import HeadNorm, Rotation, store_gqa
 from ep_server.records import StepBatch
 from ep_server.scheduler import RankScheduler, SchedulerLimits
 from tests.harness.checkpoints import CASES, Tiny
@@ -126,6 +130,50 @@ def test_products_that_come_in_parts(tiny: Callable[[str], Tiny], monkeypatch: p
     drawn = generate(runner, model.prompts, count)
     assert drawn == [tokens[:count] for tokens in model.tokens]
     assert len(made) % 3 == 0 and len({each.rows for each in made}) == 1
+
+
+class SingleTokens:
+    """Stands for the attention kernel for Hopper, and for what a step gives it."""
+
+    rows = 0
+
+    def __init__(self, step: StepTensors, *_: object) -> None:
+        self.count = count = step.decode
+        self.positions, self.slots = step.positions[:count], step.slots[:count]
+        self.sequences = Sequences(step.blocks[:count], step.lengths[:count])
+
+
+class Together:
+    """Norm, rotation, cache and attention of single tokens by Triton's kernels."""
+
+    def __init__(self, kv: PagedKv, spec: GqaSpec, table: torch.Tensor, norm: HeadNorm | None) -> None:
+        self._kv, self._spec, self._table, self._norm = kv, spec, table, norm
+
+    def run(self, qkv: torch.Tensor | Partial, step: SingleTokens, out: torch.Tensor) -> None:
+        SingleTokens.rows += len(out)
+        q, spec, turns = torch.empty_like(out), self._spec, (self._table, step.positions, step.slots)
+        store_gqa(qkv, q, self._kv, Rotation(*turns), self._norm)
+        layer = triton_decode(spec, len(self._table), 0).over(step.sequences)
+        layer(q, self._kv, AttentionRule(spec.scale), out)
+
+
+@pytest.mark.parametrize("parts", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_single_tokens_beside_chunks_by_a_kernel_of_their_own(
+    tiny: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch, parts: bool
+) -> None:
+    """Chunks of prompts go to the other kernels, and the same step may have both."""
+    monkeypatch.setattr(decoder, "streamed_attention", Together)
+    monkeypatch.setattr(decoder, "StreamedStep", SingleTokens)
+    monkeypatch.setattr(SingleTokens, "rows", 0)
+    if parts:
+        monkeypatch.setattr(attention, "streamed_product", lambda weight, *_: InParts(weight))
+    model = tiny("qwen3_moe")
+    runner, count = gpu_runner(model.path), 3
+    for number, prompt in enumerate(model.prompts):
+        runner.add(greedy(number, prompt, count))
+    drawn = generate(runner, model.prompts, count, micro_batches=2, chunk=5, budget=13)
+    assert drawn == [tokens[:count] for tokens in model.tokens]
+    assert SingleTokens.rows >= len(model.prompts) * (count - 1)
 
 
 def scheduled(
