@@ -27,7 +27,7 @@ def test_a_kernel_counts_once_for_each_of_its_forms() -> None:
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
-@pytest.mark.parametrize("kind", ["qwen3_moe", "deepseek_v2"])
+@pytest.mark.parametrize("kind", ["qwen3_moe", "qwen3_moe-wide-heads", "deepseek_v2"])
 async def test_ranks_compile_nothing_in_traffic(answers: dict[str, Answers], kind: str, overlap: str) -> None:
     """Prompts of all sizes beside single tokens, many and few of these."""
     model = next(model for name, model in sorted(answers.items()) if name.startswith(kind))

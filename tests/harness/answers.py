@@ -39,15 +39,15 @@ def read(folder: Path) -> list[Answers]:
 
 
 def write(folder: Path) -> None:
-    """Makes every case of checkpoints.py and fp8.py, in place of what is there."""
+    """Makes every case of checkpoints.py, the one for GPUs too, and of fp8.py, in place of what is there."""
     import torch
 
     from tests.harness import fp8
     from tests.harness.bfloat16 import Rounding
-    from tests.harness.checkpoints import CASES, make
+    from tests.harness.checkpoints import CASES, WIDE, make
 
     torch.set_num_threads(1)  # models this small are slower on more
-    for case in CASES:
+    for case in (*CASES, WIDE):
         path = folder / case.name
         path.mkdir(parents=True, exist_ok=True)
         made = make(case, path)

@@ -185,6 +185,21 @@ CASES = (
     ),
 )
 
+# For GPUs: heads and groups that the attention kernel for Hopper takes.
+WIDE = Case(
+    "qwen3_moe-wide-heads",
+    transformers.Qwen3MoeConfig,
+    transformers.Qwen3MoeForCausalLM,
+    {
+        "num_attention_heads": 8,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+        "num_experts": EXPERTS,
+        "moe_intermediate_size": 32,
+        "norm_topk_prob": True,
+    },
+)
+
 
 @dataclass(frozen=True)
 class Tiny:
