@@ -198,6 +198,8 @@ WIDE = Case(
         "moe_intermediate_size": 32,
         "norm_topk_prob": True,
     },
+    scale=0.4,
+    seed=17,
 )
 
 
