@@ -85,7 +85,8 @@ class ExchangeConfig:
     between_nodes: str = option(
         "auto",
         "rows of GPUs on several nodes: bounce = all through host memory, hybrid = NVLink inside a node; "
-        "auto = hybrid with several ranks a node and reduction rank, unless rows are float32",
+        "auto = hybrid with several ranks a node, max_running >= 64 and reduction rank, unless rows are "
+        "float32",
         choices=("auto", "bounce", "hybrid"),
     )
     device_memory: str = option(

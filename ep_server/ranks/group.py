@@ -23,6 +23,9 @@ from ep_server.model.sizes import Dtype, cache_dtype, context_limit, kv_block_by
 from ep_server.scheduler.placement import place_experts
 
 SPIN_US = 50  # longer than a dispatch among ranks in step, far shorter than a time slice
+HYBRID_FROM = (
+    64  # sequences of a rank: with fewer, all rows through host memory took less time (docs/network.md)
+)
 PROCESS_BYTES = 192 << 20  # a rank's own memory beside weights and KV cache: interpreter, torch, activations
 
 
@@ -145,7 +148,8 @@ def on_hybrid(config: Config, spec: ExchangeSpec) -> bool:
         allowed = "auto or bounce, unless there are several nodes with GPUs and rows are not float32"
         raise ConfigError("exchange.between_nodes", asked, allowed)
     # Reduction source promises the same bits for every number of ranks, which sums in two parts do not keep.
-    fits = config.parallel.ranks > 1 and spec.reduction is Reduction.RANK
+    plain = config.parallel.ranks > 1 and spec.reduction is Reduction.RANK
+    fits = plain and config.scheduler.max_running >= HYBRID_FROM
     return possible and (asked == "hybrid" or (asked == "auto" and fits))
 
 

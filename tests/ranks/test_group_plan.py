@@ -139,6 +139,8 @@ def test_a_node_of_several_plans_for_its_own_ranks(tiny: Tiny, node: int) -> Non
     ("asked", "ranks", "fields", "hybrid"),
     [
         ("auto", 2, {}, True),
+        ("auto", 2, {"scheduler__max_running": 64}, True),
+        ("auto", 2, {"scheduler__max_running": 63}, False),  # steps too small for two parts
         ("auto", 1, {}, False),  # no other GPU on the node
         ("auto", 2, {"exchange__reduction": "source"}, False),
         ("auto", 2, {"model__dtype": "float32"}, False),
@@ -146,6 +148,7 @@ def test_a_node_of_several_plans_for_its_own_ranks(tiny: Tiny, node: int) -> Non
         ("auto", 2, {"parallel__device": "cpu"}, False),
         ("bounce", 2, {}, False),
         ("hybrid", 1, {}, True),
+        ("hybrid", 2, {"scheduler__max_running": 1}, True),
         ("hybrid", 2, {"exchange__reduction": "source"}, True),
     ],
 )
