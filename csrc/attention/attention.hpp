@@ -33,7 +33,10 @@ struct Rule {
   float eps, scale;   // scale: of the scores
 };
 
-// What one launch works on; addresses of the device. Sequences of length 0 are padding: they give zeros.
+// What one launch works on; addresses of the device, 16-byte aligned but for the int32 ones. Sequences of
+// length 0 are padding: they give zeros. Tables reach as far as lengths, positions lie in `turns`, slots in
+// the cache: nothing on the device checks it. A negative slot stores nothing; a block that is none reads
+// anything of the cache.
 struct Work {
   const void* qkv;       // [count, (heads + 2 kv_heads) kDim] bfloat16, rows `pitch` elements apart, or, with
   uint64_t pitch, part;  // parts > 0, so many float32 sums, `part` elements apart, rounded once added up
@@ -69,8 +72,10 @@ class Attention {
   // std::runtime_error for what CUDA refuses.
   Attention(int device, const Shape& cache, const Rule& rule);
 
-  // Enqueues; no wait. Positions before a sequence's last one, lengths, tables and slots may be read before
-  // the kernel ahead in the stream has ended: it must not write them.
+  // Enqueues; no wait. Cached positions before a sequence's last one, lengths, tables, slots and positions
+  // may be read as soon as the kernel ahead in the stream lets this one start. So none of the kernels ahead
+  // may write them, back to and with the first that lets the next one start only once it has waited itself:
+  // all before that one have ended. A projection is such a kernel (streamed_products.py, and the library's).
   void run(cudaStream_t stream, const Work& work, const Manner& manner) const;
 
  private:

@@ -2,139 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 
-from ep_server.model.families.spec import GqaSpec
-from ep_server.model.gpu.step_input import StepTensors
-from ep_server.model.gpu.streamed_attention import (
-    Manner,
-    StreamedAttention,
-    StreamedStep,
-    attention_streamable,
-    manner_for,
-)
-from ep_server.model.kv_cache import KvLayer
-from ep_server.model.triton.paged import PagedKv
+from ep_server.model.gpu.streamed_attention import Manner, StreamedStep, manner_for
 from ep_server.model.triton.partial import Partial
-from ep_server.model.triton.rope import HeadNorm
+from tests.gpu.attention_case import BF16, NAN, Case
 
 pytestmark = pytest.mark.gpu
-BF16, NAN, DIM, EPS = torch.bfloat16, float("nan"), 128, 1e-6
 HEADS = [(32, 4), (32, 8), (16, 16), (8, 1), (6, 2), (5, 1)]
 MANNERS = [Manner(16, 132), Manner(8, 264), Manner(8, 7), Manner(16, 1), Manner(8, 2)]
 PLAIN = Manner(8, 264)
 LENGTHS = [1, 0, 16, 17, 15, 33, 64, 130, 255, 256, 300, 1000]
-
-
-@dataclass
-class Case:
-    """A cache whose unused slots are NaN, also those of the tokens at hand, and their projections."""
-
-    kv: PagedKv
-    spec: GqaSpec
-    step: StepTensors
-    qkv: torch.Tensor
-    norm: HeadNorm | None
-    table: torch.Tensor
-    keys: list[torch.Tensor]
-    values: list[torch.Tensor]
-    lengths: list[int]
-
-    @staticmethod
-    def of(
-        lengths: list[int], heads: tuple[int, int] = (32, 4), block: int = 16, *, norm: bool = True
-    ) -> Case:
-        """Blocks are dealt out of order; table entries past a sequence's end point far outside."""
-        if torch.cuda.get_device_capability()[0] != 9:
-            pytest.skip("the kernel is for Hopper")
-        torch.manual_seed(len(lengths) + sum(heads))
-        q_heads, kv_heads = heads
-        counts = [-(-n // block) for n in lengths]
-        order = torch.randperm(sum(counts) + 3).tolist()
-        table = torch.full((len(lengths), max(counts) + 2), 1 << 29, dtype=torch.int32)
-        k, v = (torch.full((len(order), block, kv_heads, DIM), NAN, device="cuda", dtype=BF16) for _ in "kv")
-        keys, values, slots = [], [], []
-        for s, (length, count) in enumerate(zip(lengths, counts, strict=True)):
-            mine, order = order[:count], order[count:]
-            table[s, :count] = torch.tensor(mine, dtype=torch.int32)
-            places = [mine[p // block] * block + p % block for p in range(length)]
-            slots.append(places[-1] if places else -1)
-            for cache, kept in ((k, keys), (v, values)):
-                rows = torch.randn(max(length - 1, 0), kv_heads, DIM, device="cuda").to(BF16)
-                cache.flatten(0, 1)[torch.tensor(places[:-1], dtype=torch.int64, device="cuda")] = rows
-                kept.append(rows)
-        ints = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in (slots, lengths)]
-        none = torch.zeros(0, dtype=torch.int32, device="cuda")
-        rows = len(lengths)
-        positions = (ints[1] - 1).clamp(min=0)
-        ids = torch.zeros(rows, dtype=torch.int32, device="cuda")
-        step = StepTensors(ids, none, none, positions, ints[0], table.cuda(), ints[1], none, rows, None, none)
-        width = (q_heads + 2 * kv_heads) * DIM
-        wide = torch.full((rows, width + 40), NAN, device="cuda", dtype=BF16)
-        wide[:, :width] = torch.randn(rows, width, device="cuda")
-        wide[[s for s, n in enumerate(lengths) if n == 0]] = NAN
-        weight = (1 + 0.3 * torch.randn(q_heads + kv_heads, DIM, device="cuda")).to(BF16)
-        angle = torch.outer(
-            torch.arange(max(lengths) + 1.0), 10000.0 ** (-torch.arange(DIM // 2) / (DIM // 2))
-        )
-        turns = torch.stack((angle.cos(), angle.sin()), -1).cuda()
-        spec = GqaSpec(q_heads, kv_heads, DIM, DIM**-0.5)
-        kv = PagedKv(KvLayer(k, v, DIM))
-        given = HeadNorm(weight, EPS) if norm else None
-        torch.cuda.synchronize()  # the cache is read before the kernel ahead has ended
-        return Case(kv, spec, step, wide[:, :width], given, turns, keys, values, lengths)
-
-    def kernel(self) -> StreamedAttention:
-        assert attention_streamable(self.kv, self.spec)
-        return StreamedAttention(self.kv, self.spec, self.table, self.norm)
-
-    def run(self, manner: Manner, qkv: torch.Tensor | Partial | None = None) -> torch.Tensor:
-        step = StreamedStep(self.step, self.spec.heads, manner)
-        if step.workspace is not None:
-            step.workspace.sums.fill_(NAN)
-            step.workspace.stats.fill_(NAN)
-        out = torch.full((len(self.lengths), self.spec.heads, DIM), NAN, device="cuda", dtype=BF16)
-        self.kernel().run(self.qkv if qkv is None else qkv, step, out)
-        return out
-
-    def token(self, s: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """q: [heads, 128], k and v: [kv_heads, 128] of a sequence's token, float64, rounded to bfloat16."""
-        spec = self.spec
-        rows = self.qkv[s].double().view(-1, DIM)
-        turned, v = rows[: spec.heads + spec.kv_heads], rows[spec.heads + spec.kv_heads :]
-        if self.norm is not None:
-            turned = turned / (turned.square().mean(1, keepdim=True) + EPS).sqrt()
-            turned = turned * self.norm.weight.double()
-        cos, sin = self.table[self.lengths[s] - 1].double().unbind(-1)
-        a, b = turned[:, 0::2], turned[:, 1::2]
-        turned = torch.stack((a * cos - b * sin, a * sin + b * cos), -1).flatten(1).to(BF16).double()
-        return turned[: spec.heads], turned[spec.heads :], v
-
-    def check(self, out: torch.Tensor) -> None:
-        """Answers, and what the cache holds now: each token's own, and nothing else new."""
-        spec, slots = self.spec, self.step.slots.tolist()
-        k, v = self.kv.layer.k.flatten(0, 1), self.kv.layer.v
-        assert v is not None
-        for s, length in enumerate(self.lengths):
-            if length == 0:
-                assert not out[s].any()
-                continue
-            query, key, value = self.token(s)
-            torch.testing.assert_close(k[slots[s]].double(), key, rtol=2.0**-7, atol=1e-3)
-            assert torch.equal(v.flatten(0, 1)[slots[s]].double(), value)
-            keys = torch.cat((self.keys[s].double(), k[slots[s]].double()[None]))
-            values = torch.cat((self.values[s].double(), value[None]))
-            group = spec.heads // spec.kv_heads
-            keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
-            weights = torch.softmax(torch.einsum("phd,hd->hp", keys, query) * spec.scale, 1)
-            wanted = torch.einsum("hp,phd->hd", weights, values)
-            torch.testing.assert_close(out[s].double(), wanted, rtol=2e-2, atol=1e-2)
-        used = sum(self.lengths)
-        for cache in (k, v.flatten(0, 1)):
-            assert int((~cache.isnan().any(-1).any(-1)).sum()) == used
+# Ends of a tile, of a tile for each warp, of the ring.
+ENDS = [end + by for end in (16, 32, 112, 128, 144, 256, 272, 512) for by in (-1, 0, 1)]
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -143,6 +26,27 @@ class Case:
 def test_every_length(heads: tuple[int, int], manner: Manner, splits: int) -> None:
     case = Case.of(LENGTHS, heads)
     case.check(case.run(replace(manner, splits=splits)))
+
+
+@pytest.mark.parametrize("splits", [1, 2, 5])
+@pytest.mark.parametrize("manner", MANNERS, ids=str)
+def test_ends_of_tiles_and_of_the_ring(manner: Manner, splits: int) -> None:
+    case = Case.of(ENDS)
+    case.check(case.run(replace(manner, splits=splits)))
+
+
+@pytest.mark.parametrize("splits", [1, 4])
+@pytest.mark.parametrize("manner", MANNERS, ids=str)
+def test_padding_alone(manner: Manner, splits: int) -> None:
+    case = Case.of([0, 0, 0])
+    case.check(case.run(replace(manner, splits=splits)))
+
+
+@pytest.mark.parametrize("manner", [Manner(16, 3), Manner(8, 5, 3), Manner(16, 11, 7)], ids=str)
+def test_blocks_with_many_items(manner: Manner) -> None:
+    """Hundreds each, some of them empty, some of more tiles than are looked up at a time."""
+    case = Case.of([37 * n % 700 for n in range(48)], (32, 8))
+    case.check(case.run(manner))
 
 
 @pytest.mark.parametrize("block", [16, 32, 128])

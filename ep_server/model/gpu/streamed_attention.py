@@ -76,6 +76,7 @@ class StreamedStep:
             splits=manner.splits,
             lets_next_start=manner.lets_next_start,
         )
+        self._held = step  # its addresses are
 
 
 class StreamedAttention:
@@ -87,13 +88,19 @@ class StreamedAttention:
     """
 
     def __init__(self, kv: PagedKv, spec: GqaSpec, table: torch.Tensor, norm: HeadNorm | None) -> None:
-        kv.check()
+        k, v, obstacle = kv.layer.k, kv.layer.v, shape_obstacle(spec, kv.block_size)
+        if v is None or obstacle:
+            raise InternalError(f"attention for Hopper: {obstacle or 'the cache has no v'}")
+        for name, each in (("cache k", k), ("cache v", v)):
+            expect(name, each, torch.bfloat16, (len(k), kv.block_size, spec.kv_heads, _DIM))
         expect("rotation table", table, torch.float32, (None, _DIM // 2, 2))
+        read = {"cache k": k, "cache v": v, "rotation table": table}
         if norm is not None:
             expect("norm weight", norm.weight, torch.bfloat16, (spec.heads + spec.kv_heads, _DIM))
-        k, v = kv.layer.k, kv.layer.v
-        if v is None:
-            raise InternalError("cache v: None, the kernel has no latent attention")
+            read["norm weight"] = norm.weight
+        for name, each in read.items():
+            if each.device != k.device or each.data_ptr() % _PIECE:
+                raise InternalError(f"{name}: on {each.device}, must be 16-byte aligned on {k.device}")
         self._spec, self._held = spec, (k, v, table, norm)
         self._native: Any = import_module(_NATIVE).Attention(  # only where a driver is
             device=k.device.index,
@@ -121,8 +128,9 @@ class StreamedAttention:
         given = operand("qkv", qkv, torch.bfloat16, (step.count, (s.heads + 2 * s.kv_heads) * _DIM))
         expect("out", out, torch.bfloat16, (step.count, s.heads, _DIM))
         rows = given.rows
-        if rows.data_ptr() % _PIECE or rows.stride(0) * rows.element_size() % _PIECE:
-            raise InternalError(f"qkv: {rows.stride(0)} elements from row to row, must be pieces of 16 bytes")
+        pitch = rows.stride(0) * rows.element_size()
+        if any(size % _PIECE for size in (rows.data_ptr(), pitch, out.data_ptr())):
+            raise InternalError(f"qkv, out: must be 16-byte aligned; {pitch} bytes from row to row of qkv")
         self._native.run(
             stream=torch.cuda.current_stream(out.device).cuda_stream,
             step=step.work,
@@ -157,6 +165,7 @@ def shape_obstacle(spec: GqaSpec, block_size: int) -> str:
     group = spec.heads // spec.kv_heads
     limits = (
         (spec.head_dim != _DIM, f"{spec.head_dim} channels of a head are not {_DIM}"),
+        (group * spec.kv_heads != spec.heads, f"{spec.heads} query heads over {spec.kv_heads} KV heads"),
         (group > _MOST_GROUP, f"{group} query heads share a KV head, more than {_MOST_GROUP}"),
         (spec.window > 0, "the model's attention has a window"),
         (spec.clip > 0, "the model clips its projections"),
