@@ -107,7 +107,7 @@ def _load_turn(table, position, pair, PAIRS: tl.constexpr):
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])  # of rows behind any number of others
 def _store_gqa_kernel(
     qkv, q_out, k_cache, v_cache, weight, table, positions, slots, k_scale, v_scale, pitch, part, eps, clip,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, GAP: tl.constexpr,

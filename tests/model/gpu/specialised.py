@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from triton.runtime.jit import JITFunction
 from ep_server.ep.exchange import ExchangeSpec, Payload, Received, View
 from ep_server.model.assembly import LoadParams, load_model
 from ep_server.model.decoder import DecoderParams
+from ep_server.model.gpu import streamed_attention
 from ep_server.model.gpu.decode_kernels import triton_decode
 from ep_server.model.gpu.graphs import buckets_up_to, forms_of
 from ep_server.model.gpu.rows import FusedRows, LocalRows, RowsOfSteps
@@ -54,7 +56,10 @@ MLA = {
 
 @dataclass(frozen=True, slots=True)
 class Rank:
-    """What a rank is like. ranks: of its group. sequences, tokens: of its largest step. blocks: of KV."""
+    """What a rank is like. ranks: of its group. sequences, tokens: of its largest step. blocks: of KV.
+
+    streamed: single tokens have a kernel of their own, as on Hopper.
+    """
 
     config: dict[str, Any]
     ranks: int = 1
@@ -63,6 +68,22 @@ class Rank:
     overlap: str = "off"
     graphs: bool = True
     blocks: int = BLOCKS
+    streamed: bool = False
+
+
+@contextmanager
+def kernels_for_hopper() -> Iterator[None]:
+    """Attention of single tokens by StillNative where a rank on Hopper has its kernel."""
+    native = SimpleNamespace(AttentionWork=StillNative, AttentionManner=StillNative, Attention=StillNative)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(streamed_attention, "import_module", lambda _: native)
+        patch.setattr(
+            streamed_attention,
+            "attention_streamable",
+            lambda kv, spec: not streamed_attention.shape_obstacle(spec, kv.block_size),
+        )
+        patch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
+        yield
 
 
 @contextmanager
@@ -99,6 +120,16 @@ def _of(value: Any, constant: bool, number: bool, aligned: bool) -> tuple[object
         return ("float",)
     wide = not -(2**31) <= value < 2**31
     return ("int", wide, number and value == 1, aligned and value % 16 == 0)
+
+
+class StillNative:
+    """In place of what `_cuda` has for attention: takes what it is given, and does nothing."""
+
+    def __init__(self, **given: Any) -> None:
+        self.given = given
+
+    def run(self, **given: Any) -> None:
+        assert given["step"].given["count"] > 0
 
 
 class StillExchange:

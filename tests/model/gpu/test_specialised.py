@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,16 @@ from ep_server.ranks.build import warm_up
 from ep_server.records import Request, Sampling, SeqSlice, StepBatch, Stopping
 from ep_server.scheduler.batch import SchedulerLimits
 from tests.model.gpu import watched
-from tests.model.gpu.specialised import BLOCK, BLOCKS, GQA, MLA, Rank, recorded, still_runner
+from tests.model.gpu.specialised import (
+    BLOCK,
+    BLOCKS,
+    GQA,
+    MLA,
+    Rank,
+    kernels_for_hopper,
+    recorded,
+    still_runner,
+)
 from tests.model.triton.harness import INTERPRETED
 
 pytestmark = pytest.mark.skipif(
@@ -33,12 +43,13 @@ RANKS = {
     "of two, two micro-batches": Rank(GQA, ranks=2, overlap="on"),
     "of two, both": Rank(GQA, ranks=2, overlap="auto"),
     "few sequences": Rank(GQA, ranks=2, overlap="on", sequences=24),
+    "on Hopper": Rank(GQA | {"head_dim": 128}, overlap="auto", streamed=True),
     "without graphs": Rank(GQA, ranks=2, overlap="on", graphs=False),
     "latent": Rank(MLA, ranks=2, overlap="auto"),
     "latent, alone": Rank(MLA, overlap="on"),
 }
 
-QUICK = {"alone", "of two, two micro-batches", "few sequences", "without graphs"}
+QUICK = {"alone", "on Hopper", "of two, two micro-batches", "few sequences", "without graphs"}
 NAMES = [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in RANKS]
 
 
@@ -88,7 +99,8 @@ def request(number: int) -> Request:
 @pytest.mark.parametrize("name", NAMES)
 def test_traffic_needs_no_kernel_that_is_not_there(name: str, tmp_path: Path) -> None:
     rank, rng = RANKS[name], random.Random(7)
-    with recorded() as launches, torch.inference_mode():
+    on = kernels_for_hopper() if rank.streamed else nullcontext()
+    with on, recorded() as launches, torch.inference_mode():
         runner = started(tmp_path, rank)
         warm = frozenset(launches)
         for number in range(1, rank.sequences + 1):
@@ -98,6 +110,7 @@ def test_traffic_needs_no_kernel_that_is_not_there(name: str, tmp_path: Path) ->
             agreed = {"off": 1, "on": 2, "auto": rng.choice((1, 2))}[rank.overlap]
             runner.launch(batch, runner.micro_batches_of(bucket, agreed), bucket)
     assert warm
+    assert rank.streamed != any(launch[0] == "_decode_kernel" for launch in launches)
     missing = {str(launch) for launch in launches - warm}
     assert not missing, "\n".join(sorted(missing)[:20])
 
