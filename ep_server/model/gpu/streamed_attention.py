@@ -181,10 +181,12 @@ def manner_for(sequences: int, kv_heads: int, processors: int, longest: int) -> 
     """One block on a multiprocessor where that is enough for all, else two. longest: context, tokens.
 
     Contexts are cut only where there are not half as many (sequence, KV head) as multiprocessors: the kernel
-    that joins them takes longer than what is saved where contexts are short.
+    that joins them takes longer than what is saved where contexts are short. Parts are a power of two: Triton
+    compiles what joins them for each, and buckets of sequences, which run before there is traffic, have all.
     """
     items = max(sequences * kv_heads, 1)
-    splits = max(min(processors // items, longest // _LEAST_SPLIT, MAX_SPLITS), 1)
+    most = max(min(processors // items, longest // _LEAST_SPLIT, MAX_SPLITS), 1)
+    splits = 1 << most.bit_length() - 1
     if items * splits <= processors:
         return Manner(16, processors, splits)
     return Manner(8, 2 * processors, splits)

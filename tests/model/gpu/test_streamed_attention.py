@@ -10,9 +10,11 @@ import torch
 
 from ep_server.errors import InternalError
 from ep_server.model.families.spec import GqaSpec
+from ep_server.model.gpu.graphs import buckets_up_to
 from ep_server.model.gpu.step_input import StepTensors
 from ep_server.model.gpu.streamed_attention import Manner, StreamedAttention, StreamedStep, manner_for
 from ep_server.model.kv_cache import KvLayer
+from ep_server.model.triton.checks import block
 from ep_server.model.triton.paged import PagedKv
 from ep_server.model.triton.rope import HeadNorm
 
@@ -28,7 +30,8 @@ def cache(size: int = 16, heads: int = 4, dim: int = 128, dtype: torch.dtype = B
     [
         (1, 320, Manner(16, 132, 1)),
         (1, 4096, Manner(16, 132, 16)),
-        (1, 1 << 20, Manner(16, 132, 33)),
+        (1, 1 << 20, Manner(16, 132, 32)),
+        (3, 4096, Manner(16, 132, 8)),
         (16, 4096, Manner(16, 132, 2)),
         (32, 4096, Manner(16, 132, 1)),
         (33, 4096, Manner(16, 132, 1)),
@@ -38,6 +41,19 @@ def cache(size: int = 16, heads: int = 4, dim: int = 128, dtype: torch.dtype = B
 )
 def test_contexts_are_cut_where_blocks_are_few(sequences: int, longest: int, wanted: Manner) -> None:
     assert manner_for(sequences, 4, 132, longest) == wanted
+
+
+@pytest.mark.parametrize("longest", [320, 4096, 40960, 1 << 20])
+@pytest.mark.parametrize("kv_heads", [1, 2, 3, 4, 5, 8, 16])
+@pytest.mark.parametrize("processors", [78, 114, 132])
+def test_any_number_of_sequences_is_cut_as_some_bucket_is(
+    processors: int, kv_heads: int, longest: int
+) -> None:
+    """Beside prompts there may be any number; what joins the parts is compiled for those of the buckets."""
+    for most in (3, 24, 200):
+        at_start = {manner_for(n, kv_heads, processors, longest).splits for n in buckets_up_to(most)}
+        later = {manner_for(n, kv_heads, processors, longest).splits for n in range(1, most + 1)}
+        assert {block(splits) for splits in later} == {block(splits) for splits in at_start}
 
 
 @pytest.mark.parametrize(
