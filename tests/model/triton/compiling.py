@@ -20,6 +20,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
+from tests.model.triton.reads import before_waiting
+
 TARGET = GPUTarget("cuda", 90, 32)
 _POINTERS = {
     torch.float32: "*fp32",
@@ -36,7 +38,10 @@ _POINTERS = {
 
 @dataclass(frozen=True, slots=True)
 class Compiled:
-    """One kernel. registers: per thread. shared, stack: bytes, per block and per thread. grid: programs."""
+    """One kernel. registers: per thread. shared, stack: bytes, per block and per thread. grid: programs.
+
+    early: as before_waiting() has it, of one that is set up before the kernel ahead has ended.
+    """
 
     name: str
     grid: tuple[int, ...]
@@ -44,6 +49,7 @@ class Compiled:
     registers: int
     shared: int
     stack: int
+    early: list[str]
 
 
 class Recorder:
@@ -82,11 +88,14 @@ class Recorder:
                 attributes[(index,)] = [["tt.divisibility", 16]]
         source = ASTSource(kernel, signature, constants, attributes)
         made = triton.compile(source, target=TARGET, options=kwargs)
-        registers, stack = _resources(made.asm["cubin"])
+        registers, stack = _resources(_shown(made.asm["cubin"], "-res-usage"))
+        early: list[str] = []
+        if kwargs.get("launch_pdl"):
+            given = [name for name, kind in signature.items() if kind != "constexpr"]
+            early = before_waiting(made.asm["ptx"], _shown(made.asm["cubin"], "-sass"), given)
+        meta = made.metadata
         self.compiled.append(
-            Compiled(
-                kernel.__name__, tuple(grid), made.metadata.num_warps, registers, made.metadata.shared, stack
-            )
+            Compiled(kernel.__name__, tuple(grid), meta.num_warps, registers, meta.shared, stack, early)
         )
 
 
@@ -100,15 +109,18 @@ def _type_of(value: Any, any_number: bool) -> str:
     return "i32" if -(2**31) <= value < 2**31 else "i64"
 
 
-def _resources(cubin: bytes) -> tuple[int, int]:
+def _resources(usage: str) -> tuple[int, int]:
     """Registers and stack bytes of a thread; a stack means that registers were spilled."""
+    found = re.search(r"REG:(\d+) STACK:(\d+)", usage)
+    assert found, usage
+    return int(found[1]), int(found[2])
+
+
+def _shown(cubin: bytes, what: str) -> str:
+    """What cuobjdump prints of machine code."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        done = subprocess.run(
-            [tool, "-res-usage", file.name], capture_output=True, text=True, check=True, timeout=60
-        )
-    found = re.search(r"REG:(\d+) STACK:(\d+)", done.stdout)
-    assert found, done.stdout
-    return int(found[1]), int(found[2])
+        done = subprocess.run([tool, what, file.name], capture_output=True, text=True, check=True, timeout=60)
+    return done.stdout

@@ -14,6 +14,7 @@ import pytest
 import triton
 
 import ep_server.model.triton as triton_kernels
+from tests.model.triton.reads import before_waiting
 from tests.model.triton.shapes import PARTS
 
 SHARED_LIMIT = 227 << 10  # bytes of shared memory a block may have
@@ -22,6 +23,54 @@ SHARED_OF_ALL, SHARED_PER_BLOCK = (
     228 << 10,
     1 << 10,
 )  # of a multiprocessor; what the system takes of a block's
+
+# What was written long before: weights, what the step was given, what the host has written. See early.py.
+READ_EARLY = {
+    "_answers_kernel": {"weight"},
+    "_embed_kernel": {"weight"},
+    "_rms_norm_kernel": {"weight"},
+    "_seat_kernel": {"records"},
+    "_spread_kernel": {"words"},
+    "_store_gqa_kernel": {"positions", "slots", "table"},
+}
+PTX = """.visible .entry _some_kernel(
+	.param .u64 .ptr .global .align 1 _some_kernel_param_0,
+	.param .u64 .ptr .global .align 1 _some_kernel_param_1
+)
+{
+	ld.param.b64 	%rd1, [_some_kernel_param_0];
+	ld.param.b64 	%rd2, [_some_kernel_param_1];
+	mov.u32 	%r1, %tid.x;
+	// begin inline asm
+	@%p1 ld.global.b32 { %r2 }, [ %rd1 + 0 ];
+	// end inline asm
+	mad.wide.s32 	%rd3, %r2, 4, %rd2;
+BODY	// begin inline asm
+	griddepcontrol.wait;
+	// end inline asm
+	ld.global.b32 	%r9, [%rd2];
+	ret;
+}
+"""
+
+
+@pytest.mark.parametrize(
+    ("body", "early", "wanted"),
+    [
+        ("", 1, ["slots"]),
+        ("	ld.global.v2.b32 	{%r3, %r4}, [%rd3+8];\n", 2, ["slots", "rows"]),
+        ("	cp.async.cg.shared.global [ %r1 + 0 ], [ %rd3 + 0 ], 0x10;\n", 2, ["slots", "rows"]),
+        ("	@!%p2 st.global.b32 	[%rd3], %r2;\n", 2, ["slots", "rows ="]),
+        ("	mov.b64 	{%r4, %r5}, %rd3;\n	ld.global.b32 	%r6, [%r5];\n", 2, ["slots", "rows"]),
+        ("	ld.global.b32 	%r6, [%rd7];\n", 2, ["slots", "(unknown)"]),
+        ("	@%p2 bra 	$L__BB0_2;\n", 1, ["slots", "(branch)"]),
+        ("", 2, ["slots", "(machine code)"]),
+    ],
+)
+def test_what_is_touched_early_is_named(body: str, early: int, wanted: list[str]) -> None:
+    sass = "LDG.E R2, desc[UR4][R2.64] ;\n" * early + "ACQBULK ;\nLDG.E R9, desc[UR4][R4.64] ;\nEXIT ;\n"
+    assert before_waiting(PTX.replace("BODY", body), sass, ("slots", "rows")) == wanted
+    assert before_waiting(PTX.replace("wait", "launch_dependents"), sass, ("slots",)) == ["(never waits)"]
 
 
 def test_every_kernel_compiles_for_sm90(tmp_path: Path) -> None:
@@ -48,7 +97,9 @@ def test_every_variant_compiles_for_sm90(part: str, tmp_path: Path) -> None:
 
 
 def compiled(cache: Path, *arguments: str) -> list[dict[str, Any]]:
-    """The kernels: each fits a multiprocessor, and none spills registers that is meant to be fast."""
+    """The kernels: each fits a multiprocessor, none spills registers that is meant to be fast, and none reads
+    early what the kernels ahead may still write.
+    """
     settings = {"TRITON_INTERPRET": "0", "TRITON_DEFAULT_FP_FUSION": "1", "TRITON_CACHE_DIR": str(cache)}
     done = subprocess.run(
         [sys.executable, "-m", "tests.model.triton.shapes", *arguments],
@@ -60,5 +111,6 @@ def compiled(cache: Path, *arguments: str) -> list[dict[str, Any]]:
     for kernel in kernels:
         assert kernel["shared"] <= SHARED_LIMIT, kernel
         assert kernel["stack"] <= SPILL or kernel["part"] == "small_float32", kernel
+        assert set(kernel["early"]) <= READ_EARLY.get(kernel["name"], set()), kernel
         assert kernel["registers"] * 32 * kernel["warps"] <= 1 << 16, kernel
     return kernels
