@@ -74,9 +74,9 @@ py::dict statistics(Group& group) {
 
 }  // namespace
 
-void bind_experts(py::module_& m);   // bindings_experts.cpp
-void bind_attention(py::module_& m);
-void bind_products(py::module_& m);  // bindings_products.cpp
+void bind_experts(py::module_& m);    // bindings_experts.cpp
+void bind_attention(py::module_& m);  // bindings_attention.cpp
+void bind_products(py::module_& m);   // bindings_products.cpp
 
 PYBIND11_MODULE(_cuda, m) {
   m.doc() = "The exchange of ep_server over NVLink, and products on Hopper.";
