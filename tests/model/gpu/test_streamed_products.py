@@ -10,7 +10,7 @@ import torch
 
 from ep_server.errors import InternalError
 from ep_server.model.gpu import streamed_products
-from ep_server.model.gpu.attention import GqaProducts
+from ep_server.model.gpu.attention import GqaKernels
 from ep_server.model.gpu.streamed_products import (
     MOST_ROWS,
     Cut,
@@ -140,10 +140,10 @@ def test_only_what_a_kernel_can_read_is_streamed(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(streamed_products, "streamable", lambda weight: True)
     monkeypatch.setattr(streamed_products, "StreamedProduct", lambda weight, most: asked.append(most))
     linear, limits = TorchLinear(weight_of(), None), Limits(qkv=64, out=32)
-    GqaProducts.of(GqaWeights(linear, linear), limits)
+    GqaKernels.of(GqaWeights(linear, linear), limits, None)
     assert asked == [64, 32]
-    GqaProducts.of(GqaWeights(linear, linear, q_norm=torch.ones(1), k_norm=torch.ones(1)), limits)
+    GqaKernels.of(GqaWeights(linear, linear, q_norm=torch.ones(1), k_norm=torch.ones(1)), limits, None)
     assert asked == [64, 32, 32]
-    GqaProducts.of(GqaWeights(linear, linear), Limits())
-    GqaProducts.of(GqaWeights(TorchLinear(weight_of(), torch.ones(128)), linear), Limits(qkv=64))
+    GqaKernels.of(GqaWeights(linear, linear), Limits(), None)
+    GqaKernels.of(GqaWeights(TorchLinear(weight_of(), torch.ones(128)), linear), Limits(qkv=64), None)
     assert asked == [64, 32, 32]
