@@ -118,7 +118,7 @@ def attend(q: torch.Tensor, kv: PagedKv, rule: AttentionRule, at: AttentionStep,
     """
     step, count = at.step, at.step.decode
     singles = count if len(q) == step.tokens else 0
-    if singles:
+    if len(q) == step.tokens:
         at.decode(q[:singles], kv, rule, out[:singles])
     if len(step.lengths) > count:
         chunks = Sequences(step.blocks[count:], step.lengths[count:])
