@@ -30,7 +30,7 @@ def test_no_kernel_spills(arch: str, source: str, tmp_path: Path) -> None:
     ]  # fmt: skip
     report = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stderr
     frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
-    assert len(frames) >= 3, report
+    assert frames, report
     assert set(frames) == {("0", "0", "0")}, report
 
 

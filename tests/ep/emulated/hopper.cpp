@@ -2,4 +2,5 @@
 #include <pybind11/pybind11.h>
 
 void bind_experts(pybind11::module_&) {}
+void bind_attention(pybind11::module_&) {}
 void bind_products(pybind11::module_&) {}
