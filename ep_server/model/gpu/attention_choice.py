@@ -15,7 +15,7 @@ from ep_server.errors import ConfigError
 from ep_server.model.families.spec import GqaSpec, MlaSpec
 from ep_server.model.gpu.decode_kernels import DecodeKernels, multiprocessors, triton_decode
 from ep_server.model.gpu.flashinfer_decode import FlashInferDecode, Xqa, XqaShape, load_xqa
-from ep_server.model.gpu.streamed_attention import shape_obstacle
+from ep_server.model.gpu.streamed_attention import NATIVE, native_built, shape_obstacle
 from ep_server.model.sizes import Dtype
 
 FIELD = "model.attention"
@@ -29,6 +29,7 @@ class AttentionCase:
     """What is attended to, and where. dtype: served. longest: context, tokens; block_size: tokens.
 
     processors: multiprocessors; capability: of the GPU; 0 and None where kernels are interpreted.
+    built: with the package's CUDA module.
     """
 
     spec: GqaSpec | MlaSpec
@@ -39,6 +40,7 @@ class AttentionCase:
     device: torch.device
     processors: int = 0
     capability: tuple[int, int] | None = None
+    built: bool = True
 
     @staticmethod
     def on(
@@ -52,7 +54,8 @@ class AttentionCase:
         if device.type != "cuda":
             return AttentionCase(spec, *dtypes, block_size, longest, device)
         capability = torch.cuda.get_device_capability(device)
-        return AttentionCase(spec, *dtypes, block_size, longest, device, multiprocessors(device), capability)
+        count, built = multiprocessors(device), native_built()
+        return AttentionCase(spec, *dtypes, block_size, longest, device, count, capability, built)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +103,7 @@ def why_not_streamed(case: AttentionCase) -> str:
         ),
         (case.dtype is not Dtype.BFLOAT16, f"the model is served as {case.dtype}, not bfloat16"),
         (case.kv_dtype is not Dtype.BFLOAT16, f"the KV cache is {case.kv_dtype}, not bfloat16"),
+        (not case.built, f"the package was built without {NATIVE}"),
     )
     found = next((text for applies, text in limits if applies), "")
     return found or shape_obstacle(spec, case.block_size)

@@ -26,7 +26,7 @@ from ep_server.model.triton.rope import HeadNorm
 
 _DIM, _MOST_GROUP, _LEAST_BLOCK, _PIECE = 128, 8, 16, 16
 _LEAST_SPLIT = 256  # positions
-_NATIVE = "ep_server._cuda"
+NATIVE = "ep_server._cuda"
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class StreamedStep:
         self.manner, self.workspace = manner, None
         if manner.splits > 1:
             self.workspace = Workspace.of(count, heads, manner.splits, _DIM, lengths.device)
-        native, room = import_module(_NATIVE), self.workspace
+        native, room = import_module(NATIVE), self.workspace
         self.work = native.AttentionWork(
             count=count,
             positions=positions.data_ptr(),
@@ -102,7 +102,7 @@ class StreamedAttention:
             if each.device != k.device or each.data_ptr() % _PIECE:
                 raise InternalError(f"{name}: on {each.device}, must be 16-byte aligned on {k.device}")
         self._spec, self._held = spec, (k, v, table, norm)
-        self._native: Any = import_module(_NATIVE).Attention(  # only where a driver is
+        self._native: Any = import_module(NATIVE).Attention(  # only where a driver is
             device=k.device.index,
             k=k.data_ptr(),
             v=v.data_ptr(),
@@ -157,7 +157,12 @@ def attention_streamable(kv: PagedKv, spec: GqaSpec) -> bool:
     k, size = kv.layer.k, kv.block_size
     if k.device.type != "cuda" or k.dtype is not torch.bfloat16 or shape_obstacle(spec, size):
         return False
-    return torch.cuda.get_device_capability(k.device)[0] == 9 and find_spec(_NATIVE) is not None
+    return torch.cuda.get_device_capability(k.device)[0] == 9 and native_built()
+
+
+def native_built() -> bool:
+    """Whether the package was built with its CUDA module."""
+    return find_spec(NATIVE) is not None
 
 
 def shape_obstacle(spec: GqaSpec, block_size: int) -> str:

@@ -10,6 +10,7 @@ import torch
 
 from ep_server.errors import ConfigError
 from ep_server.model.families.spec import GqaSpec, MlaSpec
+from ep_server.model.gpu import attention_choice, streamed_attention
 from ep_server.model.gpu.attention_choice import AttentionCase, choose, obstacle
 from ep_server.model.gpu.decode_kernels import TritonDecode
 from ep_server.model.gpu.flashinfer_decode import FlashInferDecode, Xqa
@@ -64,6 +65,7 @@ def test_otherwise_ours_and_the_library_is_not_touched(asked: str, case: Attenti
         (replace(HOPPER, capability=(8, 0)), "compute capability (8, 0) is not that of Hopper"),
         (replace(HOPPER, dtype=Dtype.FLOAT32), "the model is served as float32, not bfloat16"),
         (replace(HOPPER, kv_dtype=Dtype.FP8), "the KV cache is float8_e4m3fn, not bfloat16"),
+        (replace(HOPPER, built=False), "the package was built without ep_server._cuda"),
         (replace(HOPPER, block_size=8), "scheduler.block_size = 8 is no power of two from 16"),
         (replace(HOPPER, block_size=48), "scheduler.block_size = 48 is no power of two from 16"),
         (replace(HOPPER, spec=replace(QWEN, head_dim=64)), "64 channels of a head are not 128"),
@@ -74,6 +76,17 @@ def test_otherwise_ours_and_the_library_is_not_touched(asked: str, case: Attenti
 )
 def test_what_our_kernel_for_hopper_is_not_for_is_tritons(case: AttentionCase, problem: str) -> None:
     assert choose("auto", case).named == f"triton ({problem})"
+
+
+@pytest.mark.parametrize("built", [True, False])
+def test_a_rank_looks_for_the_module_of_that_kernel(built: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(attention_choice, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(streamed_attention, "find_spec", lambda name: object() if built else None)
+    case = AttentionCase.on(torch.device("cuda", 0), QWEN, (BF16, BF16), 16, 4096)
+    chosen = choose("auto", case)
+    assert chosen.kernels == TritonDecode(32, 4, 128, 4096, 132, streamed=built)
+    assert chosen.named.startswith("streamed" if built else "triton (the package was built without")
 
 
 OBSTACLES = [
