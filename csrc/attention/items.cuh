@@ -98,7 +98,6 @@ class Agenda {
 __device__ inline void copy_head(void* to, const CUtensorMap* map, uint32_t channel, uint32_t head,
                                  uint32_t position,
                                  uint64_t* barrier) {  // as copy_box(), of one head
-  constexpr uint64_t kEvictFirst = 0x12f0000000000000;
   asm volatile(
       "cp.async.bulk.tensor.3d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, {%2, %3, %4}], [%5], %6;" ::"r"(shared_address(to)),

@@ -21,20 +21,15 @@ struct Fragment {
   uint32_t part[4];
 };
 
+inline constexpr char kAsStored[] = "", kTransposed[] = ".trans";
+
+// Four matrices of 8 x 8; address: of one of their 32 rows, each thread another.
+template <const auto& kOrder>
 __device__ inline Fragment load_matrices(uint32_t address) {
   Fragment a;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4%5.shared.b16 {%0, %1, %2, %3}, [%4];"
                : "=r"(a.part[0]), "=r"(a.part[1]), "=r"(a.part[2]), "=r"(a.part[3])
-               : "r"(address)
-               : "memory");
-  return a;
-}
-
-__device__ inline Fragment load_transposed(uint32_t address) {
-  Fragment a;
-  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-               : "=r"(a.part[0]), "=r"(a.part[1]), "=r"(a.part[2]), "=r"(a.part[3])
-               : "r"(address)
+               : "r"(address), "C"(kOrder)
                : "memory");
   return a;
 }
@@ -106,7 +101,8 @@ struct Softmax {
     const uint32_t values = address + 2 * kHalf, row = lane % 8 + lane / 16 * 8;
 #pragma unroll
     for (uint32_t c = 0; c < kDim / 16; ++c)
-      multiply(sums[c], load_transposed(values + c / 4 * kHalf + swizzled(row, c % 4 * 2 + lane / 8 % 2)),
+      multiply(sums[c],
+               load_matrices<kTransposed>(values + c / 4 * kHalf + swizzled(row, c % 4 * 2 + lane / 8 % 2)),
                weights);
   }
 
@@ -128,8 +124,8 @@ struct Softmax {
 #pragma unroll
     for (uint32_t k = 0; k < kDim / 16; k += 2) {
       const uint32_t half = address + k / 4 * kHalf, piece = k % 4 * 2 + lane / 16;
-      multiply(p, load_matrices(half + swizzled(row, piece)), q.part[k]);
-      multiply(odd, load_matrices(half + swizzled(row, piece + 2)), q.part[k + 1]);
+      multiply(p, load_matrices<kAsStored>(half + swizzled(row, piece)), q.part[k]);
+      multiply(odd, load_matrices<kAsStored>(half + swizzled(row, piece + 2)), q.part[k + 1]);
     }
 #pragma unroll
     for (uint32_t i = 0; i < 4; ++i) p[i] += odd[i];

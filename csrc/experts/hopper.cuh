@@ -10,6 +10,7 @@
 namespace ep::hopper {
 
 inline constexpr uint32_t kSwizzledRow = 128;  // bytes; eight rows are a pattern of 1,024 that begins at one
+inline constexpr uint64_t kEvictFirst = 0x12f0000000000000;  // what createpolicy makes of evict_first
 
 __device__ inline uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 
@@ -51,7 +52,6 @@ __device__ inline void publish_to_async() { asm volatile("fence.proxy.async.shar
 // leave L2: weights are read once.
 __device__ inline void copy_box(void* to, const CUtensorMap* map, uint32_t column, uint32_t row,
                                 uint64_t* barrier) {
-  constexpr uint64_t kEvictFirst = 0x12f0000000000000;  // what createpolicy makes of evict_first
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
