@@ -160,12 +160,21 @@ def compare(case: Case, asked: tuple[str, ...]) -> None:
     )
 
 
+def numbers(text: str) -> list[int]:
+    """With commas between them."""
+    return [int(one) for one in text.split(",")]
+
+
+def arguments(text: str | None, batches: str) -> argparse.ArgumentParser:
+    """With --batch and --context, which are lists of numbers once they are parsed."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("--batch", batches), ("--context", "256")):
+        parser.add_argument(name, default=default, type=numbers)
+    return parser
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--batch", default="64,128,256")
-    parser.add_argument("--context", default="256")
+    parser = arguments(__doc__, "64,128,256")
     parser.add_argument("--kernels", default="triton,flashinfer")
     parser.add_argument("--latent", action="store_true", help="16 heads of latent attention, else 32 over 4")
     parser.add_argument("--sweep", action="store_true", help="other tiles of Triton's kernel too")
@@ -174,8 +183,7 @@ def main() -> None:
     if given.sweep:
         with multiprocessing.get_context("spawn").Pool(12) as pool:
             pool.map(compiled, [(shape, tile) for tile in candidates(given.latent)], chunksize=1)
-    sizes = itertools.product(given.context.split(","), given.batch.split(","))
-    for context, batch in ((int(context), int(batch)) for context, batch in sizes):
+    for context, batch in itertools.product(given.context, given.batch):
         sets = max(2, int(2e9 / (batch * context * sum(shape.dims) * shape.kv_heads * 2)))
         case = Case(shape, batch, context, min(sets, 24))
         compare(case, tuple(given.kernels.split(",")))

@@ -10,13 +10,13 @@ launch ours.
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import statistics
 from collections.abc import Callable
 
 import torch
 
+from benchmarks.gpu_attention import BF16, BLOCK, RATE, arguments
 from ep_server.model.families.spec import GqaSpec
 from ep_server.model.gpu.decode_kernels import triton_decode
 from ep_server.model.gpu.step_input import StepTensors
@@ -26,7 +26,7 @@ from ep_server.model.triton.paged import PagedKv
 from ep_server.model.triton.paged_tile import AttentionRule, Sequences
 from ep_server.model.triton.rope import HeadNorm, Rotation, store_gqa
 
-BLOCK, DIM, HIDDEN, RATE, BF16 = 16, 128, 2048, 4.5e12, torch.bfloat16
+DIM, HIDDEN = 128, 2048
 SPEC = GqaSpec(32, 4, DIM, DIM**-0.5)
 LONGEST, PROCESSORS, WARM_UPS, REPLAYS = 4096, 132, 5, 20
 
@@ -123,19 +123,15 @@ def compare(case: Case, manners: dict[str, Manner]) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--batch", default="32,64,128,256")
-    parser.add_argument("--context", default="256")
+    parser = arguments(__doc__, "32,64,128,256")
     parser.add_argument("--manners", action="store_true")
     given = parser.parse_args()
     print(torch.cuda.get_device_name(), torch.__version__)
-    for context, batch in itertools.product(given.context.split(","), given.batch.split(",")):
-        manners = {"streamed": manner_for(int(batch), SPEC.kv_heads, PROCESSORS, LONGEST)}
+    for context, batch in itertools.product(given.context, given.batch):
+        manners = {"streamed": manner_for(batch, SPEC.kv_heads, PROCESSORS, LONGEST)}
         if given.manners:
             manners |= {f"{s} tiles, {b} blocks": Manner(s, b) for s, b in ((16, 132), (8, 264), (8, 132))}
-        compare(Case(int(batch), int(context)), manners)
+        compare(Case(batch, context), manners)
 
 
 if __name__ == "__main__":
