@@ -21,7 +21,8 @@ from ep_server.model.triton.paged import PagedKv
 from ep_server.model.triton.paged_prefill import prefill
 from ep_server.model.triton.paged_tile import AttentionRule, Sequences
 from ep_server.model.triton.partial import Partial
-from ep_server.model.triton.rope import HeadNorm, MlaInput, Rotation, store_gqa, store_mla
+from ep_server.model.triton.rope import HeadNorm, Rotation, store_gqa
+from ep_server.model.triton.rope_latent import MlaInput, store_mla
 
 
 @dataclass(frozen=True, slots=True)

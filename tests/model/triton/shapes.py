@@ -29,7 +29,8 @@ from ep_server.model.triton.paged_decode import Workspace, decode
 from ep_server.model.triton.paged_prefill import prefill
 from ep_server.model.triton.paged_tile import AttentionRule, Sequences
 from ep_server.model.triton.partial import Partial
-from ep_server.model.triton.rope import HeadNorm, MlaInput, Rotation, store_gqa, store_mla
+from ep_server.model.triton.rope import HeadNorm, Rotation, store_gqa
+from ep_server.model.triton.rope_latent import MlaInput, store_mla
 from ep_server.model.triton.router import Choice, Drawn, route
 from ep_server.model.triton.sampling import sample
 from ep_server.model.triton.sampling_report import SamplingReport, report

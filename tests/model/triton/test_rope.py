@@ -10,7 +10,8 @@ from ep_server.model.families.spec import RopeSpec
 from ep_server.model.kv_cache import KvLayer
 from ep_server.model.rope import rotation_table
 from ep_server.model.triton.paged import PagedKv
-from ep_server.model.triton.rope import HeadNorm, MlaInput, Rotation, store_gqa, store_mla
+from ep_server.model.triton.rope import HeadNorm, Rotation, store_gqa
+from ep_server.model.triton.rope_latent import MlaInput, store_mla
 from tests.model.triton.harness import (
     DEVICE,
     FP8,
