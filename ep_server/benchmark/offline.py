@@ -15,7 +15,7 @@ from contextlib import asynccontextmanager
 from ep_server.benchmark.breakdown import Reports, Steps, less, steps_between
 from ep_server.benchmark.load import Load, prompt
 from ep_server.benchmark.offline_plan import Plan, Result, Round, short_of
-from ep_server.benchmark.report import steady_rate
+from ep_server.benchmark.report import steady
 from ep_server.benchmark.trace import OK, Trace
 from ep_server.config import Config
 from ep_server.engine import Engine, EngineSettings
@@ -92,11 +92,12 @@ class _Bench:
             short_traces, short_steps = await self.run(short_tokens)
             if not steps or not short_steps or steps.count - short_steps.count == new_tokens - short_tokens:
                 break
+        whole = steady(traces, self._load.concurrency)
         beyond = _seconds(traces) - _seconds(short_traces)
         tokens = self._load.requests * (new_tokens - short_tokens)
         return Round(
             by_difference=tokens / beyond if tokens and beyond > 0 else None,
-            direct=steady_rate(traces, self._load.concurrency),
+            direct=None if whole is None else whole.rate,
             whole=self._load.requests * new_tokens / _seconds(traces),
             steps=less(steps, short_steps) if steps and short_steps else None,
         )

@@ -42,6 +42,8 @@ def summarise(traces: Sequence[Trace], concurrency: int, slo: Slo | None = None)
     Args:
         concurrency: requests in flight of a closed loop, 0 for an open one.
     """
+    streams = min(concurrency, len(traces))
+    whole = steady(traces, streams)
     good = [trace for trace in traces if trace.ok]
     begin = min((trace.planned for trace in traces), default=0.0)
     elapsed = max(max((trace.ended for trace in traces), default=0.0) - begin, 1e-9)
@@ -53,7 +55,9 @@ def summarise(traces: Sequence[Trace], concurrency: int, slo: Slo | None = None)
         "seconds": elapsed,
         "output_tokens": tokens,
         "tokens_per_second": tokens / elapsed,
-        "steady_tokens_per_second": steady_rate(traces, concurrency) if concurrency else None,
+        "streams": streams or None,
+        "steady_tokens_per_second": None if whole is None else whole.rate,
+        "steady_seconds": None if whole is None else whole.seconds,
         "requests_per_second": len(good) / elapsed,
         "tokens_per_message": tokens / max(messages, 1),
         "time_to_first_token": quantiles([t.first_token for t in good if t.first_token is not None]),
@@ -80,19 +84,46 @@ def goodput(traces: Sequence[Trace], slo: Slo, elapsed: float) -> dict[str, Any]
     }
 
 
-def steady_rate(traces: Sequence[Trace], concurrency: int) -> float | None:
-    """Tokens per second while `concurrency` streams gave tokens: what comes in before and after is left out.
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """Tokens that came while all streams ran, and the seconds that this was."""
+
+    tokens: float
+    seconds: float
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
+
+def steady(traces: Sequence[Trace], concurrency: int) -> Steady | None:
+    """What came while `concurrency` streams gave tokens: without what comes in before and after.
 
     From the moment when so many requests had brought their first token, until fewer than so many were still
-    to end. None where there was no such time.
+    to end: with as many requests as streams nothing but decoding. Tokens of a message count evenly over the
+    time since the message before it: else most streams would lose their last one, which comes just too late.
+    None where there was no such time.
     """
     firsts = sorted(trace.arrivals[0][0] for trace in traces if trace.arrivals)
     ends = sorted(trace.arrivals[-1][0] for trace in traces if trace.arrivals)
     if not 1 <= concurrency <= len(firsts):
         return None
     begin, end = firsts[concurrency - 1], ends[-concurrency]
-    tokens = sum(n for trace in traces for time, n in trace.arrivals if begin < time <= end)
-    return tokens / (end - begin) if end > begin else None
+    if begin >= end:
+        return None
+    return Steady(sum(_tokens_between(trace, begin, end) for trace in traces), end - begin)
+
+
+def _tokens_between(trace: Trace, begin: float, end: float) -> float:
+    tokens, last = 0.0, None
+    for time, count in trace.arrivals:
+        if last is None or last == time:
+            share = float(begin < time <= end)
+        else:
+            share = max(min(time, end) - max(last, begin), 0.0) / (time - last)
+        tokens, last = tokens + share * count, time
+    return tokens
 
 
 def quantiles(values: Sequence[float]) -> dict[str, float]:

@@ -39,17 +39,24 @@ def online(console: Console, found: Mapping[str, Any], title: str) -> None:
         values = found[key]
         table.add_row(name, *(f"{1000 * values[column]:.2f}" if values else "-" for column in COLUMNS))
     console.print(table)
-    steady = found["steady_tokens_per_second"]
     console.print(
-        f"{found['tokens_per_second']:,.1f} tokens/s, "
-        + (f"{steady:,.1f} tokens/s while all streams ran, " if steady else "")
-        + f"{found['requests_per_second']:.2f} requests/s, "
+        f"{found['tokens_per_second']:,.1f} tokens/s{_steady(found)}, "
+        f"{found['requests_per_second']:.2f} requests/s, "
         f"{found['tokens_per_message']:.2f} tokens per message, {found['seconds']:.1f} s"
     )
     if "goodput" in found:
         console.print(_goodput(found["goodput"]))
     for status, count in found["statuses"].items():
         console.print(f"[red]{count} ended with {status}[/]")
+
+
+def _steady(found: Mapping[str, Any]) -> str:
+    if found["streams"] is None:
+        return ""
+    if found["steady_seconds"] is None:
+        return f", {found['streams']} streams never ran at the same time"
+    rate, seconds = found["steady_tokens_per_second"], found["steady_seconds"]
+    return f", {rate:,.1f} tokens/s while all {found['streams']} streams ran ({seconds:.2f} s)"
 
 
 def _goodput(good: Mapping[str, Any]) -> str:

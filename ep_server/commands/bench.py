@@ -42,7 +42,9 @@ def command(
     ] = False,
     json_file: Annotated[str, typer.Option(help="Write the same JSON to a file.", show_default=False)] = "",
     chart: Annotated[str, typer.Option(help="Write a chart: FILE.svg.", show_default=False)] = "",
-    requests: Annotated[int, typer.Option(min=1, help="Requests in all.", **ONLINE)] = 64,
+    requests: Annotated[
+        int, typer.Option(min=1, help="In all; as many as --concurrency: one wave.", **ONLINE)
+    ] = 64,
     concurrency: Annotated[int, typer.Option(min=1, help="Closed loop: requests at once.", **ONLINE)] = 8,
     rate: Annotated[
         float, typer.Option(min=0, help="Poisson arrivals per second; 0 = closed loop.", **ONLINE)
@@ -104,7 +106,9 @@ def command(
     [b]online[/]: load from client processes on a server that runs (--address)
     or on one of its own (--model). A closed loop of --concurrency streams, or
     Poisson arrivals at --rate, whose latencies count from the planned arrival.
-    Prints TTFT, ITL, end-to-end latency, throughput and goodput.
+    Prints TTFT, ITL, end-to-end latency, throughput and goodput; of a closed
+    loop the tokens/s while all streams ran too, which is decoding alone where
+    there are no more requests than streams.
     Exit code 1 if a request failed.
 
     [b]offline[/]: the engine of --model in this process, all prompts at once.

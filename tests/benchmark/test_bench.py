@@ -80,6 +80,7 @@ def test_online_with_a_server_of_its_own(capfd: pytest.CaptureFixture[str], tmp_
     assert (found["requests"], found["errors"], found["output_tokens"]) == (11, 0, 99)
     assert found["goodput"]["requests"] == 11 and found["statuses"] == {}
     assert found["tokens_per_message"] > 2  # 1, 4 and 4
+    assert found["streams"] == 4 and 0 < found["steady_seconds"] < found["seconds"]
     assert 0 < found["step"]["host_share"] < 1
     assert chart.read_text().startswith("<svg ")
 

@@ -64,5 +64,12 @@ def test_readers_share_one_load(readers: int, rate: float) -> None:
         assert len(work) == min(readers, 5) and not any(part.offsets for part in work)
 
 
+@pytest.mark.parametrize("readers", [1, 3, 4, 8])
+def test_as_many_requests_as_streams_are_one_wave(readers: int) -> None:
+    """No reader has a request for which one of its others must end first."""
+    for part in divide(Target("nobody"), replace(LOAD, concurrency=LOAD.requests), readers, warmup=0):
+        assert part.streams == len(part.indices)
+
+
 def test_shares_are_even() -> None:
     assert shares(7, 3) == [3, 2, 2] and shares(1, 3) == [1, 0, 0] and shares(0, 2) == [0, 0]

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ep_server.benchmark.report import Slo, quantile, quantiles, steady_rate, summarise
+from ep_server.benchmark.report import Slo, Steady, quantile, quantiles, steady, summarise
 from ep_server.benchmark.trace import INCOMPLETE, OK, Trace
 
 seconds = st.floats(0, 1e6, allow_nan=False)
@@ -97,10 +97,45 @@ def test_the_steady_rate_leaves_out_ramps() -> None:
     """Two streams, a token a second each: from the later first token at 3 to the earlier end at 6."""
     one = trace(0, 0.0, *((float(t), 1) for t in range(1, 7)))
     two = trace(1, 0.0, *((float(t), 1) for t in range(3, 9)))
-    assert steady_rate([one, two], 2) == 2.0  # at 4, 5 and 6 in 3 seconds
-    assert steady_rate([one, two], 1) == pytest.approx(11 / 7)
-    assert steady_rate([one, two], 3) is None
-    assert steady_rate([trace(0, 0.0, (1.0, 1)), trace(1, 0.0, (2.0, 1))], 2) is None
+    assert steady([one, two], 2) == Steady(6.0, 3.0)  # at 4, 5 and 6
+    assert steady([one, two], 1) == Steady(11.0, 7.0)
+    assert steady([one, two], 3) is None
+    assert steady([trace(0, 0.0, (1.0, 1)), trace(1, 0.0, (2.0, 1))], 2) is None
+    after = trace(2, 0.0, *((float(t), 1) for t in range(7, 10)))  # takes the first one's place
+    assert steady([one, two, after], 2) == Steady(5 + 3 + 2, 5.0)  # until 8
+
+
+@given(
+    st.lists(st.floats(0, 3), min_size=1, max_size=9), st.integers(1, 8), st.sampled_from([0.25, 1.0, 7.0])
+)
+def test_one_wave_gives_the_rate_of_its_streams_however_their_tokens_are_bundled(
+    begins: list[float], interval: int, seconds: float
+) -> None:
+    """Each stream has a token every `seconds`; first ones come alone. No message at an edge is lost."""
+
+    def stream(index: int) -> Trace:
+        times = [(begins[index], 1)]
+        while len(times) <= 40 // interval:
+            times.append((times[-1][0] + interval * seconds, interval))
+        return trace(index, 0.0, *times)
+
+    found = steady([stream(index) for index in range(len(begins))], len(begins))
+    assert found is not None
+    assert found.rate == pytest.approx(len(begins) / seconds)
+    assert found.seconds == pytest.approx(40 // interval * interval * seconds - (max(begins) - min(begins)))
+
+
+def test_streams_that_cannot_run_together_have_no_rate() -> None:
+    """A loop of 4 with 2 requests has 2 streams; in another the second begins behind the first one's end."""
+
+    def told(traces: list[Trace], concurrency: int) -> list[float | None]:
+        found = summarise(traces, concurrency)
+        return [found[name] for name in ("streams", "steady_seconds", "steady_tokens_per_second")]
+
+    one, two, late = (trace(n, 0.0, (at, 1), (at + 2, 4)) for n, at in enumerate((1.0, 2.0, 3.5)))
+    assert told([one, two], 4) == [2, 1.0, 4.0]
+    assert told([one, late], 2) == [2, None, None]
+    assert told([one, two], 0) == [None, None, None]
 
 
 def test_a_trace_survives_its_json() -> None:

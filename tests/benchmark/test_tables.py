@@ -87,9 +87,12 @@ def test_what_callers_saw() -> None:
     lines = printed(found, "callers", by="online")
     assert "time to first token 20.00 20.00 20.00 20.00 20.00" in lines
     assert "mean gap of a request 10.00 10.00 10.00 10.00 10.00" in lines
-    assert any(
-        line.startswith("240.0 tokens/s, 300.0 tokens/s while all streams ran, 40.00") for line in lines
-    )
+    rates = "240.0 tokens/s, 300.0 tokens/s while all 3 streams ran (0.03 s), 40.00 requests/s"
+    assert any(line.startswith(rates) for line in lines)
     goodput = "goodput (first token <= 20 ms and mean gap <= 10 ms): 40.00 requests/s, 160.0 tokens/s, 66.7%"
     assert any(line.startswith(goodput) for line in lines)
     assert "1 ended with UNAVAILABLE" in lines
+    apart = printed(summarise([traces[0], Trace(1, 4, 0.0)], 2), "callers", by="online")
+    assert any(line.startswith("80.0 tokens/s, 2 streams never ran at the same time, ") for line in apart)
+    open_loop = printed(summarise(traces, 0), "callers", by="online")
+    assert any(line.startswith("240.0 tokens/s, 40.00 requests/s") for line in open_loop)
