@@ -132,16 +132,27 @@ PYBIND11_MODULE(_cuda, m) {
            }),
            py::kw_only(), py::arg("expert_out") = 0, py::arg("weights") = 0, py::arg("reduction") = 0,
            py::arg("wire") = 0, py::arg("pushes_weights") = false, py::arg("frees_dispatch") = false);
+  py::class_<cuda::AddNorm>(m, "AddNorm")
+      .def(py::init([](uintptr_t residual, uintptr_t shared, uintptr_t weight, float eps) {
+             return cuda::AddNorm{pointer<void>(residual), pointer<void>(shared), pointer<void>(weight), eps};
+           }),
+           py::kw_only(), py::arg("residual") = 0, py::arg("shared") = 0, py::arg("weight") = 0,
+           py::arg("eps") = 0.0f);
   py::class_<cuda::CombineRecvArgs>(m, "CombineRecvArgs")
       .def(py::init([](uintptr_t out, uintptr_t weights, uint32_t reduction, uint32_t wire,
-                       uintptr_t wait_stats, bool next_reads_ahead) {
-             return cuda::CombineRecvArgs{
-                 pointer<void>(out), pointer<float>(weights),      Reduction(reduction),
-                 cuda::Wire(wire),   pointer<int64_t>(wait_stats), 0,
-                 next_reads_ahead};
+                       uintptr_t wait_stats, bool next_reads_ahead, const cuda::AddNorm& norm) {
+             return cuda::CombineRecvArgs{pointer<void>(out),
+                                          pointer<float>(weights),
+                                          Reduction(reduction),
+                                          cuda::Wire(wire),
+                                          pointer<int64_t>(wait_stats),
+                                          0,
+                                          next_reads_ahead,
+                                          norm};
            }),
            py::kw_only(), py::arg("out") = 0, py::arg("weights") = 0, py::arg("reduction") = 0,
-           py::arg("wire") = 0, py::arg("wait_stats") = 0, py::arg("next_reads_ahead") = false);
+           py::arg("wire") = 0, py::arg("wait_stats") = 0, py::arg("next_reads_ahead") = false,
+           py::arg("norm") = cuda::AddNorm{});
 
   py::class_<Group>(m, "Group")
       .def(py::init([](uint32_t num_ranks, uint32_t max_tokens, uint32_t hidden, uint32_t top_k,
@@ -233,6 +244,7 @@ PYBIND11_MODULE(_cuda, m) {
       .def_property_readonly("num_sms", &Group::num_sms);
 
   m.attr("MAX_RANKS") = cuda::kMaxPeers;
+  m.attr("MAX_NORMED") = cuda::kMostNormed;
   m.attr("BAD_IDS") = uint32_t(cuda::kBadIds);
   m.attr("CAPACITY") = uint32_t(cuda::kCapacity);
 }

@@ -6,6 +6,7 @@ ep/cuda.py, model/gpu/streamed_experts.py and model/gpu/streamed_products.py say
 MAX_RANKS: int
 BAD_IDS: int
 CAPACITY: int
+MAX_NORMED: int
 
 class DispatchSendArgs:
     def __init__(
@@ -43,6 +44,9 @@ class CombineSendArgs:
         frees_dispatch: bool = False,
     ) -> None: ...
 
+class AddNorm:
+    def __init__(self, *, residual: int = 0, shared: int = 0, weight: int = 0, eps: float = 0.0) -> None: ...
+
 class CombineRecvArgs:
     def __init__(
         self,
@@ -53,6 +57,7 @@ class CombineRecvArgs:
         wire: int = 0,
         wait_stats: int = 0,
         next_reads_ahead: bool = False,
+        norm: AddNorm = ...,
     ) -> None: ...
 
 class Group:

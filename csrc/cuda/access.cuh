@@ -34,7 +34,7 @@ __device__ __forceinline__ void let_next_kernel_start() {
 
 // What a launch asked for, as 32-bit words.
 __device__ __forceinline__ uint32_t* dynamic_shared() {
-  extern __shared__ uint32_t words[];
+  extern __shared__ __align__(16) uint32_t words[];
   return words;
 }
 
@@ -122,5 +122,14 @@ __device__ __forceinline__ void store16(void* to, const uint4& v) {
                "r"(v.z), "r"(v.w)
                : "memory");
 }
+
+// Into shared memory, beside whatever the thread does meanwhile; it sees its own when await_fetched()
+// returns.
+__device__ __forceinline__ void fetch16(void* shared, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(uint32_t(__cvta_generic_to_shared(shared))),
+               "l"(from)
+               : "memory");
+}
+__device__ __forceinline__ void await_fetched() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 }  // namespace ep::cuda

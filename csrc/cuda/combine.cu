@@ -17,7 +17,7 @@ constexpr uint32_t kLog10Blocks = kBlocksPerSm;
 #endif
 
 // Blocks: one that keeps house, senders (the first writes headers), receivers (the first awaits them).
-template <Wire kWire, bool kNarrow, Halves kHalves>
+template <Wire kWire, bool kNarrow, Halves kHalves, bool kNorms>
 __global__ void __launch_bounds__(kMaxThreads, kWire == Wire::kLog10 ? kLog10Blocks : kBlocksPerSm)
     combine_kernel(const __grid_constant__ Device g, const __grid_constant__ CombineSendArgs send,
                    const __grid_constant__ CombineRecvArgs recv, std::byte* handle, uint32_t senders) {
@@ -37,14 +37,14 @@ __global__ void __launch_bounds__(kMaxThreads, kWire == Wire::kLog10 ? kLog10Blo
     done = combine_send<kWire, kNarrow>(g, send, handle, o, block - 1, senders);
     if (kReceives && threadIdx.x == 0) raise(g.scratch(kSlot, o.epoch).sent_ns, clock_ns());
   } else if (kReceives) {
-    done = combine_recv<kWire, kNarrow>(g, recv, handle, o, kSends, recv.split, block - 1 - senders,
-                                        gridDim.x - 1 - senders);
+    done = combine_recv<kWire, kNarrow, kNorms>(g, recv, handle, o, kSends, recv.split, block - 1 - senders,
+                                                gridDim.x - 1 - senders);
   }
   end_block(g, kSlot, o, kSends, kReceives, done);
   if (kSends && send.frees_dispatch && threadIdx.x == 0) count_read(g, Op::kDispatch, g.bank_of(h->epoch));
 }
 
-template <Wire kWire, bool kNarrow, Halves kHalves>
+template <Wire kWire, bool kNarrow, Halves kHalves, bool kNorms = false>
 cudaError_t start(const Launch& launch, const Device& g, const CombineSendArgs& send,
                   const CombineRecvArgs& recv, std::byte* handle) {
   constexpr bool kSends = uint32_t(kHalves) & uint32_t(Halves::kSend);
@@ -59,11 +59,12 @@ cudaError_t start(const Launch& launch, const Device& g, const CombineSendArgs& 
   sent.split = rows * 2 <= room ? 1 : 0;
   while (sent.split < kMaxSplit && rows << (sent.split + 1) <= launch.num_sms) ++sent.split;
   CombineRecvArgs received = recv;
-  received.split = tokens << kMaxSplit <= launch.num_sms ? kMaxSplit : 1;
+  received.split = kNorms ? 0 : tokens << kMaxSplit <= launch.num_sms ? kMaxSplit : 1;
   const uint32_t senders = kSends ? 1 + std::clamp(rows << sent.split, 1u, 2 * room) : 0;
   const uint32_t receivers = kReceives ? 1 + std::clamp(tokens << received.split, 1u, room) : 0;
-  return start_kernel(launch, combine_kernel<kWire, kNarrow, kHalves>, 1 + senders + receivers, threads, 0, g,
-                      sent, received, handle, senders);
+  const size_t held = kNorms ? 2 * g.layout.answer_bytes : 0;
+  return start_kernel(launch, combine_kernel<kWire, kNarrow, kHalves, kNorms>, 1 + senders + receivers,
+                      threads, held, g, sent, received, handle, senders);
 }
 
 template <Wire kWire, bool kNarrow>
@@ -78,6 +79,11 @@ cudaError_t start(Halves halves, const Launch& launch, const Device& g, const Co
 
 cudaError_t combine(const Launch& launch, Halves halves, const Device& device, const CombineSendArgs& send,
                     const CombineRecvArgs& recv, std::byte* handle) {
+  if (recv.norm.residual != nullptr) {
+    if (send.wire != Wire::kBf16 || launch.narrow || halves != Halves::kBoth || device.hidden > kMostNormed)
+      return cudaErrorInvalidValue;
+    return start<Wire::kBf16, false, Halves::kBoth, true>(launch, device, send, recv, handle);
+  }
   if (send.wire == Wire::kFp8) return start<Wire::kFp8, false>(halves, launch, device, send, recv, handle);
   if (send.wire == Wire::kLog10)
     return start<Wire::kLog10, false>(halves, launch, device, send, recv, handle);

@@ -4,10 +4,12 @@
 //                     SOURCE: sum over k, ascending, of weights[t, k] * the row of that choice
 // in float32 from +0, rounded once; the slots are empty again and counted as read. Ranks that are masked or
 // never got the token contribute nothing, nor do words that a rank given up in the middle never sent.
+// With AddNorm that sum goes to the residual stream, and out is the norm of it.
 // Grid: block 0 awaits the headers, so that a peer without rows is missed too; the others take parts of
 // tokens in turn.
 #pragma once
 
+#include "cuda/add_norm.cuh"
 #include "cuda/combine_send.cuh"
 #include "cuda/sum.cuh"
 
@@ -83,8 +85,45 @@ __device__ __forceinline__ void sum_answers(const Device& g, const Terms& terms,
   }
 }
 
-// `both`: the kernel sends too.
-template <Wire kWire, bool kNarrow>
+// Bytes [begin, end) of a token's sum, of rows of bf16, as they come. use(at, words) for each 16 of them.
+template <class Use>
+__device__ __forceinline__ void sum_words(const Device& g, const Terms& terms, uint64_t* waited,
+                                          uint32_t begin, uint32_t end, Trouble& trouble, Use&& use) {
+  const uint32_t step = blockDim.x * 16;
+#pragma unroll 1
+  for (uint32_t at = begin + threadIdx.x * 16; at < end; at += kWords * step) {
+    Sum sum[kWords];
+    sum_answers(g, terms, waited, at, step, end, sum, trouble);
+#pragma unroll
+    for (uint32_t w = 0; w < kWords; ++w)
+      if (at + w * step < end) use(at + w * step, sum[w].rounded());
+  }
+}
+
+// A token's sum, all of it, to the stream and normed; false where a thread found trouble, which is reported.
+// turn: tokens of the block before. The whole block calls it.
+__device__ __forceinline__ bool norm_token(const Device& g, const CombineRecvArgs& a, const Terms& terms,
+                                           const Wanted& wanted, uint32_t token, uint32_t turn) {
+  const uint32_t bytes = uint32_t(g.layout.answer_bytes);
+  const uint64_t begin = uint64_t(token) * bytes;
+  const Held held = held_rows(bytes);
+  if (turn == 0) fetch_row(held.weight, a.norm.weight, bytes);
+  fetch_row(held.stream, static_cast<const std::byte*>(a.norm.residual) + begin, bytes);
+  float mine = 0.0f;
+  Trouble trouble;
+  sum_words(g, terms, wanted.waited, 0, bytes, trouble, [&](uint32_t at, const uint4& branch) {
+    await_fetched();
+    mine = __fadd_rn(mine, add_to_stream(a.norm, held.stream, begin, at, branch));
+  });
+  report(g, wanted, trouble);  // before the barrier: it ends the waits of the other threads
+  bool any = trouble.any();
+  const float mean = sum_of_block(mine, turn, any) / float(g.hidden);
+  store_normed(held, __frsqrt_rn(mean + a.norm.eps), static_cast<std::byte*>(a.out) + begin, bytes);
+  return !any;
+}
+
+// `both`: the kernel sends too. kNorms: as AddNorm says; a token is not split then.
+template <Wire kWire, bool kNarrow, bool kNorms>
 __device__ __forceinline__ Done combine_recv(const Device& g, const CombineRecvArgs& a,
                                              const std::byte* handle, Opened& o, bool both, uint32_t split,
                                              uint32_t block, uint32_t blocks) {
@@ -108,26 +147,23 @@ __device__ __forceinline__ Done combine_recv(const Device& g, const CombineRecvA
   uint64_t* waited = threadIdx.x == 0 ? g.scratch(slot, o.epoch).wait_ns : nullptr;
   Trouble trouble;
 #pragma unroll 1
-  for (uint32_t i = first_item; i < items && !__any_sync(kFull, trouble.any());) {
+  for (uint32_t i = first_item, turn = 0; i < items; ++turn) {
     const uint32_t token = i >> split, part = i & ((1u << split) - 1);
     collect_answers(g, a, handle, o, asked, token, place, terms);
     const uint32_t begin = part_at(bytes, part, split), end = part_at(bytes, part + 1, split);
     auto* out = static_cast<std::byte*>(a.out) + uint64_t(token) * bytes;
-    if constexpr (kWire == Wire::kFp8) {
+    if constexpr (kNorms) {
+      if (!norm_token(g, a, terms, {Op::kCombine, Phase::kRecvHeader, 0, o.epoch, waited}, token, turn))
+        return done;
+    } else if constexpr (kWire == Wire::kFp8) {
       sum_packed<Fp8Wire>(g, terms, waited, out, begin / 32, end / 32, trouble);
     } else if constexpr (kWire == Wire::kLog10) {
       sum_packed<Log10Wire>(g, terms, waited, out, begin / 32, end / 32, trouble);
     } else {
-      const uint32_t step = blockDim.x * 16;
-#pragma unroll 1
-      for (uint32_t at = begin + threadIdx.x * 16; at < end; at += kWords * step) {
-        Sum sum[kWords];
-        sum_answers(g, terms, waited, at, step, end, sum, trouble);
-#pragma unroll
-        for (uint32_t w = 0; w < kWords; ++w)
-          if (at + w * step < end) store_row<kNarrow>(out, at + w * step, bytes, sum[w].rounded());
-      }
+      sum_words(g, terms, waited, begin, end, trouble,
+                [&](uint32_t at, const uint4& v) { store_row<kNarrow>(out, at, bytes, v); });
     }
+    if (!kNorms && __any_sync(kFull, trouble.any())) break;
     i += blocks - 1;
     if (i < items) place = place_of(g, handle, i >> split);
   }

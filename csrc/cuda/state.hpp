@@ -153,14 +153,24 @@ struct CombineSendArgs {
   uint32_t split;       // 1 << split blocks to a row
 };
 
+// What is made of combine's sums where they end a layer. bf16, at multiples of 16 bytes.
+struct AddNorm {
+  void* residual;      // [T, H], becomes the sum; null = nothing is made of them
+  const void* shared;  // [T, H], added to the sums first, or null
+  const void* weight;  // [H]
+  float eps;
+};
+constexpr uint32_t kMostNormed = 8192;  // channels: two rows in the shared memory that a block has unasked
+
 struct CombineRecvArgs {
-  void* out;             // [T, H] bf16
+  void* out;             // [T, H] bf16: the sums, or what AddNorm makes of them
   const float* weights;  // [T, K]: SOURCE; null = those of the dispatch
   Reduction reduction;
   Wire wire;
   int64_t* wait_stats;    // [R] += ns waited, or null
   uint32_t split;         // 1 << split blocks to a row
   bool next_reads_ahead;  // as with dispatch
+  AddNorm norm;           // with both halves in one kernel, wire kBf16
 };
 
 }  // namespace ep::cuda

@@ -11,6 +11,7 @@ Beyond the Protocol:
     .dispatch(...) , .combine(...)           both halves in one kernel, where nothing is done between them
     .dispatch_send(..., tokens_on_device=)   T of each replay, int32 [1]
     PendingDispatch.recv(counts=, capacity=, source_map=True, expert_stats=, wait_stats=)
+    .combine(..., add_norm=), .can_norm(...) what ends a layer, in the same kernel
     .combine_send(..., wire="bf16" | "fp8" | "log10"), PendingCombine.recv(wait_stats=)
     .bounded(num_sms), .empty_padded(), .release(received), .check(), .synchronize()
     .masked, .mask(ranks), .reset(dead=()), .statistics(), .set_faults(faults), .memory_bytes
@@ -29,9 +30,11 @@ from ep_server import _cuda
 from ep_server.ep.checks import check_tokens
 from ep_server.ep.cuda_checks import (
     bits_of,
+    can_norm,
     check_answer,
     check_device_spec,
     check_dispatch,
+    check_norm,
     check_num_sms,
     choose,
     handle_of,
@@ -44,7 +47,7 @@ from ep_server.ep.cuda_memory import share_regions
 from ep_server.ep.cuda_pending import COMBINE, DISPATCH, Flights, PendingCombine, PendingDispatch
 from ep_server.ep.cuda_requests import CombineTensors, Receipt, Wire
 from ep_server.ep.cuda_shapes import Shapes
-from ep_server.ep.exchange import ExchangeSpec, Received, Reduction, View
+from ep_server.ep.exchange import AddNorm, ExchangeSpec, Received, Reduction, View
 from ep_server.ep.faults import Fault
 from ep_server.ep.native import NativeExchange
 from ep_server.ep.views import Tensors
@@ -210,17 +213,24 @@ class CudaExchange:
         wire: Wire = Wire.BF16,
         wait_stats: torch.Tensor | None = None,
         next_reads_ahead: bool = False,
+        add_norm: AddNorm | None = None,
     ) -> torch.Tensor:
         """combine_send and recv in one kernel; keywords as there and in cuda_requests.CombineTensors."""
         launcher, manner = self._open(), manner_of(self.spec, reduction, wire)
         handle = check_answer(self._shapes, expert_out, received, topk_weights, manner)
         self._check_bank(COMBINE)
         out = self._shapes.result(handle, out)
-        tensors = CombineTensors(expert_out, topk_weights, out, wait_stats, next_reads_ahead)
+        if add_norm is not None:
+            check_norm(self._shapes, handle.tokens, add_norm, manner)
+        tensors = CombineTensors(expert_out, topk_weights, out, wait_stats, next_reads_ahead, add_norm)
         launcher.combine(BOTH, handle, manner, tensors)
         handle.held = False
         self._flights.take(COMBINE, None)
         return out
+
+    def can_norm(self, norm: AddNorm) -> bool:
+        """Whether combine takes it, as far as its tensors go; else its sums are left to another kernel."""
+        return can_norm(self._shapes, norm)
 
     @contextmanager
     def bounded(self, num_sms: int) -> Iterator[None]:

@@ -12,7 +12,7 @@ from ep_server import _cuda
 from ep_server.ep.cuda_handle import Handle
 from ep_server.ep.cuda_requests import Manner, Wire
 from ep_server.ep.cuda_shapes import Shapes
-from ep_server.ep.exchange import ExchangeSpec, Payload, Received, Reduction, View
+from ep_server.ep.exchange import AddNorm, ExchangeSpec, Payload, Received, Reduction, View
 from ep_server.ep.limits import check_spec
 from ep_server.errors import ConfigError, InvalidArgument
 
@@ -112,3 +112,24 @@ def check_answer(
     elif not handle.weighted and (manner.reduction == Reduction.RANK or handle.tokens):
         raise InvalidArgument("topk_weights", None, "given at dispatch or at combine")
     return handle
+
+
+def can_norm(shapes: Shapes, norm: AddNorm) -> bool:
+    """Whether combine's kernel takes these tensors; else another one has to norm its sums."""
+    tensors = [t for t in (norm.residual, norm.weight, norm.shared) if t is not None]
+    plain = all(t.dtype == torch.bfloat16 and t.is_contiguous() for t in tensors)
+    hidden = shapes.spec.hidden
+    return plain and hidden <= _cuda.MAX_NORMED and not shapes.narrow(hidden * 2, tensors)
+
+
+def check_norm(shapes: Shapes, tokens: int, norm: AddNorm, manner: Manner) -> None:
+    """Raises InvalidArgument for what a combine of T = `tokens` cannot norm."""
+    hidden = shapes.spec.hidden
+    shapes.check("add_norm.residual", norm.residual, torch.bfloat16, tokens, hidden)
+    shapes.check("add_norm.weight", norm.weight, torch.bfloat16, hidden)
+    shapes.optional("add_norm.shared", norm.shared, torch.bfloat16, tokens, hidden)
+    if manner.wire != Wire.BF16:
+        raise InvalidArgument("wire", str(manner.wire), "bf16 with add_norm")
+    if not can_norm(shapes, norm):
+        allowed = f"tensors at multiples of 16 bytes, H a multiple of 8 and at most {_cuda.MAX_NORMED}"
+        raise InvalidArgument("add_norm", f"H = {hidden}", allowed)

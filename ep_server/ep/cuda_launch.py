@@ -11,7 +11,7 @@ from ep_server import _cuda
 from ep_server.ep.cuda_handle import DeviceBytes, Handle, raise_status
 from ep_server.ep.cuda_requests import CombineTensors, Manner, Receipt, Wire
 from ep_server.ep.cuda_shapes import VECTOR, Landing, Shapes
-from ep_server.ep.exchange import ExchangeSpec, Payload, Received, Reduction, View
+from ep_server.ep.exchange import AddNorm, ExchangeSpec, Payload, Received, Reduction, View
 from ep_server.ep.geometry import PAYLOADS, REDUCTIONS
 from ep_server.ep.native_pending import VIEWS
 from ep_server.ep.views import Tensors
@@ -42,6 +42,17 @@ def make_group(spec: ExchangeSpec, device: torch.device, on_timeout: str) -> _cu
 def address(tensor: torch.Tensor | None) -> int:
     """Of its first element; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def _norm_args(norm: AddNorm | None) -> _cuda.AddNorm:
+    if norm is None:
+        return _cuda.AddNorm()
+    return _cuda.AddNorm(
+        residual=norm.residual.data_ptr(),
+        shared=address(norm.shared),
+        weight=norm.weight.data_ptr(),
+        eps=norm.eps,
+    )
 
 
 class Launcher:
@@ -187,7 +198,7 @@ class Launcher:
         given = [t for t in (tensors.expert_out, tensors.out) if t is not None]
         pushed = manner.reduction == Reduction.RANK and not handle.weighted
         narrow = self.shapes.narrow(self.spec.hidden * 2, given)
-        if narrow and manner.wire != Wire.BF16:
+        if narrow and (manner.wire != Wire.BF16 or tensors.add_norm is not None):
             raise InvalidArgument("expert_out, out", "not aligned", f"at multiples of {VECTOR} bytes")
         self.group.combine(
             self._stream(handle),
@@ -212,6 +223,7 @@ class Launcher:
                     "wait_stats", tensors.wait_stats, torch.int64, self.spec.num_ranks
                 ),
                 next_reads_ahead=tensors.next_reads_ahead,
+                norm=_norm_args(tensors.add_norm),
             ),
             handle.memory.data_ptr(),
         )

@@ -7,7 +7,7 @@ from enum import StrEnum
 
 import torch
 
-from ep_server.ep.exchange import Reduction, View
+from ep_server.ep.exchange import AddNorm, Reduction, View
 from ep_server.ep.views import Tensors
 
 
@@ -58,6 +58,7 @@ class CombineTensors:
 
     expert_out: as the view of the dispatch has it. weights: [T, K] float32. out: [T, H] bfloat16.
     wait_stats: [R] int64, += ns waited for each rank. next_reads_ahead: see Receipt.
+    add_norm: out is what that says, not the sums.
     """
 
     expert_out: torch.Tensor | None = None
@@ -65,3 +66,4 @@ class CombineTensors:
     out: torch.Tensor | None = None
     wait_stats: torch.Tensor | None = None
     next_reads_ahead: bool = False
+    add_norm: AddNorm | None = None

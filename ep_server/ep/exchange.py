@@ -113,6 +113,21 @@ class Received:
     row_ids: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class AddNorm:
+    """What a combine on a GPU may make of its sums where they end a layer; all bfloat16, contiguous.
+
+    Each rounded once: sum + shared; residual + that, which is stored; then the RMS norm of what is stored.
+
+    residual: [T, H], becomes the sum. weight: [H]. shared: [T, H], experts of all tokens, or None.
+    """
+
+    residual: torch.Tensor
+    weight: torch.Tensor
+    eps: float
+    shared: torch.Tensor | None = None
+
+
 class PendingDispatch(Protocol):
     """A dispatch whose send half has run. Between the halves nothing is held."""
 

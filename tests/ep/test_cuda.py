@@ -108,6 +108,28 @@ def test_low_precision_combine(num_ranks: int, wire: str) -> None:
 
 
 @pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("name", ["widths", "many_tokens", "odd_rows", "refused"])
+def test_a_combine_that_adds_and_norms(num_ranks: int, name: str) -> None:
+    run(f"gpu_normed.{name}", num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", GROUPS)
+@pytest.mark.parametrize("name", ["without_one", "failed"])
+def test_a_combine_that_norms_without_a_peer(num_ranks: int, name: str) -> None:
+    run(f"gpu_normed.{name}", num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_a_combine_that_norms_beside_two_kernels(num_ranks: int) -> None:
+    run("gpu_normed_graph.beside_add_rms_norm", num_ranks)
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+def test_a_combine_that_norms_in_a_graph(num_ranks: int) -> None:
+    run("gpu_normed_graph.replays", num_ranks, SHARED_REPLAYS if shared_by(num_ranks) else OVERLAPPED)
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
 def test_a_hook_not_called_is_reported(num_ranks: int) -> None:
     run("gpu_faults.hook_not_called", num_ranks)
 

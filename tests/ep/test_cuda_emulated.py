@@ -27,6 +27,12 @@ HOT = [  # of `make test`
     ("gpu_odd_inputs.not_finite", 2),
     ("gpu_faults.failures", 3),
     ("gpu_faults.stale_handles", 2),
+    ("gpu_normed.widths", 2),
+    ("gpu_normed.many_tokens", 2),
+    ("gpu_normed.odd_rows", 2),
+    ("gpu_normed.refused", 1),
+    ("gpu_normed.without_one", 3),
+    ("gpu_normed.failed", 3),
 ]
 SIZES = ("hidden_640", "six_rows", "sixteen_banks", "sixteen_choices", "experts_not_divisible", "one_sm")
 MORE = [
@@ -38,6 +44,8 @@ MORE = [
         for op in ("dispatch", "combine")
     ],
     ("gpu_faults.masking", 8, False),
+    *[("gpu_normed.widths", n) for n in (1, 4)],
+    *[(f"gpu_normed.{name}", n) for name in ("without_one", "failed") for n in (2, 8)],
     *[("gpu_wires.late_weights", n) for n in (1, 2, 4, 8)],
     *[("gpu_wires.low_precision", n, wire) for n in (1, 2, 4) for wire in ("log10", "fp8")],
     *[

@@ -32,7 +32,7 @@ from ep_server.model.gpu.moe import (
     streamed_experts,
 )
 from ep_server.model.gpu.paged_layers import paged_layers
-from ep_server.model.gpu.rows import Rows
+from ep_server.model.gpu.rows import Rows, Unsent
 from ep_server.model.gpu.step_input import StepTensors
 from ep_server.model.gpu.streamed_attention import StreamedStep, manner_for, streamed_attention
 from ep_server.model.gpu.streamed_products import STREAMED, streamed_product
@@ -106,6 +106,8 @@ class GpuDecoder:
                 branch = dense(x, layer.ffn)
                 on.lap(Phase.EXPERTS)
             x = add_norm(branch, residual, after, eps)
+            if isinstance(branch, Unsent):
+                on.lap(Phase.COMBINE)
         return x if step.sample_rows is None else x.index_select(0, step.sample_rows)
 
     def logits(self, hidden: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 
-from ep_server.ep.exchange import ExchangeSpec, Received
+from ep_server.ep.exchange import AddNorm, ExchangeSpec, Received
 from ep_server.model.families.spec import RouterSpec
-from ep_server.model.gpu.rows import Arrival, Rows, Tokens
+from ep_server.model.gpu.rows import Arrival, Rows, Tokens, Unsent
 from ep_server.model.gpu.streamed_experts import StreamedExperts, reads_ahead, streamable
 from ep_server.model.gpu.streamed_products import StreamedProduct, product
 from ep_server.model.layers import MoeWeights
@@ -80,7 +80,7 @@ class Both:
 
 
 Branch = (
-    torch.Tensor | Partial | Answers | Both
+    torch.Tensor | Partial | Answers | Unsent | Both
 )  # added to the residual stream: [T, H], or what it is a sum of
 
 
@@ -105,6 +105,8 @@ def moe(x: torch.Tensor, w: MoeWeights, on: GpuMoe, step: MoeStep) -> Generator[
         lap(Phase.EXPERTS)
     yield
     came = combined()
+    if isinstance(came, Unsent):  # its time is that of add_norm
+        return replace(came, shared=shared)
     lap(Phase.COMBINE)
     if isinstance(came, Answers):
         return replace(came, shared=shared)
@@ -137,6 +139,12 @@ def router_logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 def add_norm(branch: Branch, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Adds a branch to the residual stream, [T, H]. Returns the sum normed, maybe in place of it."""
+    if isinstance(branch, Unsent):
+        norm = AddNorm(residual, weight, eps, branch.shared)
+        if branch.exchange.can_norm(norm):
+            return branch.run(norm)
+        routed, shared = branch.run().to(residual.dtype), branch.shared
+        branch = routed if shared is None else Both(routed, shared)
     if isinstance(branch, Answers):
         out = torch.empty_like(residual)
         add_answers_norm(branch, residual, weight, eps, out)

@@ -17,7 +17,7 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from ep_server.ep.exchange import Exchange, ExchangeSpec, Received, View
+from ep_server.ep.exchange import AddNorm, Exchange, ExchangeSpec, Received, View
 from ep_server.model.triton.local_rows import Answers, Places, place_rows
 
 T = TypeVar("T")
@@ -68,14 +68,40 @@ class BothHalves(Protocol):
         ...
 
     def combine(
-        self, expert_out: torch.Tensor, received: Received, *, next_reads_ahead: bool
+        self,
+        expert_out: torch.Tensor,
+        received: Received,
+        *,
+        next_reads_ahead: bool,
+        add_norm: AddNorm | None = None,
     ) -> torch.Tensor:
         """Both halves in one kernel."""
+        ...
+
+    def can_norm(self, norm: AddNorm) -> bool:
+        """Whether combine takes this add_norm."""
         ...
 
     def bounded(self, num_sms: int) -> AbstractContextManager[None]:
         """What is enqueued inside fills at most so many multiprocessors."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Unsent:
+    """A combine that begins where its sums are needed, with what is made of them in the same kernel.
+
+    out: of the experts, in the layout of received. shared: [T, H], what experts of all tokens add, or None.
+    """
+
+    exchange: BothHalves
+    out: torch.Tensor
+    received: Received
+    shared: torch.Tensor | None = None
+
+    def run(self, norm: AddNorm | None = None) -> torch.Tensor:
+        """[T, H]: the sums, without `shared`; with `norm` what that says. Once."""
+        return self.exchange.combine(self.out, self.received, next_reads_ahead=True, add_norm=norm)
 
 
 class Rows(Protocol):
@@ -85,8 +111,11 @@ class Rows(Protocol):
         """Starts a dispatch."""
         ...
 
-    def combine(self, out: torch.Tensor, received: Received) -> Hook[torch.Tensor | Answers]:
-        """Starts a combine; the hook returns [T, H], or what it is the sum of. out: in received's layout."""
+    def combine(self, out: torch.Tensor, received: Received) -> Hook[torch.Tensor | Answers | Unsent]:
+        """Starts a combine, or lets who adds its sums do so. out: in received's layout.
+
+        Returns: a hook that returns [T, H], or what that is the sum of.
+        """
         ...
 
 
@@ -151,10 +180,12 @@ class FusedRows:
     """Over NVLink, both halves in one kernel, at once. Nothing waits for the GPU: it can be captured.
 
     alone: the stream's next kernel computes, and may be set up while rows are under way.
+    norms: combine adds its sums to the residual stream and norms that; only alone.
     """
 
-    def __init__(self, exchange: BothHalves, *, alone: bool = True) -> None:
+    def __init__(self, exchange: BothHalves, *, alone: bool = True, norms: bool = True) -> None:
         self._exchange, self._alone, spec = exchange, alone, exchange.spec
+        self._norms = alone and norms
         self._choices = spec.num_ranks * min(spec.top_k, max(len(spec.local_experts), 1))
 
     def dispatch(self, tokens: Tokens, arrival: Arrival) -> Hook[Received]:
@@ -171,8 +202,10 @@ class FusedRows:
         )
         return lambda: received
 
-    def combine(self, out: torch.Tensor, received: Received) -> Hook[torch.Tensor]:
+    def combine(self, out: torch.Tensor, received: Received) -> Hook[torch.Tensor | Unsent]:
         """See Rows."""
+        if self._norms:
+            return lambda: Unsent(self._exchange, out, received)
         combined = self._exchange.combine(out, received, next_reads_ahead=self._alone)
         return lambda: combined
 
@@ -199,7 +232,7 @@ class RowsBeside:
         arrival = replace(arrival, read_ahead=False)  # the next of this stream is another transfer
         return self._start(partial(self._inner.dispatch, tokens, arrival))
 
-    def combine(self, out: torch.Tensor, received: Received) -> Hook[torch.Tensor]:
+    def combine(self, out: torch.Tensor, received: Received) -> Hook[torch.Tensor | Unsent]:
         """See Rows."""
         return self._start(partial(self._inner.combine, out, received))
 

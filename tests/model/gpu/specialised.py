@@ -144,11 +144,12 @@ class StillExchange:
         row_ids = torch.empty(how["capacity"], dtype=torch.int64)
         return Received(self._rows, counts, offsets, x, view, row_ids=row_ids)
 
-    def combine(
-        self, expert_out: torch.Tensor, received: Received, *, next_reads_ahead: bool
-    ) -> torch.Tensor:
+    def combine(self, expert_out: torch.Tensor, received: Received, **how: Any) -> torch.Tensor:
         assert isinstance(received.handle, torch.Tensor)
         return torch.empty_like(received.handle)
+
+    def can_norm(self, norm: object) -> bool:
+        return True
 
     def bounded(self, num_sms: int) -> nullcontext[None]:
         return nullcontext()

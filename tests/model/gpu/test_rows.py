@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 
-from ep_server.ep.exchange import Received, View
-from ep_server.model.gpu.rows import Arrival, FusedRows, RowsBeside, Tokens
+from ep_server.ep.exchange import AddNorm, Received, View
+from ep_server.model.gpu.moe import add_norm
+from ep_server.model.gpu.rows import Arrival, FusedRows, RowsBeside, Tokens, Unsent
+from tests.model.triton.harness import DEVICE
 
 NOTES: list[str] = []
 ARRIVAL = Arrival(2, torch.zeros(3, dtype=torch.int32))
@@ -44,8 +46,9 @@ class Exchange:
 
     device = torch.device("cpu")
 
-    def __init__(self) -> None:
+    def __init__(self, *, norms: bool = True) -> None:
         self.capacity = self.most_tokens = 0
+        self.norms = norms
 
     def dispatch(
         self,
@@ -66,11 +69,20 @@ class Exchange:
         return Received(x.clone(), torch.ones(1), torch.ones(1), None)
 
     def combine(
-        self, expert_out: torch.Tensor, received: Received, *, next_reads_ahead: bool
+        self,
+        expert_out: torch.Tensor,
+        received: Received,
+        *,
+        next_reads_ahead: bool,
+        add_norm: AddNorm | None = None,
     ) -> torch.Tensor:
         self.next_reads_ahead = next_reads_ahead
-        NOTES.append("combine")
+        NOTES.append("combine" if add_norm is None else "combine and norm")
+        self.add_norm = add_norm
         return expert_out + 1
+
+    def can_norm(self, norm: AddNorm) -> bool:
+        return self.norms
 
     @contextmanager
     def bounded(self, num_sms: int) -> Iterator[None]:
@@ -143,9 +155,29 @@ def test_only_a_transfer_that_computing_follows_lets_that_begin() -> None:
     ahead = replace(ARRIVAL, read_ahead=True)
     for beside in (False, True):
         exchange = Exchange()
-        rows = RowsBeside(exchange, 48) if beside else FusedRows(exchange)
+        rows = RowsBeside(exchange, 48) if beside else FusedRows(exchange, norms=False)
         received = rows.dispatch(tokens(x), ahead)()
         asked.append(exchange.next_reads_ahead)
         rows.combine(x, received)()
         asked.append(exchange.next_reads_ahead)
     assert asked == [True, True, False, False]
+
+
+@pytest.mark.parametrize("given", [None, 3.0])
+@pytest.mark.parametrize("norms", [True, False])
+def test_a_combine_that_ends_a_layer_begins_with_its_norm(norms: bool, given: float | None) -> None:
+    """In one kernel where the exchange can, else before the kernel that norms."""
+    exchange = Exchange(norms=norms)
+    rows, out = FusedRows(exchange), torch.ones(2, 64, device=DEVICE)
+    branch = rows.combine(out, rows.dispatch(tokens(out), ARRIVAL)())()
+    assert isinstance(branch, Unsent) and NOTES == ["dispatch"]
+    shared = None if given is None else torch.full_like(out, given)
+    residual, weight = torch.zeros_like(out), torch.full_like(out[0], 2.0)
+    got = add_norm(replace(branch, shared=shared), residual, weight, 0.0)
+    assert NOTES[1:] == ["combine and norm" if norms else "combine"] and exchange.next_reads_ahead
+    if norms:
+        assert exchange.add_norm == AddNorm(residual, weight, 0.0, shared)
+        assert torch.equal(got, out + 1), "not what the exchange has returned"
+    else:
+        torch.testing.assert_close(residual, torch.full_like(out, 2.0 + (given or 0.0)))
+        torch.testing.assert_close(got, torch.full_like(out, 2.0))  # of rows of equal numbers

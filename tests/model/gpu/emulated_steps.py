@@ -1,0 +1,89 @@
+"""Whole steps of ranks on a CPU: kernels of Triton interpreted, those of the exchange over NVLink emulated.
+
+Imported by a rank before its kernels are: what looks for a GPU is imported behind emulated.install().
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.ep import emulated
+
+PIECES = ((0, 3), (3, 4))  # a prompt, then a token
+PROMPTS = ((3, 14, 15, 92), (27, 18, 28, 18))
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a rank's sequence gave. logits: [pieces, V]. normed: how many combines ended a layer."""
+
+    logits: torch.Tensor
+    normed: int
+
+
+def run_steps(group: dist.ProcessGroup, path: Path, config: dict[str, Any], folder: Path) -> list[Found]:
+    """This rank's sequence of PROMPTS in PIECES, with combines that norm and with others.
+
+    Args:
+        path: of the emulation. config: of a model, whose weights are random. folder: of this call alone.
+    """
+    os.environ["TRITON_INTERPRET"] = "1"  # read by Triton at its import
+    emulated.install(path)
+    mine = folder / str(group.rank())
+    mine.mkdir()
+    (mine / "config.json").write_text(json.dumps(config))
+    with emulated.OnCpu(), torch.inference_mode():
+        return _run(group, mine, config.get("num_experts") or config["n_routed_experts"])
+
+
+def _run(group: dist.ProcessGroup, folder: Path, experts: int) -> list[Found]:
+    from ep_server.model.assembly import LoadParams, load_model
+    from ep_server.model.torch_compute import TorchCompute
+    from tests.ep.gpu_group import close_exchange, open_exchange
+    from tests.model.driver import exchange_spec
+
+    rank, placement = group.rank(), tuple(e % group.size() for e in range(experts))
+    compute = TorchCompute(torch.device("cpu"))
+    model = load_model(
+        LoadParams(str(folder), rank, placement, "bfloat16", compute=compute, load_format="dummy")
+    )
+    exchange = Counting(open_exchange(group, exchange_spec(model, rank, group.size(), placement, 8)))
+    found = [_steps(model, exchange, PROMPTS[rank % 2], norms) for norms in (True, False)]
+    close_exchange(exchange.inner)
+    return found
+
+
+def _steps(model: Any, exchange: Counting, ids: tuple[int, ...], norms: bool) -> Found:
+    from ep_server.model.gpu.assembly import GpuPlan, gpu_runner
+    from ep_server.model.gpu.rows import FusedRows, RowsOfSteps
+    from tests.model.driver import BLOCK, BLOCKS
+    from tests.model.gpu.whole_steps import logits_of
+
+    exchange.normed = 0
+    rows: Any = FusedRows(exchange, norms=norms)
+    plan = GpuPlan(BLOCKS, BLOCK, max_running=4, max_step_tokens=8, useful_blocks=BLOCKS, graphs=False)
+    runner = gpu_runner(model, exchange.inner, RowsOfSteps(rows, rows), plan, BLOCKS)
+    return Found(logits_of(runner, ids, PIECES), exchange.normed)
+
+
+class Counting:
+    """An exchange, and how many of its combines have ended a layer."""
+
+    def __init__(self, inner: Any) -> None:
+        self.inner, self.normed = inner, 0
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def combine(self, *given: Any, add_norm: Any = None, **more: Any) -> torch.Tensor:
+        """As the inner one's."""
+        self.normed += add_norm is not None
+        combined: torch.Tensor = self.inner.combine(*given, add_norm=add_norm, **more)
+        return combined

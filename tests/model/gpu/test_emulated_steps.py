@@ -1,0 +1,36 @@
+"""A step whose combines norm gives the tokens of one whose norms are kernels of their own."""
+
+from __future__ import annotations
+
+import platform
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.ep.test_cuda_emulated import SECONDS, module
+from tests.harness.process_group import run_group
+from tests.model.gpu import emulated_steps
+from tests.model.gpu.specialised import GQA, MLA
+
+RANKS = 2
+pytestmark = pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="the emulation's fibers are switched by x86-64 code"
+)
+
+
+@pytest.mark.timeout(SECONDS + 120)
+@pytest.mark.parametrize(
+    "config", [pytest.param(GQA, marks=pytest.mark.slow, id="gqa"), pytest.param(MLA, id="mla")]
+)
+def test_the_tokens_of_steps_whose_combines_norm(tmp_path: Path, config: dict[str, Any]) -> None:
+    """MLA has experts of all tokens beside those that rows travel to, and a dense layer first."""
+    given = (module(), config, tmp_path)
+    found = run_group(emulated_steps.run_steps, RANKS, args=given, timeout=SECONDS)
+    layers = config["num_hidden_layers"] - config.get("first_k_dense_replace", 0)
+    for fused, apart in found:
+        assert (fused.normed, apart.normed) == (layers * len(emulated_steps.PIECES), 0)
+        assert torch.equal(fused.logits.argmax(1), apart.logits.argmax(1))
+        torch.testing.assert_close(fused.logits, apart.logits, rtol=0.02, atol=0.02)
+    assert not torch.equal(found[0][0].logits, found[1][0].logits), "two ranks read the same"
