@@ -17,15 +17,19 @@ import torch.distributed as dist
 from tests.ep import emulated
 
 PIECES = ((0, 3), (3, 4))  # a prompt, then a token
+SUMMED, NORMED = "summed", "normed"
 PROMPTS = ((3, 14, 15, 92), (27, 18, 28, 18))
 
 
 @dataclass(frozen=True)
 class Found:
-    """What a rank's sequence gave. logits: [pieces, V]. normed: how many combines ended a layer."""
+    """What a rank's sequence gave. logits: [pieces, V].
+
+    notes: in their order, combines, NORMED or SUMMED, and the phases that ended.
+    """
 
     logits: torch.Tensor
-    normed: int
+    notes: list[str]
 
 
 def run_steps(group: dist.ProcessGroup, path: Path, config: dict[str, Any], folder: Path) -> list[Found]:
@@ -54,36 +58,39 @@ def _run(group: dist.ProcessGroup, folder: Path, experts: int) -> list[Found]:
     model = load_model(
         LoadParams(str(folder), rank, placement, "bfloat16", compute=compute, load_format="dummy")
     )
-    exchange = Counting(open_exchange(group, exchange_spec(model, rank, group.size(), placement, 8)))
+    exchange = Noting(open_exchange(group, exchange_spec(model, rank, group.size(), placement, 8)))
     found = [_steps(model, exchange, PROMPTS[rank % 2], norms) for norms in (True, False)]
     close_exchange(exchange.inner)
     return found
 
 
-def _steps(model: Any, exchange: Counting, ids: tuple[int, ...], norms: bool) -> Found:
+def _steps(model: Any, exchange: Noting, ids: tuple[int, ...], norms: bool) -> Found:
+    from ep_server.model.gpu import runner as steps
     from ep_server.model.gpu.assembly import GpuPlan, gpu_runner
     from ep_server.model.gpu.rows import FusedRows, RowsOfSteps
     from tests.model.driver import BLOCK, BLOCKS
     from tests.model.gpu.whole_steps import logits_of
 
-    exchange.normed = 0
+    exchange.notes = []
+    steps.no_lap = lambda phase: exchange.notes.append(phase.name)
     rows: Any = FusedRows(exchange, norms=norms)
     plan = GpuPlan(BLOCKS, BLOCK, max_running=4, max_step_tokens=8, useful_blocks=BLOCKS, graphs=False)
     runner = gpu_runner(model, exchange.inner, RowsOfSteps(rows, rows), plan, BLOCKS)
-    return Found(logits_of(runner, ids, PIECES), exchange.normed)
+    return Found(logits_of(runner, ids, PIECES), exchange.notes)
 
 
-class Counting:
-    """An exchange, and how many of its combines have ended a layer."""
+class Noting:
+    """An exchange that notes what its combines do."""
 
     def __init__(self, inner: Any) -> None:
-        self.inner, self.normed = inner, 0
+        self.inner = inner
+        self.notes: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     def combine(self, *given: Any, add_norm: Any = None, **more: Any) -> torch.Tensor:
         """As the inner one's."""
-        self.normed += add_norm is not None
+        self.notes.append(SUMMED if add_norm is None else NORMED)
         combined: torch.Tensor = self.inner.combine(*given, add_norm=add_norm, **more)
         return combined

@@ -11,7 +11,7 @@ import torch
 
 from tests.ep.test_cuda_emulated import SECONDS, module
 from tests.harness.process_group import run_group
-from tests.model.gpu import emulated_steps
+from tests.model.gpu.emulated_steps import NORMED, PIECES, SUMMED, run_steps
 from tests.model.gpu.specialised import GQA, MLA
 
 RANKS = 2
@@ -27,10 +27,13 @@ pytestmark = pytest.mark.skipif(
 def test_the_tokens_of_steps_whose_combines_norm(tmp_path: Path, config: dict[str, Any]) -> None:
     """MLA has experts of all tokens beside those that rows travel to, and a dense layer first."""
     given = (module(), config, tmp_path)
-    found = run_group(emulated_steps.run_steps, RANKS, args=given, timeout=SECONDS)
+    found = run_group(run_steps, RANKS, args=given, timeout=SECONDS)
     layers = config["num_hidden_layers"] - config.get("first_k_dense_replace", 0)
     for fused, apart in found:
-        assert (fused.normed, apart.normed) == (layers * len(emulated_steps.PIECES), 0)
+        for notes, kind in ((fused.notes, NORMED), (apart.notes, SUMMED)):
+            assert [each for each in notes if each in (NORMED, SUMMED)] == [kind] * layers * len(PIECES)
+            ended = [notes[i + 1] for i, each in enumerate(notes) if each == kind]
+            assert set(ended) == {"COMBINE"}, "of another phase"
         assert torch.equal(fused.logits.argmax(1), apart.logits.argmax(1))
         torch.testing.assert_close(fused.logits, apart.logits, rtol=0.02, atol=0.02)
     assert not torch.equal(found[0][0].logits, found[1][0].logits), "two ranks read the same"
