@@ -108,6 +108,7 @@ class GpuDecoder:
             x = add_norm(branch, residual, after, eps)
             if isinstance(branch, Unsent):
                 on.lap(Phase.COMBINE)
+                branch = x  # the experts' rows are free before attention takes room
         return x if step.sample_rows is None else x.index_select(0, step.sample_rows)
 
     def logits(self, hidden: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
