@@ -19,7 +19,7 @@ def base(config: Fields, family: str, norm_eps: float = 1e-6) -> dict[str, Any]:
         "vocab_size": config.integer("vocab_size"),
         "hidden": config.integer("hidden_size"),
         "max_context": config.integer("max_position_embeddings"),
-        "norm_eps": config.number("rms_norm_eps", default=norm_eps),
+        "norm_eps": config.number("rms_norm_eps", default=norm_eps, above=0.0),
         "tied_head": config.flag("tie_word_embeddings"),
         "dtype": config.choice("dtype", "torch_dtype", default="bfloat16", allowed=_DTYPES),
         "quant_block": _quant_block(config.table("quantization_config")),
@@ -52,7 +52,8 @@ def rope(config: Fields, dim: int, *, theta: float = 10_000.0, interleaved: bool
         dim: rotated channels. theta: the family's default base.
     """
     table = config.table("rope_parameters", "rope_scaling")
-    theta = table.number("rope_theta", default=config.number("rope_theta", default=theta))
+    theta = config.number("rope_theta", default=theta, above=1.0)  # YaRN divides by its logarithm
+    theta = table.number("rope_theta", default=theta, above=1.0)
     partial = table.number(
         "partial_rotary_factor", default=config.number("partial_rotary_factor", default=1.0)
     )
@@ -64,10 +65,10 @@ def rope(config: Fields, dim: int, *, theta: float = 10_000.0, interleaved: bool
     if kind is RopeType.DEFAULT:
         return RopeSpec(dim, theta, interleaved)
     if kind is RopeType.LINEAR:
-        return RopeSpec(dim, theta, interleaved, kind, factor=table.number("factor"))
+        return RopeSpec(dim, theta, interleaved, kind, factor=table.number("factor", above=0.0))
     context = config.integer("max_position_embeddings")
     original = table.integer("original_max_position_embeddings", default=context)
-    factor = table.number("factor", default=context / original)
+    factor = table.number("factor", default=context / original, above=0.0)
     return RopeSpec(
         dim,
         theta,
@@ -75,8 +76,8 @@ def rope(config: Fields, dim: int, *, theta: float = 10_000.0, interleaved: bool
         kind,
         factor=factor,
         original_context=original,
-        beta_fast=table.number("beta_fast", default=32.0),
-        beta_slow=table.number("beta_slow", default=1.0),
+        beta_fast=table.number("beta_fast", default=32.0, above=0.0),
+        beta_slow=table.number("beta_slow", default=1.0, above=0.0),
         attention_factor=table.number("attention_factor", default=_yarn_attention_factor(table, factor)),
         truncate=table.flag("truncate", default=True),
     )

@@ -35,6 +35,8 @@ def spec(config: Fields) -> ModelSpec:
 def mla(config: Fields, *, interleaved: bool) -> dict[str, Any]:
     """`attention` and `rope` of a model with latent attention."""
     rope_dim, nope_dim = config.integer("qk_rope_head_dim"), config.integer("qk_nope_head_dim")
+    if rope_dim % 2:
+        raise config.error("qk_rope_head_dim", rope_dim, "even")
     rope = common.rope(config, rope_dim, interleaved=interleaved)
     scale = (nope_dim + rope_dim) ** -0.5
     if rope.type is not RopeType.DEFAULT:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +20,7 @@ LARGEST = 1 << 30
 # What is counted out before anything is loaded: more would take all time and memory instead of being refused.
 COUNTED = {
     "num_hidden_layers": 1 << 12,
+    "max_position_embeddings": 1 << 24,  # each has its rotation in a table
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 1 << 16),
 }
 
@@ -65,11 +67,14 @@ class Fields:
             raise self.error(names[0], value, f"an integer of at most {high}")
         return value
 
-    def number(self, *names: str, default: float | None = None) -> float:
-        """A finite number."""
+    def number(self, *names: str, default: float | None = None, above: float = -math.inf) -> float:
+        """A finite number above another."""
         value = self.value(*names, default=default)
-        if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < math.inf:
-            raise self.error(names[0], value, "a finite number")
+        known = isinstance(value, int | float) and not isinstance(value, bool)
+        if not known or not above < value < math.inf or abs(value) > sys.float_info.max:
+            raise self.error(
+                names[0], value, "a finite number" + (f" above {above:g}" if above > -math.inf else "")
+            )
         return float(value)
 
     def flag(self, *names: str, default: bool = False) -> bool:
@@ -90,9 +95,16 @@ class Fields:
         """Zero, one or several token ids."""
         value: Any = next((self.values[n] for n in names if self.values.get(n) is not None), [])
         ids = value if isinstance(value, list) else [value]
-        if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
-            raise self.error(names[0], value, "a token id or a list of them")
+        if not all(map(_is_index, ids)):
+            raise self.error(names[0], value, "a token id or a list of them, 0 or more each")
         return tuple(ids)
+
+    def indices(self, name: str) -> frozenset[int]:
+        """A list of numbers that count from 0; empty if it is not given."""
+        value = self.value(name, default=[])
+        if not isinstance(value, list) or not all(map(_is_index, value)):
+            raise self.error(name, value, "a list of integers of at least 0")
+        return frozenset(value)
 
     def table(self, *names: str) -> Fields:
         """A nested object; empty if none is given."""
@@ -104,3 +116,7 @@ class Fields:
     def error(self, name: str, value: Any, allowed: str) -> CheckpointError:
         """The error of a field out of range."""
         return CheckpointError(f"{self.source}: {name} = {value!r}: must be {allowed}")
+
+
+def _is_index(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST

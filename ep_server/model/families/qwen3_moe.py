@@ -11,7 +11,7 @@ def spec(config: Fields) -> ModelSpec:
     """Reads a `qwen3_moe` config.json."""
     layers = config.integer("num_hidden_layers")
     step = config.integer("decoder_sparse_step", default=1)
-    dense = set(config.value("mlp_only_layers", default=[]))
+    dense = config.indices("mlp_only_layers")
     window = config.integer("sliding_window", default=4096) if config.flag("use_sliding_window") else 0
     attention = common.gqa(config, QkNorm.HEAD, bias=config.flag("attention_bias"), window=window)
     return ModelSpec(
