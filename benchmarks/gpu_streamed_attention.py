@@ -130,7 +130,7 @@ def main() -> None:
     for context, batch in itertools.product(given.context, given.batch):
         manners = {"streamed": manner_for(batch, SPEC.kv_heads, PROCESSORS, LONGEST)}
         if given.manners:
-            manners |= {f"{s} tiles, {b} blocks": Manner(s, b) for s, b in ((16, 132), (8, 264), (8, 132))}
+            manners |= {f"teams of {team}": Manner(team, PROCESSORS) for team in (1, 2, 4, 8)}
         compare(Case(batch, context), manners)
 
 

@@ -16,7 +16,8 @@ void require(bool holds, const char* field, uint64_t value, const std::string& a
     throw std::invalid_argument(std::string(field) + ": " + std::to_string(value) + ", must be " + allowed);
 }
 
-// Read in boxes of half a head's channels x one head x kTile positions, 128-byte swizzle.
+// Read in boxes of half a head's channels x one head x kTile positions, 128-byte swizzle; lines come as they
+// are asked for, see cuda::map_of().
 CUtensorMap map_of(cuda::EncodeTiled encode, void* cache, const Shape& shape) {
   const cuuint64_t sizes[] = {kDim, shape.kv_heads, shape.positions};
   const cuuint64_t pitches[] = {kDim * 2, uint64_t(shape.kv_heads) * kDim * 2};
@@ -24,7 +25,7 @@ CUtensorMap map_of(cuda::EncodeTiled encode, void* cache, const Shape& shape) {
   CUtensorMap map{};
   const CUresult made = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, cache, sizes, pitches, box, strides,
                                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-                               CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+                               CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (made != CUDA_SUCCESS)
     throw std::runtime_error("cuTensorMapEncodeTiled: driver error " + std::to_string(made) +
                              " for a cache of " + std::to_string(shape.positions) + " positions x " +
@@ -55,15 +56,15 @@ Attention::Attention(int device, const Shape& cache, const Rule& rule) : device_
 }
 
 void Attention::run(cudaStream_t stream, const Work& work, const Manner& manner) const {
-  require(manner.stages != 0 && manner.stages % kWarps == 0 && manner.stages <= kMostStages, "stages",
-          manner.stages, "a multiple of " + std::to_string(kWarps) + " up to " + std::to_string(kMostStages));
+  require(std::has_single_bit(manner.team) && manner.team <= kWarps, "team", manner.team,
+          "a power of two up to " + std::to_string(kWarps));
   require(manner.blocks >= 1, "blocks", manner.blocks, "at least 1");
   require(manner.splits >= 1 && manner.splits <= kMostSplits, "splits", manner.splits,
           "1 to " + std::to_string(kMostSplits));
   if (work.count == 0) return;
   Params params = params_;
   params.work = work;
-  params.stages = manner.stages, params.splits = manner.splits;
+  params.team = manner.team, params.splits = manner.splits;
   params.lets_next_start = manner.lets_next_start;
   const cuda::OnDevice here(device_);
   check(start(stream, manner.blocks, params), "attention");

@@ -1,6 +1,7 @@
-// Attention of one token per sequence. A block's warps share the tiles of 16 positions of one (sequence, KV
-// head, part of the context) at a time; one more warp asks for tiles, of later items too, as places in the
-// ring become free, so the memory has work while a block begins and ends an item.
+// Attention of one token per sequence. A team of a block's warps, one to eight of them, takes one (sequence,
+// KV head, part of the context) at a time. Each warp has every so many-th tile of 16 positions of it and a
+// ring of its own, where it asks for its next tile, also of its next item, as soon as it has used one: warps
+// meet only as an item begins and ends, and while one team does the others have the memory's time.
 //
 // Tiles are asked for before the kernel ahead has ended: all positions but the token's own were written by
 // earlier steps. The token's own key and value come from the projections: every item norms and turns its
@@ -21,94 +22,92 @@ namespace {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// Adds the warps' sums up and stores them. A thread has four channels of a head.
-__device__ inline void leave(const Params& p, const Item& item, const Shared& shared, Softmax& mine,
-                             uint32_t warp, uint32_t lane) {
-  mine.finish();
+// Afterwards the team's first warp has seen what all have. Half of them hand over to the others, and again: a
+// warp's second words go where it has read itself.
+__device__ inline void join(SoftmaxWords* joined, const Team& team, Softmax& mine, uint32_t lane) {
+  SoftmaxWords* words = joined + team.number * (team.size / 2);
+  for (uint32_t half = team.size / 2, first = half; half != 0; half /= 2) {
+    const auto of = [&](uint32_t giver) -> SoftmaxWords& {
+      return words[half == first ? giver - half : giver];
+    };
+    if (team.member >= half && team.member < 2 * half) of(team.member).keep(mine, lane);
+    team.meet();
+    if (team.member < half) of(team.member + half).add_to(mine, lane);
+  }
+}
+
+// By the team's first warp. A thread has channels lane / 4 of every eight, of two heads.
+__device__ inline void leave(const Params& p, const Item& item, const Softmax& mine, uint32_t lane) {
+  const size_t row = size_t(item.sequence) * p.heads + item.head * p.cache.group;
+  if (p.splits == 1) {
+    float inverse[2];
+#pragma unroll
+    for (uint32_t h = 0; h < 2; ++h) inverse[h] = mine.total[h] == 0 ? 0.0f : 1.0f / mine.total[h];
+    auto* out = static_cast<__nv_bfloat16*>(p.work.out) + (row + lane / 4) * kDim + lane % 4 * 2;
+#pragma unroll
+    for (uint32_t c = 0; c < kDim / 8; ++c) {  // turned: two channels of head lane / 4
+      const float* sums = mine.sums[c / 2] + c % 2 * 2;
+      const uint32_t both = transpose(pack(sums[0] * inverse[0], sums[1] * inverse[1]));
+      if (lane / 4 < p.cache.group) *reinterpret_cast<uint32_t*>(out + c * 8) = both;
+    }
+    return;
+  }
 #pragma unroll
   for (uint32_t h = 0; h < 2; ++h) {
-    const uint32_t head = warp * kMostGroup + lane % 4 * 2 + h;
-    if (lane < 4) shared.top[head] = mine.top[h], shared.total[head] = mine.total[h];
+    const uint32_t member = lane % 4 * 2 + h;
+    if (member >= p.cache.group) continue;
+    const size_t part = (row + member) * p.splits + item.split;
 #pragma unroll
-    for (uint32_t c = 0; c < kDim / 16; ++c) {
-      float* to = shared.sums + head * kSumsPitch + c * 16 + lane / 4;
-      to[0] = mine.sums[c][h], to[8] = mine.sums[c][h + 2];
-    }
-  }
-  meet();
-  for (uint32_t i = threadIdx.x; i < p.cache.group * (kDim / 4); i += kWarps * 32) {
-    const uint32_t member = i / (kDim / 4), channel = i % (kDim / 4) * 4;
-    float top = -INFINITY, total = 0;
-#pragma unroll
-    for (uint32_t w = 0; w < kWarps; ++w) top = fmaxf(top, shared.top[w * kMostGroup + member]);
-    const float shift = top == -INFINITY ? 0 : top;  // nothing seen: no inf - inf
-    Four sum{};
-#pragma unroll
-    for (uint32_t w = 0; w < kWarps; ++w) {
-      const uint32_t head = w * kMostGroup + member;
-      const float weight = exp2f(shared.top[head] - shift);
-      const float4 part = *reinterpret_cast<const float4*>(shared.sums + head * kSumsPitch + channel);
-      total = fmaf(shared.total[head], weight, total);
-      sum.at[0] = fmaf(part.x, weight, sum.at[0]), sum.at[1] = fmaf(part.y, weight, sum.at[1]);
-      sum.at[2] = fmaf(part.z, weight, sum.at[2]), sum.at[3] = fmaf(part.w, weight, sum.at[3]);
-    }
-    const size_t row = size_t(item.sequence) * p.heads + item.head * p.cache.group + member;
-    if (p.splits == 1) {
-      const float inverse = total == 0 ? 0.0f : 1.0f / total;
-#pragma unroll
-      for (float& each : sum.at) each *= inverse;
-      *reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(p.work.out) + row * kDim + channel) =
-          sum.rounded();
-    } else {
-      const size_t part = row * p.splits + item.split;
-      *reinterpret_cast<float4*>(p.work.sums + part * kDim + channel) =
-          float4{sum.at[0], sum.at[1], sum.at[2], sum.at[3]};
-      if (channel == 0) *reinterpret_cast<float2*>(p.work.stats + part * 2) = float2{top, total};
-    }
+    for (uint32_t c = 0; c < kDim / 8; ++c)
+      p.work.sums[part * kDim + c * 8 + lane / 4] = mine.sums[c / 2][c % 2 * 2 + h];
+    if (lane < 4) *reinterpret_cast<float2*>(p.work.stats + part * 2) = float2{mine.top[h], mine.total[h]};
   }
 }
 
 [[maybe_unused]] __device__ inline void attend(const Params& p, const Shared& shared, uint32_t warp,
                                                uint32_t lane) {
   const float scale = p.rule.scale * kLog2E;
-  Agenda agenda(p, lane);
-  Place place;  // a warp has every kWarps-th tile of the block, so always the same places of the ring
-  place.advance(warp, p.stages);
-  uint32_t next = warp;  // its next tile, counted from the item's first
+  const Team team(p, warp);
+  std::byte* const places = shared.tiles + warp * kRing * kTileBytes;
+  std::byte* const rows = shared.rows + team.number * Shared::kRows;
+  uint64_t* const full = shared.full + warp * kRing;
+  Agenda agenda(p, team, lane);
+  Tiles tiles(p, team, agenda, places, full, lane);
+  tiles.ask(0);  // no more yet: what the projections left would come behind all that
+  Place place;
   for (uint32_t n = 0; n < agenda.count; ++n) {
     const Item item = agenda.item(n);
-    prepare(p, item, shared.rows, warp, lane);
+    prepare(p, item, team, rows, lane, [&] {
+      for (uint32_t stage = 1; n == 0 && stage < kRing; ++stage) tiles.ask(stage);
+    });
     Queries queries;
-    queries.load(shared.rows, kPitch, lane);
+    queries.load(rows, kPitch, lane);
     Softmax softmax;
-    for (; next < item.last - item.first; next += kWarps, place.advance(kWarps, p.stages)) {
-      await_phase(&shared.full[place.stage], place.parity);
-      std::byte* at = shared.tiles + place.stage * kTileBytes;
-      const uint32_t tile = item.first + next, seen = min(item.length - tile * kTile, kTile);
+    for (uint32_t tile = item.first + team.member; tile < item.last; tile += team.size, place.next()) {
+      await_phase(&full[place.stage], place.parity);
+      std::byte* at = places + place.stage * kTileBytes;
+      const uint32_t seen = min(item.length - tile * kTile, kTile);
       const bool newest = item.newest && tile + 1 == item.last;
-      if (newest) complete(at, shared.rows, seen - 1, lane);
+      if (newest) complete(at, rows, seen - 1, lane);
       softmax.add(shared_address(at), queries, seen, scale, lane);
-      if (newest && n + 1 < agenda.count) publish_to_async();  // copies follow
+      if (newest) publish_to_async();  // copies may follow
       __syncwarp();
-      if (lane == 0) arrive(&shared.empty[place.stage]);
+      tiles.ask(place.stage);
     }
-    next -= item.last - item.first;
-    leave(p, item, shared, softmax, warp, lane);
+    softmax.finish();
+    join(shared.joined, team, softmax, lane);
+    if (team.member == 0) leave(p, item, softmax, lane);
   }
 }
 
-__global__ void __launch_bounds__((kWarps + 1) * 32, 2) attend_kernel(const __grid_constant__ Params p) {
+__global__ void __launch_bounds__(kWarps * 32, 1) attend_kernel(const __grid_constant__ Params p) {
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) std::byte memory[];  // a pattern of the swizzle begins at a multiple
-  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const Shared shared(memory, p.stages);
-  if (threadIdx.x == kWarps * 32) shared.begin(p.stages);
+  const Shared shared(memory, p.team);
+  if (threadIdx.x == 0) shared.begin(p);
   if (p.lets_next_start) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
   __syncthreads();
-  if (warp == kWarps)
-    ask(p, shared, lane);
-  else
-    attend(p, shared, warp, lane);
+  attend(p, shared, threadIdx.x / 32, threadIdx.x % 32);
 #else
   __trap();  // Attention refuses other GPUs
 #endif
@@ -117,7 +116,9 @@ __global__ void __launch_bounds__((kWarps + 1) * 32, 2) attend_kernel(const __gr
 }  // namespace
 
 cudaError_t start(cudaStream_t stream, uint32_t blocks, const Params& params) {
-  const size_t bytes = Shared::bytes(params.stages);
+  const size_t bytes = Shared::bytes(params.team);
+  static_assert(Shared::bytes(1) <= 227 << 10 && Shared::bytes(2) <= 227 << 10,
+                "a block of Hopper has no more");
   // With each launch, as it holds for the current device alone; launches of a step are captured once.
   if (const auto error =
           cudaFuncSetAttribute(attend_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)))
@@ -126,8 +127,9 @@ cudaError_t start(cudaStream_t stream, uint32_t blocks, const Params& params) {
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
+  // Every block has an item, so it waits for the kernel ahead.
   const uint32_t items = params.work.count * params.cache.kv_heads * params.splits;
-  config.gridDim = dim3(std::min(items, blocks)), config.blockDim = (kWarps + 1) * 32;
+  config.gridDim = dim3(std::min(items, blocks)), config.blockDim = kWarps * 32;
   config.dynamicSmemBytes = bytes, config.stream = stream;
   config.attrs = &early, config.numAttrs = 1;
   return cudaLaunchKernelEx(&config, attend_kernel, params);

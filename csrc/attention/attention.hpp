@@ -16,8 +16,8 @@ inline constexpr uint32_t kTile = 16;      // positions that a warp works on at 
 inline constexpr uint32_t kMostGroup = 8;  // query heads of a KV head: the narrow side of a product
 inline constexpr uint32_t kMostSplits = 64;
 inline constexpr uint32_t kTileBytes = 2 * kTile * kDim * 2;  // keys and values
-inline constexpr uint32_t kWarps = 8;                         // of a block, that compute
-inline constexpr uint32_t kMostStages = 16;                   // tiles: what fits a multiprocessor
+inline constexpr uint32_t kWarps = 8;                         // of a block, one to a multiprocessor
+inline constexpr uint32_t kRing = 3;                          // tiles that a warp has under way or works on
 
 // One layer's cache, [positions, kv_heads, kDim] bfloat16 each, and who reads it.
 struct Shape {
@@ -47,10 +47,10 @@ struct Work {
   float *sums, *stats;  // with splits > 1: [count, heads, splits, kDim] unnormalised, [.., 2] maximum and sum
 };
 
-// How a launch goes about it. stages: tiles that a block has under way, a multiple of kWarps. blocks: at
-// most; they share the items out. splits: parts that each context is cut into.
+// How a launch goes about it. team: warps that share an item, a power of two up to kWarps. blocks: at most;
+// they share the items out. splits: parts that each context is cut into.
 struct Manner {
-  uint32_t stages, blocks, splits;
+  uint32_t team, blocks, splits;
   bool lets_next_start;  // at once; the next kernel must wait until this one has ended before it reads out
 };
 
@@ -60,7 +60,7 @@ struct Params {
   Shape cache;
   Rule rule;
   Work work;
-  uint32_t heads, stages, splits, block_shift;
+  uint32_t heads, team, splits, block_shift;
   bool lets_next_start;
 };
 

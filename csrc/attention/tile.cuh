@@ -138,4 +138,35 @@ struct Softmax {
   }
 };
 
+// A warp's Softmax on its way to another warp, in shared memory.
+struct SoftmaxWords {
+  float sums[kDim / 16][4][32], top[2][32], total[2][32];  // by lane
+
+  __device__ void keep(const Softmax& from, uint32_t lane) {
+#pragma unroll
+    for (uint32_t c = 0; c < kDim / 16; ++c)
+#pragma unroll
+      for (uint32_t i = 0; i < 4; ++i) sums[c][i][lane] = from.sums[c][i];
+#pragma unroll
+    for (uint32_t h = 0; h < 2; ++h) top[h][lane] = from.top[h], total[h][lane] = from.total[h];
+  }
+
+  __device__ void add_to(Softmax& to, uint32_t lane) const {
+    float own[2], other[2];
+#pragma unroll
+    for (uint32_t h = 0; h < 2; ++h) {
+      const float higher = fmaxf(to.top[h], top[h][lane]);
+      const float shift = higher == -INFINITY ? 0 : higher;  // nothing seen: no inf - inf
+      own[h] = exp2f(to.top[h] - shift), other[h] = exp2f(top[h][lane] - shift);
+      to.top[h] = higher;
+      to.total[h] = fmaf(total[h][lane], other[h], to.total[h] * own[h]);
+    }
+#pragma unroll
+    for (uint32_t c = 0; c < kDim / 16; ++c)
+#pragma unroll
+      for (uint32_t i = 0; i < 4; ++i)
+        to.sums[c][i] = fmaf(sums[c][i][lane], other[i % 2], to.sums[c][i] * own[i % 2]);
+  }
+};
+
 }  // namespace ep::attention

@@ -11,24 +11,7 @@ namespace ep::attention {
 struct Four {
   float at[4];
 
-  __device__ static Four of(const Work& w, uint32_t sequence, size_t channel) {
-    Four mine;
-    const size_t from = sequence * w.pitch + channel;
-    if (w.parts == 0) return of(static_cast<const __nv_bfloat16*>(w.qkv) + from);
-    const float* sums = static_cast<const float*>(w.qkv) + from;
-    float4 all = *reinterpret_cast<const float4*>(sums);
-    for (uint32_t i = 1; i < w.parts; ++i) {
-      const float4 more = *reinterpret_cast<const float4*>(sums + i * w.part);
-      all.x += more.x, all.y += more.y, all.z += more.z, all.w += more.w;
-    }
-    mine = {{all.x, all.y, all.z, all.w}};
-#pragma unroll
-    for (float& each : mine.at) each = __bfloat162float(__float2bfloat16_rn(each));
-    return mine;
-  }
-
-  __device__ static Four of(const __nv_bfloat16* from) {
-    const uint2 both = *reinterpret_cast<const uint2*>(from);
+  __device__ static Four of(uint2 both) {
     const float2 a = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&both.x));
     const float2 b = __bfloat1622float2(*reinterpret_cast<const __nv_bfloat162*>(&both.y));
     return {{a.x, a.y, b.x, b.y}};
@@ -49,53 +32,105 @@ struct Four {
     at[2] = was.at[2] * by.z - was.at[3] * by.w, at[3] = was.at[2] * by.w + was.at[3] * by.z;
   }
 
+  __device__ void add(const float4& more) {
+    at[0] += more.x, at[1] += more.y, at[2] += more.z, at[3] += more.w;
+  }
+
+  __device__ void round() {
+#pragma unroll
+    for (float& each : at) each = __bfloat162float(__float2bfloat16_rn(each));
+  }
+
   __device__ uint2 rounded() const { return {pack(at[0], at[1]), pack(at[2], at[3])}; }
 };
 
-// The queries, and where the item has the newest position its key and value, as attention reads them. All of
-// a warp's rows are asked for at once.
-__device__ inline void prepare(const Params& p, const Item& item, std::byte* rows, uint32_t warp,
-                               uint32_t lane) {
-  constexpr uint32_t kRows = (kMostGroup + 2 + kWarps - 1) / kWarps;
+// Several rows of the projections, all of them, and of their parts, asked for before the first is used. from:
+// elements of a sequence's that come before the thread's.
+template <uint32_t kRows, class Meanwhile>
+__device__ inline void fetch(const Work& w, uint32_t sequence, const size_t (&from)[kRows],
+                             const bool (&wanted)[kRows], Four (&rows)[kRows], const Meanwhile& meanwhile) {
+  const size_t begin = size_t(sequence) * w.pitch;
+  if (w.parts == 0) {
+    uint2 words[kRows]{};
+#pragma unroll
+    for (uint32_t i = 0; i < kRows; ++i)
+      if (wanted[i])
+        words[i] =
+            *reinterpret_cast<const uint2*>(static_cast<const __nv_bfloat16*>(w.qkv) + begin + from[i]);
+    meanwhile();
+#pragma unroll
+    for (uint32_t i = 0; i < kRows; ++i) rows[i] = Four::of(words[i]);
+    return;
+  }
+  constexpr uint32_t kTogether = 3;  // parts
+#pragma unroll 1
+  for (uint32_t first = 0; first < w.parts; first += kTogether) {
+    float4 parts[kRows][kTogether]{};
+#pragma unroll
+    for (uint32_t i = 0; i < kRows; ++i)
+#pragma unroll
+      for (uint32_t part = 0; part < kTogether; ++part)
+        if (wanted[i] && first + part < w.parts)
+          parts[i][part] = *reinterpret_cast<const float4*>(static_cast<const float*>(w.qkv) + begin +
+                                                            from[i] + (first + part) * w.part);
+    if (first + kTogether >= w.parts) meanwhile();
+#pragma unroll
+    for (uint32_t i = 0; i < kRows; ++i)
+#pragma unroll
+      for (uint32_t part = 0; part < kTogether; ++part) rows[i].add(parts[i][part]);
+  }
+#pragma unroll
+  for (Four& row : rows) row.round();
+}
+
+// The queries, and where the item has the newest position its key and value, as attention reads them: each
+// warp of the team makes some. meanwhile(): is called while the last of them are under way.
+template <class Meanwhile>
+__device__ inline void prepare(const Params& p, const Item& item, const Team& team, std::byte* rows,
+                               uint32_t lane, const Meanwhile& meanwhile) {
+  constexpr uint32_t kAtOnce = 5;  // rows of a warp
   const uint32_t group = p.cache.group, kv_heads = p.cache.kv_heads, channel = lane * 4;
   const float4 turns =
       reinterpret_cast<const float4*>(p.rule.turns)[size_t(item.position) * (kDim / 4) + lane];
-  const auto wanted = [&](uint32_t row) {
-    return row < kMostGroup ? row < group : row <= kValue && item.newest;
-  };
-  // Heads of the projections: all queries', then the keys', then the values'.
-  const auto from = [&](uint32_t row) {
-    const uint32_t head =
-        row < kMostGroup ? item.head * group + row : p.heads + (row - kKey) * kv_heads + item.head;
-    return size_t(head) * kDim + channel;
-  };
-  Four mine[kRows]{}, weights[kRows]{};
+#pragma unroll 1
+  for (uint32_t first = team.member; first <= kValue; first += kAtOnce * team.size) {
+    Four mine[kAtOnce]{};
+    uint2 weights[kAtOnce]{};
+    size_t from[kAtOnce];
+    bool wanted[kAtOnce];
 #pragma unroll
-  for (uint32_t i = 0; i < kRows; ++i) {
-    const uint32_t row = warp + i * kWarps;
-    if (p.rule.norm != nullptr && row != kValue && wanted(row))
-      weights[i] = Four::of(static_cast<const __nv_bfloat16*>(p.rule.norm) + from(row));
-  }
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-#pragma unroll
-  for (uint32_t i = 0; i < kRows; ++i)
-    if (wanted(warp + i * kWarps)) mine[i] = Four::of(p.work, item.sequence, from(warp + i * kWarps));
-#pragma unroll
-  for (uint32_t i = 0; i < kRows; ++i) {
-    const uint32_t row = warp + i * kWarps;
-    if (row > kValue) break;
-    if (row != kValue && wanted(row)) {
-      if (p.rule.norm != nullptr) mine[i].norm(weights[i], p.rule.eps);
-      mine[i].turn(turns);
+    for (uint32_t i = 0; i < kAtOnce; ++i) {
+      const uint32_t row = first + i * team.size;
+      // Heads of the projections: all queries', then the keys', then the values'.
+      const uint32_t head =
+          row < kMostGroup ? item.head * group + row : p.heads + (row - kKey) * kv_heads + item.head;
+      from[i] = size_t(head) * kDim + channel;
+      wanted[i] = row < kMostGroup ? row < group : row <= kValue && item.newest;
+      if (p.rule.norm != nullptr && row != kValue && wanted[i])
+        weights[i] =
+            *reinterpret_cast<const uint2*>(static_cast<const __nv_bfloat16*>(p.rule.norm) + from[i]);
     }
-    const uint2 rounded = mine[i].rounded();
-    reinterpret_cast<uint2*>(rows + row * kPitch)[lane] = rounded;
-    if (row < kMostGroup || !item.newest || item.slot < 0) continue;
-    void* cache = row == kKey ? p.cache.k : p.cache.v;
-    reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(cache) +
-                             (size_t(item.slot) * kv_heads + item.head) * kDim)[lane] = rounded;
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    fetch(p.work, item.sequence, from, wanted, mine, [&] {
+      if (first + kAtOnce * team.size > kValue) meanwhile();
+    });
+#pragma unroll
+    for (uint32_t i = 0; i < kAtOnce; ++i) {
+      const uint32_t row = first + i * team.size;
+      if (row > kValue) break;
+      if (row != kValue && wanted[i]) {
+        if (p.rule.norm != nullptr) mine[i].norm(Four::of(weights[i]), p.rule.eps);
+        mine[i].turn(turns);
+      }
+      const uint2 rounded = mine[i].rounded();
+      reinterpret_cast<uint2*>(rows + row * kPitch)[lane] = rounded;
+      if (row < kMostGroup || !item.newest || item.slot < 0) continue;
+      void* cache = row == kKey ? p.cache.k : p.cache.v;
+      reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(cache) +
+                               (size_t(item.slot) * kv_heads + item.head) * kDim)[lane] = rounded;
+    }
   }
-  meet();
+  team.meet();
 }
 
 // Puts the newest key and value into their tile, and zeros for values behind them: nothing times NaN is NaN.

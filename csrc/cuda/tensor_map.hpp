@@ -33,7 +33,8 @@ struct Matrix {
   uint64_t rows, channels, pitch;
 };
 
-// Read in boxes of box_rows x 64 channels, 128-byte swizzle, zeros outside. Throws std::runtime_error.
+// Read in boxes of box_rows x 64 channels, 128-byte swizzle, zeros outside. Throws std::runtime_error. Lines
+// come as they are asked for: in pairs, 256 bytes, an H200's memory gave 4 % less.
 inline CUtensorMap map_of(EncodeTiled encode, const Matrix& matrix, uint32_t box_rows) {
   const cuuint64_t sizes[] = {matrix.channels, matrix.rows}, pitches[] = {matrix.pitch};
   const cuuint32_t box[] = {64, box_rows}, strides[] = {1, 1};
@@ -41,7 +42,7 @@ inline CUtensorMap map_of(EncodeTiled encode, const Matrix& matrix, uint32_t box
   const CUresult made =
       encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 2, const_cast<void*>(matrix.data), sizes, pitches, box,
              strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+             CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (made != CUDA_SUCCESS)
     throw std::runtime_error("cuTensorMapEncodeTiled: driver error " + std::to_string(made) + " for " +
                              std::to_string(matrix.rows) + " x " + std::to_string(matrix.channels) + ", " +

@@ -48,6 +48,11 @@ __device__ inline void await_phase(uint64_t* barrier, uint32_t parity) {
 // matrix products.
 __device__ inline void publish_to_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// What the copy engine must know of `map` is on its way.
+__device__ inline void fetch_map(const CUtensorMap* map) {
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+}
+
 // Copies the box of `map` at (column, row) to `to`; `barrier` is told of its bytes. They are the first to
 // leave L2: weights are read once.
 __device__ inline void copy_box(void* to, const CUtensorMap* map, uint32_t column, uint32_t row,

@@ -23,10 +23,6 @@ __device__ void copy_rows(void* to, const CUtensorMap* map, uint32_t column, uin
       : "memory");
 }
 
-__device__ void fetch_map(const CUtensorMap* map) {
-  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
-}
-
 // A place in the ring of chunks of rows.
 struct Place {
   uint32_t stage = 0, parity = 0;

@@ -13,11 +13,19 @@ from tests.gpu.attention_case import BF16, NAN, Case
 
 pytestmark = pytest.mark.gpu
 HEADS = [(32, 4), (32, 8), (16, 16), (8, 1), (6, 2), (5, 1)]
-MANNERS = [Manner(16, 132), Manner(8, 264), Manner(8, 7), Manner(16, 1), Manner(8, 2)]
-PLAIN = Manner(8, 264)
+MANNERS = [
+    Manner(8, 132),
+    Manner(4, 132),
+    Manner(2, 132),
+    Manner(1, 132),
+    Manner(1, 7),
+    Manner(8, 1),
+    Manner(2, 2),
+]
+PLAIN = Manner(2, 132)
 LENGTHS = [1, 0, 16, 17, 15, 33, 64, 130, 255, 256, 300, 1000]
-# Ends of a tile, of a tile for each warp, of the ring.
-ENDS = [end + by for end in (16, 32, 112, 128, 144, 256, 272, 512) for by in (-1, 0, 1)]
+# Ends of a tile, of a tile for each warp, of the rings.
+ENDS = [end + by for end in (16, 32, 48, 96, 112, 128, 144, 192, 272, 384) for by in (-1, 0, 1)]
 
 
 @pytest.mark.parametrize("splits", [1, 3])
@@ -42,7 +50,7 @@ def test_padding_alone(manner: Manner, splits: int) -> None:
     case.check(case.run(replace(manner, splits=splits)))
 
 
-@pytest.mark.parametrize("manner", [Manner(16, 3), Manner(8, 5, 3), Manner(16, 11, 7)], ids=str)
+@pytest.mark.parametrize("manner", [Manner(8, 3), Manner(4, 5, 3), Manner(2, 11, 7), Manner(1, 2)], ids=str)
 def test_blocks_with_many_items(manner: Manner) -> None:
     """Hundreds each, some of them empty, some of more tiles than are looked up at a time."""
     case = Case.of([37 * n % 700 for n in range(48)], (32, 8))
@@ -81,7 +89,7 @@ def test_batches_as_a_rank_runs_them(rows: int) -> None:
 def test_long_contexts() -> None:
     case = Case.of([9000, 5, 4097])
     for splits in (1, 16, 64):
-        case.check(case.run(Manner(16, 132, splits)))
+        case.check(case.run(Manner(8, 132, splits)))
 
 
 def test_large_scores_do_not_overflow() -> None:

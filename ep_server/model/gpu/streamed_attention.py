@@ -26,6 +26,7 @@ from ep_server.model.triton.rope import HeadNorm
 
 _DIM, _MOST_GROUP, _LEAST_BLOCK, _PIECE = 128, 8, 16, 16
 _LEAST_SPLIT = 256  # positions
+_WARPS = 8  # of a block
 NATIVE = "ep_server._cuda"
 
 
@@ -33,11 +34,11 @@ NATIVE = "ep_server._cuda"
 class Manner:
     """How a launch goes about it.
 
-    stages: tiles of 16 positions that a block has under way, 8 KiB each: 8 or 16. blocks: at most; they share
-    (sequence, KV head, split) out. splits: parts that each context is cut into.
+    team: warps that share a (sequence, KV head, split): 1, 2, 4 or 8, all that a block has. blocks: at most,
+    one to a multiprocessor. splits: parts that each context is cut into.
     """
 
-    stages: int
+    team: int
     blocks: int
     splits: int = 1
     lets_next_start: bool = True
@@ -71,7 +72,7 @@ class StreamedStep:
             stats=0 if room is None else room.stats.data_ptr(),
         )
         self.native_manner = native.AttentionManner(
-            stages=manner.stages,
+            team=manner.team,
             blocks=manner.blocks,
             splits=manner.splits,
             lets_next_start=manner.lets_next_start,
@@ -183,15 +184,15 @@ def shape_obstacle(spec: GqaSpec, block_size: int) -> str:
 
 
 def manner_for(sequences: int, kv_heads: int, processors: int, longest: int) -> Manner:
-    """One block on a multiprocessor where that is enough for all, else two. longest: context, tokens.
+    """A team for each (sequence, KV head) at once, where a multiprocessor's warps are enough.
 
-    Contexts are cut only where there are not half as many (sequence, KV head) as multiprocessors: the kernel
-    that joins them takes longer than what is saved where contexts are short. Parts are a power of two: Triton
-    compiles what joins them for each, and buckets of sequences, which run before there is traffic, have all.
+    longest: context, tokens. Contexts are cut only where there are not half as many (sequence, KV head) as
+    multiprocessors: the kernel that joins them takes longer than what is saved where contexts are short.
+    Parts are a power of two: Triton compiles what joins them for each, and buckets of sequences, which run
+    before there is traffic, have all.
     """
     items = max(sequences * kv_heads, 1)
     most = max(min(processors // items, longest // _LEAST_SPLIT, MAX_SPLITS), 1)
     splits = 1 << most.bit_length() - 1
-    if items * splits <= processors:
-        return Manner(16, processors, splits)
-    return Manner(8, 2 * processors, splits)
+    each = -(-items * splits // processors)  # of a multiprocessor
+    return Manner(max(_WARPS >> (each - 1).bit_length(), 1), processors, splits)

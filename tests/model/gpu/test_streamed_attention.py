@@ -28,15 +28,18 @@ def cache(size: int = 16, heads: int = 4, dim: int = 128, dtype: torch.dtype = B
 @pytest.mark.parametrize(
     ("sequences", "longest", "wanted"),
     [
-        (1, 320, Manner(16, 132, 1)),
-        (1, 4096, Manner(16, 132, 16)),
-        (1, 1 << 20, Manner(16, 132, 32)),
-        (3, 4096, Manner(16, 132, 8)),
-        (16, 4096, Manner(16, 132, 2)),
-        (32, 4096, Manner(16, 132, 1)),
-        (33, 4096, Manner(16, 132, 1)),
-        (34, 4096, Manner(8, 264, 1)),
-        (256, 4096, Manner(8, 264, 1)),
+        (1, 320, Manner(8, 132, 1)),
+        (1, 4096, Manner(8, 132, 16)),
+        (1, 1 << 20, Manner(8, 132, 32)),
+        (3, 4096, Manner(8, 132, 8)),
+        (16, 4096, Manner(8, 132, 2)),
+        (32, 4096, Manner(8, 132, 1)),
+        (33, 4096, Manner(8, 132, 1)),
+        (34, 4096, Manner(4, 132, 1)),
+        (66, 4096, Manner(4, 132, 1)),
+        (67, 4096, Manner(2, 132, 1)),
+        (133, 4096, Manner(1, 132, 1)),
+        (256, 4096, Manner(1, 132, 1)),
     ],
 )
 def test_contexts_are_cut_where_blocks_are_few(sequences: int, longest: int, wanted: Manner) -> None:
@@ -111,4 +114,4 @@ def test_so_is_a_step_of_other_numbers(name: str, other: torch.Tensor) -> None:
     row, blocks = torch.zeros(4, dtype=torch.int32), torch.zeros(4, 3, dtype=torch.int32)
     step = replace(StepTensors(row, row, row, row, row, blocks, row, row, 4, None, row), **{name: other})
     with pytest.raises(InternalError, match=f"^{name}: "):
-        StreamedStep(step, 32, Manner(8, 264))
+        StreamedStep(step, 32, Manner(1, 132))
