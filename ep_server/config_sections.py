@@ -116,9 +116,14 @@ class SchedulerConfig:
         256, "requests waiting on this server before RESOURCE_EXHAUSTED", low=0, high=1_000_000
     )
     block_size: int = option(16, "tokens of one KV block", low=1, high=256)
-    kv_blocks: int = option(0, "KV blocks of a rank; 0 = from kv_fraction", low=0, high=100_000_000)
+    kv_blocks: int = option(
+        0, "KV blocks of a rank; 0 = from kv_fraction, on GPUs what fits", low=0, high=100_000_000
+    )
     kv_fraction: float = option(
-        0.25, "share of free memory, over all ranks, for KV caches", low=0.001, high=0.95
+        0.25,
+        "share of free memory, over CPU ranks, for KV caches; GPUs give 0.8",
+        low=0.001,
+        high=0.95,
     )
     prefix_cache: bool = option(True, "reuse KV blocks of equal prefixes")
 

@@ -41,7 +41,7 @@ def command(
     tokens: Annotated[int, typer.Option(help="Sequences decoding on each rank (default 32).", **PANEL)] = 32,
     context: Annotated[int, typer.Option(help="Tokens that each has so far (default 1024).", **PANEL)] = 1024,
     kv_fraction: Annotated[
-        float | None, typer.Option(help="Share of free memory for KV (default 0.9 on a GPU).", **PANEL)
+        float | None, typer.Option(help="Share of free memory for KV (default 0.8 on a GPU).", **PANEL)
     ] = None,
     bandwidth: Annotated[
         float | None,

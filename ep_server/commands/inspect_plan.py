@@ -16,9 +16,9 @@ from ep_server.ranks.sizing import Machine, Sizing, Workload, fewest_ranks, size
 
 GIB, GB = 1 << 30, 1e9
 CPU_BANDWIDTH = 30.0  # GB/s that two cores of a server read; all CPU ranks of a host share it
-GPU_KV_FRACTION = 0.9  # nothing else wants a GPU's memory
-# GiB, GB/s of memory, GB/s to other GPUs (what NVLink 4 reaches one way), dense BF16 TFLOP/s
-GPUS = {"h100": (80.0, 3350.0, 375.0, 989.0), "h200": (141.0, 4800.0, 375.0, 989.0)}
+GPU_KV_FRACTION = 0.8  # as model/gpu/memory.py has it
+# GiB that programs see, GB/s of memory, GB/s to other GPUs (NVLink 4 reaches it one way), dense BF16 TFLOP/s
+GPUS = {"h100": (79.0, 3350.0, 375.0, 989.0), "h200": (139.0, 4800.0, 375.0, 989.0)}
 DEVICES = ("cpu", *GPUS)
 
 

@@ -86,10 +86,12 @@ def plan_ranks(config: Config, spec: ModelSpec, available: int, *, packed: bool 
         share = max(0, available - fixed) * scheduler.kv_fraction
         blocks = min(int(share / (ranks * block)), useful_blocks(scheduler, context))
     if not blocks or fixed + ranks * blocks * block > available:
+        most = max(0, available - fixed) // (ranks * block)
         raise StartupError(
             f"the model does not fit: {_gib(here)} of weights, {_gib(shared)} of "
             f"exchange, {_gib(ranks * max(blocks, 1) * block)} of KV cache and {_gib(ranks * PROCESS_BYTES)} "
             f"for {ranks} processes need more than the {_gib(available)} of memory available"
+            + (f"; scheduler.kv_blocks = {blocks}: must be at most {most}, or 0" if blocks and most else "")
         )
     return GroupPlan(exchange, blocks, threads, weights)
 

@@ -131,8 +131,12 @@ def test_a_node_of_several_plans_for_its_own_ranks(tiny: Tiny, node: int) -> Non
     fixed = sum(plan.weight_bytes[2 * node : 2 * node + 2]) + 2 * group_bytes(plan.exchange) // 3
     needed = fixed + 2 * PROCESS_BYTES + 200 * BLOCK_BYTES
     assert plan_group(config, available=needed).kv_blocks == 100
-    with pytest.raises(StartupError, match="does not fit"):
+    with pytest.raises(
+        StartupError, match=r"does not fit: .*; scheduler\.kv_blocks = 100: must be at most 99"
+    ):
         plan_group(config, available=needed - 1)
+    with pytest.raises(StartupError, match=r"does not fit: .* of memory available\Z"):
+        plan_group(config, available=fixed)  # with no number of blocks
 
 
 @pytest.mark.parametrize(

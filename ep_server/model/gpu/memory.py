@@ -43,7 +43,10 @@ class Room:
         blocks = asked or min(int(self.free * KV_SHARE / block), useful)
         if blocks and blocks * block <= self.free:
             return blocks
-        wanted = f"{asked} KV blocks of {block} bytes need {_gib(asked * block)}"
+        wanted = (
+            f"scheduler.kv_blocks = {asked} of {block} bytes need {_gib(asked * block)}: "
+            f"must be at most {self.free // block}, or 0"
+        )
         raise StartupError(
             f"the model does not fit: with {_gib(weights)} of weights {self._left()}, "
             + (wanted if asked else f"a KV block takes {block} bytes")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ep_server.commands.inspect_plan import GPU_KV_FRACTION
 from ep_server.errors import StartupError
 from ep_server.model.gpu import assembly
 from ep_server.model.gpu.memory import KV_SHARE, Room
@@ -27,6 +28,10 @@ def test_the_cache_gets_its_share_of_what_is_free() -> None:
     assert blocks == int(40 * KV_SHARE) == 32
 
 
+def test_plans_give_the_cache_the_same_share() -> None:
+    assert GPU_KV_FRACTION == KV_SHARE
+
+
 def test_no_more_than_is_of_use() -> None:
     assert ROOM.kv_blocks(block=GIB, asked=0, useful=7, weights=0) == 7
 
@@ -40,7 +45,12 @@ def test_as_many_as_asked_for_if_they_fit() -> None:
     ("block", "asked", "words"),
     [
         (33 * GIB, 0, r"with 90\.00 GiB of weights 40\.00 GiB of 139\.00 GiB are free on cuda:3, a KV block"),
-        (GIB, 41, r"90\.00 GiB of weights 40\.00 GiB of .* 41 KV blocks of 1073741824 bytes need 41\.00 GiB"),
+        (
+            GIB,
+            41,
+            r"90\.00 GiB of weights 40\.00 GiB of .*, scheduler\.kv_blocks = 41 of 1073741824 bytes need "
+            r"41\.00 GiB: must be at most 40, or 0",
+        ),
     ],
 )
 def test_a_cache_that_does_not_fit_is_refused_with_the_numbers(block: int, asked: int, words: str) -> None:
