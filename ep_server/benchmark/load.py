@@ -9,6 +9,8 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass
 
+from ep_server.errors import ConfigError
+
 
 @dataclass(frozen=True, slots=True)
 class Load:
@@ -47,3 +49,10 @@ def poisson(rate: float, count: int, seed: int) -> list[float]:
 def shares(count: int, parts: int) -> list[int]:
     """`count` split over `parts` as evenly as it goes; the first ones get one more."""
     return [count // parts + (part < count % parts) for part in range(parts)]
+
+
+def check_length(prompt_tokens: int, new_tokens: int, context: int) -> None:
+    """context: longest prompt and output of the model, tokens. Raises: ConfigError."""
+    length = prompt_tokens + new_tokens
+    if length > context:
+        raise ConfigError("--prompt-tokens + --new-tokens", length, f"at most {context}, the context")

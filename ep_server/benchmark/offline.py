@@ -13,13 +13,13 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 
 from ep_server.benchmark.breakdown import Reports, Steps, less, steps_between
-from ep_server.benchmark.load import Load, prompt
+from ep_server.benchmark.load import Load, check_length, prompt
 from ep_server.benchmark.offline_plan import Plan, Result, Round, short_of
 from ep_server.benchmark.report import steady
 from ep_server.benchmark.trace import OK, Trace
 from ep_server.config import Config
 from ep_server.engine import Engine, EngineSettings
-from ep_server.errors import ConfigError, DeadlineExceeded, EpServerError, RankLost
+from ep_server.errors import DeadlineExceeded, EpServerError, RankLost
 from ep_server.flight import Submission
 from ep_server.ranks.launcher import RankProcesses
 from ep_server.ranks.protocol import Ranks
@@ -61,9 +61,7 @@ async def measure(
         sparse_layers: layers with experts. on_round: called after each round.
     Raises: ConfigError for lengths that the model does not take; EpServerError where a request fails.
     """
-    if plan.prompt_tokens + plan.new_tokens > engine.max_context:
-        allowed = f"at most {engine.max_context}, the context"
-        raise ConfigError("--prompt-tokens + --new-tokens", plan.prompt_tokens + plan.new_tokens, allowed)
+    check_length(plan.prompt_tokens, plan.new_tokens, engine.max_context)
     results = []
     for batch in plan.batches:
         load = plan.load(batch, engine.num_ranks, model.vocab_size)

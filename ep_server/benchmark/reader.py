@@ -135,8 +135,11 @@ def main() -> int:
     try:
         uvloop.run(_serve(Work.from_values(json.loads(line))))
     except Exception as error:
+        cause = error
+        while isinstance(cause, ExceptionGroup):  # of requests that ended for the same reason
+            cause = cause.exceptions[0]
         with suppress(OSError):  # nobody may be left to be told
-            _say(error=" ".join(f"{type(error).__name__}: {error}".split()))
+            _say(error=" ".join(f"{type(cause).__name__}: {cause}".split()))
         return 1
     return 0
 

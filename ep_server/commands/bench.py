@@ -12,9 +12,12 @@ from ep_server.commands.bench_output import Output
 from ep_server.commands.inspect_plan import DEVICES
 from ep_server.config import Config
 from ep_server.errors import ConfigError
+from ep_server.requests import MAX_STREAM_INTERVAL
 
 NAME = "bench"
 MODES = ("online", "offline")
+DAY = 86_400.0  # seconds
+MOST = 1e6  # of what would make no sense beyond, above all infinity
 MODEL_FLAGS = (
     "model.path",
     "parallel.ranks",
@@ -36,7 +39,9 @@ def command(
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Random token ids per prompt.")] = 32,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of output per request.")] = 64,
     seed: Annotated[int, typer.Option(help="Of prompts and arrivals.")] = 0,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds that one request may take.")] = 600.0,
+    timeout: Annotated[
+        float, typer.Option(min=0.1, max=DAY, help="Seconds that one request may take.")
+    ] = 600.0,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print JSON instead of tables, durations in seconds.")
     ] = False,
@@ -47,16 +52,19 @@ def command(
     ] = 64,
     concurrency: Annotated[int, typer.Option(min=1, help="Closed loop: requests at once.", **ONLINE)] = 8,
     rate: Annotated[
-        float, typer.Option(min=0, help="Poisson arrivals per second; 0 = closed loop.", **ONLINE)
+        float, typer.Option(min=0, max=MOST, help="Poisson arrivals per second; 0 = closed loop.", **ONLINE)
     ] = 0.0,
     warmup: Annotated[int, typer.Option(min=0, help="Requests before the clock starts.", **ONLINE)] = 2,
     clients: Annotated[int, typer.Option(min=1, max=64, help="Client processes.", **ONLINE)] = 1,
-    stream_interval: Annotated[int, typer.Option(min=1, help="Tokens of one message.", **ONLINE)] = 1,
+    stream_interval: Annotated[
+        int, typer.Option(min=1, max=MAX_STREAM_INTERVAL, help="Tokens of one message.", **ONLINE)
+    ] = 1,
     slo_ttft_ms: Annotated[
-        float | None, typer.Option(min=0, help="Goodput: longest time to first token.", **ONLINE)
+        float | None, typer.Option(min=0, max=MOST, help="Goodput: longest time to first token.", **ONLINE)
     ] = None,
     slo_itl_ms: Annotated[
-        float | None, typer.Option(min=0, help="Goodput: longest mean gap between tokens.", **ONLINE)
+        float | None,
+        typer.Option(min=0, max=MOST, help="Goodput: longest mean gap between tokens.", **ONLINE),
     ] = None,
     batch: Annotated[str, typer.Option(help="Sequences per rank, with commas.", **OFFLINE)] = "1,8,32",
     rounds: Annotated[int, typer.Option(min=1, help="Rounds of each; the median counts.", **OFFLINE)] = 3,
@@ -70,11 +78,15 @@ def command(
     ] = "",
     bandwidth: Annotated[
         float | None,
-        typer.Option(min=0.001, help="GB/s a rank reads (cpu: 30 / ranks).", show_default=False, **OFFLINE),
+        typer.Option(
+            min=0.001, max=MOST, help="GB/s a rank reads (cpu: 30 / ranks).", show_default=False, **OFFLINE
+        ),
     ] = None,
     link: Annotated[
         float | None,
-        typer.Option(min=0.001, help="GB/s to others (cpu: --bandwidth).", show_default=False, **OFFLINE),
+        typer.Option(
+            min=0.001, max=MOST, help="GB/s to others (cpu: --bandwidth).", show_default=False, **OFFLINE
+        ),
     ] = None,
     model: Annotated[str | None, typer.Option(help="Checkpoint directory.", **MODEL)] = None,
     ranks: Annotated[int | None, typer.Option(help="Rank processes (1).", **MODEL)] = None,

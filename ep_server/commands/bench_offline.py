@@ -11,13 +11,14 @@ from rich.console import Console
 from ep_server.app import warn_if_made_up
 from ep_server.benchmark import offline, pictures, tables
 from ep_server.benchmark.breakdown import Rates, Steps, bounds
+from ep_server.benchmark.load import check_length
 from ep_server.benchmark.offline_plan import Plan, Result, prepared, short_of
 from ep_server.commands.bench_output import Output
 from ep_server.commands.inspect_plan import CPU_BANDWIDTH, DEVICES, GB, GPUS
 from ep_server.config import Config
 from ep_server.errors import ConfigError
 from ep_server.model.families import ModelSpec, read_spec
-from ep_server.model.sizes import serving_dtype
+from ep_server.model.sizes import context_limit, serving_dtype
 from ep_server.progress import Bars
 from ep_server.ranks.sizing import distinct_experts
 from ep_server.served_model import ServedModel
@@ -62,6 +63,7 @@ async def run(config: Config, asked: Plan, rates: Rates, output: Output) -> int:
     model = ServedModel.load(config.model)
     warn_if_made_up(config.model)
     config, spec = prepared(config, asked), read_spec(config.model.path)
+    check_length(asked.prompt_tokens, asked.new_tokens, context_limit(spec, config.model.max_context))
     console, done = Console(stderr=True), 0
     with Bars(console, console.print) as bars:
         async with offline.running(config, model, bars.loading) as engine:

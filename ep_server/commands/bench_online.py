@@ -14,7 +14,7 @@ from rich.console import Console
 from ep_server.app import App, assemble
 from ep_server.benchmark import online, pictures, tables
 from ep_server.benchmark.breakdown import Reports, Steps, steps_between
-from ep_server.benchmark.load import Load
+from ep_server.benchmark.load import Load, check_length
 from ep_server.benchmark.offline import settled
 from ep_server.benchmark.offline_plan import TIMED_EVERY
 from ep_server.benchmark.report import Slo, summarise
@@ -25,6 +25,7 @@ from ep_server.config import Config
 from ep_server.engine import Engine
 from ep_server.errors import ConfigError, StartupError
 from ep_server.model.families import read_spec
+from ep_server.model.sizes import context_limit
 from ep_server.progress import Bars
 
 
@@ -84,6 +85,9 @@ async def run(server: Target | Config, asked: Asked, readers: Readers, output: O
     Raises: ConfigError for lengths that the model does not take; StartupError; grpc.RpcError where nobody
         answers.
     """
+    if isinstance(server, Config):  # before it loads anything
+        longest = context_limit(read_spec(server.model.path), server.model.max_context)
+        check_length(asked.prompt_tokens, asked.new_tokens, longest)
     console = Console(stderr=True)
     with Bars(console, console.print) as bars:
         async with online.started(readers.clients) as processes:
@@ -137,10 +141,7 @@ async def _measure(
 ) -> Measured:
     async with AsyncClient(crowd.target) as client:
         info: Any = await client.model_info()
-    length = asked.prompt_tokens + asked.new_tokens
-    if length > info.max_context:
-        allowed = f"at most {info.max_context}, the context"
-        raise ConfigError("--prompt-tokens + --new-tokens", length, allowed)
+    check_length(asked.prompt_tokens, asked.new_tokens, info.max_context)
     load = asked.load(info.vocab_size)
     traces = await online.run(crowd, load, lambda done: bars.show("requests", done, load.requests), on_warm)
     return Measured(info.name, traces)

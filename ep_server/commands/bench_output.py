@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -26,8 +27,8 @@ class Output:
     def check(self) -> None:
         """Before anything is measured. Raises: ConfigError for a file that could not be written."""
         for flag, path in (("--json-file", self.json_file), ("--chart", self.chart)):
-            if path and not Path(path).resolve().parent.is_dir():
-                raise ConfigError(flag, path, "a file in a directory that is there")
+            if path and not _writable(Path(path).resolve()):
+                raise ConfigError(flag, path, "a file in a directory that is there, and may be written")
         if self.chart and not self.chart.endswith(".svg"):
             raise ConfigError("--chart", self.chart, "a name that ends with .svg")
 
@@ -48,3 +49,9 @@ class Output:
             print(json.dumps(found))
         else:
             tables(Console())
+
+
+def _writable(path: Path) -> bool:
+    if path.exists():
+        return not path.is_dir() and os.access(path, os.W_OK)
+    return path.parent.is_dir() and os.access(path.parent, os.W_OK)

@@ -212,6 +212,15 @@ async def test_a_reader_that_cannot_start_is_named() -> None:
         (("--ranks", "2"), "parallel.ranks = 2: must be given only with --model"),
         (("--chart", "a.png"), "--chart = 'a.png': must be a name that ends with .svg"),
         (("--json-file", "/no/such/place/a.json"), "must be a file in a directory that is there"),
+        (("--json-file", "/"), "--json-file = '/': must be a file in a directory that is there"),
+        (
+            ("offline", "--model", str(DEMO), "--prompt-tokens", "2000"),
+            "--prompt-tokens + --new-tokens = 2064: must be at most 2048, the context",
+        ),
+        (
+            ("--model", str(DEMO), "--new-tokens", "9", "--set", "model.max_context=40"),
+            "--prompt-tokens + --new-tokens = 41: must be at most 40, the context",
+        ),
     ],
 )
 def test_what_it_cannot_do_is_one_line(
@@ -220,3 +229,27 @@ def test_what_it_cannot_do_is_one_line(
     assert main(["bench", *arguments]) == 1
     err = capfd.readouterr().err
     assert words in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("--timeout", "inf"),
+        ("--rate", "inf"),
+        ("--bandwidth", "inf"),
+        ("--link", "nan"),
+        ("--slo-itl-ms", "inf"),
+        ("--stream-interval", "1025"),
+    ],
+)
+def test_numbers_have_a_range(flag: str, value: str, capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", flag, value]) == 2
+    assert f"Invalid value for '{flag}'" in capfd.readouterr().err
+
+
+async def test_why_warm_up_requests_failed_is_told() -> None:
+    """The reason, not that there were several."""
+    async with serving() as served, online.started(1) as processes:
+        crowd = online.Crowd(Target(served.server.address), processes, warmup=2)
+        with pytest.raises(StartupError, match="could not start: InvalidArgument: stream_interval = 10995"):
+            await online.run(crowd, replace(LOAD, stream_interval=1 << 40))
