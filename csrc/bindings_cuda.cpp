@@ -244,7 +244,6 @@ PYBIND11_MODULE(_cuda, m) {
       .def_property_readonly("num_sms", &Group::num_sms);
 
   m.attr("MAX_RANKS") = cuda::kMaxPeers;
-  m.attr("MAX_NORMED") = cuda::kMostNormed;
   m.attr("BAD_IDS") = uint32_t(cuda::kBadIds);
   m.attr("CAPACITY") = uint32_t(cuda::kCapacity);
 }

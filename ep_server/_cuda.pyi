@@ -6,7 +6,6 @@ ep/cuda.py, model/gpu/streamed_experts.py and model/gpu/streamed_products.py say
 MAX_RANKS: int
 BAD_IDS: int
 CAPACITY: int
-MAX_NORMED: int
 
 class DispatchSendArgs:
     def __init__(

@@ -34,7 +34,7 @@ __device__ __forceinline__ void let_next_kernel_start() {
 
 // What a launch asked for, as 32-bit words.
 __device__ __forceinline__ uint32_t* dynamic_shared() {
-  extern __shared__ __align__(16) uint32_t words[];
+  extern __shared__ uint32_t words[];
   return words;
 }
 
@@ -123,13 +123,17 @@ __device__ __forceinline__ void store16(void* to, const uint4& v) {
                : "memory");
 }
 
-// Into shared memory, beside whatever the thread does meanwhile; it sees its own when await_fetched()
-// returns.
-__device__ __forceinline__ void fetch16(void* shared, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(uint32_t(__cvta_generic_to_shared(shared))),
-               "l"(from)
+// Read twice or soon: worth a line of the first-level cache. Nobody else may write it meanwhile.
+__device__ __forceinline__ uint4 load16_again(const void* from) {
+  uint4 v;
+  asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
+               : "l"(from)
                : "memory");
+  return v;
 }
-__device__ __forceinline__ void await_fetched() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+__device__ __forceinline__ void expect_line(const void* at) {
+  asm volatile("prefetch.global.L1 [%0];" ::"l"(at) : "memory");
+}
 
 }  // namespace ep::cuda

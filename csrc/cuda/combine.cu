@@ -62,9 +62,8 @@ cudaError_t start(const Launch& launch, const Device& g, const CombineSendArgs& 
   received.split = kNorms ? 0 : tokens << kMaxSplit <= launch.num_sms ? kMaxSplit : 1;
   const uint32_t senders = kSends ? 1 + std::clamp(rows << sent.split, 1u, 2 * room) : 0;
   const uint32_t receivers = kReceives ? 1 + std::clamp(tokens << received.split, 1u, room) : 0;
-  const size_t held = kNorms ? 2 * g.layout.answer_bytes : 0;
   return start_kernel(launch, combine_kernel<kWire, kNarrow, kHalves, kNorms>, 1 + senders + receivers,
-                      threads, held, g, sent, received, handle, senders);
+                      threads, 0, g, sent, received, handle, senders);
 }
 
 template <Wire kWire, bool kNarrow>
@@ -80,8 +79,7 @@ cudaError_t start(Halves halves, const Launch& launch, const Device& g, const Co
 cudaError_t combine(const Launch& launch, Halves halves, const Device& device, const CombineSendArgs& send,
                     const CombineRecvArgs& recv, std::byte* handle) {
   if (recv.norm.residual != nullptr) {
-    if (send.wire != Wire::kBf16 || launch.narrow || halves != Halves::kBoth || device.hidden > kMostNormed)
-      return cudaErrorInvalidValue;
+    if (send.wire != Wire::kBf16 || launch.narrow || halves != Halves::kBoth) return cudaErrorInvalidValue;
     return start<Wire::kBf16, false, Halves::kBoth, true>(launch, device, send, recv, handle);
   }
   if (send.wire == Wire::kFp8) return start<Wire::kFp8, false>(halves, launch, device, send, recv, handle);

@@ -56,9 +56,6 @@ __device__ __forceinline__ void collect_answers(const Device& g, const CombineRe
   terms.collect(wanted, {g.own() + l.answer_at(o.bank, owner, token, lane), weight, owner});
 }
 
-constexpr uint32_t kWords = 2;                  // of each row, that a thread awaits at once
-constexpr uint32_t kRows = kInFlight / kWords;  // at once
-
 // Adds words of 16 bytes of all rows as they come, and empties them; word w begins `at` + w * `step`, if
 // before `end`.
 __device__ __forceinline__ void sum_answers(const Device& g, const Terms& terms, uint64_t* waited,
@@ -85,40 +82,25 @@ __device__ __forceinline__ void sum_answers(const Device& g, const Terms& terms,
   }
 }
 
-// Bytes [begin, end) of a token's sum, of rows of bf16, as they come. use(at, words) for each 16 of them.
-template <class Use>
-__device__ __forceinline__ void sum_words(const Device& g, const Terms& terms, uint64_t* waited,
-                                          uint32_t begin, uint32_t end, Trouble& trouble, Use&& use) {
-  const uint32_t step = blockDim.x * 16;
-#pragma unroll 1
-  for (uint32_t at = begin + threadIdx.x * 16; at < end; at += kWords * step) {
-    Sum sum[kWords];
-    sum_answers(g, terms, waited, at, step, end, sum, trouble);
-#pragma unroll
-    for (uint32_t w = 0; w < kWords; ++w)
-      if (at + w * step < end) use(at + w * step, sum[w].rounded());
-  }
-}
-
 // A token's sum, all of it, to the stream and normed; false where a thread found trouble, which is reported.
-// turn: tokens of the block before. The whole block calls it.
-__device__ __forceinline__ bool norm_token(const Device& g, const CombineRecvArgs& a, const Terms& terms,
-                                           const Wanted& wanted, uint32_t token, uint32_t turn) {
+// step: from a token of the block to its next. The whole block calls it.
+__device__ __forceinline__ bool end_layer(const Device& g, const CombineRecvArgs& a, const Terms& terms,
+                                          const Wanted& wanted, uint32_t token, uint32_t step) {
   const uint32_t bytes = uint32_t(g.layout.answer_bytes);
-  const uint64_t begin = uint64_t(token) * bytes;
-  const Held held = held_rows(bytes);
-  if (turn == 0) fetch_row(held.weight, a.norm.weight, bytes);
-  fetch_row(held.stream, static_cast<const std::byte*>(a.norm.residual) + begin, bytes);
+  EndOfLayer row{a.norm, token, bytes, {}, {}};
+  row.expect();
   float mine = 0.0f;
   Trouble trouble;
-  sum_words(g, terms, wanted.waited, 0, bytes, trouble, [&](uint32_t at, const uint4& branch) {
-    await_fetched();
-    mine = __fadd_rn(mine, add_to_stream(a.norm, held.stream, begin, at, branch));
-  });
+#pragma unroll 1
+  for (uint32_t at = threadIdx.x * 16; at < bytes; at += kWords * row.step()) {
+    Sum sum[kWords];
+    sum_answers(g, terms, wanted.waited, at, row.step(), bytes, sum, trouble);
+    mine = __fadd_rn(mine, row.add(at, sum));
+  }
   report(g, wanted, trouble);  // before the barrier: it ends the waits of the other threads
   bool any = trouble.any();
-  const float mean = sum_of_block(mine, turn, any) / float(g.hidden);
-  store_normed(held, __frsqrt_rn(mean + a.norm.eps), static_cast<std::byte*>(a.out) + begin, bytes);
+  const float mean = sum_of_block(mine, token / step, any) / float(g.hidden);
+  row.store(a.out, __frsqrt_rn(mean + a.norm.eps));
   return !any;
 }
 
@@ -147,23 +129,29 @@ __device__ __forceinline__ Done combine_recv(const Device& g, const CombineRecvA
   uint64_t* waited = threadIdx.x == 0 ? g.scratch(slot, o.epoch).wait_ns : nullptr;
   Trouble trouble;
 #pragma unroll 1
-  for (uint32_t i = first_item, turn = 0; i < items; ++turn) {
+  for (uint32_t i = first_item; i < items && !__any_sync(kFull, trouble.any());) {
     const uint32_t token = i >> split, part = i & ((1u << split) - 1);
     collect_answers(g, a, handle, o, asked, token, place, terms);
     const uint32_t begin = part_at(bytes, part, split), end = part_at(bytes, part + 1, split);
     auto* out = static_cast<std::byte*>(a.out) + uint64_t(token) * bytes;
     if constexpr (kNorms) {
-      if (!norm_token(g, a, terms, {Op::kCombine, Phase::kRecvHeader, 0, o.epoch, waited}, token, turn))
+      if (!end_layer(g, a, terms, {Op::kCombine, Phase::kRecvHeader, 0, o.epoch, waited}, token, blocks - 1))
         return done;
     } else if constexpr (kWire == Wire::kFp8) {
       sum_packed<Fp8Wire>(g, terms, waited, out, begin / 32, end / 32, trouble);
     } else if constexpr (kWire == Wire::kLog10) {
       sum_packed<Log10Wire>(g, terms, waited, out, begin / 32, end / 32, trouble);
     } else {
-      sum_words(g, terms, waited, begin, end, trouble,
-                [&](uint32_t at, const uint4& v) { store_row<kNarrow>(out, at, bytes, v); });
+      const uint32_t step = blockDim.x * 16;
+#pragma unroll 1
+      for (uint32_t at = begin + threadIdx.x * 16; at < end; at += kWords * step) {
+        Sum sum[kWords];
+        sum_answers(g, terms, waited, at, step, end, sum, trouble);
+#pragma unroll
+        for (uint32_t w = 0; w < kWords; ++w)
+          if (at + w * step < end) store_row<kNarrow>(out, at + w * step, bytes, sum[w].rounded());
+      }
     }
-    if (!kNorms && __any_sync(kFull, trouble.any())) break;
     i += blocks - 1;
     if (i < items) place = place_of(g, handle, i >> split);
   }

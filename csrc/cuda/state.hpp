@@ -160,7 +160,6 @@ struct AddNorm {
   const void* weight;  // [H]
   float eps;
 };
-constexpr uint32_t kMostNormed = 8192;  // channels: two rows in the shared memory that a block has unasked
 
 struct CombineRecvArgs {
   void* out;             // [T, H] bf16: the sums, or what AddNorm makes of them

@@ -62,7 +62,9 @@ __device__ __forceinline__ Terms own_terms() {
   return {lists[threadIdx.x / kWarp], 0};
 }
 
-constexpr uint32_t kInFlight = 4;  // rows loaded before the first is used
+constexpr uint32_t kInFlight = 4;               // rows loaded before the first is used
+constexpr uint32_t kWords = 2;                  // of each row, that a thread awaits at once
+constexpr uint32_t kRows = kInFlight / kWords;  // at once
 
 // Adds bytes [at, at + 16) of all rows.
 template <bool kNarrow>

@@ -76,7 +76,7 @@ inline uint4 load16(const void* from) {
   return {word_at(from, 0), word_at(from, 1), word_at(from, 2), word_at(from, 3)};
 }
 inline void store16(void* to, const uint4& v) { put16(to, v); }
-inline void fetch16(void* shared, const void* from) { *static_cast<uint4*>(shared) = load16(from); }
-inline void await_fetched() {}
+inline uint4 load16_again(const void* from) { return load16(from); }
+inline void expect_line(const void*) {}
 
 }  // namespace ep::cuda
