@@ -14,6 +14,9 @@ COUNT = 24
 SIZES = [n for n in (1, 2, 4) if n <= torch.cuda.device_count()] or [1]
 # Of every size one micro-batch, of the largest two.
 RUNS = [(ranks, "off") for ranks in SIZES] + [(SIZES[-1], "on")]
+ALIKE = 4  # tokens of an answer: one of a prompt, the others of captured steps
+# Of all checkpoints the one that the attention kernel for Hopper takes, in blocks of 16.
+STREAMED, BLOCK = "qwen3_moe-wide-heads", 16
 MANY = 64  # sequences of a rank: the least bucket whose micro-batches are chosen by their times
 
 
@@ -39,9 +42,13 @@ async def drawn(
 
 
 def begins_alike(model: Answers, tokens: dict[int, tuple[int, ...]], times: int = 2) -> bool:
-    """Most first tokens are those of float32. Later ones may differ: a near tie turns with any rounding."""
-    first = [tokens[n][0] == wanted[0] for n, wanted in enumerate(model.tokens * times, start=1)]
-    return sum(first) > len(first) // 2 and all(len(drawn) == COUNT for drawn in tokens.values())
+    """Half of the answers begin as those of float32. Others may not: a near tie turns with any rounding.
+
+    On the CPU it is three of four of every family, and none where a step goes wrong.
+    """
+    wanted = dict(enumerate(model.tokens * times, start=1))
+    alike = [answer[:ALIKE] == wanted[n][:ALIKE] for n, answer in tokens.items()]
+    return 2 * sum(alike) >= len(wanted) and all(len(answer) == COUNT for answer in tokens.values())
 
 
 @pytest.mark.parametrize(("ranks", "overlap"), RUNS)
@@ -61,8 +68,11 @@ async def test_bfloat16_over_nvlink_begins_as_float32_does(
     answers: dict[str, Answers], family: str, ranks: int, overlap: str
 ) -> None:
     model = answers[family]
-    tokens, heard = await drawn(model, ranks, model__dtype="bfloat16", parallel__overlap=overlap)
+    fields = {"model__dtype": "bfloat16", "parallel__overlap": overlap, "scheduler__block_size": BLOCK}
+    tokens, heard = await drawn(model, ranks, **fields)
     assert begins_alike(model, tokens)
+    streamed = family == STREAMED and torch.cuda.get_device_capability()[0] == 9
+    assert {ready.attention.split()[0] for ready in heard.ready} == {"streamed" if streamed else "triton"}
     assert all((n > 0) == (overlap == "on") for n in heard.counter("overlap_steps"))
 
 
