@@ -78,7 +78,7 @@ cudaError_t start(Halves halves, const Launch& launch, const Device& g, const Co
 
 cudaError_t combine(const Launch& launch, Halves halves, const Device& device, const CombineSendArgs& send,
                     const CombineRecvArgs& recv, std::byte* handle) {
-  if (recv.norm.residual != nullptr) {
+  if (recv.norm.weight != nullptr) {
     if (send.wire != Wire::kBf16 || launch.narrow || halves != Halves::kBoth) return cudaErrorInvalidValue;
     return start<Wire::kBf16, false, Halves::kBoth, true>(launch, device, send, recv, handle);
   }

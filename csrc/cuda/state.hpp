@@ -155,9 +155,9 @@ struct CombineSendArgs {
 
 // What is made of combine's sums where they end a layer. bf16, at multiples of 16 bytes.
 struct AddNorm {
-  void* residual;      // [T, H], becomes the sum; null = nothing is made of them
+  void* residual;      // [T, H], becomes the sum
   const void* shared;  // [T, H], added to the sums first, or null
-  const void* weight;  // [H]
+  const void* weight;  // [H]; null = nothing is made of them
   float eps;
 };
 
