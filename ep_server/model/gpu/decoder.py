@@ -35,7 +35,7 @@ from ep_server.model.gpu.paged_layers import paged_layers
 from ep_server.model.gpu.rows import Rows, Unsent
 from ep_server.model.gpu.step_input import StepTensors
 from ep_server.model.gpu.streamed_attention import StreamedStep, manner_for, streamed_attention
-from ep_server.model.gpu.streamed_products import STREAMED, streamed_product
+from ep_server.model.gpu.streamed_products import STREAMED, STREAMED_AMONG_RANKS, streamed_product
 from ep_server.model.layers import GqaWeights, MlaWeights, MoeWeights
 from ep_server.model.rope import rotation_table
 from ep_server.model.timers import Lap, Phase
@@ -77,6 +77,7 @@ class GpuDecoder:
         self._table = torch.view_as_real(table).contiguous().to(device)
         attention, longest = params.spec.attention, len(table)
         self._kernels = kernels or triton_decode(attention, longest, multiprocessors(device))
+        self._limits = STREAMED if params.exchange.spec.num_ranks == 1 else STREAMED_AMONG_RANKS
         local = len(params.exchange.spec.local_experts)
         self.experts = ExpertCounter(params.spec.num_layers, local, device, torch.int32, tally)
         self._moe = [self._block(index, params) for index in range(params.spec.num_layers)]
@@ -128,7 +129,7 @@ class GpuDecoder:
         weight = router_weight(ffn.router, params.weights.embedding.dtype)
         counts = self.experts.rows[index]
         streamed = streamed_experts(ffn.experts)
-        logits = streamed_product(weight, STREAMED.router)
+        logits = streamed_product(weight, self._limits.router)
         return GpuMoe(index, params.spec.router, params.exchange.spec, weight, counts, streamed, logits, seed)
 
     def _attention(self, x: torch.Tensor, index: int, at: AttentionStep) -> torch.Tensor | Partial:
@@ -148,7 +149,7 @@ class GpuDecoder:
         if isinstance(self._kernels, TritonDecode) and self._kernels.streamed:
             norm = None if w.head_norm is None else HeadNorm(w.head_norm, self._spec.norm_eps)
             streamed = streamed_attention(self._kv[index], spec, self._table, norm)
-        return GqaKernels.of(w, STREAMED, streamed)
+        return GqaKernels.of(w, self._limits, streamed)
 
     def _attention_step(self, step: StepTensors) -> AttentionStep:
         singles = Sequences(step.blocks[: step.decode], step.lengths[: step.decode])
