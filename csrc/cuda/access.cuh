@@ -32,6 +32,13 @@ __device__ __forceinline__ void let_next_kernel_start() {
 #endif
 }
 
+// 1 / sqrt(x), off by two of the last places at most.
+__device__ __forceinline__ float inverse_root(float x) {
+  float y;
+  asm("rsqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // What a launch asked for, as 32-bit words.
 __device__ __forceinline__ uint32_t* dynamic_shared() {
   extern __shared__ uint32_t words[];
@@ -123,7 +130,7 @@ __device__ __forceinline__ void store16(void* to, const uint4& v) {
                : "memory");
 }
 
-// Read twice or soon: worth a line of the first-level cache. Nobody else may write it meanwhile.
+// Read by other blocks too: worth a line of the first-level cache. Nobody may write it meanwhile.
 __device__ __forceinline__ uint4 load16_again(const void* from) {
   uint4 v;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -131,9 +138,6 @@ __device__ __forceinline__ uint4 load16_again(const void* from) {
                : "l"(from)
                : "memory");
   return v;
-}
-__device__ __forceinline__ void expect_line(const void* at) {
-  asm volatile("prefetch.global.L1 [%0];" ::"l"(at) : "memory");
 }
 
 }  // namespace ep::cuda

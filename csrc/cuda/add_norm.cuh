@@ -4,14 +4,17 @@
 //   residual = round(residual + round(sum [+ shared]))      bf16, as it is stored
 //   out      = round(residual / sqrt(mean(residual^2) + eps) * weight)
 //
-// One block to a token; each thread has its own words of the row from start to end. What it added last stays
-// in registers, the rest of a wide row is read again: shared memory is the next kernel's, which is set up
-// beside this one. All arithmetic is float32, no multiply is fused with an add.
+// One block to a token; each thread has its own words of the row from start to end. What is added to them and
+// what they are multiplied with is in registers before they have come; what was added last stays there, the
+// rest of a wide row is read again: shared memory is the next kernel's, which is set up beside this one. All
+// arithmetic is float32, no multiply is fused with an add.
 #pragma once
 
 #include "cuda/sum.cuh"
 
 namespace ep::cuda {
+
+constexpr uint32_t kNormRows = 4;  // of which a thread awaits kWords words at once
 
 // 2 or 8 channels of a + b, rounded. Minus zero stays where both are.
 __device__ __forceinline__ uint32_t added(uint32_t a, uint32_t b) {
@@ -37,11 +40,12 @@ __device__ __forceinline__ uint4 normed(const uint4& v, const uint4& weight, flo
           normed(v.w, weight.w, scale)};
 }
 
-// A token's row, of which a thread has kWords words of 16 bytes at a time: `at`, and `step` beyond.
+// A token's row, of which a thread has kWords words of 16 bytes at a time: `at`, and `step` beyond. Words
+// behind the end are zeros.
 struct EndOfLayer {
   const AddNorm& a;
-  uint32_t token, bytes;
-  uint4 stream[kWords], weights[kWords];  // of the words that were added last
+  uint32_t token, bytes, last;            // last: where the words are that were asked for last
+  uint4 stream[kWords], weights[kWords];  // of those
 
   __device__ __forceinline__ uint64_t begin() const { return uint64_t(token) * bytes; }
   static __device__ __forceinline__ uint32_t step() { return blockDim.x * 16; }
@@ -52,54 +56,53 @@ struct EndOfLayer {
     return static_cast<const std::byte*>(a.weight) + at;
   }
 
-  // What is read once rows have come is on its way while they are awaited.
-  __device__ __forceinline__ void expect() const {
-#pragma unroll 1
-    for (uint32_t at = threadIdx.x * 16; at < bytes; at += step()) {
-      expect_line(residual(at));
-      expect_line(weight(at));
+  // What is read once rows have come is on its way while they are awaited. In registers: every acquire of
+  // another block drops what the first-level cache holds.
+  __device__ __forceinline__ void ask(uint32_t at) {
+    last = at;
+#pragma unroll
+    for (uint32_t w = 0; w < kWords; ++w) {
+      stream[w] = weights[w] = {};
+      if (at + w * step() >= bytes) continue;
+      stream[w] = load16(residual(at + w * step()));
+      weights[w] = load16_again(weight(at + w * step()));
     }
   }
 
-  // Adds a token's sum at two words; the squares of what is stored.
-  __device__ __forceinline__ float add(uint32_t at, const Sum (&sum)[kWords]) {
+  // Adds a token's sum at the words that were asked for; the squares of what is stored.
+  __device__ __forceinline__ float add(const Sum (&sum)[kWords]) {
+    const uint32_t at = last;
     uint4 branch[kWords];
 #pragma unroll
-    for (uint32_t w = 0; w < kWords; ++w) {
-      branch[w] = sum[w].rounded();
-      stream[w] = weights[w] = {};  // none of before is held while rows are awaited
-      if (at + w * step() >= bytes) continue;
-      stream[w] = load16_again(residual(at + w * step()));
-      weights[w] = load16_again(weight(at + w * step()));
+    for (uint32_t w = 0; w < kWords; ++w) branch[w] = sum[w].rounded();
+    if (a.shared != nullptr) {
+      const std::byte* shared = static_cast<const std::byte*>(a.shared) + begin() + at;
+      uint4 more[kWords];
+#pragma unroll
+      for (uint32_t w = 0; w < kWords; ++w)
+        more[w] = at + w * step() < bytes ? load16(shared + w * step()) : uint4{};
+#pragma unroll
+      for (uint32_t w = 0; w < kWords; ++w) branch[w] = added(branch[w], more[w]);
     }
     float mine = 0.0f;
 #pragma unroll
     for (uint32_t w = 0; w < kWords; ++w) {
-      if (at + w * step() >= bytes) continue;
-      if (a.shared != nullptr)
-        branch[w] =
-            added(branch[w], load16(static_cast<const std::byte*>(a.shared) + begin() + at + w * step()));
       stream[w] = added(branch[w], stream[w]);
-      store16(residual(at + w * step()), stream[w]);
+      if (at + w * step() < bytes) store16(residual(at + w * step()), stream[w]);
       mine = __fadd_rn(mine, squares(stream[w]));
     }
     return mine;
   }
 
-  // The stream, normed.
+  // The stream, normed: what is in registers first.
   __device__ __forceinline__ void store(void* out, float scale) const {
-#pragma unroll 1
-    for (uint32_t at = threadIdx.x * 16; at < bytes; at += kWords * step()) {
-      const bool last = bytes - at <= kWords * step();
+    std::byte* to = static_cast<std::byte*>(out) + begin();
 #pragma unroll
-      for (uint32_t w = 0; w < kWords; ++w) {
-        const uint32_t i = at + w * step();
-        if (i >= bytes) continue;
-        const uint4 v = last ? stream[w] : load16_again(residual(i));
-        store16(static_cast<std::byte*>(out) + begin() + i,
-                normed(v, last ? weights[w] : load16_again(weight(i)), scale));
-      }
-    }
+    for (uint32_t w = 0; w < kWords; ++w)
+      if (last + w * step() < bytes) store16(to + last + w * step(), normed(stream[w], weights[w], scale));
+#pragma unroll 1
+    for (uint32_t at = threadIdx.x * 16; at < last; at += step())
+      store16(to + at, normed(load16(residual(at)), load16_again(weight(at)), scale));
   }
 };
 
@@ -113,8 +116,9 @@ __device__ __forceinline__ float sum_of_block(float mine, uint32_t turn, bool& a
   if (threadIdx.x % kWarp == 0) sums[threadIdx.x / kWarp] = mine;
   any = __syncthreads_or(any);
   float all = 0.0f;
-#pragma unroll 1
-  for (uint32_t w = 0; w < blockDim.x / kWarp; ++w) all = __fadd_rn(all, sums[w]);
+#pragma unroll
+  for (uint32_t w = 0; w < kMaxWarps; ++w)
+    if (w < blockDim.x / kWarp) all = __fadd_rn(all, sums[w]);
   return all;
 }
 

@@ -15,10 +15,14 @@ constexpr uint32_t kLog10Blocks = 3;  // more registers
 #else
 constexpr uint32_t kLog10Blocks = kBlocksPerSm;
 #endif
+// Of a combine that norms, on a multiprocessor: each may have 128 registers.
+constexpr uint32_t kNormThreads = 512;
 
 // Blocks: one that keeps house, senders (the first writes headers), receivers (the first awaits them).
 template <Wire kWire, bool kNarrow, Halves kHalves, bool kNorms>
-__global__ void __launch_bounds__(kMaxThreads, kWire == Wire::kLog10 ? kLog10Blocks : kBlocksPerSm)
+__global__ void __launch_bounds__(kMaxThreads, kNorms                  ? kNormThreads / kMaxThreads
+                                               : kWire == Wire::kLog10 ? kLog10Blocks
+                                                                       : kBlocksPerSm)
     combine_kernel(const __grid_constant__ Device g, const __grid_constant__ CombineSendArgs send,
                    const __grid_constant__ CombineRecvArgs recv, std::byte* handle, uint32_t senders) {
   constexpr bool kSends = uint32_t(kHalves) & uint32_t(Halves::kSend);
@@ -51,7 +55,8 @@ cudaError_t start(const Launch& launch, const Device& g, const CombineSendArgs& 
   constexpr bool kReceives = uint32_t(kHalves) & uint32_t(Halves::kRecv);
   const uint32_t wanted = uint32_t(g.layout.answer_bytes / 16) / 4;  // at 7168 channels four words a thread
   const uint32_t threads = std::clamp((wanted + kWarp - 1) / kWarp * kWarp, 4 * kWarp, kMaxThreads);
-  const uint32_t room = launch.num_sms * kBlocksPerSm, tokens = launch.tokens;
+  const uint32_t resident = kNorms ? std::min(kNormThreads / threads, kBlocksPerSm) : kBlocksPerSm;
+  const uint32_t room = launch.num_sms * resident, tokens = launch.tokens;
   // All blocks at once where they fit: one that waits for its stores keeps no other from starting. A row is
   // split further while every part has a multiprocessor of its own.
   const uint32_t rows = tokens * g.num_ranks;
@@ -59,6 +64,7 @@ cudaError_t start(const Launch& launch, const Device& g, const CombineSendArgs& 
   sent.split = rows * 2 <= room ? 1 : 0;
   while (sent.split < kMaxSplit && rows << (sent.split + 1) <= launch.num_sms) ++sent.split;
   CombineRecvArgs received = recv;
+  received.norm.share = 1.0f / float(g.hidden);
   received.split = kNorms ? 0 : tokens << kMaxSplit <= launch.num_sms ? kMaxSplit : 1;
   const uint32_t senders = kSends ? 1 + std::clamp(rows << sent.split, 1u, 2 * room) : 0;
   const uint32_t receivers = kReceives ? 1 + std::clamp(tokens << received.split, 1u, room) : 0;

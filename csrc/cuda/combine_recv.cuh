@@ -57,50 +57,66 @@ __device__ __forceinline__ void collect_answers(const Device& g, const CombineRe
 }
 
 // Adds words of 16 bytes of all rows as they come, and empties them; word w begins `at` + w * `step`, if
-// before `end`.
+// before `end`. kAtOnce: rows that are awaited together. kHeld: where they lie stays in registers meanwhile,
+// and nothing is between a word and its sum: neither a store nor a weight that is still to be read.
+template <uint32_t kAtOnce, bool kHeld>
 __device__ __forceinline__ void sum_answers(const Device& g, const Terms& terms, uint64_t* waited,
                                             uint32_t at, uint32_t step, uint32_t end, Sum (&sum)[kWords],
                                             Trouble& trouble) {
 #pragma unroll 1
-  for (uint32_t i = 0; i < terms.count && !trouble.any(); i += kRows) {
-    uint4 v[kInFlight];
-    uint32_t wanted = 0, peers = 0;  // a byte each
+  for (uint32_t i = 0; i < terms.count && !trouble.any(); i += kAtOnce) {
+    uint4 v[kAtOnce * kWords];
+    std::byte* rows[kAtOnce];
+    uint32_t wanted = 0, peers = 0;
 #pragma unroll
-    for (uint32_t j = 0; j < kInFlight; ++j) {
+    for (uint32_t j = 0; j < kAtOnce * kWords; ++j) {
       if (i + j / kWords >= terms.count || at + j % kWords * step >= end) continue;
-      peers |= terms.list[i + j / kWords].of << 8 * j;
+      peers |= terms.list[i + j / kWords].of << kPeerBits<kAtOnce * kWords> * j;
       wanted |= 1u << j;
+      if (kHeld && j % kWords == 0) rows[j / kWords] = terms.list[i + j / kWords].row + at;
     }
-    const auto slot = [&](uint32_t j) { return terms.list[i + j / kWords].row + at + j % kWords * step; };
+    const auto slot = [&](uint32_t j) {
+      if constexpr (kHeld) return rows[j / kWords] + j % kWords * step;
+      return terms.list[i + j / kWords].row + at + j % kWords * step;
+    };
     const uint32_t here = await_slots(g, peers, wanted, waited, slot, v, trouble);
+    float weights[kAtOnce];
+    if constexpr (kHeld) {
 #pragma unroll
-    for (uint32_t j = 0; j < kInFlight; ++j) {
-      if (!(here >> j & 1)) continue;
-      sum[j % kWords].add(v[j], terms.list[i + j / kWords].weight);
-      empty16(slot(j));
+      for (uint32_t n = 0; n < kAtOnce; ++n)
+        weights[n] = i + n < terms.count ? terms.list[i + n].weight : 0.0f;
     }
+#pragma unroll
+    for (uint32_t j = 0; j < kAtOnce * kWords; ++j) {
+      if (!(here >> j & 1)) continue;
+      sum[j % kWords].add(v[j], kHeld ? weights[j / kWords] : terms.list[i + j / kWords].weight);
+      if (!kHeld) empty16(slot(j));
+    }
+#pragma unroll
+    for (uint32_t j = 0; kHeld && j < kAtOnce * kWords; ++j)
+      if (here >> j & 1) empty16(slot(j));
   }
 }
 
 // A token's sum, all of it, to the stream and normed; false where a thread found trouble, which is reported.
-// step: from a token of the block to its next. The whole block calls it.
+// turn: how many tokens the block has had before. The whole block calls it.
 __device__ __forceinline__ bool end_layer(const Device& g, const CombineRecvArgs& a, const Terms& terms,
-                                          const Wanted& wanted, uint32_t token, uint32_t step) {
+                                          const Wanted& wanted, uint32_t token, uint32_t turn) {
   const uint32_t bytes = uint32_t(g.layout.answer_bytes);
-  EndOfLayer row{a.norm, token, bytes, {}, {}};
-  row.expect();
+  EndOfLayer row{a.norm, token, bytes, threadIdx.x * 16, {}, {}};
   float mine = 0.0f;
   Trouble trouble;
 #pragma unroll 1
   for (uint32_t at = threadIdx.x * 16; at < bytes; at += kWords * row.step()) {
+    row.ask(at);
     Sum sum[kWords];
-    sum_answers(g, terms, wanted.waited, at, row.step(), bytes, sum, trouble);
-    mine = __fadd_rn(mine, row.add(at, sum));
+    sum_answers<kNormRows, true>(g, terms, wanted.waited, at, row.step(), bytes, sum, trouble);
+    mine = __fadd_rn(mine, row.add(sum));
   }
   report(g, wanted, trouble);  // before the barrier: it ends the waits of the other threads
   bool any = trouble.any();
-  const float mean = sum_of_block(mine, token / step, any) / float(g.hidden);
-  row.store(a.out, __frsqrt_rn(mean + a.norm.eps));
+  const float mean = __fmul_rn(sum_of_block(mine, turn, any), a.norm.share);
+  row.store(a.out, inverse_root(mean + a.norm.eps));
   return !any;
 }
 
@@ -127,6 +143,7 @@ __device__ __forceinline__ Done combine_recv(const Device& g, const CombineRecvA
 
   const uint32_t asked = sent_to & o.peers;
   uint64_t* waited = threadIdx.x == 0 ? g.scratch(slot, o.epoch).wait_ns : nullptr;
+  [[maybe_unused]] uint32_t turn = 0;
   Trouble trouble;
 #pragma unroll 1
   for (uint32_t i = first_item; i < items && !__any_sync(kFull, trouble.any());) {
@@ -135,7 +152,7 @@ __device__ __forceinline__ Done combine_recv(const Device& g, const CombineRecvA
     const uint32_t begin = part_at(bytes, part, split), end = part_at(bytes, part + 1, split);
     auto* out = static_cast<std::byte*>(a.out) + uint64_t(token) * bytes;
     if constexpr (kNorms) {
-      if (!end_layer(g, a, terms, {Op::kCombine, Phase::kRecvHeader, 0, o.epoch, waited}, token, blocks - 1))
+      if (!end_layer(g, a, terms, {Op::kCombine, Phase::kRecvHeader, 0, o.epoch, waited}, token, turn++))
         return done;
     } else if constexpr (kWire == Wire::kFp8) {
       sum_packed<Fp8Wire>(g, terms, waited, out, begin / 32, end / 32, trouble);
@@ -146,7 +163,7 @@ __device__ __forceinline__ Done combine_recv(const Device& g, const CombineRecvA
 #pragma unroll 1
       for (uint32_t at = begin + threadIdx.x * 16; at < end; at += kWords * step) {
         Sum sum[kWords];
-        sum_answers(g, terms, waited, at, step, end, sum, trouble);
+        sum_answers<kRows, false>(g, terms, waited, at, step, end, sum, trouble);
 #pragma unroll
         for (uint32_t w = 0; w < kWords; ++w)
           if (at + w * step < end) store_row<kNarrow>(out, at + w * step, bytes, sum[w].rounded());

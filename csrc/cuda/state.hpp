@@ -159,6 +159,7 @@ struct AddNorm {
   const void* shared;  // [T, H], added to the sums first, or null
   const void* weight;  // [H]; null = nothing is made of them
   float eps;
+  float share = 0.0f;  // of a channel in the mean, 1 / H: combine sets it
 };
 
 struct CombineRecvArgs {

@@ -206,11 +206,17 @@ __device__ __forceinline__ void peek(const void* slot, uint4* v) { *v = peek16(s
 __device__ __forceinline__ void peek(const void* slot, uint2* v) { *v = peek8(slot); }
 __device__ __forceinline__ void peek(const void* slot, uint32_t* v) { *v = peek4(slot); }
 
+// What a slot of so many takes of a word that says whose each is.
+template <uint32_t kCount>
+constexpr uint32_t kPeerBits = kCount <= 4 ? 8 : 4;
+
 // Spins until the words of all `wanted` slots have come, several in flight; returns the bits of those that
-// did. at(j): slot j; peers: whose it is, a byte each; waited: [R], of the peer that came last.
+// did. at(j): slot j; peers: whose it is, kPeerBits each; waited: [R], of the peer that came last.
 template <class T, uint32_t kCount, class At>
 __device__ __forceinline__ uint32_t await_slots(const Device& g, uint32_t peers, uint32_t wanted,
                                                 uint64_t* waited, At&& at, T (&v)[kCount], Trouble& trouble) {
+  constexpr uint32_t kBits = kPeerBits<kCount>;
+  static_assert(kCount * kBits <= 32 && kMaxPeers <= 1u << kBits);
   uint32_t missing = wanted, peer = 0;
   uint64_t start = 0;
 #pragma unroll 1
@@ -223,7 +229,7 @@ __device__ __forceinline__ uint32_t await_slots(const Device& g, uint32_t peers,
       if (missing >> j & 1 && came(v[j])) missing &= ~(1u << j);
     if (missing == 0) break;
     if (spins == 0) start = clock_ns();
-    peer = peers >> 8 * (__ffs(missing) - 1) & 0xff;
+    peer = peers >> kBits * (__ffs(missing) - 1) & ((1u << kBits) - 1);
     if (spins % kSpins != kSpins - 1) continue;
     const Look look = look_around(g, peer, start);
     if (look == Look::kGoOn) continue;

@@ -121,7 +121,6 @@ inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t by) {
 }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
-inline float __frsqrt_rn(float x) { return float(1.0 / std::sqrt(double(x))); }
 inline float __log2f(float x) { return std::log2(x); }
 template <class T>
 constexpr T min(T a, T b) {

@@ -4,6 +4,8 @@
 #include <cuda_runtime.h>
 #include <time.h>
 
+#include <cmath>
+
 namespace ep::cuda {
 
 inline uint64_t clock_ns() {
@@ -17,6 +19,7 @@ constexpr uint64_t kGraceNs = 300'000'000;
 
 inline void await_previous_kernel() {}
 inline void let_next_kernel_start() {}
+inline float inverse_root(float x) { return float(1.0 / std::sqrt(double(x))); }
 inline uint32_t* dynamic_shared() { return emulated::dynamic_shared(); }
 
 template <class T>
@@ -77,6 +80,5 @@ inline uint4 load16(const void* from) {
 }
 inline void store16(void* to, const uint4& v) { put16(to, v); }
 inline uint4 load16_again(const void* from) { return load16(from); }
-inline void expect_line(const void*) {}
 
 }  // namespace ep::cuda
