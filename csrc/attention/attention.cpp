@@ -16,14 +16,15 @@ void require(bool holds, const char* field, uint64_t value, const std::string& a
     throw std::invalid_argument(std::string(field) + ": " + std::to_string(value) + ", must be " + allowed);
 }
 
-// Read in boxes of half a head's channels x one head x kTile positions, 128-byte swizzle; lines come as they
-// are asked for, see cuda::map_of().
+// Read in boxes of both halves of a head's channels, one after the other, x kTile positions, 128-byte
+// swizzle; lines come as they are asked for, see cuda::map_of().
 CUtensorMap map_of(cuda::EncodeTiled encode, void* cache, const Shape& shape) {
-  const cuuint64_t sizes[] = {kDim, shape.kv_heads, shape.positions};
-  const cuuint64_t pitches[] = {kDim * 2, uint64_t(shape.kv_heads) * kDim * 2};
-  const cuuint32_t box[] = {kDim / 2, 1, kTile}, strides[] = {1, 1, 1};
+  constexpr cuuint64_t kHead = kDim * 2;  // bytes
+  const cuuint64_t sizes[] = {kDim / 2, shape.positions, 2, shape.kv_heads};
+  const cuuint64_t pitches[] = {shape.kv_heads * kHead, kHead / 2, kHead};
+  const cuuint32_t box[] = {kDim / 2, kTile, 2, 1}, strides[] = {1, 1, 1, 1};
   CUtensorMap map{};
-  const CUresult made = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 3, cache, sizes, pitches, box, strides,
+  const CUresult made = encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, 4, cache, sizes, pitches, box, strides,
                                CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
                                CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (made != CUDA_SUCCESS)
@@ -64,10 +65,10 @@ void Attention::run(cudaStream_t stream, const Work& work, const Manner& manner)
   if (work.count == 0) return;
   Params params = params_;
   params.work = work;
-  params.team = manner.team, params.splits = manner.splits;
+  params.splits = manner.splits;
   params.lets_next_start = manner.lets_next_start;
   const cuda::OnDevice here(device_);
-  check(start(stream, manner.blocks, params), "attention");
+  check(start(stream, manner.team, manner.blocks, params), "attention");
 }
 
 }  // namespace ep::attention

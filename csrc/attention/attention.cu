@@ -3,11 +3,11 @@
 // ring of its own, where it asks for its next tile, also of its next item, as soon as it has used one: warps
 // meet only as an item begins and ends, and while one team does the others have the memory's time.
 //
-// Tiles are asked for before the kernel ahead has ended: all positions but the token's own were written by
-// earlier steps. The token's own key and value come from the projections: every item norms and turns its
-// queries, and the one with the last position also writes the key and the value to the cache and into its
-// tile. Parts of a context leave unnormalised sums for a kernel that joins them
-// (model/triton/paged_decode.py, whose numbers these are: softmax by exp2, running maximum).
+// The token's own key and value come from the projections: every item norms and turns its queries, and the
+// one with the last position also writes the key and the value to the cache and into its tile. As that is
+// what attention waits for, a warp's first tiles are asked for behind it, and lengths and tables before it:
+// they are of the step, not of the kernel ahead. Parts of a context leave unnormalised sums for a kernel that
+// joins them (model/triton/paged_decode.py, whose numbers these are: softmax by exp2, running maximum).
 #include <cuda_bf16.h>
 
 #include <algorithm>
@@ -24,11 +24,13 @@ constexpr float kLog2E = 1.4426950408889634f;
 
 // Afterwards the team's first warp has seen what all have. Half of them hand over to the others, and again: a
 // warp's second words go where it has read itself.
-__device__ inline void join(SoftmaxWords* joined, const Team& team, Softmax& mine, uint32_t lane) {
-  SoftmaxWords* words = joined + team.number * (team.size / 2);
-  for (uint32_t half = team.size / 2, first = half; half != 0; half /= 2) {
+template <uint32_t kSize>
+__device__ inline void join(SoftmaxWords* joined, const Team<kSize>& team, Softmax& mine, uint32_t lane) {
+  SoftmaxWords* words = joined + team.number * (kSize / 2);
+#pragma unroll
+  for (uint32_t half = kSize / 2; half != 0; half /= 2) {
     const auto of = [&](uint32_t giver) -> SoftmaxWords& {
-      return words[half == first ? giver - half : giver];
+      return words[half == kSize / 2 ? giver - half : giver];
     };
     if (team.member >= half && team.member < 2 * half) of(team.member).keep(mine, lane);
     team.meet();
@@ -64,26 +66,29 @@ __device__ inline void leave(const Params& p, const Item& item, const Softmax& m
   }
 }
 
-[[maybe_unused]] __device__ inline void attend(const Params& p, const Shared& shared, uint32_t warp,
-                                               uint32_t lane) {
+template <uint32_t kSize>
+__device__ inline void attend(const Params& p, const Shared<kSize>& shared, uint32_t warp, uint32_t lane) {
   const float scale = p.rule.scale * kLog2E;
-  const Team team(p, warp);
+  const Team<kSize> team(warp);
   std::byte* const places = shared.tiles + warp * kRing * kTileBytes;
-  std::byte* const rows = shared.rows + team.number * Shared::kRows;
+  std::byte* const rows = shared.rows + team.number * Shared<kSize>::kRows;
   uint64_t* const full = shared.full + warp * kRing;
-  Agenda agenda(p, team, lane);
-  Tiles tiles(p, team, agenda, places, full, lane);
-  tiles.ask(0);  // no more yet: what the projections left would come behind all that
+  Agenda<kSize> agenda(p, team, lane);
+  Tiles<kSize> tiles(p, team, agenda, places, full, lane);
+  if (lane == 0) {
+    for (uint32_t i = 0; i < kRing; ++i) init_barrier(&full[i], 1);
+    publish_barriers();
+  }
+  __syncwarp();
   Place place;
   for (uint32_t n = 0; n < agenda.count; ++n) {
-    const Item item = agenda.item(n);
-    prepare(p, item, team, rows, lane, [&] {
-      for (uint32_t stage = 1; n == 0 && stage < kRing; ++stage) tiles.ask(stage);
+    const Item item = prepare(p, agenda, n, team, rows, lane, [&] {
+      for (uint32_t stage = 0; n == 0 && stage < kRing; ++stage) tiles.ask(stage);
     });
     Queries queries;
     queries.load(rows, kPitch, lane);
     Softmax softmax;
-    for (uint32_t tile = item.first + team.member; tile < item.last; tile += team.size, place.next()) {
+    for (uint32_t tile = item.first + team.member; tile < item.last; tile += kSize, place.next()) {
       await_phase(&full[place.stage], place.parity);
       std::byte* at = places + place.stage * kTileBytes;
       const uint32_t seen = min(item.length - tile * kTile, kTile);
@@ -100,28 +105,25 @@ __device__ inline void leave(const Params& p, const Item& item, const Softmax& m
   }
 }
 
+template <uint32_t kSize>
 __global__ void __launch_bounds__(kWarps * 32, 1) attend_kernel(const __grid_constant__ Params p) {
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) std::byte memory[];  // a pattern of the swizzle begins at a multiple
-  const Shared shared(memory, p.team);
-  if (threadIdx.x == 0) shared.begin(p);
+  if (threadIdx.x == 0) fetch_map(&p.k), fetch_map(&p.v);
   if (p.lets_next_start) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
-  __syncthreads();
-  attend(p, shared, threadIdx.x / 32, threadIdx.x % 32);
+  attend(p, Shared<kSize>(memory), threadIdx.x / 32, threadIdx.x % 32);
 #else
   __trap();  // Attention refuses other GPUs
 #endif
 }
 
-}  // namespace
-
+template <uint32_t kSize>
 cudaError_t start(cudaStream_t stream, uint32_t blocks, const Params& params) {
-  const size_t bytes = Shared::bytes(params.team);
-  static_assert(Shared::bytes(1) <= 227 << 10 && Shared::bytes(2) <= 227 << 10,
-                "a block of Hopper has no more");
+  constexpr size_t kBytes = Shared<kSize>::kBytes;
+  const auto kernel = attend_kernel<kSize>;
   // With each launch, as it holds for the current device alone; launches of a step are captured once.
   if (const auto error =
-          cudaFuncSetAttribute(attend_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(bytes)))
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(kBytes)))
     return error;
   cudaLaunchAttribute early{};
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -130,9 +132,18 @@ cudaError_t start(cudaStream_t stream, uint32_t blocks, const Params& params) {
   // Every block has an item, so it waits for the kernel ahead.
   const uint32_t items = params.work.count * params.cache.kv_heads * params.splits;
   config.gridDim = dim3(std::min(items, blocks)), config.blockDim = kWarps * 32;
-  config.dynamicSmemBytes = bytes, config.stream = stream;
+  config.dynamicSmemBytes = kBytes, config.stream = stream;
   config.attrs = &early, config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, attend_kernel, params);
+  return cudaLaunchKernelEx(&config, kernel, params);
+}
+
+}  // namespace
+
+cudaError_t start(cudaStream_t stream, uint32_t team, uint32_t blocks, const Params& params) {
+  if (team == 1) return start<1>(stream, blocks, params);
+  if (team == 2) return start<2>(stream, blocks, params);
+  if (team == 4) return start<4>(stream, blocks, params);
+  return start<8>(stream, blocks, params);
 }
 
 }  // namespace ep::attention

@@ -60,7 +60,7 @@ struct Params {
   Shape cache;
   Rule rule;
   Work work;
-  uint32_t heads, team, splits, block_shift;
+  uint32_t heads, splits, block_shift;
   bool lets_next_start;
 };
 
@@ -72,10 +72,10 @@ class Attention {
   // std::runtime_error for what CUDA refuses.
   Attention(int device, const Shape& cache, const Rule& rule);
 
-  // Enqueues; no wait. Cached positions before a sequence's last one, lengths, tables, slots and positions
-  // may be read as soon as the kernel ahead in the stream lets this one start. So none of the kernels ahead
-  // may write them, back to and with the first that lets the next one start only once it has waited itself:
-  // all before that one have ended. A projection is such a kernel (streamed_products.py, and the library's).
+  // Enqueues; no wait. Lengths, tables, slots and positions may be read as soon as the kernel ahead in the
+  // stream lets this one start. So none of the kernels ahead may write them, back to and with the first that
+  // lets the next one start only once it has waited itself: all before that one have ended. A projection is
+  // such a kernel (streamed_products.py, and the library's).
   void run(cudaStream_t stream, const Work& work, const Manner& manner) const;
 
  private:
@@ -83,6 +83,6 @@ class Attention {
   Params params_{};
 };
 
-cudaError_t start(cudaStream_t stream, uint32_t blocks, const Params& params);
+cudaError_t start(cudaStream_t stream, uint32_t team, uint32_t blocks, const Params& params);
 
 }  // namespace ep::attention

@@ -140,32 +140,34 @@ struct Softmax {
 
 // A warp's Softmax on its way to another warp, in shared memory.
 struct SoftmaxWords {
-  float sums[kDim / 16][4][32], top[2][32], total[2][32];  // by lane
+  float4 sums[kDim / 16][32], rest[32];  // by lane; rest: maxima and totals
 
   __device__ void keep(const Softmax& from, uint32_t lane) {
 #pragma unroll
     for (uint32_t c = 0; c < kDim / 16; ++c)
-#pragma unroll
-      for (uint32_t i = 0; i < 4; ++i) sums[c][i][lane] = from.sums[c][i];
-#pragma unroll
-    for (uint32_t h = 0; h < 2; ++h) top[h][lane] = from.top[h], total[h][lane] = from.total[h];
+      sums[c][lane] = {from.sums[c][0], from.sums[c][1], from.sums[c][2], from.sums[c][3]};
+    rest[lane] = {from.top[0], from.top[1], from.total[0], from.total[1]};
   }
 
   __device__ void add_to(Softmax& to, uint32_t lane) const {
+    const float top[2] = {rest[lane].x, rest[lane].y}, total[2] = {rest[lane].z, rest[lane].w};
     float own[2], other[2];
 #pragma unroll
     for (uint32_t h = 0; h < 2; ++h) {
-      const float higher = fmaxf(to.top[h], top[h][lane]);
+      const float higher = fmaxf(to.top[h], top[h]);
       const float shift = higher == -INFINITY ? 0 : higher;  // nothing seen: no inf - inf
-      own[h] = exp2f(to.top[h] - shift), other[h] = exp2f(top[h][lane] - shift);
+      own[h] = exp2f(to.top[h] - shift), other[h] = exp2f(top[h] - shift);
       to.top[h] = higher;
-      to.total[h] = fmaf(total[h][lane], other[h], to.total[h] * own[h]);
+      to.total[h] = fmaf(total[h], other[h], to.total[h] * own[h]);
     }
 #pragma unroll
-    for (uint32_t c = 0; c < kDim / 16; ++c)
-#pragma unroll
-      for (uint32_t i = 0; i < 4; ++i)
-        to.sums[c][i] = fmaf(sums[c][i][lane], other[i % 2], to.sums[c][i] * own[i % 2]);
+    for (uint32_t c = 0; c < kDim / 16; ++c) {
+      const float4 more = sums[c][lane];
+      to.sums[c][0] = fmaf(more.x, other[0], to.sums[c][0] * own[0]);
+      to.sums[c][1] = fmaf(more.y, other[1], to.sums[c][1] * own[1]);
+      to.sums[c][2] = fmaf(more.z, other[0], to.sums[c][2] * own[0]);
+      to.sums[c][3] = fmaf(more.w, other[1], to.sums[c][3] * own[1]);
+    }
   }
 };
 

@@ -44,8 +44,8 @@ struct Four {
   __device__ uint2 rounded() const { return {pack(at[0], at[1]), pack(at[2], at[3])}; }
 };
 
-// Several rows of the projections, all of them, and of their parts, asked for before the first is used. from:
-// elements of a sequence's that come before the thread's.
+// Several rows of the projections, all asked for before the first is used. from: elements of a sequence's
+// that come before the thread's. meanwhile(): is called while they are under way.
 template <uint32_t kRows, class Meanwhile>
 __device__ inline void fetch(const Work& w, uint32_t sequence, const size_t (&from)[kRows],
                              const bool (&wanted)[kRows], Four (&rows)[kRows], const Meanwhile& meanwhile) {
@@ -62,7 +62,7 @@ __device__ inline void fetch(const Work& w, uint32_t sequence, const size_t (&fr
     for (uint32_t i = 0; i < kRows; ++i) rows[i] = Four::of(words[i]);
     return;
   }
-  constexpr uint32_t kTogether = 3;  // parts
+  constexpr uint32_t kTogether = kRows <= 3 ? 3 : 1;  // parts
 #pragma unroll 1
   for (uint32_t first = 0; first < w.parts; first += kTogether) {
     float4 parts[kRows][kTogether]{};
@@ -73,7 +73,7 @@ __device__ inline void fetch(const Work& w, uint32_t sequence, const size_t (&fr
         if (wanted[i] && first + part < w.parts)
           parts[i][part] = *reinterpret_cast<const float4*>(static_cast<const float*>(w.qkv) + begin +
                                                             from[i] + (first + part) * w.part);
-    if (first + kTogether >= w.parts) meanwhile();
+    if (first == 0) meanwhile();
 #pragma unroll
     for (uint32_t i = 0; i < kRows; ++i)
 #pragma unroll
@@ -84,53 +84,53 @@ __device__ inline void fetch(const Work& w, uint32_t sequence, const size_t (&fr
 }
 
 // The queries, and where the item has the newest position its key and value, as attention reads them: each
-// warp of the team makes some. meanwhile(): is called while the last of them are under way.
-template <class Meanwhile>
-__device__ inline void prepare(const Params& p, const Item& item, const Team& team, std::byte* rows,
-                               uint32_t lane, const Meanwhile& meanwhile) {
-  constexpr uint32_t kAtOnce = 5;  // rows of a warp
+// warp of the team makes some. Nothing of it waits for the item's length, so it is all under way together.
+// meanwhile(): is called then.
+template <uint32_t kSize, class Meanwhile>
+__device__ inline Item prepare(const Params& p, Agenda<kSize>& agenda, uint32_t n, const Team<kSize>& team,
+                               std::byte* rows, uint32_t lane, const Meanwhile& meanwhile) {
+  constexpr uint32_t kRows = (kValue + kSize) / kSize;  // of a warp, at most
   const uint32_t group = p.cache.group, kv_heads = p.cache.kv_heads, channel = lane * 4;
-  const float4 turns =
-      reinterpret_cast<const float4*>(p.rule.turns)[size_t(item.position) * (kDim / 4) + lane];
-#pragma unroll 1
-  for (uint32_t first = team.member; first <= kValue; first += kAtOnce * team.size) {
-    Four mine[kAtOnce]{};
-    uint2 weights[kAtOnce]{};
-    size_t from[kAtOnce];
-    bool wanted[kAtOnce];
+  Item item = agenda.begin(n);
+  float4 turns;
+  Four mine[kRows]{};
+  uint2 weights[kRows]{};
+  size_t from[kRows];
+  bool wanted[kRows];
 #pragma unroll
-    for (uint32_t i = 0; i < kAtOnce; ++i) {
-      const uint32_t row = first + i * team.size;
-      // Heads of the projections: all queries', then the keys', then the values'.
-      const uint32_t head =
-          row < kMostGroup ? item.head * group + row : p.heads + (row - kKey) * kv_heads + item.head;
-      from[i] = size_t(head) * kDim + channel;
-      wanted[i] = row < kMostGroup ? row < group : row <= kValue && item.newest;
-      if (p.rule.norm != nullptr && row != kValue && wanted[i])
-        weights[i] =
-            *reinterpret_cast<const uint2*>(static_cast<const __nv_bfloat16*>(p.rule.norm) + from[i]);
-    }
-    asm volatile("griddepcontrol.wait;" ::: "memory");
-    fetch(p.work, item.sequence, from, wanted, mine, [&] {
-      if (first + kAtOnce * team.size > kValue) meanwhile();
-    });
+  for (uint32_t i = 0; i < kRows; ++i) {
+    const uint32_t row = team.member + i * kSize;
+    // Heads of the projections: all queries', then the keys', then the values'.
+    const uint32_t head =
+        row < kMostGroup ? item.head * group + row : p.heads + (row - kKey) * kv_heads + item.head;
+    from[i] = size_t(head) * kDim + channel;
+    wanted[i] = row < kMostGroup ? row < group : row <= kValue;
+    if (p.rule.norm != nullptr && row != kValue && wanted[i])
+      weights[i] = *reinterpret_cast<const uint2*>(static_cast<const __nv_bfloat16*>(p.rule.norm) + from[i]);
+  }
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  fetch(p.work, item.sequence, from, wanted, mine, [&] {
+    item = agenda.item(n);
+    turns = reinterpret_cast<const float4*>(p.rule.turns)[size_t(item.position) * (kDim / 4) + lane];
+    meanwhile();
+  });
 #pragma unroll
-    for (uint32_t i = 0; i < kAtOnce; ++i) {
-      const uint32_t row = first + i * team.size;
-      if (row > kValue) break;
-      if (row != kValue && wanted[i]) {
-        if (p.rule.norm != nullptr) mine[i].norm(Four::of(weights[i]), p.rule.eps);
-        mine[i].turn(turns);
-      }
-      const uint2 rounded = mine[i].rounded();
-      reinterpret_cast<uint2*>(rows + row * kPitch)[lane] = rounded;
-      if (row < kMostGroup || !item.newest || item.slot < 0) continue;
-      void* cache = row == kKey ? p.cache.k : p.cache.v;
-      reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(cache) +
-                               (size_t(item.slot) * kv_heads + item.head) * kDim)[lane] = rounded;
+  for (uint32_t i = 0; i < kRows; ++i) {
+    const uint32_t row = team.member + i * kSize;
+    if (row > kValue) break;
+    if (row != kValue && wanted[i]) {
+      if (p.rule.norm != nullptr) mine[i].norm(Four::of(weights[i]), p.rule.eps);
+      mine[i].turn(turns);
     }
+    const uint2 rounded = mine[i].rounded();
+    reinterpret_cast<uint2*>(rows + row * kPitch)[lane] = rounded;
+    if (row < kMostGroup || !item.newest || item.slot < 0) continue;
+    void* cache = row == kKey ? p.cache.k : p.cache.v;
+    reinterpret_cast<uint2*>(static_cast<__nv_bfloat16*>(cache) +
+                             (size_t(item.slot) * kv_heads + item.head) * kDim)[lane] = rounded;
   }
   team.meet();
+  return item;
 }
 
 // Puts the newest key and value into their tile, and zeros for values behind them: nothing times NaN is NaN.
