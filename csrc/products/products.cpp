@@ -35,6 +35,10 @@ Linear::Linear(int device, const void* weight, uint32_t n, uint32_t k, const Cut
   int major = 0;
   check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
   require(major == 9, "compute capability", uint64_t(major), "9: the kernel is for Hopper alone");
+  int processors = 0;
+  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device),
+        "cudaDeviceGetAttribute");
+  processors_ = uint32_t(processors);
   encode_ = cuda::find_encode_tiled();
   weight_ = cuda::map_of(encode_, {weight, n, k, uint64_t(k) * 2}, cut.tile);
 }
@@ -51,6 +55,7 @@ void Linear::run(cudaStream_t stream, const Work& work, const Manner& manner) co
   params.sums = work.sums;
   params.count = work.count, params.n = n_, params.chunks = k_ / kDepth;
   params.held = held_;
+  params.spread = std::clamp(processors_ / (n_ / cut_.tile * cut_.splits), 1u, tiles);
   params.stages = std::min({kMostStages, held_ * tiles, left / (rows * kChunkRow + 2 * kBarrier)});
   params.lets_next_start = manner.lets_next_start;
   const cuda::OnDevice here(device_);

@@ -1,5 +1,5 @@
 // One product of few rows with a weight as partial sums: a block per (tile of weight rows) x (run of input
-// channels).
+// channels), and per tile of rows where that leaves multiprocessors without one.
 //
 // A block asks for all its weights at once, before the kernel ahead has ended, and keeps them; the rows then
 // come through a ring, tile after tile. Weights are the 64-row side of the products (wgmma m64nNk16), rows
@@ -72,7 +72,7 @@ struct Block {
   // By one thread. Rows past the last come as zeros.
   __device__ void load(const Params& p) const {
     Place place;
-    for (uint32_t row = 0; row < p.count; row += kRows)
+    for (uint32_t row = blockIdx.z * kRows; row < p.count; row += gridDim.z * kRows)
       for (uint32_t i = 0; i < chunks; ++i, place.next(p.stages)) {
         uint64_t* arrived = &full[place.stage];
         await_phase(&empty[place.stage], place.parity ^ 1);
@@ -85,7 +85,7 @@ struct Block {
     const uint32_t own = warp / 4 * kGroupRows * kSwizzledRow;  // bytes of the chunk before the warpgroup's
     Place place;
     float sums[kRows / 2];
-    for (uint32_t row = 0; row < p.count; row += kRows) {
+    for (uint32_t row = blockIdx.z * kRows; row < p.count; row += gridDim.z * kRows) {
       uint32_t before = 0;
       for (uint32_t i = 0; i < chunks; ++i, place.next(p.stages)) {
         await_phase(&held[i], 0);
@@ -155,7 +155,7 @@ cudaError_t start(cudaStream_t stream, const Cut& cut, const Params& params) {
   early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   early.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(params.n / cut.tile, cut.splits), config.blockDim = kGroups * 128 + 32;
+  config.gridDim = dim3(params.n / cut.tile, cut.splits, params.spread), config.blockDim = kGroups * 128 + 32;
   config.dynamicSmemBytes = bytes, config.stream = stream;
   config.attrs = &early, config.numAttrs = 1;
   return cudaLaunchKernelEx(&config, kernel, params);

@@ -39,6 +39,7 @@ struct Params {
   float* sums;
   uint32_t count, n, chunks;  // chunks: of all splits together
   uint32_t held, stages;      // chunks of weights and of rows that a block has room for
+  uint32_t spread;            // blocks that share the tiles of rows out
   bool lets_next_start;
 };
 
@@ -56,7 +57,7 @@ class Linear {
 
  private:
   int device_;
-  uint32_t n_, k_, held_;
+  uint32_t n_, k_, held_, processors_;
   Cut cut_;
   cuda::EncodeTiled encode_;
   CUtensorMap weight_;

@@ -78,6 +78,7 @@ class StreamedProduct:
         if cut is None:
             raise InternalError(f"weight: no cut fits {n} x {k}, see cut_for()")
         expect_range("splits", cut.splits, 1, MOST_PARTS)
+        self._spare = max(multiprocessors(weight.device) // (n // cut.tile * cut.splits), 1)
         self._weight, self._most, self._cut, self._manner = weight, most_rows, cut, manner
         self._linear = import_module(_NATIVE).Linear(  # only where a driver is
             device=weight.device.index,
@@ -115,7 +116,7 @@ class StreamedProduct:
             pitch=_pitch(x),
             count=len(x),
             sums=sums.data_ptr(),
-            rows_of_tile=self._manner.rows_of_tile or rows_of_tile(len(x)),
+            rows_of_tile=self._manner.rows_of_tile or rows_of_tile(len(x), self._spare),
             lets_next_start=self._manner.lets_next_start,
         )
 
@@ -159,9 +160,9 @@ def cut_for(n: int, k: int, blocks: int) -> Cut | None:
     return max(fitting, key=lambda cut: n // cut.tile * cut.splits, default=None)
 
 
-def rows_of_tile(rows: int) -> int:
-    """Rows that a block multiplies at a time: all, if it can."""
-    return next((tile for tile in _ROWS_OF_TILE if rows <= tile), _ROWS_OF_TILE[-1])
+def rows_of_tile(rows: int, blocks: int) -> int:
+    """Rows that a block multiplies at a time, where so many blocks may share them: no more than they must."""
+    return next((tile for tile in _ROWS_OF_TILE if rows <= tile * blocks), _ROWS_OF_TILE[-1])
 
 
 def _pitch(x: torch.Tensor) -> int:

@@ -71,9 +71,13 @@ def test_all_blocks_run_at_once_and_hold_their_weights(size: tuple[int, int], cu
 
 
 def test_a_tile_holds_all_rows_where_it_can() -> None:
-    assert [rows_of_tile(rows) for rows in (1, 32, 33, 64, 65, 128, 129, MOST_ROWS)] == [
+    assert [rows_of_tile(rows, 1) for rows in (1, 32, 33, 64, 65, 128, 129, MOST_ROWS)] == [
         32, 32, 64, 64, 128, 128, 128, 128,
     ]  # fmt: skip
+
+
+def test_blocks_that_may_share_rows_have_few_each() -> None:
+    assert [rows_of_tile(rows, 4) for rows in (1, 128, 129, MOST_ROWS)] == [32, 32, 64, 64]
 
 
 def test_a_kernel_is_told_where_things_lie(told: list[dict[str, Any]]) -> None:
