@@ -120,13 +120,15 @@ class OverlapPolicy:
 class BucketRule:
     """Of each bucket `window` steps are run as one micro-batch, as many as two, then `hold` as was faster.
 
-    Two are faster where the median of their steps is less than `gain` of that of the others. What is tried in
-    vain then costs window / hold of what it is slower.
+    Two are faster where the median of their steps is less than `gain` of that of the others. Where two steps
+    of a trial took more than `hopeless` of it, the rest of the trial is run as one. What is tried in vain then
+    costs window / hold of what it is slower, or less.
     """
 
     window: int = 6
     hold: int = 1200
     gain: float = 0.99
+    hopeless: float = 1.25
 
 
 @dataclass(slots=True)
@@ -163,7 +165,9 @@ class BucketOverlap:
         if trial is None or (sequences and not bucket):  # a step without a graph
             return False
         window = self.rule.window
-        return trial.wanted if trial.at >= 2 * window else trial.at >= window
+        if trial.at >= 2 * window:
+            return trial.wanted
+        return trial.at >= window and not self._hopeless(trial)  # steps are counted on, as on all ranks
 
     def stepped(self, step: Ran) -> bool:
         """As Overlap.stepped; read() is never due."""
@@ -183,6 +187,10 @@ class BucketOverlap:
 
     def read(self, wait_ns: int, compute_ns: int) -> None:
         """As Overlap.read: the steps' own times say enough."""
+
+    def _hopeless(self, trial: _Trial) -> bool:
+        one, two = trial.times[1], trial.times[2]
+        return bool(one) and len(two) > 1 and min(two) > self.rule.hopeless * median(one)
 
     def _decide(self, trial: _Trial) -> None:
         one, two = trial.times[1], trial.times[2]

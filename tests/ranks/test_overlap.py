@@ -106,7 +106,7 @@ def drive(
     [
         ({1: [1000, 1000], 2: [899, 899]}, 2),
         ({1: [1000, 1000], 2: [901, 901]}, 1),
-        ({1: [1000, 1000], 2: [1500, 1500]}, 1),
+        ({1: [1000, 1000], 2: [1249, 1249]}, 1),
         ({1: [1000, 1000], 2: [899, 901]}, 1),  # a tie for one of them
     ],
 )
@@ -120,6 +120,22 @@ def test_a_bucket_is_run_as_was_faster_in_its_trial(
         at = cycle * CYCLE + ahead
         assert ran[at + BUCKETS.window : at + 2 * BUCKETS.window] == [2] * BUCKETS.window
         assert ran[at + 2 * BUCKETS.window : at + CYCLE - ahead] == [held] * (BUCKETS.hold - ahead)
+
+
+@pytest.mark.parametrize("took", [{1: [1000, 1000], 2: [1300, 1300]}, {1: [1000, 1000], 2: [900, 1300]}])
+@pytest.mark.parametrize("ahead", [0, 1])
+def test_a_trial_without_hope_ends_early_and_all_go_on_counting(
+    took: dict[int, list[int]], ahead: int
+) -> None:
+    policies = [BucketOverlap([64], BUCKETS) for _ in range(2)]
+    ran = drive(policies, 3 * CYCLE, took, ahead=ahead)
+    tried = 2 + ahead  # launched before the second was counted
+    for cycle in range(3):
+        first = cycle * CYCLE + ahead + BUCKETS.window
+        assert ran[first : first + tried] == [2] * tried
+        assert ran[first + tried : first + BUCKETS.window + BUCKETS.hold - ahead] == [1] * (
+            BUCKETS.window + BUCKETS.hold - ahead - tried
+        )
 
 
 def test_what_becomes_faster_is_found_at_the_next_trial() -> None:
