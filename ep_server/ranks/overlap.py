@@ -121,8 +121,8 @@ class BucketRule:
     """Of each bucket `window` steps are run as one micro-batch, as many as two, then `hold` as was faster.
 
     Two are faster where the median of their steps is less than `gain` of that of the others. Where two steps
-    of a trial took more than `hopeless` of it, the rest of the trial is run as one. What is tried in vain then
-    costs window / hold of what it is slower, or less.
+    of a trial took more than `hopeless` of it, the rest of the trial is run as one. What is tried in vain
+    then costs window / hold of what it is slower, or less.
     """
 
     window: int = 6
