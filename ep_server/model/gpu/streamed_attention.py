@@ -2,7 +2,7 @@
 
 The kernel: csrc/attention.
 It takes the projections as they are, also as partial sums: per-head norm, rotation, the write into the cache
-and attention, with keys and values under way before the projections have ended. For all other rows, caches
+and attention, by warps that each have keys and values under way ahead of them. For all other rows, caches
 and devices there are store_gqa() and decode() of model/triton, which also say what is computed.
 """
 
