@@ -69,6 +69,9 @@ class ParallelConfig:
         0, "compute threads of a rank; 0 = cores / ranks, at least 1", low=0, high=256
     )
     overlap: str = option("auto", "two micro-batches per step", choices=("auto", "on", "off"))
+    graphs: bool = option(
+        True, "GPUs: steps of single tokens are captured at start and replayed, where rows travel by NVLink"
+    )
 
 
 @dataclass(frozen=True, slots=True)

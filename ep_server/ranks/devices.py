@@ -113,7 +113,8 @@ class CudaDevice:
             max_running=scheduler.max_running,
             max_step_tokens=scheduler.max_step_tokens,
             useful_blocks=useful_blocks(scheduler, longest),
-            graphs=nvlink or alone(exchange.spec),  # a step through host memory cannot be captured
+            # A step through host memory cannot be captured.
+            graphs=self._config.parallel.graphs and (nvlink or alone(exchange.spec)),
             overlap=overlap_mode(self._config, exchange.spec.num_ranks),
             timed_every=self._config.metrics.device_phases,
         )

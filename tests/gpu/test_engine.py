@@ -76,6 +76,16 @@ async def test_bfloat16_over_nvlink_begins_as_float32_does(
     assert all((n > 0) == (overlap == "on") for n in heard.counter("overlap_steps"))
 
 
+@pytest.mark.parametrize("ranks", SIZES)
+@pytest.mark.parametrize("kind", [STREAMED, "deepseek_v3"])
+async def test_steps_without_graphs(answers: dict[str, Answers], kind: str, ranks: int) -> None:
+    model = answers[kind]
+    fields = {"model__dtype": "bfloat16", "parallel__graphs": False, "scheduler__block_size": BLOCK}
+    tokens, heard = await drawn(model, ranks, **fields)
+    assert begins_alike(model, tokens)
+    assert not any(heard.counter("graph_steps"))
+
+
 @pytest.mark.skipif(SIZES[-1] == 1, reason="needs two GPUs: one rank alone never overlaps by itself")
 async def test_both_forms_of_a_large_step_are_tried(answers: dict[str, Answers]) -> None:
     model, ranks = answers["qwen3_moe"], SIZES[-1]

@@ -50,7 +50,7 @@ class Interpreted:
             scheduler.max_running,
             scheduler.max_step_tokens,
             blocks,
-            graphs=self.graphs,
+            graphs=self.graphs and self._config.parallel.graphs,
             overlap=mode,
             timed_every=self._config.metrics.device_phases,
         )

@@ -58,6 +58,13 @@ async def test_two_ranks_one_step_ahead(tiny: Tiny, overlap: str) -> None:
     assert any(told.counters["padded_tokens"] for told in heard.statistics.values())
 
 
+async def test_without_graphs(tiny: Tiny) -> None:
+    drawn, heard = await tokens(tiny.path, 2, INTERPRETED, tiny.prompts[:3], parallel__graphs=False)
+    assert drawn == [list(expected[:COUNT]) for expected in tiny.tokens[:3]]
+    for told in heard.statistics.values():
+        assert told.counters.get("graph_steps", 0) == 0 < told.counters["run_steps"]
+
+
 async def test_experts_drawn_at_random_are_those_of_the_cpu(tiny: Tiny) -> None:
     uniform = {"model__load_format": "dummy", "model__routing": "uniform"}
     on_cpu, _ = await tokens(tiny.path, 1, WORKER, tiny.prompts[:1], **uniform)
