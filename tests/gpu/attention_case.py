@@ -86,7 +86,7 @@ class Case:
         kv = PagedKv(KvLayer(k, v, DIM))
         given = HeadNorm(weight, EPS) if norm else None
         was = [bits(cache).clone() for cache in (k, v)]
-        torch.cuda.synchronize()  # the cache is read before the kernel ahead has ended
+        torch.cuda.synchronize()  # lengths and tables are read before the kernel ahead has ended
         return Case(kv, spec, step, wide[:, :width], given, turns, keys, values, lengths, blocks, was)
 
     @property

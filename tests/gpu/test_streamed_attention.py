@@ -50,9 +50,9 @@ def test_padding_alone(manner: Manner, splits: int) -> None:
     case.check(case.run(replace(manner, splits=splits)))
 
 
-@pytest.mark.parametrize("manner", [Manner(8, 3), Manner(4, 5, 3), Manner(2, 11, 7), Manner(1, 2)], ids=str)
+@pytest.mark.parametrize("manner", [Manner(8, 3), Manner(4, 5, 3), Manner(2, 11, 7), Manner(1, 1)], ids=str)
 def test_blocks_with_many_items(manner: Manner) -> None:
-    """Hundreds each, some of them empty, some of more tiles than are looked up at a time."""
+    """Over 32 a team, some of them empty, some of over 32 tiles a warp: so many are looked up at once."""
     case = Case.of([37 * n % 700 for n in range(48)], (32, 8))
     case.check(case.run(manner))
 
@@ -100,7 +100,7 @@ def test_large_scores_do_not_overflow() -> None:
 
 
 def test_behind_a_slow_kernel_it_waits_for_the_projections() -> None:
-    """What it reads early is the cache alone; a graph of it and what makes its input can be replayed."""
+    """It reads early what the step was given alone; a graph of it and what makes its input is replayed."""
     case = Case.of([40, 257, 130])
     wanted, made = case.run(PLAIN), torch.zeros_like(case.qkv)
     step, out = StreamedStep(case.step, case.spec.heads, PLAIN), torch.empty_like(wanted)

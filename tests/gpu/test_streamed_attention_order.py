@@ -85,7 +85,7 @@ class OneLayer:
         return torch.stack(answers), [bits(cache).clone() for cache in self.case.caches]
 
 
-@pytest.mark.parametrize("manner", [Manner(1, 132), Manner(8, 132, 5), Manner(2, 3)], ids=str)
+@pytest.mark.parametrize("manner", [Manner(1, 132), Manner(8, 132, 5), Manner(4, 132), Manner(2, 3)], ids=str)
 def test_steps_right_behind_each_other(manner: Manner) -> None:
     model = OneLayer(manner)
     wanted, cache = model.run(lambda steps: model.layer(steps, torch.cuda.synchronize))

@@ -87,6 +87,16 @@ def test_rows_do_not_change_the_bits_of_others() -> None:
         assert torch.equal(again(case.x).sums, alone[4])
 
 
+@pytest.mark.parametrize("rows", [129, 200, 256])
+def test_blocks_share_tiles_of_rows(rows: int) -> None:
+    """32 blocks would leave 100 multiprocessors without one: four share 5 to 8 tiles, 2 or 1 each."""
+    case = Case.of((2048, 512), rows)
+    product = StreamedProduct(case.weight, manner=Manner(Cut(64, 1), 32))
+    sums = product(case.x).sums
+    case.check(sums)
+    assert torch.equal(sums, StreamedProduct(case.weight, manner=Manner(Cut(64, 1), 128))(case.x).sums)
+
+
 @pytest.mark.parametrize("lets_next_start", [False, True])
 @pytest.mark.parametrize("rows", [7, 64, 130])
 def test_a_chain_of_kernels_in_a_graph(rows: int, lets_next_start: bool) -> None:

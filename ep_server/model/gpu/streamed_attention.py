@@ -57,6 +57,9 @@ class StreamedStep:
         for name, each in (("positions", positions), ("slots", slots), ("lengths", lengths)):
             expect(name, each, torch.int32, (count,))
         expect("blocks", blocks, torch.int32, (count, None), pitch=True)
+        pitch = blocks.stride(0) if count > 1 else blocks.shape[1]  # a single row has any stride
+        if pitch < blocks.shape[1]:  # all of a row, up to the next one, may be read before lengths are known
+            raise InternalError(f"blocks: {pitch} entries from row to row, must be {blocks.shape[1]} or more")
         self.manner, self.workspace = manner, None
         if manner.splits > 1:
             self.workspace = Workspace.of(count, heads, manner.splits, _DIM, lengths.device)
@@ -67,7 +70,7 @@ class StreamedStep:
             slots=slots.data_ptr(),
             lengths=lengths.data_ptr(),
             blocks=blocks.data_ptr(),
-            blocks_pitch=blocks.stride(0),
+            blocks_pitch=pitch,
             sums=0 if room is None else room.sums.data_ptr(),
             stats=0 if room is None else room.stats.data_ptr(),
         )

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from ep_server.errors import InternalError
 from ep_server.model.families.spec import GqaSpec
+from ep_server.model.gpu import streamed_attention
 from ep_server.model.gpu.graphs import buckets_up_to
 from ep_server.model.gpu.step_input import StepTensors
 from ep_server.model.gpu.streamed_attention import Manner, StreamedAttention, StreamedStep, manner_for
@@ -19,10 +22,18 @@ from ep_server.model.triton.paged import PagedKv
 from ep_server.model.triton.rope import HeadNorm
 
 QWEN, BF16, EPS = GqaSpec(32, 4, 128, 128**-0.5), torch.bfloat16, 1e-6
+ONE = Manner(1, 132)
 
 
 def cache(size: int = 16, heads: int = 4, dim: int = 128, dtype: torch.dtype = BF16) -> torch.Tensor:
     return torch.zeros(3, size, heads, dim, dtype=dtype)
+
+
+def step_of(table: torch.Tensor, count: int, strides: tuple[int, int]) -> StepTensors:
+    """Tables of three blocks that lie in `table`."""
+    row = torch.zeros(count, dtype=torch.int32)
+    blocks = table.as_strided((count, 3), strides)
+    return StepTensors(row, row, row, row, row, blocks, row, row, count, None, row)
 
 
 @pytest.mark.parametrize(
@@ -114,4 +125,23 @@ def test_so_is_a_step_of_other_numbers(name: str, other: torch.Tensor) -> None:
     row, blocks = torch.zeros(4, dtype=torch.int32), torch.zeros(4, 3, dtype=torch.int32)
     step = replace(StepTensors(row, row, row, row, row, blocks, row, row, 4, None, row), **{name: other})
     with pytest.raises(InternalError, match=f"^{name}: "):
-        StreamedStep(step, 32, Manner(1, 132))
+        StreamedStep(step, 32, ONE)
+
+
+@pytest.mark.parametrize(
+    ("count", "strides", "pitch"), [(4, (3, 1), 3), (4, (5, 1), 5), (1, (1, 1), 3), (1, (7, 1), 3)]
+)
+def test_all_of_a_tables_row_may_be_read(
+    monkeypatch: pytest.MonkeyPatch, count: int, strides: tuple[int, int], pitch: int
+) -> None:
+    """A single row has any stride, and nothing behind it need be memory."""
+    native = SimpleNamespace(AttentionWork=dict, AttentionManner=dict)
+    monkeypatch.setattr(streamed_attention, "import_module", lambda _: native)
+    work: Any = StreamedStep(step_of(torch.zeros(20, dtype=torch.int32), count, strides), 32, ONE).work
+    assert work["blocks_pitch"] == pitch and work["count"] == count
+
+
+def test_rows_of_a_table_that_overlap_are_refused() -> None:
+    step = step_of(torch.zeros(20, dtype=torch.int32), 4, (2, 1))
+    with pytest.raises(InternalError, match="blocks: 2 entries from row to row, must be 3 or more"):
+        StreamedStep(step, 32, ONE)
