@@ -38,12 +38,12 @@ class PlanOptions:
 def show(console: Console, config: Config, spec: ModelSpec, options: PlanOptions) -> None:
     """Prints the plan. Raises: ConfigError; StartupError where the model does not fit."""
     limit = context_limit(spec, config.model.max_context)
-    for name, value, most in (
-        ("--tokens", options.tokens, config.scheduler.max_step_tokens),
-        ("--context", options.context, limit),
+    for name, value, most, field in (
+        ("--tokens", options.tokens, config.scheduler.max_step_tokens, "scheduler.max_step_tokens"),
+        ("--context", options.context, limit, "the model's longest context or model.max_context"),
     ):
         if not 1 <= value <= most:
-            raise ConfigError(name, value, f"1 to {most}")
+            raise ConfigError(name, value, f"1 to {most}, {field}")
     machine = machine_of(options, config.parallel.ranks)
     workload = Workload(options.tokens, options.context)
     find = fewest_ranks if options.ranks is None and options.device != "cpu" else size

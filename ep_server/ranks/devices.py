@@ -79,6 +79,7 @@ class CudaDevice:
         self._start, self._config = start, config
         self.device = self._own(start.rank - local_ranks(config).start)
         self.compute: Compute = TorchCompute(self.device)
+        self._sizes = ""  # that decide what steps need; once built
 
     def open(self, spec: ExchangeSpec, opening: Opening) -> Any:
         """As Device.open."""
@@ -103,6 +104,7 @@ class CudaDevice:
     def build(self, model: RankModel, exchange: Any) -> Built:
         """As Device.build. Raises: ConfigError too."""
         from ep_server.model.gpu.assembly import GpuPlan, decode_kernels, gpu_runner, kv_blocks_on
+        from ep_server.model.gpu.memory import room_for_steps
 
         scheduler = self._config.scheduler
         longest = context_limit(model.spec, self._config.model.max_context)
@@ -121,12 +123,20 @@ class CudaDevice:
         chosen = decode_kernels(self._config.model.attention, model, scheduler.block_size)
         blocks = kv_blocks_on(self.device, model, plan)
         rows = rows_of(exchange, nvlink, hybrid)
-        runner = gpu_runner(model, exchange, rows, plan, blocks, chosen.kernels)
+        self._sizes = (
+            f"scheduler.kv_blocks = {blocks}, scheduler.max_running = {plan.max_running}, "
+            f"scheduler.max_step_tokens = {plan.max_step_tokens}"
+        )
+        with room_for_steps(self.device, self._sizes):
+            runner = gpu_runner(model, exchange, rows, plan, blocks, chosen.kernels)
         return Built(runner, blocks, exchange.memory_bytes, chosen.named)
 
     def prepare(self, runner: Any, progress: Progress) -> None:
-        """Captures a graph for each form of a decode step."""
-        runner.prepare(lambda done, total: progress("graphs", done, total))
+        """Captures a graph for each form of a decode step. Raises: StartupError where they do not fit."""
+        from ep_server.model.gpu.memory import room_for_steps
+
+        with room_for_steps(self.device, self._sizes):
+            runner.prepare(lambda done, total: progress("graphs", done, total))
 
     def overlap(self, runner: Any) -> Overlap:
         """By the times of captured steps; other steps are not cut unless that is asked for."""

@@ -5,6 +5,8 @@ Units: bytes, KV blocks.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -52,8 +54,21 @@ class Room:
             + (wanted if asked else f"a KV block takes {block} bytes")
         )
 
+    def no_steps(self, sizes: str) -> StartupError:
+        """Where what steps need does not fit beside the rest. sizes: what it depends on, field = value."""
+        return StartupError(f"no room for steps: {self._left()}, beside weights and {sizes}: must be less")
+
     def _left(self) -> str:
         return f"{_gib(self.free)} of {_gib(self.total)} are free on {self.name}"
+
+
+@contextmanager
+def room_for_steps(device: torch.device, sizes: str) -> Iterator[None]:
+    """Around what allocates for steps. Raises: StartupError with the numbers where that does not fit."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        raise Room.on(device).no_steps(sizes) from error
 
 
 def _gib(number: int) -> str:

@@ -11,7 +11,7 @@ import torch
 from ep_server.commands.inspect_plan import GPU_KV_FRACTION
 from ep_server.errors import StartupError
 from ep_server.model.gpu import assembly
-from ep_server.model.gpu.memory import KV_SHARE, Room
+from ep_server.model.gpu.memory import KV_SHARE, Room, room_for_steps
 from ep_server.ranks.devices import CudaDevice
 from ep_server.ranks.exchanges import Opening
 from ep_server.ranks.group import plan_group
@@ -62,6 +62,17 @@ def test_weights_that_do_not_fit_are_refused_before_they_are_read() -> None:
     ROOM.check_weights(40 * GIB)
     with pytest.raises(StartupError, match=r"40\.01 GiB of weights, 40\.00 GiB of 139\.00 GiB are free on"):
         ROOM.check_weights(int(40.01 * GIB))
+
+
+def test_steps_that_do_not_fit_are_refused_with_what_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where blocks were asked for that leave nothing to capture graphs in."""
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB // 2, 139 * GIB))
+    words = r"no room for steps: 0\.50 GiB of 139\.00 GiB are free on cuda:3, .*kv_blocks = 7: must be"
+    with (
+        pytest.raises(StartupError, match=words),
+        room_for_steps(torch.device("cuda:3"), "scheduler.kv_blocks = 7"),
+    ):
+        raise torch.OutOfMemoryError("CUDA out of memory")
 
 
 def test_without_a_gpu_there_are_as_many_blocks_as_are_of_use() -> None:
