@@ -138,7 +138,10 @@ class Case:
             keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
             weights = torch.softmax(torch.einsum("phd,hd->hp", keys, query) * spec.scale, 1)
             wanted = torch.einsum("hp,phd->hd", weights, values)
-            torch.testing.assert_close(out[s].double(), wanted, rtol=2e-2, atol=1e-2)
+            # Rounding gives a third of it at most; a tile that is lost, of any context, ten times as much.
+            may = 0.02 * (wanted.abs() + weights.norm(dim=1, keepdim=True))
+            off = ((out[s].double() - wanted).abs() / may).nan_to_num(torch.inf).max()
+            assert off <= 1, f"sequence {s} of {length}: {float(off):.2f} of what may be"
         others = torch.ones(len(k), dtype=torch.bool, device="cuda")
         others[[slot for slot in slots if slot >= 0]] = False
         for cache, was in zip((k, v), self.was, strict=True):
