@@ -42,8 +42,8 @@ struct Work {
   uint64_t pitch, part;  // parts > 0, so many float32 sums, `part` elements apart, rounded once added up
   uint32_t parts, count;
   const int32_t *positions, *slots, *lengths, *blocks;  // lengths with the token's own; blocks: tables
-  uint32_t blocks_pitch;                                // entries from table to table
-  void* out;                                            // [count, heads, kDim] bfloat16
+  uint32_t blocks_pitch;  // entries from table to table; all of them may be read
+  void* out;              // [count, heads, kDim] bfloat16
   float *sums, *stats;  // with splits > 1: [count, heads, splits, kDim] unnormalised, [.., 2] maximum and sum
 };
 

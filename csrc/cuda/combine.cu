@@ -15,7 +15,8 @@ constexpr uint32_t kLog10Blocks = 3;  // more registers
 #else
 constexpr uint32_t kLog10Blocks = kBlocksPerSm;
 #endif
-// Of a combine that norms, on a multiprocessor: each may have 128 registers.
+// Of a combine that norms, on a multiprocessor: while each has at most 128 registers, today 125; with more
+// fewer blocks are there at once than are counted with, which costs time alone.
 constexpr uint32_t kNormThreads = 512;
 
 // Blocks: one that keeps house, senders (the first writes headers), receivers (the first awaits them).

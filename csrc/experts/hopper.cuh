@@ -18,7 +18,7 @@ __device__ inline void init_barrier(uint64_t* barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
 }
 
-// Makes initialised barriers seen by the copy engine too; a barrier of the block must follow.
+// Makes initialised barriers seen by the copy engine too; a barrier of all who use them must follow.
 __device__ inline void publish_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -54,7 +54,7 @@ __device__ inline void fetch_map(const CUtensorMap* map) {
 }
 
 // Copies the box of `map` at (column, row) to `to`; `barrier` is told of its bytes. They are the first to
-// leave L2: weights are read once.
+// leave L2: weights are read once, or, where blocks share rows out, at the same time.
 __device__ inline void copy_box(void* to, const CUtensorMap* map, uint32_t column, uint32_t row,
                                 uint64_t* barrier) {
   asm volatile(
