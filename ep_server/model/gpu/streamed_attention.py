@@ -197,5 +197,5 @@ def manner_for(sequences: int, kv_heads: int, processors: int, longest: int) -> 
     items = max(sequences * kv_heads, 1)
     most = max(min(processors // items, longest // _LEAST_SPLIT, MAX_SPLITS), 1)
     splits = 1 << most.bit_length() - 1
-    each = -(-items * splits // max(processors, 1))  # of a multiprocessor; tests have none
+    each = -(-items * splits // max(processors, 1))  # of a multiprocessor; interpreted: 0
     return Manner(max(_WARPS >> (each - 1).bit_length(), 1), processors, splits)
