@@ -192,7 +192,7 @@ setup(
             "types-protobuf",
             "grpc-stubs",
         ],
-        "chart": ["matplotlib>=3.9"],  # benchmarks/exchange_chart.py
+        "chart": ["matplotlib>=3.9"],  # benchmarks/*_chart.py
     },
     entry_points={"console_scripts": ["ep-server = ep_server.__main__:main"]},
     zip_safe=False,

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import Any
 
-import matplotlib as mpl
+import chart_style
 import matplotlib.pyplot as plt
-from exchange_chart import GRID, INK, PAPER, in_both_lights
+from chart_style import AMBER, BLUE, GREEN, INK, PAPER, RED
 
-BLUE, RED, AMBER = "#2f81f7", "#d1495b", "#c9822b"
-GREEN = "#3fa45b"
 KINDS = {
     "expert": ("a row per expert", RED),
     "rank": ("a row per rank", AMBER),
@@ -19,11 +16,12 @@ KINDS = {
     "host-sum": ("and a sum per host", GREEN),
 }
 PUBLISHED = ("deepep", "DeepEP, larger groups")
+RANKS = "ranks, 8 to a host"
 
 
 def write(found: dict[str, Any], path: Path) -> None:
     """The SVG of fabric_simulator.everything()."""
-    mpl.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "fabric", "font.family": "sans-serif"})
+    chart_style.begin("fabric")
     figure, panels = plt.subplots(1, 3, figsize=(13.2, 4.2), facecolor=PAPER)
     published(panels[0], found["check"])
     exchange(panels[1], found["exchange"])
@@ -31,10 +29,7 @@ def write(found: dict[str, Any], path: Path) -> None:
     for axes in panels:
         dress(axes)
     figure.tight_layout()
-    text = io.StringIO()
-    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
-    plt.close(figure)
-    path.write_text(in_both_lights(text.getvalue()))
+    chart_style.write(figure, path)
 
 
 def published(axes: plt.Axes, check: dict[str, Any]) -> None:
@@ -47,7 +42,7 @@ def published(axes: plt.Axes, check: dict[str, Any]) -> None:
         axes.plot(ranks, dots, "o", color=colour, markersize=5, label=f"{name}, published")
     axes.set_title("DeepEP V1, H800 + CX7: lines are the model", color=INK)
     axes.set_ylabel("µs", color=INK)
-    ticks(axes, ranks)
+    chart_style.powers_of_two(axes, ranks, RANKS)
 
 
 def exchange(axes: plt.Axes, rows: list[dict[str, Any]]) -> None:
@@ -60,7 +55,7 @@ def exchange(axes: plt.Axes, rows: list[dict[str, Any]]) -> None:
             axes.plot(*zip(*line, strict=True), "-o", color=colour, markersize=4, label=label)
     axes.set_title(f"predicted, H200 + 400 Gb/s: pair, T = {most}", color=INK)
     axes.set_ylabel("dispatch + combine, µs", color=INK)
-    ticks(axes, sorted({row["ranks"] for row in mine}))
+    chart_style.powers_of_two(axes, sorted({row["ranks"] for row in mine}), RANKS)
 
 
 def decode(axes: plt.Axes, rows: list[dict[str, Any]]) -> None:
@@ -76,24 +71,11 @@ def decode(axes: plt.Axes, rows: list[dict[str, Any]]) -> None:
         )
     axes.set_title(f"predicted decode step, T = {most}", color=INK)
     axes.set_ylabel("ms", color=INK)
-    ticks(axes, ranks)
-
-
-def ticks(axes: plt.Axes, ranks: list[int]) -> None:
-    """Ranks on a logarithmic axis, each named."""
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(ranks, [str(count) for count in ranks])
-    axes.minorticks_off()
-    axes.set_xlabel("ranks, 8 to a host", color=INK)
+    chart_style.powers_of_two(axes, ranks, RANKS)
 
 
 def dress(axes: plt.Axes) -> None:
-    """Ink, paper and grid of the other charts."""
+    """The dress of the other charts, and a legend."""
     axes.set_ylim(0, 1.3 * axes.get_ylim()[1])  # room for the legend
-    axes.grid(color=GRID, linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.set_facecolor(PAPER)
-    axes.tick_params(colors=INK)
+    chart_style.dress(axes)
     axes.legend(frameon=False, labelcolor=INK, loc="upper left", ncols=2, fontsize="small")
-    for spine in axes.spines.values():
-        spine.set_visible(False)

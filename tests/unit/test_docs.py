@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 
@@ -61,3 +62,24 @@ def test_commands_and_options_that_the_runbook_names_exist() -> None:
     names, sections = {name for name, _, _ in fields()}, {section for _, section, _ in fields()}
     dotted = set(re.findall(r"`([a-z]+\.[a-z_]+)(?: \w+)?`", text))
     assert {name for name in dotted if name.partition(".")[0] in sections} <= names
+
+
+def test_the_decode_charts_draw_the_figures_of_performance() -> None:
+    """docs/decode.json has the table's figures, and both charts were drawn after it was changed last."""
+    found = json.loads((ROOT / "docs" / "decode.json").read_text())
+    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+    section = text[text.index("\n## Decode on GPUs\n") : text.index("\n## Exchange on NVLink\n")]
+    told = set(re.findall(r"[\d,]+(?:\.\d+)?", section.replace(", ", " ")))
+    series = [series for panel in found["rates"] for series in panel["series"]]
+    for line in series:
+        for sequences, values in line["points"].items():
+            assert {f"{value:,}" for value in values} <= told, (line["name"], sequences)
+    for bar in found["step"]["bars"]:
+        assert {f"{ms:.2f}" for ms in [*bar["ms"], bar["all"]] if ms} <= told, bar["name"]
+    charts = {"decode.svg": [], "decode_step.svg": [f"{bar['all']:.2f}" for bar in found["step"]["bars"]]}
+    for line in series:
+        if "labels" in line:
+            charts["decode.svg"] += [f"{values[0]:,}" for values in line["points"].values()]
+    for name, labels in charts.items():
+        drawn = set(re.findall(r">([\d,.]+)</text>", (ROOT / "docs" / name).read_text(encoding="utf-8")))
+        assert labels and set(labels) <= drawn, f"{name}: python benchmarks/decode_chart.py docs/decode.json"
