@@ -8,7 +8,6 @@ first. Times in microseconds, median of replays. --sweep times other tiles of ou
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import multiprocessing
@@ -18,7 +17,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from benchmarks.gpu_experts import in_graph
+from benchmarks.gpu_timing import BF16, RATE, arguments, in_graph
 from ep_server.errors import ConfigError
 from ep_server.model.families.spec import GqaSpec, MlaSpec
 from ep_server.model.gpu.attention_choice import AttentionCase, Chosen, choose
@@ -29,7 +28,7 @@ from ep_server.model.triton.paged import PagedKv
 from ep_server.model.triton.paged_decode import DecodeTile, Workspace, decode
 from ep_server.model.triton.paged_tile import AttentionRule, Sequences
 
-BLOCK, RATE, BF16 = 16, 4.5e12, torch.bfloat16
+BLOCK = 16  # positions
 
 
 @dataclass(frozen=True)
@@ -160,21 +159,8 @@ def compare(case: Case, asked: tuple[str, ...]) -> None:
     )
 
 
-def numbers(text: str) -> list[int]:
-    """With commas between them."""
-    return [int(one) for one in text.split(",")]
-
-
-def arguments(text: str | None, batches: str) -> argparse.ArgumentParser:
-    """With --batch and --context, which are lists of numbers once they are parsed."""
-    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("--batch", batches), ("--context", "256")):
-        parser.add_argument(name, default=default, type=numbers)
-    return parser
-
-
 def main() -> None:
-    parser = arguments(__doc__, "64,128,256")
+    parser = arguments(__doc__, batch="64,128,256", context="256")
     parser.add_argument("--kernels", default="triton,flashinfer")
     parser.add_argument("--latent", action="store_true", help="16 heads of latent attention, else 32 over 4")
     parser.add_argument("--sweep", action="store_true", help="other tiles of Triton's kernel too")

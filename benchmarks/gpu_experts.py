@@ -9,23 +9,21 @@ per layer, median of replays.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import itertools
 import multiprocessing
-import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
+from benchmarks.gpu_timing import BF16, RATE, arguments, in_graph, numbers
 from ep_server.model.gpu.streamed_experts import StreamedExperts, streamable
 from ep_server.model.triton.expert_rows import ExpertRows, ExpertWeights, Tiles, tiles_for
 from ep_server.model.triton.experts import run_experts
 
-REPLAYS, RATE, SHARED = 30, 4.5e12, 227 << 10
-BF16 = torch.bfloat16
+SHARED = 227 << 10  # bytes of shared memory
 
 
 @dataclass(frozen=True)
@@ -98,26 +96,6 @@ class Case:
         return busy * each / RATE * 1e6
 
 
-def in_graph(work: Callable[[int], object], sets: int, rounds: int = 3) -> float:
-    """us per call, the weights' sets in turn."""
-    for which in range(sets):
-        work(which)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(rounds):
-            for which in range(sets):
-                work(which)
-    times = []
-    for _ in range(REPLAYS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3 / (rounds * sets))
-    return statistics.median(times)
-
-
 def candidates(m: int, gated: bool) -> Iterator[Tiles]:
     """Shapes that fit."""
     parts = 2 if gated else 1
@@ -157,18 +135,15 @@ def swept(case: Case, m: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__, rows="512,1024,2048")
     parser.add_argument("--experts", type=int, default=128)
-    parser.add_argument("--rows", default="512,1024,2048")
     parser.add_argument("--hidden", type=int, default=2048)
     parser.add_argument("--ffn", type=int, default=768)
-    parser.add_argument("--m", default="16,32", help="rows of the tiles to try")
+    parser.add_argument("--m", default="16,32", type=numbers, help="rows of the tiles to try")
     parser.add_argument("--sweep", action="store_true")
     given = parser.parse_args()
     sets = max(1, (1 << 30) // (given.experts * given.hidden * given.ffn * 6) + 1)
-    for rows in (int(one) for one in given.rows.split(",")):
+    for rows in given.rows:
         torch.manual_seed(rows)
         case = Case.of(given.experts, rows, given.hidden, given.ffn, sets)
         case.run(None, 0)
@@ -184,7 +159,7 @@ def main() -> None:
         )
         case.streamed()
         if given.sweep:
-            for m in (int(one) for one in given.m.split(",")):
+            for m in given.m:
                 swept(case, m)
 
 

@@ -4,14 +4,13 @@
 
 The projections and the router of Qwen3-30B-A3B. Each product is checked first. "cold" rotates weights past
 L2, "hot" has one; "chained" is the product between the kernels that are beside it in a step, which is what
-counts: the one that reads it, and but for "out" a norm ahead. Ours by how the weight is cut (tile x splits),
+counts: the one that reads it, and but for "out" a norm ahead. Ours by split (tile x splits of channels),
 /64 = two or more tiles of 64 rows, + = lets the next kernel start.
 Times in microseconds a product, median of replays. The bound: bytes of the weight at 4.5 TB/s.
 """
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -20,9 +19,9 @@ from itertools import product as product_of
 import torch
 import torch.nn.functional as F
 
-from benchmarks.gpu_experts import RATE, in_graph
+from benchmarks.gpu_timing import BF16, RATE, arguments, in_graph
 from ep_server.model.families.spec import RouterSpec
-from ep_server.model.gpu.streamed_products import Cut, Manner, StreamedProduct
+from ep_server.model.gpu.streamed_products import LaunchConfig, SplitK, StreamedProduct
 from ep_server.model.kv_cache import KvLayer
 from ep_server.model.triton.norm import add_rms_norm
 from ep_server.model.triton.paged import PagedKv
@@ -30,26 +29,29 @@ from ep_server.model.triton.partial import Partial
 from ep_server.model.triton.rope import HeadNorm, Rotation, store_gqa
 from ep_server.model.triton.router import Choice, route
 
-BF16, PAST_L2, CALLS = torch.bfloat16, 80 << 20, 20
+PAST_L2, CALLS = 80 << 20, 20
 Product = torch.Tensor | Partial
 Reader = Callable[[Product], None]
 
 
 @dataclass(frozen=True)
 class Shape:
-    """weight: [N, K]. cuts: to try, the default first. wide: the library's product is of float32."""
+    """weight: [N, K]. splits: to try, the default first. wide: the library's product is of float32."""
 
     name: str
     weight: tuple[int, int]
-    cuts: tuple[Cut, ...]
+    splits: tuple[SplitK, ...]
     wide: bool = False
 
 
 SHAPES = (
-    Shape("qkv", (5120, 2048), (Cut(128, 3),)),
-    Shape("out", (2048, 4096), (Cut(128, 8), Cut(64, 4), Cut(128, 6), Cut(64, 3))),
+    Shape("qkv", (5120, 2048), (SplitK(128, 3),)),
+    Shape("out", (2048, 4096), (SplitK(128, 8), SplitK(64, 4), SplitK(128, 6), SplitK(64, 3))),
     Shape(
-        "router", (128, 2048), (Cut(64, 16), Cut(128, 32), Cut(128, 16), Cut(128, 8), Cut(64, 8)), wide=True
+        "router",
+        (128, 2048),
+        (SplitK(64, 16), SplitK(128, 32), SplitK(128, 16), SplitK(128, 8), SplitK(64, 8)),
+        wide=True,
     ),
 )
 
@@ -101,12 +103,12 @@ class Case:
             return torch.mm(self.x, self.weights[which].t(), out_dtype=torch.float32)
         return F.linear(self.x, self.weights[which])
 
-    def manners(self) -> Iterator[tuple[str, Manner]]:
+    def configs(self) -> Iterator[tuple[str, LaunchConfig]]:
         """Named."""
         tiles = (0, 64)[: 1 + (len(self.x) > 64)]
-        for cut, rows, starts in product_of(self.shape.cuts, tiles, (False, True)):
+        for split_k, rows, starts in product_of(self.shape.splits, tiles, (False, True)):
             marks = f"{f'/{rows}' if rows else ''}{'+' * starts}"
-            yield f"{cut.tile}x{cut.splits}{marks}", Manner(cut, rows, starts)
+            yield f"{split_k.tile}x{split_k.splits}{marks}", LaunchConfig(split_k, rows, starts)
 
     @property
     def normed(self) -> bool:
@@ -141,8 +143,8 @@ class Case:
             flush=True,
         )
         print(f"    {'library':12s} {self.times(self.library)}", flush=True)
-        for name, manner in self.manners():
-            all_of = [StreamedProduct(weight, manner=manner) for weight in self.weights]
+        for name, config in self.configs():
+            all_of = [StreamedProduct(weight, config=config) for weight in self.weights]
             self.check(all_of[0])
             print(f"    {name:12s} {self.times(partial(of_one, all_of, self.x))}", flush=True)
 
@@ -157,15 +159,12 @@ def of_one(products: list[StreamedProduct], x: torch.Tensor, which: int) -> Prod
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--rows", default="16,32,64,128,256")
+    parser = arguments(__doc__, rows="16,32,64,128,256")
     parser.add_argument("--shapes", default="qkv,out,router")
     given = parser.parse_args()
     with torch.inference_mode():
         for shape in (one for one in SHAPES if one.name in given.shapes.split(",")):
-            for rows in (int(one) for one in given.rows.split(",")):
+            for rows in given.rows:
                 Case(shape, rows).compare()
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import torch
 
+from benchmarks.gpu_timing import arguments, median_us, numbers
 from ep_server.config import Config
 from ep_server.ep.exchange import control_spec
 from ep_server.ep.segment import create_segment
@@ -35,7 +36,7 @@ from ep_server.records import Request, Sampling, SeqSlice, StepBatch, Stopping
 from ep_server.v1 import rank_pb2 as pb
 
 SHAPES = Path(__file__).parent / "shapes"
-BLOCK, REPLAYS = 16, 20
+BLOCK = 16  # positions
 
 
 def shortened(shape: str, layers: int, folder: str) -> Path:
@@ -86,19 +87,6 @@ def step_of(batch: int, context: int) -> StepBatch:
     return StepBatch(tuple(pieces), batch)
 
 
-def timed(work: Callable[[], object]) -> float:
-    """Median of the GPU's time, us."""
-    times = []
-    for _ in range(REPLAYS):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        work()
-        end.record()
-        end.synchronize()
-        times.append(begin.elapsed_time(end) * 1e3)
-    return statistics.median(times)
-
-
 def profiled(work: Callable[[], object], batch: int, steps: int = 3) -> None:
     """Prints each kernel's count and time per step, the longest first."""
     activities = [torch.profiler.ProfilerActivity.CUDA]
@@ -124,7 +112,7 @@ def measured(parts: RankParts, batch: int, context: int) -> float:
     step = step_of(batch, context)
     with torch.inference_mode():
         runner.collect(runner.launch(step, 1, batch))
-        return timed(lambda: runner.graphs.replay(Form(batch)))
+        return median_us(lambda: runner.graphs.replay(Form(batch)))
 
 
 @contextlib.contextmanager
@@ -144,27 +132,24 @@ def explored(parts: RankParts, batch: int, given: argparse.Namespace) -> None:
     runner: Any = parts.runner
     step = step_of(batch, given.context)
     with torch.inference_mode():
-        whole = timed(lambda: runner.launch(step, 1, batch))
+        whole = median_us(lambda: runner.launch(step, 1, batch))
         print(f"  batch {batch}: launch with sampling {whole:.1f} us", flush=True)
         if given.profile:
             profiled(lambda: runner.launch(step, 1, batch), batch)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = arguments(__doc__, batch="64,128,256")
     parser.add_argument("shape", nargs="?", default="qwen3-30b-a3b")
-    parser.add_argument("--batch", default="64,128,256")
     parser.add_argument("--context", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--routing", default="uniform")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--streamed", help="rows up to which qkv, output and router products are, 0,64,256")
+    parser.add_argument("--streamed", type=numbers, help="rows of qkv, output and router products, at most")
     given = parser.parse_args()
     if given.streamed:
-        decoder.STREAMED = Limits(*map(int, given.streamed.split(",")))
-    batches = [int(one) for one in given.batch.split(",")]
+        decoder.STREAMED = Limits(*given.streamed)
+    batches = given.batch
     whole = json.loads((SHAPES / given.shape / "config.json").read_text())["num_hidden_layers"]
     took: dict[int, list[float]] = defaultdict(list)
     print(torch.cuda.get_device_name(), torch.__version__, given.shape, f"context {given.context}")

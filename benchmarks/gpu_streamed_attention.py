@@ -1,10 +1,10 @@
 """What stands between the query-key-value product and the output product of a layer, on one Hopper GPU.
 
-    python3 benchmarks/gpu_streamed_attention.py --batch 32,64,128,256 --context 256 [--manners]
+    python3 benchmarks/gpu_streamed_attention.py --batch 32,64,128,256 --context 256 [--configs]
 
 One kernel (csrc/attention) beside Triton's two, norm, rotation and cache write, then attention: behind the
 product, in graphs replayed in turn, caches rotated past L2; the product's own time is taken off. Results are
-compared first. Microseconds, median of replays; bound: keys and values at 4.5 TB/s. --manners: other ways to
+compared first. Microseconds, median of replays; bound: keys and values at 4.5 TB/s. --configs: other ways to
 launch ours.
 """
 
@@ -16,11 +16,16 @@ from collections.abc import Callable
 
 import torch
 
-from benchmarks.gpu_attention import BF16, BLOCK, RATE, arguments
+from benchmarks.gpu_timing import BF16, RATE, REPLAYS, arguments, captured, time_us
 from ep_server.model.families.spec import GqaSpec
 from ep_server.model.gpu.decode_kernels import triton_decode
 from ep_server.model.gpu.step_input import StepTensors
-from ep_server.model.gpu.streamed_attention import Manner, StreamedAttention, StreamedStep, manner_for
+from ep_server.model.gpu.streamed_attention import (
+    LaunchConfig,
+    StreamedAttention,
+    StreamedStep,
+    launch_config_for,
+)
 from ep_server.model.kv_cache import KvLayer
 from ep_server.model.triton.paged import PagedKv
 from ep_server.model.triton.paged_tile import AttentionRule, Sequences
@@ -28,7 +33,7 @@ from ep_server.model.triton.rope import HeadNorm, Rotation, store_gqa
 
 DIM, HIDDEN = 128, 2048
 SPEC = GqaSpec(32, 4, DIM, DIM**-0.5)
-LONGEST, PROCESSORS, WARM_UPS, REPLAYS = 4096, 132, 5, 20
+BLOCK, LONGEST, NUM_SMS, WARM_UPS = 16, 4096, 132, 5
 
 
 class Case:
@@ -57,7 +62,7 @@ class Case:
         self.turns = torch.stack((angles.cos(), angles.sin()), -1)
         self.out = torch.empty(batch, SPEC.heads, DIM, device="cuda", dtype=BF16)
         self.kernels = [StreamedAttention(kv, SPEC, self.turns, self.norm) for kv in self.caches]
-        self.layer = triton_decode(SPEC, LONGEST, PROCESSORS).over(Sequences(blocks, lengths))
+        self.layer = triton_decode(SPEC, LONGEST, NUM_SMS).over(Sequences(blocks, lengths))
 
     def product(self, which: int) -> torch.Tensor:
         return torch.mm(self.x, self.weight.T)
@@ -68,23 +73,12 @@ class Case:
         store_gqa(self.product(which), q, kv, rotation, self.norm)
         self.layer(q, kv, AttentionRule(SPEC.scale), self.out)
 
-    def streamed(self, manner: Manner) -> Callable[[int], None]:
-        step = StreamedStep(self.step, SPEC.heads, manner)
+    def streamed(self, config: LaunchConfig) -> Callable[[int], None]:
+        step = StreamedStep(self.step, SPEC.heads, config)
         return lambda which: self.kernels[which].run(self.product(which), step, self.out)
 
     def bound(self) -> float:
         return self.batch * self.context * SPEC.kv_heads * 2 * DIM * 2 / RATE * 1e6
-
-
-def captured(work: Callable[[int], object], sets: int) -> torch.cuda.CUDAGraph:
-    for which in range(2):
-        work(which)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for which in range(sets):
-            work(which)
-    return graph
 
 
 def timed(graphs: dict[str, torch.cuda.CUDAGraph], sets: int) -> dict[str, float]:
@@ -92,29 +86,25 @@ def timed(graphs: dict[str, torch.cuda.CUDAGraph], sets: int) -> dict[str, float
     times: dict[str, list[float]] = {name: [] for name in graphs}
     for replay in range(WARM_UPS + REPLAYS):
         for name, graph in graphs.items():
-            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
+            one = time_us(graph.replay) / sets
             if replay >= WARM_UPS:
-                times[name].append(begin.elapsed_time(end) * 1e3 / sets)
+                times[name].append(one)
     return {name: statistics.median(all_of_it) for name, all_of_it in times.items()}
 
 
-def compare(case: Case, manners: dict[str, Manner]) -> None:
+def compare(case: Case, configs: dict[str, LaunchConfig]) -> None:
     case.triton(0)
     wanted = case.out.clone()
     work: dict[str, Callable[[int], object]] = {"product": case.product, "triton": case.triton}
-    for name, manner in manners.items():
-        work[name] = case.streamed(manner)
+    for name, config in configs.items():
+        work[name] = case.streamed(config)
         case.out.fill_(float("nan"))
         work[name](0)
         error = float((case.out - wanted).float().norm() / wanted.float().norm())
         assert error < 0.01, f"{name}: {error}"
     times = timed({name: captured(one, case.sets) for name, one in work.items()}, case.sets)
     base = times.pop("product")
-    shown = "  ".join(f"{name} {took - base:.1f}" for name, took in times.items())
+    shown = "  ".join(f"{name} {time - base:.1f}" for name, time in times.items())
     print(
         f"batch {case.batch}, context {case.context}: {shown}  bound {case.bound():.1f}"
         f"  (product alone {base:.1f})",
@@ -123,15 +113,15 @@ def compare(case: Case, manners: dict[str, Manner]) -> None:
 
 
 def main() -> None:
-    parser = arguments(__doc__, "32,64,128,256")
-    parser.add_argument("--manners", action="store_true")
+    parser = arguments(__doc__, batch="32,64,128,256", context="256")
+    parser.add_argument("--configs", action="store_true")
     given = parser.parse_args()
     print(torch.cuda.get_device_name(), torch.__version__)
     for context, batch in itertools.product(given.context, given.batch):
-        manners = {"streamed": manner_for(batch, SPEC.kv_heads, PROCESSORS, LONGEST)}
-        if given.manners:
-            manners |= {f"teams of {team}": Manner(team, PROCESSORS) for team in (1, 2, 4, 8)}
-        compare(Case(batch, context), manners)
+        configs = {"streamed": launch_config_for(batch, SPEC.kv_heads, NUM_SMS, LONGEST)}
+        if given.configs:
+            configs |= {f"teams of {team}": LaunchConfig(team, NUM_SMS) for team in (1, 2, 4, 8)}
+        compare(Case(batch, context), configs)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@
 #include <system_error>
 
 #include "bindings_exchange.hpp"
+#include "bindings_pointer.hpp"
 #include "cpu/phases.hpp"
 #include "ep/cells.hpp"
 #include "ep/row_tables.hpp"
@@ -61,11 +62,6 @@ void raise_status(const Status& s) {
     default:
       return raise("InternalError", "unexpected status: " + describe(s));
   }
-}
-
-template <class T>
-T* pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
 }
 
 std::shared_ptr<Exchange> on_segment(int fd, const Geometry& geometry, uint32_t rank,

@@ -5,19 +5,12 @@
 #include <memory>
 
 #include "attention/attention.hpp"
+#include "bindings_pointer.hpp"
 
 namespace py = pybind11;
 
-namespace {
-
 using namespace ep::attention;
-
-template <class T>
-T* pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
-}  // namespace
+using ep::pointer;
 
 void bind_attention(py::module_& m) {
   py::class_<Work>(m, "AttentionWork")
@@ -39,7 +32,7 @@ void bind_attention(py::module_& m) {
            }),
            py::kw_only(), py::arg("count"), py::arg("positions"), py::arg("slots"), py::arg("lengths"),
            py::arg("blocks"), py::arg("blocks_pitch"), py::arg("sums"), py::arg("stats"));
-  py::class_<Manner>(m, "AttentionManner")
+  py::class_<LaunchConfig>(m, "AttentionLaunchConfig")
       .def(py::init<uint32_t, uint32_t, uint32_t, bool>(), py::kw_only(), py::arg("team"), py::arg("blocks"),
            py::arg("splits"), py::arg("lets_next_start"));
   py::class_<Attention>(m, "Attention")
@@ -55,14 +48,14 @@ void bind_attention(py::module_& m) {
            py::arg("eps"), py::arg("scale"))
       .def(
           "run",
-          [](const Attention& self, uintptr_t stream, const Work& step, const Manner& manner, uintptr_t qkv,
-             uint64_t pitch, uint64_t part, uint32_t parts, uintptr_t out) {
+          [](const Attention& self, uintptr_t stream, const Work& step, const LaunchConfig& config,
+             uintptr_t qkv, uint64_t pitch, uint64_t part, uint32_t parts, uintptr_t out) {
             Work work = step;
             work.qkv = pointer<void>(qkv), work.pitch = pitch, work.part = part, work.parts = parts;
             work.out = pointer<void>(out);
-            self.run(pointer<CUstream_st>(stream), work, manner);
+            self.run(pointer<CUstream_st>(stream), work, config);
           },
-          py::kw_only(), py::arg("stream"), py::arg("step"), py::arg("manner"), py::arg("qkv"),
+          py::kw_only(), py::arg("stream"), py::arg("step"), py::arg("config"), py::arg("qkv"),
           py::arg("pitch"), py::arg("part"), py::arg("parts"), py::arg("out"),
           py::call_guard<py::gil_scoped_release>());
 }

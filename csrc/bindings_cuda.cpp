@@ -7,6 +7,7 @@
 #include <string>
 #include <tuple>
 
+#include "bindings_pointer.hpp"
 #include "cuda/group.hpp"
 #include "cuda/phases.hpp"
 
@@ -16,11 +17,6 @@ namespace {
 
 using namespace ep;
 using cuda::Group;
-
-template <class T>
-T* pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
 
 // (code, op, phase, rank, peer, expected, seen) of the first failure, or None.
 py::object status(const Group& group) {

@@ -4,20 +4,13 @@
 
 #include <memory>
 
+#include "bindings_pointer.hpp"
 #include "experts/experts.hpp"
 
 namespace py = pybind11;
 
-namespace {
-
 using namespace ep::experts;
-
-template <class T>
-T* pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
-}  // namespace
+using ep::pointer;
 
 void bind_experts(py::module_& m) {
   py::class_<Work>(m, "ExpertsWork")

@@ -4,25 +4,18 @@
 
 #include <memory>
 
+#include "bindings_pointer.hpp"
 #include "products/products.hpp"
 
 namespace py = pybind11;
 
-namespace {
-
 using namespace ep::products;
-
-template <class T>
-T* pointer(uintptr_t address) {
-  return reinterpret_cast<T*>(address);
-}
-
-}  // namespace
+using ep::pointer;
 
 void bind_products(py::module_& m) {
   py::class_<Linear>(m, "Linear")
       .def(py::init([](int device, uintptr_t weight, uint32_t n, uint32_t k, uint32_t tile, uint32_t splits) {
-             return std::make_unique<Linear>(device, pointer<void>(weight), n, k, Cut{tile, splits});
+             return std::make_unique<Linear>(device, pointer<void>(weight), n, k, SplitK{tile, splits});
            }),
            py::kw_only(), py::arg("device"), py::arg("weight"), py::arg("n"), py::arg("k"), py::arg("tile"),
            py::arg("splits"))

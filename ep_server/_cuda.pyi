@@ -164,7 +164,7 @@ class AttentionWork:
         stats: int,
     ) -> None: ...
 
-class AttentionManner:
+class AttentionLaunchConfig:
     def __init__(self, *, team: int, blocks: int, splits: int, lets_next_start: bool) -> None: ...
 
 class Attention:
@@ -188,7 +188,7 @@ class Attention:
         *,
         stream: int,
         step: AttentionWork,
-        manner: AttentionManner,
+        config: AttentionLaunchConfig,
         qkv: int,
         pitch: int,
         part: int,

@@ -16,6 +16,7 @@
 #include "attention/items.cuh"
 #include "attention/tile.cuh"
 #include "attention/token.cuh"
+#include "hopper/launch.hpp"
 
 namespace ep::attention {
 namespace {
@@ -88,7 +89,7 @@ __device__ inline void attend(const Params& p, const Shared<kSize>& shared, uint
     Queries queries;
     queries.load(rows, kPitch, lane);
     Softmax softmax;
-    for (uint32_t tile = item.first + team.member; tile < item.last; tile += kSize, place.next()) {
+    for (uint32_t tile = item.first + team.member; tile < item.last; tile += kSize, place.next(kRing)) {
       await_phase(&full[place.stage], place.parity);
       std::byte* at = places + place.stage * kTileBytes;
       const uint32_t seen = min(item.length - tile * kTile, kTile);
@@ -110,7 +111,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1) attend_kernel(const __grid_con
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) std::byte memory[];  // a pattern of the swizzle begins at a multiple
   if (threadIdx.x == 0) fetch_map(&p.k), fetch_map(&p.v);
-  if (p.lets_next_start) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  if (p.lets_next_start) let_next_kernel_start();
   attend(p, Shared<kSize>(memory), threadIdx.x / 32, threadIdx.x % 32);
 #else
   __trap();  // Attention refuses other GPUs
@@ -120,21 +121,9 @@ __global__ void __launch_bounds__(kWarps * 32, 1) attend_kernel(const __grid_con
 template <uint32_t kSize>
 cudaError_t start(cudaStream_t stream, uint32_t blocks, const Params& params) {
   constexpr size_t kBytes = Shared<kSize>::kBytes;
-  const auto kernel = attend_kernel<kSize>;
-  // With each launch, as it holds for the current device alone; launches of a step are captured once.
-  if (const auto error =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(kBytes)))
-    return error;
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
   // Every block has an item, so it waits for the kernel ahead.
   const uint32_t items = params.work.count * params.cache.kv_heads * params.splits;
-  config.gridDim = dim3(std::min(items, blocks)), config.blockDim = kWarps * 32;
-  config.dynamicSmemBytes = kBytes, config.stream = stream;
-  config.attrs = &early, config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, params);
+  return launch(stream, attend_kernel<kSize>, {std::min(items, blocks), kWarps * 32, kBytes}, kBytes, params);
 }
 
 }  // namespace

@@ -7,8 +7,6 @@
 
 #include <cstdint>
 
-#include "cuda/tensor_map.hpp"
-
 namespace ep::attention {
 
 inline constexpr uint32_t kDim = 128;      // channels of a head
@@ -47,9 +45,9 @@ struct Work {
   float *sums, *stats;  // with splits > 1: [count, heads, splits, kDim] unnormalised, [.., 2] maximum and sum
 };
 
-// How a launch goes about it. team: warps that share an item, a power of two up to kWarps. blocks: at most;
+// Chosen for each launch. team: warps that share an item, a power of two up to kWarps. blocks: at most;
 // they share the items out. splits: parts that each context is cut into.
-struct Manner {
+struct LaunchConfig {
   uint32_t team, blocks, splits;
   bool lets_next_start;  // at once; the next kernel must wait until this one has ended before it reads out
 };
@@ -76,7 +74,7 @@ class Attention {
   // stream lets this one start. So none of the kernels ahead may write them, back to and with the first that
   // lets the next one start only once it has waited itself: all before that one have ended. A projection is
   // such a kernel (streamed_products.py, and the library's).
-  void run(cudaStream_t stream, const Work& work, const Manner& manner) const;
+  void run(cudaStream_t stream, const Work& work, const LaunchConfig& config) const;
 
  private:
   int device_;

@@ -3,7 +3,7 @@
 
 #include "attention/attention.hpp"
 #include "attention/tile.cuh"
-#include "experts/hopper.cuh"
+#include "hopper/instructions.cuh"
 
 namespace ep::attention {
 
@@ -43,14 +43,6 @@ struct Shared {
   static constexpr size_t kBytes = kPlaces * (kTileBytes + sizeof(uint64_t)) + Team<kSize>::kTeams * kRows +
                                    (kSize == 1 ? 0 : kWarps / 2 * sizeof(SoftmaxWords));
   static_assert(kBytes <= 227 << 10, "a block of Hopper has no more");
-};
-
-// A place of a warp's ring; parity: of the phase in which its tile comes.
-struct Place {
-  uint32_t stage = 0, parity = 0;
-  __device__ void next() {
-    if (++stage == kRing) stage = 0, parity ^= 1;
-  }
 };
 
 // What a team works on at a time: tiles first to last - 1 of a context, for one KV head.
@@ -112,15 +104,6 @@ class Agenda {
   int32_t slot_ = 0;
 };
 
-__device__ inline void copy_head(void* to, const CUtensorMap* map, uint32_t head, uint32_t position,
-                                 uint64_t* barrier) {  // as copy_box(), of one head
-  asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%2, %3, %2, %4}], [%5], %6;" ::"r"(shared_address(to)),
-      "l"(map), "r"(0), "r"(position), "r"(head), "r"(shared_address(barrier)), "l"(kEvictFirst)
-      : "memory");
-}
-
 // Asks for a warp's tiles, every kSize-th of its items, one after the other. Each thread looks up where one
 // of 32 lies in the cache.
 template <uint32_t kSize>
@@ -152,8 +135,9 @@ class Tiles {
     std::byte* to = places_ + stage * kTileBytes;
     uint64_t* full = full_ + stage;
     arrive_and_expect(full, kTileBytes);
-    copy_head(to, &p_.k, item_.head, position, full);
-    copy_head(to + 2 * kHalf, &p_.v, item_.head, position, full);
+    const uint32_t box[] = {0, position, 0, item_.head};  // dimensions as boxes_of() has them
+    copy_box(to, &p_.k, box, full);
+    copy_box(to + 2 * kHalf, &p_.v, box, full);
   }
 
  private:

@@ -10,7 +10,7 @@
 #include <cstdint>
 
 #include "attention/attention.hpp"
-#include "experts/hopper.cuh"
+#include "hopper/instructions.cuh"
 
 namespace ep::attention {
 

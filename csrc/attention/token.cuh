@@ -108,7 +108,7 @@ __device__ inline Item prepare(const Params& p, Agenda<kSize>& agenda, uint32_t 
     if (p.rule.norm != nullptr && row != kValue && wanted[i])
       weights[i] = *reinterpret_cast<const uint2*>(static_cast<const __nv_bfloat16*>(p.rule.norm) + from[i]);
   }
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  await_previous_kernel();
   fetch(p.work, item.sequence, from, wanted, mine, [&] {
     item = agenda.item(n);
     turns = reinterpret_cast<const float4*>(p.rule.turns)[size_t(item.position) * (kDim / 4) + lane];

@@ -8,6 +8,7 @@
 #include <cuda_bf16.h>
 
 #include "experts/units.cuh"
+#include "hopper/launch.hpp"
 
 namespace ep::experts {
 namespace {
@@ -31,15 +32,6 @@ struct Shared {
   alignas(16) bf16 turned[kMultipliers][kRows][16];  // 16 channels of a warp, by row
   uint64_t full[kStages], empty[kStages];
   Agenda agenda;
-};
-
-// A place in the ring of stages.
-template <uint32_t kStages>
-struct Place {
-  uint32_t stage = 0, parity = 0;
-  __device__ void next() {
-    if (++stage == kStages) stage = 0, parity ^= 1;
-  }
 };
 
 __device__ uint32_t load_acquire(const uint32_t* at) {
@@ -96,7 +88,7 @@ struct Sources {
 template <uint32_t kRows>
 __device__ void load(Shared<kRows>& s, const Weights& w, const Work& work, uint32_t ahead, uint32_t loader,
                      uint32_t lane) {
-  Place<Shared<kRows>::kStages> place;
+  Place place;
   uint32_t turn = 0, asked = ahead;
   for (uint32_t n = 0;; ++n) {
     const Unit unit = take(s.agenda, n, lane);
@@ -104,7 +96,7 @@ __device__ void load(Shared<kRows>& s, const Weights& w, const Work& work, uint3
     if (unit.kind == Kind::kEnd) return;
     const Sources<kRows> sources(w, work, unit, lane);
     bool ready = unit.kind != Kind::kDown;
-    for (uint32_t i = 0; i < unit.stages; ++i, place.next()) {
+    for (uint32_t i = 0; i < unit.stages; ++i, place.next(Shared<kRows>::kStages)) {
       const bool mine = turn == loader, weights = asked == 0;
       turn = turn + 1 == kLoaders ? 0 : turn + 1;
       asked -= !weights;
@@ -137,7 +129,7 @@ __device__ void store(bf16 (&turned)[kRows][16], const Unit& unit, bf16* to, uin
 
 template <uint32_t kRows>
 __device__ void multiply(Shared<kRows>& s, const Weights& w, const Work& work, uint32_t warp, uint32_t lane) {
-  Place<Shared<kRows>::kStages> place;
+  Place place;
   const uint32_t own = warp / 4 * kGroupRows;  // weight rows of a half that come before the warpgroup's
   const uint32_t channel = own + warp % 4 * 16;
   float first[kRows / 2], second[kRows / 2];
@@ -146,7 +138,7 @@ __device__ void multiply(Shared<kRows>& s, const Weights& w, const Work& work, u
     if (unit.kind == Kind::kEnd) return;
     const bool up = unit.kind == Kind::kGateUp;
     uint32_t before = 0;
-    for (uint32_t i = 0; i < unit.stages; ++i, place.next()) {
+    for (uint32_t i = 0; i < unit.stages; ++i, place.next(Shared<kRows>::kStages)) {
       await_phase(&s.full[place.stage], place.parity);
       publish_to_async();
       const uint64_t a = operand(shared_address(s.weights[place.stage][0]) + own * kSwizzledRow);
@@ -198,7 +190,7 @@ __global__ void __launch_bounds__(kThreads, kRows > 64 ? 1 : 2)
   const Unit ahead = reads_ahead ? guess(w, Shared<kRows>::kStages) : Unit{Kind::kEnd};
   if (warp == kMultipliers && lane == 0)
     for (uint32_t i = 0; i < ahead.stages; ++i) copy_weights(w, ahead, i * kDepth, s.weights[i], &s.full[i]);
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  await_previous_kernel();
   if (warp < kMultipliers)
     multiply<kRows>(s, w, work, warp, lane);
   else if (warp < kMultipliers + kLoaders)
@@ -215,30 +207,19 @@ cudaError_t start(cudaStream_t stream, uint32_t blocks, bool reads_ahead, const 
                   const Work& work) {
   constexpr size_t kBytes = sizeof(Shared<kRows>) + kAlignment;
   static_assert(kBytes <= 227 << 10, "a block of Hopper has no more");
-  const auto kernel = experts_kernel<kRows>;
-  // With each launch, as it holds for the current device alone; launches of a step are captured once.
-  if (const auto error =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(kBytes)))
-    return error;
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = blocks, config.blockDim = kThreads;
-  config.dynamicSmemBytes = kBytes, config.stream = stream;
-  config.attrs = &early, config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, weights, work, reads_ahead);
+  const Grid grid{blocks, kThreads, kBytes};
+  return launch(stream, experts_kernel<kRows>, grid, kBytes, weights, work, reads_ahead);
 }
 
 }  // namespace
 
-cudaError_t start(cudaStream_t stream, uint32_t blocks, const Manner& manner, const Weights& weights,
+cudaError_t start(cudaStream_t stream, uint32_t blocks, const LaunchConfig& config, const Weights& weights,
                   const Work& work) {
-  const auto with = [&](auto kernel) { return kernel(stream, blocks, manner.reads_ahead, weights, work); };
-  if (manner.rows_of_tile == 32) return with(start<32>);
-  if (manner.rows_of_tile == 48) return with(start<48>);
-  if (manner.rows_of_tile == 64) return with(start<64>);
-  if (manner.rows_of_tile == 96) return with(start<96>);
+  const auto with = [&](auto kernel) { return kernel(stream, blocks, config.reads_ahead, weights, work); };
+  if (config.rows_of_tile == 32) return with(start<32>);
+  if (config.rows_of_tile == 48) return with(start<48>);
+  if (config.rows_of_tile == 64) return with(start<64>);
+  if (config.rows_of_tile == 96) return with(start<96>);
   return with(start<128>);
 }
 

@@ -29,8 +29,8 @@ struct Work {
   uint32_t held;           // rows that there are to read; no other number is followed
 };
 
-// How a launch goes about it; any manner gives the same bits.
-struct Manner {
+// Chosen for each launch; any gives the same bits.
+struct LaunchConfig {
   uint32_t rows_of_tile;  // 32, 48, 64, 96 or 128; more rows of an expert are several tiles, which read its
                           // weights again
   bool reads_ahead;       // weights, before the work is known: as if no expert were without rows
@@ -59,7 +59,7 @@ class Experts {
 
   // Enqueues; no wait. Weights may be read before the kernels ahead in the stream have ended: they must not
   // write them.
-  void run(cudaStream_t stream, const Work& work, const Manner& manner) const;
+  void run(cudaStream_t stream, const Work& work, const LaunchConfig& config) const;
 
  private:
   int device_;
@@ -75,7 +75,7 @@ struct Weights {
   uint32_t* sync;  // kSyncWords, zero at first; then as leave_to_next() has them
 };
 
-cudaError_t start(cudaStream_t stream, uint32_t blocks, const Manner& manner, const Weights& weights,
+cudaError_t start(cudaStream_t stream, uint32_t blocks, const LaunchConfig& config, const Weights& weights,
                   const Work& work);
 
 }  // namespace ep::experts

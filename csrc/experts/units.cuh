@@ -3,7 +3,7 @@
 #pragma once
 
 #include "experts/experts.hpp"
-#include "experts/hopper.cuh"
+#include "hopper/instructions.cuh"
 
 namespace ep::experts {
 
@@ -158,7 +158,7 @@ __device__ void hand_out(Agenda& a, const Weights& w, const Work& work, const Un
   }
   // Heeded when all blocks have said so or ended: all have had their room, the next kernel's take what they
   // leave, one by one. Experts' comment has what follows for that kernel.
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  hopper::let_next_kernel_start();
   // A number is taken behind each unit, so as many as there are units; without any, the last block's own.
   if (number + 1 == gridDim.x + units) leave_to_next(w, turn);
   publish(a, n, unit);

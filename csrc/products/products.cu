@@ -4,7 +4,8 @@
 // A block asks for all its weights at once, before the kernel ahead has ended, and keeps them; the rows then
 // come through a ring, tile after tile. Weights are the 64-row side of the products (wgmma m64nNk16), rows
 // the narrow one, sums float32. One warp asks for copies, the others multiply.
-#include "experts/hopper.cuh"
+#include "hopper/instructions.cuh"
+#include "hopper/launch.hpp"
 #include "products/products.hpp"
 
 namespace ep::products {
@@ -13,23 +14,6 @@ namespace {
 using namespace hopper;
 
 constexpr uint32_t kGroupRows = 64;  // weight rows of a warpgroup
-
-__device__ void copy_rows(void* to, const CUtensorMap* map, uint32_t column, uint32_t row,
-                          uint64_t* barrier) {  // as copy_box(), of what other blocks read too
-  asm volatile(
-      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], "
-      "[%4];" ::"r"(shared_address(to)),
-      "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier))
-      : "memory");
-}
-
-// A place in the ring of chunks of rows.
-struct Place {
-  uint32_t stage = 0, parity = 0;
-  __device__ void next(uint32_t stages) {
-    if (++stage == stages) stage = 0, parity ^= 1;
-  }
-};
 
 // What a block holds and works on.
 template <uint32_t kRows, uint32_t kGroups>
@@ -77,7 +61,7 @@ struct Block {
         uint64_t* arrived = &full[place.stage];
         await_phase(&empty[place.stage], place.parity ^ 1);
         arrive_and_expect(arrived, kStage);
-        copy_rows(rows + place.stage * kStage, &p.rows, (first + i) * kDepth, row, arrived);
+        copy_reused_box(rows + place.stage * kStage, &p.rows, (first + i) * kDepth, row, arrived);
       }
   }
 
@@ -133,9 +117,9 @@ __global__ void __launch_bounds__(kGroups * 128 + 32, 1) linear_kernel(const __g
   const bool asks = warp == 4 * kGroups && lane == 0;
   const Block<kRows, kGroups> block(shared, p);
   if (asks) block.begin(p);
-  if (p.lets_next_start) asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+  if (p.lets_next_start) let_next_kernel_start();
   __syncthreads();
-  asm volatile("griddepcontrol.wait;" ::: "memory");
+  await_previous_kernel();
   if (asks) block.load(p);
   if (warp < 4 * kGroups) block.multiply(p, warp, lane);
 #else
@@ -144,30 +128,21 @@ __global__ void __launch_bounds__(kGroups * 128 + 32, 1) linear_kernel(const __g
 }
 
 template <uint32_t kRows, uint32_t kGroups>
-cudaError_t start(cudaStream_t stream, const Cut& cut, const Params& params) {
-  const auto kernel = linear_kernel<kRows, kGroups>;
-  const size_t bytes = Block<kRows, kGroups>::bytes(params);
-  // With each launch, as it holds for the current device alone; launches of a step are captured once.
-  if (const auto error =
-          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(kBudget)))
-    return error;
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(params.n / cut.tile, cut.splits, params.spread), config.blockDim = kGroups * 128 + 32;
-  config.dynamicSmemBytes = bytes, config.stream = stream;
-  config.attrs = &early, config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, params);
+cudaError_t start(cudaStream_t stream, const SplitK& split_k, const Params& params) {
+  const dim3 blocks(params.n / split_k.tile, split_k.splits, params.spread);
+  const Grid grid{blocks, kGroups * 128 + 32, Block<kRows, kGroups>::bytes(params)};
+  return launch(stream, linear_kernel<kRows, kGroups>, grid, kBudget, params);
 }
 
 }  // namespace
 
-cudaError_t start(cudaStream_t stream, const Cut& cut, uint32_t rows_of_tile, const Params& params) {
-  const bool wide = cut.tile == 2 * kGroupRows;
-  if (rows_of_tile == 32) return wide ? start<32, 2>(stream, cut, params) : start<32, 1>(stream, cut, params);
-  if (rows_of_tile == 64) return wide ? start<64, 2>(stream, cut, params) : start<64, 1>(stream, cut, params);
-  return wide ? start<128, 2>(stream, cut, params) : start<128, 1>(stream, cut, params);
+cudaError_t start(cudaStream_t stream, const SplitK& split_k, uint32_t rows_of_tile, const Params& params) {
+  const bool wide = split_k.tile == 2 * kGroupRows;
+  if (rows_of_tile == 32)
+    return wide ? start<32, 2>(stream, split_k, params) : start<32, 1>(stream, split_k, params);
+  if (rows_of_tile == 64)
+    return wide ? start<64, 2>(stream, split_k, params) : start<64, 1>(stream, split_k, params);
+  return wide ? start<128, 2>(stream, split_k, params) : start<128, 1>(stream, split_k, params);
 }
 
 }  // namespace ep::products

@@ -6,7 +6,7 @@
 
 #include <cstdint>
 
-#include "cuda/tensor_map.hpp"
+#include "hopper/tensor_map.hpp"
 
 namespace ep::products {
 
@@ -15,7 +15,7 @@ inline constexpr uint32_t kMostStages = 16;     // chunks of rows under way
 inline constexpr uint32_t kBudget = 225 << 10;  // bytes of shared memory: a small kernel has room beside
 
 // How a weight is spread over blocks: `tile` weight rows, 64 or 128, by one of `splits` runs of chunks.
-struct Cut {
+struct SplitK {
   uint32_t tile, splits;
 };
 
@@ -27,8 +27,8 @@ struct Work {
   float* sums;  // [splits, count, n]
 };
 
-// How a launch goes about it; any manner gives the same bits.
-struct Manner {
+// Chosen for each launch; any gives the same bits.
+struct LaunchConfig {
   uint32_t rows_of_tile;  // 32, 64 or 128; a block multiplies its weights by one such tile after the other
   bool lets_next_start;   // at once; the next kernel must wait until this one has ended before it reads sums
 };
@@ -47,22 +47,22 @@ struct Params {
 class Linear {
  public:
   // weight: [n, k] bfloat16, contiguous, 16-byte aligned, not owned.
-  // Throws std::invalid_argument for sizes that the cut does not fit, std::runtime_error for what CUDA
+  // Throws std::invalid_argument for sizes that the split does not fit, std::runtime_error for what CUDA
   // refuses.
-  Linear(int device, const void* weight, uint32_t n, uint32_t k, const Cut& cut);
+  Linear(int device, const void* weight, uint32_t n, uint32_t k, const SplitK& split_k);
 
   // Enqueues; no wait. The weight may be read before the kernel ahead in the stream has ended: it must not
   // write it.
-  void run(cudaStream_t stream, const Work& work, const Manner& manner) const;
+  void run(cudaStream_t stream, const Work& work, const LaunchConfig& config) const;
 
  private:
   int device_;
-  uint32_t n_, k_, held_, processors_;
-  Cut cut_;
-  cuda::EncodeTiled encode_;
+  uint32_t n_, k_, held_, num_sms_;
+  SplitK split_k_;
+  hopper::EncodeTiled encode_;
   CUtensorMap weight_;
 };
 
-cudaError_t start(cudaStream_t stream, const Cut& cut, uint32_t rows_of_tile, const Params& params);
+cudaError_t start(cudaStream_t stream, const SplitK& split_k, uint32_t rows_of_tile, const Params& params);
 
 }  // namespace ep::products

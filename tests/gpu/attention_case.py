@@ -10,7 +10,7 @@ import torch
 from ep_server.model.families.spec import GqaSpec
 from ep_server.model.gpu.step_input import StepTensors
 from ep_server.model.gpu.streamed_attention import (
-    Manner,
+    LaunchConfig,
     StreamedAttention,
     StreamedStep,
     attention_streamable,
@@ -100,8 +100,8 @@ class Case:
         assert attention_streamable(self.kv, self.spec)
         return StreamedAttention(self.kv, self.spec, self.table, self.norm)
 
-    def run(self, manner: Manner, qkv: torch.Tensor | Partial | None = None) -> torch.Tensor:
-        step = StreamedStep(self.step, self.spec.heads, manner)
+    def run(self, config: LaunchConfig, qkv: torch.Tensor | Partial | None = None) -> torch.Tensor:
+        step = StreamedStep(self.step, self.spec.heads, config)
         if step.workspace is not None:
             step.workspace.sums.fill_(NAN)
             step.workspace.stats.fill_(NAN)

@@ -7,54 +7,56 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ep_server.model.gpu.streamed_attention import Manner, StreamedStep, manner_for
+from ep_server.model.gpu.streamed_attention import LaunchConfig, StreamedStep, launch_config_for
 from ep_server.model.triton.partial import Partial
 from tests.gpu.attention_case import BF16, NAN, Case
 
 pytestmark = pytest.mark.gpu
 HEADS = [(32, 4), (32, 8), (16, 16), (8, 1), (6, 2), (5, 1)]
-MANNERS = [
-    Manner(8, 132),
-    Manner(4, 132),
-    Manner(2, 132),
-    Manner(1, 132),
-    Manner(1, 7),
-    Manner(8, 1),
-    Manner(2, 2),
+CONFIGS = [
+    LaunchConfig(8, 132),
+    LaunchConfig(4, 132),
+    LaunchConfig(2, 132),
+    LaunchConfig(1, 132),
+    LaunchConfig(1, 7),
+    LaunchConfig(8, 1),
+    LaunchConfig(2, 2),
 ]
-PLAIN = Manner(2, 132)
+PLAIN = LaunchConfig(2, 132)
 LENGTHS = [1, 0, 16, 17, 15, 33, 64, 130, 255, 256, 300, 1000]
 # Ends of a tile, of a tile for each warp, of the rings.
 ENDS = [end + by for end in (16, 32, 48, 96, 112, 128, 144, 192, 272, 384) for by in (-1, 0, 1)]
 
 
 @pytest.mark.parametrize("splits", [1, 3])
-@pytest.mark.parametrize("manner", MANNERS, ids=str)
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
 @pytest.mark.parametrize("heads", HEADS, ids=str)
-def test_every_length(heads: tuple[int, int], manner: Manner, splits: int) -> None:
+def test_every_length(heads: tuple[int, int], config: LaunchConfig, splits: int) -> None:
     case = Case.of(LENGTHS, heads)
-    case.check(case.run(replace(manner, splits=splits)))
+    case.check(case.run(replace(config, splits=splits)))
 
 
 @pytest.mark.parametrize("splits", [1, 2, 5])
-@pytest.mark.parametrize("manner", MANNERS, ids=str)
-def test_ends_of_tiles_and_of_the_ring(manner: Manner, splits: int) -> None:
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_ends_of_tiles_and_of_the_ring(config: LaunchConfig, splits: int) -> None:
     case = Case.of(ENDS)
-    case.check(case.run(replace(manner, splits=splits)))
+    case.check(case.run(replace(config, splits=splits)))
 
 
 @pytest.mark.parametrize("splits", [1, 4])
-@pytest.mark.parametrize("manner", MANNERS, ids=str)
-def test_padding_alone(manner: Manner, splits: int) -> None:
+@pytest.mark.parametrize("config", CONFIGS, ids=str)
+def test_padding_alone(config: LaunchConfig, splits: int) -> None:
     case = Case.of([0, 0, 0])
-    case.check(case.run(replace(manner, splits=splits)))
+    case.check(case.run(replace(config, splits=splits)))
 
 
-@pytest.mark.parametrize("manner", [Manner(8, 3), Manner(4, 5, 3), Manner(2, 11, 7), Manner(1, 1)], ids=str)
-def test_blocks_with_many_items(manner: Manner) -> None:
+@pytest.mark.parametrize(
+    "config", [LaunchConfig(8, 3), LaunchConfig(4, 5, 3), LaunchConfig(2, 11, 7), LaunchConfig(1, 1)], ids=str
+)
+def test_blocks_with_many_items(config: LaunchConfig) -> None:
     """Over 32 a team, some of them empty, some of over 32 tiles a warp: so many are looked up at once."""
     case = Case.of([37 * n % 700 for n in range(48)], (32, 8))
-    case.check(case.run(manner))
+    case.check(case.run(config))
 
 
 @pytest.mark.parametrize("block", [16, 32, 128])
@@ -83,13 +85,13 @@ def test_partial_sums(parts: int) -> None:
 def test_batches_as_a_rank_runs_them(rows: int) -> None:
     lengths = [130 + 7 * (n % 31) for n in range(rows)]
     case = Case.of(lengths)
-    case.check(case.run(manner_for(rows, 4, 132, 4096)))
+    case.check(case.run(launch_config_for(rows, 4, 132, 4096)))
 
 
 def test_long_contexts() -> None:
     case = Case.of([9000, 5, 4097])
     for splits in (1, 16, 64):
-        case.check(case.run(Manner(8, 132, splits)))
+        case.check(case.run(LaunchConfig(8, 132, splits)))
 
 
 def test_large_scores_do_not_overflow() -> None:

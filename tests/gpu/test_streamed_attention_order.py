@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ep_server.model.gpu.step_input import InputShape, StepInput, StepTensors
-from ep_server.model.gpu.streamed_attention import Manner, StreamedStep
+from ep_server.model.gpu.streamed_attention import LaunchConfig, StreamedStep
 from ep_server.model.gpu.streamed_products import StreamedProduct
 from ep_server.model.triton.embedding import RowTokens, embed
 from ep_server.records import SeqSlice, StepBatch
@@ -26,7 +26,7 @@ class OneLayer:
     what that of the first has just written, with one projection between them.
     """
 
-    def __init__(self, manner: Manner) -> None:
+    def __init__(self, config: LaunchConfig) -> None:
         self.case = Case.of([n + MICRO_BATCHES * STEPS for n in FIRST])
         for blocks, first in zip(self.case.blocks, FIRST, strict=True):
             for position in range(first - 1, len(blocks) * BLOCK):
@@ -37,7 +37,7 @@ class OneLayer:
         self.inputs = [StepInput(shape, device, STEPS) for _ in range(MICRO_BATCHES)]
         width = (self.case.spec.heads + 2 * self.case.spec.kv_heads) * DIM
         weight = torch.randn(width, HIDDEN, device="cuda") * HIDDEN**-0.5
-        self.product, self.kernel, self.manner = StreamedProduct(weight.to(BF16)), self.case.kernel(), manner
+        self.product, self.kernel, self.config = StreamedProduct(weight.to(BF16)), self.case.kernel(), config
         self.embedding = torch.randn(VOCAB, HIDDEN, device="cuda").to(BF16)
         self.norm = torch.ones(HIDDEN, device="cuda", dtype=BF16)
         self.drawn = torch.zeros(ROWS, dtype=torch.int64, device="cuda")
@@ -69,7 +69,7 @@ class OneLayer:
         for step, x, out in zip(steps, normed, self.out, strict=True):
             qkv = self.product(x)
             after_each()
-            self.kernel.run(qkv, StreamedStep(step, self.case.spec.heads, self.manner), out)
+            self.kernel.run(qkv, StreamedStep(step, self.case.spec.heads, self.config), out)
             after_each()
 
     def run(self, layer: Callable[[list[StepTensors]], None]) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -85,9 +85,13 @@ class OneLayer:
         return torch.stack(answers), [bits(cache).clone() for cache in self.case.caches]
 
 
-@pytest.mark.parametrize("manner", [Manner(1, 132), Manner(8, 132, 5), Manner(4, 132), Manner(2, 3)], ids=str)
-def test_steps_right_behind_each_other(manner: Manner) -> None:
-    model = OneLayer(manner)
+@pytest.mark.parametrize(
+    "config",
+    [LaunchConfig(1, 132), LaunchConfig(8, 132, 5), LaunchConfig(4, 132), LaunchConfig(2, 3)],
+    ids=str,
+)
+def test_steps_right_behind_each_other(config: LaunchConfig) -> None:
+    model = OneLayer(config)
     wanted, cache = model.run(lambda steps: model.layer(steps, torch.cuda.synchronize))
     assert wanted[:, :, : len(FIRST)].isfinite().all() and not wanted[:, :, len(FIRST) :].any()
     graph = torch.cuda.CUDAGraph()

@@ -8,22 +8,22 @@ from itertools import pairwise
 import pytest
 import torch
 
-from ep_server.model.gpu.streamed_products import MOST_ROWS, Cut, Manner, StreamedProduct, streamable
+from ep_server.model.gpu.streamed_products import MOST_ROWS, LaunchConfig, SplitK, StreamedProduct, streamable
 from ep_server.model.triton.norm import add_rms_norm
 
 pytestmark = pytest.mark.gpu
 BF16 = torch.bfloat16
 ROWS = [1, 3, 16, 31, 64, 65, 128, 200, 256]
-# Weights [N, K]: the projections and the router of Qwen3-30B-A3B, and small ones; cuts that leave a rest too.
+# Weights [N, K]: the projections and the router of Qwen3-30B-A3B, and small ones; also splits with a rest.
 CASES = [
-    ((5120, 2048), Cut(128, 3)),
-    ((2048, 4096), Cut(128, 8)),
-    ((2048, 4096), Cut(64, 4)),
-    ((128, 2048), Cut(128, 32)),
-    ((128, 2048), Cut(64, 11)),
-    ((192, 320), Cut(64, 2)),
-    ((64, 64), Cut(64, 1)),
-    ((128, 768), Cut(128, 1)),
+    ((5120, 2048), SplitK(128, 3)),
+    ((2048, 4096), SplitK(128, 8)),
+    ((2048, 4096), SplitK(64, 4)),
+    ((128, 2048), SplitK(128, 32)),
+    ((128, 2048), SplitK(64, 11)),
+    ((192, 320), SplitK(64, 2)),
+    ((64, 64), SplitK(64, 1)),
+    ((128, 768), SplitK(128, 1)),
 ]
 
 
@@ -55,20 +55,20 @@ class Case:
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize(("size", "cut"), CASES, ids=str)
-def test_products(size: tuple[int, int], cut: Cut, rows: int) -> None:
+@pytest.mark.parametrize(("size", "split_k"), CASES, ids=str)
+def test_products(size: tuple[int, int], split_k: SplitK, rows: int) -> None:
     case = Case.of(size, rows)
-    product = StreamedProduct(case.weight, manner=Manner(cut))
+    product = StreamedProduct(case.weight, config=LaunchConfig(split_k))
     assert streamable(case.weight) and product.takes(case.x)
     sums = product(case.x).sums
-    assert sums.shape == (cut.splits, rows, size[0])
+    assert sums.shape == (split_k.splits, rows, size[0])
     case.check(sums)
 
 
 def test_every_share_of_the_channels_is_its_own() -> None:
     """Part by part: 32 chunks in three runs of 10, 11 and 11."""
     case = Case.of((128, 2048), 5)
-    sums = StreamedProduct(case.weight, manner=Manner(Cut(128, 3)))(case.x).sums
+    sums = StreamedProduct(case.weight, config=LaunchConfig(SplitK(128, 3)))(case.x).sums
     ends = [32 * split // 3 * 64 for split in range(4)]
     for part, (a, b) in zip(sums, pairwise(ends), strict=True):
         expected = case.x[:, a:b].double() @ case.weight[:, a:b].double().T
@@ -83,7 +83,7 @@ def test_rows_do_not_change_the_bits_of_others() -> None:
     assert all(torch.equal(alone[0][:, 0], sums[:, 0]) for sums in alone)
     assert torch.equal(alone[2], alone[4][:, :64])
     for tile in (32, 64):  # several, one after the other
-        again = StreamedProduct(case.weight, manner=Manner(rows_of_tile=tile))
+        again = StreamedProduct(case.weight, config=LaunchConfig(rows_of_tile=tile))
         assert torch.equal(again(case.x).sums, alone[4])
 
 
@@ -91,10 +91,12 @@ def test_rows_do_not_change_the_bits_of_others() -> None:
 def test_blocks_share_tiles_of_rows(rows: int) -> None:
     """32 blocks would leave 100 multiprocessors without one: four share 5 to 8 tiles, 2 or 1 each."""
     case = Case.of((2048, 512), rows)
-    product = StreamedProduct(case.weight, manner=Manner(Cut(64, 1), 32))
+    product = StreamedProduct(case.weight, config=LaunchConfig(SplitK(64, 1), 32))
     sums = product(case.x).sums
     case.check(sums)
-    assert torch.equal(sums, StreamedProduct(case.weight, manner=Manner(Cut(64, 1), 128))(case.x).sums)
+    assert torch.equal(
+        sums, StreamedProduct(case.weight, config=LaunchConfig(SplitK(64, 1), 128))(case.x).sums
+    )
 
 
 @pytest.mark.parametrize("lets_next_start", [False, True])
@@ -102,7 +104,7 @@ def test_blocks_share_tiles_of_rows(rows: int) -> None:
 def test_a_chain_of_kernels_in_a_graph(rows: int, lets_next_start: bool) -> None:
     """Each reads what the one before it wrote: product, norm, product, norm, with new rows at each replay."""
     case = Case.of((1024, 1024), rows, pitch=0)
-    product = StreamedProduct(case.weight, manner=Manner(lets_next_start=lets_next_start))
+    product = StreamedProduct(case.weight, config=LaunchConfig(lets_next_start=lets_next_start))
     ones, x = torch.ones(1024, device="cuda", dtype=BF16), case.x.clone()
     residual, out = torch.zeros_like(x), torch.empty_like(x)
 
@@ -136,7 +138,7 @@ def test_nothing_is_written_past_the_sums(rows: int) -> None:
     """A tile has more rows than there are."""
     case = Case.of((128, 256), rows)
     room = torch.full((5, rows, 128), float("nan"), device="cuda")
-    StreamedProduct(case.weight, manner=Manner(Cut(64, 4))).run(case.x, room[:4])
+    StreamedProduct(case.weight, config=LaunchConfig(SplitK(64, 4))).run(case.x, room[:4])
     case.check(room[:4])
     assert bool(room[4].isnan().all())
 

@@ -13,7 +13,7 @@ import torch
 
 from ep_server.errors import ConfigError
 from ep_server.model.families.spec import GqaSpec, MlaSpec
-from ep_server.model.gpu.decode_kernels import DecodeKernels, multiprocessors, triton_decode
+from ep_server.model.gpu.decode_kernels import DecodeKernels, sm_count, triton_decode
 from ep_server.model.gpu.flashinfer_decode import FlashInferDecode, Xqa, XqaShape, load_xqa
 from ep_server.model.gpu.streamed_attention import NATIVE, native_built, shape_obstacle
 from ep_server.model.sizes import Dtype
@@ -28,7 +28,7 @@ XQA_MOST_CHANNELS, XQA_MOST_GROUP = 256, 32
 class AttentionCase:
     """What is attended to, and where. dtype: served. longest: context, tokens; block_size: tokens.
 
-    processors: multiprocessors; capability: of the GPU; 0 and None where kernels are interpreted.
+    num_sms: multiprocessors; capability: of the GPU; 0 and None where kernels are interpreted.
     built: with the package's CUDA module.
     """
 
@@ -38,7 +38,7 @@ class AttentionCase:
     block_size: int
     longest: int
     device: torch.device
-    processors: int = 0
+    num_sms: int = 0
     capability: tuple[int, int] | None = None
     built: bool = True
 
@@ -54,7 +54,7 @@ class AttentionCase:
         if device.type != "cuda":
             return AttentionCase(spec, *dtypes, block_size, longest, device)
         capability = torch.cuda.get_device_capability(device)
-        count, built = multiprocessors(device), native_built()
+        count, built = sm_count(device), native_built()
         return AttentionCase(spec, *dtypes, block_size, longest, device, count, capability, built)
 
 
@@ -75,7 +75,7 @@ def choose(asked: str, case: AttentionCase, load: Callable[[], Xqa] = load_xqa) 
     """
     if asked != "flashinfer":
         reason = why_not_streamed(case) if asked == "auto" else "as asked"
-        kernels = triton_decode(case.spec, case.longest, case.processors, streamed=not reason)
+        kernels = triton_decode(case.spec, case.longest, case.num_sms, streamed=not reason)
         return Chosen(kernels, f"triton ({reason})" if reason else "streamed (chunks of prompts: triton)")
     problem = obstacle(case)
     if problem:
@@ -140,7 +140,7 @@ def _flashinfer(case: AttentionCase, xqa: Xqa) -> FlashInferDecode:
     spec = case.spec
     assert isinstance(spec, GqaSpec)
     shape = XqaShape(spec.heads, spec.kv_heads, spec.head_dim, case.block_size, spec.window > 0)
-    return FlashInferDecode(xqa, shape, case.processors, case.device)
+    return FlashInferDecode(xqa, shape, case.num_sms, case.device)
 
 
 def _refused(problem: str) -> ConfigError:

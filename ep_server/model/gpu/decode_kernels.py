@@ -37,7 +37,7 @@ class DecodeKernels(Protocol):
 class TritonDecode:
     """heads, kv_heads: of queries, of the cache. v_dim: channels of a value. longest: context, tokens.
 
-    processors: multiprocessors of the device; 0 = kernels are interpreted, nothing is split.
+    num_sms: multiprocessors of the device; 0 = kernels are interpreted, nothing is split.
     streamed: layers that have one kernel for all of it (streamed_attention.py) take that instead.
     """
 
@@ -45,27 +45,27 @@ class TritonDecode:
     kv_heads: int
     v_dim: int
     longest: int
-    processors: int
+    num_sms: int
     streamed: bool = True
 
     def over(self, sequences: Sequences) -> DecodeLayer:
         """See DecodeKernels; a row of length 0 gives zeros."""
         count = len(sequences.lengths)
-        splits = splits_for(count, self.kv_heads, self.processors, self.longest)
+        splits = splits_for(count, self.kv_heads, self.num_sms, self.longest)
         workspace = Workspace.of(count, self.heads, splits, self.v_dim, sequences.lengths.device)
         return partial(_layer, sequences, workspace)
 
 
 def triton_decode(
-    spec: GqaSpec | MlaSpec, longest: int, processors: int, *, streamed: bool = True
+    spec: GqaSpec | MlaSpec, longest: int, num_sms: int, *, streamed: bool = True
 ) -> TritonDecode:
-    """Of a model. longest: context, tokens. processors: see multiprocessors()."""
+    """Of a model. longest: context, tokens. num_sms: see sm_count()."""
     if isinstance(spec, GqaSpec):
-        return TritonDecode(spec.heads, spec.kv_heads, spec.head_dim, longest, processors, streamed)
-    return TritonDecode(spec.heads, 1, spec.kv_lora, longest, processors, streamed)
+        return TritonDecode(spec.heads, spec.kv_heads, spec.head_dim, longest, num_sms, streamed)
+    return TritonDecode(spec.heads, 1, spec.kv_lora, longest, num_sms, streamed)
 
 
-def multiprocessors(device: torch.device) -> int:
+def sm_count(device: torch.device) -> int:
     """Of a GPU; 0 where kernels are interpreted."""
     if device.type != "cuda":
         return 0

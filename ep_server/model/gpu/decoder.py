@@ -18,7 +18,7 @@ from ep_server.model.gpu.attention import AttentionStep, GqaKernels, gqa, mla
 from ep_server.model.gpu.decode_kernels import (
     DecodeKernels,
     TritonDecode,
-    multiprocessors,
+    sm_count,
     triton_decode,
 )
 from ep_server.model.gpu.moe import (
@@ -34,7 +34,7 @@ from ep_server.model.gpu.moe import (
 from ep_server.model.gpu.paged_layers import paged_layers
 from ep_server.model.gpu.rows import Rows, Unsent
 from ep_server.model.gpu.step_input import StepTensors
-from ep_server.model.gpu.streamed_attention import StreamedStep, manner_for, streamed_attention
+from ep_server.model.gpu.streamed_attention import StreamedStep, launch_config_for, streamed_attention
 from ep_server.model.gpu.streamed_products import STREAMED, STREAMED_AMONG_RANKS, streamed_product
 from ep_server.model.layers import GqaWeights, MlaWeights, MoeWeights
 from ep_server.model.rope import rotation_table
@@ -76,7 +76,7 @@ class GpuDecoder:
         table = rotation_table(params.spec.rope, params.max_context)
         self._table = torch.view_as_real(table).contiguous().to(device)
         attention, longest = params.spec.attention, len(table)
-        self._kernels = kernels or triton_decode(attention, longest, multiprocessors(device))
+        self._kernels = kernels or triton_decode(attention, longest, sm_count(device))
         self._limits = STREAMED if params.exchange.spec.num_ranks == 1 else STREAMED_AMONG_RANKS
         local = len(params.exchange.spec.local_experts)
         self.experts = ExpertCounter(params.spec.num_layers, local, device, torch.int32, tally)
@@ -164,5 +164,5 @@ class GpuDecoder:
         if not wanted or step.decode == 0:
             return None
         assert isinstance(spec, GqaSpec) and isinstance(kernels, TritonDecode)
-        manner = manner_for(step.decode, spec.kv_heads, kernels.processors, kernels.longest)
-        return StreamedStep(step, spec.heads, manner)
+        config = launch_config_for(step.decode, spec.kv_heads, kernels.num_sms, kernels.longest)
+        return StreamedStep(step, spec.heads, config)

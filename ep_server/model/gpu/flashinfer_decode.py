@@ -48,14 +48,14 @@ class FlashInferDecode:
     """XQA over one model's layers. One thread uses it; calls run one after the other on one stream.
 
     Args:
-        xqa: the library's entry point. processors: multiprocessors of the device. A context is cut into parts
+        xqa: the library's entry point. num_sms: multiprocessors of the device. A context is cut into parts
           only while the parts of all sequences and KV heads are at most so many, so memory is sized by it.
     """
 
-    def __init__(self, xqa: Xqa, shape: XqaShape, processors: int, device: torch.device) -> None:
-        self._xqa, self._shape, self._processors = xqa, shape, processors
-        self._scratch = torch.empty(processors * PART_BYTES, dtype=torch.uint8, device=device)
-        self._semaphores = torch.zeros(processors, dtype=torch.int32, device=device).view(torch.uint32)
+    def __init__(self, xqa: Xqa, shape: XqaShape, num_sms: int, device: torch.device) -> None:
+        self._xqa, self._shape, self._num_sms = xqa, shape, num_sms
+        self._scratch = torch.empty(num_sms * PART_BYTES, dtype=torch.uint8, device=device)
+        self._semaphores = torch.zeros(num_sms, dtype=torch.int32, device=device).view(torch.uint32)
 
     def over(self, sequences: Sequences) -> DecodeLayer:
         """See DecodeKernels.
@@ -106,7 +106,7 @@ class FlashInferDecode:
             kv_scale=1.0,
             sliding_win_size=rule.window,
             kv_layout="NHD",
-            sm_count=self._processors,
+            sm_count=self._num_sms,
             enable_pdl=True,
         )
 

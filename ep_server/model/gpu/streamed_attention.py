@@ -31,8 +31,8 @@ NATIVE = "ep_server._cuda"
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
-    """How a launch goes about it.
+class LaunchConfig:
+    """What is chosen for each launch.
 
     team: warps that share a (sequence, KV head, split): 1, 2, 4 or 8, all that a block has. blocks: at most,
     one to a multiprocessor. splits: parts that each context is cut into.
@@ -47,22 +47,22 @@ class Manner:
 class StreamedStep:
     """What all layers of a step share for its single tokens, its first rows."""
 
-    def __init__(self, step: StepTensors, heads: int, manner: Manner) -> None:
-        """manner: see manner_for(). Raises: InternalError for another shape, dtype or layout."""
+    def __init__(self, step: StepTensors, heads: int, config: LaunchConfig) -> None:
+        """config: see launch_config_for(). Raises: InternalError for another shape, dtype or layout."""
         count = self.count = step.decode
         positions, slots, lengths, blocks = (
             each[:count] for each in (step.positions, step.slots, step.lengths, step.blocks)
         )
-        expect_range("splits", manner.splits, 1, MAX_SPLITS)
+        expect_range("splits", config.splits, 1, MAX_SPLITS)
         for name, each in (("positions", positions), ("slots", slots), ("lengths", lengths)):
             expect(name, each, torch.int32, (count,))
         expect("blocks", blocks, torch.int32, (count, None), pitch=True)
         pitch = blocks.stride(0) if count > 1 else blocks.shape[1]  # a single row has any stride
         if pitch < blocks.shape[1]:  # all of a row, up to the next one, may be read before lengths are known
             raise InternalError(f"blocks: {pitch} entries from row to row, must be {blocks.shape[1]} or more")
-        self.manner, self.workspace = manner, None
-        if manner.splits > 1:
-            self.workspace = Workspace.of(count, heads, manner.splits, _DIM, lengths.device)
+        self.config, self.workspace = config, None
+        if config.splits > 1:
+            self.workspace = Workspace.of(count, heads, config.splits, _DIM, lengths.device)
         native, room = import_module(NATIVE), self.workspace
         self.work = native.AttentionWork(
             count=count,
@@ -74,11 +74,11 @@ class StreamedStep:
             sums=0 if room is None else room.sums.data_ptr(),
             stats=0 if room is None else room.stats.data_ptr(),
         )
-        self.native_manner = native.AttentionManner(
-            team=manner.team,
-            blocks=manner.blocks,
-            splits=manner.splits,
-            lets_next_start=manner.lets_next_start,
+        self.native_config = native.AttentionLaunchConfig(
+            team=config.team,
+            blocks=config.blocks,
+            splits=config.splits,
+            lets_next_start=config.lets_next_start,
         )
         self._held = step  # its addresses are
 
@@ -138,7 +138,7 @@ class StreamedAttention:
         self._native.run(
             stream=torch.cuda.current_stream(out.device).cuda_stream,
             step=step.work,
-            manner=step.native_manner,
+            config=step.native_config,
             qkv=rows.data_ptr(),
             pitch=rows.stride(0),
             part=given.step,
@@ -186,7 +186,7 @@ def shape_obstacle(spec: GqaSpec, block_size: int) -> str:
     return next((text for applies, text in limits if applies), "")
 
 
-def manner_for(sequences: int, kv_heads: int, processors: int, longest: int) -> Manner:
+def launch_config_for(sequences: int, kv_heads: int, num_sms: int, longest: int) -> LaunchConfig:
     """A team for each (sequence, KV head) at once, where a multiprocessor's warps are enough.
 
     longest: context, tokens. Contexts are cut only where there are not half as many (sequence, KV head) as
@@ -195,7 +195,7 @@ def manner_for(sequences: int, kv_heads: int, processors: int, longest: int) -> 
     before there is traffic, have all.
     """
     items = max(sequences * kv_heads, 1)
-    most = max(min(processors // items, longest // _LEAST_SPLIT, MAX_SPLITS), 1)
+    most = max(min(num_sms // items, longest // _LEAST_SPLIT, MAX_SPLITS), 1)
     splits = 1 << most.bit_length() - 1
-    each = -(-items * splits // max(processors, 1))  # of a multiprocessor; interpreted: 0
-    return Manner(max(_WARPS >> (each - 1).bit_length(), 1), processors, splits)
+    each = -(-items * splits // max(num_sms, 1))  # of a multiprocessor; interpreted: 0
+    return LaunchConfig(max(_WARPS >> (each - 1).bit_length(), 1), num_sms, splits)

@@ -15,7 +15,7 @@ from importlib.util import find_spec
 import torch
 
 from ep_server.errors import InternalError
-from ep_server.model.gpu.decode_kernels import multiprocessors
+from ep_server.model.gpu.decode_kernels import sm_count
 from ep_server.model.triton.checks import expect, expect_range
 from ep_server.model.triton.partial import MOST_PARTS, Partial
 
@@ -42,7 +42,7 @@ STREAMED_AMONG_RANKS = Limits(qkv=64, out=64, router=256)
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class SplitK:
     """How blocks share a weight [N, K]. tile: rows of it, 64 or 128. splits: runs of its columns."""
 
     tile: int
@@ -50,13 +50,14 @@ class Cut:
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
-    """How a product goes about it. cut: that of cut_for() if None. rows_of_tile: that of rows_of_tile() if 0.
+class LaunchConfig:
+    """What is chosen for each launch.
 
+    split_k: that of split_k_for() if None. rows_of_tile: that of rows_of_tile() if 0.
     lets_next_start: the next kernel is set up as soon as this one begins, not as it ends.
     """
 
-    cut: Cut | None = None
+    split_k: SplitK | None = None
     rows_of_tile: int = 0
     lets_next_start: bool = False
 
@@ -70,23 +71,25 @@ class StreamedProduct:
     Raises: InternalError for another shape, dtype or layout.
     """
 
-    def __init__(self, weight: torch.Tensor, most_rows: int = MOST_ROWS, manner: Manner = Manner()) -> None:
+    def __init__(
+        self, weight: torch.Tensor, most_rows: int = MOST_ROWS, config: LaunchConfig = LaunchConfig()
+    ) -> None:
         expect("weight", weight, torch.bfloat16, (None, None))
         expect_range("most_rows", most_rows, 0, MOST_ROWS)
         n, k = weight.shape
-        cut = manner.cut or cut_for(n, k, multiprocessors(weight.device))
-        if cut is None:
-            raise InternalError(f"weight: no cut fits {n} x {k}, see cut_for()")
-        expect_range("splits", cut.splits, 1, MOST_PARTS)
-        self._spare = max(multiprocessors(weight.device) // (n // cut.tile * cut.splits), 1)
-        self._weight, self._most, self._cut, self._manner = weight, most_rows, cut, manner
+        split_k = config.split_k or split_k_for(n, k, sm_count(weight.device))
+        if split_k is None:
+            raise InternalError(f"weight: no split fits {n} x {k}, see split_k_for()")
+        expect_range("splits", split_k.splits, 1, MOST_PARTS)
+        self._spare = max(sm_count(weight.device) // (n // split_k.tile * split_k.splits), 1)
+        self._weight, self._most, self._split_k, self._config = weight, most_rows, split_k, config
         self._linear = import_module(_NATIVE).Linear(  # only where a driver is
             device=weight.device.index,
             weight=weight.data_ptr(),
             n=n,
             k=k,
-            tile=cut.tile,
-            splits=cut.splits,
+            tile=split_k.tile,
+            splits=split_k.splits,
         )
 
     def takes(self, x: torch.Tensor) -> bool:
@@ -96,7 +99,7 @@ class StreamedProduct:
 
     def __call__(self, x: torch.Tensor) -> Partial:
         """As run(), into sums of its own."""
-        sums = x.new_empty(self._cut.splits, len(x), len(self._weight), dtype=torch.float32)
+        sums = x.new_empty(self._split_k.splits, len(x), len(self._weight), dtype=torch.float32)
         self.run(x, sums)
         return Partial(sums)
 
@@ -109,15 +112,15 @@ class StreamedProduct:
         """
         n, k = self._weight.shape
         expect("x", x, torch.bfloat16, (None, k), pitch=True)
-        expect("sums", sums, torch.float32, (self._cut.splits, len(x), n))
+        expect("sums", sums, torch.float32, (self._split_k.splits, len(x), n))
         self._linear.run(
             stream=torch.cuda.current_stream(x.device).cuda_stream,
             rows=x.data_ptr(),
             pitch=_pitch(x),
             count=len(x),
             sums=sums.data_ptr(),
-            rows_of_tile=self._manner.rows_of_tile or rows_of_tile(len(x), self._spare),
-            lets_next_start=self._manner.lets_next_start,
+            rows_of_tile=self._config.rows_of_tile or rows_of_tile(len(x), self._spare),
+            lets_next_start=self._config.lets_next_start,
         )
 
 
@@ -143,21 +146,21 @@ def streamable(weight: torch.Tensor) -> bool:
         return False
     laid = weight.is_contiguous() and weight.data_ptr() % _PIECE == 0
     hopper = torch.cuda.get_device_capability(weight.device)[0] == 9
-    cut = cut_for(weight.shape[0], weight.shape[1], multiprocessors(weight.device))
-    return laid and hopper and cut is not None and find_spec(_NATIVE) is not None
+    split_k = split_k_for(weight.shape[0], weight.shape[1], sm_count(weight.device))
+    return laid and hopper and split_k is not None and find_spec(_NATIVE) is not None
 
 
-def cut_for(n: int, k: int, blocks: int) -> Cut | None:
-    """What keeps the most of so many blocks busy, all at once; None where no cut fits a weight [n, k]."""
+def split_k_for(n: int, k: int, blocks: int) -> SplitK | None:
+    """What keeps the most of so many blocks busy, all at once; None where no split fits a weight [n, k]."""
     chunks = k // _CHUNK if k % _CHUNK == 0 else 0
     fitting = [
-        Cut(tile, splits)
+        SplitK(tile, splits)
         for tile in _TILES
         if n % tile == 0
         for splits in range(1, min(chunks, blocks * tile // max(n, 1), MOST_PARTS // 2) + 1)
         if -(-chunks // splits) * _CHUNK * 2 * tile <= _MOST_HELD
     ]
-    return max(fitting, key=lambda cut: n // cut.tile * cut.splits, default=None)
+    return max(fitting, key=lambda split_k: n // split_k.tile * split_k.splits, default=None)
 
 
 def rows_of_tile(rows: int, blocks: int) -> int:

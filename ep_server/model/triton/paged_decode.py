@@ -190,7 +190,7 @@ def tile_for(rows: int, splits: int, *, latent: bool) -> DecodeTile:
     return DecodeTile(128, 4, 3) if splits > 1 or rows <= 512 else DecodeTile(64, 2, 3)
 
 
-def splits_for(sequences: int, kv_heads: int, multiprocessors: int, longest: int) -> int:
+def splits_for(sequences: int, kv_heads: int, num_sms: int, longest: int) -> int:
     """Splits with which a bucket of sequences fills a GPU twice over, none shorter than 256 positions."""
-    wanted = -(-2 * multiprocessors // max(sequences * kv_heads, 1))
+    wanted = -(-2 * num_sms // max(sequences * kv_heads, 1))
     return max(min(wanted, longest // 256, MAX_SPLITS), 1)

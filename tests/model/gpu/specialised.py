@@ -74,7 +74,9 @@ class Rank:
 @contextmanager
 def kernels_for_hopper() -> Iterator[None]:
     """Attention of single tokens by StillNative where a rank on Hopper has its kernel."""
-    native = SimpleNamespace(AttentionWork=StillNative, AttentionManner=StillNative, Attention=StillNative)
+    native = SimpleNamespace(
+        AttentionWork=StillNative, AttentionLaunchConfig=StillNative, Attention=StillNative
+    )
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(streamed_attention, "import_module", lambda _: native)
         patch.setattr(

@@ -81,7 +81,7 @@ def test_what_our_kernel_for_hopper_is_not_for_is_tritons(case: AttentionCase, p
 @pytest.mark.parametrize("built", [True, False])
 def test_a_rank_looks_for_the_module_of_that_kernel(built: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(attention_choice, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(attention_choice, "sm_count", lambda device: 132)
     monkeypatch.setattr(streamed_attention, "find_spec", lambda name: object() if built else None)
     case = AttentionCase.on(torch.device("cuda", 0), QWEN, (BF16, BF16), 16, 4096)
     chosen = choose("auto", case)

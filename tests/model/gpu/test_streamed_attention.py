@@ -15,14 +15,19 @@ from ep_server.model.families.spec import GqaSpec
 from ep_server.model.gpu import streamed_attention
 from ep_server.model.gpu.graphs import buckets_up_to
 from ep_server.model.gpu.step_input import StepTensors
-from ep_server.model.gpu.streamed_attention import Manner, StreamedAttention, StreamedStep, manner_for
+from ep_server.model.gpu.streamed_attention import (
+    LaunchConfig,
+    StreamedAttention,
+    StreamedStep,
+    launch_config_for,
+)
 from ep_server.model.kv_cache import KvLayer
 from ep_server.model.triton.checks import block
 from ep_server.model.triton.paged import PagedKv
 from ep_server.model.triton.rope import HeadNorm
 
 QWEN, BF16, EPS = GqaSpec(32, 4, 128, 128**-0.5), torch.bfloat16, 1e-6
-ONE = Manner(1, 132)
+ONE = LaunchConfig(1, 132)
 
 
 def cache(size: int = 16, heads: int = 4, dim: int = 128, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -39,34 +44,32 @@ def step_of(table: torch.Tensor, count: int, strides: tuple[int, int]) -> StepTe
 @pytest.mark.parametrize(
     ("sequences", "longest", "wanted"),
     [
-        (1, 320, Manner(8, 132, 1)),
-        (1, 4096, Manner(8, 132, 16)),
-        (1, 1 << 20, Manner(8, 132, 32)),
-        (3, 4096, Manner(8, 132, 8)),
-        (16, 4096, Manner(8, 132, 2)),
-        (32, 4096, Manner(8, 132, 1)),
-        (33, 4096, Manner(8, 132, 1)),
-        (34, 4096, Manner(4, 132, 1)),
-        (66, 4096, Manner(4, 132, 1)),
-        (67, 4096, Manner(2, 132, 1)),
-        (133, 4096, Manner(1, 132, 1)),
-        (256, 4096, Manner(1, 132, 1)),
+        (1, 320, LaunchConfig(8, 132, 1)),
+        (1, 4096, LaunchConfig(8, 132, 16)),
+        (1, 1 << 20, LaunchConfig(8, 132, 32)),
+        (3, 4096, LaunchConfig(8, 132, 8)),
+        (16, 4096, LaunchConfig(8, 132, 2)),
+        (32, 4096, LaunchConfig(8, 132, 1)),
+        (33, 4096, LaunchConfig(8, 132, 1)),
+        (34, 4096, LaunchConfig(4, 132, 1)),
+        (66, 4096, LaunchConfig(4, 132, 1)),
+        (67, 4096, LaunchConfig(2, 132, 1)),
+        (133, 4096, LaunchConfig(1, 132, 1)),
+        (256, 4096, LaunchConfig(1, 132, 1)),
     ],
 )
-def test_contexts_are_cut_where_blocks_are_few(sequences: int, longest: int, wanted: Manner) -> None:
-    assert manner_for(sequences, 4, 132, longest) == wanted
+def test_contexts_are_cut_where_blocks_are_few(sequences: int, longest: int, wanted: LaunchConfig) -> None:
+    assert launch_config_for(sequences, 4, 132, longest) == wanted
 
 
 @pytest.mark.parametrize("longest", [320, 4096, 40960, 1 << 20])
 @pytest.mark.parametrize("kv_heads", [1, 2, 3, 4, 5, 8, 16])
-@pytest.mark.parametrize("processors", [78, 114, 132])
-def test_any_number_of_sequences_is_cut_as_some_bucket_is(
-    processors: int, kv_heads: int, longest: int
-) -> None:
+@pytest.mark.parametrize("num_sms", [78, 114, 132])
+def test_any_number_of_sequences_is_cut_as_some_bucket_is(num_sms: int, kv_heads: int, longest: int) -> None:
     """Beside prompts there may be any number; what joins the parts is compiled for those of the buckets."""
     for most in (3, 24, 200):
-        at_start = {manner_for(n, kv_heads, processors, longest).splits for n in buckets_up_to(most)}
-        later = {manner_for(n, kv_heads, processors, longest).splits for n in range(1, most + 1)}
+        at_start = {launch_config_for(n, kv_heads, num_sms, longest).splits for n in buckets_up_to(most)}
+        later = {launch_config_for(n, kv_heads, num_sms, longest).splits for n in range(1, most + 1)}
         assert {block(splits) for splits in later} == {block(splits) for splits in at_start}
 
 
@@ -135,7 +138,7 @@ def test_all_of_a_tables_row_may_be_read(
     monkeypatch: pytest.MonkeyPatch, count: int, strides: tuple[int, int], pitch: int
 ) -> None:
     """A single row has any stride, and nothing behind it need be memory."""
-    native = SimpleNamespace(AttentionWork=dict, AttentionManner=dict)
+    native = SimpleNamespace(AttentionWork=dict, AttentionLaunchConfig=dict)
     monkeypatch.setattr(streamed_attention, "import_module", lambda _: native)
     work: Any = StreamedStep(step_of(torch.zeros(20, dtype=torch.int32), count, strides), 32, ONE).work
     assert work["blocks_pitch"] == pitch and work["count"] == count

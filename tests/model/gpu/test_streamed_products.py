@@ -13,13 +13,13 @@ from ep_server.model.gpu import streamed_products
 from ep_server.model.gpu.attention import GqaKernels
 from ep_server.model.gpu.streamed_products import (
     MOST_ROWS,
-    Cut,
+    LaunchConfig,
     Limits,
-    Manner,
+    SplitK,
     StreamedProduct,
-    cut_for,
     product,
     rows_of_tile,
+    split_k_for,
     streamable,
     streamed_product,
 )
@@ -52,13 +52,13 @@ def rows_of(count: int, k: int = 256) -> torch.Tensor:
 
 
 @pytest.mark.parametrize(
-    ("size", "cut"),
+    ("size", "split_k"),
     [
-        ((5120, 2048), Cut(128, 3)),
-        ((2048, 4096), Cut(128, 8)),
-        ((128, 2048), Cut(64, 16)),
-        ((64, 64), Cut(64, 1)),
-        ((192, 128), Cut(64, 2)),
+        ((5120, 2048), SplitK(128, 3)),
+        ((2048, 4096), SplitK(128, 8)),
+        ((128, 2048), SplitK(64, 16)),
+        ((64, 64), SplitK(64, 1)),
+        ((192, 128), SplitK(64, 2)),
         ((5120, 16384), None),  # more weights than blocks hold
         ((151936, 2048), None),
         ((96, 2048), None),
@@ -66,8 +66,8 @@ def rows_of(count: int, k: int = 256) -> torch.Tensor:
         ((128, 0), None),
     ],
 )
-def test_all_blocks_run_at_once_and_hold_their_weights(size: tuple[int, int], cut: Cut | None) -> None:
-    assert cut_for(*size, H200) == cut
+def test_all_blocks_run_at_once_and_hold_their_weights(size: tuple[int, int], split_k: SplitK | None) -> None:
+    assert split_k_for(*size, H200) == split_k
 
 
 def test_a_tile_holds_all_rows_where_it_can() -> None:
@@ -82,7 +82,7 @@ def test_blocks_that_may_share_rows_have_few_each() -> None:
 
 def test_a_kernel_is_told_where_things_lie(told: list[dict[str, Any]]) -> None:
     weight, x = weight_of(), torch.zeros(5, 264, dtype=BF16)[:, :256]
-    sums = StreamedProduct(weight, manner=Manner(Cut(64, 3), lets_next_start=True))(x).sums
+    sums = StreamedProduct(weight, config=LaunchConfig(SplitK(64, 3), lets_next_start=True))(x).sums
     assert sums.shape == (3, 5, 128) and sums.dtype is torch.float32
     assert told == [
         {
@@ -95,14 +95,14 @@ def test_a_kernel_is_told_where_things_lie(told: list[dict[str, Any]]) -> None:
 
 def test_one_row_has_no_pitch(told: list[dict[str, Any]]) -> None:
     x = torch.zeros(256, 1, dtype=BF16).T.as_strided((1, 256), (3, 1))
-    streamed = StreamedProduct(weight_of(), manner=Manner(Cut(64, 1)))
+    streamed = StreamedProduct(weight_of(), config=LaunchConfig(SplitK(64, 1)))
     assert streamed.takes(x)
     streamed(x)
     assert told[0]["pitch"] == 512
 
 
 def test_rows_that_are_for_the_library(told: list[dict[str, Any]]) -> None:
-    streamed = StreamedProduct(weight_of(), 64, Manner(Cut(64, 1)))
+    streamed = StreamedProduct(weight_of(), 64, LaunchConfig(SplitK(64, 1)))
     assert streamed.takes(rows_of(1)) and streamed.takes(rows_of(64))
     assert not streamed.takes(rows_of(65)) and not streamed.takes(rows_of(0))
     assert not streamed.takes(rows_of(4).float())
@@ -111,7 +111,7 @@ def test_rows_that_are_for_the_library(told: list[dict[str, Any]]) -> None:
 
 
 def test_the_library_takes_what_no_kernel_takes(told: list[dict[str, Any]]) -> None:
-    streamed, found = StreamedProduct(weight_of(), 64, Manner(Cut(64, 1))), torch.ones(1)
+    streamed, found = StreamedProduct(weight_of(), 64, LaunchConfig(SplitK(64, 1))), torch.ones(1)
     assert isinstance(product(rows_of(64), streamed, lambda x: found), Partial)
     assert product(rows_of(65), streamed, lambda x: found) is found
     assert product(rows_of(64), None, lambda x: found) is found
@@ -120,13 +120,13 @@ def test_the_library_takes_what_no_kernel_takes(told: list[dict[str, Any]]) -> N
 def test_another_shape_is_refused_by_name_before_a_kernel_sees_it(told: list[dict[str, Any]]) -> None:
     with pytest.raises(InternalError, match=r"^weight: "):
         StreamedProduct(weight_of().float())
-    with pytest.raises(InternalError, match="weight: no cut fits 96 x 256"):
+    with pytest.raises(InternalError, match="weight: no split fits 96 x 256"):
         StreamedProduct(weight_of(96))
     with pytest.raises(InternalError, match="most_rows = 257"):
         StreamedProduct(weight_of(), 257)
     with pytest.raises(InternalError, match="splits = 33"):
-        StreamedProduct(weight_of(), manner=Manner(Cut(64, 33)))
-    streamed = StreamedProduct(weight_of(), manner=Manner(Cut(64, 2)))
+        StreamedProduct(weight_of(), config=LaunchConfig(SplitK(64, 33)))
+    streamed = StreamedProduct(weight_of(), config=LaunchConfig(SplitK(64, 2)))
     with pytest.raises(InternalError, match=r"^x: "):
         streamed(rows_of(4, 128))
     with pytest.raises(InternalError, match=r"^sums: "):

@@ -1,6 +1,6 @@
-// Hopper's asynchronous parts as functions: barriers in shared memory, the tensor copy engine, matrix
-// products of a warpgroup. Only for sm_90a; operands lie in shared memory with 128 bytes a row, in the
-// 128-byte swizzle.
+// Hopper's asynchronous parts as functions: kernels that overlap, barriers in shared memory, the tensor copy
+// engine, matrix products of a warpgroup. Only for sm_90a; operands lie in shared memory with 128 bytes a
+// row, in the 128-byte swizzle.
 #pragma once
 
 #include <cuda.h>
@@ -11,6 +11,13 @@ namespace ep::hopper {
 
 inline constexpr uint32_t kSwizzledRow = 128;  // bytes; eight rows are a pattern of 1,024 that begins at one
 inline constexpr uint64_t kEvictFirst = 0x12f0000000000000;  // what createpolicy makes of evict_first
+
+// Programmatic dependent launch: the next kernel of the stream may be set up once every block has said so,
+// and returns from its await_previous_kernel() when this one has ended and its stores are seen.
+__device__ inline void let_next_kernel_start() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+__device__ inline void await_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 __device__ inline uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 
@@ -44,6 +51,14 @@ __device__ inline void await_phase(uint64_t* barrier, uint32_t parity) {
       : "memory");
 }
 
+// A stage of a ring; parity: of the phase in which it is filled.
+struct Place {
+  uint32_t stage = 0, parity = 0;
+  __device__ void next(uint32_t stages) {
+    if (++stage == stages) stage = 0, parity ^= 1;
+  }
+};
+
 // What ordinary stores and copy_piece() put into shared memory, as far as this thread knows of it, is seen by
 // matrix products.
 __device__ inline void publish_to_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
@@ -61,6 +76,26 @@ __device__ inline void copy_box(void* to, const CUtensorMap* map, uint32_t colum
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
       "[%0], [%1, {%2, %3}], [%4], %5;" ::"r"(shared_address(to)),
       "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier)), "l"(kEvictFirst)
+      : "memory");
+}
+
+// The same of a map of four dimensions, the fastest first.
+__device__ inline void copy_box(void* to, const CUtensorMap* map, const uint32_t (&at)[4],
+                                uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(shared_address(to)),
+      "l"(map), "r"(at[0]), "r"(at[1]), "r"(at[2]), "r"(at[3]), "r"(shared_address(barrier)), "l"(kEvictFirst)
+      : "memory");
+}
+
+// As copy_box(), of what other blocks read later: it stays in L2 like anything else.
+__device__ inline void copy_reused_box(void* to, const CUtensorMap* map, uint32_t column, uint32_t row,
+                                       uint64_t* barrier) {
+  asm volatile(
+      "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3}], "
+      "[%4];" ::"r"(shared_address(to)),
+      "l"(map), "r"(column), "r"(row), "r"(shared_address(barrier))
       : "memory");
 }
 

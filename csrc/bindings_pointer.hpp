@@ -1,0 +1,13 @@
+// Addresses as Python has them, for the bindings.
+#pragma once
+
+#include <cstdint>
+
+namespace ep {
+
+template <class T>
+T* pointer(uintptr_t address) {
+  return reinterpret_cast<T*>(address);
+}
+
+}  // namespace ep

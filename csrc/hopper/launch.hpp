@@ -1,0 +1,36 @@
+// Launches of the kernels for Hopper.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+namespace ep::hopper {
+
+struct Grid {
+  dim3 blocks;
+  uint32_t threads;
+  size_t shared;  // bytes of dynamic shared memory
+};
+
+// Enqueues a kernel that may be set up while the one before it in the stream ends. most_shared: bytes that
+// any of its launches has.
+template <class... Params>
+cudaError_t launch(cudaStream_t stream, void (*kernel)(Params...), const Grid& grid, size_t most_shared,
+                   const Params&... params) {
+  // With each launch, as it holds for the current device alone; launches of a step are captured once.
+  if (const auto error =
+          cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(most_shared)))
+    return error;
+  cudaLaunchAttribute overlap{};
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = grid.blocks, config.blockDim = dim3(grid.threads);
+  config.dynamicSmemBytes = grid.shared, config.stream = stream;
+  config.attrs = &overlap, config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, params...);
+}
+
+}  // namespace ep::hopper
