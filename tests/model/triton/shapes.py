@@ -11,8 +11,6 @@ import dataclasses
 import json
 import sys
 
-import torch
-
 from ep_server.model.families.spec import GroupScore, RouterSpec, Score
 from ep_server.model.kv_cache import KvLayer
 from ep_server.model.triton import stamps
@@ -27,7 +25,7 @@ from ep_server.model.triton.norm import add_rms_norm, rms_norm
 from ep_server.model.triton.paged import PagedKv
 from ep_server.model.triton.paged_decode import Workspace, decode
 from ep_server.model.triton.paged_prefill import prefill
-from ep_server.model.triton.paged_tile import AttentionRule, Sequences
+from ep_server.model.triton.paged_tile import AttentionRule
 from ep_server.model.triton.partial import Partial
 from ep_server.model.triton.rope import HeadNorm, Rotation, store_gqa
 from ep_server.model.triton.rope_latent import MlaInput, store_mla
@@ -39,25 +37,18 @@ from ep_server.model.triton.sampling_space import SamplingSpace
 from ep_server.model.triton.sampling_table import SamplingTable, Wants
 from ep_server.model.triton.step_words import Packed, room_for, spread
 from tests.model.triton.compiling import Recorder
-
-BF16, F32, FP8, I64, I32 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.int32
-TOKENS = 128
-
-
-def meta(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def gqa_cache(dtype: torch.dtype) -> PagedKv:
-    k = meta(4096, 16, 4, 128, dtype=dtype)
-    scale = meta(4, dtype=F32) if dtype is FP8 else None
-    return PagedKv(KvLayer(k, k, 128), scale, scale)
-
-
-def mla_cache(dtype: torch.dtype) -> PagedKv:
-    return PagedKv(
-        KvLayer(meta(4096, 16, 1, 576, dtype=dtype), None, 512), meta(1, dtype=F32) if dtype is FP8 else None
-    )
+from tests.model.triton.meta_tensors import (
+    BF16,
+    F32,
+    FP8,
+    I32,
+    I64,
+    TOKENS,
+    gqa_cache,
+    meta,
+    mla_cache,
+    sequences,
+)
 
 
 def norms() -> None:
@@ -98,10 +89,6 @@ def rotations() -> None:
     x = MlaInput(down[:, 1536:2048], down[:, 2048:], q[..., 128:], meta(512), 1e-6)
     for dtype in (BF16, FP8):
         store_mla(x, out[..., 512:], mla_cache(dtype), turn)
-
-
-def sequences(count: int) -> Sequences:
-    return Sequences(meta(count, 512, dtype=I32), meta(count, dtype=I32))
 
 
 def partial_sums() -> None:

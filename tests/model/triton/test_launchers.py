@@ -13,7 +13,7 @@ from triton.runtime.jit import JITFunction
 
 from ep_server.model.triton.paged_prefill import prefill
 from ep_server.model.triton.paged_tile import AttentionRule
-from tests.model.triton import shapes
+from tests.model.triton import meta_tensors, shapes
 
 # Operations of a tensor's description only.
 VIEWS = {
@@ -46,7 +46,7 @@ def test_launchers_only_launch(part: Callable[[], None], monkeypatch: pytest.Mon
     launched = []
     for kind in (InterpretedFunction, JITFunction):
         monkeypatch.setattr(kind, "run", lambda kernel, *args, **kwargs: launched.append(kwargs["grid"]))
-    watch, build = Watch(), shapes.meta
+    watch, build = Watch(), meta_tensors.meta
 
     def meta(*shape: int, **options: Any) -> torch.Tensor:
         watch.building = True
@@ -55,7 +55,8 @@ def test_launchers_only_launch(part: Callable[[], None], monkeypatch: pytest.Mon
         finally:
             watch.building = False
 
-    monkeypatch.setattr(shapes, "meta", meta)
+    for module in (shapes, meta_tensors):
+        monkeypatch.setattr(module, "meta", meta)
     with watch:
         part()
     assert watch.seen == []
@@ -70,9 +71,12 @@ def test_prefill_is_compiled_once_for_many_batches(monkeypatch: pytest.MonkeyPat
             kind, "run", lambda kernel, *args, **kwargs: constants.append({**kwargs, "grid": None})
         )
     for count, tokens in ((1, 7), (5, 40), (64, 64)):
-        q = shapes.meta(tokens, 32, 128)
-        starts, cache = shapes.meta(count + 1, dtype=torch.int32), shapes.gqa_cache(torch.bfloat16)
-        prefill(q, starts, cache, shapes.sequences(count), AttentionRule(0.1), q)
+        q = meta_tensors.meta(tokens, 32, 128)
+        starts, cache = (
+            meta_tensors.meta(count + 1, dtype=torch.int32),
+            meta_tensors.gqa_cache(torch.bfloat16),
+        )
+        prefill(q, starts, cache, meta_tensors.sequences(count), AttentionRule(0.1), q)
     assert len(constants) == 3 and constants[0] == constants[1] == constants[2]
 
 
