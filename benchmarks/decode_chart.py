@@ -53,7 +53,7 @@ def rates(found: dict[str, Any]) -> plt.Figure:
     panels[0].set_ylim(0, 40_000)
     panels[0].yaxis.set_major_formatter("{x:,.0f}")
     panels[0].set_ylabel("tokens/s per GPU", color=INK)
-    figure.suptitle(f"{found['gpus']}: {found['shape']}", color=INK)
+    figure.suptitle(f"{found['gpus']}: {found['shape']}, {found['lengths']}", color=INK)
     figure.tight_layout()
     return figure
 
