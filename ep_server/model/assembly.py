@@ -17,6 +17,7 @@ from ep_server.model.compute import Compute
 from ep_server.model.decoder import DecoderParams
 from ep_server.model.dummy import DummyReader
 from ep_server.model.families import ModelSpec, read_spec
+from ep_server.model.files import MOST_READERS
 from ep_server.model.footprint import footprint
 from ep_server.model.kv_cache import KvCache
 from ep_server.model.layers import ModelWeights
@@ -26,7 +27,7 @@ from ep_server.model.sizes import Dtype, cache_dtype, context_limit, kv_block_by
 from ep_server.model.uniform import UniformRouting
 from ep_server.model.weights import Progress, load_weights, weights_from
 
-MOST_LOADERS = 4  # threads that load
+MOST_LOADERS = 4  # threads that load into host memory
 LOADING_BYTES = 2 << 30  # of layers in the making, beside what is kept
 TORCH = {
     Dtype.FLOAT32: torch.float32,
@@ -103,6 +104,8 @@ def load_model(params: LoadParams, progress: Progress = lambda stage, done, tota
     dtype = serving_dtype(spec, params.dtype)
     compute = params.compute or NativeCompute(params.threads)
     loaders = loading_threads(spec, dtype, len(experts), params.threads)
+    if compute.device.type == "cuda" and params.load_format != "dummy":
+        loaders = min(params.threads, MOST_READERS)  # straight to the device: no layer is in host memory
     if params.load_format == "dummy":
         source = DummyReader(spec, params.seed, compute.device)
         weights = weights_from(source, spec, experts, TORCH[dtype], compute, progress, loaders)

@@ -24,12 +24,16 @@ _META = "__metadata__"  # the one entry of a header that is no tensor
 
 @dataclass(frozen=True, slots=True)
 class StoredTensor:
-    """One tensor of a file. dtype is the name in the file: F32, BF16, F16, F8_E4M3, ..."""
+    """One tensor of a file. dtype is the name in the file: F32, BF16, F16, F8_E4M3, ...
+
+    begin: where its bytes begin, from the start of the file.
+    """
 
     name: str
     file: Path
     dtype: str
     shape: tuple[int, ...]
+    begin: int
     nbytes: int
 
     @property
@@ -89,25 +93,25 @@ def _read_header(file: Path) -> dict[str, StoredTensor]:
             if not 0 < length <= _MAX_HEADER:
                 raise CheckpointError(f"{file}: not a safetensors file (header of {length} bytes)")
             header = json.loads(stream.read(length))
-            data_bytes = file.stat().st_size - 8 - length
+            data = range(8 + length, file.stat().st_size)
     except OSError as error:
         raise CheckpointError(f"{file}: shard cannot be read ({error.strerror})") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise CheckpointError(f"{file}: not a safetensors file ({error})") from error
     try:
-        return {
-            name: _entry(file, name, entry, data_bytes) for name, entry in header.items() if name != _META
-        }
+        return {name: _entry(file, name, entry, data) for name, entry in header.items() if name != _META}
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"{file}: not a safetensors file (malformed header: {error!r})") from error
 
 
-def _entry(file: Path, name: str, entry: Mapping[str, Any], data_bytes: int) -> StoredTensor:
+def _entry(file: Path, name: str, entry: Mapping[str, Any], data: range) -> StoredTensor:
+    """data: the bytes of the file behind its header."""
     begin, end = entry["data_offsets"]
-    tensor = StoredTensor(name, file, entry["dtype"], tuple(entry["shape"]), end - begin)
-    if not 0 <= begin <= end <= data_bytes or tensor.nbytes != tensor.size * _ITEM_BYTES.get(tensor.dtype, 0):
+    size = end - begin
+    tensor = StoredTensor(name, file, entry["dtype"], tuple(entry["shape"]), data.start + begin, size)
+    if not 0 <= begin <= end <= len(data) or size != tensor.size * _ITEM_BYTES.get(tensor.dtype, 0):
         raise CheckpointError(
             f"{file}: tensor {name}: {tensor.dtype} {list(tensor.shape)} at bytes {begin} to {end} "
-            f"does not fit the {data_bytes} bytes of data"
+            f"does not fit the {len(data)} bytes of data"
         )
     return tensor

@@ -42,26 +42,34 @@ class DummyReader:
         if part is not None:
             return self.read(f"{name}[{part}]", shape[1:])
         if self.is_fp8(name) and self._block is not None:
-            return widen(*self.read_codes(name, shape), self._block)
+            return widen(*self._codes(name, shape, self._block), self._block)
         return self._values(name, shape)
+
+    def copy(self, into: torch.Tensor, name: str, shape: tuple[int, ...], part: int | None = None) -> None:
+        """See TensorSource."""
+        into.copy_(self.read(name, shape, part))
 
     def is_fp8(self, name: str) -> bool:
         """Those of experts, where the model's weights are FP8."""
         return self._block is not None and ".experts." in name
 
-    def read_codes(self, name: str, shape: tuple[int, ...], part: int | None = None) -> Codes:
-        """The codes nearest to random values. The scale is a power of two: bfloat16 holds the products."""
-        if part is not None:
-            return self.read_codes(f"{name}[{part}]", shape[1:])
+    def copy_codes(self, into: Codes, name: str, shape: tuple[int, ...], part: int | None = None) -> None:
+        """See TensorSource."""
         assert self._block is not None
-        scale = 2.0 ** math.ceil(math.log2(shape[-1] ** -0.5 * UNIFORM_SPREAD / E4M3_MAX))
-        grid = [-(-length // block) for length, block in zip(shape, self._block, strict=True)]
-        codes = (self._values(name, shape) / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-        return Codes(codes, torch.full(grid, scale, device=self._device))
+        one = (name, shape) if part is None else (f"{name}[{part}]", shape[1:])
+        for memory, values in zip(into, self._codes(*one, self._block), strict=True):
+            memory.copy_(values)
 
     def read_vector(self, name: str, lengths: tuple[int, ...]) -> torch.Tensor | None:
         """None: nothing is there before it is read."""
         return None
+
+    def _codes(self, name: str, shape: tuple[int, ...], block: tuple[int, int]) -> Codes:
+        """The codes nearest to random values. The scale is a power of two: bfloat16 holds the products."""
+        scale = 2.0 ** math.ceil(math.log2(shape[-1] ** -0.5 * UNIFORM_SPREAD / E4M3_MAX))
+        grid = [-(-length // size) for length, size in zip(shape, block, strict=True)]
+        codes = (self._values(name, shape) / scale).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
+        return Codes(codes, torch.full(grid, scale, device=self._device))
 
     def _values(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         if len(shape) == 1:

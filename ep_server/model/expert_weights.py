@@ -13,6 +13,7 @@ import torch
 from ep_server.errors import CheckpointError
 from ep_server.model.compute import Compute, FfnScales, GatedFfn
 from ep_server.model.families.spec import FP8_BLOCK, ModelSpec
+from ep_server.model.fp8 import Codes
 from ep_server.model.tensors import TensorSource
 
 
@@ -84,9 +85,8 @@ class _Fused:
         first = part * self.rows
         into = self.values[row, first : first + shape[-2]]
         if self.scale is None:
-            into.copy_(self.source.read(name, shape, entry))
+            self.source.copy(into, name, shape, entry)
             return
-        codes, scale = self.source.read_codes(name, shape, entry)
-        into.copy_(codes)
         block = part * -(-self.rows // FP8_BLOCK)
-        self.scale[row, block : block + len(scale)] = scale
+        scale = self.scale[row, block : block + -(-shape[-2] // FP8_BLOCK)]
+        self.source.copy_codes(Codes(into, scale), name, shape, entry)

@@ -89,16 +89,17 @@ class ModelWeights:
     @property
     def nbytes(self) -> int:
         """Memory of all distinct tensors, bytes."""
-        held = {t.data_ptr(): t.nbytes for t in _tensors(self)}
+        held = {t.data_ptr(): t.nbytes for t in tensors_of(self)}
         return sum(held.values())
 
 
-def _tensors(record: object) -> Iterator[torch.Tensor]:
+def tensors_of(record: object) -> Iterator[torch.Tensor]:
+    """All tensors of a record and of the records in it."""
     if isinstance(record, torch.Tensor):
         yield record
     elif isinstance(record, tuple):
         for item in record:
-            yield from _tensors(item)
+            yield from tensors_of(item)
     elif dataclasses.is_dataclass(record):
         for entry in dataclasses.fields(record):
-            yield from _tensors(getattr(record, entry.name))
+            yield from tensors_of(getattr(record, entry.name))

@@ -1,14 +1,14 @@
 """Loads the weights one rank owns: everything replicated, plus its own experts.
 
-Files are memory-mapped and only the pages of the tensors read are touched; several layers are made at once.
+Only the bytes of those tensors are read, into fresh memory of the device; several layers are made at once.
 Knows checkpoints and layouts; knows nothing of ranks but the list of expert ids it is given.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
-from contextlib import ExitStack
+from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from typing import Any
 
 import torch
 
@@ -16,6 +16,7 @@ from ep_server.model.checkpoint import Checkpoint
 from ep_server.model.compute import Compute, GatedFfn, Linear
 from ep_server.model.expert_weights import ExpertLoader
 from ep_server.model.families.spec import GqaSpec, MlaSpec, ModelSpec, QkNorm
+from ep_server.model.files import files_for
 from ep_server.model.kv_scales import read_kv_scales
 from ep_server.model.layers import (
     GqaWeights,
@@ -46,12 +47,14 @@ def load_weights(
         dtype: of all weights but the router's, which stay float32, and experts that stay FP8.
         compute: prepares the matrices.
         progress: called as progress("weights", layers done, layers in all), by the calling thread.
-        threads: layers in the making at once; each takes its own size in memory beside what is kept.
+        threads: layers in the making at once; on the CPU each takes its own size beside what is kept.
     Raises: CheckpointError naming file, tensor, expected and found shape.
     """
-    with ExitStack() as files:
+    with files_for(compute.device) as files:
         reader = TensorReader(checkpoint, spec.quant_block, files)
-        return weights_from(reader, spec, experts, dtype, compute, progress, threads)
+        weights = weights_from(reader, spec, experts, dtype, compute, progress, threads)
+        files.finish()
+        return weights
 
 
 def weights_from(
@@ -65,25 +68,34 @@ def weights_from(
 ) -> ModelWeights:
     """As load_weights, from any source of tensors. Raises: what the source raises."""
     loader = _Loader(source, spec, tuple(experts), dtype, compute)
-    progress("weights", 0, spec.num_layers)
-    embedding = loader.keep("model.embed_tokens.weight", spec.vocab_size, spec.hidden)
-    layers = _layers(loader, spec.num_layers, progress, threads)
-    norm = loader.keep("model.norm.weight", spec.hidden)
-    head = embedding if spec.tied_head else loader.keep("lm_head.weight", spec.vocab_size, spec.hidden)
-    return ModelWeights(embedding, layers, norm, compute.linear(head))
-
-
-def _layers(loader: _Loader, count: int, progress: Progress, threads: int) -> tuple[LayerWeights, ...]:
-    """All layers. What takes time in them, pages of files, copies and packing, runs without the GIL."""
     pool = ThreadPoolExecutor(threads, "weights")
     try:
-        layers = [pool.submit(loader.layer, index) for index in range(count)]
-        for done, layer in enumerate(as_completed(layers), start=1):
-            layer.result()  # the first error ends all
-            progress("weights", done, count)
-        return tuple(layer.result() for layer in layers)
+        # The largest tensors first: nothing else is left for the other threads to do beside the last one.
+        ends = [pool.submit(loader.keep, name, spec.vocab_size, spec.hidden) for name in _ends(spec)]
+        norm = pool.submit(loader.keep, "model.norm.weight", spec.hidden)
+        layers = [pool.submit(loader.layer, index) for index in range(spec.num_layers)]
+        _follow(layers, [*ends, norm], progress)
+        made = tuple(layer.result() for layer in layers)
+        return ModelWeights(ends[0].result(), made, norm.result(), compute.linear(ends[-1].result()))
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _ends(spec: ModelSpec) -> tuple[str, ...]:
+    """What turns ids into hidden states and these into logits, one tensor or two of the same shape."""
+    embedding = "model.embed_tokens.weight"
+    return (embedding,) if spec.tied_head else (embedding, "lm_head.weight")
+
+
+def _follow(layers: Sequence[Future[Any]], others: Sequence[Future[Any]], progress: Progress) -> None:
+    """Until all are made. What takes time in them, reads, copies and packing, runs without the GIL."""
+    done, total = 0, len(layers)
+    progress("weights", done, total)
+    for made in as_completed((*layers, *others)):
+        made.result()  # the first error ends all
+        if made in layers:
+            done += 1
+            progress("weights", done, total)
 
 
 class _Loader:
@@ -102,8 +114,16 @@ class _Loader:
         self._expert_loader = ExpertLoader(reader, spec, experts, dtype, compute)
 
     def keep(self, name: str, *shape: int) -> torch.Tensor:
-        """One tensor as it is, copied out of the file's mapping."""
-        return self._fuse([self._reader.read(name, shape)])
+        """One tensor as it is, in fresh memory."""
+        return self._stack([name], *shape)
+
+    def _stack(self, names: Sequence[str], *shape: int) -> torch.Tensor:
+        """Tensors of one shape below each other, straight from where they are stored."""
+        rows, *rest = shape
+        stack = torch.empty(len(names) * rows, *rest, dtype=self._dtype, device=self._compute.device)
+        for at, name in enumerate(names):
+            self._reader.copy(stack[at * rows : (at + 1) * rows], name, shape)
+        return stack
 
     def layer(self, index: int) -> LayerWeights:
         """One decoder layer."""
@@ -208,15 +228,13 @@ class _Loader:
         )
 
     def _ffn(self, prefix: str, ffn: int) -> GatedFfn:
-        shape = (ffn, self._spec.hidden)
-        gate = self._reader.read(f"{prefix}.gate_proj.weight", shape)
-        up = self._reader.read(f"{prefix}.up_proj.weight", shape)
+        names = [f"{prefix}.{one}_proj.weight" for one in ("gate", "up")]
+        gate_up = self._stack(names, ffn, self._spec.hidden)
         down = self.keep(f"{prefix}.down_proj.weight", self._spec.hidden, ffn)
-        return self._compute.gated_ffn(self._fuse([gate, up])[None], down[None])
+        return self._compute.gated_ffn(gate_up[None], down[None])
 
     def _fuse(self, rows: Sequence[torch.Tensor]) -> torch.Tensor:
         """Concatenates along rows into fresh contiguous memory of the serving dtype."""
         shape = (sum(r.shape[0] for r in rows), *rows[0].shape[1:])
         fused = torch.empty(shape, dtype=self._dtype, device=rows[0].device)
-        torch.cat([r.to(self._dtype) for r in rows], out=fused)
-        return fused.to(self._compute.device)
+        return torch.cat([r.to(self._dtype) for r in rows], out=fused)

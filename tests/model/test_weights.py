@@ -20,7 +20,7 @@ from ep_server.model.checkpoint import Checkpoint
 from ep_server.model.families import read_spec
 from ep_server.model.footprint import footprint
 from ep_server.model.inspect import inspect_checkpoint
-from ep_server.model.layers import ModelWeights, MoeWeights
+from ep_server.model.layers import ModelWeights, MoeWeights, tensors_of
 from ep_server.model.sizes import Dtype
 from ep_server.model.torch_compute import TorchCompute
 from ep_server.model.weights import load_weights
@@ -108,7 +108,7 @@ def test_fp8_blocks_are_dequantised(tiny: Get, tmp_path: Path, rows: int, column
     (quantised / "config.json").write_text(json.dumps(config))
     restored = rewrite(path, tmp_path / "plain", lambda tensors: tensors.update(plain))
     one, two = load(quantised, [0, 3]), load(restored, [0, 3])
-    for a, b in zip(_tensors(one), _tensors(two), strict=True):
+    for a, b in zip(tensors_of(one), tensors_of(two), strict=True):
         assert_equal(a, b, "dequantised")
 
 
@@ -165,7 +165,7 @@ def test_layers_made_at_once_are_those_made_in_turn(tiny: Get, name: str) -> Non
         threads=3,
     )
     assert told_by == {threading.main_thread()}
-    for a, b in zip(_tensors(several), _tensors(load(path, [0, 4])), strict=True):
+    for a, b in zip(tensors_of(several), tensors_of(load(path, [0, 4])), strict=True):
         assert_equal(a, b, name)
 
 
@@ -206,7 +206,7 @@ def test_an_error_in_one_layer_ends_all(tiny: Get, tmp_path: Path) -> None:
         ),
     ],
 )
-def test_broken_tensors(tiny: Get, tmp_path: Path, change: Callable[[Any], Any], message: str) -> None:
+def test_brokentensors_of(tiny: Get, tmp_path: Path, change: Callable[[Any], Any], message: str) -> None:
     path = rewrite(tiny("qwen3_moe").path, tmp_path / "broken", change)
     with pytest.raises(CheckpointError, match=message):
         load(path, [0])
@@ -264,13 +264,3 @@ def test_load_parameters_are_checked(tiny: Get) -> None:
     model = load_model(LoadParams(path, 0, (0,) * 6, max_context=100))
     assert (model.max_context, model.dtype) == (100, Dtype.FLOAT32)
     assert load_model(LoadParams(path, 0, (0,) * 6, "bfloat16")).dtype is Dtype.BFLOAT16
-
-
-def _tensors(record: object) -> list[torch.Tensor]:
-    if isinstance(record, torch.Tensor):
-        return [record]
-    if isinstance(record, tuple):
-        return [t for item in record for t in _tensors(item)]
-    if dataclasses.is_dataclass(record):
-        return [t for f in dataclasses.fields(record) for t in _tensors(getattr(record, f.name))]
-    return []

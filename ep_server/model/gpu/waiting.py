@@ -29,18 +29,18 @@ class Stream(Protocol):
         ...
 
 
-def await_event(event: Event, seconds: float, what: str = "a step") -> None:
+def await_event(event: Event, seconds: float, what: str = "a step", look: float = LOOK_SECONDS) -> None:
     """Waits until the device has passed an event.
 
     Args:
-        what: has to end before it, for the error.
+        what: has to end before it, for the error. look: seconds between two looks.
     Raises: InternalError after so many seconds.
     """
     deadline = time.monotonic() + seconds
     while not event.query():
         if time.monotonic() > deadline:
             raise InternalError(f"the device has not ended {what} in {seconds:g} s")
-        time.sleep(LOOK_SECONDS)
+        time.sleep(look)
 
 
 def await_stream(stream: Stream, seconds: float, what: str = "a step") -> None:
