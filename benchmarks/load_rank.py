@@ -120,15 +120,15 @@ class Rank:
         self._wait()
         return held
 
-    def mapped(self) -> ModelWeights:
-        """Through page faults, by as many threads."""
+    def mapped(self, threads: int) -> ModelWeights:
+        """Through page faults."""
         with MappedFiles(self.device) as files:
-            return self._weights(files)
+            return self._weights(files, threads)
 
     def engine(self) -> ModelWeights:
         """As load_weights."""
         with files_for(self.device) as files:
-            return self._weights(files)
+            return self._weights(files, self.case.threads)
 
     def sample(self, weights: ModelWeights) -> Iterator[tuple[str, torch.Tensor]]:
         """Tensors of the checkpoint as they lie in weights that are not converted."""
@@ -153,12 +153,10 @@ class Rank:
             yield f"{one}.{names.up}.weight", ffn.gate_up[row, rows:]
             yield f"{one}.{names.down}.weight", ffn.down[row]
 
-    def _weights(self, files: TensorFiles) -> ModelWeights:
+    def _weights(self, files: TensorFiles, threads: int) -> ModelWeights:
         reader = TensorReader(self.checkpoint, self.spec.quant_block, files)
         compute = TorchCompute(self.device)
-        weights = weights_from(
-            reader, self.spec, self.experts, torch.bfloat16, compute, threads=self.case.threads
-        )
+        weights = weights_from(reader, self.spec, self.experts, torch.bfloat16, compute, threads=threads)
         files.finish()
         self._wait()
         return weights
@@ -213,7 +211,8 @@ def measure(case: Case, number: int, barrier: Any) -> list[Row]:
         timed(rank, barrier, "reading", rank.reading),
         timed(rank, barrier, "copying", rank.copying()),
         timed(rank, barrier, "safetensors", rank.safetensors, check_tensors),
-        timed(rank, barrier, "mapped", rank.mapped, check_weights),
+        timed(rank, barrier, "mapped x1", lambda: rank.mapped(1), check_weights),
+        timed(rank, barrier, "mapped", lambda: rank.mapped(case.threads), check_weights),
         timed(rank, barrier, "engine", rank.engine, check_weights),
     ]
 

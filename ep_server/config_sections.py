@@ -66,7 +66,10 @@ class ParallelConfig:
     ranks: int = option(1, "rank processes on this node", low=1, high=64)
     device: str = option("cpu", "what ranks compute on; cuda = one GPU each", choices=("cpu", "cuda"))
     threads_per_rank: int = option(
-        0, "compute threads of a rank; 0 = cores / ranks, at least 1", low=0, high=256
+        0,
+        "threads of a rank that compute, or read weights for a GPU; 0 = cores / ranks, at least 1",
+        low=0,
+        high=256,
     )
     overlap: str = option("auto", "two micro-batches per step", choices=("auto", "on", "off"))
     graphs: bool = option(
