@@ -204,10 +204,11 @@ def test_an_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
         ({"head_dim": 33}, "head_dim = 33: must be even"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu': must be one of silu"),
         ({"num_experts_per_tok": 200}, "num_experts_per_tok = 200: must be at most 128"),
-        ({"rope_scaling": {"type": "longrope"}}, "rope_type = 'longrope': must be one of default"),
-        ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing|rope_parameters: factor is"),
+        ({"rope_scaling": {"type": "longrope"}}, "rope_scaling: type = 'longrope': must be one of default"),
+        ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
+        ({"rope_parameters": {"type": "linear"}}, "rope_parameters: factor is missing"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5: must be 1"),
-        ({"torch_dtype": "int8"}, "dtype = 'int8': must be one of float32"),
+        ({"dtype": None, "torch_dtype": "int8"}, "torch_dtype = 'int8': must be one of float32"),
         ({"norm_topk_prob": 1}, "norm_topk_prob = 1: must be true or false"),
         ({"eos_token_id": ["a"]}, "eos_token_id = .* must be a token id"),
         (
@@ -216,7 +217,10 @@ def test_an_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
         ),
         ({"quantization_config": {"quant_method": "awq"}}, "quant_method = 'awq': must be one of fp8"),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}}, "weight_block_size"),
-        ({"rope_scaling": 3}, "must be an object"),
+        ({"rope_scaling": 3}, "rope_scaling = 3: must be an object"),
+        ({"model_type": ["qwen3_moe"], "architectures": None}, r"model_type = \['qwen3_moe'\]: unknown"),
+        ({"model_type": "x", "architectures": 5}, "model_type = 'x': unknown architecture"),
+        ({"model_type": {}, "architectures": [{}, "x"]}, "model_type = {}: unknown architecture"),
     ],
 )
 def test_fields_out_of_range(tmp_path: Path, change: dict[str, Any], message: str) -> None:

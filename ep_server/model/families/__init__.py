@@ -58,12 +58,11 @@ def read_spec(path: str | Path) -> ModelSpec:
 
 
 def _family(config: Fields) -> str:
-    model_type = config.values.get("model_type")
-    if model_type in FAMILIES:
-        return str(model_type)
-    for architecture in config.values.get("architectures") or ():
-        if architecture in _ARCHITECTURES:
-            return _ARCHITECTURES[architecture]
+    model_type, architectures = config.values.get("model_type"), config.values.get("architectures")
+    known: dict[str, str] = {**{name: name for name in FAMILIES}, **_ARCHITECTURES}
+    for name in (model_type, *(architectures if isinstance(architectures, list) else ())):
+        if isinstance(name, str) and name in known:
+            return known[name]
     raise CheckpointError(
         f"{config.source}: model_type = {model_type!r}: unknown architecture; known: {', '.join(FAMILIES)}"
     )

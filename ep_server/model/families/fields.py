@@ -51,20 +51,18 @@ class Fields:
 
     def value(self, *names: str, default: Any = None) -> Any:
         """The first spelling that is given, or the default; no default = the field is required."""
-        for name in names:
-            if self.values.get(name) is not None:
-                return self.values[name]
-        if default is None:
+        given = self.values.get(self._spelling(names))
+        if given is None and default is None:
             raise CheckpointError(f"{self.source}: {' / '.join(names)} is missing")
-        return default
+        return default if given is None else given
 
     def integer(self, *names: str, default: int | None = None, low: int = 1) -> int:
         """An integer of at least `low`, and no larger than any model has it."""
         value = self.value(*names, default=default)
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
-            raise self.error(names[0], value, f"an integer of at least {low}")
+            raise self.error(self._spelling(names), value, f"an integer of at least {low}")
         if value > (high := COUNTED.get(names[0], LARGEST)):
-            raise self.error(names[0], value, f"an integer of at most {high}")
+            raise self.error(self._spelling(names), value, f"an integer of at most {high}")
         return value
 
     def number(self, *names: str, default: float | None = None, above: float = -math.inf) -> float:
@@ -72,31 +70,30 @@ class Fields:
         value = self.value(*names, default=default)
         known = isinstance(value, int | float) and not isinstance(value, bool)
         if not known or not above < value < math.inf or abs(value) > sys.float_info.max:
-            raise self.error(
-                names[0], value, "a finite number" + (f" above {above:g}" if above > -math.inf else "")
-            )
+            allowed = "a finite number" + (f" above {above:g}" if above > -math.inf else "")
+            raise self.error(self._spelling(names), value, allowed)
         return float(value)
 
     def flag(self, *names: str, default: bool = False) -> bool:
         """true or false."""
-        value = next((self.values[n] for n in names if self.values.get(n) is not None), default)
+        value = self.value(*names, default=default)
         if not isinstance(value, bool):
-            raise self.error(names[0], value, "true or false")
+            raise self.error(self._spelling(names), value, "true or false")
         return value
 
     def choice(self, *names: str, default: str, allowed: tuple[str, ...]) -> str:
         """One of a few words."""
         value = self.value(*names, default=default)
         if value not in allowed:
-            raise self.error(names[0], value, "one of " + ", ".join(allowed))
+            raise self.error(self._spelling(names), value, "one of " + ", ".join(allowed))
         return str(value)
 
     def token_ids(self, *names: str) -> tuple[int, ...]:
         """Zero, one or several token ids."""
-        value: Any = next((self.values[n] for n in names if self.values.get(n) is not None), [])
+        value: Any = self.value(*names, default=[])
         ids = value if isinstance(value, list) else [value]
         if not all(map(_is_index, ids)):
-            raise self.error(names[0], value, "a token id or a list of them, 0 or more each")
+            raise self.error(self._spelling(names), value, "a token id or a list of them, 0 or more each")
         return tuple(ids)
 
     def indices(self, name: str) -> frozenset[int]:
@@ -108,10 +105,14 @@ class Fields:
 
     def table(self, *names: str) -> Fields:
         """A nested object; empty if none is given."""
-        value: Any = next((self.values[n] for n in names if self.values.get(n) is not None), {})
+        value, name = self.value(*names, default={}), self._spelling(names)
         if not isinstance(value, Mapping):
-            raise self.error(names[0], value, "an object")
-        return Fields(value, f"{self.source}: {names[0]}")
+            raise self.error(name, value, "an object")
+        return Fields(value, f"{self.source}: {name}")
+
+    def _spelling(self, names: tuple[str, ...]) -> str:
+        """The first one that is given, which messages then name; else the first."""
+        return next((name for name in names if self.values.get(name) is not None), names[0])
 
     def error(self, name: str, value: Any, allowed: str) -> CheckpointError:
         """The error of a field out of range."""
