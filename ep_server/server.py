@@ -89,22 +89,26 @@ class Server:
     async def run(
         self, progress: Progress, on_serving: Callable[[], None] = lambda: None, *, last: bool = False
     ) -> int:
-        """The whole life. last: the process ends with it; later signals do nothing.
+        """The whole life; signals drain it. last: the process ends with it; later signals do nothing.
 
         Returns: exit code, 1 if a rank was lost. Raises: StartupError.
         """
         with stop_signals(self.ask_to_stop, last=last):
-            try:
-                await self.start(progress)
-                if self._health.serving:
-                    on_serving()
-                await self.serve()
-                await self.drain()
-            except EpServerError as error:
-                self._failure = str(error)
-                raise
-            finally:
-                await self.stop()
+            return await self.live(progress, on_serving)
+
+    async def live(self, progress: Progress, on_serving: Callable[[], None]) -> int:
+        """As run(), for a caller that has the signals and stops it with ask_to_stop()."""
+        try:
+            await self.start(progress)
+            if self._health.serving:
+                on_serving()
+            await self.serve()
+            await self.drain()
+        except EpServerError as error:
+            self._failure = str(error)
+            raise
+        finally:
+            await self.stop()
         return 1 if self.engine.lost.is_set() else 0
 
     async def start(self, progress: Progress) -> None:

@@ -134,7 +134,12 @@ class Reader:
             command = [sys.executable, "-P", "-c", BOOTSTRAP, json.dumps(import_path()), MODULE]
             command.append(str(os.getpid()))
             # Not through the event loop, which would fork: gRPC does not like that once it has begun to talk.
-            self._process = subprocess.Popen(command, stdin=theirs.fileno(), stdout=theirs.fileno())
+            self._process = subprocess.Popen(
+                command,
+                stdin=theirs.fileno(),
+                stdout=theirs.fileno(),
+                process_group=0,  # a ^C on the terminal is for the process that started it
+            )
         self._streams = await asyncio.open_connection(sock=ours, limit=LINE_BYTES)
 
     async def prepare(self, work: Work) -> None:

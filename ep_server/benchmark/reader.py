@@ -84,14 +84,14 @@ async def _one(client: AsyncClient, load: Load, trace: Trace, on_done: Callable[
         output_text=False,
         stream_interval=load.stream_interval,
     )
-    trace.sent, status = time.monotonic(), OK
+    trace.sent, status, why = time.monotonic(), OK, ""
     try:
         async for event in call:
             if event.HasField("tokens"):
                 trace.arrivals.append((time.monotonic(), len(event.tokens.token_ids)))
     except grpc.aio.AioRpcError as error:
-        status = error.code().name
-    trace.end(status, time.monotonic())
+        status, why = error.code().name, error.details() or ""
+    trace.end(status, time.monotonic(), why)
     on_done()
 
 

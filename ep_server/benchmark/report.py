@@ -52,6 +52,7 @@ def summarise(traces: Sequence[Trace], concurrency: int, slo: Slo | None = None)
         "requests": len(good),
         "errors": len(traces) - len(good),
         "statuses": dict(Counter(trace.status for trace in traces if not trace.ok)),
+        "first_reasons": {trace.status: trace.why for trace in reversed(traces) if not trace.ok},
         "seconds": elapsed,
         "output_tokens": tokens,
         "tokens_per_second": tokens / elapsed,

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.table import Table
 
 from ep_server.benchmark.breakdown import Steps
@@ -47,7 +48,8 @@ def online(console: Console, found: Mapping[str, Any], title: str) -> None:
     if "goodput" in found:
         console.print(_goodput(found["goodput"]))
     for status, count in found["statuses"].items():
-        console.print(f"[red]{count} ended with {status}[/]")
+        why = found["first_reasons"][status]
+        console.print(f"[red]{count} ended with {status}{', the first: ' * bool(why)}{escape(why)}[/]")
 
 
 def _steady(found: Mapping[str, Any]) -> str:

@@ -5,7 +5,7 @@ Times are seconds of the monotonic clock, which all processes of a host share.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 OK = "OK"
@@ -17,7 +17,7 @@ class Trace:
     """planned: when the request was to go; latencies count from it, so a late sender hides nothing.
 
     asked: tokens of output. arrivals: (time, tokens) of each message.
-    status: OK, or the name of what it ended with.
+    status: OK, or the name of what it ended with. why: what the server said of it.
     """
 
     index: int
@@ -27,6 +27,7 @@ class Trace:
     ended: float = 0.0
     status: str = ""
     arrivals: list[tuple[float, int]] = field(default_factory=list)
+    why: str = ""
 
     @property
     def tokens(self) -> int:
@@ -64,17 +65,18 @@ class Trace:
         tokens = self.tokens
         return (self.arrivals[-1][0] - self.arrivals[0][0]) / (tokens - 1) if tokens > 1 else None
 
-    def end(self, status: str, now: float) -> None:
+    def end(self, status: str, now: float, why: str = "") -> None:
         """The stream is over."""
-        self.ended = now
+        self.ended, self.why = now, why
         self.status = INCOMPLETE if status == OK and self.tokens != self.asked else status
 
     def values(self) -> list[Any]:
         """As JSON carries it; from_values(t.values()) == t."""
-        return [self.index, self.asked, self.planned, self.sent, self.ended, self.status, self.arrivals]
+        return [getattr(self, each.name) for each in fields(self)]
 
     @staticmethod
     def from_values(values: list[Any]) -> Trace:
         """The trace again."""
-        index, asked, planned, sent, ended, status, arrivals = values
-        return Trace(index, asked, planned, sent, ended, status, [(time, count) for time, count in arrivals])
+        trace = Trace(*values)
+        trace.arrivals = [(time, count) for time, count in trace.arrivals]
+        return trace

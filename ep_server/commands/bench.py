@@ -35,6 +35,7 @@ MODEL: dict[str, Any] = {
 
 
 def command(
+    context: typer.Context,
     mode: Annotated[str, typer.Argument(help=" | ".join(MODES), metavar="[MODE]")] = "online",
     prompt_tokens: Annotated[int, typer.Option(min=1, help="Random token ids per prompt.")] = 32,
     new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of output per request.")] = 64,
@@ -129,6 +130,7 @@ def command(
     """
     if mode not in MODES:
         raise ConfigError("MODE", mode, " or ".join(MODES))
+    refuse_of_others(context, mode == "offline", model is not None)
     output = Output(as_json, json_file, chart)
     output.check()
     given = (model, ranks, dtype, load_format, routing, overlap)
@@ -150,6 +152,21 @@ def command(
         else Config.load(config_file, flags)
     )
     raise typer.Exit(uvloop.run(bench_online.run(server, asked, readers, output)))
+
+
+def refuse_of_others(context: typer.Context, offline: bool, own: bool) -> None:
+    """Flags that would change nothing, as they belong to the other mode. Raises: ConfigError."""
+    idle = {OFFLINE["rich_help_panel"]: "bench offline"}
+    if offline:
+        idle = {ONLINE["rich_help_panel"]: "bench online", options.SERVER: "bench online"}
+    elif own:
+        idle[options.SERVER] = "a server that runs, without --model"
+    for parameter in context.command.params:
+        panel = getattr(parameter, "rich_help_panel", "")
+        source = context.get_parameter_source(parameter.name)
+        if panel in idle and source is not None and source.name == "COMMANDLINE":
+            value = context.params[parameter.name]
+            raise ConfigError(parameter.opts[0], value, f"given only with {idle[panel]}")
 
 
 def assignments(settings: list[str]) -> dict[str, str]:

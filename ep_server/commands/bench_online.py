@@ -23,7 +23,7 @@ from ep_server.client import AsyncClient, Target
 from ep_server.commands.bench_output import Output
 from ep_server.config import Config
 from ep_server.engine import Engine
-from ep_server.errors import ConfigError, StartupError
+from ep_server.errors import ConfigError, RankLost
 from ep_server.model.families import read_spec
 from ep_server.model.sizes import context_limit
 from ep_server.progress import Bars
@@ -90,7 +90,7 @@ async def run(server: Target | Config, asked: Asked, readers: Readers, output: O
         check_length(asked.prompt_tokens, asked.new_tokens, longest)
     console = Console(stderr=True)
     with Bars(console, console.print) as bars:
-        async with online.started(readers.clients) as processes:
+        async with online.started(min(readers.clients, asked.requests)) as processes:
             if isinstance(server, Target):
                 crowd = online.Crowd(server, processes, readers.warmup)
                 measured = await _measure(crowd, asked, bars)
@@ -175,19 +175,24 @@ def prepared(config: Config, asked: Asked) -> Config:
 
 @asynccontextmanager
 async def started(config: Config, bars: Bars) -> AsyncIterator[App]:
-    """A server as `ep-server serve` has it, for this host alone. Raises: StartupError."""
+    """A server as `ep-server serve` has it, for this host alone; whoever ends us, it does not drain.
+
+    Raises: StartupError; RankLost.
+    """
     async with assemble(config) as app:
         serving = asyncio.Event()
-        life = asyncio.create_task(app.server.run(bars.loading, serving.set))
+        life = asyncio.create_task(app.server.live(bars.loading, serving.set))
         came_up = asyncio.create_task(serving.wait())
-        await asyncio.wait((life, came_up), return_when=asyncio.FIRST_COMPLETED)
-        came_up.cancel()
-        if life.done():
-            life.result()
-            raise StartupError("interrupted while loading")
         try:
+            await asyncio.wait((life, came_up), return_when=asyncio.FIRST_COMPLETED)
+            if life.done():
+                life.result()
+                raise RankLost(app.server.engine.lost_message)
             yield app
+        except BaseException:
+            app.server.ask_to_stop()  # with the one below the second: what still streams is of no use
+            raise
         finally:
-            if not life.done():
-                app.server.ask_to_stop()
+            came_up.cancel()
+            app.server.ask_to_stop()
             await life

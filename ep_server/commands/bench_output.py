@@ -31,24 +31,42 @@ class Output:
                 raise ConfigError(flag, path, "a file in a directory that is there, and may be written")
         if self.chart and not self.chart.endswith(".svg"):
             raise ConfigError("--chart", self.chart, "a name that ends with .svg")
+        if self.chart and Path(self.chart).resolve() == Path(self.json_file).resolve():
+            raise ConfigError("--chart", self.chart, "another file than that of --json-file")
 
     def show(
         self, found: dict[str, Any], tables: Callable[[Console], None], picture: Callable[[], str]
     ) -> None:
-        """Prints and writes.
+        """Writes and prints; what could not be written is printed all the same.
 
         Args:
             found: for JSON. tables: prints to a console. picture: draws the SVG.
+        Raises: ConfigError for a file that could not be written.
         """
         found = {"measured": time.strftime("%Y-%m-%d"), "versions": versions(), **found}
-        if self.json_file:  # files first: whoever reads standard output may leave early
-            Path(self.json_file).write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        if self.chart:
-            Path(self.chart).write_text(picture(), encoding="utf-8")
+        refused = None
+        try:  # files first: whoever reads standard output may leave early
+            self._write(found, picture)
+        except ConfigError as error:
+            refused = error
         if self.as_json:
             print(json.dumps(found))
         else:
             tables(Console())
+        if refused is not None:
+            raise refused
+
+    def _write(self, found: dict[str, Any], picture: Callable[[], str]) -> None:
+        texts = {
+            ("--json-file", self.json_file): lambda: json.dumps(found, indent=1) + "\n",
+            ("--chart", self.chart): picture,
+        }
+        for (flag, path), text in texts.items():
+            try:
+                if path:
+                    Path(path).write_text(text(), encoding="utf-8")
+            except OSError as error:
+                raise ConfigError(flag, path, f"a file that can be written ({error.strerror})") from error
 
 
 def _writable(path: Path) -> bool:

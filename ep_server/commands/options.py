@@ -29,16 +29,21 @@ SHORT = {
     "cluster.rendezvous": "--rendezvous",
 }
 
-Address = Annotated[str, typer.Option(help="host:port of the server", rich_help_panel="Server")]
-TlsCa = Annotated[str, typer.Option(help="PEM CA bundle; switches TLS on", rich_help_panel="Server")]
-TlsCert = Annotated[str, typer.Option(help="PEM client certificate", rich_help_panel="Server")]
-TlsKey = Annotated[str, typer.Option(help="PEM client key", rich_help_panel="Server")]
-TokenFile = Annotated[str, typer.Option(help="file with the bearer token", rich_help_panel="Server")]
+SERVER = "Server"
+Address = Annotated[str, typer.Option(help="host:port of the server", rich_help_panel=SERVER)]
+TlsCa = Annotated[str, typer.Option(help="PEM CA bundle; switches TLS on", rich_help_panel=SERVER)]
+TlsCert = Annotated[str, typer.Option(help="PEM client certificate", rich_help_panel=SERVER)]
+TlsKey = Annotated[str, typer.Option(help="PEM client key", rich_help_panel=SERVER)]
+TokenFile = Annotated[str, typer.Option(help="file with the bearer token", rich_help_panel=SERVER)]
 ADDRESS = "127.0.0.1:50051"
+LAST_PORT = 65_535  # gRPC takes larger ones modulo 65,536
 
 
 def target(address: str, tls_ca: str, tls_cert: str, tls_key: str, token_file: str) -> Target:
-    """Where the flags point. Raises: ConfigError for an unreadable file."""
+    """Where the flags point. Raises: ConfigError for what is no address, or an unreadable file."""
+    port = address.rpartition(":")[2]
+    if not port or (port.isdecimal() and not 1 <= int(port) <= LAST_PORT):
+        raise ConfigError("--address", address, f"host:port, with a port from 1 to {LAST_PORT}")
     for flag, path in (("--tls-ca", tls_ca), ("--tls-cert", tls_cert), ("--tls-key", tls_key)):
         if path and not Path(path).is_file():
             raise ConfigError(flag, path, "a readable file")

@@ -7,6 +7,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -189,62 +191,32 @@ async def test_a_reader_that_cannot_start_is_named() -> None:
             await online.run(crowd, LOAD)
 
 
-@pytest.mark.parametrize(
-    ("arguments", "words"),
-    [
-        (("sideways",), "MODE = 'sideways': must be online or offline"),
-        (("offline",), "model.path = '': must be a checkpoint directory"),
-        (("offline", "--model", str(DEMO), "--batch", "1,x"), "--batch = '1,x': must be numbers from 1 to"),
-        (("offline", "--model", str(DEMO), "--set", "scheduler.kv_blocks"), "must be section.field=value"),
-        (
-            ("offline", "--model", str(DEMO), "--set", "scheduler.kv_blocks=3"),
-            "scheduler.kv_blocks = 3: must be 0, or at least 192 for 32 sequences of 96 tokens on a rank",
-        ),
-        (
-            ("offline", "--model", str(DEMO), "--set", "cluster.nodes=2"),
-            "cluster.nodes = 2: must be 1: off",
-        ),
-        (("--model", str(DEMO), "--set", "cluster.nodes=2"), "cluster.nodes = 2: must be 1: the"),
-        (
-            ("offline", "--model", str(DEMO), "--device", "abacus"),
-            "'abacus': must be one of cpu, h100",
-        ),
-        (("--ranks", "2"), "parallel.ranks = 2: must be given only with --model"),
-        (("--chart", "a.png"), "--chart = 'a.png': must be a name that ends with .svg"),
-        (("--json-file", "/no/such/place/a.json"), "must be a file in a directory that is there"),
-        (("--json-file", "/"), "--json-file = '/': must be a file in a directory that is there"),
-        (
-            ("offline", "--model", str(DEMO), "--prompt-tokens", "2000"),
-            "--prompt-tokens + --new-tokens = 2064: must be at most 2048, the context",
-        ),
-        (
-            ("--model", str(DEMO), "--new-tokens", "9", "--set", "model.max_context=40"),
-            "--prompt-tokens + --new-tokens = 41: must be at most 40, the context",
-        ),
-    ],
-)
-def test_what_it_cannot_do_is_one_line(
-    arguments: tuple[str, ...], words: str, capfd: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["bench", *arguments]) == 1
-    err = capfd.readouterr().err
-    assert words in err and err.count("\n") == 1
+def test_control_c_ends_all_processes_without_a_word(tmp_path: Path) -> None:
+    """Sent to the whole group, as a terminal does, while a server of its own answers its clients."""
+    command = [sys.executable, "-m", "ep_server", "bench", "--model", str(DEMO), "--requests", "100000"]
+    with (tmp_path / "err").open("w+b") as err:
+        process = subprocess.Popen(command, stdout=err, stderr=err, start_new_session=True)
+        begin = time.monotonic()
+        while b"warm-up: 1/1" not in (tmp_path / "err").read_bytes() and time.monotonic() < begin + WAIT:
+            time.sleep(0.05)
+        time.sleep(0.3)  # for requests to be under way; sooner is right as well
+        os.killpg(process.pid, signal.SIGINT)
+        assert process.wait(WAIT) == 130
+        said = (tmp_path / "err").read_text()
+    assert "warm-up: 1/1" in said and "Traceback" not in said and "error" not in said
 
 
-@pytest.mark.parametrize(
-    ("flag", "value"),
-    [
-        ("--timeout", "inf"),
-        ("--rate", "inf"),
-        ("--bandwidth", "inf"),
-        ("--link", "nan"),
-        ("--slo-itl-ms", "inf"),
-        ("--stream-interval", "1025"),
-    ],
-)
-def test_numbers_have_a_range(flag: str, value: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert main(["bench", flag, value]) == 2
-    assert f"Invalid value for '{flag}'" in capfd.readouterr().err
+async def test_why_a_request_failed_is_told() -> None:
+    """What its caller was told, not the name of the status alone."""
+    async with serving() as served, online.started(1) as processes:
+        served.ranks.hold()
+        crowd = online.Crowd(Target(served.server.address), processes)
+        running = asyncio.create_task(online.run(crowd, LOAD))
+        await served.until(lambda: len(served.ranks.requests) == 4)
+        served.ranks.fail(min(served.ranks.requests), "it broke")
+        served.ranks.release()
+        (failed,) = (trace for trace in await running if trace.status != OK)
+        assert (failed.status, failed.why) == ("INTERNAL", "rank 0: it broke")
 
 
 async def test_why_warm_up_requests_failed_is_told() -> None:

@@ -63,6 +63,7 @@ def test_what_fails_is_counted_and_its_tokens_are_not_lost() -> None:
     assert traces[3].status == INCOMPLETE
     found = summarise(traces, 0)
     assert (found["requests"], found["errors"], found["output_tokens"], found["seconds"]) == (1, 3, 4, 4.0)
+    assert found["first_reasons"] == {"UNAVAILABLE": "", "RESOURCE_EXHAUSTED": "", INCOMPLETE: ""}
     assert found["statuses"] == {"UNAVAILABLE": 1, "RESOURCE_EXHAUSTED": 1, INCOMPLETE: 1}
     assert (found["tokens_per_second"], found["requests_per_second"]) == (1.0, 0.25)
     assert found["time_to_first_token"] == quantiles([1.0])  # of what was answered in full

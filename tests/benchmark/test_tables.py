@@ -81,7 +81,7 @@ def test_what_callers_saw() -> None:
     for index in range(3):
         trace = Trace(index, 4, 0.0, sent=0.001)
         trace.arrivals = [(0.02 + 0.01 * n, 1) for n in range(4)]
-        trace.end(OK if index else "UNAVAILABLE", 0.05)
+        trace.end(OK if index else "UNAVAILABLE", 0.05, "" if index else "no [room]")
         traces.append(trace)
     found = summarise(traces, 3, Slo(0.02, 0.01 + 1e-9))
     lines = printed(found, "callers", by="online")
@@ -91,7 +91,7 @@ def test_what_callers_saw() -> None:
     assert any(line.startswith(rates) for line in lines)
     goodput = "goodput (first token <= 20 ms and mean gap <= 10 ms): 40.00 requests/s, 160.0 tokens/s, 66.7%"
     assert any(line.startswith(goodput) for line in lines)
-    assert "1 ended with UNAVAILABLE" in lines
+    assert "1 ended with UNAVAILABLE, the first: no [room]" in lines
     apart = printed(summarise([traces[0], Trace(1, 4, 0.0)], 2), "callers", by="online")
     assert any(line.startswith("80.0 tokens/s, 2 streams never ran at the same time, ") for line in apart)
     open_loop = printed(summarise(traces, 0), "callers", by="online")
