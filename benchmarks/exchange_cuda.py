@@ -39,7 +39,7 @@ from exchange_plan import TOKENS, Asked, cases_of
 from exchange_report import HEAD, Report, Row, name_of
 from exchange_timing import Timer
 
-from ep_server.ep import cuda_memory
+from ep_server.ep import cuda_bootstrap
 from ep_server.ep.exchange import Payload
 
 LINK_GBS = 375.0
@@ -60,7 +60,7 @@ class Job:
 
 def measure(case: Case, rank: int, timer: Timer) -> Row:
     """One row without NCCL, on every rank of the case."""
-    exchange = cuda_memory.from_process_group(timer.group, case.spec(rank), num_sms=case.num_sms)
+    exchange = cuda_bootstrap.from_process_group(timer.group, case.spec(rank), num_sms=case.num_sms)
     pair = Pair(exchange, case)
     row = Row(case, memory_mb=exchange.memory_bytes / 2**20)
     row.errors = timer.most(check(pair))

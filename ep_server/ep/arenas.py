@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from ep_server import _C
-from ep_server.ep import bootstrap, cuda_memory
+from ep_server.ep import bootstrap, cuda_bootstrap
 from ep_server.ep.arena_native import NativeArena
 from ep_server.ep.exchange import ExchangeSpec, Payload, Reduction
 from ep_server.ep.geometry import geometry_of
@@ -217,7 +217,7 @@ class Arenas:
             from ep_server.ep.arena_cuda import CudaArena
 
             with torch.cuda.device(device):
-                exchange = cuda_memory.from_process_group(
+                exchange = cuda_bootstrap.from_process_group(
                     self._group,
                     spec,
                     device=device.index,

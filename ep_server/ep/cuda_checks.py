@@ -10,7 +10,7 @@ import torch
 
 from ep_server import _cuda
 from ep_server.ep.cuda_handle import Handle
-from ep_server.ep.cuda_requests import Manner, Wire
+from ep_server.ep.cuda_requests import CombineMode, Wire
 from ep_server.ep.cuda_shapes import Shapes
 from ep_server.ep.exchange import AddNorm, ExchangeSpec, Payload, Received, Reduction, View
 from ep_server.ep.limits import check_spec
@@ -80,16 +80,16 @@ def handle_of(received: Received) -> Handle:
     return received.handle
 
 
-def manner_of(spec: ExchangeSpec, reduction: Reduction | None, wire: str) -> Manner:
+def combine_mode(spec: ExchangeSpec, reduction: Reduction | None, wire: str) -> CombineMode:
     """How a combine runs. Raises InvalidArgument for what the spec has no room for."""
     reduction = choose("reduction", Reduction, spec.reduction if reduction is None else reduction)
-    manner = Manner(reduction, choose("wire", Wire, wire))
+    mode = CombineMode(reduction, choose("wire", Wire, wire))
     if reduction == Reduction.SOURCE and spec.reduction == Reduction.RANK:
         raise InvalidArgument("reduction", str(reduction), "rank, as the spec says")
-    if manner.wire != Wire.BF16 and (reduction == Reduction.SOURCE or spec.hidden % GROUP):
+    if mode.wire != Wire.BF16 and (reduction == Reduction.SOURCE or spec.hidden % GROUP):
         allowed = f"bf16, or reduction rank and hidden a multiple of {GROUP}"
-        raise InvalidArgument("wire", str(manner.wire), allowed)
-    return manner
+        raise InvalidArgument("wire", str(mode.wire), allowed)
+    return mode
 
 
 def check_answer(
@@ -97,7 +97,7 @@ def check_answer(
     expert_out: torch.Tensor,
     received: Received,
     weights: torch.Tensor | None,
-    manner: Manner,
+    mode: CombineMode,
 ) -> Handle:
     """The handle of a combine's dispatch. Raises InvalidArgument."""
     spec, handle = shapes.spec, handle_of(received)
@@ -109,7 +109,7 @@ def check_answer(
         if handle.weighted:
             raise InvalidArgument("topk_weights", "a tensor", "None: this dispatch was given them")
         shapes.check("topk_weights", weights, torch.float32, handle.tokens, spec.top_k)
-    elif not handle.weighted and (manner.reduction == Reduction.RANK or handle.tokens):
+    elif not handle.weighted and (mode.reduction == Reduction.RANK or handle.tokens):
         raise InvalidArgument("topk_weights", None, "given at dispatch or at combine")
     return handle
 
@@ -121,13 +121,13 @@ def can_norm(shapes: Shapes, norm: AddNorm) -> bool:
     return plain and not shapes.narrow(shapes.spec.hidden * 2, tensors)
 
 
-def check_norm(shapes: Shapes, tokens: int, norm: AddNorm, manner: Manner) -> None:
+def check_norm(shapes: Shapes, tokens: int, norm: AddNorm, mode: CombineMode) -> None:
     """Raises InvalidArgument for what a combine of T = `tokens` cannot norm."""
     hidden = shapes.spec.hidden
     shapes.check("add_norm.residual", norm.residual, torch.bfloat16, tokens, hidden)
     shapes.check("add_norm.weight", norm.weight, torch.bfloat16, hidden)
     shapes.optional("add_norm.shared", norm.shared, torch.bfloat16, tokens, hidden)
-    if manner.wire != Wire.BF16:
-        raise InvalidArgument("wire", str(manner.wire), "bf16 with add_norm")
+    if mode.wire != Wire.BF16:
+        raise InvalidArgument("wire", str(mode.wire), "bf16 with add_norm")
     if not can_norm(shapes, norm):
         raise InvalidArgument("add_norm", f"H = {hidden}", "rows at multiples of 16 bytes")

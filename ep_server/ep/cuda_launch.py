@@ -9,7 +9,7 @@ import torch
 
 from ep_server import _cuda
 from ep_server.ep.cuda_handle import DeviceBytes, Handle, raise_status
-from ep_server.ep.cuda_requests import CombineTensors, Manner, Receipt, Wire
+from ep_server.ep.cuda_requests import CombineMode, CombineTensors, Receipt, Wire
 from ep_server.ep.cuda_shapes import VECTOR, Landing, Shapes
 from ep_server.ep.exchange import AddNorm, ExchangeSpec, Payload, Received, Reduction, View
 from ep_server.ep.geometry import PAYLOADS, REDUCTIONS
@@ -191,14 +191,14 @@ class Launcher:
         landing.rows = landing.rows[:rows]
         landing.scales = None if landing.scales is None else landing.scales[:rows]
 
-    def combine(self, halves: int, handle: Handle, manner: Manner, tensors: CombineTensors) -> None:
+    def combine(self, halves: int, handle: Handle, mode: CombineMode, tensors: CombineTensors) -> None:
         """One kernel; see PendingCombine."""
         self._check_own(handle)
-        which, wire = REDUCTIONS.index(manner.reduction), WIRES.index(manner.wire)
+        which, wire = REDUCTIONS.index(mode.reduction), WIRES.index(mode.wire)
         given = [t for t in (tensors.expert_out, tensors.out) if t is not None]
-        pushed = manner.reduction == Reduction.RANK and not handle.weighted
+        pushed = mode.reduction == Reduction.RANK and not handle.weighted
         narrow = self.shapes.narrow(self.spec.hidden * 2, given)
-        if narrow and (manner.wire != Wire.BF16 or tensors.add_norm is not None):
+        if narrow and (mode.wire != Wire.BF16 or tensors.add_norm is not None):
             raise InvalidArgument("expert_out, out", "not aligned", f"at multiples of {VECTOR} bytes")
         self.group.combine(
             self._stream(handle),

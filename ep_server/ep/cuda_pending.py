@@ -9,7 +9,7 @@ import torch
 from ep_server.ep.cuda_checks import choose
 from ep_server.ep.cuda_handle import Handle
 from ep_server.ep.cuda_launch import RECV, Launcher
-from ep_server.ep.cuda_requests import CombineTensors, Manner, Receipt
+from ep_server.ep.cuda_requests import CombineMode, CombineTensors, Receipt
 from ep_server.ep.exchange import Received, View
 from ep_server.ep.views import Tensors
 from ep_server.errors import HookNotCalled, InvalidArgument
@@ -59,9 +59,9 @@ class PendingCombine:
         launcher: Callable[[], Launcher],
         handle: Handle,
         weights: torch.Tensor | None,
-        manner: Manner,
+        mode: CombineMode,
     ) -> None:
-        self._launcher, self._handle, self._weights, self._manner = launcher, handle, weights, manner
+        self._launcher, self._handle, self._weights, self._mode = launcher, handle, weights, mode
         self.received = False
 
     def recv(
@@ -73,7 +73,7 @@ class PendingCombine:
         launcher = self._launcher()
         out = launcher.shapes.result(self._handle, out)
         tensors = CombineTensors(None, self._weights, out, wait_stats)
-        launcher.combine(RECV, self._handle, self._manner, tensors)
+        launcher.combine(RECV, self._handle, self._mode, tensors)
         self.received, self._handle.answering = True, False
         return out
 

@@ -20,7 +20,7 @@ class Wire(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Manner:
+class CombineMode:
     """What all ranks must say alike of a combine."""
 
     reduction: Reduction

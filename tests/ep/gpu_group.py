@@ -8,7 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ep_server.ep import cuda_memory
+from ep_server.ep import cuda_bootstrap
 from ep_server.ep.cuda import CudaExchange
 from ep_server.ep.exchange import ExchangeSpec, Payload, Received
 from ep_server.ep.quant import dequantise
@@ -24,7 +24,7 @@ EXPERTS = 64
 def open_exchange(group: dist.ProcessGroup, spec: ExchangeSpec, **options: Any) -> CudaExchange:
     """This rank's end, on its GPU. Collective."""
     torch.cuda.set_device(gpu_of(spec.rank))
-    return cuda_memory.from_process_group(group, spec, **options)
+    return cuda_bootstrap.from_process_group(group, spec, **options)
 
 
 def close_exchange(exchange: CudaExchange) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_server.ep import cuda_memory
+from ep_server.ep import cuda_bootstrap
 from ep_server.ep.cuda import CudaExchange
 from ep_server.ep.exchange import ExchangeSpec, Payload, Reduction, View
 from ep_server.errors import StartupError
@@ -25,7 +25,7 @@ SECONDS = 120
 
 def open_local(spec: ExchangeSpec) -> list[CudaExchange]:
     """One exchange for each of the first R GPUs; spec's rank does not matter."""
-    exchanges = cuda_memory.from_local(list(range(spec.num_ranks)), spec)
+    exchanges = cuda_bootstrap.from_local(list(range(spec.num_ranks)), spec)
     assert [each.spec.rank for each in exchanges] == list(range(spec.num_ranks))
     return exchanges
 
@@ -80,7 +80,7 @@ def a_gpu_that_is_not_there(group: dist.ProcessGroup, num_gpus: int) -> None:
     """One rank cannot start: the reason is raised at once, though the others wait for it."""
     spec = a_models_spec(0, num_gpus, Payload.BF16)
     with pytest.raises(StartupError, match=f"rank {num_gpus - 1}"):
-        cuda_memory.from_local([*range(num_gpus - 1), 99], spec)
+        cuda_bootstrap.from_local([*range(num_gpus - 1), 99], spec)
     close_local(open_local(spec))
 
 

@@ -20,10 +20,10 @@ from ep_server.ep.cuda_checks import (
     check_dispatch,
     check_num_sms,
     choose,
-    manner_of,
+    combine_mode,
 )
 from ep_server.ep.cuda_handle import Handle
-from ep_server.ep.cuda_requests import Manner, Receipt, Wire
+from ep_server.ep.cuda_requests import CombineMode, Receipt, Wire
 from ep_server.ep.cuda_shapes import Shapes
 
 CPU = torch.device("cpu")
@@ -185,8 +185,8 @@ def answers() -> torch.Tensor:
     return torch.zeros(LOCAL, PADDED, HIDDEN, dtype=torch.bfloat16)
 
 
-RANK = Manner(Reduction.RANK, Wire.BF16)
-SOURCE = Manner(Reduction.SOURCE, Wire.BF16)
+RANK = CombineMode(Reduction.RANK, Wire.BF16)
+SOURCE = CombineMode(Reduction.SOURCE, Wire.BF16)
 
 
 def test_answers_that_fit() -> None:
@@ -202,7 +202,7 @@ def test_answers_that_fit() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "weighted", "weights", "manner"),
+    ("field", "weighted", "weights", "mode"),
     [
         ("topk_weights", True, torch.zeros(4, TOP_K), RANK),
         ("topk_weights", False, None, RANK),
@@ -211,9 +211,11 @@ def test_answers_that_fit() -> None:
         ("topk_weights", False, torch.zeros(4, TOP_K, dtype=torch.float64), RANK),
     ],
 )
-def test_weights_come_once(field: str, weighted: bool, weights: torch.Tensor | None, manner: Manner) -> None:
+def test_weights_come_once(
+    field: str, weighted: bool, weights: torch.Tensor | None, mode: CombineMode
+) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        check_answer(SHAPES, answers(), received(weighted=weighted), weights, manner)
+        check_answer(SHAPES, answers(), received(weighted=weighted), weights, mode)
     assert caught.value.field == field
 
 
@@ -230,19 +232,19 @@ def test_answers_that_are_not_of_the_dispatch() -> None:
         check_answer(SHAPES, answers(), replace(received(weighted=True), handle=answered), None, RANK)
 
 
-def test_manners_of_a_combine() -> None:
+def test_modes_of_a_combine() -> None:
     by_source = replace(SPEC, reduction=Reduction.SOURCE)
-    assert manner_of(SPEC, None, "bf16") == RANK
-    assert manner_of(by_source, None, Wire.BF16) == SOURCE
-    assert manner_of(by_source, Reduction.RANK, "log10") == Manner(Reduction.RANK, Wire.LOG10)
+    assert combine_mode(SPEC, None, "bf16") == RANK
+    assert combine_mode(by_source, None, Wire.BF16) == SOURCE
+    assert combine_mode(by_source, Reduction.RANK, "log10") == CombineMode(Reduction.RANK, Wire.LOG10)
     with pytest.raises(InvalidArgument, match=r"reduction.*rank, as the spec says"):
-        manner_of(SPEC, Reduction.SOURCE, "bf16")
+        combine_mode(SPEC, Reduction.SOURCE, "bf16")
     with pytest.raises(InvalidArgument, match=r"wire.*one of bf16, fp8, log10"):
-        manner_of(SPEC, None, "int8")
+        combine_mode(SPEC, None, "int8")
     narrow = replace(SPEC, payload=Payload.BF16, hidden=200)
     for spec, wire in ((by_source, "fp8"), (narrow, "log10")):
         with pytest.raises(InvalidArgument, match=r"wire.*hidden a multiple of 128"):
-            manner_of(spec, None, wire)
+            combine_mode(spec, None, wire)
 
 
 def test_bits_of_ranks() -> None:

@@ -16,7 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from ep_server.ep.cuda_memory import from_local, run_together, share_regions
+from ep_server.ep.cuda_bootstrap import from_local, run_together
+from ep_server.ep.cuda_memory import share_regions
 from ep_server.ep.exchange import ExchangeSpec, Payload, Reduction, View
 from ep_server.ep.native import NativeExchange
 from ep_server.ep.segment import create_segment

@@ -135,9 +135,9 @@ def late_blocks(path: Path, microseconds: int) -> None:
 
 def patch_exchange() -> None:
     """Its tensors are on the CPU."""
-    from ep_server.ep import cuda, cuda_launch
+    from ep_server.ep import cuda_group, cuda_launch
 
-    class Shapes(cuda.Shapes):  # type: ignore[misc]
+    class Shapes(cuda_group.Shapes):  # type: ignore[misc]
         def __init__(self, spec: Any, device: torch.device) -> None:
             super().__init__(spec, torch.device("cpu"))
 
@@ -146,13 +146,13 @@ def patch_exchange() -> None:
         memory = (ctypes.c_uint8 * (shape[0] * shape[1])).from_address(address)
         return torch.frombuffer(memory, dtype=torch.uint8).view(shape)
 
-    cuda.Shapes = Shapes  # type: ignore[misc]
+    cuda_group.Shapes = Shapes  # type: ignore[misc]
     cuda_launch.torch = _Torch(regions)
 
 
 def patch_buffer() -> None:
     """A Buffer's tensors are on the CPU, and its calls go where those of CUDA tensors go."""
-    from ep_server.ep import arena_cuda, arenas, cuda_memory
+    from ep_server.ep import arena_cuda, arenas, cuda_bootstrap
     from ep_server.ep.exchange import ExchangeSpec, Reduction
     from tests.ep import buffer_user
 
@@ -162,7 +162,7 @@ def patch_buffer() -> None:
             self.device = torch.device("cpu")
 
     def make(self: arenas.Arenas, spec: ExchangeSpec) -> Arena:
-        exchange = cuda_memory.from_process_group(
+        exchange = cuda_bootstrap.from_process_group(
             self._group,
             replace(spec, reduction=Reduction.RANK),
             device=0,
