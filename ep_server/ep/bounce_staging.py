@@ -108,7 +108,7 @@ class Staging:
     """
 
     def __init__(self, spec: ExchangeSpec, views: Views, copies: Copies) -> None:
-        choices, self.region_rows = (spec.max_tokens, spec.top_k), views.padded_rows
+        choices = (spec.max_tokens, spec.top_k)
         entries = views.padded_rows * min(spec.top_k, views.num_local)
         self.x = copies.staging((spec.max_tokens, spec.hidden), views.combine_dtype)
         self.ids = copies.staging(choices, torch.int64)

@@ -64,11 +64,6 @@ class DirectExchange(BounceExchange):
             self.inner.close()
 
     @property
-    def staging_bytes(self) -> int:
-        """Host memory for tables, in bytes; pinned where the device is a GPU."""
-        return self._tables.bytes
-
-    @property
     def memory_bytes(self) -> int:
         """Device memory that is registered."""
         return self.rows.bytes

@@ -58,11 +58,3 @@ class Staging:
         """Returns once no copy reads any of it."""
         for slot, _, _ in self._turns:
             self._copies.reuse(slot)
-
-    @property
-    def bytes(self) -> int:
-        """Of all tensors."""
-        tensors = [self.ids, self.weights]
-        for _, numbers, factors in self._turns:
-            tensors += [numbers, factors]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -26,7 +26,6 @@ from ep_server.ep.limits import RECORD_BYTES, check_spec
 from ep_server.ep.packing import entries_of, pad_rows, slots_of
 from ep_server.ep.quant import (
     FP8_PAYLOADS,
-    dequantise,
     quantise,
     scale_columns,
     scale_dtype,
@@ -242,13 +241,6 @@ class ReferenceCombine:
                 total = total + partial.float()
         result = total.to(dtype)
         return result if out is None else out.copy_(result)
-
-
-def received_float(received: Received) -> torch.Tensor:
-    """The rows as float32 values in the same layout, dequantised where they carry scales."""
-    if received.scales is None:
-        return received.rows.float()
-    return dequantise(received.rows, received.scales)
 
 
 def _own_weights(spec: ExchangeSpec, dispatched: Dispatched, given: torch.Tensor | None) -> torch.Tensor:

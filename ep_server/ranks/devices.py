@@ -167,7 +167,8 @@ def overlap_mode(config: Config, ranks: int) -> str:
 
 def rows_of(exchange: Any, nvlink: bool, hybrid: bool = False) -> RowsOfSteps:
     """How rows come to a GPU. nvlink: `exchange` is a CudaExchange. hybrid: a HybridExchange."""
-    from ep_server.model.gpu.rows import FusedRows, LocalRows, PlainRows, RowsBeside, RowsOfSteps
+    from ep_server.model.gpu.rows import RowsOfSteps
+    from ep_server.model.gpu.transfers import FusedRows, LocalRows, PlainRows, RowsBeside
 
     if alone(exchange.spec):
         local = LocalRows()

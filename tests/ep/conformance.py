@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from ep_server.ep.checks import input_dtype
 from ep_server.ep.exchange import Exchange, ExchangeSpec, Payload, Received, Reduction, View
-from ep_server.ep.reference import received_float
+from ep_server.ep.quant import dequantise
 from tests.harness.compare import assert_equal
 from tests.harness.expected import Expected, expect, expert
 from tests.harness.routing import ROUTINGS, Inputs, make_inputs
@@ -206,6 +206,13 @@ def check_received(spec: ExchangeSpec, received: Received, expected: Expected, w
     assert (scales is None) == (expected.scales is None), f"{what}: scales {scales}"
     if scales is not None and expected.scales is not None:
         assert_equal(scales, expected.scales, f"{what}: scales")
+
+
+def received_float(received: Received) -> torch.Tensor:
+    """The rows as float32 values in the same layout, dequantised where they carry scales."""
+    if received.scales is None:
+        return received.rows.float()
+    return dequantise(received.rows, received.scales)
 
 
 def run_experts(spec: ExchangeSpec, received: Received) -> torch.Tensor:

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from ep_server.ep.cuda import CudaExchange
 from ep_server.ep.exchange import Payload, Received, View
 from ep_server.model.decoder import interleave
-from ep_server.model.gpu.rows import Arrival, FusedRows, Rows, RowsBeside, Tokens
+from ep_server.model.gpu.rows import Arrival, Rows, Tokens
+from ep_server.model.gpu.transfers import FusedRows, RowsBeside
 from tests.ep.conformance import run_pair
 from tests.ep.gpu_group import a_models_spec, close_exchange, factors_of, open_exchange
 from tests.ep.gpu_programs import ROUTINGS, Cases

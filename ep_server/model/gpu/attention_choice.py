@@ -13,9 +13,10 @@ import torch
 
 from ep_server.errors import ConfigError
 from ep_server.model.families.spec import GqaSpec, MlaSpec
-from ep_server.model.gpu.decode_kernels import DecodeKernels, sm_count, triton_decode
+from ep_server.model.gpu.capability import NATIVE, native_built, sm_count
+from ep_server.model.gpu.decode_kernels import DecodeKernels, triton_decode
 from ep_server.model.gpu.flashinfer_decode import FlashInferDecode, Xqa, XqaShape, load_xqa
-from ep_server.model.gpu.streamed_attention import NATIVE, native_built, shape_obstacle
+from ep_server.model.gpu.streamed_attention import shape_obstacle
 from ep_server.model.sizes import Dtype
 
 FIELD = "model.attention"
@@ -77,7 +78,7 @@ def choose(asked: str, case: AttentionCase, load: Callable[[], Xqa] = load_xqa) 
         reason = why_not_streamed(case) if asked == "auto" else "as asked"
         kernels = triton_decode(case.spec, case.longest, case.num_sms, streamed=not reason)
         return Chosen(kernels, f"triton ({reason})" if reason else "streamed (chunks of prompts: triton)")
-    problem = obstacle(case)
+    problem = why_not_flashinfer(case)
     if problem:
         raise _refused(problem)
     try:
@@ -92,37 +93,22 @@ def choose(asked: str, case: AttentionCase, load: Callable[[], Xqa] = load_xqa) 
 
 def why_not_streamed(case: AttentionCase) -> str:
     """Why our kernel for Hopper (streamed_attention.py) cannot serve a case; "" where it can."""
-    spec = case.spec
-    if isinstance(spec, MlaSpec):
-        return "the model's attention is latent"
-    limits = (
-        (case.capability is None, "there is no GPU"),
-        (
-            case.capability is not None and case.capability[0] != 9,
-            f"compute capability {case.capability} is not that of Hopper",
-        ),
-        (case.dtype is not Dtype.BFLOAT16, f"the model is served as {case.dtype}, not bfloat16"),
-        (case.kv_dtype is not Dtype.BFLOAT16, f"the KV cache is {case.kv_dtype}, not bfloat16"),
-        (not case.built, f"the package was built without {NATIVE}"),
-    )
-    found = next((text for applies, text in limits if applies), "")
-    return found or shape_obstacle(spec, case.block_size)
+    problem = _why_not_bf16(case, (9,), "not that of Hopper")
+    if problem or not case.built:
+        return problem or f"the package was built without {NATIVE}"
+    assert isinstance(case.spec, GqaSpec)
+    return shape_obstacle(case.spec, case.block_size)
 
 
-def obstacle(case: AttentionCase) -> str:
+def why_not_flashinfer(case: AttentionCase) -> str:
     """Why FlashInfer's decode cannot serve a case; "" where it can, if it is installed."""
+    problem = _why_not_bf16(case, XQA_MAJORS, f"none of {XQA_MAJORS}")
+    if problem:
+        return problem
     spec = case.spec
-    if isinstance(spec, MlaSpec):
-        return "the model's attention is latent"
+    assert isinstance(spec, GqaSpec)
     group = spec.heads // spec.kv_heads
     limits = (
-        (case.capability is None, "there is no GPU"),
-        (
-            case.capability is not None and case.capability[0] not in XQA_MAJORS,
-            f"compute capability {case.capability} is none of {XQA_MAJORS}",
-        ),
-        (case.dtype is not Dtype.BFLOAT16, f"the model is served as {case.dtype}, not bfloat16"),
-        (case.kv_dtype is not Dtype.BFLOAT16, f"the KV cache is {case.kv_dtype}, not bfloat16"),
         (
             case.block_size not in XQA_BLOCKS,
             f"scheduler.block_size = {case.block_size} is none of {XQA_BLOCKS}",
@@ -132,6 +118,22 @@ def obstacle(case: AttentionCase) -> str:
             f"{spec.head_dim} channels of a head are no multiple of 16 up to {XQA_MOST_CHANNELS}",
         ),
         (group > XQA_MOST_GROUP, f"{group} query heads share a KV head, more than {XQA_MOST_GROUP}"),
+    )
+    return next((text for applies, text in limits if applies), "")
+
+
+def _why_not_bf16(case: AttentionCase, majors: tuple[int, ...], otherwise: str) -> str:
+    """What kernels for grouped-query attention in BF16 on some GPUs have in common."""
+    capability = case.capability
+    limits = (
+        (isinstance(case.spec, MlaSpec), "the model's attention is latent"),
+        (capability is None, "there is no GPU"),
+        (
+            capability is not None and capability[0] not in majors,
+            f"compute capability {capability} is {otherwise}",
+        ),
+        (case.dtype is not Dtype.BFLOAT16, f"the model is served as {case.dtype}, not bfloat16"),
+        (case.kv_dtype is not Dtype.BFLOAT16, f"the KV cache is {case.kv_dtype}, not bfloat16"),
     )
     return next((text for applies, text in limits if applies), "")
 

@@ -59,17 +59,10 @@ class TritonDecode:
 def triton_decode(
     spec: GqaSpec | MlaSpec, longest: int, num_sms: int, *, streamed: bool = True
 ) -> TritonDecode:
-    """Of a model. longest: context, tokens. num_sms: see sm_count()."""
+    """Of a model. longest: context, tokens. num_sms: see capability.sm_count()."""
     if isinstance(spec, GqaSpec):
         return TritonDecode(spec.heads, spec.kv_heads, spec.head_dim, longest, num_sms, streamed)
     return TritonDecode(spec.heads, 1, spec.kv_lora, longest, num_sms, streamed)
-
-
-def sm_count(device: torch.device) -> int:
-    """Of a GPU; 0 where kernels are interpreted."""
-    if device.type != "cuda":
-        return 0
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _layer(

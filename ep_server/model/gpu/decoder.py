@@ -15,23 +15,13 @@ from ep_server.model.decoder import DecoderParams, Forward
 from ep_server.model.experts import ExpertCounter
 from ep_server.model.families.spec import GqaSpec
 from ep_server.model.gpu.attention import AttentionStep, GqaKernels, gqa, mla
-from ep_server.model.gpu.decode_kernels import (
-    DecodeKernels,
-    TritonDecode,
-    sm_count,
-    triton_decode,
-)
-from ep_server.model.gpu.moe import (
-    Branch,
-    GpuMoe,
-    MoeStep,
-    add_norm,
-    dense,
-    moe,
-    router_weight,
-    streamed_experts,
-)
+from ep_server.model.gpu.capability import sm_count
+from ep_server.model.gpu.decode_kernels import DecodeKernels, TritonDecode, triton_decode
+from ep_server.model.gpu.experts import dense, streamed_experts
+from ep_server.model.gpu.moe import GpuMoe, MoeStep, moe
 from ep_server.model.gpu.paged_layers import paged_layers
+from ep_server.model.gpu.residual import Branch, add_norm
+from ep_server.model.gpu.router import GpuRouter, router_weight
 from ep_server.model.gpu.rows import Rows, Unsent
 from ep_server.model.gpu.step_input import StepTensors
 from ep_server.model.gpu.streamed_attention import StreamedStep, launch_config_for, streamed_attention
@@ -90,7 +80,7 @@ class GpuDecoder:
         """
         eps, weights = self._spec.norm_eps, self._weights
         at = self._attention_step(step)
-        routed = MoeStep(step.live, step.numbers, step.positions, on.most, on.rows, on.lap)
+        routed = MoeStep(step, on.most, on.rows, on.lap)
         residual, x = (weights.embedding.new_empty(step.tokens, self._spec.hidden) for _ in range(2))
         tokens = RowTokens(step.ids, step.sources, on.drawn)
         embed(tokens, weights.embedding, weights.layers[0].attention_norm, eps, residual, x)
@@ -121,16 +111,20 @@ class GpuDecoder:
         return logits
 
     def _block(self, index: int, params: DecoderParams) -> GpuMoe | None:
-        ffn, seed = params.weights.layers[index].ffn, None
+        ffn = params.weights.layers[index].ffn
         if not isinstance(ffn, MoeWeights):
             return None
-        if params.uniform is not None:
-            seed = params.uniform.seed
         weight = router_weight(ffn.router, params.weights.embedding.dtype)
-        counts = self.experts.rows[index]
-        streamed = streamed_experts(ffn.experts)
-        logits = streamed_product(weight, self._limits.router)
-        return GpuMoe(index, params.spec.router, params.exchange.spec, weight, counts, streamed, logits, seed)
+        router = GpuRouter(
+            index,
+            params.spec.router,
+            weight,
+            ffn.bias,
+            streamed_product(weight, self._limits.router),
+            None if params.uniform is None else params.uniform.seed,
+        )
+        experts = streamed_experts(ffn.experts)
+        return GpuMoe(router, params.exchange.spec, self.experts.rows[index], experts)
 
     def _attention(self, x: torch.Tensor, index: int, at: AttentionStep) -> torch.Tensor | Partial:
         spec, w, kv = self._spec.attention, self._weights.layers[index].attention, self._kv[index]

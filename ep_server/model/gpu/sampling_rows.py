@@ -13,13 +13,22 @@ import torch
 
 from ep_server.errors import InternalError, InvalidArgument
 from ep_server.model.triton.sampling_seats import RECORD, seat_rows
-from ep_server.model.triton.sampling_table import ENTRIES, MOST_REPORTED, SamplingTable, Wants
+from ep_server.model.triton.sampling_table import (
+    COUNT_STEP,
+    DRAWN,
+    ENTRIES,
+    FLOATS,
+    IN_PROMPT,
+    LONGS,
+    MOST_REPORTED,
+    SamplingTable,
+    Wants,
+)
 from ep_server.records import Request, Sampling, Stopping
 
 _SEED_BITS = (1 << 63) - 1
-_DRAWN = 2  # column of `longs`
-_WIDTH = 8  # of `floats` and `longs`
-assert RECORD >= 1 + 3 * _WIDTH
+_WIDTH = FLOATS.value  # columns of `floats`, and of `longs`
+assert LONGS.value == _WIDTH and RECORD >= 1 + 3 * _WIDTH
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +92,7 @@ def write(table: SamplingTable, seats: Sequence[Seat], records: torch.Tensor) ->
     """
     rows, slots = [seat.row for seat in seats], np.array([seat.slot for seat in seats], dtype=np.int64)
     longs = np.stack([row.longs for row in rows])
-    longs[:, _DRAWN] = [seat.drawn for seat in seats]
+    longs[:, DRAWN.value] = [seat.drawn for seat in seats]
     words = records[: len(seats)].numpy()
     words[:, 0], words[:, 1 : 1 + _WIDTH] = slots, np.stack([row.floats for row in rows]).view(np.int32)
     words[:, 1 + _WIDTH : 1 + 3 * _WIDTH] = longs.view(np.int32)
@@ -117,7 +126,8 @@ def _write_counts(table: SamplingTable, seats: Sequence[Seat]) -> None:
         both = np.concatenate([seat.row.prompt, drawn])
         ids, index = np.unique(both, return_inverse=True)
         word = np.zeros(len(ids), dtype=np.int32)
-        np.add.at(word, index, np.concatenate([np.ones(len(seat.row.prompt), np.int32), 2 * times]))
+        prompt = np.full(len(seat.row.prompt), IN_PROMPT.value, dtype=np.int32)
+        np.add.at(word, index, np.concatenate([prompt, COUNT_STEP.value * times]))
         places.append(seat.slot * vocab + ids)
         words.append(word)
     slots = np.array([seat.slot for seat in seats], dtype=np.int64)

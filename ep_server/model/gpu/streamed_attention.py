@@ -9,14 +9,13 @@ and devices there are store_gqa() and decode() of model/triton, which also say w
 from __future__ import annotations
 
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
 from typing import Any
 
 import torch
 
 from ep_server.errors import InternalError
 from ep_server.model.families.spec import GqaSpec
+from ep_server.model.gpu.capability import native, runs_hopper_kernels
 from ep_server.model.gpu.step_input import StepTensors
 from ep_server.model.triton.checks import expect, expect_range
 from ep_server.model.triton.paged import PagedKv
@@ -27,7 +26,6 @@ from ep_server.model.triton.rope import HeadNorm
 _DIM, _MOST_GROUP, _LEAST_BLOCK, _PIECE = 128, 8, 16, 16
 _LEAST_SPLIT = 256  # positions
 _WARPS = 8  # of a block
-NATIVE = "ep_server._cuda"
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +61,8 @@ class StreamedStep:
         self.config, self.workspace = config, None
         if config.splits > 1:
             self.workspace = Workspace.of(count, heads, config.splits, _DIM, lengths.device)
-        native, room = import_module(NATIVE), self.workspace
-        self.work = native.AttentionWork(
+        module, room = native(), self.workspace
+        self.work = module.AttentionWork(
             count=count,
             positions=positions.data_ptr(),
             slots=slots.data_ptr(),
@@ -74,7 +72,7 @@ class StreamedStep:
             sums=0 if room is None else room.sums.data_ptr(),
             stats=0 if room is None else room.stats.data_ptr(),
         )
-        self.native_config = native.AttentionLaunchConfig(
+        self.native_config = module.AttentionLaunchConfig(
             team=config.team,
             blocks=config.blocks,
             splits=config.splits,
@@ -106,7 +104,7 @@ class StreamedAttention:
             if each.device != k.device or each.data_ptr() % _PIECE:
                 raise InternalError(f"{name}: on {each.device}, must be 16-byte aligned on {k.device}")
         self._spec, self._held = spec, (k, v, table, norm)
-        self._native: Any = import_module(NATIVE).Attention(  # only where a driver is
+        self._native: Any = native().Attention(
             device=k.device.index,
             k=k.data_ptr(),
             v=v.data_ptr(),
@@ -158,15 +156,9 @@ def streamed_attention(
 
 def attention_streamable(kv: PagedKv, spec: GqaSpec) -> bool:
     """Whether there is a kernel for this cache on its device."""
-    k, size = kv.layer.k, kv.block_size
-    if k.device.type != "cuda" or k.dtype is not torch.bfloat16 or shape_obstacle(spec, size):
-        return False
-    return torch.cuda.get_device_capability(k.device)[0] == 9 and native_built()
-
-
-def native_built() -> bool:
-    """Whether the package was built with its CUDA module."""
-    return find_spec(NATIVE) is not None
+    k = kv.layer.k
+    fits = k.dtype is torch.bfloat16 and not shape_obstacle(spec, kv.block_size)
+    return fits and runs_hopper_kernels(k.device)
 
 
 def shape_obstacle(spec: GqaSpec, block_size: int) -> str:

@@ -7,18 +7,16 @@ else there are the two kernels of model/triton/experts.py, which also say what i
 from __future__ import annotations
 
 import math
-from importlib import import_module
-from importlib.util import find_spec
 
 import torch
 
+from ep_server.model.gpu.capability import native, runs_hopper_kernels
 from ep_server.model.triton.checks import expect
 from ep_server.model.triton.expert_rows import ExpertRows, ExpertWeights
 
 MOST_PER_EXPERT = 512  # rows, on average: beyond, a library's larger tiles are as fast
 _ROWS_OF_TILE = (32, 48, 64, 96, 128)
 _FEW = 2  # rows, on average: with fewer, too many experts have none for weights to be read ahead
-_NATIVE = "ep_server._cuda"
 _MAX_EXPERTS, _WIDTHS, _FFNS, _PIECE = 512, 128, 64, 16
 
 
@@ -34,7 +32,7 @@ class StreamedExperts:
 
     def __init__(self, weights: ExpertWeights) -> None:
         weights.check()
-        self._native, self._weights = import_module(_NATIVE), weights  # only where a driver is
+        self._native, self._weights = native(), weights
         experts, width, ffn = weights.down.shape
         self._experts = self._native.Experts(
             device=weights.down.device.index,
@@ -101,10 +99,8 @@ def reads_ahead(rows_per_expert: int) -> bool:
 
 def streamable(weights: ExpertWeights) -> bool:
     """Whether there is a kernel for these weights on their device."""
-    if weights.down.dtype is not torch.bfloat16 or weights.down.device.type != "cuda" or not fits(weights):
-        return False
-    hopper = torch.cuda.get_device_capability(weights.down.device)[0] == 9
-    return hopper and find_spec(_NATIVE) is not None
+    down = weights.down
+    return down.dtype is torch.bfloat16 and fits(weights) and runs_hopper_kernels(down.device)
 
 
 def fits(weights: ExpertWeights) -> bool:

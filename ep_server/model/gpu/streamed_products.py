@@ -9,13 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import import_module
-from importlib.util import find_spec
 
 import torch
 
 from ep_server.errors import InternalError
-from ep_server.model.gpu.decode_kernels import sm_count
+from ep_server.model.gpu.capability import native, runs_hopper_kernels, sm_count
 from ep_server.model.triton.checks import expect, expect_range
 from ep_server.model.triton.partial import MOST_PARTS, Partial
 
@@ -23,7 +21,6 @@ MOST_ROWS = 256  # beyond, products are bound by arithmetic
 _ROWS_OF_TILE, _TILES = (32, 64, 128), (128, 64)
 _CHUNK, _PIECE = 64, 16  # input channels; bytes
 _MOST_HELD = 192 << 10  # bytes of a block's weights: the rest of its shared memory is for rows
-_NATIVE = "ep_server._cuda"
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +80,7 @@ class StreamedProduct:
         expect_range("splits", split_k.splits, 1, MOST_PARTS)
         self._spare = max(sm_count(weight.device) // (n // split_k.tile * split_k.splits), 1)
         self._weight, self._most, self._split_k, self._config = weight, most_rows, split_k, config
-        self._linear = import_module(_NATIVE).Linear(  # only where a driver is
+        self._linear = native().Linear(
             device=weight.device.index,
             weight=weight.data_ptr(),
             n=n,
@@ -142,12 +139,11 @@ def streamed_product(
 
 def streamable(weight: torch.Tensor) -> bool:
     """Whether there is a kernel for this weight on its device."""
-    if weight.device.type != "cuda" or weight.dtype is not torch.bfloat16 or weight.dim() != 2:
+    if not runs_hopper_kernels(weight.device) or weight.dtype is not torch.bfloat16 or weight.dim() != 2:
         return False
     laid = weight.is_contiguous() and weight.data_ptr() % _PIECE == 0
-    hopper = torch.cuda.get_device_capability(weight.device)[0] == 9
-    split_k = split_k_for(weight.shape[0], weight.shape[1], sm_count(weight.device))
-    return laid and hopper and split_k is not None and find_spec(_NATIVE) is not None
+    n, k = weight.shape
+    return laid and split_k_for(n, k, sm_count(weight.device)) is not None
 
 
 def split_k_for(n: int, k: int, blocks: int) -> SplitK | None:

@@ -123,7 +123,6 @@ def run_experts(
     out: torch.Tensor,
     *,
     rows_per_expert: int = 16,
-    most_rows: int | None = None,
     tiles: tuple[Tiles, Tiles] | None = None,
 ) -> None:
     """Runs every expert on its rows.
@@ -132,7 +131,7 @@ def run_experts(
         hidden: [given.most, I], room for what lies between the kernels.
         out: [given.most, H], or [E, P, H] for PADDED; row i answers row i. Both are of the weights' dtype, or
           bfloat16 where these are FP8.
-        rows_per_expert: what to choose tiles for. most_rows: that can come, if fewer than shapes say.
+        rows_per_expert: to expect; what tiles are chosen for.
         tiles: of gate/up and of down, instead of the table's.
     Raises: InternalError for another shape, dtype or layout.
     """
@@ -144,25 +143,24 @@ def run_experts(
     expect("out", out, dtype, (*([experts, given.padded] if given.padded else [given.most]), width))
     if given.scales is None and given.rows.dtype is not dtype:
         raise InternalError(f"rows: {given.rows.dtype}, expected {dtype} or float8 with scales")
-    most = given.most if most_rows is None else min(most_rows, given.most)
-    if most == 0 or experts == 0:
+    if given.most == 0 or experts == 0:
         return
     up, down = tiles or (
         tiles_for(rows_per_expert, gated=gated, dtype=dtype, fp8=weights.fp8) for gated in (True, False)
     )
-    _launch(given, weights.gate_up, weights.gate_up_scale, hidden, up, gated=True, most=most)
+    _launch(given, weights.gate_up, weights.gate_up_scale, hidden, up, gated=True)
     inner = ExpertRows(hidden, given.counts, given.offsets)
-    _launch(inner, weights.down, weights.down_scale, out, down, gated=False, most=most, padded=given.padded)
+    _launch(inner, weights.down, weights.down_scale, out, down, gated=False, padded=given.padded)
 
 
 def _launch(
     given: ExpertRows, weight: torch.Tensor, scale: torch.Tensor | None, out: torch.Tensor, tiles: Tiles,
-    *, gated: bool, most: int, padded: int | None = None,
+    *, gated: bool, padded: int | None = None,
 ) -> None:  # fmt: skip
     experts, channels, width = weight.shape
     channels = channels // 2 if gated else channels
     scaled = scale is not None or given.scales is not None
-    row_tiles = most // tiles.m + min(experts, most)
+    row_tiles = given.most // tiles.m + min(experts, given.most)
     programs = min(row_tiles * -(-channels // tiles.n), tiles.programs)
     _grouped_kernel[(programs,)](
         given.rows, given.scales, given.row_ids, len(given.rows), given.counts, given.offsets, weight, scale,

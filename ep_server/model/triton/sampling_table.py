@@ -21,7 +21,7 @@ TOP_K, SEED, DRAWN = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 REPORTED, LISTED, WANTS = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)
 LONGS = tl.constexpr(8)
 COUNT_STEP = tl.constexpr(2)  # of a count, for each time a token was drawn
-IN_PROMPT = tl.constexpr(1)
+IN_PROMPT = tl.constexpr(1)  # what a count has beside, where the prompt has the token and that counts
 ENTRIES = 1152  # of a slot's list
 MOST_REPORTED = 32  # alternatives of a token
 

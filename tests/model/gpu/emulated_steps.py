@@ -59,21 +59,22 @@ def _run(group: dist.ProcessGroup, folder: Path, experts: int) -> list[Found]:
         LoadParams(str(folder), rank, placement, "bfloat16", compute=compute, load_format="dummy")
     )
     exchange = Noting(open_exchange(group, exchange_spec(model, rank, group.size(), placement, 8)))
-    found = [_steps(model, exchange, PROMPTS[rank % 2], norms) for norms in (True, False)]
+    found = [_steps(model, exchange, PROMPTS[rank % 2], alone) for alone in (True, False)]
     close_exchange(exchange.inner)
     return found
 
 
-def _steps(model: Any, exchange: Noting, ids: tuple[int, ...], norms: bool) -> Found:
+def _steps(model: Any, exchange: Noting, ids: tuple[int, ...], alone: bool) -> Found:
     from ep_server.model.gpu import runner as steps
     from ep_server.model.gpu.assembly import GpuPlan, gpu_runner
-    from ep_server.model.gpu.rows import FusedRows, RowsOfSteps
+    from ep_server.model.gpu.rows import RowsOfSteps
+    from ep_server.model.gpu.transfers import FusedRows
     from tests.model.driver import BLOCK, BLOCKS
     from tests.model.gpu.whole_steps import logits_of
 
     exchange.notes = []
     steps.no_lap = lambda phase: exchange.notes.append(phase.name)
-    rows: Any = FusedRows(exchange, norms=norms)
+    rows: Any = FusedRows(exchange, alone=alone)
     plan = GpuPlan(BLOCKS, BLOCK, max_running=4, max_step_tokens=8, useful_blocks=BLOCKS, graphs=False)
     runner = gpu_runner(model, exchange.inner, RowsOfSteps(rows, rows), plan, BLOCKS)
     return Found(logits_of(runner, ids, PIECES), exchange.notes)

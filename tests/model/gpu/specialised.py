@@ -23,12 +23,13 @@ from triton.runtime.jit import JITFunction
 from ep_server.ep.exchange import ExchangeSpec, Payload, Received, View
 from ep_server.model.assembly import LoadParams, load_model
 from ep_server.model.decoder import DecoderParams
-from ep_server.model.gpu import streamed_attention
+from ep_server.model.gpu import capability, streamed_attention
 from ep_server.model.gpu.decode_kernels import triton_decode
 from ep_server.model.gpu.graphs import buckets_up_to, forms_of
-from ep_server.model.gpu.rows import FusedRows, LocalRows, RowsOfSteps
+from ep_server.model.gpu.rows import RowsOfSteps
 from ep_server.model.gpu.runner import GpuOptions, GpuRunner
 from ep_server.model.gpu.step_input import InputShape
+from ep_server.model.gpu.transfers import FusedRows, LocalRows
 from ep_server.model.kv_cache import KvCache
 from ep_server.model.torch_compute import TorchCompute
 
@@ -78,7 +79,7 @@ def kernels_for_hopper() -> Iterator[None]:
         AttentionWork=StillNative, AttentionLaunchConfig=StillNative, Attention=StillNative
     )
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(streamed_attention, "import_module", lambda _: native)
+        patch.setattr(capability, "import_module", lambda _: native)
         patch.setattr(
             streamed_attention,
             "attention_streamable",

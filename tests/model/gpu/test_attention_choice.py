@@ -10,8 +10,8 @@ import torch
 
 from ep_server.errors import ConfigError
 from ep_server.model.families.spec import GqaSpec, MlaSpec
-from ep_server.model.gpu import attention_choice, streamed_attention
-from ep_server.model.gpu.attention_choice import AttentionCase, choose, obstacle
+from ep_server.model.gpu import attention_choice, capability
+from ep_server.model.gpu.attention_choice import AttentionCase, choose, why_not_flashinfer
 from ep_server.model.gpu.decode_kernels import TritonDecode
 from ep_server.model.gpu.flashinfer_decode import FlashInferDecode, Xqa
 from ep_server.model.sizes import Dtype
@@ -82,7 +82,7 @@ def test_what_our_kernel_for_hopper_is_not_for_is_tritons(case: AttentionCase, p
 def test_a_rank_looks_for_the_module_of_that_kernel(built: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(attention_choice, "sm_count", lambda device: 132)
-    monkeypatch.setattr(streamed_attention, "find_spec", lambda name: object() if built else None)
+    monkeypatch.setattr(capability, "find_spec", lambda name: object() if built else None)
     case = AttentionCase.on(torch.device("cuda", 0), QWEN, (BF16, BF16), 16, 4096)
     chosen = choose("auto", case)
     assert chosen.kernels == TritonDecode(32, 4, 128, 4096, 132, streamed=built)
@@ -104,7 +104,7 @@ OBSTACLES = [
 
 @pytest.mark.parametrize(("case", "problem"), OBSTACLES, ids=[text for _, text in OBSTACLES])
 def test_what_it_cannot_serve_is_refused_by_name(case: AttentionCase, problem: str) -> None:
-    assert obstacle(case) == problem
+    assert why_not_flashinfer(case) == problem
     message = f"model.attention = 'flashinfer': must be auto or triton here: {problem}"
     with pytest.raises(ConfigError, match=rf"\A{re.escape(message)}\Z"):
         choose("flashinfer", case, StandIn)
@@ -126,4 +126,4 @@ def test_a_library_that_is_missing_or_does_not_compile_is_named(load: object, pr
 def test_interpreted_kernels_are_triton_and_not_split() -> None:
     case = AttentionCase.on(CPU, QWEN, (BF16, BF16), 16, 4096)
     assert choose("auto", case).kernels == TritonDecode(32, 4, 128, 4096, 0, streamed=False)
-    assert obstacle(case) == "there is no GPU"
+    assert why_not_flashinfer(case) == "there is no GPU"

@@ -18,7 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import ep_server.model.gpu.moe as gpu_moe
+import ep_server.model.gpu.experts as gpu_experts
 from ep_server.ep.exchange import Payload, View
 from ep_server.ep.native import NativeExchange
 from ep_server.ep.quant import dequantise
@@ -27,7 +27,8 @@ from ep_server.model.assembly import RankModel
 from ep_server.model.decoder import DecoderParams
 from ep_server.model.families import read_spec
 from ep_server.model.fp8 import widen
-from ep_server.model.gpu.rows import PlainRows, RowsOfSteps
+from ep_server.model.gpu.rows import RowsOfSteps
+from ep_server.model.gpu.transfers import PlainRows
 from ep_server.model.kv_cache import KvCache, KvLayer
 from ep_server.model.runner import ModelRunner
 from ep_server.model.triton.expert_rows import ExpertRows, ExpertWeights
@@ -128,7 +129,7 @@ def test_rows_meet_weights_as_codes(
     made = fp8(name)
     model = load(made.path, "bfloat16")
     ours = on_gpu(model, payload)
-    monkeypatch.setattr(gpu_moe, "run_experts", plain_experts)
+    monkeypatch.setattr(gpu_experts, "run_experts", plain_experts)
     expected = on_gpu(model, payload)
     bound = largest(theirs(made.plain, torch.bfloat16), theirs(made.plain, torch.float32))
     assert_close(ours, expected, "logits", abs_tol=bound)

@@ -23,9 +23,10 @@ from ep_server.model.gpu import attention, decoder
 from ep_server.model.gpu import runner as gpu
 from ep_server.model.gpu.decode_kernels import DecodeKernels, triton_decode
 from ep_server.model.gpu.graphs import Form
-from ep_server.model.gpu.rows import LocalRows, PlainRows, Rows, RowsOfSteps
+from ep_server.model.gpu.rows import Rows, RowsOfSteps
 from ep_server.model.gpu.runner import GpuOptions, GpuRunner, Launched
 from ep_server.model.gpu.step_input import InputShape, StepTensors
+from ep_server.model.gpu.transfers import LocalRows, PlainRows
 from ep_server.model.gpu.waiting import STEP_SECONDS
 from ep_server.model.kv_cache import KvCache
 from ep_server.model.torch_compute import TorchCompute

@@ -12,7 +12,7 @@ import torch
 
 from ep_server.errors import InternalError
 from ep_server.model.families.spec import GqaSpec
-from ep_server.model.gpu import streamed_attention
+from ep_server.model.gpu import capability
 from ep_server.model.gpu.graphs import buckets_up_to
 from ep_server.model.gpu.step_input import StepTensors
 from ep_server.model.gpu.streamed_attention import (
@@ -139,7 +139,7 @@ def test_all_of_a_tables_row_may_be_read(
 ) -> None:
     """A single row has any stride, and nothing behind it need be memory."""
     native = SimpleNamespace(AttentionWork=dict, AttentionLaunchConfig=dict)
-    monkeypatch.setattr(streamed_attention, "import_module", lambda _: native)
+    monkeypatch.setattr(capability, "import_module", lambda _: native)
     work: Any = StreamedStep(step_of(torch.zeros(20, dtype=torch.int32), count, strides), 32, ONE).work
     assert work["blocks_pitch"] == pitch and work["count"] == count
 

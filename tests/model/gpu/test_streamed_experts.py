@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ep_server.errors import InternalError
-from ep_server.model.gpu import streamed_experts
+from ep_server.model.gpu import capability
 from ep_server.model.gpu.streamed_experts import (
     StreamedExperts,
     fits,
@@ -43,7 +43,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         Experts=lambda **_: SimpleNamespace(run=lambda stream, given, *manner: work.append(given)),
         ExpertsWork=lambda **given: given,
     )
-    monkeypatch.setattr(streamed_experts, "import_module", lambda _: native)
+    monkeypatch.setattr(capability, "import_module", lambda _: native)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
     return work
 

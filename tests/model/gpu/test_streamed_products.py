@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ep_server.errors import InternalError
-from ep_server.model.gpu import streamed_products
+from ep_server.model.gpu import capability, streamed_products
 from ep_server.model.gpu.attention import GqaKernels
 from ep_server.model.gpu.streamed_products import (
     MOST_ROWS,
@@ -38,7 +38,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     def linear(**of: int) -> SimpleNamespace:
         return SimpleNamespace(run=lambda **given: runs.append(of | given))
 
-    monkeypatch.setattr(streamed_products, "import_module", lambda _: SimpleNamespace(Linear=linear))
+    monkeypatch.setattr(capability, "import_module", lambda _: SimpleNamespace(Linear=linear))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
     return runs
 

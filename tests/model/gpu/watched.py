@@ -22,9 +22,10 @@ from ep_server.ep.reference import ReferenceExchange
 from ep_server.model.assembly import LoadParams, load_model
 from ep_server.model.decoder import DecoderParams
 from ep_server.model.gpu.graphs import Form
-from ep_server.model.gpu.rows import LocalRows, RowsOfSteps
+from ep_server.model.gpu.rows import RowsOfSteps
 from ep_server.model.gpu.runner import GpuOptions, GpuRunner
 from ep_server.model.gpu.step_input import InputShape
+from ep_server.model.gpu.transfers import LocalRows
 from ep_server.model.kv_cache import KvCache
 from ep_server.model.torch_compute import TorchCompute
 from ep_server.records import Request, Sampling, StepBatch, Stopping

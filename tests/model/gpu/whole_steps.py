@@ -6,19 +6,21 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-import ep_server.model.gpu.moe as gpu_moe
 from ep_server.ep.exchange import Payload
 from ep_server.ep.reference import ReferenceExchange
 from ep_server.model.assembly import LoadParams, RankModel, load_model
 from ep_server.model.families import read_spec
 from ep_server.model.gpu.assembly import GpuPlan, gpu_runner
+from ep_server.model.gpu.router import GpuRouter
 from ep_server.model.gpu.rows import RowsOfSteps
 from ep_server.model.gpu.runner import GpuRunner
+from ep_server.model.gpu.step_input import StepTensors
 from ep_server.model.router import route
 from ep_server.model.runner import ModelRunner
 from ep_server.model.torch_compute import TorchCompute
@@ -102,8 +104,15 @@ def logits_of(
 def routed_as(rule: Rounding, pieces: Pieces) -> Iterator[None]:
     """Choices of steps of one micro-batch are the oracle's, with the weights that the CPU engine gives."""
     with pytest.MonkeyPatch.context() as patch, forced_routing(rule.routing_of(pieces)):
-        patch.setattr(gpu_moe, "chosen", lambda x, w, on, step: route(x, w, on.router))
+        patch.setattr(GpuRouter, "choose", _choose_as_on_the_cpu)
         yield
+
+
+def _choose_as_on_the_cpu(
+    router: GpuRouter, x: torch.Tensor, _: StepTensors
+) -> tuple[torch.Tensor, torch.Tensor]:
+    weights = SimpleNamespace(router=router.weight.float(), bias=router.bias)
+    return route(x, weights, router.spec)  # type: ignore[arg-type]
 
 
 def assert_keeps_the_rule(path: Path, rule: Rounding, pieces: Pieces) -> None:

@@ -1,0 +1,33 @@
+"""What a rank's GPU can run: how many multiprocessors it has, whether the package's kernels are for it."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+
+NATIVE = "ep_server._cuda"
+
+
+def sm_count(device: torch.device) -> int:
+    """Multiprocessors of a GPU; 0 where kernels are interpreted."""
+    if device.type != "cuda":
+        return 0
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def native() -> Any:
+    """The package's CUDA module. Raises: ImportError where there is none, or no driver."""
+    return import_module(NATIVE)
+
+
+def native_built() -> bool:
+    """Whether the package has it."""
+    return find_spec(NATIVE) is not None
+
+
+def runs_hopper_kernels(device: torch.device) -> bool:
+    """Whether csrc/attention, csrc/experts and csrc/products run there."""
+    return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and native_built()
