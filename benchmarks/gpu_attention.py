@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
+from gpu_timing import BF16, RATE, arguments, in_graph
 
-from benchmarks.gpu_timing import BF16, RATE, arguments, in_graph
 from ep_server.errors import ConfigError
 from ep_server.model.families.spec import GqaSpec, MlaSpec
 from ep_server.model.gpu.attention_choice import AttentionCase, Chosen, choose

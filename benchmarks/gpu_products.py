@@ -18,8 +18,8 @@ from itertools import product as product_of
 
 import torch
 import torch.nn.functional as F
+from gpu_timing import BF16, RATE, arguments, in_graph
 
-from benchmarks.gpu_timing import BF16, RATE, arguments, in_graph
 from ep_server.model.families.spec import RouterSpec
 from ep_server.model.gpu.streamed_products import LaunchConfig, SplitK, StreamedProduct
 from ep_server.model.kv_cache import KvLayer

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from gpu_timing import arguments, median_us, numbers
 
-from benchmarks.gpu_timing import arguments, median_us, numbers
 from ep_server.config import Config
 from ep_server.ep.exchange import control_spec
 from ep_server.ep.segment import create_segment

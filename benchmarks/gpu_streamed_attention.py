@@ -15,8 +15,8 @@ import statistics
 from collections.abc import Callable
 
 import torch
+from gpu_timing import BF16, RATE, REPLAYS, arguments, captured, time_us
 
-from benchmarks.gpu_timing import BF16, RATE, REPLAYS, arguments, captured, time_us
 from ep_server.model.families.spec import GqaSpec
 from ep_server.model.gpu.decode_kernels import triton_decode
 from ep_server.model.gpu.step_input import StepTensors
