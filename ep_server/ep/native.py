@@ -17,15 +17,12 @@ Beyond the Protocol, for users who build their own API on it:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any
-
 import torch
 
 from ep_server import _C
 from ep_server.ep.exchange import ExchangeSpec, Received, Reduction, View
-from ep_server.ep.faults import Fault, encode_faults
 from ep_server.ep.geometry import REDUCTIONS, check_segment, geometry_of
+from ep_server.ep.native_group import NativeGroup
 from ep_server.ep.native_pending import VIEWS, PendingCombine, PendingDispatch
 from ep_server.ep.tensors import check_tensor, fits
 from ep_server.ep.views import Tensors, Views
@@ -33,7 +30,7 @@ from ep_server.ep.waiting import Waiting
 from ep_server.errors import InvalidArgument, StartupError
 
 
-class NativeExchange:
+class NativeExchange(NativeGroup):
     """One rank's end of a group. Satisfies exchange.Exchange; one thread at a time may call the halves.
 
     Args:
@@ -82,12 +79,11 @@ class NativeExchange:
         Args:
             region: see Views; None = on the host, where the native end has it.
         """
-        self.spec = spec
-        self._vote_ns, self.on_timeout = waiting.vote_ns(spec), waiting.on_timeout
+        super().__init__(spec, native, waiting.vote_ns(spec))
+        self.on_timeout = waiting.on_timeout
         self.layout = _C.Layout(geometry_of(spec))
         if region is None:
             region = torch.frombuffer(memoryview(native.rows_region()), dtype=torch.uint8)
-        self._native: _C.Exchange | None = native
         self._views: Views | None = Views(spec, self.layout, region)
         self.combine_dtype, self.row_dtype = self._views.combine_dtype, self._views.row_dtype
 
@@ -160,14 +156,6 @@ class NativeExchange:
             raise InvalidArgument("reduction", str(chosen), "rank, as the spec says")
         return chosen
 
-    def all_gather(self, record: bytes) -> list[bytes]:
-        """As the Protocol says; a masked rank's record is empty."""
-        return self._open().all_gather(record, self._vote_ns)
-
-    def barrier(self) -> None:
-        """As the Protocol says. Waits as long as every peer lives: ranks meet here after loading weights."""
-        self._open().all_gather(b"")
-
     def close(self) -> None:
         """As the Protocol says. INDEX rows that a caller still holds stay readable."""
         self._native = None
@@ -202,60 +190,12 @@ class NativeExchange:
         self._open().source_map(self._state_of(received), info.data_ptr(), ranges.data_ptr())
         return info, ranges
 
-    # -- membership, failure, measurement -------------------------------------------------------------
-
-    @property
-    def masked(self) -> frozenset[int]:
-        """Ranks that this one neither writes to nor waits for."""
-        bits = self._open().masked
-        return frozenset(r for r in range(self.spec.num_ranks) if bits >> r & 1)
-
-    def mask(self, ranks: Iterable[int]) -> None:
-        """Stops talking to these ranks, also in a wait in progress in another thread. Local to this rank."""
-        self._open().mask(self._bits(ranks))
-
-    def reset(self, dead: Iterable[int] = ()) -> None:
-        """Starts a new generation: no abort, no operation in flight, no mask but `dead`. Collective.
-
-        All ranks outside `dead` call it with the same `dead`. Pending operations and views are dropped.
-        Raises: PeerTimeout("reset", ...), which aborts nobody: call again once the rank is there.
-        """
-        self._open().reset(self._bits(dead))
-
-    def abort(self) -> None:
-        """Ends every wait of the group with GroupAborted until reset(). Any thread may call it."""
-        self._open().abort()
-
-    def set_faults(self, faults: Iterable[Fault]) -> None:
-        """Replaces the fault plan; faults of other ranks are ignored."""
-        self._open().set_faults(encode_faults(faults, self.spec.rank))
-
-    def statistics(self) -> dict[str, Any]:
-        """Cumulative measurements as keywords of records.RankStatistics; any thread may call it.
-
-        Returns: histograms, sums, counters, peer_wait_ns, expert_tokens.
-        """
-        return self._open().statistics()
-
     def __repr__(self) -> str:
         spec, size = self.spec, self.layout.total
         what = f"{spec.payload}, {spec.reduction}, {size} bytes"
         return f"NativeExchange(rank={spec.rank}/{spec.num_ranks}, {what})"
 
     # -- inside ---------------------------------------------------------------------------------------
-
-    def _open(self) -> _C.Exchange:
-        if self._native is None:
-            raise InvalidArgument("exchange", "closed", "open")
-        return self._native
-
-    def _bits(self, ranks: Iterable[int]) -> int:
-        bits = 0
-        for rank in ranks:
-            if not 0 <= rank < self.spec.num_ranks or rank == self.spec.rank:
-                raise InvalidArgument("ranks", rank, f"0 to {self.spec.num_ranks - 1}, not this rank itself")
-            bits |= 1 << rank
-        return bits
 
     def _state_of(self, received: Received) -> _C.DispatchState:
         if not isinstance(received.handle, _C.DispatchState):
