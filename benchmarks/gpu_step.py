@@ -138,6 +138,24 @@ def explored(parts: RankParts, batch: int, given: argparse.Namespace) -> None:
             profiled(lambda: runner.launch(step, 1, batch), batch)
 
 
+def by_batch(given: argparse.Namespace, layers: int, *, explore: bool) -> dict[int, float]:
+    """us of a captured step of each batch, on a rank with so many layers, which is gone afterwards."""
+    found = {}
+    print(f"{layers} layers", flush=True)
+    with tempfile.TemporaryDirectory() as folder:
+        parts = built(shortened(given.shape, layers, folder), given.batch, given.context, given.routing)
+        for batch in given.batch:
+            with joined(parts, batch, given.context):
+                found[batch] = measured(parts, batch, given.context)
+                print(f"  batch {batch}: graph {found[batch]:.1f} us", flush=True)
+                if explore and batch in (given.batch[0], given.batch[-1]):
+                    explored(parts, batch, given)
+        parts.exchange.close()
+    del parts
+    torch.cuda.empty_cache()
+    return found
+
+
 def main() -> None:
     parser = arguments(__doc__, batch="64,128,256")
     parser.add_argument("shape", nargs="?", default="qwen3-30b-a3b")
@@ -149,25 +167,12 @@ def main() -> None:
     given = parser.parse_args()
     if given.streamed:
         decoder.STREAMED = Limits(*given.streamed)
-    batches = given.batch
     whole = json.loads((SHAPES / given.shape / "config.json").read_text())["num_hidden_layers"]
-    took: dict[int, list[float]] = defaultdict(list)
     print(torch.cuda.get_device_name(), torch.__version__, given.shape, f"context {given.context}")
     counts = [given.layers] if given.layers == whole else [given.layers // 2, given.layers]
-    for layers in counts:
-        with tempfile.TemporaryDirectory() as folder:
-            print(f"{layers} layers", flush=True)
-            parts = built(shortened(given.shape, layers, folder), batches, given.context, given.routing)
-            for batch in batches:
-                with joined(parts, batch, given.context):
-                    took[batch].append(measured(parts, batch, given.context))
-                    print(f"  batch {batch}: graph {took[batch][-1]:.1f} us", flush=True)
-                    if layers == counts[-1] and batch in (batches[0], batches[-1]):
-                        explored(parts, batch, given)
-            parts.exchange.close()
-            del parts
-            torch.cuda.empty_cache()
-    for batch, times in took.items():
+    found = [by_batch(given, layers, explore=layers == counts[-1]) for layers in counts]
+    for batch in given.batch:
+        times = [each[batch] for each in found]
         layer = (times[-1] - times[0]) / (counts[-1] - counts[0]) if len(counts) > 1 else times[0] / whole
         step = times[-1] + layer * (whole - counts[-1])
         print(

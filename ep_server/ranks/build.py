@@ -14,13 +14,14 @@ from dataclasses import dataclass
 import torch
 
 from ep_server.config import Config
-from ep_server.model.assembly import LoadParams, load_model
+from ep_server.ep.exchange import ExchangeSpec
+from ep_server.model.assembly import LoadParams, RankModel, load_model
 from ep_server.model.families import read_spec
 from ep_server.ranks.devices import device_of
 from ep_server.ranks.exchanges import Opening
 from ep_server.ranks.group import exchange_spec
 from ep_server.ranks.overlap import Overlap
-from ep_server.ranks.parts import Device, Meeting, Progress, Runner
+from ep_server.ranks.parts import Built, Device, Meeting, Progress, Runner
 from ep_server.records import RankReady, Request, Sampling, SeqSlice, StepBatch, Stopping
 from ep_server.scheduler.batch import IDLE, SchedulerLimits
 from ep_server.scheduler.rank_scheduler import RankScheduler
@@ -71,34 +72,9 @@ def build_rank(
     # Before the weights: its heartbeat tells the others that this rank lives however long loading takes.
     exchange = device.open(spec, front.opening)
     progress = front.progress
-    model = load_model(
-        LoadParams(
-            config.model.path,
-            start.rank,
-            spec.placement,
-            config.model.dtype,
-            config.model.max_context,
-            start.threads,
-            device.compute,
-            load_format=config.model.load_format,
-            routing=config.model.routing,
-            seed=config.model.seed,
-            kv_dtype=config.model.kv_dtype,
-        ),
-        progress,
-    )
-    block_size = config.scheduler.block_size
+    model = load_model(_load_params(start, config, spec, device), progress)
     built = device.build(model, exchange)
-    limits = SchedulerLimits(
-        max_running=config.scheduler.max_running,
-        max_step_tokens=config.scheduler.max_step_tokens,
-        block_size=block_size,
-        kv_blocks=built.kv_blocks,
-        # Drawn experts differ between requests, so keys and values of equal prefixes differ too.
-        prefix_cache=config.scheduler.prefix_cache and config.model.routing == "router",
-        max_context=model.max_context,
-        ahead=device.ahead,
-    )
+    limits = _limits(config, model, built, device.ahead)
     progress("warm-up", 0, 1)
     exchange.barrier()
     with torch.inference_mode():
@@ -109,14 +85,44 @@ def build_rank(
         rank=start.rank,
         pid=os.getpid(),
         kv_blocks=built.kv_blocks,
-        block_size=block_size,
+        block_size=limits.block_size,
         weight_bytes=model.weights.nbytes,
-        kv_bytes=built.kv_blocks * model.kv_block_bytes(block_size),
+        kv_bytes=built.kv_blocks * model.kv_block_bytes(limits.block_size),
         exchange_bytes=built.exchange_bytes,
         load_seconds=time.monotonic() - began,
         attention=built.attention,
     )
     return RankParts(exchange, built.runner, RankScheduler(limits), ready, device.overlap(built.runner))
+
+
+def _load_params(start: pb.Start, config: Config, spec: ExchangeSpec, device: Device) -> LoadParams:
+    given = config.model
+    return LoadParams(
+        given.path,
+        start.rank,
+        spec.placement,
+        given.dtype,
+        given.max_context,
+        start.threads,
+        device.compute,
+        load_format=given.load_format,
+        routing=given.routing,
+        seed=given.seed,
+        kv_dtype=given.kv_dtype,
+    )
+
+
+def _limits(config: Config, model: RankModel, built: Built, ahead: int) -> SchedulerLimits:
+    return SchedulerLimits(
+        max_running=config.scheduler.max_running,
+        max_step_tokens=config.scheduler.max_step_tokens,
+        block_size=config.scheduler.block_size,
+        kv_blocks=built.kv_blocks,
+        # Drawn experts differ between requests, so keys and values of equal prefixes differ too.
+        prefix_cache=config.scheduler.prefix_cache and config.model.routing == "router",
+        max_context=model.max_context,
+        ahead=ahead,
+    )
 
 
 def warm_up(runner: Runner, limits: SchedulerLimits, micro_batches: tuple[int, ...]) -> None:

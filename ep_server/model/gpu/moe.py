@@ -73,10 +73,9 @@ def moe(x: torch.Tensor, w: MoeWeights, on: GpuMoe, at: MoeStep) -> Generator[No
         lap(Phase.EXPERTS)
     yield
     came = combined()
-    if isinstance(came, Unsent):  # its time is that of add_norm
-        return replace(came, shared=shared)
-    lap(Phase.COMBINE)
-    if isinstance(came, Answers):
+    if not isinstance(came, Unsent):  # whose time is that of add_norm
+        lap(Phase.COMBINE)
+    if isinstance(came, Unsent | Answers):
         return replace(came, shared=shared)
     routed = came.to(x.dtype)
     return routed if shared is None else Both(routed, shared)
