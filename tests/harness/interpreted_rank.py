@@ -25,6 +25,7 @@ from ep_server.ranks.overlap import BucketOverlap, BucketRule, Overlap, OverlapP
 from ep_server.ranks.parts import Built
 from ep_server.v1 import rank_pb2 as pb
 from tests.model.triton.interpreter import make_exact
+from tests.model.triton.quick import make_quick
 
 
 class Interpreted:
@@ -34,6 +35,7 @@ class Interpreted:
 
     def __init__(self, start: pb.Start, config: Config) -> None:
         make_exact()
+        make_quick()
         self.ahead = 1
         self.compute = TorchCompute(torch.device("cpu"))
         self._start, self._config = start, config

@@ -11,11 +11,13 @@ import torch
 
 from ep_server.model.triton.partial import Partial
 from tests.model.triton.interpreter import make_exact
+from tests.model.triton.quick import make_quick
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 DEVICE = torch.device("cpu" if INTERPRETED else "cuda")
 if INTERPRETED:
     make_exact()
+    make_quick()
 NAN = float("nan")
 FP8 = torch.float8_e4m3fn
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8}
