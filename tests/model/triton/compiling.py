@@ -53,11 +53,15 @@ class Compiled:
 
 
 class Recorder:
-    """Takes the place of every launch while it is entered. skip: names of kernels that are not compiled."""
+    """Takes the place of every launch while it is entered.
 
-    def __init__(self, skip: Collection[str] = ()) -> None:
+    once: compiles none of these kernels, and of each other one a variant for tensors of the same types.
+    """
+
+    def __init__(self, once: Collection[str] | None = None) -> None:
         self.compiled: list[Compiled] = []
-        self._skip = skip
+        self._once = once
+        self._variants: set[tuple[str, ...]] = set()
 
     def __enter__(self) -> Recorder:
         self._run = JITFunction.run
@@ -68,8 +72,6 @@ class Recorder:
         JITFunction.run = self._run
 
     def _compile(self, kernel: JITFunction, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if kernel.__name__ in self._skip:
-            return
         grid = kwargs.pop("grid")
         kwargs.pop("warmup")
         names = [p.name for p in kernel.params]
@@ -86,6 +88,11 @@ class Recorder:
                 if p.do_not_specialize or p.do_not_specialize_on_alignment:
                     continue
                 attributes[(index,)] = [["tt.divisibility", 16]]
+        if self._once is not None:
+            variant = (kernel.__name__, *(kind for kind in signature.values() if kind.startswith("*")))
+            if variant in self._variants or kernel.__name__ in self._once:
+                return
+            self._variants.add(variant)
         source = ASTSource(kernel, signature, constants, attributes)
         made = triton.compile(source, target=TARGET, options=kwargs)
         registers, stack = _resources(_shown(made.asm["cubin"], "-res-usage"))

@@ -2,7 +2,7 @@
 
     TRITON_INTERPRET=0 TRITON_DEFAULT_FP_FUSION=1 python -m tests.model.triton.shapes [--once] [part ...]
 
---once: of each kernel the first variant only.
+--once: of each kernel one variant for tensors of the same types.
 """
 
 from __future__ import annotations
@@ -247,7 +247,7 @@ if __name__ == "__main__":
     done: set[str] = set()
     wanted = [name for name in sys.argv[1:] if name != "--once"]
     for part in [part for part in PARTS if not wanted or part.__name__ in wanted]:
-        with Recorder(frozenset(done if once else ())) as recorder:
+        with Recorder(done if once else None) as recorder:
             part()
         done |= {one.name for one in recorder.compiled}
         for one in recorder.compiled:

@@ -74,7 +74,7 @@ def test_what_is_touched_early_is_named(body: str, early: int, wanted: list[str]
 
 
 def test_every_kernel_compiles_for_sm90(tmp_path: Path) -> None:
-    """The first variant of each."""
+    """One variant of each for tensors of the same types."""
     sources = Path(triton_kernels.__file__).parent.glob("*.py")
     source = "\n".join(path.read_text() for path in sources)
     written = set(re.findall(r"^def (_\w+_kernel)\(", source, re.MULTILINE))
