@@ -1,4 +1,4 @@
-"""What the compiler says of the GPU kernels: nothing spilled, no stack frame. Needs nvcc, no GPU.
+"""What the assembler says of the GPU kernels that were built: nothing spilled, no stack frame. Needs no GPU.
 
 For Hopper, and for GPUs before it, whose kernels are the same without its instructions.
 """
@@ -6,32 +6,29 @@ For Hopper, and for GPUs before it, whose kernels are the same without its instr
 from __future__ import annotations
 
 import ast
-import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import triton
 
 ROOT = Path(__file__).parents[2]
-NVCC = shutil.which("nvcc", path=f"{os.environ.get('CUDA_HOME', '/usr/local/cuda')}/bin:{os.environ['PATH']}")
+CUOBJDUMP = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
 
 
-@pytest.mark.skipif(NVCC is None, reason="no CUDA toolkit on this machine: the wheel has no CUDA part either")
-@pytest.mark.parametrize("source", sorted(str(path.relative_to(ROOT)) for path in ROOT.glob("csrc/*/*.cu")))
-@pytest.mark.parametrize("arch", ["80", "90a"])
-def test_no_kernel_spills(arch: str, source: str, tmp_path: Path) -> None:
-    command = [
-        str(NVCC), "-std=c++20", "-O3", "-fmad=false", "-Icsrc", "-Xptxas=-v",
-        f"-gencode=arch=compute_{arch},code=sm_{arch}", "-cubin",
-        source, "-o", str(tmp_path / "kernels"),
-    ]  # fmt: skip
-    report = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stderr
-    frames = re.findall(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", report)
-    assert frames, report
-    assert set(frames) == {("0", "0", "0")}, report
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_no_kernel_spills(arch: str) -> None:
+    """A thread that spills has a stack frame for it, so no frame says both."""
+    built = pytest.importorskip("ep_server._cuda", reason="built without nvcc").__file__
+    line = [str(CUOBJDUMP), "-arch", arch, "-res-usage", str(built)]
+    usage = subprocess.run(line, capture_output=True, text=True, check=True, timeout=60).stdout
+    sources = sum("__global__" in path.read_text() for path in ROOT.glob("csrc/*/*.cu"))
+    assert usage.count(f"arch = {arch}\n") == sources, usage
+    kernels = re.findall(r"Function (\S+):\s+REG:\d+ STACK:(\d+) SHARED:\d+ LOCAL:(\d+)", usage)
+    assert len(kernels) == usage.count("Function ") >= sources, usage
+    assert not [name for name, *frame in kernels if frame != ["0", "0"]], usage
 
 
 def test_the_package_works_without_a_driver() -> None:
