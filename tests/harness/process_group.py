@@ -6,7 +6,6 @@ Owns spawning, the rendezvous file, the collection of results and a hard deadlin
 from __future__ import annotations
 
 import contextlib
-import multiprocessing
 import os
 import tempfile
 import time
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-PRELOADED = ["torch", "torch.distributed", "ep_server.ep.bootstrap"]  # imported once, not by every rank
+from tests.harness import forks
 
 
 def run_group(
@@ -37,8 +36,7 @@ def run_group(
         killed: ranks that must die instead of answering; their value is None.
     Raises: AssertionError with every traceback, if a rank raised, died or ran past `timeout`.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = forks.context()
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(num_ranks):

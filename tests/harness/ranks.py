@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import inspect
-import multiprocessing
 import os
 import signal
 import time
@@ -29,6 +28,7 @@ from ep_server.ep.exchange import ExchangeSpec
 from ep_server.ep.geometry import geometry_of
 from ep_server.ep.native import NativeExchange
 from ep_server.ep.segment import create_segment
+from tests.harness import forks
 
 PR_SET_PDEATHSIG = 1
 
@@ -100,11 +100,7 @@ class Ranks:
         ends: list[End] | None = None,
     ) -> None:
         specs = [ExchangeSpec(rank=r, num_ranks=num_ranks, **spec_kwargs) for r in range(num_ranks)]
-        context = multiprocessing.get_context("forkserver")
-        # Imported once, in a process without threads, from which ranks are forked.
-        context.set_forkserver_preload(
-            ["tests.harness.ranks", "numpy", "torch.testing", "tests.fabric.fabric_ends"]
-        )
+        context = forks.context()
         self.processes: list[BaseProcess] = []
         self._pipes: list[Connection] = []
         self._outcomes: dict[int, Outcome] = {}

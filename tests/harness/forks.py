@@ -1,0 +1,29 @@
+"""Processes of tests, forked from one that has imported what they need and does nothing else.
+
+There is one such server per test run, which the first caller starts: a list of imports for each caller would
+be that of the first one for all, and every process after it would import the rest by itself.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+from multiprocessing.context import ForkServerContext
+
+PRELOADED = [
+    "hypothesis",
+    "numpy",
+    "pytest",
+    "torch.distributed",
+    "torch.testing",
+    "ep_server.ep.bootstrap",
+    "tests.harness.process_group",
+    "tests.harness.ranks",
+    "tests.fabric.fabric_ends",
+]
+
+
+def context() -> ForkServerContext:
+    """Whose processes begin with these imports."""
+    made = multiprocessing.get_context("forkserver")
+    made.set_forkserver_preload(PRELOADED)
+    return made
