@@ -106,7 +106,11 @@ def command(
     ] = None,
     settings: Annotated[
         list[str] | None,
-        typer.Option("--set", help="Any other option: section.field=value; repeat it.", **MODEL),
+        typer.Option(
+            "--set",
+            help="section.field=value, any other option; repeat it. GPUs: parallel.device=cuda.",
+            **MODEL,
+        ),
     ] = None,
     address: options.Address = options.ADDRESS,
     tls_ca: options.TlsCa = "",

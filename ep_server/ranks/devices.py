@@ -147,8 +147,8 @@ class CudaDevice:
         count = torch.cuda.device_count()
         if local >= count:
             raise StartupError(
-                f"rank {self._start.rank} needs a GPU of its own, this host has {count} for "
-                f"parallel.ranks = {self._config.parallel.ranks}"
+                f"parallel.device = cuda: must be cpu, or there must be a GPU for each of parallel.ranks = "
+                f"{self._config.parallel.ranks}; this host has {count}"
             )
         torch.cuda.set_device(local)
         return torch.device("cuda", local)

@@ -94,3 +94,10 @@ def test_a_rank_asks_its_gpu_before_it_meets_the_others(monkeypatch: pytest.Monk
     nobody = Opening(lambda _: pytest.fail("it met them"), lambda *_: pb.Connect())
     with pytest.raises(StartupError, match=r"GiB of weights, 20\.00 GiB of 24\.00 GiB are free on cuda:1"):
         device.open(replace(plan.exchange, rank=1), nobody)
+
+
+def test_more_ranks_than_gpus_are_refused_with_both_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    config = rank_config(SHAPE, 2, parallel__device="cuda", model__load_format="dummy")
+    with pytest.raises(StartupError, match=r"each of parallel\.ranks = 2; this host has 1$"):
+        CudaDevice(pb.Start(rank=1, num_ranks=2), config)
