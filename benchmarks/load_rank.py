@@ -19,8 +19,9 @@ from safetensors.torch import load_file
 from benchmarks.load_checkpoint import Pattern
 from ep_server.model.checkpoint import Checkpoint, StoredTensor
 from ep_server.model.families import read_spec
-from ep_server.model.files import MappedFiles, TensorFiles, files_for
+from ep_server.model.files import MappedFiles, files_for
 from ep_server.model.layers import ModelWeights, MoeWeights
+from ep_server.model.shards import TensorFiles
 from ep_server.model.tensors import TensorReader
 from ep_server.model.torch_compute import TorchCompute, TorchGatedFfn, TorchLinear
 from ep_server.model.weights import weights_from

@@ -11,8 +11,8 @@ import torch
 
 from ep_server.errors import CheckpointError
 from ep_server.model.checkpoint import Checkpoint, StoredTensor
-from ep_server.model.files import TORCH, TensorFiles
 from ep_server.model.fp8 import Codes, widen
+from ep_server.model.shards import TORCH, TensorFiles
 
 _FP8 = "F8_E4M3"
 

@@ -13,15 +13,14 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import cycle
 from pathlib import Path
-from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol
 
 import torch
 
 from ep_server.errors import CheckpointError
 from ep_server.model.checkpoint import StoredTensor
-from ep_server.model.files import TORCH
 from ep_server.model.gpu.waiting import Event, await_event
+from ep_server.model.shards import TORCH, OpenShards
 
 BUFFER_BYTES = 4 << 20  # small enough to stay in the processor's cache between read and copy
 BUFFERS = 2  # of each thread: one is read into while the other is copied from
@@ -80,37 +79,27 @@ class StreamCopies:
         return event
 
 
-class StagedFiles:
-    """See files.TensorFiles. Reads the bytes of what is loaded and no others, into host memory of
+class StagedFiles(OpenShards[int]):
+    """See shards.TensorFiles. Reads the bytes of what is loaded and no others, into host memory of
     BUFFERS * buffer_bytes for each thread that loads. A context: the files are closed behind it.
     """
 
     def __init__(self, copies: Copies, buffer_bytes: int = BUFFER_BYTES) -> None:
+        super().__init__()
         self._copies, self._buffer_bytes = copies, buffer_bytes
         self._own = threading.local()
-        self._files = ExitStack()
-        self._open: dict[Path, int] = {}
-        self._opening = threading.Lock()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._files.close()
 
     def load(
         self, stored: StoredTensor, part: int | None = None, into: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """See files.TensorFiles."""
+        """See shards.TensorFiles."""
         if into is None:
             shape = stored.shape if part is None else stored.shape[1:]
             into = torch.empty(shape, dtype=TORCH[stored.dtype], device=self._copies.device)
         target = into.view(-1).view(torch.uint8)
         begin = stored.begin + (part or 0) * len(target)
         try:
-            file = self._descriptor(stored.file)
+            file = self.shard(stored.file)
             for at in range(0, len(target), self._buffer_bytes):
                 piece = target[at : at + self._buffer_bytes]
                 next(self._buffers()).bring(piece, file, begin + at)
@@ -119,7 +108,7 @@ class StagedFiles:
         return into
 
     def finish(self) -> None:
-        """See files.TensorFiles. Raises: InternalError after COPY_SECONDS."""
+        """See shards.TensorFiles. Raises: InternalError after COPY_SECONDS."""
         self._copies.finish()
 
     def _buffers(self) -> Iterator[_Buffer]:
@@ -129,12 +118,11 @@ class StagedFiles:
         buffers: Iterator[_Buffer] = self._own.buffers
         return buffers
 
-    def _descriptor(self, file: Path) -> int:
-        with self._opening:
-            if file not in self._open:
-                self._open[file] = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
-                self._files.callback(os.close, self._open[file])
-        return self._open[file]
+    def open_shard(self, file: Path, closing: ExitStack) -> int:
+        """A descriptor."""
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        closing.callback(os.close, descriptor)
+        return descriptor
 
 
 class _Buffer:
