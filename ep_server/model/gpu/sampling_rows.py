@@ -1,4 +1,4 @@
-"""What a request asks of sampling, as a row of the device's tables, and how rows get there.
+"""[9] What a request asks of sampling, as a row of the device's tables, and how rows get there.
 
 Knows one request at a time, and the tables; not who has which slot.
 """

@@ -1,4 +1,4 @@
-"""The experts of a layer in one kernel for Hopper: all their weights as one stream (csrc/experts).
+"""[8] The experts of a layer in one kernel for Hopper: all their weights as one stream (csrc/experts).
 
 It takes bfloat16 rows of a COMPACT or INDEX view, few for each expert, as decode has them; for everything
 else there are the two kernels of model/triton/experts.py, which also say what is computed.

@@ -1,4 +1,4 @@
-"""Grouped GEMMs of the experts on received rows, whose numbers per expert are on the device: two kernels.
+"""[8] Grouped GEMMs of the experts on received rows, whose numbers per expert are on the device: two kernels.
 
     gate_up   hidden = silu(x @ gate.T) * (x @ up.T), float32 inside, rounded once
     down      out = hidden @ down.T

@@ -1,4 +1,4 @@
-"""Dispatch and combine of a rank that has no peers: the rows stay where they are.
+"""[7] [8] Dispatch and combine of a rank that has no peers: the rows stay where they are.
 
     place_rows        sorts choices by expert: which token an expert's row reads, which row answers a choice
     add_answers_norm  branch = sum over k of gate * row that answers choice k, float32, rounded once;

@@ -1,4 +1,4 @@
-"""Attention of one query token per sequence over the paged cache, each context cut into so many splits.
+"""[6] Attention of one query token per sequence over the paged cache, each context cut into so many splits.
 
     decode   out[s] = softmax(scale * q[s] . K[: lengths[s]]) V[: lengths[s]]     per head
 

@@ -1,4 +1,4 @@
-"""Attention of several query tokens per sequence over the paged cache: chunked prefill, or mixed with decode.
+"""[6] Attention of several query tokens per sequence over the paged cache: chunked prefill, or mixed.
 
     out[t] = softmax(scale * q[t] . K[: position(t) + 1]) V[: position(t) + 1]     per head
 

@@ -1,4 +1,4 @@
-"""Draws the next token of every row on the device: greedy, or by temperature, top-k, top-p and min-p.
+"""[9] Draws the next token of every row on the device: greedy, or by temperature, top-k, top-p and min-p.
 
 The order is that of model/sampler.py, after the edits of logit_edits.py: temperature, top-k, top-p of what
 is left, min-p, draw. Greedy takes the lowest id of the highest logit, exactly. A random row takes its token
