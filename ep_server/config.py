@@ -125,6 +125,11 @@ class Config:
         """Every field by its dotted name; from_values(c.values()) == c."""
         return {name: getattr(getattr(self, section), item.name) for name, section, item in fields()}
 
+    def changed(self) -> dict[str, Any]:
+        """Fields that differ from their defaults, by their dotted names."""
+        defaults = Config().values()
+        return {name: value for name, value in self.values().items() if value != defaults[name]}
+
 
 def fields() -> Iterator[tuple[str, str, dataclasses.Field[Any]]]:
     """Yields (dotted name, section, dataclass field) of every option, in order."""

@@ -137,6 +137,7 @@ class _Shown:
             "model": name,
             "routing": self.config.model.routing,
             "overlap": self.config.parallel.overlap,
+            "config": self.config.changed(),
             "plan": dataclasses.asdict(self.plan),
             "rates": dataclasses.asdict(self.rates),
             "batches": [

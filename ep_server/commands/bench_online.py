@@ -22,11 +22,11 @@ from ep_server.benchmark.trace import Trace
 from ep_server.client import AsyncClient, Target
 from ep_server.commands.bench_output import Output
 from ep_server.config import Config
-from ep_server.engine import Engine
 from ep_server.errors import ConfigError, RankLost
 from ep_server.model.families import read_spec
 from ep_server.model.sizes import context_limit
 from ep_server.progress import Bars
+from ep_server.server import Server
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,15 +65,12 @@ class Readers:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What callers saw of a model, and the steps that its server took where it is our own.
-
-    overlap: as configured there.
-    """
+    """What callers saw of a model, and the steps that its server took where it is our own, so configured."""
 
     name: str
     traces: list[Trace]
     steps: Steps | None = None
-    overlap: str = ""
+    config: Config | None = None
 
 
 async def run(server: Target | Config, asked: Asked, readers: Readers, output: Output) -> int:
@@ -97,7 +94,7 @@ async def run(server: Target | Config, asked: Asked, readers: Readers, output: O
             else:
                 async with started(prepared(server, asked), bars) as app:
                     crowd = online.Crowd(Target(app.server.address), processes, readers.warmup)
-                    measured = await _measure_own(app.server.engine, crowd, asked, bars, server)
+                    measured = await _measure_own(app.server, crowd, asked, bars)
     found = summarise(measured.traces, 0 if asked.rate else asked.concurrency, readers.slo)
     _show(measured, found, asked, readers, output)
     return 1 if found["errors"] else 0
@@ -109,31 +106,31 @@ def _show(measured: Measured, found: dict[str, Any], asked: Asked, readers: Read
     lengths = f"{asked.prompt_tokens} + {asked.new_tokens} tokens"
     title = f"{name}: {asked.requests} requests, {arrivals}, {lengths}"
     given = {"load": dataclasses.asdict(asked), "clients": readers.clients}
+    config = {"config": None if measured.config is None else measured.config.changed()}
     step = {"step": None if steps is None else {**dataclasses.asdict(steps), "host_share": steps.host_share}}
 
     def tell(console: Console) -> None:
         tables.online(console, found, title)
         if steps is not None:
             tables.step(console, steps, {}, f"the server, mean of {steps.count} steps, prefill included")
-            console.print(tables.overlap_line(steps, measured.overlap))
+            mode = "" if measured.config is None else measured.config.parallel.overlap
+            console.print(tables.overlap_line(steps, mode))
 
-    values = {"mode": "online", "model": name, **given, **found, **step}
+    values = {"mode": "online", "model": name, **given, **config, **found, **step}
     output.show(values, tell, lambda: pictures.online(title, measured.traces))
 
 
-async def _measure_own(
-    engine: Engine, crowd: online.Crowd, asked: Asked, bars: Bars, config: Config
-) -> Measured:
+async def _measure_own(server: Server, crowd: online.Crowd, asked: Asked, bars: Bars) -> Measured:
     before: Reports = {}
 
     async def on_warm() -> None:
         nonlocal before
-        before = await settled(engine)
+        before = await settled(server.engine)
 
     measured = await _measure(crowd, asked, bars, on_warm)
-    layers = sum(read_spec(config.model.path).sparse_layers)
-    steps = steps_between(before, await settled(engine), layers)
-    return dataclasses.replace(measured, steps=steps, overlap=config.parallel.overlap)
+    layers = sum(read_spec(server.config.model.path).sparse_layers)
+    steps = steps_between(before, await settled(server.engine), layers)
+    return dataclasses.replace(measured, steps=steps, config=server.config)
 
 
 async def _measure(

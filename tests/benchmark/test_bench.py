@@ -58,6 +58,8 @@ def test_offline_on_two_ranks_with_made_up_weights(
     found = bench(capfd, "offline", *made_up, *lengths, "--json-file", str(file), "--chart", str(chart))
     assert json.loads(file.read_text()) == found and chart.read_text().startswith("<svg ")
     assert (found["mode"], found["routing"], found["overlap"]) == ("offline", "uniform", "on")
+    assert found["config"].items() >= {"parallel.ranks": 2, "model.load_format": "dummy"}.items()
+    assert "model.dtype" not in found["config"]  # as by default
     for batch, result in zip((1, 6), found["batches"], strict=True):
         assert result["sequences_per_rank"] == batch and len(result["rounds"]) == 2
         assert all(each["direct"] > 0 and each["whole"] > 0 for each in result["rounds"])
@@ -83,7 +85,7 @@ def test_online_with_a_server_of_its_own(capfd: pytest.CaptureFixture[str], tmp_
     assert found["goodput"]["requests"] == 11 and found["statuses"] == {}
     assert found["tokens_per_message"] > 2  # 1, 4 and 4
     assert found["streams"] == 4 and 0 < found["steady_seconds"] < found["seconds"]
-    assert 0 < found["step"]["host_share"] < 1
+    assert 0 < found["step"]["host_share"] < 1 and found["config"]["parallel.threads_per_rank"] == 1
     assert chart.read_text().startswith("<svg ")
 
 
