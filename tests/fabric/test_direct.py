@@ -91,7 +91,10 @@ def test_a_killed_rank_is_named_by_every_survivor(op: str, tmp_path: Path) -> No
     kill = Fault(rank=1, op=op, phase="send_rows", action=Action.KILL, epoch=3)
     ends = [DirectEnd(str(tmp_path / "meeting"), over_shm())] * 3
     spec = {"placement": (0, 1, 2), "max_tokens": 4, "hidden": 64, "top_k": 3, "timeout_ns": SECOND}
-    ended = run_outcomes(with_fault, 3, spec, 30, args=(kill,), ends=ends)
+    try:
+        ended = run_outcomes(with_fault, 3, spec, 30, args=(kill,), ends=ends)
+    finally:
+        direct_ends.forget_the_dead()
     assert ended[1].exitcode == -signal.SIGKILL
     assert_lost([ended[0], ended[2]], 1)
 
