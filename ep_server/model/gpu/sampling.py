@@ -16,11 +16,11 @@ import numpy as np
 import torch
 
 from ep_server.errors import InternalError
-from ep_server.model.gpu.sampling_rows import SamplingRow, Seat, write
+from ep_server.model.gpu.sampling_rows import SamplingRow, SlotEntry, write
 from ep_server.model.triton.logit_edits import add_listed, advance, allow_only, penalise
 from ep_server.model.triton.sampling import sample
 from ep_server.model.triton.sampling_report import SamplingReport, report
-from ep_server.model.triton.sampling_seats import RECORD, seat_rows
+from ep_server.model.triton.sampling_slots import RECORD, write_slots
 from ep_server.model.triton.sampling_space import SamplingSpace, splits_of
 from ep_server.model.triton.sampling_table import MOST_REPORTED, SamplingTable, Wants
 from ep_server.model.triton.step_words import Packed, room_for, spread
@@ -38,7 +38,7 @@ class _Sampled:
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """What kernels read of the host. slots: [room_for(rows)] int32; records: see seat_rows()."""
+    """What kernels read of the host. slots: [room_for(rows)] int32; records: see write_slots()."""
 
     slots: torch.Tensor
     records: torch.Tensor
@@ -71,7 +71,7 @@ class GpuSampler:
         self._no_tables = torch.zeros(0, 0, dtype=torch.int32, device=device)
         self._sent = [_Sent.of(rows, pinned) for _ in range(staging)]
         self._told = [_report_of(torch.zeros(words, pin_memory=pinned), rows) for _ in range(staging)]
-        self._seated, self._reports = 0, 0
+        self._assigned, self._reports = 0, 0
         self._numbers: list[int] = []  # of the last step
         self._wants = Wants.NOTHING
 
@@ -117,7 +117,7 @@ class GpuSampler:
         if not numbers:
             return None
         if numbers != self._numbers:
-            self._seat(numbers, pieces)
+            self._assign_slots(numbers, pieces)
         self._draw(logits, self._slots[: len(numbers)], tokens, self._wants)
         advance(tokens, self._slots[: len(numbers)], self._table, told)
         if not self._wants & Wants.REPORT:
@@ -146,7 +146,7 @@ class GpuSampler:
 
     def warm_up(self) -> None:
         """Runs every kernel once: the first launch compiles it."""
-        seat_rows(self._sent[0].records[:1], self._table)
+        write_slots(self._sent[0].records[:1], self._table)
         self._send_slots(self._sent[0], 1)
         tokens = torch.zeros(1, dtype=torch.int64, device=self._device)
         wants = Wants(sum(Wants))
@@ -167,22 +167,22 @@ class GpuSampler:
             out = SamplingReport(self._out.chosen[:count], self._out.top[:count], self._out.ids[:count])
             report(logits, slots, table, self._space, tokens, out)
 
-    def _seat(self, numbers: list[int], pieces: Sequence[SeqSlice]) -> None:
+    def _assign_slots(self, numbers: list[int], pieces: Sequence[SeqSlice]) -> None:
         """Gives every row its slot."""
         try:
             asked = [self._requests[number] for number in numbers]
         except KeyError as error:
             raise InternalError(f"request number {error} is not in the sampler") from None
-        seats = []
+        entries = []
         for piece, one in zip(pieces, asked, strict=True):
             if piece.number not in self._slot_of:
                 slot = self._slot_of[piece.number] = self._free_slot(numbers)
                 drawn = piece.start + len(piece.token_ids) - one.prompt
-                seats.append(Seat(slot, one.row, drawn, self._outputs.get(piece.number, ())))
-        sent = self._sent[self._seated % len(self._sent)]
-        self._seated += 1
-        if seats:
-            write(self._table, seats, sent.records)
+                entries.append(SlotEntry(slot, one.row, drawn, self._outputs.get(piece.number, ())))
+        sent = self._sent[self._assigned % len(self._sent)]
+        self._assigned += 1
+        if entries:
+            write(self._table, entries, sent.records)
         sent.slots.numpy()[: len(numbers)] = [self._slot_of[number] for number in numbers]
         self._send_slots(sent, len(numbers))
         wants = 0

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ep_server.errors import InternalError, InvalidArgument
-from ep_server.model.triton.sampling_seats import RECORD, seat_rows
+from ep_server.model.triton.sampling_slots import RECORD, write_slots
 from ep_server.model.triton.sampling_table import (
     COUNT_STEP,
     DRAWN,
@@ -75,7 +75,7 @@ class SamplingRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class SlotEntry:
     """A row that goes into a slot. drawn: tokens drawn before. output: which, where there are penalties."""
 
     slot: int
@@ -84,27 +84,30 @@ class Seat:
     output: Sequence[int]
 
 
-def write(table: SamplingTable, seats: Sequence[Seat], records: torch.Tensor) -> None:
+def write(table: SamplingTable, entries: Sequence[SlotEntry], records: torch.Tensor) -> None:
     """Enqueues rows into their slots, which may be anything before. Nothing waits for it.
 
     Args:
-        records: [.., RECORD] int32 on the host, pinned, with room for all of them; see seat_rows().
+        records: [.., RECORD] int32 on the host, pinned, with room for all of them; see write_slots().
     """
-    rows, slots = [seat.row for seat in seats], np.array([seat.slot for seat in seats], dtype=np.int64)
+    rows, slots = (
+        [entry.row for entry in entries],
+        np.array([entry.slot for entry in entries], dtype=np.int64),
+    )
     longs = np.stack([row.longs for row in rows])
-    longs[:, DRAWN.value] = [seat.drawn for seat in seats]
-    words = records[: len(seats)].numpy()
+    longs[:, DRAWN.value] = [entry.drawn for entry in entries]
+    words = records[: len(entries)].numpy()
     words[:, 0], words[:, 1 : 1 + _WIDTH] = slots, np.stack([row.floats for row in rows]).view(np.int32)
     words[:, 1 + _WIDTH : 1 + 3 * _WIDTH] = longs.view(np.int32)
-    seat_rows(records[: len(seats)], table)
+    write_slots(records[: len(entries)], table)
     width = max(len(row.tokens) for row in rows)
     if width:
         _write_lists(table, slots, rows, width)
-    masks = [(seat.slot, seat.row.mask) for seat in seats if seat.row.mask is not None]
+    masks = [(entry.slot, entry.row.mask) for entry in entries if entry.row.mask is not None]
     if masks:
         given = _sent(np.stack([mask for _, mask in masks]), table)
         table.masks.index_copy_(0, _sent(np.array([slot for slot, _ in masks]), table), given)
-    counted = [seat for seat in seats if seat.row.wants & Wants.PENALTY]
+    counted = [entry for entry in entries if entry.row.wants & Wants.PENALTY]
     if counted:
         _write_counts(table, counted)
 
@@ -116,21 +119,21 @@ def _write_lists(table: SamplingTable, slots: np.ndarray, rows: Sequence[Samplin
         getattr(table, name)[:, :width].index_copy_(0, place, _sent(lists, table))
 
 
-def _write_counts(table: SamplingTable, seats: Sequence[Seat]) -> None:
+def _write_counts(table: SamplingTable, entries: Sequence[SlotEntry]) -> None:
     vocab = table.counts.shape[1]
     places, words = [], []
-    for seat in seats:
-        if len(seat.output) != seat.drawn:
-            raise InternalError(f"{len(seat.output)} of {seat.drawn} drawn tokens are known")
-        drawn, times = np.unique(np.array(seat.output, dtype=np.int64), return_counts=True)
-        both = np.concatenate([seat.row.prompt, drawn])
+    for entry in entries:
+        if len(entry.output) != entry.drawn:
+            raise InternalError(f"{len(entry.output)} of {entry.drawn} drawn tokens are known")
+        drawn, times = np.unique(np.array(entry.output, dtype=np.int64), return_counts=True)
+        both = np.concatenate([entry.row.prompt, drawn])
         ids, index = np.unique(both, return_inverse=True)
         word = np.zeros(len(ids), dtype=np.int32)
-        prompt = np.full(len(seat.row.prompt), IN_PROMPT.value, dtype=np.int32)
+        prompt = np.full(len(entry.row.prompt), IN_PROMPT.value, dtype=np.int32)
         np.add.at(word, index, np.concatenate([prompt, COUNT_STEP.value * times]))
-        places.append(seat.slot * vocab + ids)
+        places.append(entry.slot * vocab + ids)
         words.append(word)
-    slots = np.array([seat.slot for seat in seats], dtype=np.int64)
+    slots = np.array([entry.slot for entry in entries], dtype=np.int64)
     table.counts.index_fill_(0, _sent(slots, table), 0)
     where, what = _sent(np.concatenate(places), table), _sent(np.concatenate(words), table)
     table.counts.view(-1).scatter_(0, where, what)

@@ -32,7 +32,7 @@ from ep_server.model.triton.rope_latent import MlaInput, store_mla
 from ep_server.model.triton.router import Choice, Drawn, route
 from ep_server.model.triton.sampling import sample
 from ep_server.model.triton.sampling_report import SamplingReport, report
-from ep_server.model.triton.sampling_seats import RECORD, seat_rows
+from ep_server.model.triton.sampling_slots import RECORD, write_slots
 from ep_server.model.triton.sampling_space import SamplingSpace
 from ep_server.model.triton.sampling_table import SamplingTable, Wants
 from ep_server.model.triton.step_words import Packed, room_for, spread
@@ -179,7 +179,7 @@ def sampling() -> None:
     for edit in (penalise, add_listed, allow_only):
         edit(logits, slots, table)
     advance(tokens, slots, table, tokens)
-    seat_rows(meta(3, RECORD, dtype=I32), table)
+    write_slots(meta(3, RECORD, dtype=I32), table)
     for dtype in (F32, BF16):
         logits = meta(TOKENS, vocab, dtype=dtype)
         sample(logits, slots, table, space, tokens, Wants(sum(Wants)))

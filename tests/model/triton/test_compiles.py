@@ -29,7 +29,7 @@ READ_EARLY = {
     "_answers_kernel": {"weight"},
     "_embed_kernel": {"weight"},
     "_rms_norm_kernel": {"weight"},
-    "_seat_kernel": {"records"},
+    "_write_slots_kernel": {"records"},
     "_spread_kernel": {"words"},
     "_store_gqa_kernel": {"positions", "slots", "table"},
 }

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from ep_server.errors import InternalError
-from ep_server.model.triton.sampling_seats import RECORD, seat_rows
+from ep_server.model.triton.sampling_slots import RECORD, write_slots
 from ep_server.model.triton.sampling_table import SamplingTable
 from tests.model.triton.harness import DEVICE
 
@@ -32,12 +32,12 @@ def test_rows_come_into_their_slots(slots: list[int]) -> None:
     place = torch.tensor(slots, dtype=torch.int64, device=DEVICE)
     expected.floats.index_copy_(0, place, floats.to(DEVICE))
     expected.longs.index_copy_(0, place, longs.to(DEVICE))
-    seat_rows(records if DEVICE.type == "cpu" else records.pin_memory(), got)
+    write_slots(records if DEVICE.type == "cpu" else records.pin_memory(), got)
     assert torch.equal(got.floats, expected.floats) and torch.equal(got.longs, expected.longs)
 
 
 def test_wrong_inputs_are_named() -> None:
     with pytest.raises(InternalError, match=r"records: .*any, 32"):
-        seat_rows(torch.zeros(2, 25, dtype=torch.int32), table())
+        write_slots(torch.zeros(2, 25, dtype=torch.int32), table())
     with pytest.raises(InternalError, match=r"records: torch\.int64"):
-        seat_rows(torch.zeros(2, RECORD, dtype=torch.int64), table())
+        write_slots(torch.zeros(2, RECORD, dtype=torch.int64), table())

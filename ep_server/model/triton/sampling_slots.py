@@ -10,11 +10,11 @@ from ep_server.model.triton.checks import expect
 from ep_server.model.triton.early import after_previous, early
 from ep_server.model.triton.sampling_table import FLOATS, LONGS, SamplingTable
 
-RECORD = 32  # words of a seat: its slot, a row of floats, a row of longs, then anything
+RECORD = 32  # words of an entry: its slot, a row of floats, a row of longs, then anything
 
 
 @triton.jit
-def _seat_kernel(records, floats, longs, RECORD: tl.constexpr, EARLY: tl.constexpr):
+def _write_slots_kernel(records, floats, longs, RECORD: tl.constexpr, EARLY: tl.constexpr):
     at = tl.arange(0, RECORD)
     record = records + tl.program_id(0) * RECORD
     word, slot = tl.load(record + at), tl.load(record).to(tl.int64)
@@ -24,7 +24,7 @@ def _seat_kernel(records, floats, longs, RECORD: tl.constexpr, EARLY: tl.constex
     tl.store(longs + slot * LONGS * 2 + at - last, word, mask=(at >= last) & (at < last + LONGS * 2))
 
 
-def seat_rows(records: torch.Tensor, table: SamplingTable) -> None:
+def write_slots(records: torch.Tensor, table: SamplingTable) -> None:
     """Fills the rows of distinct slots.
 
     Args:
@@ -37,4 +37,6 @@ def seat_rows(records: torch.Tensor, table: SamplingTable) -> None:
     expect("longs", table.longs, torch.int64, (len(table.floats), LONGS.value))
     if len(records):
         floats, longs = table.floats.view(torch.int32), table.longs.view(torch.int32)
-        _seat_kernel[(len(records),)](records, floats, longs, RECORD=RECORD, **early(floats), num_warps=1)
+        _write_slots_kernel[(len(records),)](
+            records, floats, longs, RECORD=RECORD, **early(floats), num_warps=1
+        )
