@@ -19,7 +19,7 @@ from gpu_timing import BF16, RATE, REPLAYS, arguments, captured, time_us
 
 from ep_server.model.families.spec import GqaSpec
 from ep_server.model.gpu.decode_kernels import triton_decode
-from ep_server.model.gpu.step_input import StepTensors
+from ep_server.model.gpu.step_input import Singles, StepTensors
 from ep_server.model.gpu.streamed_attention import (
     LaunchConfig,
     StreamedAttention,
@@ -53,7 +53,9 @@ class Case:
         slots = (blocks[:, -1] * BLOCK + (context - 1) % BLOCK).int()
         none = torch.zeros(batch, dtype=torch.int32, device="cuda")
         positions = lengths - 1
-        self.step = StepTensors(none, none, none, positions, slots, blocks, lengths, none, batch, None, none)
+        self.step = StepTensors(
+            none, none, none, positions, slots, blocks, lengths, Singles(lengths, slots), None, None, none
+        )
         width = (SPEC.heads + 2 * SPEC.kv_heads) * DIM
         self.weight = torch.randn(width, HIDDEN, device="cuda", dtype=BF16) * 0.02
         self.x = torch.randn(batch, HIDDEN, device="cuda", dtype=BF16)

@@ -73,7 +73,7 @@ class ParallelConfig:
     )
     overlap: str = option("auto", "two micro-batches per step", choices=("auto", "on", "off"))
     graphs: bool = option(
-        True, "GPUs: steps of single tokens are captured at start and replayed, where rows travel by NVLink"
+        True, "GPUs: steps are captured by size at start and replayed, where rows travel by NVLink"
     )
 
 

@@ -32,7 +32,7 @@ class Rates:
 
 
 @dataclass(frozen=True, slots=True)
-class GraphSteps:
+class DecodeSteps:
     """Captured steps, all of single tokens. seconds, device: as of Steps. tokens: of all ranks."""
 
     count: int
@@ -52,7 +52,7 @@ class Steps:
     active: by rank, experts of a layer that received a token. sent: by operation, bytes to other ranks.
     tokens: of all ranks. load: rows received by all layers' experts, by rank.
     overlapped: share of the steps that were two micro-batches. device: seconds that it was busy, if it tells.
-    graph: of the captured steps alone, if there were any on a device that tells.
+    decode: of the captured steps of single tokens alone, if there were any on a device that tells.
     """
 
     count: int
@@ -64,7 +64,7 @@ class Steps:
     sent: Mapping[str, float]
     overlapped: float = 0.0
     device: float | None = None
-    graph: GraphSteps | None = None
+    decode: DecodeSteps | None = None
 
     @property
     def distinct(self) -> float:
@@ -115,7 +115,7 @@ def steps_between(before: Reports, after: Reports, sparse_layers: int) -> Steps 
         },
         overlapped=sum(_added(before, after, r, "counters", "overlap_steps") for r in after) / sum(counts),
         device=device,
-        graph=_graph_steps(before, after, per_step) if device else None,
+        decode=_decode_steps(before, after, per_step) if device else None,
     )
 
 
@@ -138,14 +138,14 @@ def less(long: Steps, short: Steps) -> Steps | None:
         name: max(beyond(spent, short.phases.get(name, 0.0)), 0.0) for name, spent in long.phases.items()
     }
     tokens = beyond(long.tokens, short.tokens)
-    if long.graph is not None:
-        seconds, device, tokens = long.graph.seconds, long.graph.device, long.graph.tokens
+    if long.decode is not None:
+        seconds, device, tokens = long.decode.seconds, long.decode.device, long.decode.tokens
     elif long.device is not None:
         device = beyond(long.device, short.device or 0.0)
     if device is not None:
         phases = _on_device(long.phases, seconds, device)
     return Steps(
-        count=count if long.graph is None else long.graph.count,
+        count=count if long.decode is None else long.decode.count,
         seconds=seconds,
         phases=phases,
         tokens=tokens,
@@ -173,16 +173,18 @@ def _on_device(timed: Mapping[str, float], seconds: float, busy: float) -> dict[
     return {**phases, "rest": busy - sum(phases.values()), "idle": seconds - busy}
 
 
-def _graph_steps(before: Reports, after: Reports, per_step: Callable[[str, str], float]) -> GraphSteps | None:
+def _decode_steps(
+    before: Reports, after: Reports, per_step: Callable[[str, str], float]
+) -> DecodeSteps | None:
     """Means over ranks and their captured steps; None if there were none. per_step: see _phases."""
-    count = min(_added(before, after, rank, "counters", "graph_steps") for rank in after)
+    count = min(_added(before, after, rank, "counters", "decode_steps") for rank in after)
     if count < 1:
         return None
-    return GraphSteps(
+    return DecodeSteps(
         count,
-        per_step("step/graph", "graph_steps"),
-        per_step("step/graph_device", "graph_device_steps"),
-        sum(_added(before, after, rank, "counters", "graph_tokens") for rank in after) / count,
+        per_step("step/decode", "decode_steps"),
+        per_step("step/decode_device", "decode_device_steps"),
+        sum(_added(before, after, rank, "counters", "decode_tokens") for rank in after) / count,
     )
 
 

@@ -171,8 +171,8 @@ class BucketOverlap:
 
     def stepped(self, step: Ran) -> bool:
         """As Overlap.stepped; read() is never due."""
-        self._last = step.bucket
         trial = self._trials.get(step.bucket)
+        self._last = step.bucket if trial is not None else 0  # chunks of prompts are another kind of step
         if trial is None:
             return False
         window = self.rule.window

@@ -68,18 +68,22 @@ class StepTimes:
 
 
 class StepMeter:
-    """Counts steps, tokens and time of one rank. One thread calls it."""
+    """Counts steps, tokens and time of one rank. One thread calls it.
 
-    def __init__(self, rank: int) -> None:
-        self.rank = rank
+    Args:
+        sequences: of a step, at most; a captured one with more rows has chunks of prompts.
+    """
+
+    def __init__(self, rank: int, sequences: int) -> None:
+        self.rank, self._sequences = rank, sequences
         self._times = {name: Histogram() for name in ("plan", "vote", "publish", "total")}
         self._queue = Histogram()
         self._arrived: dict[int, int] = {}
         self._queued: dict[int, int] = {}  # began to run, no token told yet
         names = ("tokens", "padded_tokens", "idle_steps", "overlap_steps", "run_steps", "parks")
-        graphs = ("graph_steps", "graph_tokens")  # of captured steps
+        graphs = ("graph_steps", "decode_steps", "decode_tokens")  # captured; those of single tokens alone
         self._counters = dict.fromkeys((*names, *graphs), 0)
-        self._graph_ns = 0
+        self._decode_ns = 0
         self._last_steps: deque[StepTrace] = deque(maxlen=LAST_STEPS)
         self._published = 0
         self._warm_up = _Parts.of({}, None)
@@ -140,8 +144,10 @@ class StepMeter:
         if bucket:
             counters["padded_tokens"] += bucket - batch.num_tokens
             counters["graph_steps"] += 1
-            counters["graph_tokens"] += batch.num_tokens
-            self._graph_ns += took
+        if 0 < bucket <= self._sequences:
+            counters["decode_steps"] += 1
+            counters["decode_tokens"] += batch.num_tokens
+            self._decode_ns += took
         return took
 
     def gather(self, load: RankLoad, exchange: Mapping[str, Any], runner: Measured) -> RankStatistics:
@@ -158,7 +164,7 @@ class StepMeter:
             rank=self.rank,
             load=load,
             histograms=_trimmed({**parts.histograms, **{name: h.counts for name, h in own.items()}}),
-            sums={**parts.sums, **{name: h.sum for name, h in own.items()}, "step/graph": self._graph_ns},
+            sums={**parts.sums, **{name: h.sum for name, h in own.items()}, "step/decode": self._decode_ns},
             counters={**parts.counters, **self._counters},
             peer_wait_ns=parts.peer_wait_ns,
             expert_tokens=parts.expert_tokens,

@@ -57,7 +57,8 @@ class RankWorker:
         self._clock = clock
         self._voter = Voter()
         self._overlap = parts.overlap
-        self._meter = StepMeter(parts.ready.rank)
+        limits = parts.scheduler.limits
+        self._meter = StepMeter(parts.ready.rank, min(limits.max_running, limits.max_step_tokens))
         self._meter.ready(self._exchange.statistics(), self._runner.statistics())
         self._ahead = parts.scheduler.limits.ahead
         self._flying: deque[_Flying] = deque()

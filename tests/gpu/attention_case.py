@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ep_server.model.families.spec import GqaSpec
-from ep_server.model.gpu.step_input import StepTensors
+from ep_server.model.gpu.step_input import Singles, StepTensors
 from ep_server.model.gpu.streamed_attention import (
     LaunchConfig,
     StreamedAttention,
@@ -72,7 +72,9 @@ class Case:
         positions = (ints[1] - 1).clamp(min=0)
         ids = torch.zeros(rows, dtype=torch.int32, device="cuda")
         tables = table.cuda()[:, :-1]  # rows have a pitch
-        step = StepTensors(ids, none, none, positions, ints[0], tables, ints[1], none, rows, None, none)
+        step = StepTensors(
+            ids, none, none, positions, ints[0], tables, ints[1], Singles(ints[1], ints[0]), None, None, none
+        )
         width = (q_heads + 2 * kv_heads) * DIM
         wide = torch.full((rows, width + 40), NAN, device="cuda", dtype=BF16)
         wide[:, :width] = torch.randn(rows, width, device="cuda")

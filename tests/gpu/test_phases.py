@@ -38,7 +38,7 @@ def test_a_graph_tells_its_phases_at_every_replay() -> None:
     sums = read.sums
     assert 0 < sums["step/router"] < sums["step/experts"]
     assert sums["step/router"] + sums["step/experts"] <= sums["step/device"] < 5 * 10**9
-    assert read.counters == {"device_steps": 5, "graph_device_steps": 0, "timed_steps": 5}
+    assert read.counters == {"device_steps": 5, "decode_device_steps": 0, "timed_steps": 5}
 
 
 async def test_ranks_tell_what_their_steps_are_made_of(answers: dict[str, Answers]) -> None:

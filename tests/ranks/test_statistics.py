@@ -24,7 +24,7 @@ def test_buckets_are_powers_of_two() -> None:
 
 
 def test_steps_are_added_up() -> None:
-    meter = StepMeter(rank=3)
+    meter = StepMeter(rank=3, sequences=8)
     meter.arrived(7, now=100)
     meter.arrived(8, now=110)
     meter.arrived(9, now=120)
@@ -45,7 +45,8 @@ def test_steps_are_added_up() -> None:
         "idle_steps": 1,
         "overlap_steps": 1,
         "graph_steps": 1,
-        "graph_tokens": 4,
+        "decode_steps": 1,
+        "decode_tokens": 4,
         "run_steps": 3,
         "parks": 1,
         "parked_at_work": 5,
@@ -55,7 +56,7 @@ def test_steps_are_added_up() -> None:
         "step/vote": 40 + 1 + 1,
         "step/publish": 30 + 3 + 1,
         "step/total": 1030 + 1003 + 4,
-        "step/graph": 1003,
+        "step/decode": 1003,
         "request/queue": (1010 - 100) + (3020 - 110),
     }
     assert sum(record.histograms["step/total"]) == 3
@@ -68,7 +69,7 @@ def test_steps_are_added_up() -> None:
 
 
 def test_only_the_last_steps_are_kept() -> None:
-    meter = StepMeter(rank=0)
+    meter = StepMeter(rank=0, sequences=8)
     for step in range(LAST_STEPS + 5):
         meter.stepped(batch(1), 1, StepTimes(step, step, step, step, step))
     kept = meter.gather(RankLoad(), NO_EXCHANGE, NO_RUNNER).last_steps
@@ -76,7 +77,7 @@ def test_only_the_last_steps_are_kept() -> None:
 
 
 def test_the_first_event_of_a_request_tells_how_long_it_waited() -> None:
-    meter = StepMeter(rank=0)
+    meter = StepMeter(rank=0, sequences=8)
     for number in (7, 8, 9):
         meter.arrived(number, now=100)
     first = [TokenEvent(7, 1)]
@@ -91,7 +92,7 @@ def test_the_first_event_of_a_request_tells_how_long_it_waited() -> None:
 
 
 def test_parts_are_joined_and_empty_ends_left_out() -> None:
-    meter = StepMeter(0)
+    meter = StepMeter(0, sequences=8)
     exchange = {
         "histograms": {"dispatch/send": (0, 5, 0, 0), "vote/wait": (0, 0)},
         "sums": {"dispatch/send": 11},
@@ -120,7 +121,7 @@ def test_what_was_measured_before_ready_is_in_no_record() -> None:
         }
         return exchange, RunnerStatistics({"step/router": (n,)}, {"step/router": 13 * n}, {})
 
-    meter = StepMeter(0)
+    meter = StepMeter(0, sequences=8)
     meter.ready(*parts(2))
     record = meter.gather(RankLoad(), *parts(2))
     assert record.histograms == {}

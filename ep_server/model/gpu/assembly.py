@@ -11,7 +11,7 @@ from ep_server.model.assembly import TORCH, RankModel
 from ep_server.model.decoder import DecoderParams
 from ep_server.model.gpu.attention_choice import AttentionCase, Chosen, choose
 from ep_server.model.gpu.decode_kernels import DecodeKernels
-from ep_server.model.gpu.graphs import Form, buckets_up_to, forms_of
+from ep_server.model.gpu.graphs import Form, captured_forms
 from ep_server.model.gpu.memory import Room
 from ep_server.model.gpu.rows import RowsOfSteps
 from ep_server.model.gpu.runner import GpuOptions, GpuRunner
@@ -21,7 +21,7 @@ from ep_server.model.kv_cache import KvCache
 
 @dataclass(frozen=True, slots=True)
 class GpuPlan:
-    """Sizes of one rank. kv_blocks: 0 = what the device's memory allows. graphs: capture decode steps.
+    """Sizes of one rank. kv_blocks: 0 = what the device's memory allows. graphs: capture steps.
 
     overlap: on, off or auto; whether steps of two micro-batches are captured too.
     timed_every: of so many steps the phases of one are timed on the device; 0 = none.
@@ -71,6 +71,7 @@ def gpu_runner(
     shape = InputShape(plan.max_step_tokens, sequences, longest, plan.block_size)
     forms: list[Form] = []
     if plan.graphs:
-        forms = forms_of(buckets_up_to(sequences), plan.overlap, timed=plan.timed_every > 0)
+        timed = plan.timed_every > 0
+        forms = captured_forms(sequences, plan.max_step_tokens, plan.overlap, timed=timed)
     options = GpuOptions(shape, rows, tuple(forms), plan.timed_every, kernels)
     return GpuRunner(params, options)

@@ -5,7 +5,7 @@ Reads and writes the paged cache in place. Weights are those of layers.py, prepa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -27,7 +27,7 @@ from ep_server.model.triton.rope_latent import MlaInput, store_mla
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """What all layers of a step share. decode: over its first `step.decode` sequences.
+    """What all layers of a step share. decode: over its first sequences, as many as `step.singles`.
 
     streamed: of its single tokens, for the layers that have a kernel for them.
     """
@@ -63,22 +63,24 @@ def gqa(
     x: torch.Tensor, w: GqaWeights, by: GqaKernels, spec: GqaSpec, kv: PagedKv, at: AttentionStep
 ) -> torch.Tensor | Partial:
     """Grouped-query attention of x: [T, H], normed, to [T, H]; stores the tokens' K and V."""
-    streamed = at.streamed if by.attention is not None else None
-    whole = streamed is None or streamed.count == len(x)  # partial sums are read by one kernel
-    qkv = product(x, by.qkv if whole else None, w.qkv)
+    streamed, chunks = at.streamed if by.attention is not None else None, at.step.chunks
+    one = streamed is None or chunks is None  # kernel reads the projections: they may be partial sums
+    qkv = product(x, by.qkv if one else None, w.qkv)
     if isinstance(qkv, torch.Tensor):
         _norm_all_heads(qkv, w, spec, at.eps)
     norm = None if w.head_norm is None else HeadNorm(w.head_norm, at.eps)
-    rule, out = AttentionRule(spec.scale, spec.window), x.new_empty(len(x), spec.heads, spec.head_dim)
-    done = 0  # rows
-    if by.attention is not None and streamed is not None:
-        done = streamed.count
-        by.attention.run(qkv if isinstance(qkv, Partial) else qkv[:done], streamed, out[:done])
-    if done < len(x):
-        q = torch.empty_like(out[done:])
-        rest = qkv if isinstance(qkv, Partial) else qkv[done:]
-        store_gqa(rest, q, kv, at.rotation.behind(done), norm, spec.clip)
-        attend(q, kv, rule, at, out[done:])
+    rule, out = AttentionRule(spec.scale, spec.window), answers(x, spec.heads, spec.head_dim, at.step)
+    if by.attention is None or streamed is None:
+        q = torch.empty_like(out)
+        store_gqa(qkv, q, kv, at.rotation, norm, spec.clip)
+        attend(q, kv, rule, at, out)
+        return product(out.flatten(1), by.out, w.out)
+    singles = streamed.count
+    by.attention.run(qkv if isinstance(qkv, Partial) else qkv[:singles], streamed, out[:singles])
+    if chunks is not None:
+        q = torch.empty_like(out)
+        store_gqa(qkv, q, kv, replace(at.rotation, slots=chunks.slots), norm, spec.clip)
+        attend_chunks(q, kv, rule, at, out)
     return product(out.flatten(1), by.out, w.out)
 
 
@@ -105,22 +107,33 @@ def mla(x: torch.Tensor, w: MlaWeights, spec: MlaSpec, kv: PagedKv, at: Attentio
     torch.bmm(q[..., : spec.nope_dim].transpose(0, 1), w.k_up, out=by_head)
     given = MlaInput(latent, k_rope, q[..., spec.nope_dim :], w.kv_norm, spec.norm_eps)
     store_mla(given, query[..., spec.kv_lora :], kv, at.rotation)
-    latents = x.new_empty(len(x), spec.heads, spec.kv_lora)
+    latents = answers(x, spec.heads, spec.kv_lora, at.step)
     attend(query, kv, AttentionRule(spec.scale), at, latents)
     out = x.new_empty(len(x), spec.heads, w.v_up.shape[2])
     torch.bmm(latents.transpose(0, 1), w.v_up, out=out.transpose(0, 1))
     return w.out(out.flatten(1))
 
 
-def attend(q: torch.Tensor, kv: PagedKv, rule: AttentionRule, at: AttentionStep, out: torch.Tensor) -> None:
-    """Softmax attention of q: [.., heads, k_dim] to out: [.., heads, v_dim]: single tokens, then chunks.
+def answers(x: torch.Tensor, heads: int, channels: int, step: StepTensors) -> torch.Tensor:
+    """[T, heads, channels] for attention to write. Behind chunks of prompts no kernel writes padded rows."""
+    shape = (len(x), heads, channels)
+    return x.new_empty(shape) if step.chunks is None else x.new_zeros(shape)
 
-    q: of all rows of the step, or of those behind its single tokens alone.
+
+def attend(q: torch.Tensor, kv: PagedKv, rule: AttentionRule, at: AttentionStep, out: torch.Tensor) -> None:
+    """Softmax attention of q: [T, heads, k_dim] to out: [T, heads, v_dim]: single tokens, then chunks.
+
+    In a captured step the kernel of single tokens also writes to rows of chunks, which are written again.
     """
-    step, count = at.step, at.step.decode
-    singles = count if len(q) == step.tokens else 0
-    if len(q) == step.tokens:
-        at.decode(q[:singles], kv, rule, out[:singles])
-    if len(step.lengths) > count:
-        chunks = Sequences(step.blocks[count:], step.lengths[count:])
-        prefill(q[singles:], step.query_start, kv, chunks, rule, out[singles:])
+    singles = len(at.step.singles)
+    at.decode(q[:singles], kv, rule, out[:singles])
+    attend_chunks(q, kv, rule, at, out)
+
+
+def attend_chunks(
+    q: torch.Tensor, kv: PagedKv, rule: AttentionRule, at: AttentionStep, out: torch.Tensor
+) -> None:
+    """As attend(), the rows of chunks alone; nothing of others is read or written."""
+    step = at.step
+    if step.chunks is not None:
+        prefill(q, step.chunks.query_start, kv, Sequences(step.blocks, step.lengths), rule, out)

@@ -20,8 +20,9 @@ class ClockReading:
     """Cumulative, under the names of RankStatistics.
 
     histograms: as PhaseClock.histograms, of the timed steps. sums: as PhaseClock.sums, of the timed steps.
-      In both "step/device" is first to last stamp of all steps; in sums "step/graph_device" of captured ones.
-    counters: device_steps, graph_device_steps: with a first and a last stamp. timed_steps: with stamps
+      In both "step/device" is first to last stamp of all steps; in sums "step/decode_device" of captured
+      ones of single tokens.
+    counters: device_steps, decode_device_steps: with a first and a last stamp. timed_steps: with stamps
       between their phases.
     """
 
@@ -41,7 +42,9 @@ class DeviceClock:
         self.every = every
         self._steps = 0
         self._marks = torch.zeros(2, dtype=torch.int64, device=device)
-        self._busy = torch.zeros(2, 2, dtype=torch.int64, device=device)  # of steps without and with a graph
+        self._busy = torch.zeros(
+            2, 2, dtype=torch.int64, device=device
+        )  # of others, of captured decode steps
         self._step, self._sums = (torch.zeros(len(Phase), dtype=torch.int64, device=device) for _ in range(2))
         # Of each phase, and in the last row of whole steps.
         self._counts = torch.zeros(len(Phase) + 1, stamps.BUCKETS, dtype=torch.int64, device=device)
@@ -71,13 +74,16 @@ class DeviceClock:
         """What ran on this stream since the last stamp was this phase."""
         stamps.lap(self._marks, self._step, int(phase))
 
-    def end(self, timed: bool, graph: bool = False) -> None:
-        """The last stamp of a step. What ran since the last one was sampling. graph: a captured step."""
+    def end(self, timed: bool, decode: bool = False) -> None:
+        """The last stamp of a step. What ran since the last one was sampling.
+
+        decode: it was captured, and of single tokens alone.
+        """
         if not self.every:
             return
         if timed:
             self.lap(Phase.SAMPLE)
-        stamps.end(self._marks, self._busy[int(graph)], self._counts[-1])
+        stamps.end(self._marks, self._busy[int(decode)], self._counts[-1])
         if timed:
             stamps.settle(self._step, self._sums, self._counts[:-1])
 
@@ -87,10 +93,12 @@ class DeviceClock:
         names = [*(f"step/{phase.name.lower()}" for phase in Phase), "step/device"]
         histograms = {name: tuple(row) for name, row in zip(names, counts, strict=True)}
         read = ClockReading(histograms, dict(zip(names, sums, strict=False)), {})
-        (other_ns, others), (graph_ns, graphs) = busy
-        if others or graphs:
-            read.sums.update({"step/device": other_ns + graph_ns, "step/graph_device": graph_ns})
+        (other_ns, others), (decode_ns, decodes) = busy
+        if others or decodes:
+            read.sums.update({"step/device": other_ns + decode_ns, "step/decode_device": decode_ns})
         if self.every:
             timed = sum(counts[Phase.SAMPLE])
-            read.counters.update(device_steps=others + graphs, graph_device_steps=graphs, timed_steps=timed)
+            read.counters.update(
+                device_steps=others + decodes, decode_device_steps=decodes, timed_steps=timed
+            )
         return read

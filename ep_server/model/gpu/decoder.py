@@ -146,7 +146,7 @@ class GpuDecoder:
         return GqaKernels.of(w, self._limits, streamed)
 
     def _attention_step(self, step: StepTensors) -> AttentionStep:
-        singles = Sequences(step.blocks[: step.decode], step.lengths[: step.decode])
+        singles = Sequences(step.blocks[: len(step.singles)], step.singles.lengths)
         rotation = Rotation(self._table, step.positions, step.slots)
         return AttentionStep(
             step, rotation, self._kernels.over(singles), self._spec.norm_eps, self._streamed(step)
@@ -155,8 +155,8 @@ class GpuDecoder:
     def _streamed(self, step: StepTensors) -> StreamedStep | None:
         spec, kernels = self._spec.attention, self._kernels
         wanted = any(by is not None and by.attention is not None for by in self._by)
-        if not wanted or step.decode == 0:
+        if not wanted or not len(step.singles):
             return None
         assert isinstance(spec, GqaSpec) and isinstance(kernels, TritonDecode)
-        config = launch_config_for(step.decode, spec.kv_heads, kernels.num_sms, kernels.longest)
+        config = launch_config_for(len(step.singles), spec.kv_heads, kernels.num_sms, kernels.longest)
         return StreamedStep(step, spec.heads, config)

@@ -19,7 +19,10 @@ WARM_UPS = 2  # runs before a capture: libraries choose their kernels in them
 
 
 class Form(NamedTuple):
-    """bucket: rows that a step is padded to. timed: there are stamps between its phases."""
+    """bucket: rows that a step is padded to; with more than sequences at once, some are of chunks of prompts.
+
+    timed: there are stamps between its phases.
+    """
 
     bucket: int
     micro_batches: int = 1
@@ -101,6 +104,26 @@ def buckets_up_to(most: int) -> list[int]:
     """1, 2, 4, 8, then steps of 8 to 64, of 16 to 256, of 64 beyond; the last one is `most`."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max(most, 256) + 1, 64)]
     return [size for size in sizes if size < most] + [most]
+
+
+def buckets_with_chunks(sequences: int, most: int) -> list[int]:
+    """Of steps that may hold chunks of prompts: more rows than sequences, each a quarter more and a multiple
+    of 64, up to `most`. None where a step has no more rows than sequences.
+    """
+    sizes, size = list[int](), sequences
+    while size < most:
+        size = min(-(-max(size * 5 // 4, size + 1) // 64) * 64, most)
+        sizes.append(size)
+    return sizes
+
+
+def captured_forms(sequences: int, most: int, overlap: str, *, timed: bool = False) -> list[Form]:
+    """Of all steps of a rank. sequences, most: rows of its largest step of single tokens, and of any.
+
+    Where all steps are two micro-batches, those with chunks of prompts are run as they are.
+    """
+    singles = forms_of(buckets_up_to(sequences), overlap, timed=timed)
+    return singles if overlap == "on" else singles + [Form(b) for b in buckets_with_chunks(sequences, most)]
 
 
 def forms_of(buckets: Iterable[int], overlap: str, *, timed: bool = False) -> list[Form]:

@@ -116,7 +116,7 @@ class GpuRunner:
             # For slower ranks perhaps: its input must still be there.
             self._await(f"prompts of {batch.num_tokens} rows")
         for given in self._inputs:  # nothing of what was run so far
-            given.fill(StepBatch((), 0), {}, shape.sequences)
+            given.fill(StepBatch((), 0), {}, shape.tokens)
         for bucket in buckets_up_to(shape.sequences):
             if Form(bucket) not in self.graphs:
                 self._padded(Form(bucket))
@@ -130,9 +130,12 @@ class GpuRunner:
         return self.collect(self.launch(batch, micro_batches))
 
     def bucket_of(self, batch: StepBatch) -> int:
-        """Rows that a step is padded to for a graph; 0 = it cannot be one, or has nothing to run."""
+        """Rows that a step is padded to for a graph; 0 = there is none for it, or it has nothing to run."""
+        if not batch.slices:
+            return 0
         single = all(len(s.token_ids) == 1 and s.sample for s in batch.slices)
-        return self.graphs.bucket_of(len(batch.slices)) if single and batch.slices else 0
+        least = 0 if single else self._inputs[0].shape.sequences + 1  # of a graph with chunks, see Form
+        return self.graphs.bucket_of(max(batch.num_tokens, least))
 
     def micro_batches_of(self, bucket: int, agreed: int) -> int:
         """How many a step is run as where the ranks agreed on so many: one if no such graph was captured."""
@@ -143,8 +146,8 @@ class GpuRunner:
 
         Args:
             micro_batches: 1 or 2, the same on every rank; of micro_batches_of().
-            bucket: rows that every rank pads this step of single tokens to, one of `graphs`; 0 = the step is
-              run as it is, at any mix of chunks and tokens.
+            bucket: rows that every rank pads this step to, one of `graphs`, the most that bucket_of() says on
+              any rank; 0 = the step is run as it is.
         Returns: what collect() takes, in the order of launches.
         Raises: ExchangeError if a peer failed; InternalError for a step beyond the shape or the bucket.
         """
@@ -156,12 +159,12 @@ class GpuRunner:
             given.fill(part, self._places, size if bucket else 0)
             for given, part, size in zip(self._inputs, parts, sizes, strict=False)
         ]
-        form = Form(bucket, micro_batches, self._timed(bucket))
+        form = Form(bucket, micro_batches, self._timed(bucket, micro_batches))
         logits = self.graphs.replay(form)[:count] if bucket else self._forward(steps, form)
         self._places = {number: place for place, number in enumerate(numbers)}
         told = self._told[self._launches % STAGES][:count]
         reported = self._sampler.sample(pieces, logits, self._drawn[:count], told)
-        self._clock.end(form.timed, bucket > 0)
+        self._clock.end(form.timed, 0 < bucket <= self._inputs[0].shape.sequences)
         return self._behind(Launched(numbers, [s.number for s in batch.slices if s.sample], told, reported))
 
     def collect(self, launched: Launched) -> list[SampledToken]:
@@ -189,9 +192,10 @@ class GpuRunner:
     def _await(self, what: str) -> None:
         await_device(self._device, self._seconds, what)
 
-    def _timed(self, bucket: int) -> bool:
-        """Whether the next step's phases are timed. Where steps are captured, others are not of interest."""
-        return (bucket > 0 or not self.graphs.buckets) and self._clock.due()
+    def _timed(self, bucket: int, micro_batches: int) -> bool:
+        """Whether the next step's phases are timed. Where steps are captured, those of prompts are not."""
+        form = Form(bucket, micro_batches, timed=True)
+        return (form in self.graphs or not self.graphs.buckets) and self._clock.due()
 
     def _padded(self, form: Form) -> torch.Tensor:
         """The work of a graph. Returns: logits of all rows."""

@@ -2,7 +2,10 @@
 
 Rows are tokens. Sequences that run one token come first, one row each; chunks of prompts follow. A captured
 graph reads the first rows of these tensors whatever the step is: rows that it is padded with are marked by
-slot -1 and length 0. One kernel per step takes all of it there. Units: tokens, blocks.
+slot -1 and length 0. How many sequences run one token is for the device to know where chunks may follow: the
+kernel of single tokens has all sequences, of which the chunks are of length 0 there, and the kernel of
+chunks has all as well, of which single tokens have no rows. One kernel per step takes all of it there.
+Units: tokens, blocks.
 """
 
 from __future__ import annotations
@@ -19,10 +22,11 @@ from ep_server.model.gpu.block_tables import BlockTables, Spans
 from ep_server.model.triton.step_words import Packed, room_for, spread
 from ep_server.records import PENDING_TOKEN, SeqSlice, StepBatch
 
-# ids, sources, positions, slots, lengths, query starts, sampled rows, numbers; the last one holds counts.
-_COLUMNS, _ALIGNED = 9, 32  # words that a column's length is a multiple of
+# ids, sources, positions, slots, lengths, query starts, sampled rows, numbers, counts; lengths and slots of
+# single tokens, slots of chunks.
+_COLUMNS, _ALIGNED = 12, 32  # words that a column's length is a multiple of
 NOT_DRAWN = -1
-_PADDING = np.array([[0], [NOT_DRAWN], [0], [-1], [0], [0], [0], [0], [0]], dtype=np.int32)
+_PADDING = np.array([[0, NOT_DRAWN, 0, -1, 0, 0, 0, 0, 0, 0, -1, -1]], dtype=np.int32).T
 _LOW = (1 << 31) - 1
 
 
@@ -42,14 +46,40 @@ class InputShape:
 
 
 @dataclass(frozen=True, slots=True)
+class Singles:
+    """Sequences that run one token, on the device: among the first D, one row each. int32.
+
+    lengths, slots: [D] as of all of the step; 0 and -1 for what is a chunk, or padding.
+    """
+
+    lengths: torch.Tensor
+    slots: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Sequences that run several tokens, on the device. int32.
+
+    query_start: [S + 1] where the rows of each sequence of the step begin; a single token has none.
+    slots: [T] as of all of the step; -1 for single tokens too.
+    """
+
+    query_start: torch.Tensor
+    slots: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
 class StepTensors:
-    """One step on the device. All int32; T rows, S sequences, of which the first `decode` have one row each.
+    """One step on the device. All int32; T rows, S sequences.
 
     ids: [T] tokens; sources: [T] where a token is one that the last step drew, its place there, else -1.
     numbers: [T] low 31 bits of each row's request. positions: [T].
     slots: [T] place in the cache, block * block_size + offset; -1 = padding.
     blocks: [S, W] tables. lengths: [S] positions that a sequence attends to, its own included; 0 = padding.
-    query_start: [S - decode + 1] rows of the chunks, counted from row `decode`.
+    singles: sequences of one token. chunks: the others; None where there cannot be any.
     sample_rows: [N] rows that are sampled, ascending; None where all rows are.
     live: [1] rows that are no padding; these come first.
     """
@@ -61,8 +91,8 @@ class StepTensors:
     slots: torch.Tensor
     blocks: torch.Tensor
     lengths: torch.Tensor
-    query_start: torch.Tensor
-    decode: int
+    singles: Singles
+    chunks: Chunks | None
     sample_rows: torch.Tensor | None
     live: torch.Tensor
 
@@ -91,28 +121,32 @@ class StepInput:
         return torch.zeros(size, dtype=dtype, pin_memory=self.device.type == "cuda")
 
     def padded(self, rows: int) -> StepTensors:
-        """The step that was filled last, or any later one, as so many rows of single tokens, all sampled.
+        """The step that was filled last, or any later one, as so many rows.
 
-        Only rows that it has, or was padded with, are of it; what lies beyond is of steps before.
+        Up to `shape.sequences` rows are single tokens, all sampled; more may be of chunks too, and as many
+        as there may be sequences are sampled. Only rows that it has, or was padded with, are of it; what lies
+        beyond is of steps before.
         """
-        return self._view(rows, rows, rows, None)
+        sequences = min(rows, self.shape.sequences)
+        mixed = rows > sequences
+        return self._view(rows, sequences, sequences, sequences if mixed else None, chunks=mixed)
 
     def fill(self, batch: StepBatch, drawn: Mapping[int, int], padded: int = 0) -> StepTensors:
         """Sends a step to the device.
 
         Args:
             drawn: place of each request's token among those that the last step drew.
-            padded: rows of a step of single tokens, if more than it has; 0 = none.
+            padded: rows, see padded(); 0 = as many as it has.
         Raises: InternalError for a step beyond the shape, or a token that nobody drew.
         """
         slices = ordered(batch)
         spans = Spans.of(slices)
-        decode = int((spans.sizes == 1).sum())
+        singles = int((spans.sizes == 1).sum())
         tokens, sequences = max(batch.num_tokens, padded), len(slices)
-        if padded:
-            if decode != sequences or sequences > padded or not all(s.sample for s in slices):
-                raise InternalError(f"a step of {batch.num_tokens} tokens is not one of {padded} single ones")
-            decode = sequences = tokens
+        sampled_singles = singles == sequences and all(s.sample for s in slices)
+        fits = batch.num_tokens <= padded and (sampled_singles or padded > self.shape.sequences)
+        if padded and not fits:
+            raise InternalError(f"a step of {batch.num_tokens} tokens is not one of {padded} rows")
         if tokens > self.shape.tokens or sequences > self.shape.sequences:
             raise InternalError(f"a step of {tokens} tokens, {sequences} sequences exceeds {self.shape}")
         host = self._host[self._fills % len(self._host)]
@@ -121,8 +155,10 @@ class StepInput:
         columns = host.numpy()[: _COLUMNS * (tokens + 1)].reshape(_COLUMNS, tokens + 1)
         sampled = _write(columns, slices, spans, _slots(tables, spans, self.shape.block_size), drawn)
         self._send(host, tokens + 1, tables)
-        all_sampled = padded > 0 or sampled == tokens
-        return self._view(tokens, sequences, decode, None if all_sampled else sampled)
+        if padded:
+            return self.padded(padded)
+        rows = None if sampled == tokens else sampled
+        return self._view(tokens, sequences, singles, rows, chunks=singles < sequences)
 
     def _send(self, host: torch.Tensor, rows: int, tables: np.ndarray) -> None:
         """Columns of so many rows, and the tables behind them."""
@@ -131,7 +167,9 @@ class StepInput:
         host.numpy()[used:end] = tables.reshape(-1)
         spread(Packed(host[: room_for(end)], rows, *tables.shape), self._columns, self._blocks)
 
-    def _view(self, tokens: int, sequences: int, decode: int, sampled: int | None) -> StepTensors:
+    def _view(
+        self, tokens: int, sequences: int, singles: int, sampled: int | None, *, chunks: bool
+    ) -> StepTensors:
         columns = self._columns
         return StepTensors(
             ids=columns[0, :tokens],
@@ -141,8 +179,8 @@ class StepInput:
             slots=columns[3, :tokens],
             blocks=self._blocks[:sequences],
             lengths=columns[4, :sequences],
-            query_start=columns[5, : sequences - decode + 1],
-            decode=decode,
+            singles=Singles(columns[9, :singles], columns[10, :singles]),
+            chunks=Chunks(columns[5, : sequences + 1], columns[11, :tokens]) if chunks else None,
             sample_rows=None if sampled is None else columns[6, :sampled],
             live=columns[8, :1],
         )
@@ -165,8 +203,9 @@ def _write(
 ) -> int:
     """The columns of a step; rows that it does not have are padding. Returns: rows sampled."""
     columns[:] = _PADDING
-    ids, sources, positions, places, lengths, starts, samples, numbers, counts = columns
+    ids, sources, positions, places, lengths, starts, samples, numbers, counts, *of_kinds = columns
     count, sizes = len(slots), spans.sizes
+    singles = int((sizes == 1).sum())
     ids[:count] = np.fromiter(chain.from_iterable([s.token_ids for s in slices]), np.int32, count)
     pending = np.flatnonzero(ids[:count] == PENDING_TOKEN)
     if len(pending):
@@ -174,8 +213,11 @@ def _write(
         ids[pending] = 0
     positions[:count], places[:count] = spans.positions, slots
     lengths[: len(slices)] = spans.ends
-    chunks = sizes[sizes > 1].cumsum()
-    starts[1 : len(chunks) + 1] = chunks
+    starts[: singles + 1], starts[singles + 1 :] = singles, count
+    starts[singles + 1 : len(slices) + 1] = singles + sizes[singles:].cumsum()
+    single_lengths, single_slots, chunk_slots = of_kinds
+    single_lengths[:singles], single_slots[:singles] = lengths[:singles], slots[:singles]
+    chunk_slots[singles:count] = slots[singles:]
     rows = (sizes.cumsum() - 1)[np.array([s.sample for s in slices], dtype=bool)]
     samples[: len(rows)] = rows
     numbers[:count] = (np.array(spans.numbers, dtype=np.int64) & _LOW)[spans.rows]

@@ -47,10 +47,9 @@ class StreamedStep:
 
     def __init__(self, step: StepTensors, heads: int, config: LaunchConfig) -> None:
         """config: see launch_config_for(). Raises: InternalError for another shape, dtype or layout."""
-        count = self.count = step.decode
-        positions, slots, lengths, blocks = (
-            each[:count] for each in (step.positions, step.slots, step.lengths, step.blocks)
-        )
+        count = self.count = len(step.singles)
+        positions, blocks = step.positions[:count], step.blocks[:count]
+        slots, lengths = step.singles.slots, step.singles.lengths
         expect_range("splits", config.splits, 1, MAX_SPLITS)
         for name, each in (("positions", positions), ("slots", slots), ("lengths", lengths)):
             expect(name, each, torch.int32, (count,))

@@ -44,12 +44,6 @@ class Rotation:
         expect("positions", self.positions, INTEGERS, (tokens,))
         expect("slots", self.slots, INTEGERS, (tokens,))
 
-    def behind(self, rows: int) -> Rotation:
-        """Of the tokens behind so many."""
-        if not rows:
-            return self
-        return Rotation(self.table, self.positions[rows:], self.slots[rows:], self.interleaved)
-
     def steps(self, dim: int) -> tuple[int, int]:
         """From the first channel of a pair to that of the next pair, and to its second channel."""
         return (2, 1) if self.interleaved else (1, dim // 2)

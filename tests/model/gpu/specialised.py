@@ -25,7 +25,7 @@ from ep_server.model.assembly import LoadParams, load_model
 from ep_server.model.decoder import DecoderParams
 from ep_server.model.gpu import capability, streamed_attention
 from ep_server.model.gpu.decode_kernels import triton_decode
-from ep_server.model.gpu.graphs import buckets_up_to, forms_of
+from ep_server.model.gpu.graphs import captured_forms
 from ep_server.model.gpu.rows import RowsOfSteps
 from ep_server.model.gpu.runner import GpuOptions, GpuRunner
 from ep_server.model.gpu.step_input import InputShape
@@ -171,7 +171,7 @@ def still_runner(folder: Path, rank: Rank) -> GpuRunner:
     cache = KvCache(model.spec, rank.blocks, BLOCK, torch.bfloat16, CPU)
     decoder = DecoderParams(model.spec, model.weights, exchange, cache, model.max_context, model.compute)
     rows = LocalRows() if rank.ranks == 1 else FusedRows(exchange)
-    forms = forms_of(buckets_up_to(rank.sequences), rank.overlap) if rank.graphs else []
+    forms = captured_forms(rank.sequences, rank.tokens, rank.overlap) if rank.graphs else []
     shape = InputShape(rank.tokens, rank.sequences, model.max_context // BLOCK, BLOCK)
     kernels = triton_decode(model.spec.attention, model.max_context, MULTIPROCESSORS)
     options = GpuOptions(shape, RowsOfSteps(rows, rows), tuple(forms), kernels=kernels)

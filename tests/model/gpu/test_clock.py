@@ -64,8 +64,8 @@ def test_the_same_books_as_on_the_cpu(pass_time: Callable[[int], None]) -> None:
     lengths = [sum(ns for _, ns in step) for step in STEPS]
     busy, whole = sum(lengths), bucketed(lengths, stamps.BUCKETS)
     assert clock.read().histograms == expected.histograms() | {"step/device": whole}
-    assert clock.read().sums == expected.sums() | {"step/device": busy, "step/graph_device": 0}
-    assert clock.read().counters == {"device_steps": 2, "graph_device_steps": 0, "timed_steps": 2}
+    assert clock.read().sums == expected.sums() | {"step/device": busy, "step/decode_device": 0}
+    assert clock.read().counters == {"device_steps": 2, "decode_device_steps": 0, "timed_steps": 2}
 
 
 @interpreted
@@ -75,7 +75,7 @@ def test_one_step_in_so_many_has_phases_and_every_one_a_length(pass_time: Callab
     sums = clock.read().sums
     assert clock.read().histograms["step/device"] == bucketed([11] * 7, stamps.BUCKETS)
     assert (sums["step/experts"], sums["step/sample"], sums["step/device"]) == (20, 2, 77)
-    assert clock.read().counters == {"device_steps": 7, "graph_device_steps": 0, "timed_steps": 2}
+    assert clock.read().counters == {"device_steps": 7, "decode_device_steps": 0, "timed_steps": 2}
 
 
 @interpreted
@@ -86,8 +86,8 @@ def test_captured_steps_are_counted_apart_too(pass_time: Callable[[int], None]) 
         pass_time(ns)
         clock.end(False, graph)
     read = clock.read()
-    assert (read.sums["step/device"], read.sums["step/graph_device"]) == (115, 15)
-    assert read.counters == {"device_steps": 3, "graph_device_steps": 2, "timed_steps": 0}
+    assert (read.sums["step/device"], read.sums["step/decode_device"]) == (115, 15)
+    assert read.counters == {"device_steps": 3, "decode_device_steps": 2, "timed_steps": 0}
 
 
 def test_a_clock_that_is_off_takes_no_stamp(monkeypatch: pytest.MonkeyPatch) -> None:

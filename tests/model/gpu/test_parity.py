@@ -139,9 +139,9 @@ class SingleTokens:
     rows = 0
 
     def __init__(self, step: StepTensors, *_: object) -> None:
-        self.count = count = step.decode
-        self.positions, self.slots = step.positions[:count], step.slots[:count]
-        self.sequences = Sequences(step.blocks[:count], step.lengths[:count])
+        self.count = count = len(step.singles)
+        self.positions, self.slots = step.positions[:count], step.singles.slots
+        self.sequences = Sequences(step.blocks[:count], step.singles.lengths)
 
 
 class Together:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import random
 from dataclasses import fields
+from itertools import accumulate
 
 import pytest
 import torch
 
 from ep_server.errors import InternalError
 from ep_server.model.batch import split
-from ep_server.model.gpu.step_input import InputShape, StepInput, StepTensors, sampled_slices
+from ep_server.model.gpu.step_input import InputShape, StepInput, StepTensors, ordered, sampled_slices
 from ep_server.records import PENDING_TOKEN, SeqSlice, StepBatch
 from tests.model.triton.harness import DEVICE
 
 SHAPE = InputShape(tokens=40, sequences=9, blocks=12, block_size=4)
+ROWS = 24  # more than sequences: chunks may be among them
 
 
 def batch_of(*sizes: tuple[int, int, bool], seed: int = 0) -> StepBatch:
@@ -48,9 +50,10 @@ def test_as_the_cpu_engine_has_it(batch: StepBatch) -> None:
     assert step.ids.tolist() == expected.token_ids.tolist()
     assert step.sources.tolist() == [-1] * len(step.ids)
     assert step.positions.tolist() == at.positions.tolist() and step.slots.tolist() == at.slots.tolist()
-    assert step.lengths.tolist() == list(at.context) and step.decode == at.num_decode
-    chunks = [start - at.query_start[step.decode] for start in at.query_start[step.decode :]]
-    assert step.query_start.tolist() == chunks
+    assert step.lengths.tolist() == list(at.context)
+    kinds_agree(step, at.num_decode, batch.num_tokens)
+    if step.chunks is not None:
+        assert step.chunks.query_start[at.num_decode :].tolist() == list(at.query_start[at.num_decode :])
     for row, length in enumerate(at.context):
         held = -(-length // SHAPE.block_size)
         assert step.blocks[row, :held].tolist() == at.blocks[row, :held].tolist()
@@ -60,19 +63,62 @@ def test_as_the_cpu_engine_has_it(batch: StepBatch) -> None:
     assert step.live.tolist() == [batch.num_tokens]
 
 
+def kinds_agree(step: StepTensors, singles: int, rows: int) -> None:
+    """The kernels of single tokens and of chunks are told of all sequences once between them."""
+    slots, own = step.slots.tolist(), step.singles
+    padding = len(own) - singles
+    assert own.lengths.tolist() == step.lengths[:singles].tolist() + [0] * padding
+    assert own.slots.tolist() == slots[:singles] + [-1] * padding
+    if step.chunks is None:
+        assert singles == rows
+        return
+    assert step.chunks.slots.tolist() == [-1] * singles + slots[singles:]
+    starts = step.chunks.query_start.tolist()
+    assert starts[: singles + 1] == [singles] * (singles + 1)
+    assert starts[-1] == rows and starts == sorted(starts)
+
+
+def test_a_bucket_of_more_rows_than_sequences_has_room_for_chunks() -> None:
+    """Where all of it lies does not depend on how many sequences run one token."""
+    given, seen_at = StepInput(SHAPE, DEVICE), set[tuple[int, ...]]()
+    for sizes in ([(20, 1, True)] * 8, [(5, 1, True), (3, 6, True), (0, 4, False), (7, 1, True)], []):
+        batch = batch_of(*sizes)
+        step, singles = given.fill(batch, {}, padded=ROWS), sum(count == 1 for _, count, _ in sizes)
+        seen_at.add(tuple(x.data_ptr() for x in seen(step)))
+        assert (step.tokens, len(step.lengths), len(step.singles)) == (ROWS, SHAPE.sequences, SHAPE.sequences)
+        kinds_agree(step, singles, batch.num_tokens)
+        chunks = [start + count for start, count, _ in sizes if count > 1]
+        unused = SHAPE.sequences - len(sizes)
+        assert step.lengths[singles:].tolist() == chunks + [0] * unused
+        assert step.slots[batch.num_tokens :].tolist() == [-1] * (ROWS - batch.num_tokens)
+        assert step.sample_rows is not None and len(step.sample_rows) == SHAPE.sequences
+        rows = [row for row, piece in last_rows(batch) if piece.sample]
+        assert step.sample_rows[: len(rows)].tolist() == rows and step.live.tolist() == [batch.num_tokens]
+    assert len(seen_at) == 1
+
+
+def last_rows(batch: StepBatch) -> list[tuple[int, SeqSlice]]:
+    """Of each sequence, in the order of the rows."""
+    pieces = ordered(batch)
+    ends = accumulate(len(piece.token_ids) for piece in pieces)
+    return [(end - 1, piece) for end, piece in zip(ends, pieces, strict=True)]
+
+
 def test_rows_up_to_the_bucket_are_padding() -> None:
     given = StepInput(SHAPE, DEVICE)
     given.fill(batch_of(*[(20, 1, True)] * 8), {})  # what the memory held before
     step = given.fill(batch_of((5, 1, True), (0, 1, True)), {}, padded=4)
     assert [x.data_ptr() for x in seen(step)] == [x.data_ptr() for x in seen(given.padded(4))]
-    assert (step.tokens, step.decode, step.sample_rows) == (4, 4, None)
+    assert (step.tokens, len(step.singles), step.chunks, step.sample_rows) == (4, 4, None, None)
     assert step.slots[2:].tolist() == [-1, -1] and step.lengths.tolist() == [6, 1, 0, 0]
     assert step.live.tolist() == [2] and step.ids[2:].tolist() == [0, 0] and step.sources.tolist() == [-1] * 4
 
 
 def seen(step: StepTensors) -> list[torch.Tensor]:
     """What a captured graph reads."""
-    return [part for field in fields(step) if isinstance(part := getattr(step, field.name), torch.Tensor)]
+    parts = [step, step.singles, *([step.chunks] if step.chunks else [])]
+    values = [getattr(part, field.name) for part in parts for field in fields(part)]
+    return [value for value in values if isinstance(value, torch.Tensor)]
 
 
 @pytest.mark.parametrize("before", [None, batch_of(*[(20, 1, True)] * 9)], ids=("new", "used"))
@@ -148,7 +194,7 @@ def test_a_token_in_flight_is_named_by_its_place() -> None:
     ids=("too-many", "chunk", "unsampled"),
 )
 def test_a_bucket_is_of_single_tokens(batch: StepBatch) -> None:
-    with pytest.raises(InternalError, match="is not one of 4 single ones"):
+    with pytest.raises(InternalError, match="is not one of 4 rows"):
         StepInput(SHAPE, DEVICE).fill(batch, {}, padded=4)
 
 

@@ -14,7 +14,7 @@ from ep_server.errors import InternalError
 from ep_server.model.families.spec import GqaSpec
 from ep_server.model.gpu import capability
 from ep_server.model.gpu.graphs import buckets_up_to
-from ep_server.model.gpu.step_input import StepTensors
+from ep_server.model.gpu.step_input import Singles, StepTensors
 from ep_server.model.gpu.streamed_attention import (
     LaunchConfig,
     StreamedAttention,
@@ -38,7 +38,7 @@ def step_of(table: torch.Tensor, count: int, strides: tuple[int, int]) -> StepTe
     """Tables of three blocks that lie in `table`."""
     row = torch.zeros(count, dtype=torch.int32)
     blocks = table.as_strided((count, 3), strides)
-    return StepTensors(row, row, row, row, row, blocks, row, row, count, None, row)
+    return StepTensors(row, row, row, row, row, blocks, row, Singles(row, row), None, None, row)
 
 
 @pytest.mark.parametrize(
@@ -126,7 +126,12 @@ def test_so_are_tables_and_norms(table: torch.Tensor, weight: torch.Tensor, wron
 )
 def test_so_is_a_step_of_other_numbers(name: str, other: torch.Tensor) -> None:
     row, blocks = torch.zeros(4, dtype=torch.int32), torch.zeros(4, 3, dtype=torch.int32)
-    step = replace(StepTensors(row, row, row, row, row, blocks, row, row, 4, None, row), **{name: other})
+    singles = Singles(row, row)
+    if name in ("slots", "lengths"):
+        singles = replace(singles, **{name: other})
+    step = StepTensors(row, row, row, row, row, blocks, row, singles, None, None, row)
+    if name not in ("slots", "lengths"):
+        step = replace(step, **{name: other})
     with pytest.raises(InternalError, match=f"^{name}: "):
         StreamedStep(step, 32, ONE)
 
