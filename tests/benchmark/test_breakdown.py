@@ -135,17 +135,17 @@ def test_a_device_tells_its_phases_and_when_it_was_idle(short_steps: int) -> Non
 
 
 def captured(mixed: int, decoding: int, timed: int) -> RankStatistics:
-    """Steps beside prompts of 100 ns, 90 of them on the device; captured ones of 40 and 35. Their phases take
-    1, 2 ... 6 ns, and three times as long in those that are timed: 63 ns."""
+    """Steps beside prompts of 100 ns, 90 of them on the device; captured ones of single tokens of 40 and 35.
+    Their phases take 1, 2 ... 6 ns, and three times as long in those that are timed: 63 ns."""
     told = on_device(mixed, decoding)
     phases = {f"step/{name}": 3 * timed * (i + 1) for i, name in enumerate(PHASES)}
-    graph = {"step/graph": 40 * decoding, "step/graph_device": 35 * decoding}
+    alone = {"step/decode": 40 * decoding, "step/decode_device": 35 * decoding}
     whole = {"step/total": 100 * mixed + 40 * decoding, "step/device": 90 * mixed + 35 * decoding}
-    counters = {"graph_steps": decoding, "graph_device_steps": decoding, "timed_steps": timed}
+    counters = {"decode_steps": decoding, "decode_device_steps": decoding, "timed_steps": timed}
     return replace(
         told,
-        sums={**told.sums, **phases, **graph, **whole},
-        counters={**told.counters, **counters, "graph_tokens": 3 * decoding},
+        sums={**told.sums, **phases, **alone, **whole},
+        counters={**told.counters, **counters, "decode_tokens": 3 * decoding},
     )
 
 
