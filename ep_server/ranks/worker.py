@@ -82,7 +82,8 @@ class RankWorker:
         """One step with all other ranks; False once it was the last.
 
         On exit: every message read is obeyed, and the tokens of the step are on their way to the front, or
-        those of the one `ahead` steps before it. A batch that was planned when the group stopped is not run.
+        those of the one `ahead` steps before it. A batch that was planned when the group stopped is not run,
+        nor a step in which no rank has a token: all then depends on those in flight.
         """
         start = self._clock()
         self._obey(self._channel.poll())
@@ -90,13 +91,14 @@ class RankWorker:
         planned = self._clock()
         verdict = self._vote(batch)
         voted = self._clock()
-        if verdict.run:
+        run = verdict.run and any(verdict.tokens)
+        if run:
             self._meter.began(batch, planned)
             bucket = verdict.bucket if verdict.graph else 0
             count = self._runner.micro_batches_of(bucket, verdict.micro_batches)
             launched = self._runner.launch(batch, count, bucket)
             self._flying.append(_Flying(batch, launched, bucket, count, (start, planned, voted)))
-        while self._flying and (len(self._flying) > self._ahead or not verdict.run):
+        while self._flying and (len(self._flying) > self._ahead or not run):
             self._land(self._flying.popleft())
         if verdict.park:
             self._park()
