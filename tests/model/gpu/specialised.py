@@ -11,6 +11,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -104,14 +105,26 @@ def recorded() -> Iterator[set[Launch]]:
 
 def specialisation(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Launch:
     """All that two launches of the same machine code have in common."""
-    params = JITFunction(kernel.fn, **kernel.kwargs).params
-    bound = dict(zip([p.name for p in params], args, strict=False)) | kwargs
+    params = _parameters(kernel)
+    bound = dict(zip([name for name, *_ in params], args, strict=False)) | kwargs
     key: list[object] = [kernel.__name__]
-    for p in params:
-        value = bound.pop(p.name)
-        aligned = not (p.do_not_specialize or p.do_not_specialize_on_alignment)
-        key.append((p.name, *_of(value, p.is_constexpr, not p.do_not_specialize, aligned)))
+    for name, constant, number, aligned in params:
+        key.append((name, *_of(bound.pop(name), constant, number, aligned)))
     return (*key, *sorted(bound.items()))  # what is left are options, as the number of warps
+
+
+@cache
+def _parameters(kernel: Any) -> list[tuple[str, bool, bool, bool]]:
+    """Of each: name, whether it is a constant, and whether being 1 or divisible by 16 makes other code."""
+    return [
+        (
+            p.name,
+            p.is_constexpr,
+            not p.do_not_specialize,
+            not (p.do_not_specialize or p.do_not_specialize_on_alignment),
+        )
+        for p in JITFunction(kernel.fn, **kernel.kwargs).params  # which reads the kernel's source anew
+    ]
 
 
 def _of(value: Any, constant: bool, number: bool, aligned: bool) -> tuple[object, ...]:
