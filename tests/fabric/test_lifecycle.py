@@ -35,9 +35,7 @@ def cold_start(folder: Path) -> None:
     run_ranks(begins, RANKS, spec, 60, ends=ends(folder, RANKS, loopback()))
 
 
-@pytest.mark.parametrize(
-    "times", [10, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])]
-)
+@pytest.mark.parametrize("times", [3, pytest.param(100, marks=[pytest.mark.slow, pytest.mark.timeout(1800)])])
 def test_sixteen_ranks_start_at_once(times: int, tmp_path: Path) -> None:
     needs("system")
     for turn in range(times):

@@ -49,9 +49,6 @@ RANKS = {
     "latent, alone": Rank(MLA, overlap="on"),
 }
 
-QUICK = {"alone", "on Hopper", "of two, two micro-batches", "few sequences", "without graphs"}
-NAMES = [pytest.param(name, marks=[pytest.mark.slow] * (name not in QUICK)) for name in RANKS]
-
 
 def started(folder: Path, rank: Rank) -> GpuRunner:
     """What build_rank does with a runner before the rank is ready."""
@@ -96,7 +93,7 @@ def request(number: int) -> Request:
     return Request(f"r{number}", number, (0,) * PROMPT, sampling, Stopping(9))
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", RANKS)
 def test_traffic_needs_no_kernel_that_is_not_there(name: str, tmp_path: Path) -> None:
     rank, rng = RANKS[name], random.Random(7)
     on = kernels_for_hopper() if rank.streamed else nullcontext()

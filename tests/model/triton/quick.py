@@ -5,6 +5,7 @@ Written for the version in constraints.txt; what another one does differently sh
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -37,6 +38,22 @@ class _OncePerLaunch:
 
         scope.restore = end
         return scope
+
+
+class _Builtins:
+    """Replaces _patch_builtin, which looks through all names of a module for its builtins each time."""
+
+    def __init__(self) -> None:
+        self._names: dict[Any, list[str]] = {}
+
+    def __call__(self, holder: Any, builder: Any, scope: Any) -> None:
+        if holder not in self._names:  # nothing of it is patched yet
+            members = inspect.getmembers(holder)
+            self._names[holder] = [name for name, member in members if tl.core.is_builtin(member)]
+        for name in self._names[holder]:
+            member = getattr(holder, name)
+            if tl.core.is_builtin(member):
+                interpreter._patch_attr(holder, name, member, builder, scope)
 
 
 class _Types:
@@ -85,6 +102,7 @@ def make_quick() -> None:
     if isinstance(interpreter._patch_lang, _OncePerLaunch):
         return
     interpreter._patch_lang = _OncePerLaunch(interpreter._patch_lang)
+    interpreter._patch_builtin = _Builtins()
     options = interpreter.interpreter_builder.options
     assert not options.debug, "overflows are looked for, and then nobody is told"
     interpreter.interpreter_builder.options = replace(options, sanitize_overflow=False)
