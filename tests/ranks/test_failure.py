@@ -11,6 +11,7 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,7 @@ from tests.harness.checkpoints import Tiny
 from tests.harness.rank_group import Leftovers, Recorder, alive, greedy, rank_config
 
 ODD = "tests.harness.odd_rank"
-QUICK = LaunchTiming(start_stall=1.0, grace=0.2, term=0.2)
+QUICK = LaunchTiming(start_stall=60.0, grace=0.2, term=0.2)
 
 
 @asynccontextmanager
@@ -223,7 +224,8 @@ async def test_a_rank_that_fails_while_loading_says_why(tiny: Tiny, tmp_path: Pa
 )
 async def test_a_process_that_is_no_rank(tiny: Tiny, fault: str, expected: str) -> None:
     config = rank_config(tiny.path, 1, model__name=fault)
-    message = await started(config, module=ODD, timing=QUICK)
+    timing = replace(QUICK, start_stall=1.0) if fault == "silent" else QUICK
+    message = await started(config, module=ODD, timing=timing)
     assert message.startswith(expected)
 
 
