@@ -1,6 +1,7 @@
 """Requests of every kind that join, are cancelled and preempted with steps in flight: all get their tokens.
 
-Those are what it gets alone. Steps are captured in both forms, or too large for any graph.
+Those are what it gets alone. Steps are captured in both forms, also with chunks of prompts, and at times in
+a larger bucket than they need, as another rank's; or they are too large for any graph.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import torch
 
 from ep_server.model.gpu.graphs import Form
 from ep_server.model.gpu.runner import GpuRunner
-from ep_server.records import Request, Sampling, Stopping, TokenEvent
+from ep_server.records import Request, Sampling, StepBatch, Stopping, TokenEvent
 from ep_server.scheduler import RankScheduler, SchedulerLimits
 from tests.model.driver import BLOCK
 from tests.model.gpu import watched
@@ -26,7 +27,8 @@ pytestmark = pytest.mark.filterwarnings(
 )  # numpy, of what is masked, in the interpreter
 VOCAB, COUNT = 200, 5
 SEEDS = [203, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (201, 202, 204))]
-FORMS = (Form(1), Form(2), Form(2, 2), Form(4), Form(4, 2))
+MIXED = 14  # rows of a bucket for chunks too: more than sequences
+FORMS = (Form(1), Form(2), Form(2, 2), Form(4), Form(4, 2), Form(MIXED))
 KINDS = (
     *({**kind, "allowed_token_ids": kind.get("allowed_token_ids", ())[:66]} for kind in watched.SAMPLING),
     {"temperature": 0.8, "seed": 3, "top_p": 0.7},
@@ -63,7 +65,7 @@ class Driven:
     def step(self) -> None:
         self.forget(self.scheduler.freed())
         batch = self.scheduler.plan()
-        bucket = self.runner.bucket_of(batch) if self.rng else 0
+        bucket = self.bucket_of(batch)
         agreed = self.rng.choice((1, 2)) if self.rng else 1
         count = self.runner.micro_batches_of(bucket, agreed)
         self.flying.append((batch, self.runner.launch(batch, count, bucket)))
@@ -74,6 +76,12 @@ class Driven:
                 self.tokens.setdefault(event.number, []).append(event)
             self.forget([event.number for event in events if event.finish is not None])
             self.forget(self.scheduler.freed())
+
+    def bucket_of(self, batch: StepBatch) -> int:
+        if self.rng is None:
+            return 0
+        own = self.runner.bucket_of(batch)
+        return MIXED if self.rng.random() < 0.25 and (own or not batch.slices) else own
 
     def forget(self, numbers: Iterable[int]) -> None:
         for number in numbers:
