@@ -164,7 +164,7 @@ class MetricsConfig:
     )
     device_phases: int = option(
         0,
-        "on GPUs, time the phases of one in so many captured steps; 0 = none, phases are not exported then",
+        "on GPUs, time the phases of one in so many captured steps of single tokens; 0 = none are timed",
         low=0,
         high=1_000_000,
     )

@@ -123,7 +123,7 @@ def less(long: Steps, short: Steps) -> Steps | None:
     """The steps that a longer run took beyond a shorter one of the same requests, or None if it took none.
 
     Both have the same prefill, so what is left is decoding alone. A device tells its phases of captured steps
-    alone, which are decoding: their times are those of the longer run, and nothing is subtracted from them,
+    of single tokens alone: their times are those of the longer run, and nothing is subtracted from them,
     since steps of prefill differ between the runs by what else is in them.
     """
     count = long.count - short.count
@@ -176,7 +176,7 @@ def _on_device(timed: Mapping[str, float], seconds: float, busy: float) -> dict[
 def _decode_steps(
     before: Reports, after: Reports, per_step: Callable[[str, str], float]
 ) -> DecodeSteps | None:
-    """Means over ranks and their captured steps; None if there were none. per_step: see _phases."""
+    """Means over ranks and their captured steps of single tokens; None if there were none."""
     count = min(_added(before, after, rank, "counters", "decode_steps") for rank in after)
     if count < 1:
         return None

@@ -132,7 +132,7 @@ class CudaDevice:
         return Built(runner, blocks, exchange.memory_bytes, chosen.named)
 
     def prepare(self, runner: Any, progress: Progress) -> None:
-        """Captures a graph for each form of a decode step. Raises: StartupError where they do not fit."""
+        """Captures a graph for each form of a step. Raises: StartupError where they do not fit."""
         from ep_server.model.gpu.memory import room_for_steps
 
         with room_for_steps(self.device, self._sizes):

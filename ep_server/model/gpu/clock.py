@@ -42,9 +42,8 @@ class DeviceClock:
         self.every = every
         self._steps = 0
         self._marks = torch.zeros(2, dtype=torch.int64, device=device)
-        self._busy = torch.zeros(
-            2, 2, dtype=torch.int64, device=device
-        )  # of others, of captured decode steps
+        # Of others, of captured ones of single tokens.
+        self._busy = torch.zeros(2, 2, dtype=torch.int64, device=device)
         self._step, self._sums = (torch.zeros(len(Phase), dtype=torch.int64, device=device) for _ in range(2))
         # Of each phase, and in the last row of whole steps.
         self._counts = torch.zeros(len(Phase) + 1, stamps.BUCKETS, dtype=torch.int64, device=device)

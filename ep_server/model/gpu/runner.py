@@ -51,9 +51,9 @@ class Launched:
 
 @dataclass(frozen=True, slots=True)
 class GpuOptions:
-    """shape: of the largest step. forms: of the steps of single tokens that are captured, if any.
+    """shape: of the largest step. forms: of the steps that are captured, if any.
 
-    rows: how they travel. timed_every: see DeviceClock; captured steps only, if there are forms.
+    rows: how they travel. timed_every: see DeviceClock; only steps of timed forms, if there are forms.
     kernels: of attention with one token per sequence; Triton's if None.
     """
 
