@@ -35,7 +35,7 @@ def config(ranks: int, **values: object) -> Config:
     return Config.load(flags=flags, environ={})
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float32", marks=pytest.mark.slow)])
 async def test_it_foretells_what_a_server_reports(dtype: str) -> None:
     ports = {"grpc__port": 0, "metrics__port": 0}
     served = config(3, model__dtype=dtype, scheduler__kv_fraction=0.01, **ports)
