@@ -150,7 +150,7 @@ def tiles_for(rows_per_expert: int, *, gated: bool, dtype: torch.dtype, fp8: boo
     most = rows_per_expert + 2.5 * rows_per_expert**0.5
     n = 64 if gated else 128
     if fp8:
-        return _tiles_of_fp8(most, n)
+        return _tiles_of_fp8(most, gated)
     if most <= 16:
         return Tiles(16, 128, 128, 4, 3, 1 if gated else 2)
     if most <= 32:
@@ -160,11 +160,13 @@ def tiles_for(rows_per_expert: int, *, gated: bool, dtype: torch.dtype, fp8: boo
     return Tiles(128, n, 64, 8, 4, 1)
 
 
-def _tiles_of_fp8(most: float, n: int) -> Tiles:
+def _tiles_of_fp8(most: float, gated: bool) -> Tiles:
+    """Where an H200 was fastest (docs/experiments.md); codes are widened by each program that reads them."""
+    n = 64 if gated else 128
     if most <= 16:
         return Tiles(16, n, 128, 4, 3, 3)
     if most <= 32:
-        return Tiles(32, n, 128, 8, 3, 1)
+        return Tiles(32, 64, 128, 4, 3, 3 if gated else 4)
     if most <= 96:
-        return Tiles(64, n, 64, 8, 3, 1)
+        return Tiles(32, 64, 64, 4, 4, 4) if gated else Tiles(32, 64, 128, 4, 3, 4)
     return Tiles(128, n, 64, 8, 4, 1)
