@@ -158,5 +158,6 @@ class GpuDecoder:
         if not wanted or not len(step.singles):
             return None
         assert isinstance(spec, GqaSpec) and isinstance(kernels, TritonDecode)
-        config = launch_config_for(len(step.singles), spec.kv_heads, kernels.num_sms, kernels.longest)
+        sizes = len(step.singles), spec.kv_heads, kernels.num_sms, kernels.longest
+        config = launch_config_for(*sizes, mixed=step.chunks is not None)
         return StreamedStep(step, spec.heads, config)

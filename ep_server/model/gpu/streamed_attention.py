@@ -177,16 +177,24 @@ def shape_obstacle(spec: GqaSpec, block_size: int) -> str:
     return next((text for applies, text in limits if applies), "")
 
 
-def launch_config_for(sequences: int, kv_heads: int, num_sms: int, longest: int) -> LaunchConfig:
+def launch_config_for(
+    sequences: int, kv_heads: int, num_sms: int, longest: int, *, mixed: bool = False
+) -> LaunchConfig:
     """A team for each (sequence, KV head) at once, where a multiprocessor's warps are enough.
 
     longest: context, tokens. Contexts are cut only where there are not half as many (sequence, KV head) as
     multiprocessors: the kernel that joins them takes longer than what is saved where contexts are short.
     Parts are a power of two: Triton compiles what joins them for each, and buckets of sequences, which run
     before there is traffic, have all.
+
+    Args:
+        mixed: chunks of prompts may be among the sequences. How many run one token only the device knows then,
+          and one of a long context would have few of its warps: each has all of a block.
     """
     items = max(sequences * kv_heads, 1)
     most = max(min(num_sms // items, longest // _LEAST_SPLIT, MAX_SPLITS), 1)
     splits = 1 << most.bit_length() - 1
+    if mixed:
+        return LaunchConfig(_WARPS, num_sms, splits)
     each = -(-items * splits // max(num_sms, 1))  # of a multiprocessor; interpreted: 0
     return LaunchConfig(max(_WARPS >> (each - 1).bit_length(), 1), num_sms, splits)

@@ -60,6 +60,7 @@ def step_of(table: torch.Tensor, count: int, strides: tuple[int, int]) -> StepTe
 )
 def test_contexts_are_cut_where_blocks_are_few(sequences: int, longest: int, wanted: LaunchConfig) -> None:
     assert launch_config_for(sequences, 4, 132, longest) == wanted
+    assert launch_config_for(sequences, 4, 132, longest, mixed=True) == replace(wanted, team=8)
 
 
 @pytest.mark.parametrize("longest", [320, 4096, 40960, 1 << 20])
