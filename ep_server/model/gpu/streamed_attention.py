@@ -188,8 +188,8 @@ def launch_config_for(
     before there is traffic, have all.
 
     Args:
-        mixed: chunks of prompts may be among the sequences. How many run one token only the device knows then,
-          and one of a long context would have few of its warps: each has all of a block.
+        mixed: chunks of prompts may be among the sequences. How many run one token only the device knows
+          then, and one of a long context would have few of its warps: each has all of a block.
     """
     items = max(sequences * kv_heads, 1)
     most = max(min(num_sms // items, longest // _LEAST_SPLIT, MAX_SPLITS), 1)
