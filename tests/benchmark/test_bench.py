@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -195,15 +196,24 @@ async def test_a_reader_that_cannot_start_is_named() -> None:
 
 def test_control_c_ends_all_processes_without_a_word(tmp_path: Path) -> None:
     """Sent to the whole group, as a terminal does, while a server of its own answers its clients."""
-    command = [sys.executable, "-m", "ep_server", "bench", "--model", str(DEMO), "--requests", "100000"]
+    heard = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # a job behind & is deaf
+    )
+    run = "import runpy; runpy.run_module('ep_server', run_name='__main__', alter_sys=True)"
+    command = [sys.executable, "-c", f"{heard}; {run}", "bench", "--model", str(DEMO), "--requests", "100000"]
     with (tmp_path / "err").open("w+b") as err:
         process = subprocess.Popen(command, stdout=err, stderr=err, start_new_session=True)
-        begin = time.monotonic()
-        while b"warm-up: 1/1" not in (tmp_path / "err").read_bytes() and time.monotonic() < begin + WAIT:
-            time.sleep(0.05)
-        time.sleep(0.3)  # for requests to be under way; sooner is right as well
-        os.killpg(process.pid, signal.SIGINT)
-        assert process.wait(WAIT) == 130
+        try:
+            begin = time.monotonic()
+            while b"warm-up: 1/1" not in (tmp_path / "err").read_bytes() and time.monotonic() < begin + WAIT:
+                time.sleep(0.05)
+            time.sleep(0.3)  # for requests to be under way; sooner is right as well
+            os.killpg(process.pid, signal.SIGINT)
+            assert process.wait(WAIT) == 130
+        finally:
+            with suppress(ProcessLookupError):  # whoever is left would run for hours
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait(WAIT)
         said = (tmp_path / "err").read_text()
     assert "warm-up: 1/1" in said and "Traceback" not in said and "error" not in said
 
