@@ -233,6 +233,7 @@ class RankScheduler:
                 if blocked:
                     continue
                 seq = head
+                self._overtake(begun, seq)
             elif begun:
                 seq = begun.pop(0)
             else:
@@ -244,6 +245,15 @@ class RankScheduler:
             going.append(seq)
             left -= end - start
         return budget - left
+
+    def _overtake(self, begun: list[ScheduledSequence], by: ScheduledSequence) -> None:
+        """Counts against the oldest of those with prompts half run, as the queue does for those that wait."""
+        oldest = min(begun, key=lambda seq: seq.arrival, default=by)
+        if oldest.arrival < by.arrival and not oldest.urgent:
+            oldest.overtaken += 1
+            if oldest.overtaken >= self.limits.max_overtakes:
+                oldest.urgent = True
+                begun.sort(key=lambda seq: seq.order)
 
     def _admit(self, seq: ScheduledSequence) -> bool:
         """Takes the head off the queue and gives it its blocks; False if it must wait."""

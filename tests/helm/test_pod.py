@@ -28,8 +28,8 @@ with Client(sys.argv[1]) as client:
     count = 0
     for event in client.generate([1, 2, 3], max_new_tokens=int(sys.argv[2]), ignore_eos=True):
         if event.WhichOneof("event") == "tokens":
+            print("streaming", flush=True) if count == 0 else None
             count += len(event.tokens.token_ids)
-            print("streaming", flush=True) if count == 1 else None
     print(count)
 """
 

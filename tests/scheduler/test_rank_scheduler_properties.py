@@ -179,6 +179,21 @@ def test_slices_of_a_sequence_join_without_gap_or_overlap(workload):
         assert restarts == most or (chosen.ahead and len(added) <= restarts < most)
 
 
+def test_a_prompt_half_run_does_not_wait_for_ever():
+    """It was admitted where there was room for some of its tokens, and later ones go first since then."""
+    limits = SchedulerLimits(
+        max_running=5, max_step_tokens=5, block_size=3, kv_blocks=10, prefix_cache=False,
+        max_context=1000, max_overtakes=3, ahead=1,
+    )  # fmt: skip
+    rank = SimulatedRank(limits)
+    rank.add(make_request(0, [0] * 5, max_new=1, priority=-9))
+    for number in range(1, 41, 2):
+        for each in (number, number + 1):
+            rank.add(make_request(each, [1] * 3, max_new=1, priority=9))
+        rank.step()
+    assert rank.events[0][-1].finish
+
+
 @settings(max_examples=60)
 @given(workloads(), st.data())
 def test_nobody_waits_for_ever(workload, data):
