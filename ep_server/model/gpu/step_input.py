@@ -143,9 +143,7 @@ class StepInput:
         spans = Spans.of(slices)
         singles = int((spans.sizes == 1).sum())
         tokens, sequences = max(batch.num_tokens, padded), len(slices)
-        sampled_singles = singles == sequences and all(s.sample for s in slices)
-        fits = batch.num_tokens <= padded and (sampled_singles or padded > self.shape.sequences)
-        if padded and not fits:
+        if padded and not self._fits(batch, singles, padded):
             raise InternalError(f"a step of {batch.num_tokens} tokens is not one of {padded} rows")
         if tokens > self.shape.tokens or sequences > self.shape.sequences:
             raise InternalError(f"a step of {tokens} tokens, {sequences} sequences exceeds {self.shape}")
@@ -159,6 +157,14 @@ class StepInput:
             return self.padded(padded)
         rows = None if sampled == tokens else sampled
         return self._view(tokens, sequences, singles, rows, chunks=singles < sequences)
+
+    def _fits(self, batch: StepBatch, singles: int, rows: int) -> bool:
+        """Whether a step may be padded to so many rows, see padded()."""
+        if batch.num_tokens > rows:
+            return False
+        if rows > self.shape.sequences:  # chunks may be among them
+            return True
+        return singles == len(batch.slices) and all(piece.sample for piece in batch.slices)
 
     def _send(self, host: torch.Tensor, rows: int, tables: np.ndarray) -> None:
         """Columns of so many rows, and the tables behind them."""
