@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from importlib.metadata import version
 from pathlib import Path
 
@@ -67,7 +67,12 @@ def measured(case: Case) -> list[list[Row]]:
     context = multiprocessing.get_context("spawn")
     with context.Manager() as manager, ProcessPoolExecutor(case.ranks, context) as pool:
         barrier = manager.Barrier(case.ranks)
-        return [one.result() for one in [pool.submit(measure, case, r, barrier) for r in range(case.ranks)]]
+        jobs = [pool.submit(measure, case, rank, barrier) for rank in range(case.ranks)]
+        for job in wait(jobs, return_when=FIRST_EXCEPTION).done:
+            if job.exception() is not None:
+                barrier.abort()  # the others would wait for this rank
+                job.result()
+        return [job.result() for job in jobs]
 
 
 def report(ranks: Sequence[Sequence[Row]]) -> None:

@@ -8,7 +8,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
 from dataclasses import dataclass
+from io import FileIO
 from pathlib import Path
 from typing import Any
 
@@ -73,26 +75,24 @@ class Rank:
 
     def reading(self) -> None:
         """Pieces of what it owns, into one buffer for each thread."""
-        opened = {shard: os.open(shard, os.O_RDONLY) for shard in self.checkpoint.shards}
         local = threading.local()
 
-        def read(piece: tuple[int, int, int]) -> None:
-            file, begin, end = piece
+        def read(piece: tuple[FileIO, int, int]) -> None:
             if not hasattr(local, "buffer"):
                 local.buffer = memoryview(bytearray(CHUNK_BYTES))
-            while begin < end:
-                begin += os.preadv(file, [local.buffer[: end - begin]], begin)
+            read_piece(local.buffer, *piece)
 
-        pieces = [
-            (opened[one.file], one.begin + at, one.begin + min(at + CHUNK_BYTES, one.nbytes))
-            for one in self.own
-            for at in range(0, one.nbytes, CHUNK_BYTES)
-        ]
-        with ThreadPoolExecutor(self.case.threads) as pool:
-            for _ in pool.map(read, pieces, chunksize=8):
-                pass
-        for file in opened.values():
-            os.close(file)
+        with ExitStack() as closing:
+            shards = self.checkpoint.shards
+            opened = {shard: closing.enter_context(shard.open("rb", buffering=0)) for shard in shards}
+            pieces = [
+                (opened[one.file], one.begin + at, one.begin + min(at + CHUNK_BYTES, one.nbytes))
+                for one in self.own
+                for at in range(0, one.nbytes, CHUNK_BYTES)
+            ]
+            with ThreadPoolExecutor(self.case.threads) as pool:
+                for _ in pool.map(read, pieces, chunksize=8):
+                    pass
 
     def copying(self) -> Callable[[], None]:
         """The host's buffer is pinned before the time begins."""
@@ -173,6 +173,17 @@ class Rank:
             os.fsync(file)
             os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
             os.close(file)
+
+
+def read_piece(buffer: memoryview, file: FileIO, begin: int, end: int) -> None:
+    """Bytes from `begin` up to `end`, each read to the buffer's front. Raises: OSError if the file ends."""
+    at = begin
+    while at < end:
+        count = os.preadv(file.fileno(), [buffer[: end - at]], at)
+        if not count:
+            held = os.fstat(file.fileno()).st_size
+            raise OSError(f"{file.name}: bytes {begin} to {end} are wanted, it ends at byte {held}")
+        at += count
 
 
 def timed(rank: Rank, barrier: Any, name: str, run: Callable[[], Any], check: Check | None = None) -> Row:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.load_checkpoint import planned
+from benchmarks.load_rank import read_piece
 from ep_server.model.families import read_spec
 from tests.harness.checkpoints import CASES, random_model
 
@@ -40,3 +42,14 @@ def test_every_way_is_timed_and_its_bytes_counted(tmp_path: Path) -> None:
     assert [row[0] for row in table] == ["reading", "copying", "safetensors", "mapped-x1", "mapped", "engine"]
     assert {row[1] for row in table} == {f"{read / 1e9:.1f}"}
     assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_a_file_that_is_cut_short_is_named(tmp_path: Path) -> None:
+    path, buffer = tmp_path / "model.safetensors", memoryview(bytearray(4))
+    path.write_bytes(bytes(range(1, 11)))
+    with path.open("rb", buffering=0) as file:
+        read_piece(buffer, file, 3, 9)  # in two reads
+        assert bytes(buffer) == bytes([8, 9, 6, 7])
+        os.truncate(path, 5)
+        with pytest.raises(OSError, match=r"model\.safetensors: bytes 3 to 9 are wanted, it ends at byte 5"):
+            read_piece(buffer, file, 3, 9)
