@@ -18,10 +18,12 @@ from ep_server.records import SeqSlice
 class Spans:
     """Where the S slices of a step stand, in tokens: [S] int64 starts, sizes; ends = starts + sizes.
 
-    numbers: of their requests. rows: [T] int64, which slice a row is of. positions: [T] int64.
+    numbers: of their requests. singles: how many run one token. rows: [T] int64, which slice a row is of.
+    positions: [T] int64.
     """
 
     numbers: list[int]
+    singles: int
     starts: np.ndarray
     sizes: np.ndarray
     ends: np.ndarray
@@ -34,11 +36,12 @@ class Spans:
         starts = np.array([piece.start for piece in slices], dtype=np.int64)
         sizes = np.array([len(piece.token_ids) for piece in slices], dtype=np.int64)
         numbers, ends = [piece.number for piece in slices], starts + sizes
+        singles = int((sizes == 1).sum())
         rows, positions = np.arange(len(sizes)), starts
         if len(sizes) and sizes.max() > 1:
             rows, firsts = np.repeat(rows, sizes), sizes.cumsum() - sizes
             positions = np.arange(len(rows)) + (starts - firsts)[rows]
-        return Spans(numbers, starts, sizes, ends, rows, positions)
+        return Spans(numbers, singles, starts, sizes, ends, rows, positions)
 
 
 class BlockTables:

@@ -141,9 +141,8 @@ class StepInput:
         """
         slices = ordered(batch)
         spans = Spans.of(slices)
-        singles = int((spans.sizes == 1).sum())
         tokens, sequences = max(batch.num_tokens, padded), len(slices)
-        if padded and not self._fits(batch, singles, padded):
+        if padded and not self._fits(batch, spans.singles, padded):
             raise InternalError(f"a step of {batch.num_tokens} tokens is not one of {padded} rows")
         if tokens > self.shape.tokens or sequences > self.shape.sequences:
             raise InternalError(f"a step of {tokens} tokens, {sequences} sequences exceeds {self.shape}")
@@ -156,7 +155,7 @@ class StepInput:
         if padded:
             return self.padded(padded)
         rows = None if sampled == tokens else sampled
-        return self._view(tokens, sequences, singles, rows, chunks=singles < sequences)
+        return self._view(tokens, sequences, spans.singles, rows, chunks=spans.singles < sequences)
 
     def _fits(self, batch: StepBatch, singles: int, rows: int) -> bool:
         """Whether a step may be padded to so many rows, see padded()."""
@@ -210,8 +209,7 @@ def _write(
     """The columns of a step; rows that it does not have are padding. Returns: rows sampled."""
     columns[:] = _PADDING
     ids, sources, positions, places, lengths, starts, samples, numbers, counts, *of_kinds = columns
-    count, sizes = len(slots), spans.sizes
-    singles = int((sizes == 1).sum())
+    count, sizes, singles = len(slots), spans.sizes, spans.singles
     ids[:count] = np.fromiter(chain.from_iterable([s.token_ids for s in slices]), np.int32, count)
     pending = np.flatnonzero(ids[:count] == PENDING_TOKEN)
     if len(pending):
