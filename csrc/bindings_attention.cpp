@@ -33,8 +33,8 @@ void bind_attention(py::module_& m) {
            py::kw_only(), py::arg("count"), py::arg("positions"), py::arg("slots"), py::arg("lengths"),
            py::arg("blocks"), py::arg("blocks_pitch"), py::arg("sums"), py::arg("stats"));
   py::class_<LaunchConfig>(m, "AttentionLaunchConfig")
-      .def(py::init<uint32_t, uint32_t, uint32_t, bool>(), py::kw_only(), py::arg("team"), py::arg("blocks"),
-           py::arg("splits"), py::arg("lets_next_start"));
+      .def(py::init<uint32_t, uint32_t, uint32_t>(), py::kw_only(), py::arg("team"), py::arg("blocks"),
+           py::arg("splits"));
   py::class_<Attention>(m, "Attention")
       .def(py::init([](int device, uintptr_t k, uintptr_t v, uint64_t positions, uint32_t kv_heads,
                        uint32_t group, uint32_t block_size, uintptr_t norm, uintptr_t turns, float eps,

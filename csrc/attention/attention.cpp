@@ -52,7 +52,6 @@ void Attention::run(cudaStream_t stream, const Work& work, const LaunchConfig& c
   Params params = params_;
   params.work = work;
   params.splits = config.splits;
-  params.lets_next_start = config.lets_next_start;
   const cuda::OnDevice here(device_);
   check(start(stream, config.team, config.blocks, params), "attention");
 }

@@ -49,7 +49,6 @@ struct Work {
 // they share the items out. splits: parts that each context is cut into.
 struct LaunchConfig {
   uint32_t team, blocks, splits;
-  bool lets_next_start;  // at once; the next kernel must wait until this one has ended before it reads out
 };
 
 // What the kernel takes.
@@ -59,7 +58,6 @@ struct Params {
   Rule rule;
   Work work;
   uint32_t heads, splits, block_shift;
-  bool lets_next_start;
 };
 
 // One layer's cache as the copy engine reads it. Of one device, on any stream, any number of launches at a

@@ -39,7 +39,6 @@ class LaunchConfig:
     team: int
     blocks: int
     splits: int = 1
-    lets_next_start: bool = True
 
 
 class StreamedStep:
@@ -75,7 +74,6 @@ class StreamedStep:
             team=config.team,
             blocks=config.blocks,
             splits=config.splits,
-            lets_next_start=config.lets_next_start,
         )
         self._held = step  # its addresses are
 
