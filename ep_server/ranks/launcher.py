@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from google.protobuf.message import DecodeError
 
 from ep_server.config import Config
-from ep_server.errors import ConfigError, EpServerError, InternalError, RankLost, StartupError
+from ep_server.errors import InternalError, RankLost, StartupError
 from ep_server.ranks.group import num_ranks
 from ep_server.ranks.hosts import WORKER, Hosts, OneHost, Rank, ended
+from ep_server.ranks.loss import Kind, Sign, cause, kind_of, start_error
 from ep_server.ranks.messages import add_message, error_of, events_of, ready_of, statistics_of
 from ep_server.ranks.process import RankCallbacks, exit_reason
 from ep_server.ranks.protocol import RankListener
@@ -32,11 +33,6 @@ SETTLE_SEVERAL = 0.5  # seconds between the signs of one loss that come from sev
 
 SESSION_BITS = 17  # of a group over several hosts: as many as a greeting of its ranks carries
 
-# How much a sign of loss explains, best first: the others follow from it. A rank's own error, an end without
-# a word, a host that is gone, a wait for a peer that failed, an abort by a peer, a closed channel.
-_ECHOES = {"PeerTimeout": 3, "PeerLost": 3, "ProtocolViolation": 3, "GroupAborted": 4}
-_OWN_ERROR, _EXIT, _HOST, _CLOSED = 0, 1, 2, 5
-
 
 @dataclass(frozen=True, slots=True)
 class LaunchTiming:
@@ -49,15 +45,6 @@ class LaunchTiming:
     grace: float = 5.0
     term: float = 1.0
     kill: float = 10.0
-
-
-@dataclass(frozen=True, slots=True)
-class _Sign:
-    """That a rank is lost. order: see above."""
-
-    order: int
-    rank: int
-    error: EpServerError
 
 
 class RankProcesses:
@@ -88,7 +75,7 @@ class RankProcesses:
         self._progress: Callable[[int, str, int, int], None] = lambda *_: None
         self._heard = 0.0
         self._work_number = 0
-        self._signs: list[_Sign] = []
+        self._signs: list[Sign] = []
         self._stopping: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -130,7 +117,7 @@ class RankProcesses:
         for process in self._processes:
             process.send(add if process.rank == rank else doorbell)
             if process.buffered > MAX_BUFFERED:
-                self._note(_OWN_ERROR, process.rank, f"has left {process.buffered} bytes unread")
+                self._note(Kind.OWN_ERROR, process.rank, f"has left {process.buffered} bytes unread")
 
     def cancel(self, rank: int, number: int) -> None:
         """As Ranks.cancel."""
@@ -176,7 +163,7 @@ class RankProcesses:
         try:
             message = pb.FromRank.FromString(payload)
         except DecodeError as error:
-            self._note(_OWN_ERROR, rank, f"sent a malformed message: {error}")
+            self._note(Kind.OWN_ERROR, rank, f"sent a malformed message: {error}")
             return
         kind, listener = message.WhichOneof("kind"), self._listener
         assert listener is not None
@@ -190,8 +177,8 @@ class RankProcesses:
             failed = message.request_failed
             listener.on_request_failed(rank, failed.number, failed.message)
         elif kind == "fatal":
-            order = _ECHOES.get(message.fatal.error_class, _OWN_ERROR)
-            self._sign(_Sign(order, rank, error_of(message.fatal)))
+            fatal = message.fatal
+            self._sign(Sign(kind_of(fatal.error_class), rank, error_of(fatal)))
         else:
             self._on_starting(rank, kind, message)
 
@@ -208,7 +195,7 @@ class RankProcesses:
             if len(self._ready) == self.num_ranks and self._started and not self._started.done():
                 self._started.set_result(None)
         else:
-            self._note(_OWN_ERROR, rank, "sent an empty message")
+            self._note(Kind.OWN_ERROR, rank, "sent an empty message")
 
     def _connect(self) -> None:
         """Tells every rank where all of them are."""
@@ -218,18 +205,18 @@ class RankProcesses:
             process.send(pb.ToRank(connect=connect).SerializeToString())
 
     def _on_closed(self, rank: int, reason: str) -> None:
-        self._note(_CLOSED, rank, reason)
+        self._note(Kind.CLOSED, rank, reason)
 
     def _on_exit(self, rank: int, code: int) -> None:
-        self._note(_EXIT, rank, exit_reason(code))
+        self._note(Kind.EXIT, rank, exit_reason(code))
 
     def _on_host_lost(self, rank: int, reason: str) -> None:
-        self._note(_HOST, rank, reason)
+        self._note(Kind.HOST, rank, reason)
 
-    def _note(self, order: int, rank: int, reason: str) -> None:
-        self._sign(_Sign(order, rank, RankLost(reason)))
+    def _note(self, kind: Kind, rank: int, reason: str) -> None:
+        self._sign(Sign(kind, rank, RankLost(reason)))
 
-    def _sign(self, sign: _Sign) -> None:
+    def _sign(self, sign: Sign) -> None:
         if self._stopping is not None:
             return
         if not self._signs:
@@ -241,20 +228,9 @@ class RankProcesses:
             process.signal(signal.SIGKILL)
         if self._stopping is not None:
             return
-        # What a rank said explains the exit that follows it, whichever arrives first.
-        spoke = {s.rank for s in self._signs if s.order not in (_EXIT, _CLOSED)}
-        unexplained = (s for s in self._signs if s.order != _EXIT or s.rank not in spoke)
-        sign = min(unexplained, key=lambda s: s.order)
+        sign = cause(self._signs)
         assert self._started is not None and self._listener is not None
         if not self._started.done():
-            self._started.set_exception(_start_error(sign, several=self._several))
+            self._started.set_exception(start_error(sign, several=self._several))
         else:
             self._listener.on_lost(sign.rank, str(sign.error))
-
-
-def _start_error(sign: _Sign, *, several: bool) -> StartupError:
-    """Names the rank, but for a ConfigError on one host: all its ranks read the same configuration."""
-    if isinstance(sign.error, ConfigError):
-        return StartupError(f"rank {sign.rank}: {sign.error}") if several else sign.error
-    kind = type(sign.error) if isinstance(sign.error, StartupError) else StartupError
-    return kind(f"rank {sign.rank}: {sign.error}")

@@ -1,0 +1,62 @@
+"""Of the signs of one loss the one that explains the others is told, in whatever order they came."""
+
+from __future__ import annotations
+
+from itertools import permutations
+
+import pytest
+
+from ep_server.errors import CheckpointError, ConfigError, EpServerError, RankLost, StartupError
+from ep_server.ranks.loss import Kind, Sign, cause, kind_of, start_error
+
+
+def sign(kind: Kind, rank: int) -> Sign:
+    return Sign(kind, rank, RankLost(kind.name))
+
+
+@pytest.mark.parametrize(
+    ("signs", "best"),
+    [
+        ((sign(Kind.CLOSED, 0), sign(Kind.EXIT, 1), sign(Kind.PEER, 2)), sign(Kind.EXIT, 1)),
+        ((sign(Kind.EXIT, 0), sign(Kind.OWN_ERROR, 1), sign(Kind.EXIT, 1)), sign(Kind.OWN_ERROR, 1)),
+        # One that ends because it waited in vain is no cause, another one's silent end is.
+        ((sign(Kind.PEER, 0), sign(Kind.EXIT, 0), sign(Kind.EXIT, 1)), sign(Kind.EXIT, 1)),
+        ((sign(Kind.PEER, 0), sign(Kind.EXIT, 0), sign(Kind.HOST, 1)), sign(Kind.HOST, 1)),
+        (
+            (sign(Kind.ABORT, 0), sign(Kind.EXIT, 0), sign(Kind.PEER, 1), sign(Kind.EXIT, 1)),
+            sign(Kind.PEER, 1),
+        ),
+        ((sign(Kind.CLOSED, 0), sign(Kind.EXIT, 0)), sign(Kind.EXIT, 0)),
+        ((sign(Kind.CLOSED, 0),), sign(Kind.CLOSED, 0)),
+    ],
+)
+def test_the_sign_that_explains_the_others(signs: tuple[Sign, ...], best: Sign) -> None:
+    for arrived in permutations(signs):
+        found = cause(arrived)
+        assert (found.kind, found.rank) == (best.kind, best.rank)
+
+
+def test_errors_that_follow_from_a_peers_are_known_by_their_class() -> None:
+    found = {name: kind_of(name) for name in ("PeerTimeout", "PeerLost", "ProtocolViolation", "GroupAborted")}
+    assert list(found.values()) == [Kind.PEER, Kind.PEER, Kind.PEER, Kind.ABORT]
+    assert kind_of("CheckpointError") is kind_of("") is Kind.OWN_ERROR
+
+
+@pytest.mark.parametrize(
+    ("error", "several", "wanted"),
+    [
+        (ConfigError("model.path", "x", "a directory"), False, None),
+        (ConfigError("model.path", "x", "a directory"), True, StartupError),
+        (CheckpointError("broken"), False, CheckpointError),
+        (RankLost("killed"), False, StartupError),
+    ],
+)
+def test_what_a_start_raises_names_the_rank(
+    error: EpServerError, several: bool, wanted: type[StartupError] | None
+) -> None:
+    made = start_error(Sign(Kind.OWN_ERROR, 3, error), several=several)
+    if wanted is None:  # all ranks of a host read the same configuration
+        assert made is error
+    else:
+        assert type(made) is wanted
+        assert str(made) == f"rank 3: {error}"
