@@ -1,5 +1,6 @@
 # Targets: cpu (the last, so the default) and cuda. Each ends as one virtual environment on a slim Python image:
-# no compiler, no source, no package manager's cache; user 10001, and only /tmp is written to.
+# no source, no package manager's cache, no compiler but the one for C that Triton needs on GPUs; user 10001, and
+# only /tmp is written to.
 #
 #   docker build --target cpu --build-arg PYTHON_DIGEST=sha256:... -t ep-server:0.1.0 .
 #   docker build --target cuda --build-arg PYTHON_DIGEST=sha256:... --build-arg CUDA_DIGEST=sha256:... -t ep-server:0.1.0-cuda .
@@ -79,7 +80,14 @@ HEALTHCHECK --interval=10s --timeout=6s --start-period=15m --retries=3 CMD ["ep-
 ENTRYPOINT ["ep-server"]
 CMD ["serve"]
 
-FROM runtime AS cuda
+FROM runtime AS runtime-cuda
+USER 0:0
+# As a rank starts, Triton compiles what loads and launches its kernels.
+# hadolint ignore=DL3008
+RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
+USER 10001:10001
+
+FROM runtime-cuda AS cuda
 ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 COPY --from=install-cuda /opt/ep-server /opt/ep-server
 

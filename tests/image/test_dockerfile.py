@@ -59,11 +59,13 @@ def test_images_are_pinned_and_the_last_stages_hold_an_environment_alone() -> No
     assert outside - set(found) == {"${PYTHON_IMAGE}@${PYTHON_DIGEST}", "${CUDA_IMAGE}@${CUDA_DIGEST}"}
     defaults = dict(value.partition("=")[::2] for kind, value in found[""] if kind == "ARG")
     assert {text for name, text in defaults.items() if name.endswith("DIGEST")} == {"sha256:" + 64 * "0"}
-    for target in ("cpu", "cuda"):
+    for target, base in (("cpu", "runtime"), ("cuda", "runtime-cuda")):
         kinds = [kind for kind, _ in found[target]]
-        assert found[target][0] == ("FROM", f"runtime AS {target}") and "RUN" not in kinds
+        assert found[target][0] == ("FROM", f"{base} AS {target}") and "RUN" not in kinds
         assert found[target][-1] == ("COPY", f"--from=install-{target} /opt/ep-server /opt/ep-server")
-    assert ("USER", "10001:10001") in found["runtime"]
+    assert found["runtime-cuda"][0] == ("FROM", "runtime AS runtime-cuda")
+    for stage in ("runtime", "runtime-cuda"):
+        assert [value for kind, value in found[stage] if kind == "USER"][-1] == "10001:10001"
     version = re.search(r'version="(.*)"', (ROOT / "setup.py").read_text())
     assert version is not None and ("ARG", f"VERSION={version[1]}") in found["runtime"]
 
