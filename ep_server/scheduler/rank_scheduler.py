@@ -26,9 +26,10 @@ from ep_server.records import (
 from ep_server.scheduler.batch import IDLE, SchedulerLimits
 from ep_server.scheduler.in_flight import StepsInFlight
 from ep_server.scheduler.kv_blocks import BlockLedger
+from ep_server.scheduler.kv_tables import KvTables
 from ep_server.scheduler.lifecycle import Event
 from ep_server.scheduler.queues import WaitingQueue
-from ep_server.scheduler.sequence import NEVER, ScheduledSequence
+from ep_server.scheduler.sequence import ScheduledSequence
 
 
 class RankScheduler:
@@ -43,6 +44,7 @@ class RankScheduler:
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
         self._ledger = BlockLedger(limits.kv_blocks, limits.block_size)
+        self._tables = KvTables(self._ledger)
         self._waiting = WaitingQueue(limits.max_overtakes)
         # Every running sequence gets at least one token of a step, or a long decode would stall a prefill.
         self._max_running = min(limits.max_running, limits.max_step_tokens)
@@ -51,7 +53,6 @@ class RankScheduler:
         self._live: dict[int, ScheduledSequence] = {}
         self._in_flight = StepsInFlight(limits.ahead)
         self._freed: list[int] = []
-        self._no_room_at = (-1, -1)  # (number of the head, ledger.releases) when it last did not fit
         self._arrivals = self._steps = self._preemptions = 0
         self._prefix_queries = self._prefix_hits = 0
 
@@ -166,7 +167,7 @@ class RankScheduler:
             if not seq.waits and seq.admissions == admissions:
                 seq.computed = piece.start + len(piece.token_ids)
                 if seq.computed >= seq.next_seal:
-                    self._seal(seq)
+                    self._tables.seal(seq)
             event = self._take(seq, token) if token is not None else None
             if event is not None:
                 events.append(event)
@@ -218,8 +219,7 @@ class RankScheduler:
             self._preempt(victim)
             short = [seq for seq in short if seq is not victim]
         for seq in short:
-            self._ledger.append(seq.blocks)
-            seq.capacity += seq.block_size
+            self._tables.extend(seq)
 
     def _plan_prefill(self, slices: list[SeqSlice], going: list[ScheduledSequence]) -> int:
         """Adds prefill chunks, best order first, admitting while there is room; returns their tokens."""
@@ -258,40 +258,21 @@ class RankScheduler:
     def _admit(self, seq: ScheduledSequence) -> bool:
         """Takes the head off the queue and gives it its blocks; False if it must wait."""
         running = len(self._decoding) + len(self._prefilling)
-        if running >= self._max_running or self._no_room_at == (seq.number, self._ledger.releases):
+        if running >= self._max_running:
             return False
         if seq.pending:  # was preempted in the middle: its tokens are not all known
             return False
-        length = len(seq.tokens)
-        # The last token is always run, cached or not: its logits are what the step is for.
-        digests = seq.digests((length - 1) // seq.block_size) if seq.caches else []
-        shared = self._ledger.match(digests)
-        fresh = self._ledger.blocks_for(length) - len(shared)
-        if not self._ledger.fits(shared, fresh + running):
-            self._no_room_at = (seq.number, self._ledger.releases)
+        if not self._tables.place(seq, spare=running):
             return False
         self._waiting.take()
         seq.advance(Event.ADMIT)
-        self._ledger.allocate(seq.blocks, shared, fresh)
-        seq.capacity = len(seq.blocks) * seq.block_size
-        seq.sealed = len(shared)
-        seq.computed = seq.planned = seq.sealed * seq.block_size
         seq.admissions += 1
-        seq.next_seal = seq.computed + seq.block_size if seq.caches else NEVER
         self._prefilling.append(seq)
         if seq.cached_tokens is None:
             seq.cached_tokens = seq.computed
-            self._prefix_queries += length if seq.caches else 0
+            self._prefix_queries += len(seq.tokens) if seq.caches else 0
             self._prefix_hits += seq.computed
         return True
-
-    def _seal(self, seq: ScheduledSequence) -> None:
-        full = seq.computed // seq.block_size
-        digests = seq.digests(full)
-        for index in range(seq.sealed, full):
-            self._ledger.seal(seq.blocks[index], digests[index])
-        seq.sealed = full
-        seq.next_seal = (full + 1) * seq.block_size
 
     def _move_prefilled(self) -> None:
         done = [seq for seq in self._prefilling if seq.planned == len(seq.tokens)]
@@ -327,9 +308,7 @@ class RankScheduler:
 
     def _leave_running(self, seq: ScheduledSequence) -> None:
         (self._decoding if seq in self._decoding else self._prefilling).remove(seq)
-        self._ledger.release(seq.blocks)
-        seq.capacity = seq.computed = seq.planned = seq.sealed = 0
-        seq.next_seal = NEVER
+        self._tables.release(seq)
 
 
 def _next_id(seq: ScheduledSequence) -> int:

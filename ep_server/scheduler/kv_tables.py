@@ -1,0 +1,62 @@
+"""The KV tables of a rank's sequences: gives them blocks of the ledger, seals full ones, takes them back.
+
+All that a sequence keeps of its blocks is changed here and nowhere else, but for what steps compute. Who gets
+blocks, and when, is the scheduler's question. Units: tokens, blocks.
+"""
+
+from __future__ import annotations
+
+from ep_server.scheduler.kv_blocks import BlockLedger
+from ep_server.scheduler.sequence import NEVER, ScheduledSequence
+
+
+class KvTables:
+    """Those of one ledger."""
+
+    def __init__(self, ledger: BlockLedger) -> None:
+        self._ledger = ledger
+        self._no_room_at = (-1, -1)  # (number, ledger.releases) of the one that last did not fit
+
+    def place(self, seq: ScheduledSequence, spare: int) -> bool:
+        """Gives a sequence without blocks those of all its tokens; what is cached of them counts as computed.
+
+        Args:
+            spare: blocks that must be left.
+        Returns: False if there is no room; nothing has changed then.
+        """
+        if self._no_room_at == (seq.number, self._ledger.releases):
+            return False
+        length = len(seq.tokens)
+        # The last token is always run, cached or not: its logits are what the step is for.
+        digests = seq.digests((length - 1) // seq.block_size) if seq.caches else []
+        shared = self._ledger.match(digests)
+        fresh = self._ledger.blocks_for(length) - len(shared)
+        if not self._ledger.fits(shared, fresh + spare):
+            self._no_room_at = (seq.number, self._ledger.releases)
+            return False
+        self._ledger.allocate(seq.blocks, shared, fresh)
+        seq.capacity = len(seq.blocks) * seq.block_size
+        seq.sealed = len(shared)
+        seq.computed = seq.planned = seq.sealed * seq.block_size
+        seq.next_seal = seq.computed + seq.block_size if seq.caches else NEVER
+        return True
+
+    def extend(self, seq: ScheduledSequence) -> None:
+        """One more block. Raises: InternalError if none is available."""
+        self._ledger.append(seq.blocks)
+        seq.capacity += seq.block_size
+
+    def seal(self, seq: ScheduledSequence) -> None:
+        """Makes the blocks that are full now findable by other sequences."""
+        full = seq.computed // seq.block_size
+        digests = seq.digests(full)
+        for index in range(seq.sealed, full):
+            self._ledger.seal(seq.blocks[index], digests[index])
+        seq.sealed = full
+        seq.next_seal = (full + 1) * seq.block_size
+
+    def release(self, seq: ScheduledSequence) -> None:
+        """Takes all blocks back: nothing of it is computed any more."""
+        self._ledger.release(seq.blocks)
+        seq.capacity = seq.computed = seq.planned = seq.sealed = 0
+        seq.next_seal = NEVER
