@@ -121,10 +121,13 @@ class ExpertsWork:
         *,
         rows: int = 0,
         pitch: int = 0,
+        row_scales: int = 0,
+        scale_row: int = 0,
+        scale_group: int = 0,
         row_ids: int = 0,
         counts: int = 0,
         offsets: int = 0,
-        hidden: int = 0,
+        scratch: int = 0,
         out: int = 0,
         most: int = 0,
         held: int = 0,
@@ -132,8 +135,18 @@ class ExpertsWork:
 
 class Experts:
     def __init__(
-        self, *, device: int, gate_up: int, down: int, experts: int, width: int, ffn: int
+        self,
+        *,
+        device: int,
+        gate_up: int,
+        down: int,
+        gate_up_scale: int = 0,
+        down_scale: int = 0,
+        experts: int,
+        width: int,
+        ffn: int,
     ) -> None: ...
+    def scratch_bytes(self, most: int) -> int: ...
     def run(self, stream: int, work: ExpertsWork, rows_of_tile: int, reads_ahead: bool) -> None: ...
 
 class Linear:

@@ -12,36 +12,67 @@ namespace {
 using cuda::check;
 using hopper::require;
 
+// In boxes of the half of a tile's weight rows.
+void map_bfloat16(Weights& w, const Stored& stored, const Sizes& sizes) {
+  static_assert(kDepth == 64, "the channels of a box of map_of()");
+  const auto encode = hopper::find_encode_tiled();
+  const uint64_t experts = sizes.experts, width = sizes.width, ffn = sizes.ffn;
+  w.gate_up = hopper::map_of(encode, {stored.gate_up, experts * 2 * ffn, width, width * 2}, kHalf);
+  w.down = hopper::map_of(encode, {stored.down, experts * width, ffn, ffn * 2}, kHalf);
+}
+
+// In boxes of a tile's weight rows; those of gate/up by eight of gate, then eight of up: a thread of a
+// product has the sums of both.
+void map_codes(Weights& w, const Stored& stored, const Sizes& sizes) {
+  constexpr CUtensorMapDataType kByte = CU_TENSOR_MAP_DATA_TYPE_UINT8;
+  const auto encode = hopper::find_encode_tiled();
+  const uint64_t experts = sizes.experts, width = sizes.width, ffn = sizes.ffn;
+  w.gate_up = hopper::map_of<5>(encode, {stored.gate_up,
+                                         {width, 8, 2, ffn / 8, experts},
+                                         {width, ffn * width, 8 * width, 2 * ffn * width},
+                                         {2 * kDepth, 8, 2, kHalf / 8, 1},
+                                         kByte});
+  w.down =
+      hopper::map_of<2>(encode, {stored.down, {ffn, experts * width}, {ffn}, {2 * kDepth, 2 * kHalf}, kByte});
+}
+
 }  // namespace
 
-Experts::Experts(int device, const void* gate_up, const void* down, uint32_t experts, uint32_t width,
-                 uint32_t ffn)
-    : device_(device), experts_(experts), width_(width), ffn_(ffn) {
-  require(experts >= 1 && experts <= kMaxExperts, "experts", experts, "1 to " + std::to_string(kMaxExperts));
-  require(width >= 2 * kHalf && width % (2 * kHalf) == 0, "width", width,
+Experts::Experts(int device, const Stored& stored, const Sizes& sizes) : device_(device), sizes_(sizes) {
+  const bool codes = stored.gate_up_scale != nullptr;
+  const uint32_t ffns = codes ? kScaled : kHalf;
+  require(sizes.experts >= 1 && sizes.experts <= kMaxExperts, "experts", sizes.experts,
+          "1 to " + std::to_string(kMaxExperts));
+  require(sizes.width >= 2 * kHalf && sizes.width % (2 * kHalf) == 0, "width", sizes.width,
           "a multiple of " + std::to_string(2 * kHalf));
-  require(ffn >= kHalf && ffn % kHalf == 0, "ffn", ffn, "a multiple of " + std::to_string(kHalf));
+  require(sizes.ffn >= ffns && sizes.ffn % ffns == 0, "ffn", sizes.ffn,
+          "a multiple of " + std::to_string(ffns));
   hopper::require_hopper(device);
   blocks_ = hopper::attribute(cudaDevAttrMultiProcessorCount, device);
-  const auto encode = hopper::find_encode_tiled();
-  gate_up_ =
-      hopper::map_of(encode, {gate_up, uint64_t(experts) * 2 * ffn, width, uint64_t(width) * 2}, kHalf);
-  down_ = hopper::map_of(encode, {down, uint64_t(experts) * width, ffn, uint64_t(ffn) * 2}, kHalf);
-  static_assert(kDepth == 64, "the channels of a box of map_of()");
+  if (codes)
+    map_codes(weights_, stored, sizes);
+  else
+    map_bfloat16(weights_, stored, sizes);
+  weights_.gate_up_scale = stored.gate_up_scale, weights_.down_scale = stored.down_scale;
+  weights_.experts = sizes.experts, weights_.width = sizes.width, weights_.ffn = sizes.ffn;
+  weights_.depth = codes ? 2 * kDepth : kDepth;
   const cuda::OnDevice here(device);
-  check(cudaMalloc(reinterpret_cast<void**>(&sync_), kSyncWords * sizeof(uint32_t)), "cudaMalloc");
-  check(cudaMemset(sync_, 0, kSyncWords * sizeof(uint32_t)), "cudaMemset");
+  check(cudaMalloc(reinterpret_cast<void**>(&weights_.sync), kSyncWords * sizeof(uint32_t)), "cudaMalloc");
+  check(cudaMemset(weights_.sync, 0, kSyncWords * sizeof(uint32_t)), "cudaMemset");
   check(cudaStreamSynchronize(nullptr), "cudaMemset");  // streams of torch do not wait for that one
 }
 
-Experts::~Experts() { cudaFree(sync_); }  // of any device
+Experts::~Experts() { cudaFree(weights_.sync); }  // of any device
 
 void Experts::run(cudaStream_t stream, const Work& work, const LaunchConfig& config) const {
   const uint32_t rows = config.rows_of_tile;
-  require(rows == 32 || rows == 48 || rows == 64 || rows == 96 || rows == 128, "rows_of_tile", rows,
-          "32, 48, 64, 96 or 128");
+  require(rows == 32 || rows == 48 || rows == 64 || rows == 96 || (rows == 128 && !codes()), "rows_of_tile",
+          rows, codes() ? "32, 48, 64 or 96" : "32, 48, 64, 96 or 128");
   const cuda::OnDevice here(device_);
-  check(start(stream, blocks_, config, {gate_up_, down_, experts_, width_, ffn_, sync_}, work), "experts");
+  const uint64_t allowed = (1ull << 34) / sizes_.width;  // rows whose pieces of eight channels 32 bits number
+  require(!codes() || work.most <= allowed, "most", work.most, "at most " + std::to_string(allowed));
+  const auto begin = codes() ? start_of_codes : start;
+  check(begin({stream, blocks_, config}, weights_, Task(work, sizes_, codes())), "experts");
 }
 
 }  // namespace ep::experts

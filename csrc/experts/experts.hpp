@@ -1,39 +1,101 @@
-// The gated FFNs of many experts on rows whose numbers per expert are on the device, in one kernel for
+// The routed experts' FFNs of a layer, down(silu(gate(x)) * up(x)), for few rows each, in one kernel for
 // Hopper.
 #pragma once
 
 #include <cuda.h>
 #include <cuda_runtime_api.h>
 
+#include <cstddef>
 #include <cstdint>
 
 namespace ep::experts {
 
 inline constexpr uint32_t kMaxExperts = 512;
 inline constexpr uint32_t kHalf = 64;   // of the weight rows of a tile: gate and up, or two runs of channels
-inline constexpr uint32_t kDepth = 64;  // input channels of a stage: one swizzled row of bfloat16
-// Units taken; which of two launches in turn this is; the gate/up tiles of every expert that are done, for
-// each of the two.
-inline constexpr uint32_t kSyncWords = 2 + 2 * kMaxExperts;
+inline constexpr uint32_t kDepth = 64;  // input channels of a stage: one swizzled row of bfloat16, or twice
+                                        // as many of codes
+inline constexpr uint32_t kScaled = 128;    // weight rows and channels that share a scale
+inline constexpr uint32_t kRowScaled = 64;  // channels of a row that do, where rows are split
+// What a launch counts, behind the gate/up tiles of every expert that are done: pieces of rows that are split
+// and that are taken, blocks that will take no more.
+inline constexpr uint32_t kPiecesDone = kMaxExperts, kPiecesTaken = kMaxExperts + 1,
+                          kBlocksThrough = kMaxExperts + 2, kCounts = kMaxExperts + 3;
+// Units taken; which of two launches in turn this is; the counts of each of the two.
+inline constexpr uint32_t kSyncWords = 2 + 2 * kCounts;
 
-// What one launch works on; addresses of the device. Rows are bfloat16.
+// What one launch works on; addresses of the device. Rows are bfloat16 or, beside weights in codes, codes
+// with a scale for 128 channels.
 struct Work {
   const void* rows;  // pitch bytes apart, 16-byte aligned
   int64_t pitch;
+  const float*
+      row_scales;  // null for bfloat16; so many floats from row to row, from 128 channels to the next
+  int64_t scale_row, scale_group;
   const int64_t* row_ids;  // [N] which row each row of the compact order reads, or null: its own
   const int32_t* counts;   // [experts]
   const int64_t* offsets;  // [experts + 1]
-  void* hidden;            // [N, ffn], between the two products
+  std::byte* scratch;      // Scratch::bytes, 16-byte aligned
   void* out;               // [N, width]
   uint32_t most;           // N: what counts say beyond it is left out
   uint32_t held;           // rows that there are to read; no other number is followed
 };
 
+struct Sizes {
+  uint32_t experts, width, ffn;
+};
+
+// Where things lie in a launch's scratch: the rows between the two products, [N, ffn] of two bytes. Where
+// weights are codes, these rows and the input's, [N, width], are split (split.cuh), and scales follow both.
+struct Scratch {
+  uint64_t hidden_scales, rows, row_scales, bytes;  // hidden is at 0
+
+  Scratch(const Sizes& sizes, uint64_t most, bool codes)
+      : hidden_scales(most * sizes.ffn * 2),
+        rows(hidden_scales + (codes ? scales(most, sizes.ffn) : 0)),
+        row_scales(rows + (codes ? most * sizes.width * 2 : 0)),
+        bytes(row_scales + (codes ? scales(most, sizes.width) : 0)) {}
+
+ private:
+  // Bytes, a multiple of 16.
+  static uint64_t scales(uint64_t most, uint64_t channels) {
+    return (most * (channels / kRowScaled) * sizeof(float) + 15) / 16 * 16;
+  }
+};
+
 // Chosen for each launch; any gives the same bits.
 struct LaunchConfig {
-  uint32_t rows_of_tile;  // 32, 48, 64, 96 or 128; more rows of an expert are several tiles, which read its
-                          // weights again
+  uint32_t rows_of_tile;  // 32, 48, 64, 96 or, without codes, 128; more rows of an expert are several tiles,
+                          // which read its weights again
   bool reads_ahead;       // weights, before the work is known: as if no expert were without rows
+};
+
+// What the kernels take beside `Task`.
+struct Weights {
+  CUtensorMap gate_up, down;
+  const float *gate_up_scale, *down_scale;  // [experts, 2 * ffn / 128, width / 128], [experts, width / 128,
+                                            // ffn / 128]; null: weights are bfloat16
+  uint32_t experts, width, ffn, depth;      // depth: channels of a stage
+  uint32_t* sync;                           // kSyncWords, zero at first; then as leave_to_next() has them
+};
+
+// `Work`, and what is in its scratch. split: where weights are codes, the rows as they are multiplied.
+struct Task {
+  Work work;
+  std::byte *hidden, *split;
+  float *hidden_scales, *split_scales;
+
+  Task(const Work& given, const Sizes& sizes, bool codes) : work(given), hidden(given.scratch) {
+    const Scratch at(sizes, given.most, codes);
+    split = given.scratch + at.rows;
+    hidden_scales = reinterpret_cast<float*>(given.scratch + at.hidden_scales);
+    split_scales = reinterpret_cast<float*>(given.scratch + at.row_scales);
+  }
+};
+
+// Where weights lie. Scales: float32, see Weights; null for bfloat16.
+struct Stored {
+  const void *gate_up, *down;
+  const float *gate_up_scale, *down_scale;
 };
 
 // The weights of a layer as the copy engine reads them. Of one device; one launch at a time: launches on the
@@ -50,32 +112,38 @@ struct LaunchConfig {
 // flight at most.
 class Experts {
  public:
-  // gate_up: [experts, 2 * ffn, width], gate rows first. down: [experts, width, ffn]. bfloat16, not owned.
-  // Throws std::invalid_argument for sizes that no tile fits, std::runtime_error for what CUDA refuses.
-  Experts(int device, const void* gate_up, const void* down, uint32_t experts, uint32_t width, uint32_t ffn);
+  // gate_up: [experts, 2 * ffn, width], gate rows first. down: [experts, width, ffn]. bfloat16, or with
+  // scales float8 e4m3. Not owned. Throws std::invalid_argument for sizes that no tile fits,
+  // std::runtime_error for what CUDA refuses.
+  Experts(int device, const Stored& stored, const Sizes& sizes);
   Experts(const Experts&) = delete;
   Experts& operator=(const Experts&) = delete;
   ~Experts();
+
+  // Bytes of scratch that a launch needs.
+  uint64_t scratch_bytes(uint64_t most) const { return Scratch(sizes_, most, codes()).bytes; }
 
   // Enqueues; no wait. Weights may be read before the kernels ahead in the stream have ended: they must not
   // write them.
   void run(cudaStream_t stream, const Work& work, const LaunchConfig& config) const;
 
  private:
+  bool codes() const { return weights_.gate_up_scale != nullptr; }
+
   int device_;
-  uint32_t experts_, width_, ffn_, blocks_;
-  uint32_t* sync_ = nullptr;
-  CUtensorMap gate_up_, down_;
+  Sizes sizes_;
+  uint32_t blocks_;
+  Weights weights_{};
 };
 
-// What the kernel takes beside `Work`.
-struct Weights {
-  CUtensorMap gate_up, down;
-  uint32_t experts, width, ffn;
-  uint32_t* sync;  // kSyncWords, zero at first; then as leave_to_next() has them
+// How the kernels are enqueued. blocks: as many as there are multiprocessors.
+struct Launch {
+  cudaStream_t stream;
+  uint32_t blocks;
+  LaunchConfig config;
 };
 
-cudaError_t start(cudaStream_t stream, uint32_t blocks, const LaunchConfig& config, const Weights& weights,
-                  const Work& work);
+cudaError_t start(const Launch& launch, const Weights& weights, const Task& task);  // bfloat16
+cudaError_t start_of_codes(const Launch& launch, const Weights& weights, const Task& task);
 
 }  // namespace ep::experts

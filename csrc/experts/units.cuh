@@ -7,6 +7,16 @@
 
 namespace ep::experts {
 
+__device__ inline uint32_t load_acquire(const uint32_t* at) {
+  uint32_t value;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+  return value;
+}
+
+__device__ inline void add_release(uint32_t* at) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(at) : "memory");
+}
+
 inline constexpr uint32_t kUnits = 4;  // between those who load and those who multiply, at most
 
 enum class Kind : uint32_t { kGateUp, kDown, kDropped, kEnd };
@@ -23,7 +33,7 @@ struct Agenda {
   uint64_t full[kUnits], empty[kUnits];
   uint64_t begun;  // the unit published last, by all loaders
   Unit units[kUnits];
-  uint32_t* done;  // gate/up tiles of every expert, in this launch
+  uint32_t* counts;  // kCounts of this launch
   uint32_t first[kMaxExperts], rows[kMaxExperts];
   uint32_t chunk_end[kMaxExperts];  // chunks of this and all earlier experts
 };
@@ -85,12 +95,12 @@ __device__ inline uint32_t down_tiles(const Weights& w) { return w.width / (2 * 
 template <uint32_t kRows>
 __device__ Unit unit_of(const Agenda& a, const Weights& w, uint32_t chunks, uint32_t number) {
   const uint32_t up_units = chunks * up_tiles(w);
-  Unit unit{Kind::kGateUp, w.width / kDepth};
+  Unit unit{Kind::kGateUp, w.width / w.depth};
   uint32_t tiles = up_tiles(w);
   if (number >= up_units) {
     number -= up_units;
     if (number >= chunks * down_tiles(w)) return {Kind::kEnd};
-    unit = {Kind::kDown, w.ffn / kDepth};
+    unit = {Kind::kDown, w.ffn / w.depth};
     tiles = down_tiles(w);
   }
   const uint32_t chunk = number / tiles;                                     // some chunk of the same expert
@@ -116,7 +126,7 @@ __device__ Unit unit_of(const Agenda& a, const Weights& w, uint32_t chunks, uint
 __device__ inline Unit guess(const Weights& w, uint32_t stages) {
   const uint32_t tiles = up_tiles(w), expert = blockIdx.x / tiles;
   if (expert >= w.experts) return {Kind::kEnd};
-  return {Kind::kGateUp, min(stages, w.width / kDepth), expert, blockIdx.x % tiles};
+  return {Kind::kGateUp, min(stages, w.width / w.depth), expert, blockIdx.x % tiles};
 }
 
 // Returns once all loaders have begun with the unit: they need the next one when they have asked for all its
@@ -129,23 +139,34 @@ __device__ inline void publish(Agenda& a, uint32_t& n, const Unit& unit) {
   ++n;
 }
 
-// By whoever takes the last number: every block with a unit has read `turn` and will not take another. The
-// next launch numbers units from the first on, and counts what is done where the launch before this one did:
-// loaders still read this one's counts.
-__device__ inline void leave_to_next(const Weights& w, uint32_t turn) {
-  for (uint32_t e = 0; e < w.experts; ++e) w.sync[2 + (turn ^ 1) * kMaxExperts + e] = 0;
+__device__ inline uint32_t* counts_of(const Weights& w) {
+  return w.sync + 2 + *static_cast<const volatile uint32_t*>(w.sync + 1) * kCounts;
+}
+
+// By whoever takes the last number: every block with a unit has read which launch this is and will not take
+// another; one without may read either and uses no count, but that of pieces, for which all `splitting`
+// blocks are awaited. The next launch numbers units from the first on, and counts where the launch before
+// this one did: loaders still read this one's counts.
+__device__ inline void leave_to_next(const Weights& w, const uint32_t* counts, uint32_t splitting) {
+  while (splitting != 0 && load_acquire(counts + kBlocksThrough) < splitting) {
+  }
+  const uint32_t turn = counts == w.sync + 2 ? 1 : 0;
+  uint32_t* next = w.sync + 2 + turn * kCounts;
+  for (uint32_t e = 0; e < w.experts; ++e) next[e] = 0;
+  next[kPiecesDone] = next[kPiecesTaken] = next[kBlocksThrough] = 0;
   w.sync[0] = 0;
-  w.sync[1] = turn ^ 1;
+  w.sync[1] = turn;
 }
 
 // Hands out units until none is left: the first by the block's number, the others as blocks come for them. By
-// a whole warp. `ahead`: what was guessed, an end if nothing.
+// a whole warp. `ahead`: what was guessed, an end if nothing. splitting: see leave_to_next().
 template <uint32_t kRows>
-__device__ void hand_out(Agenda& a, const Weights& w, const Work& work, const Unit& ahead, uint32_t lane) {
-  const uint32_t turn = *static_cast<const volatile uint32_t*>(w.sync + 1);
+__device__ void hand_out(Agenda& a, const Weights& w, const Work& work, const Unit& ahead, uint32_t splitting,
+                         uint32_t lane) {
+  uint32_t* counts = counts_of(w);
   const uint32_t chunks = read_counts<kRows>(a, w, work, lane);
   if (lane != 0) return;
-  a.done = w.sync + 2 + turn * kMaxExperts;
+  a.counts = counts;
   const uint32_t units = chunks * (up_tiles(w) + down_tiles(w));
   uint32_t n = 0, number = blockIdx.x;
   Unit unit = unit_of<kRows>(a, w, chunks, number);
@@ -160,7 +181,7 @@ __device__ void hand_out(Agenda& a, const Weights& w, const Work& work, const Un
   // leave, one by one. Experts' comment has what follows for that kernel.
   hopper::let_next_kernel_start();
   // A number is taken behind each unit, so as many as there are units; without any, the last block's own.
-  if (number + 1 == gridDim.x + units) leave_to_next(w, turn);
+  if (number + 1 == gridDim.x + units) leave_to_next(w, counts, splitting);
   publish(a, n, unit);
 }
 

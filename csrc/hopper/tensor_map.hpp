@@ -27,13 +27,14 @@ inline EncodeTiled find_encode_tiled() {
   return reinterpret_cast<EncodeTiled>(found);
 }
 
-// A tensor of bfloat16, 16-byte aligned, and the box of it that is read at once; the dimension whose elements
-// lie side by side comes first.
+// A tensor, 16-byte aligned, and the box of it that is read at once; the dimension whose elements lie side
+// by side comes first.
 template <uint32_t kRank>
 struct Boxes {
   const void* data;
   cuuint64_t sizes[kRank], pitches[kRank - 1];  // pitches: bytes, multiples of 16, of all but the first
-  cuuint32_t box[kRank];                        // the first: 64, as many as are a row of the swizzle
+  cuuint32_t box[kRank];                        // the first: a row of the swizzle, 128 bytes
+  CUtensorMapDataType type = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 };
 
 // In the 128-byte swizzle, zeros outside. Throws std::runtime_error. Lines come as they are asked for: in
@@ -44,8 +45,8 @@ CUtensorMap map_of(EncodeTiled encode, const Boxes<kRank>& boxes) {
   for (auto& stride : strides) stride = 1;
   CUtensorMap map{};
   const CUresult made =
-      encode(&map, CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, kRank, const_cast<void*>(boxes.data), boxes.sizes,
-             boxes.pitches, boxes.box, strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      encode(&map, boxes.type, kRank, const_cast<void*>(boxes.data), boxes.sizes, boxes.pitches, boxes.box,
+             strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
              CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (made == CUDA_SUCCESS) return map;
   std::string sizes = std::to_string(boxes.sizes[0]);

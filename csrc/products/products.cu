@@ -6,6 +6,7 @@
 // the narrow one, sums float32. One warp asks for copies, the others multiply.
 #include "hopper/instructions.cuh"
 #include "hopper/launch.hpp"
+#include "hopper/products.cuh"
 #include "products/products.hpp"
 
 namespace ep::products {

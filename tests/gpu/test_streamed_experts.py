@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from ep_server.model.gpu.streamed_experts import MOST_PER_EXPERT, StreamedExperts, streamable
-from ep_server.model.triton.expert_rows import ExpertRows, ExpertWeights
+from ep_server.model.gpu.streamed_experts import MOST_PER_EXPERT, streamable
+from ep_server.model.triton.expert_rows import ExpertWeights
 from ep_server.model.triton.norm import rms_norm
+from tests.gpu.experts_case import BF16, FP8, SPARE, Layer, check, streamed
 
 pytestmark = pytest.mark.gpu
-BF16, SPARE = torch.bfloat16, 9
-SIZES = [(5, 256, 128), (128, 2048, 768), (300, 512, 256), (3, 4096, 14336)]
+SIZES = [  # and whether weights are codes
+    (size, codes)
+    for size in ((5, 256, 128), (7, 640, 384), (128, 2048, 768), (300, 512, 256), (2, 4096, 14336))
+    for codes in (False, True)
+]
+BOTH = pytest.mark.parametrize("codes", [False, True], ids=["bfloat16", "codes"])
 SPREADS = {
     "none": lambda e: [0] * e,
     "one": lambda e: [0] * (e - 1) + [1],
@@ -25,124 +30,74 @@ SPREADS = {
 }
 
 
-@dataclass(frozen=True)
-class Layer:
-    """Weights, rows by expert, and what comes of them in float32 with one rounding between."""
-
-    weights: ExpertWeights
-    counts: list[int]
-    rows: torch.Tensor
-
-    @staticmethod
-    def of(size: tuple[int, int, int], counts: list[int]) -> Layer:
-        experts, width, ffn = size
-        gate_up = torch.randn(experts, 2 * ffn, width, device="cuda") * width**-0.5
-        down = torch.randn(experts, width, ffn, device="cuda") * ffn**-0.5
-        rows = torch.randn(sum(counts), width, device="cuda").to(BF16)
-        return Layer(ExpertWeights(gate_up.to(BF16), down.to(BF16)), counts, rows)
-
-    def given(self) -> ExpertRows:
-        """With room for more rows than come."""
-        counts = torch.tensor(self.counts, device="cuda")
-        rows = F.pad(self.rows, (0, 0, 0, SPARE), value=float("nan"))
-        return ExpertRows(rows, counts.int(), F.pad(counts.cumsum(0), (1, 0)))
-
-    def expected(self) -> torch.Tensor:
-        found = []
-        for e, rows in enumerate(self.rows.split(self.counts)):
-            gate, up = (rows.float() @ self.weights.gate_up[e].float().T).chunk(2, dim=-1)
-            found.append((F.silu(gate) * up).to(BF16).float() @ self.weights.down[e].float().T)
-        return torch.cat(found)
-
-    def room(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden and out, poisoned."""
-        most, nan = len(self.rows) + SPARE, float("nan")
-        width, ffn = self.weights.down.shape[1:]
-        return (
-            torch.full((most, ffn), nan, device="cuda", dtype=BF16),
-            torch.full((most, width), nan, device="cuda", dtype=BF16),
-        )
-
-
-def check(layer: Layer, out: torch.Tensor) -> None:
-    found, expected = out[: len(layer.rows)].float(), layer.expected()
-    assert out[len(layer.rows) :].isnan().all()
-    torch.testing.assert_close(
-        found, expected, rtol=2e-2, atol=2e-2 * float(expected.std() if found.numel() > 1 else 1)
-    )
-
-
-def streamed(layer: Layer) -> StreamedExperts:
-    if not streamable(layer.weights):
-        pytest.skip("the kernel is for Hopper")
-    return StreamedExperts(layer.weights)
-
-
 @pytest.mark.parametrize("each", [1, 16, 32, 45, 64, 128])
 @pytest.mark.parametrize("spread", SPREADS)
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_outputs(size: tuple[int, int, int], spread: str, each: int) -> None:
+@pytest.mark.parametrize(("size", "codes"), SIZES, ids=str)
+def test_outputs(size: tuple[int, int, int], codes: bool, spread: str, each: int) -> None:
     torch.manual_seed(1)
-    layer = Layer.of(size, SPREADS[spread](size[0]))
+    layer = Layer.of(size, SPREADS[spread](size[0]), codes=codes)
     experts, given = streamed(layer), layer.given()
     for _ in range(3):  # what a launch leaves behind is what the next one needs
-        hidden, out = layer.room()
-        experts.run(given, hidden, out, rows_per_expert=each)
+        scratch, out = layer.room(experts)
+        experts.run(given, scratch, out, rows_per_expert=each)
         check(layer, out)
 
 
-def test_rows_are_read_where_they_lie() -> None:
+@BOTH
+def test_rows_are_read_where_they_lie(codes: bool) -> None:
     torch.manual_seed(2)
-    layer = Layer.of((16, 512, 256), [n % 7 for n in range(16)])
+    layer = Layer.of((16, 512, 256), [n % 7 for n in range(16)], codes=codes)
     experts, given = streamed(layer), layer.given()
     held = torch.full((100, 512 + 64), float("nan"), device="cuda", dtype=BF16)
     ids = torch.randperm(100, device="cuda")[: len(layer.rows)]
     held[ids, :512] = layer.rows
     index = replace(given, rows=held[:, :512], row_ids=F.pad(ids, (0, SPARE)))
     assert experts.takes(index, 4)
-    hidden, out = layer.room()
-    experts.run(index, hidden, out, rows_per_expert=4)
+    scratch, out = layer.room(experts)
+    experts.run(index, scratch, out, rows_per_expert=4)
     check(layer, out)
 
 
-def test_tiles_do_not_change_a_bit_and_a_graph_can_be_replayed() -> None:
+@BOTH
+def test_tiles_do_not_change_a_bit_and_a_graph_can_be_replayed(codes: bool) -> None:
     torch.manual_seed(3)
-    layer = Layer.of((64, 1024, 384), [(n * 7) % 40 for n in range(64)])
+    layer = Layer.of((64, 1024, 384), [(n * 7) % 131 for n in range(64)], codes=codes)
     experts, given = streamed(layer), layer.given()
     outs = []
     for each in (1, 16, 32, 45, 64, 128):
-        hidden, out = layer.room()
-        experts.run(given, hidden, out, rows_per_expert=each)
+        scratch, out = layer.room(experts)
+        experts.run(given, scratch, out, rows_per_expert=each)
         outs.append(out[: len(layer.rows)].clone())
     assert all(torch.equal(outs[0], out) for out in outs[1:])
-    hidden, out = layer.room()
+    scratch, out = layer.room(experts)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(4):
-            experts.run(given, hidden, out, rows_per_expert=16)
+            experts.run(given, scratch, out, rows_per_expert=16)
     for _ in range(50):
         out.fill_(float("nan"))
         graph.replay()
     assert torch.equal(outs[0], out[: len(layer.rows)])
 
 
-def test_launches_behind_each_other_do_what_they_do_apart() -> None:
+@BOTH
+def test_launches_behind_each_other_do_what_they_do_apart(codes: bool) -> None:
     """The kernel behind is set up while `out` is written, and counters turn from launch to launch."""
     torch.manual_seed(6)
-    layer = Layer.of((16, 512, 256), [n * 5 % 23 for n in range(16)])
+    layer = Layer.of((16, 512, 256), [n * 5 % 23 for n in range(16)], codes=codes)
     experts, given, ones = streamed(layer), layer.given(), torch.ones(512, device="cuda", dtype=BF16)
     none = replace(given, counts=torch.zeros_like(given.counts), offsets=torch.zeros_like(given.offsets))
 
     def chain(between: Callable[[], None]) -> torch.Tensor:
-        rows, (hidden, out) = given.rows.clone(), layer.room()
+        rows, (scratch, out) = given.rows.clone(), layer.room(experts)
         for turn, each in enumerate((1, 45, 16, 128, 32, 64)):
             between()
-            experts.run(replace(given, rows=rows), hidden, out, rows_per_expert=each)
+            experts.run(replace(given, rows=rows), scratch, out, rows_per_expert=each)
             between()
             rms_norm(out, ones, 1e-6, rows)  # lets the next one begin at once
             if turn % 2:
                 between()
-                experts.run(none, hidden, out, rows_per_expert=each)
+                experts.run(none, scratch, out, rows_per_expert=each)
         torch.cuda.synchronize()
         return rows[: len(layer.rows)]
 
@@ -151,39 +106,60 @@ def test_launches_behind_each_other_do_what_they_do_apart() -> None:
     assert all(torch.equal(apart, chain(lambda: None)) for _ in range(20))
 
 
+@BOTH
+def test_launches_beside_each_other_do_not_wait_for_each_other(codes: bool) -> None:
+    """Each of two streams has some of the multiprocessors; blocks that are set up late are not awaited."""
+    torch.manual_seed(12)
+    layers = [Layer.of((24, 1024, 512), [n * 5 % 23 for n in range(24)], codes=codes) for _ in range(2)]
+    runs = [(streamed(layer), layer.given(), layer.room(streamed(layer))) for layer in layers]
+    streams = [torch.cuda.Stream(), torch.cuda.Stream(priority=-1)]
+    for turn in range(40):
+        for stream, (experts, given, (scratch, out)) in zip(streams, runs, strict=True):
+            with torch.cuda.stream(stream):
+                experts.run(given, scratch, out, rows_per_expert=(1, 16, 45)[turn % 3])
+    torch.cuda.synchronize()
+    for layer, (_, _, (_, out)) in zip(layers, runs, strict=True):
+        check(layer, out)
+
+
+@BOTH
 @pytest.mark.parametrize("each", [1, 32, 128])
-def test_numbers_of_a_dispatch_that_failed_lead_nowhere(each: int) -> None:
+def test_numbers_of_a_dispatch_that_failed_lead_nowhere(each: int, codes: bool) -> None:
     """Counts, places and numbers of rows are anything; then a launch on the same counters is right."""
     torch.manual_seed(4)
-    layer = Layer.of((6, 256, 128), [3, 0, 40, 1, 0, 7])
+    layer = Layer.of((6, 256, 128), [3, 0, 40, 1, 0, 7], codes=codes)
     experts, given = streamed(layer), layer.given()
-    guard, most = 64, len(layer.rows) + SPARE
+    most = len(layer.rows) + SPARE
     wild = replace(
         given,
         counts=torch.tensor([2**31 - 1, -5, 1000, 0, 2**30, -(2**31)], dtype=torch.int32, device="cuda"),
         offsets=torch.tensor([0, 2**40, -3, 7, 5, most + 1, 2**62], device="cuda"),
         row_ids=torch.tensor([2**62, -1, 3] * most, device="cuda")[:most],
     )
-    hidden, out = (torch.full((most + guard, n), -1.0, device="cuda", dtype=BF16) for n in (128, 256))
-    experts.run(wild, hidden[:most], out[:most], rows_per_expert=each)
+    needed = experts.scratch_bytes(most)
+    scratch = torch.full((needed + 4096,), 1, device="cuda", dtype=torch.uint8)
+    out = torch.full((most + 64, 256), -1.0, device="cuda", dtype=BF16)
+    experts.run(wild, scratch[:needed], out[:most], rows_per_expert=each)
     torch.cuda.synchronize()
-    assert bool((hidden[most:] == -1).all()) and bool((out[most:] == -1).all())
-    hidden, out = layer.room()
-    experts.run(given, hidden, out, rows_per_expert=each)
+    assert bool((scratch[needed:] == 1).all()) and bool((out[most:] == -1).all())
+    scratch, out = layer.room(experts)
+    experts.run(given, scratch, out, rows_per_expert=each)
     check(layer, out)
 
 
 def test_more_tiles_of_rows_than_16_bits_count() -> None:
     torch.manual_seed(5)
     layer = Layer.of((3, 128, 64), [40, 70_000 * 32, 40])
-    hidden, out = layer.room()
-    streamed(layer).run(layer.given(), hidden, out, rows_per_expert=1)
+    experts = streamed(layer)
+    scratch, out = layer.room(experts)
+    experts.run(layer.given(), scratch, out, rows_per_expert=1)
     check(layer, out)
 
 
 def test_rows_that_are_for_the_other_kernels() -> None:
     layer = Layer.of((5, 256, 128), [1] * 5)
     experts, given = streamed(layer), layer.given()
+    assert not experts.takes(replace(given, rows=given.rows.to(FP8)), 1)
     assert experts.takes(given, MOST_PER_EXPERT)
     assert not experts.takes(given, MOST_PER_EXPERT + 1)
     assert not experts.takes(replace(given, rows=given.rows.view(-1, 1, 256)), 1)
@@ -193,6 +169,15 @@ def test_rows_that_are_for_the_other_kernels() -> None:
 
 
 def test_weights_that_have_no_kernel() -> None:
+    def codes(ffn: int) -> ExpertWeights:
+        blocks = -(-ffn // 128)
+        return ExpertWeights(
+            torch.zeros(2, 2 * ffn, 256, device="cuda").to(FP8),
+            torch.zeros(2, 256, ffn, device="cuda").to(FP8),
+            torch.ones(2, 2 * blocks, 2, device="cuda"),
+            torch.ones(2, 2, blocks, device="cuda"),
+        )
+
     def weights(experts: int, width: int, ffn: int, dtype: torch.dtype = BF16) -> ExpertWeights:
         return ExpertWeights(
             torch.empty(experts, 2 * ffn, width, dtype=dtype, device="cuda"),
@@ -200,7 +185,8 @@ def test_weights_that_have_no_kernel() -> None:
         )
 
     if torch.cuda.get_device_capability()[0] == 9:
-        assert streamable(weights(2, 256, 128))
+        assert streamable(weights(2, 256, 128)) and streamable(codes(128))
+    assert not streamable(codes(192))
     assert not streamable(weights(2, 192, 128))
     assert not streamable(weights(2, 256, 96))
     assert not streamable(weights(513, 256, 128))

@@ -32,12 +32,13 @@ def grouped(
     weights = _weights_of(ffn)
     given, down = ExpertRows.of(received), weights.down
     dtype = torch.bfloat16 if weights.fp8 else down.dtype
-    hidden = down.new_empty(given.most, down.shape[2], dtype=dtype)
     rows = given.rows.shape[:2] if given.padded else [given.most]
     out = down.new_empty(*rows, down.shape[1], dtype=dtype)
     if streamed is not None and streamed.takes(given, each):
-        streamed.run(given, hidden, out, rows_per_expert=each)
+        scratch = down.new_empty(streamed.scratch_bytes(given.most), dtype=torch.uint8)
+        streamed.run(given, scratch, out, rows_per_expert=each)
     else:
+        hidden = down.new_empty(given.most, down.shape[2], dtype=dtype)
         run_experts(given, weights, hidden, out, rows_per_expert=each)
     return out
 

@@ -16,7 +16,7 @@ from ep_server.model.gpu.residual import Both, Branch
 from ep_server.model.gpu.router import GpuRouter
 from ep_server.model.gpu.rows import Arrival, Rows, Tokens, Unsent
 from ep_server.model.gpu.step_input import StepTensors
-from ep_server.model.gpu.streamed_experts import StreamedExperts, reads_ahead
+from ep_server.model.gpu.streamed_experts import StreamedExperts
 from ep_server.model.layers import MoeWeights
 from ep_server.model.moe import wire_dtype
 from ep_server.model.timers import Lap, Phase
@@ -58,7 +58,7 @@ def moe(x: torch.Tensor, w: MoeWeights, on: GpuMoe, at: MoeStep) -> Generator[No
     tokens = Tokens(x.to(wire), *on.router.choose(x, at.step))
     lap(Phase.ROUTER)
     each = on.rows_per_expert(at.most)
-    ahead = on.streamed is not None and wire is torch.bfloat16 and reads_ahead(each)
+    ahead = on.streamed is not None and wire is torch.bfloat16 and on.streamed.reads_ahead(each)
     arrive = at.rows.dispatch(tokens, Arrival(at.most, on.expert_tokens, ahead))
     yield
     received = arrive()

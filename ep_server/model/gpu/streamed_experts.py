@@ -1,7 +1,9 @@
 """[8] The experts of a layer in one kernel for Hopper: all their weights as one stream (csrc/experts).
 
-It takes bfloat16 rows of a COMPACT or INDEX view, few for each expert, as decode has them; for everything
-else there are the two kernels of model/triton/experts.py, which also say what is computed.
+It takes rows of a COMPACT or INDEX view, few for each expert, as decode has them: bfloat16, and weights in
+bfloat16 or codes with a scale for 128 x 128, beside which rows may be codes too. For everything else there
+are the two kernels of model/triton/experts.py, which also say what is computed. Weights in codes meet codes:
+a bfloat16 row, and what is between the two products, is split into two of them (csrc/experts/split.cuh).
 """
 
 from __future__ import annotations
@@ -10,14 +12,16 @@ import math
 
 import torch
 
+from ep_server.errors import InternalError
 from ep_server.model.gpu.capability import native, runs_hopper_kernels
-from ep_server.model.triton.checks import expect
+from ep_server.model.triton.checks import FP8, expect
 from ep_server.model.triton.expert_rows import ExpertRows, ExpertWeights
 
 MOST_PER_EXPERT = 512  # rows, on average: beyond, a library's larger tiles are as fast
 _ROWS_OF_TILE = (32, 48, 64, 96, 128)
+_ROWS_OF_CODES = 96  # of a tile, at most: they take two products
 _FEW = 2  # rows, on average: with fewer, too many experts have none for weights to be read ahead
-_MAX_EXPERTS, _WIDTHS, _FFNS, _PIECE = 512, 128, 64, 16
+_MAX_EXPERTS, _WIDTHS, _FFNS, _FFNS_OF_CODES, _PIECE = 512, 128, 64, 128, 16
 
 
 class StreamedExperts:
@@ -26,18 +30,21 @@ class StreamedExperts:
     The kernel behind may be set up while `out` is written: triton/early.py has what it must do.
 
     Args:
-        weights: bfloat16, on a Hopper GPU; kept alive. See `streamable`.
+        weights: bfloat16 or codes, on a Hopper GPU; kept alive. See `streamable`.
     Raises: InternalError for another shape, dtype or layout.
     """
 
     def __init__(self, weights: ExpertWeights) -> None:
         weights.check()
         self._native, self._weights = native(), weights
+        self._most_rows_of_tile = _ROWS_OF_CODES if weights.fp8 else _ROWS_OF_TILE[-1]
         experts, width, ffn = weights.down.shape
         self._experts = self._native.Experts(
             device=weights.down.device.index,
             gate_up=weights.gate_up.data_ptr(),
             down=weights.down.data_ptr(),
+            gate_up_scale=_address(weights.gate_up_scale),
+            down_scale=_address(weights.down_scale),
             experts=experts,
             width=width,
             ffn=ffn,
@@ -45,12 +52,18 @@ class StreamedExperts:
 
     def takes(self, given: ExpertRows, rows_per_expert: int) -> bool:
         """Whether the kernel is for such rows."""
-        aligned = given.rows.data_ptr() % _PIECE == 0 and given.rows.stride(-2) * 2 % _PIECE == 0
-        compact = not given.padded and given.rows.dtype is torch.bfloat16
-        return compact and aligned and rows_per_expert <= MOST_PER_EXPERT
+        rows = given.rows
+        aligned = rows.data_ptr() % _PIECE == 0 and _pitch(rows) % _PIECE == 0
+        stored = rows.dtype is torch.bfloat16 or (rows.dtype is FP8 and self._weights.fp8)
+        return stored and aligned and not given.padded and rows_per_expert <= MOST_PER_EXPERT
+
+    def scratch_bytes(self, most: int) -> int:
+        """What run() needs for so many rows: those between the products, and with codes the input's again."""
+        found: int = self._experts.scratch_bytes(most)
+        return found
 
     def run(
-        self, given: ExpertRows, hidden: torch.Tensor, out: torch.Tensor, *, rows_per_expert: int
+        self, given: ExpertRows, scratch: torch.Tensor, out: torch.Tensor, *, rows_per_expert: int
     ) -> None:
         """As run_experts(), on the current stream: no copy, no allocation, can be captured.
 
@@ -58,52 +71,77 @@ class StreamedExperts:
         dispatch that failed leaves any numbers, and its error must be the one that is heard.
 
         Args:
-            given: as `takes` says. hidden: [given.most, I] and out: [given.most, H], bfloat16, contiguous.
+            given: as `takes` says. scratch: [scratch_bytes(given.most)] uint8. out: [given.most, H]
+                bfloat16, contiguous.
             rows_per_expert: to expect; any number is computed correctly.
         Raises: InternalError for another shape, dtype or layout.
         """
-        _, width, ffn = self._weights.down.shape
+        _, width, _ = self._weights.down.shape
         given.check(len(self._weights.down), width)
-        expect("hidden", hidden, torch.bfloat16, (given.most, ffn))
+        expect("scratch", scratch, torch.uint8, (self.scratch_bytes(given.most),))
         expect("out", out, torch.bfloat16, (given.most, width))
-        address = 0 if given.row_ids is None else given.row_ids.data_ptr()
+        if scratch.data_ptr() % _PIECE:
+            raise InternalError(
+                f"scratch: at {scratch.data_ptr():#x}, must be at a multiple of {_PIECE} bytes"
+            )
+        _, scale_row, scale_group = given.scale_strides()
         work = self._native.ExpertsWork(
             rows=given.rows.data_ptr(),
-            pitch=given.rows.stride(-2) * 2,
-            row_ids=address,
+            pitch=_pitch(given.rows),
+            row_scales=_address(given.scales),
+            scale_row=scale_row,
+            scale_group=scale_group,
+            row_ids=_address(given.row_ids),
             counts=given.counts.data_ptr(),
             offsets=given.offsets.data_ptr(),
-            hidden=hidden.data_ptr(),
+            scratch=scratch.data_ptr(),
             out=out.data_ptr(),
             most=given.most,
             held=len(given.rows),
         )
         stream = torch.cuda.current_stream(out.device).cuda_stream
-        self._experts.run(stream, work, rows_of_tile(rows_per_expert), reads_ahead(rows_per_expert))
+        rows = rows_of_tile(rows_per_expert, self._most_rows_of_tile)
+        self._experts.run(stream, work, rows, self.reads_ahead(rows_per_expert))
+
+    def reads_ahead(self, rows_per_expert: int) -> bool:
+        """Whether weights are read before rows are there, see reads_ahead()."""
+        return reads_ahead(rows_per_expert, self._most_rows_of_tile)
 
 
-def rows_of_tile(rows_per_expert: int) -> int:
-    """With room for what chance puts beyond the mean: a second tile reads all weights of an expert again."""
-    most = _most_by_chance(rows_per_expert)
-    return next((rows for rows in _ROWS_OF_TILE if most <= rows), _ROWS_OF_TILE[-1])
+def _address(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor.data_ptr()
+
+
+def _pitch(rows: torch.Tensor) -> int:
+    """Bytes from row to row."""
+    return rows.stride(-2) * rows.element_size()
+
+
+def rows_of_tile(rows_per_expert: int, most: int = _ROWS_OF_TILE[-1]) -> int:
+    """Up to `most`, with room for what chance puts beyond the mean: a second tile reads all weights again."""
+    fits = (rows for rows in _ROWS_OF_TILE if _most_by_chance(rows_per_expert) <= rows <= most)
+    return next(fits, most)
 
 
 def _most_by_chance(rows_per_expert: int) -> float:
     return rows_per_expert + 2.5 * math.sqrt(rows_per_expert)
 
 
-def reads_ahead(rows_per_expert: int) -> bool:
-    """Whether weights are read before it is known which experts have rows: as if each had a tile of them."""
-    return rows_per_expert > _FEW and _most_by_chance(rows_per_expert) <= _ROWS_OF_TILE[-1]
+def reads_ahead(rows_per_expert: int, most: int = _ROWS_OF_TILE[-1]) -> bool:
+    """Whether weights are read before it is known which experts have rows: as if each had a tile, of at most
+    `most` rows."""
+    return rows_per_expert > _FEW and _most_by_chance(rows_per_expert) <= most
 
 
 def streamable(weights: ExpertWeights) -> bool:
     """Whether there is a kernel for these weights on their device."""
     down = weights.down
-    return down.dtype is torch.bfloat16 and fits(weights) and runs_hopper_kernels(down.device)
+    stored = down.dtype is torch.bfloat16 or weights.fp8
+    return stored and fits(weights) and runs_hopper_kernels(down.device)
 
 
 def fits(weights: ExpertWeights) -> bool:
     """Whether tiles fit the sizes. A rank without experts has none."""
     experts, width, ffn = weights.down.shape
-    return 1 <= experts <= _MAX_EXPERTS and width % _WIDTHS == 0 and ffn % _FFNS == 0
+    ffns = _FFNS_OF_CODES if weights.fp8 else _FFNS
+    return 1 <= experts <= _MAX_EXPERTS and width % _WIDTHS == 0 and ffn % ffns == 0

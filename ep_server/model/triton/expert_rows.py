@@ -1,7 +1,7 @@
 """What the grouped GEMM takes: received rows in one of the exchange's views, weights, the shape of its tiles.
 
-The tile table is what was fastest on an H200 for BF16 experts of 2048 x 768 (gpu_experts.py --sweep of
-benchmarks/); that for FP8 weights is a guess from shapes.
+The tile tables are what was fastest on an H200 for experts of 2048 x 768, BF16 and FP8 (gpu_experts.py
+--sweep of benchmarks/).
 """
 
 from __future__ import annotations

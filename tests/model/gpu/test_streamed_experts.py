@@ -20,12 +20,17 @@ from ep_server.model.gpu.streamed_experts import (
 )
 from ep_server.model.triton.expert_rows import ExpertRows, ExpertWeights
 
-BF16 = torch.bfloat16
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 
 
-def weights_of(experts: int, width: int = 256, ffn: int = 128) -> ExpertWeights:
-    gate_up = torch.zeros(experts, 2 * ffn, width, dtype=BF16)
-    return ExpertWeights(gate_up, torch.zeros(experts, width, ffn, dtype=BF16))
+def weights_of(experts: int, width: int = 256, ffn: int = 128, dtype: torch.dtype = BF16) -> ExpertWeights:
+    gate_up = torch.zeros(experts, 2 * ffn, width).to(dtype)
+    down = torch.zeros(experts, width, ffn).to(dtype)
+    if dtype is BF16:
+        return ExpertWeights(gate_up, down)
+    wide, deep = -(-width // 128), -(-ffn // 128)
+    scales = torch.ones(experts, 2 * deep, wide), torch.ones(experts, wide, deep)
+    return ExpertWeights(gate_up, down, *scales)
 
 
 def index_rows(most: int = 5, held: int = 40) -> ExpertRows:
@@ -40,7 +45,10 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What a kernel is told, in place of one."""
     work: list[dict[str, Any]] = []
     native = SimpleNamespace(
-        Experts=lambda **_: SimpleNamespace(run=lambda stream, given, *manner: work.append(given)),
+        Experts=lambda **_: SimpleNamespace(
+            scratch_bytes=lambda most: 16 * most,
+            run=lambda stream, given, *manner: work.append({**given, "manner": manner}),
+        ),
         ExpertsWork=lambda **given: given,
     )
     monkeypatch.setattr(capability, "import_module", lambda _: native)
@@ -75,6 +83,7 @@ def test_weights_are_read_ahead_where_few_experts_are_without_rows() -> None:
 def test_weights_of_several_tiles_of_rows_are_not_read_ahead() -> None:
     """Which tile of weights a block begins with is not known before."""
     assert not reads_ahead(103)
+    assert [reads_ahead(each, 96) for each in (74, 75)] == [True, False]
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -91,19 +100,32 @@ def test_sizes_that_no_tile_fits() -> None:
     assert [fits(weights_of(2, *sizes)) for sizes in ((192, 128), (256, 96))] == [False, False]
 
 
+def test_scales_must_be_of_whole_blocks() -> None:
+    assert [fits(weights_of(2, 256, ffn, FP8)) for ffn in (128, 192)] == [True, False]
+
+
+@pytest.mark.parametrize(("dtype", "rows"), [(BF16, 128), (FP8, 96)], ids=str)
+def test_codes_have_smaller_tiles_at_most_and_are_not_read_ahead_for_two(
+    dtype: torch.dtype, rows: int, told: list[dict[str, Any]]
+) -> None:
+    scratch, out = torch.zeros(80, dtype=torch.uint8), torch.zeros(5, 256, dtype=BF16)
+    StreamedExperts(weights_of(2, dtype=dtype)).run(index_rows(), scratch, out, rows_per_expert=100)
+    assert [work["manner"] for work in told] == [(rows, rows == 128)]
+
+
 def test_a_kernel_is_told_what_there_is_room_for(told: list[dict[str, Any]]) -> None:
-    hidden, out = torch.zeros(5, 128, dtype=BF16), torch.zeros(5, 256, dtype=BF16)
-    StreamedExperts(weights_of(2)).run(index_rows(), hidden, out, rows_per_expert=3)
+    scratch, out = torch.zeros(80, dtype=torch.uint8), torch.zeros(5, 256, dtype=BF16)
+    StreamedExperts(weights_of(2)).run(index_rows(), scratch, out, rows_per_expert=3)
     assert [(work["most"], work["held"]) for work in told] == [(5, 40)]
 
 
-@pytest.mark.parametrize("name", ["hidden", "out", "counts", "offsets", "rows"])
+@pytest.mark.parametrize("name", ["scratch", "out", "counts", "offsets", "rows"])
 def test_another_shape_is_refused_by_name_before_a_kernel_sees_it(
     name: str, told: list[dict[str, Any]]
 ) -> None:
     given, room = (
         index_rows(),
-        {"hidden": torch.zeros(5, 128, dtype=BF16), "out": torch.zeros(5, 256, dtype=BF16)},
+        {"scratch": torch.zeros(80, dtype=torch.uint8), "out": torch.zeros(5, 256, dtype=BF16)},
     )
     if name in room:
         room[name] = room[name][1:]
