@@ -83,8 +83,11 @@ class CudaDevice:
 
     def open(self, spec: ExchangeSpec, opening: Opening) -> Any:
         """As Device.open."""
+        from ep_server.model.gpu.capability import require_native
         from ep_server.model.gpu.memory import Room
 
+        if on_nvlink(self._config, spec) or on_hybrid(self._config, spec):
+            require_native("parallel.device = cuda: the exchange over NVLink")
         held = weight_bytes(self._config, read_spec(self._config.model.path), spec, packed=False)
         Room.on(self.device).check_weights(held[spec.rank])
         if not on_nvlink(self._config, spec):

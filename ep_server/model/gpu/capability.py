@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from ep_server.errors import StartupError
+
 NATIVE = "ep_server._cuda"
 
 
@@ -26,6 +28,15 @@ def native() -> Any:
 def native_built() -> bool:
     """Whether the package has it."""
     return find_spec(NATIVE) is not None
+
+
+def require_native(purpose: str) -> None:
+    """Raises: StartupError where the package was built without it."""
+    if not native_built():
+        raise StartupError(
+            f"{purpose} needs {NATIVE}, without which ep_server was built: there was no nvcc; install it "
+            "again with one in CUDA_HOME or PATH"
+        )
 
 
 def runs_hopper_kernels(device: torch.device) -> bool:
