@@ -1,0 +1,40 @@
+// Numbers as the sum of two e4m3 codes, a high and a low one, of four bits each: together the eight bits of
+// bfloat16. A group of numbers shares a scale, a power of two. What is less than 2^-9 of the group's largest
+// keeps fewer bits, none of an error beyond 2^-17 of that.
+#pragma once
+
+#include <cuda_fp8.h>
+
+#include <cstdint>
+
+namespace ep::experts {
+
+// The scale of a group: puts its largest magnitude, given as float bits without the sign, from 128 to below
+// 256, where two codes have all bits of the most. NaN for a group that is not finite.
+struct GroupScale {
+  float scale, inverse;
+
+  __device__ explicit GroupScale(uint32_t largest) {
+    constexpr uint32_t kInfinite = 0x7f800000, kNan = 0x7fc00000;
+    const uint32_t exponent = max(largest >> 23, 8u) - 7;  // of zero and tiny ones: any
+    scale = __uint_as_float(largest < kInfinite ? exponent << 23 : kNan);
+    inverse = __uint_as_float((254 - exponent) << 23);
+  }
+};
+
+__device__ inline uint32_t magnitude(float value) { return __float_as_uint(value) & 0x7fffffff; }
+
+// Two channels' codes, the first in the low byte.
+struct CodePair {
+  uint16_t high, low;
+
+  // Of values times the inverse of their scale.
+  __device__ CodePair(float first, float second) {
+    const float2 pair{first, second};
+    high = __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);
+    const float2 held = __half22float2(__half2(__nv_cvt_fp8x2_to_halfraw2(high, __NV_E4M3)));
+    low = __nv_cvt_float2_to_fp8x2({first - held.x, second - held.y}, __NV_SATFINITE, __NV_E4M3);
+  }
+};
+
+}  // namespace ep::experts
