@@ -1,7 +1,7 @@
 // The experts' kernel for weights in codes, float8 e4m3 with a scale for 128 x 128 of them: products of codes
 // with codes, as rows are split (split.cuh). Nothing is widened, and a product is as wide as for bfloat16.
 //
-// Sums of 64 channels, four products, come apart: they have a scale of their row's, and tensor cores keep 14
+// Sums of 64 channels, two products, come apart: they have a scale of their row's, and tensor cores keep 14
 // bits of what they add up in e4m3.
 #include "experts/kernel.cuh"
 #include "experts/split.cuh"

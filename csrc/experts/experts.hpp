@@ -28,16 +28,15 @@ inline constexpr uint32_t kSyncWords = 2 + 2 * kCounts;
 struct Work {
   const void* rows;  // pitch bytes apart, 16-byte aligned
   int64_t pitch;
-  const float*
-      row_scales;  // null for bfloat16; so many floats from row to row, from 128 channels to the next
-  int64_t scale_row, scale_group;
-  const int64_t* row_ids;  // [N] which row each row of the compact order reads, or null: its own
-  const int32_t* counts;   // [experts]
-  const int64_t* offsets;  // [experts + 1]
-  std::byte* scratch;      // Scratch::bytes, 16-byte aligned
-  void* out;               // [N, width]
-  uint32_t most;           // N: what counts say beyond it is left out
-  uint32_t held;           // rows that there are to read; no other number is followed
+  const float* row_scales;         // null for bfloat16
+  int64_t scale_row, scale_group;  // floats from row to row, from 128 channels to the next
+  const int64_t* row_ids;          // [N] which row each row of the compact order reads, or null: its own
+  const int32_t* counts;           // [experts]
+  const int64_t* offsets;          // [experts + 1]
+  std::byte* scratch;              // Scratch::bytes, 16-byte aligned
+  void* out;                       // [N, width]
+  uint32_t most;                   // N: what counts say beyond it is left out
+  uint32_t held;                   // rows that there are to read; no other number is followed
 };
 
 struct Sizes {

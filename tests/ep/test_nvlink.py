@@ -5,18 +5,15 @@ Needs CUDA's headers and a compiler, neither a driver nor a GPU.
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.harness.cuda_headers import HEADERS, needs_headers
+
 ROOT = Path(__file__).parents[2]
-HEADERS = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"
-pytestmark = pytest.mark.skipif(
-    not (HEADERS / "cuda.h").exists(),
-    reason="no CUDA toolkit on this machine: the wheel has no CUDA part either",
-)
+pytestmark = needs_headers
 WHOLE = 2 << 20  # a driver gives memory in pieces of this size
 NO_ACCESS = "GPU 3 has no peer access to this memory (NVLink or PCIe P2P): operation not supported"
 VIRTUAL_MEMORY, DESCRIPTORS = "102", "103"  # CU_DEVICE_ATTRIBUTE_*_SUPPORTED

@@ -19,7 +19,7 @@ from ep_server.model.triton.expert_rows import ExpertRows, ExpertWeights
 
 MOST_PER_EXPERT = 512  # rows, on average: beyond, a library's larger tiles are as fast
 _ROWS_OF_TILE = (32, 48, 64, 96, 128)
-_ROWS_OF_CODES = 96  # of a tile, at most: they take two products
+_ROWS_OF_CODES = 96  # of a tile, at most: 128 were slower on an H200
 _FEW = 2  # rows, on average: with fewer, too many experts have none for weights to be read ahead
 _MAX_EXPERTS, _WIDTHS, _FFNS, _FFNS_OF_CODES, _PIECE = 512, 128, 64, 128, 16
 
@@ -119,8 +119,8 @@ def _pitch(rows: torch.Tensor) -> int:
 
 def rows_of_tile(rows_per_expert: int, most: int = _ROWS_OF_TILE[-1]) -> int:
     """Up to `most`, with room for what chance puts beyond the mean: a second tile reads all weights again."""
-    fits = (rows for rows in _ROWS_OF_TILE if _most_by_chance(rows_per_expert) <= rows <= most)
-    return next(fits, most)
+    enough = (rows for rows in _ROWS_OF_TILE if _most_by_chance(rows_per_expert) <= rows <= most)
+    return next(enough, most)
 
 
 def _most_by_chance(rows_per_expert: int) -> float:

@@ -5,18 +5,13 @@ Needs CUDA's headers and a compiler, neither a driver nor a GPU.
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
 
-import pytest
+from tests.harness.cuda_headers import HEADERS, needs_headers
 
 ROOT = Path(__file__).parents[3]
-HEADERS = Path(os.environ.get("CUDA_HOME", "/usr/local/cuda")) / "include"
-pytestmark = pytest.mark.skipif(
-    not (HEADERS / "cuda.h").exists(),
-    reason="no CUDA toolkit on this machine: the wheel has no CUDA part either",
-)
+pytestmark = needs_headers
 
 
 def test_two_codes_have_the_bits_of_bfloat16(tmp_path: Path) -> None:
