@@ -15,6 +15,7 @@ from ep_server.model.decoder import DecoderParams, Forward
 from ep_server.model.experts import ExpertCounter
 from ep_server.model.families.spec import GqaSpec
 from ep_server.model.gpu.attention import AttentionStep, GqaKernels, gqa, mla
+from ep_server.model.gpu.beside import Beside
 from ep_server.model.gpu.capability import sm_count
 from ep_server.model.gpu.decode_kernels import DecodeKernels, TritonDecode, triton_decode
 from ep_server.model.gpu.experts import dense, streamed_experts
@@ -43,12 +44,14 @@ class Pass:
 
     drawn: [..] int64, tokens that the last step drew, by StepTensors.sources.
     most: rows that a micro-batch has at most on any rank. rows: how they travel. lap: ends a phase.
+    beside: where shared experts may run meanwhile, if not in the step's own stream.
     """
 
     drawn: torch.Tensor
     most: int
     rows: Rows
     lap: Lap
+    beside: Beside | None = None
 
 
 class GpuDecoder:
@@ -80,7 +83,7 @@ class GpuDecoder:
         """
         eps, weights = self._spec.norm_eps, self._weights
         at = self._attention_step(step)
-        routed = MoeStep(step, on.most, on.rows, on.lap)
+        routed = MoeStep(step, on.most, on.rows, on.lap, on.beside)
         residual, x = (weights.embedding.new_empty(step.tokens, self._spec.hidden) for _ in range(2))
         tokens = RowTokens(step.ids, step.sources, on.drawn)
         embed(tokens, weights.embedding, weights.layers[0].attention_norm, eps, residual, x)

@@ -7,14 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Generator
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
 from ep_server.ep.exchange import ExchangeSpec
+from ep_server.model.gpu.beside import Beside
 from ep_server.model.gpu.experts import dense, grouped
 from ep_server.model.gpu.residual import Both, Branch
 from ep_server.model.gpu.router import GpuRouter
-from ep_server.model.gpu.rows import Arrival, Rows, Tokens, Unsent
+from ep_server.model.gpu.rows import Arrival, Hook, Rows, Tokens, Unsent
 from ep_server.model.gpu.step_input import StepTensors
 from ep_server.model.gpu.streamed_experts import StreamedExperts
 from ep_server.model.layers import MoeWeights
@@ -44,38 +46,63 @@ class GpuMoe:
 
 @dataclass(frozen=True, slots=True)
 class MoeStep:
-    """What the sparse blocks of a micro-batch share. most, rows, lap: see decoder.Pass."""
+    """What the sparse blocks of a micro-batch share. most, rows, lap, beside: see decoder.Pass."""
 
     step: StepTensors
     most: int
     rows: Rows
     lap: Lap
+    beside: Beside | None = None
+
+
+class _Shared:
+    """What experts of all tokens add, if there are any: on a branch of the step, else where it is behind."""
+
+    def __init__(self, x: torch.Tensor, w: MoeWeights, at: MoeStep) -> None:
+        self._work = None if w.shared is None else partial(dense, x, w.shared)
+        beside = None if w.shared is None or at.beside is None or not at.beside.takes(x) else at.beside
+        self._lap, self._fork = at.lap, None if beside is None else beside.fork()
+        self._hook: Hook[torch.Tensor] | None = None
+
+    def run_beside(self) -> None:
+        """Behind the dispatch, with which it has nothing to do: see Fork."""
+        if self._work is not None and self._fork is not None:
+            self._hook = self._fork.run(self._work)
+
+    def run_here(self) -> None:
+        """While the combine is in flight."""
+        if self._work is not None and self._fork is None:
+            self._lap(Phase.COMBINE)
+            out = self._work()
+            self._lap(Phase.EXPERTS)
+            self._hook = lambda: out
+
+    def sums(self) -> torch.Tensor | None:
+        """[T, H], which the current stream may read now."""
+        return None if self._hook is None else self._hook()
 
 
 def moe(x: torch.Tensor, w: MoeWeights, on: GpuMoe, at: MoeStep) -> Generator[None, None, Branch]:
     """Sparse FFN of x: [T, H], normed. Yields before both hooks. Padded rows go nowhere."""
-    wire, lap = wire_dtype(on.exchange.payload), at.lap
+    wire, lap, shared = wire_dtype(on.exchange.payload), at.lap, _Shared(x, w, at)
     tokens = Tokens(x.to(wire), *on.router.choose(x, at.step))
     lap(Phase.ROUTER)
     each = on.rows_per_expert(at.most)
     ahead = on.streamed is not None and wire is torch.bfloat16 and on.streamed.reads_ahead(each)
     arrive = at.rows.dispatch(tokens, Arrival(at.most, on.expert_tokens, ahead))
+    shared.run_beside()
     yield
     received = arrive()
     lap(Phase.DISPATCH)
     outputs = grouped(received, w.experts, each, on.streamed).to(wire)
     lap(Phase.EXPERTS)
     combined = at.rows.combine(outputs, received)
-    shared = None
-    if w.shared is not None:  # while the combine is in flight
-        lap(Phase.COMBINE)
-        shared = dense(x, w.shared)
-        lap(Phase.EXPERTS)
+    shared.run_here()
     yield
-    came = combined()
+    came, added = combined(), shared.sums()
     if not isinstance(came, Unsent):  # whose time is that of add_norm
         lap(Phase.COMBINE)
     if isinstance(came, Unsent | Answers):
-        return replace(came, shared=shared)
+        return replace(came, shared=added)
     routed = came.to(x.dtype)
-    return routed if shared is None else Both(routed, shared)
+    return routed if added is None else Both(routed, added)

@@ -15,6 +15,7 @@ import torch
 
 from ep_server.model.batch import cut
 from ep_server.model.decoder import DecoderParams, interleave
+from ep_server.model.gpu.beside import Beside
 from ep_server.model.gpu.clock import DeviceClock
 from ep_server.model.gpu.decode_kernels import DecodeKernels
 from ep_server.model.gpu.decoder import GpuDecoder, Pass
@@ -75,6 +76,7 @@ class GpuRunner:
         self._params, self._rows, shape = params, options.rows, options.shape
         self._compilations = Compilations()
         self._decoder, self._device = GpuDecoder(params, options.kernels), params.compute.device
+        self._beside = Beside(self._device) if self._device.type == "cuda" else None
         self._counted = Snapshot((self._decoder.experts.total, self._decoder.experts.active))
         self._inputs = [StepInput(shape, self._device, STAGES) for _ in range(MOST_MICRO_BATCHES)]
         self._sampler = GpuSampler(params.spec.vocab_size, shape.sequences, self._device, STAGES)
@@ -207,8 +209,10 @@ class GpuRunner:
         """One pass of each micro-batch, in turn. Returns: logits [N, V]."""
         self._clock.begin()
         most = sizes_of(form.bucket or self._params.exchange.spec.max_tokens, form.micro_batches)[0]
-        rows = self._rows.one if form.micro_batches == 1 else self._rows.two
-        on = Pass(self._drawn, most, rows, self._clock.lap if form.timed else no_lap)
+        rows, beside = self._rows.one, self._beside
+        if form.micro_batches > 1:  # there is enough beside each
+            rows, beside = self._rows.two, None
+        on = Pass(self._drawn, most, rows, self._clock.lap if form.timed else no_lap, beside)
         hidden = interleave([self._decoder.forward(step, on) for step in steps])
         self._decoder.experts.finish()
         return self._decoder.logits(hidden, self._logits)

@@ -21,6 +21,7 @@ from triton.runtime.interpreter import InterpretedFunction
 from ep_server.ep.reference import ReferenceExchange
 from ep_server.model.assembly import LoadParams, load_model
 from ep_server.model.decoder import DecoderParams
+from ep_server.model.families import read_spec
 from ep_server.model.gpu.graphs import Form
 from ep_server.model.gpu.rows import RowsOfSteps
 from ep_server.model.gpu.runner import GpuOptions, GpuRunner
@@ -32,11 +33,11 @@ from ep_server.records import Request, Sampling, StepBatch, Stopping
 from ep_server.scheduler import RankScheduler, SchedulerLimits
 from tests.model.driver import BLOCK, BLOCKS, exchange_spec
 
-TOKENS, CONTEXT, EXPERTS = 64, 128, 8
+TOKENS, CONTEXT = 64, 128
 CONFIG = {
     "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "vocab_size": 3000,
     "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "head_dim": 16, "num_experts": EXPERTS, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
     "intermediate_size": 96, "norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": [],
     "max_position_embeddings": CONTEXT, "rms_norm_eps": 1e-6, "rope_theta": 1e6, "attention_bias": False,
     "tie_word_embeddings": False, "hidden_act": "silu",
@@ -60,11 +61,14 @@ class HostRead(AssertionError):
     """The host has asked the device for something."""
 
 
-def made_runner(folder: Path, device: torch.device, forms: tuple[Form, ...]) -> GpuRunner:
+def made_runner(
+    folder: Path, device: torch.device, forms: tuple[Form, ...], config: dict[str, Any] = CONFIG
+) -> GpuRunner:
     """One rank with random weights, which needs no other."""
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    (folder / "config.json").write_text(json.dumps(config))
     dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
-    name, placement = str(dtype).removeprefix("torch."), (0,) * EXPERTS
+    experts = read_spec(folder).router.num_experts
+    name, placement = str(dtype).removeprefix("torch."), (0,) * experts
     params = LoadParams(str(folder), 0, placement, name, compute=TorchCompute(device), load_format="dummy")
     model = load_model(params)
     exchange = ReferenceExchange(exchange_spec(model, 0, 1, placement, TOKENS))
