@@ -55,6 +55,8 @@ def test_a_second_branch_changes_no_bit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: str | None
 ) -> None:
     """In captured steps, of which each sparse layer has one on a stream of its own, and in others."""
+    # torch deals 32 streams in turn: that of captures, made once in a process, might come up as the second.
+    monkeypatch.setattr(torch.cuda.graph, "default_capture_stream", None)
     expected = of_one_stream(tmp_path, monkeypatch)
     assert expected[0].isfinite().all() and len({float(row.sum()) for row in expected[0][:, 0]}) > STEPS // 2
     streams: dict[str, list[torch.cuda.Stream]] = {"dense": [], "grouped": []}

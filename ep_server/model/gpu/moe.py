@@ -24,6 +24,8 @@ from ep_server.model.moe import wire_dtype
 from ep_server.model.timers import Lap, Phase
 from ep_server.model.triton.local_rows import Answers
 
+MOST_BESIDE = 256  # rows of shared experts on a branch: products of more fill the device
+
 
 @dataclass(frozen=True, slots=True)
 class GpuMoe:
@@ -56,21 +58,30 @@ class MoeStep:
 
 
 class _Shared:
-    """What experts of all tokens add, if there are any: on a branch of the step, else where it is behind."""
+    """What experts of all tokens add, if there are any: on a branch of the step, else in its own stream.
+
+    The branch waits for x alone and ends by itself. Kernels whose blocks wait for each other (csrc/experts)
+    or for peers (csrc/cuda) may find multiprocessors taken by it, and are only late: it must never wait for
+    them.
+    """
 
     def __init__(self, x: torch.Tensor, w: MoeWeights, at: MoeStep) -> None:
+        """The branch is behind what made x, and nothing of this block."""
         self._work = None if w.shared is None else partial(dense, x, w.shared)
-        beside = None if w.shared is None or at.beside is None or not at.beside.takes(x) else at.beside
+        beside = at.beside if w.shared is not None and 0 < len(x) <= MOST_BESIDE else None
         self._lap, self._fork = at.lap, None if beside is None else beside.fork()
         self._hook: Hook[torch.Tensor] | None = None
 
     def run_beside(self) -> None:
-        """Behind the dispatch, with which it has nothing to do: see Fork."""
+        """Behind the dispatch: what a graph is given first behind a fork goes on in the queue of what made x.
+
+        That is the router then, which may be set up early.
+        """
         if self._work is not None and self._fork is not None:
             self._hook = self._fork.run(self._work)
 
     def run_here(self) -> None:
-        """While the combine is in flight."""
+        """While the combine is in flight, if not beside."""
         if self._work is not None and self._fork is None:
             self._lap(Phase.COMBINE)
             out = self._work()

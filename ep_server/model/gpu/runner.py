@@ -210,7 +210,7 @@ class GpuRunner:
         self._clock.begin()
         most = sizes_of(form.bucket or self._params.exchange.spec.max_tokens, form.micro_batches)[0]
         rows, beside = self._rows.one, self._beside
-        if form.micro_batches > 1:  # there is enough beside each
+        if form.micro_batches > 1:  # transfers run beside, and the other half beside them
             rows, beside = self._rows.two, None
         on = Pass(self._drawn, most, rows, self._clock.lap if form.timed else no_lap, beside)
         hidden = interleave([self._decoder.forward(step, on) for step in steps])

@@ -15,6 +15,7 @@ from typing import TypeVar
 import torch
 
 from ep_server.ep.exchange import Exchange, Received, View
+from ep_server.model.gpu.beside import Beside
 from ep_server.model.gpu.rows import Arrival, BothHalves, Hook, Tokens, Unsent
 from ep_server.model.triton.local_rows import Answers, Places, place_rows
 
@@ -103,8 +104,7 @@ class RowsBeside:
     """As FusedRows, on a stream of its own, beside the other micro-batch's attention and experts.
 
     A transfer begins behind all that the current stream was given before, and the current stream waits for it
-    in the hook. So memory that one stream frees is never written by the other too early: what a transfer
-    allocates is reused by a later one, which is behind all readers; what it reads lives until its hook.
+    in the hook.
 
     Args:
         num_sms: multiprocessors that transfers may fill; the others compute meanwhile.
@@ -113,25 +113,16 @@ class RowsBeside:
     def __init__(self, exchange: BothHalves, num_sms: int) -> None:
         self._exchange, self._num_sms = exchange, num_sms
         self._inner = FusedRows(exchange, alone=False)  # the next of its stream is another transfer
-        # Of high priority: the few blocks of a transfer go first.
-        self._stream = torch.cuda.Stream(exchange.device, priority=-1)  # type: ignore[no-untyped-call]
+        self._beside = Beside(exchange.device, priority=-1)  # the few blocks of a transfer go first
 
     def dispatch(self, tokens: Tokens, arrival: Arrival) -> Hook[Received]:
         """See Rows."""
-        return self._start(partial(self._inner.dispatch, tokens, arrival))
+        return self._beside.fork().run(partial(self._bounded, partial(self._inner.dispatch, tokens, arrival)))
 
     def combine(self, out: torch.Tensor, received: Received) -> Hook[torch.Tensor | Unsent]:
         """See Rows."""
-        return self._start(partial(self._inner.combine, out, received))
+        return self._beside.fork().run(partial(self._bounded, partial(self._inner.combine, out, received)))
 
-    def _start(self, transfer: Callable[[], Hook[T]]) -> Hook[T]:
-        self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(self._stream), self._exchange.bounded(self._num_sms):
-            result = transfer()()
-        ended = self._stream.record_event()
-
-        def hook(read: object = transfer) -> T:  # `read` holds what the transfer reads
-            torch.cuda.current_stream().wait_event(ended)
-            return result
-
-        return hook
+    def _bounded(self, transfer: Callable[[], Hook[T]]) -> T:
+        with self._exchange.bounded(self._num_sms):
+            return transfer()()

@@ -67,6 +67,7 @@ def _run(group: dist.ProcessGroup, folder: Path, experts: int) -> list[Found]:
 def _steps(model: Any, exchange: Noting, ids: tuple[int, ...], alone: bool) -> Found:
     from ep_server.model.gpu import runner as steps
     from ep_server.model.gpu.assembly import GpuPlan, gpu_runner
+    from ep_server.model.gpu.beside import Beside
     from ep_server.model.gpu.rows import RowsOfSteps
     from ep_server.model.gpu.transfers import FusedRows
     from tests.model.driver import BLOCK, BLOCKS
@@ -77,6 +78,7 @@ def _steps(model: Any, exchange: Noting, ids: tuple[int, ...], alone: bool) -> F
     rows: Any = FusedRows(exchange, alone=alone)
     plan = GpuPlan(BLOCKS, BLOCK, max_running=4, max_step_tokens=8, useful_blocks=BLOCKS, graphs=False)
     runner = gpu_runner(model, exchange.inner, RowsOfSteps(rows, rows), plan, BLOCKS)
+    runner._beside = Beside(model.compute.device) if alone else None
     return Found(logits_of(runner, ids, PIECES), exchange.notes)
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from ep_server.model.gpu import moe
-from ep_server.model.gpu.beside import MOST_ROWS, Beside
+from ep_server.model.gpu.beside import Beside
 from ep_server.model.gpu.transfers import LocalRows
 from tests.harness.rank_group import greedy
 from tests.model.gpu.steps_of_shared import ROWS, SPARSE, config, logits_of, step
@@ -80,20 +80,13 @@ def test_what_the_work_reads_lives_until_its_hook_is_gone(beside: Beside) -> Non
     assert held() is None
 
 
-@pytest.mark.parametrize(
-    ("rows", "taken"), [(0, False), (1, True), (MOST_ROWS, True), (MOST_ROWS + 1, False)]
-)
-def test_few_rows_run_beside(beside: Beside, rows: int, taken: bool) -> None:
-    assert beside.takes(torch.empty(rows, 4)) is taken
-
-
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU streams are real: tests/gpu/test_shared_experts.py")
 def test_a_step_with_shared_experts_beside(
     tmp_path: Path, beside: Beside, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every bit as without; in each sparse layer they are enqueued behind its dispatch, before its experts.
 
-    Two micro-batches do without.
+    Two micro-batches do without, and more rows than there is room beside.
     """
     runner = made_runner(tmp_path, DEVICE, (), config(32, 16, 4, 16))
     wanted = logits_of(runner, 2)
@@ -103,12 +96,17 @@ def test_a_step_with_shared_experts_beside(
     assert torch.equal(logits_of(runner, 1), wanted[:1]) and wanted.isfinite().all()
     first = ["main records", "dispatch", "side waits", "on side", "on main", "side records"]
     assert [note.split(" for ")[0] for note in NOTES] == [*first, "grouped", "main waits"] * SPARSE
-    NOTES.clear()
     for n in range(ROWS):
-        runner.add(greedy(n, (0,), 1))
+        runner.add(greedy(n, (0,), 2))
+    NOTES.clear()
     with torch.inference_mode():
         runner.run(step(0), 2)
     assert NOTES == ["dispatch", "dispatch", "grouped", "grouped"] * SPARSE
+    monkeypatch.setattr(moe, "MOST_BESIDE", ROWS - 1)
+    NOTES.clear()
+    with torch.inference_mode():
+        runner.run(step(1))
+    assert NOTES == ["dispatch", "grouped"] * SPARSE
 
 
 def note_calls(patch: pytest.MonkeyPatch, owner: object, name: str) -> None:
