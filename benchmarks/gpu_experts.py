@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from gpu_timing import BF16, RATE, arguments, in_graph, numbers
 
 from ep_server.model.fp8 import widen
-from ep_server.model.gpu.streamed_experts import StreamedExperts, streamable
+from ep_server.model.gpu.streamed_experts import StreamedExperts, Tile, streamable
 from ep_server.model.triton.expert_rows import GROUP, ExpertRows, ExpertWeights, Tiles, tiles_for
 from ep_server.model.triton.experts import run_experts
 
@@ -72,21 +72,29 @@ class Case:
         layers, plain = [StreamedExperts(each) for each in self.weights], self.plain(0)
         scratch = torch.empty(layers[0].scratch_bytes(len(self.out)), device="cuda", dtype=torch.uint8)
 
-        def run(which: int, each: int) -> None:
-            layers[which].run(self.given, scratch, self.out, rows_per_expert=each)
+        def run(which: int, tile: Tile) -> None:
+            layers[which].run(self.given, scratch, self.out, rows_per_expert=self.each, tile=tile)
 
-        tiles = ((32, 16), (48, 32), (64, 45), (96, 64), (128, 128))
-        for rows, each in tiles[: 4 if self.weights[0].fp8 else 5]:
+        for tile in self.tiles():
             self.out.fill_(float("nan"))
-            run(0, each)
+            run(0, tile)
             error = ((self.out - plain).norm() / plain.norm()).item()
             assert error < 0.01, error
-            took = in_graph(lambda which: run(which, each), len(layers))  # noqa: B023
+            took = in_graph(lambda which: run(which, tile), len(layers))  # noqa: B023
             print(
-                f"    streamed, tiles of {rows} rows: {took:.1f} us ({self.bound() / took:.0%}); "
-                f"error {error:.1e}",
+                f"    streamed, {'wide ' if tile.wide else ''}tiles of {tile.rows} rows: {took:.1f} us "
+                f"({self.bound() / took:.0%}); error {error:.1e}",
                 flush=True,
             )
+
+    def tiles(self) -> list[Tile]:
+        """All of the kernel for Hopper that there are for the weights."""
+        _, width, ffn = self.weights[0].down.shape
+        narrow = [Tile(rows) for rows in (32, 48, 64, 96, 128)]
+        if self.weights[0].fp8:
+            return narrow[:4]
+        wide = [Tile(rows, wide=True) for rows in (96, 128, 160)]
+        return narrow + (wide if width % 256 == 0 and ffn % 128 == 0 else [])
 
     @property
     def each(self) -> int:

@@ -44,11 +44,14 @@ void bind_experts(py::module_& m) {
            py::kw_only(), py::arg("device"), py::arg("gate_up"), py::arg("down"),
            py::arg("gate_up_scale") = 0, py::arg("down_scale") = 0, py::arg("experts"), py::arg("width"),
            py::arg("ffn"))
+      .def("wide", &Experts::wide)
       .def("scratch_bytes", &Experts::scratch_bytes, py::arg("most"))
       .def(
           "run",
-          [](const Experts& self, uintptr_t stream, const Work& work, uint32_t rows_of_tile,
-             bool reads_ahead) { self.run(pointer<CUstream_st>(stream), work, {rows_of_tile, reads_ahead}); },
-          py::arg("stream"), py::arg("work"), py::arg("rows_of_tile"), py::arg("reads_ahead"),
-          py::call_guard<py::gil_scoped_release>());
+          [](const Experts& self, uintptr_t stream, const Work& work, uint32_t rows_of_tile, bool wide,
+             bool reads_ahead) {
+            self.run(pointer<CUstream_st>(stream), work, {rows_of_tile, wide, reads_ahead});
+          },
+          py::arg("stream"), py::arg("work"), py::kw_only(), py::arg("rows_of_tile"), py::arg("wide"),
+          py::arg("reads_ahead"), py::call_guard<py::gil_scoped_release>());
 }

@@ -23,9 +23,12 @@ __device__ void copy_scale(void* to, const void* from) {
 template <uint32_t kRowsOfTile>
 struct Codes {
   static constexpr uint32_t kRows = kRowsOfTile, kTiles = 2, kMultipliers = 8, kResident = 1;
+  static constexpr uint32_t kWeightRows = 2 * kHalf, kWeightBytes = kWeightRows * kSwizzledRow,
+                            kRegisters = 0;
   static constexpr bool kSplits = true;
-  static constexpr uint32_t kStages = stages_beside(kMultipliers * kRows * 32, kTiles * kRows * kSwizzledRow,
-                                                    kRows * kGroups * sizeof(float));
+  static constexpr uint32_t kStages =
+      stages_beside(kMultipliers * kRows * 32,
+                    (kWeightRows + kTiles * kRows) * kSwizzledRow + kRows * kGroups * sizeof(float));
   static constexpr uint32_t kHiddenRow = 2 * kHalf + kPiece;  // bytes: spreads rows over banks
   static constexpr uint32_t kThreads = 32 * kMultipliers;
   static constexpr uint32_t kRun = 2;  // stages

@@ -1,5 +1,6 @@
 #include "experts/experts.hpp"
 
+#include <algorithm>
 #include <string>
 
 #include "cuda/on_device.hpp"
@@ -65,14 +66,27 @@ Experts::Experts(int device, const Stored& stored, const Sizes& sizes) : device_
 Experts::~Experts() { cudaFree(weights_.sync); }  // of any device
 
 void Experts::run(cudaStream_t stream, const Work& work, const LaunchConfig& config) const {
-  const uint32_t rows = config.rows_of_tile;
-  require(rows == 32 || rows == 48 || rows == 64 || rows == 96 || (rows == 128 && !codes()), "rows_of_tile",
-          rows, codes() ? "32, 48, 64 or 96" : "32, 48, 64, 96 or 128");
+  check_tile(config);
+  constexpr uint64_t kPieces = UINT32_MAX;  // of 16 bytes: what numbers of the kernel reach
+  const uint64_t held = kPieces * 16 / std::max<uint64_t>(work.pitch, 1);
+  require(work.held <= held, "held", work.held, "at most " + std::to_string(held));
   const cuda::OnDevice here(device_);
-  const uint64_t allowed = (1ull << 34) / sizes_.width;  // rows whose pieces of eight channels 32 bits number
-  require(!codes() || work.most <= allowed, "most", work.most, "at most " + std::to_string(allowed));
-  const auto begin = codes() ? start_of_codes : start;
+  // Rows whose pieces of eight channels 32 bits number.
+  const uint64_t allowed = (1ull << 34) / std::max(sizes_.width, sizes_.ffn);
+  require(work.most <= allowed, "most", work.most, "at most " + std::to_string(allowed));
+  const auto begin = codes() ? start_of_codes : config.wide ? start_wide : start;
   check(begin({stream, blocks_, config}, weights_, Task(work, sizes_, codes())), "experts");
+}
+
+void Experts::check_tile(const LaunchConfig& config) const {
+  require(!config.wide || wide(), "wide", config.wide, "false for these weights");
+  const uint32_t rows = config.rows_of_tile;
+  const bool some = rows == 96 || (rows == 128 && !codes());
+  const bool fits = config.wide ? some || rows == 160 : some || rows == 32 || rows == 48 || rows == 64;
+  require(fits, "rows_of_tile", rows,
+          config.wide ? "96, 128 or 160"
+          : codes()   ? "32, 48, 64 or 96"
+                      : "32, 48, 64, 96 or 128");
 }
 
 }  // namespace ep::experts

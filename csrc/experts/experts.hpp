@@ -63,8 +63,9 @@ struct Scratch {
 
 // Chosen for each launch; any gives the same bits.
 struct LaunchConfig {
-  uint32_t rows_of_tile;  // 32, 48, 64, 96 or, without codes, 128; more rows of an expert are several tiles,
-                          // which read its weights again
+  uint32_t rows_of_tile;  // 32, 48, 64, 96 or, without codes, 128; of a wide one 96, 128 or 160; more rows of
+                          // an expert are several tiles, which read its weights again
+  bool wide;              // tiles of twice as many weight rows, see Experts::wide()
   bool reads_ahead;       // weights, before the work is known: as if no expert were without rows
 };
 
@@ -122,11 +123,15 @@ class Experts {
   // Bytes of scratch that a launch needs.
   uint64_t scratch_bytes(uint64_t most) const { return Scratch(sizes_, most, codes()).bytes; }
 
+  // Whether tiles may be wide.
+  bool wide() const { return !codes() && sizes_.width % (4 * kHalf) == 0 && sizes_.ffn % (2 * kHalf) == 0; }
+
   // Enqueues; no wait. Weights may be read before the kernels ahead in the stream have ended: they must not
   // write them.
   void run(cudaStream_t stream, const Work& work, const LaunchConfig& config) const;
 
  private:
+  void check_tile(const LaunchConfig& config) const;
   bool codes() const { return weights_.gate_up_scale != nullptr; }
 
   int device_;
@@ -143,6 +148,7 @@ struct Launch {
 };
 
 cudaError_t start(const Launch& launch, const Weights& weights, const Task& task);  // bfloat16
+cudaError_t start_wide(const Launch& launch, const Weights& weights, const Task& task);
 cudaError_t start_of_codes(const Launch& launch, const Weights& weights, const Task& task);
 
 }  // namespace ep::experts

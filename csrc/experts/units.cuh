@@ -89,19 +89,28 @@ __device__ uint32_t read_counts(Agenda& a, const Weights& w, const Work& work, u
   return before;
 }
 
-__device__ inline uint32_t up_tiles(const Weights& w) { return w.ffn / kHalf; }
-__device__ inline uint32_t down_tiles(const Weights& w) { return w.width / (2 * kHalf); }
+// A Form's tiles have kWeightRows, those of gate/up half of each.
+template <class Form>
+__device__ uint32_t up_tiles(const Weights& w) {
+  return w.ffn / (Form::kWeightRows / 2);
+}
 
-template <uint32_t kRows>
+template <class Form>
+__device__ uint32_t down_tiles(const Weights& w) {
+  return w.width / Form::kWeightRows;
+}
+
+template <class Form>
 __device__ Unit unit_of(const Agenda& a, const Weights& w, uint32_t chunks, uint32_t number) {
-  const uint32_t up_units = chunks * up_tiles(w);
+  constexpr uint32_t kRows = Form::kRows;
+  const uint32_t up_units = chunks * up_tiles<Form>(w);
   Unit unit{Kind::kGateUp, w.width / w.depth};
-  uint32_t tiles = up_tiles(w);
+  uint32_t tiles = up_tiles<Form>(w);
   if (number >= up_units) {
     number -= up_units;
-    if (number >= chunks * down_tiles(w)) return {Kind::kEnd};
+    if (number >= chunks * down_tiles<Form>(w)) return {Kind::kEnd};
     unit = {Kind::kDown, w.ffn / w.depth};
-    tiles = down_tiles(w);
+    tiles = down_tiles<Form>(w);
   }
   const uint32_t chunk = number / tiles;                                     // some chunk of the same expert
   for (uint32_t low = 0, high = w.experts; low < high; unit.expert = low) {  // the first that ends behind it
@@ -118,13 +127,14 @@ __device__ Unit unit_of(const Agenda& a, const Weights& w, uint32_t chunks, uint
   unit.tile = place / own;
   unit.first = a.first[e] + at;
   unit.rows = min(a.rows[e] - at, kRows);
-  unit.gate_up_done = up_tiles(w) * ceil_div(a.rows[e], kRows);
+  unit.gate_up_done = up_tiles<Form>(w) * ceil_div(a.rows[e], kRows);
   return unit;
 }
 
 // The block's first unit if every expert has one chunk of rows: `stages` of its weights are read ahead.
-__device__ inline Unit guess(const Weights& w, uint32_t stages) {
-  const uint32_t tiles = up_tiles(w), expert = blockIdx.x / tiles;
+template <class Form>
+__device__ Unit guess(const Weights& w, uint32_t stages) {
+  const uint32_t tiles = up_tiles<Form>(w), expert = blockIdx.x / tiles;
   if (expert >= w.experts) return {Kind::kEnd};
   return {Kind::kGateUp, min(stages, w.width / w.depth), expert, blockIdx.x % tiles};
 }
@@ -160,22 +170,22 @@ __device__ inline void leave_to_next(const Weights& w, const uint32_t* counts, u
 
 // Hands out units until none is left: the first by the block's number, the others as blocks come for them. By
 // a whole warp. `ahead`: what was guessed, an end if nothing. splitting: see leave_to_next().
-template <uint32_t kRows>
+template <class Form>
 __device__ void hand_out(Agenda& a, const Weights& w, const Work& work, const Unit& ahead, uint32_t splitting,
                          uint32_t lane) {
   uint32_t* counts = counts_of(w);
-  const uint32_t chunks = read_counts<kRows>(a, w, work, lane);
+  const uint32_t chunks = read_counts<Form::kRows>(a, w, work, lane);
   if (lane != 0) return;
   a.counts = counts;
-  const uint32_t units = chunks * (up_tiles(w) + down_tiles(w));
+  const uint32_t units = chunks * (up_tiles<Form>(w) + down_tiles<Form>(w));
   uint32_t n = 0, number = blockIdx.x;
-  Unit unit = unit_of<kRows>(a, w, chunks, number);
+  Unit unit = unit_of<Form>(a, w, chunks, number);
   const bool right = unit.kind == ahead.kind && unit.expert == ahead.expert && unit.tile == ahead.tile;
   if (ahead.kind != Kind::kEnd && !right) publish(a, n, {Kind::kDropped, ahead.stages});
   while (unit.kind != Kind::kEnd) {
     publish(a, n, unit);
     number = gridDim.x + atomicAdd(w.sync, 1u);
-    unit = unit_of<kRows>(a, w, chunks, number);
+    unit = unit_of<Form>(a, w, chunks, number);
   }
   // Heeded when all blocks have said so or ended: all have had their room, the next kernel's take what they
   // leave, one by one. Experts' comment has what follows for that kernel.

@@ -109,15 +109,26 @@ __device__ inline void copy_reused_box(void* to, const CUtensorMap* map, uint32_
       : "memory");
 }
 
-// Copies 16 bytes past L1, some time before the thread's next arrive_when_copied().
-__device__ inline void copy_piece(void* to, const void* from) {
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from) : "memory");
+// Copies 16 bytes past L1, some time before the thread's next arrive_when_copied(). to: a shared_address().
+__device__ inline void copy_piece(uint32_t to, const void* from) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
 // Arrives once what this thread copied with copy_piece() is there.
 __device__ inline void arrive_when_copied(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
                : "memory");
+}
+
+// By all of a warpgroup: the registers of each thread from here on, a multiple of 8. One that takes more
+// waits until others of the block have left as many.
+template <uint32_t kRegisters>
+__device__ inline void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+template <uint32_t kRegisters>
+__device__ inline void leave_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
 // Of an operand with the channels of a row side by side; `p`: its first row, plus channels inside a row.

@@ -9,17 +9,15 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ep_server.model.gpu.streamed_experts import MOST_PER_EXPERT, streamable
+from ep_server.model.gpu.streamed_experts import MOST_PER_EXPERT, Tile, streamable
 from ep_server.model.triton.expert_rows import ExpertWeights
 from ep_server.model.triton.norm import rms_norm
 from tests.gpu.experts_case import BF16, FP8, SPARE, Layer, check, streamed
 
 pytestmark = pytest.mark.gpu
-SIZES = [  # and whether weights are codes
-    (size, codes)
-    for size in ((5, 256, 128), (7, 640, 384), (128, 2048, 768), (300, 512, 256), (2, 4096, 14336))
-    for codes in (False, True)
-]
+SIZES = [(5, 256, 128), (7, 640, 384), (128, 2048, 768), (300, 512, 256), (2, 4096, 14336)]
+OF_CODES = [Tile(rows) for rows in (32, 48, 64, 96)]
+NARROW, WIDE = [*OF_CODES, Tile(128)], [Tile(rows, wide=True) for rows in (96, 128, 160)]
 BOTH = pytest.mark.parametrize("codes", [False, True], ids=["bfloat16", "codes"])
 SPREADS = {
     "none": lambda e: [0] * e,
@@ -27,35 +25,45 @@ SPREADS = {
     "few": lambda e: [n % 4 for n in range(e)],
     "tiles": lambda e: [(15, 16, 17, 31, 32, 33, 63, 64, 65, 0)[n % 10] for n in range(e)],
     "all to one": lambda e: [0] * (e // 2) + [200] + [0] * (e - e // 2 - 1),
+    "many": lambda e: [(127, 1, 300, 160, 0, 161, 97)[n] if n < 7 else 0 for n in range(e)],
 }
 
 
-@pytest.mark.parametrize("each", [1, 16, 32, 45, 64, 128])
+def tiles(size: tuple[int, int, int], codes: bool) -> list[Tile]:
+    """All that there are."""
+    _, width, ffn = size
+    return OF_CODES if codes else NARROW + WIDE if width % 256 == 0 and ffn % 128 == 0 else NARROW
+
+
+CASES = [(size, codes, tile) for size in SIZES for codes in (False, True) for tile in tiles(size, codes)]
+
+
 @pytest.mark.parametrize("spread", SPREADS)
-@pytest.mark.parametrize(("size", "codes"), SIZES, ids=str)
-def test_outputs(size: tuple[int, int, int], codes: bool, spread: str, each: int) -> None:
+@pytest.mark.parametrize(("size", "codes", "tile"), CASES, ids=str)
+def test_outputs(size: tuple[int, int, int], codes: bool, tile: Tile, spread: str) -> None:
     torch.manual_seed(1)
     layer = Layer.of(size, SPREADS[spread](size[0]), codes=codes)
     experts, given = streamed(layer), layer.given()
     for _ in range(3):  # what a launch leaves behind is what the next one needs
         scratch, out = layer.room(experts)
-        experts.run(given, scratch, out, rows_per_expert=each)
+        experts.run(given, scratch, out, rows_per_expert=16, tile=tile)
         check(layer, out)
 
 
 @BOTH
 def test_rows_are_read_where_they_lie(codes: bool) -> None:
     torch.manual_seed(2)
-    layer = Layer.of((16, 512, 256), [n % 7 for n in range(16)], codes=codes)
+    layer = Layer.of((16, 512, 256), [n % 7 for n in range(15)] + [170], codes=codes)
     experts, given = streamed(layer), layer.given()
-    held = torch.full((100, 512 + 64), float("nan"), device="cuda", dtype=BF16)
-    ids = torch.randperm(100, device="cuda")[: len(layer.rows)]
+    held = torch.full((300, 512 + 64), float("nan"), device="cuda", dtype=BF16)
+    ids = torch.randperm(300, device="cuda")[: len(layer.rows)]
     held[ids, :512] = layer.rows
     index = replace(given, rows=held[:, :512], row_ids=F.pad(ids, (0, SPARE)))
     assert experts.takes(index, 4)
-    scratch, out = layer.room(experts)
-    experts.run(index, scratch, out, rows_per_expert=4)
-    check(layer, out)
+    for tile in tiles((16, 512, 256), codes):
+        scratch, out = layer.room(experts)
+        experts.run(index, scratch, out, rows_per_expert=4, tile=tile)
+        check(layer, out)
 
 
 @BOTH
@@ -64,9 +72,9 @@ def test_tiles_do_not_change_a_bit_and_a_graph_can_be_replayed(codes: bool) -> N
     layer = Layer.of((64, 1024, 384), [(n * 7) % 131 for n in range(64)], codes=codes)
     experts, given = streamed(layer), layer.given()
     outs = []
-    for each in (1, 16, 32, 45, 64, 128):
+    for tile in tiles((64, 1024, 384), codes):
         scratch, out = layer.room(experts)
-        experts.run(given, scratch, out, rows_per_expert=each)
+        experts.run(given, scratch, out, rows_per_expert=16, tile=tile)
         outs.append(out[: len(layer.rows)].clone())
     assert all(torch.equal(outs[0], out) for out in outs[1:])
     scratch, out = layer.room(experts)
@@ -90,7 +98,7 @@ def test_launches_behind_each_other_do_what_they_do_apart(codes: bool) -> None:
 
     def chain(between: Callable[[], None]) -> torch.Tensor:
         rows, (scratch, out) = given.rows.clone(), layer.room(experts)
-        for turn, each in enumerate((1, 45, 16, 128, 32, 64)):
+        for turn, each in enumerate((1, 45, 16, 128, 32, 64)):  # 128: a wide tile where weights allow it
             between()
             experts.run(replace(given, rows=rows), scratch, out, rows_per_expert=each)
             between()
@@ -160,8 +168,9 @@ def test_rows_that_are_for_the_other_kernels() -> None:
     layer = Layer.of((5, 256, 128), [1] * 5)
     experts, given = streamed(layer), layer.given()
     assert not experts.takes(replace(given, rows=given.rows.to(FP8)), 1)
-    assert experts.takes(given, MOST_PER_EXPERT)
-    assert not experts.takes(given, MOST_PER_EXPERT + 1)
+    assert experts.takes(given, MOST_PER_EXPERT + 1)  # by wide tiles
+    narrow = streamed(Layer.of((5, 384, 128), [1] * 5))
+    assert [narrow.takes(given, MOST_PER_EXPERT + more) for more in (0, 1)] == [True, False]
     assert not experts.takes(replace(given, rows=given.rows.view(-1, 1, 256)), 1)
     assert not experts.takes(replace(given, rows=given.rows.float()), 1)
     wide = torch.empty(5, 257, device="cuda", dtype=BF16)

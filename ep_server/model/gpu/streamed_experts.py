@@ -9,6 +9,7 @@ a bfloat16 row, and what is between the two products, is split into two of them 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 import torch
 
@@ -17,11 +18,25 @@ from ep_server.model.gpu.capability import native, runs_hopper_kernels
 from ep_server.model.triton.checks import FP8, expect
 from ep_server.model.triton.expert_rows import ExpertRows, ExpertWeights
 
-MOST_PER_EXPERT = 512  # rows, on average: beyond, a library's larger tiles are as fast
+MOST_PER_EXPERT = 512  # rows, on average, where no tile is wide: beyond, a library's larger ones are as fast
 _ROWS_OF_TILE = (32, 48, 64, 96, 128)
+_ROWS_OF_WIDE = (96, 128, 160)
+_MANY = 100  # rows, on average: with more, tiles are wide
+_BUSY = 96  # tiles of the second product: with fewer, too many multiprocessors have none
 _ROWS_OF_CODES = 96  # of a tile, at most: 128 were slower on an H200
 _FEW = 2  # rows, on average: with fewer, too many experts have none for weights to be read ahead
-_MAX_EXPERTS, _WIDTHS, _FFNS, _FFNS_OF_CODES, _PIECE = 512, 128, 64, 128, 16
+_MAX_EXPERTS, _WIDTHS, _FFNS, _FFNS_OF_CODES, _PIECE, _WIDE = 512, 128, 64, 128, 16, 256
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """What a block multiplies at a time: at most so many rows of an expert by 128 weight rows, or 256.
+
+    rows: 32, 48, 64, 96 or, by weights in bfloat16, 128; of a wide one 96, 128 or 160.
+    """
+
+    rows: int
+    wide: bool = False
 
 
 class StreamedExperts:
@@ -49,13 +64,15 @@ class StreamedExperts:
             width=width,
             ffn=ffn,
         )
+        self._wide: bool = self._experts.wide()
 
     def takes(self, given: ExpertRows, rows_per_expert: int) -> bool:
         """Whether the kernel is for such rows."""
         rows = given.rows
         aligned = rows.data_ptr() % _PIECE == 0 and _pitch(rows) % _PIECE == 0
         stored = rows.dtype is torch.bfloat16 or (rows.dtype is FP8 and self._weights.fp8)
-        return stored and aligned and not given.padded and rows_per_expert <= MOST_PER_EXPERT
+        few = self._wide or rows_per_expert <= MOST_PER_EXPERT
+        return stored and aligned and not given.padded and few
 
     def scratch_bytes(self, most: int) -> int:
         """What run() needs for so many rows: those between the products, and with codes the input's again."""
@@ -63,7 +80,13 @@ class StreamedExperts:
         return found
 
     def run(
-        self, given: ExpertRows, scratch: torch.Tensor, out: torch.Tensor, *, rows_per_expert: int
+        self,
+        given: ExpertRows,
+        scratch: torch.Tensor,
+        out: torch.Tensor,
+        *,
+        rows_per_expert: int,
+        tile: Tile | None = None,
     ) -> None:
         """As run_experts(), on the current stream: no copy, no allocation, can be captured.
 
@@ -74,6 +97,7 @@ class StreamedExperts:
             given: as `takes` says. scratch: [scratch_bytes(given.most)] uint8. out: [given.most, H]
                 bfloat16, contiguous.
             rows_per_expert: to expect; any number is computed correctly.
+            tile: any gives the same bits; that of self.tile() if None.
         Raises: InternalError for another shape, dtype or layout.
         """
         _, width, _ = self._weights.down.shape
@@ -100,12 +124,20 @@ class StreamedExperts:
             held=len(given.rows),
         )
         stream = torch.cuda.current_stream(out.device).cuda_stream
-        rows = rows_of_tile(rows_per_expert, self._most_rows_of_tile)
-        self._experts.run(stream, work, rows, self.reads_ahead(rows_per_expert))
+        tile = tile or self.tile(rows_per_expert)
+        ahead = reads_ahead(rows_per_expert, tile.rows)
+        self._experts.run(stream, work, rows_of_tile=tile.rows, wide=tile.wide, reads_ahead=ahead)
 
     def reads_ahead(self, rows_per_expert: int) -> bool:
         """Whether weights are read before rows are there, see reads_ahead()."""
-        return reads_ahead(rows_per_expert, self._most_rows_of_tile)
+        return reads_ahead(rows_per_expert, self.tile(rows_per_expert).rows)
+
+    def tile(self, rows_per_expert: int) -> Tile:
+        """What run() takes for so many."""
+        if self._wide and rows_per_expert > _MANY:
+            experts, width, _ = self._weights.down.shape
+            return wide_tile(rows_per_expert, experts * width // _WIDE)
+        return narrow_tile(rows_per_expert, self._most_rows_of_tile)
 
 
 def _address(tensor: torch.Tensor | None) -> int:
@@ -117,10 +149,17 @@ def _pitch(rows: torch.Tensor) -> int:
     return rows.stride(-2) * rows.element_size()
 
 
-def rows_of_tile(rows_per_expert: int, most: int = _ROWS_OF_TILE[-1]) -> int:
-    """Up to `most`, with room for what chance puts beyond the mean: a second tile reads all weights again."""
+def narrow_tile(rows_per_expert: int, most: int = _ROWS_OF_TILE[-1]) -> Tile:
+    """Up to `most` rows, with room for what chance puts beyond the mean: a second tile reads all weights
+    again."""
     enough = (rows for rows in _ROWS_OF_TILE if _most_by_chance(rows_per_expert) <= rows <= most)
-    return next(enough, most)
+    return Tile(next(enough, most))
+
+
+def wide_tile(rows_per_expert: int, down_tiles: int) -> Tile:
+    """The largest that leaves multiprocessors busy. down_tiles: of weight rows, of all experts."""
+    busy = (n for n in reversed(_ROWS_OF_WIDE) if -(-rows_per_expert // n) * down_tiles >= _BUSY)
+    return Tile(next(busy, _ROWS_OF_WIDE[0]), wide=True)
 
 
 def _most_by_chance(rows_per_expert: int) -> float:

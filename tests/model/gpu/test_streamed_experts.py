@@ -13,10 +13,12 @@ from ep_server.errors import InternalError
 from ep_server.model.gpu import capability
 from ep_server.model.gpu.streamed_experts import (
     StreamedExperts,
+    Tile,
     fits,
+    narrow_tile,
     reads_ahead,
-    rows_of_tile,
     streamable,
+    wide_tile,
 )
 from ep_server.model.triton.expert_rows import ExpertRows, ExpertWeights
 
@@ -45,9 +47,10 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """What a kernel is told, in place of one."""
     work: list[dict[str, Any]] = []
     native = SimpleNamespace(
-        Experts=lambda **_: SimpleNamespace(
+        Experts=lambda **given: SimpleNamespace(
             scratch_bytes=lambda most: 16 * most,
-            run=lambda stream, given, *manner: work.append({**given, "manner": manner}),
+            run=lambda stream, given, **manner: work.append({**given, "manner": manner}),
+            wide=lambda: given["gate_up_scale"] == 0,
         ),
         ExpertsWork=lambda **given: given,
     )
@@ -73,7 +76,7 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     ],
 )
 def test_tiles_have_room_for_what_chance_puts_beyond_the_mean(each: int, rows: int) -> None:
-    assert rows_of_tile(each) == rows
+    assert narrow_tile(each) == Tile(rows)
 
 
 def test_weights_are_read_ahead_where_few_experts_are_without_rows() -> None:
@@ -104,13 +107,44 @@ def test_scales_must_be_of_whole_blocks() -> None:
     assert [fits(weights_of(2, 256, ffn, FP8)) for ffn in (128, 192)] == [True, False]
 
 
-@pytest.mark.parametrize(("dtype", "rows"), [(BF16, 128), (FP8, 96)], ids=str)
-def test_codes_have_smaller_tiles_at_most_and_are_not_read_ahead_for_two(
-    dtype: torch.dtype, rows: int, told: list[dict[str, Any]]
+@pytest.mark.parametrize(
+    ("dtype", "each", "tile", "ahead"),
+    [
+        (BF16, 100, Tile(128), True),
+        (BF16, 101, Tile(96, wide=True), False),  # of two experts there are few tiles of weights
+        (BF16, 5_000_000, Tile(160, wide=True), False),
+        (FP8, 60, Tile(96), True),
+        (FP8, 100, Tile(96), False),
+    ],
+    ids=str,
+)
+def test_a_kernel_is_told_its_tile_and_whether_to_read_ahead(
+    dtype: torch.dtype, each: int, tile: Tile, ahead: bool, told: list[dict[str, Any]]
 ) -> None:
     scratch, out = torch.zeros(80, dtype=torch.uint8), torch.zeros(5, 256, dtype=BF16)
-    StreamedExperts(weights_of(2, dtype=dtype)).run(index_rows(), scratch, out, rows_per_expert=100)
-    assert [work["manner"] for work in told] == [(rows, rows == 128)]
+    streamed = StreamedExperts(weights_of(2, dtype=dtype))
+    streamed.run(index_rows(), scratch, out, rows_per_expert=each)
+    assert [work["manner"] for work in told] == [
+        {"rows_of_tile": tile.rows, "wide": tile.wide, "reads_ahead": ahead}
+    ]
+    assert streamed.reads_ahead(each) == ahead
+
+
+@pytest.mark.parametrize(
+    ("each", "down_tiles", "rows"),
+    [(100, 1024, 160), (512, 256, 160), (256, 32, 96), (300, 48, 160), (150, 64, 128), (1024, 32, 160)],
+)
+def test_wide_tiles_leave_multiprocessors_busy(each: int, down_tiles: int, rows: int) -> None:
+    assert wide_tile(each, down_tiles) == Tile(rows, wide=True)
+
+
+@pytest.mark.parametrize(("dtype", "all_rows"), [(BF16, True), (FP8, False)], ids=str)
+def test_many_rows_are_for_wide_tiles_or_the_other_kernels(
+    dtype: torch.dtype, all_rows: bool, told: list[dict[str, Any]]
+) -> None:
+    streamed = StreamedExperts(weights_of(2, dtype=dtype))
+    assert [streamed.takes(index_rows(), each) for each in (512, 513)] == [True, all_rows]
+    assert not told
 
 
 def test_a_kernel_is_told_what_there_is_room_for(told: list[dict[str, Any]]) -> None:
