@@ -17,6 +17,7 @@ from ep_server.benchmark.load import Load, check_length, prompt
 from ep_server.benchmark.offline_plan import Plan, Result, Round, short_of
 from ep_server.benchmark.report import steady
 from ep_server.benchmark.trace import OK, Trace
+from ep_server.benchmark.window import Window
 from ep_server.config import Config
 from ep_server.engine import Engine, EngineSettings
 from ep_server.errors import DeadlineExceeded, EpServerError, RankLost
@@ -85,9 +86,9 @@ class _Bench:
     async def round(self) -> Round:
         """A whole run, and short ones until one took as many steps of prefill: then only decoding differs."""
         new_tokens, short_tokens = self._load.new_tokens, short_of(self._load.new_tokens)
-        traces, steps = await self.run(new_tokens)
+        traces, steps, decoding = await self.run(new_tokens)
         for _ in range(ATTEMPTS):
-            short_traces, short_steps = await self.run(short_tokens)
+            short_traces, short_steps, _ = await self.run(short_tokens)
             if not steps or not short_steps or steps.count - short_steps.count == new_tokens - short_tokens:
                 break
         whole = steady(traces, self._load.concurrency)
@@ -97,15 +98,17 @@ class _Bench:
             by_difference=tokens / beyond if tokens and beyond > 0 else None,
             direct=None if whole is None else whole.rate,
             whole=self._load.requests * new_tokens / _seconds(traces),
-            steps=less(steps, short_steps) if steps and short_steps else None,
+            steps=decoding or (less(steps, short_steps) if steps and short_steps else None),
         )
 
-    async def run(self, new_tokens: int) -> tuple[list[Trace], Steps | None]:
-        """All prompts at once. Returns: what callers saw, and the steps it took."""
+    async def run(self, new_tokens: int) -> tuple[list[Trace], Steps | None, Steps | None]:
+        """All prompts at once. Returns: what callers saw, the steps it took, those of a Window."""
         before = dict(self._engine.rank_statistics)
         begin = time.monotonic()
         traces = [Trace(index, new_tokens, begin) for index in range(self._load.requests)]
         streams = [self._submit(trace) for trace in traces]
+        window = Window(self._engine, traces)
+        watching = asyncio.create_task(window.watch())
         try:
             async with asyncio.timeout(self._load.timeout):
                 errors = await asyncio.gather(*map(_read, traces, streams))
@@ -113,13 +116,15 @@ class _Bench:
             late = f"{len(traces)} requests did not end within {self._load.timeout:g} s"
             raise DeadlineExceeded(late) from None
         finally:
+            watching.cancel()
             for stream in streams:
                 stream.close()
         for error in errors:
             if error is not None:
                 raise error
         after = await settled(self._engine)
-        return traces, steps_between(before, after, self._sparse_layers)
+        whole = steps_between(before, after, self._sparse_layers)
+        return traces, whole, window.steps(self._sparse_layers)
 
     def _submit(self, trace: Trace) -> TokenStream:
         request = Request(
