@@ -20,9 +20,11 @@ CUDA_SOURCES = [
     "csrc/bindings_attention.cpp",
     "csrc/bindings_cuda.cpp",
     "csrc/bindings_experts.cpp",
+    "csrc/bindings_latent.cpp",
     "csrc/bindings_products.cpp",
     "csrc/cuda/group.cpp",
     "csrc/experts/experts.cpp",
+    "csrc/latent/latent.cpp",
     "csrc/products/products.cpp",
     "csrc/transport/nvlink.cpp",
 ]

@@ -72,12 +72,14 @@ py::dict statistics(Group& group) {
 
 void bind_experts(py::module_& m);    // bindings_experts.cpp
 void bind_attention(py::module_& m);  // bindings_attention.cpp
+void bind_latent(py::module_& m);     // bindings_latent.cpp
 void bind_products(py::module_& m);   // bindings_products.cpp
 
 PYBIND11_MODULE(_cuda, m) {
   m.doc() = "The exchange of ep_server over NVLink, and products on Hopper.";
   bind_experts(m);
   bind_attention(m);
+  bind_latent(m);
   bind_products(m);
 
   py::class_<cuda::DispatchSendArgs>(m, "DispatchSendArgs")

@@ -211,3 +211,17 @@ class Attention:
         parts: int,
         out: int,
     ) -> None: ...
+
+class LatentWork:
+    def __init__(
+        self, *, count: int, lengths: int, blocks: int, blocks_pitch: int, sums: int, stats: int
+    ) -> None: ...
+
+class LatentLaunchConfig:
+    def __init__(self, *, team: int, blocks: int, splits: int) -> None: ...
+
+class Latent:
+    def __init__(
+        self, *, device: int, cache: int, positions: int, heads: int, block_size: int, scale: float
+    ) -> None: ...
+    def run(self, *, stream: int, step: LatentWork, config: LatentLaunchConfig, q: int, out: int) -> None: ...

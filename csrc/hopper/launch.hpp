@@ -11,7 +11,8 @@ namespace ep::hopper {
 struct Grid {
   dim3 blocks;
   uint32_t threads;
-  size_t shared;  // bytes of dynamic shared memory
+  size_t shared;         // bytes of dynamic shared memory
+  uint32_t cluster = 1;  // blocks that run at the same time and reach each other's shared memory
 };
 
 // Enqueues a kernel that may be set up while the one before it in the stream ends. most_shared: bytes that
@@ -23,13 +24,16 @@ cudaError_t launch(cudaStream_t stream, void (*kernel)(Params...), const Grid& g
   if (const auto error =
           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(most_shared)))
     return error;
-  cudaLaunchAttribute overlap{};
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[0].val.programmaticStreamSerializationAllowed = 1;
+  attributes[1].id = cudaLaunchAttributeClusterDimension;
+  attributes[1].val.clusterDim.x = grid.cluster;
+  attributes[1].val.clusterDim.y = attributes[1].val.clusterDim.z = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = grid.blocks, config.blockDim = dim3(grid.threads);
   config.dynamicSmemBytes = grid.shared, config.stream = stream;
-  config.attrs = &overlap, config.numAttrs = 1;
+  config.attrs = attributes, config.numAttrs = grid.cluster > 1 ? 2 : 1;
   return cudaLaunchKernelEx(&config, kernel, params...);
 }
 

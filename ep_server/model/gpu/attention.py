@@ -13,6 +13,7 @@ from ep_server.model.families.spec import GqaSpec, MlaSpec
 from ep_server.model.gpu.decode_kernels import DecodeLayer
 from ep_server.model.gpu.step_input import StepTensors
 from ep_server.model.gpu.streamed_attention import StreamedAttention, StreamedStep
+from ep_server.model.gpu.streamed_latent import StreamedLatent, StreamedLatentStep
 from ep_server.model.gpu.streamed_products import Limits, StreamedProduct, product, streamed_product
 from ep_server.model.layers import GqaWeights, MlaWeights
 from ep_server.model.torch_compute import TorchLinear
@@ -29,7 +30,7 @@ from ep_server.model.triton.rope_latent import MlaInput, store_mla
 class AttentionStep:
     """What all layers of a step share. decode: over its first sequences, as many as `step.singles`.
 
-    streamed: of its single tokens, for the layers that have a kernel for them.
+    streamed, latent: of its single tokens, for the layers that have a kernel for them.
     """
 
     step: StepTensors
@@ -37,6 +38,7 @@ class AttentionStep:
     decode: DecodeLayer
     eps: float
     streamed: StreamedStep | None = None
+    latent: StreamedLatentStep | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +94,18 @@ def _norm_all_heads(qkv: torch.Tensor, w: GqaWeights, spec: GqaSpec, eps: float)
         rms_norm(part, weight, eps, part)
 
 
-def mla(x: torch.Tensor, w: MlaWeights, spec: MlaSpec, kv: PagedKv, at: AttentionStep) -> torch.Tensor:
-    """Latent attention of x: [T, H], normed, to [T, H], absorbed; stores the tokens' latents."""
+def mla(
+    x: torch.Tensor,
+    w: MlaWeights,
+    by: StreamedLatent | None,
+    spec: MlaSpec,
+    kv: PagedKv,
+    at: AttentionStep,
+) -> torch.Tensor:
+    """Latent attention of x: [T, H], normed, to [T, H], absorbed; stores the tokens' latents.
+
+    by: the layer's kernel for single tokens, where it has one for Hopper.
+    """
     down = w.down(x)
     q_width = down.shape[1] - spec.kv_lora - spec.rope_dim
     q, latent, k_rope = torch.split(down, [q_width, spec.kv_lora, spec.rope_dim], dim=1)
@@ -108,7 +120,12 @@ def mla(x: torch.Tensor, w: MlaWeights, spec: MlaSpec, kv: PagedKv, at: Attentio
     given = MlaInput(latent, k_rope, q[..., spec.nope_dim :], w.kv_norm, spec.norm_eps)
     store_mla(given, query[..., spec.kv_lora :], kv, at.rotation)
     latents = answers(x, spec.heads, spec.kv_lora, at.step)
-    attend(query, kv, AttentionRule(spec.scale), at, latents)
+    rule, singles = AttentionRule(spec.scale), at.latent
+    if by is None or singles is None:
+        attend(query, kv, rule, at, latents)
+    else:
+        by.run(query[: singles.count], singles, latents[: singles.count])
+        attend_chunks(query, kv, rule, at, latents)
     out = x.new_empty(len(x), spec.heads, w.v_up.shape[2])
     torch.bmm(latents.transpose(0, 1), w.v_up, out=out.transpose(0, 1))
     return w.out(out.flatten(1))

@@ -1,7 +1,7 @@
 """Which kernels attend with one token per sequence on a rank's GPU: decided at its start, by capability.
 
-Chunks of prompts and latent attention are Triton's in any case: FlashInfer's kernels for them plan every step
-on the host. `auto` is our own kernel for Hopper where it is for the model, else Triton's.
+Chunks of prompts are Triton's in any case, and latent attention is never FlashInfer's: its kernels for them
+plan every step on the host. `auto` is our own kernel for Hopper where it is for the model, else Triton's.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from ep_server.model.gpu.capability import NATIVE, native_built, sm_count
 from ep_server.model.gpu.decode_kernels import DecodeKernels, triton_decode
 from ep_server.model.gpu.flashinfer_decode import FlashInferDecode, Xqa, XqaShape, load_xqa
 from ep_server.model.gpu.streamed_attention import shape_obstacle
+from ep_server.model.gpu.streamed_latent import latent_obstacle
 from ep_server.model.sizes import Dtype
 
 FIELD = "model.attention"
@@ -92,21 +93,23 @@ def choose(asked: str, case: AttentionCase, load: Callable[[], Xqa] = load_xqa) 
 
 
 def why_not_streamed(case: AttentionCase) -> str:
-    """Why our kernel for Hopper (streamed_attention.py) cannot serve a case; "" where it can."""
+    """Why our kernels for Hopper (streamed_attention.py, streamed_latent.py) cannot serve a case, or ""."""
     problem = _why_not_bf16(case, (9,), "not that of Hopper")
     if problem or not case.built:
         return problem or f"the package was built without {NATIVE}"
-    assert isinstance(case.spec, GqaSpec)
+    if isinstance(case.spec, MlaSpec):
+        return latent_obstacle(case.spec, case.block_size)
     return shape_obstacle(case.spec, case.block_size)
 
 
 def why_not_flashinfer(case: AttentionCase) -> str:
     """Why FlashInfer's decode cannot serve a case; "" where it can, if it is installed."""
+    spec = case.spec
+    if isinstance(spec, MlaSpec):
+        return "the model's attention is latent"
     problem = _why_not_bf16(case, XQA_MAJORS, f"none of {XQA_MAJORS}")
     if problem:
         return problem
-    spec = case.spec
-    assert isinstance(spec, GqaSpec)
     group = spec.heads // spec.kv_heads
     limits = (
         (
@@ -123,10 +126,9 @@ def why_not_flashinfer(case: AttentionCase) -> str:
 
 
 def _why_not_bf16(case: AttentionCase, majors: tuple[int, ...], otherwise: str) -> str:
-    """What kernels for grouped-query attention in BF16 on some GPUs have in common."""
+    """What kernels in BF16 on some GPUs have in common."""
     capability = case.capability
     limits = (
-        (isinstance(case.spec, MlaSpec), "the model's attention is latent"),
         (capability is None, "there is no GPU"),
         (
             capability is not None and capability[0] not in majors,

@@ -38,7 +38,8 @@ class TritonDecode:
     """heads, kv_heads: of queries, of the cache. v_dim: channels of a value. longest: context, tokens.
 
     num_sms: multiprocessors of the device; 0 = kernels are interpreted, nothing is split.
-    streamed: layers that have one kernel for all of it (streamed_attention.py) take that instead.
+    streamed: layers that have a kernel for Hopper (streamed_attention.py, streamed_latent.py) take that
+      instead.
     """
 
     heads: int

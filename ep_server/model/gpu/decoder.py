@@ -13,7 +13,7 @@ import torch
 
 from ep_server.model.decoder import DecoderParams, Forward
 from ep_server.model.experts import ExpertCounter
-from ep_server.model.families.spec import GqaSpec
+from ep_server.model.families.spec import GqaSpec, MlaSpec
 from ep_server.model.gpu.attention import AttentionStep, GqaKernels, gqa, mla
 from ep_server.model.gpu.beside import Beside
 from ep_server.model.gpu.capability import sm_count
@@ -26,6 +26,12 @@ from ep_server.model.gpu.router import GpuRouter, router_weight
 from ep_server.model.gpu.rows import Rows, Unsent
 from ep_server.model.gpu.step_input import StepTensors
 from ep_server.model.gpu.streamed_attention import StreamedStep, launch_config_for, streamed_attention
+from ep_server.model.gpu.streamed_latent import (
+    StreamedLatent,
+    StreamedLatentStep,
+    latent_launch_config_for,
+    streamed_latent,
+)
 from ep_server.model.gpu.streamed_products import STREAMED, STREAMED_AMONG_RANKS, streamed_product
 from ep_server.model.layers import GqaWeights, MlaWeights, MoeWeights
 from ep_server.model.rope import rotation_table
@@ -131,36 +137,43 @@ class GpuDecoder:
 
     def _attention(self, x: torch.Tensor, index: int, at: AttentionStep) -> torch.Tensor | Partial:
         spec, w, kv = self._spec.attention, self._weights.layers[index].attention, self._kv[index]
+        by = self._by[index]
         if isinstance(spec, GqaSpec):
-            by = self._by[index]
-            assert isinstance(w, GqaWeights) and by is not None
+            assert isinstance(w, GqaWeights) and isinstance(by, GqaKernels)
             return gqa(x, w, by, spec, kv, at)
-        assert isinstance(w, MlaWeights)
-        return mla(x, w, spec, kv, at)
+        assert isinstance(w, MlaWeights) and not isinstance(by, GqaKernels)
+        return mla(x, w, by, spec, kv, at)
 
-    def _layer_kernels(self, index: int) -> GqaKernels | None:
-        spec, w, streamed = self._spec.attention, self._weights.layers[index].attention, None
-        if not isinstance(w, GqaWeights):
-            return None
-        assert isinstance(spec, GqaSpec)
-        if isinstance(self._kernels, TritonDecode) and self._kernels.streamed:
-            norm = None if w.head_norm is None else HeadNorm(w.head_norm, self._spec.norm_eps)
-            streamed = streamed_attention(self._kv[index], spec, self._table, norm)
+    def _layer_kernels(self, index: int) -> GqaKernels | StreamedLatent | None:
+        spec, w, kv = self._spec.attention, self._weights.layers[index].attention, self._kv[index]
+        ours = isinstance(self._kernels, TritonDecode) and self._kernels.streamed
+        if isinstance(spec, MlaSpec):
+            return streamed_latent(kv, spec) if ours else None
+        assert isinstance(w, GqaWeights)
+        norm = None if w.head_norm is None else HeadNorm(w.head_norm, self._spec.norm_eps)
+        streamed = streamed_attention(kv, spec, self._table, norm) if ours else None
         return GqaKernels.of(w, self._limits, streamed)
 
     def _attention_step(self, step: StepTensors) -> AttentionStep:
         singles = Sequences(step.blocks[: len(step.singles)], step.singles.lengths)
         rotation = Rotation(self._table, step.positions, step.slots)
-        return AttentionStep(
-            step, rotation, self._kernels.over(singles), self._spec.norm_eps, self._streamed(step)
-        )
+        kernels, eps = self._kernels.over(singles), self._spec.norm_eps
+        return AttentionStep(step, rotation, kernels, eps, self._streamed(step), self._latent(step))
 
     def _streamed(self, step: StepTensors) -> StreamedStep | None:
         spec, kernels = self._spec.attention, self._kernels
-        wanted = any(by is not None and by.attention is not None for by in self._by)
+        wanted = any(isinstance(by, GqaKernels) and by.attention is not None for by in self._by)
         if not wanted or not len(step.singles):
             return None
         assert isinstance(spec, GqaSpec) and isinstance(kernels, TritonDecode)
         sizes = len(step.singles), spec.kv_heads, kernels.num_sms, kernels.longest
         config = launch_config_for(*sizes, mixed=step.chunks is not None)
         return StreamedStep(step, spec.heads, config)
+
+    def _latent(self, step: StepTensors) -> StreamedLatentStep | None:
+        spec, kernels, count = self._spec.attention, self._kernels, len(step.singles)
+        if not count or not any(isinstance(by, StreamedLatent) for by in self._by):
+            return None
+        assert isinstance(spec, MlaSpec) and isinstance(kernels, TritonDecode)
+        config = latent_launch_config_for(count, spec.heads, kernels.num_sms, kernels.longest)
+        return StreamedLatentStep(step, spec.heads, config)

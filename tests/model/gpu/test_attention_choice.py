@@ -21,6 +21,7 @@ BF16, CPU = Dtype.BFLOAT16, torch.device("cpu")
 QWEN = GqaSpec(32, 4, 128, 128**-0.5)
 LATENT = MlaSpec(16, 0, 512, 128, 64, 128, 0.1)
 HOPPER = AttentionCase(QWEN, BF16, BF16, 16, 4096, CPU, 132, (9, 0))
+LATENT_CASE = replace(HOPPER, spec=LATENT)
 
 
 def absent() -> Xqa:
@@ -47,20 +48,31 @@ def test_flashinfer_where_it_is_asked_for_and_can_run(spec: GqaSpec, block_size:
 
 
 @pytest.mark.parametrize("asked", ["auto", "triton"])
-@pytest.mark.parametrize("case", [HOPPER, replace(HOPPER, spec=LATENT)], ids=("gqa", "mla"))
+@pytest.mark.parametrize("case", [HOPPER, LATENT_CASE], ids=("gqa", "mla"))
 def test_otherwise_ours_and_the_library_is_not_touched(asked: str, case: AttentionCase) -> None:
     chosen = choose(asked, case, absent)
     heads, kv_heads, v_dim = (32, 4, 128) if case is HOPPER else (16, 1, 512)
-    streamed = asked == "auto" and case is HOPPER
+    streamed = asked == "auto"
     assert chosen.kernels == TritonDecode(heads, kv_heads, v_dim, 4096, 132, streamed)
-    why = "the model's attention is latent" if asked == "auto" else "as asked"
-    assert chosen.named == ("streamed (chunks of prompts: triton)" if streamed else f"triton ({why})")
+    assert chosen.named == ("streamed (chunks of prompts: triton)" if streamed else "triton (as asked)")
 
 
 @pytest.mark.parametrize(
     ("case", "problem"),
     [
-        (replace(HOPPER, spec=LATENT), "the model's attention is latent"),
+        (
+            replace(LATENT_CASE, spec=replace(LATENT, kv_lora=256)),
+            "256 + 64 latent channels are not 512 + 64",
+        ),
+        (
+            replace(LATENT_CASE, spec=replace(LATENT, rope_dim=32)),
+            "512 + 32 latent channels are not 512 + 64",
+        ),
+        (replace(LATENT_CASE, spec=replace(LATENT, heads=8)), "8 heads are no multiple of 16 up to 128"),
+        (replace(LATENT_CASE, spec=replace(LATENT, heads=144)), "144 heads are no multiple of 16 up to 128"),
+        (replace(LATENT_CASE, block_size=8), "scheduler.block_size = 8 is no power of two from 16"),
+        (replace(LATENT_CASE, kv_dtype=Dtype.FP8), "the KV cache is float8_e4m3fn, not bfloat16"),
+        (replace(LATENT_CASE, capability=(8, 0)), "compute capability (8, 0) is not that of Hopper"),
         (replace(HOPPER, capability=None), "there is no GPU"),
         (replace(HOPPER, capability=(8, 0)), "compute capability (8, 0) is not that of Hopper"),
         (replace(HOPPER, dtype=Dtype.FLOAT32), "the model is served as float32, not bfloat16"),
@@ -90,7 +102,7 @@ def test_a_rank_looks_for_the_module_of_that_kernel(built: bool, monkeypatch: py
 
 
 OBSTACLES = [
-    (replace(HOPPER, spec=LATENT), "the model's attention is latent"),
+    (LATENT_CASE, "the model's attention is latent"),
     (replace(HOPPER, capability=None), "there is no GPU"),
     (replace(HOPPER, capability=(8, 0)), "compute capability (8, 0) is none of (9, 10, 12)"),
     (replace(HOPPER, dtype=Dtype.FLOAT32), "the model is served as float32, not bfloat16"),
