@@ -15,6 +15,7 @@ using cuda::check;
 using hopper::require;
 
 constexpr uint64_t kRow = kDim * 2;  // bytes
+constexpr float kLog2E = 1.4426950408889634f;
 
 }  // namespace
 
@@ -34,7 +35,7 @@ Latent::Latent(int device, const Shape& cache, float scale) : device_(device) {
   params_.heads = cache.heads;
   params_.groups = (cache.heads + kTogether - 1) / kTogether;
   params_.block_shift = uint32_t(std::countr_zero(block));
-  params_.scale = scale;
+  params_.scale = scale * kLog2E;
 }
 
 void Latent::run(cudaStream_t stream, const Work& work, const LaunchConfig& config) const {

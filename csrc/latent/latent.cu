@@ -21,13 +21,11 @@ namespace {
 using Few = Form<kFewHeads, false, 11>;
 using Some = Form<kSomeHeads, false, 9>;
 using Many = Form<kSomeHeads, true, 18>;
-constexpr float kLog2E = 1.4426950408889634f;
 
 // All items of a warpgroup. Returns the last one: with a team, the only one.
 template <class F>
 __device__ inline Item attend(Shared<F>& s, const Params& p, uint32_t worker, uint32_t thread) {
   const uint32_t warp = thread / 32, lane = thread % 32;
-  const float scale = p.scale * kLog2E;
   Agenda<F> agenda(p, worker);
   Reader<F> at{s, F::kShared ? 0 : worker, {}};
   Softmax<F> softmax;
@@ -39,7 +37,7 @@ __device__ inline Item attend(Shared<F>& s, const Params& p, uint32_t worker, ui
     softmax.begin();
     await_phase(&s.asked[worker], parity);
     for (uint32_t tile = it.first; tile < it.last; tile += it.step)
-      softmax.add(at, worker, min(it.length - tile * kTile, kTile), p.rows, scale, warp, lane);
+      softmax.add(at, worker, min(it.length - tile * kTile, kTile), p.rows, p.scale, warp, lane);
     softmax.finish(s, worker, warp, lane);
     if (!F::kShared && p.team > 1)
       leave_state(s, softmax, worker, thread);

@@ -52,7 +52,7 @@ struct Params {
   Work work;
   uint32_t heads, groups, splits, team;  // groups: of heads, for each of which there are items
   uint32_t block_shift, rows, nowhere;   // rows: positions of a box; nowhere: a position that is not there
-  float scale;
+  float scale;                           // of the scores, to units of log2
 };
 
 // One layer's cache as the copy engine reads it. Of one device, on any stream, any number of launches at a
