@@ -20,8 +20,9 @@ template <uint32_t kHeadsOfOne, bool kSharedTiles, uint32_t kBoxesOfRing>
 struct Form {
   static constexpr uint32_t kHeads = kHeadsOfOne, kRing = kBoxesOfRing;
   static constexpr bool kShared = kSharedTiles;
-  static constexpr uint32_t kRings = kShared ? 1 : kWorkers;  // and warps that fill them
-  static constexpr uint32_t kReaders = kWorkers / kRings;     // warpgroups of a ring
+  static constexpr uint32_t kRings = kShared ? 1 : kWorkers;
+  static constexpr uint32_t kFillers = kWarps / kRings;    // warps that fill a ring
+  static constexpr uint32_t kReaders = kWorkers / kRings;  // warpgroups of a ring
   static_assert(kRing >= kBoxes, "a tile is there as a whole");
 };
 
@@ -85,14 +86,17 @@ class Agenda {
   int32_t length_ = 0;
 };
 
-// Asks for all tiles of a ring, one after the other: a warp of its own. Each thread looks up where one of 32
-// boxes' positions lie in the cache; what lies behind the end is not read, but zero.
+// Asks for every kFillers-th box of a ring, one after the other, by a warp of its own: boxes of small blocks
+// are several copies. Each thread looks up where one of 32 copies' positions lie in the cache; what lies
+// behind the end is not read, but zero.
 template <class F>
-__device__ inline void fill_ring(Shared<F>& s, const Params& p, uint32_t ring, uint32_t lane) {
+__device__ inline void fill_ring(Shared<F>& s, const Params& p, uint32_t ring, uint32_t filler,
+                                 uint32_t lane) {
   Agenda<F> agenda(p, ring);
   const uint32_t parts = kTile / p.rows;  // of a tile
   const uint32_t ahead = 32 / parts;      // tiles
   Place place;
+  uint32_t turn = 0;
   bool waited = false;
   while (agenda.more()) {
     const Item it = agenda.next();
@@ -110,6 +114,7 @@ __device__ inline void fill_ring(Shared<F>& s, const Params& p, uint32_t ring, u
       waited = true;
       const uint32_t row = __shfl_sync(~0u, found, known++ % ahead * parts + lane % parts);
       for (uint32_t box = 0; box < kBoxes; ++box, place.next(F::kRing)) {
+        if (turn++ % F::kFillers != filler) continue;
         await_phase(&s.empty[ring][place.stage], place.parity ^ 1);
         uint64_t* full = &s.full[ring][place.stage];
         if (lane == 0) arrive_and_expect(full, kBoxBytes);
