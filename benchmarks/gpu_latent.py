@@ -1,16 +1,18 @@
 """Latent attention of one layer with one token per sequence on one GPU: Triton's, ours, and the bound.
 
     python3 benchmarks/gpu_latent.py [--batch 32,64,128,256] [--context 256,1024] [--heads 16,128] [--configs]
+    python3 benchmarks/gpu_latent.py --batch 1,4,8,16 --context 256,1024,4096 --heads 16 --configs
 
 Both in a graph of as many layers as pass L2, each result checked against torch first. Times in microseconds
 of a layer, median of replays. The bound: bytes of cache, queries and answers, and for many heads the products
-at 800 TFLOPS. --configs: other ways to launch ours.
+at 800 TFLOPS. --configs: other ways to launch ours, warpgroups of a team x parts of a context.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from math import ceil
 
 import torch
 from gpu_timing import BF16, RATE, arguments, in_graph
@@ -31,6 +33,8 @@ from ep_server.model.triton.paged_tile import AttentionRule, Sequences
 DIM, LATENT, BLOCK, LONGEST, NUM_SMS = 576, 512, 16, 4096, 132
 FLOPS = 800e12
 ALONE = 32  # heads, up to which warpgroups can share a context
+PASSES_L2, MOST_SETS = 1.2e8, 200  # bytes; caches
+POWERS = (1, 2, 4, 8, 16)
 
 
 class Case:
@@ -39,7 +43,7 @@ class Case:
     def __init__(self, heads: int, batch: int, context: int) -> None:
         held = -(-context // BLOCK)
         self.heads, self.batch, self.context = heads, batch, context
-        self.sets = max(2, min(12, int(4e8 / (batch * held * BLOCK * DIM * 2))))
+        self.sets = max(2, min(MOST_SETS, ceil(PASSES_L2 / (batch * held * BLOCK * DIM * 2))))
         self.spec = MlaSpec(heads, 0, LATENT, 128, DIM - LATENT, 128, DIM**-0.5)
         size = (batch * held, BLOCK, 1, DIM)
         self.caches = [
@@ -100,8 +104,16 @@ def compare(case: Case, configs: dict[str, LatentLaunchConfig]) -> None:
 def others(heads: int, batch: int) -> dict[str, LatentLaunchConfig]:
     """Other ways to launch ours."""
     if heads > ALONE:
-        return {f"splits {n}": LatentLaunchConfig(1, NUM_SMS, n) for n in (1, 2, 4)}
-    return {f"team {n}": LatentLaunchConfig(n, NUM_SMS) for n in (1, 2, 4, 8, 16) if n * batch <= 4 * NUM_SMS}
+        items = batch * ceil(heads / (2 * ALONE))
+        configs = [LatentLaunchConfig(1, NUM_SMS, n) for n in POWERS if n <= max(4, NUM_SMS // items)]
+        return {f"splits {each.splits}": each for each in configs}
+    configs = [LatentLaunchConfig(n, NUM_SMS) for n in POWERS if n * batch <= 4 * NUM_SMS]
+    configs += [
+        LatentLaunchConfig(team, NUM_SMS, splits)
+        for team, splits in itertools.product(POWERS[1:], POWERS[1:])
+        if team * splits * batch <= 2 * NUM_SMS
+    ]
+    return {f"{each.team} x {each.splits}": each for each in configs}
 
 
 def main() -> None:

@@ -8,9 +8,9 @@ namespace ep::latent {
 
 using namespace hopper;
 
-inline constexpr uint32_t kWarps = 4;                                  // of a warpgroup
-inline constexpr uint32_t kThreads = (kWorkers + 1) * kWarps * 32;     // the last warpgroup's fill the rings
-inline constexpr int kRegistersToFill = 40, kRegistersToAttend = 232;  // of 168 that all begin with
+inline constexpr uint32_t kWarps = 4;                               // of a warpgroup
+inline constexpr uint32_t kThreads = (kWorkers + 1) * kWarps * 32;  // the last warpgroup's fill the rings
+inline constexpr uint32_t kRegistersToFill = 40, kRegistersToAttend = 232;  // of 168 that all begin with
 inline constexpr uint32_t kBoxBytes = kTile * kSwizzledRow;
 inline constexpr uint32_t kStatePitch = kValues + 4;  // floats from head to head of sums that are joined
 

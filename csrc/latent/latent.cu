@@ -77,7 +77,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_kernel(const __grid_consta
     take_registers<kRegistersToAttend>();
     it = attend(s, p, worker, thread);
   } else {
-    give_registers<kRegistersToFill>();
+    leave_registers<kRegistersToFill>();
     fill_ring(s, p, warp % F::kRings, warp % kWarps / F::kRings, threadIdx.x % 32);
   }
   if (F::kShared || p.team == 1) return;

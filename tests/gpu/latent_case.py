@@ -34,13 +34,16 @@ class LatentCase:
     lengths: list[int]
 
     @staticmethod
-    def of(lengths: list[int], heads: int = 16, block: int = 16) -> LatentCase:
-        """Blocks are dealt out of order; table entries past a sequence's end point far outside."""
+    def of(lengths: list[int], heads: int = 16, block: int = 16, spare: int = 3) -> LatentCase:
+        """Blocks are dealt out of order; table entries past a sequence's end point far outside.
+
+        spare: blocks of the cache that no sequence has.
+        """
         if torch.cuda.get_device_capability()[0] != 9:
             pytest.skip("the kernel is for Hopper")
         torch.manual_seed(len(lengths) + heads)
         counts = [-(-n // block) for n in lengths]
-        order = torch.randperm(sum(counts) + 3).tolist()
+        order = torch.randperm(sum(counts) + spare).tolist()
         table = torch.full((len(lengths), max(counts) + 2), 1 << 29, dtype=torch.int32)
         cache = torch.full((len(order), block, 1, DIM), NAN, device="cuda", dtype=BF16)
         latents = []

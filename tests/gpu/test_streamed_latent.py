@@ -93,6 +93,14 @@ def test_long_contexts(heads: int) -> None:
     case.check(case.run(latent_launch_config_for(3, heads, 132, 16384)))
 
 
+@pytest.mark.parametrize(("heads", "config"), [(16, PAIR), (128, ALONE)], ids=str)
+def test_a_cache_of_more_than_4_gib(heads: int, config: LatentLaunchConfig) -> None:
+    """Half of its blocks lie further than 32 bits count bytes."""
+    case = LatentCase.of([300, 1000, 65], heads, spare=1 << 19)
+    assert case.kv.layer.k.nbytes > 2 << 32
+    case.check(case.run(config))
+
+
 @pytest.mark.parametrize("config", [ALONE, PAIR, LatentLaunchConfig(16, 132, 4)], ids=str)
 def test_padding_alone(config: LatentLaunchConfig) -> None:
     case = LatentCase.of([0, 0, 0])
@@ -160,6 +168,8 @@ def test_sizes_that_it_does_not_take_are_refused(field: str, value: int, allowed
     ],
 )
 def test_so_are_launches(heads: int, config: LatentLaunchConfig, message: str) -> None:
+    """And what follows is served."""
     case = LatentCase.of([20], heads)
     with pytest.raises(ValueError, match=f"^{message}$"):
         case.run(config)
+    case.check(case.run(ALONE))

@@ -6,7 +6,6 @@ FlashInfer's stand in flashinfer_decode.py; which of the two a rank takes: atten
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import Protocol
 
 import torch
@@ -51,10 +50,7 @@ class TritonDecode:
 
     def over(self, sequences: Sequences) -> DecodeLayer:
         """See DecodeKernels; a row of length 0 gives zeros."""
-        count = len(sequences.lengths)
-        splits = splits_for(count, self.kv_heads, self.num_sms, self.longest)
-        workspace = Workspace.of(count, self.heads, splits, self.v_dim, sequences.lengths.device)
-        return partial(_layer, sequences, workspace)
+        return _TritonLayer(sequences, self)
 
 
 def triton_decode(
@@ -66,12 +62,19 @@ def triton_decode(
     return TritonDecode(spec.heads, 1, spec.kv_lora, longest, num_sms, streamed)
 
 
-def _layer(
-    sequences: Sequences,
-    workspace: Workspace,
-    q: torch.Tensor,
-    kv: PagedKv,
-    rule: AttentionRule,
-    out: torch.Tensor,
-) -> None:
-    decode(q, kv, sequences, rule, workspace, out)
+class _TritonLayer:
+    """Makes its workspace when it is first called: steps whose layers have kernels for Hopper need none."""
+
+    def __init__(self, sequences: Sequences, kernels: TritonDecode) -> None:
+        self._sequences, self._kernels = sequences, kernels
+        self._workspace: Workspace | None = None
+
+    def __call__(self, q: torch.Tensor, kv: PagedKv, rule: AttentionRule, out: torch.Tensor) -> None:
+        if self._workspace is None:
+            self._workspace = self._room()
+        decode(q, kv, self._sequences, rule, self._workspace, out)
+
+    def _room(self) -> Workspace:
+        by, lengths = self._kernels, self._sequences.lengths
+        splits = splits_for(len(lengths), by.kv_heads, by.num_sms, by.longest)
+        return Workspace.of(len(lengths), by.heads, splits, by.v_dim, lengths.device)

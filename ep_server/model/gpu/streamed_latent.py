@@ -27,8 +27,9 @@ _TILE = 64  # positions
 _TOGETHER = 64  # heads that a block has at most
 _ALONE = 32  # heads, up to which warpgroups can share a context
 _WARPGROUPS = 2  # of a block
-_MOST_TEAM = 16  # warpgroups
+_MOST_TEAM = 4  # warpgroups; the kernel takes 16, but larger clusters did not all have room at once
 _LEAST_SPLIT = 256  # positions
+_LEAST_PARTS = 4  # of a context that teams share: fewer gain less than joining them costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,24 +157,23 @@ def latent_obstacle(spec: MlaSpec, block_size: int) -> str:
 
 
 def latent_launch_config_for(sequences: int, heads: int, num_sms: int, longest: int) -> LatentLaunchConfig:
-    """As many warpgroups for each sequence at once as there are for all.
+    """As many warpgroups for each sequence at once as there are for all, up to four.
 
-    Up to 32 heads: what a team cannot share is cut, for few sequences of long contexts. More heads: contexts
-    are cut where there are not half as many (sequence, 64 heads) as multiprocessors.
+    Up to 32 heads: contexts are cut where teams would leave three quarters of the multiprocessors without
+    work. More heads: where there are not half as many (sequence, 64 heads) as multiprocessors.
     Parts are a power of two: Triton compiles what joins them for each, and buckets of sequences, which run
     before there is traffic, have all. longest: context, tokens.
     """
+    parts = longest // _LEAST_SPLIT
     if heads > _ALONE:
         items = max(sequences * -(-heads // _TOGETHER), 1)
-        return LatentLaunchConfig(1, num_sms, _cut(num_sms // items, longest // _LEAST_SPLIT, MAX_SPLITS))
+        return LatentLaunchConfig(1, num_sms, _cut(num_sms // items, parts, MAX_SPLITS))
     items = max(sequences, 1)
     team = _cut(_WARPGROUPS * num_sms // items, -(-longest // _TILE), _MOST_TEAM)
     if team < _MOST_TEAM:
         return LatentLaunchConfig(team, num_sms)
-    blocks = items * _MOST_TEAM // _WARPGROUPS
-    return LatentLaunchConfig(
-        team, num_sms, _cut(num_sms // blocks, longest // (_MOST_TEAM * _TILE), MAX_SPLITS)
-    )
+    splits = _cut(num_sms * _WARPGROUPS // (items * team), parts, MAX_SPLITS)
+    return LatentLaunchConfig(team, num_sms, splits if splits >= _LEAST_PARTS else 1)
 
 
 def _cut(*most: int) -> int:
