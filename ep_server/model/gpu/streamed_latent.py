@@ -27,7 +27,7 @@ _TILE = 64  # positions
 _TOGETHER = 64  # heads that a block has at most
 _ALONE = 32  # heads, up to which warpgroups can share a context
 _WARPGROUPS = 2  # of a block
-_MOST_TEAM = 4  # warpgroups; the kernel takes 16, but larger clusters did not all have room at once
+_MOST_TEAM = 4  # warpgroups; the kernel takes 16; larger clusters seemed not to have room at once
 _LEAST_SPLIT = 256  # positions
 _LEAST_PARTS = 4  # of a context that teams share: fewer gain less than joining them costs
 
