@@ -67,13 +67,8 @@ Experts::~Experts() { cudaFree(weights_.sync); }  // of any device
 
 void Experts::run(cudaStream_t stream, const Work& work, const LaunchConfig& config) const {
   check_tile(config);
-  constexpr uint64_t kPieces = UINT32_MAX;  // of 16 bytes: what numbers of the kernel reach
-  const uint64_t held = kPieces * 16 / std::max<uint64_t>(work.pitch, 1);
-  require(work.held <= held, "held", work.held, "at most " + std::to_string(held));
+  check_work(work);
   const cuda::OnDevice here(device_);
-  // Rows whose pieces of eight channels 32 bits number.
-  const uint64_t allowed = (1ull << 34) / std::max(sizes_.width, sizes_.ffn);
-  require(work.most <= allowed, "most", work.most, "at most " + std::to_string(allowed));
   const auto begin = codes() ? start_of_codes : config.wide ? start_wide : start;
   check(begin({stream, blocks_, config}, weights_, Task(work, sizes_, codes())), "experts");
 }
@@ -87,6 +82,16 @@ void Experts::check_tile(const LaunchConfig& config) const {
           config.wide ? "96, 128 or 160"
           : codes()   ? "32, 48, 64 or 96"
                       : "32, 48, 64, 96 or 128");
+}
+
+// The kernels number pieces of 16 bytes, of rows that are split of eight channels, by 32 bits.
+void Experts::check_work(const Work& work) const {
+  constexpr uint64_t kPiece = 16;
+  const uint64_t pitch = work.pitch, held = UINT32_MAX * kPiece / std::max<uint64_t>(pitch, 1);
+  require(pitch % kPiece == 0, "pitch", pitch, "a multiple of " + std::to_string(kPiece));
+  require(codes() || work.held <= held, "held", work.held, "at most " + std::to_string(held));
+  const uint64_t most = (1ull << 34) / std::max(sizes_.width, sizes_.ffn);
+  require(work.most <= most, "most", work.most, "at most " + std::to_string(most));
 }
 
 }  // namespace ep::experts

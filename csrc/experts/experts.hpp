@@ -1,5 +1,4 @@
-// The routed experts' FFNs of a layer, down(silu(gate(x)) * up(x)), for few rows each, in one kernel for
-// Hopper.
+// The routed experts' FFNs of a layer, down(silu(gate(x)) * up(x)), in one kernel for Hopper.
 #pragma once
 
 #include <cuda.h>
@@ -127,11 +126,12 @@ class Experts {
   bool wide() const { return !codes() && sizes_.width % (4 * kHalf) == 0 && sizes_.ffn % (2 * kHalf) == 0; }
 
   // Enqueues; no wait. Weights may be read before the kernels ahead in the stream have ended: they must not
-  // write them.
+  // write them. Throws std::invalid_argument for a tile that these weights have not, or rows too far apart.
   void run(cudaStream_t stream, const Work& work, const LaunchConfig& config) const;
 
  private:
   void check_tile(const LaunchConfig& config) const;
+  void check_work(const Work& work) const;
   bool codes() const { return weights_.gate_up_scale != nullptr; }
 
   int device_;

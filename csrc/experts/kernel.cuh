@@ -10,9 +10,10 @@
 //   kRows, kWeightRows: of a tile. kSplits: whether rows are split, by those who multiply, before they are
 //   copied, in pieces that blocks take as they come: no block waits for one that has not begun. kTiles: runs
 //   of 128 bytes of each row in a stage. kMultipliers: warps that multiply, and so say that a gate/up tile is
-//   done. kStages. kResident: blocks of a multiprocessor that registers allow. Room: shared memory of the
-//   multipliers, with what a stage has beside weights and rows. pieces(), copy_weights(), copy_scales(),
-//   multiply().
+//   done. kStages, and kWeightBytes of each. kResident: blocks of a multiprocessor that registers allow.
+//   kRegisters: of a thread that multiplies, once the others have left all but kLoadersRegisters; 0: as many
+//   as theirs. Room: shared memory of the multipliers, with what a stage has beside weights and rows.
+//   pieces(), copy_weights(), copy_scales(), multiply().
 #pragma once
 
 #include <cuda_bf16.h>
@@ -200,10 +201,24 @@ __global__ void __launch_bounds__(32 * (Form::kMultipliers + kLoaders + 1), Form
 #endif
 }
 
+// Whether the registers that a block begins with are enough for what its warpgroups move: those who multiply
+// would wait for ever.
+template <class Form>
+constexpr bool registers_suffice() {
+  if constexpr (Form::kRegisters != 0) {
+    constexpr uint32_t kOthers = kLoaders + 1, kWarps = Form::kMultipliers + kOthers;
+    constexpr uint32_t kBegin = (64 << 10) / (32 * kWarps * Form::kResident) / 8 * 8;  // of a thread
+    return kOthers == 4 && Form::kMultipliers % 4 == 0 &&
+           Form::kMultipliers * Form::kRegisters + kOthers * Form::kLoadersRegisters <= kWarps * kBegin;
+  }
+  return true;
+}
+
 template <class Form>
 cudaError_t start_kernel(const Launch& launch, const Weights& weights, const Task& task) {
   constexpr size_t kBytes = sizeof(Shared<Form>) + kAlignment;
   static_assert(kBytes <= 227 << 10, "a block of Hopper has no more");
+  static_assert(registers_suffice<Form>(), "warpgroups take more registers than others leave");
   const Grid grid{launch.blocks, 32 * (Form::kMultipliers + kLoaders + 1), kBytes};
   return hopper::launch(launch.stream, experts_kernel<Form>, grid, kBytes, weights, task,
                         launch.config.reads_ahead);

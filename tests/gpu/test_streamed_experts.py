@@ -44,9 +44,9 @@ def test_outputs(size: tuple[int, int, int], codes: bool, tile: Tile, spread: st
     torch.manual_seed(1)
     layer = Layer.of(size, SPREADS[spread](size[0]), codes=codes)
     experts, given = streamed(layer), layer.given()
-    for _ in range(3):  # what a launch leaves behind is what the next one needs
+    for each in (16, 1, 16):  # weights read ahead, or not; what a launch leaves is what the next one needs
         scratch, out = layer.room(experts)
-        experts.run(given, scratch, out, rows_per_expert=16, tile=tile)
+        experts.run(given, scratch, out, rows_per_expert=each, tile=tile)
         check(layer, out)
 
 
@@ -64,6 +64,24 @@ def test_rows_are_read_where_they_lie(codes: bool) -> None:
         scratch, out = layer.room(experts)
         experts.run(index, scratch, out, rows_per_expert=4, tile=tile)
         check(layer, out)
+
+
+@BOTH
+def test_rows_may_be_many_gigabytes_apart(codes: bool) -> None:
+    """Numbers of pieces of 16 bytes then take all of 32 bits."""
+    torch.manual_seed(13)
+    layer = Layer.of((2, 256, 128), [1, 2], codes=codes)
+    experts, given, apart = streamed(layer), layer.given(), 17 << 29  # of BF16: 17 GiB
+    held = torch.empty(2 * apart + 256, device="cuda", dtype=BF16).as_strided((3, 256), (apart, 1))
+    held.copy_(layer.rows)
+    ids = torch.arange(3, device="cuda")
+    index = replace(given, rows=held, row_ids=F.pad(ids, (0, SPARE)))
+    for tile in tiles((2, 256, 128), codes):
+        scratch, out = layer.room(experts)
+        experts.run(index, scratch, out, rows_per_expert=4, tile=tile)
+        check(layer, out)
+    del held, index
+    torch.cuda.empty_cache()  # 34 GiB that other processes may need
 
 
 @BOTH
@@ -122,9 +140,10 @@ def test_launches_beside_each_other_do_not_wait_for_each_other(codes: bool) -> N
     runs = [(streamed(layer), layer.given(), layer.room(streamed(layer))) for layer in layers]
     streams = [torch.cuda.Stream(), torch.cuda.Stream(priority=-1)]
     for turn in range(40):
+        each = (1, 16, 45, 128)[turn % 4]  # 128: wide tiles, of bfloat16
         for stream, (experts, given, (scratch, out)) in zip(streams, runs, strict=True):
             with torch.cuda.stream(stream):
-                experts.run(given, scratch, out, rows_per_expert=(1, 16, 45)[turn % 3])
+                experts.run(given, scratch, out, rows_per_expert=each)
     torch.cuda.synchronize()
     for layer, (_, _, (_, out)) in zip(layers, runs, strict=True):
         check(layer, out)
@@ -162,6 +181,26 @@ def test_more_tiles_of_rows_than_16_bits_count() -> None:
     scratch, out = layer.room(experts)
     experts.run(layer.given(), scratch, out, rows_per_expert=1)
     check(layer, out)
+
+
+@pytest.mark.parametrize(
+    ("size", "codes", "refused"),
+    [
+        ((5, 256, 128), False, [Tile(160), Tile(33), Tile(0), Tile(64, wide=True)]),
+        ((5, 384, 128), False, WIDE),
+        ((5, 256, 192), False, WIDE),
+        ((5, 256, 128), True, [Tile(128), *WIDE]),
+    ],
+    ids=str,
+)
+def test_tiles_that_there_are_none_of(size: tuple[int, int, int], codes: bool, refused: list[Tile]) -> None:
+    layer = Layer.of(size, [1] * 5, codes=codes)
+    experts = streamed(layer)
+    scratch, out = layer.room(experts)
+    for tile in refused:
+        with pytest.raises(ValueError, match=r"^(rows_of_tile|wide): "):
+            experts.run(layer.given(), scratch, out, rows_per_expert=1, tile=tile)
+    assert bool(out.isnan().all())
 
 
 def test_rows_that_are_for_the_other_kernels() -> None:
