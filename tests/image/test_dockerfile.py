@@ -81,6 +81,12 @@ def test_the_tags_are_those_that_the_chart_asks_for() -> None:
     assert f" ep-server:{version[1]} serve " in (ROOT / "docs/operations.md").read_text()
 
 
+def test_torch_with_cuda_can_bring_the_triton_that_it_asks_for() -> None:
+    """One older than the tests run with: where another is pinned, pip cannot install that torch."""
+    pins = re.findall(r"^triton(\W+)[\d.]+$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pins == ["<="]
+
+
 def test_what_is_copied_is_what_an_engine_is_sent() -> None:
     copied = {
         word

@@ -143,8 +143,9 @@ def least_cutoff(
         above = tl.zeros((FANOUT,), dtype=tl.int64)
         for start in range(0, length, BLOCK):
             weight = tl.exp(scaled(_loaded(values, start, length, BLOCK), highest, temperature))
-            worth = tl.where(weight >= floor, 1 if COUNT else integer(weight), 0).to(tl.int64)
-            above += tl.sum(tl.where(weight[None, :] > tried[:, None], worth[None, :], 0), axis=1)
+            worth = tl.where(weight >= floor, 1 if COUNT else integer(weight), 0).to(tl.int64)[None, :]
+            # A product, not a choice: over bfloat16 logits Triton 3.7 does not compile the latter.
+            above += tl.sum((weight[None, :] > tried[:, None]).to(tl.int64) * worth, axis=1)
         much = (above >= limit) & ((level > 0) | (step < 4))  # patterns of [0, 1] have 30 bits
         found = tl.sum(much.to(tl.int32), axis=0)
         none = tl.where((level == 0) & (found == 0), 1, none)
