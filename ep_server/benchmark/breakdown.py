@@ -152,7 +152,7 @@ def less(long: Steps, short: Steps) -> Steps | None:
         active=tuple(beyond(a, b) for a, b in zip(long.active, short.active, strict=True)),
         load=tuple(a - b for a, b in zip(long.load, short.load, strict=True)),
         sent={name: beyond(long.sent[name], short.sent.get(name, 0.0)) for name in long.sent},
-        overlapped=beyond(long.overlapped, short.overlapped),
+        overlapped=min(max(beyond(long.overlapped, short.overlapped), 0.0), 1.0),
         device=device,
     )
 

@@ -165,12 +165,7 @@ def refuse_of_others(context: typer.Context, offline: bool, own: bool) -> None:
         idle = {ONLINE["rich_help_panel"]: "bench online", options.SERVER: "bench online"}
     elif own:
         idle[options.SERVER] = "a server that runs, without --model"
-    for parameter in context.command.params:
-        panel = getattr(parameter, "rich_help_panel", "")
-        source = context.get_parameter_source(parameter.name)
-        if panel in idle and source is not None and source.name == "COMMANDLINE":
-            value = context.params[parameter.name]
-            raise ConfigError(parameter.opts[0], value, f"given only with {idle[panel]}")
+    options.refuse_panels(context, idle)
 
 
 def assignments(settings: list[str]) -> dict[str, str]:

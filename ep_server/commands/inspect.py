@@ -9,6 +9,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from ep_server.commands import options
 from ep_server.commands.inspect_plan import DEVICES, GPU_KV_FRACTION, PlanOptions, show
 from ep_server.config import Config
 from ep_server.ep.geometry import group_bytes
@@ -20,10 +21,12 @@ from ep_server.ranks.group import plan_group
 NAME = "inspect"
 MIB = 1 << 20
 LARGEST = 1e9  # GiB, GB/s: any flag of --plan is finite
-PANEL = {"rich_help_panel": "With --plan", "show_default": False}
+FOR_PLAN = "With --plan"
+PANEL = {"rich_help_panel": FOR_PLAN, "show_default": False}
 
 
 def command(
+    invoked: typer.Context,
     checkpoint: Annotated[str, typer.Argument(help="Checkpoint directory; for --plan config.json will do.")],
     ranks: Annotated[int | None, typer.Option(help="Ranks to place it on.", show_default="1")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16.", show_default="auto")] = None,
@@ -31,6 +34,10 @@ def command(
         str | None, typer.Option(help="auto; dummy: config.json alone is read.", show_default="auto")
     ] = None,
     config_file: Annotated[str | None, typer.Option("--config", help="TOML file, as for serve.")] = None,
+    kv_fraction: Annotated[
+        float | None,
+        typer.Option(help="Share of free memory for KV.", show_default="as serve; 0.8 in a plan for GPUs"),
+    ] = None,
     plan: Annotated[bool, typer.Option("--plan", help="Size calculator for any machine.")] = False,
     device: Annotated[
         str, typer.Option(help=f"{' | '.join(DEVICES)} (default cpu: this host).", **PANEL)
@@ -40,9 +47,6 @@ def command(
     ] = None,
     tokens: Annotated[int, typer.Option(help="Sequences decoding on each rank (default 32).", **PANEL)] = 32,
     context: Annotated[int, typer.Option(help="Tokens that each has so far (default 1024).", **PANEL)] = 1024,
-    kv_fraction: Annotated[
-        float | None, typer.Option(help="Share of free memory for KV (default 0.8 on a GPU).", **PANEL)
-    ] = None,
     bandwidth: Annotated[
         float | None,
         typer.Option(min=0.001, max=LARGEST, help="GB/s that one rank reads from memory.", **PANEL),
@@ -57,6 +61,8 @@ def command(
     --plan needs no weights: it answers for any machine how many ranks a model takes, what each rank holds and
     the time that no step can beat. A plan for GPUs is a forecast from bytes and rates.
     """
+    if not plan:
+        options.refuse_panels(invoked, {FOR_PLAN: "--plan"})
     if kv_fraction is None and plan and device != "cpu":
         kv_fraction = GPU_KV_FRACTION
     directory = str(Path(checkpoint).parent) if Path(checkpoint).name == "config.json" else checkpoint
@@ -69,8 +75,8 @@ def command(
     }
     config, console = Config.load(config_file, flags), Console()
     if plan:
-        options = PlanOptions(device, ranks, memory_gib, bandwidth, link, tokens, context)
-        show(console, config, read_spec(directory), options)
+        asked = PlanOptions(device, ranks, memory_gib, bandwidth, link, tokens, context)
+        show(console, config, read_spec(directory), asked)
         return
     inspected = inspect_config if config.model.load_format == "dummy" else inspect_checkpoint
     found = inspected(directory, config.model.dtype, config.model.kv_dtype)

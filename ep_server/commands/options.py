@@ -6,7 +6,7 @@ Flags are made from config.fields(), so an option exists once and its help says 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import Field
 from pathlib import Path
 from typing import Annotated, Any, Optional
@@ -55,6 +55,19 @@ def target(address: str, tls_ca: str, tls_cert: str, tls_key: str, token_file: s
             raise ConfigError("--token-file", token_file, f"a readable file ({error.strerror})") from error
         token = next((line.strip() for line in lines if line.strip() and not line.startswith("#")), "")
     return Target(address, tls_ca, tls_cert, tls_key, token)
+
+
+def refuse_panels(context: typer.Context, idle: Mapping[str, str]) -> None:
+    """Flags of these help panels that the caller gave, which would change nothing.
+
+    idle: by panel, what they need. Raises: ConfigError.
+    """
+    for parameter in context.command.params:
+        panel = getattr(parameter, "rich_help_panel", "")
+        source = context.get_parameter_source(parameter.name)
+        if panel in idle and source is not None and source.name == "COMMANDLINE":
+            value = context.params[parameter.name]
+            raise ConfigError(parameter.opts[0], value, f"given only with {idle[panel]}")
 
 
 def with_config(function: Callable[..., None]) -> Callable[..., None]:

@@ -147,11 +147,13 @@ class CudaDevice:
         return BucketOverlap(runner.graphs.overlapped) if mode == "auto" else OverlapPolicy(mode)
 
     def _own(self, local: int) -> torch.device:
-        count = torch.cuda.device_count()
+        from ep_server.model.gpu.capability import gpus_found
+
+        count, reason = gpus_found()
         if local >= count:
             raise StartupError(
                 f"parallel.device = cuda: must be cpu, or there must be a GPU for each of parallel.ranks = "
-                f"{self._config.parallel.ranks}; this host has {count}"
+                f"{self._config.parallel.ranks}; this host has {count}{reason}"
             )
         torch.cuda.set_device(local)
         return torch.device("cuda", local)

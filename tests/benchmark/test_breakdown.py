@@ -120,6 +120,23 @@ def on_device(prefill: int, decoding: int) -> RankStatistics:
     )
 
 
+@pytest.mark.parametrize(
+    ("long", "short", "wanted"), [((10, 1), (6, 4), 0), ((10, 6), (6, 0), 1), ((10, 4), (6, 2), 0.5)]
+)
+def test_a_share_of_overlapped_steps_is_one(
+    long: tuple[int, int], short: tuple[int, int], wanted: float
+) -> None:
+    """Runs of (steps, of these overlapped): a short one may have more of the latter than a long one."""
+
+    def run(count: int, overlapped: int) -> Steps:
+        found = steps_between({}, {0: report(0, count, 1_000)}, 2)
+        assert found is not None
+        return replace(found, overlapped=overlapped / count)
+
+    beyond = less(run(*long), run(*short))
+    assert beyond is not None and beyond.overlapped == pytest.approx(wanted)
+
+
 @pytest.mark.parametrize("short_steps", [6, 1])  # none of one step is timed
 def test_a_device_tells_its_phases_and_when_it_was_idle(short_steps: int) -> None:
     long, short = (steps_between({}, {0: on_device(4, n)}, 2) for n in (30 + short_steps, short_steps))

@@ -162,6 +162,15 @@ def test_the_command(
         assert main(["inspect", "--plan", str(tmp_path), *flags]) == 1
         err = capfd.readouterr().err
         assert words in err and err.count("\n") == 1
+    for flag, value, told in (
+        ("--device", "h200", "'h200'"),
+        ("--memory-gib", "9", "9.0"),
+        ("--tokens", "32", "32"),
+    ):
+        assert main(["inspect", str(DEMO_MODEL), flag, value]) == 1
+        assert (
+            capfd.readouterr().err == f"ep-server: error: {flag} = {told}: must be given only with --plan\n"
+        )
 
 
 def test_fp8_weights_and_caches_of_a_gpu(tmp_path: Path) -> None:

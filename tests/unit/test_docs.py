@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import typer
 import yaml
 
 from ep_server.cli import app
@@ -62,6 +65,23 @@ def test_commands_and_options_that_the_runbook_names_exist() -> None:
     names, sections = {name for name, _, _ in fields()}, {section for _, section, _ in fields()}
     dotted = set(re.findall(r"`([a-z]+\.[a-z_]+)(?: \w+)?`", text))
     assert {name for name in dotted if name.partition(".")[0] in sections} <= names
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/operations.md"])
+def test_commands_that_can_be_copied_have_the_flags_that_they_give(page: str) -> None:
+    known = {
+        name: {flag for parameter in command.params for flag in parameter.opts}
+        for name, command in typer.main.get_group(app).commands.items()
+    }
+    names, tried = {name for name, _, _ in fields()}, 0
+    for line in re.findall(r"^ep-server (.*)$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE):
+        words = shlex.split(line, comments=True)
+        given = {word for word in words if re.fullmatch(r"--[a-z-]+", word)}
+        assert given <= known[words[0]], line
+        sets = [after for word, after in pairwise(words) if word == "--set"]
+        assert {value.partition("=")[0] for value in sets} <= names, line
+        tried += len(given)
+    assert tried > 9
 
 
 def test_the_decode_charts_draw_the_figures_of_performance() -> None:

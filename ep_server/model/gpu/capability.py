@@ -13,6 +13,19 @@ from ep_server.errors import StartupError
 NATIVE = "ep_server._cuda"
 
 
+def gpus_found() -> tuple[int, str]:
+    """How many this process can use, and where there are none why, to be put behind the number."""
+    count = torch.cuda.device_count()
+    if count:
+        return count, ""
+    if torch.version.cuda is None:
+        return 0, f": torch {torch.__version__} is a build without CUDA"
+    return 0, (
+        f": torch {torch.__version__} finds none; does nvidia-smi list them, is the driver new enough for "
+        f"CUDA {torch.version.cuda}, and does CUDA_VISIBLE_DEVICES leave some?"
+    )
+
+
 def sm_count(device: torch.device) -> int:
     """Multiprocessors of a GPU; 0 where kernels are interpreted."""
     if device.type != "cuda":

@@ -101,3 +101,17 @@ def test_more_ranks_than_gpus_are_refused_with_both_numbers(monkeypatch: pytest.
     config = rank_config(SHAPE, 2, parallel__device="cuda", model__load_format="dummy")
     with pytest.raises(StartupError, match=r"each of parallel\.ranks = 2; this host has 1$"):
         CudaDevice(pb.Start(rank=1, num_ranks=2), config)
+
+
+@pytest.mark.parametrize(
+    ("cuda", "words"),
+    [(None, "is a build without CUDA"), ("13.0", "finds none; .* new enough for CUDA 13.0")],
+)
+def test_a_host_without_gpus_is_told_why(
+    cuda: str | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    config = rank_config(SHAPE, 1, parallel__device="cuda", model__load_format="dummy")
+    with pytest.raises(StartupError, match=rf"this host has 0: torch [\w.+]+ {words}"):
+        CudaDevice(pb.Start(rank=0, num_ranks=1), config)
