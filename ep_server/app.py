@@ -51,6 +51,7 @@ async def assemble(
     """
     model = ServedModel.load(config.model)
     warn_if_made_up(config.model)
+    warn_if_prompts_are_slow(config)
     registry = CollectorRegistry()
     metrics = ServerMetrics(
         registry,
@@ -75,6 +76,18 @@ def warn_if_made_up(model: ModelConfig) -> None:
     if model.routing == "uniform":
         log.warning(
             "model.routing = uniform: experts are drawn at random, for benchmarks only; outputs are wrong"
+        )
+
+
+def warn_if_prompts_are_slow(config: Config) -> None:
+    """Says that no step with a prompt will be captured, where the sizes leave no room for one."""
+    sizes, parallel = config.scheduler, config.parallel
+    if parallel.device == "cuda" and parallel.graphs and sizes.max_step_tokens <= sizes.max_running:
+        log.warning(
+            "scheduler.max_step_tokens = %d is not above scheduler.max_running = %d: steps with prompts are "
+            "launched kernel by kernel, not captured, and take longer",
+            sizes.max_step_tokens,
+            sizes.max_running,
         )
 
 
