@@ -123,7 +123,13 @@ class Server:
             self._say(serving=True)
             for named in sorted({ready.attention for ready in self.engine.ready} - {""}):
                 log.info("decode attention: %s", named)
-            log.info("serving %s on %s, %d ranks", self._model.name, self.address, self.engine.num_ranks)
+            log.info(
+                "serving %s on %s, %d ranks on %s",
+                self._model.name,
+                self.address,
+                self.engine.num_ranks,
+                self.config.parallel.device,
+            )
 
     async def serve(self) -> None:
         """Until a stop is asked for or a rank is lost."""

@@ -82,6 +82,7 @@ async def served() -> AsyncIterator[tuple[Process, AsyncClient]]:
 
 async def test_serve_answer_cancel_drain() -> None:
     async with served() as (process, client):
+        assert process.lines[-1]["message"].endswith(f" on {process.address}, 2 ranks on cpu")
         answer = await client.complete("12+30=", temperature=0.0, timeout=WAIT)
         assert answer.text.split() == ["42"]
         again = await client.complete(
