@@ -173,7 +173,7 @@ __global__ void __launch_bounds__(32 * (Form::kMultipliers + kLoaders + 1), Form
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ std::byte raw[];
   auto& s = *reinterpret_cast<Shared<Form>*>(raw + (0u - shared_address(raw)) % kAlignment);
-  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const uint32_t warp = warp_number(), lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     for (uint32_t i = 0; i < Form::kStages; ++i) {
       init_barrier(&s.full[i], 1 + 32);  // weights are asked for, and each lane of a loader

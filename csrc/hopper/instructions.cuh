@@ -19,6 +19,10 @@ __device__ inline void let_next_kernel_start() {
 }
 __device__ inline void await_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
+// Of the block. Known to be the same for all threads of the warp, so that what follows from it needs no
+// register of each.
+__device__ inline uint32_t warp_number() { return __shfl_sync(~0u, threadIdx.x / 32, 0); }
+
 __device__ inline uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
 
 __device__ inline void init_barrier(uint64_t* barrier, uint32_t arrivals) {

@@ -67,7 +67,7 @@ __global__ void __launch_bounds__(kThreads, 1) attend_kernel(const __grid_consta
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) std::byte memory[];  // a pattern of the swizzle begins at a multiple
   auto& s = *reinterpret_cast<Shared<F>*>(memory);
-  const uint32_t warp = __shfl_sync(~0u, threadIdx.x / 32, 0);  // known to be the same for all threads of it
+  const uint32_t warp = warp_number();
   const uint32_t worker = warp / kWarps, thread = threadIdx.x % (kWarps * 32);
   if (threadIdx.x == 0) fetch_map(&p.q), fetch_map(&p.cache), init(s);
   let_next_kernel_start();  // which must wait until this one has ended before it reads out
