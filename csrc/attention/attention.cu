@@ -112,7 +112,7 @@ __global__ void __launch_bounds__(kWarps * 32, 1) attend_kernel(const __grid_con
   extern __shared__ __align__(1024) std::byte memory[];  // a pattern of the swizzle begins at a multiple
   if (threadIdx.x == 0) fetch_map(&p.k), fetch_map(&p.v);
   let_next_kernel_start();  // which must wait until this one has ended before it reads out
-  attend(p, Shared<kSize>(memory), threadIdx.x / 32, threadIdx.x % 32);
+  attend(p, Shared<kSize>(memory), warp_number(), threadIdx.x % 32);
 #else
   __trap();  // Attention refuses other GPUs
 #endif

@@ -114,7 +114,7 @@ template <uint32_t kRows, uint32_t kGroups>
 __global__ void __launch_bounds__(kGroups * 128 + 32, 1) linear_kernel(const __grid_constant__ Params p) {
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
   extern __shared__ __align__(1024) std::byte shared[];  // a pattern of the swizzle begins at a multiple
-  const uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const uint32_t warp = warp_number(), lane = threadIdx.x % 32;
   const bool asks = warp == 4 * kGroups && lane == 0;
   const Block<kRows, kGroups> block(shared, p);
   if (asks) block.begin(p);

@@ -137,10 +137,11 @@ class StreamedExperts:
 
     def tile(self, rows_per_expert: int) -> Tile:
         """What run() takes for so many."""
+        wide = None
         if self._wide and rows_per_expert > _MANY:
             experts, width, _ = self._weights.down.shape
-            return wide_tile(rows_per_expert, experts * width // _WIDE)
-        return narrow_tile(rows_per_expert, self._most_rows_of_tile)
+            wide = wide_tile(rows_per_expert, experts * width // _WIDE)
+        return wide or narrow_tile(rows_per_expert, self._most_rows_of_tile)
 
 
 def _address(tensor: torch.Tensor | None) -> int:
@@ -159,10 +160,10 @@ def narrow_tile(rows_per_expert: int, most: int = _ROWS_OF_TILE[-1]) -> Tile:
     return Tile(next(enough, most))
 
 
-def wide_tile(rows_per_expert: int, down_tiles: int) -> Tile:
-    """The largest that leaves multiprocessors busy. down_tiles: of weight rows, of all experts."""
+def wide_tile(rows_per_expert: int, down_tiles: int) -> Tile | None:
+    """The largest that keeps multiprocessors busy, if any does. down_tiles: in all, of all experts."""
     busy = (n for n in reversed(_ROWS_OF_WIDE) if -(-rows_per_expert // n) * down_tiles >= _BUSY)
-    return Tile(next(busy, _ROWS_OF_WIDE[0]), wide=True)
+    return next((Tile(rows, wide=True) for rows in busy), None)
 
 
 def _most_by_chance(rows_per_expert: int) -> float:

@@ -111,7 +111,8 @@ def test_scales_must_be_of_whole_blocks() -> None:
     ("dtype", "each", "tile", "ahead"),
     [
         (BF16, 100, Tile(128), True),
-        (BF16, 101, Tile(96, wide=True), False),  # of two experts there are few tiles of weights
+        (BF16, 101, Tile(128), True),  # of two experts there are few tiles of weights
+        (BF16, 7_600, Tile(160, wide=True), False),
         (BF16, 5_000_000, Tile(160, wide=True), False),
         (FP8, 60, Tile(96), True),
         (FP8, 100, Tile(96), False),
@@ -132,10 +133,18 @@ def test_a_kernel_is_told_its_tile_and_whether_to_read_ahead(
 
 @pytest.mark.parametrize(
     ("each", "down_tiles", "rows"),
-    [(100, 1024, 160), (512, 256, 160), (256, 32, 96), (300, 48, 160), (150, 64, 128), (1024, 32, 160)],
+    [
+        (100, 1024, 160),
+        (512, 256, 160),
+        (256, 32, 96),
+        (128, 32, None),  # Mixtral's two experts of a rank
+        (300, 48, 160),
+        (150, 64, 128),
+        (1024, 32, 160),
+    ],
 )
-def test_wide_tiles_leave_multiprocessors_busy(each: int, down_tiles: int, rows: int) -> None:
-    assert wide_tile(each, down_tiles) == Tile(rows, wide=True)
+def test_wide_tiles_leave_multiprocessors_busy(each: int, down_tiles: int, rows: int | None) -> None:
+    assert wide_tile(each, down_tiles) == (rows and Tile(rows, wide=True))
 
 
 @pytest.mark.parametrize(("dtype", "all_rows"), [(BF16, True), (FP8, False)], ids=str)
