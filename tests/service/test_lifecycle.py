@@ -191,7 +191,7 @@ async def test_the_kernels_of_attention_are_named_once_before_it_serves(
     await server.stop()
     told = [line for line in caplog.messages if line.startswith(("decode attention", "serving"))]
     assert told[:2] == [f"decode attention: triton (reason {which})" for which in (0, 1)]
-    assert len(told) == 3 and told[2].endswith("4 ranks")
+    assert len(told) == 3 and told[2].endswith("4 ranks on cpu")
 
 
 async def test_ipv6() -> None:
