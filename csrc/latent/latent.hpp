@@ -34,8 +34,8 @@ struct Work {
   const int32_t *lengths, *blocks;  // blocks: tables
   uint32_t blocks_pitch;            // entries from table to table
   void* out;                        // [count, heads, kValues] bfloat16
-  float *sums,
-      *stats;  // with splits > 1: [count, heads, splits, kValues] unnormalised, [.., 2] maximum and sum
+  // With splits > 1: [count, heads, splits, kValues], unnormalised, and [.., 2], maximum and sum.
+  float *sums, *stats;
 };
 
 // Chosen for each launch. team: warpgroups that share an item's tiles and join what they have, a power of two

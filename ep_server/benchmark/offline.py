@@ -108,15 +108,13 @@ class _Bench:
         traces = [Trace(index, new_tokens, begin) for index in range(self._load.requests)]
         streams = [self._submit(trace) for trace in traces]
         window = Window(self._engine, traces)
-        watching = asyncio.create_task(window.watch())
         try:
             async with asyncio.timeout(self._load.timeout):
-                errors = await asyncio.gather(*map(_read, traces, streams))
+                errors = await asyncio.gather(window.watch(), *map(_read, traces, streams))
         except TimeoutError:
             late = f"{len(traces)} requests did not end within {self._load.timeout:g} s"
             raise DeadlineExceeded(late) from None
         finally:
-            watching.cancel()
             for stream in streams:
                 stream.close()
         for error in errors:

@@ -207,9 +207,9 @@ def test_rows_that_are_for_the_other_kernels() -> None:
     layer = Layer.of((5, 256, 128), [1] * 5)
     experts, given = streamed(layer), layer.given()
     assert not experts.takes(replace(given, rows=given.rows.to(FP8)), 1)
-    assert experts.takes(given, MOST_PER_EXPERT + 1)  # by wide tiles
-    narrow = streamed(Layer.of((5, 384, 128), [1] * 5))
-    assert [narrow.takes(given, MOST_PER_EXPERT + more) for more in (0, 1)] == [True, False]
+    assert experts.takes(given, MOST_PER_EXPERT + 1)
+    of_codes = streamed(Layer.of((5, 256, 128), [1] * 5, codes=True))
+    assert [of_codes.takes(given, MOST_PER_EXPERT + more) for more in (0, 1)] == [True, False]
     assert not experts.takes(replace(given, rows=given.rows.view(-1, 1, 256)), 1)
     assert not experts.takes(replace(given, rows=given.rows.float()), 1)
     wide = torch.empty(5, 257, device="cuda", dtype=BF16)

@@ -18,8 +18,8 @@ from ep_server.model.gpu.capability import native, runs_hopper_kernels
 from ep_server.model.triton.checks import FP8, expect
 from ep_server.model.triton.expert_rows import ExpertRows, ExpertWeights
 
-# Rows, on average, where no tile is wide: beyond, a library's larger tiles are as fast, and scratch of codes
-# is four times that of Triton's kernels (262,144 rows of DeepSeek-V3: 4.6 GiB and 1.0).
+# Rows, on average, by weights in codes: beyond, Triton's kernels take a fifth more time, but scratch here is
+# four times theirs (262,144 rows of DeepSeek-V3: 4.6 GiB and 1.0).
 MOST_PER_EXPERT = 512
 _ROWS_OF_TILE = (32, 48, 64, 96, 128)
 _ROWS_OF_WIDE = (96, 128, 160)
@@ -73,7 +73,7 @@ class StreamedExperts:
         rows = given.rows
         aligned = rows.data_ptr() % _PIECE == 0 and _pitch(rows) % _PIECE == 0
         stored = rows.dtype is torch.bfloat16 or (rows.dtype is FP8 and self._weights.fp8)
-        few = self._wide or rows_per_expert <= MOST_PER_EXPERT
+        few = not self._weights.fp8 or rows_per_expert <= MOST_PER_EXPERT
         return stored and aligned and not given.padded and few
 
     def scratch_bytes(self, most: int) -> int:

@@ -6,8 +6,6 @@ Streams are stand-ins that note what is asked of them.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +16,7 @@ from ep_server.model.gpu import moe
 from ep_server.model.gpu.beside import Beside
 from ep_server.model.gpu.transfers import LocalRows
 from tests.harness.rank_group import greedy
+from tests.model.gpu.noted_streams import note_streams
 from tests.model.gpu.steps_of_shared import ROWS, SPARSE, config, logits_of, step
 from tests.model.gpu.watched import made_runner
 from tests.model.triton.harness import DEVICE, INTERPRETED
@@ -26,32 +25,9 @@ pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, in t
 NOTES: list[str] = []
 
 
-class Stream:
-    def __init__(self, *args: object, name: str = "side", priority: int = 0) -> None:
-        self.name = name
-
-    def record_event(self) -> str:
-        NOTES.append(f"{self.name} records")
-        return f"event {len(NOTES)}"
-
-    def wait_event(self, event: str) -> None:
-        NOTES.append(f"{self.name} waits for {event}")
-
-
 @pytest.fixture
 def beside(monkeypatch: pytest.MonkeyPatch) -> Beside:
-    NOTES.clear()
-    main = Stream(name="main")
-
-    @contextmanager
-    def inside(stream: Stream) -> Iterator[None]:
-        NOTES.append(f"on {stream.name}")
-        yield
-        NOTES.append("on main")
-
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
-    monkeypatch.setattr(torch.cuda, "stream", inside)
+    note_streams(monkeypatch, NOTES)
     return Beside(torch.device("cpu"))
 
 

@@ -19,22 +19,11 @@ from ep_server.ep.exchange import AddNorm, Received, View
 from ep_server.model.gpu.residual import add_norm
 from ep_server.model.gpu.rows import Arrival, Tokens, Unsent
 from ep_server.model.gpu.transfers import FusedRows, RowsBeside
+from tests.model.gpu.noted_streams import note_streams
 from tests.model.triton.harness import DEVICE
 
 NOTES: list[str] = []
 ARRIVAL = Arrival(2, torch.zeros(3, dtype=torch.int32))
-
-
-class Stream:
-    def __init__(self, *args: object, name: str = "side", priority: int = 0) -> None:
-        self.name = name
-
-    def record_event(self) -> str:
-        NOTES.append(f"{self.name} records")
-        return f"event {len(NOTES)}"
-
-    def wait_event(self, event: str) -> None:
-        NOTES.append(f"{self.name} waits for {event}")
 
 
 class Exchange:
@@ -95,18 +84,7 @@ def tokens(x: torch.Tensor) -> Tokens:
 
 @pytest.fixture(autouse=True)
 def streams(monkeypatch: pytest.MonkeyPatch) -> None:
-    NOTES.clear()
-    main = Stream(name="main")
-
-    @contextmanager
-    def inside(stream: Stream) -> Iterator[None]:
-        NOTES.append(f"on {stream.name}")
-        yield
-        NOTES.append("on main")
-
-    monkeypatch.setattr(torch.cuda, "Stream", Stream)
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
-    monkeypatch.setattr(torch.cuda, "stream", inside)
+    note_streams(monkeypatch, NOTES)
 
 
 def test_both_halves_run_beside_and_the_hook_waits_for_them_alone() -> None:

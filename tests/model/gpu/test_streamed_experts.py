@@ -148,7 +148,7 @@ def test_wide_tiles_leave_multiprocessors_busy(each: int, down_tiles: int, rows:
 
 
 @pytest.mark.parametrize(("dtype", "all_rows"), [(BF16, True), (FP8, False)], ids=str)
-def test_many_rows_are_for_wide_tiles_or_the_other_kernels(
+def test_many_rows_by_codes_are_for_the_other_kernels(
     dtype: torch.dtype, all_rows: bool, told: list[dict[str, Any]]
 ) -> None:
     streamed = StreamedExperts(weights_of(2, dtype=dtype))
