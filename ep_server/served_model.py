@@ -9,8 +9,7 @@ from typing import Any
 from ep_server import ranges
 from ep_server.config import ModelConfig
 from ep_server.errors import CheckpointError, ConfigError
-from ep_server.model.families import read_spec
-from ep_server.model.families.fields import read_json
+from ep_server.model.families import read_json, read_spec
 from ep_server.model.sizes import context_limit
 from ep_server.records import Sampling
 from ep_server.tokenizer import Tokenizer

@@ -1,6 +1,6 @@
 """The tensors of a checkpoint directory: which file holds which, of what dtype and shape.
 
-Reads safetensors headers only and knows nothing of torch, models or ranks. Units: bytes.
+Reads JSON and safetensors headers only; knows nothing of torch, models or ranks. Units: bytes.
 """
 
 from __future__ import annotations
@@ -13,13 +13,25 @@ from pathlib import Path
 from typing import Any
 
 from ep_server.errors import CheckpointError
-from ep_server.model.families.fields import read_json
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 _ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "F8_E4M3": 1, "I64": 8, "I32": 4, "U8": 1, "I8": 1}
 _MAX_HEADER = 100 << 20  # limit of the format
 _META = "__metadata__"  # the one entry of a header that is no tensor
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Reads one JSON object. Raises: CheckpointError if it is missing or not an object."""
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{file}: not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{file}: holds {type(value).__name__}, expected an object")
+    return value
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,8 +10,7 @@ from typing import Any
 import ep_server
 from ep_server.config import Config
 from ep_server.errors import InvalidArgument
-from ep_server.model.checkpoint import Checkpoint
-from ep_server.model.families.fields import read_json
+from ep_server.model.checkpoint import Checkpoint, read_json
 from ep_server.nodes.agreement import Claim, TensorHeader, fingerprint
 from ep_server.ranks.group import GroupPlan, plan_group
 from ep_server.v1 import nodes_pb2 as pb

@@ -8,11 +8,12 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ep_server.errors import CheckpointError
+from ep_server.model.checkpoint import read_json
 from ep_server.model.families import deepseek_v2, deepseek_v3, mixtral, olmoe, qwen3_moe
-from ep_server.model.families.fields import Fields, read_json
+from ep_server.model.families.fields import Fields
 from ep_server.model.families.spec import ModelSpec
 
-__all__ = ["FAMILIES", "ModelSpec", "read_spec"]
+__all__ = ["FAMILIES", "ModelSpec", "read_json", "read_spec"]
 
 FAMILIES: Mapping[str, Callable[[Fields], ModelSpec]] = MappingProxyType(
     {

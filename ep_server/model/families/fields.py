@@ -6,12 +6,10 @@ allowed.
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from ep_server.errors import CheckpointError
@@ -23,19 +21,6 @@ COUNTED = {
     "max_position_embeddings": 1 << 24,  # each has its rotation in a table
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 1 << 16),
 }
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """Reads one JSON object. Raises: CheckpointError if it is missing or not an object."""
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise CheckpointError(f"{file}: cannot be read ({error.strerror})") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise CheckpointError(f"{file}: not valid JSON ({error})") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: holds {type(value).__name__}, expected an object")
-    return value
 
 
 @dataclass(frozen=True, slots=True)
