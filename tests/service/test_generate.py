@@ -82,6 +82,14 @@ async def test_an_emoji_cut_over_messages_is_never_cut_in_text() -> None:
         assert texts == ["", "", "", "😀"] * 2
 
 
+async def test_a_stop_string_may_span_the_minimum() -> None:
+    async with serving(FakeRanks(next_token=scripted(*b"ABC"))) as served:
+        output = await served.client.complete([1], stop_strings=["AB"], min_new_tokens=1, max_new_tokens=9)
+        assert output.text == "" and output.finished.stop_string == "AB"
+        output = await served.client.complete([1], stop_strings=["AB"], min_new_tokens=2, max_new_tokens=9)
+        assert output.text == "ABC" and output.finished.stop_string == "AB"
+
+
 @pytest.mark.parametrize("include, text", [(False, "ab"), (True, "abST")])
 async def test_a_stop_string_over_several_tokens(include: bool, text: str) -> None:
     async with serving(FakeRanks(next_token=scripted(*b"abSTOP"))) as served:
