@@ -6,6 +6,7 @@ Text given out is final: a character whose bytes are spread over several tokens 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from pathlib import Path
 
 import tokenizers
@@ -23,6 +24,8 @@ class Tokenizer:
 
     def __init__(self, inner: tokenizers.Tokenizer) -> None:
         self._inner = inner
+        added = inner.get_added_tokens_decoder()
+        self._special = frozenset(token_id for token_id, token in added.items() if token.special)
 
     @staticmethod
     def load(directory: Path) -> Tokenizer | None:
@@ -51,23 +54,36 @@ class Tokenizer:
         text: str = self._inner.decode(list(ids), skip_special_tokens=True)
         return text
 
+    def skips(self, token_id: int) -> bool:
+        """decode() leaves the token out: it is special or unknown. Others may have no text, yet change their
+        neighbours' text.
+        """
+        return token_id in self._special or self._inner.id_to_token(token_id) is None
+
 
 class Detokenizer:
-    """Turns the growing output of one request into text: decode(all) in pieces, less a half end.
+    """Turns the growing output of one request into text, in pieces that are final.
 
-    Decodes a window of a few tokens per step, so a step costs the same however long the output is.
+    Together they are decode(prompt + output) beyond decode(prompt), with two exceptions. A character that the
+    prompt begins and the output finishes is given whole. U+FFFD at the end is left out: it may be half a
+    character. Decodes a window of a few tokens per step, so a step costs the same however long the output is.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:
         self._tokenizer = tokenizer
-        tail = list(prompt_ids[-PROMPT_CONTEXT:])
+        backwards = (token_id for token_id in reversed(prompt_ids) if not tokenizer.skips(token_id))
+        tail = list(islice(backwards, PROMPT_CONTEXT))[::-1]
         start, end = self._clean_part(tail)
-        self._window = tail[start:]
+        self._window = tail[start:]  # never holds a token that decode() skips
         self._read = end - start  # tokens of the window whose text was given out
         self._known_text = self._known()
+        # What the prompt's tokens after the clean part decode to: U+FFFD, real or of an unfinished character.
+        self._prompt_end = tokenizer.decode(self._window)[len(self._known_text) :]
 
     def push(self, token_id: int) -> str:
         """Adds a token and returns the text that became certain, often empty."""
+        if self._tokenizer.skips(token_id):
+            return ""
         self._window.append(token_id)
         text = self._tokenizer.decode(self._window)
         if not text.endswith(REPLACEMENT):
@@ -83,27 +99,34 @@ class Detokenizer:
         return self._give(text, len(self._window))
 
     def _clean_part(self, tail: list[int]) -> tuple[int, int]:
-        """The part of the prompt's tail that is whole characters; cut ones spoil what is beside them.
+        """The part of the prompt's tail that is whole characters; cut ones spoil their neighbours.
 
-        The tokens after it begin a character that the output finishes and gives as a whole.
+        The tokens after it may begin a character that the output finishes.
         """
         for end in range(len(tail), max(0, len(tail) - TAIL - 1), -1):
             for start in range(min(TAIL + 1, end)):
                 text = self._tokenizer.decode(tail[start:end])
                 if not text.startswith(REPLACEMENT) and not text.endswith(REPLACEMENT):
                     return start, end
-        return len(tail), len(tail)
+        return 0, 0
 
     def _give(self, text: str, end: int) -> str:
         """Text beyond what is known; the window then begins where the last one was read to."""
         new = text[len(self._known_text) :]
-        if not new:
-            del self._window[self._read : end]  # special tokens leave no trace
-            return ""
+        new = new[_shared(new, self._prompt_end) :]
+        if not new and end - self._read <= TAIL:
+            return ""  # stays, for the next token's text: a space, say, that the decoder strips at the start
         self._window = self._window[self._read :]
         self._read = end - self._read
         self._known_text = self._known()
+        self._prompt_end = ""
         return new
 
     def _known(self) -> str:
         return self._tokenizer.decode(self._window[: self._read])
+
+
+def _shared(first: str, second: str) -> int:
+    """Characters at the start of both."""
+    pairs = zip(first, second, strict=False)
+    return next((at for at, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))

@@ -10,7 +10,9 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from ep_server.tokenizer import Tokenizer
 
 EOS = 256  # the one special token of byte_level()
-SPACE_HELLO = 257  # "▁Hello" of byte_fallback()
+UNKNOWN = 257  # no token of byte_level(), as where a vocabulary is padded
+SPACE_HELLO, WORLD, MARK, SPACE, HELLO, BOS = range(257, 263)  # of byte_fallback()
+PIECES = (SPACE_HELLO, WORLD, MARK, SPACE, HELLO, BOS)
 
 
 def byte_level() -> tokenizers.Tokenizer:
@@ -31,10 +33,12 @@ def byte_level() -> tokenizers.Tokenizer:
 def byte_fallback() -> tokenizers.Tokenizer:
     """SentencePiece's manner: words with a leading space, unknown characters as bytes, ids 0 to 255."""
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)}
-    vocabulary |= {"<unk>": 256, "▁Hello": SPACE_HELLO, "▁world": 258, "!": 259}
+    vocabulary |= {"<unk>": 256, "▁Hello": SPACE_HELLO, "▁world": WORLD, "!": MARK}
+    vocabulary |= {"▁": SPACE, "Hello": HELLO}
     inner = tokenizers.Tokenizer(
         models.BPE(vocab=vocabulary, merges=[], byte_fallback=True, unk_token="<unk>", fuse_unk=True)
     )
+    inner.add_special_tokens(["<s>"])
     inner.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
     inner.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
