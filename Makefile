@@ -28,8 +28,9 @@ system:  ## install Debian packages that build and tests lack, libfabric among t
 test: system $(STAMP)  ## run the tests that need no GPU and no long time
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST)
 
-test-slow: system $(STAMP)  ## run the tests that take long: minutes of load, every case of the exhaustive ones
-	$(BIN)/python -m pytest -m "slow and not gpu" -o faulthandler_timeout=1800 $(PYTEST)
+test-slow: system $(STAMP)  ## run the tests that take long: minutes of load, exhaustive cases, new random examples
+	$(BIN)/python -m pytest -m "(slow or hypothesis) and not gpu" --hypothesis-profile=random \
+		-o faulthandler_timeout=1800 $(PYTEST)
 
 check: $(STAMP)  ## lint, types, format
 	scripts/check

@@ -14,7 +14,11 @@ if not Path("/dev/nvidiactl").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 # No test asserts on time, also not through a deadline per example: a busy machine is not a failure.
-settings.register_profile("project", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+# Examples are the same in every run, so that only a change of the code can fail one. `make test-slow` draws
+# new ones with --hypothesis-profile=random. A failure that it finds becomes an @example.
+_COMMON = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("project", _COMMON, derandomize=True)
+settings.register_profile("random", _COMMON, max_examples=1000, print_blob=True)
 settings.load_profile("project")
 
 

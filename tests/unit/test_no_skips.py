@@ -1,4 +1,4 @@
-"""What `.ci/run` relies on: with --no-skips a skipped test, or module of tests, is a failure."""
+"""What `.ci/run` relies on: --no-skips makes a skip a failure; property tests do not draw at random."""
 
 from __future__ import annotations
 
@@ -16,6 +16,16 @@ SKIPS = {
     "def test_it(tool):\n    pass\n",
     "module": "import pytest\npytest.skip('no tool', allow_module_level=True)\n",
 }
+
+DRAWS = """
+from pathlib import Path
+from hypothesis import given, strategies
+
+@given(strategies.binary(min_size=16))
+def test_it(drawn):
+    with Path("drawn").open("ab") as file:
+        file.write(drawn)
+"""
 
 
 def run(tmp_path: Path, text: str, *options: str) -> subprocess.CompletedProcess[str]:
@@ -36,3 +46,15 @@ def test_a_skip_is_a_failure_if_it_is_to_be(tmp_path: Path, text: str) -> None:
 def test_without_a_skip_nothing_changes(tmp_path: Path) -> None:
     text = "import pytest\n@pytest.mark.xfail(strict=True)\ndef test_it():\n    assert False\n"
     assert run(tmp_path, text, "--no-skips").returncode == 0
+
+
+def test_property_tests_draw_the_same_every_time(tmp_path: Path) -> None:
+    drawn = tmp_path / "drawn"
+
+    def examples(*options: str) -> bytes:
+        drawn.unlink(missing_ok=True)
+        assert run(tmp_path, DRAWS, *options).returncode == 0
+        return drawn.read_bytes()
+
+    assert examples() == examples() != b""
+    assert examples("--hypothesis-profile=random") != examples("--hypothesis-profile=random")
