@@ -9,7 +9,7 @@ from typing import Any
 from ep_server import ranges
 from ep_server.config import ModelConfig
 from ep_server.errors import CheckpointError, ConfigError
-from ep_server.model.families import read_json, read_spec
+from ep_server.model.families import is_directory, is_there, read_json, read_spec
 from ep_server.model.sizes import context_limit
 from ep_server.records import Sampling
 from ep_server.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ class ServedModel:
         Raises: ConfigError (path, max_context), CheckpointError.
         """
         directory = Path(config.path)
-        if not config.path or not directory.is_dir():
+        if not config.path or not is_directory(directory):
             raise ConfigError("model.path", config.path, "a checkpoint directory")
         spec = read_spec(directory)
         return ServedModel(
@@ -62,7 +62,7 @@ class ServedModel:
 
 def _defaults(file: Path) -> Sampling:
     """Every number of Sampling that the file gives under the same name; do_sample false means greedy."""
-    generation = read_json(file) if file.is_file() else {}
+    generation = read_json(file) if is_there(file) else {}
     given: dict[str, Any] = {}
     for name, allowed in ranges.SAMPLING.items():
         value = generation.get(name)

@@ -12,6 +12,7 @@ from pathlib import Path
 import tokenizers
 
 from ep_server.errors import CheckpointError
+from ep_server.model.families import is_there, read_file
 
 REPLACEMENT = "\ufffd"  # what decoders give for bytes that are not (yet) UTF-8
 PROMPT_CONTEXT = 6  # prompt tokens decoded along with the output, so that its leading space is right
@@ -34,10 +35,11 @@ class Tokenizer:
         Raises: CheckpointError if the file is there and broken.
         """
         file = directory / "tokenizer.json"
-        if not file.is_file():
+        if not is_there(file):
             return None
+        content = read_file(file)
         try:
-            inner = tokenizers.Tokenizer.from_file(str(file))
+            inner = tokenizers.Tokenizer.from_buffer(content)
         except Exception as error:  # the library raises bare Exception
             raise CheckpointError(f"{file}: not a tokenizer ({error})") from error
         inner.no_padding()

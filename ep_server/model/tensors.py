@@ -15,6 +15,7 @@ from ep_server.model.fp8 import Codes, widen
 from ep_server.model.shards import TORCH, TensorFiles
 
 _FP8 = "F8_E4M3"
+_FLOATS = ("F32", "BF16", "F16", "F64")
 
 
 class TensorSource(Protocol):
@@ -114,23 +115,28 @@ class TensorReader:
 
     def _floats(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
         stored = self._checkpoint.find(name, shape)
-        if not TORCH[stored.dtype].is_floating_point:
-            raise CheckpointError(
-                f"{stored.file}: tensor {name}: dtype {stored.dtype}, expected F32, BF16, F16 or F8_E4M3"
-            )
+        if stored.dtype not in (*_FLOATS, _FP8):
+            raise _wrong_dtype(stored, f"{', '.join(_FLOATS)} or {_FP8}")
         return stored
 
     def _coded(self, name: str, shape: tuple[int, ...]) -> tuple[StoredTensor, StoredTensor]:
         """A matrix of codes and its scales."""
         stored = self._checkpoint.find(name, shape)
         if stored.dtype != _FP8:
-            raise CheckpointError(
-                f"{stored.file}: tensor {name}: dtype {stored.dtype}, expected {_FP8} like other experts"
-            )
+            raise _wrong_dtype(stored, f"{_FP8} like other experts")
+        if len(shape) < 2:  # scales are of blocks of rows and columns
+            raise _wrong_dtype(stored, f"{', '.join(_FLOATS)} for a tensor that is not a matrix")
         if self._block is None:
             raise CheckpointError(
                 f"{self._checkpoint.path}: {name} is FP8 but config.json has no quantization_config"
             )
         rows, columns = self._block
         grid = (-(-shape[-2] // rows), -(-shape[-1] // columns))
-        return stored, self._checkpoint.find(f"{name}_scale_inv", (*shape[:-2], *grid))
+        scale = self._checkpoint.find(f"{name}_scale_inv", (*shape[:-2], *grid))
+        if scale.dtype not in _FLOATS:
+            raise _wrong_dtype(scale, f"{', '.join(_FLOATS)} for the scales of an FP8 weight")
+        return stored, scale
+
+
+def _wrong_dtype(stored: StoredTensor, expected: str) -> CheckpointError:
+    return CheckpointError(f"{stored.file}: tensor {stored.name}: dtype {stored.dtype}, expected {expected}")

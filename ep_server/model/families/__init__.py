@@ -8,12 +8,12 @@ from pathlib import Path
 from types import MappingProxyType
 
 from ep_server.errors import CheckpointError
-from ep_server.model.checkpoint import read_json
+from ep_server.model.checkpoint import is_directory, is_there, read_file, read_json
 from ep_server.model.families import deepseek_v2, deepseek_v3, mixtral, olmoe, qwen3_moe
 from ep_server.model.families.fields import Fields
 from ep_server.model.families.spec import ModelSpec
 
-__all__ = ["FAMILIES", "ModelSpec", "read_json", "read_spec"]
+__all__ = ["FAMILIES", "ModelSpec", "is_directory", "is_there", "read_file", "read_json", "read_spec"]
 
 FAMILIES: Mapping[str, Callable[[Fields], ModelSpec]] = MappingProxyType(
     {
@@ -44,7 +44,7 @@ def read_spec(path: str | Path) -> ModelSpec:
     Raises: CheckpointError for a missing file, an unknown architecture or a field out of range.
     """
     directory = Path(path)
-    if not directory.is_dir():
+    if not is_directory(directory):
         raise CheckpointError(f"{directory}: not a directory")
     file = directory / "config.json"
     config = Fields(read_json(file), str(file))
@@ -52,7 +52,7 @@ def read_spec(path: str | Path) -> ModelSpec:
     if spec.router.top_k > spec.router.num_experts:
         raise config.error("num_experts_per_tok", spec.router.top_k, f"at most {spec.router.num_experts}")
     generation = directory / "generation_config.json"
-    if generation.is_file():
+    if is_there(generation):
         eos = Fields(read_json(generation), str(generation)).token_ids("eos_token_id")
         spec = dataclasses.replace(spec, eos_token_ids=eos or spec.eos_token_ids)
     return spec
