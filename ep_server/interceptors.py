@@ -10,8 +10,8 @@ import asyncio
 import hashlib
 import hmac
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -86,9 +86,12 @@ class CallCounter(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unused
         self._refuses = False
         self._none_open = asyncio.Event()
         self._none_open.set()
+        self._let_in = asyncio.Event()
+        self._let_in.set()
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
         """Counts the call from its first step until its status is on its way."""
+        await self._let_in.wait()
         handler = await continuation(handler_call_details)
 
         def counted(behaviour: Any) -> Any:
@@ -99,6 +102,15 @@ class CallCounter(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unused
             return begun
 
         return None if handler is None else _rebuild(handler, counted, counted)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Inside, new calls wait."""
+        self._let_in.clear()
+        try:
+            yield
+        finally:
+            self._let_in.set()
 
     def refuse(self) -> None:
         """From now on calls end with Draining."""

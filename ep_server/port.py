@@ -3,16 +3,20 @@
 A server of gRPC that stops ends with CANCELLED every call that it has not handed over, or that outlasts its
 grace, and no retry policy tries CANCELLED again. So its sockets are closed under it first: what is still on
 its way then ends with UNAVAILABLE, by the caller's own gRPC.
+
+gRPC sends GOAWAY only when a server stops, and then accepts no connection. Probes need new connections during
+a drain, so a second server takes the port over before the first one is told to stop.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
@@ -20,11 +24,16 @@ from grpc import aio
 
 from ep_server.config import GrpcConfig
 from ep_server.endpoint import bind, channel_options
+from ep_server.errors import ConfigError
 from ep_server.interceptors import AuthInterceptor, CallCounter, ErrorInterceptor, TokenFile
 
 log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 0.5  # for calls that never end by themselves, such as Health.Watch
+HOLD_SECONDS = 0.2  # for calls on their way to be handed over before gRPC cancels the rest
+DAY_SECONDS = 86400.0  # the longest drain there is; close() comes first
+# A balancer may send callers back for a while, so connections made during a drain soon get GOAWAY too.
+_DRAINING_OPTIONS = [("grpc.max_connection_age_ms", 1000)]
 
 
 class Port:
@@ -39,10 +48,12 @@ class Port:
         self._place: Place | None = None
         self._config = config
         self._calls = CallCounter()
-        interceptors: list[aio.ServerInterceptor] = [ErrorInterceptor(), self._calls]  # type: ignore[type-arg, unused-ignore]
+        self._interceptors: list[aio.ServerInterceptor] = [ErrorInterceptor(), self._calls]  # type: ignore[type-arg, unused-ignore]
         if config.token_file:
-            interceptors.append(AuthInterceptor(TokenFile(config.token_file), open_services))
-        self.server = aio.server(interceptors=interceptors, options=channel_options(config))
+            self._interceptors.append(AuthInterceptor(TokenFile(config.token_file), open_services))
+        self.server = self._make_server([])
+        self._servers = [self.server]
+        self._draining: asyncio.Task[None] | None = None
 
     async def open(self) -> str:
         """Takes calls from now on. Returns: host:port. Raises: ConfigError (grpc.host, port, tls_*)."""
@@ -50,6 +61,14 @@ class Port:
         self._place = place_of(self.address)
         await self.server.start()
         return self.address
+
+    def drain(self, add_services: Callable[[aio.Server], None]) -> None:
+        """Soon sends GOAWAY on every connection: open calls go on, others need a new connection. Idempotent.
+
+        add_services: adds what new connections may call.
+        """
+        if self._place is not None and self._draining is None:
+            self._draining = asyncio.create_task(self._hand_over(self._place, add_services))
 
     async def close(self, seconds: float = GRACE_SECONDS) -> None:
         """New calls end with UNAVAILABLE, as do those that are open after `seconds`. Idempotent."""
@@ -61,7 +80,31 @@ class Port:
                 hang_up(place)
             except OSError as error:  # no descriptor is left, say: the server stops all the same
                 log.warning("calls may end with CANCELLED, not with UNAVAILABLE: %s", error)
-        await self.server.stop(None)
+        if self._draining is not None:
+            self._draining.cancel()
+            await asyncio.wait((self._draining,))
+        for server in self._servers:
+            await server.stop(None)
+
+    async def _hand_over(self, place: Place, add_services: Callable[[aio.Server], None]) -> None:
+        """Opens the port anew with a second server, then tells the first one to stop, which sends GOAWAY."""
+        new = self._make_server(_DRAINING_OPTIONS)
+        add_services(new)
+        with self._calls.held():
+            await asyncio.sleep(HOLD_SECONDS)
+            try:
+                stop_listening(place)
+                bind(new, replace(self._config, port=place.number))
+                self._servers.append(new)
+                await new.start()
+            except (OSError, ConfigError) as error:
+                log.warning("no new connection, also of a probe, is taken during the drain: %s", error)
+            stopping = asyncio.create_task(self.server.stop(DAY_SECONDS))
+            await asyncio.sleep(0)  # it has sent GOAWAY then
+        await stopping
+
+    def _make_server(self, options: list[tuple[str, int]]) -> aio.Server:
+        return aio.server(interceptors=self._interceptors, options=[*channel_options(self._config), *options])
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,13 +142,18 @@ def hang_up(place: Place) -> None:
     For a port of a server in this process, which stops next. Other threads may open and close descriptors
     meanwhile. Raises: OSError.
     """
+    stop_listening(place)
+    for _, connection in _sockets_at(place, listening=False):
+        with suppress(OSError):  # the caller was faster
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def stop_listening(place: Place) -> None:
+    """Lets nobody connect any more; as hang_up()."""
     for number, listener in _sockets_at(place, listening=True):
         # Another socket takes its place: if it ended under gRPC, that would log an error.
         with socket.socket(listener.family) as idle:
             os.dup2(idle.fileno(), number, inheritable=False)
-    for _, connection in _sockets_at(place, listening=False):
-        with suppress(OSError):  # the caller was faster
-            connection.shutdown(socket.SHUT_RDWR)
 
 
 def _sockets_at(place: Place, *, listening: bool) -> Iterator[tuple[int, socket.socket]]:

@@ -142,6 +142,8 @@ class Server:
             log.error("%s; every stream ends, the server stops", self.engine.lost_message)
         elif self.engine.ready:
             log.info("draining, at most %g s: %r", self.config.grpc.drain_seconds, self.engine)
+            if self._port is not None and self.engine.statistics().open_streams:
+                self._port.drain(self._add_public)
             await self._unless(self._stop_now, self.engine.drain(self.config.grpc.drain_seconds))
         await self.engine.drain(0)
         await self._unless(self._stop_now, self.engine.streams_closed(LAST_WORDS_SECONDS))
@@ -173,11 +175,14 @@ class Server:
 
     def _make_port(self) -> Port:
         port = Port(self.config.grpc, frozenset({health.SERVICE_NAME}))
-        self._add_services(port.server, relays=False)
-        health.add_HealthServicer_to_server(self._health, port.server)
-        names = (service.SERVICE_NAME, control.SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, port.server)
+        self._add_public(port.server)
         return port
+
+    def _add_public(self, server: aio.Server) -> None:
+        self._add_services(server, relays=False)
+        health.add_HealthServicer_to_server(self._health, server)
+        names = (service.SERVICE_NAME, control.SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
+        reflection.enable_server_reflection(names, server)
 
     def _add_services(self, server: aio.Server, *, relays: bool) -> None:
         entrance = Entrance(self.config.cluster.nodes, self.config.parallel.ranks, relays)

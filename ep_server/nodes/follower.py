@@ -10,6 +10,7 @@ import asyncio
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from ep_server import control, service
 from ep_server.config import Config
@@ -21,7 +22,7 @@ from ep_server.nodes.discovery import NodePlace, resolved
 from ep_server.nodes.joining import Joining, joined
 from ep_server.nodes.link import Link
 from ep_server.nodes.relay import Relay, RelayObserver, RelaySettings
-from ep_server.nodes.relay_port import open_channel, relay_port
+from ep_server.nodes.relay_port import add_public, open_channel, relay_port
 from ep_server.nodes.security import channel_credentials, token_metadata
 from ep_server.port import Port
 from ep_server.ranks.hosts import WORKER
@@ -56,6 +57,7 @@ class Follower:
         self._agent: Agent | None = None
         self._link: Link | None = None
         self._end: pb.End | None = None
+        self._drain: Callable[[], None] = lambda: None
         self._ending = False
         self._stop_asked = asyncio.Event()
         self._stop_now = asyncio.Event()
@@ -74,6 +76,7 @@ class Follower:
         settings = RelaySettings(self.place.node, self._leader, self.config.grpc.max_streams)
         relay = Relay(channel, settings, self._hooks.relayed, self._metadata)
         port = relay_port(self.config.grpc, relay, self._health)
+        self._drain = partial(port.drain, partial(add_public, relay=relay, status=self._health))
         with stop_signals(self.ask_to_stop, last=last):
             try:
                 await self._open(port)
@@ -165,6 +168,8 @@ class Follower:
     def _serve(self, serving: bool) -> None:
         was = self._health.serving
         self._health.set(serving=serving)
+        if was and not serving:  # it does not serve again
+            self._drain()
         if serving and not was:
             nodes, node = self.place.nodes, self.place.node
             log.info("serving by way of node 0 on %s, node %d of %d", self.address, node, nodes)

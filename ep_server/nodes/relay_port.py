@@ -36,8 +36,13 @@ def relay_port(config: GrpcConfig, relay: Relay, status: Health) -> Port:
     Raises: ConfigError (grpc.token_file).
     """
     port = Port(config, frozenset({health.SERVICE_NAME}))
-    relay.add_to(port.server)
-    health.add_HealthServicer_to_server(status, port.server)
-    names = [service.full_name for service in SERVICES]
-    reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), port.server)
+    add_public(port.server, relay, status)
     return port
+
+
+def add_public(server: aio.Server, relay: Relay, status: Health) -> None:
+    """Adds what callers may ask of such a node."""
+    relay.add_to(server)
+    health.add_HealthServicer_to_server(status, server)
+    names = [service.full_name for service in SERVICES]
+    reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)

@@ -11,11 +11,13 @@ import random
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager, suppress
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from typing import Any
 
+import grpc
 import psutil
 import pytest
+from grpc import aio
 
 from ep_server.client import AsyncClient
 from tests.fabric.fabric_ends import needs
@@ -97,6 +99,22 @@ async def test_signals_up_to_the_last_moment_change_no_exit_code(told: int) -> N
                     os.kill(inner.pid, signal.SIGTERM)  # send_signal() would take the exit code away
                 await asyncio.sleep(0.001)
         assert inner.returncode == 0
+
+
+async def test_every_node_sends_goaway_when_one_is_told_to_stop() -> None:
+    async with serving() as servers, streams(*servers) as calls, AsyncExitStack() as stack:
+        channels = [
+            await stack.enter_async_context(aio.insecure_channel(server.address)) for server in servers
+        ]
+        async with asyncio.timeout(WAIT):
+            for channel in channels:
+                await channel.channel_ready()
+            servers[1].signal(signal.SIGTERM)
+            for channel in channels:
+                await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+        assert not any(call.done() for call in calls)
+        for call in calls:
+            assert (await rest(call))[-1].finished.usage.output_tokens == 2000
 
 
 async def test_a_node_that_is_killed_ends_the_server_and_is_named() -> None:

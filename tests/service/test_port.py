@@ -11,6 +11,7 @@ import socket
 import threading
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from ep_server import health, port
 from ep_server.config import GrpcConfig
+from ep_server.errors import ConfigError
 from ep_server.health import Health
 from ep_server.port import Place, Port, hang_up, place_of
 from tests.harness.certificates import make_certificates
@@ -78,6 +80,39 @@ async def test_while_calls_end_new_ones_hear_why_and_the_last_one_ends_the_wait(
         assert not closing.done() and not open_call.done()
         open_call.cancel()
         await closing
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "localhost", "127.0.0.1"])
+async def test_a_drained_port_takes_new_connections(host: str) -> None:
+    async with opened(GrpcConfig(host=host, port=0)) as one, opened() as other:
+        address = f"127.0.0.1:{number_of(one)}"
+        async with watching(address) as call, watching(other.address) as kept:
+            add = partial(health.add_HealthServicer_to_server, Health(()))
+            one.drain(add)
+            one.drain(add)
+            async with aio.insecure_channel(address) as channel:
+                check = health_pb2_grpc.HealthStub(channel).Check
+                while (await check(health_pb2.HealthCheckRequest())).status == SERVING:
+                    pass  # the second server's health is another
+            assert not call.done() and not kept.done()
+            await one.close(0.0)
+            assert (await failure(call)).code() is Code.UNAVAILABLE
+
+
+async def test_a_drain_goes_on_where_the_port_is_taken(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def taken(server: aio.Server, config: GrpcConfig) -> str:
+        raise ConfigError("grpc.port", config.port, "a port of this host")
+
+    async with opened() as one, watching(one.address) as call, asyncio.timeout(WAIT):
+        monkeypatch.setattr(port, "bind", taken)
+        one.drain(lambda _: None)
+        while "no new connection" not in caplog.text:
+            await asyncio.sleep(0.01)
+        assert not call.done()
+        await one.close(0.0)
+        assert (await failure(call)).code() is Code.UNAVAILABLE
 
 
 async def test_another_port_of_the_process_keeps_its_calls() -> None:
