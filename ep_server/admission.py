@@ -32,17 +32,18 @@ class Admission:
         self._last_end: float | None = None
         self._gap = FIRST_RETRY_SECONDS
 
-    def check(self, in_flight: int, on_wished_rank: int | None, wanted: int = 1) -> None:
+    def check(self, in_flight: int, on_wished_rank: int | None, open_streams: int, wanted: int = 1) -> None:
         """Raises QueueFull if there is no room.
 
         Args:
             in_flight: admitted and not yet freed, all ranks.
             on_wished_rank: the same on the rank that the request insists on, None if any will do.
+            open_streams: neither read to their end nor left, those of requests that have finished included.
             wanted: how many want to come in, together or not at all.
         """
         limits = self.limits
-        if in_flight + wanted > limits.max_streams:
-            raise self._full(f"{in_flight} streams, the limit is grpc.max_streams = {limits.max_streams}")
+        if open_streams + wanted > limits.max_streams:
+            raise self._full(f"{open_streams} streams, the limit is grpc.max_streams = {limits.max_streams}")
         ranks, count = (limits.num_ranks, in_flight) if on_wished_rank is None else (1, on_wished_rank)
         if count + wanted > ranks * limits.max_running + limits.max_queue:
             where = "" if on_wished_rank is None else " on the wished rank"

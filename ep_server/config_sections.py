@@ -141,9 +141,17 @@ class GrpcConfig:
     host: str = option("127.0.0.1", "address to bind; loopback unless told otherwise")
     port: int = option(50051, "port to bind; 0 = any free port, printed in the log", low=0, high=65535)
     max_message_bytes: int = option(16 << 20, "largest message taken", low=1024, high=1 << 30)
-    max_streams: int = option(1024, "concurrent Generate streams", low=1, high=1_000_000)
+    max_streams: int = option(
+        1024, "concurrent Generate streams; finished ones count until read", low=1, high=1_000_000
+    )
     stream_buffer: int = option(
         4096, "tokens buffered for one slow reader before its request is cancelled", low=16, high=1_000_000
+    )
+    unread_seconds: float = option(
+        60.0,
+        "a call whose caller reads nothing for so long while a message waits ends with RESOURCE_EXHAUSTED",
+        low=0.1,
+        high=86400,
     )
     tls_cert: str = option("", "PEM certificate chain; switches TLS on together with tls_key")
     tls_key: str = option("", "PEM private key")

@@ -107,19 +107,25 @@ class Delivery:
         """The deadline of a request passed."""
         self.fail(flight, Event.EXPIRE, DeadlineExceeded("the deadline of the request passed"))
 
-    def reader_left(self, flight: Flight) -> None:
-        """The stream was closed; a request that has not ended is cancelled."""
+    def reader_left(self, flight: Flight, error: EpServerError | None) -> None:
+        """The stream was closed, by `error` if there is one; a request that has not ended is cancelled."""
         if flight.state.ended:
-            return
-        if flight.deadline is not None and self._clock() >= flight.deadline - DEADLINE_SLACK_SECONDS:
+            self._flights.read(flight)
+            if error is not None:
+                self._observer.on_unread_ended()
+            self.tell_load()
+        elif error is not None:
+            self.fail(flight, Event.FAIL, error)
+        elif flight.deadline is not None and self._clock() >= flight.deadline - DEADLINE_SLACK_SECONDS:
             self.expire(flight)
         else:
             self.fail(flight, Event.CANCEL, RequestCancelled("the stream was dropped"))
 
     def tell_load(self) -> None:
-        """Tells the observer how many requests run and wait."""
+        """Tells the observer how many requests run, wait and are unread."""
         ranks = self._flights.ranks
-        self._observer.on_load(sum(r.running for r in ranks), sum(r.waiting for r in ranks))
+        running, waiting = sum(r.running for r in ranks), sum(r.waiting for r in ranks)
+        self._observer.on_load(running, waiting, self._flights.unread)
 
     def _deliver(self, flight: Flight, event: TokenEvent, now: float) -> None:
         if flight.output_tokens == 0:

@@ -176,12 +176,14 @@ class Engine:
             raise
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request with CANCELLED; False if it is not in flight."""
-        flights = self._flights.with_id(request_id)
+        """Ends a request with CANCELLED; False if nobody runs or reads it."""
+        error = RequestCancelled(f"request {request_id!r} was aborted")
+        flights, unread = self._flights.with_id(request_id), self._flights.unread_with_id(request_id)
         for flight in flights:
-            error = RequestCancelled(f"request {request_id!r} was aborted")
             self._delivery.fail(flight, Event.CANCEL, error)
-        return bool(flights)
+        for flight in unread:
+            flight.end_call(error)
+        return bool(flights or unread)
 
     async def drain(self, seconds: float) -> bool:
         """Takes no new requests and waits for the streams to end.
@@ -226,7 +228,7 @@ class Engine:
         """Raises InternalError if tables and counts disagree. For tests and idle moments."""
         self._flights.check_integrity()
         counts = self.statistics()
-        in_order = counts.open_streams >= counts.running + counts.waiting
+        in_order = counts.open_streams == counts.running + counts.waiting + self._flights.unread
         if not in_order or self._no_streams.is_set() != (counts.open_streams == 0):
             raise InternalError(f"open streams do not fit in {self!r}")
 
@@ -249,15 +251,19 @@ class Engine:
             raise DeadlineExceeded("the deadline passed before the request was admitted")
         wished = request.dp_rank
         on_wished = None if wished is None else self._flights.ranks[wished].in_flight
-        self._admission.check(len(self._flights), on_wished, sequences)
+        self._admission.check(len(self._flights), on_wished, self._open_streams, sequences)
 
     def _submit(self, submission: Submission, rank: int) -> tuple[Request, TokenStream]:
         request = replace(submission.request, number=next(self._numbers), dp_rank=rank)
         now = self._clock()
         stream = TokenStream(
-            self.settings.stream_buffer, submission.stream_interval, lambda: self._on_stream_closed(flight)
+            self.settings.stream_buffer,
+            submission.stream_interval,
+            lambda error: self._on_stream_closed(flight, error),
         )
-        flight = Flight(request, rank, submission.text, stream, now, submission.traceparent)
+        flight = Flight(
+            request, rank, submission.text, stream, now, submission.traceparent, submission.end_call
+        )
         self._ranks.submit(rank, request)  # before anything is counted: what it raises leaves nothing behind
         if submission.timeout is not None:
             flight.deadline = now + submission.timeout
@@ -270,8 +276,8 @@ class Engine:
         self._observer.on_admitted(len(request.prompt_ids))
         return request, stream
 
-    def _on_stream_closed(self, flight: Flight) -> None:
+    def _on_stream_closed(self, flight: Flight, error: EpServerError | None) -> None:
         self._open_streams -= 1
         if self._open_streams == 0:
             self._no_streams.set()
-        self._delivery.reader_left(flight)
+        self._delivery.reader_left(flight, error)

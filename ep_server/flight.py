@@ -6,8 +6,10 @@ Knows its stream and its text; knows neither ranks nor gRPC. Units: seconds of t
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 
+from ep_server.errors import EpServerError
 from ep_server.observer import RequestSummary
 from ep_server.records import FinishReason, Request, TokenEvent
 from ep_server.scheduler.lifecycle import State
@@ -21,6 +23,7 @@ class Submission:
 
     text: None where the caller wants no text and gave no stop strings. traceparent: for the log, "" = none.
     near: ranks of the node that the call came to; empty where all are alike.
+    end_call: ends the call with an error, even if its caller does not read.
     """
 
     request: Request
@@ -29,6 +32,7 @@ class Submission:
     timeout: float | None = None
     traceparent: str = ""
     near: range = range(0)
+    end_call: Callable[[EpServerError], None] = lambda _: None
 
 
 @dataclass(slots=True, eq=False)
@@ -41,6 +45,7 @@ class Flight:
     stream: TokenStream
     admitted_at: float
     traceparent: str = ""
+    end_call: Callable[[EpServerError], None] = lambda _: None
     state: State = State.QUEUED
     timer: asyncio.TimerHandle | None = None
     deadline: float | None = None

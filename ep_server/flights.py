@@ -1,6 +1,7 @@
 """The requests of this server: by id, by number, counted by rank. Bookkeeping only, nothing is ended here.
 
-A flight has its id until its stream ends, its number until its rank has freed its KV blocks.
+A flight has its id until its stream ends, its number until its rank has freed its KV blocks. It is unread
+from the end of its stream until its call is over.
 Units: requests, tokens, blocks.
 """
 
@@ -37,6 +38,8 @@ class FlightTable:
         self.ranks = [RankCount() for _ in range(num_ranks)]
         self._by_id: dict[str, list[Flight]] = {}  # several where one request has several sequences
         self._by_number: dict[int, Flight] = {}
+        self._unread: dict[str, list[Flight]] = {}  # by id, which others may have by now
+        self.unread = 0
 
     def __len__(self) -> int:
         return len(self._by_number)
@@ -48,6 +51,10 @@ class FlightTable:
     def with_id(self, request_id: str) -> Sequence[Flight]:
         """The flights that have this id and have not ended."""
         return tuple(self._by_id.get(request_id, ()))
+
+    def unread_with_id(self, request_id: str) -> Sequence[Flight]:
+        """The flights that had this id and whose callers have not read them to the end."""
+        return tuple(self._unread.get(request_id, ()))
 
     def with_number(self, number: int) -> Flight | None:
         """The flight with this number, ended or not."""
@@ -74,16 +81,21 @@ class FlightTable:
 
     def ended(self, flight: Flight) -> None:
         """Its stream is over; with the last one of its id, the id may be used again."""
-        flights = self._by_id[flight.request.request_id]
-        flights.remove(flight)
-        if not flights:
-            del self._by_id[flight.request.request_id]
+        _remove(self._by_id, flight)
+        if not flight.stream.closed:
+            self._unread.setdefault(flight.request.request_id, []).append(flight)
+            self.unread += 1
         count = self.ranks[flight.rank]
         if flight.output_tokens:
             count.running -= 1
         else:
             count.waiting -= 1
         count.releasing += 1
+
+    def read(self, flight: Flight) -> None:
+        """The call of one that has ended is over."""
+        _remove(self._unread, flight)
+        self.unread -= 1
 
     def freed(self, flight: Flight) -> None:
         """Its KV blocks are free."""
@@ -124,3 +136,13 @@ class FlightTable:
             raise InternalError(f"counts by rank are {self.ranks}, the flights give {counted}")
         if any(self._by_number.get(flight.request.number) is not flight for flight in self):
             raise InternalError("a flight has an id and no number")
+        unread = [flight for flights in self._unread.values() for flight in flights]
+        if len(unread) != self.unread or any(f.stream.closed or not f.state.ended for f in unread):
+            raise InternalError(f"{self.unread} unread flights, the table has {unread}")
+
+
+def _remove(table: dict[str, list[Flight]], flight: Flight) -> None:
+    flights = table[flight.request.request_id]
+    flights.remove(flight)
+    if not flights:
+        del table[flight.request.request_id]

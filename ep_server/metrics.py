@@ -64,6 +64,13 @@ class ServerMetrics:
         self._block_size = gauge("kv_block_size", "Tokens of one KV block.")
         self._running = gauge("requests_running", "Requests in flight that have a token.")
         self._waiting = gauge("requests_waiting", "Requests in flight without a token yet.")
+        self._unread = gauge(
+            "requests_unread", "Sequences that ended in a call that is still open: not read to the end yet."
+        )
+        self._unread_ended = counter(
+            "unread_ended",
+            "Sequences that had ended and were given up, as grpc.unread_seconds or Abort says.",
+        )
         self._admitted = counter("requests_admitted", "Requests given to a rank.")
         self._requests = counter(
             "requests",
@@ -145,10 +152,15 @@ class ServerMetrics:
         """The KV blocks of a cancelled request are free."""
         self._freed.observe(seconds)
 
-    def on_load(self, running: int, waiting: int) -> None:
-        """Requests in flight with and without a first token."""
+    def on_unread_ended(self) -> None:
+        """An ended request was given up unread."""
+        self._unread_ended.inc()
+
+    def on_load(self, running: int, waiting: int, unread: int) -> None:
+        """Requests in flight with and without a first token, and ended but not read."""
         self._running.set(running)
         self._waiting.set(waiting)
+        self._unread.set(unread)
 
 
 def export_node(registry: CollectorRegistry, node: int, nodes: int, version: str) -> None:

@@ -69,8 +69,12 @@ class EngineObserver(Protocol):
         """Time from a cancel to the KV blocks being free again."""
         ...
 
-    def on_load(self, running: int, waiting: int) -> None:
-        """Requests in flight with and without a first token, after every change."""
+    def on_unread_ended(self) -> None:
+        """The call of a request that had ended was ended, because nobody read it in time or by an abort."""
+        ...
+
+    def on_load(self, running: int, waiting: int, unread: int) -> None:
+        """Requests in flight with and without a first token, and ended but not read; after every change."""
         ...
 
 
@@ -104,5 +108,8 @@ class NullObserver:
     def on_freed(self, seconds: float) -> None:
         """Ignored."""
 
-    def on_load(self, running: int, waiting: int) -> None:
+    def on_unread_ended(self) -> None:
+        """Ignored."""
+
+    def on_load(self, running: int, waiting: int, unread: int) -> None:
         """Ignored."""

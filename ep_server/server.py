@@ -186,7 +186,9 @@ class Server:
 
     def _add_services(self, server: aio.Server, *, relays: bool) -> None:
         entrance = Entrance(self.config.cluster.nodes, self.config.parallel.ranks, relays)
-        add_DecodeServicer_to_server(DecodeService(self.engine, self._model, entrance), server)
+        unread_seconds = self.config.grpc.unread_seconds
+        decode = DecodeService(self.engine, self._model, unread_seconds, entrance)
+        add_DecodeServicer_to_server(decode, server)
         add_ControlServicer_to_server(self._control, server)
 
     @staticmethod

@@ -18,6 +18,7 @@ from ep_server.records import FinishReason, Request, TokenEvent
 from ep_server.requests import Limits, ResponseShape
 from ep_server.served_model import ServedModel
 from ep_server.stream import Chunk, Completion, merged
+from ep_server.unread import CallEnd, read_in_time
 from ep_server.v1 import decode_pb2, decode_pb2_grpc
 
 SERVICE_NAME: str = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
@@ -35,19 +36,27 @@ _REASONS = {
 class DecodeService(decode_pb2_grpc.DecodeServicer):  # type: ignore[misc, unused-ignore]
     """ep_server.v1.Decode, on one port."""
 
-    def __init__(self, engine: Engine, model: ServedModel, entrance: Entrance | None = None) -> None:
-        """entrance: of the port; None where all ranks are alike."""
+    def __init__(
+        self, engine: Engine, model: ServedModel, unread_seconds: float, entrance: Entrance | None = None
+    ) -> None:
+        """unread_seconds: as in GrpcConfig. entrance: of the port; None where all ranks are alike."""
         self._engine = engine
         self._model = model
+        self._unread_seconds = unread_seconds
         self._entrance = entrance or Entrance()
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
         """Streams the events of one request. Raises: every RequestError, Unavailable."""
+        end = CallEnd(context)
+        async for event in read_in_time(self._events(request, context, end), self._unread_seconds, end):
+            yield event
+
+    async def _events(self, request: Any, context: Any, end: CallEnd) -> AsyncIterator[Any]:
         with self._engine.counting_refusals():
-            sequences, shape = await self._sequences(request, context)
+            sequences, shape = await self._sequences(request, context, end)
             admitted, streams = zip(*self._engine.submit(sequences), strict=True)
         # Runs when the call is over in any way, the caller's leaving included.
-        context.add_done_callback(lambda _: [stream.close() for stream in streams])
+        context.add_done_callback(lambda _: [stream.close(end.error) for stream in streams])
         yield _prompt_info(admitted[0], self._model)
         async for index, chunk in merged(streams):
             if chunk.events:
@@ -55,7 +64,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):  # type: ignore[misc, unuse
             if chunk.completion is not None:
                 yield _finished(index, chunk.completion, len(admitted[0].prompt_ids))
 
-    async def _sequences(self, request: Any, context: Any) -> tuple[list[Submission], ResponseShape]:
+    async def _sequences(
+        self, request: Any, context: Any, end: CallEnd
+    ) -> tuple[list[Submission], ResponseShape]:
         limits = Limits(max_context=self._engine.max_context, num_ranks=self._engine.num_ranks)
         timeout = requests.timeout_seconds(request, context.time_remaining())
         pairs = context.invocation_metadata() or ()
@@ -75,6 +86,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):  # type: ignore[misc, unuse
                 timeout,
                 metadata.traceparent,
                 near,
+                end,
             )
             for sequence in requests.sequences(request, built)
         ]

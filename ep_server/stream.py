@@ -9,11 +9,17 @@ Once `close` was called, or the stream ended, nothing is queued any more and `on
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from itertools import chain
+from typing import Final
 
 from ep_server.errors import EpServerError, InternalError, SlowReader
 from ep_server.records import FinishReason, TokenEvent
+
+# Tokens of one message, unless its interval is longer: gRPC holds all of a message that nobody reads.
+LONGEST_CHUNK: Final = 256
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +38,7 @@ class Completion:
 
 @dataclass(slots=True)
 class Chunk:
-    """What waits for the reader: tokens in order, the text that is certain, and how it ended if it did."""
+    """What one read takes: tokens in order, their certain text, and how it ended if this is the last."""
 
     events: list[TokenEvent] = field(default_factory=list)
     text: str = ""
@@ -44,14 +50,17 @@ class TokenStream:
 
     capacity: tokens that may wait for the reader; beyond it the writer gets SlowReader.
     interval: tokens that `read` waits for, the first and the last excepted.
-    on_close: called once when the reader leaves or has seen the end.
+    on_close: called once when the reader leaves or has seen the end, with the error that close() got.
     """
 
-    def __init__(self, capacity: int, interval: int, on_close: Callable[[], None]) -> None:
+    def __init__(
+        self, capacity: int, interval: int, on_close: Callable[[EpServerError | None], None]
+    ) -> None:
         self._capacity = capacity
         self._interval = interval
         self._on_close = on_close
-        self._chunk = Chunk()
+        self._held: list[_Held] = []
+        self._completion: Completion | None = None
         self._needed = 1  # the first token goes out alone: it is what time-to-first-token means
         self._error: EpServerError | None = None
         self._closed = False
@@ -59,12 +68,17 @@ class TokenStream:
 
     def __repr__(self) -> str:
         state = "closed" if self._closed else "ended" if self.ended else "open"
-        return f"<TokenStream {state}, {len(self._chunk.events)}/{self._capacity} tokens>"
+        return f"<TokenStream {state}, {len(self._held)}/{self._capacity} tokens>"
+
+    @property
+    def closed(self) -> bool:
+        """The reader is gone, or has read the end."""
+        return self._closed
 
     @property
     def ended(self) -> bool:
         """The writer is done: nothing more is queued."""
-        return self._closed or self._error is not None or self._chunk.completion is not None
+        return self._closed or self._error is not None or self._completion is not None
 
     def put(self, event: TokenEvent, text: str) -> None:
         """Queues a token and the text that became certain with it.
@@ -73,16 +87,15 @@ class TokenStream:
         """
         if self.ended:
             raise InternalError(f"token of request {event.number} after the end of its stream")
-        if len(self._chunk.events) >= self._capacity:
+        if len(self._held) >= self._capacity:
             raise SlowReader(f"{self._capacity} tokens wait for their reader (grpc.stream_buffer)")
-        self._chunk.events.append(event)
-        self._chunk.text += text
+        self._held.append(_pack(event, text))
         self._wake()
 
     def finish(self, completion: Completion) -> None:
         """Ends the stream well; tokens that wait are still read."""
         if not self.ended:
-            self._chunk.completion = completion
+            self._completion = completion
             self._wake()
 
     def fail(self, error: EpServerError) -> None:
@@ -91,15 +104,17 @@ class TokenStream:
             self._error = error
             self._wake()
 
-    def close(self) -> None:
-        """The reader is gone, or has read the end. Idempotent."""
+    def close(self, error: EpServerError | None = None) -> None:
+        """The reader is gone, or has read the end. error: why it is made to leave. Idempotent."""
         if not self._closed:
-            self._closed = True
-            self._chunk = Chunk()
-            self._on_close()
+            self._closed, self._error = True, error or self._error
+            self._held = []
+            self._on_close(error)
 
     async def read(self) -> Chunk:
-        """Waits for `interval` tokens or the end, then takes everything. The last chunk has a completion.
+        """Waits for `interval` tokens or the end, then takes what there is, up to LONGEST_CHUNK tokens.
+
+        The last chunk has a completion.
 
         Raises: the error that the stream was ended with.
         """
@@ -107,20 +122,40 @@ class TokenStream:
         return self._take()
 
     def _take(self) -> Chunk:
-        if self._error is not None and not self._chunk.events:
+        if self._error is not None and not self._held:
             raise self._error
-        chunk, self._chunk = self._chunk, Chunk()
+        longest = max(self._interval, LONGEST_CHUNK)
+        taken, self._held = self._held[:longest], self._held[longest:]
         self._needed = self._interval
-        return chunk
+        text = "".join(text for _, text, _ in taken)
+        return Chunk([_unpack(held) for held in taken], text, None if self._held else self._completion)
 
     def _ready(self) -> bool:
         if self._closed:
-            raise InternalError("read from a closed stream")
-        return len(self._chunk.events) >= self._needed or self.ended
+            raise self._error or InternalError("read from a closed stream")
+        return len(self._held) >= self._needed or self.ended
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done() and self._ready():
             self._waiter.set_result(None)
+
+
+# A token as it waits: alternatives as (id, logprob, id, logprob, ...), in a sixth of the memory of tuples.
+_Held = tuple[TokenEvent, str, "array[float] | None"]
+
+
+def _pack(event: TokenEvent, text: str) -> _Held:
+    if not event.top:
+        return event, text, None
+    return replace(event, top=()), text, array("d", chain.from_iterable(event.top))
+
+
+def _unpack(held: _Held) -> TokenEvent:
+    event, _, top = held
+    if top is None:
+        return event
+    pairs = zip(top[::2], top[1::2], strict=True)
+    return replace(event, top=tuple((int(token), logprob) for token, logprob in pairs))
 
 
 async def merged(streams: Sequence[TokenStream]) -> AsyncIterator[tuple[int, Chunk]]:

@@ -168,6 +168,7 @@ def overview() -> Iterator[Panel]:
         "none",
         Query(f"sum(epserver_requests_running{{{SERVER}}})", "with a token"),
         Query(f"sum(epserver_requests_waiting{{{SERVER}}})", "without a token yet"),
+        Query(f"sum(epserver_requests_unread{{{SERVER}}})", "ended, not read to the end"),
         stack=True,
     )
     yield lines("Whole request", "s", *quantiles("epserver_request_seconds", SERVER))

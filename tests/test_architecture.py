@@ -17,7 +17,8 @@ GENERATED = PACKAGE / "v1"
 FOUNDATION = {"errors", "records", "config"}
 # Modules that speak gRPC. Everything else at the top of the package works without a wire.
 WIRE = {
-    "server", "service", "control", "port", "endpoint", "certificates", "health", "interceptors", "client"
+    "server", "service", "control", "port", "endpoint", "certificates", "health", "interceptors", "client",
+    "unread",
 }  # fmt: skip
 # Modules that put the parts together; they may import anything.
 ASSEMBLY = {"__main__", "app", "cli", "demo", "benchmark", "commands"}

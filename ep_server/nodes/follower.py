@@ -73,7 +73,8 @@ class Follower:
         Returns: exit code, 1 where node 0 or a rank was lost. Raises: StartupError.
         """
         channel = open_channel(self._leader, self._credentials)
-        settings = RelaySettings(self.place.node, self._leader, self.config.grpc.max_streams)
+        limits = self.config.grpc
+        settings = RelaySettings(self.place.node, self._leader, limits.max_streams, limits.unread_seconds)
         relay = Relay(channel, settings, self._hooks.relayed, self._metadata)
         port = relay_port(self.config.grpc, relay, self._health)
         self._drain = partial(port.drain, partial(add_public, relay=relay, status=self._health))

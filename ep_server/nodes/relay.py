@@ -18,6 +18,7 @@ from grpc import aio
 
 from ep_server.call_metadata import NODE_KEY
 from ep_server.errors import QueueFull, Unavailable
+from ep_server.unread import CallEnd, read_in_time
 from ep_server.v1 import control_pb2, decode_pb2
 
 log = logging.getLogger(__name__)
@@ -37,11 +38,15 @@ _RETRY_MS = 1000
 
 @dataclass(frozen=True, slots=True)
 class RelaySettings:
-    """node: of this relay. leader: node 0's address, for messages. max_streams: relayed at once."""
+    """node: of this relay. leader: node 0's address, for messages. Others: as in GrpcConfig, of this node.
+
+    max_streams: relayed at once. unread_seconds: that a message may wait for its caller.
+    """
 
     node: int
     leader: str
     max_streams: int
+    unread_seconds: float
 
 
 class RelayObserver(Protocol):
@@ -127,13 +132,21 @@ class Relay:
 
     def _relay_stream(self, begin: Callable[..., Any]) -> Callable[..., Any]:
         async def relayed(request: bytes, context: Any) -> AsyncIterator[bytes]:
-            status = self._count(context)
-            async with self._passed_on(begin, request, context, status) as call:
-                await _pass_initial(call, context)
-                async for message in call:
-                    yield message
+            end = CallEnd(context)
+            status = self._count(context, end)
+            messages = self._messages(begin, request, context, status)
+            async for message in read_in_time(messages, self._settings.unread_seconds, end):
+                yield message
 
         return relayed
+
+    async def _messages(
+        self, begin: Callable[..., Any], request: bytes, context: Any, status: _Status
+    ) -> AsyncIterator[bytes]:
+        async with self._passed_on(begin, request, context, status) as call:
+            await _pass_initial(call, context)
+            async for message in call:
+                yield message
 
     @asynccontextmanager
     async def _passed_on(
@@ -174,7 +187,7 @@ class Relay:
 
         context.add_done_callback(over)
 
-    def _count(self, context: Any) -> _Status:
+    def _count(self, context: Any, end: CallEnd) -> _Status:
         """Counts a stream until it is over. Raises: QueueFull, Unavailable."""
         limit = self._settings.max_streams
         try:
@@ -191,7 +204,7 @@ class Relay:
 
         def over(_context: Any) -> None:
             self.open_streams -= 1
-            self._observer.on_relay_ended(status.name)
+            self._observer.on_relay_ended(end.error.status if end.error else status.name)
 
         context.add_done_callback(over)
         return status

@@ -63,11 +63,12 @@ def drive(observer: EngineObserver) -> None:
         observer.on_statistics(report(rank, 20))
     observer.on_admitted(7)
     observer.on_admitted(5)
-    observer.on_load(0, 2)
+    observer.on_load(0, 2, 0)
     observer.on_first_token(0.02)
     for _ in range(3):
         observer.on_token_gap(0.004)
-    observer.on_load(1, 1)
+    observer.on_load(1, 1, 3)
+    observer.on_unread_ended()
     observer.on_finished(RequestSummary("OK", FinishReason.EOS, 0.5, 7, 0, 4, 0.02, 0.005))
     observer.on_finished(RequestSummary("CANCELLED", "", 0.1, 5, 0, 0))
     observer.on_freed(0.003)
@@ -95,6 +96,7 @@ def test_a_page_holds_what_was_observed(metrics: ServerMetrics, endpoint: Metric
     assert value(found, "epserver_requests_total", status="INTERNAL", finish_reason="") == 0
     assert value(found, "epserver_cancel_to_free_seconds_count") == 1
     assert value(found, "epserver_requests_running") == value(found, "epserver_requests_waiting") == 1
+    assert value(found, "epserver_requests_unread") == 3 and value(found, "epserver_unread_ended_total") == 1
     info = [dict(labels) for name, labels in found if name == "epserver_build_info"]
     assert [(each["version"], each["model"]) for each in info] == [("1.2.3", "demo")]
     assert value(found, "epserver_ep_rank_up", rank="1") == 1

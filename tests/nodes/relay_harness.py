@@ -70,7 +70,9 @@ async def relaying(
     config = grpc or GrpcConfig(port=0)
     channel, heard, health = open_channel(leader), Heard(), Health(tuple(s.full_name for s in SERVICES))
     shown = (("authorization", f"Bearer {token}"),) if token else ()
-    relay = Relay(channel, RelaySettings(NODE, leader, config.max_streams), heard, lambda: shown)
+    relay = Relay(
+        channel, RelaySettings(NODE, leader, config.max_streams, config.unread_seconds), heard, lambda: shown
+    )
     port = relay_port(config, relay, health)
     address = await port.open()
     health.set(serving=True)

@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from grpc import aio
 
-from ep_server.client import AsyncClient
+from ep_server.client import AsyncClient, generate_request
+from ep_server.config import GrpcConfig
 from ep_server.errors import Draining
+from ep_server.v1.decode_pb2_grpc import DecodeStub
 from tests.nodes.relay_harness import relayed, relaying
 from tests.service.harness import NO_TOKENIZER, WAIT, Code, failure, next_event, rest, trailers
 
@@ -77,6 +80,20 @@ async def test_a_reader_that_stops_reading_is_cancelled_by_the_leader() -> None:
         error = await failure(call)
         assert error.code() is Code.RESOURCE_EXHAUSTED and trailers(error)["epserver-error"] == "SlowReader"
         await both.served.until(lambda: both.node.heard.ended == ["RESOURCE_EXHAUSTED"])
+
+
+async def test_a_caller_that_reads_nothing_is_ended_by_its_node() -> None:
+    """The output has left the leader, or waits on the way: the node that holds the call ends it."""
+    limits = GrpcConfig(port=0, unread_seconds=0.2)
+    request = generate_request([1], output_logprobs=True, top_n=20, max_new_tokens=4000)
+    async with relayed(grpc=limits, model=NO_TOKENIZER) as both:
+        options = [("grpc.http2.bdp_probe", 0)]  # else gRPC widens the window of a fast link
+        async with aio.insecure_channel(both.node.client.target.address, options=options) as channel:
+            call = DecodeStub(channel).Generate(request)
+            await both.served.until(lambda: both.node.heard.ended == ["RESOURCE_EXHAUSTED"])
+            assert both.node.relay.open_streams == 0
+            error = await failure(call)
+        assert error.code() is Code.RESOURCE_EXHAUSTED and "grpc.unread_seconds = 0.2" in error.details()
 
 
 async def test_a_lost_rank_ends_relayed_streams_with_the_leaders_message() -> None:

@@ -47,6 +47,8 @@ class Recorder(NullObserver):
     gaps: int = 0
     admitted: int = 0
     load: tuple[int, int] = (0, 0)
+    unread: int = 0
+    unread_ended: int = 0
     lost: list[int] = field(default_factory=list)
 
     def on_finished(self, summary: RequestSummary) -> None:
@@ -67,8 +69,12 @@ class Recorder(NullObserver):
     def on_admitted(self, prompt_tokens: int) -> None:
         self.admitted += 1
 
-    def on_load(self, running: int, waiting: int) -> None:
+    def on_load(self, running: int, waiting: int, unread: int) -> None:
         self.load = (running, waiting)
+        self.unread = unread
+
+    def on_unread_ended(self) -> None:
+        self.unread_ended += 1
 
     def on_rank_lost(self, rank: int) -> None:
         self.lost.append(rank)

@@ -18,7 +18,7 @@ READY = [RankReady(rank, 0, 8, 16, 0, 0, 0, 0.0) for rank in range(2)]
 
 def flight(number: int, rank: int = 0, prompt: int = 20) -> Flight:
     request = Request(str(number), number, (1,) * prompt, Sampling(), Stopping(max_new_tokens=4))
-    return Flight(request, rank, None, TokenStream(8, 1, lambda: None), 0.0)
+    return Flight(request, rank, None, TokenStream(8, 1, lambda _: None), 0.0)
 
 
 def table() -> tuple[FlightTable, Flight, Flight]:

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import tracemalloc
+from collections.abc import AsyncIterator
 
 import pytest
 
-from ep_server.errors import DeadlineExceeded, InternalError, SlowReader
+from ep_server.errors import DeadlineExceeded, EpServerError, InternalError, SlowReader
 from ep_server.records import FinishReason, TokenEvent
-from ep_server.stream import Completion, TokenStream, merged
+from ep_server.stream import LONGEST_CHUNK, Completion, TokenStream, merged
+from ep_server.unread import read_in_time
 
 END = Completion(FinishReason.LENGTH, None, 0, 1, 0.0, 0.0, 0.0, 0.0)
 
 
 def stream(capacity: int = 8, interval: int = 1) -> tuple[TokenStream, list[int]]:
     closed: list[int] = []
-    return TokenStream(capacity, interval, lambda: closed.append(1)), closed
+    return TokenStream(capacity, interval, lambda _: closed.append(1)), closed
 
 
 def put(target: TokenStream, *tokens: int) -> None:
@@ -135,3 +138,61 @@ async def test_a_cancelled_merged_read_has_taken_nothing() -> None:
         await reading
     put(streams[1], 9)
     assert await ids(streams[1]) == [9]
+
+
+async def test_a_read_takes_only_so_much() -> None:
+    """gRPC holds a whole message that its caller does not read, so messages stay small."""
+    target, _ = stream(capacity=1000)
+    put(target, *range(LONGEST_CHUNK + 1))
+    target.finish(END)
+    chunk = await target.read()
+    assert (len(chunk.events), len(chunk.text), chunk.completion) == (LONGEST_CHUNK, LONGEST_CHUNK, None)
+    chunk = await target.read()
+    assert ([event.token_id for event in chunk.events], chunk.completion) == ([LONGEST_CHUNK], END)
+
+
+async def test_alternatives_wait_in_little_memory() -> None:
+    """A stream that nobody reads holds them until its end: as tuples they took 2 kB a token."""
+    target, _ = stream(capacity=500)
+    tracemalloc.start()
+    try:
+        for number in range(500):
+            target.put(
+                TokenEvent(1, number, -0.5, tuple((1000 + i, -0.5 - number - i) for i in range(20))), ""
+            )
+        held, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert held < 500 * 1000
+    (first, *_), last = (await target.read()).events, (await target.read()).events[-1]
+    assert first.top[:2] == ((1000, -0.5), (1001, -1.5)) and len(first.top) == 20
+    assert last.top[-1] == (1019, -518.5)
+
+
+async def test_a_closed_stream_raises_what_closed_it() -> None:
+    target, _ = stream()
+    target.close(SlowReader("unread"))
+    with pytest.raises(SlowReader, match="unread"):
+        await target.read()
+
+
+async def test_only_a_message_that_blocks_too_long_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, ends = 0.0, list[EpServerError]()
+    monkeypatch.setattr(asyncio.get_running_loop(), "time", lambda: now)
+
+    async def messages() -> AsyncIterator[int]:
+        for number in range(3):
+            yield number
+
+    reader = read_in_time(messages(), 1.0, ends.append)
+    for number in range(2):
+        assert await anext(reader) == number
+        now += 0.9
+        await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert ends == []  # 1.8 s in all, never 1 s at once
+    assert await anext(reader) == 2
+    now += 1.0
+    while not ends:
+        await asyncio.sleep(0)
+    assert isinstance(ends[0], SlowReader) and "grpc.unread_seconds = 1" in str(ends[0])
