@@ -86,12 +86,12 @@ class CallCounter(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unused
         self._refuses = False
         self._none_open = asyncio.Event()
         self._none_open.set()
-        self._let_in = asyncio.Event()
-        self._let_in.set()
+        self._gate = asyncio.Event()
+        self._gate.set()
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
         """Counts the call from its first step until its status is on its way."""
-        await self._let_in.wait()
+        await self._gate.wait()
         handler = await continuation(handler_call_details)
 
         def counted(behaviour: Any) -> Any:
@@ -106,11 +106,11 @@ class CallCounter(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unused
     @contextmanager
     def held(self) -> Iterator[None]:
         """Inside, new calls wait."""
-        self._let_in.clear()
+        self._gate.clear()
         try:
             yield
         finally:
-            self._let_in.set()
+            self._gate.set()
 
     def refuse(self) -> None:
         """From now on calls end with Draining."""
@@ -166,41 +166,57 @@ class AuthInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg, misc, un
 class TokenFile:
     """Accepted bearer tokens, one per line; blank lines and lines that begin with # are skipped.
 
-    Read again whenever the file changes. Tokens are compared by digest, all of them, in constant time.
+    Read again whenever it changes. While it holds no token or cannot be read, none is accepted. Tokens are
+    compared by digest, all of them, in constant time.
     """
 
     def __init__(self, path: str) -> None:
+        """Raises: ConfigError for a file that cannot be read or holds no token."""
         self._path = Path(path)
-        self._stamp: tuple[int, int, int] | None = None
+        self._stamp: tuple[int, int, int] | None = None  # None where the last look failed
         self._digests: list[bytes] = []
-        self._read()
+        self._fault = ""
+        if not self._look():
+            raise ConfigError(
+                "grpc.token_file", path, f"a readable file with at least one token ({self._fault})"
+            )
 
     def accepts(self, header: str | bytes | None) -> bool:
         """Whether an authorization header holds one of the tokens."""
-        try:
-            self._read()
-        except ConfigError as error:  # the tokens read last stay valid
-            log.error("%s", error)
+        before = self._fault
+        if not self._look() and self._fault != before:
+            log.error("token file %s: %s; every call that needs a token is refused", self._path, self._fault)
+        elif before and not self._fault:
+            log.info("token file %s: its tokens are accepted again", self._path)
         text = header.decode("utf-8", "replace") if isinstance(header, bytes) else header or ""
         scheme, _, token = text.partition(" ")
         digest = hashlib.sha256(token.strip().encode()).digest()
         matches = [hmac.compare_digest(digest, known) for known in self._digests]
         return scheme.lower() == "bearer" and any(matches)
 
-    def _read(self) -> None:
+    def _look(self) -> bool:
+        """Reads the file if it changed. Returns: whether it holds a token."""
         try:
             stat = self._path.stat()
             stamp = (stat.st_mtime_ns, stat.st_size, stat.st_ino)
-            if stamp == self._stamp:
-                return
-            self._stamp = stamp
-            lines = self._path.read_text(encoding="utf-8").splitlines()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError("grpc.token_file", str(self._path), f"a readable file ({error})") from error
-        tokens = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
-        if not tokens:
-            raise ConfigError("grpc.token_file", str(self._path), "a file with at least one token")
-        self._digests = [hashlib.sha256(token.encode()).digest() for token in tokens]
+            if stamp != self._stamp:
+                self._stamp, self._digests, self._fault = None, [], ""
+                tokens = tokens_in(self._path.read_text(encoding="utf-8"))
+                self._stamp = stamp
+                self._digests = [hashlib.sha256(token.encode()).digest() for token in tokens]
+                self._fault = "" if tokens else "it holds no token"
+        except OSError as error:
+            self._stamp, self._digests = None, []
+            self._fault = (error.strerror or str(error)).lower()
+        except UnicodeDecodeError:
+            self._fault = "it is not UTF-8 text"
+        return not self._fault
+
+
+def tokens_in(text: str) -> list[str]:
+    """Those of a file, in its order: blank lines and lines that begin with # are skipped."""
+    lines = (line.strip() for line in text.splitlines())
+    return [line for line in lines if line and not line.startswith("#")]
 
 
 def _decoded(handler: Any, request: Any) -> Any:

@@ -76,12 +76,11 @@ async def _join(
     while (left := began + joining.connect_seconds - loop.time()) > 0:
         link = Link(on_message, joining.silent_seconds)
         link.send(hello=hello)
-        call = nodes_pb2_grpc.NodesStub(channel).Join(link.outgoing(), metadata=joining.metadata())
         try:
             async with asyncio.timeout(left):
-                return link, asyncio.create_task(link.read(await _first(call)))
+                return link, asyncio.create_task(link.read(await _taken(channel, joining, link)))
         except TimeoutError:
-            call.cancel()
+            pass
         except Unavailable as error:
             why = str(error)
         link.end("was not taken")
@@ -91,6 +90,16 @@ async def _join(
         await asyncio.sleep(min(pause, left))
         pause = min(2 * pause, LONGEST_PAUSE)
     raise StartupError(f"node 0 at {joining.address} was not reached in {joining.connect_seconds:g} s: {why}")
+
+
+async def _taken(channel: aio.Channel, joining: Joining, link: Link) -> AsyncIterator[pb.Bundle]:
+    """Goes to node 0 once. As _first()."""
+    call = nodes_pb2_grpc.NodesStub(channel).Join(link.outgoing(), metadata=joining.metadata())
+    try:
+        return await _first(call)
+    except asyncio.CancelledError:
+        call.cancel()
+        raise
 
 
 async def _first(call: Any) -> AsyncIterator[pb.Bundle]:

@@ -154,8 +154,13 @@ class Relay:
     ) -> AsyncIterator[Any]:
         """A call of node 0 for the one of `context`, which ends as the other does."""
         status = status or _Status()
-        self._check()
-        call = begin(request, timeout=context.time_remaining(), metadata=self._metadata(context))
+        try:
+            self._check()
+            metadata = self._metadata(context)
+        except Unavailable as error:
+            status.name = error.status
+            raise
+        call = begin(request, timeout=context.time_remaining(), metadata=metadata)
         self._follow(call, context)
         try:
             yield call

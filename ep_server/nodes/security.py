@@ -15,7 +15,8 @@ from pathlib import Path
 import grpc
 
 from ep_server.config import ClusterConfig, Config, GrpcConfig
-from ep_server.errors import ConfigError
+from ep_server.errors import ConfigError, Unavailable
+from ep_server.interceptors import tokens_in
 
 log = logging.getLogger(__name__)
 
@@ -89,21 +90,37 @@ def channel_credentials(cluster: ClusterConfig) -> grpc.ChannelCredentials | Non
 
 
 def token_metadata(cluster: ClusterConfig) -> Callable[[], tuple[tuple[str, str], ...]]:
-    """Gives the metadata that node 0 wants to see: the first token of the file, read at every call."""
+    """Gives the metadata that node 0 wants to see: the first token of the file, read at every call.
+
+    Raises: ConfigError; what it returns raises Unavailable where the file has no token any more.
+    """
     if not cluster.token_file:
         return tuple
     first_token(cluster.token_file)  # what is wrong is said at the start
+    return _ShownToken(cluster.token_file)
 
-    def metadata() -> tuple[tuple[str, str], ...]:
-        return (("authorization", f"Bearer {first_token(cluster.token_file)}"),)
 
-    return metadata
+class _ShownToken:
+    """The metadata of a call to node 0."""
+
+    def __init__(self, file: str) -> None:
+        self._file, self._fault = file, ""
+
+    def __call__(self) -> tuple[tuple[str, str], ...]:
+        try:
+            token = first_token(self._file)
+        except ConfigError as error:
+            if str(error) != self._fault:
+                self._fault = str(error)
+                log.error("%s; node 0 cannot be called until then", error)
+            raise Unavailable("this node has no token for node 0") from None
+        self._fault = ""
+        return (("authorization", f"Bearer {token}"),)
 
 
 def first_token(file: str) -> str:
     """Skips blank lines and lines that begin with #. Raises: ConfigError."""
-    lines = _read("cluster.token_file", file).decode("utf-8", "replace").splitlines()
-    tokens = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+    tokens = tokens_in(_read("cluster.token_file", file).decode("utf-8", "replace"))
     if not tokens:
         raise ConfigError("cluster.token_file", file, "a file with at least one token")
     return tokens[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +19,7 @@ from tests.service.harness import Served, serving
 
 NODES, RANKS = 3, 2  # of each node
 NODE = 1  # the one that relays
+Shown = Callable[[], tuple[tuple[str, str], ...]]
 
 
 @dataclass
@@ -64,15 +65,15 @@ class Relayed:
 
 @asynccontextmanager
 async def relaying(
-    leader: str, grpc: GrpcConfig | None = None, target: Target | None = None, token: str = ""
+    leader: str, grpc: GrpcConfig | None = None, target: Target | None = None, token: str | Shown = ""
 ) -> AsyncIterator[Follower]:
-    """A node that relays to an address. token: that it shows there."""
+    """A node that relays to an address. token: that it shows there, or what gives its metadata."""
     config = grpc or GrpcConfig(port=0)
     channel, heard, health = open_channel(leader), Heard(), Health(tuple(s.full_name for s in SERVICES))
-    shown = (("authorization", f"Bearer {token}"),) if token else ()
-    relay = Relay(
-        channel, RelaySettings(NODE, leader, config.max_streams, config.unread_seconds), heard, lambda: shown
-    )
+    pairs = (("authorization", f"Bearer {token}"),) if token else ()
+    shown = (lambda: pairs) if isinstance(token, str) else token
+    settings = RelaySettings(NODE, leader, config.max_streams, config.unread_seconds)
+    relay = Relay(channel, settings, heard, shown)
     port = relay_port(config, relay, health)
     address = await port.open()
     health.set(serving=True)
@@ -106,7 +107,7 @@ async def relayed(
     *,
     grpc: GrpcConfig | None = None,
     target: Target | None = None,
-    cluster_token: tuple[str, str] = ("", ""),
+    cluster_token: tuple[str, str | Shown] = ("", ""),
     **values: Any,
 ) -> AsyncIterator[Relayed]:
     """The whole. grpc, target: of the node that relays. cluster_token: (the leader's file, what is shown)."""

@@ -338,6 +338,28 @@ async def test_tokens_keep_strangers_out(tmp_path: Path) -> None:
             assert "joined under this number" in await meeting.refused(claim)
 
 
+async def test_a_node_waits_for_a_token_that_is_away(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("secret\n")
+    async with rendezvous(cluster__token_file=str(token)) as meeting, asyncio.timeout(WAIT):
+        claim, joining = meeting.claim(1), meeting.joining()
+        token.unlink()
+
+        async def come() -> str:
+            async with joined(joining, hello_of(claim), lambda _: None) as link:
+                return link.reason
+
+        coming = asyncio.create_task(come())
+        while "cluster.token_file" not in caplog.text:
+            await asyncio.sleep(0.01)
+        await asyncio.sleep(0.5)  # it tries more than once
+        assert not coming.done() and len(caplog.records) == 1
+        token.write_text("secret\n")
+        assert await coming == ""
+
+
 async def test_mutual_tls_keeps_strangers_out(tmp_path: Path) -> None:
     files = make_certificates(tmp_path)
 

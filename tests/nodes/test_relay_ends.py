@@ -10,8 +10,9 @@ import pytest
 from grpc import aio
 
 from ep_server.client import AsyncClient, generate_request
-from ep_server.config import GrpcConfig
+from ep_server.config import ClusterConfig, GrpcConfig
 from ep_server.errors import Draining
+from ep_server.nodes.security import token_metadata
 from ep_server.v1.decode_pb2_grpc import DecodeStub
 from tests.nodes.relay_harness import relayed, relaying
 from tests.service.harness import NO_TOKENIZER, WAIT, Code, failure, next_event, rest, trailers
@@ -181,3 +182,21 @@ async def test_a_leader_of_another_token(tmp_path: Path, caplog: pytest.LogCaptu
         error = await failure(both.node.client.generate([1]))
         assert error.code() is Code.UNAVAILABLE and "does not know this node" in (error.details() or "")
         assert "cluster.token_file of node 1" in caplog.text and both.ranks.requests == {}
+
+
+async def test_a_node_whose_token_is_away_is_unavailable(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    token = tmp_path / "token"
+    token.write_text("ours\n")
+    shown = token_metadata(ClusterConfig(token_file=str(token)))
+    async with relayed(cluster_token=(str(token), shown)) as both:
+        assert (await both.node.client.complete([1], max_new_tokens=1)).token_ids == [2]
+        token.unlink()
+        for call in (both.node.client.generate([1]), both.node.client.loads()):
+            assert (await failure(call)).code() is Code.UNAVAILABLE
+        errors = [record.getMessage() for record in caplog.records if record.levelname == "ERROR"]
+        assert len(errors) == 1 and errors[0].startswith("cluster.token_file = ")
+        assert both.node.heard.ended[1:] == ["UNAVAILABLE"]
+        token.write_text("ours\n")
+        assert (await both.node.client.complete([1], max_new_tokens=1)).token_ids == [2]

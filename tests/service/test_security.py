@@ -64,13 +64,59 @@ async def test_a_changed_token_file_is_read_again(tokens: Path) -> None:
         assert await served.client.loads()
 
 
-def test_a_token_file_that_breaks_keeps_its_tokens(tokens: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_an_empty_token_file_revokes_every_token(tokens: Path, caplog: pytest.LogCaptureFixture) -> None:
     known = TokenFile(str(tokens))
+    assert known.accepts("Bearer secret-one") and known.accepts("bearer secret-two")
     tokens.write_text("# nothing\n")
-    assert known.accepts("Bearer secret-one") and "grpc.token_file" in caplog.text
-    tokens.unlink()
-    assert known.accepts("bearer secret-two")
-    assert not known.accepts(None) and not known.accepts("Bearer secret-three")
+    for header in ("Bearer secret-one", "Bearer ", "Bearer # nothing", None):
+        assert not known.accepts(header)
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    assert str(tokens) in caplog.text and "every call that needs a token is refused" in caplog.text
+
+
+@pytest.mark.parametrize("content", [None, b"secret-one\n\xff\xfe"])
+def test_an_unreadable_token_file_revokes_until_it_is_back(
+    tokens: Path, caplog: pytest.LogCaptureFixture, content: bytes | None
+) -> None:
+    known, text = TokenFile(str(tokens)), tokens.read_text()
+    if content is None:
+        tokens.unlink()
+    else:
+        tokens.write_bytes(content)
+    assert not any(known.accepts("Bearer secret-one") for _ in range(3))
+    assert [record.levelname for record in caplog.records] == ["ERROR"]
+    tokens.write_text(text)
+    assert known.accepts("Bearer secret-one") and not known.accepts("Bearer secret-three")
+
+
+def test_a_mounted_secret_is_swapped_by_its_link(tmp_path: Path) -> None:
+    """As the kubelet does it: the file is a link through a folder that is a link."""
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "tokens").write_text(f"{name}-secret\n")
+    data = tmp_path / "..data"
+    data.symlink_to("old")
+    (tmp_path / "tokens").symlink_to("..data/tokens")
+    known = TokenFile(str(tmp_path / "tokens"))
+    assert known.accepts("Bearer old-secret")
+    (tmp_path / "next").symlink_to("new")
+    (tmp_path / "next").replace(data)
+    assert known.accepts("Bearer new-secret") and not known.accepts("Bearer old-secret")
+    data.unlink()
+    assert not known.accepts("Bearer new-secret")
+    data.symlink_to("new")
+    assert known.accepts("Bearer new-secret")
+
+
+async def test_callers_are_refused_once_the_token_file_is_gone(tokens: Path) -> None:
+    async with serving(grpc__token_file=str(tokens), target=Target("", token="secret-one")) as served:
+        assert await served.client.loads()
+        tokens.unlink()
+        assert (await failure(served.client.loads())).code() is Code.UNAUTHENTICATED
+        assert (await failure(served.client.generate([1]))).code() is Code.UNAUTHENTICATED
+        assert await served.client.serving()
+        tokens.write_text("secret-one\n")
+        assert await served.client.loads()
 
 
 def test_a_token_file_must_be_there_and_hold_a_token(tmp_path: Path) -> None:
@@ -146,6 +192,30 @@ async def test_a_client_authority_is_rotated(tmp_path: Path) -> None:
         bundle.write_bytes((files / "ca.pem").read_bytes() + (files / "stranger.pem").read_bytes())
         async with AsyncClient(dataclasses.replace(stranger, address=served.server.address)) as again:
             assert (await again.server_info()).ranks == 1
+
+
+@pytest.mark.parametrize("content", [None, b"", b"no certificate\n"])
+async def test_removing_the_client_authority_revokes(
+    tmp_path: Path, content: bytes | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    files = make_certificates(tmp_path)
+    paths = {
+        f"grpc__tls_{name}": str(files / f"server.{end}") for name, end in (("cert", "pem"), ("key", "key"))
+    }
+    bundle, text = files / "clients.pem", (files / "ca.pem").read_bytes()
+    bundle.write_bytes(text)
+    known = Target("", str(files / "ca.pem"), str(files / "client.pem"), str(files / "client.key"))
+    async with serving(target=known, grpc__tls_client_ca=str(bundle), **paths) as served:
+        assert await served.client.loads()
+        bundle.unlink() if content is None else bundle.write_bytes(content)
+        target = dataclasses.replace(known, address=served.server.address)
+        async with AsyncClient(target) as late:
+            assert (await failure(late.loads())).code() is Code.UNAVAILABLE
+        errors = [record for record in caplog.records if record.levelname == "ERROR"]
+        assert len(errors) == 1 and "grpc.tls_client_ca" in errors[0].getMessage()
+        bundle.write_bytes(text)
+        async with AsyncClient(target) as again:
+            assert await again.loads()
 
 
 async def test_mutual_tls(certificates: Path) -> None:
