@@ -82,22 +82,27 @@ void bind_model(py::module_& m) {
       .def_property_readonly("threads", &Compute::threads)
       .def(
           "linear",
-          [](Compute& self, bool bfloat16, uintptr_t x, int64_t rows, int64_t x_stride, uintptr_t weight,
-             uintptr_t bias, int64_t n, int64_t k, uintptr_t out, int64_t out_stride, bool out_float) {
+          [](Compute& self, bool bfloat16, uintptr_t x, int64_t rows, int64_t x_stride, int64_t x_batch,
+             uintptr_t weight, uintptr_t bias, int64_t batch, int64_t n, int64_t k, uintptr_t out,
+             int64_t out_stride, int64_t out_batch, bool out_float) {
             self.linear({.type = dtype_of(bfloat16),
                          .x = at<const void>(x),
                          .rows = rows,
                          .x_stride = x_stride,
+                         .x_batch = x_batch,
                          .weight = at<const uint32_t>(weight),
                          .bias = at<const void>(bias),
+                         .batch = batch,
                          .n = n,
                          .k = k,
                          .out = at<void>(out),
                          .out_stride = out_stride,
+                         .out_batch = out_batch,
                          .out_float = out_float});
           },
           py::call_guard<py::gil_scoped_release>(), arg("bfloat16"), arg("x"), arg("rows"), arg("x_stride"),
-          arg("weight"), arg("bias"), arg("n"), arg("k"), arg("out"), arg("out_stride"), arg("out_float"))
+          arg("x_batch"), arg("weight"), arg("bias"), arg("batch"), arg("n"), arg("k"), arg("out"),
+          arg("out_stride"), arg("out_batch"), arg("out_float"))
       .def(
           "expert_ffn",
           [](Compute& self, bool bfloat16, uintptr_t x, int64_t rows, uintptr_t offsets, int64_t experts,

@@ -296,12 +296,15 @@ class Compute:
         x: int,
         rows: int,
         x_stride: int,
+        x_batch: int,
         weight: int,
         bias: int,
+        batch: int,
         n: int,
         k: int,
         out: int,
         out_stride: int,
+        out_batch: int,
         out_float: bool,
     ) -> None: ...
     def expert_ffn(

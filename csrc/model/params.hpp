@@ -27,16 +27,16 @@ inline int64_t packed_gated_words(Dtype type, int64_t ffn, int64_t k) {
 // Channels of the intermediate rows: whole gated panels, so that their padding is written as zeros.
 inline int64_t padded_ffn(int64_t ffn) { return gated_panels_of(ffn) * (kPanel / 2); }
 
-// out[m, n] = x[m, k] @ weight[n, k]^T (+ bias[n]).
+// out[m, b, n] = x[m, b, k] @ weight[b, n, k]^T (+ bias[n]) for `batch` matrices b, side by side in a row.
 struct LinearParams {
   Dtype type;
   const void* x;
-  int64_t rows, x_stride;
-  const uint32_t* weight;  // packed_words(type, n, k)
-  const void* bias;        // [n] of type, or null
-  int64_t n, k;
+  int64_t rows, x_stride, x_batch;  // x_batch: from matrix to matrix in a row
+  const uint32_t* weight;           // [batch][packed_words(type, n, k)]
+  const void* bias;                 // [n] of type, or null
+  int64_t batch, n, k;
   void* out;  // of type, or float if out_float
-  int64_t out_stride;
+  int64_t out_stride, out_batch;
   bool out_float;
 };
 

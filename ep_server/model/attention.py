@@ -60,8 +60,7 @@ def mla(x: torch.Tensor, w: MlaWeights, spec: MlaSpec, kv: KvLayer, at: Attentio
     ropes = rotate(torch.cat([q[..., spec.nope_dim :], k_rope[:, None]], dim=1), at.rotation).to(x.dtype)
     latent = at.compute.rms_norm(latent, w.kv_norm, spec.norm_eps)
     kv.write(at.meta.slots, torch.cat([latent[:, None], ropes[:, spec.heads :]], dim=2))
-    q_latent = torch.bmm(q[..., : spec.nope_dim].transpose(0, 1), w.k_up).transpose(0, 1)
+    q_latent = w.k_up(q[..., : spec.nope_dim])
     q = torch.cat([q_latent, ropes[:, : spec.heads]], dim=2)
     out = at.attend(q, kv, spec.scale)  # [T, heads, kv_lora]
-    out = torch.bmm(out.transpose(0, 1), w.v_up).transpose(0, 1)
-    return w.out(out.flatten(1))
+    return w.out(w.v_up(out).flatten(1))

@@ -27,6 +27,14 @@ class Linear(Protocol):
         ...
 
 
+class HeadLinear(Protocol):
+    """Prepared weight matrices [heads, k, n], one for each head."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x: [T, heads, k] to [T, heads, n] of x's dtype, which is the weight's. x may have pitches."""
+        ...
+
+
 class GatedFfn(Protocol):
     """Prepared weights of E gated FFNs: down(silu(gate(x)) * up(x)) each."""
 
@@ -80,6 +88,10 @@ class Compute(Protocol):
 
     def linear(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Linear:
         """Prepares a matrix. weight: [n, k], float32 or bfloat16, contiguous. bias: [n] of the same dtype."""
+        ...
+
+    def head_linear(self, weight: torch.Tensor) -> HeadLinear:
+        """Prepares a matrix for each head. weight: [heads, k, n], float32 or bfloat16, contiguous."""
         ...
 
     def gated_ffn(

@@ -68,6 +68,10 @@ class _Sizes:
             return self.plain(n, k)
         return 4 * _C.packed_linear_words(self.dtype is Dtype.BFLOAT16, n, k)
 
+    def router(self, experts: int, hidden: int) -> int:
+        """Stays float32."""
+        return 4 * _C.packed_linear_words(False, experts, hidden) if self.packed else 4 * experts * hidden
+
     def ffn(self, ffn: int, hidden: int) -> int:
         """Gate, up and down."""
         if not self.packed:
@@ -86,8 +90,8 @@ def _replicated(spec: ModelSpec, sizes: _Sizes) -> Iterator[Part]:
     one = _gqa(spec, attention, sizes) if isinstance(attention, GqaSpec) else _mla(spec, attention, sizes)
     yield "attention", spec.num_layers * one
     sparse = sum(spec.sparse_layers)
-    router = (spec.hidden + spec.router.bias) * spec.router.num_experts * FLOAT32
-    yield "router", sparse * router
+    experts = spec.router.num_experts
+    yield "router", sparse * (sizes.router(experts, spec.hidden) + spec.router.bias * experts * FLOAT32)
     if spec.shared_ffn:
         yield "shared experts", sparse * sizes.ffn(spec.shared_ffn, spec.hidden)
     if sparse < spec.num_layers:
@@ -116,7 +120,7 @@ def _mla(spec: ModelSpec, a: MlaSpec, sizes: _Sizes) -> int:
     """One layer."""
     q_rows = a.heads * (a.nope_dim + a.rope_dim)
     down = (a.q_lora or q_rows) + a.kv_lora + a.rope_dim
-    up = sizes.plain(a.heads, a.nope_dim + a.v_dim, a.kv_lora)  # multiplied head by head, never packed
+    up = a.heads * (sizes.linear(a.kv_lora, a.nope_dim) + sizes.linear(a.v_dim, a.kv_lora))
     query = sizes.linear(q_rows, a.q_lora) + sizes.plain(a.q_lora) if a.q_lora else 0
     bias = sizes.plain(down + spec.hidden) if a.bias else 0
     out = sizes.linear(spec.hidden, a.heads * a.v_dim)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ep_server.model.compute import GatedFfn, Linear
+from ep_server.model.compute import GatedFfn, HeadLinear, Linear
 from ep_server.model.kv_scales import KvScales
 
 
@@ -43,8 +43,8 @@ class MlaWeights:
 
     down: Linear
     kv_norm: torch.Tensor
-    k_up: torch.Tensor
-    v_up: torch.Tensor
+    k_up: HeadLinear
+    v_up: HeadLinear
     out: Linear
     q_norm: torch.Tensor | None = None
     q_up: Linear | None = None
@@ -57,7 +57,7 @@ class MoeWeights:
     experts: E_local FFNs, this rank's, ascending by global id. shared: one FFN of all tokens.
     """
 
-    router: torch.Tensor
+    router: Linear
     experts: GatedFfn
     bias: torch.Tensor | None = None
     shared: GatedFfn | None = None

@@ -47,6 +47,18 @@ class NativeCompute:
         _C.pack_linear(bf16, weight.data_ptr(), n, k, words.data_ptr())
         return NativeLinear(self._kernels, words, bias, n, k, weight.dtype)
 
+    def head_linear(self, weight: torch.Tensor) -> NativeHeadLinear:
+        """Packs the matrices."""
+        heads, k, n = weight.shape
+        _check("weight", weight, (heads, k, n), weight.dtype)
+        bf16 = weight.dtype is torch.bfloat16
+        size = _C.packed_linear_words(bf16, n, k)
+        words = _huge(heads * size)
+        for head in range(heads):
+            matrix = weight[head].t().contiguous()
+            _C.pack_linear(bf16, matrix.data_ptr(), n, k, words[head * size :].data_ptr())
+        return NativeHeadLinear(self._kernels, words, heads, n, k, weight.dtype)
+
     def gated_ffn(
         self, gate_up: torch.Tensor, down: torch.Tensor, scales: FfnScales | None = None
     ) -> NativeGatedFfn:
@@ -127,13 +139,52 @@ class NativeLinear:
             x.data_ptr(),
             rows,
             x.stride(0),
+            0,
             self.words.data_ptr(),
             0 if self.bias is None else self.bias.data_ptr(),
+            1,
             self.n,
             self.k,
             out.data_ptr(),
             self.n,
+            0,
             out_dtype is torch.float32,
+        )
+        return out
+
+
+@dataclass(frozen=True, slots=True)
+class NativeHeadLinear:
+    """words: [..] int32, the packed matrices, each [n, k]."""
+
+    kernels: _C.Compute
+    words: torch.Tensor
+    heads: int
+    n: int
+    k: int
+    dtype: torch.dtype
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See `compute.HeadLinear`."""
+        if x.dtype is not self.dtype or x.shape[1:] != (self.heads, self.k) or x.stride(2) != 1:
+            expected = f"{self.dtype} [T, {self.heads}, {self.k}] with whole rows"
+            raise InternalError(f"x: {_describe(x)}, expected {expected}")
+        out = torch.empty(len(x), self.heads, self.n, dtype=self.dtype)
+        self.kernels.linear(
+            self.dtype is torch.bfloat16,
+            x.data_ptr(),
+            len(x),
+            x.stride(0),
+            x.stride(1),
+            self.words.data_ptr(),
+            0,
+            self.heads,
+            self.n,
+            self.k,
+            out.data_ptr(),
+            out.stride(0),
+            out.stride(1),
+            self.dtype is torch.float32,
         )
         return out
 

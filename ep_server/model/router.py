@@ -10,10 +10,11 @@ Order of operations, one table for every family (see RouterSpec):
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
 from ep_server.model.families.spec import GroupScore, RouterSpec, Score
 from ep_server.model.layers import MoeWeights
+
+_LANES = 64  # rows of whole vectors, on any processor
 
 
 def route(
@@ -24,8 +25,8 @@ def route(
     Args:
         drawn: [T, K], ids in place of the router's choice.
     """
-    logits = F.linear(x.float(), weights.router)
-    score = logits.softmax(-1) if spec.score is Score.SOFTMAX else logits.sigmoid()
+    logits = weights.router(x.float())
+    score = logits.softmax(-1) if spec.score is Score.SOFTMAX else _sigmoid(logits)
     ids = drawn
     if ids is None:
         choice = score if weights.bias is None else score + weights.bias
@@ -49,3 +50,9 @@ def _limit_to_groups(choice: torch.Tensor, spec: RouterSpec) -> torch.Tensor:
     best = torch.topk(group_score, spec.top_groups, dim=-1).indices
     outside = torch.ones_like(group_score, dtype=torch.bool).scatter_(1, best, False)
     return grouped.masked_fill(outside[..., None], float("-inf")).flatten(1)
+
+
+def _sigmoid(logits: torch.Tensor) -> torch.Tensor:
+    """Of [T, E], the same bits for a row wherever it lies: torch's last few elements take another path."""
+    missing = -logits.shape[1] % _LANES
+    return torch.nn.functional.pad(logits, (0, missing)).sigmoid()[:, : logits.shape[1]]

@@ -25,6 +25,10 @@ class TorchCompute:
         """Keeps the matrix as it is."""
         return TorchLinear(weight, bias)
 
+    def head_linear(self, weight: torch.Tensor) -> TorchHeadLinear:
+        """Keeps the matrices as they are."""
+        return TorchHeadLinear(weight)
+
     def gated_ffn(
         self, gate_up: torch.Tensor, down: torch.Tensor, scales: FfnScales | None = None
     ) -> TorchGatedFfn:
@@ -67,6 +71,17 @@ class TorchLinear:
             torch.mm(x, self.weight.t(), out_dtype=torch.float32, out=out)
         else:
             out.copy_(self(x))
+
+
+@dataclass(frozen=True, slots=True)
+class TorchHeadLinear:
+    """weight: [heads, k, n]."""
+
+    weight: torch.Tensor
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """See `compute.HeadLinear`."""
+        return torch.bmm(x.transpose(0, 1), self.weight).transpose(0, 1)
 
 
 @dataclass(frozen=True, slots=True)

@@ -199,8 +199,8 @@ class _Loader:
                 down_bias,
             ),
             kv_norm=self.keep(f"{prefix}.kv_a_layernorm.weight", a.kv_lora),
-            k_up=self._fuse([kv_up[:, : a.nope_dim]]),
-            v_up=self._fuse([kv_up[:, a.nope_dim :].transpose(1, 2)]),
+            k_up=self._compute.head_linear(self._fuse([kv_up[:, : a.nope_dim]])),
+            v_up=self._compute.head_linear(self._fuse([kv_up[:, a.nope_dim :].transpose(1, 2)])),
             out=self._out(prefix, a.heads * a.v_dim, a.bias),
             q_norm=self.keep(f"{prefix}.q_a_layernorm.weight", a.q_lora) if a.q_lora else None,
             q_up=self._compute.linear(self._fuse([q_up])) if a.q_lora else None,
@@ -221,7 +221,7 @@ class _Loader:
         if spec.router.bias:
             bias = self._reader.read(f"{block}.gate.e_score_correction_bias", (spec.router.num_experts,))
         return MoeWeights(
-            router=router.to(self._compute.device, torch.float32, copy=True),
+            router=self._compute.linear(router.to(self._compute.device, torch.float32, copy=True)),
             experts=self._expert_loader.load(f"{block}.experts"),
             bias=None if bias is None else bias.to(self._compute.device, torch.float32, copy=True),
             shared=self._ffn(f"{block}.shared_experts", spec.shared_ffn) if spec.shared_ffn else None,

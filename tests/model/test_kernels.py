@@ -58,6 +58,24 @@ def test_linear(isa: str, dtype: torch.dtype, rows: int, n: int, k: int) -> None
     assert torch.equal(unrounded.to(dtype), compute.linear(weight, bias)(x))
 
 
+@each_isa
+@each_dtype
+@pytest.mark.parametrize(
+    ("rows", "heads", "k", "n"), [(1, 4, 64, 64), (7, 3, 31, 65), (13, 2, 12, 24), (0, 2, 8, 8)]
+)
+def test_linear_of_each_head(isa: str, dtype: torch.dtype, rows: int, heads: int, k: int, n: int) -> None:
+    """Rows have a pitch, as a slice of wider heads has; what lies between them is never read."""
+    weight, wide = (
+        random(heads, k, n, dtype=dtype),
+        torch.full((rows, heads, k + 3), float("nan"), dtype=dtype),
+    )
+    wide[..., :k] = random(rows, heads, k, dtype=dtype, seed=1)
+    x = wide[..., :k]
+    exact = torch.einsum("thk,hkn->thn", x.double(), weight.double())
+    assert_near(NativeCompute(isa=isa).head_linear(weight)(x), exact, dtype, k**0.5)
+    assert_near(TorchCompute().head_linear(weight)(x), exact, dtype, k**0.5)
+
+
 @each_dtype
 @pytest.mark.parametrize("biased", [False, True])
 @pytest.mark.parametrize("rows", [0, 1, 9])
@@ -261,6 +279,10 @@ def test_rows_do_not_depend_on_their_batch(isa: str, dtype: torch.dtype) -> None
     assert all(
         torch.equal(whole[a:b], ffn(x[a:b], torch.tensor([0, b - a]))) for a, b in ((0, 1), (5, 9), (9, 33))
     )
+    by_head = random(4, 24, 40, dtype=dtype, seed=4)
+    heads, alone = x.view(33, 4, 24), one.head_linear(by_head)
+    whole = many.head_linear(by_head)(heads)
+    assert all(torch.equal(whole[a:b], alone(heads[a:b])) for a, b in ((0, 1), (5, 9), (9, 33)))
     case = Paged.of([(90, 1), (17, 1), (33, 1)], (8, 2), (64, 64), 16, dtype)
     together = many.attend(case.meta, 0, dtype)(case.q, case.kv, 0.3)
     for s in range(3):
@@ -268,8 +290,8 @@ def test_rows_do_not_depend_on_their_batch(isa: str, dtype: torch.dtype) -> None
             1, (0, 1), case.meta.context[s : s + 1], case.meta.blocks[s : s + 1].contiguous(), 16,
             case.meta.positions[s : s + 1].clone(), case.meta.slots[s : s + 1],
         )  # fmt: skip
-        alone = one.attend(meta, 0, dtype)(case.q[s : s + 1].clone(), case.kv, 0.3)
-        assert torch.equal(alone[0], together[s])
+        single = one.attend(meta, 0, dtype)(case.q[s : s + 1].clone(), case.kv, 0.3)
+        assert torch.equal(single[0], together[s])
 
 
 def test_many_short_jobs_on_threads() -> None:
@@ -296,5 +318,7 @@ def test_wrong_inputs_are_named() -> None:
             ffn(torch.zeros(3, 4), torch.tensor(offsets))
     with pytest.raises(InternalError, match="weight"):
         compute.linear(torch.zeros(8, 4).t())
+    with pytest.raises(InternalError, match=r"x: .* expected torch.float32 \[T, 2, 4\]"):
+        compute.head_linear(torch.zeros(2, 4, 8))(torch.zeros(3, 4, 2))
     with pytest.raises(ValueError, match="isa = 'mmx': must be one of auto"):
         NativeCompute(isa="mmx")

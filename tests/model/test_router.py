@@ -11,6 +11,7 @@ import torch
 from ep_server.model.families.spec import GroupScore, RouterSpec, Score
 from ep_server.model.layers import MoeWeights
 from ep_server.model.router import route
+from ep_server.model.torch_compute import TorchCompute
 
 
 def unused(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
@@ -23,7 +24,8 @@ SIGMOID = RouterSpec(6, 2, score=Score.SIGMOID, bias=True)
 
 def moe(logits: list[float], bias: list[float] | None = None) -> tuple[torch.Tensor, MoeWeights]:
     """A token whose router logits are exactly these."""
-    weights = MoeWeights(torch.eye(len(logits)), unused, None if bias is None else torch.tensor(bias))
+    router = TorchCompute().linear(torch.eye(len(logits)))
+    weights = MoeWeights(router, unused, None if bias is None else torch.tensor(bias))
     return torch.tensor([logits]), weights
 
 
@@ -102,14 +104,14 @@ def test_all_scores_zero_are_no_nan() -> None:
 
 def test_bfloat16_tokens_route_in_float32() -> None:
     torch.manual_seed(0)
-    weights = MoeWeights(torch.randn(6, 32), unused)
+    weights = MoeWeights(TorchCompute().linear(torch.randn(6, 32)), unused)
     x = torch.randn(50, 32).bfloat16()
     one, two = route(x, weights, RouterSpec(6, 3)), route(x.float(), weights, RouterSpec(6, 3))
     assert torch.equal(one[0], two[0]) and torch.equal(one[1], two[1])
 
 
 def test_no_tokens() -> None:
-    weights = MoeWeights(torch.randn(6, 32), unused, torch.zeros(6))
+    weights = MoeWeights(TorchCompute().linear(torch.randn(6, 32)), unused, torch.zeros(6))
     spec = replace(SIGMOID, groups=3, top_groups=2, group_score=GroupScore.TOP2_SUM)
     ids, gates = route(torch.empty(0, 32), weights, spec)
     assert ids.shape == gates.shape == (0, 2)

@@ -16,7 +16,7 @@ from ep_server.model.gpu.streamed_attention import StreamedAttention, StreamedSt
 from ep_server.model.gpu.streamed_latent import StreamedLatent, StreamedLatentStep
 from ep_server.model.gpu.streamed_products import Limits, StreamedProduct, product, streamed_product
 from ep_server.model.layers import GqaWeights, MlaWeights
-from ep_server.model.torch_compute import TorchLinear
+from ep_server.model.torch_compute import TorchHeadLinear, TorchLinear
 from ep_server.model.triton.norm import rms_norm
 from ep_server.model.triton.paged import PagedKv
 from ep_server.model.triton.paged_prefill import prefill
@@ -116,7 +116,9 @@ def mla(
     q = q.view(len(x), spec.heads, spec.nope_dim + spec.rope_dim)
     query = x.new_empty(len(x), spec.heads, spec.kv_lora + spec.rope_dim)
     by_head = query[..., : spec.kv_lora].transpose(0, 1)
-    torch.bmm(q[..., : spec.nope_dim].transpose(0, 1), w.k_up, out=by_head)
+    k_up, v_up = w.k_up, w.v_up
+    assert isinstance(k_up, TorchHeadLinear) and isinstance(v_up, TorchHeadLinear)
+    torch.bmm(q[..., : spec.nope_dim].transpose(0, 1), k_up.weight, out=by_head)
     given = MlaInput(latent, k_rope, q[..., spec.nope_dim :], w.kv_norm, spec.norm_eps)
     store_mla(given, query[..., spec.kv_lora :], kv, at.rotation)
     latents = answers(x, spec.heads, spec.kv_lora, at.step)
@@ -126,8 +128,8 @@ def mla(
     else:
         by.run(query[: singles.count], singles, latents[: singles.count])
         attend_chunks(query, kv, rule, at, latents)
-    out = x.new_empty(len(x), spec.heads, w.v_up.shape[2])
-    torch.bmm(latents.transpose(0, 1), w.v_up, out=out.transpose(0, 1))
+    out = x.new_empty(len(x), spec.heads, spec.v_dim)
+    torch.bmm(latents.transpose(0, 1), v_up.weight, out=out.transpose(0, 1))
     return w.out(out.flatten(1))
 
 

@@ -123,7 +123,8 @@ class GpuDecoder:
         ffn = params.weights.layers[index].ffn
         if not isinstance(ffn, MoeWeights):
             return None
-        weight = router_weight(ffn.router, params.weights.embedding.dtype)
+        assert isinstance(ffn.router, TorchLinear)
+        weight = router_weight(ffn.router.weight, params.weights.embedding.dtype)
         router = GpuRouter(
             index,
             params.spec.router,

@@ -111,7 +111,7 @@ def routed_as(rule: Rounding, pieces: Pieces) -> Iterator[None]:
 def _choose_as_on_the_cpu(
     router: GpuRouter, x: torch.Tensor, _: StepTensors
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    weights = SimpleNamespace(router=router.weight.float(), bias=router.bias)
+    weights = SimpleNamespace(router=TorchCompute().linear(router.weight.float()), bias=router.bias)
     return route(x, weights, router.spec)  # type: ignore[arg-type]
 
 

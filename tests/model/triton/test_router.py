@@ -11,6 +11,7 @@ from ep_server.errors import InternalError
 from ep_server.model.families.spec import GroupScore, RouterSpec, Score
 from ep_server.model.layers import MoeWeights
 from ep_server.model.router import route as oracle
+from ep_server.model.torch_compute import TorchCompute
 from ep_server.model.triton.partial import Partial
 from ep_server.model.triton.router import Choice, Drawn, route
 from ep_server.model.uniform import UniformRouting
@@ -39,7 +40,9 @@ def never(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:
 
 
 def expected(logits: torch.Tensor, bias: torch.Tensor | None, spec: RouterSpec) -> tuple[torch.Tensor, ...]:
-    weights = MoeWeights(torch.eye(spec.num_experts), never, None if bias is None else bias.cpu())
+    weights = MoeWeights(
+        TorchCompute().linear(torch.eye(spec.num_experts)), never, None if bias is None else bias.cpu()
+    )
     return tuple(x.to(DEVICE) for x in oracle(logits.cpu(), weights, spec))
 
 
