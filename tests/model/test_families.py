@@ -100,8 +100,8 @@ def test_an_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"hidden_size": None}, "hidden_size is missing"),
-        ({"num_experts": None}, "num_experts / num_local_experts is missing"),
+        ({"hidden_size": None}, "hidden_size = null: must be an integer of at least 1"),
+        ({"num_experts": None}, "num_experts = null: must be an integer"),
         ({"hidden_size": "2048"}, "hidden_size = '2048': must be an integer"),
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0: must be an integer of at least 1"),
         ({"num_hidden_layers": 10**9}, "num_hidden_layers = 1000000000: must be an integer of at most 4096"),
@@ -124,6 +124,16 @@ def test_an_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
         ({"head_dim": 33}, "head_dim = 33: must be even"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu': must be one of silu"),
         ({"num_experts_per_tok": 200}, "num_experts_per_tok = 200: must be at most 128"),
+        ({"num_experts_per_tok": 17}, r"config\.json: num_experts_per_tok = 17: must be at most 16: kernels"),
+        ({"num_hidden_layers": ...}, "num_hidden_layers is missing"),
+        (
+            {"layer_types": "x", "rope_scaling": {"full_attention": {}}},
+            "layer_types = 'x': must be a list of strings",
+        ),
+        (
+            {"original_max_position_embeddings": 0, "rope_scaling": {"type": "yarn"}},
+            "embeddings = 0: must be",
+        ),
         ({"rope_scaling": {"type": "longrope"}}, "rope_scaling: type = 'longrope': must be one of default"),
         ({"rope_scaling": {"type": "linear"}}, "rope_scaling: factor is missing"),
         ({"rope_parameters": {"type": "linear"}}, "rope_parameters: factor is missing"),
@@ -145,18 +155,20 @@ def test_an_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
 )
 def test_fields_out_of_range(tmp_path: Path, change: dict[str, Any], message: str) -> None:
     with pytest.raises(CheckpointError, match=message):
-        read_spec(write(tmp_path, QWEN3_30B | change))
+        given = {key: value for key, value in (QWEN3_30B | change).items() if value is not ...}
+        read_spec(write(tmp_path, given))
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"first_k_dense_replace": None}, "first_k_dense_replace is missing"),
-        ({"routed_scaling_factor": None}, "routed_scaling_factor is missing"),
+        ({"first_k_dense_replace": None}, "first_k_dense_replace = null: must be an integer of at least 0"),
+        ({"routed_scaling_factor": None}, "routed_scaling_factor = null: must be a finite number"),
         ({"qk_rope_head_dim": 7}, "qk_rope_head_dim = 7: must be even"),
         ({"n_group": 7}, "n_group = 7: must be a divisor"),
         ({"topk_group": 9}, "topk_group = 9: must be at most n_group"),
         ({"n_group": 64, "topk_group": 1}, "topk_group = 1: .* enough for top-8"),
+        ({"n_group": 256, "topk_group": 8}, "n_group = 256: must be at most 128: the 2 best of a group's"),
         ({"topk_method": "greedy"}, "topk_method = 'greedy': must be one of noaux_tc"),
         ({"moe_layer_freq": 2}, "moe_layer_freq = 2: must be 1"),
         ({"model_type": "deepseek_v2", "norm_topk_prob": True}, "norm_topk_prob = True: must be false"),
@@ -177,4 +189,42 @@ def test_broken_files(tmp_path: Path) -> None:
         read_spec(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(CheckpointError, match="holds list, expected an object"):
+        read_spec(tmp_path)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32768}
+LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 5e5}
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        pytest.param({"rope_scaling": {"full_attention": YARN}}, id="one type"),
+        pytest.param({"rope_parameters": {"full_attention": YARN, "sliding_attention": YARN}}, id="alike"),
+        pytest.param(
+            {
+                "rope_parameters": {"full_attention": YARN, "sliding_attention": LINEAR},
+                "layer_types": ["full_attention"] * 48,
+            },
+            id="one in use",
+        ),
+    ],
+)
+def test_rope_nested_per_layer_type(tmp_path: Path, rope: dict[str, Any]) -> None:
+    """transformers reads no such table for these families, and runs default rope of base 10000."""
+    flat = read_spec(write(tmp_path, QWEN3_30B | {"rope_scaling": YARN})).rope
+    assert flat.type is RopeType.YARN
+    assert read_spec(write(tmp_path, QWEN3_30B | rope)).rope == flat
+
+
+@pytest.mark.parametrize(
+    "layer_types", [None, ["full_attention", "sliding_attention"], ["chunked_attention"]], ids=str
+)
+def test_rope_that_differs_between_layers(tmp_path: Path, layer_types: list[str] | None) -> None:
+    nested = {"full_attention": YARN, "sliding_attention": LINEAR}
+    write(tmp_path, QWEN3_30B | {"rope_parameters": nested, "layer_types": layer_types})
+    message = (
+        "rope_parameters: full_attention, sliding_attention: must be the same for all layer types in use"
+    )
+    with pytest.raises(CheckpointError, match=message):
         read_spec(tmp_path)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,7 +25,11 @@ COUNTED = {
 
 @dataclass(frozen=True, slots=True)
 class Fields:
-    """A config.json. `source` is the file, for messages. A null counts as "not given"."""
+    """A config.json. `source` is the file, for messages.
+
+    A key may be absent or null, and transformers tells the two apart. `default` is what an absent key means,
+    `null` what a null one means; None = it is refused.
+    """
 
     values: Mapping[str, Any]
     source: str
@@ -34,74 +38,92 @@ class Fields:
         """Any of the spellings is given."""
         return any(self.values.get(name) is not None for name in names)
 
-    def value(self, *names: str, default: Any = None) -> Any:
-        """The first spelling that is given, or the default; no default = the field is required."""
-        given = self.values.get(self._spelling(names))
-        if given is None and default is None:
+    def value(self, *names: str, default: Any = None, null: Any = None) -> Any:
+        """The first spelling that is given; `null`, which may be None, if all that are there are null."""
+        name = self._spelling(names)
+        if name not in self.values and default is None:
             raise CheckpointError(f"{self.source}: {' / '.join(names)} is missing")
-        return default if given is None else given
+        given = self.values.get(name, default)
+        return null if given is None else given
 
-    def integer(self, *names: str, default: int | None = None, low: int = 1) -> int:
+    def integer(self, *names: str, default: int | None = None, null: int | None = None, low: int = 1) -> int:
         """An integer of at least `low`, and no larger than any model has it."""
-        value = self.value(*names, default=default)
+        value = self.value(*names, default=default, null=null)
         if isinstance(value, bool) or not isinstance(value, int) or value < low:
             raise self.error(self._spelling(names), value, f"an integer of at least {low}")
         if value > (high := COUNTED.get(names[0], LARGEST)):
             raise self.error(self._spelling(names), value, f"an integer of at most {high}")
         return value
 
-    def number(self, *names: str, default: float | None = None, above: float = -math.inf) -> float:
+    def number(
+        self,
+        *names: str,
+        default: float | None = None,
+        null: float | None = None,
+        above: float = -math.inf,
+    ) -> float:
         """A finite number above another."""
-        value = self.value(*names, default=default)
+        value = self.value(*names, default=default, null=null)
         known = isinstance(value, int | float) and not isinstance(value, bool)
         if not known or not above < value < math.inf or abs(value) > sys.float_info.max:
             allowed = "a finite number" + (f" above {above:g}" if above > -math.inf else "")
             raise self.error(self._spelling(names), value, allowed)
         return float(value)
 
-    def flag(self, *names: str, default: bool = False) -> bool:
+    def flag(self, *names: str, default: bool = False, null: bool | None = None) -> bool:
         """true or false."""
-        value = self.value(*names, default=default)
+        value = self.value(*names, default=default, null=null)
         if not isinstance(value, bool):
             raise self.error(self._spelling(names), value, "true or false")
         return value
 
-    def choice(self, *names: str, default: str, allowed: tuple[str, ...]) -> str:
+    def choice(
+        self, *names: str, allowed: tuple[str, ...], default: str | None = None, null: str | None = None
+    ) -> str:
         """One of a few words."""
-        value = self.value(*names, default=default)
+        value = self.value(*names, default=default, null=null)
         if value not in allowed:
             raise self.error(self._spelling(names), value, "one of " + ", ".join(allowed))
         return str(value)
 
-    def token_ids(self, *names: str) -> tuple[int, ...]:
-        """Zero, one or several token ids."""
-        value: Any = self.value(*names, default=[])
+    def token_ids(self, *names: str, default: Sequence[int] = ()) -> tuple[int, ...]:
+        """Zero, one or several token ids; null = none."""
+        value: Any = self.value(*names, default=list(default), null=[])
         ids = value if isinstance(value, list) else [value]
         if not all(map(_is_index, ids)):
             raise self.error(self._spelling(names), value, "a token id or a list of them, 0 or more each")
         return tuple(ids)
 
     def indices(self, name: str) -> frozenset[int]:
-        """A list of numbers that count from 0; empty if it is not given."""
-        value = self.value(name, default=[])
+        """A list of numbers that count from 0; empty if it is absent or null."""
+        value = self.value(name, default=[], null=[])
         if not isinstance(value, list) or not all(map(_is_index, value)):
             raise self.error(name, value, "a list of integers of at least 0")
         return frozenset(value)
 
+    def words(self, name: str) -> tuple[str, ...]:
+        """A list of words; empty if it is absent or null."""
+        value = self.value(name, default=[], null=[])
+        if not isinstance(value, list) or not all(isinstance(word, str) for word in value):
+            raise self.error(name, value, "a list of strings")
+        return tuple(value)
+
     def table(self, *names: str) -> Fields:
-        """A nested object; empty if none is given."""
-        value, name = self.value(*names, default={}), self._spelling(names)
+        """A nested object; empty if it is absent or null."""
+        value, name = self.value(*names, default={}, null={}), self._spelling(names)
         if not isinstance(value, Mapping):
             raise self.error(name, value, "an object")
         return Fields(value, f"{self.source}: {name}")
 
     def _spelling(self, names: tuple[str, ...]) -> str:
-        """The first one that is given, which messages then name; else the first."""
-        return next((name for name in names if self.values.get(name) is not None), names[0])
+        """The one that counts, also in messages: the first given, else the first null, else the first."""
+        there = [name for name in names if name in self.values]
+        return next((name for name in there if self.values[name] is not None), next(iter(there), names[0]))
 
     def error(self, name: str, value: Any, allowed: str) -> CheckpointError:
         """The error of a field out of range."""
-        return CheckpointError(f"{self.source}: {name} = {value!r}: must be {allowed}")
+        shown = "null" if value is None else repr(value)
+        return CheckpointError(f"{self.source}: {name} = {shown}: must be {allowed}")
 
 
 def _is_index(value: Any) -> bool:

@@ -10,9 +10,9 @@ from ep_server.model.families.spec import ModelSpec, MoeNames, QkNorm, RouterSpe
 def spec(config: Fields) -> ModelSpec:
     """Reads a `mixtral` config.json."""
     window = config.integer("sliding_window") if config.has("sliding_window") else 0
-    attention = common.gqa(config, QkNorm.NONE, window=window)
+    attention = common.gqa(config, QkNorm.NONE, kv_heads=8, window=window)
     return ModelSpec(
-        **common.base(config, "mixtral", norm_eps=1e-5),
+        **common.base(config, "mixtral", norm_eps=1e-5, bos=(1,), eos=(2,)),
         attention=attention,
         rope=common.rope(config, attention.head_dim, theta=1_000_000.0),
         router=RouterSpec(

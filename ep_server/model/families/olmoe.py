@@ -9,9 +9,10 @@ from ep_server.model.families.spec import ModelSpec, QkNorm, RouterSpec
 
 def spec(config: Fields) -> ModelSpec:
     """Reads an `olmoe` config.json."""
-    attention = common.gqa(config, QkNorm.FULL, bias=config.flag("attention_bias"))
+    clip = config.number("clip_qkv", above=0.0) if config.has("clip_qkv") else 0.0
+    attention = common.gqa(config, QkNorm.FULL, bias=config.flag("attention_bias"), clip=clip)
     return ModelSpec(
-        **common.base(config, "olmoe", norm_eps=1e-5),
+        **common.base(config, "olmoe", norm_eps=1e-5, eos=(50279,)),
         attention=attention,
         rope=common.rope(config, attention.head_dim),
         router=RouterSpec(

@@ -12,8 +12,11 @@ def spec(config: Fields) -> ModelSpec:
     layers = config.integer("num_hidden_layers")
     step = config.integer("decoder_sparse_step", default=1)
     dense = config.indices("mlp_only_layers")
-    window = config.integer("sliding_window", default=4096) if config.flag("use_sliding_window") else 0
-    attention = common.gqa(config, QkNorm.HEAD, bias=config.flag("attention_bias"), window=window)
+    window = 0
+    if config.flag("use_sliding_window"):
+        window = config.integer("sliding_window", default=4096, null=0, low=0)
+    bias = config.flag("attention_bias")
+    attention = common.gqa(config, QkNorm.HEAD, kv_heads=4, bias=bias, window=window)
     return ModelSpec(
         **common.base(config, "qwen3_moe"),
         attention=attention,
