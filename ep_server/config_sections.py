@@ -31,7 +31,7 @@ class ModelConfig:
     name: str = option("", "name that clients see; the directory's name if empty")
     dtype: str = option(
         "auto",
-        "weights and activations; auto = the checkpoint's own, float32 on CPU for float16",
+        "weights and activations; auto = dtype in config.json, else that of the tensors; float32 for float16",
         choices=("auto", "float32", "bfloat16"),
     )
     kv_dtype: str = option(

@@ -12,10 +12,9 @@ import math
 import torch
 
 from ep_server.ep.quant import E4M3_MAX
-from ep_server.model.families.spec import ModelSpec
+from ep_server.model.families.spec import EMBEDDING, ModelSpec
 from ep_server.model.fp8 import Codes, widen
 
-EMBEDDING = "model.embed_tokens.weight"
 UNIFORM_SPREAD = math.sqrt(3.0)  # half the width of a uniform distribution of deviation 1
 CPU_ELEMENTS, DEVICE_ELEMENTS = 1 << 16, 1 << 24  # drawn at once: what a cache holds, what fills a GPU
 

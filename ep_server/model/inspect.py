@@ -12,14 +12,14 @@ from pathlib import Path
 
 from ep_server.model.checkpoint import Checkpoint, StoredTensor
 from ep_server.model.families import ModelSpec, read_spec
-from ep_server.model.families.spec import GqaSpec, QkNorm
+from ep_server.model.families.spec import EMBEDDING, HEAD, GqaSpec, QkNorm
 from ep_server.model.footprint import footprint
 from ep_server.model.sizes import Dtype, cache_dtype, kv_block_bytes, serving_dtype
 
 _SCALES = ("_scale_inv", ".k_scale", ".v_scale")  # of FP8 weights and FP8 caches: no parameters
 _LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
 
-_OUTER = {"model.embed_tokens.weight": "embedding", "model.norm.weight": "norms"}
+_OUTER = {EMBEDDING: "embedding", "model.norm.weight": "norms"}
 
 # First match wins; the part of a tensor below its layer.
 _PARTS = (
@@ -36,8 +36,8 @@ _PARTS = (
 class Inspection:
     """One checkpoint.
 
-    parameters: by part, as served. unused: parameters in the files that are not (multi-token prediction,
-      a head that is tied). dtype: served. kv_dtype: of the KV cache.
+    parameters: by part, as served. unused: parameters in the files that are not (multi-token prediction).
+    dtype: served. kv_dtype: of the KV cache.
     """
 
     spec: ModelSpec
@@ -110,8 +110,8 @@ def inspect_config(path: str | Path, dtype: str = "auto", kv_dtype: str = "auto"
 def _part(tensor: StoredTensor, spec: ModelSpec) -> str:
     match = _LAYER.fullmatch(tensor.name)
     if match is None:
-        if tensor.name == "lm_head.weight":
-            return "unused" if spec.tied_head else "head"
+        if tensor.name == HEAD:
+            return "embedding" if spec.tied_head else "head"
         return _OUTER.get(tensor.name, "unused")
     if int(match[1]) >= spec.num_layers:
         return "unused"

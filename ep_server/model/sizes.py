@@ -25,7 +25,7 @@ class Dtype(StrEnum):
 
 
 def serving_dtype(spec: ModelSpec, choice: str) -> Dtype:
-    """ModelConfig.dtype resolved: "auto" is the checkpoint's own, float32 for float16."""
+    """ModelConfig.dtype resolved: "auto" is the checkpoint's own, float32 for float16 and for none."""
     name = spec.dtype if choice == "auto" else choice
     return Dtype.BFLOAT16 if name == Dtype.BFLOAT16 else Dtype.FLOAT32
 

@@ -15,7 +15,7 @@ import torch
 from ep_server.model.checkpoint import Checkpoint
 from ep_server.model.compute import Compute, GatedFfn, Linear
 from ep_server.model.expert_weights import ExpertLoader
-from ep_server.model.families.spec import GqaSpec, MlaSpec, ModelSpec, QkNorm
+from ep_server.model.families.spec import EMBEDDING, HEAD, GqaSpec, MlaSpec, ModelSpec, QkNorm
 from ep_server.model.files import files_for
 from ep_server.model.kv_scales import read_kv_scales
 from ep_server.model.layers import (
@@ -71,7 +71,7 @@ def weights_from(
     pool = ThreadPoolExecutor(threads, "weights")
     try:
         # The largest tensors first: nothing else is left for the other threads to do beside the last one.
-        ends = [pool.submit(loader.keep, name, spec.vocab_size, spec.hidden) for name in _ends(spec)]
+        ends = [pool.submit(loader.keep, name, spec.vocab_size, spec.hidden) for name in _ends(spec, source)]
         norm = pool.submit(loader.keep, "model.norm.weight", spec.hidden)
         layers = [pool.submit(loader.layer, index) for index in range(spec.num_layers)]
         _follow(layers, [*ends, norm], progress)
@@ -81,10 +81,11 @@ def weights_from(
         pool.shutdown(cancel_futures=True)
 
 
-def _ends(spec: ModelSpec) -> tuple[str, ...]:
+def _ends(spec: ModelSpec, source: TensorSource) -> tuple[str, ...]:
     """What turns ids into hidden states and these into logits, one tensor or two of the same shape."""
-    embedding = "model.embed_tokens.weight"
-    return (embedding,) if spec.tied_head else (embedding, "lm_head.weight")
+    if not spec.tied_head:
+        return EMBEDDING, HEAD
+    return (HEAD,) if source.has(HEAD) else (EMBEDDING,)  # tied: the file holds either
 
 
 def _follow(layers: Sequence[Future[Any]], others: Sequence[Future[Any]], progress: Progress) -> None:

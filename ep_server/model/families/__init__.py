@@ -7,11 +7,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
 
+from ep_server import _C
 from ep_server.errors import CheckpointError
-from ep_server.model.checkpoint import is_directory, is_there, read_file, read_json
+from ep_server.model.checkpoint import Checkpoint, is_directory, is_there, read_file, read_json
 from ep_server.model.families import deepseek_v2, deepseek_v3, mixtral, olmoe, qwen3_moe
 from ep_server.model.families.fields import Fields
-from ep_server.model.families.spec import ModelSpec
+from ep_server.model.families.spec import EMBEDDING, HEAD, ModelSpec
 
 __all__ = ["FAMILIES", "ModelSpec", "is_directory", "is_there", "read_file", "read_json", "read_spec"]
 
@@ -36,9 +37,14 @@ _ARCHITECTURES: Mapping[str, str] = MappingProxyType(
     }
 )
 
+# Stored dtypes in which a model computes, by what config.json calls them; float64 is served as float32.
+_DTYPES: Mapping[str, str] = MappingProxyType(
+    {"BF16": "bfloat16", "F16": "float16", "F32": "float32", "F64": "float32"}
+)
+
 
 def read_spec(path: str | Path) -> ModelSpec:
-    """Reads what a Hugging Face checkpoint directory says about its model; opens no weights.
+    """Reads what a Hugging Face checkpoint directory says about its model; of weights, the headers at most.
 
     EOS ids are those of generation_config.json where it names any, else those of config.json.
     Raises: CheckpointError for a missing file, an unknown architecture or a field out of range.
@@ -49,13 +55,43 @@ def read_spec(path: str | Path) -> ModelSpec:
     file = directory / "config.json"
     config = Fields(read_json(file), str(file))
     spec = FAMILIES[_family(config)](config)
-    if spec.router.top_k > spec.router.num_experts:
-        raise config.error("num_experts_per_tok", spec.router.top_k, f"at most {spec.router.num_experts}")
+    _check_top_k(config, spec)
+    spec = _as_stored(spec, directory)
     generation = directory / "generation_config.json"
     if is_there(generation):
         eos = Fields(read_json(generation), str(generation)).token_ids("eos_token_id")
         spec = dataclasses.replace(spec, eos_token_ids=eos or spec.eos_token_ids)
     return spec
+
+
+def _check_top_k(config: Fields, spec: ModelSpec) -> None:
+    top_k, experts = spec.router.top_k, spec.router.num_experts
+    if top_k > experts:
+        raise config.error("num_experts_per_tok", top_k, f"at most {experts}")
+    if top_k > _C.MAX_TOP_K:
+        allowed = f"at most {_C.MAX_TOP_K}: kernels of the exchange hold no more choices of a token"
+        raise config.error("num_experts_per_tok", top_k, allowed)
+
+
+def _as_stored(spec: ModelSpec, directory: Path) -> ModelSpec:
+    """What transformers takes from the tensors: a dtype that config.json does not name, a head beside the
+    embedding that it says to be tied."""
+    if spec.dtype is not None and not spec.tied_head:
+        return spec
+    try:
+        checkpoint = Checkpoint.open(directory)
+    except CheckpointError:  # who loads weights gets this error too; plans and made-up weights need none
+        return spec
+    stored = checkpoint.tensors
+    tied = spec.tied_head and not (EMBEDDING in stored and HEAD in stored)
+    return dataclasses.replace(spec, dtype=spec.dtype or _stored_dtype(checkpoint), tied_head=tied)
+
+
+def _stored_dtype(checkpoint: Checkpoint) -> str | None:
+    """Of the first tensor by name in the first shard that has one of a dtype to compute in, as transformers
+    does; not FP8."""
+    ordered = sorted(checkpoint.tensors.values(), key=lambda tensor: (str(tensor.file), tensor.name))
+    return next((_DTYPES[tensor.dtype] for tensor in ordered if tensor.dtype in _DTYPES), None)
 
 
 def _family(config: Fields) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 FP8_BLOCK = 128  # rows and columns of an expert's weight that share a scale where it stays FP8
 
 
@@ -144,7 +145,9 @@ class ModelSpec:
     """One model. `sparse_layers[i]` says whether layer i is a mixture of experts or a dense FFN.
 
     expert_ffn, dense_ffn: intermediate channels. shared_ffn: of all shared experts as one FFN, 0 = none.
-    dtype: what the checkpoint says its weights are: float32, bfloat16 or float16.
+    tied_head: the head is the embedding.
+    dtype: of the checkpoint's weights: float32, bfloat16 or float16; None = neither config.json nor a tensor
+      says it.
     quant_block: rows and columns of one FP8 weight scale; None = not quantised.
     """
 
@@ -162,7 +165,7 @@ class ModelSpec:
     dense_ffn: int = 0
     shared_ffn: int = 0
     names: MoeNames = MoeNames()
-    dtype: str = "bfloat16"
+    dtype: str | None = None
     quant_block: tuple[int, int] | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
