@@ -41,18 +41,42 @@ _CARRIED: dict[int, str] = {
     FieldDescriptor.CPPTYPE_BOOL: "true or false",
 }
 SHOWN = 80  # characters of a value that an error message repeats
-_OPTIONS = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
 
 
 @dataclass(frozen=True, slots=True)
 class Target:
-    """Where a server is and how to reach it. TLS is used where tls_ca is given; paths are PEM files."""
+    """Where a server is and how to reach it. TLS is used where tls_ca is given; paths are PEM files.
+
+    keepalive_seconds: from the server's last byte to a ping, while calls are open; 0 = no pings. The server
+        takes a ping every 5 s; proxies may take fewer.
+    keepalive_timeout_seconds: for the answer to a ping; without it calls end with UNAVAILABLE.
+    """
 
     address: str
     tls_ca: str = ""
     tls_cert: str = ""
     tls_key: str = ""
     token: str = ""
+    keepalive_seconds: float = 10.0
+    keepalive_timeout_seconds: float = 10.0
+
+    @property
+    def options(self) -> list[tuple[str, int]]:
+        """Of a channel."""
+        unlimited = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
+        if not self.keepalive_seconds:
+            return unlimited
+        timeout = round(1000 * self.keepalive_timeout_seconds)
+        return [
+            *unlimited,
+            ("grpc.keepalive_time_ms", round(1000 * self.keepalive_seconds)),
+            ("grpc.keepalive_timeout_ms", timeout),
+            (
+                "grpc.http2.ping_timeout_ms",
+                timeout,
+            ),  # of pings that gRPC sends beside, which hold others back
+            ("grpc.http2.max_pings_without_data", 0),  # a long prefill sends nothing; 0 = any number
+        ]
 
     @property
     def metadata(self) -> list[tuple[str, str]]:
@@ -146,9 +170,9 @@ class AsyncClient:
         self.target = Target(target) if isinstance(target, str) else target
         credentials, address = self.target.credentials, self.target.address
         if credentials is None:
-            self.channel = aio.insecure_channel(address, options=_OPTIONS)
+            self.channel = aio.insecure_channel(address, options=self.target.options)
         else:
-            self.channel = aio.secure_channel(address, credentials, options=_OPTIONS)
+            self.channel = aio.secure_channel(address, credentials, options=self.target.options)
         self.decode: Any = decode_pb2_grpc.DecodeStub(self.channel)
         self.control: Any = control_pb2_grpc.ControlStub(self.channel)
         self.health: Any = health_pb2_grpc.HealthStub(self.channel)
@@ -220,9 +244,9 @@ class Client:
         self.target = Target(target) if isinstance(target, str) else target
         credentials, address = self.target.credentials, self.target.address
         if credentials is None:
-            self.channel = grpc.insecure_channel(address, options=_OPTIONS)
+            self.channel = grpc.insecure_channel(address, options=self.target.options)
         else:
-            self.channel = grpc.secure_channel(address, credentials, options=_OPTIONS)
+            self.channel = grpc.secure_channel(address, credentials, options=self.target.options)
         self.decode: Any = decode_pb2_grpc.DecodeStub(self.channel)
         self.control: Any = control_pb2_grpc.ControlStub(self.channel)
         self.health: Any = health_pb2_grpc.HealthStub(self.channel)

@@ -35,6 +35,7 @@ def channel_options(config: GrpcConfig) -> list[tuple[str, int]]:
         ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a silent half of the calls
         ("grpc.keepalive_time_ms", 30_000),  # a vanished client is noticed, its requests cancelled
         ("grpc.keepalive_timeout_ms", 10_000),
+        ("grpc.http2.ping_timeout_ms", 10_000),  # of pings that gRPC sends beside, which hold others back
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),  # clients ping during long prefills
     ]

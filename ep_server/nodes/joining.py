@@ -27,6 +27,7 @@ OPTIONS = [
     ("grpc.max_send_message_length", -1),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.use_local_subchannel_pool", 1),  # a connection of its own, beside relayed calls
     ("grpc.dns_min_time_between_resolutions_ms", 1000),

@@ -16,9 +16,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from grpc_health.v1 import health_pb2
 
 import ep_server
-from ep_server.client import AsyncClient
+from ep_server.client import AsyncClient, Target
+from ep_server.config import GrpcConfig
+from ep_server.endpoint import channel_options
 from tests.service.harness import Code, failure, next_event, rest
 
 MODEL = Path(ep_server.__file__).parent / "assets" / "demo_model"
@@ -146,3 +149,23 @@ async def test_a_worker_that_cannot_start_says_why_in_one_line(missing: str, tmp
     last = err.strip().splitlines()[-1]
     assert last.startswith("ep-server: error: ") and missing in last, err
     assert "Traceback" not in err
+
+
+async def test_callers_of_a_stopped_server_are_told() -> None:
+    async with served() as (process, _):
+        target = Target(process.address, keepalive_seconds=1.0, keepalive_timeout_seconds=1.0)
+        async with AsyncClient(target) as client:
+            watch = client.health.Watch(health_pb2.HealthCheckRequest())  # silent
+            stream = client.generate("12+30=", ignore_eos=True, max_new_tokens=2000)  # with data on its way
+            for call in (watch, stream, stream):
+                await next_event(call)
+            process.inner.send_signal(signal.SIGSTOP)
+            for call in (watch, stream):
+                assert (await failure(call)).code() is Code.UNAVAILABLE
+
+
+def test_a_server_takes_the_pings_of_a_client() -> None:
+    server, client = dict(channel_options(GrpcConfig())), dict(Target("").options)
+    least = server["grpc.http2.min_recv_ping_interval_without_data_ms"]
+    assert client["grpc.keepalive_time_ms"] > least
+    assert "grpc.keepalive_time_ms" not in dict(Target("", keepalive_seconds=0.0).options)
