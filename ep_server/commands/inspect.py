@@ -82,6 +82,8 @@ def command(
     found = inspected(directory, config.model.dtype, config.model.kv_dtype)
     console.print(_facts(found))
     console.print(_parts(found))
+    if message := str(found.unused):
+        console.print(message, markup=False, highlight=False)
     console.print(_placement(found, config))
 
 
@@ -112,8 +114,8 @@ def _parts(found: Inspection) -> Table:
     table = Table("part", "parameters", "share", title="Parameters")
     for part, count in sorted(found.parameters.items(), key=lambda entry: -entry[1]):
         table.add_row(part, f"{count:,}", f"{count / max(found.total_parameters, 1):.1%}")
-    if found.unused:
-        table.add_row("in the files, not served", f"{found.unused:,}", "")
+    if found.unserved:
+        table.add_row("in the files, not served", f"{found.unserved:,}", "")
     return table
 
 

@@ -10,18 +10,19 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from ep_server.model.checkpoint import Checkpoint, StoredTensor
-from ep_server.model.families import ModelSpec, read_spec
+from ep_server.model.checkpoint import Checkpoint
+from ep_server.model.contents import Unused, unused_tensors
+from ep_server.model.families import ModelSpec, read_spec, unread_keys
 from ep_server.model.families.spec import EMBEDDING, HEAD, GqaSpec, QkNorm
 from ep_server.model.footprint import footprint
 from ep_server.model.sizes import Dtype, cache_dtype, kv_block_bytes, serving_dtype
 
-_SCALES = ("_scale_inv", ".k_scale", ".v_scale")  # of FP8 weights and FP8 caches: no parameters
-_LAYER = re.compile(r"model\.layers\.(\d+)\.(.+)")
+# Scales of FP8 weights and FP8 caches, and what follows from config.json.
+_NO_PARAMETERS = ("_scale_inv", ".k_scale", ".v_scale", ".inv_freq")
 
-_OUTER = {EMBEDDING: "embedding", "model.norm.weight": "norms"}
+_OUTER = {EMBEDDING: "embedding", HEAD: "head", "model.norm.weight": "norms"}
 
-# First match wins; the part of a tensor below its layer.
+# Of the tensors of layers; first match wins.
 _PARTS = (
     ("experts", re.compile(r"\.experts\.")),
     ("shared experts", re.compile(r"\.shared_experts\.")),
@@ -36,8 +37,8 @@ _PARTS = (
 class Inspection:
     """One checkpoint.
 
-    parameters: by part, as served. unused: parameters in the files that are not (multi-token prediction).
-    dtype: served. kv_dtype: of the KV cache.
+    parameters: by part, as served. unserved: parameters in the files that are not. unused: what is in the
+      files and not read. dtype: served. kv_dtype: of the KV cache.
     """
 
     spec: ModelSpec
@@ -45,7 +46,8 @@ class Inspection:
     shards: tuple[Path, ...]
     file_bytes: int
     parameters: dict[str, int]
-    unused: int
+    unserved: int
+    unused: Unused
     kv_dtype: Dtype
 
     @property
@@ -69,14 +71,15 @@ class Inspection:
 def inspect_checkpoint(path: str | Path, dtype: str = "auto", kv_dtype: str = "auto") -> Inspection:
     """Reads config.json and the headers of all shards. dtype, kv_dtype: as in ModelConfig.
 
-    Raises: CheckpointError.
+    Raises: CheckpointError, also for tensors that the model should use and config.json leaves out.
     """
     spec, checkpoint = read_spec(path), Checkpoint.open(path)
-    parts: Counter[str] = Counter()
+    unused = unused_tensors(spec, str(Path(path) / "config.json"), checkpoint.tensors)
+    idle, parts = frozenset(unused), Counter[str]()
     for tensor in checkpoint.tensors.values():
-        if not tensor.name.endswith(_SCALES):
-            parts[_part(tensor, spec)] += tensor.size
-    unused = parts.pop("unused", 0)
+        if not tensor.name.endswith(_NO_PARAMETERS):
+            parts["unserved" if tensor.name in idle else _part(tensor.name, spec)] += tensor.size
+    unserved = parts.pop("unserved", 0)
     served = serving_dtype(spec, dtype)
     return Inspection(
         spec,
@@ -84,7 +87,8 @@ def inspect_checkpoint(path: str | Path, dtype: str = "auto", kv_dtype: str = "a
         checkpoint.shards,
         sum(tensor.nbytes for tensor in checkpoint.tensors.values()),
         dict(parts),
-        unused,
+        unserved,
+        Unused(unused, unread_keys(path)),
         cache_dtype(served, kv_dtype),
     )
 
@@ -104,15 +108,12 @@ def inspect_config(path: str | Path, dtype: str = "auto", kv_dtype: str = "auto"
         repeated = (attention.heads + attention.kv_heads - 2) * attention.head_dim
         parts["attention"] -= spec.num_layers * repeated
     served = serving_dtype(spec, dtype)
-    return Inspection(spec, served, (), 0, parts, 0, cache_dtype(served, kv_dtype))
+    unused = Unused(keys=unread_keys(path))
+    return Inspection(spec, served, (), 0, parts, 0, unused, cache_dtype(served, kv_dtype))
 
 
-def _part(tensor: StoredTensor, spec: ModelSpec) -> str:
-    match = _LAYER.fullmatch(tensor.name)
-    if match is None:
-        if tensor.name == HEAD:
-            return "embedding" if spec.tied_head else "head"
-        return _OUTER.get(tensor.name, "unused")
-    if int(match[1]) >= spec.num_layers:
-        return "unused"
-    return next((part for part, pattern in _PARTS if pattern.search(match[2])), "unused")
+def _part(name: str, spec: ModelSpec) -> str:
+    """Of the model, for a tensor that it reads."""
+    if name in _OUTER:
+        return _OUTER[EMBEDDING if spec.tied_head and name == HEAD else name]
+    return next(part for part, pattern in _PARTS if pattern.search(name))

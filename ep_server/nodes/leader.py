@@ -22,7 +22,7 @@ from ep_server.nodes.link import Link
 from ep_server.nodes.remote import RemoteRanks
 from ep_server.nodes.security import cluster_names, rendezvous_port, warn_if_open
 from ep_server.port import Port
-from ep_server.ranks.hosts import WORKER, LocalRanks, Rank, spawn_here
+from ep_server.ranks.hosts import WORKER, LocalRanks, Rank, spawn_here, warn_of_unused
 from ep_server.ranks.process import RankCallbacks
 from ep_server.v1 import nodes_pb2 as pb
 from ep_server.v1 import nodes_pb2_grpc
@@ -67,6 +67,7 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
     async def spawn(self, callbacks: RankCallbacks, started: Callable[[Rank], None]) -> None:
         """As Hosts.spawn: once all nodes have come, each starts its ranks."""
         claim, plan = await asyncio.to_thread(claim_of, self._config)
+        warn_of_unused(plan)
         self._claim.set_result(claim)
         await self._all_joined()
         kv_blocks = min(one.kv_blocks for one in (claim, *self._claims.values()))

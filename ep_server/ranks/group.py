@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ep_server.config import Config, SchedulerConfig
@@ -35,13 +35,14 @@ class GroupPlan:
 
     exchange: of rank 0; the others differ in `rank` only. kv_blocks, threads: of each rank of this host;
       kv_blocks 0 = as the memory of its GPU allows.
-    weight_bytes: by rank, over all hosts.
+    weight_bytes: by rank, over all hosts. unused: says what of the checkpoint is not read; empty if nothing.
     """
 
     exchange: ExchangeSpec
     kv_blocks: int
     threads: int
     weight_bytes: tuple[int, ...]
+    unused: str = ""
 
 
 def plan_group(config: Config, available: int | None = None) -> GroupPlan:
@@ -58,7 +59,7 @@ def plan_group(config: Config, available: int | None = None) -> GroupPlan:
         raise ConfigError("model.attention", model.attention, "auto where parallel.device = cpu")
     found = inspect_config(model.path) if model.load_format == "dummy" else inspect_checkpoint(model.path)
     memory = available_memory() if available is None else available
-    return plan_ranks(config, found.spec, memory, packed=on_cpu)
+    return replace(plan_ranks(config, found.spec, memory, packed=on_cpu), unused=str(found.unused))
 
 
 def plan_ranks(config: Config, spec: ModelSpec, available: int, *, packed: bool = True) -> GroupPlan:

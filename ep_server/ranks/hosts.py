@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,8 @@ from ep_server.ep.segment import create_segment
 from ep_server.ranks.group import GroupPlan, hosts_of, local_ranks, on_nvlink, plan_group
 from ep_server.ranks.process import RankCallbacks, RankProcess
 from ep_server.v1 import rank_pb2 as pb
+
+log = logging.getLogger(__name__)
 
 WORKER = "ep_server.ranks.life"
 
@@ -96,6 +99,7 @@ class OneHost:
     async def spawn(self, callbacks: RankCallbacks, started: Callable[[Rank], None]) -> None:
         """As Hosts.spawn."""
         plan = await asyncio.to_thread(plan_group, self._config)
+        warn_of_unused(plan)
         await spawn_here(LocalRanks(self._config, plan, plan.kv_blocks, self._module), callbacks, started)
 
 
@@ -107,6 +111,12 @@ class LocalRanks:
     plan: GroupPlan
     kv_blocks: int
     module: str = WORKER
+
+
+def warn_of_unused(plan: GroupPlan) -> None:
+    """Logs what of the checkpoint nobody reads, once for a server."""
+    if plan.unused:
+        log.warning("%s", plan.unused)
 
 
 async def spawn_here(

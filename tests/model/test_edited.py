@@ -118,7 +118,7 @@ def test_inspect_counts_the_head_that_is_used(
 ) -> None:
     path = edited(tiny("mixtral-tied-stacked").path, tmp_path, change_tensors=change)
     found, own = inspect_checkpoint(path), change is another_head
-    assert found.unused == 0
+    assert found.unserved == 0
     assert found.parameters.get("head", 0) == own * VOCAB * HIDDEN
     assert found.parameters == inspect_config(path).parameters
     params = LoadParams(str(path), 0, (0,) * EXPERTS, "float32", compute=TorchCompute())

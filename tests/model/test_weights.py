@@ -141,7 +141,7 @@ def test_multi_token_prediction_layers_are_not_read(tiny: Get, tmp_path: Path) -
     extra = {f"model.layers.3.{n}.weight": torch.full((5, 7), float("nan")) for n in ("enorm", "eh_proj")}
     longer = rewrite(path, tmp_path / "mtp", lambda tensors: tensors.update(extra))
     assert len(load(longer, [0]).layers) == 3
-    assert inspect_checkpoint(longer).unused == 70
+    assert inspect_checkpoint(longer).unserved == 70
 
 
 def test_progress(tiny: Get) -> None:

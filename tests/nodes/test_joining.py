@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import logging
+import shutil
 import signal
 import socket
 from collections.abc import AsyncIterator, Callable
@@ -235,6 +238,20 @@ async def test_all_ranks_get_the_kv_blocks_of_the_poorest_node_and_their_numbers
         for rank in started:
             rank.close()
         await leader.close(0, "")
+
+
+async def test_node_0_alone_warns_of_unread_keys(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    shutil.copytree(MODEL, tmp_path / "copy")
+    file = tmp_path / "copy" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"logit_scale": 0.5}))
+    async with rendezvous(model__path=str(tmp_path / "copy")) as meeting:
+        own = meeting.claim(1)
+        async with asyncio.timeout(WAIT), meeting.join(own):
+            pass
+    warnings = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
+    assert [text for text in warnings if "logit_scale" in text] == [
+        "there are keys of config.json that are not read (1: logit_scale)"
+    ]
 
 
 async def test_nodes_that_do_not_come_are_named_with_the_last_refusal() -> None:

@@ -6,6 +6,7 @@ import asyncio
 import io
 import json
 import re
+import shutil
 import socket
 import tomllib
 from pathlib import Path
@@ -180,6 +181,23 @@ def test_inspect(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPa
         assert text in out
     assert main(["inspect", str(model), "--ranks", "0"]) == 1
     assert capfd.readouterr().err == "ep-server: error: parallel.ranks = 0: must be 1 to 64\n"
+
+
+def test_inspect_names_what_is_not_used(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    model = Path(ep_server.__file__).parent / "assets" / "demo_model"
+    assert main(["inspect", str(model)]) == 0
+    assert "not read" not in (out := capfd.readouterr().out) and "not used" not in out
+    copy = shutil.copytree(model, tmp_path / "copy")
+    values = json.loads((copy / "config.json").read_text()) | {"logit_scale": 0.5, "new": {"a": 1}}
+    (copy / "config.json").write_text(json.dumps(values))
+    assert main(["inspect", str(copy)]) == 0
+    assert "keys of config.json that are not read (2: logit_scale, new)" in capfd.readouterr().out
+    (copy / "config.json").write_text(json.dumps(values | {"num_hidden_layers": 1}))
+    assert main(["inspect", str(copy)]) == 1
+    assert "num_hidden_layers = 1, but the checkpoint has tensors" in capfd.readouterr().err
 
 
 def test_config_lists_every_option(

@@ -14,7 +14,16 @@ from ep_server.model.families import deepseek_v2, deepseek_v3, mixtral, olmoe, q
 from ep_server.model.families.fields import Fields
 from ep_server.model.families.spec import EMBEDDING, HEAD, ModelSpec
 
-__all__ = ["FAMILIES", "ModelSpec", "is_directory", "is_there", "read_file", "read_json", "read_spec"]
+__all__ = [
+    "FAMILIES",
+    "ModelSpec",
+    "is_directory",
+    "is_there",
+    "read_file",
+    "read_json",
+    "read_spec",
+    "unread_keys",
+]
 
 FAMILIES: Mapping[str, Callable[[Fields], ModelSpec]] = MappingProxyType(
     {
@@ -92,6 +101,17 @@ def _stored_dtype(checkpoint: Checkpoint) -> str | None:
     does; not FP8."""
     ordered = sorted(checkpoint.tensors.values(), key=lambda tensor: (str(tensor.file), tensor.name))
     return next((_DTYPES[tensor.dtype] for tensor in ordered if tensor.dtype in _DTYPES), None)
+
+
+def unread_keys(path: str | Path) -> tuple[str, ...]:
+    """Keys of config.json that may say something of the model and are not read; dotted where nested.
+
+    Raises: as read_spec().
+    """
+    file = Path(path) / "config.json"
+    config = Fields(read_json(file), str(file))
+    FAMILIES[_family(config)](config)
+    return config.unread()
 
 
 def _family(config: Fields) -> str:

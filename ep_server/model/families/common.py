@@ -120,6 +120,8 @@ def _same_for_all_layers(config: Fields, table: Fields) -> Fields:
         raise CheckpointError(
             f"{table.source}: {', '.join(nested)}: must be the same for all layer types in use"
         )
+    for other in {*others} - {first}:
+        table.table(other).skip(*nested[other])  # says what the first one says
     return table.table(first)
 
 

@@ -18,6 +18,7 @@ def spec(config: Fields) -> ModelSpec:
     config.choice("scoring_func", default="softmax", null="softmax", allowed=("softmax",))
     method = config.choice("topk_method", default="greedy", allowed=("greedy", "group_limited_greedy"))
     limits = groups(config) if method == "group_limited_greedy" else {}
+    config.skip("n_group", "topk_group")  # without that method they limit nothing
     return ModelSpec(
         **common.base(config, "deepseek_v2", bos=(1,), eos=(2,)),
         **mla(config, interleaved=True),
@@ -38,6 +39,7 @@ def mla(config: Fields, *, interleaved: bool) -> dict[str, Any]:
     if rope_dim % 2:
         raise config.error("qk_rope_head_dim", rope_dim, "even")
     rope = common.rope(config, rope_dim, interleaved=interleaved)
+    config.skip("num_key_value_heads", "head_dim", "qk_head_dim")  # they follow from the other sizes
     scale = (nope_dim + rope_dim) ** -0.5
     if rope.type is not RopeType.DEFAULT:
         all_dim = common.mscale_all_dim(common.rope_table(config))

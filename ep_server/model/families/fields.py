@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from ep_server.errors import CheckpointError
@@ -21,6 +21,36 @@ COUNTED = {
     "max_position_embeddings": 1 << 24,  # each has its rotation in a table
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 1 << 16),
 }
+# Keys that change no token: nobody is told that they are not read.
+IGNORED = frozenset(
+    (
+        # of the files and of who wrote them
+        *("architectures", "model_type", "auto_map", "transformers_version", "tokenizer_class"),
+        *("_name_or_path", "name_or_path", "_commit_hash", "_attn_implementation_autoset"),
+        # of training
+        *("initializer_range", "attention_dropout", "gradient_checkpointing", "router_aux_loss_coef"),
+        *(
+            "router_jitter_noise",
+            "output_router_logits",
+            "aux_loss_alpha",
+            "seq_aux",
+            "ep_size",
+            "pretraining_tp",
+        ),
+        # of what other programs return, pad or label
+        *("use_cache", "output_attentions", "output_hidden_states", "return_dict", "is_encoder_decoder"),
+        *("is_decoder", "pad_token_id", "id2label", "label2id", "problem_type", "chunk_size_feed_forward"),
+        # layers that predict further tokens are not served; inspect names their tensors
+        "num_nextn_predict_layers",
+        # the tensors' own dtypes say which are FP8; activations follow this server's options
+        *(
+            "quantization_config.activation_scheme",
+            "quantization_config.fmt",
+            "quantization_config.scale_fmt",
+        ),
+        *("quantization_config.modules_to_not_convert", "quantization_config.ignored_layers"),
+    )
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +63,10 @@ class Fields:
 
     values: Mapping[str, Any]
     source: str
+    prefix: str = ""  # of the names of a nested object's fields
+    read: set[str] = field(
+        default_factory=set, compare=False, repr=False
+    )  # names with prefix, of all objects
 
     def has(self, *names: str) -> bool:
         """Any of the spellings is given."""
@@ -41,6 +75,7 @@ class Fields:
     def value(self, *names: str, default: Any = None, null: Any = None) -> Any:
         """The first spelling that is given; `null`, which may be None, if all that are there are null."""
         name = self._spelling(names)
+        self.skip(*(other for other in names if self.values.get(other) == self.values.get(name)))
         if name not in self.values and default is None:
             raise CheckpointError(f"{self.source}: {' / '.join(names)} is missing")
         given = self.values.get(name, default)
@@ -113,7 +148,24 @@ class Fields:
         value, name = self.value(*names, default={}, null={}), self._spelling(names)
         if not isinstance(value, Mapping):
             raise self.error(name, value, "an object")
-        return Fields(value, f"{self.source}: {name}")
+        return Fields(value, f"{self.source}: {name}", f"{self.prefix}{name}.", self.read)
+
+    def skip(self, *names: str) -> None:
+        """These keys count as read: they mean nothing to this model."""
+        self.read.update(self.prefix + name for name in names)
+
+    def unread(self) -> tuple[str, ...]:
+        """Keys that say something, that nobody has read and that are not in IGNORED; in their order."""
+        found: list[str] = []
+        for key, value in self.values.items():
+            name = self.prefix + key
+            if value is None or value in ([], {}) or name in IGNORED:
+                continue
+            if name not in self.read:
+                found.append(name)
+            elif isinstance(value, Mapping):
+                found += Fields(value, self.source, f"{name}.", self.read).unread()
+        return tuple(found)
 
     def _spelling(self, names: tuple[str, ...]) -> str:
         """The one that counts, also in messages: the first given, else the first null, else the first."""

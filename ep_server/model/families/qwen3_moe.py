@@ -15,6 +15,7 @@ def spec(config: Fields) -> ModelSpec:
     window = 0
     if config.flag("use_sliding_window"):
         window = config.integer("sliding_window", default=4096, null=0, low=0)
+    config.skip("sliding_window", "max_window_layers")  # a window holds in all layers, or in none
     bias = config.flag("attention_bias")
     attention = common.gqa(config, QkNorm.HEAD, kv_heads=4, bias=bias, window=window)
     return ModelSpec(
