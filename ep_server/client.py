@@ -22,6 +22,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from ep_server.errors import InvalidArgument
 from ep_server.v1 import control_pb2, control_pb2_grpc, decode_pb2, decode_pb2_grpc
 
+SERVICE: str = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
 _PARTS: dict[str, str] = {
     name: part
     for part, message in (
@@ -231,8 +232,8 @@ class AsyncClient:
         request = control_pb2.AbortRequest(request_ids=request_ids)
         return await self.control.Abort(request, metadata=self.target.metadata)
 
-    async def serving(self, service: str = "", *, timeout: float | None = None) -> bool:
-        """What grpc.health.v1 says now."""
+    async def serving(self, service: str = SERVICE, *, timeout: float | None = None) -> bool:
+        """Whether a service takes requests now. service: full name; "" asks whether the process works."""
         answer = await self.health.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout)
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)
 
@@ -305,7 +306,7 @@ class Client:
         request = control_pb2.AbortRequest(request_ids=request_ids)
         return self.control.Abort(request, metadata=self.target.metadata)
 
-    def serving(self, service: str = "", *, timeout: float | None = None) -> bool:
-        """What grpc.health.v1 says now."""
+    def serving(self, service: str = SERVICE, *, timeout: float | None = None) -> bool:
+        """Whether a service takes requests now. service: full name; "" asks whether the process works."""
         answer = self.health.Check(health_pb2.HealthCheckRequest(service=service), timeout=timeout)
         return bool(answer.status == health_pb2.HealthCheckResponse.SERVING)

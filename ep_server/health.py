@@ -1,7 +1,8 @@
 """grpc.health.v1 with a Watch that stays open. Knows names and statuses, nothing of engines.
 
-"" is the server as a whole; every other service by its full name. Check answers NOT_FOUND for an unknown
-name; Watch answers SERVICE_UNKNOWN, as the protocol asks, and goes on watching.
+"" is the process: NOT_SERVING means that only a restart helps, so a liveness probe asks it. A service's full
+name is whether it takes requests: readiness. Check answers NOT_FOUND for an unknown name; Watch answers
+SERVICE_UNKNOWN, as the protocol asks, and goes on watching.
 """
 
 from __future__ import annotations
@@ -22,36 +23,52 @@ SERVICE_NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
 
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc, unused-ignore]
-    """All names share one status: a server either serves or it does not."""
+    """The process works until fail(). The services share one status: a server takes requests or not."""
 
-    def __init__(self, names: tuple[str, ...]) -> None:
-        self._names = frozenset(("", *names))
-        self._status: int = NOT_SERVING
+    def __init__(self, services: tuple[str, ...]) -> None:
+        self._services = frozenset(services)
+        self._ready = False
+        self._failed = False
         self._changed = asyncio.Event()
 
     @property
     def serving(self) -> bool:
-        """The status is SERVING."""
-        return bool(self._status == SERVING)
+        """The services are SERVING."""
+        return self._ready and not self._failed
 
     def set(self, *, serving: bool) -> None:
-        """Changes the status; every watcher hears of it."""
-        self._status = SERVING if serving else NOT_SERVING
+        """Changes the status of the services; "" keeps its own."""
+        self._ready = serving
+        self._publish()
+
+    def fail(self) -> None:
+        """The process can serve no more, whatever comes: NOT_SERVING under every name."""
+        self._failed = True
+        self._publish()
+
+    def _publish(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
+    def _status(self, service: str) -> int:
+        if service and service not in self._services:
+            return int(SERVICE_UNKNOWN)
+        well = self.serving if service else not self._failed
+        return int(SERVING if well else NOT_SERVING)
+
     async def Check(self, request: Any, context: Any) -> Any:
         """The status now. Raises: NotFound."""
-        if request.service not in self._names:
+        status = self._status(request.service)
+        if status == SERVICE_UNKNOWN:
             raise NotFound(f"no service {request.service!r}")
-        return health_pb2.HealthCheckResponse(status=self._status)
+        return health_pb2.HealthCheckResponse(status=status)
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:
         """The status now and after every change, until the caller leaves."""
-        known, last = request.service in self._names, None
+        last = None
         while True:
             changed = self._changed
-            status = self._status if known else SERVICE_UNKNOWN
+            status = self._status(request.service)
             if status != last:
                 last = status
                 yield health_pb2.HealthCheckResponse(status=status)

@@ -1,6 +1,7 @@
 """[1] The life of one server: start, serve, drain, stop. Knows the parts and their order, no request.
 
-The gRPC port opens first, with health NOT_SERVING; then the ranks load; then health says SERVING.
+The gRPC port opens first: health says that the process works, its services are NOT_SERVING. Then the ranks
+load; then the services are SERVING.
 The first SIGTERM or SIGINT drains, the second stops at once. A lost rank ends the server with exit code 1.
 """
 
@@ -166,6 +167,8 @@ class Server:
 
     def _say(self, *, serving: bool) -> None:
         self._health.set(serving=serving)
+        if self.engine.lost.is_set():
+            self._health.fail()
         if self._others is not None:
             self._others.tell(serving=serving)
 

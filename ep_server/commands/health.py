@@ -6,22 +6,25 @@ from typing import Annotated
 
 import typer
 
-from ep_server.client import Client
+from ep_server.client import SERVICE, Client
 from ep_server.commands import options
 
 NAME = "health"
 
 
 def command(
-    service: Annotated[str, typer.Option(help="Full name of a service; empty = the server.")] = "",
+    service: Annotated[
+        str, typer.Option(help="Full name of a service: does it take requests? Empty: does the process work?")
+    ] = SERVICE,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds until DEADLINE_EXCEEDED.")] = 5.0,
     address: options.Address = options.ADDRESS,
     tls_ca: options.TlsCa = "",
     tls_cert: options.TlsCert = "",
     tls_key: options.TlsKey = "",
 ) -> None:
-    """Ask whether a server serves. Exit code 0 if it does, 1 if it does not or cannot be asked.
+    """Ask whether a server takes requests. Exit code 0 if it does, 1 if it does not or cannot be asked.
 
+    A server that loads or drains takes none, but its process works, which `--service ""` asks.
     For probes that speak TLS and containers without another client; needs no token.
     """
     with Client(options.target(address, tls_ca, tls_cert, tls_key, "")) as client:

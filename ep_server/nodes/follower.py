@@ -1,7 +1,7 @@
 """[1] The life of a node that does not lead: join node 0, run ranks for it, pass calls on to it, end with it.
 
-The gRPC port opens first, with health NOT_SERVING; health follows what node 0 says. The first SIGTERM or
-SIGINT has node 0 drain the whole server, the second ends this node at once.
+The gRPC port opens first: health says that the process works, and its services follow what node 0 says. The
+first SIGTERM or SIGINT has node 0 drain the whole server, the second ends this node at once.
 """
 
 from __future__ import annotations
@@ -147,6 +147,8 @@ class Follower:
         """What the end of the link means. Returns: exit code."""
         self._ending = True
         self._health.set(serving=False)
+        if self._end is None or self._end.code:
+            self._health.fail()
         if self._end is None:
             message = f"node 0 at {self._leader} {reason}"
             log.error("%s; every stream ends, this node stops", message)

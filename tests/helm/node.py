@@ -244,11 +244,11 @@ class Container:
         asked.communicate(timeout=WAIT)
         return asked.returncode == 0
 
-    def until_started(self) -> None:
-        """Tries the startup probe, more often than a node does. Raises: AssertionError."""
-        probe = self.spec["containers"][0]["startupProbe"]
-        until = time.monotonic() + min(probe["periodSeconds"] * probe["failureThreshold"], WAIT)
-        while self.outside.poll() is not None or not self.probe("startupProbe"):
-            assert self.outside.poll() is None, self.wait()
-            assert time.monotonic() < until, "never started"
-            time.sleep(0.5)
+    def until_ready(self) -> None:
+        """Tries the startup probe, then readiness, more often than a node does. Raises: AssertionError."""
+        until = time.monotonic() + WAIT
+        for kind in ("startupProbe", "readinessProbe"):
+            while not self.probe(kind):
+                assert self.outside.poll() is None, self.wait()
+                assert time.monotonic() < until, f"{kind} never succeeded"
+                time.sleep(0.5)

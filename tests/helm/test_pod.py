@@ -70,7 +70,7 @@ def test_a_pod_serves_passes_helms_tests_and_drains(tmp_path: Path) -> None:
     objects, _ = render(MODEL, {"ranks": 2}, given)
     here, template = node(tmp_path, objects), pod_template(objects)
     with here.run(template) as server:
-        server.until_started()
+        server.until_ready()
         assert server.probe("readinessProbe") and server.probe("livenessProbe")
         check_confined(server, template["spec"]["securityContext"]["runAsUser"])
         assert server.processes()[0].environ()["EP_SERVER_SCHEDULER__MAX_RUNNING"] == "8"
@@ -136,7 +136,7 @@ def test_a_pod_with_mutual_tls_and_tokens(tmp_path: Path) -> None:
     }
     here = node(tmp_path, objects, secrets)
     with here.run(pod_template(objects)) as server:
-        server.until_started()
+        server.until_ready()
         assert server.probe("readinessProbe") and server.probe("livenessProbe")
         results = run_tests(here, objects, server)
         assert {name: code for name, (code, _) in results.items()} == dict.fromkeys(

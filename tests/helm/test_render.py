@@ -114,7 +114,8 @@ def test_a_kubelet_that_speaks_tls_asks_itself() -> None:
         server = container([workload])
         mode = {"mode": "TLS"} if tls else {}
         assert server["readinessProbe"]["grpc"] == {"port": 50051, "service": "ep_server.v1.Decode", **mode}
-        assert server["livenessProbe"]["grpc"] == {"port": 50051, **mode}
+        for probe in ("startupProbe", "livenessProbe"):
+            assert server[probe]["grpc"] == {"port": 50051, **mode}
 
 
 def test_models_come_from_a_claim_a_node_or_an_image() -> None:

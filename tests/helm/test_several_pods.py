@@ -68,9 +68,9 @@ def two_pods(
                 added=told if kind == "LeaderWorkerSet" else {},
             )
             pods.append(running.enter_context(here.run(pod_template(objects), identity=identity)))
-            assert i or not pods[0].probe("startupProbe")
+            assert i or not pods[0].probe("readinessProbe")
         for pod in pods:
-            pod.until_started()
+            pod.until_ready()
             assert pod.probe("readinessProbe") and pod.probe("livenessProbe")
         results = run_tests(here, objects, pods[1])
         assert {test: code for test, (code, _) in results.items()} == dict.fromkeys(

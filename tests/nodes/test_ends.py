@@ -19,7 +19,7 @@ import psutil
 import pytest
 from grpc import aio
 
-from ep_server.client import AsyncClient
+from ep_server.client import SERVICE, AsyncClient
 from tests.fabric.fabric_ends import needs
 from tests.harness.nodes import WAIT, Node, nodes, serving
 from tests.service.harness import Code, failure, next_event, rest
@@ -49,12 +49,12 @@ async def streams(*servers: Node, new_tokens: int = 2000) -> AsyncIterator[list[
 
 
 @asynccontextmanager
-async def health(*servers: Node) -> AsyncIterator[Callable[[], Awaitable[list[bool]]]]:
-    """Yields what asks each of these nodes whether it serves."""
+async def health(*servers: Node) -> AsyncIterator[Callable[..., Awaitable[list[bool]]]]:
+    """Yields what asks each of these nodes whether a service is SERVING."""
     clients = [AsyncClient(server.address) for server in servers]
 
-    async def ask() -> list[bool]:
-        return [await client.serving(timeout=WAIT) for client in clients]
+    async def ask(service: str = SERVICE) -> list[bool]:
+        return [await client.serving(service, timeout=WAIT) for client in clients]
 
     try:
         yield ask
@@ -81,6 +81,7 @@ async def test_whoever_is_told_to_stop_all_drain_and_end_well(told: int) -> None
             async with asyncio.timeout(WAIT):
                 while await healthy() != [False, False]:
                     assert not any(call.done() for call in calls)
+            assert await healthy("") == [True, True]  # a probe that restarts Pods leaves them alone
             for call in calls:
                 assert (await rest(call))[-1].finished.usage.output_tokens == 300
         assert [await server.end() for server in servers] == [0, 0]

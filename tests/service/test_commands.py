@@ -45,7 +45,8 @@ async def test_health_of_a_server_that_drains(capfd: pytest.CaptureFixture[str])
         served.server.ask_to_stop()
         await served.server.serve()  # returns at once; the port is open still
         assert await run(served, "health") == 1
-        assert capfd.readouterr() == ("NOT_SERVING\n", "")
+        assert await run(served, "health", "--service", "") == 0
+        assert capfd.readouterr() == ("NOT_SERVING\nSERVING\n", "")
 
 
 async def test_generate_streams_text(capfd: pytest.CaptureFixture[str]) -> None:

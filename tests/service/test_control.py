@@ -105,7 +105,8 @@ async def test_health_check() -> None:
         error = await failure(served.client.serving("nobody"))
         assert error.code() is Code.NOT_FOUND
         served.server._health.set(serving=False)
-        assert not await served.client.serving()
+        assert not await served.client.serving("ep_server.v1.Control") and not await served.client.serving()
+        assert await served.client.serving("")  # the process works
 
 
 async def test_health_watch_stays_open_and_hears_every_change() -> None:
@@ -114,7 +115,9 @@ async def test_health_watch_stays_open_and_hears_every_change() -> None:
         def watch(name: str) -> object:
             return served.client.health.Watch(health_pb2.HealthCheckRequest(service=name))
 
-        calls = [watch("ep_server.v1.Decode"), watch(""), watch("ep_server.v1.Decode")]
+        process = watch("")
+        assert (await next_event(process)).status == SERVING
+        calls = [watch(f"ep_server.v1.{name}") for name in ("Decode", "Control", "Decode")]
         for call in calls:
             assert (await next_event(call)).status == SERVING
         calls.pop().cancel()  # one watcher that leaves does not take the others with it
@@ -131,6 +134,11 @@ async def test_health_watch_stays_open_and_hears_every_change() -> None:
         assert await served.client.serving()
         assert not silent.done()
         silent.cancel()
+        served.server._health.fail()
+        for call in (*calls, process):  # the first word to `process` since it began
+            assert (await next_event(call)).status == NOT_SERVING
+        served.server._health.set(serving=True)
+        assert not await served.client.serving() and not await served.client.serving("")
 
 
 async def test_reflection_lists_and_describes_the_services() -> None:

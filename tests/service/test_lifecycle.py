@@ -75,6 +75,7 @@ async def test_sigterm_drains() -> None:
         assert (await next_event(health)).status == health_pb2.HealthCheckResponse.NOT_SERVING
         error = await failure(it.client.generate([1]))
         assert error.code() is Code.UNAVAILABLE and "shutting down" in error.details()
+        assert await it.client.serving("") and not await it.client.serving()
         assert not it.exit_code.done()
         it.ranks.release()
         assert (await rest(call))[-1].finished.usage.output_tokens == 3
@@ -112,10 +113,13 @@ async def test_a_lost_rank_ends_the_server() -> None:
         it.ranks.hold()
         call = it.client.generate([1])
         await next_event(call)
-        health = watch(it.client)
-        await next_event(health)
+        process = it.client.health.Watch(health_pb2.HealthCheckRequest())
+        watches = (process, watch(it.client))
+        for health in watches:
+            assert (await next_event(health)).status == health_pb2.HealthCheckResponse.SERVING
         it.ranks.kill(1)
-        assert (await next_event(health)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        for health in watches:
+            assert (await next_event(health)).status == health_pb2.HealthCheckResponse.NOT_SERVING
         assert (await failure(call)).details() == "rank 1 was lost: exit code -9"
         await it.ends_with(1)
         with pytest.raises(grpc.aio.AioRpcError):
@@ -128,6 +132,7 @@ async def test_health_turns_serving_when_the_ranks_are_warm() -> None:
     async with running(ranks, wait=False) as it:
         health = watch(it.client)
         assert (await next_event(health)).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        assert await it.client.serving("")  # alive while it loads
         ranks.start_gate.set()
         assert (await next_event(health)).status == health_pb2.HealthCheckResponse.SERVING
 

@@ -34,9 +34,8 @@ SERVING = health_pb2.HealthCheckResponse.SERVING
 
 @asynccontextmanager
 async def opened(config: GrpcConfig | None = None) -> AsyncIterator[Port]:
-    one, status = Port(config or GrpcConfig(port=0), frozenset()), Health(())
-    health.add_HealthServicer_to_server(status, one.server)
-    status.set(serving=True)
+    one = Port(config or GrpcConfig(port=0), frozenset())
+    health.add_HealthServicer_to_server(Health(()), one.server)
     await one.open()
     try:
         yield one
@@ -87,13 +86,15 @@ async def test_a_drained_port_takes_new_connections(host: str) -> None:
     async with opened(GrpcConfig(host=host, port=0)) as one, opened() as other:
         address = f"127.0.0.1:{number_of(one)}"
         async with watching(address) as call, watching(other.address) as kept:
-            add = partial(health.add_HealthServicer_to_server, Health(()))
+            another = Health(())
+            another.fail()
+            add = partial(health.add_HealthServicer_to_server, another)
             one.drain(add)
             one.drain(add)
             async with aio.insecure_channel(address) as channel:
                 check = health_pb2_grpc.HealthStub(channel).Check
                 while (await check(health_pb2.HealthCheckRequest())).status == SERVING:
-                    pass  # the second server's health is another
+                    pass
             assert not call.done() and not kept.done()
             await one.close(0.0)
             assert (await failure(call)).code() is Code.UNAVAILABLE

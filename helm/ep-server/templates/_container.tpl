@@ -133,10 +133,8 @@ exec:
     - health
     - --address
     - {{ printf "localhost:%d" (int64 .root.Values.grpc.port) | quote }}
-    {{- with .service }}
     - --service
-    - {{ . }}
-    {{- end }}
+    - {{ .service | quote }}
     {{- include "ep-server.clientFlags" .root | trim | nindent 4 }}
 {{- else }}
 grpc:
@@ -193,7 +191,7 @@ ports:
     containerPort: {{ int64 .Values.multiNode.port }}
   {{- end }}
 startupProbe:
-  {{- include "ep-server.probe" (dict "root" . "service" "ep_server.v1.Decode" "times" .Values.probes.startup) | trim | nindent 2 }}
+  {{- include "ep-server.probe" (dict "root" . "service" "" "times" .Values.probes.startup) | trim | nindent 2 }}
 readinessProbe:
   {{- include "ep-server.probe" (dict "root" . "service" "ep_server.v1.Decode" "times" .Values.probes.readiness) | trim | nindent 2 }}
 livenessProbe:
