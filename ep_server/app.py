@@ -15,12 +15,15 @@ import ep_server
 from ep_server.config import Config, MetricsConfig, ModelConfig
 from ep_server.metrics import ServerMetrics
 from ep_server.metrics_endpoint import MetricsEndpoint
+from ep_server.model.families import read_spec
+from ep_server.model.sizes import context_limit
 from ep_server.node_metrics import NodeFacts, NodeMetrics, NodePage
 from ep_server.nodes.discovery import NodePlace, find_place, this_host
 from ep_server.nodes.follower import Follower, FollowerHooks
 from ep_server.nodes.leader import Leader
 from ep_server.ranks.launcher import RankProcesses
 from ep_server.ranks.protocol import Ranks
+from ep_server.requests import with_message_limit
 from ep_server.served_model import ServedModel
 from ep_server.server import Progress, Server
 from ep_server.status_page import StatusPage
@@ -50,6 +53,7 @@ async def assemble(
     Raises: ConfigError, CheckpointError.
     """
     model = ServedModel.load(config.model)
+    config = with_message_limit(config, model.max_context, model.vocab_size)
     warn_if_made_up(config.model)
     warn_if_prompts_are_slow(config)
     registry = CollectorRegistry()
@@ -127,6 +131,8 @@ async def _follow(
 ) -> int:
     """The life of a node that does not lead. As run()."""
     ranks, model = config.parallel.ranks, config.model
+    spec = read_spec(Path(model.path))
+    config = with_message_limit(config, context_limit(spec, model.max_context), spec.vocab_size)
     facts = NodeFacts(
         node=place.node,
         nodes=place.nodes,

@@ -140,7 +140,9 @@ class GrpcConfig:
 
     host: str = option("127.0.0.1", "address to bind; loopback unless told otherwise")
     port: int = option(50051, "port to bind; 0 = any free port, printed in the log", low=0, high=65535)
-    max_message_bytes: int = option(16 << 20, "largest message taken", low=1024, high=1 << 30)
+    max_message_bytes: int = option(
+        0, "largest message taken; 0 = what the longest context of the model needs", low=0, high=1 << 30
+    )
     max_streams: int = option(
         1024, "concurrent Generate streams; finished ones count until read", low=1, high=1_000_000
     )

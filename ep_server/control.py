@@ -139,9 +139,10 @@ class ControlService(control_pb2_grpc.ControlServicer):  # type: ignore[misc, un
 
     async def Abort(self, request: Any, context: Any) -> Any:
         """Ends requests with CANCELLED. Raises: InvalidArgument for too many ids."""
+        given = len(request.request_ids)
+        if given > MAX_ABORT:
+            raise InvalidArgument("request_ids", f"{given} ids", f"at most {MAX_ABORT}")
         ids = list(dict.fromkeys(request.request_ids))
-        if len(ids) > MAX_ABORT:
-            raise InvalidArgument("request_ids", f"{len(ids)} ids", f"at most {MAX_ABORT}")
         aborted = {request_id for request_id in ids if self._engine.abort(request_id)}
         return control_pb2.AbortResponse(
             aborted=[request_id for request_id in ids if request_id in aborted],

@@ -17,6 +17,12 @@ from ep_server.errors import ConfigError
 
 log = logging.getLogger(__name__)
 
+ANY_MESSAGE_BYTES = 4 << 20  # largest message where grpc.max_message_bytes is 0 and no model is known
+# gRPC holds calls until this process accepts them. Beyond these it would end them with CANCELLED, by
+# default from 1000 calls or 30 s on. A call that waits takes about 16 KB.
+MAX_WAITING_CALLS = 1 << 16
+MAX_WAITING_SECONDS = 86_400
+
 
 def warn_if_open(config: GrpcConfig) -> None:
     """A line in the log for each way in which strangers may call or listen."""
@@ -27,11 +33,21 @@ def warn_if_open(config: GrpcConfig) -> None:
         log.warning("grpc.host = %s without grpc.token_file: anyone can call", config.host)
 
 
+def message_limit(config: GrpcConfig) -> int:
+    """Bytes of the largest message that is taken."""
+    return config.max_message_bytes or ANY_MESSAGE_BYTES
+
+
 def channel_options(config: GrpcConfig) -> list[tuple[str, int]]:
     """HTTP/2 options of the server."""
     return [
-        ("grpc.max_receive_message_length", config.max_message_bytes),
+        # Twice what is taken: gRPC's own refusal looks like a caller that left, and could not be counted.
+        ("grpc.max_receive_message_length", min(2 * message_limit(config), (1 << 31) - 1)),
         ("grpc.max_send_message_length", -1),
+        ("grpc.server.max_pending_requests", MAX_WAITING_CALLS),
+        ("grpc.server.max_pending_requests_hard_limit", MAX_WAITING_CALLS),
+        ("grpc.server_max_unrequested_time_in_server", MAX_WAITING_SECONDS),
+        ("grpc.http2.bdp_probe", 0),  # what nobody reads yet keeps to one small window
         ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a silent half of the calls
         ("grpc.keepalive_time_ms", 30_000),  # a vanished client is noticed, its requests cancelled
         ("grpc.keepalive_timeout_ms", 10_000),

@@ -174,6 +174,20 @@ class Engine:
         except EpServerError as error:
             self._observer.on_refused(error.status)
             raise
+        except asyncio.CancelledError:
+            self._observer.on_refused(RequestCancelled.status)
+            raise
+        except Exception:
+            self._observer.on_refused(InternalError.status)
+            raise
+
+    def check_room(self) -> None:
+        """Raises what submit() would raise for any request: it need not be read then.
+
+        Raises: Unavailable, Draining, RankLost, QueueFull.
+        """
+        self._check_state()
+        self._admission.check(len(self._flights), None, self._open_streams)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request with CANCELLED; False if nobody runs or reads it."""

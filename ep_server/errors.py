@@ -7,6 +7,7 @@ EpServerError
 │   ├── NotFound                 NOT_FOUND            unknown model or request id
 │   ├── DuplicateRequest         ALREADY_EXISTS       the id is in flight
 │   ├── QueueFull                RESOURCE_EXHAUSTED   try again after retry_after_ms
+│   ├── MessageTooLarge          RESOURCE_EXHAUSTED   more bytes than grpc.max_message_bytes
 │   ├── SlowReader           RESOURCE_EXHAUSTED   the reader of a stream does not keep up
 │   ├── Unauthenticated          UNAUTHENTICATED      no or wrong bearer token
 │   ├── RequestCancelled         CANCELLED            dropped stream or Abort
@@ -93,6 +94,12 @@ class QueueFull(RequestError):
     def __init__(self, message: str, retry_after_ms: int) -> None:
         super().__init__(message)
         self.retry_after_ms = retry_after_ms
+
+
+class MessageTooLarge(RequestError):
+    """The message has more bytes than the server takes."""
+
+    status = "RESOURCE_EXHAUSTED"
 
 
 class SlowReader(RequestError):

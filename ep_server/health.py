@@ -22,6 +22,9 @@ add_HealthServicer_to_server = health_pb2_grpc.add_HealthServicer_to_server
 SERVICE_NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
 
+SHOWN = 80  # characters of a name that an error message repeats
+
+
 class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc, unused-ignore]
     """The process works until fail(). The services share one status: a server takes requests or not."""
 
@@ -60,7 +63,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc, unused-ignor
         """The status now. Raises: NotFound."""
         status = self._status(request.service)
         if status == SERVICE_UNKNOWN:
-            raise NotFound(f"no service {request.service!r}")
+            raise NotFound(f"no service {request.service[:SHOWN]!r}")
         return health_pb2.HealthCheckResponse(status=status)
 
     async def Watch(self, request: Any, context: Any) -> AsyncIterator[Any]:

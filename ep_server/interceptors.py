@@ -10,13 +10,14 @@ import asyncio
 import hashlib
 import hmac
 import logging
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
-from google.protobuf.message import DecodeError
 from grpc import aio
 
 from ep_server.errors import (
@@ -25,12 +26,13 @@ from ep_server.errors import (
     EpServerError,
     FieldError,
     InternalError,
-    InvalidArgument,
     QueueFull,
     Unauthenticated,
 )
 
 log = logging.getLogger(__name__)
+
+_ARRIVED: ContextVar[float] = ContextVar("arrived")  # of the call that a task handles, monotonic seconds
 
 Continuation = Callable[[Any], Awaitable[Any]]
 Unary = Callable[[Any, Any], Awaitable[Any]]
@@ -46,10 +48,7 @@ _KINDS: dict[tuple[bool, bool], tuple[str, Any]] = {
 
 
 class ErrorInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unused-ignore]
-    """Maps EpServerError to its status. Anything else is a bug: INTERNAL, with the traceback in the log.
-
-    Single requests are decoded here and not by gRPC, which would log bytes of no message as a bug.
-    """
+    """Maps EpServerError to its status. Anything else is a bug: INTERNAL, with the traceback in the log."""
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
         """Guards the handler; streams must be async generators."""
@@ -59,7 +58,7 @@ class ErrorInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg, misc, u
         def guard_unary(behaviour: Unary) -> Unary:
             async def guarded(request: Any, context: Any) -> Any:
                 try:
-                    return await behaviour(_decoded(handler, request), context)
+                    return await behaviour(request, context)
                 except Exception as error:
                     await _abort(method, context, error)
 
@@ -68,21 +67,27 @@ class ErrorInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg, misc, u
         def guard_stream(behaviour: Stream) -> Stream:
             async def guarded(request: Any, context: Any) -> AsyncIterator[Any]:
                 try:
-                    async for response in behaviour(_decoded(handler, request), context):
+                    async for response in behaviour(request, context):
                         yield response
                 except Exception as error:
                     await _abort(method, context, error)
 
             return guarded
 
-        return None if handler is None else _rebuild(handler, guard_unary, guard_stream, decode=False)
+        return None if handler is None else _rebuild(handler, guard_unary, guard_stream)
 
 
 class CallCounter(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unused-ignore]
-    """Knows how many calls are open; once told to, lets no more in. Used in one event loop."""
+    """Counts open calls and, by status, those that end before they are let in. Used in one event loop.
 
-    def __init__(self) -> None:
+    After refuse(), all calls end with Draining.
+    """
+
+    def __init__(self, on_refused: Callable[[str], None] = lambda status: None) -> None:
+        """on_refused: gets the gRPC status of each call that ended before entered()."""
         self.open_calls = 0
+        self._on_refused = on_refused
+        self._outside: set[Any] = set()  # contexts of open calls that are not let in yet
         self._refuses = False
         self._none_open = asyncio.Event()
         self._none_open.set()
@@ -91,6 +96,7 @@ class CallCounter(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unused
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
         """Counts the call from its first step until its status is on its way."""
+        _ARRIVED.set(time.monotonic())
         await self._gate.wait()
         handler = await continuation(handler_call_details)
 
@@ -112,6 +118,10 @@ class CallCounter(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unused
         finally:
             self._gate.set()
 
+    def entered(self, context: Any) -> None:
+        """The handler of a call has its message: from here on its service counts it."""
+        self._outside.discard(context)
+
     def refuse(self) -> None:
         """From now on calls end with Draining."""
         self._refuses = True
@@ -123,16 +133,25 @@ class CallCounter(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unused
                 await self._none_open.wait()
 
     def _begin(self, context: Any) -> None:
-        if self._refuses:
-            raise Draining("the server is shutting down")
         self.open_calls += 1
+        self._outside.add(context)
         self._none_open.clear()
         context.add_done_callback(self._end)
+        if self._refuses:
+            raise Draining("the server is shutting down")
 
-    def _end(self, _context: Any) -> None:
+    def _end(self, context: Any) -> None:
         self.open_calls -= 1
         if not self.open_calls:
             self._none_open.set()
+        if context in self._outside:
+            self._outside.remove(context)
+            self._on_refused(_status(context))
+
+
+def seconds_since_arrival() -> float:
+    """Of the call that the current task handles."""
+    return time.monotonic() - _ARRIVED.get()
 
 
 class AuthInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unused-ignore]
@@ -219,29 +238,31 @@ def tokens_in(text: str) -> list[str]:
     return [line for line in lines if line and not line.startswith("#")]
 
 
-def _decoded(handler: Any, request: Any) -> Any:
-    """The message in the bytes of a single request. Raises: InvalidArgument."""
-    if handler.request_streaming:
-        return request
-    try:
-        return handler.request_deserializer(request)
-    except DecodeError:
-        raise InvalidArgument("request", f"{len(request)} bytes", "a message of the method's type") from None
-
-
 def _rebuild(
     handler: Any,
     unary: Callable[[Unary], Unary],
     stream: Callable[[Stream], Stream],
-    *,
-    decode: bool = True,
 ) -> Any:
-    """decode: gRPC decodes single requests; else the behaviour gets their bytes."""
+    """The handler with its behaviour wrapped."""
     name, construct = _KINDS[handler.request_streaming, handler.response_streaming]
     wrap: Any = stream if handler.response_streaming else unary
     behaviour = wrap(getattr(handler, name))
-    decoder = handler.request_deserializer if decode or handler.request_streaming else None
-    return construct(behaviour, decoder, handler.response_serializer)
+    return construct(behaviour, handler.request_deserializer, handler.response_serializer)
+
+
+def _status(context: Any) -> str:
+    """How a call ended that was not let in; gRPC itself ends those of callers that left."""
+    code = context.code()
+    if code is not None:
+        return str(code.name)
+    return "DEADLINE_EXCEEDED" if context.time_remaining() == 0 else "CANCELLED"
+
+
+def _drop_frames(error: BaseException | None) -> None:
+    """Frees what the frames of an error hold, such as messages: gRPC keeps errors in cycles of references."""
+    while error is not None:
+        error.__traceback__ = None
+        error = error.__context__
 
 
 async def _abort(method: str, context: Any, error: Exception) -> NoReturn:
@@ -258,5 +279,6 @@ async def _abort(method: str, context: Any, error: Exception) -> NoReturn:
         log.error("%s failed", method, exc_info=error)
     else:
         log.debug("%s: %s: %s", method, known.status, known)
+    _drop_frames(error)
     await context.abort(grpc.StatusCode[known.status], str(known), tuple(trailers))
     raise AssertionError("abort returned")

@@ -74,7 +74,7 @@ class ServerMetrics:
         self._admitted = counter("requests_admitted", "Requests given to a rank.")
         self._requests = counter(
             "requests",
-            "Requests ended or refused, by gRPC status and, where that is OK, by finish reason.",
+            "Requests ended or refused, also unread, by gRPC status and, where that is OK, by finish reason.",
             ("status", "finish_reason"),
         )
         for status in FAULTS:

@@ -26,6 +26,7 @@ from ep_server.config import GrpcConfig
 from ep_server.endpoint import bind, channel_options
 from ep_server.errors import ConfigError
 from ep_server.interceptors import AuthInterceptor, CallCounter, ErrorInterceptor, TokenFile
+from ep_server.messages import Door, MessageReader
 
 log = logging.getLogger(__name__)
 
@@ -42,15 +43,17 @@ class Port:
     Add services to `server` before open(). Used in one event loop.
     """
 
-    def __init__(self, config: GrpcConfig, open_services: frozenset[str]) -> None:
+    def __init__(self, config: GrpcConfig, open_services: frozenset[str], door: Door | None = None) -> None:
         """open_services: full names of those that need no token. Raises: ConfigError (grpc.token_file)."""
+        door = door or Door()
         self.address = ""  # host:port while it is open
         self._place: Place | None = None
         self._config = config
-        self._calls = CallCounter()
+        self._calls = CallCounter(door.on_refused)
         self._interceptors: list[aio.ServerInterceptor] = [ErrorInterceptor(), self._calls]  # type: ignore[type-arg, unused-ignore]
         if config.token_file:
             self._interceptors.append(AuthInterceptor(TokenFile(config.token_file), open_services))
+        self._interceptors.append(MessageReader(door, self._calls.entered))
         self.server = self._make_server([])
         self._servers = [self.server]
         self._draining: asyncio.Task[None] | None = None

@@ -6,12 +6,13 @@ Every error names the field as the proto does, its value and what is allowed.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from ep_server import ranges
 from ep_server.call_metadata import PRIORITY_KEY, RANK_KEY, CallMetadata, agreed
+from ep_server.config import Config
 from ep_server.errors import ContextLengthExceeded, InvalidArgument, NotFound
 from ep_server.records import Request, Sampling, Stopping
 from ep_server.served_model import ServedModel
@@ -28,6 +29,9 @@ MAX_LOGIT_BIAS = 1024
 MAX_SEQUENCES = 128
 MAX_TOP_N = 20
 MAX_STREAM_INTERVAL = 1024
+TEXT_PER_TOKEN = 64  # bytes of a prompt for each token of the context: longer text is not encoded
+ID_BYTES = 5  # of a token id in a message, at most
+OTHER_BYTES = 1 << 16  # of a message: everything but the prompt and allowed_token_ids
 SHOWN = 80  # characters of a value that an error message repeats
 
 
@@ -49,6 +53,64 @@ class ResponseShape:
     interval: int
 
 
+def longest_message(max_context: int, vocab_size: int) -> int:
+    """Bytes that a GenerateRequest within every limit of its fields cannot exceed."""
+    return TEXT_PER_TOKEN * max_context + ID_BYTES * vocab_size + OTHER_BYTES
+
+
+def with_message_limit(config: Config, max_context: int, vocab_size: int) -> Config:
+    """The configuration with grpc.max_message_bytes resolved where it is 0."""
+    if config.grpc.max_message_bytes:
+        return config
+    return replace(
+        config, grpc=replace(config.grpc, max_message_bytes=longest_message(max_context, vocab_size))
+    )
+
+
+def counts(proto: Any) -> dict[str, int]:
+    """Elements of each repeated field, by its dotted name."""
+    sampling, stopping = proto.sampling, proto.stopping
+    return {
+        "token_ids.ids": len(proto.token_ids.ids),
+        "sampling.logit_bias": len(sampling.logit_bias),
+        "sampling.allowed_token_ids": len(sampling.allowed_token_ids),
+        "stopping.stop_token_ids": len(stopping.stop_token_ids),
+        "stopping.stop_strings": len(stopping.stop_strings),
+    }
+
+
+def most_elements(model: ServedModel, limits: Limits) -> dict[str, int]:
+    """Elements that each repeated field may have, by its dotted name."""
+    return {
+        "token_ids.ids": limits.max_context,
+        "sampling.logit_bias": MAX_LOGIT_BIAS,
+        "sampling.allowed_token_ids": model.vocab_size,
+        "stopping.stop_token_ids": MAX_STOP_TOKENS,
+        "stopping.stop_strings": MAX_STOP_STRINGS,
+    }
+
+
+def check_counts(found: Mapping[str, int], most: Mapping[str, int]) -> None:
+    """Checks how many elements a message has, before anything copies or reads them.
+
+    found: as counts() gives it; absent = 0. Raises: InvalidArgument, ContextLengthExceeded.
+    """
+    for name, limit in most.items():
+        count = found.get(name, 0)
+        if name == "token_ids.ids" and count > limit:
+            raise ContextLengthExceeded(f"prompt of {count} tokens: at most {limit}")
+        unit = {"logit_bias": "entries", "stop_strings": "strings"}.get(name.rpartition(".")[2], "ids")
+        _check(name, count <= limit, f"{count} {unit}", f"at most {limit} {unit}")
+
+
+def check_text(text: str, limits: Limits) -> None:
+    """Before a prompt is encoded. Raises: ContextLengthExceeded."""
+    longest = TEXT_PER_TOKEN * limits.max_context
+    size = len(text.encode())
+    if size > longest:
+        raise ContextLengthExceeded(f"text of {size} bytes: at most {longest}")
+
+
 def request_id(proto: Any) -> str:
     """The caller's id, or a drawn one."""
     given: str = proto.request_id
@@ -63,7 +125,7 @@ def request_id(proto: Any) -> str:
 def build(
     proto: Any, metadata: CallMetadata, prompt_ids: Sequence[int], model: ServedModel, limits: Limits
 ) -> Request:
-    """The validated request; its number is given by the engine.
+    """The validated request; its number is given by the engine. Call check_counts first.
 
     Raises: InvalidArgument, ContextLengthExceeded, NotFound.
     """
@@ -131,13 +193,16 @@ def output_text(request: Request, shape: ResponseShape, model: ServedModel) -> O
     )
 
 
-def timeout_seconds(proto: Any, remaining: float | None) -> float | None:
-    """The earlier of deadline_ms and the time that the call itself has left."""
+def timeout_seconds(proto: Any, waited: float, remaining: float | None) -> float | None:
+    """The earlier of deadline_ms and the time that the call itself has left.
+
+    waited: seconds since the call arrived. Raises: InvalidArgument.
+    """
     if not proto.HasField("deadline_ms"):
         return remaining
     allowed = f"1 to {MAX_DEADLINE_MS}"
     _check("deadline_ms", 1 <= proto.deadline_ms <= MAX_DEADLINE_MS, proto.deadline_ms, allowed)
-    asked = float(proto.deadline_ms) / 1000
+    asked = float(proto.deadline_ms) / 1000 - waited
     return asked if remaining is None else min(asked, remaining)
 
 
@@ -155,14 +220,10 @@ def _check_prompt(proto: Any, ids: Sequence[int], model: ServedModel) -> None:
 def _sampling(proto: Any, model: ServedModel) -> Sampling:
     given, default = proto.sampling, model.defaults
     bias = tuple(sorted(given.logit_bias.items()))
-    allowed = f"at most {MAX_LOGIT_BIAS} entries"
-    _check("sampling.logit_bias", len(bias) <= MAX_LOGIT_BIAS, f"{len(bias)} entries", allowed)
     for token, value in bias:
         _check("sampling.logit_bias", token < model.vocab_size, token, f"ids 0 to {model.vocab_size - 1}")
         _check(f"sampling.logit_bias[{token}]", -100 <= value <= 100, value, "-100 to 100")
     ids = given.allowed_token_ids
-    allowed = f"at most {model.vocab_size} ids"
-    _check("sampling.allowed_token_ids", len(ids) <= model.vocab_size, f"{len(ids)} ids", allowed)
     highest = max(ids, default=0)
     allowed = f"0 to {model.vocab_size - 1}"
     _check("sampling.allowed_token_ids", highest < model.vocab_size, highest, allowed)
@@ -197,13 +258,9 @@ def _stopping(given: Any, prompt: int, model: ServedModel, limits: Limits) -> St
     minimum = given.min_new_tokens
     _check("stopping.min_new_tokens", minimum <= maximum, minimum, f"0 to max_new_tokens = {maximum}")
     tokens = list(given.stop_token_ids)
-    allowed = f"at most {MAX_STOP_TOKENS} ids"
-    _check("stopping.stop_token_ids", len(tokens) <= MAX_STOP_TOKENS, f"{len(tokens)} ids", allowed)
     for token in tokens:
         _check("stopping.stop_token_ids", token < model.vocab_size, token, f"0 to {model.vocab_size - 1}")
     strings = tuple(given.stop_strings)
-    allowed = f"at most {MAX_STOP_STRINGS} strings"
-    _check("stopping.stop_strings", len(strings) <= MAX_STOP_STRINGS, f"{len(strings)} strings", allowed)
     for text in strings:
         ok = 1 <= len(text) <= MAX_STOP_LENGTH
         _check("stopping.stop_strings", ok, text[:SHOWN], f"1 to {MAX_STOP_LENGTH} characters")

@@ -24,11 +24,13 @@ from ep_server.endpoint import warn_if_open
 from ep_server.engine import Engine, EngineSettings
 from ep_server.errors import EpServerError
 from ep_server.health import Health
-from ep_server.observer import EngineObserver
+from ep_server.messages import Door
+from ep_server.observer import EngineObserver, NullObserver
 from ep_server.port import Port
 from ep_server.ranks.protocol import Ranks
+from ep_server.requests import with_message_limit
 from ep_server.served_model import ServedModel
-from ep_server.service import DecodeService
+from ep_server.service import DecodeService, generate_method
 from ep_server.stop_signals import stop_signals
 from ep_server.v1.control_pb2_grpc import add_ControlServicer_to_server
 from ep_server.v1.decode_pb2_grpc import add_DecodeServicer_to_server
@@ -44,8 +46,11 @@ class OtherNodes(Protocol):
 
     on_stop_asked: Callable[[], None]
 
-    async def open(self, add_services: Callable[[aio.Server], None]) -> None:
-        """Opens the port where they come. add_services: for calls that they pass on. Raises: ConfigError."""
+    async def open(self, add_services: Callable[[aio.Server], None], door: Door | None = None) -> None:
+        """Opens the port where they come. add_services, door: for calls that they pass on.
+
+        Raises: ConfigError.
+        """
         ...
 
     def tell(self, *, serving: bool) -> None:
@@ -68,7 +73,7 @@ class Server:
         observer: EngineObserver | None = None,
         others: OtherNodes | None = None,
     ) -> None:
-        self.config = config
+        self.config = config = with_message_limit(config, model.max_context, model.vocab_size)
         self.address = ""  # host:port once start() has bound it
         settings = EngineSettings(
             max_context=model.max_context,
@@ -77,7 +82,10 @@ class Server:
             max_streams=config.grpc.max_streams,
             stream_buffer=config.grpc.stream_buffer,
         )
+        observer = observer or NullObserver()
         self.engine = Engine(ranks, settings, observer)
+        generate = generate_method(self.engine, model, config.grpc.max_message_bytes)
+        self._door = Door({service.GENERATE: generate}, config.grpc.max_streams, observer.on_refused)
         self._model = model
         self._health = Health((service.SERVICE_NAME, control.SERVICE_NAME))
         self._control = ControlService(self.engine, model, config)
@@ -119,7 +127,7 @@ class Server:
         self.address = await self._port.open()
         if self._others is not None:
             self._others.on_stop_asked = self._stop_asked.set  # told by several nodes, it still drains
-            await self._others.open(self.add_relayed)
+            await self._others.open(self.add_relayed, self._door)
         if await self._unless(self._stop_asked, self.engine.start(progress)):
             self._say(serving=True)
             for named in sorted({ready.attention for ready in self.engine.ready} - {""}):
@@ -177,7 +185,7 @@ class Server:
         self._add_services(server, relays=True)
 
     def _make_port(self) -> Port:
-        port = Port(self.config.grpc, frozenset({health.SERVICE_NAME}))
+        port = Port(self.config.grpc, frozenset({health.SERVICE_NAME}), self._door)
         self._add_public(port.server)
         return port
 

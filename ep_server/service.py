@@ -9,11 +9,13 @@ import asyncio
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
-from ep_server import requests
+from ep_server import requests, wire
 from ep_server.call_metadata import CallMetadata, Entrance
 from ep_server.engine import Engine
-from ep_server.errors import ContextLengthExceeded, InvalidArgument
+from ep_server.errors import InvalidArgument
 from ep_server.flight import Submission
+from ep_server.interceptors import seconds_since_arrival
+from ep_server.messages import Method
 from ep_server.records import FinishReason, Request, TokenEvent
 from ep_server.requests import Limits, ResponseShape
 from ep_server.served_model import ServedModel
@@ -22,8 +24,9 @@ from ep_server.unread import CallEnd, read_in_time
 from ep_server.v1 import decode_pb2, decode_pb2_grpc
 
 SERVICE_NAME: str = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
+GENERATE = f"/{SERVICE_NAME}/Generate"
 LONG_TEXT = 4096  # characters; longer prompts are encoded outside the event loop
-TEXT_PER_TOKEN = 64  # characters of a prompt for each token of the context: what is longer is not encoded
+LONG_TEXTS = 4  # encoded at once
 
 _REASONS = {
     FinishReason.EOS: decode_pb2.FINISH_REASON_EOS,
@@ -44,16 +47,20 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):  # type: ignore[misc, unuse
         self._model = model
         self._unread_seconds = unread_seconds
         self._entrance = entrance or Entrance()
+        self._long_texts = asyncio.Semaphore(LONG_TEXTS)
 
     async def Generate(self, request: Any, context: Any) -> AsyncIterator[Any]:
         """Streams the events of one request. Raises: every RequestError, Unavailable."""
         end = CallEnd(context)
-        async for event in read_in_time(self._events(request, context, end), self._unread_seconds, end):
+        events = self._events(request, context, end)
+        del request  # the stream may last, and the message may be long
+        async for event in read_in_time(events, self._unread_seconds, end):
             yield event
 
     async def _events(self, request: Any, context: Any, end: CallEnd) -> AsyncIterator[Any]:
         with self._engine.counting_refusals():
             sequences, shape = await self._sequences(request, context, end)
+            del request  # as above
             admitted, streams = zip(*self._engine.submit(sequences), strict=True)
         # Runs when the call is over in any way, the caller's leaving included.
         context.add_done_callback(lambda _: [stream.close(end.error) for stream in streams])
@@ -67,15 +74,12 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):  # type: ignore[misc, unuse
     async def _sequences(
         self, request: Any, context: Any, end: CallEnd
     ) -> tuple[list[Submission], ResponseShape]:
-        limits = Limits(max_context=self._engine.max_context, num_ranks=self._engine.num_ranks)
-        timeout = requests.timeout_seconds(request, context.time_remaining())
+        limits = _limits(self._engine)
+        requests.check_counts(requests.counts(request), requests.most_elements(self._model, limits))
         pairs = context.invocation_metadata() or ()
         metadata, near = CallMetadata.of(pairs), self._entrance.near(pairs)
-        now = asyncio.get_running_loop().time
-        arrived = now()
-        prompt_ids = await self._prompt_ids(request)
-        if timeout is not None:  # counts from arrival: a long text takes its time to encode
-            timeout -= now() - arrived
+        prompt_ids = await self._prompt_ids(request, limits)
+        timeout = requests.timeout_seconds(request, seconds_since_arrival(), context.time_remaining())
         built = requests.build(request, metadata, prompt_ids, self._model, limits)
         shape = requests.response_shape(request, self._model)
         sequences = [
@@ -92,19 +96,33 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):  # type: ignore[misc, unuse
         ]
         return sequences, shape
 
-    async def _prompt_ids(self, request: Any) -> Sequence[int]:
+    async def _prompt_ids(self, request: Any, limits: Limits) -> Sequence[int]:
         if request.WhichOneof("prompt") != "text":
-            return list(request.token_ids.ids)
+            ids: Sequence[int] = request.token_ids.ids
+            return tuple(ids)
         tokenizer, text = self._model.tokenizer, request.text
         if tokenizer is None:
             shown = text[: requests.SHOWN]
             raise InvalidArgument("text", shown, "absent: this model has no tokenizer; send token_ids")
-        longest = TEXT_PER_TOKEN * self._engine.max_context
-        if len(text) > longest:
-            raise ContextLengthExceeded(f"text of {len(text)} characters: at most {longest}")
+        requests.check_text(text, limits)
         if len(text) > LONG_TEXT:
-            return await asyncio.to_thread(tokenizer.encode, text)
+            async with self._long_texts:
+                return await asyncio.to_thread(tokenizer.encode, text)
         return tokenizer.encode(text)
+
+
+def generate_method(engine: Engine, model: ServedModel, max_bytes: int) -> Method:
+    """What a port may know of Generate before its message is decoded."""
+
+    def check(data: bytes) -> None:
+        most = requests.most_elements(model, _limits(engine))
+        requests.check_counts(wire.counts(data, decode_pb2.GenerateRequest.DESCRIPTOR, most), most)
+
+    return Method(max_bytes, engine.check_room, check)
+
+
+def _limits(engine: Engine) -> Limits:
+    return Limits(max_context=engine.max_context, num_ranks=engine.num_ranks)
 
 
 def _prompt_info(request: Request, model: ServedModel) -> Any:

@@ -15,6 +15,7 @@ from grpc import aio
 
 from ep_server.config import Config
 from ep_server.errors import InvalidArgument, StartupError, Unavailable
+from ep_server.messages import Door
 from ep_server.nodes.agreement import Claim, refusal
 from ep_server.nodes.claim import claim_in, claim_of
 from ep_server.nodes.discovery import NodePlace
@@ -50,15 +51,15 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
     def __repr__(self) -> str:
         return f"Leader(joined={sorted(self._links)} of {self._place.nodes - 1})"
 
-    async def open(self, add_services: Callable[[aio.Server], None]) -> None:
-        """Opens the rendezvous. add_services: those for calls that other nodes pass on.
+    async def open(self, add_services: Callable[[aio.Server], None], door: Door | None = None) -> None:
+        """Opens the rendezvous. add_services, door: for calls that other nodes pass on.
 
         Raises: ConfigError (cluster.*).
         """
         warn_if_open(self._config.cluster, self._place.rendezvous_host)
         port = rendezvous_port(self._config, self._place.rendezvous_host, self._place.rendezvous_port)
         with cluster_names():
-            self._port = Port(port, frozenset())
+            self._port = Port(port, frozenset(), door)
             nodes_pb2_grpc.add_NodesServicer_to_server(self, self._port.server)
             add_services(self._port.server)
             address = await self._port.open()

@@ -18,6 +18,8 @@ from grpc import aio
 
 from ep_server.call_metadata import NODE_KEY
 from ep_server.errors import QueueFull, Unavailable
+from ep_server.messages import Door, Method
+from ep_server.service import GENERATE
 from ep_server.unread import CallEnd, read_in_time
 from ep_server.v1 import control_pb2, decode_pb2
 
@@ -85,6 +87,11 @@ class Relay:
         self._calls: set[Any] = set()
         self._no_calls = asyncio.Event()
         self._no_calls.set()
+
+    def door(self, max_bytes: int) -> Door:
+        """Refuses streams before their messages are read, and counts them. max_bytes: of a message."""
+        methods = {GENERATE: Method(max_bytes, self._check_room)}
+        return Door(methods, self._settings.max_streams, self._observer.on_relay_refused)
 
     def add_to(self, server: aio.Server) -> None:
         """Adds both services, every method of them."""
@@ -194,12 +201,8 @@ class Relay:
 
     def _count(self, context: Any, end: CallEnd) -> _Status:
         """Counts a stream until it is over. Raises: QueueFull, Unavailable."""
-        limit = self._settings.max_streams
         try:
-            self._check()
-            if self.open_streams >= limit:
-                full = f"{self.open_streams} streams, the limit of this node is grpc.max_streams = {limit}"
-                raise QueueFull(full, _RETRY_MS)
+            self._check_room()
         except (QueueFull, Unavailable) as error:
             self._observer.on_relay_refused(error.status)
             raise
@@ -213,6 +216,14 @@ class Relay:
 
         context.add_done_callback(over)
         return status
+
+    def _check_room(self) -> None:
+        """Raises: QueueFull, Unavailable."""
+        self._check()
+        limit = self._settings.max_streams
+        if self.open_streams >= limit:
+            full = f"{self.open_streams} streams, the limit of this node is grpc.max_streams = {limit}"
+            raise QueueFull(full, _RETRY_MS)
 
     def _check(self) -> None:
         if self._ended:

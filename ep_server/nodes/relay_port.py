@@ -8,6 +8,7 @@ from grpc_reflection.v1alpha import reflection
 
 from ep_server import health
 from ep_server.config import GrpcConfig
+from ep_server.endpoint import message_limit
 from ep_server.health import Health
 from ep_server.nodes.relay import SERVICES, Relay
 from ep_server.port import Port
@@ -35,7 +36,7 @@ def relay_port(config: GrpcConfig, relay: Relay, status: Health) -> Port:
 
     Raises: ConfigError (grpc.token_file).
     """
-    port = Port(config, frozenset({health.SERVICE_NAME}))
+    port = Port(config, frozenset({health.SERVICE_NAME}), relay.door(message_limit(config)))
     add_public(port.server, relay, status)
     return port
 

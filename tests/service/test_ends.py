@@ -155,7 +155,7 @@ async def test_a_text_that_cannot_fit_is_not_even_encoded(monkeypatch: pytest.Mo
     async with serving(model=dataclasses.replace(MODEL, max_context=32)) as served:
         error = await failure(served.client.generate("x" * (32 * 64 + 1)))
         assert error.code() is Code.OUT_OF_RANGE
-        assert "2049 characters: at most 2048" in error.details()
+        assert "2049 bytes: at most 2048" in error.details()
 
 
 async def test_too_long_for_the_kv_cache_of_a_rank() -> None:

@@ -31,7 +31,7 @@ ENDS = {
     "abort": {"CANCELLED", "OK", "RESOURCE_EXHAUSTED"},
     "deadline": {"DEADLINE_EXCEEDED", "OK", "RESOURCE_EXHAUSTED"},
     "timeout": {"DEADLINE_EXCEEDED", "OK", "RESOURCE_EXHAUSTED"},
-    "bad": {"INVALID_ARGUMENT"},
+    "bad": {"INVALID_ARGUMENT", "RESOURCE_EXHAUSTED"},  # a full server does not read it
     "same id": {"OK", "ALREADY_EXISTS", "RESOURCE_EXHAUSTED"},
 }
 
