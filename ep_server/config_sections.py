@@ -159,6 +159,19 @@ class GrpcConfig:
     tls_key: str = option("", "PEM private key")
     tls_client_ca: str = option("", "PEM CA bundle; switches mutual TLS on")
     token_file: str = option("", "file with one accepted bearer token per line")
+    control: str = option(
+        "on",
+        "ep_server.v1.Control, with which any caller may abort requests and read this configuration: on = at "
+        "the public port, loopback = at control_port alone, off = nowhere",
+        choices=("on", "loopback", "off"),
+    )
+    control_port: int = option(
+        50052,
+        "port on 127.0.0.1, without TLS, for control = loopback; 0 = any free port, printed in the log",
+        low=0,
+        high=65535,
+    )
+    reflection: bool = option(True, "serve gRPC reflection, which lists services and messages")
     drain_seconds: float = option(30.0, "time for requests in flight after SIGTERM", low=0, high=86400)
 
 

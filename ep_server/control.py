@@ -7,23 +7,71 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
+
+import grpc
+from grpc import aio
 
 import ep_server
-from ep_server.config import Config
+from ep_server.config import Config, GrpcConfig
+from ep_server.endpoint import add_reflection
 from ep_server.engine import Engine, EngineState
-from ep_server.errors import InvalidArgument, Unavailable
+from ep_server.errors import ConfigError, InvalidArgument, SwitchedOff, Unavailable
+from ep_server.port import Port
 from ep_server.quantiles import NANO, balance, summarise_ranks
 from ep_server.records import RankLoad, RankStatistics
 from ep_server.served_model import ServedModel
-from ep_server.v1 import control_pb2, control_pb2_grpc
+from ep_server.v1 import control_pb2, control_pb2_grpc, decode_pb2
 from ep_server.versions import versions
 
+log = logging.getLogger(__name__)
+
 SERVICE_NAME: str = control_pb2.DESCRIPTOR.services_by_name["Control"].full_name
+LOOPBACK = "127.0.0.1"
 MAX_ABORT = 1024
+
+
+def public_names(config: GrpcConfig) -> tuple[str, ...]:
+    """Full names of the services of callers at the public port."""
+    decode: str = decode_pb2.DESCRIPTOR.services_by_name["Decode"].full_name
+    return (decode, SERVICE_NAME) if config.control == "on" else (decode,)
+
+
+def refuse_control(server: aio.Server, config: GrpcConfig) -> None:
+    """Lets callers of Control know why it is not there."""
+    why = f"{SERVICE_NAME} is switched off at this server (grpc.control = off)"
+    if config.control == "loopback":
+        where = f"{LOOPBACK}:{config.control_port}" if config.control_port else "a port that its log names"
+        why = f"{SERVICE_NAME} is on the server's own host alone, at {where} (grpc.control = loopback)"
+
+    async def refuse(_request: Any, _context: Any) -> NoReturn:
+        raise SwitchedOff(why)
+
+    handler = grpc.unary_unary_rpc_method_handler(refuse, request_deserializer=bytes)
+    methods = control_pb2.DESCRIPTOR.services_by_name["Control"].methods_by_name
+    refusing = grpc.method_handlers_generic_handler(SERVICE_NAME, dict.fromkeys(methods, handler))
+    server.add_generic_rpc_handlers((refusing,))
+
+
+async def open_control_port(config: GrpcConfig, add_control: Callable[[aio.Server], None]) -> Port | None:
+    """Opens the port where Control is alone, if it has one. Raises: ConfigError (grpc.control_port)."""
+    if config.control != "loopback":
+        return None
+    own = dataclasses.replace(
+        config, host=LOOPBACK, port=config.control_port, tls_cert="", tls_key="", tls_client_ca=""
+    )
+    port = Port(own, frozenset())
+    add_control(port.server)
+    add_reflection(port.server, own, (SERVICE_NAME,))
+    try:
+        log.info("%s on %s", SERVICE_NAME, await port.open())
+    except ConfigError as error:
+        raise ConfigError("grpc.control_port", error.value, error.allowed) from error
+    return port
 
 
 class ControlService(control_pb2_grpc.ControlServicer):  # type: ignore[misc, unused-ignore]

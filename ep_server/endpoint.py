@@ -8,8 +8,10 @@ from __future__ import annotations
 import errno
 import logging
 import socket
+from collections.abc import Iterable
 
 from grpc import aio
+from grpc_reflection.v1alpha import reflection
 
 from ep_server.certificates import Certificates
 from ep_server.config import GrpcConfig
@@ -55,6 +57,12 @@ def channel_options(config: GrpcConfig) -> list[tuple[str, int]]:
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),  # clients ping during long prefills
     ]
+
+
+def add_reflection(server: aio.Server, config: GrpcConfig, names: Iterable[str]) -> None:
+    """Adds gRPC reflection of these services, unless it is switched off."""
+    if config.reflection:
+        reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
 
 
 def bind(server: aio.Server, config: GrpcConfig) -> str:

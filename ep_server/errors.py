@@ -10,6 +10,7 @@ EpServerError
 │   ├── MessageTooLarge          RESOURCE_EXHAUSTED   more bytes than grpc.max_message_bytes
 │   ├── SlowReader           RESOURCE_EXHAUSTED   the reader of a stream does not keep up
 │   ├── Unauthenticated          UNAUTHENTICATED      no or wrong bearer token
+│   ├── SwitchedOff              UNIMPLEMENTED        the service is not served here
 │   ├── RequestCancelled         CANCELLED            dropped stream or Abort
 │   └── DeadlineExceeded         DEADLINE_EXCEEDED    the request's own deadline passed
 ├── Unavailable                  UNAVAILABLE          not now; another server may serve it
@@ -112,6 +113,12 @@ class Unauthenticated(RequestError):
     """The call carried no bearer token, or one the server does not know."""
 
     status = "UNAUTHENTICATED"
+
+
+class SwitchedOff(RequestError):
+    """The configuration of this server leaves the service out."""
+
+    status = "UNIMPLEMENTED"
 
 
 class RequestCancelled(RequestError):

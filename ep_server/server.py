@@ -14,13 +14,12 @@ from contextlib import suppress
 from typing import Protocol
 
 from grpc import aio
-from grpc_reflection.v1alpha import reflection
 
 from ep_server import control, health, service
 from ep_server.call_metadata import Entrance
 from ep_server.config import Config
-from ep_server.control import ControlService
-from ep_server.endpoint import warn_if_open
+from ep_server.control import ControlService, open_control_port, refuse_control
+from ep_server.endpoint import add_reflection, warn_if_open
 from ep_server.engine import Engine, EngineSettings
 from ep_server.errors import EpServerError
 from ep_server.health import Health
@@ -87,9 +86,10 @@ class Server:
         generate = generate_method(self.engine, model, config.grpc.max_message_bytes)
         self._door = Door({service.GENERATE: generate}, config.grpc.max_streams, observer.on_refused)
         self._model = model
-        self._health = Health((service.SERVICE_NAME, control.SERVICE_NAME))
+        self._health = Health(control.public_names(config.grpc))
         self._control = ControlService(self.engine, model, config)
         self._port: Port | None = None
+        self._control_port: Port | None = None
         self._others = others
         self._failure = ""
         self._stop_asked = asyncio.Event()
@@ -125,6 +125,7 @@ class Server:
         warn_if_open(self.config.grpc)
         self._port = self._make_port()
         self.address = await self._port.open()
+        self._control_port = await open_control_port(self.config.grpc, self._add_control)
         if self._others is not None:
             self._others.on_stop_asked = self._stop_asked.set  # told by several nodes, it still drains
             await self._others.open(self.add_relayed, self._door)
@@ -162,6 +163,8 @@ class Server:
         self._say(serving=False)
         if self._port is not None:
             await self._port.close()
+        if self._control_port is not None:
+            await self._control_port.close()
         await self.engine.stop()
         if self._others is not None:
             why = self.engine.lost_message or self._failure
@@ -192,14 +195,21 @@ class Server:
     def _add_public(self, server: aio.Server) -> None:
         self._add_services(server, relays=False)
         health.add_HealthServicer_to_server(self._health, server)
-        names = (service.SERVICE_NAME, control.SERVICE_NAME, health.SERVICE_NAME, reflection.SERVICE_NAME)
-        reflection.enable_server_reflection(names, server)
+        names = (*control.public_names(self.config.grpc), health.SERVICE_NAME)
+        add_reflection(server, self.config.grpc, names)
 
     def _add_services(self, server: aio.Server, *, relays: bool) -> None:
         entrance = Entrance(self.config.cluster.nodes, self.config.parallel.ranks, relays)
         unread_seconds = self.config.grpc.unread_seconds
         decode = DecodeService(self.engine, self._model, unread_seconds, entrance)
         add_DecodeServicer_to_server(decode, server)
+        allowed = ("on", "loopback") if relays else ("on",)  # other nodes ask for callers of their own
+        if self.config.grpc.control in allowed:
+            self._add_control(server)
+        else:
+            refuse_control(server, self.config.grpc)
+
+    def _add_control(self, server: aio.Server) -> None:
         add_ControlServicer_to_server(self._control, server)
 
     @staticmethod

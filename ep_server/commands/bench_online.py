@@ -159,6 +159,7 @@ def prepared(config: Config, asked: Asked) -> Config:
         **{f"grpc.{name}": "" for name in closed},
         "grpc.host": "127.0.0.1",
         "grpc.port": 0,
+        "grpc.control": "on",
         "metrics.port": 0,
         "grpc.max_streams": max(config.grpc.max_streams, streams),
         "scheduler.max_queue": max(scheduler.max_queue, streams),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Annotated, Any
 
+import grpc
 import typer
 
 from ep_server.client import Client
@@ -52,7 +53,7 @@ def command(
     }
     texts: dict[int, str] = {}  # of several: shown one by one, as they end
     with Client(options.target(address, tls_ca, tls_cert, tls_key, token_file)) as client:
-        has_text = client.model_info().has_tokenizer
+        has_text = _has_text(client, ids)
         for event in client.generate(given, timeout=timeout, **fields):
             kind = event.WhichOneof("event")
             if kind == "tokens":
@@ -66,6 +67,16 @@ def command(
                 print(f"[{index}] {texts.get(index, '')}" if (count or 1) > 1 else "", flush=True)
                 if stats:
                     print(_stats(event.finished), file=sys.stderr)
+
+
+def _has_text(client: Client, ids: bool) -> bool:
+    """Whether answers have text; without Control, who gives ids gets ids."""
+    try:
+        return bool(client.model_info().has_tokenizer)
+    except grpc.RpcError as error:
+        if isinstance(error, grpc.Call) and error.code() is grpc.StatusCode.UNIMPLEMENTED:
+            return not ids
+        raise
 
 
 def _ids(text: str) -> list[int]:

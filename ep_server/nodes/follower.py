@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from ep_server import control, service
+from ep_server import control
 from ep_server.config import Config
+from ep_server.control import open_control_port, public_names
 from ep_server.endpoint import warn_if_open
 from ep_server.health import Health
 from ep_server.nodes.agent import Agent, Progress
@@ -53,11 +54,12 @@ class Follower:
         self._leader = place.address
         self._credentials = channel_credentials(config.cluster)
         self._metadata = token_metadata(config.cluster)
-        self._health = Health((service.SERVICE_NAME, control.SERVICE_NAME))
+        self._health = Health(public_names(config.grpc))
         self._agent: Agent | None = None
         self._link: Link | None = None
         self._end: pb.End | None = None
         self._drain: Callable[[], None] = lambda: None
+        self._control_port: Port | None = None
         self._ending = False
         self._stop_asked = asyncio.Event()
         self._stop_now = asyncio.Event()
@@ -76,17 +78,21 @@ class Follower:
         limits = self.config.grpc
         settings = RelaySettings(self.place.node, self._leader, limits.max_streams, limits.unread_seconds)
         relay = Relay(channel, settings, self._hooks.relayed, self._metadata)
-        port = relay_port(self.config.grpc, relay, self._health)
-        self._drain = partial(port.drain, partial(add_public, relay=relay, status=self._health))
+        port = relay_port(limits, relay, self._health)
+        self._drain = partial(
+            port.drain, partial(add_public, config=limits, relay=relay, status=self._health)
+        )
         with stop_signals(self.ask_to_stop, last=last):
             try:
-                await self._open(port)
+                await self._open(port, relay)
                 code = await self._member(relay)
             finally:
                 self._health.set(serving=False)
                 await relay.closed(LAST_WORDS_SECONDS)
                 relay.end("this node stops")
                 await port.close()
+                if self._control_port is not None:
+                    await self._control_port.close()
                 await channel.close(None)
         log.info("stopped")
         return code
@@ -104,9 +110,11 @@ class Follower:
         else:
             self._link.send(stop_asked=pb.StopAsked())
 
-    async def _open(self, port: Port) -> None:
+    async def _open(self, port: Port, relay: Relay) -> None:
         warn_if_open(self.config.grpc)
         self.address = await port.open()
+        add_control = partial(relay.add_to, names=(control.SERVICE_NAME,))
+        self._control_port = await open_control_port(self.config.grpc, add_control)
 
     async def _member(self, relay: Relay) -> int:
         """From joining to the end of the server, unless a stop comes first. Returns: exit code."""

@@ -93,9 +93,9 @@ class Relay:
         methods = {GENERATE: Method(max_bytes, self._check_room)}
         return Door(methods, self._settings.max_streams, self._observer.on_relay_refused)
 
-    def add_to(self, server: aio.Server) -> None:
-        """Adds both services, every method of them."""
-        for service in SERVICES:
+    def add_to(self, server: aio.Server, names: Iterable[str]) -> None:
+        """Adds those of SERVICES with these full names, every method of them."""
+        for service in (service for service in SERVICES if service.full_name in names):
             handlers = {method.name: self._handler(service.full_name, method) for method in service.methods}
             server.add_generic_rpc_handlers(
                 (grpc.method_handlers_generic_handler(service.full_name, handlers),)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import grpc
 from grpc import aio
-from grpc_reflection.v1alpha import reflection
 
-from ep_server import health
+from ep_server import control, health
 from ep_server.config import GrpcConfig
-from ep_server.endpoint import message_limit
+from ep_server.control import public_names, refuse_control
+from ep_server.endpoint import add_reflection, message_limit
 from ep_server.health import Health
-from ep_server.nodes.relay import SERVICES, Relay
+from ep_server.nodes.relay import Relay
 from ep_server.port import Port
 
 _OPTIONS = [
@@ -37,13 +37,15 @@ def relay_port(config: GrpcConfig, relay: Relay, status: Health) -> Port:
     Raises: ConfigError (grpc.token_file).
     """
     port = Port(config, frozenset({health.SERVICE_NAME}), relay.door(message_limit(config)))
-    add_public(port.server, relay, status)
+    add_public(port.server, config, relay, status)
     return port
 
 
-def add_public(server: aio.Server, relay: Relay, status: Health) -> None:
+def add_public(server: aio.Server, config: GrpcConfig, relay: Relay, status: Health) -> None:
     """Adds what callers may ask of such a node."""
-    relay.add_to(server)
+    names = public_names(config)
+    relay.add_to(server, names)
+    if control.SERVICE_NAME not in names:
+        refuse_control(server, config)
     health.add_HealthServicer_to_server(status, server)
-    names = [service.full_name for service in SERVICES]
-    reflection.enable_server_reflection((*names, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    add_reflection(server, config, (*names, health.SERVICE_NAME))

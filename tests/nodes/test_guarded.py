@@ -66,3 +66,18 @@ async def test_a_call_at_the_rendezvous_needs_the_token_of_nodes(tmp_path: Path)
             assert (await client.complete("12+30=", temperature=0.0, timeout=WAIT)).text.split() == ["42"]
         leader.signal(signal.SIGTERM)
         assert [await leader.end(), await other.end()] == [0, 0]
+
+
+async def test_each_node_has_control_on_its_own_loopback() -> None:
+    async with nodes(options=("--grpc-control", "loopback", "--grpc-control-port", "0")) as made:
+        both = [await made.start(0), await made.start(1)]
+        for node in both:
+            async with AsyncClient(await node.serving()) as client:
+                assert (await failure(client.loads())).code() is Code.UNIMPLEMENTED
+            (own,) = [
+                line.rpartition(" on ")[2] for line in node.lines if line.startswith("ep_server.v1.Control")
+            ]
+            async with AsyncClient(own) as client:
+                assert (await client.server_info()).ranks == 2
+        both[1].signal(signal.SIGTERM)
+        assert [await node.end() for node in both] == [0, 0]

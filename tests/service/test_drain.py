@@ -183,4 +183,4 @@ async def test_probes_are_answered_during_a_drain() -> None:
         it.server.ask_to_stop()
         await told_to_go(client.channel)
         assert await status(it.server.address, "ep_server.v1.Decode") == NOT_SERVING
-        assert await status(it.server.address) in (NOT_SERVING, SERVING)
+        assert await status(it.server.address) == SERVING  # the process works
