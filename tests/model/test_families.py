@@ -145,7 +145,22 @@ def test_an_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
             {"eos_token_id": [1, -3]},
             r"eos_token_id = \[1, -3\]: must be a token id or a list of them, 0 or more",
         ),
-        ({"quantization_config": {"quant_method": "awq"}}, "quant_method = 'awq': must be one of fp8"),
+        *(
+            (
+                {"quantization_config": given},
+                rf"quant_method = '?{named}'?: must be fp8 \(.* GPTQ, AWQ .* not read",
+            )
+            for given, named in (
+                ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes"),
+                ({"load_in_4bit": False, "load_in_8bit": True, "llm_int8_threshold": 6.0}, "bitsandbytes"),
+                ({"quant_method": None, "load_in_4bit": True}, "bitsandbytes"),
+                ({"quant_method": "gptq", "bits": 4}, "gptq"),
+                ({"quant_method": "awq"}, "awq"),
+                ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
+                ({"quant_method": ["fp8"]}, r"\['fp8'\]"),
+                ({"bits": 4}, ""),
+            )
+        ),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}}, "weight_block_size"),
         ({"rope_scaling": 3}, "rope_scaling = 3: must be an object"),
         ({"model_type": ["qwen3_moe"], "architectures": None}, r"model_type = \['qwen3_moe'\]: unknown"),

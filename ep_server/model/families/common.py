@@ -12,6 +12,10 @@ from ep_server.model.families.spec import GqaSpec, QkNorm, RopeSpec, RopeType
 
 _DTYPE = ("dtype", "torch_dtype")
 _DTYPES = ("float32", "bfloat16", "float16")
+_METHODS = (
+    "fp8 (E4M3 weights with a scale for each block); bitsandbytes, GPTQ, AWQ and other methods are not read: "
+    "serve the checkpoint from which this one was quantized"
+)
 
 
 def base(
@@ -145,7 +149,11 @@ def mscale_all_dim(table: Fields) -> float:
 def _quant_block(quant: Fields) -> tuple[int, int] | None:
     if not quant.values:
         return None
-    quant.choice("quant_method", default="", allowed=("fp8",))
+    by_bitsandbytes = any(quant.values.get(key) for key in ("load_in_4bit", "load_in_8bit"))
+    unnamed = "bitsandbytes" if by_bitsandbytes else ""  # its first versions wrote no method
+    method = quant.value("quant_method", default=unnamed, null=unnamed)
+    if method != "fp8":
+        raise quant.error("quant_method", method, _METHODS)
     block = quant.value("weight_block_size", default=[128, 128])
     if not (isinstance(block, list) and len(block) == 2 and all(isinstance(b, int) and b > 0 for b in block)):
         raise quant.error("weight_block_size", block, "two positive integers")
