@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -38,6 +39,31 @@ async def tokens(
         await group.stop()
     assert group.exit_codes == [0] * ranks
     return [heard.tokens[number] for number in range(1, len(prompts) + 1)], heard
+
+
+async def sizes(path: Path, module: str, dtype: str, prompt: tuple[int, ...]) -> list[object]:
+    """Bytes of weights, cache and exchange of each of two ranks, and the tokens of a prompt."""
+    group, heard = RankProcesses(rank_config(path, 2, model__dtype=dtype), module=module), Recorder()
+    try:
+        ready = await group.start(heard, heard.on_progress)
+        group.submit(1, greedy(1, prompt, COUNT))
+        await heard.until(lambda: heard.finished == [1], 120)
+    finally:
+        await group.stop()
+    return [heard.tokens[1], *((one.weight_bytes, one.kv_bytes, one.exchange_bytes) for one in ready)]
+
+
+@pytest.mark.parametrize("module", [WORKER, INTERPRETED])
+async def test_ranks_take_the_dtype_of_the_tensors(tiny: Tiny, module: str, tmp_path: Path) -> None:
+    """config.json names none, the tensors are float32: so are weights, cache and exchange of every rank."""
+    config = json.loads((tiny.path / "config.json").read_text())
+    assert config.pop("dtype") == "float32"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(tiny.path / "model.safetensors")
+    prompt = tiny.prompts[1]
+    expected = await sizes(tiny.path, module, "float32", prompt)
+    assert await sizes(tmp_path, module, "auto", prompt) == expected
+    assert expected[0] == list(tiny.tokens[1][:COUNT])
 
 
 @pytest.mark.parametrize("overlap", ["off", "on"])
