@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 import errno
+import logging
 import socket
+import sys
 import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from socketserver import TCPServer, ThreadingMixIn
 from typing import Any, Protocol
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
+from wsgiref.simple_server import ServerHandler, WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, make_wsgi_app
 
 from ep_server.config import MetricsConfig
 from ep_server.errors import ConfigError
 
+log = logging.getLogger(__name__)
+
 CLOSE_SECONDS = 5.0  # for a scrape in progress when the server stops
-SLOW_READER_SECONDS = 10  # a scrape that stalls longer is dropped
+MAX_CONNECTIONS = 64  # at once; others are closed unread
+CONNECTION_SECONDS = 10.0  # for a whole request and its answer
+REPORT_SECONDS = 60.0  # between two log lines about connections that were closed
 
 
 class Page(Protocol):
@@ -66,12 +74,65 @@ class MetricsEndpoint:
 
 
 class _Server(ThreadingMixIn, WSGIServer):
+    """A thread per connection, for so many connections and so long. Tells the log of others, seldom."""
+
     daemon_threads = True
     block_on_close = False
 
     def __init__(self, address: tuple[str, int], family: socket.AddressFamily) -> None:
         self.address_family = family
+        self._lock = threading.Lock()
+        self._open: dict[socket.socket, float] = {}  # connection -> when it has to be over
+        self._too_many = self._too_slow = 0  # since the last report
+        self._next_report = 0.0
         super().__init__(address, _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Starts a thread for the connection, if one is left."""
+        with self._lock:
+            room = len(self._open) < MAX_CONNECTIONS
+            if room:
+                self._open[request] = time.monotonic() + CONNECTION_SECONDS
+            else:
+                self._too_many += 1
+        if room:
+            super().process_request(request, client_address)
+        else:
+            self.shutdown_request(request)
+
+    def shutdown_request(self, request: Any) -> None:
+        """The connection is over."""
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        """Every half second: ends connections whose time is over, which wakes their threads."""
+        now = time.monotonic()
+        with self._lock:
+            late = [request for request, until in self._open.items() if until < now]
+            for request in late:
+                self._open[request] += CONNECTION_SECONDS
+                with suppress(OSError):
+                    request.shutdown(socket.SHUT_RDWR)
+            self._too_slow += len(late)
+            too_many, too_slow = self._too_many, self._too_slow
+            if not too_many + too_slow or now < self._next_report:
+                return
+            self._too_many = self._too_slow = 0
+        self._next_report = now + REPORT_SECONDS
+        log.warning(
+            "metrics: %d connections were closed because %d were open, %d because they took more than %g s",
+            too_many,
+            MAX_CONNECTIONS,
+            too_slow,
+            CONNECTION_SECONDS,
+        )
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A scraper that leaves is no fault; anything else is one."""
+        if not isinstance(sys.exc_info()[1], OSError):
+            log.exception("metrics: a request failed")
 
     def server_bind(self) -> None:
         """Binds without looking up the host's full name, which HTTPServer would wait for."""
@@ -81,10 +142,33 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 
 class _Handler(WSGIRequestHandler):
-    timeout = SLOW_READER_SECONDS
+    server: _Server
+
+    def handle(self) -> None:
+        """As the base class does, with errors in the log and not on standard error."""
+        self.raw_requestline = self.rfile.readline(65537)
+        if len(self.raw_requestline) > 65536:
+            self.requestline = self.request_version = self.command = ""
+            self.send_error(414)
+        elif self.parse_request():
+            rfile: Any = self.rfile
+            wfile: Any = self.wfile
+            app: Any = self.server.get_app()
+            answer = _Answer(rfile, wfile, self.get_stderr(), self.get_environ(), multithread=False)
+            answer.request_handler = self
+            answer.run(app)
 
     def log_message(self, format: str, *args: Any) -> None:
         """Scrapes are not worth a log line."""
+
+
+class _Answer(ServerHandler):
+    request_handler: WSGIRequestHandler  # close() uses it
+
+    def log_exception(self, exc_info: Any) -> None:
+        """A scraper that leaves is no fault; anything else is one."""
+        if not isinstance(exc_info[1], OSError):
+            log.error("metrics: a request failed", exc_info=exc_info)
 
 
 def _routes(metrics: Callable[..., Any], status: Page | None) -> Callable[..., Any]:

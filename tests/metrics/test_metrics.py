@@ -5,13 +5,18 @@ from __future__ import annotations
 import http.client
 import re
 import socket
-from collections.abc import Iterator
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Gauge
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
+from ep_server import metrics_endpoint
 from ep_server.config import MetricsConfig
 from ep_server.errors import ConfigError, StartupError
 from ep_server.metrics import ServerMetrics
@@ -181,6 +186,88 @@ def test_closing_frees_the_port_and_may_be_repeated(registry: CollectorRegistry)
     again = MetricsEndpoint(MetricsConfig(port=port), registry)
     assert get(again)[0] == 200
     again.close()
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    """The log, and a short time for connections."""
+    monkeypatch.setattr(metrics_endpoint, "CONNECTION_SECONDS", 0.5)
+    return caplog
+
+
+def until(condition: Callable[[], object]) -> None:
+    end = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_slow_connections_end_with_one_log_line(
+    endpoint: MetricsEndpoint, log: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    slow = []
+    for _ in range(2 * metrics_endpoint.MAX_CONNECTIONS):
+        slow.append(socket.create_connection(("127.0.0.1", endpoint.port), timeout=30))
+        slow[-1].send(b"GET /met")
+    until(lambda: log.records)
+    assert threading.active_count() < metrics_endpoint.MAX_CONNECTIONS + 20
+    for connection in slow:
+        with suppress(ConnectionResetError):
+            assert connection.recv(1) == b""
+        connection.close()
+    assert get(endpoint)[0] == 200
+    (record,) = log.records
+    assert "connections were closed because 64 were open" in record.getMessage() and record.exc_info is None
+    assert capfd.readouterr().err == ""
+
+
+def test_a_connection_that_trickles_ends_too(
+    endpoint: MetricsEndpoint, log: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_connection(("127.0.0.1", endpoint.port), timeout=30) as slow:
+        slow.send(b"GET /metrics HTTP/1.0\r\n")
+
+        def ended() -> bool:
+            try:
+                slow.send(b"X")
+            except OSError:
+                return True
+            return False
+
+        until(ended)
+    until(lambda: log.records)
+    assert "1 because they took more than 0.5 s" in log.text and capfd.readouterr().err == ""
+
+
+def test_scrapers_that_leave_are_not_logged(
+    registry: CollectorRegistry, log: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    Gauge("big", "Text longer than a socket takes. " * 2**18, registry=registry)
+    endpoint = MetricsEndpoint(MetricsConfig(port=0), registry)
+    before = threading.active_count()
+    for _ in range(9):
+        with socket.create_connection(("127.0.0.1", endpoint.port), timeout=30) as leaves:
+            leaves.send(b"GET /metrics HTTP/1.0\r\n\r\n")
+            leaves.recv(1)
+            leaves.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    until(lambda: threading.active_count() <= before)
+    endpoint.close()
+    assert not log.records and capfd.readouterr().err == ""
+
+
+def test_a_page_that_fails_is_one_record(
+    registry: CollectorRegistry, log: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    class Broken:
+        def respond(self, start_response: object) -> list[bytes]:
+            raise ValueError("broken")
+
+    endpoint = MetricsEndpoint(MetricsConfig(port=0), registry, Broken())
+    assert get(endpoint, "/")[0] == 500
+    endpoint.close()
+    (record,) = log.records
+    assert record.getMessage() == "metrics: a request failed" and "ValueError: broken" in log.text
+    assert capfd.readouterr().err == ""
 
 
 def test_two_servers_in_one_process_do_not_mix() -> None:
