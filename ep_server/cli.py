@@ -9,6 +9,7 @@ import grpc
 import typer
 
 import ep_server
+from ep_server import logs
 from ep_server.commands import bench, config, demo, diagnose, generate, health, inspect, serve
 from ep_server.errors import EpServerError
 
@@ -43,10 +44,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         return int(end.code or 0)
     except EpServerError as error:
-        print(f"ep-server: error: {error}", file=sys.stderr)
+        _say(str(error))
     except grpc.RpcError as error:
-        print(f"ep-server: error: {_status(error)}", file=sys.stderr)
+        _say(_status(error))
     return 1
+
+
+def _say(error: str) -> None:
+    """Behind all lines of the log, unless nobody reads them: the process ends all the same."""
+    if logs.flush():
+        print(f"ep-server: error: {error}", file=sys.stderr)
 
 
 def _status(error: grpc.RpcError) -> str:

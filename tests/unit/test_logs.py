@@ -5,7 +5,10 @@ from __future__ import annotations
 import io
 import json
 import logging
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 
 import pytest
@@ -59,3 +62,48 @@ def test_lines_of_a_rank_say_whose_they_are(stream: io.StringIO) -> None:
     log.info("hello")
     line = json.loads(stream.getvalue())
     assert (line["rank"], line["message"]) == (3, "hello")
+
+
+UNREAD = """
+import logging
+from ep_server import logs
+from ep_server.config import LogConfig
+logs.configure(LogConfig())
+for i in range(3 * logs.QUEUE_LINES):
+    logging.getLogger("ep_server.some").info("line %d", i)
+print("done", flush=True)
+"""
+
+
+def test_nobody_who_logs_waits_for_the_reader() -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", UNREAD], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "done\n"  # no line was read yet
+        assert process.wait() == 0
+
+
+def test_dropped_lines_are_counted(stream: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+    number = 3 * logs.QUEUE_LINES
+    reader, writer = os.pipe()
+    with os.fdopen(reader) as lines, os.fdopen(writer, "w") as error:
+        monkeypatch.setattr(sys, "stderr", error)
+        logs.configure(LogConfig())
+        log = logging.getLogger("ep_server.some")
+        for i in range(number):
+            log.info("line %d", i)
+        read = dropped = 0
+        while read + dropped < number:
+            line = lines.readline()
+            found = re.search(r"WARNING ep_server\.logs: (\d+) log lines were dropped", line)
+            read, dropped = (read + 1, dropped) if found is None else (read, dropped + int(found[1]))
+        assert dropped > 0 and read >= logs.QUEUE_LINES
+        log.info("last")
+        assert lines.readline().endswith(" last\n")
+
+
+def test_lines_that_wait_are_written_at_the_end() -> None:
+    few = UNREAD.replace("3 * logs.QUEUE_LINES", "100")
+    done = subprocess.run([sys.executable, "-c", few], capture_output=True, text=True, check=True)
+    assert [line.rpartition(" ")[2] for line in done.stderr.splitlines()] == [str(i) for i in range(100)]
