@@ -91,12 +91,14 @@ class CallCounter(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unused
         self._refuses = False
         self._none_open = asyncio.Event()
         self._none_open.set()
+        self._arrived = 0
         self._gate = asyncio.Event()
         self._gate.set()
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
         """Counts the call from its first step until its status is on its way."""
         _ARRIVED.set(time.monotonic())
+        self._arrived += 1
         await self._gate.wait()
         handler = await continuation(handler_call_details)
 
@@ -117,6 +119,14 @@ class CallCounter(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unused
             yield
         finally:
             self._gate.set()
+
+    async def lull(self, seconds: float, tries: int) -> None:
+        """Until no call has come for so long: gRPC has handed over all that it had."""
+        for _ in range(tries):
+            before = self._arrived
+            await asyncio.sleep(seconds)
+            if self._arrived == before:
+                return
 
     def entered(self, context: Any) -> None:
         """The handler of a call has its message: from here on its service counts it."""

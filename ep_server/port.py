@@ -31,7 +31,10 @@ from ep_server.messages import Door, MessageReader
 log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 0.5  # for calls that never end by themselves, such as Health.Watch
-HOLD_SECONDS = 0.2  # for calls on their way to be handed over before gRPC cancels the rest
+# gRPC cancels calls that it has not handed over: callers who wait for an answer send no more while theirs is
+# held, and between the calls of others there is a lull.
+HOLD_SECONDS = 0.2
+LULL_SECONDS, LULL_TRIES = 0.003, 100
 DAY_SECONDS = 86400.0  # the longest drain there is; close() comes first
 # A balancer may send callers back for a while, so connections made during a drain soon get GOAWAY too.
 _DRAINING_OPTIONS = [("grpc.max_connection_age_ms", 1000)]
@@ -100,6 +103,7 @@ class Port:
                 bind(new, replace(self._config, port=place.number))
                 self._servers.append(new)
                 await new.start()
+                await self._calls.lull(LULL_SECONDS, LULL_TRIES)
             except (OSError, ConfigError) as error:
                 log.warning("no new connection, also of a probe, is taken during the drain: %s", error)
             stopping = asyncio.create_task(self.server.stop(DAY_SECONDS))

@@ -47,14 +47,17 @@ def number_of(one: Port) -> int:
     return int(one.address.rpartition(":")[2])
 
 
+def channel_to(address: str, files: Path | None = None) -> aio.Channel:
+    """files: certificates, for a port with TLS."""
+    if files is None:
+        return aio.insecure_channel(address)
+    return aio.secure_channel(address, grpc.ssl_channel_credentials((files / "ca.pem").read_bytes()))
+
+
 @asynccontextmanager
 async def watching(address: str, files: Path | None = None) -> AsyncIterator[Any]:
-    """A call that never ends by itself, its first answer read. files: certificates, for a port with TLS."""
-    if files is None:
-        channel = aio.insecure_channel(address)
-    else:
-        channel = aio.secure_channel(address, grpc.ssl_channel_credentials((files / "ca.pem").read_bytes()))
-    async with channel:
+    """A call that never ends by itself, its first answer read. files: as channel_to()."""
+    async with channel_to(address, files) as channel:
         call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
         assert (await next_event(call)).status == SERVING
         yield call
@@ -98,6 +101,17 @@ async def test_a_drained_port_takes_new_connections(host: str) -> None:
             assert not call.done() and not kept.done()
             await one.close(0.0)
             assert (await failure(call)).code() is Code.UNAVAILABLE
+
+
+async def test_a_drained_port_keeps_its_certificates(tmp_path: Path) -> None:
+    files = make_certificates(tmp_path)
+    config = GrpcConfig(port=0, tls_cert=str(files / "server.pem"), tls_key=str(files / "server.key"))
+    async with opened(config) as one, channel_to(one.address, files) as channel, asyncio.timeout(WAIT):
+        check = health_pb2_grpc.HealthStub(channel).Check
+        await check(health_pb2.HealthCheckRequest())
+        one.drain(partial(health.add_HealthServicer_to_server, Health(())))
+        await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
+        assert (await check(health_pb2.HealthCheckRequest())).status == SERVING
 
 
 async def test_a_drain_goes_on_where_the_port_is_taken(
