@@ -57,7 +57,8 @@ def command(
 ) -> None:
     """Show what a checkpoint holds, where its experts would go, and the memory of each rank on this host.
 
-    Reads headers only. What `ep-server serve` takes from the environment or --config counts here too.
+    Reads headers only, and names tensors and keys of config.json that are not used. What `ep-server serve`
+    takes from the environment or --config counts here too.
     --plan needs no weights: it answers for any machine how many ranks a model takes, what each rank holds and
     the time that no step can beat. A plan for GPUs is a forecast from bytes and rates.
     """
