@@ -10,10 +10,8 @@ import asyncio
 import hashlib
 import hmac
 import logging
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
-from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -31,8 +29,6 @@ from ep_server.errors import (
 )
 
 log = logging.getLogger(__name__)
-
-_ARRIVED: ContextVar[float] = ContextVar("arrived")  # of the call that a task handles, monotonic seconds
 
 Continuation = Callable[[Any], Awaitable[Any]]
 Unary = Callable[[Any, Any], Awaitable[Any]]
@@ -97,7 +93,6 @@ class CallCounter(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unused
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
         """Counts the call from its first step until its status is on its way."""
-        _ARRIVED.set(time.monotonic())
         self._arrived += 1
         await self._gate.wait()
         handler = await continuation(handler_call_details)
@@ -157,11 +152,6 @@ class CallCounter(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unused
         if context in self._outside:
             self._outside.remove(context)
             self._on_refused(_status(context))
-
-
-def seconds_since_arrival() -> float:
-    """Of the call that the current task handles."""
-    return time.monotonic() - _ARRIVED.get()
 
 
 class AuthInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unused-ignore]

@@ -46,11 +46,15 @@ class Door:
 
     methods: by "/service/method". max_arriving: calls whose message has not arrived yet.
     on_refused: gets the gRPC status of every call that ends before its handler has its message.
+    measured: "/service/method" whose calls' wait to be accepted is measured, "" = none.
+    on_accept_wait: gets such times, seconds.
     """
 
     methods: Mapping[str, Method] = field(default_factory=dict)
     max_arriving: int = 1024
     on_refused: Callable[[str], None] = lambda status: None
+    measured: str = ""
+    on_accept_wait: Callable[[float], None] = lambda seconds: None
 
 
 _PLAIN = Method(PLAIN_BYTES, lambda: None)

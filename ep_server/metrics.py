@@ -81,6 +81,9 @@ class ServerMetrics:
             self._requests.labels(status, "")
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of admitted requests.")
         self._generated_tokens = counter("generated_tokens", "Tokens drawn for requests.")
+        self._accept_wait = histogram(
+            "accept_wait_seconds", "From the arrival of a Generate call to its acceptance, by probes."
+        )
         self._first_token = histogram("time_to_first_token_seconds", "From admission to the first token.")
         self._token_gap = histogram(
             "inter_token_latency_seconds", "Between two tokens of one request.", TOKEN_EDGES
@@ -128,6 +131,10 @@ class ServerMetrics:
     def on_refused(self, status: str) -> None:
         """A request was refused before a rank saw it."""
         self._requests.labels(status, "").inc()
+
+    def on_accept_wait(self, seconds: float) -> None:
+        """A call waited so long to be accepted."""
+        self._accept_wait.observe(seconds)
 
     def on_first_token(self, seconds: float) -> None:
         """The first token of a request, `seconds` after admission."""

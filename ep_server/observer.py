@@ -53,6 +53,10 @@ class EngineObserver(Protocol):
         """A request was refused before a rank saw it: queue full, duplicate id, bad field, draining."""
         ...
 
+    def on_accept_wait(self, seconds: float) -> None:
+        """Time that a call waited until the process accepted it; a sample, several times a second."""
+        ...
+
     def on_first_token(self, seconds: float) -> None:
         """Time to first token, from admission."""
         ...
@@ -94,6 +98,9 @@ class NullObserver:
         """Ignored."""
 
     def on_refused(self, status: str) -> None:
+        """Ignored."""
+
+    def on_accept_wait(self, seconds: float) -> None:
         """Ignored."""
 
     def on_first_token(self, seconds: float) -> None:

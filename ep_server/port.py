@@ -22,6 +22,7 @@ from pathlib import Path
 
 from grpc import aio
 
+from ep_server.accept_queue import AcceptQueue
 from ep_server.config import GrpcConfig
 from ep_server.endpoint import bind, channel_options
 from ep_server.errors import ConfigError
@@ -53,7 +54,8 @@ class Port:
         self._place: Place | None = None
         self._config = config
         self._calls = CallCounter(door.on_refused)
-        self._interceptors: list[aio.ServerInterceptor] = [ErrorInterceptor(), self._calls]  # type: ignore[type-arg, unused-ignore]
+        self._queue = AcceptQueue(door.measured, door.on_accept_wait)
+        self._interceptors: list[aio.ServerInterceptor] = [self._queue, ErrorInterceptor(), self._calls]  # type: ignore[type-arg, unused-ignore]
         if config.token_file:
             self._interceptors.append(AuthInterceptor(TokenFile(config.token_file), open_services))
         self._interceptors.append(MessageReader(door, self._calls.entered))
@@ -65,7 +67,9 @@ class Port:
         """Takes calls from now on. Returns: host:port. Raises: ConfigError (grpc.host, port, tls_*)."""
         self.address = bind(self.server, self._config)
         self._place = place_of(self.address)
+        self._queue.listen(self.server)
         await self.server.start()
+        self._queue.start()
         return self.address
 
     def drain(self, add_services: Callable[[aio.Server], None]) -> None:
@@ -89,6 +93,7 @@ class Port:
         if self._draining is not None:
             self._draining.cancel()
             await asyncio.wait((self._draining,))
+        await asyncio.to_thread(self._queue.close)
         for server in self._servers:
             await server.stop(None)
 

@@ -84,7 +84,13 @@ class Server:
         observer = observer or NullObserver()
         self.engine = Engine(ranks, settings, observer)
         generate = generate_method(self.engine, model, config.grpc.max_message_bytes)
-        self._door = Door({service.GENERATE: generate}, config.grpc.max_streams, observer.on_refused)
+        self._door = Door(
+            {service.GENERATE: generate},
+            config.grpc.max_streams,
+            observer.on_refused,
+            measured=service.GENERATE,
+            on_accept_wait=observer.on_accept_wait,
+        )
         self._model = model
         self._health = Health(control.public_names(config.grpc))
         self._control = ControlService(self.engine, model, config)

@@ -10,11 +10,11 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from ep_server import requests, wire
+from ep_server.accept_queue import seconds_since_arrival
 from ep_server.call_metadata import CallMetadata, Entrance
 from ep_server.engine import Engine
 from ep_server.errors import InvalidArgument
 from ep_server.flight import Submission
-from ep_server.interceptors import seconds_since_arrival
 from ep_server.messages import Method
 from ep_server.records import FinishReason, Request, TokenEvent
 from ep_server.requests import Limits, ResponseShape

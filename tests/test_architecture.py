@@ -18,7 +18,7 @@ FOUNDATION = {"errors", "records", "config"}
 # Modules that speak gRPC. Everything else at the top of the package works without a wire.
 WIRE = {
     "server", "service", "control", "port", "endpoint", "certificates", "health", "interceptors", "client",
-    "messages", "unread",
+    "accept_queue", "messages", "unread",
 }  # fmt: skip
 # Modules that put the parts together; they may import anything.
 ASSEMBLY = {"__main__", "app", "cli", "demo", "benchmark", "commands"}

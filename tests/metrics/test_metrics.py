@@ -78,6 +78,7 @@ def drive(observer: EngineObserver) -> None:
     observer.on_finished(RequestSummary("CANCELLED", "", 0.1, 5, 0, 0))
     observer.on_freed(0.003)
     observer.on_refused("RESOURCE_EXHAUSTED")
+    observer.on_accept_wait(0.2)
 
 
 def test_a_page_holds_what_was_observed(metrics: ServerMetrics, endpoint: MetricsEndpoint) -> None:

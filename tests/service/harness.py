@@ -42,6 +42,7 @@ class Recorder(NullObserver):
 
     finished: list[RequestSummary] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
+    accept_waits: list[float] = field(default_factory=list)
     freed: list[float] = field(default_factory=list)
     first_tokens: int = 0
     gaps: int = 0
@@ -53,6 +54,9 @@ class Recorder(NullObserver):
 
     def on_finished(self, summary: RequestSummary) -> None:
         self.finished.append(summary)
+
+    def on_accept_wait(self, seconds: float) -> None:
+        self.accept_waits.append(seconds)
 
     def on_refused(self, status: str) -> None:
         self.refused.append(status)

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import tempfile
 import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
+import pytest
 
 from ep_server.service import GENERATE
 from ep_server.v1 import decode_pb2 as pb
@@ -74,3 +77,63 @@ async def test_calls_refused_unread_are_counted(tmp_path: Path) -> None:
         ]
         assert (await failure(call(bytes(8192), metadata=known))).code() is Code.RESOURCE_EXHAUSTED
         await served.until(lambda: len(served.heard.refused) == 5)  # gRPC refuses more than twice the limit
+
+
+def generated(address: str, sent: threading.Event, fields: dict[str, int], **options: float) -> str:
+    """The status of one call of Generate."""
+    with grpc.insecure_channel(address, options=[("grpc.use_local_subchannel_pool", 1)]) as channel:
+        grpc.channel_ready_future(channel).result(WAIT)
+        request = pb.GenerateRequest(
+            token_ids=pb.TokenIds(ids=[1]), stopping=pb.Stopping(max_new_tokens=1), **fields
+        )
+        call = channel.unary_stream(GENERATE)(request.SerializeToString(), **options)
+        sent.set()
+        with suppress(grpc.RpcError):
+            list(call)
+        return str(call.code().name)
+
+
+@pytest.mark.parametrize(
+    ("fields", "options", "status"),
+    [
+        ({"deadline_ms": 1000}, {}, "DEADLINE_EXCEEDED"),
+        ({}, {"timeout": 1.0}, "DEADLINE_EXCEEDED"),
+        ({"deadline_ms": 60_000}, {"timeout": WAIT}, "OK"),
+    ],
+    ids=["in the message", "of the call", "long enough"],
+)
+async def test_waiting_to_be_accepted_counts_against_deadlines(
+    fields: dict[str, int], options: dict[str, float], status: str
+) -> None:
+    async with serving() as served:
+        await served.until(lambda: bool(served.heard.accept_waits))  # probes run
+        sent = threading.Event()
+        call = asyncio.create_task(
+            asyncio.to_thread(generated, served.server.address, sent, fields, **options)
+        )
+        await asyncio.sleep(0)
+        while not sent.wait(0.01):
+            await asyncio.sleep(0)
+        time.sleep(3.0)  # nor does the server, in this loop, accept any
+        assert await call == status
+        await served.until(lambda: max(served.heard.accept_waits) > 1.5)
+        if status != "OK":
+            await served.until(lambda: served.heard.refused == [status])
+            assert served.heard.admitted == 0
+
+
+async def test_a_probe_takes_the_secret_of_the_server() -> None:
+    """Others that name themselves probes are calls like any other."""
+    async with serving() as served:
+        call = served.client.channel.unary_stream(GENERATE)
+        error = await failure(call(b"", metadata=[("epserver-probe", "0-1")]))
+        assert error.code() is Code.INVALID_ARGUMENT
+
+
+async def test_without_a_place_for_probes_calls_are_served(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "absent"))
+    async with serving() as served:
+        assert (await served.client.complete([1], max_new_tokens=1)).token_ids == [2]
+    assert "is not measured" in caplog.text
