@@ -103,6 +103,9 @@ def test_bytes_of_a_step_are_those_of_drawn_routing() -> None:
     assert found.step_seconds == pytest.approx(sum(b.seconds for b in found.bounds[:-1]))
 
 
+PADDING = 0.01  # of the weights below: the router is packed now, and half of its panels is padding
+
+
 @pytest.mark.parametrize(
     ("ranks", "tokens", "bound_ms", "measured_ms"),
     [
@@ -130,9 +133,9 @@ def test_bound_and_expectation_of_what_was_measured(
     )
     weights = sum(bound.seconds for bound in found.bounds[:2])
     if ranks == 1:
-        assert weights * 1e3 == pytest.approx(bound_ms, rel=0.03)
+        assert weights * 1e3 == pytest.approx(bound_ms, rel=PADDING + 0.03)
     low, high = found.expected_seconds or (0.0, 0.0)
-    assert low * 1e3 <= measured_ms <= high * 1e3
+    assert low * 1e3 <= measured_ms * (1 + PADDING) and measured_ms <= high * 1e3
 
 
 def test_the_command(
