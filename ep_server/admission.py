@@ -1,17 +1,20 @@
 """Whether one more request may come in, from counts alone. Knows neither ranks nor streams nor a clock.
 
-Units: requests, seconds (of the clock that the caller passes).
+Units: requests (each sequence of a request counts as one), seconds of the clock that the caller passes.
 """
 
 from __future__ import annotations
 
+import random
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from ep_server.errors import QueueFull
+from ep_server.errors import InvalidArgument, QueueFull
 
-SMOOTHING = 0.2  # weight of the newest gap between two ends
-FIRST_RETRY_SECONDS = 1.0  # before any request ended
-RETRY_SECONDS = (0.05, 10.0)  # bounds of what a refused caller is told
+FIRST_RETRY_SECONDS = 1.0  # before the pace is known
+RETRY_SECONDS = (0.05, 30.0)  # bounds of what a refused caller is told, before jitter
+LEAST_ENDS = 8  # that the pace must rest on before requests are refused by it
+LEAST_WINDOW = 32  # ends that the pace is the mean of
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,40 +27,139 @@ class AdmissionLimits:
     max_streams: int
 
 
-class Admission:
-    """Counts are the caller's; this only judges them and learns how fast requests end."""
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What admission must know of a request, so it can be refused before the rest is read.
 
-    def __init__(self, limits: AdmissionLimits) -> None:
-        self.limits = limits
-        self._last_end: float | None = None
-        self._gap = FIRST_RETRY_SECONDS
+    sequences: that want to come in together or not at all. max_new_tokens: None = not given.
+    timeout: seconds until its deadline, None = it has none.
+    """
 
-    def check(self, in_flight: int, on_wished_rank: int | None, open_streams: int, wanted: int = 1) -> None:
-        """Raises QueueFull if there is no room.
+    sequences: int = 1
+    priority: int = 0
+    dp_rank: int | None = None
+    max_new_tokens: int | None = None
+    timeout: float | None = None
 
-        Args:
-            in_flight: admitted and not yet freed, all ranks.
-            on_wished_rank: the same on the rank that the request insists on, None if any will do.
-            open_streams: neither read to their end nor left, those of requests that have finished included.
-            wanted: how many want to come in, together or not at all.
+
+MOST_URGENT = Asked(priority=2**31 - 1)
+
+
+@dataclass(frozen=True, slots=True)
+class Crowd:
+    """Who is there already, as one request meets them: on the rank that it asks for, or on all.
+
+    open_streams: of all ranks, not yet read to their end. in_flight: admitted and not yet freed.
+    ahead: of these, those that run, or wait and go before the request. behind: those that wait and go after.
+    """
+
+    open_streams: int
+    in_flight: int
+    ahead: int
+    behind: int = 0
+
+
+class Pace:
+    """How fast requests end while all ranks are full, and how long one with a deadline takes to run."""
+
+    def __init__(self, slots: int) -> None:
+        self._slots = slots
+        self._keep = 1 - 1 / max(LEAST_WINDOW, 2 * slots)  # requests that began together end together
+        self._count = 0  # of ends, all of them; the others fade
+        self._ends = self._seconds = 0.0
+        self._last_full: float | None = None
+        self._served = self._serving = self._tokens = self._drawing = 0.0
+
+    def ended(self, now: float, left: int) -> None:
+        """A request that had run left room. left: still in flight.
+
+        Time in which ranks had free room says nothing, nor does who leaves the queue without having run.
         """
-        limits = self.limits
-        if open_streams + wanted > limits.max_streams:
-            raise self._full(f"{open_streams} streams, the limit is grpc.max_streams = {limits.max_streams}")
-        ranks, count = (limits.num_ranks, in_flight) if on_wished_rank is None else (1, on_wished_rank)
-        if count + wanted > ranks * limits.max_running + limits.max_queue:
-            where = "" if on_wished_rank is None else " on the wished rank"
-            raise self._full(
-                f"{count} requests in flight{where}: {ranks * limits.max_running} may run "
-                f"and scheduler.max_queue = {limits.max_queue} may wait"
-            )
+        if self._last_full is not None:
+            self._count += 1
+            self._ends = self._ends * self._keep + 1
+            self._seconds = self._seconds * self._keep + now - self._last_full
+        self._last_full = now if left >= self._slots else None
 
-    def ended(self, now: float) -> None:
-        """A request left; the smoothed gap between two of these is what a refused caller is told to wait."""
-        if self._last_end is not None:
-            self._gap += SMOOTHING * (now - self._last_end - self._gap)
-        self._last_end = now
+    def served(self, seconds: float, tokens: int) -> None:
+        """A request with a deadline finished, `seconds` after its first step."""
+        self._served, self._serving = self._served * self._keep + 1, self._serving * self._keep + seconds
+        self._tokens, self._drawing = self._tokens * self._keep + tokens, self._drawing * self._keep + seconds
 
-    def _full(self, why: str) -> QueueFull:
+    @property
+    def gap(self) -> float | None:
+        """Mean seconds between two ends; None before there were enough."""
+        return self._seconds / self._ends if self._count >= LEAST_ENDS else None
+
+    def service(self, max_new_tokens: int | None) -> float:
+        """Seconds that a request with a deadline will probably run; 0 before one did."""
+        if not self._served:
+            return 0.0
+        usual = self._serving / self._served
+        return usual if max_new_tokens is None else min(usual, max_new_tokens * self._drawing / self._tokens)
+
+
+class Admission:
+    """Counts are the caller's; this only judges them, by the limits and by how fast requests end.
+
+    draw: from [0, 1), the jitter of what refused callers are told.
+    """
+
+    def __init__(self, limits: AdmissionLimits, draw: Callable[[], float] = random.random) -> None:
+        self.limits = limits
+        self.pace = Pace(limits.num_ranks * limits.max_running)
+        self._draw = draw
+
+    def check(self, asked: Asked, crowd: Crowd) -> int:
+        """Returns: how many of those behind the request must leave for it to have room.
+
+        Raises: InvalidArgument if it can never have room; QueueFull if it has none now, or would probably
+            miss its deadline.
+        """
+        limits, wanted = self.limits, asked.sequences
+        ranks = limits.num_ranks if asked.dp_rank is None else 1
+        slots = ranks * limits.max_running
+        self._check_possible(wanted, slots + limits.max_queue)
+        wait = self._wait(crowd.ahead + wanted - slots, ranks)
+        if crowd.open_streams + wanted > limits.max_streams:
+            why = f"{crowd.open_streams} streams, the limit is grpc.max_streams = {limits.max_streams}"
+            raise self._refusal(f"queue full: {why}", wait)
+        over = max(crowd.ahead + crowd.behind + wanted - slots - limits.max_queue, 0)
+        is_full = crowd.in_flight + wanted > slots + limits.max_queue
+        if is_full and (not crowd.behind or over > crowd.behind):
+            where = "" if asked.dp_rank is None else " on the wished rank"
+            why = f"queue full: {crowd.in_flight} requests in flight{where}: {slots} may run "
+            raise self._refusal(why + f"and scheduler.max_queue = {limits.max_queue} may wait", wait)
+        self._check_deadline(asked, wait)
+        return over
+
+    def displaced(self, ahead: int) -> QueueFull:
+        """The error of a request that leaves for one of higher priority. ahead: as in Crowd."""
+        wait = self._wait(ahead + 1 - self.limits.num_ranks * self.limits.max_running, self.limits.num_ranks)
+        return self._refusal("queue full: a request of higher priority took the place of this one", wait)
+
+    def _refusal(self, why: str, wait: float | None) -> QueueFull:
+        """wait: seconds until there would be room, None = unknown."""
         low, high = RETRY_SECONDS
-        return QueueFull(f"queue full: {why}", round(1000 * min(max(self._gap, low), high)))
+        seconds = min(max(FIRST_RETRY_SECONDS if wait is None else wait, low), high)
+        # Callers that are refused together must not come back together.
+        return QueueFull(why, round(1000 * seconds * (1 + self._draw())))
+
+    def _wait(self, ends: int, ranks: int) -> float | None:
+        """Seconds until so many requests of `ranks` ranks have ended; None = unknown."""
+        gap = self.pace.gap
+        return None if gap is None else max(ends, 0) * gap * self.limits.num_ranks / ranks
+
+    def _check_possible(self, wanted: int, room: int) -> None:
+        most = min(room, self.limits.max_streams)
+        if wanted > most:
+            why = "as ranks x scheduler.max_running + scheduler.max_queue and grpc.max_streams allow"
+            raise InvalidArgument("sampling.num_sequences", wanted, f"at most {most}, {why}")
+
+    def _check_deadline(self, asked: Asked, wait: float | None) -> None:
+        if not wait or asked.timeout is None:
+            return  # it begins at once, or nobody knows
+        needed = wait + self.pace.service(asked.max_new_tokens)
+        if needed > asked.timeout:
+            why = f"the request would end in {needed:.3g} s, its deadline is in {max(asked.timeout, 0):.3g} s"
+            raise self._refusal(f"queue too long: {why}", needed - asked.timeout)

@@ -1,6 +1,6 @@
 """[10] From the ranks to the streams: tokens, ends, frees. Implements RankListener.
 
-Knows neither gRPC nor admission; everything happens in one event loop and nothing here blocks.
+Knows no gRPC and admits nothing; everything happens in one event loop and nothing here blocks.
 A request leaves in two steps: its stream ends (reader and id are free), then its rank has freed its KV
 blocks (room is free). Every end is one event of the lifecycle table.
 """
@@ -11,6 +11,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
+from ep_server.admission import Pace
 from ep_server.errors import (
     DeadlineExceeded,
     EpServerError,
@@ -35,7 +36,7 @@ DEADLINE_SLACK_SECONDS = 0.05
 class Delivery:
     """Follows admitted requests to their end.
 
-    on_room: called with the time whenever a request's KV blocks are free.
+    pace: learns how fast requests end.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class Delivery:
         flights: FlightTable,
         observer: EngineObserver,
         clock: Callable[[], float],
-        on_room: Callable[[float], None],
+        pace: Pace,
     ) -> None:
         self.lost = asyncio.Event()
         self.lost_message = ""
@@ -53,7 +54,7 @@ class Delivery:
         self._flights = flights
         self._observer = observer
         self._clock = clock
-        self._on_room = on_room
+        self._pace = pace
 
     def on_tokens(self, rank: int, events: Sequence[TokenEvent]) -> None:
         """Delivers the tokens of one step; those of requests that ended meanwhile are dropped."""
@@ -162,6 +163,8 @@ class Delivery:
         self, flight: Flight, reason: FinishReason, match: int | str | None, *, at_rank: bool
     ) -> None:
         self._end(flight, Event.FINISH, "OK", reason)
+        if flight.deadline is not None:
+            self._pace.served(flight.last_at - flight.admitted_at - flight.queued, flight.output_tokens)
         flight.stream.finish(flight.completion(reason, match))
         self._leave_rank(flight, at_rank=at_rank)
 
@@ -188,7 +191,8 @@ class Delivery:
     def _free(self, flight: Flight) -> None:
         now = self._clock()
         self._flights.freed(flight)
-        self._on_room(now)
+        if flight.output_tokens:
+            self._pace.ended(now, len(self._flights))
         if flight.cancelled_at is not None:
             self._observer.on_freed(now - flight.cancelled_at)
 

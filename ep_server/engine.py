@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from ep_server.admission import Admission, AdmissionLimits
+from ep_server.admission import MOST_URGENT, Admission, AdmissionLimits, Asked
 from ep_server.delivery import Delivery
 from ep_server.errors import (
     ContextLengthExceeded,
@@ -82,7 +83,9 @@ class Engine:
         settings: EngineSettings,
         observer: EngineObserver | None = None,
         clock: Callable[[], float] = time.monotonic,
+        draw: Callable[[], float] = random.random,
     ) -> None:
+        """draw: from [0, 1), the jitter of what refused callers are told."""
         self.settings = settings
         self.max_context = settings.max_context
         self.num_ranks = ranks.num_ranks
@@ -94,9 +97,9 @@ class Engine:
         limits = AdmissionLimits(
             ranks.num_ranks, settings.max_running, settings.max_queue, settings.max_streams
         )
-        self._admission = Admission(limits)
+        self._admission = Admission(limits, draw)
         self._flights = FlightTable(ranks.num_ranks)
-        self._delivery = Delivery(ranks, self._flights, self._observer, clock, self._admission.ended)
+        self._delivery = Delivery(ranks, self._flights, self._observer, clock, self._admission.pace)
         self._numbers = itertools.count(1)
         self._submitted = 0
         self._open_streams = 0
@@ -141,18 +144,33 @@ class Engine:
         if self._state is EngineState.STARTING:
             self._state = EngineState.SERVING
 
+    def check_room(self, asked: Asked = MOST_URGENT) -> None:
+        """Refuses a request before the rest of it is read. submit() decides again.
+
+        Args:
+            asked: by default a request that has room if any has.
+
+        Raises: Unavailable, Draining, RankLost, DeadlineExceeded, InvalidArgument, QueueFull.
+        """
+        self._check_now(asked)
+        self._admission.check(asked, self._flights.crowd(asked, self._open_streams))
+
     def submit(self, sequences: Sequence[Submission]) -> list[tuple[Request, TokenStream]]:
         """Admits a request and gives it to a rank. `close()` the streams when their reader leaves.
+
+        A full queue makes room for a request of higher priority: who waits last in order leaves.
 
         Args:
             sequences: of one request, at least one: same id, prompt and limits.
         Returns: for each, the request as the rank gets it (number, dp_rank) and its tokens.
 
         Raises: Unavailable, Draining, RankLost, DuplicateRequest, ContextLengthExceeded, DeadlineExceeded,
-            QueueFull. Nothing is left behind then.
+            InvalidArgument, QueueFull. Nothing is left behind then.
         """
-        self._check_state()
-        self._check_request(sequences[0], len(sequences))
+        asked = _asked(sequences)
+        self._check_now(asked)
+        self._check_request(sequences[0].request)
+        self._make_room(asked)
         loads = self._flights.loads(self.ready)
         rank = choose_rank(loads, sequences[0].request, sequences[0].near)
         admitted: list[tuple[Request, TokenStream]] = []
@@ -180,14 +198,6 @@ class Engine:
         except Exception:
             self._observer.on_refused(InternalError.status)
             raise
-
-    def check_room(self) -> None:
-        """Raises what submit() would raise for any request: it need not be read then.
-
-        Raises: Unavailable, Draining, RankLost, QueueFull.
-        """
-        self._check_state()
-        self._admission.check(len(self._flights), None, self._open_streams)
 
     def abort(self, request_id: str) -> bool:
         """Ends a request with CANCELLED; False if nobody runs or reads it."""
@@ -246,26 +256,32 @@ class Engine:
         if not in_order or self._no_streams.is_set() != (counts.open_streams == 0):
             raise InternalError(f"open streams do not fit in {self!r}")
 
-    def _check_state(self) -> None:
+    def _check_now(self, asked: Asked) -> None:
         if self.state is EngineState.STARTING:
             raise Unavailable("the server is starting: its ranks load weights")
         if self.state is EngineState.LOST:
             raise RankLost(self.lost_message)
         if self.state is not EngineState.SERVING:
             raise Draining("the server is shutting down")
+        if asked.timeout is not None and asked.timeout <= 0:
+            raise DeadlineExceeded("the deadline passed before the request was admitted")
 
-    def _check_request(self, submission: Submission, sequences: int) -> None:
-        request = submission.request
+    def _check_request(self, request: Request) -> None:
         if self._flights.with_id(request.request_id):
             raise DuplicateRequest(f"request_id {request.request_id!r} is in flight")
         length = len(request.prompt_ids) + request.stopping.max_new_tokens
         if length > self.max_context:
             raise ContextLengthExceeded(f"prompt + max_new_tokens = {length}: at most {self.max_context}")
-        if submission.timeout is not None and submission.timeout <= 0:
-            raise DeadlineExceeded("the deadline passed before the request was admitted")
-        wished = request.dp_rank
-        on_wished = None if wished is None else self._flights.ranks[wished].in_flight
-        self._admission.check(len(self._flights), on_wished, self._open_streams, sequences)
+
+    def _make_room(self, asked: Asked) -> None:
+        """Lets those leave whose place the request takes. Raises: QueueFull if they cannot."""
+        crowd = self._flights.crowd(asked, self._open_streams)
+        over = self._admission.check(asked, crowd)
+        leaving = self._flights.behind(asked, over)
+        if over and not leaving:  # those that wait belong to requests that have begun
+            raise self._admission.displaced(crowd.ahead + crowd.behind)
+        for flight in leaving:
+            self._delivery.fail(flight, Event.FAIL, self._admission.displaced(crowd.ahead + crowd.behind))
 
     def _submit(self, submission: Submission, rank: int) -> tuple[Request, TokenStream]:
         request = replace(submission.request, number=next(self._numbers), dp_rank=rank)
@@ -295,3 +311,14 @@ class Engine:
         if self._open_streams == 0:
             self._no_streams.set()
         self._delivery.reader_left(flight, error)
+
+
+def _asked(sequences: Sequence[Submission]) -> Asked:
+    request = sequences[0].request
+    return Asked(
+        sequences=len(sequences),
+        priority=request.priority,
+        dp_rank=request.dp_rank,
+        max_new_tokens=request.stopping.max_new_tokens,
+        timeout=sequences[0].timeout,
+    )

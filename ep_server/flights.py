@@ -7,9 +7,11 @@ Units: requests, tokens, blocks.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from ep_server.admission import Asked, Crowd
 from ep_server.errors import InternalError
 from ep_server.flight import Flight
 from ep_server.records import RankLoad, RankReady
@@ -24,6 +26,7 @@ class RankCount:
     running: int = 0
     releasing: int = 0
     tokens: int = 0
+    priorities: Counter[int] = field(default_factory=Counter)  # of those that wait
 
     @property
     def in_flight(self) -> int:
@@ -65,13 +68,13 @@ class FlightTable:
         self._by_id.setdefault(flight.request.request_id, []).append(flight)
         self._by_number[flight.request.number] = flight
         count = self.ranks[flight.rank]
-        count.waiting += 1
+        _count_waiting(count, flight, 1)
         count.tokens += len(flight.request.prompt_ids)
 
     def started(self, flight: Flight) -> None:
         """Its first token came."""
         count = self.ranks[flight.rank]
-        count.waiting -= 1
+        _count_waiting(count, flight, -1)
         count.running += 1
 
     def grew(self, flight: Flight) -> None:
@@ -89,7 +92,7 @@ class FlightTable:
         if flight.output_tokens:
             count.running -= 1
         else:
-            count.waiting -= 1
+            _count_waiting(count, flight, -1)
         count.releasing += 1
 
     def read(self, flight: Flight) -> None:
@@ -116,6 +119,28 @@ class FlightTable:
             for count, rank in zip(self.ranks, ready, strict=True)
         ]
 
+    def crowd(self, asked: Asked, open_streams: int) -> Crowd:
+        """Who is there already, as a request meets them."""
+        ranks = self.ranks if asked.dp_rank is None else [self.ranks[asked.dp_rank]]
+        counts = [(priority, n) for rank in ranks for priority, n in rank.priorities.items()]
+        behind = sum(n for priority, n in counts if priority < asked.priority)
+        active = sum(rank.waiting + rank.running for rank in ranks)
+        return Crowd(open_streams, sum(rank.in_flight for rank in ranks), active - behind, behind)
+
+    def behind(self, asked: Asked, count: int) -> list[Flight]:
+        """Whole requests that wait behind one, at least `count` flights, the last in order first.
+
+        Empty if there are not as many: some sequences of a request may have a token already.
+        """
+        found: list[Flight] = []
+        for flights in sorted(self._by_id.values(), key=lambda each: _order(each[0])):
+            if len(found) >= count or flights[0].request.priority >= asked.priority:
+                break
+            on_rank = asked.dp_rank is None or flights[0].rank == asked.dp_rank
+            if on_rank and all(flight.state is State.QUEUED for flight in flights):
+                found += flights
+        return found if len(found) >= count else []
+
     def check_integrity(self) -> None:
         """Raises InternalError if tables, states or counts disagree."""
         counted = [RankCount() for _ in self.ranks]
@@ -128,7 +153,8 @@ class FlightTable:
             if not has_id and (flight.cancelled_at is None or flight.timer is not None):
                 raise InternalError(f"request number {number} ended and nobody frees it")
             count = counted[flight.rank]
-            count.waiting += flight.state is State.QUEUED
+            if flight.state is State.QUEUED:
+                _count_waiting(count, flight, 1)
             count.running += flight.state is State.RUNNING
             count.releasing += flight.state.ended
             count.tokens += len(flight.request.prompt_ids) + flight.output_tokens
@@ -139,6 +165,17 @@ class FlightTable:
         unread = [flight for flights in self._unread.values() for flight in flights]
         if len(unread) != self.unread or any(f.stream.closed or not f.state.ended for f in unread):
             raise InternalError(f"{self.unread} unread flights, the table has {unread}")
+
+
+def _order(flight: Flight) -> tuple[int, int]:
+    return flight.request.priority, -flight.request.number
+
+
+def _count_waiting(count: RankCount, flight: Flight, change: int) -> None:
+    count.waiting += change
+    count.priorities[flight.request.priority] += change
+    if not count.priorities[flight.request.priority]:
+        del count.priorities[flight.request.priority]
 
 
 def _remove(table: dict[str, list[Flight]], flight: Flight) -> None:

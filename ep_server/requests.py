@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ep_server import ranges
+from ep_server.admission import Asked
 from ep_server.call_metadata import PRIORITY_KEY, RANK_KEY, CallMetadata, agreed
 from ep_server.config import Config
 from ep_server.errors import ContextLengthExceeded, InvalidArgument, NotFound
@@ -120,6 +121,19 @@ def request_id(proto: Any) -> str:
         allowed = f"1 to {MAX_REQUEST_ID} printable ASCII characters without spaces"
         raise InvalidArgument("request_id", given[:SHOWN], allowed)
     return given
+
+
+def asked(proto: Any, metadata: CallMetadata, timeout: float | None, limits: Limits) -> Asked:
+    """What admission must know, before the rest is looked at. Raises: InvalidArgument."""
+    stopping = proto.stopping
+    rank = agreed(RANK_KEY, metadata.dp_rank, proto.dp_rank if proto.HasField("dp_rank") else None)
+    return Asked(
+        sequences=min(max(_given(proto.sampling, "num_sequences", 1), 1), MAX_SEQUENCES),
+        priority=agreed(PRIORITY_KEY, metadata.priority, proto.priority or None) or 0,
+        dp_rank=rank if rank is not None and rank < limits.num_ranks else None,
+        max_new_tokens=stopping.max_new_tokens if stopping.HasField("max_new_tokens") else None,
+        timeout=timeout,
+    )
 
 
 def build(

@@ -78,6 +78,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):  # type: ignore[misc, unuse
         requests.check_counts(requests.counts(request), requests.most_elements(self._model, limits))
         pairs = context.invocation_metadata() or ()
         metadata, near = CallMetadata.of(pairs), self._entrance.near(pairs)
+        timeout = requests.timeout_seconds(request, seconds_since_arrival(), context.time_remaining())
+        # Before the prompt is encoded: under overload most calls end here.
+        self._engine.check_room(requests.asked(request, metadata, timeout, limits))
         prompt_ids = await self._prompt_ids(request, limits)
         timeout = requests.timeout_seconds(request, seconds_since_arrival(), context.time_remaining())
         built = requests.build(request, metadata, prompt_ids, self._model, limits)

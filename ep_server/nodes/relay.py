@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -223,7 +224,7 @@ class Relay:
         limit = self._settings.max_streams
         if self.open_streams >= limit:
             full = f"{self.open_streams} streams, the limit of this node is grpc.max_streams = {limit}"
-            raise QueueFull(full, _RETRY_MS)
+            raise QueueFull(full, round(_RETRY_MS * (1 + random.random())))
 
     def _check(self) -> None:
         if self._ended:

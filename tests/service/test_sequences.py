@@ -6,7 +6,7 @@ import pytest
 
 from ep_server.ranks.fake import LIMITS, FakeRanks
 from ep_server.records import Request
-from tests.service.harness import Code, failure, next_event, rest, serving
+from tests.service.harness import Code, failure, next_event, rest, serving, trailers
 
 
 def by_seed(request: Request, index: int) -> int:
@@ -111,8 +111,19 @@ async def test_all_are_admitted_or_none(fields: dict[str, int]) -> None:
     async with serving(scheduler__max_running=2, scheduler__max_queue=2) as served:
         served.ranks.hold()
         error = await failure(served.client.generate([1], num_sequences=5, **fields))
-        assert error.code() is Code.RESOURCE_EXHAUSTED
-        assert served.ranks.requests == {} and served.heard.admitted == 0
+        assert error.code() is Code.INVALID_ARGUMENT and "at most 4" in error.details()
+        assert "scheduler.max_queue" in error.details()
+        assert "grpc-retry-pushback-ms" not in trailers(error)  # it would never fit
+        assert trailers(error)["epserver-field"] == "sampling.num_sequences"
+        blocker = served.client.generate([1], max_new_tokens=2, **fields)
+        await next_event(blocker)
+        error = await failure(served.client.generate([1], num_sequences=4, **fields))
+        assert error.code() is Code.RESOURCE_EXHAUSTED and "grpc-retry-pushback-ms" in trailers(error)
+        served.ranks.release()
+        await rest(blocker)
+        served.ranks.requests.clear()
+        served.ranks.hold()
+        assert served.ranks.requests == {} and served.heard.admitted == 1
         call = served.client.generate([1], num_sequences=4, max_new_tokens=2, **fields)
         await next_event(call)
         served.ranks.release()

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
+from ep_server.admission import Asked, Crowd
 from ep_server.errors import InternalError
 from ep_server.flight import Flight
 from ep_server.flights import FlightTable
@@ -16,8 +17,9 @@ from ep_server.stream import TokenStream
 READY = [RankReady(rank, 0, 8, 16, 0, 0, 0, 0.0) for rank in range(2)]
 
 
-def flight(number: int, rank: int = 0, prompt: int = 20) -> Flight:
-    request = Request(str(number), number, (1,) * prompt, Sampling(), Stopping(max_new_tokens=4))
+def flight(number: int, rank: int = 0, prompt: int = 20, priority: int = 0, name: str = "") -> Flight:
+    stopping = Stopping(max_new_tokens=4)
+    request = Request(name or str(number), number, (1,) * prompt, Sampling(), stopping, priority)
     return Flight(request, rank, None, TokenStream(8, 1, lambda _: None), 0.0)
 
 
@@ -45,6 +47,39 @@ def test_a_request_goes_through_the_table() -> None:
     made.freed(first)
     made.check_integrity()
     assert len(made) == 1 and made.ranks[0].in_flight == made.ranks[0].tokens == 0
+
+
+def test_who_waits_ahead_and_who_behind() -> None:
+    made = FlightTable(2)
+    flights = [
+        flight(number, rank, priority=priority)
+        for number, (rank, priority) in enumerate([(0, 1), (0, 0), (1, 0), (0, 2), (0, 0)])
+    ]
+    for each in flights:
+        made.add(each)
+    flights[1].state = State.RUNNING
+    made.started(flights[1])
+    made.grew(flights[1])
+    assert made.crowd(Asked(priority=0), 7) == Crowd(7, 5, ahead=5, behind=0)
+    assert made.crowd(Asked(priority=2), 7) == Crowd(7, 5, ahead=2, behind=3)
+    assert made.crowd(Asked(priority=2, dp_rank=0), 7) == Crowd(7, 4, ahead=2, behind=2)
+    assert made.behind(Asked(priority=2), 2) == [flights[4], flights[2]]  # not 1, which runs
+    assert made.behind(Asked(priority=2, dp_rank=0), 2) == [flights[4], flights[0]]
+    assert made.behind(Asked(priority=2), 4) == []
+    made.check_integrity()
+
+
+def test_sequences_of_one_request_leave_together() -> None:
+    made = FlightTable(1)
+    pair = [flight(number, name="pair") for number in (1, 2)]
+    begun = [flight(number, name="begun") for number in (3, 4)]
+    for each in [*pair, *begun]:
+        made.add(each)
+    begun[0].state = State.RUNNING
+    made.started(begun[0])
+    made.grew(begun[0])
+    assert made.behind(Asked(priority=1), 1) == pair
+    assert made.behind(Asked(priority=1), 3) == []
 
 
 def ended_without_the_table(made: FlightTable, first: Flight) -> None:
