@@ -116,12 +116,13 @@ class Checkpoint:
             places in a shard which does not hold it.
         """
         directory = Path(path)
-        if not is_there(directory / INDEX):
-            single = directory / SINGLE
-            if not is_there(single):
-                raise _no_weights(directory)
+        single, index = directory / SINGLE, directory / INDEX
+        indexed = is_there(index)
+        if is_there(single):  # counts even beside an index, as in transformers
             return Checkpoint(directory, (single,), _read_header(single))
-        placed = _read_index(directory / INDEX)
+        if not indexed:
+            raise _no_weights(directory)
+        placed = _read_index(index)
         held = {file: _read_header(directory / file) for file in sorted(set(placed.values()))}
         for name, file in placed.items():
             if name not in held[file]:

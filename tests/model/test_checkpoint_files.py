@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 
 from ep_server.config import ModelConfig
@@ -249,7 +250,8 @@ def test_every_broken_shard_is_named(tmp_path: Path, content: bytes) -> None:
 
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "tokenizer.json", SINGLE, INDEX])
 def test_what_is_not_a_file_is_not_taken_for_absent(tiny: Get, tmp_path: Path, name: str) -> None:
-    path = copied(tiny("qwen3_moe").path, tmp_path / "copy")
+    case = "qwen3_moe-dense-layer-bias-shards" if name == INDEX else "qwen3_moe"
+    path = copied(tiny(case).path, tmp_path / "copy")
     file = path / name
 
     def fails(message: str) -> None:
@@ -272,6 +274,18 @@ def test_what_is_not_a_file_is_not_taken_for_absent(tiny: Get, tmp_path: Path, n
     file.unlink()
     file.write_bytes(POINTER)
     fails(r"is a git-lfs pointer, not the file itself: run `git lfs pull`")
+
+
+def test_a_single_file_counts_beside_an_index(tiny: Get, tmp_path: Path) -> None:
+    """As in transformers, which is asked here."""
+    path = copied(tiny("qwen3_moe").path, tmp_path / "copy")
+    stale = {name: values * 2 for name, values in load_file(path / SINGLE).items()}
+    save_file(stale, path / "stale.safetensors")
+    index = {"metadata": {}, "weight_map": dict.fromkeys(stale, "stale.safetensors")}
+    (path / INDEX).write_text(json.dumps(index))
+    model = transformers.AutoModelForCausalLM.from_pretrained(path)
+    weights = load_weights(Checkpoint.open(path), read_spec(path), [0], torch.float32, TorchCompute())
+    assert_equal(weights.embedding, model.model.embed_tokens.weight.data, "embedding")
 
 
 def test_links_to_files_are_followed(tiny: Get, tmp_path: Path) -> None:
