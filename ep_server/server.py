@@ -2,7 +2,8 @@
 
 The gRPC port opens first: health says that the process works, its services are NOT_SERVING. Then the ranks
 load; then the services are SERVING.
-The first SIGTERM or SIGINT drains, the second stops at once. A lost rank ends the server with exit code 1.
+This process's first SIGTERM or SIGINT drains, its second stops at once; a stop that another node asks for is
+neither. A lost rank ends the server with exit code 1.
 """
 
 from __future__ import annotations
@@ -98,6 +99,7 @@ class Server:
         self._control_port: Port | None = None
         self._others = others
         self._failure = ""
+        self._signalled = False  # this process was told to stop; a stop of the other nodes does not count
         self._stop_asked = asyncio.Event()
         self._stop_now = asyncio.Event()
 
@@ -179,8 +181,9 @@ class Server:
             log.info("stopped")
 
     def ask_to_stop(self) -> None:
-        """Drains; asked for a second time, stops at once."""
-        (self._stop_now if self._stop_asked.is_set() else self._stop_asked).set()
+        """Drains; asked for a second time, stops at once. Drains too if another node asked before."""
+        (self._stop_now if self._signalled else self._stop_asked).set()
+        self._signalled = True
 
     def _say(self, *, serving: bool) -> None:
         self._health.set(serving=serving)

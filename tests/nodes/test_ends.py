@@ -90,6 +90,40 @@ async def test_whoever_is_told_to_stop_all_drain_and_end_well(told: int) -> None
         assert all(server.said(r"^libfabric \S+, provider \S+, ") for server in servers)  # by each rank
 
 
+@pytest.mark.parametrize(
+    ("first", "awaited"),
+    [
+        pytest.param(1, "node 1 was told to stop", id="follower-first"),
+        pytest.param(0, "draining, at most", id="leader-first"),
+        pytest.param(0, "", id="at-once"),
+    ],
+)
+async def test_both_nodes_told_to_stop_still_drain(first: int, awaited: str) -> None:
+    """A stop that comes from the other node is no first signal: the own first one does not stop at once."""
+    async with serving() as servers, streams(*servers, new_tokens=1000) as calls:
+        servers[first].signal(signal.SIGTERM)
+        if awaited:
+            await servers[0].until(lambda: servers[0].said(awaited))
+        servers[1 - first].signal(signal.SIGTERM)
+        for call in calls:
+            assert (await rest(call))[-1].finished.usage.output_tokens == 1000
+        assert [await server.end() for server in servers] == [0, 0]
+        assert servers[0].said("draining, at most")
+
+
+async def test_a_second_own_signal_stops_at_once() -> None:
+    """Also where another node asked first."""
+    async with serving() as servers, streams(*servers, new_tokens=2000) as calls:
+        servers[1].signal(signal.SIGTERM)
+        await servers[0].until(lambda: servers[0].said("node 1 was told to stop"))
+        servers[0].signal(signal.SIGTERM)
+        servers[0].signal(signal.SIGTERM)
+        servers[0].signal(signal.SIGINT)
+        for call in calls:
+            assert (await failure(call)).code() is Code.UNAVAILABLE
+        assert [await server.end() for server in servers] == [0, 0]
+
+
 @pytest.mark.parametrize("told", [0, pytest.param(1, marks=pytest.mark.slow)], ids=["leader", "follower"])
 async def test_signals_up_to_the_last_moment_change_no_exit_code(told: int) -> None:
     async with serving() as servers:
