@@ -178,7 +178,8 @@ class RankProcesses:
             listener.on_request_failed(rank, failed.number, failed.message)
         elif kind == "fatal":
             fatal = message.fatal
-            self._sign(Sign(kind_of(fatal.error_class), rank, error_of(fatal)))
+            peer = fatal.peer if fatal.HasField("peer") else None
+            self._sign(Sign(kind_of(fatal.error_class), rank, error_of(fatal), peer))
         else:
             self._on_starting(rank, kind, message)
 

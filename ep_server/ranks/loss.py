@@ -6,8 +6,8 @@ waited for it. Knows no process, channel or clock.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from ep_server.errors import ConfigError, EpServerError, StartupError
@@ -39,18 +39,37 @@ def kind_of(error_class: str) -> Kind:
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """That a rank is lost."""
+    """That a rank is lost. peer: for whom it waited in vain, where it says so."""
 
     kind: Kind
     rank: int
     error: EpServerError
+    peer: int | None = None
 
 
 def cause(signs: Sequence[Sign]) -> Sign:
-    """The best of at least one sign; what a rank said explains its exit, whichever arrives first."""
+    """The best of at least one sign; what a rank said explains its exit, whichever arrives first.
+
+    Where ranks waited in vain, its rank is the one at the end of the chain of waits, not one that waited.
+    """
     spoke = {sign.rank for sign in signs if sign.kind not in (Kind.EXIT, Kind.CLOSED)}
-    unexplained = (sign for sign in signs if sign.kind is not Kind.EXIT or sign.rank not in spoke)
-    return min(unexplained, key=lambda sign: sign.kind)
+    unexplained = [sign for sign in signs if sign.kind is not Kind.EXIT or sign.rank not in spoke]
+    best = min(unexplained, key=lambda sign: sign.kind)
+    waits = {sign.rank: sign.peer for sign in signs if sign.kind is Kind.PEER and sign.peer is not None}
+    if best.kind is not Kind.PEER or best.rank not in waits:
+        return best
+    end = _end_of(waits, best.rank)
+    told = next((sign for sign in unexplained if sign.kind is Kind.PEER and sign.peer == end), best)
+    return replace(told, rank=end)
+
+
+def _end_of(waits: Mapping[int, int], rank: int) -> int:
+    """Who is waited for, and waits for nobody; of ranks that wait in a ring, the last one met."""
+    met = {rank}
+    while (peer := waits.get(rank)) is not None and peer not in met:
+        met.add(peer)
+        rank = peer
+    return rank
 
 
 def start_error(sign: Sign, *, several: bool) -> StartupError:

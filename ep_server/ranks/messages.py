@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from itertools import islice
 
 from ep_server import errors
-from ep_server.errors import ConfigError, EpServerError, InternalError
+from ep_server.errors import ConfigError, EpServerError, InternalError, PeerLost, PeerTimeout
 from ep_server.records import (
     FinishReason,
     RankLoad,
@@ -227,7 +227,10 @@ def fatal_message(error: BaseException) -> pb.FromRank:
             )
         )
     if isinstance(error, EpServerError):
-        return pb.FromRank(fatal=pb.Fatal(error_class=type(error).__name__, message=one_line(error)))
+        fatal = pb.Fatal(error_class=type(error).__name__, message=one_line(error))
+        if isinstance(error, PeerTimeout | PeerLost):
+            fatal.peer = error.peer
+        return pb.FromRank(fatal=fatal)
     message = f"{type(error).__name__}: {one_line(error)}"
     return pb.FromRank(fatal=pb.Fatal(error_class="InternalError", message=message))
 

@@ -367,15 +367,17 @@ class PeerWait(_message.Message):
     def __init__(self, op: _Optional[str] = ..., peer: _Optional[int] = ..., wait_ns: _Optional[int] = ...) -> None: ...
 
 class Fatal(_message.Message):
-    __slots__ = ("error_class", "message", "field", "value_json", "allowed")
+    __slots__ = ("error_class", "message", "field", "value_json", "allowed", "peer")
     ERROR_CLASS_FIELD_NUMBER: _ClassVar[int]
     MESSAGE_FIELD_NUMBER: _ClassVar[int]
     FIELD_FIELD_NUMBER: _ClassVar[int]
     VALUE_JSON_FIELD_NUMBER: _ClassVar[int]
     ALLOWED_FIELD_NUMBER: _ClassVar[int]
+    PEER_FIELD_NUMBER: _ClassVar[int]
     error_class: str
     message: str
     field: str
     value_json: str
     allowed: str
-    def __init__(self, error_class: _Optional[str] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., value_json: _Optional[str] = ..., allowed: _Optional[str] = ...) -> None: ...
+    peer: int
+    def __init__(self, error_class: _Optional[str] = ..., message: _Optional[str] = ..., field: _Optional[str] = ..., value_json: _Optional[str] = ..., allowed: _Optional[str] = ..., peer: _Optional[int] = ...) -> None: ...

@@ -10,8 +10,8 @@ from ep_server.errors import CheckpointError, ConfigError, EpServerError, RankLo
 from ep_server.ranks.loss import Kind, Sign, cause, kind_of, start_error
 
 
-def sign(kind: Kind, rank: int) -> Sign:
-    return Sign(kind, rank, RankLost(kind.name))
+def sign(kind: Kind, rank: int, peer: int | None = None) -> Sign:
+    return Sign(kind, rank, RankLost(f"{kind.name} {rank}"), peer)
 
 
 @pytest.mark.parametrize(
@@ -34,6 +34,32 @@ def test_the_sign_that_explains_the_others(signs: tuple[Sign, ...], best: Sign) 
     for arrived in permutations(signs):
         found = cause(arrived)
         assert (found.kind, found.rank) == (best.kind, best.rank)
+
+
+@pytest.mark.parametrize(
+    ("waits", "end", "said_by"),
+    [
+        ([(3, 2)], 2, {3}),
+        ([(0, 2), (1, 2), (3, 2)], 2, {0, 1, 3}),
+        ([(0, 1), (1, 3), (3, 2)], 2, {3}),  # one deadline passes before its end is known
+        ([(0, 1), (1, 0)], None, {0, 1}),  # a message was lost: either may be named
+    ],
+)
+def test_the_end_of_a_chain_of_waits_is_lost(
+    waits: list[tuple[int, int]], end: int | None, said_by: set[int]
+) -> None:
+    """Not a rank that waited, of which each says so and exits."""
+    signs = [sign(Kind.PEER, rank, peer) for rank, peer in waits]
+    signs += [sign(Kind.EXIT, rank) for rank, _ in waits]
+    for arrived in permutations(signs) if len(signs) < 7 else [signs, signs[::-1]]:
+        found = cause(arrived)
+        assert found.rank in ({end} if end is not None else said_by)
+        assert str(found.error) in {f"PEER {rank}" for rank in said_by}
+
+
+def test_what_the_end_of_a_chain_said_itself_comes_first() -> None:
+    signs = [sign(Kind.PEER, 0, 1), sign(Kind.PEER, 1, 2), sign(Kind.OWN_ERROR, 2)]
+    assert cause(signs) is signs[2]
 
 
 def test_errors_that_follow_from_a_peers_are_known_by_their_class() -> None:
