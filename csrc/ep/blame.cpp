@@ -9,7 +9,8 @@
 namespace ep {
 namespace {
 
-constexpr uint64_t kQuietNs = 500'000'000;  // of a peer that no longer beats: several beats
+constexpr uint64_t kBeatNs = 100'000'000;
+constexpr uint64_t kQuietNs = 5 * kBeatNs;  // of a peer that no longer beats
 
 constexpr uint32_t kWaitsForYou = 1u << 8;  // above a rank + 1
 
@@ -35,10 +36,12 @@ Pulse& own(const Group& group) { return *reinterpret_cast<Pulse*>(group.own() + 
 uint64_t last_beat(const Group& group, uint32_t peer) { return load(group.pulses[peer]->beat); }
 
 bool quiet(const Group& group, uint32_t peer, uint64_t now) {
-  return peer != group.rank && last_beat(group, peer) + std::min(kQuietNs, group.timing.timeout_ns / 2) < now;
+  const uint64_t bearable = std::max(std::min(kQuietNs, group.timing.timeout_ns / 2), 2 * kBeatNs);
+  return peer != group.rank && last_beat(group, peer) + bearable < now;
 }
 
-uint32_t behind(const Group& group, uint32_t peer) {
+uint32_t behind(const Group& group, uint32_t peer, uint64_t now) {
+  if (quiet(group, peer, now)) return peer;
   const Pulse& pulse = *group.pulses[peer];
   const uint32_t by = load(pulse.held_up_by);
   const bool lost = load(pulse.waits_for) >> group.rank & 1;
@@ -46,18 +49,18 @@ uint32_t behind(const Group& group, uint32_t peer) {
   return group.unmasked() >> (by - 1) & 1 ? by - 1 : peer;
 }
 
-uint32_t root(const Group& group, uint64_t peers) {
-  for (uint64_t left = peers; left != 0; left &= left - 1) {
-    const uint32_t peer = std::countr_zero(left);
-    if (load(group.pulses[peer]->held_up_by) == 0) return peer;
-  }
-  return behind(group, std::countr_zero(peers));
+uint32_t root(const Group& group, uint64_t peers, uint64_t now) {
+  for (uint64_t left = peers; left != 0; left &= left - 1)
+    if (quiet(group, std::countr_zero(left), now)) return std::countr_zero(left);
+  for (uint64_t left = peers; left != 0; left &= left - 1)
+    if (load(group.pulses[std::countr_zero(left)]->held_up_by) == 0) return std::countr_zero(left);
+  return behind(group, std::countr_zero(peers), now);
 }
 
-void say_waiting(Group& group, uint64_t peers) {
+void say_waiting(Group& group, uint64_t peers, uint64_t now) {
   Pulse& pulse = own(group);
   store(pulse.waits_for, peers);
-  store(pulse.held_up_by, peers == 0 ? 0 : root(group, peers) + 1);
+  store(pulse.held_up_by, peers == 0 ? 0 : root(group, peers, now) + 1);
 }
 
 uint32_t encode_pulse(const Group& group, uint32_t peer) {

@@ -5,7 +5,8 @@
 // computes, hangs or is dead. Each rank that sleeps says, beside its heartbeat, for whom it waits and who
 // holds it up as far as it knows; whoever waits for it takes that over. So the end of a chain is known all
 // along it, on other hosts after one heartbeat for each rank between. Two that wait for each other have lost
-// a message: none excuses the other.
+// a message: none excuses the other. A rank that no longer beats was stopped, maybe amid a wait: what it said
+// is old, and the chain ends there.
 #pragma once
 
 #include <cstdint>
@@ -27,15 +28,15 @@ uint64_t last_beat(const Group& group, uint32_t peer);
 // Whether a peer, which others may depend on, has stopped beating.
 bool quiet(const Group& group, uint32_t peer, uint64_t now);
 
-// Who holds `peer` up by its own word; itself where it waits for nobody, or for this rank.
-uint32_t behind(const Group& group, uint32_t peer);
+// Who holds `peer` up by its own word; itself where it no longer beats, waits for nobody, or for this rank.
+uint32_t behind(const Group& group, uint32_t peer, uint64_t now);
 
-// Who holds up a wait for `peers`, at least one: the first that waits for nobody, else who is behind the
-// first.
-uint32_t root(const Group& group, uint64_t peers);
+// Who holds up a wait for `peers`, at least one: the first that no longer beats, else that waits for nobody,
+// else who is behind the first.
+uint32_t root(const Group& group, uint64_t peers, uint64_t now);
 
 // Says that this rank waits for `peers`; 0 = no longer for anybody.
-void say_waiting(Group& group, uint64_t peers);
+void say_waiting(Group& group, uint64_t peers, uint64_t now);
 
 // What a heartbeat to `peer` says of this rank besides, and its way into what is known there of the sender.
 uint32_t encode_pulse(const Group& group, uint32_t peer);

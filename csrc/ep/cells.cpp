@@ -51,12 +51,13 @@ class Waiter {
       : group_(group),
         wait_(wait),
         start_(now_ns()),
+        deadline_ns_(wait.limit_ns != 0 ? wait.limit_ns : group.timing.timeout_ns),
         looked_(start_),
         pending_(wait.peers & group.unmasked()) {}
 
   Waited run() {
     const Waited waited = wait();
-    if (slept_) say_waiting(group_, 0);
+    if (slept_) say_waiting(group_, 0, 0);
     return waited;
   }
 
@@ -124,9 +125,7 @@ class Waiter {
 
   // Missing peers that are too late.
   uint64_t expired(uint64_t now) const {
-    if (!wait_.by_liveness) return now - start_ >= group_.timing.timeout_ns ? pending_ : 0;
-    // A thread of its own beats: a rank whose loop hangs is alive by its heartbeat.
-    if (wait_.limit_ns != 0 && now - start_ >= wait_.limit_ns) return pending_;
+    if (!wait_.by_liveness) return now - start_ >= deadline_ns_ ? pending_ : 0;
     uint64_t late = 0;
     for (uint64_t left = pending_; left != 0; left &= left - 1) {
       const uint32_t peer = std::countr_zero(left);
@@ -143,11 +142,11 @@ class Waiter {
   // if it waits for nobody.
   Status blame(uint64_t late, uint64_t now) const {
     Status status = missing(late, Code::kTimeout);
-    status.peer = root(group_, late);
+    status.peer = root(group_, late, now);
     uint64_t oldest = now;
     for (uint64_t left = late; left != 0; left &= left - 1) {
       const uint32_t peer = std::countr_zero(left);
-      for (const uint32_t suspect : {peer, gateway(peer), behind(group_, peer)}) {
+      for (const uint32_t suspect : {peer, gateway(peer), behind(group_, peer, now)}) {
         const uint64_t beat = last_beat(group_, suspect);
         if (!quiet(group_, suspect, now) || beat >= oldest) continue;
         oldest = beat;
@@ -197,13 +196,13 @@ class Waiter {
     const bool quiet = wait_.ignore_abort || !aborted(group_);
     if (absent && quiet && (group_.unmasked() >> peer & 1)) {
       uint64_t slice = kSliceNs;
-      if (!wait_.by_liveness) slice = std::min(slice, start_ + group_.timing.timeout_ns - now);
+      if (!wait_.by_liveness) slice = std::min(slice, start_ + deadline_ns_ - now);
       const timespec timeout{time_t(slice / 1'000'000'000), long(slice % 1'000'000'000)};
       group_.statistics.sleeps.add(1);
       slept_on_ = int32_t(peer);
       looked_ = now;
       slept_ = true;
-      say_waiting(group_, pending_);
+      say_waiting(group_, pending_, now);
       if (group_.carrier != nullptr) {
         group_.carrier->sleep(slice);
       } else {
@@ -215,7 +214,7 @@ class Waiter {
 
   Group& group_;
   const Wait& wait_;
-  const uint64_t start_;
+  const uint64_t start_, deadline_ns_;
   uint64_t looked_, ask_at_ = 0, pending_, arrived_ = 0;
   int32_t slept_on_ = -1;
   bool slept_ = false;

@@ -63,8 +63,8 @@ struct Wait {
   uint64_t peers;       // bit per rank to wait for
   uint32_t expected;
   bool at_least = false;        // a newer epoch has arrived too (consumed counters)
-  bool by_liveness = false;     // wait as long as the peers' heartbeats go on ...
-  uint64_t limit_ns = 0;        // ... but no longer than this; 0 = no limit
+  bool by_liveness = false;     // no deadline: wait as long as the peers' heartbeats go on
+  uint64_t limit_ns = 0;        // the deadline; 0 = that of all waits
   bool by_gateways = false;     // what comes from other hosts is taken in by ranks of this one
   bool ignore_abort = false;    // reset only
   uint64_t* wait_ns = nullptr;  // [rank] += how long this wait lasted for each

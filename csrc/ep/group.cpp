@@ -191,7 +191,7 @@ Status all_gather(Group& group, const void* record, uint32_t length, uint64_t li
                                          .stride = Head::kVotePitch,
                                          .peers = peers,
                                          .expected = uint32_t(epoch),
-                                         .by_liveness = true,
+                                         .by_liveness = limit_ns == 0,
                                          .limit_ns = limit_ns});
   if (waited.status) return waited.status;
   for (uint32_t peer = 0; peer < group.geometry.num_ranks; ++peer) {

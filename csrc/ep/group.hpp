@@ -21,7 +21,7 @@ namespace ep {
 
 struct Timing {
   uint64_t timeout_ns;   // deadline of every wait for a peer
-  uint64_t liveness_ns;  // how long a vote believes in a peer whose heartbeat stopped
+  uint64_t liveness_ns;  // how long a barrier believes in a peer whose heartbeat stopped
   uint64_t spin_ns;      // busy wait before yielding
   bool mask_on_timeout;  // go on without the peer instead of failing
 };
@@ -153,7 +153,7 @@ void consume(Group& group, Op op, uint64_t epoch);
 void publish_header(Group& group, Op op, uint64_t epoch, uint32_t peer, uint32_t payload, uint64_t readers);
 
 // The vote: one record of up to 64 bytes from every rank. `out`: [R] records of kVoteBytes, `lengths`: [R].
-// limit_ns: how long to wait for a rank that lives; 0 = for ever.
+// limit_ns: how long to wait; 0 = as long as the heartbeats of all ranks go on.
 Status all_gather(Group& group, const void* record, uint32_t length, uint64_t limit_ns, std::byte* out,
                   uint32_t* lengths);
 

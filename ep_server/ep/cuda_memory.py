@@ -42,6 +42,7 @@ def share_regions(control: NativeExchange, spec: ExchangeSpec, group: Shareable)
     Raises: ConfigError where specs differ; StartupError where a peer's memory cannot be had; what attach()
       raises; ExchangeError where another rank failed.
     """
+    control.barrier()  # the others may still allocate
     _check_alike(control, spec)
     with contextlib.ExitStack() as stack:
         fd = group.export_fd()

@@ -189,13 +189,12 @@ class Exchange(Protocol):
     def all_gather(self, record: bytes) -> list[bytes]:
         """The vote: gathers one record of <= 64 bytes from every rank, in rank order.
 
-        Waits on liveness of the peers, not on the exchange deadline: a slow peer is waited for, one that
-        hangs not for ever.
+        Has the deadline of all waits: ranks that may come at very different times call barrier() first.
         """
         ...
 
     def barrier(self) -> None:
-        """Returns once every rank has called it."""
+        """Returns once every rank has called it; has no deadline as long as all live."""
         ...
 
     def close(self) -> None:

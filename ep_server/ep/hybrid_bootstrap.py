@@ -101,6 +101,7 @@ def _host_segment(far: NativeExchange, spec: ExchangeSpec, ranks: range) -> int:
             server = stack.enter_context(listening(len(ranks)))
             name = server.getsockname()
             stack.callback(Serving(server, made, len(ranks)).stop)
+        far.barrier()  # to create a large segment takes its time
         first = far.all_gather(name)[ranks.start]
         fd = take_descriptor(ranks.start, first)
         try:

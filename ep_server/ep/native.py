@@ -4,8 +4,7 @@ Checks tensors, allocates outputs and unwraps pointers; the four halves, waiting
 Knows nothing of how the segment got here (segment.py). Durations in ns.
 
 Beyond the Protocol, for users who build their own API on it:
-    NativeExchange(spec, fd=..., spin_us=-1, liveness_seconds=30.0, vote_seconds=None,
-                   on_timeout="raise" | "mask")
+    NativeExchange(spec, fd=..., spin_us=-1, liveness_seconds=30.0, on_timeout="raise" | "mask")
     .combine_send(..., reduction=...)       chooses by operation where the spec says SOURCE
     .empty_padded(), PendingDispatch.recv(out=...)   tensors that exist before they are received
     .release(received)                      gives an INDEX view's bank back without a combine
@@ -37,9 +36,7 @@ class NativeExchange(NativeGroup):
         spec: this rank's; all other fields agree with the group's segment.
         fd: descriptor of the segment (segment.create_segment). Stays the caller's, who may close it.
         spin_us: busy wait before yielding and sleeping; -1 = 0 where ranks outnumber usable cores, else 50.
-        liveness_seconds: how long a vote or barrier believes in a peer whose heartbeat stopped.
-        vote_seconds: how long a vote waits for a peer whose heartbeat goes on, since a rank that hangs
-          still beats; None = VOTE_TIMEOUTS times the deadline of the exchange. A barrier has no such limit.
+        liveness_seconds: a barrier has no deadline, but ends if a peer's heartbeat stops for so long.
         on_timeout: "raise" aborts the group and raises PeerTimeout; "mask" goes on without the peer.
     Raises: ConfigError, StartupError.
     """
@@ -51,11 +48,10 @@ class NativeExchange(NativeGroup):
         fd: int,
         spin_us: int = -1,
         liveness_seconds: float = 30.0,
-        vote_seconds: float | None = None,
         on_timeout: str = "raise",
     ) -> None:
         geometry = geometry_of(spec)
-        waiting = Waiting(spin_us, liveness_seconds, vote_seconds, on_timeout)
+        waiting = Waiting(spin_us, liveness_seconds, on_timeout)
         try:
             check_segment(spec, _C.Segment(fd).geometry)
             native = _C.Exchange(
@@ -79,7 +75,7 @@ class NativeExchange(NativeGroup):
         Args:
             region: see Views; None = on the host, where the native end has it.
         """
-        super().__init__(spec, native, waiting.vote_ns(spec))
+        super().__init__(spec, native)
         self.on_timeout = waiting.on_timeout
         self.layout = _C.Layout(geometry_of(spec))
         if region is None:

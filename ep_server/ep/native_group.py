@@ -18,19 +18,19 @@ class NativeGroup:
     """What NativeExchange is without its operations.
 
     Args:
-        native: the end of csrc. vote_ns: until a vote must have ended, though its peers live.
+        native: the end of csrc.
     """
 
-    def __init__(self, spec: ExchangeSpec, native: _C.Exchange, vote_ns: int) -> None:
-        self.spec, self._vote_ns = spec, vote_ns
+    def __init__(self, spec: ExchangeSpec, native: _C.Exchange) -> None:
+        self.spec = spec
         self._native: _C.Exchange | None = native
 
     def all_gather(self, record: bytes) -> list[bytes]:
         """As the Protocol says; a masked rank's record is empty."""
-        return self._open().all_gather(record, self._vote_ns)
+        return self._open().all_gather(record, self.spec.timeout_ns)
 
     def barrier(self) -> None:
-        """As the Protocol says. Waits as long as every peer lives: ranks meet here after loading weights."""
+        """As the Protocol says. Waits while every peer's heartbeat goes on: ranks meet here after loading."""
         self._open().all_gather(b"")
 
     # -- membership, failure, measurement -------------------------------------------------------------

@@ -10,7 +10,6 @@ from ep_server.ep.exchange import ExchangeSpec
 from ep_server.errors import ConfigError
 
 DEFAULT_SPIN_US = 50
-VOTE_TIMEOUTS = 10  # between two votes a rank passes many waits, each with its own deadline
 
 
 class Timing(TypedDict):
@@ -28,7 +27,6 @@ class Waiting:
 
     spin_us: int = -1
     liveness_seconds: float = 30.0
-    vote_seconds: float | None = None
     on_timeout: str = "raise"
 
     def __post_init__(self) -> None:
@@ -38,8 +36,6 @@ class Waiting:
             raise ConfigError("spin_us", self.spin_us, "at least -1")
         if self.liveness_seconds <= 0:
             raise ConfigError("liveness_seconds", self.liveness_seconds, "above 0")
-        if self.vote_seconds is not None and self.vote_seconds <= 0:
-            raise ConfigError("vote_seconds", self.vote_seconds, "above 0")
 
     def native(self, spec: ExchangeSpec, ranks_here: int) -> Timing:
         """The same for csrc. spin_us -1 is 0 where the ranks of this host outnumber usable cores, else 50."""
@@ -52,9 +48,3 @@ class Waiting:
             "spin_ns": spin_us * 1000,
             "mask_on_timeout": self.on_timeout == "mask",
         }
-
-    def vote_ns(self, spec: ExchangeSpec) -> int:
-        """How long a vote waits for a peer that lives."""
-        if self.vote_seconds is None:
-            return VOTE_TIMEOUTS * spec.timeout_ns
-        return int(self.vote_seconds * 1e9)

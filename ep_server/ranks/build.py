@@ -81,6 +81,7 @@ def build_rank(
         warm_up(built.runner, limits, micro_batches=(1,) if config.parallel.overlap == "off" else (1, 2))
         device.prepare(built.runner, progress)
     progress("warm-up", 1, 1)
+    exchange.barrier()  # votes have a deadline, which must not begin while another rank compiles
     ready = RankReady(
         rank=start.rank,
         pid=os.getpid(),

@@ -164,8 +164,8 @@ def stop_for(ranks: Ranks, rank: int, seconds: float) -> None:
     ranks.kill(rank, signal.SIGCONT)
 
 
-def test_a_stopped_rank_only_delays_a_vote_beyond_the_deadline_of_the_exchange() -> None:
-    with Ranks(stops_itself, 3, spec_of(3, SECOND // 2)) as ranks:
+def test_a_rank_stopped_within_the_deadline_only_delays_a_vote() -> None:
+    with Ranks(stops_itself, 3, spec_of(3)) as ranks:
         stop_for(ranks, 1, 1.2)
         for outcome in ranks.join(30):
             assert outcome.error is None, outcome.trace
@@ -190,40 +190,35 @@ def test_a_stopped_rank_only_delays_operations() -> None:
         assert [o.error for o in ranks.join(30)] == [None, None]
 
 
-def dies_in_vote(exchange: NativeExchange) -> None:
+def dies_in_barrier(exchange: NativeExchange) -> None:
     exchange.set_faults([Fault(1, "vote", "send_header", Action.KILL, epoch=2)])
-    exchange.all_gather(b"one")
-    exchange.all_gather(b"two")
+    exchange.barrier()
+    exchange.barrier()
 
 
-def test_a_vote_ends_when_the_heartbeat_of_a_peer_has_ended() -> None:
+def test_a_barrier_ends_when_the_heartbeat_of_a_peer_has_ended() -> None:
     ended = run_outcomes(
-        dies_in_vote, 3, spec_of(3, 60 * SECOND), 30, exchange_kwargs={"liveness_seconds": 1.0}
+        dies_in_barrier, 3, spec_of(3, 60 * SECOND), 30, exchange_kwargs={"liveness_seconds": 1.0}
     )
     assert_noticed([ended[0], ended[2]], "vote", "gather", 1)
 
 
 def hangs(exchange: NativeExchange, peer: Peer) -> None:
-    """The loop of rank 1 comes to no second vote before the others gave up; its heartbeat goes on."""
-    exchange.all_gather(b"one")
+    """The loop of rank 1 comes to no vote before the others gave up; its heartbeat goes on."""
+    exchange.barrier()
     if exchange.spec.rank == 1:
         peer.hear()
     try:
-        exchange.all_gather(b"two")
+        exchange.all_gather(b"one")
     finally:
         peer.tell("ended")
 
 
-@pytest.mark.parametrize(
-    ("timeout_ns", "options"),
-    [(10 * SECOND, {"vote_seconds": 3.0, "liveness_seconds": 3600.0}), (3 * SECOND // 10, {})],
-)
-def test_a_vote_does_not_wait_for_ever_for_a_rank_that_hangs(
-    timeout_ns: int, options: dict[str, float]
-) -> None:
-    with Ranks(hangs, 3, spec_of(3, timeout_ns), exchange_kwargs=options) as ranks:
+def test_a_vote_has_the_deadline_of_all_waits() -> None:
+    """Though the rank that hangs still beats, and though a beat would be believed in for an hour."""
+    with Ranks(hangs, 3, spec_of(3, 2 * SECOND), exchange_kwargs={"liveness_seconds": 3600.0}) as ranks:
         for rank in (0, 2):
-            assert ranks.message(rank, 20) == "ended"
+            assert ranks.message(rank, 15) == "ended"  # ten deadlines would be 20 s
         ranks.tell(1, "go on")
         ended = ranks.join(30)
     assert_noticed([ended[0], ended[2]], "vote", "gather", 1)
@@ -231,14 +226,14 @@ def test_a_vote_does_not_wait_for_ever_for_a_rank_that_hangs(
 
 
 def comes_late(exchange: NativeExchange, peer: Peer) -> None:
-    exchange.all_gather(b"")
+    exchange.barrier()
     if exchange.spec.rank == 1:
         peer.hear()
     exchange.barrier()
 
 
 def test_a_barrier_waits_longer_than_a_vote() -> None:
-    with Ranks(comes_late, 2, spec_of(2), exchange_kwargs={"vote_seconds": 0.2}) as ranks:
+    with Ranks(comes_late, 2, spec_of(2, SECOND // 5)) as ranks:
         time.sleep(1.0)  # how late rank 1 is
         ranks.tell(1, "go on")
         assert [o.error for o in ranks.join(30)] == [None, None]

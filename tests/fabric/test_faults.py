@@ -54,9 +54,9 @@ def test_a_killed_rank_is_named_by_every_survivor(library: str, op: str, tmp_pat
     assert_lost([ended[0], ended[2]], 1)
 
 
-def test_a_vote_ends_when_the_heartbeat_of_a_peer_has_ended(three: list[FabricEnd]) -> None:
+def test_a_barrier_ends_when_the_heartbeat_of_a_peer_has_ended(three: list[FabricEnd]) -> None:
     ended = run_outcomes(
-        programs.dies_in_vote,
+        programs.dies_in_barrier,
         3,
         spec_of(3, 60 * SECOND),
         30,

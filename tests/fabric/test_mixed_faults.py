@@ -91,10 +91,10 @@ def test_a_gateway_that_computes_still_takes_in_rows_for_others(tmp_path: Path) 
 
 
 @SLOW
-def test_a_vote_ends_when_the_heartbeat_of_a_peer_has_ended(tmp_path: Path) -> None:
+def test_a_barrier_ends_when_the_heartbeat_of_a_peer_has_ended(tmp_path: Path) -> None:
     options = {"liveness_seconds": 1.0}
     with group(tmp_path, 60 * SECOND) as (spec, ends):
-        ended = run_outcomes(programs.dies_in_vote, 4, spec, 30, exchange_kwargs=options, ends=ends)
+        ended = run_outcomes(programs.dies_in_barrier, 4, spec, 30, exchange_kwargs=options, ends=ends)
     assert_lost([o for o in ended if o.rank != 1], 1)
 
 
