@@ -101,7 +101,12 @@ class ExchangeConfig:
         "through pinned host memory; auto = host: hmem has not run on a network card yet",
         choices=("auto", "hmem", "host"),
     )
-    timeout_seconds: float = option(10.0, "deadline of every wait for a peer", low=0.01, high=3600)
+    timeout_seconds: float = option(
+        10.0,
+        "a rank that keeps another waiting for so long, or answers nothing while idle, is lost",
+        low=0.01,
+        high=3600,
+    )
     spin_us: int = option(
         -1,
         "busy wait before yielding, microseconds; -1 = 50 if ranks x threads have cores, else 0",

@@ -2,6 +2,10 @@
 
 A frame is a 4-byte little-endian length and that many bytes. Order is kept in both directions, and end of
 file says that the other process is gone. Knows nothing of what the frames mean. Units: bytes, seconds.
+
+A probe is a length that no frame has, and a count of frames. A rank sends one when it starts to wait: it has
+nothing left to do after so many frames. The front then probes it until the next frame is sent, and closes
+the channel if the rank does not answer in time. A rank with work is not probed: its peers' deadlines hold.
 """
 
 from __future__ import annotations
@@ -19,6 +23,9 @@ from ep_server.errors import Unavailable
 MAX_FRAME = 256 << 20
 _HEADER = struct.Struct("<I")
 _CHUNK = 1 << 18
+_PROBE = struct.Struct("<II")
+_PROBE_LENGTH = int.from_bytes(b"prob", "little")  # more than MAX_FRAME
+TICKS = 5  # of the time that a rank has for its answer: a probe at each
 
 
 class ChannelClosed(Unavailable):
@@ -32,10 +39,20 @@ def frame(payload: bytes) -> bytes:
     return _HEADER.pack(len(payload)) + payload
 
 
+def probe(frames: int) -> bytes:
+    """The bytes of a probe. frames: sent to the rank so far, by the count of the sender."""
+    return _PROBE.pack(_PROBE_LENGTH, frames % 2**32)
+
+
 class FrameReader:
-    """Cuts a byte stream into frames, whatever pieces it arrives in."""
+    """Cuts a byte stream into frames, whatever pieces it arrives in.
+
+    frames: how many so far. probe: the count of the last probe, None once it was taken.
+    """
 
     def __init__(self) -> None:
+        self.frames = 0
+        self.probe: int | None = None
         self._buffer = bytearray()
 
     def feed(self, data: bytes) -> list[bytes]:
@@ -46,12 +63,19 @@ class FrameReader:
         start = 0
         while len(buffer) - start >= _HEADER.size:
             (length,) = _HEADER.unpack_from(buffer, start)
+            if length == _PROBE_LENGTH:
+                if len(buffer) - start < _PROBE.size:
+                    break
+                _, self.probe = _PROBE.unpack_from(buffer, start)
+                start += _PROBE.size
+                continue
             if length > MAX_FRAME:
                 raise ChannelClosed(f"a frame of {length} bytes, more than {MAX_FRAME}")
             end = start + _HEADER.size + length
             if end > len(buffer):
                 break
             frames.append(bytes(buffer[start + _HEADER.size : end]))
+            self.frames += 1
             start = end
         del buffer[:start]
         return frames
@@ -98,14 +122,28 @@ class RankChannel:
                 return payloads
 
     def wait(self, seconds: float | None = None) -> list[bytes]:
-        """Sleeps until at least one payload has arrived, no longer than `seconds`. Raises ChannelClosed."""
+        """Sleeps until at least one payload has arrived, no longer than `seconds`; answers probes meanwhile.
+
+        Raises: ChannelClosed.
+        """
         deadline = None if seconds is None else time.monotonic() + seconds
+        obeyed, said = self._reader.frames, False
         while not (payloads := self.poll()):
+            if not said or self._reader.probe is not None:
+                self._say_waiting(obeyed)
+                said = True
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 break
             self._select(left)
+        if self._reader.probe == obeyed % 2**32:  # it came before these frames: now they are work
+            self._say_waiting(obeyed)
         return payloads
+
+    def _say_waiting(self, obeyed: int) -> None:
+        self._reader.probe = None
+        self._outbox += probe(obeyed)
+        self._flush()
 
     def drain(self, timeout: float) -> None:
         """Returns once everything sent has left. Raises ChannelClosed after `timeout` seconds."""
@@ -145,6 +183,10 @@ class FrontChannel(asyncio.Protocol):
         self._on_closed = on_closed
         self._reader = FrameReader()
         self._transport: asyncio.Transport | None = None
+        self._sent = 0  # frames
+        self._had = -1  # of these the rank, when it last said that it waits
+        self._silent: int | None = None  # ticks since a probe that must be answered, None = there is none
+        self._next_tick: asyncio.TimerHandle | None = None
 
     @classmethod
     async def connect(
@@ -155,6 +197,24 @@ class FrontChannel(asyncio.Protocol):
         _, channel = await loop.create_unix_connection(lambda: cls(on_frame, on_closed), sock=sock)
         return channel
 
+    def watch(self, seconds: float) -> None:
+        """Probes the rank while it waits for frames; closes the channel if it does not answer for so long."""
+        loop = asyncio.get_running_loop()
+
+        def tick() -> None:
+            # Ticks are counted, not time: a front that was stopped or busy itself does not blame the rank.
+            if self._silent is not None:
+                self._silent += 1
+            elif self._had == self._sent % 2**32 and self._transport is not None:
+                self._silent = 0
+                self._transport.write(probe(self._sent))
+            if self._silent == TICKS:
+                self._end(f"did not answer for {seconds:g} s while it had nothing to do")
+            else:
+                self._next_tick = loop.call_later(seconds / TICKS, tick)
+
+        tick()
+
     @property
     def buffered(self) -> int:
         """Bytes sent that the rank's socket has not taken yet."""
@@ -163,11 +223,14 @@ class FrontChannel(asyncio.Protocol):
     def send(self, payload: bytes) -> None:
         """Sends a frame without blocking; nothing happens on a closed channel, as on_closed has said so."""
         if self._transport is not None and not self._transport.is_closing():
+            self._sent += 1
             self._transport.write(frame(payload))
 
     def close(self) -> None:
         """Closes the socket; on_closed is not called."""
         self._on_closed = lambda reason: None
+        if self._next_tick is not None:
+            self._next_tick.cancel()
         if self._transport is not None:
             self._transport.abort()
 
@@ -182,6 +245,9 @@ class FrontChannel(asyncio.Protocol):
         except ChannelClosed as error:
             self._end(f"sent {error}")
             return
+        if self._reader.probe is not None:
+            self._had, self._silent = self._reader.probe, None
+            self._reader.probe = None
         for payload in payloads:
             self._on_frame(payload)
 

@@ -124,9 +124,10 @@ async def spawn_here(
 ) -> None:
     """Starts the ranks of this host and tells each what it is. Raises: OSError, StartupError."""
     shared = await asyncio.to_thread(_share, local)
+    hang_seconds = local.config.exchange.timeout_seconds
     with _closing(shared.descriptors):
         for rank in local_ranks(local.config):
-            process = await RankProcess.spawn(rank, local.module, shared.descriptors, callbacks)
+            process = await RankProcess.spawn(rank, local.module, shared.descriptors, callbacks, hang_seconds)
             started(process)
             process.send(pb.ToRank(start=_start(local, rank, shared)).SerializeToString())
 

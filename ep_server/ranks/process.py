@@ -60,12 +60,18 @@ class RankProcess:
 
     @classmethod
     async def spawn(
-        cls, rank: int, module: str, inherited: tuple[int, ...], callbacks: RankCallbacks
+        cls,
+        rank: int,
+        module: str,
+        inherited: tuple[int, ...],
+        callbacks: RankCallbacks,
+        hang_seconds: float,
     ) -> RankProcess:
         """Starts `python -m module --rank --channel --parent`, which imports from where this process does.
 
         Args:
             inherited: descriptors the child gets beside its channel, under the same numbers.
+            hang_seconds: a child that has nothing to do and does not answer for so long is lost.
         Raises: OSError.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -90,6 +96,7 @@ class RankProcess:
             lambda payload: callbacks.on_frame(rank, payload),
             lambda reason: callbacks.on_closed(rank, reason),
         )
+        process._channel.watch(hang_seconds)
         return process
 
     @property

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from pathlib import Path
 
 from ep_server.errors import PeerTimeout
@@ -22,7 +23,7 @@ def main() -> None:
     fault = json.loads(start.config_json)["model.name"]
     if fault == "deaf":  # to shutdown and SIGTERM
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    if fault in ("deaf", "garbage-later", "times-out"):
+    if fault in ("deaf", "garbage-later", "times-out", "hangs", "busy"):
         ready = pb.Ready(rank=start.rank, pid=os.getpid(), kv_blocks=1, block_size=1)
         channel.send(pb.FromRank(ready=ready).SerializeToString())
     if fault == "times-out":  # waits for work, says that a peer kept it waiting, exits
@@ -30,6 +31,17 @@ def main() -> None:
         error = PeerTimeout("dispatch", "recv_header", start.rank, 1 - start.rank, 3, 1)
         channel.send(fatal_message(error).SerializeToString())
         sys.exit(1)
+    if fault == "hangs" and start.rank == 1:  # once it has waited for a while
+        channel.wait(1.0)
+        time.sleep(600.0)
+    while fault == "busy":  # with each request for longer than any deadline
+        for payload in channel.wait():
+            message = pb.ToRank.FromString(payload)
+            if message.WhichOneof("kind") == "shutdown":
+                sys.exit(0)
+            time.sleep(2.0)
+            freed = pb.Freed(number=message.add.request.number)
+            channel.send(pb.FromRank(freed=freed).SerializeToString())
     if fault == "exits":
         sys.exit(7)
     if fault.startswith("garbage"):

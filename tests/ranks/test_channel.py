@@ -14,7 +14,15 @@ import uvloop
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ep_server.ranks.channel import MAX_FRAME, ChannelClosed, FrameReader, FrontChannel, RankChannel, frame
+from ep_server.ranks.channel import (
+    MAX_FRAME,
+    ChannelClosed,
+    FrameReader,
+    FrontChannel,
+    RankChannel,
+    frame,
+    probe,
+)
 
 LOOPS = pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop])
 
@@ -177,3 +185,52 @@ def test_garbage_closes_the_channel_once(new_loop: Callable[[], asyncio.Abstract
         reasons = runner.run(front())
     assert len(reasons) == 1
     assert reasons[0].startswith("sent a frame of 4294967295 bytes")
+
+
+@given(cut=st.integers(0, 30))
+def test_probes_between_frames_survive_any_cut(cut: int) -> None:
+    reader, stream = FrameReader(), frame(b"one") + probe(7) + frame(b"two")
+    assert reader.feed(stream[:cut]) + reader.feed(stream[cut:]) == [b"one", b"two"]
+    assert (reader.frames, reader.probe) == (2, 7)
+
+
+def test_a_rank_answers_probes_while_it_waits(pair: tuple[socket.socket, socket.socket]) -> None:
+    channel, reader = RankChannel(pair[0]), FrameReader()
+    pair[1].sendall(frame(b"work") + probe(1))
+    assert channel.wait() == [b"work"]  # the probe is behind it: no answer before this is done
+    pair[1].setblocking(False)
+    with pytest.raises(BlockingIOError):
+        pair[1].recv(100)
+    channel.poll()  # between two steps
+    with pytest.raises(BlockingIOError):
+        pair[1].recv(100)
+    assert channel.wait(0.01) == []
+    reader.feed(pair[1].recv(100))
+    assert reader.probe == 1
+    pair[1].sendall(probe(1) + frame(b"more"))  # it was asked before it got work, and waited
+    assert channel.wait() == [b"more"]
+    reader.feed(pair[1].recv(100))
+    assert reader.probe == 1
+
+
+@LOOPS
+def test_a_front_probes_only_ranks_that_wait(new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
+    async def front() -> list[str]:
+        ours, theirs = socket.socketpair()
+        closed: list[str] = []
+        channel = await FrontChannel.connect(ours, lambda _: None, closed.append)
+        with theirs:
+            channel.send(b"work")
+            channel.watch(0.2)
+            theirs.sendall(probe(0))  # from before the work
+            await asyncio.sleep(1.0)
+            assert closed == []
+            theirs.sendall(probe(1))
+            async with asyncio.timeout(10):
+                while not closed:
+                    await asyncio.sleep(0.01)
+            assert theirs.recv(100) == frame(b"work") + probe(1)
+        return closed
+
+    with asyncio.Runner(loop_factory=new_loop) as runner:
+        assert runner.run(front()) == ["did not answer for 0.2 s while it had nothing to do"]

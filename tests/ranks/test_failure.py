@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -82,24 +83,50 @@ async def test_a_bug_in_a_step_is_reported_by_the_rank_that_has_it(
     assert "Traceback" in capfd.readouterr().err
 
 
-async def test_a_rank_that_waits_too_long_for_another_says_so(tiny: Tiny) -> None:
-    """A stopped rank passes the exchange's deadline: the one that waited reports, and the group ends."""
-    config = rank_config(tiny.path, 2, exchange__timeout_seconds=0.2)
-    async with busy_group(config) as (ranks, heard):
-        process = psutil.Process(ranks.pids[1])
-        # Stopped in a vote by chance, where no deadline holds: try again.
-        for number in range(2, 50):
-            process.suspend()
-            await asyncio.sleep(0.5)
-            if heard.lost:
-                break
-            process.resume()
-            ranks.submit(0, greedy(number, (1, 2, 3), 150))
-            await heard.until(lambda n=number: heard.lost or n in heard.tokens)
-    ((rank, message),) = heard.lost
-    assert "timed out in" in message
-    assert message.startswith(f"rank {rank} ")
-    assert "\n" not in message
+@pytest.mark.parametrize("ranks", [2, 4])
+async def test_a_stopped_rank_is_named_not_one_that_waits(tiny: Tiny, ranks: int) -> None:
+    """Wherever it stops, in a vote or amid a step: whoever waited in vain says so, and is not to blame."""
+    config = rank_config(tiny.path, ranks, exchange__timeout_seconds=2.0)
+    stopped = ranks - 2 or 1
+    for _ in range(3):
+        async with busy_group(config) as (group_, heard):
+            psutil.Process(group_.pids[stopped]).suspend()
+            await heard.until(lambda heard=heard: heard.lost)
+        ((rank, message),) = heard.lost
+        assert rank == stopped
+        assert re.search(rf"timed out in \S+ waiting for peer {stopped}: ", message), message
+        assert "\n" not in message
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+async def test_a_rank_stopped_while_idle_is_noticed_in_time(tiny: Tiny, ranks: int) -> None:
+    config = rank_config(tiny.path, ranks, exchange__timeout_seconds=2.0)
+    async with group(config) as (processes, heard):
+        processes.submit(0, greedy(1, (1, 2, 3), 3))
+        await heard.parked(ranks, 1)
+        psutil.Process(processes.pids[-1]).suspend()
+        await heard.until(lambda: heard.lost, seconds=15.0)  # it was 30 s, or never for one rank alone
+    assert heard.lost == [(ranks - 1, "did not answer for 2 s while it had nothing to do")]
+
+
+async def test_an_idle_rank_that_hangs_is_lost(tiny: Tiny) -> None:
+    """Its process lives, its loop does not come back."""
+    config = rank_config(tiny.path, 2, model__name="hangs", exchange__timeout_seconds=0.5)
+    async with group(config, module=ODD, timing=QUICK) as (_, heard):
+        await heard.until(lambda: heard.lost)
+    assert heard.lost == [(1, "did not answer for 0.5 s while it had nothing to do")]
+
+
+async def test_work_longer_than_the_deadline_is_no_hang(tiny: Tiny) -> None:
+    """A process that has work does not look at its channel before it is done."""
+    config = rank_config(tiny.path, 1, model__name="busy", exchange__timeout_seconds=0.5)
+    async with group(config, module=ODD, timing=QUICK) as (ranks, heard):
+        await asyncio.sleep(1.0)  # idle: it answers
+        for number in (1, 2):
+            ranks.submit(0, greedy(number, (1,), 1))
+            await heard.until(lambda n=number: n in heard.freed)
+            await asyncio.sleep(1.0)
+    assert heard.lost == []
 
 
 async def test_what_a_rank_said_explains_its_exit(tiny: Tiny) -> None:
@@ -111,7 +138,7 @@ async def test_what_a_rank_said_explains_its_exit(tiny: Tiny) -> None:
         await heard.until(lambda: heard.lost)
         assert [process.returncode for process in processes] == [1, 1]
     ((rank, message),) = heard.lost
-    assert message.startswith(f"rank {rank} timed out in dispatch/recv_header")
+    assert message.startswith(f"rank {1 - rank} timed out in dispatch/recv_header")
 
 
 async def test_a_stopped_rank_only_delays(tiny: Tiny) -> None:
