@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import re
 import signal
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -189,6 +190,28 @@ async def test_a_rank_that_is_lost_anywhere_ends_all_nodes() -> None:
         assert [await server.end() for server in servers] == [1, 1]
         assert servers[1].said("the server has ended: rank 1 was lost: killed by SIGKILL")
         assert left(processes) == []
+
+
+@pytest.mark.parametrize("busy", [True, False], ids=["busy", "idle"])
+async def test_a_stopped_rank_of_another_node_is_named(busy: bool) -> None:
+    """Not one that waited for it, nor any other of its node."""
+    async with serving(ranks=2, options=("--exchange-timeout-seconds", "3")) as servers:
+        stopped = servers[1].ranks[1]
+        async with streams(*servers, new_tokens=2000 if busy else 10) as calls:
+            if not busy:
+                for call in calls:
+                    await rest(call)
+            stopped.suspend()
+            await servers[0].until(lambda: servers[0].said("rank . was lost"))
+            if busy:
+                for call in calls:
+                    details = (await failure(call)).details()
+                    assert re.match("rank 3 was lost: rank . (timed out in|lost peer 3 in) ", details), (
+                        details
+                    )
+        assert [await server.end() for server in servers] == [1, 1]
+        assert servers[0].said("rank 3 was lost: " + ("rank ." if busy else "did not answer for 3 s"))
+        assert servers[1].said("the server has ended: rank 3 was lost: ")
 
 
 async def test_a_rendezvous_in_use_is_one_line() -> None:
