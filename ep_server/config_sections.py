@@ -220,7 +220,7 @@ class ClusterConfig:
     tls_key: str = option("", "PEM private key")
     tls_ca: str = option("", "PEM CA bundle that signed the certificates of all nodes")
     connect_seconds: float = option(120.0, "until every node must have come", low=1, high=86400)
-    silent_seconds: float = option(5.0, "a node that says nothing for so long is lost", low=0.5, high=3600)
+    silent_seconds: float = option(5.0, "a node that answers no ping for so long is lost", low=0.5, high=3600)
 
 
 @dataclass(frozen=True, slots=True)

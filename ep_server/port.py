@@ -14,7 +14,7 @@ import asyncio
 import logging
 import os
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from ipaddress import IPv4Address, IPv6Address, ip_address
@@ -47,12 +47,22 @@ class Port:
     Add services to `server` before open(). Used in one event loop.
     """
 
-    def __init__(self, config: GrpcConfig, open_services: frozenset[str], door: Door | None = None) -> None:
-        """open_services: full names of those that need no token. Raises: ConfigError (grpc.token_file)."""
+    def __init__(
+        self,
+        config: GrpcConfig,
+        open_services: frozenset[str],
+        door: Door | None = None,
+        options: Sequence[tuple[str, int]] = (),
+    ) -> None:
+        """open_services: full names of those that need no token. options: of gRPC, before those of `config`.
+
+        Raises: ConfigError (grpc.token_file).
+        """
         door = door or Door()
         self.address = ""  # host:port while it is open
         self._place: Place | None = None
         self._config = config
+        self._options = options
         self._calls = CallCounter(door.on_refused)
         self._queue = AcceptQueue(door.measured, door.on_accept_wait)
         self._interceptors: list[aio.ServerInterceptor] = [self._queue, ErrorInterceptor(), self._calls]  # type: ignore[type-arg, unused-ignore]
@@ -116,7 +126,8 @@ class Port:
         await stopping
 
     def _make_server(self, options: list[tuple[str, int]]) -> aio.Server:
-        return aio.server(interceptors=self._interceptors, options=[*channel_options(self._config), *options])
+        chosen = dict([*channel_options(self._config), *self._options, *options])
+        return aio.server(interceptors=self._interceptors, options=list(chosen.items()))
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ import grpc
 from grpc import aio
 
 from ep_server.errors import StartupError, Unavailable
-from ep_server.nodes.link import Link
+from ep_server.nodes.link import Link, liveness
 from ep_server.v1 import nodes_pb2 as pb
 from ep_server.v1 import nodes_pb2_grpc
 
@@ -25,10 +25,6 @@ SAY_EVERY = 10.0
 OPTIONS = [
     ("grpc.max_receive_message_length", -1),
     ("grpc.max_send_message_length", -1),
-    ("grpc.keepalive_time_ms", 10_000),
-    ("grpc.keepalive_timeout_ms", 10_000),
-    ("grpc.http2.ping_timeout_ms", 10_000),
-    ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.use_local_subchannel_pool", 1),  # a connection of its own, beside relayed calls
     ("grpc.dns_min_time_between_resolutions_ms", 1000),
     ("grpc.initial_reconnect_backoff_ms", 100),
@@ -136,6 +132,7 @@ def _refused(error: aio.AioRpcError) -> str:
 
 
 def _channel(joining: Joining) -> aio.Channel:
+    options = [*OPTIONS, *liveness(joining.silent_seconds)]
     if joining.credentials is None:
-        return aio.insecure_channel(joining.address, options=OPTIONS)
-    return aio.secure_channel(joining.address, joining.credentials, options=OPTIONS)
+        return aio.insecure_channel(joining.address, options=options)
+    return aio.secure_channel(joining.address, joining.credentials, options=options)

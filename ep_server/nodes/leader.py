@@ -19,7 +19,7 @@ from ep_server.messages import Door
 from ep_server.nodes.agreement import Claim, refusal
 from ep_server.nodes.claim import claim_in, claim_of
 from ep_server.nodes.discovery import NodePlace
-from ep_server.nodes.link import Link
+from ep_server.nodes.link import Link, liveness
 from ep_server.nodes.remote import RemoteRanks
 from ep_server.nodes.security import cluster_names, rendezvous_port, warn_if_open
 from ep_server.port import Port
@@ -59,7 +59,7 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
         warn_if_open(self._config.cluster, self._place.rendezvous_host)
         port = rendezvous_port(self._config, self._place.rendezvous_host, self._place.rendezvous_port)
         with cluster_names():
-            self._port = Port(port, frozenset(), door)
+            self._port = Port(port, frozenset(), door, liveness(self._config.cluster.silent_seconds))
             nodes_pb2_grpc.add_NodesServicer_to_server(self, self._port.server)
             add_services(self._port.server)
             address = await self._port.open()

@@ -1,7 +1,9 @@
-"""The link between two nodes: messages in order both ways over one gRPC stream, and a sign of life.
+"""The link between two nodes: messages in order both ways over one gRPC stream, and signs of life.
 
-Each side sends something, if only an empty bundle, several times within the silence that the other one
-bears. Knows neither ranks nor servers. Units: seconds, bytes.
+gRPC's own threads ping the other side and answer its pings (`liveness`), however busy the event loop is with
+messages of clients. They break the connection to a process that is stopped, or cut off. Beside that each side
+sends something, if only an empty bundle, several times within `silent_seconds`. Knows neither ranks nor
+servers. Units: seconds, bytes.
 """
 
 from __future__ import annotations
@@ -21,7 +23,22 @@ log = logging.getLogger(__name__)
 
 MAX_BUFFERED = 256 << 20  # that may wait for the other node
 BUNDLE_BYTES = 1 << 20  # from which on a bundle takes no further message
-TICKS = 5  # of one silence: a sign of life at each
+TICKS = 5  # of one silence: a sign of life, and a ping, at each
+STUCK = 12  # silences after which a loop is taken for stuck, though its process answers pings
+
+
+def liveness(silent_seconds: float) -> list[tuple[str, int]]:
+    """Options of gRPC for either end of a connection: it breaks when nothing answers for so long."""
+    ping_ms, answer_ms = int(silent_seconds / TICKS * 1000), int(silent_seconds * (TICKS - 1) / TICKS * 1000)
+    return [
+        ("grpc.keepalive_time_ms", ping_ms),
+        ("grpc.keepalive_timeout_ms", answer_ms),
+        ("grpc.http2.ping_timeout_ms", answer_ms),  # a minute by default, whatever keepalive_timeout_ms says
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.max_pings_without_data", 0),
+        ("grpc.http2.min_recv_ping_interval_without_data_ms", ping_ms // 2),
+        ("grpc.http2.max_ping_strikes", 0),
+    ]
 
 
 class Link:
@@ -34,6 +51,7 @@ class Link:
         self._outbox: deque[tuple[pb.NodeMessage, int]] = deque()
         self._wake = asyncio.Event()
         self._heard = False
+        self._silent = 0  # ticks
         self._sign = asyncio.Event()
         self._last = False
         self._reason: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -112,17 +130,22 @@ class Link:
                 self._sign.set()
                 for message in bundle.messages:
                     self._on_message(message)
-            self.end("closed the link")
+            self._close()
         except aio.AioRpcError as error:
-            self.end(f"closed the link: {error.code().name}: {error.details()}")
+            self._close(f": {error.code().name}: {error.details()}")
         except EpServerError as error:
             self.end(f"sent what was not understood: {error}")
         except asyncio.CancelledError:
-            self.end("closed the link")
+            self._close()
             raise
         except Exception as error:
             log.exception("a message of another node")
             self.end(f"sent what was not understood: {error!r}")
+
+    def _close(self, why: str = "") -> None:
+        """The stream is over; after a silence it was broken for that."""
+        silent = self._silent >= TICKS - 2  # a ping waits for its answer so long at least
+        self.end(f"said nothing for {self._silent_seconds:g} s" if silent else f"closed the link{why}")
 
     def _take(self) -> pb.Bundle:
         bundle, size = pb.Bundle(), 0
@@ -135,10 +158,9 @@ class Link:
 
     async def _watch(self) -> None:
         """Counts ticks of this process, not time: whoever was stopped itself does not blame the other."""
-        silent = 0
-        while silent < TICKS:
+        while self._silent < STUCK * TICKS:
             await asyncio.sleep(self._silent_seconds / TICKS)
-            silent = 0 if self._heard else silent + 1
+            self._silent = 0 if self._heard else self._silent + 1
             self._heard = False
             self._wake.set()
-        self.end(f"said nothing for {self._silent_seconds:g} s")
+        self.end(f"said nothing for {STUCK * self._silent_seconds:g} s")

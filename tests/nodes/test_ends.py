@@ -270,6 +270,21 @@ async def test_a_node_that_is_stopped_is_silent_and_ends_itself_when_it_goes_on(
 
 
 @pytest.mark.slow
+async def test_without_a_sign_of_its_leader_a_node_ends() -> None:
+    async with serving(options=("--cluster-silent-seconds", "3")) as servers:
+        processes = servers[1].ranks
+        async with streams(servers[1]) as (call,):
+            servers[0].signal(signal.SIGSTOP)
+            error = await failure(call)
+        assert error.code() is Code.UNAVAILABLE
+        assert "said nothing for 3 s" in error.details()
+        assert await servers[1].end() == 1
+        assert left(processes) == []
+        servers[0].signal(signal.SIGCONT)
+        assert await servers[0].end() == 1
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("killed", [0, 1], ids=["leader", "follower"])
 async def test_a_node_that_is_killed_while_ranks_load_ends_the_others(killed: int) -> None:
     async with nodes(ranks=2) as made:

@@ -8,8 +8,9 @@ import logging
 import shutil
 import signal
 import socket
+import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from grpc import aio
 import ep_server
 from ep_server.config import Config
 from ep_server.errors import ConfigError, StartupError
+from ep_server.nodes import link as link_module
 from ep_server.nodes.agreement import Claim
 from ep_server.nodes.claim import claim_of, hello_of
 from ep_server.nodes.discovery import NodePlace
@@ -32,6 +34,7 @@ from ep_server.ranks.process import RankCallbacks
 from ep_server.v1 import nodes_pb2 as pb
 from ep_server.v1 import nodes_pb2_grpc
 from tests.harness.certificates import make_certificates
+from tests.harness.joining_node import hold_up
 
 MODEL = Path(ep_server.__file__).parent / "assets" / "demo_model"
 NODES = 3
@@ -141,6 +144,13 @@ async def test_a_number_is_taken_once_and_free_again_when_its_node_leaves() -> N
             assert link.reason == ""
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A silence above gRPC, whose own threads go on in these tests, is not borne for longer."""
+    monkeypatch.setattr(link_module, "STUCK", 1)
+
+
+@pytest.mark.usefixtures("impatient")
 async def test_a_node_that_comes_back_takes_the_place_that_its_broken_link_still_holds(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -164,6 +174,7 @@ async def test_a_node_that_comes_back_takes_the_place_that_its_broken_link_still
             assert "another node joined under this number" in await meeting.refused(claim)
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_of_two_that_come_for_one_place_the_second_is_refused_only_once_the_first_lives() -> None:
     """The first may be a try of the same node whose connection broke unnoticed: it must not win for ever."""
     async with (
@@ -309,6 +320,7 @@ async def test_who_does_not_say_hello_is_sent_away(first: pb.Bundle | None) -> N
             await call.read()
 
 
+@pytest.mark.usefixtures("impatient")
 async def test_a_node_that_reads_nothing_more_is_lost_though_much_is_on_its_way_to_it() -> None:
     place = NodePlace(0, 2, "127.0.0.1", free_port())
     options = {"cluster__nodes": 2, "model__name": "silent", "cluster__silent_seconds": 0.5}
@@ -338,6 +350,49 @@ async def test_a_node_that_reads_nothing_more_is_lost_though_much_is_on_its_way_
         await ended(started[:1], WAIT)
         started[0].close()
         await leader.close(0, "")
+
+
+@asynccontextmanager
+async def joined_process(meeting: Rendezvous) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Node 1 as a process of its own."""
+    joining = meeting.joining()
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "tests.harness.joining_node", joining.address, str(joining.silent_seconds)),
+        hello_of(meeting.claim(1)).SerializeToString().hex(),
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+    )
+    try:
+        assert process.stdout is not None
+        assert await process.stdout.readline() == b"joined\n"
+        yield process
+    finally:
+        with suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def test_a_busy_event_loop_is_no_silence_a_stopped_process_is(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Either loop is held up for three silences, and so is every thread that needs the interpreter."""
+    async with (
+        rendezvous(cluster__silent_seconds=1.0) as meeting,
+        asyncio.timeout(WAIT),
+        joined_process(meeting) as process,
+    ):
+        assert process.stdin is not None and process.stdout is not None
+        hold_up(3)
+        process.stdin.write(b"hold up\n")
+        assert await process.stdout.readline() == b"went on\n"
+        await asyncio.sleep(1.0)
+        process.stdin.write(b"reason\n")
+        assert await process.stdout.readline() == b"alive\n"
+        assert "joined=[1]" in repr(meeting.leader)
+        process.send_signal(signal.SIGSTOP)
+        while "joined=[]" not in repr(meeting.leader):
+            await asyncio.sleep(0.01)
+        assert "node 1 said nothing for 1 s" in caplog.text
 
 
 async def test_tokens_keep_strangers_out(tmp_path: Path) -> None:
