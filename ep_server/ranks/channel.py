@@ -4,8 +4,9 @@ A frame is a 4-byte little-endian length and that many bytes. Order is kept in b
 file says that the other process is gone. Knows nothing of what the frames mean. Units: bytes, seconds.
 
 A probe is a length that no frame has, and a count of frames. A rank sends one when it starts to wait: it has
-nothing left to do after so many frames. The front then probes it until the next frame is sent, and closes
-the channel if the rank does not answer in time. A rank with work is not probed: its peers' deadlines hold.
+nothing left to do after so many frames. The front then probes it until the next frame is sent, or the rank
+says that it is busy, and closes the channel if the rank does not answer in time. A rank with work is not
+probed: its peers' deadlines hold.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ MAX_FRAME = 256 << 20
 _HEADER = struct.Struct("<I")
 _CHUNK = 1 << 18
 _PROBE = struct.Struct("<II")
+_BUSY = 0xFFFFFFFF  # in place of a count
 _PROBE_LENGTH = int.from_bytes(b"prob", "little")  # more than MAX_FRAME
 TICKS = 5  # of the time that a rank has for its answer: a probe at each
 
@@ -130,17 +132,21 @@ class RankChannel:
         obeyed, said = self._reader.frames, False
         while not (payloads := self.poll()):
             if not said or self._reader.probe is not None:
-                self._say_waiting(obeyed)
+                self._say(obeyed)
                 said = True
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 break
             self._select(left)
         if self._reader.probe == obeyed % 2**32:  # it came before these frames: now they are work
-            self._say_waiting(obeyed)
+            self._say(obeyed)
         return payloads
 
-    def _say_waiting(self, obeyed: int) -> None:
+    def say(self, *, waiting: bool) -> None:
+        """Says that this rank is about to wait, or that it has something to do after all."""
+        self._say(self._reader.frames if waiting else _BUSY)
+
+    def _say(self, obeyed: int) -> None:
         self._reader.probe = None
         self._outbox += probe(obeyed)
         self._flush()
@@ -208,7 +214,7 @@ class FrontChannel(asyncio.Protocol):
             elif self._had == self._sent % 2**32 and self._transport is not None:
                 self._silent = 0
                 self._transport.write(probe(self._sent))
-            if self._silent == TICKS:
+            if self._silent == TICKS + 1:  # one more: a peer that waits in a vote knows better whom to blame
                 self._end(f"did not answer for {seconds:g} s while it had nothing to do")
             else:
                 self._next_tick = loop.call_later(seconds / TICKS, tick)

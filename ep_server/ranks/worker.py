@@ -63,6 +63,7 @@ class RankWorker:
         self._ahead = parts.scheduler.limits.ahead
         self._flying: deque[_Flying] = deque()
         self._stop = False
+        self._idle = False  # no rank had anything to do in the last vote
         self._reported = self._checked = clock()
         self._read_overlap()
 
@@ -100,8 +101,13 @@ class RankWorker:
             self._flying.append(_Flying(batch, launched, bucket, count, (start, planned, voted)))
         while self._flying and (len(self._flying) > self._ahead or not run):
             self._land(self._flying.popleft())
-        if verdict.park:
+        if verdict.park and self._idle:
             self._park()
+            self._idle = False
+        elif verdict.park != self._idle:
+            # Before one more vote: a rank that is stopped before it could say so is missed there.
+            self._idle = verdict.park
+            self._channel.say(waiting=verdict.park)
         return not verdict.stop
 
     def _land(self, step: _Flying) -> None:

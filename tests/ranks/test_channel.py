@@ -234,3 +234,22 @@ def test_a_front_probes_only_ranks_that_wait(new_loop: Callable[[], asyncio.Abst
 
     with asyncio.Runner(loop_factory=new_loop) as runner:
         assert runner.run(front()) == ["did not answer for 0.2 s while it had nothing to do"]
+
+
+def test_a_rank_that_turns_out_to_be_busy_is_not_probed() -> None:
+    async def front() -> list[str]:
+        ours, theirs = socket.socketpair()
+        closed: list[str] = []
+        channel = await FrontChannel.connect(ours, lambda _: None, closed.append)
+        with theirs:
+            rank = RankChannel(theirs)
+            channel.watch(0.2)
+            rank.say(waiting=True)
+            await asyncio.sleep(0.1)
+            rank.say(waiting=False)
+            await asyncio.sleep(1.0)
+            assert closed == []
+            channel.close()
+        return closed
+
+    assert asyncio.run(front()) == []
