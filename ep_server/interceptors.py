@@ -280,5 +280,8 @@ async def _abort(method: str, context: Any, error: Exception) -> NoReturn:
     else:
         log.debug("%s: %s: %s", method, known.status, known)
     _drop_frames(error)
-    await context.abort(grpc.StatusCode[known.status], str(known), tuple(trailers))
+    try:
+        await context.abort(grpc.StatusCode[known.status], str(known), tuple(trailers))
+    except aio.InternalError:  # the call has just ended: nobody gets the status, and gRPC would log a fault
+        raise asyncio.CancelledError from None
     raise AssertionError("abort returned")

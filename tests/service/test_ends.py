@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import logging
 import math
 import time
+from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Any
 
 import grpc
 import pytest
+from grpc import aio
 
 from ep_server.config import Config
-from ep_server.errors import StartupError
+from ep_server.errors import DeadlineExceeded, StartupError
+from ep_server.interceptors import ErrorInterceptor
 from ep_server.ranks.fake import LIMITS, FakeRanks, scripted
 from ep_server.records import Request
 from ep_server.server import Server
@@ -31,6 +36,58 @@ from tests.service.harness import (
     serving,
     trailers,
 )
+
+
+class Over:
+    """The context of a call that ends as it is aborted, which gRPC reports like this."""
+
+    def __init__(self, context: Any) -> None:
+        self._context = context
+
+    async def abort(self, *status: Any) -> None:
+        with suppress(aio.AbortError):
+            await self._context.abort(*status)
+        raise aio.InternalError("Failed 'execute_batch'")
+
+
+class EndsAtAbort(aio.ServerInterceptor):
+    async def intercept_service(self, continuation: Any, details: Any) -> Any:
+        handler = await continuation(details)
+
+        async def unary(request: bytes, context: Any) -> Any:
+            return await handler.unary_unary(request, Over(context))
+
+        async def stream(request: bytes, context: Any) -> AsyncIterator[Any]:
+            async for response in handler.unary_stream(request, Over(context)):
+                yield response
+
+        if handler.unary_stream:
+            return grpc.unary_stream_rpc_method_handler(stream)
+        return grpc.unary_unary_rpc_method_handler(unary)
+
+
+async def test_an_error_as_the_caller_leaves_is_no_fault(caplog: pytest.LogCaptureFixture) -> None:
+    async def unary(request: bytes, context: object) -> bytes:
+        raise DeadlineExceeded("late")
+
+    async def stream(request: bytes, context: object) -> AsyncIterator[bytes]:
+        yield b"first"
+        raise DeadlineExceeded("late")
+
+    server = aio.server(interceptors=[EndsAtAbort(), ErrorInterceptor()])
+    handlers = {
+        "Unary": grpc.unary_unary_rpc_method_handler(unary),
+        "Stream": grpc.unary_stream_rpc_method_handler(stream),
+    }
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler("late", handlers),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    async with aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        for call in (channel.unary_unary("/late/Unary"), channel.unary_stream("/late/Stream")):
+            assert (await failure(call(b"", timeout=WAIT))).details() == "late"
+    await server.stop(None)
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == []
+
 
 BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"temperature": -0.1}, "sampling.temperature", "at least 0, finite"),
