@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from prometheus_client import CollectorRegistry
 
 import ep_server
 from ep_server.config import Config, MetricsConfig, ModelConfig
+from ep_server.errors import StartupError
 from ep_server.metrics import ServerMetrics
 from ep_server.metrics_endpoint import MetricsEndpoint
 from ep_server.model.families import read_spec
@@ -30,6 +32,9 @@ from ep_server.status_page import StatusPage
 from ep_server.vllm_metrics import with_vllm_names
 
 log = logging.getLogger(__name__)
+
+OPEN_FILES = 64  # of the front and of a rank; as they start they have about 30
+OPEN_FILES_PER_RANK = 8  # of the front; each rank takes 2, and more for a moment as it starts
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +74,17 @@ async def assemble(
     with _endpoint(config.metrics, page, status) as url:
         others = None if place is None or place.nodes == 1 else Leader(config, place)
         yield App(Server(config, model, ranks or RankProcesses(config, others), metrics, others), model, url)
+
+
+def require_open_files(ranks: int) -> None:
+    """Raises: StartupError where the process may not open the files and sockets that it needs."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = OPEN_FILES + OPEN_FILES_PER_RANK * ranks
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        raise StartupError(
+            f"limit of open files (ulimit -n) = {limit}: must be at least {needed} with {ranks} ranks here, "
+            "and one more for each connection"
+        )
 
 
 def warn_if_made_up(model: ModelConfig) -> None:
@@ -116,6 +132,7 @@ def run(config: Config, progress: Progress, on_serving: Callable[[str], None]) -
         on_serving: gets the URL of the metrics, empty where they are off, once requests are taken.
     Returns: exit code. Raises: StartupError.
     """
+    require_open_files(config.parallel.ranks)
     place = find_place(config.cluster, this_host())
     settled = place.settled(config)
 

@@ -19,7 +19,7 @@ from typing import Any
 import uvloop
 from rich.console import Console
 
-from ep_server.app import App, assemble
+from ep_server.app import App, assemble, require_open_files
 from ep_server.client import AsyncClient
 from ep_server.config import Config
 from ep_server.demo_report import Answer, Output, answer_line, latency_table, speed_line
@@ -52,7 +52,9 @@ def main(options: DemoOptions | None = None, console: Console | None = None) -> 
     Returns: exit status; 0 if every sum is right and the server stopped cleanly, 1 if not.
     Raises: StartupError; grpc.RpcError where a request fails.
     """
-    return uvloop.run(_demo(options or DemoOptions(), console or Output()))
+    options = options or DemoOptions()
+    require_open_files(options.ranks)
+    return uvloop.run(_demo(options, console or Output()))
 
 
 async def _demo(options: DemoOptions, console: Console) -> int:

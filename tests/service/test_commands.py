@@ -8,6 +8,8 @@ import json
 import re
 import shutil
 import socket
+import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import pytest
 import ep_server
 from ep_server.cli import main
 from ep_server.config import Config, fields
+from ep_server.demo import DEMO_MODEL
 from ep_server.ranks.fake import FakeRanks, scripted
 from tests.harness.tokenizers import EOS
 from tests.service.harness import NO_TOKENIZER, WAIT, Served, serving
@@ -253,3 +256,16 @@ def test_no_server_is_one_line(command: tuple[str, ...], capfd: pytest.CaptureFi
         assert main([*command, "--address", f"127.0.0.1:{free.getsockname()[1]}"]) == 1
     err = capfd.readouterr().err
     assert err.startswith("ep-server: error: UNAVAILABLE: failed to connect") and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", [("serve", "--model", str(DEMO_MODEL), "--ranks", "2"), ("demo",)])
+def test_too_few_open_files_are_one_line(command: tuple[str, ...]) -> None:
+    few = ["bash", "-c", 'ulimit -n 24; exec "$@"', "few"]
+    line = [*few, sys.executable, "-m", "ep_server", *command]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, timeout=WAIT)
+    assert done.returncode == 1 and done.stdout == ""
+    assert re.fullmatch(
+        r"ep-server: error: limit of open files \(ulimit -n\) = 24: must be at least \d+ with \d ranks here, "
+        r"and one more for each connection\n",
+        done.stderr,
+    ), done.stderr
