@@ -68,23 +68,30 @@ class Pace:
         self._count = 0  # of ends, all of them; the others fade
         self._ends = self._seconds = 0.0
         self._last_full: float | None = None
-        self._served = self._serving = self._tokens = self._drawing = 0.0
+        self._tokens = self._running = self._lengths = self._finished = 0.0
 
-    def ended(self, now: float, left: int) -> None:
+    def ended(self, now: float, left: int, *, finished: bool = True) -> None:
         """A request that had run left room. left: still in flight.
 
-        Time in which ranks had free room says nothing, nor does who leaves the queue without having run.
+        Time in which ranks had free room says nothing. One that did not finish took time and is no result:
+        else work that misses its deadline would look like a fast pace, and let in more of the same.
         """
         if self._last_full is not None:
-            self._count += 1
-            self._ends = self._ends * self._keep + 1
+            self._count += finished
+            self._ends = self._ends * self._keep + finished
             self._seconds = self._seconds * self._keep + now - self._last_full
         self._last_full = now if left >= self._slots else None
 
-    def served(self, seconds: float, tokens: int) -> None:
-        """A request with a deadline finished, `seconds` after its first step."""
-        self._served, self._serving = self._served * self._keep + 1, self._serving * self._keep + seconds
-        self._tokens, self._drawing = self._tokens * self._keep + tokens, self._drawing * self._keep + seconds
+    def ran(self, seconds: float, tokens: int, *, finished: bool) -> None:
+        """A request with a deadline ended, `seconds` after its first step.
+
+        Those that did not finish count for the speed alone: without them slow ones would not be seen.
+        """
+        self._tokens = self._tokens * self._keep + tokens
+        self._running = self._running * self._keep + seconds
+        if finished:
+            self._lengths = self._lengths * self._keep + tokens
+            self._finished = self._finished * self._keep + 1
 
     @property
     def gap(self) -> float | None:
@@ -93,10 +100,11 @@ class Pace:
 
     def service(self, max_new_tokens: int | None) -> float:
         """Seconds that a request with a deadline will probably run; 0 before one did."""
-        if not self._served:
+        if not self._finished:
             return 0.0
-        usual = self._serving / self._served
-        return usual if max_new_tokens is None else min(usual, max_new_tokens * self._drawing / self._tokens)
+        usual = self._lengths / self._finished
+        tokens = usual if max_new_tokens is None else min(usual, max_new_tokens)
+        return tokens * self._running / self._tokens
 
 
 class Admission:

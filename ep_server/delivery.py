@@ -25,7 +25,7 @@ from ep_server.flights import FlightTable
 from ep_server.observer import EngineObserver, RequestSummary
 from ep_server.ranks.protocol import Ranks
 from ep_server.records import FinishReason, RankStatistics, TokenEvent
-from ep_server.scheduler.lifecycle import Event, advance
+from ep_server.scheduler.lifecycle import Event, State, advance
 
 log = logging.getLogger(__name__)
 
@@ -163,8 +163,6 @@ class Delivery:
         self, flight: Flight, reason: FinishReason, match: int | str | None, *, at_rank: bool
     ) -> None:
         self._end(flight, Event.FINISH, "OK", reason)
-        if flight.deadline is not None:
-            self._pace.served(flight.last_at - flight.admitted_at - flight.queued, flight.output_tokens)
         flight.stream.finish(flight.completion(reason, match))
         self._leave_rank(flight, at_rank=at_rank)
 
@@ -172,6 +170,9 @@ class Delivery:
         """The reader's half of leaving: state, id and timer."""
         flight.state = advance(flight.state, event, flight.request.request_id)
         self._flights.ended(flight)
+        if flight.deadline is not None and flight.output_tokens:
+            seconds = flight.last_at - flight.admitted_at - flight.queued
+            self._pace.ran(seconds, flight.output_tokens, finished=event is Event.FINISH)
         if flight.timer is not None:
             flight.timer.cancel()
             flight.timer = None
@@ -192,7 +193,7 @@ class Delivery:
         now = self._clock()
         self._flights.freed(flight)
         if flight.output_tokens:
-            self._pace.ended(now, len(self._flights))
+            self._pace.ended(now, len(self._flights), finished=flight.state is State.FINISHED)
         if flight.cancelled_at is not None:
             self._observer.on_freed(now - flight.cancelled_at)
 

@@ -89,6 +89,13 @@ def test_requests_that_end_together_are_no_fast_pace() -> None:
     assert told(some, crowd(10)) == pytest.approx(1000 * 5 / 6, rel=0.15)
 
 
+def test_work_that_is_given_up_is_no_fast_pace() -> None:
+    some = admission()
+    for tick in range(100):
+        some.pace.ended(tick * 0.1, left=6, finished=tick % 2 == 0)
+    assert told(some, crowd(10)) == pytest.approx(1000, rel=0.1)  # one result in 0.2 s
+
+
 def test_time_without_load_is_no_slow_pace() -> None:
     some = paced(0.1)
     some.pace.ended(20.0, left=0)
@@ -108,11 +115,14 @@ def test_a_deadline_that_the_queue_would_miss_is_refused() -> None:
 
 def test_a_deadline_must_leave_time_to_run() -> None:
     some = paced(0.1)
-    some.pace.served(seconds=0.4, tokens=40)
+    some.pace.ran(seconds=0.4, tokens=40, finished=True)
     some.check(Asked(timeout=0.75), crowd(8))
     with pytest.raises(QueueFull, match=r"would end in 0\.7 s"):
         some.check(Asked(timeout=0.65), crowd(8))
     some.check(Asked(timeout=0.65, max_new_tokens=4), crowd(8))  # a short one
+    some.pace.ran(seconds=1.0, tokens=10, finished=False)  # a slow one, which missed its deadline
+    with pytest.raises(QueueFull):
+        some.check(Asked(timeout=0.75), crowd(8))
 
 
 def test_higher_priority_takes_the_place_of_those_behind() -> None:
