@@ -11,12 +11,13 @@ from pathlib import Path
 
 import tokenizers
 
-from ep_server.errors import CheckpointError
+from ep_server.errors import CheckpointError, InvalidArgument
 from ep_server.model.families import is_there, read_file
 
 REPLACEMENT = "\ufffd"  # what decoders give for bytes that are not (yet) UTF-8
 PROMPT_CONTEXT = 6  # prompt tokens decoded along with the output, so that its leading space is right
 MAX_PENDING = 8  # no character needs more tokens than this: longer waits are invalid bytes
+SHOWN = 80  # characters of a value that an error message repeats
 TAIL = 3  # an unfinished UTF-8 character has at most 3 bytes, so at most 3 tokens
 
 
@@ -47,8 +48,17 @@ class Tokenizer:
         return Tokenizer(inner)
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, the tokenizer's own special tokens included."""
-        ids: list[int] = self._inner.encode(text).ids
+        """Token ids of a prompt, the tokenizer's own special tokens included.
+
+        Raises: InvalidArgument for text that the library fails at.
+        """
+        try:
+            ids: list[int] = self._inner.encode(text).ids
+        except BaseException as error:  # a panic of the library is no Exception: the call would never end
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            allowed = f"text that the tokenizer can encode ({error})"
+            raise InvalidArgument("text", text[:SHOWN], allowed) from error
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:

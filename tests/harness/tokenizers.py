@@ -46,6 +46,17 @@ def byte_fallback() -> tokenizers.Tokenizer:
     return inner
 
 
+PANICS = "<tool>\n x"
+
+
+def panicking() -> tokenizers.Tokenizer:
+    """The library panics at PANICS: two added tokens claim the same space."""
+    inner = byte_level()
+    inner.add_tokens([tokenizers.AddedToken("<tool>", rstrip=True, normalized=False)])
+    inner.add_tokens([tokenizers.AddedToken("\n", lstrip=True, normalized=False)])
+    return inner
+
+
 def save(inner: tokenizers.Tokenizer, directory: Path) -> None:
     """Writes tokenizer.json."""
     inner.save(str(directory / "tokenizer.json"))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import pytest
+import tokenizers
 from hypothesis import example, given
 from hypothesis import strategies as st
+from tokenizers import models
 
-from ep_server.errors import CheckpointError
+from ep_server.errors import CheckpointError, InvalidArgument
 from ep_server.tokenizer import MAX_PENDING, REPLACEMENT, Detokenizer, Tokenizer
 from tests.harness import tokenizers as made
 
@@ -140,3 +142,16 @@ def test_load(tmp_path) -> None:
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json: not a tokenizer"):
         Tokenizer.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("inner", "text", "reason"),
+    [
+        (made.panicking(), made.PANICS, "bad split"),
+        (tokenizers.Tokenizer(models.WordLevel({"a": 0}, unk_token="<unk>")), "b", "Missing .UNK. token"),
+    ],
+    ids=["panic", "no unknown token"],
+)
+def test_text_that_the_library_fails_at(inner: tokenizers.Tokenizer, text: str, reason: str) -> None:
+    with pytest.raises(InvalidArgument, match=f"text = .*: must be text .* can encode .*{reason}"):
+        made.loaded(inner).encode(text)
