@@ -79,7 +79,7 @@ def unused_tensors(spec: ModelSpec, source: str, names: Collection[str]) -> tupl
     predicts = tuple({match[1] for name in left if (match := _MTP.fullmatch(name))})
     suspects = [name for name in left if spec.family != "deepseek_v3" or not name.startswith(predicts)]
     if suspects:
-        _check(spec, source, suspects, read)
+        _check(spec, source, names, suspects, read)
     return tuple(left)
 
 
@@ -89,8 +89,8 @@ def _is_read(spec: ModelSpec, read: set[str], name: str) -> bool:
     return name in read or bool(_KV_SCALE.fullmatch(name) or _DERIVED.fullmatch(name))
 
 
-def _check(spec: ModelSpec, source: str, left: list[str], read: set[str]) -> None:
-    """Raises: see unused_tensors()."""
+def _check(spec: ModelSpec, source: str, names: Collection[str], left: list[str], read: set[str]) -> None:
+    """left: those of `names` that are not in `read`. Raises: see unused_tensors()."""
     layers = spec.num_layers
     beyond = [name for name in left if (match := _LAYER.match(name)) and int(match[1]) >= layers]
     _refuse(source, f"num_hidden_layers = {layers}", beyond)
@@ -98,8 +98,8 @@ def _check(spec: ModelSpec, source: str, left: list[str], read: set[str]) -> Non
     field = _EXPERTS_FIELD.get(spec.family, "num_experts")
     _refuse(source, f"{field} = {spec.router.num_experts}", experts)
     for says, otherwise in _fields(spec):
-        names = set(_read(otherwise, left))
-        _refuse(source, says, [name for name in left if name in names])
+        wanted = set(_read(otherwise, names))
+        _refuse(source, says, [name for name in left if name in wanted])
     for name in left if spec.quant_block is None else ():
         method = next((_QUANTISERS[end] for end in _QUANTISERS if name.endswith(end)), None)
         if method and name.startswith("model.layers."):

@@ -162,6 +162,16 @@ def test_what_every_loader_derives_is_not_named(tiny: Get, tmp_path: Path) -> No
     assert found.parameters == inspect_checkpoint(tiny("qwen3_moe").path).parameters
 
 
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_experts_stored_twice_are_named(tiny: Get, name: str) -> None:
+    """In a stack, which is read, and one by one."""
+    spec, names = read_spec(tiny(name).path), set(Checkpoint.open(tiny(name).path).tensors)
+    single = {one for one in names if ".experts." in one}
+    blocks = {one.partition(".experts.")[0] for one in single}
+    stacks = {f"{block}.experts.{part}" for block in blocks for part in ("gate_up_proj", "down_proj")}
+    assert unused_tensors(spec, "config.json", names | stacks) == tuple(sorted(single))
+
+
 def test_multi_token_prediction_layers_are_named(tiny: Get, tmp_path: Path) -> None:
     layer = "model.layers.3"
     names = (
