@@ -90,6 +90,11 @@ EDITS: dict[str, tuple[str, Callable[[Config], object], Callable[[Tensors], obje
         ),
         nothing,
     ),
+    "no rope_theta outside the table": (
+        "olmoe",
+        with_values(rope_theta=None, rope_scaling=YARN | {"rope_theta": 500.0}),
+        nothing,
+    ),
     "a head that config.json calls tied": ("mixtral-tied-stacked", nothing, another_head),
     "no norm of weights": ("deepseek_v3", with_values(norm_topk_prob=None), nothing),
     "rope in halves": ("deepseek_v3", with_values(rope_interleave=None), nothing),

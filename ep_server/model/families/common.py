@@ -72,8 +72,9 @@ def rope(config: Fields, dim: int, *, theta: float = 10_000.0, interleaved: bool
         dim: rotated channels. theta: the family's default base.
     """
     table = rope_table(config)
-    theta = config.number("rope_theta", default=theta, above=1.0)  # YaRN divides by its logarithm
-    theta = table.number("rope_theta", default=theta, above=1.0)
+    given = table if "rope_theta" in table.values else config
+    theta = given.number("rope_theta", default=theta, above=1.0)  # YaRN divides by its logarithm
+    config.skip("rope_theta")  # the table's outweighs it
     whole = config.number("partial_rotary_factor", default=1.0, null=1.0)
     partial = table.number("partial_rotary_factor", default=whole, null=whole)
     if partial != 1.0:
