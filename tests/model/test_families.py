@@ -158,7 +158,7 @@ def test_an_unknown_architecture_lists_the_known_ones(tmp_path: Path) -> None:
                 ({"quant_method": "awq"}, "awq"),
                 ({"quant_method": "compressed-tensors"}, "compressed-tensors"),
                 ({"quant_method": ["fp8"]}, r"\['fp8'\]"),
-                ({"bits": 4}, ""),
+                ({"bits": 4}, "null"),
             )
         ),
         ({"quantization_config": {"quant_method": "fp8", "weight_block_size": [128]}}, "weight_block_size"),

@@ -154,7 +154,7 @@ def _quant_block(quant: Fields) -> tuple[int, int] | None:
     unnamed = "bitsandbytes" if by_bitsandbytes else ""  # its first versions wrote no method
     method = quant.value("quant_method", default=unnamed, null=unnamed)
     if method != "fp8":
-        raise quant.error("quant_method", method, _METHODS)
+        raise quant.error("quant_method", method or None, _METHODS)
     block = quant.value("weight_block_size", default=[128, 128])
     if not (isinstance(block, list) and len(block) == 2 and all(isinstance(b, int) and b > 0 for b in block)):
         raise quant.error("weight_block_size", block, "two positive integers")
