@@ -76,9 +76,12 @@ class Tokenizer:
 class Detokenizer:
     """Turns the growing output of one request into text, in pieces that are final.
 
-    Together they are decode(prompt + output) beyond decode(prompt), with two exceptions. A character that the
-    prompt begins and the output finishes is given whole. U+FFFD at the end is left out: it may be half a
-    character. Decodes a window of a few tokens per step, so a step costs the same however long the output is.
+    Together they are decode(prompt + output) beyond decode(prompt), with three exceptions. A character that
+    the prompt begins and the output finishes is given whole. U+FFFD at the end is left out: it may be half a
+    character. What was given stays: byte fallback makes U+FFFD of a whole run of byte tokens, ASCII included,
+    once one of them is invalid.
+
+    Decodes a window of a few tokens per step, so a step costs the same however long the output is.
     """
 
     def __init__(self, tokenizer: Tokenizer, prompt_ids: Sequence[int]) -> None:

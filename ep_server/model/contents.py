@@ -31,7 +31,7 @@ _SPARSE_FIELD = {
     "deepseek_v2": "first_k_dense_replace",
     "deepseek_v3": "first_k_dense_replace",
 }
-# Names that quantisers give what stands in for a weight. Their methods are not served.
+# How names of quantised tensors end. These methods are not served.
 _QUANTISERS = {
     ".SCB": "bitsandbytes",
     ".absmax": "bitsandbytes",

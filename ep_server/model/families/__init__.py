@@ -83,13 +83,15 @@ def _check_top_k(config: Fields, spec: ModelSpec) -> None:
 
 
 def _as_stored(spec: ModelSpec, directory: Path) -> ModelSpec:
-    """What transformers takes from the tensors: a dtype that config.json does not name, a head beside the
-    embedding that it says to be tied."""
+    """Corrects what the tensors decide, as in transformers.
+
+    They name the dtype if config.json does not. A head that is stored beside the embedding is not tied.
+    """
     if spec.dtype is not None and not spec.tied_head:
         return spec
     try:
         checkpoint = Checkpoint.open(directory)
-    except CheckpointError:  # who loads weights gets this error too; plans and made-up weights need none
+    except CheckpointError:  # loading raises it again; plans and dummy weights need no tensors
         return spec
     stored = checkpoint.tensors
     tied = spec.tied_head and not (EMBEDDING in stored and HEAD in stored)
@@ -97,8 +99,10 @@ def _as_stored(spec: ModelSpec, directory: Path) -> ModelSpec:
 
 
 def _stored_dtype(checkpoint: Checkpoint) -> str | None:
-    """Of the first tensor by name in the first shard that has one of a dtype to compute in, as transformers
-    does; not FP8."""
+    """The dtype of the first tensor, by shard and then by name, that is neither FP8 nor integers.
+
+    transformers takes the same one.
+    """
     ordered = sorted(checkpoint.tensors.values(), key=lambda tensor: (str(tensor.file), tensor.name))
     return next((_DTYPES[tensor.dtype] for tensor in ordered if tensor.dtype in _DTYPES), None)
 

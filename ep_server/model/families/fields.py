@@ -21,10 +21,10 @@ COUNTED = {
     "max_position_embeddings": 1 << 24,  # each has its rotation in a table
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 1 << 16),
 }
-# Keys that change no token: nobody is told that they are not read.
+# Keys that change no token. They are not reported as unread.
 IGNORED = frozenset(
     (
-        # of the files and of who wrote them
+        # of the files and the programs that wrote them
         *("architectures", "model_type", "auto_map", "transformers_version", "tokenizer_class"),
         *("_name_or_path", "name_or_path", "_commit_hash", "_attn_implementation_autoset"),
         # of training
@@ -37,7 +37,7 @@ IGNORED = frozenset(
             "ep_size",
             "pretraining_tp",
         ),
-        # of what other programs return, pad or label
+        # of what programs other than this server return, pad or label
         *("use_cache", "output_attentions", "output_hidden_states", "return_dict", "is_encoder_decoder"),
         *("is_decoder", "pad_token_id", "id2label", "label2id", "problem_type", "chunk_size_feed_forward"),
         # layers that predict further tokens are not served; inspect names their tensors
