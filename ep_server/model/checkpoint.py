@@ -102,7 +102,7 @@ class StoredTensor:
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """All tensors of a directory by name."""
+    """All tensors of the shards by name, also those that the index leaves out, as in transformers."""
 
     path: Path
     shards: tuple[Path, ...]
@@ -128,7 +128,9 @@ class Checkpoint:
             if name not in held[file]:
                 raise CheckpointError(f"{directory / file}: tensor {name} is missing (named by {INDEX})")
         shards = tuple(directory / file for file in held)
-        return Checkpoint(directory, shards, {name: held[file][name] for name, file in placed.items()})
+        tensors = {name: tensor for shard in held.values() for name, tensor in shard.items()}
+        tensors |= {name: held[file][name] for name, file in placed.items()}  # decides if several hold one
+        return Checkpoint(directory, shards, tensors)
 
     def find(self, name: str, shape: tuple[int, ...]) -> StoredTensor:
         """The tensor of that name. Raises: CheckpointError if it is missing or of another shape."""

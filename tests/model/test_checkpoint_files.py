@@ -149,6 +149,22 @@ def test_shards_may_lie_in_sub_folders(tiny: Get, tmp_path: Path) -> None:
         assert_equal(ours, theirs, "moved")
 
 
+def test_tensors_that_the_index_leaves_out_count(tiny: Get, tmp_path: Path) -> None:
+    """As in transformers, all of a shard is read. Where several hold a tensor, the index decides."""
+    source = tiny("qwen3_moe-dense-layer-bias-shards").path
+    path = copied(source, tmp_path / "copy")
+    index = json.loads((path / INDEX).read_text())
+    placed = index["weight_map"]
+    del placed["model.norm.weight"]
+    first, last = min(placed.values()), max(placed.values())
+    twice = next(name for name, file in placed.items() if file == first)
+    save_file(load_file(path / last) | {twice: torch.zeros(3), "extra": torch.zeros(3)}, path / last)
+    (path / INDEX).write_text(json.dumps(index))
+    assert inspect_checkpoint(path).unused.tensors == ("extra",)
+    for ours, theirs in zip(load(path), load(source), strict=True):
+        assert_equal(ours, theirs, "left out")
+
+
 @pytest.mark.parametrize(
     "entry",
     [3, None, ["a.safetensors"], {}, True, "", ".", "/etc/passwd", "../a.safetensors", "a/../../b"],
