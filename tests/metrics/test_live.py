@@ -12,12 +12,14 @@ from contextlib import suppress
 
 import grpc
 import pytest
+from grpc import aio
 
 from ep_server.app import App, assemble
-from ep_server.client import AsyncClient
+from ep_server.client import AsyncClient, generate_request
 from ep_server.config import Config
 from ep_server.demo import DEMO_MODEL
 from ep_server.metrics import FAULTS
+from ep_server.v1.decode_pb2_grpc import DecodeStub
 from tests.metrics.reports import Series, series, value
 
 RANKS = 2
@@ -137,12 +139,27 @@ async def test_every_exported_series_moves(app: App) -> None:
         await watch.until(lambda found: value(found, "epserver_cancel_to_free_seconds_count") > 0)
         await watch.until(lambda found: _total(found, "epserver_rank_running") == 0)
         _check_sums(watch.last, outputs_tokens=sum(len(output.token_ids) for output in outputs))
+        await _end_unread(client, watch)
         info = await client.server_info()
         os.kill(next(rank.pid for rank in info.rank_info if rank.rank == 1), signal.SIGKILL)
         with suppress(grpc.RpcError):
             await client.complete(prompt, max_new_tokens=100, timeout=30)
     await watch.until(lambda found: value(found, "epserver_ep_rank_up", rank="1") == 0)
     assert watch.dead() == []
+
+
+async def _end_unread(client: AsyncClient, watch: Watch) -> None:
+    """Finished sequences that nobody reads, of more bytes than HTTP/2 takes unread; Abort ends them."""
+    options = [("grpc.http2.bdp_probe", 0)]  # else gRPC widens the window of a fast link
+    async with aio.insecure_channel(client.target.address, options=options) as channel:
+        fields = {"max_new_tokens": 350, "ignore_eos": True, "output_logprobs": True, "top_n": DIGITS}
+        call = DecodeStub(channel).Generate(
+            generate_request([1], request_id="unread", num_sequences=4, **fields)
+        )
+        await call.wait_for_connection()
+        await watch.until(lambda found: value(found, "epserver_requests_unread") == 4)
+        assert list((await client.abort("unread")).aborted) == ["unread"]
+        await watch.until(lambda found: value(found, "epserver_unread_ended_total") == 4)
 
 
 def _check_sums(found: Series, outputs_tokens: int) -> None:
