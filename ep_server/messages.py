@@ -8,7 +8,9 @@ for one HTTP/2 window.
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -44,7 +46,7 @@ class Method:
 class Door:
     """What the owner of a port knows about the calls to it.
 
-    methods: by "/service/method". max_arriving: calls whose message has not arrived yet.
+    methods: by "/service/method". max_arriving: calls of one method whose message has not arrived yet.
     on_refused: gets the gRPC status of every call that ends before its handler has its message.
     measured: "/service/method" whose calls' wait to be accepted is measured, "" = none.
     on_accept_wait: gets such times, seconds.
@@ -67,7 +69,7 @@ class MessageReader(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unus
         """on_read: gets the context of each call that is let in and has its message."""
         self._door = door
         self._on_read = on_read
-        self._arriving = 0
+        self._arriving: dict[str, deque[asyncio.Timeout]] = {}  # of calls without a message, oldest first
         self._long = asyncio.Lock()
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
@@ -77,15 +79,17 @@ class MessageReader(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unus
             return None
         if handler.request_streaming:
             return self._of_many(handler)
-        method = self._door.methods.get(handler_call_details.method, _PLAIN)
+        path: str = handler_call_details.method
+        method = self._door.methods.get(path, _PLAIN)
+        arriving = self._arriving.setdefault(path, deque())
 
         async def unary(_messages: Any, context: Any) -> Any:
-            return await handler.unary_unary(await self._message(handler, method, context), context)
+            message = await self._message(handler, method, arriving, context)
+            return await handler.unary_unary(message, context)
 
         async def stream(_messages: Any, context: Any) -> AsyncIterator[Any]:
-            async for response in handler.unary_stream(
-                await self._message(handler, method, context), context
-            ):
+            message = await self._message(handler, method, arriving, context)
+            async for response in handler.unary_stream(message, context):
                 yield response
 
         if handler.response_streaming:
@@ -111,10 +115,12 @@ class MessageReader(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unus
             return grpc.stream_stream_rpc_method_handler(stream, decode, handler.response_serializer)
         return grpc.stream_unary_rpc_method_handler(unary, decode, handler.response_serializer)
 
-    async def _message(self, handler: Any, method: Method, context: Any) -> Any:
+    async def _message(
+        self, handler: Any, method: Method, arriving: deque[asyncio.Timeout], context: Any
+    ) -> Any:
         """Raises: what `method` raises, QueueFull, DeadlineExceeded, MessageTooLarge, InvalidArgument."""
         method.check_room()
-        data = await self._arrived(context)
+        data = await self._arrived(arriving, context)
         if len(data) > method.max_bytes:
             raise MessageTooLarge(f"message of {len(data)} bytes: at most {method.max_bytes}")
         if len(data) <= SHORT_BYTES:
@@ -126,20 +132,28 @@ class MessageReader(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unus
         self._on_read(context)
         return message
 
-    async def _arrived(self, context: Any) -> bytes:
-        """The bytes of the message. Raises: QueueFull, DeadlineExceeded, InvalidArgument without one."""
+    async def _arrived(self, arriving: deque[asyncio.Timeout], context: Any) -> bytes:
+        """The bytes of the message. Raises: QueueFull, DeadlineExceeded, InvalidArgument without one.
+
+        One call too many ends the oldest: a new one most likely has its message, so callers who send none
+        do not keep others out. Callers without a token may reach some methods, so each has its own limit.
+        """
         most = self._door.max_arriving
-        if self._arriving >= most:
-            full = f"{self._arriving} calls wait for their message, the limit is grpc.max_streams = {most}"
-            raise QueueFull(full, RETRY_MS)
-        self._arriving += 1
+        if len(arriving) >= most:
+            arriving.popleft().reschedule(0)
+        own = asyncio.timeout(ARRIVAL_SECONDS)
         try:
-            async with asyncio.timeout(ARRIVAL_SECONDS):
+            async with own:
+                arriving.append(own)
                 data = await context.read()
         except TimeoutError:
-            raise DeadlineExceeded(f"no message arrived within {ARRIVAL_SECONDS:g} s") from None
+            if own in arriving:
+                raise DeadlineExceeded(f"no message arrived within {ARRIVAL_SECONDS:g} s") from None
+            full = f"{most} newer calls wait for their message, the limit is grpc.max_streams = {most}"
+            raise QueueFull(full, RETRY_MS) from None
         finally:
-            self._arriving -= 1
+            with suppress(ValueError):
+                arriving.remove(own)
         if data is aio.EOF:  # type: ignore[attr-defined, unused-ignore]
             await asyncio.sleep(CANCEL_SECONDS)  # a call that is over ends here
             raise InvalidArgument("request", "no message", "one message of the method's type")
