@@ -6,7 +6,7 @@ file says that the other process is gone. Knows nothing of what the frames mean.
 A probe is a length that no frame has, and a count of frames. A rank sends one when it starts to wait: it has
 nothing left to do after so many frames. The front then probes it until the next frame is sent, or the rank
 says that it is busy, and closes the channel if the rank does not answer in time. A rank with work is not
-probed: its peers' deadlines hold.
+probed: its peers' deadlines hold. A process that a signal has stopped is lost in any case.
 """
 
 from __future__ import annotations
@@ -203,12 +203,18 @@ class FrontChannel(asyncio.Protocol):
         _, channel = await loop.create_unix_connection(lambda: cls(on_frame, on_closed), sock=sock)
         return channel
 
-    def watch(self, seconds: float) -> None:
-        """Probes the rank while it waits for frames; closes the channel if it does not answer for so long."""
+    def watch(self, seconds: float, is_stopped: Callable[[], bool] = lambda: False) -> None:
+        """Probes the rank while it waits for frames; closes the channel if it does not answer for so long.
+
+        is_stopped: whether a signal has stopped its process, which must not last so long whatever it does.
+        """
         loop = asyncio.get_running_loop()
+        stopped = 0  # ticks
 
         def tick() -> None:
             # Ticks are counted, not time: a front that was stopped or busy itself does not blame the rank.
+            nonlocal stopped
+            stopped = stopped + 1 if is_stopped() else 0
             if self._silent is not None:
                 self._silent += 1
             elif self._had == self._sent % 2**32 and self._transport is not None:
@@ -216,6 +222,8 @@ class FrontChannel(asyncio.Protocol):
                 self._transport.write(probe(self._sent))
             if self._silent == TICKS + 1:  # one more: a peer that waits in a vote knows better whom to blame
                 self._end(f"did not answer for {seconds:g} s while it had nothing to do")
+            elif stopped == TICKS + 2:  # peers come first here too
+                self._end(f"was stopped by a signal for more than {seconds:g} s")
             else:
                 self._next_tick = loop.call_later(seconds / TICKS, tick)
 

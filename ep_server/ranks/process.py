@@ -71,7 +71,8 @@ class RankProcess:
 
         Args:
             inherited: descriptors the child gets beside its channel, under the same numbers.
-            hang_seconds: a child that has nothing to do and does not answer for so long is lost.
+            hang_seconds: a child that answers nothing for so long while it is idle is lost. So is one that a
+              signal has stopped.
         Raises: OSError.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -96,7 +97,7 @@ class RankProcess:
             lambda payload: callbacks.on_frame(rank, payload),
             lambda reason: callbacks.on_closed(rank, reason),
         )
-        process._channel.watch(hang_seconds)
+        process._channel.watch(hang_seconds, process._is_stopped)
         return process
 
     @property
@@ -124,6 +125,12 @@ class RankProcess:
         """Closes the channel."""
         if self._channel is not None:
             self._channel.close()
+
+    def _is_stopped(self) -> bool:
+        """By a signal, until SIGCONT."""
+        with suppress(OSError):  # it has ended
+            return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
+        return False
 
     def _on_exit(self) -> None:
         code = self._popen.wait()  # returns at once: a readable pidfd is an ended process

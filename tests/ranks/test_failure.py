@@ -94,7 +94,8 @@ async def test_a_stopped_rank_is_named_not_one_that_waits(tiny: Tiny, ranks: int
             await heard.until(lambda heard=heard: heard.lost)
         ((rank, message),) = heard.lost
         assert rank == stopped
-        assert re.search(rf"timed out in \S+ waiting for peer {stopped}: ", message), message
+        waited = rf"timed out in \S+ waiting for peer {stopped}: "
+        assert re.search(f"{waited}|was stopped by a signal", message), message
         assert "\n" not in message
 
 
@@ -107,6 +108,20 @@ async def test_a_rank_stopped_while_idle_is_noticed_in_time(tiny: Tiny, ranks: i
         psutil.Process(processes.pids[-1]).suspend()
         await heard.until(lambda: heard.lost, seconds=15.0)  # it was 30 s, or never for one rank alone
     assert heard.lost == [(ranks - 1, "did not answer for 2 s while it had nothing to do")]
+
+
+async def test_a_rank_alone_stopped_amid_work_is_noticed(tiny: Tiny) -> None:
+    """No peer waits for it. One that goes on in time is not lost."""
+    config = rank_config(tiny.path, 1, exchange__timeout_seconds=2.0)
+    async with busy_group(config) as (processes, heard):
+        process = psutil.Process(processes.pids[0])
+        process.suspend()
+        await asyncio.sleep(0.5)
+        process.resume()
+        assert heard.lost == []
+        process.suspend()
+        await heard.until(lambda: heard.lost, seconds=30.0)
+    assert heard.lost == [(0, "was stopped by a signal for more than 2 s")]
 
 
 async def test_an_idle_rank_that_hangs_is_lost(tiny: Tiny) -> None:
