@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import types
 from collections.abc import AsyncIterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,8 @@ async def silent(served: Served, path: str = GENERATE, metadata: tuple[tuple[str
         yield b""
 
     call = served.client.channel.stream_stream(path)(nothing(), metadata=metadata)
-    await call.wait_for_connection()
+    with suppress(aio.AioRpcError):  # it may have ended by then
+        await call.wait_for_connection()
     return call
 
 
