@@ -24,6 +24,7 @@ ANY_MESSAGE_BYTES = 4 << 20  # largest message where grpc.max_message_bytes is 0
 # default from 1000 calls or 30 s on. A call that waits takes about 16 KB.
 MAX_WAITING_CALLS = 1 << 16
 MAX_WAITING_SECONDS = 86_400
+LEAST_PING_MS = 5_000  # between two pings of a client; who sends more is disconnected
 
 
 def warn_if_open(config: GrpcConfig) -> None:
@@ -55,7 +56,7 @@ def channel_options(config: GrpcConfig) -> list[tuple[str, int]]:
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.ping_timeout_ms", 10_000),  # of pings that gRPC sends beside, which hold others back
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.min_recv_ping_interval_without_data_ms", 5_000),  # clients ping during long prefills
+        ("grpc.http2.min_ping_interval_without_data_ms", LEAST_PING_MS),  # clients ping during long prefills
     ]
 
 

@@ -20,7 +20,7 @@ import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from ep_server import health, port
+from ep_server import endpoint, health, port
 from ep_server.config import GrpcConfig
 from ep_server.errors import ConfigError
 from ep_server.health import Health
@@ -264,3 +264,14 @@ def test_threads_that_open_and_close_descriptors_meanwhile_notice_nothing() -> N
             thread.join(30)
     assert not wrong
     assert descriptors() < before + CLOSED / 2
+
+
+async def test_pings_do_not_end_a_silent_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(endpoint, "LEAST_PING_MS", 100)
+    pings = [("grpc.keepalive_time_ms", 1000), ("grpc.http2.max_pings_without_data", 0)]
+    async with opened() as one, aio.insecure_channel(one.address, options=pings) as channel:
+        call = health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+        await next_event(call)
+        with pytest.raises(TimeoutError):  # gRPC would end it at the third ping that comes too soon
+            async with asyncio.timeout(5):
+                await call.read()
