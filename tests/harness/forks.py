@@ -7,7 +7,9 @@ be that of the first one for all, and every process after it would import the re
 from __future__ import annotations
 
 import multiprocessing
+import pickle
 from multiprocessing.context import ForkServerContext
+from typing import Any
 
 PRELOADED = [
     "hypothesis",
@@ -20,6 +22,13 @@ PRELOADED = [
     "tests.harness.ranks",
     "tests.fabric.fabric_ends",
 ]
+
+
+def by_value(value: Any) -> bytes:
+    """For Connection.send_bytes, read by recv(). send() would share the memory of tensors, and a process that
+    ends before they are fetched takes them along.
+    """
+    return pickle.dumps(value)
 
 
 def context() -> ForkServerContext:

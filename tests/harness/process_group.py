@@ -90,7 +90,7 @@ def _main(
             world_size=num_ranks,
             timeout=timedelta(seconds=30),
         )
-        pipe.send((False, fn(dist.group.WORLD, *args)))
+        pipe.send_bytes(forks.by_value((False, fn(dist.group.WORLD, *args))))
         dist.barrier()  # nobody leaves while a peer still talks
         dist.destroy_process_group()
     except BaseException:

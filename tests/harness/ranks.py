@@ -298,5 +298,6 @@ def _rank_main(
     except BaseException as raised:
         error, trace = raised, traceback.format_exc()
     with contextlib.suppress(BrokenPipeError):
-        pipe.send(("end", Outcome(spec.rank, value, error, trace, seconds=time.monotonic() - start)))
+        outcome = Outcome(spec.rank, value, error, trace, seconds=time.monotonic() - start)
+        pipe.send_bytes(forks.by_value(("end", outcome)))
     pipe.close()
