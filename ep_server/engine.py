@@ -277,8 +277,10 @@ class Engine:
         """Lets those leave whose place the request takes. Raises: QueueFull if they cannot."""
         crowd = self._flights.crowd(asked, self._open_streams)
         over = self._admission.check(asked, crowd)
+        if not over:
+            return
         leaving = self._flights.behind(asked, over)
-        if over and not leaving:  # those that wait belong to requests that have begun
+        if not leaving:  # those that wait belong to requests that have begun
             raise self._admission.displaced(crowd.ahead + crowd.behind)
         for flight in leaving:
             self._delivery.fail(flight, Event.FAIL, self._admission.displaced(crowd.ahead + crowd.behind))
