@@ -106,6 +106,7 @@ async def test_the_pace_is_learned_from_requests_that_ran() -> None:
         calls = [await waiting(served, str(number), deadline_ms=60_000) for number in range(20)]
         for call in calls[15:]:  # they leave the queue, and say nothing about how fast requests run
             call.cancel()
+        await served.until(lambda: served.server.engine.statistics().open_streams == 15)
         served.ranks.release()
         for call in calls[:15]:
             await rest(call)

@@ -100,6 +100,7 @@ def descriptors() -> int:
 async def test_nothing_is_left_of_a_storm() -> None:
     async with serving(FakeRanks(2), scheduler__max_running=8, scheduler__max_queue=8) as served:
         await served.client.complete([1], max_new_tokens=1)
+        await served.until(lambda: bool(served.heard.accept_waits))  # probes have their connection
         tasks, files = len(asyncio.all_tasks()), descriptors()
         served.ranks.hold()
         stepping = asyncio.ensure_future(steps(served.ranks))
