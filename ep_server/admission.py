@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from ep_server.errors import InvalidArgument, QueueFull
 
 FIRST_RETRY_SECONDS = 1.0  # before the pace is known
-RETRY_SECONDS = (0.05, 30.0)  # bounds of what a refused caller is told, before jitter
+RETRY_SECONDS = (0.05, 30.0)  # bounds of the retry push-back, before jitter
 LEAST_ENDS = 8  # that the pace must rest on before requests are refused by it
 LEAST_WINDOW = 32  # ends that the pace is the mean of
 
@@ -110,7 +110,7 @@ class Pace:
 class Admission:
     """Counts are the caller's; this only judges them, by the limits and by how fast requests end.
 
-    draw: from [0, 1), the jitter of what refused callers are told.
+    draw: from [0, 1), the jitter of the retry push-back.
     """
 
     def __init__(self, limits: AdmissionLimits, draw: Callable[[], float] = random.random) -> None:

@@ -123,7 +123,7 @@ class Delivery:
             self.fail(flight, Event.CANCEL, RequestCancelled("the stream was dropped"))
 
     def tell_load(self) -> None:
-        """Tells the observer how many requests run, wait and are unread."""
+        """Reports how many requests run, wait and are unread."""
         ranks = self._flights.ranks
         running, waiting = sum(r.running for r in ranks), sum(r.waiting for r in ranks)
         self._observer.on_load(running, waiting, self._flights.unread)

@@ -85,7 +85,7 @@ class Engine:
         clock: Callable[[], float] = time.monotonic,
         draw: Callable[[], float] = random.random,
     ) -> None:
-        """draw: from [0, 1), the jitter of what refused callers are told."""
+        """draw: from [0, 1), the jitter of the retry push-back."""
         self.settings = settings
         self.max_context = settings.max_context
         self.num_ranks = ranks.num_ranks

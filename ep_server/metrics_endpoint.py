@@ -74,7 +74,10 @@ class MetricsEndpoint:
 
 
 class _Server(ThreadingMixIn, WSGIServer):
-    """A thread per connection, for so many connections and so long. Tells the log of others, seldom."""
+    """A thread for each of a limited number of connections, for a limited time.
+
+    Logs that others are refused, at most once a minute.
+    """
 
     daemon_threads = True
     block_on_close = False
