@@ -1,5 +1,12 @@
-# Two commands: `make demo` and `make test`. Each sets up what it needs in .venv. PYTEST: more options of pytest.
+# Start with `make demo` and `make test`. Each target creates .venv if needed.
+#   PYTEST="..."        more options for pytest
+#   DEVICE=cpu | cuda   which pinned versions to install; by default cuda if the machine has an NVIDIA driver
 PYTHON ?= python3
+DRIVER ?= /dev/nvidiactl
+DEVICE ?= $(if $(wildcard $(DRIVER)),cuda,cpu)
+PINS   := constraints-$(DEVICE).txt
+EXTRAS_cpu  := test,lint
+EXTRAS_cuda := test,lint,cuda
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
@@ -10,14 +17,14 @@ NATIVE := $(shell find csrc -type f 2>/dev/null)
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
-$(STAMP): setup.py pyproject.toml constraints.txt tests/helm/requirements.txt $(NATIVE)
+$(STAMP): setup.py pyproject.toml constraints.txt $(PINS) tests/helm/requirements.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q -c constraints.txt pip setuptools wheel pybind11 torch
-	$(BIN)/python -m pip install -q -c constraints.txt --no-build-isolation -e '.[test,check]'
+	$(BIN)/python -m pip install -q -c $(PINS) pip setuptools wheel pybind11 torch
+	$(BIN)/python -m pip install -q -c $(PINS) --no-build-isolation -e '.[$(EXTRAS_$(DEVICE))]'
 	$(BIN)/python -m pip install -q --require-hashes --no-deps -r tests/helm/requirements.txt
 	touch $@
 
-install: $(STAMP)  ## create .venv, install the pinned packages, build the native module
+install: $(STAMP)  ## create .venv, install the pinned packages, build the native modules
 
 demo: $(STAMP)  ## serve the demo model on 4 ranks and ask it 20 sums over gRPC
 	$(BIN)/ep-server demo

@@ -16,7 +16,8 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-PACKAGES = ["flashinfer-python==0.6.18.post1", "apache-tvm-ffi==0.1.15.post2"]
+PINS = Path(__file__).parents[1] / "constraints-cuda.txt"
+PACKAGES = ["flashinfer-python", "apache-tvm-ffi"]
 # What importing it takes beside torch; a machine with GPUs has these.
 IMPORTED = (
     "einops requests urllib3 certifi idna charset-normalizer tabulate tqdm packaging nvidia-ml-py ninja"
@@ -42,7 +43,7 @@ PLATFORMS = ["manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x8
 def install(target: Path, packages: list[str], *more: str) -> None:
     """As given, without what they ask for."""
     pip = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--ignore-installed", "--no-compile"]
-    subprocess.run([*pip, "--target", str(target), *more, *packages], check=True)
+    subprocess.run([*pip, "-c", str(PINS), "--target", str(target), *more, *packages], check=True)
 
 
 def compiled(scratch: Path) -> list[Path]:
