@@ -17,11 +17,11 @@ NATIVE := $(shell find csrc -type f 2>/dev/null)
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
-$(STAMP): setup.py pyproject.toml constraints.txt $(PINS) tests/helm/requirements.txt $(NATIVE)
+$(STAMP): setup.py pyproject.toml constraints.txt $(PINS) tests/support/helm/requirements.txt $(NATIVE)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q -c $(PINS) pip setuptools wheel pybind11 torch
 	$(BIN)/python -m pip install -q -c $(PINS) --no-build-isolation -e '.[$(EXTRAS_$(DEVICE))]'
-	$(BIN)/python -m pip install -q --require-hashes --no-deps -r tests/helm/requirements.txt
+	$(BIN)/python -m pip install -q --require-hashes --no-deps -r tests/support/helm/requirements.txt
 	touch $@
 
 install: $(STAMP)  ## create .venv, install the pinned packages, build the native modules

@@ -16,21 +16,21 @@ from pybind11.setup_helpers import ParallelCompile, Pybind11Extension, build_ext
 from setuptools import setup
 
 CUDA_SOURCES = [
-    "csrc/attention/attention.cpp",
-    "csrc/bindings_attention.cpp",
-    "csrc/bindings_cuda.cpp",
-    "csrc/bindings_experts.cpp",
-    "csrc/bindings_latent.cpp",
-    "csrc/bindings_products.cpp",
-    "csrc/cuda/group.cpp",
-    "csrc/experts/experts.cpp",
-    "csrc/latent/latent.cpp",
-    "csrc/products/products.cpp",
-    "csrc/transport/nvlink.cpp",
+    "csrc/kernels/hopper/attention/attention.cpp",
+    "csrc/bindings/attention.cpp",
+    "csrc/bindings/cuda.cpp",
+    "csrc/bindings/experts.cpp",
+    "csrc/bindings/mla.cpp",
+    "csrc/bindings/products.cpp",
+    "csrc/exchange/nvlink/group.cpp",
+    "csrc/kernels/hopper/experts/experts.cpp",
+    "csrc/kernels/hopper/mla/mla.cpp",
+    "csrc/kernels/hopper/products/products.cpp",
+    "csrc/exchange/nvlink/peer_memory.cpp",
 ]
 KERNELS = sorted(str(path) for path in Path("csrc").rglob("*.cu"))
 SOURCES = sorted({str(path) for path in Path("csrc").rglob("*.cpp")} - set(CUDA_SOURCES))
-FABRIC_SOURCES = sorted(str(path) for path in Path("csrc/transport").glob("fabric*.cpp"))
+FABRIC_SOURCES = sorted(str(path) for path in Path("csrc/exchange/fabric").glob("*.cpp"))
 ParallelCompile("EP_SERVER_BUILD_JOBS", default=0).install()
 
 

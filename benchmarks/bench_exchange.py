@@ -35,9 +35,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from ep_server.ep import bootstrap
-from ep_server.ep.exchange import ExchangeSpec, Payload, Reduction, View
-from ep_server.ep.native import NativeExchange
+from ep_server.exchange import bootstrap
+from ep_server.exchange.api import ExchangeSpec, Payload, Reduction, View
+from ep_server.exchange.shm import NativeExchange
 
 
 @dataclass(frozen=True)

@@ -40,11 +40,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.fabric_pair import PAIR, PLACEMENT, Case, connect
 from ep_server import _C
-from ep_server.ep import fabric_bootstrap
-from ep_server.ep.exchange import ExchangeSpec
-from ep_server.ep.fabric import FabricOptions
-from ep_server.ep.host_share import HostShare, create_host_share
-from tests.harness.namespaces import DEVICE, Hosts
+from ep_server.exchange.api import ExchangeSpec
+from ep_server.exchange.fabric import bootstrap as fabric_bootstrap
+from ep_server.exchange.fabric.exchange import FabricOptions
+from ep_server.exchange.fabric.host_share import HostShare, create_host_share
+from tests.support.namespaces import DEVICE, Hosts
 
 WINDOW, SIZES, LARGEST = 16, (64, 8192, 65536, 1 << 20), 1 << 20
 MOST_LATENCY, LEAST_BANDWIDTH = 1.3, 0.85  # of the minimal program

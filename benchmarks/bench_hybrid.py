@@ -34,12 +34,12 @@ from exchange_case import Case, Inputs, factors, rows_between, wanted
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from ep_server.ep.bounce import BounceExchange
-from ep_server.ep.exchange import View
-from ep_server.ep.hybrid import HybridExchange
-from tests.fabric import hybrid_ends, mixed_ends
-from tests.fabric.fabric_ends import LIBRARIES, loopback, usable
-from tests.harness.process_group import run_group
+from ep_server.exchange.api import View
+from ep_server.exchange.fabric.host_staging import BounceExchange
+from ep_server.exchange.hierarchical.exchange import HybridExchange
+from tests.support.exchange.process_group import run_group
+from tests.support.fabric import hybrid_ends, mixed_ends
+from tests.support.fabric.fabric_ends import LIBRARIES, loopback, usable
 
 KINDS = ("bounce", "hybrid")
 MOST_ERROR = 0.005  # root mean square, relative: a little above what BF16 gives
@@ -83,7 +83,7 @@ def opened(job: Job, kind: str, case: Case, group: dist.ProcessGroup) -> Exchang
     if kind == "bounce":
         return far
     if cuda:
-        from ep_server.ep.hybrid_bootstrap import on_gpus
+        from ep_server.exchange.hierarchical.bootstrap import on_gpus
 
         return on_gpus(far, job.hosts)
     return hybrid_ends.beside(far, job.hosts)

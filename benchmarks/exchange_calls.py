@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from exchange_case import Case, Inputs, factors, rows_between, wanted
 
-from ep_server.ep.cuda import CudaExchange
-from ep_server.ep.exchange import Received, View
-from ep_server.ep.quant import dequantise
+from ep_server.exchange.api import Received, View
+from ep_server.exchange.nvlink.exchange import CudaExchange
+from ep_server.exchange.quant import dequantise
 
 # Root mean square error of the sums, relative; a little above what the formats' steps can give.
 MOST_ERROR = {"bf16": 0.005, "log10": 0.02, "fp8": 0.04}

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-from ep_server.ep.exchange import ExchangeSpec, Payload
-from ep_server.ep.quant import dequantise, quantise
+from ep_server.exchange.api import ExchangeSpec, Payload
+from ep_server.exchange.quant import dequantise, quantise
 
 ROUTINGS = ("uniform", "zipf", "one")
 FORMS = ("own", "deepep")

@@ -39,8 +39,8 @@ from exchange_plan import TOKENS, Asked, cases_of
 from exchange_report import HEAD, Report, Row, name_of
 from exchange_timing import Timer
 
-from ep_server.ep import cuda_bootstrap
-from ep_server.ep.exchange import Payload
+from ep_server.exchange.api import Payload
+from ep_server.exchange.nvlink import bootstrap as cuda_bootstrap
 
 LINK_GBS = 375.0
 SECONDS = 450  # of a whole run
@@ -228,7 +228,9 @@ def main(argv: list[str]) -> None:
     print(f"{len(cases)} cases, graphs of 20 operations, {cases[0].replays} replays", flush=True)
     if not given.overlap:
         print(HEAD, flush=True)
-    mp.get_context("forkserver").set_forkserver_preload(["torch.distributed", "ep_server.ep.cuda"])
+    mp.get_context("forkserver").set_forkserver_preload(
+        ["torch.distributed", "ep_server.exchange.nvlink.exchange"]
+    )
     with tempfile.TemporaryDirectory() as folder:
         job = Job(cases, folder, machine, began, given)
         world = max(case.ranks for case in cases)

@@ -23,7 +23,7 @@ from exchange_calls import Pair, check
 from exchange_case import Case
 from exchange_timing import OPERATIONS, Timer
 
-from ep_server.ep import cuda_bootstrap
+from ep_server.exchange.nvlink import bootstrap as cuda_bootstrap
 
 SHAPES = ((1024, 2048), (2048, 2048), (4096, 4096))  # rows and columns of the product
 SMS = (16, 24, 32, 48, 66, 132)

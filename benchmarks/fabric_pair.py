@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ep_server.ep.exchange import View
-from ep_server.ep.fabric import FabricExchange
+from ep_server.exchange.api import View
+from ep_server.exchange.fabric.exchange import FabricExchange
 
 PAIR = {"max_tokens": 32, "hidden": 2048, "top_k": 8}
 EXPERTS = 64

@@ -18,15 +18,15 @@ import torch
 import torch.nn.functional as F
 from gpu_timing import BF16, RATE, arguments, in_graph
 
+from ep_server.backends.gpu.attention.choice import AttentionCase, Chosen, choose
+from ep_server.backends.gpu.attention.decode_kernels import DecodeKernels
+from ep_server.backends.gpu.kernels.triton.paged import PagedKv
+from ep_server.backends.gpu.kernels.triton.paged_decode import DecodeTile, Workspace, decode
+from ep_server.backends.gpu.kernels.triton.paged_tile import AttentionRule, Sequences
 from ep_server.errors import ConfigError
-from ep_server.model.families.spec import GqaSpec, MlaSpec
-from ep_server.model.gpu.attention_choice import AttentionCase, Chosen, choose
-from ep_server.model.gpu.decode_kernels import DecodeKernels
-from ep_server.model.kv_cache import KvLayer
-from ep_server.model.sizes import Dtype
-from ep_server.model.triton.paged import PagedKv
-from ep_server.model.triton.paged_decode import DecodeTile, Workspace, decode
-from ep_server.model.triton.paged_tile import AttentionRule, Sequences
+from ep_server.models.families.spec import GqaSpec, MlaSpec
+from ep_server.models.kv_cache import KvLayer
+from ep_server.models.sizes import Dtype
 
 BLOCK = 16  # positions
 

@@ -21,10 +21,16 @@ import torch
 import torch.nn.functional as F
 from gpu_timing import BF16, RATE, arguments, in_graph, numbers
 
-from ep_server.model.fp8 import widen
-from ep_server.model.gpu.streamed_experts import StreamedExperts, Tile, streamable
-from ep_server.model.triton.expert_rows import GROUP, ExpertRows, ExpertWeights, Tiles, tiles_for
-from ep_server.model.triton.experts import run_experts
+from ep_server.backends.gpu.kernels.hopper.experts import StreamedExperts, Tile, streamable
+from ep_server.backends.gpu.kernels.triton.expert_rows import (
+    GROUP,
+    ExpertRows,
+    ExpertWeights,
+    Tiles,
+    tiles_for,
+)
+from ep_server.backends.gpu.kernels.triton.experts import run_experts
+from ep_server.models.fp8 import widen
 
 SHARED = 227 << 10  # bytes of shared memory
 

@@ -17,18 +17,18 @@ from math import ceil
 import torch
 from gpu_timing import BF16, RATE, arguments, in_graph
 
-from ep_server.model.families.spec import MlaSpec
-from ep_server.model.gpu.decode_kernels import triton_decode
-from ep_server.model.gpu.step_input import Singles, StepTensors
-from ep_server.model.gpu.streamed_latent import (
+from ep_server.backends.gpu.attention.decode_kernels import triton_decode
+from ep_server.backends.gpu.kernels.hopper.mla import (
     LatentLaunchConfig,
     StreamedLatent,
     StreamedLatentStep,
     latent_launch_config_for,
 )
-from ep_server.model.kv_cache import KvLayer
-from ep_server.model.triton.paged import PagedKv
-from ep_server.model.triton.paged_tile import AttentionRule, Sequences
+from ep_server.backends.gpu.kernels.triton.paged import PagedKv
+from ep_server.backends.gpu.kernels.triton.paged_tile import AttentionRule, Sequences
+from ep_server.backends.gpu.step_input import Singles, StepTensors
+from ep_server.models.families.spec import MlaSpec
+from ep_server.models.kv_cache import KvLayer
 
 DIM, LATENT, BLOCK, LONGEST, NUM_SMS = 576, 512, 16, 4096, 132
 FLOPS = 800e12

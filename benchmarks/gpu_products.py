@@ -20,14 +20,14 @@ import torch
 import torch.nn.functional as F
 from gpu_timing import BF16, RATE, arguments, in_graph
 
-from ep_server.model.families.spec import RouterSpec
-from ep_server.model.gpu.streamed_products import LaunchConfig, SplitK, StreamedProduct
-from ep_server.model.kv_cache import KvLayer
-from ep_server.model.triton.norm import add_rms_norm
-from ep_server.model.triton.paged import PagedKv
-from ep_server.model.triton.partial import Partial
-from ep_server.model.triton.rope import HeadNorm, Rotation, store_gqa
-from ep_server.model.triton.router import Choice, route
+from ep_server.backends.gpu.kernels.hopper.products import LaunchConfig, SplitK, StreamedProduct
+from ep_server.backends.gpu.kernels.triton.norm import add_rms_norm
+from ep_server.backends.gpu.kernels.triton.paged import PagedKv
+from ep_server.backends.gpu.kernels.triton.partial import Partial
+from ep_server.backends.gpu.kernels.triton.rope import HeadNorm, Rotation, store_gqa
+from ep_server.backends.gpu.kernels.triton.router import Choice, route
+from ep_server.models.families.spec import RouterSpec
+from ep_server.models.kv_cache import KvLayer
 
 PAST_L2, CALLS = 80 << 20, 20
 Product = torch.Tensor | Partial

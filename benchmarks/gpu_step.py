@@ -21,13 +21,13 @@ from typing import Any
 import torch
 from gpu_timing import arguments, median_us, numbers
 
+from ep_server.backends.gpu import decoder
+from ep_server.backends.gpu.graphs import Form
+from ep_server.backends.gpu.kernels.hopper.products import Limits
 from ep_server.config import Config
-from ep_server.ep.exchange import control_spec
-from ep_server.ep.segment import create_segment
-from ep_server.model.families import read_spec
-from ep_server.model.gpu import decoder
-from ep_server.model.gpu.graphs import Form
-from ep_server.model.gpu.streamed_products import Limits
+from ep_server.exchange.api import control_spec
+from ep_server.exchange.segment import create_segment
+from ep_server.models.families import read_spec
 from ep_server.ranks.build import Front, RankParts, build_rank
 from ep_server.ranks.devices import CudaDevice
 from ep_server.ranks.exchanges import Opening

@@ -2,10 +2,10 @@
 
     python3 benchmarks/gpu_streamed_attention.py --batch 32,64,128,256 --context 256 [--configs]
 
-One kernel (csrc/attention) beside Triton's two, norm, rotation and cache write, then attention: behind the
-product, in graphs replayed in turn, caches rotated past L2; the product's own time is taken off. Results are
-compared first. Microseconds, median of replays; bound: keys and values at 4.5 TB/s. --configs: other ways to
-launch ours.
+One kernel (csrc/kernels/hopper/attention) beside Triton's two, norm, rotation and cache write, then
+attention: behind the product, in graphs replayed in turn, caches rotated past L2; the product's own time is
+taken off. Results are compared first. Microseconds, median of replays; bound: keys and values at 4.5 TB/s.
+--configs: other ways to launch ours.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from collections.abc import Callable
 import torch
 from gpu_timing import BF16, RATE, REPLAYS, arguments, captured, time_us
 
-from ep_server.model.families.spec import GqaSpec
-from ep_server.model.gpu.decode_kernels import triton_decode
-from ep_server.model.gpu.step_input import Singles, StepTensors
-from ep_server.model.gpu.streamed_attention import (
+from ep_server.backends.gpu.attention.decode_kernels import triton_decode
+from ep_server.backends.gpu.kernels.hopper.attention import (
     LaunchConfig,
     StreamedAttention,
     StreamedStep,
     launch_config_for,
 )
-from ep_server.model.kv_cache import KvLayer
-from ep_server.model.triton.paged import PagedKv
-from ep_server.model.triton.paged_tile import AttentionRule, Sequences
-from ep_server.model.triton.rope import HeadNorm, Rotation, store_gqa
+from ep_server.backends.gpu.kernels.triton.paged import PagedKv
+from ep_server.backends.gpu.kernels.triton.paged_tile import AttentionRule, Sequences
+from ep_server.backends.gpu.kernels.triton.rope import HeadNorm, Rotation, store_gqa
+from ep_server.backends.gpu.step_input import Singles, StepTensors
+from ep_server.models.families.spec import GqaSpec
+from ep_server.models.kv_cache import KvLayer
 
 DIM, HIDDEN = 128, 2048
 SPEC = GqaSpec(32, 4, DIM, DIM**-0.5)

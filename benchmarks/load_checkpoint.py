@@ -19,11 +19,11 @@ from typing import NamedTuple
 
 import torch
 
-from ep_server.model.checkpoint import INDEX
-from ep_server.model.families import ModelSpec, read_spec
-from ep_server.model.fp8 import Codes
-from ep_server.model.torch_compute import TorchCompute
-from ep_server.model.weights import weights_from
+from ep_server.models.checkpoint import INDEX
+from ep_server.models.families import ModelSpec, read_spec
+from ep_server.models.fp8 import Codes
+from ep_server.models.torch_compute import TorchCompute
+from ep_server.models.weights import weights_from
 
 SHAPES = Path(__file__).parent / "shapes"
 SHARD_BYTES = 4_000_000_000

@@ -1,6 +1,6 @@
 """Types of the native extension (csrc/bindings*.cpp). Addresses are `Tensor.data_ptr()`; 0 = absent."""
 
-# ---- exchange: csrc/bindings_layout.cpp, csrc/bindings.cpp ----------------------------------------------
+# ---- exchange: csrc/bindings/layout.cpp, csrc/bindings/module.cpp ----
 
 MAX_RANKS: int
 MAX_TOP_K: int
@@ -191,7 +191,7 @@ class Exchange:
     def set_faults(self, faults: list[tuple[int, int, int, int, int, int]]) -> None: ...
     def rows_region(self) -> RegionView: ...
 
-# ---- between hosts: csrc/bindings_fabric.cpp ---------------------------------------------------------------
+# ---- between hosts: csrc/bindings/fabric.cpp ---------------------------------------------------------------
 
 FABRIC: bool  # False: built without the headers of libfabric, and without what follows
 
@@ -199,7 +199,7 @@ FABRIC: bool  # False: built without the headers of libfabric, and without what 
 Card = tuple[bytes, int, int, int, int, int, int]
 
 class FabricOptions:
-    """Settings of the network; see ep_server.ep.fabric."""
+    """Settings of the network; see ep_server.exchange.fabric.exchange."""
 
     def __init__(
         self,
@@ -269,7 +269,7 @@ class FabricProbe:
     def stream(self, bytes: int, writes: int, window: int, first: bool, timeout_ns: int) -> int:
         """How long the writes took until the receiver answered the last one, ns."""
 
-# ---- compute kernels: csrc/bindings_model.cpp -------------------------------------------------------------
+# ---- compute kernels: csrc/bindings/cpu_kernels.cpp ----
 
 def compute_isas() -> list[str]:
     """Names of the instruction sets that run here, best first."""

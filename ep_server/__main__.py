@@ -2,7 +2,7 @@
 
 import sys
 
-from ep_server import cli
+from ep_server.cli import main as cli
 from ep_server.stop_signals import ignore_stop_signals
 
 

@@ -2,7 +2,7 @@
 
 The tokenizer drops spaces and pads operands with zeros to three digits ("7 + 12 =" reads as 007+012=), so
 that digits of equal weight stand at equal distances; the answer is right-aligned to four characters ("  19"),
-its most significant digit first. No pair that `ep_server.sums.is_held_out` keeps out is ever drawn.
+its most significant digit first. No pair that `ep_server.cli.demo.sums.is_held_out` keeps out is ever drawn.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import tokenizers
 import torch
 from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers
 
-from ep_server.sums import LIMIT, OPERATORS, is_held_out
+from ep_server.cli.demo.sums import LIMIT, OPERATORS, is_held_out
 
 VOCABULARY = [*"0123456789", "+", "-", "=", " ", "<eos>", "<unk>"]  # the id of a digit is the digit
 SPACE, EOS = VOCABULARY.index(" "), VOCABULARY.index("<eos>")

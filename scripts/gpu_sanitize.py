@@ -31,7 +31,7 @@ def program(rank: int, folder: str) -> int:
     """Everything that one rank runs. Returns how many pairs were checked."""
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    from tests.ep import gpu_wires
+    from tests.support.exchange import gpu_wires
 
     group = dist.group.WORLD
     pairs = sum(views_and_reductions(group, *case) for case in cases())
@@ -44,8 +44,8 @@ def program(rank: int, folder: str) -> int:
 
 def cases() -> list[tuple[object, object, object]]:
     """(shape, payload, reduction)."""
-    from ep_server.ep.exchange import Payload, Reduction
-    from tests.ep.conformance import UNEVEN, Shape
+    from ep_server.exchange.api import Payload, Reduction
+    from tests.support.exchange.conformance import UNEVEN, Shape
 
     spread = tuple(e % 4 for e in range(32))
     shapes = (
@@ -59,11 +59,11 @@ def cases() -> list[tuple[object, object, object]]:
 
 def views_and_reductions(group: dist.ProcessGroup, shape: object, payload: object, reduction: object) -> int:
     """Pairs of one exchange; the count of them."""
-    from ep_server.ep.exchange import View
-    from tests.ep.conformance import run_pair
-    from tests.ep.gpu_group import close_exchange, on_gpu, open_exchange
-    from tests.ep.on_gpu import OnGpu
-    from tests.harness.routing import make_inputs
+    from ep_server.exchange.api import View
+    from tests.support.exchange.conformance import run_pair
+    from tests.support.exchange.gpu_group import close_exchange, on_gpu, open_exchange
+    from tests.support.exchange.on_gpu import OnGpu
+    from tests.support.exchange.routing import make_inputs
 
     spec = replace(shape.spec(group.rank(), RANKS, payload, reduction), timeout_ns=TIMEOUT_NS)
     exchange, pairs = open_exchange(group, spec), 0

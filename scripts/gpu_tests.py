@@ -1,7 +1,7 @@
 """Runs the tests for GPUs in parts beside each other, each part on as many GPUs as its tests have ranks.
 
 A GPU has two places, for most of a test's time passes on the host; parts of slow tests, which keep their GPUs
-busy, take both. Which tests are in which part: tests/harness/parts.py. Seconds.
+busy, take both. Which tests are in which part: tests/support/parts.py. Seconds.
 
     python3 scripts/gpu_tests.py PYTEST_COMMAND...    exit status 0: no test failed
 """
@@ -22,7 +22,7 @@ from typing import IO
 
 import torch
 
-from tests.harness.parts import RANKS, Part
+from tests.support.parts import RANKS, Part
 
 PLACES = 2  # of a GPU
 SECONDS = 900  # for one part

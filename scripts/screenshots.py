@@ -14,10 +14,10 @@ import tempfile
 import time
 from pathlib import Path
 
-from ep_server.app import App, assemble
+from ep_server.cli.app import App, assemble
+from ep_server.cli.demo.run import DEMO_MODEL
 from ep_server.client import AsyncClient
 from ep_server.config import Config
-from ep_server.demo import DEMO_MODEL
 
 OUT = Path(__file__).parents[1] / "docs" / "screenshots"
 SIZES = {"desktop": (1200, 1100, 1), "phone": (390, 1990, 1.5)}  # width, height, scale

@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Trains the demo model: a small Qwen3-MoE that adds and subtracts numbers from 0 to 999.
 
-It learns from text made here, one sum per line, without the pairs that `ep_server.sums.is_held_out` keeps
-out; the final check asks it all of these. Takes about 7 minutes on one core, and 2 to check (measured: 0.25 s
-per step on an AMD EPYC); the same seed and thread count give the same model.
+It learns from text made here, one sum per line, without the pairs that
+`ep_server.cli.demo.sums.is_held_out` keeps out; the final check asks it all of these. Takes about 7 minutes
+on one core, and 2 to check (measured: 0.25 s per step on an AMD EPYC); the same seed and thread count give
+the same model.
 
     python scripts/train_demo_model.py [--steps N] [--seed N] [--threads N] [--out DIR]
 """
@@ -35,7 +36,7 @@ from torch.nn import functional
 from transformers import GenerationConfig, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.utils import logging
 
-from ep_server.sums import draw_held_out, parse_answer
+from ep_server.cli.demo.sums import draw_held_out, parse_answer
 
 OUT = Path(__file__).parent.parent / "ep_server" / "assets" / "demo_model"
 NEEDED = 0.9999  # share of held-out sums that must be right

@@ -33,7 +33,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.hookimpl(trylast=True)  # of what -k and -m leave
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if text := config.getoption("--part"):
-        from tests.harness.parts import Part
+        from tests.support.parts import Part
 
         mine = Part.parse(text).of(items)
         kept = set(mine)

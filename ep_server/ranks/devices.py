@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ep_server.backends.cpu.native_compute import NativeCompute
+from ep_server.backends.cpu.sampler import Sampler
 from ep_server.config import Config
-from ep_server.ep.device_memory import on_device
-from ep_server.ep.exchange import ExchangeSpec, View, control_spec
-from ep_server.ep.native import NativeExchange
 from ep_server.errors import StartupError
-from ep_server.model.assembly import RankModel
-from ep_server.model.compute import Compute
-from ep_server.model.families import read_spec
-from ep_server.model.native_compute import NativeCompute
-from ep_server.model.sampler import Sampler
-from ep_server.model.sizes import context_limit
-from ep_server.model.torch_compute import TorchCompute
+from ep_server.exchange.api import ExchangeSpec, View, control_spec
+from ep_server.exchange.fabric.device_memory import on_device
+from ep_server.exchange.shm import NativeExchange
+from ep_server.models.assembly import RankModel
+from ep_server.models.compute import Compute
+from ep_server.models.families import read_spec
+from ep_server.models.sizes import context_limit
+from ep_server.models.torch_compute import TorchCompute
 from ep_server.ranks.exchanges import Opening, open_exchange
 from ep_server.ranks.group import (
     alone,
@@ -38,7 +38,7 @@ from ep_server.ranks.parts import Built, Device, Progress
 from ep_server.v1 import rank_pb2 as pb
 
 if TYPE_CHECKING:  # its kernels are for ranks with a GPU
-    from ep_server.model.gpu.rows import RowsOfSteps
+    from ep_server.backends.gpu.moe.rows import RowsOfSteps
 
 OVERLAP_SMS = 48  # of a GPU, for dispatch and combine beside the other micro-batch; not tuned on a model yet
 
@@ -83,8 +83,8 @@ class CudaDevice:
 
     def open(self, spec: ExchangeSpec, opening: Opening) -> Any:
         """As Device.open."""
-        from ep_server.model.gpu.capability import require_native
-        from ep_server.model.gpu.memory import Room
+        from ep_server.backends.gpu.capability import require_native
+        from ep_server.backends.gpu.memory import Room
 
         if on_nvlink(self._config, spec) or on_hybrid(self._config, spec):
             require_native("parallel.device = cuda: the exchange over NVLink")
@@ -94,10 +94,10 @@ class CudaDevice:
             far = on_device(open_exchange(self._start, self._config, spec, opening, self.device), self.device)
             if not on_hybrid(self._config, spec):
                 return far
-            from ep_server.ep.hybrid_bootstrap import on_gpus
+            from ep_server.exchange.hierarchical.bootstrap import on_gpus
 
             return on_gpus(far, hosts_of(self._config), opening.on_open)
-        from ep_server.ep.cuda import CudaExchange
+        from ep_server.exchange.nvlink.exchange import CudaExchange
 
         control = NativeExchange(control_spec(spec), fd=self._start.exchange_fd)
         os.close(self._start.exchange_fd)
@@ -106,8 +106,8 @@ class CudaDevice:
 
     def build(self, model: RankModel, exchange: Any) -> Built:
         """As Device.build. Raises: ConfigError too."""
-        from ep_server.model.gpu.assembly import GpuPlan, decode_kernels, gpu_runner, kv_blocks_on
-        from ep_server.model.gpu.memory import room_for_steps
+        from ep_server.backends.gpu.assembly import GpuPlan, decode_kernels, gpu_runner, kv_blocks_on
+        from ep_server.backends.gpu.memory import room_for_steps
 
         scheduler = self._config.scheduler
         longest = context_limit(model.spec, self._config.model.max_context)
@@ -136,7 +136,7 @@ class CudaDevice:
 
     def prepare(self, runner: Any, progress: Progress) -> None:
         """Captures a graph for each form of a step. Raises: StartupError where they do not fit."""
-        from ep_server.model.gpu.memory import room_for_steps
+        from ep_server.backends.gpu.memory import room_for_steps
 
         with room_for_steps(self.device, self._sizes):
             runner.prepare(lambda done, total: progress("graphs", done, total))
@@ -147,7 +147,7 @@ class CudaDevice:
         return BucketOverlap(runner.graphs.overlapped) if mode == "auto" else OverlapPolicy(mode)
 
     def _own(self, local: int) -> torch.device:
-        from ep_server.model.gpu.capability import gpus_found
+        from ep_server.backends.gpu.capability import gpus_found
 
         count, reason = gpus_found()
         if local >= count:
@@ -172,8 +172,8 @@ def overlap_mode(config: Config, ranks: int) -> str:
 
 def rows_of(exchange: Any, nvlink: bool, hybrid: bool = False) -> RowsOfSteps:
     """How rows come to a GPU. nvlink: `exchange` is a CudaExchange. hybrid: a HybridExchange."""
-    from ep_server.model.gpu.rows import RowsOfSteps
-    from ep_server.model.gpu.transfers import FusedRows, LocalRows, PlainRows, RowsBeside
+    from ep_server.backends.gpu.moe.rows import RowsOfSteps
+    from ep_server.backends.gpu.moe.transfers import FusedRows, LocalRows, PlainRows, RowsBeside
 
     if alone(exchange.spec):
         local = LocalRows()

@@ -10,13 +10,13 @@ from functools import partial
 import torch
 
 from ep_server.config import Config
-from ep_server.ep.device_memory import DeviceMemory, open_end
-from ep_server.ep.exchange import ExchangeSpec
-from ep_server.ep.fabric import Card, FabricExchange
-from ep_server.ep.host_share import HostShare
-from ep_server.ep.native import NativeExchange
-from ep_server.ep.tensors import CPU
-from ep_server.ep.waiting import Waiting
+from ep_server.exchange.api import ExchangeSpec
+from ep_server.exchange.fabric.device_memory import DeviceMemory, open_end
+from ep_server.exchange.fabric.exchange import Card, FabricExchange
+from ep_server.exchange.fabric.host_share import HostShare
+from ep_server.exchange.shm import NativeExchange
+from ep_server.exchange.tensors import CPU
+from ep_server.exchange.waiting import Waiting
 from ep_server.ranks.fabric_options import fabric_options
 from ep_server.ranks.group import hosts_of, local_ranks, spin_budget, usable_cores
 from ep_server.v1 import rank_pb2 as pb

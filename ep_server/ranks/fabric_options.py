@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from ep_server.config import FabricConfig
-from ep_server.ep.fabric_settings import FabricOptions, traffic_class
 from ep_server.errors import ConfigError
+from ep_server.exchange.fabric.settings import FabricOptions, traffic_class
 
 
 def fabric_options(config: FabricConfig, local_rank: int, local_ranks: int) -> FabricOptions:

@@ -12,14 +12,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ep_server.config import Config, SchedulerConfig
-from ep_server.ep.exchange import ExchangeSpec, Payload, Reduction
-from ep_server.ep.geometry import group_bytes
-from ep_server.ep.segment import available_memory
 from ep_server.errors import ConfigError, StartupError
-from ep_server.model.families import ModelSpec
-from ep_server.model.footprint import footprint
-from ep_server.model.inspect import inspect_checkpoint, inspect_config
-from ep_server.model.sizes import Dtype, cache_dtype, context_limit, kv_block_bytes, serving_dtype
+from ep_server.exchange.api import ExchangeSpec, Payload, Reduction
+from ep_server.exchange.geometry import group_bytes
+from ep_server.exchange.segment import available_memory
+from ep_server.models.families import ModelSpec
+from ep_server.models.footprint import footprint
+from ep_server.models.inspect import inspect_checkpoint, inspect_config
+from ep_server.models.sizes import Dtype, cache_dtype, context_limit, kv_block_bytes, serving_dtype
 from ep_server.scheduler.placement import place_experts
 
 SPIN_US = 50  # longer than a dispatch among ranks in step, far shorter than a time slice

@@ -1,4 +1,4 @@
-"""Where the ranks of a group run: on this host here, on several in ep_server.nodes. Starts and hands over.
+"""Where the ranks of a group run: on this host here, on several in ep_server.cluster. Starts and hands over.
 
 Knows the memory that the ranks of one host share, and their first message; nothing of what they say later.
 """
@@ -16,9 +16,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ep_server.config import Config
-from ep_server.ep.exchange import control_spec
-from ep_server.ep.host_share import create_host_share
-from ep_server.ep.segment import create_segment
+from ep_server.exchange.api import control_spec
+from ep_server.exchange.fabric.host_share import create_host_share
+from ep_server.exchange.segment import create_segment
 from ep_server.ranks.group import GroupPlan, hosts_of, local_ranks, on_nvlink, plan_group
 from ep_server.ranks.process import RankCallbacks, RankProcess
 from ep_server.v1 import rank_pb2 as pb

@@ -26,7 +26,7 @@ from ep_server.ranks.worker import RankWorker
 from ep_server.v1 import rank_pb2 as pb
 
 if TYPE_CHECKING:  # torch is imported once the process is tied to its parent
-    from ep_server.ep.native import NativeExchange
+    from ep_server.exchange.shm import NativeExchange
     from ep_server.ranks.parts import Device
 
 log = logging.getLogger(__name__)

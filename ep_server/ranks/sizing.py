@@ -13,13 +13,13 @@ from dataclasses import dataclass
 
 from ep_server import _C
 from ep_server.config import Config
-from ep_server.ep.exchange import ExchangeSpec
-from ep_server.ep.geometry import geometry_of, group_bytes
-from ep_server.ep.limits import MAX_RANKS
 from ep_server.errors import StartupError
-from ep_server.model.families.spec import GqaSpec, ModelSpec
-from ep_server.model.footprint import Footprint, footprint
-from ep_server.model.sizes import cache_dtype, kv_block_bytes, serving_dtype
+from ep_server.exchange.api import ExchangeSpec
+from ep_server.exchange.geometry import geometry_of, group_bytes
+from ep_server.exchange.limits import MAX_RANKS
+from ep_server.models.families.spec import GqaSpec, ModelSpec
+from ep_server.models.footprint import Footprint, footprint
+from ep_server.models.sizes import cache_dtype, kv_block_bytes, serving_dtype
 from ep_server.ranks.group import PROCESS_BYTES, GroupPlan, exchange_spec, plan_ranks
 
 # A step of CPU ranks as measured (docs/performance.md): so much for a layer beside its kernels, and then the

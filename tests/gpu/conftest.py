@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.harness.answers import Answers, read
+from tests.support.models.answers import Answers, read
 
 PREPARED = Path(__file__).parents[2] / "build" / "gpu" / "answers"
 

@@ -12,7 +12,7 @@ import pytest
 import typer
 import yaml
 
-from ep_server.cli import app
+from ep_server.cli.main import app
 from ep_server.config import fields
 
 ROOT = Path(__file__).parents[2]

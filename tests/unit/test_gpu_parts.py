@@ -14,7 +14,7 @@ import pytest
 
 from scripts import gpu_tests
 from scripts.gpu_tests import PLACES, parts_for, run_all
-from tests.harness.parts import RANKS, Part, deal
+from tests.support.parts import RANKS, Part, deal
 
 ROOT = Path(__file__).parents[2]
 TESTS = """

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sys
 
-from ep_server.ep.buffer import Buffer, topk_idx_t
-from ep_server.ep.events import Config, EventHandle, EventOverlap
+from ep_server.compat.deep_ep.buffer import Buffer, topk_idx_t
+from ep_server.compat.deep_ep.events import Config, EventHandle, EventOverlap
 from ep_server.errors import StartupError
 
 NAME = "deep_ep"

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from ep_server.ep.events import EventHandle, EventOverlap
+from ep_server.compat.deep_ep.events import EventHandle, EventOverlap
 
 __all__ = ["EventHandle", "EventOverlap"]

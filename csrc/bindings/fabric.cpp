@@ -1,0 +1,170 @@
+// The Python face of the transport between hosts. Built without the headers of libfabric it has the one name
+// FABRIC = False, and ep/fabric.py says what is missing.
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+namespace py = pybind11;
+
+#ifndef EP_SERVER_FABRIC
+
+void bind_fabric(py::module_& m) { m.attr("FABRIC") = false; }
+
+#else
+
+#include <memory>
+#include <optional>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "bindings/exchange.hpp"
+#include "exchange/fabric/carrier.hpp"
+#include "exchange/fabric/probe.hpp"
+
+namespace {
+
+using namespace ep;
+using CardTuple = std::tuple<py::bytes, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t>;
+// Addresses and sizes of inbound and outbound memory, kind and number of the device.
+using DeviceTuple = std::tuple<uintptr_t, uint64_t, uintptr_t, uint64_t, uint32_t, int32_t>;
+using Cards = std::vector<CardTuple>;
+
+// One rank's endpoint and the exchange that it carries.
+class FabricPort {
+ public:
+  FabricPort(const Geometry& geometry, uint32_t rank, const std::vector<int32_t>& placement,
+             const Timing& timing, const fabric::Options& options, const fabric::Share& share,
+             const fabric::DeviceMemory& device)
+      : exchange_(std::make_shared<Exchange>(geometry, rank, placement, timing)),
+        carrier_(std::make_shared<fabric::FabricCarrier>(exchange_->group(), options, share, device)) {
+    exchange_->attach(carrier_->memory(), carrier_);
+  }
+
+  const std::shared_ptr<Exchange>& exchange() const { return exchange_; }
+  fabric::FabricCarrier& carrier() { return *carrier_; }
+
+ private:
+  std::shared_ptr<Exchange> exchange_;
+  std::shared_ptr<fabric::FabricCarrier> carrier_;
+};
+
+py::tuple card_of(const fabric::Card& card) {
+  const auto& [name, host, device] = card;
+  return py::make_tuple(py::bytes(name), host.base, host.key, host.bytes, device.base, device.key,
+                        device.bytes);
+}
+
+fabric::Card card_from(const CardTuple& card) {
+  const auto& [name, base, key, bytes, device_base, device_key, device_bytes] = card;
+  return {std::string(name), {base, key, bytes}, {device_base, device_key, device_bytes}};
+}
+
+fabric::DeviceMemory device_from(const std::optional<DeviceTuple>& device) {
+  if (!device) return {};
+  const auto& [inbound, inbound_bytes, outbound, outbound_bytes, kind, number] = *device;
+  return {{reinterpret_cast<std::byte*>(inbound), inbound_bytes},
+          {reinterpret_cast<std::byte*>(outbound), outbound_bytes},
+          kind,
+          number};
+}
+
+void connect(FabricPort& port, const Cards& cards, uint32_t session, uint64_t timeout_ns) {
+  std::vector<fabric::Card> all;
+  for (const auto& card : cards) all.push_back(card_from(card));
+  py::gil_scoped_release release;
+  port.carrier().connect(all, session, timeout_ns);
+}
+
+void bind_probe(py::module_& m) {
+  py::class_<fabric::Probe>(m, "FabricProbe")
+      .def(py::init<const fabric::Options&, uint64_t>(), py::arg("options"), py::arg("bytes"))
+      .def_property_readonly("description", [](fabric::Probe& self) { return self.endpoint().description(); })
+      .def_property_readonly("card", [](fabric::Probe& self) { return card_of(self.endpoint().card()); })
+      .def("meet",
+           [](fabric::Probe& self, const CardTuple& card) { self.endpoint().add_peer(card_from(card)); })
+      .def("latency", &fabric::Probe::latency, py::arg("bytes"), py::arg("rounds"), py::arg("first"),
+           py::arg("timeout_ns"), py::call_guard<py::gil_scoped_release>())
+      .def("stream", &fabric::Probe::stream, py::arg("bytes"), py::arg("writes"), py::arg("window"),
+           py::arg("first"), py::arg("timeout_ns"), py::call_guard<py::gil_scoped_release>());
+}
+
+py::list providers(const fabric::Options& options) {
+  py::list all;
+  for (const fabric::Candidate& c : fabric::list(fabric::Library(options), options))
+    all.append(py::make_tuple(c.provider, c.fabric, c.domain, c.missing));
+  return all;
+}
+
+// What an endpoint with these settings would be opened on, in one line.
+std::string chosen(const fabric::Options& options) {
+  const fabric::Library library(options);
+  return fabric::describe(library, *fabric::choose(library, options));
+}
+
+}  // namespace
+
+void bind_fabric(py::module_& m) {
+  m.attr("FABRIC") = true;
+  py::register_exception_translator([](std::exception_ptr thrown) {
+    try {
+      if (thrown) std::rethrow_exception(thrown);
+    } catch (const fabric::FabricError& error) {
+      py::object type = py::module_::import("ep_server.errors").attr("StartupError");
+      PyErr_SetString(type.ptr(), error.what());
+    }
+  });
+
+  py::class_<fabric::Options>(m, "FabricOptions")
+      .def(py::init([](std::string library, std::string provider, std::string domain, std::string address,
+                       std::string interface, int64_t traffic_class, int32_t gid_index, uint32_t queue_depth,
+                       bool adaptive_routing, uint64_t disorder, bool strict_memory, bool device_memory,
+                       bool device_copies) {
+             return fabric::Options{library,       provider,      domain,       address,          interface,
+                                    traffic_class, gid_index,     queue_depth,  adaptive_routing, disorder,
+                                    strict_memory, device_memory, device_copies};
+           }),
+           py::kw_only(), py::arg("library"), py::arg("provider"), py::arg("domain"), py::arg("address"),
+           py::arg("interface"), py::arg("traffic_class"), py::arg("gid_index"), py::arg("queue_depth"),
+           py::arg("adaptive_routing"), py::arg("disorder"), py::arg("strict_memory"),
+           py::arg("device_memory"), py::arg("device_copies"));
+  m.def("fabric_providers", &providers);
+  m.def("fabric_chosen", &chosen);
+  m.def("host_segment_bytes",
+        [](const Geometry& g, uint32_t ranks) { return fabric::host_regions(g, ranks).bytes(); });
+  m.def(
+      "create_host_segment",
+      [](const Geometry& g, uint32_t ranks) { return shm::create(g, fabric::host_regions(g, ranks)); },
+      py::call_guard<py::gil_scoped_release>());
+
+  py::class_<FabricPort, std::shared_ptr<FabricPort> >(m, "FabricPort")
+      .def(py::init([](const Geometry& geometry, uint32_t rank, const std::vector<int32_t>& placement,
+                       uint64_t timeout_ns, uint64_t liveness_ns, uint64_t spin_ns, bool mask_on_timeout,
+                       const fabric::Options& options, const std::vector<uint32_t>& hosts, int segment,
+                       const std::vector<int>& bells, const std::optional<DeviceTuple>& device) {
+             const auto share = segment < 0 ? fabric::Share::alone(geometry.num_ranks)
+                                            : fabric::Share{hosts, segment, bells};
+             if (share.hosts.size() != geometry.num_ranks)
+               throw std::invalid_argument(std::to_string(share.hosts.size()) + " hosts for " +
+                                           std::to_string(geometry.num_ranks) + " ranks");
+             return std::make_shared<FabricPort>(geometry, rank, placement,
+                                                 Timing{timeout_ns, liveness_ns, spin_ns, mask_on_timeout},
+                                                 options, share, device_from(device));
+           }),
+           py::kw_only(), py::arg("geometry"), py::arg("rank"), py::arg("placement"), py::arg("timeout_ns"),
+           py::arg("liveness_ns"), py::arg("spin_ns"), py::arg("mask_on_timeout"), py::arg("options"),
+           py::arg("hosts"), py::arg("segment"), py::arg("bells"), py::arg("device") = py::none())
+      .def_property_readonly("description", [](FabricPort& self) { return self.carrier().description(); })
+      .def_property_readonly("card", [](FabricPort& self) { return card_of(self.carrier().card()); })
+      .def("connect", &connect, py::arg("cards"), py::arg("session"), py::arg("timeout_ns"))
+      .def("close",
+           [](FabricPort& self, uint64_t linger_ns) {
+             py::gil_scoped_release release;
+             self.carrier().close(linger_ns);
+           })
+      .def_property_readonly("writes", [](FabricPort& self) { return self.carrier().writes(); })
+      .def_property_readonly("exchange", [](FabricPort& self) { return self.exchange(); });
+  bind_probe(m);
+}
+
+#endif

@@ -1,0 +1,163 @@
+// One rank's end of a group: mapped regions, epochs, banks, masks. Knows nothing of how memory was shared.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <bit>
+#include <cstddef>
+#include <cstdint>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+#include "exchange/common/blame.hpp"
+#include "exchange/common/carrier.hpp"
+#include "exchange/common/faults.hpp"
+#include "exchange/common/layout.hpp"
+#include "exchange/common/statistics.hpp"
+#include "exchange/common/status.hpp"
+
+namespace ep {
+
+struct Timing {
+  uint64_t timeout_ns;   // deadline of every wait for a peer
+  uint64_t liveness_ns;  // how long a barrier believes in a peer whose heartbeat stopped
+  uint64_t spin_ns;      // busy wait before yielding
+  bool mask_on_timeout;  // go on without the peer instead of failing
+};
+
+// Which operations of one kind are in flight here, and up to which epoch all banks were read.
+// Halves may finish out of order; only the unbroken prefix may be told to the senders.
+class Banks {
+ public:
+  void reset(uint64_t epoch) {
+    next_ = consumed_ = base_ = epoch;
+    busy_ = {};
+  }
+  uint64_t next() const { return next_ + 1; }  // epoch of the next send
+  uint64_t base() const { return base_; }      // no epoch up to this one was ever sent
+  uint64_t last() const { return next_; }
+  bool busy(uint32_t bank) const { return busy_[bank]; }
+  void start(uint32_t bank) {
+    ++next_;
+    busy_[bank] = true;
+  }
+  // Returns the epoch up to which everything was read.
+  uint64_t finish(uint32_t bank, uint32_t num_banks) {
+    busy_[bank] = false;
+    while (consumed_ < next_ && !busy_[(consumed_ + 1) & (num_banks - 1)]) ++consumed_;
+    return consumed_;
+  }
+
+ private:
+  uint64_t next_ = 0, consumed_ = 0, base_ = 0;
+  std::array<bool, kMaxBanks> busy_{};
+};
+
+struct Group {
+  const uint64_t id;  // of this process, never used again
+  Geometry geometry;
+  Layout layout;
+  uint32_t rank;
+  std::array<std::byte*, kMaxRanks> regions{};  // memory that this rank writes for each peer, and its own
+  std::array<uint32_t, kMaxRanks> places{};     // this rank's number in the region of each peer
+  std::array<const Pulse*, kMaxRanks> pulses{};
+  Carrier* carrier = nullptr;  // of what is written for ranks of other hosts
+  uint64_t remote = 0;         // bit per rank that it carries for
+  // Rows are where the network reads and writes them on a device: the phases tell of them, and touch none.
+  bool rows_on_device = false;
+  // Of each rank: bits of the ranks on its host, its number among them, and the rank of this host that
+  // brought its rows here last, itself where it is on this host.
+  std::array<uint64_t, kMaxRanks> mates{};
+  std::array<uint32_t, kMaxRanks> turns{};
+  std::array<uint8_t, kMaxRanks> gateways{};
+  uint64_t readable;  // bit per rank of this host whose region may hold rows for this one
+  std::array<int64_t, kMaxRanks> first_rows{};  // of each: rows from the first one's region to it
+  std::vector<int32_t> owner;                   // [E] rank
+  std::vector<int32_t> local_index;             // [E] position among this rank's experts, -1 elsewhere
+  uint32_t local_experts;
+  Timing timing;
+
+  std::atomic<uint64_t> masked{0};      // bit per rank; another thread may write it
+  std::atomic<uint64_t> generation{0};  // abort() of another thread reads it
+  std::mutex aborting;                  // this rank's status lines have one writer at a time
+  std::array<Banks, kBankedOps> banks;
+  std::array<uint64_t, kBankedOps> opened{};  // epoch for which open_bank() has waited last
+  uint64_t vote_epoch = 0;
+
+  Statistics statistics;
+  FaultPlan faults;
+  bool (*interrupted)() = nullptr;  // asked now and then while sleeping; true ends the wait
+
+  Group(const Geometry& geometry, uint32_t rank, const int32_t* placement, const Timing& timing);
+
+  std::byte* own() const { return regions[rank]; }
+  bool is_remote(uint32_t peer) const { return remote >> peer & 1; }
+  void add_local(uint32_t peer, std::byte* region);
+  // `outbox`: a region of this host, one for all remote peers; what is for `peer` lies there as if from it.
+  void add_remote(uint32_t peer, std::byte* outbox, const Pulse* pulse);
+  // hosts: [R] host of each rank. Rows from other hosts come to one rank of this host, for all ranks here.
+  // All ranks have been added; regions of this host are whole rows apart.
+  void share_rows(const std::vector<uint32_t>& hosts);
+  void choose_gateways();                                      // of those that are not masked
+  std::pair<std::byte*, std::byte*> readable_regions() const;  // the first and the last
+
+  // The rank among `ranks` of one other host that takes rows of `source` in for all of them.
+  uint32_t gateway(uint32_t source, uint64_t ranks) const {
+    for (uint32_t skip = turns[source] % uint32_t(std::popcount(ranks)); skip != 0; --skip)
+      ranks &= ranks - 1;
+    return uint32_t(std::countr_zero(ranks));
+  }
+  // To whom rows for `ranks` are written: those of this host, and one for each other host.
+  uint64_t targets(uint64_t ranks, uint64_t peers) const {
+    uint64_t to = ranks & ~remote;
+    for (uint64_t far = ranks & remote; far != 0;) {
+      const uint64_t host = mates[std::countr_zero(far)];
+      to |= 1ull << gateway(rank, host & peers);
+      far &= ~host;
+    }
+    return to;
+  }
+  uint64_t all() const { return geometry.num_ranks == 64 ? ~0ull : (1ull << geometry.num_ranks) - 1; }
+  uint64_t unmasked() const { return all() & ~masked.load(std::memory_order_acquire); }
+  uint32_t bank_of(uint64_t epoch) const { return uint32_t(epoch) & (geometry.num_banks - 1); }
+  Banks& of(Op op) { return banks[uint32_t(op)]; }
+
+  // Bits of the ranks that own at least one of the K experts of a token.
+  uint64_t owners(const int32_t* ids) const {
+    uint64_t ranks = 0;
+    for (uint32_t k = 0; k < geometry.top_k; ++k)
+      if (ids[k] >= 0) ranks |= 1ull << owner[ids[k]];
+    return ranks;
+  }
+};
+
+// Calls fn(peer) for every set bit, starting after `rank` so that not all ranks write to the same peer first.
+template <class Fn>
+void for_each_peer(uint64_t peers, uint32_t rank, uint32_t num_ranks, Fn&& fn) {
+  for (uint32_t i = 1; i <= num_ranks; ++i) {
+    const uint32_t peer = (rank + i) % num_ranks;
+    if (peers >> peer & 1) fn(peer);
+  }
+}
+
+// Waits until every receiver has read the bank that the next send of `op` takes. kHook: this rank has not.
+// The send does it itself; who fills the bank on a device does it before.
+Status open_bank(Group& group, Op op);
+
+// Marks an epoch as read here and tells all senders how far they may go.
+void consume(Group& group, Op op, uint64_t epoch);
+
+// Writes this rank's header cell of (op, epoch) to a peer; to one on another host with the bits of the ranks
+// there that it is for. Not for those that a fault leaves out.
+void publish_header(Group& group, Op op, uint64_t epoch, uint32_t peer, uint32_t payload, uint64_t readers);
+
+// The vote: one record of up to 64 bytes from every rank. `out`: [R] records of kVoteBytes, `lengths`: [R].
+// limit_ns: how long to wait; 0 = as long as the heartbeats of all ranks go on.
+Status all_gather(Group& group, const void* record, uint32_t length, uint64_t limit_ns, std::byte* out,
+                  uint32_t* lengths);
+
+// Collective: a new generation of the group without aborts, operations in flight or masks but `dead`.
+Status reset(Group& group, uint64_t dead);
+
+}  // namespace ep

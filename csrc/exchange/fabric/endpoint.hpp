@@ -1,0 +1,171 @@
+// One endpoint: RDMA writes into the memory of peers, each with 4 bytes that arrive there with it.
+//
+// The peers' memory is one registered region per rank; so is the memory that is sent from. Nothing is assumed
+// about the order of writes, and nothing about liveness: no provider reports a peer that fell silent.
+// One thread at a time may use an endpoint.
+#pragma once
+
+#include <rdma/fi_domain.h>
+#include <rdma/fi_endpoint.h>
+#include <rdma/fi_eq.h>
+
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "exchange/fabric/library.hpp"
+#include "exchange/fabric/provider.hpp"
+#include "exchange/fabric/shim.hpp"
+
+namespace ep::fabric {
+
+// Registered memory as peers name it.
+struct Target {
+  uint64_t base = 0;  // what it begins at, in the provider's addressing
+  uint64_t key = 0;
+  uint64_t bytes = 0;  // 0: there is none
+};
+
+// Where a peer is and where its memory is: what ranks tell one another before they connect.
+struct Card {
+  std::string name;  // the provider's address
+  Target host, device;
+};
+
+struct Memory {
+  std::byte* begin = nullptr;
+  uint64_t bytes = 0;
+};
+
+// Memory of a device, which the card reads and writes itself; none where both are empty.
+struct DeviceMemory {
+  Memory inbound;     // written by peers, and sent from
+  Memory outbound;    // sent from
+  uint32_t kind = 0;  // libfabric's fi_hmem_iface: 0 = host memory, 1 = CUDA
+  int32_t number = 0;
+};
+
+struct EndpointParams {
+  Memory inbound;   // written by peers
+  Memory outbound;  // writes are sent from here
+  DeviceMemory device;
+  uint32_t peers;         // how many will be added
+  uint32_t max_arrivals;  // completions that may wait here unread
+};
+
+struct Write {
+  const std::byte* from;  // in `outbound`; of a device in either of its memories
+  uint64_t bytes;         // at least 1
+  uint64_t to;            // offset in the peer's memory of the same kind
+  uint32_t immediate;
+  uint32_t tag;  // of the caller; comes back with the completion
+  bool more;     // another write follows at once
+  bool device = false;
+};
+
+struct Event {
+  enum class Kind : uint32_t { kArrived, kSent, kFailed } kind;
+  uint32_t peer;       // kSent, kFailed; kNoPeer where the provider does not say
+  uint32_t immediate;  // kArrived
+  uint32_t tag;        // kSent
+  int error;           // kFailed: errno of libfabric
+};
+constexpr uint32_t kNoPeer = ~0u;
+
+class Endpoint {
+ public:
+  // Throws FabricError naming what the provider refused.
+  Endpoint(const Library& library, const Options& options, const EndpointParams& params);
+  ~Endpoint();
+  Endpoint(const Endpoint&) = delete;
+  Endpoint& operator=(const Endpoint&) = delete;
+
+  const std::string& description() const { return description_; }
+  Card card() const;
+  // Peers are numbered in the order they are added.
+  uint32_t add_peer(const Card& card);
+
+  enum class Posted { kDone, kAgain, kFailed };
+  // kAgain: no room, or the connection is not there yet; poll and call again. kFailed: `error()` says why.
+  Posted write(uint32_t peer, const Write& write);
+  int error() const { return error_; }
+
+  // Reads completions, drives the provider. Returns how many events there are.
+  size_t poll(Event* events, size_t room);
+
+  // A descriptor to poll(2) on, -1 where the provider has none; ready_to_sleep() must have said true just
+  // before.
+  int wait_fd() const { return wait_fd_; }
+  bool ready_to_sleep();
+
+  uint32_t in_flight() const {
+    return uint32_t(operations_.size() - free_.size() + (late_writes_ ? late_writes_->size() : 0));
+  }
+  uint32_t depth() const { return uint32_t(operations_.size()); }
+
+ private:
+  struct Operation {
+    fi_context2 context;  // the provider's, first: completions carry its address
+    uint32_t peer, tag;
+  };
+  struct Close {
+    void operator()(void* object) const { fi_close(static_cast<fid*>(object)); }
+  };
+  template <class T>
+  using Owned = std::unique_ptr<T, Close>;
+  struct Peer {
+    fi_addr_t address;
+    Target host, device;
+  };
+  // One memory that peers write: registered, as they name it, and as a card would have them name it.
+  struct Inbound {
+    Owned<fid_mr> registered;
+    Target target;
+    std::optional<StrictMemory> strict;
+  };
+  struct LateWrite {
+    uint32_t peer;
+    Write write;
+  };
+
+  void open(const EndpointParams& params, uint64_t key);
+  void open_queue(uint32_t size);
+  void open_memory(const EndpointParams& params, uint64_t key);
+  Inbound take_in(const Memory& memory, Owned<fid_mr> registered) const;
+  Owned<fid_mr> reg(const Memory& memory, uint64_t access, uint64_t key);
+  Owned<fid_mr> reg_device(const DeviceMemory& device, const Memory& memory, uint64_t access, uint64_t key);
+  void* descriptor(const Write& write);
+  int64_t post_receive(fi_context2* context);
+  void post_receives();
+  Posted post(uint32_t peer, const Write& write);
+  size_t read_queue(Event* events, size_t room);
+  size_t disordered(Event* events, size_t room);
+  Event failure();
+
+  const Library& library_;
+  Info info_;
+  std::string description_;
+  // Closed in reverse order.
+  Owned<fid_fabric> fabric_;
+  Owned<fid_domain> domain_;
+  Owned<fid_av> addresses_;
+  Owned<fid_cq> queue_;
+  Inbound host_in_, device_in_;
+  Owned<fid_mr> host_out_, device_out_;
+  Owned<fid_ep> endpoint_;
+  Memory device_outbound_;
+  const bool strict_, copies_;
+  std::vector<Peer> peers_;
+  std::vector<Operation> operations_;
+  std::vector<Operation*> free_;
+  std::vector<fi_context2> receives_;   // only where each arrival uses one up
+  std::vector<fi_context2*> unposted_;  // those that were used up
+  int wait_fd_ = -1, error_ = 0;
+  std::optional<Disorder<LateWrite>> late_writes_;
+  std::optional<Disorder<Event>> late_events_;
+};
+
+}  // namespace ep::fabric

@@ -1,0 +1,63 @@
+// The receiving half: immediates are counted until an operation's rows are all here, then its cell is set, in
+// the name of the source: in this rank's own region, and in those of the ranks of this host that read the
+// rows here. Called by whoever drives.
+#pragma once
+
+#include <array>
+#include <atomic>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "exchange/common/group.hpp"
+#include "exchange/fabric/wire.hpp"
+
+namespace ep::fabric {
+
+class Incoming {
+ public:
+  // inbox: the slots behind this rank's region.
+  Incoming(Group& group, std::byte* inbox);
+
+  // last_epoch: of the operation that this rank sent to the source, near to what the immediate speaks of.
+  // Returns "" or what is wrong with the immediate: nobody of this group sends such a thing.
+  std::string take(const Immediate& immediate, uint32_t last_epoch, uint64_t now);
+
+  uint64_t greeted() const { return greeted_; }    // bits of the sources that said hello
+  uint64_t departed() const { return departed_; }  // ... and good-bye
+  const Pulse* pulse(uint32_t source) const { return &pulses_[source]; }
+
+ private:
+  // Of one (op, bank, source): what has come of the operation that occupies it.
+  struct Arrival {
+    uint32_t generation = 0, chunks = 0;
+    bool letter = false;
+    uint32_t expected = 0;
+    uint64_t cell = 0;
+    uint64_t readers = 0;  // bit per rank that the rows are for
+  };
+
+  void count(const Immediate& immediate);
+  void consumed(const Immediate& immediate, const Letter& said);
+  void last(const Immediate& immediate, uint32_t last_epoch);
+  Arrival* arrival_of(const Immediate& immediate, uint32_t bank);  // null where its generation has ended
+  void complete(Arrival& arrival, const Immediate& immediate, uint32_t bank);
+  void consumed(const Immediate& immediate, uint32_t last_epoch);
+  void vote(const Immediate& immediate);
+  void join(const Immediate& immediate);
+  void abort(const Immediate& immediate);
+  Letter letter(const Immediate& immediate) const;
+  // Messages may overtake one another: a cell never goes back to an older epoch.
+  bool newer(uint64_t offset, uint32_t epoch) const;
+  // Stores it into the region of a rank of this host, unless it is newer there.
+  void advance(uint32_t rank, uint32_t source, uint64_t offset, uint64_t cell);
+
+  Group& group_;
+  std::byte* const inbox_;
+  const Inbox slots_;
+  std::vector<Arrival> arrivals_;
+  std::array<Pulse, kMaxRanks> pulses_{};
+  uint64_t greeted_ = 0, departed_ = 0;
+};
+
+}  // namespace ep::fabric

@@ -1,0 +1,37 @@
+// Two endpoints and nothing around them: what a write with its notification costs, for the benchmark.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "exchange/fabric/endpoint.hpp"
+#include "exchange/fabric/memory.hpp"
+
+namespace ep::fabric {
+
+class Probe {
+ public:
+  // bytes: of the largest write. Throws FabricError.
+  Probe(const Options& options, uint64_t bytes);
+
+  Endpoint& endpoint() { return endpoint_; }
+
+  // Half round trips in ns. One side is `first`; both call with the same numbers.
+  std::vector<uint64_t> latency(uint64_t bytes, uint32_t rounds, bool first, uint64_t timeout_ns);
+
+  // How long `writes` writes took until the receiver answered the last one, ns; `window` are in flight.
+  uint64_t stream(uint64_t bytes, uint32_t writes, uint32_t window, bool first, uint64_t timeout_ns);
+
+ private:
+  void put(uint64_t bytes, uint32_t number, uint32_t window);
+  void await(uint64_t arrivals);  // so many more than before: the peer may be ahead
+  void look();
+
+  const Library library_;
+  Pages inbound_, outbound_;
+  Endpoint endpoint_;
+  uint64_t arrived_ = 0, awaited_ = 0, deadline_ = 0;
+};
+
+}  // namespace ep::fabric

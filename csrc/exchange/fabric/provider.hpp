@@ -1,0 +1,31 @@
+// Which provider of libfabric carries the exchange: chosen by what it can do, never by its name alone.
+//
+// Needed: reliable datagrams to other hosts, RDMA writes, and 4 bytes that arrive at the target with each
+// write. Nothing else is asked for: no order between writes, no atomics, no events at the target's memory.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "exchange/fabric/library.hpp"
+#include "exchange/fabric/settings.hpp"
+
+namespace ep::fabric {
+
+// One way to the network, in the order of preference.
+struct Candidate {
+  std::string provider, fabric, domain;
+  std::string missing;  // why it cannot be used; empty where it can
+};
+
+// What is there, usable or not.
+std::vector<Candidate> list(const Library& library, const Options& options);
+
+// The best usable candidate. Throws FabricError: which capability each one lacks, or that there is none.
+Info choose(const Library& library, const Options& options);
+
+// One line for the log: provider, domain, version, and what it asks of its user.
+std::string describe(const Library& library, const fi_info& info);
+
+}  // namespace ep::fabric

@@ -1,0 +1,125 @@
+// What a layer ends with, in the block that has summed a token's answers: the sum goes to the residual
+// stream, and the RMS norm of that is what the next layer reads.
+//
+//   residual = round(residual + round(sum [+ shared]))      bf16, as it is stored
+//   out      = round(residual / sqrt(mean(residual^2) + eps) * weight)
+//
+// One block to a token; each thread has its own words of the row from start to end. What is added to them and
+// what they are multiplied with is in registers before they have come; what was added last stays there, the
+// rest of a wide row is read again: shared memory is the next kernel's, which is set up beside this one. All
+// arithmetic is float32, no multiply is fused with an add.
+#pragma once
+
+#include "exchange/nvlink/sum.cuh"
+
+namespace ep::cuda {
+
+constexpr uint32_t kNormRows = 4;  // of which a thread awaits kWords words at once
+
+// 2 or 8 channels of a + b, rounded. Minus zero stays where both are.
+__device__ __forceinline__ uint32_t added(uint32_t a, uint32_t b) {
+  return to_bf16x2(__fadd_rn(low_half(a), low_half(b)), __fadd_rn(high_half(a), high_half(b)));
+}
+__device__ __forceinline__ uint4 added(const uint4& a, const uint4& b) {
+  return {added(a.x, b.x), added(a.y, b.y), added(a.z, b.z), added(a.w, b.w)};
+}
+
+__device__ __forceinline__ float squares(uint32_t v) {
+  return __fadd_rn(__fmul_rn(low_half(v), low_half(v)), __fmul_rn(high_half(v), high_half(v)));
+}
+__device__ __forceinline__ float squares(const uint4& v) {
+  return __fadd_rn(__fadd_rn(squares(v.x), squares(v.y)), __fadd_rn(squares(v.z), squares(v.w)));
+}
+
+__device__ __forceinline__ uint32_t normed(uint32_t v, uint32_t weight, float scale) {
+  return to_bf16x2(__fmul_rn(__fmul_rn(low_half(v), scale), low_half(weight)),
+                   __fmul_rn(__fmul_rn(high_half(v), scale), high_half(weight)));
+}
+__device__ __forceinline__ uint4 normed(const uint4& v, const uint4& weight, float scale) {
+  return {normed(v.x, weight.x, scale), normed(v.y, weight.y, scale), normed(v.z, weight.z, scale),
+          normed(v.w, weight.w, scale)};
+}
+
+// A token's row, of which a thread has kWords words of 16 bytes at a time: `at`, and `step` beyond. Words
+// behind the end are zeros.
+struct EndOfLayer {
+  const AddNorm& a;
+  uint32_t token, bytes, last;            // last: where the words are that were asked for last
+  uint4 stream[kWords], weights[kWords];  // of those
+
+  __device__ __forceinline__ uint64_t begin() const { return uint64_t(token) * bytes; }
+  static __device__ __forceinline__ uint32_t step() { return blockDim.x * 16; }
+  __device__ __forceinline__ std::byte* residual(uint32_t at) const {
+    return static_cast<std::byte*>(a.residual) + begin() + at;
+  }
+  __device__ __forceinline__ const std::byte* weight(uint32_t at) const {
+    return static_cast<const std::byte*>(a.weight) + at;
+  }
+
+  // What is read once rows have come is on its way while they are awaited. In registers: every acquire of
+  // another block drops what the first-level cache holds.
+  __device__ __forceinline__ void ask(uint32_t at) {
+    last = at;
+#pragma unroll
+    for (uint32_t w = 0; w < kWords; ++w) {
+      stream[w] = weights[w] = {};
+      if (at + w * step() >= bytes) continue;
+      stream[w] = load16(residual(at + w * step()));
+      weights[w] = load16_again(weight(at + w * step()));
+    }
+  }
+
+  // Adds a token's sum at the words that were asked for; the squares of what is stored.
+  __device__ __forceinline__ float add(const Sum (&sum)[kWords]) {
+    const uint32_t at = last;
+    uint4 branch[kWords];
+#pragma unroll
+    for (uint32_t w = 0; w < kWords; ++w) branch[w] = sum[w].rounded();
+    if (a.shared != nullptr) {
+      const std::byte* shared = static_cast<const std::byte*>(a.shared) + begin() + at;
+      uint4 more[kWords];
+#pragma unroll
+      for (uint32_t w = 0; w < kWords; ++w)
+        more[w] = at + w * step() < bytes ? load16(shared + w * step()) : uint4{};
+#pragma unroll
+      for (uint32_t w = 0; w < kWords; ++w) branch[w] = added(branch[w], more[w]);
+    }
+    float mine = 0.0f;
+#pragma unroll
+    for (uint32_t w = 0; w < kWords; ++w) {
+      stream[w] = added(branch[w], stream[w]);
+      if (at + w * step() < bytes) store16(residual(at + w * step()), stream[w]);
+      mine = __fadd_rn(mine, squares(stream[w]));
+    }
+    return mine;
+  }
+
+  // The stream, normed: what is in registers first.
+  __device__ __forceinline__ void store(void* out, float scale) const {
+    std::byte* to = static_cast<std::byte*>(out) + begin();
+#pragma unroll
+    for (uint32_t w = 0; w < kWords; ++w)
+      if (last + w * step() < bytes) store16(to + last + w * step(), normed(stream[w], weights[w], scale));
+#pragma unroll 1
+    for (uint32_t at = threadIdx.x * 16; at < last; at += step())
+      store16(to + at, normed(load16(residual(at)), load16_again(weight(at)), scale));
+  }
+};
+
+// The sum of all threads, in an order that the number of threads decides; `any`: of any thread. turn: how
+// often the block did this before. The whole block calls it.
+__device__ __forceinline__ float sum_of_block(float mine, uint32_t turn, bool& any) {
+  __shared__ float of_warps[2][kMaxWarps];  // the next turn writes the other half: one barrier is enough
+#pragma unroll
+  for (uint32_t by = kWarp / 2; by != 0; by /= 2) mine = __fadd_rn(mine, __shfl_xor_sync(kFull, mine, by));
+  float* sums = of_warps[turn & 1];
+  if (threadIdx.x % kWarp == 0) sums[threadIdx.x / kWarp] = mine;
+  any = __syncthreads_or(any);
+  float all = 0.0f;
+#pragma unroll
+  for (uint32_t w = 0; w < kMaxWarps; ++w)
+    if (w < blockDim.x / kWarp) all = __fadd_rn(all, sums[w]);
+  return all;
+}
+
+}  // namespace ep::cuda

@@ -1,0 +1,187 @@
+#include "exchange/nvlink/group.hpp"
+
+#include <algorithm>
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "exchange/nvlink/settle.hpp"
+
+namespace ep::cuda {
+
+namespace {
+
+// What housekeeping.cuh does for kernels that others have followed.
+void settle_into(Totals& t, Slot slot, const Scratch& s) {
+  if (s.end_ns == 0 || s.start_ns == 0) return;
+  const uint32_t of = uint32_t(op_of(slot));
+  uint64_t longest = 0;
+  for (uint32_t peer = 0; peer < kMaxPeers; ++peer) {
+    longest = std::max(longest, s.wait_ns[peer]);
+    t.peer_wait_ns[of][peer] += s.wait_ns[peer];
+    t.peer_wait_max_ns[of][peer] = std::max(t.peer_wait_max_ns[of][peer], s.wait_ns[peer]);
+  }
+  const KernelTimes times{s.start_ns, s.sent_ns, s.end_ns, s.both != 0, longest};
+  settle_times(slot, times, [&](Op op, Part part, uint64_t ns) {
+    ++t.times[uint32_t(op)][uint32_t(part)][bucket_of(ns)];
+    t.sums[uint32_t(op)][uint32_t(part)] += ns;
+  });
+}
+
+}  // namespace
+
+Group::Group(const Geometry& g, uint32_t rank, const std::vector<int32_t>& placement, const Options& options)
+    : options_(options) {
+  const OnDevice here(options.device);
+  regions_[rank] = nvlink::Region::create(options.device, DeviceLayout::of(g).total);
+  std::vector<uint32_t> table(placement.size());
+  for (size_t e = 0; e < placement.size(); ++e) {
+    uint32_t& count = device_.experts_of[placement[e]];
+    table[e] = uint32_t(placement[e]) << kOwnerShift | count++;
+  }
+  device_.layout = DeviceLayout::of(g);
+  device_.rank = rank;
+  device_.num_ranks = g.num_ranks;
+  device_.rank_inverse = ((1ull << 32) + g.num_ranks - 1) / g.num_ranks;
+  device_.num_experts = g.num_experts;
+  device_.local_experts = device_.experts_of[rank];
+  device_.hidden = g.hidden;
+  device_.scale_words = uint32_t(Layout::of(g).scale_bytes / sizeof(uint32_t));
+  for (uint32_t r = 1; r < g.num_ranks; ++r)
+    device_.experts_before[r] = device_.experts_before[r - 1] + device_.experts_of[r - 1];
+  device_.payload = g.payload;
+  device_.regions[rank] = regions_[rank]->data();
+
+  int sms = 0;
+  check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, options.device),
+        "cudaDeviceGetAttribute");
+  num_sms_ = uint32_t(sms);
+  int major = 0;
+  check(cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, options.device),
+        "cudaDeviceGetAttribute");
+  overlaps_ = major >= 9;
+  check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
+  check(cudaMalloc(reinterpret_cast<void**>(&device_.state), sizeof(DeviceState)), "cudaMalloc");
+  table.resize((table.size() + 3) / 4 * 4);  // read four at a time
+  check(cudaMalloc(reinterpret_cast<void**>(&table_), table.size() * sizeof(uint32_t)), "cudaMalloc");
+  const size_t counters = (device_.local_experts + 1) * sizeof(uint64_t);
+  check(cudaMalloc(reinterpret_cast<void**>(&device_.expert_tokens), counters), "cudaMalloc");
+  check(cudaMemset(device_.expert_tokens, 0, counters), "cudaMemset");
+  check(cudaHostAlloc(reinterpret_cast<void**>(&device_.status), sizeof(Status),
+                      cudaHostAllocMapped | cudaHostAllocPortable),
+        "cudaHostAlloc");
+  *device_.status = {};
+  device_.table = table_;
+  copy_in(table_, table.data(), table.size() * sizeof(uint32_t));
+  DeviceState state{};
+  state.control.timeout_ns = options.timeout_ns;
+  state.control.mask_on_timeout = options.mask_on_timeout;
+  copy_in(device_.state, &state, sizeof state);
+  empty_slots();
+  check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+}
+
+void Group::empty_slots() {
+  const OnDevice here(options_.device);
+  std::byte* slots = device_.own() + device_.layout.slots;
+  check(cudaMemsetAsync(slots, 0xff, device_.layout.total - device_.layout.slots, stream_), "cudaMemset");
+  check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
+}
+
+Group::~Group() {
+  const OnDevice here(options_.device);
+  cudaDeviceSynchronize();  // kernels in flight still use all of this
+  cudaFree(device_.state);
+  cudaFree(table_);
+  cudaFree(device_.expert_tokens);
+  cudaFreeHost(device_.status);
+  if (stream_ != nullptr) cudaStreamDestroy(stream_);
+}
+
+void Group::attach(uint32_t rank, int fd) {
+  const OnDevice here(options_.device);
+  regions_[rank] = nvlink::Region::import(options_.device, device_.layout.total, fd);
+  device_.regions[rank] = regions_[rank]->data();
+}
+
+uint64_t Group::bytes() const {
+  return regions_[device_.rank]->bytes() + sizeof(DeviceState) + device_.num_experts * sizeof(uint32_t) +
+         (device_.local_experts + 1) * sizeof(uint64_t);
+}
+
+Status Group::status() const {
+  const volatile Status* seen = device_.status;
+  if (seen->code == Code::kOk) return {};
+  __sync_synchronize();
+  return *device_.status;
+}
+
+DeviceState Group::snapshot(std::vector<uint64_t>* expert_tokens) {
+  const OnDevice here(options_.device);
+  DeviceState state;
+  expert_tokens->resize(device_.local_experts);
+  check(cudaMemcpyAsync(&state, device_.state, sizeof state, cudaMemcpyDeviceToHost, stream_), "cudaMemcpy");
+  check(cudaMemcpyAsync(expert_tokens->data(), device_.expert_tokens,
+                        device_.local_experts * sizeof(uint64_t), cudaMemcpyDeviceToHost, stream_),
+        "cudaMemcpy");
+  check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
+  return state;
+}
+
+DeviceState Group::settled(std::vector<uint64_t>* expert_tokens) {
+  DeviceState state = snapshot(expert_tokens);
+  for (uint32_t slot = 0; slot < kSlots; ++slot)
+    for (const Scratch& s : state.scratch[slot]) settle_into(state.totals, Slot(slot), s);
+  return state;
+}
+
+void Group::copy_in(void* to, const void* from, size_t bytes) {
+  const OnDevice here(options_.device);
+  check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyHostToDevice, stream_), "cudaMemcpy");
+  check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
+}
+
+void Group::reset(uint64_t base, uint64_t masked) {
+  DeviceState state{};
+  {
+    std::vector<uint64_t> unused;
+    state = snapshot(&unused);
+  }
+  const Control before = state.control;
+  state.control = {};
+  for (Tally& tally : state.tally) {
+    tally.sends = base << kTicketShift;
+    std::memset(tally.reads, 0, sizeof tally.reads);
+  }
+  state.control.base = base;
+  state.control.masked_by_host = state.control.absent = uint32_t(masked);
+  state.control.timeout_ns = before.timeout_ns;
+  state.control.mask_on_timeout = before.mask_on_timeout;
+  state.control.num_faults = before.num_faults;
+  std::memset(state.published, 0, sizeof state.published);
+  std::memset(state.scratch, 0, sizeof state.scratch);
+  std::memset(state.masked_since_ns, 0, sizeof state.masked_since_ns);
+  const std::lock_guard lock(masking_);
+  masked_by_host_ = uint32_t(masked);
+  const uint64_t none = 0;
+  copy_in(device_.state, &state, sizeof state);
+  copy_in(device_.own() + Head::kAbort, &none, sizeof none);
+  empty_slots();
+  *device_.status = {};
+}
+
+void Group::set_faults(const std::vector<DeviceFault>& faults) {
+  if (faults.size() > kMaxFaults)
+    throw std::runtime_error("at most " + std::to_string(kMaxFaults) + " faults");
+  const uint32_t count = uint32_t(faults.size());
+  if (count != 0) copy_in(device_.state->faults, faults.data(), count * sizeof(DeviceFault));
+  copy_in(&device_.state->control.num_faults, &count, sizeof count);
+}
+
+void Group::mask(uint64_t ranks) {
+  const std::lock_guard lock(masking_);  // an older mask must not be written last
+  masked_by_host_ |= uint32_t(ranks);
+  copy_in(&device_.state->control.masked_by_host, &masked_by_host_, sizeof masked_by_host_);
+}
+
+}  // namespace ep::cuda

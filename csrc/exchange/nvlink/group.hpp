@@ -1,0 +1,63 @@
+// One rank's end of a group of GPUs: its region, its peers' and its state in device memory. Host side.
+#pragma once
+
+#include <array>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "exchange/nvlink/on_device.hpp"
+#include "exchange/nvlink/state.hpp"
+#include "exchange/nvlink/peer_memory.hpp"
+
+namespace ep::cuda {
+
+struct Options {
+  int device;
+  uint64_t timeout_ns;
+  bool mask_on_timeout;
+};
+
+// Throws std::runtime_error for what the GPU or its driver refuses.
+class Group {
+ public:
+  Group(const Geometry& geometry, uint32_t rank, const std::vector<int32_t>& placement,
+        const Options& options);
+  ~Group();
+  Group(const Group&) = delete;
+  Group& operator=(const Group&) = delete;
+
+  int export_fd() const { return regions_[device_.rank]->export_fd(); }
+  void attach(uint32_t rank, int fd);
+
+  const Device& device() const { return device_; }
+  int ordinal() const { return options_.device; }
+  uint32_t num_sms() const { return num_sms_; }
+  bool overlaps() const { return overlaps_; }  // see Launch
+  uint64_t bytes() const;                      // of device memory
+
+  Status status() const;  // the first failure so far; read without a sync
+  // Copied beside the streams that work. settled() counts times that no kernel has settled yet too.
+  DeviceState snapshot(std::vector<uint64_t>* expert_tokens);
+  DeviceState settled(std::vector<uint64_t>* expert_tokens);
+  // New generation; no kernel of the group may run. Epochs up to `base` are over.
+  void reset(uint64_t base, uint64_t masked);
+  void mask(uint64_t ranks);  // also for kernels that run; of any thread
+  void set_faults(const std::vector<DeviceFault>& faults);
+
+ private:
+  void empty_slots();
+  void copy_in(void* to, const void* from, size_t bytes);
+
+  Options options_;
+  Device device_{};
+  uint32_t num_sms_ = 0;
+  bool overlaps_ = false;
+  std::array<std::unique_ptr<nvlink::Region>, kMaxPeers> regions_;
+  uint32_t* table_ = nullptr;
+  std::mutex masking_;
+  uint32_t masked_by_host_ = 0;    // bits of ranks; kernels have their own
+  cudaStream_t stream_ = nullptr;  // for copies of state; never waits for the caller's streams
+};
+
+}  // namespace ep::cuda

@@ -1,0 +1,113 @@
+#include "exchange/nvlink/peer_memory.hpp"
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <stdexcept>
+#include <string>
+
+namespace ep::nvlink {
+namespace {
+
+constexpr unsigned kDriverVersion = 12000;  // whose signatures are used
+
+void check(cudaError_t error, const std::string& what) {
+  if (error != cudaSuccess) throw std::runtime_error(what + ": " + cudaGetErrorString(error));
+}
+
+// Looks a driver function up once; the library is the one that the runtime has loaded.
+template <class Fn>
+Fn* driver(const char* name, Fn*) {
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result{};
+  check(cudaGetDriverEntryPointByVersion(name, &found, kDriverVersion, cudaEnableDefault, &result), name);
+  if (result != cudaDriverEntryPointSuccess || found == nullptr)
+    throw std::runtime_error(std::string("the driver has no ") + name);
+  return reinterpret_cast<Fn*>(found);
+}
+#define EP_DRIVER(fn) driver(#fn, static_cast<decltype(&fn)>(nullptr))
+
+void check(CUresult result, const std::string& what) {
+  if (result == CUDA_SUCCESS) return;
+  const char* text = nullptr;
+  EP_DRIVER(cuGetErrorString)(result, &text);
+  throw std::runtime_error(what + ": " + (text != nullptr ? text : "unknown driver error"));
+}
+
+CUmemAllocationProp properties(int device) {
+  CUmemAllocationProp prop{};
+  prop.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  prop.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+  prop.location = {CU_MEM_LOCATION_TYPE_DEVICE, {device}};
+  return prop;
+}
+
+void require(int device, CUdevice_attribute attribute, const char* what) {
+  int value = 0;
+  check(EP_DRIVER(cuDeviceGetAttribute)(&value, attribute, device), "cuDeviceGetAttribute");
+  if (value == 0) throw std::runtime_error("GPU " + std::to_string(device) + " has no " + what);
+}
+
+uint64_t whole(int device, uint64_t bytes) {
+  const CUmemAllocationProp prop = properties(device);
+  size_t granularity = 0;
+  check(EP_DRIVER(cuMemGetAllocationGranularity)(&granularity, &prop, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED),
+        "cuMemGetAllocationGranularity");
+  return (bytes + granularity - 1) / granularity * granularity;
+}
+
+}  // namespace
+
+std::unique_ptr<Region> Region::create(int device, uint64_t bytes) {
+  check(cudaSetDevice(device), "GPU " + std::to_string(device));
+  check(cudaFree(nullptr), "the context of GPU " + std::to_string(device));
+  require(device, CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED, "virtual memory management");
+  require(device, CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED,
+          "memory that can be passed on");
+  std::unique_ptr<Region> region(new Region);
+  region->bytes_ = whole(device, bytes);
+  const CUmemAllocationProp prop = properties(device);
+  check(EP_DRIVER(cuMemCreate)(&region->handle_, region->bytes_, &prop, 0),
+        std::to_string(region->bytes_) + " bytes for the exchange on GPU " + std::to_string(device));
+  region->map(device);
+  check(cudaMemset(region->data(), 0, region->bytes_), "cudaMemset");
+  check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+  return region;
+}
+
+std::unique_ptr<Region> Region::import(int device, uint64_t bytes, int fd) {
+  check(cudaSetDevice(device), "GPU " + std::to_string(device));
+  std::unique_ptr<Region> region(new Region);
+  region->bytes_ = whole(device, bytes);
+  check(EP_DRIVER(cuMemImportFromShareableHandle)(&region->handle_,
+                                                  reinterpret_cast<void*>(static_cast<uintptr_t>(fd)),
+                                                  CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
+        "the peer's memory cannot be imported");
+  region->map(device);
+  return region;
+}
+
+void Region::map(int device) {
+  check(EP_DRIVER(cuMemAddressReserve)(&address_, bytes_, 0, 0, 0), "cuMemAddressReserve");
+  check(EP_DRIVER(cuMemMap)(address_, bytes_, 0, handle_, 0), "cuMemMap");
+  mapped_ = true;
+  const CUmemAccessDesc access{{CU_MEM_LOCATION_TYPE_DEVICE, {device}}, CU_MEM_ACCESS_FLAGS_PROT_READWRITE};
+  check(EP_DRIVER(cuMemSetAccess)(address_, bytes_, &access, 1),
+        "GPU " + std::to_string(device) + " has no peer access to this memory (NVLink or PCIe P2P)");
+}
+
+int Region::export_fd() const {
+  int fd = -1;
+  check(EP_DRIVER(cuMemExportToShareableHandle)(&fd, handle_, CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR, 0),
+        "cuMemExportToShareableHandle");
+  return fd;
+}
+
+Region::~Region() {
+  // Errors are of no use here: the process may be on its way out.
+  if (mapped_) EP_DRIVER(cuMemUnmap)(address_, bytes_);
+  if (address_ != 0) EP_DRIVER(cuMemAddressFree)(address_, bytes_);
+  if (handle_ != 0) EP_DRIVER(cuMemRelease)(handle_);
+}
+
+}  // namespace ep::nvlink

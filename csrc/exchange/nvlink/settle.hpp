@@ -1,0 +1,40 @@
+// What the times of an ended kernel count for: once for the kernel that follows it and for the host.
+#pragma once
+
+#include "exchange/nvlink/state.hpp"
+
+namespace ep::cuda {
+
+EP_HOST_DEVICE inline Op op_of(Slot slot) {
+  return slot == Slot::kDispatchSend || slot == Slot::kDispatchRecv ? Op::kDispatch : Op::kCombine;
+}
+
+// Of a histogram, by the highest bit that is set.
+EP_HOST_DEVICE inline uint32_t bucket_of(uint64_t ns) {
+#ifdef __CUDA_ARCH__
+  const uint32_t bucket = 63 - __clzll(static_cast<long long>(ns | 1));
+#else
+  const uint32_t bucket = 63 - uint32_t(__builtin_clzll(ns | 1));
+#endif
+  return bucket < kNumBuckets ? bucket : kNumBuckets - 1;
+}
+
+struct KernelTimes {
+  uint64_t start_ns, sent_ns, end_ns;
+  bool both;            // halves
+  uint64_t longest_ns;  // wait for a peer
+};
+
+// record(op, part, ns) for each part of the kernel.
+template <class Record>
+EP_HOST_DEVICE inline void settle_times(Slot slot, const KernelTimes& t, Record&& record) {
+  const bool recv = slot == Slot::kDispatchRecv || slot == Slot::kCombineRecv;
+  const Op op = op_of(slot);
+  if (t.both || !recv) record(op, Part::kSend, (t.both ? t.sent_ns : t.end_ns) - t.start_ns);
+  if (!t.both && !recv) return;
+  record(op, Part::kWait, t.longest_ns);
+  const Part rest = op == Op::kDispatch ? Part::kExpand : Part::kReduce;
+  record(op, t.both ? Part::kTotal : rest, t.end_ns - t.start_ns);
+}
+
+}  // namespace ep::cuda

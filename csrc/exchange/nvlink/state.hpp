@@ -1,0 +1,176 @@
+// What one rank keeps on its GPU between operations, and what a kernel gets by value. Plain data for host and
+// device; the host reads DeviceState by copying it, without stopping the streams that work.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "exchange/common/layout.hpp"
+#include "exchange/common/params.hpp"
+#include "exchange/common/statistics.hpp"
+#include "exchange/common/status.hpp"
+
+namespace ep::cuda {
+
+constexpr uint32_t kMaxPeers = 8;     // ranks of one host
+constexpr Code kBadIds = Code(16);    // expert ids out of range or repeated; `seen` holds token and choice
+constexpr Code kCapacity = Code(17);  // more rows than the compact view has room for; `seen` = how many
+
+// A ticket counts kernels by their blocks: each adds its share when it ends, all together one whole. So every
+// block of a kernel reads the same number of ended kernels, and no block has to be the last.
+constexpr uint32_t kTicketShift = 24;
+
+// Written by the host only while no kernel of the group runs, `masked_by_host` excepted. Every block reads
+// all of it at once: the order is that of ControlWord, pairs of halves are read together.
+struct alignas(64) Control {
+  uint64_t base;            // no epoch up to this one belongs to this generation; a multiple of num_banks
+  uint32_t masked;          // bit per rank: those that kernels gave up
+  uint32_t masked_by_host;  // apart: neither writer can undo what the other does at the same time
+  uint64_t failed;          // not 0 once a status was written
+  uint32_t num_faults;
+  uint32_t absent;  // bit per rank: masked since the generation began
+  uint64_t timeout_ns;
+  uint64_t mask_on_timeout;
+};
+EP_HOST_DEVICE constexpr uint32_t low_word(uint64_t pair) { return uint32_t(pair); }
+EP_HOST_DEVICE constexpr uint32_t high_word(uint64_t pair) { return uint32_t(pair >> 32); }
+enum ControlWord : uint32_t { kBase, kMasked, kFailed, kNumFaults, kControlWords };
+
+// What the blocks of one operation add up as they end.
+struct alignas(128) Tally {
+  uint64_t sends;               // ticket: the epoch of the last send
+  uint64_t bytes, bytes_local;  // written into memory of other ranks, and into this rank's own
+  uint64_t rows;                // received
+  uint64_t reads[kMaxBanks];    // tickets of the receives of each bank
+};
+
+enum class Slot : uint32_t { kDispatchSend, kDispatchRecv, kCombineSend, kCombineRecv };
+constexpr uint32_t kSlots = 4;
+
+// Times of one kernel. Settled into the totals by the kernel that follows it in its bank: nothing waits for
+// it.
+struct alignas(64) Scratch {
+  uint64_t start_ns, sent_ns, end_ns;
+  uint64_t both;  // whether the kernel had both halves
+  uint64_t wait_ns[kMaxPeers];
+};
+
+struct Totals {
+  uint64_t times[kBankedOps][kNumParts][kNumBuckets];
+  uint64_t sums[kBankedOps][kNumParts];
+  uint64_t peer_wait_ns[kBankedOps][kMaxPeers], peer_wait_max_ns[kBankedOps][kMaxPeers];
+  uint64_t tokens, timeouts;
+};
+
+// On purpose, for tests. csrc/exchange/common/faults.hpp has the meaning.
+struct DeviceFault {
+  Op op;
+  Phase phase;
+  uint32_t drops;  // bit per peer that gets nothing
+  uint32_t unused;
+  uint64_t epoch;  // 0 = every one
+  uint64_t delay_ns;
+};
+constexpr uint32_t kMaxFaults = 8;
+
+struct DeviceState {
+  Control control;
+  Tally tally[kBankedOps];
+  uint64_t published[kBankedOps][kMaxBanks];  // how many receives of each bank the senders know of
+  Scratch scratch[kSlots][2 * kMaxBanks];     // by epoch
+  uint64_t arrivals[kMaxBanks];  // of dispatches: epoch << kMaxPeers | bits of the ranks whose header counts
+  uint64_t masked_since_ns[kMaxPeers];  // when a receive first saw it; 0 = never
+  Totals totals;
+  DeviceFault faults[kMaxFaults];
+};
+
+// By value into every kernel.
+struct Device {
+  DeviceLayout layout;
+  uint32_t rank, num_ranks, num_experts, local_experts, hidden, scale_words;
+  uint64_t rank_inverse;  // 2^32 / num_ranks, rounded up
+  Payload payload;
+  std::byte* regions[kMaxPeers];
+  uint32_t experts_of[kMaxPeers];      // how many experts each rank owns
+  uint32_t experts_before[kMaxPeers];  // and all ranks before it
+  DeviceState* state;
+  Status* status;           // in host memory; code written last
+  const uint32_t* table;    // [E] owner << 24 | index among the owner's experts
+  uint64_t* expert_tokens;  // [E_local] rows received, cumulative
+
+  EP_HOST_DEVICE std::byte* own() const { return regions[rank]; }
+  EP_HOST_DEVICE uint32_t bank_of(uint64_t epoch) const { return uint32_t(epoch) & (layout.num_banks - 1); }
+  EP_HOST_DEVICE uint32_t all() const { return (1u << num_ranks) - 1; }
+  // What a block takes in turn: tokens, and for each all ranks, this one last. i < 2^28.
+  EP_HOST_DEVICE uint32_t token_of(uint32_t i) const { return uint32_t(i * rank_inverse >> 32); }
+  EP_HOST_DEVICE uint32_t source_of(uint32_t i) const {
+    const uint32_t after = rank + 1 + i - token_of(i) * num_ranks;
+    return after < num_ranks ? after : after - num_ranks;
+  }
+  EP_HOST_DEVICE Tally& tally(Op op) const { return state->tally[uint32_t(op)]; }
+  EP_HOST_DEVICE Scratch& scratch(Slot slot, uint64_t epoch) const {
+    return state->scratch[uint32_t(slot)][epoch & (2 * layout.num_banks - 1)];
+  }
+};
+constexpr uint32_t kOwnerShift = 24, kLocalMask = (1u << kOwnerShift) - 1;
+
+// How combine's rows travel: bfloat16, or 128 channels at a time as e4m3 with a scale, or as 10-bit
+// logarithms.
+enum class Wire : uint32_t { kBf16, kFp8, kLog10 };
+
+struct DispatchSendArgs {
+  const void* x;                    // [T, H] bf16
+  const int64_t* ids;               // [T, K]
+  const float* weights;             // [T, K] or null
+  const int32_t* tokens_on_device;  // T of this replay, at most `tokens`; or null
+  uint32_t tokens;
+  uint32_t split;  // 1 << split blocks to a row
+};
+
+struct DispatchRecvArgs {
+  View view;
+  uint32_t capacity;     // rows of the compact views
+  uint32_t scale_pitch;  // PADDED: tokens from one scale column to the next
+  void* rows;
+  uint32_t* scales;
+  int64_t* row_ids;       // INDEX: (bank * R + source) * max_tokens + token
+  int32_t* counts;        // [E_local]
+  int64_t* offsets;       // [E_local + 1]
+  int32_t* src_info;      // [E_local, R * max_tokens] or null
+  int64_t* layout_range;  // [E_local, R] begin << 32 | count, or null
+  int32_t* expert_stats;  // [E_local] += rows received, or null
+  int64_t* wait_stats;    // [R] += ns waited, or null
+  bool next_reads_ahead;  // the next kernel may be set up at once: what it reads before is none of this one's
+};
+
+struct CombineSendArgs {
+  const void* expert_out;
+  const float* weights;  // [T, K] to push to the experts' ranks
+  Reduction reduction;
+  Wire wire;
+  bool pushes_weights;  // on all ranks alike; else they came with the dispatch
+  bool frees_dispatch;  // an in-place view of the dispatch was read
+  uint32_t split;       // 1 << split blocks to a row
+};
+
+// What is made of combine's sums where they end a layer. bf16, at multiples of 16 bytes.
+struct AddNorm {
+  void* residual;      // [T, H], becomes the sum
+  const void* shared;  // [T, H], added to the sums first, or null
+  const void* weight;  // [H]; null = nothing is made of them
+  float eps;
+  float share = 0.0f;  // of a channel in the mean, 1 / H: combine sets it
+};
+
+struct CombineRecvArgs {
+  void* out;             // [T, H] bf16: the sums, or what AddNorm makes of them
+  const float* weights;  // [T, K]: SOURCE; null = those of the dispatch
+  Reduction reduction;
+  Wire wire;
+  int64_t* wait_stats;    // [R] += ns waited, or null
+  uint32_t split;         // 1 << split blocks to a row
+  bool next_reads_ahead;  // as with dispatch
+  AddNorm norm;           // with both halves in one kernel, wire kBf16
+};
+
+}  // namespace ep::cuda

@@ -1,0 +1,70 @@
+// Memory of a group on one host: one anonymous segment that ranks reach by an inherited or passed descriptor.
+// It has no name, so nothing can be left behind, however the processes end.
+#pragma once
+
+#include <condition_variable>
+#include <cstddef>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <thread>
+
+#include "exchange/common/layout.hpp"
+
+namespace ep::shm {
+
+// What a segment holds behind its page. pitch: bytes from one region to the next, whole pages.
+struct Regions {
+  uint32_t count;
+  uint64_t pitch;
+
+  uint64_t bytes() const { return kPage + count * pitch; }
+};
+
+// Of a group that is all on one host.
+inline Regions whole_group(const Geometry& geometry) {
+  return {geometry.num_ranks, Layout::of(geometry).total};
+}
+
+// Creates the segment with all its pages and writes the group page. Returns the descriptor, close-on-exec.
+// Throws std::system_error; ENOSPC and ENOMEM mean that the host has not enough memory.
+int create(const Geometry& geometry, const Regions& regions);
+
+// A mapped segment; the memory stays mapped until the last owner of this object is gone.
+class Segment {
+ public:
+  // The descriptor stays the caller's. Throws std::system_error, std::invalid_argument if it is not a
+  // segment.
+  explicit Segment(int fd);
+  ~Segment();
+  Segment(const Segment&) = delete;
+  Segment& operator=(const Segment&) = delete;
+
+  const GroupPage& page() const { return *reinterpret_cast<const GroupPage*>(base_); }
+  // number: among the ranks of this host.
+  std::byte* region(uint32_t number) const { return base_ + kPage + number * page().pitch; }
+  const std::byte* base() const { return base_; }
+  uint64_t bytes() const { return bytes_; }
+
+ private:
+  std::byte* base_;
+  uint64_t bytes_;
+};
+
+// A thread that stamps a region's heartbeat word every 100 ms: stops when the process is stopped or dead,
+// goes on while it computes.
+class Heartbeat {
+ public:
+  // memory: what the region is part of.
+  Heartbeat(std::shared_ptr<void> memory, std::byte* region);
+  ~Heartbeat();
+
+ private:
+  std::shared_ptr<void> memory_;
+  std::mutex mutex_;
+  std::condition_variable stop_asked_;
+  bool stop_ = false;
+  std::thread thread_;
+};
+
+}  // namespace ep::shm

@@ -1,0 +1,69 @@
+// Makes what the copy engine of Hopper reads a tensor of bfloat16 by.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <stdexcept>
+#include <string>
+
+#include "exchange/nvlink/on_device.hpp"
+
+namespace ep::hopper {
+
+using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
+
+// The driver's function, asked of the runtime: no driver is linked. Throws std::runtime_error.
+inline EncodeTiled find_encode_tiled() {
+  constexpr unsigned kDriverVersion = 12000;  // whose signature is used
+  void* found = nullptr;
+  cudaDriverEntryPointQueryResult result{};
+  cuda::check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, kDriverVersion,
+                                               cudaEnableDefault, &result),
+              "cuTensorMapEncodeTiled");
+  if (result != cudaDriverEntryPointSuccess || found == nullptr)
+    throw std::runtime_error("the driver has no cuTensorMapEncodeTiled");
+  return reinterpret_cast<EncodeTiled>(found);
+}
+
+// A tensor, 16-byte aligned, and the box of it that is read at once; the dimension whose elements lie side
+// by side comes first.
+template <uint32_t kRank>
+struct Boxes {
+  const void* data;
+  cuuint64_t sizes[kRank], pitches[kRank - 1];  // pitches: bytes, multiples of 16, of all but the first
+  cuuint32_t box[kRank];                        // the first: a row of the swizzle, 128 bytes
+  CUtensorMapDataType type = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+};
+
+// In the 128-byte swizzle, zeros outside. Throws std::runtime_error. Lines come as they are asked for: in
+// pairs, 256 bytes, an H200's memory gave 4 % less.
+template <uint32_t kRank>
+CUtensorMap map_of(EncodeTiled encode, const Boxes<kRank>& boxes) {
+  cuuint32_t strides[kRank];
+  for (auto& stride : strides) stride = 1;
+  CUtensorMap map{};
+  const CUresult made =
+      encode(&map, boxes.type, kRank, const_cast<void*>(boxes.data), boxes.sizes, boxes.pitches, boxes.box,
+             strides, CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_NONE, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (made == CUDA_SUCCESS) return map;
+  std::string sizes = std::to_string(boxes.sizes[0]);
+  for (uint32_t i = 1; i < kRank; ++i) sizes += " x " + std::to_string(boxes.sizes[i]);
+  throw std::runtime_error("cuTensorMapEncodeTiled: driver error " + std::to_string(made) +
+                           " for a tensor of " + sizes);
+}
+
+// [rows, channels] bfloat16, 16-byte aligned, rows `pitch` bytes apart, a multiple of 16.
+struct Matrix {
+  const void* data;
+  uint64_t rows, channels, pitch;
+};
+
+// Of boxes of box_rows x 64 channels.
+inline CUtensorMap map_of(EncodeTiled encode, const Matrix& matrix, uint32_t box_rows) {
+  return map_of<2>(encode, {matrix.data, {matrix.channels, matrix.rows}, {matrix.pitch}, {64, box_rows}});
+}
+
+}  // namespace ep::hopper

@@ -1,0 +1,115 @@
+// Latent attention of one token per sequence. Each of a block's two warpgroups takes up to 32 heads of one
+// (sequence, part of the context) at a time, tile by tile of 64 positions, from a ring that a warp of the
+// copy engine fills ahead, also with tiles of the next item. A tile's box of 64 channels goes back to the
+// ring as soon as the last product that reads it has ended.
+//
+//   up to 32 heads   each warpgroup has its own ring: either items of its own (a team of 1), or every so
+//                    many-th tile of an item that its team shares, two warpgroups of a block or up to
+//                    sixteen of a cluster, which join what they have through shared memory
+//   more             both warpgroups read the same ring, each for 32 of 64 heads
+//
+// Parts of a context leave unnormalised sums for a kernel that joins them (model/triton/paged_decode.py,
+// whose numbers these are: softmax by exp2, running maximum, weights rounded to bfloat16, not their sum).
+#include <algorithm>
+
+#include "kernels/hopper/common/launch.hpp"
+#include "kernels/hopper/mla/answer.cuh"
+
+namespace ep::latent {
+namespace {
+
+using Few = Form<kFewHeads, false, 11>;
+using Some = Form<kSomeHeads, false, 9>;
+using Many = Form<kSomeHeads, true, 18>;
+
+// All items of a warpgroup. Returns the last one: with a team, the only one.
+template <class F>
+__device__ inline Item attend(Shared<F>& s, const Params& p, uint32_t worker, uint32_t thread) {
+  const uint32_t warp = thread / 32, lane = thread % 32;
+  Agenda<F> agenda(p, worker);
+  Reader<F> at{s, F::kShared ? 0 : worker, {}};
+  Softmax<F> softmax;
+  Item it{};
+  await_previous_kernel();
+  for (uint32_t parity = 0; agenda.more(); parity ^= 1) {
+    it = agenda.next();
+    if (thread == 0) ask_queries(s, p, it, worker);
+    softmax.begin();
+    await_phase(&s.asked[worker], parity);
+    for (uint32_t tile = it.first; tile < it.last; tile += it.step)
+      softmax.add(at, worker, min(it.length - tile * kTile, kTile), p.rows, p.scale, warp, lane);
+    softmax.finish(s, worker, warp, lane);
+    if (!F::kShared && p.team > 1)
+      leave_state(s, softmax, worker, thread);
+    else if (p.splits > 1)
+      leave_sums(p, it, softmax, thread);
+    else
+      leave_answer(s, p, it, softmax, worker, thread);
+    publish_to_async();  // the next queries come where these were
+    meet_group(worker);
+  }
+  return it;
+}
+
+template <class F>
+__device__ inline void init(Shared<F>& s) {
+  for (uint32_t ring = 0; ring < F::kRings; ++ring)
+    for (uint32_t i = 0; i < F::kRing; ++i) {
+      init_barrier(&s.full[ring][i], 1);
+      init_barrier(&s.empty[ring][i], kWarps * F::kReaders);
+    }
+  for (uint64_t& each : s.asked) init_barrier(&each, 1);
+  publish_barriers();
+}
+
+template <class F>
+__global__ void __launch_bounds__(kThreads, 1) attend_kernel(const __grid_constant__ Params p) {
+#if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  extern __shared__ __align__(1024) std::byte memory[];  // a pattern of the swizzle begins at a multiple
+  auto& s = *reinterpret_cast<Shared<F>*>(memory);
+  const uint32_t warp = warp_number();
+  const uint32_t worker = warp / kWarps, thread = threadIdx.x % (kWarps * 32);
+  if (threadIdx.x == 0) fetch_map(&p.q), fetch_map(&p.cache), init(s);
+  let_next_kernel_start();  // which must wait until this one has ended before it reads out
+  __syncthreads();
+  Item it{};
+  if (worker < kWorkers) {
+    take_registers<kRegistersToAttend>();
+    it = attend(s, p, worker, thread);
+  } else {
+    leave_registers<kRegistersToFill>();
+    fill_ring(s, p, warp % F::kRings, warp % kWarps / F::kRings, threadIdx.x % 32);
+  }
+  if (F::kShared || p.team == 1) return;
+  __syncwarp();
+  meet_cluster();
+  if (worker < kWorkers) join_team(s, p, it, worker, thread);
+  __syncwarp();
+  meet_cluster();  // nobody leaves before the others have read
+#else
+  __trap();  // Latent refuses other GPUs
+#endif
+}
+
+template <class F>
+cudaError_t start_form(cudaStream_t stream, uint32_t blocks, const Params& params) {
+  constexpr size_t kBytes = sizeof(Shared<F>);
+  static_assert(kBytes <= 227 << 10, "a block of Hopper has no more");
+  const uint32_t items = params.work.count * params.groups * params.splits;
+  Grid grid{std::min(items, blocks), kThreads, kBytes};  // every block has an item
+  if (params.team > 1) {
+    grid.cluster = std::max(params.team / kWorkers, 1u);
+    grid.blocks = items * grid.cluster;
+  }
+  return launch(stream, attend_kernel<F>, grid, kBytes, params);
+}
+
+}  // namespace
+
+cudaError_t start(cudaStream_t stream, uint32_t blocks, const Params& params) {
+  if (params.heads <= kFewHeads) return start_form<Few>(stream, blocks, params);
+  if (params.heads <= kSomeHeads) return start_form<Some>(stream, blocks, params);
+  return start_form<Many>(stream, blocks, params);
+}
+
+}  // namespace ep::latent

@@ -1,0 +1,77 @@
+"""Joins a loaded model, an exchange of tensors on its device and a KV cache to a GpuRunner."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ep_server.backends.gpu.attention.choice import AttentionCase, Chosen, choose
+from ep_server.backends.gpu.attention.decode_kernels import DecodeKernels
+from ep_server.backends.gpu.graphs import Form, captured_forms
+from ep_server.backends.gpu.memory import Room
+from ep_server.backends.gpu.moe.rows import RowsOfSteps
+from ep_server.backends.gpu.runner import GpuOptions, GpuRunner
+from ep_server.backends.gpu.step_input import InputShape
+from ep_server.exchange.api import Exchange
+from ep_server.models.assembly import TORCH, RankModel
+from ep_server.models.decoder import DecoderParams
+from ep_server.models.kv_cache import KvCache
+
+
+@dataclass(frozen=True, slots=True)
+class GpuPlan:
+    """Sizes of one rank. kv_blocks: 0 = what the device's memory allows. graphs: capture steps.
+
+    overlap: on, off or auto; whether steps of two micro-batches are captured too.
+    timed_every: of so many steps the phases of one are timed on the device; 0 = none.
+    """
+
+    kv_blocks: int
+    block_size: int
+    max_running: int
+    max_step_tokens: int
+    useful_blocks: int
+    graphs: bool = True
+    overlap: str = "off"
+    timed_every: int = 0
+
+
+def kv_blocks_on(device: torch.device, model: RankModel, plan: GpuPlan) -> int:
+    """KV blocks of this rank. Raises: StartupError with the numbers where they do not fit."""
+    if device.type != "cuda":
+        return plan.kv_blocks or plan.useful_blocks
+    block = model.kv_block_bytes(plan.block_size)
+    return Room.on(device).kv_blocks(block, plan.kv_blocks, plan.useful_blocks, model.weights.nbytes)
+
+
+def decode_kernels(asked: str, model: RankModel, block_size: int) -> Chosen:
+    """Compiled before anything is captured. asked: ModelConfig.attention. Raises: ConfigError."""
+    dtypes = (model.dtype, model.kv_dtype)
+    case = AttentionCase.on(model.compute.device, model.spec.attention, dtypes, block_size, model.max_context)
+    return choose(asked, case)
+
+
+def gpu_runner(
+    model: RankModel,
+    exchange: Exchange,
+    rows: RowsOfSteps,
+    plan: GpuPlan,
+    kv_blocks: int,
+    kernels: DecodeKernels | None = None,
+) -> GpuRunner:
+    """Allocates what steps need on the model's device; no graph is captured yet. kernels: see GpuOptions."""
+    device = model.compute.device
+    cache = KvCache(model.spec, kv_blocks, plan.block_size, TORCH[model.kv_dtype], device)
+    params = DecoderParams(
+        model.spec, model.weights, exchange, cache, model.max_context, model.compute, model.uniform
+    )
+    sequences = min(plan.max_running, plan.max_step_tokens)
+    longest = -(-model.max_context // plan.block_size)
+    shape = InputShape(plan.max_step_tokens, sequences, longest, plan.block_size)
+    forms: list[Form] = []
+    if plan.graphs:
+        timed = plan.timed_every > 0
+        forms = captured_forms(sequences, plan.max_step_tokens, plan.overlap, timed=timed)
+    options = GpuOptions(shape, rows, tuple(forms), plan.timed_every, kernels)
+    return GpuRunner(params, options)

@@ -1,0 +1,1 @@
+"""[6] Attention on a GPU, and the choice of its kernels."""

@@ -1,0 +1,158 @@
+"""[6] Attention of one layer: projections by torch or streamed, everything between them in fused kernels.
+
+Reads and writes the paged cache in place. Weights are those of layers.py, prepared by TorchCompute.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from ep_server.backends.gpu.attention.decode_kernels import DecodeLayer
+from ep_server.backends.gpu.kernels.hopper.attention import StreamedAttention, StreamedStep
+from ep_server.backends.gpu.kernels.hopper.mla import StreamedLatent, StreamedLatentStep
+from ep_server.backends.gpu.kernels.hopper.products import Limits, StreamedProduct, product, streamed_product
+from ep_server.backends.gpu.kernels.triton.norm import rms_norm
+from ep_server.backends.gpu.kernels.triton.paged import PagedKv
+from ep_server.backends.gpu.kernels.triton.paged_prefill import prefill
+from ep_server.backends.gpu.kernels.triton.paged_tile import AttentionRule, Sequences
+from ep_server.backends.gpu.kernels.triton.partial import Partial
+from ep_server.backends.gpu.kernels.triton.rope import HeadNorm, Rotation, store_gqa
+from ep_server.backends.gpu.kernels.triton.rope_latent import MlaInput, store_mla
+from ep_server.backends.gpu.step_input import StepTensors
+from ep_server.models.families.spec import GqaSpec, MlaSpec
+from ep_server.models.layers import GqaWeights, MlaWeights
+from ep_server.models.torch_compute import TorchHeadLinear, TorchLinear
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionStep:
+    """What all layers of a step share. decode: over its first sequences, as many as `step.singles`.
+
+    streamed, latent: of its single tokens, for the layers that have a kernel for them.
+    """
+
+    step: StepTensors
+    rotation: Rotation
+    decode: DecodeLayer
+    eps: float
+    streamed: StreamedStep | None = None
+    latent: StreamedLatentStep | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GqaKernels:
+    """What a layer has for Hopper: its projections, for few rows, and all that stands between them."""
+
+    qkv: StreamedProduct | None = None
+    out: StreamedProduct | None = None
+    attention: StreamedAttention | None = None
+
+    @staticmethod
+    def of(w: GqaWeights, limits: Limits, attention: StreamedAttention | None) -> GqaKernels:
+        """Norms over all heads read q and k before they are stored: as tensors."""
+        assert isinstance(w.qkv, TorchLinear) and isinstance(w.out, TorchLinear)
+        most = limits.qkv if w.q_norm is None else 0
+        return GqaKernels(
+            streamed_product(w.qkv.weight, most, w.qkv.bias),
+            streamed_product(w.out.weight, limits.out, w.out.bias),
+            attention,
+        )
+
+
+def gqa(
+    x: torch.Tensor, w: GqaWeights, by: GqaKernels, spec: GqaSpec, kv: PagedKv, at: AttentionStep
+) -> torch.Tensor | Partial:
+    """Grouped-query attention of x: [T, H], normed, to [T, H]; stores the tokens' K and V."""
+    streamed, chunks = at.streamed if by.attention is not None else None, at.step.chunks
+    one = streamed is None or chunks is None  # kernel reads the projections: they may be partial sums
+    qkv = product(x, by.qkv if one else None, w.qkv)
+    if isinstance(qkv, torch.Tensor):
+        _norm_all_heads(qkv, w, spec, at.eps)
+    norm = None if w.head_norm is None else HeadNorm(w.head_norm, at.eps)
+    rule, out = AttentionRule(spec.scale, spec.window), answers(x, spec.heads, spec.head_dim, at.step)
+    if by.attention is None or streamed is None:
+        q = torch.empty_like(out)
+        store_gqa(qkv, q, kv, at.rotation, norm, spec.clip)
+        attend(q, kv, rule, at, out)
+        return product(out.flatten(1), by.out, w.out)
+    singles = streamed.count
+    by.attention.run(qkv if isinstance(qkv, Partial) else qkv[:singles], streamed, out[:singles])
+    if chunks is not None:
+        q = torch.empty_like(out)
+        store_gqa(qkv, q, kv, replace(at.rotation, slots=chunks.slots), norm, spec.clip)
+        attend_chunks(q, kv, rule, at, out)
+    return product(out.flatten(1), by.out, w.out)
+
+
+def _norm_all_heads(qkv: torch.Tensor, w: GqaWeights, spec: GqaSpec, eps: float) -> None:
+    if w.q_norm is None or w.k_norm is None:
+        return
+    q_width, k_width = spec.heads * spec.head_dim, spec.kv_heads * spec.head_dim
+    for weight, part in ((w.q_norm, qkv[:, :q_width]), (w.k_norm, qkv[:, q_width : q_width + k_width])):
+        rms_norm(part, weight, eps, part)
+
+
+def mla(
+    x: torch.Tensor,
+    w: MlaWeights,
+    by: StreamedLatent | None,
+    spec: MlaSpec,
+    kv: PagedKv,
+    at: AttentionStep,
+) -> torch.Tensor:
+    """Latent attention of x: [T, H], normed, to [T, H], absorbed; stores the tokens' latents.
+
+    by: the layer's kernel for single tokens, where it has one for Hopper.
+    """
+    down = w.down(x)
+    q_width = down.shape[1] - spec.kv_lora - spec.rope_dim
+    q, latent, k_rope = torch.split(down, [q_width, spec.kv_lora, spec.rope_dim], dim=1)
+    if w.q_up is not None and w.q_norm is not None:
+        normed = torch.empty_like(q)
+        rms_norm(q, w.q_norm, spec.norm_eps, normed)
+        q = w.q_up(normed)
+    q = q.view(len(x), spec.heads, spec.nope_dim + spec.rope_dim)
+    query = x.new_empty(len(x), spec.heads, spec.kv_lora + spec.rope_dim)
+    by_head = query[..., : spec.kv_lora].transpose(0, 1)
+    k_up, v_up = w.k_up, w.v_up
+    assert isinstance(k_up, TorchHeadLinear) and isinstance(v_up, TorchHeadLinear)
+    torch.bmm(q[..., : spec.nope_dim].transpose(0, 1), k_up.weight, out=by_head)
+    given = MlaInput(latent, k_rope, q[..., spec.nope_dim :], w.kv_norm, spec.norm_eps)
+    store_mla(given, query[..., spec.kv_lora :], kv, at.rotation)
+    latents = answers(x, spec.heads, spec.kv_lora, at.step)
+    rule, singles = AttentionRule(spec.scale), at.latent
+    if by is None or singles is None:
+        attend(query, kv, rule, at, latents)
+    else:
+        by.run(query[: singles.count], singles, latents[: singles.count])
+        attend_chunks(query, kv, rule, at, latents)
+    out = x.new_empty(len(x), spec.heads, spec.v_dim)
+    torch.bmm(latents.transpose(0, 1), v_up.weight, out=out.transpose(0, 1))
+    return w.out(out.flatten(1))
+
+
+def answers(x: torch.Tensor, heads: int, channels: int, step: StepTensors) -> torch.Tensor:
+    """[T, heads, channels] for attention to write. Behind chunks of prompts no kernel writes padded rows."""
+    shape = (len(x), heads, channels)
+    return x.new_empty(shape) if step.chunks is None else x.new_zeros(shape)
+
+
+def attend(q: torch.Tensor, kv: PagedKv, rule: AttentionRule, at: AttentionStep, out: torch.Tensor) -> None:
+    """Softmax attention of q: [T, heads, k_dim] to out: [T, heads, v_dim]: single tokens, then chunks.
+
+    In a captured step the kernel of single tokens also writes to rows of chunks, which are written again.
+    """
+    singles = len(at.step.singles)
+    at.decode(q[:singles], kv, rule, out[:singles])
+    attend_chunks(q, kv, rule, at, out)
+
+
+def attend_chunks(
+    q: torch.Tensor, kv: PagedKv, rule: AttentionRule, at: AttentionStep, out: torch.Tensor
+) -> None:
+    """As attend(), the rows of chunks alone; nothing of others is read or written."""
+    step = at.step
+    if step.chunks is not None:
+        prefill(q, step.chunks.query_start, kv, Sequences(step.blocks, step.lengths), rule, out)

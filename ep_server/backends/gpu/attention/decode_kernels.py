@@ -1,0 +1,80 @@
+"""[6] Attention with one token per sequence, as the layers call it, and our Triton kernels behind that face.
+
+FlashInfer's stand in flashinfer_decode.py; which of the two a rank takes: attention_choice.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ep_server.backends.gpu.kernels.triton.paged import PagedKv
+from ep_server.backends.gpu.kernels.triton.paged_decode import Workspace, decode, splits_for
+from ep_server.backends.gpu.kernels.triton.paged_tile import AttentionRule, Sequences
+from ep_server.models.families.spec import GqaSpec, MlaSpec
+
+
+class DecodeLayer(Protocol):
+    """Attends in one layer with the sequences that it was made for."""
+
+    def __call__(self, q: torch.Tensor, kv: PagedKv, rule: AttentionRule, out: torch.Tensor) -> None:
+        """q: [S, heads, k_dim], its keys and values in the cache already. out: [S, heads, v_dim]."""
+        ...
+
+
+class DecodeKernels(Protocol):
+    """Kernels that enqueue a step without a word from the host, so a captured graph may hold it."""
+
+    def over(self, sequences: Sequences) -> DecodeLayer:
+        """What all layers of a step share is made here, once. Rows of length 0 give numbers nobody reads."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class TritonDecode:
+    """heads, kv_heads: of queries, of the cache. v_dim: channels of a value. longest: context, tokens.
+
+    num_sms: multiprocessors of the device; 0 = kernels are interpreted, nothing is split.
+    streamed: layers that have a kernel for Hopper (streamed_attention.py, streamed_latent.py) take that
+      instead.
+    """
+
+    heads: int
+    kv_heads: int
+    v_dim: int
+    longest: int
+    num_sms: int
+    streamed: bool = True
+
+    def over(self, sequences: Sequences) -> DecodeLayer:
+        """See DecodeKernels; a row of length 0 gives zeros."""
+        return _TritonLayer(sequences, self)
+
+
+def triton_decode(
+    spec: GqaSpec | MlaSpec, longest: int, num_sms: int, *, streamed: bool = True
+) -> TritonDecode:
+    """Of a model. longest: context, tokens. num_sms: see capability.sm_count()."""
+    if isinstance(spec, GqaSpec):
+        return TritonDecode(spec.heads, spec.kv_heads, spec.head_dim, longest, num_sms, streamed)
+    return TritonDecode(spec.heads, 1, spec.kv_lora, longest, num_sms, streamed)
+
+
+class _TritonLayer:
+    """Makes its workspace when it is first called: steps whose layers have kernels for Hopper need none."""
+
+    def __init__(self, sequences: Sequences, kernels: TritonDecode) -> None:
+        self._sequences, self._kernels = sequences, kernels
+        self._workspace: Workspace | None = None
+
+    def __call__(self, q: torch.Tensor, kv: PagedKv, rule: AttentionRule, out: torch.Tensor) -> None:
+        if self._workspace is None:
+            self._workspace = self._room()
+        decode(q, kv, self._sequences, rule, self._workspace, out)
+
+    def _room(self) -> Workspace:
+        by, lengths = self._kernels, self._sequences.lengths
+        splits = splits_for(len(lengths), by.kv_heads, by.num_sms, by.longest)
+        return Workspace.of(len(lengths), by.heads, splits, by.v_dim, lengths.device)

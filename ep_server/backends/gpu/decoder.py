@@ -1,0 +1,184 @@
+"""[6] The layer loop of a GPU: the passes of model/decoder.py on fused kernels, without a word from the host.
+
+All that differs from step to step lies in device memory at fixed addresses, so a pass over a padded bucket
+can be captured in a graph and replayed. A pass is a generator that pauses at every hook of the exchange.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from ep_server.backends.gpu.attention.attention import AttentionStep, GqaKernels, gqa, mla
+from ep_server.backends.gpu.attention.decode_kernels import DecodeKernels, TritonDecode, triton_decode
+from ep_server.backends.gpu.attention.paged_layers import paged_layers
+from ep_server.backends.gpu.capability import sm_count
+from ep_server.backends.gpu.kernels.hopper.attention import (
+    StreamedStep,
+    launch_config_for,
+    streamed_attention,
+)
+from ep_server.backends.gpu.kernels.hopper.mla import (
+    StreamedLatent,
+    StreamedLatentStep,
+    latent_launch_config_for,
+    streamed_latent,
+)
+from ep_server.backends.gpu.kernels.hopper.products import STREAMED, STREAMED_AMONG_RANKS, streamed_product
+from ep_server.backends.gpu.kernels.triton.embedding import RowTokens, embed
+from ep_server.backends.gpu.kernels.triton.expert_counts import tally
+from ep_server.backends.gpu.kernels.triton.paged_tile import Sequences
+from ep_server.backends.gpu.kernels.triton.partial import Partial
+from ep_server.backends.gpu.kernels.triton.rope import HeadNorm, Rotation
+from ep_server.backends.gpu.moe.experts import dense, streamed_experts
+from ep_server.backends.gpu.moe.moe import GpuMoe, MoeStep, moe
+from ep_server.backends.gpu.moe.residual import Branch, add_norm
+from ep_server.backends.gpu.moe.router import GpuRouter, router_weight
+from ep_server.backends.gpu.moe.rows import Rows, Unsent
+from ep_server.backends.gpu.side_stream import Beside
+from ep_server.backends.gpu.step_input import StepTensors
+from ep_server.models.decoder import DecoderParams, Forward
+from ep_server.models.experts import ExpertCounter
+from ep_server.models.families.spec import GqaSpec, MlaSpec
+from ep_server.models.layers import GqaWeights, MlaWeights, MoeWeights
+from ep_server.models.rope import rotation_table
+from ep_server.models.timers import Lap, Phase
+from ep_server.models.torch_compute import TorchLinear
+
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What the micro-batches of a step share.
+
+    drawn: [..] int64, tokens that the last step drew, by StepTensors.sources.
+    most: rows that a micro-batch has at most on any rank. rows: how they travel. lap: ends a phase.
+    beside: where shared experts may run meanwhile, if not in the step's own stream.
+    """
+
+    drawn: torch.Tensor
+    most: int
+    rows: Rows
+    lap: Lap
+    beside: Beside | None = None
+
+
+class GpuDecoder:
+    """A model on one GPU: rows in, hidden states of the sampled rows out, and their logits.
+
+    Args:
+        params: weights prepared by TorchCompute on the device.
+        kernels: of attention with one token per sequence; Triton's if None.
+    """
+
+    def __init__(self, params: DecoderParams, kernels: DecodeKernels | None = None) -> None:
+        self._spec, self._weights = params.spec, params.weights
+        device = params.compute.device
+        self._kv = paged_layers(params)
+        table = rotation_table(params.spec.rope, params.max_context)
+        self._table = torch.view_as_real(table).contiguous().to(device)
+        attention, longest = params.spec.attention, len(table)
+        self._kernels = kernels or triton_decode(attention, longest, sm_count(device))
+        self._limits = STREAMED if params.exchange.spec.num_ranks == 1 else STREAMED_AMONG_RANKS
+        local = len(params.exchange.spec.local_experts)
+        self.experts = ExpertCounter(params.spec.num_layers, local, device, torch.int32, tally)
+        self._moe = [self._block(index, params) for index in range(params.spec.num_layers)]
+        self._by = [self._layer_kernels(index) for index in range(params.spec.num_layers)]
+
+    def forward(self, step: StepTensors, on: Pass) -> Forward:
+        """Runs all layers. Returns [number of sampled rows, H], normed.
+
+        Yields twice per sparse layer, also with no rows: the exchange is collective.
+        """
+        eps, weights = self._spec.norm_eps, self._weights
+        at = self._attention_step(step)
+        routed = MoeStep(step, on.most, on.rows, on.lap, on.beside)
+        residual, x = (weights.embedding.new_empty(step.tokens, self._spec.hidden) for _ in range(2))
+        tokens = RowTokens(step.ids, step.sources, on.drawn)
+        embed(tokens, weights.embedding, weights.layers[0].attention_norm, eps, residual, x)
+        norms = [*(layer.attention_norm for layer in weights.layers[1:]), weights.norm]
+        for index, (layer, after) in enumerate(zip(weights.layers, norms, strict=True)):
+            branch: Branch = self._attention(x, index, at) if step.tokens else x
+            block = self._moe[index]
+            x = add_norm(branch, residual, layer.ffn_norm, eps)
+            on.lap(Phase.ATTENTION)
+            if isinstance(layer.ffn, MoeWeights):
+                assert block is not None
+                branch = yield from moe(x, layer.ffn, block, routed)
+            else:
+                branch = dense(x, layer.ffn)
+                on.lap(Phase.EXPERTS)
+            x = add_norm(branch, residual, after, eps)
+            if isinstance(branch, Unsent):
+                on.lap(Phase.COMBINE)
+                branch = x  # the experts' rows are free before attention takes room
+        return x if step.sample_rows is None else x.index_select(0, step.sample_rows)
+
+    def logits(self, hidden: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
+        """[N, V] of the rows of all micro-batches: the first N of out, [.., V] float32."""
+        head, x = self._weights.head, hidden[0] if len(hidden) == 1 else torch.cat(list(hidden))
+        assert isinstance(head, TorchLinear)
+        logits = out[: len(x)]
+        head.write_unrounded(x, logits)
+        return logits
+
+    def _block(self, index: int, params: DecoderParams) -> GpuMoe | None:
+        ffn = params.weights.layers[index].ffn
+        if not isinstance(ffn, MoeWeights):
+            return None
+        assert isinstance(ffn.router, TorchLinear)
+        weight = router_weight(ffn.router.weight, params.weights.embedding.dtype)
+        router = GpuRouter(
+            index,
+            params.spec.router,
+            weight,
+            ffn.bias,
+            streamed_product(weight, self._limits.router),
+            None if params.uniform is None else params.uniform.seed,
+        )
+        experts = streamed_experts(ffn.experts)
+        return GpuMoe(router, params.exchange.spec, self.experts.rows[index], experts)
+
+    def _attention(self, x: torch.Tensor, index: int, at: AttentionStep) -> torch.Tensor | Partial:
+        spec, w, kv = self._spec.attention, self._weights.layers[index].attention, self._kv[index]
+        by = self._by[index]
+        if isinstance(spec, GqaSpec):
+            assert isinstance(w, GqaWeights) and isinstance(by, GqaKernels)
+            return gqa(x, w, by, spec, kv, at)
+        assert isinstance(w, MlaWeights) and not isinstance(by, GqaKernels)
+        return mla(x, w, by, spec, kv, at)
+
+    def _layer_kernels(self, index: int) -> GqaKernels | StreamedLatent | None:
+        spec, w, kv = self._spec.attention, self._weights.layers[index].attention, self._kv[index]
+        ours = isinstance(self._kernels, TritonDecode) and self._kernels.streamed
+        if isinstance(spec, MlaSpec):
+            return streamed_latent(kv, spec) if ours else None
+        assert isinstance(w, GqaWeights)
+        norm = None if w.head_norm is None else HeadNorm(w.head_norm, self._spec.norm_eps)
+        streamed = streamed_attention(kv, spec, self._table, norm) if ours else None
+        return GqaKernels.of(w, self._limits, streamed)
+
+    def _attention_step(self, step: StepTensors) -> AttentionStep:
+        singles = Sequences(step.blocks[: len(step.singles)], step.singles.lengths)
+        rotation = Rotation(self._table, step.positions, step.slots)
+        kernels, eps = self._kernels.over(singles), self._spec.norm_eps
+        return AttentionStep(step, rotation, kernels, eps, self._streamed(step), self._latent(step))
+
+    def _streamed(self, step: StepTensors) -> StreamedStep | None:
+        spec, kernels = self._spec.attention, self._kernels
+        wanted = any(isinstance(by, GqaKernels) and by.attention is not None for by in self._by)
+        if not wanted or not len(step.singles):
+            return None
+        assert isinstance(spec, GqaSpec) and isinstance(kernels, TritonDecode)
+        sizes = len(step.singles), spec.kv_heads, kernels.num_sms, kernels.longest
+        config = launch_config_for(*sizes, mixed=step.chunks is not None)
+        return StreamedStep(step, spec.heads, config)
+
+    def _latent(self, step: StepTensors) -> StreamedLatentStep | None:
+        spec, kernels, count = self._spec.attention, self._kernels, len(step.singles)
+        if not count or not any(isinstance(by, StreamedLatent) for by in self._by):
+            return None
+        assert isinstance(spec, MlaSpec) and isinstance(kernels, TritonDecode)
+        config = latent_launch_config_for(count, spec.heads, kernels.num_sms, kernels.longest)
+        return StreamedLatentStep(step, spec.heads, config)

@@ -1,0 +1,1 @@
+"""Python launchers of the Hopper kernels in csrc/kernels/hopper."""

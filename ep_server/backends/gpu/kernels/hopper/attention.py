@@ -1,0 +1,198 @@
+"""[6] Attention with one token per sequence and what stands before it, in one kernel for Hopper.
+
+The kernel: csrc/kernels/hopper/attention.
+It takes the projections as they are, also as partial sums: per-head norm, rotation, the write into the cache
+and attention, by warps that each have keys and values under way ahead of them. For all other rows, caches
+and devices there are store_gqa() and decode() of model/triton, which also say what is computed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ep_server.backends.gpu.capability import native, runs_hopper_kernels
+from ep_server.backends.gpu.kernels.triton.checks import expect, expect_range
+from ep_server.backends.gpu.kernels.triton.paged import PagedKv
+from ep_server.backends.gpu.kernels.triton.paged_decode import MAX_SPLITS, Workspace, join
+from ep_server.backends.gpu.kernels.triton.partial import Partial, operand
+from ep_server.backends.gpu.kernels.triton.rope import HeadNorm
+from ep_server.backends.gpu.step_input import StepTensors
+from ep_server.errors import InternalError
+from ep_server.models.families.spec import GqaSpec
+
+_DIM, _MOST_GROUP, _LEAST_BLOCK, _PIECE = 128, 8, 16, 16
+_LEAST_SPLIT = 256  # positions
+_WARPS = 8  # of a block
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchConfig:
+    """What is chosen for each launch.
+
+    team: warps that share a (sequence, KV head, split): 1, 2, 4 or 8, all that a block has. blocks: at most,
+    one to a multiprocessor. splits: parts that each context is cut into.
+    """
+
+    team: int
+    blocks: int
+    splits: int = 1
+
+
+class StreamedStep:
+    """What all layers of a step share for its single tokens, its first rows."""
+
+    def __init__(self, step: StepTensors, heads: int, config: LaunchConfig) -> None:
+        """config: see launch_config_for(). Raises: InternalError for another shape, dtype or layout."""
+        count = self.count = len(step.singles)
+        positions, blocks = step.positions[:count], step.blocks[:count]
+        slots, lengths = step.singles.slots, step.singles.lengths
+        expect_range("splits", config.splits, 1, MAX_SPLITS)
+        for name, each in (("positions", positions), ("slots", slots), ("lengths", lengths)):
+            expect(name, each, torch.int32, (count,))
+        expect("blocks", blocks, torch.int32, (count, None), pitch=True)
+        pitch = blocks.stride(0) if count > 1 else blocks.shape[1]  # a single row has any stride
+        if pitch < blocks.shape[1]:  # all of a row, up to the next one, may be read before lengths are known
+            raise InternalError(f"blocks: {pitch} entries from row to row, must be {blocks.shape[1]} or more")
+        self.config, self.workspace = config, None
+        if config.splits > 1:
+            self.workspace = Workspace.of(count, heads, config.splits, _DIM, lengths.device)
+        module, room = native(), self.workspace
+        self.work = module.AttentionWork(
+            count=count,
+            positions=positions.data_ptr(),
+            slots=slots.data_ptr(),
+            lengths=lengths.data_ptr(),
+            blocks=blocks.data_ptr(),
+            blocks_pitch=pitch,
+            sums=0 if room is None else room.sums.data_ptr(),
+            stats=0 if room is None else room.stats.data_ptr(),
+        )
+        self.native_config = module.AttentionLaunchConfig(
+            team=config.team,
+            blocks=config.blocks,
+            splits=config.splits,
+        )
+        self._held = step  # its addresses are
+
+
+class StreamedAttention:
+    """One layer, on any stream.
+
+    Args:
+        kv, spec: as attention_streamable() says. table: of a Rotation, interleaved. norm: of q and k.
+    Raises: InternalError for another shape, dtype or layout.
+    """
+
+    def __init__(self, kv: PagedKv, spec: GqaSpec, table: torch.Tensor, norm: HeadNorm | None) -> None:
+        k, v, obstacle = kv.layer.k, kv.layer.v, shape_obstacle(spec, kv.block_size)
+        if v is None or obstacle:
+            raise InternalError(f"attention for Hopper: {obstacle or 'the cache has no v'}")
+        for name, each in (("cache k", k), ("cache v", v)):
+            expect(name, each, torch.bfloat16, (len(k), kv.block_size, spec.kv_heads, _DIM))
+        expect("rotation table", table, torch.float32, (None, _DIM // 2, 2))
+        read = {"cache k": k, "cache v": v, "rotation table": table}
+        if norm is not None:
+            expect("norm weight", norm.weight, torch.bfloat16, (spec.heads + spec.kv_heads, _DIM))
+            read["norm weight"] = norm.weight
+        for name, each in read.items():
+            if each.device != k.device or each.data_ptr() % _PIECE:
+                raise InternalError(f"{name}: on {each.device}, must be 16-byte aligned on {k.device}")
+        self._spec, self._held = spec, (k, v, table, norm)
+        self._native: Any = native().Attention(
+            device=k.device.index,
+            k=k.data_ptr(),
+            v=v.data_ptr(),
+            positions=k.shape[0] * k.shape[1],
+            kv_heads=spec.kv_heads,
+            group=spec.heads // spec.kv_heads,
+            block_size=kv.block_size,
+            norm=0 if norm is None else norm.weight.data_ptr(),
+            turns=table.data_ptr(),
+            eps=0.0 if norm is None else norm.eps,
+            scale=spec.scale,
+        )
+
+    def run(self, qkv: torch.Tensor | Partial, step: StreamedStep, out: torch.Tensor) -> None:
+        """Stores the tokens' keys and values, and attends. On the current stream, can be captured.
+
+        Args:
+            qkv: [S, (heads + 2 * kv_heads) * 128] bfloat16, rows may have a pitch, or its partial sums.
+            out: [S, heads, 128] bfloat16, contiguous; zeros for sequences of length 0.
+        Raises: InternalError for another shape, dtype or layout.
+        """
+        s = self._spec
+        given = operand("qkv", qkv, torch.bfloat16, (step.count, (s.heads + 2 * s.kv_heads) * _DIM))
+        expect("out", out, torch.bfloat16, (step.count, s.heads, _DIM))
+        rows = given.rows
+        pitch = rows.stride(0) * rows.element_size()
+        if any(size % _PIECE for size in (rows.data_ptr(), pitch, out.data_ptr())):
+            raise InternalError(f"qkv, out: must be 16-byte aligned; {pitch} bytes from row to row of qkv")
+        self._native.run(
+            stream=torch.cuda.current_stream(out.device).cuda_stream,
+            step=step.work,
+            config=step.native_config,
+            qkv=rows.data_ptr(),
+            pitch=rows.stride(0),
+            part=given.step,
+            parts=0 if rows.dtype is torch.bfloat16 else given.parts,
+            out=out.data_ptr(),
+        )
+        if step.workspace is not None:
+            join(step.workspace, out)
+
+
+def streamed_attention(
+    kv: PagedKv, spec: GqaSpec, table: torch.Tensor, norm: HeadNorm | None
+) -> StreamedAttention | None:
+    """The kernel for a layer, where there is one."""
+    return StreamedAttention(kv, spec, table, norm) if attention_streamable(kv, spec) else None
+
+
+def attention_streamable(kv: PagedKv, spec: GqaSpec) -> bool:
+    """Whether there is a kernel for this cache on its device."""
+    k = kv.layer.k
+    fits = k.dtype is torch.bfloat16 and not shape_obstacle(spec, kv.block_size)
+    return fits and runs_hopper_kernels(k.device)
+
+
+def shape_obstacle(spec: GqaSpec, block_size: int) -> str:
+    """Why the kernel is not for such heads and blocks; "" where it is."""
+    group = spec.heads // spec.kv_heads
+    limits = (
+        (spec.head_dim != _DIM, f"{spec.head_dim} channels of a head are not {_DIM}"),
+        (group * spec.kv_heads != spec.heads, f"{spec.heads} query heads over {spec.kv_heads} KV heads"),
+        (group > _MOST_GROUP, f"{group} query heads share a KV head, more than {_MOST_GROUP}"),
+        (spec.window > 0, "the model's attention has a window"),
+        (spec.clip > 0, "the model clips its projections"),
+        (
+            block_size < _LEAST_BLOCK or block_size & (block_size - 1) != 0,
+            f"scheduler.block_size = {block_size} is no power of two from {_LEAST_BLOCK}",
+        ),
+    )
+    return next((text for applies, text in limits if applies), "")
+
+
+def launch_config_for(
+    sequences: int, kv_heads: int, num_sms: int, longest: int, *, mixed: bool = False
+) -> LaunchConfig:
+    """A team for each (sequence, KV head) at once, where a multiprocessor's warps are enough.
+
+    longest: context, tokens. Contexts are cut only where there are not half as many (sequence, KV head) as
+    multiprocessors: the kernel that joins them takes longer than what is saved where contexts are short.
+    Parts are a power of two: Triton compiles what joins them for each, and buckets of sequences, which run
+    before there is traffic, have all.
+
+    Args:
+        mixed: chunks of prompts may be among the sequences. How many run one token only the device knows
+          then, and one of a long context would have few of its warps: each has all of a block.
+    """
+    items = max(sequences * kv_heads, 1)
+    most = max(min(num_sms // items, longest // _LEAST_SPLIT, MAX_SPLITS), 1)
+    splits = 1 << most.bit_length() - 1
+    if mixed:
+        return LaunchConfig(_WARPS, num_sms, splits)
+    each = -(-items * splits // max(num_sms, 1))  # of a multiprocessor; interpreted: 0
+    return LaunchConfig(max(_WARPS >> (each - 1).bit_length(), 1), num_sms, splits)

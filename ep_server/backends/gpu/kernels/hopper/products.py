@@ -1,0 +1,169 @@
+"""Products of few rows with one weight in one Hopper kernel, as partial sums.
+
+The kernel that reads such a product adds the sums up. A block asks for its weights before the kernel ahead
+has ended; a library's kernels wait for that, and what follows them waits for them. For all other rows and
+weights there is the library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ep_server.backends.gpu.capability import native, runs_hopper_kernels, sm_count
+from ep_server.backends.gpu.kernels.triton.checks import expect, expect_range
+from ep_server.backends.gpu.kernels.triton.partial import MOST_PARTS, Partial
+from ep_server.errors import InternalError
+
+MOST_ROWS = 256  # beyond, products are bound by arithmetic
+_ROWS_OF_TILE, _TILES = (32, 64, 128), (128, 64)
+_CHUNK, _PIECE = 64, 16  # input channels; bytes
+_MOST_HELD = 192 << 10  # bytes of a block's weights: the rest of its shared memory is for rows
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Rows up to which a layer's products are streamed, 0 = never."""
+
+    qkv: int = 0
+    out: int = 0
+    router: int = 0
+
+
+# Where steps were faster on H200s: of one rank alone, and of several, whose combine leaves the memory time
+# for the weights of the product behind it.
+STREAMED = Limits(qkv=32, out=64, router=256)
+STREAMED_AMONG_RANKS = Limits(qkv=64, out=64, router=256)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitK:
+    """How blocks share a weight [N, K]. tile: rows of it, 64 or 128. splits: runs of its columns."""
+
+    tile: int
+    splits: int
+
+
+@dataclass(frozen=True, slots=True)
+class LaunchConfig:
+    """What is chosen for each launch.
+
+    split_k: that of split_k_for() if None. rows_of_tile: that of rows_of_tile() if 0.
+    lets_next_start: the next kernel is set up as soon as this one begins, not as it ends.
+    """
+
+    split_k: SplitK | None = None
+    rows_of_tile: int = 0
+    lets_next_start: bool = False
+
+
+class StreamedProduct:
+    """x @ weight.T of rows x, on any stream.
+
+    Args:
+        weight: [N, K] bfloat16, on a Hopper GPU; kept alive. See `streamable`.
+        most_rows: that takes() accepts, up to MOST_ROWS.
+    Raises: InternalError for another shape, dtype or layout.
+    """
+
+    def __init__(
+        self, weight: torch.Tensor, most_rows: int = MOST_ROWS, config: LaunchConfig = LaunchConfig()
+    ) -> None:
+        expect("weight", weight, torch.bfloat16, (None, None))
+        expect_range("most_rows", most_rows, 0, MOST_ROWS)
+        n, k = weight.shape
+        split_k = config.split_k or split_k_for(n, k, sm_count(weight.device))
+        if split_k is None:
+            raise InternalError(f"weight: no split fits {n} x {k}, see split_k_for()")
+        expect_range("splits", split_k.splits, 1, MOST_PARTS)
+        self._spare = max(sm_count(weight.device) // (n // split_k.tile * split_k.splits), 1)
+        self._weight, self._most, self._split_k, self._config = weight, most_rows, split_k, config
+        self._linear = native().Linear(
+            device=weight.device.index,
+            weight=weight.data_ptr(),
+            n=n,
+            k=k,
+            tile=split_k.tile,
+            splits=split_k.splits,
+        )
+
+    def takes(self, x: torch.Tensor) -> bool:
+        """Whether the kernel is for such rows."""
+        aligned = x.data_ptr() % _PIECE == 0 and _pitch(x) % _PIECE == 0 and x.stride(1) == 1
+        return 0 < len(x) <= self._most and x.dtype is torch.bfloat16 and aligned
+
+    def __call__(self, x: torch.Tensor) -> Partial:
+        """As run(), into sums of its own."""
+        sums = x.new_empty(self._split_k.splits, len(x), len(self._weight), dtype=torch.float32)
+        self.run(x, sums)
+        return Partial(sums)
+
+    def run(self, x: torch.Tensor, sums: torch.Tensor) -> None:
+        """On the current stream: no copy, no allocation, can be captured.
+
+        Args:
+            x: [T, K], as `takes` says. sums: [splits, T, N] float32, contiguous; is filled.
+        Raises: InternalError for another shape, dtype or layout.
+        """
+        n, k = self._weight.shape
+        expect("x", x, torch.bfloat16, (None, k), pitch=True)
+        expect("sums", sums, torch.float32, (self._split_k.splits, len(x), n))
+        self._linear.run(
+            stream=torch.cuda.current_stream(x.device).cuda_stream,
+            rows=x.data_ptr(),
+            pitch=_pitch(x),
+            count=len(x),
+            sums=sums.data_ptr(),
+            rows_of_tile=self._config.rows_of_tile or rows_of_tile(len(x), self._spare),
+            lets_next_start=self._config.lets_next_start,
+        )
+
+
+def product(
+    x: torch.Tensor, streamed: StreamedProduct | None, library: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor | Partial:
+    """Of rows x: [T, K], streamed where there is a kernel that takes them."""
+    return streamed(x) if streamed is not None and streamed.takes(x) else library(x)
+
+
+def streamed_product(
+    weight: torch.Tensor, most_rows: int, bias: torch.Tensor | None = None
+) -> StreamedProduct | None:
+    """The kernel for a weight, where it is for that and for any rows."""
+    if most_rows == 0 or bias is not None or not streamable(weight):
+        return None
+    return StreamedProduct(weight, most_rows)
+
+
+def streamable(weight: torch.Tensor) -> bool:
+    """Whether there is a kernel for this weight on its device."""
+    if not runs_hopper_kernels(weight.device) or weight.dtype is not torch.bfloat16 or weight.dim() != 2:
+        return False
+    laid = weight.is_contiguous() and weight.data_ptr() % _PIECE == 0
+    n, k = weight.shape
+    return laid and split_k_for(n, k, sm_count(weight.device)) is not None
+
+
+def split_k_for(n: int, k: int, blocks: int) -> SplitK | None:
+    """What keeps the most of so many blocks busy, all at once; None where no split fits a weight [n, k]."""
+    chunks = k // _CHUNK if k % _CHUNK == 0 else 0
+    fitting = [
+        SplitK(tile, splits)
+        for tile in _TILES
+        if n % tile == 0
+        for splits in range(1, min(chunks, blocks * tile // max(n, 1), MOST_PARTS // 2) + 1)
+        if -(-chunks // splits) * _CHUNK * 2 * tile <= _MOST_HELD
+    ]
+    return max(fitting, key=lambda split_k: n // split_k.tile * split_k.splits, default=None)
+
+
+def rows_of_tile(rows: int, blocks: int) -> int:
+    """Rows that a block multiplies at a time, where so many blocks may share them: no more than they must."""
+    return next((tile for tile in _ROWS_OF_TILE if rows <= tile * blocks), _ROWS_OF_TILE[-1])
+
+
+def _pitch(x: torch.Tensor) -> int:
+    """Bytes from row to row; a single row has any stride."""
+    return (x.stride(0) if len(x) > 1 else x.shape[1]) * x.element_size()

@@ -1,0 +1,57 @@
+"""A product as partial sums: what a kernel that reads it adds up, in order, instead of a pass of its own."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from ep_server.backends.gpu.kernels.triton.checks import expect
+
+MOST_PARTS = 32
+
+
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """sums: [P, T, N] float32, contiguous: sums over parts of the channels of a product [T, N]."""
+
+    sums: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """What a kernel reads: the first part's rows, `parts` of them `step` elements apart."""
+
+    rows: torch.Tensor
+    parts: int
+    step: int
+
+
+def operand(
+    name: str,
+    given: torch.Tensor | Partial,
+    dtype: torch.dtype | tuple[torch.dtype, ...],
+    shape: tuple[int | None, int],
+) -> Operand:
+    """A product [T, N] of `dtype`, rows with a pitch, or its partial sums.
+
+    Raises: InternalError for another shape, dtype or layout.
+    """
+    if isinstance(given, torch.Tensor):
+        expect(name, given, dtype, shape, pitch=True)
+        return Operand(given, 1, 0)
+    expect(name, given.sums, torch.float32, (None, *shape))
+    return Operand(given.sums[0], len(given.sums), given.sums.stride(0))
+
+
+@triton.jit
+def load_sum(at, inside, step, PARTS: tl.constexpr, DTYPE: tl.constexpr):
+    """The parts' sum, as float32 that was rounded once to DTYPE; zeros outside."""
+    value = tl.load(at, mask=inside, other=0).to(tl.float32)
+    for part in tl.static_range(1, PARTS):
+        value += tl.load(at + part * step, mask=inside, other=0)
+    if at.dtype.element_ty != DTYPE:
+        value = value.to(DTYPE).to(tl.float32)
+    return value

@@ -1,0 +1,128 @@
+"""[7] The ways rows travel between the tokens of a step and the experts, each with the face of rows.py.
+
+Any exchange of ep/exchange.py. The one over NVLink, which can do both halves of an operation in one kernel:
+it is given room for all that can come instead of being asked how much did, shows rows where they arrived and
+counts them itself, so that the host has no part in it. The same on a stream of its own. None of them, for a
+rank alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+import torch
+
+from ep_server.backends.gpu.kernels.triton.local_rows import Answers, Places, place_rows
+from ep_server.backends.gpu.moe.rows import Arrival, BothHalves, Hook, Tokens, Unsent
+from ep_server.backends.gpu.side_stream import Beside
+from ep_server.exchange.api import Exchange, Received, View
+
+T = TypeVar("T")
+
+
+class PlainRows:
+    """Over any exchange: sends at once, receives in the hook; the host takes part. view: of what comes."""
+
+    def __init__(self, exchange: Exchange, view: View = View.COMPACT) -> None:
+        self._exchange, self._view = exchange, view
+
+    def dispatch(self, tokens: Tokens, arrival: Arrival) -> Hook[Received]:
+        """See Rows."""
+        sent = self._exchange.dispatch_send(tokens.x, tokens.ids, tokens.gates)
+
+        def hook() -> Received:
+            received = sent.recv(self._view)
+            arrival.expert_tokens.add_(received.counts)
+            return received
+
+        return hook
+
+    def combine(self, out: torch.Tensor, received: Received) -> Hook[torch.Tensor]:
+        """See Rows."""
+        return self._exchange.combine_send(out, received).recv
+
+
+class LocalRows:
+    """Of a rank without peers: rows stay where they are, unrounded. It can be captured.
+
+    Their sum is left to what adds it to the residual stream.
+    """
+
+    def dispatch(self, tokens: Tokens, arrival: Arrival) -> Hook[Received]:
+        """See Rows."""
+        places = Places.empty(tokens.ids, len(arrival.expert_tokens))
+        place_rows(tokens.ids, places, arrival.expert_tokens)
+        handle = (tokens, places)
+        received = Received(
+            tokens.x, places.counts, places.offsets, handle, View.INDEX, row_ids=places.tokens
+        )
+        return lambda: received
+
+    def combine(self, out: torch.Tensor, received: Received) -> Hook[Answers]:
+        """See Rows."""
+        assert isinstance(received.handle, tuple)
+        tokens, places = received.handle
+        return lambda: Answers(out, tokens.ids, tokens.gates, places.rows)
+
+
+class FusedRows:
+    """Over NVLink, both halves in one kernel, at once. Nothing waits for the GPU: it can be captured.
+
+    alone: the stream's next kernel computes, and may be set up while rows are under way. So a combine is left
+      to what adds its sums to the residual stream and norms that.
+    """
+
+    def __init__(self, exchange: BothHalves, *, alone: bool = True) -> None:
+        self._exchange, self._alone, spec = exchange, alone, exchange.spec
+        self._choices = spec.num_ranks * min(spec.top_k, max(len(spec.local_experts), 1))
+
+    def dispatch(self, tokens: Tokens, arrival: Arrival) -> Hook[Received]:
+        """See Rows. Rows stay where they arrived until they are answered."""
+        received = self._exchange.dispatch(
+            tokens.x,
+            tokens.ids,
+            tokens.gates,
+            View.INDEX,
+            capacity=arrival.most * self._choices,  # all that can come: so no host is asked how much it is
+            expert_stats=arrival.expert_tokens,
+            most_tokens=arrival.most,
+            next_reads_ahead=arrival.read_ahead and self._alone,
+        )
+        return lambda: received
+
+    def combine(self, out: torch.Tensor, received: Received) -> Hook[torch.Tensor | Unsent]:
+        """See Rows."""
+        if self._alone:
+            return lambda: Unsent(self._exchange, out, received)
+        combined = self._exchange.combine(out, received, next_reads_ahead=False)
+        return lambda: combined
+
+
+class RowsBeside:
+    """As FusedRows, on a stream of its own, beside the other micro-batch's attention and experts.
+
+    A transfer begins behind all that the current stream was given before, and the current stream waits for it
+    in the hook.
+
+    Args:
+        num_sms: multiprocessors that transfers may fill; the others compute meanwhile.
+    """
+
+    def __init__(self, exchange: BothHalves, num_sms: int) -> None:
+        self._exchange, self._num_sms = exchange, num_sms
+        self._inner = FusedRows(exchange, alone=False)  # the next of its stream is another transfer
+        self._beside = Beside(exchange.device, priority=-1)  # the few blocks of a transfer go first
+
+    def dispatch(self, tokens: Tokens, arrival: Arrival) -> Hook[Received]:
+        """See Rows."""
+        return self._beside.fork().run(partial(self._bounded, partial(self._inner.dispatch, tokens, arrival)))
+
+    def combine(self, out: torch.Tensor, received: Received) -> Hook[torch.Tensor | Unsent]:
+        """See Rows."""
+        return self._beside.fork().run(partial(self._bounded, partial(self._inner.combine, out, received)))
+
+    def _bounded(self, transfer: Callable[[], Hook[T]]) -> T:
+        with self._exchange.bounded(self._num_sms):
+            return transfer()()

@@ -1,0 +1,221 @@
+"""[9] Draws the tokens of a step on the device, whatever its requests ask for. No step waits here.
+
+A request has a slot of the device's tables from its first draw on. What its tokens change there (their
+number, their counts) the kernels change themselves, so the next step can be launched before the tokens are
+known. There is a slot for every sequence of a step: one that has been preempted may lose its slot to another,
+and is written anew, with the tokens that it has drawn, when it draws again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ep_server.backends.gpu.kernels.triton.logit_edits import add_listed, advance, allow_only, penalise
+from ep_server.backends.gpu.kernels.triton.sampling import sample
+from ep_server.backends.gpu.kernels.triton.sampling_report import SamplingReport, report
+from ep_server.backends.gpu.kernels.triton.sampling_slots import RECORD, write_slots
+from ep_server.backends.gpu.kernels.triton.sampling_space import SamplingSpace, splits_of
+from ep_server.backends.gpu.kernels.triton.sampling_table import MOST_REPORTED, SamplingTable, Wants
+from ep_server.backends.gpu.kernels.triton.step_words import Packed, room_for, spread
+from ep_server.backends.gpu.sampling.rows import SamplingRow, SlotEntry, write
+from ep_server.errors import InternalError
+from ep_server.records import NO_TOKEN, Request, SampledToken, SeqSlice
+
+
+@dataclass(frozen=True, slots=True)
+class _Sampled:
+    """A request. prompt: its tokens. reported: alternatives per token, None = no log probabilities."""
+
+    row: SamplingRow
+    prompt: int
+    reported: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Sent:
+    """What kernels read of the host. slots: [room_for(rows)] int32; records: see write_slots()."""
+
+    slots: torch.Tensor
+    records: torch.Tensor
+
+    @staticmethod
+    def of(rows: int, pinned: bool) -> _Sent:
+        slots = torch.zeros(room_for(rows), dtype=torch.int32, pin_memory=pinned)
+        return _Sent(slots, torch.zeros(rows, RECORD, dtype=torch.int32, pin_memory=pinned))
+
+
+class GpuSampler:
+    """The sampling state of a rank's requests. One thread uses it; its work is ordered by the current stream.
+
+    Args:
+        rows: most that are drawn in a step, and slots. staging: host buffers used in turn: a step's are read
+          before so many later ones are launched.
+    """
+
+    def __init__(self, vocab: int, rows: int, device: torch.device, staging: int) -> None:
+        self._vocab, self._device, pinned = vocab, device, device.type == "cuda"
+        self._requests: dict[int, _Sampled] = {}
+        self._outputs: dict[int, list[int]] = {}  # what requests with penalties have drawn
+        self._slot_of: dict[int, int] = {}
+        self._free = list(range(rows))
+        self._table = SamplingTable.of(rows, vocab, device)
+        self._space = SamplingSpace.of(rows, vocab, splits_of(vocab), device)
+        self._slots = torch.zeros(rows, dtype=torch.int32, device=device)
+        words = rows * (1 + 2 * MOST_REPORTED)
+        self._report, self._out = _report_of(torch.zeros(words, device=device), rows)
+        self._no_tables = torch.zeros(0, 0, dtype=torch.int32, device=device)
+        self._sent = [_Sent.of(rows, pinned) for _ in range(staging)]
+        self._told = [_report_of(torch.zeros(words, pin_memory=pinned), rows) for _ in range(staging)]
+        self._assigned, self._reports = 0, 0
+        self._numbers: list[int] = []  # of the last step
+        self._wants = Wants.NOTHING
+
+    def add(self, request: Request) -> None:
+        """A request joins.
+
+        Raises:
+            InvalidArgument: it draws at random without a seed, names an id outside the vocabulary, or asks
+              for more than a row of the tables holds.
+            InternalError: its number is in use.
+        """
+        if request.number in self._requests:
+            raise InternalError(f"request number {request.number} is already in the sampler")
+        row = SamplingRow.of(request, self._vocab)
+        if row.wants & Wants.PENALTY:
+            self._outputs[request.number] = []
+        prompt, logprobs = len(request.prompt_ids), request.sampling.logprobs
+        reported = None if logprobs is None else min(logprobs, self._vocab)
+        self._requests[request.number] = _Sampled(row, prompt, reported)
+
+    def remove(self, number: int) -> None:
+        """Forgets a request; unknown numbers are ignored."""
+        self._requests.pop(number, None)
+        self._outputs.pop(number, None)
+        slot = self._slot_of.pop(number, None)
+        if slot is not None:
+            self._free.append(slot)
+            self._numbers = []
+
+    def sample(
+        self, pieces: Sequence[SeqSlice], logits: torch.Tensor, tokens: torch.Tensor, told: torch.Tensor
+    ) -> SamplingReport | None:
+        """Enqueues the draw of one token per row into `tokens`: [N] int64, NO_TOKEN where none can be drawn.
+
+        Args:
+            pieces: what row by row draws, of distinct requests.
+            logits: [N, V] float32; edited in place.
+            told: [N] int64 on the host, pinned: becomes `tokens`, once the stream has come so far.
+        Returns: log probabilities on the host, once the stream has come so far; None if nobody asked.
+        Raises: InternalError for an unknown request.
+        """
+        numbers = [piece.number for piece in pieces]
+        if not numbers:
+            return None
+        if numbers != self._numbers:
+            self._assign_slots(numbers, pieces)
+        self._draw(logits, self._slots[: len(numbers)], tokens, self._wants)
+        advance(tokens, self._slots[: len(numbers)], self._table, told)
+        if not self._wants & Wants.REPORT:
+            return None
+        host, reported = self._told[self._reports % len(self._told)]
+        self._reports += 1
+        host.copy_(self._report, non_blocking=True)
+        return reported
+
+    def told(
+        self, numbers: Sequence[int], tokens: Sequence[int], reported: SamplingReport | None
+    ) -> list[SampledToken]:
+        """The tokens of a step that has ended, in the order of its rows.
+
+        Args:
+            tokens: what sample() drew. reported: what it returned.
+        """
+        for number, token in zip(numbers, tokens, strict=True) if self._outputs else ():
+            if token != NO_TOKEN and number in self._outputs:
+                self._outputs[number].append(token)
+        if reported is None:
+            return [SampledToken(n, token) for n, token in zip(numbers, tokens, strict=True)]
+        columns = [part[: len(numbers)].numpy() for part in (reported.chosen, reported.top, reported.ids)]
+        rows = zip(numbers, tokens, *columns, strict=True)
+        return [self._with_logprobs(number, token, *row) for number, token, *row in rows]
+
+    def warm_up(self) -> None:
+        """Runs every kernel once: the first launch compiles it."""
+        write_slots(self._sent[0].records[:1], self._table)
+        self._send_slots(self._sent[0], 1)
+        tokens = torch.zeros(1, dtype=torch.int64, device=self._device)
+        wants = Wants(sum(Wants))
+        self._draw(torch.zeros(1, self._vocab, device=self._device), self._slots[:1], tokens, wants)
+        told = torch.zeros(1, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        advance(tokens, self._slots[:1], self._table, told)
+
+    def _draw(self, logits: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor, wants: Wants) -> None:
+        table, count = self._table, len(tokens)
+        if wants & Wants.PENALTY:
+            penalise(logits, slots, table)
+        if wants & Wants.LIST:
+            add_listed(logits, slots, table)
+        if wants & Wants.MASK:
+            allow_only(logits, slots, table)
+        sample(logits, slots, table, self._space, tokens, wants)
+        if wants & Wants.REPORT:
+            out = SamplingReport(self._out.chosen[:count], self._out.top[:count], self._out.ids[:count])
+            report(logits, slots, table, self._space, tokens, out)
+
+    def _assign_slots(self, numbers: list[int], pieces: Sequence[SeqSlice]) -> None:
+        """Gives every row its slot."""
+        try:
+            asked = [self._requests[number] for number in numbers]
+        except KeyError as error:
+            raise InternalError(f"request number {error} is not in the sampler") from None
+        entries = []
+        for piece, one in zip(pieces, asked, strict=True):
+            if piece.number not in self._slot_of:
+                slot = self._slot_of[piece.number] = self._free_slot(numbers)
+                drawn = piece.start + len(piece.token_ids) - one.prompt
+                entries.append(SlotEntry(slot, one.row, drawn, self._outputs.get(piece.number, ())))
+        sent = self._sent[self._assigned % len(self._sent)]
+        self._assigned += 1
+        if entries:
+            write(self._table, entries, sent.records)
+        sent.slots.numpy()[: len(numbers)] = [self._slot_of[number] for number in numbers]
+        self._send_slots(sent, len(numbers))
+        wants = 0
+        for one in asked:
+            wants |= one.row.wants
+        self._numbers, self._wants = numbers, Wants(wants)
+
+    def _send_slots(self, sent: _Sent, count: int) -> None:
+        packed = Packed(sent.slots[: room_for(count)], count, 0, 0)
+        spread(packed, self._slots.view(1, -1), self._no_tables)
+
+    def _free_slot(self, numbers: Sequence[int]) -> int:
+        """One of nobody, or of a request that this step has not."""
+        if self._free:
+            return self._free.pop()
+        present = set(numbers)
+        victim = next((number for number in self._slot_of if number not in present), None)
+        if victim is None:
+            raise InternalError(f"a step of {len(numbers)} rows has more than {len(self._slot_of)} slots")
+        return self._slot_of.pop(victim)
+
+    def _with_logprobs(
+        self, number: int, token: int, chosen: np.floating[Any], top: np.ndarray, ids: np.ndarray
+    ) -> SampledToken:
+        one = self._requests.get(number)  # None: it has ended meanwhile
+        if one is None or one.reported is None or token == NO_TOKEN:
+            return SampledToken(number, token)
+        best = zip(ids[: one.reported].tolist(), top[: one.reported].tolist(), strict=True)
+        return SampledToken(number, token, float(chosen), tuple(best))
+
+
+def _report_of(words: torch.Tensor, rows: int) -> tuple[torch.Tensor, SamplingReport]:
+    """One buffer, and what lies where in it."""
+    shape, size = (rows, MOST_REPORTED), rows * MOST_REPORTED
+    chosen, top, ids = words[:rows], words[rows : rows + size], words[rows + size :]
+    return words, SamplingReport(chosen, top.view(shape), ids.view(torch.int32).view(shape))

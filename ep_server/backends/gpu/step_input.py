@@ -1,0 +1,246 @@
+"""What the kernels of one step read, in device memory at fixed addresses, and how a StepBatch gets there.
+
+Rows are tokens. Sequences that run one token come first, one row each; chunks of prompts follow. A captured
+graph reads the first rows of these tensors whatever the step is: rows that it is padded with are marked by
+slot -1 and length 0. How many sequences run one token is for the device to know where chunks may follow: the
+kernel of single tokens has all sequences, of which the chunks are of length 0 there, and the kernel of
+chunks has all as well, of which single tokens have no rows. One kernel per step takes all of it there.
+Units: tokens, blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+
+import numpy as np
+import torch
+
+from ep_server.backends.gpu.block_tables import BlockTables, Spans
+from ep_server.backends.gpu.kernels.triton.step_words import Packed, room_for, spread
+from ep_server.errors import InternalError
+from ep_server.records import PENDING_TOKEN, SeqSlice, StepBatch
+
+# ids, sources, positions, slots, lengths, query starts, sampled rows, numbers, counts; lengths and slots of
+# single tokens, slots of chunks.
+_COLUMNS, _ALIGNED = 12, 32  # words that a column's length is a multiple of
+NOT_DRAWN = -1
+_PADDING = np.array([[0, NOT_DRAWN, 0, -1, 0, 0, 0, 0, 0, 0, -1, -1]], dtype=np.int32).T
+_LOW = (1 << 31) - 1
+
+
+@dataclass(frozen=True, slots=True)
+class InputShape:
+    """tokens: rows of the largest step. sequences: of them at once. blocks: of the longest context."""
+
+    tokens: int
+    sequences: int
+    blocks: int
+    block_size: int
+
+    @property
+    def words(self) -> int:
+        """int32 words of one step, at most."""
+        return room_for(_COLUMNS * (self.tokens + 1) + self.sequences * self.blocks)
+
+
+@dataclass(frozen=True, slots=True)
+class Singles:
+    """Sequences that run one token, on the device: among the first D, one row each. int32.
+
+    lengths, slots: [D] as of all of the step; 0 and -1 for what is a chunk, or padding.
+    """
+
+    lengths: torch.Tensor
+    slots: torch.Tensor
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+
+@dataclass(frozen=True, slots=True)
+class Chunks:
+    """Sequences that run several tokens, on the device. int32.
+
+    query_start: [S + 1] where the rows of each sequence of the step begin; a single token has none.
+    slots: [T] as of all of the step; -1 for single tokens too.
+    """
+
+    query_start: torch.Tensor
+    slots: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class StepTensors:
+    """One step on the device. All int32; T rows, S sequences.
+
+    ids: [T] tokens; sources: [T] where a token is one that the last step drew, its place there, else -1.
+    numbers: [T] low 31 bits of each row's request. positions: [T].
+    slots: [T] place in the cache, block * block_size + offset; -1 = padding.
+    blocks: [S, W] tables. lengths: [S] positions that a sequence attends to, its own included; 0 = padding.
+    singles: sequences of one token. chunks: the others; None where there cannot be any.
+    sample_rows: [N] rows that are sampled, ascending; None where all rows are.
+    live: [1] rows that are no padding; these come first.
+    """
+
+    ids: torch.Tensor
+    sources: torch.Tensor
+    numbers: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+    blocks: torch.Tensor
+    lengths: torch.Tensor
+    singles: Singles
+    chunks: Chunks | None
+    sample_rows: torch.Tensor | None
+    live: torch.Tensor
+
+    @property
+    def tokens(self) -> int:
+        """Rows, padding included."""
+        return len(self.ids)
+
+
+class StepInput:
+    """The memory of the steps of one rank. One thread fills it; a fill is ordered by the current stream."""
+
+    def __init__(self, shape: InputShape, device: torch.device, staging: int = 3) -> None:
+        """staging: host buffers used in turn; a buffer is written again only `staging` fills later."""
+        self.shape, self.device = shape, device
+        self._host = [self.host_buffer(shape.words, torch.int32) for _ in range(staging)]
+        self._tables = BlockTables(shape.sequences, shape.blocks, shape.block_size)
+        pitch = -(-(shape.tokens + 1) // _ALIGNED) * _ALIGNED
+        padding = torch.from_numpy(np.repeat(_PADDING, pitch, axis=1))
+        self._columns = padding.to(device, copy=True)  # a step of padding alone
+        self._blocks = torch.zeros(shape.sequences, shape.blocks, dtype=torch.int32, device=device)
+        self._fills = 0
+
+    def host_buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """[size] on the host, of which copies need not wait."""
+        return torch.zeros(size, dtype=dtype, pin_memory=self.device.type == "cuda")
+
+    def padded(self, rows: int) -> StepTensors:
+        """The step that was filled last, or any later one, as so many rows.
+
+        Up to `shape.sequences` rows are single tokens, all sampled; more may be of chunks too, and as many
+        as there may be sequences are sampled. Only rows that it has, or was padded with, are of it; what lies
+        beyond is of steps before.
+        """
+        sequences = min(rows, self.shape.sequences)
+        mixed = rows > sequences
+        return self._view(rows, sequences, sequences, sequences if mixed else None, chunks=mixed)
+
+    def fill(self, batch: StepBatch, drawn: Mapping[int, int], padded: int = 0) -> StepTensors:
+        """Sends a step to the device.
+
+        Args:
+            drawn: place of each request's token among those that the last step drew.
+            padded: rows, see padded(); 0 = as many as it has.
+        Raises: InternalError for a step beyond the shape, or a token that nobody drew.
+        """
+        slices = ordered(batch)
+        spans = Spans.of(slices)
+        tokens, sequences = max(batch.num_tokens, padded), len(slices)
+        if padded and not self._fits(batch, spans.singles, padded):
+            raise InternalError(f"a step of {batch.num_tokens} tokens is not one of {padded} rows")
+        if tokens > self.shape.tokens or sequences > self.shape.sequences:
+            raise InternalError(f"a step of {tokens} tokens, {sequences} sequences exceeds {self.shape}")
+        host = self._host[self._fills % len(self._host)]
+        self._fills += 1
+        tables = self._tables.of(slices, spans)
+        columns = host.numpy()[: _COLUMNS * (tokens + 1)].reshape(_COLUMNS, tokens + 1)
+        sampled = _write(columns, slices, spans, _slots(tables, spans, self.shape.block_size), drawn)
+        self._send(host, tokens + 1, tables)
+        if padded:
+            return self.padded(padded)
+        rows = None if sampled == tokens else sampled
+        return self._view(tokens, sequences, spans.singles, rows, chunks=spans.singles < sequences)
+
+    def _fits(self, batch: StepBatch, singles: int, rows: int) -> bool:
+        """Whether a step may be padded to so many rows, see padded()."""
+        if batch.num_tokens > rows:
+            return False
+        if rows > self.shape.sequences:  # chunks may be among them
+            return True
+        return singles == len(batch.slices) and all(piece.sample for piece in batch.slices)
+
+    def _send(self, host: torch.Tensor, rows: int, tables: np.ndarray) -> None:
+        """Columns of so many rows, and the tables behind them."""
+        used = _COLUMNS * rows
+        end = used + tables.size
+        host.numpy()[used:end] = tables.reshape(-1)
+        spread(Packed(host[: room_for(end)], rows, *tables.shape), self._columns, self._blocks)
+
+    def _view(
+        self, tokens: int, sequences: int, singles: int, sampled: int | None, *, chunks: bool
+    ) -> StepTensors:
+        columns = self._columns
+        return StepTensors(
+            ids=columns[0, :tokens],
+            sources=columns[1, :tokens],
+            numbers=columns[7, :tokens],
+            positions=columns[2, :tokens],
+            slots=columns[3, :tokens],
+            blocks=self._blocks[:sequences],
+            lengths=columns[4, :sequences],
+            singles=Singles(columns[9, :singles], columns[10, :singles]),
+            chunks=Chunks(columns[5, : sequences + 1], columns[11, :tokens]) if chunks else None,
+            sample_rows=None if sampled is None else columns[6, :sampled],
+            live=columns[8, :1],
+        )
+
+
+def ordered(batch: StepBatch) -> Sequence[SeqSlice]:
+    """In the order of the rows: sequences of one token first."""
+    if all(len(piece.token_ids) == 1 for piece in batch.slices):
+        return batch.slices
+    return sorted(batch.slices, key=lambda piece: len(piece.token_ids) != 1)
+
+
+def sampled_slices(batch: StepBatch) -> list[SeqSlice]:
+    """Those that draw a token, in the order of the rows they draw from."""
+    return [piece for piece in ordered(batch) if piece.sample]
+
+
+def _write(
+    columns: np.ndarray, slices: Sequence[SeqSlice], spans: Spans, slots: np.ndarray, drawn: Mapping[int, int]
+) -> int:
+    """The columns of a step; rows that it does not have are padding. Returns: rows sampled."""
+    columns[:] = _PADDING
+    ids, sources, positions, places, lengths, starts, samples, numbers, counts, *of_kinds = columns
+    count, sizes, singles = len(slots), spans.sizes, spans.singles
+    ids[:count] = np.fromiter(chain.from_iterable([s.token_ids for s in slices]), np.int32, count)
+    pending = np.flatnonzero(ids[:count] == PENDING_TOKEN)
+    if len(pending):
+        sources[pending] = _places(spans, spans.rows[pending], drawn)
+        ids[pending] = 0
+    positions[:count], places[:count] = spans.positions, slots
+    lengths[: len(slices)] = spans.ends
+    starts[: singles + 1], starts[singles + 1 :] = singles, count
+    starts[singles + 1 : len(slices) + 1] = singles + sizes[singles:].cumsum()
+    single_lengths, single_slots, chunk_slots = of_kinds
+    single_lengths[:singles], single_slots[:singles] = lengths[:singles], slots[:singles]
+    chunk_slots[singles:count] = slots[singles:]
+    rows = (sizes.cumsum() - 1)[np.array([s.sample for s in slices], dtype=bool)]
+    samples[: len(rows)] = rows
+    numbers[:count] = (np.array(spans.numbers, dtype=np.int64) & _LOW)[spans.rows]
+    counts[0] = count
+    return len(rows)
+
+
+def _slots(tables: np.ndarray, spans: Spans, size: int) -> np.ndarray:
+    """[T] places in the cache."""
+    block = tables[spans.rows, spans.positions // size].astype(np.int64)
+    slots: np.ndarray = block * size + spans.positions % size
+    return slots
+
+
+def _places(spans: Spans, pending: np.ndarray, drawn: Mapping[int, int]) -> list[int]:
+    """Where the tokens of pending slices are. Raises: InternalError if nobody drew one."""
+    places = [drawn.get(spans.numbers[at], NOT_DRAWN) for at in pending.tolist()]
+    wrong = (np.array(places) == NOT_DRAWN) | (spans.sizes[pending] != 1)
+    if wrong.any():
+        number = spans.numbers[pending[wrong.argmax()]]
+        raise InternalError(f"request {number} goes on with a token that the last step did not draw")
+    return places

@@ -1,0 +1,165 @@
+"""Puts a server together from a configuration: model, rank processes, metrics, gRPC. Decides nothing else."""
+
+from __future__ import annotations
+
+import logging
+import resource
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+
+import uvloop
+from prometheus_client import CollectorRegistry
+
+import ep_server
+from ep_server.cluster.discovery import NodePlace, find_place, this_host
+from ep_server.cluster.follower import Follower, FollowerHooks
+from ep_server.cluster.leader import Leader
+from ep_server.config import Config, MetricsConfig, ModelConfig
+from ep_server.errors import StartupError
+from ep_server.frontend.requests import with_message_limit
+from ep_server.frontend.served_model import ServedModel
+from ep_server.frontend.server import Progress, Server
+from ep_server.models.families import read_spec
+from ep_server.models.sizes import context_limit
+from ep_server.observability.metrics import ServerMetrics
+from ep_server.observability.metrics_endpoint import MetricsEndpoint
+from ep_server.observability.node_metrics import NodeFacts, NodeMetrics, NodePage
+from ep_server.observability.status_page import StatusPage
+from ep_server.observability.vllm_metrics import with_vllm_names
+from ep_server.ranks.launcher import RankProcesses
+from ep_server.ranks.protocol import Ranks
+
+log = logging.getLogger(__name__)
+
+OPEN_FILES = 64  # of the front and of a rank; as they start they have about 30
+OPEN_FILES_PER_RANK = 8  # of the front; each rank takes 2, and more for a moment as it starts
+
+
+@dataclass(frozen=True, slots=True)
+class App:
+    """A server that is not started yet, on node 0. metrics_url is empty where metrics are off."""
+
+    server: Server
+    model: ServedModel
+    metrics_url: str
+
+
+@asynccontextmanager
+async def assemble(
+    config: Config, ranks: Ranks | None = None, place: NodePlace | None = None
+) -> AsyncIterator[App]:
+    """Reads the checkpoint's description and opens the metrics port; the caller runs or starts the server.
+
+    Args:
+        ranks: rank processes of `config` if None.
+        place: of this node, which leads; None = it is alone.
+    Raises: ConfigError, CheckpointError.
+    """
+    model = ServedModel.load(config.model)
+    config = with_message_limit(config, model.max_context, model.vocab_size)
+    warn_if_made_up(config.model)
+    warn_if_prompts_are_slow(config)
+    registry = CollectorRegistry()
+    metrics = ServerMetrics(
+        registry,
+        model=model.name,
+        version=ep_server.__version__,
+        max_queue=config.scheduler.max_queue,
+        nodes=1 if place is None else place.nodes,
+    )
+    page = with_vllm_names(registry, model.name) if config.metrics.vllm_names else registry
+    status = StatusPage(metrics.look, model.name, ep_server.__version__)
+    with _endpoint(config.metrics, page, status) as url:
+        others = None if place is None or place.nodes == 1 else Leader(config, place)
+        yield App(Server(config, model, ranks or RankProcesses(config, others), metrics, others), model, url)
+
+
+def require_open_files(ranks: int) -> None:
+    """Raises: StartupError where the process may not open the files and sockets that it needs."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = OPEN_FILES + OPEN_FILES_PER_RANK * ranks
+    if limit != resource.RLIM_INFINITY and limit < needed:
+        raise StartupError(
+            f"limit of open files (ulimit -n) = {limit}: must be at least {needed} with {ranks} ranks here, "
+            "and one more for each connection"
+        )
+
+
+def warn_if_made_up(model: ModelConfig) -> None:
+    """Says what makes every answer noise."""
+    if model.load_format == "dummy":
+        log.warning(
+            "model.load_format = dummy: weights are random, for benchmarks only; outputs mean nothing"
+        )
+    if model.routing == "uniform":
+        log.warning(
+            "model.routing = uniform: experts are drawn at random, for benchmarks only; outputs are wrong"
+        )
+
+
+def warn_if_prompts_are_slow(config: Config) -> None:
+    """Says that no step with a prompt will be captured, where the sizes leave no room for one."""
+    sizes, parallel = config.scheduler, config.parallel
+    if parallel.device == "cuda" and parallel.graphs and sizes.max_step_tokens <= sizes.max_running:
+        log.warning(
+            "scheduler.max_step_tokens = %d is not above scheduler.max_running = %d: steps with prompts are "
+            "launched kernel by kernel, not captured, and take longer",
+            sizes.max_step_tokens,
+            sizes.max_running,
+        )
+
+
+@contextmanager
+def _endpoint(config: MetricsConfig, page: CollectorRegistry, status: StatusPage | NodePage) -> Iterator[str]:
+    """Opens the metrics port where it is wanted. Yields: its URL, or nothing. Raises: ConfigError."""
+    if not config.enabled:
+        yield ""
+        return
+    endpoint = MetricsEndpoint(config, page, status)
+    try:
+        with status if isinstance(status, StatusPage) else nullcontext():
+            yield endpoint.url
+    finally:
+        endpoint.close()
+
+
+def run(config: Config, progress: Progress, on_serving: Callable[[str], None]) -> int:
+    """Serves until a signal or the loss of a rank or node; the process should end then.
+
+    Args:
+        on_serving: gets the URL of the metrics, empty where they are off, once requests are taken.
+    Returns: exit code. Raises: StartupError.
+    """
+    require_open_files(config.parallel.ranks)
+    place = find_place(config.cluster, this_host())
+    settled = place.settled(config)
+
+    async def lead() -> int:
+        async with assemble(settled, place=place) as app:
+            return await app.server.run(progress, lambda: on_serving(app.metrics_url), last=True)
+
+    return uvloop.run(_follow(settled, place, progress, on_serving) if place.node else lead())
+
+
+async def _follow(
+    config: Config, place: NodePlace, progress: Progress, on_serving: Callable[[str], None]
+) -> int:
+    """The life of a node that does not lead. As run()."""
+    ranks, model = config.parallel.ranks, config.model
+    spec = read_spec(Path(model.path))
+    config = with_message_limit(config, context_limit(spec, model.max_context), spec.vocab_size)
+    facts = NodeFacts(
+        node=place.node,
+        nodes=place.nodes,
+        ranks=range(place.node * ranks, (place.node + 1) * ranks),
+        leader=place.address,
+        model=model.name or Path(model.path).resolve().name,
+        version=ep_server.__version__,
+    )
+    registry = CollectorRegistry()
+    metrics = NodeMetrics(registry, facts)
+    follower = Follower(config, place, FollowerHooks(progress, lambda: on_serving(url), metrics))
+    with _endpoint(config.metrics, registry, NodePage(facts, metrics, lambda: follower.serving)) as url:
+        return await follower.run(last=True)

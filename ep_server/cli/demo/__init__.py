@@ -1,0 +1,1 @@
+"""`ep-server demo`: serve the demo model and ask it sums."""

@@ -1,0 +1,65 @@
+"""`ep-server`: the commands by name, and what an error looks like. Each command is a file of commands/."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import grpc
+import typer
+
+import ep_server
+from ep_server import logs
+from ep_server.cli import config, diagnose, generate, health, inspect, serve
+from ep_server.cli.bench import command as bench
+from ep_server.cli.demo import command as demo
+from ep_server.errors import EpServerError
+
+app = typer.Typer(
+    name="ep-server",
+    help="Expert-parallel decode server for Mixture-of-Experts models.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+for command in (serve, generate, health, bench, inspect, diagnose, config, demo):
+    app.command(command.NAME)(command.command)
+
+
+@app.callback(invoke_without_command=True)
+def options(version: bool = typer.Option(False, "--version", help="Print the version and exit.")) -> None:
+    """Expert-parallel decode server for Mixture-of-Experts models."""
+    if version:
+        typer.echo(ep_server.__version__)
+        raise typer.Exit()
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs a command. What the caller can mend is one line on standard error and exit code 1.
+
+    Args:
+        arguments: of the command line; sys.argv if None.
+    """
+    try:
+        app(arguments)
+    except SystemExit as end:
+        return int(end.code or 0)
+    except EpServerError as error:
+        _say(str(error))
+    except grpc.RpcError as error:
+        _say(_status(error))
+    return 1
+
+
+def _say(error: str) -> None:
+    """Behind all lines of the log, unless nobody reads them: the process ends all the same."""
+    if logs.flush():
+        print(f"ep-server: error: {error}", file=sys.stderr)
+
+
+def _status(error: grpc.RpcError) -> str:
+    """Status and details, of either client's error, in one line."""
+    if isinstance(error, (grpc.Call, grpc.aio.AioRpcError)):
+        return f"{error.code().name}: {error.details()}"
+    return str(error)

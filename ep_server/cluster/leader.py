@@ -1,0 +1,201 @@
+"""Node 0: the port where the other nodes come, who has come, and the ranks of all of them as one group.
+
+Satisfies ranks.hosts.Hosts; used in one event loop. Knows no request. Units: seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import Any
+
+from grpc import aio
+
+from ep_server.cluster.agreement import Claim, refusal
+from ep_server.cluster.claim import claim_in, claim_of
+from ep_server.cluster.discovery import NodePlace
+from ep_server.cluster.link import Link, liveness
+from ep_server.cluster.remote import RemoteRanks
+from ep_server.cluster.security import cluster_names, rendezvous_port, warn_if_open
+from ep_server.config import Config
+from ep_server.errors import InvalidArgument, StartupError, Unavailable
+from ep_server.frontend.messages import Door
+from ep_server.frontend.port import Port
+from ep_server.ranks.hosts import WORKER, LocalRanks, Rank, spawn_here, warn_of_unused
+from ep_server.ranks.process import RankCallbacks
+from ep_server.v1 import nodes_pb2 as pb
+from ep_server.v1 import nodes_pb2_grpc
+
+log = logging.getLogger(__name__)
+
+FAREWELL_SECONDS = 2.0  # for the other nodes to hear that the server has ended
+
+
+class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
+    """Node 0 of several. on_stop_asked: called when another node was told to stop."""
+
+    def __init__(self, config: Config, place: NodePlace, module: str = WORKER) -> None:
+        self._config, self._place, self._module = config, place, module
+        self.on_stop_asked: Callable[[], None] = lambda: None
+        self._claim: asyncio.Future[Claim] = asyncio.get_running_loop().create_future()
+        self._links: dict[int, Link] = {}
+        self._claims: dict[int, Claim] = {}
+        self._refused = ""  # the last one, and why
+        self._remote: dict[int, RemoteRanks] = {}
+        self._changed = asyncio.Event()
+        self._closed = False
+        self._port: Port | None = None
+
+    def __repr__(self) -> str:
+        return f"Leader(joined={sorted(self._links)} of {self._place.nodes - 1})"
+
+    async def open(self, add_services: Callable[[aio.Server], None], door: Door | None = None) -> None:
+        """Opens the rendezvous. add_services, door: for calls that other nodes pass on.
+
+        Raises: ConfigError (cluster.*).
+        """
+        warn_if_open(self._config.cluster, self._place.rendezvous_host)
+        port = rendezvous_port(self._config, self._place.rendezvous_host, self._place.rendezvous_port)
+        with cluster_names():
+            self._port = Port(port, frozenset(), door, liveness(self._config.cluster.silent_seconds))
+            nodes_pb2_grpc.add_NodesServicer_to_server(self, self._port.server)
+            add_services(self._port.server)
+            address = await self._port.open()
+        log.info("waiting for %d other nodes on %s", self._place.nodes - 1, address)
+
+    async def spawn(self, callbacks: RankCallbacks, started: Callable[[Rank], None]) -> None:
+        """As Hosts.spawn: once all nodes have come, each starts its ranks."""
+        claim, plan = await asyncio.to_thread(claim_of, self._config)
+        warn_of_unused(plan)
+        self._claim.set_result(claim)
+        await self._all_joined()
+        kv_blocks = min(one.kv_blocks for one in (claim, *self._claims.values()))
+        log.info("all %d nodes are here; %d KV blocks on each rank", self._place.nodes, kv_blocks)
+        for node, link in sorted(self._links.items()):  # from here on the loss of a node is that of its ranks
+            self._remote[node] = RemoteRanks(node, self._ranks_of(node), link, callbacks)
+            link.send(spawn=pb.Spawn(kv_blocks=kv_blocks))
+        await spawn_here(LocalRanks(self._config, plan, kv_blocks, self._module), callbacks, started)
+        for remote in self._remote.values():
+            for rank in remote.ranks:
+                started(rank)
+
+    def tell(self, *, serving: bool) -> None:
+        """Tells the other nodes whether the server takes requests."""
+        for link in self._links.values():
+            link.send(state=pb.State(serving=serving))
+
+    async def close(self, code: int, reason: str) -> None:
+        """Ends the other nodes with this exit code and closes the port. Idempotent."""
+        if self._closed:
+            return
+        self._closed = True
+        self._claim.cancel()
+        links = list(self._links.values())
+        for link in links:
+            link.send(end=pb.End(code=code, reason=reason))
+            link.finish()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(FAREWELL_SECONDS):
+                await asyncio.gather(*(link.ended() for link in links))
+        if self._port is not None:
+            await self._port.close()
+
+    async def Join(self, requests: Any, context: Any) -> AsyncIterator[pb.Bundle]:
+        """A node comes and stays. Raises: Unavailable, StartupError, InvalidArgument."""
+        hello = await self._hello(requests)
+        link = await self._admit(hello, context)
+        reading = asyncio.create_task(link.read(requests))
+        try:
+            async for bundle in link.outgoing():
+                yield bundle
+        finally:
+            link.end("closed the link")
+            reading.cancel()
+
+    async def _hello(self, requests: Any) -> pb.Hello:
+        try:
+            async with asyncio.timeout(self._config.cluster.silent_seconds):
+                async for bundle in requests:
+                    first, *more = bundle.messages
+                    if first.WhichOneof("kind") == "hello" and not more:
+                        hello: pb.Hello = first.hello
+                        return hello
+                    break
+        except (TimeoutError, ValueError):
+            pass
+        raise InvalidArgument("bundle", "the first", "Hello alone")
+
+    async def _admit(self, hello: pb.Hello, context: Any) -> Link:
+        """Raises: Unavailable where the node should come again, StartupError where it should not."""
+        other = claim_in(hello)
+        try:
+            leader = await asyncio.shield(self._claim)
+        except asyncio.CancelledError:
+            if self._closed:
+                raise Unavailable("node 0 has ended") from None
+            raise
+        await self._sign_of(other.node, context.peer())
+        if self._closed or self._remote:
+            raise Unavailable("node 0 serves or ends: a node that left is not taken back")
+        joined = [node for node, link in self._links.items() if not link.reason]
+        why = refusal(leader, other, self._place.nodes, joined)
+        if why:
+            self._refused = why
+            log.error("%s is refused: %s", context.peer(), why)
+            raise StartupError(why)
+        link = Link(
+            lambda message: self._on_message(other.node, message), self._config.cluster.silent_seconds
+        )
+        # Not when the stream ends: it may still be writing to a node that reads nothing.
+        link.on_end(lambda: self._left(other.node, link))
+        self._links[other.node], self._claims[other.node] = link, other
+        log.info("node %d has joined from %s", other.node, context.peer())
+        self._changed.set()
+        return link
+
+    async def _sign_of(self, node: int, newcomer: str) -> None:
+        """Waits until who has joined under this number shows that it lives, or nobody holds the number."""
+        while (held := self._links.get(node)) is not None and not held.reason and not self._remote:
+            log.warning("%s comes as node %d, which has joined: does that live?", newcomer, node)
+            await held.sign()
+            if not held.reason:  # else another newcomer may have been faster
+                return
+
+    def _left(self, node: int, link: Link) -> None:
+        log.log(logging.INFO if self._closed else logging.ERROR, "node %d %s", node, link.reason)
+        if self._links.get(node) is not link:  # another has its place
+            return
+        if node in self._remote:
+            self._remote[node].lost(link.reason)
+        else:  # before the ranks were started: another may take its place
+            del self._links[node], self._claims[node]
+            self._changed.set()
+
+    def _on_message(self, node: int, message: pb.NodeMessage) -> None:
+        if message.WhichOneof("kind") == "stop_asked":
+            log.info("node %d was told to stop: the whole server does", node)
+            self.on_stop_asked()
+        elif node in self._remote:
+            self._remote[node].on_message(message)
+        else:
+            raise InvalidArgument("message", message.WhichOneof("kind"), "none before the ranks are started")
+
+    async def _all_joined(self) -> None:
+        """Raises: StartupError naming the nodes that have not come."""
+        seconds = self._config.cluster.connect_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                while len(self._links) < self._place.nodes - 1:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            absent = [str(node) for node in range(1, self._place.nodes) if node not in self._links]
+            why = f" (refused: {self._refused})" if self._refused else ""
+            what = f"node{'s' if len(absent) > 1 else ''} {', '.join(absent)}"
+            raise StartupError(f"{what} did not join within {seconds:g} s{why}") from None
+
+    def _ranks_of(self, node: int) -> range:
+        each = self._config.parallel.ranks
+        return range(node * each, (node + 1) * each)

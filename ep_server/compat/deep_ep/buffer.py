@@ -1,0 +1,336 @@
+"""DeepEP's low-latency Buffer on the ranks of one host, without NVSHMEM, IBGDA or a network card.
+
+Names, argument meanings, shapes and return values are DeepEP's. Tensors on CPUs go over shared memory
+(NativeExchange), CUDA tensors of one process per GPU over NVLink (CudaExchange). Differences: results are
+packed in one fixed order (expert, source rank, source token); waiting times are nanoseconds; more than two
+results may be held (arenas.NUM_BANKS); memory is taken by the first call of its sizes; weights may be given
+to dispatch already, and then every rank sums its experts' outputs before they return, as it always does on
+GPUs; unmasking a rank is collective.
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from typing import Any, NoReturn
+
+import torch
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ep_server.compat.deep_ep.events import EventHandle, EventOverlap
+from ep_server.compat.deep_ep.operation import CombineCall, DispatchCall, Ending, Hook, Operation, payload_of
+from ep_server.compat.deep_ep.sessions import Arenas, Options, Sizes, region_bytes
+from ep_server.errors import InvalidArgument, StartupError
+from ep_server.exchange.api import Payload
+from ep_server.exchange.limits import MAX_TOP_K
+from ep_server.exchange.tensors import check_is_tensor, check_tensor_on
+
+topk_idx_t = torch.int64
+
+Handle = tuple[torch.Tensor, torch.Tensor, int, int, int]
+MAX_SECONDS = 1e9
+
+
+class Buffer:
+    """One rank's end of a group of ranks that exchange tokens of experts.
+
+    Args:
+        group: torch.distributed process group whose ranks share a host.
+        num_rdma_bytes: most that one exchange of this rank may take; 0 = no limit. See
+          get_low_latency_rdma_size_hint.
+        low_latency_mode: must be True for the low_latency_* calls.
+        explicitly_destroy: destroy() may be called; memory is freed with the object otherwise.
+        enable_shrink: a rank that passes a deadline is masked instead of raising PeerTimeout.
+        comm: an MPI communicator in place of a group; not available.
+        timeout_seconds: deadline of every wait for a rank.
+        low_latency_num_sms: multiprocessors of a GPU that one call may fill; 0 = all.
+        num_nvl_bytes, num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: accepted,
+          without meaning here.
+
+    On GPUs no call waits for the device, so each can be captured in a CUDA graph once a call of its sizes has
+    been made outside of one. What a kernel finds, ids out of range or a deadline, is raised by the next call.
+    """
+
+    num_sms: int = 20
+
+    def __init__(
+        self,
+        group: Any,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        use_fabric: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: Any = None,
+        *,
+        timeout_seconds: float = 10.0,
+        low_latency_num_sms: int = 0,
+    ) -> None:
+        if group is None or comm is not None:
+            raise InvalidArgument("group, comm", (group, comm), "a torch.distributed process group and None")
+        if not isinstance(timeout_seconds, int | float) or not 1e-9 <= timeout_seconds <= MAX_SECONDS:
+            raise InvalidArgument("timeout_seconds", timeout_seconds, f"from 1e-9 to {MAX_SECONDS:g}")
+        for name, value in (("low_latency_num_sms", low_latency_num_sms), ("num_rdma_bytes", num_rdma_bytes)):
+            if not isinstance(value, int) or value < 0:
+                raise InvalidArgument(name, value, "an integer, at least 0")
+        self.group, self.rank, self.group_size = group, group.rank(), group.size()
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
+        self.explicitly_destroy = explicitly_destroy
+        timeout_ns = int(timeout_seconds * 1e9)
+        self._arenas = Arenas(group, Options(enable_shrink, timeout_ns, num_rdma_bytes, low_latency_num_sms))
+        self._operations: MutableMapping[torch.Tensor, Operation] = WeakIdKeyDictionary()  # by src_info
+
+    def destroy(self) -> None:
+        """Frees all memory; only with explicitly_destroy=True. Tensors that were returned stay valid."""
+        if not self.explicitly_destroy:
+            raise InvalidArgument("explicitly_destroy", False, "True, given to the constructor")
+        self._arenas.close()
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """Bounds the processors of high-throughput kernels, even; no low-latency call reads it."""
+        if new_num_sms < 0 or new_num_sms % 2:
+            raise InvalidArgument("new_num_sms", new_num_sms, "even")
+        Buffer.num_sms = new_num_sms
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """An event at the current point of the current stream."""
+        return EventOverlap(EventHandle())
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """Whether FP8 rows can be sent; they can, on any device."""
+        return True
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """The stream of the current GPU on which calls without a hook run."""
+        if not torch.cuda.is_available():
+            raise StartupError("there is no CUDA device, so there is no communication stream")
+        device = torch.device("cuda", torch.cuda.current_device())
+        return self._arenas.streams(device).communication
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """Bytes of one rank that suffice for low-latency calls of these sizes, with any top-k and payload."""
+        top_k = min(MAX_TOP_K, num_experts)
+        sizes = Sizes(num_max_dispatch_tokens_per_rank, hidden, top_k, num_experts, Payload.BF16)
+        return region_bytes(sizes.spec(0, num_ranks, 1))
+
+    def clean_low_latency_buffer(
+        self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
+    ) -> None:
+        """Makes the buffers fit for calls of these sizes again, whatever went wrong before. Collective.
+
+        Operations in flight are dropped, an aborted group works again, memory of other sizes is freed.
+        """
+        self._arenas.keep(num_max_dispatch_tokens_per_rank, hidden, num_experts)
+        self._arenas.reset(self._arenas.masked())
+
+    def low_latency_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        *,
+        topk_weights: torch.Tensor | None = None,
+    ) -> tuple[
+        torch.Tensor | tuple[torch.Tensor, torch.Tensor], torch.Tensor, Handle, EventOverlap, Hook | None
+    ]:
+        """Sends tokens to the ranks that own their experts. Collective.
+
+        Args:
+            x: [T, H] bfloat16, T <= num_max_dispatch_tokens_per_rank.
+            topk_idx: [T, K] int64, -1 = no expert.
+            num_max_dispatch_tokens_per_rank, num_experts: the same on all ranks; R ranks own the experts in
+              contiguous blocks, the first ranks one more where they do not divide.
+            cumulative_local_expert_recv_stats: [E_local] int32, += tokens received.
+            dispatch_wait_recv_cost_stats: [R] int64 (or [R, R]: this rank's row), += ns waited for each rank.
+            use_fp8: rows travel as e4m3 with a scale per 128 channels; round_scale: powers of two;
+              use_ue8m0: those packed as exponents, four in an int32.
+            async_finish: the returned event can be waited on.
+            return_recv_hook: only the send half runs; calling the hook fills the returned tensors.
+            topk_weights: [T, K] float32; given here, each rank sums its experts before answering.
+        Returns:
+            recv_x: [E_local, R * num_max, H] bfloat16, or (float8_e4m3fn of that shape, scales [E_local,
+              R * num_max, H / 128] float32 or [..., H / 512] int32, column-major in the last two).
+            recv_count: [E_local] int32, valid rows of each expert.
+            handle: (src_info int32 [E_local, R * num_max], layout_range int64 [E_local, R] = begin << 32 |
+              count, num_max, H, num_experts).
+            event, hook.
+        Raises: InvalidArgument, HookNotCalled, PeerTimeout, GroupAborted.
+        """
+        ending = self._ending(async_finish, return_recv_hook)
+        check_is_tensor("x", x)
+        check_is_tensor("topk_idx", topk_idx)
+        if topk_weights is not None:
+            check_is_tensor("topk_weights", topk_weights)
+        if x.dim() != 2 or topk_idx.dim() != 2:
+            shapes = (tuple(x.shape), tuple(topk_idx.shape))
+            raise InvalidArgument("x, topk_idx", shapes, "[T, H] and [T, K]")
+        sizes = Sizes(
+            max_tokens=num_max_dispatch_tokens_per_rank,
+            hidden=x.shape[1],
+            top_k=topk_idx.shape[1],
+            num_experts=num_experts,
+            payload=payload_of(use_fp8, round_scale, use_ue8m0),
+            device=x.device,
+        )
+        arena = self._arenas.get(sizes)
+        if cumulative_local_expert_recv_stats is not None:
+            name, local = "cumulative_local_expert_recv_stats", len(arena.spec.local_experts)
+            check_tensor_on(x.device, name, cumulative_local_expert_recv_stats, torch.int32, E_local=local)
+        waited = self._own_row("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, x.device)
+        call = DispatchCall(x, topk_idx, topk_weights, cumulative_local_expert_recv_stats, waited)
+        operation, outputs, (event, hook) = arena.dispatch(call, ending)
+        self._operations[outputs.src_info] = operation
+        recv_x = outputs.rows if outputs.scales is None else (outputs.rows, outputs.scales)
+        handle = (outputs.src_info, outputs.layout_range, sizes.max_tokens, sizes.hidden, num_experts)
+        return recv_x, outputs.counts, handle, event, hook
+
+    def low_latency_combine(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        handle: Handle,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: torch.Tensor | None = None,
+        combine_wait_recv_cost_stats: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, EventOverlap, Hook | None]:
+        """Returns the experts' outputs to the tokens' sources and sums them with their weights. Collective.
+
+        Args:
+            x: [E_local, R * num_max, H] bfloat16, row i of an expert answers row i of recv_x. Not read with
+              zero_copy, which takes what get_next_low_latency_combine_buffer(handle) was filled with.
+            topk_idx: [T, K], as at dispatch; on GPUs only its shape is looked at.
+            topk_weights: [T, K] float32; not read where dispatch had them.
+            handle: of the dispatch, whose hook has run. It may be combined more than once.
+            use_logfmt: rows return in a logarithmic format of 10 bits a channel; not available on the CPU.
+            out: [T, H] bfloat16, written in place and returned.
+            combine_wait_recv_cost_stats: as at dispatch.
+        Returns: combined [T, H] bfloat16; event; hook.
+        Raises: InvalidArgument, HookNotCalled, PeerTimeout, GroupAborted.
+        """
+        ending = self._ending(async_finish, return_recv_hook)
+        operation = self._operation(handle)
+        arena, dispatched = operation.arena, (operation.tokens, operation.top_k)
+        if operation.received is None:
+            raise InvalidArgument("handle", "not received", "of a dispatch whose hook has been called")
+        check_is_tensor("topk_idx", topk_idx)
+        if topk_weights is not None:
+            check_is_tensor("topk_weights", topk_weights)
+        if not zero_copy:
+            check_is_tensor("x", x)
+        if tuple(topk_idx.shape) != dispatched:
+            raise InvalidArgument("topk_idx", tuple(topk_idx.shape), f"{dispatched}, as dispatched")
+        shape = (operation.tokens, arena.spec.hidden)
+        if out is None:
+            out = torch.empty(shape, dtype=torch.bfloat16, device=arena.device)
+        check_tensor_on(arena.device, "out", out, torch.bfloat16, T=shape[0], H=shape[1])
+        call = CombineCall(
+            expert_out=arena.combine_buffer(operation) if zero_copy else x,
+            ids=topk_idx,
+            weights=None if operation.weighted else topk_weights,
+            out=out,
+            wait_stats=self._own_row(
+                "combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, arena.device
+            ),
+            log_format=use_logfmt,
+        )
+        return out, *arena.combine(operation, call, ending)
+
+    def get_next_low_latency_combine_buffer(self, handle: Handle) -> torch.Tensor:
+        """[E_local, R * num_max, H] bfloat16 to write the experts' outputs into, for a zero_copy combine.
+
+        Fixed memory, which the next dispatch but one of the same sizes has again.
+        """
+        operation = self._operation(handle)
+        return operation.arena.combine_buffer(operation)
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
+        """Masks a rank (local: neither written to nor waited for), or unmasks it.
+
+        Unmasking is collective among all ranks that are then unmasked, the rank itself included, and drops
+        operations in flight.
+        """
+        self._check_mask(rank_to_mask)
+        if mask:
+            self._arenas.mask(rank_to_mask)
+        elif rank_to_mask in (masked := self._arenas.masked()):
+            self._arenas.reset(masked - {rank_to_mask})
+
+    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
+        """Fills mask_status [R] int32 with 1 for masked ranks, else 0. Waits for the current stream."""
+        self._check_mask(None)
+        device, masked = mask_status.device, self._arenas.masked()
+        check_tensor_on(device, "mask_status", mask_status, torch.int32, R=self.group_size)
+        found = [int(rank in masked) for rank in range(self.group_size)]
+        mask_status.copy_(torch.tensor(found, dtype=torch.int32, device=device))
+
+    def low_latency_clean_mask_buffer(self) -> None:
+        """Unmasks all ranks. Collective among all of them; drops operations in flight."""
+        self._check_mask(None)
+        self._arenas.reset(frozenset())
+
+    def get_dispatch_layout(self, *_: Any, **__: Any) -> NoReturn:
+        """Not available: there is no high-throughput mode."""
+        _refuse("get_dispatch_layout")
+
+    def dispatch(self, *_: Any, **__: Any) -> NoReturn:
+        """Not available: there is no high-throughput mode."""
+        _refuse("dispatch")
+
+    def combine(self, *_: Any, **__: Any) -> NoReturn:
+        """Not available: there is no high-throughput mode."""
+        _refuse("combine")
+
+    def _ending(self, async_finish: bool, return_recv_hook: bool) -> Ending:
+        if not self.low_latency_mode:
+            raise InvalidArgument("low_latency_mode", False, "True, given to the constructor")
+        if async_finish and return_recv_hook:
+            raise InvalidArgument("async_finish, return_recv_hook", (True, True), "not both True")
+        return Ending(async_finish, return_recv_hook)
+
+    def _check_mask(self, rank: int | None) -> None:
+        if not self.enable_shrink:
+            raise InvalidArgument("enable_shrink", False, "True, given to the constructor")
+        if rank is not None and (not 0 <= rank < self.group_size or rank == self.rank):
+            raise InvalidArgument("rank_to_mask", rank, f"0 to {self.group_size - 1}, not this rank itself")
+
+    def _operation(self, handle: Handle) -> Operation:
+        src_info = handle[0] if isinstance(handle, tuple | list) and handle else None
+        operation = self._operations.get(src_info) if isinstance(src_info, torch.Tensor) else None
+        if operation is None:
+            raise InvalidArgument("handle", "unknown src_info", "as low_latency_dispatch returned it")
+        return operation
+
+    def _own_row(self, name: str, stats: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
+        """The part of a wait statistic that this rank adds to: a [R] tensor, or its row of [R, R]."""
+        if isinstance(stats, torch.Tensor) and stats.dim() == 2:
+            check_tensor_on(device, name, stats, torch.int64, R=self.group_size, sources=self.group_size)
+            return stats[self.rank]
+        if stats is not None:
+            check_tensor_on(device, name, stats, torch.int64, R=self.group_size)
+        return stats
+
+
+def _refuse(call: str) -> NoReturn:
+    raise InvalidArgument("call", call, "low_latency_dispatch or low_latency_combine: no other mode exists")

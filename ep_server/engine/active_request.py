@@ -1,0 +1,101 @@
+"""One admitted request as the front follows it: state, deadline, counts and times. Data and small steps.
+
+Knows its stream and its text; knows neither ranks nor gRPC. Units: seconds of the engine's clock, tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from ep_server.engine.observer import RequestSummary
+from ep_server.engine.stream import Completion, TokenStream
+from ep_server.errors import EpServerError
+from ep_server.records import FinishReason, Request, TokenEvent
+from ep_server.scheduler.lifecycle import State
+from ep_server.text.detokenizer import OutputText
+
+
+@dataclass(frozen=True, slots=True)
+class Submission:
+    """What the service hands to the engine. timeout: seconds until DEADLINE_EXCEEDED, None = never.
+
+    text: None where the caller wants no text and gave no stop strings. traceparent: for the log, "" = none.
+    near: ranks of the node that the call came to; empty where all are alike.
+    end_call: ends the call with an error, even if its caller does not read.
+    """
+
+    request: Request
+    text: OutputText | None = None
+    stream_interval: int = 1
+    timeout: float | None = None
+    traceparent: str = ""
+    near: range = range(0)
+    end_call: Callable[[EpServerError], None] = lambda _: None
+
+
+@dataclass(slots=True, eq=False)
+class Flight:
+    """An admitted request until its KV blocks are free."""
+
+    request: Request
+    rank: int
+    text: OutputText | None
+    stream: TokenStream
+    admitted_at: float
+    traceparent: str = ""
+    end_call: Callable[[EpServerError], None] = lambda _: None
+    state: State = State.QUEUED
+    timer: asyncio.TimerHandle | None = None
+    deadline: float | None = None
+    cancelled_at: float | None = None  # the rank was told; its blocks are not free yet
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    first_at: float = 0.0
+    last_at: float = 0.0
+    max_gap: float = 0.0
+    queued: float = 0.0  # on its rank, before it ran
+
+    def text_of(self, event: TokenEvent) -> tuple[str, str | None]:
+        """(certain text, stop string found or None) after this token."""
+        if self.text is None:
+            return "", None
+        if event.finish is None:
+            return self.text.push(event.token_id)
+        is_stop = event.finish in (FinishReason.EOS, FinishReason.STOP_TOKEN)
+        return self.text.finish(event.token_id, is_stop=is_stop)
+
+    def completion(self, reason: FinishReason, match: int | str | None) -> Completion:
+        """The end of an output whose last token is counted."""
+        return Completion(
+            reason=reason,
+            match=match,
+            cached_tokens=self.cached_tokens,
+            output_tokens=self.output_tokens,
+            first_token_seconds=self._first_token_seconds,
+            total_seconds=self.last_at - self.admitted_at,
+            max_gap_seconds=self.max_gap,
+            queued_seconds=self._queued_seconds,
+        )
+
+    def summary(self, status: str, reason: str, now: float) -> RequestSummary:
+        """What the observer hears at the end."""
+        return RequestSummary(
+            status=status,
+            reason=reason,
+            seconds=now - self.admitted_at,
+            prompt_tokens=len(self.request.prompt_ids),
+            cached_tokens=self.cached_tokens,
+            output_tokens=self.output_tokens,
+            first_token_seconds=self._first_token_seconds if self.output_tokens else None,
+            queued_seconds=self._queued_seconds if self.output_tokens else 0.0,
+        )
+
+    @property
+    def _first_token_seconds(self) -> float:
+        return self.first_at - self.admitted_at
+
+    @property
+    def _queued_seconds(self) -> float:
+        return min(self.queued, self._first_token_seconds)  # two processes, two clocks

@@ -1,0 +1,326 @@
+"""[3] Admits requests and gives them to ranks. The one owner of request numbers.
+
+Knows neither gRPC nor torch; everything happens in one event loop. What becomes of an admitted request
+is `delivery`'s part; who may come in is `admission`'s; which rank gets it is the scheduler's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import random
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from ep_server.engine.active_request import Flight, Submission
+from ep_server.engine.admission import MOST_URGENT, Admission, AdmissionLimits, Asked
+from ep_server.engine.delivery import Delivery
+from ep_server.engine.observer import EngineObserver, NullObserver
+from ep_server.engine.request_table import FlightTable
+from ep_server.engine.stream import TokenStream
+from ep_server.errors import (
+    ContextLengthExceeded,
+    DeadlineExceeded,
+    Draining,
+    DuplicateRequest,
+    EpServerError,
+    InternalError,
+    RankLost,
+    RequestCancelled,
+    Unavailable,
+)
+from ep_server.ranks.protocol import Ranks
+from ep_server.records import RankReady, RankStatistics, Request
+from ep_server.scheduler.lifecycle import Event
+from ep_server.scheduler.placement import choose_rank
+
+__all__ = ["Engine", "EngineObserver", "EngineSettings", "EngineState", "EngineStatistics"]
+
+
+class EngineState(StrEnum):
+    """Where the server stands; names as in control.proto."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    DRAINING = "draining"
+    LOST = "lost"
+    STOPPED = "stopped"
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSettings:
+    """max_context: the model's, tokens. stream_buffer: tokens that may wait for one reader."""
+
+    max_context: int
+    max_running: int = 64
+    max_queue: int = 256
+    max_streams: int = 1024
+    stream_buffer: int = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatistics:
+    """Counts now. releasing: ended, KV blocks not yet free. in_flight counts them too."""
+
+    state: EngineState
+    in_flight: int
+    running: int
+    waiting: int
+    releasing: int
+    open_streams: int
+    submitted: int
+
+
+class Engine:
+    """The front's end of a group of ranks."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        settings: EngineSettings,
+        observer: EngineObserver | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        draw: Callable[[], float] = random.random,
+    ) -> None:
+        """draw: from [0, 1), the jitter of the retry push-back."""
+        self.settings = settings
+        self.max_context = settings.max_context
+        self.num_ranks = ranks.num_ranks
+        self.ready: list[RankReady] = []
+        self._state = EngineState.STARTING
+        self._ranks = ranks
+        self._observer: EngineObserver = observer or NullObserver()
+        self._clock = clock
+        limits = AdmissionLimits(
+            ranks.num_ranks, settings.max_running, settings.max_queue, settings.max_streams
+        )
+        self._admission = Admission(limits, draw)
+        self._flights = FlightTable(ranks.num_ranks)
+        self._delivery = Delivery(ranks, self._flights, self._observer, clock, self._admission.pace)
+        self._numbers = itertools.count(1)
+        self._submitted = 0
+        self._open_streams = 0
+        self._no_streams = asyncio.Event()
+        self._no_streams.set()
+
+    def __repr__(self) -> str:
+        counts = self.statistics()
+        return (
+            f"<Engine {counts.state}, {counts.running} running, {counts.waiting} waiting, "
+            f"{counts.releasing} releasing, {counts.open_streams} streams>"
+        )
+
+    @property
+    def state(self) -> EngineState:
+        """Where the server stands."""
+        stopped = self._state is EngineState.STOPPED
+        return EngineState.LOST if self._delivery.lost.is_set() and not stopped else self._state
+
+    @property
+    def lost(self) -> asyncio.Event:
+        """Set once a rank is lost; `lost_message` then says which and why."""
+        return self._delivery.lost
+
+    @property
+    def lost_message(self) -> str:
+        """Which rank was lost, and why."""
+        return self._delivery.lost_message
+
+    @property
+    def rank_statistics(self) -> dict[int, RankStatistics]:
+        """The newest measurements of each rank that reported any."""
+        return self._delivery.rank_statistics
+
+    async def start(self, progress: Callable[[int, str, int, int], None]) -> None:
+        """Starts the ranks; requests are taken from its return on. Raises: StartupError."""
+        self.ready = sorted(await self._ranks.start(self._delivery, progress), key=lambda r: r.rank)
+        kv_tokens = min(ready.kv_blocks * ready.block_size for ready in self.ready)
+        self.max_context = min(self.settings.max_context, kv_tokens)
+        for ready in self.ready:
+            self._observer.on_rank_ready(ready)
+        if self._state is EngineState.STARTING:
+            self._state = EngineState.SERVING
+
+    def check_room(self, asked: Asked = MOST_URGENT) -> None:
+        """Refuses a request before the rest of it is read. submit() decides again.
+
+        Args:
+            asked: by default a request that has room if any has.
+
+        Raises: Unavailable, Draining, RankLost, DeadlineExceeded, InvalidArgument, QueueFull.
+        """
+        self._check_now(asked)
+        self._admission.check(asked, self._flights.crowd(asked, self._open_streams))
+
+    def submit(self, sequences: Sequence[Submission]) -> list[tuple[Request, TokenStream]]:
+        """Admits a request and gives it to a rank. `close()` the streams when their reader leaves.
+
+        A full queue makes room for a request of higher priority: who waits last in order leaves.
+
+        Args:
+            sequences: of one request, at least one: same id, prompt and limits.
+        Returns: for each, the request as the rank gets it (number, dp_rank) and its tokens.
+
+        Raises: Unavailable, Draining, RankLost, DuplicateRequest, ContextLengthExceeded, DeadlineExceeded,
+            InvalidArgument, QueueFull. Nothing is left behind then.
+        """
+        asked = _asked(sequences)
+        self._check_now(asked)
+        self._check_request(sequences[0].request)
+        self._make_room(asked)
+        loads = self._flights.loads(self.ready)
+        rank = choose_rank(loads, sequences[0].request, sequences[0].near)
+        admitted: list[tuple[Request, TokenStream]] = []
+        try:
+            for submission in sequences:
+                admitted.append(self._submit(submission, rank))
+        except BaseException:
+            for _, stream in admitted:
+                stream.close()
+            raise
+        self._delivery.tell_load()
+        return admitted
+
+    @contextmanager
+    def counting_refusals(self) -> Iterator[None]:
+        """Tells the observer about an error raised inside: a request that no rank will see."""
+        try:
+            yield
+        except EpServerError as error:
+            self._observer.on_refused(error.status)
+            raise
+        except asyncio.CancelledError:
+            self._observer.on_refused(RequestCancelled.status)
+            raise
+        except Exception:
+            self._observer.on_refused(InternalError.status)
+            raise
+
+    def abort(self, request_id: str) -> bool:
+        """Ends a request with CANCELLED; False if nobody runs or reads it."""
+        error = RequestCancelled(f"request {request_id!r} was aborted")
+        flights, unread = self._flights.with_id(request_id), self._flights.unread_with_id(request_id)
+        for flight in flights:
+            self._delivery.fail(flight, Event.CANCEL, error)
+        for flight in unread:
+            flight.end_call(error)
+        return bool(flights or unread)
+
+    async def drain(self, seconds: float) -> bool:
+        """Takes no new requests and waits for the streams to end.
+
+        Returns: True if all ended by themselves; those left after `seconds` end with UNAVAILABLE.
+        """
+        if self._state in (EngineState.STARTING, EngineState.SERVING):
+            self._state = EngineState.DRAINING
+        await self.streams_closed(seconds)
+        left = list(self._flights)
+        for flight in left:
+            error = Draining("the server stopped before the request finished")
+            self._delivery.fail(flight, Event.FAIL, error)
+        return not left
+
+    async def streams_closed(self, seconds: float) -> None:
+        """Waits until no stream has a reader, at most `seconds`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._no_streams.wait()
+
+    async def stop(self) -> None:
+        """Ends the ranks; streams still open end with UNAVAILABLE. Idempotent."""
+        await self.drain(0)
+        self._state = EngineState.STOPPED
+        await self._ranks.stop()
+
+    def statistics(self) -> EngineStatistics:
+        """Counts now."""
+        ranks = self._flights.ranks
+        return EngineStatistics(
+            state=self.state,
+            in_flight=len(self._flights),
+            running=sum(rank.running for rank in ranks),
+            waiting=sum(rank.waiting for rank in ranks),
+            releasing=sum(rank.releasing for rank in ranks),
+            open_streams=self._open_streams,
+            submitted=self._submitted,
+        )
+
+    def check_integrity(self) -> None:
+        """Raises InternalError if tables and counts disagree. For tests and idle moments."""
+        self._flights.check_integrity()
+        counts = self.statistics()
+        in_order = counts.open_streams == counts.running + counts.waiting + self._flights.unread
+        if not in_order or self._no_streams.is_set() != (counts.open_streams == 0):
+            raise InternalError(f"open streams do not fit in {self!r}")
+
+    def _check_now(self, asked: Asked) -> None:
+        if self.state is EngineState.STARTING:
+            raise Unavailable("the server is starting: its ranks load weights")
+        if self.state is EngineState.LOST:
+            raise RankLost(self.lost_message)
+        if self.state is not EngineState.SERVING:
+            raise Draining("the server is shutting down")
+        if asked.timeout is not None and asked.timeout <= 0:
+            raise DeadlineExceeded("the deadline passed before the request was admitted")
+
+    def _check_request(self, request: Request) -> None:
+        if self._flights.with_id(request.request_id):
+            raise DuplicateRequest(f"request_id {request.request_id!r} is in flight")
+        length = len(request.prompt_ids) + request.stopping.max_new_tokens
+        if length > self.max_context:
+            raise ContextLengthExceeded(f"prompt + max_new_tokens = {length}: at most {self.max_context}")
+
+    def _make_room(self, asked: Asked) -> None:
+        """Lets those leave whose place the request takes. Raises: QueueFull if they cannot."""
+        crowd = self._flights.crowd(asked, self._open_streams)
+        over = self._admission.check(asked, crowd)
+        if not over:
+            return
+        leaving = self._flights.behind(asked, over)
+        if not leaving:  # those that wait belong to requests that have begun
+            raise self._admission.displaced(crowd.ahead + crowd.behind)
+        for flight in leaving:
+            self._delivery.fail(flight, Event.FAIL, self._admission.displaced(crowd.ahead + crowd.behind))
+
+    def _submit(self, submission: Submission, rank: int) -> tuple[Request, TokenStream]:
+        request = replace(submission.request, number=next(self._numbers), dp_rank=rank)
+        now = self._clock()
+        stream = TokenStream(
+            self.settings.stream_buffer,
+            submission.stream_interval,
+            lambda error: self._on_stream_closed(flight, error),
+        )
+        flight = Flight(
+            request, rank, submission.text, stream, now, submission.traceparent, submission.end_call
+        )
+        self._ranks.submit(rank, request)  # before anything is counted: what it raises leaves nothing behind
+        if submission.timeout is not None:
+            flight.deadline = now + submission.timeout
+            loop = asyncio.get_running_loop()
+            flight.timer = loop.call_later(submission.timeout, self._delivery.expire, flight)
+        self._flights.add(flight)
+        self._submitted += 1
+        self._open_streams += 1
+        self._no_streams.clear()
+        self._observer.on_admitted(len(request.prompt_ids))
+        return request, stream
+
+    def _on_stream_closed(self, flight: Flight, error: EpServerError | None) -> None:
+        self._open_streams -= 1
+        if self._open_streams == 0:
+            self._no_streams.set()
+        self._delivery.reader_left(flight, error)
+
+
+def _asked(sequences: Sequence[Submission]) -> Asked:
+    request = sequences[0].request
+    return Asked(
+        sequences=len(sequences),
+        priority=request.priority,
+        dp_rank=request.dp_rank,
+        max_new_tokens=request.stopping.max_new_tokens,
+        timeout=sequences[0].timeout,
+    )

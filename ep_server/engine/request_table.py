@@ -1,0 +1,185 @@
+"""The requests of this server: by id, by number, counted by rank. Bookkeeping only, nothing is ended here.
+
+A flight has its id until its stream ends, its number until its rank has freed its KV blocks. It is unread
+from the end of its stream until its call is over.
+Units: requests, tokens, blocks.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from ep_server.engine.active_request import Flight
+from ep_server.engine.admission import Asked, Crowd
+from ep_server.errors import InternalError
+from ep_server.records import RankLoad, RankReady
+from ep_server.scheduler.lifecycle import State
+
+
+@dataclass(slots=True)
+class RankCount:
+    """Flights of one rank. tokens: of prompts and outputs whose KV is on the rank, or soon will be."""
+
+    waiting: int = 0
+    running: int = 0
+    releasing: int = 0
+    tokens: int = 0
+    priorities: Counter[int] = field(default_factory=Counter)  # of those that wait
+
+    @property
+    def in_flight(self) -> int:
+        """All that are not freed."""
+        return self.waiting + self.running + self.releasing
+
+
+class FlightTable:
+    """Every admitted request that is not freed."""
+
+    def __init__(self, num_ranks: int) -> None:
+        self.ranks = [RankCount() for _ in range(num_ranks)]
+        self._by_id: dict[str, list[Flight]] = {}  # several where one request has several sequences
+        self._by_number: dict[int, Flight] = {}
+        self._unread: dict[str, list[Flight]] = {}  # by id, which others may have by now
+        self.unread = 0
+
+    def __len__(self) -> int:
+        return len(self._by_number)
+
+    def __iter__(self) -> Iterator[Flight]:
+        """Those that have not ended; the table may be changed meanwhile."""
+        return iter([flight for flights in self._by_id.values() for flight in flights])
+
+    def with_id(self, request_id: str) -> Sequence[Flight]:
+        """The flights that have this id and have not ended."""
+        return tuple(self._by_id.get(request_id, ()))
+
+    def unread_with_id(self, request_id: str) -> Sequence[Flight]:
+        """The flights that had this id and whose callers have not read them to the end."""
+        return tuple(self._unread.get(request_id, ()))
+
+    def with_number(self, number: int) -> Flight | None:
+        """The flight with this number, ended or not."""
+        return self._by_number.get(number)
+
+    def add(self, flight: Flight) -> None:
+        """A request was admitted."""
+        self._by_id.setdefault(flight.request.request_id, []).append(flight)
+        self._by_number[flight.request.number] = flight
+        count = self.ranks[flight.rank]
+        _count_waiting(count, flight, 1)
+        count.tokens += len(flight.request.prompt_ids)
+
+    def started(self, flight: Flight) -> None:
+        """Its first token came."""
+        count = self.ranks[flight.rank]
+        _count_waiting(count, flight, -1)
+        count.running += 1
+
+    def grew(self, flight: Flight) -> None:
+        """It got a token."""
+        flight.output_tokens += 1
+        self.ranks[flight.rank].tokens += 1
+
+    def ended(self, flight: Flight) -> None:
+        """Its stream is over; with the last one of its id, the id may be used again."""
+        _remove(self._by_id, flight)
+        if not flight.stream.closed:
+            self._unread.setdefault(flight.request.request_id, []).append(flight)
+            self.unread += 1
+        count = self.ranks[flight.rank]
+        if flight.output_tokens:
+            count.running -= 1
+        else:
+            _count_waiting(count, flight, -1)
+        count.releasing += 1
+
+    def read(self, flight: Flight) -> None:
+        """The call of one that has ended is over."""
+        _remove(self._unread, flight)
+        self.unread -= 1
+
+    def freed(self, flight: Flight) -> None:
+        """Its KV blocks are free."""
+        del self._by_number[flight.request.number]
+        count = self.ranks[flight.rank]
+        count.releasing -= 1
+        count.tokens -= len(flight.request.prompt_ids) + flight.output_tokens
+
+    def loads(self, ready: list[RankReady]) -> list[RankLoad]:
+        """Load of each rank as the front counts it, what waits included; a rank's own report is older."""
+        return [
+            RankLoad(
+                running=count.running + count.releasing,
+                waiting=count.waiting,
+                kv_blocks_used=-(-count.tokens // rank.block_size),
+                kv_blocks_total=rank.kv_blocks,
+            )
+            for count, rank in zip(self.ranks, ready, strict=True)
+        ]
+
+    def crowd(self, asked: Asked, open_streams: int) -> Crowd:
+        """Who is there already, as a request meets them."""
+        ranks = self.ranks if asked.dp_rank is None else [self.ranks[asked.dp_rank]]
+        counts = [(priority, n) for rank in ranks for priority, n in rank.priorities.items()]
+        behind = sum(n for priority, n in counts if priority < asked.priority)
+        active = sum(rank.waiting + rank.running for rank in ranks)
+        return Crowd(open_streams, sum(rank.in_flight for rank in ranks), active - behind, behind)
+
+    def behind(self, asked: Asked, count: int) -> list[Flight]:
+        """Whole requests that wait behind one, at least `count` flights, the last in order first.
+
+        Empty if there are not as many: some sequences of a request may have a token already.
+        """
+        found: list[Flight] = []
+        for flights in sorted(self._by_id.values(), key=lambda each: _order(each[0])):
+            if len(found) >= count or flights[0].request.priority >= asked.priority:
+                break
+            on_rank = asked.dp_rank is None or flights[0].rank == asked.dp_rank
+            if on_rank and all(flight.state is State.QUEUED for flight in flights):
+                found += flights
+        return found if len(found) >= count else []
+
+    def check_integrity(self) -> None:
+        """Raises InternalError if tables, states or counts disagree."""
+        counted = [RankCount() for _ in self.ranks]
+        for number, flight in self._by_number.items():
+            has_id = any(other is flight for other in self._by_id.get(flight.request.request_id, ()))
+            if flight.request.number != number or flight.state.ended is has_id:
+                raise InternalError(f"request number {number} is {flight.state}, has its id: {has_id}")
+            if has_id and flight.stream.ended:
+                raise InternalError(f"request number {number} is {flight.state} and its stream is over")
+            if not has_id and (flight.cancelled_at is None or flight.timer is not None):
+                raise InternalError(f"request number {number} ended and nobody frees it")
+            count = counted[flight.rank]
+            if flight.state is State.QUEUED:
+                _count_waiting(count, flight, 1)
+            count.running += flight.state is State.RUNNING
+            count.releasing += flight.state.ended
+            count.tokens += len(flight.request.prompt_ids) + flight.output_tokens
+        if counted != self.ranks:
+            raise InternalError(f"counts by rank are {self.ranks}, the flights give {counted}")
+        if any(self._by_number.get(flight.request.number) is not flight for flight in self):
+            raise InternalError("a flight has an id and no number")
+        unread = [flight for flights in self._unread.values() for flight in flights]
+        if len(unread) != self.unread or any(f.stream.closed or not f.state.ended for f in unread):
+            raise InternalError(f"{self.unread} unread flights, the table has {unread}")
+
+
+def _order(flight: Flight) -> tuple[int, int]:
+    return flight.request.priority, -flight.request.number
+
+
+def _count_waiting(count: RankCount, flight: Flight, change: int) -> None:
+    count.waiting += change
+    count.priorities[flight.request.priority] += change
+    if not count.priorities[flight.request.priority]:
+        del count.priorities[flight.request.priority]
+
+
+def _remove(table: dict[str, list[Flight]], flight: Flight) -> None:
+    flights = table[flight.request.request_id]
+    flights.remove(flight)
+    if not flights:
+        del table[flight.request.request_id]

@@ -1,0 +1,143 @@
+"""Host memory that a BounceExchange copies through.
+
+Allocated once, as large as the spec allows any operation to be. What is sent needs it once: the host waits
+until it is filled, and the inner exchange has read it when its send returns. What comes needs it for every
+bank: copies to the device may still read the last operation's when the next one is received.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from ep_server.exchange.api import ExchangeSpec, Received
+from ep_server.exchange.fabric.copies import Copies, Delivery, Slot
+from ep_server.exchange.row_order import as_bytes, places
+from ep_server.exchange.views import Views
+
+CHUNK_BYTES = 256 << 10  # gathered on the host while the last chunk travels to the device
+
+
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What a receive has on the device. counts: [E_local] int32. tables: int64, as asked for.
+
+    made: [front + M, C] or longer, rows and scales, if any: what came, behind `front` rows left free.
+    """
+
+    counts: torch.Tensor
+    tables: list[torch.Tensor]
+    made: list[torch.Tensor]
+
+
+Tables = Callable[[Received, torch.Tensor], list[torch.Tensor]]  # as places()
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is to be made of a receive. front: rows before what came. length: least rows of all.
+
+    tables: what travels with it, at most 3 N + 2 E_local + 1 numbers.
+    """
+
+    tables: Tables = places
+    front: int = 0
+    length: int = 0
+
+
+class Landing:
+    """Staging of one bank's receive: a row and its scales for each token of each rank, and its tables."""
+
+    def __init__(self, spec: ExchangeSpec, views: Views, copies: Copies, entries: int) -> None:
+        self.slot = Slot()
+        self._staged = [copies.staging((views.padded_rows, spec.hidden), views.row_dtype)]
+        if views.fp8:
+            self._staged.append(copies.staging((views.padded_rows, views.groups), views.scale_dtype))
+        self._counts = copies.staging((views.num_local,), torch.int32)
+        self._tables = copies.staging((3 * entries + 2 * views.num_local + 1,), torch.int64)
+
+    def bring(self, inner: Received, delivery: Delivery, wanted: Wanted) -> Brought:
+        """Begins the copies of what came; reads `inner`, an INDEX view, for the last time."""
+        assert inner.row_ids is not None
+        used, entry = torch.unique(inner.row_ids, return_inverse=True)
+        counts, tables = self._deliver(inner.counts, wanted.tables(inner, entry), delivery)
+        regions = [inner.rows] if inner.scales is None else [inner.rows, inner.scales]
+        front, length = wanted.front, max(wanted.length, wanted.front + len(used))
+        made = [delivery.empty((length, staged.shape[1]), staged.dtype) for staged in self._staged]
+        step = max(1, CHUNK_BYTES // (self._staged[0].shape[1] * self._staged[0].element_size()))
+        for begin in range(0, len(used), step):
+            end = min(begin + step, len(used))
+            for region, staged, out in zip(regions, self._staged, made, strict=True):
+                torch.index_select(as_bytes(region), 0, used[begin:end], out=as_bytes(staged[begin:end]))
+                delivery.copy(out[front + begin : front + end], staged[begin:end])
+        return Brought(counts, tables, made)
+
+    def _deliver(
+        self, counts: torch.Tensor, tables: list[torch.Tensor], delivery: Delivery
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Tables travel in one copy, beside the counts."""
+        values = torch.cat(tables)
+        staged = self._tables[: len(values)]
+        staged.copy_(values)
+        self._counts.copy_(counts)
+        there = delivery.empty(tuple(values.shape), torch.int64)
+        counted = delivery.empty(tuple(self._counts.shape), torch.int32)
+        delivery.copy(there, staged)
+        delivery.copy(counted, self._counts)
+        return counted, list(torch.split(there, [len(each) for each in tables]))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that was allocated."""
+        return [*self._staged, self._counts, self._tables]
+
+
+class Home:
+    """Staging of one bank's sums on their way back."""
+
+    def __init__(self, spec: ExchangeSpec, views: Views, copies: Copies) -> None:
+        self.slot = Slot()
+        self.rows = copies.staging((spec.max_tokens, spec.hidden), views.combine_dtype)
+
+
+class Staging:
+    """All of one exchange.
+
+    x, ids, weights: of this rank's tokens. answers: of its experts. Landings and homes take turns.
+    """
+
+    def __init__(self, spec: ExchangeSpec, views: Views, copies: Copies) -> None:
+        choices = (spec.max_tokens, spec.top_k)
+        entries = views.padded_rows * min(spec.top_k, views.num_local)
+        self.x = copies.staging((spec.max_tokens, spec.hidden), views.combine_dtype)
+        self.ids = copies.staging(choices, torch.int64)
+        self.weights = copies.staging(choices, torch.float32)
+        self.answers = copies.staging((entries, spec.hidden), views.combine_dtype)
+        self._landings = [Landing(spec, views, copies, entries) for _ in range(spec.num_banks)]
+        self._homes = [Home(spec, views, copies) for _ in range(spec.num_banks)]
+        self._landed = self._returned = 0
+
+    def landing(self) -> Landing:
+        """The next one; reuse its slot first."""
+        self._landed += 1
+        return self._landings[self._landed % len(self._landings)]
+
+    def home(self) -> Home:
+        """The next one; reuse its slot first."""
+        self._returned += 1
+        return self._homes[self._returned % len(self._homes)]
+
+    def drain(self, copies: Copies) -> None:
+        """Returns once no copy reads any of it."""
+        for slot in [each.slot for each in self._landings] + [each.slot for each in self._homes]:
+            copies.reuse(slot)
+
+    @property
+    def bytes(self) -> int:
+        """Of all tensors."""
+        tensors = [self.x, self.ids, self.weights, self.answers]
+        for landing in self._landings:
+            tensors += landing.tensors()
+        tensors += [home.rows for home in self._homes]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

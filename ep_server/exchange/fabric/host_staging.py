@@ -1,0 +1,238 @@
+"""The exchange between hosts for tensors of any device: one on the CPU behind staging in host memory.
+
+What is sent is copied to the host and sent from there. What comes is received in place, gathered once for
+each token (not for each expert) and copied to the device in chunks, each under way while the next is
+gathered; rows are spread over the experts there. A send begins when all of its rows are on the host, as the
+inner exchange takes them at once. The host takes part in each half: none can be captured into a CUDA graph.
+
+Beyond the Protocol: statistics() and `inner`, whose membership, faults and failures are those of native.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import Store
+
+from ep_server.errors import InvalidArgument
+from ep_server.exchange.api import ExchangeSpec, Received, Reduction, View
+from ep_server.exchange.fabric import bootstrap as fabric_bootstrap
+from ep_server.exchange.fabric.copies import Copies, checked_device, copies_for, refuse_capture
+from ep_server.exchange.fabric.exchange import FabricOptions
+from ep_server.exchange.fabric.host_buffers import Brought, Staging, Wanted
+from ep_server.exchange.fabric.host_pending import Answers, Handle, Outgoing, PendingCombine, PendingDispatch
+from ep_server.exchange.fabric.host_share import HostShare
+from ep_server.exchange.row_order import Form, Order
+from ep_server.exchange.shm import NativeExchange
+from ep_server.exchange.shm_pending import PendingCombine as NativeCombine
+from ep_server.exchange.tensors import check_tensor_on
+from ep_server.exchange.waiting import Waiting
+
+
+class BounceExchange:
+    """One rank's end of a group. Satisfies exchange.Exchange on tensors of `device`.
+
+    Args:
+        inner: an exchange on CPU tensors, which this one owns from now on.
+        device: of all tensors given and returned; "cpu" works too.
+        copies: in place of those of the device; for tests.
+    Raises: ConfigError; StartupError where the device is not there.
+    """
+
+    def __init__(
+        self,
+        inner: NativeExchange,
+        device: torch.device | str | int,
+        *,
+        copies: Copies | None = None,
+    ) -> None:
+        self.inner, self.spec = inner, inner.spec
+        try:
+            self.device = checked_device(device)
+            self._copies = copies or copies_for(self.device, self.spec.timeout_ns)
+            self._allocate()
+            self.form = Form(self.device, inner.combine_dtype, self.spec.hidden, inner.views.padded_rows)
+        except BaseException:
+            inner.abort()  # else the others would wait for this rank
+            inner.close()
+            raise
+        self.combine_dtype = inner.combine_dtype
+
+    def _allocate(self) -> None:
+        self._staging = Staging(self.spec, self.inner.views, self._copies)
+
+    # -- the Protocol ---------------------------------------------------------------------------------
+
+    def dispatch_send(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None
+    ) -> PendingDispatch:
+        """As the Protocol says. Waits for the caller's stream; then tensors may be overwritten."""
+        return self.begin_dispatch(x, topk_ids, topk_weights).send()
+
+    def combine_send(
+        self,
+        expert_out: torch.Tensor,
+        received: Received,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        reduction: Reduction | None = None,
+    ) -> PendingCombine:
+        """As the Protocol says. Waits for the caller's stream; then tensors may be overwritten.
+
+        Args:
+            reduction: see NativeExchange.combine_send.
+        """
+        handle = received.handle
+        if not isinstance(handle, Handle) or handle.owner is not self:
+            raise InvalidArgument("received.handle", handle, "of a dispatch of this exchange")
+        rows = handle.order.answers(expert_out, received.view, self.form)
+        answers = Answers(rows, handle.inner, handle.tokens, topk_weights, reduction)
+        return self.begin_combine(answers).send()
+
+    def all_gather(self, record: bytes) -> list[bytes]:
+        """As the Protocol says."""
+        return self.inner.all_gather(record)
+
+    def barrier(self) -> None:
+        """As the Protocol says: of the processes, not of their streams."""
+        self.inner.barrier()
+
+    def close(self) -> None:
+        """As the Protocol says. Copies on their way to the device end first."""
+        try:
+            self._staging.drain(self._copies)
+        finally:
+            self.inner.close()
+
+    def statistics(self) -> dict[str, Any]:
+        """Of the inner exchange."""
+        return self.inner.statistics()
+
+    def release(self, received: Received) -> None:
+        """Without effect: what a view shows is a copy, its bank was given back when it was received."""
+
+    @property
+    def memory_bytes(self) -> int:
+        """Device memory that is held between operations."""
+        return 0
+
+    @property
+    def staging_bytes(self) -> int:
+        """Host memory of the staging, in bytes; pinned where the device is a GPU."""
+        return self._staging.bytes
+
+    # -- between the halves and the device ------------------------------------------------------------
+
+    def begin_dispatch(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None
+    ) -> Outgoing[PendingDispatch]:
+        """dispatch_send in two: checks the tensors and begins their copies; send() is the rest."""
+        tokens = self.check_tokens(x, topk_ids, topk_weights)
+        staged_x, staged_ids = self._staging.x[:tokens], self._staging.ids[:tokens]
+        pairs, weights = [(staged_x, x), (staged_ids, topk_ids)], None
+        if topk_weights is not None:
+            weights = self._staging.weights[:tokens]
+            pairs.append((weights, topk_weights))
+
+        def send() -> PendingDispatch:
+            return PendingDispatch(self, self.inner.dispatch_send(staged_x, staged_ids, weights), tokens)
+
+        return Outgoing(self._copies.fetch(*pairs), send)
+
+    def begin_combine(self, answers: Answers) -> Outgoing[PendingCombine]:
+        """combine_send in two, of rows in the order of their entries."""
+        staged = self._staging.answers[: len(answers.rows)]
+        pairs, weights = [(staged, answers.rows)], None
+        if answers.weights is not None:
+            self._check_weights(answers.weights, answers.tokens)
+            weights = self._staging.weights[: answers.tokens]
+            pairs.append((weights, answers.weights))
+
+        def send() -> PendingCombine:
+            inner = self.inner.combine_send(staged, answers.inner, weights, reduction=answers.reduction)
+            return PendingCombine(self, inner, answers.tokens)
+
+        return Outgoing(self._copies.fetch(*pairs), send)
+
+    def land(self, inner: Received, tokens: int, view: View) -> Received:
+        """What the inner exchange received in place, on the device in this view; gives the bank back."""
+        length = self.form.capacity if view is View.INDEX else 0
+        brought = self.bring(inner, Wanted(length=length))
+        order = Order(brought.counts, *brought.tables)
+        return order.received(brought.made, view, self.form.capacity, Handle(inner, order, tokens, self))
+
+    def bring(self, inner: Received, wanted: Wanted) -> Brought:
+        """The same as rows and tables; the caller's stream comes after all copies."""
+        landing = self._staging.landing()
+        self._copies.reuse(landing.slot)
+        delivery = self._copies.delivery(landing.slot)
+        brought = landing.bring(inner, delivery, wanted)
+        delivery.finish()
+        self.inner.release(inner)
+        return brought
+
+    def check_stream(self) -> None:
+        """Raises InvalidArgument where the caller's stream is being captured: the host takes part."""
+        if self.device.type == "cuda":
+            refuse_capture()
+
+    def check_tokens(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None) -> int:
+        """T of a dispatch. Raises InvalidArgument for tensors that are not as the Protocol says."""
+        spec, tokens = self.spec, len(x) if x.dim() == 2 else -1
+        check_tensor_on(self.device, "x", x, self.combine_dtype, T=tokens, H=spec.hidden)
+        if tokens > spec.max_tokens:
+            raise InvalidArgument("x", f"T = {tokens}", f"at most max_tokens = {spec.max_tokens} tokens")
+        check_tensor_on(self.device, "topk_ids", ids, torch.int64, T=tokens, K=spec.top_k)
+        if weights is not None:
+            self._check_weights(weights, tokens)
+        return tokens
+
+    def _check_weights(self, weights: torch.Tensor, tokens: int) -> None:
+        check_tensor_on(self.device, "topk_weights", weights, torch.float32, T=tokens, K=self.spec.top_k)
+
+    def bring_home(self, inner: NativeCombine, tokens: int, out: torch.Tensor | None) -> torch.Tensor:
+        """The sums of a combine, on the device."""
+        if out is not None:
+            check_tensor_on(self.device, "out", out, self.combine_dtype, T=tokens, H=self.spec.hidden)
+        home = self._staging.home()
+        self._copies.reuse(home.slot)
+        staged = inner.recv(home.rows[:tokens])
+        delivery = self._copies.delivery(home.slot, into=out)
+        if out is None:
+            out = delivery.empty((tokens, self.spec.hidden), self.combine_dtype)
+        delivery.copy(out, staged)
+        delivery.finish()
+        return out
+
+
+def from_process_group(
+    group: Any,
+    spec: ExchangeSpec,
+    device: torch.device | str | int,
+    options: FabricOptions | None = None,
+    waiting: Waiting | None = None,
+    share: HostShare | None = None,
+) -> BounceExchange:
+    """fabric_bootstrap.from_process_group for tensors of `device`. Collective."""
+    return _behind(fabric_bootstrap.from_process_group(group, spec, options, waiting, share), device)
+
+
+def from_store(
+    store: Store,
+    name: str,
+    spec: ExchangeSpec,
+    device: torch.device | str | int,
+    options: FabricOptions | None = None,
+    waiting: Waiting | None = None,
+    share: HostShare | None = None,
+) -> BounceExchange:
+    """fabric_bootstrap.from_store for tensors of `device`. Collective."""
+    return _behind(fabric_bootstrap.from_store(store, name, spec, options, waiting, share), device)
+
+
+def _behind(inner: NativeExchange, device: torch.device | str | int) -> BounceExchange:
+    """Returns once every rank has its device and staging. Raises on all ranks if one has not."""
+    exchange = BounceExchange(inner, device)
+    exchange.barrier()
+    return exchange

@@ -1,0 +1,141 @@
+"""The part that one host's ranks have in an exchange of several hosts: which ranks, experts, ids and rows.
+
+Splits routing into what stays on the host and what leaves it, and joins the rows of both in one order. Torch
+operations and arithmetic alone: knows no transport, and waits for no device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import torch
+
+from ep_server.errors import ConfigError
+from ep_server.exchange.api import ExchangeSpec, Received, View
+from ep_server.exchange.fabric.host_buffers import Brought
+from ep_server.exchange.fabric.host_share import check_hosts
+from ep_server.exchange.row_order import Order
+
+
+def ranks_of_host(hosts: tuple[int, ...], spec: ExchangeSpec) -> range:
+    """The ranks of this one's host. Raises ConfigError unless those of each host follow one another.
+
+    Args:
+        hosts: [R] number of each rank's host.
+    """
+    check_hosts(hosts, spec)
+    if len(list(groupby(hosts))) != len(set(hosts)):
+        raise ConfigError("hosts", hosts, "such that the ranks of a host follow one another")
+    first = hosts.index(hosts[spec.rank])
+    return range(first, first + hosts.count(hosts[spec.rank]))
+
+
+def experts_of(spec: ExchangeSpec, ranks: range) -> tuple[int, ...]:
+    """Global ids of the experts of these ranks, ascending: their order is the numbering inside the host."""
+    return tuple(e for e, owner in enumerate(spec.placement) if owner in ranks)
+
+
+def spec_of_host(spec: ExchangeSpec, ranks: range) -> ExchangeSpec:
+    """The exchange of one host's ranks, counted from 0, with their experts alone.
+
+    A host without experts gets one that nobody is sent to: there must be one.
+    """
+    owners = tuple(spec.placement[e] - ranks.start for e in experts_of(spec, ranks))
+    return replace(spec, rank=spec.rank - ranks.start, num_ranks=len(ranks), placement=owners or (0,))
+
+
+class IdSplit:
+    """Splits choices by where their experts are.
+
+    An id that no expert has stays one in both halves, so that either exchange refuses it.
+    """
+
+    def __init__(self, spec: ExchangeSpec, ranks: range, device: torch.device) -> None:
+        here = {e: i for i, e in enumerate(experts_of(spec, ranks))}
+        count = spec.num_experts
+        near = [here.get(e, -1) for e in range(count)]
+        far = [-1 if e in here else e for e in range(count)]
+        unknown = max(len(here), 1)
+        rows = [[-2, -1, *near, unknown], [-2, -1, *far, count]]  # of the ids -2, -1, 0, ..., E
+        self._last = count
+        self._table = torch.tensor(rows, dtype=torch.int64).to(device)
+
+    def __call__(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """ids: [T, K] int64. Returns: ids inside the host, and global ids of experts elsewhere; -1 = not."""
+        at = ids.clamp(-2, self._last).add_(2).flatten()
+        near, far = self._table.index_select(1, at).view(2, *ids.shape).unbind(0)
+        return near, far
+
+
+class FarTables:
+    """What travels to the device beside the rows of other hosts: where these are among all rows."""
+
+    def __init__(self, spec: ExchangeSpec, ranks: range) -> None:
+        self._tokens, self._padded, self._ranks = spec.max_tokens, spec.num_ranks * spec.max_tokens, ranks
+
+    def __call__(self, inner: Received, entry: torch.Tensor) -> list[torch.Tensor]:
+        """int64 tables of a receive whose sources are on other hosts.
+
+        Args:
+            inner: an INDEX view on the CPU, whose rows are in the regions of all ranks of the host.
+            entry: [N] row of each entry.
+        Returns: entry; after [N], how many experts' near rows come before an entry; shift [E_local], far rows
+          before the first near row of an expert.
+        """
+        assert inner.row_ids is not None
+        experts = torch.repeat_interleave(inner.counts.long())
+        sources = inner.row_ids % self._region(len(inner.rows)) // self._tokens
+        behind = sources >= self._ranks.start
+        before = torch.bincount(experts[~behind], minlength=len(inner.counts))
+        return [entry, experts + behind, inner.offsets[:-1] + before]
+
+    def _region(self, rows: int) -> int:
+        """Rows from one rank's region to the next. rows: of all of the host."""
+        others = len(self._ranks) - 1
+        return max(self._padded, (rows - self._padded) // others) if others else self._padded
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """Rows of both parts in one order. near_at, far_at: int64, where their entries are among all N.
+
+    The rows themselves lie one part behind the other: near ones by entry, then far ones, each once.
+    """
+
+    order: Order
+    near_at: torch.Tensor
+    far_at: torch.Tensor
+
+
+def join(near: Received, far: Brought, view: View) -> Joined:
+    """By (local expert, source, token).
+
+    Args:
+        near: an INDEX view of the host's exchange, counted from this device alone, cut to what came.
+        far: with the tables of FarTables.
+        view: of what is to be made of it.
+    """
+    assert near.row_ids is not None
+    entry, after, shift = far.tables
+    experts, here = len(far.counts), len(near.row_ids)
+    begins = near.offsets[: experts + 1]
+    numbers = torch.arange(here + len(entry), device=entry.device)
+    near_at = numbers[:here] + shift.index_select(0, _expert_of(numbers[:here], begins))
+    far_at = numbers[: len(entry)] + begins.index_select(0, after)
+    rows = torch.empty(len(numbers), dtype=torch.int64, device=entry.device)
+    rows.index_copy_(0, near_at, numbers[:here])
+    rows.index_copy_(0, far_at, entry + here)
+    counts = near.counts[:experts] + far.counts
+    offsets = torch.zeros_like(begins)
+    torch.cumsum(counts, 0, out=offsets[1:])
+    expert = position = numbers[:0]
+    if view is View.PADDED:
+        expert = _expert_of(numbers, offsets)
+        position = numbers - offsets.index_select(0, expert)
+    return Joined(Order(counts, offsets, rows, expert, position), near_at, far_at)
+
+
+def _expert_of(numbers: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:
+    """The expert of each entry. begins: [E + 1]."""
+    return torch.searchsorted(begins[1:], numbers, right=True)

@@ -1,0 +1,1 @@
+"""The exchange between the GPUs of one host, over NVLink."""

@@ -1,0 +1,132 @@
+"""Passes the memory of each GPU to all others, as a descriptor over a Unix socket.
+
+Needs an exchange of the same ranks in host memory for the addresses. Ranks are processes, or threads of one.
+Knows nothing of what the memory holds. Seconds.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import secrets
+import socket
+import struct
+import threading
+from dataclasses import asdict
+from typing import Protocol
+
+from ep_server.errors import ConfigError, StartupError
+from ep_server.exchange.api import ExchangeSpec
+from ep_server.exchange.shm import NativeExchange
+
+PASS_SECONDS = 60.0
+
+
+class Shareable(Protocol):
+    """A region of memory and its peers': a `_cuda.Group`."""
+
+    def export_fd(self) -> int:
+        """A new descriptor of this rank's region."""
+        ...
+
+    def attach(self, rank: int, fd: int) -> None:
+        """Maps a peer's region; the descriptor stays the caller's."""
+        ...
+
+
+def share_regions(control: NativeExchange, spec: ExchangeSpec, group: Shareable) -> None:
+    """Gives every rank's region to every other and attaches theirs. Collective.
+
+    A rank that fails leaves the others waiting: it must abort `control`.
+    Raises: ConfigError where specs differ; StartupError where a peer's memory cannot be had; what attach()
+      raises; ExchangeError where another rank failed.
+    """
+    control.barrier()  # the others may still allocate
+    _check_alike(control, spec)
+    with contextlib.ExitStack() as stack:
+        fd = group.export_fd()
+        stack.callback(os.close, fd)
+        server = stack.enter_context(listening(spec.num_ranks))
+        names = control.all_gather(server.getsockname())
+        serving = Serving(server, fd, spec.num_ranks - 1)
+        stack.callback(serving.stop)  # before the descriptors are closed and their numbers reused
+        for peer, name in enumerate(names):
+            if peer != spec.rank:
+                _attach(group, peer, name)
+        control.barrier()
+
+
+def listening(count: int) -> socket.socket:
+    """A socket of this host for a Serving of `count` processes."""
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    server.bind(f"\0ep_server/{secrets.token_hex(16)}")  # abstract: no file to leave behind
+    server.listen(count)
+    server.settimeout(PASS_SECONDS)
+    return server
+
+
+def _check_alike(control: NativeExchange, spec: ExchangeSpec) -> None:
+    fields = {k: str(v) for k, v in asdict(spec).items() if k not in {"rank", "timeout_ns"}}
+    digest = hashlib.blake2b(repr(fields).encode(), digest_size=32).digest()
+    for peer, theirs in enumerate(control.all_gather(digest)):
+        if theirs != digest:
+            raise ConfigError("spec", f"another one than rank {peer}'s", "the same on all ranks but for rank")
+
+
+class Serving:
+    """A thread that gives a descriptor to the first `count` processes of this user that connect."""
+
+    def __init__(self, server: socket.socket, fd: int, count: int) -> None:
+        self._server, self._fd, self._count = server, fd, count
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends it, served or not."""
+        self._stopped.set()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client, contextlib.suppress(OSError):
+            client.setblocking(False)
+            client.connect(self._server.getsockname())  # ends its accept
+        self._thread.join()
+
+    def _run(self) -> None:
+        while self._count:
+            try:
+                client, _ = self._server.accept()
+            except OSError:
+                return  # the peers' own deadlines say what is missing
+            with client, contextlib.suppress(OSError):  # a peer that has gone needs nothing
+                if self._stopped.is_set():
+                    return
+                self._pass_to(client)
+
+    def _pass_to(self, client: socket.socket) -> None:
+        peer = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        if struct.unpack("3i", peer)[1] != os.getuid():
+            return  # another user of this host found the name: it gets nothing
+        socket.send_fds(client, [b"\0"], [self._fd])
+        self._count -= 1
+
+
+def take_descriptor(peer: int, name: bytes) -> int:
+    """What the Serving of a rank passes, for the caller to close. name: its socket. Raises StartupError."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            client.settimeout(PASS_SECONDS)
+            client.connect(name)
+            _, fds, _, _ = socket.recv_fds(client, 1, 1)
+    except OSError as error:
+        raise StartupError(f"rank {peer} did not pass its memory: {error}") from error
+    if not fds:
+        raise StartupError(f"rank {peer} closed the socket before it passed its memory")
+    return fds[0]
+
+
+def _attach(group: Shareable, peer: int, name: bytes) -> None:
+    fd = take_descriptor(peer, name)
+    try:
+        group.attach(peer, fd)
+    finally:
+        os.close(fd)

@@ -1,0 +1,81 @@
+"""The order of the rows that a receive has on a device, and its three views; torch operations alone.
+
+Nothing here waits for a device.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from ep_server.exchange.api import Received, View
+from ep_server.exchange.tensors import check_tensor_on
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The same as uint8 where elements are one byte: rows of FP8 are moved, never computed with."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """What an exchange of a device gives and takes: rows of H channels, PADDED to `capacity` an expert."""
+
+    device: torch.device
+    dtype: torch.dtype
+    hidden: int
+    capacity: int
+
+
+@dataclass(frozen=True, slots=True)
+class Order:
+    """Where the entries of a receive are, sorted by (local expert, source, token); all on one device.
+
+    counts: [E_local] int32, rows per expert. offsets: [E_local + 1] int64, before each expert.
+    entry: [N] int64, the row that each entry reads. experts, positions: [N] int64, its place when PADDED.
+    """
+
+    counts: torch.Tensor
+    offsets: torch.Tensor
+    entry: torch.Tensor
+    experts: torch.Tensor
+    positions: torch.Tensor
+
+    def received(self, made: list[torch.Tensor], view: View, capacity: int, handle: object) -> Received:
+        """Rows, and scales if any, in the layout of a view. made: [M, C] each, by row; INDEX keeps them."""
+        if view is View.COMPACT:
+            made = [self._spread(each) for each in made]
+        elif view is View.PADDED:
+            made = [self._pad(each, capacity, column_major=i > 0) for i, each in enumerate(made)]
+        rows, scales = made[0], made[1] if len(made) > 1 else None
+        ids = self.entry if view is View.INDEX else None
+        return Received(rows, self.counts, self.offsets, handle, view, scales, ids)
+
+    def answers(self, expert_out: torch.Tensor, view: View, form: Form) -> torch.Tensor:
+        """[N, H], one for each entry. Raises InvalidArgument unless expert_out has the layout of `view`."""
+        if view is not View.PADDED:
+            sizes = {"N": len(self.entry)}
+        else:
+            sizes = {"E_local": len(self.counts), "R*max_tokens": form.capacity}
+        check_tensor_on(form.device, "expert_out", expert_out, form.dtype, **sizes, H=form.hidden)
+        return expert_out[self.experts, self.positions] if view is View.PADDED else expert_out
+
+    def _spread(self, rows: torch.Tensor) -> torch.Tensor:
+        return as_bytes(rows).index_select(0, self.entry).view(rows.dtype)
+
+    def _pad(self, rows: torch.Tensor, capacity: int, *, column_major: bool) -> torch.Tensor:
+        """[E_local, capacity, C]; of scales the tokens are in one piece, as grouped GEMMs read them."""
+        experts, width = len(self.counts), rows.shape[1]
+        if column_major:
+            padded = rows.new_empty((experts, width, capacity)).transpose(1, 2)
+        else:
+            padded = rows.new_empty((experts, capacity, width))
+        as_bytes(padded)[self.experts, self.positions] = as_bytes(self._spread(rows))
+        return padded
+
+
+def places(inner: Received, entry: torch.Tensor) -> list[torch.Tensor]:
+    """Offsets, entries, experts and positions of an Order. inner: on the CPU. entry: [N] rows."""
+    experts = torch.repeat_interleave(inner.counts.long())
+    return [inner.offsets, entry, experts, torch.arange(len(experts)) - inner.offsets[experts]]

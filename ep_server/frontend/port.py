@@ -1,0 +1,207 @@
+"""One gRPC port from its first call to its last: guarded, and closed so that callers try elsewhere.
+
+A server of gRPC that stops ends with CANCELLED every call that it has not handed over, or that outlasts its
+grace, and no retry policy tries CANCELLED again. So its sockets are closed under it first: what is still on
+its way then ends with UNAVAILABLE, by the caller's own gRPC.
+
+gRPC sends GOAWAY only when a server stops, and then accepts no connection. Probes need new connections during
+a drain, so a second server takes the port over before the first one is told to stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import socket
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from pathlib import Path
+
+from grpc import aio
+
+from ep_server.config import GrpcConfig
+from ep_server.errors import ConfigError
+from ep_server.frontend.accept_queue import AcceptQueue
+from ep_server.frontend.endpoint import bind, channel_options
+from ep_server.frontend.interceptors import AuthInterceptor, CallCounter, ErrorInterceptor, TokenFile
+from ep_server.frontend.messages import Door, MessageReader
+
+log = logging.getLogger(__name__)
+
+GRACE_SECONDS = 0.5  # for calls that never end by themselves, such as Health.Watch
+# gRPC cancels calls that it has not handed over: callers who wait for an answer send no more while theirs is
+# held, and between the calls of others there is a lull.
+HOLD_SECONDS = 0.2
+LULL_SECONDS, LULL_TRIES = 0.003, 100
+DAY_SECONDS = 86400.0  # the longest drain there is; close() comes first
+# A balancer may send callers back for a while, so connections made during a drain soon get GOAWAY too.
+_DRAINING_OPTIONS = [("grpc.max_connection_age_ms", 1000)]
+
+
+class Port:
+    """A server without services: errors become statuses, tokens are asked for where there is a file of them.
+
+    Add services to `server` before open(). Used in one event loop.
+    """
+
+    def __init__(
+        self,
+        config: GrpcConfig,
+        open_services: frozenset[str],
+        door: Door | None = None,
+        options: Sequence[tuple[str, int]] = (),
+    ) -> None:
+        """open_services: full names of those that need no token. options: of gRPC, before those of `config`.
+
+        Raises: ConfigError (grpc.token_file).
+        """
+        door = door or Door()
+        self.address = ""  # host:port while it is open
+        self._place: Place | None = None
+        self._config = config
+        self._options = options
+        self._calls = CallCounter(door.on_refused)
+        self._queue = AcceptQueue(door.measured, door.on_accept_wait)
+        self._interceptors: list[aio.ServerInterceptor] = [self._queue, ErrorInterceptor(), self._calls]  # type: ignore[type-arg, unused-ignore]
+        if config.token_file:
+            self._interceptors.append(AuthInterceptor(TokenFile(config.token_file), open_services))
+        self._interceptors.append(MessageReader(door, self._calls.entered))
+        self.server = self._make_server([])
+        self._servers = [self.server]
+        self._draining: asyncio.Task[None] | None = None
+
+    async def open(self) -> str:
+        """Takes calls from now on. Returns: host:port. Raises: ConfigError (grpc.host, port, tls_*)."""
+        self.address = bind(self.server, self._config)
+        self._place = place_of(self.address)
+        self._queue.listen(self.server)
+        await self.server.start()
+        self._queue.start()
+        return self.address
+
+    def drain(self, add_services: Callable[[aio.Server], None]) -> None:
+        """Soon sends GOAWAY on every connection: open calls go on, others need a new connection. Idempotent.
+
+        add_services: adds what new connections may call.
+        """
+        if self._place is not None and self._draining is None:
+            self._draining = asyncio.create_task(self._hand_over(self._place, add_services))
+
+    async def close(self, seconds: float = GRACE_SECONDS) -> None:
+        """New calls end with UNAVAILABLE, as do those that are open after `seconds`. Idempotent."""
+        place, self._place, self.address = self._place, None, ""
+        if place is not None:
+            self._calls.refuse()
+            await self._calls.ended(seconds)
+            try:
+                hang_up(place)
+            except OSError as error:  # no descriptor is left, say: the server stops all the same
+                log.warning("calls may end with CANCELLED, not with UNAVAILABLE: %s", error)
+        if self._draining is not None:
+            self._draining.cancel()
+            await asyncio.wait((self._draining,))
+        await asyncio.to_thread(self._queue.close)
+        for server in self._servers:
+            await server.stop(None)
+
+    async def _hand_over(self, place: Place, add_services: Callable[[aio.Server], None]) -> None:
+        """Opens the port anew with a second server, then tells the first one to stop, which sends GOAWAY."""
+        new = self._make_server(_DRAINING_OPTIONS)
+        add_services(new)
+        with self._calls.held():
+            await asyncio.sleep(HOLD_SECONDS)
+            try:
+                stop_listening(place)
+                bind(new, replace(self._config, port=place.number))
+                self._servers.append(new)
+                await new.start()
+                await self._calls.lull(LULL_SECONDS, LULL_TRIES)
+            except (OSError, ConfigError) as error:
+                log.warning("no new connection, also of a probe, is taken during the drain: %s", error)
+            stopping = asyncio.create_task(self.server.stop(DAY_SECONDS))
+            await asyncio.sleep(0)  # it has sent GOAWAY then
+        await stopping
+
+    def _make_server(self, options: list[tuple[str, int]]) -> aio.Server:
+        chosen = dict([*channel_options(self._config), *self._options, *options])
+        return aio.server(interceptors=self._interceptors, options=list(chosen.items()))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a port listens. addresses: empty = all of this host."""
+
+    number: int
+    addresses: frozenset[IPv4Address | IPv6Address]
+
+    def has(self, found: socket.socket) -> bool:
+        """Whether a socket is at this end. UDP has ports of its own, which may have the same number."""
+        if found.family not in (socket.AF_INET, socket.AF_INET6) or found.type != socket.SOCK_STREAM:
+            return False
+        host, number, *_ = found.getsockname()
+        return number == self.number and (not self.addresses or _ip(host) in self.addresses)
+
+
+def place_of(address: str) -> Place:
+    """The place of host:port. Raises: OSError where the host has no address."""
+    host, _, number = address.rpartition(":")
+    ends = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    found = {_ip(str(end[0])) for *_, end in ends}
+    return Place(int(number), frozenset() if any(ip.is_unspecified for ip in found) else frozenset(found))
+
+
+def _ip(host: str) -> IPv4Address | IPv6Address:
+    """Of an IPv4 address on a socket of IPv6: the former."""
+    found = ip_address(host.partition("%")[0])
+    return getattr(found, "ipv4_mapped", None) or found
+
+
+def hang_up(place: Place) -> None:
+    """Lets nobody connect any more and ends all connections; gRPC has a call for neither.
+
+    For a port of a server in this process, which stops next. Other threads may open and close descriptors
+    meanwhile. Raises: OSError.
+    """
+    stop_listening(place)
+    for _, connection in _sockets_at(place, listening=False):
+        with suppress(OSError):  # the caller was faster
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def stop_listening(place: Place) -> None:
+    """Lets nobody connect any more; as hang_up()."""
+    for number, listener in _sockets_at(place, listening=True):
+        # Another socket takes its place: if it ended under gRPC, that would log an error.
+        with socket.socket(listener.family) as idle:
+            os.dup2(idle.fileno(), number, inheritable=False)
+
+
+def _sockets_at(place: Place, *, listening: bool) -> Iterator[tuple[int, socket.socket]]:
+    """Those of this process at a place of its own: descriptors, and copies that are closed at once."""
+    for entry in list(Path("/proc/self/fd").iterdir()):
+        # Not of files: to close a copy of one would drop this process's locks on it.
+        with suppress(OSError):
+            if entry.readlink().name.startswith("socket:"):
+                with _copy_of(int(entry.name)) as found:
+                    if place.has(found) and _listens(found) == listening:
+                        yield int(entry.name), found
+
+
+@contextmanager
+def _copy_of(number: int) -> Iterator[socket.socket]:
+    """Raises: OSError where the descriptor is no socket, or gone."""
+    copy = os.dup(number)
+    try:
+        found = socket.socket(fileno=copy)
+    except OSError:
+        os.close(copy)
+        raise
+    with found:
+        yield found
+
+
+def _listens(connection: socket.socket) -> bool:
+    return bool(connection.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN))

@@ -1,0 +1,316 @@
+"""[2] Turns a GenerateRequest into a Request, or says which field is wrong. Knows no ranks, no streams.
+
+Every error names the field as the proto does, its value and what is allowed.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ep_server.config import Config
+from ep_server.engine.admission import Asked
+from ep_server.errors import ContextLengthExceeded, InvalidArgument, NotFound
+from ep_server.frontend import sampling_ranges as ranges
+from ep_server.frontend.call_metadata import PRIORITY_KEY, RANK_KEY, CallMetadata, agreed
+from ep_server.frontend.served_model import ServedModel
+from ep_server.records import Request, Sampling, Stopping
+from ep_server.text.detokenizer import OutputText
+from ep_server.text.tokenizer import Detokenizer
+
+MAX_REQUEST_ID = 128
+MAX_CACHE_SALT = 256
+MAX_DEADLINE_MS = 86_400_000
+MAX_STOP_TOKENS = 64
+MAX_STOP_STRINGS = 16
+MAX_STOP_LENGTH = 256
+MAX_LOGIT_BIAS = 1024
+MAX_SEQUENCES = 128
+MAX_TOP_N = 20
+MAX_STREAM_INTERVAL = 1024
+TEXT_PER_TOKEN = 64  # bytes of a prompt for each token of the context: longer text is not encoded
+ID_BYTES = 5  # of a token id in a message, at most
+OTHER_BYTES = 1 << 16  # of a message: everything but the prompt and allowed_token_ids
+SHOWN = 80  # characters of a value that an error message repeats
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """What this server allows. max_context: of the model, or of a rank's KV cache if that is smaller."""
+
+    max_context: int
+    num_ranks: int
+
+
+@dataclass(frozen=True, slots=True)
+class ResponseShape:
+    """What the events of a stream carry."""
+
+    token_ids: bool
+    text: bool
+    logprobs: bool
+    interval: int
+
+
+def longest_message(max_context: int, vocab_size: int) -> int:
+    """Bytes that a GenerateRequest within every limit of its fields cannot exceed."""
+    return TEXT_PER_TOKEN * max_context + ID_BYTES * vocab_size + OTHER_BYTES
+
+
+def with_message_limit(config: Config, max_context: int, vocab_size: int) -> Config:
+    """The configuration with grpc.max_message_bytes resolved where it is 0."""
+    if config.grpc.max_message_bytes:
+        return config
+    return replace(
+        config, grpc=replace(config.grpc, max_message_bytes=longest_message(max_context, vocab_size))
+    )
+
+
+def counts(proto: Any) -> dict[str, int]:
+    """Elements of each repeated field, by its dotted name."""
+    sampling, stopping = proto.sampling, proto.stopping
+    return {
+        "token_ids.ids": len(proto.token_ids.ids),
+        "sampling.logit_bias": len(sampling.logit_bias),
+        "sampling.allowed_token_ids": len(sampling.allowed_token_ids),
+        "stopping.stop_token_ids": len(stopping.stop_token_ids),
+        "stopping.stop_strings": len(stopping.stop_strings),
+    }
+
+
+def most_elements(model: ServedModel, limits: Limits) -> dict[str, int]:
+    """Elements that each repeated field may have, by its dotted name."""
+    return {
+        "token_ids.ids": limits.max_context,
+        "sampling.logit_bias": MAX_LOGIT_BIAS,
+        "sampling.allowed_token_ids": model.vocab_size,
+        "stopping.stop_token_ids": MAX_STOP_TOKENS,
+        "stopping.stop_strings": MAX_STOP_STRINGS,
+    }
+
+
+def check_counts(found: Mapping[str, int], most: Mapping[str, int]) -> None:
+    """Checks how many elements a message has, before anything copies or reads them.
+
+    found: as counts() gives it; absent = 0. Raises: InvalidArgument, ContextLengthExceeded.
+    """
+    for name, limit in most.items():
+        count = found.get(name, 0)
+        if name == "token_ids.ids" and count > limit:
+            raise ContextLengthExceeded(f"prompt of {count} tokens: at most {limit}")
+        unit = {"logit_bias": "entries", "stop_strings": "strings"}.get(name.rpartition(".")[2], "ids")
+        _check(name, count <= limit, f"{count} {unit}", f"at most {limit} {unit}")
+
+
+def check_text(text: str, limits: Limits) -> None:
+    """Before a prompt is encoded. Raises: ContextLengthExceeded."""
+    longest = TEXT_PER_TOKEN * limits.max_context
+    size = len(text.encode())
+    if size > longest:
+        raise ContextLengthExceeded(f"text of {size} bytes: at most {longest}")
+
+
+def request_id(proto: Any) -> str:
+    """The caller's id, or a drawn one."""
+    given: str = proto.request_id
+    if not given:
+        return secrets.token_hex(8)
+    if len(given) > MAX_REQUEST_ID or not all("!" <= c <= "~" for c in given):
+        allowed = f"1 to {MAX_REQUEST_ID} printable ASCII characters without spaces"
+        raise InvalidArgument("request_id", given[:SHOWN], allowed)
+    return given
+
+
+def asked(proto: Any, metadata: CallMetadata, timeout: float | None, limits: Limits) -> Asked:
+    """What admission must know, before the rest is looked at. Raises: InvalidArgument."""
+    stopping = proto.stopping
+    rank = agreed(RANK_KEY, metadata.dp_rank, proto.dp_rank if proto.HasField("dp_rank") else None)
+    return Asked(
+        sequences=min(max(_given(proto.sampling, "num_sequences", 1), 1), MAX_SEQUENCES),
+        priority=agreed(PRIORITY_KEY, metadata.priority, proto.priority or None) or 0,
+        dp_rank=rank if rank is not None and rank < limits.num_ranks else None,
+        max_new_tokens=stopping.max_new_tokens if stopping.HasField("max_new_tokens") else None,
+        timeout=timeout,
+    )
+
+
+def build(
+    proto: Any, metadata: CallMetadata, prompt_ids: Sequence[int], model: ServedModel, limits: Limits
+) -> Request:
+    """The validated request; its number is given by the engine. Call check_counts first.
+
+    Raises: InvalidArgument, ContextLengthExceeded, NotFound.
+    """
+    if proto.model and proto.model != model.name:
+        raise NotFound(f"model {proto.model[:SHOWN]!r} is not served here; this server serves {model.name!r}")
+    _check_prompt(proto, prompt_ids, model)
+    salt = proto.cache_salt
+    _check("cache_salt", len(salt) <= MAX_CACHE_SALT, salt[:SHOWN], f"at most {MAX_CACHE_SALT} characters")
+    given = proto.dp_rank if proto.HasField("dp_rank") else None
+    dp_rank = agreed(RANK_KEY, metadata.dp_rank, given)
+    name = RANK_KEY if given is None else "dp_rank"
+    _check(name, dp_rank is None or dp_rank < limits.num_ranks, dp_rank, f"0 to {limits.num_ranks - 1}")
+    sampling = _sampling(proto, model)
+    stopping = _stopping(proto.stopping, len(prompt_ids), model, limits)
+    _check_length(stopping, sampling, model)
+    return Request(
+        request_id=request_id(proto),
+        number=0,
+        prompt_ids=tuple(prompt_ids),
+        sampling=sampling,
+        stopping=stopping,
+        priority=agreed(PRIORITY_KEY, metadata.priority, proto.priority or None) or 0,
+        cache_salt=salt,
+        bypass_prefix_cache=proto.bypass_prefix_cache,
+        dp_rank=dp_rank,
+    )
+
+
+def sequences(proto: Any, request: Request) -> list[Request]:
+    """The request once per continuation it asks for, each with its own seed. Raises: InvalidArgument."""
+    count = _given(proto.sampling, "num_sequences", 1)
+    _check("sampling.num_sequences", 1 <= count <= MAX_SEQUENCES, count, f"1 to {MAX_SEQUENCES}")
+    first = request.sampling.seed or 0
+    seeds = [(first + index) % 2**64 for index in range(count)]
+    return [replace(request, sampling=replace(request.sampling, seed=seed)) for seed in seeds]
+
+
+def response_shape(proto: Any, model: ServedModel) -> ResponseShape:
+    """What the caller wants to get. Raises: InvalidArgument."""
+    options = proto.response
+    text = _given(options, "output_text", model.tokenizer is not None)
+    allowed = "false: this model has no tokenizer"
+    _check("response.output_text", not text or model.tokenizer is not None, text, allowed)
+    interval = _given(options, "stream_interval", 1)
+    allowed = f"1 to {MAX_STREAM_INTERVAL}"
+    _check("response.stream_interval", 1 <= interval <= MAX_STREAM_INTERVAL, interval, allowed)
+    return ResponseShape(
+        token_ids=_given(options, "output_token_ids", True),
+        text=text,
+        logprobs=options.output_logprobs,
+        interval=interval,
+    )
+
+
+def output_text(request: Request, shape: ResponseShape, model: ServedModel) -> OutputText | None:
+    """The request's detokeniser and stop strings; None where it needs neither."""
+    stopping = request.stopping
+    if model.tokenizer is None or not (shape.text or stopping.stop_strings):
+        return None
+    return OutputText(
+        Detokenizer(model.tokenizer, request.prompt_ids),
+        stopping.stop_strings,
+        include_stop=stopping.include_stop,
+        min_tokens=stopping.min_new_tokens,
+    )
+
+
+def timeout_seconds(proto: Any, waited: float, remaining: float | None) -> float | None:
+    """The earlier of deadline_ms and the time that the call itself has left.
+
+    waited: seconds since the call arrived. Raises: InvalidArgument.
+    """
+    if not proto.HasField("deadline_ms"):
+        return remaining
+    allowed = f"1 to {MAX_DEADLINE_MS}"
+    _check("deadline_ms", 1 <= proto.deadline_ms <= MAX_DEADLINE_MS, proto.deadline_ms, allowed)
+    asked = float(proto.deadline_ms) / 1000 - waited
+    return asked if remaining is None else min(asked, remaining)
+
+
+def _check_prompt(proto: Any, ids: Sequence[int], model: ServedModel) -> None:
+    kind = proto.WhichOneof("prompt")
+    if kind is None:
+        raise InvalidArgument("prompt", None, "text or token_ids")
+    name = "text" if kind == "text" else "token_ids.ids"
+    _check(name, bool(ids), "" if kind == "text" else [], "at least one token")
+    if max(ids) >= model.vocab_size:
+        at = next(i for i, token in enumerate(ids) if token >= model.vocab_size)
+        raise InvalidArgument(f"{name}[{at}]", ids[at], f"0 to {model.vocab_size - 1}")
+
+
+def _sampling(proto: Any, model: ServedModel) -> Sampling:
+    given, default = proto.sampling, model.defaults
+    bias = tuple(sorted(given.logit_bias.items()))
+    for token, value in bias:
+        _check("sampling.logit_bias", token < model.vocab_size, token, f"ids 0 to {model.vocab_size - 1}")
+        _check(f"sampling.logit_bias[{token}]", -100 <= value <= 100, value, "-100 to 100")
+    ids = given.allowed_token_ids
+    highest = max(ids, default=0)
+    allowed = f"0 to {model.vocab_size - 1}"
+    _check("sampling.allowed_token_ids", highest < model.vocab_size, highest, allowed)
+    top_n, wanted = proto.response.top_n, proto.response.output_logprobs
+    _check("response.top_n", top_n <= MAX_TOP_N, top_n, f"0 to {MAX_TOP_N}")
+    _check("response.top_n", wanted or top_n == 0, top_n, "0 unless output_logprobs is set")
+    top_k = _given(given, "top_k", default.top_k)
+    return Sampling(
+        temperature=_number(given, default, "temperature"),
+        top_k=0 if top_k >= model.vocab_size else top_k,
+        top_p=_number(given, default, "top_p"),
+        min_p=_number(given, default, "min_p"),
+        seed=given.seed if given.HasField("seed") else secrets.randbits(63),
+        repetition_penalty=_number(given, default, "repetition_penalty"),
+        presence_penalty=_number(given, default, "presence_penalty"),
+        frequency_penalty=_number(given, default, "frequency_penalty"),
+        logit_bias=bias,
+        logprobs=top_n if wanted else None,
+        allowed_token_ids=tuple(sorted(set(ids))),
+    )
+
+
+def _stopping(given: Any, prompt: int, model: ServedModel, limits: Limits) -> Stopping:
+    left = limits.max_context - prompt
+    maximum = _given(given, "max_new_tokens", max(left, 1))
+    _check("stopping.max_new_tokens", maximum >= 1, maximum, "at least 1")
+    if maximum > left:
+        raise ContextLengthExceeded(
+            f"prompt of {prompt} tokens + stopping.max_new_tokens = {maximum}: "
+            f"must be at most {limits.max_context} together"
+        )
+    minimum = given.min_new_tokens
+    _check("stopping.min_new_tokens", minimum <= maximum, minimum, f"0 to max_new_tokens = {maximum}")
+    tokens = list(given.stop_token_ids)
+    for token in tokens:
+        _check("stopping.stop_token_ids", token < model.vocab_size, token, f"0 to {model.vocab_size - 1}")
+    strings = tuple(given.stop_strings)
+    for text in strings:
+        ok = 1 <= len(text) <= MAX_STOP_LENGTH
+        _check("stopping.stop_strings", ok, text[:SHOWN], f"1 to {MAX_STOP_LENGTH} characters")
+    if strings and model.tokenizer is None:
+        raise InvalidArgument("stopping.stop_strings", list(strings), "absent: this model has no tokenizer")
+    eos = frozenset() if given.ignore_eos else model.eos_token_ids
+    return Stopping(
+        max_new_tokens=maximum,
+        min_new_tokens=minimum,
+        eos_token_ids=eos,
+        stop_token_ids=frozenset(tokens),
+        stop_strings=strings,
+        include_stop=given.include_stop,
+    )
+
+
+def _check_length(stopping: Stopping, sampling: Sampling, model: ServedModel) -> None:
+    """Something must be left to draw before min_new_tokens."""
+    drawable = sampling.allowed_token_ids or range(model.vocab_size)
+    ends = stopping.eos_token_ids | stopping.stop_token_ids
+    ok = stopping.min_new_tokens == 0 or any(token not in ends for token in drawable)
+    allowed = "0 where every token that may be drawn ends the output"
+    _check("stopping.min_new_tokens", ok, stopping.min_new_tokens, allowed)
+
+
+def _number(given: Any, default: Sampling, name: str) -> float:
+    """A number of Sampling within its range."""
+    value = float(_given(given, name, getattr(default, name)))
+    _check(f"sampling.{name}", ranges.SAMPLING[name].holds(value), value, str(ranges.SAMPLING[name]))
+    return value
+
+
+def _given(message: Any, name: str, default: Any) -> Any:
+    return getattr(message, name) if message.HasField(name) else default
+
+
+def _check(name: str, ok: bool, value: Any, allowed: str) -> None:
+    if not ok:
+        raise InvalidArgument(name, value, allowed)

@@ -1,0 +1,76 @@
+"""What the front needs to know of the model it serves: limits, names, defaults, tokenizer. No tensors."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from ep_server.config import ModelConfig
+from ep_server.errors import CheckpointError, ConfigError
+from ep_server.frontend import sampling_ranges as ranges
+from ep_server.models.families import is_directory, is_there, read_json, read_spec
+from ep_server.models.sizes import context_limit
+from ep_server.records import Sampling
+from ep_server.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class ServedModel:
+    """The model as clients see it. max_context: longest prompt + output, tokens.
+
+    defaults: of sampling, from generation_config.json. num_experts: routed experts of one MoE layer.
+    """
+
+    name: str
+    vocab_size: int
+    max_context: int
+    eos_token_ids: frozenset[int] = frozenset()
+    defaults: Sampling = field(default_factory=Sampling)
+    tokenizer: Tokenizer | None = None
+    architecture: str = ""
+    num_layers: int = 0
+    hidden_size: int = 0
+    num_experts: int = 0
+    experts_per_token: int = 0
+
+    @staticmethod
+    def load(config: ModelConfig) -> ServedModel:
+        """Reads config.json, generation_config.json and tokenizer.json of the checkpoint directory.
+
+        Raises: ConfigError (path, max_context), CheckpointError.
+        """
+        directory = Path(config.path)
+        if not config.path or not is_directory(directory):
+            raise ConfigError("model.path", config.path, "a checkpoint directory")
+        spec = read_spec(directory)
+        return ServedModel(
+            name=config.name or directory.resolve().name,
+            vocab_size=spec.vocab_size,
+            max_context=context_limit(spec, config.max_context),
+            # Ids beyond the vocabulary, which some checkpoints list, are never drawn.
+            eos_token_ids=frozenset(token for token in spec.eos_token_ids if token < spec.vocab_size),
+            defaults=_defaults(directory / "generation_config.json"),
+            tokenizer=Tokenizer.load(directory),
+            architecture=spec.family,
+            num_layers=spec.num_layers,
+            hidden_size=spec.hidden,
+            num_experts=spec.router.num_experts,
+            experts_per_token=spec.router.top_k,
+        )
+
+
+def _defaults(file: Path) -> Sampling:
+    """Every number of Sampling that the file gives under the same name; do_sample false means greedy."""
+    generation = read_json(file) if is_there(file) else {}
+    given: dict[str, Any] = {}
+    for name, allowed in ranges.SAMPLING.items():
+        value = generation.get(name)
+        if value is None:
+            continue
+        kind = int if name == "top_k" else float
+        if isinstance(value, bool) or not isinstance(value, (int, kind)) or not allowed.holds(value):
+            raise CheckpointError(f"{file}: {name} = {value!r}: must be {allowed}")
+        given[name] = kind(value)
+    sampling = replace(Sampling(), **given)
+    return replace(sampling, temperature=0.0) if generation.get("do_sample") is False else sampling

@@ -1,0 +1,239 @@
+"""[1] The life of one server: start, serve, drain, stop. Knows the parts and their order, no request.
+
+The gRPC port opens first: health says that the process works, its services are NOT_SERVING. Then the ranks
+load; then the services are SERVING.
+This process's first SIGTERM or SIGINT drains, its second stops at once; a stop that another node asks for is
+neither. A lost rank ends the server with exit code 1.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Protocol
+
+from grpc import aio
+
+from ep_server.config import Config
+from ep_server.engine.engine import Engine, EngineSettings
+from ep_server.engine.observer import EngineObserver, NullObserver
+from ep_server.errors import EpServerError
+from ep_server.frontend import control, health, service
+from ep_server.frontend.call_metadata import Entrance
+from ep_server.frontend.control import ControlService, open_control_port, refuse_control
+from ep_server.frontend.endpoint import add_reflection, warn_if_open
+from ep_server.frontend.health import Health
+from ep_server.frontend.messages import Door
+from ep_server.frontend.port import Port
+from ep_server.frontend.requests import with_message_limit
+from ep_server.frontend.served_model import ServedModel
+from ep_server.frontend.service import DecodeService, generate_method
+from ep_server.ranks.protocol import Ranks
+from ep_server.stop_signals import stop_signals
+from ep_server.v1.control_pb2_grpc import add_ControlServicer_to_server
+from ep_server.v1.decode_pb2_grpc import add_DecodeServicer_to_server
+
+log = logging.getLogger(__name__)
+
+Progress = Callable[[int, str, int, int], None]
+LAST_WORDS_SECONDS = 2.0  # for statuses to reach their callers once the streams have ended
+
+
+class OtherNodes(Protocol):
+    """The nodes that this one leads, where there are several (ep_server.cluster.leader)."""
+
+    on_stop_asked: Callable[[], None]
+
+    async def open(self, add_services: Callable[[aio.Server], None], door: Door | None = None) -> None:
+        """Opens the port where they come. add_services, door: for calls that they pass on.
+
+        Raises: ConfigError.
+        """
+        ...
+
+    def tell(self, *, serving: bool) -> None:
+        """Tells them whether the server takes requests."""
+        ...
+
+    async def close(self, code: int, reason: str) -> None:
+        """Ends them with this exit code, and the port. Idempotent."""
+        ...
+
+
+class Server:
+    """One gRPC server in front of a group of ranks. Create and use it inside a running event loop."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: ServedModel,
+        ranks: Ranks,
+        observer: EngineObserver | None = None,
+        others: OtherNodes | None = None,
+    ) -> None:
+        self.config = config = with_message_limit(config, model.max_context, model.vocab_size)
+        self.address = ""  # host:port once start() has bound it
+        settings = EngineSettings(
+            max_context=model.max_context,
+            max_running=config.scheduler.max_running,
+            max_queue=config.scheduler.max_queue,
+            max_streams=config.grpc.max_streams,
+            stream_buffer=config.grpc.stream_buffer,
+        )
+        observer = observer or NullObserver()
+        self.engine = Engine(ranks, settings, observer)
+        generate = generate_method(self.engine, model, config.grpc.max_message_bytes)
+        self._door = Door(
+            {service.GENERATE: generate},
+            config.grpc.max_streams,
+            observer.on_refused,
+            measured=service.GENERATE,
+            on_accept_wait=observer.on_accept_wait,
+        )
+        self._model = model
+        self._health = Health(control.public_names(config.grpc))
+        self._control = ControlService(self.engine, model, config)
+        self._port: Port | None = None
+        self._control_port: Port | None = None
+        self._others = others
+        self._failure = ""
+        self._signalled = False  # this process was told to stop; a stop of the other nodes does not count
+        self._stop_asked = asyncio.Event()
+        self._stop_now = asyncio.Event()
+
+    async def run(
+        self, progress: Progress, on_serving: Callable[[], None] = lambda: None, *, last: bool = False
+    ) -> int:
+        """The whole life; signals drain it. last: the process ends with it; later signals do nothing.
+
+        Returns: exit code, 1 if a rank was lost. Raises: StartupError.
+        """
+        with stop_signals(self.ask_to_stop, last=last):
+            return await self.live(progress, on_serving)
+
+    async def live(self, progress: Progress, on_serving: Callable[[], None]) -> int:
+        """As run(), for a caller that has the signals and stops it with ask_to_stop()."""
+        try:
+            await self.start(progress)
+            if self._health.serving:
+                on_serving()
+            await self.serve()
+            await self.drain()
+        except EpServerError as error:
+            self._failure = str(error)
+            raise
+        finally:
+            await self.stop()
+        return 1 if self.engine.lost.is_set() else 0
+
+    async def start(self, progress: Progress) -> None:
+        """Opens the port, then starts the ranks. Returns early if a stop is asked for meanwhile."""
+        warn_if_open(self.config.grpc)
+        self._port = self._make_port()
+        self.address = await self._port.open()
+        self._control_port = await open_control_port(self.config.grpc, self._add_control)
+        if self._others is not None:
+            self._others.on_stop_asked = self._stop_asked.set  # told by several nodes, it still drains
+            await self._others.open(self.add_relayed, self._door)
+        if await self._unless(self._stop_asked, self.engine.start(progress)):
+            self._say(serving=True)
+            for named in sorted({ready.attention for ready in self.engine.ready} - {""}):
+                log.info("decode attention: %s", named)
+            log.info(
+                "serving %s on %s, %d ranks on %s",
+                self._model.name,
+                self.address,
+                self.engine.num_ranks,
+                self.config.parallel.device,
+            )
+
+    async def serve(self) -> None:
+        """Until a stop is asked for or a rank is lost."""
+        await self._unless(self._stop_asked, self.engine.lost.wait())
+        self._say(serving=False)
+
+    async def drain(self) -> None:
+        """Streams end by themselves within the time of the configuration, or UNAVAILABLE."""
+        if self.engine.lost.is_set():
+            log.error("%s; every stream ends, the server stops", self.engine.lost_message)
+        elif self.engine.ready:
+            log.info("draining, at most %g s: %r", self.config.grpc.drain_seconds, self.engine)
+            if self._port is not None and self.engine.statistics().open_streams:
+                self._port.drain(self._add_public)
+            await self._unless(self._stop_now, self.engine.drain(self.config.grpc.drain_seconds))
+        await self.engine.drain(0)
+        await self._unless(self._stop_now, self.engine.streams_closed(LAST_WORDS_SECONDS))
+
+    async def stop(self) -> None:
+        """Closes the port, ends the ranks, then the other nodes. Idempotent."""
+        self._say(serving=False)
+        if self._port is not None:
+            await self._port.close()
+        if self._control_port is not None:
+            await self._control_port.close()
+        await self.engine.stop()
+        if self._others is not None:
+            why = self.engine.lost_message or self._failure
+            await self._others.close(1 if why else 0, why)
+        if self.engine.ready:
+            log.info("stopped")
+
+    def ask_to_stop(self) -> None:
+        """Drains; asked for a second time, stops at once. Drains too if another node asked before."""
+        (self._stop_now if self._signalled else self._stop_asked).set()
+        self._signalled = True
+
+    def _say(self, *, serving: bool) -> None:
+        self._health.set(serving=serving)
+        if self.engine.lost.is_set():
+            self._health.fail()
+        if self._others is not None:
+            self._others.tell(serving=serving)
+
+    def add_relayed(self, server: aio.Server) -> None:
+        """Adds Decode and Control for calls that other nodes pass on; only these nodes may reach `server`."""
+        self._add_services(server, relays=True)
+
+    def _make_port(self) -> Port:
+        port = Port(self.config.grpc, frozenset({health.SERVICE_NAME}), self._door)
+        self._add_public(port.server)
+        return port
+
+    def _add_public(self, server: aio.Server) -> None:
+        self._add_services(server, relays=False)
+        health.add_HealthServicer_to_server(self._health, server)
+        names = (*control.public_names(self.config.grpc), health.SERVICE_NAME)
+        add_reflection(server, self.config.grpc, names)
+
+    def _add_services(self, server: aio.Server, *, relays: bool) -> None:
+        entrance = Entrance(self.config.cluster.nodes, self.config.parallel.ranks, relays)
+        unread_seconds = self.config.grpc.unread_seconds
+        decode = DecodeService(self.engine, self._model, unread_seconds, entrance)
+        add_DecodeServicer_to_server(decode, server)
+        allowed = ("on", "loopback") if relays else ("on",)  # other nodes ask for callers of their own
+        if self.config.grpc.control in allowed:
+            self._add_control(server)
+        else:
+            refuse_control(server, self.config.grpc)
+
+    def _add_control(self, server: aio.Server) -> None:
+        add_ControlServicer_to_server(self._control, server)
+
+    @staticmethod
+    async def _unless(event: asyncio.Event, work: Awaitable[object]) -> bool:
+        """Waits for `work`, or for `event`, which cancels it. Returns: whether `work` was done."""
+        task = asyncio.ensure_future(work)
+        waiter = asyncio.ensure_future(event.wait())
+        try:
+            await asyncio.wait((task, waiter), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waiter.cancel()
+            if not task.done():
+                task.cancel()
+                with suppress(asyncio.CancelledError):
+                    await task
+        if not task.cancelled():
+            await task  # raises what it raised
+        return not task.cancelled()

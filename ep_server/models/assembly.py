@@ -1,0 +1,129 @@
+"""Builds one rank's model: checkpoint to spec, weights, KV cache, runner. What the worker calls.
+
+Knows all parts of model/; knows nothing of processes, schedulers or how the exchange was made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import torch
+
+from ep_server.backends.cpu.native_compute import NativeCompute
+from ep_server.backends.cpu.runner import ModelRunner, TokenSampler
+from ep_server.errors import ConfigError
+from ep_server.exchange.api import Exchange
+from ep_server.models.checkpoint import Checkpoint
+from ep_server.models.compute import Compute
+from ep_server.models.decoder import DecoderParams
+from ep_server.models.dummy import DummyReader
+from ep_server.models.families import ModelSpec, read_spec
+from ep_server.models.files import MOST_READERS
+from ep_server.models.footprint import footprint
+from ep_server.models.kv_cache import KvCache
+from ep_server.models.layers import ModelWeights
+from ep_server.models.sizes import Dtype, cache_dtype, context_limit, kv_block_bytes, serving_dtype
+from ep_server.models.uniform import UniformRouting
+from ep_server.models.weights import Progress, load_weights, weights_from
+
+MOST_LOADERS = 4  # threads that load into host memory
+LOADING_BYTES = 2 << 30  # of layers in the making, beside what is kept
+TORCH = {
+    Dtype.FLOAT32: torch.float32,
+    Dtype.BFLOAT16: torch.bfloat16,
+    Dtype.FP8: torch.float8_e4m3fn,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class LoadParams:
+    """What one rank loads.
+
+    placement: [E] owner rank of each expert. dtype: "auto", "float32" or "bfloat16" (ModelConfig.dtype).
+    max_context: longest sequence, tokens; 0 = the model's own limit. threads: of the compute kernels.
+    compute: whose arithmetic to use; None = our CPU kernels. load_format, routing, seed, kv_dtype: as in
+      ModelConfig.
+    """
+
+    path: str
+    rank: int
+    placement: tuple[int, ...]
+    dtype: str = "auto"
+    max_context: int = 0
+    threads: int = 1
+    compute: Compute | None = None
+    load_format: str = "auto"
+    routing: str = "router"
+    seed: int = 0
+    kv_dtype: str = "auto"
+
+
+@dataclass(frozen=True, slots=True)
+class RankModel:
+    """A loaded model, not yet connected to other ranks.
+
+    kv_dtype: of the KV cache. uniform: None = its router chooses the experts.
+    """
+
+    spec: ModelSpec
+    weights: ModelWeights
+    dtype: Dtype
+    kv_dtype: Dtype
+    max_context: int
+    compute: Compute
+    uniform: UniformRouting | None = None
+
+    def kv_block_bytes(self, block_size: int) -> int:
+        """Memory of one KV block of this rank, bytes."""
+        return kv_block_bytes(self.spec, block_size, self.kv_dtype)
+
+    def runner(
+        self, exchange: Exchange, sampler: TokenSampler, kv_blocks: int, block_size: int
+    ) -> ModelRunner:
+        """Allocates the KV cache and joins the parts."""
+        cache = KvCache(self.spec, kv_blocks, block_size, TORCH[self.kv_dtype], self.compute.device)
+        params = DecoderParams(
+            self.spec, self.weights, exchange, cache, self.max_context, self.compute, self.uniform
+        )
+        return ModelRunner(params, sampler)
+
+
+def load_model(params: LoadParams, progress: Progress = lambda stage, done, total: None) -> RankModel:
+    """Reads what a rank owns of a checkpoint.
+
+    Raises: CheckpointError; ConfigError where max_context or placement does not fit the model.
+    """
+    spec = read_spec(params.path)
+    limit = context_limit(spec, params.max_context)
+    if len(params.placement) != spec.router.num_experts:
+        raise ConfigError(
+            "placement", params.placement, f"one rank for each of {spec.router.num_experts} experts"
+        )
+    experts = [e for e, owner in enumerate(params.placement) if owner == params.rank]
+    dtype = serving_dtype(spec, params.dtype)
+    compute = params.compute or NativeCompute(params.threads)
+    loaders = loading_threads(spec, dtype, len(experts), params.threads)
+    if compute.device.type == "cuda" and params.load_format != "dummy":
+        loaders = min(params.threads, MOST_READERS)  # straight to the device: no layer is in host memory
+    if params.load_format == "dummy":
+        source = DummyReader(spec, params.seed, compute.device)
+        weights = weights_from(source, spec, experts, TORCH[dtype], compute, progress, loaders)
+    else:
+        checkpoint = Checkpoint.open(params.path)
+        weights = load_weights(checkpoint, spec, experts, TORCH[dtype], compute, progress, loaders)
+    drawn = params.routing == "uniform"
+    uniform = UniformRouting(spec.router, params.seed, compute.device) if drawn else None
+    kv_dtype = cache_dtype(dtype, params.kv_dtype)
+    return RankModel(spec, weights, dtype, kv_dtype, limit, compute, uniform)
+
+
+def loading_threads(spec: ModelSpec, dtype: Dtype, experts: int, threads: int) -> int:
+    """How many of `threads` load a layer each, so that the layers in the making stay small beside the model.
+
+    Args:
+        experts: of a layer that this rank owns.
+    """
+    values = dataclasses.replace(spec, quant_block=None)  # what is FP8 may be widened in between
+    layer = footprint(values, dtype, packed=False).expert * max(experts, 1)
+    return max(1, min(threads, MOST_LOADERS, LOADING_BYTES // layer))

@@ -1,0 +1,76 @@
+"""The paged KV cache of one rank: one pair of tensors per layer, addressed by block id.
+
+Owns memory only: which block belongs to whom is the ledger of the scheduler. On a host the system commits
+pages as blocks are first written, so a large cache costs a rank neither time at its start nor memory until it
+is used. Units: blocks, tokens, bytes.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+from dataclasses import dataclass
+
+import torch
+
+from ep_server.models.families.spec import GqaSpec, ModelSpec
+
+
+@dataclass(frozen=True, slots=True)
+class KvLayer:
+    """K and V of one layer.
+
+    k: [blocks, block_size, kv_heads, k_dim]. v: [blocks, block_size, kv_heads, v_dim], or None where the
+    first v_dim channels of k are the values (latent attention: kv_heads 1, k_dim kv_lora + rope_dim).
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor | None
+    v_dim: int
+
+    def write(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor | None = None) -> None:
+        """Stores tokens: slots: [T] int64 = block * block_size + offset; k, v: [T, kv_heads, dim]."""
+        self.k.flatten(0, 1).index_copy_(0, slots, k)
+        if self.v is not None and v is not None:
+            self.v.flatten(0, 1).index_copy_(0, slots, v)
+
+
+class KvCache:
+    """All layers. `blocks` counts usable blocks, ids 0 .. blocks - 1."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device | None = None,
+    ) -> None:
+        self.blocks, self.block_size = blocks, block_size
+        device = device or torch.device("cpu")
+        self.layers = tuple(_layer(spec, blocks, block_size, dtype, device) for _ in range(spec.num_layers))
+
+    @property
+    def nbytes(self) -> int:
+        """Address space of the cache, bytes."""
+        return sum(x.k.nbytes + (0 if x.v is None else x.v.nbytes) for x in self.layers)
+
+
+def _layer(
+    spec: ModelSpec, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+) -> KvLayer:
+    a = spec.attention
+    if isinstance(a, GqaSpec):
+        shape = (blocks, block_size, a.kv_heads, a.head_dim)
+        return KvLayer(_zeros(shape, dtype, device), _zeros(shape, dtype, device), a.head_dim)
+    latent = _zeros((blocks, block_size, 1, a.kv_lora + a.rope_dim), dtype, device)
+    return KvLayer(latent, None, a.kv_lora)
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Zeros; on a host in a mapping of their own, since torch.zeros would write every page."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = math.prod(shape) * dtype.itemsize
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

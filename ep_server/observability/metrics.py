@@ -1,0 +1,182 @@
+"""What the server exports to Prometheus. Knows no request's content and no HTTP.
+
+`ServerMetrics` is an EngineObserver: it counts what the front sees; what ranks measured comes through
+`RankCollector`. Every name begins with `epserver_`, durations are seconds, labels are bounded (never a
+request id). One registry per server, passed in, so that several servers in one process do not mix.
+"""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Iterable
+
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+)
+from prometheus_client.process_collector import ProcessCollector
+from prometheus_client.samples import Sample
+
+from ep_server.engine.observer import RequestSummary
+from ep_server.observability.rank_metrics import RankCollector
+from ep_server.observability.status_history import Snapshot
+from ep_server.records import RankReady, RankStatistics
+
+PREFIX = "epserver_"
+# Edges of the request histograms, seconds; those of dispatch and combine double from 1 us (rank_metrics).
+REQUEST_EDGES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
+TOKEN_EDGES = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
+LENGTH_EDGES = tuple(float(1 << power) for power in range(0, 18))
+# Statuses that are the server's fault. Counted from 0: of a series that begins with its first error,
+# Prometheus cannot see that error.
+FAULTS = ("DEADLINE_EXCEEDED", "INTERNAL", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "UNKNOWN")
+
+
+class ServerMetrics:
+    """Implements observer.EngineObserver. Called in the event loop; scrapes come from other threads."""
+
+    def __init__(
+        self, registry: CollectorRegistry, *, model: str, version: str, max_queue: int, nodes: int = 1
+    ) -> None:
+        """model, version: of build_info. max_queue: SchedulerConfig.max_queue. nodes: of this server."""
+        disable_created_metrics()  # type: ignore[no-untyped-call]  # process-wide; no query reads these series
+        self._ranks = RankCollector(PREFIX)
+        registry.register(self._ranks)
+        ProcessCollector(registry=registry)
+        export_node(registry, 0, nodes, version)
+
+        def counter(name: str, help: str, labels: Iterable[str] = ()) -> Counter:
+            return Counter(PREFIX + name, help, labels, registry=registry)
+
+        def gauge(name: str, help: str, labels: Iterable[str] = ()) -> Gauge:
+            return Gauge(PREFIX + name, help, labels, registry=registry)
+
+        def histogram(name: str, help: str, edges: tuple[float, ...] = REQUEST_EDGES) -> Histogram:
+            return Histogram(PREFIX + name, help, buckets=edges, registry=registry)
+
+        build = gauge("build_info", "Always 1; what runs.", ("version", "model", "python"))
+        build.labels(version, model, platform.python_version()).set(1)
+        gauge("queue_limit", "Requests that may wait before new ones are refused.").set(max_queue)
+        self._block_size = gauge("kv_block_size", "Tokens of one KV block.")
+        self._running = gauge("requests_running", "Requests in flight that have a token.")
+        self._waiting = gauge("requests_waiting", "Requests in flight without a token yet.")
+        self._unread = gauge(
+            "requests_unread", "Sequences that ended in a call that is still open: not read to the end yet."
+        )
+        self._unread_ended = counter(
+            "unread_ended",
+            "Sequences that had ended and were given up, as grpc.unread_seconds or Abort says.",
+        )
+        self._admitted = counter("requests_admitted", "Requests given to a rank.")
+        self._requests = counter(
+            "requests",
+            "Requests ended or refused, also unread, by gRPC status and, where that is OK, by finish reason.",
+            ("status", "finish_reason"),
+        )
+        for status in FAULTS:
+            self._requests.labels(status, "")
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of admitted requests.")
+        self._generated_tokens = counter("generated_tokens", "Tokens drawn for requests.")
+        self._accept_wait = histogram(
+            "accept_wait_seconds", "From the arrival of a Generate call to its acceptance, by probes."
+        )
+        self._first_token = histogram("time_to_first_token_seconds", "From admission to the first token.")
+        self._token_gap = histogram(
+            "inter_token_latency_seconds", "Between two tokens of one request.", TOKEN_EDGES
+        )
+        self._end_to_end = histogram("request_seconds", "From admission to the end, well or not.")
+        self._prefill = histogram("request_prefill_seconds", "From the first step to the first token.")
+        self._decode = histogram("request_decode_seconds", "From the first token to the end.")
+        self._freed = histogram("cancel_to_free_seconds", "From a cancel to its KV blocks being free.")
+        self._prompt_length = histogram("request_prompt_tokens", "Prompt length.", LENGTH_EDGES)
+        self._output_length = histogram("request_output_tokens", "Output length at the end.", LENGTH_EDGES)
+
+    def look(self) -> Snapshot:
+        """What the status page is made of. From any thread."""
+        up, ranks = self._ranks.latest()
+        gaps = [(s.labels["le"], s.value) for s in _samples(self._token_gap) if s.name.endswith("_bucket")]
+        return Snapshot(
+            at=time.monotonic(),
+            generated=_samples(self._generated_tokens)[0].value,
+            running=_samples(self._running)[0].value,
+            waiting=_samples(self._waiting)[0].value,
+            token_gaps=tuple((float(edge), count) for edge, count in gaps),
+            up=up,
+            ranks=ranks,
+        )
+
+    def on_rank_ready(self, ready: RankReady) -> None:
+        """A rank is warm."""
+        self._ranks.set_up(ready.rank, True)
+        self._block_size.set(ready.block_size)
+
+    def on_rank_lost(self, rank: int) -> None:
+        """A rank died."""
+        self._ranks.set_up(rank, False)
+
+    def on_statistics(self, statistics: RankStatistics) -> None:
+        """A rank's cumulative measurements."""
+        self._ranks.update(statistics)
+
+    def on_admitted(self, prompt_tokens: int) -> None:
+        """A request was given to a rank."""
+        self._admitted.inc()
+        self._prompt_tokens.inc(prompt_tokens)
+        self._prompt_length.observe(prompt_tokens)
+
+    def on_refused(self, status: str) -> None:
+        """A request was refused before a rank saw it."""
+        self._requests.labels(status, "").inc()
+
+    def on_accept_wait(self, seconds: float) -> None:
+        """A call waited so long to be accepted."""
+        self._accept_wait.observe(seconds)
+
+    def on_first_token(self, seconds: float) -> None:
+        """The first token of a request, `seconds` after admission."""
+        self._first_token.observe(seconds)
+        self._generated_tokens.inc()
+
+    def on_token_gap(self, seconds: float) -> None:
+        """A further token of a request, `seconds` after the one before."""
+        self._token_gap.observe(seconds)
+        self._generated_tokens.inc()
+
+    def on_finished(self, summary: RequestSummary) -> None:
+        """A request ended, well or not."""
+        self._requests.labels(summary.status, summary.reason).inc()
+        self._end_to_end.observe(summary.seconds)
+        self._output_length.observe(summary.output_tokens)
+        if summary.first_token_seconds is not None:
+            self._prefill.observe(summary.first_token_seconds - summary.queued_seconds)
+            self._decode.observe(summary.seconds - summary.first_token_seconds)
+
+    def on_freed(self, seconds: float) -> None:
+        """The KV blocks of a cancelled request are free."""
+        self._freed.observe(seconds)
+
+    def on_unread_ended(self) -> None:
+        """An ended request was given up unread."""
+        self._unread_ended.inc()
+
+    def on_load(self, running: int, waiting: int, unread: int) -> None:
+        """Requests in flight with and without a first token, and ended but not read."""
+        self._running.set(running)
+        self._waiting.set(waiting)
+        self._unread.set(unread)
+
+
+def export_node(registry: CollectorRegistry, node: int, nodes: int, version: str) -> None:
+    """node_info of this process, which runs node `node` of `nodes`; 0 leads."""
+    help = "Always 1; which node of its server this is."
+    info = Gauge(PREFIX + "node_info", help, ("node", "nodes", "role", "version"), registry=registry)
+    info.labels(str(node), str(nodes), "follower" if node else "leader", version).set(1)
+
+
+def _samples(metric: Counter | Gauge | Histogram) -> list[Sample]:
+    (family,) = metric.collect()
+    return family.samples

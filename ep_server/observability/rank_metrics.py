@@ -1,0 +1,248 @@
+"""Turns what ranks measured (RankStatistics) into Prometheus families at scrape time. Knows no request.
+
+Ranks report cumulative numbers, so nothing is counted here and a scrape changes nothing: counters go up
+for as long as the ranks live. A family without a sample is left out. Units: seconds, bytes, tokens.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+from prometheus_client.registry import Collector
+
+from ep_server.observability.intervals import Interval, expert_balance, overlap_ratio, step_skew
+from ep_server.observability.quantiles import NANO
+from ep_server.records import RankLoad, RankStatistics
+
+FIRST_EDGE, LAST_EDGE = 10, 34  # bucket edges from 2^10 ns (1 us) to 2^34 ns (17 s), doubling
+MAX_EXPERT_SERIES = 512  # beyond so many experts one series per rank stands for all of its experts
+
+# RankLoad field -> (family without prefix, help); the gauges of one rank.
+LOAD_GAUGES: Mapping[str, tuple[str, str]] = {
+    "running": ("rank_running", "Sequences decoding on this rank."),
+    "waiting": ("queue_depth", "Requests waiting on this rank."),
+    "kv_blocks_used": ("kv_blocks_used", "KV blocks held by sequences."),
+    "kv_blocks_total": ("kv_blocks", "KV blocks of this rank."),
+    "kv_blocks_cached": ("kv_blocks_cached", "KV blocks kept for their prefix only; free when needed."),
+}
+LOAD_COUNTERS: Mapping[str, tuple[str, str]] = {
+    "prefix_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
+    "prefix_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    "preemptions": ("preemptions", "Sequences put back into the queue for lack of KV blocks."),
+}
+# RankStatistics.counters name -> the same.
+COUNTERS: Mapping[str, tuple[str, str]] = {
+    "run_steps": ("steps", "Steps this rank took part in."),
+    "idle_steps": ("idle_steps", "Steps this rank took part in without a token of its own."),
+    "padded_tokens": ("padded_tokens", "Rows computed that hold no token."),
+    "overlap_steps": ("overlap_steps", "Steps run as two micro-batches."),
+    "graph_steps": ("graph_steps", "Steps replayed from a captured graph."),
+    "kernels_compiled": ("kernels_compiled", "Kernels not made ready before traffic: each had a step wait."),
+    "parks": ("parks", "Times the group went to sleep for lack of work."),
+    "tokens": ("step_tokens", "Tokens run, prefill and decode."),
+    "exchange_tokens": ("comm_tokens", "Tokens given to dispatch, once per MoE layer."),
+    "exchange_rows": ("comm_rows", "Rows received by dispatch, one per token and receiving rank."),
+    "exchange_sleeps": ("comm_sleeps", "Waits for a peer that went to sleep after spinning."),
+}
+# Histogram name or kind -> (family without prefix, help, labels beside rank).
+HISTOGRAMS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
+    "comm": ("comm_latency_seconds", "One part of one operation between ranks.", ("op", "part")),
+    "step": ("step_seconds", "One phase of one step.", ("phase",)),
+    "request/queue": (
+        "request_queue_seconds",
+        "From arrival at the rank to the first step of a request.",
+        (),
+    ),
+}
+
+
+class RankCollector(Collector):
+    """The latest report of every rank, as metrics. Reports come from one thread, scrapes from any."""
+
+    def __init__(self, prefix: str = "epserver_") -> None:
+        self._prefix = prefix
+        self._lock = threading.Lock()
+        self._up: dict[int, bool] = {}
+        self._latest: dict[int, RankStatistics] = {}
+        self._intervals: dict[int, Interval] = {}
+
+    def set_up(self, rank: int, up: bool) -> None:
+        """A rank became ready, or was lost."""
+        with self._lock:
+            self._up[rank] = up
+
+    def update(self, statistics: RankStatistics) -> None:
+        """Replaces a rank's numbers. A report without a new step keeps the interval of the last one."""
+        with self._lock:
+            last = self._latest.get(statistics.rank, RankStatistics(statistics.rank))
+            if statistics.load.steps > last.load.steps:
+                self._intervals[statistics.rank] = Interval(last, statistics)
+            self._latest[statistics.rank] = statistics
+
+    def latest(self) -> tuple[dict[int, bool], dict[int, RankStatistics]]:
+        """(up, last report) by rank; copies."""
+        with self._lock:
+            return dict(self._up), dict(self._latest)
+
+    def collect(self) -> Iterator[Metric]:
+        """One pass over all ranks."""
+        with self._lock:
+            up = dict(self._up)
+            ranks = [self._latest[rank] for rank in sorted(self._latest)]
+            intervals = [self._intervals[rank] for rank in sorted(self._intervals)]
+        families = (
+            self._ups(up),
+            *self._loads(ranks),
+            *self._counters(ranks),
+            *self._histograms(ranks),
+            self._peer_waits(ranks),
+            self._expert_tokens(ranks),
+            *self._interval_gauges(intervals),
+        )
+        yield from (family for family in families if family.samples)
+
+    def _ups(self, up: Mapping[int, bool]) -> Metric:
+        family = GaugeMetricFamily(
+            f"{self._prefix}ep_rank_up", "1 while the rank is part of the group.", labels=["rank"]
+        )
+        for rank in sorted(up):
+            family.add_metric([str(rank)], float(up[rank]))
+        return family
+
+    def _loads(self, ranks: Iterable[RankStatistics]) -> Iterator[Metric]:
+        for field, (name, help) in LOAD_GAUGES.items():
+            gauge = GaugeMetricFamily(self._prefix + name, help, labels=["rank"])
+            for rank in ranks:
+                gauge.add_metric([str(rank.rank)], getattr(rank.load, field))
+            yield gauge
+        usage = GaugeMetricFamily(
+            f"{self._prefix}kv_cache_usage_ratio",
+            "Share of a rank's KV blocks in use, 0 to 1.",
+            labels=["rank"],
+        )
+        for rank in ranks:
+            usage.add_metric([str(rank.rank)], _usage(rank.load))
+        yield usage
+        for field, (name, help) in LOAD_COUNTERS.items():
+            counter = CounterMetricFamily(self._prefix + name, help, labels=["rank"])
+            for rank in ranks:
+                counter.add_metric([str(rank.rank)], getattr(rank.load, field))
+            yield counter
+
+    def _counters(self, ranks: Iterable[RankStatistics]) -> Iterator[Metric]:
+        for key, (name, help) in COUNTERS.items():
+            counter = CounterMetricFamily(self._prefix + name, help, labels=["rank"])
+            for rank in ranks:
+                if key in rank.counters:
+                    counter.add_metric([str(rank.rank)], rank.counters[key])
+            yield counter
+        sent = CounterMetricFamily(
+            f"{self._prefix}comm_bytes", "Bytes sent to other ranks.", labels=["rank", "op"]
+        )
+        for rank in ranks:
+            for key, value in sorted(rank.counters.items()):
+                kind, _, op = key.partition("/")
+                if kind == "bytes" and value:
+                    sent.add_metric([str(rank.rank), op], value)
+        yield sent
+
+    def _histograms(self, ranks: Iterable[RankStatistics]) -> Iterator[Metric]:
+        families = {
+            key: HistogramMetricFamily(self._prefix + name, help, labels=["rank", *labels])
+            for key, (name, help, labels) in HISTOGRAMS.items()
+        }
+        for rank in ranks:
+            for name, buckets in sorted(rank.histograms.items()):
+                op, _, part = name.partition("/")
+                if name in families:
+                    family, labels = families[name], []
+                elif op == "step":
+                    family, labels = families["step"], [part]
+                else:
+                    family, labels = families["comm"], [op, part]
+                if any(buckets):
+                    total = rank.sums.get(name, 0) * NANO
+                    family.add_metric([str(rank.rank), *labels], prometheus_buckets(buckets), total)
+        yield from families.values()
+
+    def _peer_waits(self, ranks: Iterable[RankStatistics]) -> Metric:
+        family = CounterMetricFamily(
+            f"{self._prefix}comm_peer_wait_seconds",
+            "Time a rank waited for a peer.",
+            labels=["rank", "peer", "op"],
+        )
+        for rank in ranks:
+            for (op, peer), waited in sorted(rank.peer_wait_ns.items()):
+                if waited and peer != rank.rank:
+                    family.add_metric([str(rank.rank), str(peer), op], waited * NANO)
+        return family
+
+    def _expert_tokens(self, ranks: list[RankStatistics]) -> Metric:
+        family = CounterMetricFamily(
+            f"{self._prefix}expert_tokens",
+            'Tokens an expert received; expert="all" where experts are many.',
+            labels=["rank", "expert"],
+        )
+        single = sum(len(rank.expert_tokens) for rank in ranks) <= MAX_EXPERT_SERIES
+        for rank in ranks:
+            counted = rank.expert_tokens if single else {"all": sum(rank.expert_tokens.values())}
+            for expert, number in counted.items():
+                family.add_metric([str(rank.rank), str(expert)], number)
+        return family
+
+    def _interval_gauges(self, intervals: list[Interval]) -> Iterator[Metric]:
+        even = GaugeMetricFamily(
+            f"{self._prefix}expert_balancedness",
+            "Mean over maximum of the tokens received in the last report interval; 1 is even.",
+            labels=["scope"],
+        )
+        if (balances := expert_balance(intervals)) is not None:
+            for scope, value in zip(("rank", "expert"), balances, strict=True):
+                even.add_metric([scope], value)
+        yield even
+        skew = step_skew(intervals)
+        yield GaugeMetricFamily(
+            f"{self._prefix}step_skew_seconds",
+            "Mean time per step that the earliest rank waits in the vote beyond the latest, last interval.",
+            value=skew,
+        )
+        overlap = GaugeMetricFamily(
+            f"{self._prefix}overlap_ratio",
+            "Share of the flight time of dispatch and combine that the rank did not wait, last interval.",
+            labels=["rank"],
+        )
+        for interval in intervals:
+            if (ratio := overlap_ratio(interval)) is not None:
+                overlap.add_metric([str(interval.now.rank)], ratio)
+        yield overlap
+
+
+def prometheus_buckets(buckets: Sequence[int]) -> list[tuple[str, float]]:
+    """Log2 nanosecond buckets as cumulative (upper edge in seconds, count), ending with +Inf.
+
+    A duration of exactly an edge counts in the bucket above it: one nanosecond, at 1 us and more.
+    """
+    edges, total = [], 0
+    for exponent, count in enumerate(buckets):
+        total += count
+        if FIRST_EDGE <= exponent + 1 <= LAST_EDGE:
+            edges.append((_edge(exponent + 1), float(total)))
+    edges.extend(
+        (_edge(edge), float(total)) for edge in range(max(FIRST_EDGE, len(buckets) + 1), LAST_EDGE + 1)
+    )
+    return [*edges, ("+Inf", float(total))]
+
+
+def _edge(exponent: int) -> str:
+    return repr(2**exponent / 1e9)
+
+
+def _usage(load: RankLoad) -> float:
+    return load.kv_blocks_used / load.kv_blocks_total if load.kv_blocks_total else 0.0

@@ -1,0 +1,1 @@
+"""Reference implementations and fakes for tests."""

@@ -1,0 +1,168 @@
+"""`ep-server serve` as an operator runs it: a process, two rank processes, the demo model, real signals."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import shutil
+import signal
+import socket
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+import pytest
+from grpc_health.v1 import health_pb2
+
+import ep_server
+from ep_server.client import AsyncClient, Target
+from ep_server.frontend import endpoint
+from tests.support.frontend import Code, failure, next_event, rest
+
+MODEL = Path(ep_server.__file__).parent / "assets" / "demo_model"
+WAIT = 120.0  # seconds; the machine may be busy with much else
+
+
+@dataclass
+class Process:
+    """A running server. lines: of its log, JSON objects."""
+
+    inner: asyncio.subprocess.Process
+    lines: list[dict[str, str]] = field(default_factory=list)
+    address: str = ""
+
+    @property
+    def ranks(self) -> list[psutil.Process]:
+        children = psutil.Process(self.inner.pid).children()
+        return [child for child in children if "ranks.life" in str(child.cmdline())]
+
+    async def read_log(self) -> None:
+        """Until the address is known, or the process ends."""
+        assert self.inner.stderr is not None
+        while not self.address and (line := await self.inner.stderr.readline()):
+            self.lines.append(json.loads(line))
+            if match := re.match(r"serving \S+ on (\S+), ", self.lines[-1]["message"]):
+                self.address = match[1]
+
+    async def end(self) -> tuple[int, str]:
+        """Exit code and the rest of standard error."""
+        async with asyncio.timeout(WAIT):
+            _, err = await self.inner.communicate()
+        assert self.inner.returncode is not None
+        return self.inner.returncode, err.decode()
+
+
+@asynccontextmanager
+async def launched(*arguments: str, model: Path = MODEL) -> AsyncIterator[Process]:
+    inner = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "ep_server", "serve", "--model", str(model), "--ranks", "2"),
+        *("--metrics-port", "0", "--log-format", "json", "--parallel-threads-per-rank", "1", *arguments),
+        stderr=asyncio.subprocess.PIPE,
+    )
+    process = Process(inner)
+    try:
+        yield process
+    finally:
+        if inner.returncode is None:
+            inner.kill()
+            await inner.communicate()
+
+
+@asynccontextmanager
+async def served() -> AsyncIterator[tuple[Process, AsyncClient]]:
+    async with launched("--port", "0") as process:
+        async with asyncio.timeout(WAIT):
+            await process.read_log()
+        assert process.address, process.lines
+        async with AsyncClient(process.address) as client:
+            yield process, client
+
+
+async def test_serve_answer_cancel_drain() -> None:
+    async with served() as (process, client):
+        assert process.lines[-1]["message"].endswith(f" on {process.address}, 2 ranks on cpu")
+        answer = await client.complete("12+30=", temperature=0.0, timeout=WAIT)
+        assert answer.text.split() == ["42"]
+        again = await client.complete(
+            "12+30=", temperature=0.0, output_logprobs=True, top_n=3, dp_rank=1, timeout=WAIT
+        )
+        assert again.token_ids == answer.token_ids and again.info.rank == 1
+        for token, entry in zip(again.token_ids, again.logprobs, strict=True):
+            assert entry.top[0].token_id == token and entry.top[0].logprob == entry.logprob <= 0
+            assert len(entry.top) == 3
+        info = await client.server_info()
+        assert {rank.pid for rank in info.rank_info} == {rank.pid for rank in process.ranks}
+
+        long = client.generate("12+30=", ignore_eos=True, request_id="long", timeout=WAIT)
+        await next_event(long)
+        await next_event(long)
+        await client.abort("long")
+        assert (await failure(long)).code() is Code.CANCELLED
+        async with asyncio.timeout(WAIT):
+            while (await client.loads()).in_flight:
+                pass
+        state = await client.ep_state()
+        assert [rank.up for rank in state.ranks] == [True, True]
+
+        last = client.generate("12+30=", ignore_eos=True, max_new_tokens=200, timeout=WAIT)
+        await next_event(last)
+        process.inner.send_signal(signal.SIGTERM)
+        assert (await rest(last))[-1].finished.usage.output_tokens == 200
+        code, _ = await process.end()
+        assert code == 0
+
+
+async def test_a_killed_rank_ends_everything() -> None:
+    async with served() as (process, client):
+        call = client.generate("1+1=", ignore_eos=True, timeout=WAIT)
+        await next_event(call)
+        ranks = process.ranks
+        ranks[0].kill()
+        error = await failure(call)
+        assert error.code() is Code.UNAVAILABLE and "was lost: killed by SIGKILL" in error.details()
+        code, log = await process.end()
+        assert code == 1 and "was lost: killed by SIGKILL" in log
+        assert [rank for rank in ranks if rank.is_running() and rank.status() != "zombie"] == []
+
+
+async def test_a_port_in_use_is_one_line_before_anything_is_loaded() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        async with launched("--port", str(other.getsockname()[1])) as process:
+            code, err = await process.end()
+    assert code == 1
+    assert re.fullmatch(r"ep-server: error: grpc\.port = \d+: must be .*in use\)\n", err)
+
+
+@pytest.mark.parametrize("missing", ["model.safetensors", "config.json"])
+async def test_a_worker_that_cannot_start_says_why_in_one_line(missing: str, tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    shutil.copytree(MODEL, model)
+    (model / missing).unlink()
+    async with launched("--port", "0", model=model) as process:
+        code, err = await process.end()
+    assert code == 1
+    last = err.strip().splitlines()[-1]
+    assert last.startswith("ep-server: error: ") and missing in last, err
+    assert "Traceback" not in err
+
+
+async def test_callers_of_a_stopped_server_are_told() -> None:
+    async with served() as (process, _):
+        target = Target(process.address, keepalive_seconds=1.0, keepalive_timeout_seconds=1.0)
+        async with AsyncClient(target) as client:
+            watch = client.health.Watch(health_pb2.HealthCheckRequest())  # silent
+            stream = client.generate("12+30=", ignore_eos=True, max_new_tokens=2000)  # with data on its way
+            for call in (watch, stream, stream):
+                await next_event(call)
+            process.inner.send_signal(signal.SIGSTOP)
+            for call in (watch, stream):
+                assert (await failure(call)).code() is Code.UNAVAILABLE
+
+
+def test_a_server_takes_the_pings_of_a_client() -> None:
+    assert dict(Target("").options)["grpc.keepalive_time_ms"] > endpoint.LEAST_PING_MS
+    assert "grpc.keepalive_time_ms" not in dict(Target("", keepalive_seconds=0.0).options)

@@ -1,0 +1,178 @@
+"""Two network namespaces of two ranks each as one server: the tokens of one host, whatever node is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import signal
+import sys
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+import torch
+from transformers.utils import logging
+
+from tests.support import namespaces
+from tests.support.cluster.nodes import WAIT, Nodes, nodes
+from tests.support.fabric.fabric_ends import needs
+from tests.support.models.checkpoints import CASES, Case, make
+from tests.support.namespaces import Hosts
+
+FAMILIES = {case.config.model_type: case for case in reversed(CASES)}  # the first case of each
+IN_CI = "mixtral"
+RANKS = 2  # of each node
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    needs("system")
+    if why := namespaces.missing():
+        pytest.skip(why)
+    with Hosts(2) as made:
+        yield made
+
+
+class Asked:
+    """Requests on their way from a process in the namespace of a node."""
+
+    def __init__(self, inner: asyncio.subprocess.Process) -> None:
+        self._inner = inner
+
+    async def began(self) -> None:
+        """Until a token of each has come."""
+        assert self._inner.stderr is not None
+        async with asyncio.timeout(WAIT):
+            while (line := await self._inner.stderr.readline()) != b"began\n":
+                assert line
+
+    async def answers(self) -> list[tuple[list[int], int, str]]:
+        """In the order of the requests: token ids, rank, how the stream ended."""
+        assert self._inner.stdout is not None
+        async with asyncio.timeout(WAIT):
+            answers = json.loads(await self._inner.stdout.read())
+            await self._inner.wait()
+        return [(tokens, rank, end) for tokens, rank, end in answers]
+
+
+@asynccontextmanager
+async def asked(made: Nodes, node: int, requests: list[dict[str, Any]]) -> AsyncIterator[Asked]:
+    """node: whose port is asked, from its own namespace."""
+    pipe = asyncio.subprocess.PIPE
+    inner = await asyncio.create_subprocess_exec(
+        *(*made.prefix(node), sys.executable, "-m", "tests.support.cluster.ask_server"),
+        stdin=pipe,
+        stdout=pipe,
+        stderr=pipe,
+    )
+    try:
+        assert inner.stdin is not None
+        inner.stdin.write(json.dumps({"address": made.started[node].address, "requests": requests}).encode())
+        inner.stdin.close()
+        yield Asked(inner)
+    finally:
+        if inner.returncode is None:
+            inner.kill()
+            await inner.wait()
+
+
+async def ask(made: Nodes, node: int, requests: list[dict[str, Any]]) -> list[tuple[list[int], int, str]]:
+    async with asked(made, node, requests) as running:
+        return await running.answers()
+
+
+async def start_all(made: Nodes) -> None:
+    everyone = [await made.start(node) for node in range(made.count)]
+    for node in everyone:
+        await node.serving()
+
+
+async def stop_all(made: Nodes) -> None:
+    made.started[0].signal(signal.SIGTERM)
+    assert [await node.end() for node in made.started] == [0] * made.count
+
+
+async def test_the_demo_model_gives_the_tokens_of_one_host_wherever_it_is_asked(hosts: Hosts) -> None:
+    """On every rank from either node, and where the scheduler puts it: beside the node that was asked."""
+    sums = [f"{n}+{7 * n + 3}=" for n in (4, 17, 30, 55)]
+    greedy = [{"prompt": text, "temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True} for text in sums]
+    async with nodes(count=1, ranks=1) as alone:
+        single = await alone.start(0)
+        await single.serving()
+        expected = [tokens for tokens, _, end in await ask(alone, 0, greedy) if end == "OK"]
+    assert len(expected) == len(sums)
+    async with nodes(ranks=RANKS, hosts=hosts) as made:
+        await start_all(made)
+        for node in range(2):
+            everywhere = [fields | {"dp_rank": rank} for rank in range(2 * RANKS) for fields in greedy]
+            got = await ask(made, node, everywhere)
+            assert [(tokens, end) for tokens, _, end in got] == [
+                (e, "OK") for _ in range(4) for e in expected
+            ]
+            assert [rank for _, rank, _ in got] == [fields["dp_rank"] for fields in everywhere]
+            ((tokens, rank, end),) = await ask(made, node, greedy[:1])
+            assert (tokens, end) == (expected[0], "OK")
+            assert rank // RANKS == node
+        await stop_all(made)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(FAMILIES[name], marks=() if name == IN_CI else pytest.mark.slow) for name in FAMILIES],
+    ids=FAMILIES,
+)
+async def test_every_family_gives_transformers_tokens(
+    case: Case, hosts: Hosts, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()
+    tiny = make(case, tmp_path_factory.mktemp(case.name))
+    options = ("--model-dtype", "float32", "--scheduler-max-step-tokens", "32", "--scheduler-block-size", "4")
+    async with nodes(ranks=RANKS, hosts=hosts, model=tiny.path, options=options) as made:
+        await start_all(made)
+        for node in range(2):
+            got = await ask(
+                made,
+                node,
+                [
+                    {"prompt": prompt, "temperature": 0.0, "max_new_tokens": len(answer), "dp_rank": rank}
+                    for rank in range(2 * RANKS)
+                    for prompt, answer in zip(tiny.prompts, tiny.tokens, strict=True)
+                ],
+            )
+            assert [(tuple(tokens), end) for tokens, _, end in got] == [
+                (answer, "OK") for _ in range(2 * RANKS) for answer in tiny.tokens
+            ]
+        await stop_all(made)
+
+
+async def test_a_host_cut_off_ends_both_sides(hosts: Hosts) -> None:
+    """Nobody is told: node 0 names the node, the other one node 0, and no stream hangs."""
+    quick = ("--cluster-silent-seconds", "3", "--exchange-timeout-seconds", "30")
+    endless = [{"prompt": "1+1=", "max_new_tokens": 2000, "ignore_eos": True, "timeout": WAIT}]
+    async with nodes(ranks=1, hosts=hosts, options=quick) as made:
+        await start_all(made)
+        processes = [rank for node in made.started for rank in node.ranks]
+        async with asked(made, 0, endless) as first, asked(made, 1, endless) as second:
+            await asyncio.gather(first.began(), second.began())
+            hosts.cut(1)
+            ((_, _, at_leader),), ((_, _, at_other),) = await asyncio.gather(
+                first.answers(), second.answers()
+            )
+        assert at_leader.startswith("UNAVAILABLE: ") and at_other.startswith("UNAVAILABLE: ")
+        assert "node 1 (rank 1) said nothing for 3 s" in at_leader
+        assert "node 0 at 198.18.0.1:50061 said nothing for 3 s" in at_other
+        assert [await node.end() for node in made.started] == [1, 1]
+        assert [process for process in processes if process.is_running()] == []
+
+
+@pytest.mark.slow
+async def test_eight_ranks_start_serve_and_stop_as_one_server(hosts: Hosts) -> None:
+    async with nodes(ranks=4, hosts=hosts) as made:
+        await start_all(made)
+        fields = {"prompt": "12+30=", "temperature": 0.0, "max_new_tokens": 8}
+        got = await ask(made, 1, [fields | {"dp_rank": rank} for rank in range(8)])
+        assert [(rank, end) for _, rank, end in got] == [(rank, "OK") for rank in range(8)]
+        assert len({tuple(tokens) for tokens, _, _ in got}) == 1
+        await stop_all(made)

@@ -1,0 +1,85 @@
+"""The exchange between hosts: network namespaces that share nothing but a network."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ep_server.errors import PeerLost, PeerTimeout
+from ep_server.exchange.fabric.exchange import FabricExchange, FabricOptions
+from tests.integration.exchange import test_faults as programs
+from tests.integration.exchange.test_faults import SECOND, operation, spec_of
+from tests.support import namespaces
+from tests.support.exchange.ranks import Peer, Ranks, run_ranks
+from tests.support.fabric.fabric_ends import LIBRARIES, FabricEnd, needs
+from tests.support.namespaces import Hosts
+
+
+@pytest.fixture
+def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
+    needs("system")
+    if why := namespaces.missing():
+        pytest.skip(why)
+    with Hosts(request.param) as made:
+        yield made
+
+
+def one_each(hosts: Hosts, folder: Path, library: str = "system") -> list[FabricEnd]:
+    """One rank per host, found by capability: the only network there is the host's own."""
+    options = FabricOptions(library=LIBRARIES[library], domain=namespaces.DEVICE)
+    return [FabricEnd(str(folder / "meeting"), options, name) for name in hosts.names]
+
+
+@pytest.mark.parametrize(
+    ("library", "hosts"),
+    [
+        ("system", 4),
+        ("wheel", 2),
+        pytest.param("system", 2, marks=pytest.mark.slow),
+        pytest.param("wheel", 4, marks=pytest.mark.slow),
+    ],
+    indirect=["hosts"],
+)
+def test_micro_batches_interleave_between_hosts(hosts: Hosts, library: str, tmp_path: Path) -> None:
+    needs(library)
+    ranks = len(hosts.names)
+    ends = one_each(hosts, tmp_path, library)
+    run_ranks(programs.back_to_back, ranks, spec_of(ranks), 60, args=(20,), ends=ends)
+
+
+@pytest.mark.parametrize("hosts", [3], indirect=True)
+@pytest.mark.parametrize("library", ["system", pytest.param("wheel", marks=pytest.mark.slow)])
+def test_a_host_behind_a_slow_line_only_delays(hosts: Hosts, library: str, tmp_path: Path) -> None:
+    needs(library)
+    try:
+        hosts.limit(1, "2mbit")
+    except subprocess.CalledProcessError as error:
+        pytest.skip(f"no line can be made slow here (sch_tbf): {error.stderr.strip()}")
+    run_ranks(programs.back_to_back, 3, spec_of(3), 60, args=(20,), ends=one_each(hosts, tmp_path, library))
+
+
+def goes_on(exchange: FabricExchange, peer: Peer) -> None:
+    operation(exchange, 0)
+    peer.tell("started")
+    for step in range(1, 1 << 30):
+        operation(exchange, step)
+
+
+@pytest.mark.parametrize("hosts", [3], indirect=True)
+@pytest.mark.parametrize("library", ["system", "wheel"])
+def test_a_host_cut_off_is_named_by_the_others_and_gives_up_itself(
+    hosts: Hosts, library: str, tmp_path: Path
+) -> None:
+    needs(library)
+    with Ranks(goes_on, 3, spec_of(3, SECOND), ends=one_each(hosts, tmp_path, library)) as ranks:
+        for rank in range(3):
+            assert ranks.message(rank, 30) == "started"
+        hosts.cut(1)
+        ended = ranks.join(30)
+    for outcome in ended:
+        assert isinstance(outcome.error, PeerTimeout | PeerLost), outcome
+    assert [o.error.peer for o in (ended[0], ended[2])] == [1, 1]  # type: ignore[union-attr]
+    assert ended[1].error.peer in (0, 2)  # type: ignore[union-attr]

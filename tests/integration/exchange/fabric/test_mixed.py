@@ -1,0 +1,303 @@
+"""Groups in which some ranks share a host: the conformance suite, what crosses the network, and faults."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_server import _C
+from ep_server.errors import ConfigError, StartupError
+from ep_server.exchange.api import ExchangeSpec, View
+from ep_server.exchange.fabric.exchange import FabricExchange, FabricOptions
+from ep_server.exchange.fabric.host_share import HostShare, create_host_share
+from ep_server.exchange.geometry import geometry_of
+from ep_server.exchange.segment import create_segment
+from ep_server.exchange.shm import NativeExchange
+from tests.integration.exchange import test_faults as programs
+from tests.integration.exchange.fabric.test_conformance import on_one_host
+from tests.integration.exchange.test_faults import operation, spec_of
+from tests.support import namespaces
+from tests.support.exchange.conformance import run_cases, run_side_by_side
+from tests.support.exchange.process_group import run_group
+from tests.support.exchange.ranks import Peer, Ranks, run_ranks
+from tests.support.exchange.sequences import run_sequences
+from tests.support.fabric.fabric_ends import loopback, needs
+from tests.support.fabric.mixed_ends import from_process_group, mixed_ends
+from tests.support.namespaces import Hosts
+
+TWO_BY_TWO, ONE_AND_THREE, SCATTERED = (0, 0, 1, 1), (0, 1, 1, 1), (0, 1, 2, 0, 1)
+
+
+def whole_suite(group: dist.ProcessGroup, library: str, hosts: tuple[int, ...], seed: int) -> dict[str, str]:
+    options = loopback(library, disorder=seed, strict_memory=seed != 0)
+    factory = partial(from_process_group, options, hosts)
+    return run_cases(group, factory) | run_sequences(group, factory)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "library", "seed"),
+    [
+        (TWO_BY_TWO, "system", 0),
+        pytest.param(ONE_AND_THREE, "system", 0, marks=pytest.mark.slow),
+        pytest.param(ONE_AND_THREE, "wheel", 0, marks=pytest.mark.slow),
+        pytest.param(SCATTERED, "system", 0, marks=pytest.mark.slow),
+        pytest.param((3, 3, 3), "system", 0, marks=pytest.mark.slow),
+        pytest.param(ONE_AND_THREE, "system", 5, marks=pytest.mark.slow),
+        pytest.param(TWO_BY_TWO, "system", 6, marks=pytest.mark.slow),
+    ],
+)
+def test_every_case_gives_the_bits_of_paper_arithmetic(
+    hosts: tuple[int, ...], library: str, seed: int
+) -> None:
+    needs(library)
+    by_rank = run_group(whole_suite, len(hosts), args=(library, hosts, seed), timeout=200)
+    failures = [
+        f"rank {rank}, {name}: {text}"
+        for rank, results in enumerate(by_rank)
+        for name, text in results.items()
+        if text
+    ]
+    assert len(by_rank[0]) > 400
+    assert not failures, "\n".join(failures[:5])
+
+
+def test_a_mixed_group_and_one_host_give_the_same_bits_at_a_models_sizes() -> None:
+    needs("system")
+    mixed = partial(from_process_group, loopback(), TWO_BY_TWO)
+    run_group(run_side_by_side, 4, args=(on_one_host, mixed))
+
+
+# -- what crosses the network ------------------------------------------------------------------------------
+
+TOKENS, HIDDEN = 8, 256
+ROW = 2 * HIDDEN
+ROUTING = TOKENS * 4 * (4 + 4)  # ids and weights of all tokens
+
+
+def counted(exchange: FabricExchange, choices: list[int]) -> tuple[int, int]:
+    """Bytes that dispatch and combine wrote into the memory of other ranks, each token routed alike."""
+    before = exchange.statistics()["counters"]
+    x = torch.full((TOKENS, HIDDEN), float(exchange.spec.rank + 1), dtype=torch.bfloat16)
+    ids = torch.tensor([choices]).repeat(TOKENS, 1)
+    received = exchange.dispatch_send(x, ids, torch.ones(TOKENS, 4)).recv()
+    result = exchange.combine_send(received.rows, received).recv()
+    assert torch.equal(result, x * sum(choice >= 0 for choice in choices))
+    after = exchange.statistics()["counters"]
+    return tuple(after[f"bytes/{op}"] - before[f"bytes/{op}"] for op in ("dispatch", "combine"))  # type: ignore[return-value]
+
+
+def all_routings(exchange: FabricExchange) -> list[tuple[int, int]]:
+    host = exchange.hosts[exchange.spec.rank]
+    far, mate = 2 * (1 - host), exchange.spec.rank ^ 1
+    routings = [[far, far + 1, -1, -1], [far, -1, -1, -1], [mate, -1, -1, -1], [0, 1, 2, 3], [-1] * 4]
+    return [counted(exchange, choices) for choices in routings]
+
+
+def test_a_token_crosses_the_network_once_per_host(tmp_path: Path) -> None:
+    needs("system")
+    spec = {"placement": (0, 1, 2, 3), "max_tokens": TOKENS, "hidden": HIDDEN, "top_k": 4}
+    with mixed_ends(tmp_path, TWO_BY_TWO, spec, loopback()) as ends:
+        by_rank = run_ranks(all_routings, 4, spec, ends=ends)
+    rows, one = TOKENS * ROW, 2 * ROUTING  # routing goes to the mate and to one rank of the other host
+    expected = [
+        (one + rows, 2 * rows),  # both ranks of the other host: one row there, an answer from each
+        (one + rows, rows),
+        (one + rows, rows),
+        (one + 2 * rows, 3 * rows),  # everywhere: one row to the mate, one to the other host
+        (one, 0),
+    ]
+    for made in by_rank:
+        # Answers are counted where they are sent: as many as a rank receives tokens for.
+        assert [dispatched for dispatched, _ in made] == [dispatched for dispatched, _ in expected]
+    for turn, (_, answers) in enumerate(expected):
+        assert sum(made[turn][1] for made in by_rank) == 4 * answers
+
+
+@pytest.fixture
+def hosts() -> Iterator[Hosts]:
+    needs("system")
+    if why := namespaces.missing():
+        pytest.skip(why)
+    with Hosts(2) as made:
+        yield made
+
+
+def transmitted() -> int:
+    """Bytes that ever left the network namespace of this process."""
+    lines = Path("/proc/self/net/dev").read_text().splitlines()
+    line = next(line for line in lines if line.strip().startswith(f"{namespaces.DEVICE}:"))
+    return int(line.partition(":")[2].split()[8])
+
+
+def sent_by(exchange: FabricExchange, far: list[int]) -> int:
+    """Bytes that left this network namespace in eight dispatches of tokens for experts of the other one."""
+    x = torch.randn(256, 1024).bfloat16()
+    first = exchange.hosts.index(1 - exchange.hosts[exchange.spec.rank])
+    ids = torch.tensor([[first + rank if rank in far else -1 for rank in range(2)]]).repeat(256, 1)
+    exchange.barrier()
+    before = transmitted()
+    exchange.barrier()  # nobody sends before all have read
+    for _ in range(8):
+        exchange.dispatch_send(x, ids, torch.ones(256, 2)).recv(View.COMPACT)
+    exchange.barrier()
+    return transmitted() - before
+
+
+def sent_for_one_and_two(exchange: FabricExchange) -> tuple[int, int]:
+    return sent_by(exchange, [0]), sent_by(exchange, [0, 1])
+
+
+def test_the_wire_between_hosts_carries_one_copy_for_two_ranks(hosts: Hosts, tmp_path: Path) -> None:
+    spec = {"placement": (0, 1, 2, 3), "max_tokens": 256, "hidden": 1024, "top_k": 2}
+    options = FabricOptions(domain=namespaces.DEVICE)
+    with mixed_ends(tmp_path, TWO_BY_TWO, spec, options, tuple(hosts.names)) as ends:
+        by_rank = run_ranks(sent_for_one_and_two, 4, spec, ends=ends)
+    both_ranks = 2 * 8 * 256 * 2 * 1024  # of a host, eight dispatches each
+    for one, two in by_rank:
+        assert both_ranks < one < 1.2 * both_ranks
+        assert two < 1.1 * one
+
+
+@pytest.mark.slow
+def test_micro_batches_interleave_between_two_hosts_of_two_ranks(hosts: Hosts, tmp_path: Path) -> None:
+    options = FabricOptions(domain=namespaces.DEVICE)
+    with mixed_ends(tmp_path, TWO_BY_TWO, spec_of(4), options, tuple(hosts.names)) as ends:
+        run_ranks(programs.back_to_back, 4, spec_of(4), args=(20,), ends=ends)
+
+
+def fewest_writes(exchange: FabricExchange) -> int:
+    """Of one operation among many: with others heartbeats or epochs that waited too long come along."""
+    made = []
+    for step in range(300):
+        before = exchange.writes
+        operation(exchange, step)
+        made.append(exchange.writes - before)
+    return min(made)
+
+
+def test_an_operation_is_three_writes(tmp_path: Path) -> None:
+    """Rows; routing, with what was read; rows with the answers."""
+    needs("system")
+    spec = spec_of(2, num_banks=4)
+    with mixed_ends(tmp_path, (0, 1), spec, loopback()) as ends:
+        assert run_ranks(fewest_writes, 2, spec, ends=ends) == [3, 3]
+
+
+# -- order, sleep ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("program", "seed"),
+    [
+        ("interleaved", 0),
+        ("back_to_back", 7),
+        pytest.param("back_to_back", 0, marks=pytest.mark.slow),
+        pytest.param("interleaved", 7, marks=pytest.mark.slow),
+    ],
+)
+def test_banks_are_reused_safely_when_ranks_run_ahead(program: str, seed: int, tmp_path: Path) -> None:
+    needs("system")
+    options = loopback(disorder=seed, strict_memory=seed != 0)
+    with mixed_ends(tmp_path, ONE_AND_THREE, spec_of(4), options) as ends:
+        run_ranks(getattr(programs, program), 4, spec_of(4), args=(40,), ends=ends)
+
+
+def far_on(exchange: FabricExchange) -> None:
+    """A reset brings epochs behind those of all votes: further than an immediate has bits for."""
+    for _ in range(66_000):
+        exchange.all_gather(b"")
+    exchange.reset()
+    for step in range(12):
+        operation(exchange, step)
+
+
+@pytest.mark.slow
+def test_epochs_go_beyond_the_bits_of_an_immediate(tmp_path: Path) -> None:
+    needs("system")
+    with mixed_ends(tmp_path, ONE_AND_THREE, spec_of(4), loopback()) as ends:
+        run_ranks(far_on, 4, spec_of(4), 120, ends=ends)
+
+
+def idles_behind(exchange: FabricExchange, peer: Peer) -> float:
+    """Rank 0 sends late; all others sleep on what one of them takes in for the rest."""
+    operation(exchange, 0)
+    if exchange.spec.rank == 0:
+        peer.hear()
+    begin = sum(os.times()[:2])
+    operation(exchange, 1)
+    return sum(os.times()[:2]) - begin
+
+
+def test_ranks_behind_a_gateway_sleep_until_it_rings(tmp_path: Path) -> None:
+    needs("system")
+    with (
+        mixed_ends(tmp_path, ONE_AND_THREE, spec_of(4), loopback()) as ends,
+        Ranks(idles_behind, 4, spec_of(4), ends=ends) as ranks,
+    ):
+        programs.time.sleep(1.5)  # how long they wait
+        ranks.tell(0, "go on")
+        outcomes = ranks.join(30)
+    assert [o.error for o in outcomes] == [None] * 4
+    assert max(o.value for o in outcomes[1:]) < 0.2
+
+
+# -- what a host shares ------------------------------------------------------------------------------------
+
+SPEC = ExchangeSpec(0, 2, (0, 1), max_tokens=4, hidden=64, top_k=2)
+
+
+@pytest.mark.parametrize(
+    ("hosts", "host", "said"),
+    [((0,), 0, "one number per rank: 2"), ((0, 1), 2, "host = 2"), ((0, -1), 0, "from 0 to 65535")],
+)
+def test_hosts_that_do_not_fit_the_group_are_refused(hosts: tuple[int, ...], host: int, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        create_host_share(SPEC, hosts, host)
+
+
+def test_too_little_memory_is_said_in_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ep_server.exchange.fabric.host_share.available_memory", lambda: 1 << 17)
+    with pytest.raises(StartupError, match=r"the 2 ranks of host 5 need .* MiB .* 0\.1 MiB are available"):
+        create_host_share(SPEC, (5, 5), 5)
+
+
+def test_a_share_of_another_group_is_refused() -> None:
+    needs("system")
+    share = create_host_share(SPEC, (0, 0), 0)
+    whole = create_segment(SPEC)
+    wrong = {
+        "hosts": HostShare((0, 1), share.fd, share.bells),
+        "bells": HostShare((0, 0), share.fd, share.bells[:1]),
+        "memory": HostShare((0, 0), whole, share.bells),
+        "number": HostShare((0, 0), share.bells[0], share.bells),
+    }
+    for name, one in wrong.items():
+        with pytest.raises(StartupError, match="cannot use what its host shares"):
+            FabricExchange(SPEC, loopback(), share=one)
+        assert name
+    with pytest.raises(ConfigError, match="hosts"):
+        FabricExchange(SPEC, loopback(), share=HostShare((0,), share.fd, share.bells))
+    alone = create_host_share(SPEC, (0, 1), 0)
+    with pytest.raises(StartupError, match="regions"):  # it has one, for one host's ranks
+        NativeExchange(SPEC, fd=alone.fd)
+    os.close(whole)
+    share.close()
+    alone.close()
+
+
+def test_regions_are_whole_rows_apart_and_hold_an_inbox() -> None:
+    needs("system")
+    for hidden in (7, 64, 2047):
+        spec = ExchangeSpec(0, 3, (0, 1, 2), max_tokens=3, hidden=hidden, top_k=2)
+        share = create_host_share(spec, (0, 0, 0), 0)
+        first, second, third = _C.Segment(share.fd).regions
+        share.close()
+        layout = _C.Layout(geometry_of(spec))
+        assert third - second == second - first > layout.total
+        assert (second - first) % layout.row_pitch == 0

@@ -1,0 +1,141 @@
+"""Ranks of several hosts, two parts of an exchange each, when one is killed or withholds something."""
+
+from __future__ import annotations
+
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from ep_server.errors import GroupAborted, PeerLost, PeerTimeout
+from ep_server.exchange.api import ExchangeSpec
+from ep_server.exchange.fabric.exchange import FabricOptions
+from ep_server.exchange.fabric.host_staging import BounceExchange
+from ep_server.exchange.faults import Action, Fault
+from ep_server.exchange.hierarchical.exchange import HybridExchange
+from tests.integration.exchange.fabric.test_faults import assert_lost
+from tests.integration.exchange.test_faults import SECOND
+from tests.support import namespaces
+from tests.support.exchange.ranks import Outcome, Peer, Ranks, run_outcomes
+from tests.support.fabric import hybrid_ends
+from tests.support.fabric.fabric_ends import loopback, needs
+from tests.support.fabric.mixed_ends import MixedEnd, mixed_ends
+from tests.support.namespaces import Hosts
+
+HOSTS = (0, 0, 1, 1)
+TOKENS, HIDDEN = 4, 64
+SPEC = {"placement": (0, 1, 2, 3), "max_tokens": TOKENS, "hidden": HIDDEN, "top_k": 4, "timeout_ns": SECOND}
+
+
+@dataclass(frozen=True)
+class HybridEnd:
+    """One rank's: over libfabric between hosts, in shared memory inside."""
+
+    inner: MixedEnd
+
+    def open(self, spec: ExchangeSpec, **waiting: Any) -> HybridExchange:
+        hosts = self.inner.share.hosts
+        return hybrid_ends.beside(BounceExchange(self.inner.open(spec, **waiting), "cpu"), hosts)
+
+
+def faulty(exchange: HybridExchange, victim: int, near: bool, fault: Fault) -> None:
+    """near: the fault is in the part inside the victim's host."""
+    if exchange.spec.rank == victim:
+        part = exchange.near if near else exchange.far.inner
+        part.set_faults((fault,))  # type: ignore[union-attr]
+    operations(exchange, 12)
+
+
+def operations(exchange: HybridExchange, count: int) -> None:
+    """Every token goes everywhere."""
+    x = torch.full((TOKENS, HIDDEN), float(exchange.spec.rank + 1), dtype=torch.bfloat16)
+    for _ in range(count):
+        received = exchange.dispatch_send(x, torch.arange(4).repeat(TOKENS, 1), torch.ones(TOKENS, 4)).recv()
+        assert torch.equal(exchange.combine_send(received.rows, received).recv(), 4 * x)
+
+
+def run(folder: Path, victim: int, near: bool, fault: Fault) -> list[Outcome]:
+    needs("system")
+    with mixed_ends(folder, HOSTS, SPEC, loopback()) as ends:
+        each = [HybridEnd(end) for end in ends]
+        return run_outcomes(faulty, 4, SPEC, 30, args=(victim, near, fault), ends=each)
+
+
+@pytest.mark.parametrize(
+    ("victim", "near", "op"),
+    [
+        (3, True, "dispatch"),
+        (1, False, "combine"),
+        pytest.param(3, True, "combine", marks=pytest.mark.slow),
+        pytest.param(1, False, "dispatch", marks=pytest.mark.slow),
+    ],
+)
+def test_a_killed_rank_is_named_by_every_survivor(victim: int, near: bool, op: str, tmp_path: Path) -> None:
+    """Whichever part it died in: its last send to anybody names it as it is numbered in the whole group."""
+    place = victim % 2 if near else victim
+    kill = Fault(rank=place, op=op, phase="send_rows", action=Action.KILL, epoch=3)
+    ended = run(tmp_path, victim, near, kill)
+    assert ended[victim].exitcode == -signal.SIGKILL
+    assert_lost([outcome for outcome in ended if outcome.rank != victim], victim)
+
+
+@pytest.mark.parametrize("op", ["dispatch", "combine"])
+def test_what_is_withheld_inside_a_host_is_told_with_the_numbers_of_the_group(
+    op: str, tmp_path: Path
+) -> None:
+    drop = Fault(rank=1, op=op, phase="send_header", action=Action.DROP, epoch=2, peer=0)
+    ended = run(tmp_path, 3, True, drop)
+    error = ended[2].error
+    assert isinstance(error, PeerTimeout), ended[2].trace
+    assert (error.op, error.phase, error.rank, error.peer) == (op, "recv_header", 2, 3)
+    assert all(outcome.error is not None for outcome in ended), "somebody went on"
+
+
+def test_two_namespaces_of_two_ranks_exchange_and_name_one_that_is_cut_off(tmp_path: Path) -> None:
+    """Whoever is left in the other namespace names a rank of the one that fell silent."""
+    needs("system")
+    if why := namespaces.missing():
+        pytest.skip(why)
+    with (
+        Hosts(2) as hosts,
+        mixed_ends(
+            tmp_path, HOSTS, SPEC, FabricOptions(domain=namespaces.DEVICE), tuple(hosts.names)
+        ) as ends,
+        Ranks(cut_off, 4, SPEC, ends=[HybridEnd(end) for end in ends]) as ranks,
+    ):
+        for rank in range(4):
+            assert ranks.message(rank, 30) == "started"
+        hosts.cut(1)
+        ended = ranks.join(20)
+    for outcome in ended:
+        assert isinstance(outcome.error, PeerTimeout | PeerLost), outcome
+        assert HOSTS[outcome.error.peer] != HOSTS[outcome.rank]
+
+
+def cut_off(exchange: HybridExchange, peer: Peer) -> None:
+    operations(exchange, 12)
+    peer.tell("started")
+    while True:
+        operations(exchange, 1)
+
+
+def aborted(exchange: HybridExchange) -> str:
+    exchange.near.abort()  # type: ignore[attr-defined]
+    x = torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16)
+    try:
+        exchange.dispatch_send(x, torch.arange(4).repeat(TOKENS, 1), torch.ones(TOKENS, 4)).recv()
+    except GroupAborted as error:
+        return str(error)
+    return "went on"
+
+
+def test_an_abort_inside_a_host_says_whose_numbers_it_tells(tmp_path: Path) -> None:
+    needs("system")
+    with mixed_ends(tmp_path, HOSTS, SPEC, loopback()) as ends:
+        ended = run_outcomes(aborted, 4, SPEC, 30, ends=[HybridEnd(end) for end in ends])
+    for outcome in ended:
+        first = 2 * HOSTS[outcome.rank]
+        assert outcome.value.startswith(f"among ranks {first} to {first + 1}, counted from 0 there: ")

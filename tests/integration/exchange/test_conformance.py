@@ -1,0 +1,152 @@
+"""One suite for every implementation of the exchange: each must return the bits that paper arithmetic gives.
+
+Both implementations are held to the same expected bits, so they are identical to one another. A group of
+processes is spawned once per implementation and R; it runs all cases, and each test reads its own result.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from ep_server.errors import ConfigError
+from ep_server.exchange import bootstrap
+from ep_server.exchange.api import Exchange, ExchangeSpec, Payload, Received, View
+from ep_server.testing.reference_exchange import ReferenceCombine, ReferenceDispatch, ReferenceExchange
+from tests.support.exchange.conformance import Factory, case_names, run_cases, run_pair, run_side_by_side
+from tests.support.exchange.process_group import run_group
+from tests.support.exchange.sequences import run_sequences, sequence_names
+from tests.support.exchange.single import make_single
+
+IMPLEMENTATIONS = ("reference", "native")
+RANKS = (1, 2, 4)
+
+
+def _factory(implementation: str) -> Factory:
+    if implementation == "reference":
+        return _reference
+    return _native
+
+
+def _native(spec: ExchangeSpec, group: dist.ProcessGroup) -> Exchange:
+    return bootstrap.from_process_group(group, spec)
+
+
+def _reference(spec: ExchangeSpec, group: dist.ProcessGroup) -> Exchange:
+    return ReferenceExchange(spec, group if spec.num_ranks > 1 else None)
+
+
+def _run_rank(group: dist.ProcessGroup, implementation: str) -> dict[str, str]:
+    factory = _factory(implementation)
+    return run_cases(group, factory) | run_sequences(group, factory)
+
+
+@cache
+def results(implementation: str, num_ranks: int) -> dict[str, list[str]]:
+    """name -> failure texts of the ranks that failed; one group of processes for all."""
+    by_rank = run_group(_run_rank, num_ranks, args=(implementation,), timeout=90)
+    return {
+        name: [f"rank {rank}: {answers[name]}" for rank, answers in enumerate(by_rank) if answers[name]]
+        for name in by_rank[0]
+    }
+
+
+@pytest.mark.parametrize("num_ranks", RANKS)
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+class TestConformance:
+    @pytest.mark.parametrize("case", case_names())
+    def test_case(self, implementation: str, num_ranks: int, case: str) -> None:
+        failures = results(implementation, num_ranks)[case]
+        assert not failures, "\n".join(failures)
+
+    @pytest.mark.parametrize("sequence", sequence_names())
+    def test_sequence(self, implementation: str, num_ranks: int, sequence: str) -> None:
+        failures = results(implementation, num_ranks)[sequence]
+        assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_native_equals_reference_at_a_models_sizes(num_ranks: int) -> None:
+    run_group(run_side_by_side, num_ranks, args=(_reference, _native))
+
+
+WRONG_FIELDS = [
+    ("rank", 1),
+    ("rank", -1),
+    ("num_ranks", 0),
+    ("placement", ()),
+    ("placement", (0, 1)),
+    ("placement", (0, -1)),
+    ("max_tokens", 0),
+    ("hidden", 0),
+    ("hidden", 640),
+    ("top_k", 0),
+    ("top_k", 17),
+    ("num_banks", 1),
+    ("num_banks", 6),
+    ("timeout_ns", 0),
+]
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize(("field", "value"), WRONG_FIELDS)
+def test_a_spec_out_of_range_names_its_field(implementation: str, field: str, value: object) -> None:
+    good = ExchangeSpec(0, 1, (0, 0), 4, 512, 2, payload=Payload.FP8_UE8M0)
+    with pytest.raises(ConfigError) as caught:
+        make_single(replace(good, **{field: value}), implementation)
+    assert field in caught.value.field
+
+
+class Wrong(ReferenceExchange):
+    """The reference with one mistake, to see that the suite notices it."""
+
+    def __init__(self, spec: ExchangeSpec, mistake: str) -> None:
+        super().__init__(spec)
+        self.mistake = mistake
+
+    def dispatch_send(
+        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None
+    ) -> ReferenceDispatch:
+        pending = super().dispatch_send(x, topk_ids, topk_weights)
+        if self.mistake == "a row is another token's" and len(x) > 1:
+            pending._rows[0, 0] = pending._rows[0, 1]
+        if self.mistake == "a choice is lost" and len(x):
+            pending._ids[0, 0, 0] = -1
+        if self.mistake == "a weight is another choice's" and pending._weights is not None:
+            pending._weights[:, :, 0] = pending._weights[:, :, 1]
+        if self.mistake == "a scale is off by one bit" and pending._scales is not None:
+            pending._scales.view(torch.int32)[...] ^= 1
+        return pending
+
+    def combine_send(
+        self, expert_out: torch.Tensor, received: Received, topk_weights: torch.Tensor | None = None
+    ) -> ReferenceCombine:
+        pending = super().combine_send(expert_out, received, topk_weights)
+        if self.mistake == "an answer is off by one bit" and pending._answers.numel():
+            pending._answers.view(torch.int16)[..., 2] ^= 1
+        if self.mistake == "a zero is not quite zero":
+            pending._answers[...] = torch.where(pending._answers == 0, 1e-40, pending._answers)
+        return pending
+
+
+MISTAKES = {
+    "a row is another token's": Payload.BF16,
+    "a choice is lost": Payload.BF16,
+    "a weight is another choice's": Payload.BF16,
+    "a scale is off by one bit": Payload.FP8,
+    "an answer is off by one bit": Payload.BF16,
+    "a zero is not quite zero": Payload.FP32,
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+@pytest.mark.parametrize("view", list(View))
+def test_the_suite_notices_a_mistake(mistake: str, view: View) -> None:
+    spec = ExchangeSpec(0, 1, (0,) * 5, 6, 128, 3, payload=MISTAKES[mistake])
+    run_pair(ReferenceExchange(spec), "max_tokens", 1, view)
+    with pytest.raises(AssertionError):
+        run_pair(Wrong(spec, mistake), "max_tokens", 1, view)

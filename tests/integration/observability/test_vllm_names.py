@@ -1,0 +1,108 @@
+"""Names for what was built to read vLLM: those its dashboard and endpoint pickers ask for, live."""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.request
+
+from ep_server.cli.app import assemble
+from ep_server.cli.demo.run import DEMO_MODEL
+from ep_server.client import AsyncClient
+from ep_server.config import Config
+from tests.support.observability.reports import Series, series, value
+
+PROMPT = [1, 2, 3, 4, 5]
+LABELS = {"model_name": "demo_model", "engine": "0"}
+# The Gateway API inference extension's model server protocol, required and optional.
+PICKER = ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc")
+# Every name that the queries of vLLM's own Grafana dashboard hold.
+DASHBOARD = {
+    "e2e_request_latency_seconds": ("bucket", "sum", "count"),
+    "inter_token_latency_seconds": ("bucket", "sum", "count"),
+    "time_to_first_token_seconds": ("bucket", "sum", "count"),
+    "request_prompt_tokens": ("bucket",),
+    "request_generation_tokens": ("bucket",),
+    "request_queue_time_seconds": ("sum",),
+    "request_prefill_time_seconds": ("sum",),
+    "request_decode_time_seconds": ("sum",),
+    "request_max_num_generation_tokens": ("sum",),
+}
+
+
+async def scrape_after_load(vllm_names: bool) -> tuple[Series, Series]:
+    """(while two requests decode, after eight ended and one was cancelled) of a server with two ranks."""
+    flags = {"model.path": str(DEMO_MODEL), "parallel.ranks": 2, "grpc.port": 0, "metrics.port": 0}
+    config = Config.load(flags={**flags, "metrics.vllm_names": vllm_names}, environ={})
+    async with assemble(config) as app:
+        await app.server.start(lambda *_: None)
+        try:
+            async with AsyncClient(app.server.address) as client:
+                during = await _hold_two(client, app.metrics_url)
+                some = [
+                    client.complete(PROMPT, max_new_tokens=6, ignore_eos=True, timeout=60) for _ in range(8)
+                ]
+                await asyncio.gather(*some)
+            await asyncio.sleep(1.0)  # ranks report twice a second
+            return during, await asyncio.to_thread(_read, app.metrics_url)
+        finally:
+            await app.server.stop()
+
+
+async def _hold_two(client: AsyncClient, url: str) -> Series:
+    """Scrapes while two requests decode, then drops them."""
+    held = [client.generate(PROMPT, max_new_tokens=2000, ignore_eos=True) for _ in range(2)]
+    for stream in held:
+        async for event in stream:
+            if event.WhichOneof("event") == "tokens":
+                break
+    during = await asyncio.to_thread(_read, url)
+    for stream in held:
+        stream.cancel()
+    return during
+
+
+def _read(url: str) -> Series:
+    with urllib.request.urlopen(url, timeout=30) as page:
+        return series(page.read().decode())
+
+
+def ranks_sum(found: Series, name: str) -> float:
+    return sum(number for (each, _), number in found.items() if each == f"epserver_{name}")
+
+
+async def test_what_pickers_and_dashboards_ask_for_is_there_and_right() -> None:
+    during, found = await scrape_after_load(vllm_names=True)
+    assert value(during, "vllm:num_requests_running", **LABELS) == 2
+    assert value(during, "vllm:num_requests_waiting", **LABELS) == 0
+    for name in PICKER:
+        assert len([key for key in found if key[0] == f"vllm:{name}"]) == 1  # a picker reads one
+    sizes = {"block_size": "16", "num_gpu_blocks": str(int(ranks_sum(found, "kv_blocks")))}
+    assert value(found, "vllm:cache_config_info", **LABELS, **sizes) == 1
+    usage = ranks_sum(found, "kv_blocks_used") / ranks_sum(found, "kv_blocks")
+    assert value(found, "vllm:kv_cache_usage_perc", **LABELS) == usage
+    assert value(found, "vllm:prompt_tokens_total", **LABELS) == 10 * len(PROMPT)
+    assert value(found, "vllm:generation_tokens_total", **LABELS) == ranks_sum(
+        found, "generated_tokens_total"
+    )
+    assert value(found, "vllm:request_success_total", finished_reason="length", **LABELS) == 8
+    assert value(found, "vllm:request_success_total", finished_reason="abort", **LABELS) == 2
+    assert value(found, "vllm:request_success_total", finished_reason="stop", **LABELS) == 0
+    assert value(found, "vllm:num_preemptions_total", **LABELS) == 0
+    _check_histograms(found)
+
+
+def _check_histograms(found: Series) -> None:
+    """Every name of vLLM's dashboard has a series; ranks add up."""
+    for name, parts in DASHBOARD.items():
+        for part in parts:
+            edge = {"le": "+Inf"} if part == "bucket" else {}
+            assert value(found, f"vllm:{name}_{part}", **LABELS, **edge) > 0, name
+    queued = value(found, "vllm:request_queue_time_seconds_bucket", **LABELS, le="+Inf")
+    assert queued == ranks_sum(found, "request_queue_seconds_count") == 10  # both ranks' buckets
+    first = value(found, "vllm:time_to_first_token_seconds_bucket", **LABELS, le="0.25")
+    assert first == value(found, "epserver_time_to_first_token_seconds_bucket", le="0.25")
+
+
+async def test_they_are_off_unless_asked_for() -> None:
+    _, found = await scrape_after_load(vllm_names=False)
+    assert not [name for name, _ in found if name.startswith("vllm:")]

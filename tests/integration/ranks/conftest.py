@@ -1,0 +1,5 @@
+"""Fixtures of the tests here."""
+
+from tests.support.ranks.fixtures import fp8_tiny, tiny
+
+__all__ = ["fp8_tiny", "tiny"]

@@ -1,0 +1,107 @@
+"""Rank processes that run as on a GPU, a step ahead of the host, padded to buckets: transformers' tokens."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+
+from ep_server.models.timers import Phase
+from ep_server.ranks.hosts import WORKER
+from ep_server.ranks.launcher import RankProcesses
+from tests.support.models.checkpoints import Tiny
+from tests.support.ranks.rank_group import Recorder, greedy, rank_config
+
+Prompts = Sequence[tuple[int, ...]]
+
+
+INTERPRETED, TWO_HOSTS = "tests.support.ranks.interpreted_rank", "tests.support.ranks.interpreted_hybrid"
+COUNT = 3
+
+
+async def tokens(
+    path: Path, ranks: int, module: str, prompts: Prompts, **fields: object
+) -> tuple[list[list[int]], Recorder]:
+    """Of each prompt, spread over the ranks; and what the ranks told."""
+    config = rank_config(path, ranks, scheduler__max_running=2, scheduler__max_step_tokens=8, **fields)
+    group, heard = RankProcesses(config, module=module), Recorder()
+    try:
+        await group.start(heard, heard.on_progress)
+        captured = {rank: done == total for rank, stage, done, total in heard.progress if stage == "graphs"}
+        assert captured == ({} if module == WORKER else dict.fromkeys(range(ranks), True))
+        for number, prompt in enumerate(prompts, start=1):
+            group.submit(number % ranks, greedy(number, prompt, COUNT))
+        await heard.until(lambda: len(heard.finished) == len(prompts), 120)
+        await heard.parked(ranks, len(prompts))
+    finally:
+        await group.stop()
+    assert group.exit_codes == [0] * ranks
+    return [heard.tokens[number] for number in range(1, len(prompts) + 1)], heard
+
+
+async def sizes(path: Path, module: str, dtype: str, prompt: tuple[int, ...]) -> list[object]:
+    """Bytes of weights, cache and exchange of each of two ranks, and the tokens of a prompt."""
+    group, heard = RankProcesses(rank_config(path, 2, model__dtype=dtype), module=module), Recorder()
+    try:
+        ready = await group.start(heard, heard.on_progress)
+        group.submit(1, greedy(1, prompt, COUNT))
+        await heard.until(lambda: heard.finished == [1], 120)
+    finally:
+        await group.stop()
+    return [heard.tokens[1], *((one.weight_bytes, one.kv_bytes, one.exchange_bytes) for one in ready)]
+
+
+@pytest.mark.parametrize("module", [WORKER, INTERPRETED])
+async def test_ranks_take_the_dtype_of_the_tensors(tiny: Tiny, module: str, tmp_path: Path) -> None:
+    """config.json names none, the tensors are float32: so are weights, cache and exchange of every rank."""
+    config = json.loads((tiny.path / "config.json").read_text())
+    assert config.pop("dtype") == "float32"
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    (tmp_path / "model.safetensors").symlink_to(tiny.path / "model.safetensors")
+    prompt = tiny.prompts[1]
+    expected = await sizes(tiny.path, module, "float32", prompt)
+    assert await sizes(tmp_path, module, "auto", prompt) == expected
+    assert expected[0] == list(tiny.tokens[1][:COUNT])
+
+
+@pytest.mark.parametrize("overlap", ["off", "on"])
+async def test_two_ranks_one_step_ahead(tiny: Tiny, overlap: str) -> None:
+    """Three prompts on two ranks: in the end one of them has nothing to run. Some steps are timed."""
+    fields = {"parallel__overlap": overlap, "metrics__device_phases": 2}
+    drawn, heard = await tokens(tiny.path, 2, INTERPRETED, tiny.prompts[:3], **fields)
+    assert drawn == [list(expected[:COUNT]) for expected in tiny.tokens[:3]]
+    for told in heard.statistics.values():
+        counters, phases = told.counters, [told.sums[f"step/{phase.name.lower()}"] for phase in Phase]
+        assert counters["overlap_steps"] == (counters["run_steps"] if overlap == "on" else 0)
+        assert 0 < counters["timed_steps"] < counters["device_steps"] == counters["run_steps"]
+        assert all(phases) and sum(phases) <= told.sums["step/device"] <= told.sums["step/total"]
+        decoding = counters["decode_steps"]
+        captured = decoding if overlap == "on" else counters["run_steps"]  # or chunks of prompts too
+        assert counters["graph_steps"] == captured
+        assert 0 < decoding == counters["decode_device_steps"] < counters["run_steps"]
+        assert 0 < told.sums["step/decode_device"] < told.sums["step/device"]
+        assert 0 < told.sums["step/decode"] < told.sums["step/total"]
+        assert sum(told.histograms["step/device"]) == counters["device_steps"]
+    assert any(told.counters["padded_tokens"] for told in heard.statistics.values())
+
+
+async def test_without_graphs(tiny: Tiny) -> None:
+    drawn, heard = await tokens(tiny.path, 2, INTERPRETED, tiny.prompts[:3], parallel__graphs=False)
+    assert drawn == [list(expected[:COUNT]) for expected in tiny.tokens[:3]]
+    for told in heard.statistics.values():
+        assert told.counters.get("graph_steps", 0) == 0 < told.counters["run_steps"]
+
+
+async def test_experts_drawn_at_random_are_those_of_the_cpu(tiny: Tiny) -> None:
+    uniform = {"model__load_format": "dummy", "model__routing": "uniform"}
+    on_cpu, _ = await tokens(tiny.path, 1, WORKER, tiny.prompts[:1], **uniform)
+    drawn, heard = await tokens(tiny.path, 1, INTERPRETED, tiny.prompts[:1], **uniform)
+    assert drawn == on_cpu
+    assert all("timed_steps" not in told.counters for told in heard.statistics.values())
+
+
+async def test_ranks_of_two_hosts_with_rows_in_two_parts(tiny: Tiny) -> None:
+    drawn, _ = await tokens(tiny.path, 3, TWO_HOSTS, tiny.prompts[:3])
+    assert drawn == [list(expected[:COUNT]) for expected in tiny.tokens[:3]]

@@ -1,0 +1,190 @@
+"""Runs the kernels of csrc/exchange/nvlink on the CPU, compiled against a small CUDA of ours.
+
+Blocks are threads, their threads fibers, a launch returns when its kernel has ended. Ranks are processes that
+share regions through memfd, so what runs here is the exchange's own code from ep/cuda.py to the last kernel;
+of the GPU's language only csrc/exchange/nvlink/access.cuh is replaced. Shows logic, not the memory order of
+a GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import importlib.machinery
+import importlib.util
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pybind11
+import torch
+from torch.overrides import TorchFunctionMode
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[3]
+CSRC = ROOT / "csrc"
+SOURCES = (
+    CSRC / "exchange/nvlink/dispatch.cu",
+    CSRC / "exchange/nvlink/combine.cu",
+    CSRC / "exchange/nvlink/group.cpp",
+    CSRC / "bindings/cuda.cpp",
+    HERE / "blocks.cpp",
+    HERE / "hopper.cpp",
+    HERE / "runtime.cpp",
+)
+FLAGS = (
+    "-std=c++20",
+    "-O1",
+    "-g1",
+    "-fPIC",
+    "-ffp-contract=off",
+    "-fvisibility=hidden",
+    f"-I{HERE}",
+    f"-I{CSRC}",
+)
+MODULE = "ep_server._cuda"
+ABI = sysconfig.get_config_var("SOABI")
+
+
+def build(folder: Path) -> Path:
+    """The module's file, made anew where a source has changed; by several processes at once, too.
+
+    Raises: CalledProcessError.
+    """
+    digest = hashlib.blake2b(repr((FLAGS, ABI)).encode(), digest_size=8)
+    for path in sorted(
+        p
+        for root in (CSRC, HERE)
+        for p in root.rglob("*")
+        if p.suffix in {".cu", ".cuh", ".cpp", ".hpp", ".h"}
+    ):
+        digest.update(path.read_bytes())
+    made = folder / f"emulated-{digest.hexdigest()}.so"
+    if made.exists():
+        return made
+    includes = (f"-I{pybind11.get_include()}", f"-I{sysconfig.get_paths()['include']}")
+
+    def compile_one(source: Path) -> str:
+        out = f"{scratch}/{source.name}.o"
+        subprocess.run(["g++", *FLAGS, *includes, "-x", "c++", "-c", str(source), "-o", out], check=True)
+        return out
+
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        with ThreadPoolExecutor() as pool:
+            objects = list(pool.map(compile_one, SOURCES))
+        linked = Path(scratch) / made.name
+        subprocess.run(["g++", "-shared", "-pthread", *objects, "-o", str(linked)], check=True)
+        return linked.rename(made)
+
+
+class OnCpu(TorchFunctionMode):
+    """Tensors that are asked for on a GPU are made on the CPU."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.cuda:
+            return args[0].clone()
+        if torch.device(kwargs.get("device") or "cpu").type == "cuda":
+            kwargs["device"] = "cpu"
+        return func(*args, **kwargs)
+
+
+class OneStream:
+    """A stream, or an event of one, on which everything has ended when its call returns."""
+
+    cuda_stream = 0
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        self.synchronize = self.wait_stream = self.wait_event = self.record_event = lambda *_: None
+
+
+def install(path: Path) -> None:
+    """This process finds the emulation where the exchange looks for its kernels and for a GPU."""
+    assert MODULE not in sys.modules, "the kernels for GPUs are loaded already"
+    loader = importlib.machinery.ExtensionFileLoader(MODULE, str(path))
+    spec = importlib.util.spec_from_file_location(MODULE, path, loader=loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    sys.modules[MODULE] = module
+    torch.cuda.current_stream = lambda *_: OneStream()  # type: ignore[assignment,return-value]
+    torch.cuda.Stream = torch.cuda.Event = OneStream  # type: ignore[assignment,misc]
+    torch.cuda.stream = torch.cuda.device = lambda *_: contextlib.nullcontext()  # type: ignore[assignment,misc]
+    torch.Tensor.record_stream = lambda *_: None  # type: ignore[assignment,method-assign]
+    torch.cuda._sleep = torch.cuda.synchronize = lambda *_: None
+    torch.cuda.get_device_properties = lambda *_: SimpleNamespace(multi_processor_count=2)
+    torch.cuda.is_available = lambda: True
+    torch.cuda.is_current_stream_capturing = lambda: False
+    torch.cuda.device_count = lambda: 64
+    torch.cuda.current_device = lambda: 0
+    torch.cuda.set_device = lambda *_: None
+    patch_exchange()
+    patch_buffer()
+
+
+def late_blocks(path: Path, microseconds: int) -> None:
+    """From now on every second block of a kernel begins up to so late, as where a GPU has other work."""
+    ctypes.CDLL(str(path)).emulated_late_blocks(microseconds)
+
+
+def patch_exchange() -> None:
+    """Its tensors are on the CPU."""
+    from ep_server.exchange.nvlink import group as cuda_group
+    from ep_server.exchange.nvlink import launch as cuda_launch
+
+    class Shapes(cuda_group.Shapes):  # type: ignore[misc]
+        def __init__(self, spec: Any, device: torch.device) -> None:
+            super().__init__(spec, torch.device("cpu"))
+
+    def regions(block: Any, device: Any = None) -> torch.Tensor:
+        shape, (address, _) = (block.__cuda_array_interface__[k] for k in ("shape", "data"))
+        memory = (ctypes.c_uint8 * (shape[0] * shape[1])).from_address(address)
+        return torch.frombuffer(memory, dtype=torch.uint8).view(shape)
+
+    cuda_group.Shapes = Shapes  # type: ignore[misc]
+    cuda_launch.torch = _Torch(regions)
+
+
+def patch_buffer() -> None:
+    """A Buffer's tensors are on the CPU, and its calls go where those of CUDA tensors go."""
+    from ep_server.compat.deep_ep import session_cuda as arena_cuda
+    from ep_server.compat.deep_ep import sessions as arenas
+    from ep_server.exchange.api import ExchangeSpec, Reduction
+    from ep_server.exchange.nvlink import bootstrap as cuda_bootstrap
+    from tests.support.exchange import buffer_user
+
+    class Arena(arena_cuda.CudaArena):
+        def __init__(self, exchange: Any, streams: Any) -> None:
+            super().__init__(exchange, streams)
+            self.device = torch.device("cpu")
+
+    def make(self: arenas.Arenas, spec: ExchangeSpec) -> Arena:
+        exchange = cuda_bootstrap.from_process_group(
+            self._group,
+            replace(spec, reduction=Reduction.RANK),
+            device=0,
+            on_timeout=self._on_timeout,
+            num_sms=self._options.num_sms,
+        )
+        return Arena(exchange, self.streams(exchange.device))
+
+    arenas.Arenas._native = make  # type: ignore[method-assign]
+    buffer_user.gpu_device = lambda _: torch.device("cpu")
+
+
+class _Torch(ModuleType):
+    """torch, but for the tensor that is made of a GPU's memory."""
+
+    def __init__(self, as_tensor: Any) -> None:
+        super().__init__("torch")
+        self.as_tensor = as_tensor
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(torch, name)

@@ -1,0 +1,35 @@
+"""Programs of ranks on GPUs, run where the emulation stands in for the GPU."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ep_server.exchange.shm import NativeExchange
+from tests.support.exchange import emulated
+from tests.support.exchange.ranks import Peer
+
+
+def on_emulation(group: dist.ProcessGroup, path: Path, name: str, *args: Any) -> Any:
+    """`module.function` of tests.support.exchange, in this rank. path: of the emulation's module."""
+    emulated.install(path)
+    module, _, function = name.rpartition(".")
+    with emulated.OnCpu():
+        return getattr(importlib.import_module(f"tests.support.exchange.{module}"), function)(group, *args)
+
+
+def with_late_blocks(group: dist.ProcessGroup, path: Path, microseconds: int, name: str, *args: Any) -> Any:
+    """The same where blocks begin at different times."""
+    emulated.late_blocks(path, microseconds)
+    return on_emulation(group, path, name, *args)
+
+
+def one_dies(control: NativeExchange, path: Path, death: str, on_timeout: str, peer: Peer) -> Any:
+    """gpu_deaths.rank_1_dies."""
+    emulated.install(path)
+    with emulated.OnCpu():
+        deaths = importlib.import_module("tests.support.exchange.gpu_deaths")
+        return deaths.rank_1_dies(control, death, on_timeout, peer)

@@ -1,0 +1,64 @@
+"""What ranks on GPUs run where killed_rank.py kills one of them in the middle of a dispatch."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+
+import pytest
+import torch
+
+from ep_server.errors import GroupAborted, PeerTimeout
+from ep_server.exchange.api import View
+from ep_server.exchange.nvlink.exchange import CudaExchange
+from ep_server.exchange.shm import NativeExchange
+from tests.support.compare import assert_equal
+from tests.support.exchange.conformance import run_pair
+from tests.support.exchange.gpu_group import on_gpu, run_fused, sums_without
+from tests.support.exchange.killed_rank import DEATHS, EPOCH, killed_spec
+from tests.support.exchange.on_gpu import OnGpu
+from tests.support.exchange.ranks import Peer
+from tests.support.exchange.routing import make_inputs
+from tests.support.gpus import gpu_of
+
+
+def rank_1_dies(control: NativeExchange, name: str, on_timeout: str, peer: Peer) -> tuple[str, float]:
+    """Rank 1 is killed in its third dispatch; the others then dispatch, and go on without it.
+
+    Returns: of a survivor, what it found (op/phase of whom, or the error's class; "" with a mask); seconds.
+    """
+    rank, ranks, death = control.spec.rank, control.spec.num_ranks, DEATHS[name]
+    torch.cuda.set_device(gpu_of(rank))
+    exchange = CudaExchange(
+        killed_spec(rank, ranks, death), control=control, on_timeout=on_timeout, num_sms=death.num_sms
+    )
+    exchange.set_faults(death.faults)
+    spec = exchange.spec
+    for step in range(EPOCH - 1):
+        run_pair(OnGpu(exchange, fused=True), "max_tokens", step, View.PADDED)
+    inputs = make_inputs(spec, "max_tokens", 5)
+    mine = inputs[rank]
+    if rank == 1:
+        # Its kernel runs by then; nothing on the host can tell.
+        threading.Timer(0.5, peer.tell, (os.getpid(),)).start()
+        exchange.dispatch(*on_gpu(mine))
+        peer.hear()  # never comes
+    assert peer.hear() == "rank 1 is dead"
+    began, found = time.monotonic(), ""
+    if on_timeout == "raise":
+        with pytest.raises((PeerTimeout, GroupAborted)) as caught:
+            run_fused(exchange, mine)
+        found = type(caught.value).__name__
+        if isinstance(caught.value, PeerTimeout):
+            found = f"{caught.value.op}/{caught.value.phase} of {caught.value.peer}"
+        seconds = time.monotonic() - began
+        exchange.reset(dead=[1])
+    wanted = sums_without(spec, inputs, 1)
+    for turn in range(5):
+        assert_equal(run_fused(exchange, mine), wanted, f"turn {turn} after the death")
+        if turn == 0 and on_timeout == "mask":
+            seconds = time.monotonic() - began
+    assert exchange.masked == {1}
+    exchange.check()
+    return found, seconds

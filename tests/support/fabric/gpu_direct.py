@@ -1,0 +1,47 @@
+"""Programs of ranks whose rows lie on a GPU, one for all, and travel by a provider that reaches its memory.
+
+As in gpu_bounce.py, calls are made behind kernels that take long.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+import torch.distributed as dist
+
+from ep_server.exchange.api import ExchangeSpec, Payload
+from ep_server.exchange.fabric import device_memory
+from ep_server.exchange.fabric.device_rows import DeviceRows
+from ep_server.exchange.fabric.exchange import FabricOptions
+from ep_server.exchange.fabric.gpu_direct import DirectExchange
+from tests.support.exchange.conformance import run_cases
+from tests.support.exchange.sequences import run_sequences
+from tests.support.fabric import direct_ends
+from tests.support.fabric.gpu_bounce import SHARED, OnGpu, a_models_spec, run_in_flight, run_refused
+
+
+def make(options: FabricOptions, spec: ExchangeSpec, group: dist.ProcessGroup) -> DirectExchange:
+    torch.cuda.set_device(SHARED)
+    exchange = direct_ends.make_on(torch.device(SHARED), options, spec, group)
+    assert exchange.rows.kind == DeviceRows.CUDA and exchange.device == torch.device(SHARED)
+    return exchange
+
+
+def whole_suite(group: dist.ProcessGroup, options: FabricOptions) -> dict[str, str]:
+    def factory(spec: ExchangeSpec, group: dist.ProcessGroup) -> OnGpu:
+        return OnGpu(make(options, spec, group))
+
+    return run_cases(group, factory) | run_sequences(group, factory)
+
+
+def in_flight(group: dist.ProcessGroup, options: FabricOptions) -> None:
+    run_in_flight(group, partial(make, options))
+
+
+def refused(group: dist.ProcessGroup, options: FabricOptions) -> None:
+    """On an end that is made as users make it, for which the driver is asked."""
+    spec = a_models_spec(group, Payload.BF16)
+    made = device_memory.from_process_group(group, spec, SHARED, direct_ends.own_name(options), "hmem")
+    assert isinstance(made, DirectExchange) and made.rows.kind == DeviceRows.CUDA
+    run_refused(made)

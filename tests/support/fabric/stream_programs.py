@@ -1,0 +1,113 @@
+"""Operations that overlap on two streams, for the tests of what exchanges enqueue (stream_races.py)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from ep_server.exchange.api import ExchangeSpec, Payload, View
+from ep_server.exchange.fabric.host_staging import BounceExchange
+from ep_server.exchange.hierarchical.exchange import HybridExchange
+from tests.support.exchange.routing import make_inputs
+from tests.support.fabric.stream_races import Races
+
+TOKENS, HIDDEN = 8, 256
+
+
+def spec_of(payload: Payload, rank: int = 0, ranks: int = 1) -> ExchangeSpec:
+    """Six experts in turn."""
+    placement = tuple(expert % ranks for expert in range(6))
+    return ExchangeSpec(rank, ranks, placement, TOKENS, HIDDEN, 3, payload, num_banks=2)
+
+
+def on_gpu(tensor: torch.Tensor) -> torch.Tensor:
+    """Written by the caller's stream."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, device="the GPU").copy_(tensor)
+
+
+class Operation:
+    """One dispatch and combine on a stream of the caller's, which overwrites and reads all that it may."""
+
+    def __init__(self, exchange: BounceExchange | HybridExchange, stream: Any, seed: int) -> None:
+        self.exchange, self.stream, self.seed = exchange, stream, seed
+        mine = make_inputs(exchange.spec, "max_tokens", seed)[exchange.spec.rank]
+        with torch.cuda.stream(stream):
+            given = on_gpu(mine.x), on_gpu(mine.ids), on_gpu(mine.weights)
+            self.pending = exchange.dispatch_send(*given)
+            for tensor in given:
+                tensor.fill_(7)
+
+    def receive(self) -> None:
+        with torch.cuda.stream(self.stream):
+            self.received = self.pending.recv(list(View)[self.seed % 3])
+
+    def answer(self) -> None:
+        with torch.cuda.stream(self.stream):
+            answer = answers(self.received)
+            self.returning = self.exchange.combine_send(answer, self.received)
+            answer.fill_(7)
+
+    def finish(self) -> torch.Tensor:
+        with torch.cuda.stream(self.stream):
+            out = None
+            if self.seed % 2:
+                out = torch.empty(TOKENS, HIDDEN, dtype=torch.bfloat16, device="the GPU").fill_(7)
+            return self.returning.recv(out) * 2
+
+
+def answers(received: Any) -> torch.Tensor:
+    """The rows themselves, in the layout of the view."""
+    rows = received.rows if received.row_ids is None else received.rows.index_select(0, received.row_ids)
+    return rows.float().to(torch.bfloat16)
+
+
+Sums = dict[tuple[int, int], torch.Tensor]  # by rank and seed: twice the result
+
+
+def run(exchanges: Iterable[BounceExchange | HybridExchange], streams: list[list[Any]], rounds: int) -> Sums:
+    """Two operations at a time on the two streams of each rank, which change places: every bank is used from
+    both.
+    """
+    sums, made = Sums(), list(exchanges)
+    for turn in range(rounds):
+        running = [
+            Operation(exchange, of_rank[(turn + i) % 2], 2 * turn + i)
+            for i in range(2)
+            for exchange, of_rank in zip(made, streams, strict=True)
+        ]
+        for half in (Operation.receive, Operation.answer):
+            for operation in running:
+                half(operation)
+        sums |= {(each.exchange.spec.rank, each.seed): each.finish() for each in running}
+    return sums
+
+
+def run_alone(exchange: BounceExchange, rounds: int) -> Sums:
+    """run() of one rank; then a third receive that needs the first one's staging, when nothing that the host
+    did since waited for that.
+    """
+    streams = [torch.cuda.current_stream(), torch.cuda.Stream()]
+    sums = run([exchange], [streams], rounds)
+    first, second = Operation(exchange, streams[0], 0), Operation(exchange, streams[1], 1)
+    first.receive()
+    third = Operation(exchange, streams[1], 2)
+    second.receive()
+    third.receive()
+    return sums
+
+
+def assert_sums(sums: Sums, payload: Payload, ranks: int = 1) -> None:
+    """Nobody's values are another operation's. Of FP8 answers are codes, not values."""
+    if payload is not Payload.BF16:
+        return
+    for (rank, seed), found in sums.items():
+        mine = make_inputs(spec_of(payload, rank, ranks), "max_tokens", seed)[rank]
+        weights = mine.weights.where(mine.ids >= 0, 0).sum(1, keepdim=True)
+        torch.testing.assert_close(found.float(), 2 * mine.x.float() * weights, rtol=2e-2, atol=1e-6)
+
+
+def timelines(races: Races) -> set[str]:
+    """All that accessed anything."""
+    return {access.timeline for each in races.accesses.values() for access in each}

@@ -1,0 +1,115 @@
+"""Steps that hold chunks of prompts beside single tokens, padded to a bucket as a captured graph has them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from itertools import pairwise
+
+import pytest
+import torch
+
+from ep_server.backends.gpu import decoder, graphs
+from ep_server.backends.gpu.graphs import Form, buckets_with_chunks
+from ep_server.backends.gpu.runner import GpuRunner, Launched
+from ep_server.records import StepBatch
+from ep_server.scheduler import RankScheduler, SchedulerLimits
+from tests.support.models.checkpoints import Tiny
+from tests.support.models.driver import BLOCK, BLOCKS
+from tests.support.ranks.rank_group import greedy
+from tests.unit.backends.gpu.test_parity import SingleTokens, Together, gpu_runner
+
+COUNT = 3  # tokens drawn
+FORMS = (Form(4), Form(20))
+
+
+@pytest.fixture(autouse=True)
+def one_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted kernels choose nothing in it."""
+    monkeypatch.setattr(graphs, "WARM_UPS", 1)
+
+
+@pytest.mark.parametrize("sequences", [1, 8, 63, 64, 200, 256, 1024])
+@pytest.mark.parametrize("most", [1, 64, 65, 512, 2000, 8192])
+def test_buckets_grow_by_a_quarter_up_to_the_largest_step(sequences: int, most: int) -> None:
+    sizes = buckets_with_chunks(sequences, most)
+    if most <= sequences:
+        assert sizes == []
+        return
+    assert sizes[-1] == most and sizes[0] > sequences and sizes == sorted(set(sizes))
+    assert all(size % 64 == 0 for size in sizes[:-1])
+    assert all(b - a <= max(a // 4 + 64, 64) for a, b in pairwise([sequences, *sizes]))
+
+
+def staggered(runner: GpuRunner, model: Tiny, prompts: int) -> tuple[dict[int, list[int]], list[int]]:
+    """Tokens by request, one request more in each step; and the bucket of every step."""
+    limits = SchedulerLimits(
+        max_running=8, max_step_tokens=20, block_size=BLOCK, kv_blocks=BLOCKS,
+        prefix_cache=True, max_context=128, ahead=1,
+    )  # fmt: skip
+    scheduler, tokens, buckets = RankScheduler(limits), dict[int, list[int]](), list[int]()
+    flying: deque[tuple[StepBatch, Launched]] = deque()
+    waiting = list(enumerate(model.prompts[:prompts]))
+    with torch.inference_mode():
+        runner.graphs.capture()
+        while waiting or scheduler.has_work:
+            if waiting:
+                number, prompt = waiting.pop(0)
+                request = greedy(number, prompt, COUNT)
+                runner.add(request)
+                scheduler.add(request)
+            while len(flying) <= 1 and (batch := scheduler.plan()).slices:
+                buckets.append(runner.bucket_of(batch))
+                flying.append((batch, runner.launch(batch, 1, buckets[-1])))
+            batch, launched = flying.popleft()
+            for event in scheduler.commit(batch, runner.collect(launched)):
+                tokens.setdefault(event.number, []).append(event.token_id)
+    return tokens, buckets
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v2-lite-yarn"])
+def test_chunks_beside_single_tokens(tiny: Callable[[str], Tiny], name: str) -> None:
+    """None of these steps is run as it is: all have a bucket."""
+    model, prompts = tiny(name), 3
+    tokens, buckets = staggered(gpu_runner(model.path, FORMS), model, prompts)
+    assert tokens == {number: list(model.tokens[number][:COUNT]) for number in range(prompts)}
+    assert set(buckets) == {form.bucket for form in FORMS}
+
+
+def test_single_tokens_by_a_kernel_of_their_own(
+    tiny: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has all sequences of the bucket, chunks as padding, and what it leaves there is replaced."""
+    monkeypatch.setattr(decoder, "streamed_attention", Together)
+    monkeypatch.setattr(decoder, "StreamedStep", SingleTokens)
+    model, prompts = tiny("qwen3_moe"), 2
+    tokens, _ = staggered(gpu_runner(model.path, FORMS), model, prompts)
+    assert tokens == {number: list(model.tokens[number][:COUNT]) for number in range(prompts)}
+
+
+def test_a_rank_without_chunks_runs_the_bucket_of_those_with(tiny: Callable[[str], Tiny]) -> None:
+    """Of single tokens, or idle: the ranks agree on the largest bucket that one of them has."""
+    model = tiny("qwen3_moe")
+    runner = gpu_runner(model.path, FORMS)
+    with torch.inference_mode():
+        runner.graphs.capture()
+        limits = SchedulerLimits(
+            max_running=8, max_step_tokens=20, block_size=BLOCK, kv_blocks=BLOCKS, prefix_cache=True,
+            max_context=128,
+        )  # fmt: skip
+        scheduler, drawn = RankScheduler(limits), list[int]()
+        request = greedy(1, model.prompts[0], COUNT)
+        runner.add(request)
+        scheduler.add(request)
+        while scheduler.has_work:
+            batch = scheduler.plan()
+            sampled = runner.collect(runner.launch(batch, 1, 20))
+            drawn += [event.token_id for event in scheduler.commit(batch, sampled)]
+        assert runner.collect(runner.launch(StepBatch((), 0), 1, 20)) == []
+    assert drawn == list(model.tokens[0][:COUNT])
+
+
+def test_a_step_beyond_all_buckets_is_run_as_it_is(tiny: Callable[[str], Tiny]) -> None:
+    runner = gpu_runner(tiny("qwen3_moe").path, FORMS)
+    assert [runner.graphs.bucket_of(rows) for rows in (1, 4, 5, 20, 21)] == [4, 4, 20, 20, 0]
+    assert [runner.micro_batches_of(bucket, 2) for bucket in (4, 20)] == [1, 1]

@@ -1,0 +1,113 @@
+"""The table of requests notices when it and the requests disagree."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from ep_server.engine.active_request import Flight
+from ep_server.engine.admission import Asked, Crowd
+from ep_server.engine.request_table import FlightTable
+from ep_server.engine.stream import TokenStream
+from ep_server.errors import InternalError
+from ep_server.records import RankReady, Request, Sampling, Stopping
+from ep_server.scheduler.lifecycle import State
+
+READY = [RankReady(rank, 0, 8, 16, 0, 0, 0, 0.0) for rank in range(2)]
+
+
+def flight(number: int, rank: int = 0, prompt: int = 20, priority: int = 0, name: str = "") -> Flight:
+    stopping = Stopping(max_new_tokens=4)
+    request = Request(name or str(number), number, (1,) * prompt, Sampling(), stopping, priority)
+    return Flight(request, rank, None, TokenStream(8, 1, lambda _: None), 0.0)
+
+
+def table() -> tuple[FlightTable, Flight, Flight]:
+    made, first, second = FlightTable(2), flight(1), flight(2, rank=1)
+    made.add(first)
+    made.add(second)
+    made.check_integrity()
+    return made, first, second
+
+
+def test_a_request_goes_through_the_table() -> None:
+    made, first, _ = table()
+    assert [(r.waiting, r.running, r.tokens) for r in made.ranks] == [(1, 0, 20), (1, 0, 20)]
+    first.state = State.RUNNING
+    made.started(first)
+    made.grew(first)
+    made.check_integrity()
+    load = made.loads(READY)[0]
+    assert (load.running, load.waiting, load.kv_blocks_used, load.kv_blocks_total) == (1, 0, 2, 8)
+    first.state, first.cancelled_at = State.CANCELLED, 1.0
+    made.ended(first)
+    made.check_integrity()
+    assert made.with_id("1") == () and made.with_number(1) is first and len(made) == 2
+    made.freed(first)
+    made.check_integrity()
+    assert len(made) == 1 and made.ranks[0].in_flight == made.ranks[0].tokens == 0
+
+
+def test_who_waits_ahead_and_who_behind() -> None:
+    made = FlightTable(2)
+    flights = [
+        flight(number, rank, priority=priority)
+        for number, (rank, priority) in enumerate([(0, 1), (0, 0), (1, 0), (0, 2), (0, 0)])
+    ]
+    for each in flights:
+        made.add(each)
+    flights[1].state = State.RUNNING
+    made.started(flights[1])
+    made.grew(flights[1])
+    assert made.crowd(Asked(priority=0), 7) == Crowd(7, 5, ahead=5, behind=0)
+    assert made.crowd(Asked(priority=2), 7) == Crowd(7, 5, ahead=2, behind=3)
+    assert made.crowd(Asked(priority=2, dp_rank=0), 7) == Crowd(7, 4, ahead=2, behind=2)
+    assert made.behind(Asked(priority=2), 2) == [flights[4], flights[2]]  # not 1, which runs
+    assert made.behind(Asked(priority=2, dp_rank=0), 2) == [flights[4], flights[0]]
+    assert made.behind(Asked(priority=2), 4) == []
+    made.check_integrity()
+
+
+def test_sequences_of_one_request_leave_together() -> None:
+    made = FlightTable(1)
+    pair = [flight(number, name="pair") for number in (1, 2)]
+    begun = [flight(number, name="begun") for number in (3, 4)]
+    for each in [*pair, *begun]:
+        made.add(each)
+    begun[0].state = State.RUNNING
+    made.started(begun[0])
+    made.grew(begun[0])
+    assert made.behind(Asked(priority=1), 1) == pair
+    assert made.behind(Asked(priority=1), 3) == []
+
+
+def ended_without_the_table(made: FlightTable, first: Flight) -> None:
+    first.state = State.FINISHED
+
+
+def counted_twice(made: FlightTable, first: Flight) -> None:
+    made.ranks[0].waiting += 1
+
+
+def grown_alone(made: FlightTable, first: Flight) -> None:
+    first.output_tokens += 1
+
+
+def stream_over(made: FlightTable, first: Flight) -> None:
+    first.stream.close()
+
+
+def never_cancelled(made: FlightTable, first: Flight) -> None:
+    first.state = State.CANCELLED
+    made.ended(first)
+
+
+@pytest.mark.parametrize(
+    "damage", [ended_without_the_table, counted_twice, grown_alone, stream_over, never_cancelled]
+)
+def test_every_disagreement_is_found(damage: Callable[[FlightTable, Flight], None]) -> None:
+    made, first, _ = table()
+    damage(made, first)
+    with pytest.raises(InternalError):
+        made.check_integrity()

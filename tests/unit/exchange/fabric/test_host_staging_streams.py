@@ -1,0 +1,119 @@
+"""What a BounceExchange enqueues on a GPU's streams, in which order: no access races with another.
+
+Runs without a GPU (stream_races.py). That the checker notices a missing wait is tested by leaving out each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ep_server.errors import ExchangeError
+from ep_server.exchange.api import Payload
+from ep_server.exchange.fabric import copies as bounce_copies
+from ep_server.exchange.fabric import host_buffers as bounce_staging
+from ep_server.exchange.fabric.copies import CudaCopies, Slot
+from ep_server.exchange.fabric.host_staging import BounceExchange
+from ep_server.exchange.shm import NativeExchange
+from ep_server.exchange.shm_pending import PendingCombine
+from tests.support.exchange.single import make_single
+from tests.support.fabric import stream_races
+from tests.support.fabric.stream_programs import Sums, assert_sums, on_gpu, run_alone, spec_of, timelines
+from tests.support.fabric.stream_races import HOST, Races, watched
+
+CPU = torch.device("cpu")
+
+
+class Noted:
+    """The inner exchange, whose native code reads and writes staging on the host."""
+
+    def __init__(self, inner: NativeExchange, races: Races) -> None:
+        self.inner, self.races = inner, races
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def dispatch_send(self, *given: torch.Tensor) -> object:
+        self.races.note(HOST, list(given), [], "dispatch_send")
+        return self.inner.dispatch_send(*given)
+
+    def combine_send(self, expert_out: torch.Tensor, *given: Any, **options: Any) -> NotedCombine:
+        self.races.note(HOST, [expert_out], [], "combine_send")
+        return NotedCombine(self.inner.combine_send(expert_out, *given, **options), self.races)
+
+
+class NotedCombine:
+    def __init__(self, pending: PendingCombine, races: Races) -> None:
+        self.pending, self.races = pending, races
+
+    def recv(self, out: torch.Tensor) -> torch.Tensor:
+        self.races.note(HOST, [], [out], "combine recv")
+        return self.pending.recv(out)
+
+
+def explored(replace: Callable[..., None], payload: Payload = Payload.BF16) -> tuple[Races, Sums]:
+    spec = spec_of(payload)
+    replace(bounce_staging, "CHUNK_BYTES", 1024)  # several chunks
+    with watched(replace) as races:
+        inner = Noted(make_single(spec, "native"), races)
+        exchange = BounceExchange(inner, CPU, copies=CudaCopies(CPU, spec.timeout_ns))
+        sums = run_alone(exchange, 4)
+        exchange.close()
+    return races, sums
+
+
+@pytest.mark.parametrize("payload", [Payload.BF16, Payload.FP8])
+def test_no_access_races_with_another(monkeypatch: pytest.MonkeyPatch, payload: Payload) -> None:
+    races, sums = explored(monkeypatch.setattr, payload)
+    assert races.found == []
+    assert timelines(races) == {HOST, "caller", "stream 1", "stream 2"}  # of the copies, of the caller
+    assert_sums(sums, payload)
+
+
+def no_event_for_the_caller(self: Any) -> None:
+    self._slot.ended = self._stream.record_event()
+
+
+def no_wait_for_the_slot(self: CudaCopies, slot: Slot) -> None:
+    slot.ended = None
+
+
+def no_wait_for_the_event(self: CudaCopies, event: object, what: str) -> None:
+    pass
+
+
+def no_wait_for_the_caller(self: CudaCopies, slot: Slot, *, into: torch.Tensor | None = None) -> Any:
+    return bounce_copies._CudaDelivery(self._stream, torch.cuda.current_stream(), slot)
+
+
+LEFT_OUT = {
+    "the caller's stream for the copies": (bounce_copies._CudaDelivery, "finish", no_event_for_the_caller),
+    "the host for copies that read staging": (CudaCopies, "reuse", no_wait_for_the_slot),
+    "the host for copies at all": (CudaCopies, "_wait", no_wait_for_the_event),
+    "copies for the caller's kernels": (CudaCopies, "delivery", no_wait_for_the_caller),
+}
+
+
+@pytest.mark.parametrize("left_out", LEFT_OUT)
+def test_a_wait_left_out_is_noticed(monkeypatch: pytest.MonkeyPatch, left_out: str) -> None:
+    monkeypatch.setattr(*LEFT_OUT[left_out])
+    races, _ = explored(monkeypatch.setattr)
+    assert races.found
+
+
+def test_a_stream_that_never_ends_is_reported_by_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_races.Event, "query", lambda self: False)
+    with watched(monkeypatch.setattr):
+        copies = CudaCopies(CPU, timeout_ns=20_000_000)
+        staged = copies.staging((4,), torch.float32)
+        with pytest.raises(ExchangeError, match=r"tensors on their way to the host in 0.02 s"):
+            copies.fetch((staged, on_gpu(torch.ones(4))))()
+
+
+def test_a_wait_that_nobody_asked_for_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with watched(monkeypatch.setattr) as races:
+        int(on_gpu(torch.ones(1))[0])
+    assert races.found == ["aten::_local_scalar_dense waits for the GPU"]

@@ -1,0 +1,52 @@
+"""What exchange.device_memory asks of the ranks of several nodes, and where it is refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from ep_server.errors import ConfigError, StartupError
+from ep_server.exchange.fabric.device_memory import DeviceMemory
+from ep_server.ranks import exchanges
+from ep_server.ranks.exchanges import Opening, open_exchange
+from ep_server.ranks.group import plan_group
+from ep_server.v1 import rank_pb2 as pb
+from tests.support.models.checkpoints import Tiny
+from tests.support.ranks.rank_group import rank_config
+
+GPUS = {"parallel__device": "cuda", "cluster__nodes": 2, "cluster__node_rank": 0, "model__dtype": "bfloat16"}
+
+
+@pytest.mark.parametrize("fields", [{"cluster__nodes": 1}, {"parallel__device": "cpu"}])
+def test_cards_are_not_asked_to_reach_what_is_not_there(tiny: Tiny, fields: dict[str, object]) -> None:
+    settings = {**GPUS, "exchange__device_memory": "hmem", **fields}
+    with pytest.raises(ConfigError, match=r"exchange\.device_memory = 'hmem'.*several nodes with GPUs"):
+        plan_group(rank_config(tiny.path, 2, **settings))
+
+
+@pytest.mark.parametrize(
+    ("device", "asked", "wanted"),
+    [
+        ("cuda:1", "auto", DeviceMemory.AUTO),
+        ("cuda:1", "hmem", DeviceMemory.HMEM),
+        ("cuda:1", "host", DeviceMemory.HOST),
+        ("cpu", "auto", DeviceMemory.HOST),
+    ],
+)
+def test_a_rank_opens_its_end_as_the_setting_says(
+    tiny: Tiny, device: str, asked: str, wanted: DeviceMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = rank_config(tiny.path, 2, **{**GPUS, "exchange__device_memory": asked})
+    opened: list[tuple[torch.device, DeviceMemory]] = []
+
+    def open_end(spec: Any, device: torch.device, wanted: DeviceMemory, *_: Any) -> Any:
+        opened.append((device, wanted))
+        raise StartupError("enough")
+
+    monkeypatch.setattr(exchanges, "open_end", open_end)
+    spec = plan_group(config).exchange
+    with pytest.raises(StartupError, match="enough"):
+        open_exchange(pb.Start(rank=0, threads=1), config, spec, Opening(print, print), torch.device(device))
+    assert opened == [(torch.device(device), wanted)]

@@ -1,0 +1,82 @@
+"""The waiting queue alone."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ep_server.errors import InternalError
+from ep_server.scheduler.queues import WaitingQueue
+from ep_server.scheduler.sequence import ScheduledSequence
+from tests.support.ranks.simulated_rank import make_request
+
+
+def sequence(arrival: int, priority: int = 0, *, urgent: bool = False) -> ScheduledSequence:
+    seq = ScheduledSequence(make_request(arrival, [1], priority=priority), arrival, 4, caches=True)
+    seq.urgent = urgent
+    return seq
+
+
+def queue_of(*sequences: ScheduledSequence, max_overtakes: int = 100) -> WaitingQueue:
+    queue = WaitingQueue(max_overtakes)
+    for seq in sequences:
+        queue.push(seq)
+    queue.check_integrity()
+    return queue
+
+
+def taken(queue: WaitingQueue) -> list[int]:
+    order = []
+    while queue.head is not None:
+        head = queue.head
+        assert queue.take() is head
+        queue.check_integrity()
+        order.append(head.arrival)
+    assert len(queue) == 0
+    return order
+
+
+def test_urgent_ones_first_in_order_of_arrival_whatever_their_priority():
+    queue = queue_of(
+        sequence(0, 9), sequence(3, 5, urgent=True), sequence(1, -5, urgent=True), sequence(2, 20)
+    )
+    assert taken(queue) == [1, 3, 2, 0]
+
+
+def test_a_preempted_one_comes_back_at_its_old_place():
+    queue = queue_of(*(sequence(n) for n in range(4)))
+    first, second = queue.take(), queue.take()
+    queue.push(second)
+    queue.push(first)
+    assert taken(queue) == [0, 1, 2, 3]
+
+
+@given(st.lists(st.integers(-2, 2), max_size=12), st.data())
+def test_any_one_can_be_removed(priorities, data):
+    sequences = [sequence(n, priority) for n, priority in enumerate(priorities)]
+    queue = queue_of(*sequences)
+    gone = data.draw(st.sets(st.sampled_from(sequences))) if sequences else set()
+    for seq in gone:
+        queue.remove(seq)
+        queue.check_integrity()
+        with pytest.raises(InternalError, match="is not in the waiting queue"):
+            queue.remove(seq)
+    kept = [seq for seq in sequences if seq not in gone]
+    assert taken(queue) == [
+        seq.arrival for seq in sorted(kept, key=lambda s: (-s.request.priority, s.arrival))
+    ]
+
+
+@pytest.mark.parametrize("limit", [1, 2, 5])
+def test_the_oldest_lets_so_many_pass(limit):
+    queue = queue_of(sequence(0, -1), *(sequence(n) for n in range(1, 9)), max_overtakes=limit)
+    assert taken(queue).index(0) == limit
+
+
+def test_only_later_ones_count_as_overtaking():
+    queue = queue_of(sequence(2, -1), max_overtakes=1)
+    for arrival in (0, 1):  # older ones that were preempted
+        queue.push(sequence(arrival, 1))
+    assert taken(queue) == [0, 1, 2]
+    assert not queue_of(sequence(5)).take().urgent

@@ -1,0 +1,279 @@
+"""The shape of the source tree: who may import what, where the environment is read, how large a file is."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "ep_server"
+GENERATED = PACKAGE / "v1"
+
+FOUNDATION = {"errors", "records", "config", "logs", "stop_signals"}
+# What is known of a model without torch.
+HEADERS = {"models.checkpoint", "models.families", "models.sizes"}
+# Package -> what it may import besides itself; "ranks.protocol" allows that module and no other of ranks.
+ALLOWED = {
+    "errors": set(),
+    "records": set(),
+    "stop_signals": set(),
+    "config": {"errors"},
+    "logs": {"config"},
+    "client": {"errors", "v1"},
+    "scheduler": {"errors", "records"},
+    "exchange": {"errors", "_C"},
+    "compat": {"errors", "exchange", "_C"},
+    "text": {"errors", "models.families"},
+    "models": {"errors", "records", "exchange.api", "exchange.quant", "backends", "_C"},
+    "backends": {"errors", "records", "exchange", "models", "_C"},
+    "observability": {*FOUNDATION, "engine.observer"},
+    "engine": {*FOUNDATION, "scheduler", "text", "ranks.protocol"},
+    "ranks": {*FOUNDATION, "scheduler", "models", "backends", "exchange", "text", "v1", "_C"},
+    "frontend": {*FOUNDATION, "engine", "text", "observability", "ranks.protocol", *HEADERS, "v1"},
+    "cluster": {*FOUNDATION, "frontend", "ranks", "exchange.limits", *HEADERS, "v1"},
+    "testing": {"errors", "records", "exchange", "ranks.protocol", "scheduler"},
+}
+TENSORS = {"ranks", "models", "backends", "exchange", "compat", "testing"}
+# They put the parts together and may import anything.
+ASSEMBLY = {"__main__", "cli", ""}
+
+PURE_FORBIDDEN = {
+    "asyncio", "concurrent", "ctypes", "datetime", "grpc", "multiprocessing", "numpy", "os", "random",
+    "select", "socket", "subprocess", "threading", "time", "torch", "transformers", "uvloop",
+}  # fmt: skip
+
+
+def sources(*patterns: str, under: Path = PACKAGE) -> list[Path]:
+    found = (path for pattern in patterns for path in under.rglob(pattern))
+    return sorted(path for path in found if GENERATED not in path.parents)
+
+
+def module_name(path: Path) -> str:
+    """Dotted, without the package: scheduler.queues; scheduler for its __init__; "" for the package's."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path) -> set[str]:
+    """Every absolute module name that a file imports, anywhere in it."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}: relative import"
+            names = {f"{node.module}.{alias.name}" for alias in node.names}
+            # `from package import module` imports the module; `from module import name` does not.
+            modules = {name for name in names if is_module(name)}
+            found |= modules or {node.module or ""}
+    return found
+
+
+def is_module(name: str) -> bool:
+    head, _, rest = name.partition(".")
+    if head != "ep_server" or not rest:
+        return False
+    path = PACKAGE.joinpath(*rest.split("."))
+    return path.with_suffix(".py").exists() or (path / "__init__.py").exists() or rest == "_C"
+
+
+def own_imports(path: Path) -> set[str]:
+    """The imports of our own modules, without the package's name."""
+    return {name.removeprefix("ep_server.") for name in imports(path) if name.startswith("ep_server.")}
+
+
+def within(name: str, areas: set[str]) -> bool:
+    return any(name == area or name.startswith(area + ".") for area in areas)
+
+
+def area_of(module: str) -> str:
+    return module.partition(".")[0]
+
+
+@pytest.mark.parametrize("path", sources("*.py"), ids=lambda path: module_name(path) or "__init__")
+def test_import_directions(path):
+    area = area_of(module_name(path))
+    if area not in ASSEMBLY:
+        assert {name for name in own_imports(path) if not within(name, ALLOWED[area] | {area})} == set()
+
+
+def test_no_import_cycles():
+    """Neither at import time nor for types alone; of modules, inside packages too."""
+    modules = [path for path in sources("*.py") if area_of(module_name(path)) != "exchange"]  # it has three
+    graph = {module_name(path): own_imports(path) - {module_name(path)} for path in modules}
+    for module, imported in graph.items():
+        # `from package import name` may mean the package's face; what imports its own package is no cycle.
+        imported -= {module.rpartition(".")[0]}
+    sorter = TopologicalSorter(graph)
+    sorter.prepare()  # raises CycleError, which names one
+
+
+def users_of(*libraries: str) -> set[str]:
+    return {
+        module_name(path)
+        for path in sources("*.py")
+        if any(within(name, set(libraries)) for name in imports(path))
+    }
+
+
+def test_grpc_only_at_the_wire_and_between_nodes():
+    users = users_of("grpc", "grpc_health", "grpc_reflection", "ep_server.v1")
+    assert {m for m in users if not within(m, {"frontend", "client", "cluster", "ranks", "cli"})} == set()
+    assert "frontend.server" in users
+
+
+def test_torch_only_where_tensors_are():
+    users = users_of("torch")
+    assert {
+        m for m in users if not within(m, {"ranks", "models", "backends", "exchange", "compat", "testing"})
+    } == set()
+    assert "backends.cpu.sampler" in users
+
+
+def test_triton_only_in_the_kernels_of_the_gpu():
+    users = users_of("triton")
+    assert {m for m in users if not within(m, {"backends.gpu.kernels.triton"})} == set()
+    assert "backends.gpu.kernels.triton.norm" in users
+
+
+def test_transformers_is_an_oracle_for_tests_only():
+    assert users_of("transformers") == set()
+
+
+def test_the_scheduler_names_no_clock_thread_process_or_tensor():
+    for path in sources("*.py", under=PACKAGE / "scheduler"):
+        assert {name for name in imports(path) if name.partition(".")[0] in PURE_FORBIDDEN} == set(), path
+
+
+def loaded_by(*command: str) -> set[str]:
+    """The libraries that `python command` imports."""
+    line = [sys.executable, "-X", "importtime", *command]
+    done = subprocess.run(line, capture_output=True, text=True, check=True, cwd=ROOT, timeout=120)
+    names = re.findall(r"^import time:.*\| *([\w.]+)$", done.stderr, re.MULTILINE)
+    return {name.partition(".")[0] for name in names}
+
+
+def test_nothing_that_the_scheduler_imports_brings_them_in():
+    loaded = loaded_by("-c", "import ep_server.scheduler")
+    assert "ep_server" in loaded
+    assert loaded & {"torch", "grpc", "asyncio", "numpy", "multiprocessing"} == set()
+
+
+# Every process but a rank's. What is made of these modules may import nothing later on: see below.
+FRONT_COMMANDS = {
+    "modules": ("-c", "import ep_server.cli.app, ep_server.cli.main, ep_server.cli.demo.run"),
+    "help": ("-m", "ep_server", "--help"),
+    "config": ("-m", "ep_server", "config"),
+    "inspect": ("-m", "ep_server", "inspect", "ep_server/assets/demo_model", "--ranks", "2"),
+}
+
+
+@pytest.mark.parametrize("command", FRONT_COMMANDS.values(), ids=FRONT_COMMANDS)
+def test_the_front_process_never_loads_torch(command):
+    loaded = loaded_by(*command)
+    assert {"ep_server", "grpc"} <= loaded
+    assert loaded & {"torch", "triton", "numpy", "safetensors", "transformers"} == set()
+
+
+def test_the_front_imports_nothing_later_than_at_its_start():
+    """So what its modules load is all it ever loads. A command of its own is loaded when it is called."""
+    late = {
+        (module_name(path), name)
+        for path in sources("*.py")
+        if not within(
+            module_name(path),
+            {"models", "backends", "exchange", "compat", "testing", "ranks.life", "ranks.devices"},
+        )
+        for function in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for name in ([node.module] if isinstance(node, ast.ImportFrom) else [a.name for a in node.names])
+    }
+    assert late == {("cli.demo.command", "ep_server.cli.demo.run")}
+
+
+def test_only_config_reads_the_environment():
+    readers = set()
+    for path in sources("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            named = isinstance(node, ast.Attribute) and node.attr in ("environ", "environb", "getenv")
+            taken = isinstance(node, ast.ImportFrom) and any("env" in a.name for a in node.names)
+            if named or (taken and node.module == "os"):
+                readers.add(module_name(path))
+    assert readers == {"config"}
+    native = sources(*NATIVE, under=ROOT / "csrc")
+    assert native and not [p for p in native if re.search(r"\b(secure_)?getenv\b", p.read_text())]
+
+
+def test_no_module_takes_a_private_name_of_another():
+    taken = [
+        f"{module_name(path)}: {node.module}.{alias.name}"
+        for path in sources("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("ep_server")
+        for alias in node.names
+        if alias.name.startswith("_") and alias.name not in ("_C", "_cuda", "__version__")
+    ]
+    assert taken == []
+
+
+def test_no_torch_header_in_csrc_and_pybind11_only_in_the_bindings():
+    includes = {
+        path.relative_to(ROOT / "csrc").as_posix(): re.findall(
+            r'#\s*include\s*[<"]([^>"]+)', path.read_text()
+        )
+        for path in sources(*NATIVE, "*.h", under=ROOT / "csrc")
+    }
+    assert "bindings/module.cpp" in includes
+    headers = [(file, name) for file, names in includes.items() for name in names]
+    assert [h for h in headers if re.match(r"(torch|ATen|c10|caffe2)/", h[1])] == []
+    python = {file for file, name in headers if "pybind11" in name or name == "Python.h"}
+    assert {file for file in python if not file.startswith("bindings/")} == set()
+
+
+BUDGET = {".py": 400, ".cpp": 500, ".hpp": 500, ".inc": 500, ".cu": 500, ".cuh": 500}
+NATIVE = tuple(f"*{suffix}" for suffix in BUDGET if suffix != ".py")
+
+
+def test_no_file_is_larger_than_its_budget():
+    files = sources("*.py") + sources(*NATIVE, under=ROOT / "csrc")
+    lines = {str(p.relative_to(ROOT)): len(p.read_text(encoding="utf-8").splitlines()) for p in files}
+    assert len(lines) > 50
+    assert {name: n for name, n in lines.items() if n > BUDGET[Path(name).suffix]} == {}
+
+
+def test_the_ten_steps_of_the_readme_are_those_of_the_tree():
+    """Each file that the README names for a step begins with the number of that step."""
+    rows = re.findall(r"^\| (\d+) \|.*\| (`.*) \|$", (ROOT / "README.md").read_text(), re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, 11))
+    for number, places in rows:
+        for place in re.findall(r"`([^`]+)`", places):
+            files = sorted(ROOT.glob(place + "*.py" if place.endswith("/") else place))
+            first = [path.read_text(encoding="utf-8").partition("\n")[0] for path in files]
+            numbered = [line for line in first if f"[{number}]" in line]
+            assert numbered and (place.endswith("/") or numbered == first), (number, place, first)
+
+
+PACKAGES = {
+    "backends", "cli", "cluster", "compat", "config", "engine", "exchange", "frontend", "models",
+    "observability", "ranks", "scheduler", "testing", "text", "v1",
+}  # fmt: skip
+MODULES = {"__init__", "__main__", "client", "errors", "logs", "records", "stop_signals"}
+VAGUE = {"base", "core", "helpers", "lib", "manager", "misc", "shared", "tools", "util"}
+
+
+def test_names_at_the_top():
+    """The packages and modules of the layout are there and no others."""
+    assert {path.parent.name for path in PACKAGE.glob("*/__init__.py")} == PACKAGES
+    assert {path.stem for path in PACKAGE.glob("*.py")} == MODULES
+
+
+def test_no_module_has_a_vague_name():
+    assert {path.stem for path in sources("*.py")} & VAGUE == set()
