@@ -51,7 +51,7 @@ def stages() -> dict[str, list[tuple[str, str]]]:
     return found
 
 
-def test_images_are_pinned_and_the_last_stages_hold_an_environment_alone() -> None:
+def test_images_are_pinned_and_last_stages_hold_only_the_venv() -> None:
     found = stages()
     outside = {
         value.partition(" AS ")[0] for stage in found.values() for kind, value in stage if kind == "FROM"

@@ -224,7 +224,7 @@ def test_no_module_takes_a_private_name_of_another():
     assert taken == []
 
 
-def test_no_torch_header_in_csrc_and_pybind11_only_in_the_bindings():
+def test_csrc_has_no_torch_and_pybind11_only_in_bindings():
     includes = {
         path.relative_to(ROOT / "csrc").as_posix(): re.findall(
             r'#\s*include\s*[<"]([^>"]+)', path.read_text()
@@ -277,3 +277,13 @@ def test_names_at_the_top():
 
 def test_no_module_has_a_vague_name():
     assert {path.stem for path in sources("*.py")} & VAGUE == set()
+
+
+def test_names_of_tests_are_at_most_60_characters():
+    names = {
+        (str(path.relative_to(ROOT)), name)
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^\s*(?:async )?def (test_\w+)", path.read_text(), re.MULTILINE)
+    }
+    assert len(names) > 1000
+    assert {(path, name) for path, name in names if len(name) > 60} == set()

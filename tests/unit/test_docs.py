@@ -68,7 +68,7 @@ def test_commands_and_options_that_the_runbook_names_exist() -> None:
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/operations.md"])
-def test_commands_that_can_be_copied_have_the_flags_that_they_give(page: str) -> None:
+def test_commands_in_docs_use_existing_flags(page: str) -> None:
     known = {
         name: {flag for parameter in command.params for flag in parameter.opts}
         for name, command in typer.main.get_group(app).commands.items()

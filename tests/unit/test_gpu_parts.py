@@ -65,7 +65,7 @@ def test_every_test_is_in_one_part(gpus: int) -> None:
     assert len(found) == len(SUITE) and set(found) == set(SUITE)
 
 
-def test_parts_have_tests_of_their_ranks_and_functions_stay_together() -> None:
+def test_parts_hold_their_ranks_and_whole_functions() -> None:
     found = {str(part): [test.nodeid for test in part.of(SUITE)] for part in parts_for(2)}
     assert found["0:1/1"] == ["host"]
     assert found["3:1/1"] == ["hosts[3]"]

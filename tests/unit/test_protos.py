@@ -32,7 +32,7 @@ def test_it_is_generated_by_protobuf_6_33() -> None:
         assert version == ("6", "33"), file.name
 
 
-def test_every_number_and_option_of_the_decode_contract_has_a_comment() -> None:
+def test_every_field_of_the_decode_contract_has_a_comment() -> None:
     lines = (ROOT / "protos" / "ep_server" / "v1" / "decode.proto").read_text().splitlines()
     inside = {"GenerateRequest", "TokenIds", "Sampling", "Stopping", "ResponseOptions"}
     message, bare = "", []

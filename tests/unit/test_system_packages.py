@@ -59,7 +59,7 @@ def test_what_is_missing_is_installed(root: None, tmp_path: Path) -> None:
     assert not {"make", "openssl", "prometheus", "chromium"} & set(calls[1].split())
 
 
-def test_without_a_network_the_tests_go_on_and_the_packages_are_named(root: None, tmp_path: Path) -> None:
+def test_without_network_packages_are_named_and_tests_go_on(root: None, tmp_path: Path) -> None:
     done, _ = ran(tmp_path, "make", "openssl", apt="exit 100")
     assert done.returncode == 0
     assert stamp(tmp_path).exists()
@@ -79,7 +79,7 @@ def test_apt_asks_nobody_and_has_deadlines(root: None, tmp_path: Path) -> None:
     assert all("Acquire::http::Timeout=" in call and "DPkg::Lock::Timeout=" in call for call in calls)
 
 
-def test_without_root_the_packages_are_named_and_nothing_is_called(root: None, tmp_path: Path) -> None:
+def test_without_root_packages_are_named_and_nothing_runs(root: None, tmp_path: Path) -> None:
     """In a user namespace without a mapping this process is nobody."""
     done, calls = ran(tmp_path, "make", "unshare", user=("unshare", "--user"))
     if done.returncode == 1 and "unshare" in done.stderr:

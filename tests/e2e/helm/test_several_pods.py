@@ -118,7 +118,7 @@ def test_pods_of_a_stateful_set_serve_as_one_and_drain_as_one(tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_pods_of_a_leader_worker_set_with_mutual_tls_end_as_one_and_come_back(tmp_path: Path) -> None:
+def test_leader_worker_set_with_mutual_tls_restarts_as_one(tmp_path: Path) -> None:
     issuer = {"enabled": True, "issuerRef": {"name": "ca"}}
     tls = {"tls": {"enabled": True, "certManager": issuer}, "multiNode": {"nodes": 2, "tls": True}}
     objects, _ = render(MODEL, {"kind": "LeaderWorkerSet"}, tls)

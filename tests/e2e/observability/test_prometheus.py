@@ -107,7 +107,7 @@ def status_page(metrics_url: str) -> str:
         return str(page.read().decode())
 
 
-async def test_a_rank_that_is_2_ms_late_fires_the_regression_and_the_wait_matrix_names_it(
+async def test_late_rank_fires_regression_and_wait_matrix_names_it(
     tmp_path: Path,
 ) -> None:
     (matrix,) = (expression for where, expression in panel_expressions() if "Who waits for whom" in where)

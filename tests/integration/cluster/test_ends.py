@@ -222,7 +222,7 @@ async def test_a_rendezvous_in_use_is_one_line() -> None:
         assert line.startswith("ep-server: error: cluster.rendezvous = ") and "in use" in line
 
 
-async def test_a_node_told_to_stop_before_the_others_are_there_ends_well_with_those_that_are() -> None:
+async def test_stop_before_all_nodes_joined_ends_cleanly() -> None:
     async with nodes(count=3) as made:
         alone = await made.start(1)
         await alone.until(lambda: alone.said("going to node 0"))
@@ -253,7 +253,7 @@ async def test_a_node_that_is_slow_only_delays() -> None:
 
 
 @pytest.mark.slow
-async def test_a_node_that_is_stopped_is_silent_and_ends_itself_when_it_goes_on() -> None:
+async def test_suspended_node_is_silent_and_exits_when_resumed() -> None:
     async with serving(options=("--cluster-silent-seconds", "3")) as servers:
         processes = [rank for server in servers for rank in server.ranks]
         async with streams(servers[0]) as (call,):
@@ -318,7 +318,7 @@ async def test_whatever_is_killed_at_whatever_moment_everything_ends(seed: int) 
         assert left(processes) == []
 
 
-async def test_a_node_that_differs_ends_with_one_line_and_the_server_waits_on() -> None:
+async def test_mismatched_node_exits_and_the_leader_keeps_waiting() -> None:
     async with nodes() as made:
         leader = await made.start(0)
         other = await made.start(1, "--scheduler-block-size", "32")
@@ -343,7 +343,7 @@ async def test_a_node_that_never_comes_ends_the_others_with_its_name() -> None:
 
 
 @pytest.mark.slow
-async def test_a_rank_that_cannot_start_on_another_node_is_named_by_the_leader() -> None:
+async def test_leader_names_a_remote_rank_that_cannot_start() -> None:
     async with nodes() as made:
         leader, other = await made.start(0), await made.start(1, "--fabric-domain", "nowhere0")
         assert [await leader.end(), await other.end()] == [1, 1]

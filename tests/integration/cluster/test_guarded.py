@@ -22,7 +22,7 @@ def network() -> None:
 
 
 @pytest.mark.slow
-async def test_nodes_with_certificates_and_a_token_serve_and_the_rendezvous_serves_nobody_else(
+async def test_rendezvous_serves_only_nodes_with_certificate_and_token(
     tmp_path: Path,
 ) -> None:
     files, token = make_certificates(tmp_path), tmp_path / "token"

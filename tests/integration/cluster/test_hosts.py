@@ -93,7 +93,7 @@ async def stop_all(made: Nodes) -> None:
     assert [await node.end() for node in made.started] == [0] * made.count
 
 
-async def test_the_demo_model_gives_the_tokens_of_one_host_wherever_it_is_asked(hosts: Hosts) -> None:
+async def test_every_node_gives_the_tokens_of_one_host(hosts: Hosts) -> None:
     """On every rank from either node, and where the scheduler puts it: beside the node that was asked."""
     sums = [f"{n}+{7 * n + 3}=" for n in (4, 17, 30, 55)]
     greedy = [{"prompt": text, "temperature": 0.0, "max_new_tokens": 24, "ignore_eos": True} for text in sums]

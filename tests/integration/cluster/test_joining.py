@@ -132,7 +132,7 @@ async def test_a_node_that_differs_hears_in_what(change: Callable[[Claim], Claim
             assert link.reason == ""
 
 
-async def test_a_number_is_taken_once_and_free_again_when_its_node_leaves() -> None:
+async def test_node_number_is_free_again_when_its_node_leaves() -> None:
     async with rendezvous() as meeting, asyncio.timeout(WAIT):
         claim = meeting.claim(1)
         async with meeting.join(claim) as first:
@@ -151,7 +151,7 @@ def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_a_node_that_comes_back_takes_the_place_that_its_broken_link_still_holds(
+async def test_returning_node_takes_over_its_broken_link(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async with (
@@ -175,7 +175,7 @@ async def test_a_node_that_comes_back_takes_the_place_that_its_broken_link_still
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_of_two_that_come_for_one_place_the_second_is_refused_only_once_the_first_lives() -> None:
+async def test_second_claim_is_refused_only_once_the_first_is_alive() -> None:
     """The first may be a try of the same node whose connection broke unnoticed: it must not win for ever."""
     async with (
         rendezvous(cluster__silent_seconds=1.0) as meeting,
@@ -224,7 +224,7 @@ async def test_a_node_that_was_told_to_stop_says_so() -> None:
             await asked.wait()
 
 
-async def test_all_ranks_get_the_kv_blocks_of_the_poorest_node_and_their_numbers_over_all_nodes() -> None:
+async def test_all_ranks_get_the_smallest_kv_blocks_and_global_numbers() -> None:
     place = NodePlace(0, 2, "127.0.0.1", free_port())
     options = {"cluster__nodes": 2, "parallel__ranks": 2, "model__name": "silent"}
     leader = Leader(config_of(0, **options), place, module="tests.support.ranks.odd_rank")
@@ -321,7 +321,7 @@ async def test_who_does_not_say_hello_is_sent_away(first: pb.Bundle | None) -> N
 
 
 @pytest.mark.usefixtures("impatient")
-async def test_a_node_that_reads_nothing_more_is_lost_though_much_is_on_its_way_to_it() -> None:
+async def test_node_that_stops_reading_is_lost_despite_queued_data() -> None:
     place = NodePlace(0, 2, "127.0.0.1", free_port())
     options = {"cluster__nodes": 2, "model__name": "silent", "cluster__silent_seconds": 0.5}
     leader = Leader(config_of(0, **options), place, module="tests.support.ranks.odd_rank")
@@ -459,7 +459,7 @@ def test_tls_between_nodes_is_mutual_or_not_at_all(name: str) -> None:
         config_of(0, **{f"cluster__tls_{name}": "x"})
 
 
-async def test_what_is_wrong_with_the_port_is_said_in_the_names_of_the_cluster(tmp_path: Path) -> None:
+async def test_port_errors_use_the_names_of_cluster_options(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as other:
         place = NodePlace(0, NODES, "127.0.0.1", int(other.getsockname()[1]))
         with pytest.raises(ConfigError, match=r"cluster\.rendezvous = .*in use"):

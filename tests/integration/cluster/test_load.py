@@ -26,7 +26,7 @@ async def drop(client: AsyncClient, prompt: str) -> None:
 
 
 @pytest.mark.slow
-async def test_both_nodes_under_load_give_the_tokens_of_a_request_alone() -> None:
+async def test_both_nodes_under_load_give_the_tokens_of_one_request() -> None:
     needs("system")
     choice = random.Random(1)
     prompts = [f"{choice.randrange(99)}+{choice.randrange(99)}=" for _ in range(12)]

@@ -185,7 +185,7 @@ async def test_without_a_deadline_there_is_none() -> None:
     "status", [code for code in Code if code is not Code.OK], ids=lambda code: str(code.name)
 )
 @pytest.mark.parametrize("method", ["Decode/Generate", "Control/GetLoads"])
-async def test_every_status_is_passed_on_but_those_of_a_broken_connection(status: Any, method: str) -> None:
+async def test_relay_passes_every_status_except_connection_errors(status: Any, method: str) -> None:
     def call(node: Any) -> Any:
         channel = node.client.channel
         return (channel.unary_stream if "Generate" in method else channel.unary_unary)(

@@ -97,7 +97,7 @@ async def test_a_caller_that_reads_nothing_is_ended_by_its_node() -> None:
         assert error.code() is Code.RESOURCE_EXHAUSTED and "grpc.unread_seconds = 0.2" in error.details()
 
 
-async def test_a_lost_rank_ends_relayed_streams_with_the_leaders_message() -> None:
+async def test_lost_rank_ends_relayed_streams_with_leader_message() -> None:
     async with relayed() as both:
         both.ranks.hold()
         call = both.node.client.generate([1])
@@ -109,7 +109,7 @@ async def test_a_lost_rank_ends_relayed_streams_with_the_leaders_message() -> No
         assert refused.code() is Code.UNAVAILABLE and trailers(refused)["epserver-error"] == "RankLost"
 
 
-async def test_a_draining_leader_refuses_by_its_own_words_and_finishes_streams() -> None:
+async def test_draining_leader_refuses_calls_and_finishes_streams() -> None:
     async with relayed() as both:
         both.ranks.hold()
         call = both.node.client.generate([1], max_new_tokens=5)
@@ -162,7 +162,7 @@ async def test_the_end_of_the_link_ends_calls_and_refuses_new_ones() -> None:
         assert [summary.status for summary in both.served.heard.finished] == ["CANCELLED"]
 
 
-async def test_once_the_server_has_ended_calls_in_flight_get_its_last_words() -> None:
+async def test_calls_in_flight_get_the_final_status_of_the_server() -> None:
     async with relayed() as both:
         both.ranks.hold()
         call = both.node.client.generate([1], max_new_tokens=3)

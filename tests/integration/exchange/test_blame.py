@@ -55,7 +55,7 @@ def once(exchange: NativeExchange, faults: tuple[Fault, ...]) -> None:
 
 
 @pytest.mark.parametrize("ring", [(0, 1), (0, 1, 2)], ids=len)
-def test_ranks_that_wait_in_a_ring_name_one_of_it_and_never_themselves(ring: tuple[int, ...]) -> None:
+def test_ranks_waiting_in_a_ring_never_name_themselves(ring: tuple[int, ...]) -> None:
     """Each misses the header of the next one; whoever is outside misses none, and waits for their answers."""
     faults = tuple(unheard(ring[(i + 1) % len(ring)], rank) for i, rank in enumerate(ring))
     ended = run_outcomes(once, 3, spec_of(3, 3 * SECOND), 30, args=(faults,))

@@ -120,7 +120,7 @@ def test_a_dropped_header_names_the_peer_that_did_not_send_it() -> None:
         assert isinstance(outcome.error, GroupAborted)
 
 
-def test_a_dropped_acknowledgement_stops_the_sender_before_it_overwrites() -> None:
+def test_dropped_ack_stops_the_sender_before_it_overwrites() -> None:
     drop = Fault(rank=2, op="dispatch", phase="recv_consumed", action=Action.DROP, peer=0)
     first_reuse = 3  # of two banks
     late = later_than_rank_0(first_reuse)
@@ -286,7 +286,7 @@ def misses_hooks(exchange: NativeExchange, view: str) -> None:
 
 
 @pytest.mark.parametrize("view", ["compact", "index"])
-def test_a_missed_hook_is_an_error_before_anything_is_overwritten(view: str) -> None:
+def test_missed_hook_is_an_error_before_any_overwrite(view: str) -> None:
     run_ranks(misses_hooks, 2, spec_of(2), 30, args=(view,))
 
 

@@ -114,7 +114,7 @@ def test_halves_refuse_what_does_not_belong_to_them(exchange: NativeExchange) ->
         exchange.barrier()
 
 
-def test_index_rows_are_the_receive_region_itself_and_outlive_close(exchange: NativeExchange) -> None:
+def test_index_rows_alias_the_receive_region_and_outlive_close(exchange: NativeExchange) -> None:
     first = exchange.dispatch_send(**tensors()).recv(View.INDEX)  # type: ignore[arg-type]
     again = exchange.dispatch_send(**tensors()).recv(View.INDEX)  # type: ignore[arg-type]
     assert first.rows.shape == (MAX_TOKENS, HIDDEN)

@@ -293,7 +293,7 @@ async def test_the_limit_of_streams() -> None:
         assert error.code() is Code.RESOURCE_EXHAUSTED and "grpc.max_streams = 1" in error.details()
 
 
-async def test_a_dropped_stream_frees_its_blocks_at_the_end_of_the_step() -> None:
+async def test_dropped_stream_frees_its_blocks_at_step_end() -> None:
     async with serving() as served:
         served.ranks.hold()
         call = served.client.generate([1])
@@ -457,7 +457,7 @@ async def test_a_bug_is_internal_and_does_not_tell_its_secrets(caplog: pytest.Lo
         assert "ZeroDivisionError: secret" in caplog.text
 
 
-async def test_a_fault_in_the_text_of_one_request_ends_that_request_alone(
+async def test_text_fault_ends_only_its_own_request(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     push = OutputText.push

@@ -186,7 +186,7 @@ class WithGpus(FakeRanks):
         return replace(super()._ready(rank), attention=f"triton (reason {rank % 2})")
 
 
-async def test_the_kernels_of_attention_are_named_once_before_it_serves(
+async def test_attention_kernels_are_logged_once_before_serving(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     server = Server(Config.from_values({"grpc.port": 0}), MODEL, WithGpus(4))

@@ -71,7 +71,7 @@ async def test_a_call_over_tls_ends_with_unavailable(tmp_path: Path) -> None:
         assert (await failure(call)).code() is Code.UNAVAILABLE
 
 
-async def test_while_calls_end_new_ones_hear_why_and_the_last_one_ends_the_wait() -> None:
+async def test_closing_port_refuses_new_calls_and_waits_for_old_ones() -> None:
     async with opened() as one, watching(one.address) as open_call, asyncio.timeout(WAIT):
         address, closing = one.address, asyncio.create_task(one.close(10 * WAIT))
         await asyncio.sleep(0)  # it refuses now
@@ -139,7 +139,7 @@ async def test_another_port_of_the_process_keeps_its_calls() -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"])
-async def test_a_port_of_the_same_number_at_another_address_keeps_its_calls(host: str) -> None:
+async def test_same_port_number_at_another_address_keeps_its_calls(host: str) -> None:
     """As the rendezvous of nodes may have the number of the public port."""
     async with opened(GrpcConfig(host="127.0.0.3", port=0)) as other, watching(other.address) as kept:
         async with opened(GrpcConfig(host=host, port=number_of(other))) as one, watching(one.address) as call:
@@ -168,7 +168,7 @@ async def test_ports_that_were_not_open_or_are_closed_may_be_closed() -> None:
         await one.close()
 
 
-async def test_where_no_descriptor_is_left_the_server_stops_all_the_same(
+async def test_server_stops_without_free_file_descriptors(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     def none_left(place: Place) -> None:
@@ -243,7 +243,7 @@ def churn(stop: threading.Event, wrong: list[str]) -> None:
                 wrong.append("lost a byte")
 
 
-def test_threads_that_open_and_close_descriptors_meanwhile_notice_nothing() -> None:
+def test_threads_opening_descriptors_are_not_disturbed() -> None:
     stop, wrong = threading.Event(), list[str]()
     threads = [threading.Thread(target=guarded, args=(stop, wrong)) for _ in range(3)]
     before = descriptors()

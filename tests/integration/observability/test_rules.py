@@ -124,7 +124,7 @@ def test_promtool_finds_nothing_wrong() -> None:
     promtool("check", "rules", *FILES)
 
 
-def test_every_alert_has_cases_and_says_how_bad_it_is_and_what_to_do() -> None:
+def test_every_alert_has_cases_severity_and_runbook() -> None:
     assert set(CASES) == set(alerts())
     for name, rule in alerts().items():
         assert rule["labels"]["severity"] in SEVERITIES
@@ -156,7 +156,7 @@ def known_metrics() -> set[str]:
     return {name for name, kind in exported.items() if kind != "histogram"} | parts | recorded
 
 
-def test_rules_and_dashboards_ask_only_for_what_is_exported_or_recorded() -> None:
+def test_rules_and_dashboards_query_only_known_metrics() -> None:
     asked = [rule["expr"] for group in rule_groups() for rule in group["rules"]]
     asked += [
         expression for path in DASHBOARDS.glob("*.json") for _, expression in queries(dashboard(path.stem))

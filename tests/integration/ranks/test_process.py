@@ -52,7 +52,7 @@ def test_an_ep_server_in_the_working_directory_is_not_taken(tmp_path: Path) -> N
     assert (done.returncode, done.stdout, done.stderr) == (0, "ready 0\n", "")
 
 
-def test_the_import_path_has_no_relative_entry_and_our_own_root_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_import_path_is_absolute_and_holds_our_root_once(monkeypatch: pytest.MonkeyPatch) -> None:
     others = [entry for entry in sys.path if Path(entry).is_absolute() and entry != str(ROOT)]
     monkeypatch.setattr(sys, "path", ["", "relative", *others])
     assert import_path() == [str(ROOT), *others]

@@ -39,7 +39,7 @@ def test_the_targets_come_first_and_all_sizes_come() -> None:
         assert {c.form for c in at_128} == {"own", "deepep"}
 
 
-def test_fewer_gpus_leave_out_what_does_not_fit_unless_it_was_asked_for() -> None:
+def test_fewer_gpus_skip_cases_unless_requested() -> None:
     assert {case.ranks for case in cases_of(Asked(COMMON), gpus=2)} == {1, 2}
     with pytest.raises(ValueError, match="4 needs as many GPUs, here are 2"):
         cases_of(Asked(COMMON, ranks=(4, 2)), gpus=2)

@@ -55,7 +55,7 @@ def test_each_row_is_predicted_from_any_single_other() -> None:
             assert max(map(abs, errors(row, calibrated((known,))))) < WITHIN, (known, row)
 
 
-def test_rows_of_other_machines_are_predicted_but_those_without_a_network() -> None:
+def test_published_rows_with_a_network_are_predicted() -> None:
     """The one known miss is H20 on NVLink alone: its fixed time is less than what the network rows have."""
     fixed_us = calibrated(DEEPEP)
     missed = {
@@ -161,7 +161,7 @@ def test_the_busiest_rank_is_that_of_a_drawn_routing(copies, groups) -> None:
     assert rows(case).busiest == pytest.approx(statistics.mean(ratios), rel=0.03)
 
 
-def test_a_row_per_host_crosses_the_network_least_and_per_expert_most() -> None:
+def test_row_per_host_crosses_the_network_least() -> None:
     for hosts in (2, 8, 64):
         host, rank, expert = (
             rows(Case(hosts=hosts, copies=copies)).network
@@ -170,7 +170,7 @@ def test_a_row_per_host_crosses_the_network_least_and_per_expert_most() -> None:
         assert host < rank <= expert, hosts
 
 
-def test_a_sum_from_each_host_comes_back_where_it_went_out_and_from_each_rank_else() -> None:
+def test_sums_come_back_per_host_or_per_rank() -> None:
     case = Case(hosts=4)
     per_rank, per_host = (rows(replace(case, copies=copies)) for copies in (Copies.RANK, Copies.HOST))
     for copies, out, back in (
@@ -181,7 +181,7 @@ def test_a_sum_from_each_host_comes_back_where_it_went_out_and_from_each_rank_el
         assert [rows(each) for each in both_ways(replace(case, copies=copies))] == [out, back], copies
 
 
-def test_without_nvlink_every_row_but_the_ranks_own_is_on_the_network() -> None:
+def test_without_nvlink_all_other_rows_use_the_network() -> None:
     case = Case(hosts=2, copies=Copies.RANK, tokens=1, inside=Inside.NETWORK)
     assert rows(case).network == pytest.approx(distinct(case)[0] * 15 / 16)
     assert (rows(case).nvlink, rows(case).peers) == (0, 15)
@@ -258,7 +258,7 @@ def test_a_step_on_one_rank_is_its_memory_traffic() -> None:
     assert found.off_us == pytest.approx(60.4e9 / 4500e3, rel=0.03)
 
 
-def test_overlap_hides_the_exchange_of_large_batches_and_loses_on_small_ones() -> None:
+def test_overlap_helps_large_batches_and_hurts_small_ones() -> None:
     large = step(DEEPSEEK_V3, Case(hosts=8, tokens=128), Machine())
     assert large.on_us < large.off_us
     assert large.off_us - large.on_us <= large.exchange_us
@@ -267,7 +267,7 @@ def test_overlap_hides_the_exchange_of_large_batches_and_loses_on_small_ones() -
 
 
 @pytest.mark.parametrize("model", MODELS.values(), ids=list(MODELS))
-def test_a_step_of_more_sequences_or_longer_context_is_never_faster(model) -> None:
+def test_more_sequences_or_context_are_never_faster(model) -> None:
     machine, case = Machine(), Case(hosts=4, tokens=32)
     found = step(model, case, machine)
     more = (step(model, replace(case, tokens=34), machine), step(model, case, machine, context=5000))

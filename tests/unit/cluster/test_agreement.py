@@ -87,7 +87,7 @@ def test_kv_blocks_are_each_node_s_own() -> None:
     assert differences(claim(), claim(1, kv_blocks=1)) == []
 
 
-def test_the_model_is_compared_by_its_description_and_the_headers_of_its_layers() -> None:
+def test_models_are_compared_by_config_and_layer_headers() -> None:
     changed = [*TENSORS[:-1], replace(TENSORS[-1], shape=(2, 8))]
     other = claim(1, model=fingerprint({"hidden_size": 8}, changed))
     description, layer = differences(claim(), other)
@@ -96,7 +96,7 @@ def test_the_model_is_compared_by_its_description_and_the_headers_of_its_layers(
 
 
 @given(order=st.permutations(TENSORS))
-def test_neither_the_order_of_tensors_nor_notes_on_the_model_matter(order: list[TensorHeader]) -> None:
+def test_tensor_order_and_model_notes_do_not_matter(order: list[TensorHeader]) -> None:
     noted = {"hidden_size": 4, "_name_or_path": "/elsewhere", "transformers_version": "9"}
     assert fingerprint(noted, order) == fingerprint({"hidden_size": 4}, TENSORS)
 
@@ -138,7 +138,7 @@ def test_a_long_refusal_is_cut() -> None:
     assert refusal(claim(), other, 2, []).endswith(f"; and {len(found) - SHOWN} more")
 
 
-def test_a_claim_of_a_checkpoint_is_the_same_after_a_way_over_the_wire() -> None:
+def test_checkpoint_claim_survives_the_wire_unchanged() -> None:
     config = Config.from_values({"model.path": str(MODEL), "cluster.nodes": 2, "cluster.node_rank": 1})
     made, plan = claim_of(config)
     assert (made.node, made.version, made.kv_blocks) == (1, ep_server.__version__, plan.kv_blocks)
@@ -154,7 +154,7 @@ def test_a_model_of_random_weights_is_its_description_alone(tmp_path: Path) -> N
     assert not any(name.startswith("tensors ") for name in made.model)
 
 
-def test_whatever_a_node_says_the_refusal_is_a_line_of_no_great_length() -> None:
+def test_refusal_is_one_short_line_for_any_claim() -> None:
     odd = "x" * 10_000 + "\n"
     for other in (
         claim(1, version=odd),
@@ -173,7 +173,7 @@ def test_what_is_no_claim_is_refused(text: str) -> None:
         claim_in(pb.Hello(node=1, config_json=text, model_json="{}"))
 
 
-def test_a_hello_beyond_all_measure_is_refused_before_it_is_parsed() -> None:
+def test_oversized_hello_is_refused_before_parsing() -> None:
     hello = pb.Hello(node=1, config_json="[" * MAX_HELLO, model_json="{}")
     with pytest.raises(InvalidArgument, match=rf"{MAX_HELLO + 2} characters': must be at most {MAX_HELLO}"):
         claim_in(hello)

@@ -38,7 +38,7 @@ async def test_a_read_takes_all_there_is() -> None:
     assert (chunk.text, chunk.completion) == ("ABC", None)
 
 
-async def test_a_read_waits_for_the_interval_but_not_for_the_first_token() -> None:
+async def test_read_waits_for_the_interval_except_for_first_token() -> None:
     target, _ = stream(interval=3)
     put(target, 1)
     assert await ids(target) == [1]

@@ -47,7 +47,7 @@ def causes(spec: ExchangeSpec, offset_ns: int) -> set[bytes]:
     return found
 
 
-def test_a_failing_wait_and_an_abort_do_not_write_over_each_other() -> None:
+def test_failing_wait_and_abort_do_not_overwrite_each_other() -> None:
     spec = ExchangeSpec(0, RANKS, tuple(range(RANKS)), 1, 8, 1, timeout_ns=TIMEOUT_NS)
     seen: set[bytes] = set()
     for trial in range(TRIALS):

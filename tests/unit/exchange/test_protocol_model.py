@@ -67,7 +67,7 @@ def test_a_fault_of_one_of_two_ranks_ends_in_an_error_or_a_mask(name: str, kind:
         if not (kind == "stalls" and mask and name in LARGE)
     ],
 )
-def test_a_fault_of_one_of_three_ranks_ends_in_an_error_or_a_mask(name: str, kind: str, mask: bool) -> None:
+def test_fault_of_one_of_three_ranks_ends_in_error_or_mask(name: str, kind: str, mask: bool) -> None:
     outcome = explore(SHORT[name], 3, Rules(fused=True), Fault(kind, 2, mask))
     holds(outcome)
     check_ends(outcome, kind, mask)
@@ -120,7 +120,7 @@ def test_a_hook_that_one_rank_forgets_ends_its_peer_too() -> None:
     assert (Status.TIMEOUT, Status.HOOK_NOT_CALLED) in outcome.ends
 
 
-def test_a_forgotten_hook_without_deadlines_is_found_as_a_deadlock() -> None:
+def test_forgotten_hook_without_deadlines_is_a_deadlock() -> None:
     assert "deadlock" in Model([WHOLE.split(), FORGETFUL.split()], Rules()).explore().violation
 
 

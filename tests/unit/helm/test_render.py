@@ -190,7 +190,7 @@ def test_pods_that_have_the_nodes_name_are_told_their_ordinal() -> None:
     )
 
 
-def test_pods_of_a_leader_worker_set_are_what_its_controller_says() -> None:
+def test_leader_worker_set_pods_match_their_controller() -> None:
     objects, notes = render({"kind": "LeaderWorkerSet", "replicas": 5, "multiNode": {"nodes": 2}})
     (set_,) = of_kind(objects, "LeaderWorkerSet")
     name = set_["metadata"]["name"]

@@ -232,7 +232,7 @@ def test_an_example_renders(name: str) -> None:
     check_links([one for one in objects if one])
 
 
-def test_the_adapter_of_the_example_answers_what_the_autoscaler_asks() -> None:
+def test_example_adapter_answers_the_autoscaler() -> None:
     scaled = render({"kind": "Deployment", "autoscaling": {"enabled": True}})[0]
     (scaler,) = of_kind(scaled, "HorizontalPodAutoscaler")
     asked = {metric["pods"]["metric"]["name"] for metric in scaler["spec"]["metrics"]}

@@ -43,7 +43,7 @@ def test_streams_are_counted_while_open_and_by_their_end(
     assert metrics.look()[0] == 1 and sum(metrics.look()[1].values()) == 3
 
 
-def test_no_family_is_exported_by_both_kinds_of_nodes_but_their_own_process_and_number() -> None:
+def test_leader_and_worker_nodes_share_only_process_metrics() -> None:
     leader, follower = CollectorRegistry(), CollectorRegistry()
     ServerMetrics(leader, model="m", version="1", max_queue=9, nodes=3)
     NodeMetrics(follower, FACTS)

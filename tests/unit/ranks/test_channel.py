@@ -74,7 +74,7 @@ def test_wait_returns_when_a_frame_arrives(pair: tuple[socket.socket, socket.soc
     assert got == [[b"wake"]]
 
 
-def test_the_end_of_the_other_side_is_an_error_after_its_last_frames(
+def test_peer_close_is_an_error_after_its_last_frames(
     pair: tuple[socket.socket, socket.socket],
 ) -> None:
     channel = RankChannel(pair[0])

@@ -62,7 +62,7 @@ def test_what_the_end_of_a_chain_said_itself_comes_first() -> None:
     assert cause(signs) is signs[2]
 
 
-def test_errors_that_follow_from_a_peers_are_known_by_their_class() -> None:
+def test_errors_caused_by_a_peer_are_known_by_class() -> None:
     found = {name: kind_of(name) for name in ("PeerTimeout", "PeerLost", "ProtocolViolation", "GroupAborted")}
     assert list(found.values()) == [Kind.PEER, Kind.PEER, Kind.PEER, Kind.ABORT]
     assert kind_of("CheckpointError") is kind_of("") is Kind.OWN_ERROR

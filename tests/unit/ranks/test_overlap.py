@@ -54,7 +54,7 @@ def test_a_fixed_mode_never_measures(mode: str, wish: bool) -> None:
         assert not policy.stepped(Ran(SINGLE_NS, TOKENS))
 
 
-def test_auto_tries_where_waiting_is_long_and_keeps_what_is_faster() -> None:
+def test_auto_tries_overlap_on_long_waits_and_keeps_the_faster() -> None:
     meter = Meter(OverlapPolicy("auto", RULE))
     assert cycle(meter, waiting=0.5, trial_ns=1) == wishes(trial=False, hold=False)
     assert cycle(meter, waiting=0.51, trial_ns=950) == wishes(trial=True, hold=False)
@@ -71,7 +71,7 @@ def test_steps_of_different_size_do_not_compare(tokens: int, hold: bool) -> None
     assert cycle(meter, waiting=1.0, trial_ns=1, trial_tokens=tokens) == wishes(trial=True, hold=hold)
 
 
-def test_one_sequence_is_not_cut_and_an_idle_rank_leaves_it_to_the_others() -> None:
+def test_one_sequence_is_not_split_and_idle_ranks_abstain() -> None:
     policy = OverlapPolicy("auto", RULE)
     meter = Meter(policy)
     for _ in range(RULE.window):

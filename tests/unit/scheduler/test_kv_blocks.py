@@ -95,7 +95,7 @@ def test_equal_blocks_computed_twice_keep_the_first():
     ledger.check_integrity([one])
 
 
-def test_shared_blocks_that_must_be_revived_count_against_the_room():
+def test_revived_shared_blocks_count_against_free_room():
     ledger = BlockLedger(2, 1)
     digests = chain("", (1,))
     ledger.release(table_of(ledger, 1, digests))

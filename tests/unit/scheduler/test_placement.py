@@ -86,7 +86,7 @@ def groups(draw) -> tuple[list[RankLoad], range]:
 
 
 @given(groups())
-def test_the_choice_is_the_least_loaded_rank_or_the_least_loaded_near_one(group):
+def test_placement_picks_the_least_loaded_rank_or_local_rank(group):
     loads, near = group
     anywhere, here = choose_rank(loads, request()), choose_rank(loads[near.start : near.stop], request())
     chosen = choose_rank(loads, request(), near)

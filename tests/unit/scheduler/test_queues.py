@@ -37,7 +37,7 @@ def taken(queue: WaitingQueue) -> list[int]:
     return order
 
 
-def test_urgent_ones_first_in_order_of_arrival_whatever_their_priority():
+def test_urgent_requests_come_first_in_arrival_order():
     queue = queue_of(
         sequence(0, 9), sequence(3, 5, urgent=True), sequence(1, -5, urgent=True), sequence(2, 20)
     )

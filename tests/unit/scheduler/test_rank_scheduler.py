@@ -29,7 +29,7 @@ def shape(batch: StepBatch) -> list[tuple[int, int, int, bool]]:
 # --- continuous batching and chunked prefill ---
 
 
-def test_a_prompt_longer_than_a_step_is_chunked_and_samples_at_its_end():
+def test_long_prompt_is_chunked_and_samples_at_its_end():
     rank = rank_of(max_step_tokens=5)
     rank.add(make_request(1, range(12), max_new=3))
     steps = [shape(rank.step()) for _ in range(5)]
@@ -55,7 +55,7 @@ def test_decodes_come_first_and_chunks_take_what_is_left():
     assert shape(rank.step()) == [(1, 6, 1, True), (2, 9, 1, True), (3, 1, 2, True)]
 
 
-def test_no_more_sequences_run_than_max_running_or_than_a_step_has_tokens():
+def test_running_sequences_are_bounded_by_limit_and_step_tokens():
     for changes in ({"max_running": 2}, {"max_step_tokens": 2}):
         rank = rank_of(**changes)
         for number in range(5):
@@ -66,7 +66,7 @@ def test_no_more_sequences_run_than_max_running_or_than_a_step_has_tokens():
         assert all(rank.stream(n) == stream_alone(rank.requests[n]) for n in range(5))
 
 
-def test_a_prefill_gets_a_token_of_every_step_however_many_decode():
+def test_prefill_gets_a_token_of_every_step_beside_decodes():
     rank = rank_of(max_running=4, max_step_tokens=4)
     for number in range(3):
         rank.add(make_request(number, [number], max_new=40))
@@ -86,7 +86,7 @@ def test_an_idle_rank_plans_an_empty_batch():
     assert rank.scheduler.commit(batch, []) == []
 
 
-def test_a_prefill_is_not_overrun_by_later_requests_of_higher_priority():
+def test_later_higher_priority_does_not_starve_a_prefill():
     rank = rank_of(max_running=8, max_step_tokens=2)
     rank.add(make_request(0, [0], max_new=30))
     rank.step()
@@ -122,7 +122,7 @@ def test_higher_priority_first_then_first_come():
     assert order == [2, 4, 1, 3, 5]
 
 
-def test_a_waiting_request_of_higher_priority_takes_the_step_before_a_begun_prefill():
+def test_higher_priority_preempts_prefill():
     rank = rank_of(max_step_tokens=4)
     rank.add(make_request(1, range(12)))
     rank.step()
@@ -132,7 +132,7 @@ def test_a_waiting_request_of_higher_priority_takes_the_step_before_a_begun_pref
     assert [rank.stream(n) for n in (1, 2)] == [stream_alone(rank.requests[n]) for n in (1, 2)]
 
 
-def test_small_requests_do_not_pass_a_large_one_that_does_not_fit_yet():
+def test_small_requests_do_not_overtake_a_waiting_large_one():
     rank = rank_of(kv_blocks=8)
     rank.add(make_request(1, range(16), max_new=10))  # 4 blocks, growing to 7
     rank.step()
@@ -156,7 +156,7 @@ def test_a_stream_of_high_priorities_cannot_starve_a_low_one():
     assert number == 4  # three went before it
 
 
-def test_an_overtaken_request_keeps_its_blocks_when_others_must_give_theirs():
+def test_overtaken_request_keeps_its_blocks_under_preemption():
     rank = rank_of(kv_blocks=6, max_running=2, max_overtakes=1)
     rank.add(make_request(1, range(4), max_new=1, priority=1))
     rank.add(make_request(2, range(4), max_new=17, priority=-1))  # 5 blocks at its end
@@ -343,7 +343,7 @@ def test_cancel_of_a_running_request_between_steps_is_at_once():
 
 @pytest.mark.parametrize("drop", ["cancel", "fail"])
 @pytest.mark.parametrize("prompt", [3, 40])
-def test_a_request_in_the_step_in_flight_ends_at_commit_without_an_event(drop, prompt):
+def test_dropped_request_in_flight_ends_silently_at_commit(drop, prompt):
     rank = rank_of()
     rank.add(make_request(1, range(2), max_new=30))
     rank.add(make_request(2, range(prompt), max_new=1))
@@ -361,7 +361,7 @@ def test_a_request_in_the_step_in_flight_ends_at_commit_without_an_event(drop, p
 
 @pytest.mark.parametrize("cancelled", [False, True])
 @pytest.mark.parametrize("steps", [0, 1])
-def test_a_request_without_a_token_fails_and_its_neighbour_goes_on(cancelled, steps):
+def test_request_without_a_token_fails_alone(cancelled, steps):
     rank = rank_of()
     rank.add(make_request(1, range(2), max_new=30))
     rank.add(make_request(2, range(3), max_new=30))

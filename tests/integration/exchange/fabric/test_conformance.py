@@ -59,6 +59,6 @@ def on_one_host(spec: ExchangeSpec, group: dist.ProcessGroup) -> Exchange:
     return bootstrap.from_process_group(group, spec)
 
 
-def test_the_network_and_shared_memory_give_the_same_bits_at_a_models_sizes() -> None:
+def test_network_and_shared_memory_agree_at_model_sizes() -> None:
     needs("system")
     run_group(run_side_by_side, 2, args=(on_one_host, partial(make, loopback())))

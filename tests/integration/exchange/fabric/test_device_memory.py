@@ -83,13 +83,13 @@ def test_all_ranks_that_ask_for_it_get_it() -> None:
     assert run_group(all_ask, 2, args=(over_shm(),), timeout=60) == ["DirectExchange"] * 2
 
 
-def test_asked_for_where_no_provider_has_it_names_provider_and_capability() -> None:
+def test_missing_capability_names_provider_and_capability() -> None:
     needs("system")
     with pytest.raises(StartupError, match=r"tcp;ofi_rxm .*: reaches no memory of devices \(FI_HMEM\)"):
         choose(loopback(provider="tcp;ofi_rxm"), DeviceMemory.HMEM)
 
 
-def test_memory_that_cannot_be_registered_is_an_error_that_says_what_is_missing(tmp_path: Path) -> None:
+def test_failed_registration_says_what_is_missing(tmp_path: Path) -> None:
     options = over_card(tmp_path, refused=True)
     with pytest.raises(StartupError, match=r"provider verbs;ofi_rxm.*device 3 \(FI_HMEM needs .*dma-buf"):
         RowsFabric(SPEC, poisoned_rows(SPEC), options)
@@ -125,15 +125,13 @@ COPYING = [
 
 
 @pytest.mark.parametrize(("said", "error"), COPYING)
-def test_a_provider_that_may_copy_a_gpus_rows_is_refused_with_the_option(
-    said: dict[str, Any], error: str, tmp_path: Path
-) -> None:
+def test_provider_that_may_copy_gpu_rows_is_refused(said: dict[str, Any], error: str, tmp_path: Path) -> None:
     options = over_card(tmp_path, **said)
     with pytest.raises(StartupError, match=f"provider {said['name']}, .*{error}"):
         RowsFabric(SPEC, poisoned_rows(SPEC), options)
 
 
-def test_where_nothing_is_a_gpus_or_copies_are_allowed_it_is_not_asked(tmp_path: Path) -> None:
+def test_provider_copies_are_not_checked_for_cpu_or_if_allowed(tmp_path: Path) -> None:
     options = over_card(tmp_path, **COPYING[1][0])
     for rows, asked in (
         (poisoned_rows(SPEC, DeviceRows.HOST, 0), options),
@@ -168,7 +166,7 @@ def standing_in_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return happened
 
 
-def test_auto_goes_through_the_host_and_says_so_also_where_a_card_reaches_the_gpu(
+def test_auto_uses_host_memory_and_logs_it_even_with_gpu_direct(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     happened = standing_in_for_a_gpu(monkeypatch)

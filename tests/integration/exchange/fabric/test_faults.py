@@ -96,7 +96,7 @@ def test_a_dropped_header_names_the_peer_and_tells_it_so(three: list[FabricEnd])
     assert isinstance(ended[2].error, GroupAborted)  # it lives, and hears that it was given up
 
 
-def test_a_dropped_acknowledgement_stops_the_sender_before_it_overwrites(three: list[FabricEnd]) -> None:
+def test_dropped_ack_stops_the_sender_before_it_overwrites(three: list[FabricEnd]) -> None:
     drop = Fault(rank=2, op="dispatch", phase="recv_consumed", action=Action.DROP, peer=0)
     faults = (drop, *later_than_rank_0(3))
     ended = run_outcomes(programs.operations, 3, spec_of(3, SECOND), 30, args=(faults, 8), ends=three)

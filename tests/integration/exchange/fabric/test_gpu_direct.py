@@ -51,18 +51,14 @@ def whole_suite(group: dist.ProcessGroup, options: FabricOptions) -> dict[str, s
 @pytest.mark.parametrize(
     ("library", "num_ranks"), [pytest.param("system", 3, marks=pytest.mark.slow), ("wheel", 2)]
 )
-def test_every_case_gives_the_bits_of_paper_arithmetic_over_a_provider_that_reaches_devices(
-    library: str, num_ranks: int
-) -> None:
+def test_conformance_over_a_device_memory_provider(library: str, num_ranks: int) -> None:
     assert not failures(run_group(whole_suite, num_ranks, args=(over_shm(library),), timeout=200))
 
 
 @pytest.mark.parametrize(
     ("library", "disorder"), [("system", 7), pytest.param("wheel", 0, marks=pytest.mark.slow)]
 )
-def test_every_case_gives_them_with_memory_registered_as_for_cards(
-    library: str, disorder: int, tmp_path: Path
-) -> None:
+def test_conformance_with_memory_registered_as_for_nics(library: str, disorder: int, tmp_path: Path) -> None:
     options = over_card(tmp_path, library, disorder)
     assert not failures(run_group(whole_suite, 2, args=(options,), timeout=200))
 
@@ -78,7 +74,7 @@ def hybrid_suite(group: dist.ProcessGroup, options: FabricOptions) -> dict[str, 
     return run_cases(group, factory) | run_sequences(group, factory)
 
 
-def test_every_case_between_hosts_whose_ranks_share_memory_gives_the_bits_of_paper_arithmetic() -> None:
+def test_conformance_between_hosts_with_shared_memory() -> None:
     assert not failures(run_group(hybrid_suite, 3, args=(over_shm(),), timeout=200))
 
 
@@ -129,7 +125,7 @@ def one_pair(group: dist.ProcessGroup, options: FabricOptions) -> tuple[str, str
     return exchange.inner.description, repr(exchange), [(each.data_ptr(), len(each)) for each in both]
 
 
-def test_the_provider_is_asked_for_device_memory_and_sends_from_it(tmp_path: Path) -> None:
+def test_provider_registers_device_memory_and_sends_from_it(tmp_path: Path) -> None:
     by_rank = run_group(one_pair, 2, args=(over_card(tmp_path),), timeout=60)
     record = (tmp_path / "record").read_text(encoding="utf-8").splitlines()
     told = [line.split() for line in record]
@@ -172,7 +168,7 @@ def test_the_halves_of_the_host_refuse_rows() -> None:
     exchange.close()
 
 
-def test_a_reduction_that_has_no_slots_is_refused_before_anything_is_written() -> None:
+def test_reduction_without_slots_is_refused_before_any_write() -> None:
     exchange = alone(reduction=Reduction.RANK)
     mine = make_inputs(exchange.spec, "max_tokens", 1)[0]
     received = exchange.dispatch_send(mine.x, mine.ids, mine.weights).recv()
@@ -199,7 +195,7 @@ class Reading:
         return wait
 
 
-def test_a_bank_goes_back_with_the_next_send_after_the_device_has_read_it(
+def test_bank_is_returned_with_the_send_after_device_read_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     exchange = alone(payload=Payload.BF16)
@@ -241,7 +237,7 @@ def test_a_device_that_hangs_does_not_keep_the_network_open(monkeypatch: pytest.
         exchange.barrier()
 
 
-def test_what_is_dropped_unclosed_is_no_longer_registered_when_its_memory_is_freed() -> None:
+def test_dropped_exchange_unregisters_before_memory_is_freed() -> None:
     exchange = alone()
     ended: list[str] = []
     for name, each in (

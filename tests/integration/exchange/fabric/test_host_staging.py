@@ -63,14 +63,14 @@ def failures(by_rank: list[dict[str, str]]) -> str:
 @pytest.mark.parametrize(
     ("library", "num_ranks"), [pytest.param("system", 3, marks=pytest.mark.slow), ("wheel", 2)]
 )
-def test_every_case_over_the_network_gives_the_bits_of_paper_arithmetic(library: str, num_ranks: int) -> None:
+def test_conformance_over_the_network(library: str, num_ranks: int) -> None:
     needs(library)
     assert not failures(
         run_group(suite, num_ranks, args=(partial(over_network, loopback(library)),), timeout=150)
     )
 
 
-def test_every_case_in_a_mixed_group_gives_the_bits_of_paper_arithmetic() -> None:
+def test_conformance_in_a_mixed_group() -> None:
     needs("system")
     assert not failures(run_group(suite, 4, args=(partial(in_a_mixed_group, loopback()),), timeout=200))
 
@@ -114,7 +114,7 @@ class Watched(HostCopies):
 
 
 @pytest.mark.slow  # test_bounce_streams finds such a write by order, in one operation after another
-def test_staging_is_not_written_while_copies_to_the_device_read_it() -> None:
+def test_staging_is_not_overwritten_during_device_copies() -> None:
     """The whole suite, whose sequences have as many operations in flight as there are banks."""
     assert not failures(run_group(suite, 2, args=(on_one_host,), timeout=150))
 
@@ -149,7 +149,7 @@ def test_staging_is_as_large_as_the_spec_says() -> None:
     exchange.close()
 
 
-def test_what_was_given_may_be_overwritten_and_what_was_returned_is_the_callers() -> None:
+def test_caller_may_overwrite_inputs_and_owns_results() -> None:
     exchange = alone()
     mine = make_inputs(SPEC, "max_tokens", 3)[0]
     received = [exchange.dispatch_send(mine.x, mine.ids, mine.weights).recv(view) for view in View]
@@ -165,7 +165,7 @@ def test_what_was_given_may_be_overwritten_and_what_was_returned_is_the_callers(
 # -- misuse --------------------------------------------------------------------------------------------------
 
 
-def test_tensors_on_another_device_are_named_before_anything_is_sent() -> None:
+def test_tensor_on_wrong_device_is_named_before_sending() -> None:
     exchange = alone()
     mine, elsewhere = make_inputs(SPEC, "uniform", 1)[0], torch.device("meta")
     for name, given in (
@@ -220,7 +220,7 @@ def test_a_view_that_does_not_exist_is_refused() -> None:
         ),
     ],
 )
-def test_a_device_that_cannot_be_is_refused_and_the_inner_exchange_closed(
+def test_impossible_device_is_refused_and_closes_the_exchange(
     device: str, error: type[Exception], said: str
 ) -> None:
     inner = make_single(SPEC, "native")

@@ -70,7 +70,7 @@ def goes_on(exchange: FabricExchange, peer: Peer) -> None:
 
 @pytest.mark.parametrize("hosts", [3], indirect=True)
 @pytest.mark.parametrize("library", ["system", "wheel"])
-def test_a_host_cut_off_is_named_by_the_others_and_gives_up_itself(
+def test_disconnected_host_is_named_by_the_others_and_gives_up(
     hosts: Hosts, library: str, tmp_path: Path
 ) -> None:
     needs(library)

@@ -67,7 +67,7 @@ def test_every_case_gives_the_bits_of_paper_arithmetic(
     assert not failures, "\n".join(failures[:5])
 
 
-def test_a_mixed_group_and_one_host_give_the_same_bits_at_a_models_sizes() -> None:
+def test_mixed_group_and_one_host_agree_at_model_sizes() -> None:
     needs("system")
     mixed = partial(from_process_group, loopback(), TWO_BY_TWO)
     run_group(run_side_by_side, 4, args=(on_one_host, mixed))

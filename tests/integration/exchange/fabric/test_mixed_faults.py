@@ -160,9 +160,7 @@ def test_a_reset_leaves_nothing_of_the_old_generation(seed: int, tmp_path: Path)
 @SLOW
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP])
-def test_a_rank_that_ends_at_a_random_moment_is_named_by_every_survivor(
-    how: signal.Signals, tmp_path: Path
-) -> None:
+def test_every_survivor_names_a_rank_killed_at_random(how: signal.Signals, tmp_path: Path) -> None:
     moments = random.Random(int(how))
     for turn in range(24):
         folder, victim = tmp_path / str(turn), (turn + 1) % 4

@@ -56,7 +56,7 @@ def test_a_greeting_whose_write_fails_is_sent_again(library: str, failing: int, 
     run_ranks(works, 3, spec_of(3), 30, ends=made)
 
 
-def test_greetings_that_always_fail_end_the_start_with_the_reason(tmp_path: Path) -> None:
+def test_failing_greetings_end_the_start_with_the_reason(tmp_path: Path) -> None:
     made = ends(tmp_path, 2, odd(tmp_path, failing=100_000, connect_seconds=1.0))
     for outcome in run_outcomes(works, 2, spec_of(2), 30, ends=made):
         assert isinstance(outcome.error, StartupError), outcome

@@ -37,7 +37,7 @@ def suite(group: dist.ProcessGroup, factory: Factory) -> dict[str, str]:
 @pytest.mark.parametrize(
     "hosts", [TWO_BY_TWO, *(pytest.param(h, marks=pytest.mark.slow) for h in (ONE_EACH, ONE_AND_THREE))]
 )
-def test_every_case_over_the_network_gives_the_bits_of_paper_arithmetic(hosts: tuple[int, ...]) -> None:
+def test_conformance_over_the_network(hosts: tuple[int, ...]) -> None:
     needs("system")
     factory = partial(hybrid_ends.over_network, loopback(), hosts)
     assert not failures(run_group(suite, len(hosts), args=(factory,), timeout=200))
@@ -45,7 +45,7 @@ def test_every_case_over_the_network_gives_the_bits_of_paper_arithmetic(hosts: t
 
 @pytest.mark.slow  # test_direct has uneven hosts
 @pytest.mark.parametrize("hosts", [ONE_AND_THREE, TOGETHER])
-def test_every_case_in_shared_memory_gives_the_bits_of_paper_arithmetic(hosts: tuple[int, ...]) -> None:
+def test_conformance_in_shared_memory(hosts: tuple[int, ...]) -> None:
     factory = partial(hybrid_ends.on_one_host, hosts)
     assert not failures(run_group(suite, len(hosts), args=(factory,), timeout=200))
 
@@ -201,7 +201,7 @@ def test_a_part_of_another_group_is_refused() -> None:
     far.close()
 
 
-def test_handles_views_and_results_of_others_are_refused_and_closed_means_closed() -> None:
+def test_foreign_handles_and_use_after_close_are_refused() -> None:
     one, other = alone(), alone()
     x, ids = torch.ones(2, 256, dtype=torch.bfloat16), torch.tensor([[0, 1, 2], [3, -1, -1]])
     pending = one.dispatch_send(x, ids, torch.ones(2, 3))

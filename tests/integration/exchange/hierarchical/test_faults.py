@@ -83,9 +83,7 @@ def test_a_killed_rank_is_named_by_every_survivor(victim: int, near: bool, op: s
 
 
 @pytest.mark.parametrize("op", ["dispatch", "combine"])
-def test_what_is_withheld_inside_a_host_is_told_with_the_numbers_of_the_group(
-    op: str, tmp_path: Path
-) -> None:
+def test_intra_host_faults_use_group_rank_numbers(op: str, tmp_path: Path) -> None:
     drop = Fault(rank=1, op=op, phase="send_header", action=Action.DROP, epoch=2, peer=0)
     ended = run(tmp_path, 3, True, drop)
     error = ended[2].error
@@ -94,7 +92,7 @@ def test_what_is_withheld_inside_a_host_is_told_with_the_numbers_of_the_group(
     assert all(outcome.error is not None for outcome in ended), "somebody went on"
 
 
-def test_two_namespaces_of_two_ranks_exchange_and_name_one_that_is_cut_off(tmp_path: Path) -> None:
+def test_two_namespaces_exchange_and_name_a_disconnected_host(tmp_path: Path) -> None:
     """Whoever is left in the other namespace names a rank of the one that fell silent."""
     needs("system")
     if why := namespaces.missing():

@@ -172,7 +172,7 @@ def our_probabilities(logits: torch.Tensor, settings: list[Sampling]) -> torch.T
 
 
 @pytest.mark.parametrize("vocab", SIZES)
-def test_filters_equal_transformers_row_by_row_in_one_mixed_batch(vocab):
+def test_filters_equal_transformers_in_a_mixed_batch(vocab):
     logits = rows(len(FILTERS), vocab, seed=5)
     ours = our_probabilities(logits, FILTERS)
     for row, sampling in enumerate(FILTERS):
@@ -333,7 +333,7 @@ def test_greedy_tokens_of_an_allowed_set_equal_transformers(penalty):
 
 
 @pytest.mark.parametrize("filters", [{}, {"top_k": 40}, {"top_p": 0.9}, {"min_p": 0.05}])
-def test_drawn_tokens_of_an_allowed_set_follow_its_own_distribution(filters):
+def test_allowed_set_draws_follow_its_own_distribution(filters):
     vocab, allowed, draws = 200, (0, 7, 150, 199), 2000
     logits = torch.zeros(1, vocab)
     logits[0, list(allowed)] = torch.tensor([0.5, 0.0, -0.25, 0.25]) - 3.0  # the others are likelier

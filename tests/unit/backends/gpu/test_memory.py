@@ -58,13 +58,13 @@ def test_a_cache_that_does_not_fit_is_refused_with_the_numbers(block: int, asked
         ROOM.kv_blocks(block, asked, 1000, 90 * GIB)
 
 
-def test_weights_that_do_not_fit_are_refused_before_they_are_read() -> None:
+def test_weights_that_do_not_fit_are_refused_before_reading() -> None:
     ROOM.check_weights(40 * GIB)
     with pytest.raises(StartupError, match=r"40\.01 GiB of weights, 40\.00 GiB of 139\.00 GiB are free on"):
         ROOM.check_weights(int(40.01 * GIB))
 
 
-def test_steps_that_do_not_fit_are_refused_with_what_they_depend_on(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_that_do_not_fit_are_refused_with_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where blocks were asked for that leave nothing to capture graphs in."""
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (GIB // 2, 139 * GIB))
     words = r"no room for steps: 0\.50 GiB of 139\.00 GiB are free on cuda:3, .*kv_blocks = 7: must be"

@@ -36,7 +36,7 @@ def noted(what: str) -> str:
     return what
 
 
-def test_work_waits_for_what_was_before_the_fork_and_only_the_hook_for_it(beside: Beside) -> None:
+def test_side_work_waits_for_the_fork_and_the_hook_for_the_work(beside: Beside) -> None:
     fork = beside.fork()
     NOTES.append("meanwhile")
     hook = fork.run(partial(noted, "work"))

@@ -78,7 +78,7 @@ def kinds_agree(step: StepTensors, singles: int, rows: int) -> None:
     assert starts[-1] == rows and starts == sorted(starts)
 
 
-def test_a_bucket_of_more_rows_than_sequences_has_room_for_chunks() -> None:
+def test_bucket_larger_than_sequences_has_room_for_chunks() -> None:
     """Where all of it lies does not depend on how many sequences run one token."""
     given, seen_at = StepInput(SHAPE, DEVICE), set[tuple[int, ...]]()
     for sizes in ([(20, 1, True)] * 8, [(5, 1, True), (3, 6, True), (0, 4, False), (7, 1, True)], []):

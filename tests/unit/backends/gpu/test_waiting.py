@@ -37,7 +37,7 @@ class Stream:
         return self.event
 
 
-def test_a_device_that_does_not_end_a_step_is_not_waited_for_for_ever() -> None:
+def test_waiting_for_a_stuck_device_ends_with_an_error() -> None:
     await_event(Passed(3), 60)
     with pytest.raises(InternalError, match=r"has not ended a step in 0\.01 s"):
         await_event(Passed(NEVER), 0.01)

@@ -46,7 +46,7 @@ def test_tokens_of_one_message_came_together() -> None:
     assert trace(0, 1.0, (1.5, 1)).mean_gap is None and trace(0, 1.0).first_token is None
 
 
-def test_latency_counts_from_the_plan_and_not_from_the_late_sender() -> None:
+def test_latency_counts_from_the_planned_send_time() -> None:
     late = trace(0, 10.0, (13.5, 1), (14.0, 1), sent=13.0)
     found = summarise([late], 0)
     assert found["time_to_first_token"]["p50"] == 3.5 and found["end_to_end"]["max"] == 4.0
@@ -109,7 +109,7 @@ def test_the_steady_rate_leaves_out_ramps() -> None:
 @given(
     st.lists(st.floats(0, 3), min_size=1, max_size=9), st.integers(1, 8), st.sampled_from([0.25, 1.0, 7.0])
 )
-def test_one_wave_gives_the_rate_of_its_streams_however_their_tokens_are_bundled(
+def test_one_wave_rate_does_not_depend_on_token_bundling(
     begins: list[float], interval: int, seconds: float
 ) -> None:
     """Each stream has a token every `seconds`; first ones come alone. No message at an edge is lost."""

@@ -49,7 +49,7 @@ def run() -> Run:
     return Run()
 
 
-def test_reports_count_from_the_first_that_is_surely_of_the_part_to_the_last_that_is(run: Run) -> None:
+def test_only_reports_surely_inside_the_window_count(run: Run) -> None:
     assert run.window.look()
     run.decode()
     assert run.told(report(0, 11, 2000))  # perhaps made before

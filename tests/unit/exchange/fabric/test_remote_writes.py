@@ -58,7 +58,7 @@ def test_where_they_are_not_each_settling_flushes_for_the_owner(monkeypatch: pyt
     assert driver.flushed == [(0, ORDERED_FOR_OWNER)]
 
 
-def test_a_driver_that_can_do_neither_is_refused_with_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_without_ordering_or_flush_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(StartupError, match=r"cuda:1: .*neither orders nor flushes.*device_memory = host"):
         asked(Driver(0, BY_STREAM), monkeypatch)
 

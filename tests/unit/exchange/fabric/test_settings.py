@@ -117,7 +117,7 @@ def test_a_missing_capability_is_named(wrapped: Wrapped, said: str, opened: Open
 
 
 @pytest.mark.parametrize("library", ["system", "wheel"])
-def test_a_provider_by_the_name_of_efa_whose_device_writes_is_taken(library: str, opened: Open) -> None:
+def test_efa_provider_with_device_writes_is_accepted(library: str, opened: Open) -> None:
     needs(library)
     assert opened(Wrapped("efa", library, emulated=0))
 
@@ -139,7 +139,7 @@ def test_a_queue_must_hold_an_operation_to_one_peer() -> None:
         FabricExchange(SPEC, FabricOptions(address="127.0.0.1", queue_depth=6))
 
 
-def test_ranks_of_a_node_have_their_own_devices_and_share_the_rest() -> None:
+def test_ranks_of_a_node_have_own_devices_and_share_the_rest() -> None:
     config = Config.from_values(
         {
             "fabric.domain": "mlx5_0, mlx5_1",

@@ -66,7 +66,7 @@ def test_every_choice_is_in_one_part_and_bad_ids_are_bad_in_both() -> None:
 
 @pytest.mark.parametrize("view", View)
 @pytest.mark.parametrize("seed", range(6))
-def test_rows_of_both_parts_are_in_the_order_of_expert_source_and_token(view: View, seed: int) -> None:
+def test_joined_rows_are_ordered_by_expert_source_and_token(view: View, seed: int) -> None:
     """Ranks 1 and 2 of five share a host; rows of others are in the region of either."""
     drawn, experts, tokens, ranks = random.Random(seed), 3, 4, range(1, 3)
     entries = sorted(

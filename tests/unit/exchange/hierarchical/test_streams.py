@@ -140,7 +140,7 @@ def failed_beside(races: Races) -> None:
         Operation(exchange, streams[1], 1)
 
 
-def test_tensors_of_a_send_that_failed_are_not_in_the_way_of_the_next(
+def test_failed_send_does_not_block_the_next(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with watched(monkeypatch.setattr) as races:

@@ -76,7 +76,7 @@ def test_a_view_that_nobody_releases_ends_every_wait() -> None:
     assert "deadlock" in Model("Ds1 Dv1 Ds2 Dr2 Ds3 Dr3", 2, Rules()).explore().violation
 
 
-def test_a_block_that_looked_before_the_first_read_must_not_tell_it_later() -> None:
+def test_block_must_not_publish_a_stale_read() -> None:
     """Less than the first epoch of a bank is, without a sign, more than any."""
     model = Model(FIVE, 2, Rules(news=False))
     assert any("overwrites" in model.walk(seed).violation for seed in range(100))

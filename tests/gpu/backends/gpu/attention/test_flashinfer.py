@@ -84,7 +84,7 @@ def test_a_window() -> None:
 
 
 @pytest.mark.parametrize("lengths", [[900, 40], [200 + s for s in range(40)]], ids=("in parts", "whole"))
-def test_a_captured_step_reads_lengths_and_tables_as_they_are_at_its_replay(lengths: list[int]) -> None:
+def test_captured_step_reads_current_lengths_and_tables(lengths: list[int]) -> None:
     """The second replay has shorter contexts and the first two sequences in each other's rows."""
     case, rule = on_host(step_case(lengths, QWEN)), AttentionRule(0.1)
     q = random(len(lengths), QWEN.heads, QWEN.k_dim, dtype=BF16)

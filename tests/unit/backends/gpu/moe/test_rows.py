@@ -87,7 +87,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
     note_streams(monkeypatch, NOTES)
 
 
-def test_both_halves_run_beside_and_the_hook_waits_for_them_alone() -> None:
+def test_both_halves_run_on_the_side_stream_and_the_hook_waits() -> None:
     rows = RowsBeside(Exchange(), 48)
     x = torch.ones(2, 3)
     arrive = rows.dispatch(tokens(x), ARRIVAL)

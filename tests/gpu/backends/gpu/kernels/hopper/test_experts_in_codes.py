@@ -42,7 +42,7 @@ def test_rows_in_codes(by_column: bool, each: int) -> None:
 
 
 @pytest.mark.parametrize("broken", [float("nan"), float("inf"), -float("inf")])
-def test_a_row_that_is_not_finite_stays_so_and_others_are_as_they_were(broken: float) -> None:
+def test_non_finite_row_leaves_other_rows_unchanged(broken: float) -> None:
     torch.manual_seed(9)
     layer = Layer.of((4, 256, 128), [3, 2, 0, 5], codes=True)
     experts, outs = streamed(layer), []
@@ -56,7 +56,7 @@ def test_a_row_that_is_not_finite_stays_so_and_others_are_as_they_were(broken: f
     assert not outs[1][4].isfinite().any()
 
 
-def test_rows_of_every_magnitude_in_one_group_keep_what_bfloat16_has() -> None:
+def test_rows_of_every_magnitude_keep_bfloat16_precision() -> None:
     """Also zeros, and those far below the group's largest. What is smallest of bfloat16 must not be NaN."""
     torch.manual_seed(10)
     layer = Layer.of((2, 256, 128), [16, 16], codes=True)

@@ -79,7 +79,7 @@ def test_tiles_have_room_for_what_chance_puts_beyond_the_mean(each: int, rows: i
     assert narrow_tile(each) == Tile(rows)
 
 
-def test_weights_are_read_ahead_where_few_experts_are_without_rows() -> None:
+def test_weights_are_prefetched_if_few_experts_have_no_rows() -> None:
     assert [reads_ahead(each) for each in (0, 2, 3, 102)] == [False, False, True, True]
 
 
@@ -163,9 +163,7 @@ def test_a_kernel_is_told_what_there_is_room_for(told: list[dict[str, Any]]) -> 
 
 
 @pytest.mark.parametrize("name", ["scratch", "out", "counts", "offsets", "rows"])
-def test_another_shape_is_refused_by_name_before_a_kernel_sees_it(
-    name: str, told: list[dict[str, Any]]
-) -> None:
+def test_wrong_shape_is_refused_by_name_before_launch(name: str, told: list[dict[str, Any]]) -> None:
     given, room = (
         index_rows(),
         {"scratch": torch.zeros(80, dtype=torch.uint8), "out": torch.zeros(5, 256, dtype=BF16)},

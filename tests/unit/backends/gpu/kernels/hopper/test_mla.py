@@ -136,7 +136,7 @@ class SingleTokens(StreamedLatentStep):
         self.sequences = Sequences(step.blocks[: self.count], step.singles.lengths)
 
 
-def test_the_decoder_runs_single_tokens_through_it_and_chunks_through_triton(
+def test_decoder_uses_it_for_single_tokens_and_triton_for_chunks(
     tiny: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has all sequences of the bucket, chunks as padding, and what it leaves there is replaced."""

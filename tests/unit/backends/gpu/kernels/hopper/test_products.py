@@ -118,7 +118,7 @@ def test_the_library_takes_what_no_kernel_takes(told: list[dict[str, Any]]) -> N
     assert product(rows_of(64), None, lambda x: found) is found
 
 
-def test_another_shape_is_refused_by_name_before_a_kernel_sees_it(told: list[dict[str, Any]]) -> None:
+def test_wrong_shape_is_refused_by_name_before_launch(told: list[dict[str, Any]]) -> None:
     with pytest.raises(InternalError, match=r"^weight: "):
         StreamedProduct(weight_of().float())
     with pytest.raises(InternalError, match="weight: no split fits 96 x 256"):
