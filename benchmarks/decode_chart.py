@@ -1,6 +1,6 @@
-"""Draws decode rates over sequences per GPU, and where a step goes, from the figures of docs/performance.md.
+"""Draws decode rates over sequences per GPU, and where a step goes, from the figures of docs/benchmarks.md.
 
-    python benchmarks/decode_chart.py docs/decode.json    needs matplotlib: the extra 'chart'
+    python benchmarks/decode_chart.py docs/figures/decode.json    needs matplotlib: the extra 'chart'
 
 Writes decode.svg and decode_step.svg beside the file. A point of a series lists a value for each machine or
 run: the line goes through the first ones, the others are dots.
@@ -19,9 +19,7 @@ from chart_style import AMBER, BLUE, GREEN, INK, PAPER, RED, begin, dress, power
 # By the kind of a series: colour, line, mark and its size.
 KINDS = {
     "ours": (BLUE, "-", "o", 5),
-    "share": (BLUE, ":", "o", 5),
     "vllm": (RED, "-", "s", 4),
-    "target": (GREEN, "none", "_", 16),
 }
 # Where a series that says "labels" has its values: points right and up of the mark, and the side of the text.
 LABELS = {"above": ((-5, 5), "right"), "below": ((10, -12), "left")}
@@ -46,11 +44,11 @@ def rates(found: dict[str, Any]) -> plt.Figure:
         for series in drawn["series"]:
             line(axes, series)
         axes.set_title(drawn["title"], color=INK)
-        powers_of_two(axes, [32, 64, 128, 256, 512], "sequences per GPU")
-        axes.set_xlim(20, 700)
+        powers_of_two(axes, [8, 16, 32, 64, 128, 256], "sequences per GPU")
+        axes.set_xlim(6, 360)
         dress(axes)
         axes.legend(frameon=False, labelcolor=INK, loc="upper left", fontsize="small")
-    panels[0].set_ylim(0, 40_000)
+    panels[0].set_ylim(0, 30_000)
     panels[0].yaxis.set_major_formatter("{x:,.0f}")
     panels[0].set_ylabel("tokens/s per GPU", color=INK)
     figure.suptitle(f"{found['gpus']}: {found['shape']}, {found['lengths']}", color=INK)
