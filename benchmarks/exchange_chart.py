@@ -1,6 +1,6 @@
 """Draws the exchange's latency over tokens from what bench_exchange.py --device cuda --json wrote.
 
-    python benchmarks/exchange_chart.py ROWS.json docs/figures/exchange.svg    needs matplotlib: the extra 'chart'
+    python benchmarks/exchange_chart.py ROWS.json docs/figures/exchange.svg    needs the extra 'chart'
 
 One panel for each rank count: the pair in two kernels and in four, NCCL and the byte bound.
 """

@@ -2,7 +2,7 @@
 
     python benchmarks/fabric_simulator.py                             tables: check, exchange, steps
     python benchmarks/fabric_simulator.py --hosts 4 --tokens 32,64 --copies rank --json
-    python benchmarks/fabric_simulator.py --chart docs/figures/fabric.svg     needs matplotlib: the extra 'chart'
+    python benchmarks/fabric_simulator.py --chart docs/figures/fabric.svg     needs the extra 'chart'
 
 The model is in fabric_traffic.py (rows), fabric_times.py (an operation) and fabric_steps.py (a step); what it
 assumes and where it is weak, in docs/network.md. Nothing is random and nothing is measured here. Times in us.

@@ -74,20 +74,22 @@ def test_commands_in_docs_use_existing_flags(page: str) -> None:
         for name, command in typer.main.get_group(app).commands.items()
     }
     names, tried = {name for name, _, _ in fields()}, 0
-    for line in re.findall(r"^ep-server (.*)$", (ROOT / page).read_text(encoding="utf-8"), re.MULTILINE):
+    text = (ROOT / page).read_text(encoding="utf-8").replace("\\\n", " ")
+    for line in re.findall(r"^ep-server (.*)$", text, re.MULTILINE):
         words = shlex.split(line, comments=True)
         given = {word for word in words if re.fullmatch(r"--[a-z-]+", word)}
         assert given <= known[words[0]], line
         sets = [after for word, after in pairwise(words) if word == "--set"]
         assert {value.partition("=")[0] for value in sets} <= names, line
         tried += len(given)
-    assert tried > 9
+    assert tried > 5
 
 
-def test_the_decode_charts_draw_the_figures_of_performance() -> None:
-    """docs/decode.json has the table's figures, and both charts were drawn after it was changed last."""
-    found = json.loads((ROOT / "docs" / "decode.json").read_text())
-    text = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
+def test_decode_charts_draw_the_benchmarks() -> None:
+    """docs/figures/decode.json has the table's figures; both charts were drawn after it was changed last."""
+    figures = ROOT / "docs" / "figures"
+    found = json.loads((figures / "decode.json").read_text())
+    text = (ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     section = text[text.index("\n## Decode on GPUs\n") : text.index("\n## Exchange on NVLink\n")]
     told = set(re.findall(r"[\d,]+(?:\.\d+)?", section.replace(", ", " ")))
     series = [series for panel in found["rates"] for series in panel["series"]]
@@ -101,5 +103,6 @@ def test_the_decode_charts_draw_the_figures_of_performance() -> None:
         if "labels" in line:
             charts["decode.svg"] += [f"{values[0]:,}" for values in line["points"].values()]
     for name, labels in charts.items():
-        drawn = set(re.findall(r">([\d,.]+)</text>", (ROOT / "docs" / name).read_text(encoding="utf-8")))
-        assert labels and set(labels) <= drawn, f"{name}: python benchmarks/decode_chart.py docs/decode.json"
+        drawn = set(re.findall(r">([\d,.]+)</text>", (figures / name).read_text(encoding="utf-8")))
+        command = "python benchmarks/decode_chart.py docs/figures/decode.json"
+        assert labels and set(labels) <= drawn, f"{name}: {command}"
