@@ -22,11 +22,24 @@ from typing import IO
 
 import torch
 
-from tests.support.parts import RANKS, Part
-
+RANKS = (4, 3, 2, 1, 0)  # that tests have, as in tests/support/parts.py
 PLACES = 2  # of a GPU
 SECONDS = 900  # for one part
 NOTHING_TO_DO = 5  # exit status of pytest where no test was left
+
+
+@dataclass(frozen=True)
+class Part:
+    """Part `number` of `count` of the tests of so many ranks that are slow, or that are not."""
+
+    ranks: int
+    slow: bool
+    number: int
+    count: int
+
+    def __str__(self) -> str:
+        """The value of --part."""
+        return f"{self.ranks}{'-slow' if self.slow else ''}:{self.number}/{self.count}"
 
 
 def parts_for(gpus: int) -> list[Part]:

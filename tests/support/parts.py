@@ -28,7 +28,7 @@ class Part:
 
     @classmethod
     def parse(cls, text: str) -> Part:
-        """From its str(), as 4:1/2 or 4-slow:1/1. Raises UsageError."""
+        """From text such as 4:1/2 or 4-slow:1/1. Raises UsageError."""
         found = re.fullmatch(r"(\d+)(-slow)?:(\d+)/(\d+)", text)
         part = found and cls(int(found[1]), bool(found[2]), int(found[3]), int(found[4]))
         if not part or part.ranks not in RANKS or not 1 <= part.number <= part.count:
@@ -36,9 +36,6 @@ class Part:
                 f"--part={text}: must be RANKS[-slow]:I/N, ranks of {RANKS}, I from 1 to N"
             )
         return part
-
-    def __str__(self) -> str:
-        return f"{self.ranks}{'-slow' if self.slow else ''}:{self.number}/{self.count}"
 
     def of(self, items: Iterable[pytest.Item]) -> list[pytest.Item]:
         """Those in this part, in their order. Cases of a function stay together: they may share processes."""
