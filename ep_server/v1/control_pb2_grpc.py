@@ -70,43 +70,43 @@ class ControlServicer:
     """Missing associated documentation comment in .proto file."""
 
     def GetServerInfo(self, request, context):
-        """The server: version, state, limits.
+        """Version, state and limits of the server.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetModelInfo(self, request, context):
-        """The model: name, sizes, defaults of sampling.
+        """Name, sizes and sampling defaults of the model.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetLoads(self, request, context):
-        """Running and waiting requests and KV blocks, by rank; what a load balancer needs.
+        """Running and waiting requests and KV blocks of each rank, for load balancers.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetEpState(self, request, context):
-        """The expert-parallel group: ranks up, latency of dispatch and combine, who waits for whom, expert balance.
+        """State of the expert-parallel group: ranks, latencies of dispatch and combine, the wait matrix, expert balance.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetDiagnostics(self, request, context):
-        """What a report of a fault needs: configuration, versions, the last steps of every rank. Holds no secret:
-        of certificates, keys and tokens only the paths.
+        """Configuration, versions and the last steps of every rank, for a fault report. It contains no secret: of
+        certificates, keys and tokens only the paths.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Abort(self, request, context):
-        """Ends requests with CANCELLED. Unknown ids are not an error: they are told apart in the answer.
+        """Ends requests with CANCELLED. Unknown ids are no error; the response lists them.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
