@@ -4,7 +4,7 @@
     python benchmarks/equal_seeds.py 127.0.0.1:50051 --requests 12 --tokens 256
 
 Each request has its own prompt of random ids and its own seed, and is sent twice: alone, then with all the
-others at once. docs/operations.md says what to expect.
+others at once. docs/how-to/clients.md says what to expect.
 """
 
 from __future__ import annotations

@@ -10,7 +10,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from pathlib import Path
 
 import pytest
 from prometheus_client import CollectorRegistry, Gauge
@@ -22,11 +21,8 @@ from ep_server.errors import ConfigError, StartupError
 from ep_server.observability import metrics_endpoint
 from ep_server.observability.metrics import ServerMetrics
 from ep_server.observability.metrics_endpoint import MetricsEndpoint
-from ep_server.observability.node_metrics import NodeFacts, NodeMetrics
 from ep_server.records import FinishReason, RankReady
 from tests.support.observability.reports import Series, report, series, value
-
-REFERENCE = Path(__file__).parents[3] / "docs" / "metrics.md"
 
 
 @pytest.fixture
@@ -129,19 +125,6 @@ def test_names_and_labels_keep_to_the_conventions(metrics: ServerMetrics, endpoi
             assert re.fullmatch(r"epserver_[a-z0-9_]+", name)
             assert {key for key, _ in labels} <= bounded, name
         assert not name.endswith(("_ms", "_us", "_ns"))
-
-
-def test_the_reference_page_lists_every_family(registry: CollectorRegistry, metrics: ServerMetrics) -> None:
-    drive(metrics)
-    rows = set()
-    of_a_node = CollectorRegistry()
-    NodeMetrics(of_a_node, NodeFacts(1, 2, range(2, 4), "leader:1", "demo", "1.2.3"))
-    for family in (*registry.collect(), *of_a_node.collect()):
-        if family.name.startswith("epserver_"):
-            labels = sorted({key for sample in family.samples for key in sample.labels} - {"le"})
-            name = family.name + ("_total" if family.type == "counter" else "")
-            rows.add(f"| `{name}` | {family.type} | {', '.join(labels)} | {family.documentation} |")
-    assert {line for line in REFERENCE.read_text().splitlines() if line.startswith("| `epserver_")} == rows
 
 
 def test_openmetrics_is_given_to_who_asks_for_it(metrics: ServerMetrics, endpoint: MetricsEndpoint) -> None:

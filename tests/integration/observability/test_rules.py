@@ -129,7 +129,7 @@ def test_every_alert_has_cases_severity_and_runbook() -> None:
     for name, rule in alerts().items():
         assert rule["labels"]["severity"] in SEVERITIES
         assert set(rule["annotations"]) == {"summary", "description", "runbook_url"}
-        assert rule["annotations"]["runbook_url"] == f"docs/operations.md#{name.lower()}"
+        assert rule["annotations"]["runbook_url"] == f"docs/how-to/alerts.md#{name.lower()}"
 
 
 def test_faster_rules_differ_in_their_durations_only() -> None:
@@ -149,7 +149,7 @@ def test_faster_rules_differ_in_their_durations_only() -> None:
 
 def known_metrics() -> set[str]:
     """Names that a server exports, with the suffixes of histograms, and names that rules record."""
-    reference = (ROOT / "docs" / "metrics.md").read_text()
+    reference = (ROOT / "docs" / "reference" / "metrics.md").read_text()
     exported = dict(re.findall(r"^\| `(epserver_\w+)` \| (\w+) \|", reference, re.MULTILINE))
     parts = {f"{name}_{part}" for name in exported for part in ("bucket", "sum", "count")}
     recorded = {rule["record"] for group in rule_groups() for rule in group["rules"] if "record" in rule}
