@@ -5,15 +5,15 @@ PYTHON ?= python3
 DRIVER ?= /dev/nvidiactl
 DEVICE ?= $(if $(wildcard $(DRIVER)),cuda,cpu)
 PINS   := constraints-$(DEVICE).txt
-EXTRAS_cpu  := test,lint
-EXTRAS_cuda := test,lint,cuda
+EXTRAS_cpu  := test,lint,docs
+EXTRAS_cuda := test,lint,docs,cuda
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 NATIVE := $(shell find csrc -type f 2>/dev/null)
 
 .NOTPARALLEL:  # `system` may take the stamp away
-.PHONY: help install system demo test test-slow check format protos bench wheel clean
+.PHONY: help install system demo test test-slow check format protos docs reference bench wheel clean
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
@@ -49,6 +49,12 @@ format: $(STAMP)  ## rewrite the sources in the project's format
 
 protos: $(STAMP)  ## regenerate ep_server/v1 from protos/
 	scripts/protos
+
+docs: $(STAMP)  ## build the documentation site into build/site; a broken link fails
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+
+reference: $(STAMP)  ## regenerate the tables of docs/reference from the code
+	$(BIN)/python scripts/reference.py
 
 bench: $(STAMP)  ## run the CPU benchmarks
 	$(BIN)/python benchmarks/bench_exchange.py

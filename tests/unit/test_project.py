@@ -55,7 +55,7 @@ def test_changelog_describes_this_version() -> None:
 
 @pytest.mark.parametrize(
     ("driver", "chosen", "extras"),
-    [("/dev/null", "cuda", "test,lint,cuda"), ("/no/driver", "cpu", "test,lint")],
+    [("/dev/null", "cuda", "test,lint,docs,cuda"), ("/no/driver", "cpu", "test,lint,docs")],
 )
 def test_install_picks_versions_by_nvidia_driver(driver: str, chosen: str, extras: str) -> None:
     commands = dry_install(f"DRIVER={driver}")
