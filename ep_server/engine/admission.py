@@ -1,6 +1,6 @@
-"""Whether one more request may come in, from counts alone. Knows neither ranks nor streams nor a clock.
+"""Admission: decides from counts alone whether one more request has room.
 
-Units: requests (each sequence of a request counts as one), seconds of the clock that the caller passes.
+Units: requests (each sequence of a request counts as one), seconds of the caller's clock.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ class AdmissionLimits:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What admission must know of a request, so it can be refused before the rest is read.
+    """Part of a request that admission reads, so it can be refused before the rest is decoded.
 
-    sequences: that want to come in together or not at all. max_new_tokens: None = not given.
+    sequences: admitted together or not at all. max_new_tokens: None = not given.
     timeout: seconds until its deadline, None = it has none.
     """
 
@@ -47,7 +47,7 @@ MOST_URGENT = Asked(priority=2**31 - 1)
 
 @dataclass(frozen=True, slots=True)
 class Crowd:
-    """Who is there already, as one request meets them: on the rank that it asks for, or on all.
+    """Load that a request finds: on the rank that it asks for, or on all.
 
     open_streams: of all ranks, not yet read to their end. in_flight: admitted and not yet freed.
     ahead: of these, those that run, or wait and go before the request. behind: those that wait and go after.
@@ -60,7 +60,7 @@ class Crowd:
 
 
 class Pace:
-    """How fast requests end while all ranks are full, and how long one with a deadline takes to run."""
+    """Measured pace: how fast requests end while all ranks are full, and how long a run takes."""
 
     def __init__(self, slots: int) -> None:
         self._slots = slots
@@ -108,7 +108,7 @@ class Pace:
 
 
 class Admission:
-    """Counts are the caller's; this only judges them, by the limits and by how fast requests end.
+    """Judges the caller's counts by the limits and by how fast requests end.
 
     draw: from [0, 1), the jitter of the retry push-back.
     """
@@ -150,7 +150,7 @@ class Admission:
         """wait: seconds until there would be room, None = unknown."""
         low, high = RETRY_SECONDS
         seconds = min(max(FIRST_RETRY_SECONDS if wait is None else wait, low), high)
-        # Callers that are refused together must not come back together.
+        # Callers that are refused together must not retry together.
         return QueueFull(why, round(1000 * seconds * (1 + self._draw())))
 
     def _wait(self, ends: int, ranks: int) -> float | None:

@@ -1,6 +1,6 @@
-"""What the front tells about its requests, as a Protocol that the metrics satisfy. Knows no exporter.
+"""Events that the engine reports, as a Protocol that the metrics implement.
 
-Called in the event loop, synchronously: an observer must not block. Units: seconds, tokens.
+Called synchronously in the event loop: an observer must not block. Units: seconds, tokens.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class RequestSummary:
 
 
 class EngineObserver(Protocol):
-    """Hears what the engine does. Every admitted request gives one on_admitted and one on_finished."""
+    """Receives the engine's events. Every admitted request causes one on_admitted and one on_finished."""
 
     def on_rank_ready(self, ready: RankReady) -> None:
         """A rank is warm."""
@@ -83,7 +83,7 @@ class EngineObserver(Protocol):
 
 
 class NullObserver:
-    """Hears everything and does nothing."""
+    """Ignores every event."""
 
     def on_rank_ready(self, ready: RankReady) -> None:
         """Ignored."""

@@ -1,9 +1,9 @@
-"""[10] The way of one request's tokens to its reader: a bounded queue that merges what waits.
+"""[10] Token stream of one request: a bounded queue that merges waiting tokens into one message.
 
-Knows neither gRPC nor ranks. All calls happen in one event loop; only `read` waits.
+All calls happen in one event loop; only `read` waits.
 
-Cancellation guarantee: `read` is atomic with respect to cancellation; a cancelled `read` has taken nothing.
-Once `close` was called, or the stream ended, nothing is queued any more and `on_close` has run exactly once.
+Cancellation guarantee: `read` is atomic; a cancelled `read` has taken nothing. After `close`, or after the
+stream ended, nothing is queued and `on_close` has run exactly once.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Final
 from ep_server.errors import EpServerError, InternalError, SlowReader
 from ep_server.records import FinishReason, TokenEvent
 
-# Tokens of one message, unless its interval is longer: gRPC holds all of a message that nobody reads.
+# Most tokens of one message, unless its interval is longer: gRPC buffers an unread message whole.
 LONGEST_CHUNK: Final = 256
 
 
@@ -38,7 +38,7 @@ class Completion:
 
 @dataclass(slots=True)
 class Chunk:
-    """What one read takes: tokens in order, their certain text, and how it ended if this is the last."""
+    """Result of one read: tokens in order, their final text, and the completion if it is the last."""
 
     events: list[TokenEvent] = field(default_factory=list)
     text: str = ""
@@ -61,7 +61,7 @@ class TokenStream:
         self._on_close = on_close
         self._held: list[_Held] = []
         self._completion: Completion | None = None
-        self._needed = 1  # the first token goes out alone: it is what time-to-first-token means
+        self._needed = 1  # the first token is sent alone: that is time to first token
         self._error: EpServerError | None = None
         self._closed = False
         self._waiter: asyncio.Future[None] | None = None
@@ -81,14 +81,14 @@ class TokenStream:
         return self._closed or self._error is not None or self._completion is not None
 
     def put(self, event: TokenEvent, text: str) -> None:
-        """Queues a token and the text that became certain with it.
+        """Queues a token and the text that it made final.
 
         Raises: SlowReader when more than `capacity` tokens wait; the caller ends the request with it.
         """
         if self.ended:
             raise InternalError(f"token of request {event.number} after the end of its stream")
         if len(self._held) >= self._capacity:
-            raise SlowReader(f"{self._capacity} tokens wait for their reader (grpc.stream_buffer)")
+            raise SlowReader(f"the reader is {self._capacity} tokens behind, the limit of grpc.stream_buffer")
         self._held.append(_pack(event, text))
         self._wake()
 
@@ -105,7 +105,7 @@ class TokenStream:
             self._wake()
 
     def close(self, error: EpServerError | None = None) -> None:
-        """The reader is gone, or has read the end. error: why it is made to leave. Idempotent."""
+        """Closes the reader's side. error: why the server ends the call. Idempotent."""
         if not self._closed:
             self._closed, self._error = True, error or self._error
             self._held = []
@@ -159,7 +159,7 @@ def _unpack(held: _Held) -> TokenEvent:
 
 
 async def merged(streams: Sequence[TokenStream]) -> AsyncIterator[tuple[int, Chunk]]:
-    """(index, chunk) as they come, until every stream has given its completion; no stream starves another.
+    """Yields (index, chunk) in order of arrival until every stream completed; none starves another.
 
     Raises: the error that one of them was ended with.
     """

@@ -1,4 +1,4 @@
-"""Scheduling decisions as pure code: imports errors and records only; no torch, gRPC, asyncio or clock."""
+"""Scheduling decisions as pure code: no torch, gRPC, asyncio or clock; imports errors and records only."""
 
 from ep_server.scheduler.batch import SchedulerLimits
 from ep_server.scheduler.placement import choose_rank, place_experts

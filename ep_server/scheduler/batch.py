@@ -1,4 +1,4 @@
-"""What a rank may hold and run in a step, and whether a request can fit at all. Knows counts only.
+"""Limits of one rank and of one step, and the check whether a request fits them.
 
 Units: tokens, blocks.
 """

@@ -1,6 +1,6 @@
-"""The life of a request as one literal table. Knows nothing of queues, blocks or time.
+"""States and events of a request, as one table.
 
-FINISHED ended normally, CANCELLED by its caller, FAILED with an error status (deadline, lost rank, bug).
+FINISHED: it ended normally. CANCELLED: its caller left. FAILED: an error status (deadline, lost rank, bug).
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Who goes where: requests to ranks by load, experts to ranks by count. Pure functions.
-
-Knows loads and numbers; not why a rank is loaded, nor where it runs.
-"""
+"""Placement: requests to ranks by load, experts to ranks by count. Pure functions."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The waiting queue of a rank: priority, then first come first served, and nobody waits for ever.
+"""Waiting queue of a rank: priority, then arrival, without starvation.
 
-Knows order only: whether the head fits is the scheduler's question. Nothing overtakes a head that does
-not fit, so a large request is not starved by small ones; the oldest request lets at most `max_overtakes`
-later ones pass, so a low priority is not starved by a high one.
+It keeps the order; the scheduler decides whether the head fits. No request overtakes a head that does not
+fit, so small requests do not starve a large one. The oldest request lets at most `max_overtakes` later ones
+pass, so high priorities do not starve a low one.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The text of one output: detokenised, searched for stop strings, given out only when certain.
+"""Text of one output: detokenizes, finds stop strings, and returns only final text.
 
-Knows neither requests nor streams. What it returns does not depend on how text is cut into tokens.
+The result does not depend on how the text is cut into tokens.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ class StopStrings:
         self._passed = 0  # characters of what is held that no stop string may end within
 
     def push(self, text: str, *, may_end: bool = True) -> tuple[str, str | None]:
-        """Adds text. Returns (text that is certain, the stop string that was found or None).
+        """Adds text. Returns (final text, the stop string that was found or None).
 
         may_end: a stop string may end in `text`; it may always begin there.
         """
@@ -47,7 +47,7 @@ class StopStrings:
 
 
 class OutputText:
-    """Tokens in, certain text out. One per request that wants text or has stop strings."""
+    """Tokens in, final text out. One per request that wants text or has stop strings."""
 
     def __init__(
         self, detokenizer: Detokenizer, stops: Sequence[str], *, include_stop: bool, min_tokens: int
@@ -58,7 +58,7 @@ class OutputText:
         self._minimum_left = min_tokens  # tokens within which no stop string ends
 
     def push(self, token_id: int) -> tuple[str, str | None]:
-        """Adds a token that does not end the output. Returns (certain text, stop string found or None)."""
+        """Adds a token that does not end the output. Returns (final text, stop string found or None)."""
         text = self._detokenizer.push(token_id)
         may_end = self._minimum_left <= 0
         self._minimum_left -= 1

@@ -1,6 +1,6 @@
-"""Text to token ids and back, one token at a time. Knows one tokenizer.json; nothing of requests or gRPC.
+"""Converts text to token ids and back, one token at a time, with a checkpoint's tokenizer.json.
 
-Text given out is final: a character whose bytes are spread over several tokens waits for its last one.
+Returned text is final: a character whose bytes span several tokens is returned with the last of them.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Tokenizer:
         """
         try:
             ids: list[int] = self._inner.encode(text).ids
-        except BaseException as error:  # a panic of the library is no Exception: the call would never end
+        except BaseException as error:  # a panic of the library is not an Exception: the call would never end
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             allowed = f"text that the tokenizer can encode ({error})"
@@ -96,7 +96,7 @@ class Detokenizer:
         self._prompt_end = tokenizer.decode(self._window)[len(self._known_text) :]
 
     def push(self, token_id: int) -> str:
-        """Adds a token and returns the text that became certain, often empty."""
+        """Adds a token and returns the text that became final, often empty."""
         if self._tokenizer.skips(token_id):
             return ""
         self._window.append(token_id)

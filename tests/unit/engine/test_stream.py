@@ -68,7 +68,7 @@ async def test_a_cancelled_read_has_taken_nothing() -> None:
 async def test_a_full_stream_refuses() -> None:
     target, _ = stream(capacity=2)
     put(target, 1, 2)
-    with pytest.raises(SlowReader, match="2 tokens wait"):
+    with pytest.raises(SlowReader, match="2 tokens behind"):
         put(target, 3)
     assert await ids(target) == [1, 2]
     put(target, 3)
