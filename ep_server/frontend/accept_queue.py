@@ -1,8 +1,8 @@
-"""How long calls wait until this process accepts them. Knows no service.
+"""Measures how long calls wait until this process accepts them.
 
-gRPC queues calls by method, first in, first out, and does not say when a call arrived. A thread sends a probe
-to the same queue every PERIOD. A call that is accepted before a probe arrived before that probe was sent.
-Probes use a Unix socket that only this user can open, so they need no TLS and no token.
+gRPC queues calls by method, first in, first out, and does not report when a call arrived. A thread sends a
+probe to the same queue every PERIOD. A call that is accepted before a probe arrived before that probe was
+sent. Probes use a Unix socket that only this user can open, so they need no TLS and no token.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class AcceptQueue(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unused
             server.add_insecure_port(address)
             self._address = address
         except (OSError, RuntimeError) as error:
-            log.warning("the time that calls wait to be accepted is not measured: %s", error)
+            log.warning("cannot measure how long calls wait to be accepted: %s", error)
 
     def start(self) -> None:
         """Probes from now on. The server has started."""

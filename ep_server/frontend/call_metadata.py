@@ -1,12 +1,12 @@
-"""[2] What a Generate call may say beside its message: metadata that proxies and tracers set. Knows no gRPC.
+"""[2] Metadata of a Generate call, as proxies and tracers set it.
 
     x-data-parallel-rank  0 to ranks - 1; as the field dp_rank
     x-priority            an int32; as the field priority
-    traceparent           W3C Trace Context; only passed on, to the log line of the request
-    epserver-node         only between nodes: the one that the call came to (`Entrance`)
+    traceparent           W3C Trace Context; passed on to the log line of the request
+    epserver-node         between nodes only: the node that was called (`Entrance`)
 
-A number that the message gives too must be the same. A traceparent that is malformed counts as absent, as
-its standard asks.
+A number that the message gives too must be equal. A malformed traceparent counts as absent, as its standard
+requires.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class CallMetadata:
 
 @dataclass(frozen=True, slots=True)
 class Entrance:
-    """A port that calls come in by, and which ranks are near them.
+    """The port of a call, and the ranks of the node that was called.
 
     nodes, ranks_per_node: of the whole server. relays: the port is for other nodes alone, which say where a
     call came from; on any other port nobody is believed that, and calls come to node 0.

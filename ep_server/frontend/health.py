@@ -1,8 +1,8 @@
-"""grpc.health.v1 with a Watch that stays open. Knows names and statuses, nothing of engines.
+"""Implements grpc.health.v1 with a Watch that stays open.
 
-"" is the process: NOT_SERVING means that only a restart helps, so a liveness probe asks it. A service's full
-name is whether it takes requests: readiness. Check answers NOT_FOUND for an unknown name; Watch answers
-SERVICE_UNKNOWN, as the protocol asks, and goes on watching.
+The name "" is the process, for liveness probes: NOT_SERVING means that only a restart helps. A service's
+full name is readiness: whether it takes requests. Check answers NOT_FOUND for an unknown name; Watch
+answers SERVICE_UNKNOWN, as the protocol requires, and keeps watching.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc, unused-ignor
         self._publish()
 
     def fail(self) -> None:
-        """The process can serve no more, whatever comes: NOT_SERVING under every name."""
+        """The process cannot serve any more: NOT_SERVING under every name, for good."""
         self._failed = True
         self._publish()
 

@@ -1,7 +1,6 @@
-"""What happens around every call: errors become statuses, calls are counted, callers are authenticated.
+"""Interceptors around every call: map errors to statuses, count calls, authenticate callers.
 
-Knows no service. Handlers raise errors of errors.py and contain no `except`; the status of a class is its own
-data.
+Handlers raise errors of errors.py and contain no `except`; each error class carries its status.
 """
 
 from __future__ import annotations
@@ -155,7 +154,7 @@ class CallCounter(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unused
 
 
 class AuthInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unused-ignore]
-    """Wants "authorization: Bearer <token>" on every call, except to `open_services`."""
+    """Requires "authorization: Bearer <token>" on every call, except to `open_services`."""
 
     def __init__(self, tokens: TokenFile, open_services: frozenset[str]) -> None:
         self._tokens = tokens
@@ -206,7 +205,7 @@ class TokenFile:
         if not self._look() and self._fault != before:
             log.error("token file %s: %s; every call that needs a token is refused", self._path, self._fault)
         elif before and not self._fault:
-            log.info("token file %s: its tokens are accepted again", self._path)
+            log.info("token file %s is readable again: its tokens are accepted", self._path)
         text = header.decode("utf-8", "replace") if isinstance(header, bytes) else header or ""
         scheme, _, token = text.partition(" ")
         digest = hashlib.sha256(token.strip().encode()).digest()
@@ -269,7 +268,9 @@ async def _abort(method: str, context: Any, error: Exception) -> NoReturn:
     """Ends the call with the status of `error`. Trailers: epserver-error, epserver-field, retry pushback."""
     if isinstance(error, aio.AbortError):
         raise error
-    known = error if isinstance(error, EpServerError) else InternalError("a bug; the server's log has it")
+    known = (
+        error if isinstance(error, EpServerError) else InternalError("internal error, see the server's log")
+    )
     trailers = [("epserver-error", type(known).__name__)]
     if isinstance(known, FieldError):
         trailers.append(("epserver-field", known.field))
@@ -282,6 +283,6 @@ async def _abort(method: str, context: Any, error: Exception) -> NoReturn:
     _drop_frames(error)
     try:
         await context.abort(grpc.StatusCode[known.status], str(known), tuple(trailers))
-    except aio.InternalError:  # the call has just ended: nobody gets the status, and gRPC would log a fault
+    except aio.InternalError:  # the call has just ended: gRPC would only log a fault
         raise asyncio.CancelledError from None
     raise AssertionError("abort returned")

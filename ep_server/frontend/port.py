@@ -1,11 +1,11 @@
-"""One gRPC port from its first call to its last: guarded, and closed so that callers try elsewhere.
+"""One gRPC port: guarded while it is open, and closed so that callers can retry elsewhere.
 
-A server of gRPC that stops ends with CANCELLED every call that it has not handed over, or that outlasts its
-grace, and no retry policy tries CANCELLED again. So its sockets are closed under it first: what is still on
-its way then ends with UNAVAILABLE, by the caller's own gRPC.
+A gRPC server that stops ends every call with CANCELLED that it has not handed over or that outlasts its
+grace period, and retry policies do not retry CANCELLED. So this module closes the sockets first: calls on
+their way then end with UNAVAILABLE, reported by the caller's own gRPC.
 
-gRPC sends GOAWAY only when a server stops, and then accepts no connection. Probes need new connections during
-a drain, so a second server takes the port over before the first one is told to stop.
+gRPC sends GOAWAY only when a server stops, and then accepts no connection. Probes need new connections
+during a drain, so a second server takes over the port before the first one stops.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class Port:
         return self.address
 
     def drain(self, add_services: Callable[[aio.Server], None]) -> None:
-        """Soon sends GOAWAY on every connection: open calls go on, others need a new connection. Idempotent.
+        """Soon sends GOAWAY on every connection: open calls continue, others reconnect. Idempotent.
 
         add_services: adds what new connections may call.
         """
@@ -99,7 +99,7 @@ class Port:
             try:
                 hang_up(place)
             except OSError as error:  # no descriptor is left, say: the server stops all the same
-                log.warning("calls may end with CANCELLED, not with UNAVAILABLE: %s", error)
+                log.warning("sockets not closed, calls may end with CANCELLED: %s", error)
         if self._draining is not None:
             self._draining.cancel()
             await asyncio.wait((self._draining,))
@@ -108,7 +108,7 @@ class Port:
             await server.stop(None)
 
     async def _hand_over(self, place: Place, add_services: Callable[[aio.Server], None]) -> None:
-        """Opens the port anew with a second server, then tells the first one to stop, which sends GOAWAY."""
+        """Opens the port again with a second server, then stops the first one, which sends GOAWAY."""
         new = self._make_server(_DRAINING_OPTIONS)
         add_services(new)
         with self._calls.held():
@@ -120,7 +120,7 @@ class Port:
                 await new.start()
                 await self._calls.lull(LULL_SECONDS, LULL_TRIES)
             except (OSError, ConfigError) as error:
-                log.warning("no new connection, also of a probe, is taken during the drain: %s", error)
+                log.warning("the draining port cannot take new connections or probes: %s", error)
             stopping = asyncio.create_task(self.server.stop(DAY_SECONDS))
             await asyncio.sleep(0)  # it has sent GOAWAY then
         await stopping

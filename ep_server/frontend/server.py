@@ -1,9 +1,10 @@
-"""[1] The life of one server: start, serve, drain, stop. Knows the parts and their order, no request.
+"""[1] Lifecycle of one server: start, serve, drain, stop.
 
-The gRPC port opens first: health says that the process works, its services are NOT_SERVING. Then the ranks
-load; then the services are SERVING.
-This process's first SIGTERM or SIGINT drains, its second stops at once; a stop that another node asks for is
-neither. A lost rank ends the server with exit code 1.
+The gRPC port opens first: health then reports that the process works and that its services are NOT_SERVING.
+The ranks load; then the services are SERVING.
+
+The first SIGTERM or SIGINT of this process drains it, the second stops it at once. A stop requested by
+another node counts as neither. A lost rank ends the server with exit code 1.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from ep_server.v1.decode_pb2_grpc import add_DecodeServicer_to_server
 log = logging.getLogger(__name__)
 
 Progress = Callable[[int, str, int, int], None]
-LAST_WORDS_SECONDS = 2.0  # for statuses to reach their callers once the streams have ended
+LAST_WORDS_SECONDS = 2.0  # for statuses to reach their callers after the streams have ended
 
 
 class OtherNodes(Protocol):
@@ -47,14 +48,14 @@ class OtherNodes(Protocol):
     on_stop_asked: Callable[[], None]
 
     async def open(self, add_services: Callable[[aio.Server], None], door: Door | None = None) -> None:
-        """Opens the port where they come. add_services, door: for calls that they pass on.
+        """Opens the port that they connect to. add_services, door: for calls that they relay.
 
         Raises: ConfigError.
         """
         ...
 
     def tell(self, *, serving: bool) -> None:
-        """Tells them whether the server takes requests."""
+        """Publishes to them whether the server takes requests."""
         ...
 
     async def close(self, code: int, reason: str) -> None:
@@ -99,7 +100,7 @@ class Server:
         self._control_port: Port | None = None
         self._others = others
         self._failure = ""
-        self._signalled = False  # this process was told to stop; a stop of the other nodes does not count
+        self._signalled = False  # this process got a signal; a stop requested by another node does not count
         self._stop_asked = asyncio.Event()
         self._stop_now = asyncio.Event()
 
@@ -135,7 +136,7 @@ class Server:
         self.address = await self._port.open()
         self._control_port = await open_control_port(self.config.grpc, self._add_control)
         if self._others is not None:
-            self._others.on_stop_asked = self._stop_asked.set  # told by several nodes, it still drains
+            self._others.on_stop_asked = self._stop_asked.set  # several nodes may ask: it still drains
             await self._others.open(self.add_relayed, self._door)
         if await self._unless(self._stop_asked, self.engine.start(progress)):
             self._say(serving=True)
@@ -157,7 +158,7 @@ class Server:
     async def drain(self) -> None:
         """Streams end by themselves within the time of the configuration, or UNAVAILABLE."""
         if self.engine.lost.is_set():
-            log.error("%s; every stream ends, the server stops", self.engine.lost_message)
+            log.error("%s; ending all streams and stopping the server", self.engine.lost_message)
         elif self.engine.ready:
             log.info("draining, at most %g s: %r", self.config.grpc.drain_seconds, self.engine)
             if self._port is not None and self.engine.statistics().open_streams:
@@ -193,7 +194,7 @@ class Server:
             self._others.tell(serving=serving)
 
     def add_relayed(self, server: aio.Server) -> None:
-        """Adds Decode and Control for calls that other nodes pass on; only these nodes may reach `server`."""
+        """Adds Decode and Control for calls that other nodes relay; only they may reach `server`."""
         self._add_services(server, relays=True)
 
     def _make_port(self) -> Port:

@@ -1,7 +1,7 @@
-"""[1] Ends calls whose callers stop reading. Knows neither services nor requests.
+"""[1] Ends calls whose callers stop reading.
 
-HTTP/2 flow control blocks the server while a caller does not read. A blocked call can hold buffered output
-and its place among grpc.max_streams for ever, so a message may wait only so long.
+HTTP/2 flow control blocks the server while a caller does not read. A blocked call could hold buffered
+output and its place among grpc.max_streams forever, so the wait of each message is limited.
 """
 
 from __future__ import annotations
