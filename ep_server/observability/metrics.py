@@ -1,8 +1,8 @@
-"""What the server exports to Prometheus. Knows no request's content and no HTTP.
+"""Prometheus metrics of the server.
 
-`ServerMetrics` is an EngineObserver: it counts what the front sees; what ranks measured comes through
-`RankCollector`. Every name begins with `epserver_`, durations are seconds, labels are bounded (never a
-request id). One registry per server, passed in, so that several servers in one process do not mix.
+`ServerMetrics` is an EngineObserver and counts the engine's events; measurements of the ranks arrive
+through `RankCollector`. Every name begins with `epserver_`, durations are seconds, and labels are bounded
+(never a request id). Each server gets its own registry, so several servers in one process do not mix.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The HTTP port that metrics and the status page are read from. Knows a registry, not what is in it."""
+"""HTTP port for metrics and the status page."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ log = logging.getLogger(__name__)
 CLOSE_SECONDS = 5.0  # for a scrape in progress when the server stops
 MAX_CONNECTIONS = 64  # at once; others are closed unread
 CONNECTION_SECONDS = 10.0  # for a whole request and its answer
-REPORT_SECONDS = 60.0  # between two log lines about connections that were closed
+REPORT_SECONDS = 60.0  # between two log lines about closed connections
 
 
 class Page(Protocol):
-    """What is shown at /. Asked from threads of the endpoint."""
+    """Source of the page at /. Called from threads of the endpoint."""
 
     def respond(self, start_response: Callable[..., Any]) -> list[bytes]:
         """Answers a WSGI request."""
@@ -133,7 +133,7 @@ class _Server(ThreadingMixIn, WSGIServer):
         )
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A scraper that leaves is no fault; anything else is one."""
+        """A scraper that leaves is not an error; anything else is."""
         if not isinstance(sys.exc_info()[1], OSError):
             log.exception("metrics: a request failed")
 
@@ -169,7 +169,7 @@ class _Answer(ServerHandler):
     request_handler: WSGIRequestHandler  # close() uses it
 
     def log_exception(self, exc_info: Any) -> None:
-        """A scraper that leaves is no fault; anything else is one."""
+        """A scraper that leaves is not an error; anything else is."""
         if not isinstance(exc_info[1], OSError):
             log.error("metrics: a request failed", exc_info=exc_info)
 

@@ -1,6 +1,7 @@
-"""What a node that does not lead exports and shows: the process, and the calls it passes on. Knows no gRPC.
+"""Metrics and page of a node that does not lead: its process, and the calls that it relays.
 
-Requests, tokens and ranks are counted once, by node 0. Nor is there build_info here: it counts servers.
+Node 0 counts requests, tokens and ranks, once for all nodes. There is no build_info here: that counts
+servers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""Quantiles and sums of log2 histograms, the form in which ranks report durations. Knows no exporter.
+"""Quantiles and sums of log2 histograms, the form in which ranks report durations.
 
-Bucket b of a histogram counts durations in [2^b, 2^(b+1)) nanoseconds; shorter ones are in bucket 0.
-Results are seconds.
+Bucket b counts durations in [2^b, 2^(b+1)) nanoseconds; shorter ones are in bucket 0. Results are seconds.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Line charts of the status page as SVG, drawn on the server: they need no script. Knows no server.
+"""Line charts of the status page, drawn as SVG on the server.
 
-Only lines are in the picture, which stretches; words and numbers are text beside it, which does not.
+The picture holds only lines and may stretch; words and numbers are HTML text beside it, which does not.
 """
 
 from __future__ import annotations

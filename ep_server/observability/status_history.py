@@ -1,7 +1,7 @@
-"""What the status page remembers: what the server was like now and then over the last minutes. Pure.
+"""History of the status page: samples of the server over the last minutes. Pure.
 
-Ranks report cumulative numbers; here they become rates and quantiles of what happened between two looks.
-Units: seconds, tokens.
+Ranks report cumulative numbers; this module turns two samples into rates and quantiles. Units: seconds,
+tokens.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from ep_server.records import RankStatistics
 
 OPS = ("dispatch", "combine")
 KEPT_POINTS = 300
-WINDOW_LOOKS = 15  # looks between the ends of a Window
+WINDOW_LOOKS = 15  # samples between the ends of a Window
 
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """One look at a server. at: any clock. up: by rank, False once lost. generated: tokens so far.
+    """One sample of a server. at: any clock. up: by rank, False once lost. generated: tokens so far.
 
     token_gaps: (upper edge, gaps up to it) of the inter-token latency, cumulative, as Prometheus has them.
     """
@@ -45,14 +45,14 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Two looks at a server, the second later or the same. What it tells is of the time between them."""
+    """Two samples of a server, the second later or the same. Values are of the time between them."""
 
     before: Snapshot
     now: Snapshot
 
     @property
     def seconds(self) -> float:
-        """Time between the looks."""
+        """Time between the samples."""
         return self.now.at - self.before.at
 
     @property
@@ -119,14 +119,14 @@ class Window:
 
 
 class History:
-    """The last looks. One writer; readers may be other threads."""
+    """The last samples. One writer; readers may be other threads."""
 
     def __init__(self) -> None:
         self._looks: deque[Snapshot] = deque(maxlen=WINDOW_LOOKS + 1)
         self._points: deque[Point] = deque(maxlen=KEPT_POINTS)
 
     def add(self, snapshot: Snapshot) -> None:
-        """Remembers a look that is later than all before."""
+        """Adds a sample that is later than all before."""
         if self._looks:
             step = Window(self._looks[-1], snapshot)
             latency = {op: found for op in OPS if (found := step.latency(op)) is not None}
@@ -139,7 +139,7 @@ class History:
         return list(self._points)
 
     def window(self) -> Window:
-        """From the oldest look kept whole to the last; of a server seen once, from its start."""
+        """From the oldest complete sample to the last; with one sample, from the server's start."""
         looks = list(self._looks)
         if len(looks) > 1:
             return Window(looks[0], looks[-1])

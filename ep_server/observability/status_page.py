@@ -1,7 +1,7 @@
-"""The status page beside /metrics: one page without outside parts, complete before any script runs.
+"""Status page beside /metrics: self-contained, and complete without scripts.
 
-Tables and charts are made here; the only script fetches the page again and swaps its <main>. A thread looks
-at the server every few seconds, so that the page has a past when it is opened. Knows no gRPC and no request.
+The server renders tables and charts; the only script fetches the page again and swaps its <main>. A thread
+samples the server every few seconds, so the page has a history when it is opened.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ HEADERS = [
 
 
 class StatusPage:
-    """Looks at a server, and shows it. As a context it looks every few seconds, from a thread of its own."""
+    """Samples a server and renders the page. As a context it samples every few seconds in its own thread."""
 
     def __init__(self, look: Callable[[], Snapshot], model: str, version: str) -> None:
         self._look, self._model, self._version = look, model, version
@@ -56,7 +56,7 @@ class StatusPage:
         self._thread.join(STOP_SECONDS)
 
     def look(self) -> None:
-        """Looks once."""
+        """Takes one sample."""
         self._history.add(self._look())
 
     def html(self) -> str:

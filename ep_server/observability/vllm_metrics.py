@@ -1,7 +1,8 @@
-"""The same measurements under the names that vLLM exports, for what was built to read those: its Grafana
-dashboards and the endpoint picker of the Gateway API inference extension. Measures nothing itself.
+"""The same measurements under vLLM's metric names.
 
-Every family has one series per server (`engine="0"`), ranks summed: a picker reads one value per endpoint.
+For tools that read those names: vLLM's Grafana dashboards and the endpoint picker of the Gateway API
+inference extension. Every family has one series per server (`engine="0"`), summed over ranks: a picker
+reads one value per endpoint.
 """
 
 from __future__ import annotations
