@@ -21,9 +21,7 @@ from google.protobuf.json_format import MessageToDict
 from ep_server.cli import options
 from ep_server.client import Client, Target
 from ep_server.errors import ConfigError
-from ep_server.observability.host_facts import host_facts
-from ep_server.observability.step_trace import chrome_trace
-from ep_server.observability.versions import versions
+from ep_server.observability.fault_report import chrome_trace, host_facts, versions
 from ep_server.v1 import control_pb2 as pb
 
 NAME = "diagnose"

@@ -1,7 +1,7 @@
-"""[1] The public services on a node that does not lead: calls go on to node 0, as bytes. Decodes nothing.
+"""[1] The public port of a follower: calls are forwarded to node 0 as bytes, undecoded.
 
-A call keeps its deadline, metadata, status and trailers, and either end may cancel it. A message is passed on
-when the caller's transport has taken the one before: who reads slowly here reads slowly there.
+A call keeps its deadline, metadata, status and trailers, and either end may cancel it. The relay forwards a
+message once the caller's transport has taken the previous one, so a slow reader slows only its own call.
 """
 
 from __future__ import annotations
@@ -17,9 +17,15 @@ from typing import Any, NoReturn, Protocol
 import grpc
 from grpc import aio
 
+from ep_server.config import GrpcConfig
 from ep_server.errors import QueueFull, Unavailable
+from ep_server.frontend import control, health
 from ep_server.frontend.call_metadata import NODE_KEY
+from ep_server.frontend.control import public_names, refuse_control
+from ep_server.frontend.endpoint import add_reflection, message_limit
+from ep_server.frontend.health import Health
 from ep_server.frontend.messages import Door, Method
+from ep_server.frontend.port import Port
 from ep_server.frontend.service import GENERATE
 from ep_server.frontend.unread import CallEnd, read_in_time
 from ep_server.v1 import control_pb2, decode_pb2
@@ -269,3 +275,41 @@ async def _pass_initial(call: Any, context: Any) -> None:
     initial = await call.initial_metadata()
     if initial:
         await context.send_initial_metadata(tuple(initial))
+
+
+_OPTIONS = [
+    ("grpc.max_receive_message_length", -1),
+    ("grpc.max_send_message_length", -1),
+    ("grpc.enable_retries", 0),  # the caller decides
+    ("grpc.use_local_subchannel_pool", 1),  # a connection of its own, beside the link's
+    ("grpc.dns_min_time_between_resolutions_ms", 1000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.max_reconnect_backoff_ms", 1000),
+]
+
+
+def open_channel(address: str, credentials: grpc.ChannelCredentials | None = None) -> aio.Channel:
+    """A channel to node 0's host:port for relayed calls; it connects with the first one."""
+    if credentials is None:
+        return aio.insecure_channel(address, options=_OPTIONS)
+    return aio.secure_channel(address, credentials, options=_OPTIONS)
+
+
+def relay_port(config: GrpcConfig, relay: Relay, status: Health) -> Port:
+    """The public port of a node that does not lead, not open yet: as node 0's, but by way of it.
+
+    Raises: ConfigError (grpc.token_file).
+    """
+    port = Port(config, frozenset({health.SERVICE_NAME}), relay.door(message_limit(config)))
+    add_public(port.server, config, relay, status)
+    return port
+
+
+def add_public(server: aio.Server, config: GrpcConfig, relay: Relay, status: Health) -> None:
+    """Adds what callers may ask of such a node."""
+    names = public_names(config)
+    relay.add_to(server, names)
+    if control.SERVICE_NAME not in names:
+        refuse_control(server, config)
+    health.add_HealthServicer_to_server(status, server)
+    add_reflection(server, config, (*names, health.SERVICE_NAME))

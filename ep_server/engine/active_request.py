@@ -36,7 +36,7 @@ class Submission:
 
 
 @dataclass(slots=True, eq=False)
-class Flight:
+class ActiveRequest:
     """An admitted request until its KV blocks are free."""
 
     request: Request

@@ -11,10 +11,10 @@ import asyncio
 import logging
 from collections.abc import Callable, Sequence
 
-from ep_server.engine.active_request import Flight
+from ep_server.engine.active_request import ActiveRequest
 from ep_server.engine.admission import Pace
 from ep_server.engine.observer import EngineObserver, RequestSummary
-from ep_server.engine.request_table import FlightTable
+from ep_server.engine.request_table import RequestTable
 from ep_server.errors import (
     DeadlineExceeded,
     EpServerError,
@@ -42,7 +42,7 @@ class Delivery:
     def __init__(
         self,
         ranks: Ranks,
-        flights: FlightTable,
+        requests: RequestTable,
         observer: EngineObserver,
         clock: Callable[[], float],
         pace: Pace,
@@ -51,7 +51,7 @@ class Delivery:
         self.lost_message = ""
         self.rank_statistics: dict[int, RankStatistics] = {}
         self._ranks = ranks
-        self._flights = flights
+        self._requests = requests
         self._observer = observer
         self._clock = clock
         self._pace = pace
@@ -60,30 +60,30 @@ class Delivery:
         """Delivers the tokens of one step; those of requests that ended meanwhile are dropped."""
         now = self._clock()
         for event in events:
-            flight = self._flights.with_number(event.number)
-            if flight is None:
+            active = self._requests.with_number(event.number)
+            if active is None:
                 continue
-            if not flight.state.ended:
-                self._deliver(flight, event, now)
+            if not active.state.ended:
+                self._deliver(active, event, now)
             elif event.finish is not None:  # ended by itself before the rank saw the cancel
-                self._free(flight)
+                self._free(active)
         self.tell_load()
 
     def on_freed(self, rank: int, number: int) -> None:
         """A cancelled request's KV blocks are free."""
-        flight = self._flights.with_number(number)
-        if flight is not None and flight.state.ended:
-            self._free(flight)
+        active = self._requests.with_number(number)
+        if active is not None and active.state.ended:
+            self._free(active)
 
     def on_request_failed(self, rank: int, number: int, message: str) -> None:
         """Ends the request with INTERNAL; its KV blocks are free."""
-        flight = self._flights.with_number(number)
-        if flight is None:
+        active = self._requests.with_number(number)
+        if active is None:
             return
-        if flight.state.ended:
-            self._free(flight)
+        if active.state.ended:
+            self._free(active)
         else:
-            self.fail(flight, Event.FAIL, InternalError(f"rank {rank}: {message}"), at_rank=False)
+            self.fail(active, Event.FAIL, InternalError(f"rank {rank}: {message}"), at_rank=False)
 
     def on_statistics(self, statistics: RankStatistics) -> None:
         """Keeps the newest measurements of a rank."""
@@ -94,121 +94,123 @@ class Delivery:
         """Ends every stream with UNAVAILABLE; nothing is asked of the ranks any more."""
         self.lost_message = f"rank {rank} was lost: {message}"
         self._observer.on_rank_lost(rank)
-        for flight in self._flights:
-            self.fail(flight, Event.FAIL, RankLost(self.lost_message), at_rank=False)
+        for active in self._requests:
+            self.fail(active, Event.FAIL, RankLost(self.lost_message), at_rank=False)
         self.lost.set()
 
-    def fail(self, flight: Flight, event: Event, error: EpServerError, *, at_rank: bool = True) -> None:
-        """Ends a request with an error. at_rank: the rank still runs it and has to be told."""
-        self._end(flight, event, error.status, "")
-        flight.stream.fail(error)
-        self._leave_rank(flight, at_rank=at_rank)
+    def fail(
+        self, active: ActiveRequest, event: Event, error: EpServerError, *, at_rank: bool = True
+    ) -> None:
+        """Ends a request with an error. at_rank: the rank still runs it and must be told."""
+        self._end(active, event, error.status, "")
+        active.stream.fail(error)
+        self._leave_rank(active, at_rank=at_rank)
 
-    def expire(self, flight: Flight) -> None:
+    def expire(self, active: ActiveRequest) -> None:
         """The deadline of a request passed."""
-        self.fail(flight, Event.EXPIRE, DeadlineExceeded("the deadline of the request passed"))
+        self.fail(active, Event.EXPIRE, DeadlineExceeded("the deadline of the request passed"))
 
-    def reader_left(self, flight: Flight, error: EpServerError | None) -> None:
+    def reader_left(self, active: ActiveRequest, error: EpServerError | None) -> None:
         """The stream was closed, by `error` if there is one; a request that has not ended is cancelled."""
-        if flight.state.ended:
-            self._flights.read(flight)
+        if active.state.ended:
+            self._requests.read(active)
             if error is not None:
                 self._observer.on_unread_ended()
             self.tell_load()
         elif error is not None:
-            self.fail(flight, Event.FAIL, error)
-        elif flight.deadline is not None and self._clock() >= flight.deadline - DEADLINE_SLACK_SECONDS:
-            self.expire(flight)
+            self.fail(active, Event.FAIL, error)
+        elif active.deadline is not None and self._clock() >= active.deadline - DEADLINE_SLACK_SECONDS:
+            self.expire(active)
         else:
-            self.fail(flight, Event.CANCEL, RequestCancelled("the stream was dropped"))
+            self.fail(active, Event.CANCEL, RequestCancelled("the stream was dropped"))
 
     def tell_load(self) -> None:
         """Reports how many requests run, wait and are unread."""
-        ranks = self._flights.ranks
+        ranks = self._requests.ranks
         running, waiting = sum(r.running for r in ranks), sum(r.waiting for r in ranks)
-        self._observer.on_load(running, waiting, self._flights.unread)
+        self._observer.on_load(running, waiting, self._requests.unread)
 
-    def _deliver(self, flight: Flight, event: TokenEvent, now: float) -> None:
-        if flight.output_tokens == 0:
-            flight.state = advance(flight.state, Event.ADMIT, flight.request.request_id)
-            flight.first_at, flight.cached_tokens = now, event.cached_tokens
-            flight.queued = event.queued_ns / 1e9
-            self._flights.started(flight)
-            self._observer.on_first_token(now - flight.admitted_at)
+    def _deliver(self, active: ActiveRequest, event: TokenEvent, now: float) -> None:
+        if active.output_tokens == 0:
+            active.state = advance(active.state, Event.ADMIT, active.request.request_id)
+            active.first_at, active.cached_tokens = now, event.cached_tokens
+            active.queued = event.queued_ns / 1e9
+            self._requests.started(active)
+            self._observer.on_first_token(now - active.admitted_at)
         else:
-            gap = now - flight.last_at
-            flight.max_gap = max(flight.max_gap, gap)
+            gap = now - active.last_at
+            active.max_gap = max(active.max_gap, gap)
             self._observer.on_token_gap(gap)
-        flight.last_at = now
-        self._flights.grew(flight)
+        active.last_at = now
+        self._requests.grew(active)
         at_rank = event.finish is None
         try:
-            text, found = flight.text_of(event)
-            flight.stream.put(event, text)
+            text, found = active.text_of(event)
+            active.stream.put(event, text)
         except SlowReader as error:
-            self.fail(flight, Event.FAIL, error, at_rank=at_rank)
+            self.fail(active, Event.FAIL, error, at_rank=at_rank)
             return
         except Exception:  # a fault in one request's text ends that request alone, and now
-            log.exception("request %s", flight.request.request_id)
+            log.exception("request %s", active.request.request_id)
             broken = InternalError(f"token {event.token_id} could not be turned into text")
-            self.fail(flight, Event.FAIL, broken, at_rank=at_rank)
+            self.fail(active, Event.FAIL, broken, at_rank=at_rank)
             return
         if found is not None:
-            self._finish(flight, FinishReason.STOP_STRING, found, at_rank=at_rank)
+            self._finish(active, FinishReason.STOP_STRING, found, at_rank=at_rank)
         elif event.finish is not None:
             match = None if event.finish is FinishReason.LENGTH else event.token_id
-            self._finish(flight, event.finish, match, at_rank=False)
+            self._finish(active, event.finish, match, at_rank=False)
 
     def _finish(
-        self, flight: Flight, reason: FinishReason, match: int | str | None, *, at_rank: bool
+        self, active: ActiveRequest, reason: FinishReason, match: int | str | None, *, at_rank: bool
     ) -> None:
-        self._end(flight, Event.FINISH, "OK", reason)
-        flight.stream.finish(flight.completion(reason, match))
-        self._leave_rank(flight, at_rank=at_rank)
+        self._end(active, Event.FINISH, "OK", reason)
+        active.stream.finish(active.completion(reason, match))
+        self._leave_rank(active, at_rank=at_rank)
 
-    def _end(self, flight: Flight, event: Event, status: str, reason: str) -> None:
+    def _end(self, active: ActiveRequest, event: Event, status: str, reason: str) -> None:
         """The reader's half of leaving: state, id and timer."""
-        flight.state = advance(flight.state, event, flight.request.request_id)
-        self._flights.ended(flight)
-        if flight.deadline is not None and flight.output_tokens:
-            seconds = flight.last_at - flight.admitted_at - flight.queued
-            self._pace.ran(seconds, flight.output_tokens, finished=event is Event.FINISH)
-        if flight.timer is not None:
-            flight.timer.cancel()
-            flight.timer = None
-        summary = flight.summary(status, reason, self._clock())
+        active.state = advance(active.state, event, active.request.request_id)
+        self._requests.ended(active)
+        if active.deadline is not None and active.output_tokens:
+            seconds = active.last_at - active.admitted_at - active.queued
+            self._pace.ran(seconds, active.output_tokens, finished=event is Event.FINISH)
+        if active.timer is not None:
+            active.timer.cancel()
+            active.timer = None
+        summary = active.summary(status, reason, self._clock())
         self._observer.on_finished(summary)
-        _log(flight, summary)
+        _log(active, summary)
 
-    def _leave_rank(self, flight: Flight, *, at_rank: bool) -> None:
+    def _leave_rank(self, active: ActiveRequest, *, at_rank: bool) -> None:
         """The rank's half: over already, or asked for and answered by on_freed."""
         if at_rank and not self.lost.is_set():
-            flight.cancelled_at = self._clock()
-            self._ranks.cancel(flight.rank, flight.request.number)
+            active.cancelled_at = self._clock()
+            self._ranks.cancel(active.rank, active.request.number)
         else:
-            self._free(flight)
+            self._free(active)
         self.tell_load()
 
-    def _free(self, flight: Flight) -> None:
+    def _free(self, active: ActiveRequest) -> None:
         now = self._clock()
-        self._flights.freed(flight)
-        if flight.output_tokens:
-            self._pace.ended(now, len(self._flights), finished=flight.state is State.FINISHED)
-        if flight.cancelled_at is not None:
-            self._observer.on_freed(now - flight.cancelled_at)
+        self._requests.freed(active)
+        if active.output_tokens:
+            self._pace.ended(now, len(self._requests), finished=active.state is State.FINISHED)
+        if active.cancelled_at is not None:
+            self._observer.on_freed(now - active.cancelled_at)
 
 
-def _log(flight: Flight, summary: RequestSummary) -> None:
+def _log(active: ActiveRequest, summary: RequestSummary) -> None:
     """The line of a request that ended: always of one that is traced, of the others on demand."""
     log.log(
-        logging.INFO if flight.traceparent else logging.DEBUG,
+        logging.INFO if active.traceparent else logging.DEBUG,
         "request %s: %s %s, %d prompt and %d output tokens in %.3f s, rank %d, traceparent %s",
-        flight.request.request_id,
+        active.request.request_id,
         summary.status,
         summary.reason or "-",
         summary.prompt_tokens,
         summary.output_tokens,
         summary.seconds,
-        flight.rank,
-        flight.traceparent or "-",
+        active.rank,
+        active.traceparent or "-",
     )

@@ -15,11 +15,11 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
-from ep_server.engine.active_request import Flight, Submission
+from ep_server.engine.active_request import ActiveRequest, Submission
 from ep_server.engine.admission import MOST_URGENT, Admission, AdmissionLimits, Asked
 from ep_server.engine.delivery import Delivery
 from ep_server.engine.observer import EngineObserver, NullObserver
-from ep_server.engine.request_table import FlightTable
+from ep_server.engine.request_table import RequestTable
 from ep_server.engine.stream import TokenStream
 from ep_server.errors import (
     ContextLengthExceeded,
@@ -98,8 +98,8 @@ class Engine:
             ranks.num_ranks, settings.max_running, settings.max_queue, settings.max_streams
         )
         self._admission = Admission(limits, draw)
-        self._flights = FlightTable(ranks.num_ranks)
-        self._delivery = Delivery(ranks, self._flights, self._observer, clock, self._admission.pace)
+        self._requests = RequestTable(ranks.num_ranks)
+        self._delivery = Delivery(ranks, self._requests, self._observer, clock, self._admission.pace)
         self._numbers = itertools.count(1)
         self._submitted = 0
         self._open_streams = 0
@@ -153,7 +153,7 @@ class Engine:
         Raises: Unavailable, Draining, RankLost, DeadlineExceeded, InvalidArgument, QueueFull.
         """
         self._check_now(asked)
-        self._admission.check(asked, self._flights.crowd(asked, self._open_streams))
+        self._admission.check(asked, self._requests.crowd(asked, self._open_streams))
 
     def submit(self, sequences: Sequence[Submission]) -> list[tuple[Request, TokenStream]]:
         """Admits a request and gives it to a rank. `close()` the streams when their reader leaves.
@@ -171,7 +171,7 @@ class Engine:
         self._check_now(asked)
         self._check_request(sequences[0].request)
         self._make_room(asked)
-        loads = self._flights.loads(self.ready)
+        loads = self._requests.loads(self.ready)
         rank = choose_rank(loads, sequences[0].request, sequences[0].near)
         admitted: list[tuple[Request, TokenStream]] = []
         try:
@@ -202,12 +202,12 @@ class Engine:
     def abort(self, request_id: str) -> bool:
         """Ends a request with CANCELLED; False if nobody runs or reads it."""
         error = RequestCancelled(f"request {request_id!r} was aborted")
-        flights, unread = self._flights.with_id(request_id), self._flights.unread_with_id(request_id)
-        for flight in flights:
-            self._delivery.fail(flight, Event.CANCEL, error)
-        for flight in unread:
-            flight.end_call(error)
-        return bool(flights or unread)
+        requests, unread = self._requests.with_id(request_id), self._requests.unread_with_id(request_id)
+        for active in requests:
+            self._delivery.fail(active, Event.CANCEL, error)
+        for active in unread:
+            active.end_call(error)
+        return bool(requests or unread)
 
     async def drain(self, seconds: float) -> bool:
         """Takes no new requests and waits for the streams to end.
@@ -217,10 +217,10 @@ class Engine:
         if self._state in (EngineState.STARTING, EngineState.SERVING):
             self._state = EngineState.DRAINING
         await self.streams_closed(seconds)
-        left = list(self._flights)
-        for flight in left:
+        left = list(self._requests)
+        for active in left:
             error = Draining("the server stopped before the request finished")
-            self._delivery.fail(flight, Event.FAIL, error)
+            self._delivery.fail(active, Event.FAIL, error)
         return not left
 
     async def streams_closed(self, seconds: float) -> None:
@@ -237,10 +237,10 @@ class Engine:
 
     def statistics(self) -> EngineStatistics:
         """Counts now."""
-        ranks = self._flights.ranks
+        ranks = self._requests.ranks
         return EngineStatistics(
             state=self.state,
-            in_flight=len(self._flights),
+            in_flight=len(self._requests),
             running=sum(rank.running for rank in ranks),
             waiting=sum(rank.waiting for rank in ranks),
             releasing=sum(rank.releasing for rank in ranks),
@@ -250,9 +250,9 @@ class Engine:
 
     def check_integrity(self) -> None:
         """Raises InternalError if tables and counts disagree. For tests and idle moments."""
-        self._flights.check_integrity()
+        self._requests.check_integrity()
         counts = self.statistics()
-        in_order = counts.open_streams == counts.running + counts.waiting + self._flights.unread
+        in_order = counts.open_streams == counts.running + counts.waiting + self._requests.unread
         if not in_order or self._no_streams.is_set() != (counts.open_streams == 0):
             raise InternalError(f"open streams do not fit in {self!r}")
 
@@ -267,7 +267,7 @@ class Engine:
             raise DeadlineExceeded("the deadline passed before the request was admitted")
 
     def _check_request(self, request: Request) -> None:
-        if self._flights.with_id(request.request_id):
+        if self._requests.with_id(request.request_id):
             raise DuplicateRequest(f"request_id {request.request_id!r} is in flight")
         length = len(request.prompt_ids) + request.stopping.max_new_tokens
         if length > self.max_context:
@@ -275,15 +275,15 @@ class Engine:
 
     def _make_room(self, asked: Asked) -> None:
         """Lets those leave whose place the request takes. Raises: QueueFull if they cannot."""
-        crowd = self._flights.crowd(asked, self._open_streams)
+        crowd = self._requests.crowd(asked, self._open_streams)
         over = self._admission.check(asked, crowd)
         if not over:
             return
-        leaving = self._flights.behind(asked, over)
+        leaving = self._requests.behind(asked, over)
         if not leaving:  # those that wait belong to requests that have begun
             raise self._admission.displaced(crowd.ahead + crowd.behind)
-        for flight in leaving:
-            self._delivery.fail(flight, Event.FAIL, self._admission.displaced(crowd.ahead + crowd.behind))
+        for active in leaving:
+            self._delivery.fail(active, Event.FAIL, self._admission.displaced(crowd.ahead + crowd.behind))
 
     def _submit(self, submission: Submission, rank: int) -> tuple[Request, TokenStream]:
         request = replace(submission.request, number=next(self._numbers), dp_rank=rank)
@@ -291,28 +291,28 @@ class Engine:
         stream = TokenStream(
             self.settings.stream_buffer,
             submission.stream_interval,
-            lambda error: self._on_stream_closed(flight, error),
+            lambda error: self._on_stream_closed(active, error),
         )
-        flight = Flight(
+        active = ActiveRequest(
             request, rank, submission.text, stream, now, submission.traceparent, submission.end_call
         )
         self._ranks.submit(rank, request)  # before anything is counted: what it raises leaves nothing behind
         if submission.timeout is not None:
-            flight.deadline = now + submission.timeout
+            active.deadline = now + submission.timeout
             loop = asyncio.get_running_loop()
-            flight.timer = loop.call_later(submission.timeout, self._delivery.expire, flight)
-        self._flights.add(flight)
+            active.timer = loop.call_later(submission.timeout, self._delivery.expire, active)
+        self._requests.add(active)
         self._submitted += 1
         self._open_streams += 1
         self._no_streams.clear()
         self._observer.on_admitted(len(request.prompt_ids))
         return request, stream
 
-    def _on_stream_closed(self, flight: Flight, error: EpServerError | None) -> None:
+    def _on_stream_closed(self, active: ActiveRequest, error: EpServerError | None) -> None:
         self._open_streams -= 1
         if self._open_streams == 0:
             self._no_streams.set()
-        self._delivery.reader_left(flight, error)
+        self._delivery.reader_left(active, error)
 
 
 def _asked(sequences: Sequence[Submission]) -> Asked:

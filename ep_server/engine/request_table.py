@@ -1,6 +1,6 @@
 """The requests of this server: by id, by number, counted by rank. Bookkeeping only, nothing is ended here.
 
-A flight has its id until its stream ends, its number until its rank has freed its KV blocks. It is unread
+A active has its id until its stream ends, its number until its rank has freed its KV blocks. It is unread
 from the end of its stream until its call is over.
 Units: requests, tokens, blocks.
 """
@@ -11,7 +11,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from ep_server.engine.active_request import Flight
+from ep_server.engine.active_request import ActiveRequest
 from ep_server.engine.admission import Asked, Crowd
 from ep_server.errors import InternalError
 from ep_server.records import RankLoad, RankReady
@@ -34,78 +34,78 @@ class RankCount:
         return self.waiting + self.running + self.releasing
 
 
-class FlightTable:
+class RequestTable:
     """Every admitted request that is not freed."""
 
     def __init__(self, num_ranks: int) -> None:
         self.ranks = [RankCount() for _ in range(num_ranks)]
-        self._by_id: dict[str, list[Flight]] = {}  # several where one request has several sequences
-        self._by_number: dict[int, Flight] = {}
-        self._unread: dict[str, list[Flight]] = {}  # by id, which others may have by now
+        self._by_id: dict[str, list[ActiveRequest]] = {}  # several where one request has several sequences
+        self._by_number: dict[int, ActiveRequest] = {}
+        self._unread: dict[str, list[ActiveRequest]] = {}  # by id, which others may have by now
         self.unread = 0
 
     def __len__(self) -> int:
         return len(self._by_number)
 
-    def __iter__(self) -> Iterator[Flight]:
+    def __iter__(self) -> Iterator[ActiveRequest]:
         """Those that have not ended; the table may be changed meanwhile."""
-        return iter([flight for flights in self._by_id.values() for flight in flights])
+        return iter([active for requests in self._by_id.values() for active in requests])
 
-    def with_id(self, request_id: str) -> Sequence[Flight]:
-        """The flights that have this id and have not ended."""
+    def with_id(self, request_id: str) -> Sequence[ActiveRequest]:
+        """The requests that have this id and have not ended."""
         return tuple(self._by_id.get(request_id, ()))
 
-    def unread_with_id(self, request_id: str) -> Sequence[Flight]:
-        """The flights that had this id and whose callers have not read them to the end."""
+    def unread_with_id(self, request_id: str) -> Sequence[ActiveRequest]:
+        """The requests that had this id and whose callers have not read them to the end."""
         return tuple(self._unread.get(request_id, ()))
 
-    def with_number(self, number: int) -> Flight | None:
-        """The flight with this number, ended or not."""
+    def with_number(self, number: int) -> ActiveRequest | None:
+        """The active with this number, ended or not."""
         return self._by_number.get(number)
 
-    def add(self, flight: Flight) -> None:
+    def add(self, active: ActiveRequest) -> None:
         """A request was admitted."""
-        self._by_id.setdefault(flight.request.request_id, []).append(flight)
-        self._by_number[flight.request.number] = flight
-        count = self.ranks[flight.rank]
-        _count_waiting(count, flight, 1)
-        count.tokens += len(flight.request.prompt_ids)
+        self._by_id.setdefault(active.request.request_id, []).append(active)
+        self._by_number[active.request.number] = active
+        count = self.ranks[active.rank]
+        _count_waiting(count, active, 1)
+        count.tokens += len(active.request.prompt_ids)
 
-    def started(self, flight: Flight) -> None:
+    def started(self, active: ActiveRequest) -> None:
         """Its first token came."""
-        count = self.ranks[flight.rank]
-        _count_waiting(count, flight, -1)
+        count = self.ranks[active.rank]
+        _count_waiting(count, active, -1)
         count.running += 1
 
-    def grew(self, flight: Flight) -> None:
+    def grew(self, active: ActiveRequest) -> None:
         """It got a token."""
-        flight.output_tokens += 1
-        self.ranks[flight.rank].tokens += 1
+        active.output_tokens += 1
+        self.ranks[active.rank].tokens += 1
 
-    def ended(self, flight: Flight) -> None:
+    def ended(self, active: ActiveRequest) -> None:
         """Its stream is over; with the last one of its id, the id may be used again."""
-        _remove(self._by_id, flight)
-        if not flight.stream.closed:
-            self._unread.setdefault(flight.request.request_id, []).append(flight)
+        _remove(self._by_id, active)
+        if not active.stream.closed:
+            self._unread.setdefault(active.request.request_id, []).append(active)
             self.unread += 1
-        count = self.ranks[flight.rank]
-        if flight.output_tokens:
+        count = self.ranks[active.rank]
+        if active.output_tokens:
             count.running -= 1
         else:
-            _count_waiting(count, flight, -1)
+            _count_waiting(count, active, -1)
         count.releasing += 1
 
-    def read(self, flight: Flight) -> None:
+    def read(self, active: ActiveRequest) -> None:
         """The call of one that has ended is over."""
-        _remove(self._unread, flight)
+        _remove(self._unread, active)
         self.unread -= 1
 
-    def freed(self, flight: Flight) -> None:
+    def freed(self, active: ActiveRequest) -> None:
         """Its KV blocks are free."""
-        del self._by_number[flight.request.number]
-        count = self.ranks[flight.rank]
+        del self._by_number[active.request.number]
+        count = self.ranks[active.rank]
         count.releasing -= 1
-        count.tokens -= len(flight.request.prompt_ids) + flight.output_tokens
+        count.tokens -= len(active.request.prompt_ids) + active.output_tokens
 
     def loads(self, ready: list[RankReady]) -> list[RankLoad]:
         """Load of each rank as the front counts it, what waits included; a rank's own report is older."""
@@ -127,59 +127,59 @@ class FlightTable:
         active = sum(rank.waiting + rank.running for rank in ranks)
         return Crowd(open_streams, sum(rank.in_flight for rank in ranks), active - behind, behind)
 
-    def behind(self, asked: Asked, count: int) -> list[Flight]:
-        """Whole requests that wait behind one, at least `count` flights, the last in order first.
+    def behind(self, asked: Asked, count: int) -> list[ActiveRequest]:
+        """Whole requests that wait behind one, at least `count` requests, the last in order first.
 
         Empty if there are not as many: some sequences of a request may have a token already.
         """
-        found: list[Flight] = []
-        for flights in sorted(self._by_id.values(), key=lambda each: _order(each[0])):
-            if len(found) >= count or flights[0].request.priority >= asked.priority:
+        found: list[ActiveRequest] = []
+        for requests in sorted(self._by_id.values(), key=lambda each: _order(each[0])):
+            if len(found) >= count or requests[0].request.priority >= asked.priority:
                 break
-            on_rank = asked.dp_rank is None or flights[0].rank == asked.dp_rank
-            if on_rank and all(flight.state is State.QUEUED for flight in flights):
-                found += flights
+            on_rank = asked.dp_rank is None or requests[0].rank == asked.dp_rank
+            if on_rank and all(active.state is State.QUEUED for active in requests):
+                found += requests
         return found if len(found) >= count else []
 
     def check_integrity(self) -> None:
         """Raises InternalError if tables, states or counts disagree."""
         counted = [RankCount() for _ in self.ranks]
-        for number, flight in self._by_number.items():
-            has_id = any(other is flight for other in self._by_id.get(flight.request.request_id, ()))
-            if flight.request.number != number or flight.state.ended is has_id:
-                raise InternalError(f"request number {number} is {flight.state}, has its id: {has_id}")
-            if has_id and flight.stream.ended:
-                raise InternalError(f"request number {number} is {flight.state} and its stream is over")
-            if not has_id and (flight.cancelled_at is None or flight.timer is not None):
+        for number, active in self._by_number.items():
+            has_id = any(other is active for other in self._by_id.get(active.request.request_id, ()))
+            if active.request.number != number or active.state.ended is has_id:
+                raise InternalError(f"request number {number} is {active.state}, has its id: {has_id}")
+            if has_id and active.stream.ended:
+                raise InternalError(f"request number {number} is {active.state} and its stream is over")
+            if not has_id and (active.cancelled_at is None or active.timer is not None):
                 raise InternalError(f"request number {number} ended and nobody frees it")
-            count = counted[flight.rank]
-            if flight.state is State.QUEUED:
-                _count_waiting(count, flight, 1)
-            count.running += flight.state is State.RUNNING
-            count.releasing += flight.state.ended
-            count.tokens += len(flight.request.prompt_ids) + flight.output_tokens
+            count = counted[active.rank]
+            if active.state is State.QUEUED:
+                _count_waiting(count, active, 1)
+            count.running += active.state is State.RUNNING
+            count.releasing += active.state.ended
+            count.tokens += len(active.request.prompt_ids) + active.output_tokens
         if counted != self.ranks:
-            raise InternalError(f"counts by rank are {self.ranks}, the flights give {counted}")
-        if any(self._by_number.get(flight.request.number) is not flight for flight in self):
-            raise InternalError("a flight has an id and no number")
-        unread = [flight for flights in self._unread.values() for flight in flights]
+            raise InternalError(f"counts by rank are {self.ranks}, the requests give {counted}")
+        if any(self._by_number.get(active.request.number) is not active for active in self):
+            raise InternalError("a request has an id and no number")
+        unread = [active for requests in self._unread.values() for active in requests]
         if len(unread) != self.unread or any(f.stream.closed or not f.state.ended for f in unread):
-            raise InternalError(f"{self.unread} unread flights, the table has {unread}")
+            raise InternalError(f"{self.unread} unread requests, the table has {unread}")
 
 
-def _order(flight: Flight) -> tuple[int, int]:
-    return flight.request.priority, -flight.request.number
+def _order(active: ActiveRequest) -> tuple[int, int]:
+    return active.request.priority, -active.request.number
 
 
-def _count_waiting(count: RankCount, flight: Flight, change: int) -> None:
+def _count_waiting(count: RankCount, active: ActiveRequest, change: int) -> None:
     count.waiting += change
-    count.priorities[flight.request.priority] += change
-    if not count.priorities[flight.request.priority]:
-        del count.priorities[flight.request.priority]
+    count.priorities[active.request.priority] += change
+    if not count.priorities[active.request.priority]:
+        del count.priorities[active.request.priority]
 
 
-def _remove(table: dict[str, list[Flight]], flight: Flight) -> None:
-    flights = table[flight.request.request_id]
-    flights.remove(flight)
-    if not flights:
-        del table[flight.request.request_id]
+def _remove(table: dict[str, list[ActiveRequest]], active: ActiveRequest) -> None:
+    requests = table[active.request.request_id]
+    requests.remove(active)
+    if not requests:
+        del table[active.request.request_id]

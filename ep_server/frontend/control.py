@@ -23,8 +23,8 @@ from ep_server.errors import ConfigError, InvalidArgument, SwitchedOff, Unavaila
 from ep_server.frontend.endpoint import add_reflection
 from ep_server.frontend.port import Port
 from ep_server.frontend.served_model import ServedModel
+from ep_server.observability.fault_report import versions
 from ep_server.observability.quantiles import NANO, balance, summarise_ranks
-from ep_server.observability.versions import versions
 from ep_server.records import RankLoad, RankStatistics
 from ep_server.v1 import control_pb2, control_pb2_grpc, decode_pb2
 

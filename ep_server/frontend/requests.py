@@ -13,9 +13,8 @@ from typing import Any
 from ep_server.config import Config
 from ep_server.engine.admission import Asked
 from ep_server.errors import ContextLengthExceeded, InvalidArgument, NotFound
-from ep_server.frontend import sampling_ranges as ranges
 from ep_server.frontend.call_metadata import PRIORITY_KEY, RANK_KEY, CallMetadata, agreed
-from ep_server.frontend.served_model import ServedModel
+from ep_server.frontend.served_model import SAMPLING_RANGES, ServedModel
 from ep_server.records import Request, Sampling, Stopping
 from ep_server.text.detokenizer import OutputText
 from ep_server.text.tokenizer import Detokenizer
@@ -303,7 +302,7 @@ def _check_length(stopping: Stopping, sampling: Sampling, model: ServedModel) ->
 def _number(given: Any, default: Sampling, name: str) -> float:
     """A number of Sampling within its range."""
     value = float(_given(given, name, getattr(default, name)))
-    _check(f"sampling.{name}", ranges.SAMPLING[name].holds(value), value, str(ranges.SAMPLING[name]))
+    _check(f"sampling.{name}", SAMPLING_RANGES[name].holds(value), value, str(SAMPLING_RANGES[name]))
     return value
 
 

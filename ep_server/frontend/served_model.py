@@ -1,18 +1,47 @@
-"""What the front needs to know of the model it serves: limits, names, defaults, tokenizer. No tensors."""
+"""The model as the frontend sees it: limits, names, tokenizer, sampling ranges and defaults. No tensors."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ep_server.config import ModelConfig
 from ep_server.errors import CheckpointError, ConfigError
-from ep_server.frontend import sampling_ranges as ranges
 from ep_server.models.families import is_directory, is_there, read_json, read_spec
 from ep_server.models.sizes import context_limit
 from ep_server.records import Sampling
 from ep_server.text.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Finite numbers from low to high, low itself only where `closed`."""
+
+    low: float
+    high: float = math.inf
+    closed: bool = True
+
+    def holds(self, value: float) -> bool:
+        """Whether the value is allowed; NaN and infinities never are."""
+        above = value >= self.low if self.closed else value > self.low
+        return math.isfinite(value) and above and value <= self.high
+
+    def __str__(self) -> str:
+        low = f"at least {self.low:g}" if self.closed else f"above {self.low:g}"
+        return low + (f", at most {self.high:g}" if self.high < math.inf else ", finite")
+
+
+SAMPLING_RANGES = {
+    "temperature": Range(0),
+    "top_k": Range(0),
+    "top_p": Range(0, 1, closed=False),
+    "min_p": Range(0, 1),
+    "repetition_penalty": Range(0.01, 100),  # beyond, a logit times it leaves float32
+    "presence_penalty": Range(-2, 2),
+    "frequency_penalty": Range(-2, 2),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +93,7 @@ def _defaults(file: Path) -> Sampling:
     """Every number of Sampling that the file gives under the same name; do_sample false means greedy."""
     generation = read_json(file) if is_there(file) else {}
     given: dict[str, Any] = {}
-    for name, allowed in ranges.SAMPLING.items():
+    for name, allowed in SAMPLING_RANGES.items():
         value = generation.get(name)
         if value is None:
             continue

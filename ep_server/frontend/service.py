@@ -13,10 +13,10 @@ from ep_server.engine.active_request import Submission
 from ep_server.engine.engine import Engine
 from ep_server.engine.stream import Chunk, Completion, merged
 from ep_server.errors import InvalidArgument
-from ep_server.frontend import requests, wire
+from ep_server.frontend import requests
 from ep_server.frontend.accept_queue import seconds_since_arrival
 from ep_server.frontend.call_metadata import CallMetadata, Entrance
-from ep_server.frontend.messages import Method
+from ep_server.frontend.messages import Method, field_counts
 from ep_server.frontend.requests import Limits, ResponseShape
 from ep_server.frontend.served_model import ServedModel
 from ep_server.frontend.unread import CallEnd, read_in_time
@@ -119,7 +119,7 @@ def generate_method(engine: Engine, model: ServedModel, max_bytes: int) -> Metho
 
     def check(data: bytes) -> None:
         most = requests.most_elements(model, _limits(engine))
-        requests.check_counts(wire.counts(data, decode_pb2.GenerateRequest.DESCRIPTOR, most), most)
+        requests.check_counts(field_counts(data, decode_pb2.GenerateRequest.DESCRIPTOR, most), most)
 
     return Method(max_bytes, engine.check_room, check)
 

@@ -1,13 +1,16 @@
-"""Turns what ranks measured (RankStatistics) into Prometheus families at scrape time. Knows no request.
+"""Turns what ranks measured (RankStatistics) into Prometheus families when Prometheus scrapes.
 
-Ranks report cumulative numbers, so nothing is counted here and a scrape changes nothing: counters go up
-for as long as the ranks live. A family without a sample is left out. Units: seconds, bytes, tokens.
+Ranks report cumulative numbers, so this module counts nothing and a scrape changes nothing: counters rise for
+as long as the ranks live. A family without samples is left out. Units: seconds, bytes, tokens.
+
+An `Interval` is two reports of one rank with at least one step between them: expert balance, skew, overlap.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -17,9 +20,59 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from ep_server.observability.intervals import Interval, expert_balance, overlap_ratio, step_skew
-from ep_server.observability.quantiles import NANO
+from ep_server.observability.quantiles import NANO, balance
 from ep_server.records import RankLoad, RankStatistics
+
+
+@dataclass(frozen=True, slots=True)
+class Interval:
+    """Two cumulative reports of one rank."""
+
+    before: RankStatistics
+    now: RankStatistics
+
+    @property
+    def steps(self) -> int:
+        """Steps between the reports, at least 1."""
+        return self.now.load.steps - self.before.load.steps
+
+    def spent(self, *names: str) -> int:
+        """Nanoseconds added to the sums of these names."""
+        return sum(self.now.sums.get(name, 0) - self.before.sums.get(name, 0) for name in names)
+
+    def expert_tokens(self) -> list[int]:
+        """Tokens that each expert of this rank received."""
+        before = self.before.expert_tokens
+        return [number - before.get(expert, 0) for expert, number in self.now.expert_tokens.items()]
+
+
+def expert_balance(intervals: Sequence[Interval]) -> tuple[float, float] | None:
+    """(over ranks, over single experts): mean over maximum of the tokens received; 1 is even."""
+    received = [tokens for interval in intervals if (tokens := interval.expert_tokens())]
+    if not any(map(sum, received)):
+        return None
+    return balance(map(sum, received)), balance(number for tokens in received for number in tokens)
+
+
+def step_skew(intervals: Sequence[Interval]) -> float | None:
+    """Seconds per step that the earliest rank waits in the vote beyond the latest one."""
+    waits = [interval.spent("vote/wait") * NANO / interval.steps for interval in intervals]
+    return max(waits) - min(waits) if len(waits) > 1 else None
+
+
+def overlap_ratio(interval: Interval) -> float | None:
+    """Share of the time that dispatch and combine are in flight in which the rank did other work.
+
+    Hidden is the time from the end of a send half to the begin of its receive half.
+    """
+    waited = hidden = 0
+    for op in ("dispatch", "combine"):
+        wait = interval.spent(f"{op}/wait")
+        busy = interval.spent(f"{op}/send", f"{op}/expand", f"{op}/reduce")
+        waited += wait
+        hidden += max(interval.spent(f"{op}/total") - busy - wait, 0)
+    return hidden / (hidden + waited) if hidden + waited else None
+
 
 FIRST_EDGE, LAST_EDGE = 10, 34  # bucket edges from 2^10 ns (1 us) to 2^34 ns (17 s), doubling
 MAX_EXPERT_SERIES = 512  # beyond so many experts one series per rank stands for all of its experts
@@ -215,7 +268,7 @@ class RankCollector(Collector):
         )
         overlap = GaugeMetricFamily(
             f"{self._prefix}overlap_ratio",
-            "Share of the flight time of dispatch and combine that the rank did not wait, last interval.",
+            "Share of the time in flight of dispatch and combine that the rank did not wait, last interval.",
             labels=["rank"],
         )
         for interval in intervals:

@@ -24,12 +24,11 @@ from ep_server.records import (
     TokenEvent,
 )
 from ep_server.scheduler.batch import IDLE, SchedulerLimits
-from ep_server.scheduler.in_flight import StepsInFlight
 from ep_server.scheduler.kv_blocks import BlockLedger
 from ep_server.scheduler.kv_tables import KvTables
 from ep_server.scheduler.lifecycle import Event
 from ep_server.scheduler.queues import WaitingQueue
-from ep_server.scheduler.sequence import ScheduledSequence
+from ep_server.scheduler.sequence import ScheduledSequence, StepsInFlight
 
 
 class RankScheduler:

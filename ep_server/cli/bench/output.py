@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from ep_server.errors import ConfigError
-from ep_server.observability.versions import versions
+from ep_server.observability.fault_report import versions
 
 
 @dataclass(frozen=True, slots=True)

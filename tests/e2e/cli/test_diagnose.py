@@ -17,7 +17,7 @@ from ep_server.cli.diagnose import Bundle, metrics_url_of
 from ep_server.cli.main import main
 from ep_server.client import AsyncClient, Target
 from ep_server.config import Config
-from ep_server.observability.step_trace import chrome_trace
+from ep_server.observability.fault_report import chrome_trace
 from tests.support.certificates import make_certificates
 from tests.support.frontend import WAIT, serving
 

@@ -20,10 +20,9 @@ from grpc import aio
 
 import ep_server
 from ep_server.cluster import link as link_module
-from ep_server.cluster.agreement import Claim
-from ep_server.cluster.claim import claim_of, hello_of
+from ep_server.cluster.claim import Claim, claim_of, hello_of
 from ep_server.cluster.discovery import NodePlace
-from ep_server.cluster.joining import Joining, joined
+from ep_server.cluster.follower import Joining, joined
 from ep_server.cluster.leader import Leader
 from ep_server.cluster.link import Link
 from ep_server.cluster.security import bind_address, channel_credentials, first_token, token_metadata

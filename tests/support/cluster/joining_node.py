@@ -9,7 +9,7 @@ import asyncio
 import ctypes
 import sys
 
-from ep_server.cluster.joining import Joining, joined
+from ep_server.cluster.follower import Joining, joined
 from ep_server.v1 import nodes_pb2 as pb
 
 CONNECT = 60.0

@@ -9,8 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ep_server.client import AsyncClient, Target
-from ep_server.cluster.relay import SERVICES, Relay, RelaySettings
-from ep_server.cluster.relay_port import open_channel, relay_port
+from ep_server.cluster.relay import SERVICES, Relay, RelaySettings, open_channel, relay_port
 from ep_server.config import GrpcConfig
 from ep_server.frontend.health import Health
 from ep_server.frontend.port import Port

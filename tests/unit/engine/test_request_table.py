@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import pytest
 
-from ep_server.engine.active_request import Flight
+from ep_server.engine.active_request import ActiveRequest
 from ep_server.engine.admission import Asked, Crowd
-from ep_server.engine.request_table import FlightTable
+from ep_server.engine.request_table import RequestTable
 from ep_server.engine.stream import TokenStream
 from ep_server.errors import InternalError
 from ep_server.records import RankReady, Request, Sampling, Stopping
@@ -17,14 +17,14 @@ from ep_server.scheduler.lifecycle import State
 READY = [RankReady(rank, 0, 8, 16, 0, 0, 0, 0.0) for rank in range(2)]
 
 
-def flight(number: int, rank: int = 0, prompt: int = 20, priority: int = 0, name: str = "") -> Flight:
+def active(number: int, rank: int = 0, prompt: int = 20, priority: int = 0, name: str = "") -> ActiveRequest:
     stopping = Stopping(max_new_tokens=4)
     request = Request(name or str(number), number, (1,) * prompt, Sampling(), stopping, priority)
-    return Flight(request, rank, None, TokenStream(8, 1, lambda _: None), 0.0)
+    return ActiveRequest(request, rank, None, TokenStream(8, 1, lambda _: None), 0.0)
 
 
-def table() -> tuple[FlightTable, Flight, Flight]:
-    made, first, second = FlightTable(2), flight(1), flight(2, rank=1)
+def table() -> tuple[RequestTable, ActiveRequest, ActiveRequest]:
+    made, first, second = RequestTable(2), active(1), active(2, rank=1)
     made.add(first)
     made.add(second)
     made.check_integrity()
@@ -50,29 +50,29 @@ def test_a_request_goes_through_the_table() -> None:
 
 
 def test_who_waits_ahead_and_who_behind() -> None:
-    made = FlightTable(2)
-    flights = [
-        flight(number, rank, priority=priority)
+    made = RequestTable(2)
+    requests = [
+        active(number, rank, priority=priority)
         for number, (rank, priority) in enumerate([(0, 1), (0, 0), (1, 0), (0, 2), (0, 0)])
     ]
-    for each in flights:
+    for each in requests:
         made.add(each)
-    flights[1].state = State.RUNNING
-    made.started(flights[1])
-    made.grew(flights[1])
+    requests[1].state = State.RUNNING
+    made.started(requests[1])
+    made.grew(requests[1])
     assert made.crowd(Asked(priority=0), 7) == Crowd(7, 5, ahead=5, behind=0)
     assert made.crowd(Asked(priority=2), 7) == Crowd(7, 5, ahead=2, behind=3)
     assert made.crowd(Asked(priority=2, dp_rank=0), 7) == Crowd(7, 4, ahead=2, behind=2)
-    assert made.behind(Asked(priority=2), 2) == [flights[4], flights[2]]  # not 1, which runs
-    assert made.behind(Asked(priority=2, dp_rank=0), 2) == [flights[4], flights[0]]
+    assert made.behind(Asked(priority=2), 2) == [requests[4], requests[2]]  # not 1, which runs
+    assert made.behind(Asked(priority=2, dp_rank=0), 2) == [requests[4], requests[0]]
     assert made.behind(Asked(priority=2), 4) == []
     made.check_integrity()
 
 
 def test_sequences_of_one_request_leave_together() -> None:
-    made = FlightTable(1)
-    pair = [flight(number, name="pair") for number in (1, 2)]
-    begun = [flight(number, name="begun") for number in (3, 4)]
+    made = RequestTable(1)
+    pair = [active(number, name="pair") for number in (1, 2)]
+    begun = [active(number, name="begun") for number in (3, 4)]
     for each in [*pair, *begun]:
         made.add(each)
     begun[0].state = State.RUNNING
@@ -82,23 +82,23 @@ def test_sequences_of_one_request_leave_together() -> None:
     assert made.behind(Asked(priority=1), 3) == []
 
 
-def ended_without_the_table(made: FlightTable, first: Flight) -> None:
+def ended_without_the_table(made: RequestTable, first: ActiveRequest) -> None:
     first.state = State.FINISHED
 
 
-def counted_twice(made: FlightTable, first: Flight) -> None:
+def counted_twice(made: RequestTable, first: ActiveRequest) -> None:
     made.ranks[0].waiting += 1
 
 
-def grown_alone(made: FlightTable, first: Flight) -> None:
+def grown_alone(made: RequestTable, first: ActiveRequest) -> None:
     first.output_tokens += 1
 
 
-def stream_over(made: FlightTable, first: Flight) -> None:
+def stream_over(made: RequestTable, first: ActiveRequest) -> None:
     first.stream.close()
 
 
-def never_cancelled(made: FlightTable, first: Flight) -> None:
+def never_cancelled(made: RequestTable, first: ActiveRequest) -> None:
     first.state = State.CANCELLED
     made.ended(first)
 
@@ -106,7 +106,7 @@ def never_cancelled(made: FlightTable, first: Flight) -> None:
 @pytest.mark.parametrize(
     "damage", [ended_without_the_table, counted_twice, grown_alone, stream_over, never_cancelled]
 )
-def test_every_disagreement_is_found(damage: Callable[[FlightTable, Flight], None]) -> None:
+def test_every_disagreement_is_found(damage: Callable[[RequestTable, ActiveRequest], None]) -> None:
     made, first, _ = table()
     damage(made, first)
     with pytest.raises(InternalError):

@@ -7,7 +7,7 @@ from itertools import permutations
 import pytest
 
 from ep_server.errors import CheckpointError, ConfigError, EpServerError, RankLost, StartupError
-from ep_server.ranks.loss import Kind, Sign, cause, kind_of, start_error
+from ep_server.ranks.launcher import Kind, Sign, cause, kind_of, start_error
 
 
 def sign(kind: Kind, rank: int, peer: int | None = None) -> Sign:

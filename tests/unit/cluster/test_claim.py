@@ -12,16 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ep_server
-from ep_server.cluster.agreement import (
+from ep_server.cluster.claim import (
+    MAX_HELLO,
     SHOWN,
     Claim,
     TensorHeader,
+    claim_in,
+    claim_of,
     differences,
     fingerprint,
+    hello_of,
     must_agree,
     refusal,
 )
-from ep_server.cluster.claim import MAX_HELLO, claim_in, claim_of, hello_of
 from ep_server.config import Config, fields
 from ep_server.errors import InvalidArgument
 from ep_server.v1 import nodes_pb2 as pb
