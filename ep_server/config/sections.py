@@ -200,7 +200,7 @@ class MetricsConfig:
 
 @dataclass(frozen=True, slots=True)
 class ClusterConfig:
-    """Several nodes as one server (docs/network.md)."""
+    """Several nodes as one server (docs/how-to/several-nodes.md)."""
 
     nodes: int = option(1, "nodes of this server; each runs parallel.ranks rank processes", low=1, high=64)
     node_rank: int = option(
@@ -225,7 +225,7 @@ class ClusterConfig:
 
 @dataclass(frozen=True, slots=True)
 class FabricConfig:
-    """The network between nodes, through libfabric (docs/network.md)."""
+    """The network between nodes, through libfabric (docs/reference/fabric.md)."""
 
     library: str = option("", "path of libfabric.so.1; empty = the loader finds it")
     provider: str = option("", "provider as libfabric names it; empty = chosen by capability")

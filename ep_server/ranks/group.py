@@ -24,7 +24,7 @@ from ep_server.scheduler.placement import place_experts
 
 SPIN_US = 50  # longer than a dispatch among ranks in step, far shorter than a time slice
 HYBRID_FROM = (
-    64  # sequences of a rank: with fewer, all rows through host memory took less time (docs/network.md)
+    64  # sequences of a rank: with fewer, all rows through host memory took less time (docs/design-notes)
 )
 PROCESS_BYTES = 192 << 20  # a rank's own memory beside weights and KV cache: interpreter, torch, activations
 

@@ -22,7 +22,7 @@ from ep_server.models.footprint import Footprint, footprint
 from ep_server.models.sizes import cache_dtype, kv_block_bytes, serving_dtype
 from ep_server.ranks.group import PROCESS_BYTES, GroupPlan, exchange_spec, plan_ranks
 
-# A step of CPU ranks as measured (docs/performance.md): so much for a layer beside its kernels, and then the
+# A step of CPU ranks as measured (docs/benchmarks.md): so much for a layer beside its kernels, and then the
 # bound to twice the bound.
 CPU_LAYER_SECONDS = 0.25e-3
 CPU_OF_BOUND = (1.0, 2.0)

@@ -1,6 +1,6 @@
 """The settings of the network between hosts: what may be asked for, and of which rank. Needs no torch.
 
-docs/network.md says what each one does on InfiniBand, RoCE and EFA. Durations in seconds.
+docs/reference/fabric.md says what each one does on InfiniBand, RoCE and EFA. Durations in seconds.
 """
 
 from __future__ import annotations

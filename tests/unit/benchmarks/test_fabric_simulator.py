@@ -75,7 +75,7 @@ def test_calibration_is_the_least_squares_of_relative_errors() -> None:
     assert squares(best) < min(squares(best - 0.1), squares(best + 0.1))
 
 
-# Measured on 4 and 2 H200 over NVLink on 2026-11-21 (docs/experiments.md): ranks, T, dispatch, combine in us.
+# Measured on 4 and 2 H200 on 2026-11-21 (docs/design-notes): ranks, T, dispatch, combine in us.
 OURS = ((4, 128, 17.0, 22.0), (4, 64, 12.5, 14.4), (4, 16, 8.2, 8.3), (4, 1, 8.0, 6.1), (2, 128, 11.1, 11.4))
 
 
@@ -325,10 +325,11 @@ def test_arguments_out_of_range_are_named(arguments, said, capsys) -> None:
 
 def test_the_documentation_shows_what_the_model_says(capsys) -> None:
     """Every row of the check, and the pairs and steps of the page's own tables."""
-    page = (BENCHMARKS.parent / "docs" / "network.md").read_text(encoding="utf-8")
+    notes = BENCHMARKS.parent / "docs" / "design-notes"
+    page = (notes / "2026-11-fabric-prediction.md").read_text(encoding="utf-8")
     simulator.main(["--hosts", "1,2,4,8,16,64", "--tokens", "8,128"])
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    predictions = page[page.index("**Check.**") :]
+    predictions = page[page.index("## Check") :]
     shown = [line for line in predictions.splitlines() if line.startswith("| ")]
     assert len(shown) > 50
     assert [line for line in shown if line not in printed] == []

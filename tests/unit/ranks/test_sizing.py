@@ -119,7 +119,7 @@ PADDING = 0.01  # of the weights below: the router is packed now, and half of it
 def test_bound_and_expectation_of_what_was_measured(
     tmp_path: Path, ranks: int, tokens: int, bound_ms: float, measured_ms: float
 ) -> None:
-    """docs/performance.md, decode on CPU: the bound of that benchmark's formula, the median of its steps."""
+    """docs/benchmarks.md, decode on CPU: the bound of that benchmark's formula, the median of its steps."""
     shape = {
         "model_type": "qwen3_moe", "hidden_size": 512, "num_hidden_layers": 8, "num_experts": 32,
         "num_experts_per_tok": 4, "moe_intermediate_size": 256, "intermediate_size": 1024,

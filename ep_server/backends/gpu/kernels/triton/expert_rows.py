@@ -161,7 +161,7 @@ def tiles_for(rows_per_expert: int, *, gated: bool, dtype: torch.dtype, fp8: boo
 
 
 def _tiles_of_fp8(most: float, gated: bool) -> Tiles:
-    """Where an H200 was fastest (docs/experiments.md); codes are widened by each program that reads them."""
+    """Where an H200 was fastest (docs/design-notes); codes are widened by each program that reads them."""
     n = 64 if gated else 128
     if most <= 16:
         return Tiles(16, n, 128, 4, 3, 3)
