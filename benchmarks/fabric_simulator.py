@@ -4,8 +4,8 @@
     python benchmarks/fabric_simulator.py --hosts 4 --tokens 32,64 --copies rank --json
     python benchmarks/fabric_simulator.py --chart docs/figures/fabric.svg     needs the extra 'chart'
 
-fabric_traffic.py models rows, fabric_times.py an operation, fabric_steps.py a step. Their assumptions and limits
-are in docs/design-notes/2026-11-fabric-prediction.md. Nothing is random or measured here. Times in us.
+fabric_traffic.py models rows, fabric_times.py an operation, fabric_steps.py a step. Their assumptions and
+limits are in docs/design-notes/2026-11-fabric-prediction.md. Nothing is random or measured here. Times in us.
 """
 
 from __future__ import annotations
