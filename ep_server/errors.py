@@ -1,14 +1,14 @@
-"""Every error the product raises, in one tree. Knows nothing of gRPC but the name of a status.
+"""Every error of the server, in one tree. It does not import gRPC: a status is its name.
 
 EpServerError
-├── RequestError                 the caller can mend it
+├── RequestError                 the caller can fix it
 │   ├── InvalidArgument          INVALID_ARGUMENT     a field is out of range
 │   ├── ContextLengthExceeded    OUT_OF_RANGE         prompt + max_new_tokens > context
 │   ├── NotFound                 NOT_FOUND            unknown model or request id
-│   ├── DuplicateRequest         ALREADY_EXISTS       the id is in flight
+│   ├── DuplicateRequest         ALREADY_EXISTS       a request with this id is running
 │   ├── QueueFull                RESOURCE_EXHAUSTED   try again after retry_after_ms
 │   ├── MessageTooLarge          RESOURCE_EXHAUSTED   more bytes than grpc.max_message_bytes
-│   ├── SlowReader           RESOURCE_EXHAUSTED   the reader of a stream does not keep up
+│   ├── SlowReader               RESOURCE_EXHAUSTED   the caller reads too slowly
 │   ├── Unauthenticated          UNAUTHENTICATED      no or wrong bearer token
 │   ├── SwitchedOff              UNIMPLEMENTED        the service is not served here
 │   ├── RequestCancelled         CANCELLED            dropped stream or Abort
@@ -21,11 +21,11 @@ EpServerError
 │   └── CheckpointError                               file or tensor missing or of a wrong shape
 ├── ExchangeError                INTERNAL             dispatch / combine
 │   ├── PeerTimeout                                   a wait passed its deadline
-│   ├── PeerLost                                      a rank of another host is gone
-│   ├── HookNotCalled                                 a bank came round before its receive hook ran
+│   ├── PeerLost                                      a rank of another host exited
+│   ├── HookNotCalled                                 a bank is needed again before its receive hook ran
 │   ├── ProtocolViolation                             a cell newer than expected
 │   └── GroupAborted                                  an earlier error aborted the group
-└── InternalError                INTERNAL             a bug of ours
+└── InternalError                INTERNAL             a bug in the server
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from typing import Any, ClassVar
 
 
 class EpServerError(Exception):
-    """Root of the tree. `status` is the gRPC status name that the interceptor answers with."""
+    """The root of the tree. `status` is the name of the gRPC status that the caller gets."""
 
     status: ClassVar[str] = "INTERNAL"
 
@@ -50,13 +50,13 @@ def _unpickled(cls: type[EpServerError], args: tuple[Any, ...], attributes: dict
 
 
 class RequestError(EpServerError):
-    """The caller can mend it; the server is healthy."""
+    """The caller can fix it. The server is healthy."""
 
     status = "INVALID_ARGUMENT"
 
 
 class FieldError(EpServerError):
-    """Mixes field, value and allowed range into one message; base of the two that name a field."""
+    """Puts field, value and allowed range into one message. The base of the two errors that name a field."""
 
     def __init__(self, field: str, value: Any, allowed: str) -> None:
         super().__init__(f"{field} = {value!r}: must be {allowed}")
@@ -70,25 +70,25 @@ class InvalidArgument(FieldError, RequestError):
 
 
 class ContextLengthExceeded(RequestError):
-    """Prompt plus max_new_tokens does not fit the model's context."""
+    """The prompt plus max_new_tokens does not fit the context."""
 
     status = "OUT_OF_RANGE"
 
 
 class NotFound(RequestError):
-    """No such model or request."""
+    """The model or request is unknown."""
 
     status = "NOT_FOUND"
 
 
 class DuplicateRequest(RequestError):
-    """A request with this id is in flight."""
+    """A request with this id is running."""
 
     status = "ALREADY_EXISTS"
 
 
 class QueueFull(RequestError):
-    """The queue is at its limit; `retry_after_ms` goes out as grpc-retry-pushback-ms."""
+    """The queue is full. The trailer grpc-retry-pushback-ms says when to retry."""
 
     status = "RESOURCE_EXHAUSTED"
 
@@ -98,69 +98,69 @@ class QueueFull(RequestError):
 
 
 class MessageTooLarge(RequestError):
-    """The message has more bytes than the server takes."""
+    """The message has more bytes than grpc.max_message_bytes."""
 
     status = "RESOURCE_EXHAUSTED"
 
 
 class SlowReader(RequestError):
-    """More tokens wait for the reader of a stream than it may leave unread."""
+    """The caller reads its stream too slowly (grpc.stream_buffer, grpc.unread_seconds)."""
 
     status = "RESOURCE_EXHAUSTED"
 
 
 class Unauthenticated(RequestError):
-    """The call carried no bearer token, or one the server does not know."""
+    """The bearer token is missing or unknown."""
 
     status = "UNAUTHENTICATED"
 
 
 class SwitchedOff(RequestError):
-    """The configuration of this server leaves the service out."""
+    """The configuration excludes this service."""
 
     status = "UNIMPLEMENTED"
 
 
 class RequestCancelled(RequestError):
-    """The stream was dropped, or Abort named the request."""
+    """The caller cancelled the call, or Control.Abort ended the request."""
 
     status = "CANCELLED"
 
 
 class DeadlineExceeded(RequestError):
-    """The deadline of the request passed before it finished."""
+    """The request's deadline passed before it finished."""
 
     status = "DEADLINE_EXCEEDED"
 
 
 class Unavailable(EpServerError):
-    """The server cannot serve now; another one may."""
+    """The server cannot serve now. Another one may."""
 
     status = "UNAVAILABLE"
 
 
 class Draining(Unavailable):
-    """The server is shutting down and takes no new requests."""
+    """The server is draining and takes no new requests."""
 
 
 class RankLost(Unavailable):
-    """A rank process died; the server ends its streams and exits."""
+    """A rank died. The server ends its streams and exits."""
 
 
 class StartupError(EpServerError):
-    """The server cannot start; the message says why in one line."""
+    """The server cannot start. The message says why, in one line."""
 
     status = "FAILED_PRECONDITION"
 
 
 class ConfigError(FieldError, StartupError):
-    """A configuration field is out of its range."""
+    """An option is unknown or out of its range."""
 
     status = "FAILED_PRECONDITION"
 
 
 class CheckpointError(StartupError):
-    """A checkpoint file or tensor is missing, broken or of an unexpected shape."""
+    """A checkpoint file or tensor is missing, broken or has the wrong shape."""
 
 
 class ExchangeError(EpServerError):
@@ -168,7 +168,7 @@ class ExchangeError(EpServerError):
 
 
 class PeerTimeout(ExchangeError):
-    """A wait for a peer passed its deadline.
+    """A peer kept this rank waiting past the deadline.
 
     Attributes:
         op, phase: which wait, for example "dispatch", "recv_header".
@@ -186,7 +186,7 @@ class PeerTimeout(ExchangeError):
 
 
 class PeerLost(ExchangeError):
-    """A rank of another host is gone: the network said so, or some rank timed out on it.
+    """A rank of another host exited, or timed out.
 
     Attributes:
         op, phase: where it was noticed. rank, peer: who noticed, and who is gone.
@@ -198,16 +198,16 @@ class PeerLost(ExchangeError):
 
 
 class HookNotCalled(ExchangeError):
-    """A bank came round again before the receive hook of its last operation ran."""
+    """A bank is needed again, but the receive hook of its last operation never ran."""
 
 
 class ProtocolViolation(ExchangeError):
-    """A cell carries an epoch newer than the one waited for."""
+    """A flag has a newer epoch than the one awaited: ranks ran different operations."""
 
 
 class GroupAborted(ExchangeError):
-    """An earlier error aborted the group; every wait returns at once until reset."""
+    """An earlier error aborted the group. Every wait returns at once until it is reset."""
 
 
 class InternalError(EpServerError):
-    """A bug of ours; the message says which invariant broke."""
+    """A bug in the server. The message says which invariant broke."""

@@ -62,7 +62,7 @@ def options() -> str:
             allowed = range_text(item)
             words = allowed.split(" | ")
             allowed = ", ".join(code(word) for word in words) if len(words) > 1 else allowed
-            rows.append((f"`{name}`{short}", kind, default, allowed, sentence(item.metadata["help"])))
+            rows.append((f"`{name}`{short}", kind, default, allowed, item.metadata["help"]))
         about = inspect.getdoc(type(getattr(Config(), section))) or ""
         titles = ("option", "type", "default", "allowed", "meaning")
         parts.append(f"## {section}\n\n{about}\n\n{table(titles, rows)}")

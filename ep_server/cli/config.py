@@ -19,9 +19,9 @@ NAME = "config"
 def command(
     toml: Annotated[bool, typer.Option("--toml", help="Print a TOML file with every default.")] = False,
 ) -> None:
-    """List every option: flag, environment variable, default, range.
+    """List every option with its default and range.
 
-    Sources, later wins: defaults, file (--config), environment, flags.
+    Later sources win: defaults, file (--config), environment, flags.
     """
     if toml:
         print(_toml(), end="")

@@ -52,11 +52,14 @@ PRIVATE = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?-----END [A-Z ]*PRIV
 
 
 def command(
-    output: Annotated[str, typer.Option("--output", "-o", help="Archive to write.")] = "",
-    metrics_url: Annotated[
-        str, typer.Option(help="Where metrics are; if empty, where the server says.")
+    output: Annotated[
+        str,
+        typer.Option("--output", "-o", help="Archive to write. Default: ep-server-diagnose-<time>.tar.gz."),
     ] = "",
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for each question.")] = 10.0,
+    metrics_url: Annotated[
+        str, typer.Option(help="URL of the metrics. Empty: the server's configuration has it.")
+    ] = "",
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds for each call.")] = 10.0,
     address: options.Address = options.ADDRESS,
     tls_ca: options.TlsCa = "",
     tls_cert: options.TlsCert = "",
@@ -65,8 +68,8 @@ def command(
 ) -> None:
     """Collect configuration, versions, topology, metrics and the last steps of a server into one archive.
 
-    Run it on the host of the server, while the trouble lasts. It holds no secret and no request. What cannot
-    be had is named and left out; the exit code is then 1.
+    Run it on the host of the server, while the trouble lasts. The archive contains no secret and no request.
+    missing.txt lists what could not be collected; the exit code is then 1.
     """
     if metrics_url and not re.match(r"https?://[^@/]+(/|$)", metrics_url):  # what is named here is printed
         raise ConfigError(

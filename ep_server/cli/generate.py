@@ -17,17 +17,27 @@ PANEL = {"rich_help_panel": "Sampling", "show_default": False}
 
 
 def command(
-    prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")],
-    ids: Annotated[bool, typer.Option("--ids", help="The prompt is token ids, separated by spaces.")] = False,
-    max_new_tokens: Annotated[int | None, typer.Option(help="Tokens of output.", **PANEL)] = None,
-    temperature: Annotated[float | None, typer.Option(help="0 = greedy.", **PANEL)] = None,
-    top_k: Annotated[int | None, typer.Option(help="Most likely tokens only.", **PANEL)] = None,
-    top_p: Annotated[float | None, typer.Option(help="Most likely mass only.", **PANEL)] = None,
-    min_p: Annotated[float | None, typer.Option(help="Relative threshold.", **PANEL)] = None,
-    seed: Annotated[int | None, typer.Option(help="Of this request's generator.", **PANEL)] = None,
-    count: Annotated[int | None, typer.Option("-n", help="Continuations of the prompt.", **PANEL)] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="Stop string; repeatable.", **PANEL)] = None,
-    stats: Annotated[bool, typer.Option("--stats", help="Usage and timings on standard error.")] = False,
+    prompt: Annotated[str, typer.Argument(help="Text to continue. - reads standard input.")],
+    ids: Annotated[bool, typer.Option("--ids", help="PROMPT is token ids, separated by spaces.")] = False,
+    max_new_tokens: Annotated[int | None, typer.Option(help="Most tokens of output.", **PANEL)] = None,
+    temperature: Annotated[
+        float | None, typer.Option(help="0 always takes the most likely token.", **PANEL)
+    ] = None,
+    top_k: Annotated[
+        int | None, typer.Option(help="Keep only this many most likely tokens.", **PANEL)
+    ] = None,
+    top_p: Annotated[
+        float | None, typer.Option(help="Keep the most likely tokens with this total probability.", **PANEL)
+    ] = None,
+    min_p: Annotated[
+        float | None, typer.Option(help="Keep tokens this many times as likely as the best.", **PANEL)
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of the random numbers.", **PANEL)] = None,
+    count: Annotated[int | None, typer.Option("-n", help="Number of continuations.", **PANEL)] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string. Repeat for several.", **PANEL)] = None,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Print usage and timings to standard error.")
+    ] = False,
     timeout: Annotated[float | None, typer.Option(help="Seconds until DEADLINE_EXCEEDED.")] = None,
     address: options.Address = options.ADDRESS,
     tls_ca: options.TlsCa = "",
@@ -35,9 +45,9 @@ def command(
     tls_key: options.TlsKey = "",
     token_file: options.TokenFile = "",
 ) -> None:
-    """Continue a prompt; the text streams to the terminal.
+    """Continue a prompt and stream the text to the terminal.
 
-    Flags that are not given mean the model's own defaults. With -n above 1, a text comes when it is complete.
+    Without a sampling flag the model's own default applies. With -n above 1, a text is printed when complete.
     """
     text = sys.stdin.read() if prompt == "-" else prompt
     given: str | list[int] = _ids(text) if ids else text

@@ -14,7 +14,7 @@ NAME = "health"
 
 def command(
     service: Annotated[
-        str, typer.Option(help="Full name of a service: does it take requests? Empty: does the process work?")
+        str, typer.Option(help="Service to ask: does it take requests? Empty: does the process work?")
     ] = SERVICE,
     timeout: Annotated[float, typer.Option(min=0.001, help="Seconds until DEADLINE_EXCEEDED.")] = 5.0,
     address: options.Address = options.ADDRESS,
@@ -22,10 +22,10 @@ def command(
     tls_cert: options.TlsCert = "",
     tls_key: options.TlsKey = "",
 ) -> None:
-    """Ask whether a server takes requests. Exit code 0 if it does, 1 if it does not or cannot be asked.
+    """Ask whether a server takes requests. Exit code 0: yes. 1: no, or the server cannot be reached.
 
-    A server that loads or drains takes none, but its process works, which `--service ""` asks.
-    For probes that speak TLS and containers without another client; needs no token.
+    A server that loads or drains takes no requests. To ask only whether its process works, use
+    `--service ""`. No token is needed.
     """
     with Client(options.target(address, tls_ca, tls_cert, tls_key, "")) as client:
         serving = client.serving(service, timeout=timeout)

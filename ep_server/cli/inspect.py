@@ -27,18 +27,22 @@ PANEL = {"rich_help_panel": FOR_PLAN, "show_default": False}
 
 def command(
     invoked: typer.Context,
-    checkpoint: Annotated[str, typer.Argument(help="Checkpoint directory; for --plan config.json will do.")],
-    ranks: Annotated[int | None, typer.Option(help="Ranks to place it on.", show_default="1")] = None,
+    checkpoint: Annotated[
+        str, typer.Argument(help="Checkpoint directory. With --plan its config.json is enough.")
+    ],
+    ranks: Annotated[int | None, typer.Option(help="Ranks that share the model.", show_default="1")] = None,
     dtype: Annotated[str | None, typer.Option(help="auto, float32, bfloat16.", show_default="auto")] = None,
     load_format: Annotated[
-        str | None, typer.Option(help="auto; dummy: config.json alone is read.", show_default="auto")
+        str | None, typer.Option(help="auto, or dummy to read only config.json.", show_default="auto")
     ] = None,
     config_file: Annotated[str | None, typer.Option("--config", help="TOML file, as for serve.")] = None,
     kv_fraction: Annotated[
         float | None,
-        typer.Option(help="Share of free memory for KV.", show_default="as serve; 0.8 in a plan for GPUs"),
+        typer.Option(
+            help="Share of free memory for the KV cache.", show_default="as serve; 0.8 in a plan for GPUs"
+        ),
     ] = None,
-    plan: Annotated[bool, typer.Option("--plan", help="Size calculator for any machine.")] = False,
+    plan: Annotated[bool, typer.Option("--plan", help="Plan for any machine; needs no weights.")] = False,
     device: Annotated[
         str, typer.Option(help=f"{' | '.join(DEVICES)} (default cpu: this host).", **PANEL)
     ] = "cpu",
@@ -46,7 +50,9 @@ def command(
         float | None, typer.Option(min=0.001, max=LARGEST, help="Memory of one rank.", **PANEL)
     ] = None,
     tokens: Annotated[int, typer.Option(help="Sequences decoding on each rank (default 32).", **PANEL)] = 32,
-    context: Annotated[int, typer.Option(help="Tokens that each has so far (default 1024).", **PANEL)] = 1024,
+    context: Annotated[
+        int, typer.Option(help="Tokens in the cache of each sequence (default 1024).", **PANEL)
+    ] = 1024,
     bandwidth: Annotated[
         float | None,
         typer.Option(min=0.001, max=LARGEST, help="GB/s that one rank reads from memory.", **PANEL),
@@ -55,12 +61,13 @@ def command(
         float | None, typer.Option(min=0.001, max=LARGEST, help="GB/s from one rank to the others.", **PANEL)
     ] = None,
 ) -> None:
-    """Show what a checkpoint holds, where its experts would go, and the memory of each rank on this host.
+    """Show what a checkpoint contains, where its experts go, and the memory of each rank on this host.
 
-    Reads headers only, and names tensors and keys of config.json that are not used. What `ep-server serve`
-    takes from the environment or --config counts here too.
-    --plan needs no weights: it answers for any machine how many ranks a model takes, what each rank holds and
-    the time that no step can beat. A plan for GPUs is a forecast from bytes and rates.
+    Only headers are read. Tensors and keys of config.json that are not used are listed. The environment and
+    --config count, as for `ep-server serve`.
+
+    With --plan it answers for any machine: the ranks that a model needs, the memory of each, and the shortest
+    possible step. A plan for GPUs is a forecast from bytes and rates.
     """
     if not plan:
         options.refuse_panels(invoked, {FOR_PLAN: "--plan"})

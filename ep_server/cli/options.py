@@ -30,11 +30,11 @@ SHORT = {
 }
 
 SERVER = "Server"
-Address = Annotated[str, typer.Option(help="host:port of the server", rich_help_panel=SERVER)]
-TlsCa = Annotated[str, typer.Option(help="PEM CA bundle; switches TLS on", rich_help_panel=SERVER)]
-TlsCert = Annotated[str, typer.Option(help="PEM client certificate", rich_help_panel=SERVER)]
-TlsKey = Annotated[str, typer.Option(help="PEM client key", rich_help_panel=SERVER)]
-TokenFile = Annotated[str, typer.Option(help="file with the bearer token", rich_help_panel=SERVER)]
+Address = Annotated[str, typer.Option(help="host:port of the server.", rich_help_panel=SERVER)]
+TlsCa = Annotated[str, typer.Option(help="PEM CA bundle. Enables TLS.", rich_help_panel=SERVER)]
+TlsCert = Annotated[str, typer.Option(help="PEM client certificate.", rich_help_panel=SERVER)]
+TlsKey = Annotated[str, typer.Option(help="PEM client key.", rich_help_panel=SERVER)]
+TokenFile = Annotated[str, typer.Option(help="File with the bearer token.", rich_help_panel=SERVER)]
 ADDRESS = "127.0.0.1:50051"
 LAST_PORT = 65_535  # gRPC takes larger ones modulo 65,536
 
@@ -124,7 +124,7 @@ def _flag(name: str, section: str, item: Field[Any]) -> inspect.Parameter:
 
 
 def _config_file() -> inspect.Parameter:
-    option = typer.Option("--config", help="TOML file with one table per section", show_default=False)
+    option = typer.Option("--config", help="TOML file with one table per section.", show_default=False)
     return inspect.Parameter(
         "config_file",
         inspect.Parameter.KEYWORD_ONLY,

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 def command(config: Config) -> None:
     """Serve a Mixture-of-Experts checkpoint over gRPC.
 
-    SIGTERM or Ctrl-C drains: requests in flight finish, new ones get UNAVAILABLE. A second one stops at once.
+    SIGTERM or Ctrl-C drains: open requests complete, new ones get UNAVAILABLE. A second signal stops at once.
     """
     logs.configure(config.log)
     live = sys.stderr.isatty() and config.log.format == "text"

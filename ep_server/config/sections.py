@@ -25,55 +25,62 @@ def option(
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Which checkpoint is served and in what precision."""
+    """The checkpoint, and its precision."""
 
-    path: str = option("", "Hugging Face checkpoint directory")
-    name: str = option("", "name that clients see; the directory's name if empty")
+    path: str = option("", "Hugging Face checkpoint directory.")
+    name: str = option("", "Name that clients see. Empty: the name of the directory.")
     dtype: str = option(
         "auto",
-        "weights and activations; auto = dtype in config.json, else that of the tensors; float32 for float16",
+        "Dtype of weights and activations. auto: dtype of config.json, else that of the tensors; "
+        "float16 is served as float32.",
         choices=("auto", "float32", "bfloat16"),
     )
     kv_dtype: str = option(
         "auto",
-        "KV cache; auto = the dtype that is served; fp8_e4m3: GPU ranks only, scales of the checkpoint or 1",
+        "Dtype of the KV cache. auto: the dtype that is served. fp8_e4m3: GPU ranks only, with the "
+        "checkpoint's scales or 1.",
         choices=("auto", "fp8_e4m3"),
     )
     attention: str = option(
         "auto",
-        "GPU kernels of attention with one token per sequence; auto = our own: for Hopper where it is for "
-        "the model, else Triton's; flashinfer: if installed",
+        "GPU kernel for steps of one token per sequence. auto: the Hopper kernel if it supports the "
+        "model, else Triton's. flashinfer: if it is installed.",
         choices=("auto", "triton", "flashinfer"),
     )
-    max_context: int = option(0, "longest prompt + output, tokens; 0 = the model's own limit", low=0)
+    max_context: int = option(0, "Longest prompt plus output, in tokens. 0: the model's own limit.", low=0)
     load_format: str = option(
         "auto",
-        "auto = safetensors of the checkpoint; dummy = random weights from its config.json, for benchmarks",
+        "auto: the checkpoint's safetensors. dummy: random weights from its config.json, for benchmarks.",
         choices=("auto", "dummy"),
     )
     routing: str = option(
         "router",
-        "router = the model's own; uniform = experts drawn at random per token and layer, for benchmarks",
+        "router: the model's own. uniform: experts drawn at random per token and layer, for benchmarks.",
         choices=("router", "uniform"),
     )
-    seed: int = option(0, "of dummy weights and uniform routing", low=0, high=(1 << 32) - 1)
+    seed: int = option(0, "Seed of dummy weights and uniform routing.", low=0, high=(1 << 32) - 1)
 
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """Ranks of this node."""
+    """The ranks of this node."""
 
-    ranks: int = option(1, "rank processes on this node", low=1, high=64)
-    device: str = option("cpu", "what ranks compute on; cuda = one GPU each", choices=("cpu", "cuda"))
+    ranks: int = option(1, "Rank processes on this node.", low=1, high=64)
+    device: str = option("cpu", "What ranks compute on. cuda: one GPU each.", choices=("cpu", "cuda"))
     threads_per_rank: int = option(
         0,
-        "threads of a rank that compute, or read weights for a GPU; 0 = cores / ranks, at least 1",
+        "Threads per rank that compute, or read weights for a GPU. 0: cores / ranks, at least 1.",
         low=0,
         high=256,
     )
-    overlap: str = option("auto", "two micro-batches per step", choices=("auto", "on", "off"))
+    overlap: str = option(
+        "auto",
+        "Split each step into two micro-batches, so that one computes while the other communicates.",
+        choices=("auto", "on", "off"),
+    )
     graphs: bool = option(
-        True, "GPUs: steps are captured by size at start and replayed, where rows travel by NVLink"
+        True,
+        "On GPUs, capture steps as CUDA graphs at start and replay them. Only where rows travel over NVLink.",
     )
 
 
@@ -83,33 +90,39 @@ class ExchangeConfig:
 
     payload: str = option(
         "auto",
-        "dispatched rows; auto = the model's dtype",
+        "Format of dispatched rows. auto: the dtype of the model.",
         choices=("auto", "fp32", "bf16", "fp8", "fp8_pow2", "fp8_ue8m0"),
     )
-    reduction: str = option("rank", "where expert outputs of a token are summed", choices=("rank", "source"))
-    num_banks: int = option(4, "receive banks, a power of two", low=2, high=16)
+    reduction: str = option(
+        "rank",
+        "Where the expert outputs of a token are summed. rank: at the experts' ranks first. source: "
+        "at the token's rank.",
+        choices=("rank", "source"),
+    )
+    num_banks: int = option(
+        4, "Receive banks, a power of two: how many dispatches may be in flight.", low=2, high=16
+    )
     between_nodes: str = option(
         "auto",
-        "rows of GPUs on several nodes: bounce = all through host memory, hybrid = NVLink inside a node; "
-        "auto = hybrid with several ranks a node, max_running >= 64 and reduction rank, unless rows are "
-        "float32",
+        "Rows of GPUs on several nodes. bounce: all through host memory. hybrid: NVLink inside a node. "
+        "auto: hybrid with several ranks per node, max_running >= 64, reduction rank, rows not float32.",
         choices=("auto", "bounce", "hybrid"),
     )
     device_memory: str = option(
         "auto",
-        "rows of GPUs on several nodes: hmem = the card reads and writes GPU memory (FI_HMEM), host = "
-        "through pinned host memory; auto = host: hmem has not run on a network card yet",
+        "Rows of GPUs on several nodes. hmem: the NIC reads and writes GPU memory. host: through pinned "
+        "host memory. auto: host, as hmem was not tested on a NIC.",
         choices=("auto", "hmem", "host"),
     )
     timeout_seconds: float = option(
         10.0,
-        "a rank that keeps another waiting for so long, or answers nothing while idle, is lost",
+        "A rank is lost if it keeps another waiting this long, or does not answer while idle.",
         low=0.01,
         high=3600,
     )
     spin_us: int = option(
         -1,
-        "busy wait before yielding, microseconds; -1 = 50 if ranks x threads have cores, else 0",
+        "Microseconds of busy waiting before a wait yields. -1: 50 if ranks x threads have cores, else 0.",
         low=-1,
         high=1_000_000,
     )
@@ -119,80 +132,88 @@ class ExchangeConfig:
 class SchedulerConfig:
     """Batching, KV cache and admission of one rank."""
 
-    max_running: int = option(64, "sequences decoding at once on a rank", low=1, high=4096)
+    max_running: int = option(64, "Sequences that one rank decodes at once.", low=1, high=4096)
     max_step_tokens: int = option(
-        256, "tokens a rank runs in one step, prefill chunks included", low=1, high=8192
+        256, "Tokens that one rank runs in one step, prompt chunks included.", low=1, high=8192
     )
     max_queue: int = option(
-        256, "requests waiting on this server before RESOURCE_EXHAUSTED", low=0, high=1_000_000
+        256,
+        "Requests that may wait on this server before new ones get RESOURCE_EXHAUSTED.",
+        low=0,
+        high=1_000_000,
     )
-    block_size: int = option(16, "tokens of one KV block", low=1, high=256)
+    block_size: int = option(16, "Tokens in one KV block.", low=1, high=256)
     kv_blocks: int = option(
-        0, "KV blocks of a rank; 0 = from kv_fraction, on GPUs what fits", low=0, high=100_000_000
+        0, "KV blocks of one rank. 0: from kv_fraction, on GPUs what fits.", low=0, high=100_000_000
     )
     kv_fraction: float = option(
         0.25,
-        "share of free memory, over CPU ranks, for KV caches; GPUs give 0.8",
+        "Share of free memory for the KV caches of all CPU ranks. GPUs always use 0.8.",
         low=0.001,
         high=0.95,
     )
-    prefix_cache: bool = option(True, "reuse KV blocks of equal prefixes")
+    prefix_cache: bool = option(True, "Reuse the KV blocks of equal prompt prefixes.")
 
 
 @dataclass(frozen=True, slots=True)
 class GrpcConfig:
     """The public gRPC endpoint."""
 
-    host: str = option("127.0.0.1", "address to bind; loopback unless told otherwise")
-    port: int = option(50051, "port to bind; 0 = any free port, printed in the log", low=0, high=65535)
+    host: str = option("127.0.0.1", "Address to bind. The default is reachable from this host only.")
+    port: int = option(50051, "Port to bind. 0: any free port, printed in the log.", low=0, high=65535)
     max_message_bytes: int = option(
-        0, "largest message taken; 0 = what the longest context of the model needs", low=0, high=1 << 30
+        0, "Largest message accepted. 0: what the model's longest context needs.", low=0, high=1 << 30
     )
     max_streams: int = option(
-        1024, "concurrent Generate streams; finished ones count until read", low=1, high=1_000_000
+        1024, "Generate streams at once. Finished ones count until they are read.", low=1, high=1_000_000
     )
     stream_buffer: int = option(
-        4096, "tokens buffered for one slow reader before its request is cancelled", low=16, high=1_000_000
+        4096,
+        "Tokens that a slow reader may lag behind before its request is cancelled.",
+        low=16,
+        high=1_000_000,
     )
     unread_seconds: float = option(
         60.0,
-        "a call whose caller reads nothing for so long while a message waits ends with RESOURCE_EXHAUSTED",
+        "A call ends with RESOURCE_EXHAUSTED if a message waits and its caller reads nothing for this long.",
         low=0.1,
         high=86400,
     )
-    tls_cert: str = option("", "PEM certificate chain; switches TLS on together with tls_key")
-    tls_key: str = option("", "PEM private key")
-    tls_client_ca: str = option("", "PEM CA bundle; switches mutual TLS on")
-    token_file: str = option("", "file with one accepted bearer token per line")
+    tls_cert: str = option("", "PEM certificate chain. Enables TLS, together with tls_key.")
+    tls_key: str = option("", "PEM private key.")
+    tls_client_ca: str = option("", "PEM CA bundle. Enables mutual TLS.")
+    token_file: str = option("", "File with one accepted bearer token per line.")
     control: str = option(
         "on",
-        "ep_server.v1.Control, with which any caller may abort requests and read this configuration: on = at "
-        "the public port, loopback = at control_port alone, off = nowhere",
+        "Where ep_server.v1.Control is served; its callers may abort any request and read this "
+        "configuration. on: at the public port. loopback: only at control_port. off: nowhere.",
         choices=("on", "loopback", "off"),
     )
     control_port: int = option(
         50052,
-        "port on 127.0.0.1, without TLS, for control = loopback; 0 = any free port, printed in the log",
+        "Port on 127.0.0.1, without TLS, for control = loopback. 0: any free port, printed in the log.",
         low=0,
         high=65535,
     )
-    reflection: bool = option(True, "serve gRPC reflection, which lists services and messages")
-    drain_seconds: float = option(30.0, "time for requests in flight after SIGTERM", low=0, high=86400)
+    reflection: bool = option(True, "Serve gRPC reflection, which lists services and messages.")
+    drain_seconds: float = option(
+        30.0, "Seconds that open requests may go on after SIGTERM.", low=0, high=86400
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class MetricsConfig:
     """The Prometheus endpoint."""
 
-    enabled: bool = option(True, "serve /metrics")
-    host: str = option("127.0.0.1", "address to bind")
-    port: int = option(9400, "port to bind; 0 = any free port, printed in the log", low=0, high=65535)
+    enabled: bool = option(True, "Serve /metrics and the status page.")
+    host: str = option("127.0.0.1", "Address to bind.")
+    port: int = option(9400, "Port to bind. 0: any free port, printed in the log.", low=0, high=65535)
     vllm_names: bool = option(
-        False, "export vllm:* names too, for vLLM's dashboards and the Gateway API inference extension"
+        False, "Export vllm:* names too, for vLLM's dashboards and the Gateway API inference extension."
     )
     device_phases: int = option(
         0,
-        "on GPUs, time the phases of one in so many captured steps of single tokens; 0 = none are timed",
+        "On GPUs, time the phases of one in this many captured steps. 0: never.",
         low=0,
         high=1_000_000,
     )
@@ -202,57 +223,62 @@ class MetricsConfig:
 class ClusterConfig:
     """Several nodes as one server (docs/how-to/several-nodes.md)."""
 
-    nodes: int = option(1, "nodes of this server; each runs parallel.ranks rank processes", low=1, high=64)
+    nodes: int = option(1, "Nodes of this server. Each runs parallel.ranks rank processes.", low=1, high=64)
     node_rank: int = option(
         -1,
-        "this node's number, 0 leads; -1 = from LeaderWorkerSet, the Pod's ordinal or the hostfile",
+        "Number of this node; 0 leads. -1: from LeaderWorkerSet, the Pod's ordinal or the hostfile.",
         low=-1,
         high=63,
     )
     rendezvous: str = option(
         "",
-        "host:port where node 0 listens for the others; :port, or nothing for port "
-        f"{RENDEZVOUS_PORT}, where LeaderWorkerSet or the hostfile gives the host",
+        "host:port where node 0 listens for the others. :port, or empty for port "
+        f"{RENDEZVOUS_PORT}: the host comes from LeaderWorkerSet or the hostfile.",
     )
-    hostfile: str = option("", "file with one host per line, in the order of node ranks")
-    token_file: str = option("", "file with the token that nodes show one another")
-    tls_cert: str = option("", "PEM certificate chain of this node, for mutual TLS between nodes")
-    tls_key: str = option("", "PEM private key")
-    tls_ca: str = option("", "PEM CA bundle that signed the certificates of all nodes")
-    connect_seconds: float = option(120.0, "until every node must have come", low=1, high=86400)
-    silent_seconds: float = option(5.0, "a node that answers no ping for so long is lost", low=0.5, high=3600)
+    hostfile: str = option("", "File with one host per line, in the order of node numbers.")
+    token_file: str = option("", "File with the token that nodes authenticate each other with.")
+    tls_cert: str = option("", "PEM certificate chain of this node, for mutual TLS between nodes.")
+    tls_key: str = option("", "PEM private key.")
+    tls_ca: str = option("", "PEM CA bundle that signed the certificates of all nodes.")
+    connect_seconds: float = option(120.0, "Seconds to wait until every node has joined.", low=1, high=86400)
+    silent_seconds: float = option(
+        5.0, "A node is lost if it answers no ping for this long.", low=0.5, high=3600
+    )
 
 
 @dataclass(frozen=True, slots=True)
 class FabricConfig:
     """The network between nodes, through libfabric (docs/reference/fabric.md)."""
 
-    library: str = option("", "path of libfabric.so.1; empty = the loader finds it")
-    provider: str = option("", "provider as libfabric names it; empty = chosen by capability")
+    library: str = option("", "Path of libfabric.so.1. Empty: the loader finds it.")
+    provider: str = option("", "Provider as libfabric names it. Empty: chosen by capability.")
     domain: str = option(
         "",
-        "device or interface; several with commas = one per rank of this node; empty = the provider's first",
+        "Network device or interface; a comma-separated list has one per rank of this node. Empty: "
+        "the provider's first.",
     )
-    address: str = option("", "address of this host on that network; empty = the provider's choice")
+    address: str = option("", "Address of this host on that network. Empty: the provider's choice.")
     interface: str = option(
         "",
-        "network interface that verbs and TCP keep to; several with commas = one per rank of this node",
+        "Network interface that verbs and TCP must use; a comma-separated list has one per rank of "
+        "this node.",
     )
     traffic_class: str = option(
         "",
-        "DSCP from 0 to 63, or libfabric's class as low_latency, bulk_data; empty = the provider's default",
+        "DSCP from 0 to 63, or a class of libfabric such as low_latency or bulk_data. Empty: the "
+        "provider's default.",
     )
     gid_index: int = option(
-        -1, "index in the GID table of verbs; -1 = the provider's default", low=-1, high=255
+        -1, "Index in the GID table of verbs. -1: the provider's default.", low=-1, high=255
     )
     queue_depth: int = option(
         0,
-        "writes in flight of a rank, at least the tokens of a step + 3; 0 = the provider's default",
+        "Writes in flight of one rank, at least scheduler.max_step_tokens + 3. 0: the provider's default.",
         low=0,
         high=1 << 16,
     )
     adaptive_routing: bool = option(
-        True, "writes may overtake one another on the network; false = they are asked for in order"
+        True, "Writes may overtake one another on the network. false: request them in order."
     )
 
 
@@ -260,5 +286,7 @@ class FabricConfig:
 class LogConfig:
     """Logs on standard error."""
 
-    level: str = option("info", "lowest level printed", choices=("debug", "info", "warning", "error"))
-    format: str = option("text", "text for people, json for machines", choices=("text", "json"))
+    level: str = option(
+        "info", "Lowest level that is printed.", choices=("debug", "info", "warning", "error")
+    )
+    format: str = option("text", "text for people, json for machines.", choices=("text", "json"))

@@ -58,42 +58,43 @@ class ServerMetrics:
         def histogram(name: str, help: str, edges: tuple[float, ...] = REQUEST_EDGES) -> Histogram:
             return Histogram(PREFIX + name, help, buckets=edges, registry=registry)
 
-        build = gauge("build_info", "Always 1; what runs.", ("version", "model", "python"))
+        build = gauge("build_info", "Always 1. The labels say what runs.", ("version", "model", "python"))
         build.labels(version, model, platform.python_version()).set(1)
         gauge("queue_limit", "Requests that may wait before new ones are refused.").set(max_queue)
-        self._block_size = gauge("kv_block_size", "Tokens of one KV block.")
-        self._running = gauge("requests_running", "Requests in flight that have a token.")
-        self._waiting = gauge("requests_waiting", "Requests in flight without a token yet.")
-        self._unread = gauge(
-            "requests_unread", "Sequences that ended in a call that is still open: not read to the end yet."
-        )
+        self._block_size = gauge("kv_block_size", "Tokens in one KV block.")
+        self._running = gauge("requests_running", "Requests that have at least one token.")
+        self._waiting = gauge("requests_waiting", "Requests without a token yet.")
+        self._unread = gauge("requests_unread", "Ended sequences whose caller has not read them to the end.")
         self._unread_ended = counter(
             "unread_ended",
-            "Sequences that had ended and were given up, as grpc.unread_seconds or Abort says.",
+            "Ended sequences dropped unread, by grpc.unread_seconds or Abort.",
         )
-        self._admitted = counter("requests_admitted", "Requests given to a rank.")
+        self._admitted = counter("requests_admitted", "Requests assigned to a rank.")
         self._requests = counter(
             "requests",
-            "Requests ended or refused, also unread, by gRPC status and, where that is OK, by finish reason.",
+            "Requests ended or refused, by gRPC status and, if that is OK, by finish reason.",
             ("status", "finish_reason"),
         )
         for status in FAULTS:
             self._requests.labels(status, "")
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens of admitted requests.")
-        self._generated_tokens = counter("generated_tokens", "Tokens drawn for requests.")
+        self._generated_tokens = counter("generated_tokens", "Tokens generated for requests.")
         self._accept_wait = histogram(
-            "accept_wait_seconds", "From the arrival of a Generate call to its acceptance, by probes."
+            "accept_wait_seconds",
+            "From the arrival of a Generate call to its acceptance, measured by probes.",
         )
         self._first_token = histogram("time_to_first_token_seconds", "From admission to the first token.")
         self._token_gap = histogram(
-            "inter_token_latency_seconds", "Between two tokens of one request.", TOKEN_EDGES
+            "inter_token_latency_seconds", "Time between two tokens of one request.", TOKEN_EDGES
         )
-        self._end_to_end = histogram("request_seconds", "From admission to the end, well or not.")
+        self._end_to_end = histogram("request_seconds", "From admission to the end, with any status.")
         self._prefill = histogram("request_prefill_seconds", "From the first step to the first token.")
         self._decode = histogram("request_decode_seconds", "From the first token to the end.")
-        self._freed = histogram("cancel_to_free_seconds", "From a cancel to its KV blocks being free.")
-        self._prompt_length = histogram("request_prompt_tokens", "Prompt length.", LENGTH_EDGES)
-        self._output_length = histogram("request_output_tokens", "Output length at the end.", LENGTH_EDGES)
+        self._freed = histogram("cancel_to_free_seconds", "From a cancel until the KV blocks are free.")
+        self._prompt_length = histogram("request_prompt_tokens", "Length of prompts.", LENGTH_EDGES)
+        self._output_length = histogram(
+            "request_output_tokens", "Length of outputs at their end.", LENGTH_EDGES
+        )
 
     def look(self) -> Snapshot:
         """What the status page is made of. From any thread."""
@@ -172,7 +173,7 @@ class ServerMetrics:
 
 def export_node(registry: CollectorRegistry, node: int, nodes: int, version: str) -> None:
     """node_info of this process, which runs node `node` of `nodes`; 0 leads."""
-    help = "Always 1; which node of its server this is."
+    help = "Always 1. The labels say which node of the server this is."
     info = Gauge(PREFIX + "node_info", help, ("node", "nodes", "role", "version"), registry=registry)
     info.labels(str(node), str(nodes), "follower" if node else "leader", version).set(1)
 

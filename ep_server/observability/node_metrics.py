@@ -37,7 +37,7 @@ class NodeMetrics:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # as ServerMetrics
         ProcessCollector(registry=registry)
         export_node(registry, facts.node, facts.nodes, facts.version)
-        open_help = "Generate calls that this node passes on now."
+        open_help = "Open Generate calls that this node passes on to node 0."
         self._open = Gauge(PREFIX + "relayed_streams", open_help, registry=registry)
         ended_help = "Generate calls that this node passed on or refused, by gRPC status."
         self._ended = Counter(PREFIX + "relayed_requests", ended_help, ("status",), registry=registry)

@@ -79,35 +79,38 @@ MAX_EXPERT_SERIES = 512  # beyond so many experts one series per rank stands for
 
 # RankLoad field -> (family without prefix, help); the gauges of one rank.
 LOAD_GAUGES: Mapping[str, tuple[str, str]] = {
-    "running": ("rank_running", "Sequences decoding on this rank."),
-    "waiting": ("queue_depth", "Requests waiting on this rank."),
+    "running": ("rank_running", "Sequences that decode on this rank."),
+    "waiting": ("queue_depth", "Requests in the queue of this rank."),
     "kv_blocks_used": ("kv_blocks_used", "KV blocks held by sequences."),
     "kv_blocks_total": ("kv_blocks", "KV blocks of this rank."),
-    "kv_blocks_cached": ("kv_blocks_cached", "KV blocks kept for their prefix only; free when needed."),
+    "kv_blocks_cached": ("kv_blocks_cached", "KV blocks kept only for their prefix, and free when needed."),
 }
 LOAD_COUNTERS: Mapping[str, tuple[str, str]] = {
     "prefix_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     "prefix_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
-    "preemptions": ("preemptions", "Sequences put back into the queue for lack of KV blocks."),
+    "preemptions": ("preemptions", "Sequences put back into the queue because KV blocks ran out."),
 }
 # RankStatistics.counters name -> the same.
 COUNTERS: Mapping[str, tuple[str, str]] = {
-    "run_steps": ("steps", "Steps this rank took part in."),
-    "idle_steps": ("idle_steps", "Steps this rank took part in without a token of its own."),
-    "padded_tokens": ("padded_tokens", "Rows computed that hold no token."),
+    "run_steps": ("steps", "Steps that this rank took part in."),
+    "idle_steps": ("idle_steps", "Steps that this rank took part in without a token of its own."),
+    "padded_tokens": (
+        "padded_tokens",
+        "Computed rows without a token, to fill captured steps. Always 0 on CPU ranks.",
+    ),
     "overlap_steps": ("overlap_steps", "Steps run as two micro-batches."),
     "graph_steps": ("graph_steps", "Steps replayed from a captured graph."),
-    "kernels_compiled": ("kernels_compiled", "Kernels not made ready before traffic: each had a step wait."),
-    "parks": ("parks", "Times the group went to sleep for lack of work."),
-    "tokens": ("step_tokens", "Tokens run, prefill and decode."),
-    "exchange_tokens": ("comm_tokens", "Tokens given to dispatch, once per MoE layer."),
-    "exchange_rows": ("comm_rows", "Rows received by dispatch, one per token and receiving rank."),
-    "exchange_sleeps": ("comm_sleeps", "Waits for a peer that went to sleep after spinning."),
+    "kernels_compiled": ("kernels_compiled", "Kernels compiled during traffic, each while a step waited."),
+    "parks": ("parks", "Times the group went to sleep because nobody had work."),
+    "tokens": ("step_tokens", "Tokens computed, in prefill and decode."),
+    "exchange_tokens": ("comm_tokens", "Tokens passed to dispatch, once per MoE layer."),
+    "exchange_rows": ("comm_rows", "Rows that dispatch received, one per token and receiving rank."),
+    "exchange_sleeps": ("comm_sleeps", "Waits for a peer that spun for a while and then slept."),
 }
 # Histogram name or kind -> (family without prefix, help, labels beside rank).
 HISTOGRAMS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
-    "comm": ("comm_latency_seconds", "One part of one operation between ranks.", ("op", "part")),
-    "step": ("step_seconds", "One phase of one step.", ("phase",)),
+    "comm": ("comm_latency_seconds", "Duration of one part of one operation between ranks.", ("op", "part")),
+    "step": ("step_seconds", "Duration of one phase of one step.", ("phase",)),
     "request/queue": (
         "request_queue_seconds",
         "From arrival at the rank to the first step of a request.",
@@ -163,7 +166,7 @@ class RankCollector(Collector):
 
     def _ups(self, up: Mapping[int, bool]) -> Metric:
         family = GaugeMetricFamily(
-            f"{self._prefix}ep_rank_up", "1 while the rank is part of the group.", labels=["rank"]
+            f"{self._prefix}ep_rank_up", "1 while the rank belongs to the group.", labels=["rank"]
         )
         for rank in sorted(up):
             family.add_metric([str(rank)], float(up[rank]))
@@ -177,7 +180,7 @@ class RankCollector(Collector):
             yield gauge
         usage = GaugeMetricFamily(
             f"{self._prefix}kv_cache_usage_ratio",
-            "Share of a rank's KV blocks in use, 0 to 1.",
+            "Share of a rank's KV blocks that sequences hold.",
             labels=["rank"],
         )
         for rank in ranks:
@@ -228,7 +231,7 @@ class RankCollector(Collector):
     def _peer_waits(self, ranks: Iterable[RankStatistics]) -> Metric:
         family = CounterMetricFamily(
             f"{self._prefix}comm_peer_wait_seconds",
-            "Time a rank waited for a peer.",
+            "Time that rank waited for peer.",
             labels=["rank", "peer", "op"],
         )
         for rank in ranks:
@@ -240,7 +243,7 @@ class RankCollector(Collector):
     def _expert_tokens(self, ranks: list[RankStatistics]) -> Metric:
         family = CounterMetricFamily(
             f"{self._prefix}expert_tokens",
-            'Tokens an expert received; expert="all" where experts are many.',
+            'Tokens that an expert received. expert="all" beyond 512 experts.',
             labels=["rank", "expert"],
         )
         single = sum(len(rank.expert_tokens) for rank in ranks) <= MAX_EXPERT_SERIES
@@ -253,7 +256,7 @@ class RankCollector(Collector):
     def _interval_gauges(self, intervals: list[Interval]) -> Iterator[Metric]:
         even = GaugeMetricFamily(
             f"{self._prefix}expert_balancedness",
-            "Mean over maximum of the tokens received in the last report interval; 1 is even.",
+            "Tokens received in the last report interval: mean over maximum. 1 is even.",
             labels=["scope"],
         )
         if (balances := expert_balance(intervals)) is not None:
@@ -263,12 +266,12 @@ class RankCollector(Collector):
         skew = step_skew(intervals)
         yield GaugeMetricFamily(
             f"{self._prefix}step_skew_seconds",
-            "Mean time per step that the earliest rank waits in the vote beyond the latest, last interval.",
+            "How much longer the earliest rank waits in the vote than the latest, per step, last interval.",
             value=skew,
         )
         overlap = GaugeMetricFamily(
             f"{self._prefix}overlap_ratio",
-            "Share of the time in flight of dispatch and combine that the rank did not wait, last interval.",
+            "Share of the time of dispatch and combine in which the rank did not wait, last interval.",
             labels=["rank"],
         )
         for interval in intervals:
