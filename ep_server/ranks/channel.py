@@ -1,12 +1,12 @@
-"""Carries frames over one stream socket: the asyncio end of the front process and the plain end of a rank.
+"""Carries frames over one stream socket: the frontend's asyncio end and a rank's blocking end.
 
-A frame is a 4-byte little-endian length and that many bytes. Order is kept in both directions, and end of
-file says that the other process is gone. Knows nothing of what the frames mean. Units: bytes, seconds.
+A frame is a 4-byte little-endian length and that many bytes. Frames stay in order in both directions. End of
+file means that the other process has exited. Units: bytes, seconds.
 
-A probe is a length that no frame has, and a count of frames. A rank sends one when it starts to wait: it has
-nothing left to do after so many frames. The front then probes it until the next frame is sent, or the rank
-says that it is busy, and closes the channel if the rank does not answer in time. A rank with work is not
-probed: its peers' deadlines hold. A process that a signal has stopped is lost in any case.
+A probe is a length that no frame has, followed by a frame count. A rank sends one when it starts to wait: it
+has handled that many frames and has nothing left to do. The frontend then probes the rank until it sends the
+next frame or the rank reports that it is busy, and closes the channel if the rank does not answer in time. A
+busy rank is not probed: its peers' deadlines cover it. A process stopped by a signal is lost either way.
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ TICKS = 5  # of the time that a rank has for its answer: a probe at each
 
 
 class ChannelClosed(Unavailable):
-    """The other end is gone, has sent what is not a frame, or has not read for too long."""
+    """The other end has exited, sent a malformed frame, or stopped reading for too long."""
 
 
 def frame(payload: bytes) -> bytes:
-    """The bytes that go over the socket for one payload."""
+    """One payload as it is sent over the socket."""
     if len(payload) > MAX_FRAME:
         raise ChannelClosed(f"a frame of {len(payload)} bytes, more than {MAX_FRAME}")
     return _HEADER.pack(len(payload)) + payload
 
 
 def probe(frames: int) -> bytes:
-    """The bytes of a probe. frames: sent to the rank so far, by the count of the sender."""
+    """A probe as it is sent. frames: how many the sender counts so far."""
     return _PROBE.pack(_PROBE_LENGTH, frames % 2**32)
 
 
 class FrameReader:
-    """Cuts a byte stream into frames, whatever pieces it arrives in.
+    """Cuts a byte stream into frames; a frame may arrive in any pieces.
 
-    frames: how many so far. probe: the count of the last probe, None once it was taken.
+    frames: how many so far. probe: the count of the last probe, None once handled.
     """
 
     def __init__(self) -> None:
@@ -84,9 +84,9 @@ class FrameReader:
 
 
 class RankChannel:
-    """A rank's end. One thread uses it; only wait() blocks, and send() when the front has stopped reading.
+    """A rank's end. One thread uses it. Only wait() blocks, and send() while the frontend does not read.
 
-    send_seconds: how long a full outbox may stay full before the front is taken for dead.
+    send_seconds: how long the outbox may stay full before the frontend is considered dead.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class RankChannel:
         self._send_seconds = send_seconds
 
     def send(self, payload: bytes) -> None:
-        """Sends a frame, or keeps it until the socket takes it. Raises ChannelClosed."""
+        """Sends a frame, or queues it until the socket accepts it. Raises ChannelClosed."""
         self._outbox += frame(payload)
         self._flush()
         if len(self._outbox) > self._max_outbox:
@@ -116,9 +116,9 @@ class RankChannel:
             except BlockingIOError:
                 return payloads
             except ConnectionError as error:
-                raise ChannelClosed("the front process is gone") from error
+                raise ChannelClosed("the frontend process has exited") from error
             if not data:
-                raise ChannelClosed("the front process is gone")
+                raise ChannelClosed("the frontend process has exited")
             payloads += self._reader.feed(data)
             if len(data) < _CHUNK:
                 return payloads
@@ -129,26 +129,26 @@ class RankChannel:
         Raises: ChannelClosed.
         """
         deadline = None if seconds is None else time.monotonic() + seconds
-        obeyed, said = self._reader.frames, False
+        handled, reported = self._reader.frames, False
         while not (payloads := self.poll()):
-            if not said or self._reader.probe is not None:
-                self._say(obeyed)
-                said = True
+            if not reported or self._reader.probe is not None:
+                self._send_probe(handled)
+                reported = True
             left = None if deadline is None else deadline - time.monotonic()
             if left is not None and left <= 0:
                 break
             self._select(left)
-        if self._reader.probe == obeyed % 2**32:  # it came before these frames: now they are work
-            self._say(obeyed)
+        if self._reader.probe == handled % 2**32:  # it preceded these frames, which are work now
+            self._send_probe(handled)
         return payloads
 
-    def say(self, *, waiting: bool) -> None:
-        """Says that this rank is about to wait, or that it has something to do after all."""
-        self._say(self._reader.frames if waiting else _BUSY)
+    def report(self, *, waiting: bool) -> None:
+        """Reports that this rank is about to wait, or that it has work again."""
+        self._send_probe(self._reader.frames if waiting else _BUSY)
 
-    def _say(self, obeyed: int) -> None:
+    def _send_probe(self, handled: int) -> None:
         self._reader.probe = None
-        self._outbox += probe(obeyed)
+        self._outbox += probe(handled)
         self._flush()
 
     def drain(self, timeout: float) -> None:
@@ -157,12 +157,12 @@ class RankChannel:
         while self._outbox:
             left = deadline - time.monotonic()
             if left <= 0:
-                raise ChannelClosed(f"the front process has not read for {timeout:g} s")
+                raise ChannelClosed(f"the frontend process has not read for {timeout:g} s")
             self._select(left, read=False)
             self._flush()
 
     def close(self) -> None:
-        """Closes the socket; what has not left is lost."""
+        """Closes the socket; unsent frames are lost."""
         self._sock.close()
 
     def _flush(self) -> None:
@@ -172,7 +172,7 @@ class RankChannel:
             except BlockingIOError:
                 return
             except ConnectionError as error:
-                raise ChannelClosed("the front process is gone") from error
+                raise ChannelClosed("the frontend process has exited") from error
             del self._outbox[:sent]
 
     def _select(self, timeout: float | None, *, read: bool = True) -> None:
@@ -182,7 +182,7 @@ class RankChannel:
 
 
 class FrontChannel(asyncio.Protocol):
-    """The front's end: calls on_frame(payload) in the event loop, on_closed(reason) once at its end."""
+    """The frontend's end: calls on_frame(payload) in the event loop, on_closed(reason) once."""
 
     def __init__(self, on_frame: Callable[[bytes], None], on_closed: Callable[[str], None]) -> None:
         self._on_frame = on_frame
@@ -190,8 +190,8 @@ class FrontChannel(asyncio.Protocol):
         self._reader = FrameReader()
         self._transport: asyncio.Transport | None = None
         self._sent = 0  # frames
-        self._had = -1  # of these the rank, when it last said that it waits
-        self._silent: int | None = None  # ticks since a probe that must be answered, None = there is none
+        self._had = -1  # frames the rank had handled when it last reported waiting
+        self._silent: int | None = None  # ticks since an unanswered probe, None = no probe is open
         self._next_tick: asyncio.TimerHandle | None = None
 
     @classmethod
@@ -204,15 +204,16 @@ class FrontChannel(asyncio.Protocol):
         return channel
 
     def watch(self, seconds: float, is_stopped: Callable[[], bool] = lambda: False) -> None:
-        """Probes the rank while it waits for frames; closes the channel if it does not answer for so long.
+        """Probes the rank while it waits for frames; closes the channel after `seconds` without an answer.
 
-        is_stopped: whether a signal has stopped its process, which must not last so long whatever it does.
+        is_stopped: whether a signal has stopped its process. That is limited to `seconds` even for a busy
+            rank.
         """
         loop = asyncio.get_running_loop()
         stopped = 0  # ticks
 
         def tick() -> None:
-            # Ticks are counted, not time: a front that was stopped or busy itself does not blame the rank.
+            # Counts ticks, not time: a frontend that was itself stopped or busy must not blame the rank.
             nonlocal stopped
             stopped = stopped + 1 if is_stopped() else 0
             if self._silent is not None:
@@ -220,9 +221,9 @@ class FrontChannel(asyncio.Protocol):
             elif self._had == self._sent % 2**32 and self._transport is not None:
                 self._silent = 0
                 self._transport.write(probe(self._sent))
-            if self._silent == TICKS + 1:  # one more: a peer that waits in a vote knows better whom to blame
+            if self._silent == TICKS + 1:  # one more: a peer waiting in the vote names the culprit better
                 self._end(f"did not answer for {seconds:g} s while it had nothing to do")
-            elif stopped == TICKS + 2:  # peers come first here too
+            elif stopped == TICKS + 2:  # peers first, here too
                 self._end(f"was stopped by a signal for more than {seconds:g} s")
             else:
                 self._next_tick = loop.call_later(seconds / TICKS, tick)
@@ -235,7 +236,7 @@ class FrontChannel(asyncio.Protocol):
         return self._transport.get_write_buffer_size() if self._transport else 0
 
     def send(self, payload: bytes) -> None:
-        """Sends a frame without blocking; nothing happens on a closed channel, as on_closed has said so."""
+        """Sends a frame without blocking; does nothing on a closed channel, which on_closed has reported."""
         if self._transport is not None and not self._transport.is_closing():
             self._sent += 1
             self._transport.write(frame(payload))

@@ -1,8 +1,8 @@
 """The ranks of a group as real processes: starts them, carries messages, notices their exit, stops them.
 
 Satisfies ranks.protocol.Ranks; used in one event loop. A group lives and dies as one: the first sign of a
-lost rank stops all of them. One loss has many signs: the rank's last words, its exit code, closed channels,
-and the errors of its peers; `blame` picks the rank that was lost first. Units: seconds.
+lost rank stops all of them. One loss has many signs: the rank's last message, its exit code, closed
+channels, and its peers' errors; `cause` picks the rank that was lost first. Units: seconds.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from ep_server.v1 import rank_pb2 as pb
 
 
 class Kind(IntEnum):
-    """How much a sign explains, best first: the others follow from it."""
+    """Kinds of signs, the most telling first: a loss of one kind causes those after it."""
 
     OWN_ERROR = 0
-    EXIT = 1  # without a word
-    HOST = 2  # is gone
-    PEER = 3  # a wait for one failed
-    ABORT = 4  # by a peer
-    CLOSED = 5  # channel
+    EXIT = 1  # without a message
+    HOST = 2  # host lost
+    PEER = 3  # waiting for a peer failed
+    ABORT = 4  # a peer aborted the group
+    CLOSED = 5  # channel closed
 
 
 _ECHOES = {
@@ -48,13 +48,13 @@ _ECHOES = {
 
 
 def kind_of(error_class: str) -> Kind:
-    """Of the error that a rank ended with."""
+    """The kind of sign of an error that a rank ended with."""
     return _ECHOES.get(error_class, Kind.OWN_ERROR)
 
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """That a rank is lost. peer: for whom it waited in vain, where it says so."""
+    """Evidence that a rank is lost. peer: the rank it waited for in vain, if it named one."""
 
     kind: Kind
     rank: int
@@ -63,9 +63,9 @@ class Sign:
 
 
 def cause(signs: Sequence[Sign]) -> Sign:
-    """The best of at least one sign; what a rank said explains its exit, whichever arrives first.
+    """The most telling of at least one sign. A rank's message explains its exit, whichever arrives first.
 
-    Where ranks waited in vain, its rank is the one at the end of the chain of waits, not one that waited.
+    Where ranks waited in vain, the culprit is the rank at the end of the chain of waits, not one that waited.
     """
     spoke = {sign.rank for sign in signs if sign.kind not in (Kind.EXIT, Kind.CLOSED)}
     unexplained = [sign for sign in signs if sign.kind is not Kind.EXIT or sign.rank not in spoke]
@@ -74,23 +74,23 @@ def cause(signs: Sequence[Sign]) -> Sign:
     if best.kind is not Kind.PEER or best.rank not in waits:
         return best
     end = _end_of(waits, best.rank)
-    told = next((sign for sign in unexplained if sign.kind is Kind.PEER and sign.peer == end), best)
-    return replace(told, rank=end)
+    reported = next((sign for sign in unexplained if sign.kind is Kind.PEER and sign.peer == end), best)
+    return replace(reported, rank=end)
 
 
 def _end_of(waits: Mapping[int, int], rank: int) -> int:
-    """Who is waited for, and waits for nobody; of ranks that wait in a ring, the last one met."""
-    met = {rank}
-    while (peer := waits.get(rank)) is not None and peer not in met:
-        met.add(peer)
+    """The rank that others wait for and that waits for none; in a ring of waits, the last one visited."""
+    visited = {rank}
+    while (peer := waits.get(rank)) is not None and peer not in visited:
+        visited.add(peer)
         rank = peer
     return rank
 
 
 def start_error(sign: Sign, *, several: bool) -> StartupError:
-    """What start() raises for it. several: hosts.
+    """The error that start() raises for a sign. several: whether the group has several hosts.
 
-    Names the rank, but for a ConfigError on one host: all its ranks read the same configuration.
+    Names the rank, except for a ConfigError on one host, where all ranks read the same configuration.
     """
     if isinstance(sign.error, ConfigError):
         return StartupError(f"rank {sign.rank}: {sign.error}") if several else sign.error
@@ -108,9 +108,11 @@ SESSION_BITS = 17  # of a group over several hosts: as many as a greeting of its
 
 @dataclass(frozen=True, slots=True)
 class LaunchTiming:
-    """start_stall: longest silence of a loading rank. settle: from the first sign of a loss to its report,
-    in which the rank that caused it is told from those that felt it. grace: for the last step at stop();
-    then SIGTERM, after `term` SIGKILL, and after `kill` the process is left to the kernel."""
+    """Durations in seconds.
+
+    start_stall: longest silence of a loading rank. settle: from the first sign of a loss to its report,
+    to collect the signs that name the cause. grace: for the last step at stop(); then SIGTERM, after
+    `term` SIGKILL, and after `kill` the process is left to the kernel."""
 
     start_stall: float = 300.0
     settle: float = 0.1
@@ -123,8 +125,8 @@ class RankProcesses:
     """A group of ranks.
 
     Args:
-        hosts: where they run; on this host alone if None.
-        module: what each process runs there; anything that speaks rank.proto.
+        hosts: where they run; None = on this host.
+        module: what each process runs; any module that speaks rank.proto.
     """
 
     def __init__(
@@ -145,7 +147,7 @@ class RankProcesses:
         self._started: asyncio.Future[None] | None = None
         self._listener: RankListener | None = None
         self._progress: Callable[[int, str, int, int], None] = lambda *_: None
-        self._heard = 0.0
+        self._last_sign_of_life = 0.0
         self._work_number = 0
         self._signs: list[Sign] = []
         self._stopping: asyncio.Task[None] | None = None
@@ -168,7 +170,7 @@ class RankProcesses:
     ) -> list[RankReady]:
         """As Ranks.start. Call it once, from a thread that outlives the ranks."""
         if self._started is not None:
-            raise InternalError("start() of ranks that were started before")
+            raise InternalError("start() was called twice")
         loop = asyncio.get_running_loop()
         self._started = loop.create_future()
         self._listener, self._progress = listener, progress
@@ -189,14 +191,14 @@ class RankProcesses:
         for process in self._processes:
             process.send(add if process.rank == rank else doorbell)
             if process.buffered > MAX_BUFFERED:
-                self._note(Kind.OWN_ERROR, process.rank, f"has left {process.buffered} bytes unread")
+                self._note(Kind.OWN_ERROR, process.rank, f"left {process.buffered} bytes unread")
 
     def cancel(self, rank: int, number: int) -> None:
         """As Ranks.cancel."""
         self._processes[rank].send(pb.ToRank(cancel=pb.Cancel(number=number)).SerializeToString())
 
     async def stop(self) -> None:
-        """As Ranks.stop: asks, then SIGTERM, then SIGKILL; returns when every process is reaped."""
+        """As Ranks.stop: sends Shutdown, then SIGTERM, then SIGKILL; returns when every process is reaped."""
         if self._stopping is None:
             self._stopping = asyncio.create_task(self._stop())
         await asyncio.shield(self._stopping)
@@ -204,9 +206,9 @@ class RankProcesses:
     async def _all_ready(self) -> None:
         assert self._started is not None
         loop, stall = asyncio.get_running_loop(), self._timing.start_stall
-        self._heard = loop.time()
+        self._last_sign_of_life = loop.time()
         while not self._started.done():
-            left = self._heard + stall - loop.time()
+            left = self._last_sign_of_life + stall - loop.time()
             if left <= 0:
                 silent = [p.rank for p in self._processes if p.rank not in self._ready]
                 raise StartupError(f"ranks {silent} reported nothing for {stall:g} s while starting")
@@ -226,7 +228,7 @@ class RankProcesses:
             await ended(self._processes, seconds)
         for process in self._processes:
             if not process.exited.is_set():
-                log.error("rank %d was killed and does not end: the kernel holds it", process.rank)
+                log.error("rank %d got SIGKILL but its process has not ended", process.rank)
             process.close()
         if self._started is not None and not self._started.done():
             self._started.cancel()
@@ -256,7 +258,7 @@ class RankProcesses:
             self._on_starting(rank, kind, message)
 
     def _on_starting(self, rank: int, kind: str | None, message: pb.FromRank) -> None:
-        self._heard = asyncio.get_running_loop().time()
+        self._last_sign_of_life = asyncio.get_running_loop().time()
         if kind == "progress":
             self._progress(rank, message.progress.stage, message.progress.done, message.progress.total)
         elif kind == "introduction":
@@ -271,7 +273,7 @@ class RankProcesses:
             self._note(Kind.OWN_ERROR, rank, "sent an empty message")
 
     def _connect(self) -> None:
-        """Tells every rank where all of them are."""
+        """Sends every rank the addresses of all ranks."""
         everyone = [self._introductions[rank] for rank in range(self.num_ranks)]
         connect = pb.Connect(ranks=everyone, session=secrets.randbits(SESSION_BITS))
         for process in self._processes:

@@ -1,6 +1,6 @@
-"""The life of a rank's process: tied to its parent, built, stepping, and its last words. `python -m` runs it.
+"""The main program of a rank's process: tie it to its parent, build its parts, run its steps.
 
-Whatever goes wrong ends the process with one last message that says what.
+Any failure ends the process, with one last message to the frontend that names the cause.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ if TYPE_CHECKING:  # torch is imported once the process is tied to its parent
 
 log = logging.getLogger(__name__)
 
-LAST_WORDS_SECONDS = 2.0  # for the last message to leave
+LAST_MESSAGE_SECONDS = 2.0  # to send the last message
 PR_SET_PDEATHSIG = 1
 
 Choose: TypeAlias = "Callable[[pb.Start, Config], Device]"
 
 
 def serve(channel: RankChannel, choose: Choose | None = None) -> int:
-    """The whole life of a rank behind a channel. choose: see main(). Returns: the exit code."""
+    """Runs a rank behind a channel until it ends. choose: see main(). Returns: the exit code."""
     exchanges: list[NativeExchange] = []
     try:
         start = _first_message(channel)
         logs.configure(Config.from_values(json.loads(start.config_json)).log, rank=start.rank)
-        # Imported here: torch takes a second or more, in which the process is tied to its parent already.
-        gc.disable()  # what is imported stays: to look through it again and again is a tenth of that second
+        # Imported here: torch takes a second or more, and the process must be tied to its parent by then.
+        gc.disable()  # scanning freshly imported objects would cost a tenth of that second
         import torch
 
         from ep_server.ranks.build import Front, build_rank
@@ -66,18 +66,18 @@ def serve(channel: RankChannel, choose: Choose | None = None) -> int:
         parts = build_rank(start, front, choose or device_of)
         worker = RankWorker(parts, channel)
         gc.collect()
-        gc.freeze()  # what is here now stays: no collection needs to look at it again
+        gc.freeze()  # these objects live as long as the process: no collection needs to scan them
         channel.send(ready_message(parts.ready).SerializeToString())
         with torch.inference_mode():
             worker.run()
-        channel.drain(LAST_WORDS_SECONDS)
+        channel.drain(LAST_MESSAGE_SECONDS)
     except ChannelClosed:
-        return 1  # nobody is left to be told
+        return 1  # the frontend has exited
     except Exception as error:
         if not isinstance(error, EpServerError):
-            log.exception("a rank fails")
-        _say_fatal(channel, error)
-        for exchange in exchanges:  # after the last words: the others' errors then come later than the cause
+            log.exception("the rank failed")
+        _send_fatal(channel, error)
+        for exchange in exchanges:  # after the last message, so that the peers' errors arrive after the cause
             exchange.abort()
         return 1
     return 0
@@ -87,31 +87,31 @@ def _first_message(channel: RankChannel) -> pb.Start:
     first, *more = channel.wait()
     message = pb.ToRank.FromString(first)
     if message.WhichOneof("kind") != "start" or more:
-        raise InternalError("the first message of a rank's channel is not Start alone")
+        raise InternalError("the first message to a rank must be Start, alone")
     return message.start
 
 
 def _answer(channel: RankChannel, seconds: float) -> pb.Connect:
-    """What the front answers to an introduction. Raises: StartupError after `seconds`."""
+    """Waits for the frontend's answer to an introduction. Raises: StartupError after `seconds`."""
     payloads = channel.wait(seconds)
     if not payloads:
-        raise StartupError(f"the other ranks have not come within {seconds:g} s")
+        raise StartupError(f"the other ranks did not connect within {seconds:g} s")
     message = pb.ToRank.FromString(payloads[0])
     if message.WhichOneof("kind") != "connect" or len(payloads) > 1:
-        raise InternalError("the answer to an introduction is not Connect alone")
+        raise InternalError("the answer to an introduction must be Connect, alone")
     return message.connect
 
 
-def _say_fatal(channel: RankChannel, error: Exception) -> None:
+def _send_fatal(channel: RankChannel, error: Exception) -> None:
     try:
         channel.send(fatal_message(error).SerializeToString())
-        channel.drain(LAST_WORDS_SECONDS)
+        channel.drain(LAST_MESSAGE_SECONDS)
     except ChannelClosed:
         log.error("%s", one_line(error))
 
 
 def die_with(parent: int) -> None:
-    """Ties this process to its parent: SIGKILL when it ends, by whatever cause; exits if it already has."""
+    """Ties this process to its parent: it gets SIGKILL when the parent ends, and exits if that happened."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
@@ -120,8 +120,8 @@ def die_with(parent: int) -> None:
 
 
 def main(choose: Choose | None = None) -> int:
-    """Runs a rank on the inherited channel. choose: what it computes on; as configured if None."""
-    parser = argparse.ArgumentParser(description="One rank; started by the server, not by hand.")
+    """Runs a rank on the inherited channel. choose: picks its device; None = as configured."""
+    parser = argparse.ArgumentParser(description="One rank. The server starts it; do not run it by hand.")
     for name in ("--rank", "--channel", "--parent"):
         parser.add_argument(name, type=int, required=True)
     options = parser.parse_args()

@@ -1,8 +1,8 @@
-"""Decides on one rank whether it wants two micro-batches, from measured times.
+"""Decides on one rank whether a step should run as two micro-batches, from measured times.
 
-Two micro-batches hide waiting for other ranks but read every weight twice, so they pay only where waiting is
-a good part of a step, and then not always: it is tried and timed. Knows no clock and no exchange: it is given
-durations. The vote makes one decision of all ranks' wishes. Units: steps, nanoseconds.
+Two micro-batches hide the wait for other ranks but read every weight twice. They pay only where waiting is a
+large part of a step, and not always then, so both ways are tried and timed. The vote combines the ranks'
+preferences. Pure: callers pass durations in. Units: steps, nanoseconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Protocol
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """A step that ended. ns: it took. tokens: of this rank. bucket: of its graph, on all ranks; 0 = none."""
+    """A finished step. ns: its duration. tokens: on this rank. bucket: of its graph; 0 = none."""
 
     ns: int
     tokens: int
@@ -24,29 +24,29 @@ class Ran:
 
 
 class Overlap(Protocol):
-    """One rank's wish, step by step. All ranks count the same steps."""
+    """One rank's preference, step by step. All ranks count the same steps."""
 
-    def wish(self, sequences: int, bucket: int) -> bool:
-        """Whether the next step may run two micro-batches; what this rank would run in it."""
+    def wants_two(self, sequences: int, bucket: int) -> bool:
+        """Whether this rank agrees to two micro-batches in the next step, with `sequences` and `bucket`."""
         ...
 
     def stepped(self, step: Ran) -> bool:
-        """Counts a step. True where read() is due."""
+        """Counts a step. Returns True when the caller must call read()."""
         ...
 
     def read(self, wait_ns: int, compute_ns: int) -> None:
-        """Takes cumulative waiting for peers and computing time; called before the first step too."""
+        """Takes the cumulative times of waiting and computing; also called before the first step."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class OverlapRule:
-    """A cycle is `window` single steps, `window` steps of trial, `hold` steps of what was decided.
+    """A cycle is `window` single steps, `window` trial steps, then `hold` steps as decided.
 
-    The trial takes place where waiting took more than `waiting` of the computing time in the single steps.
-    It is won where its steps took less than `gain` of the single ones; while overlap is on, less than
-    `keep` is enough, so that noise does not switch to and fro. Steps compare only if their tokens do, within
-    a share of `similar`.
+    The trial runs if waiting exceeded `waiting` times the computing time in the single steps. Two
+    micro-batches win if the trial took less than `gain` of the single steps' time, or less than `keep`
+    while overlap is already on: the hysteresis keeps noise from toggling it. Windows are compared only if
+    their token counts differ by at most the share `similar`.
     """
 
     waiting: float = 0.5
@@ -76,14 +76,14 @@ class OverlapPolicy:
     def __repr__(self) -> str:
         return f"OverlapPolicy({self.mode}, wanted={self.wanted}, step {self._at} of the cycle)"
 
-    def wish(self, sequences: int, bucket: int) -> bool:
-        """As Overlap.wish."""
+    def wants_two(self, sequences: int, bucket: int) -> bool:
+        """As Overlap.wants_two."""
         if self.mode != "auto":
             return self.wanted
         if self._at < self.rule.window:
             return False
         wanted = self._trial if self._at < 2 * self.rule.window else self.wanted
-        return wanted and sequences != 1  # an idle rank does not keep the others from it
+        return wanted and sequences != 1  # an idle rank does not block the others
 
     def stepped(self, step: Ran) -> bool:
         """As Overlap.stepped; read() is due where the single window begins or ends."""
@@ -118,11 +118,11 @@ class OverlapPolicy:
 
 @dataclass(frozen=True, slots=True)
 class BucketRule:
-    """Of each bucket `window` steps are run as one micro-batch, as many as two, then `hold` as was faster.
+    """Each bucket runs `window` steps as one micro-batch, `window` as two, then `hold` in the faster way.
 
-    Two are faster where the median of their steps is less than `gain` of that of the others. Where two steps
-    of a trial took more than `hopeless` of it, the rest of the trial is run as one. What is tried in vain
-    then costs window / hold of what it is slower, or less.
+    Two win if their median step takes less than `gain` of the other median. If two trial steps both took
+    more than `hopeless` times that median, the rest of the trial runs as one. A failed trial therefore
+    costs at most window / hold of the slowdown.
     """
 
     window: int = 6
@@ -133,7 +133,7 @@ class BucketRule:
 
 @dataclass(slots=True)
 class _Trial:
-    """Of one bucket. at: step of the cycle. times: ns, by micro-batches."""
+    """One bucket's trial. at: step of the cycle. times: ns, by number of micro-batches."""
 
     at: int
     wanted: bool
@@ -141,13 +141,13 @@ class _Trial:
 
 
 class BucketOverlap:
-    """For captured steps: which form of a bucket is faster is measured on it, now and then.
+    """For captured steps: measures from time to time which way a bucket runs faster.
 
-    A rank does not know before the vote which bucket the others bring: it takes the larger of its own and
-    the last one. An idle rank wishes as the others do.
+    Before the vote a rank does not know the other ranks' bucket, so it assumes the larger of its own and
+    the last one. An idle rank votes as the others do.
 
     Args:
-        buckets: that can be run either way; steps of others are one micro-batch.
+        buckets: those captured both ways; steps of other buckets run as one micro-batch.
     """
 
     def __init__(self, buckets: Iterable[int], rule: BucketRule | None = None) -> None:
@@ -159,20 +159,20 @@ class BucketOverlap:
         wanted = sorted(bucket for bucket, trial in self._trials.items() if trial.wanted)
         return f"BucketOverlap(wanted={wanted}, of {sorted(self._trials)})"
 
-    def wish(self, sequences: int, bucket: int) -> bool:
-        """As Overlap.wish."""
+    def wants_two(self, sequences: int, bucket: int) -> bool:
+        """As Overlap.wants_two."""
         trial = self._trials.get(max(bucket, self._last))
         if trial is None or (sequences and not bucket):  # a step without a graph
             return False
         window = self.rule.window
         if trial.at >= 2 * window:
             return trial.wanted
-        return trial.at >= window and not self._hopeless(trial)  # steps are counted on, as on all ranks
+        return trial.at >= window and not self._hopeless(trial)  # counted on, as on all ranks
 
     def stepped(self, step: Ran) -> bool:
         """As Overlap.stepped; read() is never due."""
         trial = self._trials.get(step.bucket)
-        self._last = step.bucket if trial is not None else 0  # chunks of prompts are another kind of step
+        self._last = step.bucket if trial is not None else 0  # prompt chunks are a different kind of step
         if trial is None:
             return False
         window = self.rule.window
@@ -186,7 +186,7 @@ class BucketOverlap:
         return False
 
     def read(self, wait_ns: int, compute_ns: int) -> None:
-        """As Overlap.read: the steps' own times say enough."""
+        """As Overlap.read; unused: the steps' own times suffice."""
 
     def _hopeless(self, trial: _Trial) -> bool:
         one, two = trial.times[1], trial.times[2]
@@ -194,7 +194,7 @@ class BucketOverlap:
 
     def _decide(self, trial: _Trial) -> None:
         one, two = trial.times[1], trial.times[2]
-        # Steps are launched before the last ones are counted, and others may refuse: some are the other kind.
+        # Ranks run ahead and others may refuse, so some steps of a window ran the other way.
         enough = min(len(one), len(two)) > self.rule.window // 2
         trial.wanted = enough and median(two) < self.rule.gain * median(one)
         trial.times = {1: [], 2: []}

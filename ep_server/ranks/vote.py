@@ -1,11 +1,11 @@
-"""The vote that keeps ranks in step: one 64-byte record per rank and step, and what all conclude from it.
+"""The vote that keeps ranks in step: each rank contributes one 64-byte record per step, and all tally them.
 
-Anything that may differ between ranks goes through this record and through nothing else; every rank tallies
-the same records, so every rank reaches the same verdict. Knows no transport: the caller gathers the bytes.
+Anything that may differ between ranks goes through this record and nothing else. Every rank tallies the same
+records, so every rank reaches the same verdict. The caller gathers the bytes over any transport.
 
-Work numbers: the front numbers its requests 1, 2, 3 ... and tells every rank each number, one of them with
-the request and the others as a doorbell. Ranks park together, when nobody has work and all have seen the
-same last number: any later number then reaches, and wakes, every one of them.
+Work numbers: the frontend numbers its requests 1, 2, 3 ... and sends every number to every rank: to one rank
+with the request, to the others as a doorbell. Ranks park together, when none has work and all have seen the
+same last number. Any later number then wakes all of them.
 """
 
 from __future__ import annotations
@@ -27,13 +27,13 @@ assert _RECORD.size == RECORD_BYTES
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """What one rank says about its next step.
+    """One rank's contribution for its next step.
 
     step: number of the step voted on. generation: of the membership; both are equal on all ranks.
-    last_work: last work number seen. tokens: it would run, 0 if idle.
-    bucket: size its buffers or graph would be padded to. has_work: some request waits or runs here.
-    micro_batch_ok, graph_ok: it could run two micro-batches, a captured graph; an idle rank always can.
-    stop: it was told to end.
+    last_work: last work number seen. tokens: in the batch it plans to run, 0 if idle.
+    bucket: the size its batch would be padded to. has_work: a request waits or runs here.
+    micro_batch_ok, graph_ok: it can run two micro-batches, a captured graph; an idle rank always can.
+    stop: it received the order to shut down.
     """
 
     step: int
@@ -82,7 +82,7 @@ class Vote:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What all ranks do after the vote on `step`. At most one of run, park and stop; none = vote again.
+    """What all ranks do after the vote on `step`: at most one of run, park and stop; none = vote again.
 
     micro_batches: 1 or 2. graph: a captured graph of size `bucket` is run. tokens: by rank.
     """
@@ -98,10 +98,10 @@ class Verdict:
 
 
 def tally(votes: Sequence[Vote]) -> Verdict:
-    """Concludes from the votes of all ranks, in rank order.
+    """Combines the votes of all ranks, in rank order.
 
-    Stop wins over work once every rank was told to stop. While only some were, none parks: a rank that was
-    told would not be woken again.
+    Stop wins over work once every rank has the order to stop. While only some have it, none parks: nothing
+    would wake those that have it.
 
     Raises: InternalError if there is no vote, or steps or generations differ.
     """
@@ -132,9 +132,9 @@ def tally(votes: Sequence[Vote]) -> Verdict:
 class Voter:
     """One rank's end of the vote: counts steps and remembers the last work number. One thread calls it.
 
-    The loop of a rank: read messages (`saw` for each work number), plan, gather `cast(...)`, obey
-    `settle(records)`. A parked rank waits for a work number or the order to stop, then votes on the next;
-    a message that not all ranks get, such as a cancel, must not wake it: it would vote alone.
+    A rank's loop: read messages (`saw` for each work number), plan, gather `cast(...)`, act on
+    `decide(records)`. A parked rank waits for a work number or the order to stop, then votes on the next
+    step. A message that only some ranks get, such as a cancel, must not wake it: it would vote alone.
     """
 
     def __init__(self, generation: int = 0) -> None:
@@ -146,7 +146,7 @@ class Voter:
         return f"Voter(step={self.step}, last_work={self.last_work}, generation={self.generation})"
 
     def saw(self, work_number: int) -> None:
-        """Notes a work number, with its request or as a doorbell. Raises InternalError if it is not newer."""
+        """Records a work number. Raises InternalError if it is not newer than the last."""
         if work_number <= self.last_work:
             raise InternalError(f"work number {work_number} after {self.last_work}")
         self.last_work = work_number
@@ -161,7 +161,7 @@ class Voter:
         graph_ok: bool = True,
         stop: bool = False,
     ) -> bytes:
-        """The record of this rank for the step it is at; arguments as the fields of Vote."""
+        """This rank's record for its current step; arguments as the fields of Vote."""
         return Vote(
             self.step,
             self.generation,
@@ -174,7 +174,7 @@ class Voter:
             stop=stop,
         ).pack()
 
-    def settle(self, records: Sequence[bytes]) -> Verdict:
+    def decide(self, records: Sequence[bytes]) -> Verdict:
         """Tallies the gathered records, in rank order, and moves to the next step.
 
         Raises: InternalError if a record is no vote, or not on this rank's step and generation.

@@ -1,7 +1,7 @@
 """[5] One rank: the loop that keeps it in step with the others.
 
-Knows the front only as a channel and the other ranks only through the vote and the exchange. One thread. A
-fault of a single request ends that request only; any other is the end of the rank (life.py). Durations in
+The frontend is a channel; the other ranks are reached only through the vote and the exchange. One thread.
+An error of a single request ends that request only; any other error ends the rank (life.py). Durations in
 nanoseconds.
 """
 
@@ -33,10 +33,10 @@ CHECK_NS = 10_000_000_000  # a recount of 64k KV blocks takes 40 ms: not at ever
 
 
 @dataclass(frozen=True, slots=True)
-class _Flying:
-    """A step that was launched. launched: the runner's. began: clock at its start, planned, voted; ns.
+class _LaunchedStep:
+    """A step whose tokens are not collected yet. launched: the runner's handle. bucket: 0 = not padded.
 
-    bucket: 0 = as it is.
+    began: clock at its start, once planned, once voted; ns.
     """
 
     batch: StepBatch
@@ -47,7 +47,7 @@ class _Flying:
 
 
 class RankWorker:
-    """The step of one rank, and what happens between steps."""
+    """Runs one rank's steps, and handles messages between them."""
 
     def __init__(
         self, parts: RankParts, channel: RankChannel, clock: Callable[[], int] = time.perf_counter_ns
@@ -61,7 +61,7 @@ class RankWorker:
         self._meter = StepMeter(parts.ready.rank, min(limits.max_running, limits.max_step_tokens))
         self._meter.ready(self._exchange.statistics(), self._runner.statistics())
         self._ahead = parts.scheduler.limits.ahead
-        self._flying: deque[_Flying] = deque()
+        self._launched: deque[_LaunchedStep] = deque()
         self._stop = False
         self._idle = False  # no rank had anything to do in the last vote
         self._reported = self._checked = clock()
@@ -71,9 +71,9 @@ class RankWorker:
         return f"RankWorker({self._voter!r}, {self._scheduler!r})"
 
     def run(self) -> None:
-        """Steps and parks until every rank was told to stop.
+        """Steps and parks until every rank has the order to stop.
 
-        Raises: ExchangeError, ChannelClosed; InternalError if the scheduler's books are wrong in the end.
+        Raises: ExchangeError, ChannelClosed; InternalError if the scheduler ends inconsistent.
         """
         while self.step():
             pass
@@ -82,12 +82,12 @@ class RankWorker:
     def step(self) -> bool:
         """One step with all other ranks; False once it was the last.
 
-        On exit: every message read is obeyed, and the tokens of the step are on their way to the front, or
-        those of the one `ahead` steps before it. A batch that was planned when the group stopped is not run,
-        nor a step in which no rank has a token: all then depends on those in flight.
+        On return every message read is handled, and the tokens of this step, or of the step `ahead` steps
+        before it, are sent to the frontend. A batch planned when the group stops is not run. Neither is a
+        step without tokens on any rank: it only waits for the steps in flight.
         """
         start = self._clock()
-        self._obey(self._channel.poll())
+        self._handle(self._channel.poll())
         batch = self._scheduler.plan()
         planned = self._clock()
         verdict = self._vote(batch)
@@ -98,20 +98,20 @@ class RankWorker:
             bucket = verdict.bucket if verdict.graph else 0
             count = self._runner.micro_batches_of(bucket, verdict.micro_batches)
             launched = self._runner.launch(batch, count, bucket)
-            self._flying.append(_Flying(batch, launched, bucket, count, (start, planned, voted)))
-        while self._flying and (len(self._flying) > self._ahead or not run):
-            self._land(self._flying.popleft())
+            self._launched.append(_LaunchedStep(batch, launched, bucket, count, (start, planned, voted)))
+        while self._launched and (len(self._launched) > self._ahead or not run):
+            self._finish(self._launched.popleft())
         if verdict.park and self._idle:
             self._park()
             self._idle = False
         elif verdict.park != self._idle:
-            # Before one more vote: a rank that is stopped before it could say so is missed there.
+            # Reported one vote before parking: a rank that stops in between is missed at that vote.
             self._idle = verdict.park
-            self._channel.say(waiting=verdict.park)
+            self._channel.report(waiting=verdict.park)
         return not verdict.stop
 
-    def _land(self, step: _Flying) -> None:
-        """Waits for the tokens of a step, and tells them."""
+    def _finish(self, step: _LaunchedStep) -> None:
+        """Waits for a step's tokens and publishes them."""
         sampled = self._runner.collect(step.launched)
         ran = self._clock()
         undrawn = [t.number for t in sampled if t.token_id == NO_TOKEN and self._scheduler.is_live(t.number)]
@@ -130,14 +130,14 @@ class RankWorker:
             tokens=batch.num_tokens,
             bucket=bucket,
             has_work=self._scheduler.has_work,
-            micro_batch_ok=self._overlap.wish(len(batch.slices), bucket),
+            micro_batch_ok=self._overlap.wants_two(len(batch.slices), bucket),
             graph_ok=bucket > 0 or not batch.slices,
             stop=self._stop,
         )
-        return self._voter.settle(self._exchange.all_gather(record))
+        return self._voter.decide(self._exchange.all_gather(record))
 
     def _park(self) -> None:
-        """Sleeps until there is new work for some rank, or the end."""
+        """Sleeps until any rank has new work, or the order to stop."""
         last_work = self._voter.last_work
         self._meter.parked(last_work)
         self._report()
@@ -145,9 +145,9 @@ class RankWorker:
             self._scheduler.check_integrity()
             self._checked = self._clock()
         while self._voter.last_work == last_work and not self._stop:
-            self._obey(self._channel.wait())
+            self._handle(self._channel.wait())
 
-    def _obey(self, payloads: Sequence[bytes]) -> None:
+    def _handle(self, payloads: Sequence[bytes]) -> None:
         for payload in payloads:
             message = pb.ToRank.FromString(payload)
             kind = message.WhichOneof("kind")
@@ -162,10 +162,10 @@ class RankWorker:
             elif kind == "shutdown":
                 self._stop = True
             else:
-                raise InternalError(f"a message of kind {kind!r} to a running rank")
+                raise InternalError(f"a running rank received an unexpected message of kind {kind!r}")
 
     def _add(self, wire: pb.Request) -> None:
-        """A request that cannot be taken fails alone: it is not in a queue yet."""
+        """A request that cannot be added fails alone: it is in no queue yet."""
         try:
             request = request_of(wire)
             self._runner.add(request)
@@ -175,7 +175,7 @@ class RankWorker:
                 self._runner.remove(request.number)
                 raise
         except Exception as error:
-            log.exception("request %d", wire.number)
+            log.exception("request %d could not be added", wire.number)
             failed = pb.RequestFailed(number=wire.number, message=one_line(error))
             self._send(pb.FromRank(request_failed=failed))
         else:
@@ -186,23 +186,23 @@ class RankWorker:
             self._send(tokens_message(self._meter.with_queue_times(events)))
             for event in events:
                 if event.finish is not None:
-                    self._forget(event.number)
+                    self._drop(event.number)
         self._release()
 
     def _fail(self, undrawn: Sequence[int]) -> None:
-        """A request whose logits are broken fails alone: whoever sends it again must not end a server."""
+        """Fails requests whose logits are NaN or infinite, alone: resending one must not stop the server."""
         for number in undrawn:
             log.error("the logits of request %d hold NaN or infinity", number)
             failed = pb.RequestFailed(number=number, message="its logits hold NaN or infinity")
-            self._forget(number)
+            self._drop(number)
             self._send(pb.FromRank(request_failed=failed))
 
     def _release(self) -> None:
         for number in self._scheduler.freed():
-            self._forget(number)
+            self._drop(number)
             self._send(pb.FromRank(freed=pb.Freed(number=number)))
 
-    def _forget(self, number: int) -> None:
+    def _drop(self, number: int) -> None:
         self._runner.remove(number)
         self._meter.left(number)
 

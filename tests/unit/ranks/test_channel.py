@@ -81,9 +81,9 @@ def test_peer_close_is_an_error_after_its_last_frames(
     pair[1].sendall(frame(b"last"))
     assert channel.poll() == [b"last"]
     pair[1].close()
-    with pytest.raises(ChannelClosed, match="gone"):
+    with pytest.raises(ChannelClosed, match="exited"):
         channel.wait()
-    with pytest.raises(ChannelClosed, match="gone"):
+    with pytest.raises(ChannelClosed, match="exited"):
         channel.send(b"x")
 
 
@@ -244,9 +244,9 @@ def test_a_rank_that_turns_out_to_be_busy_is_not_probed() -> None:
         with theirs:
             rank = RankChannel(theirs)
             channel.watch(0.2)
-            rank.say(waiting=True)
+            rank.report(waiting=True)
             await asyncio.sleep(0.1)
-            rank.say(waiting=False)
+            rank.report(waiting=False)
             await asyncio.sleep(1.0)
             assert closed == []
             channel.close()

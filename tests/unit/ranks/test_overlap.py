@@ -30,14 +30,14 @@ def cycle(meter: Meter, waiting: float, trial_ns: int, trial_tokens: int = TOKEN
     """Runs one cycle; returns the wish at every step. Outside the single window waits are of no interest."""
     wishes = []
     for step in range(RULE.window):
-        wishes.append(meter.policy.wish(8, 0))
+        wishes.append(meter.policy.wants_two(8, 0))
         due = meter.step(SINGLE_NS, TOKENS, wait=int(waiting * 1000), compute=1000)
         assert due == (step == RULE.window - 1)
     for _ in range(RULE.window):
-        wishes.append(meter.policy.wish(8, 0))
+        wishes.append(meter.policy.wants_two(8, 0))
         assert not meter.step(trial_ns, trial_tokens, wait=10**6, compute=1)
     for step in range(RULE.hold):
-        wishes.append(meter.policy.wish(8, 0))
+        wishes.append(meter.policy.wants_two(8, 0))
         assert meter.step(123, 1, wait=10**6, compute=1) == (step == RULE.hold - 1)
     return wishes
 
@@ -50,7 +50,7 @@ def wishes(trial: bool, hold: bool) -> list[bool]:
 def test_a_fixed_mode_never_measures(mode: str, wish: bool) -> None:
     policy = OverlapPolicy(mode, RULE)
     for sequences in (0, 1, 2, 64):
-        assert policy.wish(sequences, 0) is wish
+        assert policy.wants_two(sequences, 0) is wish
         assert not policy.stepped(Ran(SINGLE_NS, TOKENS))
 
 
@@ -76,7 +76,7 @@ def test_one_sequence_is_not_split_and_idle_ranks_abstain() -> None:
     meter = Meter(policy)
     for _ in range(RULE.window):
         meter.step(SINGLE_NS, TOKENS, wait=1000, compute=1000)
-    assert [policy.wish(n, 0) for n in (0, 1, 2)] == [True, False, True]
+    assert [policy.wants_two(n, 0) for n in (0, 1, 2)] == [True, False, True]
 
 
 BUCKETS = BucketRule(window=4, hold=6, gain=0.9)
@@ -93,7 +93,7 @@ def drive(
     ran: list[int] = []
     for step in range(steps + ahead):
         if step < steps:
-            ran.append(2 if all(policy.wish(8, bucket) for policy in policies) else 1)
+            ran.append(2 if all(policy.wants_two(8, bucket) for policy in policies) else 1)
         if step >= ahead:
             count = ran[step - ahead]
             for rank, policy in enumerate(policies):
@@ -151,14 +151,15 @@ def test_buckets_are_judged_apart_and_others_never_cut() -> None:
     # The first one is wished for as the bucket before it; the runner has no such graph.
     assert drive(policies, CYCLE, {1: [1000], 2: [1]}, bucket=32, ahead=0)[1:] == [1] * (CYCLE - 1)
     assert drive(policies, CYCLE, {1: [1000], 2: [2000]}, bucket=64, ahead=0)[-1] == 1
-    assert [policies[0].wish(n, bucket) for n, bucket in ((8, 128), (8, 64), (8, 0))] == [True, False, False]
+    wanted = [policies[0].wants_two(n, bucket) for n, bucket in ((8, 128), (8, 64), (8, 0))]
+    assert wanted == [True, False, False]
 
 
 def test_an_idle_rank_wishes_as_the_last_bucket_says() -> None:
     policy = BucketOverlap([64], BUCKETS)
-    assert not policy.wish(0, 0)
+    assert not policy.wants_two(0, 0)
     drive([policy], CYCLE - 1, {1: [1000], 2: [500]}, ahead=0)
-    assert policy.wish(0, 0) and not policy.wish(3, 0)
+    assert policy.wants_two(0, 0) and not policy.wish(3, 0)
 
 
 def test_one_rank_that_refuses_keeps_all_at_one() -> None:

@@ -128,10 +128,10 @@ def test_a_voter_counts_steps_and_keeps_the_last_number():
         voter.saw(5)
     record = voter.cast(tokens=4, has_work=True, bucket=8, micro_batch_ok=False, graph_ok=False)
     assert Vote.unpack(record) == Vote(0, 3, 5, 4, 8, has_work=True, micro_batch_ok=False, graph_ok=False)
-    assert voter.settle([record]).run
+    assert voter.decide([record]).run
     assert repr(voter) == "Voter(step=1, last_work=5, generation=3)"
     with pytest.raises(InternalError, match="vote is on step 0, this rank is at 1"):
-        voter.settle([record])
+        voter.decide([record])
 
 
 # --- every interleaving of a small cluster ---
@@ -202,7 +202,7 @@ class Cluster:
     def settled(self):
         following = copy.deepcopy(self)
         records = [node.record for node in following.nodes]
-        verdicts = [node.voter.settle(records) for node in following.nodes]
+        verdicts = [node.voter.decide(records) for node in following.nodes]
         assert len(set(verdicts)) == 1
         for node in following.nodes:
             node.record = None
@@ -361,7 +361,7 @@ class ClusterMachine(RuleBasedStateMachine):
 
     def obey(self):
         records = [node.record for node in self.nodes]
-        verdicts = {node.voter.settle(records) for node in self.nodes}
+        verdicts = {node.voter.decide(records) for node in self.nodes}
         (verdict,) = verdicts
         for node, simulated, batch in zip(self.nodes, self.ranks, self.batches, strict=True):
             node.record = None
