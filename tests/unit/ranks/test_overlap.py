@@ -155,11 +155,11 @@ def test_buckets_are_judged_apart_and_others_never_cut() -> None:
     assert wanted == [True, False, False]
 
 
-def test_an_idle_rank_wishes_as_the_last_bucket_says() -> None:
+def test_an_idle_rank_votes_as_the_last_bucket_says() -> None:
     policy = BucketOverlap([64], BUCKETS)
     assert not policy.wants_two(0, 0)
     drive([policy], CYCLE - 1, {1: [1000], 2: [500]}, ahead=0)
-    assert policy.wants_two(0, 0) and not policy.wish(3, 0)
+    assert policy.wants_two(0, 0) and not policy.wants_two(3, 0)
 
 
 def test_one_rank_that_refuses_keeps_all_at_one() -> None:
