@@ -19,10 +19,10 @@ from ep_server.backends.gpu.clock import DeviceClock
 from ep_server.backends.gpu.decoder import GpuDecoder, Pass
 from ep_server.backends.gpu.graphs import Form, Graphs, buckets_up_to
 from ep_server.backends.gpu.kernels.triton.compilations import Compilations
-from ep_server.backends.gpu.kernels.triton.sampling_report import SamplingReport
+from ep_server.backends.gpu.kernels.triton.logprobs import SamplingReport
 from ep_server.backends.gpu.moe.rows import RowsOfSteps
 from ep_server.backends.gpu.prompts import PromptRoom, prompts_of
-from ep_server.backends.gpu.sampling.sampling import GpuSampler
+from ep_server.backends.gpu.sampling.sampler import GpuSampler
 from ep_server.backends.gpu.side_stream import Beside
 from ep_server.backends.gpu.snapshot import Snapshot
 from ep_server.backends.gpu.step_input import InputShape, StepInput, StepTensors, sampled_slices

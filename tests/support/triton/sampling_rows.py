@@ -10,9 +10,13 @@ import triton
 import triton.language as tl
 
 from ep_server.backends.gpu.kernels.triton.sampling import sample
-from ep_server.backends.gpu.kernels.triton.sampling_space import SamplingSpace
-from ep_server.backends.gpu.kernels.triton.sampling_table import SamplingTable, Wants
-from ep_server.backends.gpu.kernels.triton.sampling_weights import noise, quarter_of, scaled
+from ep_server.backends.gpu.kernels.triton.sampling_filters import noise, scaled
+from ep_server.backends.gpu.kernels.triton.sampling_table import (
+    SamplingSpace,
+    SamplingTable,
+    Wants,
+    quarter_of,
+)
 from tests.support.triton.harness import DEVICE, NAN
 
 ALL = Wants.DRAW | Wants.FILTER | Wants.NUCLEUS

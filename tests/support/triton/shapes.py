@@ -19,6 +19,7 @@ from ep_server.backends.gpu.kernels.triton.expert_rows import ExpertRows, Expert
 from ep_server.backends.gpu.kernels.triton.experts import run_experts
 from ep_server.backends.gpu.kernels.triton.local_rows import Answers, Places, add_answers_norm, place_rows
 from ep_server.backends.gpu.kernels.triton.logit_edits import add_listed, advance, allow_only, penalise
+from ep_server.backends.gpu.kernels.triton.logprobs import SamplingReport, report
 from ep_server.backends.gpu.kernels.triton.norm import add_rms_norm, rms_norm
 from ep_server.backends.gpu.kernels.triton.paged import PagedKv
 from ep_server.backends.gpu.kernels.triton.paged_decode import Workspace, decode
@@ -29,10 +30,13 @@ from ep_server.backends.gpu.kernels.triton.rope import HeadNorm, Rotation, store
 from ep_server.backends.gpu.kernels.triton.rope_latent import MlaInput, store_mla
 from ep_server.backends.gpu.kernels.triton.router import Choice, Drawn, route
 from ep_server.backends.gpu.kernels.triton.sampling import sample
-from ep_server.backends.gpu.kernels.triton.sampling_report import SamplingReport, report
-from ep_server.backends.gpu.kernels.triton.sampling_slots import RECORD, write_slots
-from ep_server.backends.gpu.kernels.triton.sampling_space import SamplingSpace
-from ep_server.backends.gpu.kernels.triton.sampling_table import SamplingTable, Wants
+from ep_server.backends.gpu.kernels.triton.sampling_table import (
+    RECORD,
+    SamplingSpace,
+    SamplingTable,
+    Wants,
+    write_slots,
+)
 from ep_server.backends.gpu.kernels.triton.step_words import Packed, room_for, spread
 from ep_server.models.families.spec import GroupScore, RouterSpec, Score
 from ep_server.models.kv_cache import KvLayer

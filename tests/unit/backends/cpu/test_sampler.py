@@ -20,8 +20,7 @@ from transformers import (
 )
 
 from ep_server.backends.cpu import sampling_ops as ops
-from ep_server.backends.cpu.sampler import Sampler
-from ep_server.backends.cpu.sampling_state import UniformStream
+from ep_server.backends.cpu.sampler import Sampler, UniformStream
 from ep_server.errors import InternalError, InvalidArgument
 from ep_server.records import NO_TOKEN, Request, SampledToken, Sampling, Stopping
 

@@ -5,7 +5,7 @@
     allow_only   every token that the slot's mask does not allow becomes -inf
     advance      the drawn tokens into the table, and to the host
 
-The order of the first three is that of model/sampler.py. Logits are [N, V] float32, rows may have a pitch;
+The order of the first three is that of the CPU sampler. Logits are [N, V] float32, rows may have a pitch;
 edited in place. slots: [N] int32. A row that asks for nothing costs a program that reads its slot. Each
 launcher raises InternalError for another shape, dtype or layout.
 """

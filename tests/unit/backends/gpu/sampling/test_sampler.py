@@ -12,7 +12,7 @@ import torch
 from ep_server.backends.cpu import sampling_ops as ops
 from ep_server.backends.cpu.sampler import Sampler
 from ep_server.backends.gpu.kernels.triton.sampling_table import ENTRIES, MOST_REPORTED
-from ep_server.backends.gpu.sampling.sampling import GpuSampler
+from ep_server.backends.gpu.sampling.sampler import GpuSampler
 from ep_server.errors import InternalError, InvalidArgument
 from ep_server.frontend.requests import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, MAX_TOP_N
 from ep_server.records import NO_TOKEN, Request, SampledToken, Sampling, SeqSlice, Stopping

@@ -11,7 +11,6 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ep_server.backends.gpu.kernels.triton.sampling_slots import RECORD, write_slots
 from ep_server.backends.gpu.kernels.triton.sampling_table import (
     COUNT_STEP,
     DRAWN,
@@ -20,8 +19,10 @@ from ep_server.backends.gpu.kernels.triton.sampling_table import (
     IN_PROMPT,
     LONGS,
     MOST_REPORTED,
+    RECORD,
     SamplingTable,
     Wants,
+    write_slots,
 )
 from ep_server.errors import InternalError, InvalidArgument
 from ep_server.records import Request, Sampling, Stopping

@@ -14,20 +14,15 @@ import triton.language as tl
 
 from ep_server.backends.gpu.kernels.triton.checks import FLOATS as FLOAT_TYPES
 from ep_server.backends.gpu.kernels.triton.checks import block, expect
-from ep_server.backends.gpu.kernels.triton.sampling_space import SamplingSpace
+from ep_server.backends.gpu.kernels.triton.sampling_filters import ONE, best_of, keep_better, nothing
 from ep_server.backends.gpu.kernels.triton.sampling_table import (
     LONGS,
     REPORTED,
     REPORTS,
     WANTS,
+    SamplingSpace,
     SamplingTable,
-)
-from ep_server.backends.gpu.kernels.triton.sampling_weights import (
-    ONE,
-    best_of,
     block_of,
-    keep_better,
-    nothing,
 )
 
 

@@ -16,13 +16,19 @@ import numpy as np
 import torch
 
 from ep_server.backends.gpu.kernels.triton.logit_edits import add_listed, advance, allow_only, penalise
+from ep_server.backends.gpu.kernels.triton.logprobs import SamplingReport, report
 from ep_server.backends.gpu.kernels.triton.sampling import sample
-from ep_server.backends.gpu.kernels.triton.sampling_report import SamplingReport, report
-from ep_server.backends.gpu.kernels.triton.sampling_slots import RECORD, write_slots
-from ep_server.backends.gpu.kernels.triton.sampling_space import SamplingSpace, splits_of
-from ep_server.backends.gpu.kernels.triton.sampling_table import MOST_REPORTED, SamplingTable, Wants
+from ep_server.backends.gpu.kernels.triton.sampling_table import (
+    MOST_REPORTED,
+    RECORD,
+    SamplingSpace,
+    SamplingTable,
+    Wants,
+    splits_of,
+    write_slots,
+)
 from ep_server.backends.gpu.kernels.triton.step_words import Packed, room_for, spread
-from ep_server.backends.gpu.sampling.rows import SamplingRow, SlotEntry, write
+from ep_server.backends.gpu.sampling.table import SamplingRow, SlotEntry, write
 from ep_server.errors import InternalError
 from ep_server.records import NO_TOKEN, Request, SampledToken, SeqSlice
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ep_server.backends.gpu.kernels.triton.logprobs import SamplingReport, report
 from ep_server.backends.gpu.kernels.triton.sampling import sample
-from ep_server.backends.gpu.kernels.triton.sampling_report import SamplingReport, report
 from ep_server.backends.gpu.kernels.triton.sampling_table import Wants
 from ep_server.errors import InternalError
 from tests.support.triton.harness import DEVICE, NAN, poisoned, random

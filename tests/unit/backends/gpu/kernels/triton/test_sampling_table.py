@@ -3,8 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ep_server.backends.gpu.kernels.triton.sampling_slots import RECORD, write_slots
-from ep_server.backends.gpu.kernels.triton.sampling_table import SamplingTable
+from ep_server.backends.gpu.kernels.triton.sampling_table import RECORD, SamplingTable, write_slots
 from ep_server.errors import InternalError
 from tests.support.triton.harness import DEVICE
 
