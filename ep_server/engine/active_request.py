@@ -1,6 +1,6 @@
-"""One admitted request as the front follows it: state, deadline, counts and times. Data and small steps.
+"""One admitted request in the server process: state, deadline, counts and times.
 
-Knows its stream and its text; knows neither ranks nor gRPC. Units: seconds of the engine's clock, tokens.
+Units: seconds of the engine's clock, tokens.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class ActiveRequest:
     state: State = State.QUEUED
     timer: asyncio.TimerHandle | None = None
     deadline: float | None = None
-    cancelled_at: float | None = None  # the rank was told; its blocks are not free yet
+    cancelled_at: float | None = None  # a cancel was sent; its blocks are not free yet
     output_tokens: int = 0
     cached_tokens: int = 0
     first_at: float = 0.0
@@ -80,7 +80,7 @@ class ActiveRequest:
         )
 
     def summary(self, status: str, reason: str, now: float) -> RequestSummary:
-        """What the observer hears at the end."""
+        """Summary for the observer."""
         return RequestSummary(
             status=status,
             reason=reason,

@@ -135,7 +135,7 @@ class Admission:
         over = max(crowd.ahead + crowd.behind + wanted - slots - limits.max_queue, 0)
         is_full = crowd.in_flight + wanted > slots + limits.max_queue
         if is_full and (not crowd.behind or over > crowd.behind):
-            where = "" if asked.dp_rank is None else " on the wished rank"
+            where = "" if asked.dp_rank is None else " on the requested rank"
             why = f"queue full: {crowd.in_flight} requests in flight{where}: {slots} may run "
             raise self._refusal(why + f"and scheduler.max_queue = {limits.max_queue} may wait", wait)
         self._check_deadline(asked, wait)
@@ -166,7 +166,7 @@ class Admission:
 
     def _check_deadline(self, asked: Asked, wait: float | None) -> None:
         if not wait or asked.timeout is None:
-            return  # it begins at once, or nobody knows
+            return  # it begins at once, or its wait is unknown
         needed = wait + self.pace.service(asked.max_new_tokens)
         if needed > asked.timeout:
             why = f"the request would end in {needed:.3g} s, its deadline is in {max(asked.timeout, 0):.3g} s"

@@ -1,8 +1,7 @@
-"""[10] From the ranks to the streams: tokens, ends, frees. Implements RankListener.
+"""[10] Delivers tokens and ends from the ranks to the streams. Implements RankListener.
 
-Knows no gRPC and admits nothing; everything happens in one event loop and nothing here blocks.
-A request leaves in two steps: its stream ends (reader and id are free), then its rank has freed its KV
-blocks (room is free). Every end is one event of the lifecycle table.
+Runs in one event loop and never blocks. A request leaves in two steps: its stream ends (reader and id are
+free), then its rank frees its KV blocks (its room is free). Every end is one event of the lifecycle table.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ DEADLINE_SLACK_SECONDS = 0.05
 class Delivery:
     """Follows admitted requests to their end.
 
-    pace: learns how fast requests end.
+    pace: records how fast requests end.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class Delivery:
         self._observer.on_statistics(statistics)
 
     def on_lost(self, rank: int, message: str) -> None:
-        """Ends every stream with UNAVAILABLE; nothing is asked of the ranks any more."""
+        """Ends every stream with UNAVAILABLE. The ranks get no more commands."""
         self.lost_message = f"rank {rank} was lost: {message}"
         self._observer.on_rank_lost(rank)
         for active in self._requests:
@@ -101,7 +100,7 @@ class Delivery:
     def fail(
         self, active: ActiveRequest, event: Event, error: EpServerError, *, at_rank: bool = True
     ) -> None:
-        """Ends a request with an error. at_rank: the rank still runs it and must be told."""
+        """Ends a request with an error. at_rank: the rank still runs it and gets a cancel."""
         self._end(active, event, error.status, "")
         active.stream.fail(error)
         self._leave_rank(active, at_rank=at_rank)
@@ -150,8 +149,8 @@ class Delivery:
         except SlowReader as error:
             self.fail(active, Event.FAIL, error, at_rank=at_rank)
             return
-        except Exception:  # a fault in one request's text ends that request alone, and now
-            log.exception("request %s", active.request.request_id)
+        except Exception:  # a fault in one request's text ends only that request
+            log.exception("request %s: decoding its text failed", active.request.request_id)
             broken = InternalError(f"token {event.token_id} could not be turned into text")
             self.fail(active, Event.FAIL, broken, at_rank=at_rank)
             return
@@ -169,7 +168,7 @@ class Delivery:
         self._leave_rank(active, at_rank=at_rank)
 
     def _end(self, active: ActiveRequest, event: Event, status: str, reason: str) -> None:
-        """The reader's half of leaving: state, id and timer."""
+        """Frees the reader's side: state, id and timer."""
         active.state = advance(active.state, event, active.request.request_id)
         self._requests.ended(active)
         if active.deadline is not None and active.output_tokens:
@@ -183,7 +182,7 @@ class Delivery:
         _log(active, summary)
 
     def _leave_rank(self, active: ActiveRequest, *, at_rank: bool) -> None:
-        """The rank's half: over already, or asked for and answered by on_freed."""
+        """Frees the rank's side: now, or by a cancel that on_freed answers."""
         if at_rank and not self.lost.is_set():
             active.cancelled_at = self._clock()
             self._ranks.cancel(active.rank, active.request.number)
@@ -201,7 +200,7 @@ class Delivery:
 
 
 def _log(active: ActiveRequest, summary: RequestSummary) -> None:
-    """The line of a request that ended: always of one that is traced, of the others on demand."""
+    """Logs the end of a request: at info if it is traced, else at debug."""
     log.log(
         logging.INFO if active.traceparent else logging.DEBUG,
         "request %s: %s %s, %d prompt and %d output tokens in %.3f s, rank %d, traceparent %s",

@@ -1,7 +1,7 @@
-"""[3] Admits requests and gives them to ranks. The one owner of request numbers.
+"""[3] Admits requests and submits them to ranks; owns request numbers.
 
-Knows neither gRPC nor torch; everything happens in one event loop. What becomes of an admitted request
-is `delivery`'s part; who may come in is `admission`'s; which rank gets it is the scheduler's.
+Runs in one event loop. `admission` decides whether a request has room, the scheduler picks its rank, and
+`delivery` follows it to its end.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ __all__ = ["Engine", "EngineObserver", "EngineSettings", "EngineState", "EngineS
 
 
 class EngineState(StrEnum):
-    """Where the server stands; names as in control.proto."""
+    """State of the server; names as in control.proto."""
 
     STARTING = "starting"
     SERVING = "serving"
@@ -75,7 +75,7 @@ class EngineStatistics:
 
 
 class Engine:
-    """The front's end of a group of ranks."""
+    """The server process's end of a group of ranks."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class Engine:
 
     @property
     def state(self) -> EngineState:
-        """Where the server stands."""
+        """State of the server."""
         stopped = self._state is EngineState.STOPPED
         return EngineState.LOST if self._delivery.lost.is_set() and not stopped else self._state
 
@@ -158,7 +158,7 @@ class Engine:
     def submit(self, sequences: Sequence[Submission]) -> list[tuple[Request, TokenStream]]:
         """Admits a request and gives it to a rank. `close()` the streams when their reader leaves.
 
-        A full queue makes room for a request of higher priority: who waits last in order leaves.
+        A full queue makes room for a higher priority: the last waiting request in order is refused.
 
         Args:
             sequences: of one request, at least one: same id, prompt and limits.
@@ -186,7 +186,7 @@ class Engine:
 
     @contextmanager
     def counting_refusals(self) -> Iterator[None]:
-        """Tells the observer about an error raised inside: a request that no rank will see."""
+        """Reports an error raised inside to the observer: a request that no rank will see."""
         try:
             yield
         except EpServerError as error:
@@ -200,7 +200,7 @@ class Engine:
             raise
 
     def abort(self, request_id: str) -> bool:
-        """Ends a request with CANCELLED; False if nobody runs or reads it."""
+        """Ends a request with CANCELLED; False if it neither runs nor is being read."""
         error = RequestCancelled(f"request {request_id!r} was aborted")
         requests, unread = self._requests.with_id(request_id), self._requests.unread_with_id(request_id)
         for active in requests:
@@ -258,7 +258,7 @@ class Engine:
 
     def _check_now(self, asked: Asked) -> None:
         if self.state is EngineState.STARTING:
-            raise Unavailable("the server is starting: its ranks load weights")
+            raise Unavailable("the server is starting: its ranks are loading weights")
         if self.state is EngineState.LOST:
             raise RankLost(self.lost_message)
         if self.state is not EngineState.SERVING:
@@ -274,7 +274,7 @@ class Engine:
             raise ContextLengthExceeded(f"prompt + max_new_tokens = {length}: at most {self.max_context}")
 
     def _make_room(self, asked: Asked) -> None:
-        """Lets those leave whose place the request takes. Raises: QueueFull if they cannot."""
+        """Refuses the waiting requests whose place this one takes. Raises: QueueFull if there are too few."""
         crowd = self._requests.crowd(asked, self._open_streams)
         over = self._admission.check(asked, crowd)
         if not over:

@@ -74,7 +74,7 @@ class EngineObserver(Protocol):
         ...
 
     def on_unread_ended(self) -> None:
-        """The call of a request that had ended was ended, because nobody read it in time or by an abort."""
+        """An ended request's call was closed unread: its reader was too slow, or it was aborted."""
         ...
 
     def on_load(self, running: int, waiting: int, unread: int) -> None:

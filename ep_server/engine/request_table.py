@@ -1,8 +1,7 @@
-"""The requests of this server: by id, by number, counted by rank. Bookkeeping only, nothing is ended here.
+"""Table of this server's requests: by id, by number, and counted by rank. Bookkeeping only.
 
-A active has its id until its stream ends, its number until its rank has freed its KV blocks. It is unread
-from the end of its stream until its call is over.
-Units: requests, tokens, blocks.
+A request keeps its id until its stream ends, and its number until its rank has freed its KV blocks. It is
+unread from the end of its stream until its call is over. Units: requests, tokens, blocks.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class RankCount:
 
     @property
     def in_flight(self) -> int:
-        """All that are not freed."""
+        """Requests that are not freed."""
         return self.waiting + self.running + self.releasing
 
 
@@ -41,7 +40,7 @@ class RequestTable:
         self.ranks = [RankCount() for _ in range(num_ranks)]
         self._by_id: dict[str, list[ActiveRequest]] = {}  # several where one request has several sequences
         self._by_number: dict[int, ActiveRequest] = {}
-        self._unread: dict[str, list[ActiveRequest]] = {}  # by id, which others may have by now
+        self._unread: dict[str, list[ActiveRequest]] = {}  # by id, which newer requests may share
         self.unread = 0
 
     def __len__(self) -> int:
@@ -60,7 +59,7 @@ class RequestTable:
         return tuple(self._unread.get(request_id, ()))
 
     def with_number(self, number: int) -> ActiveRequest | None:
-        """The active with this number, ended or not."""
+        """The request with this number, ended or not."""
         return self._by_number.get(number)
 
     def add(self, active: ActiveRequest) -> None:
@@ -72,13 +71,13 @@ class RequestTable:
         count.tokens += len(active.request.prompt_ids)
 
     def started(self, active: ActiveRequest) -> None:
-        """Its first token came."""
+        """Its first token arrived."""
         count = self.ranks[active.rank]
         _count_waiting(count, active, -1)
         count.running += 1
 
     def grew(self, active: ActiveRequest) -> None:
-        """It got a token."""
+        """Another token arrived."""
         active.output_tokens += 1
         self.ranks[active.rank].tokens += 1
 
@@ -120,7 +119,7 @@ class RequestTable:
         ]
 
     def crowd(self, asked: Asked, open_streams: int) -> Crowd:
-        """Who is there already, as a request meets them."""
+        """Load that a request finds."""
         ranks = self.ranks if asked.dp_rank is None else [self.ranks[asked.dp_rank]]
         counts = [(priority, n) for rank in ranks for priority, n in rank.priorities.items()]
         behind = sum(n for priority, n in counts if priority < asked.priority)
@@ -151,7 +150,9 @@ class RequestTable:
             if has_id and active.stream.ended:
                 raise InternalError(f"request number {number} is {active.state} and its stream is over")
             if not has_id and (active.cancelled_at is None or active.timer is not None):
-                raise InternalError(f"request number {number} ended and nobody frees it")
+                raise InternalError(
+                    f"request number {number} ended, and neither a cancel nor a timer frees it"
+                )
             count = counted[active.rank]
             if active.state is State.QUEUED:
                 _count_waiting(count, active, 1)

@@ -40,7 +40,7 @@ class CallMetadata:
 
     @staticmethod
     def of(pairs: Iterable[tuple[str, str | bytes]]) -> CallMetadata:
-        """Reads the metadata of a call; of a key that comes twice, the last. Raises: InvalidArgument."""
+        """Reads the metadata of a call; the last value of a repeated key counts. Raises: InvalidArgument."""
         values = {key: value for key, value in pairs if isinstance(value, str)}
         return CallMetadata(
             dp_rank=_integer(values, RANK_KEY, 0, 2**32 - 1),
@@ -54,7 +54,7 @@ class Entrance:
     """The port of a call, and the ranks of the node that was called.
 
     nodes, ranks_per_node: of the whole server. relays: the port is for other nodes alone, which say where a
-    call came from; on any other port nobody is believed that, and calls come to node 0.
+    call came from. Other ports ignore that key, and their calls count as node 0's.
     """
 
     nodes: int = 1

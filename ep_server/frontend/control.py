@@ -1,6 +1,6 @@
-"""The Control service: what the server, the model, the loads and the expert-parallel group are like now.
+"""The Control service: reports server, model, loads and the expert-parallel group.
 
-Reads the engine's records and answers; changes nothing but through Engine.abort.
+It reads the engine's records. Only Abort changes anything.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def public_names(config: GrpcConfig) -> tuple[str, ...]:
 
 
 def refuse_control(server: aio.Server, config: GrpcConfig) -> None:
-    """Lets callers of Control know why it is not there."""
+    """Answers Control calls with the reason why it is not served here."""
     why = f"{SERVICE_NAME} is switched off at this server (grpc.control = off)"
     if config.control == "loopback":
         where = f"{LOOPBACK}:{config.control_port}" if config.control_port else "a port that its log names"
@@ -158,7 +158,7 @@ class ControlService(control_pb2_grpc.ControlServicer):  # type: ignore[misc, un
         """The group as measured. Raises: Unavailable before warm-up ends."""
         engine = self._engine
         if engine.state is EngineState.STARTING:
-            raise Unavailable("the server is starting: its ranks load weights")
+            raise Unavailable("the server is starting: its ranks are loading weights")
         statistics = [engine.rank_statistics[rank] for rank in sorted(engine.rank_statistics)]
         up = engine.state is not EngineState.LOST
         return control_pb2.GetEpStateResponse(

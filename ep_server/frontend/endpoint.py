@@ -131,14 +131,14 @@ ANY_MESSAGE_BYTES = 4 << 20  # largest message where grpc.max_message_bytes is 0
 # default from 1000 calls or 30 s on. A call that waits takes about 16 KB.
 MAX_WAITING_CALLS = 1 << 16
 MAX_WAITING_SECONDS = 86_400
-LEAST_PING_MS = 5_000  # between two pings of a client; who sends more is disconnected
+LEAST_PING_MS = 5_000  # between two pings of a client; faster clients are disconnected
 
 
 def warn_if_open(config: GrpcConfig) -> None:
-    """A line in the log for each way in which strangers may call or listen."""
+    """Logs a warning for each way in which strangers can call or listen."""
     exposed = config.host not in ("localhost", "::1") and not config.host.startswith("127.")
     if exposed and not config.tls_cert:
-        log.warning("grpc.host = %s without TLS: anyone on the way can read the calls", config.host)
+        log.warning("grpc.host = %s without TLS: anyone on the network path can read the calls", config.host)
     if exposed and not config.token_file and not config.tls_client_ca:
         log.warning("grpc.host = %s without grpc.token_file: anyone can call", config.host)
 
@@ -157,7 +157,7 @@ def channel_options(config: GrpcConfig) -> list[tuple[str, int]]:
         ("grpc.server.max_pending_requests", MAX_WAITING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_WAITING_CALLS),
         ("grpc.server_max_unrequested_time_in_server", MAX_WAITING_SECONDS),
-        ("grpc.http2.bdp_probe", 0),  # what nobody reads yet keeps to one small window
+        ("grpc.http2.bdp_probe", 0),  # unread messages fill one small window at most
         ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a silent half of the calls
         ("grpc.keepalive_time_ms", 30_000),  # a vanished client is noticed, its requests cancelled
         ("grpc.keepalive_timeout_ms", 10_000),

@@ -115,7 +115,7 @@ class CallCounter(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unused
             self._gate.set()
 
     async def lull(self, seconds: float, tries: int) -> None:
-        """Until no call has come for so long: gRPC has handed over all that it had."""
+        """Waits until no call arrived for that long: gRPC has then handed over all it had."""
         for _ in range(tries):
             before = self._arrived
             await asyncio.sleep(seconds)

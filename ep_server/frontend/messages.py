@@ -111,7 +111,7 @@ class _Walk:
 Decoder = Callable[[bytes], Any]
 
 SHORT_BYTES = 1 << 16  # a message that is no longer is decoded without a look at its fields
-PLAIN_BYTES = 1 << 18  # largest message of a method that the owner of the port says nothing about
+PLAIN_BYTES = 1 << 18  # largest message of a method without its own limit
 ARRIVAL_SECONDS = 60.0  # for a message to arrive, from the first step of its call
 CANCEL_SECONDS = 0.1  # for gRPC to report that a call without a message is over
 RETRY_MS = 1000
@@ -132,7 +132,7 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class Door:
-    """What the owner of a port knows about the calls to it.
+    """Limits and callbacks for the calls of one port.
 
     methods: by "/service/method". max_arriving: calls of one method whose message has not arrived yet.
     on_refused: gets the gRPC status of every call that ends before its handler has its message.
@@ -214,7 +214,7 @@ class MessageReader(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unus
         if len(data) <= SHORT_BYTES:
             message = _decoded(handler.request_deserializer, data)
         else:
-            async with self._long:  # other work of the event loop comes between two of them
+            async with self._long:  # the event loop does other work between two of them
                 method.check(data)
                 message = _decoded(handler.request_deserializer, data)
         self._on_read(context)

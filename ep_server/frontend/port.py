@@ -42,7 +42,7 @@ _DRAINING_OPTIONS = [("grpc.max_connection_age_ms", 1000)]
 
 
 class Port:
-    """A server without services: errors become statuses, tokens are asked for where there is a file of them.
+    """A server without services; it maps errors to statuses and checks tokens if a token file is configured.
 
     Add services to `server` before open(). Used in one event loop.
     """
@@ -160,7 +160,7 @@ def _ip(host: str) -> IPv4Address | IPv6Address:
 
 
 def hang_up(place: Place) -> None:
-    """Lets nobody connect any more and ends all connections; gRPC has a call for neither.
+    """Refuses new connections and closes all open ones; gRPC has a call for neither.
 
     For a port of a server in this process, which stops next. Other threads may open and close descriptors
     meanwhile. Raises: OSError.
@@ -172,7 +172,7 @@ def hang_up(place: Place) -> None:
 
 
 def stop_listening(place: Place) -> None:
-    """Lets nobody connect any more; as hang_up()."""
+    """Refuses new connections; see hang_up()."""
     for number, listener in _sockets_at(place, listening=True):
         # Another socket takes its place: if it ended under gRPC, that would log an error.
         with socket.socket(listener.family) as idle:

@@ -1,6 +1,6 @@
-"""[2] Turns a GenerateRequest into a Request, or says which field is wrong. Knows no ranks, no streams.
+"""[2] Turns a GenerateRequest into a Request, or names the field that is wrong.
 
-Every error names the field as the proto does, its value and what is allowed.
+Every error names the field as the proto does, its value, and what is allowed.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def check_text(text: str, limits: Limits) -> None:
 
 
 def request_id(proto: Any) -> str:
-    """The caller's id, or a drawn one."""
+    """The caller's id, or a random one."""
     given: str = proto.request_id
     if not given:
         return secrets.token_hex(8)
@@ -123,7 +123,7 @@ def request_id(proto: Any) -> str:
 
 
 def asked(proto: Any, metadata: CallMetadata, timeout: float | None, limits: Limits) -> Asked:
-    """What admission must know, before the rest is looked at. Raises: InvalidArgument."""
+    """The part that admission needs, read before the rest. Raises: InvalidArgument."""
     stopping = proto.stopping
     rank = agreed(RANK_KEY, metadata.dp_rank, proto.dp_rank if proto.HasField("dp_rank") else None)
     return Asked(
@@ -177,7 +177,7 @@ def sequences(proto: Any, request: Request) -> list[Request]:
 
 
 def response_shape(proto: Any, model: ServedModel) -> ResponseShape:
-    """What the caller wants to get. Raises: InvalidArgument."""
+    """Shape of the events that the caller asks for. Raises: InvalidArgument."""
     options = proto.response
     text = _given(options, "output_text", model.tokenizer is not None)
     allowed = "false: this model has no tokenizer"

@@ -1,6 +1,6 @@
-"""[2] The Decode service: a request in, events out. Knows protos and the engine; no ranks, no scheduler.
+"""[2] The Decode service: takes a request, streams its events.
 
-Contains no `except`: errors go to the interceptor. A stream ends once, with `finished` or with a status.
+It contains no `except`: errors reach the interceptor. A stream ends once, with `finished` or with a status.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ FAULTS = ("DEADLINE_EXCEEDED", "INTERNAL", "RESOURCE_EXHAUSTED", "UNAVAILABLE", 
 
 
 class ServerMetrics:
-    """Implements observer.EngineObserver. Called in the event loop; scrapes come from other threads."""
+    """Implements observer.EngineObserver. Called in the event loop; scrapes run in other threads."""
 
     def __init__(
         self, registry: CollectorRegistry, *, model: str, version: str, max_queue: int, nodes: int = 1

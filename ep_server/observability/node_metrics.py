@@ -31,7 +31,7 @@ class NodeFacts:
 
 
 class NodeMetrics:
-    """Implements nodes.relay.RelayObserver. Called in the event loop; scrapes come from other threads."""
+    """Implements nodes.relay.RelayObserver. Called in the event loop; scrapes run in other threads."""
 
     def __init__(self, registry: CollectorRegistry, facts: NodeFacts) -> None:
         disable_created_metrics()  # type: ignore[no-untyped-call]  # as ServerMetrics

@@ -1,8 +1,7 @@
-"""The ledger of KV blocks of one rank: who holds which block, and which blocks hold a reusable prefix.
+"""Ledger of the KV blocks of one rank: reference counts and the index of reusable prefixes.
 
-Knows block ids, reference counts and digests; not the tensors behind them, nor sequences or steps.
-A block is free (on the free list), cached (holds a sealed prefix nobody references; evicted least
-recently used first) or used (referenced by one or more tables). Units: blocks; `block_size` is in tokens.
+A block is free, cached (it holds a sealed prefix that no sequence references; least recently used is
+evicted first), or used (one or more tables reference it). Units: blocks; `block_size` is in tokens.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from hashlib import blake2b
 
 from ep_server.errors import InternalError
 
-DIGEST_BYTES = 16  # 128 bits: no accidental sharing, and nobody can search for a collision
+DIGEST_BYTES = 16  # 128 bits: neither accidental nor searched-for collisions
 
 
 def root_digest(cache_salt: str) -> bytes:
@@ -36,7 +35,7 @@ class BlockLedger:
     def __init__(self, num_blocks: int, block_size: int) -> None:
         self.num_blocks = num_blocks
         self.block_size = block_size
-        self.releases = 0  # times blocks came back; a caller that found no room may wait for a change
+        self.releases = 0  # counts releases; a caller that found no room can wait for it to change
         self._references = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first

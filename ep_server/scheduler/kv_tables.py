@@ -1,7 +1,7 @@
-"""The KV tables of a rank's sequences: gives them blocks of the ledger, seals full ones, takes them back.
+"""KV tables of a rank's sequences: allocates blocks, seals full ones, releases them.
 
-All that a sequence keeps of its blocks is changed here and nowhere else, but for what steps compute. Who gets
-blocks, and when, is the scheduler's question. Units: tokens, blocks.
+Only this module changes what a sequence records about its blocks, except what a step computes. The
+scheduler decides who gets blocks and when. Units: tokens, blocks.
 """
 
 from __future__ import annotations

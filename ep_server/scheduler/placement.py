@@ -15,7 +15,7 @@ def choose_rank(loads: Sequence[RankLoad], request: Request, near: range = range
     """The rank for a request: the fewest KV blocks, then the fewest requests, then the lowest number.
 
     A near rank wins where it would have no more KV blocks than that rank without one request of its mean
-    size, or without an eighth of its blocks: so far ranks get their part whatever node requests come to.
+    size, or without an eighth of its blocks: so other nodes' ranks get their share, whichever node is called.
 
     Args:
         loads: by rank, of requests not yet ended; what waits counts with the KV it will need.

@@ -22,7 +22,7 @@ def _arrival(seq: ScheduledSequence) -> int:
 
 
 class WaitingQueue:
-    """Sequences in QUEUED or PREEMPTED, best first. A preempted one comes back at its old place."""
+    """Sequences in QUEUED or PREEMPTED, best first. A preempted one returns to its old place."""
 
     def __init__(self, max_overtakes: int) -> None:
         self._max_overtakes = max_overtakes

@@ -1,11 +1,11 @@
-"""[4] Chooses what one rank runs next and applies what came out: continuous batching over a block ledger.
+"""[4] Continuous batching on one rank: plans the next step and applies its result.
 
-Decides from counts alone. Knows nothing of torch, gRPC, processes or time; one thread calls it.
-The rank's loop is: add/cancel as they arrive, `batch = plan()`, run it, `commit(batch, sampled)`, and again.
-With `limits.ahead` the next plan() may come before the commit of the step that still runs: a sequence goes on
-with PENDING_TOKEN, and what a step computed for one that had ended is dropped. Steps run in the order of
-their plans, so a block given back may be planned for another sequence at once.
-Units: tokens, blocks.
+It decides from counts alone, and one thread calls it. The rank's loop: add and cancel as commands arrive,
+`batch = plan()`, run the batch, `commit(batch, sampled)`, repeat.
+
+With `limits.ahead`, the next plan() may precede the commit of the running step. A sequence then continues
+with PENDING_TOKEN, and results for a sequence that has ended are dropped. Steps run in the order of their
+plans, so a released block may be planned for another sequence at once. Units: tokens, blocks.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ class RankScheduler:
         """Applies a finished step: counts its tokens as computed, appends drawn ones, frees what ended.
 
         Args:
-            batch: the oldest that plan() returned and nobody committed.
+            batch: the oldest batch that plan() returned and that is not committed.
             sampled: one token per slice with `sample`, in slice order.
                 A request with NO_TOKEN ends as by fail().
         Returns: one event per drawn token of a request that goes on or ends by it, in slice order.
@@ -177,7 +177,7 @@ class RankScheduler:
         return events
 
     def _take(self, seq: ScheduledSequence, token: SampledToken) -> TokenEvent | None:
-        """Appends a drawn token; what is to be told of it."""
+        """Appends a drawn token. Returns the event to publish."""
         seq.pending -= 1
         if token.token_id == NO_TOKEN:
             seq.drop = seq.drop or Event.FAIL

@@ -1,6 +1,8 @@
-"""What a rank's scheduler keeps for one request, and the steps planned but not committed yet, oldest first.
+"""Scheduler state of a request, and the steps that were planned but not committed, oldest first.
 
-Data only; the rules are in rank_scheduler. Units: tokens, blocks.
+Data only: the rules are in rank_scheduler.
+
+Units: tokens, blocks.
 """
 
 from __future__ import annotations
@@ -32,7 +34,7 @@ class ScheduledSequence:
     admissions: times it was given blocks.
     sealed: leading full blocks offered to the prefix index. next_seal: `computed` at which one more fills.
     cached_tokens: prompt tokens its first admission found in the prefix cache; None before it.
-    urgent: was overtaken too often; goes before every priority.
+    urgent: was overtaken too often; precedes every priority.
     drop: cancel or failure that waits for the step in flight.
     """
 
@@ -77,7 +79,7 @@ class ScheduledSequence:
 
     @property
     def order(self) -> tuple[bool, int, int]:
-        """Who goes first, lowest first: urgent ones by arrival, then by priority, then by arrival."""
+        """Sort key: urgent ones by arrival, then by priority, then by arrival."""
         return (not self.urgent, 0 if self.urgent else -self.request.priority, self.arrival)
 
     @property
@@ -146,7 +148,7 @@ class StepsInFlight:
         Raises: InternalError if that is not `batch`, or the tokens are not its own; nothing has changed then.
         """
         while batch.slices and self._steps and not self._steps[0].batch.slices:
-            self._steps.popleft()  # idle, and nobody committed it
+            self._steps.popleft()  # idle and not committed
         if not self._steps or batch is not self._steps[0].batch:
             raise InternalError("commit() of a batch that is not in flight")
         awaited, given = [s.number for s in batch.slices if s.sample], [token.number for token in sampled]

@@ -274,13 +274,13 @@ async def test_a_full_queue_pushes_back() -> None:
         assert served.heard.refused == ["RESOURCE_EXHAUSTED"]
 
 
-async def test_a_wished_rank_that_is_full_and_one_that_is_not() -> None:
+async def test_requested_rank_full_and_not_full() -> None:
     async with serving(FakeRanks(2), scheduler__max_running=1, scheduler__max_queue=0) as served:
         served.ranks.hold()
         first = served.client.generate([1], dp_rank=1)
         await next_event(first)
         error = await failure(served.client.generate([1], dp_rank=1))
-        assert error.code() is Code.RESOURCE_EXHAUSTED and "wished rank" in error.details()
+        assert error.code() is Code.RESOURCE_EXHAUSTED and "requested rank" in error.details()
         second = served.client.generate([1])
         assert (await next_event(second)).prompt_info.rank == 0
 

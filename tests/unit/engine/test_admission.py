@@ -39,10 +39,10 @@ def test_so_many_may_run_and_so_many_may_wait() -> None:
         some.check(ONE, crowd(10))
 
 
-def test_a_wished_rank_has_its_own_room() -> None:
+def test_requested_rank_has_its_own_room() -> None:
     some = admission()
     some.check(Asked(dp_rank=0), crowd(6))
-    with pytest.raises(QueueFull, match="7 requests in flight on the wished rank: 3 may run"):
+    with pytest.raises(QueueFull, match="7 requests in flight on the requested rank: 3 may run"):
         some.check(Asked(dp_rank=0), crowd(7))
 
 
