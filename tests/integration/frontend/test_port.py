@@ -123,7 +123,7 @@ async def test_a_drain_goes_on_where_the_port_is_taken(
     async with opened() as one, watching(one.address) as call, asyncio.timeout(WAIT):
         monkeypatch.setattr(port, "bind", taken)
         one.drain(lambda _: None)
-        while "no new connection" not in caplog.text:
+        while "cannot take new connections" not in caplog.text:
             await asyncio.sleep(0.01)
         assert not call.done()
         await one.close(0.0)
