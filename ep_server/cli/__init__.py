@@ -1,1 +1,1 @@
-"""The commands of `ep-server`, one per file: NAME and `command`, a function typer reads the flags from."""
+"""The command line. Each command is a module here, or a package."""

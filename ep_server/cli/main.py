@@ -1,4 +1,4 @@
-"""`ep-server`: the commands by name, and what an error looks like. Each command is a file of commands/."""
+"""`ep-server`: its commands by name, and how errors are printed. Each command has a module or a package."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import ep_server
 from ep_server import logs
 from ep_server.cli import config, diagnose, generate, health, inspect, serve
 from ep_server.cli.bench import command as bench
-from ep_server.cli.demo import command as demo
+from ep_server.cli.demo import run as demo
 from ep_server.errors import EpServerError
 
 app = typer.Typer(
@@ -23,8 +23,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-for command in (serve, generate, health, bench, inspect, diagnose, config, demo):
+for command in (serve, generate, health, inspect, diagnose, config, demo):
     app.command(command.NAME)(command.command)
+app.add_typer(bench.app, name="bench")
 
 
 @app.callback(invoke_without_command=True)
@@ -36,10 +37,10 @@ def options(version: bool = typer.Option(False, "--version", help="Print the ver
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command. What the caller can mend is one line on standard error and exit code 1.
+    """Runs a command. Expected errors become one line on standard error and exit code 1.
 
     Args:
-        arguments: of the command line; sys.argv if None.
+        arguments: command line; sys.argv if None.
     """
     try:
         app(arguments)
@@ -53,13 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _say(error: str) -> None:
-    """Behind all lines of the log, unless nobody reads them: the process ends all the same."""
+    """Prints the error after all log lines, unless nobody reads standard error."""
     if logs.flush():
         print(f"ep-server: error: {error}", file=sys.stderr)
 
 
 def _status(error: grpc.RpcError) -> str:
-    """Status and details, of either client's error, in one line."""
+    """Status and details in one line, for errors of both clients."""
     if isinstance(error, (grpc.Call, grpc.aio.AioRpcError)):
         return f"{error.code().name}: {error.details()}"
     return str(error)

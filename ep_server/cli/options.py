@@ -57,17 +57,17 @@ def target(address: str, tls_ca: str, tls_cert: str, tls_key: str, token_file: s
     return Target(address, tls_ca, tls_cert, tls_key, token)
 
 
-def refuse_panels(context: typer.Context, idle: Mapping[str, str]) -> None:
-    """Flags of these help panels that the caller gave, which would change nothing.
+def refuse_panels(context: typer.Context, refused: Mapping[str, str]) -> None:
+    """Refuses options of some help panels, which would have no effect.
 
-    idle: by panel, what they need. Raises: ConfigError.
+    refused: by panel, when its options are allowed, as in "with --plan". Raises: ConfigError.
     """
     for parameter in context.command.params:
         panel = getattr(parameter, "rich_help_panel", "")
         source = context.get_parameter_source(parameter.name)
-        if panel in idle and source is not None and source.name == "COMMANDLINE":
+        if panel in refused and source is not None and source.name == "COMMANDLINE":
             value = context.params[parameter.name]
-            raise ConfigError(parameter.opts[0], value, f"given only with {idle[panel]}")
+            raise ConfigError(parameter.opts[0], value, f"given only {refused[panel]}")
 
 
 def with_config(function: Callable[..., None]) -> Callable[..., None]:

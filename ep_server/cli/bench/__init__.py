@@ -1,1 +1,1 @@
-"""What `ep-server bench` measures: an engine in this process (offline) or a server over gRPC (online)."""
+"""`ep-server bench`: measures a server over gRPC (online) or an engine in this process (offline)."""

@@ -1,202 +1,200 @@
-"""Load over gRPC from several processes at once, so that the readers are not what is measured.
-
-Every reader is a process; all start at the same moment of the monotonic clock. What a reader could not do
-is an error of the benchmark, what a request could not do is counted.
-"""
+"""`ep-server bench online`: starts or finds a server, sends the load, reports what callers saw."""
 
 from __future__ import annotations
 
 import asyncio
-import dataclasses
-import json
-import os
-import socket
-import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 
-from ep_server.cli.bench.load import Load, poisson, shares
-from ep_server.cli.bench.reader import Work
-from ep_server.cli.bench.trace import Trace
-from ep_server.client import Target
-from ep_server.errors import InternalError, StartupError
-from ep_server.ranks.process import BOOTSTRAP, import_path
+from rich.console import Console
 
-MODULE = "ep_server.cli.bench.reader"
-READY_SECONDS = 600.0  # for a reader to start and to warm up
-LEAD_SECONDS = 0.1  # from the order to start to the start
+from ep_server.cli.app import App, assemble
+from ep_server.cli.bench.breakdown import TIMED_EVERY, Reports, Steps, steps_between
+from ep_server.cli.bench.client_process import ClientProcess, Work, started
+from ep_server.cli.bench.load import Load, Trace
+from ep_server.cli.bench.offline import settled
+from ep_server.cli.bench.report import OnlineReport, Output
+from ep_server.cli.bench.summary import Slo, summarise
+from ep_server.cli.progress import Bars
+from ep_server.client import AsyncClient, Target
+from ep_server.config import Config
+from ep_server.errors import ConfigError, RankLost
+from ep_server.frontend.server import Server
+from ep_server.models.families import read_spec
+from ep_server.models.sizes import context_limit
+
+LEAD_SECONDS = 0.1  # from the order to start until the start
 MARGIN_SECONDS = 60.0  # beyond the deadlines of the requests
-END_SECONDS = 5.0
-LINE_BYTES = 1 << 30  # the longest line holds the traces of a reader
-
-
-@dataclass(frozen=True, slots=True)
-class Crowd:
-    """Whom to ask, and how often before the clock starts. readers: of `started`."""
-
-    target: Target
-    readers: Sequence[Reader]
-    warmup: int = 0
-
-
-@asynccontextmanager
-async def started(count: int) -> AsyncIterator[Sequence[Reader]]:
-    """So many client processes, which have nothing to do yet; they are ended with the context."""
-    readers = [Reader() for _ in range(count)]
-    try:
-        for reader in readers:
-            await reader.start()
-        yield readers
-    except BaseException:
-        for reader in readers:  # what they would still tell is of no use
-            reader.kill()
-        raise
-    finally:
-        await asyncio.gather(*(reader.stop() for reader in readers))
+Processes = Sequence[ClientProcess]
 
 
 async def run(
-    crowd: Crowd,
+    server: Target | Config, load: Load, *, clients: int, warmup: int, slo: Slo, output: Output
+) -> int:
+    """The whole command.
+
+    Args:
+        server: a running server, or the configuration of one to start.
+        clients: client processes. warmup: requests before the clock starts.
+    Returns: exit code, 1 if a request failed.
+    Raises: ConfigError for lengths that the model cannot serve; StartupError; grpc.RpcError if no server
+        answers.
+    """
+    if isinstance(server, Config):  # before anything is loaded
+        load.check_length(context_limit(read_spec(server.model.path), server.model.max_context))
+    console = Console(stderr=True)
+    config: Config | None = None
+    steps: Steps | None = None
+    with Bars(console, console.print) as bars:
+
+        def on_done(done: int) -> None:
+            bars.show("requests", done, load.requests)
+
+        async with started(min(clients, load.requests)) as processes:
+            if isinstance(server, Target):
+                name, load = await fit(load, server)
+                traces = await send(load, server, processes, warmup, on_done)
+            else:
+                async with own_server(prepared(server, load), bars) as app:
+                    config, target = app.server.config, Target(app.server.address)
+                    name, load = await fit(load, target)
+                    before: Reports = {}
+
+                    async def on_warm() -> None:
+                        nonlocal before
+                        before = await settled(app.server.engine)
+
+                    traces = await send(load, target, processes, warmup, on_done, on_warm)
+                    steps = await _steps(app.server, before)
+    found = summarise(traces, 0 if load.rate else load.concurrency, slo)
+    output.show(OnlineReport(name, load, clients, traces, found, config, steps))
+    return 1 if found["errors"] else 0
+
+
+async def fit(load: Load, target: Target) -> tuple[str, Load]:
+    """Returns: the served model's name, the load with its vocabulary. Raises: ConfigError."""
+    async with AsyncClient(target) as client:
+        info: Any = await client.model_info()
+    load.check_length(info.max_context)
+    return info.name, replace(load, vocab_size=info.vocab_size)
+
+
+async def send(
     load: Load,
+    target: Target,
+    processes: Processes,
+    warmup: int = 0,
     on_done: Callable[[int], None] = lambda _: None,
     on_warm: Callable[[], Awaitable[None]] | None = None,
 ) -> list[Trace]:
-    """Runs the whole load.
+    """Sends the whole load. All processes start at the same moment.
 
     Args:
-        on_done: called with the number of requests that ended so far.
+        processes: from client_process.started. warmup: requests before the clock starts.
+        on_done: called with the number of requests that have ended.
         on_warm: awaited between the warm-up and the load.
-    Returns: one trace for each request, by index.
-    Raises: StartupError if a reader does not become ready; InternalError if one does not end.
+    Returns: one trace per request, by index.
+    Raises: StartupError if a process does not become ready; InternalError if one does not end.
     """
-    parts = divide(crowd.target, load, len(crowd.readers), crowd.warmup)
-    readers = crowd.readers[: len(parts)]
-    done = dict.fromkeys(readers, 0)
+    shares = divide(target, load, len(processes), warmup)
+    processes = processes[: len(shares)]
+    done = dict.fromkeys(processes, 0)
 
-    def progress(reader: Reader, count: int) -> None:
-        done[reader] = count
+    def progress(process: ClientProcess, count: int) -> None:
+        done[process] = count
         on_done(sum(done.values()))
 
-    await asyncio.gather(*(reader.prepare(work) for reader, work in zip(readers, parts, strict=True)))
+    await asyncio.gather(*(process.prepare(work) for process, work in zip(processes, shares, strict=True)))
     if on_warm is not None:
         await on_warm()
     begin = time.monotonic() + LEAD_SECONDS
-    seconds = longest(load)
-    lists = await asyncio.gather(*(reader.run(begin, seconds, progress) for reader in readers))
+    limit = longest(load)
+    lists = await asyncio.gather(*(process.run(begin, limit, progress) for process in processes))
     return sorted((trace for traces in lists for trace in traces), key=lambda trace: trace.index)
 
 
-def divide(target: Target, load: Load, readers: int, warmup: int) -> list[Work]:
-    """The share of each reader that has one: request i goes to reader i modulo their number."""
-    count = min(readers, load.requests if load.rate else min(load.requests, load.concurrency))
-    offsets = poisson(load.rate, load.requests, load.seed) if load.rate else []
-    streams = shares(load.concurrency, count)
+def divide(target: Target, load: Load, processes: int, warmup: int) -> list[Work]:
+    """The share of each process that gets one: request i goes to process i modulo their number."""
+    count = min(processes, load.requests if load.rate else min(load.requests, load.concurrency))
+    offsets, (each, more) = load.arrivals(), divmod(load.concurrency, count)
     return [
         Work(
             target,
             load,
-            indices=range(reader, load.requests, count),
-            offsets=offsets[reader::count],
-            streams=streams[reader],
-            warmup=range(reader - warmup, 0, count),
+            indices=range(process, load.requests, count),
+            offsets=offsets[process::count],
+            streams=each + (process < more),
+            warmup=range(process - warmup, 0, count),
         )
-        for reader in range(count)
+        for process in range(count)
     ]
 
 
 def longest(load: Load) -> float:
     """Seconds after which every request must have ended, by its own deadline."""
     if load.rate:
-        return poisson(load.rate, load.requests, load.seed)[-1] + load.timeout + MARGIN_SECONDS
+        return load.arrivals()[-1] + load.timeout + MARGIN_SECONDS
     return -(-load.requests // load.concurrency) * load.timeout + MARGIN_SECONDS
 
 
-class Reader:
-    """A client process."""
+def prepared(config: Config, load: Load) -> Config:
+    """The configuration of the server to start: free ports on loopback, room for a closed loop.
 
-    def __init__(self) -> None:
-        self._process: subprocess.Popen[bytes] | None = None
-        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
+    On GPUs some steps are timed, since the host's share of a step is not known otherwise.
+    Raises: ConfigError for several nodes.
+    """
+    if config.cluster.nodes != 1:
+        raise ConfigError(
+            "cluster.nodes", config.cluster.nodes, "1: the benchmark starts a server on one host"
+        )
+    streams, scheduler = 0 if load.rate else load.concurrency, config.scheduler
+    running = -(-streams // config.parallel.ranks)
+    closed = ("tls_cert", "tls_key", "tls_client_ca", "token_file")
+    given = {
+        **{f"grpc.{name}": "" for name in closed},
+        "grpc.host": "127.0.0.1",
+        "grpc.port": 0,
+        "grpc.control": "on",
+        "metrics.port": 0,
+        "grpc.max_streams": max(config.grpc.max_streams, streams),
+        "scheduler.max_queue": max(scheduler.max_queue, streams),
+        "scheduler.max_running": max(scheduler.max_running, running),
+        "scheduler.max_step_tokens": max(scheduler.max_step_tokens, running),
+    }
+    if config.parallel.device == "cuda":
+        given["metrics.device_phases"] = config.metrics.device_phases or TIMED_EVERY
+    return Config.from_values(config.values() | given)
 
-    @property
-    def pid(self) -> int:
-        """Of the process; 0 before its start."""
-        return self._process.pid if self._process is not None else 0
 
-    async def start(self) -> None:
-        """Starts it; like a rank it ends when the thread that started it does."""
-        ours, theirs = socket.socketpair()
-        with theirs:
-            command = [sys.executable, "-P", "-c", BOOTSTRAP, json.dumps(import_path()), MODULE]
-            command.append(str(os.getpid()))
-            # Not through the event loop, which would fork: gRPC does not like that once it has begun to talk.
-            self._process = subprocess.Popen(
-                command,
-                stdin=theirs.fileno(),
-                stdout=theirs.fileno(),
-                process_group=0,  # a ^C on the terminal is for the process that started it
-            )
-        self._streams = await asyncio.open_connection(sock=ours, limit=LINE_BYTES)
+@asynccontextmanager
+async def own_server(config: Config, bars: Bars) -> AsyncIterator[App]:
+    """A server as `ep-server serve` runs it. On an error or Ctrl-C it stops without draining.
 
-    async def prepare(self, work: Work) -> None:
-        """Gives it its share and returns when it is warm. Raises: StartupError."""
-        values = {"indices": list(work.indices), "warmup": list(work.warmup)}
-        self._tell(dataclasses.asdict(work) | values)
+    Raises: StartupError; RankLost.
+    """
+    async with assemble(config) as app:
+        serving = asyncio.Event()
+        life = asyncio.create_task(app.server.live(bars.loading, serving.set))
+        came_up = asyncio.create_task(serving.wait())
         try:
-            async with asyncio.timeout(READY_SECONDS):
-                said = await self._hear()
-        except TimeoutError:
-            raise StartupError(f"a client process was not ready within {READY_SECONDS:g} s") from None
-        if "error" in said:
-            raise StartupError(f"a client process could not start: {said['error']}")
-
-    async def run(self, begin: float, seconds: float, on_done: Callable[[Reader, int], None]) -> list[Trace]:
-        """Its part of the load, from `begin` on, which takes `seconds` at most."""
-        self._tell({"begin": begin})
-        try:
-            async with asyncio.timeout(seconds):
-                while "traces" not in (said := await self._hear()):
-                    if "error" in said:
-                        raise InternalError(f"a client process failed: {said['error']}")
-                    on_done(self, said["done"])
-        except TimeoutError:
-            raise InternalError(f"a client process did not end within {seconds:g} s") from None
-        traces = [Trace.from_values(values) for values in said["traces"]]
-        on_done(self, len(traces))
-        return traces
-
-    def kill(self) -> None:
-        """Ends the process at once."""
-        if self._process is not None:
-            self._process.kill()
-
-    async def stop(self) -> None:
-        """Waits for the end of the process, which comes with that of its work."""
-        if self._streams is not None:
-            self._streams[1].close()
-        if self._process is not None:
-            await asyncio.to_thread(_end, self._process)
-
-    def _tell(self, values: dict[str, Any]) -> None:
-        assert self._streams is not None
-        self._streams[1].write(json.dumps(values).encode() + b"\n")
-
-    async def _hear(self) -> dict[str, Any]:
-        assert self._streams is not None
-        line = await self._streams[0].readline()
-        if not line:
-            raise InternalError("a client process ended without a word")
-        said: dict[str, Any] = json.loads(line)
-        return said
+            await asyncio.wait((life, came_up), return_when=asyncio.FIRST_COMPLETED)
+            if life.done():
+                life.result()
+                raise RankLost(app.server.engine.lost_message)
+            yield app
+        except BaseException:
+            app.server.ask_to_stop()  # with the one below this is the second: stop at once
+            raise
+        finally:
+            came_up.cancel()
+            app.server.ask_to_stop()
+            await life
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
-    try:
-        process.wait(END_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
+async def _steps(server: Server, before: Reports) -> Steps | None:
+    """The steps since `before`."""
+    layers = sum(read_spec(server.config.model.path).sparse_layers)
+    return steps_between(before, await settled(server.engine), layers)

@@ -1,27 +1,31 @@
-"""`ep-server demo`: serves the demo model on real rank processes, asks it sums over gRPC, shows latencies.
+"""`ep-server demo`: serves the demo model on rank processes, asks it sums over gRPC and prints latencies.
 
-Builds the server that `ep-server serve` builds and talks to it through the public client, like any caller.
-A wrong answer, or a server that does not come up, is a failure: exit status 1. Units: seconds, tokens.
+It starts the same server as `ep-server serve` and uses the public client. The exit code is 1 after a wrong
+answer or a failed start. Units: seconds, tokens.
 """
 
 from __future__ import annotations
 
 import asyncio
+import os
 import random
+import sys
 import time
 import urllib.request
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 import uvloop
 from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 from ep_server.cli.app import App, assemble, require_open_files
-from ep_server.cli.demo.report import Answer, Output, answer_line, latency_table, speed_line
-from ep_server.cli.demo.sums import Sum, draw_held_out
+from ep_server.cli.demo.sums import Sum, draw_held_out, parse_answer
 from ep_server.cli.progress import Bars
 from ep_server.client import AsyncClient
 from ep_server.config import Config
@@ -32,18 +36,36 @@ from ep_server.observability.metrics import PREFIX
 DEMO_MODEL = Path(__file__).parents[2] / "assets" / "demo_model"
 MAX_NEW_TOKENS = 8  # an answer has five, its end included
 ANSWER_SECONDS = 60.0  # deadline of one answer
-REPORT_SECONDS = 10.0  # ranks report what they measured twice a second
+REPORT_SECONDS = 10.0  # ranks report their measurements twice a second
+NAME = "demo"
+PARTS = {
+    "dispatch": ("send", "wait", "expand", "total"),
+    "combine": ("send", "wait", "reduce", "total"),
+}
 
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
-    """What `ep-server demo` may be told. seed None draws one. keep: serve on until Ctrl-C."""
+    """Options of the demo. seed None: drawn at random. keep: serve on until Ctrl-C."""
 
     ranks: int = 4
     seed: int | None = None
     questions: int = 20
     keep: bool = False
     model: Path = DEMO_MODEL
+
+
+def command(
+    ranks: Annotated[int, typer.Option(min=1, max=64, help="Rank processes.")] = 4,
+    questions: Annotated[int, typer.Option(min=1, help="Number of sums.")] = 20,
+    seed: Annotated[
+        int | None,
+        typer.Option(help="Seed of the sums; printed.", show_default="drawn at random"),
+    ] = None,
+    keep: Annotated[bool, typer.Option("--keep", help="Keep serving until Ctrl-C.")] = False,
+) -> None:
+    """Serve a small model that adds and subtracts, ask it sums over gRPC, and print latencies by part."""
+    raise typer.Exit(main(DemoOptions(ranks=ranks, seed=seed, questions=questions, keep=keep)))
 
 
 def main(options: DemoOptions | None = None, console: Console | None = None) -> int:
@@ -88,7 +110,7 @@ async def _demo(options: DemoOptions, console: Console) -> int:
 
 
 async def _show(app: App, sums: list[Sum], console: Console) -> list[Answer]:
-    """Asks, and prints what was answered and what was measured."""
+    """Asks the sums, prints answers and measurements."""
     async with AsyncClient(app.server.address) as client:
         start = time.monotonic()
         answers = await _ask(client, sums, console)
@@ -101,7 +123,7 @@ async def _show(app: App, sums: list[Sum], console: Console) -> list[Answer]:
 
 @asynccontextmanager
 async def _running(server: Server, console: Console) -> AsyncIterator[asyncio.Task[int]]:
-    """Runs the server from warm-up to a clean stop. Yields its task. Raises: StartupError."""
+    """Runs the server until the context ends. Yields: its task. Raises: StartupError."""
     serving = asyncio.Event()
     with Bars(console, console.print) as bars:
         life = asyncio.create_task(server.run(bars.loading, serving.set))
@@ -120,7 +142,7 @@ async def _running(server: Server, console: Console) -> AsyncIterator[asyncio.Ta
 
 
 async def _ask(client: AsyncClient, sums: list[Sum], console: Console) -> list[Answer]:
-    """Asks all at once; prints each answer as it comes."""
+    """Asks all sums at once and prints each answer as it arrives."""
     answers: list[Answer] = []
     with Bars(console, console.print) as bars:
 
@@ -137,7 +159,7 @@ async def _ask(client: AsyncClient, sums: list[Sum], console: Console) -> list[A
 
 
 async def _measured(client: AsyncClient) -> Any:
-    """GetEpStateResponse once every rank reported that it has nothing left to do."""
+    """GetEpStateResponse, once every rank has reported that it is idle."""
     try:
         async with asyncio.timeout(REPORT_SECONDS):
             while True:
@@ -152,3 +174,64 @@ async def _measured(client: AsyncClient) -> Any:
 def _count_series(url: str) -> int:
     with urllib.request.urlopen(url, timeout=REPORT_SECONDS) as page:
         return sum(line.startswith(PREFIX.encode()) for line in page)
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """The model's answer to a sum."""
+
+    sum: Sum
+    text: str
+    tokens: int
+
+    @property
+    def right(self) -> bool:
+        """Whether the answer is correct."""
+        return parse_answer(self.text) == self.sum.answer
+
+
+class Output(Console):
+    """Standard output. A reader that leaves early (`| head`) is not an error."""
+
+    def __init__(self) -> None:
+        super().__init__(highlight=False)
+
+    def on_broken_pipe(self) -> None:
+        """Rich would exit here, in the middle of a callback."""
+        self.quiet = True
+        with Path(os.devnull).open("wb") as nowhere:  # for what is still buffered
+            os.dup2(nowhere.fileno(), sys.stdout.fileno())
+
+
+def answer_line(answer: Answer) -> Text:
+    """`a + b = c`, and whether it is correct."""
+    asked = answer.sum
+    line = f"{asked.a:>5} {asked.op} {asked.b:>3} = {answer.text.strip():<5}"
+    if answer.right:
+        return Text(line).append(" ok", "green")
+    return Text(line).append(f" wrong, it is {asked.answer}", "red")
+
+
+def speed_line(answers: Iterable[Answer], seconds: float) -> str:
+    """Correct answers, tokens and tokens per second."""
+    several = list(answers)
+    right, tokens = sum(each.right for each in several), sum(each.tokens for each in several)
+    rate = f"{tokens} tokens in {seconds:.2f} s, {tokens / seconds:.0f} tokens/s"
+    return f"{right} of {len(several)} right; {rate}"
+
+
+def latency_table(state: Any) -> Table:
+    """Latencies of dispatch and combine by part, over all ranks. state: a GetEpStateResponse."""
+    table = Table(title="dispatch and combine, all ranks, microseconds", title_justify="left")
+    for heading in ("operation", "part"):
+        table.add_column(heading)
+    for heading in ("count", "mean", "p50", "p99"):
+        table.add_column(heading, justify="right")
+    measured = {(each.op, each.part): each for each in state.latencies}
+    for op, parts in PARTS.items():
+        for part in parts:
+            if (row := measured.get((op, part))) is not None:
+                times = (row.mean_seconds, row.p50_seconds, row.p99_seconds)
+                table.add_row(op, part, f"{row.count:,}", *(f"{seconds * 1e6:,.0f}" for seconds in times))
+        table.add_section()
+    return table

@@ -144,7 +144,7 @@ async def test_a_token_from_a_file(capfd: pytest.CaptureFixture[str], tmp_path: 
 async def test_bench(capfd: pytest.CaptureFixture[str], arrivals: tuple[str, str]) -> None:
     async with serving(FakeRanks(2)) as served:
         load = ("--requests", "10", "--prompt-tokens", "5", "--new-tokens", "7", "--warmup", "1", *arrivals)
-        assert await run(served, "bench", *load, "--json") == 0
+        assert await run(served, "bench", "online", *load, "--json") == 0
         report = json.loads(capfd.readouterr().out)
         assert (report["requests"], report["errors"], report["output_tokens"]) == (10, 0, 70)
         assert report["tokens_per_second"] > 0 and report["tokens_per_message"] >= 1
@@ -152,7 +152,7 @@ async def test_bench(capfd: pytest.CaptureFixture[str], arrivals: tuple[str, str
             assert 0 <= report[name]["p50"] <= report[name]["p99"] <= report[name]["max"]
         assert len(served.ranks.requests) == 11
         assert {len(request.prompt_ids) for request in served.ranks.requests.values()} == {5}
-        assert await run(served, "bench", *load) == 0
+        assert await run(served, "bench", "online", *load) == 0
         out = capfd.readouterr().out
         assert "time to first token" in out and "tokens/s" in out
 
@@ -161,7 +161,7 @@ async def test_bench_counts_what_fails(capfd: pytest.CaptureFixture[str]) -> Non
     async with serving(scheduler__max_running=1, scheduler__max_queue=0) as served:
         served.ranks.hold()
         bench = asyncio.ensure_future(
-            run(served, "bench", "--requests", "4", "--concurrency", "4", "--warmup", "0", "--json")
+            run(served, "bench", "online", "--requests", "4", "--concurrency", "4", "--warmup", "0", "--json")
         )
         await served.until(lambda: len(served.heard.refused) == 3)
         served.ranks.release()
@@ -172,8 +172,8 @@ async def test_bench_counts_what_fails(capfd: pytest.CaptureFixture[str]) -> Non
 
 async def test_bench_that_cannot_fit(capfd: pytest.CaptureFixture[str]) -> None:
     async with serving() as served:
-        assert await run(served, "bench", "--prompt-tokens", "70000") == 1
-        assert "at most 65536, the context" in capfd.readouterr().err
+        assert await run(served, "bench", "online", "--prompt-tokens", "70000") == 1
+        assert "at most 65536, the model's context" in capfd.readouterr().err
 
 
 def test_inspect(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,8 +229,8 @@ def test_every_option_is_a_flag_with_a_help_text(
     for name, _, item in fields():
         assert "--" + name.replace(".", "-").replace("_", "-") in out
         assert item.metadata["help"] in out
-    for command in ("generate", "bench", "inspect", "config", "demo"):
-        assert main([command, "--help"]) == 0
+    for command in ("generate", "bench", "bench online", "bench offline", "inspect", "config", "demo"):
+        assert main([*command.split(), "--help"]) == 0
     assert main(["--version"]) == 0
 
 
@@ -249,7 +249,7 @@ def test_flags_reach_the_configuration(monkeypatch: pytest.MonkeyPatch, tmp_path
     assert config.scheduler.prefix_cache is False and config.exchange.timeout_seconds == 1.5
 
 
-@pytest.mark.parametrize("command", [("generate", "hello"), ("bench", "--requests", "1")])
+@pytest.mark.parametrize("command", [("generate", "hello"), ("bench", "online", "--requests", "1")])
 def test_no_server_is_one_line(command: tuple[str, ...], capfd: pytest.CaptureFixture[str]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))  # taken and not listening: nobody else can be there

@@ -140,5 +140,5 @@ async def test_commands_say_that_control_is_off(tmp_path: Path, capfd: pytest.Ca
         capfd.readouterr()
         assert await run("generate", "--ids", "4 5", address, "--max-new-tokens=3") == 0
         assert capfd.readouterr().out == "6 7 8 \n"
-        assert await run("bench", address, "--requests=1") == 1
+        assert await run("bench", "online", address, "--requests=1") == 1
         assert "grpc.control = off" in capfd.readouterr().err

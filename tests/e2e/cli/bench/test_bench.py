@@ -20,14 +20,11 @@ import pytest
 
 import ep_server
 from ep_server.cli.bench import offline, online
-from ep_server.cli.bench.breakdown import Rates
-from ep_server.cli.bench.load import Load
-from ep_server.cli.bench.offline_command import rates
-from ep_server.cli.bench.offline_plan import TIMED_EVERY, Plan
-from ep_server.cli.bench.offline_plan import prepared as prepared_offline
-from ep_server.cli.bench.online_command import Asked, prepared
-from ep_server.cli.bench.reader import Work, run
-from ep_server.cli.bench.trace import OK
+from ep_server.cli.bench.breakdown import TIMED_EVERY, Rates
+from ep_server.cli.bench.client_process import Work, run, started
+from ep_server.cli.bench.command import rates
+from ep_server.cli.bench.load import OK, Load
+from ep_server.cli.bench.summary import Plan
 from ep_server.cli.main import main
 from ep_server.client import AsyncClient, Target
 from ep_server.config import Config
@@ -36,7 +33,7 @@ from ep_server.testing.fake_ranks import FakeRanks
 from tests.support.frontend import MODEL, WAIT, serving
 
 DEMO = Path(ep_server.__file__).parent / "assets" / "demo_model"
-ASKED = Asked(800, 700, 0.0, 8, 8, 0, 1, 60.0)
+MANY = Load(requests=800, concurrency=700, rate=0.0, prompt_tokens=8, new_tokens=8)
 LOAD = Load(requests=9, concurrency=4, rate=0.0, prompt_tokens=5, new_tokens=7, vocab_size=250)
 
 
@@ -81,7 +78,7 @@ def test_online_with_a_server_of_its_own(capfd: pytest.CaptureFixture[str], tmp_
     load = ("--requests", "11", "--concurrency", "4", "--new-tokens", "9", "--prompt-tokens", "6")
     goals = ("--slo-ttft-ms", "600000", "--slo-itl-ms", "600000", "--stream-interval", "4")
     own = ("--model", str(DEMO), "--ranks", "2", "--clients", "2", "--chart", str(chart))
-    found = bench(capfd, *own, *load, *goals)
+    found = bench(capfd, "online", *own, *load, *goals)
     assert (found["requests"], found["errors"], found["output_tokens"]) == (11, 0, 99)
     assert found["goodput"]["requests"] == 11 and found["statuses"] == {}
     assert found["tokens_per_message"] > 2  # 1, 4 and 4
@@ -102,16 +99,16 @@ def test_rates_of_bounds() -> None:
 
 def test_a_server_of_its_own_has_room_and_is_for_this_host_alone() -> None:
     exposed = {"grpc.host": "0.0.0.0", "grpc.token_file": "tokens", "parallel.ranks": 3}
-    made = prepared(Config.from_values(exposed), ASKED)
+    made = online.prepared(Config.from_values(exposed), MANY)
     assert (made.grpc.host, made.grpc.port, made.grpc.token_file) == ("127.0.0.1", 0, "")
     assert (made.scheduler.max_running, made.scheduler.max_queue, made.grpc.max_streams) == (234, 700, 1024)
-    same = prepared(made, replace(ASKED, concurrency=1))
+    same = online.prepared(made, replace(MANY, concurrency=1))
     assert same == made  # nothing becomes smaller
 
 
 def test_gpus_time_some_of_the_steps_that_are_measured() -> None:
     """Offline, and in a server that is started to be measured."""
-    ways = (partial(prepared_offline, plan=Plan((4,), 8, 8)), partial(prepared, asked=ASKED))
+    ways = (partial(offline.prepared, plan=Plan((4,), 8, 8)), partial(online.prepared, load=MANY))
     for way in ways:
         for given, every in (({}, TIMED_EVERY), ({"metrics.device_phases": 5}, 5)):
             made = way(Config.from_values({"parallel.device": "cuda", **given}))
@@ -121,11 +118,11 @@ def test_gpus_time_some_of_the_steps_that_are_measured() -> None:
 
 @pytest.mark.parametrize("readers", [1, 3])
 async def test_every_request_is_asked_once(readers: int) -> None:
-    async with serving() as served, online.started(readers) as processes:
-        crowd = online.Crowd(Target(served.server.address), processes, warmup=2)
+    async with serving() as served, started(readers) as processes:
+        target = Target(served.server.address)
         done: list[int] = []
         async with asyncio.timeout(WAIT):
-            traces = await online.run(crowd, LOAD, done.append)
+            traces = await online.send(LOAD, target, processes, 2, done.append)
         assert [trace.index for trace in traces] == list(range(9))
         assert all(trace.status == OK and trace.tokens == 7 for trace in traces)
         assert all(trace.planned <= trace.sent <= trace.arrivals[0][0] <= trace.ended for trace in traces)
@@ -161,11 +158,11 @@ async def test_a_late_reader_hides_nothing() -> None:
 
 async def test_a_reader_that_dies_ends_the_benchmark() -> None:
     async with serving() as served:
-        with pytest.raises(InternalError, match="a client process ended without a word"):
-            async with online.started(2) as processes:
+        with pytest.raises(InternalError, match="a client process exited without a result"):
+            async with started(2) as processes:
                 served.ranks.hold()
-                crowd = online.Crowd(Target(served.server.address), processes)
-                running = asyncio.create_task(online.run(crowd, LOAD))
+                target = Target(served.server.address)
+                running = asyncio.create_task(online.send(LOAD, target, processes))
                 await served.until(lambda: len(served.ranks.requests) == 4)
                 os.kill(processes[1].pid, signal.SIGKILL)
                 await running
@@ -188,10 +185,10 @@ async def test_a_request_that_fails_offline_ends_the_run() -> None:
 
 
 async def test_a_reader_that_cannot_start_is_named() -> None:
-    async with online.started(1) as processes:
-        crowd = online.Crowd(Target("127.0.0.1:1", tls_ca="/no/such/file"), processes)
+    async with started(1) as processes:
+        target = Target("127.0.0.1:1", tls_ca="/no/such/file")
         with pytest.raises(StartupError, match="a client process could not start: FileNotFoundError"):
-            await online.run(crowd, LOAD)
+            await online.send(LOAD, target, processes)
 
 
 def test_control_c_ends_all_processes_without_a_word(tmp_path: Path) -> None:
@@ -200,7 +197,17 @@ def test_control_c_ends_all_processes_without_a_word(tmp_path: Path) -> None:
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)"  # a job behind & is deaf
     )
     run = "import runpy; runpy.run_module('ep_server', run_name='__main__', alter_sys=True)"
-    command = [sys.executable, "-c", f"{heard}; {run}", "bench", "--model", str(DEMO), "--requests", "100000"]
+    command = [
+        sys.executable,
+        "-c",
+        f"{heard}; {run}",
+        "bench",
+        "online",
+        "--model",
+        str(DEMO),
+        "--requests",
+        "100000",
+    ]
     with (tmp_path / "err").open("w+b") as err:
         process = subprocess.Popen(command, stdout=err, stderr=err, start_new_session=True)
         try:
@@ -220,10 +227,10 @@ def test_control_c_ends_all_processes_without_a_word(tmp_path: Path) -> None:
 
 async def test_why_a_request_failed_is_told() -> None:
     """What its caller was told, not the name of the status alone."""
-    async with serving() as served, online.started(1) as processes:
+    async with serving() as served, started(1) as processes:
         served.ranks.hold()
-        crowd = online.Crowd(Target(served.server.address), processes)
-        running = asyncio.create_task(online.run(crowd, LOAD))
+        target = Target(served.server.address)
+        running = asyncio.create_task(online.send(LOAD, target, processes))
         await served.until(lambda: len(served.ranks.requests) == 4)
         served.ranks.fail(min(served.ranks.requests), "it broke")
         served.ranks.release()
@@ -233,7 +240,7 @@ async def test_why_a_request_failed_is_told() -> None:
 
 async def test_why_warm_up_requests_failed_is_told() -> None:
     """The reason, not that there were several."""
-    async with serving() as served, online.started(1) as processes:
-        crowd = online.Crowd(Target(served.server.address), processes, warmup=2)
+    async with serving() as served, started(1) as processes:
+        target = Target(served.server.address)
         with pytest.raises(StartupError, match="could not start: InvalidArgument: stream_interval = 10995"):
-            await online.run(crowd, replace(LOAD, stream_interval=1 << 40))
+            await online.send(replace(LOAD, stream_interval=1 << 40), target, processes, 2)

@@ -14,8 +14,7 @@ import pytest
 from rich.console import Console
 from safetensors.torch import load_file, save_file
 
-from ep_server.cli.demo.report import Answer, answer_line
-from ep_server.cli.demo.run import DEMO_MODEL, DemoOptions, main
+from ep_server.cli.demo.run import DEMO_MODEL, Answer, DemoOptions, answer_line, main
 from ep_server.cli.demo.sums import Sum, draw_held_out, is_held_out
 from ep_server.client import Client
 from ep_server.errors import StartupError

@@ -10,7 +10,7 @@ import torch
 
 from ep_server.backends.gpu import assembly
 from ep_server.backends.gpu.memory import KV_SHARE, Room, room_for_steps
-from ep_server.cli.inspect_plan import GPU_KV_FRACTION
+from ep_server.cli.inspect import GPU_KV_FRACTION
 from ep_server.errors import StartupError
 from ep_server.ranks.devices import CudaDevice
 from ep_server.ranks.exchanges import Opening

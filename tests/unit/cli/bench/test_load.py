@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 
-from ep_server.cli.bench.load import Load, poisson, prompt, shares
+from ep_server.cli.bench.load import Load, poisson
 from ep_server.cli.bench.online import divide, longest
 from ep_server.client import Target
 
@@ -41,10 +41,10 @@ def test_arrivals_are_those_of_their_seed() -> None:
 
 
 def test_prompts_are_different_and_within_the_vocabulary() -> None:
-    prompts = [prompt(LOAD, index) for index in range(-2, 30)]
+    prompts = [LOAD.prompt(index) for index in range(-2, 30)]
     assert all(len(ids) == 9 and all(0 <= token < 50 for token in ids) for ids in prompts)
     assert len({tuple(ids) for ids in prompts}) == 32
-    assert prompt(LOAD, 4) == prompt(replace(LOAD, requests=99), 4) != prompt(replace(LOAD, seed=4), 4)
+    assert LOAD.prompt(4) == replace(LOAD, requests=99).prompt(4) != replace(LOAD, seed=4).prompt(4)
 
 
 @pytest.mark.parametrize("readers", [1, 2, 4, 7, 30])
@@ -60,7 +60,8 @@ def test_readers_share_one_load(readers: int, rate: float) -> None:
         assert [planned[index] for index in range(23)] == poisson(rate, 23, 3)
         assert longest(load) > planned[22]
     else:
-        assert sum(part.streams for part in work) == 5 and all(part.streams for part in work)
+        streams = [part.streams for part in work]
+        assert sum(streams) == 5 and min(streams) > 0 and max(streams) - min(streams) <= 1
         assert len(work) == min(readers, 5) and not any(part.offsets for part in work)
 
 
@@ -69,7 +70,3 @@ def test_as_many_requests_as_streams_are_one_wave(readers: int) -> None:
     """No reader has a request for which one of its others must end first."""
     for part in divide(Target("nobody"), replace(LOAD, concurrency=LOAD.requests), readers, warmup=0):
         assert part.streams == len(part.indices)
-
-
-def test_shares_are_even() -> None:
-    assert shares(7, 3) == [3, 2, 2] and shares(1, 3) == [1, 0, 0] and shares(0, 2) == [0, 0]

@@ -1,144 +1,98 @@
-"""Figures of traces against numpy and against traces whose figures are known by hand."""
+"""What `ep-server bench` prints for people, read back: figures worked out by hand."""
 
 from __future__ import annotations
 
-import json
+import re
+from dataclasses import replace
+from io import StringIO
 
-import numpy as np
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from rich.console import Console
 
-from ep_server.cli.bench.report import Slo, Steady, quantile, quantiles, steady, summarise
-from ep_server.cli.bench.trace import INCOMPLETE, OK, Trace
+from ep_server.cli.bench import report
+from ep_server.cli.bench.breakdown import Steps
+from ep_server.cli.bench.load import OK, Trace
+from ep_server.cli.bench.summary import Slo, summarise
+from ep_server.models.families.spec import RouterSpec
+from ep_server.ranks.sizing import distinct_experts
 
-seconds = st.floats(0, 1e6, allow_nan=False)
-
-
-def trace(
-    index: int, planned: float, *arrivals: tuple[float, int], status: str = OK, **fields: float
-) -> Trace:
-    """Sent when it was planned, ended with its last token, if the fields do not say otherwise."""
-    made = Trace(index, sum(count for _, count in arrivals), planned, planned, arrivals=list(arrivals))
-    for name, value in fields.items():
-        setattr(made, name, value)
-    made.end(status, fields.get("ended", arrivals[-1][0] if arrivals else planned))
-    return made
-
-
-@given(st.lists(seconds, min_size=1, max_size=60), st.sampled_from([0.5, 0.9, 0.99, 0.0, 1.0]))
-def test_quantiles_are_numpys_nearest_ranks(values: list[float], q: float) -> None:
-    assert quantile(sorted(values), q) == np.quantile(values, q, method="inverted_cdf")
-
-
-def test_quantiles_by_name() -> None:
-    found = quantiles([float(n) for n in range(100, 0, -1)])
-    assert found == {"mean": 50.5, "p50": 50.0, "p90": 90.0, "p99": 99.0, "max": 100.0}
-    assert quantiles([]) == {}
-
-
-def test_tokens_of_one_message_came_together() -> None:
-    made = trace(0, 10.0, (10.5, 1), (11.5, 4), (12.0, 2))
-    assert (made.first_token, made.end_to_end, made.tokens) == (0.5, 2.0, 7)
-    assert made.gaps == [1.0, 0.0, 0.0, 0.0, 0.5, 0.0]
-    assert made.mean_gap == 0.25 == pytest.approx(sum(made.gaps) / 6)
-    assert trace(0, 1.0, (1.5, 3)).gaps == [0.0, 0.0]
-    assert trace(0, 1.0, (1.5, 1)).mean_gap is None and trace(0, 1.0).first_token is None
-
-
-def test_latency_counts_from_the_planned_send_time() -> None:
-    late = trace(0, 10.0, (13.5, 1), (14.0, 1), sent=13.0)
-    found = summarise([late], 0)
-    assert found["time_to_first_token"]["p50"] == 3.5 and found["end_to_end"]["max"] == 4.0
-    assert found["send_delay"]["max"] == 3.0
-
-
-def test_what_fails_is_counted_and_its_tokens_are_not_lost() -> None:
-    traces = [
-        trace(0, 0.0, (1.0, 1), (2.0, 1)),
-        trace(1, 1.0, (1.5, 1), status="UNAVAILABLE", ended=3.0),
-        trace(2, 2.0, status="RESOURCE_EXHAUSTED", ended=2.5),
-        trace(3, 0.0, (4.0, 1), asked=2),
-    ]
-    assert traces[3].status == INCOMPLETE
-    found = summarise(traces, 0)
-    assert (found["requests"], found["errors"], found["output_tokens"], found["seconds"]) == (1, 3, 4, 4.0)
-    assert found["first_reasons"] == {"UNAVAILABLE": "", "RESOURCE_EXHAUSTED": "", INCOMPLETE: ""}
-    assert found["statuses"] == {"UNAVAILABLE": 1, "RESOURCE_EXHAUSTED": 1, INCOMPLETE: 1}
-    assert (found["tokens_per_second"], found["requests_per_second"]) == (1.0, 0.25)
-    assert found["time_to_first_token"] == quantiles([1.0])  # of what was answered in full
-    nothing = summarise([trace(0, 5.0, status="UNAVAILABLE")], 1)
-    assert (nothing["errors"], nothing["output_tokens"], nothing["time_to_first_token"]) == (1, 0, {})
-
-
-def test_goodput_of_known_traces() -> None:
-    traces = [
-        trace(0, 0.0, (0.1, 1), (0.3, 1), (0.5, 1)),  # first token 0.1, mean gap 0.2
-        trace(1, 0.0, (0.4, 1), (0.5, 1), (0.6, 1)),  # 0.4, 0.1
-        trace(2, 0.0, (0.1, 1), (1.1, 1), (2.0, 1)),  # 0.1, 0.95
-        trace(3, 0.0, (0.1, 1), (0.2, 1), status="INTERNAL"),  # fast, and an error
-        trace(4, 0.0, (0.2, 1)),  # one token has no gap
-    ]
-
-    def good(slo: Slo) -> tuple[int, float]:
-        found = summarise(traces, 0, slo)["goodput"]
-        assert found["requests_per_second"] == found["requests"] / 2.0
-        assert found["share"] == found["requests"] / 5
-        return found["requests"], 2.0 * found["tokens_per_second"]
-
-    assert good(Slo(ttft=0.3)) == (3, 7)
-    assert good(Slo(itl=0.25)) == (3, 7)
-    assert good(Slo(ttft=0.3, itl=0.25)) == (2, 4)
-    assert good(Slo(ttft=0.1, itl=1.0)) == (2, 6)  # as long as allowed is in time
-    assert good(Slo(ttft=0.05)) == (0, 0)
-    assert "goodput" not in summarise(traces, 0, Slo())
-
-
-def test_the_steady_rate_leaves_out_ramps() -> None:
-    """Two streams, a token a second each: from the later first token at 3 to the earlier end at 6."""
-    one = trace(0, 0.0, *((float(t), 1) for t in range(1, 7)))
-    two = trace(1, 0.0, *((float(t), 1) for t in range(3, 9)))
-    assert steady([one, two], 2) == Steady(6.0, 3.0)  # at 4, 5 and 6
-    assert steady([one, two], 1) == Steady(11.0, 7.0)
-    assert steady([one, two], 3) is None
-    assert steady([trace(0, 0.0, (1.0, 1)), trace(1, 0.0, (2.0, 1))], 2) is None
-    after = trace(2, 0.0, *((float(t), 1) for t in range(7, 10)))  # takes the first one's place
-    assert steady([one, two, after], 2) == Steady(5 + 3 + 2, 5.0)  # until 8
-
-
-@given(
-    st.lists(st.floats(0, 3), min_size=1, max_size=9), st.integers(1, 8), st.sampled_from([0.25, 1.0, 7.0])
+ROUTER = RouterSpec(16, 4)
+PHASES = {
+    "attention": 0.002, "router": 0.0005, "dispatch": 0.0005, "experts": 0.004, "combine": 0.0005,
+    "sample": 0.0005, "rest": 0.0015, "idle": 0.0005,
+}  # fmt: skip
+# Two ranks, of which the first had three times the rows of the other.
+STEPS = Steps(
+    7, 0.010, PHASES, tokens=6.0, active=(7.0, 5.0), load=(300, 100), sent={}, overlapped=0.25, device=0.0095
 )
-def test_one_wave_rate_does_not_depend_on_token_bundling(
-    begins: list[float], interval: int, seconds: float
-) -> None:
-    """Each stream has a token every `seconds`; first ones come alone. No message at an edge is lost."""
-
-    def stream(index: int) -> Trace:
-        times = [(begins[index], 1)]
-        while len(times) <= 40 // interval:
-            times.append((times[-1][0] + interval * seconds, interval))
-        return trace(index, 0.0, *times)
-
-    found = steady([stream(index) for index in range(len(begins))], len(begins))
-    assert found is not None
-    assert found.rate == pytest.approx(len(begins) / seconds)
-    assert found.seconds == pytest.approx(40 // interval * interval * seconds - (max(begins) - min(begins)))
 
 
-def test_streams_that_cannot_run_together_have_no_rate() -> None:
-    """A loop of 4 with 2 requests has 2 streams; in another the second begins behind the first one's end."""
-
-    def told(traces: list[Trace], concurrency: int) -> list[float | None]:
-        found = summarise(traces, concurrency)
-        return [found[name] for name in ("streams", "steady_seconds", "steady_tokens_per_second")]
-
-    one, two, late = (trace(n, 0.0, (at, 1), (at + 2, 4)) for n, at in enumerate((1.0, 2.0, 3.5)))
-    assert told([one, two], 4) == [2, 1.0, 4.0]
-    assert told([one, late], 2) == [2, None, None]
-    assert told([one, two], 0) == [None, None, None]
+def printed(*arguments: object, by: str) -> list[str]:
+    out = StringIO()
+    getattr(report, by)(Console(file=out, width=140), *arguments)
+    return [" ".join(re.split(r"[\s│┃]+", line)).strip() for line in out.getvalue().splitlines()]
 
 
-def test_a_trace_survives_its_json() -> None:
-    made = trace(7, 1.25, (2.5, 1), (3.5, 4), sent=1.5)
-    assert Trace.from_values(json.loads(json.dumps(made.values()))) == made
+def test_phases_stand_beside_their_bounds() -> None:
+    lines = printed(STEPS, {"attention": 0.001, "experts": 0.003}, "a step", by="print_step")
+    for line in (
+        "phase ms share bound, ms of its bound",
+        "attention 2.000 20.0% 1.000 2.00 x",
+        "experts 4.000 40.0% 3.000 1.33 x",
+        "combine 0.500 5.0% - -",
+        "all steps minus the timed ones 1.500 15.0% - -",
+        "idle: waits for the host 0.500 5.0% - -",
+        "all 10.000 4.000 2.50 x",
+    ):
+        assert line in lines
+
+
+def test_without_bounds_there_are_no_columns_for_them() -> None:
+    lines = printed(replace(STEPS, device=None), {}, "a step", by="print_step")
+    assert "attention 2.000 20.0%" in lines and "outside the phases 1.500 15.0%" in lines
+
+
+def test_the_hosts_share_and_overlap() -> None:
+    told = report.overlap_line(STEPS, "auto")
+    assert told.startswith(
+        "two micro-batches in 25.0% of the steps (overlap auto); host share of a step 5.0%"
+    )
+
+
+@pytest.mark.parametrize(("uniform", "drawn"), [(True, "uniform draws give"), (False, "the router chose")])
+def test_distinct_experts_and_the_fullest_rank(uniform: bool, drawn: str) -> None:
+    told, expected = report.experts_line(STEPS, ROUTER, uniform=uniform), distinct_experts(16, 4, 6.0)
+    assert told.startswith("distinct experts per layer and step: 12.0 of 16 for 6.0 tokens; " + drawn)
+    assert f"{expected:.1f} (" in told and f"{12 / expected:.1%}" in told
+    assert told.endswith("Rows of the fullest rank: 1.500 x the mean")
+
+
+def test_fewer_experts_than_uniform_draws_reach_stand_out() -> None:
+    """Then fewer weights were read than a benchmark should read."""
+    few = replace(STEPS, active=(5.0, 4.0))
+    assert "[red]" in report.experts_line(few, ROUTER, uniform=True)
+    assert "[red]" not in report.experts_line(few, ROUTER, uniform=False)
+    assert "[red]" not in report.experts_line(STEPS, replace(ROUTER, top_k=3), uniform=True)
+
+
+def test_what_callers_saw() -> None:
+    """Two of three requests in time: 20 ms to the first token, then 10 ms each; one failed."""
+    traces = []
+    for index in range(3):
+        trace = Trace(index, 4, 0.0, sent=0.001)
+        trace.arrivals = [(0.02 + 0.01 * n, 1) for n in range(4)]
+        trace.end(OK if index else "UNAVAILABLE", 0.05, "" if index else "no [room]")
+        traces.append(trace)
+    found = summarise(traces, 3, Slo(0.02, 0.01 + 1e-9))
+    lines = printed(found, "callers", by="print_latencies")
+    assert "time to first token 20.00 20.00 20.00 20.00 20.00" in lines
+    assert "mean gap of a request 10.00 10.00 10.00 10.00 10.00" in lines
+    rates = "240.0 tokens/s, 300.0 tokens/s while all 3 streams ran (0.03 s), 40.00 requests/s"
+    assert any(line.startswith(rates) for line in lines)
+    goodput = "goodput (first token <= 20 ms and mean gap <= 10 ms): 40.00 requests/s, 160.0 tokens/s, 66.7%"
+    assert any(line.startswith(goodput) for line in lines)
+    assert "1 failed with UNAVAILABLE, the first: no [room]" in lines
+    apart = printed(summarise([traces[0], Trace(1, 4, 0.0)], 2), "callers", by="print_latencies")
+    assert any(line.startswith("80.0 tokens/s, 2 streams never ran at the same time, ") for line in apart)
+    open_loop = printed(summarise(traces, 0), "callers", by="print_latencies")
+    assert any(line.startswith("240.0 tokens/s, 40.00 requests/s") for line in open_loop)

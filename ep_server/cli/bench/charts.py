@@ -1,16 +1,19 @@
-"""What a benchmark found, as an SVG that stands alone and follows the reader's light or dark setting.
+"""Results of a benchmark as one SVG with panels side by side. It follows the viewer's light or dark setting.
 
-Drawn here, without a library: panels side by side, lines over a numeric axis, or stacked bars. Knows no
-benchmark.
+Drawn without a library, so that --chart works in a plain installation: matplotlib is not a dependency.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
 from itertools import cycle
 
+from ep_server.cli.bench.breakdown import Steps
+from ep_server.cli.bench.load import Trace
+from ep_server.cli.bench.summary import Result, quantile
 from ep_server.observability.status_chart import Axis, decades, halves
 
 WIDTH, HEIGHT = 420, 300  # of a panel
@@ -18,7 +21,11 @@ LEFT, RIGHT, TOP, BOTTOM = 62, 16, 40, 46  # margins inside it
 LEGEND = 22  # height of the line below the panels
 COLOURS = ("#2f81f7", "#d1495b", "#c9822b", "#3fa45b", "#8a63d2", "#1b9aaa", "#b8557a", "#6b8e23", "#9c6644")
 BOUND_COLOUR = "#7d8590"
-BOUND = "bound"  # what it is called
+BOUND = "bound"  # name of the series that is dashed
+SHARES = (0.0, 0.25, 0.5, 0.75, 0.9, 0.99, 1.0)
+CURVE = 100  # points of a latency curve
+BINS = 40  # of time
+Bounds = Mapping[str, float]
 STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#1f2328}.title{font-size:14px;font-weight:600}"
     ".paper{fill:#fff}.grid{stroke:#d1d9e0;stroke-width:1}.line{fill:none;stroke-width:2}"
@@ -29,7 +36,7 @@ STYLE = (
 
 @dataclass(frozen=True, slots=True)
 class Series:
-    """points: (x, y), ascending in x. The one called BOUND is dashed."""
+    """points: (x, y), ascending in x. The series named BOUND is dashed."""
 
     name: str
     points: Sequence[tuple[float, float]]
@@ -37,10 +44,7 @@ class Series:
 
 @dataclass(frozen=True, slots=True)
 class Lines:
-    """A panel of lines. marks: x values with a number; places are equal from mark to mark.
-
-    logarithmic: of y.
-    """
+    """A panel of lines. marks: labelled x values, equally spaced. logarithmic: the y axis."""
 
     title: str
     x_name: str
@@ -54,7 +58,7 @@ class Lines:
         return [series.name for series in self.series]
 
     def draw(self, colours: Mapping[str, str]) -> str:
-        """The panel's own part, from its left upper corner."""
+        """The panel, relative to its upper left corner."""
         values = [y for series in self.series for _, y in series.points]
         axis = decades(values) if self.logarithmic else halves(values)
         return "".join(
@@ -79,7 +83,7 @@ class Lines:
 class Bars:
     """A panel of stacked bars.
 
-    bars: (name below, height of each part by name). bounds: a line for each bar, perhaps for none.
+    bars: (label, height of each part by name). bounds: height of the dashed line of each bar, or empty.
     """
 
     title: str
@@ -94,7 +98,7 @@ class Bars:
         return [*parts, *([BOUND] if self.bounds else [])]
 
     def draw(self, colours: Mapping[str, str]) -> str:
-        """The panel's own part, from its left upper corner."""
+        """The panel, relative to its upper left corner."""
         axis = halves([*(sum(parts.values()) for _, parts in self.bars), *self.bounds])
         drawn = [_frame(self.title, self.x_name, axis)]
         pitch = (WIDTH - LEFT - RIGHT) / max(len(self.bars), 1)
@@ -119,7 +123,7 @@ class Bars:
 
 
 def svg(title: str, panels: Sequence[Lines | Bars]) -> str:
-    """The whole picture: panels from left to right, below each the names of what is in it."""
+    """The chart: panels from left to right, each with its legend below."""
     rows = max((len(_legend_rows(panel.names)) for panel in panels), default=0)
     width, height = WIDTH * max(len(panels), 1), 30 + HEIGHT + LEGEND * rows + 8
     bodies = []
@@ -133,6 +137,74 @@ def svg(title: str, panels: Sequence[Lines | Bars]) -> str:
         f'<rect class="paper" width="{width}" height="{height}"/>'
         f"{_text(width / 2, 22, title, 'title')}{drawn}</svg>\n"
     )
+
+
+def offline_chart(title: str, results: Sequence[Result], least: Mapping[int, Bounds]) -> str:
+    """Decode rate and step phases by batch size. least: bounds of the phases by batch, in seconds."""
+    batches = sorted({result.batch for result in results})
+    marks = [(float(batch), str(batch)) for batch in batches]
+
+    def line(name: str, kind: str) -> Series:
+        rates = [(float(result.batch), result.rate(kind)) for result in results]
+        return Series(name, [(batch, rate) for batch, rate in rates if rate is not None])
+
+    stepped: list[tuple[Result, Steps]] = [(r, r.steps) for r in results if r.steps is not None]
+    # Tokens per second if each step took no longer than its bytes need.
+    reach = [
+        (float(r.batch), steps.tokens / sum(least[r.batch].values()))
+        for r, steps in stepped
+        if least.get(r.batch)
+    ]
+    rates = [line("directly", "direct"), line("by difference", "by_difference")]
+    bars = [(str(r.batch), {k: 1000 * v for k, v in steps.phases.items()}) for r, steps in stepped]
+    below = [1000 * sum(least.get(r.batch, {}).values()) for r, _ in stepped]
+    name = "sequences per rank"
+    return svg(
+        title,
+        [
+            Lines("decode tokens/s, all ranks", name, marks, [*rates, Series(BOUND, reach)]),
+            Bars("milliseconds of a decode step", name, bars, below),
+        ],
+    )
+
+
+def online_chart(title: str, traces: Sequence[Trace]) -> str:
+    """Latencies by share of requests, and tokens per second over time."""
+    good = [trace for trace in traces if trace.ok]
+    marks = [(share, f"{100 * share:g} %") for share in SHARES]
+    kinds = {
+        "first token": [t.first_token for t in good if t.first_token is not None],
+        "mean gap": [t.mean_gap for t in good if t.mean_gap is not None],
+        "end to end": [t.end_to_end for t in good],
+    }
+    curves = [Series(name, _curve(values)) for name, values in kinds.items() if values]
+    return svg(
+        title,
+        [
+            Lines("milliseconds, at most, of a share of requests", "", marks, curves, logarithmic=True),
+            _over_time(traces),
+        ],
+    )
+
+
+def _curve(seconds: Sequence[float]) -> list[tuple[float, float]]:
+    ordered = sorted(seconds)
+    return [(i / CURVE, 1000 * quantile(ordered, i / CURVE)) for i in range(CURVE + 1)]
+
+
+def _over_time(traces: Sequence[Trace]) -> Lines:
+    begin = min((trace.planned for trace in traces), default=0.0)
+    end = max((trace.ended for trace in traces), default=begin)
+    width = max(end - begin, 1e-9) / BINS
+    counts = [0] * BINS
+    for trace in traces:
+        for time, tokens in trace.arrivals:
+            counts[min(int((time - begin) / width), BINS - 1)] += tokens
+    points = [((i + 0.5) * width, count / width) for i, count in enumerate(counts)]
+    step = 10.0 ** math.floor(math.log10(max(end - begin, 1e-3)))
+    step *= next(part for part in (0.1, 0.2, 0.5, 1.0, 2.0, 5.0) if (end - begin) / (part * step) <= 6)
+    marks = [(i * step, f"{i * step:.4g}") for i in range(math.ceil((end - begin) / step) + 1)]
+    return Lines("tokens/s over time", "seconds", marks, [Series("tokens/s", points)])
 
 
 def _frame(title: str, x_name: str, axis: Axis) -> str:
@@ -151,7 +223,7 @@ def _height(axis: Axis, value: float) -> float:
 
 
 def _place(marks: Sequence[tuple[float, str]], x: float) -> float:
-    """Where x lies between the marks, which stand at equal distances."""
+    """Position of x between the marks, which are equally spaced."""
     known = [mark for mark, _ in marks]
     if len(known) < 2:
         return (LEFT + WIDTH - RIGHT) / 2

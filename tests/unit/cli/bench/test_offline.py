@@ -8,8 +8,8 @@ from typing import cast
 
 import pytest
 
-from ep_server.cli.bench.trace import OK, Trace
-from ep_server.cli.bench.window import LEAST_STEPS, Window
+from ep_server.cli.bench.load import OK, Trace
+from ep_server.cli.bench.offline import LEAST_STEPS, Window
 from ep_server.engine.engine import Engine
 from ep_server.records import RankStatistics
 
