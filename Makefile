@@ -43,8 +43,8 @@ check: $(STAMP)  ## lint, types, format
 	scripts/check
 
 format: $(STAMP)  ## rewrite the sources in the project's format
-	$(BIN)/ruff check --fix ep_server tests benchmarks scripts setup.py
-	$(BIN)/ruff format ep_server tests benchmarks scripts setup.py
+	$(BIN)/ruff check --fix ep_server tests benchmarks examples scripts setup.py
+	$(BIN)/ruff format ep_server tests benchmarks examples scripts setup.py
 	find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.inc' -o -name '*.cu*' | xargs $(BIN)/clang-format -i
 
 protos: $(STAMP)  ## regenerate ep_server/v1 from protos/

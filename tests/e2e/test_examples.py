@@ -1,0 +1,99 @@
+"""Every example runs as examples/README.md says."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from ep_server import _C
+from ep_server.client import Client
+
+ROOT = Path(__file__).parents[2]
+PAGE = (ROOT / "examples" / "README.md").read_text()
+COMMANDS = dict(re.findall(r"^\| \[(\w+)\.py\].*`(.*)` \|$", PAGE, re.MULTILINE))
+SECONDS = 120.0
+
+
+def run(name: str, *arguments: str) -> list[str]:
+    """Runs the command of the page, with more arguments. Returns: lines of its standard output."""
+    python = Path(sys.executable).parent
+    environ = os.environ | {"PATH": f"{python}{os.pathsep}{os.environ['PATH']}"}
+    if "PYTHONPATH=" not in COMMANDS[name]:
+        environ["PYTHONPATH"] = str(ROOT)
+    command = COMMANDS[name].replace("PYTHONPATH=", f"PYTHONPATH={ROOT}:")
+    done = subprocess.run(
+        ["bash", "-c", f'{command} "$@"', name, *arguments],
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def serving(client: Client) -> bool:
+    try:
+        return client.serving(timeout=1.0)
+    except grpc.RpcError:
+        return False
+
+
+@pytest.fixture
+def server() -> Iterator[str]:
+    """The server that the page starts, on a free port. Yields: its address."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    address = f"127.0.0.1:{port}"
+    (command,) = re.findall(r"^ep-server (serve .*)$", PAGE, re.MULTILINE)
+    line = [sys.executable, "-m", "ep_server", *command.split(), f"--port={port}", "--metrics-port=0"]
+    process = subprocess.Popen(line, cwd=ROOT)
+    try:
+        with Client(address) as client:
+            end = time.monotonic() + SECONDS
+            while not serving(client):
+                assert process.poll() is None and time.monotonic() < end
+                time.sleep(0.1)
+        yield address
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0
+
+
+def test_page_lists_every_example() -> None:
+    assert set(COMMANDS) == {path.stem for path in (ROOT / "examples").glob("*.py")}
+
+
+def test_stream(server: str) -> None:
+    assert "".join(run("stream", "--address", server)).strip() == "42"
+
+
+def test_deep_ep_buffer() -> None:
+    lines = sorted(run("deep_ep_buffer"))
+    assert [line.partition(":")[0] for line in lines] == ["rank 0", "rank 1"]
+    assert all(line.endswith("combined 16 tokens correctly") for line in lines)
+
+
+@pytest.mark.skipif(not _C.FABRIC, reason="needs the headers of libfabric")
+def test_two_nodes() -> None:
+    answers = [line.partition(": ")[2] for line in run("two_nodes")]
+    assert answers == ["4 ranks, 12 + 30 = 42"] * 2
+
+
+def test_benchmark() -> None:
+    heading, row = run("benchmark", "--ranks=1", "--requests=4", "--concurrency", "4")
+    assert heading.split()[:2] == ["streams", "tokens/s"]
+    streams, *figures = map(float, row.replace("ms", "").replace(",", "").split())
+    assert streams == 4 and len(figures) == 5 and min(figures) > 0
