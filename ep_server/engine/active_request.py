@@ -22,7 +22,7 @@ class Submission:
     """What the service hands to the engine. timeout: seconds until DEADLINE_EXCEEDED, None = never.
 
     text: None where the caller wants no text and gave no stop strings. traceparent: for the log, "" = none.
-    near: ranks of the node that the call came to; empty where all are alike.
+    near: ranks of the node that was called; empty where all are alike.
     end_call: ends the call with an error, even if its caller does not read.
     """
 
@@ -55,10 +55,10 @@ class ActiveRequest:
     first_at: float = 0.0
     last_at: float = 0.0
     max_gap: float = 0.0
-    queued: float = 0.0  # on its rank, before it ran
+    queued: float = 0.0  # time in its rank's queue
 
     def text_of(self, event: TokenEvent) -> tuple[str, str | None]:
-        """(certain text, stop string found or None) after this token."""
+        """(final text, stop string found or None) after this token."""
         if self.text is None:
             return "", None
         if event.finish is None:
@@ -67,7 +67,7 @@ class ActiveRequest:
         return self.text.finish(event.token_id, is_stop=is_stop)
 
     def completion(self, reason: FinishReason, match: int | str | None) -> Completion:
-        """The end of an output whose last token is counted."""
+        """Completion of an output after its last token was counted."""
         return Completion(
             reason=reason,
             match=match,

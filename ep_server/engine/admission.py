@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 from ep_server.errors import InvalidArgument, QueueFull
 
-FIRST_RETRY_SECONDS = 1.0  # before the pace is known
+FIRST_RETRY_SECONDS = 1.0  # used until the pace is measured
 RETRY_SECONDS = (0.05, 30.0)  # bounds of the retry push-back, before jitter
-LEAST_ENDS = 8  # that the pace must rest on before requests are refused by it
-LEAST_WINDOW = 32  # ends that the pace is the mean of
+LEAST_ENDS = 8  # ends measured before the pace may refuse requests
+LEAST_WINDOW = 32  # ends that the pace averages
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Crowd:
     """Load that a request finds: on the rank that it asks for, or on all.
 
     open_streams: of all ranks, not yet read to their end. in_flight: admitted and not yet freed.
-    ahead: of these, those that run, or wait and go before the request. behind: those that wait and go after.
+    ahead: of these, running, or waiting before the request. behind: waiting after it.
     """
 
     open_streams: int
@@ -65,16 +65,16 @@ class Pace:
     def __init__(self, slots: int) -> None:
         self._slots = slots
         self._keep = 1 - 1 / max(LEAST_WINDOW, 2 * slots)  # requests that began together end together
-        self._count = 0  # of ends, all of them; the others fade
+        self._count = 0  # of all ends; older ones fade
         self._ends = self._seconds = 0.0
         self._last_full: float | None = None
         self._tokens = self._running = self._lengths = self._finished = 0.0
 
     def ended(self, now: float, left: int, *, finished: bool = True) -> None:
-        """A request that had run left room. left: still in flight.
+        """Records that a request which had run freed its room. left: requests still in flight.
 
-        Time in which ranks had free room says nothing. One that did not finish took time and is no result:
-        else work that misses its deadline would look like a fast pace, and let in more of the same.
+        Time in which ranks had free room is ignored. A request that did not finish counts as time without a
+        result: otherwise missed deadlines would look like a fast pace and admit more of the same.
         """
         if self._last_full is not None:
             self._count += finished
@@ -85,7 +85,7 @@ class Pace:
     def ran(self, seconds: float, tokens: int, *, finished: bool) -> None:
         """A request with a deadline ended, `seconds` after its first step.
 
-        Those that did not finish count for the speed alone: without them slow ones would not be seen.
+        Unfinished ones count for the speed only; without them slow requests would be missing.
         """
         self._tokens = self._tokens * self._keep + tokens
         self._running = self._running * self._keep + seconds
@@ -119,7 +119,7 @@ class Admission:
         self._draw = draw
 
     def check(self, asked: Asked, crowd: Crowd) -> int:
-        """Returns: how many of those behind the request must leave for it to have room.
+        """Returns: how many requests behind this one must be refused to make room for it.
 
         Raises: InvalidArgument if it can never have room; QueueFull if it has none now, or would probably
             miss its deadline.
@@ -142,7 +142,7 @@ class Admission:
         return over
 
     def displaced(self, ahead: int) -> QueueFull:
-        """The error of a request that leaves for one of higher priority. ahead: as in Crowd."""
+        """Error of a request that gives its place to a higher priority. ahead: as in Crowd."""
         wait = self._wait(ahead + 1 - self.limits.num_ranks * self.limits.max_running, self.limits.num_ranks)
         return self._refusal("queue full: a request of higher priority took the place of this one", wait)
 
@@ -154,7 +154,7 @@ class Admission:
         return QueueFull(why, round(1000 * seconds * (1 + self._draw())))
 
     def _wait(self, ends: int, ranks: int) -> float | None:
-        """Seconds until so many requests of `ranks` ranks have ended; None = unknown."""
+        """Seconds until that many requests of `ranks` ranks have ended; None = unknown."""
         gap = self.pace.gap
         return None if gap is None else max(ends, 0) * gap * self.limits.num_ranks / ranks
 

@@ -56,7 +56,7 @@ class Delivery:
         self._pace = pace
 
     def on_tokens(self, rank: int, events: Sequence[TokenEvent]) -> None:
-        """Delivers the tokens of one step; those of requests that ended meanwhile are dropped."""
+        """Delivers the tokens of one step; drops those of requests that ended meanwhile."""
         now = self._clock()
         for event in events:
             active = self._requests.with_number(event.number)
@@ -64,7 +64,7 @@ class Delivery:
                 continue
             if not active.state.ended:
                 self._deliver(active, event, now)
-            elif event.finish is not None:  # ended by itself before the rank saw the cancel
+            elif event.finish is not None:  # finished before the rank read the cancel
                 self._free(active)
         self.tell_load()
 

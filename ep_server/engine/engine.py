@@ -63,7 +63,7 @@ class EngineSettings:
 
 @dataclass(frozen=True, slots=True)
 class EngineStatistics:
-    """Counts now. releasing: ended, KV blocks not yet free. in_flight counts them too."""
+    """Current counts. releasing: ended, KV blocks not yet free; included in in_flight."""
 
     state: EngineState
     in_flight: int
@@ -135,7 +135,7 @@ class Engine:
         return self._delivery.rank_statistics
 
     async def start(self, progress: Callable[[int, str, int, int], None]) -> None:
-        """Starts the ranks; requests are taken from its return on. Raises: StartupError."""
+        """Starts the ranks; accepts requests once it returns. Raises: StartupError."""
         self.ready = sorted(await self._ranks.start(self._delivery, progress), key=lambda r: r.rank)
         kv_tokens = min(ready.kv_blocks * ready.block_size for ready in self.ready)
         self.max_context = min(self.settings.max_context, kv_tokens)
@@ -148,7 +148,7 @@ class Engine:
         """Refuses a request before the rest of it is read. submit() decides again.
 
         Args:
-            asked: by default a request that has room if any has.
+            asked: by default a request that fits if any does.
 
         Raises: Unavailable, Draining, RankLost, DeadlineExceeded, InvalidArgument, QueueFull.
         """
@@ -210,7 +210,7 @@ class Engine:
         return bool(requests or unread)
 
     async def drain(self, seconds: float) -> bool:
-        """Takes no new requests and waits for the streams to end.
+        """Refuses new requests and waits for the streams to end.
 
         Returns: True if all ended by themselves; those left after `seconds` end with UNAVAILABLE.
         """
@@ -236,7 +236,7 @@ class Engine:
         await self._ranks.stop()
 
     def statistics(self) -> EngineStatistics:
-        """Counts now."""
+        """Current counts."""
         ranks = self._requests.ranks
         return EngineStatistics(
             state=self.state,
@@ -280,7 +280,7 @@ class Engine:
         if not over:
             return
         leaving = self._requests.behind(asked, over)
-        if not leaving:  # those that wait belong to requests that have begun
+        if not leaving:  # those waiting belong to requests that have begun
             raise self._admission.displaced(crowd.ahead + crowd.behind)
         for active in leaving:
             self._delivery.fail(active, Event.FAIL, self._admission.displaced(crowd.ahead + crowd.behind))
@@ -296,7 +296,7 @@ class Engine:
         active = ActiveRequest(
             request, rank, submission.text, stream, now, submission.traceparent, submission.end_call
         )
-        self._ranks.submit(rank, request)  # before anything is counted: what it raises leaves nothing behind
+        self._ranks.submit(rank, request)  # before anything is counted: an error here leaves nothing to undo
         if submission.timeout is not None:
             active.deadline = now + submission.timeout
             loop = asyncio.get_running_loop()

@@ -19,13 +19,13 @@ from ep_server.scheduler.lifecycle import State
 
 @dataclass(slots=True)
 class RankCount:
-    """Flights of one rank. tokens: of prompts and outputs whose KV is on the rank, or soon will be."""
+    """Requests of one rank. tokens: of prompts and outputs whose KV is on the rank, or soon will be."""
 
     waiting: int = 0
     running: int = 0
     releasing: int = 0
     tokens: int = 0
-    priorities: Counter[int] = field(default_factory=Counter)  # of those that wait
+    priorities: Counter[int] = field(default_factory=Counter)  # of waiting requests
 
     @property
     def in_flight(self) -> int:
@@ -47,7 +47,7 @@ class RequestTable:
         return len(self._by_number)
 
     def __iter__(self) -> Iterator[ActiveRequest]:
-        """Those that have not ended; the table may be changed meanwhile."""
+        """Requests that have not ended, as a copy: the table may change meanwhile."""
         return iter([active for requests in self._by_id.values() for active in requests])
 
     def with_id(self, request_id: str) -> Sequence[ActiveRequest]:
@@ -82,7 +82,7 @@ class RequestTable:
         self.ranks[active.rank].tokens += 1
 
     def ended(self, active: ActiveRequest) -> None:
-        """Its stream is over; with the last one of its id, the id may be used again."""
+        """Its stream ended; after the last stream of its id, the id is free again."""
         _remove(self._by_id, active)
         if not active.stream.closed:
             self._unread.setdefault(active.request.request_id, []).append(active)
@@ -95,7 +95,7 @@ class RequestTable:
         count.releasing += 1
 
     def read(self, active: ActiveRequest) -> None:
-        """The call of one that has ended is over."""
+        """The call of an ended request is over."""
         _remove(self._unread, active)
         self.unread -= 1
 
@@ -107,7 +107,7 @@ class RequestTable:
         count.tokens -= len(active.request.prompt_ids) + active.output_tokens
 
     def loads(self, ready: list[RankReady]) -> list[RankLoad]:
-        """Load of each rank as the front counts it, what waits included; a rank's own report is older."""
+        """Load of each rank, waiting requests included; newer than the rank's own report."""
         return [
             RankLoad(
                 running=count.running + count.releasing,
@@ -127,7 +127,7 @@ class RequestTable:
         return Crowd(open_streams, sum(rank.in_flight for rank in ranks), active - behind, behind)
 
     def behind(self, asked: Asked, count: int) -> list[ActiveRequest]:
-        """Whole requests that wait behind one, at least `count` requests, the last in order first.
+        """Whole requests waiting behind one, at least `count` sequences, last in order first.
 
         Empty if there are not as many: some sequences of a request may have a token already.
         """

@@ -72,12 +72,12 @@ class TokenStream:
 
     @property
     def closed(self) -> bool:
-        """The reader is gone, or has read the end."""
+        """True once the reader left or has read the end."""
         return self._closed
 
     @property
     def ended(self) -> bool:
-        """The writer is done: nothing more is queued."""
+        """True once the writer has ended the stream."""
         return self._closed or self._error is not None or self._completion is not None
 
     def put(self, event: TokenEvent, text: str) -> None:
@@ -93,13 +93,13 @@ class TokenStream:
         self._wake()
 
     def finish(self, completion: Completion) -> None:
-        """Ends the stream well; tokens that wait are still read."""
+        """Ends the stream normally; waiting tokens can still be read."""
         if not self.ended:
             self._completion = completion
             self._wake()
 
     def fail(self, error: EpServerError) -> None:
-        """Ends the stream with an error; tokens that wait are still read before `read` raises it."""
+        """Ends the stream with an error; `read` raises it after the waiting tokens."""
         if not self.ended:
             self._error = error
             self._wake()
@@ -112,7 +112,7 @@ class TokenStream:
             self._on_close(error)
 
     async def read(self) -> Chunk:
-        """Waits for `interval` tokens or the end, then takes what there is, up to LONGEST_CHUNK tokens.
+        """Waits for `interval` tokens or the end, then takes up to LONGEST_CHUNK waiting tokens.
 
         The last chunk has a completion.
 
@@ -140,7 +140,7 @@ class TokenStream:
             self._waiter.set_result(None)
 
 
-# A token as it waits: alternatives as (id, logprob, id, logprob, ...), in a sixth of the memory of tuples.
+# A waiting token: alternatives as (id, logprob, id, logprob, ...), a sixth of the memory of tuples.
 _Held = tuple[TokenEvent, str, "array[float] | None"]
 
 

@@ -73,7 +73,7 @@ class ErrorInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg, misc, u
 
 
 class CallCounter(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unused-ignore]
-    """Counts open calls and, by status, those that end before they are let in. Used in one event loop.
+    """Counts open calls and, by status, those that end before they are admitted. Used in one event loop.
 
     After refuse(), all calls end with Draining.
     """
@@ -82,7 +82,7 @@ class CallCounter(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unused
         """on_refused: gets the gRPC status of each call that ended before entered()."""
         self.open_calls = 0
         self._on_refused = on_refused
-        self._outside: set[Any] = set()  # contexts of open calls that are not let in yet
+        self._outside: set[Any] = set()  # contexts of open calls that are not admitted yet
         self._refuses = False
         self._none_open = asyncio.Event()
         self._none_open.set()
@@ -91,7 +91,7 @@ class CallCounter(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unused
         self._gate.set()
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
-        """Counts the call from its first step until its status is on its way."""
+        """Counts the call from its start until its status was sent."""
         self._arrived += 1
         await self._gate.wait()
         handler = await continuation(handler_call_details)
@@ -107,7 +107,7 @@ class CallCounter(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unused
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Inside, new calls wait."""
+        """While this context is open, new calls wait."""
         self._gate.clear()
         try:
             yield
@@ -123,7 +123,7 @@ class CallCounter(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unused
                 return
 
     def entered(self, context: Any) -> None:
-        """The handler of a call has its message: from here on its service counts it."""
+        """A call's handler got its message: from now on its service counts the call."""
         self._outside.discard(context)
 
     def refuse(self) -> None:
@@ -131,7 +131,7 @@ class CallCounter(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unused
         self._refuses = True
 
     async def ended(self, seconds: float) -> None:
-        """Until no call is open, at most so long."""
+        """Waits until no call is open, at most `seconds`."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._none_open.wait()
@@ -161,7 +161,7 @@ class AuthInterceptor(aio.ServerInterceptor):  # type: ignore[type-arg, misc, un
         self._open_services = open_services
 
     async def intercept_service(self, continuation: Continuation, handler_call_details: Any) -> Any:
-        """Lets the call through, or lets it raise Unauthenticated."""
+        """Returns a handler that proceeds or raises Unauthenticated."""
         handler = await continuation(handler_call_details)
         service = handler_call_details.method.lstrip("/").partition("/")[0]
         metadata = dict(handler_call_details.invocation_metadata or ())
@@ -191,7 +191,7 @@ class TokenFile:
     def __init__(self, path: str) -> None:
         """Raises: ConfigError for a file that cannot be read or holds no token."""
         self._path = Path(path)
-        self._stamp: tuple[int, int, int] | None = None  # None where the last look failed
+        self._stamp: tuple[int, int, int] | None = None  # None if the last read failed
         self._digests: list[bytes] = []
         self._fault = ""
         if not self._look():
@@ -232,7 +232,7 @@ class TokenFile:
 
 
 def tokens_in(text: str) -> list[str]:
-    """Those of a file, in its order: blank lines and lines that begin with # are skipped."""
+    """Tokens of a file in order, without blank lines and lines that begin with #."""
     lines = (line.strip() for line in text.splitlines())
     return [line for line in lines if line and not line.startswith("#")]
 
@@ -250,7 +250,7 @@ def _rebuild(
 
 
 def _status(context: Any) -> str:
-    """How a call ended that was not let in; gRPC itself ends those of callers that left."""
+    """Status of a call that was refused; gRPC itself ends calls whose callers left."""
     code = context.code()
     if code is not None:
         return str(code.name)
@@ -258,7 +258,7 @@ def _status(context: Any) -> str:
 
 
 def _drop_frames(error: BaseException | None) -> None:
-    """Frees what the frames of an error hold, such as messages: gRPC keeps errors in cycles of references."""
+    """Frees what an error's frames hold, such as messages: gRPC keeps errors in reference cycles."""
     while error is not None:
         error.__traceback__ = None
         error = error.__context__

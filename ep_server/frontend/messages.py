@@ -29,7 +29,7 @@ _CONTINUED = bytes(range(128, 256))  # bytes of a varint that are not its last
 
 
 def field_counts(data: bytes, descriptor: Any, most: Mapping[str, int]) -> Counter[str]:
-    """Elements of each repeated field, by its dotted name, up to the first that has too many.
+    """Counts the elements of each repeated field by dotted name; stops at the first with too many.
 
     Args:
         descriptor: of the message. Its repeated numbers must be varints.
@@ -77,7 +77,7 @@ class _Walk:
             self.message(start, end, field.message_type, f"{name}.")
 
     def _value(self, kind: int, at: int, end: int) -> tuple[int, int]:
-        """Where the value of a field begins and ends."""
+        """Returns where the value of a field begins and ends."""
         if kind == _VARINT:
             _, after = self._varint(at, end)
         elif kind == _BYTES:
@@ -92,7 +92,7 @@ class _Walk:
         return at, after
 
     def _varint(self, at: int, end: int) -> tuple[int, int]:
-        """A number and where it ends."""
+        """Reads a varint. Returns its value and where it ends."""
         value = 0
         for shift in range(0, 70, 7):
             if at >= end:
@@ -110,10 +110,10 @@ class _Walk:
 
 Decoder = Callable[[bytes], Any]
 
-SHORT_BYTES = 1 << 16  # a message that is no longer is decoded without a look at its fields
+SHORT_BYTES = 1 << 16  # a message up to this size is decoded without counting its fields
 PLAIN_BYTES = 1 << 18  # largest message of a method without its own limit
 ARRIVAL_SECONDS = 60.0  # for a message to arrive, from the first step of its call
-CANCEL_SECONDS = 0.1  # for gRPC to report that a call without a message is over
+CANCEL_SECONDS = 0.1  # for gRPC to report the end of a call without a message
 RETRY_MS = 1000
 
 
@@ -151,7 +151,7 @@ _PLAIN = Method(PLAIN_BYTES, lambda: None)
 
 
 class MessageReader(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unused-ignore]
-    """Add it last: the interceptors before it decide without the message."""
+    """Interceptor that reads the message. Add it last: those before it decide without it."""
 
     def __init__(self, door: Door, on_read: Callable[[Any], None]) -> None:
         """on_read: gets the context of each call that is let in and has its message."""
@@ -161,7 +161,7 @@ class MessageReader(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unus
         self._long = asyncio.Lock()
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
-        """Makes a handler of one request one of a stream, which gRPC starts without a message."""
+        """Turns a unary handler into a streaming one, which gRPC starts without a message."""
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
@@ -185,7 +185,7 @@ class MessageReader(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unus
         return grpc.stream_unary_rpc_method_handler(unary, None, handler.response_serializer)
 
     def _of_many(self, handler: Any) -> Any:
-        """A handler that reads a stream of messages by itself."""
+        """A handler that reads the stream of messages itself."""
 
         def decode(data: bytes) -> Any:
             return _decoded(handler.request_deserializer, data)
@@ -223,8 +223,8 @@ class MessageReader(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unus
     async def _arrived(self, arriving: deque[asyncio.Timeout], context: Any) -> bytes:
         """The bytes of the message. Raises: QueueFull, DeadlineExceeded, InvalidArgument without one.
 
-        One call too many ends the oldest: a new one most likely has its message, so callers who send none
-        do not keep others out. Callers without a token may reach some methods, so each has its own limit.
+        Above the limit the oldest call is ended: newer ones most likely send their message, so callers that
+        send none cannot block others. Callers without a token may reach some methods: each has its limit.
         """
         most = self._door.max_arriving
         if len(arriving) >= most:

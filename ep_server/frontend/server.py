@@ -43,7 +43,7 @@ LAST_WORDS_SECONDS = 2.0  # for statuses to reach their callers after the stream
 
 
 class OtherNodes(Protocol):
-    """The nodes that this one leads, where there are several (ep_server.cluster.leader)."""
+    """The other nodes of a server that this node leads (ep_server.cluster.leader)."""
 
     on_stop_asked: Callable[[], None]
 
@@ -107,7 +107,7 @@ class Server:
     async def run(
         self, progress: Progress, on_serving: Callable[[], None] = lambda: None, *, last: bool = False
     ) -> int:
-        """The whole life; signals drain it. last: the process ends with it; later signals do nothing.
+        """Runs the server to its end; signals drain it. last: the process ends too: ignore later signals.
 
         Returns: exit code, 1 if a rank was lost. Raises: StartupError.
         """
@@ -115,7 +115,7 @@ class Server:
             return await self.live(progress, on_serving)
 
     async def live(self, progress: Progress, on_serving: Callable[[], None]) -> int:
-        """As run(), for a caller that has the signals and stops it with ask_to_stop()."""
+        """As run(), for a caller that handles signals itself and calls ask_to_stop()."""
         try:
             await self.start(progress)
             if self._health.serving:
@@ -130,7 +130,7 @@ class Server:
         return 1 if self.engine.lost.is_set() else 0
 
     async def start(self, progress: Progress) -> None:
-        """Opens the port, then starts the ranks. Returns early if a stop is asked for meanwhile."""
+        """Opens the port, then starts the ranks. Returns early if a stop is requested meanwhile."""
         warn_if_open(self.config.grpc)
         self._port = self._make_port()
         self.address = await self._port.open()
@@ -151,12 +151,12 @@ class Server:
             )
 
     async def serve(self) -> None:
-        """Until a stop is asked for or a rank is lost."""
+        """Waits until a stop is requested or a rank is lost."""
         await self._unless(self._stop_asked, self.engine.lost.wait())
         self._say(serving=False)
 
     async def drain(self) -> None:
-        """Streams end by themselves within the time of the configuration, or UNAVAILABLE."""
+        """Lets streams end within grpc.drain_seconds; ends the others with UNAVAILABLE."""
         if self.engine.lost.is_set():
             log.error("%s; ending all streams and stopping the server", self.engine.lost_message)
         elif self.engine.ready:
@@ -182,7 +182,7 @@ class Server:
             log.info("stopped")
 
     def ask_to_stop(self) -> None:
-        """Drains; asked for a second time, stops at once. Drains too if another node asked before."""
+        """Drains; a second call stops at once. Also drains if another node asked before."""
         (self._stop_now if self._signalled else self._stop_asked).set()
         self._signalled = True
 
@@ -213,7 +213,7 @@ class Server:
         unread_seconds = self.config.grpc.unread_seconds
         decode = DecodeService(self.engine, self._model, unread_seconds, entrance)
         add_DecodeServicer_to_server(decode, server)
-        allowed = ("on", "loopback") if relays else ("on",)  # other nodes ask for callers of their own
+        allowed = ("on", "loopback") if relays else ("on",)  # other nodes relay their callers' requests
         if self.config.grpc.control in allowed:
             self._add_control(server)
         else:
@@ -236,5 +236,5 @@ class Server:
                 with suppress(asyncio.CancelledError):
                     await task
         if not task.cancelled():
-            await task  # raises what it raised
+            await task  # raises its error
         return not task.cancelled()

@@ -53,16 +53,16 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):  # type: ignore[misc, unuse
         """Streams the events of one request. Raises: every RequestError, Unavailable."""
         end = CallEnd(context)
         events = self._events(request, context, end)
-        del request  # the stream may last, and the message may be long
+        del request  # free the message: the stream may last long
         async for event in read_in_time(events, self._unread_seconds, end):
             yield event
 
     async def _events(self, request: Any, context: Any, end: CallEnd) -> AsyncIterator[Any]:
         with self._engine.counting_refusals():
             sequences, shape = await self._sequences(request, context, end)
-            del request  # as above
+            del request  # free it
             admitted, streams = zip(*self._engine.submit(sequences), strict=True)
-        # Runs when the call is over in any way, the caller's leaving included.
+        # Runs however the call ends, also when the caller leaves.
         context.add_done_callback(lambda _: [stream.close(end.error) for stream in streams])
         yield _prompt_info(admitted[0], self._model)
         async for index, chunk in merged(streams):
@@ -115,7 +115,7 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):  # type: ignore[misc, unuse
 
 
 def generate_method(engine: Engine, model: ServedModel, max_bytes: int) -> Method:
-    """What a port may know of Generate before its message is decoded."""
+    """Limits of Generate that apply before its message is decoded."""
 
     def check(data: bytes) -> None:
         most = requests.most_elements(model, _limits(engine))
