@@ -65,7 +65,7 @@ class Pace:
     def __init__(self, slots: int) -> None:
         self._slots = slots
         self._keep = 1 - 1 / max(LEAST_WINDOW, 2 * slots)  # requests that began together end together
-        self._count = 0  # of all ends; older ones fade
+        self._count = 0  # of all ends ever; the other sums decay
         self._ends = self._seconds = 0.0
         self._last_full: float | None = None
         self._tokens = self._running = self._lengths = self._finished = 0.0
