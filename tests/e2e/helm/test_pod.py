@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import re
 import signal
-import subprocess
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-import ep_server
 from tests.support.helm.charts import Object, container, of_kind, pod_template, render
 from tests.support.helm.node import WAIT, Container, Node, missing
+from tests.support.helm.pods import ASSETS, MODEL, run_tests, signed
 
 pytestmark = pytest.mark.skipif(bool(missing()), reason=missing())
 
-ASSETS = Path(ep_server.__file__).parent / "assets"
 TLS_FILES = {"ca": "ca.crt", "cert": "tls.crt", "key": "tls.key"}
-MODEL = {"model": {"directory": "demo_model"}}
 # Prints a line at the first token, and the number of tokens at the end.
 STREAM = """
 import sys
@@ -37,17 +34,6 @@ with Client(sys.argv[1]) as client:
 def node(workspace: Path, objects: list[Object], secrets: dict[str, Any] | None = None) -> Node:
     services = tuple(one["metadata"]["name"] for one in of_kind(objects, "Service"))
     return Node(workspace, {"checkpoints": ASSETS}, secrets or {}, services)
-
-
-def run_tests(here: Node, objects: list[Object], server: Container) -> dict[str, tuple[int, str]]:
-    """`helm test`: {"health": (exit code, output)} of each test Pod, with the server's network."""
-    results = {}
-    pods = [(one["metadata"]["annotations"], one) for one in of_kind(objects, "Pod")]
-    assert all(notes["helm.sh/hook"] == "test" for notes, _ in pods)
-    for _, pod in sorted(pods, key=lambda of: int(of[0]["helm.sh/hook-weight"])):
-        with here.run(pod, server.pid) as running:
-            results[pod["metadata"]["name"].rpartition("-")[2]] = running.wait()
-    return results
 
 
 def check_confined(server: Container, user: int) -> None:
@@ -94,27 +80,6 @@ def test_a_pod_serves_passes_helms_tests_and_drains(tmp_path: Path) -> None:
         code, log = server.wait(spec["terminationGracePeriodSeconds"])
         assert code == 0 and '"message": "draining, at most 60 s' in log and "ERROR" not in log
         assert not any(process.is_running() for process in processes)
-
-
-def signed(workspace: Path, certificate: Object) -> dict[str, bytes]:
-    """What cert-manager puts into the Secret of a Certificate: a CA of its own signs the names and usages."""
-    spec = certificate["spec"]
-    usages = {"server auth": "serverAuth", "client auth": "clientAuth"}
-    names = ",".join(f"DNS:{name}" for name in spec["dnsNames"])
-    wanted = ",".join(usages[usage] for usage in spec["usages"])
-    (workspace / "extensions").write_text(f"subjectAltName={names}\nextendedKeyUsage={wanted}\n")
-
-    def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=workspace, check=True, capture_output=True)
-
-    curve = ("-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes")
-    openssl(
-        "req", "-x509", *curve, "-keyout", "ca.key", "-out", "ca.crt", "-days", "1", "-subj", "/CN=test CA"
-    )
-    openssl("req", *curve, "-keyout", "tls.key", "-out", "tls.csr", "-subj", "/CN=ep-server")
-    sign = ("-CA", "ca.crt", "-CAkey", "ca.key", "-CAcreateserial", "-extfile", "extensions")
-    openssl("x509", "-req", "-in", "tls.csr", *sign, "-days", "1", "-out", "tls.crt")
-    return {name: (workspace / name).read_bytes() for name in ("tls.crt", "tls.key", "ca.crt")}
 
 
 def test_a_pod_with_mutual_tls_and_tokens(tmp_path: Path) -> None:

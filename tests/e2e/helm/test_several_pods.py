@@ -12,10 +12,10 @@ from typing import Any
 import pytest
 
 from ep_server import _C
-from tests.e2e.helm.test_pod import ASSETS, MODEL, run_tests, signed
 from tests.support import namespaces
 from tests.support.helm.charts import NAMESPACE, Object, of_kind, pod_template, render
 from tests.support.helm.node import WAIT, Container, Identity, Node, missing
+from tests.support.helm.pods import ASSETS, MODEL, run_tests, signed
 from tests.support.namespaces import Hosts
 
 why = missing() or namespaces.missing() or ("" if _C.FABRIC else "needs the headers of libfabric")

@@ -18,7 +18,7 @@ from ep_server.config import MetricsConfig
 from ep_server.observability.metrics_endpoint import MetricsEndpoint
 from ep_server.observability.status_history import Snapshot
 from ep_server.observability.status_page import StatusPage
-from tests.unit.observability.test_status_page import snapshot
+from tests.support.observability.reports import snapshot
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="Chromium is not installed")

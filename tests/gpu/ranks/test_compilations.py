@@ -8,8 +8,8 @@ import triton
 import triton.language as tl
 
 from ep_server.backends.gpu.kernels.triton.compilations import Compilations
-from tests.gpu.ranks.test_engine import MANY, SIZES, drawn
 from tests.support.models.answers import Answers
+from tests.support.ranks.gpu_engine import MANY, SIZES, drawn
 
 pytestmark = pytest.mark.gpu
 

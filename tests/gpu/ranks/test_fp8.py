@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.gpu.ranks.test_engine import SIZES, drawn
 from tests.support.models.answers import Answers
+from tests.support.ranks.gpu_engine import SIZES, drawn
 
 pytestmark = pytest.mark.gpu
 FP8_CACHE = {"model__kv_dtype": "fp8_e4m3"}

@@ -7,8 +7,8 @@ import torch
 
 from ep_server.backends.gpu.clock import DeviceClock
 from ep_server.models.timers import Phase
-from tests.gpu.ranks.test_engine import SIZES, drawn
 from tests.support.models.answers import Answers
+from tests.support.ranks.gpu_engine import SIZES, drawn
 
 pytestmark = pytest.mark.gpu
 NANO = 1e-9

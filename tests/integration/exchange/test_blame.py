@@ -2,40 +2,19 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
-import torch
 
 from ep_server.errors import GroupAborted, PeerTimeout
 from ep_server.exchange.faults import Action, Fault
 from ep_server.exchange.shm import NativeExchange
-from tests.integration.exchange.test_faults import (
+from tests.support.exchange.fault_programs import (
     SECOND,
-    TOKENS,
-    TOP_K,
     assert_noticed,
     operation,
-    rows_of,
     spec_of,
+    waits_behind,
 )
 from tests.support.exchange.ranks import run_outcomes
-
-
-def waits_behind(exchange: NativeExchange) -> None:
-    """Rank 0 waits for 1, which waits for 2, which lives and does nothing; the deadline of 0 passes first."""
-    rank, deadline = exchange.spec.rank, exchange.spec.timeout_ns / SECOND
-    exchange.set_faults((Fault(2, "dispatch", "send_header", Action.DROP, epoch=1, peer=1),))
-    ids, weights = torch.arange(TOP_K).repeat(TOKENS, 1), torch.ones(TOKENS, TOP_K)
-    pending = exchange.dispatch_send(rows_of(rank, 0), ids, weights)
-    if rank == 1:
-        time.sleep(deadline / 3)
-    received = pending.recv()
-    combining = exchange.combine_send(received.rows, received)
-    if rank == 2:
-        time.sleep(1.5 * deadline)  # what hangs
-        return
-    combining.recv()
 
 
 def test_who_waits_behind_another_rank_names_the_one_that_hangs() -> None:

@@ -8,10 +8,14 @@ from typing import Any
 import torch
 
 from ep_server.exchange.api import ExchangeSpec, Payload, View
+from ep_server.exchange.fabric import copies as bounce_copies
+from ep_server.exchange.fabric.copies import CudaCopies, Slot
 from ep_server.exchange.fabric.host_staging import BounceExchange
 from ep_server.exchange.hierarchical.exchange import HybridExchange
+from ep_server.exchange.shm import NativeExchange
+from ep_server.exchange.shm_pending import PendingCombine
 from tests.support.exchange.routing import make_inputs
-from tests.support.fabric.stream_races import Races
+from tests.support.fabric.stream_races import HOST, Races
 
 TOKENS, HIDDEN = 8, 256
 
@@ -111,3 +115,54 @@ def assert_sums(sums: Sums, payload: Payload, ranks: int = 1) -> None:
 def timelines(races: Races) -> set[str]:
     """All that accessed anything."""
     return {access.timeline for each in races.accesses.values() for access in each}
+
+
+class Noted:
+    """The inner exchange, whose native code reads and writes staging on the host."""
+
+    def __init__(self, inner: NativeExchange, races: Races) -> None:
+        self.inner, self.races = inner, races
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def dispatch_send(self, *given: torch.Tensor) -> object:
+        self.races.note(HOST, list(given), [], "dispatch_send")
+        return self.inner.dispatch_send(*given)
+
+    def combine_send(self, expert_out: torch.Tensor, *given: Any, **options: Any) -> NotedCombine:
+        self.races.note(HOST, [expert_out], [], "combine_send")
+        return NotedCombine(self.inner.combine_send(expert_out, *given, **options), self.races)
+
+
+class NotedCombine:
+    def __init__(self, pending: PendingCombine, races: Races) -> None:
+        self.pending, self.races = pending, races
+
+    def recv(self, out: torch.Tensor) -> torch.Tensor:
+        self.races.note(HOST, [], [out], "combine recv")
+        return self.pending.recv(out)
+
+
+def no_event_for_the_caller(self: Any) -> None:
+    self._slot.ended = self._stream.record_event()
+
+
+def no_wait_for_the_slot(self: CudaCopies, slot: Slot) -> None:
+    slot.ended = None
+
+
+def no_wait_for_the_event(self: CudaCopies, event: object, what: str) -> None:
+    pass
+
+
+def no_wait_for_the_caller(self: CudaCopies, slot: Slot, *, into: torch.Tensor | None = None) -> Any:
+    return bounce_copies._CudaDelivery(self._stream, torch.cuda.current_stream(), slot)
+
+
+LEFT_OUT = {
+    "the caller's stream for the copies": (bounce_copies._CudaDelivery, "finish", no_event_for_the_caller),
+    "the host for copies that read staging": (CudaCopies, "reuse", no_wait_for_the_slot),
+    "the host for copies at all": (CudaCopies, "_wait", no_wait_for_the_event),
+    "copies for the caller's kernels": (CudaCopies, "delivery", no_wait_for_the_caller),
+}

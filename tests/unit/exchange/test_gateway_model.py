@@ -6,7 +6,7 @@ import pytest
 
 from tests.support.exchange.gateway_model import GatewayModel, GatewayRules
 from tests.support.exchange.protocol_model import Fault, Outcome, Status
-from tests.unit.exchange.test_protocol_model import PROGRAMS, SHORT, check_ends, holds
+from tests.support.exchange.protocol_programs import PROGRAMS, SHORT, check_ends, holds
 
 SLOW = pytest.mark.slow
 HOSTS = ((0, 1, 1), pytest.param((0, 0, 1), marks=SLOW), pytest.param((0, 1, 2), marks=SLOW))

@@ -8,23 +8,9 @@ from __future__ import annotations
 import pytest
 
 from tests.support.exchange.protocol_model import Fault, Model, Outcome, Rules, Status
+from tests.support.exchange.protocol_programs import PROGRAMS, SHORT, check_ends, holds
 
-PROGRAMS = {
-    "pairs": "Ds1 Dr1 Cs1 Cr1 Ds2 Dr2 Cs2 Cr2 Ds3 Dr3 Cs3 Cr3",
-    "odd_dispatches": "Ds1 Dr1 Ds2 Dr2 Ds3 Dr3 Cs1 Cr1 Ds4 Dr4 Ds5 Dr5",
-    "two_in_flight": "Ds1 Ds2 Dr1 Dr2 Ds3 Cs1 Dr3 Cs2 Cr1 Cr2 Ds4 Dr4",
-    "reverse": "Ds1 Ds2 Dr2 Dr1 Ds3 Ds4 Dr4 Dr3 Ds5 Dr5",
-    "views": "Ds1 Dv1 Ds2 Dv2 Cs1 Cs2 Cr1 Cr2 Ds3 Dv3 Cs3 Cr3",
-    "odd_in_flight": "Ds1 Ds2 Dr1 Dr2 Ds3 Ds4 Dr3 Dr4 Ds5 Dr5",
-    "late_combine_hook": "Ds1 Dr1 Cs1 Ds2 Dr2 Cs2 Cr1 Ds3 Dr3 Cr2 Cs3 Cr3",
-}
 RULES = Rules()
-SHORT = {
-    "dispatches": "Ds1 Dr1 Ds2 Dr2 Ds3 Dr3",
-    "pair_and_half": "Ds1 Dr1 Cs1 Ds2 Cr1 Dr2 Ds3 Dr3",
-    "in_flight": "Ds1 Ds2 Dr1 Dr2 Ds3",
-    "pair": "Ds1 Dr1 Cs1 Cr1",
-}
 LARGE = {"dispatches", "pair_and_half"}  # millions of states with a stalled rank and masks
 COMBINES = "Cs1 Cr1 Cs2 Cr2 Cs3 Cr3"
 WHOLE = "Ds1 Dr1 Ds2 Dr2 Ds3 Dr3"
@@ -33,10 +19,6 @@ FORGETFUL = "Ds1 Ds2 Dr2 Ds3 Dr3"  # dispatch 1 is never received
 
 def explore(program: str, ranks: int, rules: Rules = RULES, fault: Fault | None = None) -> Outcome:
     return Model([program.split()] * ranks, rules, fault).explore()
-
-
-def holds(outcome: Outcome) -> None:
-    assert not outcome.violation, "\n".join([outcome.violation, *outcome.trace])
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
@@ -79,18 +61,6 @@ def test_late_rows_of_a_masked_rank_stay_in_its_own_slots() -> None:
     holds(explore(COMBINES, 3, Rules(fused=True), stalled))
     outcome = explore(COMBINES, 3, Rules(fused=True, own_slots=False), stalled)
     assert "finds epoch" in outcome.violation or "overwrites" in outcome.violation
-
-
-def check_ends(outcome: Outcome, kind: str, mask: bool) -> None:
-    """Which final states a fault may lead to, and that the interesting ones are reached."""
-    seen = set().union(*outcome.ends)
-    if mask:
-        assert seen <= {Status.DONE, Status.DEAD}, "with masks every living rank finishes"
-    else:
-        assert {Status.DONE, Status.TIMEOUT} <= seen
-        for statuses in outcome.ends:
-            assert Status.ABORTED not in statuses or Status.TIMEOUT in statuses, "an abort has an origin"
-    assert (Status.DEAD in seen) == (kind == "dies")
 
 
 @pytest.mark.parametrize("mask", [False, True])

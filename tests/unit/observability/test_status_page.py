@@ -12,13 +12,11 @@ from ep_server.cli.app import assemble
 from ep_server.cli.demo.run import DEMO_MODEL
 from ep_server.config import Config
 from ep_server.observability.status_chart import decades, halves
-from ep_server.observability.status_history import OPS, History, Snapshot, Window
+from ep_server.observability.status_history import History, Snapshot, Window
 from ep_server.observability.status_page import render
-from ep_server.records import RankLoad, RankStatistics
+from ep_server.records import RankStatistics
 from ep_server.testing.fake_ranks import FakeRanks
-from tests.support.observability.reports import bucketed
-
-RANKS, STEPS = 3, 100
+from tests.support.observability.reports import RANKS, STEPS, bucketed, snapshot
 
 
 class Tables(HTMLParser):
@@ -52,37 +50,6 @@ class Tables(HTMLParser):
         self.text += data
         if {"td", "th"} & set(self.open):
             self._rows[-1][-1] += data
-
-
-def statistics(rank: int, steps: int, late: int | None = None, late_steps: int = 0) -> RankStatistics:
-    """Each waited 10 us per step and operation for each peer; in `late_steps` 2 ms for the late one."""
-    waits = {
-        (op, peer): steps * 10_000 + (late_steps * 1_990_000 if peer == late else 0)
-        for op in OPS
-        for peer in range(RANKS)
-        if peer != rank
-    }
-    times = [100_000 + 1_000 * step for step in range(steps)]
-    return RankStatistics(
-        rank,
-        RankLoad(running=2, waiting=rank, kv_blocks_used=10 * (rank + 1), kv_blocks_total=40, steps=steps),
-        histograms={f"{op}/total": bucketed(times) for op in OPS},
-        counters={"idle_steps": steps // 4, "tokens": 8 * steps},
-        peer_wait_ns=waits,
-        expert_tokens={2 * rank: 30 * steps, 2 * rank + 1: (rank + 1) * 10 * steps},
-    )
-
-
-def snapshot(at: float, steps: int, *late: int, **late_steps: int) -> Snapshot:
-    return Snapshot(
-        at=at,
-        generated=40.0 * steps,
-        running=6,
-        waiting=3,
-        token_gaps=((0.001, 0.0), (0.002, 10.0 * steps), (0.004, 20.0 * steps), (float("inf"), 20.0 * steps)),
-        up=dict.fromkeys(range(RANKS), True),
-        ranks={rank: statistics(rank, steps, *late, **late_steps) for rank in range(RANKS)},
-    )
 
 
 @pytest.mark.parametrize("late", [0, 2])

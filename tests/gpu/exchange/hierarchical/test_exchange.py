@@ -10,9 +10,9 @@ import importlib
 import pytest
 import torch
 
-from tests.integration.exchange.fabric.test_host_staging import failures
 from tests.support.exchange.process_group import run_group
 from tests.support.fabric.fabric_ends import loopback, needs, usable
+from tests.support.fabric.suites import failures
 
 pytestmark = [
     pytest.mark.gpu,

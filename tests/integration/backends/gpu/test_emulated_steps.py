@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.integration.exchange.nvlink.test_emulated import SECONDS, module
+from tests.support.exchange.emulated.built import SECONDS, module
 from tests.support.exchange.process_group import run_group
 from tests.support.gpu.emulated_steps import NORMED, PIECES, SUMMED, run_steps
 from tests.support.gpu.specialised import GQA, MLA

@@ -8,27 +8,13 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-import torch.distributed as dist
 
-from ep_server.exchange import bootstrap
-from ep_server.exchange.api import Exchange, ExchangeSpec
-from ep_server.exchange.fabric import bootstrap as fabric_bootstrap
-from ep_server.exchange.fabric.exchange import FabricOptions
-from tests.support.exchange.conformance import run_cases, run_side_by_side
+from tests.support.exchange.conformance import run_side_by_side
 from tests.support.exchange.process_group import run_group
-from tests.support.exchange.sequences import run_sequences
 from tests.support.fabric.fabric_ends import loopback, needs
+from tests.support.fabric.suites import make, on_one_host, whole_suite
 
 RXM = "tcp;ofi_rxm"  # another protocol over the same sockets, in both versions
-
-
-def make(options: FabricOptions, spec: ExchangeSpec, group: dist.ProcessGroup) -> Exchange:
-    return fabric_bootstrap.from_process_group(group, spec, options)
-
-
-def whole_suite(group: dist.ProcessGroup, options: FabricOptions) -> dict[str, str]:
-    factory = partial(make, options)
-    return run_cases(group, factory) | run_sequences(group, factory)
 
 
 @pytest.mark.parametrize(
@@ -53,10 +39,6 @@ def test_every_case_gives_the_bits_of_paper_arithmetic(library: str, provider: s
     ]
     assert len(by_rank[0]) > 400
     assert not failures, "\n".join(failures[:5])
-
-
-def on_one_host(spec: ExchangeSpec, group: dist.ProcessGroup) -> Exchange:
-    return bootstrap.from_process_group(group, spec)
 
 
 def test_network_and_shared_memory_agree_at_model_sizes() -> None:

@@ -8,20 +8,19 @@ with a write and wants a receive for each.
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
 
-from ep_server.errors import GroupAborted
 from ep_server.exchange.api import ExchangeSpec
 from ep_server.exchange.fabric.exchange import FabricExchange, FabricOptions
-from tests.integration.exchange import test_faults as programs
-from tests.integration.exchange.fabric.test_conformance import whole_suite
-from tests.integration.exchange.test_faults import operation, spec_of
+from tests.support.exchange import fault_programs as programs
+from tests.support.exchange.fault_programs import spec_of
 from tests.support.exchange.process_group import run_group
 from tests.support.exchange.ranks import run_ranks
 from tests.support.fabric.fabric_ends import ends, loopback, needs
+from tests.support.fabric.fault_programs import resets
+from tests.support.fabric.suites import whole_suite
 from tests.support.fabric.wrapped import Wrapped
 
 OWN_KEY = 0x1EB0  # what csrc/exchange/fabric/endpoint.cpp asks for where it may choose
@@ -71,19 +70,6 @@ def test_the_wrapped_library_asks_for_what_cards_ask_for(tmp_path: Path) -> None
 def test_banks_are_reused_safely_in_any_order(program: str, receives: int, tmp_path: Path) -> None:
     made = ends(tmp_path, 3, production(tmp_path, disorder=7, receives=receives))
     run_ranks(getattr(programs, program), 3, spec_of(3), 60, args=(40,), ends=made)
-
-
-def resets(exchange: FabricExchange, turns: int) -> int:
-    """Operations are under way whenever a rank aborts; those after the reset see only their own rows."""
-    for turn in range(turns):
-        with pytest.raises(GroupAborted):
-            for step in range(1 << 20):
-                if step == 3 and exchange.spec.rank == turn % exchange.spec.num_ranks:
-                    threading.Thread(target=exchange.abort).start()
-                operation(exchange, 10 * turn + step)
-        exchange.reset()
-    operation(exchange, 0)
-    return int(exchange._native.generation)  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("seed", [0, 11])

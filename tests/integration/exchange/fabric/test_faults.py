@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
 from ep_server.errors import GroupAborted, PeerLost, PeerTimeout
 from ep_server.exchange.faults import Action, Fault
-from tests.integration.exchange import test_faults as programs
-from tests.integration.exchange.test_blame import waits_behind
-from tests.integration.exchange.test_faults import SECOND, later_than_rank_0, spec_of, stop_for
-from tests.support.exchange.ranks import Outcome, Ranks, run_outcomes, run_ranks
+from tests.support.exchange import fault_programs as programs
+from tests.support.exchange.fault_programs import SECOND, later_than_rank_0, spec_of, stop_for, waits_behind
+from tests.support.exchange.ranks import Ranks, run_outcomes, run_ranks
 from tests.support.fabric.fabric_ends import FabricEnd, ends, loopback, needs
+from tests.support.fabric.fault_programs import assert_lost
 
 
 @pytest.fixture
 def three(tmp_path: Path) -> list[FabricEnd]:
     needs("system")
     return ends(tmp_path, 3, loopback())
-
-
-def assert_lost(survivors: list[Outcome], peer: int) -> None:
-    """Every survivor names the peer; somebody noticed it by himself."""
-    for outcome in survivors:
-        assert isinstance(outcome.error, PeerTimeout | PeerLost), outcome
-        assert outcome.error.peer == peer, outcome
-    assert any(o.error.rank == o.rank for o in survivors if isinstance(o.error, PeerTimeout | PeerLost))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +127,7 @@ def test_a_mask_wakes_the_waiter_and_a_reset_lifts_it(three: list[FabricEnd]) ->
 def test_a_waiting_rank_leaves_its_core_to_others(tmp_path: Path) -> None:
     needs("system")
     with Ranks(programs.idles, 2, spec_of(2), ends=ends(tmp_path, 2, loopback())) as ranks:
-        programs.time.sleep(1.5)  # how long rank 0 waits
+        time.sleep(1.5)  # how long rank 0 waits
         ranks.tell(1, "go on")
         busy = [o.value for o in ranks.join(30)]
     assert busy[0] < 0.2

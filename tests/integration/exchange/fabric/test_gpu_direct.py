@@ -21,10 +21,8 @@ from ep_server.exchange.fabric.gpu_direct import DirectExchange
 from ep_server.exchange.fabric.rows import RowsFabric
 from ep_server.exchange.faults import Action, Fault
 from ep_server.exchange.hierarchical.exchange import HybridExchange
-from tests.integration.exchange.fabric.test_faults import assert_lost
-from tests.integration.exchange.fabric.test_host_staging import failures
-from tests.integration.exchange.test_faults import SECOND
 from tests.support.exchange.conformance import run_cases, run_pair
+from tests.support.exchange.fault_programs import SECOND
 from tests.support.exchange.process_group import run_group
 from tests.support.exchange.ranks import run_outcomes
 from tests.support.exchange.routing import make_inputs
@@ -40,6 +38,8 @@ from tests.support.fabric.direct_ends import (
     poisoned_rows,
 )
 from tests.support.fabric.fabric_ends import needs
+from tests.support.fabric.fault_programs import assert_lost
+from tests.support.fabric.suites import failures
 
 
 def whole_suite(group: dist.ProcessGroup, options: FabricOptions) -> dict[str, str]:

@@ -20,13 +20,14 @@ from ep_server.exchange.fabric import host_staging as bounce
 from ep_server.exchange.fabric.copies import HostCopies, Slot
 from ep_server.exchange.fabric.exchange import FabricOptions
 from ep_server.exchange.fabric.host_staging import BounceExchange
-from tests.support.exchange.conformance import Factory, case_names, run_cases, run_pair
+from tests.support.exchange.conformance import Factory, run_cases, run_pair
 from tests.support.exchange.process_group import run_group
 from tests.support.exchange.routing import make_inputs
-from tests.support.exchange.sequences import run_sequences, sequence_names
+from tests.support.exchange.sequences import run_sequences
 from tests.support.exchange.single import make_single
 from tests.support.fabric import mixed_ends
 from tests.support.fabric.fabric_ends import loopback, needs
+from tests.support.fabric.suites import failures
 
 
 def over_network(options: FabricOptions, spec: ExchangeSpec, group: dist.ProcessGroup) -> Exchange:
@@ -44,19 +45,6 @@ def on_one_host(spec: ExchangeSpec, group: dist.ProcessGroup) -> Exchange:
 
 def suite(group: dist.ProcessGroup, factory: Factory) -> dict[str, str]:
     return run_cases(group, factory) | run_sequences(group, factory)
-
-
-def failures(by_rank: list[dict[str, str]]) -> str:
-    """Of all ranks; asserts that the whole suite ran."""
-    names = {*case_names(), *sequence_names()}
-    assert all(set(results) == names for results in by_rank)
-    failed = [
-        f"rank {rank}, {name}: {text}"
-        for rank, results in enumerate(by_rank)
-        for name, text in results.items()
-        if text
-    ]
-    return "\n".join(failed[:5])
 
 
 # The mixed group below runs on the system's too.

@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from ep_server.errors import PeerLost, PeerTimeout
-from ep_server.exchange.fabric.exchange import FabricExchange, FabricOptions
-from tests.integration.exchange import test_faults as programs
-from tests.integration.exchange.test_faults import SECOND, operation, spec_of
 from tests.support import namespaces
-from tests.support.exchange.ranks import Peer, Ranks, run_ranks
-from tests.support.fabric.fabric_ends import LIBRARIES, FabricEnd, needs
+from tests.support.exchange import fault_programs as programs
+from tests.support.exchange.fault_programs import SECOND, spec_of
+from tests.support.exchange.ranks import Ranks, run_ranks
+from tests.support.fabric.fabric_ends import needs
+from tests.support.fabric.fault_programs import goes_on, one_each
 from tests.support.namespaces import Hosts
 
 
@@ -25,12 +25,6 @@ def hosts(request: pytest.FixtureRequest) -> Iterator[Hosts]:
         pytest.skip(why)
     with Hosts(request.param) as made:
         yield made
-
-
-def one_each(hosts: Hosts, folder: Path, library: str = "system") -> list[FabricEnd]:
-    """One rank per host, found by capability: the only network there is the host's own."""
-    options = FabricOptions(library=LIBRARIES[library], domain=namespaces.DEVICE)
-    return [FabricEnd(str(folder / "meeting"), options, name) for name in hosts.names]
 
 
 @pytest.mark.parametrize(
@@ -59,13 +53,6 @@ def test_a_host_behind_a_slow_line_only_delays(hosts: Hosts, library: str, tmp_p
     except subprocess.CalledProcessError as error:
         pytest.skip(f"no line can be made slow here (sch_tbf): {error.stderr.strip()}")
     run_ranks(programs.back_to_back, 3, spec_of(3), 60, args=(20,), ends=one_each(hosts, tmp_path, library))
-
-
-def goes_on(exchange: FabricExchange, peer: Peer) -> None:
-    operation(exchange, 0)
-    peer.tell("started")
-    for step in range(1, 1 << 30):
-        operation(exchange, step)
 
 
 @pytest.mark.parametrize("hosts", [3], indirect=True)

@@ -10,8 +10,8 @@ import torch.distributed as dist
 
 from ep_server.exchange.fabric.bootstrap import from_store
 from ep_server.exchange.fabric.exchange import FabricExchange
-from tests.integration.exchange.test_faults import operation, spec_of
-from tests.support.exchange.ranks import Peer, run_ranks
+from tests.support.exchange.fault_programs import operation, spec_of
+from tests.support.exchange.ranks import run_ranks
 from tests.support.fabric.fabric_ends import ends, loopback, needs
 
 RANKS = 16
@@ -78,9 +78,3 @@ def test_nothing_is_left_of_groups_that_were_closed(library: str, turns: int, tm
         assert after[0][0] == after[-1][0]
         if turns > SETTLED_TURNS:
             assert after[-1][1] - after[SETTLED_TURNS][1] < MOST_GROWTH_KIB
-
-
-def never_ends(exchange: FabricExchange, peer: Peer) -> None:
-    peer.tell("started")
-    for step in range(1 << 30):
-        operation(exchange, step)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
@@ -19,16 +20,16 @@ from ep_server.exchange.fabric.host_share import HostShare, create_host_share
 from ep_server.exchange.geometry import geometry_of
 from ep_server.exchange.segment import create_segment
 from ep_server.exchange.shm import NativeExchange
-from tests.integration.exchange import test_faults as programs
-from tests.integration.exchange.fabric.test_conformance import on_one_host
-from tests.integration.exchange.test_faults import operation, spec_of
 from tests.support import namespaces
+from tests.support.exchange import fault_programs as programs
 from tests.support.exchange.conformance import run_cases, run_side_by_side
+from tests.support.exchange.fault_programs import operation, spec_of
 from tests.support.exchange.process_group import run_group
 from tests.support.exchange.ranks import Peer, Ranks, run_ranks
 from tests.support.exchange.sequences import run_sequences
 from tests.support.fabric.fabric_ends import loopback, needs
 from tests.support.fabric.mixed_ends import from_process_group, mixed_ends
+from tests.support.fabric.suites import on_one_host
 from tests.support.namespaces import Hosts
 
 TWO_BY_TWO, ONE_AND_THREE, SCATTERED = (0, 0, 1, 1), (0, 1, 1, 1), (0, 1, 2, 0, 1)
@@ -240,7 +241,7 @@ def test_ranks_behind_a_gateway_sleep_until_it_rings(tmp_path: Path) -> None:
         mixed_ends(tmp_path, ONE_AND_THREE, spec_of(4), loopback()) as ends,
         Ranks(idles_behind, 4, spec_of(4), ends=ends) as ranks,
     ):
-        programs.time.sleep(1.5)  # how long they wait
+        time.sleep(1.5)  # how long they wait
         ranks.tell(0, "go on")
         outcomes = ranks.join(30)
     assert [o.error for o in outcomes] == [None] * 4

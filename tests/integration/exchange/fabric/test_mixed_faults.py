@@ -16,15 +16,12 @@ import torch
 from ep_server.errors import GroupAborted, PeerLost, PeerTimeout
 from ep_server.exchange.fabric.exchange import FabricExchange, FabricOptions
 from ep_server.exchange.faults import Action, Fault
-from tests.integration.exchange import test_faults as programs
-from tests.integration.exchange.fabric.test_disorder import resets
-from tests.integration.exchange.fabric.test_faults import assert_lost
-from tests.integration.exchange.fabric.test_hosts import goes_on
-from tests.integration.exchange.fabric.test_lifecycle import never_ends
-from tests.integration.exchange.test_faults import SECOND, operation, rows_of, spec_of
 from tests.support import namespaces
+from tests.support.exchange import fault_programs as programs
+from tests.support.exchange.fault_programs import SECOND, operation, rows_of, spec_of
 from tests.support.exchange.ranks import Peer, Ranks, run_outcomes, run_ranks
 from tests.support.fabric.fabric_ends import loopback, needs
+from tests.support.fabric.fault_programs import assert_lost, goes_on, never_ends, resets
 from tests.support.fabric.mixed_ends import MixedEnd, mixed_ends
 from tests.support.namespaces import Hosts
 

@@ -10,8 +10,8 @@ import pytest
 
 from ep_server.errors import StartupError
 from ep_server.exchange.fabric.exchange import FabricExchange, FabricOptions
-from tests.integration.exchange import test_faults as programs
-from tests.integration.exchange.test_faults import operation, spec_of
+from tests.support.exchange import fault_programs as programs
+from tests.support.exchange.fault_programs import operation, spec_of
 from tests.support.exchange.ranks import Ranks, run_outcomes, run_ranks
 from tests.support.fabric.fabric_ends import ends, needs
 from tests.support.fabric.wrapped import Wrapped

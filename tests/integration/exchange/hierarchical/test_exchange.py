@@ -18,14 +18,13 @@ from ep_server.exchange.api import ExchangeSpec, Payload, Reduction, View
 from ep_server.exchange.fabric.host_staging import BounceExchange
 from ep_server.exchange.hierarchical.bootstrap import compose
 from ep_server.exchange.hierarchical.exchange import HybridExchange
-from tests.integration.exchange.fabric.test_conformance import on_one_host
-from tests.integration.exchange.fabric.test_host_staging import failures
 from tests.support.exchange.conformance import Factory, run_cases, run_side_by_side
 from tests.support.exchange.process_group import run_group
 from tests.support.exchange.sequences import run_sequences
 from tests.support.exchange.single import make_single
 from tests.support.fabric import hybrid_ends
 from tests.support.fabric.fabric_ends import loopback, needs
+from tests.support.fabric.suites import failures, on_one_host
 
 TWO_BY_TWO, ONE_EACH, ONE_AND_THREE, TOGETHER = (0, 0, 1, 1), (0, 1, 2), (5, 2, 2, 2), (0, 0, 0)
 

@@ -7,22 +7,19 @@ The emulation: tests/support/exchange/emulated.
 from __future__ import annotations
 
 import platform
-from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.support.exchange import emulated
 from tests.support.exchange.buffer_masks import LOSSES, Lost
 from tests.support.exchange.emulated import programs
+from tests.support.exchange.emulated.built import SECONDS, module
 from tests.support.exchange.killed_rank import DEATHS, check_killed
 from tests.support.exchange.process_group import run_group
 
 pytestmark = pytest.mark.skipif(
     platform.machine() != "x86_64", reason="its fibers are switched by x86-64 code"
 )
-SECONDS = 280
 HOT = [  # of `make test`
     ("gpu_odd_inputs.an_expert_twice", 3),
     ("gpu_odd_inputs.not_finite", 2),
@@ -54,14 +51,6 @@ MORE = [
     ],  # all in one stream here
     *[(f"gpu_programs.{name}", 2) for name in ("side_by_side", "measurements", "refused")],
 ]
-
-
-@cache
-def module() -> Path:
-    """Compiled once for a state of the sources."""
-    folder = emulated.ROOT / "build" / "emulated"
-    folder.mkdir(parents=True, exist_ok=True)
-    return emulated.build(folder)
 
 
 def run(name: str, num_ranks: int, *args: Any) -> list[Any]:

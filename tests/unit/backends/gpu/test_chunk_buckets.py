@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable
 from itertools import pairwise
 
@@ -11,15 +10,13 @@ import torch
 
 from ep_server.backends.gpu import decoder, graphs
 from ep_server.backends.gpu.graphs import Form, buckets_with_chunks
-from ep_server.backends.gpu.runner import GpuRunner, Launched
 from ep_server.records import StepBatch
 from ep_server.scheduler import RankScheduler, SchedulerLimits
+from tests.support.gpu.runners import COUNT, SingleTokens, Together, gpu_runner, staggered
 from tests.support.models.checkpoints import Tiny
 from tests.support.models.driver import BLOCK, BLOCKS
 from tests.support.ranks.rank_group import greedy
-from tests.unit.backends.gpu.test_parity import SingleTokens, Together, gpu_runner
 
-COUNT = 3  # tokens drawn
 FORMS = (Form(4), Form(20))
 
 
@@ -39,32 +36,6 @@ def test_buckets_grow_by_a_quarter_up_to_the_largest_step(sequences: int, most: 
     assert sizes[-1] == most and sizes[0] > sequences and sizes == sorted(set(sizes))
     assert all(size % 64 == 0 for size in sizes[:-1])
     assert all(b - a <= max(a // 4 + 64, 64) for a, b in pairwise([sequences, *sizes]))
-
-
-def staggered(runner: GpuRunner, model: Tiny, prompts: int) -> tuple[dict[int, list[int]], list[int]]:
-    """Tokens by request, one request more in each step; and the bucket of every step."""
-    limits = SchedulerLimits(
-        max_running=8, max_step_tokens=20, block_size=BLOCK, kv_blocks=BLOCKS,
-        prefix_cache=True, max_context=128, ahead=1,
-    )  # fmt: skip
-    scheduler, tokens, buckets = RankScheduler(limits), dict[int, list[int]](), list[int]()
-    flying: deque[tuple[StepBatch, Launched]] = deque()
-    waiting = list(enumerate(model.prompts[:prompts]))
-    with torch.inference_mode():
-        runner.graphs.capture()
-        while waiting or scheduler.has_work:
-            if waiting:
-                number, prompt = waiting.pop(0)
-                request = greedy(number, prompt, COUNT)
-                runner.add(request)
-                scheduler.add(request)
-            while len(flying) <= 1 and (batch := scheduler.plan()).slices:
-                buckets.append(runner.bucket_of(batch))
-                flying.append((batch, runner.launch(batch, 1, buckets[-1])))
-            batch, launched = flying.popleft()
-            for event in scheduler.commit(batch, runner.collect(launched)):
-                tokens.setdefault(event.number, []).append(event.token_id)
-    return tokens, buckets
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v2-lite-yarn"])

@@ -21,10 +21,10 @@ from ep_server.models.families import read_spec
 from ep_server.records import Request, SampledToken, Stopping
 from ep_server.scheduler import RankScheduler, SchedulerLimits
 from ep_server.testing.reference_exchange import ReferenceExchange
+from tests.support.gpu.runners import TOKENS, gpu_runner
 from tests.support.models.checkpoints import Tiny
 from tests.support.models.driver import BLOCK, BLOCKS, exchange_spec
 from tests.support.ranks.rank_group import greedy
-from tests.unit.backends.gpu.test_parity import TOKENS, gpu_runner
 
 EDITS = {
     "repetition_penalty": 1.4,

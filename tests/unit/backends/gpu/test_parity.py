@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
@@ -16,55 +15,22 @@ import torch
 from ep_server.backends.gpu import decoder
 from ep_server.backends.gpu import runner as gpu
 from ep_server.backends.gpu.attention import attention
-from ep_server.backends.gpu.attention.decode_kernels import DecodeKernels, triton_decode
 from ep_server.backends.gpu.graphs import Form
-from ep_server.backends.gpu.kernels.triton.paged import PagedKv
-from ep_server.backends.gpu.kernels.triton.paged_tile import AttentionRule, Sequences
 from ep_server.backends.gpu.kernels.triton.partial import Partial
-from ep_server.backends.gpu.kernels.triton.rope import HeadNorm, Rotation, store_gqa
-from ep_server.backends.gpu.moe.rows import Rows, RowsOfSteps
-from ep_server.backends.gpu.moe.transfers import LocalRows, PlainRows
-from ep_server.backends.gpu.runner import GpuOptions, GpuRunner, Launched
-from ep_server.backends.gpu.step_input import InputShape, StepTensors
+from ep_server.backends.gpu.moe.transfers import LocalRows
+from ep_server.backends.gpu.runner import Launched
 from ep_server.backends.gpu.waiting import STEP_SECONDS
 from ep_server.errors import GroupAborted, InternalError
-from ep_server.models.assembly import LoadParams, load_model
-from ep_server.models.decoder import DecoderParams
-from ep_server.models.families import read_spec
-from ep_server.models.families.spec import GqaSpec
-from ep_server.models.kv_cache import KvCache
-from ep_server.models.torch_compute import TorchCompute
 from ep_server.records import StepBatch
 from ep_server.scheduler import RankScheduler, SchedulerLimits
-from ep_server.testing.reference_exchange import ReferenceExchange
+from tests.support.gpu.runners import TOKENS, Passed, SingleTokens, Together, gpu_runner
 from tests.support.models.checkpoints import CASES, Tiny
-from tests.support.models.driver import BLOCK, BLOCKS, exchange_spec, generate
+from tests.support.models.driver import BLOCK, BLOCKS, generate
 from tests.support.ranks.rank_group import greedy
-from tests.support.triton.harness import DEVICE
-from tests.unit.backends.gpu.test_waiting import Passed
 
-TOKENS = 64
 SCHEDULED = 2  # prompts
 QUICK = {"deepseek_v2-lite-yarn"}  # with those below, every kernel's forms
 NAMES = [pytest.param(c.name, marks=[pytest.mark.slow] * (c.name not in QUICK)) for c in CASES]
-
-
-def gpu_runner(
-    path: Path,
-    forms: tuple[Form, ...] = (),
-    check: Callable[[], None] = lambda: None,
-    kernels: DecodeKernels | None = None,
-    rows: Rows | None = None,
-) -> GpuRunner:
-    experts = read_spec(path).router.num_experts
-    model = load_model(LoadParams(str(path), 0, (0,) * experts, "float32", compute=TorchCompute(DEVICE)))
-    exchange = ReferenceExchange(exchange_spec(model, 0, 1, (0,) * experts, TOKENS))
-    cache = KvCache(model.spec, BLOCKS, BLOCK, torch.float32, DEVICE)
-    params = DecoderParams(model.spec, model.weights, exchange, cache, model.max_context, model.compute)
-    shape = InputShape(TOKENS, 16, -(-model.max_context // BLOCK), BLOCK)
-    rows = rows or PlainRows(exchange)
-    options = GpuOptions(shape, RowsOfSteps(rows, rows, check), forms, kernels=kernels)
-    return GpuRunner(params, options)
 
 
 @pytest.mark.parametrize("micro_batches", [pytest.param(1, marks=pytest.mark.slow), 2])
@@ -132,31 +98,6 @@ def test_products_that_come_in_parts(tiny: Callable[[str], Tiny], monkeypatch: p
     drawn = generate(runner, model.prompts, count)
     assert drawn == [tokens[:count] for tokens in model.tokens]
     assert len(made) % 3 == 0 and len({each.rows for each in made}) == 1
-
-
-class SingleTokens:
-    """Stands for the attention kernel for Hopper, and for what a step gives it."""
-
-    rows = 0
-
-    def __init__(self, step: StepTensors, *_: object) -> None:
-        self.count = count = len(step.singles)
-        self.positions, self.slots = step.positions[:count], step.singles.slots
-        self.sequences = Sequences(step.blocks[:count], step.singles.lengths)
-
-
-class Together:
-    """Norm, rotation, cache and attention of single tokens by Triton's kernels."""
-
-    def __init__(self, kv: PagedKv, spec: GqaSpec, table: torch.Tensor, norm: HeadNorm | None) -> None:
-        self._kv, self._spec, self._table, self._norm = kv, spec, table, norm
-
-    def run(self, qkv: torch.Tensor | Partial, step: SingleTokens, out: torch.Tensor) -> None:
-        SingleTokens.rows += len(out)
-        q, spec, turns = torch.empty_like(out), self._spec, (self._table, step.positions, step.slots)
-        store_gqa(qkv, q, self._kv, Rotation(*turns), self._norm)
-        layer = triton_decode(spec, len(self._table), 0).over(step.sequences)
-        layer(q, self._kv, AttentionRule(spec.scale), out)
 
 
 @pytest.mark.parametrize("parts", [False, pytest.param(True, marks=pytest.mark.slow)])

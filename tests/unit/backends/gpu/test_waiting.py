@@ -12,19 +12,9 @@ from ep_server.backends.gpu import waiting
 from ep_server.backends.gpu.snapshot import Snapshot
 from ep_server.backends.gpu.waiting import await_device, await_event, await_stream
 from ep_server.errors import InternalError
+from tests.support.gpu.runners import Passed
 
 NEVER = float("inf")
-
-
-class Passed:
-    """An event that the device has passed at that look."""
-
-    def __init__(self, looks: float) -> None:
-        self.left = looks
-
-    def query(self) -> bool:
-        self.left -= 1
-        return self.left <= 0
 
 
 class Stream:

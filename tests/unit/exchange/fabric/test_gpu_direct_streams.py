@@ -19,9 +19,9 @@ from ep_server.exchange.fabric.gpu_direct import DirectExchange
 from ep_server.exchange.fabric.rows import RowsFabric
 from ep_server.exchange.shm_pending import PendingDispatch
 from tests.support.fabric.direct_ends import CPU, over_shm, own_name, poisoned_rows
+from tests.support.fabric.stream_programs import LEFT_OUT as LEFT_OUT_OF_BOTH
 from tests.support.fabric.stream_programs import Operation, Sums, assert_sums, run_alone, spec_of, timelines
 from tests.support.fabric.stream_races import HOST, Races, watched
-from tests.unit.exchange.fabric.test_host_staging_streams import LEFT_OUT as LEFT_OUT_OF_BOTH
 
 
 class Noted(RowsFabric):

@@ -26,9 +26,17 @@ from ep_server.exchange.hierarchical.host_part import spec_of_host
 from ep_server.exchange.segment import create_segment
 from ep_server.exchange.shm import NativeExchange
 from tests.support.exchange.single import make_single
-from tests.support.fabric.stream_programs import Operation, Sums, assert_sums, run, spec_of, timelines
+from tests.support.fabric.stream_programs import (
+    LEFT_OUT,
+    Noted,
+    Operation,
+    Sums,
+    assert_sums,
+    run,
+    spec_of,
+    timelines,
+)
 from tests.support.fabric.stream_races import HOST, Races, address, watched
-from tests.unit.exchange.fabric.test_host_staging_streams import LEFT_OUT, Noted
 
 CPU, RANKS = torch.device("cpu"), 2
 

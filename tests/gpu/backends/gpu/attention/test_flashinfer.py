@@ -17,9 +17,9 @@ from ep_server.errors import ConfigError
 from ep_server.models.families.spec import GqaSpec
 from ep_server.models.sizes import Dtype
 from ep_server.ranks.launcher import RankProcesses
-from tests.gpu.ranks.test_engine import begins_alike, drawn
 from tests.support.gpu.xqa import step_case
 from tests.support.models.answers import Answers
+from tests.support.ranks.gpu_engine import begins_alike, drawn
 from tests.support.ranks.rank_group import Recorder, rank_config
 from tests.support.triton.harness import DEVICE, NAN, assert_near, random
 from tests.support.triton.paged_case import Heads, PagedCase

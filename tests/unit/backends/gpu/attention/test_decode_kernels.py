@@ -16,10 +16,10 @@ from ep_server.backends.gpu.kernels.triton.paged_tile import AttentionRule, Sequ
 from ep_server.models.families import read_spec
 from ep_server.models.families.spec import MlaSpec
 from ep_server.models.kv_cache import KvLayer
+from tests.support.gpu.runners import gpu_runner
 from tests.support.models.checkpoints import Tiny
 from tests.support.models.driver import generate
 from tests.support.ranks.rank_group import greedy
-from tests.unit.backends.gpu.test_parity import gpu_runner
 
 
 @dataclass

@@ -26,9 +26,8 @@ from ep_server.backends.gpu.step_input import Singles, StepTensors
 from ep_server.errors import InternalError
 from ep_server.models.families.spec import MlaSpec
 from ep_server.models.kv_cache import KvLayer
+from tests.support.gpu.runners import gpu_runner, staggered
 from tests.support.models.checkpoints import Tiny
-from tests.unit.backends.gpu.test_chunk_buckets import staggered
-from tests.unit.backends.gpu.test_parity import gpu_runner
 
 LITE, BF16 = MlaSpec(16, 0, 512, 128, 64, 128, 0.1), torch.bfloat16
 

@@ -1,0 +1,58 @@
+"""What ranks on a network run in tests of faults, and what their errors must say."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from ep_server.errors import GroupAborted, PeerLost, PeerTimeout
+from ep_server.exchange.fabric.exchange import FabricExchange, FabricOptions
+from tests.support import namespaces
+from tests.support.exchange.fault_programs import (
+    operation,
+)
+from tests.support.exchange.ranks import Outcome, Peer
+from tests.support.fabric.fabric_ends import LIBRARIES, FabricEnd
+from tests.support.namespaces import Hosts
+
+
+def assert_lost(survivors: list[Outcome], peer: int) -> None:
+    """Every survivor names the peer; somebody noticed it by himself."""
+    for outcome in survivors:
+        assert isinstance(outcome.error, PeerTimeout | PeerLost), outcome
+        assert outcome.error.peer == peer, outcome
+    assert any(o.error.rank == o.rank for o in survivors if isinstance(o.error, PeerTimeout | PeerLost))
+
+
+def never_ends(exchange: FabricExchange, peer: Peer) -> None:
+    peer.tell("started")
+    for step in range(1 << 30):
+        operation(exchange, step)
+
+
+def one_each(hosts: Hosts, folder: Path, library: str = "system") -> list[FabricEnd]:
+    """One rank per host, found by capability: the only network there is the host's own."""
+    options = FabricOptions(library=LIBRARIES[library], domain=namespaces.DEVICE)
+    return [FabricEnd(str(folder / "meeting"), options, name) for name in hosts.names]
+
+
+def goes_on(exchange: FabricExchange, peer: Peer) -> None:
+    operation(exchange, 0)
+    peer.tell("started")
+    for step in range(1, 1 << 30):
+        operation(exchange, step)
+
+
+def resets(exchange: FabricExchange, turns: int) -> int:
+    """Operations are under way whenever a rank aborts; those after the reset see only their own rows."""
+    for turn in range(turns):
+        with pytest.raises(GroupAborted):
+            for step in range(1 << 20):
+                if step == 3 and exchange.spec.rank == turn % exchange.spec.num_ranks:
+                    threading.Thread(target=exchange.abort).start()
+                operation(exchange, 10 * turn + step)
+        exchange.reset()
+    operation(exchange, 0)
+    return int(exchange._native.generation)  # type: ignore[union-attr]

@@ -1,0 +1,40 @@
+"""The conformance suite over a network, as programs of ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch.distributed as dist
+
+from ep_server.exchange import bootstrap
+from ep_server.exchange.api import Exchange, ExchangeSpec
+from ep_server.exchange.fabric import bootstrap as fabric_bootstrap
+from ep_server.exchange.fabric.exchange import FabricOptions
+from tests.support.exchange.conformance import case_names, run_cases
+from tests.support.exchange.sequences import run_sequences, sequence_names
+
+
+def make(options: FabricOptions, spec: ExchangeSpec, group: dist.ProcessGroup) -> Exchange:
+    return fabric_bootstrap.from_process_group(group, spec, options)
+
+
+def whole_suite(group: dist.ProcessGroup, options: FabricOptions) -> dict[str, str]:
+    factory = partial(make, options)
+    return run_cases(group, factory) | run_sequences(group, factory)
+
+
+def on_one_host(spec: ExchangeSpec, group: dist.ProcessGroup) -> Exchange:
+    return bootstrap.from_process_group(group, spec)
+
+
+def failures(by_rank: list[dict[str, str]]) -> str:
+    """Of all ranks; asserts that the whole suite ran."""
+    names = {*case_names(), *sequence_names()}
+    assert all(set(results) == names for results in by_rank)
+    failed = [
+        f"rank {rank}, {name}: {text}"
+        for rank, results in enumerate(by_rank)
+        for name, text in results.items()
+        if text
+    ]
+    return "\n".join(failed[:5])
