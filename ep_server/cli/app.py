@@ -1,4 +1,4 @@
-"""Puts a server together from a configuration: model, rank processes, metrics, gRPC. Decides nothing else."""
+"""Assembles a server from a configuration: model, rank processes, metrics, gRPC."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from ep_server.ranks.protocol import Ranks
 
 log = logging.getLogger(__name__)
 
-OPEN_FILES = 64  # of the front and of a rank; as they start they have about 30
-OPEN_FILES_PER_RANK = 8  # of the front; each rank takes 2, and more for a moment as it starts
+OPEN_FILES = 64  # of the front process and of a rank; at the start they have about 30
+OPEN_FILES_PER_RANK = 8  # of the front process; a rank takes 2, and more while it starts
 
 
 @dataclass(frozen=True, slots=True)
 class App:
-    """A server that is not started yet, on node 0. metrics_url is empty where metrics are off."""
+    """A server on node 0, not started yet. metrics_url: empty if metrics are off."""
 
     server: Server
     model: ServedModel
@@ -50,11 +50,11 @@ class App:
 async def assemble(
     config: Config, ranks: Ranks | None = None, place: NodePlace | None = None
 ) -> AsyncIterator[App]:
-    """Reads the checkpoint's description and opens the metrics port; the caller runs or starts the server.
+    """Reads the checkpoint's configuration and opens the metrics port. The caller runs the server.
 
     Args:
-        ranks: rank processes of `config` if None.
-        place: of this node, which leads; None = it is alone.
+        ranks: None = rank processes from `config`.
+        place: of this node, which leads several; None = the only node.
     Raises: ConfigError, CheckpointError.
     """
     model = ServedModel.load(config.model)
@@ -77,7 +77,7 @@ async def assemble(
 
 
 def require_open_files(ranks: int) -> None:
-    """Raises: StartupError where the process may not open the files and sockets that it needs."""
+    """Raises: StartupError if the limit of open files and sockets is too low."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = OPEN_FILES + OPEN_FILES_PER_RANK * ranks
     if limit != resource.RLIM_INFINITY and limit < needed:
@@ -88,7 +88,7 @@ def require_open_files(ranks: int) -> None:
 
 
 def warn_if_made_up(model: ModelConfig) -> None:
-    """Says what makes every answer noise."""
+    """Warns about settings that make every answer meaningless."""
     if model.load_format == "dummy":
         log.warning(
             "model.load_format = dummy: weights are random, for benchmarks only; outputs mean nothing"
@@ -100,12 +100,12 @@ def warn_if_made_up(model: ModelConfig) -> None:
 
 
 def warn_if_prompts_are_slow(config: Config) -> None:
-    """Says that no step with a prompt will be captured, where the sizes leave no room for one."""
+    """Warns if the sizes leave no room for a captured step with a prompt."""
     sizes, parallel = config.scheduler, config.parallel
     if parallel.device == "cuda" and parallel.graphs and sizes.max_step_tokens <= sizes.max_running:
         log.warning(
-            "scheduler.max_step_tokens = %d is not above scheduler.max_running = %d: steps with prompts are "
-            "launched kernel by kernel, not captured, and take longer",
+            "scheduler.max_step_tokens = %d is not above scheduler.max_running = %d: steps with prompts run "
+            "without CUDA graphs and take longer",
             sizes.max_step_tokens,
             sizes.max_running,
         )
@@ -113,7 +113,7 @@ def warn_if_prompts_are_slow(config: Config) -> None:
 
 @contextmanager
 def _endpoint(config: MetricsConfig, page: CollectorRegistry, status: StatusPage | NodePage) -> Iterator[str]:
-    """Opens the metrics port where it is wanted. Yields: its URL, or nothing. Raises: ConfigError."""
+    """Opens the metrics port, if enabled. Yields: its URL or "". Raises: ConfigError."""
     if not config.enabled:
         yield ""
         return
@@ -126,10 +126,10 @@ def _endpoint(config: MetricsConfig, page: CollectorRegistry, status: StatusPage
 
 
 def run(config: Config, progress: Progress, on_serving: Callable[[str], None]) -> int:
-    """Serves until a signal or the loss of a rank or node; the process should end then.
+    """Serves until a signal, or until a rank or node is lost. The process should exit afterwards.
 
     Args:
-        on_serving: gets the URL of the metrics, empty where they are off, once requests are taken.
+        on_serving: called with the URL of the metrics ("" if off) once requests are accepted.
     Returns: exit code. Raises: StartupError.
     """
     require_open_files(config.parallel.ranks)
@@ -146,7 +146,7 @@ def run(config: Config, progress: Progress, on_serving: Callable[[str], None]) -
 async def _follow(
     config: Config, place: NodePlace, progress: Progress, on_serving: Callable[[str], None]
 ) -> int:
-    """The life of a node that does not lead. As run()."""
+    """run() for a node that does not lead."""
     ranks, model = config.parallel.ranks, config.model
     spec = read_spec(Path(model.path))
     config = with_message_limit(config, context_limit(spec, model.max_context), spec.vocab_size)

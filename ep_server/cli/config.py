@@ -1,4 +1,4 @@
-"""`ep-server config`: every option with its default and range, or a configuration file to start from."""
+"""`ep-server config`: lists every option, or prints a configuration file with all defaults."""
 
 from __future__ import annotations
 

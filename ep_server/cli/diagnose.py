@@ -1,4 +1,4 @@
-"""`ep-server diagnose`: one archive with what a report of a fault needs, and no secret."""
+"""`ep-server diagnose`: one archive for a fault report, without secrets."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ missing.txt     what could not be had, and why; absent where all is here
 
 No prompt, no output, no environment variable, no certificate, key or token is in any of them.
 """
-# A last line of defence: nothing that is collected should ever hold one.
+# A last line of defence: no collected text should contain one.
 PRIVATE = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?-----END [A-Z ]*PRIVATE KEY-----", re.DOTALL)
 
 
@@ -92,7 +92,7 @@ def command(
 
 
 class Bundle:
-    """Texts by name. What fails to come is remembered with its cause. secret: never written."""
+    """Texts by name, and the cause of every text that is missing. secret: never written."""
 
     def __init__(self, secret: str) -> None:
         self.files: dict[str, str] = {}
@@ -100,22 +100,22 @@ class Bundle:
         self._secret = secret
 
     def add(self, name: str, make: Callable[[], str]) -> None:
-        """Adds what `make` returns, with secrets struck out."""
+        """Adds the text from `make`, with secrets removed."""
         try:
             text = make()
         except grpc.RpcError as error:
             call = isinstance(error, grpc.Call)
             self.missing[name] = f"{error.code().name}: {error.details()}" if call else str(error)
-        except (OSError, http.client.HTTPException, ValueError) as error:  # whatever answered was no page
+        except (OSError, http.client.HTTPException, ValueError) as error:  # no page, or not ours
             self.missing[name] = str(error) or type(error).__name__
         else:
             self.files[name] = self._clean(text)
 
     def write(self, file: Path) -> None:
-        """A tar.gz that its owner alone may read. Raises: ConfigError (--output)."""
+        """Writes a tar.gz that only its owner can read. Raises: ConfigError (--output)."""
         if self.missing:
-            told = "".join(f"{name}: {why}\n" for name, why in self.missing.items())
-            self.files["missing.txt"] = self._clean(told)
+            text = "".join(f"{name}: {why}\n" for name, why in self.missing.items())
+            self.files["missing.txt"] = self._clean(text)
         try:
             handle = os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
             with os.fdopen(handle, "wb") as stream, tarfile.open(fileobj=stream, mode="w:gz") as archive:
@@ -132,7 +132,7 @@ class Bundle:
 
 
 def _ask(bundle: Bundle, target: Target, timeout: float) -> dict[str, Any]:
-    """Everything that comes over gRPC. Returns: the server's configuration, empty if it did not answer."""
+    """Collects everything over gRPC. Returns: the server's configuration; empty if it did not answer."""
     with Client(target) as client:
 
         def call(method: str, request: Any) -> Any:
@@ -156,7 +156,7 @@ def _ask(bundle: Bundle, target: Target, timeout: float) -> dict[str, Any]:
 
 
 def metrics_url_of(address: str, config: dict[str, Any]) -> str:
-    """Where a server of this configuration has its metrics, as its caller sees it."""
+    """URL of the metrics of a server with this configuration, as seen by its caller."""
     bound, port = config.get("metrics.host", "127.0.0.1"), config.get("metrics.port", 9400)
     host = address.rpartition(":")[0] if bound in ("0.0.0.0", "::", "") else bound
     if ":" in host and not host.startswith("["):
@@ -171,7 +171,7 @@ def _fetch(url: str, timeout: float) -> str:
 
 
 def _fields(answer: Any) -> dict[str, Any]:
-    """Every field, also those that are 0."""
+    """Every field, including those that are 0."""
     return dict(
         MessageToDict(answer, preserving_proto_field_name=True, always_print_fields_with_no_presence=True)
     )

@@ -1,4 +1,4 @@
-"""`ep-server generate`: one request to a running server, its text on the terminal as it comes."""
+"""`ep-server generate`: sends one request to a running server and streams its text to the terminal."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def command(
         "stop_strings": stop or None,
         "num_sequences": count,
     }
-    texts: dict[int, str] = {}  # of several: shown one by one, as they end
+    texts: dict[int, str] = {}  # of several sequences: each is printed when it ends
     with Client(options.target(address, tls_ca, tls_cert, tls_key, token_file)) as client:
         has_text = _has_text(client, ids)
         for event in client.generate(given, timeout=timeout, **fields):
@@ -80,7 +80,7 @@ def command(
 
 
 def _has_text(client: Client, ids: bool) -> bool:
-    """Whether answers have text; without Control, who gives ids gets ids."""
+    """Whether answers have text. Without the Control service, prompts of ids get ids."""
     try:
         return bool(client.model_info().has_tokenizer)
     except grpc.RpcError as error:

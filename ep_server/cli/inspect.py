@@ -1,4 +1,4 @@
-"""`ep-server inspect`: what a checkpoint holds and how it would be placed. Opens headers, loads nothing."""
+"""`ep-server inspect`: a checkpoint's contents and placement, and --plan. Reads headers, loads no weights."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ from ep_server.ranks.sizing import Machine, Sizing, Workload, fewest_ranks, size
 NAME = "inspect"
 MIB = 1 << 20
 GIB, GB = 1 << 30, 1e9
-CPU_BANDWIDTH = 30.0  # GB/s that two cores of a server read; all CPU ranks of a host share it
+CPU_BANDWIDTH = 30.0  # GB/s that two server cores read; all CPU ranks of a host share it
 GPU_KV_FRACTION = 0.8  # as backends/gpu/memory.py
-# GiB that programs see, GB/s of memory, GB/s to other GPUs (NVLink 4 reaches it one way), dense BF16 TFLOP/s
+# Usable GiB, GB/s from memory, GB/s to other GPUs (one way over NVLink 4), dense BF16 TFLOP/s
 GPUS = {"h100": (79.0, 3350.0, 375.0, 989.0), "h200": (139.0, 4800.0, 375.0, 989.0)}
 DEVICES = ("cpu", *GPUS)
-LARGEST = 1e9  # GiB, GB/s: any flag of --plan is finite
+LARGEST = 1e9  # upper limit of GiB and GB/s; keeps infinity out
 FOR_PLAN = "With --plan"
 PANEL = {"rich_help_panel": FOR_PLAN, "show_default": False}
 
 
 @dataclass(frozen=True, slots=True)
 class PlanOptions:
-    """Flags of --plan. None: of the device. memory: GiB; bandwidth, link: GB/s; all of one rank."""
+    """Options of --plan, per rank. memory: GiB. bandwidth, link: GB/s. None: as the device has it."""
 
     device: str
     ranks: int | None
@@ -123,15 +123,15 @@ def _facts(found: Inspection) -> Table:
     table = Table(title=str(spec.family), show_header=False)
     sparse = sum(spec.sparse_layers)
     rows = {
-        "layers": f"{spec.num_layers}, of these {sparse} with experts",
+        "layers": f"{spec.num_layers}, {sparse} with experts",
         "hidden": f"{spec.hidden:,}",
         "experts": f"{spec.router.num_experts} per layer, {spec.router.top_k} per token",
         "vocabulary": f"{spec.vocab_size:,}",
         "context": f"{spec.max_context:,} tokens",
-        "parameters": f"{found.total_parameters:,}, of these {found.active_parameters:,} per token",
+        "parameters": f"{found.total_parameters:,}, {found.active_parameters:,} active per token",
         "files": f"{len(found.shards)} shards, {found.file_bytes / MIB:,.1f} MiB"
         if found.shards
-        else "none are read: dummy weights",
+        else "not read: dummy weights",
         "served as": found.dtype + (", experts as FP8 on GPUs" if stay_fp8(spec, found.dtype) else ""),
         "KV cache": f"{found.kv_bytes_per_token:,} bytes per token, {found.kv_dtype}",
         "end of sequence": ", ".join(map(str, spec.eos_token_ids)) or "none",
@@ -168,7 +168,7 @@ def _placement(found: Inspection, config: Config) -> Table:
 
 
 def _show_plan(console: Console, config: Config, spec: ModelSpec, options: PlanOptions) -> None:
-    """Prints the plan. Raises: ConfigError; StartupError where the model does not fit."""
+    """Prints the plan. Raises: ConfigError; StartupError if the model does not fit."""
     limit = context_limit(spec, config.model.max_context)
     for name, value, most, field in (
         ("--tokens", options.tokens, config.scheduler.max_step_tokens, "scheduler.max_step_tokens"),
@@ -185,7 +185,7 @@ def _show_plan(console: Console, config: Config, spec: ModelSpec, options: PlanO
 
 
 def machine_of(options: PlanOptions, ranks: int) -> Machine:
-    """What a rank runs on. Raises: ConfigError for an unknown device."""
+    """The machine of one rank. Raises: ConfigError for an unknown device."""
     if options.device == "cpu":
         host, rate = available_memory() / ranks / GIB, CPU_BANDWIDTH / ranks
         memory, bandwidth, link, tera = host, rate, options.bandwidth or rate, 0.0

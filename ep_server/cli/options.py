@@ -1,6 +1,6 @@
-"""Flags shared by commands: every configuration field as a flag, and where a server is.
+"""Options shared by commands: the configuration's fields, and the address of a server.
 
-Flags are made from config.fields(), so an option exists once and its help says default and range.
+The former are made from config.fields(), which has the help text, default and range of each.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ TlsCert = Annotated[str, typer.Option(help="PEM client certificate.", rich_help_
 TlsKey = Annotated[str, typer.Option(help="PEM client key.", rich_help_panel=SERVER)]
 TokenFile = Annotated[str, typer.Option(help="File with the bearer token.", rich_help_panel=SERVER)]
 ADDRESS = "127.0.0.1:50051"
-LAST_PORT = 65_535  # gRPC takes larger ones modulo 65,536
+LAST_PORT = 65_535  # gRPC would take larger ones modulo 65,536
 
 
 def target(address: str, tls_ca: str, tls_cert: str, tls_key: str, token_file: str) -> Target:
-    """Where the flags point. Raises: ConfigError for what is no address, or an unreadable file."""
+    """The server that the options name. Raises: ConfigError for a bad address or an unreadable file."""
     port = address.rpartition(":")[2]
     if not port or (port.isdecimal() and not 1 <= int(port) <= LAST_PORT):
         raise ConfigError("--address", address, f"host:port, with a port from 1 to {LAST_PORT}")
@@ -87,7 +87,7 @@ def with_config(function: Callable[..., None]) -> Callable[..., None]:
 
 
 def range_text(item: Field[Any]) -> str:
-    """What an option may be, for people; empty where anything goes."""
+    """Allowed values, for people; "" if any value is allowed."""
     low, high, choices = (item.metadata[key] for key in ("low", "high", "choices"))
     if choices is not None:
         return " | ".join(choices)
@@ -110,7 +110,7 @@ def _flag(name: str, section: str, item: Field[Any]) -> inspect.Parameter:
     flag = "--" + name.replace(".", "-").replace("_", "-")
     names = [*([SHORT[name]] if name in SHORT else []), flag]
     if kind is bool:
-        kind = str  # a value like any other flag, not a pair of --x and --no-x
+        kind = str  # --x true and --x false, not --x and --no-x
     allowed, default = range_text(item), default_text(item)
     facts = "; ".join([*([allowed] if allowed else []), *([f"default {default}"] if default else [])])
     help = item.metadata["help"] + (f" [dim]({facts})[/]" if facts else "")

@@ -1,4 +1,4 @@
-"""How progress is shown: bars on a terminal, elsewhere a line per finished stage. Measures nothing."""
+"""Shows progress: bars on a terminal, otherwise a line per finished stage."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 
 class Bars:
-    """Named bars below what is printed; without a terminal, `say` gets a line whenever a stage is done.
+    """Named bars below the output. Without a terminal, `say` is called when a stage is done.
 
     Args:
-        console: where the bars are; None is no terminal.
+        console: shows the bars; None = no terminal.
         say: called as say("rank 0 weights: 3/3"), once per name and stage.
     """
 
@@ -36,11 +36,11 @@ class Bars:
         self.close()
 
     def close(self) -> None:
-        """Takes the bars off the terminal. Idempotent."""
+        """Removes the bars from the terminal. Idempotent."""
         self._progress.stop()
 
     def show(self, name: str, done: int, total: int, stage: str = "") -> None:
-        """Sets the bar of `name`; the first call adds it. A new stage uses the same bar."""
+        """Sets the bar of `name`. The first call adds it; a new stage reuses it."""
         if name not in self._tasks:
             self._tasks[name] = self._progress.add_task(name, total=total)
         text = f"{name} {stage}".rstrip()
@@ -50,5 +50,5 @@ class Bars:
             self._say(f"{text}: {done}/{total}")
 
     def loading(self, rank: int, stage: str, done: int, total: int) -> None:
-        """As Ranks.start calls it."""
+        """Progress callback for Ranks.start."""
         self.show(f"rank {rank}", done, total, stage)

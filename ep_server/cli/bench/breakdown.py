@@ -1,6 +1,6 @@
-"""Where a step's time went, beside what its bytes take at the least; how even the experts' load was. Pure.
+"""Time of a step by phase, its lower bounds, and how evenly the experts were loaded. Pure.
 
-From two cumulative reports of every rank. Units: seconds per step unless a name says otherwise, bytes.
+Computed from two cumulative reports of every rank. Units: seconds per step unless stated otherwise, bytes.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ Reports = Mapping[int, RankStatistics]
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """What bounds are reckoned with, bytes per second of one rank. memory: read. link: to other ranks.
+    """Rates of one rank that give the bounds, in bytes per second. memory: reads. link: to other ranks.
 
-    packed: weights as CPU ranks keep them. kv_dtype: as ModelConfig.kv_dtype.
+    packed: weights in the format of CPU ranks. kv_dtype: as ModelConfig.kv_dtype.
     """
 
     memory: float
@@ -34,7 +34,7 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class DecodeSteps:
-    """Captured steps, all of single tokens. seconds, device: as of Steps. tokens: of all ranks."""
+    """Captured decode steps. seconds, device: as in Steps. tokens: of all ranks."""
 
     count: int
     seconds: float
@@ -44,16 +44,16 @@ class DecodeSteps:
 
 @dataclass(frozen=True, slots=True)
 class Steps:
-    """What happened between two reports, per step and mean over ranks.
+    """Steps between two reports: means per step and over ranks.
 
-    phases: seconds by name, which add up to `seconds`; `wait` is in the vote, for slower ranks, `host` plans
-      and publishes, `rest` is what the run took beside its phases. Where a device tells its time, its phases
-      are means of the steps that it timed, one in so many; `rest` is what the mean of all steps is longer
-      than that, or shorter if it is negative; and `idle` is when the device waited for the host.
+    phases: seconds by name; they add up to `seconds`. `wait`: in the vote, for slower ranks. `host`: plan and
+      publish. `rest`: outside the phases. With device timing, phases are means of the timed steps, `rest` is
+      the mean of all steps minus that of the timed ones (it may be negative), and `idle` is the time that the
+      device waited for the host.
     active: by rank, experts of a layer that received a token. sent: by operation, bytes to other ranks.
-    tokens: of all ranks. load: rows received by all layers' experts, by rank.
-    overlapped: share of the steps that were two micro-batches. device: seconds that it was busy, if it tells.
-    decode: of the captured steps of single tokens alone, if there were any on a device that tells.
+    tokens: of all ranks. load: by rank, rows that the experts of all layers received.
+    overlapped: share of steps with two micro-batches. device: busy seconds, with device timing.
+    decode: captured decode steps alone, with device timing.
     """
 
     count: int
@@ -74,17 +74,17 @@ class Steps:
 
     @property
     def imbalance(self) -> float:
-        """Fullest rank over the mean of all, by rows received; 1 is even, 0 where there were none."""
+        """Rows of the fullest rank over the mean; 1 is even, 0 means that there were none."""
         return max(self.load) * len(self.load) / sum(self.load) if any(self.load) else 0.0
 
     @property
     def host_share(self) -> float:
-        """Part of a step in which its tokens, or the device, waited for the host."""
+        """Share of a step that waits for the host."""
         return self.phases["host" if self.device is None else "idle"] / self.seconds
 
 
 def steps_between(before: Reports, after: Reports, sparse_layers: int) -> Steps | None:
-    """What the ranks did between two reports of each; None if they took no step."""
+    """Steps between two reports of every rank; None if there were none."""
     counts = [_added(before, after, rank, "counters", "run_steps") for rank in after]
     count = min(counts, default=0)
     if count < 1:
@@ -121,11 +121,10 @@ def steps_between(before: Reports, after: Reports, sparse_layers: int) -> Steps 
 
 
 def less(long: Steps, short: Steps) -> Steps | None:
-    """The steps that a longer run took beyond a shorter one of the same requests, or None if it took none.
+    """The steps of a longer run minus those of a shorter one of the same requests; None if none are left.
 
-    Both have the same prefill, so what is left is decoding alone. A device tells its phases of captured steps
-    of single tokens alone: their times are those of the longer run, and nothing is subtracted from them,
-    since steps of prefill differ between the runs by what else is in them.
+    Both have the same prefill, so decoding is left. With device timing, phases are of captured decode steps:
+    then the times of the longer run are taken as they are, since prefill steps of the runs differ in content.
     """
     count = long.count - short.count
     if count < 1:
@@ -159,7 +158,7 @@ def less(long: Steps, short: Steps) -> Steps | None:
 
 
 def _phases(per_step: Callable[[str, str], float], total: float, device: float | None) -> dict[str, float]:
-    """Seconds by name. per_step: mean of a sum by its name, over the steps that a counter counts."""
+    """Seconds by name. per_step: mean of a sum over the steps of a counter, both by name."""
     if device is not None:
         return _on_device({name: per_step(f"step/{name}", "timed_steps") for name in PHASES}, total, device)
     spent = {name: per_step(f"step/{name}", "run_steps") for name in (*PHASES, "vote", "plan", "publish")}
@@ -169,7 +168,7 @@ def _phases(per_step: Callable[[str, str], float], total: float, device: float |
 
 
 def _on_device(timed: Mapping[str, float], seconds: float, busy: float) -> dict[str, float]:
-    """Phases of timed steps, and what is left of a step. seconds, busy: of all of them, mean."""
+    """Phases of the timed steps, `rest` and `idle`. seconds, busy: means over all steps."""
     phases = {name: timed[name] for name in PHASES}
     return {**phases, "rest": busy - sum(phases.values()), "idle": seconds - busy}
 
@@ -177,7 +176,7 @@ def _on_device(timed: Mapping[str, float], seconds: float, busy: float) -> dict[
 def _decode_steps(
     before: Reports, after: Reports, per_step: Callable[[str, str], float]
 ) -> DecodeSteps | None:
-    """Means over ranks and their captured steps of single tokens; None if there were none."""
+    """Means over ranks and captured decode steps; None if there were none."""
     count = min(_added(before, after, rank, "counters", "decode_steps") for rank in after)
     if count < 1:
         return None
@@ -190,7 +189,7 @@ def _decode_steps(
 
 
 def bounds(spec: ModelSpec, dtype: Dtype, steps: Steps, context: float, rates: Rates) -> dict[str, float]:
-    """The least time of each phase: its bytes at the given rates. Phases without a known bound are absent.
+    """Lower bound of each phase: its bytes at the given rates. Phases without a known bound are absent.
 
     Args:
         context: tokens in the KV cache of a sequence, mean.
@@ -201,9 +200,9 @@ def bounds(spec: ModelSpec, dtype: Dtype, steps: Steps, context: float, rates: R
     ranks = len(steps.active)
     per_token = kv_block_bytes(spec, 1, cache_dtype(dtype, rates.kv_dtype))
     cached = steps.tokens / ranks * min(context, window or context) * per_token
-    # Of an expert that no token came to nothing is read; the fullest rank is what the others wait for.
+    # Experts without tokens are not read. The others wait for the rank with the most active experts.
     experts = max(steps.active) * weights.expert * weights.sparse_layers
-    # A tied head has no matrix of its own where nothing is packed.
+    # A tied head has no matrix of its own unless weights are packed.
     head = fixed.get("head", fixed["embedding"])
     read = {
         "attention": fixed["attention"] + fixed["norms"] + cached,

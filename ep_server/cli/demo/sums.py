@@ -1,7 +1,6 @@
-"""The arithmetic of the demo model: what a sum is, which ones training never sees, how one is asked.
+"""Sums for the demo model: questions, answers, and the pairs kept out of training.
 
-Knows no model, server or tensor; `scripts/train_demo_model.py`, `ep-server demo` and the tests share it, so
-that they cannot disagree about the pairs kept out of training.
+Training (`scripts/train_demo_model.py`), `ep-server demo` and the tests share it.
 """
 
 from __future__ import annotations
@@ -25,19 +24,19 @@ class Sum:
 
     @property
     def answer(self) -> int:
-        """What Python says."""
+        """The correct answer."""
         return self.a + self.b if self.op == "+" else self.a - self.b
 
     @property
     def prompt(self) -> str:
-        """The text the model is asked to continue."""
+        """The text that the model continues."""
         return f"{self.a} {self.op} {self.b} ="
 
 
 def is_held_out(a: int, op: str, b: int) -> bool:
     """Whether a pair is kept out of training.
 
-    A fixed hash decides, over the unordered pair, so `b + a` in training never gives `a + b` away.
+    A fixed hash of the unordered pair decides: if `a + b` is held out, so is `b + a`.
     """
     low, high = sorted((a, b))
     digest = hashlib.blake2b(f"{low}{op}{high}".encode(), digest_size=4).digest()
@@ -56,6 +55,6 @@ def draw_held_out(seed: int, count: int) -> list[Sum]:
 
 
 def parse_answer(text: str) -> int | None:
-    """The number that the model wrote, None where it wrote something else."""
+    """The number in the model's output; None if there is none."""
     digits = text.strip()
     return int(digits) if digits.removeprefix("-").isdecimal() and digits.isascii() else None

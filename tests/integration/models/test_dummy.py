@@ -70,7 +70,7 @@ def test_the_command_inspects_a_description(
     made_up = ["inspect", str(bare("olmoe") / "config.json"), "--ranks", "2"]
     assert main([*made_up, "--load-format", "dummy"]) == 0
     out = capfd.readouterr().out
-    assert "none are read: dummy weights" in out and "0 to 2 (3)" in out
+    assert "not read: dummy weights" in out and "0 to 2 (3)" in out
     assert main(made_up) == 1
     assert "neither model.safetensors nor" in capfd.readouterr().err
     assert main([*made_up, "--load-format", "made-up"]) == 1
