@@ -28,7 +28,7 @@ from ep_server.errors import ConfigError
 log = logging.getLogger(__name__)
 
 Stamp = tuple[tuple[int, int], ...]
-# An authority whose key was thrown away: it has signed nobody's certificate.
+# A CA whose key was discarded: it has signed no certificate.
 NOBODY = b"""\
 -----BEGIN CERTIFICATE-----
 MIIBljCCATugAwIBAgIUaWK4bmLt+KyoqQ2IaLAlNmV3kAYwCgYIKoZIzj0EAwIw
@@ -61,28 +61,28 @@ class Certificates:
         return grpc.dynamic_ssl_server_credentials(self._configuration(), renewed, mutual)
 
     def _renewed(self) -> grpc.ServerCertificateConfiguration | None:
-        """For a handshake: the files if they changed since the last look, else None. Never raises."""
+        """Called by a handshake: the files if they changed since the last call, else None. Never raises."""
         stamp = self._stamp()
         if stamp == self._taken:
             return None
         self._taken = stamp
         try:
             self._pair = self._read_pair()
-            log.info("TLS files changed: new connections get %s", self._config.tls_cert)
+            log.info("TLS files changed: new connections use %s", self._config.tls_cert)
         except ConfigError as error:
-            log.warning("TLS files changed and are not taken, the old ones stay in use: %s", error)
+            log.warning("TLS files changed but cannot be used; the old ones stay in use: %s", error)
         try:
             self._authorities = self._read_authorities()
         except ConfigError as error:
             self._authorities = NOBODY
-            log.error("%s; every new connection is refused until then", error)
+            log.error("%s; new connections are refused until it is readable", error)
         return self._configuration()
 
     def _configuration(self) -> grpc.ServerCertificateConfiguration:
         return grpc.ssl_server_certificate_configuration([self._pair], self._authorities)
 
     def _stamp(self) -> Stamp:
-        """Differs when a file was written or replaced, also behind a link."""
+        """Changes when a file is written or replaced, also behind a link."""
         files = (self._config.tls_cert, self._config.tls_key, self._config.tls_client_ca)
         return tuple(_stamp_of(Path(file)) for file in files if file)
 
@@ -144,24 +144,27 @@ def warn_if_open(config: GrpcConfig) -> None:
 
 
 def message_limit(config: GrpcConfig) -> int:
-    """Bytes of the largest message that is taken."""
+    """Bytes of the largest message that is accepted."""
     return config.max_message_bytes or ANY_MESSAGE_BYTES
 
 
 def channel_options(config: GrpcConfig) -> list[tuple[str, int]]:
     """HTTP/2 options of the server."""
     return [
-        # Twice what is taken: gRPC's own refusal looks like a caller that left, and could not be counted.
+        # Twice our limit: gRPC's own refusal looks like a caller that left and could not be counted.
         ("grpc.max_receive_message_length", min(2 * message_limit(config), (1 << 31) - 1)),
         ("grpc.max_send_message_length", -1),
         ("grpc.server.max_pending_requests", MAX_WAITING_CALLS),
         ("grpc.server.max_pending_requests_hard_limit", MAX_WAITING_CALLS),
         ("grpc.server_max_unrequested_time_in_server", MAX_WAITING_SECONDS),
         ("grpc.http2.bdp_probe", 0),  # unread messages fill one small window at most
-        ("grpc.so_reuseport", 0),  # a second server on the port is an error, not a silent half of the calls
+        (
+            "grpc.so_reuseport",
+            0,
+        ),  # a second server on the port is an error; otherwise it would silently get half of the calls
         ("grpc.keepalive_time_ms", 30_000),  # a vanished client is noticed, its requests cancelled
         ("grpc.keepalive_timeout_ms", 10_000),
-        ("grpc.http2.ping_timeout_ms", 10_000),  # of pings that gRPC sends beside, which hold others back
+        ("grpc.http2.ping_timeout_ms", 10_000),  # of pings that gRPC sends itself, which delay others
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", LEAST_PING_MS),  # clients ping during long prefills
     ]
@@ -192,7 +195,7 @@ def bind(server: aio.Server, config: GrpcConfig) -> str:
 
 
 def _check_free(config: GrpcConfig) -> None:
-    """Binds and frees the port, for an error of one line where gRPC would print a page."""
+    """Binds and frees the port: its error is one line, gRPC's would be a page."""
     try:
         family, kind, _, _, address = socket.getaddrinfo(
             config.host, config.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

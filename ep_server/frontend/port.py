@@ -32,11 +32,11 @@ from ep_server.frontend.messages import Door, MessageReader
 log = logging.getLogger(__name__)
 
 GRACE_SECONDS = 0.5  # for calls that never end by themselves, such as Health.Watch
-# gRPC cancels calls that it has not handed over: callers who wait for an answer send no more while theirs is
-# held, and between the calls of others there is a lull.
+# gRPC cancels calls that it has not handed over. So new calls are held until a lull: callers who wait for an
+# answer send no more meanwhile.
 HOLD_SECONDS = 0.2
 LULL_SECONDS, LULL_TRIES = 0.003, 100
-DAY_SECONDS = 86400.0  # the longest drain there is; close() comes first
+DAY_SECONDS = 86400.0  # the longest drain allowed; close() ends it earlier
 # A balancer may send callers back for a while, so connections made during a drain soon get GOAWAY too.
 _DRAINING_OPTIONS = [("grpc.max_connection_age_ms", 1000)]
 
@@ -74,7 +74,7 @@ class Port:
         self._draining: asyncio.Task[None] | None = None
 
     async def open(self) -> str:
-        """Takes calls from now on. Returns: host:port. Raises: ConfigError (grpc.host, port, tls_*)."""
+        """Accepts calls from now on. Returns: host:port. Raises: ConfigError (grpc.host, port, tls_*)."""
         self.address = bind(self.server, self._config)
         self._place = place_of(self.address)
         self._queue.listen(self.server)
@@ -98,7 +98,7 @@ class Port:
             await self._calls.ended(seconds)
             try:
                 hang_up(place)
-            except OSError as error:  # no descriptor is left, say: the server stops all the same
+            except OSError as error:  # for example no descriptor is left; the server stops anyway
                 log.warning("sockets not closed, calls may end with CANCELLED: %s", error)
         if self._draining is not None:
             self._draining.cancel()
@@ -138,7 +138,7 @@ class Place:
     addresses: frozenset[IPv4Address | IPv6Address]
 
     def has(self, found: socket.socket) -> bool:
-        """Whether a socket is at this end. UDP has ports of its own, which may have the same number."""
+        """Whether a socket is bound here. UDP ports are separate and may have the same number."""
         if found.family not in (socket.AF_INET, socket.AF_INET6) or found.type != socket.SOCK_STREAM:
             return False
         host, number, *_ = found.getsockname()
@@ -154,7 +154,7 @@ def place_of(address: str) -> Place:
 
 
 def _ip(host: str) -> IPv4Address | IPv6Address:
-    """Of an IPv4 address on a socket of IPv6: the former."""
+    """The IPv4 address of an IPv4-mapped IPv6 address."""
     found = ip_address(host.partition("%")[0])
     return getattr(found, "ipv4_mapped", None) or found
 
@@ -180,9 +180,9 @@ def stop_listening(place: Place) -> None:
 
 
 def _sockets_at(place: Place, *, listening: bool) -> Iterator[tuple[int, socket.socket]]:
-    """Those of this process at a place of its own: descriptors, and copies that are closed at once."""
+    """Sockets of this process at `place`: descriptors, and copies that are closed at once."""
     for entry in list(Path("/proc/self/fd").iterdir()):
-        # Not of files: to close a copy of one would drop this process's locks on it.
+        # Only sockets: closing a copy of a file would drop this process's locks on it.
         with suppress(OSError):
             if entry.readlink().name.startswith("socket:"):
                 with _copy_of(int(entry.name)) as found:

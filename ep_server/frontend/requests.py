@@ -37,7 +37,7 @@ SHOWN = 80  # characters of a value that an error message repeats
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """What this server allows. max_context: of the model, or of a rank's KV cache if that is smaller."""
+    """Limits of this server. max_context: of the model, or of a rank's KV cache if that is smaller."""
 
     max_context: int
     num_ranks: int
@@ -45,7 +45,7 @@ class Limits:
 
 @dataclass(frozen=True, slots=True)
 class ResponseShape:
-    """What the events of a stream carry."""
+    """Contents of a stream's events."""
 
     token_ids: bool
     text: bool
@@ -54,7 +54,7 @@ class ResponseShape:
 
 
 def longest_message(max_context: int, vocab_size: int) -> int:
-    """Bytes that a GenerateRequest within every limit of its fields cannot exceed."""
+    """Upper bound in bytes of a GenerateRequest whose fields are all within their limits."""
     return TEXT_PER_TOKEN * max_context + ID_BYTES * vocab_size + OTHER_BYTES
 
 
@@ -68,7 +68,7 @@ def with_message_limit(config: Config, max_context: int, vocab_size: int) -> Con
 
 
 def counts(proto: Any) -> dict[str, int]:
-    """Elements of each repeated field, by its dotted name."""
+    """Counts the elements of each repeated field, by dotted name."""
     sampling, stopping = proto.sampling, proto.stopping
     return {
         "token_ids.ids": len(proto.token_ids.ids),
@@ -80,7 +80,7 @@ def counts(proto: Any) -> dict[str, int]:
 
 
 def most_elements(model: ServedModel, limits: Limits) -> dict[str, int]:
-    """Elements that each repeated field may have, by its dotted name."""
+    """Most elements of each repeated field, by dotted name."""
     return {
         "token_ids.ids": limits.max_context,
         "sampling.logit_bias": MAX_LOGIT_BIAS,
@@ -91,7 +91,7 @@ def most_elements(model: ServedModel, limits: Limits) -> dict[str, int]:
 
 
 def check_counts(found: Mapping[str, int], most: Mapping[str, int]) -> None:
-    """Checks how many elements a message has, before anything copies or reads them.
+    """Checks the number of elements of a message before anything reads or copies them.
 
     found: as counts() gives it; absent = 0. Raises: InvalidArgument, ContextLengthExceeded.
     """
@@ -138,7 +138,7 @@ def asked(proto: Any, metadata: CallMetadata, timeout: float | None, limits: Lim
 def build(
     proto: Any, metadata: CallMetadata, prompt_ids: Sequence[int], model: ServedModel, limits: Limits
 ) -> Request:
-    """The validated request; its number is given by the engine. Call check_counts first.
+    """The validated request; the engine assigns its number. Call check_counts first.
 
     Raises: InvalidArgument, ContextLengthExceeded, NotFound.
     """
@@ -168,7 +168,7 @@ def build(
 
 
 def sequences(proto: Any, request: Request) -> list[Request]:
-    """The request once per continuation it asks for, each with its own seed. Raises: InvalidArgument."""
+    """One request per continuation asked for, each with its own seed. Raises: InvalidArgument."""
     count = _given(proto.sampling, "num_sequences", 1)
     _check("sampling.num_sequences", 1 <= count <= MAX_SEQUENCES, count, f"1 to {MAX_SEQUENCES}")
     first = request.sampling.seed or 0
@@ -207,7 +207,7 @@ def output_text(request: Request, shape: ResponseShape, model: ServedModel) -> O
 
 
 def timeout_seconds(proto: Any, waited: float, remaining: float | None) -> float | None:
-    """The earlier of deadline_ms and the time that the call itself has left.
+    """Seconds left: the smaller of deadline_ms and the call's own deadline.
 
     waited: seconds since the call arrived. Raises: InvalidArgument.
     """
@@ -291,7 +291,7 @@ def _stopping(given: Any, prompt: int, model: ServedModel, limits: Limits) -> St
 
 
 def _check_length(stopping: Stopping, sampling: Sampling, model: ServedModel) -> None:
-    """Something must be left to draw before min_new_tokens."""
+    """Checks that some token may be drawn before min_new_tokens."""
     drawable = sampling.allowed_token_ids or range(model.vocab_size)
     ends = stopping.eos_token_ids | stopping.stop_token_ids
     ok = stopping.min_new_tokens == 0 or any(token not in ends for token in drawable)
@@ -300,7 +300,7 @@ def _check_length(stopping: Stopping, sampling: Sampling, model: ServedModel) ->
 
 
 def _number(given: Any, default: Sampling, name: str) -> float:
-    """A number of Sampling within its range."""
+    """Checks that a number of Sampling is within its range."""
     value = float(_given(given, name, getattr(default, name)))
     _check(f"sampling.{name}", SAMPLING_RANGES[name].holds(value), value, str(SAMPLING_RANGES[name]))
     return value

@@ -24,7 +24,7 @@ class CallEnd:
     """
 
     def __init__(self, context: Any) -> None:
-        self.error: EpServerError | None = None  # that it was ended with
+        self.error: EpServerError | None = None  # with which the call was ended
         self._context = context
         self._handler = asyncio.current_task()
         self._ending: asyncio.Task[None] | None = None
@@ -55,7 +55,7 @@ async def read_in_time(
     timer: asyncio.TimerHandle | None = None
 
     def check() -> None:
-        """One timer per call, not per message: it looks at the message that waits now."""
+        """One timer per call, not per message: it checks the message that waits now."""
         nonlocal timer
         timer = None
         if blocked_at is None:

@@ -11,14 +11,14 @@ from ep_server.scheduler.sequence import NEVER, ScheduledSequence
 
 
 class KvTables:
-    """Those of one ledger."""
+    """KV tables over one ledger."""
 
     def __init__(self, ledger: BlockLedger) -> None:
         self._ledger = ledger
-        self._no_room_at = (-1, -1)  # (number, ledger.releases) of the one that last did not fit
+        self._no_room_at = (-1, -1)  # (number, ledger.releases) of the sequence that last did not fit
 
     def place(self, seq: ScheduledSequence, spare: int) -> bool:
-        """Gives a sequence without blocks those of all its tokens; what is cached of them counts as computed.
+        """Allocates blocks for all tokens of a sequence without blocks; cached ones count as computed.
 
         Args:
             spare: blocks that must be left.
@@ -47,7 +47,7 @@ class KvTables:
         seq.capacity += seq.block_size
 
     def seal(self, seq: ScheduledSequence) -> None:
-        """Makes the blocks that are full now findable by other sequences."""
+        """Offers the blocks that became full to other sequences."""
         full = seq.computed // seq.block_size
         digests = seq.digests(full)
         for index in range(seq.sealed, full):
@@ -56,7 +56,7 @@ class KvTables:
         seq.next_seal = (full + 1) * seq.block_size
 
     def release(self, seq: ScheduledSequence) -> None:
-        """Takes all blocks back: nothing of it is computed any more."""
+        """Releases all blocks: nothing of the sequence is computed any more."""
         self._ledger.release(seq.blocks)
         seq.capacity = seq.computed = seq.planned = seq.sealed = 0
         seq.next_seal = NEVER

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from ep_server.errors import InternalError, InvalidArgument
 from ep_server.records import RankLoad, Request
 
-HEAD_START = 1  # request that a near rank may be ahead of the least loaded one
-HEAD_SHARE = 8  # or one in so many of its KV blocks, where that is more
+HEAD_START = 1  # requests by which a near rank may be ahead of the least loaded one
+HEAD_SHARE = 8  # or this fraction (1/8) of its KV blocks, if that is more
 
 
 def choose_rank(loads: Sequence[RankLoad], request: Request, near: range = range(0)) -> int:
@@ -18,8 +18,8 @@ def choose_rank(loads: Sequence[RankLoad], request: Request, near: range = range
     size, or without an eighth of its blocks: so other nodes' ranks get their share, whichever node is called.
 
     Args:
-        loads: by rank, of requests not yet ended; what waits counts with the KV it will need.
-        near: ranks of the node that the request came to; empty where all are alike.
+        loads: by rank, of requests not yet ended; waiting ones count with the KV they will need.
+        near: ranks of the node that was called; empty where all are alike.
     Raises: InvalidArgument if the request asks for a rank that is not there.
     """
     if not loads:

@@ -37,16 +37,16 @@ class WaitingQueue:
 
     @property
     def head(self) -> ScheduledSequence | None:
-        """Who is next; None when empty."""
+        """The next sequence; None when empty."""
         return self._by_order[0] if self._by_order else None
 
     def push(self, seq: ScheduledSequence) -> None:
-        """Adds a sequence at the place its order gives it."""
+        """Inserts a sequence at its place."""
         insort(self._by_order, seq, key=_order)
         insort(self._by_arrival, seq, key=_arrival)
 
     def remove(self, seq: ScheduledSequence) -> None:
-        """Takes a sequence out, wherever it stands. Raises InternalError if it is not here."""
+        """Removes a sequence from any place. Raises InternalError if it is not here."""
         at, age = (
             bisect_left(self._by_order, seq.order, key=_order),
             bisect_left(self._by_arrival, seq.arrival, key=_arrival),

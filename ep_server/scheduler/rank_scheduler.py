@@ -119,9 +119,9 @@ class RankScheduler:
         return freed
 
     def plan(self) -> StepBatch:
-        """The next step; empty when there is nothing to run, or when all depends on tokens in flight.
+        """The next step; empty when nothing can run, or when everything depends on tokens in flight.
 
-        Of steps that are not empty, `limits.ahead` may be uncommitted before.
+        Up to `limits.ahead` non-empty steps may be uncommitted before it.
         `blocks` of a slice is the live table: it covers the slice, may reach past it, and changes with the
         next plan() or commit().
         Raises: InternalError if a commit() must come first.
@@ -255,11 +255,11 @@ class RankScheduler:
                 begun.sort(key=lambda seq: seq.order)
 
     def _admit(self, seq: ScheduledSequence) -> bool:
-        """Takes the head off the queue and gives it its blocks; False if it must wait."""
+        """Admits the head of the queue and allocates its blocks; False if it must wait."""
         running = len(self._decoding) + len(self._prefilling)
         if running >= self._max_running:
             return False
-        if seq.pending:  # was preempted in the middle: its tokens are not all known
+        if seq.pending:  # preempted in the middle: some of its tokens are still pending
             return False
         if not self._tables.place(seq, spare=running):
             return False

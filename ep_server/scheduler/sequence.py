@@ -84,7 +84,7 @@ class ScheduledSequence:
 
     @property
     def runs_on(self) -> bool:
-        """It needs another step, as far as its length says: the steps in flight may draw a stop."""
+        """It needs another step as far as its length says; the steps in flight may draw a stop."""
         return len(self.tokens) + self.pending < self.length_limit
 
     @property
@@ -106,7 +106,7 @@ class ScheduledSequence:
         return self._digests[:count]
 
     def append(self, token_id: int) -> FinishReason | None:
-        """Takes a drawn token; the reason if it is the last one."""
+        """Appends a drawn token. Returns the finish reason if it is the last one."""
         position = len(self.tokens)
         self.tokens.append(token_id)
         if token_id in self.stops and position >= self.earliest_stop:
