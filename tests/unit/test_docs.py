@@ -7,7 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,8 @@ from ep_server.cli.main import app
 from ep_server.config import fields
 
 ROOT = Path(__file__).parents[2]
-PAGES = [
-    ROOT / name
-    for name in subprocess.run(
-        ["git", "ls-files", "--cached", "--others", "--exclude-standard", "*.md"],
-        cwd=ROOT, check=True, capture_output=True, text=True,
-    ).stdout.split()
-    if (ROOT / name).exists()
-]  # fmt: skip
+PLACES = ("*.md", ".github/**/*.md", "docs/**/*.md", "examples/**/*.md", "helm/**/*.md")
+PAGES = sorted(page for place in PLACES for page in ROOT.glob(place))
 RUNBOOK = ROOT / "docs" / "how-to" / "alerts.md"
 MAX_LINE, MAX_BULLET = 120, 3
 FOLDERS = "ep_server|csrc|protos|tests|helm|scripts|tools|benchmarks|examples"
@@ -39,6 +33,7 @@ def without_code(text: str) -> str:
     return re.sub(r"^( *)```.*?^ *```$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
+@cache
 def anchors(page: Path) -> set[str]:
     """What links may name: small letters, spaces as hyphens, other signs dropped."""
     headings = re.findall(r"^#+ (.*)$", without_code(page.read_text(encoding="utf-8")), re.MULTILINE)
@@ -125,19 +120,25 @@ def test_options_that_a_page_names_exist(page: Path) -> None:
     assert {name for name in dotted if name.partition(".")[0] in sections} <= names | values
 
 
-def commands(command: Any = None, path: str = "") -> Iterator[tuple[str, set[str]]]:
-    """(name, flags) of every command of ep-server; a command of a group has two words."""
-    command = command or typer.main.get_group(app)
-    below = getattr(command, "commands", {})
-    if path and not below:
-        yield path, {flag for parameter in command.params for flag in parameter.opts}
-    for name, each in below.items():
-        yield from commands(each, f"{path} {name}".strip())
+@cache
+def commands() -> dict[str, set[str]]:
+    """The flags of every command of ep-server; a command of a group has two words."""
+    found: dict[str, set[str]] = {}
+
+    def visit(command: Any, path: str) -> None:
+        below = getattr(command, "commands", {})
+        if not below:
+            found[path] = {flag for parameter in command.params for flag in parameter.opts}
+        for name, each in below.items():
+            visit(each, f"{path} {name}".strip())
+
+    visit(typer.main.get_group(app), "")
+    return found
 
 
 @each_page
 def test_commands_in_code_blocks_have_these_flags(page: Path) -> None:
-    known, names = dict(commands()), {name for name, _, _ in fields()}
+    known, names = commands(), {name for name, _, _ in fields()}
     text = page.read_text(encoding="utf-8").replace("\\\n", " ")
     for line in re.findall(r"^ep-server (?!-)(?!COMMAND)(.*)$", text, re.MULTILINE):
         words = shlex.split(line, comments=True)
