@@ -1,9 +1,12 @@
-"""Builds `ep_server._C` from csrc/ with a C++20 compiler, and `ep_server._cuda` where nvcc is found too.
+"""Builds the native modules from csrc/: `ep_server._C` with a C++20 compiler, `ep_server._cuda` with nvcc.
 
-`_C` has the transport between hosts where the headers of libfabric are found; the library itself is loaded at
-run time. Environment: EP_SERVER_FABRIC=0 leaves that part out, =1 fails without the headers; EP_SERVER_CUDA=0
-leaves the CUDA part out, =1 fails without nvcc; CUDA_HOME says where nvcc is. Nothing else happens at install
-time.
+`_C` includes the libfabric transport if the headers of libfabric are installed. The library itself is loaded
+at run time. Everything else about the package is in pyproject.toml. Environment:
+
+    EP_SERVER_FABRIC       0: without the libfabric transport. 1: fail without its headers.
+    EP_SERVER_CUDA         0: without `_cuda`. 1: fail without nvcc.
+    EP_SERVER_BUILD_JOBS   parallel compilations; by default one per core
+    CUDA_HOME              where nvcc is; by default /usr/local/cuda
 """
 
 import os
@@ -35,7 +38,7 @@ ParallelCompile("EP_SERVER_BUILD_JOBS", default=0).install()
 
 
 def find_fabric_headers() -> bool:
-    """Whether the compiler finds libfabric's; EP_SERVER_FABRIC decides without asking."""
+    """Whether the libfabric transport is built."""
     wanted = os.environ.get("EP_SERVER_FABRIC", "auto")
     compiler = os.environ.get("CXX", "g++").split()
     line = [*compiler, "-E", "-x", "c++", "-include", "rdma/fi_rma.h", os.devnull]
@@ -71,9 +74,9 @@ native = Pybind11Extension(
 )
 
 GPU_CODE = [
-    "-gencode=arch=compute_80,code=sm_80",  # no FP8 instructions, no overlapping launches
+    "-gencode=arch=compute_80,code=sm_80",  # without FP8 instructions and overlapping launches
     "-gencode=arch=compute_90a,code=sm_90a",
-    "-gencode=arch=compute_90,code=compute_90",  # for what comes after Hopper
+    "-gencode=arch=compute_90,code=compute_90",  # PTX for GPUs newer than Hopper
 ]
 NVCC_FLAGS = [
     "-std=c++20",
@@ -86,7 +89,7 @@ NVCC_FLAGS = [
 
 
 def find_nvcc() -> Path | None:
-    """The compiler, or None where the CUDA part is left out."""
+    """nvcc, or None if `_cuda` is not built."""
     wanted = os.environ.get("EP_SERVER_CUDA", "auto")
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     found = shutil.which("nvcc", path=f"{home}/bin{os.pathsep}{os.environ.get('PATH', '')}")
@@ -96,10 +99,10 @@ def find_nvcc() -> Path | None:
 
 
 class Build(build_ext):
-    """build_ext that compiles kernels first and links them into the extension."""
+    """build_ext that compiles the kernels first and links them into the extension."""
 
     def build_extension(self, ext: Pybind11Extension) -> None:
-        """Kernels, then as usual."""
+        """Compiles the kernels, then the rest."""
         kernels = getattr(ext, "kernels", [])
         if kernels:
             folder = Path(self.build_temp) / "kernels"
@@ -111,7 +114,7 @@ class Build(build_ext):
         super().build_extension(ext)
 
     def compile_kernel(self, source: str, folder: Path) -> str:
-        """One .cu file to an object; the assembler's report lies beside it."""
+        """Compiles a .cu file to an object. ptxas' report is written beside it."""
         made = folder / (Path(source).stem + ".o")
         command = [str(NVCC), *NVCC_FLAGS, *GPU_CODE, "-c", source, "-o", str(made)]
         ran = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -136,7 +139,7 @@ if NVCC is not None:
         cxx_std=20,
         extra_compile_args=["-O2", "-g1", "-Wall", "-Wextra", "-fvisibility=hidden", "-pthread"],
         library_dirs=[str(path) for path in libraries],
-        # The runtime is inside, its names hidden: torch brings another one, and no driver is linked.
+        # Link the CUDA runtime statically and hide its symbols: torch has another one. No driver is linked.
         extra_link_args=["-lcudart_static", "-Wl,--exclude-libs,ALL", "-pthread", "-lrt", "-ldl"],
     )
     cuda.kernels = KERNELS
