@@ -45,11 +45,6 @@ def code(text: str) -> str:
     return f"`{text}`" if text else ""
 
 
-def sentence(text: str) -> str:
-    """A help text with a capital and a full stop."""
-    return f"{text[:1].upper()}{text[1:]}{'' if text.endswith(('.', '?')) else '.'}" if text else ""
-
-
 def options() -> str:
     """Every option by section."""
     parts = []
@@ -308,7 +303,7 @@ def row_of(parameter: Any) -> tuple[str, ...]:
     default, shown = parameter.default, parameter.show_default
     given = shown.strip("()") if isinstance(shown, str) else default
     value = "required" if parameter.required else "" if given in (None, "", False) else code(str(given))
-    return ", ".join(map(code, names)), kind, value, sentence(plain(parameter.help or ""))
+    return ", ".join(map(code, names)), kind, value, plain(parameter.help or "")
 
 
 def plain(text: str) -> str:
