@@ -1,5 +1,6 @@
 # Start with `make demo` and `make test`. Each target creates .venv if needed.
 #   PYTEST="..."        more options for pytest
+#   WORKERS=N           processes that run tests; by default two per core, for most tests wait for others
 #   DEVICE=cpu | cuda   which pinned versions to install; by default cuda if the machine has an NVIDIA driver
 PYTHON ?= python3
 DRIVER ?= /dev/nvidiactl
@@ -7,6 +8,8 @@ DEVICE ?= $(if $(wildcard $(DRIVER)),cuda,cpu)
 PINS   := constraints-$(DEVICE).txt
 EXTRAS_cpu  := test,lint,docs
 EXTRAS_cuda := test,lint,docs,cuda
+WORKERS ?= $(shell expr 2 '*' `nproc`)
+unexport PYTHONDONTWRITEBYTECODE  # each worker would compile all tests again
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
@@ -33,7 +36,8 @@ system:  ## install Debian packages that build and tests lack, libfabric among t
 	scripts/system_packages
 
 test: system $(STAMP)  ## run the tests that need no GPU and no long time
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(PYTEST)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not gpu" $(PYTEST) \
+		tests/unit tests/integration tests/e2e
 
 test-slow: system $(STAMP)  ## run the tests that take long: minutes of load, exhaustive cases, new random examples
 	$(BIN)/python -m pytest -m "(slow or hypothesis) and not gpu" --hypothesis-profile=random \

@@ -11,13 +11,12 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
-import torch
-from transformers.utils import logging
 
 from tests.support import namespaces
 from tests.support.cluster.nodes import WAIT, Nodes, nodes
 from tests.support.fabric.fabric_ends import needs
-from tests.support.models.checkpoints import CASES, Case, make
+from tests.support.models.checkpoints import CASES, Case
+from tests.support.models.fixtures import checkpoint
 from tests.support.namespaces import Hosts
 
 FAMILIES = {case.config.model_type: case for case in reversed(CASES)}  # the first case of each
@@ -122,12 +121,8 @@ async def test_every_node_gives_the_tokens_of_one_host(hosts: Hosts) -> None:
     [pytest.param(FAMILIES[name], marks=() if name == IN_CI else pytest.mark.slow) for name in FAMILIES],
     ids=FAMILIES,
 )
-async def test_every_family_gives_transformers_tokens(
-    case: Case, hosts: Hosts, tmp_path_factory: pytest.TempPathFactory
-) -> None:
-    torch.set_num_threads(1)
-    logging.disable_progress_bar()
-    tiny = make(case, tmp_path_factory.mktemp(case.name))
+async def test_every_family_gives_transformers_tokens(case: Case, hosts: Hosts) -> None:
+    tiny = checkpoint(case)
     options = ("--model-dtype", "float32", "--scheduler-max-step-tokens", "32", "--scheduler-block-size", "4")
     async with nodes(ranks=RANKS, hosts=hosts, model=tiny.path, options=options) as made:
         await start_all(made)

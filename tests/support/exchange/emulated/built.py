@@ -1,4 +1,4 @@
-"""The built emulation, as a fixture."""
+"""The emulation, built once for all processes of a run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 
 from tests.support.exchange import emulated
+from tests.support.once import locked
 
 SECONDS = 280
 
@@ -14,5 +15,5 @@ SECONDS = 280
 def module() -> Path:
     """Compiled once for a state of the sources."""
     folder = emulated.ROOT / "build" / "emulated"
-    folder.mkdir(parents=True, exist_ok=True)
-    return emulated.build(folder)
+    with locked(folder / "lock"):
+        return emulated.build(folder)
