@@ -50,7 +50,7 @@ def serving(client: Client) -> bool:
         return False
 
 
-@pytest.fixture
+@pytest.fixture(scope="module")
 def server() -> Iterator[str]:
     """The server that the page starts, on a free port. Yields: its address."""
     with socket.socket() as free:
@@ -92,8 +92,8 @@ def test_two_nodes() -> None:
     assert answers == ["4 ranks, 12 + 30 = 42"] * 2
 
 
-def test_benchmark() -> None:
-    heading, row = run("benchmark", "--ranks=1", "--requests=4", "--concurrency", "4")
+def test_benchmark(server: str) -> None:
+    heading, row = run("benchmark", "--address", server, "--requests=4", "--concurrency", "4")
     assert heading.split()[:2] == ["streams", "tokens/s"]
     streams, *figures = map(float, row.replace("ms", "").replace(",", "").split())
     assert streams == 4 and len(figures) == 5 and min(figures) > 0
