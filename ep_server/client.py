@@ -1,4 +1,4 @@
-"""A small client of the gRPC services, async and sync. Knows the protos; nothing of the server's inside.
+"""A small client of the gRPC services, async and sync.
 
     with Client("127.0.0.1:50051") as client:
         print(client.complete("2 + 3 =", max_new_tokens=8).text)
@@ -63,7 +63,7 @@ class Target:
 
     @property
     def options(self) -> list[tuple[str, int]]:
-        """Of a channel."""
+        """Channel options."""
         unlimited = [("grpc.max_receive_message_length", -1), ("grpc.max_send_message_length", -1)]
         if not self.keepalive_seconds:
             return unlimited
@@ -75,7 +75,7 @@ class Target:
             (
                 "grpc.http2.ping_timeout_ms",
                 timeout,
-            ),  # of pings that gRPC sends beside, which hold others back
+            ),  # of pings that gRPC sends itself, which delay others
             ("grpc.http2.max_pings_without_data", 0),  # a long prefill sends nothing; 0 = any number
         ]
 
@@ -145,7 +145,7 @@ def generate_request(prompt: str | Sequence[int], **fields: Any) -> Any:
             continue
         message = getattr(request, _PARTS[name]) if name in _PARTS else request
         if name not in message.DESCRIPTOR.fields_by_name:
-            raise TypeError(f"{name!r} is no field of a request")
+            raise TypeError(f"{name!r} is not a field of a request")
         _set(message, name, value)
     return request
 
@@ -267,7 +267,7 @@ class Client:
     def generate(
         self, prompt: str | Sequence[int], *, timeout: float | None = None, **fields: Any
     ) -> Iterator[Any]:
-        """GenerateResponse events, as they come. timeout: seconds."""
+        """GenerateResponse events, as they arrive. timeout: seconds."""
         request = generate_request(prompt, **fields)
         call: Iterator[Any] = self.decode.Generate(request, timeout=timeout, metadata=self.target.metadata)
         return call

@@ -1,6 +1,6 @@
 """Logs on standard error: text for people, one JSON object per line for machines. Configured once.
 
-A thread writes them, so nobody who logs waits for whoever reads the log, the event loop least of all.
+A thread writes them, so a slow reader of the log never blocks the code that logs, such as the event loop.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Frozen records that travel between the steps of a request. Data only, imports nothing of ours.
+"""Frozen records that the ten steps of a request pass on. Data only; no imports from this package.
 
 Units: tokens, blocks, seconds (monotonic clock of the process that wrote it) unless a name says otherwise.
-A request has two names: `request_id` (the caller's string, front process only) and `number`
+A request has two names: `request_id` (the caller's string, in the server process only) and `number`
 (a process-wide increasing integer that ranks use).
 """
 
@@ -28,7 +28,7 @@ class Sampling:
     logit_bias: (token id, bias) pairs added to the logits before temperature.
     allowed_token_ids: distinct ids, the only ones that may be drawn; empty = all.
     logprobs: number of top alternatives to report per token; None reports nothing, 0 the chosen token only.
-    seed: of this request's own generator; None lets the front draw one, so a record on a rank always has it.
+    seed: of this request's own generator; None only before admission: the server draws one.
     """
 
     temperature: float = 1.0
@@ -54,7 +54,7 @@ class Stopping:
     """When a sequence ends. eos_token_ids is empty where the request said ignore_eos.
 
     stop_token_ids end with STOP_TOKEN, eos_token_ids with EOS; neither can be drawn before
-    min_new_tokens. stop_strings are matched in the front process, over detokenised text.
+    min_new_tokens. stop_strings are matched in the server process, over detokenized text.
     """
 
     max_new_tokens: int
@@ -77,7 +77,7 @@ class Request:
     priority: int = 0  # higher first
     cache_salt: str = ""  # requests share cached prefixes only within one salt
     bypass_prefix_cache: bool = False
-    dp_rank: int | None = None  # the caller's wish; None lets the scheduler choose
+    dp_rank: int | None = None  # requested by the caller; None lets the scheduler choose
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class SeqSlice:
     """The part of one sequence that one step runs.
 
     token_ids: the ids at positions start .. start + len(token_ids); PENDING_TOKEN alone where it is the
-      token that the step before draws, which only the device knows yet.
+      token that the previous step draws, known only on the device so far.
     blocks: KV block ids covering positions 0 .. start + len(token_ids); a live read-only view.
     sample: logits of the last token are needed and a token is drawn.
     admission: how often its sequence was given blocks; until the next time they only become more.

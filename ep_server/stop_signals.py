@@ -25,7 +25,7 @@ def stop_signals(ask_to_stop: Callable[[], None], *, last: bool = False) -> Iter
         with suppress(RuntimeError):  # the loop is closed: there is nothing left to stop
             loop.call_soon_threadsafe(ask_to_stop)
 
-    # Not loop.add_signal_handler: at its end that goes back to what kills the process, if only for a moment.
+    # Not loop.add_signal_handler: at its end the default handler, which kills, is back for a moment.
     before = {number: signal.signal(number, on_signal) for number in SIGNALS}
     try:
         yield
