@@ -171,7 +171,7 @@ async def test_the_sync_client() -> None:
                 assert client.server_info().ranks == 1 and client.loads().in_flight >= 0
                 assert client.ep_state().ranks[0].up
                 assert list(client.abort("x").unknown) == ["x"]
-                with pytest.raises(TypeError, match="'no_such_field' is no field"):
+                with pytest.raises(TypeError, match="'no_such_field' is not a field"):
                     client.complete([1], no_such_field=1)
 
         await asyncio.to_thread(use)
