@@ -1,64 +1,67 @@
-# Targets: cpu (the last, so the default) and cuda. Each ends as one virtual environment on a slim Python image:
-# no source, no package manager's cache, no compiler but the one for C that Triton needs on GPUs; user 10001, and
-# only /tmp is written to.
+# Targets: cpu (the default) and cuda. Each is a virtual environment on a slim Python image, without sources,
+# package caches or a C++ compiler. The server runs as user 10001 and writes only to /tmp.
 #
-#   docker build --target cpu --build-arg PYTHON_DIGEST=sha256:... -t ep-server:0.1.0 .
-#   docker build --target cuda --build-arg PYTHON_DIGEST=sha256:... --build-arg CUDA_DIGEST=sha256:... -t ep-server:0.1.0-cuda .
+#   docker build -t ep-server:0.1.0 .
+#   docker build --target cuda -t ep-server:0.1.0-cuda .
 #
-# The chart asks for these tags: its appVersion. Which images are built on is decided by who builds: no image has
-# the default digests. Print the current ones, of both ..._IMAGE below, with
+# The tags are those that the Helm chart asks for: its appVersion. To pin a base image, add its digest:
 #   docker buildx imagetools inspect python:3.11-slim-bookworm --format '{{.Manifest.Digest}}'
+#   docker build --build-arg PYTHON_IMAGE=python:3.11-slim-bookworm@sha256:... -t ep-server:0.1.0 .
 ARG PYTHON_IMAGE=python:3.11-slim-bookworm
-ARG PYTHON_DIGEST=sha256:0000000000000000000000000000000000000000000000000000000000000000
 ARG CUDA_IMAGE=nvidia/cuda:13.0.2-devel-ubuntu24.04
-ARG CUDA_DIGEST=sha256:0000000000000000000000000000000000000000000000000000000000000000
 
-FROM ${PYTHON_IMAGE}@${PYTHON_DIGEST} AS build
+FROM scratch AS sources
+COPY LICENSE MANIFEST.in README.md pyproject.toml setup.py /src/
+COPY csrc /src/csrc
+COPY protos /src/protos
+COPY ep_server /src/ep_server
+
+FROM ${PYTHON_IMAGE} AS requirements
+COPY pyproject.toml /
+RUN python -c 'import tomllib; print(*tomllib.load(open("/pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
+    > /requirements.txt
+
+FROM ${PYTHON_IMAGE} AS build
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends g++ libfabric-dev && rm -rf /var/lib/apt/lists/*
 WORKDIR /src
-COPY constraints.txt ./
-RUN python -m venv /opt/build && /opt/build/bin/pip install -c constraints.txt setuptools wheel pybind11
-COPY LICENSE MANIFEST.in README.md pyproject.toml setup.py ./
-COPY csrc csrc
-COPY protos protos
-COPY ep_server ep_server
+COPY constraints*.txt ./
+RUN python -m venv /opt/build \
+    && /opt/build/bin/pip install -c constraints-cpu.txt pip setuptools wheel pybind11 \
+    && python -m venv --without-pip /opt/ep-server
 
-FROM build AS wheel-cpu
-RUN EP_SERVER_CUDA=0 EP_SERVER_FABRIC=1 /opt/build/bin/pip wheel --no-deps --no-build-isolation -w /wheels .
-
-FROM ${CUDA_IMAGE}@${CUDA_DIGEST} AS toolkit
-
-FROM build AS wheel-cuda
-COPY --from=toolkit /usr/local/cuda /usr/local/cuda
-RUN EP_SERVER_CUDA=1 EP_SERVER_FABRIC=1 /opt/build/bin/pip wheel --no-deps --no-build-isolation -w /wheels .
-
-FROM build AS install-cpu
-# Where torch's build without CUDA is; empty takes what the default index has.
+# The dependencies are a layer of their own: a code change does not rewrite it.
+FROM build AS dependencies-cpu
+# The index of torch's CPU builds. If empty, pip takes torch from the default index.
 ARG TORCH_INDEX=https://download.pytorch.org/whl/cpu
-COPY --from=wheel-cpu /wheels /wheels
-RUN python -m venv /opt/ep-server \
-    && /opt/ep-server/bin/pip install -c constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} /wheels/*.whl \
-    && /opt/ep-server/bin/pip check \
-    && /opt/ep-server/bin/pip uninstall -y pip
+COPY --from=requirements /requirements.txt ./
+RUN /opt/build/bin/pip --python /opt/ep-server/bin/python install -c constraints-cpu.txt -r requirements.txt \
+    ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"}
 
-FROM build AS install-cuda
+FROM build AS dependencies-cuda
 ARG TORCH_INDEX=
-COPY --from=wheel-cuda /wheels /wheels
-RUN python -m venv /opt/ep-server \
-    && /opt/ep-server/bin/pip install -c constraints.txt ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"} /wheels/*.whl \
-    && /opt/ep-server/bin/pip check \
-    && /opt/ep-server/bin/pip uninstall -y pip
+COPY --from=requirements /requirements.txt ./
+RUN /opt/build/bin/pip --python /opt/ep-server/bin/python install -c constraints-cuda.txt -r requirements.txt \
+    ${TORCH_INDEX:+--extra-index-url "$TORCH_INDEX"}
 
-FROM ${PYTHON_IMAGE}@${PYTHON_DIGEST} AS runtime
-ARG VERSION=0.1.0
-ARG REVISION=unknown
+FROM build AS package-cpu
+COPY --from=sources /src ./
+RUN EP_SERVER_CUDA=0 EP_SERVER_FABRIC=1 /opt/build/bin/pip wheel --no-deps --no-build-isolation -w /wheels . \
+    && /opt/build/bin/pip --python /opt/ep-server/bin/python install --no-deps --root /package /wheels/*.whl
+
+FROM ${CUDA_IMAGE} AS toolkit
+
+FROM build AS package-cuda
+COPY --from=toolkit /usr/local/cuda /usr/local/cuda
+COPY --from=sources /src ./
+RUN EP_SERVER_CUDA=1 EP_SERVER_FABRIC=1 /opt/build/bin/pip wheel --no-deps --no-build-isolation -w /wheels . \
+    && /opt/build/bin/pip --python /opt/ep-server/bin/python install --no-deps --root /package /wheels/*.whl
+
+FROM ${PYTHON_IMAGE} AS runtime
 LABEL org.opencontainers.image.title="ep-server" \
       org.opencontainers.image.description="Expert-parallel decode server for Mixture-of-Experts language models" \
-      org.opencontainers.image.licenses="Apache-2.0" \
-      org.opencontainers.image.version="${VERSION}" \
-      org.opencontainers.image.revision="${REVISION}"
+      org.opencontainers.image.licenses="Apache-2.0"
 # For servers of several nodes.
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends libfabric1 && rm -rf /var/lib/apt/lists/*
@@ -82,14 +85,22 @@ CMD ["serve"]
 
 FROM runtime AS runtime-cuda
 USER 0:0
-# As a rank starts, Triton compiles what loads and launches its kernels.
+# Triton compiles the kernels' launchers with a C compiler when a rank starts.
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*
 USER 10001:10001
+ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
 
 FROM runtime-cuda AS cuda
-ENV NVIDIA_VISIBLE_DEVICES=all NVIDIA_DRIVER_CAPABILITIES=compute,utility
-COPY --from=install-cuda /opt/ep-server /opt/ep-server
+COPY --from=dependencies-cuda /opt/ep-server /opt/ep-server
+COPY --from=package-cuda /package /
+ARG VERSION=unknown
+ARG REVISION=unknown
+LABEL org.opencontainers.image.version="${VERSION}" org.opencontainers.image.revision="${REVISION}"
 
 FROM runtime AS cpu
-COPY --from=install-cpu /opt/ep-server /opt/ep-server
+COPY --from=dependencies-cpu /opt/ep-server /opt/ep-server
+COPY --from=package-cpu /package /
+ARG VERSION=unknown
+ARG REVISION=unknown
+LABEL org.opencontainers.image.version="${VERSION}" org.opencontainers.image.revision="${REVISION}"
