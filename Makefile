@@ -16,7 +16,7 @@ STAMP  := $(VENV)/.installed
 NATIVE := $(shell find csrc -type f 2>/dev/null)
 
 .NOTPARALLEL:  # `system` may take the stamp away
-.PHONY: help install system demo test test-slow check format protos docs reference bench wheel clean
+.PHONY: help install system demo test test-slow check format protos docs reference bench wheel image clean
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
@@ -67,6 +67,9 @@ bench: $(STAMP)  ## run the CPU benchmarks
 
 wheel: $(STAMP)  ## build a wheel into dist/
 	$(BIN)/python -m pip wheel --no-deps --no-build-isolation -w dist .
+
+image: $(STAMP)  ## build the CPU image, serve the demo from it and report its size; needs root
+	$(BIN)/python scripts/build_image.py
 
 clean:  ## remove what the other targets made
 	rm -rf $(VENV) build dist *.egg-info ep_server/_C*.so
