@@ -7,9 +7,9 @@ slowest rank of each iteration, median (p99), us:
   dispatch   from dispatch_send until the GPU has the rows (INDEX view)
   combine    from combine_send until the GPU has the sums; experts are not run, their output is fixed
   pair       the two
-Rows of rank 0 in a pair: near = sum over its tokens of the ranks of its host that own an expert of the token,
-itself included; far = of those of other hosts. Bytes = 2 * rows * H * 2 (BF16). Bounce copies all of them
-through host memory, hybrid the far ones.
+Rows of rank 0 in a pair: intra = sum over its tokens of the ranks of its host that own an expert of the
+token, itself included; inter = of those of other hosts. Bytes = 2 * rows * H * 2 (BF16). Bounce copies all
+of them through host memory, hybrid the inter ones.
 
     python benchmarks/bench_hybrid.py [--hosts 0 0 1 1] [--tokens 1 8 32 128 512] [--device cpu] [--json FILE]
 
@@ -35,8 +35,8 @@ from exchange_case import Case, Inputs, factors, rows_between, wanted
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from ep_server.exchange.api import View
-from ep_server.exchange.fabric.host_staging import BounceExchange
-from ep_server.exchange.hierarchical.exchange import HybridExchange
+from ep_server.exchange.fabric.host_staging import FabricDeviceExchange
+from ep_server.exchange.hierarchical.exchange import HierarchicalExchange
 from tests.support.exchange.process_group import run_group
 from tests.support.fabric import hybrid_ends, mixed_ends
 from tests.support.fabric.fabric_ends import LIBRARIES, loopback, usable
@@ -44,7 +44,7 @@ from tests.support.fabric.fabric_ends import LIBRARIES, loopback, usable
 KINDS = ("bounce", "hybrid")
 MOST_ERROR = 0.005  # root mean square, relative: a little above what BF16 gives
 WARM_UP, LIMIT = 10, 1800.0
-Exchange = BounceExchange | HybridExchange
+Exchange = FabricDeviceExchange | HierarchicalExchange
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Row:
 
     kind: str
     tokens: int
-    near_rows: int
-    far_rows: int
+    intra_rows: int
+    inter_rows: int
     times_us: dict[str, list[float]] = field(default_factory=dict)
 
 
@@ -79,14 +79,14 @@ def opened(job: Job, kind: str, case: Case, group: dist.ProcessGroup) -> Exchang
         torch.cuda.set_device(rank if enough else rank - job.hosts.index(job.hosts[rank]))
         device = "cuda"
     inner = mixed_ends.from_process_group(loopback(job.library), job.hosts, case.spec(rank), group)
-    far = BounceExchange(inner, device)
+    inter = FabricDeviceExchange(inner, device)
     if kind == "bounce":
-        return far
+        return inter
     if cuda:
         from ep_server.exchange.hierarchical.bootstrap import on_gpus
 
-        return on_gpus(far, job.hosts)
-    return hybrid_ends.beside(far, job.hosts)
+        return on_gpus(inter, job.hosts)
+    return hybrid_ends.beside(inter, job.hosts)
 
 
 class Pair:
@@ -143,13 +143,13 @@ def measure(pair: Pair, iterations: int) -> dict[str, list[float]]:
 
 def run(group: dist.ProcessGroup, job: Job) -> None:
     """One process; rank 0 prints each line when it is there."""
-    near = torch.tensor([host == job.hosts[0] for host in job.hosts])
+    intra = torch.tensor([host == job.hosts[0] for host in job.hosts])
     for tokens in job.tokens:
         case = Case(**{**asdict(job.case), "tokens": tokens})
         rows = rows_between(case)[0]
         for kind in KINDS:
             exchange = opened(job, kind, case, group)
-            row = Row(kind, tokens, int(rows[near].sum()), int(rows[~near].sum()))
+            row = Row(kind, tokens, int(rows[intra].sum()), int(rows[~intra].sum()))
             row.times_us = measure(Pair(exchange, case, job.device), max(30, min(300, 20_000 // tokens)))
             exchange.barrier()
             exchange.close()
@@ -162,7 +162,7 @@ def run(group: dist.ProcessGroup, job: Job) -> None:
 def report(row: Row) -> None:
     times = [f"{median:.0f} ({p99:.0f})" for median, p99 in row.times_us.values()]
     print(f"{row.tokens:5} {row.kind:>7}", *(f"{time:>16}" for time in times), end=" ")
-    print(f"{row.near_rows:10} {row.far_rows:9}", flush=True)
+    print(f"{row.intra_rows:10} {row.inter_rows:9}", flush=True)
 
 
 def options() -> argparse.Namespace:
@@ -200,7 +200,9 @@ def main() -> None:
     about = machine(given, hosts)
     print("; ".join(f"{name} {value}" for name, value in about.items()))
     print(
-        "    T    kind", *(f"{name:>16}" for name in ("dispatch", "combine", "pair")), " near rows  far rows"
+        "    T    kind",
+        *(f"{name:>16}" for name in ("dispatch", "combine", "pair")),
+        " intra rows  inter rows",
     )
     case = Case(len(hosts), 0, given.hidden, given.top_k, given.experts, payload="bf16")
     with tempfile.TemporaryDirectory() as folder:

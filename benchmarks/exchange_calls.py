@@ -13,7 +13,7 @@ import torch.distributed as dist
 from exchange_case import Case, Inputs, factors, rows_between, wanted
 
 from ep_server.exchange.api import Received, View
-from ep_server.exchange.nvlink.exchange import CudaExchange
+from ep_server.exchange.nvlink.exchange import NvlinkExchange
 from ep_server.exchange.quant import dequantise
 
 # Root mean square error of the sums, relative; a little above what the formats' steps can give.
@@ -23,7 +23,7 @@ MOST_ERROR = {"bf16": 0.005, "log10": 0.02, "fp8": 0.04}
 class Pair:
     """Dispatch and combine of one case, in every order that is timed."""
 
-    def __init__(self, exchange: CudaExchange, case: Case) -> None:
+    def __init__(self, exchange: NvlinkExchange, case: Case) -> None:
         mine = Inputs.of(case, exchange.spec.rank)
         weights, late = mine.weights.cuda(), case.form == "deepep"
         self.exchange, self.case = exchange, case

@@ -31,7 +31,7 @@ py::dict statistics(Group& group) {
   cuda::DeviceState state;
   {
     py::gil_scoped_release release;
-    state = group.settled(&by_expert);
+    state = group.with_running_times(&by_expert);
   }
   const cuda::Totals& t = state.totals;
   py::dict histograms, sums, counters, peers, longest, experts, all;

@@ -25,10 +25,10 @@ void bind_fabric(py::module_& m) { m.attr("FABRIC") = false; }
 namespace {
 
 using namespace ep;
-using CardTuple = std::tuple<py::bytes, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t>;
+using AddressTuple = std::tuple<py::bytes, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t>;
 // Addresses and sizes of inbound and outbound memory, kind and number of the device.
 using DeviceTuple = std::tuple<uintptr_t, uint64_t, uintptr_t, uint64_t, uint32_t, int32_t>;
-using Cards = std::vector<CardTuple>;
+using AddressTuples = std::vector<AddressTuple>;
 
 // One rank's endpoint and the exchange that it carries.
 class FabricPort {
@@ -49,14 +49,14 @@ class FabricPort {
   std::shared_ptr<fabric::FabricCarrier> carrier_;
 };
 
-py::tuple card_of(const fabric::Card& card) {
-  const auto& [name, host, device] = card;
+py::tuple tuple_of(const fabric::EndpointAddress& address) {
+  const auto& [name, host, device] = address;
   return py::make_tuple(py::bytes(name), host.base, host.key, host.bytes, device.base, device.key,
                         device.bytes);
 }
 
-fabric::Card card_from(const CardTuple& card) {
-  const auto& [name, base, key, bytes, device_base, device_key, device_bytes] = card;
+fabric::EndpointAddress address_from(const AddressTuple& address) {
+  const auto& [name, base, key, bytes, device_base, device_key, device_bytes] = address;
   return {std::string(name), {base, key, bytes}, {device_base, device_key, device_bytes}};
 }
 
@@ -69,9 +69,9 @@ fabric::DeviceMemory device_from(const std::optional<DeviceTuple>& device) {
           number};
 }
 
-void connect(FabricPort& port, const Cards& cards, uint32_t session, uint64_t timeout_ns) {
-  std::vector<fabric::Card> all;
-  for (const auto& card : cards) all.push_back(card_from(card));
+void connect(FabricPort& port, const AddressTuples& addresses, uint32_t session, uint64_t timeout_ns) {
+  std::vector<fabric::EndpointAddress> all;
+  for (const auto& each : addresses) all.push_back(address_from(each));
   py::gil_scoped_release release;
   port.carrier().connect(all, session, timeout_ns);
 }
@@ -80,9 +80,10 @@ void bind_probe(py::module_& m) {
   py::class_<fabric::Probe>(m, "FabricProbe")
       .def(py::init<const fabric::Options&, uint64_t>(), py::arg("options"), py::arg("bytes"))
       .def_property_readonly("description", [](fabric::Probe& self) { return self.endpoint().description(); })
-      .def_property_readonly("card", [](fabric::Probe& self) { return card_of(self.endpoint().card()); })
-      .def("meet",
-           [](fabric::Probe& self, const CardTuple& card) { self.endpoint().add_peer(card_from(card)); })
+      .def_property_readonly("address",
+                             [](fabric::Probe& self) { return tuple_of(self.endpoint().address()); })
+      .def("meet", [](fabric::Probe& self,
+                      const AddressTuple& address) { self.endpoint().add_peer(address_from(address)); })
       .def("latency", &fabric::Probe::latency, py::arg("bytes"), py::arg("rounds"), py::arg("first"),
            py::arg("timeout_ns"), py::call_guard<py::gil_scoped_release>())
       .def("stream", &fabric::Probe::stream, py::arg("bytes"), py::arg("writes"), py::arg("window"),
@@ -155,8 +156,8 @@ void bind_fabric(py::module_& m) {
            py::arg("liveness_ns"), py::arg("spin_ns"), py::arg("mask_on_timeout"), py::arg("options"),
            py::arg("hosts"), py::arg("segment"), py::arg("bells"), py::arg("device") = py::none())
       .def_property_readonly("description", [](FabricPort& self) { return self.carrier().description(); })
-      .def_property_readonly("card", [](FabricPort& self) { return card_of(self.carrier().card()); })
-      .def("connect", &connect, py::arg("cards"), py::arg("session"), py::arg("timeout_ns"))
+      .def_property_readonly("address", [](FabricPort& self) { return tuple_of(self.carrier().address()); })
+      .def("connect", &connect, py::arg("addresses"), py::arg("session"), py::arg("timeout_ns"))
       .def("close",
            [](FabricPort& self, uint64_t linger_ns) {
              py::gil_scoped_release release;

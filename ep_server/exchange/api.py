@@ -1,7 +1,7 @@
 """The exchange of expert parallelism as a Protocol: dispatch tokens to expert owners, combine the results.
 
 Implementations: `reference.ReferenceExchange` (torch.distributed, the oracle) and
-`native.NativeExchange` (csrc). One conformance suite runs against each. This file knows no transport.
+`native.ShmExchange` (csrc). One conformance suite runs against each. This file knows no transport.
 
 Shapes: R ranks; T <= max_tokens tokens on this rank; H hidden; K top_k; E physical experts, of which
 E_local belong to this rank: the ascending ids e with placement[e] == rank.

@@ -19,18 +19,18 @@ import torch.distributed as dist
 from ep_server.errors import ConfigError, StartupError
 from ep_server.exchange.api import ExchangeSpec
 from ep_server.exchange.segment import create_segment
-from ep_server.exchange.shm import NativeExchange
+from ep_server.exchange.shm import ShmExchange
 
 PASS_SECONDS = 60.0  # to hand the descriptor to every rank
 
 
-def from_process_group(group: Any, spec: ExchangeSpec, **options: Any) -> NativeExchange:
+def from_process_group(group: Any, spec: ExchangeSpec, **options: Any) -> ShmExchange:
     """An exchange for the ranks of a torch.distributed group on one host. Collective.
 
     Args:
         group: a ProcessGroup with object collectives (gloo), or None for the default one.
         spec: rank and num_ranks must be those of the group.
-        options: keywords of NativeExchange.
+        options: keywords of ShmExchange.
     Raises: ConfigError, StartupError (on every rank if rank 0 cannot create the segment).
     """
     rank, size = dist.get_rank(group), dist.get_world_size(group)
@@ -39,7 +39,7 @@ def from_process_group(group: Any, spec: ExchangeSpec, **options: Any) -> Native
     _check_one_host(group, size)
     with contextlib.ExitStack() as stack:
         fd = _share(group, spec, stack)
-        exchange = NativeExchange(spec, fd=fd, **options)
+        exchange = ShmExchange(spec, fd=fd, **options)
     exchange.barrier()
     return exchange
 

@@ -21,7 +21,7 @@ def create_segment(spec: ExchangeSpec) -> int:
 
     Args:
         spec: of any rank.
-    Returns: a descriptor, close-on-exec. Ranks inherit it (`pass_fds`) and give it to NativeExchange; every
+    Returns: a descriptor, close-on-exec. Ranks inherit it (`pass_fds`) and give it to ShmExchange; every
       holder closes its own. The memory is gone when the last mapping and descriptor are.
     Raises: ConfigError; StartupError with the numbers where the host has too little memory.
     """

@@ -4,7 +4,7 @@ Checks tensors, allocates outputs and unwraps pointers; the four halves, waiting
 Knows nothing of how the segment got here (segment.py). Durations in ns.
 
 Beyond the Protocol, for users who build their own API on it:
-    NativeExchange(spec, fd=..., spin_us=-1, liveness_seconds=30.0, on_timeout="raise" | "mask")
+    ShmExchange(spec, fd=..., spin_us=-1, liveness_seconds=30.0, on_timeout="raise" | "mask")
     .combine_send(..., reduction=...)       chooses by operation where the spec says SOURCE
     .empty_padded(), PendingDispatch.recv(out=...)   tensors that exist before they are received
     .release(received)                      gives an INDEX view's bank back without a combine
@@ -22,14 +22,14 @@ from ep_server import _C
 from ep_server.errors import InvalidArgument, StartupError
 from ep_server.exchange.api import ExchangeSpec, Received, Reduction, View
 from ep_server.exchange.geometry import REDUCTIONS, check_segment, geometry_of
-from ep_server.exchange.shm_group import NativeGroup
+from ep_server.exchange.shm_group import ShmGroup
 from ep_server.exchange.shm_pending import VIEWS, PendingCombine, PendingDispatch
 from ep_server.exchange.tensors import check_tensor, fits
 from ep_server.exchange.views import Tensors, Views
 from ep_server.exchange.waiting import Waiting
 
 
-class NativeExchange(NativeGroup):
+class ShmExchange(ShmGroup):
     """One rank's end of a group. Satisfies exchange.Exchange; one thread at a time may call the halves.
 
     Args:
@@ -189,7 +189,7 @@ class NativeExchange(NativeGroup):
     def __repr__(self) -> str:
         spec, size = self.spec, self.layout.total
         what = f"{spec.payload}, {spec.reduction}, {size} bytes"
-        return f"NativeExchange(rank={spec.rank}/{spec.num_ranks}, {what})"
+        return f"ShmExchange(rank={spec.rank}/{spec.num_ranks}, {what})"
 
     # -- inside ---------------------------------------------------------------------------------------
 

@@ -14,8 +14,8 @@ from ep_server.exchange.api import ExchangeSpec
 from ep_server.exchange.faults import Fault, encode_faults
 
 
-class NativeGroup:
-    """What NativeExchange is without its operations.
+class ShmGroup:
+    """What ShmExchange is without its operations.
 
     Args:
         native: the end of csrc.

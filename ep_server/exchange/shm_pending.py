@@ -1,4 +1,4 @@
-"""Operations of a NativeExchange whose second half has not run, as callers hold them."""
+"""Operations of a ShmExchange whose second half has not run, as callers hold them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ep_server.exchange.tensors import check_tensor, fits
 from ep_server.exchange.views import Tensors
 
 if TYPE_CHECKING:
-    from ep_server.exchange.shm import NativeExchange
+    from ep_server.exchange.shm import ShmExchange
 
 VIEWS = {View.COMPACT: 0, View.PADDED: 1, View.INDEX: 2}  # the numbers of csrc/exchange/common/params.hpp
 
@@ -23,7 +23,7 @@ class PendingDispatch:
 
     __slots__ = ("_exchange", "_state", "_waited")
 
-    def __init__(self, exchange: NativeExchange, state: _C.DispatchState) -> None:
+    def __init__(self, exchange: ShmExchange, state: _C.DispatchState) -> None:
         self._exchange, self._state = exchange, state
         self._waited = False
 
@@ -56,7 +56,7 @@ class PendingCombine:
 
     __slots__ = ("_exchange", "_state", "_tokens")
 
-    def __init__(self, exchange: NativeExchange, state: _C.CombineState, tokens: int) -> None:
+    def __init__(self, exchange: ShmExchange, state: _C.CombineState, tokens: int) -> None:
         self._exchange, self._state, self._tokens = exchange, state, tokens
 
     def recv(self, out: torch.Tensor | None = None) -> torch.Tensor:

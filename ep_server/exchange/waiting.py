@@ -23,7 +23,7 @@ class Timing(TypedDict):
 
 @dataclass(frozen=True, slots=True)
 class Waiting:
-    """See NativeExchange, whose keywords these are. Raises ConfigError."""
+    """See ShmExchange, whose keywords these are. Raises ConfigError."""
 
     spin_us: int = -1
     liveness_seconds: float = 30.0

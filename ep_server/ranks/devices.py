@@ -17,7 +17,7 @@ from ep_server.config import Config
 from ep_server.errors import StartupError
 from ep_server.exchange.api import ExchangeSpec, View, control_spec
 from ep_server.exchange.fabric.device_memory import on_device
-from ep_server.exchange.shm import NativeExchange
+from ep_server.exchange.shm import ShmExchange
 from ep_server.models.assembly import RankModel
 from ep_server.models.compute import Compute
 from ep_server.models.families import read_spec
@@ -51,11 +51,11 @@ class CpuDevice:
         self.compute: Compute = NativeCompute(start.threads)
         self._start, self._config = start, config
 
-    def open(self, spec: ExchangeSpec, opening: Opening) -> NativeExchange:
+    def open(self, spec: ExchangeSpec, opening: Opening) -> ShmExchange:
         """As Device.open."""
         return open_exchange(self._start, self._config, spec, opening)
 
-    def build(self, model: RankModel, exchange: NativeExchange) -> Built:
+    def build(self, model: RankModel, exchange: ShmExchange) -> Built:
         """As Device.build."""
         blocks = self._start.kv_blocks
         runner = model.runner(
@@ -91,18 +91,20 @@ class CudaDevice:
         held = weight_bytes(self._config, read_spec(self._config.model.path), spec, packed=False)
         Room.on(self.device).check_weights(held[spec.rank])
         if not on_nvlink(self._config, spec):
-            far = on_device(open_exchange(self._start, self._config, spec, opening, self.device), self.device)
+            inter = on_device(
+                open_exchange(self._start, self._config, spec, opening, self.device), self.device
+            )
             if not on_hybrid(self._config, spec):
-                return far
+                return inter
             from ep_server.exchange.hierarchical.bootstrap import on_gpus
 
-            return on_gpus(far, hosts_of(self._config), opening.on_open)
-        from ep_server.exchange.nvlink.exchange import CudaExchange
+            return on_gpus(inter, hosts_of(self._config), opening.on_open)
+        from ep_server.exchange.nvlink.exchange import NvlinkExchange
 
-        control = NativeExchange(control_spec(spec), fd=self._start.exchange_fd)
+        control = ShmExchange(control_spec(spec), fd=self._start.exchange_fd)
         os.close(self._start.exchange_fd)
         opening.on_open(control)
-        return CudaExchange(spec, control=control, device=self.device.index)
+        return NvlinkExchange(spec, control=control, device=self.device.index)
 
     def build(self, model: RankModel, exchange: Any) -> Built:
         """As Device.build. Raises: ConfigError too."""
@@ -171,7 +173,7 @@ def overlap_mode(config: Config, ranks: int) -> str:
 
 
 def rows_of(exchange: Any, nvlink: bool, hybrid: bool = False) -> RowsOfSteps:
-    """How rows come to a GPU. nvlink: `exchange` is a CudaExchange. hybrid: a HybridExchange."""
+    """How rows come to a GPU. nvlink: `exchange` is a NvlinkExchange. hybrid: a HierarchicalExchange."""
     from ep_server.backends.gpu.moe.rows import RowsOfSteps
     from ep_server.backends.gpu.moe.transfers import FusedRows, LocalRows, PlainRows, RowsBeside
 

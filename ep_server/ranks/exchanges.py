@@ -12,9 +12,9 @@ import torch
 from ep_server.config import Config
 from ep_server.exchange.api import ExchangeSpec
 from ep_server.exchange.fabric.device_memory import DeviceMemory, open_end
-from ep_server.exchange.fabric.exchange import Card, FabricExchange
+from ep_server.exchange.fabric.exchange import EndpointAddress, FabricExchange
 from ep_server.exchange.fabric.host_share import HostShare
-from ep_server.exchange.shm import NativeExchange
+from ep_server.exchange.shm import ShmExchange
 from ep_server.exchange.tensors import CPU
 from ep_server.exchange.waiting import Waiting
 from ep_server.ranks.fabric_options import fabric_options
@@ -32,13 +32,13 @@ class Opening:
     meet: gives the introductions of all ranks for that of this one; waits as many seconds.
     """
 
-    on_open: Callable[[NativeExchange], None]
+    on_open: Callable[[ShmExchange], None]
     meet: Meet
 
 
 def open_exchange(
     start: pb.Start, config: Config, spec: ExchangeSpec, opening: Opening, device: torch.device = CPU
-) -> NativeExchange:
+) -> ShmExchange:
     """Collective between hosts: returns once all ranks are connected.
 
     Args:
@@ -48,7 +48,7 @@ def open_exchange(
     local = local_ranks(config)
     spin_us = spin_budget(config.exchange.spin_us, len(local) * start.threads, usable_cores())
     if config.cluster.nodes == 1:
-        exchange = NativeExchange(spec, fd=start.exchange_fd, spin_us=spin_us)
+        exchange = ShmExchange(spec, fd=start.exchange_fd, spin_us=spin_us)
         os.close(start.exchange_fd)
         opening.on_open(exchange)
         return exchange
@@ -62,16 +62,16 @@ def open_exchange(
     )
     share.close()
     opening.on_open(fabric)
-    answer = opening.meet(_introduction(fabric.card), config.cluster.connect_seconds)
-    fabric.connect([_card(one) for one in answer.ranks], answer.session)
+    answer = opening.meet(_introduction(fabric.address), config.cluster.connect_seconds)
+    fabric.connect([_address(one) for one in answer.ranks], answer.session)
     fabric.barrier()
     return fabric
 
 
-def _introduction(card: Card) -> pb.Introduction:
-    address, base, key, size, device_base, device_key, device_size = card
+def _introduction(address: EndpointAddress) -> pb.Introduction:
+    name, base, key, size, device_base, device_key, device_size = address
     return pb.Introduction(
-        address=address,
+        address=name,
         base=base,
         key=key,
         size=size,
@@ -81,6 +81,6 @@ def _introduction(card: Card) -> pb.Introduction:
     )
 
 
-def _card(wire: pb.Introduction) -> Card:
+def _address(wire: pb.Introduction) -> EndpointAddress:
     host = wire.address, wire.base, wire.key, wire.size
     return *host, wire.device_base, wire.device_key, wire.device_size

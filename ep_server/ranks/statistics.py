@@ -154,7 +154,7 @@ class StepMeter:
         """Everything measured since ready(), as one record.
 
         Args:
-            exchange: NativeExchange.statistics().
+            exchange: ShmExchange.statistics().
             runner: ModelRunner.statistics(); its expert counts are used where the exchange has none.
         """
         own = {f"step/{name}": histogram for name, histogram in self._times.items()}

@@ -13,8 +13,8 @@
 #include <cstring>
 #include <mutex>
 
-#include "exchange/common/blame.hpp"
 #include "exchange/common/group.hpp"
+#include "exchange/common/wait_attribution.hpp"
 
 namespace ep {
 namespace {
@@ -80,7 +80,7 @@ class Waiter {
       } else {
         if (const uint64_t late = expired(now)) {
           group_.statistics.timeouts.add(std::popcount(late));
-          if (!group_.timing.mask_on_timeout) return fail(blame(late, now));
+          if (!group_.timing.mask_on_timeout) return fail(attribute(late, now));
           mask(late, now);
           continue;
         }
@@ -140,7 +140,7 @@ class Waiter {
 
   // The error names not a peer that is late because of another one, but that one: if it no longer beats, else
   // if it waits for nobody.
-  Status blame(uint64_t late, uint64_t now) const {
+  Status attribute(uint64_t late, uint64_t now) const {
     Status status = missing(late, Code::kTimeout);
     status.peer = root(group_, late, now);
     uint64_t oldest = now;
@@ -159,18 +159,18 @@ class Waiter {
 
   // The same where the group goes on: a source whose gateway is gone is left out this time, not masked.
   void mask(uint64_t late, uint64_t now) {
-    uint64_t blamed = 0;
+    uint64_t late_ranks = 0;
     for (uint64_t left = late; left != 0; left &= left - 1) {
       const uint32_t peer = std::countr_zero(left), by = gateway(peer);
       const bool indirect = by != peer && by != group_.rank;
       if (indirect && (!(group_.unmasked() >> by & 1) || quiet(group_, by, now))) {
-        blamed |= 1ull << by;
+        late_ranks |= 1ull << by;
         pending_ &= ~(1ull << peer);
       } else {
-        blamed |= 1ull << peer;
+        late_ranks |= 1ull << peer;
       }
     }
-    group_.masked.fetch_or(blamed, std::memory_order_acq_rel);
+    group_.masked.fetch_or(late_ranks, std::memory_order_acq_rel);
   }
 
   Status missing(uint64_t peers, Code code) const {

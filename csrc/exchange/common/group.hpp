@@ -10,12 +10,12 @@
 #include <utility>
 #include <vector>
 
-#include "exchange/common/blame.hpp"
 #include "exchange/common/carrier.hpp"
 #include "exchange/common/faults.hpp"
 #include "exchange/common/layout.hpp"
 #include "exchange/common/statistics.hpp"
 #include "exchange/common/status.hpp"
+#include "exchange/common/wait_attribution.hpp"
 
 namespace ep {
 

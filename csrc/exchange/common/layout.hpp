@@ -54,7 +54,7 @@ EP_HOST_DEVICE constexpr bool is_fp8(Payload payload) { return payload >= Payloa
 struct Head {
   static constexpr uint64_t kIdentity = 0;                   // u64 generation of the group this rank is in
   static constexpr uint64_t kDoorbell = kIdentity + kLine;   // u32 futex word, u32 whom the owner sleeps on
-  static constexpr uint64_t kHeartbeat = kDoorbell + kLine;  // Pulse (blame.hpp)
+  static constexpr uint64_t kHeartbeat = kDoorbell + kLine;  // Pulse (wait_attribution.hpp)
   static constexpr uint64_t kAbort = kHeartbeat + kLine;     // cell: generation + 1 | writer + 1
   static constexpr uint64_t kAbortStatus = kAbort + kLine;   // [rank] line: status word of each writer
   static constexpr uint64_t kJoin = kAbortStatus + kMaxRanks * kLine;  // [parity][rank] line: cell, u64 epoch

@@ -18,7 +18,7 @@ constexpr uint64_t kAsideNs = 500'000;     // ... and looks again after this tim
 constexpr uint64_t kConsumedNs = 1 * kMs;  // that a consumed epoch waits for a message to travel with
 constexpr uint32_t kBatches = 8;           // of events per step: both directions get their turn
 
-// What one peer may have on its way to this rank at once: rows one by one in every bank, routing, letters.
+// What one peer may have on its way to this rank at once: rows one by one in every bank, routing, records.
 uint32_t most_arrivals(const Geometry& g) {
   const Layout l = Layout::of(g);
   const uint64_t operation = uint64_t(g.max_tokens) * l.choices_per_token + 4;

@@ -28,13 +28,13 @@ class FabricCarrier : public Carrier {
   ~FabricCarrier() override;
 
   const std::string& description() const { return endpoint_.description(); }
-  Card card() const { return endpoint_.card(); }
+  EndpointAddress address() const { return endpoint_.address(); }
 
   // Adds the peers and says hello to each, one after the other from rank + 1 on, so that not all ranks open
   // connections to the same one. `session` is the group's: who greets with another one is refused.
-  // cards: one per rank, this one's included. Throws FabricError naming the ranks that did not answer in
+  // addresses: one per rank, this one's included. Throws FabricError naming the ranks that did not answer in
   // time.
-  void connect(const std::vector<Card>& cards, uint32_t session, uint64_t timeout_ns);
+  void connect(const std::vector<EndpointAddress>& addresses, uint32_t session, uint64_t timeout_ns);
 
   // Says good-bye and waits for that of the others, so that nothing for them is lost. Once.
   void close(uint64_t linger_ns);

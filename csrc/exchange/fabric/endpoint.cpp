@@ -151,23 +151,23 @@ Endpoint::Owned<fid_mr> Endpoint::reg(const Memory& memory, uint64_t access, uin
   return Owned<fid_mr>(made);
 }
 
-Card Endpoint::card() const {
+EndpointAddress Endpoint::address() const {
   const auto named = [](const Inbound& inbound) {
     const auto& strict = inbound.strict;
     return strict ? Target{strict->base, strict->key, strict->bytes} : inbound.target;
   };
-  Card card{std::string(256, '\0'), named(host_in_), named(device_in_)};
-  size_t size = card.name.size();
-  library_.check(fi_getname(&endpoint_->fid, card.name.data(), &size), description_ + ": fi_getname");
-  card.name.resize(size);
-  return card;
+  EndpointAddress address{std::string(256, '\0'), named(host_in_), named(device_in_)};
+  size_t size = address.name.size();
+  library_.check(fi_getname(&endpoint_->fid, address.name.data(), &size), description_ + ": fi_getname");
+  address.name.resize(size);
+  return address;
 }
 
-uint32_t Endpoint::add_peer(const Card& card) {
+uint32_t Endpoint::add_peer(const EndpointAddress& peer) {
   fi_addr_t address = FI_ADDR_UNSPEC;
-  const int inserted = fi_av_insert(addresses_.get(), card.name.data(), 1, &address, 0, nullptr);
+  const int inserted = fi_av_insert(addresses_.get(), peer.name.data(), 1, &address, 0, nullptr);
   if (inserted != 1) throw FabricError(description_ + ": fi_av_insert refuses the address of a peer");
-  peers_.push_back({address, card.host, card.device});
+  peers_.push_back({address, peer.host, peer.device});
   return uint32_t(peers_.size()) - 1;
 }
 

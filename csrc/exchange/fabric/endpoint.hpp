@@ -30,7 +30,7 @@ struct Target {
 };
 
 // Where a peer is and where its memory is: what ranks tell one another before they connect.
-struct Card {
+struct EndpointAddress {
   std::string name;  // the provider's address
   Target host, device;
 };
@@ -84,9 +84,9 @@ class Endpoint {
   Endpoint& operator=(const Endpoint&) = delete;
 
   const std::string& description() const { return description_; }
-  Card card() const;
+  EndpointAddress address() const;
   // Peers are numbered in the order they are added.
-  uint32_t add_peer(const Card& card);
+  uint32_t add_peer(const EndpointAddress& peer);
 
   enum class Posted { kDone, kAgain, kFailed };
   // kAgain: no room, or the connection is not there yet; poll and call again. kFailed: `error()` says why.

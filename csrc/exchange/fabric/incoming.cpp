@@ -15,7 +15,7 @@ Incoming::Incoming(Group& group, std::byte* inbox)
       arrivals_(uint64_t(kBankedOps) * group.geometry.num_banks * group.geometry.num_ranks) {}
 
 std::string Incoming::take(const Immediate& immediate, uint32_t last_epoch, uint64_t now) {
-  const bool banked = immediate.kind == Kind::kChunk || immediate.kind == Kind::kLetter;
+  const bool banked = immediate.kind == Kind::kChunk || immediate.kind == Kind::kRecord;
   const bool paired = immediate.kind == Kind::kVote || immediate.kind == Kind::kJoin;
   if (uint32_t(immediate.kind) >= kNumKinds || !group_.is_remote(immediate.source) ||
       (banked && immediate.value >= group_.geometry.num_banks) || (paired && immediate.value >= kVoteBanks))
@@ -25,7 +25,7 @@ std::string Incoming::take(const Immediate& immediate, uint32_t last_epoch, uint
   std::atomic_ref<uint64_t>(pulse.beat).store(now, std::memory_order_relaxed);
   switch (immediate.kind) {
     case Kind::kChunk:
-    case Kind::kLetter:
+    case Kind::kRecord:
       count(immediate);
       break;
     case Kind::kLast:
@@ -56,14 +56,14 @@ std::string Incoming::take(const Immediate& immediate, uint32_t last_epoch, uint
   return {};
 }
 
-Letter Incoming::letter(const Immediate& immediate) const {
-  Letter letter;
-  const bool routing = immediate.kind == Kind::kLetter && Op(immediate.op) == Op::kDispatch;
+CompletionRecord Incoming::record(const Immediate& immediate) const {
+  CompletionRecord record;
+  const bool routing = immediate.kind == Kind::kRecord && Op(immediate.op) == Op::kDispatch;
   const std::byte* from = routing ? group_.own() + group_.layout.note_at(immediate.value, immediate.source)
                                   : inbox_ + slots_.slot(immediate);
-  std::memcpy(&letter, from, sizeof letter);
-  letter.length = std::min(letter.length, kVoteBytes);
-  return letter;
+  std::memcpy(&record, from, sizeof record);
+  record.length = std::min(record.length, kVoteBytes);
+  return record;
 }
 
 Incoming::Arrival* Incoming::arrival_of(const Immediate& immediate, uint32_t bank) {
@@ -81,9 +81,9 @@ void Incoming::count(const Immediate& immediate) {
   if (immediate.kind == Kind::kChunk) {
     ++arrival->chunks;
   } else {
-    const Letter said = letter(immediate);
+    const CompletionRecord said = record(immediate);
     const uint32_t taken_in = Op(immediate.op) == Op::kDispatch ? group_.rank << kGatewayShift : 0;
-    arrival->letter = true;
+    arrival->record = true;
     arrival->expected = said.chunks;
     arrival->cell = encode_cell(said.epoch, said.payload | taken_in);
     std::memcpy(&arrival->readers, said.data, sizeof arrival->readers);
@@ -98,7 +98,7 @@ void Incoming::last(const Immediate& immediate, uint32_t last_epoch) {
   Arrival* arrival = arrival_of(immediate, bank);
   if (arrival == nullptr) return;
   ++arrival->chunks;
-  arrival->letter = true;
+  arrival->record = true;
   arrival->expected = said.chunks;
   arrival->cell = encode_cell(epoch, said.payload);
   arrival->readers = 1ull << group_.rank;
@@ -107,7 +107,7 @@ void Incoming::last(const Immediate& immediate, uint32_t last_epoch) {
 
 // Sets the cells of an operation of which all has come.
 void Incoming::complete(Arrival& arrival, const Immediate& immediate, uint32_t bank) {
-  if (!arrival.letter || arrival.chunks != arrival.expected) return;
+  if (!arrival.record || arrival.chunks != arrival.expected) return;
   const auto [cell, readers] = std::pair(arrival.cell, arrival.readers & group_.readable);
   arrival = {.generation = immediate.generation};
   const uint64_t offset = Head::header(Op(immediate.op), bank, immediate.source);
@@ -137,8 +137,8 @@ void Incoming::consumed(const Immediate& immediate, uint32_t last_epoch) {
           encode_cell(epoch, 0));
 }
 
-// What came along with the letter of another operation.
-void Incoming::consumed(const Immediate& immediate, const Letter& said) {
+// What came along with the completion record of another operation.
+void Incoming::consumed(const Immediate& immediate, const CompletionRecord& said) {
   if (later(immediate.generation, uint32_t(group_.generation) % Immediate::kGenerations) < 0) return;
   for (uint32_t op = 0; op < kBankedOps; ++op) {
     const uint64_t offset = Head::consumed(Op(op), immediate.source);
@@ -148,7 +148,7 @@ void Incoming::consumed(const Immediate& immediate, const Letter& said) {
 }
 
 void Incoming::vote(const Immediate& immediate) {
-  const Letter said = letter(immediate);
+  const CompletionRecord said = record(immediate);
   const uint64_t slot = Head::vote(immediate.value, immediate.source);
   if (!newer(slot, said.epoch)) return;
   std::memcpy(group_.own() + slot + kLine, said.data, said.length);
@@ -156,7 +156,7 @@ void Incoming::vote(const Immediate& immediate) {
 }
 
 void Incoming::join(const Immediate& immediate) {
-  const Letter said = letter(immediate);
+  const CompletionRecord said = record(immediate);
   const uint64_t line = Head::join(immediate.value, immediate.source);
   if (!newer(line, said.epoch)) return;
   std::memcpy(group_.own() + line + sizeof(uint64_t), said.data, sizeof(uint64_t));
@@ -164,7 +164,7 @@ void Incoming::join(const Immediate& immediate) {
 }
 
 void Incoming::abort(const Immediate& immediate) {
-  const Letter said = letter(immediate);
+  const CompletionRecord said = record(immediate);
   Status status;
   std::memcpy(&status, said.data, sizeof status);
   if (said.epoch == uint32_t(group_.generation) + 1)

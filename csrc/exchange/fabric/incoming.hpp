@@ -31,14 +31,14 @@ class Incoming {
   // Of one (op, bank, source): what has come of the operation that occupies it.
   struct Arrival {
     uint32_t generation = 0, chunks = 0;
-    bool letter = false;
+    bool record = false;
     uint32_t expected = 0;
     uint64_t cell = 0;
     uint64_t readers = 0;  // bit per rank that the rows are for
   };
 
   void count(const Immediate& immediate);
-  void consumed(const Immediate& immediate, const Letter& said);
+  void consumed(const Immediate& immediate, const CompletionRecord& said);
   void last(const Immediate& immediate, uint32_t last_epoch);
   Arrival* arrival_of(const Immediate& immediate, uint32_t bank);  // null where its generation has ended
   void complete(Arrival& arrival, const Immediate& immediate, uint32_t bank);
@@ -46,7 +46,7 @@ class Incoming {
   void vote(const Immediate& immediate);
   void join(const Immediate& immediate);
   void abort(const Immediate& immediate);
-  Letter letter(const Immediate& immediate) const;
+  CompletionRecord record(const Immediate& immediate) const;
   // Messages may overtake one another: a cell never goes back to an older epoch.
   bool newer(uint64_t offset, uint32_t epoch) const;
   // Stores it into the region of a rank of this host, unless it is newer there.

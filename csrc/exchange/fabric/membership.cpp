@@ -18,19 +18,20 @@ constexpr uint32_t kSessionMask = (1u << Immediate::kValueBits) - 1;
 
 }  // namespace
 
-void FabricCarrier::connect(const std::vector<Card>& cards, uint32_t session, uint64_t timeout_ns) {
+void FabricCarrier::connect(const std::vector<EndpointAddress>& addresses, uint32_t session,
+                            uint64_t timeout_ns) {
   const uint64_t deadline = now_ns() + timeout_ns;
-  for (size_t rank = 0; rank < cards.size(); ++rank) {
-    if (cards[rank].device.bytes == memory_->device().inbound.bytes) continue;
+  for (size_t rank = 0; rank < addresses.size(); ++rank) {
+    if (addresses[rank].device.bytes == memory_->device().inbound.bytes) continue;
     throw FabricError(description() + ": rank " + std::to_string(rank) + " has rows of " +
-                      std::to_string(cards[rank].device.bytes) + " bytes on a device, rank " +
+                      std::to_string(addresses[rank].device.bytes) + " bytes on a device, rank " +
                       std::to_string(group_.rank) + " of " + std::to_string(memory_->device().inbound.bytes) +
                       ": all ranks choose alike (exchange.device_memory)");
   }
   session_ = session & kSessionMask;
   {
     const std::lock_guard lock(driving_);
-    for (const Card& card : cards) endpoint_.add_peer(card);
+    for (const EndpointAddress& each : addresses) endpoint_.add_peer(each);
   }
   for_each_peer(group_.remote, group_.rank, group_.geometry.num_ranks,
                 [&](uint32_t peer) { greet(peer, std::min(deadline, now_ns() + kOpenSliceNs)); });

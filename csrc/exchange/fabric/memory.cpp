@@ -55,7 +55,7 @@ FabricMemory::FabricMemory(const Group& group, const Share& share, const DeviceM
       device_(device),
       region_bytes_(device.inbound.bytes != 0 ? group.layout.rows : group.layout.total),
       inbound_bytes_(align_up(region_bytes_ + inbox_bytes(group.geometry), kPage)),
-      outbound_(region_bytes_ + kLetters * kLetterPitch) {
+      outbound_(region_bytes_ + kRecords * kRecordPitch) {
   check_device(group.layout, share, device);
   if (share.segment < 0) {
     alone_.emplace(inbound_bytes_);

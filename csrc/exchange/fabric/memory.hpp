@@ -54,7 +54,7 @@ struct Share {
 shm::Regions host_regions(const Geometry& geometry, uint32_t ranks);
 
 // A rank's region with the inbox behind it, those of the other ranks of its host, and its outbox with the
-// letters behind it. Where rows lie on a device, both end before the rows.
+// completion records behind it. Where rows lie on a device, both end before the rows.
 class FabricMemory {
  public:
   // device: of group.layout.device_in() and device_out() bytes, the caller's; or empty.
@@ -70,7 +70,7 @@ class FabricMemory {
     return region_bytes_;
   }  // from its begin to the inbox; as long as the outbox
   std::byte* inbox() const { return regions_[rank_] + region_bytes_; }
-  std::byte* letters() const { return outbound_.begin() + region_bytes_; }
+  std::byte* records() const { return outbound_.begin() + region_bytes_; }
 
  private:
   const uint32_t rank_;

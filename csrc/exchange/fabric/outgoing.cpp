@@ -15,7 +15,7 @@ Kind kind_of(Notice notice) {
     case Notice::kRows:
       return Kind::kChunk;
     case Notice::kHeader:
-      return Kind::kLetter;
+      return Kind::kRecord;
     case Notice::kConsumed:
       return Kind::kConsumed;
     case Notice::kVote:
@@ -35,12 +35,12 @@ Outgoing::Outgoing(Group& group, Endpoint& endpoint, const FabricMemory& memory)
       endpoint_(endpoint),
       memory_(memory),
       outbox_(memory.outbound().begin),
-      letters_(memory.letters()),
+      records_(memory.records()),
       inbox_{group.geometry.num_ranks, group.geometry.num_banks},
       consumed_(group.geometry.num_banks),
       leases_(kNumOps * kMaxBanks * kMaxRanks),
       chunks_(kBankedOps * kMaxBanks * kMaxRanks) {
-  for (uint32_t i = 0; i < kLetters; ++i) free_letters_.push_back(kLetters - 1 - i);
+  for (uint32_t i = 0; i < kRecords; ++i) free_records_.push_back(kRecords - 1 - i);
 }
 
 uint64_t Outgoing::leased(Op op, uint32_t bank) const {
@@ -114,10 +114,10 @@ Outgoing::Result Outgoing::post_front(Peer& peer) {
     done(peer);
   } else if (next.kind == Kind::kChunk) {
     result = post_rows(next, immediate(next), peer.queue.size() > 1);
-  } else if (next.kind == Kind::kLetter && c.op() == Op::kDispatch) {
+  } else if (next.kind == Kind::kRecord && c.op() == Op::kDispatch) {
     result = post_routing(next);
   } else {
-    result = post_letter(next);
+    result = post_record(next);
   }
   if (result == Result::kDone) done(peer);
   return result;
@@ -128,7 +128,7 @@ bool Outgoing::ends(const Peer& peer) {
   if (rows.op() != Op::kCombine || peer.queue.size() < 2) return false;
   const Queued& next = peer.queue[1];
   const Command& header = next.command;
-  const bool same = next.kind == Kind::kLetter && header.op() == rows.op() && header.epoch == rows.epoch &&
+  const bool same = next.kind == Kind::kRecord && header.op() == rows.op() && header.epoch == rows.epoch &&
                     header.generation == rows.generation;
   return same && header.count != 0 && header.first <= 1 && chunks(rows).count < Last::kMaxChunks;
 }
@@ -151,7 +151,7 @@ Outgoing::Result Outgoing::post_rows(const Queued& queued, const Immediate& said
   Write wanted = rows(queued.command);
   wanted.immediate = said.encode();
   wanted.more = more;
-  const Result result = write(queued, kNoLetter, wanted);
+  const Result result = write(queued, kNoRecord, wanted);
   if (result == Result::kDone) ++chunks(queued.command).count;
   return result;
 }
@@ -177,7 +177,7 @@ Write Outgoing::rows(const Command& c) const {
   return write;
 }
 
-// The letter with ids and weights behind it: one write, but for weights that lie far behind the ids.
+// The completion record, then ids and weights: one write, unless the weights lie far behind the ids.
 Outgoing::Result Outgoing::post_routing(Queued& queued) {
   constexpr uint64_t kSmallGap = 4096;
   const Command& c = queued.command;
@@ -189,7 +189,7 @@ Outgoing::Result Outgoing::post_routing(Queued& queued) {
   if (weighted && !together && queued.step == 0) {
     Queued chunk = queued;
     chunk.kind = Kind::kChunk;
-    const Result result = write(chunk, kNoLetter,
+    const Result result = write(chunk, kNoRecord,
                                 {.from = outbox_ + ids + layout.meta_weights,
                                  .bytes = bytes,
                                  .to = ids_there + layout.meta_weights,
@@ -201,10 +201,10 @@ Outgoing::Result Outgoing::post_routing(Queued& queued) {
     ++chunks(c).count;
     queued.step = 1;
   }
-  const Letter letter = letter_of(queued);
-  std::memcpy(outbox_ + ids - Layout::kNote, &letter, sizeof letter);
+  const CompletionRecord record = record_of(queued);
+  std::memcpy(outbox_ + ids - Layout::kNote, &record, sizeof record);
   const uint64_t routing = weighted && together ? layout.meta_weights + bytes : bytes;
-  const Result result = write(queued, kNoLetter,
+  const Result result = write(queued, kNoRecord,
                               {.from = outbox_ + ids - Layout::kNote,
                                .bytes = Layout::kNote + routing,
                                .to = ids_there - Layout::kNote,
@@ -218,48 +218,48 @@ Outgoing::Result Outgoing::post_routing(Queued& queued) {
   return result;
 }
 
-Letter Outgoing::letter_of(const Queued& queued) {
+CompletionRecord Outgoing::record_of(const Queued& queued) {
   const Command& c = queued.command;
-  Letter letter{c.epoch, c.first, 0, 0, {}, {}};
+  CompletionRecord record{c.epoch, c.first, 0, 0, {}, {}};
   const auto take = [&](uint64_t offset, uint32_t length) {
-    std::memcpy(letter.data, outbox_ + offset, letter.length = length);
+    std::memcpy(record.data, outbox_ + offset, record.length = length);
   };
-  if (queued.kind == Kind::kLetter) {
-    letter.chunks = chunks(c).count;
-    for (uint32_t op = 0; op < kBankedOps; ++op) letter.consumed[op] = consumed_.kept(op, c.peer);
+  if (queued.kind == Kind::kRecord) {
+    record.chunks = chunks(c).count;
+    for (uint32_t op = 0; op < kBankedOps; ++op) record.consumed[op] = consumed_.kept(op, c.peer);
     take(Head::header(c.op(), c.bank(), c.peer) + sizeof(uint64_t), sizeof(uint64_t));
   }
   if (queued.kind == Kind::kVote) take(Head::vote(c.bank(), c.peer) + kLine, std::min(c.first, kVoteBytes));
   if (queued.kind == Kind::kJoin) take(Head::join(c.bank(), c.peer) + sizeof(uint64_t), sizeof(uint64_t));
   if (queued.kind == Kind::kAbort) take(Head::abort_status(c.peer), sizeof(Status));
-  return letter;
+  return record;
 }
 
-Outgoing::Result Outgoing::post_letter(const Queued& queued) {
-  if (free_letters_.empty()) return Result::kAgain;
-  const uint32_t slot = free_letters_.back();
-  const Letter letter = letter_of(queued);
-  std::byte* const from = letters_ + slot * kLetterPitch;
-  std::memcpy(from, &letter, sizeof letter);
+Outgoing::Result Outgoing::post_record(const Queued& queued) {
+  if (free_records_.empty()) return Result::kAgain;
+  const uint32_t slot = free_records_.back();
+  const CompletionRecord record = record_of(queued);
+  std::byte* const from = records_ + slot * kRecordPitch;
+  std::memcpy(from, &record, sizeof record);
   const Immediate said = immediate(queued);
   const Result result = write(queued, slot,
                               {.from = from,
-                               .bytes = offsetof(Letter, data) + letter.length,
+                               .bytes = offsetof(CompletionRecord, data) + record.length,
                                .to = memory_.region_bytes() + inbox_.slot(said),
                                .immediate = said.encode(),
                                .tag = 0,
                                .more = false,
                                .device = false});
   if (result != Result::kDone) return result;
-  free_letters_.pop_back();
-  if (queued.kind == Kind::kLetter) told(queued.command);
+  free_records_.pop_back();
+  if (queued.kind == Kind::kRecord) told(queued.command);
   return result;
 }
 
-Outgoing::Result Outgoing::write(const Queued& queued, uint32_t letter, const Write& wanted) {
+Outgoing::Result Outgoing::write(const Queued& queued, uint32_t record, const Write& wanted) {
   const Command& c = queued.command;
   Write posted = wanted;
-  posted.tag = letter << 16 | index(c.op(), c.bank(), c.peer);
+  posted.tag = record << 16 | index(c.op(), c.bank(), c.peer);
   count(c).fetch_add(1, std::memory_order_relaxed);
   const Endpoint::Posted result = endpoint_.write(c.peer, posted);
   if (result == Endpoint::Posted::kDone) {
@@ -288,8 +288,8 @@ Outgoing::Chunks& Outgoing::chunks(const Command& c) {
 }
 
 void Outgoing::completed(const Event& event) {
-  const uint32_t letter = event.tag >> 16;
-  if (letter != kNoLetter) free_letters_.push_back(letter);
+  const uint32_t record = event.tag >> 16;
+  if (record != kNoRecord) free_records_.push_back(record);
   --peers_[event.peer].in_flight;
   leases_[event.tag & 0xffff].fetch_sub(1, std::memory_order_release);
 }

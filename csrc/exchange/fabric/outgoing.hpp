@@ -18,11 +18,11 @@
 
 namespace ep::fabric {
 
-constexpr uint32_t kLetters = 1024;  // small messages on their way at once
+constexpr uint32_t kRecords = 1024;  // small messages on their way at once
 
 class Outgoing {
  public:
-  // memory: registered with the endpoint. Its outbox is laid out like a region, behind it are kLetters slots.
+  // memory: registered with the endpoint. Its outbox is laid out like a region, behind it are kRecords slots.
   Outgoing(Group& group, Endpoint& endpoint, const FabricMemory& memory);
 
   // Any thread, before the command is queued for this class: the lease begins.
@@ -56,7 +56,7 @@ class Outgoing {
   uint64_t writes() const { return writes_; }
 
  private:
-  static constexpr uint32_t kNoLetter = kLetters;
+  static constexpr uint32_t kNoRecord = kRecords;
   struct Queued {
     Command command;
     Kind kind;
@@ -69,7 +69,7 @@ class Outgoing {
     bool forgotten = false;
     Op last_op = Op::kVote;
   };
-  // Chunks of the operation that occupies a bank, until its letter says how many.
+  // Chunks of the operation that occupies a bank, until its completion record says how many.
   struct Chunks {
     uint32_t generation = 0, count = 0;
   };
@@ -84,26 +84,26 @@ class Outgoing {
   Result post_rows(const Queued& queued, const Immediate& immediate, bool more);
   Write rows(const Command& command) const;
   Result post_routing(Queued& queued);
-  Result post_letter(const Queued& queued);
+  Result post_record(const Queued& queued);
   // Whether the rows in front and the header behind them end a combine of which one immediate says all.
   bool ends(const Peer& peer);
-  Letter letter_of(const Queued& queued);
+  CompletionRecord record_of(const Queued& queued);
   void done(Peer& peer);
   void told(const Command& c);
-  Result write(const Queued& queued, uint32_t letter, const Write& write);
+  Result write(const Queued& queued, uint32_t record, const Write& write);
   Immediate immediate(const Queued& queued) const;
 
   Group& group_;
   Endpoint& endpoint_;
   const FabricMemory& memory_;
-  std::byte *const outbox_, *const letters_;
+  std::byte *const outbox_, *const records_;
   const Inbox inbox_;
   ConsumedEpochs consumed_;
   std::array<Peer, kMaxRanks> peers_;
   std::vector<std::atomic<uint32_t>> leases_;  // [op][bank][peer] commands and writes not yet done
   std::vector<Chunks> chunks_;                 // [op][bank][peer]
   std::array<std::array<uint32_t, kMaxRanks>, kBankedOps> last_epochs_{};
-  std::vector<uint32_t> free_letters_;
+  std::vector<uint32_t> free_records_;
   uint64_t writes_ = 0;
   int error_ = 0;
 };

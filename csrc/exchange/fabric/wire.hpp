@@ -1,10 +1,10 @@
 // What travels between hosts: RDMA writes whose 4 bytes of completion data say what they were.
 //
 // Rows and routing are written to where `Layout` has them, in any number of writes and in any order; every
-// one carries an immediate, and the receiver counts them. A letter, written to a slot of its own behind the
-// region or in front of the routing, says how many there were; where all that it would say fits into an
-// immediate, that of the last write does. Only then does the receiver set the cell that the phases wait for:
-// nobody but a rank's own host ever writes a cell.
+// one carries an immediate, and the receiver counts them. A completion record says how many there were. It
+// has a slot of its own behind the region, or lies in front of the routing. Where all that it would say fits
+// into an immediate, the last write's immediate says it. Only then does the receiver set the cell that the
+// phases wait for: only a rank's own host ever writes a cell.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace ep::fabric {
 
-enum class Kind : uint32_t { kHello, kChunk, kLetter, kConsumed, kVote, kJoin, kAbort, kAlive, kBye, kLast };
+enum class Kind : uint32_t { kHello, kChunk, kRecord, kConsumed, kVote, kJoin, kAbort, kAlive, kBye, kLast };
 constexpr uint32_t kNumKinds = 10;
 
 // kind 4 bits, generation 4, source 6, op 1, value 17: the bank, or the low bits of an epoch.
@@ -56,32 +56,33 @@ inline uint32_t widen(uint32_t value, uint32_t near, uint32_t bits = Immediate::
 inline int32_t later(uint32_t a, uint32_t b) { return int32_t((a - b) << 28) >> 28; }
 
 // The message behind a cell.
-struct Letter {
+struct CompletionRecord {
   uint32_t epoch, payload;
-  uint32_t chunks;                // kLetter: how many writes belong to it
+  uint32_t chunks;                // kRecord: how many writes belong to it
   uint32_t length;                // of data
-  uint32_t consumed[kBankedOps];  // kLetter: up to where the sender has read what it got from the receiver
+  uint32_t consumed[kBankedOps];  // kRecord: up to where the sender has read what it got from the receiver
   uint8_t data[kVoteBytes];
 };
-constexpr uint64_t kLetterPitch = 128;
-static_assert(sizeof(Letter) <= kLetterPitch && sizeof(Letter) <= Layout::kNote);
+constexpr uint64_t kRecordPitch = 128;
+static_assert(sizeof(CompletionRecord) <= kRecordPitch && sizeof(CompletionRecord) <= Layout::kNote);
 
-// Where letters arrive, behind a rank's region, but for those of a dispatch: a slot for each (kind, op, bank,
-// source), which is not written again before this rank has read it and said so by the protocol above.
+// Where completion records arrive, behind a rank's region, except those of a dispatch. There is a slot for
+// each (kind, op, bank, source). It is not written again before this rank has read it and has said so by the
+// protocol above.
 struct Inbox {
   uint32_t num_ranks, num_banks;
 
   uint64_t slot(const Immediate& immediate) const {
     return (first(immediate.kind, immediate.op, immediate.value) * num_ranks + immediate.source) *
-           kLetterPitch;
+           kRecordPitch;
   }
-  uint64_t bytes() const { return (kBankedOps * num_banks + 2 * kVoteBanks + 2) * num_ranks * kLetterPitch; }
+  uint64_t bytes() const { return (kBankedOps * num_banks + 2 * kVoteBanks + 2) * num_ranks * kRecordPitch; }
 
  private:
   uint64_t first(Kind kind, uint32_t op, uint32_t bank) const {
     const uint64_t banked = uint64_t(kBankedOps) * num_banks;
     switch (kind) {
-      case Kind::kLetter:
+      case Kind::kRecord:
         return uint64_t(op) * num_banks + bank;
       case Kind::kVote:
         return banked + bank;

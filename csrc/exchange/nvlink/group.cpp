@@ -5,14 +5,14 @@
 #include <stdexcept>
 #include <string>
 
-#include "exchange/nvlink/settle.hpp"
+#include "exchange/nvlink/kernel_times.hpp"
 
 namespace ep::cuda {
 
 namespace {
 
 // What housekeeping.cuh does for kernels that others have followed.
-void settle_into(Totals& t, Slot slot, const Scratch& s) {
+void record_into(Totals& t, Slot slot, const Scratch& s) {
   if (s.end_ns == 0 || s.start_ns == 0) return;
   const uint32_t of = uint32_t(op_of(slot));
   uint64_t longest = 0;
@@ -22,7 +22,7 @@ void settle_into(Totals& t, Slot slot, const Scratch& s) {
     t.peer_wait_max_ns[of][peer] = std::max(t.peer_wait_max_ns[of][peer], s.wait_ns[peer]);
   }
   const KernelTimes times{s.start_ns, s.sent_ns, s.end_ns, s.both != 0, longest};
-  settle_times(slot, times, [&](Op op, Part part, uint64_t ns) {
+  record_times(slot, times, [&](Op op, Part part, uint64_t ns) {
     ++t.times[uint32_t(op)][uint32_t(part)][bucket_of(ns)];
     t.sums[uint32_t(op)][uint32_t(part)] += ns;
   });
@@ -128,10 +128,10 @@ DeviceState Group::snapshot(std::vector<uint64_t>* expert_tokens) {
   return state;
 }
 
-DeviceState Group::settled(std::vector<uint64_t>* expert_tokens) {
+DeviceState Group::with_running_times(std::vector<uint64_t>* expert_tokens) {
   DeviceState state = snapshot(expert_tokens);
   for (uint32_t slot = 0; slot < kSlots; ++slot)
-    for (const Scratch& s : state.scratch[slot]) settle_into(state.totals, Slot(slot), s);
+    for (const Scratch& s : state.scratch[slot]) record_into(state.totals, Slot(slot), s);
   return state;
 }
 

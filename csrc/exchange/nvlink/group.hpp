@@ -7,8 +7,8 @@
 #include <vector>
 
 #include "exchange/nvlink/on_device.hpp"
-#include "exchange/nvlink/state.hpp"
 #include "exchange/nvlink/peer_memory.hpp"
+#include "exchange/nvlink/state.hpp"
 
 namespace ep::cuda {
 
@@ -37,9 +37,10 @@ class Group {
   uint64_t bytes() const;                      // of device memory
 
   Status status() const;  // the first failure so far; read without a sync
-  // Copied beside the streams that work. settled() counts times that no kernel has settled yet too.
+  // Copied beside the streams that work. with_running_times() also counts times that no kernel has recorded
+  // yet.
   DeviceState snapshot(std::vector<uint64_t>* expert_tokens);
-  DeviceState settled(std::vector<uint64_t>* expert_tokens);
+  DeviceState with_running_times(std::vector<uint64_t>* expert_tokens);
   // New generation; no kernel of the group may run. Epochs up to `base` are over.
   void reset(uint64_t base, uint64_t masked);
   void mask(uint64_t ranks);  // also for kernels that run; of any thread

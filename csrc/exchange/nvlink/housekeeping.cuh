@@ -1,11 +1,11 @@
 // What kernels do beside their work: tickets at the end; in block 0 of the next one, tell the senders which
-// banks were read and settle the times. Nothing on the way of a row waits for any of it.
+// banks were read and record the times. Nothing on the way of a row waits for any of it.
 //
 // A bank is given back at the start of the reader's next kernel of any kind (release() or publish() where
 // there is none): telling it at the end would put a round trip over the link into every kernel.
 #pragma once
 
-#include "exchange/nvlink/settle.hpp"
+#include "exchange/nvlink/kernel_times.hpp"
 #include "exchange/nvlink/wait.cuh"
 
 namespace ep::cuda {
@@ -81,7 +81,7 @@ __device__ __noinline__ inline void publish_until_free(const Device& g, Op op, c
 }
 
 // Adds the times of an ended kernel to the totals. One warp.
-__device__ __forceinline__ void settle(const Device& g, Slot slot, Scratch& s) {
+__device__ __forceinline__ void record(const Device& g, Slot slot, Scratch& s) {
   const uint32_t lane = threadIdx.x % kWarp;
   const uint64_t start = s.start_ns, sent = s.sent_ns, end = s.end_ns;
   const bool both = s.both;
@@ -97,7 +97,7 @@ __device__ __forceinline__ void settle(const Device& g, Slot slot, Scratch& s) {
 #pragma unroll
   for (uint32_t by = kWarp / 2; by != 0; by /= 2) wait = max(wait, __shfl_xor_sync(kFull, wait, by));
   if (lane != 0) return;
-  settle_times(slot, {start, sent, end, both, wait}, [&](Op of, Part part, uint64_t ns) {
+  record_times(slot, {start, sent, end, both, wait}, [&](Op of, Part part, uint64_t ns) {
     add(g.state->totals.times[uint32_t(of)][uint32_t(part)][bucket_of(ns)], 1);
     add(g.state->totals.sums[uint32_t(of)][uint32_t(part)], ns);
   });
@@ -119,7 +119,7 @@ __device__ __forceinline__ void keep_house(const Device& g, Slot slot, const uin
     }
     publish_reads(g, o);
     // It has ended: this kernel's bank could not have been free otherwise.
-    if (o.epoch > o.base + banks) settle(g, slot, g.scratch(slot, o.epoch - banks));
+    if (o.epoch > o.base + banks) record(g, slot, g.scratch(slot, o.epoch - banks));
     if (epoch == nullptr && !o.banks_free) publish_until_free(g, op_of(slot), o);
   }
 }

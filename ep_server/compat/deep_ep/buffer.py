@@ -1,7 +1,7 @@
 """DeepEP's low-latency Buffer on the ranks of one host, without NVSHMEM, IBGDA or a network card.
 
 Names, argument meanings, shapes and return values are DeepEP's. Tensors on CPUs go over shared memory
-(NativeExchange), CUDA tensors of one process per GPU over NVLink (CudaExchange). Differences: results are
+(ShmExchange), CUDA tensors of one process per GPU over NVLink (NvlinkExchange). Differences: results are
 packed in one fixed order (expert, source rank, source token); waiting times are nanoseconds; more than two
 results may be held (arenas.NUM_BANKS); memory is taken by the first call of its sizes; weights may be given
 to dispatch already, and then every rank sums its experts' outputs before they return, as it always does on

@@ -1,4 +1,4 @@
-"""The arena of CPU tensors: a Buffer's calls over NativeExchange. A call has finished when it returns."""
+"""The arena of CPU tensors: a Buffer's calls over ShmExchange. A call has finished when it returns."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from ep_server.compat.deep_ep.operation import (
 )
 from ep_server.errors import InvalidArgument
 from ep_server.exchange.api import Reduction, View
-from ep_server.exchange.shm import NativeExchange
+from ep_server.exchange.shm import ShmExchange
 from ep_server.exchange.tensors import CPU
 
 
 class NativeArena:
     """See operation.Arena. The exchange's reduction is SOURCE, which has room for both."""
 
-    def __init__(self, exchange: NativeExchange) -> None:
+    def __init__(self, exchange: ShmExchange) -> None:
         self.exchange, self.spec = exchange, exchange.spec
         self.device, self.pinned = CPU, False
         self._buffers = CombineBuffers(exchange.spec, CPU)

@@ -1,4 +1,4 @@
-"""The arena of CUDA tensors: a Buffer's calls over CudaExchange, on the streams that DeepEP's users expect.
+"""The arena of CUDA tensors: a Buffer's calls over NvlinkExchange, on the streams that DeepEP's users expect.
 
 Nothing here waits for the GPU but masked() and reset(), so every call can be captured in a CUDA graph.
 Failures that a kernel finds are raised by the next call. Knows no kernels (cuda.py) and no sizes (arenas.py).
@@ -25,7 +25,7 @@ from ep_server.compat.deep_ep.operation import (
 from ep_server.compat.deep_ep.streams import Streams, capturing, use_on
 from ep_server.errors import InternalError, InvalidArgument
 from ep_server.exchange.api import Received, Reduction, View
-from ep_server.exchange.nvlink.exchange import CudaExchange
+from ep_server.exchange.nvlink.exchange import NvlinkExchange
 from ep_server.exchange.nvlink.handle import Handle
 from ep_server.exchange.nvlink.requests import Wire
 from ep_server.exchange.nvlink.validate import handle_of
@@ -39,7 +39,7 @@ class CudaArena:
         streams: of its device, shared by all arenas of a Buffer.
     """
 
-    def __init__(self, exchange: CudaExchange, streams: Streams) -> None:
+    def __init__(self, exchange: NvlinkExchange, streams: Streams) -> None:
         self.exchange, self.spec = exchange, exchange.spec
         self.device, self.pinned = exchange.device, False
         self._streams = streams

@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import Store
 from ep_server import __version__
 from ep_server.errors import ConfigError, EpServerError, StartupError
 from ep_server.exchange.api import ExchangeSpec, Payload, Reduction
-from ep_server.exchange.fabric.exchange import Card, FabricExchange, FabricOptions
+from ep_server.exchange.fabric.exchange import EndpointAddress, FabricExchange, FabricOptions
 from ep_server.exchange.fabric.host_share import HostShare
 from ep_server.exchange.waiting import Waiting
 
@@ -31,20 +31,20 @@ Make = Callable[[], FabricExchange]
 
 @dataclass(frozen=True, slots=True)
 class Introduction:
-    """What a rank tells all others. error: why it has no card, or ""."""
+    """What a rank tells all others. error: why it has no address, or ""."""
 
     version: str
     spec: ExchangeSpec
     hosts: tuple[int, ...]
-    card: Card | None
+    address: EndpointAddress | None
     session: int
     error: str = ""
 
     def encode(self) -> str:
         """As JSON: what a rank reads from a socket runs no code."""
         values = asdict(self)
-        if self.card is not None:
-            values["card"] = (base64.b64encode(self.card[0]).decode(), *self.card[1:])
+        if self.address is not None:
+            values["address"] = (base64.b64encode(self.address[0]).decode(), *self.address[1:])
         return json.dumps(values)
 
     @classmethod
@@ -57,9 +57,9 @@ class Introduction:
             spec["payload"], spec["reduction"] = Payload(spec["payload"]), Reduction(spec["reduction"])
             values["spec"] = ExchangeSpec(**spec)
             values["hosts"] = tuple(map(int, values["hosts"]))
-            if values["card"] is not None:
-                name, *numbers = values["card"]
-                values["card"] = (base64.b64decode(name), *map(int, numbers))
+            if values["address"] is not None:
+                name, *numbers = values["address"]
+                values["address"] = (base64.b64decode(name), *map(int, numbers))
             return cls(**values)
         except (ValueError, KeyError, TypeError) as error:
             raise StartupError(
@@ -139,13 +139,13 @@ def join(
     except EpServerError as failed:  # the others wait for this rank's introduction
         error = str(failed)
     hosts = tuple(range(spec.num_ranks)) if share is None else share.hosts
-    card = None if exchange is None else exchange.card
-    everyone = gather(Introduction(__version__, spec, hosts, card, secrets.randbits(SESSION_BITS), error))
+    address = None if exchange is None else exchange.address
+    everyone = gather(Introduction(__version__, spec, hosts, address, secrets.randbits(SESSION_BITS), error))
     try:
-        cards = agreed(everyone, spec)
+        addresses = agreed(everyone, spec)
         if exchange is None:
             raise StartupError(error)
-        exchange.connect(cards, everyone[0].session)
+        exchange.connect(addresses, everyone[0].session)
         exchange.barrier()
     except EpServerError:
         if exchange is not None:
@@ -154,8 +154,8 @@ def join(
     return exchange
 
 
-def agreed(everyone: list[Introduction], spec: ExchangeSpec) -> list[Card]:
-    """The cards of all ranks, if nothing speaks against the group. Raises StartupError, ConfigError."""
+def agreed(everyone: list[Introduction], spec: ExchangeSpec) -> list[EndpointAddress]:
+    """The addresses of all ranks, if nothing speaks against the group. Raises StartupError, ConfigError."""
     failed = [f"rank {rank}: {one.error}" for rank, one in enumerate(everyone) if one.error]
     if failed:
         raise StartupError("; ".join(failed))
@@ -169,4 +169,4 @@ def agreed(everyone: list[Introduction], spec: ExchangeSpec) -> list[Card]:
         if one.hosts != everyone[spec.rank].hosts:
             ours = everyone[spec.rank].hosts
             raise ConfigError(f"hosts of rank {rank}", one.hosts, f"{ours}, as rank {spec.rank}'s")
-    return [one.card for one in everyone if one.card is not None]
+    return [one.address for one in everyone if one.address is not None]

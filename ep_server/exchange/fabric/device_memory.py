@@ -18,12 +18,12 @@ from ep_server.exchange.fabric import bootstrap as fabric_bootstrap
 from ep_server.exchange.fabric.copies import checked_device, copies_for
 from ep_server.exchange.fabric.device_rows import DeviceRows
 from ep_server.exchange.fabric.exchange import FabricExchange, chosen
-from ep_server.exchange.fabric.gpu_direct import DirectExchange
-from ep_server.exchange.fabric.host_staging import BounceExchange
+from ep_server.exchange.fabric.gpu_direct import GpuDirectExchange
+from ep_server.exchange.fabric.host_staging import FabricDeviceExchange
 from ep_server.exchange.fabric.remote_writes import visible_on
 from ep_server.exchange.fabric.rows import RowsFabric
 from ep_server.exchange.fabric.settings import FabricOptions
-from ep_server.exchange.shm import NativeExchange
+from ep_server.exchange.shm import ShmExchange
 from ep_server.exchange.waiting import Waiting
 
 LOG = logging.getLogger(__name__)
@@ -62,9 +62,9 @@ def open_end(
     return through_host()
 
 
-def on_device(inner: NativeExchange, device: torch.device) -> BounceExchange:
+def on_device(inner: ShmExchange, device: torch.device) -> FabricDeviceExchange:
     """The exchange of tensors on the device over open_end()'s, or over any in host memory; owns it."""
-    return DirectExchange(inner) if isinstance(inner, RowsFabric) else BounceExchange(inner, device)
+    return GpuDirectExchange(inner) if isinstance(inner, RowsFabric) else FabricDeviceExchange(inner, device)
 
 
 def from_process_group(
@@ -73,7 +73,7 @@ def from_process_group(
     device: torch.device | str | int,
     options: FabricOptions | None = None,
     wanted: DeviceMemory | str = DeviceMemory.AUTO,
-) -> BounceExchange:
+) -> FabricDeviceExchange:
     """fabric_bootstrap.from_process_group for tensors of `device`, every rank a host of its own. Collective.
 
     Returns: once every rank has its device and staging.

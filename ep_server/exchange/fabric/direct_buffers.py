@@ -1,4 +1,4 @@
-"""Numbers that a DirectExchange brings from the host to its device: few, beside rows that never are there."""
+"""Small tables that a GpuDirectExchange copies from the host to its device. Rows never pass the host."""
 
 from __future__ import annotations
 

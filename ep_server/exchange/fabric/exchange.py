@@ -16,14 +16,14 @@ from ep_server.exchange.fabric.device_rows import DeviceRows
 from ep_server.exchange.fabric.host_share import HostShare, check_hosts
 from ep_server.exchange.fabric.settings import FabricOptions
 from ep_server.exchange.geometry import check_segment, geometry_of
-from ep_server.exchange.shm import NativeExchange
+from ep_server.exchange.shm import ShmExchange
 from ep_server.exchange.waiting import Waiting
 
-__all__ = ["Card", "FabricExchange", "FabricOptions", "Provider", "providers"]
+__all__ = ["EndpointAddress", "FabricExchange", "FabricOptions", "Provider", "providers"]
 
 LOG = logging.getLogger(__name__)
 # Where a rank's memory is: the provider's address; base, key and bytes on the host, then on a device.
-Card = tuple[bytes, int, int, int, int, int, int]
+EndpointAddress = tuple[bytes, int, int, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +51,7 @@ def chosen(options: FabricOptions, *, device_memory: bool = False) -> str:
     return _C.fabric_chosen(options.native(device_memory=device_memory))
 
 
-class FabricExchange(NativeExchange):
+class FabricExchange(ShmExchange):
     """One rank's end of a group over several hosts. Satisfies exchange.Exchange, and what native.py adds.
 
     Opens the endpoint; `connect` makes it part of a group. A peer that is gone becomes PeerTimeout on the
@@ -83,20 +83,20 @@ class FabricExchange(NativeExchange):
         self._attach(spec, self._port.exchange, waiting, None if rows is None else rows.dispatched)
 
     @property
-    def card(self) -> Card:
+    def address(self) -> EndpointAddress:
         """Where this rank is, for the other ranks' connect()."""
-        return self._opened().card
+        return self._opened().address
 
-    def connect(self, cards: list[Card], session: int) -> None:
+    def connect(self, addresses: list[EndpointAddress], session: int) -> None:
         """Opens the connections to all peers. Collective; returns before the others are ready to send.
 
         Args:
-            cards: of all ranks, in rank order. session: any number that is this group's alone.
+            addresses: of all ranks, in rank order. session: any number that is this group's alone.
         Raises: StartupError naming the ranks that did not answer.
         """
-        if len(cards) != self.spec.num_ranks:
-            raise ConfigError("cards", len(cards), f"one per rank: {self.spec.num_ranks}")
-        self._opened().connect(cards, session, int(self.options.connect_seconds * 1e9))
+        if len(addresses) != self.spec.num_ranks:
+            raise ConfigError("addresses", len(addresses), f"one per rank: {self.spec.num_ranks}")
+        self._opened().connect(addresses, session, int(self.options.connect_seconds * 1e9))
 
     @property
     def writes(self) -> int:

@@ -5,7 +5,7 @@ the experts' answers. The host waits for it, then sends; routing and headers are
 came is gathered where it arrived. A bank that the device still has to read goes back to the senders with this
 rank's next send, after a wait for that reading. Arithmetic is that of the CPU, bit for bit.
 
-The Protocol, and what HybridExchange asks of its far part, are those of bounce.py.
+The Protocol, and what HierarchicalExchange asks of its far part, are those of bounce.py.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ep_server.exchange.fabric.copies import Arrival, Copies
 from ep_server.exchange.fabric.direct_buffers import Staging
 from ep_server.exchange.fabric.host_buffers import Brought, Wanted
 from ep_server.exchange.fabric.host_pending import Answers, Outgoing, PendingCombine, PendingDispatch
-from ep_server.exchange.fabric.host_staging import BounceExchange
+from ep_server.exchange.fabric.host_staging import FabricDeviceExchange
 from ep_server.exchange.fabric.remote_writes import Visible, visible_on
 from ep_server.exchange.fabric.rows import COMBINE, DISPATCH, RowsCombine, RowsFabric, SumTable
 from ep_server.exchange.ordered_sum import ordered_sum
@@ -31,7 +31,7 @@ from ep_server.exchange.tensors import check_tensor_on
 Held = tuple[int, Arrival, Callable[[], None]]  # generation; waits for the device; gives a bank back
 
 
-class DirectExchange(BounceExchange):
+class GpuDirectExchange(FabricDeviceExchange):
     """One rank's end of a group. Satisfies exchange.Exchange on tensors of the device that has `inner.rows`.
 
     Args:
@@ -120,7 +120,7 @@ class DirectExchange(BounceExchange):
         self._hold(partial(self.inner.release, inner))
         return Brought(tables[0].to(torch.int32), tables[2:], made)
 
-    def bring_home(self, inner: NativeCombine, tokens: int, out: torch.Tensor | None) -> torch.Tensor:
+    def copy_result(self, inner: NativeCombine, tokens: int, out: torch.Tensor | None) -> torch.Tensor:
         """The sums of a combine, made on the caller's stream."""
         assert isinstance(inner, RowsCombine)
         if out is not None:

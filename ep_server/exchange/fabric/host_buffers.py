@@ -1,4 +1,4 @@
-"""Host memory that a BounceExchange copies through.
+"""Host memory that a FabricDeviceExchange copies through.
 
 Allocated once, as large as the spec allows any operation to be. What is sent needs it once: the host waits
 until it is filled, and the inner exchange has read it when its send returns. What comes needs it for every
@@ -47,7 +47,7 @@ class Wanted:
     length: int = 0
 
 
-class Landing:
+class RecvStaging:
     """Staging of one bank's receive: a row and its scales for each token of each rank, and its tables."""
 
     def __init__(self, spec: ExchangeSpec, views: Views, copies: Copies, entries: int) -> None:
@@ -93,7 +93,7 @@ class Landing:
         return [*self._staged, self._counts, self._tables]
 
 
-class Home:
+class ResultStaging:
     """Staging of one bank's sums on their way back."""
 
     def __init__(self, spec: ExchangeSpec, views: Views, copies: Copies) -> None:
@@ -104,7 +104,7 @@ class Home:
 class Staging:
     """All of one exchange.
 
-    x, ids, weights: of this rank's tokens. answers: of its experts. Landings and homes take turns.
+    x, ids, weights: of this rank's tokens. answers: of its experts. Landings and results take turns.
     """
 
     def __init__(self, spec: ExchangeSpec, views: Views, copies: Copies) -> None:
@@ -114,30 +114,30 @@ class Staging:
         self.ids = copies.staging(choices, torch.int64)
         self.weights = copies.staging(choices, torch.float32)
         self.answers = copies.staging((entries, spec.hidden), views.combine_dtype)
-        self._landings = [Landing(spec, views, copies, entries) for _ in range(spec.num_banks)]
-        self._homes = [Home(spec, views, copies) for _ in range(spec.num_banks)]
-        self._landed = self._returned = 0
+        self._recvs = [RecvStaging(spec, views, copies, entries) for _ in range(spec.num_banks)]
+        self._results = [ResultStaging(spec, views, copies) for _ in range(spec.num_banks)]
+        self._received = self._returned = 0
 
-    def landing(self) -> Landing:
+    def recv_staging(self) -> RecvStaging:
         """The next one; reuse its slot first."""
-        self._landed += 1
-        return self._landings[self._landed % len(self._landings)]
+        self._received += 1
+        return self._recvs[self._received % len(self._recvs)]
 
-    def home(self) -> Home:
+    def result(self) -> ResultStaging:
         """The next one; reuse its slot first."""
         self._returned += 1
-        return self._homes[self._returned % len(self._homes)]
+        return self._results[self._returned % len(self._results)]
 
     def drain(self, copies: Copies) -> None:
         """Returns once no copy reads any of it."""
-        for slot in [each.slot for each in self._landings] + [each.slot for each in self._homes]:
+        for slot in [each.slot for each in self._recvs] + [each.slot for each in self._results]:
             copies.reuse(slot)
 
     @property
     def bytes(self) -> int:
         """Of all tensors."""
         tensors = [self.x, self.ids, self.weights, self.answers]
-        for landing in self._landings:
-            tensors += landing.tensors()
-        tensors += [home.rows for home in self._homes]
+        for recv_staging in self._recvs:
+            tensors += recv_staging.tensors()
+        tensors += [result.rows for result in self._results]
         return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -1,4 +1,4 @@
-"""Operations of a BounceExchange on their way, as callers hold them: before their send half and after it."""
+"""Operations of a FabricDeviceExchange, before and after their send half, as callers hold them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ep_server.exchange.shm_pending import PendingCombine as NativeCombine
 from ep_server.exchange.shm_pending import PendingDispatch as NativeDispatch
 
 if TYPE_CHECKING:
-    from ep_server.exchange.fabric.host_staging import BounceExchange
+    from ep_server.exchange.fabric.host_staging import FabricDeviceExchange
 
 Sent = TypeVar("Sent")
 
@@ -28,7 +28,7 @@ class Handle:
     inner: Received
     order: Order
     tokens: int
-    owner: BounceExchange
+    owner: FabricDeviceExchange
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,13 +61,13 @@ class PendingDispatch:
 
     __slots__ = ("_exchange", "_tokens", "inner")
 
-    def __init__(self, exchange: BounceExchange, inner: NativeDispatch, tokens: int) -> None:
+    def __init__(self, exchange: FabricDeviceExchange, inner: NativeDispatch, tokens: int) -> None:
         self._exchange, self.inner, self._tokens = exchange, inner, tokens
 
     def recv(self, view: View = View.COMPACT) -> Received:
         """As the Protocol says, on the caller's stream. INDEX rows are a copy, reordered: see row_ids."""
         view = checked_view(view)
-        return self._exchange.land(self.inner.recv(View.INDEX), self._tokens, view)
+        return self._exchange.finish_recv(self.inner.recv(View.INDEX), self._tokens, view)
 
     @property
     def wait_ns(self) -> torch.Tensor:
@@ -80,12 +80,12 @@ class PendingCombine:
 
     __slots__ = ("_exchange", "_inner", "_tokens")
 
-    def __init__(self, exchange: BounceExchange, inner: NativeCombine, tokens: int) -> None:
+    def __init__(self, exchange: FabricDeviceExchange, inner: NativeCombine, tokens: int) -> None:
         self._exchange, self._inner, self._tokens = exchange, inner, tokens
 
     def recv(self, out: torch.Tensor | None = None) -> torch.Tensor:
         """As the Protocol says, on the caller's stream."""
-        return self._exchange.bring_home(self._inner, self._tokens, out)
+        return self._exchange.copy_result(self._inner, self._tokens, out)
 
     @property
     def wait_ns(self) -> torch.Tensor:

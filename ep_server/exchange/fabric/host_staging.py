@@ -24,13 +24,13 @@ from ep_server.exchange.fabric.host_buffers import Brought, Staging, Wanted
 from ep_server.exchange.fabric.host_pending import Answers, Handle, Outgoing, PendingCombine, PendingDispatch
 from ep_server.exchange.fabric.host_share import HostShare
 from ep_server.exchange.row_order import Form, Order
-from ep_server.exchange.shm import NativeExchange
+from ep_server.exchange.shm import ShmExchange
 from ep_server.exchange.shm_pending import PendingCombine as NativeCombine
 from ep_server.exchange.tensors import check_tensor_on
 from ep_server.exchange.waiting import Waiting
 
 
-class BounceExchange:
+class FabricDeviceExchange:
     """One rank's end of a group. Satisfies exchange.Exchange on tensors of `device`.
 
     Args:
@@ -42,7 +42,7 @@ class BounceExchange:
 
     def __init__(
         self,
-        inner: NativeExchange,
+        inner: ShmExchange,
         device: torch.device | str | int,
         *,
         copies: Copies | None = None,
@@ -81,7 +81,7 @@ class BounceExchange:
         """As the Protocol says. Waits for the caller's stream; then tensors may be overwritten.
 
         Args:
-            reduction: see NativeExchange.combine_send.
+            reduction: see ShmExchange.combine_send.
         """
         handle = received.handle
         if not isinstance(handle, Handle) or handle.owner is not self:
@@ -155,7 +155,7 @@ class BounceExchange:
 
         return Outgoing(self._copies.fetch(*pairs), send)
 
-    def land(self, inner: Received, tokens: int, view: View) -> Received:
+    def finish_recv(self, inner: Received, tokens: int, view: View) -> Received:
         """What the inner exchange received in place, on the device in this view; gives the bank back."""
         length = self.form.capacity if view is View.INDEX else 0
         brought = self.bring(inner, Wanted(length=length))
@@ -164,10 +164,10 @@ class BounceExchange:
 
     def bring(self, inner: Received, wanted: Wanted) -> Brought:
         """The same as rows and tables; the caller's stream comes after all copies."""
-        landing = self._staging.landing()
-        self._copies.reuse(landing.slot)
-        delivery = self._copies.delivery(landing.slot)
-        brought = landing.bring(inner, delivery, wanted)
+        recv_staging = self._staging.recv_staging()
+        self._copies.reuse(recv_staging.slot)
+        delivery = self._copies.delivery(recv_staging.slot)
+        brought = recv_staging.bring(inner, delivery, wanted)
         delivery.finish()
         self.inner.release(inner)
         return brought
@@ -191,14 +191,14 @@ class BounceExchange:
     def _check_weights(self, weights: torch.Tensor, tokens: int) -> None:
         check_tensor_on(self.device, "topk_weights", weights, torch.float32, T=tokens, K=self.spec.top_k)
 
-    def bring_home(self, inner: NativeCombine, tokens: int, out: torch.Tensor | None) -> torch.Tensor:
+    def copy_result(self, inner: NativeCombine, tokens: int, out: torch.Tensor | None) -> torch.Tensor:
         """The sums of a combine, on the device."""
         if out is not None:
             check_tensor_on(self.device, "out", out, self.combine_dtype, T=tokens, H=self.spec.hidden)
-        home = self._staging.home()
-        self._copies.reuse(home.slot)
-        staged = inner.recv(home.rows[:tokens])
-        delivery = self._copies.delivery(home.slot, into=out)
+        result = self._staging.result()
+        self._copies.reuse(result.slot)
+        staged = inner.recv(result.rows[:tokens])
+        delivery = self._copies.delivery(result.slot, into=out)
         if out is None:
             out = delivery.empty((tokens, self.spec.hidden), self.combine_dtype)
         delivery.copy(out, staged)
@@ -213,7 +213,7 @@ def from_process_group(
     options: FabricOptions | None = None,
     waiting: Waiting | None = None,
     share: HostShare | None = None,
-) -> BounceExchange:
+) -> FabricDeviceExchange:
     """fabric_bootstrap.from_process_group for tensors of `device`. Collective."""
     return _behind(fabric_bootstrap.from_process_group(group, spec, options, waiting, share), device)
 
@@ -226,13 +226,13 @@ def from_store(
     options: FabricOptions | None = None,
     waiting: Waiting | None = None,
     share: HostShare | None = None,
-) -> BounceExchange:
+) -> FabricDeviceExchange:
     """fabric_bootstrap.from_store for tensors of `device`. Collective."""
     return _behind(fabric_bootstrap.from_store(store, name, spec, options, waiting, share), device)
 
 
-def _behind(inner: NativeExchange, device: torch.device | str | int) -> BounceExchange:
+def _behind(inner: ShmExchange, device: torch.device | str | int) -> FabricDeviceExchange:
     """Returns once every rank has its device and staging. Raises on all ranks if one has not."""
-    exchange = BounceExchange(inner, device)
+    exchange = FabricDeviceExchange(inner, device)
     exchange.barrier()
     return exchange

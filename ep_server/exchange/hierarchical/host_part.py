@@ -54,21 +54,21 @@ class IdSplit:
     def __init__(self, spec: ExchangeSpec, ranks: range, device: torch.device) -> None:
         here = {e: i for i, e in enumerate(experts_of(spec, ranks))}
         count = spec.num_experts
-        near = [here.get(e, -1) for e in range(count)]
-        far = [-1 if e in here else e for e in range(count)]
+        intra = [here.get(e, -1) for e in range(count)]
+        inter = [-1 if e in here else e for e in range(count)]
         unknown = max(len(here), 1)
-        rows = [[-2, -1, *near, unknown], [-2, -1, *far, count]]  # of the ids -2, -1, 0, ..., E
+        rows = [[-2, -1, *intra, unknown], [-2, -1, *inter, count]]  # of the ids -2, -1, 0, ..., E
         self._last = count
         self._table = torch.tensor(rows, dtype=torch.int64).to(device)
 
     def __call__(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """ids: [T, K] int64. Returns: ids inside the host, and global ids of experts elsewhere; -1 = not."""
         at = ids.clamp(-2, self._last).add_(2).flatten()
-        near, far = self._table.index_select(1, at).view(2, *ids.shape).unbind(0)
-        return near, far
+        intra, inter = self._table.index_select(1, at).view(2, *ids.shape).unbind(0)
+        return intra, inter
 
 
-class FarTables:
+class InterTables:
     """What travels to the device beside the rows of other hosts: where these are among all rows."""
 
     def __init__(self, spec: ExchangeSpec, ranks: range) -> None:
@@ -80,8 +80,8 @@ class FarTables:
         Args:
             inner: an INDEX view on the CPU, whose rows are in the regions of all ranks of the host.
             entry: [N] row of each entry.
-        Returns: entry; after [N], how many experts' near rows come before an entry; shift [E_local], far rows
-          before the first near row of an expert.
+        Returns: entry; after [N], how many experts' intra rows come before an entry; shift [E_local], inter
+          rows before the first intra row of an expert.
         """
         assert inner.row_ids is not None
         experts = torch.repeat_interleave(inner.counts.long())
@@ -98,42 +98,42 @@ class FarTables:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Rows of both parts in one order. near_at, far_at: int64, where their entries are among all N.
+    """Rows of both parts in one order. intra_at, inter_at: int64, where their entries are among all N.
 
-    The rows themselves lie one part behind the other: near ones by entry, then far ones, each once.
+    The rows themselves lie one part behind the other: intra ones by entry, then inter ones, each once.
     """
 
     order: Order
-    near_at: torch.Tensor
-    far_at: torch.Tensor
+    intra_at: torch.Tensor
+    inter_at: torch.Tensor
 
 
-def join(near: Received, far: Brought, view: View) -> Joined:
+def join(intra: Received, inter: Brought, view: View) -> Joined:
     """By (local expert, source, token).
 
     Args:
-        near: an INDEX view of the host's exchange, counted from this device alone, cut to what came.
-        far: with the tables of FarTables.
+        intra: an INDEX view of the host's exchange, counted from this device alone, cut to what came.
+        inter: with the tables of InterTables.
         view: of what is to be made of it.
     """
-    assert near.row_ids is not None
-    entry, after, shift = far.tables
-    experts, here = len(far.counts), len(near.row_ids)
-    begins = near.offsets[: experts + 1]
+    assert intra.row_ids is not None
+    entry, after, shift = inter.tables
+    experts, here = len(inter.counts), len(intra.row_ids)
+    begins = intra.offsets[: experts + 1]
     numbers = torch.arange(here + len(entry), device=entry.device)
-    near_at = numbers[:here] + shift.index_select(0, _expert_of(numbers[:here], begins))
-    far_at = numbers[: len(entry)] + begins.index_select(0, after)
+    intra_at = numbers[:here] + shift.index_select(0, _expert_of(numbers[:here], begins))
+    inter_at = numbers[: len(entry)] + begins.index_select(0, after)
     rows = torch.empty(len(numbers), dtype=torch.int64, device=entry.device)
-    rows.index_copy_(0, near_at, numbers[:here])
-    rows.index_copy_(0, far_at, entry + here)
-    counts = near.counts[:experts] + far.counts
+    rows.index_copy_(0, intra_at, numbers[:here])
+    rows.index_copy_(0, inter_at, entry + here)
+    counts = intra.counts[:experts] + inter.counts
     offsets = torch.zeros_like(begins)
     torch.cumsum(counts, 0, out=offsets[1:])
     expert = position = numbers[:0]
     if view is View.PADDED:
         expert = _expert_of(numbers, offsets)
         position = numbers - offsets.index_select(0, expert)
-    return Joined(Order(counts, offsets, rows, expert, position), near_at, far_at)
+    return Joined(Order(counts, offsets, rows, expert, position), intra_at, inter_at)
 
 
 def _expert_of(numbers: torch.Tensor, begins: torch.Tensor) -> torch.Tensor:

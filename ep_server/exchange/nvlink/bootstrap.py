@@ -1,6 +1,6 @@
 """Makes exchanges of GPUs: one for a rank of a torch.distributed group, or all of one process.
 
-Imported where there may be no driver: CudaExchange is only once it is asked for.
+Imported where there may be no driver: NvlinkExchange is only once it is asked for.
 """
 
 from __future__ import annotations
@@ -18,31 +18,31 @@ from ep_server.exchange import bootstrap
 from ep_server.exchange.api import ExchangeSpec, control_spec
 from ep_server.exchange.limits import check_spec
 from ep_server.exchange.segment import create_segment
-from ep_server.exchange.shm import NativeExchange
+from ep_server.exchange.shm import ShmExchange
 
 if TYPE_CHECKING:  # it is there only where nvcc was
-    from ep_server.exchange.nvlink.exchange import CudaExchange
+    from ep_server.exchange.nvlink.exchange import NvlinkExchange
 
 Made = TypeVar("Made")
 
 
-def from_process_group(group: Any, spec: ExchangeSpec, **options: Any) -> CudaExchange:
+def from_process_group(group: Any, spec: ExchangeSpec, **options: Any) -> NvlinkExchange:
     """The exchange of this rank of a torch.distributed group on one host. Collective.
 
     Args:
         group: a ProcessGroup with object collectives (gloo), or None for the default one.
-        options: keywords of CudaExchange.
+        options: keywords of NvlinkExchange.
     """
-    from ep_server.exchange.nvlink.exchange import CudaExchange  # there only where nvcc was
+    from ep_server.exchange.nvlink.exchange import NvlinkExchange  # there only where nvcc was
 
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if (spec.rank, spec.num_ranks) != (rank, size):
         raise ConfigError("rank, num_ranks", (spec.rank, spec.num_ranks), f"{(rank, size)}, as in the group")
     control = bootstrap.from_process_group(group, control_spec(spec))
-    return CudaExchange(spec, control=control, **options)
+    return NvlinkExchange(spec, control=control, **options)
 
 
-def from_local(devices: Sequence[int], spec: ExchangeSpec, **options: Any) -> list[CudaExchange]:
+def from_local(devices: Sequence[int], spec: ExchangeSpec, **options: Any) -> list[NvlinkExchange]:
     """Exchanges of several GPUs of one process, in rank order: exchange i has rank i and GPU devices[i].
 
     One thread may call the halves of all GPUs in turn, each with its GPU current: they enqueue, and wait for
@@ -51,23 +51,23 @@ def from_local(devices: Sequence[int], spec: ExchangeSpec, **options: Any) -> li
 
     Args:
         spec: of any rank.
-        options: keywords of CudaExchange but device, the same for all.
+        options: keywords of NvlinkExchange but device, the same for all.
     Raises: ConfigError; StartupError where a GPU, its driver or peer access is missing.
     """
     check_spec(spec)
     if len(devices) != spec.num_ranks or len(set(devices)) != len(devices) or min(devices) < 0:
         raise ConfigError("devices", list(devices), f"{spec.num_ranks} different GPUs, one for each rank")
-    from ep_server.exchange.nvlink.exchange import CudaExchange  # there only where nvcc was
+    from ep_server.exchange.nvlink.exchange import NvlinkExchange  # there only where nvcc was
 
     specs = [replace(spec, rank=rank) for rank in range(spec.num_ranks)]
     fd = create_segment(control_spec(spec))
     try:
-        controls = [NativeExchange(control_spec(each), fd=fd) for each in specs]
+        controls = [ShmExchange(control_spec(each), fd=fd) for each in specs]
     finally:
         os.close(fd)
 
-    def make(rank: int) -> CudaExchange:
-        return CudaExchange(specs[rank], control=controls[rank], device=devices[rank], **options)
+    def make(rank: int) -> NvlinkExchange:
+        return NvlinkExchange(specs[rank], control=controls[rank], device=devices[rank], **options)
 
     return run_together(make, spec.num_ranks)
 

@@ -7,7 +7,7 @@ its next kernel starts, in barrier() or in synchronize(). Everything can be capt
 replayed; sends of one exchange follow one another in stream order. Durations in ns.
 
 Beyond the Protocol:
-    CudaExchange(spec, control=..., on_timeout="raise" | "mask", num_sms=0, validate=False)
+    NvlinkExchange(spec, control=..., on_timeout="raise" | "mask", num_sms=0, validate=False)
     .dispatch(...) , .combine(...)           both halves in one kernel, where nothing is done between them
     .dispatch_send(..., tokens_on_device=)   T of each replay, int32 [1]
     PendingDispatch.recv(counts=, capacity=, source_map=True, expert_stats=, wait_stats=)
@@ -29,7 +29,7 @@ import torch
 from ep_server import _cuda
 from ep_server.errors import ConfigError
 from ep_server.exchange.api import AddNorm, ExchangeSpec, Received, Reduction, View
-from ep_server.exchange.nvlink.group import CudaGroup
+from ep_server.exchange.nvlink.group import NvlinkGroup
 from ep_server.exchange.nvlink.handle import Handle
 from ep_server.exchange.nvlink.launch import BOTH, SEND
 from ep_server.exchange.nvlink.pending import COMBINE, DISPATCH, PendingCombine, PendingDispatch
@@ -43,12 +43,12 @@ from ep_server.exchange.nvlink.validate import (
     combine_mode,
     handle_of,
 )
-from ep_server.exchange.shm import NativeExchange
+from ep_server.exchange.shm import ShmExchange
 from ep_server.exchange.validate import check_tokens
 from ep_server.exchange.views import Tensors
 
 
-class CudaExchange(CudaGroup):
+class NvlinkExchange(NvlinkGroup):
     """One rank's end of a group of GPUs. Satisfies exchange.Exchange on tensors of `device`.
 
     Calls are made with `device` current. Where two streams may wait for peers at once, num_sms must leave
@@ -69,7 +69,7 @@ class CudaExchange(CudaGroup):
         self,
         spec: ExchangeSpec,
         *,
-        control: NativeExchange,
+        control: ShmExchange,
         device: int | None = None,
         on_timeout: str = "raise",
         num_sms: int = 0,
@@ -217,7 +217,7 @@ class CudaExchange(CudaGroup):
     def __repr__(self) -> str:
         spec = self.spec
         what = f"{self.device}, {spec.payload}, {spec.reduction}"
-        return f"CudaExchange(rank={spec.rank}/{spec.num_ranks}, {what})"
+        return f"NvlinkExchange(rank={spec.rank}/{spec.num_ranks}, {what})"
 
     # -- inside ---------------------------------------------------------------------------------------
 

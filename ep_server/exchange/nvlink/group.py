@@ -20,23 +20,23 @@ from ep_server.exchange.nvlink.memory import share_regions
 from ep_server.exchange.nvlink.pending import Flights
 from ep_server.exchange.nvlink.shapes import Shapes
 from ep_server.exchange.nvlink.validate import bits_of, check_device_spec, check_num_sms
-from ep_server.exchange.shm import NativeExchange
+from ep_server.exchange.shm import ShmExchange
 
 
-class CudaGroup:
-    """What CudaExchange is without its operations; arguments and errors as there."""
+class NvlinkGroup:
+    """What NvlinkExchange is without its operations; arguments and errors as there."""
 
     def __init__(
         self,
         spec: ExchangeSpec,
         *,
-        control: NativeExchange,
+        control: ShmExchange,
         device: int | None,
         on_timeout: str,
         num_sms: int,
     ) -> None:
         self.spec = spec
-        self._control: NativeExchange | None = control
+        self._control: ShmExchange | None = control
         try:
             self._launcher: Launcher | None = self._start(control, device, on_timeout, num_sms)
         except BaseException as error:
@@ -48,7 +48,7 @@ class CudaGroup:
             raise
         self._flights = Flights(spec.rank, spec.num_banks)
 
-    def _start(self, control: NativeExchange, device: int | None, on_timeout: str, num_sms: int) -> Launcher:
+    def _start(self, control: ShmExchange, device: int | None, on_timeout: str, num_sms: int) -> Launcher:
         check_device_spec(self.spec, on_timeout)
         if not torch.cuda.is_available():
             raise StartupError("the exchange over NVLink needs a CUDA device, none is available")
@@ -146,7 +146,7 @@ class CudaGroup:
             raise InvalidArgument("exchange", "closed", "open")
         return self._launcher
 
-    def _open_control(self) -> NativeExchange:
+    def _open_control(self) -> ShmExchange:
         if self._control is None:
             raise InvalidArgument("exchange", "closed", "open")
         return self._control

@@ -13,7 +13,7 @@ from ep_server.exchange.api import AddNorm, ExchangeSpec, Payload, Received, Red
 from ep_server.exchange.geometry import PAYLOADS, REDUCTIONS
 from ep_server.exchange.nvlink.handle import DeviceBytes, Handle, raise_status
 from ep_server.exchange.nvlink.requests import CombineMode, CombineTensors, Receipt, Wire
-from ep_server.exchange.nvlink.shapes import VECTOR, Landing, Shapes
+from ep_server.exchange.nvlink.shapes import VECTOR, RecvTensors, Shapes
 from ep_server.exchange.shm_pending import VIEWS
 from ep_server.exchange.views import Tensors
 
@@ -133,47 +133,47 @@ class Launcher:
         self, handle: Handle, send: tuple[_cuda.DispatchSendArgs, torch.Tensor] | None, receipt: Receipt
     ) -> Received:
         """The second half, or both where `send` is given; see PendingDispatch.recv."""
-        landing = self.shapes.landing(receipt)
+        filled = self.shapes.recv_tensors(receipt)
         if receipt.source_map:
             handle.src_info, handle.layout_range = self.shapes.source_map()
         if receipt.most_tokens is not None:
             if receipt.most_tokens < 0:
                 raise InvalidArgument("most_tokens", receipt.most_tokens, "at least 0")
             handle.most = min(receipt.most_tokens, self.spec.max_tokens)
-        recv = self._recv_args(handle, receipt, landing)
+        recv = self._recv_args(handle, receipt, filled)
         if send is None:
-            self.dispatch(RECV, _cuda.DispatchSendArgs(), recv, handle, (landing.rows,))
+            self.dispatch(RECV, _cuda.DispatchSendArgs(), recv, handle, (filled.rows,))
         else:
-            self.dispatch(BOTH, send[0], recv, handle, (send[1], landing.rows))
+            self.dispatch(BOTH, send[0], recv, handle, (send[1], filled.rows))
         handle.received, handle.held = True, receipt.view == View.INDEX
         if receipt.view != View.PADDED:
-            handle.rows = landing.limit
+            handle.rows = filled.limit
             if receipt.capacity is None and not torch.cuda.is_current_stream_capturing():
-                self._cut(handle, landing)
+                self._cut(handle, filled)
         if receipt.view == View.INDEX:
-            landing.rows, landing.scales = self._regions()
+            filled.rows, filled.scales = self._regions()
         return Received(
-            landing.rows,
-            landing.counts,
-            landing.offsets,
+            filled.rows,
+            filled.counts,
+            filled.offsets,
             handle,
             receipt.view,
-            landing.scales,
-            landing.row_ids,
+            filled.scales,
+            filled.row_ids,
         )
 
-    def _recv_args(self, handle: Handle, receipt: Receipt, landing: Landing) -> _cuda.DispatchRecvArgs:
-        shapes, scales, optional = self.shapes, landing.scales, self.shapes.optional
+    def _recv_args(self, handle: Handle, receipt: Receipt, filled: RecvTensors) -> _cuda.DispatchRecvArgs:
+        shapes, scales, optional = self.shapes, filled.scales, self.shapes.optional
         padded = receipt.view == View.PADDED
         return _cuda.DispatchRecvArgs(
             view=VIEWS[receipt.view],
-            capacity=landing.limit,
+            capacity=filled.limit,
             scale_pitch=scales.stride(2) if scales is not None and padded else shapes.scale_pitch,
-            rows=landing.rows.data_ptr(),
+            rows=filled.rows.data_ptr(),
             scales=address(scales),
-            row_ids=address(landing.row_ids),
-            counts=landing.counts.data_ptr(),
-            offsets=landing.offsets.data_ptr(),
+            row_ids=address(filled.row_ids),
+            counts=filled.counts.data_ptr(),
+            offsets=filled.offsets.data_ptr(),
             src_info=address(handle.src_info),
             layout_range=address(handle.layout_range),
             expert_stats=optional("expert_stats", receipt.expert_stats, torch.int32, shapes.local),
@@ -181,15 +181,15 @@ class Launcher:
             next_reads_ahead=receipt.next_reads_ahead,
         )
 
-    def _cut(self, handle: Handle, landing: Landing) -> None:
+    def _cut(self, handle: Handle, filled: RecvTensors) -> None:
         """To the rows that came. Waits for the GPU."""
-        handle.rows = rows = int(landing.offsets[-1])
+        handle.rows = rows = int(filled.offsets[-1])
         self.check()
-        if landing.row_ids is not None:
-            landing.row_ids = landing.row_ids[:rows]
+        if filled.row_ids is not None:
+            filled.row_ids = filled.row_ids[:rows]
             return
-        landing.rows = landing.rows[:rows]
-        landing.scales = None if landing.scales is None else landing.scales[:rows]
+        filled.rows = filled.rows[:rows]
+        filled.scales = None if filled.scales is None else filled.scales[:rows]
 
     def combine(self, halves: int, handle: Handle, mode: CombineMode, tensors: CombineTensors) -> None:
         """One kernel; see PendingCombine."""

@@ -18,7 +18,7 @@ from typing import Protocol
 
 from ep_server.errors import ConfigError, StartupError
 from ep_server.exchange.api import ExchangeSpec
-from ep_server.exchange.shm import NativeExchange
+from ep_server.exchange.shm import ShmExchange
 
 PASS_SECONDS = 60.0
 
@@ -35,7 +35,7 @@ class Shareable(Protocol):
         ...
 
 
-def share_regions(control: NativeExchange, spec: ExchangeSpec, group: Shareable) -> None:
+def share_regions(control: ShmExchange, spec: ExchangeSpec, group: Shareable) -> None:
     """Gives every rank's region to every other and attaches theirs. Collective.
 
     A rank that fails leaves the others waiting: it must abort `control`.
@@ -66,7 +66,7 @@ def listening(count: int) -> socket.socket:
     return server
 
 
-def _check_alike(control: NativeExchange, spec: ExchangeSpec) -> None:
+def _check_alike(control: ShmExchange, spec: ExchangeSpec) -> None:
     fields = {k: str(v) for k, v in asdict(spec).items() if k not in {"rank", "timeout_ns"}}
     digest = hashlib.blake2b(repr(fields).encode(), digest_size=32).digest()
     for peer, theirs in enumerate(control.all_gather(digest)):

@@ -21,7 +21,7 @@ VECTOR = 16  # bytes of one access
 
 
 @dataclass(slots=True)
-class Landing:
+class RecvTensors:
     """Where a receive writes. rows is empty and row_ids given for INDEX; limit: rows of a compact view."""
 
     rows: torch.Tensor
@@ -96,7 +96,7 @@ class Shapes:
         """Whether 16-byte accesses are not possible."""
         return row_bytes % VECTOR != 0 or any(t.data_ptr() % VECTOR for t in tensors)
 
-    def landing(self, receipt: Receipt) -> Landing:
+    def recv_tensors(self, receipt: Receipt) -> RecvTensors:
         """The tensors that `receipt` gives, and new ones for the rest. Raises InvalidArgument."""
         view, padded = receipt.view, receipt.view == View.PADDED
         if not padded and (receipt.out is not None or receipt.source_map):
@@ -117,7 +117,7 @@ class Shapes:
         else:
             rows, scales = torch.empty(0, device=self.device), None
             row_ids = torch.empty(limit, dtype=torch.int64, device=self.device)
-        return Landing(rows, scales, row_ids, counts, offsets, limit)
+        return RecvTensors(rows, scales, row_ids, counts, offsets, limit)
 
     def source_map(self) -> tuple[torch.Tensor, torch.Tensor]:
         """DeepEP's src_info [E_local, R * max_tokens] and layout_range [E_local, R], not yet written."""

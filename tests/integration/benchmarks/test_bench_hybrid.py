@@ -25,5 +25,5 @@ def test_both_ways_are_measured_and_their_rows_counted(tmp_path: Path) -> None:
     rows = json.loads(found.read_text())["rows"]
     assert [row["kind"] for row in rows] == ["bounce", "hybrid"]
     for row in rows:
-        assert (row["near_rows"], row["far_rows"]) == (3, 3)
+        assert (row["intra_rows"], row["inter_rows"]) == (3, 3)
         assert set(row["times_us"]) == {"dispatch", "combine", "pair"}

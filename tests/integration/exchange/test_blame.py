@@ -6,7 +6,7 @@ import pytest
 
 from ep_server.errors import GroupAborted, PeerTimeout
 from ep_server.exchange.faults import Action, Fault
-from ep_server.exchange.shm import NativeExchange
+from ep_server.exchange.shm import ShmExchange
 from tests.support.exchange.fault_programs import (
     SECOND,
     assert_noticed,
@@ -28,7 +28,7 @@ def unheard(rank: int, peer: int) -> Fault:
     return Fault(rank, "dispatch", "send_header", Action.DROP, epoch=1, peer=peer)
 
 
-def once(exchange: NativeExchange, faults: tuple[Fault, ...]) -> None:
+def once(exchange: ShmExchange, faults: tuple[Fault, ...]) -> None:
     exchange.set_faults(faults)
     operation(exchange, 0)
 

@@ -7,7 +7,7 @@ import torch
 
 from ep_server.exchange.api import Payload, Reduction
 from ep_server.exchange.faults import Action, Fault
-from ep_server.exchange.shm import NativeExchange
+from ep_server.exchange.shm import ShmExchange
 from tests.support.exchange.ranks import Peer, Ranks
 
 BANKS = 2
@@ -22,7 +22,7 @@ SPEC = {
 STALL = Fault(rank=2, op="combine", phase="send_rows", action=Action.DELAY, epoch=1, delay_ns=3_000_000_000)
 
 
-def program(exchange: NativeExchange, peer: Peer) -> list[float]:
+def program(exchange: ShmExchange, peer: Peer) -> list[float]:
     """Every token goes to rank 2 first and to rank 1 from then on; experts answer 10 * expert + step."""
     exchange.set_faults([STALL])
     results = []

@@ -20,7 +20,7 @@ from ep_server.exchange.api import ExchangeSpec, Payload, Reduction, View
 from ep_server.exchange.faults import Action, Fault
 from ep_server.exchange.geometry import PAYLOADS
 from ep_server.exchange.segment import create_segment
-from ep_server.exchange.shm import NativeExchange
+from ep_server.exchange.shm import ShmExchange
 from ep_server.records import RankStatistics
 from tests.support.exchange.ranks import Peer, Ranks, run_ranks
 
@@ -32,17 +32,17 @@ def spec_of(**change: object) -> ExchangeSpec:
     return ExchangeSpec(**{**fields, "hidden": HIDDEN, "top_k": TOP_K, **change})  # type: ignore[arg-type]
 
 
-def alone(**change: object) -> NativeExchange:
+def alone(**change: object) -> ShmExchange:
     spec = spec_of(**change)
     fd = create_segment(spec)
     try:
-        return NativeExchange(spec, fd=fd)
+        return ShmExchange(spec, fd=fd)
     finally:
         os.close(fd)
 
 
 @pytest.fixture
-def exchange() -> Iterator[NativeExchange]:
+def exchange() -> Iterator[ShmExchange]:
     one = alone()
     yield one
     one.close()
@@ -74,7 +74,7 @@ def tensors(tokens: int = 2) -> dict[str, torch.Tensor | None]:
     ],
 )
 def test_a_bad_argument_is_named_and_harms_nothing(
-    exchange: NativeExchange, field: str, bad: torch.Tensor | None, said: str
+    exchange: ShmExchange, field: str, bad: torch.Tensor | None, said: str
 ) -> None:
     with pytest.raises(InvalidArgument, match=said) as error:
         exchange.dispatch_send(**{**tensors(), field.partition("[")[0]: bad})  # type: ignore[arg-type]
@@ -85,7 +85,7 @@ def test_a_bad_argument_is_named_and_harms_nothing(
         assert (exchange.combine_send(received.rows, received).recv() == 2).all()
 
 
-def test_halves_refuse_what_does_not_belong_to_them(exchange: NativeExchange) -> None:
+def test_halves_refuse_what_does_not_belong_to_them(exchange: ShmExchange) -> None:
     pending = exchange.dispatch_send(**tensors())  # type: ignore[arg-type]
     received = pending.recv()
     with pytest.raises(InvalidArgument, match="received once"):
@@ -114,7 +114,7 @@ def test_halves_refuse_what_does_not_belong_to_them(exchange: NativeExchange) ->
         exchange.barrier()
 
 
-def test_index_rows_alias_the_receive_region_and_outlive_close(exchange: NativeExchange) -> None:
+def test_index_rows_alias_the_receive_region_and_outlive_close(exchange: ShmExchange) -> None:
     first = exchange.dispatch_send(**tensors()).recv(View.INDEX)  # type: ignore[arg-type]
     again = exchange.dispatch_send(**tensors()).recv(View.INDEX)  # type: ignore[arg-type]
     assert first.rows.shape == (MAX_TOKENS, HIDDEN)
@@ -126,13 +126,13 @@ def test_index_rows_alias_the_receive_region_and_outlive_close(exchange: NativeE
     assert (first.rows[first.row_ids] == 1).all()
 
 
-def test_a_handle_serves_several_combines(exchange: NativeExchange) -> None:
+def test_a_handle_serves_several_combines(exchange: ShmExchange) -> None:
     received = exchange.dispatch_send(**tensors()).recv()  # type: ignore[arg-type]
     for factor in range(1, 9):
         assert (exchange.combine_send(received.rows * factor, received).recv() == 2 * factor).all()
 
 
-def reduces_either_way(exchange: NativeExchange) -> None:
+def reduces_either_way(exchange: ShmExchange) -> None:
     g = torch.Generator().manual_seed(exchange.spec.rank)
     x = torch.randn(MAX_TOKENS, HIDDEN, generator=g)
     ids = torch.stack([torch.randperm(EXPERTS, generator=g)[:TOP_K] for _ in range(MAX_TOKENS)])
@@ -149,7 +149,7 @@ def test_a_source_spec_may_reduce_at_the_ranks_too() -> None:
     run_ranks(reduces_either_way, 3, {**fields, "payload": Payload.FP32, "reduction": Reduction.SOURCE}, 30)
 
 
-def measured(exchange: NativeExchange, rounds: int) -> dict[str, object]:
+def measured(exchange: ShmExchange, rounds: int) -> dict[str, object]:
     tokens = 2 + exchange.spec.rank
     for _ in range(rounds):
         x = torch.ones(tokens, HIDDEN, dtype=torch.bfloat16)
@@ -185,7 +185,7 @@ def test_statistics_count_every_operation_row_and_byte() -> None:
         }
 
 
-def mapped(exchange: NativeExchange) -> tuple[list[list[int]], list[list[int]]]:
+def mapped(exchange: ShmExchange) -> tuple[list[list[int]], list[list[int]]]:
     ids = torch.tensor([[0, 3, -1], [3, -1, -1], [1, 2, 0]])
     x = torch.ones(3, HIDDEN, dtype=torch.bfloat16)
     received = exchange.dispatch_send(x, ids, torch.ones(3, TOP_K)).recv(View.PADDED)
@@ -261,7 +261,7 @@ def test_every_instruction_set_quantises_alike(payload: Payload) -> None:
     assert results[0][0].unique().numel() > 200  # nearly every e4m3 value occurs
 
 
-def survives(exchange: NativeExchange, peer: Peer) -> int:
+def survives(exchange: ShmExchange, peer: Peer) -> int:
     rank, total = exchange.spec.rank, 0
     exchange.barrier()
     peer.tell("attached")
@@ -307,13 +307,13 @@ def test_segments_have_no_name_and_end_with_their_last_mapping() -> None:
 def test_options_are_checked() -> None:
     spec = spec_of()
     with pytest.raises(ConfigError, match="on_timeout"):
-        NativeExchange(spec, fd=-1, on_timeout="shrug")
+        ShmExchange(spec, fd=-1, on_timeout="shrug")
     with pytest.raises(ConfigError, match="spin_us"):
-        NativeExchange(spec, fd=-1, spin_us=-2)
+        ShmExchange(spec, fd=-1, spin_us=-2)
     with pytest.raises(ConfigError, match="liveness_seconds"):
-        NativeExchange(spec, fd=-1, liveness_seconds=0.0)
+        ShmExchange(spec, fd=-1, liveness_seconds=0.0)
 
 
-def test_an_exchange_does_not_travel(exchange: NativeExchange) -> None:
+def test_an_exchange_does_not_travel(exchange: ShmExchange) -> None:
     with pytest.raises(TypeError):
         pickle.dumps(exchange)

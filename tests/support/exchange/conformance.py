@@ -131,8 +131,8 @@ class Operation:
 
     def __init__(self, exchange: Exchange, routing: str, seed: int, view: View) -> None:
         self.exchange, self.view, self.what = exchange, view, f"{routing} seed {seed} {view.value}"
-        near = getattr(exchange, "near_ranks", ())  # of a HybridExchange, which sums in two parts
-        self.inputs, self.expected = _known(exchange.spec, routing, seed, near)
+        intra = getattr(exchange, "intra_ranks", ())  # of a HierarchicalExchange, which sums in two parts
+        self.inputs, self.expected = _known(exchange.spec, routing, seed, intra)
         mine = self.inputs[exchange.spec.rank]
         # Both ways of giving weights; a caller of DeepEP's form has them only at combine.
         self.late = view is View.PADDED and exchange.spec.reduction is Reduction.SOURCE
@@ -172,10 +172,10 @@ def run_pair(exchange: Exchange, routing: str, seed: int, view: View) -> None:
 
 @cache
 def _known(
-    spec: ExchangeSpec, routing: str, seed: int, near: Collection[int]
+    spec: ExchangeSpec, routing: str, seed: int, intra: Collection[int]
 ) -> tuple[list[Inputs], Expected]:
     inputs = make_inputs(spec, routing, seed)
-    return inputs, expect(spec, inputs, near)
+    return inputs, expect(spec, inputs, intra)
 
 
 def check_received(spec: ExchangeSpec, received: Received, expected: Expected, what: str) -> None:

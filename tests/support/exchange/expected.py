@@ -33,11 +33,11 @@ def expert(row: torch.Tensor, expert_id: int, dtype: torch.dtype) -> torch.Tenso
     return (row * factor).to(dtype)
 
 
-def expect(spec: ExchangeSpec, inputs: list[Inputs], near: Collection[int] = ()) -> Expected:
+def expect(spec: ExchangeSpec, inputs: list[Inputs], intra: Collection[int] = ()) -> Expected:
     """Runs one dispatch, experts and combine of rank `spec.rank` on paper.
 
     Args:
-        near: ranks whose answers are summed apart from those of the others, and rounded; none: all together.
+        intra: ranks whose answers are summed apart from those of the others, and rounded; none: all together.
     """
     wire = [_wire(spec, each.x) for each in inputs]
     entries = [
@@ -56,7 +56,7 @@ def expect(spec: ExchangeSpec, inputs: list[Inputs], near: Collection[int] = ())
         scales=None
         if spec.payload not in FP8_PAYLOADS
         else (torch.stack(scales) if scales else scale_rows.new_empty(0, scale_rows.shape[1])),
-        combined=_combined(spec, inputs[spec.rank], (codes, scale_rows), near),
+        combined=_combined(spec, inputs[spec.rank], (codes, scale_rows), intra),
     )
 
 
@@ -65,7 +65,7 @@ def _wire(spec: ExchangeSpec, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
 
 
 def _combined(
-    spec: ExchangeSpec, mine: Inputs, wire: tuple[torch.Tensor, torch.Tensor], near: Collection[int]
+    spec: ExchangeSpec, mine: Inputs, wire: tuple[torch.Tensor, torch.Tensor], intra: Collection[int]
 ) -> torch.Tensor:
     dtype, (codes, scales) = input_dtype(spec), wire
     result = torch.zeros(len(codes), spec.hidden, dtype=dtype)
@@ -78,10 +78,12 @@ def _combined(
             for k, e in enumerate(ids)
             if e >= 0
         ]
-        if not near:
+        if not intra:
             result[token] = _sum(spec, terms)
             continue
-        here, there = (_sum(spec, [t for t in terms if (t[0] in near) is inside]) for inside in (True, False))
+        here, there = (
+            _sum(spec, [t for t in terms if (t[0] in intra) is inside]) for inside in (True, False)
+        )
         result[token] = (here.float() + there.float()).to(dtype)
     return result
 

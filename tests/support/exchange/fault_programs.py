@@ -14,7 +14,7 @@ import torch
 from ep_server.errors import GroupAborted, HookNotCalled, InvalidArgument, PeerTimeout
 from ep_server.exchange.api import View
 from ep_server.exchange.faults import Action, Fault
-from ep_server.exchange.shm import NativeExchange
+from ep_server.exchange.shm import ShmExchange
 from tests.support.exchange.ranks import Outcome, Peer, Ranks
 
 TOKENS, HIDDEN, TOP_K = 4, 96, 3
@@ -43,7 +43,7 @@ def rows_of(rank: int, step: int, tokens: int = TOKENS) -> torch.Tensor:
     return x
 
 
-def operation(exchange: NativeExchange, step: int, tokens: int = TOKENS) -> None:
+def operation(exchange: ShmExchange, step: int, tokens: int = TOKENS) -> None:
     """One dispatch and combine with experts that return their input; checks every row of the masked group."""
     x = rows_of(exchange.spec.rank, step, tokens)
     ids = torch.arange(TOP_K).repeat(tokens, 1)
@@ -57,7 +57,7 @@ def operation(exchange: NativeExchange, step: int, tokens: int = TOKENS) -> None
     assert torch.equal(y, x * answering)
 
 
-def operations(exchange: NativeExchange, faults: tuple[Fault, ...], count: int) -> tuple[object, ...]:
+def operations(exchange: ShmExchange, faults: tuple[Fault, ...], count: int) -> tuple[object, ...]:
     exchange.set_faults(faults)
     for step in range(count):
         operation(exchange, step)
@@ -83,7 +83,7 @@ def later_than_rank_0(epoch: int) -> tuple[Fault, ...]:
     )
 
 
-def stops_itself(exchange: NativeExchange, peer: Peer) -> list[bytes]:
+def stops_itself(exchange: ShmExchange, peer: Peer) -> list[bytes]:
     votes: list[bytes] = []
     for step in range(12):
         if exchange.spec.rank == 1 and step == 5:
@@ -107,7 +107,7 @@ def stop_for(ranks: Ranks, rank: int, seconds: float) -> None:
     ranks.kill(rank, signal.SIGCONT)
 
 
-def stops_between_halves(exchange: NativeExchange, peer: Peer) -> None:
+def stops_between_halves(exchange: ShmExchange, peer: Peer) -> None:
     for step in range(10):
         x, ids = rows_of(exchange.spec.rank, step), torch.arange(TOP_K).repeat(TOKENS, 1)
         pending = exchange.dispatch_send(x, ids, torch.ones(TOKENS, TOP_K))
@@ -119,13 +119,13 @@ def stops_between_halves(exchange: NativeExchange, peer: Peer) -> None:
         assert torch.equal(y, x * TOP_K)
 
 
-def dies_in_barrier(exchange: NativeExchange) -> None:
+def dies_in_barrier(exchange: ShmExchange) -> None:
     exchange.set_faults([Fault(1, "vote", "send_header", Action.KILL, epoch=2)])
     exchange.barrier()
     exchange.barrier()
 
 
-def hangs(exchange: NativeExchange, peer: Peer) -> None:
+def hangs(exchange: ShmExchange, peer: Peer) -> None:
     """The loop of rank 1 comes to no vote before the others gave up; its heartbeat goes on."""
     exchange.barrier()
     if exchange.spec.rank == 1:
@@ -136,14 +136,14 @@ def hangs(exchange: NativeExchange, peer: Peer) -> None:
         peer.tell("ended")
 
 
-def comes_late(exchange: NativeExchange, peer: Peer) -> None:
+def comes_late(exchange: ShmExchange, peer: Peer) -> None:
     exchange.barrier()
     if exchange.spec.rank == 1:
         peer.hear()
     exchange.barrier()
 
 
-def idles(exchange: NativeExchange, peer: Peer) -> float:
+def idles(exchange: ShmExchange, peer: Peer) -> float:
     exchange.barrier()
     if exchange.spec.rank == 1:
         peer.hear()
@@ -154,7 +154,7 @@ def idles(exchange: NativeExchange, peer: Peer) -> float:
     return time.process_time() - before
 
 
-def misses_hooks(exchange: NativeExchange, view: str) -> None:
+def misses_hooks(exchange: ShmExchange, view: str) -> None:
     ids, weights = torch.arange(TOP_K).repeat(TOKENS, 1), torch.ones(TOKENS, TOP_K)
     pending = []
     for step in range(exchange.spec.num_banks):
@@ -181,14 +181,14 @@ def misses_hooks(exchange: NativeExchange, view: str) -> None:
         operation(exchange, step)
 
 
-def back_to_back(exchange: NativeExchange, rounds: int) -> None:
+def back_to_back(exchange: ShmExchange, rounds: int) -> None:
     """Ranks with no rows at all, others running ahead, over all banks many times."""
     for step in range(rounds):
         tokens = TOKENS if exchange.spec.rank == step % exchange.spec.num_ranks else 0
         operation(exchange, step, tokens) if tokens == 0 else lonely(exchange, step)
 
 
-def lonely(exchange: NativeExchange, step: int) -> None:
+def lonely(exchange: ShmExchange, step: int) -> None:
     x = rows_of(exchange.spec.rank, step)
     received = exchange.dispatch_send(
         x, torch.arange(TOP_K).repeat(TOKENS, 1), torch.ones(TOKENS, TOP_K)
@@ -196,7 +196,7 @@ def lonely(exchange: NativeExchange, step: int) -> None:
     assert torch.equal(exchange.combine_send(received.rows, received).recv(), x * TOP_K)
 
 
-def interleaved(exchange: NativeExchange, rounds: int) -> None:
+def interleaved(exchange: ShmExchange, rounds: int) -> None:
     """Two micro-batches: D0s D1s D0r C0s D1r C1s C0r C1r."""
     ids, weights = torch.arange(TOP_K).repeat(TOKENS, 1), torch.ones(TOKENS, TOP_K)
     for step in range(rounds):
@@ -211,7 +211,7 @@ def interleaved(exchange: NativeExchange, rounds: int) -> None:
             assert torch.equal(combines[b].recv(), x[b] * TOP_K)
 
 
-def aborts_and_resets(exchange: NativeExchange) -> int:
+def aborts_and_resets(exchange: ShmExchange) -> int:
     operation(exchange, 0)
     if exchange.spec.rank == 0:
         threading.Thread(target=exchange.abort).start()
@@ -227,7 +227,7 @@ def aborts_and_resets(exchange: NativeExchange) -> int:
     return exchange._native.generation
 
 
-def masked_from_another_thread(exchange: NativeExchange, peer: Peer) -> frozenset[int]:
+def masked_from_another_thread(exchange: ShmExchange, peer: Peer) -> frozenset[int]:
     operation(exchange, 0)
     if exchange.spec.rank == 2:
         peer.hear()  # absent until the others have gone on without it
@@ -253,7 +253,7 @@ def ring(*_: object) -> None:
     raise Rung
 
 
-def interrupted(exchange: NativeExchange, peer: Peer) -> None:
+def interrupted(exchange: ShmExchange, peer: Peer) -> None:
     if exchange.spec.rank == 0:
         signal.signal(signal.SIGALRM, ring)
         signal.setitimer(signal.ITIMER_REAL, 0.3)
@@ -266,7 +266,7 @@ def interrupted(exchange: NativeExchange, peer: Peer) -> None:
             exchange.barrier()
 
 
-def second_thread(exchange: NativeExchange, peer: Peer) -> str:
+def second_thread(exchange: ShmExchange, peer: Peer) -> str:
     if exchange.spec.rank == 1:
         peer.hear()
         exchange.barrier()
@@ -282,7 +282,7 @@ def second_thread(exchange: NativeExchange, peer: Peer) -> str:
     return str(error.value)
 
 
-def waits_behind(exchange: NativeExchange) -> None:
+def waits_behind(exchange: ShmExchange) -> None:
     """Rank 0 waits for 1, which waits for 2, which lives and does nothing; the deadline of 0 passes first."""
     rank, deadline = exchange.spec.rank, exchange.spec.timeout_ns / SECOND
     exchange.set_faults((Fault(2, "dispatch", "send_header", Action.DROP, epoch=1, peer=1),))

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ep_server.errors import ExchangeError, GroupAborted, HookNotCalled, InvalidArgument, PeerTimeout
 from ep_server.exchange.api import ExchangeSpec, Payload, Received, View
 from ep_server.exchange.faults import Action, Fault
-from ep_server.exchange.nvlink.exchange import CudaExchange
+from ep_server.exchange.nvlink.exchange import NvlinkExchange
 from tests.support.compare import assert_equal
 from tests.support.exchange.conformance import run_pair
 from tests.support.exchange.gpu_group import (
@@ -111,7 +111,7 @@ def stale_handles(group: dist.ProcessGroup) -> None:
             with pytest.raises(InvalidArgument, match="of another exchange, or of before a reset"):
                 call()
 
-    def of(exchange: CudaExchange) -> tuple[Callable[[], object], ...]:
+    def of(exchange: NvlinkExchange) -> tuple[Callable[[], object], ...]:
         return (
             lambda: exchange.combine(answers, received),
             lambda: exchange.combine_send(answers, received),

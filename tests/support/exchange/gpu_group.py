@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from ep_server.exchange.api import ExchangeSpec, Payload, Received
 from ep_server.exchange.nvlink import bootstrap as cuda_bootstrap
-from ep_server.exchange.nvlink.exchange import CudaExchange
+from ep_server.exchange.nvlink.exchange import NvlinkExchange
 from ep_server.exchange.quant import dequantise
 from tests.support.exchange.conformance import Factory
 from tests.support.exchange.expected import expect
@@ -21,13 +21,13 @@ from tests.support.gpus import gpu_of
 EXPERTS = 64
 
 
-def open_exchange(group: dist.ProcessGroup, spec: ExchangeSpec, **options: Any) -> CudaExchange:
+def open_exchange(group: dist.ProcessGroup, spec: ExchangeSpec, **options: Any) -> NvlinkExchange:
     """This rank's end, on its GPU. Collective."""
     torch.cuda.set_device(gpu_of(spec.rank))
     return cuda_bootstrap.from_process_group(group, spec, **options)
 
 
-def close_exchange(exchange: CudaExchange) -> None:
+def close_exchange(exchange: NvlinkExchange) -> None:
     """Nobody leaves while a peer still writes."""
     exchange.synchronize()
     exchange.barrier()
@@ -69,7 +69,7 @@ def run_experts(spec: ExchangeSpec, received: Received) -> torch.Tensor:
     return answer(received, factors_of(spec))
 
 
-def run_fused(exchange: CudaExchange, mine: Inputs) -> torch.Tensor:
+def run_fused(exchange: NvlinkExchange, mine: Inputs) -> torch.Tensor:
     """One pair in two kernels; waits for the GPU."""
     received = exchange.dispatch(*on_gpu(mine))
     out = exchange.combine(run_experts(exchange.spec, received), received)

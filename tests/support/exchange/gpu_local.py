@@ -12,7 +12,7 @@ import torch.distributed as dist
 from ep_server.errors import StartupError
 from ep_server.exchange.api import ExchangeSpec, Payload, Reduction, View
 from ep_server.exchange.nvlink import bootstrap as cuda_bootstrap
-from ep_server.exchange.nvlink.exchange import CudaExchange
+from ep_server.exchange.nvlink.exchange import NvlinkExchange
 from tests.support.compare import assert_equal
 from tests.support.exchange.conformance import PAYLOAD_SHAPES, failure_of, run_pair
 from tests.support.exchange.expected import expect
@@ -23,14 +23,14 @@ from tests.support.exchange.routing import ROUTINGS, make_inputs
 SECONDS = 120
 
 
-def open_local(spec: ExchangeSpec) -> list[CudaExchange]:
+def open_local(spec: ExchangeSpec) -> list[NvlinkExchange]:
     """One exchange for each of the first R GPUs; spec's rank does not matter."""
     exchanges = cuda_bootstrap.from_local(list(range(spec.num_ranks)), spec)
     assert [each.spec.rank for each in exchanges] == list(range(spec.num_ranks))
     return exchanges
 
 
-def close_local(exchanges: list[CudaExchange]) -> None:
+def close_local(exchanges: list[NvlinkExchange]) -> None:
     for exchange in exchanges:
         with torch.cuda.device(exchange.device):
             exchange.synchronize()
@@ -54,7 +54,7 @@ def threads(group: dist.ProcessGroup, num_gpus: int) -> dict[str, str]:
     return results
 
 
-def drive(exchange: CudaExchange) -> dict[str, str]:
+def drive(exchange: NvlinkExchange) -> dict[str, str]:
     """What one thread does."""
     torch.cuda.set_device(exchange.device)
     found = {}
@@ -67,7 +67,7 @@ def drive(exchange: CudaExchange) -> dict[str, str]:
     return found
 
 
-def meet(exchange: CudaExchange) -> None:
+def meet(exchange: NvlinkExchange) -> None:
     """What all threads call, each for its own rank; then operations go on."""
     rank, ranks = exchange.spec.rank, exchange.spec.num_ranks
     assert exchange.all_gather(bytes([rank])) == [bytes([peer]) for peer in range(ranks)]

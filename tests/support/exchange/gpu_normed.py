@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from ep_server.errors import InvalidArgument
 from ep_server.exchange.api import AddNorm, ExchangeSpec, Payload, Received, Reduction, View
-from ep_server.exchange.nvlink.exchange import CudaExchange
+from ep_server.exchange.nvlink.exchange import NvlinkExchange
 from tests.support.compare import assert_equal, describe
 from tests.support.exchange.conformance import UNEVEN
 from tests.support.exchange.expected import expect
@@ -49,7 +49,7 @@ def check_norm(norm: AddNorm, before: torch.Tensor, sums: torch.Tensor, out: tor
 
 
 def run_normed(
-    exchange: CudaExchange, answers: torch.Tensor, received: Received, norm: AddNorm
+    exchange: NvlinkExchange, answers: torch.Tensor, received: Received, norm: AddNorm
 ) -> torch.Tensor:
     """`out`, poisoned before."""
     out = torch.full_like(norm.residual, torch.nan)
@@ -160,7 +160,7 @@ def failed(group: dist.ProcessGroup) -> None:
     close_exchange(exchange)
 
 
-def end_of_layer(exchange: CudaExchange, inputs: list[Inputs]) -> None:
+def end_of_layer(exchange: NvlinkExchange, inputs: list[Inputs]) -> None:
     """One dispatch and combine with the sums on paper."""
     spec, mine = exchange.spec, inputs[exchange.spec.rank]
     received = exchange.dispatch(*on_gpu(mine))

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ep_server.backends.gpu.kernels.triton.norm import add_rms_norm, rms_norm
 from ep_server.exchange.api import AddNorm, Payload, View
-from ep_server.exchange.nvlink.exchange import CudaExchange
+from ep_server.exchange.nvlink.exchange import NvlinkExchange
 from tests.support.compare import assert_equal
 from tests.support.exchange.gpu_group import (
     a_models_spec,
@@ -52,7 +52,7 @@ def beside_add_rms_norm(group: dist.ProcessGroup) -> None:
 class NormReplayed(Replayed):
     """The stream is empty before, so it holds combine's sums; its norm is that of the kernel right behind."""
 
-    def __init__(self, exchange: CudaExchange, cases: Cases) -> None:
+    def __init__(self, exchange: NvlinkExchange, cases: Cases) -> None:
         self.weight = (
             torch.rand(exchange.spec.hidden, generator=torch.Generator().manual_seed(1)).bfloat16().cuda()
         )

@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from ep_server.errors import GroupAborted, InvalidArgument
 from ep_server.exchange.api import Payload, View
-from ep_server.exchange.nvlink.exchange import CudaExchange
+from ep_server.exchange.nvlink.exchange import NvlinkExchange
 from ep_server.exchange.quant import dequantise
 from tests.support.compare import assert_equal
 from tests.support.exchange.conformance import run_pair
@@ -57,7 +57,7 @@ def an_expert_twice(group: dist.ProcessGroup) -> None:
 class Guarded:
     """PADDED outputs with memory of another expert behind them, which must stay as it is."""
 
-    def __init__(self, exchange: CudaExchange) -> None:
+    def __init__(self, exchange: NvlinkExchange) -> None:
         spec = exchange.spec
         rows, scales = exchange.empty_padded()
         local = len(spec.local_experts)

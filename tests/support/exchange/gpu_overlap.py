@@ -11,7 +11,7 @@ import torch.distributed as dist
 from ep_server.backends.gpu.moe.rows import Arrival, Rows, Tokens
 from ep_server.backends.gpu.moe.transfers import FusedRows, RowsBeside
 from ep_server.exchange.api import Payload, Received, View
-from ep_server.exchange.nvlink.exchange import CudaExchange
+from ep_server.exchange.nvlink.exchange import NvlinkExchange
 from ep_server.models.decoder import interleave
 from tests.support.exchange.conformance import run_pair
 from tests.support.exchange.gpu_group import a_models_spec, close_exchange, factors_of, open_exchange
@@ -24,7 +24,7 @@ LAYERS, SMS, EAGER = 3, 48, 20
 class Step:
     """A step of several layers: each half takes a case for each, and compares on the GPU."""
 
-    def __init__(self, exchange: CudaExchange, cases: Cases, rows: Rows) -> None:
+    def __init__(self, exchange: NvlinkExchange, cases: Cases, rows: Rows) -> None:
         self.exchange, self.cases, self.rows = exchange, cases, rows
         self.size = len(cases.x[0])
         self.factors = factors_of(exchange.spec).view(-1)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from ep_server.errors import ConfigError
 from ep_server.exchange.api import ExchangeSpec, Payload, Reduction, View
 from ep_server.exchange.faults import Action, Fault
-from ep_server.exchange.nvlink.exchange import CudaExchange
+from ep_server.exchange.nvlink.exchange import NvlinkExchange
 from ep_server.exchange.quant import dequantise
 from tests.support.compare import assert_equal
 from tests.support.exchange.conformance import failure_of, run_cases, run_pair
@@ -113,7 +113,7 @@ class Replayed:
 
     OPERATIONS = 3
 
-    def __init__(self, exchange: CudaExchange, cases: Cases, *, fused: bool) -> None:
+    def __init__(self, exchange: NvlinkExchange, cases: Cases, *, fused: bool) -> None:
         self.exchange, self.cases, self.fused = exchange, cases, fused
         self.x, self.ids, self.weights = (torch.empty_like(t[0]) for t in (cases.x, cases.ids, cases.weights))
         self.tokens, self.factors = torch.empty_like(cases.tokens[0]), factors_of(exchange.spec)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from ep_server.exchange.api import Payload, Received, View
-from ep_server.exchange.nvlink.exchange import CudaExchange
+from ep_server.exchange.nvlink.exchange import NvlinkExchange
 from ep_server.exchange.nvlink.pending import Flights, PendingDispatch
 from tests.support.compare import assert_equal
 from tests.support.exchange.expected import Expected, expect
@@ -79,7 +79,7 @@ def orders_of_receives(group: dist.ProcessGroup) -> None:
     close_exchange(exchange)
 
 
-def send(exchange: CudaExchange, routing: str, seed: int) -> Flight:
+def send(exchange: NvlinkExchange, routing: str, seed: int) -> Flight:
     inputs = make_inputs(exchange.spec, routing, seed)
     given = on_gpu(inputs[exchange.spec.rank])
     return Flight(exchange.dispatch_send(*given), expect(exchange.spec, inputs))
@@ -91,7 +91,7 @@ def receive(flight: Flight) -> None:
     flight.rows = flight.received.rows[flight.received.row_ids]
 
 
-def free(exchange: CudaExchange, flight: Flight, *, answers: bool) -> None:
+def free(exchange: NvlinkExchange, flight: Flight, *, answers: bool) -> None:
     received, factors = flight.received, factors_of(exchange.spec).flatten()
     assert received is not None and flight.rows is not None
     if not answers:

@@ -1,4 +1,4 @@
-"""CudaExchange behind CPU tensors, so that the conformance suite judges it like every other implementation.
+"""NvlinkExchange behind CPU tensors, so that the conformance suite judges it like every other implementation.
 
 Copies of the arguments are overwritten as soon as their kernel is enqueued, outputs are poisoned before.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 
 from ep_server.exchange.api import Received, View
-from ep_server.exchange.nvlink.exchange import CudaExchange
+from ep_server.exchange.nvlink.exchange import NvlinkExchange
 from ep_server.exchange.nvlink.pending import PendingCombine, PendingDispatch
 
 
@@ -40,7 +40,7 @@ def to_cpu(received: Received) -> Received:
 
 
 class Dispatch:
-    def __init__(self, pending: PendingDispatch | Later, exchange: CudaExchange, most: int | None) -> None:
+    def __init__(self, pending: PendingDispatch | Later, exchange: NvlinkExchange, most: int | None) -> None:
         self.pending, self.exchange, self.most = pending, exchange, most
 
     def recv(self, view: View = View.COMPACT) -> Received:
@@ -55,7 +55,7 @@ class Dispatch:
 
 
 class Combine:
-    def __init__(self, pending: PendingCombine, exchange: CudaExchange) -> None:
+    def __init__(self, pending: PendingCombine, exchange: NvlinkExchange) -> None:
         self.pending, self.exchange = pending, exchange
 
     def recv(self, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -66,10 +66,10 @@ class Combine:
 
 
 class OnGpu:
-    """The Protocol over a CudaExchange; `fused` runs both halves in one kernel, at the second call."""
+    """The Protocol over a NvlinkExchange; `fused` runs both halves in one kernel, at the second call."""
 
     def __init__(
-        self, exchange: CudaExchange, *, fused: bool = False, most_tokens: int | None = None
+        self, exchange: NvlinkExchange, *, fused: bool = False, most_tokens: int | None = None
     ) -> None:
         self.exchange, self.spec, self.fused, self.most = exchange, exchange.spec, fused, most_tokens
         self.all_gather, self.barrier, self.close = exchange.all_gather, exchange.barrier, exchange.close
@@ -100,7 +100,7 @@ class OnGpu:
 class Later:
     """A dispatch that waits for its second half to be asked for."""
 
-    def __init__(self, exchange: CudaExchange, given: tuple[torch.Tensor, ...]) -> None:
+    def __init__(self, exchange: NvlinkExchange, given: tuple[torch.Tensor, ...]) -> None:
         self.exchange, self.given = exchange, given
 
     def recv(self, view: View, *, out: tuple[torch.Tensor, ...] | None, most_tokens: int | None) -> Received:
@@ -110,7 +110,7 @@ class Later:
 
 
 class LaterCombine:
-    def __init__(self, exchange: CudaExchange, *given: object) -> None:
+    def __init__(self, exchange: NvlinkExchange, *given: object) -> None:
         self.exchange, self.given = exchange, given
 
     def recv(self, out: torch.Tensor | None = None) -> torch.Tensor:

@@ -17,8 +17,8 @@ from ep_server.errors import InvalidArgument
 from ep_server.exchange.api import ExchangeSpec, Payload, Received, View
 from ep_server.exchange.fabric import host_staging as bounce
 from ep_server.exchange.fabric.exchange import FabricOptions
-from ep_server.exchange.fabric.host_staging import BounceExchange, PendingCombine, PendingDispatch
-from ep_server.exchange.hierarchical.exchange import HybridExchange
+from ep_server.exchange.fabric.host_staging import FabricDeviceExchange, PendingCombine, PendingDispatch
+from ep_server.exchange.hierarchical.exchange import HierarchicalExchange
 from ep_server.exchange.quant import dequantise
 from tests.support.compare import assert_equal
 from tests.support.exchange.conformance import run_cases
@@ -80,9 +80,9 @@ class Combine:
 class OnGpu:
     """The Protocol on CPU tensors over an exchange on tensors of the current GPU."""
 
-    def __init__(self, exchange: BounceExchange | HybridExchange) -> None:
+    def __init__(self, exchange: FabricDeviceExchange | HierarchicalExchange) -> None:
         self.exchange, self.spec, self.stream = exchange, exchange.spec, torch.cuda.Stream()
-        self.near_ranks = getattr(exchange, "near_ranks", ())
+        self.intra_ranks = getattr(exchange, "intra_ranks", ())
         self.all_gather, self.barrier, self.close = exchange.all_gather, exchange.barrier, exchange.close
 
     def dispatch_send(
@@ -106,7 +106,7 @@ class OnGpu:
         return Combine(pending, self.stream)
 
 
-def make(options: FabricOptions, spec: ExchangeSpec, group: dist.ProcessGroup) -> BounceExchange:
+def make(options: FabricOptions, spec: ExchangeSpec, group: dist.ProcessGroup) -> FabricDeviceExchange:
     torch.cuda.set_device(SHARED)
     return bounce.from_process_group(group, spec, SHARED, options)
 
@@ -128,11 +128,13 @@ def in_flight(group: dist.ProcessGroup, options: FabricOptions) -> None:
     run_in_flight(group, partial(make, options))
 
 
-def run_in_flight(group: dist.ProcessGroup, make: Callable[..., BounceExchange | HybridExchange]) -> None:
+def run_in_flight(
+    group: dist.ProcessGroup, make: Callable[..., FabricDeviceExchange | HierarchicalExchange]
+) -> None:
     """Two operations at a time; results are looked at only when all is over."""
     for payload in (Payload.BF16, Payload.FP8):
         exchange = make(a_models_spec(group, payload), group)
-        near = getattr(exchange, "near_ranks", ())
+        intra = getattr(exchange, "intra_ranks", ())
         spec, sums, seeds = exchange.spec, [], range(12)
         for first in seeds[::2]:
             pending = [exchange.dispatch_send(*inputs(spec, seed)) for seed in (first, first + 1)]
@@ -142,7 +144,7 @@ def run_in_flight(group: dist.ProcessGroup, make: Callable[..., BounceExchange |
             sums += [each.recv() for each in reversed(returning)][::-1]
         torch.cuda.current_stream().synchronize()
         for seed, found in zip(seeds, sums, strict=True):
-            wanted = expect(spec, make_inputs(spec, "max_tokens", seed), near).combined
+            wanted = expect(spec, make_inputs(spec, "max_tokens", seed), intra).combined
             assert_equal(found.cpu(), wanted, f"{payload} seed {seed}")
         exchange.barrier()
         exchange.close()
@@ -167,7 +169,7 @@ def refused(group: dist.ProcessGroup, options: FabricOptions) -> None:
     run_refused(make(options, a_models_spec(group, Payload.BF16), group))
 
 
-def run_refused(exchange: BounceExchange | HybridExchange) -> None:
+def run_refused(exchange: FabricDeviceExchange | HierarchicalExchange) -> None:
     """Closes it, too."""
     mine = make_inputs(exchange.spec, "uniform", 1)[exchange.spec.rank]
     with pytest.raises(InvalidArgument, match=r"x .* on cpu.* on cuda"):

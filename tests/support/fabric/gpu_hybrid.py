@@ -15,9 +15,9 @@ import torch.distributed as dist
 from ep_server.errors import PeerLost, PeerTimeout
 from ep_server.exchange.api import ExchangeSpec, Payload, View
 from ep_server.exchange.fabric.exchange import FabricOptions
-from ep_server.exchange.fabric.host_staging import BounceExchange
+from ep_server.exchange.fabric.host_staging import FabricDeviceExchange
 from ep_server.exchange.hierarchical.bootstrap import on_gpus
-from ep_server.exchange.hierarchical.exchange import HybridExchange
+from ep_server.exchange.hierarchical.exchange import HierarchicalExchange
 from tests.support.exchange.conformance import run_cases
 from tests.support.exchange.sequences import run_sequences
 from tests.support.fabric import mixed_ends
@@ -32,10 +32,10 @@ def gpu_of(hosts: Hosts, rank: int) -> int:
 
 def make(
     options: FabricOptions, hosts: Hosts, spec: ExchangeSpec, group: dist.ProcessGroup
-) -> HybridExchange:
+) -> HierarchicalExchange:
     torch.cuda.set_device(gpu_of(hosts, spec.rank))
-    far = BounceExchange(mixed_ends.from_process_group(options, hosts, spec, group), "cuda")
-    return on_gpus(far, hosts, validate=True)
+    inter = FabricDeviceExchange(mixed_ends.from_process_group(options, hosts, spec, group), "cuda")
+    return on_gpus(inter, hosts, validate=True)
 
 
 def whole_suite(group: dist.ProcessGroup, options: FabricOptions, hosts: Hosts) -> dict[str, str]:

@@ -7,10 +7,10 @@ import torch.distributed as dist
 from ep_server.exchange import bootstrap
 from ep_server.exchange.api import ExchangeSpec
 from ep_server.exchange.fabric.exchange import FabricOptions
-from ep_server.exchange.fabric.host_staging import BounceExchange
+from ep_server.exchange.fabric.host_staging import FabricDeviceExchange
 from ep_server.exchange.hierarchical.bootstrap import compose
-from ep_server.exchange.hierarchical.exchange import HybridExchange
-from ep_server.exchange.shm import NativeExchange
+from ep_server.exchange.hierarchical.exchange import HierarchicalExchange
+from ep_server.exchange.shm import ShmExchange
 from tests.support.fabric import mixed_ends
 
 
@@ -18,22 +18,24 @@ def same(spec: ExchangeSpec) -> ExchangeSpec:
     return spec
 
 
-def in_memory(spec: ExchangeSpec, fd: int) -> NativeExchange:
-    return NativeExchange(spec, fd=fd)
+def in_memory(spec: ExchangeSpec, fd: int) -> ShmExchange:
+    return ShmExchange(spec, fd=fd)
 
 
-def beside(far: BounceExchange, hosts: tuple[int, ...]) -> HybridExchange:
+def beside(inter: FabricDeviceExchange, hosts: tuple[int, ...]) -> HierarchicalExchange:
     """Collective."""
-    return compose(far, hosts, same, in_memory, validate=True)
+    return compose(inter, hosts, same, in_memory, validate=True)
 
 
 def over_network(
     options: FabricOptions, hosts: tuple[int, ...], spec: ExchangeSpec, group: dist.ProcessGroup
-) -> HybridExchange:
+) -> HierarchicalExchange:
     """Between hosts libfabric."""
-    return beside(BounceExchange(mixed_ends.from_process_group(options, hosts, spec, group), "cpu"), hosts)
+    return beside(
+        FabricDeviceExchange(mixed_ends.from_process_group(options, hosts, spec, group), "cpu"), hosts
+    )
 
 
-def on_one_host(hosts: tuple[int, ...], spec: ExchangeSpec, group: dist.ProcessGroup) -> HybridExchange:
+def on_one_host(hosts: tuple[int, ...], spec: ExchangeSpec, group: dist.ProcessGroup) -> HierarchicalExchange:
     """Between what counts as hosts shared memory too."""
-    return beside(BounceExchange(bootstrap.from_process_group(group, spec), "cpu"), hosts)
+    return beside(FabricDeviceExchange(bootstrap.from_process_group(group, spec), "cpu"), hosts)

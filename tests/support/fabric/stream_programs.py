@@ -10,9 +10,9 @@ import torch
 from ep_server.exchange.api import ExchangeSpec, Payload, View
 from ep_server.exchange.fabric import copies as bounce_copies
 from ep_server.exchange.fabric.copies import CudaCopies, Slot
-from ep_server.exchange.fabric.host_staging import BounceExchange
-from ep_server.exchange.hierarchical.exchange import HybridExchange
-from ep_server.exchange.shm import NativeExchange
+from ep_server.exchange.fabric.host_staging import FabricDeviceExchange
+from ep_server.exchange.hierarchical.exchange import HierarchicalExchange
+from ep_server.exchange.shm import ShmExchange
 from ep_server.exchange.shm_pending import PendingCombine
 from tests.support.exchange.routing import make_inputs
 from tests.support.fabric.stream_races import HOST, Races
@@ -34,7 +34,7 @@ def on_gpu(tensor: torch.Tensor) -> torch.Tensor:
 class Operation:
     """One dispatch and combine on a stream of the caller's, which overwrites and reads all that it may."""
 
-    def __init__(self, exchange: BounceExchange | HybridExchange, stream: Any, seed: int) -> None:
+    def __init__(self, exchange: FabricDeviceExchange | HierarchicalExchange, stream: Any, seed: int) -> None:
         self.exchange, self.stream, self.seed = exchange, stream, seed
         mine = make_inputs(exchange.spec, "max_tokens", seed)[exchange.spec.rank]
         with torch.cuda.stream(stream):
@@ -70,7 +70,9 @@ def answers(received: Any) -> torch.Tensor:
 Sums = dict[tuple[int, int], torch.Tensor]  # by rank and seed: twice the result
 
 
-def run(exchanges: Iterable[BounceExchange | HybridExchange], streams: list[list[Any]], rounds: int) -> Sums:
+def run(
+    exchanges: Iterable[FabricDeviceExchange | HierarchicalExchange], streams: list[list[Any]], rounds: int
+) -> Sums:
     """Two operations at a time on the two streams of each rank, which change places: every bank is used from
     both.
     """
@@ -88,7 +90,7 @@ def run(exchanges: Iterable[BounceExchange | HybridExchange], streams: list[list
     return sums
 
 
-def run_alone(exchange: BounceExchange, rounds: int) -> Sums:
+def run_alone(exchange: FabricDeviceExchange, rounds: int) -> Sums:
     """run() of one rank; then a third receive that needs the first one's staging, when nothing that the host
     did since waited for that.
     """
@@ -120,7 +122,7 @@ def timelines(races: Races) -> set[str]:
 class Noted:
     """The inner exchange, whose native code reads and writes staging on the host."""
 
-    def __init__(self, inner: NativeExchange, races: Races) -> None:
+    def __init__(self, inner: ShmExchange, races: Races) -> None:
         self.inner, self.races = inner, races
 
     def __getattr__(self, name: str) -> Any:

@@ -150,7 +150,7 @@ class StillNative:
 
 
 class StillExchange:
-    """In place of a CudaExchange, of which nobody hears: tensors of its shapes, filled by nobody."""
+    """In place of a NvlinkExchange, of which nobody hears: tensors of its shapes, filled by nobody."""
 
     def __init__(self, spec: ExchangeSpec) -> None:
         self.spec, self.device, self._rows = spec, CPU, torch.zeros(4096, spec.hidden, dtype=torch.bfloat16)

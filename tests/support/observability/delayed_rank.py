@@ -7,19 +7,19 @@ import sys
 
 from ep_server.exchange.api import ExchangeSpec
 from ep_server.exchange.faults import Action, Fault
-from ep_server.exchange.shm import NativeExchange
+from ep_server.exchange.shm import ShmExchange
 from ep_server.ranks import life
 from ep_server.ranks.devices import CpuDevice
 from ep_server.ranks.exchanges import Opening
 
 DELAY_NS = 2_000_000
-exchanges: list[NativeExchange] = []
+exchanges: list[ShmExchange] = []
 
 
 class Delayed(CpuDevice):
     """Keeps its exchange for the signal."""
 
-    def open(self, spec: ExchangeSpec, opening: Opening) -> NativeExchange:
+    def open(self, spec: ExchangeSpec, opening: Opening) -> ShmExchange:
         exchanges.append(super().open(spec, opening))
         return exchanges[0]
 

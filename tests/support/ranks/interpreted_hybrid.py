@@ -10,7 +10,7 @@ from typing import Any
 
 from ep_server.backends.gpu.moe.rows import RowsOfSteps
 from ep_server.exchange.api import ExchangeSpec
-from ep_server.exchange.fabric.host_staging import BounceExchange
+from ep_server.exchange.fabric.host_staging import FabricDeviceExchange
 from ep_server.ranks import life
 from ep_server.ranks.devices import rows_of
 from ep_server.ranks.exchanges import Opening
@@ -24,8 +24,8 @@ class OnTwoHosts(Interpreted):
     graphs = False
 
     def open(self, spec: ExchangeSpec, opening: Opening) -> Any:
-        far = BounceExchange(super().open(spec, opening), "cpu")
-        return beside(far, tuple(min(rank, 1) for rank in range(spec.num_ranks)))
+        inter = FabricDeviceExchange(super().open(spec, opening), "cpu")
+        return beside(inter, tuple(min(rank, 1) for rank in range(spec.num_ranks)))
 
     def rows(self, exchange: Any) -> RowsOfSteps:
         return rows_of(exchange, nvlink=False, hybrid=True)

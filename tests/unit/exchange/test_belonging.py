@@ -12,7 +12,7 @@ import torch
 from ep_server.errors import GroupAborted, InvalidArgument, ProtocolViolation
 from ep_server.exchange.api import ExchangeSpec, Received, View
 from ep_server.exchange.segment import create_segment
-from ep_server.exchange.shm import NativeExchange
+from ep_server.exchange.shm import ShmExchange
 from ep_server.exchange.shm_pending import PendingDispatch
 
 HIDDEN, MAX_TOKENS, TOP_K, EXPERTS = 72, 6, 3, 4
@@ -24,7 +24,7 @@ class Alone:
     def __init__(self, max_tokens: int = MAX_TOKENS, experts: int = EXPERTS) -> None:
         self.spec = ExchangeSpec(0, 1, (0,) * experts, max_tokens, HIDDEN, TOP_K)
         self.fd = create_segment(self.spec)
-        self.exchange = NativeExchange(self.spec, fd=self.fd)
+        self.exchange = ShmExchange(self.spec, fd=self.fd)
 
     def close(self) -> None:
         self.exchange.close()
@@ -66,7 +66,7 @@ def answer_to(received: Received) -> torch.Tensor:
     return torch.zeros(int(received.offsets[-1]), HIDDEN, dtype=torch.bfloat16)
 
 
-def uses_of(exchange: NativeExchange, received: Received) -> list[Callable[[], object]]:
+def uses_of(exchange: ShmExchange, received: Received) -> list[Callable[[], object]]:
     answer = answer_to(received)
     return [
         lambda: exchange.combine_send(answer, received),

@@ -16,7 +16,7 @@ from ep_server.exchange import limits
 from ep_server.exchange.api import ExchangeSpec, Payload, Reduction
 from ep_server.exchange.geometry import geometry_of, group_bytes
 from ep_server.exchange.segment import create_segment
-from ep_server.exchange.shm import NativeExchange
+from ep_server.exchange.shm import ShmExchange
 from ep_server.testing.reference_exchange import ReferenceExchange
 
 WIDTH = {Payload.FP32: 4, Payload.BF16: 2}
@@ -169,7 +169,7 @@ def test_a_rank_that_differs_from_its_group_is_refused(field: str, change: dict[
     fd = create_segment(ExchangeSpec(**good))  # type: ignore[arg-type]
     try:
         with pytest.raises(ConfigError, match=f"^{field} = .*as in the segment of the group"):
-            NativeExchange(ExchangeSpec(**{**good, **change}), fd=fd)  # type: ignore[arg-type]
+            ShmExchange(ExchangeSpec(**{**good, **change}), fd=fd)  # type: ignore[arg-type]
     finally:
         os.close(fd)
 
@@ -180,8 +180,8 @@ def test_a_descriptor_that_is_no_segment_is_refused() -> None:
     os.ftruncate(fd, 8192)
     try:
         with pytest.raises(StartupError, match="not an exchange segment"):
-            NativeExchange(spec, fd=fd)
+            ShmExchange(spec, fd=fd)
     finally:
         os.close(fd)
     with pytest.raises(StartupError, match="Bad file descriptor"):
-        NativeExchange(spec, fd=fd)
+        ShmExchange(spec, fd=fd)

@@ -21,7 +21,7 @@ from ep_server.exchange.api import ExchangeSpec, Payload, Reduction, View
 from ep_server.exchange.nvlink.bootstrap import from_local, run_together
 from ep_server.exchange.nvlink.memory import share_regions
 from ep_server.exchange.segment import create_segment
-from ep_server.exchange.shm import NativeExchange
+from ep_server.exchange.shm import ShmExchange
 from tests.support.exchange.conformance import PAYLOAD_SHAPES, run_pair
 
 RANKS = (1, 2, 4)
@@ -32,11 +32,11 @@ def spec_of(num_ranks: int, payload: Payload = Payload.BF16) -> ExchangeSpec:
     return PAYLOAD_SHAPES[payload].spec(0, num_ranks, payload, Reduction.RANK)
 
 
-def open_ranks(spec: ExchangeSpec) -> list[NativeExchange]:
+def open_ranks(spec: ExchangeSpec) -> list[ShmExchange]:
     """The whole group in this process: one segment, mapped once for each rank."""
     fd = create_segment(spec)
     try:
-        return [NativeExchange(replace(spec, rank=rank), fd=fd) for rank in range(spec.num_ranks)]
+        return [ShmExchange(replace(spec, rank=rank), fd=fd) for rank in range(spec.num_ranks)]
     finally:
         os.close(fd)
 

@@ -43,7 +43,7 @@ class Arrival:
 
 
 class BothHalves(Protocol):
-    """What is needed of ep.cuda.CudaExchange, which says more of it."""
+    """What is needed of ep.cuda.NvlinkExchange, which says more of it."""
 
     spec: ExchangeSpec
     device: torch.device

@@ -22,8 +22,8 @@ from ep_server.exchange.fabric.copies import Arrival, HostCopies, Pair
 from ep_server.exchange.fabric.device_memory import DeviceMemory
 from ep_server.exchange.fabric.device_rows import DeviceRows
 from ep_server.exchange.fabric.exchange import FabricExchange, FabricOptions
-from ep_server.exchange.fabric.gpu_direct import DirectExchange
-from ep_server.exchange.fabric.host_staging import BounceExchange
+from ep_server.exchange.fabric.gpu_direct import GpuDirectExchange
+from ep_server.exchange.fabric.host_staging import FabricDeviceExchange
 from ep_server.exchange.fabric.rows import RowsFabric
 from tests.support.exchange.conformance import run_pair
 from tests.support.exchange.process_group import run_group
@@ -43,7 +43,7 @@ def test_tensors_of_the_host_stay_there_unless_asked(wanted: DeviceMemory | str)
     needs("system")
     inner = choose(loopback(), wanted)
     exchange = device_memory.on_device(inner, CPU)
-    assert type(inner) is FabricExchange and type(exchange) is BounceExchange
+    assert type(inner) is FabricExchange and type(exchange) is FabricDeviceExchange
     exchange.close()
 
 
@@ -65,7 +65,7 @@ def test_a_device_that_hangs_does_not_keep_the_network_open(monkeypatch: pytest.
 def test_what_is_asked_for_is_taken_where_it_can_be(wanted: DeviceMemory | str) -> None:
     inner = choose(own_name(over_shm()), wanted)
     exchange = device_memory.on_device(inner, CPU)
-    assert isinstance(exchange, DirectExchange)
+    assert isinstance(exchange, GpuDirectExchange)
     assert exchange.memory_bytes == exchange.rows.bytes > 0
     exchange.close()
 
@@ -80,7 +80,7 @@ def all_ask(group: dist.ProcessGroup, options: FabricOptions) -> str:
 
 
 def test_all_ranks_that_ask_for_it_get_it() -> None:
-    assert run_group(all_ask, 2, args=(over_shm(),), timeout=60) == ["DirectExchange"] * 2
+    assert run_group(all_ask, 2, args=(over_shm(),), timeout=60) == ["GpuDirectExchange"] * 2
 
 
 def test_missing_capability_names_provider_and_capability() -> None:

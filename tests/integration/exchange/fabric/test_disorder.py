@@ -59,7 +59,7 @@ def test_the_wrapped_library_asks_for_what_cards_ask_for(tmp_path: Path) -> None
     exchange = FabricExchange(ExchangeSpec(0, 1, (0, 0), 4, 64, 2), production(tmp_path))
     asked = "local, virtual address, allocated, provider key, a receive per immediate"
     assert f"registration {asked}" in exchange.description
-    _, base, key, *_ = exchange.card
+    _, base, key, *_ = exchange.address
     assert base != 0
     assert key != OWN_KEY
     exchange.close()

@@ -17,10 +17,10 @@ from ep_server.errors import ExchangeError, InvalidArgument
 from ep_server.exchange.api import ExchangeSpec, Payload, Reduction, View
 from ep_server.exchange.fabric.device_rows import ALIGNMENT, DeviceRows, _aligned
 from ep_server.exchange.fabric.exchange import FabricOptions
-from ep_server.exchange.fabric.gpu_direct import DirectExchange
+from ep_server.exchange.fabric.gpu_direct import GpuDirectExchange
 from ep_server.exchange.fabric.rows import RowsFabric
 from ep_server.exchange.faults import Action, Fault
-from ep_server.exchange.hierarchical.exchange import HybridExchange
+from ep_server.exchange.hierarchical.exchange import HierarchicalExchange
 from tests.support.exchange.conformance import run_cases, run_pair
 from tests.support.exchange.fault_programs import SECOND
 from tests.support.exchange.process_group import run_group
@@ -65,7 +65,7 @@ def test_conformance_with_memory_registered_as_for_nics(library: str, disorder: 
 
 def beside_shared_memory(
     options: FabricOptions, hosts: tuple[int, ...], spec: ExchangeSpec, group: dist.ProcessGroup
-) -> HybridExchange:
+) -> HierarchicalExchange:
     return hybrid_ends.beside(direct_ends.make(options, spec, group), hosts)
 
 
@@ -103,7 +103,7 @@ def test_a_killed_rank_is_named_by_every_survivor(op: str, tmp_path: Path) -> No
     assert_lost([ended[0], ended[2]], 1)
 
 
-def with_fault(exchange: DirectExchange, fault: Fault) -> None:
+def with_fault(exchange: GpuDirectExchange, fault: Fault) -> None:
     exchange.inner.set_faults((fault,))
     x = torch.full((4, 64), float(exchange.spec.rank + 1), dtype=torch.bfloat16)
     for _ in range(12):
@@ -149,12 +149,12 @@ def test_provider_registers_device_memory_and_sends_from_it(tmp_path: Path) -> N
 # -- misuse, banks ---------------------------------------------------------------------------------------
 
 
-def alone(**changes: Any) -> DirectExchange:
+def alone(**changes: Any) -> GpuDirectExchange:
     spec = ExchangeSpec(0, 1, (0, 0), max_tokens=4, hidden=64, top_k=2, **changes)
     options = own_name(over_shm())
     inner = RowsFabric(spec, poisoned_rows(spec, DeviceRows.HOST, 0), options)
-    inner.connect([inner.card], 1)
-    return DirectExchange(inner)
+    inner.connect([inner.address], 1)
+    return GpuDirectExchange(inner)
 
 
 def test_the_halves_of_the_host_refuse_rows() -> None:
@@ -181,7 +181,7 @@ def test_reduction_without_slots_is_refused_before_any_write() -> None:
 class Reading:
     """Copies of the host, by which each wait for the device is noted."""
 
-    def __init__(self, exchange: DirectExchange, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, exchange: GpuDirectExchange, monkeypatch: pytest.MonkeyPatch) -> None:
         self.waits, self._begin = 0, exchange._copies.fetch
         monkeypatch.setattr(exchange._copies, "fetch", self.fetch, raising=False)
 

@@ -19,7 +19,7 @@ from ep_server.exchange.api import Exchange, ExchangeSpec, Payload, Reduction, V
 from ep_server.exchange.fabric import host_staging as bounce
 from ep_server.exchange.fabric.copies import HostCopies, Slot
 from ep_server.exchange.fabric.exchange import FabricOptions
-from ep_server.exchange.fabric.host_staging import BounceExchange
+from ep_server.exchange.fabric.host_staging import FabricDeviceExchange
 from tests.support.exchange.conformance import Factory, run_cases, run_pair
 from tests.support.exchange.process_group import run_group
 from tests.support.exchange.routing import make_inputs
@@ -36,11 +36,11 @@ def over_network(options: FabricOptions, spec: ExchangeSpec, group: dist.Process
 
 def in_a_mixed_group(options: FabricOptions, spec: ExchangeSpec, group: dist.ProcessGroup) -> Exchange:
     """Two hosts of two ranks, which read rows of other hosts in one another's memory."""
-    return BounceExchange(mixed_ends.from_process_group(options, (0, 0, 1, 1), spec, group), "cpu")
+    return FabricDeviceExchange(mixed_ends.from_process_group(options, (0, 0, 1, 1), spec, group), "cpu")
 
 
 def on_one_host(spec: ExchangeSpec, group: dist.ProcessGroup) -> Exchange:
-    return BounceExchange(bootstrap.from_process_group(group, spec), "cpu", copies=WatchedCopies())
+    return FabricDeviceExchange(bootstrap.from_process_group(group, spec), "cpu", copies=WatchedCopies())
 
 
 def suite(group: dist.ProcessGroup, factory: Factory) -> dict[str, str]:
@@ -123,8 +123,8 @@ def test_a_missing_wait_would_be_noticed() -> None:
 SPEC = ExchangeSpec(0, 1, (0,) * 6, 5, 256, 3, Payload.FP8, num_banks=2)
 
 
-def alone(spec: ExchangeSpec = SPEC, **options: object) -> BounceExchange:
-    return BounceExchange(make_single(spec, "native"), "cpu", **options)
+def alone(spec: ExchangeSpec = SPEC, **options: object) -> FabricDeviceExchange:
+    return FabricDeviceExchange(make_single(spec, "native"), "cpu", **options)
 
 
 def test_staging_is_as_large_as_the_spec_says() -> None:
@@ -213,7 +213,7 @@ def test_impossible_device_is_refused_and_closes_the_exchange(
 ) -> None:
     inner = make_single(SPEC, "native")
     with pytest.raises(error, match=said):
-        BounceExchange(inner, device)
+        FabricDeviceExchange(inner, device)
     with pytest.raises(InvalidArgument, match="closed"):
         inner.barrier()
 

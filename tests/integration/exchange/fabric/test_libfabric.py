@@ -120,7 +120,7 @@ def test_a_setting_out_of_range_names_its_field(field: str, value: float) -> Non
 def test_one_rank_alone_exchanges_with_itself_and_closes_twice() -> None:
     needs("system")
     exchange = FabricExchange(SPEC, loopback())
-    exchange.connect([exchange.card], 1)
+    exchange.connect([exchange.address], 1)
     x = torch.ones(2, 64, dtype=torch.bfloat16)
     received = exchange.dispatch_send(x, torch.tensor([[0, 1], [1, -1]]), torch.ones(2, 2)).recv()
     assert exchange.combine_send(received.rows, received).recv()[:, 0].tolist() == [2, 1]
@@ -130,12 +130,12 @@ def test_one_rank_alone_exchanges_with_itself_and_closes_twice() -> None:
     with pytest.raises(InvalidArgument, match="closed"):
         exchange.barrier()
     with pytest.raises(InvalidArgument, match="closed"):
-        _ = exchange.card
+        _ = exchange.address
 
 
 def introduced(**change: object) -> Introduction:
     spec = replace(SPEC, num_ranks=2, rank=1)
-    fields = {"version": __version__, "spec": spec, "hosts": (0, 1), "card": (b"a", 0, 1, 2), "session": 1}
+    fields = {"version": __version__, "spec": spec, "hosts": (0, 1), "address": (b"a", 0, 1, 2), "session": 1}
     return Introduction(**{**fields, **change})  # type: ignore[arg-type]
 
 
@@ -150,7 +150,7 @@ def introduced(**change: object) -> Introduction:
         ({"spec": replace(SPEC, num_ranks=2, rank=0)}, "rank of rank 1 = 0"),
         ({"spec": replace(SPEC, num_ranks=2, rank=1, placement=(0, 1))}, "placement of rank 1"),
         ({"hosts": (0, 0)}, r"hosts of rank 1 = \(0, 0\): must be \(0, 1\), as rank 0"),
-        ({"card": None, "error": "no network"}, "rank 1: no network"),
+        ({"address": None, "error": "no network"}, "rank 1: no network"),
     ],
 )
 def test_ranks_that_do_not_agree_are_refused_with_the_difference(

@@ -19,7 +19,7 @@ from ep_server.exchange.fabric.exchange import FabricExchange, FabricOptions
 from ep_server.exchange.fabric.host_share import HostShare, create_host_share
 from ep_server.exchange.geometry import geometry_of
 from ep_server.exchange.segment import create_segment
-from ep_server.exchange.shm import NativeExchange
+from ep_server.exchange.shm import ShmExchange
 from tests.support import namespaces
 from tests.support.exchange import fault_programs as programs
 from tests.support.exchange.conformance import run_cases, run_side_by_side
@@ -286,7 +286,7 @@ def test_a_share_of_another_group_is_refused() -> None:
         FabricExchange(SPEC, loopback(), share=HostShare((0,), share.fd, share.bells))
     alone = create_host_share(SPEC, (0, 1), 0)
     with pytest.raises(StartupError, match="regions"):  # it has one, for one host's ranks
-        NativeExchange(SPEC, fd=alone.fd)
+        ShmExchange(SPEC, fd=alone.fd)
     os.close(whole)
     share.close()
     alone.close()

@@ -15,9 +15,9 @@ import torch.distributed as dist
 from ep_server.errors import ConfigError, GroupAborted, InvalidArgument, StartupError
 from ep_server.exchange import bootstrap
 from ep_server.exchange.api import ExchangeSpec, Payload, Reduction, View
-from ep_server.exchange.fabric.host_staging import BounceExchange
+from ep_server.exchange.fabric.host_staging import FabricDeviceExchange
 from ep_server.exchange.hierarchical.bootstrap import compose
-from ep_server.exchange.hierarchical.exchange import HybridExchange
+from ep_server.exchange.hierarchical.exchange import HierarchicalExchange
 from tests.support.exchange.conformance import Factory, run_cases, run_side_by_side
 from tests.support.exchange.process_group import run_group
 from tests.support.exchange.sequences import run_sequences
@@ -62,9 +62,9 @@ TOKENS, HIDDEN = 8, 256
 ROW = 2 * HIDDEN
 
 
-def carried(exchange: HybridExchange, choices: list[int]) -> dict[str, list[int]]:
+def carried(exchange: HierarchicalExchange, choices: list[int]) -> dict[str, list[int]]:
     """Bytes that this rank wrote for others, [dispatch, combine], of each part; each token routed alike."""
-    parts = {"near": exchange.near, "far": exchange.far, "both": exchange}
+    parts = {"intra": exchange.intra, "inter": exchange.inter, "both": exchange}
     before = {name: part.statistics()["counters"] for name, part in parts.items()}
     x = torch.full((TOKENS, HIDDEN), float(exchange.spec.rank + 1), dtype=torch.bfloat16)
     ids = torch.tensor([choices]).repeat(TOKENS, 1)
@@ -83,8 +83,8 @@ def carried(exchange: HybridExchange, choices: list[int]) -> dict[str, list[int]
 def routings(group: dist.ProcessGroup) -> tuple[list[dict[str, list[int]]], dict[str, object]]:
     spec = ExchangeSpec(group.rank(), 4, (0, 1, 2, 3), TOKENS, HIDDEN, 4)
     exchange = hybrid_ends.on_one_host(TWO_BY_TWO, spec, group)
-    mate, far = spec.rank ^ 1, (spec.rank + 2) % 4
-    cases = [[spec.rank, mate, -1, -1], [far, far ^ 1, -1, -1], [0, 1, 2, 3], [-1] * 4]
+    mate, inter = spec.rank ^ 1, (spec.rank + 2) % 4
+    cases = [[spec.rank, mate, -1, -1], [inter, inter ^ 1, -1, -1], [0, 1, 2, 3], [-1] * 4]
     made = [carried(exchange, choices) for choices in cases]
     statistics = exchange.statistics()
     exchange.close()
@@ -96,13 +96,15 @@ def test_rows_of_a_host_stay_there_and_no_others() -> None:
     routing = TOKENS * 4 * (4 + 4)  # ids and weights of all tokens, to every other rank of a part
     rows = TOKENS * ROW
     for rank, (made, statistics) in enumerate(run_group(routings, 4)):
-        sent = {name: [case[name][0] for case in made] for name in ("near", "far")}
-        assert sent["near"] == [routing + n * rows for n in (1, 0, 1, 0)]
-        assert sent["far"] == [3 * routing + n * rows for n in (0, 2, 2, 0)]
-        assert [case["near"][1] for case in made] == [rows, 0, rows, 0]
-        assert [case["far"][1] for case in made] == [0, 2 * rows, 2 * rows, 0]
+        sent = {name: [case[name][0] for case in made] for name in ("intra", "inter")}
+        assert sent["intra"] == [routing + n * rows for n in (1, 0, 1, 0)]
+        assert sent["inter"] == [3 * routing + n * rows for n in (0, 2, 2, 0)]
+        assert [case["intra"][1] for case in made] == [rows, 0, rows, 0]
+        assert [case["inter"][1] for case in made] == [0, 2 * rows, 2 * rows, 0]
         for case in made:
-            assert case["both"] == [near + far for near, far in zip(case["near"], case["far"], strict=True)]
+            assert case["both"] == [
+                intra + inter for intra, inter in zip(case["intra"], case["inter"], strict=True)
+            ]
         # From both parts: two cases of two ranks' tokens, one of all four ranks'.
         assert statistics["expert_tokens"] == {rank: TOKENS * (2 + 2 + 4)}
         assert {("dispatch", peer) for peer in range(4) if peer != rank} <= set(statistics["peer_wait_ns"])
@@ -130,16 +132,16 @@ def summed(group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
 def test_each_parts_sum_is_rounded_and_both_together_once_more() -> None:
     for rank, (result, answers) in enumerate(run_group(summed, 4)):
         here = [0, 1] if rank < 2 else [2, 3]
-        near, far = (
+        intra, inter = (
             sum(answers[owner].float() for owner in part)
             for part in (here, [owner for owner in range(4) if owner not in here])
         )
-        parts = [part.to(torch.bfloat16).float() for part in (near, far)]
+        parts = [part.to(torch.bfloat16).float() for part in (intra, inter)]
         assert torch.equal(result, (parts[0] + parts[1]).to(torch.bfloat16))
         # Beside one host's single sum: half a unit in the last place of each part more.
-        off = (result.float() - (near + far)).abs()
-        assert (off <= 2**-7 * (near.abs() + far.abs())).all()
-        assert not torch.equal(result, (near + far).to(torch.bfloat16))
+        off = (result.float() - (intra + inter)).abs()
+        assert (off <= 2**-7 * (intra.abs() + inter.abs())).all()
+        assert not torch.equal(result, (intra + inter).to(torch.bfloat16))
 
 
 # -- what is refused ---------------------------------------------------------------------------------------
@@ -150,12 +152,12 @@ def refused(group: dist.ProcessGroup) -> None:
     spec = ExchangeSpec(rank, 3, (0, 1, 2), 4, 64, 2)
     wrong = {(0, 1, 0): "ranks of a host follow", (0, 1): "one number per rank"}
     for hosts, said in wrong.items():
-        far = BounceExchange(bootstrap.from_process_group(group, spec), "cpu")
+        inter = FabricDeviceExchange(bootstrap.from_process_group(group, spec), "cpu")
         with pytest.raises(ConfigError, match=said):
-            hybrid_ends.beside(far, hosts)
+            hybrid_ends.beside(inter, hosts)
         with pytest.raises(InvalidArgument, match="closed"):
-            far.barrier()
-    masking = BounceExchange(bootstrap.from_process_group(group, spec, on_timeout="mask"), "cpu")
+            inter.barrier()
+    masking = FabricDeviceExchange(bootstrap.from_process_group(group, spec, on_timeout="mask"), "cpu")
     with pytest.raises(ConfigError, match="on_timeout = 'mask'"):
         hybrid_ends.beside(masking, (0, 0, 1))
 
@@ -167,15 +169,15 @@ def test_hosts_and_settings_that_cannot_be_are_refused_by_name() -> None:
 def one_cannot(group: dist.ProcessGroup) -> str:
     """Rank 2 has no exchange inside its host: nobody waits for it in vain."""
     spec = ExchangeSpec(group.rank(), 3, (0, 1, 2), 4, 64, 2, timeout_ns=30 * 10**9)
-    far = BounceExchange(bootstrap.from_process_group(group, spec), "cpu")
+    inter = FabricDeviceExchange(bootstrap.from_process_group(group, spec), "cpu")
 
-    def make(near: ExchangeSpec, fd: int) -> object:
+    def make(intra: ExchangeSpec, fd: int) -> object:
         if spec.rank == 2:
             raise StartupError("this rank has no GPU")
-        return hybrid_ends.in_memory(near, fd)
+        return hybrid_ends.in_memory(intra, fd)
 
     with pytest.raises((StartupError, GroupAborted)) as caught:
-        compose(far, (0, 0, 1), hybrid_ends.same, make)  # type: ignore[arg-type]
+        compose(inter, (0, 0, 1), hybrid_ends.same, make)  # type: ignore[arg-type]
     return type(caught.value).__name__
 
 
@@ -186,18 +188,18 @@ def test_a_rank_that_cannot_start_ends_the_start_of_all() -> None:
 SPEC = ExchangeSpec(0, 1, (0,) * 6, 5, 256, 3, Payload.FP8, num_banks=2)
 
 
-def alone() -> HybridExchange:
-    far = BounceExchange(make_single(SPEC, "native"), "cpu")
-    return HybridExchange(make_single(SPEC, "native"), far, (0,))  # type: ignore[arg-type]
+def alone() -> HierarchicalExchange:
+    inter = FabricDeviceExchange(make_single(SPEC, "native"), "cpu")
+    return HierarchicalExchange(make_single(SPEC, "native"), inter, (0,))  # type: ignore[arg-type]
 
 
 def test_a_part_of_another_group_is_refused() -> None:
-    far = BounceExchange(make_single(SPEC, "native"), "cpu")
-    near = make_single(replace(SPEC, hidden=128), "native")
-    with pytest.raises(ConfigError, match=r"near\.spec .* that of ranks \[0\]"):
-        HybridExchange(near, far, (0,))  # type: ignore[arg-type]
-    near.close()
-    far.close()
+    inter = FabricDeviceExchange(make_single(SPEC, "native"), "cpu")
+    intra = make_single(replace(SPEC, hidden=128), "native")
+    with pytest.raises(ConfigError, match=r"intra\.spec .* that of ranks \[0\]"):
+        HierarchicalExchange(intra, inter, (0,))  # type: ignore[arg-type]
+    intra.close()
+    inter.close()
 
 
 def test_foreign_handles_and_use_after_close_are_refused() -> None:
@@ -229,13 +231,13 @@ def poisoned(group: dist.ProcessGroup) -> None:
         group.rank(), group.size(), placement, TOKENS, HIDDEN, 2, Payload.BF16, Reduction.SOURCE
     )
     exchange = hybrid_ends.on_one_host((0, 1), spec, group)
-    seen, send = [], exchange.near.combine_send
+    seen, send = [], exchange.intra.combine_send
 
     def noted(*args: object, **kwargs: object) -> object:
         seen.append(args[2])
         return send(*args, **kwargs)
 
-    exchange.near.combine_send = noted
+    exchange.intra.combine_send = noted
     x, ids = torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16), torch.tensor([[0, 1]]).repeat(TOKENS, 1)
     received = exchange.dispatch_send(x, ids, None).recv(View.COMPACT)
     weights = torch.full((TOKENS, 2), 0.5)

@@ -13,9 +13,9 @@ import torch
 from ep_server.errors import GroupAborted, PeerLost, PeerTimeout
 from ep_server.exchange.api import ExchangeSpec
 from ep_server.exchange.fabric.exchange import FabricOptions
-from ep_server.exchange.fabric.host_staging import BounceExchange
+from ep_server.exchange.fabric.host_staging import FabricDeviceExchange
 from ep_server.exchange.faults import Action, Fault
-from ep_server.exchange.hierarchical.exchange import HybridExchange
+from ep_server.exchange.hierarchical.exchange import HierarchicalExchange
 from tests.support import namespaces
 from tests.support.exchange.fault_programs import SECOND
 from tests.support.exchange.ranks import Outcome, Peer, Ranks, run_outcomes
@@ -36,20 +36,20 @@ class HybridEnd:
 
     inner: MixedEnd
 
-    def open(self, spec: ExchangeSpec, **waiting: Any) -> HybridExchange:
+    def open(self, spec: ExchangeSpec, **waiting: Any) -> HierarchicalExchange:
         hosts = self.inner.share.hosts
-        return hybrid_ends.beside(BounceExchange(self.inner.open(spec, **waiting), "cpu"), hosts)
+        return hybrid_ends.beside(FabricDeviceExchange(self.inner.open(spec, **waiting), "cpu"), hosts)
 
 
-def faulty(exchange: HybridExchange, victim: int, near: bool, fault: Fault) -> None:
-    """near: the fault is in the part inside the victim's host."""
+def faulty(exchange: HierarchicalExchange, victim: int, intra: bool, fault: Fault) -> None:
+    """intra: the fault is in the part inside the victim's host."""
     if exchange.spec.rank == victim:
-        part = exchange.near if near else exchange.far.inner
+        part = exchange.intra if intra else exchange.inter.inner
         part.set_faults((fault,))  # type: ignore[union-attr]
     operations(exchange, 12)
 
 
-def operations(exchange: HybridExchange, count: int) -> None:
+def operations(exchange: HierarchicalExchange, count: int) -> None:
     """Every token goes everywhere."""
     x = torch.full((TOKENS, HIDDEN), float(exchange.spec.rank + 1), dtype=torch.bfloat16)
     for _ in range(count):
@@ -57,15 +57,15 @@ def operations(exchange: HybridExchange, count: int) -> None:
         assert torch.equal(exchange.combine_send(received.rows, received).recv(), 4 * x)
 
 
-def run(folder: Path, victim: int, near: bool, fault: Fault) -> list[Outcome]:
+def run(folder: Path, victim: int, intra: bool, fault: Fault) -> list[Outcome]:
     needs("system")
     with mixed_ends(folder, HOSTS, SPEC, loopback()) as ends:
         each = [HybridEnd(end) for end in ends]
-        return run_outcomes(faulty, 4, SPEC, 30, args=(victim, near, fault), ends=each)
+        return run_outcomes(faulty, 4, SPEC, 30, args=(victim, intra, fault), ends=each)
 
 
 @pytest.mark.parametrize(
-    ("victim", "near", "op"),
+    ("victim", "intra", "op"),
     [
         (3, True, "dispatch"),
         (1, False, "combine"),
@@ -73,11 +73,11 @@ def run(folder: Path, victim: int, near: bool, fault: Fault) -> list[Outcome]:
         pytest.param(1, False, "dispatch", marks=pytest.mark.slow),
     ],
 )
-def test_a_killed_rank_is_named_by_every_survivor(victim: int, near: bool, op: str, tmp_path: Path) -> None:
+def test_a_killed_rank_is_named_by_every_survivor(victim: int, intra: bool, op: str, tmp_path: Path) -> None:
     """Whichever part it died in: its last send to anybody names it as it is numbered in the whole group."""
-    place = victim % 2 if near else victim
+    place = victim % 2 if intra else victim
     kill = Fault(rank=place, op=op, phase="send_rows", action=Action.KILL, epoch=3)
-    ended = run(tmp_path, victim, near, kill)
+    ended = run(tmp_path, victim, intra, kill)
     assert ended[victim].exitcode == -signal.SIGKILL
     assert_lost([outcome for outcome in ended if outcome.rank != victim], victim)
 
@@ -113,15 +113,15 @@ def test_two_namespaces_exchange_and_name_a_disconnected_host(tmp_path: Path) ->
         assert HOSTS[outcome.error.peer] != HOSTS[outcome.rank]
 
 
-def cut_off(exchange: HybridExchange, peer: Peer) -> None:
+def cut_off(exchange: HierarchicalExchange, peer: Peer) -> None:
     operations(exchange, 12)
     peer.tell("started")
     while True:
         operations(exchange, 1)
 
 
-def aborted(exchange: HybridExchange) -> str:
-    exchange.near.abort()  # type: ignore[attr-defined]
+def aborted(exchange: HierarchicalExchange) -> str:
+    exchange.intra.abort()  # type: ignore[attr-defined]
     x = torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16)
     try:
         exchange.dispatch_send(x, torch.arange(4).repeat(TOKENS, 1), torch.ones(TOKENS, 4)).recv()

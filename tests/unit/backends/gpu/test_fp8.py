@@ -26,7 +26,7 @@ from ep_server.backends.gpu.moe.transfers import PlainRows
 from ep_server.exchange.api import Payload, View
 from ep_server.exchange.quant import dequantise
 from ep_server.exchange.segment import create_segment
-from ep_server.exchange.shm import NativeExchange
+from ep_server.exchange.shm import ShmExchange
 from ep_server.models.assembly import RankModel
 from ep_server.models.decoder import DecoderParams
 from ep_server.models.families import read_spec
@@ -145,7 +145,7 @@ def test_rows_are_read_where_they_arrived(fp8: Fp8) -> None:
     spec = replace(exchange_spec(model, 0, 1, (0,) * EXPERTS), payload=Payload.FP8)
     for view in (View.COMPACT, View.INDEX):
         fd = create_segment(spec)
-        carried = NativeExchange(spec, fd=fd)
+        carried = ShmExchange(spec, fd=fd)
         os.close(fd)
         rows = PlainRows(carried, view)
         of_view[view] = on_gpu(model, rows=RowsOfSteps(rows, rows))

@@ -1,4 +1,4 @@
-"""What a DirectExchange enqueues on a GPU's streams: no access races with another, nor with the network card.
+"""What a GpuDirectExchange enqueues on a GPU's streams: no access races with another, nor with the network card.
 
 Runs without a GPU (stream_races.py). The card reads rows when they are sent: that counts as an access of the
 host. That the checker notices a missing wait is tested by leaving out each.
@@ -15,7 +15,7 @@ import torch
 from ep_server.exchange.api import ExchangeSpec, Payload
 from ep_server.exchange.fabric.copies import CudaCopies
 from ep_server.exchange.fabric.device_rows import DeviceRows
-from ep_server.exchange.fabric.gpu_direct import DirectExchange
+from ep_server.exchange.fabric.gpu_direct import GpuDirectExchange
 from ep_server.exchange.fabric.rows import RowsFabric
 from ep_server.exchange.shm_pending import PendingDispatch
 from tests.support.fabric.direct_ends import CPU, over_shm, own_name, poisoned_rows
@@ -50,7 +50,7 @@ def explored(replace: Callable[..., None], payload: Payload = Payload.BF16) -> t
     spec = spec_of(payload)
     with watched(replace) as races:
         inner = opened(spec, races)
-        exchange = DirectExchange(inner, copies=CudaCopies(CPU, spec.timeout_ns))
+        exchange = GpuDirectExchange(inner, copies=CudaCopies(CPU, spec.timeout_ns))
         sums = run_alone(exchange, 4)
         banks_change_streams(exchange)
         exchange.close()
@@ -60,11 +60,11 @@ def explored(replace: Callable[..., None], payload: Payload = Payload.BF16) -> t
 def opened(spec: ExchangeSpec, races: Races) -> Noted:
     inner = Noted(spec, poisoned_rows(spec, DeviceRows.HOST, 0), own_name(over_shm()))
     inner.races = races
-    inner.connect([inner.card], 1)
+    inner.connect([inner.address], 1)
     return inner
 
 
-def banks_change_streams(exchange: DirectExchange) -> None:
+def banks_change_streams(exchange: GpuDirectExchange) -> None:
     """Each bank is received on one stream, and filled next from the other, by which nothing was combined."""
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     for turn in range(6):
@@ -79,7 +79,7 @@ def test_no_access_races_with_another(monkeypatch: pytest.MonkeyPatch, payload: 
     assert_sums(sums, payload)
 
 
-def no_wait_for_reading(self: DirectExchange) -> None:
+def no_wait_for_reading(self: GpuDirectExchange) -> None:
     held, self._held = self._held, []
     for _, _, release in held:
         release()
@@ -87,7 +87,7 @@ def no_wait_for_reading(self: DirectExchange) -> None:
 
 LEFT_OUT = {
     "the card for rows": LEFT_OUT_OF_BOTH["the host for copies at all"],
-    "a bank for its reading": (DirectExchange, "_give_back", no_wait_for_reading),
+    "a bank for its reading": (GpuDirectExchange, "_give_back", no_wait_for_reading),
 }
 
 

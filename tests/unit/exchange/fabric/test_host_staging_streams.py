@@ -1,4 +1,4 @@
-"""What a BounceExchange enqueues on a GPU's streams, in which order: no access races with another.
+"""What a FabricDeviceExchange enqueues on a GPU's streams, in which order: no access races with another.
 
 Runs without a GPU (stream_races.py). That the checker notices a missing wait is tested by leaving out each.
 """
@@ -14,7 +14,7 @@ from ep_server.errors import ExchangeError
 from ep_server.exchange.api import Payload
 from ep_server.exchange.fabric import host_buffers as bounce_staging
 from ep_server.exchange.fabric.copies import CudaCopies
-from ep_server.exchange.fabric.host_staging import BounceExchange
+from ep_server.exchange.fabric.host_staging import FabricDeviceExchange
 from tests.support.exchange.single import make_single
 from tests.support.fabric import stream_races
 from tests.support.fabric.stream_programs import (
@@ -37,7 +37,7 @@ def explored(replace: Callable[..., None], payload: Payload = Payload.BF16) -> t
     replace(bounce_staging, "CHUNK_BYTES", 1024)  # several chunks
     with watched(replace) as races:
         inner = Noted(make_single(spec, "native"), races)
-        exchange = BounceExchange(inner, CPU, copies=CudaCopies(CPU, spec.timeout_ns))
+        exchange = FabricDeviceExchange(inner, CPU, copies=CudaCopies(CPU, spec.timeout_ns))
         sums = run_alone(exchange, 4)
         exchange.close()
     return races, sums

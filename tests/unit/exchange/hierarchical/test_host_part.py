@@ -11,8 +11,8 @@ from ep_server.errors import ConfigError
 from ep_server.exchange.api import ExchangeSpec, Received, View
 from ep_server.exchange.fabric.host_buffers import Brought
 from ep_server.exchange.hierarchical.host_part import (
-    FarTables,
     IdSplit,
+    InterTables,
     experts_of,
     join,
     ranks_of_host,
@@ -32,10 +32,10 @@ def test_ranks_and_experts_of_a_host_are_counted_from_zero_there() -> None:
     ranks = ranks_of_host(hosts, spec_of(2))
     assert ranks == range(1, 3)
     assert experts_of(spec_of(2), ranks) == (2, 3, 4, 6)
-    near = spec_of_host(spec_of(2), ranks)
-    assert (near.rank, near.num_ranks, near.placement) == (1, 2, (0, 1, 0, 1))
-    assert (near.max_tokens, near.hidden, near.top_k) == (4, 8, 3)
-    mine = [experts_of(spec_of(2), ranks)[e] for e in near.local_experts]
+    intra = spec_of_host(spec_of(2), ranks)
+    assert (intra.rank, intra.num_ranks, intra.placement) == (1, 2, (0, 1, 0, 1))
+    assert (intra.max_tokens, intra.hidden, intra.top_k) == (4, 8, 3)
+    mine = [experts_of(spec_of(2), ranks)[e] for e in intra.local_experts]
     assert tuple(mine) == spec_of(2).local_experts
 
 
@@ -43,9 +43,9 @@ def test_a_host_without_experts_has_one_that_nobody_is_sent_to() -> None:
     bare = spec_of(0, (1, 2, 3, 4))
     ranks = ranks_of_host((0, 1, 1, 1, 1), bare)
     assert spec_of_host(bare, ranks).placement == (0,)
-    near, far = IdSplit(bare, ranks, CPU)(torch.tensor([[0, 3, -1]]))
-    assert near.tolist() == [[-1, -1, -1]]
-    assert far.tolist() == [[0, 3, -1]]
+    intra, inter = IdSplit(bare, ranks, CPU)(torch.tensor([[0, 3, -1]]))
+    assert intra.tolist() == [[-1, -1, -1]]
+    assert inter.tolist() == [[0, 3, -1]]
 
 
 @pytest.mark.parametrize("hosts", [(0, 1, 0, 1, 1), (0, 0, 0, 0), (0, 0, 0, 0, -1)])
@@ -56,10 +56,10 @@ def test_hosts_whose_ranks_are_apart_or_missing_are_refused(hosts: tuple[int, ..
 
 def test_every_choice_is_in_one_part_and_bad_ids_are_bad_in_both() -> None:
     split = IdSplit(spec_of(1), range(1, 3), CPU)
-    near, far = split(torch.tensor([[0, 2, 4], [6, -1, 5], [-2, 8, 10**12], [-(10**12), 3, 7]]))
-    assert near.tolist() == [[-1, 0, 2], [3, -1, -1], [-2, 4, 4], [-2, 1, -1]]
-    assert far.tolist() == [[0, -1, -1], [-1, -1, 5], [-2, 8, 8], [-2, -1, 7]]
-    assert near.is_contiguous() and far.is_contiguous()
+    intra, inter = split(torch.tensor([[0, 2, 4], [6, -1, 5], [-2, 8, 10**12], [-(10**12), 3, 7]]))
+    assert intra.tolist() == [[-1, 0, 2], [3, -1, -1], [-2, 4, 4], [-2, 1, -1]]
+    assert inter.tolist() == [[0, -1, -1], [-1, -1, 5], [-2, 8, 8], [-2, -1, 7]]
+    assert intra.is_contiguous() and inter.is_contiguous()
     for each in split(torch.empty(0, 3, dtype=torch.int64)):
         assert each.shape == (0, 3)
 
@@ -77,23 +77,23 @@ def test_joined_rows_are_ordered_by_expert_source_and_token(view: View, seed: in
         if drawn.random() < (0.0, 0.3, 1.0)[seed % 3]
     )
     region, gateways = 5 * tokens + 7, [drawn.randrange(2) for _ in range(5)]
-    near = [entry for entry in entries if entry[1] in ranks]
-    far = [entry for entry in entries if entry[1] not in ranks]
-    far_ids = torch.tensor([gateways[s] * region + s * tokens + t for _, s, t in far], dtype=torch.int64)
-    inner = Received(torch.empty(region + 5 * tokens, 1), *counted(far, experts), None, row_ids=far_ids)
-    used, entry = torch.unique(far_ids, return_inverse=True)
-    tables = FarTables(spec_of(1), ranks)(inner, entry)
+    intra = [entry for entry in entries if entry[1] in ranks]
+    inter = [entry for entry in entries if entry[1] not in ranks]
+    inter_ids = torch.tensor([gateways[s] * region + s * tokens + t for _, s, t in inter], dtype=torch.int64)
+    inner = Received(torch.empty(region + 5 * tokens, 1), *counted(inter, experts), None, row_ids=inter_ids)
+    used, entry = torch.unique(inter_ids, return_inverse=True)
+    tables = InterTables(spec_of(1), ranks)(inner, entry)
     # Inside a host ids count from any bank: only their number matters here.
-    here = Received(torch.empty(0), *counted(near, experts + 1), None, row_ids=torch.arange(len(near)))
+    here = Received(torch.empty(0), *counted(intra, experts + 1), None, row_ids=torch.arange(len(intra)))
     joined = join(here, Brought(inner.counts, tables, []), view)
-    rows = [("near", entry) for entry in near] + [("far", int(row)) for row in used]
+    rows = [("intra", entry) for entry in intra] + [("inter", int(row)) for row in used]
     wanted = [
-        ("near", e) if e[1] in ranks else ("far", gateways[e[1]] * region + e[1] * tokens + e[2])
+        ("intra", e) if e[1] in ranks else ("inter", gateways[e[1]] * region + e[1] * tokens + e[2])
         for e in entries
     ]
     assert [rows[row] for row in joined.order.entry] == wanted
-    assert [entries[i] for i in joined.near_at] == near
-    assert [entries[i] for i in joined.far_at] == far
+    assert [entries[i] for i in joined.intra_at] == intra
+    assert [entries[i] for i in joined.inter_at] == inter
     counts, offsets = counted(entries, experts)
     assert torch.equal(joined.order.counts, counts)
     assert torch.equal(joined.order.offsets, offsets)

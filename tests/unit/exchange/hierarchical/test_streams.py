@@ -1,7 +1,7 @@
-"""What a HybridExchange enqueues on a GPU's streams, in which order: no access races with another.
+"""What a HierarchicalExchange enqueues on a GPU's streams, in which order: no access races with another.
 
 Runs without a GPU (stream_races.py): two ranks of one process, each a host of its own. In place of a
-CudaExchange is one whose halves are noted as kernels of the caller's stream.
+NvlinkExchange is one whose halves are noted as kernels of the caller's stream.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from ep_server.exchange.api import Payload, Received, View
 from ep_server.exchange.fabric import host_buffers as bounce_staging
 from ep_server.exchange.fabric.copies import CudaCopies
 from ep_server.exchange.fabric.host_pending import Outgoing
-from ep_server.exchange.fabric.host_staging import BounceExchange
-from ep_server.exchange.hierarchical.exchange import HybridExchange
+from ep_server.exchange.fabric.host_staging import FabricDeviceExchange
+from ep_server.exchange.hierarchical.exchange import HierarchicalExchange
 from ep_server.exchange.hierarchical.host_part import spec_of_host
 from ep_server.exchange.segment import create_segment
-from ep_server.exchange.shm import NativeExchange
+from ep_server.exchange.shm import ShmExchange
 from tests.support.exchange.single import make_single
 from tests.support.fabric.stream_programs import (
     LEFT_OUT,
@@ -44,7 +44,7 @@ CPU, RANKS = torch.device("cpu"), 2
 class OnStream:
     """The exchange inside a host: memory of a GPU, halves on the caller's stream, banks in their order."""
 
-    def __init__(self, inner: NativeExchange, races: Races) -> None:
+    def __init__(self, inner: ShmExchange, races: Races) -> None:
         self.inner, self.races = inner, races
         self.freed: dict[int, Any] = {}  # by bank: what had happened when it was given back
 
@@ -61,47 +61,47 @@ class OnStream:
 
     def release(self, received: Received) -> None:
         """A kernel empties the bank."""
-        self.races.note(self.races.current.name, [], [received.rows], "near release")
+        self.races.note(self.races.current.name, [], [received.rows], "intra release")
         self.freed[received.rows.data_ptr()] = self.races.current.record_event().clock
         self.inner.release(received)
 
     def reads(self, *given: torch.Tensor | None) -> None:
         self.races.note(
-            self.races.current.name, [each for each in given if each is not None], [], "near send"
+            self.races.current.name, [each for each in given if each is not None], [], "intra send"
         )
 
     def made(self, *tensors: torch.Tensor) -> None:
         self.races.of_gpu |= {address(each) for each in tensors if each.numel()}
-        self.races.note(self.races.current.name, [], list(tensors), "near recv")
+        self.races.note(self.races.current.name, [], list(tensors), "intra recv")
 
 
 class PendingOnStream:
-    def __init__(self, near: OnStream, pending: Any) -> None:
-        self.near, self.pending = near, pending
+    def __init__(self, intra: OnStream, pending: Any) -> None:
+        self.intra, self.pending = intra, pending
 
     def recv(self, *given: View) -> Any:
         result = self.pending.recv(*given)
         if not isinstance(result, Received):
-            self.near.made(result)
+            self.intra.made(result)
             return result
         assert result.row_ids is not None
-        self.near.races.current.clock |= self.near.freed.get(result.rows.data_ptr(), {})
-        self.near.races.of_gpu.add(address(result.rows))
-        self.near.made(result.row_ids, result.counts, result.offsets)
+        self.intra.races.current.clock |= self.intra.freed.get(result.rows.data_ptr(), {})
+        self.intra.races.of_gpu.add(address(result.rows))
+        self.intra.made(result.row_ids, result.counts, result.offsets)
         return result
 
 
 @contextlib.contextmanager
-def exchanges(races: Races, payload: Payload) -> Iterator[list[HybridExchange]]:
+def exchanges(races: Races, payload: Payload) -> Iterator[list[HierarchicalExchange]]:
     """Of both ranks; experts in turn."""
     spec = spec_of(payload, 0, RANKS)
     fd, made = create_segment(spec), []
     for rank in range(RANKS):
         mine = replace(spec, rank=rank)
-        inner = Noted(NativeExchange(mine, fd=fd), races)
-        far = BounceExchange(inner, CPU, copies=CudaCopies(CPU, spec.timeout_ns))  # type: ignore[arg-type]
-        near = make_single(spec_of_host(mine, range(rank, rank + 1)), "native")
-        made.append(HybridExchange(OnStream(near, races), far, (0, 1)))  # type: ignore[arg-type]
+        inner = Noted(ShmExchange(mine, fd=fd), races)
+        inter = FabricDeviceExchange(inner, CPU, copies=CudaCopies(CPU, spec.timeout_ns))  # type: ignore[arg-type]
+        intra = make_single(spec_of_host(mine, range(rank, rank + 1)), "native")
+        made.append(HierarchicalExchange(OnStream(intra, races), inter, (0, 1)))  # type: ignore[arg-type]
     os.close(fd)
     yield made
     for exchange in made:
@@ -136,13 +136,13 @@ def failed_beside(races: Races) -> None:
     """A send inside the host fails while tensors travel; the next one is on another stream."""
     with exchanges(races, Payload.BF16) as made:
         exchange, streams = made[0], [torch.cuda.Stream(), torch.cuda.Stream()]
-        whole = exchange.near.dispatch_send
+        whole = exchange.intra.dispatch_send
 
         def fails(*given: torch.Tensor) -> Any:
-            exchange.near.dispatch_send = whole  # type: ignore[method-assign]
+            exchange.intra.dispatch_send = whole  # type: ignore[method-assign]
             raise HookNotCalled("no bank is free")
 
-        exchange.near.dispatch_send = fails  # type: ignore[method-assign]
+        exchange.intra.dispatch_send = fails  # type: ignore[method-assign]
         with pytest.raises(HookNotCalled):
             Operation(exchange, streams[0], 0)
         Operation(exchange, streams[1], 1)

@@ -114,9 +114,9 @@ def test_tensors_of_each_view(payload: Payload) -> None:
     groups, dtype = (2, torch.int32) if ue8m0 else (8, torch.float32)
     row_dtype = torch.float8_e4m3fn if fp8 else torch.bfloat16
 
-    padded = shapes.landing(Receipt(View.PADDED))
+    padded = shapes.recv_tensors(Receipt(View.PADDED))
     assert (padded.rows.shape, padded.rows.dtype) == ((LOCAL, PADDED, 1024), row_dtype)
-    compact = shapes.landing(Receipt(View.COMPACT))
+    compact = shapes.recv_tensors(Receipt(View.COMPACT))
     assert (compact.rows.shape, compact.rows.dtype) == ((PADDED * LOCAL, 1024), row_dtype)
     assert compact.limit == PADDED * LOCAL
     assert (padded.scales is not None, compact.scales is not None) == (fp8, fp8)
@@ -125,7 +125,7 @@ def test_tensors_of_each_view(payload: Payload) -> None:
         assert padded.scales.stride() == (20 * groups, 1, 20), "columns start at multiples of 16 bytes"
         assert (compact.scales.shape, compact.scales.dtype) == ((PADDED * LOCAL, groups), dtype)
 
-    index = shapes.landing(Receipt(View.INDEX, capacity=5))
+    index = shapes.recv_tensors(Receipt(View.INDEX, capacity=5))
     assert index.row_ids is not None
     assert (index.row_ids.shape, index.row_ids.dtype, index.limit) == ((5,), torch.int64, 5)
     for made in (padded, compact, index):
@@ -135,10 +135,10 @@ def test_tensors_of_each_view(payload: Payload) -> None:
 
 def test_what_the_caller_gives_is_filled() -> None:
     out, counts = SHAPES.empty_padded(), torch.empty(LOCAL, dtype=torch.int32)
-    landing = SHAPES.landing(Receipt(View.PADDED, out=out, counts=counts))
-    assert landing.rows is out[0]
-    assert landing.scales is out[1]
-    assert landing.counts is counts
+    filled = SHAPES.recv_tensors(Receipt(View.PADDED, out=out, counts=counts))
+    assert filled.rows is out[0]
+    assert filled.scales is out[1]
+    assert filled.counts is counts
     info, ranges = SHAPES.source_map()
     assert (info.shape, info.dtype) == ((LOCAL, PADDED), torch.int32)
     assert (ranges.shape, ranges.dtype) == ((LOCAL, RANKS), torch.int64)
@@ -163,7 +163,7 @@ def test_what_the_caller_gives_is_filled() -> None:
 )
 def test_what_a_receive_refuses(field: str, receipt: Receipt) -> None:
     with pytest.raises(InvalidArgument) as caught:
-        SHAPES.landing(receipt)
+        SHAPES.recv_tensors(receipt)
     assert caught.value.field == field
 
 

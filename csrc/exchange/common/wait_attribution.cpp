@@ -1,4 +1,4 @@
-#include "exchange/common/blame.hpp"
+#include "exchange/common/wait_attribution.hpp"
 
 #include <algorithm>
 #include <atomic>
