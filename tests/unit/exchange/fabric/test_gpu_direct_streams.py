@@ -1,4 +1,4 @@
-"""What a GpuDirectExchange enqueues on a GPU's streams: no access races with another, nor with the network card.
+"""What a GpuDirectExchange enqueues on a GPU's streams: no access races with another, nor with the NIC's.
 
 Runs without a GPU (stream_races.py). The card reads rows when they are sent: that counts as an access of the
 host. That the checker notices a missing wait is tested by leaving out each.
