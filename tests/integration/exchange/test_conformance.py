@@ -1,13 +1,12 @@
 """One suite for every implementation of the exchange: each must return the bits that paper arithmetic gives.
 
-Both implementations are held to the same expected bits, so they are identical to one another. A group of
-processes is spawned once per implementation and R; it runs all cases, and each test reads its own result.
+Both implementations are held to the same expected bits, so they are identical to one another. A test is one
+group of processes that runs all cases; a failure names the first of those that failed.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import cache
 
 import pytest
 import torch
@@ -17,10 +16,11 @@ from ep_server.errors import ConfigError
 from ep_server.exchange import bootstrap
 from ep_server.exchange.api import Exchange, ExchangeSpec, Payload, Received, View
 from ep_server.testing.reference_exchange import ReferenceCombine, ReferenceDispatch, ReferenceExchange
-from tests.support.exchange.conformance import Factory, case_names, run_cases, run_pair, run_side_by_side
+from tests.support.exchange.conformance import Factory, run_cases, run_pair, run_side_by_side
 from tests.support.exchange.process_group import run_group
-from tests.support.exchange.sequences import run_sequences, sequence_names
+from tests.support.exchange.sequences import run_sequences
 from tests.support.exchange.single import make_single
+from tests.support.fabric.suites import failures
 
 IMPLEMENTATIONS = ("reference", "native")
 RANKS = (1, 2, 4)
@@ -45,28 +45,11 @@ def _run_rank(group: dist.ProcessGroup, implementation: str) -> dict[str, str]:
     return run_cases(group, factory) | run_sequences(group, factory)
 
 
-@cache
-def results(implementation: str, num_ranks: int) -> dict[str, list[str]]:
-    """name -> failure texts of the ranks that failed; one group of processes for all."""
-    by_rank = run_group(_run_rank, num_ranks, args=(implementation,), timeout=90)
-    return {
-        name: [f"rank {rank}: {answers[name]}" for rank, answers in enumerate(by_rank) if answers[name]]
-        for name in by_rank[0]
-    }
-
-
 @pytest.mark.parametrize("num_ranks", RANKS)
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-class TestConformance:
-    @pytest.mark.parametrize("case", case_names())
-    def test_case(self, implementation: str, num_ranks: int, case: str) -> None:
-        failures = results(implementation, num_ranks)[case]
-        assert not failures, "\n".join(failures)
-
-    @pytest.mark.parametrize("sequence", sequence_names())
-    def test_sequence(self, implementation: str, num_ranks: int, sequence: str) -> None:
-        failures = results(implementation, num_ranks)[sequence]
-        assert not failures, "\n".join(failures)
+def test_every_case_and_sequence(implementation: str, num_ranks: int) -> None:
+    found = failures(run_group(_run_rank, num_ranks, args=(implementation,)))
+    assert not found, found
 
 
 @pytest.mark.parametrize("num_ranks", [2, 4])

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import pytest
 import torch.distributed as dist
@@ -58,27 +57,15 @@ GROUPS = {
 SLOW = ("native-4-source", "reference-4")
 
 
-@pytest.fixture(scope="session")
-def outcomes(tiny: Callable[[str], Tiny]) -> Callable[[str], dict[str, list[Tokens]]]:
-    """Tokens of all families by case name, per rank; each group of processes runs once."""
-
-    @cache
-    def get(group: str) -> dict[str, list[Tokens]]:
-        jobs = [Job(str(tiny(case.name).path), tiny(case.name).prompts) for case in CASES]
-        per_rank = run(GROUPS[group], jobs)
-        return {case.name: [tokens[i] for tokens in per_rank] for i, case in enumerate(CASES)}
-
-    return get
-
-
-@pytest.mark.parametrize("name", [case.name for case in CASES])
 @pytest.mark.parametrize("group", [pytest.param(g, marks=[pytest.mark.slow] * (g in SLOW)) for g in GROUPS])
-def test_tokens(
-    outcomes: Callable[[str], dict[str, list[Tokens]]], tiny: Callable[[str], Tiny], group: str, name: str
-) -> None:
+def test_tokens_of_every_family(tiny: Callable[[str], Tiny], group: str) -> None:
+    made = [tiny(case.name) for case in CASES]
+    per_rank = run(GROUPS[group], [Job(str(one.path), one.prompts) for one in made])
+    found = {one.case.name: [tokens[i] for tokens in per_rank] for i, one in enumerate(made)}
     count = GROUPS[group].new_tokens
-    expected = [[tiny(name).tokens[i][:count] for i in own] for own in GROUPS[group].prompts]
-    assert outcomes(group)[name] == expected
+    assert found == {
+        one.case.name: [[one.tokens[i][:count] for i in own] for own in GROUPS[group].prompts] for one in made
+    }
 
 
 def run(group: Group, jobs: list[Job]) -> list[list[Tokens]]:
