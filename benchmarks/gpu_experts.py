@@ -30,7 +30,7 @@ from ep_server.backends.gpu.kernels.triton.expert_rows import (
     tiles_for,
 )
 from ep_server.backends.gpu.kernels.triton.experts import run_experts
-from ep_server.models.fp8 import widen
+from ep_server.models.loading import widen
 
 SHARED = 227 << 10  # bytes of shared memory
 

@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from benchmarks.load_checkpoint import write
 from benchmarks.load_rank import Case, Row, measure
-from ep_server.models.files import MOST_READERS
+from ep_server.backends.assembly import MOST_READERS
 
 ROW = "{:<12} {:>8} {:>8} {:>8} {:>8} {:>12}"
 

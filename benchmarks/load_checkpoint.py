@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 import torch
 
+from ep_server.backends.torch_compute import TorchCompute
 from ep_server.models.checkpoint import INDEX
 from ep_server.models.families import ModelSpec, read_spec
-from ep_server.models.fp8 import Codes
-from ep_server.models.torch_compute import TorchCompute
+from ep_server.models.loading import Codes
 from ep_server.models.weights import weights_from
 
 SHAPES = Path(__file__).parent / "shapes"

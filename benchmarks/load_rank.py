@@ -19,13 +19,12 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from benchmarks.load_checkpoint import Pattern
+from ep_server.backends.assembly import files_for
+from ep_server.backends.torch_compute import TorchCompute, TorchGatedFfn, TorchLinear
 from ep_server.models.checkpoint import Checkpoint, StoredTensor
 from ep_server.models.families import read_spec
-from ep_server.models.files import MappedFiles, files_for
 from ep_server.models.layers import ModelWeights, MoeWeights
-from ep_server.models.shards import TensorFiles
-from ep_server.models.tensors import TensorReader
-from ep_server.models.torch_compute import TorchCompute, TorchGatedFfn, TorchLinear
+from ep_server.models.loading import MappedFiles, TensorFiles, TensorReader
 from ep_server.models.weights import weights_from
 
 Check = Callable[[Any], None]

@@ -14,17 +14,14 @@ import torch
 import torch.nn.functional as F
 
 from ep_server.exchange.api import Exchange
-from ep_server.models.attention import AttentionInput, gqa, mla
+from ep_server.models.attention import AttentionInput, gqa, mla, rotation_table
 from ep_server.models.batch import MicroBatch
 from ep_server.models.compute import Compute
-from ep_server.models.experts import ExpertCounter, dense_ffn
 from ep_server.models.families.spec import GqaSpec, ModelSpec
 from ep_server.models.kv_cache import KvCache, KvLayer
 from ep_server.models.layers import GqaWeights, LayerWeights, MlaWeights, ModelWeights, MoeWeights
-from ep_server.models.moe import MoeContext, moe
-from ep_server.models.rope import rotation_table
+from ep_server.models.moe import ExpertCounter, MoeContext, UniformRouting, dense_ffn, moe
 from ep_server.models.timers import Phase, PhaseClock
-from ep_server.models.uniform import UniformRouting
 
 Forward = Generator[None, None, torch.Tensor]
 

@@ -13,7 +13,7 @@ import torch
 
 from ep_server.exchange.quant import E4M3_MAX
 from ep_server.models.families.spec import EMBEDDING, ModelSpec
-from ep_server.models.fp8 import Codes, widen
+from ep_server.models.loading import Codes, widen
 
 UNIFORM_SPREAD = math.sqrt(3.0)  # half the width of a uniform distribution of deviation 1
 CPU_ELEMENTS, DEVICE_ELEMENTS = 1 << 16, 1 << 24  # drawn at once: what a cache holds, what fills a GPU

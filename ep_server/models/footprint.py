@@ -46,7 +46,7 @@ def footprint(spec: ModelSpec, dtype: Dtype, *, packed: bool = True) -> Footprin
 
 
 def stay_fp8(spec: ModelSpec, dtype: Dtype) -> bool:
-    """GPU ranks keep the experts of such a checkpoint as FP8 (expert_weights.py)."""
+    """GPU ranks keep the experts of such a checkpoint as FP8 (weights.py)."""
     return spec.fp8_blocks and dtype is Dtype.BFLOAT16
 
 

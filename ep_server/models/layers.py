@@ -13,7 +13,29 @@ from dataclasses import dataclass
 import torch
 
 from ep_server.models.compute import GatedFfn, HeadLinear, Linear
-from ep_server.models.kv_scales import KvScales
+from ep_server.models.families.spec import GqaSpec, MlaSpec
+
+
+@dataclass(frozen=True, slots=True)
+class KvScales:
+    """Scales of one layer of an FP8 KV cache: value = code * scale.
+
+    k: [kv_heads] float32. v: the same; None for latent attention, whose values are keys.
+    """
+
+    k: torch.Tensor
+    v: torch.Tensor | None
+
+    @staticmethod
+    def ones(attention: GqaSpec | MlaSpec, device: torch.device | None = None) -> KvScales:
+        """What a cache has without a checkpoint's scales."""
+        if isinstance(attention, MlaSpec):
+            return KvScales(torch.ones(1, device=device), None)
+        return KvScales(*(torch.ones(attention.kv_heads, device=device) for _ in "kv"))
+
+    def to(self, device: torch.device) -> KvScales:
+        """The same on a device."""
+        return KvScales(self.k.to(device), None if self.v is None else self.v.to(device))
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,27 +1,33 @@
 """Loads the weights one rank owns: everything replicated, plus its own experts.
 
-Only the bytes of those tensors are read, into fresh memory of the device; several layers are made at once.
-Knows checkpoints and layouts; knows nothing of ranks but the list of expert ids it is given.
+Only the bytes of those tensors are read, into fresh memory of the device, several layers at a time. Experts
+come from either layout on disk: one tensor per expert, or stacked. On a GPU that serves bfloat16, FP8 experts
+stay codes with their scales in blocks of 128 x 128; everything else becomes the serving dtype.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from ep_server.errors import CheckpointError
+from ep_server.models.attention import adjacent_pairs
 from ep_server.models.checkpoint import Checkpoint
-from ep_server.models.compute import Compute, GatedFfn, Linear
-from ep_server.models.expert_weights import ExpertLoader
-from ep_server.models.families.spec import EMBEDDING, HEAD, GqaSpec, MlaSpec, ModelSpec, QkNorm
-from ep_server.models.files import files_for
-from ep_server.models.kv_scales import read_kv_scales
-from ep_server.models.layers import GqaWeights, LayerWeights, MlaWeights, ModelWeights, MoeWeights
-from ep_server.models.rope import adjacent_pairs
-from ep_server.models.tensors import TensorReader, TensorSource
+from ep_server.models.compute import Compute, FfnScales, GatedFfn, Linear
+from ep_server.models.families.spec import EMBEDDING, FP8_BLOCK, HEAD, GqaSpec, MlaSpec, ModelSpec, QkNorm
+from ep_server.models.layers import GqaWeights, KvScales, LayerWeights, MlaWeights, ModelWeights, MoeWeights
+from ep_server.models.loading import Codes, MappedFiles, TensorFiles, TensorReader, TensorSource
 
+# Of a layer's attention, for keys (or the latent) and values; the first that is there counts.
+_KV_SCALE_NAMES = {
+    "k": ("k_scale", "attn.k_scale", "k_proj.k_scale"),
+    "v": ("v_scale", "attn.v_scale", "v_proj.v_scale"),
+}
 Progress = Callable[[str, int, int], None]
 
 
@@ -33,6 +39,7 @@ def load_weights(
     compute: Compute,
     progress: Progress = lambda stage, done, total: None,
     threads: int = 1,
+    files: AbstractContextManager[TensorFiles] | None = None,
 ) -> ModelWeights:
     """Reads a model.
 
@@ -41,13 +48,14 @@ def load_weights(
         dtype: of all weights but the router's, which stay float32, and experts that stay FP8.
         compute: prepares the matrices.
         progress: called as progress("weights", layers done, layers in all), by the calling thread.
-        threads: layers in the making at once; on the CPU each takes its own size beside what is kept.
+        threads: layers to load at once; on the CPU each needs memory of its own size.
+        files: how to read the shards; None = memory-mapped.
     Raises: CheckpointError naming file, tensor, expected and found shape.
     """
-    with files_for(compute.device) as files:
-        reader = TensorReader(checkpoint, spec.quant_block, files)
+    with files or MappedFiles(compute.device) as opened:
+        reader = TensorReader(checkpoint, spec.quant_block, opened)
         weights = weights_from(reader, spec, experts, dtype, compute, progress, threads)
-        files.finish()
+        opened.finish()
         return weights
 
 
@@ -233,3 +241,107 @@ class _Loader:
         shape = (sum(r.shape[0] for r in rows), *rows[0].shape[1:])
         fused = torch.empty(shape, dtype=self._dtype, device=rows[0].device)
         return torch.cat([r.to(self._dtype) for r in rows], out=fused)
+
+
+def read_kv_scales(source: TensorSource, prefix: str, attention: GqaSpec | MlaSpec) -> KvScales | None:
+    """What the checkpoint has for the attention whose tensors begin with `prefix`; None where nothing.
+
+    Raises: CheckpointError for k without v, or a scale that is not a positive number.
+    """
+    heads = attention.kv_heads if isinstance(attention, GqaSpec) else 1
+    k, v = (_kv_scale(source, prefix, kind, heads) for kind in ("k", "v"))
+    if isinstance(attention, MlaSpec):
+        return None if k is None else KvScales(k, None)
+    if k is None and v is None:
+        return None
+    if k is None or v is None:
+        there, lost = ("v", "k") if k is None else ("k", "v")
+        raise CheckpointError(f"{prefix}: there is a {there}_scale of the KV cache, but no {lost}_scale")
+    return KvScales(k, v)
+
+
+def _kv_scale(source: TensorSource, prefix: str, kind: str, heads: int) -> torch.Tensor | None:
+    """[heads] float32."""
+    for name in (f"{prefix}.{end}" for end in _KV_SCALE_NAMES[kind]):
+        scale = source.read_vector(name, (1, heads))
+        if scale is None:
+            continue
+        if not bool((scale.isfinite() & (scale > 0)).all()):
+            raise CheckpointError(f"{name} = {scale.tolist()}: must be positive numbers")
+        return scale.expand(heads).contiguous()
+    return None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLoader:
+    """experts: global ids of this rank's, ascending. dtype: served."""
+
+    source: TensorSource
+    spec: ModelSpec
+    experts: tuple[int, ...]
+    dtype: torch.dtype
+    compute: Compute
+
+    def load(self, prefix: str) -> GatedFfn:
+        """The experts of the layer whose tensors begin with `prefix`. Raises: what the source raises."""
+        spec, names, ffn = self.spec, self.spec.names, self.spec.expert_ffn
+        stacked = self.source.has(f"{prefix}.gate_up_proj")
+        first = f"{prefix}.{next(iter(self.experts), 0)}.{names.gate}.weight"
+        fp8 = self._stay_fp8(f"{prefix}.gate_up_proj" if stacked else first)
+        if fp8 and stacked and ffn % FP8_BLOCK:
+            raise CheckpointError(
+                f"{prefix}.gate_up_proj: a block of {FP8_BLOCK} rows has gate and up rows, as an expert has "
+                f"{ffn} channels: such FP8 weights can only be served with model.dtype = float32"
+            )
+        gate_up, down = self._fused(2, ffn, spec.hidden, fp8), self._fused(1, spec.hidden, ffn, fp8)
+        count = spec.router.num_experts
+        for row, expert in enumerate(self.experts):
+            if stacked:
+                gate_up.fill(row, 0, f"{prefix}.gate_up_proj", (count, 2 * ffn, spec.hidden), expert)
+                down.fill(row, 0, f"{prefix}.down_proj", (count, spec.hidden, ffn), expert)
+                continue
+            one = f"{prefix}.{expert}"
+            gate_up.fill(row, 0, f"{one}.{names.gate}.weight", (ffn, spec.hidden))
+            gate_up.fill(row, 1, f"{one}.{names.up}.weight", (ffn, spec.hidden))
+            down.fill(row, 0, f"{one}.{names.down}.weight", (spec.hidden, ffn))
+        if gate_up.scale is None or down.scale is None:
+            return self.compute.gated_ffn(gate_up.values, down.values)
+        return self.compute.gated_ffn(gate_up.values, down.values, FfnScales(gate_up.scale, down.scale))
+
+    def _stay_fp8(self, first: str) -> bool:
+        """first: a tensor of the layer; the others must be stored alike."""
+        return (
+            self.compute.fp8
+            and self.dtype is torch.bfloat16
+            and self.spec.fp8_blocks
+            and self.source.is_fp8(first)
+        )
+
+    def _fused(self, parts: int, rows: int, columns: int, fp8: bool) -> _Fused:
+        count, device = len(self.experts), self.compute.device
+        dtype = torch.float8_e4m3fn if fp8 else self.dtype
+        values = torch.empty(count, parts * rows, columns, dtype=dtype, device=device)
+        grid = (parts * -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+        scale = torch.empty(count, *grid, device=device) if fp8 else None
+        return _Fused(self.source, rows, values, scale)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fused:
+    """A matrix of every expert in the making. rows: of one part, gate or up; see FfnScales for `scale`."""
+
+    source: TensorSource
+    rows: int
+    values: torch.Tensor
+    scale: torch.Tensor | None
+
+    def fill(self, row: int, part: int, name: str, shape: tuple[int, ...], entry: int | None = None) -> None:
+        """Copies a tensor, or one entry of a stack, into expert `row`, from its part `part` on."""
+        first = part * self.rows
+        into = self.values[row, first : first + shape[-2]]
+        if self.scale is None:
+            self.source.copy(into, name, shape, entry)
+            return
+        block = part * -(-self.rows // FP8_BLOCK)
+        scale = self.scale[row, block : block + -(-shape[-2] // FP8_BLOCK)]
+        self.source.copy_codes(Codes(into, scale), name, shape, entry)

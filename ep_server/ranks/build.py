@@ -13,9 +13,9 @@ from dataclasses import dataclass
 
 import torch
 
+from ep_server.backends.assembly import LoadParams, RankModel, load_model
 from ep_server.config import Config
 from ep_server.exchange.api import ExchangeSpec
-from ep_server.models.assembly import LoadParams, RankModel, load_model
 from ep_server.models.families import read_spec
 from ep_server.ranks.devices import device_of
 from ep_server.ranks.exchanges import Opening

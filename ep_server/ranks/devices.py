@@ -11,18 +11,18 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ep_server.backends.assembly import RankModel
 from ep_server.backends.cpu.native_compute import NativeCompute
 from ep_server.backends.cpu.sampler import Sampler
+from ep_server.backends.torch_compute import TorchCompute
 from ep_server.config import Config
 from ep_server.errors import StartupError
 from ep_server.exchange.api import ExchangeSpec, View, control_spec
 from ep_server.exchange.fabric.device_memory import on_device
 from ep_server.exchange.shm import ShmExchange
-from ep_server.models.assembly import RankModel
 from ep_server.models.compute import Compute
 from ep_server.models.families import read_spec
 from ep_server.models.sizes import context_limit
-from ep_server.models.torch_compute import TorchCompute
 from ep_server.ranks.exchanges import Opening, open_exchange
 from ep_server.ranks.group import (
     alone,

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from ep_server.backends.assembly import RankModel
 from ep_server.backends.cpu.runner import RunnerStatistics
 from ep_server.exchange.api import ExchangeSpec
-from ep_server.models.assembly import RankModel
 from ep_server.models.compute import Compute
 from ep_server.ranks.exchanges import Opening
 from ep_server.ranks.overlap import Overlap

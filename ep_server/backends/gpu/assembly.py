@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ep_server.backends.assembly import TORCH, RankModel
 from ep_server.backends.gpu.attention.choice import AttentionCase, Chosen, choose
 from ep_server.backends.gpu.attention.decode_kernels import DecodeKernels
 from ep_server.backends.gpu.graphs import Form, captured_forms
@@ -14,7 +15,6 @@ from ep_server.backends.gpu.moe.rows import RowsOfSteps
 from ep_server.backends.gpu.runner import GpuOptions, GpuRunner
 from ep_server.backends.gpu.step_input import InputShape
 from ep_server.exchange.api import Exchange
-from ep_server.models.assembly import TORCH, RankModel
 from ep_server.models.decoder import DecoderParams
 from ep_server.models.kv_cache import KvCache
 

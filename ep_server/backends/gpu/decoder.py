@@ -39,13 +39,13 @@ from ep_server.backends.gpu.moe.router import GpuRouter, router_weight
 from ep_server.backends.gpu.moe.rows import Rows, Unsent
 from ep_server.backends.gpu.side_stream import Beside
 from ep_server.backends.gpu.step_input import StepTensors
+from ep_server.backends.torch_compute import TorchLinear
+from ep_server.models.attention import rotation_table
 from ep_server.models.decoder import DecoderParams, Forward
-from ep_server.models.experts import ExpertCounter
 from ep_server.models.families.spec import GqaSpec, MlaSpec
 from ep_server.models.layers import GqaWeights, MlaWeights, MoeWeights
-from ep_server.models.rope import rotation_table
+from ep_server.models.moe import ExpertCounter
 from ep_server.models.timers import Lap, Phase
-from ep_server.models.torch_compute import TorchLinear
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ import torch
 from ep_server.backends.gpu.waiting import Event, await_event
 from ep_server.errors import CheckpointError
 from ep_server.models.checkpoint import StoredTensor
-from ep_server.models.shards import TORCH, OpenShards
+from ep_server.models.loading import TORCH, OpenShards
 
 BUFFER_BYTES = 4 << 20  # small enough to stay in the processor's cache between read and copy
 BUFFERS = 2  # of each thread: one is read into while the other is copied from

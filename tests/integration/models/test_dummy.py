@@ -14,19 +14,19 @@ import numpy as np
 import pytest
 import torch
 
+from ep_server.backends.assembly import LoadParams, load_model
+from ep_server.backends.torch_compute import TorchCompute
 from ep_server.cli.main import main
 from ep_server.config import Config, ModelConfig
 from ep_server.errors import CheckpointError, StartupError
 from ep_server.exchange.api import Exchange, Payload
 from ep_server.frontend.served_model import ServedModel
-from ep_server.models.assembly import LoadParams, load_model
 from ep_server.models.dummy import CPU_ELEMENTS, DummyReader, draw
 from ep_server.models.families import read_spec
 from ep_server.models.families.spec import RouterSpec
 from ep_server.models.inspect import inspect_checkpoint, inspect_config
 from ep_server.models.layers import MoeWeights
-from ep_server.models.torch_compute import TorchCompute
-from ep_server.models.uniform import UniformRouting
+from ep_server.models.moe import UniformRouting
 from ep_server.models.weights import weights_from
 from ep_server.ranks.group import plan_group
 from tests.support.compare import assert_equal

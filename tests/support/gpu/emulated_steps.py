@@ -48,8 +48,8 @@ def run_steps(group: dist.ProcessGroup, path: Path, config: dict[str, Any], fold
 
 
 def _run(group: dist.ProcessGroup, folder: Path, experts: int) -> list[Found]:
-    from ep_server.models.assembly import LoadParams, load_model
-    from ep_server.models.torch_compute import TorchCompute
+    from ep_server.backends.assembly import LoadParams, load_model
+    from ep_server.backends.torch_compute import TorchCompute
     from tests.support.exchange.gpu_group import close_exchange, open_exchange
     from tests.support.models.driver import exchange_spec
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 
 from ep_server.backends.gpu.kernels.hopper.experts import StreamedExperts, streamable
 from ep_server.backends.gpu.kernels.triton.expert_rows import ExpertRows, ExpertWeights
-from ep_server.models.fp8 import widen
+from ep_server.models.loading import widen
 
 BF16, FP8, BLOCK, SPARE = torch.bfloat16, torch.float8_e4m3fn, (128, 128), 9
 

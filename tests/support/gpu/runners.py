@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from ep_server.backends.assembly import LoadParams, load_model
 from ep_server.backends.gpu.attention.decode_kernels import DecodeKernels, triton_decode
 from ep_server.backends.gpu.graphs import Form
 from ep_server.backends.gpu.kernels.triton.paged import PagedKv
@@ -18,12 +19,11 @@ from ep_server.backends.gpu.moe.rows import Rows, RowsOfSteps
 from ep_server.backends.gpu.moe.transfers import PlainRows
 from ep_server.backends.gpu.runner import GpuOptions, GpuRunner, Launched
 from ep_server.backends.gpu.step_input import InputShape, StepTensors
-from ep_server.models.assembly import LoadParams, load_model
+from ep_server.backends.torch_compute import TorchCompute
 from ep_server.models.decoder import DecoderParams
 from ep_server.models.families import read_spec
 from ep_server.models.families.spec import GqaSpec
 from ep_server.models.kv_cache import KvCache
-from ep_server.models.torch_compute import TorchCompute
 from ep_server.records import StepBatch
 from ep_server.scheduler import RankScheduler, SchedulerLimits
 from ep_server.testing.reference_exchange import ReferenceExchange

@@ -21,6 +21,7 @@ import torch
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
+from ep_server.backends.assembly import LoadParams, load_model
 from ep_server.backends.gpu import capability
 from ep_server.backends.gpu.attention.decode_kernels import triton_decode
 from ep_server.backends.gpu.graphs import captured_forms
@@ -29,11 +30,10 @@ from ep_server.backends.gpu.moe.rows import RowsOfSteps
 from ep_server.backends.gpu.moe.transfers import FusedRows, LocalRows
 from ep_server.backends.gpu.runner import GpuOptions, GpuRunner
 from ep_server.backends.gpu.step_input import InputShape
+from ep_server.backends.torch_compute import TorchCompute
 from ep_server.exchange.api import ExchangeSpec, Payload, Received, View
-from ep_server.models.assembly import LoadParams, load_model
 from ep_server.models.decoder import DecoderParams
 from ep_server.models.kv_cache import KvCache
-from ep_server.models.torch_compute import TorchCompute
 
 Launch = tuple[object, ...]
 CPU, BLOCK, BLOCKS, MULTIPROCESSORS = torch.device("cpu"), 16, 600, 132

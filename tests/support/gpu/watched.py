@@ -18,16 +18,16 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
+from ep_server.backends.assembly import LoadParams, load_model
 from ep_server.backends.gpu.graphs import Form
 from ep_server.backends.gpu.moe.rows import RowsOfSteps
 from ep_server.backends.gpu.moe.transfers import LocalRows
 from ep_server.backends.gpu.runner import GpuOptions, GpuRunner
 from ep_server.backends.gpu.step_input import InputShape
-from ep_server.models.assembly import LoadParams, load_model
+from ep_server.backends.torch_compute import TorchCompute
 from ep_server.models.decoder import DecoderParams
 from ep_server.models.families import read_spec
 from ep_server.models.kv_cache import KvCache
-from ep_server.models.torch_compute import TorchCompute
 from ep_server.records import Request, Sampling, StepBatch, Stopping
 from ep_server.scheduler import RankScheduler, SchedulerLimits
 from ep_server.testing.reference_exchange import ReferenceExchange

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 import torch
 
+from ep_server.backends.assembly import LoadParams, RankModel, load_model
 from ep_server.backends.cpu.runner import ModelRunner
 from ep_server.backends.gpu.assembly import GpuPlan, gpu_runner
 from ep_server.backends.gpu.moe.router import GpuRouter
 from ep_server.backends.gpu.moe.rows import RowsOfSteps
 from ep_server.backends.gpu.runner import GpuRunner
 from ep_server.backends.gpu.step_input import StepTensors
+from ep_server.backends.torch_compute import TorchCompute
 from ep_server.exchange.api import Payload
-from ep_server.models.assembly import LoadParams, RankModel, load_model
 from ep_server.models.families import read_spec
-from ep_server.models.router import route
-from ep_server.models.torch_compute import TorchCompute
+from ep_server.models.moe import route
 from ep_server.ranks.devices import rows_of
 from ep_server.records import SeqSlice, StepBatch
 from ep_server.testing.reference_exchange import ReferenceExchange

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import torch
 
+from ep_server.backends.assembly import LoadParams, RankModel, load_model
 from ep_server.backends.cpu.runner import ModelRunner
 from ep_server.exchange.api import Exchange, ExchangeSpec, Payload
-from ep_server.models.assembly import LoadParams, RankModel, load_model
 from ep_server.models.sizes import Dtype
 from ep_server.records import Request, SampledToken, SeqSlice, StepBatch
 from ep_server.testing.reference_exchange import ReferenceExchange

@@ -13,7 +13,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from ep_server.models.fp8 import Codes, widen
+from ep_server.models.loading import Codes, widen
 from tests.support.models.checkpoints import VOCAB, Case, random_model
 
 BLOCK = (128, 128)

@@ -15,9 +15,9 @@ import torch
 
 from ep_server.backends.gpu.assembly import GpuPlan, gpu_runner
 from ep_server.backends.gpu.moe.rows import RowsOfSteps
+from ep_server.backends.torch_compute import TorchCompute
 from ep_server.config import Config
 from ep_server.exchange.api import ExchangeSpec
-from ep_server.models.torch_compute import TorchCompute
 from ep_server.ranks import life
 from ep_server.ranks.devices import rows_of
 from ep_server.ranks.exchanges import Opening, open_exchange

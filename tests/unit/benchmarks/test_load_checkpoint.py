@@ -11,10 +11,10 @@ from safetensors.torch import load_file
 
 from benchmarks import load_checkpoint
 from benchmarks.load_checkpoint import Pattern, planned, write
+from ep_server.backends.torch_compute import TorchCompute
 from ep_server.models.checkpoint import Checkpoint
 from ep_server.models.families import read_spec
 from ep_server.models.inspect import inspect_config
-from ep_server.models.torch_compute import TorchCompute
 from ep_server.models.weights import load_weights
 from tests.support.models.checkpoints import CASES, EXPERTS, random_model
 

@@ -14,6 +14,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from ep_server.backends.torch_compute import TorchCompute
 from ep_server.config import ModelConfig
 from ep_server.errors import CheckpointError, ConfigError
 from ep_server.frontend.served_model import ServedModel
@@ -21,7 +22,6 @@ from ep_server.models.checkpoint import INDEX, SINGLE, Checkpoint
 from ep_server.models.families import read_spec
 from ep_server.models.inspect import inspect_checkpoint
 from ep_server.models.layers import tensors_of
-from ep_server.models.torch_compute import TorchCompute
 from ep_server.models.weights import load_weights
 from ep_server.text.tokenizer import Tokenizer
 from tests.support.compare import assert_equal

@@ -13,12 +13,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ep_server.backends.torch_compute import TorchCompute
 from ep_server.errors import CheckpointError
 from ep_server.models.checkpoint import SINGLE, Checkpoint, StoredTensor
-from ep_server.models.contents import Unused, unused_tensors
 from ep_server.models.families import read_spec
-from ep_server.models.inspect import inspect_checkpoint, inspect_config
-from ep_server.models.torch_compute import TorchCompute
+from ep_server.models.inspect import Unused, inspect_checkpoint, inspect_config, unused_tensors
 from ep_server.models.weights import load_weights
 from tests.support.models.checkpoints import CASES, EXPERTS, Tiny
 from tests.support.models.fp8 import Fp8Tiny

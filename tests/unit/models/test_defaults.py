@@ -18,10 +18,10 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers.utils.quantization_config import FineGrainedFP8Config
 
 from ep_server.errors import CheckpointError
+from ep_server.models.attention import frequencies
 from ep_server.models.families import FAMILIES
 from ep_server.models.families.fields import Fields
 from ep_server.models.families.spec import GqaSpec, ModelSpec
-from ep_server.models.rope import frequencies
 
 REFUSED = "refused"
 ABSENT, NULL = "absent", "null"

@@ -13,13 +13,13 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
+from ep_server.backends.assembly import LoadParams, load_model
+from ep_server.backends.torch_compute import TorchCompute
 from ep_server.exchange.api import Payload
-from ep_server.models.assembly import LoadParams, load_model
 from ep_server.models.checkpoint import INDEX
 from ep_server.models.families import read_spec
 from ep_server.models.inspect import inspect_checkpoint, inspect_config
 from ep_server.models.sizes import Dtype, serving_dtype
-from ep_server.models.torch_compute import TorchCompute
 from ep_server.ranks.group import plan_group
 from tests.support.models.checkpoints import EXPERTS, HIDDEN, NEW_TOKENS, VOCAB, Tiny, greedy
 from tests.support.models.driver import alone, generate

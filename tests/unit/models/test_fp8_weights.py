@@ -12,19 +12,18 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ep_server.backends.assembly import LoadParams, load_model
 from ep_server.backends.cpu.native_compute import NativeCompute
+from ep_server.backends.torch_compute import TorchCompute, TorchGatedFfn
 from ep_server.errors import CheckpointError, InternalError
-from ep_server.models.assembly import LoadParams, load_model
 from ep_server.models.checkpoint import Checkpoint
 from ep_server.models.compute import FfnScales
 from ep_server.models.families import read_spec
 from ep_server.models.footprint import footprint
-from ep_server.models.fp8 import widen
 from ep_server.models.inspect import inspect_checkpoint, inspect_config
-from ep_server.models.kv_scales import KvScales
-from ep_server.models.layers import ModelWeights, MoeWeights
+from ep_server.models.layers import KvScales, ModelWeights, MoeWeights
+from ep_server.models.loading import widen
 from ep_server.models.sizes import Dtype
-from ep_server.models.torch_compute import TorchCompute, TorchGatedFfn
 from ep_server.models.weights import load_weights
 from tests.support.compare import assert_close, assert_equal
 from tests.support.models.fp8 import BLOCK, EXPERTS, Fp8Tiny, quantise, to_fp8

@@ -14,15 +14,15 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from ep_server.backends.assembly import LoadParams, load_model, loading_threads
+from ep_server.backends.torch_compute import TorchCompute
 from ep_server.errors import CheckpointError, ConfigError
-from ep_server.models.assembly import LoadParams, load_model, loading_threads
 from ep_server.models.checkpoint import Checkpoint
 from ep_server.models.families import read_spec
 from ep_server.models.footprint import footprint
 from ep_server.models.inspect import inspect_checkpoint
 from ep_server.models.layers import ModelWeights, MoeWeights, tensors_of
 from ep_server.models.sizes import Dtype
-from ep_server.models.torch_compute import TorchCompute
 from ep_server.models.weights import load_weights
 from tests.support.compare import assert_equal
 from tests.support.models.checkpoints import CASES, EXPERTS, HIDDEN, VOCAB, Tiny, random_model

@@ -21,9 +21,9 @@ from ep_server.backends.gpu.kernels.triton.partial import Partial
 from ep_server.backends.gpu.kernels.triton.rope import HeadNorm, Rotation, store_gqa
 from ep_server.backends.gpu.kernels.triton.rope_latent import MlaInput, store_mla
 from ep_server.backends.gpu.step_input import StepTensors
+from ep_server.backends.torch_compute import TorchHeadLinear, TorchLinear
 from ep_server.models.families.spec import GqaSpec, MlaSpec
 from ep_server.models.layers import GqaWeights, MlaWeights
-from ep_server.models.torch_compute import TorchHeadLinear, TorchLinear
 
 
 @dataclass(frozen=True, slots=True)

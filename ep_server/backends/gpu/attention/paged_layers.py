@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ep_server.backends.gpu.kernels.triton.paged import PagedKv
 from ep_server.models.decoder import DecoderParams
-from ep_server.models.kv_scales import KvScales
+from ep_server.models.layers import KvScales
 
 
 def paged_layers(params: DecoderParams) -> list[PagedKv]:

@@ -12,8 +12,8 @@ from ep_server.backends.gpu.kernels.hopper.experts import StreamedExperts, strea
 from ep_server.backends.gpu.kernels.triton.activation import silu_mul
 from ep_server.backends.gpu.kernels.triton.expert_rows import ExpertRows, ExpertWeights
 from ep_server.backends.gpu.kernels.triton.experts import run_experts
+from ep_server.backends.torch_compute import TorchGatedFfn
 from ep_server.exchange.api import Received
-from ep_server.models.torch_compute import TorchGatedFfn
 
 
 def streamed_experts(ffn: object) -> StreamedExperts | None:

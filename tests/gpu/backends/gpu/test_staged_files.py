@@ -11,11 +11,11 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.load_checkpoint import write
+from ep_server.backends.assembly import files_for
 from ep_server.backends.gpu.staged_files import StagedFiles, StreamCopies
+from ep_server.backends.torch_compute import TorchCompute
 from ep_server.models.checkpoint import Checkpoint
-from ep_server.models.files import files_for
 from ep_server.models.layers import ModelWeights, tensors_of
-from ep_server.models.torch_compute import TorchCompute
 from ep_server.models.weights import load_weights
 from tests.support.compare import assert_equal
 
@@ -67,7 +67,13 @@ def loaded(path: Path, device: torch.device) -> ModelWeights:
 
     experts = range(1, EXPERTS)
     return load_weights(
-        Checkpoint.open(path), read_spec(str(path)), experts, torch.bfloat16, TorchCompute(device), threads=3
+        Checkpoint.open(path),
+        read_spec(str(path)),
+        experts,
+        torch.bfloat16,
+        TorchCompute(device),
+        threads=3,
+        files=files_for(device),
     )
 
 

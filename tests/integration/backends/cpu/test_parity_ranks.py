@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import pytest
 import torch.distributed as dist
 
+from ep_server.backends.assembly import LoadParams, load_model
 from ep_server.exchange.api import Exchange, ExchangeSpec, Payload, Reduction
-from ep_server.models.assembly import LoadParams, load_model
 from ep_server.testing.reference_exchange import ReferenceExchange
 from tests.support.exchange.process_group import run_group
 from tests.support.exchange.ranks import run_ranks

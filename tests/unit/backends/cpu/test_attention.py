@@ -11,12 +11,12 @@ import pytest
 import torch
 
 from ep_server.backends.cpu.native_compute import NativeCompute
+from ep_server.backends.torch_compute import TorchCompute
 from ep_server.models.batch import AttentionMeta, split
 from ep_server.models.compute import Compute
 from ep_server.models.families.spec import GqaSpec, MlaSpec, ModelSpec, RopeSpec, RouterSpec
 from ep_server.models.kv_cache import KvCache, KvLayer
 from ep_server.models.sizes import Dtype, kv_block_bytes
-from ep_server.models.torch_compute import TorchCompute
 from ep_server.records import SeqSlice, StepBatch
 from tests.support.compare import assert_close
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from ep_server.backends.assembly import LoadParams, load_model
 from ep_server.backends.cpu.sampler import Sampler
 from ep_server.exchange.api import ExchangeSpec, Payload
-from ep_server.models.assembly import LoadParams, load_model
 from ep_server.records import Request, SampledToken, Sampling, Stopping
 from ep_server.scheduler.batch import SchedulerLimits
 from ep_server.scheduler.rank_scheduler import RankScheduler

@@ -6,10 +6,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ep_server.backends.torch_compute import TorchCompute, TorchGatedFfn
 from ep_server.exchange.api import Payload, Received
 from ep_server.exchange.quant import quantise
-from ep_server.models.experts import dense_ffn, received_rows
-from ep_server.models.torch_compute import TorchCompute, TorchGatedFfn
+from ep_server.models.moe import dense_ffn, received_rows
 from tests.support.compare import assert_close, assert_equal
 
 HIDDEN, FFN = 24, 10

@@ -14,10 +14,10 @@ import torch
 
 from ep_server import _C
 from ep_server.backends.cpu.native_compute import NativeCompute
+from ep_server.backends.torch_compute import TorchCompute
 from ep_server.errors import InternalError
 from ep_server.models.batch import AttentionMeta
 from ep_server.models.kv_cache import KvLayer
-from ep_server.models.torch_compute import TorchCompute
 
 DTYPES = (torch.float32, torch.bfloat16)
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2.0**-8}

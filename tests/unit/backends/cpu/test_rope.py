@@ -10,10 +10,10 @@ import transformers
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.qwen3_moe.modeling_qwen3_moe import apply_rotary_pos_emb
 
+from ep_server.models.attention import adjacent_pairs, frequencies, rotate, rotation_table
 from ep_server.models.families.common import rope
 from ep_server.models.families.fields import Fields
 from ep_server.models.families.spec import RopeSpec
-from ep_server.models.rope import adjacent_pairs, frequencies, rotate, rotation_table
 from tests.support.compare import assert_close, assert_equal
 
 CONTEXT = 4096

@@ -8,10 +8,10 @@ from dataclasses import dataclass, replace
 import pytest
 import torch
 
+from ep_server.backends.torch_compute import TorchCompute
 from ep_server.models.families.spec import GroupScore, RouterSpec, Score
 from ep_server.models.layers import MoeWeights
-from ep_server.models.router import route
-from ep_server.models.torch_compute import TorchCompute
+from ep_server.models.moe import route
 
 
 def unused(x: torch.Tensor, offsets: torch.Tensor) -> torch.Tensor:

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 
+from ep_server.backends.assembly import LoadParams, load_model
 from ep_server.backends.cpu.runner import ModelRunner
 from ep_server.exchange.api import Exchange, ExchangeSpec, Payload
 from ep_server.models import timers
-from ep_server.models.assembly import LoadParams, load_model
 from ep_server.models.timers import Phase, PhaseClock
 from ep_server.records import Request, Sampling, SeqSlice, StepBatch, Stopping
 from ep_server.testing.reference_exchange import ReferenceExchange

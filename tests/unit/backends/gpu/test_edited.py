@@ -12,11 +12,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ep_server.backends.assembly import LoadParams, load_model
 from ep_server.backends.cpu.runner import ModelRunner
 from ep_server.backends.cpu.sampler import Sampler
 from ep_server.backends.gpu.graphs import Form
 from ep_server.backends.gpu.runner import GpuRunner
-from ep_server.models.assembly import LoadParams, load_model
 from ep_server.models.families import read_spec
 from ep_server.records import Request, SampledToken, Stopping
 from ep_server.scheduler import RankScheduler, SchedulerLimits

@@ -19,6 +19,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import ep_server.backends.gpu.moe.experts as gpu_experts
+from ep_server.backends.assembly import RankModel
 from ep_server.backends.cpu.runner import ModelRunner
 from ep_server.backends.gpu.kernels.triton.expert_rows import ExpertRows, ExpertWeights
 from ep_server.backends.gpu.moe.rows import RowsOfSteps
@@ -27,11 +28,10 @@ from ep_server.exchange.api import Payload, View
 from ep_server.exchange.quant import dequantise
 from ep_server.exchange.segment import create_segment
 from ep_server.exchange.shm import ShmExchange
-from ep_server.models.assembly import RankModel
 from ep_server.models.decoder import DecoderParams
 from ep_server.models.families import read_spec
-from ep_server.models.fp8 import widen
 from ep_server.models.kv_cache import KvCache, KvLayer
+from ep_server.models.loading import widen
 from tests.support.compare import assert_close, assert_equal
 from tests.support.gpu.whole_steps import exchange, load, logits_of, run, step_runner
 from tests.support.models.checkpoints import Tiny

@@ -19,12 +19,12 @@ from safetensors.torch import load_file, save_file
 
 from ep_server.backends.gpu import staged_files
 from ep_server.backends.gpu.staged_files import BUFFERS, StagedFiles
+from ep_server.backends.torch_compute import TorchCompute
 from ep_server.errors import CheckpointError, InternalError
 from ep_server.models.checkpoint import Checkpoint
 from ep_server.models.families import read_spec
 from ep_server.models.layers import ModelWeights, tensors_of
-from ep_server.models.tensors import TensorReader
-from ep_server.models.torch_compute import TorchCompute
+from ep_server.models.loading import TensorReader
 from ep_server.models.weights import load_weights, weights_from
 from tests.support.compare import assert_equal
 

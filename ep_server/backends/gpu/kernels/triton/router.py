@@ -1,12 +1,12 @@
 """[7] From router logits to expert ids and weights in one kernel, for every family.
 
-The order of operations is that of model/router.py: score, + bias, limit to groups, top-k, gather,
+The order of operations is that of models/moe.py: score, + bias, limit to groups, top-k, gather,
 renormalise, scale; all in float32. Equal choices go to the lower id, which torch.topk leaves open. A token
 with NaN among its logits gets NaN weights, and distinct valid ids. Rows past the number of real tokens,
 which is read on the device, get ids -1 and weights 0: the exchange sends nothing for them.
 
 One program per token. Its lanes: experts of a group lie side by side, groups and their number padded to
-powers of two. Instead of by score, experts can be drawn at random: the draws are those of model/uniform.py,
+powers of two. Instead of by score, experts can be drawn at random: the draws are those of UniformRouting,
 in the order of that. T tokens, E experts, K choices.
 """
 

@@ -10,8 +10,8 @@ import torch
 from ep_server.backends.gpu.kernels.hopper.mla import LatentLaunchConfig
 from ep_server.backends.gpu.kernels.triton.rope import Rotation
 from ep_server.backends.gpu.kernels.triton.rope_latent import MlaInput, store_mla
+from ep_server.models.attention import rotation_table
 from ep_server.models.families.spec import RopeSpec
-from ep_server.models.rope import rotation_table
 from tests.support.gpu.latent_case import BF16, DIM, LATENT, NAN, LatentCase
 
 pytestmark = pytest.mark.gpu

@@ -24,9 +24,9 @@ from ep_server.backends.gpu.kernels.hopper.products import (
     streamed_product,
 )
 from ep_server.backends.gpu.kernels.triton.partial import Partial
+from ep_server.backends.torch_compute import TorchLinear
 from ep_server.errors import InternalError
 from ep_server.models.layers import GqaWeights
-from ep_server.models.torch_compute import TorchLinear
 
 BF16, H200 = torch.bfloat16, 132
 

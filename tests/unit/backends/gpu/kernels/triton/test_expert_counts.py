@@ -5,7 +5,7 @@ import torch
 
 from ep_server.backends.gpu.kernels.triton.expert_counts import tally
 from ep_server.errors import InternalError
-from ep_server.models.experts import ExpertCounter
+from ep_server.models.moe import ExpertCounter
 from tests.support.triton.harness import DEVICE
 
 

@@ -9,9 +9,9 @@ from ep_server.backends.gpu.kernels.triton.paged import PagedKv
 from ep_server.backends.gpu.kernels.triton.rope import HeadNorm, Rotation, store_gqa
 from ep_server.backends.gpu.kernels.triton.rope_latent import MlaInput, store_mla
 from ep_server.errors import InternalError
+from ep_server.models.attention import rotation_table
 from ep_server.models.families.spec import RopeSpec
 from ep_server.models.kv_cache import KvLayer
-from ep_server.models.rope import rotation_table
 from tests.support.triton.harness import (
     DEVICE,
     FP8,

@@ -9,12 +9,12 @@ import torch
 
 from ep_server.backends.gpu.kernels.triton.partial import Partial
 from ep_server.backends.gpu.kernels.triton.router import Choice, Drawn, route
+from ep_server.backends.torch_compute import TorchCompute
 from ep_server.errors import InternalError
 from ep_server.models.families.spec import GroupScore, RouterSpec, Score
 from ep_server.models.layers import MoeWeights
-from ep_server.models.router import route as oracle
-from ep_server.models.torch_compute import TorchCompute
-from ep_server.models.uniform import UniformRouting
+from ep_server.models.moe import UniformRouting
+from ep_server.models.moe import route as oracle
 from tests.support.triton.harness import DEVICE, NAN, in_parts, poisoned, random
 
 V3 = RouterSpec(

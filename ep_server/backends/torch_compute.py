@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from ep_server.models.batch import AttentionMeta
 from ep_server.models.compute import FfnScales
 from ep_server.models.families.spec import FP8_BLOCK
-from ep_server.models.fp8 import widen
 from ep_server.models.kv_cache import KvLayer
+from ep_server.models.loading import widen
 
 
 class TorchCompute:

@@ -1,18 +1,132 @@
-"""Single tensors of a checkpoint by name, FP8 block-scaled ones widened or as codes.
-
-Knows names, dtypes and scales; knows nothing of models, nor of how bytes leave files.
-"""
+"""Reads tensors of a checkpoint by name: opens shards, maps them, widens FP8 or keeps its codes."""
 
 from __future__ import annotations
 
-from typing import Protocol
+import threading
+from abc import abstractmethod
+from contextlib import ExitStack
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Generic, NamedTuple, Protocol, Self, TypeVar
 
 import torch
+from safetensors import SafetensorError, safe_open
 
 from ep_server.errors import CheckpointError
 from ep_server.models.checkpoint import Checkpoint, StoredTensor
-from ep_server.models.fp8 import Codes, widen
-from ep_server.models.shards import TORCH, TensorFiles
+
+
+class Codes(NamedTuple):
+    """A matrix as it is stored. values: [n, k] float8_e4m3fn. scale: [ceil(n / rows), ceil(k / columns)]
+    float32, of blocks of rows x columns."""
+
+    values: torch.Tensor
+    scale: torch.Tensor
+
+
+def widen(values: torch.Tensor, scale: torch.Tensor, block: tuple[int, int]) -> torch.Tensor:
+    """Codes [..., n, k] and the scales of their blocks to float32 [..., n, k]."""
+    rows, columns = values.shape[-2:]
+    spread = scale.repeat_interleave(block[0], -2)[..., :rows, :].repeat_interleave(block[1], -1)
+    return values.float() * spread[..., :columns]
+
+
+TORCH = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+}
+Opened = TypeVar("Opened")
+
+
+class TensorFiles(Protocol):
+    """The shards of a checkpoint. Several threads may load at once."""
+
+    def load(
+        self, stored: StoredTensor, part: int | None = None, into: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """The values of a tensor, or of entry `part` of its first dimension.
+
+        Args:
+            into: where they are to be: contiguous, of their dtype and shape; None = the files choose.
+        Returns: `into`, or a tensor on the files' device, which may end with the files. Work of the device's
+            current stream finds the values there.
+        Raises: CheckpointError naming file and tensor if they cannot be read.
+        """
+        ...
+
+    def finish(self) -> None:
+        """Returns when all values are where they belong."""
+        ...
+
+
+class OpenShards(Generic[Opened]):
+    """Each shard is opened when the first tensor of it is loaded, once for all threads.
+
+    A context: they are closed behind it.
+    """
+
+    def __init__(self) -> None:
+        self._closing = ExitStack()
+        self._open: dict[Path, Opened] = {}
+        self._opening = threading.Lock()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._closing.close()
+
+    def shard(self, file: Path) -> Opened:
+        """An open shard. Raises: what open_shard() raises."""
+        with self._opening:
+            if file not in self._open:
+                self._open[file] = self.open_shard(file, self._closing)
+            return self._open[file]
+
+    @abstractmethod
+    def open_shard(self, file: Path, closing: ExitStack) -> Opened:
+        """Opens one. closing: gets what closes it."""
+
+
+class MappedFiles(OpenShards[Any]):
+    """See TensorFiles. Only the pages of what is loaded are touched, and without `into` nothing is copied.
+
+    A context: the mappings end with it.
+    device: elsewhere than on the CPU everything is copied there, page by page.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def load(
+        self, stored: StoredTensor, part: int | None = None, into: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See TensorFiles; a view of the mapping where it is not copied."""
+        try:
+            opened = self.shard(stored.file)
+            name = stored.name
+            mapped: torch.Tensor = opened.get_tensor(name) if part is None else opened.get_slice(name)[part]
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{stored.file}: tensor {stored.name}: cannot be read ({error})") from error
+        return mapped.to(self._device) if into is None else into.copy_(mapped)
+
+    def finish(self) -> None:
+        """Nothing: they are there when load() returns."""
+
+    def open_shard(self, file: Path, closing: ExitStack) -> Any:
+        """Maps it."""
+        return closing.enter_context(safe_open(file, framework="pt", device="cpu"))
+
 
 _FP8 = "F8_E4M3"
 _FLOATS = ("F32", "BF16", "F16", "F64")

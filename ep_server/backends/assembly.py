@@ -1,11 +1,9 @@
-"""Builds one rank's model: checkpoint to spec, weights, KV cache, runner. What the worker calls.
-
-Knows all parts of model/; knows nothing of processes, schedulers or how the exchange was made.
-"""
+"""Builds the model of one rank for the worker: reads the checkpoint, makes the KV cache and the runner."""
 
 from __future__ import annotations
 
 import dataclasses
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -19,14 +17,15 @@ from ep_server.models.compute import Compute
 from ep_server.models.decoder import DecoderParams
 from ep_server.models.dummy import DummyReader
 from ep_server.models.families import ModelSpec, read_spec
-from ep_server.models.files import MOST_READERS
 from ep_server.models.footprint import footprint
 from ep_server.models.kv_cache import KvCache
 from ep_server.models.layers import ModelWeights
+from ep_server.models.loading import MappedFiles, TensorFiles
+from ep_server.models.moe import UniformRouting
 from ep_server.models.sizes import Dtype, cache_dtype, context_limit, kv_block_bytes, serving_dtype
-from ep_server.models.uniform import UniformRouting
 from ep_server.models.weights import Progress, load_weights, weights_from
 
+MOST_READERS = 16  # threads that read for a GPU: enough to keep its copy engine busy
 MOST_LOADERS = 4  # threads that load into host memory
 LOADING_BYTES = 2 << 30  # of layers in the making, beside what is kept
 TORCH = {
@@ -111,11 +110,21 @@ def load_model(params: LoadParams, progress: Progress = lambda stage, done, tota
         weights = weights_from(source, spec, experts, TORCH[dtype], compute, progress, loaders)
     else:
         checkpoint = Checkpoint.open(params.path)
-        weights = load_weights(checkpoint, spec, experts, TORCH[dtype], compute, progress, loaders)
+        files = files_for(compute.device)
+        weights = load_weights(checkpoint, spec, experts, TORCH[dtype], compute, progress, loaders, files)
     drawn = params.routing == "uniform"
     uniform = UniformRouting(spec.router, params.seed, compute.device) if drawn else None
     kv_dtype = cache_dtype(dtype, params.kv_dtype)
     return RankModel(spec, weights, dtype, kv_dtype, limit, compute, uniform)
+
+
+def files_for(device: torch.device) -> AbstractContextManager[TensorFiles]:
+    """Memory-mapped files for the CPU; pinned staging buffers for a GPU."""
+    if device.type != "cuda":
+        return MappedFiles(device)
+    from ep_server.backends.gpu.staged_files import StagedFiles, StreamCopies
+
+    return StagedFiles(StreamCopies(device))
 
 
 def loading_threads(spec: ModelSpec, dtype: Dtype, experts: int, threads: int) -> int:
