@@ -20,9 +20,8 @@ from gpu_timing import BF16, RATE, arguments, in_graph
 
 from ep_server.backends.gpu.attention.choice import AttentionCase, Chosen, choose
 from ep_server.backends.gpu.attention.decode_kernels import DecodeKernels
-from ep_server.backends.gpu.kernels.triton.paged import PagedKv
+from ep_server.backends.gpu.kernels.triton.paged import AttentionRule, PagedKv, Sequences
 from ep_server.backends.gpu.kernels.triton.paged_decode import DecodeTile, Workspace, decode
-from ep_server.backends.gpu.kernels.triton.paged_tile import AttentionRule, Sequences
 from ep_server.errors import ConfigError
 from ep_server.models.families.spec import GqaSpec, MlaSpec
 from ep_server.models.kv_cache import KvLayer

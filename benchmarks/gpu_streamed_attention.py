@@ -24,8 +24,7 @@ from ep_server.backends.gpu.kernels.hopper.attention import (
     StreamedStep,
     launch_config_for,
 )
-from ep_server.backends.gpu.kernels.triton.paged import PagedKv
-from ep_server.backends.gpu.kernels.triton.paged_tile import AttentionRule, Sequences
+from ep_server.backends.gpu.kernels.triton.paged import AttentionRule, PagedKv, Sequences
 from ep_server.backends.gpu.kernels.triton.rope import HeadNorm, Rotation, store_gqa
 from ep_server.backends.gpu.step_input import Singles, StepTensors
 from ep_server.models.families.spec import GqaSpec

@@ -174,8 +174,7 @@ def overlap_mode(config: Config, ranks: int) -> str:
 
 def rows_of(exchange: Any, nvlink: bool, hybrid: bool = False) -> RowsOfSteps:
     """How rows come to a GPU. nvlink: `exchange` is a NvlinkExchange. hybrid: a HierarchicalExchange."""
-    from ep_server.backends.gpu.moe.rows import RowsOfSteps
-    from ep_server.backends.gpu.moe.transfers import FusedRows, LocalRows, PlainRows, RowsBeside
+    from ep_server.backends.gpu.moe.rows import FusedRows, LocalRows, PlainRows, RowsBeside, RowsOfSteps
 
     if alone(exchange.spec):
         local = LocalRows()

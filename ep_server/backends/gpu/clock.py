@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from ep_server.backends.gpu.kernels.triton import stamps
-from ep_server.backends.gpu.snapshot import Snapshot
+from ep_server.backends.gpu.waiting import Snapshot
 from ep_server.models.timers import Phase
 
 

@@ -13,7 +13,6 @@ import torch
 
 from ep_server.backends.gpu.attention.attention import AttentionStep, GqaKernels, gqa, mla
 from ep_server.backends.gpu.attention.decode_kernels import DecodeKernels, TritonDecode, triton_decode
-from ep_server.backends.gpu.attention.paged_layers import paged_layers
 from ep_server.backends.gpu.capability import sm_count
 from ep_server.backends.gpu.kernels.hopper.attention import (
     StreamedStep,
@@ -28,14 +27,21 @@ from ep_server.backends.gpu.kernels.hopper.mla import (
 )
 from ep_server.backends.gpu.kernels.hopper.products import STREAMED, STREAMED_AMONG_RANKS, streamed_product
 from ep_server.backends.gpu.kernels.triton.embedding import RowTokens, embed
-from ep_server.backends.gpu.kernels.triton.expert_counts import tally
-from ep_server.backends.gpu.kernels.triton.paged_tile import Sequences
+from ep_server.backends.gpu.kernels.triton.expert_rows import tally
+from ep_server.backends.gpu.kernels.triton.paged import PagedKv, Sequences
 from ep_server.backends.gpu.kernels.triton.partial import Partial
 from ep_server.backends.gpu.kernels.triton.rope import HeadNorm, Rotation
-from ep_server.backends.gpu.moe.experts import dense, streamed_experts
-from ep_server.backends.gpu.moe.moe import GpuMoe, MoeStep, moe
-from ep_server.backends.gpu.moe.residual import Branch, add_norm
-from ep_server.backends.gpu.moe.router import GpuRouter, router_weight
+from ep_server.backends.gpu.moe.moe import (
+    Branch,
+    GpuMoe,
+    GpuRouter,
+    MoeStep,
+    add_norm,
+    dense,
+    moe,
+    router_weight,
+    streamed_experts,
+)
 from ep_server.backends.gpu.moe.rows import Rows, Unsent
 from ep_server.backends.gpu.side_stream import Beside
 from ep_server.backends.gpu.step_input import StepTensors
@@ -43,7 +49,7 @@ from ep_server.backends.torch_compute import TorchLinear
 from ep_server.models.attention import rotation_table
 from ep_server.models.decoder import DecoderParams, Forward
 from ep_server.models.families.spec import GqaSpec, MlaSpec
-from ep_server.models.layers import GqaWeights, MlaWeights, MoeWeights
+from ep_server.models.layers import GqaWeights, KvScales, MlaWeights, MoeWeights
 from ep_server.models.moe import ExpertCounter
 from ep_server.models.timers import Lap, Phase
 
@@ -182,3 +188,16 @@ class GpuDecoder:
         assert isinstance(spec, MlaSpec) and isinstance(kernels, TritonDecode)
         config = latent_launch_config_for(count, spec.heads, kernels.num_sms, kernels.longest)
         return StreamedLatentStep(step, spec.heads, config)
+
+
+def paged_layers(params: DecoderParams) -> list[PagedKv]:
+    """One per layer; scales are the checkpoint's, or 1. Raises: InternalError for a cache of other dtypes."""
+    layers = []
+    for cached, weights in zip(params.kv_cache.layers, params.weights.layers, strict=True):
+        kv = PagedKv(cached)
+        if kv.fp8:
+            scales = weights.kv_scales or KvScales.ones(params.spec.attention, params.compute.device)
+            kv = PagedKv(cached, scales.k, scales.v)
+        kv.check()
+        layers.append(kv)
+    return layers

@@ -18,19 +18,17 @@ from ep_server.backends.gpu.attention.decode_kernels import DecodeKernels
 from ep_server.backends.gpu.clock import DeviceClock
 from ep_server.backends.gpu.decoder import GpuDecoder, Pass
 from ep_server.backends.gpu.graphs import Form, Graphs, buckets_up_to
-from ep_server.backends.gpu.kernels.triton.compilations import Compilations
+from ep_server.backends.gpu.kernels.triton.launch import Compilations
 from ep_server.backends.gpu.kernels.triton.logprobs import SamplingReport
 from ep_server.backends.gpu.moe.rows import RowsOfSteps
-from ep_server.backends.gpu.prompts import PromptRoom, prompts_of
 from ep_server.backends.gpu.sampling.sampler import GpuSampler
 from ep_server.backends.gpu.side_stream import Beside
-from ep_server.backends.gpu.snapshot import Snapshot
 from ep_server.backends.gpu.step_input import InputShape, StepInput, StepTensors, sampled_slices
-from ep_server.backends.gpu.waiting import STEP_SECONDS, await_device, await_event
+from ep_server.backends.gpu.waiting import STEP_SECONDS, Snapshot, await_device, await_event
 from ep_server.models.batch import cut
 from ep_server.models.decoder import DecoderParams, interleave
 from ep_server.models.timers import no_lap
-from ep_server.records import Request, SampledToken, StepBatch
+from ep_server.records import Request, SampledToken, SeqSlice, StepBatch
 
 MOST_MICRO_BATCHES = 2
 STAGES = 3  # steps whose input or tokens may be on their way
@@ -229,3 +227,31 @@ class GpuRunner:
 def sizes_of(rows: int, micro_batches: int) -> list[int]:
     """Rows of each micro-batch: as even as can be, the first one the largest."""
     return [(rows + micro_batches - 1 - index) // micro_batches for index in range(micro_batches)]
+
+
+@dataclass(frozen=True, slots=True)
+class PromptRoom:
+    """shape: of the largest step. blocks: of the cache. max_context: longest sequence, tokens."""
+
+    shape: InputShape
+    blocks: int
+    max_context: int
+
+
+def prompts_of(rows: int, room: PromptRoom) -> StepBatch:
+    """Prompts of so many rows together, none longer than a sequence may be, or as many as there is room for.
+
+    The first blocks of the cache are taken.
+    """
+    shape, pieces = room.shape, list[SeqSlice]()
+    held, left = min(shape.blocks, room.blocks), rows  # blocks of a sequence, rows that are still to come
+    while left > 0 and len(pieces) < shape.sequences:
+        first = len(pieces) * held
+        own = range(first, min(first + held, room.blocks))
+        count = min(left, len(own) * shape.block_size, room.max_context)
+        if count == 0:
+            break
+        used = tuple(own[: -(-count // shape.block_size)])
+        pieces.append(SeqSlice(len(pieces), 0, (0,) * count, used, sample=False))
+        left -= count
+    return StepBatch(tuple(pieces), rows - left)

@@ -10,9 +10,8 @@ from typing import TypeVar
 
 import torch
 
-from ep_server.backends.gpu.moe.rows import Hook
-
 T = TypeVar("T")
+Hook = Callable[[], T]  # called once, on the stream that the work was started from
 
 
 class Beside:

@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ep_server.backends.gpu.kernels.triton.compilations import Compilations
+from ep_server.backends.gpu.kernels.triton.launch import Compilations
 from tests.support.models.answers import Answers
 from tests.support.ranks.gpu_engine import MANY, SIZES, drawn
 

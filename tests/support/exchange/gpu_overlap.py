@@ -8,8 +8,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from ep_server.backends.gpu.moe.rows import Arrival, Rows, Tokens
-from ep_server.backends.gpu.moe.transfers import FusedRows, RowsBeside
+from ep_server.backends.gpu.moe.rows import Arrival, FusedRows, Rows, RowsBeside, Tokens
 from ep_server.exchange.api import Payload, Received, View
 from ep_server.exchange.nvlink.exchange import NvlinkExchange
 from ep_server.models.decoder import interleave

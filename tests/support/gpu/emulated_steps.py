@@ -67,8 +67,7 @@ def _run(group: dist.ProcessGroup, folder: Path, experts: int) -> list[Found]:
 def _steps(model: Any, exchange: Noting, ids: tuple[int, ...], alone: bool) -> Found:
     from ep_server.backends.gpu import runner as steps
     from ep_server.backends.gpu.assembly import GpuPlan, gpu_runner
-    from ep_server.backends.gpu.moe.rows import RowsOfSteps
-    from ep_server.backends.gpu.moe.transfers import FusedRows
+    from ep_server.backends.gpu.moe.rows import FusedRows, RowsOfSteps
     from ep_server.backends.gpu.side_stream import Beside
     from tests.support.gpu.whole_steps import logits_of
     from tests.support.models.driver import BLOCK, BLOCKS

@@ -11,12 +11,10 @@ import torch
 from ep_server.backends.assembly import LoadParams, load_model
 from ep_server.backends.gpu.attention.decode_kernels import DecodeKernels, triton_decode
 from ep_server.backends.gpu.graphs import Form
-from ep_server.backends.gpu.kernels.triton.paged import PagedKv
-from ep_server.backends.gpu.kernels.triton.paged_tile import AttentionRule, Sequences
+from ep_server.backends.gpu.kernels.triton.paged import AttentionRule, PagedKv, Sequences
 from ep_server.backends.gpu.kernels.triton.partial import Partial
 from ep_server.backends.gpu.kernels.triton.rope import HeadNorm, Rotation, store_gqa
-from ep_server.backends.gpu.moe.rows import Rows, RowsOfSteps
-from ep_server.backends.gpu.moe.transfers import PlainRows
+from ep_server.backends.gpu.moe.rows import PlainRows, Rows, RowsOfSteps
 from ep_server.backends.gpu.runner import GpuOptions, GpuRunner, Launched
 from ep_server.backends.gpu.step_input import InputShape, StepTensors
 from ep_server.backends.torch_compute import TorchCompute

@@ -26,8 +26,7 @@ from ep_server.backends.gpu import capability
 from ep_server.backends.gpu.attention.decode_kernels import triton_decode
 from ep_server.backends.gpu.graphs import captured_forms
 from ep_server.backends.gpu.kernels.hopper import attention as streamed_attention
-from ep_server.backends.gpu.moe.rows import RowsOfSteps
-from ep_server.backends.gpu.moe.transfers import FusedRows, LocalRows
+from ep_server.backends.gpu.moe.rows import FusedRows, LocalRows, RowsOfSteps
 from ep_server.backends.gpu.runner import GpuOptions, GpuRunner
 from ep_server.backends.gpu.step_input import InputShape
 from ep_server.backends.torch_compute import TorchCompute

@@ -20,8 +20,7 @@ from triton.runtime.interpreter import InterpretedFunction
 
 from ep_server.backends.assembly import LoadParams, load_model
 from ep_server.backends.gpu.graphs import Form
-from ep_server.backends.gpu.moe.rows import RowsOfSteps
-from ep_server.backends.gpu.moe.transfers import LocalRows
+from ep_server.backends.gpu.moe.rows import LocalRows, RowsOfSteps
 from ep_server.backends.gpu.runner import GpuOptions, GpuRunner
 from ep_server.backends.gpu.step_input import InputShape
 from ep_server.backends.torch_compute import TorchCompute

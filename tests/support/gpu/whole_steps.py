@@ -15,7 +15,7 @@ import torch
 from ep_server.backends.assembly import LoadParams, RankModel, load_model
 from ep_server.backends.cpu.runner import ModelRunner
 from ep_server.backends.gpu.assembly import GpuPlan, gpu_runner
-from ep_server.backends.gpu.moe.router import GpuRouter
+from ep_server.backends.gpu.moe.moe import GpuRouter
 from ep_server.backends.gpu.moe.rows import RowsOfSteps
 from ep_server.backends.gpu.runner import GpuRunner
 from ep_server.backends.gpu.step_input import StepTensors

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ep_server.backends.gpu.kernels.triton.paged_tile import Sequences
+from ep_server.backends.gpu.kernels.triton.paged import Sequences
 from tests.support.triton.paged_case import Heads, PagedCase
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import pytest
 import torch
 
-from ep_server.models import fp8 as codes
+from ep_server.models import loading
 from tests.support.once import made_once
 
 if TYPE_CHECKING:  # the kernels' tests run where there is no transformers
@@ -80,5 +80,5 @@ def _sources() -> tuple[str, ...]:
 
     from tests.support.models import checkpoints, fp8
 
-    files = (checkpoints.__file__, fp8.__file__, codes.__file__)
+    files = (checkpoints.__file__, fp8.__file__, loading.__file__)
     return (torch.__version__, transformers.__version__, *(Path(file).read_text() for file in files))

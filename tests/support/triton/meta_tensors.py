@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ep_server.backends.gpu.kernels.triton.paged import PagedKv
-from ep_server.backends.gpu.kernels.triton.paged_tile import Sequences
+from ep_server.backends.gpu.kernels.triton.paged import PagedKv, Sequences
 from ep_server.models.kv_cache import KvLayer
 
 BF16, F32, FP8, I64, I32 = torch.bfloat16, torch.float32, torch.float8_e4m3fn, torch.int64, torch.int32

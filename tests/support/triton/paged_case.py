@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ep_server.backends.gpu.kernels.triton.paged import PagedKv
-from ep_server.backends.gpu.kernels.triton.paged_tile import Sequences
+from ep_server.backends.gpu.kernels.triton.paged import PagedKv, Sequences
 from ep_server.models.kv_cache import KvLayer
 from tests.support.triton.harness import DEVICE, FP8, NAN, codes, random
 

@@ -12,22 +12,18 @@ import json
 import sys
 
 from ep_server.backends.gpu.kernels.triton import stamps
-from ep_server.backends.gpu.kernels.triton.activation import silu_mul
 from ep_server.backends.gpu.kernels.triton.embedding import RowTokens, embed
-from ep_server.backends.gpu.kernels.triton.expert_counts import tally
-from ep_server.backends.gpu.kernels.triton.expert_rows import ExpertRows, ExpertWeights
-from ep_server.backends.gpu.kernels.triton.experts import run_experts
+from ep_server.backends.gpu.kernels.triton.expert_rows import ExpertRows, ExpertWeights, tally
+from ep_server.backends.gpu.kernels.triton.experts import run_experts, silu_mul
 from ep_server.backends.gpu.kernels.triton.local_rows import Answers, Places, add_answers_norm, place_rows
 from ep_server.backends.gpu.kernels.triton.logit_edits import add_listed, advance, allow_only, penalise
 from ep_server.backends.gpu.kernels.triton.logprobs import SamplingReport, report
 from ep_server.backends.gpu.kernels.triton.norm import add_rms_norm, rms_norm
-from ep_server.backends.gpu.kernels.triton.paged import PagedKv
+from ep_server.backends.gpu.kernels.triton.paged import AttentionRule, PagedKv
 from ep_server.backends.gpu.kernels.triton.paged_decode import Workspace, decode
 from ep_server.backends.gpu.kernels.triton.paged_prefill import prefill
-from ep_server.backends.gpu.kernels.triton.paged_tile import AttentionRule
 from ep_server.backends.gpu.kernels.triton.partial import Partial
-from ep_server.backends.gpu.kernels.triton.rope import HeadNorm, Rotation, store_gqa
-from ep_server.backends.gpu.kernels.triton.rope_latent import MlaInput, store_mla
+from ep_server.backends.gpu.kernels.triton.rope import HeadNorm, MlaInput, Rotation, store_gqa, store_mla
 from ep_server.backends.gpu.kernels.triton.router import Choice, Drawn, route
 from ep_server.backends.gpu.kernels.triton.sampling import sample
 from ep_server.backends.gpu.kernels.triton.sampling_table import (

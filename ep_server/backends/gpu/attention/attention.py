@@ -14,12 +14,10 @@ from ep_server.backends.gpu.kernels.hopper.attention import StreamedAttention, S
 from ep_server.backends.gpu.kernels.hopper.mla import StreamedLatent, StreamedLatentStep
 from ep_server.backends.gpu.kernels.hopper.products import Limits, StreamedProduct, product, streamed_product
 from ep_server.backends.gpu.kernels.triton.norm import rms_norm
-from ep_server.backends.gpu.kernels.triton.paged import PagedKv
+from ep_server.backends.gpu.kernels.triton.paged import AttentionRule, PagedKv, Sequences
 from ep_server.backends.gpu.kernels.triton.paged_prefill import prefill
-from ep_server.backends.gpu.kernels.triton.paged_tile import AttentionRule, Sequences
 from ep_server.backends.gpu.kernels.triton.partial import Partial
-from ep_server.backends.gpu.kernels.triton.rope import HeadNorm, Rotation, store_gqa
-from ep_server.backends.gpu.kernels.triton.rope_latent import MlaInput, store_mla
+from ep_server.backends.gpu.kernels.triton.rope import HeadNorm, MlaInput, Rotation, store_gqa, store_mla
 from ep_server.backends.gpu.step_input import StepTensors
 from ep_server.backends.torch_compute import TorchHeadLinear, TorchLinear
 from ep_server.models.families.spec import GqaSpec, MlaSpec

@@ -10,9 +10,8 @@ from typing import Protocol
 
 import torch
 
-from ep_server.backends.gpu.kernels.triton.paged import PagedKv
+from ep_server.backends.gpu.kernels.triton.paged import AttentionRule, PagedKv, Sequences
 from ep_server.backends.gpu.kernels.triton.paged_decode import Workspace, decode, splits_for
-from ep_server.backends.gpu.kernels.triton.paged_tile import AttentionRule, Sequences
 from ep_server.models.families.spec import GqaSpec, MlaSpec
 
 

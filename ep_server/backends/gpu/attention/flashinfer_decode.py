@@ -22,9 +22,8 @@ from functools import partial
 import torch
 
 from ep_server.backends.gpu.attention.decode_kernels import DecodeLayer
-from ep_server.backends.gpu.kernels.triton.checks import expect
-from ep_server.backends.gpu.kernels.triton.paged import PagedKv
-from ep_server.backends.gpu.kernels.triton.paged_tile import AttentionRule, Sequences
+from ep_server.backends.gpu.kernels.triton.launch import expect
+from ep_server.backends.gpu.kernels.triton.paged import AttentionRule, PagedKv, Sequences
 from ep_server.errors import InternalError
 from ep_server.models.kv_cache import KvLayer
 

@@ -1,6 +1,7 @@
-"""[7] [8] A sparse block on a GPU: route, dispatch, grouped experts, combine, with a yield at each hook.
+"""[7] [8] A sparse block on a GPU: route, dispatch, experts, combine, with a yield at each hook.
 
-The rows that come are counted on the device: nothing waits for the host, so it can be captured.
+Row counts stay on the device and nothing waits for the host, so the block can be captured in a graph. Weights
+are those of models/layers.py, prepared by TorchCompute.
 """
 
 from __future__ import annotations
@@ -10,19 +11,141 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+import torch.nn.functional as F
 
-from ep_server.backends.gpu.kernels.hopper.experts import StreamedExperts
-from ep_server.backends.gpu.kernels.triton.local_rows import Answers
-from ep_server.backends.gpu.moe.experts import dense, grouped
-from ep_server.backends.gpu.moe.residual import Both, Branch
-from ep_server.backends.gpu.moe.router import GpuRouter
-from ep_server.backends.gpu.moe.rows import Arrival, Hook, Rows, Tokens, Unsent
-from ep_server.backends.gpu.side_stream import Beside
+from ep_server.backends.gpu.kernels.hopper.experts import StreamedExperts, streamable
+from ep_server.backends.gpu.kernels.hopper.products import StreamedProduct, product
+from ep_server.backends.gpu.kernels.triton.expert_rows import ExpertRows, ExpertWeights
+from ep_server.backends.gpu.kernels.triton.experts import run_experts, silu_mul
+from ep_server.backends.gpu.kernels.triton.local_rows import Answers, add_answers_norm
+from ep_server.backends.gpu.kernels.triton.norm import add_rms_norm
+from ep_server.backends.gpu.kernels.triton.partial import Partial
+from ep_server.backends.gpu.kernels.triton.router import Choice, Drawn, route
+from ep_server.backends.gpu.moe.rows import Arrival, Rows, Tokens, Unsent
+from ep_server.backends.gpu.side_stream import Beside, Hook
 from ep_server.backends.gpu.step_input import StepTensors
-from ep_server.exchange.api import ExchangeSpec
+from ep_server.backends.torch_compute import TorchGatedFfn
+from ep_server.exchange.api import AddNorm, ExchangeSpec, Received
+from ep_server.models.families.spec import RouterSpec
 from ep_server.models.layers import MoeWeights
 from ep_server.models.moe import wire_dtype
 from ep_server.models.timers import Lap, Phase
+
+
+@dataclass(frozen=True, slots=True)
+class GpuRouter:
+    """The router of a layer.
+
+    layer: its number. weight: [E, H], see router_weight(). bias: [E] float32, see MoeWeights.
+    streamed: the product in a kernel for few rows; None where there is none.
+    seed: of experts drawn at random, None where the router chooses.
+    """
+
+    layer: int
+    spec: RouterSpec
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    streamed: StreamedProduct | None = None
+    seed: int | None = None
+
+    def choose(self, x: torch.Tensor, step: StepTensors) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of x: [T, H], normed: expert ids [T, K] int64, -1 for padded rows, and weights [T, K] float32."""
+        ids = torch.empty(len(x), self.spec.top_k, dtype=torch.int64, device=x.device)
+        gates = torch.empty(len(x), self.spec.top_k, dtype=torch.float32, device=x.device)
+        drawn = None if self.seed is None else Drawn(step.numbers, step.positions, self.seed, self.layer)
+        logits = product(x, self.streamed, self._logits)
+        route(logits, Choice(self.spec, ids, gates, self.bias, step.live, drawn))
+        return ids, gates
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, E] float32: sums of float32, whatever is multiplied."""
+        if self.weight.dtype is torch.float32:
+            return F.linear(x.float(), self.weight)
+        return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
+
+
+def router_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """weight: [E, H] float32, in `dtype` where that holds it exactly: products then are the same."""
+    narrow = weight.to(dtype)
+    return narrow if weight.is_cuda and torch.equal(narrow.float(), weight) else weight
+
+
+def streamed_experts(ffn: object) -> StreamedExperts | None:
+    """The kernel for Hopper, where it is for these weights and their device."""
+    weights = _weights_of(ffn)
+    return StreamedExperts(weights) if streamable(weights) else None
+
+
+def grouped(
+    received: Received, ffn: object, each: int, streamed: StreamedExperts | None = None
+) -> torch.Tensor:
+    """Every local expert on the rows that came for it; each: rows of one to expect.
+
+    Returns: [N, H] or [E_local, P, H], as combine_send takes it.
+    """
+    weights = _weights_of(ffn)
+    given, down = ExpertRows.of(received), weights.down
+    dtype = torch.bfloat16 if weights.fp8 else down.dtype
+    rows = given.rows.shape[:2] if given.padded else [given.most]
+    out = down.new_empty(*rows, down.shape[1], dtype=dtype)
+    if streamed is not None and streamed.takes(given, each):
+        scratch = down.new_empty(streamed.scratch_bytes(given.most), dtype=torch.uint8)
+        streamed.run(given, scratch, out, rows_per_expert=each)
+    else:
+        hidden = down.new_empty(given.most, down.shape[2], dtype=dtype)
+        run_experts(given, weights, hidden, out, rows_per_expert=each)
+    return out
+
+
+def dense(x: torch.Tensor, ffn: object) -> torch.Tensor:
+    """The one gated FFN of `ffn` on all rows of x: [T, H]; library products."""
+    assert isinstance(ffn, TorchGatedFfn)
+    hidden = x.new_empty(len(x), ffn.down.shape[2])
+    silu_mul(F.linear(x, ffn.gate_up[0]), hidden)
+    return F.linear(hidden, ffn.down[0])
+
+
+def _weights_of(ffn: object) -> ExpertWeights:
+    """As the grouped products take them."""
+    assert isinstance(ffn, TorchGatedFfn)
+    return ExpertWeights(ffn.gate_up, ffn.down, *(ffn.scales or (None, None)))
+
+
+@dataclass(frozen=True, slots=True)
+class Both:
+    """The sum of two branches, rounded. routed, shared: [T, H] of the stream's dtype, contiguous."""
+
+    routed: torch.Tensor
+    shared: torch.Tensor
+
+
+# Added to the residual stream: [T, H], or what it is a sum of.
+Branch = torch.Tensor | Partial | Answers | Unsent | Both
+
+
+def add_norm(branch: Branch, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Adds a branch to the residual stream, [T, H]. Returns the sum normed, maybe in place of the branch.
+
+    Args:
+        weight: [H], of the norm.
+    """
+    if isinstance(branch, Unsent):
+        norm = AddNorm(residual, weight, eps, branch.shared)
+        if branch.exchange.can_norm(norm):
+            return branch.run(norm)
+        routed, shared = branch.run().to(residual.dtype), branch.shared
+        branch = routed if shared is None else Both(routed, shared)
+    if isinstance(branch, Answers):
+        out = torch.empty_like(residual)
+        add_answers_norm(branch, residual, weight, eps, out)
+    elif isinstance(branch, Both):
+        out = branch.routed
+        add_rms_norm(branch.routed, residual, weight, eps, out, branch.shared)
+    else:
+        out = torch.empty_like(residual) if isinstance(branch, Partial) else branch
+        add_rms_norm(branch, residual, weight, eps, out)
+    return out
+
 
 MOST_BESIDE = 256  # rows of shared experts on a branch: products of more fill the device
 

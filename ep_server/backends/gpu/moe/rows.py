@@ -1,7 +1,12 @@
-"""[7] How rows travel between the tokens of a step and the experts.
+"""[7] How rows travel between the tokens of a step and the experts: the Rows protocol and its four versions.
 
-A transfer is started, and its hook is called one yield later. Two micro-batches share one exchange, so all
-ranks must start transfers in the same order: the layer loop does. The ways there are: transfers.py.
+    PlainRows   over any exchange: send at once, receive in the hook; the host takes part
+    LocalRows   a rank without peers: rows stay where they are
+    FusedRows   over NVLink: both halves of a transfer in one kernel, without the host, so it can be captured
+    SideRows    FusedRows on a second stream, beside the other micro-batch
+
+A call starts a transfer and returns a hook; the layer loop calls the hook one yield later. Two micro-batches
+share one exchange, so all ranks must start transfers in the same order, which the layer loop ensures.
 """
 
 from __future__ import annotations
@@ -9,15 +14,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
 
-from ep_server.backends.gpu.kernels.triton.local_rows import Answers
-from ep_server.exchange.api import AddNorm, ExchangeSpec, Received, View
+from ep_server.backends.gpu.kernels.triton.local_rows import Answers, Places, place_rows
+from ep_server.backends.gpu.side_stream import Beside, Hook
+from ep_server.exchange.api import AddNorm, Exchange, ExchangeSpec, Received, View
 
 T = TypeVar("T")
-Hook = Callable[[], T]  # called once, on the stream that the transfer was started on
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,3 +131,109 @@ class RowsOfSteps:
     one: Rows
     two: Rows
     check: Callable[[], None] = lambda: None
+
+
+class PlainRows:
+    """Over any exchange: sends at once, receives in the hook; the host takes part. view: of what comes."""
+
+    def __init__(self, exchange: Exchange, view: View = View.COMPACT) -> None:
+        self._exchange, self._view = exchange, view
+
+    def dispatch(self, tokens: Tokens, arrival: Arrival) -> Hook[Received]:
+        """See Rows."""
+        sent = self._exchange.dispatch_send(tokens.x, tokens.ids, tokens.gates)
+
+        def hook() -> Received:
+            received = sent.recv(self._view)
+            arrival.expert_tokens.add_(received.counts)
+            return received
+
+        return hook
+
+    def combine(self, out: torch.Tensor, received: Received) -> Hook[torch.Tensor]:
+        """See Rows."""
+        return self._exchange.combine_send(out, received).recv
+
+
+class LocalRows:
+    """Of a rank without peers: rows stay where they are, unrounded. It can be captured.
+
+    Their sum is left to what adds it to the residual stream.
+    """
+
+    def dispatch(self, tokens: Tokens, arrival: Arrival) -> Hook[Received]:
+        """See Rows."""
+        places = Places.empty(tokens.ids, len(arrival.expert_tokens))
+        place_rows(tokens.ids, places, arrival.expert_tokens)
+        handle = (tokens, places)
+        received = Received(
+            tokens.x, places.counts, places.offsets, handle, View.INDEX, row_ids=places.tokens
+        )
+        return lambda: received
+
+    def combine(self, out: torch.Tensor, received: Received) -> Hook[Answers]:
+        """See Rows."""
+        assert isinstance(received.handle, tuple)
+        tokens, places = received.handle
+        return lambda: Answers(out, tokens.ids, tokens.gates, places.rows)
+
+
+class FusedRows:
+    """Over NVLink, both halves in one kernel, at once. Nothing waits for the GPU: it can be captured.
+
+    alone: the stream's next kernel computes, and may be set up while rows are under way. So a combine is left
+      to what adds its sums to the residual stream and norms that.
+    """
+
+    def __init__(self, exchange: BothHalves, *, alone: bool = True) -> None:
+        self._exchange, self._alone, spec = exchange, alone, exchange.spec
+        self._choices = spec.num_ranks * min(spec.top_k, max(len(spec.local_experts), 1))
+
+    def dispatch(self, tokens: Tokens, arrival: Arrival) -> Hook[Received]:
+        """See Rows. Rows stay where they arrived until they are answered."""
+        received = self._exchange.dispatch(
+            tokens.x,
+            tokens.ids,
+            tokens.gates,
+            View.INDEX,
+            capacity=arrival.most * self._choices,  # all that can come: so no host is asked how much it is
+            expert_stats=arrival.expert_tokens,
+            most_tokens=arrival.most,
+            next_reads_ahead=arrival.read_ahead and self._alone,
+        )
+        return lambda: received
+
+    def combine(self, out: torch.Tensor, received: Received) -> Hook[torch.Tensor | Unsent]:
+        """See Rows."""
+        if self._alone:
+            return lambda: Unsent(self._exchange, out, received)
+        combined = self._exchange.combine(out, received, next_reads_ahead=False)
+        return lambda: combined
+
+
+class RowsBeside:
+    """As FusedRows, on a stream of its own, beside the other micro-batch's attention and experts.
+
+    A transfer begins behind all that the current stream was given before, and the current stream waits for it
+    in the hook.
+
+    Args:
+        num_sms: multiprocessors that transfers may fill; the others compute meanwhile.
+    """
+
+    def __init__(self, exchange: BothHalves, num_sms: int) -> None:
+        self._exchange, self._num_sms = exchange, num_sms
+        self._inner = FusedRows(exchange, alone=False)  # the next of its stream is another transfer
+        self._beside = Beside(exchange.device, priority=-1)  # the few blocks of a transfer go first
+
+    def dispatch(self, tokens: Tokens, arrival: Arrival) -> Hook[Received]:
+        """See Rows."""
+        return self._beside.fork().run(partial(self._bounded, partial(self._inner.dispatch, tokens, arrival)))
+
+    def combine(self, out: torch.Tensor, received: Received) -> Hook[torch.Tensor | Unsent]:
+        """See Rows."""
+        return self._beside.fork().run(partial(self._bounded, partial(self._inner.combine, out, received)))
+
+    def _bounded(self, transfer: Callable[[], Hook[T]]) -> T:
+        with self._exchange.bounded(self._num_sms):
+            return transfer()()

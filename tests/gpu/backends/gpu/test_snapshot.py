@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ep_server.backends.gpu.snapshot import Snapshot
-from ep_server.backends.gpu.waiting import await_device
+from ep_server.backends.gpu.waiting import Snapshot, await_device
 from ep_server.errors import InternalError
 
 pytestmark = pytest.mark.gpu

@@ -18,12 +18,11 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import ep_server.backends.gpu.moe.experts as gpu_experts
+import ep_server.backends.gpu.moe.moe as gpu_experts
 from ep_server.backends.assembly import RankModel
 from ep_server.backends.cpu.runner import ModelRunner
 from ep_server.backends.gpu.kernels.triton.expert_rows import ExpertRows, ExpertWeights
-from ep_server.backends.gpu.moe.rows import RowsOfSteps
-from ep_server.backends.gpu.moe.transfers import PlainRows
+from ep_server.backends.gpu.moe.rows import PlainRows, RowsOfSteps
 from ep_server.exchange.api import Payload, View
 from ep_server.exchange.quant import dequantise
 from ep_server.exchange.segment import create_segment

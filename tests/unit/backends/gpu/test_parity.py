@@ -12,16 +12,14 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ep_server.backends.assembly import LoadParams, load_model
 from ep_server.backends.gpu import decoder
 from ep_server.backends.gpu import runner as gpu
 from ep_server.backends.gpu.attention import attention
 from ep_server.backends.gpu.graphs import Form
 from ep_server.backends.gpu.kernels.triton.partial import Partial
-from ep_server.backends.gpu.moe.transfers import LocalRows
+from ep_server.backends.gpu.moe.rows import LocalRows
 from ep_server.backends.gpu.runner import Launched
 from ep_server.backends.gpu.waiting import STEP_SECONDS
-from ep_server.backends.torch_compute import TorchCompute
 from ep_server.errors import GroupAborted, InternalError
 from ep_server.records import StepBatch
 from ep_server.scheduler import RankScheduler, SchedulerLimits

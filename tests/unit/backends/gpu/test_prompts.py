@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ep_server.backends.gpu.prompts import PromptRoom, prompts_of
+from ep_server.backends.gpu.runner import PromptRoom, prompts_of
 from ep_server.backends.gpu.step_input import InputShape
 
 SHAPE = InputShape(tokens=512, sequences=6, blocks=7, block_size=16)  # sequences of up to 112 positions

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from ep_server.backends.gpu.moe import moe
-from ep_server.backends.gpu.moe.transfers import LocalRows
+from ep_server.backends.gpu.moe.rows import LocalRows
 from ep_server.backends.gpu.side_stream import Beside
 from tests.support.gpu.noted_streams import note_streams
 from tests.support.gpu.steps_of_shared import ROWS, SPARSE, config, logits_of, step

@@ -7,10 +7,8 @@ from contextlib import nullcontext
 import pytest
 import torch
 
-from ep_server.backends.gpu import snapshot as counters
 from ep_server.backends.gpu import waiting
-from ep_server.backends.gpu.snapshot import Snapshot
-from ep_server.backends.gpu.waiting import await_device, await_event, await_stream
+from ep_server.backends.gpu.waiting import Snapshot, await_device, await_event, await_stream
 from ep_server.errors import InternalError
 from tests.support.gpu.runners import Passed
 
@@ -54,7 +52,7 @@ def test_nor_are_copies_of_counters(looks: float, monkeypatch: pytest.MonkeyPatc
     taken = Snapshot([torch.tensor([5, 6])])
     taken._stream = Stream(looks)  # type: ignore[assignment]
     monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
-    monkeypatch.setattr(counters, "COPY_SECONDS", 0.01 if looks == NEVER else 60)
+    monkeypatch.setattr(waiting, "COPY_SECONDS", 0.01 if looks == NEVER else 60)
     if looks != NEVER:
         assert [copy.tolist() for copy in taken.take()] == [[5, 6]]
         return

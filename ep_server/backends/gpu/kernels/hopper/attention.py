@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from ep_server.backends.gpu.capability import native, runs_hopper_kernels
-from ep_server.backends.gpu.kernels.triton.checks import expect, expect_range
+from ep_server.backends.gpu.kernels.triton.launch import expect, expect_range
 from ep_server.backends.gpu.kernels.triton.paged import PagedKv
 from ep_server.backends.gpu.kernels.triton.paged_decode import MAX_SPLITS, Workspace, join
 from ep_server.backends.gpu.kernels.triton.partial import Partial, operand

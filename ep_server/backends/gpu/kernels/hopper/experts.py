@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from ep_server.backends.gpu.capability import native, runs_hopper_kernels
-from ep_server.backends.gpu.kernels.triton.checks import FP8, expect
 from ep_server.backends.gpu.kernels.triton.expert_rows import ExpertRows, ExpertWeights
+from ep_server.backends.gpu.kernels.triton.launch import FP8, expect
 from ep_server.errors import InternalError
 
 # Rows, on average, by weights in codes: beyond, Triton's kernels take a fifth more time, but scratch here is

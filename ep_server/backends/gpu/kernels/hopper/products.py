@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from ep_server.backends.gpu.capability import native, runs_hopper_kernels, sm_count
-from ep_server.backends.gpu.kernels.triton.checks import expect, expect_range
+from ep_server.backends.gpu.kernels.triton.launch import expect, expect_range
 from ep_server.backends.gpu.kernels.triton.partial import MOST_PARTS, Partial
 from ep_server.errors import InternalError
 

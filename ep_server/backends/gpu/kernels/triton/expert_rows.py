@@ -1,6 +1,6 @@
-"""What the grouped GEMM takes: received rows in one of the exchange's views, weights, the shape of its tiles.
+"""Rows of experts: what the grouped GEMM takes, the shape of its tiles, and the counts of rows per expert.
 
-The tile tables are what was fastest on an H200 for experts of 2048 x 768, BF16 and FP8 (gpu_experts.py
+The tile tables hold what was fastest on an H200 for experts of 2048 x 768, BF16 and FP8 (gpu_experts.py
 --sweep of benchmarks/).
 """
 
@@ -9,8 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+import triton
+import triton.language as tl
 
-from ep_server.backends.gpu.kernels.triton.checks import FLOATS, FP8, expect
+from ep_server.backends.gpu.kernels.triton.launch import FLOATS, FP8, after_previous, block, early, expect
 from ep_server.errors import InternalError
 from ep_server.exchange.api import Received, View
 
@@ -170,3 +172,42 @@ def _tiles_of_fp8(most: float, gated: bool) -> Tiles:
     if most <= 96:
         return Tiles(32, 64, 64, 4, 4, 4) if gated else Tiles(32, 64, 128, 4, 3, 4)
     return Tiles(128, n, 64, 8, 4, 1)
+
+
+_EXPERTS = 32  # of a program
+
+
+@triton.jit
+def _tally_kernel(
+    rows, total, active, LAYERS: tl.constexpr, EXPERTS: tl.constexpr, LAYERS_BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    after_previous(EARLY)
+    layer, expert = tl.arange(0, LAYERS_BLOCK)[:, None], tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = (layer < LAYERS) & (expert[None, :] < EXPERTS)
+    at = rows + layer * EXPERTS + expert[None, :]
+    came = tl.load(at, mask=inside, other=0)
+    tl.store(at, tl.zeros_like(came), mask=inside)
+    known = tl.load(total + expert, mask=expert < EXPERTS, other=0)
+    tl.store(total + expert, known + tl.sum(came.to(tl.int64), axis=0), mask=expert < EXPERTS)
+    some = tl.sum(tl.sum((came != 0).to(tl.int32), axis=0), axis=0)
+    tl.atomic_add(active, some.to(tl.int64))
+
+
+def tally(rows: torch.Tensor, total: torch.Tensor, active: torch.Tensor) -> None:
+    """total += sums over layers, active += how many are not 0, rows = 0.
+
+    Args:
+        rows: [layers, E] int32. total: [E] int64. active: [] int64.
+    Raises: InternalError for another shape, dtype or layout.
+    """
+    expect("rows", rows, torch.int32, (None, None))
+    layers, experts = rows.shape
+    expect("total", total, torch.int64, (experts,))
+    expect("active", active, torch.int64, ())
+    if rows.numel():
+        size = min(block(experts), _EXPERTS)
+        _tally_kernel[(-(-experts // size),)](
+            rows, total, active, LAYERS=layers, EXPERTS=experts, LAYERS_BLOCK=block(layers), BLOCK=size,
+            **early(rows), num_warps=8,
+        )  # fmt: skip

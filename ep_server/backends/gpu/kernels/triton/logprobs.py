@@ -12,8 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ep_server.backends.gpu.kernels.triton.checks import FLOATS as FLOAT_TYPES
-from ep_server.backends.gpu.kernels.triton.checks import block, expect
+from ep_server.backends.gpu.kernels.triton.launch import FLOATS as FLOAT_TYPES
+from ep_server.backends.gpu.kernels.triton.launch import block, expect
 from ep_server.backends.gpu.kernels.triton.sampling_filters import ONE, best_of, keep_better, nothing
 from ep_server.backends.gpu.kernels.triton.sampling_table import (
     LONGS,

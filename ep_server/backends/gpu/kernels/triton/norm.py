@@ -13,8 +13,14 @@ import torch
 import triton
 import triton.language as tl
 
-from ep_server.backends.gpu.kernels.triton.checks import FLOATS, block, expect, expect_range
-from ep_server.backends.gpu.kernels.triton.early import after_previous, early
+from ep_server.backends.gpu.kernels.triton.launch import (
+    FLOATS,
+    after_previous,
+    block,
+    early,
+    expect,
+    expect_range,
+)
 from ep_server.backends.gpu.kernels.triton.partial import Partial, load_sum, operand
 
 MAX_DIM = 32768

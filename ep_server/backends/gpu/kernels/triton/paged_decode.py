@@ -16,12 +16,11 @@ import torch
 import triton
 import triton.language as tl
 
-from ep_server.backends.gpu.kernels.triton.checks import block, expect, expect_range
-from ep_server.backends.gpu.kernels.triton.early import after_previous, early
-from ep_server.backends.gpu.kernels.triton.paged import PagedKv
-from ep_server.backends.gpu.kernels.triton.paged_tile import (
+from ep_server.backends.gpu.kernels.triton.launch import after_previous, block, early, expect, expect_range
+from ep_server.backends.gpu.kernels.triton.paged import (
     LOG2_E,
     AttentionRule,
+    PagedKv,
     Sequences,
     attend_range,
     attention_shape,

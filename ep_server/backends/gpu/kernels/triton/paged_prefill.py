@@ -14,17 +14,16 @@ import torch
 import triton
 import triton.language as tl
 
-from ep_server.backends.gpu.kernels.triton.checks import expect, expect_range
-from ep_server.backends.gpu.kernels.triton.paged import PagedKv
-from ep_server.backends.gpu.kernels.triton.paged_tile import (
+from ep_server.backends.gpu.kernels.triton.launch import expect, expect_range, find_tile, tile_counts
+from ep_server.backends.gpu.kernels.triton.paged import (
     LOG2_E,
     AttentionRule,
+    PagedKv,
     Sequences,
     attend_range,
     attention_shape,
     load_rows,
 )
-from ep_server.backends.gpu.kernels.triton.ragged import find_tile, tile_counts
 
 MAX_SEQUENCES = 4096
 _SEQUENCES = 64  # whose tiles a program counts at a time

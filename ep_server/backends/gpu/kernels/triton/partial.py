@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ep_server.backends.gpu.kernels.triton.checks import expect
+from ep_server.backends.gpu.kernels.triton.launch import expect
 
 MOST_PARTS = 32
 

@@ -18,8 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ep_server.backends.gpu.kernels.triton.checks import block, expect, expect_range
-from ep_server.backends.gpu.kernels.triton.early import after_previous, early
+from ep_server.backends.gpu.kernels.triton.launch import after_previous, block, early, expect, expect_range
 from ep_server.backends.gpu.kernels.triton.partial import Partial, load_sum, operand
 from ep_server.errors import InternalError
 from ep_server.models.families.spec import GroupScore, RouterSpec, Score

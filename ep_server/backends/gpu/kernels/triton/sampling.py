@@ -29,9 +29,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ep_server.backends.gpu.kernels.triton.checks import FLOATS as FLOAT_TYPES
-from ep_server.backends.gpu.kernels.triton.checks import block, expect
-from ep_server.backends.gpu.kernels.triton.early import after_previous, early
+from ep_server.backends.gpu.kernels.triton.launch import FLOATS as FLOAT_TYPES
+from ep_server.backends.gpu.kernels.triton.launch import after_previous, block, early, expect
 from ep_server.backends.gpu.kernels.triton.sampling_filters import (
     best_of,
     cutoff_of,

@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ep_server.backends.gpu.kernels.triton.checks import block
+from ep_server.backends.gpu.kernels.triton.launch import block
 from ep_server.backends.gpu.kernels.triton.sampling_table import (
     DRAWN,
     DRAWS,

@@ -14,8 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ep_server.backends.gpu.kernels.triton.checks import block, expect, expect_range
-from ep_server.backends.gpu.kernels.triton.early import after_previous, early
+from ep_server.backends.gpu.kernels.triton.launch import after_previous, block, early, expect, expect_range
 
 TEMPERATURE, TOP_P, MIN_P = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 REPETITION, PRESENCE, FREQUENCY = tl.constexpr(3), tl.constexpr(4), tl.constexpr(5)

@@ -11,8 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ep_server.backends.gpu.kernels.triton.checks import block, expect
-from ep_server.backends.gpu.kernels.triton.early import after_previous, early
+from ep_server.backends.gpu.kernels.triton.launch import after_previous, block, early, expect
 
 BUCKETS = 64
 

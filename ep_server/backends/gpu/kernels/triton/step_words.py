@@ -12,8 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ep_server.backends.gpu.kernels.triton.checks import expect
-from ep_server.backends.gpu.kernels.triton.early import after_previous, early
+from ep_server.backends.gpu.kernels.triton.launch import after_previous, early, expect
 from ep_server.errors import InternalError
 
 WORDS = 1024  # of a program

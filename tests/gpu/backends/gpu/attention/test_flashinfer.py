@@ -12,7 +12,7 @@ import torch
 
 from ep_server.backends.gpu.attention.choice import AttentionCase, choose
 from ep_server.backends.gpu.attention.decode_kernels import DecodeKernels
-from ep_server.backends.gpu.kernels.triton.paged_tile import AttentionRule
+from ep_server.backends.gpu.kernels.triton.paged import AttentionRule
 from ep_server.errors import ConfigError
 from ep_server.models.families.spec import GqaSpec
 from ep_server.models.sizes import Dtype

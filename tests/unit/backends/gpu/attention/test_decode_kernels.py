@@ -10,9 +10,8 @@ import torch
 
 from ep_server.backends.gpu.attention import decode_kernels
 from ep_server.backends.gpu.attention.decode_kernels import DecodeKernels, DecodeLayer, triton_decode
-from ep_server.backends.gpu.kernels.triton.paged import PagedKv
+from ep_server.backends.gpu.kernels.triton.paged import AttentionRule, PagedKv, Sequences
 from ep_server.backends.gpu.kernels.triton.paged_decode import Workspace
-from ep_server.backends.gpu.kernels.triton.paged_tile import AttentionRule, Sequences
 from ep_server.models.families import read_spec
 from ep_server.models.families.spec import MlaSpec
 from ep_server.models.kv_cache import KvLayer

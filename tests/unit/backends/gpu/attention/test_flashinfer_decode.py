@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ep_server.backends.gpu.attention.flashinfer_decode import FlashInferDecode, XqaShape
-from ep_server.backends.gpu.kernels.triton.paged_tile import AttentionRule, Sequences
+from ep_server.backends.gpu.kernels.triton.paged import AttentionRule, Sequences
 from ep_server.errors import InternalError
 from tests.support.gpu.xqa import Xqa, step_case
 from tests.support.triton.harness import DEVICE, FP8, NAN, assert_near, random

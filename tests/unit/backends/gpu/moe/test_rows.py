@@ -15,9 +15,8 @@ from typing import Any
 import pytest
 import torch
 
-from ep_server.backends.gpu.moe.residual import add_norm
-from ep_server.backends.gpu.moe.rows import Arrival, Tokens, Unsent
-from ep_server.backends.gpu.moe.transfers import FusedRows, RowsBeside
+from ep_server.backends.gpu.moe.moe import add_norm
+from ep_server.backends.gpu.moe.rows import Arrival, FusedRows, RowsBeside, Tokens, Unsent
 from ep_server.exchange.api import AddNorm, Received, View
 from tests.support.gpu.noted_streams import note_streams
 from tests.support.triton.harness import DEVICE

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from ep_server.backends.gpu.kernels.hopper.mla import LatentLaunchConfig
-from ep_server.backends.gpu.kernels.triton.rope import Rotation
-from ep_server.backends.gpu.kernels.triton.rope_latent import MlaInput, store_mla
+from ep_server.backends.gpu.kernels.triton.rope import MlaInput, Rotation, store_mla
 from ep_server.models.attention import rotation_table
 from ep_server.models.families.spec import RopeSpec
 from tests.support.gpu.latent_case import BF16, DIM, LATENT, NAN, LatentCase

@@ -18,7 +18,7 @@ from ep_server.backends.gpu.kernels.hopper.attention import (
     StreamedStep,
     launch_config_for,
 )
-from ep_server.backends.gpu.kernels.triton.checks import block
+from ep_server.backends.gpu.kernels.triton.launch import block
 from ep_server.backends.gpu.kernels.triton.paged import PagedKv
 from ep_server.backends.gpu.kernels.triton.rope import HeadNorm
 from ep_server.backends.gpu.step_input import Singles, StepTensors

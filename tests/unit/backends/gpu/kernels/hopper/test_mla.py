@@ -18,10 +18,9 @@ from ep_server.backends.gpu.kernels.hopper.mla import (
     StreamedLatentStep,
     latent_launch_config_for,
 )
-from ep_server.backends.gpu.kernels.triton.checks import block
-from ep_server.backends.gpu.kernels.triton.paged import PagedKv
+from ep_server.backends.gpu.kernels.triton.launch import block
+from ep_server.backends.gpu.kernels.triton.paged import AttentionRule, PagedKv, Sequences
 from ep_server.backends.gpu.kernels.triton.paged_decode import Workspace, decode
-from ep_server.backends.gpu.kernels.triton.paged_tile import AttentionRule, Sequences
 from ep_server.backends.gpu.step_input import Singles, StepTensors
 from ep_server.errors import InternalError
 from ep_server.models.families.spec import MlaSpec

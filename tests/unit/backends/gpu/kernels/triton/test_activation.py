@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ep_server.backends.gpu.kernels.triton.activation import silu_mul
+from ep_server.backends.gpu.kernels.triton.experts import silu_mul
 from ep_server.errors import InternalError
 from tests.support.triton.harness import DEVICE, NAN, assert_near, poisoned, random
 

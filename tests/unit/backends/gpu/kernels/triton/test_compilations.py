@@ -7,7 +7,7 @@ import logging
 import pytest
 from triton import knobs
 
-from ep_server.backends.gpu.kernels.triton.compilations import Compilations
+from ep_server.backends.gpu.kernels.triton.launch import Compilations
 
 
 def test_only_what_a_step_waits_for_is_a_warning(

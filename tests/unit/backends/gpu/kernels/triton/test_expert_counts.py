@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from ep_server.backends.gpu.kernels.triton.expert_counts import tally
+from ep_server.backends.gpu.kernels.triton.expert_rows import tally
 from ep_server.errors import InternalError
 from ep_server.models.moe import ExpertCounter
 from tests.support.triton.harness import DEVICE

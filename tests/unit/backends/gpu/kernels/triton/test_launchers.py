@@ -11,8 +11,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 from triton.runtime.jit import JITFunction
 
+from ep_server.backends.gpu.kernels.triton.paged import AttentionRule
 from ep_server.backends.gpu.kernels.triton.paged_prefill import prefill
-from ep_server.backends.gpu.kernels.triton.paged_tile import AttentionRule
 from tests.support.triton import meta_tensors, shapes
 
 # Operations of a tensor's description only.

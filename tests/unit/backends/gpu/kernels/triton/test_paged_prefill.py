@@ -3,8 +3,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ep_server.backends.gpu.kernels.triton.paged import AttentionRule
 from ep_server.backends.gpu.kernels.triton.paged_prefill import prefill
-from ep_server.backends.gpu.kernels.triton.paged_tile import AttentionRule
 from ep_server.errors import InternalError
 from tests.support.triton.harness import DEVICE, FP8, NAN, assert_near, random
 from tests.support.triton.paged_case import Heads, PagedCase

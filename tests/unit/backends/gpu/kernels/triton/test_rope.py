@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from ep_server.backends.gpu.kernels.triton.paged import PagedKv
-from ep_server.backends.gpu.kernels.triton.rope import HeadNorm, Rotation, store_gqa
-from ep_server.backends.gpu.kernels.triton.rope_latent import MlaInput, store_mla
+from ep_server.backends.gpu.kernels.triton.rope import HeadNorm, MlaInput, Rotation, store_gqa, store_mla
 from ep_server.errors import InternalError
 from ep_server.models.attention import rotation_table
 from ep_server.models.families.spec import RopeSpec
