@@ -1,7 +1,7 @@
-"""Turns a StepBatch into the tensors a forward pass reads, cut into micro-batches.
+"""Turns a StepBatch into the tensors of a forward pass, cut into micro-batches.
 
-Decoding sequences (one token each) come first, so that attention can treat them as one group. Knows
-records and block arithmetic; knows nothing of the model. Units: tokens, blocks.
+Decoding sequences (one token each) come first, so attention can treat them as one group. Units: tokens,
+blocks.
 """
 
 from __future__ import annotations

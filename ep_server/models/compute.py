@@ -1,8 +1,7 @@
-"""The arithmetic that has more than one implementation: matrix products, gated FFNs, paged attention.
+"""Arithmetic with more than one implementation: matrix products, gated FFNs, paged attention.
 
-`TorchCompute` is plain torch, on any device, and the oracle; `NativeCompute` runs our kernels on the CPU.
-Weights are prepared once, at load, into whatever form the implementation multiplies with. Knows nothing of
-models, layers or ranks.
+`TorchCompute` is plain torch on any device, and the oracle; `NativeCompute` runs our kernels on the CPU.
+Weights are prepared once, at load, in the form that the implementation multiplies with.
 """
 
 from __future__ import annotations

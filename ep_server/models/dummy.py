@@ -1,7 +1,7 @@
-"""Random weights in place of a checkpoint's, for benchmarks of a shape: a config.json is all there is.
+"""Random weights for benchmarks of a shape: a config.json is enough.
 
-A tensor depends on its name, its shape and the seed and on nothing else, so ranks agree on what they share
-and an expert is the same whoever owns it. Made on the device that wants it. Knows no files and no ranks.
+A tensor depends only on its name, its shape and the seed. So ranks agree on shared tensors, and an expert
+is the same on any rank. Tensors are made on the device that uses them.
 """
 
 from __future__ import annotations

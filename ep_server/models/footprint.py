@@ -1,4 +1,4 @@
-"""What a rank's weights take in memory, from config.json alone: no file of weights is opened, no torch.
+"""Memory of a rank's weights, computed from config.json alone: no weight file is opened, no torch.
 
 Follows weights.py tensor by tensor. Units: bytes, for one rank.
 """

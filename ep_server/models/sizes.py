@@ -1,4 +1,4 @@
-"""What a model takes as it is served: dtype, context, KV cache. Plain arithmetic; needs no torch.
+"""Sizes of a model as it is served: dtype, context, KV cache. Plain arithmetic; needs no torch.
 
 Units: tokens, bytes.
 """

@@ -1,8 +1,7 @@
-"""Row-wise tensor arithmetic of the sampler: editing, filtering and drawing from a batch of logits.
+"""Row-wise tensor arithmetic of the sampler: edits, filters and draws from a batch of logits.
 
-Knows tensors only: no requests, generators or records. Every function treats the rows independently and
-bit for bit as if each were alone, so a request's tokens do not depend on its neighbours.
-Shapes: N rows, V vocabulary.
+Every function computes each row bit for bit as if it were alone, so a request's tokens do not depend on its
+neighbours. Shapes: N rows, V vocabulary.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Work that is recorded once and replayed: a CUDA graph for each form of a step, all in one memory pool.
+"""Recorded and replayed work: one CUDA graph per form of a step, in one memory pool.
 
-On a device without graphs a replay does the work again, on the same tensors. Knows nothing of models.
+On a device without graphs a replay repeats the work on the same tensors.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Stored tensors from files to a GPU, through a few buffers of pinned memory.
+"""Loads stored tensors from files to a GPU through a few buffers of pinned memory.
 
-A mapping would be copied page by page: a fault for each, by one thread, through a buffer of the driver's.
-Here each thread reads the bytes of one tensor while the copy engine takes those before from its other
-buffer. Knows files and offsets; knows nothing of names or models. Units: bytes.
+A mapped file would be copied page by page: one fault per page, by one thread, through a buffer of the
+driver. Here each thread reads the bytes of one tensor into one buffer while the copy engine drains the
+other. Units: bytes.
 """
 
 from __future__ import annotations

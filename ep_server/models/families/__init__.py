@@ -1,4 +1,4 @@
-"""Known model families: config.json and generation_config.json to a ModelSpec. Knows nothing of torch."""
+"""Known model families: turn config.json and generation_config.json into a ModelSpec, without torch."""
 
 from __future__ import annotations
 

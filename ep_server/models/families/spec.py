@@ -1,7 +1,7 @@
-"""What a model is, as frozen records: shapes, router rules, rope, which layers are sparse, tensor names.
+"""Specification of a model as frozen records: shapes, router rules, rope, sparse layers, tensor names.
 
-Built from config.json by one file per family; read by the loader, the decoder and `inspect`. Knows nothing
-of torch, ranks or files. Units: channels, tokens, experts.
+One file per family builds it from config.json; the loader, the decoder and `inspect` read it. Units:
+channels, tokens, experts.
 """
 
 from __future__ import annotations

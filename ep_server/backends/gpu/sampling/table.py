@@ -1,7 +1,4 @@
-"""[9] What a request asks of sampling, as a row of the device's tables, and how rows get there.
-
-Knows one request at a time, and the tables; not who has which slot.
-"""
+"""[9] Sampling parameters of a request as a row of the device's tables, and the copies of rows to them."""
 
 from __future__ import annotations
 
