@@ -21,9 +21,10 @@ from setuptools import setup
 CUDA_SOURCES = [
     "csrc/kernels/hopper/attention/attention.cpp",
     "csrc/bindings/attention.cpp",
-    "csrc/bindings/cuda.cpp",
+    "csrc/bindings/cuda_module.cpp",
     "csrc/bindings/experts.cpp",
     "csrc/bindings/mla.cpp",
+    "csrc/bindings/nvlink.cpp",
     "csrc/bindings/products.cpp",
     "csrc/exchange/nvlink/group.cpp",
     "csrc/kernels/hopper/experts/experts.cpp",

@@ -101,7 +101,7 @@ def _main(place: Place, index: int, other: Any, result: Any, body: Callable[...,
 def ours(place: Place, index: int, other: Any, size: int, rounds: int) -> dict[str, Any]:
     probe = _C.FabricProbe(place.options(index).native(), LARGEST)
     other.send(probe.address)
-    probe.meet(other.recv())
+    probe.connect(other.recv())
     probe.latency(size, rounds // 10, index == 0, LIMIT_NS)
     times = sorted(probe.latency(size, rounds, index == 0, LIMIT_NS))
     took = probe.stream(size, rounds, WINDOW, index == 0, LIMIT_NS)

@@ -1,6 +1,9 @@
-"""Types of the native extension (csrc/bindings*.cpp). Addresses are `Tensor.data_ptr()`; 0 = absent."""
+"""Native exchange and CPU kernels. Addresses are Tensor.data_ptr(); 0 means absent.
 
-# ---- exchange: csrc/bindings/layout.cpp, csrc/bindings/module.cpp ----
+Written by `make stubs` from the built module.
+"""
+
+from collections.abc import Sequence
 
 MAX_RANKS: int
 MAX_TOP_K: int
@@ -8,12 +11,12 @@ MAX_BANKS: int
 VOTE_BYTES: int
 LINE_BYTES: int
 HEAD_BYTES: int
-OPS: tuple[str, ...]
 PHASES: tuple[str, ...]
+OPS: tuple[str, ...]
+FABRIC: bool
 
 class Geometry:
     """What all ranks agree on. payload and reduction are positions in exchange.Payload and .Reduction."""
-
     def __init__(
         self,
         *,
@@ -47,8 +50,7 @@ class Geometry:
     def placement_hash(self) -> int: ...
 
 class Layout:
-    """Byte offsets inside one rank's region. No checks: indices must be in range."""
-
+    """Byte offsets in one rank's region. Indices are not checked."""
     def __init__(self, geometry: Geometry) -> None: ...
     @property
     def row_bytes(self) -> int: ...
@@ -80,7 +82,6 @@ class Layout:
     def group_bytes(self) -> int: ...
     def region(self, rank: int) -> int:
         """Where a rank's region begins in the group's segment."""
-
     def ids_at(self, bank: int, source: int) -> int: ...
     def weights_at(self, bank: int, source: int) -> int: ...
     def row_at(self, bank: int, source: int, token: int) -> int: ...
@@ -89,8 +90,7 @@ class Layout:
     def regions(self) -> list[tuple[str, int, int]]: ...
 
 class Segment:
-    """A mapped group segment. OSError or ValueError where `fd` is none."""
-
+    """A mapped group segment."""
     def __init__(self, fd: int) -> None: ...
     @property
     def geometry(self) -> Geometry: ...
@@ -100,24 +100,17 @@ class Segment:
     def bytes(self) -> int: ...
 
 class RowKernels:
-    """Arithmetic over rows, compiled for one instruction set that this processor has."""
-
+    """Row arithmetic for one instruction set."""
     @property
     def name(self) -> str: ...
-    def weighted_sum(self, fp32: bool, rows: list[int], weights: int, hidden: int, out: int) -> None: ...
+    def weighted_sum(self, fp32: bool, rows: Sequence[int], weights: int, hidden: int, out: int) -> None: ...
     def quantise(self, x: int, hidden: int, payload: int, q: int, scales: int) -> None: ...
 
-def row_kernels() -> list[RowKernels]: ...
-def create_segment(geometry: Geometry) -> int: ...
-
 class RegionView:
-    """The dispatch rows of one rank, as a buffer of bytes."""
-
-    def __buffer__(self, flags: int, /) -> memoryview: ...
+    """Memory of one rank, as a buffer of bytes."""
 
 class DispatchState:
-    """One dispatch between its halves and until the handle is dropped."""
-
+    """One dispatch, between its halves and until the handle is dropped."""
     @property
     def epoch(self) -> int: ...
     @property
@@ -135,8 +128,7 @@ class DispatchState:
     def wait_ns(self, num_ranks: int) -> list[int]: ...
 
 class CombineState:
-    """One combine between its halves."""
-
+    """One combine, between its halves."""
     @property
     def epoch(self) -> int: ...
     @property
@@ -146,15 +138,14 @@ class CombineState:
     def wait_ns(self, num_ranks: int) -> list[int]: ...
 
 class Exchange:
-    """One rank's end. All calls release the GIL; errors are those of ep_server.errors."""
-
+    """One rank's end of a group. Calls release the GIL; one thread at a time may call."""
     def __init__(
         self,
         *,
         fd: int,
         geometry: Geometry,
         rank: int,
-        placement: list[int],
+        placement: Sequence[int],
         timeout_ns: int,
         liveness_ns: int,
         spin_ns: int,
@@ -171,16 +162,20 @@ class Exchange:
     ) -> CombineState: ...
     def combine_recv(self, state: CombineState, out: int) -> None: ...
     def combine_release(self, state: CombineState) -> None: ...
-    def open_bank(self, op: int) -> int: ...
-    def answer_table(
+    def open_bank(self, op: int) -> int:
+        """Waits until the operation's next bank is free; its number."""
+    def output_table(
         self, state: DispatchState, reduction: int, slots: int, terms: int, weights: int, width: int
-    ) -> int: ...
-    def sum_table(self, state: CombineState, terms: int, weights: int, width: int) -> None: ...
+    ) -> int:
+        """Which rows combine_send returns; see row_tables.hpp."""
+    def sum_table(self, state: CombineState, terms: int, weights: int, width: int) -> None:
+        """Which rows combine_recv sums; see row_tables.hpp."""
     def all_gather(self, record: bytes, limit_ns: int = 0) -> list[bytes]:
-        """limit_ns: how long to wait for a peer that lives; 0 = for ever."""
-
-    def abort(self) -> None: ...
-    def reset(self, dead: int) -> None: ...
+        """Gathers a record from every rank. limit_ns: how long to wait for a peer that is alive; 0 = for ever."""
+    def abort(self) -> None:
+        """Ends all waits of the group with GroupAborted."""
+    def reset(self, dead: int) -> None:
+        """Starts a new generation without the ranks whose bits are set in `dead`."""
     @property
     def masked(self) -> int: ...
     def mask(self, ranks: int) -> None: ...
@@ -188,19 +183,10 @@ class Exchange:
     def generation(self) -> int: ...
     def statistics(self) -> dict[str, object]: ...
     def source_map(self, state: DispatchState, src_info: int, layout_range: int) -> None: ...
-    def set_faults(self, faults: list[tuple[int, int, int, int, int, int]]) -> None: ...
-    def rows_region(self) -> RegionView: ...
-
-# ---- between hosts: csrc/bindings/fabric.cpp ---------------------------------------------------------------
-
-FABRIC: bool  # False: built without the headers of libfabric, and without what follows
-
-# Address; base, key and bytes of a rank's memory on its host, then of its memory on a device.
-EndpointAddress = tuple[bytes, int, int, int, int, int, int]
+    def set_faults(self, faults: Sequence[tuple[int, int, int, int, int, int]]) -> None: ...
+    def rows_region(self) -> memoryview: ...
 
 class FabricOptions:
-    """Settings of the network; see ep_server.exchange.fabric.exchange."""
-
     def __init__(
         self,
         *,
@@ -219,35 +205,31 @@ class FabricOptions:
         device_copies: bool,
     ) -> None: ...
 
-def host_segment_bytes(geometry: Geometry, ranks: int) -> int: ...
-def create_host_segment(geometry: Geometry, ranks: int) -> int: ...
-def fabric_providers(options: FabricOptions) -> list[tuple[str, str, str, str]]: ...
-def fabric_chosen(options: FabricOptions) -> str: ...
-
 class FabricPort:
-    """One rank's endpoint and the exchange over it. StartupError where the network fails."""
-
+    """One rank's endpoint and the exchange over it."""
     def __init__(
         self,
         *,
         geometry: Geometry,
         rank: int,
-        placement: list[int],
+        placement: Sequence[int],
         timeout_ns: int,
         liveness_ns: int,
         spin_ns: int,
         mask_on_timeout: bool,
         options: FabricOptions,
-        hosts: list[int],
+        hosts: Sequence[int],
         segment: int,
-        bells: list[int],
+        bells: Sequence[int],
         device: tuple[int, int, int, int, int, int] | None = None,
     ) -> None: ...
     @property
     def description(self) -> str: ...
     @property
-    def address(self) -> EndpointAddress: ...
-    def connect(self, addresses: list[EndpointAddress], session: int, timeout_ns: int) -> None: ...
+    def address(self) -> tuple[bytes, int, int, int, int, int, int]: ...
+    def connect(
+        self, addresses: Sequence[tuple[bytes, int, int, int, int, int, int]], session: int, timeout_ns: int
+    ) -> None: ...
     def close(self, linger_ns: int) -> None: ...
     @property
     def writes(self) -> int: ...
@@ -255,36 +237,18 @@ class FabricPort:
     def exchange(self) -> Exchange: ...
 
 class FabricProbe:
-    """One of two bare endpoints, for the benchmark. `meet` the other's address, then both call the same."""
-
+    """One of two bare endpoints, for the benchmark: connect to the other's address, then both call the same."""
     def __init__(self, options: FabricOptions, bytes: int) -> None: ...
     @property
     def description(self) -> str: ...
     @property
-    def address(self) -> EndpointAddress: ...
-    def meet(self, address: EndpointAddress) -> None: ...
-    def latency(self, bytes: int, rounds: int, first: bool, timeout_ns: int) -> list[int]:
-        """Half round trips, ns."""
-
-    def stream(self, bytes: int, writes: int, window: int, first: bool, timeout_ns: int) -> int:
-        """How long the writes took until the receiver answered the last one, ns."""
-
-# ---- compute kernels: csrc/bindings/cpu_kernels.cpp ----
-
-def compute_isas() -> list[str]:
-    """Names of the instruction sets that run here, best first."""
-
-def packed_linear_words(bfloat16: bool, n: int, k: int) -> int: ...
-def packed_gated_words(bfloat16: bool, ffn: int, k: int) -> int: ...
-def pack_linear(bfloat16: bool, weight: int, n: int, k: int, out: int) -> None: ...
-def pack_gated(bfloat16: bool, gate_up: int, ffn: int, k: int, out: int) -> None: ...
+    def address(self) -> tuple[bytes, int, int, int, int, int, int]: ...
+    def connect(self, peer: tuple[bytes, int, int, int, int, int, int]) -> None: ...
+    def latency(self, bytes: int, rounds: int, first: bool, timeout_ns: int) -> list[int]: ...
+    def stream(self, bytes: int, writes: int, window: int, first: bool, timeout_ns: int) -> int: ...
 
 class Compute:
-    """Kernels, threads and scratch memory of one rank; one caller at a time. bfloat16: else float32.
-
-    Raises: ValueError for an instruction set that does not run here, or offsets that do not ascend.
-    """
-
+    """Kernels, threads and scratch memory of one rank. One caller at a time. bfloat16=False means float32."""
     def __init__(self, threads: int = 1, isa: str = "auto") -> None: ...
     @property
     def isa(self) -> str: ...
@@ -353,3 +317,21 @@ class Compute:
         eps: float,
         out: int,
     ) -> None: ...
+
+def create_segment(geometry: Geometry) -> int: ...
+def row_kernels() -> list[RowKernels]: ...
+def fabric_providers(options: FabricOptions) -> list[tuple[str, str, str, str]]:
+    """(provider, fabric, domain, what is missing) of every provider found."""
+
+def fabric_chosen(options: FabricOptions) -> str:
+    """The provider that would be opened, in one line."""
+
+def host_segment_bytes(geometry: Geometry, ranks: int) -> int: ...
+def create_host_segment(geometry: Geometry, ranks: int) -> int: ...
+def compute_isas() -> list[str]:
+    """Names of the instruction sets that run here, best first."""
+
+def packed_linear_words(bfloat16: bool, n: int, k: int) -> int: ...
+def packed_gated_words(bfloat16: bool, ffn: int, k: int) -> int: ...
+def pack_linear(bfloat16: bool, weight: int, n: int, k: int, out: int) -> None: ...
+def pack_gated(bfloat16: bool, gate_up: int, ffn: int, k: int, out: int) -> None: ...

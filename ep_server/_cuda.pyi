@@ -1,7 +1,9 @@
-"""The native exchange over NVLink, the experts' kernel, that of other products (csrc/bindings_*.cpp).
+"""NVLink exchange and Hopper kernels. Addresses are Tensor.data_ptr(); 0 means absent.
 
-ep/cuda.py, model/gpu/streamed_experts.py and model/gpu/streamed_products.py say what the values mean.
+Written by `make stubs` from the built module.
 """
+
+from collections.abc import Sequence
 
 MAX_RANKS: int
 BAD_IDS: int
@@ -60,11 +62,7 @@ class CombineRecvArgs:
     ) -> None: ...
 
 class Group:
-    row_pitch: int
-    scale_offset: int
-    handle_bytes: int
-    bytes: int
-    num_sms: int
+    """One rank's end of a group of GPUs."""
     def __init__(
         self,
         *,
@@ -76,7 +74,7 @@ class Group:
         payload: int,
         reduction: int,
         rank: int,
-        placement: list[int],
+        placement: Sequence[int],
         device: int,
         timeout_ns: int,
         mask_on_timeout: bool,
@@ -107,13 +105,23 @@ class Group:
     ) -> None: ...
     def release(self, stream: int, handle: int) -> None: ...
     def publish(self, stream: int) -> None: ...
-    def set_faults(self, faults: list[tuple[int, int, int, int, int]]) -> None: ...
+    def set_faults(self, faults: Sequence[tuple[int, int, int, int, int]]) -> None: ...
     def status(self) -> tuple[int, str, str, int, int, int, int] | None: ...
     def statistics(self) -> dict[str, dict[object, object]]: ...
     def epochs(self) -> tuple[int, int, int]: ...
     def reset(self, base: int, masked: int) -> None: ...
     def mask(self, ranks: int) -> None: ...
     def rows_at(self, bank: int) -> int: ...
+    @property
+    def row_pitch(self) -> int: ...
+    @property
+    def scale_offset(self) -> int: ...
+    @property
+    def handle_bytes(self) -> int: ...
+    @property
+    def bytes(self) -> int: ...
+    @property
+    def num_sms(self) -> int: ...
 
 class ExpertsWork:
     def __init__(
@@ -146,24 +154,10 @@ class Experts:
         width: int,
         ffn: int,
     ) -> None: ...
-    def scratch_bytes(self, most: int) -> int: ...
     def wide(self) -> bool: ...
+    def scratch_bytes(self, most: int) -> int: ...
     def run(
         self, stream: int, work: ExpertsWork, *, rows_of_tile: int, wide: bool, reads_ahead: bool
-    ) -> None: ...
-
-class Linear:
-    def __init__(self, *, device: int, weight: int, n: int, k: int, tile: int, splits: int) -> None: ...
-    def run(
-        self,
-        *,
-        stream: int,
-        rows: int,
-        pitch: int,
-        count: int,
-        sums: int,
-        rows_of_tile: int,
-        lets_next_start: bool,
     ) -> None: ...
 
 class AttentionWork:
@@ -212,16 +206,30 @@ class Attention:
         out: int,
     ) -> None: ...
 
-class LatentWork:
+class MlaWork:
     def __init__(
         self, *, count: int, lengths: int, blocks: int, blocks_pitch: int, sums: int, stats: int
     ) -> None: ...
 
-class LatentLaunchConfig:
+class MlaLaunchConfig:
     def __init__(self, *, team: int, blocks: int, splits: int) -> None: ...
 
-class Latent:
+class Mla:
     def __init__(
         self, *, device: int, cache: int, positions: int, heads: int, block_size: int, scale: float
     ) -> None: ...
-    def run(self, *, stream: int, step: LatentWork, config: LatentLaunchConfig, q: int, out: int) -> None: ...
+    def run(self, *, stream: int, step: MlaWork, config: MlaLaunchConfig, q: int, out: int) -> None: ...
+
+class Linear:
+    def __init__(self, *, device: int, weight: int, n: int, k: int, tile: int, splits: int) -> None: ...
+    def run(
+        self,
+        *,
+        stream: int,
+        rows: int,
+        pitch: int,
+        count: int,
+        sums: int,
+        rows_of_tile: int,
+        lets_next_start: bool,
+    ) -> None: ...

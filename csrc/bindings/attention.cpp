@@ -1,10 +1,11 @@
-// The Python face of the attention kernel: unwraps pointers and a stream. model/gpu/streamed_attention.py
-// checks.
+// Exposes the Hopper attention kernel: unwraps pointers and a stream.
+// ep_server/backends/gpu/kernels/hopper/attention.py checks the arguments.
+#include "kernels/hopper/attention/attention.hpp"
+
 #include <pybind11/pybind11.h>
 
 #include <memory>
 
-#include "kernels/hopper/attention/attention.hpp"
 #include "bindings/pointer.hpp"
 
 namespace py = pybind11;

@@ -1,9 +1,12 @@
-// Python's door to the compute kernels: addresses and sizes in, no tensor types. The Python side checks
-// shapes.
+// Exposes the CPU kernels. They take addresses and sizes; ep_server/backends/cpu checks shapes.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
-#include "kernels/cpu/kernels.hpp"
-#include "kernels/cpu/pack.hpp"
+#include <string>
+#include <vector>
+
+#include "kernels/cpu/kernel_table.hpp"
+#include "kernels/cpu/pack_weights.hpp"
 
 namespace py = pybind11;
 using namespace ep::model;
@@ -42,15 +45,15 @@ void check_offsets(const int64_t* offsets, int64_t experts, int64_t rows) {
   if (!ascending) throw std::invalid_argument("offsets: must ascend from 0 to " + std::to_string(rows));
 }
 
-py::list isa_names() {
-  py::list names;
-  for (const Kernels* kernels : supported()) names.append(kernels->name);
+std::vector<std::string> isa_names() {
+  std::vector<std::string> names;
+  for (const Kernels* kernels : supported()) names.emplace_back(kernels->name);
   return names;
 }
 
 }  // namespace
 
-void bind_model(py::module_& m) {
+void bind_cpu_kernels(py::module_& m) {
   using py::arg;
   m.def("compute_isas", &isa_names, "Names of the instruction sets that run here, best first.");
   m.def(
@@ -76,7 +79,9 @@ void bind_model(py::module_& m) {
       py::call_guard<py::gil_scoped_release>(), arg("bfloat16"), arg("gate_up"), arg("ffn"), arg("k"),
       arg("out"));
 
-  py::class_<Compute>(m, "Compute")
+  py::class_<Compute>(m, "Compute",
+                      "Kernels, threads and scratch memory of one rank. One caller at a time. bfloat16=False "
+                      "means float32.")
       .def(py::init<int, const std::string&>(), arg("threads") = 1, arg("isa") = "auto")
       .def_property_readonly("isa", &Compute::isa)
       .def_property_readonly("threads", &Compute::threads)

@@ -1,4 +1,4 @@
-// The exchange as the bindings hold it, whatever carries it: shared by bindings.cpp and bindings_fabric.cpp.
+// The exchange object behind the Python classes. exchange.cpp and fabric.cpp share it.
 #pragma once
 
 #include <pybind11/pybind11.h>
@@ -29,7 +29,7 @@ inline void check(const Status& status) {
   if (status) throw ExchangeFailure{status};
 }
 
-// Lets Python build tensors over a rank's dispatch rows; keeps the memory alive.
+// A rank's dispatch rows as a Python buffer. Keeps the memory alive.
 struct RegionView {
   std::shared_ptr<void> memory;
   std::byte* begin;
@@ -44,7 +44,7 @@ class Exchange {
     group_.interrupted = signal_raised;
   }
 
-  // memory: what the group's regions are part of; service: what keeps peers informed, ended before the group.
+  // memory: holds the group's regions. service: keeps peers informed; it ends before the group does.
   void attach(std::shared_ptr<void> memory, std::shared_ptr<void> service) {
     memory_ = std::move(memory);
     service_ = std::move(service);
@@ -61,10 +61,10 @@ class Exchange {
   std::mutex busy_;
 };
 
-// One thread at a time drives an exchange; a second one is an error, not a race.
-class Turn {
+// Only one thread at a time may call an exchange. A second one gets an error instead of a race.
+class SingleCaller {
  public:
-  explicit Turn(Exchange& exchange) : lock_(exchange.busy(), std::try_to_lock) {
+  explicit SingleCaller(Exchange& exchange) : lock_(exchange.busy(), std::try_to_lock) {
     if (!lock_) throw BadArgument("thread", "a second one", "the only one inside this exchange");
   }
 
@@ -72,7 +72,8 @@ class Turn {
   std::unique_lock<std::mutex> lock_;
 };
 
-// An operation of another group has other sizes; one from before a reset has cells that never come again.
+// Rejects operations of another group, which have other sizes, and operations from before a reset, whose
+// cells will never arrive.
 template <class State>
 void check_origin(const Group& group, const State& state, const char* what) {
   const bool mine = state.origin.group == group.id;
@@ -84,7 +85,7 @@ void check_origin(const Group& group, const State& state, const char* what) {
 template <class Fn>
 void run(Exchange& exchange, Fn&& fn) {
   py::gil_scoped_release release;
-  Turn turn(exchange);
+  SingleCaller caller(exchange);
   check(fn(exchange.group()));
 }
 

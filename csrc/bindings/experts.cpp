@@ -1,11 +1,12 @@
-// The Python face of the experts' kernel: unwraps pointers and a stream. model/gpu/streamed_experts.py
-// checks.
+// Exposes the Hopper kernel of the experts: unwraps pointers and a stream.
+// ep_server/backends/gpu/kernels/hopper/experts.py checks the arguments.
+#include "kernels/hopper/experts/experts.hpp"
+
 #include <pybind11/pybind11.h>
 
 #include <memory>
 
 #include "bindings/pointer.hpp"
-#include "kernels/hopper/experts/experts.hpp"
 
 namespace py = pybind11;
 

@@ -1,7 +1,8 @@
-// The Python face of the transport between hosts. Built without the headers of libfabric it has the one name
-// FABRIC = False, and ep/fabric.py says what is missing.
+// Exposes the transport between hosts. Built without libfabric's headers, this has only FABRIC = False, and
+// ep_server/exchange/fabric reports what is missing.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <pybind11/typing.h>
 
 namespace py = pybind11;
 
@@ -25,10 +26,11 @@ void bind_fabric(py::module_& m) { m.attr("FABRIC") = false; }
 namespace {
 
 using namespace ep;
+// Name; then base, key and bytes of a rank's memory on its host and on its device.
 using AddressTuple = std::tuple<py::bytes, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t>;
 // Addresses and sizes of inbound and outbound memory, kind and number of the device.
 using DeviceTuple = std::tuple<uintptr_t, uint64_t, uintptr_t, uint64_t, uint32_t, int32_t>;
-using AddressTuples = std::vector<AddressTuple>;
+using Addresses = std::vector<AddressTuple>;
 
 // One rank's endpoint and the exchange that it carries.
 class FabricPort {
@@ -49,14 +51,13 @@ class FabricPort {
   std::shared_ptr<fabric::FabricCarrier> carrier_;
 };
 
-py::tuple tuple_of(const fabric::EndpointAddress& address) {
+AddressTuple address_tuple(const fabric::EndpointAddress& address) {
   const auto& [name, host, device] = address;
-  return py::make_tuple(py::bytes(name), host.base, host.key, host.bytes, device.base, device.key,
-                        device.bytes);
+  return {py::bytes(name), host.base, host.key, host.bytes, device.base, device.key, device.bytes};
 }
 
-fabric::EndpointAddress address_from(const AddressTuple& address) {
-  const auto& [name, base, key, bytes, device_base, device_key, device_bytes] = address;
+fabric::EndpointAddress address_from(const AddressTuple& peer) {
+  const auto& [name, base, key, bytes, device_base, device_key, device_bytes] = peer;
   return {std::string(name), {base, key, bytes}, {device_base, device_key, device_bytes}};
 }
 
@@ -69,31 +70,38 @@ fabric::DeviceMemory device_from(const std::optional<DeviceTuple>& device) {
           number};
 }
 
-void connect(FabricPort& port, const AddressTuples& addresses, uint32_t session, uint64_t timeout_ns) {
+void connect(FabricPort& port, const Addresses& addresses, uint32_t session, uint64_t timeout_ns) {
   std::vector<fabric::EndpointAddress> all;
-  for (const auto& each : addresses) all.push_back(address_from(each));
+  for (const auto& peer : addresses) all.push_back(address_from(peer));
   py::gil_scoped_release release;
   port.carrier().connect(all, session, timeout_ns);
 }
 
 void bind_probe(py::module_& m) {
-  py::class_<fabric::Probe>(m, "FabricProbe")
+  py::class_<fabric::Probe>(m, "FabricProbe",
+                            "One of two bare endpoints, for the benchmark: connect to the other's address, "
+                            "then both call the same.")
       .def(py::init<const fabric::Options&, uint64_t>(), py::arg("options"), py::arg("bytes"))
       .def_property_readonly("description", [](fabric::Probe& self) { return self.endpoint().description(); })
       .def_property_readonly("address",
-                             [](fabric::Probe& self) { return tuple_of(self.endpoint().address()); })
-      .def("meet", [](fabric::Probe& self,
-                      const AddressTuple& address) { self.endpoint().add_peer(address_from(address)); })
+                             [](fabric::Probe& self) { return address_tuple(self.endpoint().address()); })
+      .def(
+          "connect",
+          [](fabric::Probe& self, const AddressTuple& peer) { self.endpoint().add_peer(address_from(peer)); },
+          py::arg("peer"))
       .def("latency", &fabric::Probe::latency, py::arg("bytes"), py::arg("rounds"), py::arg("first"),
            py::arg("timeout_ns"), py::call_guard<py::gil_scoped_release>())
       .def("stream", &fabric::Probe::stream, py::arg("bytes"), py::arg("writes"), py::arg("window"),
            py::arg("first"), py::arg("timeout_ns"), py::call_guard<py::gil_scoped_release>());
 }
 
-py::list providers(const fabric::Options& options) {
-  py::list all;
+using ProviderTuple = std::tuple<std::string, std::string, std::string, std::string>;
+
+// Provider, fabric, domain, and what it lacks.
+std::vector<ProviderTuple> providers(const fabric::Options& options) {
+  std::vector<ProviderTuple> all;
   for (const fabric::Candidate& c : fabric::list(fabric::Library(options), options))
-    all.append(py::make_tuple(c.provider, c.fabric, c.domain, c.missing));
+    all.emplace_back(c.provider, c.fabric, c.domain, c.missing);
   return all;
 }
 
@@ -129,16 +137,20 @@ void bind_fabric(py::module_& m) {
            py::arg("interface"), py::arg("traffic_class"), py::arg("gid_index"), py::arg("queue_depth"),
            py::arg("adaptive_routing"), py::arg("disorder"), py::arg("strict_memory"),
            py::arg("device_memory"), py::arg("device_copies"));
-  m.def("fabric_providers", &providers);
-  m.def("fabric_chosen", &chosen);
-  m.def("host_segment_bytes",
-        [](const Geometry& g, uint32_t ranks) { return fabric::host_regions(g, ranks).bytes(); });
+  m.def("fabric_providers", &providers, py::arg("options"),
+        "(provider, fabric, domain, what is missing) of every provider found.");
+  m.def("fabric_chosen", &chosen, py::arg("options"), "The provider that would be opened, in one line.");
+  m.def(
+      "host_segment_bytes",
+      [](const Geometry& g, uint32_t ranks) { return fabric::host_regions(g, ranks).bytes(); },
+      py::arg("geometry"), py::arg("ranks"));
   m.def(
       "create_host_segment",
       [](const Geometry& g, uint32_t ranks) { return shm::create(g, fabric::host_regions(g, ranks)); },
-      py::call_guard<py::gil_scoped_release>());
+      py::arg("geometry"), py::arg("ranks"), py::call_guard<py::gil_scoped_release>());
 
-  py::class_<FabricPort, std::shared_ptr<FabricPort> >(m, "FabricPort")
+  py::class_<FabricPort, std::shared_ptr<FabricPort> >(m, "FabricPort",
+                                                       "One rank's endpoint and the exchange over it.")
       .def(py::init([](const Geometry& geometry, uint32_t rank, const std::vector<int32_t>& placement,
                        uint64_t timeout_ns, uint64_t liveness_ns, uint64_t spin_ns, bool mask_on_timeout,
                        const fabric::Options& options, const std::vector<uint32_t>& hosts, int segment,
@@ -156,13 +168,16 @@ void bind_fabric(py::module_& m) {
            py::arg("liveness_ns"), py::arg("spin_ns"), py::arg("mask_on_timeout"), py::arg("options"),
            py::arg("hosts"), py::arg("segment"), py::arg("bells"), py::arg("device") = py::none())
       .def_property_readonly("description", [](FabricPort& self) { return self.carrier().description(); })
-      .def_property_readonly("address", [](FabricPort& self) { return tuple_of(self.carrier().address()); })
+      .def_property_readonly("address",
+                             [](FabricPort& self) { return address_tuple(self.carrier().address()); })
       .def("connect", &connect, py::arg("addresses"), py::arg("session"), py::arg("timeout_ns"))
-      .def("close",
-           [](FabricPort& self, uint64_t linger_ns) {
-             py::gil_scoped_release release;
-             self.carrier().close(linger_ns);
-           })
+      .def(
+          "close",
+          [](FabricPort& self, uint64_t linger_ns) {
+            py::gil_scoped_release release;
+            self.carrier().close(linger_ns);
+          },
+          py::arg("linger_ns"))
       .def_property_readonly("writes", [](FabricPort& self) { return self.carrier().writes(); })
       .def_property_readonly("exchange", [](FabricPort& self) { return self.exchange(); });
   bind_probe(m);

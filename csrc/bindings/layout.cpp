@@ -1,15 +1,17 @@
-// The Python face of layout.hpp, segments and row kernels: Python asks for sizes and offsets here, it never
-// computes one.
+// Exposes layout.hpp, segments and row arithmetic. Python asks for sizes and offsets here and never computes
+// one.
+#include "exchange/common/layout.hpp"
+
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
 #include <memory>
 #include <string>
+#include <tuple>
 #include <vector>
 
-#include "exchange/shm/rows.hpp"
-#include "exchange/common/layout.hpp"
 #include "exchange/common/status.hpp"
+#include "exchange/shm/rows.hpp"
 #include "exchange/shm/segment.hpp"
 
 namespace py = pybind11;
@@ -17,12 +19,13 @@ namespace py = pybind11;
 namespace {
 
 using namespace ep;
+using RegionTuple = std::tuple<std::string, uint64_t, uint64_t>;
 
 // (name, begin, end) of everything that is written in one rank's region, for a test that nothing overlaps.
-py::list regions(const Layout& l) {
-  py::list all;
+std::vector<RegionTuple> regions(const Layout& l) {
+  std::vector<RegionTuple> all;
   auto add = [&](const std::string& what, uint64_t begin, uint64_t bytes) {
-    all.append(py::make_tuple(what, begin, begin + bytes));
+    all.emplace_back(what, begin, begin + bytes);
   };
   add("identity", Head::kIdentity, 8);
   add("doorbell", Head::kDoorbell, 8);
@@ -55,7 +58,9 @@ py::list regions(const Layout& l) {
 }  // namespace
 
 void bind_layout(py::module_& m) {
-  py::class_<Geometry>(m, "Geometry")
+  py::class_<Geometry>(m, "Geometry",
+                       "What all ranks agree on. payload and reduction are positions in exchange.Payload and "
+                       ".Reduction.")
       .def(py::init([](uint32_t num_ranks, uint32_t num_experts, uint32_t max_tokens, uint32_t hidden,
                        uint32_t top_k, uint32_t num_banks, uint32_t payload, uint32_t reduction,
                        uint64_t placement_hash) {
@@ -75,8 +80,8 @@ void bind_layout(py::module_& m) {
       .def_property_readonly("reduction", [](const Geometry& g) { return uint32_t(g.reduction); })
       .def_readonly("placement_hash", &Geometry::placement_hash);
 
-  py::class_<Layout>(m, "Layout")
-      .def(py::init([](const Geometry& g) { return Layout::of(g); }))
+  py::class_<Layout>(m, "Layout", "Byte offsets in one rank's region. Indices are not checked.")
+      .def(py::init([](const Geometry& g) { return Layout::of(g); }), py::arg("geometry"))
       .def_readonly("row_bytes", &Layout::row_bytes)
       .def_readonly("scale_offset", &Layout::scale_offset)
       .def_readonly("scale_bytes", &Layout::scale_bytes)
@@ -91,15 +96,18 @@ void bind_layout(py::module_& m) {
       .def_property_readonly("device_in", &Layout::device_in)
       .def_property_readonly("device_out", &Layout::device_out)
       .def_property_readonly("group_bytes", [](const Layout& l) { return GroupPage::bytes(l); })
-      .def("region", [](const Layout& l, uint32_t rank) { return GroupPage::region(l, rank); })
-      .def("ids_at", &Layout::ids_at)
-      .def("weights_at", &Layout::weights_at)
-      .def("row_at", &Layout::row_at)
-      .def("rank_sum_at", &Layout::rank_sum_at)
-      .def("choice_at", &Layout::choice_at)
+      .def(
+          "region", [](const Layout& l, uint32_t rank) { return GroupPage::region(l, rank); },
+          py::arg("rank"), "Where a rank's region begins in the group's segment.")
+      .def("ids_at", &Layout::ids_at, py::arg("bank"), py::arg("source"))
+      .def("weights_at", &Layout::weights_at, py::arg("bank"), py::arg("source"))
+      .def("row_at", &Layout::row_at, py::arg("bank"), py::arg("source"), py::arg("token"))
+      .def("rank_sum_at", &Layout::rank_sum_at, py::arg("bank"), py::arg("expert_rank"), py::arg("token"))
+      .def("choice_at", &Layout::choice_at, py::arg("bank"), py::arg("expert_rank"), py::arg("token"),
+           py::arg("k"))
       .def("regions", &regions);
 
-  py::class_<shm::Segment, std::shared_ptr<shm::Segment>>(m, "Segment")
+  py::class_<shm::Segment, std::shared_ptr<shm::Segment>>(m, "Segment", "A mapped group segment.")
       .def(py::init<int>(), py::arg("fd"))
       .def_property_readonly("geometry", [](const shm::Segment& s) { return s.page().geometry; })
       .def_property_readonly("regions",
@@ -114,24 +122,29 @@ void bind_layout(py::module_& m) {
       "create_segment", [](const Geometry& g) { return shm::create(g, shm::whole_group(g)); },
       py::arg("geometry"), py::call_guard<py::gil_scoped_release>());
 
-  py::class_<cpu::RowKernels>(m, "RowKernels")
+  py::class_<cpu::RowKernels>(m, "RowKernels", "Row arithmetic for one instruction set.")
       .def_property_readonly("name", [](const cpu::RowKernels& k) { return std::string(k.name); })
-      .def("weighted_sum",
-           [](const cpu::RowKernels& k, bool fp32, const std::vector<uintptr_t>& rows, uintptr_t weights,
-              uint32_t hidden, uintptr_t out) {
-             std::vector<const void*> pointers;
-             for (uintptr_t row : rows) pointers.push_back(reinterpret_cast<const void*>(row));
-             (fp32 ? k.sum_fp32 : k.sum_bf16)({.rows = pointers.data(),
-                                               .weights = reinterpret_cast<const float*>(weights),
-                                               .count = uint32_t(rows.size()),
-                                               .hidden = hidden,
-                                               .out = reinterpret_cast<void*>(out)});
-           })
-      .def("quantise", [](const cpu::RowKernels& k, uintptr_t x, uint32_t hidden, uint32_t payload,
-                          uintptr_t q, uintptr_t scales) {
-        k.quantise(reinterpret_cast<const uint16_t*>(x), hidden, Payload(payload),
-                   reinterpret_cast<uint8_t*>(q), reinterpret_cast<void*>(scales));
-      });
+      .def(
+          "weighted_sum",
+          [](const cpu::RowKernels& k, bool fp32, const std::vector<uintptr_t>& rows, uintptr_t weights,
+             uint32_t hidden, uintptr_t out) {
+            std::vector<const void*> pointers;
+            for (uintptr_t row : rows) pointers.push_back(reinterpret_cast<const void*>(row));
+            (fp32 ? k.sum_fp32 : k.sum_bf16)({.rows = pointers.data(),
+                                              .weights = reinterpret_cast<const float*>(weights),
+                                              .count = uint32_t(rows.size()),
+                                              .hidden = hidden,
+                                              .out = reinterpret_cast<void*>(out)});
+          },
+          py::arg("fp32"), py::arg("rows"), py::arg("weights"), py::arg("hidden"), py::arg("out"))
+      .def(
+          "quantise",
+          [](const cpu::RowKernels& k, uintptr_t x, uint32_t hidden, uint32_t payload, uintptr_t q,
+             uintptr_t scales) {
+            k.quantise(reinterpret_cast<const uint16_t*>(x), hidden, Payload(payload),
+                       reinterpret_cast<uint8_t*>(q), reinterpret_cast<void*>(scales));
+          },
+          py::arg("x"), py::arg("hidden"), py::arg("payload"), py::arg("q"), py::arg("scales"));
   m.def("row_kernels", &cpu::row_kernels);
 
   m.attr("MAX_RANKS") = kMaxRanks;

@@ -1,4 +1,4 @@
-// Addresses as Python has them, for the bindings.
+// Turns the integer addresses that Python passes into pointers.
 #pragma once
 
 #include <cstdint>

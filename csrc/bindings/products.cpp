@@ -1,11 +1,12 @@
-// The Python face of the products' kernel: unwraps pointers and a stream. model/gpu/streamed_products.py
-// checks.
+// Exposes the Hopper kernel of skinny products: unwraps pointers and a stream.
+// ep_server/backends/gpu/kernels/hopper/products.py checks the arguments.
+#include "kernels/hopper/products/products.hpp"
+
 #include <pybind11/pybind11.h>
 
 #include <memory>
 
 #include "bindings/pointer.hpp"
-#include "kernels/hopper/products/products.hpp"
 
 namespace py = pybind11;
 

@@ -11,7 +11,7 @@ from ep_server.exchange.api import ExchangeSpec, Payload
 
 MAX_RANKS = 64  # masks of ranks are one 64-bit word
 MAX_BANKS = 16
-MAX_TOP_K = 16  # GPU kernels keep a token's choices in fixed arrays of shared memory (cuda/sum.cuh)
+MAX_TOP_K = 16  # GPU kernels keep a token's choices in fixed shared arrays (nvlink/weighted_sum.cuh)
 MAX_TOKENS = 1 << 24  # a header cell has 31 bits for the count; the rest is memory
 MAX_HIDDEN = 1 << 20
 MAX_ENTRIES = 1 << 31  # rows that one rank may receive for its experts: 32 bits number them

@@ -1,5 +1,5 @@
-// What carries rows and cells to ranks of other hosts, as the phases see it: they write into an outbox that
-// is laid out like a region, then say what is ready. Knows nothing of the network.
+// The transport to ranks of other hosts, as the phases see it. They write into an outbox that is laid out
+// like a region, then announce what is ready. Independent of the network.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ struct Command {
   uint8_t peer;
   uint8_t generation;  // low bits: what an old generation left is not taken for the new one's
   uint32_t first;      // kRows: slot of the first row in the peer's block; else the payload of the cell
-  uint32_t count;      // kRows: rows; kHeader: 1 if the low bits of the epoch tell the peer which one it is
+  uint32_t count;      // kRows: rows; kHeader: 1 if the low bits of the epoch suffice for the peer
   uint32_t epoch;
 
   Op op() const { return Op(op_bank >> 4); }

@@ -1,3 +1,4 @@
+// Waits for cells with deadlines, wakes sleepers, aborts and resets a group.
 #include "exchange/common/cells.hpp"
 
 #include <errno.h>
@@ -57,7 +58,7 @@ class Waiter {
 
   Waited run() {
     const Waited waited = wait();
-    if (slept_) say_waiting(group_, 0, 0);
+    if (slept_) publish_wait(group_, 0, 0);
     return waited;
   }
 
@@ -80,7 +81,7 @@ class Waiter {
       } else {
         if (const uint64_t late = expired(now)) {
           group_.statistics.timeouts.add(std::popcount(late));
-          if (!group_.timing.mask_on_timeout) return fail(attribute(late, now));
+          if (!group_.timing.mask_on_timeout) return fail(attribute_wait(late, now));
           mask(late, now);
           continue;
         }
@@ -139,8 +140,8 @@ class Waiter {
   uint32_t gateway(uint32_t peer) const { return wait_.by_gateways ? group_.gateways[peer] : peer; }
 
   // The error names not a peer that is late because of another one, but that one: if it no longer beats, else
-  // if it waits for nobody.
-  Status attribute(uint64_t late, uint64_t now) const {
+  // if it does not wait itself.
+  Status attribute_wait(uint64_t late, uint64_t now) const {
     Status status = missing(late, Code::kTimeout);
     status.peer = root(group_, late, now);
     uint64_t oldest = now;
@@ -159,18 +160,18 @@ class Waiter {
 
   // The same where the group goes on: a source whose gateway is gone is left out this time, not masked.
   void mask(uint64_t late, uint64_t now) {
-    uint64_t late_ranks = 0;
+    uint64_t held_up_by = 0;
     for (uint64_t left = late; left != 0; left &= left - 1) {
       const uint32_t peer = std::countr_zero(left), by = gateway(peer);
       const bool indirect = by != peer && by != group_.rank;
       if (indirect && (!(group_.unmasked() >> by & 1) || quiet(group_, by, now))) {
-        late_ranks |= 1ull << by;
+        held_up_by |= 1ull << by;
         pending_ &= ~(1ull << peer);
       } else {
-        late_ranks |= 1ull << peer;
+        held_up_by |= 1ull << peer;
       }
     }
-    group_.masked.fetch_or(late_ranks, std::memory_order_acq_rel);
+    group_.masked.fetch_or(held_up_by, std::memory_order_acq_rel);
   }
 
   Status missing(uint64_t peers, Code code) const {
@@ -202,7 +203,7 @@ class Waiter {
       slept_on_ = int32_t(peer);
       looked_ = now;
       slept_ = true;
-      say_waiting(group_, pending_, now);
+      publish_wait(group_, pending_, now);
       if (group_.carrier != nullptr) {
         group_.carrier->sleep(slice);
       } else {
@@ -284,7 +285,7 @@ void abort_at(std::byte* region, uint32_t writer, uint32_t generation, const Sta
   auto cell = cell_at(region, Head::kAbort);
   uint64_t seen = cell.load(std::memory_order_acquire);
   if (cell_epoch(seen) == generation) return;
-  // The writer's own line, written before the cell names it: nobody reads a half-written status.
+  // The writer's own line, written before the cell names it, so a half-written status is never read.
   std::memcpy(region + Head::abort_status(writer), &status, sizeof status);
   cell.compare_exchange_strong(seen, encode_cell(generation, writer + 1), std::memory_order_acq_rel);
 }

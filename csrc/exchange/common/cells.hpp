@@ -1,12 +1,13 @@
 // Epoch cells between processes of one host: encode, publish, wait with a deadline.
 //
-// A cell is 8 bytes: low 32 bits epoch, high 32 bits payload. The writer stores data first, then the cell
-// with release; the reader loads the cell with acquire and compares the epoch for equality. An older epoch
-// means "not yet", a newer one that the bank was overwritten before it was read: a protocol violation.
+// A cell is 8 bytes: the epoch in the low 32 bits, a payload in the high 32. The writer stores its data
+// first, then the cell with release. The reader loads the cell with acquire and compares the epoch for
+// equality. An older epoch means "not yet". A newer epoch means that the bank was overwritten before it was
+// read: a protocol violation.
 //
-// Sleeping: the reader writes whom it sleeps on next to its futex word, looks once more, then sleeps. A
-// writer looks at that word after its cell (both sides with a full fence between) and pays a system call only
-// for a reader that sleeps on it.
+// Sleeping: the reader publishes which rank it waits for next to its futex word, checks the cell once more
+// and sleeps. A writer reads that word after it has stored its cell (both sides with a full fence in between)
+// and makes a system call only if the reader sleeps on this writer.
 #pragma once
 
 #include <atomic>
@@ -38,7 +39,7 @@ struct CellName {
   Notice notice;
   Op op = Op::kVote;
   uint32_t bank = 0;
-  bool near = false;  // the peer has come so far that the low bits of the epoch tell it which one it is
+  bool near = false;  // the low bits of the epoch suffice: the peer is close enough to complete them
 };
 uint64_t cell_offset(const CellName& name, uint32_t writer);
 
@@ -81,7 +82,7 @@ Waited wait_for(Group& group, const Wait& wait);
 // Sets the sticky abort of all ranks to `status` (first writer wins) and wakes them.
 void abort_group(Group& group, const Status& status);
 
-// The same for one region of this host, in the name of any writer; nobody is woken.
+// The same for one region of this host, in the name of any writer. Wakes no rank.
 void abort_at(std::byte* region, uint32_t writer, uint32_t generation, const Status& status);
 
 // kAborted with the origin's fields if the group is aborted, else kOk.

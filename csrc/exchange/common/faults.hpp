@@ -1,4 +1,4 @@
-// Faults on purpose: delay, drop or kill at a phase of an operation. Part of the library; empty unless set.
+// Fault injection: delay, drop or kill at a phase of an operation. Part of the library; off unless set.
 #pragma once
 
 #include <signal.h>
@@ -19,7 +19,7 @@ struct Fault {
   Phase phase;
   Action action;
   uint64_t epoch;     // of the operation, counted from 1; 0 = every one
-  int64_t peer;       // kDrop: whose cell is not written; -1 = nobody gets one
+  int64_t peer;       // kDrop: the peer whose cell is not written; -1 = all peers
   uint64_t delay_ns;  // kDelay
 };
 

@@ -1,3 +1,4 @@
+// Epochs and banks of a group, its votes, and what its regions hold.
 #include "exchange/common/group.hpp"
 
 #include <sched.h>
@@ -163,8 +164,8 @@ void publish_header(Group& group, Op op, uint64_t epoch, uint32_t peer, uint32_t
     std::byte* cell = group.regions[peer] + Head::header(op, bank, group.places[peer]);
     std::memcpy(cell + sizeof(uint64_t), &readers, sizeof readers);
   }
-  // Once round the banks every peer has told of an epoch of this generation, so it knows where the next ones
-  // are.
+  // Once around the banks, every peer has published an epoch of this generation, so it knows where the next
+  // ones are.
   const bool near = epoch > group.of(op).base() + group.geometry.num_banks;
   publish(group, peer, {Notice::kHeader, op, bank, near}, uint32_t(epoch), payload);
 }

@@ -1,4 +1,4 @@
-// One rank's end of a group: mapped regions, epochs, banks, masks. Knows nothing of how memory was shared.
+// One rank's end of a group: mapped regions, epochs, banks, masks. Independent of how memory was shared.
 #pragma once
 
 #include <array>
@@ -27,7 +27,7 @@ struct Timing {
 };
 
 // Which operations of one kind are in flight here, and up to which epoch all banks were read.
-// Halves may finish out of order; only the unbroken prefix may be told to the senders.
+// Halves may finish out of order; only the unbroken prefix may be published to the senders.
 class Banks {
  public:
   void reset(uint64_t epoch) {
@@ -64,7 +64,7 @@ struct Group {
   std::array<const Pulse*, kMaxRanks> pulses{};
   Carrier* carrier = nullptr;  // of what is written for ranks of other hosts
   uint64_t remote = 0;         // bit per rank that it carries for
-  // Rows are where the network reads and writes them on a device: the phases tell of them, and touch none.
+  // Rows are on a device, where the network reads and writes them. The phases announce rows but touch none.
   bool rows_on_device = false;
   // Of each rank: bits of the ranks on its host, its number among them, and the rank of this host that
   // brought its rows here last, itself where it is on this host.
@@ -145,7 +145,7 @@ void for_each_peer(uint64_t peers, uint32_t rank, uint32_t num_ranks, Fn&& fn) {
 // The send does it itself; who fills the bank on a device does it before.
 Status open_bank(Group& group, Op op);
 
-// Marks an epoch as read here and tells all senders how far they may go.
+// Marks an epoch as read here and publishes to all senders how far they may go.
 void consume(Group& group, Op op, uint64_t epoch);
 
 // Writes this rank's header cell of (op, epoch) to a peer; to one on another host with the bits of the ranks

@@ -1,15 +1,15 @@
-// Every byte offset of an exchange buffer, for host and device, and nowhere else.
+// Every byte offset of an exchange buffer, for host and device code. No other file computes one.
 //
-// One rank's region, owned by that rank and written by all:
+// Each rank owns one region, which all ranks write:
 //
-//   [0, kHeadBytes)            head: cells only; its layout depends on no size of the model
-//   meta    [bank][source]     a note of the network's, ids int32 [T, K], then weights float [T, K]
+//   [0, kHeadBytes)            head: cells only; its layout does not depend on the model's sizes
+//   meta    [bank][source]     a completion record, ids int32 [T, K], then weights float [T, K]
 //   rows    [bank][source][token]           dispatched rows: channels, then scales, padded to 64 bytes
-//   combine RANK   [bank][expert rank][token]   partial sums that come back
+//   combine RANK   [bank][expert rank][token]   partial sums that return
 //           SOURCE [bank][expert rank][token][k]   one row per choice
 //
-// A writer finds the slot of a token from (bank, its own rank, token) alone: no counters, no cleaning. No two
-// ranks share a slot, so what a masked rank still writes late reaches nobody's rows but its own.
+// (bank, writing rank, token) alone determines a slot: there are no counters and nothing to clean. No two
+// ranks share a slot, so a late write of a masked rank reaches only its own rows.
 // Units: bytes.
 #pragma once
 
@@ -118,7 +118,7 @@ struct Layout {
   }
 
   // Where rows lie on a device beside the host's memory: what a rank receives there, from `rows` on, and the
-  // answers that it sends, from `combine` on. Rows that it dispatches are sent from where its own ones
+  // outputs that it sends, from `combine` on. Rows that it dispatches are sent from where its own ones
   // arrive.
   EP_HOST_DEVICE constexpr uint64_t device_in() const { return total - rows; }
   EP_HOST_DEVICE constexpr uint64_t device_out() const { return total - combine; }
@@ -153,15 +153,15 @@ struct Layout {
 //   word
 //                                                   1 + i: rows for experts 2i and 2i + 1 of the owner
 //   slots    [bank][source][token]                  row, scales, then per choice {place, weight}
-//   answers  [bank][expert rank][token][choice]     rows that come back
+//   outputs  [bank][expert rank][token][choice]     rows that come back
 //   weights  [bank][source][token][choice]          u64 weight << 32 | epoch, where they come with combine
 //   read     [op][bank][reader]                     u64 epoch that the reader has read there
 struct DeviceLayout {
   static constexpr uint32_t kWord = 16;            // bytes of one access
   static constexpr uint32_t kAbsent = 0xfffffffe;  // place: no expert here
   uint32_t num_ranks, max_tokens, top_k, choices, num_banks, header_words, position_bits;
-  uint64_t row_bytes, scale_offset, entry_offset, slot_pitch, answer_bytes, answer_pitch;
-  uint64_t headers, slots, answers, weights, read_cells, total;
+  uint64_t row_bytes, scale_offset, entry_offset, slot_pitch, output_bytes, output_pitch;
+  uint64_t headers, slots, outputs, weights, read_cells, total;
 
   EP_HOST_DEVICE static constexpr DeviceLayout of(const Geometry& g) {
     const Layout l = Layout::of(g);
@@ -177,15 +177,15 @@ struct DeviceLayout {
     d.scale_offset = align_up(l.row_bytes, kWord);
     d.entry_offset = align_up(d.scale_offset + l.scale_bytes, kWord);
     d.slot_pitch = align_up(d.entry_offset + g.top_k * sizeof(uint64_t), 2 * kLine);
-    d.answer_bytes = l.combine_bytes;
-    d.answer_pitch = align_up(l.combine_bytes, 2 * kLine);
+    d.output_bytes = l.combine_bytes;
+    d.output_pitch = align_up(l.combine_bytes, 2 * kLine);
     const uint64_t blocks = uint64_t(g.num_banks) * g.num_ranks, tokens = blocks * g.max_tokens;
     d.headers = Head::kBytes;
     d.weights = align_up(d.headers + blocks * d.header_words * sizeof(uint64_t), kPage);
     d.read_cells = align_up(d.weights + tokens * g.top_k * sizeof(uint64_t), kPage);
     d.slots = align_up(d.read_cells + kBankedOps * blocks * sizeof(uint64_t), kPage);
-    d.answers = align_up(d.slots + tokens * d.slot_pitch, kPage);
-    d.total = align_up(d.answers + tokens * d.choices * d.answer_pitch, kPage);
+    d.outputs = align_up(d.slots + tokens * d.slot_pitch, kPage);
+    d.total = align_up(d.outputs + tokens * d.choices * d.output_pitch, kPage);
     return d;
   }
 
@@ -195,10 +195,10 @@ struct DeviceLayout {
   EP_HOST_DEVICE constexpr uint64_t slot_at(uint32_t bank, uint32_t source, uint32_t token) const {
     return slots + ((uint64_t(bank) * num_ranks + source) * max_tokens + token) * slot_pitch;
   }
-  EP_HOST_DEVICE constexpr uint64_t answer_at(uint32_t bank, uint32_t expert_rank, uint32_t token,
+  EP_HOST_DEVICE constexpr uint64_t output_at(uint32_t bank, uint32_t expert_rank, uint32_t token,
                                               uint32_t choice) const {
     const uint64_t row = ((uint64_t(bank) * num_ranks + expert_rank) * max_tokens + token) * choices + choice;
-    return answers + row * answer_pitch;
+    return outputs + row * output_pitch;
   }
   EP_HOST_DEVICE constexpr uint64_t weight_at(uint32_t bank, uint32_t source, uint32_t token,
                                               uint32_t choice) const {

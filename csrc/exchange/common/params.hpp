@@ -1,5 +1,5 @@
-// One params struct per phase, and the state that an operation carries between its halves.
-// Pointers are not owned. T tokens of this rank, K choices, H channels, R ranks, E_local local experts.
+// One parameter struct per phase, and the state that an operation carries between its halves. Pointers are
+// not owned. T tokens of this rank, K choices, H channels, R ranks, E_local local experts.
 #pragma once
 
 #include <array>
@@ -18,7 +18,7 @@ namespace ep {
 constexpr uint32_t kHasWeights = 1u << 31, kGatewayShift = 25, kTokensMask = (1u << kGatewayShift) - 1;
 constexpr uint32_t gateway_of(uint32_t payload) { return payload >> kGatewayShift & (kMaxRanks - 1); }
 
-// In the payload of a combine header, above the reduction: the dispatch that it answers never arrived here.
+// In the payload of a combine header, above the reduction: its dispatch never arrived here.
 constexpr uint32_t kNoDispatch = 1u << 31;
 
 enum class View : uint32_t { kCompact, kPadded, kIndex };
@@ -78,7 +78,7 @@ struct CombineState {
   uint32_t bank = 0;
   bool received = false, bank_held = false;
   Reduction reduction = Reduction::kRank;
-  uint64_t answered = 0;  // bit per rank that may have answered
+  uint64_t returned = 0;  // bit per rank that may have returned
   std::shared_ptr<DispatchState> dispatch;
   std::vector<float> weights;  // [T, K], SOURCE only
   std::array<uint64_t, kMaxRanks> wait_ns{};

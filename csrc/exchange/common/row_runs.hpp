@@ -1,5 +1,5 @@
-// Tells the carrier of rows for remote peers as they are written, neighbouring slots in one command; of long
-// ones early, so that the network works while the rest is written.
+// Announces rows for remote peers to the carrier while they are written: neighbouring slots in one command.
+// Long runs are announced early, so the network is busy while the rest is written.
 #pragma once
 
 #include <algorithm>

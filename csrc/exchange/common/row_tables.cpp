@@ -1,10 +1,11 @@
+// Fills the row tables of combine.
 #include "exchange/common/row_tables.hpp"
 
 #include <algorithm>
 
 namespace ep {
 
-uint32_t answer_table(const Group& group, const DispatchState& state, Reduction reduction,
+uint32_t output_table(const Group& group, const DispatchState& state, Reduction reduction,
                       const SumTable& table) {
   uint32_t row = 0;
   const auto begin = [&](const TokenRun& run, uint32_t slot) {
@@ -39,7 +40,7 @@ void sum_table(const Group& group, const CombineState& state, const SumTable& ta
     std::fill_n(terms, table.width, -1);
     std::fill_n(weights, table.width, 0.0f);
     uint32_t count = 0;
-    for_each_answer(group, state, t, [&](uint64_t slot, float weight) {
+    for_each_output(group, state, t, [&](uint64_t slot, float weight) {
       terms[count] = int64_t(slot);
       weights[count++] = weight;
     });

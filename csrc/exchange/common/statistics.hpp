@@ -1,5 +1,5 @@
-// Counters of one rank: one writer (the thread that drives the exchange), any number of readers, no locks.
-// Durations in ns; bucket b of a histogram counts durations in [2^b, 2^(b+1)).
+// Counters of one rank. One writer (the thread that drives the exchange), any number of readers, no locks.
+// Durations are ns; bucket b of a histogram counts durations in [2^b, 2^(b+1)).
 #pragma once
 
 #include <array>

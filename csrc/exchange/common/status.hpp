@@ -1,4 +1,4 @@
-// What went wrong, as data: one record from the wait that failed to the exception that Python raises.
+// A failure as data: one record, from the wait that failed to the exception that Python raises.
 #pragma once
 
 #include <cstdint>
@@ -26,7 +26,7 @@ enum class Phase : uint32_t {
   kRecvHeader,    // wait for the headers of the peers
   kRecvExpand,    // unpack rows into the view
   kRecvReduce,    // sum what came back
-  kRecvConsumed,  // tell the senders that the bank is free
+  kRecvConsumed,  // publish to the senders that the bank is free
   kGather,        // vote: wait for the records
   kJoin,          // reset: wait for all ranks
 };

@@ -1,3 +1,4 @@
+// Publishes who waits for whom, and follows the chain of waits to its end.
 #include "exchange/common/wait_attribution.hpp"
 
 #include <algorithm>
@@ -57,7 +58,7 @@ uint32_t root(const Group& group, uint64_t peers, uint64_t now) {
   return behind(group, std::countr_zero(peers), now);
 }
 
-void say_waiting(Group& group, uint64_t peers, uint64_t now) {
+void publish_wait(Group& group, uint64_t peers, uint64_t now) {
   Pulse& pulse = own(group);
   store(pulse.waits_for, peers);
   store(pulse.held_up_by, peers == 0 ? 0 : root(group, peers, now) + 1);

@@ -1,12 +1,13 @@
-// Who holds up a wait, which is not always the peer that is waited for.
+// Finds out which rank holds up a wait. It is not always the peer that is waited for.
 //
-// A rank sends what belongs to a phase before it waits in it. So a rank that is waited for stands in an
-// earlier phase than the one that waits, and who is at the end of a chain of waits waits for nobody: it
-// computes, hangs or is dead. Each rank that sleeps says, beside its heartbeat, for whom it waits and who
-// holds it up as far as it knows; whoever waits for it takes that over. So the end of a chain is known all
-// along it, on other hosts after one heartbeat for each rank between. Two that wait for each other have lost
-// a message: none excuses the other. A rank that no longer beats was stopped, maybe amid a wait: what it said
-// is old, and the chain ends there.
+// A rank sends everything that belongs to a phase before it waits in that phase. So the rank at the end of a
+// chain of waits does not wait itself: it computes, hangs or is dead. Each sleeping rank publishes, next to
+// its heartbeat, which ranks it waits for and which rank holds it up as far as it knows. Ranks that wait for
+// it copy that. This makes the end of the chain known along the whole chain; on other hosts it takes one
+// heartbeat per rank in between.
+//
+// Two ranks that wait for each other have lost a message: neither is excused. A rank whose heartbeat stopped
+// may have died during a wait: what it published is stale, and the chain ends there.
 #pragma once
 
 #include <cstdint>
@@ -15,30 +16,31 @@ namespace ep {
 
 struct Group;
 
-// What a rank says of itself all the time, at Head::kHeartbeat.
+// What a rank publishes about itself, at Head::kHeartbeat.
 struct Pulse {
-  uint64_t beat;        // ns, on the clock of whoever reads it
-  uint64_t waits_for;   // bit per rank; of a rank on another host only the reader's own
-  uint32_t held_up_by;  // rank + 1, 0 = it waits for nobody
+  uint64_t beat;        // ns, on the reader's clock
+  uint64_t waits_for;   // bit per rank; for a rank on another host only the reader's bit
+  uint32_t held_up_by;  // rank + 1; 0 = it does not wait
 };
 
-// When `peer` last beat, on this host's clock.
+// The time of the last heartbeat of `peer`, on this host's clock.
 uint64_t last_beat(const Group& group, uint32_t peer);
 
-// Whether a peer, which others may depend on, has stopped beating.
+// Whether the heartbeat of a peer has stopped.
 bool quiet(const Group& group, uint32_t peer, uint64_t now);
 
-// Who holds `peer` up by its own word; itself where it no longer beats, waits for nobody, or for this rank.
+// The rank that holds `peer` up, as it published; `peer` itself if its heartbeat stopped, if it does not
+// wait, or if it waits for this rank.
 uint32_t behind(const Group& group, uint32_t peer, uint64_t now);
 
-// Who holds up a wait for `peers`, at least one: the first that no longer beats, else that waits for nobody,
-// else who is behind the first.
+// The rank that holds up a wait for `peers`, at least one: the first whose heartbeat stopped, else the first
+// that does not wait, else the one that holds up the first.
 uint32_t root(const Group& group, uint64_t peers, uint64_t now);
 
-// Says that this rank waits for `peers`; 0 = no longer for anybody.
-void say_waiting(Group& group, uint64_t peers, uint64_t now);
+// Publishes that this rank waits for `peers`; 0 = it no longer waits.
+void publish_wait(Group& group, uint64_t peers, uint64_t now);
 
-// What a heartbeat to `peer` says of this rank besides, and its way into what is known there of the sender.
+// Encodes what a heartbeat to `peer` carries about this rank, and decodes it there into the sender's pulse.
 uint32_t encode_pulse(const Group& group, uint32_t peer);
 void decode_pulse(const Group& group, uint32_t value, Pulse& pulse);
 

@@ -1,3 +1,4 @@
+// Drives the endpoint: commands out, completions in, heartbeats, sleeping.
 #include "exchange/fabric/carrier.hpp"
 
 #include <sched.h>

@@ -1,5 +1,5 @@
-// A rank's way to the ranks of other hosts: its registered memory, its endpoint, and a thread that keeps both
-// going while the rank computes. A rank that waits drives the endpoint itself, so no thread has to be woken.
+// Connects a rank to the ranks of other hosts: its registered memory, its endpoint, and a thread that drives
+// both while the rank computes. A waiting rank drives the endpoint itself, so no thread has to be woken.
 #pragma once
 
 #include <atomic>
@@ -11,11 +11,11 @@
 #include <vector>
 
 #include "exchange/common/group.hpp"
+#include "exchange/fabric/command_queue.hpp"
 #include "exchange/fabric/endpoint.hpp"
 #include "exchange/fabric/incoming.hpp"
-#include "exchange/fabric/memory.hpp"
 #include "exchange/fabric/outgoing.hpp"
-#include "exchange/fabric/queue.hpp"
+#include "exchange/fabric/registered_memory.hpp"
 #include "exchange/fabric/sleeper.hpp"
 
 namespace ep::fabric {

@@ -1,3 +1,4 @@
+// Opens an endpoint through libfabric, registers memory, posts writes and reads completions.
 #include "exchange/fabric/endpoint.hpp"
 
 #include <rdma/fi_cm.h>
@@ -6,7 +7,7 @@
 
 #include <algorithm>
 
-#include "exchange/fabric/demands.hpp"
+#include "exchange/fabric/endpoint_requirements.hpp"
 
 namespace ep::fabric {
 namespace {
@@ -156,11 +157,11 @@ EndpointAddress Endpoint::address() const {
     const auto& strict = inbound.strict;
     return strict ? Target{strict->base, strict->key, strict->bytes} : inbound.target;
   };
-  EndpointAddress address{std::string(256, '\0'), named(host_in_), named(device_in_)};
-  size_t size = address.name.size();
-  library_.check(fi_getname(&endpoint_->fid, address.name.data(), &size), description_ + ": fi_getname");
-  address.name.resize(size);
-  return address;
+  EndpointAddress own{std::string(256, '\0'), named(host_in_), named(device_in_)};
+  size_t size = own.name.size();
+  library_.check(fi_getname(&endpoint_->fid, own.name.data(), &size), description_ + ": fi_getname");
+  own.name.resize(size);
+  return own;
 }
 
 uint32_t Endpoint::add_peer(const EndpointAddress& peer) {

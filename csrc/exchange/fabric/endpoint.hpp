@@ -1,8 +1,8 @@
-// One endpoint: RDMA writes into the memory of peers, each with 4 bytes that arrive there with it.
+// One endpoint: RDMA writes into peers' memory, each with 4 bytes of remote completion data.
 //
-// The peers' memory is one registered region per rank; so is the memory that is sent from. Nothing is assumed
-// about the order of writes, and nothing about liveness: no provider reports a peer that fell silent.
-// One thread at a time may use an endpoint.
+// Each rank registers one region that peers write, and the memory that it sends from. No order of writes is
+// assumed. No liveness is assumed either: no provider reports a peer that fell silent. One thread at a time
+// may use an endpoint.
 #pragma once
 
 #include <rdma/fi_domain.h>
@@ -17,8 +17,8 @@
 #include <vector>
 
 #include "exchange/fabric/library.hpp"
+#include "exchange/fabric/network_emulation.hpp"
 #include "exchange/fabric/provider.hpp"
-#include "exchange/fabric/shim.hpp"
 
 namespace ep::fabric {
 
@@ -29,7 +29,7 @@ struct Target {
   uint64_t bytes = 0;  // 0: there is none
 };
 
-// Where a peer is and where its memory is: what ranks tell one another before they connect.
+// The address of a peer and of its memory. Ranks exchange these before they connect.
 struct EndpointAddress {
   std::string name;  // the provider's address
   Target host, device;
@@ -40,7 +40,7 @@ struct Memory {
   uint64_t bytes = 0;
 };
 
-// Memory of a device, which the card reads and writes itself; none where both are empty.
+// Memory of a device, which the NIC reads and writes itself. None if both are empty.
 struct DeviceMemory {
   Memory inbound;     // written by peers, and sent from
   Memory outbound;    // sent from
@@ -120,7 +120,7 @@ class Endpoint {
     fi_addr_t address;
     Target host, device;
   };
-  // One memory that peers write: registered, as they name it, and as a card would have them name it.
+  // One memory that peers write: registered, as they name it, and as a NIC would have them name it.
   struct Inbound {
     Owned<fid_mr> registered;
     Target target;

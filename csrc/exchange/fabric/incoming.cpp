@@ -1,3 +1,4 @@
+// Counts arrivals per operation and sets cells.
 #include "exchange/fabric/incoming.hpp"
 
 #include <algorithm>
@@ -126,7 +127,7 @@ void Incoming::advance(uint32_t rank, uint32_t source, uint64_t offset, uint64_t
   do {
     if (int32_t(cell_epoch(cell) - cell_epoch(seen)) <= 0) return;
   } while (!at.compare_exchange_weak(seen, cell, std::memory_order_acq_rel));
-  // This rank's own sleep is the carrier's: whoever drives knows that something came.
+  // This rank sleeps in the carrier: the driving thread knows that something arrived.
   if (rank != group_.rank && sleeps_on(region, source)) wake(group_, rank);
 }
 
@@ -137,7 +138,7 @@ void Incoming::consumed(const Immediate& immediate, uint32_t last_epoch) {
           encode_cell(epoch, 0));
 }
 
-// What came along with the completion record of another operation.
+// What came along with the record of another operation.
 void Incoming::consumed(const Immediate& immediate, const CompletionRecord& said) {
   if (later(immediate.generation, uint32_t(group_.generation) % Immediate::kGenerations) < 0) return;
   for (uint32_t op = 0; op < kBankedOps; ++op) {

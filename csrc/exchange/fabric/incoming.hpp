@@ -1,6 +1,6 @@
-// The receiving half: immediates are counted until an operation's rows are all here, then its cell is set, in
-// the name of the source: in this rank's own region, and in those of the ranks of this host that read the
-// rows here. Called by whoever drives.
+// The receiving half. It counts completions until all rows of an operation are here, then sets the
+// operation's cell in the name of the source: in this rank's region, and in the regions of the ranks of this
+// host that read the rows here. The driving thread calls it.
 #pragma once
 
 #include <array>
@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "exchange/common/group.hpp"
-#include "exchange/fabric/wire.hpp"
+#include "exchange/fabric/wire_format.hpp"
 
 namespace ep::fabric {
 
@@ -20,7 +20,7 @@ class Incoming {
   Incoming(Group& group, std::byte* inbox);
 
   // last_epoch: of the operation that this rank sent to the source, near to what the immediate speaks of.
-  // Returns "" or what is wrong with the immediate: nobody of this group sends such a thing.
+  // Returns "" or what is wrong with the immediate: no rank of this group sends such an immediate.
   std::string take(const Immediate& immediate, uint32_t last_epoch, uint64_t now);
 
   uint64_t greeted() const { return greeted_; }    // bits of the sources that said hello

@@ -1,3 +1,4 @@
+// Finds libfabric.so and its entry points.
 #include "exchange/fabric/library.hpp"
 
 #include <dlfcn.h>

@@ -1,5 +1,6 @@
-// libfabric, loaded at run time: nothing links it, so a server that stays on one host does not need it.
-// Only what is not a function table is looked up; all else goes through the objects that libfabric returns.
+// Loads libfabric at run time. Nothing links it, so a server on one host does not need it. Only symbols
+// outside libfabric's function tables are looked up; everything else goes through the objects that it
+// returns.
 #pragma once
 
 #include <rdma/fabric.h>
@@ -9,7 +10,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "exchange/fabric/settings.hpp"
+#include "exchange/fabric/provider_settings.hpp"
 
 namespace ep::fabric {
 

@@ -1,4 +1,4 @@
-// How ranks of a group find one another over the network, and how they part: greetings, losses, masks, ends.
+// Connects and disconnects the ranks of a group over the network: greetings, losses, masks, shutdown.
 #include <pthread.h>
 #include <signal.h>
 
@@ -31,7 +31,7 @@ void FabricCarrier::connect(const std::vector<EndpointAddress>& addresses, uint3
   session_ = session & kSessionMask;
   {
     const std::lock_guard lock(driving_);
-    for (const EndpointAddress& each : addresses) endpoint_.add_peer(each);
+    for (const EndpointAddress& peer : addresses) endpoint_.add_peer(peer);
   }
   for_each_peer(group_.remote, group_.rank, group_.geometry.num_ranks,
                 [&](uint32_t peer) { greet(peer, std::min(deadline, now_ns() + kOpenSliceNs)); });
@@ -78,7 +78,7 @@ void FabricCarrier::greet(uint32_t peer, uint64_t deadline) {
   }
 }
 
-// Greetings whose writes failed: a peer that never hears this one would wait in vain.
+// Greetings whose writes failed: a peer that never receives one would wait in vain.
 void FabricCarrier::greet_again(uint64_t now) {
   if (now < next_greeting_) return;
   next_greeting_ = now + kGreetAgainNs;

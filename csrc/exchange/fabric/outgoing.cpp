@@ -1,3 +1,4 @@
+// Turns queued commands into writes: rows, routing, completion records.
 #include "exchange/fabric/outgoing.hpp"
 
 #include <algorithm>
@@ -177,7 +178,7 @@ Write Outgoing::rows(const Command& c) const {
   return write;
 }
 
-// The completion record, then ids and weights: one write, unless the weights lie far behind the ids.
+// The record with ids and weights behind it: one write, but for weights that lie far behind the ids.
 Outgoing::Result Outgoing::post_routing(Queued& queued) {
   constexpr uint64_t kSmallGap = 4096;
   const Command& c = queued.command;

@@ -1,5 +1,5 @@
-// The sending half: commands become RDMA writes, peer by peer, and the outbox is leased until they completed.
-// Called by whoever drives; leased() by any thread.
+// The sending half. It turns commands into RDMA writes, peer by peer, and leases the outbox until they have
+// completed. The driving thread calls it; any thread may call leased().
 #pragma once
 
 #include <array>
@@ -11,10 +11,10 @@
 #include "exchange/common/cells.hpp"
 #include "exchange/common/group.hpp"
 #include "exchange/common/params.hpp"
-#include "exchange/fabric/consumed.hpp"
+#include "exchange/fabric/consumed_epochs.hpp"
 #include "exchange/fabric/endpoint.hpp"
-#include "exchange/fabric/memory.hpp"
-#include "exchange/fabric/wire.hpp"
+#include "exchange/fabric/registered_memory.hpp"
+#include "exchange/fabric/wire_format.hpp"
 
 namespace ep::fabric {
 
@@ -69,7 +69,7 @@ class Outgoing {
     bool forgotten = false;
     Op last_op = Op::kVote;
   };
-  // Chunks of the operation that occupies a bank, until its completion record says how many.
+  // Chunks of the operation that occupies a bank, until its record says how many.
   struct Chunks {
     uint32_t generation = 0, count = 0;
   };

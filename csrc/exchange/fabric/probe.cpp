@@ -1,3 +1,4 @@
+// Latency and bandwidth loops over one endpoint.
 #include "exchange/fabric/probe.hpp"
 
 #include <iterator>

@@ -1,4 +1,4 @@
-// Two endpoints and nothing around them: what a write with its notification costs, for the benchmark.
+// Two bare endpoints, for the benchmark: measures the cost of a write with its notification.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "exchange/fabric/endpoint.hpp"
-#include "exchange/fabric/memory.hpp"
+#include "exchange/fabric/registered_memory.hpp"
 
 namespace ep::fabric {
 
@@ -20,7 +20,7 @@ class Probe {
   // Half round trips in ns. One side is `first`; both call with the same numbers.
   std::vector<uint64_t> latency(uint64_t bytes, uint32_t rounds, bool first, uint64_t timeout_ns);
 
-  // How long `writes` writes took until the receiver answered the last one, ns; `window` are in flight.
+  // How long `writes` writes took until the receiver returned the last one, ns; `window` are in flight.
   uint64_t stream(uint64_t bytes, uint32_t writes, uint32_t window, bool first, uint64_t timeout_ns);
 
  private:

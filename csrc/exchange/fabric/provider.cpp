@@ -1,3 +1,4 @@
+// Lists providers and what each of them lacks.
 #include "exchange/fabric/provider.hpp"
 
 #include <rdma/fi_domain.h>
@@ -100,7 +101,7 @@ std::string wanted(const Options& options) {
 
 std::vector<Candidate> list(const Library& library, const Options& options) {
   Info all = query(library, options, 0);
-  if (!all) all = query(library, options, 0, false);  // the settings are what nobody takes
+  if (!all) all = query(library, options, 0, false);  // no provider accepts the settings
   std::vector<Candidate> found;
   for (const fi_info* info : ordered(all.get()))
     found.push_back({text(info->fabric_attr->prov_name), text(info->fabric_attr->name),

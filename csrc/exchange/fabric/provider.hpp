@@ -1,7 +1,7 @@
-// Which provider of libfabric carries the exchange: chosen by what it can do, never by its name alone.
+// Chooses the libfabric provider by its capabilities, never by its name alone.
 //
-// Needed: reliable datagrams to other hosts, RDMA writes, and 4 bytes that arrive at the target with each
-// write. Nothing else is asked for: no order between writes, no atomics, no events at the target's memory.
+// Required: reliable datagrams to other hosts, RDMA writes, and 4 bytes of remote completion data per write.
+// Not required: an order between writes, atomics, events at the target's memory.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 #include <vector>
 
 #include "exchange/fabric/library.hpp"
-#include "exchange/fabric/settings.hpp"
+#include "exchange/fabric/provider_settings.hpp"
 
 namespace ep::fabric {
 

@@ -1,3 +1,4 @@
+// Sleeps in poll(2) on a bell and the network.
 #include "exchange/fabric/sleeper.hpp"
 
 #include <poll.h>
@@ -30,7 +31,7 @@ void Sleeper::wait(uint64_t ns, int network) {
   pollfd waited[] = {{bell_, POLLIN, 0}, {network, POLLIN, 0}};
   const timespec timeout{time_t(ns / 1'000'000'000), long(ns % 1'000'000'000)};
   if (ppoll(waited, network < 0 ? 1 : 2, &timeout, nullptr) <= 0) return;
-  if (waited[1].revents != 0) ++idle_wakes_;  // POLLERR and POLLHUP, which nobody asks for, too
+  if (waited[1].revents != 0) ++idle_wakes_;  // also POLLERR and POLLHUP, which need not be asked for
   uint64_t rings;
   if ((waited[0].revents & POLLIN) != 0 && read(bell_, &rings, sizeof rings) < 0) return;
 }

@@ -1,4 +1,4 @@
-// How a thread sleeps until its bell rings or the network has something to read. Knows no rank.
+// Puts a thread to sleep until its bell rings or the network has something to read.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Accesses to memory by their meaning, the clock, and the order of kernels: what is written in the GPU's own
-// language stands here, but for conversions. Times in ns of %globaltimer.
+// Memory accesses by meaning, the clock, and the order of kernels. All PTX of the exchange is here, except
+// conversions. Times are ns of %globaltimer.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,7 +16,7 @@ __device__ __forceinline__ uint64_t clock_ns() {
 }
 
 // Far longer than a block takes from its start to a look around, and from one of its looks to the next. See
-// agree() in arrival.cuh.
+// agree() in await_headers.cuh.
 constexpr uint64_t kGraceNs = 1'000'000;
 
 // A kernel may be set up while the one before it ends; nothing is read before this returns.

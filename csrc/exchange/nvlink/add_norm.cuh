@@ -1,16 +1,16 @@
-// What a layer ends with, in the block that has summed a token's answers: the sum goes to the residual
-// stream, and the RMS norm of that is what the next layer reads.
+// Ends a layer in the block that has summed a token's expert outputs: adds the sum to the residual stream and
+// writes its RMS norm, which the next layer reads.
 //
 //   residual = round(residual + round(sum [+ shared]))      bf16, as it is stored
 //   out      = round(residual / sqrt(mean(residual^2) + eps) * weight)
 //
-// One block to a token; each thread has its own words of the row from start to end. What is added to them and
-// what they are multiplied with is in registers before they have come; what was added last stays there, the
-// rest of a wide row is read again: shared memory is the next kernel's, which is set up beside this one. All
-// arithmetic is float32, no multiply is fused with an add.
+// One block per token; each thread owns the same words of the row throughout. Addends and factors are loaded
+// into registers before the sums arrive. The last words added stay in registers; the rest of a wide row is
+// read again, because shared memory belongs to the next kernel, which is set up beside this one. All
+// arithmetic is float32; multiplies and adds are never fused.
 #pragma once
 
-#include "exchange/nvlink/sum.cuh"
+#include "exchange/nvlink/weighted_sum.cuh"
 
 namespace ep::cuda {
 

@@ -2,21 +2,21 @@
 //
 // Afterwards out[t] = RANK:   sum over the ranks that own experts of t, ascending, of the rows they returned
 //                     SOURCE: sum over k, ascending, of weights[t, k] * the row of that choice
-// in float32 from +0, rounded once; the slots are empty again and counted as read. Ranks that are masked or
-// never got the token contribute nothing, nor do words that a rank given up in the middle never sent.
-// With AddNorm that sum goes to the residual stream, and out is the norm of it.
-// Grid: block 0 awaits the headers, so that a peer without rows is missed too; the others take parts of
-// tokens in turn.
+// in float32 from +0, rounded once. The slots are empty again and counted as read. Ranks that are masked or
+// never got the token contribute nothing; neither do words that a rank masked midway never sent. With AddNorm
+// the sum goes to the residual stream and out is its norm.
+// Grid: block 0 waits for the headers, so a missing peer without rows is noticed too; the others take parts
+// of tokens in turn.
 #pragma once
 
 #include "exchange/nvlink/add_norm.cuh"
 #include "exchange/nvlink/combine_send.cuh"
-#include "exchange/nvlink/sum.cuh"
+#include "exchange/nvlink/weighted_sum.cuh"
 
 namespace ep::cuda {
 
-__device__ __forceinline__ void await_answer_headers(const Device& g, const CombineRecvArgs& a,
-                                                     const Opened& o, Slot slot) {
+__device__ __forceinline__ void await_combine_headers(const Device& g, const CombineRecvArgs& a,
+                                                      const Opened& o, Slot slot) {
   const uint32_t peer = threadIdx.x;
   if (peer >= g.num_ranks || !(o.peers >> peer & 1)) return;
   const Wanted wanted{Op::kCombine,
@@ -39,28 +39,28 @@ __device__ __forceinline__ int32_t place_of(const Device& g, const std::byte* ha
   return lane < top_k ? places[token * top_k + lane] : -1;
 }
 
-// The slots of the rows that answer one token, in order of ranks or choices. One warp.
-__device__ __forceinline__ void collect_answers(const Device& g, const CombineRecvArgs& a,
+// The slots of the rows returned for one token, in order of ranks or choices. One warp.
+__device__ __forceinline__ void collect_outputs(const Device& g, const CombineRecvArgs& a,
                                                 const std::byte* handle, const Opened& o, uint32_t asked,
                                                 uint32_t token, int32_t place, Terms& terms) {
   const DeviceLayout& l = g.layout;
   const uint32_t lane = threadIdx.x % kWarp, owner = place >= 0 ? uint32_t(place) >> kOwnerShift : 0;
   const bool wanted = place >= 0 && asked >> owner & 1;
   if (a.reduction == Reduction::kRank) {
-    const bool answers = __reduce_or_sync(kFull, wanted ? 1u << owner : 0u) >> lane & 1;
-    return terms.collect(answers, {g.own() + l.answer_at(o.bank, lane, token, 0), 1.0f, lane});
+    const bool returns = __reduce_or_sync(kFull, wanted ? 1u << owner : 0u) >> lane & 1;
+    return terms.collect(returns, {g.own() + l.output_at(o.bank, lane, token, 0), 1.0f, lane});
   }
   const float* weights =
       a.weights != nullptr ? a.weights : reinterpret_cast<const float*>(handle + DeviceHandle::weights(l));
   const float weight = wanted ? weights[token * l.top_k + lane] : 0.0f;
-  terms.collect(wanted, {g.own() + l.answer_at(o.bank, owner, token, lane), weight, owner});
+  terms.collect(wanted, {g.own() + l.output_at(o.bank, owner, token, lane), weight, owner});
 }
 
 // Adds words of 16 bytes of all rows as they come, and empties them; word w begins `at` + w * `step`, if
 // before `end`. kAtOnce: rows that are awaited together. kHeld: where they lie stays in registers meanwhile,
 // and nothing is between a word and its sum: neither a store nor a weight that is still to be read.
 template <uint32_t kAtOnce, bool kHeld>
-__device__ __forceinline__ void sum_answers(const Device& g, const Terms& terms, uint64_t* waited,
+__device__ __forceinline__ void sum_outputs(const Device& g, const Terms& terms, uint64_t* waited,
                                             uint32_t at, uint32_t step, uint32_t end, Sum (&sum)[kWords],
                                             Trouble& trouble) {
 #pragma unroll 1
@@ -102,7 +102,7 @@ __device__ __forceinline__ void sum_answers(const Device& g, const Terms& terms,
 // turn: how many tokens the block has had before. The whole block calls it.
 __device__ __forceinline__ bool end_layer(const Device& g, const CombineRecvArgs& a, const Terms& terms,
                                           const Wanted& wanted, uint32_t token, uint32_t turn) {
-  const uint32_t bytes = uint32_t(g.layout.answer_bytes);
+  const uint32_t bytes = uint32_t(g.layout.output_bytes);
   EndOfLayer row{a.norm, token, bytes, threadIdx.x * 16, {}, {}};
   float mine = 0.0f;
   Trouble trouble;
@@ -110,7 +110,7 @@ __device__ __forceinline__ bool end_layer(const Device& g, const CombineRecvArgs
   for (uint32_t at = threadIdx.x * 16; at < bytes; at += kWords * row.step()) {
     row.ask(at);
     Sum sum[kWords];
-    sum_answers<kNormRows, true>(g, terms, wanted.waited, at, row.step(), bytes, sum, trouble);
+    sum_outputs<kNormRows, true>(g, terms, wanted.waited, at, row.step(), bytes, sum, trouble);
     mine = __fadd_rn(mine, row.add(sum));
   }
   report(g, wanted, trouble);  // before the barrier: it ends the waits of the other threads
@@ -127,7 +127,7 @@ __device__ __forceinline__ Done combine_recv(const Device& g, const CombineRecvA
                                              uint32_t block, uint32_t blocks) {
   const auto* h = reinterpret_cast<const DeviceHandle*>(handle);
   const Slot slot = both ? Slot::kCombineSend : Slot::kCombineRecv;
-  const uint32_t bytes = uint32_t(g.layout.answer_bytes), first_item = block - 1;
+  const uint32_t bytes = uint32_t(g.layout.output_bytes), first_item = block - 1;
   Terms terms = own_terms();
   const uint32_t sent_to = h->sent_to, items = h->tokens << split;
   int32_t place = block == 0 ? -1 : place_of(g, handle, min(first_item >> split, g.layout.max_tokens - 1));
@@ -136,7 +136,7 @@ __device__ __forceinline__ Done combine_recv(const Device& g, const CombineRecvA
   Done done;
   if (!o.alive) return done;
   if (block == 0) {
-    await_answer_headers(g, a, o, slot);
+    await_combine_headers(g, a, o, slot);
     return done;
   }
   done.emptied = true;
@@ -148,7 +148,7 @@ __device__ __forceinline__ Done combine_recv(const Device& g, const CombineRecvA
 #pragma unroll 1
   for (uint32_t i = first_item; i < items && !__any_sync(kFull, trouble.any());) {
     const uint32_t token = i >> split, part = i & ((1u << split) - 1);
-    collect_answers(g, a, handle, o, asked, token, place, terms);
+    collect_outputs(g, a, handle, o, asked, token, place, terms);
     const uint32_t begin = part_at(bytes, part, split), end = part_at(bytes, part + 1, split);
     auto* out = static_cast<std::byte*>(a.out) + uint64_t(token) * bytes;
     if constexpr (kNorms) {
@@ -163,7 +163,7 @@ __device__ __forceinline__ Done combine_recv(const Device& g, const CombineRecvA
 #pragma unroll 1
       for (uint32_t at = begin + threadIdx.x * 16; at < end; at += kWords * step) {
         Sum sum[kWords];
-        sum_answers<kRows, false>(g, terms, waited, at, step, end, sum, trouble);
+        sum_outputs<kRows, false>(g, terms, waited, at, step, end, sum, trouble);
 #pragma unroll
         for (uint32_t w = 0; w < kWords; ++w)
           if (at + w * step < end) store_row<kNarrow>(out, at + w * step, bytes, sum[w].rounded());

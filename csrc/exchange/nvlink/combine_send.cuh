@@ -1,16 +1,16 @@
 // combine_send, on the GPU.
 //
 // Afterwards, for every unmasked source s and every token t it sent here with an expert of this rank:
-//   RANK    s.answers[bank][this rank][t] = sum over its experts here, in top-k order, of weight * output
-//   SOURCE  s.answers[bank][this rank][t][k] = output, unweighted
-// and s.headers of combine [bank][this rank] = (epoch, reduction, wire), rows or none. Weights that come with
-// the call go to all ranks first: d.weights[bank][this rank][t][k]. Reads the experts' output where the
-// caller has it; an in-place view of the dispatch is emptied and given back. Grid: block 0 writes headers and
-// weights, the others take parts of (token, source) in turn.
+//   RANK    s.outputs[bank][this rank][t] = sum over its experts here, in top-k order, of weight * output
+//   SOURCE  s.outputs[bank][this rank][t][k] = output, unweighted
+// and s.headers of combine [bank][this rank] = (epoch, reduction, wire), with or without rows. Weights given
+// with the call go to all ranks first: d.weights[bank][this rank][t][k]. The experts' output is read in
+// place; an in-place view of the dispatch is emptied and given back.
+// Grid: block 0 writes headers and weights, the others take parts of (token, source) in turn.
 #pragma once
 
+#include "exchange/nvlink/combine_wire.cuh"
 #include "exchange/nvlink/dispatch_recv.cuh"
-#include "exchange/nvlink/wire.cuh"
 
 namespace ep::cuda {
 
@@ -20,7 +20,7 @@ __device__ __forceinline__ uint32_t manner_of(Reduction reduction, Wire wire) {
 }
 
 // The weights that come with the call, many of a thread under way at once, in all warps but the first, which
-// opens the kernel meanwhile: whoever sums waits for them.
+// opens the kernel meanwhile. The warps that sum wait for them.
 struct Weights {
   static constexpr uint32_t kAhead = 6;
   uint32_t count;
@@ -55,8 +55,8 @@ struct Weights {
   }
 };
 
-__device__ __forceinline__ void send_answer_headers(const Device& g, const CombineSendArgs& a,
-                                                    std::byte* handle, const Opened& o, Weights& weights) {
+__device__ __forceinline__ void send_combine_headers(const Device& g, const CombineSendArgs& a,
+                                                     std::byte* handle, const Opened& o, Weights& weights) {
   bool paused;
   const uint32_t peers = writable(g, Op::kCombine, Phase::kSendHeader, o, &paused);
   if (threadIdx.x >= kWarp) weights.send(g, a, o, peers);
@@ -104,10 +104,10 @@ __device__ __forceinline__ void send_sum(const Terms& terms, std::byte* slot, ui
 
 // Bytes [begin, end) of the sum in a row of bf16, as they travel. Returns how many bytes they are then.
 template <Wire kWire, bool kNarrow>
-__device__ __forceinline__ uint32_t send_answer(const Device& g, const Terms& terms, std::byte* slot,
+__device__ __forceinline__ uint32_t send_output(const Device& g, const Terms& terms, std::byte* slot,
                                                 uint32_t begin, uint32_t end) {
   if constexpr (kWire == Wire::kBf16) {
-    send_sum<kNarrow>(terms, slot, begin, end, uint32_t(g.layout.answer_bytes));
+    send_sum<kNarrow>(terms, slot, begin, end, uint32_t(g.layout.output_bytes));
     return end - begin;
   } else if constexpr (kWire == Wire::kFp8) {
     send_packed<Fp8Wire>(terms, slot, g.hidden, begin / 32, end / 32);
@@ -132,7 +132,7 @@ __device__ __forceinline__ Done combine_send(const Device& g, const CombineSendA
   const DeviceLayout& l = g.layout;
   const auto* h = reinterpret_cast<const DeviceHandle*>(handle);
   // Parts of the tokens of all sources in turn, so that no source is written by all ranks at once.
-  const uint32_t bytes = uint32_t(l.answer_bytes);
+  const uint32_t bytes = uint32_t(l.output_bytes);
   const auto token_of = [&](uint32_t i) { return g.token_of(i) >> a.split; };
   const auto source_of = [&](uint32_t i) { return g.source_of(i); };
 
@@ -140,7 +140,7 @@ __device__ __forceinline__ Done combine_send(const Device& g, const CombineSendA
   Terms terms = own_terms();
   Output output{-1, 0.0f};
   const uint32_t arrived = h->arrived, dispatch_bank = g.bank_of(h->epoch);
-  // Tokens of the source in each lane; behind those of the rank with the most there is nothing to answer.
+  // Tokens of the source in each lane; behind those of the rank with the most there is nothing to return.
   const uint32_t lane = threadIdx.x % kWarp;
   const uint32_t tokens = lane < g.num_ranks && arrived >> lane & 1 ? h->source_tokens[lane] : 0;
   const uint32_t items = __reduce_max_sync(kFull, tokens) * g.num_ranks << a.split;
@@ -156,12 +156,12 @@ __device__ __forceinline__ Done combine_send(const Device& g, const CombineSendA
   Done done;
   if (!o.alive) return done;
   if (block == 0) {
-    send_answer_headers(g, a, handle, o, weights);
+    send_combine_headers(g, a, handle, o, weights);
     return done;
   }
   if (block - 1 >= items) return done;
   bool paused;
-  const uint32_t answered = arrived & writable(g, Op::kCombine, Phase::kSendRows, o, &paused);
+  const uint32_t returned = arrived & writable(g, Op::kCombine, Phase::kSendRows, o, &paused);
   if (paused) output = Output::load(g, handle, source_of(block - 1), token_of(block - 1));
 
   // 2. The rows.
@@ -170,7 +170,7 @@ __device__ __forceinline__ Done combine_send(const Device& g, const CombineSendA
     const uint32_t part = g.token_of(i) & ((1u << a.split) - 1), token = token_of(i), source = source_of(i);
     const bool present = token < __shfl_sync(kFull, tokens, source);  // else what lies there is older
     if (present && a.frees_dispatch && part == 0) empty_slot(g, dispatch_bank, source, token);
-    if (present && answered >> source & 1) {
+    if (present && returned >> source & 1) {
       const bool valid = output.row >= 0;
       if (valid && a.pushes_weights) output.weight = await_weight(g, o, source, token);
       terms.collect(valid, {const_cast<std::byte*>(static_cast<const std::byte*>(a.expert_out)) +
@@ -180,13 +180,13 @@ __device__ __forceinline__ Done combine_send(const Device& g, const CombineSendA
       uint32_t rows = terms.count, sent = end - begin;
       if (a.reduction == Reduction::kRank) {
         rows = min(rows, 1u);
-        std::byte* slot = g.regions[source] + l.answer_at(o.bank, g.rank, token, 0);
-        if (rows != 0) sent = send_answer<kWire, kNarrow>(g, terms, slot, begin, end);
+        std::byte* slot = g.regions[source] + l.output_at(o.bank, g.rank, token, 0);
+        if (rows != 0) sent = send_output<kWire, kNarrow>(g, terms, slot, begin, end);
       } else if constexpr (kWire == Wire::kBf16) {
 #pragma unroll 1
         for (uint32_t n = 0; n < rows; ++n)
           send_row<kNarrow>(terms.list[n].row,
-                            g.regions[source] + l.answer_at(o.bank, g.rank, token, terms.list[n].of), begin,
+                            g.regions[source] + l.output_at(o.bank, g.rank, token, terms.list[n].of), begin,
                             end, bytes);
       }
       (source == g.rank ? done.bytes_local : done.bytes) += rows * sent;

@@ -1,18 +1,21 @@
 // dispatch_recv, on the GPU.
 //
-// Waits for the header of every unmasked rank and for the rows of the tokens that they announce. Entries are
-// numbered by (local expert, source, token): a row brings its place among those of its source, the headers
-// say how many come before. Two runs give identical bytes and nothing is counted here. Afterwards
+// Waits for the header of every unmasked rank and for the rows of the tokens that the headers announce.
+// Entries are numbered by (local expert, source, token): each row brings its position among those of its
+// source, and the headers say how many come before it. Two runs give identical bytes, and nothing is counted
+// here.
+// Afterwards
 //   PADDED rows[e, position], scales column-major; COMPACT rows[row]; INDEX row_ids[row], no copy
-//   counts, offsets, src_info, layout_range as DispatchRecvArgs says; handle: where each entry lies, its
-//   weight the slots are empty again and counted as read, unless the view reads them in place.
-// Cost: one row read per received row, one written per entry and one emptied.
-// Grid: block 0 tells the caller what came, every other takes (token, source) in turn.
+//   counts, offsets, src_info, layout_range: see DispatchRecvArgs
+//   handle: the row and weight of each entry
+// and the slots are empty again and counted as read, unless the view reads them in place.
+// Cost: one row read per received row, one row written and one emptied per entry.
+// Grid: block 0 reports what arrived to the caller, every other takes (token, source) in turn.
 #pragma once
 
-#include "exchange/nvlink/arrival.cuh"
-#include "exchange/nvlink/housekeeping.cuh"
 #include "exchange/common/quant.hpp"
+#include "exchange/nvlink/await_headers.cuh"
+#include "exchange/nvlink/bookkeeping.cuh"
 
 namespace ep::cuda {
 
@@ -287,7 +290,7 @@ __device__ __forceinline__ Done dispatch_recv(const Device& g, const DispatchRec
     return done;
   }
 
-  // 1. All headers. Block 0 tells the caller and does nothing else: the others need not wait.
+  // 1. All headers. Block 0 reports them to the caller and does nothing else: the others need not wait.
   const bool begins = block != 0 && block - 1 < g.layout.max_tokens * g.num_ranks;
   if (begins && threadIdx.x < kWarp) await_first(g, o, g.source_of(block - 1), g.token_of(block - 1), placed);
   const uint32_t arrived = await_headers(g, a, o, slot, block == 0, begins ? kWarp : 0, arrival, counts);

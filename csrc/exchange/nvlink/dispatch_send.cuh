@@ -6,13 +6,13 @@
 //     per choice {place, weight}: place = expert of d and how many tokens of s before t chose it, or kAbsent
 //   d.headers[bank][s] = T, whether there are weights, and how many tokens of s chose each expert of d
 //   handle: epoch, T, sent_to, places, weights.
-// So a receiver knows from one row and the headers where its copies go: nobody counts what others count.
+// A receiver computes where the copies of a row go from the row and the headers: no counting across ranks.
 // Host obligations: one send of a group at a time (stream order or events).
-// Cost: one read of x, one row written per (token, rank); T * K ids read by each block, for the counts.
+// Cost: one read of x, one row written per (token, rank); each block reads T * K ids for the counts.
 // Grid: one block writes the headers, every other takes tokens, or parts of them, in turn.
 #pragma once
 
-#include "exchange/nvlink/housekeeping.cuh"
+#include "exchange/nvlink/bookkeeping.cuh"
 #include "exchange/nvlink/row.cuh"
 
 namespace ep::cuda {
@@ -140,7 +140,7 @@ __device__ __forceinline__ void for_each_rank(const Device& g, uint32_t ranks, F
   }
 }
 
-constexpr uint32_t kNobody = 0xffff;  // no expert: E fits 16 bits (ep/cuda.py)
+constexpr uint32_t kNobody = 0xffff;  // no expert: E fits 16 bits (exchange/nvlink/validate.py)
 constexpr uint32_t kEarly = 6;        // ids of earlier tokens that a thread has under way at once
 
 // Ids of the tokens before one, in all warps but the first, which opens the kernel meanwhile.

@@ -1,3 +1,4 @@
+// Allocates and resets a rank's region and device state; reads its statistics.
 #include "exchange/nvlink/group.hpp"
 
 #include <algorithm>
@@ -11,8 +12,8 @@ namespace ep::cuda {
 
 namespace {
 
-// What housekeeping.cuh does for kernels that others have followed.
-void record_into(Totals& t, Slot slot, const Scratch& s) {
+// Adds the times of a kernel that no kernel has followed; for all others, bookkeeping.cuh does it.
+void add_times(Totals& t, Slot slot, const Scratch& s) {
   if (s.end_ns == 0 || s.start_ns == 0) return;
   const uint32_t of = uint32_t(op_of(slot));
   uint64_t longest = 0;
@@ -22,7 +23,7 @@ void record_into(Totals& t, Slot slot, const Scratch& s) {
     t.peer_wait_max_ns[of][peer] = std::max(t.peer_wait_max_ns[of][peer], s.wait_ns[peer]);
   }
   const KernelTimes times{s.start_ns, s.sent_ns, s.end_ns, s.both != 0, longest};
-  record_times(slot, times, [&](Op op, Part part, uint64_t ns) {
+  for_each_time(slot, times, [&](Op op, Part part, uint64_t ns) {
     ++t.times[uint32_t(op)][uint32_t(part)][bucket_of(ns)];
     t.sums[uint32_t(op)][uint32_t(part)] += ns;
   });
@@ -128,10 +129,10 @@ DeviceState Group::snapshot(std::vector<uint64_t>* expert_tokens) {
   return state;
 }
 
-DeviceState Group::with_running_times(std::vector<uint64_t>* expert_tokens) {
+DeviceState Group::flushed(std::vector<uint64_t>* expert_tokens) {
   DeviceState state = snapshot(expert_tokens);
   for (uint32_t slot = 0; slot < kSlots; ++slot)
-    for (const Scratch& s : state.scratch[slot]) record_into(state.totals, Slot(slot), s);
+    for (const Scratch& s : state.scratch[slot]) add_times(state.totals, Slot(slot), s);
   return state;
 }
 

@@ -1,4 +1,4 @@
-// One rank's end of a group of GPUs: its region, its peers' and its state in device memory. Host side.
+// Host side of one rank's end of a group of GPUs: its region, its peers' regions, its state in device memory.
 #pragma once
 
 #include <array>
@@ -6,7 +6,7 @@
 #include <mutex>
 #include <vector>
 
-#include "exchange/nvlink/on_device.hpp"
+#include "exchange/nvlink/device_guard.hpp"
 #include "exchange/nvlink/peer_memory.hpp"
 #include "exchange/nvlink/state.hpp"
 
@@ -37,10 +37,10 @@ class Group {
   uint64_t bytes() const;                      // of device memory
 
   Status status() const;  // the first failure so far; read without a sync
-  // Copied beside the streams that work. with_running_times() also counts times that no kernel has recorded
-  // yet.
+  // Copies the state without stopping the working streams. flushed() includes times that no kernel has
+  // flushed yet.
   DeviceState snapshot(std::vector<uint64_t>* expert_tokens);
-  DeviceState with_running_times(std::vector<uint64_t>* expert_tokens);
+  DeviceState flushed(std::vector<uint64_t>* expert_tokens);
   // New generation; no kernel of the group may run. Epochs up to `base` are over.
   void reset(uint64_t base, uint64_t masked);
   void mask(uint64_t ranks);  // also for kernels that run; of any thread

@@ -1,4 +1,4 @@
-// What the times of an ended kernel count for: once for the kernel that follows it and for the host.
+// Which statistics the times of a finished kernel count for. The next kernel and the host both use this.
 #pragma once
 
 #include "exchange/nvlink/state.hpp"
@@ -27,7 +27,7 @@ struct KernelTimes {
 
 // record(op, part, ns) for each part of the kernel.
 template <class Record>
-EP_HOST_DEVICE inline void record_times(Slot slot, const KernelTimes& t, Record&& record) {
+EP_HOST_DEVICE inline void for_each_time(Slot slot, const KernelTimes& t, Record&& record) {
   const bool recv = slot == Slot::kDispatchRecv || slot == Slot::kCombineRecv;
   const Op op = op_of(slot);
   if (t.both || !recv) record(op, Part::kSend, (t.both ? t.sent_ns : t.end_ns) - t.start_ns);

@@ -1,3 +1,4 @@
+// Allocates, exports and imports GPU memory through the driver's virtual memory calls.
 #include "exchange/nvlink/peer_memory.hpp"
 
 #include <cuda.h>

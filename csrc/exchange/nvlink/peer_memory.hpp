@@ -1,6 +1,6 @@
 // Memory of one GPU that other GPUs of the host write: physical memory whose descriptor is passed over a Unix
-// socket. Every importer holds a reference, so the death of its owner unmaps nothing under the others.
-// No NVSHMEM, network card, multicast or privileges; the driver is reached through the runtime, not linked.
+// socket. Every importer holds a reference, so the death of the owner unmaps nothing in other processes.
+// Needs no NVSHMEM, NIC, multicast or privileges; the driver is reached through the runtime and not linked.
 #pragma once
 
 #include <cstddef>

@@ -1,9 +1,10 @@
-// The operations on the GPU: each call enqueues one kernel on a stream and returns. Halves apart, or both in
-// one kernel where nothing is to be done between them.
+// The operations on the GPU. Each call enqueues one kernel on a stream and returns: one half, or both halves
+// in one kernel if there is nothing to do in between.
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include "exchange/nvlink/launch_grid.hpp"
 #include "exchange/nvlink/state.hpp"
 
 namespace ep::cuda {
@@ -16,8 +17,6 @@ struct Launch {
   bool narrow;      // rows or the caller's tensors are not at multiples of 16 bytes
   bool overlaps;    // kernels may be set up while the one before them ends: Hopper and later
 };
-
-enum class Halves : uint32_t { kSend = 1, kRecv = 2, kBoth = 3 };
 
 // `handle`: DeviceHandle::bytes() of device memory that lives until the combine has been received.
 cudaError_t dispatch(const Launch& launch, Halves halves, const Device& device, const DispatchSendArgs& send,

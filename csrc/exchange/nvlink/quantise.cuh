@@ -1,8 +1,9 @@
-// bf16 to e4m3 with one scale per 128 channels, in registers; the arithmetic is that of ep/quant.hpp.
+// bf16 to e4m3 with one scale per 128 channels, in registers, with the arithmetic of
+// exchange/common/quant.hpp.
 #pragma once
 
-#include "exchange/nvlink/memory.cuh"
 #include "exchange/common/quant.hpp"
+#include "exchange/nvlink/peer_slots.cuh"
 
 namespace ep::cuda {
 

@@ -1,5 +1,4 @@
-// A row of the caller's on its way: loaded, quantised for FP8, in the pieces in which it is stored. Knows
-// neither ranks nor slots.
+// Moves a row of the caller: loads it, quantises it for FP8 and stores it piece by piece.
 #pragma once
 
 #include "exchange/nvlink/quantise.cuh"

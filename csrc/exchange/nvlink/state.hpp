@@ -1,5 +1,5 @@
-// What one rank keeps on its GPU between operations, and what a kernel gets by value. Plain data for host and
-// device; the host reads DeviceState by copying it, without stopping the streams that work.
+// State that a rank keeps on its GPU between operations, and kernel arguments. Plain data for host and
+// device. The host reads DeviceState by copying it, without stopping the working streams.
 #pragma once
 
 #include <cstddef>
@@ -47,8 +47,7 @@ struct alignas(128) Tally {
 enum class Slot : uint32_t { kDispatchSend, kDispatchRecv, kCombineSend, kCombineRecv };
 constexpr uint32_t kSlots = 4;
 
-// Times of one kernel. Settled into the totals by the kernel that follows it in its bank: nothing waits for
-// it.
+// Times of one kernel. The next kernel in its bank adds them to the totals, so nothing waits for that.
 struct alignas(64) Scratch {
   uint64_t start_ns, sent_ns, end_ns;
   uint64_t both;  // whether the kernel had both halves

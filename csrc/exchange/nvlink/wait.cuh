@@ -1,7 +1,7 @@
-// The start of a kernel and its waits, each with a deadline; failure, abort, masks and faults on purpose.
+// The start of a kernel, and its waits, each with a deadline. Failure, abort, masks and injected faults.
 #pragma once
 
-#include "exchange/nvlink/memory.cuh"
+#include "exchange/nvlink/peer_slots.cuh"
 
 namespace ep::cuda {
 
@@ -156,7 +156,7 @@ __device__ __noinline__ inline void report(const Device& g, Op op, Phase phase, 
     return;
   }
   add(g.state->totals.timeouts, 1);
-  // A bank that this rank has not read either is its own mistake: nobody else can free it.
+  // A bank that this rank itself has not read is its own mistake: no other rank can free it.
   bool own = phase == Phase::kSendBank;
   if (own) own = load_acquire(g.own() + g.layout.read_cell(op, g.bank_of(epoch), g.rank)) < epoch;
   fail(g, own ? Code::kHook : Code::kTimeout, op, phase, peer, uint32_t(epoch), seen);

@@ -3,10 +3,10 @@
 // Afterwards out[t] = RANK:   sum over the ranks that own experts of t, ascending, of the rows they returned
 //                     SOURCE: sum over k, ascending, of weights[t, k] * combine[bank][owner][t][k]
 // in float32 from +0, rounded once. Ranks that are masked or never arrived contribute nothing.
-#include "exchange/shm/phases.hpp"
-#include "exchange/shm/rows.hpp"
 #include "exchange/common/cells.hpp"
 #include "exchange/common/row_tables.hpp"
+#include "exchange/shm/phases.hpp"
+#include "exchange/shm/rows.hpp"
 
 namespace ep::cpu {
 namespace {
@@ -15,7 +15,7 @@ namespace {
 uint32_t gather(const Group& group, const CombineState& state, uint32_t token, const void** rows,
                 float* weights) {
   uint32_t count = 0;
-  for_each_answer(group, state, token, [&](uint64_t slot, float weight) {
+  for_each_output(group, state, token, [&](uint64_t slot, float weight) {
     rows[count] =
         group.own() + group.layout.choice_at(state.bank, 0, 0, 0) + slot * group.layout.combine_pitch;
     weights[count++] = weight;
@@ -54,11 +54,11 @@ Status combine_recv(Group& group, const CombineRecvParams& params, CombineState&
                                          .wait_ns = state.wait_ns.data()});
   if (waited.status) return waited.status;
   const uint64_t arrived_at = now_ns();
-  uint64_t answered = waited.arrived & state.dispatch->sent_to;
+  uint64_t returned = waited.arrived & state.dispatch->sent_to;
   for (uint64_t left = waited.arrived; left != 0; left &= left - 1) {
     const uint32_t peer = std::countr_zero(left);
     const uint64_t cell = load_cell(group.own(), Head::header(Op::kCombine, state.bank, peer));
-    if ((cell_payload(cell) & kNoDispatch) != 0) answered &= ~(1ull << peer);
+    if ((cell_payload(cell) & kNoDispatch) != 0) returned &= ~(1ull << peer);
     if ((cell_payload(cell) & ~kNoDispatch) == uint32_t(state.reduction)) continue;
     const Status status{Code::kViolation,      Op::kCombine,    Phase::kRecvHeader, group.rank, peer,
                         uint32_t(state.epoch), cell_epoch(cell)};
@@ -66,9 +66,9 @@ Status combine_recv(Group& group, const CombineRecvParams& params, CombineState&
     return status;
   }
 
-  // 2. One sum per token; only ranks that got the token in this dispatch may have answered.
+  // 2. One sum per token; only ranks that got the token in this dispatch may have returned.
   group.faults.at(Op::kCombine, Phase::kRecvReduce, state.epoch);
-  state.answered = answered;
+  state.returned = returned;
   if (!group.rows_on_device) sum(group, state, params.out);
 
   // 3. The bank goes back to the experts' ranks, unless a device still has to read it.

@@ -5,16 +5,16 @@
 //           weight * output
 //   SOURCE  s.combine[bank][this rank][token][k] = output, unweighted
 //   both    s.header[combine][bank][this rank] = (epoch, reduction), stored last with release
-// Reads the experts' output in the layout that the dispatch was received in; no staging copy. Where rows are
-// on a device, these answers are there already (row_tables.hpp).
+// The experts' output is read in the layout of the dispatch's receive; there is no staging copy. If rows are
+// on a device, these outputs are there already (row_tables.hpp).
 #include <algorithm>
 #include <cstring>
 
-#include "exchange/shm/phases.hpp"
-#include "exchange/shm/rows.hpp"
 #include "exchange/common/cells.hpp"
 #include "exchange/common/row_runs.hpp"
 #include "exchange/common/row_tables.hpp"
+#include "exchange/shm/phases.hpp"
+#include "exchange/shm/rows.hpp"
 
 namespace ep::cpu {
 namespace {
@@ -54,9 +54,9 @@ void write_sum(const Group& group, const RowsOut& out, const TokenRun& run, cons
       {.rows = rows, .weights = weights, .count = run.count, .hidden = group.geometry.hidden, .out = to});
 }
 
-// Writes one token's answer into its source's region; returns the rows written.
-uint32_t answer(const Group& group, const CombineState& state, const RowsOut& out, const TokenRun& run,
-                RowRuns& sent) {
+// Writes one token's output into its source's region; returns the rows written.
+uint32_t write_output(const Group& group, const CombineState& state, const RowsOut& out, const TokenRun& run,
+                      RowRuns& sent) {
   const Layout& layout = group.layout;
   const uint32_t place = group.places[run.source];
   const bool far = group.is_remote(run.source);
@@ -120,7 +120,7 @@ Status combine_send(Group& group, const CombineSendParams& params, CombineState&
   for_each_peer(group.unmasked(), group.rank, num_ranks, [&](uint32_t source) {
     uint64_t rows = 0;
     for (size_t i = begin[source]; i < begin[source + 1]; ++i)
-      rows += answer(group, state, out, dispatch.runs[i], sent);
+      rows += write_output(group, state, out, dispatch.runs[i], sent);
     (source == group.rank ? local : remote) += rows * group.layout.combine_bytes;
     group.faults.at(Op::kCombine, Phase::kSendHeader, state.epoch);
     sent.flush(source);

@@ -1,17 +1,20 @@
 // [7] dispatch_recv, CPU: wait, then expand.
 //
-// dispatch_wait: every unmasked rank's header of this epoch was seen with acquire. Entries are numbered by a
-// prefix sum over (local expert, source, token), so two runs give identical bytes. dispatch_expand: COMPACT
-// rows[entry.row] = region.rows[bank][source][token]; PADDED the same at [expert, entry.row -
-// offsets[expert]]; INDEX row_ids[entry.row] = source * max_tokens + token, no copy. Cost: one row read per
-// received row, one written per entry (INDEX: none). Rows of a source on another host are read where it wrote
-// them, in the region of one rank of this host; row ids count from the first of these regions.
+// After dispatch_wait, every unmasked rank's header of this epoch was seen with acquire. Entries are numbered
+// by a prefix sum over (local expert, source, token), so two runs give identical bytes. After
+// dispatch_expand:
+//   COMPACT rows[entry.row] = region.rows[bank][source][token]
+//   PADDED  the same at [expert, entry.row - offsets[expert]]
+//   INDEX   row_ids[entry.row] = source * max_tokens + token, no copy
+// Cost: one row read per received row, one written per entry (INDEX: none). Rows from another host are read
+// where the source wrote them, in the region of one rank of this host; row ids count from the first of these
+// regions.
 #include <algorithm>
 #include <cstring>
 
-#include "exchange/shm/phases.hpp"
 #include "exchange/common/cells.hpp"
 #include "exchange/common/row_tables.hpp"
+#include "exchange/shm/phases.hpp"
 
 namespace ep::cpu {
 namespace {

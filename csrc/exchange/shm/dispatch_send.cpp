@@ -3,19 +3,19 @@
 // Afterwards, for every unmasked rank d and token t of this rank s with an expert on d:
 //   d.rows[bank][s][t] = x[t] (quantised for FP8), d.meta[bank][s] = ids and weights of all tokens of s,
 //   d.header[bank][s] = (epoch, T), stored last with release.
-// Of the ranks of another host only one gets rows and meta, for all there; each gets its header.
-// Host obligations: none; x, ids and weights may be overwritten at once. Where rows are on a device, those of
-// this bank are all in d = s already, as they are sent from there to the others.
+// Of the ranks of another host only one gets rows and meta, for all of them; each gets its own header.
+// Host obligations: none; x, ids and weights may be overwritten at once. If rows are on a device, the rows of
+// this bank are all in d = s already: they are sent to the other ranks from there.
 // Cost: one read of x, one row written per (token, rank), T * K * 8 bytes of routing per rank.
 #include <bit>
 #include <cstring>
 #include <string>
 
-#include "exchange/shm/phases.hpp"
-#include "exchange/shm/rows.hpp"
 #include "exchange/common/cells.hpp"
 #include "exchange/common/row_runs.hpp"
 #include "exchange/common/row_tables.hpp"
+#include "exchange/shm/phases.hpp"
+#include "exchange/shm/rows.hpp"
 
 namespace ep::cpu {
 namespace {

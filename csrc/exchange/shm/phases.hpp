@@ -1,4 +1,4 @@
-// The four halves on the CPU. Each returns a status whose code is not kOk if a wait failed; bad arguments
+// The four halves on the CPU. Each returns a status whose code is not kOk if a wait failed. Bad arguments
 // throw BadArgument before anything is sent.
 #pragma once
 

@@ -1,9 +1,10 @@
+// The portable row arithmetic, compiled for several instruction sets.
 #include "exchange/shm/rows.hpp"
 
 #include <cstring>
 
-#include "exchange/shm/rows_avx512_bf16.hpp"
 #include "exchange/common/quant.hpp"
+#include "exchange/shm/rows_avx512_bf16.hpp"
 
 #define EP_INLINE [[gnu::always_inline]] inline
 

@@ -1,4 +1,4 @@
-// Arithmetic over whole rows, vectorised for the processor it runs on. Bit-identical on every one of them.
+// Arithmetic over whole rows, vectorised for the processor it runs on. Bit-identical on every processor.
 #pragma once
 
 #include <cstdint>

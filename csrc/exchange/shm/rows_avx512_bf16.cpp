@@ -1,6 +1,6 @@
-// weighted_sum_bf16 for processors that round to bf16 in hardware. Bit-identical to the portable version:
-// the instruction differs from float_to_bf16 for denormals and NaN only, so tiles that hold one are summed
-// again with integer rounding. The same test finds sums of -0, and so the first row needs no addition to +0.
+// weighted_sum_bf16 for processors that round to bf16 in hardware, bit-identical to the portable version. The
+// instruction differs from float_to_bf16 only for denormals and NaN, so tiles with one of these are summed
+// again with integer rounding. The same test finds sums of -0, so the first row needs no addition to +0.
 #include "exchange/shm/rows_avx512_bf16.hpp"
 
 #if defined(__x86_64__)

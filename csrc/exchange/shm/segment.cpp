@@ -1,3 +1,4 @@
+// Creates and maps segments, and keeps the heartbeat.
 #include "exchange/shm/segment.hpp"
 
 #include <fcntl.h>

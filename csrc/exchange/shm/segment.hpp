@@ -1,5 +1,5 @@
 // Memory of a group on one host: one anonymous segment that ranks reach by an inherited or passed descriptor.
-// It has no name, so nothing can be left behind, however the processes end.
+// It has no name, so nothing is left behind, however the processes end.
 #pragma once
 
 #include <condition_variable>

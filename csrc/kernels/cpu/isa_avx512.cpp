@@ -1,7 +1,7 @@
 // Kernels for AVX-512 (F, BW, DQ, VL), without bfloat16 instructions.
 #if defined(__x86_64__)
 #define EP_MODEL_TARGET "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl"
-#include "kernels/cpu/body_begin.hpp"
+#include "kernels/cpu/target_begin.hpp"
 
 namespace ep::model {
 namespace {
@@ -16,12 +16,12 @@ struct Isa {
   static inline V fma(V a, V b, V c) { return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c); }
 };
 
-#include "kernels/cpu/body.inc"
+#include "kernels/cpu/all_kernels.inc"
 
 }  // namespace
 
 const Kernels kAvx512 = {"avx512", run_linear, run_expert_ffn, run_attention, run_norm};
 
 }  // namespace ep::model
-#include "kernels/cpu/body_end.hpp"
+#include "kernels/cpu/target_end.hpp"
 #endif

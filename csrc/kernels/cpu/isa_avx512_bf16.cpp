@@ -1,7 +1,7 @@
 // Kernels for AVX-512 with BF16: vdpbf16ps multiplies pairs of bfloat16 and adds them to FP32.
 #if defined(__x86_64__)
 #define EP_MODEL_TARGET "avx2,fma,avx512f,avx512bw,avx512dq,avx512vl,avx512bf16"
-#include "kernels/cpu/body_begin.hpp"
+#include "kernels/cpu/target_begin.hpp"
 
 namespace ep::model {
 namespace {
@@ -17,12 +17,12 @@ struct Isa {
   static inline V dot2(V sum, V w, V x) { return (V)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x); }
 };
 
-#include "kernels/cpu/body.inc"
+#include "kernels/cpu/all_kernels.inc"
 
 }  // namespace
 
 const Kernels kAvx512Bf16 = {"avx512_bf16", run_linear, run_expert_ffn, run_attention, run_norm};
 
 }  // namespace ep::model
-#include "kernels/cpu/body_end.hpp"
+#include "kernels/cpu/target_end.hpp"
 #endif

@@ -1,5 +1,5 @@
 // Kernels in plain vector extensions: what the compiler's baseline target gives (SSE2, NEON, ...).
-#include "kernels/cpu/body_begin.hpp"
+#include "kernels/cpu/target_begin.hpp"
 
 namespace ep::model {
 namespace {
@@ -14,7 +14,7 @@ struct Isa {
   static inline V fma(V a, V b, V c) { return a * b + c; }
 };
 
-#include "kernels/cpu/body.inc"
+#include "kernels/cpu/all_kernels.inc"
 
 }  // namespace
 

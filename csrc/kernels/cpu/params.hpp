@@ -1,6 +1,6 @@
-// Parameters of the compute kernels: one struct per kernel, raw pointers and sizes, no owner of memory.
+// Parameters of the compute kernels: one struct per kernel, raw pointers and sizes, no ownership.
 //
-// Rows are contiguous in their last dimension; strides count elements. Words are 32 bits: one float, or two
+// Rows are contiguous in their last dimension; strides count elements. A word is 32 bits: one float, or two
 // bfloat16 that are neighbours along K. Sizes are elements unless a name says otherwise.
 #pragma once
 

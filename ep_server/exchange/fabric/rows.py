@@ -112,7 +112,7 @@ class RowsFabric(FabricExchange):
         terms = torch.empty((room, width), dtype=torch.int64)
         weights = torch.empty((room, width), dtype=torch.float32)
         places = (slots.data_ptr(), terms.data_ptr(), weights.data_ptr())
-        made = self._open().answer_table(state, REDUCTIONS.index(chosen), *places, width)
+        made = self._open().output_table(state, REDUCTIONS.index(chosen), *places, width)
         return SumTable(slots[:made], terms[:made], weights[:made])
 
     def send_answers(

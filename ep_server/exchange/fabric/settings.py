@@ -13,7 +13,7 @@ from ep_server.errors import ConfigError, StartupError
 MAX_TRAFFIC_CLASS = (1 << 32) - 1
 MAX_QUEUE_DEPTH = 1 << 16
 MAX_GID_INDEX = 255
-# Writes of one operation to one peer besides a token's row each: ids, weights, and the letter that ends it.
+# Writes of one operation to one peer besides a token's row each: ids, weights, and its completion record.
 WRITES_BESIDE_ROWS = 3
 DSCP, MAX_DSCP = 0x100, 63  # libfabric's mark of a differentiated services code point
 TRAFFIC_CLASSES = {
@@ -41,9 +41,9 @@ class FabricOptions:
     adaptive_routing: false = writes are asked for in order, which keeps networks to one way for them.
     connect_seconds: until every rank must have answered. linger_seconds: until close() no longer waits for
       the other ranks' good-byes.
-    disorder, strict_memory: for tests on networks that are kinder than production's (csrc/transport/
-      fabric_shim.hpp): seed of the order of writes and completions, 0 = as they come; addresses and keys
-      as cards with memory registration want them.
+    disorder, strict_memory: for tests on networks that are kinder than production's (csrc/exchange/fabric/
+      network_emulation.hpp): seed of the order of writes and completions, 0 = as they come; addresses and
+      keys as cards with memory registration want them.
     device_copies: for tests: takes the memory of GPUs also to providers that copy it through the host's.
 
     libfabric reads interface, gid_index and queue_depth once in a process, when it is loaded. A setting that

@@ -4,7 +4,7 @@ What protocol_model.py is to the CPUs' protocol; deadlines, masks and deaths are
 
 Every block of a kernel runs beside every other one; a step is one store, one read with its emptying, or one
 look. A slot holds the epoch that wrote it, 0 = empty; one token per rank, whose row goes to every rank.
-Tickets are counted as csrc/exchange/nvlink/housekeeping.cuh does, and a bank's epoch is worked out from
+Tickets are counted as csrc/exchange/nvlink/bookkeeping.cuh does, and a bank's epoch is worked out from
 them as there.
 
 Programs are lists of kernels in the order of their launch; "@2" puts one into another stream than the first:

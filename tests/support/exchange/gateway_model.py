@@ -1,8 +1,8 @@
 """The model of the cell protocol where some ranks share a host: one rank there takes rows in for all of them.
 
-A dispatch to another host is one row and one letter, to a gateway there. The gateway's carrier, a party of
-its own that moves whatever the rank itself does, then sets the header at every rank of its host; all of them
-read the row at the gateway. All else, combine and consumed cells too, goes from rank to rank.
+A dispatch to another host is one row and one completion record, to a gateway there. The gateway's carrier, a
+party of its own that moves whatever the rank itself does, then sets the header at every rank of its host; all
+of them read the row at the gateway. All else, combine and consumed cells too, goes from rank to rank.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class GatewayRules(Rules):
 
 
 class GatewayModel(Model):
-    """Adds to a state: per (gateway, bank, source) the epoch of the letter that came."""
+    """Adds to a state: per (gateway, bank, source) the epoch of the record that came."""
 
     def __init__(self, programs: list[list[str]], rules: GatewayRules, fault: Fault | None = None) -> None:
         super().__init__(programs, rules, fault)
@@ -37,7 +37,7 @@ class GatewayModel(Model):
             }
             for steps in self.steps
         ]
-        self.letter = self.size
+        self.record = self.size
         self.size += self.ranks * rules.num_banks * self.ranks
 
     def successors(self, state: bytes) -> Iterator[tuple[str, bytes, str]]:
@@ -48,7 +48,7 @@ class GatewayModel(Model):
                 continue
             for bank in range(self.rules.num_banks):
                 for source in range(self.ranks):
-                    epoch = state[self._letter(gateway, bank) + source]
+                    epoch = state[self._record(gateway, bank) + source]
                     for reader in self._mates(gateway) if epoch else ():
                         cell = self._at(self.header, DISPATCH, reader, bank) + source
                         if state[cell] < epoch:
@@ -70,8 +70,8 @@ class GatewayModel(Model):
         far = step.op == DISPATCH and step.kind in ("write", "publish", "send")
         return not far or self._gateway(rank, step.peer) == step.peer
 
-    def _letter(self, gateway: int, bank: int) -> int:
-        return self.letter + (gateway * self.rules.num_banks + bank) * self.ranks
+    def _record(self, gateway: int, bank: int) -> int:
+        return self.record + (gateway * self.rules.num_banks + bank) * self.ranks
 
     def _missing(self, state: bytes, rank: int, step: Step) -> int:
         missing = super()._missing(state, rank, step)
@@ -84,7 +84,7 @@ class GatewayModel(Model):
         if not far or step.kind not in ("publish", "send"):
             return super()._act(state, rank, step)
         problem = self._write(state, rank, step) if step.kind == "send" else ""
-        state[self._letter(step.peer, step.epoch % self.rules.num_banks) + rank] = step.epoch
+        state[self._record(step.peer, step.epoch % self.rules.num_banks) + rank] = step.epoch
         return problem
 
     def _write(self, state: bytearray, rank: int, step: Step) -> str:

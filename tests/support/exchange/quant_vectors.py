@@ -2,7 +2,7 @@
 
 A vector is one group of 128 channels: `inputs` are bfloat16 bits, the rest of the group is zero. `scale` is
 float32 bits, or the exponent byte for fp8_ue8m0; `codes` are the e4m3 bytes of `inputs`, the rest is 0.
-Worked out by hand from the rules in ep/quant.py, not printed from an implementation.
+Worked out by hand from the rules in ep_server/exchange/quant.py, not printed from an implementation.
 """
 
 from __future__ import annotations

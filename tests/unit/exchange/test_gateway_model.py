@@ -37,7 +37,7 @@ def test_a_fault_ends_in_an_error_on_every_rank(name: str, kind: str, victim: in
 BROKEN = {
     "gateway_alone_consumes": (GatewayRules(all_consume=False), "two_in_flight", "overwrites"),
     "no_wait_for_consumed": (GatewayRules(acknowledge="none"), "two_in_flight", "overwrites"),
-    "letter_before_row": (GatewayRules(data_first=False), "pairs", "finds epoch"),
+    "record_before_row": (GatewayRules(data_first=False), "pairs", "finds epoch"),
 }
 
 

@@ -1,9 +1,10 @@
+// Host side of the attention kernel: checks, tensor maps, launch.
 #include "kernels/hopper/attention/attention.hpp"
 
 #include <bit>
 #include <string>
 
-#include "exchange/nvlink/on_device.hpp"
+#include "exchange/nvlink/device_guard.hpp"
 #include "kernels/hopper/common/requirements.hpp"
 #include "kernels/hopper/common/tensor_map.hpp"
 

@@ -1,21 +1,22 @@
-// Attention of one token per sequence. A team of a block's warps, one to eight of them, takes one (sequence,
-// KV head, part of the context) at a time. Each warp has every so many-th tile of 16 positions of it and a
-// ring of its own, where it asks for its next tile, also of its next item, as soon as it has used one: warps
-// meet only as an item begins and ends, and while one team does the others have the memory's time.
+// Attention of one token per sequence. A team of one to eight of a block's warps takes one item at a time:
+// (sequence, KV head, part of the context). Each warp takes every n-th tile of 16 positions and has its own
+// ring of tiles. It requests its next tile, also that of its next item, as soon as it has used one. Warps
+// synchronise only at the start and end of an item, when other teams use the memory bandwidth.
 //
-// The token's own key and value come from the projections: every item norms and turns its queries, and the
-// one with the last position also writes the key and the value to the cache and into its tile. As that is
-// what attention waits for, a warp's first tiles are asked for behind it, and lengths and tables before it:
-// they are of the step, not of the kernel ahead. Parts of a context leave unnormalised sums for a kernel that
-// joins them (model/triton/paged_decode.py, whose numbers these are: softmax by exp2, running maximum).
+// The token's own key and value come from the projections: every item normalises and rotates its queries, and
+// the item with the last position also writes key and value to the cache and into its tile. Attention waits
+// for that, so a warp requests its first tiles behind it. Lengths and tables belong to the step, not to the
+// preceding kernel, and are read before it. Parts of a context leave unnormalised sums for a kernel that
+// joins them (kernels/triton/paged_decode.py, which has the same arithmetic: softmax by exp2, running
+// maximum).
 #include <cuda_bf16.h>
 
 #include <algorithm>
 
 #include "kernels/hopper/attention/attention.hpp"
-#include "kernels/hopper/attention/items.cuh"
-#include "kernels/hopper/attention/tile.cuh"
-#include "kernels/hopper/attention/token.cuh"
+#include "kernels/hopper/attention/new_token.cuh"
+#include "kernels/hopper/attention/tile_products.cuh"
+#include "kernels/hopper/attention/work_items.cuh"
 #include "kernels/hopper/common/launch.hpp"
 
 namespace ep::attention {

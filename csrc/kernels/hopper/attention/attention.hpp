@@ -1,5 +1,5 @@
-// Attention with one token per sequence over the paged cache, and what stands before it, in one kernel for
-// Hopper: per-head norm, rotation, the token's own place in the cache, softmax attention.
+// Attention with one token per sequence over the paged cache, with the work before it, in one Hopper kernel:
+// per-head norm, rotation, writing the token to the cache, softmax attention.
 #pragma once
 
 #include <cuda.h>
@@ -71,7 +71,7 @@ class Attention {
   // Enqueues; no wait. Lengths, tables, slots and positions may be read as soon as the kernel ahead in the
   // stream lets this one start. So none of the kernels ahead may write them, back to and with the first that
   // lets the next one start only once it has waited itself: all before that one have ended. A projection is
-  // such a kernel (streamed_products.py, and the library's).
+  // such a kernel (hopper/products.py, and the library's).
   void run(cudaStream_t stream, const Work& work, const LaunchConfig& config) const;
 
  private:

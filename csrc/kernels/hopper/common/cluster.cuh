@@ -1,4 +1,4 @@
-// Blocks of a cluster: they meet, and read each other's shared memory.
+// Blocks of a cluster: synchronisation, and access to each other's shared memory.
 #pragma once
 
 #include <cstdint>

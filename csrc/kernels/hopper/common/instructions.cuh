@@ -1,6 +1,6 @@
-// Hopper's asynchronous parts as functions: kernels that overlap, barriers in shared memory, the tensor copy
-// engine, matrix products of a warpgroup. Only for sm_90a; operands lie in shared memory with 128 bytes a
-// row, in the 128-byte swizzle.
+// Hopper's asynchronous instructions as functions: overlapping kernels, barriers in shared memory, the tensor
+// copy engine, matrix products of a warpgroup. Only for sm_90a. Operands are in shared memory with 128 bytes
+// a row, in the 128-byte swizzle.
 #pragma once
 
 #include <cuda.h>
@@ -72,7 +72,7 @@ __device__ inline void fetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Copies the box of `map` at (column, row) to `to`; `barrier` is told of its bytes. They are the first to
+// Copies the box of `map` at (column, row) to `to`; `barrier` expects its bytes. They are the first to
 // leave L2: weights are read once, or, where blocks share rows out, at the same time.
 __device__ inline void copy_box(void* to, const CUtensorMap* map, uint32_t column, uint32_t row,
                                 uint64_t* barrier) {

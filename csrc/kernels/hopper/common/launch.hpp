@@ -1,4 +1,4 @@
-// Launches of the kernels for Hopper.
+// Launches the Hopper kernels.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,4 +1,4 @@
-// Matrix products of a warpgroup with few columns, whose wide side may lie in shared memory either way.
+// Warpgroup matrix products with few columns. The wide side may be in shared memory in either orientation.
 #pragma once
 
 #include "kernels/hopper/common/instructions.cuh"

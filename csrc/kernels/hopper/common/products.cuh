@@ -1,4 +1,4 @@
-// Matrix products of a warpgroup whose operands both lie in shared memory, as instructions.cuh has them.
+// Warpgroup matrix products with both operands in shared memory (see instructions.cuh).
 #pragma once
 
 #include "kernels/hopper/common/instructions.cuh"

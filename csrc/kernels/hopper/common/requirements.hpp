@@ -1,4 +1,4 @@
-// What the kernels for Hopper ask of their arguments and of a device, before anything is launched.
+// Checks arguments and the device before a Hopper kernel is launched.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -7,7 +7,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "exchange/nvlink/on_device.hpp"
+#include "exchange/nvlink/device_guard.hpp"
 
 namespace ep::hopper {
 

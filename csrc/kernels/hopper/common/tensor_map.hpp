@@ -1,4 +1,4 @@
-// Makes what the copy engine of Hopper reads a tensor of bfloat16 by.
+// Makes tensor maps: how Hopper's copy engine reads a bfloat16 tensor.
 #pragma once
 
 #include <cuda.h>
@@ -8,7 +8,7 @@
 #include <stdexcept>
 #include <string>
 
-#include "exchange/nvlink/on_device.hpp"
+#include "exchange/nvlink/device_guard.hpp"
 
 namespace ep::hopper {
 

@@ -1,9 +1,10 @@
+// Host side of the experts' kernel: checks, tensor maps, choice of a kernel, launch.
 #include "kernels/hopper/experts/experts.hpp"
 
 #include <algorithm>
 #include <string>
 
-#include "exchange/nvlink/on_device.hpp"
+#include "exchange/nvlink/device_guard.hpp"
 #include "kernels/hopper/common/requirements.hpp"
 #include "kernels/hopper/common/tensor_map.hpp"
 
@@ -69,7 +70,11 @@ void Experts::run(cudaStream_t stream, const Work& work, const LaunchConfig& con
   check_tile(config);
   check_work(work);
   const cuda::OnDevice here(device_);
-  const auto begin = codes() ? start_of_codes : config.wide ? start_wide : start;
+  auto begin = start;
+  if (codes())
+    begin = start_of_codes;
+  else if (config.wide)
+    begin = start_wide;
   check(begin({stream, blocks_, config}, weights_, Task(work, sizes_, codes())), "experts");
 }
 
@@ -78,10 +83,8 @@ void Experts::check_tile(const LaunchConfig& config) const {
   const uint32_t rows = config.rows_of_tile;
   const bool some = rows == 96 || (rows == 128 && !codes());
   const bool fits = config.wide ? some || rows == 160 : some || rows == 32 || rows == 48 || rows == 64;
-  require(fits, "rows_of_tile", rows,
-          config.wide ? "96, 128 or 160"
-          : codes()   ? "32, 48, 64 or 96"
-                      : "32, 48, 64, 96 or 128");
+  const char* allowed = codes() ? "32, 48, 64 or 96" : "32, 48, 64, 96 or 128";
+  require(fits, "rows_of_tile", rows, config.wide ? "96, 128 or 160" : allowed);
 }
 
 // The kernels number pieces of 16 bytes, of rows that are split of eight channels, by 32 bits.

@@ -1,4 +1,4 @@
-// The routed experts' FFNs of a layer, down(silu(gate(x)) * up(x)), in one kernel for Hopper.
+// The FFNs of a layer's routed experts, down(silu(gate(x)) * up(x)), in one Hopper kernel.
 #pragma once
 
 #include <cuda.h>
@@ -43,7 +43,8 @@ struct Sizes {
 };
 
 // Where things lie in a launch's scratch: the rows between the two products, [N, ffn] of two bytes. Where
-// weights are codes, these rows and the input's, [N, width], are split (split.cuh), and scales follow both.
+// weights are codes, these rows and the input's, [N, width], are split (split_rows.cuh), and scales follow
+// both.
 struct Scratch {
   uint64_t hidden_scales, rows, row_scales, bytes;  // hidden is at 0
 

@@ -1,6 +1,6 @@
-// Numbers as the sum of two e4m3 codes, a high and a low one, of four bits each: together the eight bits of
-// bfloat16. A group of numbers shares a scale, a power of two. What is less than 2^-9 of the group's largest
-// keeps fewer bits, none of an error beyond 2^-17 of that.
+// Numbers as the sum of two e4m3 codes, a high and a low one of four bits each: together the eight bits of
+// bfloat16. A group of numbers shares a power-of-two scale. Numbers below 2^-9 of the group's largest keep
+// fewer bits; no error exceeds 2^-17 of the largest.
 #pragma once
 
 #include <cuda_fp8.h>

@@ -1,14 +1,15 @@
+// Host side of the MLA kernel: checks, tensor maps, launch.
 #include "kernels/hopper/mla/mla.hpp"
 
 #include <algorithm>
 #include <bit>
 #include <string>
 
-#include "exchange/nvlink/on_device.hpp"
+#include "exchange/nvlink/device_guard.hpp"
 #include "kernels/hopper/common/requirements.hpp"
 #include "kernels/hopper/common/tensor_map.hpp"
 
-namespace ep::latent {
+namespace ep::mla {
 namespace {
 
 using cuda::check;
@@ -19,7 +20,7 @@ constexpr float kLog2E = 1.4426950408889634f;
 
 }  // namespace
 
-Latent::Latent(int device, const Shape& cache, float scale) : device_(device) {
+Mla::Mla(int device, const Shape& cache, float scale) : device_(device) {
   const uint32_t block = cache.block_size;
   require(cache.heads >= 1 && cache.heads <= kMostHeads, "heads", cache.heads,
           "1 to " + std::to_string(kMostHeads));
@@ -38,7 +39,7 @@ Latent::Latent(int device, const Shape& cache, float scale) : device_(device) {
   params_.scale = scale * kLog2E;
 }
 
-void Latent::run(cudaStream_t stream, const Work& work, const LaunchConfig& config) const {
+void Mla::run(cudaStream_t stream, const Work& work, const LaunchConfig& config) const {
   const bool together = params_.heads > kSomeHeads;
   const uint32_t most = together ? 1 : kMostTeam;
   require(std::has_single_bit(config.team) && config.team <= most, "team", config.team,
@@ -57,4 +58,4 @@ void Latent::run(cudaStream_t stream, const Work& work, const LaunchConfig& conf
   check(start(stream, config.blocks, params), "latent attention");
 }
 
-}  // namespace ep::latent
+}  // namespace ep::mla

@@ -1,26 +1,27 @@
-// Latent attention of one token per sequence. Each of a block's two warpgroups takes up to 32 heads of one
-// (sequence, part of the context) at a time, tile by tile of 64 positions, from a ring that a warp of the
-// copy engine fills ahead, also with tiles of the next item. A tile's box of 64 channels goes back to the
-// ring as soon as the last product that reads it has ended.
+// Multi-head latent attention (MLA) of one token per sequence. Each of a block's two warpgroups takes up to
+// 32 heads of one (sequence, part of the context) at a time, in tiles of 64 positions from a ring. A warp of
+// the copy engine fills the ring ahead, also with tiles of the next item. A tile's box of 64 channels goes
+// back to the ring as soon as the last product that reads it has ended.
 //
-//   up to 32 heads   each warpgroup has its own ring: either items of its own (a team of 1), or every so
-//                    many-th tile of an item that its team shares, two warpgroups of a block or up to
-//                    sixteen of a cluster, which join what they have through shared memory
+//   up to 32 heads   each warpgroup has its own ring: either its own items (a team of 1) or every n-th tile
+//                    of an item that its team shares. A team is two warpgroups of a block, or up to sixteen
+//                    of a cluster, which join their sums through shared memory
 //   more             both warpgroups read the same ring, each for 32 of 64 heads
 //
-// Parts of a context leave unnormalised sums for a kernel that joins them (model/triton/paged_decode.py,
-// whose numbers these are: softmax by exp2, running maximum, weights rounded to bfloat16, not their sum).
+// Parts of a context leave unnormalised sums for a kernel that joins them (kernels/triton/paged_decode.py,
+// which has the same arithmetic: softmax by exp2, running maximum, weights rounded to bfloat16, but not their
+// sum).
 #include <algorithm>
 
 #include "kernels/hopper/common/launch.hpp"
-#include "kernels/hopper/mla/answer.cuh"
+#include "kernels/hopper/mla/write_output.cuh"
 
-namespace ep::latent {
+namespace ep::mla {
 namespace {
 
-using Few = Form<kFewHeads, false, 11>;
-using Some = Form<kSomeHeads, false, 9>;
-using Many = Form<kSomeHeads, true, 18>;
+using Few = HeadPolicy<kFewHeads, false, 11>;
+using Some = HeadPolicy<kSomeHeads, false, 9>;
+using Many = HeadPolicy<kSomeHeads, true, 18>;
 
 // All items of a warpgroup. Returns the last one: with a team, the only one.
 template <class F>
@@ -44,7 +45,7 @@ __device__ inline Item attend(Shared<F>& s, const Params& p, uint32_t worker, ui
     else if (p.splits > 1)
       leave_sums(p, it, softmax, thread);
     else
-      leave_answer(s, p, it, softmax, worker, thread);
+      write_output(s, p, it, softmax, worker, thread);
     publish_to_async();  // the next queries come where these were
     meet_group(worker);
   }
@@ -85,9 +86,9 @@ __global__ void __launch_bounds__(kThreads, 1) attend_kernel(const __grid_consta
   meet_cluster();
   if (worker < kWorkers) join_team(s, p, it, worker, thread);
   __syncwarp();
-  meet_cluster();  // nobody leaves before the others have read
+  meet_cluster();  // no block exits before the others have read
 #else
-  __trap();  // Latent refuses other GPUs
+  __trap();  // Mla refuses other GPUs
 #endif
 }
 
@@ -112,4 +113,4 @@ cudaError_t start(cudaStream_t stream, uint32_t blocks, const Params& params) {
   return start_form<Many>(stream, blocks, params);
 }
 
-}  // namespace ep::latent
+}  // namespace ep::mla

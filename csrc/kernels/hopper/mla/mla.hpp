@@ -1,5 +1,6 @@
-// Latent attention with one token per sequence over the paged cache, for Hopper: queries that were brought
-// into the latent's space, softmax, sums of latents. The token's own latent is in the cache already.
+// Multi-head latent attention (MLA) with one token per sequence over the paged cache, for Hopper. Queries are
+// already in the latent's space; the kernel does softmax and sums latents. The token's own latent is already
+// in the cache.
 #pragma once
 
 #include <cuda.h>
@@ -7,7 +8,7 @@
 
 #include <cstdint>
 
-namespace ep::latent {
+namespace ep::mla {
 
 inline constexpr uint32_t kDim = 576, kValues = 512;  // channels of a key; its first ones are the value
 inline constexpr uint32_t kTile = 64;                 // positions that are worked on at a time
@@ -57,11 +58,11 @@ struct Params {
 
 // One layer's cache as the copy engine reads it. Of one device, on any stream, any number of launches at a
 // time.
-class Latent {
+class Mla {
  public:
   // Memory is not owned. scale: of the scores. Throws std::invalid_argument for sizes that the kernel does
   // not take, std::runtime_error for what CUDA refuses.
-  Latent(int device, const Shape& cache, float scale);
+  Mla(int device, const Shape& cache, float scale);
 
   // Enqueues; no wait. Lengths and tables may be read as soon as the kernel ahead in the stream lets this one
   // start: see attention/attention.hpp.
@@ -75,4 +76,4 @@ class Latent {
 
 cudaError_t start(cudaStream_t stream, uint32_t blocks, const Params& params);
 
-}  // namespace ep::latent
+}  // namespace ep::mla

@@ -1,9 +1,10 @@
+// Host side of the products' kernel: checks, tensor maps, launch.
 #include "kernels/hopper/products/products.hpp"
 
 #include <algorithm>
 #include <string>
 
-#include "exchange/nvlink/on_device.hpp"
+#include "exchange/nvlink/device_guard.hpp"
 #include "kernels/hopper/common/requirements.hpp"
 
 namespace ep::products {

@@ -1,9 +1,9 @@
-// One product of few rows with a weight as partial sums: a block per (tile of weight rows) x (run of input
-// channels), and per tile of rows where that leaves multiprocessors without one.
+// One product of few rows with a weight, as partial sums. There is a block per (tile of weight rows) x (run
+// of input channels), and also per tile of rows where multiprocessors would stay idle otherwise.
 //
-// A block asks for all its weights at once, before the kernel ahead has ended, and keeps them; the rows then
-// come through a ring, tile after tile. Weights are the 64-row side of the products (wgmma m64nNk16), rows
-// the narrow one, sums float32. One warp asks for copies, the others multiply.
+// A block requests all its weights at once, before the preceding kernel has ended, and keeps them. The rows
+// then pass through a ring, tile by tile. Weights are the 64-row side of the products (wgmma m64nNk16), rows
+// the narrow side, sums are float32. One warp requests copies, the others multiply.
 #include "kernels/hopper/common/instructions.cuh"
 #include "kernels/hopper/common/launch.hpp"
 #include "kernels/hopper/common/products.cuh"

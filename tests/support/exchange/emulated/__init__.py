@@ -31,10 +31,10 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[3]
 CSRC = ROOT / "csrc"
 SOURCES = (
-    CSRC / "exchange/nvlink/dispatch.cu",
-    CSRC / "exchange/nvlink/combine.cu",
+    *sorted((CSRC / "exchange/nvlink").glob("*.cu")),
     CSRC / "exchange/nvlink/group.cpp",
-    CSRC / "bindings/cuda.cpp",
+    CSRC / "bindings/cuda_module.cpp",
+    CSRC / "bindings/nvlink.cpp",
     HERE / "blocks.cpp",
     HERE / "hopper.cpp",
     HERE / "runtime.cpp",

@@ -1,7 +1,7 @@
 """Do the blocks of a receive on a GPU agree whether a rank's header counts, when it is masked meanwhile?
 
-A model of await_headers() and agree() of csrc/exchange/nvlink/arrival.cuh: two blocks, one peer, its header
-and its mask at any moments. Time in ticks; who acts first within a tick is drawn too. Needs no GPU.
+A model of await_headers() and agree() of csrc/exchange/nvlink/await_headers.cuh: two blocks, one peer, its
+header and its mask at any moments. Time in ticks; who acts first within a tick is drawn too. Needs no GPU.
 """
 
 from __future__ import annotations

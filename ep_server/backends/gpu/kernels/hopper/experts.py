@@ -3,7 +3,7 @@
 It takes rows of a COMPACT or INDEX view: bfloat16, and weights in bfloat16 or codes with a scale for
 128 x 128, beside which rows may be codes too. For everything else there are the two kernels of
 model/triton/experts.py, which also say what is computed. Weights in codes meet codes: a bfloat16 row, and
-what is between the two products, is split into two of them (csrc/kernels/hopper/experts/split.cuh).
+what is between the two products, is split into two of them (csrc/kernels/hopper/experts/split_rows.cuh).
 """
 
 from __future__ import annotations

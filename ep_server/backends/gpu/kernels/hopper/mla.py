@@ -61,7 +61,7 @@ class StreamedLatentStep:
         if config.splits > 1:
             self.workspace = Workspace.of(count, heads, config.splits, _LATENT, lengths.device)
         module, room = native(), self.workspace
-        self.work = module.LatentWork(
+        self.work = module.MlaWork(
             count=count,
             lengths=lengths.data_ptr(),
             blocks=blocks.data_ptr(),
@@ -69,7 +69,7 @@ class StreamedLatentStep:
             sums=0 if room is None else room.sums.data_ptr(),
             stats=0 if room is None else room.stats.data_ptr(),
         )
-        self.native_config = module.LatentLaunchConfig(
+        self.native_config = module.MlaLaunchConfig(
             team=config.team,
             blocks=config.blocks,
             splits=config.splits,
@@ -93,7 +93,7 @@ class StreamedLatent:
         if k.data_ptr() % _PIECE:
             raise InternalError(f"cache k: at {k.data_ptr()}, must be 16-byte aligned")
         self._heads, self._held = spec.heads, k
-        self._native: Any = native().Latent(
+        self._native: Any = native().Mla(
             device=k.device.index,
             cache=k.data_ptr(),
             positions=k.shape[0] * k.shape[1],

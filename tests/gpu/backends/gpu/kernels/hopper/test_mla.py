@@ -154,7 +154,7 @@ def test_sizes_that_it_does_not_take_are_refused(field: str, value: int, allowed
     cache = torch.zeros(64, 576, device="cuda", dtype=BF16)
     sizes = {"positions": 64, "heads": 16, "block_size": 16} | {field: value}
     with pytest.raises(ValueError, match=rf"^{field}: {value}, must be {allowed.replace('^', '.')}$"):
-        native().Latent(device=0, cache=cache.data_ptr(), scale=1.0, **sizes)
+        native().Mla(device=0, cache=cache.data_ptr(), scale=1.0, **sizes)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,51 @@
+// Emulates properties of production networks that TCP lacks. It is part of the library so that tests can ask
+// for it: writes overtake each other, completions arrive late and in any order, memory is addressed by the
+// peer's virtual address and a key that the provider chose, and only registered memory may be sent from.
+#pragma once
+
+#include <cstdint>
+#include <random>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace ep::fabric {
+
+// Holds things back and gives them out in another order; everything comes out in the end.
+template <class T>
+class Disorder {
+ public:
+  explicit Disorder(uint64_t seed) : random_(seed) {}
+
+  void hold(const T& item) { held_.push_back(item); }
+  size_t size() const { return held_.size(); }
+
+  // One of the held, or nothing even if there are some: the longer the queue, the sooner.
+  bool take(T& item) {
+    if (held_.empty() || random_() % (held_.size() + 1) == 0) return false;
+    std::swap(held_[random_() % held_.size()], held_.back());
+    item = held_.back();
+    held_.pop_back();
+    return true;
+  }
+
+ private:
+  std::mt19937_64 random_;
+  std::vector<T> held_;
+};
+
+// Stands for the memory management of a card on a provider that has none: `base` and `key` are made up, and a
+// write that does not name them exactly is refused.
+struct StrictMemory {
+  uint64_t base, bytes, key;
+
+  // What is wrong with a write to it, or "".
+  std::string refuse(uint64_t address, uint64_t length, uint64_t given_key) const {
+    if (given_key != key) return "key " + std::to_string(given_key) + " is not the peer's";
+    if (address < base || address + length > base + bytes)
+      return "address " + std::to_string(address) + " is not in the peer's memory";
+    return {};
+  }
+};
+
+}  // namespace ep::fabric
