@@ -16,7 +16,7 @@ STAMP  := $(VENV)/.installed
 NATIVE := $(shell find csrc -type f 2>/dev/null)
 
 .NOTPARALLEL:  # `system` may take the stamp away
-.PHONY: help install system demo test test-slow check format protos docs reference bench wheel image clean
+.PHONY: help install system demo test test-slow check format protos stubs docs reference bench wheel image clean
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
 
@@ -50,6 +50,9 @@ format: $(STAMP)  ## rewrite the sources in the project's format
 	$(BIN)/ruff check --fix ep_server tests benchmarks examples scripts setup.py
 	$(BIN)/ruff format ep_server tests benchmarks examples scripts setup.py
 	find csrc -name '*.cpp' -o -name '*.hpp' -o -name '*.inc' -o -name '*.cu*' | xargs $(BIN)/clang-format -i
+
+stubs: $(STAMP)  ## regenerate ep_server/_C.pyi and ep_server/_cuda.pyi from the built modules
+	$(BIN)/python scripts/stubs.py
 
 protos: $(STAMP)  ## regenerate ep_server/v1 from protos/
 	scripts/protos
