@@ -1,7 +1,7 @@
-"""`import deep_ep` for code written against DeepEP's low-latency calls: its names, on CPU and CUDA tensors.
+"""`import deep_ep` for code written against DeepEP's low-latency calls, on CPU and CUDA tensors.
 
-Either import this package in its place, or call `install()` once before the first `import deep_ep`, or put
-the folder that holds this package into PYTHONPATH for programs that must not be touched.
+Three ways to use it: import this package instead, call `install()` once before the first `import deep_ep`, or
+put the folder that holds this package into PYTHONPATH to run unmodified programs.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ __all__ = ["Buffer", "Config", "EventHandle", "EventOverlap", "install", "topk_i
 
 
 def install() -> None:
-    """Makes `import deep_ep` find this package; without effect the second time.
+    """Makes `import deep_ep` find this package. A second call has no effect.
 
-    Raises: StartupError if another deep_ep has been imported already.
+    Raises: StartupError if another deep_ep is already imported.
     """
     ours = sys.modules[__name__]
     if sys.modules.setdefault(NAME, ours) is not ours:
-        raise StartupError("another deep_ep has been imported: call install() before the first import of it")
+        raise StartupError("another deep_ep is already imported: call install() before importing it")

@@ -1,11 +1,15 @@
 """DeepEP's low-latency Buffer on the ranks of one host, without NVSHMEM, IBGDA or a network card.
 
-Names, argument meanings, shapes and return values are DeepEP's. Tensors on CPUs go over shared memory
-(ShmExchange), CUDA tensors of one process per GPU over NVLink (NvlinkExchange). Differences: results are
-packed in one fixed order (expert, source rank, source token); waiting times are nanoseconds; more than two
-results may be held (arenas.NUM_BANKS); memory is taken by the first call of its sizes; weights may be given
-to dispatch already, and then every rank sums its experts' outputs before they return, as it always does on
-GPUs; unmasking a rank is collective.
+Names, argument meanings, shapes and return values are DeepEP's. CPU tensors travel over shared memory, CUDA
+tensors of one process per GPU over NVLink. Differences:
+
+- Results are packed in one fixed order: expert, source rank, source token.
+- Waiting times are nanoseconds.
+- More than two results may be held (sessions.NUM_BANKS).
+- The first call of new sizes allocates their memory.
+- Weights may be given to dispatch. Every rank then sums its experts' outputs before they return. On GPUs it
+  always does.
+- Unmasking a rank is collective.
 """
 
 from __future__ import annotations
@@ -17,8 +21,8 @@ import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ep_server.compat.deep_ep.events import EventHandle, EventOverlap
-from ep_server.compat.deep_ep.operation import CombineCall, DispatchCall, Ending, Hook, Operation, payload_of
-from ep_server.compat.deep_ep.sessions import Arenas, Options, Sizes, region_bytes
+from ep_server.compat.deep_ep.session import CombineCall, Completion, DispatchCall, Hook, Operation
+from ep_server.compat.deep_ep.sessions import Options, Sessions, Sizes, region_bytes
 from ep_server.errors import InvalidArgument, StartupError
 from ep_server.exchange.api import Payload
 from ep_server.exchange.limits import MAX_TOP_K
@@ -31,23 +35,24 @@ MAX_SECONDS = 1e9
 
 
 class Buffer:
-    """One rank's end of a group of ranks that exchange tokens of experts.
+    """One rank's end of a group of ranks that exchange tokens for their experts.
 
     Args:
         group: torch.distributed process group whose ranks share a host.
-        num_rdma_bytes: most that one exchange of this rank may take; 0 = no limit. See
+        num_rdma_bytes: limit of one session's memory on this rank; 0 = none. See
           get_low_latency_rdma_size_hint.
         low_latency_mode: must be True for the low_latency_* calls.
-        explicitly_destroy: destroy() may be called; memory is freed with the object otherwise.
-        enable_shrink: a rank that passes a deadline is masked instead of raising PeerTimeout.
-        comm: an MPI communicator in place of a group; not available.
+        explicitly_destroy: destroy() may be called. Otherwise memory is freed with the object.
+        enable_shrink: mask a rank that misses a deadline instead of raising PeerTimeout.
+        comm: an MPI communicator instead of a group; not supported.
         timeout_seconds: deadline of every wait for a rank.
         low_latency_num_sms: multiprocessors of a GPU that one call may fill; 0 = all.
-        num_nvl_bytes, num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: accepted,
-          without meaning here.
+        num_nvl_bytes, num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: accepted
+          and ignored.
 
-    On GPUs no call waits for the device, so each can be captured in a CUDA graph once a call of its sizes has
-    been made outside of one. What a kernel finds, ids out of range or a deadline, is raised by the next call.
+    On GPUs no call waits for the device. Each can be captured in a CUDA graph once a call of the same sizes
+    has run outside of a graph. The next call raises errors that a kernel finds: ids out of range, a missed
+    deadline.
     """
 
     num_sms: int = 20
@@ -81,18 +86,20 @@ class Buffer:
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
         self.explicitly_destroy = explicitly_destroy
         timeout_ns = int(timeout_seconds * 1e9)
-        self._arenas = Arenas(group, Options(enable_shrink, timeout_ns, num_rdma_bytes, low_latency_num_sms))
+        self._sessions = Sessions(
+            group, Options(enable_shrink, timeout_ns, num_rdma_bytes, low_latency_num_sms)
+        )
         self._operations: MutableMapping[torch.Tensor, Operation] = WeakIdKeyDictionary()  # by src_info
 
     def destroy(self) -> None:
-        """Frees all memory; only with explicitly_destroy=True. Tensors that were returned stay valid."""
+        """Frees all memory. Requires explicitly_destroy=True. Returned tensors stay valid."""
         if not self.explicitly_destroy:
             raise InvalidArgument("explicitly_destroy", False, "True, given to the constructor")
-        self._arenas.close()
+        self._sessions.close()
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Bounds the processors of high-throughput kernels, even; no low-latency call reads it."""
+        """Sets the multiprocessors of high-throughput kernels, an even number. Not for low-latency calls."""
         if new_num_sms < 0 or new_num_sms % 2:
             raise InvalidArgument("new_num_sms", new_num_sms, "even")
         Buffer.num_sms = new_num_sms
@@ -104,7 +111,7 @@ class Buffer:
 
     @staticmethod
     def is_sm90_compiled() -> bool:
-        """Whether FP8 rows can be sent; they can, on any device."""
+        """Whether FP8 rows can be sent: yes, on any device."""
         return True
 
     def get_comm_stream(self) -> torch.cuda.Stream:
@@ -112,13 +119,13 @@ class Buffer:
         if not torch.cuda.is_available():
             raise StartupError("there is no CUDA device, so there is no communication stream")
         device = torch.device("cuda", torch.cuda.current_device())
-        return self._arenas.streams(device).communication
+        return self._sessions.streams(device).communication
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
-        """Bytes of one rank that suffice for low-latency calls of these sizes, with any top-k and payload."""
+        """Bytes per rank that suffice for low-latency calls of these sizes with any top-k and payload."""
         top_k = min(MAX_TOP_K, num_experts)
         sizes = Sizes(num_max_dispatch_tokens_per_rank, hidden, top_k, num_experts, Payload.BF16)
         return region_bytes(sizes.spec(0, num_ranks, 1))
@@ -126,12 +133,12 @@ class Buffer:
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
     ) -> None:
-        """Makes the buffers fit for calls of these sizes again, whatever went wrong before. Collective.
+        """Prepares the buffers for calls of these sizes, also after an error. Collective.
 
-        Operations in flight are dropped, an aborted group works again, memory of other sizes is freed.
+        Drops operations in flight, revives an aborted group and frees memory of other sizes.
         """
-        self._arenas.keep(num_max_dispatch_tokens_per_rank, hidden, num_experts)
-        self._arenas.reset(self._arenas.masked())
+        self._sessions.keep(num_max_dispatch_tokens_per_rank, hidden, num_experts)
+        self._sessions.reset(self._sessions.masked())
 
     def low_latency_dispatch(
         self,
@@ -156,15 +163,15 @@ class Buffer:
         Args:
             x: [T, H] bfloat16, T <= num_max_dispatch_tokens_per_rank.
             topk_idx: [T, K] int64, -1 = no expert.
-            num_max_dispatch_tokens_per_rank, num_experts: the same on all ranks; R ranks own the experts in
-              contiguous blocks, the first ranks one more where they do not divide.
+            num_max_dispatch_tokens_per_rank, num_experts: equal on all ranks. R ranks own contiguous blocks
+              of experts. If the division leaves a remainder, the first ranks own one more.
             cumulative_local_expert_recv_stats: [E_local] int32, += tokens received.
             dispatch_wait_recv_cost_stats: [R] int64 (or [R, R]: this rank's row), += ns waited for each rank.
-            use_fp8: rows travel as e4m3 with a scale per 128 channels; round_scale: powers of two;
-              use_ue8m0: those packed as exponents, four in an int32.
-            async_finish: the returned event can be waited on.
-            return_recv_hook: only the send half runs; calling the hook fills the returned tensors.
-            topk_weights: [T, K] float32; given here, each rank sums its experts before answering.
+            use_fp8: rows travel as e4m3 with a scale per 128 channels. round_scale: scales are powers of two.
+              use_ue8m0: scales are packed exponents, four per int32.
+            async_finish: return an event to wait on.
+            return_recv_hook: run only the send half. Calling the hook fills the returned tensors.
+            topk_weights: [T, K] float32. If given, each rank sums its experts' outputs first.
         Returns:
             recv_x: [E_local, R * num_max, H] bfloat16, or (float8_e4m3fn of that shape, scales [E_local,
               R * num_max, H / 128] float32 or [..., H / 512] int32, column-major in the last two).
@@ -174,7 +181,7 @@ class Buffer:
             event, hook.
         Raises: InvalidArgument, HookNotCalled, PeerTimeout, GroupAborted.
         """
-        ending = self._ending(async_finish, return_recv_hook)
+        completion = self._completion(async_finish, return_recv_hook)
         check_is_tensor("x", x)
         check_is_tensor("topk_idx", topk_idx)
         if topk_weights is not None:
@@ -187,16 +194,16 @@ class Buffer:
             hidden=x.shape[1],
             top_k=topk_idx.shape[1],
             num_experts=num_experts,
-            payload=payload_of(use_fp8, round_scale, use_ue8m0),
+            payload=_payload(use_fp8, round_scale, use_ue8m0),
             device=x.device,
         )
-        arena = self._arenas.get(sizes)
+        session = self._sessions.get(sizes)
         if cumulative_local_expert_recv_stats is not None:
-            name, local = "cumulative_local_expert_recv_stats", len(arena.spec.local_experts)
+            name, local = "cumulative_local_expert_recv_stats", len(session.spec.local_experts)
             check_tensor_on(x.device, name, cumulative_local_expert_recv_stats, torch.int32, E_local=local)
         waited = self._own_row("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, x.device)
         call = DispatchCall(x, topk_idx, topk_weights, cumulative_local_expert_recv_stats, waited)
-        operation, outputs, (event, hook) = arena.dispatch(call, ending)
+        operation, outputs, (event, hook) = session.dispatch(call, completion)
         self._operations[outputs.src_info] = operation
         recv_x = outputs.rows if outputs.scales is None else (outputs.rows, outputs.scales)
         handle = (outputs.src_info, outputs.layout_range, sizes.max_tokens, sizes.hidden, num_experts)
@@ -218,20 +225,20 @@ class Buffer:
         """Returns the experts' outputs to the tokens' sources and sums them with their weights. Collective.
 
         Args:
-            x: [E_local, R * num_max, H] bfloat16, row i of an expert answers row i of recv_x. Not read with
-              zero_copy, which takes what get_next_low_latency_combine_buffer(handle) was filled with.
-            topk_idx: [T, K], as at dispatch; on GPUs only its shape is looked at.
-            topk_weights: [T, K] float32; not read where dispatch had them.
-            handle: of the dispatch, whose hook has run. It may be combined more than once.
-            use_logfmt: rows return in a logarithmic format of 10 bits a channel; not available on the CPU.
+            x: [E_local, R * num_max, H] bfloat16, row i of an expert belongs to row i of recv_x. Ignored with
+              zero_copy, which reads the buffer of get_next_low_latency_combine_buffer(handle).
+            topk_idx: [T, K], as at dispatch. On GPUs only its shape is checked.
+            topk_weights: [T, K] float32. Ignored if dispatch had them.
+            handle: of a dispatch whose hook has run. It may be combined more than once.
+            use_logfmt: rows return in a logarithmic format of 10 bits per channel. GPUs only.
             out: [T, H] bfloat16, written in place and returned.
             combine_wait_recv_cost_stats: as at dispatch.
         Returns: combined [T, H] bfloat16; event; hook.
         Raises: InvalidArgument, HookNotCalled, PeerTimeout, GroupAborted.
         """
-        ending = self._ending(async_finish, return_recv_hook)
+        completion = self._completion(async_finish, return_recv_hook)
         operation = self._operation(handle)
-        arena, dispatched = operation.arena, (operation.tokens, operation.top_k)
+        session, dispatched = operation.session, (operation.tokens, operation.top_k)
         if operation.received is None:
             raise InvalidArgument("handle", "not received", "of a dispatch whose hook has been called")
         check_is_tensor("topk_idx", topk_idx)
@@ -241,46 +248,46 @@ class Buffer:
             check_is_tensor("x", x)
         if tuple(topk_idx.shape) != dispatched:
             raise InvalidArgument("topk_idx", tuple(topk_idx.shape), f"{dispatched}, as dispatched")
-        shape = (operation.tokens, arena.spec.hidden)
+        shape = (operation.tokens, session.spec.hidden)
         if out is None:
-            out = torch.empty(shape, dtype=torch.bfloat16, device=arena.device)
-        check_tensor_on(arena.device, "out", out, torch.bfloat16, T=shape[0], H=shape[1])
+            out = torch.empty(shape, dtype=torch.bfloat16, device=session.device)
+        check_tensor_on(session.device, "out", out, torch.bfloat16, T=shape[0], H=shape[1])
         call = CombineCall(
-            expert_out=arena.combine_buffer(operation) if zero_copy else x,
+            expert_out=session.combine_buffer(operation) if zero_copy else x,
             ids=topk_idx,
             weights=None if operation.weighted else topk_weights,
             out=out,
             wait_stats=self._own_row(
-                "combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, arena.device
+                "combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, session.device
             ),
             log_format=use_logfmt,
         )
-        return out, *arena.combine(operation, call, ending)
+        return out, *session.combine(operation, call, completion)
 
     def get_next_low_latency_combine_buffer(self, handle: Handle) -> torch.Tensor:
-        """[E_local, R * num_max, H] bfloat16 to write the experts' outputs into, for a zero_copy combine.
+        """[E_local, R * num_max, H] bfloat16 for the experts' outputs of a zero_copy combine.
 
-        Fixed memory, which the next dispatch but one of the same sizes has again.
+        The memory is fixed. The second next dispatch of the same sizes reuses it.
         """
         operation = self._operation(handle)
-        return operation.arena.combine_buffer(operation)
+        return operation.session.combine_buffer(operation)
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
-        """Masks a rank (local: neither written to nor waited for), or unmasks it.
+        """Masks a rank, or unmasks it. This rank neither writes to a masked rank nor waits for it.
 
-        Unmasking is collective among all ranks that are then unmasked, the rank itself included, and drops
-        operations in flight.
+        Masking is local. Unmasking is collective among all ranks that are then unmasked, including the rank
+        itself, and drops operations in flight.
         """
         self._check_mask(rank_to_mask)
         if mask:
-            self._arenas.mask(rank_to_mask)
-        elif rank_to_mask in (masked := self._arenas.masked()):
-            self._arenas.reset(masked - {rank_to_mask})
+            self._sessions.mask(rank_to_mask)
+        elif rank_to_mask in (masked := self._sessions.masked()):
+            self._sessions.reset(masked - {rank_to_mask})
 
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
-        """Fills mask_status [R] int32 with 1 for masked ranks, else 0. Waits for the current stream."""
+        """Fills mask_status [R] int32: 1 for masked ranks, else 0. Waits for the current stream."""
         self._check_mask(None)
-        device, masked = mask_status.device, self._arenas.masked()
+        device, masked = mask_status.device, self._sessions.masked()
         check_tensor_on(device, "mask_status", mask_status, torch.int32, R=self.group_size)
         found = [int(rank in masked) for rank in range(self.group_size)]
         mask_status.copy_(torch.tensor(found, dtype=torch.int32, device=device))
@@ -288,26 +295,26 @@ class Buffer:
     def low_latency_clean_mask_buffer(self) -> None:
         """Unmasks all ranks. Collective among all of them; drops operations in flight."""
         self._check_mask(None)
-        self._arenas.reset(frozenset())
+        self._sessions.reset(frozenset())
 
     def get_dispatch_layout(self, *_: Any, **__: Any) -> NoReturn:
-        """Not available: there is no high-throughput mode."""
+        """Not supported: there is no high-throughput mode."""
         _refuse("get_dispatch_layout")
 
     def dispatch(self, *_: Any, **__: Any) -> NoReturn:
-        """Not available: there is no high-throughput mode."""
+        """Not supported: there is no high-throughput mode."""
         _refuse("dispatch")
 
     def combine(self, *_: Any, **__: Any) -> NoReturn:
-        """Not available: there is no high-throughput mode."""
+        """Not supported: there is no high-throughput mode."""
         _refuse("combine")
 
-    def _ending(self, async_finish: bool, return_recv_hook: bool) -> Ending:
+    def _completion(self, async_finish: bool, return_recv_hook: bool) -> Completion:
         if not self.low_latency_mode:
             raise InvalidArgument("low_latency_mode", False, "True, given to the constructor")
         if async_finish and return_recv_hook:
             raise InvalidArgument("async_finish, return_recv_hook", (True, True), "not both True")
-        return Ending(async_finish, return_recv_hook)
+        return Completion(async_finish, return_recv_hook)
 
     def _check_mask(self, rank: int | None) -> None:
         if not self.enable_shrink:
@@ -323,13 +330,24 @@ class Buffer:
         return operation
 
     def _own_row(self, name: str, stats: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-        """The part of a wait statistic that this rank adds to: a [R] tensor, or its row of [R, R]."""
+        """The part of a wait statistic that this rank adds to: a [R] tensor, or its own row of [R, R]."""
         if isinstance(stats, torch.Tensor) and stats.dim() == 2:
             check_tensor_on(device, name, stats, torch.int64, R=self.group_size, sources=self.group_size)
             return stats[self.rank]
         if stats is not None:
             check_tensor_on(device, name, stats, torch.int64, R=self.group_size)
         return stats
+
+
+def _payload(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> Payload:
+    """The payload that the three flags of low_latency_dispatch name."""
+    if use_ue8m0 and not round_scale:
+        raise InvalidArgument("use_ue8m0", True, "given together with round_scale=True")
+    if not use_fp8:
+        return Payload.BF16
+    if use_ue8m0:
+        return Payload.FP8_UE8M0
+    return Payload.FP8_POW2 if round_scale else Payload.FP8
 
 
 def _refuse(call: str) -> NoReturn:

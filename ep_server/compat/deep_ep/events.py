@@ -1,21 +1,26 @@
-"""Events of asynchronous calls in DeepEP's form. Calls on CPU tensors have finished when they return.
+"""Events and streams of a Buffer's calls, in DeepEP's form.
 
-Knows streams, nothing of communication.
+Without a hook, a call runs on the communication stream, which first waits for the caller's stream. With a
+hook, both halves run on the stream that was current at the first half. Calls on CPU tensors return when done.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from ep_server.errors import InvalidArgument
 
+T = TypeVar("T")
+HIGH_PRIORITY = -1
+
 
 class EventHandle:
-    """A point of the CUDA stream that is current when it is made; passed already where CUDA is not in use."""
+    """A point on the CUDA stream that is current at construction. Already passed if CUDA is not in use."""
 
     def __init__(self) -> None:
         self._event: torch.cuda.Event | None = None
@@ -24,16 +29,16 @@ class EventHandle:
             self._event.record()
 
     def current_stream_wait(self) -> None:
-        """What is enqueued on the current stream from here on waits for the event; the caller does not."""
+        """Makes later work on the current stream wait for the event. The caller does not wait."""
         if self._event is not None:
             self._event.wait()
 
 
 class EventOverlap:
-    """What a call with async_finish returns; also a `with` block at whose end the stream waits for the event.
+    """The result of a call with async_finish. As a `with` block, the stream waits for the event at its end.
 
     Attributes:
-        event: None where the call was not asynchronous.
+        event: None if the call was not asynchronous.
         extra_tensors: kept alive as long as this object.
     """
 
@@ -44,9 +49,9 @@ class EventOverlap:
         self.extra_tensors = extra_tensors
 
     def current_stream_wait(self) -> None:
-        """Lets the current stream wait for the event.
+        """Makes the current stream wait for the event.
 
-        Raises: InvalidArgument where the call was not asynchronous.
+        Raises: InvalidArgument if the call was not asynchronous.
         """
         if self.event is None:
             raise InvalidArgument(
@@ -66,10 +71,60 @@ class EventOverlap:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Chunk sizes of high-throughput kernels, tokens; the low-latency calls do not read them."""
+    """Chunk sizes of high-throughput kernels, in tokens. Low-latency calls ignore them."""
 
     num_sms: int = 20
     num_max_nvl_chunked_send_tokens: int = 6
     num_max_nvl_chunked_recv_tokens: int = 256
     num_max_rdma_chunked_send_tokens: int = 6
     num_max_rdma_chunked_recv_tokens: int = 256
+
+
+class Streams:
+    """The streams of one GPU that a Buffer's calls use. `communication` belongs to the Buffer."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.communication = torch.cuda.Stream(device, priority=HIGH_PRIORITY)  # type: ignore[no-untyped-call]
+        self._last: EventHandle | None = None  # of the last call, if it was asynchronous
+
+    def communicate(self, work: Callable[[], T], *, asynchronous: bool) -> tuple[T, EventHandle | None]:
+        """Enqueues `work` on the communication stream, behind everything the current stream has so far.
+
+        Returns: what work() returned, whose memory must be recorded on every stream that uses it; and the
+          event at the end of the work if asynchronous, else None: the current stream then waits for it.
+        """
+        self.communication.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(self.communication):
+            result = work()
+            event = EventHandle()
+        if asynchronous:
+            self._last = None if capturing() else event  # a graph cannot wait for an event outside of it
+            return result, event
+        event.current_stream_wait()
+        self._last = None
+        return result, None
+
+    def current(self) -> torch.cuda.Stream:
+        """The current stream, behind asynchronous calls that nobody waited for, so sends keep their order."""
+        if self._last is not None and not capturing():
+            self._last.current_stream_wait()
+            self._last = None
+        return torch.cuda.current_stream(self.device)
+
+    def synchronize(self) -> None:
+        """Waits until the current stream and the communication stream are idle."""
+        torch.cuda.current_stream(self.device).synchronize()
+        self.communication.synchronize()
+
+
+def capturing() -> bool:
+    """Whether calls on the current stream are captured into a graph."""
+    return torch.cuda.is_current_stream_capturing()
+
+
+def record_use(stream: torch.cuda.Stream, *tensors: torch.Tensor | None) -> None:
+    """Keeps the allocator from reusing the memory of these tensors before `stream` has passed this point."""
+    for tensor in tensors:
+        if tensor is not None:
+            tensor.record_stream(stream)

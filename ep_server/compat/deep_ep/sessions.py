@@ -1,7 +1,7 @@
-"""The exchanges behind a Buffer: one for each combination of sizes that its calls have asked for.
+"""The sessions of a Buffer: one for each combination of sizes that its calls have used.
 
-An arena is made by the first call that needs it, collectively: all ranks make the same calls in one order.
-Owns their lifetime and keeps their masks alike; knows nothing of tensors' layouts. Units: bytes, ns.
+The first call of new sizes makes the session, collectively: all ranks make the same calls in the same order.
+This module owns the sessions' lifetime and keeps their masks equal. Units: bytes, ns.
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import Any
 import torch
 
 from ep_server import _C
-from ep_server.compat.deep_ep.operation import Arena
-from ep_server.compat.deep_ep.session_cpu import NativeArena
-from ep_server.compat.deep_ep.streams import Streams, capturing
+from ep_server.compat.deep_ep.events import Streams, capturing
+from ep_server.compat.deep_ep.session import BufferSession, ShmSession
 from ep_server.errors import ConfigError, InvalidArgument, StartupError
 from ep_server.exchange import bootstrap
 from ep_server.exchange.api import ExchangeSpec, Payload, Reduction
@@ -24,14 +23,14 @@ from ep_server.exchange.limits import MAX_RANKS
 from ep_server.exchange.nvlink import bootstrap as cuda_bootstrap
 from ep_server.exchange.tensors import CPU
 
-NUM_BANKS = 4  # operations in flight: two micro-batches and the next one of each
-MAX_EXPERTS = 1 << 16  # of a Buffer's calls: far more than any model has; tables grow with them
-MAX_ARENAS = 8  # the least recently used is closed beyond it
+NUM_BANKS = 4  # operations in flight: two micro-batches, and the next operation of each
+MAX_EXPERTS = 1 << 16  # far more than any model has; tables grow with it
+MAX_SESSIONS = 8  # the least recently used is closed beyond it
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What an exchange is made for. Experts lie on the ranks in contiguous blocks as equal as can be."""
+    """The sizes of a session. Ranks own contiguous blocks of experts, as equal as possible."""
 
     max_tokens: int
     hidden: int
@@ -41,9 +40,9 @@ class Sizes:
     device: torch.device = CPU
 
     def spec(self, rank: int, num_ranks: int, timeout_ns: int) -> ExchangeSpec:
-        """The exchange of these sizes; on CPUs SOURCE, which has room for both reductions.
+        """The exchange of these sizes. On CPUs its reduction is SOURCE, which has room for both reductions.
 
-        Raises: ConfigError for numbers of experts or ranks that no Buffer has.
+        Raises: ConfigError for an unsupported number of experts or ranks.
         """
         for name, value, most in (
             ("num_experts", self.num_experts, MAX_EXPERTS),
@@ -67,20 +66,20 @@ class Sizes:
         )
 
     def key(self) -> tuple[int | str, ...]:
-        """Brings sizes into an order that is the same on all ranks."""
-        device = self.device.type  # its number is another one on each rank
+        """Sorts sizes in the same order on all ranks."""
+        device = self.device.type  # the number differs between ranks
         return self.max_tokens, self.hidden, self.top_k, self.num_experts, str(self.payload), device
 
     def matches(self, max_tokens: int, hidden: int, num_experts: int) -> bool:
-        """Whether it serves calls of these sizes, whatever their payload, top-k and device."""
+        """Whether it serves calls of these sizes with any payload, top-k and device."""
         return (self.max_tokens, self.hidden, self.num_experts) == (max_tokens, hidden, num_experts)
 
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What all exchanges of a Buffer have in common.
+    """Options of all sessions of a Buffer.
 
-    shrink: a rank that passes a deadline is masked; else PeerTimeout is raised. timeout_ns: deadline of every
+    shrink: mask a rank that misses a deadline instead of raising PeerTimeout. timeout_ns: deadline of every
     wait. limit: bytes a rank may contribute to one exchange; 0 = no limit. num_sms: multiprocessors that a
     kernel may fill; 0 = all; GPUs only.
     """
@@ -96,63 +95,63 @@ def region_bytes(spec: ExchangeSpec) -> int:
     return int(_C.Layout(geometry_of(spec)).total)
 
 
-class Arenas:
-    """All exchanges of a Buffer over one torch.distributed process group of one host."""
+class Sessions:
+    """All sessions of a Buffer, over one torch.distributed process group on one host."""
 
     def __init__(self, group: Any, options: Options) -> None:
         self._group, self._options = group, options
         self._rank, self._num_ranks = group.rank(), group.size()
-        self._arenas: dict[Sizes, Arena] = {}  # least recently used first
+        self._sessions: dict[Sizes, BufferSession] = {}  # least recently used first
         self._streams: dict[torch.device, Streams] = {}
         self._masked: frozenset[int] = frozenset()
         self._closed = False
 
-    def get(self, sizes: Sizes) -> Arena:
-        """The arena of these sizes; collective where it does not exist yet.
+    def get(self, sizes: Sizes) -> BufferSession:
+        """The session of these sizes. Collective if it does not exist yet.
 
-        Raises: InvalidArgument for sizes that no exchange has, while ranks are masked, or for the first call
-          of its sizes inside a graph; StartupError.
+        Raises: InvalidArgument for unsupported sizes, new sizes while ranks are masked, or new sizes inside a
+          graph; StartupError.
         """
         self._check_open()
-        arena = self._arenas.pop(sizes, None)
-        if arena is None:
-            arena = self._create(sizes)
-        self._arenas[sizes] = arena
+        session = self._sessions.pop(sizes, None)
+        if session is None:
+            session = self._create(sizes)
+        self._sessions[sizes] = session
         masked = self._known_masked()
-        if arena.known_masked != masked:
-            arena.mask(masked - arena.known_masked)
-        return arena
+        if session.known_masked != masked:
+            session.mask(masked - session.known_masked)
+        return session
 
     def masked(self) -> frozenset[int]:
-        """Ranks that any arena has masked, by a deadline or on request; now masked in all of them."""
+        """Ranks that any session has masked, by a deadline or on request. Masks them in all sessions."""
         self._check_open()
-        masked = self._masked.union(*(arena.masked() for arena in self))
+        masked = self._masked.union(*(session.masked() for session in self))
         for rank in masked - self._masked:
             self.mask(rank)
         return masked
 
     def mask(self, rank: int) -> None:
-        """Stops talking to a rank, in every arena. Local."""
+        """Stops communicating with a rank, in every session. Local."""
         self._check_open()
-        for arena in self:
-            if rank not in arena.known_masked:
-                arena.mask([rank])
+        for session in self:
+            if rank not in session.known_masked:
+                session.mask([rank])
         self._masked |= {rank}
 
     def reset(self, dead: frozenset[int]) -> None:
-        """Starts a new generation of every arena with only `dead` masked. Collective among the others."""
+        """Starts a new generation of every session with only `dead` masked. Collective among the others."""
         self._check_open()
-        # A rank that was masked has not made the calls of the others: it knows another order of use.
-        self._arenas = {sizes: self._arenas[sizes] for sizes in sorted(self._arenas, key=Sizes.key)}
-        for arena in self:
-            arena.reset(dead)
+        # A masked rank has not made the calls of the others, so its order of use differs.
+        self._sessions = {sizes: self._sessions[sizes] for sizes in sorted(self._sessions, key=Sizes.key)}
+        for session in self:
+            session.reset(dead)
         self._masked = dead
 
     def keep(self, max_tokens: int, hidden: int, num_experts: int) -> None:
-        """Closes the arenas of other sizes but for those that graphs use. All ranks keep the same ones."""
-        for sizes in [s for s in self._arenas if not s.matches(max_tokens, hidden, num_experts)]:
-            if not self._arenas[sizes].pinned:
-                self._arenas.pop(sizes).close()
+        """Closes sessions of other sizes, except those that graphs use. All ranks keep the same ones."""
+        for sizes in [s for s in self._sessions if not s.matches(max_tokens, hidden, num_experts)]:
+            if not self._sessions[sizes].pinned:
+                self._sessions.pop(sizes).close()
 
     def streams(self, device: torch.device) -> Streams:
         """The streams of calls on this GPU."""
@@ -161,23 +160,23 @@ class Arenas:
         return self._streams[device]
 
     def close(self) -> None:
-        """Frees all memory; idempotent. No call after it makes new memory."""
+        """Frees all memory; idempotent. Later calls raise InvalidArgument."""
         self._closed = True
-        for arena in self:
-            arena.close()
-        self._arenas.clear()
+        for session in self:
+            session.close()
+        self._sessions.clear()
 
-    def __iter__(self) -> Iterator[Arena]:
-        return iter(self._arenas.values())
+    def __iter__(self) -> Iterator[BufferSession]:
+        return iter(self._sessions.values())
 
     def _check_open(self) -> None:
         if self._closed:
             raise InvalidArgument("buffer", "destroyed", "one that is not")
 
     def _known_masked(self) -> frozenset[int]:
-        return self._masked.union(*(arena.known_masked for arena in self))
+        return self._masked.union(*(session.known_masked for session in self))
 
-    def _create(self, sizes: Sizes) -> Arena:
+    def _create(self, sizes: Sizes) -> BufferSession:
         if sizes.device.type not in {"cpu", "cuda"}:
             raise InvalidArgument("x", f"on {sizes.device}", "on a CPU or a CUDA device")
         if sizes.device != CPU and capturing():
@@ -190,32 +189,34 @@ class Arenas:
         except ConfigError as error:
             raise InvalidArgument(error.field, error.value, error.allowed) from error
 
-    def _make(self, sizes: Sizes) -> Arena:
+    def _make(self, sizes: Sizes) -> BufferSession:
         spec = sizes.spec(self._rank, self._num_ranks, self._options.timeout_ns)
         needed = region_bytes(spec)
         if 0 < self._options.limit < needed:
             raise InvalidArgument("num_rdma_bytes", self._options.limit, f"at least {needed} for {sizes}")
-        while len(self._arenas) >= MAX_ARENAS:
+        while len(self._sessions) >= MAX_SESSIONS:
             self._close_oldest()
-        return self._cuda(sizes.device, spec) if sizes.device != CPU else self._native(spec)
+        return self._nvlink(sizes.device, spec) if sizes.device != CPU else self._shm(spec)
 
     def _close_oldest(self) -> None:
-        for sizes, arena in self._arenas.items():
-            if not arena.pinned:
-                self._arenas.pop(sizes).close()
+        for sizes, session in self._sessions.items():
+            if not session.pinned:
+                self._sessions.pop(sizes).close()
                 return
-        raise InvalidArgument("sizes", len(self._arenas) + 1, f"at most {MAX_ARENAS}, all in use by graphs")
+        raise InvalidArgument(
+            "sizes", len(self._sessions) + 1, f"at most {MAX_SESSIONS}, all in use by graphs"
+        )
 
     @property
     def _on_timeout(self) -> str:
         return "mask" if self._options.shrink else "raise"
 
-    def _native(self, spec: ExchangeSpec) -> Arena:
-        return NativeArena(bootstrap.from_process_group(self._group, spec, on_timeout=self._on_timeout))
+    def _shm(self, spec: ExchangeSpec) -> BufferSession:
+        return ShmSession(bootstrap.from_process_group(self._group, spec, on_timeout=self._on_timeout))
 
-    def _cuda(self, device: torch.device, spec: ExchangeSpec) -> Arena:
+    def _nvlink(self, device: torch.device, spec: ExchangeSpec) -> BufferSession:
         try:
-            from ep_server.compat.deep_ep.session_cuda import CudaArena
+            from ep_server.compat.deep_ep.nvlink_session import NvlinkSession
 
             with torch.cuda.device(device):
                 exchange = cuda_bootstrap.from_process_group(
@@ -227,4 +228,4 @@ class Arenas:
                 )
         except ImportError as error:
             raise StartupError(f"this installation was built without CUDA: {error}") from error
-        return CudaArena(exchange, self.streams(device))
+        return NvlinkSession(exchange, self.streams(device))

@@ -1,4 +1,4 @@
-"""`deep_ep.utils`: what code that makes events of its own imports."""
+"""`deep_ep.utils`: for code that makes its own events."""
 
 from __future__ import annotations
 

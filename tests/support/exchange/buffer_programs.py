@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from ep_server.compat.deep_ep.operation import NUM_COMBINE_BUFFERS
+from ep_server.compat.deep_ep.session import NUM_COMBINE_BUFFERS
 from ep_server.errors import InvalidArgument
 from ep_server.exchange.api import Payload
 from tests.support.compare import assert_equal
@@ -203,27 +203,27 @@ def run_programs(group: dist.ProcessGroup, device: str) -> dict[str, str]:
 
 
 def sizes_in_use(group: dist.ProcessGroup) -> None:
-    """More sizes than arenas are kept: the oldest is closed, and made again when it is asked for."""
+    """More sizes than sessions are kept: the oldest is closed, and made again when it is asked for."""
     user = User(group, largest=2 * MAX_TOKENS + 2)
     mine, _, _ = user.known("uniform", 0, Payload.BF16)
-    kept = user.buffer._arenas
+    kept = user.buffer._sessions
 
     def call(max_tokens: int) -> None:
         user.buffer.low_latency_dispatch(mine.x, mine.ids, max_tokens, NUM_EXPERTS, use_fp8=False)
 
     for max_tokens in [*range(MAX_TOKENS, MAX_TOKENS + 10), MAX_TOKENS]:
         call(max_tokens)
-    assert [arena.spec.max_tokens for arena in kept] == [*range(MAX_TOKENS + 3, MAX_TOKENS + 10), MAX_TOKENS]
+    assert [each.spec.max_tokens for each in kept] == [*range(MAX_TOKENS + 3, MAX_TOKENS + 10), MAX_TOKENS]
     in_a_graph = next(iter(kept))
     in_a_graph.pinned = True
     call(MAX_TOKENS + 10)
-    assert [arena.spec.max_tokens for arena in kept] == [
+    assert [each.spec.max_tokens for each in kept] == [
         MAX_TOKENS + 3,
         *range(MAX_TOKENS + 5, MAX_TOKENS + 10),
         MAX_TOKENS,
         MAX_TOKENS + 10,
     ]
     user.buffer.clean_low_latency_buffer(MAX_TOKENS, HIDDEN, NUM_EXPERTS)
-    assert [arena.spec.max_tokens for arena in kept] == [MAX_TOKENS, MAX_TOKENS + 3]
+    assert [each.spec.max_tokens for each in kept] == [MAX_TOKENS, MAX_TOKENS + 3]
     user.pair("uniform", 1, Payload.BF16)
     user.buffer.destroy()

@@ -318,3 +318,47 @@ def over_nccl(group: dist.ProcessGroup) -> None:
     user.pair("zipf", 2, Payload.FP8, hook=True)
     done(user)
     dist.destroy_process_group(nccl)
+
+
+def profiled(group: dist.ProcessGroup) -> None:
+    """A profiler finds one kernel name for dispatch and one for combine, with and without hooks.
+
+    DeepEP's benchmark reads kernel times this way: one line of the profiler's table has "dispatch", one has
+    "combine", and with a hook the trace has as many send halves as receive halves, in turn.
+    """
+    user = on_gpu(group)
+    mine, _, _ = user.known("max_tokens", 1, Payload.FP8)
+    calls = 5
+    for hook in (False, True):
+        for payload in (Payload.FP8, Payload.BF16):
+
+            def pair(payload: Payload = payload, hook: bool = hook) -> None:
+                recv_x, _, handle, _, receive = dispatch(user, mine, payload, return_recv_hook=hook)
+                if receive is not None:
+                    receive()
+                outputs = torch.zeros(recv_shape(recv_x), dtype=torch.bfloat16, device=mine.x.device)
+                _, _, receive = user.buffer.low_latency_combine(
+                    outputs, mine.ids, mine.weights, handle, return_recv_hook=hook
+                )
+                if receive is not None:
+                    receive()
+
+            pair()
+            torch.cuda.synchronize()
+            dist.barrier(group)
+            with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+                for _ in range(calls):
+                    pair()
+                torch.cuda.synchronize()
+            table = profile.key_averages().table(sort_by="cuda_time_total", max_name_column_width=100)
+            for name in ("dispatch", "combine"):
+                lines = [line for line in table.splitlines() if name in line]
+                assert len(lines) == 1, f"hook={hook}, {name}:\n{table}"
+                kernels = [event for event in profile.events() if f"::{name}" in event.name]
+                assert len(kernels) == calls * (2 if hook else 1), f"hook={hook}, {name}: {len(kernels)}"
+    done(user)
+
+
+def recv_shape(recv_x: Any) -> torch.Size:
+    rows = recv_x[0] if isinstance(recv_x, tuple) else recv_x
+    return torch.Size(rows.shape)

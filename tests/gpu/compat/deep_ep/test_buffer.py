@@ -54,6 +54,7 @@ def test_program_of_any_device(num_ranks: int, program: str) -> None:
         "log_format",
         "graphs_need_memory_first",
         "wrong_ids",
+        "profiled",
     ],
 )
 def test_program(num_ranks: int, program: str) -> None:

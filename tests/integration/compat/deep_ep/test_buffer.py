@@ -60,7 +60,7 @@ def test_ranks_are_lost_one_after_the_other(num_ranks: int, losses: Lost, killed
     )
 
 
-def test_more_sizes_than_arenas() -> None:
+def test_more_sizes_than_sessions() -> None:
     run_group(buffer_programs.sizes_in_use, 2)
 
 

@@ -1,9 +1,8 @@
 """Runs the kernels of csrc/exchange/nvlink on the CPU, compiled against a small CUDA of ours.
 
 Blocks are threads, their threads fibers, a launch returns when its kernel has ended. Ranks are processes that
-share regions through memfd, so what runs here is the exchange's own code from ep/cuda.py to the last kernel;
-of the GPU's language only csrc/exchange/nvlink/access.cuh is replaced. Shows logic, not the memory order of
-a GPU.
+share regions through memfd, so the exchange's own code runs here, from its Python to the last kernel. Of the
+GPU's language only csrc/exchange/nvlink/access.cuh is replaced. Shows logic, not a GPU's memory order.
 """
 
 from __future__ import annotations
@@ -154,18 +153,18 @@ def patch_exchange() -> None:
 
 def patch_buffer() -> None:
     """A Buffer's tensors are on the CPU, and its calls go where those of CUDA tensors go."""
-    from ep_server.compat.deep_ep import session_cuda as arena_cuda
-    from ep_server.compat.deep_ep import sessions as arenas
+    from ep_server.compat.deep_ep import sessions
+    from ep_server.compat.deep_ep.nvlink_session import NvlinkSession
     from ep_server.exchange.api import ExchangeSpec, Reduction
     from ep_server.exchange.nvlink import bootstrap as cuda_bootstrap
     from tests.support.exchange import buffer_user
 
-    class Arena(arena_cuda.CudaArena):
+    class Session(NvlinkSession):
         def __init__(self, exchange: Any, streams: Any) -> None:
             super().__init__(exchange, streams)
             self.device = torch.device("cpu")
 
-    def make(self: arenas.Arenas, spec: ExchangeSpec) -> Arena:
+    def make(self: sessions.Sessions, spec: ExchangeSpec) -> Session:
         exchange = cuda_bootstrap.from_process_group(
             self._group,
             replace(spec, reduction=Reduction.RANK),
@@ -173,9 +172,9 @@ def patch_buffer() -> None:
             on_timeout=self._on_timeout,
             num_sms=self._options.num_sms,
         )
-        return Arena(exchange, self.streams(exchange.device))
+        return Session(exchange, self.streams(exchange.device))
 
-    arenas.Arenas._native = make  # type: ignore[method-assign]
+    sessions.Sessions._shm = make  # type: ignore[method-assign]
     buffer_user.gpu_device = lambda _: torch.device("cpu")
 
 
