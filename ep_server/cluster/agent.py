@@ -1,6 +1,6 @@
-"""The ranks of a node that does not lead: started, fed and ended for node 0, which decides everything.
+"""A follower's ranks: starts them, forwards their frames and stops them, as node 0 orders.
 
-What a rank says goes over the link as it is; only what it says while it loads is read here, for the log.
+Frames pass over the link unread. Only messages of a loading rank are read here, for the log.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Agent:
         return [process.pid for process in self._processes.values()]
 
     def on_message(self, message: pb.NodeMessage) -> None:
-        """What node 0 wants of the ranks. Raises: InvalidArgument for what it never says."""
+        """Handles an order of node 0 for the ranks. Raises: InvalidArgument for a message of another kind."""
         kind = message.WhichOneof("kind")
         if kind == "rank_frame":
             self._process(message.rank_frame.rank).send(message.rank_frame.payload)
@@ -53,10 +53,10 @@ class Agent:
         elif kind == "spawn" and self._spawning is None:
             self._spawning = asyncio.create_task(self._spawn(message.spawn.kv_blocks))
         else:
-            raise InvalidArgument("message", kind, "one for the ranks of this node")
+            raise InvalidArgument("message", kind, "rank_frame, rank_signal, or spawn once")
 
     async def end(self) -> None:
-        """Ends what still runs: SIGTERM, then SIGKILL; returns when every process is reaped."""
+        """Stops running ranks: SIGTERM, then SIGKILL; returns when every process is reaped."""
         if self._spawning is not None:
             self._spawning.cancel()
             await asyncio.wait((self._spawning,))
@@ -84,7 +84,7 @@ class Agent:
         self._loading.add(process.rank)
 
     def _signal(self, rank: int, number: signal.Signals) -> None:
-        """Nothing where it has not been started yet: node 0 gives up early, and end() comes soon."""
+        """Ignored for a rank not started yet: node 0 is giving up, and end() follows."""
         if rank in self._processes or rank not in local_ranks(self._config):
             self._process(rank).signal(number)
 

@@ -19,7 +19,7 @@ from ep_server.models.checkpoint import Checkpoint, read_json
 from ep_server.ranks.group import GroupPlan, plan_group
 from ep_server.v1 import nodes_pb2 as pb
 
-# Of one node alone, whole sections and single options.
+# Sections and options that each node sets for itself.
 _OWN_SECTIONS = frozenset({"grpc", "metrics", "log"})
 _OWN = frozenset(
     {
@@ -27,7 +27,7 @@ _OWN = frozenset(
         "model.name",  # node 0 answers, whatever node is asked
         "parallel.threads_per_rank",
         "cluster.node_rank",
-        "cluster.rendezvous",  # may be spelled in several ways; who came found it
+        "cluster.rendezvous",  # may be spelled in several ways; a node that connected found it
         "cluster.hostfile",
         "cluster.token_file",
         "cluster.tls_cert",
@@ -41,14 +41,14 @@ _OWN = frozenset(
         "fabric.gid_index",
     }
 )
-_NOTES = frozenset({"_name_or_path", "transformers_version"})  # of config.json, without meaning for a model
+_NOTES = frozenset({"_name_or_path", "transformers_version"})  # of config.json; do not affect the model
 SHOWN = 8  # differences named in one line
 LAYER_PARTS = 3  # "model.layers.7" of "model.layers.7.mlp.gate.weight"
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """What a node is.
+    """What a node offers.
 
     config: every option by its dotted name. model: a fingerprint of its checkpoint by name.
     kv_blocks: of each of its ranks, as its memory allows; the group takes the least.
@@ -86,7 +86,7 @@ def fingerprint(config_json: Mapping[str, Any], tensors: Iterable[TensorHeader])
 
 
 def differences(leader: Claim, other: Claim) -> list[str]:
-    """One line for each thing in which a node differs from node 0; of another version, that alone."""
+    """One line per difference from node 0; if the versions differ, only that line."""
     if other.version != leader.version:
         return [f"version {_short(other.version)}, node {leader.node} has {leader.version}"]
     options = sorted({*leader.config, *other.config})
@@ -96,7 +96,7 @@ def differences(leader: Claim, other: Claim) -> list[str]:
 
 
 def refusal(leader: Claim, other: Claim, nodes: int, joined: Iterable[int]) -> str:
-    """Why a node cannot join, in one line; "" if it can. nodes: of the server. joined: that are there."""
+    """Why a node cannot join, in one line; "" if it can. nodes: their number. joined: node ranks."""
     if not 1 <= other.node < nodes:
         return f"cluster.node_rank = {other.node}: must be 1 to {nodes - 1}, node 0 has {nodes} nodes"
     if other.node in joined:
@@ -123,7 +123,7 @@ def _model(name: str, leader: Claim, other: Claim) -> str:
 
 
 def _short(value: Any) -> str:
-    """Of one line and no great length, whatever another node sends."""
+    """One printable line of at most 80 characters, whatever another node sent."""
     text = value if isinstance(value, str) else json.dumps(value, sort_keys=True)
     text = text if text.isprintable() else repr(text)
     return text if len(text) <= 80 else f"{text[:77]}..."
@@ -147,7 +147,7 @@ def _line(tensors: Iterable[TensorHeader]) -> str:
     return f"{len(held)} tensors, {size} bytes, {digest.hexdigest()[:16]}"
 
 
-MAX_HELLO = 4 << 20  # characters; that of the largest known model has less than a tenth
+MAX_HELLO = 4 << 20  # characters; the largest known model needs less than a tenth
 
 
 def claim_of(config: Config) -> tuple[Claim, GroupPlan]:
@@ -173,7 +173,7 @@ def hello_of(claim: Claim) -> pb.Hello:
 def claim_in(hello: pb.Hello) -> Claim:
     """The claim that hello_of was given. Raises: InvalidArgument."""
     size = len(hello.config_json) + len(hello.model_json)
-    if size > MAX_HELLO:  # before it is parsed: that would hold up node 0
+    if size > MAX_HELLO:  # checked before parsing, which would block node 0
         raise InvalidArgument("hello", f"{size} characters", f"at most {MAX_HELLO}")
     try:
         config, model = json.loads(hello.config_json), json.loads(hello.model_json)
@@ -192,6 +192,6 @@ def _tensors(config: Config) -> Iterator[TensorHeader]:
 
 
 def _plain(values: dict[str, Any]) -> dict[str, Any]:
-    """As they are after a way over the wire, so that they compare equal."""
+    """As they arrive after serialisation, so that they compare equal."""
     plain: dict[str, Any] = json.loads(json.dumps(values))
     return plain

@@ -1,6 +1,6 @@
-"""[1] Which node this is, of how many, and where node 0 listens: from configuration and the name of the host.
+"""[1] Finds this node's number, the number of nodes, and node 0's address, from configuration and host name.
 
-What the configuration says wins (LeaderWorkerSet's variables are a source of it, see config.py). Else the
+The configuration wins (LeaderWorkerSet's variables are a source of it, see config.py). Else the
 ordinal at the end of a Pod's name, where the rendezvous names Pod 0 of the same StatefulSet; else the line of
 the hostfile that names this host. Node 0 listens where the rendezvous says, or on the first host of the file.
 """

@@ -39,7 +39,8 @@ from ep_server.v1 import nodes_pb2_grpc
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0
-SAY_EVERY = 10.0
+STATUS_SECONDS = 2.0  # for final statuses to reach their callers
+LOG_EVERY = 10.0  # seconds between log lines while joining
 
 OPTIONS = [
     ("grpc.max_receive_message_length", -1),
@@ -53,7 +54,7 @@ OPTIONS = [
 
 @dataclass(frozen=True, slots=True)
 class Joining:
-    """address: of node 0, host:port. metadata: credentials of this node, asked for at every try."""
+    """How to join. address: host:port of node 0. metadata: this node's token, read again at every attempt."""
 
     address: str
     credentials: grpc.ChannelCredentials | None
@@ -66,9 +67,9 @@ class Joining:
 async def joined(
     joining: Joining, hello: pb.Hello, on_message: Callable[[pb.NodeMessage], None]
 ) -> AsyncIterator[Link]:
-    """The link to node 0 once that has taken this node; closed on exit.
+    """The link to node 0 once it has accepted this node; closed on exit.
 
-    Raises: StartupError where node 0 refuses it, or cannot be reached for connect_seconds.
+    Raises: StartupError if node 0 refuses it, or cannot be reached for connect_seconds.
     """
     channel = _channel(joining)
     try:
@@ -87,29 +88,29 @@ async def _join(
     channel: aio.Channel, joining: Joining, hello: pb.Hello, on_message: Callable[[pb.NodeMessage], None]
 ) -> tuple[Link, asyncio.Task[None]]:
     loop = asyncio.get_running_loop()
-    began = said = loop.time()
+    began = logged = loop.time()
     pause, why = FIRST_PAUSE, "it does not answer"
     while (left := began + joining.connect_seconds - loop.time()) > 0:
         link = Link(on_message, joining.silent_seconds)
         link.send(hello=hello)
         try:
             async with asyncio.timeout(left):
-                return link, asyncio.create_task(link.read(await _taken(channel, joining, link)))
+                return link, asyncio.create_task(link.read(await _accepted(channel, joining, link)))
         except TimeoutError:
             pass
         except Unavailable as error:
             why = str(error)
-        link.end("was not taken")
-        if loop.time() - said >= SAY_EVERY:
-            said = loop.time()
+        link.end("was not accepted")
+        if loop.time() - logged >= LOG_EVERY:
+            logged = loop.time()
             log.info("node 0 at %s: %s; trying again", joining.address, why)
         await asyncio.sleep(min(pause, left))
         pause = min(2 * pause, LONGEST_PAUSE)
     raise StartupError(f"node 0 at {joining.address} was not reached in {joining.connect_seconds:g} s: {why}")
 
 
-async def _taken(channel: aio.Channel, joining: Joining, link: Link) -> AsyncIterator[pb.Bundle]:
-    """Goes to node 0 once. As _first()."""
+async def _accepted(channel: aio.Channel, joining: Joining, link: Link) -> AsyncIterator[pb.Bundle]:
+    """Tries to join once. As _first()."""
     call = nodes_pb2_grpc.NodesStub(channel).Join(link.outgoing(), metadata=joining.metadata())
     try:
         return await _first(call)
@@ -119,9 +120,9 @@ async def _taken(channel: aio.Channel, joining: Joining, link: Link) -> AsyncIte
 
 
 async def _first(call: Any) -> AsyncIterator[pb.Bundle]:
-    """Waits until node 0 takes this node: it then sends a sign of life. Returns: all that comes.
+    """Waits until node 0 accepts this node, which its first bundle shows. Returns: all bundles.
 
-    Raises: Unavailable where it is worth another try; StartupError.
+    Raises: Unavailable if another attempt may succeed; StartupError.
     """
     try:
         first = await call.read()
@@ -135,9 +136,9 @@ async def _first(call: Any) -> AsyncIterator[pb.Bundle]:
 
 
 async def _bundles(call: Any, first: pb.Bundle) -> AsyncIterator[pb.Bundle]:
-    """All that comes, the first one read already. Raises: aio.AioRpcError."""
+    """All bundles, of which the first was read already. Raises: aio.AioRpcError."""
     bundle = first
-    while isinstance(bundle, pb.Bundle):  # else it is the end
+    while isinstance(bundle, pb.Bundle):  # else the stream ended
         yield bundle
         bundle = await call.read()
 
@@ -157,12 +158,9 @@ def _channel(joining: Joining) -> aio.Channel:
     return aio.secure_channel(joining.address, joining.credentials, options=options)
 
 
-LAST_WORDS_SECONDS = 2.0  # for statuses to reach their callers
-
-
 @dataclass(frozen=True, slots=True)
 class FollowerHooks:
-    """Who hears of a node's life. progress: as Ranks.start. serving: once, when the server takes requests."""
+    """Callbacks. progress: as Ranks.start. serving: called once, when the server accepts requests."""
 
     progress: Progress
     serving: Callable[[], None]
@@ -191,13 +189,13 @@ class Follower:
 
     @property
     def serving(self) -> bool:
-        """Node 0 says that the server takes requests."""
+        """Whether node 0 reports that the server accepts requests."""
         return self._health.serving
 
     async def run(self, *, last: bool = False) -> int:
-        """The whole life. last: as Server.run.
+        """Runs the follower until it ends. last: as Server.run.
 
-        Returns: exit code, 1 where node 0 or a rank was lost. Raises: StartupError.
+        Returns: exit code, 1 if node 0 or a rank was lost. Raises: StartupError.
         """
         channel = open_channel(self._leader, self._credentials)
         limits = self.config.grpc
@@ -213,7 +211,7 @@ class Follower:
                 code = await self._member(relay)
             finally:
                 self._health.set(serving=False)
-                await relay.closed(LAST_WORDS_SECONDS)
+                await relay.closed(STATUS_SECONDS)
                 relay.end("this node stops")
                 await port.close()
                 if self._control_port is not None:
@@ -223,9 +221,9 @@ class Follower:
         return code
 
     def ask_to_stop(self) -> None:
-        """Has node 0 drain the server; asked for a second time, ends this node at once."""
+        """Asks node 0 to drain the server; a second call stops this node at once."""
         if self._ending:
-            return  # it does already, with the code that says why
+            return  # already ending, with the exit code that names the cause
         if self._stop_asked.is_set():
             self._stop_now.set()
             return
@@ -256,7 +254,7 @@ class Follower:
     async def _join_and_stay(self, relay: Relay) -> int:
         claim, plan = await asyncio.to_thread(claim_of, self.config)
         cluster = self.config.cluster
-        # gRPC asks for a name that is not there yet ever more seldom; Pods come up in any order.
+        # gRPC retries an unknown name ever more rarely, and Pods start in any order.
         await resolved(self.place.rendezvous_host, cluster.connect_seconds)
         joining = Joining(
             self._leader,
@@ -265,7 +263,7 @@ class Follower:
             cluster.connect_seconds,
             cluster.silent_seconds,
         )
-        log.info("going to node 0 at %s as node %d", self._leader, self.place.node)
+        log.info("joining node 0 at %s as node %d", self._leader, self.place.node)
         async with joined(joining, hello_of(claim), self._on_message) as link:
             self._link = link
             self._agent = Agent(self.config, plan, link, self._hooks.progress, self._module)
@@ -277,7 +275,7 @@ class Follower:
                 await self._agent.end()
 
     def _ended(self, relay: Relay, reason: str) -> int:
-        """What the end of the link means. Returns: exit code."""
+        """Interprets the end of the link. Returns: exit code."""
         self._ending = True
         self._health.set(serving=False)
         if self._end is None or self._end.code:
@@ -289,7 +287,7 @@ class Follower:
             return 1
         if self._end.code:
             log.error("the server has ended: %s", self._end.reason)
-        relay.refuse("the server has ended")  # the last words of streams may still be on their way
+        relay.refuse("the server has ended")  # final messages of streams may still be in transit
         return self._end.code
 
     def _on_message(self, message: pb.NodeMessage) -> None:
@@ -304,9 +302,9 @@ class Follower:
     def _serve(self, serving: bool) -> None:
         was = self._health.serving
         self._health.set(serving=serving)
-        if was and not serving:  # it does not serve again
+        if was and not serving:  # it will not serve again
             self._drain()
         if serving and not was:
             nodes, node = self.place.nodes, self.place.node
-            log.info("serving by way of node 0 on %s, node %d of %d", self.address, node, nodes)
+            log.info("serving through node 0 on %s, node %d of %d", self.address, node, nodes)
             self._hooks.serving()

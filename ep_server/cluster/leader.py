@@ -28,6 +28,10 @@ from ep_server.ranks.process import RankCallbacks
 from ep_server.v1 import nodes_pb2 as pb
 from ep_server.v1 import nodes_pb2_grpc
 
+log = logging.getLogger(__name__)
+
+END_SECONDS = 2.0  # for followers to learn that the server has ended
+
 
 class RemoteRank:
     """One rank of another node. Satisfies ranks.hosts.Rank."""
@@ -57,11 +61,11 @@ class RemoteRank:
             self._link.send(rank_signal=pb.RankSignal(rank=self.rank, number=number))
 
     def close(self) -> None:
-        """Nothing: the link is all ranks'."""
+        """Does nothing: all ranks share the link."""
 
 
 class RemoteRanks:
-    """All ranks of one node. on_message() gets what the node sends, lost() that it is gone."""
+    """All ranks of one follower. on_message() handles its messages, lost() its loss."""
 
     def __init__(self, node: int, ranks: range, link: Link, callbacks: RankCallbacks) -> None:
         self.ranks = [RemoteRank(rank, link) for rank in ranks]
@@ -71,24 +75,24 @@ class RemoteRanks:
         self._by_number = {rank.rank: rank for rank in self.ranks}
 
     def on_message(self, message: pb.NodeMessage) -> None:
-        """What the node says of its ranks. Raises: InternalError for what no node says."""
+        """Handles a message about the ranks. Raises: InternalError for one of another kind."""
         kind = message.WhichOneof("kind")
         if kind == "rank_frame":
-            self._callbacks.on_frame(self._known(message.rank_frame.rank).rank, message.rank_frame.payload)
+            self._callbacks.on_frame(self._rank(message.rank_frame.rank).rank, message.rank_frame.payload)
         elif kind == "rank_closed":
-            self._callbacks.on_closed(self._known(message.rank_closed.rank).rank, message.rank_closed.reason)
+            self._callbacks.on_closed(self._rank(message.rank_closed.rank).rank, message.rank_closed.reason)
         elif kind == "rank_exited":
-            self._exited(self._known(message.rank_exited.rank), message.rank_exited.code)
+            self._exited(self._rank(message.rank_exited.rank), message.rank_exited.code)
         elif kind == "spawned":
             for rank, pid in zip(self.ranks, message.spawned.pids, strict=True):
                 rank.pid = pid
         elif kind == "failed":
             self._end(message.failed.message)
         else:
-            raise InternalError(f"a message of kind {kind!r} from {self._name}")
+            raise InternalError(f"{self._name} sent an unexpected message of kind {kind!r}")
 
     def lost(self, reason: str) -> None:
-        """The node is gone, and its ranks with it: one sign for all of them."""
+        """Reports the node's ranks as lost, once for all of them."""
         self._end(reason)
 
     def _end(self, reason: str) -> None:
@@ -104,19 +108,14 @@ class RemoteRanks:
             rank.exited.set()
             self._callbacks.on_exit(rank.rank, code)
 
-    def _known(self, number: int) -> RemoteRank:
+    def _rank(self, number: int) -> RemoteRank:
         if number not in self._by_number:
-            raise InternalError(f"rank {number} is not of {self._name}")
+            raise InternalError(f"{self._name} reported rank {number}, which it does not run")
         return self._by_number[number]
 
 
-log = logging.getLogger(__name__)
-
-FAREWELL_SECONDS = 2.0  # for the other nodes to hear that the server has ended
-
-
 class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
-    """Node 0 of several. on_stop_asked: called when another node was told to stop."""
+    """Node 0 of several. on_stop_asked: called when a follower got a signal to stop."""
 
     def __init__(self, config: Config, place: NodePlace, module: str = WORKER) -> None:
         self._config, self._place, self._module = config, place, module
@@ -124,7 +123,7 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
         self._claim: asyncio.Future[Claim] = asyncio.get_running_loop().create_future()
         self._links: dict[int, Link] = {}
         self._claims: dict[int, Claim] = {}
-        self._refused = ""  # the last one, and why
+        self._refused = ""  # the last refused node, and why
         self._remote: dict[int, RemoteRanks] = {}
         self._changed = asyncio.Event()
         self._closed = False
@@ -134,7 +133,7 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
         return f"Leader(joined={sorted(self._links)} of {self._place.nodes - 1})"
 
     async def open(self, add_services: Callable[[aio.Server], None], door: Door | None = None) -> None:
-        """Opens the rendezvous. add_services, door: for calls that other nodes pass on.
+        """Opens the rendezvous. add_services, door: for the calls that followers forward.
 
         Raises: ConfigError (cluster.*).
         """
@@ -148,14 +147,14 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
         log.info("waiting for %d other nodes on %s", self._place.nodes - 1, address)
 
     async def spawn(self, callbacks: RankCallbacks, started: Callable[[Rank], None]) -> None:
-        """As Hosts.spawn: once all nodes have come, each starts its ranks."""
+        """As Hosts.spawn: once all nodes have joined, each starts its ranks."""
         claim, plan = await asyncio.to_thread(claim_of, self._config)
         warn_of_unused(plan)
         self._claim.set_result(claim)
         await self._all_joined()
         kv_blocks = min(one.kv_blocks for one in (claim, *self._claims.values()))
-        log.info("all %d nodes are here; %d KV blocks on each rank", self._place.nodes, kv_blocks)
-        for node, link in sorted(self._links.items()):  # from here on the loss of a node is that of its ranks
+        log.info("all %d nodes have joined; %d KV blocks on each rank", self._place.nodes, kv_blocks)
+        for node, link in sorted(self._links.items()):  # from here on, losing a node means losing its ranks
             self._remote[node] = RemoteRanks(node, self._ranks_of(node), link, callbacks)
             link.send(spawn=pb.Spawn(kv_blocks=kv_blocks))
         await spawn_here(LocalRanks(self._config, plan, kv_blocks, self._module), callbacks, started)
@@ -163,13 +162,13 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
             for rank in remote.ranks:
                 started(rank)
 
-    def tell(self, *, serving: bool) -> None:
-        """Tells the other nodes whether the server takes requests."""
+    def publish(self, *, serving: bool) -> None:
+        """Sends all followers whether the server accepts requests."""
         for link in self._links.values():
             link.send(state=pb.State(serving=serving))
 
     async def close(self, code: int, reason: str) -> None:
-        """Ends the other nodes with this exit code and closes the port. Idempotent."""
+        """Stops all followers with this exit code and closes the port. Idempotent."""
         if self._closed:
             return
         self._closed = True
@@ -179,13 +178,13 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
             link.send(end=pb.End(code=code, reason=reason))
             link.finish()
         with suppress(TimeoutError):
-            async with asyncio.timeout(FAREWELL_SECONDS):
+            async with asyncio.timeout(END_SECONDS):
                 await asyncio.gather(*(link.ended() for link in links))
         if self._port is not None:
             await self._port.close()
 
     async def Join(self, requests: Any, context: Any) -> AsyncIterator[pb.Bundle]:
-        """A node comes and stays. Raises: Unavailable, StartupError, InvalidArgument."""
+        """A follower joins and stays. Raises: Unavailable, StartupError, InvalidArgument."""
         hello = await self._hello(requests)
         link = await self._admit(hello, context)
         reading = asyncio.create_task(link.read(requests))
@@ -210,7 +209,7 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
         raise InvalidArgument("bundle", "the first", "Hello alone")
 
     async def _admit(self, hello: pb.Hello, context: Any) -> Link:
-        """Raises: Unavailable where the node should come again, StartupError where it should not."""
+        """Raises: Unavailable if the node should try again, StartupError if it should not."""
         other = claim_in(hello)
         try:
             leader = await asyncio.shield(self._claim)
@@ -220,17 +219,17 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
             raise
         await self._sign_of(other.node, context.peer())
         if self._closed or self._remote:
-            raise Unavailable("node 0 serves or ends: a node that left is not taken back")
+            raise Unavailable("node 0 is serving or stopping and accepts no node")
         joined = [node for node, link in self._links.items() if not link.reason]
         why = refusal(leader, other, self._place.nodes, joined)
         if why:
             self._refused = why
-            log.error("%s is refused: %s", context.peer(), why)
+            log.error("refused %s: %s", context.peer(), why)
             raise StartupError(why)
         link = Link(
             lambda message: self._on_message(other.node, message), self._config.cluster.silent_seconds
         )
-        # Not when the stream ends: it may still be writing to a node that reads nothing.
+        # Not at the end of the stream, which may still be writing to a node that reads nothing.
         link.on_end(lambda: self._left(other.node, link))
         self._links[other.node], self._claims[other.node] = link, other
         log.info("node %d has joined from %s", other.node, context.peer())
@@ -238,34 +237,40 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
         return link
 
     async def _sign_of(self, node: int, newcomer: str) -> None:
-        """Waits until who has joined under this number shows that it lives, or nobody holds the number."""
+        """Waits until the node that holds this number shows that it is alive, or the number is free."""
         while (held := self._links.get(node)) is not None and not held.reason and not self._remote:
-            log.warning("%s comes as node %d, which has joined: does that live?", newcomer, node)
+            log.warning(
+                "node %d is already connected; %s claims its number; checking whether it is alive",
+                node,
+                newcomer,
+            )
             await held.sign()
-            if not held.reason:  # else another newcomer may have been faster
+            if not held.reason:  # else the number may be taken by another newcomer
                 return
 
     def _left(self, node: int, link: Link) -> None:
         log.log(logging.INFO if self._closed else logging.ERROR, "node %d %s", node, link.reason)
-        if self._links.get(node) is not link:  # another has its place
+        if self._links.get(node) is not link:  # another node has taken its place
             return
         if node in self._remote:
             self._remote[node].lost(link.reason)
-        else:  # before the ranks were started: another may take its place
+        else:  # before the ranks start another node may take its place
             del self._links[node], self._claims[node]
             self._changed.set()
 
     def _on_message(self, node: int, message: pb.NodeMessage) -> None:
         if message.WhichOneof("kind") == "stop_asked":
-            log.info("node %d was told to stop: the whole server does", node)
+            log.info("node %d got a signal to stop: stopping the whole server", node)
             self.on_stop_asked()
         elif node in self._remote:
             self._remote[node].on_message(message)
         else:
-            raise InvalidArgument("message", message.WhichOneof("kind"), "none before the ranks are started")
+            raise InvalidArgument(
+                "message", message.WhichOneof("kind"), "stop_asked only, before the ranks start"
+            )
 
     async def _all_joined(self) -> None:
-        """Raises: StartupError naming the nodes that have not come."""
+        """Raises: StartupError that names the nodes that have not joined."""
         seconds = self._config.cluster.connect_seconds
         try:
             async with asyncio.timeout(seconds):

@@ -1,9 +1,8 @@
-"""The link between two nodes: messages in order both ways over one gRPC stream, and signs of life.
+"""The link between two nodes: ordered messages both ways over one gRPC stream, and heartbeats.
 
-gRPC's own threads ping the other side and answer its pings (`liveness`), however busy the event loop is with
-messages of clients. They break the connection to a process that is stopped, or cut off. Beside that each side
-sends something, if only an empty bundle, several times within `silent_seconds`. Knows neither ranks nor
-servers. Units: seconds, bytes.
+gRPC's own threads send and answer pings (`liveness`), however busy the event loop is. They break the
+connection to a process that is stopped or cut off. In addition each side sends a bundle, possibly empty,
+several times within `silent_seconds`. Units: seconds, bytes.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from ep_server.v1 import nodes_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-MAX_BUFFERED = 256 << 20  # that may wait for the other node
-BUNDLE_BYTES = 1 << 20  # from which on a bundle takes no further message
-TICKS = 5  # of one silence: a sign of life, and a ping, at each
-STUCK = 12  # silences after which a loop is taken for stuck, though its process answers pings
+MAX_BUFFERED = 256 << 20  # that may be queued for the other node
+BUNDLE_BYTES = 1 << 20  # a bundle this large takes no further message
+TICKS = 5  # per silence: a heartbeat and a ping at each
+STUCK = 12  # silences after which a loop counts as stuck, although its process answers pings
 
 
 def liveness(silent_seconds: float) -> list[tuple[str, int]]:
-    """Options of gRPC for either end of a connection: it breaks when nothing answers for so long."""
+    """gRPC options for either end: the connection breaks after `silent_seconds` without an answer."""
     ping_ms, answer_ms = int(silent_seconds / TICKS * 1000), int(silent_seconds * (TICKS - 1) / TICKS * 1000)
     return [
         ("grpc.keepalive_time_ms", ping_ms),
@@ -41,7 +40,7 @@ def liveness(silent_seconds: float) -> list[tuple[str, int]]:
 
 
 class Link:
-    """One end. `outgoing()` is what the stream sends, `read()` takes what it receives; each runs once."""
+    """One end. The stream sends `outgoing()` and passes what it receives to `read()`; each runs once."""
 
     def __init__(self, on_message: Callable[[pb.NodeMessage], None], silent_seconds: float) -> None:
         self.buffered = 0
@@ -49,7 +48,7 @@ class Link:
         self._silent_seconds = silent_seconds
         self._outbox: deque[tuple[pb.NodeMessage, int]] = deque()
         self._wake = asyncio.Event()
-        self._heard = False
+        self._received = False
         self._silent = 0  # ticks
         self._sign = asyncio.Event()
         self._last = False
@@ -65,7 +64,7 @@ class Link:
         return self._reason.result() if self._reason.done() else ""
 
     def send(self, **kind: Message) -> None:
-        """Sends a message, NodeMessage's fields; does not block. Nothing happens once the link has ended."""
+        """Sends a NodeMessage with the given fields; does not block. Does nothing once the link has ended."""
         if self._last or self._reason.done():
             return
         message = pb.NodeMessage(**kind)  # type: ignore[arg-type]
@@ -74,10 +73,10 @@ class Link:
         self.buffered += size
         self._wake.set()
         if self.buffered > MAX_BUFFERED:
-            self.end(f"has left {self.buffered} bytes unread")
+            self.end(f"left {self.buffered} bytes unread")
 
     def finish(self) -> None:
-        """Closes this side once everything sent has left."""
+        """Closes this side once everything queued is sent."""
         self._last = True
         self._wake.set()
 
@@ -91,7 +90,7 @@ class Link:
         self._sign.set()
 
     def on_end(self, callback: Callable[[], None]) -> None:
-        """Has `callback` called soon after the end, also while the stream cannot send what it has."""
+        """Calls `callback` soon after the end, even while the stream cannot send."""
         self._reason.add_done_callback(lambda _: callback())
 
     async def ended(self) -> str:
@@ -99,10 +98,10 @@ class Link:
         return await asyncio.shield(self._reason)
 
     async def sign(self) -> None:
-        """Waits for a sign of life or for the end, which comes to whoever gives none within the silence."""
+        """Waits for the next heartbeat, or for the end if none arrives in time."""
         if not self._reason.done():
             self._sign.clear()
-            self._wake.set()  # something is sent: a host that has forgotten this connection breaks it then
+            self._wake.set()  # sends a bundle: a host that has forgotten this connection then breaks it
             await self._sign.wait()
 
     async def outgoing(self) -> AsyncIterator[pb.Bundle]:
@@ -116,16 +115,16 @@ class Link:
                 await self._wake.wait()
 
     async def read(self, bundles: AsyncIterable[pb.Bundle]) -> None:
-        """Takes all that comes until the other side closes or the link ends.
+        """Handles incoming messages until the other side closes or the link ends.
 
-        Raises nothing: what goes wrong ends the link.
+        Raises nothing: any error ends the link.
         """
         self._watching = asyncio.create_task(self._watch())
         try:
             async for bundle in bundles:
                 if self._reason.done():  # the stream outlives the end while it cannot send
                     return
-                self._heard = True
+                self._received = True
                 self._sign.set()
                 for message in bundle.messages:
                     self._on_message(message)
@@ -133,18 +132,18 @@ class Link:
         except aio.AioRpcError as error:
             self._close(f": {error.code().name}: {error.details()}")
         except EpServerError as error:
-            self.end(f"sent what was not understood: {error}")
+            self.end(f"sent an invalid message: {error}")
         except asyncio.CancelledError:
             self._close()
             raise
         except Exception as error:
-            log.exception("a message of another node")
-            self.end(f"sent what was not understood: {error!r}")
+            log.exception("a message of another node could not be handled")
+            self.end(f"sent an invalid message: {error!r}")
 
     def _close(self, why: str = "") -> None:
-        """The stream is over; after a silence it was broken for that."""
-        silent = self._silent >= TICKS - 2  # a ping waits for its answer so long at least
-        self.end(f"said nothing for {self._silent_seconds:g} s" if silent else f"closed the link{why}")
+        """The stream ended; after a silence, the silence is the reason."""
+        silent = self._silent >= TICKS - 2  # a ping waits at least that long
+        self.end(f"was silent for {self._silent_seconds:g} s" if silent else f"closed the link{why}")
 
     def _take(self) -> pb.Bundle:
         bundle, size = pb.Bundle(), 0
@@ -156,10 +155,10 @@ class Link:
         return bundle
 
     async def _watch(self) -> None:
-        """Counts ticks of this process, not time: whoever was stopped itself does not blame the other."""
+        """Counts ticks, not time: a process that was itself stopped must not blame its peer."""
         while self._silent < STUCK * TICKS:
             await asyncio.sleep(self._silent_seconds / TICKS)
-            self._silent = 0 if self._heard else self._silent + 1
-            self._heard = False
+            self._silent = 0 if self._received else self._silent + 1
+            self._received = False
             self._wake.set()
-        self.end(f"said nothing for {STUCK * self._silent_seconds:g} s")
+        self.end(f"was silent for {STUCK * self._silent_seconds:g} s")

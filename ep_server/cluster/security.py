@@ -1,6 +1,6 @@
-"""How nodes know one another: mutual TLS, or a token, on the port where node 0 waits for the others.
+"""How nodes authenticate: mutual TLS or a token on the port that node 0 opens for followers.
 
-The port is a GrpcConfig made of cluster.*; what is wrong with it is told in the names of cluster.*.
+The port is a GrpcConfig made from cluster.*; errors name the cluster.* option.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NAMES = {
 
 
 def rendezvous_port(config: Config, host: str, port: int) -> GrpcConfig:
-    """The port that node 0 opens for the others."""
+    """The port that node 0 opens for followers."""
     cluster = config.cluster
     return GrpcConfig(
         host=bind_address(host),
@@ -55,9 +55,9 @@ def cluster_names() -> Iterator[None]:
 
 
 def bind_address(host: str) -> str:
-    """Where node 0 listens: its own address where the rendezvous is one, else all that this host has.
+    """Where node 0 listens: the rendezvous if that is a local address, else all addresses of this host.
 
-    A name may point to other addresses tomorrow, or to nothing before this node is ready.
+    A name may resolve to other addresses tomorrow, or to none before this node is ready.
     """
     if host == "localhost" or _is_loopback(host):
         return host
@@ -71,17 +71,19 @@ def bind_address(host: str) -> str:
 
 
 def warn_if_open(cluster: ClusterConfig, host: str) -> None:
-    """A line in the log for each way in which strangers may join or listen."""
+    """Logs a warning for each way in which strangers could join or eavesdrop."""
     if host == "localhost" or _is_loopback(host):
         return
     if not cluster.tls_cert:
-        log.warning("cluster.rendezvous without cluster.tls_cert: anyone on the way can read and change it")
+        log.warning(
+            "cluster.rendezvous without cluster.tls_cert: anyone on the network can read and change it"
+        )
     if not cluster.token_file and not cluster.tls_cert:
         log.warning("cluster.rendezvous without cluster.token_file: anyone who reaches it can join and call")
 
 
 def channel_credentials(cluster: ClusterConfig) -> grpc.ChannelCredentials | None:
-    """Of a node that goes to node 0; None without TLS. Raises: ConfigError."""
+    """A follower's credentials for node 0; None without TLS. Raises: ConfigError."""
     if not cluster.tls_cert:
         return None
     authority = _read("cluster.tls_ca", cluster.tls_ca)
@@ -90,13 +92,13 @@ def channel_credentials(cluster: ClusterConfig) -> grpc.ChannelCredentials | Non
 
 
 def token_metadata(cluster: ClusterConfig) -> Callable[[], tuple[tuple[str, str], ...]]:
-    """Gives the metadata that node 0 wants to see: the first token of the file, read at every call.
+    """Returns a function that gives the metadata for node 0: the file's first token, read at every call.
 
-    Raises: ConfigError; what it returns raises Unavailable where the file has no token any more.
+    Raises: ConfigError. The returned function raises Unavailable if the file has no token any more.
     """
     if not cluster.token_file:
         return tuple
-    first_token(cluster.token_file)  # what is wrong is said at the start
+    first_token(cluster.token_file)  # reports a broken file at startup
     return _ShownToken(cluster.token_file)
 
 

@@ -54,7 +54,7 @@ class OtherNodes(Protocol):
         """
         ...
 
-    def tell(self, *, serving: bool) -> None:
+    def publish(self, *, serving: bool) -> None:
         """Publishes to them whether the server takes requests."""
         ...
 
@@ -191,7 +191,7 @@ class Server:
         if self.engine.lost.is_set():
             self._health.fail()
         if self._others is not None:
-            self._others.tell(serving=serving)
+            self._others.publish(serving=serving)
 
     def add_relayed(self, server: aio.Server) -> None:
         """Adds Decode and Control for calls that other nodes relay; only they may reach `server`."""

@@ -1,7 +1,6 @@
-"""Translates records to and from the messages of rank.proto, both ways, for both ends of a channel.
+"""Converts records to and from the messages of rank.proto, for both ends of a channel.
 
-Knows no socket, process or clock: the same messages can travel in frames on a Unix socket or in a gRPC
-stream. Units: as in the records.
+The same messages travel in frames on a Unix socket or in a gRPC stream. Units: as in the records.
 """
 
 from __future__ import annotations
@@ -162,7 +161,7 @@ def events_of(wire: pb.StepTokens) -> list[TokenEvent]:
 
 
 def ready_message(ready: RankReady) -> pb.FromRank:
-    """The rank is warm."""
+    """Reports that the rank is warm."""
     return pb.FromRank(ready=pb.Ready(**{name: getattr(ready, name) for name in _READY_FIELDS}))
 
 
@@ -210,12 +209,12 @@ def statistics_of(wire: pb.Statistics) -> RankStatistics:
 
 
 def one_line(error: BaseException) -> str:
-    """What happened, without line breaks; never empty."""
+    """The error's message on one line; never empty."""
     return " ".join(str(error).split()) or type(error).__name__
 
 
 def fatal_message(error: BaseException) -> pb.FromRank:
-    """Why the rank ends. An error that is not of errors.py becomes an InternalError that names its class."""
+    """The error that ends a rank. A foreign error becomes an InternalError that names its class."""
     if isinstance(error, ConfigError):
         return pb.FromRank(
             fatal=pb.Fatal(
@@ -236,7 +235,7 @@ def fatal_message(error: BaseException) -> pb.FromRank:
 
 
 def error_of(wire: pb.Fatal) -> EpServerError:
-    """The error of a Fatal: of its class where a message alone builds it, else an InternalError."""
+    """The error in a Fatal: of its own class if that takes only a message, else an InternalError."""
     if wire.error_class == "ConfigError":
         return ConfigError(wire.field, json.loads(wire.value_json), wire.allowed)
     kind = getattr(errors, wire.error_class, InternalError)

@@ -1,7 +1,6 @@
-"""One rank as the front sees it: a child process, its channel, its death. Knows no other rank.
+"""One rank as the frontend sees it: a child process, its channel and its exit.
 
-Used in one event loop. The process that spawns must not end its spawning thread before the ranks: they die
-with it. Units: seconds.
+Used in one event loop. The thread that spawns ranks must outlive them: they die with it. Units: seconds.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ from pathlib import Path
 import ep_server
 from ep_server.ranks.channel import FrontChannel
 
-SOCKET_BYTES = 1 << 20  # of each direction: a stopped rank or a busy front stalls nobody soon
-# `-m module` alone would look into the working directory first, and take an ep_server that lies there.
+SOCKET_BYTES = 1 << 20  # per direction, so that a busy process does not stall its peer at once
+# `-m module` alone would prefer an ep_server in the working directory.
 BOOTSTRAP = (
     "import json, runpy, sys; sys.path[:] = json.loads(sys.argv.pop(1)); "
     "runpy.run_module(sys.argv.pop(1), run_name='__main__', alter_sys=True)"
@@ -31,9 +30,9 @@ BOOTSTRAP = (
 
 @dataclass(frozen=True, slots=True)
 class RankCallbacks:
-    """What a rank tells its owner, with its number first. on_exit comes once, after on_closed or not.
+    """A rank's events; the first argument is its number. on_exit is called once, with or without on_closed.
 
-    on_host_lost: the host that ran this rank and others is gone; comes once for all of them, for the first.
+    on_host_lost: the host of this rank and others is lost; called once, for its first rank.
     """
 
     on_frame: Callable[[int, bytes], None]
@@ -43,7 +42,7 @@ class RankCallbacks:
 
 
 class RankProcess:
-    """A running child. `returncode` as subprocess has it; None while it runs."""
+    """A running child process. `returncode` as in subprocess; None while it runs."""
 
     def __init__(self, rank: int, popen: subprocess.Popen[bytes], callbacks: RankCallbacks) -> None:
         self.rank = rank
@@ -67,12 +66,12 @@ class RankProcess:
         callbacks: RankCallbacks,
         hang_seconds: float,
     ) -> RankProcess:
-        """Starts `python -m module --rank --channel --parent`, which imports from where this process does.
+        """Starts `python -m module --rank --channel --parent`, with this process's import path.
 
         Args:
-            inherited: descriptors the child gets beside its channel, under the same numbers.
-            hang_seconds: a child that answers nothing for so long while it is idle is lost. So is one that a
-              signal has stopped.
+            inherited: descriptors the child gets in addition to its channel, under the same numbers.
+            hang_seconds: an idle child that does not answer for so long is lost. So is one that a signal
+              has stopped.
         Raises: OSError.
         """
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -86,7 +85,7 @@ class RankProcess:
                     command,
                     stdin=subprocess.DEVNULL,
                     pass_fds=(theirs.fileno(), *inherited),
-                    process_group=0,  # a ^C on the terminal is for the front, which drains
+                    process_group=0,  # a ^C on the terminal goes to the frontend, which drains
                 )
             except BaseException:
                 ours.close()
@@ -128,7 +127,7 @@ class RankProcess:
 
     def _is_stopped(self) -> bool:
         """By a signal, until SIGCONT."""
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # the process has ended
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
         return False
 
@@ -141,7 +140,7 @@ class RankProcess:
 
 
 def import_path() -> list[str]:
-    """sys.path for a process that shall import what this one does, whatever its working directory holds."""
+    """sys.path for a process that must import the same modules, whatever its working directory contains."""
     root = str(Path(ep_server.__file__).parents[1])
     absolute = [entry for entry in sys.path if Path(entry).is_absolute()]
     return absolute if root in absolute else [root, *absolute]

@@ -1,4 +1,4 @@
-"""What the engine needs of a group of ranks. `launcher.RankProcesses` and `fake.FakeRanks` satisfy it."""
+"""The group of ranks as the engine uses it: `launcher.RankProcesses`, or FakeRanks in tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ep_server.records import RankReady, RankStatistics, Request, TokenEvent
 
 
 class RankListener(Protocol):
-    """Called in the event loop of the front process, in the order a rank sent things."""
+    """Called in the frontend's event loop, in the order in which a rank sent its messages."""
 
     def on_tokens(self, rank: int, events: Sequence[TokenEvent]) -> None:
         """The tokens of one step of one rank."""

@@ -1,7 +1,7 @@
-"""Measures the steps of one rank and gathers what its parts measured into one record.
+"""Measures a rank's steps and merges the measurements of its parts into one record.
 
-Cheap enough for every step: an addition per phase. Knows no channel. Durations in nanoseconds; bucket b of
-a histogram counts [2^b, 2^(b+1)).
+Cheap enough for every step: one addition per phase. Durations in nanoseconds; bucket b of a histogram counts
+[2^b, 2^(b+1)).
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class StepMeter:
         self._times = {name: Histogram() for name in ("plan", "vote", "publish", "total")}
         self._queue = Histogram()
         self._arrived: dict[int, int] = {}
-        self._queued: dict[int, int] = {}  # began to run, no token told yet
+        self._queued: dict[int, int] = {}  # running, no token published yet
         names = ("tokens", "padded_tokens", "idle_steps", "overlap_steps", "run_steps", "parks")
         graphs = ("graph_steps", "decode_steps", "decode_tokens")  # captured; those of single tokens alone
         self._counters = dict.fromkeys((*names, *graphs), 0)
@@ -89,20 +89,20 @@ class StepMeter:
         self._warm_up = _Parts.of({}, None)
 
     def ready(self, exchange: Mapping[str, Any], runner: Measured) -> None:
-        """What the parts have measured so far was warm-up; it is in no record. Arguments as of gather()."""
+        """Excludes everything measured so far, the warm-up, from records. Arguments as of gather()."""
         self._warm_up = _Parts.of(exchange, runner)
 
     def arrived(self, number: int, now: int) -> None:
-        """A request came in."""
+        """Counts a new request."""
         self._arrived[number] = now
 
     def left(self, number: int) -> None:
-        """A request ended, perhaps without ever having run."""
+        """A request ended, possibly before it ran."""
         self._arrived.pop(number, None)
         self._queued.pop(number, None)
 
     def began(self, batch: StepBatch, now: int) -> None:
-        """A step was planned that is going to run."""
+        """A planned step is about to run."""
         if self._arrived:
             for piece in batch.slices:
                 arrived = self._arrived.pop(piece.number, None)
@@ -111,7 +111,7 @@ class StepMeter:
                     self._queued[piece.number] = now - arrived
 
     def with_queue_times(self, events: Sequence[TokenEvent]) -> Sequence[TokenEvent]:
-        """The events; the first one of a request tells how long it waited."""
+        """The events; a request's first one carries its queue time."""
         if not self._queued:
             return events
         return [replace(event, queued_ns=self._queued.pop(event.number, 0)) for event in events]
@@ -125,9 +125,9 @@ class StepMeter:
         """A step ended.
 
         Args:
-            bucket: rows that it was padded to, as a captured one; 0 = it was run as it is.
-        Returns: ns it took, counted from the end of the last one where it began before that. So the steps of
-          a rank that plans ahead add up to its time too.
+            bucket: rows that a captured step was padded to; 0 = not captured.
+        Returns: its duration in ns, counted from the end of the previous step if that ended later than this
+          one began, so that durations add up to elapsed time for a rank that runs ahead.
         """
         took = times.published - max(times.start, self._published)
         self._published = times.published
@@ -174,7 +174,7 @@ class StepMeter:
 
 @dataclass(frozen=True, slots=True)
 class _Parts:
-    """What exchange and runner have measured up to a moment; fields as of RankStatistics."""
+    """Measurements of exchange and runner at one moment; fields as in RankStatistics."""
 
     histograms: Mapping[str, Sequence[int]]
     sums: dict[str, int]
@@ -184,13 +184,13 @@ class _Parts:
 
     @classmethod
     def of(cls, exchange: Mapping[str, Any], runner: Measured | None) -> _Parts:
-        """The two joined. Either may be empty."""
+        """Both merged; either may be empty."""
         found = {name: dict(exchange.get(name, {})) for name in cls.__slots__}
         if runner is not None:
             found["histograms"] |= runner.histograms
             found["sums"] |= runner.sums
             found["counters"] |= runner.counters
-            if not any(found["expert_tokens"].values()):  # rows of a rank alone do not pass the exchange
+            if not any(found["expert_tokens"].values()):  # a single rank's rows bypass the exchange
                 found["expert_tokens"] = dict(runner.expert_tokens)
         return cls(**found)
 

@@ -156,8 +156,8 @@ async def test_a_host_cut_off_ends_both_sides(hosts: Hosts) -> None:
                 first.answers(), second.answers()
             )
         assert at_leader.startswith("UNAVAILABLE: ") and at_other.startswith("UNAVAILABLE: ")
-        assert "node 1 (rank 1) said nothing for 3 s" in at_leader
-        assert "node 0 at 198.18.0.1:50061 said nothing for 3 s" in at_other
+        assert "node 1 (rank 1) was silent for 3 s" in at_leader
+        assert "node 0 at 198.18.0.1:50061 was silent for 3 s" in at_other
         assert [await node.end() for node in made.started] == [1, 1]
         assert [process for process in processes if process.is_running()] == []
 

@@ -165,8 +165,8 @@ async def test_returning_node_takes_over_its_broken_link(
 
         await nodes_pb2_grpc.NodesStub(channel).Join(say()).read()
         async with asyncio.timeout(WAIT / 3), meeting.join(claim) as link:
-            assert "comes as node 1, which has joined: does that live?" in caplog.text
-            assert "node 1 said nothing for 1 s" in caplog.text
+            assert "claims its number; checking whether it is alive" in caplog.text
+            assert "node 1 was silent for 1 s" in caplog.text
             assert "joined=[1]" in repr(meeting.leader)
             await asyncio.sleep(2.0)  # what is left of the old one does not end the new one
             assert link.reason == "" and "joined=[1]" in repr(meeting.leader)
@@ -206,7 +206,7 @@ async def test_the_end_tells_all_nodes_code_and_reason() -> None:
                 await nodes.enter_async_context(joined(meeting.joining(), hello, heard[node].append))
             )
             meeting.waiting.cancel()  # both come, and no rank shall start
-        meeting.leader.tell(serving=True)
+        meeting.leader.publish(serving=True)
         await meeting.leader.close(1, "rank 3 was lost")
         assert [await link.ended() for link in links] == ["closed the link"] * 2
     for messages in heard.values():
@@ -343,7 +343,7 @@ async def test_node_that_stops_reading_is_lost_despite_queued_data() -> None:
             await spawning
             for _ in range(40):  # more than a connection takes in by itself
                 started[1].send(bytes(1 << 20))
-            assert await lost.get() == (1, "node 1 (rank 1) said nothing for 0.5 s")
+            assert await lost.get() == (1, "node 1 (rank 1) was silent for 0.5 s")
     finally:
         started[0].signal(signal.SIGKILL)
         await ended(started[:1], WAIT)
@@ -392,7 +392,7 @@ async def test_a_busy_event_loop_is_no_silence_a_stopped_process_is(
         process.send_signal(signal.SIGSTOP)
         while "joined=[]" not in repr(meeting.leader):
             await asyncio.sleep(0.01)
-        assert "node 1 said nothing for 1 s" in caplog.text
+        assert "node 1 was silent for 1 s" in caplog.text
 
 
 async def test_tokens_keep_strangers_out(tmp_path: Path) -> None:

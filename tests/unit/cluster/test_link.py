@@ -101,7 +101,7 @@ async def silence(seconds: float, then: Exception | None = None) -> AsyncIterato
 
 
 async def test_a_broken_stream_says_whether_the_other_side_was_silent() -> None:
-    for seconds, reason in ((0.0, "closed the link"), (2 * SHORT, f"said nothing for {SHORT:g} s")):
+    for seconds, reason in ((0.0, "closed the link"), (2 * SHORT, f"was silent for {SHORT:g} s")):
         link = Link(lambda _: None, SHORT)
         async with asyncio.timeout(30):
             await link.read(silence(seconds))
@@ -114,7 +114,7 @@ async def test_a_silence_alone_is_borne_for_a_while() -> None:
     reading = asyncio.create_task(link.read(silence(LONG)))
     await asyncio.sleep(3 * SHORT)
     assert link.reason == ""
-    assert await ends(link) == f"said nothing for {STUCK * SHORT:g} s"
+    assert await ends(link) == f"was silent for {STUCK * SHORT:g} s"
     reading.cancel()
     await asyncio.wait((reading,))
 
@@ -125,7 +125,7 @@ async def test_a_side_that_does_not_read_is_lost(monkeypatch: pytest.MonkeyPatch
     link.send(rank_frame=frame(1, bytes(900)))
     assert link.reason == ""
     link.send(rank_frame=frame(1, bytes(900)))
-    assert link.reason.startswith("has left 18")
+    assert link.reason.startswith("left 18")
 
 
 @pytest.mark.parametrize("error", [InvalidArgument("kind", "x", "y"), KeyError("x")])
@@ -135,4 +135,4 @@ async def test_what_is_not_understood_ends_the_link(error: Exception) -> None:
 
     async with pair(refuse) as (ours, theirs):
         ours.send(rank_frame=frame(1))
-        assert (await ends(theirs)).startswith("sent what was not understood: ")
+        assert (await ends(theirs)).startswith("sent an invalid message: ")
