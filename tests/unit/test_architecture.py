@@ -287,3 +287,27 @@ def test_names_of_tests_are_at_most_60_characters():
     }
     assert len(names) > 1000
     assert {(path, name) for path, name in names if len(name) > 60} == set()
+
+
+# Benchmarks that run on the ends of the tests, and tests of what benchmarks write. Anything else is an error.
+BETWEEN_TREES = {
+    ("benchmarks/bench_fabric.py", "tests"),
+    ("benchmarks/bench_hybrid.py", "tests"),
+    ("tests/gpu/backends/gpu/test_staged_files.py", "benchmarks"),
+    ("tests/integration/benchmarks/test_gpu_load.py", "benchmarks"),
+    ("tests/unit/benchmarks/test_load_checkpoint.py", "benchmarks"),
+}
+
+
+def test_tests_benchmarks_and_scripts_do_not_import_each_other():
+    trees = ("tests", "benchmarks", "scripts", "examples")
+    found = set()
+    for path in sorted(path for tree in trees for path in (ROOT / tree).rglob("*.py")):
+        own, file = path.relative_to(ROOT).parts[0], path.relative_to(ROOT).as_posix()
+        for name in imports(path):
+            tree = name.partition(".")[0]
+            if tree in trees and tree != own:
+                found.add((file, tree))
+            if own == "tests" and tree == "tests":
+                assert within(name, {"tests.support"}), f"{file}: {name}"
+    assert found == BETWEEN_TREES

@@ -3,7 +3,7 @@
 Eight tokens, deadlines of minutes; halves apart and fused, FP8 and BF16, every view, INDEX views given back
 unread, both reductions, weights at combine, low-precision rows, odd sizes. Results are checked as well.
 
-    python3 scripts/gpu_sanitize.py [tool ...]    exit status 0: nothing was found and every result was right
+    python3 -m tests.support.exchange.sanitize [tool ...]    exit status 0: no findings, all results right
 """
 
 from __future__ import annotations
@@ -102,7 +102,8 @@ def run_tool(tool: str) -> list[str]:
                 sanitizer(),
                 *options,
                 sys.executable,
-                __file__,
+                "-m",
+                "tests.support.exchange.sanitize",
                 "--rank",
                 str(rank),
                 "--folder",
