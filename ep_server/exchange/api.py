@@ -1,7 +1,8 @@
-"""The exchange of expert parallelism as a Protocol: dispatch tokens to expert owners, combine the results.
+"""The seam of expert parallelism: the Protocol of an exchange, which dispatches tokens and combines results.
 
-Implementations: `reference.ReferenceExchange` (torch.distributed, the oracle) and
-`native.ShmExchange` (csrc). One conformance suite runs against each. This file knows no transport.
+`factory.open_exchange` chooses the transport: ShmExchange, NvlinkExchange, FabricExchange,
+FabricDeviceExchange or HierarchicalExchange. `testing.reference_exchange` does the same with collectives.
+One conformance suite runs on each. This file knows no transport.
 
 Shapes: R ranks; T <= max_tokens tokens on this rank; H hidden; K top_k; E physical experts, of which
 E_local belong to this rank: the ascending ids e with placement[e] == rank.
@@ -11,9 +12,11 @@ At most `num_banks` dispatches may be between their send and the matching combin
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict
 
 if TYPE_CHECKING:  # the front plans groups from a spec, and has no torch
     import torch
@@ -76,6 +79,15 @@ class ExchangeSpec:
         """Global ids of this rank's experts, ascending; their order is the local numbering."""
         return tuple(e for e, r in enumerate(self.placement) if r == self.rank)
 
+    @property
+    def local_only(self) -> bool:
+        """Whether rows need not travel at all: one rank, and no rounding that the spec promises.
+
+        FP8 rounds rows on the wire. Reduction source promises the same bits for any number of ranks.
+        """
+        plain = self.payload in (Payload.FP32, Payload.BF16)
+        return self.num_ranks == 1 and plain and self.reduction is Reduction.RANK
+
 
 def control_spec(spec: ExchangeSpec) -> ExchangeSpec:
     """The host-memory exchange beside that of GPUs: votes, liveness and bootstrap, no rows."""
@@ -128,6 +140,66 @@ class AddNorm:
     shared: torch.Tensor | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class Capabilities:
+    """What an exchange can do. Fixed once it is open.
+
+    payloads, views: that its dispatches accept. cheapest_view: the view that copies least.
+    graph_safe: all of its operations can be captured into a CUDA graph and replayed.
+    micro_batches: dispatches that may be between their send and the matching combine_recv.
+    memory_bytes: memory that this rank holds between operations, on the device of its tensors.
+    """
+
+    payloads: frozenset[Payload]
+    views: frozenset[View]
+    cheapest_view: View
+    graph_safe: bool
+    micro_batches: int
+    memory_bytes: int
+
+
+class ExchangeStatistics(TypedDict):
+    """Cumulative measurements; durations in ns. See records.RankStatistics for the names.
+
+    peer_wait_max_ns: the longest single wait for a peer, where the transport measures it.
+    """
+
+    histograms: dict[str, tuple[int, ...]]
+    sums: dict[str, int]
+    counters: dict[str, int]
+    peer_wait_ns: dict[tuple[str, int], int]
+    expert_tokens: dict[int, int]
+    peer_wait_max_ns: NotRequired[dict[tuple[str, int], int]]
+
+
+class Abortable(Protocol):
+    """A group whose waits can be ended from any thread."""
+
+    def abort(self) -> None:
+        """Ends every wait of the group with GroupAborted until the group is reset."""
+        ...
+
+
+class Membership(Protocol):
+    """Which ranks of a group take part. A transport has it where the group can lose a rank and go on."""
+
+    @property
+    def masked(self) -> frozenset[int]:
+        """Ranks that this one neither writes to nor waits for."""
+        ...
+
+    def mask(self, ranks: Iterable[int]) -> None:
+        """Stops talking to these ranks, also in a wait in progress in another thread. Local to this rank."""
+        ...
+
+    def reset(self, dead: Iterable[int] = ()) -> None:
+        """Starts a new generation: no abort, no operation in flight, no mask except `dead`. Collective.
+
+        All ranks outside `dead` call it with the same `dead`. Pending operations and views are dropped.
+        """
+        ...
+
+
 class PendingDispatch(Protocol):
     """A dispatch whose send half has run. Between the halves nothing is held."""
 
@@ -157,6 +229,21 @@ class Exchange(Protocol):
     """One rank's end of the exchange. One thread at a time may call it; calls release the GIL."""
 
     spec: ExchangeSpec
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What this exchange can do."""
+        ...
+
+    @property
+    def membership(self) -> Membership | None:
+        """Who takes part; None where the group ends as soon as it loses a rank."""
+        ...
+
+    @property
+    def fused(self) -> FusedExchange | None:
+        """This exchange, if it runs both halves of an operation in one kernel; else None."""
+        ...
 
     def dispatch_send(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None
@@ -197,6 +284,67 @@ class Exchange(Protocol):
         """Returns once every rank has called it; has no deadline as long as all live."""
         ...
 
+    def release(self, received: Received) -> None:
+        """Gives the bank of an INDEX view back to the senders. Has no effect on other views."""
+        ...
+
+    def check(self) -> None:
+        """Raises what the transport has found since the last call. Never waits."""
+        ...
+
+    def statistics(self) -> ExchangeStatistics:
+        """Cumulative measurements. Any thread may call it."""
+        ...
+
     def close(self) -> None:
         """Frees segments and mappings; idempotent. Pending operations are dropped."""
+        ...
+
+
+class FusedExchange(Exchange, Protocol):
+    """An exchange of a GPU that runs both halves of an operation in one kernel, without the host."""
+
+    device: torch.device
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor | None,
+        view: View = View.PADDED,
+        *,
+        capacity: int | None = None,
+        expert_stats: torch.Tensor | None = None,
+        most_tokens: int | None = None,
+        next_reads_ahead: bool = False,
+    ) -> Received:
+        """dispatch_send and recv in one kernel.
+
+        Args:
+            capacity: rows of a COMPACT or INDEX view; None = as many as can come.
+            expert_stats: [E_local] int32, += rows received.
+            most_tokens: of any rank, as far as the caller knows. More are served too, and slower.
+            next_reads_ahead: the stream's next kernel may be set up at once. Until it waits for this one, it
+              must touch nothing that this or an earlier kernel writes.
+        """
+        ...
+
+    def combine(
+        self,
+        expert_out: torch.Tensor,
+        received: Received,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        next_reads_ahead: bool = False,
+        add_norm: AddNorm | None = None,
+    ) -> torch.Tensor:
+        """combine_send and recv in one kernel. add_norm: see AddNorm; None = the sums themselves."""
+        ...
+
+    def can_norm(self, norm: AddNorm) -> bool:
+        """Whether combine takes this add_norm."""
+        ...
+
+    def bounded(self, num_sms: int) -> AbstractContextManager[None]:
+        """What is enqueued inside fills at most this many multiprocessors."""
         ...

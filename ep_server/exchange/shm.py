@@ -20,7 +20,7 @@ import torch
 
 from ep_server import _C
 from ep_server.errors import InvalidArgument, StartupError
-from ep_server.exchange.api import ExchangeSpec, Received, Reduction, View
+from ep_server.exchange.api import Capabilities, ExchangeSpec, Payload, Received, Reduction, View
 from ep_server.exchange.geometry import REDUCTIONS, check_segment, geometry_of
 from ep_server.exchange.shm_group import ShmGroup
 from ep_server.exchange.shm_pending import VIEWS, PendingCombine, PendingDispatch
@@ -82,6 +82,15 @@ class ShmExchange(ShmGroup):
             region = torch.frombuffer(memoryview(native.rows_region()), dtype=torch.uint8)
         self._views: Views | None = Views(spec, self.layout, region)
         self.combine_dtype, self.row_dtype = self._views.combine_dtype, self._views.row_dtype
+        self.capabilities = Capabilities(
+            payloads=frozenset(Payload),
+            views=frozenset(View),
+            cheapest_view=View.COMPACT,
+            graph_safe=False,
+            micro_batches=spec.num_banks,
+            memory_bytes=self.layout.total,
+        )
+        self.fused = None
 
     # -- the Protocol ---------------------------------------------------------------------------------
 

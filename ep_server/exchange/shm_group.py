@@ -6,11 +6,11 @@ Knows no operation: native.py has them. Durations in ns.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import cast
 
 from ep_server import _C
 from ep_server.errors import InvalidArgument
-from ep_server.exchange.api import ExchangeSpec
+from ep_server.exchange.api import ExchangeSpec, ExchangeStatistics, Membership
 from ep_server.exchange.faults import Fault, encode_faults
 
 
@@ -36,6 +36,11 @@ class ShmGroup:
     # -- membership, failure, measurement -------------------------------------------------------------
 
     @property
+    def membership(self) -> Membership:
+        """As the Protocol says."""
+        return self
+
+    @property
     def masked(self) -> frozenset[int]:
         """Ranks that this one neither writes to nor waits for."""
         bits = self._open().masked
@@ -57,16 +62,16 @@ class ShmGroup:
         """Ends every wait of the group with GroupAborted until reset(). Any thread may call it."""
         self._open().abort()
 
+    def check(self) -> None:
+        """Does nothing: on the CPU, the call that finds a failure raises it."""
+
     def set_faults(self, faults: Iterable[Fault]) -> None:
         """Replaces the fault plan; faults of other ranks are ignored."""
         self._open().set_faults(encode_faults(faults, self.spec.rank))
 
-    def statistics(self) -> dict[str, Any]:
-        """Cumulative measurements as keywords of records.RankStatistics; any thread may call it.
-
-        Returns: histograms, sums, counters, peer_wait_ns, expert_tokens.
-        """
-        return self._open().statistics()
+    def statistics(self) -> ExchangeStatistics:
+        """As the Protocol says."""
+        return cast("ExchangeStatistics", self._open().statistics())
 
     # -- inside ---------------------------------------------------------------------------------------
 

@@ -15,13 +15,13 @@ import torch
 
 from ep_server.backends.assembly import LoadParams, RankModel, load_model
 from ep_server.config import Config
-from ep_server.exchange.api import ExchangeSpec
+from ep_server.exchange.api import Exchange, ExchangeSpec
 from ep_server.models.families import read_spec
 from ep_server.ranks.devices import device_of
 from ep_server.ranks.exchanges import Opening
 from ep_server.ranks.group import exchange_spec
 from ep_server.ranks.overlap import Overlap
-from ep_server.ranks.parts import Built, Device, Meeting, Progress, Runner
+from ep_server.ranks.parts import Built, Device, Progress, Runner
 from ep_server.records import RankReady, Request, Sampling, SeqSlice, StepBatch, Stopping
 from ep_server.scheduler.batch import IDLE, SchedulerLimits
 from ep_server.scheduler.rank_scheduler import RankScheduler
@@ -47,7 +47,7 @@ class Front:
 class RankParts:
     """A rank that is ready to step."""
 
-    exchange: Meeting
+    exchange: Exchange
     runner: Runner
     scheduler: RankScheduler
     ready: RankReady

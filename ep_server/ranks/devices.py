@@ -6,7 +6,6 @@ or, if asked for, from GPU memory. A GPU runs one step ahead of what the host kn
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,22 +16,13 @@ from ep_server.backends.cpu.sampler import Sampler
 from ep_server.backends.torch_compute import TorchCompute
 from ep_server.config import Config
 from ep_server.errors import StartupError
-from ep_server.exchange.api import ExchangeSpec, View, control_spec
-from ep_server.exchange.fabric.device_memory import on_device
-from ep_server.exchange.shm import ShmExchange
+from ep_server.exchange.api import Exchange, ExchangeSpec
+from ep_server.exchange.factory import needs_cuda_build
 from ep_server.models.compute import Compute
 from ep_server.models.families import read_spec
 from ep_server.models.sizes import context_limit
 from ep_server.ranks.exchanges import Opening, open_exchange
-from ep_server.ranks.group import (
-    alone,
-    hosts_of,
-    local_ranks,
-    on_hybrid,
-    on_nvlink,
-    useful_blocks,
-    weight_bytes,
-)
+from ep_server.ranks.group import local_ranks, topology_of, useful_blocks, weight_bytes
 from ep_server.ranks.overlap import BucketOverlap, Overlap, OverlapPolicy
 from ep_server.ranks.parts import Built, Device, Progress
 from ep_server.v1 import rank_pb2 as pb
@@ -51,17 +41,17 @@ class CpuDevice:
         self.compute: Compute = NativeCompute(start.threads)
         self._start, self._config = start, config
 
-    def open(self, spec: ExchangeSpec, opening: Opening) -> ShmExchange:
+    def open(self, spec: ExchangeSpec, opening: Opening) -> Exchange:
         """As Device.open."""
         return open_exchange(self._start, self._config, spec, opening)
 
-    def build(self, model: RankModel, exchange: ShmExchange) -> Built:
+    def build(self, model: RankModel, exchange: Exchange) -> Built:
         """As Device.build."""
         blocks = self._start.kv_blocks
         runner = model.runner(
             exchange, Sampler(model.spec.vocab_size), blocks, self._config.scheduler.block_size
         )
-        return Built(runner, blocks, exchange.layout.total)
+        return Built(runner, blocks, exchange.capabilities.memory_bytes)
 
     def prepare(self, runner: Any, progress: Progress) -> None:
         """Nothing: all code is warm."""
@@ -81,60 +71,45 @@ class CudaDevice:
         self.compute: Compute = TorchCompute(self.device)
         self._sizes = ""  # that decide what steps need; once built
 
-    def open(self, spec: ExchangeSpec, opening: Opening) -> Any:
+    def open(self, spec: ExchangeSpec, opening: Opening) -> Exchange:
         """As Device.open."""
         from ep_server.backends.gpu.capability import require_native
         from ep_server.backends.gpu.memory import Room
 
-        if on_nvlink(self._config, spec) or on_hybrid(self._config, spec):
+        if needs_cuda_build(topology_of(self._config, spec), spec):
             require_native("parallel.device = cuda: the exchange over NVLink")
         held = weight_bytes(self._config, read_spec(self._config.model.path), spec, packed=False)
         Room.on(self.device).check_weights(held[spec.rank])
-        if not on_nvlink(self._config, spec):
-            inter = on_device(
-                open_exchange(self._start, self._config, spec, opening, self.device), self.device
-            )
-            if not on_hybrid(self._config, spec):
-                return inter
-            from ep_server.exchange.hierarchical.bootstrap import on_gpus
+        return open_exchange(self._start, self._config, spec, opening, self.device)
 
-            return on_gpus(inter, hosts_of(self._config), opening.on_open)
-        from ep_server.exchange.nvlink.exchange import NvlinkExchange
-
-        control = ShmExchange(control_spec(spec), fd=self._start.exchange_fd)
-        os.close(self._start.exchange_fd)
-        opening.on_open(control)
-        return NvlinkExchange(spec, control=control, device=self.device.index)
-
-    def build(self, model: RankModel, exchange: Any) -> Built:
+    def build(self, model: RankModel, exchange: Exchange) -> Built:
         """As Device.build. Raises: ConfigError too."""
         from ep_server.backends.gpu.assembly import GpuPlan, decode_kernels, gpu_runner, kv_blocks_on
         from ep_server.backends.gpu.memory import room_for_steps
 
         scheduler = self._config.scheduler
         longest = context_limit(model.spec, self._config.model.max_context)
-        nvlink, hybrid = (where(self._config, exchange.spec) for where in (on_nvlink, on_hybrid))
         plan = GpuPlan(
             kv_blocks=scheduler.kv_blocks,
             block_size=scheduler.block_size,
             max_running=scheduler.max_running,
             max_step_tokens=scheduler.max_step_tokens,
             useful_blocks=useful_blocks(scheduler, longest),
-            # A step through host memory cannot be captured.
-            graphs=self._config.parallel.graphs and (nvlink or alone(exchange.spec)),
+            graphs=self._config.parallel.graphs
+            and (exchange.capabilities.graph_safe or exchange.spec.local_only),
             overlap=overlap_mode(self._config, exchange.spec.num_ranks),
             timed_every=self._config.metrics.device_phases,
         )
         chosen = decode_kernels(self._config.model.attention, model, scheduler.block_size)
         blocks = kv_blocks_on(self.device, model, plan)
-        rows = rows_of(exchange, nvlink, hybrid)
+        rows = rows_of(exchange)
         self._sizes = (
             f"scheduler.kv_blocks = {blocks}, scheduler.max_running = {plan.max_running}, "
             f"scheduler.max_step_tokens = {plan.max_step_tokens}"
         )
         with room_for_steps(self.device, self._sizes):
             runner = gpu_runner(model, exchange, rows, plan, blocks, chosen.kernels)
-        return Built(runner, blocks, exchange.memory_bytes, chosen.named)
+        return Built(runner, blocks, exchange.capabilities.memory_bytes, chosen.named)
 
     def prepare(self, runner: Any, progress: Progress) -> None:
         """Captures a graph for each form of a step. Raises: StartupError where they do not fit."""
@@ -172,17 +147,14 @@ def overlap_mode(config: Config, ranks: int) -> str:
     return "off" if mode == "auto" and ranks == 1 else mode
 
 
-def rows_of(exchange: Any, nvlink: bool, hybrid: bool = False) -> RowsOfSteps:
-    """How rows come to a GPU. nvlink: `exchange` is a NvlinkExchange. hybrid: a HierarchicalExchange."""
+def rows_of(exchange: Exchange) -> RowsOfSteps:
+    """How rows come to a GPU: not at all for one rank, else as the exchange is able to bring them."""
     from ep_server.backends.gpu.moe.rows import FusedRows, LocalRows, PlainRows, RowsBeside, RowsOfSteps
 
-    if alone(exchange.spec):
+    if exchange.spec.local_only:
         local = LocalRows()
         return RowsOfSteps(local, local)
-    if hybrid:
-        rows = PlainRows(exchange, View.INDEX)  # the view that it copies least for
-        return RowsOfSteps(rows, rows, exchange.check)
-    if not nvlink:
-        plain = PlainRows(exchange)
-        return RowsOfSteps(plain, plain)
-    return RowsOfSteps(FusedRows(exchange), RowsBeside(exchange, OVERLAP_SMS), exchange.check)
+    if (fused := exchange.fused) is not None:
+        return RowsOfSteps(FusedRows(fused), RowsBeside(fused, OVERLAP_SMS), exchange.check)
+    rows = PlainRows(exchange, exchange.capabilities.cheapest_view)
+    return RowsOfSteps(rows, rows, exchange.check)

@@ -1,24 +1,20 @@
-"""Opens the exchange of one rank: over the memory of one host, or between hosts. Knows what Start says."""
+"""Opens the exchange of one rank as its Start message and the configuration say."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 
 import torch
 
 from ep_server.config import Config
-from ep_server.exchange.api import ExchangeSpec
-from ep_server.exchange.fabric.device_memory import DeviceMemory, open_end
-from ep_server.exchange.fabric.exchange import EndpointAddress, FabricExchange
-from ep_server.exchange.fabric.host_share import HostShare
-from ep_server.exchange.shm import ShmExchange
+from ep_server.exchange import factory
+from ep_server.exchange.api import Abortable, Exchange, ExchangeSpec
+from ep_server.exchange.fabric.settings import EndpointAddress
 from ep_server.exchange.tensors import CPU
 from ep_server.exchange.waiting import Waiting
 from ep_server.ranks.fabric_options import fabric_options
-from ep_server.ranks.group import hosts_of, local_ranks, spin_budget, usable_cores
+from ep_server.ranks.group import local_ranks, spin_budget, topology_of, usable_cores
 from ep_server.v1 import rank_pb2 as pb
 
 Meet = Callable[[pb.Introduction, float], pb.Connect]
@@ -28,44 +24,40 @@ Meet = Callable[[pb.Introduction, float], pb.Connect]
 class Opening:
     """Who takes part when an exchange is opened.
 
-    on_open: gets the exchange before it waits for anybody.
+    on_open: gets what can abort the group, before this rank waits for another one.
     meet: gives the introductions of all ranks for that of this one; waits as many seconds.
     """
 
-    on_open: Callable[[ShmExchange], None]
+    on_open: Callable[[Abortable], None]
     meet: Meet
 
 
 def open_exchange(
     start: pb.Start, config: Config, spec: ExchangeSpec, opening: Opening, device: torch.device = CPU
-) -> ShmExchange:
-    """Collective between hosts: returns once all ranks are connected.
+) -> Exchange:
+    """The exchange of this rank, on tensors of `device`. Collective between hosts.
 
-    Args:
-        device: on which rows are, as far as that may matter between hosts.
     Raises: StartupError and its children; ExchangeError if a peer fails.
     """
     local = local_ranks(config)
     spin_us = spin_budget(config.exchange.spin_us, len(local) * start.threads, usable_cores())
-    if config.cluster.nodes == 1:
-        exchange = ShmExchange(spec, fd=start.exchange_fd, spin_us=spin_us)
-        os.close(start.exchange_fd)
-        opening.on_open(exchange)
-        return exchange
-    share = HostShare(hosts_of(config), start.exchange_fd, tuple(start.bells))
     options = fabric_options(config.fabric, local.index(spec.rank), len(local))
-    options = replace(options, connect_seconds=config.cluster.connect_seconds)
-    waiting, wanted = Waiting(spin_us), DeviceMemory(config.exchange.device_memory)
-    through_host = partial(FabricExchange, spec, options, waiting, share)
-    fabric = open_end(
-        spec, device, wanted if device != CPU else DeviceMemory.HOST, options, waiting, through_host
+
+    def connect(address: EndpointAddress, seconds: float) -> tuple[list[EndpointAddress], int]:
+        answer = opening.meet(_introduction(address), seconds)
+        return [_address(one) for one in answer.ranks], answer.session
+
+    resources = factory.Opening(
+        segment=start.exchange_fd,
+        bells=tuple(start.bells),
+        on_open=opening.on_open,
+        connect=connect,
+        waiting=Waiting(spin_us),
+        options=replace(options, connect_seconds=config.cluster.connect_seconds),
+        device_memory=config.exchange.device_memory,
     )
-    share.close()
-    opening.on_open(fabric)
-    answer = opening.meet(_introduction(fabric.address), config.cluster.connect_seconds)
-    fabric.connect([_address(one) for one in answer.ranks], answer.session)
-    fabric.barrier()
-    return fabric
+    topology = replace(topology_of(config, spec), gpus=device.type == "cuda")
+    return factory.open_exchange(topology, spec, device, resources)
 
 
 def _introduction(address: EndpointAddress) -> pb.Introduction:

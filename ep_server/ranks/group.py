@@ -14,6 +14,7 @@ from pathlib import Path
 from ep_server.config import Config, SchedulerConfig
 from ep_server.errors import ConfigError, StartupError
 from ep_server.exchange.api import ExchangeSpec, Payload, Reduction
+from ep_server.exchange.factory import Topology
 from ep_server.exchange.geometry import group_bytes
 from ep_server.exchange.segment import available_memory
 from ep_server.models.families import ModelSpec
@@ -72,7 +73,7 @@ def plan_ranks(config: Config, spec: ModelSpec, available: int, *, packed: bool 
     ranks, scheduler = config.parallel.ranks, config.scheduler
     context = context_limit(spec, config.model.max_context)
     exchange = exchange_spec(config, spec, 0)
-    on_hybrid(config, exchange)  # refuses before anything is started
+    topology_of(config, exchange)  # refuses before anything is started
     dtype = serving_dtype(spec, config.model.dtype)
     weights = weight_bytes(config, spec, exchange, packed=packed)
     here = sum(weights[rank] for rank in local_ranks(config))
@@ -126,25 +127,15 @@ def exchange_bytes(config: Config, exchange: ExchangeSpec) -> int:
     return 2 * group_bytes(exchange) // config.cluster.nodes
 
 
-def on_nvlink(config: Config, spec: ExchangeSpec) -> bool:
-    """Whether rows travel between GPUs themselves, and the hosts' exchange is for votes alone."""
-    return config.parallel.device == "cuda" and config.cluster.nodes == 1 and spec.payload != Payload.FP32
-
-
-def alone(spec: ExchangeSpec) -> bool:
-    """Whether rows need not travel at all.
-
-    FP8 on the wire would round them; reduction source promises its bits for any number of ranks.
-    """
-    plain = spec.payload in (Payload.FP32, Payload.BF16)
-    return spec.num_ranks == 1 and plain and spec.reduction is Reduction.RANK
-
-
-def on_hybrid(config: Config, spec: ExchangeSpec) -> bool:
-    """Whether rows travel between the GPUs of a node themselves, and through host memory to other nodes.
+def topology_of(config: Config, spec: ExchangeSpec) -> Topology:
+    """Where the ranks are, and whether rows stay on NVLink inside a node where there are several.
 
     Raises: ConfigError where that is asked for and cannot be.
     """
+    return Topology(hosts_of(config), config.parallel.device == "cuda", _hierarchical(config, spec))
+
+
+def _hierarchical(config: Config, spec: ExchangeSpec) -> bool:
     asked, float32 = config.exchange.between_nodes, spec.payload == Payload.FP32
     possible = between_gpus(config) and not float32
     if asked == "hybrid" and not possible:

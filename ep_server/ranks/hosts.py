@@ -16,10 +16,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ep_server.config import Config
-from ep_server.exchange.api import control_spec
 from ep_server.exchange.fabric.host_share import create_host_share
+from ep_server.exchange.factory import segment_spec
 from ep_server.exchange.segment import create_segment
-from ep_server.ranks.group import GroupPlan, hosts_of, local_ranks, on_nvlink, plan_group
+from ep_server.ranks.group import GroupPlan, hosts_of, local_ranks, plan_group, topology_of
 from ep_server.ranks.process import RankCallbacks, RankProcess
 from ep_server.v1 import rank_pb2 as pb
 
@@ -144,7 +144,7 @@ async def ended(ranks: Sequence[Rank], seconds: float) -> None:
 def _share(local: LocalRanks) -> SharedMemory:
     config, spec = local.config, local.plan.exchange
     if config.cluster.nodes == 1:
-        return SharedMemory(create_segment(control_spec(spec) if on_nvlink(config, spec) else spec))
+        return SharedMemory(create_segment(segment_spec(topology_of(config, spec), spec)))
     share = create_host_share(spec, hosts_of(config), config.cluster.node_rank)
     return SharedMemory(share.fd, share.bells)
 

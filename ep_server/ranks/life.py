@@ -26,7 +26,7 @@ from ep_server.ranks.worker import RankWorker
 from ep_server.v1 import rank_pb2 as pb
 
 if TYPE_CHECKING:  # torch is imported once the process is tied to its parent
-    from ep_server.exchange.shm import ShmExchange
+    from ep_server.exchange.api import Abortable
     from ep_server.ranks.parts import Device
 
 log = logging.getLogger(__name__)
@@ -39,7 +39,7 @@ Choose: TypeAlias = "Callable[[pb.Start, Config], Device]"
 
 def serve(channel: RankChannel, choose: Choose | None = None) -> int:
     """Runs a rank behind a channel until it ends. choose: see main(). Returns: the exit code."""
-    exchanges: list[ShmExchange] = []
+    exchanges: list[Abortable] = []
     try:
         start = _first_message(channel)
         logs.configure(Config.from_values(json.loads(start.config_json)).log, rank=start.rank)

@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from ep_server.backends.assembly import RankModel
 from ep_server.backends.cpu.runner import RunnerStatistics
-from ep_server.exchange.api import ExchangeSpec
+from ep_server.exchange.api import Exchange, ExchangeSpec
 from ep_server.models.compute import Compute
 from ep_server.ranks.exchanges import Opening
 from ep_server.ranks.overlap import Overlap
@@ -53,28 +53,6 @@ class Runner(Protocol):
         ...
 
 
-class Meeting(Protocol):
-    """What the loop needs of an exchange, whatever it carries."""
-
-    spec: ExchangeSpec
-
-    def all_gather(self, record: bytes) -> list[bytes]:
-        """The vote."""
-        ...
-
-    def barrier(self) -> None:
-        """Returns once every rank has called it."""
-        ...
-
-    def statistics(self) -> dict[str, Any]:
-        """Cumulative measurements."""
-        ...
-
-    def close(self) -> None:
-        """Frees what it holds."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Built:
     """A runner and the cache it has. exchange_bytes: of this rank. attention: kernels of a GPU, by name."""
@@ -95,11 +73,11 @@ class Device(Protocol):
         """The arithmetic that weights are prepared for."""
         ...
 
-    def open(self, spec: ExchangeSpec, opening: Opening) -> Any:
+    def open(self, spec: ExchangeSpec, opening: Opening) -> Exchange:
         """The exchange of this rank. Collective. Raises: StartupError; ExchangeError if a peer fails."""
         ...
 
-    def build(self, model: RankModel, exchange: Any) -> Built:
+    def build(self, model: RankModel, exchange: Exchange) -> Built:
         """Allocates the KV cache and joins the parts. Raises: StartupError."""
         ...
 

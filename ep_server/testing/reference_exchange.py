@@ -21,7 +21,15 @@ import torch
 import torch.distributed as dist
 
 from ep_server.errors import HookNotCalled, InvalidArgument
-from ep_server.exchange.api import ExchangeSpec, Received, Reduction, View
+from ep_server.exchange.api import (
+    Capabilities,
+    ExchangeSpec,
+    ExchangeStatistics,
+    Payload,
+    Received,
+    Reduction,
+    View,
+)
 from ep_server.exchange.limits import RECORD_BYTES, check_spec
 from ep_server.exchange.quant import FP8_PAYLOADS, quantise, scale_columns, scale_dtype
 from ep_server.exchange.validate import check_expert_out, check_tokens, check_weights, input_dtype
@@ -61,6 +69,15 @@ class ReferenceExchange:
         self._group = group
         self._dispatches: deque[ReferenceDispatch] = deque(maxlen=spec.num_banks)
         self._combines: deque[ReferenceCombine] = deque(maxlen=spec.num_banks)
+        self.membership = self.fused = None
+        self.capabilities = Capabilities(
+            payloads=frozenset(Payload),
+            views=frozenset(View),
+            cheapest_view=View.COMPACT,
+            graph_safe=False,
+            micro_batches=spec.num_banks,
+            memory_bytes=0,
+        )
 
     def dispatch_send(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None
@@ -98,6 +115,16 @@ class ReferenceExchange:
         """See Exchange.barrier."""
         if self._group is not None:
             dist.barrier(self._group)
+
+    def release(self, received: Received) -> None:
+        """Does nothing: every view is a copy."""
+
+    def check(self) -> None:
+        """Does nothing: the call that finds a failure raises it."""
+
+    def statistics(self) -> ExchangeStatistics:
+        """Nothing is measured."""
+        return {"histograms": {}, "sums": {}, "counters": {}, "peer_wait_ns": {}, "expert_tokens": {}}
 
     def close(self) -> None:
         """Drops pending operations; the process group stays its owner's."""

@@ -114,6 +114,20 @@ def test_no_import_cycles():
     sorter.prepare()  # raises CycleError, which names one
 
 
+TRANSPORTS = {"exchange.shm", "exchange.nvlink", "exchange.fabric", "exchange.hierarchical"}
+TORCH_FREE = {"exchange.fabric.settings", "exchange.fabric.host_share"}  # what is known of one beforehand
+
+
+def test_only_the_factory_knows_the_transports():
+    """Others open an exchange with exchange.factory and use exchange.api."""
+    users = {
+        module_name(path): {name for name in own_imports(path) if within(name, TRANSPORTS)} - TORCH_FREE
+        for path in sources("*.py")
+        if not within(module_name(path), {"exchange", "compat"})
+    }
+    assert {module: names for module, names in users.items() if names} == {}
+
+
 def users_of(*libraries: str) -> set[str]:
     return {
         module_name(path)

@@ -14,7 +14,7 @@ from ep_server.errors import ConfigError, StartupError
 from ep_server.exchange.api import ExchangeSpec
 from ep_server.exchange.fabric.device_rows import DeviceRows
 from ep_server.exchange.fabric.host_share import HostShare, check_hosts
-from ep_server.exchange.fabric.settings import FabricOptions
+from ep_server.exchange.fabric.settings import EndpointAddress, FabricOptions
 from ep_server.exchange.geometry import check_segment, geometry_of
 from ep_server.exchange.shm import ShmExchange
 from ep_server.exchange.waiting import Waiting
@@ -22,8 +22,6 @@ from ep_server.exchange.waiting import Waiting
 __all__ = ["EndpointAddress", "FabricExchange", "FabricOptions", "Provider", "providers"]
 
 LOG = logging.getLogger(__name__)
-# Where a rank's memory is: the provider's address; base, key and bytes on the host, then on a device.
-EndpointAddress = tuple[bytes, int, int, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)

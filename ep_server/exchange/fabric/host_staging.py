@@ -16,7 +16,15 @@ import torch
 from torch._C._distributed_c10d import Store
 
 from ep_server.errors import InvalidArgument
-from ep_server.exchange.api import ExchangeSpec, Received, Reduction, View
+from ep_server.exchange.api import (
+    Capabilities,
+    ExchangeSpec,
+    ExchangeStatistics,
+    Membership,
+    Received,
+    Reduction,
+    View,
+)
 from ep_server.exchange.fabric import bootstrap as fabric_bootstrap
 from ep_server.exchange.fabric.copies import Copies, checked_device, copies_for, refuse_capture
 from ep_server.exchange.fabric.exchange import FabricOptions
@@ -47,7 +55,7 @@ class FabricDeviceExchange:
         *,
         copies: Copies | None = None,
     ) -> None:
-        self.inner, self.spec = inner, inner.spec
+        self.inner, self.spec, self.fused = inner, inner.spec, None
         try:
             self.device = checked_device(device)
             self._copies = copies or copies_for(self.device, self.spec.timeout_ns)
@@ -105,7 +113,27 @@ class FabricDeviceExchange:
         finally:
             self.inner.close()
 
-    def statistics(self) -> dict[str, Any]:
+    @property
+    def membership(self) -> Membership:
+        """Of the inner exchange."""
+        return self.inner.membership
+
+    def check(self) -> None:
+        """Does nothing: the host takes part in each half, which raises what it finds."""
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """As the Protocol says."""
+        return Capabilities(
+            payloads=self.inner.capabilities.payloads,
+            views=frozenset(View),
+            cheapest_view=View.COMPACT,
+            graph_safe=False,
+            micro_batches=self.spec.num_banks,
+            memory_bytes=self.memory_bytes,
+        )
+
+    def statistics(self) -> ExchangeStatistics:
         """Of the inner exchange."""
         return self.inner.statistics()
 

@@ -10,6 +10,9 @@ from dataclasses import dataclass
 from ep_server import _C
 from ep_server.errors import ConfigError, StartupError
 
+# Where a rank's memory is: the provider's address; base, key and bytes on the host, then on a device.
+EndpointAddress = tuple[bytes, int, int, int, int, int, int]
+
 MAX_TRAFFIC_CLASS = (1 << 32) - 1
 MAX_QUEUE_DEPTH = 1 << 16
 MAX_GID_INDEX = 255

@@ -18,12 +18,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TypeVar
 
 import torch
 
 from ep_server.errors import ConfigError, GroupAborted, InvalidArgument, PeerTimeout, ProtocolViolation
-from ep_server.exchange.api import PendingDispatch, Received, Reduction, View
+from ep_server.exchange.api import (
+    Capabilities,
+    ExchangeStatistics,
+    PendingDispatch,
+    Received,
+    Reduction,
+    View,
+)
 from ep_server.exchange.fabric.host_buffers import Brought, Wanted
 from ep_server.exchange.fabric.host_pending import Answers, Outgoing, Sent
 from ep_server.exchange.fabric.host_staging import FabricDeviceExchange
@@ -43,6 +50,8 @@ from ep_server.exchange.hierarchical.pending import (
 )
 from ep_server.exchange.row_order import as_bytes
 from ep_server.exchange.validate import check_tokens
+
+K = TypeVar("K")
 
 
 class HierarchicalExchange:
@@ -72,6 +81,7 @@ class HierarchicalExchange:
                 "intra.spec", intra.spec, f"that of ranks {list(self.intra_ranks)} of inter.spec"
             )
         self.spec, self.intra, self.inter, self._validate = spec, intra, inter, validate
+        self.membership = self.fused = None  # a rank that is late ends the group
         self.combine_dtype = inter.combine_dtype
         self._split = IdSplit(spec, self.intra_ranks, inter.device)
         self._tables = InterTables(spec, self.intra_ranks)
@@ -149,9 +159,8 @@ class HierarchicalExchange:
 
     def check(self) -> None:
         """Raises what a kernel inside the host has found since; never waits."""
-        if check := getattr(self.intra, "check", None):
-            with self.named():
-                check()
+        with self.named():
+            self.intra.check()
 
     @contextmanager
     def named(self) -> Iterator[None]:
@@ -164,9 +173,9 @@ class HierarchicalExchange:
         except (GroupAborted, ProtocolViolation) as e:
             raise type(e)(f"among ranks {ranks[0]} to {ranks[-1]}, counted from 0 there: {e}") from e
 
-    def statistics(self) -> dict[str, Any]:
+    def statistics(self) -> ExchangeStatistics:
         """Of `inter`, with what `intra` moved, waited for and received; its durations: intra.statistics()."""
-        found, intra = dict(self.inter.statistics()), self.intra.statistics()
+        found, intra = self.inter.statistics().copy(), self.intra.statistics()
         experts = experts_of(self.spec, self.intra_ranks)
         mine = self.spec.local_experts
         here = {experts[e]: count for e, count in intra["expert_tokens"].items() if e < len(experts)}
@@ -178,8 +187,20 @@ class HierarchicalExchange:
 
     @property
     def memory_bytes(self) -> int:
-        """Device memory of both ends of this rank; 0 where they have none."""
-        return int(getattr(self.intra, "memory_bytes", 0)) + self.inter.memory_bytes
+        """Of both ends of this rank."""
+        return self.intra.capabilities.memory_bytes + self.inter.memory_bytes
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """As the Protocol says. INDEX copies least: the other views are made of it."""
+        return Capabilities(
+            payloads=self.intra.capabilities.payloads & self.inter.capabilities.payloads,
+            views=frozenset(View),
+            cheapest_view=View.INDEX,
+            graph_safe=False,
+            micro_batches=self.spec.num_banks,
+            memory_bytes=self.memory_bytes,
+        )
 
     def __repr__(self) -> str:
         ranks = f"ranks {list(self.intra_ranks)} of {self.spec.num_ranks}"
@@ -218,5 +239,5 @@ class HierarchicalExchange:
             raise
 
 
-def _added(one: dict[Any, int], other: dict[Any, int]) -> dict[Any, int]:
+def _added(one: dict[K, int], other: dict[K, int]) -> dict[K, int]:
     return {key: one.get(key, 0) + other.get(key, 0) for key in {**one, **other}}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
@@ -30,14 +30,6 @@ class IntraExchange(Exchange, Protocol):
         reduction: Reduction | None = None,
     ) -> PendingCombine:
         """As NvlinkExchange has it."""
-        ...
-
-    def release(self, received: Received) -> None:
-        """Gives the bank of an INDEX view back; its handle still takes a combine."""
-        ...
-
-    def statistics(self) -> dict[str, Any]:
-        """Cumulative measurements."""
         ...
 
 

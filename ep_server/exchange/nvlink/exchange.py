@@ -28,7 +28,7 @@ import torch
 
 from ep_server import _cuda
 from ep_server.errors import ConfigError
-from ep_server.exchange.api import AddNorm, ExchangeSpec, Received, Reduction, View
+from ep_server.exchange.api import AddNorm, ExchangeSpec, FusedExchange, Received, Reduction, View
 from ep_server.exchange.nvlink.group import NvlinkGroup
 from ep_server.exchange.nvlink.handle import Handle
 from ep_server.exchange.nvlink.launch import BOTH, SEND
@@ -79,6 +79,11 @@ class NvlinkExchange(NvlinkGroup):
         self._validate = validate
 
     # -- the Protocol ---------------------------------------------------------------------------------
+
+    @property
+    def fused(self) -> FusedExchange:
+        """As the Protocol says."""
+        return self
 
     def dispatch_send(
         self,

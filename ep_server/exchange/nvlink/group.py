@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ep_server.errors import ConfigError, ExchangeError, InvalidArgument, StartupError
-from ep_server.exchange.api import ExchangeSpec
+from ep_server.exchange.api import Capabilities, ExchangeSpec, ExchangeStatistics, Membership, Payload, View
 from ep_server.exchange.faults import Fault
 from ep_server.exchange.nvlink.faults import encode_device_faults
 from ep_server.exchange.nvlink.launch import Launcher, make_group
@@ -96,6 +96,11 @@ class NvlinkGroup:
         self.check()
 
     @property
+    def membership(self) -> Membership:
+        """As the Protocol says."""
+        return self
+
+    @property
     def masked(self) -> frozenset[int]:
         """Ranks that this one neither writes to nor waits for."""
         bits = self._open().group.epochs()[2]
@@ -124,15 +129,30 @@ class NvlinkGroup:
         """Replaces the fault plan: delays and drops where a send writes. No kernel may be running."""
         self._open().group.set_faults(encode_device_faults(faults, self.spec))
 
-    def statistics(self) -> dict[str, Any]:
-        """Cumulative measurements, kept on the GPU; copied beside the streams that work.
-
-        Returns: histograms, sums, counters, peer_wait_ns, peer_wait_max_ns, expert_tokens.
-        """
+    def statistics(self) -> ExchangeStatistics:
+        """As the Protocol says. Kept on the GPU, and copied on a stream of their own."""
         found: dict[str, Any] = self._open().group.statistics()
-        local = found.pop("local_expert_tokens")
-        found["expert_tokens"] = {e: local[i] for i, e in enumerate(self.spec.local_experts)}
-        return found
+        local = found["local_expert_tokens"]
+        return {
+            "histograms": found["histograms"],
+            "sums": found["sums"],
+            "counters": found["counters"],
+            "peer_wait_ns": found["peer_wait_ns"],
+            "peer_wait_max_ns": found["peer_wait_max_ns"],
+            "expert_tokens": {e: local[i] for i, e in enumerate(self.spec.local_experts)},
+        }
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """As the Protocol says."""
+        return Capabilities(
+            payloads=frozenset(Payload) - {Payload.FP32},
+            views=frozenset(View),
+            cheapest_view=View.INDEX,
+            graph_safe=True,
+            micro_batches=self.spec.num_banks,
+            memory_bytes=self.memory_bytes,
+        )
 
     @property
     def memory_bytes(self) -> int:

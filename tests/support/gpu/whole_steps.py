@@ -52,7 +52,7 @@ def step_runner(
 ) -> GpuRunner:
     carried = exchange(model, payload)
     plan = GpuPlan(BLOCKS, block, max_running=4, max_step_tokens=64, useful_blocks=BLOCKS, graphs=False)
-    return gpu_runner(model, carried, rows or rows_of(carried, False), plan, BLOCKS)
+    return gpu_runner(model, carried, rows or rows_of(carried), plan, BLOCKS)
 
 
 @dataclass

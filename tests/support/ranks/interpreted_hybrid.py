@@ -28,7 +28,7 @@ class OnTwoHosts(Interpreted):
         return beside(inter, tuple(min(rank, 1) for rank in range(spec.num_ranks)))
 
     def rows(self, exchange: Any) -> RowsOfSteps:
-        return rows_of(exchange, nvlink=False, hybrid=True)
+        return rows_of(exchange)
 
 
 if __name__ == "__main__":

@@ -60,7 +60,7 @@ class Interpreted:
         return Built(runner, blocks, 0)
 
     def rows(self, exchange: Any) -> RowsOfSteps:
-        return rows_of(exchange, False)
+        return rows_of(exchange)
 
     def prepare(self, runner: Any, progress: Any) -> None:
         runner.graphs.capture(lambda done, total: progress("graphs", done, total))

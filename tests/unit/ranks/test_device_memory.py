@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from ep_server.errors import ConfigError, StartupError
+from ep_server.exchange.fabric import device_memory
 from ep_server.exchange.fabric.device_memory import DeviceMemory
-from ep_server.ranks import exchanges
 from ep_server.ranks.exchanges import Opening, open_exchange
 from ep_server.ranks.group import plan_group
 from ep_server.v1 import rank_pb2 as pb
@@ -45,7 +45,7 @@ def test_a_rank_opens_its_end_as_the_setting_says(
         opened.append((device, wanted))
         raise StartupError("enough")
 
-    monkeypatch.setattr(exchanges, "open_end", open_end)
+    monkeypatch.setattr(device_memory, "open_end", open_end)
     spec = plan_group(config).exchange
     with pytest.raises(StartupError, match="enough"):
         open_exchange(pb.Start(rank=0, threads=1), config, spec, Opening(print, print), torch.device(device))

@@ -16,9 +16,9 @@ from ep_server.ranks.group import (
     SPIN_US,
     hosts_of,
     local_ranks,
-    on_hybrid,
     plan_group,
     spin_budget,
+    topology_of,
     usable_cores,
 )
 from tests.support.models.checkpoints import Tiny
@@ -162,7 +162,7 @@ def test_where_rows_of_gpus_on_several_nodes_travel(
     settings = {"parallel__device": "cuda", "cluster__nodes": 3, "cluster__node_rank": 1}
     settings |= {"model__dtype": "bfloat16", "exchange__between_nodes": asked, **fields}
     config = rank_config(tiny.path, ranks, **settings)
-    assert on_hybrid(config, plan_group(config).exchange) is hybrid
+    assert topology_of(config, plan_group(config).exchange).hierarchical is hybrid
 
 
 @pytest.mark.parametrize(

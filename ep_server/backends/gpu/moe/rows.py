@@ -12,7 +12,6 @@ share one exchange, so all ranks must start transfers in the same order, which t
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeVar
@@ -21,7 +20,7 @@ import torch
 
 from ep_server.backends.gpu.kernels.triton.local_rows import Answers, Places, place_rows
 from ep_server.backends.gpu.side_stream import Beside, Hook
-from ep_server.exchange.api import AddNorm, Exchange, ExchangeSpec, Received, View
+from ep_server.exchange.api import AddNorm, Exchange, FusedExchange, Received, View
 
 T = TypeVar("T")
 
@@ -48,47 +47,6 @@ class Arrival:
     read_ahead: bool = False
 
 
-class BothHalves(Protocol):
-    """What is needed of ep.cuda.NvlinkExchange, which says more of it."""
-
-    spec: ExchangeSpec
-    device: torch.device
-
-    def dispatch(
-        self,
-        x: torch.Tensor,
-        topk_ids: torch.Tensor,
-        topk_weights: torch.Tensor,
-        view: View,
-        *,
-        capacity: int,
-        expert_stats: torch.Tensor,
-        most_tokens: int,
-        next_reads_ahead: bool,
-    ) -> Received:
-        """Both halves in one kernel."""
-        ...
-
-    def combine(
-        self,
-        expert_out: torch.Tensor,
-        received: Received,
-        *,
-        next_reads_ahead: bool,
-        add_norm: AddNorm | None = None,
-    ) -> torch.Tensor:
-        """Both halves in one kernel."""
-        ...
-
-    def can_norm(self, norm: AddNorm) -> bool:
-        """Whether combine takes this add_norm."""
-        ...
-
-    def bounded(self, num_sms: int) -> AbstractContextManager[None]:
-        """What is enqueued inside fills at most so many multiprocessors."""
-        ...
-
-
 @dataclass(frozen=True, slots=True)
 class Unsent:
     """A combine that begins where its sums are needed, with what is made of them in the same kernel.
@@ -96,7 +54,7 @@ class Unsent:
     out: of the experts, in the layout of received. shared: [T, H], what experts of all tokens add, or None.
     """
 
-    exchange: BothHalves
+    exchange: FusedExchange
     out: torch.Tensor
     received: Received
     shared: torch.Tensor | None = None
@@ -185,7 +143,7 @@ class FusedRows:
       to what adds its sums to the residual stream and norms that.
     """
 
-    def __init__(self, exchange: BothHalves, *, alone: bool = True) -> None:
+    def __init__(self, exchange: FusedExchange, *, alone: bool = True) -> None:
         self._exchange, self._alone, spec = exchange, alone, exchange.spec
         self._choices = spec.num_ranks * min(spec.top_k, max(len(spec.local_experts), 1))
 
@@ -221,7 +179,7 @@ class RowsBeside:
         num_sms: multiprocessors that transfers may fill; the others compute meanwhile.
     """
 
-    def __init__(self, exchange: BothHalves, num_sms: int) -> None:
+    def __init__(self, exchange: FusedExchange, num_sms: int) -> None:
         self._exchange, self._num_sms = exchange, num_sms
         self._inner = FusedRows(exchange, alone=False)  # the next of its stream is another transfer
         self._beside = Beside(exchange.device, priority=-1)  # the few blocks of a transfer go first
