@@ -43,7 +43,7 @@ from ep_server import _C
 from ep_server.exchange.api import ExchangeSpec
 from ep_server.exchange.fabric import bootstrap as fabric_bootstrap
 from ep_server.exchange.fabric.exchange import FabricOptions
-from ep_server.exchange.fabric.host_share import HostShare, create_host_share
+from ep_server.exchange.segment import HostShare, create_host_share
 from tests.support.namespaces import DEVICE, Hosts
 
 WINDOW, SIZES, LARGEST = 16, (64, 8192, 65536, 1 << 20), 1 << 20

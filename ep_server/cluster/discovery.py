@@ -17,7 +17,7 @@ from pathlib import Path
 
 from ep_server.config import RENDEZVOUS_PORT, ClusterConfig, Config
 from ep_server.errors import ConfigError, StartupError
-from ep_server.exchange.limits import MAX_RANKS
+from ep_server.exchange.geometry import MAX_RANKS
 
 FIRST_WAIT, LONGEST_WAIT = 0.1, 2.0  # seconds between two questions for a name
 MAX_HOSTFILE_BYTES = 1 << 20

@@ -139,7 +139,7 @@ def _open_fabric(
 ) -> ShmExchange:
     from ep_server.exchange.fabric.device_memory import DeviceMemory, open_end
     from ep_server.exchange.fabric.exchange import FabricExchange
-    from ep_server.exchange.fabric.host_share import HostShare
+    from ep_server.exchange.segment import HostShare
 
     share = HostShare(topology.hosts, opening.segment, opening.bells)
     options, waiting = opening.options, opening.waiting

@@ -1,4 +1,4 @@
-"""Checks an ExchangeSpec (limits.py) and turns it into the native geometry.
+"""What an exchange may be as large as, and the native geometry of a valid spec. Needs no torch.
 
 Sizes and offsets come from csrc/exchange/common/layout.hpp through `_C.Layout`; nothing here computes one.
 """
@@ -10,7 +10,50 @@ import hashlib
 from ep_server import _C
 from ep_server.errors import ConfigError
 from ep_server.exchange.api import ExchangeSpec, Payload, Reduction
-from ep_server.exchange.limits import MAX_GROUP_BYTES, check_spec
+
+MAX_RANKS = 64  # masks of ranks are one 64-bit word
+MAX_BANKS = 16
+MAX_TOP_K = 16  # GPU kernels keep a token's choices in fixed shared arrays (nvlink/weighted_sum.cuh)
+MAX_TOKENS = 1 << 24  # a header cell has 31 bits for the count; the rest is memory
+MAX_HIDDEN = 1 << 20
+MAX_ENTRIES = 1 << 31  # rows that one rank may receive for its experts: 32 bits number them
+MAX_GROUP_BYTES = 1 << 62  # a file's size is a signed 64-bit number
+RECORD_BYTES = 64  # of a vote
+
+
+def check_spec(spec: ExchangeSpec) -> None:
+    """Raises ConfigError for the first field that no exchange can carry."""
+    _in_range("num_ranks", spec.num_ranks, 1, MAX_RANKS)
+    _in_range("rank", spec.rank, 0, spec.num_ranks - 1)
+    _in_range("max_tokens", spec.max_tokens, 1, MAX_TOKENS)
+    _in_range("hidden", spec.hidden, 1, MAX_HIDDEN)
+    _in_range("top_k", spec.top_k, 1, MAX_TOP_K)
+    _in_range("num_banks", spec.num_banks, 2, MAX_BANKS)
+    _in_range("timeout_ns", spec.timeout_ns, 1, 1 << 62)
+    if spec.num_banks & (spec.num_banks - 1):
+        raise ConfigError("num_banks", spec.num_banks, f"a power of two from 2 to {MAX_BANKS}")
+    if spec.num_ranks * spec.max_tokens * spec.top_k > MAX_ENTRIES:
+        most = MAX_ENTRIES // (spec.num_ranks * spec.top_k)
+        allowed = f"at most {most}, where {spec.num_ranks} ranks send tokens with {spec.top_k} choices each"
+        raise ConfigError("max_tokens", spec.max_tokens, allowed)
+    if not spec.placement:
+        raise ConfigError("placement", spec.placement, "at least one expert")
+    for expert, owner in enumerate(spec.placement):
+        _in_range(f"placement[{expert}]", owner, 0, spec.num_ranks - 1)
+    multiple = hidden_multiple(spec.payload)
+    if spec.hidden % multiple:
+        raise ConfigError("hidden", spec.hidden, f"a multiple of {multiple} for payload {spec.payload}")
+
+
+def hidden_multiple(payload: Payload) -> int:
+    """What H must be a multiple of: channels per scale, and per int32 of packed scales."""
+    return {Payload.FP32: 1, Payload.BF16: 1, Payload.FP8_UE8M0: 512}.get(payload, 128)
+
+
+def _in_range(name: str, value: int, low: int, high: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not low <= value <= high:
+        raise ConfigError(name, value, f"an integer from {low} to {high}")
+
 
 PAYLOADS = (Payload.FP32, Payload.BF16, Payload.FP8, Payload.FP8_POW2, Payload.FP8_UE8M0)
 REDUCTIONS = (Reduction.RANK, Reduction.SOURCE)

@@ -18,7 +18,7 @@ import torch
 
 from ep_server.errors import InvalidArgument
 from ep_server.exchange.api import Payload
-from ep_server.exchange.limits import hidden_multiple
+from ep_server.exchange.geometry import hidden_multiple
 
 GROUP = 128  # channels that share a scale
 PACK = 4  # UE8M0 exponents in one int32

@@ -1,6 +1,6 @@
-"""The order of the rows that a receive has on a device, and its three views; torch operations alone.
+"""The order of received rows on a device, their three views, and sums of rows in a fixed order.
 
-Nothing here waits for a device.
+Torch operations only. Nothing here waits for a device.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from ep_server.exchange.api import Received, View
-from ep_server.exchange.tensors import check_tensor_on
+from ep_server.exchange.validate import check_tensor_on
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -79,3 +79,22 @@ def places(inner: Received, entry: torch.Tensor) -> list[torch.Tensor]:
     """Offsets, entries, experts and positions of an Order. inner: on the CPU. entry: [N] rows."""
     experts = torch.repeat_interleave(inner.counts.long())
     return [inner.offsets, entry, experts, torch.arange(len(experts)) - inner.offsets[experts]]
+
+
+def ordered_sum(rows: torch.Tensor, terms: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """[M, H] float32: of each the sum over w, ascending, of weights[m, w] * rows[terms[m, w]], from +0.
+
+    Products are rounded before they are added. Enqueues on the current stream, waits for nothing.
+
+    Args:
+        rows: [any, H] float32 or bfloat16; may have a pitch. Those that are no term are not looked at.
+        terms: [M, W] int64, -1 = none. weights: [M, W] float32.
+    """
+    total = rows.new_zeros((len(terms), rows.shape[1]), dtype=torch.float32)
+    if not len(rows):  # then no sum has a term
+        return total
+    nothing = total.new_zeros(())
+    for each, weight in zip(terms.unbind(1), weights.unbind(1), strict=True):
+        product = rows.index_select(0, each.clamp(min=0)).float() * weight[:, None]
+        total += torch.where((each >= 0)[:, None], product, nothing)
+    return total

@@ -16,17 +16,167 @@ Beyond the Protocol, for users who build their own API on it:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import cast
+
 import torch
 
 from ep_server import _C
 from ep_server.errors import InvalidArgument, StartupError
-from ep_server.exchange.api import Capabilities, ExchangeSpec, Payload, Received, Reduction, View
+from ep_server.exchange.api import (
+    Capabilities,
+    ExchangeSpec,
+    ExchangeStatistics,
+    Membership,
+    Payload,
+    Received,
+    Reduction,
+    View,
+)
+from ep_server.exchange.faults import Fault, encode_faults
 from ep_server.exchange.geometry import REDUCTIONS, check_segment, geometry_of
-from ep_server.exchange.shm_group import ShmGroup
-from ep_server.exchange.shm_pending import VIEWS, PendingCombine, PendingDispatch
-from ep_server.exchange.tensors import check_tensor, fits
+from ep_server.exchange.validate import check_tensor, fits
 from ep_server.exchange.views import Tensors, Views
 from ep_server.exchange.waiting import Waiting
+
+
+class ShmGroup:
+    """What ShmExchange is without its operations.
+
+    Args:
+        native: the end of csrc.
+    """
+
+    def __init__(self, spec: ExchangeSpec, native: _C.Exchange) -> None:
+        self.spec = spec
+        self._native: _C.Exchange | None = native
+
+    def all_gather(self, record: bytes) -> list[bytes]:
+        """As the Protocol says; a masked rank's record is empty."""
+        return self._open().all_gather(record, self.spec.timeout_ns)
+
+    def barrier(self) -> None:
+        """As the Protocol says. Waits while every peer's heartbeat goes on: ranks meet here after loading."""
+        self._open().all_gather(b"")
+
+    # -- membership, failure, measurement -------------------------------------------------------------
+
+    @property
+    def membership(self) -> Membership:
+        """As the Protocol says."""
+        return self
+
+    @property
+    def masked(self) -> frozenset[int]:
+        """Ranks that this one neither writes to nor waits for."""
+        bits = self._open().masked
+        return frozenset(r for r in range(self.spec.num_ranks) if bits >> r & 1)
+
+    def mask(self, ranks: Iterable[int]) -> None:
+        """Stops talking to these ranks, also in a wait in progress in another thread. Local to this rank."""
+        self._open().mask(self._bits(ranks))
+
+    def reset(self, dead: Iterable[int] = ()) -> None:
+        """Starts a new generation: no abort, no operation in flight, no mask but `dead`. Collective.
+
+        All ranks outside `dead` call it with the same `dead`. Pending operations and views are dropped.
+        Raises: PeerTimeout("reset", ...), which aborts nobody: call again once the rank is there.
+        """
+        self._open().reset(self._bits(dead))
+
+    def abort(self) -> None:
+        """Ends every wait of the group with GroupAborted until reset(). Any thread may call it."""
+        self._open().abort()
+
+    def check(self) -> None:
+        """Does nothing: on the CPU, the call that finds a failure raises it."""
+
+    def set_faults(self, faults: Iterable[Fault]) -> None:
+        """Replaces the fault plan; faults of other ranks are ignored."""
+        self._open().set_faults(encode_faults(faults, self.spec.rank))
+
+    def statistics(self) -> ExchangeStatistics:
+        """As the Protocol says."""
+        return cast("ExchangeStatistics", self._open().statistics())
+
+    # -- inside ---------------------------------------------------------------------------------------
+
+    def _open(self) -> _C.Exchange:
+        if self._native is None:
+            raise InvalidArgument("exchange", "closed", "open")
+        return self._native
+
+    def _bits(self, ranks: Iterable[int]) -> int:
+        bits = 0
+        for rank in ranks:
+            if not 0 <= rank < self.spec.num_ranks or rank == self.spec.rank:
+                raise InvalidArgument("ranks", rank, f"0 to {self.spec.num_ranks - 1}, not this rank itself")
+            bits |= 1 << rank
+        return bits
+
+
+VIEWS = {View.COMPACT: 0, View.PADDED: 1, View.INDEX: 2}  # the numbers of csrc/exchange/common/params.hpp
+
+
+class PendingDispatch:
+    """A dispatch whose send half has run. See exchange.PendingDispatch."""
+
+    __slots__ = ("_exchange", "_state", "_waited")
+
+    def __init__(self, exchange: ShmExchange, state: _C.DispatchState) -> None:
+        self._exchange, self._state = exchange, state
+        self._waited = False
+
+    def recv(self, view: View = View.COMPACT, *, out: Tensors | None = None) -> Received:
+        """As the Protocol says. INDEX rows stay valid until combine_send or release().
+
+        Args:
+            out: rows and scales of an earlier empty_padded(), filled instead of new ones; PADDED only.
+        """
+        exchange, state = self._exchange, self._state
+        native = exchange._native or exchange._open()
+        if view not in VIEWS:
+            view = View(view)
+        if self._waited:
+            raise InvalidArgument("dispatch", f"epoch {state.epoch}", "received once")
+        if out is not None:
+            exchange.views.check_out(view, out)
+        native.dispatch_wait(state)
+        self._waited = True
+        return exchange._expand(state, view, out)
+
+    @property
+    def wait_ns(self) -> torch.Tensor:
+        """[R] int64: how long recv() waited for each source's header."""
+        return torch.tensor(self._state.wait_ns(self._exchange.spec.num_ranks), dtype=torch.int64)
+
+
+class PendingCombine:
+    """A combine whose send half has run. See exchange.PendingCombine."""
+
+    __slots__ = ("_exchange", "_state", "_tokens")
+
+    def __init__(self, exchange: ShmExchange, state: _C.CombineState, tokens: int) -> None:
+        self._exchange, self._state, self._tokens = exchange, state, tokens
+
+    def recv(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """As the Protocol says."""
+        exchange, state = self._exchange, self._state
+        native = exchange._native or exchange._open()
+        if state.received:
+            raise InvalidArgument("combine", f"epoch {state.epoch}", "received once")
+        shape, dtype = (self._tokens, exchange.spec.hidden), exchange.combine_dtype
+        if out is None:
+            out = torch.empty(shape, dtype=dtype)
+        elif not fits(out, dtype, shape):
+            check_tensor("out", out, dtype, T=shape[0], H=shape[1])
+        native.combine_recv(state, out.data_ptr())
+        return out
+
+    @property
+    def wait_ns(self) -> torch.Tensor:
+        """[R] int64: how long recv() waited for each rank's header."""
+        return torch.tensor(self._state.wait_ns(self._exchange.spec.num_ranks), dtype=torch.int64)
 
 
 class ShmExchange(ShmGroup):

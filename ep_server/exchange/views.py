@@ -11,7 +11,7 @@ from ep_server import _C
 from ep_server.errors import InvalidArgument
 from ep_server.exchange.api import ExchangeSpec, Payload, View
 from ep_server.exchange.geometry import FP8
-from ep_server.exchange.tensors import check_tensor, fits
+from ep_server.exchange.validate import check_tensor, fits
 
 GROUP, PACKED_GROUP = 128, 512  # channels per float32 scale, per int32 of four UE8M0 scales
 Tensors = tuple[torch.Tensor, torch.Tensor | None]  # rows, scales

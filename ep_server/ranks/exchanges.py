@@ -11,7 +11,7 @@ from ep_server.config import Config
 from ep_server.exchange import factory
 from ep_server.exchange.api import Abortable, Exchange, ExchangeSpec
 from ep_server.exchange.fabric.settings import EndpointAddress
-from ep_server.exchange.tensors import CPU
+from ep_server.exchange.validate import CPU
 from ep_server.exchange.waiting import Waiting
 from ep_server.ranks.fabric_options import fabric_options
 from ep_server.ranks.group import local_ranks, spin_budget, topology_of, usable_cores

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ep_server.config import Config
-from ep_server.exchange.fabric.host_share import create_host_share
 from ep_server.exchange.factory import segment_spec
-from ep_server.exchange.segment import create_segment
+from ep_server.exchange.segment import create_host_share, create_segment
 from ep_server.ranks.group import GroupPlan, hosts_of, local_ranks, plan_group, topology_of
 from ep_server.ranks.process import RankCallbacks, RankProcess
 from ep_server.v1 import rank_pb2 as pb

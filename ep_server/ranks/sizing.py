@@ -15,8 +15,7 @@ from ep_server import _C
 from ep_server.config import Config
 from ep_server.errors import StartupError
 from ep_server.exchange.api import ExchangeSpec
-from ep_server.exchange.geometry import geometry_of, group_bytes
-from ep_server.exchange.limits import MAX_RANKS
+from ep_server.exchange.geometry import MAX_RANKS, geometry_of, group_bytes
 from ep_server.models.families.spec import GqaSpec, ModelSpec
 from ep_server.models.footprint import Footprint, footprint
 from ep_server.models.sizes import cache_dtype, kv_block_bytes, serving_dtype

@@ -30,7 +30,7 @@ from ep_server.exchange.api import (
     Reduction,
     View,
 )
-from ep_server.exchange.limits import RECORD_BYTES, check_spec
+from ep_server.exchange.geometry import RECORD_BYTES, check_spec
 from ep_server.exchange.quant import FP8_PAYLOADS, quantise, scale_columns, scale_dtype
 from ep_server.exchange.validate import check_expert_out, check_tokens, check_weights, input_dtype
 from ep_server.testing.packing import entries_of, pad_rows, slots_of

@@ -36,7 +36,7 @@ ALLOWED = {
     "engine": {*FOUNDATION, "scheduler", "text", "ranks.protocol"},
     "ranks": {*FOUNDATION, "scheduler", "models", "backends", "exchange", "text", "v1", "_C"},
     "frontend": {*FOUNDATION, "engine", "text", "observability", "ranks.protocol", *HEADERS, "v1"},
-    "cluster": {*FOUNDATION, "frontend", "ranks", "exchange.limits", *HEADERS, "v1"},
+    "cluster": {*FOUNDATION, "frontend", "ranks", "exchange.geometry", *HEADERS, "v1"},
     "testing": {"errors", "records", "exchange", "ranks.protocol", "scheduler"},
 }
 TENSORS = {"ranks", "models", "backends", "exchange", "compat", "testing"}
@@ -105,8 +105,7 @@ def test_import_directions(path):
 
 def test_no_import_cycles():
     """Neither at import time nor for types alone; of modules, inside packages too."""
-    modules = [path for path in sources("*.py") if area_of(module_name(path)) != "exchange"]  # it has three
-    graph = {module_name(path): own_imports(path) - {module_name(path)} for path in modules}
+    graph = {module_name(path): own_imports(path) - {module_name(path)} for path in sources("*.py")}
     for module, imported in graph.items():
         # `from package import name` may mean the package's face; what imports its own package is no cycle.
         imported -= {module.rpartition(".")[0]}
@@ -115,7 +114,7 @@ def test_no_import_cycles():
 
 
 TRANSPORTS = {"exchange.shm", "exchange.nvlink", "exchange.fabric", "exchange.hierarchical"}
-TORCH_FREE = {"exchange.fabric.settings", "exchange.fabric.host_share"}  # what is known of one beforehand
+TORCH_FREE = {"exchange.fabric.settings"}  # what is known of one beforehand
 
 
 def test_only_the_factory_knows_the_transports():

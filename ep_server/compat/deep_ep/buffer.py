@@ -25,8 +25,8 @@ from ep_server.compat.deep_ep.session import CombineCall, Completion, DispatchCa
 from ep_server.compat.deep_ep.sessions import Options, Sessions, Sizes, region_bytes
 from ep_server.errors import InvalidArgument, StartupError
 from ep_server.exchange.api import Payload
-from ep_server.exchange.limits import MAX_TOP_K
-from ep_server.exchange.tensors import check_is_tensor, check_tensor_on
+from ep_server.exchange.geometry import MAX_TOP_K
+from ep_server.exchange.validate import check_is_tensor, check_tensor_on
 
 topk_idx_t = torch.int64
 

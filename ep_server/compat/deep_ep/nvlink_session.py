@@ -24,9 +24,8 @@ from ep_server.compat.deep_ep.session import (
 from ep_server.errors import InternalError, InvalidArgument
 from ep_server.exchange.api import Received, Reduction, View
 from ep_server.exchange.nvlink.exchange import NvlinkExchange
-from ep_server.exchange.nvlink.handle import Handle
-from ep_server.exchange.nvlink.requests import Wire
-from ep_server.exchange.nvlink.validate import handle_of
+from ep_server.exchange.nvlink.requests import Handle, Wire
+from ep_server.exchange.nvlink.shapes import handle_of
 
 
 class NvlinkSession:

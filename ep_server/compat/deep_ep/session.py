@@ -16,7 +16,7 @@ from ep_server.compat.deep_ep.events import EventHandle, EventOverlap
 from ep_server.errors import InvalidArgument
 from ep_server.exchange.api import ExchangeSpec, Received, Reduction, View
 from ep_server.exchange.shm import ShmExchange
-from ep_server.exchange.tensors import CPU
+from ep_server.exchange.validate import CPU
 
 NUM_COMBINE_BUFFERS = 2  # two micro-batches, as in DeepEP
 Hook = Callable[[], None]

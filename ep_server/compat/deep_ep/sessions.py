@@ -18,10 +18,9 @@ from ep_server.compat.deep_ep.session import BufferSession, ShmSession
 from ep_server.errors import ConfigError, InvalidArgument, StartupError
 from ep_server.exchange import bootstrap
 from ep_server.exchange.api import ExchangeSpec, Payload, Reduction
-from ep_server.exchange.geometry import geometry_of
-from ep_server.exchange.limits import MAX_RANKS
+from ep_server.exchange.geometry import MAX_RANKS, geometry_of
 from ep_server.exchange.nvlink import bootstrap as cuda_bootstrap
-from ep_server.exchange.tensors import CPU
+from ep_server.exchange.validate import CPU
 
 NUM_BANKS = 4  # operations in flight: two micro-batches, and the next operation of each
 MAX_EXPERTS = 1 << 16  # far more than any model has; tables grow with it

@@ -21,7 +21,7 @@ from ep_server import __version__
 from ep_server.errors import ConfigError, EpServerError, StartupError
 from ep_server.exchange.api import ExchangeSpec, Payload, Reduction
 from ep_server.exchange.fabric.exchange import EndpointAddress, FabricExchange, FabricOptions
-from ep_server.exchange.fabric.host_share import HostShare
+from ep_server.exchange.segment import HostShare
 from ep_server.exchange.waiting import Waiting
 
 SESSION_BITS = 17  # as many as a greeting carries

@@ -8,13 +8,14 @@ Nothing here waits for a whole device. Durations in ns.
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
-from ep_server.errors import ConfigError, ExchangeError, InvalidArgument, StartupError
+from ep_server.errors import ConfigError, EpServerError, ExchangeError, InvalidArgument, StartupError
 
 Pair = tuple[torch.Tensor, torch.Tensor]  # where to, where from
 Arrival = Callable[[], None]  # waits for copies to the host; called once before their targets are used again
@@ -211,3 +212,65 @@ def checked_device(device: torch.device | str | int) -> torch.device:
 def copies_for(device: torch.device, timeout_ns: int) -> Copies:
     """The copies of a device that checked_device gave."""
     return HostCopies() if device.type == "cpu" else CudaCopies(device, timeout_ns)
+
+
+# Of cuda.h.
+_FLUSH_OPTIONS, _ORDERING = 117, 118  # CU_DEVICE_ATTRIBUTE_GPU_DIRECT_RDMA_...
+_OWNER = 100  # writes are seen by the device that owns the memory; the scope of a flush as well
+_FLUSH_BY_HOST = 1
+
+
+class Visible(Protocol):
+    """Called when the host has heard that rows came, before kernels that read them are launched."""
+
+    def settle(self) -> None:
+        """Kernels launched from now on see them."""
+        ...
+
+
+class Ordered:
+    """Where they are seen at once."""
+
+    def settle(self) -> None:
+        """As the Protocol says."""
+
+
+class Flushed:
+    """Where the driver has to flush them."""
+
+    def __init__(self, driver: ctypes.CDLL, device: torch.device) -> None:
+        self._driver, self._device = driver, device
+
+    def settle(self) -> None:
+        """As the Protocol says; the host waits for the flush. Raises ExchangeError where it fails."""
+        with torch.cuda.device(self._device):
+            result = self._driver.cuFlushGPUDirectRDMAWrites(0, _OWNER)
+        _check(result, "cuFlushGPUDirectRDMAWrites", ExchangeError)
+
+
+def visible_on(device: torch.device) -> Visible:
+    """For rows on this device. Raises StartupError where its driver can neither order nor flush writes."""
+    if device.type != "cuda":
+        return Ordered()
+    torch.cuda.current_stream(device)  # the driver is at work from here on
+    driver = ctypes.CDLL("libcuda.so.1")
+    if _attribute(driver, _ORDERING, device) >= _OWNER:
+        return Ordered()
+    if not _attribute(driver, _FLUSH_OPTIONS, device) & _FLUSH_BY_HOST:
+        raise StartupError(
+            f"{device}: its driver neither orders nor flushes what network cards write into its memory: "
+            "exchange.device_memory = host"
+        )
+    return Flushed(driver, device)
+
+
+def _attribute(driver: ctypes.CDLL, name: int, device: torch.device) -> int:
+    found = ctypes.c_int()
+    result = driver.cuDeviceGetAttribute(ctypes.byref(found), name, device.index)
+    _check(result, "cuDeviceGetAttribute", StartupError)
+    return found.value
+
+
+def _check(result: int, what: str, failure: type[EpServerError]) -> None:
+    if result != 0:
+        raise failure(f"{what}: error {result} of the CUDA driver")

@@ -15,13 +15,11 @@ import torch
 from ep_server.errors import ConfigError, StartupError
 from ep_server.exchange.api import ExchangeSpec
 from ep_server.exchange.fabric import bootstrap as fabric_bootstrap
-from ep_server.exchange.fabric.copies import checked_device, copies_for
+from ep_server.exchange.fabric.copies import checked_device, copies_for, visible_on
 from ep_server.exchange.fabric.device_rows import DeviceRows
 from ep_server.exchange.fabric.exchange import FabricExchange, chosen
-from ep_server.exchange.fabric.gpu_direct import GpuDirectExchange
+from ep_server.exchange.fabric.gpu_direct import GpuDirectExchange, RowsFabric
 from ep_server.exchange.fabric.host_staging import FabricDeviceExchange
-from ep_server.exchange.fabric.remote_writes import visible_on
-from ep_server.exchange.fabric.rows import RowsFabric
 from ep_server.exchange.fabric.settings import FabricOptions
 from ep_server.exchange.shm import ShmExchange
 from ep_server.exchange.waiting import Waiting

@@ -13,9 +13,9 @@ from ep_server import _C
 from ep_server.errors import ConfigError, StartupError
 from ep_server.exchange.api import ExchangeSpec
 from ep_server.exchange.fabric.device_rows import DeviceRows
-from ep_server.exchange.fabric.host_share import HostShare, check_hosts
 from ep_server.exchange.fabric.settings import EndpointAddress, FabricOptions
 from ep_server.exchange.geometry import check_segment, geometry_of
+from ep_server.exchange.segment import HostShare, check_hosts
 from ep_server.exchange.shm import ShmExchange
 from ep_server.exchange.waiting import Waiting
 

@@ -10,7 +10,9 @@ Beyond the Protocol: statistics() and `inner`, whose membership, faults and fail
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch._C._distributed_c10d import Store
@@ -26,16 +28,98 @@ from ep_server.exchange.api import (
     View,
 )
 from ep_server.exchange.fabric import bootstrap as fabric_bootstrap
-from ep_server.exchange.fabric.copies import Copies, checked_device, copies_for, refuse_capture
+from ep_server.exchange.fabric.copies import Arrival, Copies, checked_device, copies_for, refuse_capture
 from ep_server.exchange.fabric.exchange import FabricOptions
 from ep_server.exchange.fabric.host_buffers import Brought, Staging, Wanted
-from ep_server.exchange.fabric.host_pending import Answers, Handle, Outgoing, PendingCombine, PendingDispatch
-from ep_server.exchange.fabric.host_share import HostShare
 from ep_server.exchange.row_order import Form, Order
+from ep_server.exchange.segment import HostShare
+from ep_server.exchange.shm import PendingCombine as NativeCombine
+from ep_server.exchange.shm import PendingDispatch as NativeDispatch
 from ep_server.exchange.shm import ShmExchange
-from ep_server.exchange.shm_pending import PendingCombine as NativeCombine
-from ep_server.exchange.tensors import check_tensor_on
+from ep_server.exchange.validate import check_tensor_on
 from ep_server.exchange.waiting import Waiting
+
+Sent = TypeVar("Sent")
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """What combine_send needs. inner: as the inner exchange received it. order: on the device. tokens: T."""
+
+    inner: Received
+    order: Order
+    tokens: int
+    owner: FabricDeviceExchange
+
+
+@dataclass(frozen=True, slots=True)
+class Answers:
+    """What combine_send sends. rows: [N, H] by entry. inner: as the inner exchange received it. tokens: T."""
+
+    rows: torch.Tensor
+    inner: Received
+    tokens: int
+    weights: torch.Tensor | None
+    reduction: Reduction | None
+
+
+class Outgoing(Generic[Sent]):
+    """A send whose tensors are on their way. arrived: waits for them, where send() is not called."""
+
+    __slots__ = ("_send", "arrived")
+
+    def __init__(self, arrived: Arrival, send: Callable[[], Sent]) -> None:
+        self.arrived, self._send = arrived, send
+
+    def send(self) -> Sent:
+        """Waits for the tensors, which may be overwritten then, and sends."""
+        self.arrived()
+        return self._send()
+
+
+class PendingDispatch:
+    """A dispatch whose send half has run. See exchange.PendingDispatch."""
+
+    __slots__ = ("_exchange", "_tokens", "inner")
+
+    def __init__(self, exchange: FabricDeviceExchange, inner: NativeDispatch, tokens: int) -> None:
+        self._exchange, self.inner, self._tokens = exchange, inner, tokens
+
+    def recv(self, view: View = View.COMPACT) -> Received:
+        """As the Protocol says, on the caller's stream. INDEX rows are a copy, reordered: see row_ids."""
+        view = checked_view(view)
+        return self._exchange.finish_recv(self.inner.recv(View.INDEX), self._tokens, view)
+
+    @property
+    def wait_ns(self) -> torch.Tensor:
+        """[R] int64 on the CPU: how long recv() waited for each source's header."""
+        return self.inner.wait_ns
+
+
+class PendingCombine:
+    """A combine whose send half has run. See exchange.PendingCombine."""
+
+    __slots__ = ("_exchange", "_inner", "_tokens")
+
+    def __init__(self, exchange: FabricDeviceExchange, inner: NativeCombine, tokens: int) -> None:
+        self._exchange, self._inner, self._tokens = exchange, inner, tokens
+
+    def recv(self, out: torch.Tensor | None = None) -> torch.Tensor:
+        """As the Protocol says, on the caller's stream."""
+        return self._exchange.copy_result(self._inner, self._tokens, out)
+
+    @property
+    def wait_ns(self) -> torch.Tensor:
+        """[R] int64 on the CPU: how long recv() waited for each rank's header."""
+        return self._inner.wait_ns
+
+
+def checked_view(view: View | str) -> View:
+    """The view of this name, or InvalidArgument."""
+    try:
+        return View(view)
+    except ValueError:
+        raise InvalidArgument("view", view, f"one of {', '.join(View)}") from None
 
 
 class FabricDeviceExchange:

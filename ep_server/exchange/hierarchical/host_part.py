@@ -14,8 +14,8 @@ import torch
 from ep_server.errors import ConfigError
 from ep_server.exchange.api import ExchangeSpec, Received, View
 from ep_server.exchange.fabric.host_buffers import Brought
-from ep_server.exchange.fabric.host_share import check_hosts
 from ep_server.exchange.row_order import Order
+from ep_server.exchange.segment import check_hosts
 
 
 def ranks_of_host(hosts: tuple[int, ...], spec: ExchangeSpec) -> range:

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ep_server.errors import ConfigError, ExchangeError
 from ep_server.exchange import bootstrap
 from ep_server.exchange.api import ExchangeSpec, control_spec
-from ep_server.exchange.limits import check_spec
+from ep_server.exchange.geometry import check_spec
 from ep_server.exchange.segment import create_segment
 from ep_server.exchange.shm import ShmExchange
 

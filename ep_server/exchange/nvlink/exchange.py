@@ -30,11 +30,10 @@ from ep_server import _cuda
 from ep_server.errors import ConfigError
 from ep_server.exchange.api import AddNorm, ExchangeSpec, FusedExchange, Received, Reduction, View
 from ep_server.exchange.nvlink.group import NvlinkGroup
-from ep_server.exchange.nvlink.handle import Handle
 from ep_server.exchange.nvlink.launch import BOTH, SEND
 from ep_server.exchange.nvlink.pending import COMBINE, DISPATCH, PendingCombine, PendingDispatch
-from ep_server.exchange.nvlink.requests import CombineTensors, Receipt, Wire
-from ep_server.exchange.nvlink.validate import (
+from ep_server.exchange.nvlink.requests import CombineTensors, Handle, Receipt, Wire
+from ep_server.exchange.nvlink.shapes import (
     can_norm,
     check_answer,
     check_dispatch,

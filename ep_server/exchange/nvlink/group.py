@@ -13,13 +13,11 @@ import torch
 
 from ep_server.errors import ConfigError, ExchangeError, InvalidArgument, StartupError
 from ep_server.exchange.api import Capabilities, ExchangeSpec, ExchangeStatistics, Membership, Payload, View
-from ep_server.exchange.faults import Fault
-from ep_server.exchange.nvlink.faults import encode_device_faults
+from ep_server.exchange.faults import Fault, encode_device_faults
 from ep_server.exchange.nvlink.launch import Launcher, make_group
 from ep_server.exchange.nvlink.memory import share_regions
 from ep_server.exchange.nvlink.pending import Flights
-from ep_server.exchange.nvlink.shapes import Shapes
-from ep_server.exchange.nvlink.validate import bits_of, check_device_spec, check_num_sms
+from ep_server.exchange.nvlink.shapes import Shapes, bits_of, check_device_spec, check_num_sms
 from ep_server.exchange.shm import ShmExchange
 
 

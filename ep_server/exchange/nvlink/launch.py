@@ -11,10 +11,17 @@ from ep_server import _cuda
 from ep_server.errors import InvalidArgument
 from ep_server.exchange.api import AddNorm, ExchangeSpec, Payload, Received, Reduction, View
 from ep_server.exchange.geometry import PAYLOADS, REDUCTIONS
-from ep_server.exchange.nvlink.handle import DeviceBytes, Handle, raise_status
-from ep_server.exchange.nvlink.requests import CombineMode, CombineTensors, Receipt, Wire
+from ep_server.exchange.nvlink.requests import (
+    CombineMode,
+    CombineTensors,
+    DeviceBytes,
+    Handle,
+    Receipt,
+    Wire,
+    raise_status,
+)
 from ep_server.exchange.nvlink.shapes import VECTOR, RecvTensors, Shapes
-from ep_server.exchange.shm_pending import VIEWS
+from ep_server.exchange.shm import VIEWS
 from ep_server.exchange.views import Tensors
 
 SEND, RECV, BOTH = 1, 2, 3  # csrc/exchange/nvlink/phases.hpp

@@ -8,10 +8,9 @@ import torch
 
 from ep_server.errors import HookNotCalled, InvalidArgument
 from ep_server.exchange.api import Received, View
-from ep_server.exchange.nvlink.handle import Handle
 from ep_server.exchange.nvlink.launch import RECV, Launcher
-from ep_server.exchange.nvlink.requests import CombineMode, CombineTensors, Receipt
-from ep_server.exchange.nvlink.validate import choose
+from ep_server.exchange.nvlink.requests import CombineMode, CombineTensors, Handle, Receipt
+from ep_server.exchange.nvlink.shapes import choose
 from ep_server.exchange.views import Tensors
 
 DISPATCH, COMBINE = "dispatch", "combine"

@@ -21,8 +21,7 @@ from ep_server.exchange.api import ExchangeSpec
 from ep_server.exchange.fabric import bootstrap as fabric_bootstrap
 from ep_server.exchange.fabric.device_rows import DeviceRows
 from ep_server.exchange.fabric.exchange import FabricOptions
-from ep_server.exchange.fabric.gpu_direct import GpuDirectExchange
-from ep_server.exchange.fabric.rows import RowsFabric
+from ep_server.exchange.fabric.gpu_direct import GpuDirectExchange, RowsFabric
 from ep_server.exchange.waiting import Waiting
 from tests.support.fabric.fabric_ends import LIBRARIES, needs
 from tests.support.fabric.wrapped import Wrapped

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ep_server.exchange.api import ExchangeSpec
 from ep_server.exchange.fabric import bootstrap as fabric_bootstrap
 from ep_server.exchange.fabric.exchange import FabricExchange, FabricOptions
-from ep_server.exchange.fabric.host_share import HostShare, create_host_share
+from ep_server.exchange.segment import HostShare, create_host_share
 from ep_server.exchange.waiting import Waiting
 from tests.support.exchange.ranks import poison
 from tests.support.fabric.fabric_ends import enter

@@ -12,8 +12,7 @@ from ep_server.exchange.fabric import copies as bounce_copies
 from ep_server.exchange.fabric.copies import CudaCopies, Slot
 from ep_server.exchange.fabric.host_staging import FabricDeviceExchange
 from ep_server.exchange.hierarchical.exchange import HierarchicalExchange
-from ep_server.exchange.shm import ShmExchange
-from ep_server.exchange.shm_pending import PendingCombine
+from ep_server.exchange.shm import PendingCombine, ShmExchange
 from tests.support.exchange.routing import make_inputs
 from tests.support.fabric.stream_races import HOST, Races
 

@@ -12,8 +12,7 @@ import torch
 from ep_server.errors import GroupAborted, InvalidArgument, ProtocolViolation
 from ep_server.exchange.api import ExchangeSpec, Received, View
 from ep_server.exchange.segment import create_segment
-from ep_server.exchange.shm import ShmExchange
-from ep_server.exchange.shm_pending import PendingDispatch
+from ep_server.exchange.shm import PendingDispatch, ShmExchange
 
 HIDDEN, MAX_TOKENS, TOP_K, EXPERTS = 72, 6, 3, 4
 

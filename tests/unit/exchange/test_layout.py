@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from ep_server import _C
 from ep_server.errors import ConfigError, StartupError
-from ep_server.exchange import limits
+from ep_server.exchange import geometry as limits
 from ep_server.exchange.api import ExchangeSpec, Payload, Reduction
 from ep_server.exchange.geometry import geometry_of, group_bytes
 from ep_server.exchange.segment import create_segment

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from ep_server.errors import InvalidArgument
 from ep_server.exchange.api import ExchangeSpec, Payload
-from ep_server.exchange.limits import hidden_multiple
+from ep_server.exchange.geometry import hidden_multiple
 from ep_server.exchange.quant import (
     FP8_PAYLOADS,
     GROUP,

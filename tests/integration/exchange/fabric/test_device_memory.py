@@ -22,9 +22,8 @@ from ep_server.exchange.fabric.copies import Arrival, HostCopies, Pair
 from ep_server.exchange.fabric.device_memory import DeviceMemory
 from ep_server.exchange.fabric.device_rows import DeviceRows
 from ep_server.exchange.fabric.exchange import FabricExchange, FabricOptions
-from ep_server.exchange.fabric.gpu_direct import GpuDirectExchange
+from ep_server.exchange.fabric.gpu_direct import GpuDirectExchange, RowsFabric
 from ep_server.exchange.fabric.host_staging import FabricDeviceExchange
-from ep_server.exchange.fabric.rows import RowsFabric
 from tests.support.exchange.conformance import run_pair
 from tests.support.exchange.process_group import run_group
 from tests.support.fabric.direct_ends import CPU, over_card, over_shm, own_name, poisoned_rows

@@ -17,8 +17,7 @@ from ep_server.errors import ExchangeError, InvalidArgument
 from ep_server.exchange.api import ExchangeSpec, Payload, Reduction, View
 from ep_server.exchange.fabric.device_rows import ALIGNMENT, DeviceRows, _aligned
 from ep_server.exchange.fabric.exchange import FabricOptions
-from ep_server.exchange.fabric.gpu_direct import GpuDirectExchange
-from ep_server.exchange.fabric.rows import RowsFabric
+from ep_server.exchange.fabric.gpu_direct import GpuDirectExchange, RowsFabric
 from ep_server.exchange.faults import Action, Fault
 from ep_server.exchange.hierarchical.exchange import HierarchicalExchange
 from tests.support.exchange.conformance import run_cases, run_pair

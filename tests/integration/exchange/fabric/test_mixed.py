@@ -16,9 +16,8 @@ from ep_server import _C
 from ep_server.errors import ConfigError, StartupError
 from ep_server.exchange.api import ExchangeSpec, View
 from ep_server.exchange.fabric.exchange import FabricExchange, FabricOptions
-from ep_server.exchange.fabric.host_share import HostShare, create_host_share
 from ep_server.exchange.geometry import geometry_of
-from ep_server.exchange.segment import create_segment
+from ep_server.exchange.segment import HostShare, create_host_share, create_segment
 from ep_server.exchange.shm import ShmExchange
 from tests.support import namespaces
 from tests.support.exchange import fault_programs as programs
@@ -263,7 +262,7 @@ def test_hosts_that_do_not_fit_the_group_are_refused(hosts: tuple[int, ...], hos
 
 
 def test_too_little_memory_is_said_in_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ep_server.exchange.fabric.host_share.available_memory", lambda: 1 << 17)
+    monkeypatch.setattr("ep_server.exchange.segment.available_memory", lambda: 1 << 17)
     with pytest.raises(StartupError, match=r"the 2 ranks of host 5 need .* MiB .* 0\.1 MiB are available"):
         create_host_share(SPEC, (5, 5), 5)
 

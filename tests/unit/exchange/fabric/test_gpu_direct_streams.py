@@ -15,9 +15,8 @@ import torch
 from ep_server.exchange.api import ExchangeSpec, Payload
 from ep_server.exchange.fabric.copies import CudaCopies
 from ep_server.exchange.fabric.device_rows import DeviceRows
-from ep_server.exchange.fabric.gpu_direct import GpuDirectExchange
-from ep_server.exchange.fabric.rows import RowsFabric
-from ep_server.exchange.shm_pending import PendingDispatch
+from ep_server.exchange.fabric.gpu_direct import GpuDirectExchange, RowsFabric
+from ep_server.exchange.shm import PendingDispatch
 from tests.support.fabric.direct_ends import CPU, over_shm, own_name, poisoned_rows
 from tests.support.fabric.stream_programs import LEFT_OUT as LEFT_OUT_OF_BOTH
 from tests.support.fabric.stream_programs import Operation, Sums, assert_sums, run_alone, spec_of, timelines

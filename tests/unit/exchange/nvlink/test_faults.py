@@ -6,8 +6,7 @@ import pytest
 
 from ep_server.errors import InvalidArgument
 from ep_server.exchange.api import ExchangeSpec
-from ep_server.exchange.faults import Action, Fault
-from ep_server.exchange.nvlink.faults import encode_device_faults
+from ep_server.exchange.faults import Action, Fault, encode_device_faults
 
 SPEC = ExchangeSpec(1, 3, (0, 1, 2), 6, 640, 2)
 

@@ -13,10 +13,9 @@ from ep_server.exchange.api import ExchangeSpec, Payload, Received, Reduction, V
 
 pytest.importorskip("ep_server._cuda", reason="built without nvcc")
 
-from ep_server.exchange.nvlink.handle import Handle
-from ep_server.exchange.nvlink.requests import CombineMode, Receipt, Wire
-from ep_server.exchange.nvlink.shapes import Shapes
-from ep_server.exchange.nvlink.validate import (
+from ep_server.exchange.nvlink.requests import CombineMode, Handle, Receipt, Wire
+from ep_server.exchange.nvlink.shapes import (
+    Shapes,
     bits_of,
     check_answer,
     check_device_spec,

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from ep_server.errors import ExchangeError, StartupError
-from ep_server.exchange.fabric import remote_writes
-from ep_server.exchange.fabric.remote_writes import Flushed, Ordered, visible_on
+from ep_server.exchange.fabric import copies
+from ep_server.exchange.fabric.copies import Flushed, Ordered, visible_on
 
 GPU = torch.device("cuda:1")
 ORDERED_FOR_OWNER, ORDERED_FOR_ALL, BY_HOST, BY_STREAM = 100, 200, 1, 2
@@ -35,8 +35,8 @@ class Driver:
         return self.result
 
 
-def asked(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> remote_writes.Visible:
-    monkeypatch.setattr(remote_writes, "ctypes", SimpleNamespace(**vars(ctypes) | {"CDLL": lambda _: driver}))
+def asked(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> copies.Visible:
+    monkeypatch.setattr(copies, "ctypes", SimpleNamespace(**vars(ctypes) | {"CDLL": lambda _: driver}))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda _: None)
     monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
     return visible_on(GPU)
