@@ -44,7 +44,7 @@ from ep_server.exchange.api import ExchangeSpec
 from ep_server.exchange.fabric import bootstrap as fabric_bootstrap
 from ep_server.exchange.fabric.exchange import FabricOptions
 from ep_server.exchange.segment import HostShare, create_host_share
-from tests.support.namespaces import DEVICE, Hosts
+from ep_server.testing.namespaces import DEVICE, Hosts
 
 WINDOW, SIZES, LARGEST = 16, (64, 8192, 65536, 1 << 20), 1 << 20
 MOST_LATENCY, LEAST_BANDWIDTH = 1.3, 0.85  # of the minimal program

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from ep_server import _C
-from tests.support import namespaces
+from ep_server.testing import namespaces
+from ep_server.testing.namespaces import Hosts
 from tests.support.helm.charts import NAMESPACE, Object, of_kind, pod_template, render
 from tests.support.helm.node import WAIT, Container, Identity, Node, missing
 from tests.support.helm.pods import ASSETS, MODEL, run_tests, signed
-from tests.support.namespaces import Hosts
 
 why = missing() or namespaces.missing() or ("" if _C.FABRIC else "needs the headers of libfabric")
 pytestmark = pytest.mark.skipif(bool(why), reason=why)

@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from tests.support import namespaces
+from ep_server.testing import namespaces
+from ep_server.testing.namespaces import Hosts
 from tests.support.cluster.nodes import WAIT, Nodes, nodes
 from tests.support.fabric.fabric_ends import needs
 from tests.support.models.checkpoints import CASES, Case
 from tests.support.models.fixtures import checkpoint
-from tests.support.namespaces import Hosts
 
 FAMILIES = {case.config.model_type: case for case in reversed(CASES)}  # the first case of each
 IN_CI = "mixtral"

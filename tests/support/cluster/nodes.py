@@ -20,7 +20,7 @@ from typing import Any
 import psutil
 
 import ep_server
-from tests.support.namespaces import DEVICE, Hosts
+from ep_server.testing.namespaces import DEVICE, Hosts
 
 DEMO_MODEL = Path(ep_server.__file__).parent / "assets" / "demo_model"
 WAIT = 60.0  # after which a test has failed; the machine may be busy with much else

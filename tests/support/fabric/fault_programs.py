@@ -9,13 +9,13 @@ import pytest
 
 from ep_server.errors import GroupAborted, PeerLost, PeerTimeout
 from ep_server.exchange.fabric.exchange import FabricExchange, FabricOptions
-from tests.support import namespaces
+from ep_server.testing import namespaces
+from ep_server.testing.namespaces import Hosts
 from tests.support.exchange.fault_programs import (
     operation,
 )
 from tests.support.exchange.ranks import Outcome, Peer
 from tests.support.fabric.fabric_ends import LIBRARIES, FabricEnd
-from tests.support.namespaces import Hosts
 
 
 def assert_lost(survivors: list[Outcome], peer: int) -> None:

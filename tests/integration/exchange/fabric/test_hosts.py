@@ -9,13 +9,13 @@ from pathlib import Path
 import pytest
 
 from ep_server.errors import PeerLost, PeerTimeout
-from tests.support import namespaces
+from ep_server.testing import namespaces
+from ep_server.testing.namespaces import Hosts
 from tests.support.exchange import fault_programs as programs
 from tests.support.exchange.fault_programs import SECOND, spec_of
 from tests.support.exchange.ranks import Ranks, run_ranks
 from tests.support.fabric.fabric_ends import needs
 from tests.support.fabric.fault_programs import goes_on, one_each
-from tests.support.namespaces import Hosts
 
 
 @pytest.fixture

@@ -19,7 +19,8 @@ from ep_server.exchange.fabric.exchange import FabricExchange, FabricOptions
 from ep_server.exchange.geometry import geometry_of
 from ep_server.exchange.segment import HostShare, create_host_share, create_segment
 from ep_server.exchange.shm import ShmExchange
-from tests.support import namespaces
+from ep_server.testing import namespaces
+from ep_server.testing.namespaces import Hosts
 from tests.support.exchange import fault_programs as programs
 from tests.support.exchange.conformance import run_cases, run_side_by_side
 from tests.support.exchange.fault_programs import operation, spec_of
@@ -29,7 +30,6 @@ from tests.support.exchange.sequences import run_sequences
 from tests.support.fabric.fabric_ends import loopback, needs
 from tests.support.fabric.mixed_ends import from_process_group, mixed_ends
 from tests.support.fabric.suites import on_one_host
-from tests.support.namespaces import Hosts
 
 TWO_BY_TWO, ONE_AND_THREE, SCATTERED = (0, 0, 1, 1), (0, 1, 1, 1), (0, 1, 2, 0, 1)
 

@@ -16,14 +16,14 @@ import torch
 from ep_server.errors import GroupAborted, PeerLost, PeerTimeout
 from ep_server.exchange.fabric.exchange import FabricExchange, FabricOptions
 from ep_server.exchange.faults import Action, Fault
-from tests.support import namespaces
+from ep_server.testing import namespaces
+from ep_server.testing.namespaces import Hosts
 from tests.support.exchange import fault_programs as programs
 from tests.support.exchange.fault_programs import SECOND, operation, rows_of, spec_of
 from tests.support.exchange.ranks import Peer, Ranks, run_outcomes, run_ranks
 from tests.support.fabric.fabric_ends import loopback, needs
 from tests.support.fabric.fault_programs import assert_lost, goes_on, never_ends, resets
 from tests.support.fabric.mixed_ends import MixedEnd, mixed_ends
-from tests.support.namespaces import Hosts
 
 HOSTS = (0, 1, 1, 1)  # rank 1 takes in what rank 0 sends to its host; rank 0 what comes to its own
 GATEWAY, BEHIND, ALONE = 1, 2, 0

@@ -13,12 +13,12 @@ import pytest
 
 from ep_server.errors import ExchangeError, PeerLost, PeerTimeout
 from ep_server.exchange.fabric.exchange import FabricExchange
-from tests.support import namespaces
+from ep_server.testing import namespaces
+from ep_server.testing.namespaces import Hosts
 from tests.support.exchange.fault_programs import SECOND, operation, spec_of
 from tests.support.exchange.ranks import Outcome, Peer, Ranks
 from tests.support.fabric.fabric_ends import FabricEnd, ends, loopback, needs
 from tests.support.fabric.fault_programs import one_each
-from tests.support.namespaces import Hosts
 
 RANKS, DEADLINE_SECONDS = 3, 1.0
 # Where a rank waits for another, or finds that nothing can be written to it any more.

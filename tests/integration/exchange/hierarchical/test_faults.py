@@ -16,14 +16,14 @@ from ep_server.exchange.fabric.exchange import FabricOptions
 from ep_server.exchange.fabric.host_staging import FabricDeviceExchange
 from ep_server.exchange.faults import Action, Fault
 from ep_server.exchange.hierarchical.exchange import HierarchicalExchange
-from tests.support import namespaces
+from ep_server.testing import namespaces
+from ep_server.testing.namespaces import Hosts
 from tests.support.exchange.fault_programs import SECOND
 from tests.support.exchange.ranks import Outcome, Peer, Ranks, run_outcomes
 from tests.support.fabric import hybrid_ends
 from tests.support.fabric.fabric_ends import loopback, needs
 from tests.support.fabric.fault_programs import assert_lost
 from tests.support.fabric.mixed_ends import MixedEnd, mixed_ends
-from tests.support.namespaces import Hosts
 
 HOSTS = (0, 0, 1, 1)
 TOKENS, HIDDEN = 4, 64

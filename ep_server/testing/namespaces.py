@@ -57,6 +57,7 @@ class Hosts:
                 _ip("netns", "del", name)
 
     def address(self, host: int) -> str:
+        """The IP address of a host."""
         return f"198.18.0.{host + 1}"
 
     def cut(self, host: int) -> None:
@@ -64,6 +65,7 @@ class Hosts:
         _ip("-n", self.switch, "link", "set", f"port{host}", "nomaster")
 
     def mend(self, host: int) -> None:
+        """Connects a host again."""
         _ip("-n", self.switch, "link", "set", f"port{host}", "master", "br0")
 
     def limit(self, host: int, rate: str) -> None:
