@@ -2,7 +2,7 @@
 
     python3 benchmarks/gpu_experts.py --experts 128 --rows 512,2048 [--fp8] [--sweep]
 
-"streamed" is the one kernel for Hopper, for each of its numbers of rows of a tile. --fp8: weights are codes
+"hopper" is the one kernel for Hopper, for each of its numbers of rows of a tile. --fp8: weights are codes
 with a scale for 128 x 128, beside torch on the same values in BF16. --sweep times other tiles of the other
 kernels. The result is checked against torch first. Rows drawn uniformly. Times in microseconds per layer,
 median of replays.
@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from gpu_timing import BF16, RATE, arguments, in_graph, numbers
 
-from ep_server.backends.gpu.kernels.hopper.experts import StreamedExperts, Tile, streamable
+from ep_server.backends.gpu.kernels.hopper.experts import HopperExperts, Tile, hopper_fits
 from ep_server.backends.gpu.kernels.triton.expert_rows import (
     GROUP,
     ExpertRows,
@@ -71,11 +71,11 @@ class Case:
             self.given, self.weights[which], self.hidden, self.out, tiles=tiles, rows_per_expert=self.each
         )
 
-    def streamed(self) -> None:
+    def hopper(self) -> None:
         """Prints the times of the kernel for Hopper, each checked."""
-        if not all(streamable(each) for each in self.weights):
+        if not all(hopper_fits(each) for each in self.weights):
             return
-        layers, plain = [StreamedExperts(each) for each in self.weights], self.plain(0)
+        layers, plain = [HopperExperts(each) for each in self.weights], self.plain(0)
         scratch = torch.empty(layers[0].scratch_bytes(len(self.out)), device="cuda", dtype=torch.uint8)
 
         def run(which: int, tile: Tile) -> None:
@@ -88,7 +88,7 @@ class Case:
             assert error < 0.01, error
             took = in_graph(lambda which: run(which, tile), len(layers))  # noqa: B023
             print(
-                f"    streamed, {'wide ' if tile.wide else ''}tiles of {tile.rows} rows: {took:.1f} us "
+                f"    hopper, {'wide ' if tile.wide else ''}tiles of {tile.rows} rows: {took:.1f} us "
                 f"({self.bound() / took:.0%}); error {error:.1e}",
                 flush=True,
             )
@@ -195,7 +195,7 @@ def main() -> None:
             f"bound {case.bound():.1f} ({case.bound() / ours:.0%}); error {error:.1e}",
             flush=True,
         )
-        case.streamed()
+        case.hopper()
         if given.sweep:
             for m in given.m:
                 swept(case, m)

@@ -19,10 +19,10 @@ from gpu_timing import BF16, RATE, arguments, in_graph
 
 from ep_server.backends.gpu.attention.decode_kernels import triton_decode
 from ep_server.backends.gpu.kernels.hopper.mla import (
-    LatentLaunchConfig,
-    StreamedLatent,
-    StreamedLatentStep,
-    latent_launch_config_for,
+    HopperMla,
+    HopperMlaStep,
+    MlaLaunchConfig,
+    mla_launch_config_for,
 )
 from ep_server.backends.gpu.kernels.triton.paged import AttentionRule, PagedKv, Sequences
 from ep_server.backends.gpu.step_input import Singles, StepTensors
@@ -57,15 +57,15 @@ class Case:
         )
         self.q = torch.randn(batch, heads, DIM, device="cuda", dtype=BF16)
         self.out = torch.empty(batch, heads, LATENT, device="cuda", dtype=BF16)
-        self.kernels = [StreamedLatent(kv, self.spec) for kv in self.caches]
+        self.kernels = [HopperMla(kv, self.spec) for kv in self.caches]
         sequences = Sequences(self.blocks, lengths)
         self.layer = triton_decode(self.spec, LONGEST, NUM_SMS).over(sequences)
 
     def triton(self, which: int) -> None:
         self.layer(self.q, self.caches[which], AttentionRule(self.spec.scale), self.out)
 
-    def streamed(self, config: LatentLaunchConfig) -> Callable[[int], None]:
-        step = StreamedLatentStep(self.step, self.heads, config)
+    def hopper(self, config: MlaLaunchConfig) -> Callable[[int], None]:
+        step = HopperMlaStep(self.step, self.heads, config)
         return lambda which: self.kernels[which].run(self.q, step, self.out)
 
     def error(self) -> float:
@@ -82,9 +82,9 @@ class Case:
         return max(moved / RATE, products / FLOPS) * 1e6
 
 
-def compare(case: Case, configs: dict[str, LatentLaunchConfig]) -> None:
+def compare(case: Case, configs: dict[str, MlaLaunchConfig]) -> None:
     work: dict[str, Callable[[int], None]] = {"triton": case.triton}
-    work |= {name: case.streamed(config) for name, config in configs.items()}
+    work |= {name: case.hopper(config) for name, config in configs.items()}
     found = []
     for name, one in work.items():
         case.out.fill_(float("nan"))
@@ -100,15 +100,15 @@ def compare(case: Case, configs: dict[str, LatentLaunchConfig]) -> None:
     )
 
 
-def others(heads: int, batch: int) -> dict[str, LatentLaunchConfig]:
+def others(heads: int, batch: int) -> dict[str, MlaLaunchConfig]:
     """Other ways to launch ours."""
     if heads > ALONE:
         items = batch * ceil(heads / (2 * ALONE))
-        configs = [LatentLaunchConfig(1, NUM_SMS, n) for n in POWERS if n <= max(4, NUM_SMS // items)]
+        configs = [MlaLaunchConfig(1, NUM_SMS, n) for n in POWERS if n <= max(4, NUM_SMS // items)]
         return {f"splits {each.splits}": each for each in configs}
-    configs = [LatentLaunchConfig(n, NUM_SMS) for n in POWERS if n * batch <= 4 * NUM_SMS]
+    configs = [MlaLaunchConfig(n, NUM_SMS) for n in POWERS if n * batch <= 4 * NUM_SMS]
     configs += [
-        LatentLaunchConfig(team, NUM_SMS, splits)
+        MlaLaunchConfig(team, NUM_SMS, splits)
         for team, splits in itertools.product(POWERS[1:], POWERS[1:])
         if team * splits * batch <= 2 * NUM_SMS
     ]
@@ -121,7 +121,7 @@ def main() -> None:
     given = parser.parse_args()
     print(torch.cuda.get_device_name(), torch.__version__)
     for heads, context, batch in itertools.product(given.heads, given.context, given.batch):
-        configs = {"streamed": latent_launch_config_for(batch, heads, NUM_SMS, LONGEST)}
+        configs = {"hopper": mla_launch_config_for(batch, heads, NUM_SMS, LONGEST)}
         if given.configs:
             configs |= others(heads, batch)
         compare(Case(heads, batch, context), configs)

@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from gpu_timing import BF16, RATE, arguments, in_graph
 
-from ep_server.backends.gpu.kernels.hopper.products import LaunchConfig, SplitK, StreamedProduct
+from ep_server.backends.gpu.kernels.hopper.products import HopperProduct, LaunchConfig, SplitK
 from ep_server.backends.gpu.kernels.triton.norm import add_rms_norm
 from ep_server.backends.gpu.kernels.triton.paged import PagedKv
 from ep_server.backends.gpu.kernels.triton.partial import Partial
@@ -121,7 +121,7 @@ class Case:
             add_rms_norm(self.x, self.residual, self.ones, 1e-6, self.x)
         self.read(product(which))
 
-    def check(self, product: StreamedProduct) -> None:
+    def check(self, product: HopperProduct) -> None:
         """Against float64."""
         wanted = self.x.double() @ self.weights[0].double().T
         error = (product(self.x).sums.double().sum(0) - wanted).norm() / wanted.norm()
@@ -144,7 +144,7 @@ class Case:
         )
         print(f"    {'library':12s} {self.times(self.library)}", flush=True)
         for name, config in self.configs():
-            all_of = [StreamedProduct(weight, config=config) for weight in self.weights]
+            all_of = [HopperProduct(weight, config=config) for weight in self.weights]
             self.check(all_of[0])
             print(f"    {name:12s} {self.times(partial(of_one, all_of, self.x))}", flush=True)
 
@@ -154,7 +154,7 @@ def timed(work: Callable[[int], object], sets: int) -> float:
     return in_graph(work, sets, rounds=-(-CALLS // sets))
 
 
-def of_one(products: list[StreamedProduct], x: torch.Tensor, which: int) -> Product:
+def of_one(products: list[HopperProduct], x: torch.Tensor, which: int) -> Product:
     return products[which](x)
 
 

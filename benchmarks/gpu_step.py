@@ -22,7 +22,7 @@ import torch
 from gpu_timing import arguments, median_us, numbers
 
 from ep_server.backends.gpu import decoder
-from ep_server.backends.gpu.graphs import Form
+from ep_server.backends.gpu.graphs import GraphKey
 from ep_server.backends.gpu.kernels.hopper.products import Limits
 from ep_server.config import Config
 from ep_server.exchange.api import control_spec
@@ -52,7 +52,7 @@ def built(path: Path, batches: Sequence[int], context: int, routing: str) -> Ran
 
     class Captured(CudaDevice):
         def prepare(self, runner: Any, progress: Callable[[str, int, int], None]) -> None:
-            runner.graphs.record_only(Form(batch) for batch in batches)
+            runner.graphs.record_only(GraphKey(batch) for batch in batches)
             super().prepare(runner, progress)
 
     most = max(*batches, 256)
@@ -112,7 +112,7 @@ def measured(parts: RankParts, batch: int, context: int) -> float:
     step = step_of(batch, context)
     with torch.inference_mode():
         runner.collect(runner.launch(step, 1, batch))
-        return median_us(lambda: runner.graphs.replay(Form(batch)))
+        return median_us(lambda: runner.graphs.replay(GraphKey(batch)))
 
 
 @contextlib.contextmanager
@@ -163,10 +163,10 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--routing", default="uniform")
     parser.add_argument("--profile", action="store_true")
-    parser.add_argument("--streamed", type=numbers, help="rows of qkv, output and router products, at most")
+    parser.add_argument("--hopper", type=numbers, help="rows of qkv, output and router products, at most")
     given = parser.parse_args()
-    if given.streamed:
-        decoder.STREAMED = Limits(*given.streamed)
+    if given.hopper:
+        decoder.HOPPER_LIMITS = Limits(*given.hopper)
     whole = json.loads((SHAPES / given.shape / "config.json").read_text())["num_hidden_layers"]
     print(torch.cuda.get_device_name(), torch.__version__, given.shape, f"context {given.context}")
     counts = [given.layers] if given.layers == whole else [given.layers // 2, given.layers]

@@ -149,12 +149,12 @@ def overlap_mode(config: Config, ranks: int) -> str:
 
 def rows_of(exchange: Exchange) -> RowsOfSteps:
     """How rows come to a GPU: not at all for one rank, else as the exchange is able to bring them."""
-    from ep_server.backends.gpu.moe.rows import FusedRows, LocalRows, PlainRows, RowsBeside, RowsOfSteps
+    from ep_server.backends.gpu.moe.rows import FusedRows, LocalRows, PlainRows, RowsOfSteps, SideRows
 
     if exchange.spec.local_only:
         local = LocalRows()
         return RowsOfSteps(local, local)
     if (fused := exchange.fused) is not None:
-        return RowsOfSteps(FusedRows(fused), RowsBeside(fused, OVERLAP_SMS), exchange.check)
+        return RowsOfSteps(FusedRows(fused), SideRows(fused, OVERLAP_SMS), exchange.check)
     rows = PlainRows(exchange, exchange.capabilities.cheapest_view)
     return RowsOfSteps(rows, rows, exchange.check)

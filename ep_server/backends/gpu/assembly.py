@@ -9,7 +9,7 @@ import torch
 from ep_server.backends.assembly import TORCH, RankModel
 from ep_server.backends.gpu.attention.choice import AttentionCase, Chosen, choose
 from ep_server.backends.gpu.attention.decode_kernels import DecodeKernels
-from ep_server.backends.gpu.graphs import Form, captured_forms
+from ep_server.backends.gpu.graphs import GraphKey, captured_keys
 from ep_server.backends.gpu.memory import Room
 from ep_server.backends.gpu.moe.rows import RowsOfSteps
 from ep_server.backends.gpu.runner import GpuOptions, GpuRunner
@@ -69,9 +69,9 @@ def gpu_runner(
     sequences = min(plan.max_running, plan.max_step_tokens)
     longest = -(-model.max_context // plan.block_size)
     shape = InputShape(plan.max_step_tokens, sequences, longest, plan.block_size)
-    forms: list[Form] = []
+    keys: list[GraphKey] = []
     if plan.graphs:
         timed = plan.timed_every > 0
-        forms = captured_forms(sequences, plan.max_step_tokens, plan.overlap, timed=timed)
-    options = GpuOptions(shape, rows, tuple(forms), plan.timed_every, kernels)
+        keys = captured_keys(sequences, plan.max_step_tokens, plan.overlap, timed=timed)
+    options = GpuOptions(shape, rows, tuple(keys), plan.timed_every, kernels)
     return GpuRunner(params, options)

@@ -15,17 +15,21 @@ from ep_server.backends.gpu.attention.attention import AttentionStep, GqaKernels
 from ep_server.backends.gpu.attention.decode_kernels import DecodeKernels, TritonDecode, triton_decode
 from ep_server.backends.gpu.capability import sm_count
 from ep_server.backends.gpu.kernels.hopper.attention import (
-    StreamedStep,
+    HopperAttentionStep,
+    hopper_attention,
     launch_config_for,
-    streamed_attention,
 )
 from ep_server.backends.gpu.kernels.hopper.mla import (
-    StreamedLatent,
-    StreamedLatentStep,
-    latent_launch_config_for,
-    streamed_latent,
+    HopperMla,
+    HopperMlaStep,
+    hopper_mla,
+    mla_launch_config_for,
 )
-from ep_server.backends.gpu.kernels.hopper.products import STREAMED, STREAMED_AMONG_RANKS, streamed_product
+from ep_server.backends.gpu.kernels.hopper.products import (
+    HOPPER_LIMITS,
+    HOPPER_LIMITS_AMONG_RANKS,
+    hopper_product,
+)
 from ep_server.backends.gpu.kernels.triton.embedding import RowTokens, embed
 from ep_server.backends.gpu.kernels.triton.expert_rows import tally
 from ep_server.backends.gpu.kernels.triton.paged import PagedKv, Sequences
@@ -38,12 +42,12 @@ from ep_server.backends.gpu.moe.moe import (
     MoeStep,
     add_norm,
     dense,
+    hopper_experts,
     moe,
     router_weight,
-    streamed_experts,
 )
-from ep_server.backends.gpu.moe.rows import Rows, Unsent
-from ep_server.backends.gpu.side_stream import Beside
+from ep_server.backends.gpu.moe.rows import DeferredCombine, Rows
+from ep_server.backends.gpu.side_stream import SideStream
 from ep_server.backends.gpu.step_input import StepTensors
 from ep_server.backends.torch_compute import TorchLinear
 from ep_server.models.attention import rotation_table
@@ -60,14 +64,14 @@ class Pass:
 
     drawn: [..] int64, tokens that the last step drew, by StepTensors.sources.
     most: rows that a micro-batch has at most on any rank. rows: how they travel. lap: ends a phase.
-    beside: where shared experts may run meanwhile, if not in the step's own stream.
+    side: where shared experts may run meanwhile; None = the step's own stream.
     """
 
     drawn: torch.Tensor
     most: int
     rows: Rows
     lap: Lap
-    beside: Beside | None = None
+    side: SideStream | None = None
 
 
 class GpuDecoder:
@@ -86,7 +90,7 @@ class GpuDecoder:
         self._table = torch.view_as_real(table).contiguous().to(device)
         attention, longest = params.spec.attention, len(table)
         self._kernels = kernels or triton_decode(attention, longest, sm_count(device))
-        self._limits = STREAMED if params.exchange.spec.num_ranks == 1 else STREAMED_AMONG_RANKS
+        self._limits = HOPPER_LIMITS if params.exchange.spec.num_ranks == 1 else HOPPER_LIMITS_AMONG_RANKS
         local = len(params.exchange.spec.local_experts)
         self.experts = ExpertCounter(params.spec.num_layers, local, device, torch.int32, tally)
         self._moe = [self._block(index, params) for index in range(params.spec.num_layers)]
@@ -99,7 +103,7 @@ class GpuDecoder:
         """
         eps, weights = self._spec.norm_eps, self._weights
         at = self._attention_step(step)
-        routed = MoeStep(step, on.most, on.rows, on.lap, on.beside)
+        routed = MoeStep(step, on.most, on.rows, on.lap, on.side)
         residual, x = (weights.embedding.new_empty(step.tokens, self._spec.hidden) for _ in range(2))
         tokens = RowTokens(step.ids, step.sources, on.drawn)
         embed(tokens, weights.embedding, weights.layers[0].attention_norm, eps, residual, x)
@@ -116,7 +120,7 @@ class GpuDecoder:
                 branch = dense(x, layer.ffn)
                 on.lap(Phase.EXPERTS)
             x = add_norm(branch, residual, after, eps)
-            if isinstance(branch, Unsent):
+            if isinstance(branch, DeferredCombine):
                 on.lap(Phase.COMBINE)
                 branch = x  # the experts' rows are free before attention takes room
         return x if step.sample_rows is None else x.index_select(0, step.sample_rows)
@@ -140,10 +144,10 @@ class GpuDecoder:
             params.spec.router,
             weight,
             ffn.bias,
-            streamed_product(weight, self._limits.router),
+            hopper_product(weight, self._limits.router),
             None if params.uniform is None else params.uniform.seed,
         )
-        experts = streamed_experts(ffn.experts)
+        experts = hopper_experts(ffn.experts)
         return GpuMoe(router, params.exchange.spec, self.experts.rows[index], experts)
 
     def _attention(self, x: torch.Tensor, index: int, at: AttentionStep) -> torch.Tensor | Partial:
@@ -155,23 +159,23 @@ class GpuDecoder:
         assert isinstance(w, MlaWeights) and not isinstance(by, GqaKernels)
         return mla(x, w, by, spec, kv, at)
 
-    def _layer_kernels(self, index: int) -> GqaKernels | StreamedLatent | None:
+    def _layer_kernels(self, index: int) -> GqaKernels | HopperMla | None:
         spec, w, kv = self._spec.attention, self._weights.layers[index].attention, self._kv[index]
-        ours = isinstance(self._kernels, TritonDecode) and self._kernels.streamed
+        ours = isinstance(self._kernels, TritonDecode) and self._kernels.hopper
         if isinstance(spec, MlaSpec):
-            return streamed_latent(kv, spec) if ours else None
+            return hopper_mla(kv, spec) if ours else None
         assert isinstance(w, GqaWeights)
         norm = None if w.head_norm is None else HeadNorm(w.head_norm, self._spec.norm_eps)
-        streamed = streamed_attention(kv, spec, self._table, norm) if ours else None
-        return GqaKernels.of(w, self._limits, streamed)
+        hopper = hopper_attention(kv, spec, self._table, norm) if ours else None
+        return GqaKernels.of(w, self._limits, hopper)
 
     def _attention_step(self, step: StepTensors) -> AttentionStep:
         singles = Sequences(step.blocks[: len(step.singles)], step.singles.lengths)
         rotation = Rotation(self._table, step.positions, step.slots)
         kernels, eps = self._kernels.over(singles), self._spec.norm_eps
-        return AttentionStep(step, rotation, kernels, eps, self._streamed(step), self._latent(step))
+        return AttentionStep(step, rotation, kernels, eps, self._hopper(step), self._latent(step))
 
-    def _streamed(self, step: StepTensors) -> StreamedStep | None:
+    def _hopper(self, step: StepTensors) -> HopperAttentionStep | None:
         spec, kernels = self._spec.attention, self._kernels
         wanted = any(isinstance(by, GqaKernels) and by.attention is not None for by in self._by)
         if not wanted or not len(step.singles):
@@ -179,15 +183,15 @@ class GpuDecoder:
         assert isinstance(spec, GqaSpec) and isinstance(kernels, TritonDecode)
         sizes = len(step.singles), spec.kv_heads, kernels.num_sms, kernels.longest
         config = launch_config_for(*sizes, mixed=step.chunks is not None)
-        return StreamedStep(step, spec.heads, config)
+        return HopperAttentionStep(step, spec.heads, config)
 
-    def _latent(self, step: StepTensors) -> StreamedLatentStep | None:
+    def _latent(self, step: StepTensors) -> HopperMlaStep | None:
         spec, kernels, count = self._spec.attention, self._kernels, len(step.singles)
-        if not count or not any(isinstance(by, StreamedLatent) for by in self._by):
+        if not count or not any(isinstance(by, HopperMla) for by in self._by):
             return None
         assert isinstance(spec, MlaSpec) and isinstance(kernels, TritonDecode)
-        config = latent_launch_config_for(count, spec.heads, kernels.num_sms, kernels.longest)
-        return StreamedLatentStep(step, spec.heads, config)
+        config = mla_launch_config_for(count, spec.heads, kernels.num_sms, kernels.longest)
+        return HopperMlaStep(step, spec.heads, config)
 
 
 def paged_layers(params: DecoderParams) -> list[PagedKv]:

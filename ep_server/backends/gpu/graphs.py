@@ -1,4 +1,4 @@
-"""Recorded and replayed work: one CUDA graph per form of a step, in one memory pool.
+"""Recorded and replayed work: one CUDA graph per key of a step, in one memory pool.
 
 On a device without graphs a replay repeats the work on the same tensors.
 """
@@ -18,7 +18,7 @@ LEAST_OVERLAPPED = 64  # rows; with fewer there is less to hide than reading eve
 WARM_UPS = 2  # runs before a capture: libraries choose their kernels in them
 
 
-class Form(NamedTuple):
+class GraphKey(NamedTuple):
     """bucket: rows that a step is padded to; with more than sequences at once, some are of chunks of prompts.
 
     timed: there are stamps between its phases.
@@ -29,28 +29,28 @@ class Form(NamedTuple):
     timed: bool = False
 
 
-Work = Callable[[Form], torch.Tensor]
+Work = Callable[[GraphKey], torch.Tensor]
 
 
 class Graphs:
-    """Recorded work by form.
+    """Recorded work by key.
 
     Args:
-        work: enqueues a step of a form on the current stream; returns what it leaves, which the next step of
-          any form may overwrite.
-        forms: to be recorded. seconds: until the device must have ended what is run before a capture.
+        work: enqueues a step of a key on the current stream; returns what it leaves, which the next step of
+          any key may overwrite.
+        keys: to be recorded. seconds: until the device must have ended what is run before a capture.
     """
 
-    def __init__(self, work: Work, forms: Iterable[Form], device: torch.device, seconds: float) -> None:
+    def __init__(self, work: Work, keys: Iterable[GraphKey], device: torch.device, seconds: float) -> None:
         self._work, self._device, self._seconds = work, device, seconds
-        self.record_only(forms)
-        self._left: dict[Form, torch.Tensor] = {}
-        self._graphs: dict[Form, torch.cuda.CUDAGraph] = {}
+        self.record_only(keys)
+        self._left: dict[GraphKey, torch.Tensor] = {}
+        self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
 
-    def record_only(self, forms: Iterable[Form]) -> None:
-        """Before capture(): these forms in place of those given."""
-        self._forms = frozenset(forms)
-        self.buckets = sorted({form.bucket for form in self._forms})
+    def record_only(self, keys: Iterable[GraphKey]) -> None:
+        """Before capture(): these keys in place of those given."""
+        self._keys = frozenset(keys)
+        self.buckets = sorted({key.bucket for key in self._keys})
 
     def bucket_of(self, rows: int) -> int:
         """The smallest bucket that holds so many rows; 0 = none does, or nothing was recorded."""
@@ -60,44 +60,44 @@ class Graphs:
     @property
     def overlapped(self) -> frozenset[int]:
         """Buckets that have graphs of one and of two micro-batches."""
-        return frozenset(b for b in self.buckets if {Form(b, 1), Form(b, 2)} <= self._forms)
+        return frozenset(b for b in self.buckets if {GraphKey(b, 1), GraphKey(b, 2)} <= self._keys)
 
-    def __contains__(self, form: Form) -> bool:
-        return form in self._forms
+    def __contains__(self, key: GraphKey) -> bool:
+        return key in self._keys
 
     def capture(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Records every form, the largest first: the smaller ones then fit into its memory. Collective.
+        """Records every key, the largest first: the smaller ones then fit into its memory. Collective.
 
         Raises: InternalError if the device does not end what is run before.
         """
-        progress(0, len(self._forms))
-        for done, form in enumerate(sorted(self._forms, reverse=True), start=1):
+        progress(0, len(self._keys))
+        for done, key in enumerate(sorted(self._keys, reverse=True), start=1):
             for _ in range(WARM_UPS):
-                self._left[form] = self._work(form)
+                self._left[key] = self._work(key)
             if self._device.type == "cuda":
-                self._record(form)
-            progress(done, len(self._forms))
+                self._record(key)
+            progress(done, len(self._keys))
 
-    def replay(self, form: Form) -> torch.Tensor:
-        """Enqueues the work of a form. Returns: what it leaves, at the same address in every replay.
+    def replay(self, key: GraphKey) -> torch.Tensor:
+        """Enqueues the work of a key. Returns: what it leaves, at the same address in every replay.
 
-        Raises: InternalError for another form.
+        Raises: InternalError for another key.
         """
-        if form not in self._left:
-            raise InternalError(f"no graph for a step of {form}, there are {sorted(self._left)}")
-        if form in self._graphs:
-            self._graphs[form].replay()
+        if key not in self._left:
+            raise InternalError(f"no graph for a step of {key}, there are {sorted(self._left)}")
+        if key in self._graphs:
+            self._graphs[key].replay()
         else:
-            self._left[form] = self._work(form)
-        return self._left[form]
+            self._left[key] = self._work(key)
+        return self._left[key]
 
-    def _record(self, form: Form) -> None:
+    def _record(self, key: GraphKey) -> None:
         pool = next(iter(self._graphs.values())).pool() if self._graphs else None
         graph = torch.cuda.CUDAGraph()
-        await_device(self._device, self._seconds, f"what was run before the capture of {form}")
+        await_device(self._device, self._seconds, f"what was run before the capture of {key}")
         with torch.cuda.graph(graph, pool=pool):
-            self._left[form] = self._work(form)
-        self._graphs[form] = graph
+            self._left[key] = self._work(key)
+        self._graphs[key] = graph
 
 
 def buckets_up_to(most: int) -> list[int]:
@@ -117,16 +117,18 @@ def buckets_with_chunks(sequences: int, most: int) -> list[int]:
     return sizes
 
 
-def captured_forms(sequences: int, most: int, overlap: str, *, timed: bool = False) -> list[Form]:
+def captured_keys(sequences: int, most: int, overlap: str, *, timed: bool = False) -> list[GraphKey]:
     """Of all steps of a rank. sequences, most: rows of its largest step of single tokens, and of any.
 
     Where all steps are two micro-batches, those with chunks of prompts are run as they are.
     """
-    singles = forms_of(buckets_up_to(sequences), overlap, timed=timed)
-    return singles if overlap == "on" else singles + [Form(b) for b in buckets_with_chunks(sequences, most)]
+    singles = keys_of_buckets(buckets_up_to(sequences), overlap, timed=timed)
+    return (
+        singles if overlap == "on" else singles + [GraphKey(b) for b in buckets_with_chunks(sequences, most)]
+    )
 
 
-def forms_of(buckets: Iterable[int], overlap: str, *, timed: bool = False) -> list[Form]:
+def keys_of_buckets(buckets: Iterable[int], overlap: str, *, timed: bool = False) -> list[GraphKey]:
     """What steps of these buckets may be run as: never, always or sometimes as two micro-batches.
 
     Args:
@@ -134,7 +136,7 @@ def forms_of(buckets: Iterable[int], overlap: str, *, timed: bool = False) -> li
     """
     counts = {"off": (1,), "on": (2,), "auto": (1, 2)}[overlap]
     return [
-        Form(bucket, count, stamped)
+        GraphKey(bucket, count, stamped)
         for bucket in buckets
         for count in counts
         if overlap != "auto" or count == 1 or bucket >= LEAST_OVERLAPPED

@@ -17,12 +17,12 @@ from ep_server.backends.cpu.runner import RunnerStatistics
 from ep_server.backends.gpu.attention.decode_kernels import DecodeKernels
 from ep_server.backends.gpu.clock import DeviceClock
 from ep_server.backends.gpu.decoder import GpuDecoder, Pass
-from ep_server.backends.gpu.graphs import Form, Graphs, buckets_up_to
+from ep_server.backends.gpu.graphs import GraphKey, Graphs, buckets_up_to
 from ep_server.backends.gpu.kernels.triton.launch import Compilations
 from ep_server.backends.gpu.kernels.triton.logprobs import SamplingReport
 from ep_server.backends.gpu.moe.rows import RowsOfSteps
 from ep_server.backends.gpu.sampling.sampler import GpuSampler
-from ep_server.backends.gpu.side_stream import Beside
+from ep_server.backends.gpu.side_stream import SideStream
 from ep_server.backends.gpu.step_input import InputShape, StepInput, StepTensors, sampled_slices
 from ep_server.backends.gpu.waiting import STEP_SECONDS, Snapshot, await_device, await_event
 from ep_server.models.batch import cut
@@ -50,15 +50,15 @@ class Launched:
 
 @dataclass(frozen=True, slots=True)
 class GpuOptions:
-    """shape: of the largest step. forms: of the steps that are captured, if any.
+    """shape: of the largest step. keys: of the steps that are captured, if any.
 
-    rows: how they travel. timed_every: see DeviceClock; only steps of timed forms, if there are forms.
+    rows: how they travel. timed_every: see DeviceClock; only steps of timed keys, if there are keys.
     kernels: of attention with one token per sequence; Triton's if None.
     """
 
     shape: InputShape
     rows: RowsOfSteps
-    forms: tuple[Form, ...] = ()
+    keys: tuple[GraphKey, ...] = ()
     timed_every: int = 0
     kernels: DecodeKernels | None = None
 
@@ -74,7 +74,7 @@ class GpuRunner:
         self._params, self._rows, shape = params, options.rows, options.shape
         self._compilations = Compilations()
         self._decoder, self._device = GpuDecoder(params, options.kernels), params.compute.device
-        self._beside = Beside(self._device) if self._device.type == "cuda" else None
+        self._side = SideStream(self._device) if self._device.type == "cuda" else None
         self._counted = Snapshot((self._decoder.experts.total, self._decoder.experts.active))
         self._inputs = [StepInput(shape, self._device, STAGES) for _ in range(MOST_MICRO_BATCHES)]
         self._sampler = GpuSampler(params.spec.vocab_size, shape.sequences, self._device, STAGES)
@@ -90,7 +90,7 @@ class GpuRunner:
         self._seconds = STEP_SECONDS + params.exchange.spec.timeout_ns / 1e9
         self._clock = DeviceClock(self._device, options.timed_every)
         self._clock.warm_up()
-        self.graphs = Graphs(self._padded, options.forms, self._device, self._seconds)
+        self.graphs = Graphs(self._padded, options.keys, self._device, self._seconds)
 
     def add(self, request: Request) -> None:
         """Creates the sampling state of a request. Raises: what GpuSampler.add raises."""
@@ -112,14 +112,14 @@ class GpuRunner:
         for size in sorted({*(1 << power for power in range(shape.tokens.bit_length())), shape.tokens}):
             room = PromptRoom(shape, len(self._params.kv_cache.layers[0].k), self._params.max_context)
             batch = prompts_of(size, room)
-            self._forward([self._inputs[0].fill(batch, {})], Form(0))
+            self._forward([self._inputs[0].fill(batch, {})], GraphKey(0))
             # For slower ranks perhaps: its input must still be there.
             self._await(f"prompts of {batch.num_tokens} rows")
         for given in self._inputs:  # nothing of what was run so far
             given.fill(StepBatch((), 0), {}, shape.tokens)
         for bucket in buckets_up_to(shape.sequences):
-            if Form(bucket) not in self.graphs:
-                self._padded(Form(bucket))
+            if GraphKey(bucket) not in self.graphs:
+                self._padded(GraphKey(bucket))
                 self._await(f"a step of {bucket} rows")  # slower ranks may have to compile
         self.graphs.capture(progress)
         self._await("what was run before the last capture")  # so that statistics() has all of it
@@ -134,12 +134,12 @@ class GpuRunner:
         if not batch.slices:
             return 0
         single = all(len(s.token_ids) == 1 and s.sample for s in batch.slices)
-        least = 0 if single else self._inputs[0].shape.sequences + 1  # of a graph with chunks, see Form
+        least = 0 if single else self._inputs[0].shape.sequences + 1  # of a graph with chunks, see GraphKey
         return self.graphs.bucket_of(max(batch.num_tokens, least))
 
     def micro_batches_of(self, bucket: int, agreed: int) -> int:
         """How many a step is run as where the ranks agreed on so many: one if no such graph was captured."""
-        return agreed if not bucket or Form(bucket, agreed) in self.graphs else 1
+        return agreed if not bucket or GraphKey(bucket, agreed) in self.graphs else 1
 
     def launch(self, batch: StepBatch, micro_batches: int = 1, bucket: int = 0) -> Launched:
         """Enqueues a step. Collective: every rank calls it, also with an empty batch.
@@ -159,12 +159,12 @@ class GpuRunner:
             given.fill(part, self._places, size if bucket else 0)
             for given, part, size in zip(self._inputs, parts, sizes, strict=False)
         ]
-        form = Form(bucket, micro_batches, self._timed(bucket, micro_batches))
-        logits = self.graphs.replay(form)[:count] if bucket else self._forward(steps, form)
+        key = GraphKey(bucket, micro_batches, self._timed(bucket, micro_batches))
+        logits = self.graphs.replay(key)[:count] if bucket else self._forward(steps, key)
         self._places = {number: place for place, number in enumerate(numbers)}
         told = self._told[self._launches % STAGES][:count]
         reported = self._sampler.sample(pieces, logits, self._drawn[:count], told)
-        self._clock.end(form.timed, 0 < bucket <= self._inputs[0].shape.sequences)
+        self._clock.end(key.timed, 0 < bucket <= self._inputs[0].shape.sequences)
         return self._behind(Launched(numbers, [s.number for s in batch.slices if s.sample], told, reported))
 
     def collect(self, launched: Launched) -> list[SampledToken]:
@@ -194,23 +194,23 @@ class GpuRunner:
 
     def _timed(self, bucket: int, micro_batches: int) -> bool:
         """Whether the next step's phases are timed. Where steps are captured, those of prompts are not."""
-        form = Form(bucket, micro_batches, timed=True)
-        return (form in self.graphs or not self.graphs.buckets) and self._clock.due()
+        key = GraphKey(bucket, micro_batches, timed=True)
+        return (key in self.graphs or not self.graphs.buckets) and self._clock.due()
 
-    def _padded(self, form: Form) -> torch.Tensor:
+    def _padded(self, key: GraphKey) -> torch.Tensor:
         """The work of a graph. Returns: logits of all rows."""
-        sizes = sizes_of(form.bucket, form.micro_batches)
+        sizes = sizes_of(key.bucket, key.micro_batches)
         steps = [given.padded(size) for given, size in zip(self._inputs, sizes, strict=False)]
-        return self._forward(steps, form)
+        return self._forward(steps, key)
 
-    def _forward(self, steps: Sequence[StepTensors], form: Form) -> torch.Tensor:
+    def _forward(self, steps: Sequence[StepTensors], key: GraphKey) -> torch.Tensor:
         """One pass of each micro-batch, in turn. Returns: logits [N, V]."""
         self._clock.begin()
-        most = sizes_of(form.bucket or self._params.exchange.spec.max_tokens, form.micro_batches)[0]
-        rows, beside = self._rows.one, self._beside
-        if form.micro_batches > 1:  # transfers run beside, and the other half beside them
-            rows, beside = self._rows.two, None
-        on = Pass(self._drawn, most, rows, self._clock.lap if form.timed else no_lap, beside)
+        most = sizes_of(key.bucket or self._params.exchange.spec.max_tokens, key.micro_batches)[0]
+        rows, side = self._rows.one, self._side
+        if key.micro_batches > 1:  # transfers run beside, and the other half beside them
+            rows, side = self._rows.two, None
+        on = Pass(self._drawn, most, rows, self._clock.lap if key.timed else no_lap, side)
         hidden = interleave([self._decoder.forward(step, on) for step in steps])
         self._decoder.experts.finish()
         return self._decoder.logits(hidden, self._logits)

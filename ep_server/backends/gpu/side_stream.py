@@ -14,7 +14,7 @@ T = TypeVar("T")
 Hook = Callable[[], T]  # called once, on the stream that the work was started from
 
 
-class Beside:
+class SideStream:
     """A second stream; its branches follow one another.
 
     Args:

@@ -35,8 +35,8 @@ async def test_bfloat16_over_nvlink_begins_as_float32_does(
     fields = {"model__dtype": "bfloat16", "parallel__overlap": overlap, "scheduler__block_size": BLOCK}
     tokens, heard = await drawn(model, ranks, **fields)
     assert begins_alike(model, tokens)
-    streamed = family == STREAMED and torch.cuda.get_device_capability()[0] == 9
-    assert {ready.attention.split()[0] for ready in heard.ready} == {"streamed" if streamed else "triton"}
+    hopper = family == STREAMED and torch.cuda.get_device_capability()[0] == 9
+    assert {ready.attention.split()[0] for ready in heard.ready} == {"hopper" if hopper else "triton"}
     assert all((n > 0) == (overlap == "on") for n in heard.counter("overlap_steps"))
 
 

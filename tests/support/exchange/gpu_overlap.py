@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from ep_server.backends.gpu.moe.rows import Arrival, FusedRows, Rows, RowsBeside, Tokens
+from ep_server.backends.gpu.moe.rows import Arrival, FusedRows, Rows, SideRows, Tokens
 from ep_server.exchange.api import Payload, Received, View
 from ep_server.exchange.nvlink.exchange import NvlinkExchange
 from ep_server.models.decoder import interleave
@@ -78,7 +78,7 @@ def overlapped(group: dist.ProcessGroup, replays: int) -> None:
     spec = replace(a_models_spec(group.rank(), group.size(), Payload.BF16), num_banks=2)
     exchange = open_exchange(group, spec)
     cases = Cases(spec, 4 * len(ROUTINGS))
-    step, alone = (Step(exchange, cases, r) for r in (RowsBeside(exchange, SMS), FusedRows(exchange)))
+    step, alone = (Step(exchange, cases, r) for r in (SideRows(exchange, SMS), FusedRows(exchange)))
     for _ in range(EAGER):
         step.run()
         alone.run()

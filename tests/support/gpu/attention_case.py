@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from ep_server.backends.gpu.kernels.hopper.attention import (
+    HopperAttention,
+    HopperAttentionStep,
     LaunchConfig,
-    StreamedAttention,
-    StreamedStep,
-    attention_streamable,
+    hopper_attention_fits,
 )
 from ep_server.backends.gpu.kernels.triton.paged import PagedKv
 from ep_server.backends.gpu.kernels.triton.partial import Partial
@@ -98,12 +98,12 @@ class Case:
         assert v is not None
         return k.flatten(0, 1), v.flatten(0, 1)
 
-    def kernel(self) -> StreamedAttention:
-        assert attention_streamable(self.kv, self.spec)
-        return StreamedAttention(self.kv, self.spec, self.table, self.norm)
+    def kernel(self) -> HopperAttention:
+        assert hopper_attention_fits(self.kv, self.spec)
+        return HopperAttention(self.kv, self.spec, self.table, self.norm)
 
     def run(self, config: LaunchConfig, qkv: torch.Tensor | Partial | None = None) -> torch.Tensor:
-        step = StreamedStep(self.step, self.spec.heads, config)
+        step = HopperAttentionStep(self.step, self.spec.heads, config)
         if step.workspace is not None:
             step.workspace.sums.fill_(NAN)
             step.workspace.stats.fill_(NAN)

@@ -68,7 +68,7 @@ def _steps(model: Any, exchange: Noting, ids: tuple[int, ...], alone: bool) -> F
     from ep_server.backends.gpu import runner as steps
     from ep_server.backends.gpu.assembly import GpuPlan, gpu_runner
     from ep_server.backends.gpu.moe.rows import FusedRows, RowsOfSteps
-    from ep_server.backends.gpu.side_stream import Beside
+    from ep_server.backends.gpu.side_stream import SideStream
     from tests.support.gpu.whole_steps import logits_of
     from tests.support.models.driver import BLOCK, BLOCKS
 
@@ -77,7 +77,7 @@ def _steps(model: Any, exchange: Noting, ids: tuple[int, ...], alone: bool) -> F
     rows: Any = FusedRows(exchange, alone=alone)
     plan = GpuPlan(BLOCKS, BLOCK, max_running=4, max_step_tokens=8, useful_blocks=BLOCKS, graphs=False)
     runner = gpu_runner(model, exchange.inner, RowsOfSteps(rows, rows), plan, BLOCKS)
-    runner._beside = Beside(model.compute.device) if alone else None
+    runner._side = SideStream(model.compute.device) if alone else None
     return Found(logits_of(runner, ids, PIECES), exchange.notes)
 
 

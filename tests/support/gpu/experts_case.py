@@ -1,4 +1,4 @@
-"""A layer of experts on a Hopper GPU, what must come of it, and room for it; see test_streamed_experts.py."""
+"""A layer of experts on a Hopper GPU, what must come of it, and room for it; see test_hopper_experts.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ep_server.backends.gpu.kernels.hopper.experts import StreamedExperts, streamable
+from ep_server.backends.gpu.kernels.hopper.experts import HopperExperts, hopper_fits
 from ep_server.backends.gpu.kernels.triton.expert_rows import ExpertRows, ExpertWeights
 from ep_server.models.loading import widen
 
@@ -51,7 +51,7 @@ class Layer:
             found.append(hidden @ down[e].float().T)
         return torch.cat(found)
 
-    def room(self, experts: StreamedExperts) -> tuple[torch.Tensor, torch.Tensor]:
+    def room(self, experts: HopperExperts) -> tuple[torch.Tensor, torch.Tensor]:
         """scratch and out, poisoned: bytes of ones are NaN in every format."""
         most = len(self.rows) + SPARE
         width = self.weights.down.shape[1]
@@ -85,7 +85,7 @@ def check(layer: Layer, out: torch.Tensor) -> None:
     assert float((found - expected).norm() / expected.norm()) < 2.2e-3
 
 
-def streamed(layer: Layer) -> StreamedExperts:
-    if not streamable(layer.weights):
+def hopper(layer: Layer) -> HopperExperts:
+    if not hopper_fits(layer.weights):
         pytest.skip("the kernel is for Hopper")
-    return StreamedExperts(layer.weights)
+    return HopperExperts(layer.weights)

@@ -8,10 +8,10 @@ import pytest
 import torch
 
 from ep_server.backends.gpu.kernels.hopper.mla import (
-    LatentLaunchConfig,
-    StreamedLatent,
-    StreamedLatentStep,
-    latent_streamable,
+    HopperMla,
+    HopperMlaStep,
+    MlaLaunchConfig,
+    hopper_mla_fits,
 )
 from ep_server.backends.gpu.kernels.triton.paged import PagedKv
 from ep_server.backends.gpu.step_input import Singles, StepTensors
@@ -66,20 +66,20 @@ class LatentCase:
         torch.cuda.synchronize()  # lengths and tables are read before the kernel ahead has ended
         return LatentCase(kv, replace(SPEC, heads=heads), step, q, latents, lengths)
 
-    def kernel(self) -> StreamedLatent:
-        assert latent_streamable(self.kv, self.spec)
-        return StreamedLatent(self.kv, self.spec)
+    def kernel(self) -> HopperMla:
+        assert hopper_mla_fits(self.kv, self.spec)
+        return HopperMla(self.kv, self.spec)
 
-    def given(self, config: LatentLaunchConfig) -> tuple[StreamedLatentStep, torch.Tensor]:
+    def given(self, config: MlaLaunchConfig) -> tuple[HopperMlaStep, torch.Tensor]:
         """What run() takes, of NaN."""
-        step = StreamedLatentStep(self.step, self.spec.heads, config)
+        step = HopperMlaStep(self.step, self.spec.heads, config)
         if step.workspace is not None:
             step.workspace.sums.fill_(NAN)
             step.workspace.stats.fill_(NAN)
         shape = len(self.lengths), self.spec.heads, LATENT
         return step, torch.full(shape, NAN, device="cuda", dtype=BF16)
 
-    def run(self, config: LatentLaunchConfig) -> torch.Tensor:
+    def run(self, config: MlaLaunchConfig) -> torch.Tensor:
         step, out = self.given(config)
         self.kernel().run(self.q, step, out)
         return out

@@ -10,7 +10,7 @@ import torch
 
 from ep_server.backends.assembly import LoadParams, load_model
 from ep_server.backends.gpu.attention.decode_kernels import DecodeKernels, triton_decode
-from ep_server.backends.gpu.graphs import Form
+from ep_server.backends.gpu.graphs import GraphKey
 from ep_server.backends.gpu.kernels.triton.paged import AttentionRule, PagedKv, Sequences
 from ep_server.backends.gpu.kernels.triton.partial import Partial
 from ep_server.backends.gpu.kernels.triton.rope import HeadNorm, Rotation, store_gqa
@@ -47,7 +47,7 @@ TOKENS = 64
 
 def gpu_runner(
     path: Path,
-    forms: tuple[Form, ...] = (),
+    keys: tuple[GraphKey, ...] = (),
     check: Callable[[], None] = lambda: None,
     kernels: DecodeKernels | None = None,
     rows: Rows | None = None,
@@ -59,7 +59,7 @@ def gpu_runner(
     params = DecoderParams(model.spec, model.weights, exchange, cache, model.max_context, model.compute)
     shape = InputShape(TOKENS, 16, -(-model.max_context // BLOCK), BLOCK)
     rows = rows or PlainRows(exchange)
-    options = GpuOptions(shape, RowsOfSteps(rows, rows, check), forms, kernels=kernels)
+    options = GpuOptions(shape, RowsOfSteps(rows, rows, check), keys, kernels=kernels)
     return GpuRunner(params, options)
 
 

@@ -24,8 +24,8 @@ from triton.runtime.jit import JITFunction
 from ep_server.backends.assembly import LoadParams, load_model
 from ep_server.backends.gpu import capability
 from ep_server.backends.gpu.attention.decode_kernels import triton_decode
-from ep_server.backends.gpu.graphs import captured_forms
-from ep_server.backends.gpu.kernels.hopper import attention as streamed_attention
+from ep_server.backends.gpu.graphs import captured_keys
+from ep_server.backends.gpu.kernels.hopper import attention as hopper_attention
 from ep_server.backends.gpu.moe.rows import FusedRows, LocalRows, RowsOfSteps
 from ep_server.backends.gpu.runner import GpuOptions, GpuRunner
 from ep_server.backends.gpu.step_input import InputShape
@@ -60,7 +60,7 @@ MLA = {
 class Rank:
     """What a rank is like. ranks: of its group. sequences, tokens: of its largest step. blocks: of KV.
 
-    streamed: single tokens have a kernel of their own, as on Hopper.
+    hopper: single tokens have a kernel of their own, as on Hopper.
     """
 
     config: dict[str, Any]
@@ -70,7 +70,7 @@ class Rank:
     overlap: str = "off"
     graphs: bool = True
     blocks: int = BLOCKS
-    streamed: bool = False
+    hopper: bool = False
 
 
 @contextmanager
@@ -82,9 +82,9 @@ def kernels_for_hopper() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(capability, "import_module", lambda _: native)
         patch.setattr(
-            streamed_attention,
-            "attention_streamable",
-            lambda kv, spec: not streamed_attention.shape_obstacle(spec, kv.block_size),
+            hopper_attention,
+            "hopper_attention_fits",
+            lambda kv, spec: not hopper_attention.shape_obstacle(spec, kv.block_size),
         )
         patch.setattr(torch.cuda, "current_stream", lambda _: SimpleNamespace(cuda_stream=0))
         yield
@@ -184,7 +184,7 @@ def still_runner(folder: Path, rank: Rank) -> GpuRunner:
     cache = KvCache(model.spec, rank.blocks, BLOCK, torch.bfloat16, CPU)
     decoder = DecoderParams(model.spec, model.weights, exchange, cache, model.max_context, model.compute)
     rows = LocalRows() if rank.ranks == 1 else FusedRows(exchange)
-    forms = captured_forms(rank.sequences, rank.tokens, rank.overlap) if rank.graphs else []
+    forms = captured_keys(rank.sequences, rank.tokens, rank.overlap) if rank.graphs else []
     shape = InputShape(rank.tokens, rank.sequences, model.max_context // BLOCK, BLOCK)
     kernels = triton_decode(model.spec.attention, model.max_context, MULTIPROCESSORS)
     options = GpuOptions(shape, RowsOfSteps(rows, rows), tuple(forms), kernels=kernels)

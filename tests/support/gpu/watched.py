@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.runtime.interpreter import InterpretedFunction
 
 from ep_server.backends.assembly import LoadParams, load_model
-from ep_server.backends.gpu.graphs import Form
+from ep_server.backends.gpu.graphs import GraphKey
 from ep_server.backends.gpu.moe.rows import LocalRows, RowsOfSteps
 from ep_server.backends.gpu.runner import GpuOptions, GpuRunner
 from ep_server.backends.gpu.step_input import InputShape
@@ -61,7 +61,7 @@ class HostRead(AssertionError):
 
 
 def made_runner(
-    folder: Path, device: torch.device, forms: tuple[Form, ...], config: dict[str, Any] = CONFIG
+    folder: Path, device: torch.device, keys: tuple[GraphKey, ...], config: dict[str, Any] = CONFIG
 ) -> GpuRunner:
     """One rank with random weights, which needs no other."""
     (folder / "config.json").write_text(json.dumps(config))
@@ -74,7 +74,7 @@ def made_runner(
     cache = KvCache(model.spec, BLOCKS, BLOCK, dtype, device)
     decoder = DecoderParams(model.spec, model.weights, exchange, cache, CONTEXT, model.compute)
     shape = InputShape(TOKENS, 8, CONTEXT // BLOCK, BLOCK)
-    runner = GpuRunner(decoder, GpuOptions(shape, RowsOfSteps(LocalRows(), LocalRows()), forms))
+    runner = GpuRunner(decoder, GpuOptions(shape, RowsOfSteps(LocalRows(), LocalRows()), keys))
     with torch.inference_mode():
         runner.graphs.capture()
     return runner

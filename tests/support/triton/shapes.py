@@ -15,7 +15,12 @@ from ep_server.backends.gpu.kernels.triton import stamps
 from ep_server.backends.gpu.kernels.triton.embedding import RowTokens, embed
 from ep_server.backends.gpu.kernels.triton.expert_rows import ExpertRows, ExpertWeights, tally
 from ep_server.backends.gpu.kernels.triton.experts import run_experts, silu_mul
-from ep_server.backends.gpu.kernels.triton.local_rows import Answers, Places, add_answers_norm, place_rows
+from ep_server.backends.gpu.kernels.triton.local_rows import (
+    ExpertOutputs,
+    Places,
+    add_outputs_norm,
+    place_rows,
+)
 from ep_server.backends.gpu.kernels.triton.logit_edits import add_listed, advance, allow_only, penalise
 from ep_server.backends.gpu.kernels.triton.logprobs import SamplingReport, report
 from ep_server.backends.gpu.kernels.triton.norm import add_rms_norm, rms_norm
@@ -233,8 +238,8 @@ def local_rows() -> None:
     for hidden in (2048, 7168):
         x, rows, gates = meta(TOKENS, hidden), meta(TOKENS * 8, hidden), meta(TOKENS, 8, dtype=F32)
         for shared in (None, x):
-            answers = Answers(rows, ids, gates, places.rows, shared)
-            add_answers_norm(answers, x, meta(hidden), 1e-6, x)
+            answers = ExpertOutputs(rows, ids, gates, places.rows, shared)
+            add_outputs_norm(answers, x, meta(hidden), 1e-6, x)
 
 
 PARTS = (

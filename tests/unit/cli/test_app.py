@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from ep_server.backends.gpu.graphs import captured_forms
+from ep_server.backends.gpu.graphs import captured_keys
 from ep_server.cli.app import warn_if_prompts_are_slow
 from ep_server.config import Config
 
@@ -20,7 +20,7 @@ def test_sizes_that_leave_prompts_uncaptured_are_named(
     flags = {"scheduler.max_running": running, "scheduler.max_step_tokens": tokens}
     config = Config.load(flags={**flags, "parallel.device": device, "parallel.graphs": graphs}, environ={})
     single = min(running, tokens)
-    prompts = any(form.bucket > single for form in captured_forms(single, tokens, "off"))
+    prompts = any(form.bucket > single for form in captured_keys(single, tokens, "off"))
     with caplog.at_level(logging.WARNING):
         warn_if_prompts_are_slow(config)
     names = "scheduler.max_step_tokens = 256 is not above scheduler.max_running"

@@ -1,4 +1,4 @@
-"""[6] Attention of one layer: projections by torch or streamed, everything between them in fused kernels.
+"""[6] Attention of one layer: projections by torch or our kernels, everything between them in fused kernels.
 
 Reads and writes the paged cache in place. Weights are those of layers.py, prepared by TorchCompute.
 """
@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from ep_server.backends.gpu.attention.decode_kernels import DecodeLayer
-from ep_server.backends.gpu.kernels.hopper.attention import StreamedAttention, StreamedStep
-from ep_server.backends.gpu.kernels.hopper.mla import StreamedLatent, StreamedLatentStep
-from ep_server.backends.gpu.kernels.hopper.products import Limits, StreamedProduct, product, streamed_product
+from ep_server.backends.gpu.kernels.hopper.attention import HopperAttention, HopperAttentionStep
+from ep_server.backends.gpu.kernels.hopper.mla import HopperMla, HopperMlaStep
+from ep_server.backends.gpu.kernels.hopper.products import HopperProduct, Limits, hopper_product, product
 from ep_server.backends.gpu.kernels.triton.norm import rms_norm
 from ep_server.backends.gpu.kernels.triton.paged import AttentionRule, PagedKv, Sequences
 from ep_server.backends.gpu.kernels.triton.paged_prefill import prefill
@@ -28,33 +28,33 @@ from ep_server.models.layers import GqaWeights, MlaWeights
 class AttentionStep:
     """What all layers of a step share. decode: over its first sequences, as many as `step.singles`.
 
-    streamed, latent: of its single tokens, for the layers that have a kernel for them.
+    hopper, latent: of its single tokens, for the layers that have a kernel for them.
     """
 
     step: StepTensors
     rotation: Rotation
     decode: DecodeLayer
     eps: float
-    streamed: StreamedStep | None = None
-    latent: StreamedLatentStep | None = None
+    hopper: HopperAttentionStep | None = None
+    latent: HopperMlaStep | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class GqaKernels:
     """What a layer has for Hopper: its projections, for few rows, and all that stands between them."""
 
-    qkv: StreamedProduct | None = None
-    out: StreamedProduct | None = None
-    attention: StreamedAttention | None = None
+    qkv: HopperProduct | None = None
+    out: HopperProduct | None = None
+    attention: HopperAttention | None = None
 
     @staticmethod
-    def of(w: GqaWeights, limits: Limits, attention: StreamedAttention | None) -> GqaKernels:
+    def of(w: GqaWeights, limits: Limits, attention: HopperAttention | None) -> GqaKernels:
         """Norms over all heads read q and k before they are stored: as tensors."""
         assert isinstance(w.qkv, TorchLinear) and isinstance(w.out, TorchLinear)
         most = limits.qkv if w.q_norm is None else 0
         return GqaKernels(
-            streamed_product(w.qkv.weight, most, w.qkv.bias),
-            streamed_product(w.out.weight, limits.out, w.out.bias),
+            hopper_product(w.qkv.weight, most, w.qkv.bias),
+            hopper_product(w.out.weight, limits.out, w.out.bias),
             attention,
         )
 
@@ -63,20 +63,20 @@ def gqa(
     x: torch.Tensor, w: GqaWeights, by: GqaKernels, spec: GqaSpec, kv: PagedKv, at: AttentionStep
 ) -> torch.Tensor | Partial:
     """Grouped-query attention of x: [T, H], normed, to [T, H]; stores the tokens' K and V."""
-    streamed, chunks = at.streamed if by.attention is not None else None, at.step.chunks
-    one = streamed is None or chunks is None  # kernel reads the projections: they may be partial sums
+    hopper, chunks = at.hopper if by.attention is not None else None, at.step.chunks
+    one = hopper is None or chunks is None  # kernel reads the projections: they may be partial sums
     qkv = product(x, by.qkv if one else None, w.qkv)
     if isinstance(qkv, torch.Tensor):
         _norm_all_heads(qkv, w, spec, at.eps)
     norm = None if w.head_norm is None else HeadNorm(w.head_norm, at.eps)
     rule, out = AttentionRule(spec.scale, spec.window), answers(x, spec.heads, spec.head_dim, at.step)
-    if by.attention is None or streamed is None:
+    if by.attention is None or hopper is None:
         q = torch.empty_like(out)
         store_gqa(qkv, q, kv, at.rotation, norm, spec.clip)
         attend(q, kv, rule, at, out)
         return product(out.flatten(1), by.out, w.out)
-    singles = streamed.count
-    by.attention.run(qkv if isinstance(qkv, Partial) else qkv[:singles], streamed, out[:singles])
+    singles = hopper.count
+    by.attention.run(qkv if isinstance(qkv, Partial) else qkv[:singles], hopper, out[:singles])
     if chunks is not None:
         q = torch.empty_like(out)
         store_gqa(qkv, q, kv, replace(at.rotation, slots=chunks.slots), norm, spec.clip)
@@ -95,7 +95,7 @@ def _norm_all_heads(qkv: torch.Tensor, w: GqaWeights, spec: GqaSpec, eps: float)
 def mla(
     x: torch.Tensor,
     w: MlaWeights,
-    by: StreamedLatent | None,
+    by: HopperMla | None,
     spec: MlaSpec,
     kv: PagedKv,
     at: AttentionStep,

@@ -15,7 +15,7 @@ from ep_server.backends.gpu.attention.decode_kernels import DecodeKernels, trito
 from ep_server.backends.gpu.attention.flashinfer_decode import FlashInferDecode, Xqa, XqaShape, load_xqa
 from ep_server.backends.gpu.capability import NATIVE, native_built, sm_count
 from ep_server.backends.gpu.kernels.hopper.attention import shape_obstacle
-from ep_server.backends.gpu.kernels.hopper.mla import latent_obstacle
+from ep_server.backends.gpu.kernels.hopper.mla import mla_obstacle
 from ep_server.errors import ConfigError
 from ep_server.models.families.spec import GqaSpec, MlaSpec
 from ep_server.models.sizes import Dtype
@@ -76,9 +76,9 @@ def choose(asked: str, case: AttentionCase, load: Callable[[], Xqa] = load_xqa) 
     Raises: ConfigError where FlashInfer is asked for and cannot be had, with the reason.
     """
     if asked != "flashinfer":
-        reason = why_not_streamed(case) if asked == "auto" else "as asked"
-        kernels = triton_decode(case.spec, case.longest, case.num_sms, streamed=not reason)
-        return Chosen(kernels, f"triton ({reason})" if reason else "streamed (chunks of prompts: triton)")
+        reason = hopper_obstacle(case) if asked == "auto" else "as asked"
+        kernels = triton_decode(case.spec, case.longest, case.num_sms, hopper=not reason)
+        return Chosen(kernels, f"triton ({reason})" if reason else "hopper (chunks of prompts: triton)")
     problem = why_not_flashinfer(case)
     if problem:
         raise _refused(problem)
@@ -92,13 +92,13 @@ def choose(asked: str, case: AttentionCase, load: Callable[[], Xqa] = load_xqa) 
     return Chosen(compiled, "flashinfer (as asked; chunks of prompts: triton)")
 
 
-def why_not_streamed(case: AttentionCase) -> str:
-    """Why our kernels for Hopper (streamed_attention.py, streamed_latent.py) cannot serve a case, or ""."""
+def hopper_obstacle(case: AttentionCase) -> str:
+    """Why our kernels for Hopper (kernels/hopper) cannot serve a case, or ""."""
     problem = _why_not_bf16(case, (9,), "not that of Hopper")
     if problem or not case.built:
         return problem or f"the package was built without {NATIVE}"
     if isinstance(case.spec, MlaSpec):
-        return latent_obstacle(case.spec, case.block_size)
+        return mla_obstacle(case.spec, case.block_size)
     return shape_obstacle(case.spec, case.block_size)
 
 

@@ -36,7 +36,7 @@ class TritonDecode:
     """heads, kv_heads: of queries, of the cache. v_dim: channels of a value. longest: context, tokens.
 
     num_sms: multiprocessors of the device; 0 = kernels are interpreted, nothing is split.
-    streamed: layers that have a kernel for Hopper (streamed_attention.py, streamed_latent.py) take that
+    hopper: layers that have a kernel for Hopper (kernels/hopper) take that
       instead.
     """
 
@@ -45,7 +45,7 @@ class TritonDecode:
     v_dim: int
     longest: int
     num_sms: int
-    streamed: bool = True
+    hopper: bool = True
 
     def over(self, sequences: Sequences) -> DecodeLayer:
         """See DecodeKernels; a row of length 0 gives zeros."""
@@ -53,12 +53,12 @@ class TritonDecode:
 
 
 def triton_decode(
-    spec: GqaSpec | MlaSpec, longest: int, num_sms: int, *, streamed: bool = True
+    spec: GqaSpec | MlaSpec, longest: int, num_sms: int, *, hopper: bool = True
 ) -> TritonDecode:
     """Of a model. longest: context, tokens. num_sms: see capability.sm_count()."""
     if isinstance(spec, GqaSpec):
-        return TritonDecode(spec.heads, spec.kv_heads, spec.head_dim, longest, num_sms, streamed)
-    return TritonDecode(spec.heads, 1, spec.kv_lora, longest, num_sms, streamed)
+        return TritonDecode(spec.heads, spec.kv_heads, spec.head_dim, longest, num_sms, hopper)
+    return TritonDecode(spec.heads, 1, spec.kv_lora, longest, num_sms, hopper)
 
 
 class _TritonLayer:

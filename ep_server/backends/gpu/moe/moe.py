@@ -13,16 +13,16 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from ep_server.backends.gpu.kernels.hopper.experts import StreamedExperts, streamable
-from ep_server.backends.gpu.kernels.hopper.products import StreamedProduct, product
+from ep_server.backends.gpu.kernels.hopper.experts import HopperExperts, hopper_fits
+from ep_server.backends.gpu.kernels.hopper.products import HopperProduct, product
 from ep_server.backends.gpu.kernels.triton.expert_rows import ExpertRows, ExpertWeights
 from ep_server.backends.gpu.kernels.triton.experts import run_experts, silu_mul
-from ep_server.backends.gpu.kernels.triton.local_rows import Answers, add_answers_norm
+from ep_server.backends.gpu.kernels.triton.local_rows import ExpertOutputs, add_outputs_norm
 from ep_server.backends.gpu.kernels.triton.norm import add_rms_norm
 from ep_server.backends.gpu.kernels.triton.partial import Partial
 from ep_server.backends.gpu.kernels.triton.router import Choice, Drawn, route
-from ep_server.backends.gpu.moe.rows import Arrival, Rows, Tokens, Unsent
-from ep_server.backends.gpu.side_stream import Beside, Hook
+from ep_server.backends.gpu.moe.rows import Arrival, DeferredCombine, Rows, Tokens
+from ep_server.backends.gpu.side_stream import Hook, SideStream
 from ep_server.backends.gpu.step_input import StepTensors
 from ep_server.backends.torch_compute import TorchGatedFfn
 from ep_server.exchange.api import AddNorm, ExchangeSpec, Received
@@ -37,7 +37,7 @@ class GpuRouter:
     """The router of a layer.
 
     layer: its number. weight: [E, H], see router_weight(). bias: [E] float32, see MoeWeights.
-    streamed: the product in a kernel for few rows; None where there is none.
+    hopper: the product in a kernel for few rows; None where there is none.
     seed: of experts drawn at random, None where the router chooses.
     """
 
@@ -45,7 +45,7 @@ class GpuRouter:
     spec: RouterSpec
     weight: torch.Tensor
     bias: torch.Tensor | None = None
-    streamed: StreamedProduct | None = None
+    hopper: HopperProduct | None = None
     seed: int | None = None
 
     def choose(self, x: torch.Tensor, step: StepTensors) -> tuple[torch.Tensor, torch.Tensor]:
@@ -53,7 +53,7 @@ class GpuRouter:
         ids = torch.empty(len(x), self.spec.top_k, dtype=torch.int64, device=x.device)
         gates = torch.empty(len(x), self.spec.top_k, dtype=torch.float32, device=x.device)
         drawn = None if self.seed is None else Drawn(step.numbers, step.positions, self.seed, self.layer)
-        logits = product(x, self.streamed, self._logits)
+        logits = product(x, self.hopper, self._logits)
         route(logits, Choice(self.spec, ids, gates, self.bias, step.live, drawn))
         return ids, gates
 
@@ -70,15 +70,13 @@ def router_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     return narrow if weight.is_cuda and torch.equal(narrow.float(), weight) else weight
 
 
-def streamed_experts(ffn: object) -> StreamedExperts | None:
+def hopper_experts(ffn: object) -> HopperExperts | None:
     """The kernel for Hopper, where it is for these weights and their device."""
     weights = _weights_of(ffn)
-    return StreamedExperts(weights) if streamable(weights) else None
+    return HopperExperts(weights) if hopper_fits(weights) else None
 
 
-def grouped(
-    received: Received, ffn: object, each: int, streamed: StreamedExperts | None = None
-) -> torch.Tensor:
+def grouped(received: Received, ffn: object, each: int, hopper: HopperExperts | None = None) -> torch.Tensor:
     """Every local expert on the rows that came for it; each: rows of one to expect.
 
     Returns: [N, H] or [E_local, P, H], as combine_send takes it.
@@ -88,9 +86,9 @@ def grouped(
     dtype = torch.bfloat16 if weights.fp8 else down.dtype
     rows = given.rows.shape[:2] if given.padded else [given.most]
     out = down.new_empty(*rows, down.shape[1], dtype=dtype)
-    if streamed is not None and streamed.takes(given, each):
-        scratch = down.new_empty(streamed.scratch_bytes(given.most), dtype=torch.uint8)
-        streamed.run(given, scratch, out, rows_per_expert=each)
+    if hopper is not None and hopper.takes(given, each):
+        scratch = down.new_empty(hopper.scratch_bytes(given.most), dtype=torch.uint8)
+        hopper.run(given, scratch, out, rows_per_expert=each)
     else:
         hidden = down.new_empty(given.most, down.shape[2], dtype=dtype)
         run_experts(given, weights, hidden, out, rows_per_expert=each)
@@ -120,7 +118,7 @@ class Both:
 
 
 # Added to the residual stream: [T, H], or what it is a sum of.
-Branch = torch.Tensor | Partial | Answers | Unsent | Both
+Branch = torch.Tensor | Partial | ExpertOutputs | DeferredCombine | Both
 
 
 def add_norm(branch: Branch, residual: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -129,15 +127,15 @@ def add_norm(branch: Branch, residual: torch.Tensor, weight: torch.Tensor, eps: 
     Args:
         weight: [H], of the norm.
     """
-    if isinstance(branch, Unsent):
+    if isinstance(branch, DeferredCombine):
         norm = AddNorm(residual, weight, eps, branch.shared)
         if branch.exchange.can_norm(norm):
             return branch.run(norm)
         routed, shared = branch.run().to(residual.dtype), branch.shared
         branch = routed if shared is None else Both(routed, shared)
-    if isinstance(branch, Answers):
+    if isinstance(branch, ExpertOutputs):
         out = torch.empty_like(residual)
-        add_answers_norm(branch, residual, weight, eps, out)
+        add_outputs_norm(branch, residual, weight, eps, out)
     elif isinstance(branch, Both):
         out = branch.routed
         add_rms_norm(branch.routed, residual, weight, eps, out, branch.shared)
@@ -147,7 +145,7 @@ def add_norm(branch: Branch, residual: torch.Tensor, weight: torch.Tensor, eps: 
     return out
 
 
-MOST_BESIDE = 256  # rows of shared experts on a branch: products of more fill the device
+MOST_SIDE_ROWS = 256  # rows of shared experts on a branch: products of more fill the device
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,13 +153,13 @@ class GpuMoe:
     """The sparse block of a layer.
 
     exchange: what the ranks agree on. expert_tokens: [E_local] int32, += rows received.
-    streamed: the experts in one kernel, for rows that it takes; None where there is none.
+    hopper: the experts in one kernel, for rows that it takes; None where there is none.
     """
 
     router: GpuRouter
     exchange: ExchangeSpec
     expert_tokens: torch.Tensor
-    streamed: StreamedExperts | None = None
+    hopper: HopperExperts | None = None
 
     def rows_per_expert(self, most: int) -> int:
         """On average, where every rank has `most` rows."""
@@ -171,13 +169,13 @@ class GpuMoe:
 
 @dataclass(frozen=True, slots=True)
 class MoeStep:
-    """What the sparse blocks of a micro-batch share. most, rows, lap, beside: see decoder.Pass."""
+    """What the sparse blocks of a micro-batch share. most, rows, lap, side: see decoder.Pass."""
 
     step: StepTensors
     most: int
     rows: Rows
     lap: Lap
-    beside: Beside | None = None
+    side: SideStream | None = None
 
 
 class _Shared:
@@ -191,11 +189,11 @@ class _Shared:
     def __init__(self, x: torch.Tensor, w: MoeWeights, at: MoeStep) -> None:
         """The branch is behind what made x, and nothing of this block."""
         self._work = None if w.shared is None else partial(dense, x, w.shared)
-        beside = at.beside if w.shared is not None and 0 < len(x) <= MOST_BESIDE else None
-        self._lap, self._fork = at.lap, None if beside is None else beside.fork()
+        side = at.side if w.shared is not None and 0 < len(x) <= MOST_SIDE_ROWS else None
+        self._lap, self._fork = at.lap, None if side is None else side.fork()
         self._hook: Hook[torch.Tensor] | None = None
 
-    def run_beside(self) -> None:
+    def run_on_side(self) -> None:
         """Behind the dispatch: what a graph is given first behind a fork goes on in the queue of what made x.
 
         That is the router then, which may be set up early.
@@ -222,21 +220,21 @@ def moe(x: torch.Tensor, w: MoeWeights, on: GpuMoe, at: MoeStep) -> Generator[No
     tokens = Tokens(x.to(wire), *on.router.choose(x, at.step))
     lap(Phase.ROUTER)
     each = on.rows_per_expert(at.most)
-    ahead = on.streamed is not None and wire is torch.bfloat16 and on.streamed.reads_ahead(each)
+    ahead = on.hopper is not None and wire is torch.bfloat16 and on.hopper.reads_ahead(each)
     arrive = at.rows.dispatch(tokens, Arrival(at.most, on.expert_tokens, ahead))
-    shared.run_beside()
+    shared.run_on_side()
     yield
     received = arrive()
     lap(Phase.DISPATCH)
-    outputs = grouped(received, w.experts, each, on.streamed).to(wire)
+    outputs = grouped(received, w.experts, each, on.hopper).to(wire)
     lap(Phase.EXPERTS)
     combined = at.rows.combine(outputs, received)
     shared.run_here()
     yield
     came, added = combined(), shared.sums()
-    if not isinstance(came, Unsent):  # whose time is that of add_norm
+    if not isinstance(came, DeferredCombine):  # whose time is that of add_norm
         lap(Phase.COMBINE)
-    if isinstance(came, Unsent | Answers):
+    if isinstance(came, DeferredCombine | ExpertOutputs):
         return replace(came, shared=added)
     routed = came.to(x.dtype)
     return routed if added is None else Both(routed, added)

@@ -18,8 +18,8 @@ from typing import Protocol, TypeVar
 
 import torch
 
-from ep_server.backends.gpu.kernels.triton.local_rows import Answers, Places, place_rows
-from ep_server.backends.gpu.side_stream import Beside, Hook
+from ep_server.backends.gpu.kernels.triton.local_rows import ExpertOutputs, Places, place_rows
+from ep_server.backends.gpu.side_stream import Hook, SideStream
 from ep_server.exchange.api import AddNorm, Exchange, FusedExchange, Received, View
 
 T = TypeVar("T")
@@ -48,7 +48,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True)
-class Unsent:
+class DeferredCombine:
     """A combine that begins where its sums are needed, with what is made of them in the same kernel.
 
     out: of the experts, in the layout of received. shared: [T, H], what experts of all tokens add, or None.
@@ -71,7 +71,9 @@ class Rows(Protocol):
         """Starts a dispatch."""
         ...
 
-    def combine(self, out: torch.Tensor, received: Received) -> Hook[torch.Tensor | Answers | Unsent]:
+    def combine(
+        self, out: torch.Tensor, received: Received
+    ) -> Hook[torch.Tensor | ExpertOutputs | DeferredCombine]:
         """Starts a combine, or lets who adds its sums do so. out: in received's layout.
 
         Returns: a hook that returns [T, H], or what that is the sum of.
@@ -129,11 +131,11 @@ class LocalRows:
         )
         return lambda: received
 
-    def combine(self, out: torch.Tensor, received: Received) -> Hook[Answers]:
+    def combine(self, out: torch.Tensor, received: Received) -> Hook[ExpertOutputs]:
         """See Rows."""
         assert isinstance(received.handle, tuple)
         tokens, places = received.handle
-        return lambda: Answers(out, tokens.ids, tokens.gates, places.rows)
+        return lambda: ExpertOutputs(out, tokens.ids, tokens.gates, places.rows)
 
 
 class FusedRows:
@@ -161,15 +163,15 @@ class FusedRows:
         )
         return lambda: received
 
-    def combine(self, out: torch.Tensor, received: Received) -> Hook[torch.Tensor | Unsent]:
+    def combine(self, out: torch.Tensor, received: Received) -> Hook[torch.Tensor | DeferredCombine]:
         """See Rows."""
         if self._alone:
-            return lambda: Unsent(self._exchange, out, received)
+            return lambda: DeferredCombine(self._exchange, out, received)
         combined = self._exchange.combine(out, received, next_reads_ahead=False)
         return lambda: combined
 
 
-class RowsBeside:
+class SideRows:
     """As FusedRows, on a stream of its own, beside the other micro-batch's attention and experts.
 
     A transfer begins behind all that the current stream was given before, and the current stream waits for it
@@ -182,15 +184,15 @@ class RowsBeside:
     def __init__(self, exchange: FusedExchange, num_sms: int) -> None:
         self._exchange, self._num_sms = exchange, num_sms
         self._inner = FusedRows(exchange, alone=False)  # the next of its stream is another transfer
-        self._beside = Beside(exchange.device, priority=-1)  # the few blocks of a transfer go first
+        self._side = SideStream(exchange.device, priority=-1)  # the few blocks of a transfer go first
 
     def dispatch(self, tokens: Tokens, arrival: Arrival) -> Hook[Received]:
         """See Rows."""
-        return self._beside.fork().run(partial(self._bounded, partial(self._inner.dispatch, tokens, arrival)))
+        return self._side.fork().run(partial(self._bounded, partial(self._inner.dispatch, tokens, arrival)))
 
-    def combine(self, out: torch.Tensor, received: Received) -> Hook[torch.Tensor | Unsent]:
+    def combine(self, out: torch.Tensor, received: Received) -> Hook[torch.Tensor | DeferredCombine]:
         """See Rows."""
-        return self._beside.fork().run(partial(self._bounded, partial(self._inner.combine, out, received)))
+        return self._side.fork().run(partial(self._bounded, partial(self._inner.combine, out, received)))
 
     def _bounded(self, transfer: Callable[[], Hook[T]]) -> T:
         with self._exchange.bounded(self._num_sms):

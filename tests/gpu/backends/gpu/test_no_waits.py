@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ep_server.backends.gpu.graphs import Form
+from ep_server.backends.gpu.graphs import GraphKey
 from tests.support.gpu.watched import decode, gpu_watch, made_runner
 
 pytestmark = pytest.mark.gpu
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.gpu
 
 def test_no_launch_waits_for_the_device(tmp_path: Path) -> None:
     """Prompts, captured steps, requests that join and leave, every parameter of sampling."""
-    runner = made_runner(tmp_path, torch.device("cuda"), (Form(4),))
+    runner = made_runner(tmp_path, torch.device("cuda"), (GraphKey(4),))
     decode(runner, 1, nullcontext)  # the first launches compile kernels and choose library ones
     launches, padded = decode(runner, 9, gpu_watch)
     assert 0 < padded < launches

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ep_server.backends.gpu import runner as gpu
-from ep_server.backends.gpu.graphs import Form
+from ep_server.backends.gpu.graphs import GraphKey
 from ep_server.backends.gpu.moe import moe
 from ep_server.backends.gpu.runner import GpuRunner
 from tests.support.gpu.steps_of_shared import ROWS, SPARSE, config, logits_of
@@ -23,7 +23,7 @@ LATE = 200_000  # clocks of a multiprocessor, some ten times what a layer takes
 
 
 def made(folder: Path) -> GpuRunner:
-    return made_runner(folder, torch.device("cuda"), (Form(ROWS),), SIZES)
+    return made_runner(folder, torch.device("cuda"), (GraphKey(ROWS),), SIZES)
 
 
 def both(runner: GpuRunner) -> list[torch.Tensor]:
@@ -33,7 +33,7 @@ def both(runner: GpuRunner) -> list[torch.Tensor]:
 
 def of_one_stream(folder: Path, patch: pytest.MonkeyPatch) -> list[torch.Tensor]:
     with patch.context() as inside:
-        inside.setattr(gpu, "Beside", lambda device: None)
+        inside.setattr(gpu, "SideStream", lambda device: None)
         return both(made(folder))
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from ep_server.backends.gpu import decoder, graphs
-from ep_server.backends.gpu.graphs import Form, buckets_with_chunks
+from ep_server.backends.gpu.graphs import GraphKey, buckets_with_chunks
 from ep_server.records import StepBatch
 from ep_server.scheduler import RankScheduler, SchedulerLimits
 from tests.support.gpu.runners import COUNT, SingleTokens, Together, gpu_runner, staggered
@@ -17,7 +17,7 @@ from tests.support.models.checkpoints import Tiny
 from tests.support.models.driver import BLOCK, BLOCKS
 from tests.support.ranks.rank_group import greedy
 
-FORMS = (Form(4), Form(20))
+FORMS = (GraphKey(4), GraphKey(20))
 
 
 @pytest.fixture(autouse=True)
@@ -44,15 +44,15 @@ def test_chunks_beside_single_tokens(tiny: Callable[[str], Tiny], name: str) -> 
     model, prompts = tiny(name), 3
     tokens, buckets = staggered(gpu_runner(model.path, FORMS), model, prompts)
     assert tokens == {number: list(model.tokens[number][:COUNT]) for number in range(prompts)}
-    assert set(buckets) == {form.bucket for form in FORMS}
+    assert set(buckets) == {key.bucket for key in FORMS}
 
 
 def test_single_tokens_by_a_kernel_of_their_own(
     tiny: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It has all sequences of the bucket, chunks as padding, and what it leaves there is replaced."""
-    monkeypatch.setattr(decoder, "streamed_attention", Together)
-    monkeypatch.setattr(decoder, "StreamedStep", SingleTokens)
+    monkeypatch.setattr(decoder, "hopper_attention", Together)
+    monkeypatch.setattr(decoder, "HopperAttentionStep", SingleTokens)
     model, prompts = tiny("qwen3_moe"), 2
     tokens, _ = staggered(gpu_runner(model.path, FORMS), model, prompts)
     assert tokens == {number: list(model.tokens[number][:COUNT]) for number in range(prompts)}

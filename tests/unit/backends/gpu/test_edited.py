@@ -15,7 +15,7 @@ import torch
 from ep_server.backends.assembly import LoadParams, load_model
 from ep_server.backends.cpu.runner import ModelRunner
 from ep_server.backends.cpu.sampler import Sampler
-from ep_server.backends.gpu.graphs import Form
+from ep_server.backends.gpu.graphs import GraphKey
 from ep_server.backends.gpu.runner import GpuRunner
 from ep_server.models.families import read_spec
 from ep_server.records import Request, SampledToken, Stopping
@@ -90,7 +90,7 @@ def assert_same(drawn: dict[int, list[SampledToken]], expected: dict[int, list[S
 def test_a_step_ahead_and_padded(tiny: Callable[[str], Tiny]) -> None:
     model = tiny("qwen3_moe")
     asked = requests(model, 5, 9)
-    runner = gpu_runner(model.path, (Form(4),))
+    runner = gpu_runner(model.path, (GraphKey(4),))
     with torch.inference_mode():
         runner.graphs.capture()
     assert_same(run(runner, asked, 1)[0], on_the_cpu(model, asked))

@@ -1,6 +1,6 @@
 """Requests of every kind that join, are cancelled and preempted with steps in flight: all get their tokens.
 
-Those are what it gets alone. Steps are captured in both forms, also with chunks of prompts, and at times in
+Those are what it gets alone. Steps are captured in both keys, also with chunks of prompts, and at times in
 a larger bucket than they need, as another rank's; or they are too large for any graph.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ep_server.backends.gpu.graphs import Form
+from ep_server.backends.gpu.graphs import GraphKey
 from ep_server.backends.gpu.runner import GpuRunner
 from ep_server.records import Request, Sampling, StepBatch, Stopping, TokenEvent
 from ep_server.scheduler import RankScheduler, SchedulerLimits
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings(
 VOCAB, COUNT = 200, 5
 SEEDS = [203, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (201, 202, 204))]
 MIXED = 14  # rows of a bucket for chunks too: more than sequences
-FORMS = (Form(1), Form(2), Form(2, 2), Form(4), Form(4, 2), Form(MIXED))
+FORMS = (GraphKey(1), GraphKey(2), GraphKey(2, 2), GraphKey(4), GraphKey(4, 2), GraphKey(MIXED))
 KINDS = (
     *({**kind, "allowed_token_ids": kind.get("allowed_token_ids", ())[:66]} for kind in watched.SAMPLING),
     {"temperature": 0.8, "seed": 3, "top_p": 0.7},
@@ -91,10 +91,10 @@ class Driven:
         return [(e.token_id, e.logprob) for e in self.tokens.get(number, [])]
 
 
-def made(folder: Path, forms: tuple[Form, ...], monkeypatch: pytest.MonkeyPatch) -> GpuRunner:
+def made(folder: Path, keys: tuple[GraphKey, ...], monkeypatch: pytest.MonkeyPatch) -> GpuRunner:
     monkeypatch.setitem(watched.CONFIG, "vocab_size", VOCAB)
     monkeypatch.setitem(watched.CONFIG, "num_hidden_layers", 1)
-    return watched.made_runner(folder, DEVICE, forms)
+    return watched.made_runner(folder, DEVICE, keys)
 
 
 @pytest.mark.skipif(DEVICE.type == "cuda", reason="in bfloat16 a request's tokens depend on its neighbours")

@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from triton.runtime.interpreter import InterpretedFunction
 
-from ep_server.backends.gpu.graphs import Form
+from ep_server.backends.gpu.graphs import GraphKey
 from ep_server.backends.gpu.runner import GpuRunner
 from ep_server.records import SeqSlice, StepBatch
 from tests.support.gpu.watched import made_runner, request
@@ -30,7 +30,7 @@ KINDS = (
     {"temperature": 0.8, "seed": 1, "top_p": 0.7},
     {"temperature": 0.0, "presence_penalty": 0.5},
 )
-FORM, PROMPT = Form(4), request(0, temperature=0.0).prompt_ids
+FORM, PROMPT = GraphKey(4), request(0, temperature=0.0).prompt_ids
 
 
 class Allocations(TorchDispatchMode):
@@ -101,7 +101,7 @@ def test_a_captured_step_allocates_nothing(tmp_path: Path, monkeypatch: pytest.M
     runner, first = prepared(tmp_path)
     left = runner.graphs.replay(FORM)
     if INTERPRETED:
-        monkeypatch.setattr(runner.graphs, "replay", lambda form: left)
+        monkeypatch.setattr(runner.graphs, "replay", lambda key: left)
     for start in range(first, first + 3):
         batch = step(start, (start,), len(KINDS))
         with torch.inference_mode(), watch() as found:

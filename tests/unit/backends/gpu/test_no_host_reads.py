@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ep_server.backends.gpu.graphs import Form
+from ep_server.backends.gpu.graphs import GraphKey
 from tests.support.gpu.watched import HostRead, cpu_watch, decode, made_runner
 from tests.support.triton.harness import INTERPRETED
 
@@ -20,7 +20,7 @@ pytestmark = [
 
 def test_no_launch_reads_the_device(tmp_path: Path) -> None:
     """Prompts and single tokens, requests that join and leave, every parameter of sampling."""
-    runner = made_runner(tmp_path, torch.device("cpu"), (Form(4),))
+    runner = made_runner(tmp_path, torch.device("cpu"), (GraphKey(4),))
     launches, padded = decode(runner, 1, cpu_watch)
     assert 0 < padded < launches
 

@@ -15,7 +15,7 @@ import torch
 from ep_server.backends.gpu import decoder
 from ep_server.backends.gpu import runner as gpu
 from ep_server.backends.gpu.attention import attention
-from ep_server.backends.gpu.graphs import Form
+from ep_server.backends.gpu.graphs import GraphKey
 from ep_server.backends.gpu.kernels.triton.partial import Partial
 from ep_server.backends.gpu.moe.rows import LocalRows
 from ep_server.backends.gpu.runner import Launched
@@ -29,7 +29,7 @@ from tests.support.models.driver import BLOCK, BLOCKS, generate
 from tests.support.ranks.rank_group import greedy
 
 SCHEDULED = 2  # prompts
-QUICK = {"deepseek_v2-lite-yarn"}  # with those below, every kernel's forms
+QUICK = {"deepseek_v2-lite-yarn"}  # with those below, every kernel's keys
 NAMES = [pytest.param(c.name, marks=[pytest.mark.slow] * (c.name not in QUICK)) for c in CASES]
 
 
@@ -85,12 +85,12 @@ def test_products_that_come_in_parts(tiny: Callable[[str], Tiny], monkeypatch: p
     """Of both projections and the router, added up by the kernels that read them."""
     made: list[InParts] = []
 
-    def streamed(weight: torch.Tensor, most_rows: int, *_: object, **__: object) -> InParts:
+    def hopper(weight: torch.Tensor, most_rows: int, *_: object, **__: object) -> InParts:
         made.append(InParts(weight))
         return made[-1]
 
-    monkeypatch.setattr(attention, "streamed_product", streamed)
-    monkeypatch.setattr(decoder, "streamed_product", streamed)
+    monkeypatch.setattr(attention, "hopper_product", hopper)
+    monkeypatch.setattr(decoder, "hopper_product", hopper)
     model = tiny("qwen3_moe")
     runner, count = gpu_runner(model.path), 2
     for number, prompt in enumerate(model.prompts):
@@ -105,11 +105,11 @@ def test_single_tokens_beside_chunks_by_a_kernel_of_their_own(
     tiny: Callable[[str], Tiny], monkeypatch: pytest.MonkeyPatch, parts: bool
 ) -> None:
     """Chunks of prompts go to the other kernels, and the same step may have both."""
-    monkeypatch.setattr(decoder, "streamed_attention", Together)
-    monkeypatch.setattr(decoder, "StreamedStep", SingleTokens)
+    monkeypatch.setattr(decoder, "hopper_attention", Together)
+    monkeypatch.setattr(decoder, "HopperAttentionStep", SingleTokens)
     monkeypatch.setattr(SingleTokens, "rows", 0)
     if parts:
-        monkeypatch.setattr(attention, "streamed_product", lambda weight, *_: InParts(weight))
+        monkeypatch.setattr(attention, "hopper_product", lambda weight, *_: InParts(weight))
     model = tiny("qwen3_moe")
     runner, count = gpu_runner(model.path), 3
     for number, prompt in enumerate(model.prompts):
@@ -120,14 +120,14 @@ def test_single_tokens_beside_chunks_by_a_kernel_of_their_own(
 
 
 def scheduled(
-    model: Tiny, ahead: int, count: int, forms: tuple[Form, ...] = (), **sampling: object
+    model: Tiny, ahead: int, count: int, keys: tuple[GraphKey, ...] = (), **sampling: object
 ) -> dict[int, list[int]]:
     """Tokens by request number, with so many steps launched before the tokens of the first are known.
 
-    Steps of a bucket are run in its last form.
+    Steps of a bucket are run in its last key.
     """
-    runner = gpu_runner(model.path, forms)
-    micro_batches = {form.bucket: form.micro_batches for form in forms}
+    runner = gpu_runner(model.path, keys)
+    micro_batches = {key.bucket: key.micro_batches for key in keys}
     with torch.inference_mode():
         runner.graphs.capture()
     limits = SchedulerLimits(
@@ -160,29 +160,29 @@ def test_steps_launched_before_their_tokens_are_known(tiny: Callable[[str], Tiny
 
 
 @pytest.mark.parametrize(
-    "forms",
+    "keys",
     [
-        (Form(2), Form(4)),
-        pytest.param((Form(1, 2), Form(2, 2)), marks=pytest.mark.slow),  # halves of one row, or none
-        (Form(3, 2),),  # an odd bucket, its second half not full
-        pytest.param((Form(2), Form(2, 2), Form(8, 2)), marks=pytest.mark.slow),
-        pytest.param((Form(8, 2),), marks=pytest.mark.slow),  # nothing but padding in its second half
+        (GraphKey(2), GraphKey(4)),
+        pytest.param((GraphKey(1, 2), GraphKey(2, 2)), marks=pytest.mark.slow),  # halves of one row, or none
+        (GraphKey(3, 2),),  # an odd bucket, its second half not full
+        pytest.param((GraphKey(2), GraphKey(2, 2), GraphKey(8, 2)), marks=pytest.mark.slow),
+        pytest.param((GraphKey(8, 2),), marks=pytest.mark.slow),  # nothing but padding in its second half
     ],
     ids=str,
 )
-def test_steps_padded_to_a_bucket(tiny: Callable[[str], Tiny], forms: tuple[Form, ...]) -> None:
+def test_steps_padded_to_a_bucket(tiny: Callable[[str], Tiny], keys: tuple[GraphKey, ...]) -> None:
     model = tiny("qwen3_moe")
     expected = {number: list(tokens[:3]) for number, tokens in enumerate(model.tokens[:SCHEDULED])}
-    assert scheduled(model, 1, 3, forms) == expected
+    assert scheduled(model, 1, 3, keys) == expected
 
 
 def test_graphs_leave_their_logits_in_one_place(tiny: Callable[[str], Tiny]) -> None:
     """Each keeps what it returns for as long as it is there: a place for each would be gigabytes."""
-    forms = (Form(1), Form(4), Form(4, 2))
-    runner = gpu_runner(tiny("qwen3_moe").path, forms)
+    keys = (GraphKey(1), GraphKey(4), GraphKey(4, 2))
+    runner = gpu_runner(tiny("qwen3_moe").path, keys)
     with torch.inference_mode():
         runner.graphs.capture()
-        left = [runner.graphs.replay(form) for form in forms]
+        left = [runner.graphs.replay(key) for key in keys]
     assert len({logits.data_ptr() for logits in left}) == 1
     assert [logits.shape[0] for logits in left] == [1, 4, 4]
 
@@ -201,7 +201,7 @@ def test_a_step_may_take_longer_than_any_wait_for_a_peer(
 
 
 def test_a_form_that_was_not_captured_is_run_as_one_micro_batch(tiny: Callable[[str], Tiny]) -> None:
-    runner = gpu_runner(tiny("qwen3_moe").path, (Form(2), Form(4), Form(4, 2)))
+    runner = gpu_runner(tiny("qwen3_moe").path, (GraphKey(2), GraphKey(4), GraphKey(4, 2)))
     assert [runner.micro_batches_of(bucket, 2) for bucket in (0, 2, 4)] == [2, 1, 2]
     assert [runner.micro_batches_of(bucket, 1) for bucket in (0, 2, 4)] == [1, 1, 1]
     with torch.inference_mode(), pytest.raises(InternalError, match="no graph for a step of"):

@@ -14,7 +14,7 @@ import torch
 
 from ep_server.backends.gpu.moe import moe
 from ep_server.backends.gpu.moe.rows import LocalRows
-from ep_server.backends.gpu.side_stream import Beside
+from ep_server.backends.gpu.side_stream import SideStream
 from tests.support.gpu.noted_streams import note_streams
 from tests.support.gpu.steps_of_shared import ROWS, SPARSE, config, logits_of, step
 from tests.support.gpu.watched import made_runner
@@ -26,9 +26,9 @@ NOTES: list[str] = []
 
 
 @pytest.fixture
-def beside(monkeypatch: pytest.MonkeyPatch) -> Beside:
+def beside(monkeypatch: pytest.MonkeyPatch) -> SideStream:
     note_streams(monkeypatch, NOTES)
-    return Beside(torch.device("cpu"))
+    return SideStream(torch.device("cpu"))
 
 
 def noted(what: str) -> str:
@@ -36,7 +36,7 @@ def noted(what: str) -> str:
     return what
 
 
-def test_side_work_waits_for_the_fork_and_the_hook_for_the_work(beside: Beside) -> None:
+def test_side_work_waits_for_the_fork_and_the_hook_for_the_work(beside: SideStream) -> None:
     fork = beside.fork()
     NOTES.append("meanwhile")
     hook = fork.run(partial(noted, "work"))
@@ -45,7 +45,7 @@ def test_side_work_waits_for_the_fork_and_the_hook_for_the_work(beside: Beside) 
     assert hook() == "work" and NOTES[-1] == "main waits for event 7"
 
 
-def test_what_the_work_reads_lives_until_its_hook_is_gone(beside: Beside) -> None:
+def test_what_the_work_reads_lives_until_its_hook_is_gone(beside: SideStream) -> None:
     x = torch.ones(2, 3)
     held = weakref.ref(x)
     hook = beside.fork().run(partial(torch.add, x, 1))
@@ -58,7 +58,7 @@ def test_what_the_work_reads_lives_until_its_hook_is_gone(beside: Beside) -> Non
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a GPU streams are real: tests/gpu has the test")
 def test_a_step_with_shared_experts_beside(
-    tmp_path: Path, beside: Beside, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, beside: SideStream, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every bit as without; in each sparse layer they are enqueued behind its dispatch, before its experts.
 
@@ -68,7 +68,7 @@ def test_a_step_with_shared_experts_beside(
     wanted = logits_of(runner, 2)
     note_calls(monkeypatch, LocalRows, "dispatch")
     note_calls(monkeypatch, moe, "grouped")
-    runner._beside = beside
+    runner._side = beside
     assert torch.equal(logits_of(runner, 1), wanted[:1]) and wanted.isfinite().all()
     first = ["main records", "dispatch", "side waits", "on side", "on main", "side records"]
     assert [note.split(" for ")[0] for note in NOTES] == [*first, "grouped", "main waits"] * SPARSE
@@ -78,7 +78,7 @@ def test_a_step_with_shared_experts_beside(
     with torch.inference_mode():
         runner.run(step(0), 2)
     assert NOTES == ["dispatch", "dispatch", "grouped", "grouped"] * SPARSE
-    monkeypatch.setattr(moe, "MOST_BESIDE", ROWS - 1)
+    monkeypatch.setattr(moe, "MOST_SIDE_ROWS", ROWS - 1)
     NOTES.clear()
     with torch.inference_mode():
         runner.run(step(1))

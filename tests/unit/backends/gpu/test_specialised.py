@@ -43,7 +43,7 @@ RANKS = {
     "of two, two micro-batches": Rank(GQA, ranks=2, overlap="on"),
     "of two, both": Rank(GQA, ranks=2, overlap="auto"),
     "few sequences": Rank(GQA, ranks=2, overlap="on", sequences=24),
-    "on Hopper": Rank(GQA | {"head_dim": 128}, overlap="auto", streamed=True),
+    "on Hopper": Rank(GQA | {"head_dim": 128}, overlap="auto", hopper=True),
     "without graphs": Rank(GQA, ranks=2, overlap="on", graphs=False),
     "latent": Rank(MLA, ranks=2, overlap="auto"),
     "latent, alone": Rank(MLA, overlap="on"),
@@ -96,7 +96,7 @@ def request(number: int) -> Request:
 @pytest.mark.parametrize("name", RANKS)
 def test_traffic_needs_no_kernel_that_is_not_there(name: str, tmp_path: Path) -> None:
     rank, rng = RANKS[name], random.Random(7)
-    on = kernels_for_hopper() if rank.streamed else nullcontext()
+    on = kernels_for_hopper() if rank.hopper else nullcontext()
     with on, recorded() as launches, torch.inference_mode():
         runner = started(tmp_path, rank)
         warm = frozenset(launches)
@@ -107,7 +107,7 @@ def test_traffic_needs_no_kernel_that_is_not_there(name: str, tmp_path: Path) ->
             agreed = {"off": 1, "on": 2, "auto": rng.choice((1, 2))}[rank.overlap]
             runner.launch(batch, runner.micro_batches_of(bucket, agreed), bucket)
     assert warm
-    assert rank.streamed != any(launch[0] == "_decode_kernel" for launch in launches)
+    assert rank.hopper != any(launch[0] == "_decode_kernel" for launch in launches)
     missing = {str(launch) for launch in launches - warm}
     assert not missing, "\n".join(sorted(missing)[:20])
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from ep_server.backends.gpu.graphs import Form
+from ep_server.backends.gpu.graphs import GraphKey
 from tests.support.gpu.specialised import GQA, MLA, Rank, recorded, still_runner
 from tests.support.triton.harness import INTERPRETED
 
@@ -46,7 +46,7 @@ def test_no_small_kernels(config: dict[str, Any], ranks: int, tmp_path: Path) ->
     with recorded(), torch.no_grad():
         runner = still_runner(tmp_path, Rank(config, ranks=ranks, sequences=ROWS, graphs=False))
         with Operations() as found:
-            runner._padded(Form(ROWS))
+            runner._padded(GraphKey(ROWS))
     on_cpu = {"_to_copy", "copy_"}  # logits and the router's rows, which a GPU's products leave as float32
     assert found.seen.keys() <= on_cpu and found.seen["copy_"] == 1
     assert found.seen["_to_copy"] == sum(block is not None for block in runner._decoder._moe)

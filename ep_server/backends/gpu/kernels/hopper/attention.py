@@ -41,7 +41,7 @@ class LaunchConfig:
     splits: int = 1
 
 
-class StreamedStep:
+class HopperAttentionStep:
     """What all layers of a step share for its single tokens, its first rows."""
 
     def __init__(self, step: StepTensors, heads: int, config: LaunchConfig) -> None:
@@ -78,11 +78,11 @@ class StreamedStep:
         self._held = step  # its addresses are
 
 
-class StreamedAttention:
+class HopperAttention:
     """One layer, on any stream.
 
     Args:
-        kv, spec: as attention_streamable() says. table: of a Rotation, interleaved. norm: of q and k.
+        kv, spec: as hopper_attention_fits() says. table: of a Rotation, interleaved. norm: of q and k.
     Raises: InternalError for another shape, dtype or layout.
     """
 
@@ -115,7 +115,7 @@ class StreamedAttention:
             scale=spec.scale,
         )
 
-    def run(self, qkv: torch.Tensor | Partial, step: StreamedStep, out: torch.Tensor) -> None:
+    def run(self, qkv: torch.Tensor | Partial, step: HopperAttentionStep, out: torch.Tensor) -> None:
         """Stores the tokens' keys and values, and attends. On the current stream, can be captured.
 
         Args:
@@ -144,14 +144,14 @@ class StreamedAttention:
             join(step.workspace, out)
 
 
-def streamed_attention(
+def hopper_attention(
     kv: PagedKv, spec: GqaSpec, table: torch.Tensor, norm: HeadNorm | None
-) -> StreamedAttention | None:
+) -> HopperAttention | None:
     """The kernel for a layer, where there is one."""
-    return StreamedAttention(kv, spec, table, norm) if attention_streamable(kv, spec) else None
+    return HopperAttention(kv, spec, table, norm) if hopper_attention_fits(kv, spec) else None
 
 
-def attention_streamable(kv: PagedKv, spec: GqaSpec) -> bool:
+def hopper_attention_fits(kv: PagedKv, spec: GqaSpec) -> bool:
     """Whether there is a kernel for this cache on its device."""
     k = kv.layer.k
     fits = k.dtype is torch.bfloat16 and not shape_obstacle(spec, kv.block_size)

@@ -41,13 +41,13 @@ class Tile:
     wide: bool = False
 
 
-class StreamedExperts:
+class HopperExperts:
     """Holds the weights' addresses and counters on the device: one launch at a time, on any stream.
 
     The kernel behind may be set up while `out` is written: triton/early.py has what it must do.
 
     Args:
-        weights: bfloat16 or codes, on a Hopper GPU; kept alive. See `streamable`.
+        weights: bfloat16 or codes, on a Hopper GPU; kept alive. See `hopper_fits`.
     Raises: InternalError for another shape, dtype or layout.
     """
 
@@ -176,7 +176,7 @@ def reads_ahead(rows_per_expert: int, most: int = _ROWS_OF_TILE[-1]) -> bool:
     return rows_per_expert > _FEW and _most_by_chance(rows_per_expert) <= most
 
 
-def streamable(weights: ExpertWeights) -> bool:
+def hopper_fits(weights: ExpertWeights) -> bool:
     """Whether there is a kernel for these weights on their device."""
     down = weights.down
     stored = down.dtype is torch.bfloat16 or weights.fp8

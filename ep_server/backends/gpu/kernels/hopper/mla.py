@@ -33,7 +33,7 @@ _LEAST_PARTS = 4  # of a context that teams share: fewer gain less than joining 
 
 
 @dataclass(frozen=True, slots=True)
-class LatentLaunchConfig:
+class MlaLaunchConfig:
     """What is chosen for each launch.
 
     team: warpgroups that share a (sequence, split), a power of two up to 16, over two of several blocks at
@@ -47,11 +47,11 @@ class LatentLaunchConfig:
     splits: int = 1
 
 
-class StreamedLatentStep:
+class HopperMlaStep:
     """What all layers of a step share for its single tokens, its first rows."""
 
-    def __init__(self, step: StepTensors, heads: int, config: LatentLaunchConfig) -> None:
-        """config: latent_launch_config_for()'s. Raises: InternalError for another shape, dtype or layout."""
+    def __init__(self, step: StepTensors, heads: int, config: MlaLaunchConfig) -> None:
+        """config: mla_launch_config_for()'s. Raises: InternalError for another shape, dtype or layout."""
         count = self.count = len(step.singles)
         blocks, lengths = step.blocks[:count], step.singles.lengths
         expect_range("splits", config.splits, 1, MAX_SPLITS)
@@ -77,16 +77,16 @@ class StreamedLatentStep:
         self._held = step  # its addresses are
 
 
-class StreamedLatent:
+class HopperMla:
     """One layer, on any stream.
 
     Args:
-        kv, spec: as latent_streamable() says.
+        kv, spec: as hopper_mla_fits() says.
     Raises: InternalError for another shape, dtype or layout.
     """
 
     def __init__(self, kv: PagedKv, spec: MlaSpec) -> None:
-        k, obstacle = kv.layer.k, latent_obstacle(spec, kv.block_size)
+        k, obstacle = kv.layer.k, mla_obstacle(spec, kv.block_size)
         if kv.layer.v is not None or obstacle:
             raise InternalError(f"latent attention for Hopper: {obstacle or 'the cache has a v'}")
         expect("cache k", k, torch.bfloat16, (len(k), kv.block_size, 1, _DIM))
@@ -102,7 +102,7 @@ class StreamedLatent:
             scale=spec.scale,
         )
 
-    def run(self, q: torch.Tensor, step: StreamedLatentStep, out: torch.Tensor) -> None:
+    def run(self, q: torch.Tensor, step: HopperMlaStep, out: torch.Tensor) -> None:
         """Attends; the tokens' latents are in the cache already. On the current stream, can be captured.
 
         Args:
@@ -125,19 +125,19 @@ class StreamedLatent:
             join(step.workspace, out)
 
 
-def streamed_latent(kv: PagedKv, spec: MlaSpec) -> StreamedLatent | None:
+def hopper_mla(kv: PagedKv, spec: MlaSpec) -> HopperMla | None:
     """The kernel for a layer, where there is one."""
-    return StreamedLatent(kv, spec) if latent_streamable(kv, spec) else None
+    return HopperMla(kv, spec) if hopper_mla_fits(kv, spec) else None
 
 
-def latent_streamable(kv: PagedKv, spec: MlaSpec) -> bool:
+def hopper_mla_fits(kv: PagedKv, spec: MlaSpec) -> bool:
     """Whether there is a kernel for this cache on its device."""
     k = kv.layer.k
-    fits = k.dtype is torch.bfloat16 and not latent_obstacle(spec, kv.block_size)
+    fits = k.dtype is torch.bfloat16 and not mla_obstacle(spec, kv.block_size)
     return fits and runs_hopper_kernels(k.device)
 
 
-def latent_obstacle(spec: MlaSpec, block_size: int) -> str:
+def mla_obstacle(spec: MlaSpec, block_size: int) -> str:
     """Why the kernel is not for such heads and blocks; "" where it is."""
     limits = (
         (
@@ -156,7 +156,7 @@ def latent_obstacle(spec: MlaSpec, block_size: int) -> str:
     return next((text for applies, text in limits if applies), "")
 
 
-def latent_launch_config_for(sequences: int, heads: int, num_sms: int, longest: int) -> LatentLaunchConfig:
+def mla_launch_config_for(sequences: int, heads: int, num_sms: int, longest: int) -> MlaLaunchConfig:
     """As many warpgroups for each sequence at once as there are for all, up to four.
 
     Up to 32 heads: contexts are cut where teams would leave three quarters of the multiprocessors without
@@ -167,13 +167,13 @@ def latent_launch_config_for(sequences: int, heads: int, num_sms: int, longest: 
     parts = longest // _LEAST_SPLIT
     if heads > _ALONE:
         items = max(sequences * -(-heads // _TOGETHER), 1)
-        return LatentLaunchConfig(1, num_sms, _cut(num_sms // items, parts, MAX_SPLITS))
+        return MlaLaunchConfig(1, num_sms, _cut(num_sms // items, parts, MAX_SPLITS))
     items = max(sequences, 1)
     team = _cut(_WARPGROUPS * num_sms // items, -(-longest // _TILE), _MOST_TEAM)
     if team < _MOST_TEAM:
-        return LatentLaunchConfig(team, num_sms)
+        return MlaLaunchConfig(team, num_sms)
     splits = _cut(num_sms * _WARPGROUPS // (items * team), parts, MAX_SPLITS)
-    return LatentLaunchConfig(team, num_sms, splits if splits >= _LEAST_PARTS else 1)
+    return MlaLaunchConfig(team, num_sms, splits if splits >= _LEAST_PARTS else 1)
 
 
 def _cut(*most: int) -> int:

@@ -25,7 +25,7 @@ _MOST_HELD = 192 << 10  # bytes of a block's weights: the rest of its shared mem
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Rows up to which a layer's products are streamed, 0 = never."""
+    """Rows up to which a layer's products use our kernels, 0 = never."""
 
     qkv: int = 0
     out: int = 0
@@ -34,8 +34,8 @@ class Limits:
 
 # Where steps were faster on H200s: of one rank alone, and of several, whose combine leaves the memory time
 # for the weights of the product behind it.
-STREAMED = Limits(qkv=32, out=64, router=256)
-STREAMED_AMONG_RANKS = Limits(qkv=64, out=64, router=256)
+HOPPER_LIMITS = Limits(qkv=32, out=64, router=256)
+HOPPER_LIMITS_AMONG_RANKS = Limits(qkv=64, out=64, router=256)
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,11 +59,11 @@ class LaunchConfig:
     lets_next_start: bool = False
 
 
-class StreamedProduct:
+class HopperProduct:
     """x @ weight.T of rows x, on any stream.
 
     Args:
-        weight: [N, K] bfloat16, on a Hopper GPU; kept alive. See `streamable`.
+        weight: [N, K] bfloat16, on a Hopper GPU; kept alive. See `hopper_fits`.
         most_rows: that takes() accepts, up to MOST_ROWS.
     Raises: InternalError for another shape, dtype or layout.
     """
@@ -122,22 +122,22 @@ class StreamedProduct:
 
 
 def product(
-    x: torch.Tensor, streamed: StreamedProduct | None, library: Callable[[torch.Tensor], torch.Tensor]
+    x: torch.Tensor, hopper: HopperProduct | None, library: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor | Partial:
-    """Of rows x: [T, K], streamed where there is a kernel that takes them."""
-    return streamed(x) if streamed is not None and streamed.takes(x) else library(x)
+    """Product of rows x: [T, K]; the Hopper kernel where it takes them."""
+    return hopper(x) if hopper is not None and hopper.takes(x) else library(x)
 
 
-def streamed_product(
+def hopper_product(
     weight: torch.Tensor, most_rows: int, bias: torch.Tensor | None = None
-) -> StreamedProduct | None:
+) -> HopperProduct | None:
     """The kernel for a weight, where it is for that and for any rows."""
-    if most_rows == 0 or bias is not None or not streamable(weight):
+    if most_rows == 0 or bias is not None or not hopper_fits(weight):
         return None
-    return StreamedProduct(weight, most_rows)
+    return HopperProduct(weight, most_rows)
 
 
-def streamable(weight: torch.Tensor) -> bool:
+def hopper_fits(weight: torch.Tensor) -> bool:
     """Whether there is a kernel for this weight on its device."""
     if not runs_hopper_kernels(weight.device) or weight.dtype is not torch.bfloat16 or weight.dim() != 2:
         return False

@@ -1,7 +1,7 @@
 """[7] [8] Dispatch and combine of a rank that has no peers: the rows stay where they are.
 
     place_rows        sorts choices by expert: which token an expert's row reads, which row answers a choice
-    add_answers_norm  branch = sum over k of gate * row that answers choice k, float32, rounded once;
+    add_outputs_norm  branch = sum over k of gate * row that answers choice k, float32, rounded once;
                       then norm.add_rms_norm, in the same kernel
 
 T tokens, K choices, E experts. Rows of an expert are in the order of their tokens. Padded tokens (ids -1)
@@ -123,7 +123,7 @@ def place_rows(ids: torch.Tensor, places: Places, totals: torch.Tensor) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
+class ExpertOutputs:
     """What a sparse block adds to the residual stream, not summed yet.
 
     rows: [N, H]. ids, places: [T, K], as place_rows had and left them. gates: [T, K] float32.
@@ -164,8 +164,8 @@ def _answers_kernel(
     store_normed(out + at, value, w, inside, eps, DIM)
 
 
-def add_answers_norm(
-    answers: Answers,
+def add_outputs_norm(
+    answers: ExpertOutputs,
     residual: torch.Tensor,
     weight: torch.Tensor,
     eps: float,

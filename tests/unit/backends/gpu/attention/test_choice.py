@@ -53,9 +53,9 @@ def test_flashinfer_where_it_is_asked_for_and_can_run(spec: GqaSpec, block_size:
 def test_otherwise_ours_and_the_library_is_not_touched(asked: str, case: AttentionCase) -> None:
     chosen = choose(asked, case, absent)
     heads, kv_heads, v_dim = (32, 4, 128) if case is HOPPER else (16, 1, 512)
-    streamed = asked == "auto"
-    assert chosen.kernels == TritonDecode(heads, kv_heads, v_dim, 4096, 132, streamed)
-    assert chosen.named == ("streamed (chunks of prompts: triton)" if streamed else "triton (as asked)")
+    hopper = asked == "auto"
+    assert chosen.kernels == TritonDecode(heads, kv_heads, v_dim, 4096, 132, hopper)
+    assert chosen.named == ("hopper (chunks of prompts: triton)" if hopper else "triton (as asked)")
 
 
 @pytest.mark.parametrize(
@@ -98,8 +98,8 @@ def test_a_rank_looks_for_the_module_of_that_kernel(built: bool, monkeypatch: py
     monkeypatch.setattr(capability, "find_spec", lambda name: object() if built else None)
     case = AttentionCase.on(torch.device("cuda", 0), QWEN, (BF16, BF16), 16, 4096)
     chosen = choose("auto", case)
-    assert chosen.kernels == TritonDecode(32, 4, 128, 4096, 132, streamed=built)
-    assert chosen.named.startswith("streamed" if built else "triton (the package was built without")
+    assert chosen.kernels == TritonDecode(32, 4, 128, 4096, 132, hopper=built)
+    assert chosen.named.startswith("hopper" if built else "triton (the package was built without")
 
 
 OBSTACLES = [
@@ -138,5 +138,5 @@ def test_a_library_that_is_missing_or_does_not_compile_is_named(load: object, pr
 
 def test_interpreted_kernels_are_triton_and_not_split() -> None:
     case = AttentionCase.on(CPU, QWEN, (BF16, BF16), 16, 4096)
-    assert choose("auto", case).kernels == TritonDecode(32, 4, 128, 4096, 0, streamed=False)
+    assert choose("auto", case).kernels == TritonDecode(32, 4, 128, 4096, 0, hopper=False)
     assert why_not_flashinfer(case) == "there is no GPU"

@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from ep_server.backends.gpu.moe.moe import add_norm
-from ep_server.backends.gpu.moe.rows import Arrival, FusedRows, RowsBeside, Tokens, Unsent
+from ep_server.backends.gpu.moe.rows import Arrival, DeferredCombine, FusedRows, SideRows, Tokens
 from ep_server.exchange.api import AddNorm, Received, View
 from tests.support.gpu.noted_streams import note_streams
 from tests.support.triton.harness import DEVICE
@@ -87,7 +87,7 @@ def streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_both_halves_run_on_the_side_stream_and_the_hook_waits() -> None:
-    rows = RowsBeside(Exchange(), 48)
+    rows = SideRows(Exchange(), 48)
     x = torch.ones(2, 3)
     arrive = rows.dispatch(tokens(x), ARRIVAL)
     begun = [
@@ -103,7 +103,7 @@ def test_both_halves_run_on_the_side_stream_and_the_hook_waits() -> None:
 
 
 def test_what_a_transfer_reads_lives_until_its_hook_was_called() -> None:
-    rows = RowsBeside(Exchange(), 48)
+    rows = SideRows(Exchange(), 48)
     x, outputs = torch.ones(2, 3), torch.ones(2, 3)
     held = [weakref.ref(x), weakref.ref(outputs)]
     arrive = rows.dispatch(tokens(x), ARRIVAL)
@@ -126,16 +126,16 @@ def test_room_for_every_row_that_can_come() -> None:
 
 
 def test_only_a_transfer_that_computing_follows_lets_that_begin() -> None:
-    """Beside the computation the next kernel of the stream is another transfer."""
+    """SideStream the computation the next kernel of the stream is another transfer."""
     x, asked = torch.ones(2, 3), []
     ahead = replace(ARRIVAL, read_ahead=True)
     for beside in (False, True):
         exchange = Exchange()
-        rows = RowsBeside(exchange, 48) if beside else FusedRows(exchange)
+        rows = SideRows(exchange, 48) if beside else FusedRows(exchange)
         received = rows.dispatch(tokens(x), ahead)()
         asked.append(exchange.next_reads_ahead)
         branch = rows.combine(x, received)()
-        if isinstance(branch, Unsent):
+        if isinstance(branch, DeferredCombine):
             branch.run()
         asked.append(exchange.next_reads_ahead)
     assert asked == [True, True, False, False]
@@ -148,7 +148,7 @@ def test_a_combine_that_ends_a_layer_begins_with_its_norm(norms: bool, given: fl
     exchange = Exchange(norms=norms)
     rows, out = FusedRows(exchange), torch.ones(2, 64, device=DEVICE)
     branch = rows.combine(out, rows.dispatch(tokens(out), ARRIVAL)())()
-    assert isinstance(branch, Unsent) and NOTES == ["dispatch"]
+    assert isinstance(branch, DeferredCombine) and NOTES == ["dispatch"]
     shared = None if given is None else torch.full_like(out, given)
     residual, weight = torch.zeros_like(out), torch.full_like(out[0], 2.0)
     got = add_norm(replace(branch, shared=shared), residual, weight, 0.0)

@@ -7,7 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ep_server.backends.gpu.kernels.hopper.attention import LaunchConfig, StreamedStep, launch_config_for
+from ep_server.backends.gpu.kernels.hopper.attention import (
+    HopperAttentionStep,
+    LaunchConfig,
+    launch_config_for,
+)
 from ep_server.backends.gpu.kernels.triton.partial import Partial
 from tests.support.gpu.attention_case import BF16, NAN, Case
 
@@ -105,7 +109,7 @@ def test_behind_a_slow_kernel_it_waits_for_the_projections() -> None:
     """It reads early what the step was given alone; a graph of it and what makes its input is replayed."""
     case = Case.of([40, 257, 130])
     wanted, made = case.run(PLAIN), torch.zeros_like(case.qkv)
-    step, out = StreamedStep(case.step, case.spec.heads, PLAIN), torch.empty_like(wanted)
+    step, out = HopperAttentionStep(case.step, case.spec.heads, PLAIN), torch.empty_like(wanted)
     kernel = case.kernel()
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()

@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 import pytest
 import torch
 
-from ep_server.backends.gpu.kernels.hopper.attention import LaunchConfig, StreamedStep
-from ep_server.backends.gpu.kernels.hopper.products import StreamedProduct
+from ep_server.backends.gpu.kernels.hopper.attention import HopperAttentionStep, LaunchConfig
+from ep_server.backends.gpu.kernels.hopper.products import HopperProduct
 from ep_server.backends.gpu.kernels.triton.embedding import RowTokens, embed
 from ep_server.backends.gpu.step_input import InputShape, StepInput, StepTensors
 from ep_server.records import SeqSlice, StepBatch
@@ -37,7 +37,7 @@ class OneLayer:
         self.inputs = [StepInput(shape, device, STEPS) for _ in range(MICRO_BATCHES)]
         width = (self.case.spec.heads + 2 * self.case.spec.kv_heads) * DIM
         weight = torch.randn(width, HIDDEN, device="cuda") * HIDDEN**-0.5
-        self.product, self.kernel, self.config = StreamedProduct(weight.to(BF16)), self.case.kernel(), config
+        self.product, self.kernel, self.config = HopperProduct(weight.to(BF16)), self.case.kernel(), config
         self.embedding = torch.randn(VOCAB, HIDDEN, device="cuda").to(BF16)
         self.norm = torch.ones(HIDDEN, device="cuda", dtype=BF16)
         self.drawn = torch.zeros(ROWS, dtype=torch.int64, device="cuda")
@@ -69,7 +69,7 @@ class OneLayer:
         for step, x, out in zip(steps, normed, self.out, strict=True):
             qkv = self.product(x)
             after_each()
-            self.kernel.run(qkv, StreamedStep(step, self.case.spec.heads, self.config), out)
+            self.kernel.run(qkv, HopperAttentionStep(step, self.case.spec.heads, self.config), out)
             after_each()
 
     def run(self, layer: Callable[[list[StepTensors]], None]) -> tuple[torch.Tensor, list[torch.Tensor]]:

@@ -9,10 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ep_server.backends.gpu.kernels.hopper.experts import MOST_PER_EXPERT, Tile, streamable
+from ep_server.backends.gpu.kernels.hopper.experts import MOST_PER_EXPERT, Tile, hopper_fits
 from ep_server.backends.gpu.kernels.triton.expert_rows import ExpertWeights
 from ep_server.backends.gpu.kernels.triton.norm import rms_norm
-from tests.support.gpu.experts_case import BF16, FP8, SPARE, Layer, check, streamed
+from tests.support.gpu.experts_case import BF16, FP8, SPARE, Layer, check, hopper
 
 pytestmark = pytest.mark.gpu
 SIZES = [(5, 256, 128), (7, 640, 384), (128, 2048, 768), (300, 512, 256), (2, 4096, 14336)]
@@ -43,7 +43,7 @@ CASES = [(size, codes, tile) for size in SIZES for codes in (False, True) for ti
 def test_outputs(size: tuple[int, int, int], codes: bool, tile: Tile, spread: str) -> None:
     torch.manual_seed(1)
     layer = Layer.of(size, SPREADS[spread](size[0]), codes=codes)
-    experts, given = streamed(layer), layer.given()
+    experts, given = hopper(layer), layer.given()
     for each in (16, 1, 16):  # weights read ahead, or not; what a launch leaves is what the next one needs
         scratch, out = layer.room(experts)
         experts.run(given, scratch, out, rows_per_expert=each, tile=tile)
@@ -54,7 +54,7 @@ def test_outputs(size: tuple[int, int, int], codes: bool, tile: Tile, spread: st
 def test_rows_are_read_where_they_lie(codes: bool) -> None:
     torch.manual_seed(2)
     layer = Layer.of((16, 512, 256), [n % 7 for n in range(15)] + [170], codes=codes)
-    experts, given = streamed(layer), layer.given()
+    experts, given = hopper(layer), layer.given()
     held = torch.full((300, 512 + 64), float("nan"), device="cuda", dtype=BF16)
     ids = torch.randperm(300, device="cuda")[: len(layer.rows)]
     held[ids, :512] = layer.rows
@@ -71,7 +71,7 @@ def test_rows_may_be_many_gigabytes_apart(codes: bool) -> None:
     """Numbers of pieces of 16 bytes then take all of 32 bits."""
     torch.manual_seed(13)
     layer = Layer.of((2, 256, 128), [1, 2], codes=codes)
-    experts, given, apart = streamed(layer), layer.given(), 17 << 29  # of BF16: 17 GiB
+    experts, given, apart = hopper(layer), layer.given(), 17 << 29  # of BF16: 17 GiB
     held = torch.empty(2 * apart + 256, device="cuda", dtype=BF16).as_strided((3, 256), (apart, 1))
     held.copy_(layer.rows)
     ids = torch.arange(3, device="cuda")
@@ -88,7 +88,7 @@ def test_rows_may_be_many_gigabytes_apart(codes: bool) -> None:
 def test_tiles_do_not_change_a_bit_and_a_graph_can_be_replayed(codes: bool) -> None:
     torch.manual_seed(3)
     layer = Layer.of((64, 1024, 384), [(n * 7) % 131 for n in range(64)], codes=codes)
-    experts, given = streamed(layer), layer.given()
+    experts, given = hopper(layer), layer.given()
     outs = []
     for tile in tiles((64, 1024, 384), codes):
         scratch, out = layer.room(experts)
@@ -111,7 +111,7 @@ def test_launches_behind_each_other_do_what_they_do_apart(codes: bool) -> None:
     """The kernel behind is set up while `out` is written, and counters turn from launch to launch."""
     torch.manual_seed(6)
     layer = Layer.of((16, 512, 256), [n * 5 % 23 for n in range(16)], codes=codes)
-    experts, given, ones = streamed(layer), layer.given(), torch.ones(512, device="cuda", dtype=BF16)
+    experts, given, ones = hopper(layer), layer.given(), torch.ones(512, device="cuda", dtype=BF16)
     none = replace(given, counts=torch.zeros_like(given.counts), offsets=torch.zeros_like(given.offsets))
 
     def chain(between: Callable[[], None]) -> torch.Tensor:
@@ -137,7 +137,7 @@ def test_launches_beside_each_other_do_not_wait_for_each_other(codes: bool) -> N
     """Each of two streams has some of the multiprocessors; blocks that are set up late are not awaited."""
     torch.manual_seed(12)
     layers = [Layer.of((24, 1024, 512), [n * 5 % 23 for n in range(24)], codes=codes) for _ in range(2)]
-    runs = [(streamed(layer), layer.given(), layer.room(streamed(layer))) for layer in layers]
+    runs = [(hopper(layer), layer.given(), layer.room(hopper(layer))) for layer in layers]
     streams = [torch.cuda.Stream(), torch.cuda.Stream(priority=-1)]
     for turn in range(40):
         each = (1, 16, 45, 128)[turn % 4]  # 128: wide tiles, of bfloat16
@@ -155,7 +155,7 @@ def test_numbers_of_a_dispatch_that_failed_lead_nowhere(each: int, codes: bool) 
     """Counts, places and numbers of rows are anything; then a launch on the same counters is right."""
     torch.manual_seed(4)
     layer = Layer.of((6, 256, 128), [3, 0, 40, 1, 0, 7], codes=codes)
-    experts, given = streamed(layer), layer.given()
+    experts, given = hopper(layer), layer.given()
     most = len(layer.rows) + SPARE
     wild = replace(
         given,
@@ -177,7 +177,7 @@ def test_numbers_of_a_dispatch_that_failed_lead_nowhere(each: int, codes: bool) 
 def test_more_tiles_of_rows_than_16_bits_count() -> None:
     torch.manual_seed(5)
     layer = Layer.of((3, 128, 64), [40, 70_000 * 32, 40])
-    experts = streamed(layer)
+    experts = hopper(layer)
     scratch, out = layer.room(experts)
     experts.run(layer.given(), scratch, out, rows_per_expert=1)
     check(layer, out)
@@ -195,7 +195,7 @@ def test_more_tiles_of_rows_than_16_bits_count() -> None:
 )
 def test_tiles_that_there_are_none_of(size: tuple[int, int, int], codes: bool, refused: list[Tile]) -> None:
     layer = Layer.of(size, [1] * 5, codes=codes)
-    experts = streamed(layer)
+    experts = hopper(layer)
     scratch, out = layer.room(experts)
     for tile in refused:
         with pytest.raises(ValueError, match=r"^(rows_of_tile|wide): "):
@@ -205,10 +205,10 @@ def test_tiles_that_there_are_none_of(size: tuple[int, int, int], codes: bool, r
 
 def test_rows_that_are_for_the_other_kernels() -> None:
     layer = Layer.of((5, 256, 128), [1] * 5)
-    experts, given = streamed(layer), layer.given()
+    experts, given = hopper(layer), layer.given()
     assert not experts.takes(replace(given, rows=given.rows.to(FP8)), 1)
     assert experts.takes(given, MOST_PER_EXPERT + 1)
-    of_codes = streamed(Layer.of((5, 256, 128), [1] * 5, codes=True))
+    of_codes = hopper(Layer.of((5, 256, 128), [1] * 5, codes=True))
     assert [of_codes.takes(given, MOST_PER_EXPERT + more) for more in (0, 1)] == [True, False]
     assert not experts.takes(replace(given, rows=given.rows.view(-1, 1, 256)), 1)
     assert not experts.takes(replace(given, rows=given.rows.float()), 1)
@@ -233,10 +233,10 @@ def test_weights_that_have_no_kernel() -> None:
         )
 
     if torch.cuda.get_device_capability()[0] == 9:
-        assert streamable(weights(2, 256, 128)) and streamable(codes(128))
-    assert not streamable(codes(192))
-    assert not streamable(weights(2, 192, 128))
-    assert not streamable(weights(2, 256, 96))
-    assert not streamable(weights(513, 256, 128))
-    assert not streamable(weights(0, 256, 128))
-    assert not streamable(weights(2, 256, 128, torch.float32))
+        assert hopper_fits(weights(2, 256, 128)) and hopper_fits(codes(128))
+    assert not hopper_fits(codes(192))
+    assert not hopper_fits(weights(2, 192, 128))
+    assert not hopper_fits(weights(2, 256, 96))
+    assert not hopper_fits(weights(513, 256, 128))
+    assert not hopper_fits(weights(0, 256, 128))
+    assert not hopper_fits(weights(2, 256, 128, torch.float32))

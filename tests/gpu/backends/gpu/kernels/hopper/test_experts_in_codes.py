@@ -1,4 +1,4 @@
-"""What only weights in codes have: rows that are split, or codes too. The rest: test_streamed_experts.py."""
+"""What only weights in codes have: rows that are split, or codes too. The rest: test_hopper_experts.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.support.gpu.experts_case import BF16, FP8, SPARE, Layer, check, streamed
+from tests.support.gpu.experts_case import BF16, FP8, SPARE, Layer, check, hopper
 
 pytestmark = pytest.mark.gpu
 
@@ -19,7 +19,7 @@ def test_rows_in_codes(by_column: bool, each: int) -> None:
     """Read where they lie; scales lie in either order, and low codes of launches before are gone."""
     torch.manual_seed(11)
     layer = Layer.of((16, 512, 256), [n * 5 % 70 for n in range(16)], codes=True)
-    experts, count = streamed(layer), len(layer.rows)
+    experts, count = hopper(layer), len(layer.rows)
     blocks = layer.rows.float().view(count, 4, 128)
     scales = blocks.abs().amax(-1) / 448
     codes = (blocks / scales[..., None]).to(FP8)
@@ -45,7 +45,7 @@ def test_rows_in_codes(by_column: bool, each: int) -> None:
 def test_non_finite_row_leaves_other_rows_unchanged(broken: float) -> None:
     torch.manual_seed(9)
     layer = Layer.of((4, 256, 128), [3, 2, 0, 5], codes=True)
-    experts, outs = streamed(layer), []
+    experts, outs = hopper(layer), []
     for value in (0.0, broken):
         layer.rows[4, 200] = value
         scratch, out = layer.room(experts)
@@ -66,7 +66,7 @@ def test_rows_of_every_magnitude_keep_bfloat16_precision() -> None:
     layer.rows[1] = 2.0**-130
     layer.rows[2, :64] = 0
     layer.rows[3] *= 2.0**-40
-    experts = streamed(layer)
+    experts = hopper(layer)
     scratch, out = layer.room(experts)
     experts.run(layer.given(), scratch, out, rows_per_expert=16)
     expected = layer.expected()

@@ -8,18 +8,18 @@ import pytest
 import torch
 
 from ep_server.backends.gpu.capability import native
-from ep_server.backends.gpu.kernels.hopper.mla import LatentLaunchConfig, latent_launch_config_for
+from ep_server.backends.gpu.kernels.hopper.mla import MlaLaunchConfig, mla_launch_config_for
 from tests.support.gpu.latent_case import BF16, LATENT, NAN, LatentCase
 
 pytestmark = pytest.mark.gpu
 LENGTHS = [1, 0, 15, 16, 17, 63, 64, 65, 127, 128, 129, 256, 300, 1000]
-ALONE, PAIR = LatentLaunchConfig(1, 132), LatentLaunchConfig(2, 132)
+ALONE, PAIR = MlaLaunchConfig(1, 132), MlaLaunchConfig(2, 132)
 
 
 @pytest.mark.parametrize("part", ["scores", "values"])
 @pytest.mark.parametrize("config", [ALONE, PAIR], ids=str)
 @pytest.mark.parametrize("heads", [16, 32, 64])
-def test_one_tile(heads: int, config: LatentLaunchConfig, part: str) -> None:
+def test_one_tile(heads: int, config: MlaLaunchConfig, part: str) -> None:
     """Either product alone. Scores: one position is all that is attended to, by head and by channel of the
     query. Values: all positions alike, and each channel of each position has its own share of the mean.
     """
@@ -44,9 +44,9 @@ def test_one_tile(heads: int, config: LatentLaunchConfig, part: str) -> None:
     torch.testing.assert_close(case.run(config), wanted, rtol=0.02, atol=2e-3)
 
 
-@pytest.mark.parametrize("config", [ALONE, PAIR, *(LatentLaunchConfig(n, 132) for n in (4, 8, 16))], ids=str)
+@pytest.mark.parametrize("config", [ALONE, PAIR, *(MlaLaunchConfig(n, 132) for n in (4, 8, 16))], ids=str)
 @pytest.mark.parametrize("heads", [16, 32])
-def test_every_length(heads: int, config: LatentLaunchConfig) -> None:
+def test_every_length(heads: int, config: MlaLaunchConfig) -> None:
     case = LatentCase.of(LENGTHS, heads)
     case.check(case.run(config))
 
@@ -62,12 +62,12 @@ def test_more_heads_than_a_warpgroup_has(heads: int, splits: int) -> None:
 @pytest.mark.parametrize("team", [2, 4, 16])
 def test_parts_of_teams(team: int, splits: int) -> None:
     case = LatentCase.of([*LENGTHS, 3000])
-    case.check(case.run(LatentLaunchConfig(team, 132, splits)))
+    case.check(case.run(MlaLaunchConfig(team, 132, splits)))
 
 
 @pytest.mark.parametrize("block", [16, 32, 64, 128, 256])
 @pytest.mark.parametrize(("heads", "config"), [(16, ALONE), (16, PAIR), (32, PAIR), (128, ALONE)], ids=str)
-def test_blocks(heads: int, config: LatentLaunchConfig, block: int) -> None:
+def test_blocks(heads: int, config: MlaLaunchConfig, block: int) -> None:
     case = LatentCase.of(LENGTHS, heads, block)
     case.check(case.run(config))
 
@@ -77,38 +77,38 @@ def test_blocks(heads: int, config: LatentLaunchConfig, block: int) -> None:
 def test_blocks_with_many_items(heads: int, blocks: int) -> None:
     """Some of them empty, some of more tiles than are looked up at once."""
     case = LatentCase.of([37 * n % 700 for n in range(48)], heads)
-    case.check(case.run(LatentLaunchConfig(1, blocks)))
+    case.check(case.run(MlaLaunchConfig(1, blocks)))
 
 
 @pytest.mark.parametrize("rows", [1, 2, 8, 32, 64, 128, 140, 256, 300])
 @pytest.mark.parametrize("heads", [16, 128])
 def test_batches_as_a_rank_runs_them(heads: int, rows: int) -> None:
     case = LatentCase.of([130 + 7 * (n % 31) for n in range(rows)], heads)
-    case.check(case.run(latent_launch_config_for(rows, heads, 132, 4096)))
+    case.check(case.run(mla_launch_config_for(rows, heads, 132, 4096)))
 
 
 @pytest.mark.parametrize("heads", [16, 128])
 def test_long_contexts(heads: int) -> None:
     case = LatentCase.of([9000, 5, 4097], heads)
-    case.check(case.run(latent_launch_config_for(3, heads, 132, 16384)))
+    case.check(case.run(mla_launch_config_for(3, heads, 132, 16384)))
 
 
 @pytest.mark.parametrize(("heads", "config"), [(16, PAIR), (128, ALONE)], ids=str)
-def test_a_cache_of_more_than_4_gib(heads: int, config: LatentLaunchConfig) -> None:
+def test_a_cache_of_more_than_4_gib(heads: int, config: MlaLaunchConfig) -> None:
     """Half of its blocks lie further than 32 bits count bytes."""
     case = LatentCase.of([300, 1000, 65], heads, spare=1 << 19)
     assert case.kv.layer.k.nbytes > 2 << 32
     case.check(case.run(config))
 
 
-@pytest.mark.parametrize("config", [ALONE, PAIR, LatentLaunchConfig(16, 132, 4)], ids=str)
-def test_padding_alone(config: LatentLaunchConfig) -> None:
+@pytest.mark.parametrize("config", [ALONE, PAIR, MlaLaunchConfig(16, 132, 4)], ids=str)
+def test_padding_alone(config: MlaLaunchConfig) -> None:
     case = LatentCase.of([0, 0, 0])
     case.check(case.run(config))
 
 
 @pytest.mark.parametrize("config", [ALONE, PAIR], ids=str)
-def test_large_scores_do_not_overflow(config: LatentLaunchConfig) -> None:
+def test_large_scores_do_not_overflow(config: MlaLaunchConfig) -> None:
     case = LatentCase.of([100, 300])
     case.q *= 300.0
     assert case.run(config).isfinite().all()
@@ -116,12 +116,10 @@ def test_large_scores_do_not_overflow(config: LatentLaunchConfig) -> None:
 
 @pytest.mark.parametrize(
     ("heads", "config"),
-    [(16, ALONE), (16, LatentLaunchConfig(8, 132)), (16, LatentLaunchConfig(16, 132, 2)), (128, ALONE)],
+    [(16, ALONE), (16, MlaLaunchConfig(8, 132)), (16, MlaLaunchConfig(16, 132, 2)), (128, ALONE)],
     ids=str,
 )
-def test_replays_behind_a_slow_kernel_are_the_same_bit_for_bit(
-    heads: int, config: LatentLaunchConfig
-) -> None:
+def test_replays_behind_a_slow_kernel_are_the_same_bit_for_bit(heads: int, config: MlaLaunchConfig) -> None:
     """It reads early what the step was given alone; a graph of it and what makes its input is replayed."""
     case = LatentCase.of([40, 257, 1000, 130], heads)
     wanted, made = case.run(config), torch.zeros_like(case.q)
@@ -160,14 +158,14 @@ def test_sizes_that_it_does_not_take_are_refused(field: str, value: int, allowed
 @pytest.mark.parametrize(
     ("heads", "config", "message"),
     [
-        (16, LatentLaunchConfig(3, 132), "team: 3, must be a power of two up to 16"),
-        (16, LatentLaunchConfig(32, 132), "team: 32, must be a power of two up to 16"),
-        (64, LatentLaunchConfig(2, 132), "team: 2, must be a power of two up to 1"),
-        (16, LatentLaunchConfig(1, 0), "blocks: 0, must be at least 1"),
-        (16, LatentLaunchConfig(1, 132, 2), "splits: 2, must be 1 to 1 with a team of 1"),
+        (16, MlaLaunchConfig(3, 132), "team: 3, must be a power of two up to 16"),
+        (16, MlaLaunchConfig(32, 132), "team: 32, must be a power of two up to 16"),
+        (64, MlaLaunchConfig(2, 132), "team: 2, must be a power of two up to 1"),
+        (16, MlaLaunchConfig(1, 0), "blocks: 0, must be at least 1"),
+        (16, MlaLaunchConfig(1, 132, 2), "splits: 2, must be 1 to 1 with a team of 1"),
     ],
 )
-def test_so_are_launches(heads: int, config: LatentLaunchConfig, message: str) -> None:
+def test_so_are_launches(heads: int, config: MlaLaunchConfig, message: str) -> None:
     """And what follows is served."""
     case = LatentCase.of([20], heads)
     with pytest.raises(ValueError, match=f"^{message}$"):

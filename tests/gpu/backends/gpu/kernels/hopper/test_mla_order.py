@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ep_server.backends.gpu.kernels.hopper.mla import LatentLaunchConfig
+from ep_server.backends.gpu.kernels.hopper.mla import MlaLaunchConfig
 from ep_server.backends.gpu.kernels.triton.rope import MlaInput, Rotation, store_mla
 from ep_server.models.attention import rotation_table
 from ep_server.models.families.spec import RopeSpec
@@ -23,7 +23,7 @@ class Layer:
     That kernel lets attention start as it begins itself.
     """
 
-    def __init__(self, heads: int, config: LatentLaunchConfig) -> None:
+    def __init__(self, heads: int, config: MlaLaunchConfig) -> None:
         case = self.case = LatentCase.of(LENGTHS, heads, BLOCK)
         table = torch.view_as_real(rotation_table(RopeSpec(DIM - LATENT, 10000.0), max(LENGTHS)))
         own = torch.tensor([n - 1 for n in LENGTHS], dtype=torch.int32, device="cuda")
@@ -60,15 +60,15 @@ class Layer:
 @pytest.mark.parametrize(
     ("heads", "config"),
     [
-        (16, LatentLaunchConfig(1, 132)),
-        (16, LatentLaunchConfig(4, 132)),
-        (32, LatentLaunchConfig(4, 132, 8)),
-        (128, LatentLaunchConfig(1, 132)),
-        (128, LatentLaunchConfig(1, 132, 2)),
+        (16, MlaLaunchConfig(1, 132)),
+        (16, MlaLaunchConfig(4, 132)),
+        (32, MlaLaunchConfig(4, 132, 8)),
+        (128, MlaLaunchConfig(1, 132)),
+        (128, MlaLaunchConfig(1, 132, 2)),
     ],
     ids=str,
 )
-def test_its_own_token_is_stored_by_the_kernel_ahead(heads: int, config: LatentLaunchConfig) -> None:
+def test_its_own_token_is_stored_by_the_kernel_ahead(heads: int, config: MlaLaunchConfig) -> None:
     layer = Layer(heads, config)
     layer.forget()
     layer.run(torch.cuda.synchronize)

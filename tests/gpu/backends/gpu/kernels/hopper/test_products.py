@@ -10,10 +10,10 @@ import torch
 
 from ep_server.backends.gpu.kernels.hopper.products import (
     MOST_ROWS,
+    HopperProduct,
     LaunchConfig,
     SplitK,
-    StreamedProduct,
-    streamable,
+    hopper_fits,
 )
 from ep_server.backends.gpu.kernels.triton.norm import add_rms_norm
 
@@ -64,8 +64,8 @@ class Case:
 @pytest.mark.parametrize(("size", "split_k"), CASES, ids=str)
 def test_products(size: tuple[int, int], split_k: SplitK, rows: int) -> None:
     case = Case.of(size, rows)
-    product = StreamedProduct(case.weight, config=LaunchConfig(split_k))
-    assert streamable(case.weight) and product.takes(case.x)
+    product = HopperProduct(case.weight, config=LaunchConfig(split_k))
+    assert hopper_fits(case.weight) and product.takes(case.x)
     sums = product(case.x).sums
     assert sums.shape == (split_k.splits, rows, size[0])
     case.check(sums)
@@ -74,7 +74,7 @@ def test_products(size: tuple[int, int], split_k: SplitK, rows: int) -> None:
 def test_every_share_of_the_channels_is_its_own() -> None:
     """Part by part: 32 chunks in three runs of 10, 11 and 11."""
     case = Case.of((128, 2048), 5)
-    sums = StreamedProduct(case.weight, config=LaunchConfig(SplitK(128, 3)))(case.x).sums
+    sums = HopperProduct(case.weight, config=LaunchConfig(SplitK(128, 3)))(case.x).sums
     ends = [32 * split // 3 * 64 for split in range(4)]
     for part, (a, b) in zip(sums, pairwise(ends), strict=True):
         expected = case.x[:, a:b].double() @ case.weight[:, a:b].double().T
@@ -84,12 +84,12 @@ def test_every_share_of_the_channels_is_its_own() -> None:
 def test_rows_do_not_change_the_bits_of_others() -> None:
     """However many come with one, and in whatever tile: its sums are the same."""
     case = Case.of((5120, 2048), 256)
-    product = StreamedProduct(case.weight)
+    product = HopperProduct(case.weight)
     alone = [product(case.x[:rows]).sums for rows in (1, 32, 64, 100, 256)]
     assert all(torch.equal(alone[0][:, 0], sums[:, 0]) for sums in alone)
     assert torch.equal(alone[2], alone[4][:, :64])
     for tile in (32, 64):  # several, one after the other
-        again = StreamedProduct(case.weight, config=LaunchConfig(rows_of_tile=tile))
+        again = HopperProduct(case.weight, config=LaunchConfig(rows_of_tile=tile))
         assert torch.equal(again(case.x).sums, alone[4])
 
 
@@ -97,12 +97,10 @@ def test_rows_do_not_change_the_bits_of_others() -> None:
 def test_blocks_share_tiles_of_rows(rows: int) -> None:
     """32 blocks would leave 100 multiprocessors without one: four share 5 to 8 tiles, 2 or 1 each."""
     case = Case.of((2048, 512), rows)
-    product = StreamedProduct(case.weight, config=LaunchConfig(SplitK(64, 1), 32))
+    product = HopperProduct(case.weight, config=LaunchConfig(SplitK(64, 1), 32))
     sums = product(case.x).sums
     case.check(sums)
-    assert torch.equal(
-        sums, StreamedProduct(case.weight, config=LaunchConfig(SplitK(64, 1), 128))(case.x).sums
-    )
+    assert torch.equal(sums, HopperProduct(case.weight, config=LaunchConfig(SplitK(64, 1), 128))(case.x).sums)
 
 
 @pytest.mark.parametrize("lets_next_start", [False, True])
@@ -110,7 +108,7 @@ def test_blocks_share_tiles_of_rows(rows: int) -> None:
 def test_a_chain_of_kernels_in_a_graph(rows: int, lets_next_start: bool) -> None:
     """Each reads what the one before it wrote: product, norm, product, norm, with new rows at each replay."""
     case = Case.of((1024, 1024), rows, pitch=0)
-    product = StreamedProduct(case.weight, config=LaunchConfig(lets_next_start=lets_next_start))
+    product = HopperProduct(case.weight, config=LaunchConfig(lets_next_start=lets_next_start))
     ones, x = torch.ones(1024, device="cuda", dtype=BF16), case.x.clone()
     residual, out = torch.zeros_like(x), torch.empty_like(x)
 
@@ -144,14 +142,14 @@ def test_nothing_is_written_past_the_sums(rows: int) -> None:
     """A tile has more rows than there are."""
     case = Case.of((128, 256), rows)
     room = torch.full((5, rows, 128), float("nan"), device="cuda")
-    StreamedProduct(case.weight, config=LaunchConfig(SplitK(64, 4))).run(case.x, room[:4])
+    HopperProduct(case.weight, config=LaunchConfig(SplitK(64, 4))).run(case.x, room[:4])
     case.check(room[:4])
     assert bool(room[4].isnan().all())
 
 
 def test_rows_that_are_for_the_library() -> None:
     case = Case.of((128, 256), 4)
-    product = StreamedProduct(case.weight, 64)
+    product = HopperProduct(case.weight, 64)
     wide = torch.zeros(65, 257, device="cuda", dtype=BF16)
     assert product.takes(wide[:64, :256].contiguous())
     assert not product.takes(wide[:64, :256]) and not product.takes(wide[:, :256].contiguous())
@@ -165,7 +163,7 @@ def test_weights_that_have_no_kernel() -> None:
         return torch.zeros(n, k, device="cuda", dtype=dtype)
 
     if torch.cuda.get_device_capability()[0] == 9:
-        assert streamable(weight(128, 256))
-    assert not streamable(weight(96, 256)) and not streamable(weight(128, 96))
-    assert not streamable(weight(128, 256, torch.float32)) and not streamable(weight(128, 257)[:, 1:])
-    assert not streamable(weight(151936, 2048))
+        assert hopper_fits(weight(128, 256))
+    assert not hopper_fits(weight(96, 256)) and not hopper_fits(weight(128, 96))
+    assert not hopper_fits(weight(128, 256, torch.float32)) and not hopper_fits(weight(128, 257)[:, 1:])
+    assert not hopper_fits(weight(151936, 2048))

@@ -13,9 +13,9 @@ import torch
 from ep_server.backends.gpu import capability
 from ep_server.backends.gpu.graphs import buckets_up_to
 from ep_server.backends.gpu.kernels.hopper.attention import (
+    HopperAttention,
+    HopperAttentionStep,
     LaunchConfig,
-    StreamedAttention,
-    StreamedStep,
     launch_config_for,
 )
 from ep_server.backends.gpu.kernels.triton.launch import block
@@ -91,7 +91,7 @@ def test_any_number_of_sequences_is_cut_as_some_bucket_is(num_sms: int, kv_heads
 )
 def test_caches_that_it_cannot_read_are_refused(kv: PagedKv, spec: GqaSpec, wrong: str) -> None:
     with pytest.raises(InternalError, match=re.escape(wrong)):
-        StreamedAttention(kv, spec, torch.zeros(64, 64, 2), None)
+        HopperAttention(kv, spec, torch.zeros(64, 64, 2), None)
 
 
 @pytest.mark.parametrize(
@@ -112,7 +112,7 @@ def test_caches_that_it_cannot_read_are_refused(kv: PagedKv, spec: GqaSpec, wron
 def test_so_are_tables_and_norms(table: torch.Tensor, weight: torch.Tensor, wrong: str) -> None:
     kv = PagedKv(KvLayer(cache(), cache(), 128))
     with pytest.raises(InternalError, match=re.escape(wrong)):
-        StreamedAttention(kv, QWEN, table, HeadNorm(weight, EPS))
+        HopperAttention(kv, QWEN, table, HeadNorm(weight, EPS))
 
 
 @pytest.mark.parametrize(
@@ -134,7 +134,7 @@ def test_so_is_a_step_of_other_numbers(name: str, other: torch.Tensor) -> None:
     if name not in ("slots", "lengths"):
         step = replace(step, **{name: other})
     with pytest.raises(InternalError, match=f"^{name}: "):
-        StreamedStep(step, 32, ONE)
+        HopperAttentionStep(step, 32, ONE)
 
 
 @pytest.mark.parametrize(
@@ -146,11 +146,11 @@ def test_all_of_a_tables_row_may_be_read(
     """A single row has any stride, and nothing behind it need be memory."""
     native = SimpleNamespace(AttentionWork=dict, AttentionLaunchConfig=dict)
     monkeypatch.setattr(capability, "import_module", lambda _: native)
-    work: Any = StreamedStep(step_of(torch.zeros(20, dtype=torch.int32), count, strides), 32, ONE).work
+    work: Any = HopperAttentionStep(step_of(torch.zeros(20, dtype=torch.int32), count, strides), 32, ONE).work
     assert work["blocks_pitch"] == pitch and work["count"] == count
 
 
 def test_rows_of_a_table_that_overlap_are_refused() -> None:
     step = step_of(torch.zeros(20, dtype=torch.int32), 4, (2, 1))
     with pytest.raises(InternalError, match="blocks: 2 entries from row to row, must be 3 or more"):
-        StreamedStep(step, 32, ONE)
+        HopperAttentionStep(step, 32, ONE)

@@ -11,12 +11,12 @@ import torch
 
 from ep_server.backends.gpu import capability
 from ep_server.backends.gpu.kernels.hopper.experts import (
-    StreamedExperts,
+    HopperExperts,
     Tile,
     fits,
+    hopper_fits,
     narrow_tile,
     reads_ahead,
-    streamable,
     wide_tile,
 )
 from ep_server.backends.gpu.kernels.triton.expert_rows import ExpertRows, ExpertWeights
@@ -92,7 +92,7 @@ def test_weights_of_several_tiles_of_rows_are_not_read_ahead() -> None:
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_no_kernel_without_a_gpu(device: str) -> None:
     gate_up = torch.empty(2, 256, 256, dtype=torch.bfloat16, device=device)
-    assert not streamable(
+    assert not hopper_fits(
         ExpertWeights(gate_up, torch.empty(2, 256, 128, dtype=torch.bfloat16, device=device))
     )
 
@@ -123,12 +123,12 @@ def test_a_kernel_is_told_its_tile_and_whether_to_read_ahead(
     dtype: torch.dtype, each: int, tile: Tile, ahead: bool, told: list[dict[str, Any]]
 ) -> None:
     scratch, out = torch.zeros(80, dtype=torch.uint8), torch.zeros(5, 256, dtype=BF16)
-    streamed = StreamedExperts(weights_of(2, dtype=dtype))
-    streamed.run(index_rows(), scratch, out, rows_per_expert=each)
+    hopper = HopperExperts(weights_of(2, dtype=dtype))
+    hopper.run(index_rows(), scratch, out, rows_per_expert=each)
     assert [work["manner"] for work in told] == [
         {"rows_of_tile": tile.rows, "wide": tile.wide, "reads_ahead": ahead}
     ]
-    assert streamed.reads_ahead(each) == ahead
+    assert hopper.reads_ahead(each) == ahead
 
 
 @pytest.mark.parametrize(
@@ -151,14 +151,14 @@ def test_wide_tiles_leave_multiprocessors_busy(each: int, down_tiles: int, rows:
 def test_many_rows_by_codes_are_for_the_other_kernels(
     dtype: torch.dtype, all_rows: bool, told: list[dict[str, Any]]
 ) -> None:
-    streamed = StreamedExperts(weights_of(2, dtype=dtype))
-    assert [streamed.takes(index_rows(), each) for each in (512, 513)] == [True, all_rows]
+    hopper = HopperExperts(weights_of(2, dtype=dtype))
+    assert [hopper.takes(index_rows(), each) for each in (512, 513)] == [True, all_rows]
     assert not told
 
 
 def test_a_kernel_is_told_what_there_is_room_for(told: list[dict[str, Any]]) -> None:
     scratch, out = torch.zeros(80, dtype=torch.uint8), torch.zeros(5, 256, dtype=BF16)
-    StreamedExperts(weights_of(2)).run(index_rows(), scratch, out, rows_per_expert=3)
+    HopperExperts(weights_of(2)).run(index_rows(), scratch, out, rows_per_expert=3)
     assert [(work["most"], work["held"]) for work in told] == [(5, 40)]
 
 
@@ -173,11 +173,11 @@ def test_wrong_shape_is_refused_by_name_before_launch(name: str, told: list[dict
     else:
         given = replace(given, **{name: getattr(given, name)[..., 1:]})
     with pytest.raises(InternalError, match=f"^{name}: "):
-        StreamedExperts(weights_of(2)).run(given, **room, rows_per_expert=3)
+        HopperExperts(weights_of(2)).run(given, **room, rows_per_expert=3)
     assert not told
 
 
 def test_weights_that_do_not_lie_side_by_side_are_refused(told: list[dict[str, Any]]) -> None:
     weights = weights_of(2)
     with pytest.raises(InternalError, match=r"^down: .*strides"):
-        StreamedExperts(replace(weights, down=weights.down.transpose(1, 2).contiguous().transpose(1, 2)))
+        HopperExperts(replace(weights, down=weights.down.transpose(1, 2).contiguous().transpose(1, 2)))

@@ -11,12 +11,12 @@ import torch
 
 from ep_server.backends.gpu import decoder, graphs
 from ep_server.backends.gpu.attention import attention
-from ep_server.backends.gpu.graphs import Form, buckets_up_to
+from ep_server.backends.gpu.graphs import GraphKey, buckets_up_to
 from ep_server.backends.gpu.kernels.hopper.mla import (
-    LatentLaunchConfig,
-    StreamedLatent,
-    StreamedLatentStep,
-    latent_launch_config_for,
+    HopperMla,
+    HopperMlaStep,
+    MlaLaunchConfig,
+    mla_launch_config_for,
 )
 from ep_server.backends.gpu.kernels.triton.launch import block
 from ep_server.backends.gpu.kernels.triton.paged import AttentionRule, PagedKv, Sequences
@@ -38,28 +38,28 @@ def cache(size: int = 16, heads: int = 1, dim: int = 576, dtype: torch.dtype = B
 @pytest.mark.parametrize(
     ("sequences", "longest", "wanted"),
     [
-        (1, 64, LatentLaunchConfig(1, 132)),
-        (1, 320, LatentLaunchConfig(4, 132)),
-        (1, 1000, LatentLaunchConfig(4, 132)),
-        (1, 4096, LatentLaunchConfig(4, 132, 16)),
-        (1, 1 << 20, LatentLaunchConfig(4, 132, 64)),
-        (3, 4096, LatentLaunchConfig(4, 132, 16)),
-        (16, 4096, LatentLaunchConfig(4, 132, 4)),
-        (17, 4096, LatentLaunchConfig(4, 132)),
-        (32, 1 << 20, LatentLaunchConfig(4, 132)),
-        (64, 4096, LatentLaunchConfig(4, 132)),
-        (66, 4096, LatentLaunchConfig(4, 132)),
-        (67, 4096, LatentLaunchConfig(2, 132)),
-        (132, 4096, LatentLaunchConfig(2, 132)),
-        (133, 4096, LatentLaunchConfig(1, 132)),
-        (512, 4096, LatentLaunchConfig(1, 132)),
+        (1, 64, MlaLaunchConfig(1, 132)),
+        (1, 320, MlaLaunchConfig(4, 132)),
+        (1, 1000, MlaLaunchConfig(4, 132)),
+        (1, 4096, MlaLaunchConfig(4, 132, 16)),
+        (1, 1 << 20, MlaLaunchConfig(4, 132, 64)),
+        (3, 4096, MlaLaunchConfig(4, 132, 16)),
+        (16, 4096, MlaLaunchConfig(4, 132, 4)),
+        (17, 4096, MlaLaunchConfig(4, 132)),
+        (32, 1 << 20, MlaLaunchConfig(4, 132)),
+        (64, 4096, MlaLaunchConfig(4, 132)),
+        (66, 4096, MlaLaunchConfig(4, 132)),
+        (67, 4096, MlaLaunchConfig(2, 132)),
+        (132, 4096, MlaLaunchConfig(2, 132)),
+        (133, 4096, MlaLaunchConfig(1, 132)),
+        (512, 4096, MlaLaunchConfig(1, 132)),
     ],
 )
 @pytest.mark.parametrize("heads", [16, 32])
 def test_few_sequences_have_many_warpgroups(
-    sequences: int, longest: int, wanted: LatentLaunchConfig, heads: int
+    sequences: int, longest: int, wanted: MlaLaunchConfig, heads: int
 ) -> None:
-    assert latent_launch_config_for(sequences, heads, 132, longest) == wanted
+    assert mla_launch_config_for(sequences, heads, 132, longest) == wanted
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_few_sequences_have_many_warpgroups(
     [(1, 128, 16), (32, 128, 2), (33, 128, 2), (34, 128, 1), (66, 64, 2), (67, 64, 1), (256, 128, 1)],
 )
 def test_with_many_heads_contexts_are_cut(sequences: int, heads: int, splits: int) -> None:
-    assert latent_launch_config_for(sequences, heads, 132, 4096) == LatentLaunchConfig(1, 132, splits)
+    assert mla_launch_config_for(sequences, heads, 132, 4096) == MlaLaunchConfig(1, 132, splits)
 
 
 @pytest.mark.parametrize("longest", [320, 4096, 40960, 1 << 20])
@@ -76,8 +76,8 @@ def test_with_many_heads_contexts_are_cut(sequences: int, heads: int, splits: in
 def test_any_number_of_sequences_is_cut_as_some_bucket_is(num_sms: int, heads: int, longest: int) -> None:
     """Beside prompts there may be any number; what joins the parts is compiled for those of the buckets."""
     for most in (3, 24, 200):
-        at_start = {latent_launch_config_for(n, heads, num_sms, longest).splits for n in buckets_up_to(most)}
-        later = {latent_launch_config_for(n, heads, num_sms, longest).splits for n in range(1, most + 1)}
+        at_start = {mla_launch_config_for(n, heads, num_sms, longest).splits for n in buckets_up_to(most)}
+        later = {mla_launch_config_for(n, heads, num_sms, longest).splits for n in range(1, most + 1)}
         assert {block(splits) for splits in later} == {block(splits) for splits in at_start}
 
 
@@ -95,7 +95,7 @@ def test_any_number_of_sequences_is_cut_as_some_bucket_is(num_sms: int, heads: i
 )
 def test_caches_that_it_cannot_read_are_refused(kv: PagedKv, spec: MlaSpec, wrong: str) -> None:
     with pytest.raises(InternalError, match=re.escape(wrong)):
-        StreamedLatent(kv, spec)
+        HopperMla(kv, spec)
 
 
 @pytest.mark.parametrize(
@@ -113,23 +113,23 @@ def test_so_is_a_step_of_other_numbers(
     row = torch.zeros(4, dtype=torch.int32)
     step = StepTensors(row, row, row, row, row, blocks, row, Singles(lengths, row), None, None, row)
     with pytest.raises(InternalError, match=f"^{wrong}"):
-        StreamedLatentStep(step, 16, LatentLaunchConfig(16, 132, splits))
+        HopperMlaStep(step, 16, MlaLaunchConfig(16, 132, splits))
 
 
-class ByTriton(StreamedLatent):
+class ByTriton(HopperMla):
     """In place of the kernel: attention by Triton's, as the decoder calls it, over single tokens alone."""
 
     def __init__(self, kv: PagedKv, spec: MlaSpec) -> None:
         self.kv, self.spec = kv, spec
 
-    def run(self, q: torch.Tensor, step: StreamedLatentStep, out: torch.Tensor) -> None:
+    def run(self, q: torch.Tensor, step: HopperMlaStep, out: torch.Tensor) -> None:
         assert isinstance(step, SingleTokens) and len(q) == len(out) == step.count
         space = Workspace.of(step.count, self.spec.heads, 1, self.spec.kv_lora, q.device)
         decode(q, self.kv, step.sequences, AttentionRule(self.spec.scale), space, out)
 
 
-class SingleTokens(StreamedLatentStep):
-    def __init__(self, step: StepTensors, heads: int, config: LatentLaunchConfig) -> None:
+class SingleTokens(HopperMlaStep):
+    def __init__(self, step: StepTensors, heads: int, config: MlaLaunchConfig) -> None:
         self.count = len(step.singles)
         self.sequences = Sequences(step.blocks[: self.count], step.singles.lengths)
 
@@ -143,10 +143,10 @@ def test_decoder_uses_it_for_single_tokens_and_triton_for_chunks(
         raise AssertionError("single tokens were Triton's")
 
     monkeypatch.setattr(graphs, "WARM_UPS", 1)  # interpreted kernels choose nothing in it
-    monkeypatch.setattr(decoder, "streamed_latent", ByTriton)
-    monkeypatch.setattr(decoder, "StreamedLatentStep", SingleTokens)
-    monkeypatch.setattr(decoder, "StreamedLatent", ByTriton)
+    monkeypatch.setattr(decoder, "hopper_mla", ByTriton)
+    monkeypatch.setattr(decoder, "HopperMlaStep", SingleTokens)
+    monkeypatch.setattr(decoder, "HopperMla", ByTriton)
     monkeypatch.setattr(attention, "attend", never)
-    model, prompts, forms = tiny("deepseek_v2-lite-yarn"), 2, (Form(4), Form(20))
-    tokens, _ = staggered(gpu_runner(model.path, forms), model, prompts)
+    model, prompts, keys = tiny("deepseek_v2-lite-yarn"), 2, (GraphKey(4), GraphKey(20))
+    tokens, _ = staggered(gpu_runner(model.path, keys), model, prompts)
     assert tokens == {number: list(model.tokens[number][:3]) for number in range(prompts)}

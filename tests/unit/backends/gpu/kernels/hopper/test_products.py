@@ -10,18 +10,18 @@ import torch
 
 from ep_server.backends.gpu import capability
 from ep_server.backends.gpu.attention.attention import GqaKernels
-from ep_server.backends.gpu.kernels.hopper import products as streamed_products
+from ep_server.backends.gpu.kernels.hopper import products as hopper_products
 from ep_server.backends.gpu.kernels.hopper.products import (
     MOST_ROWS,
+    HopperProduct,
     LaunchConfig,
     Limits,
     SplitK,
-    StreamedProduct,
+    hopper_fits,
+    hopper_product,
     product,
     rows_of_tile,
     split_k_for,
-    streamable,
-    streamed_product,
 )
 from ep_server.backends.gpu.kernels.triton.partial import Partial
 from ep_server.backends.torch_compute import TorchLinear
@@ -83,7 +83,7 @@ def test_blocks_that_may_share_rows_have_few_each() -> None:
 
 def test_a_kernel_is_told_where_things_lie(told: list[dict[str, Any]]) -> None:
     weight, x = weight_of(), torch.zeros(5, 264, dtype=BF16)[:, :256]
-    sums = StreamedProduct(weight, config=LaunchConfig(SplitK(64, 3), lets_next_start=True))(x).sums
+    sums = HopperProduct(weight, config=LaunchConfig(SplitK(64, 3), lets_next_start=True))(x).sums
     assert sums.shape == (3, 5, 128) and sums.dtype is torch.float32
     assert told == [
         {
@@ -96,54 +96,54 @@ def test_a_kernel_is_told_where_things_lie(told: list[dict[str, Any]]) -> None:
 
 def test_one_row_has_no_pitch(told: list[dict[str, Any]]) -> None:
     x = torch.zeros(256, 1, dtype=BF16).T.as_strided((1, 256), (3, 1))
-    streamed = StreamedProduct(weight_of(), config=LaunchConfig(SplitK(64, 1)))
-    assert streamed.takes(x)
-    streamed(x)
+    hopper = HopperProduct(weight_of(), config=LaunchConfig(SplitK(64, 1)))
+    assert hopper.takes(x)
+    hopper(x)
     assert told[0]["pitch"] == 512
 
 
 def test_rows_that_are_for_the_library(told: list[dict[str, Any]]) -> None:
-    streamed = StreamedProduct(weight_of(), 64, LaunchConfig(SplitK(64, 1)))
-    assert streamed.takes(rows_of(1)) and streamed.takes(rows_of(64))
-    assert not streamed.takes(rows_of(65)) and not streamed.takes(rows_of(0))
-    assert not streamed.takes(rows_of(4).float())
-    assert not streamed.takes(rows_of(4, 257)[:, :256]) and not streamed.takes(rows_of(4, 512)[:, ::2])
-    assert not streamed.takes(rows_of(4, 264)[:, 1:257])
+    hopper = HopperProduct(weight_of(), 64, LaunchConfig(SplitK(64, 1)))
+    assert hopper.takes(rows_of(1)) and hopper.takes(rows_of(64))
+    assert not hopper.takes(rows_of(65)) and not hopper.takes(rows_of(0))
+    assert not hopper.takes(rows_of(4).float())
+    assert not hopper.takes(rows_of(4, 257)[:, :256]) and not hopper.takes(rows_of(4, 512)[:, ::2])
+    assert not hopper.takes(rows_of(4, 264)[:, 1:257])
 
 
 def test_the_library_takes_what_no_kernel_takes(told: list[dict[str, Any]]) -> None:
-    streamed, found = StreamedProduct(weight_of(), 64, LaunchConfig(SplitK(64, 1))), torch.ones(1)
-    assert isinstance(product(rows_of(64), streamed, lambda x: found), Partial)
-    assert product(rows_of(65), streamed, lambda x: found) is found
+    hopper, found = HopperProduct(weight_of(), 64, LaunchConfig(SplitK(64, 1))), torch.ones(1)
+    assert isinstance(product(rows_of(64), hopper, lambda x: found), Partial)
+    assert product(rows_of(65), hopper, lambda x: found) is found
     assert product(rows_of(64), None, lambda x: found) is found
 
 
 def test_wrong_shape_is_refused_by_name_before_launch(told: list[dict[str, Any]]) -> None:
     with pytest.raises(InternalError, match=r"^weight: "):
-        StreamedProduct(weight_of().float())
+        HopperProduct(weight_of().float())
     with pytest.raises(InternalError, match="weight: no split fits 96 x 256"):
-        StreamedProduct(weight_of(96))
+        HopperProduct(weight_of(96))
     with pytest.raises(InternalError, match="most_rows = 257"):
-        StreamedProduct(weight_of(), 257)
+        HopperProduct(weight_of(), 257)
     with pytest.raises(InternalError, match="splits = 33"):
-        StreamedProduct(weight_of(), config=LaunchConfig(SplitK(64, 33)))
-    streamed = StreamedProduct(weight_of(), config=LaunchConfig(SplitK(64, 2)))
+        HopperProduct(weight_of(), config=LaunchConfig(SplitK(64, 33)))
+    hopper = HopperProduct(weight_of(), config=LaunchConfig(SplitK(64, 2)))
     with pytest.raises(InternalError, match=r"^x: "):
-        streamed(rows_of(4, 128))
+        hopper(rows_of(4, 128))
     with pytest.raises(InternalError, match=r"^sums: "):
-        streamed.run(rows_of(4), torch.zeros(3, 4, 128))
+        hopper.run(rows_of(4), torch.zeros(3, 4, 128))
     assert not told
 
 
 def test_no_kernel_without_a_gpu() -> None:
-    assert not streamable(weight_of()) and streamed_product(weight_of(), MOST_ROWS) is None
+    assert not hopper_fits(weight_of()) and hopper_product(weight_of(), MOST_ROWS) is None
 
 
 def test_only_what_a_kernel_can_read_is_streamed(monkeypatch: pytest.MonkeyPatch) -> None:
     """No bias, no weight whose limit is 0, no q and k that are normed over all heads."""
     asked: list[int] = []
-    monkeypatch.setattr(streamed_products, "streamable", lambda weight: True)
-    monkeypatch.setattr(streamed_products, "StreamedProduct", lambda weight, most: asked.append(most))
+    monkeypatch.setattr(hopper_products, "hopper_fits", lambda weight: True)
+    monkeypatch.setattr(hopper_products, "HopperProduct", lambda weight, most: asked.append(most))
     linear, limits = TorchLinear(weight_of(), None), Limits(qkv=64, out=32)
     GqaKernels.of(GqaWeights(linear, linear), limits, None)
     assert asked == [64, 32]

@@ -175,7 +175,7 @@ def test_every_tile_table_computes_any_count(rows_per_expert: int) -> None:
 def test_a_row_number_that_is_none_leads_nowhere(kinds: str) -> None:
     """As of rows that were lost after their header had come: they read zeros, the others are what they were.
 
-    Beside the rows lie NaN, and numbers far out would end the process.
+    SideStream the rows lie NaN, and numbers far out would end the process.
     """
     sizes = (256, 152) if FP8 in KINDS[kinds] else (72, 40)
     case = Case.of(COUNTS[0], *sizes, KINDS[kinds], View.INDEX)

@@ -7,7 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from ep_server.backends.gpu.kernels.triton.local_rows import Answers, Places, add_answers_norm, place_rows
+from ep_server.backends.gpu.kernels.triton.local_rows import (
+    ExpertOutputs,
+    Places,
+    add_outputs_norm,
+    place_rows,
+)
 from ep_server.backends.gpu.kernels.triton.norm import add_rms_norm, rms_norm
 from ep_server.errors import InternalError
 from tests.support.triton.harness import DEVICE, NAN, assert_near, random
@@ -49,8 +54,8 @@ def test_choices_are_sorted_by_expert(tokens: int, experts: int, k: int, padded:
     assert places.rows.flatten().tolist() == [rows.get(n, UNWRITTEN) for n in range(len(flat))]
 
 
-def answered(dtype: torch.dtype, width: int) -> Answers:
-    """7 tokens of 4 choices among 12 experts, then two of padding. Answers that no choice has are NaN."""
+def answered(dtype: torch.dtype, width: int) -> ExpertOutputs:
+    """7 tokens of 4 choices among 12 experts, then two of padding. Outputs that no choice has are NaN."""
     ids = chosen(9, 12, 4, 2)
     places = filled(ids, 12)
     place_rows(ids, places, torch.zeros(12, dtype=torch.int32, device=DEVICE))
@@ -58,7 +63,7 @@ def answered(dtype: torch.dtype, width: int) -> Answers:
     gates[7:] = NAN
     rows = torch.full((36, width), NAN, dtype=dtype, device=DEVICE)
     rows[:28] = random(28, width, dtype=dtype, seed=4)
-    return Answers(rows, ids, gates, places.rows)
+    return ExpertOutputs(rows, ids, gates, places.rows)
 
 
 @pytest.mark.parametrize("shared", [False, True], ids=("alone", "shared"))
@@ -83,7 +88,7 @@ def test_answers_are_summed_and_normed(
     wanted, out = residual.clone(), torch.full_like(residual, NAN)
     normed = torch.empty_like(out)
     add_rms_norm(branch, wanted, weight, EPS, normed)
-    add_answers_norm(answers, residual, weight, EPS, out)
+    add_outputs_norm(answers, residual, weight, EPS, out)
     if wire is torch.float32:
         assert_near(residual, wanted.double())
     else:  # in float64 one sum in many is rounded the other way
@@ -103,7 +108,7 @@ def test_another_dtype_is_refused() -> None:
         place_rows(ids.int(), Places.empty(ids, 4), torch.zeros(4, dtype=torch.int32, device=DEVICE))
     x, places = random(4, 8), Places.empty(ids, 4).rows
     with pytest.raises(InternalError, match="gates"):
-        add_answers_norm(Answers(random(8, 8), ids, random(4, 3), places), x, random(8), EPS, x)
+        add_outputs_norm(ExpertOutputs(random(8, 8), ids, random(4, 3), places), x, random(8), EPS, x)
     with pytest.raises(InternalError, match=r"shared: torch\.bfloat16"):
         shared = random(4, 8, dtype=torch.bfloat16)
-        add_answers_norm(Answers(random(8, 8), ids, random(4, 2), places, shared), x, random(8), EPS, x)
+        add_outputs_norm(ExpertOutputs(random(8, 8), ids, random(4, 2), places, shared), x, random(8), EPS, x)

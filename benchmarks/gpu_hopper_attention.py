@@ -1,6 +1,6 @@
 """What stands between the query-key-value product and the output product of a layer, on one Hopper GPU.
 
-    python3 benchmarks/gpu_streamed_attention.py --batch 32,64,128,256 --context 256 [--configs]
+    python3 benchmarks/gpu_hopper_attention.py --batch 32,64,128,256 --context 256 [--configs]
 
 One kernel (csrc/kernels/hopper/attention) beside Triton's two, norm, rotation and cache write, then
 attention: behind the product, in graphs replayed in turn, caches rotated past L2; the product's own time is
@@ -19,9 +19,9 @@ from gpu_timing import BF16, RATE, REPLAYS, arguments, captured, time_us
 
 from ep_server.backends.gpu.attention.decode_kernels import triton_decode
 from ep_server.backends.gpu.kernels.hopper.attention import (
+    HopperAttention,
+    HopperAttentionStep,
     LaunchConfig,
-    StreamedAttention,
-    StreamedStep,
     launch_config_for,
 )
 from ep_server.backends.gpu.kernels.triton.paged import AttentionRule, PagedKv, Sequences
@@ -62,7 +62,7 @@ class Case:
         angles = torch.rand(context + 1, DIM // 2, device="cuda") * 6.3
         self.turns = torch.stack((angles.cos(), angles.sin()), -1)
         self.out = torch.empty(batch, SPEC.heads, DIM, device="cuda", dtype=BF16)
-        self.kernels = [StreamedAttention(kv, SPEC, self.turns, self.norm) for kv in self.caches]
+        self.kernels = [HopperAttention(kv, SPEC, self.turns, self.norm) for kv in self.caches]
         self.layer = triton_decode(SPEC, LONGEST, NUM_SMS).over(Sequences(blocks, lengths))
 
     def product(self, which: int) -> torch.Tensor:
@@ -74,8 +74,8 @@ class Case:
         store_gqa(self.product(which), q, kv, rotation, self.norm)
         self.layer(q, kv, AttentionRule(SPEC.scale), self.out)
 
-    def streamed(self, config: LaunchConfig) -> Callable[[int], None]:
-        step = StreamedStep(self.step, SPEC.heads, config)
+    def hopper(self, config: LaunchConfig) -> Callable[[int], None]:
+        step = HopperAttentionStep(self.step, SPEC.heads, config)
         return lambda which: self.kernels[which].run(self.product(which), step, self.out)
 
     def bound(self) -> float:
@@ -98,7 +98,7 @@ def compare(case: Case, configs: dict[str, LaunchConfig]) -> None:
     wanted = case.out.clone()
     work: dict[str, Callable[[int], object]] = {"product": case.product, "triton": case.triton}
     for name, config in configs.items():
-        work[name] = case.streamed(config)
+        work[name] = case.hopper(config)
         case.out.fill_(float("nan"))
         work[name](0)
         error = float((case.out - wanted).float().norm() / wanted.float().norm())
@@ -119,7 +119,7 @@ def main() -> None:
     given = parser.parse_args()
     print(torch.cuda.get_device_name(), torch.__version__)
     for context, batch in itertools.product(given.context, given.batch):
-        configs = {"streamed": launch_config_for(batch, SPEC.kv_heads, NUM_SMS, LONGEST)}
+        configs = {"hopper": launch_config_for(batch, SPEC.kv_heads, NUM_SMS, LONGEST)}
         if given.configs:
             configs |= {f"teams of {team}": LaunchConfig(team, NUM_SMS) for team in (1, 2, 4, 8)}
         compare(Case(batch, context), configs)
