@@ -1,6 +1,6 @@
-"""Turns a StepBatch into the tensors of a forward pass, cut into micro-batches.
+"""Turns a StepBatch into the tensors that a forward pass reads, split into micro-batches.
 
-Decoding sequences (one token each) come first, so attention can treat them as one group. Units: tokens,
+Sequences that decode one token come first, so that attention can treat them as one group. Units: tokens,
 blocks.
 """
 

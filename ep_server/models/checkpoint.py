@@ -1,6 +1,6 @@
-"""The tensors of a checkpoint directory: which file holds which, of what dtype and shape.
+"""The tensors of a checkpoint directory: their files, dtypes and shapes. Units: bytes.
 
-Reads JSON and safetensors headers only; knows nothing of torch, models or ranks. Units: bytes.
+Reads JSON and safetensors headers only, without torch.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Arithmetic with more than one implementation: matrix products, gated FFNs, paged attention.
+"""The arithmetic with several implementations: matrix products, gated FFNs, paged attention.
 
-`TorchCompute` is plain torch on any device, and the oracle; `NativeCompute` runs our kernels on the CPU.
-Weights are prepared once, at load, in the form that the implementation multiplies with.
+`TorchCompute` is plain torch on any device, and the reference in tests. `NativeCompute` runs our CPU kernels.
+Weights are prepared once, at load, in the layout that the implementation needs.
 """
 
 from __future__ import annotations

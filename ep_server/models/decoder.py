@@ -1,8 +1,8 @@
 """[6] The layer loop. A forward pass is a generator that pauses at every hook of the exchange.
 
-One micro-batch alone runs attention + router + dispatch_send | dispatch_recv + experts + combine_send |
+One micro-batch runs attention + router + dispatch_send | dispatch_recv + experts + combine_send |
 combine_recv + the next layer's attention ...; `|` is a yield. `interleave` alternates several, which hides
-each one's communication behind the others' computation. No threads.
+the communication of each behind the computation of the others, without threads.
 """
 
 from __future__ import annotations

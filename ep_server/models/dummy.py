@@ -1,7 +1,7 @@
-"""Random weights for benchmarks of a shape: a config.json is enough.
+"""Random weights in place of a checkpoint's, for benchmarks that have only a config.json.
 
-A tensor depends only on its name, its shape and the seed. So ranks agree on shared tensors, and an expert
-is the same on any rank. Tensors are made on the device that uses them.
+A tensor depends on its name, its shape and the seed only. So ranks agree on what they share, and an expert is
+the same on every rank. Tensors are made on the device that needs them.
 """
 
 from __future__ import annotations

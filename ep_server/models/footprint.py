@@ -1,4 +1,4 @@
-"""Memory of a rank's weights, computed from config.json alone: no weight file is opened, no torch.
+"""Memory of a rank's weights, computed from config.json alone, without torch.
 
 Follows weights.py tensor by tensor. Units: bytes, for one rank.
 """

@@ -1,8 +1,7 @@
 """The paged KV cache of one rank: one pair of tensors per layer, addressed by block id.
 
-Owns memory only: which block belongs to whom is the ledger of the scheduler. On a host the system commits
-pages as blocks are first written, so a large cache costs a rank neither time at its start nor memory until it
-is used. Units: blocks, tokens, bytes.
+The scheduler decides who owns which block. On a host, the system commits pages when blocks are first written,
+so a large cache costs neither start-up time nor memory before its use. Units: blocks, tokens, bytes.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Sizes of a model as it is served: dtype, context, KV cache. Plain arithmetic; needs no torch.
-
-Units: tokens, bytes.
-"""
+"""Sizes of a model as it is served: dtype, context, KV cache. Needs no torch. Units: tokens, bytes."""
 
 from __future__ import annotations
 

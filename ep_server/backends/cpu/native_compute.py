@@ -1,8 +1,8 @@
-"""`Compute` by our own CPU kernels (csrc/kernels/cpu): weights packed once, rows independent bit for bit.
+"""`Compute` by our own CPU kernels (csrc/kernels/cpu), with weights packed once at load.
 
-A row's result depends on nothing but the row: not on the batch it is in, its place, or the threads.
-Checks dtypes, shapes and contiguity here, because the kernels see addresses. Packed weights lie in huge
-pages where the system grants them: a decode step reads most of them, and would miss the TLB on every page.
+A row's result depends on the row only: not on its batch, its place in it, or the number of threads. Dtypes,
+shapes and contiguity are checked here, because the kernels see only addresses. Packed weights lie in huge
+pages where the system grants them: a decode step reads most of them and would miss the TLB on every page.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Runs step batches on one rank: micro-batches through the decoder, logits through the sampler.
 
-It holds the sampler state of the rank's requests and the step timers. The caller provides
-torch.inference_mode and the number of threads.
+Holds the sampler state of the rank's requests and the step timers. The caller provides torch.inference_mode
+and the number of threads.
 """
 
 from __future__ import annotations

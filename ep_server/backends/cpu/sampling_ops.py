@@ -1,6 +1,6 @@
 """Row-wise tensor arithmetic of the sampler: edits, filters and draws from a batch of logits.
 
-Every function computes each row bit for bit as if it were alone, so a request's tokens do not depend on its
+Every function treats each row as if it were alone, bit for bit, so a request's tokens do not depend on its
 neighbours. Shapes: N rows, V vocabulary.
 """
 

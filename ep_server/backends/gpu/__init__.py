@@ -1,4 +1,4 @@
-"""The decode step on a GPU: the layer loop over Triton kernels, what it reads, and its graphs.
+"""The decode step on a GPU: the layer loop over fused kernels, its inputs and its graphs.
 
-Imported by ranks with a GPU only. The decoder of the CPU engine (model/decoder.py) is its oracle.
+Only ranks with a GPU import it. Its tests compare it with the CPU's decoder (models/decoder.py).
 """

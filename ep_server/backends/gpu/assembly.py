@@ -1,4 +1,4 @@
-"""Joins a loaded model, an exchange of tensors on its device and a KV cache to a GpuRunner."""
+"""Joins a loaded model, an exchange and a KV cache to a GpuRunner."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a rank's GPU can run: how many multiprocessors it has, whether the package's kernels are for it."""
+"""What a rank's GPU can run: its multiprocessors, and whether it supports our compiled kernels."""
 
 from __future__ import annotations
 

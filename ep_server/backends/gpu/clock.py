@@ -1,7 +1,7 @@
-"""Where a step's time goes on the device: stamps in its stream, some of them in the graph, read now and then.
+"""Measures where a step's time goes on the device, with time stamps in its stream and its graphs.
 
-Phases are those of model/timers.py. In a step of two micro-batches dispatch and combine are what their hooks
-wait for: the rest of them is hidden behind other phases. Units: nanoseconds, steps.
+Phases are those of models/timers.py. In a step of two micro-batches, dispatch and combine count only the time
+that their hooks wait: other phases hide the rest. Units: nanoseconds, steps.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""[6] The layer loop of a GPU: the passes of model/decoder.py on fused kernels, without a word from the host.
+"""[6] The layer loop on a GPU: as models/decoder.py, on fused kernels and without the host.
 
-All that differs from step to step lies in device memory at fixed addresses, so a pass over a padded bucket
+Everything that differs between steps lies in device memory at fixed addresses, so a pass over a padded bucket
 can be captured in a graph and replayed. A pass is a generator that pauses at every hook of the exchange.
 """
 

@@ -1,6 +1,6 @@
-"""Recorded and replayed work: one CUDA graph per key of a step, in one memory pool.
+"""Records a step once and replays it: one CUDA graph per GraphKey, all in one memory pool.
 
-On a device without graphs a replay repeats the work on the same tensors.
+On a device without graphs, a replay runs the work again on the same tensors.
 """
 
 from __future__ import annotations

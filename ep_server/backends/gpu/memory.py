@@ -1,4 +1,4 @@
-"""Whether a GPU has room for what a rank keeps on it: weights before they are read, then the KV cache.
+"""Checks whether a GPU has room: for the weights before they are read, then for the KV cache.
 
 Units: bytes, KV blocks.
 """

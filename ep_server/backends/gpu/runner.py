@@ -1,8 +1,8 @@
-"""Runs steps on one GPU: launches one without waiting, and hands its tokens over once they are there.
+"""Runs steps on one GPU: launches a step without waiting and returns its tokens once they are there.
 
-Tokens that are drawn stay on the device as the next step's input, so step n + 1 can be launched before the
-tokens of step n are known (records.PENDING_TOKEN). Steps run in the order of their launches, on one stream.
-One thread uses it; the caller provides torch.inference_mode.
+Drawn tokens stay on the device as the next step's input, so step n + 1 can be launched before the host knows
+the tokens of step n (records.PENDING_TOKEN). Steps run in launch order on one stream. One thread uses the
+runner; the caller provides torch.inference_mode.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ class GpuRunner:
         """
         shape = self._inputs[0].shape
         for size in sorted({*(1 << power for power in range(shape.tokens.bit_length())), shape.tokens}):
-            room = PromptRoom(shape, len(self._params.kv_cache.layers[0].k), self._params.max_context)
-            batch = prompts_of(size, room)
+            blocks = len(self._params.kv_cache.layers[0].k)
+            batch = prompts_of(size, shape, blocks, self._params.max_context)
             self._forward([self._inputs[0].fill(batch, {})], GraphKey(0))
             # For slower ranks perhaps: its input must still be there.
             self._await(f"prompts of {batch.num_tokens} rows")
@@ -229,26 +229,18 @@ def sizes_of(rows: int, micro_batches: int) -> list[int]:
     return [(rows + micro_batches - 1 - index) // micro_batches for index in range(micro_batches)]
 
 
-@dataclass(frozen=True, slots=True)
-class PromptRoom:
-    """shape: of the largest step. blocks: of the cache. max_context: longest sequence, tokens."""
+def prompts_of(rows: int, shape: InputShape, blocks: int, max_context: int) -> StepBatch:
+    """Prompts of `rows` rows together, or of as many as fit, that use the first blocks of the cache.
 
-    shape: InputShape
-    blocks: int
-    max_context: int
-
-
-def prompts_of(rows: int, room: PromptRoom) -> StepBatch:
-    """Prompts of so many rows together, none longer than a sequence may be, or as many as there is room for.
-
-    The first blocks of the cache are taken.
+    Args:
+        shape: of the largest step. blocks: of the cache. max_context: longest sequence, tokens.
     """
-    shape, pieces = room.shape, list[SeqSlice]()
-    held, left = min(shape.blocks, room.blocks), rows  # blocks of a sequence, rows that are still to come
+    pieces = list[SeqSlice]()
+    held, left = min(shape.blocks, blocks), rows  # blocks of a sequence, rows still to place
     while left > 0 and len(pieces) < shape.sequences:
         first = len(pieces) * held
-        own = range(first, min(first + held, room.blocks))
-        count = min(left, len(own) * shape.block_size, room.max_context)
+        own = range(first, min(first + held, blocks))
+        count = min(left, len(own) * shape.block_size, max_context)
         if count == 0:
             break
         used = tuple(own[: -(-count // shape.block_size)])

@@ -1,8 +1,7 @@
-"""Loads stored tensors from files to a GPU through a few buffers of pinned memory.
+"""Copies stored tensors from files to a GPU through a few buffers of pinned memory.
 
-A mapped file would be copied page by page: one fault per page, by one thread, through a buffer of the
-driver. Here each thread reads the bytes of one tensor into one buffer while the copy engine drains the
-other. Units: bytes.
+A memory mapping would be copied page by page, by one thread, through a buffer of the driver. Here each thread
+reads into one of its buffers while the copy engine empties the other. Units: bytes.
 """
 
 from __future__ import annotations

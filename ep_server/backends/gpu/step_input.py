@@ -1,11 +1,10 @@
-"""What the kernels of one step read, in device memory at fixed addresses, and how a StepBatch gets there.
+"""The inputs of a step's kernels at fixed device addresses, and how a StepBatch gets there.
 
-Rows are tokens. Sequences that run one token come first, one row each; chunks of prompts follow. A captured
-graph reads the first rows of these tensors whatever the step is: rows that it is padded with are marked by
-slot -1 and length 0. How many sequences run one token is for the device to know where chunks may follow: the
-kernel of single tokens has all sequences, of which the chunks are of length 0 there, and the kernel of
-chunks has all as well, of which single tokens have no rows. One kernel per step takes all of it there.
-Units: tokens, blocks.
+Rows are tokens. Sequences with one token come first, one row each; chunks of prompts follow. A captured graph
+always reads the first rows; slot -1 and length 0 mark padding. Where chunks may follow, only the device knows
+how many sequences have one token. Both attention kernels then get all sequences: in the kernel for single
+tokens chunks have length 0, and in the kernel for chunks single tokens have no rows. One kernel per step
+copies all inputs. Units: tokens, blocks.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Known model families: turn config.json and generation_config.json into a ModelSpec, without torch."""
+"""The supported model families: config.json and generation_config.json to a ModelSpec, without torch."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Typed access to config.json in the spellings of transformers 4 and 5.
 
-Every wrong or missing field is a CheckpointError that names the file, the field, its value and what is
+A wrong or missing field raises a CheckpointError that names the file, the field, its value and what is
 allowed.
 """
 

@@ -1,7 +1,7 @@
-"""Specification of a model as frozen records: shapes, router rules, rope, sparse layers, tensor names.
+"""What a model is, as frozen records: shapes, router rules, rope, sparse layers, tensor names.
 
-One file per family builds it from config.json; the loader, the decoder and `inspect` read it. Units:
-channels, tokens, experts.
+One file per family builds it from config.json; the loader, the decoder and `inspect` read it.
+Units: channels, tokens, experts.
 """
 
 from __future__ import annotations

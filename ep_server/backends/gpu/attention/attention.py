@@ -1,6 +1,6 @@
-"""[6] Attention of one layer: projections by torch or our kernels, everything between them in fused kernels.
+"""[6] Attention of one layer: projections by torch or our kernels, and fused kernels around them.
 
-Reads and writes the paged cache in place. Weights are those of layers.py, prepared by TorchCompute.
+Reads and writes the paged cache in place. Weights are those of models/layers.py, prepared by TorchCompute.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""Which kernels attend with one token per sequence on a rank's GPU: decided at its start, by capability.
+"""Chooses at start the kernels that attend with one token per sequence on a rank's GPU.
 
-Chunks of prompts are Triton's in any case, and latent attention is never FlashInfer's: its kernels for them
-plan every step on the host. `auto` is our own kernel for Hopper where it is for the model, else Triton's.
+`auto` takes our Hopper kernel where it supports the model, else Triton's. Chunks of prompts always use
+Triton's kernels, and so does latent attention outside Hopper: FlashInfer's kernels for both plan every step
+on the host.
 """
 
 from __future__ import annotations

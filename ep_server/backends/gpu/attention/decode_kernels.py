@@ -1,6 +1,6 @@
-"""[6] Attention with one token per sequence, as the layers call it, and our Triton kernels behind that face.
+"""[6] The interface for attention with one token per sequence, and its Triton implementation.
 
-FlashInfer's stand in flashinfer_decode.py; which of the two a rank takes: attention_choice.py.
+flashinfer_decode.py has FlashInfer's; choice.py chooses one for a rank.
 """
 
 from __future__ import annotations

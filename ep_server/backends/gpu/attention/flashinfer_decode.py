@@ -1,15 +1,15 @@
-"""[6] Attention with one token per sequence by FlashInfer's XQA kernel, behind the face of decode_kernels.py.
+"""[6] Attention with one token per sequence by FlashInfer's XQA kernel (see decode_kernels.py).
 
-XQA reads block tables and lengths on the device and plans nothing on the host, so a captured graph may hold
-it. Its cache layout "NHD" is ours: [blocks, block_size, kv_heads, head_dim]. What differs is translated here:
+XQA reads block tables and lengths on the device and plans nothing on the host, so it can be captured in a
+graph. Its cache layout "NHD" is ours: [blocks, block_size, kv_heads, head_dim]. The rest is translated:
 
     scores    q_scale / sqrt(head_dim) * q . k           ours: scale * q . k
     lengths   uint32 [S, 1]                              ours: int32 [S]
     window    the last sliding_win_size positions        the same
-    length 0  NaN where contexts are cut into parts      ours: zeros, so such a row attends to one position
+    length 0  NaN where contexts are split               ours: zeros, so such a row attends to one position
 
-The library compiles a module for each block size, head dim and group at its first call, in about fifteen
-seconds, and keeps it in ~/.cache/flashinfer, or below FLASHINFER_WORKSPACE_BASE, which it reads itself.
+FlashInfer compiles a module for each block size, head dim and group at its first call. That takes about
+fifteen seconds. The result stays in ~/.cache/flashinfer, or below FLASHINFER_WORKSPACE_BASE.
 """
 
 from __future__ import annotations

@@ -1,9 +1,13 @@
-"""[9] Draws the tokens of a step on the device, whatever its requests ask for. No step waits here.
+"""[9] Draws the tokens of a step on the device, with all sampling parameters, without waiting.
 
-A request has a slot of the device's tables from its first draw on. What its tokens change there (their
-number, their counts) the kernels change themselves, so the next step can be launched before the tokens are
-known. There is a slot for every sequence of a step: one that has been preempted may lose its slot to another,
-and is written anew, with the tokens that it has drawn, when it draws again.
+A request gets a slot of the device's tables at its first draw. The kernels update what changes with a token
+(the number drawn, their counts), so the next step can be launched before the host knows the tokens. There
+is a slot for every sequence of a step. A preempted request may lose its slot; at its next draw it gets a new
+one, written again with the tokens drawn so far.
+
+FlashInfer's sampling kernels (0.6.18) cannot replace these: they read one seed for the whole batch and use
+the row number as the Philox subsequence, so a draw would depend on the batch. They also lack the edits and
+log probabilities. benchmarks/gpu_sampling.py compares both.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""[9] Sampling parameters of a request as a row of the device's tables, and the copies of rows to them."""
+"""[9] The sampling parameters of a request as a row of the device tables, and how rows get there."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ep_server.backends.gpu.runner import PromptRoom, prompts_of
+from ep_server.backends.gpu.runner import prompts_of
 from ep_server.backends.gpu.step_input import InputShape
 
 SHAPE = InputShape(tokens=512, sequences=6, blocks=7, block_size=16)  # sequences of up to 112 positions
@@ -23,21 +23,21 @@ SHAPE = InputShape(tokens=512, sequences=6, blocks=7, block_size=16)  # sequence
     ],
 )
 def test_sizes(rows: int, cached: int, sizes: list[int]) -> None:
-    batch = prompts_of(rows, PromptRoom(SHAPE, cached, max_context=112))
+    batch = prompts_of(rows, SHAPE, cached, max_context=112)
     assert [len(piece.token_ids) for piece in batch.slices] == sizes
     assert batch.num_tokens == sum(sizes)
 
 
 def test_none_is_longer_than_a_sequence_may_be() -> None:
     """Which may end inside a block: no position beyond it has a rotation."""
-    batch = prompts_of(512, PromptRoom(SHAPE, 4096, max_context=100))
+    batch = prompts_of(512, SHAPE, 4096, max_context=100)
     assert [len(piece.token_ids) for piece in batch.slices] == [100] * 5 + [12]
 
 
 @pytest.mark.parametrize("cached", [3, 9, 4096])
 def test_each_has_blocks_of_its_own(cached: int) -> None:
     for rows in range(1, 513, 7):
-        pieces = prompts_of(rows, PromptRoom(SHAPE, cached, max_context=105)).slices
+        pieces = prompts_of(rows, SHAPE, cached, max_context=105).slices
         taken = [block for piece in pieces for block in piece.blocks]
         assert len(set(taken)) == len(taken) and max(taken) < cached
         assert all(len(piece.blocks) == -(-len(piece.token_ids) // 16) for piece in pieces)

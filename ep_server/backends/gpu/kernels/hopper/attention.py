@@ -1,9 +1,8 @@
-"""[6] Attention with one token per sequence and what stands before it, in one kernel for Hopper.
+"""[6] The Hopper kernel for attention with one token per sequence (csrc/kernels/hopper/attention).
 
-The kernel: csrc/kernels/hopper/attention.
-It takes the projections as they are, also as partial sums: per-head norm, rotation, the write into the cache
-and attention, by warps that each have keys and values under way ahead of them. For all other rows, caches
-and devices there are store_gqa() and decode() of model/triton, which also say what is computed.
+One kernel does the per-head norm, the rotation, the cache write and attention. It takes the projections as
+they are, also as partial sums. Its warps load keys and values ahead of their use. Other rows, caches and
+devices use store_gqa() and decode() of kernels/triton, which also define the result.
 """
 
 from __future__ import annotations

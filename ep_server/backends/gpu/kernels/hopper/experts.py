@@ -1,9 +1,9 @@
-"""[8] The experts of a layer in one Hopper kernel, which streams all their weights.
+"""[8] The Hopper kernel for the experts of a layer, which streams all their weights.
 
-It takes rows of a COMPACT or INDEX view: bfloat16, and weights in bfloat16 or codes with a scale for
-128 x 128, beside which rows may be codes too. For everything else there are the two kernels of
-model/triton/experts.py, which also say what is computed. Weights in codes meet codes: a bfloat16 row, and
-what is between the two products, is split into two of them (csrc/kernels/hopper/experts/split_rows.cuh).
+It takes rows of a COMPACT or INDEX view. Weights are bfloat16, or FP8 codes with a scale for 128 x 128; rows
+may be codes where weights are. With codes, a bfloat16 row and the values between the two products are split
+into two codes each (csrc/kernels/hopper/experts/split_rows.cuh). Other cases use kernels/triton/experts.py, which
+also defines the result.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Tile:
 class HopperExperts:
     """Holds the weights' addresses and counters on the device: one launch at a time, on any stream.
 
-    The kernel behind may be set up while `out` is written: triton/early.py has what it must do.
+    The kernel behind may be set up while `out` is written: triton/launch.py says what it must do.
 
     Args:
         weights: bfloat16 or codes, on a Hopper GPU; kept alive. See `hopper_fits`.

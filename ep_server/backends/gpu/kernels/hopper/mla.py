@@ -1,8 +1,8 @@
-"""[6] Latent attention with one token per sequence, in one kernel for Hopper.
+"""[6] The Hopper kernel for latent attention with one token per sequence (csrc/kernels/hopper/mla).
 
-The kernel: csrc/kernels/hopper/mla. It takes what Triton's takes, queries in the latent's space over a
-cache that has the token's own latent, and reads each context once for up to 64 heads. For all other rows,
-caches and devices there is decode() of model/triton/paged_decode.py, which also says what is computed.
+It takes the arguments of Triton's kernel: queries in the latent space, and a cache that already holds the
+token's own latent. It reads each context once for up to 64 heads. Other rows, caches and devices use decode()
+of kernels/triton/paged_decode.py, which also defines the result.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""Products of few rows with one weight in one Hopper kernel, as partial sums.
+"""The Hopper kernel for products of few rows with one weight, which leaves partial sums.
 
-The kernel that reads such a product adds the sums up. A block asks for its weights before the kernel ahead
-has ended; a library's kernels wait for that, and what follows them waits for them. For all other rows and
-weights there is the library.
+The kernel that reads the product adds the sums. A block loads its weights before the previous kernel has
+ended; a library's kernels would wait, and delay all that follow. Other rows and weights use the library.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What a step begins with, in one kernel: each row's token, its embedding, the first layer's norm of it.
+"""The first kernel of a step: each row's token, its embedding, and the first layer's norm of it.
 
-    token     ids[row], or where sources[row] is a place, what the last step drew there
+    token     ids[row]; where sources[row] is a place, the token that the last step drew there
     residual  embedding[token]
-    out       rms_norm(residual), as norm.py has it
+    out       rms_norm(residual), as in norm.py
 
-One program per row. A token that could not be drawn (negative) reads as token 0: its request has ended.
+One program per row. A negative token, which could not be drawn, reads as token 0: its request has ended.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
-"""[8] Grouped GEMMs of the experts on received rows, whose numbers per expert are on the device: two kernels.
+"""[8] Grouped GEMMs of the experts on received rows, in two kernels, and the gate of a dense FFN.
 
     gate_up   hidden = silu(x @ gate.T) * (x @ up.T), float32 inside, rounded once
     down      out = hidden @ down.T
+    silu_mul  out = silu(gate) * up of products by a library, float32 inside
 
-A program takes tile after tile, (rows of one expert) x (output channels), until the tiles that the counts on
-the device make are used up: nothing is launched for capacity that is not filled. Rows past a count are
-masked: neither read nor written. A row number that is none (a row that was lost after its header had come
-leaves one) is not followed: zeros are read. Where values have scales, products of 128 input channels are
-summed in float32 and then scaled; FP8 rows meet FP8 weights as codes, and weights of another dtype as values
-rounded to that dtype.
+The number of rows per expert is known on the device only. A program takes tile after tile, (rows of one
+expert) x (output channels), until the counts are used up, so unfilled capacity costs no launch. Rows past a
+count are neither read nor written. An invalid row number, left by a row lost after its header, reads as
+zeros. Where values have scales, products of 128 input channels are summed in float32, then scaled. FP8 rows
+multiply FP8 weights as codes, and other weights as values rounded to their dtype.
 """
 
 from __future__ import annotations

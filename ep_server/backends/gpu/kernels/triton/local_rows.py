@@ -1,10 +1,10 @@
-"""[7] [8] Dispatch and combine of a rank that has no peers: the rows stay where they are.
+"""[7] [8] Dispatch and combine of a rank without peers: rows stay where they are.
 
-    place_rows        sorts choices by expert: which token an expert's row reads, which row answers a choice
-    add_outputs_norm  branch = sum over k of gate * row that answers choice k, float32, rounded once;
+    place_rows        sorts choices by expert: the token that each expert row reads, the row of each choice
+    add_outputs_norm  branch = sum over k of gate * output row of choice k, float32, rounded once;
                       then norm.add_rms_norm, in the same kernel
 
-T tokens, K choices, E experts. Rows of an expert are in the order of their tokens. Padded tokens (ids -1)
+T tokens, K choices, E experts. The rows of an expert are in the order of their tokens. Padded tokens (ids -1)
 have no row: their branch is zero.
 """
 

@@ -1,13 +1,13 @@
-"""What changes logits before a token is drawn, and the counting of what was drawn.
+"""Kernels that change logits before the draw, and that count what was drawn.
 
     penalise     repetition, then frequency and presence, by the table's counts
     add_listed   logit_bias, and stop tokens while too few are drawn
     allow_only   every token that the slot's mask does not allow becomes -inf
     advance      the drawn tokens into the table, and to the host
 
-The order of the first three is that of the CPU sampler. Logits are [N, V] float32, rows may have a pitch;
-edited in place. slots: [N] int32. A row that asks for nothing costs a program that reads its slot. Each
-launcher raises InternalError for another shape, dtype or layout.
+The first three run in that order, as in the CPU sampler. Logits are [N, V] float32, edited in place; rows may
+have a pitch. slots: [N] int32. A row without edits costs one program that reads its slot. A launcher raises
+InternalError for another shape, dtype or layout.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Log probabilities of drawn tokens and of the likeliest ones, at temperature 1, after edits, before filters.
+"""Log probabilities of drawn and of the likeliest tokens: at temperature 1, after edits, before filters.
 
-The likeliest are taken one by one from the candidates of sampling.py: the highest logit first, of equal ones
-the lowest id. Where those are too many to be kept, or fewer than asked for, the whole row is gone through.
+The likeliest are picked one by one from the candidates of sampling.py: the highest logit first, the lowest id
+among equals. If there are too many candidates to store, or too few, the kernel scans the whole row.
 """
 
 from __future__ import annotations

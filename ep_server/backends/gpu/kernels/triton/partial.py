@@ -1,4 +1,4 @@
-"""A product as partial sums: what a kernel that reads it adds up, in order, instead of a pass of its own."""
+"""A product as partial sums. The kernel that reads it adds them in order, which saves a pass."""
 
 from __future__ import annotations
 

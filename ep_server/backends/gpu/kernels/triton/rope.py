@@ -1,11 +1,11 @@
-"""What stands between the projections and attention: q/k norm, rotary embedding, the write into the cache.
+"""Between projections and attention: q/k norm, rotary embedding, and the write into the cache.
 
-store_gqa(): clip, per-head RMS norm of q and k, rotation; q to its tensor, k and v to the cache. For latent
-attention: rope_latent.py.
+    store_gqa  clip, per-head RMS norm of q and k, rotation; q to its tensor, k and v to the cache
+    store_mla  RMS norm of the latent, rotation of its key, both to the cache; rotation of the queries
 
-A pair (a, b) becomes (a cos - b sin, a sin + b cos); pairs are channels (2i, 2i + 1) where `interleaved`,
-else (i, i + dim / 2). Arithmetic is float32 from load to store: one rounding. A token whose slot is negative
-is padding: nothing of it is read or written but its slot. Two tokens of a call never have the same slot.
+A pair (a, b) becomes (a cos - b sin, a sin + b cos). Pairs are channels (2i, 2i + 1) if `interleaved`, else
+(i, i + dim / 2). Arithmetic is float32 from load to store, with one rounding. A token with a negative slot is
+padding: only its slot is read. Two tokens of a call never share a slot.
 """
 
 from __future__ import annotations

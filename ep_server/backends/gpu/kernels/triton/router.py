@@ -1,13 +1,13 @@
 """[7] From router logits to expert ids and weights in one kernel, for every family.
 
-The order of operations is that of models/moe.py: score, + bias, limit to groups, top-k, gather,
-renormalise, scale; all in float32. Equal choices go to the lower id, which torch.topk leaves open. A token
-with NaN among its logits gets NaN weights, and distinct valid ids. Rows past the number of real tokens,
-which is read on the device, get ids -1 and weights 0: the exchange sends nothing for them.
+The order of operations is that of models/moe.py, all in float32: score, + bias, limit to groups, top-k,
+gather, renormalise, scale. Equal choices go to the lower id, which torch.topk leaves open. A token with NaN
+among its logits gets NaN weights and distinct valid ids. Rows past the number of real tokens, which the
+kernel reads on the device, get ids -1 and weights 0: the exchange sends nothing for them.
 
-One program per token. Its lanes: experts of a group lie side by side, groups and their number padded to
-powers of two. Instead of by score, experts can be drawn at random: the draws are those of UniformRouting,
-in the order of that. T tokens, E experts, K choices.
+One program per token. Its lanes hold the experts of a group side by side; groups and their number are padded
+to powers of two. Instead of by score, experts can be drawn at random, exactly as UniformRouting draws them.
+T tokens, E experts, K choices.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Times between points of a stream, by the device's own clock, added up where they are taken: no host waits.
+"""Time stamps in a stream by the device's own clock, summed on the device without the host.
 
-Kernels of one thread on tensors of int64, ns. A stamp is behind all that its stream was given before.
+Kernels of one thread on int64 tensors, in ns. A stamp waits for all earlier work of its stream.
 """
 
 from __future__ import annotations

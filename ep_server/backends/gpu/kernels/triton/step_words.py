@@ -1,7 +1,7 @@
-"""Takes what the host has packed for a step to where its kernels read it, in one kernel and without a copy.
+"""Copies what the host packed for a step to where its kernels read it, in one kernel.
 
-The words lie in pinned memory, which a GPU reads over its bus; so nothing stands in the stream between two
-steps but this, and what it reads is on its way before the step ahead has ended.
+The words lie in pinned memory, which the GPU reads over its bus. So only this kernel stands between two
+steps, and it starts to read before the previous step has ended.
 """
 
 from __future__ import annotations
