@@ -84,7 +84,7 @@ class DeviceClock:
             self.lap(Phase.SAMPLE)
         stamps.end(self._marks, self._busy[int(decode)], self._counts[-1])
         if timed:
-            stamps.settle(self._step, self._sums, self._counts[:-1])
+            stamps.record_times(self._step, self._sums, self._counts[:-1])
 
     def read(self) -> ClockReading:
         """What was measured so far. Waits for no step in flight: of these some may be in it and some not."""

@@ -82,7 +82,7 @@ class GpuRunner:
         # One for all graphs: each keeps what it returns, and these would be gigabytes.
         self._logits = torch.empty(shape.sequences, params.spec.vocab_size, device=self._device)
         self._drawn = torch.zeros(shape.sequences, dtype=torch.int64, device=self._device)
-        self._told = [self._inputs[0].host_buffer(shape.sequences, torch.int64) for _ in range(STAGES)]
+        self._host_tokens = [self._inputs[0].host_buffer(shape.sequences, torch.int64) for _ in range(STAGES)]
         stages = STAGES if self._device.type == "cuda" else 0
         self._arrived = [torch.cuda.Event() for _ in range(stages)]  # type: ignore[no-untyped-call]
         self._places: dict[int, int] = {}  # of the tokens that the last launch draws
@@ -162,10 +162,12 @@ class GpuRunner:
         key = GraphKey(bucket, micro_batches, self._timed(bucket, micro_batches))
         logits = self.graphs.replay(key)[:count] if bucket else self._forward(steps, key)
         self._places = {number: place for place, number in enumerate(numbers)}
-        told = self._told[self._launches % STAGES][:count]
-        reported = self._sampler.sample(pieces, logits, self._drawn[:count], told)
+        host_tokens = self._host_tokens[self._launches % STAGES][:count]
+        reported = self._sampler.sample(pieces, logits, self._drawn[:count], host_tokens)
         self._clock.end(key.timed, 0 < bucket <= self._inputs[0].shape.sequences)
-        return self._behind(Launched(numbers, [s.number for s in batch.slices if s.sample], told, reported))
+        return self._behind(
+            Launched(numbers, [s.number for s in batch.slices if s.sample], host_tokens, reported)
+        )
 
     def collect(self, launched: Launched) -> list[SampledToken]:
         """Waits for a step; one token per slice that samples, in the order of its batch.
@@ -176,10 +178,10 @@ class GpuRunner:
         if launched.arrived is not None:
             await_event(launched.arrived, self._seconds)
         self._rows.check()
-        told = self._sampler.told(launched.numbers, launched.tokens.tolist(), launched.reported)
+        tokens = self._sampler.sampled_tokens(launched.numbers, launched.tokens.tolist(), launched.reported)
         if launched.order == launched.numbers:
-            return told
-        drawn = {token.number: token for token in told}
+            return tokens
+        drawn = {token.number: token for token in tokens}
         return [drawn[number] for number in launched.order]
 
     def statistics(self) -> RunnerStatistics:
@@ -216,7 +218,7 @@ class GpuRunner:
         return self._decoder.logits(hidden, self._logits)
 
     def _behind(self, launched: Launched) -> Launched:
-        """Has the host told when the step has ended: no other waits for what it writes."""
+        """Records an event that tells collect() when the step has ended."""
         if self._arrived:
             launched.arrived = self._arrived[self._launches % STAGES]
             launched.arrived.record()

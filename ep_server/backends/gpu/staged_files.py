@@ -101,7 +101,7 @@ class StagedFiles(OpenShards[int]):
             file = self.shard(stored.file)
             for at in range(0, len(target), self._buffer_bytes):
                 piece = target[at : at + self._buffer_bytes]
-                next(self._buffers()).bring(piece, file, begin + at)
+                next(self._buffers()).read_and_copy(piece, file, begin + at)
         except OSError as error:
             raise CheckpointError(f"{stored.file}: tensor {stored.name}: cannot be read ({error})") from error
         return into
@@ -132,7 +132,7 @@ class _Buffer:
         self._bytes = self._host.numpy().data
         self._copied: Event | None = None
 
-    def bring(self, into: torch.Tensor, file: int, begin: int) -> None:
+    def read_and_copy(self, into: torch.Tensor, file: int, begin: int) -> None:
         """Bytes of a file from `begin` on into all of `into`: [n] uint8. Raises: OSError."""
         if self._copied is not None:
             await_event(self._copied, COPY_SECONDS, _WHAT, LOOK_SECONDS)

@@ -197,7 +197,7 @@ def stamping() -> None:
     stamps.begin(marks, step)
     stamps.lap(marks, step, 5)
     stamps.end(marks, marks, counts[0])
-    stamps.settle(step, step, counts)
+    stamps.record_times(step, step, counts)
 
 
 def small_float32() -> None:

@@ -36,7 +36,7 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What a receive is told. most: rows that the micro-batch has at most on any rank.
+    """What a receive needs. most: the most rows of the micro-batch on any rank.
 
     expert_tokens: [E_local] int32, += rows received.
     read_ahead: the experts' kernel reads weights before the rows are there, if it is the stream's next.

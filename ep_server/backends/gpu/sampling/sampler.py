@@ -80,7 +80,7 @@ class GpuSampler:
         self._report, self._out = _report_of(torch.zeros(words, device=device), rows)
         self._no_tables = torch.zeros(0, 0, dtype=torch.int32, device=device)
         self._sent = [_Sent.of(rows, pinned) for _ in range(staging)]
-        self._told = [_report_of(torch.zeros(words, pin_memory=pinned), rows) for _ in range(staging)]
+        self._host_reports = [_report_of(torch.zeros(words, pin_memory=pinned), rows) for _ in range(staging)]
         self._assigned, self._reports = 0, 0
         self._numbers: list[int] = []  # of the last step
         self._wants = Wants.NOTHING
@@ -112,15 +112,19 @@ class GpuSampler:
             self._numbers = []
 
     def sample(
-        self, pieces: Sequence[SeqSlice], logits: torch.Tensor, tokens: torch.Tensor, told: torch.Tensor
+        self,
+        pieces: Sequence[SeqSlice],
+        logits: torch.Tensor,
+        tokens: torch.Tensor,
+        host_tokens: torch.Tensor,
     ) -> SamplingReport | None:
         """Enqueues the draw of one token per row into `tokens`: [N] int64, NO_TOKEN where none can be drawn.
 
         Args:
             pieces: what row by row draws, of distinct requests.
             logits: [N, V] float32; edited in place.
-            told: [N] int64 on the host, pinned: becomes `tokens`, once the stream has come so far.
-        Returns: log probabilities on the host, once the stream has come so far; None if nobody asked.
+            host_tokens: [N] int64 on the host, pinned: a copy of `tokens` once the stream gets there.
+        Returns: log probabilities on the host once the stream gets there; None if no request asked.
         Raises: InternalError for an unknown request.
         """
         numbers = [piece.number for piece in pieces]
@@ -129,15 +133,15 @@ class GpuSampler:
         if numbers != self._numbers:
             self._assign_slots(numbers, pieces)
         self._draw(logits, self._slots[: len(numbers)], tokens, self._wants)
-        advance(tokens, self._slots[: len(numbers)], self._table, told)
+        advance(tokens, self._slots[: len(numbers)], self._table, host_tokens)
         if not self._wants & Wants.REPORT:
             return None
-        host, reported = self._told[self._reports % len(self._told)]
+        host, reported = self._host_reports[self._reports % len(self._host_reports)]
         self._reports += 1
         host.copy_(self._report, non_blocking=True)
         return reported
 
-    def told(
+    def sampled_tokens(
         self, numbers: Sequence[int], tokens: Sequence[int], reported: SamplingReport | None
     ) -> list[SampledToken]:
         """The tokens of a step that has ended, in the order of its rows.
@@ -161,8 +165,8 @@ class GpuSampler:
         tokens = torch.zeros(1, dtype=torch.int64, device=self._device)
         wants = Wants(sum(Wants))
         self._draw(torch.zeros(1, self._vocab, device=self._device), self._slots[:1], tokens, wants)
-        told = torch.zeros(1, dtype=torch.int64, pin_memory=self._device.type == "cuda")
-        advance(tokens, self._slots[:1], self._table, told)
+        host_tokens = torch.zeros(1, dtype=torch.int64, pin_memory=self._device.type == "cuda")
+        advance(tokens, self._slots[:1], self._table, host_tokens)
 
     def _draw(self, logits: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor, wants: Wants) -> None:
         table, count = self._table, len(tokens)

@@ -91,7 +91,7 @@ def test_captured_steps_are_counted_apart_too(pass_time: Callable[[int], None]) 
 
 
 def test_a_clock_that_is_off_takes_no_stamp(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("begin", "lap", "end", "settle"):
+    for name in ("begin", "lap", "end", "record_times"):
         monkeypatch.delattr(stamps, name)
     clock = DeviceClock(DEVICE, 0)
     run(clock, STEPS, lambda ns: None)
@@ -103,12 +103,12 @@ def test_a_clock_that_is_off_takes_no_stamp(monkeypatch: pytest.MonkeyPatch) -> 
 def test_all_stamps_are_warm_before_the_first_step(every: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those after a graph too, which a capture does not reach; and nothing of it is counted."""
     launched = []
-    for name in ("_begin_kernel", "_lap_kernel", "_end_kernel", "_settle_kernel"):
+    for name in ("_begin_kernel", "_lap_kernel", "_end_kernel", "_record_times_kernel"):
         monkeypatch.setattr(stamps, name, Noting(name, getattr(stamps, name), launched))
     clock = DeviceClock(DEVICE, every)
     clock.warm_up()
     expected = [("_begin_kernel", None), ("_lap_kernel", Phase.SAMPLE), ("_end_kernel", None)]
-    assert launched == ([*expected, ("_settle_kernel", None)] if every else [])
+    assert launched == ([*expected, ("_record_times_kernel", None)] if every else [])
     assert not any(clock.read().sums.values()) and not any(clock.read().counters.values())
     assert not any(map(any, clock.read().histograms.values()))
 

@@ -94,14 +94,14 @@ def _allow_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def _advance_kernel(
-    drawn, slots, longs, counts, told, rows,
+    drawn, slots, longs, counts, host_tokens, rows,
     VOCAB: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     after_previous(EARLY)
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     slot = tl.load(slots + row, mask=row < rows, other=0).to(tl.int64)
     token = tl.load(drawn + row, mask=row < rows, other=-1)
-    tl.store(told + row, token, mask=row < rows)
+    tl.store(host_tokens + row, token, mask=row < rows)
     real = (row < rows) & (token >= 0) & (token < VOCAB)
     line = longs + slot * LONGS  # a slot is in one row: no atomics
     tl.store(line + DRAWN, tl.load(line + DRAWN, mask=real, other=0) + 1, mask=real)
@@ -143,19 +143,21 @@ def allow_only(logits: torch.Tensor, slots: torch.Tensor, table: SamplingTable) 
         )  # fmt: skip
 
 
-def advance(drawn: torch.Tensor, slots: torch.Tensor, table: SamplingTable, told: torch.Tensor) -> None:
-    """Counts what was drawn, and tells the host.
+def advance(
+    drawn: torch.Tensor, slots: torch.Tensor, table: SamplingTable, host_tokens: torch.Tensor
+) -> None:
+    """Counts the drawn tokens and copies them to the host.
 
     Args:
         drawn: [N] int64, negative = none. slots: [N] int32, distinct.
-        told: [N] int64, becomes `drawn`. In pinned memory, so that no copy is enqueued behind the step.
+        host_tokens: [N] int64, becomes `drawn`. In pinned memory, so that no copy follows the step.
     """
     expect("drawn", drawn, torch.int64, (None,))
-    expect("told", told, torch.int64, (len(drawn),))
+    expect("host_tokens", host_tokens, torch.int64, (len(drawn),))
     expect("slots", slots, torch.int32, (len(drawn),))
     if len(drawn):
         _advance_kernel[(-(-len(drawn) // _ROWS),)](
-            drawn, slots, table.longs, table.counts, told, len(drawn),
+            drawn, slots, table.longs, table.counts, host_tokens, len(drawn),
             VOCAB=table.counts.shape[1], BLOCK=_ROWS, **early(drawn, lets_next_start=True), num_warps=4,
         )  # fmt: skip
 

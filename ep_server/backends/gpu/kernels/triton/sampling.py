@@ -9,7 +9,7 @@ A row with NaN or +inf, or without a finite logit, gets NO_TOKEN. So does paddin
     join     row           joins the parts: the greedy token, and the threshold for candidates
     draw     (row, split)  highest key of a part; rows without top-k and top-p
     gather   (row, split)  candidates and sums of weights; rows with top-k, top-p or log probabilities
-    settle   row           joins the results of draw, or filters and draws among the candidates
+    decide   row           joins the results of draw, or filters and draws among the candidates
 
 The remaining kernels serve rows whose filters keep more than the candidates: top-k beyond about 900, a
 nucleus of more than 500 tokens, or thousands of equal logits. For top-p, the draw is the token with the
@@ -34,6 +34,7 @@ from ep_server.backends.gpu.kernels.triton.launch import after_previous, block, 
 from ep_server.backends.gpu.kernels.triton.sampling_filters import (
     best_of,
     cutoff_of,
+    decide,
     draw_kept,
     gather,
     integer,
@@ -43,7 +44,6 @@ from ep_server.backends.gpu.kernels.triton.sampling_filters import (
     noise,
     nothing,
     scaled,
-    settle,
     share_of,
     sum_of,
 )
@@ -212,7 +212,7 @@ def sample(
     if wants & (Wants.FILTER | Wants.REPORT):
         gather(logits, slots, table, space, tokens)
     if wants & (Wants.DRAW | Wants.FILTER):
-        settle(vocab, slots, table, space, tokens)
+        decide(vocab, slots, table, space, tokens)
     if wants & Wants.FILTER:
         close(logits, slots, table, space, tokens, race=bool(wants & Wants.NUCLEUS))
 
@@ -338,7 +338,7 @@ def close(
     *,
     race: bool,
 ) -> None:
-    """The tokens of the rows that settle() has left open. race: some may want NUCLEUS."""
+    """The tokens of the rows that decide() has left open. race: some may want NUCLEUS."""
     (count, vocab), s = logits.shape, space
     pitch, size, splits = logits.stride(0), block_of(vocab), {"SPLITS_BLOCK": block(space.splits)}
     splits["SPLITS"] = space.splits

@@ -258,16 +258,16 @@ def cutoff_of(
 
 @triton.jit
 def draw_kept(
-    values, ids, length, highest, temperature, cutoff, setting, value_of, told, token,
+    values, ids, length, highest, temperature, cutoff, setting, value_of, cutoff_out, token,
     LISTED: tl.constexpr, VOCAB: tl.constexpr, QUARTER: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Draws among what top-k, top-p and min-p leave. cutoff: of cutoff_of().
 
-    setting, value_of: the row's settings. told, token: where the cutoff of all three and the token go.
+    setting, value_of: the row's settings. cutoff_out, token: where the cutoff of all three and the token go.
     """
     min_p, seed, position = tl.load(value_of + MIN_P), tl.load(setting + SEED), tl.load(setting + DRAWN)
     cutoff = tl.minimum(tl.maximum(cutoff, min_p), 1.0)  # the likeliest always stays
-    tl.store(told, cutoff)
+    tl.store(cutoff_out, cutoff)
     drawn = drawn_of(
         values, ids, length, highest, temperature, cutoff, seed, position, LISTED, VOCAB, QUARTER, BLOCK
     )
@@ -275,7 +275,7 @@ def draw_kept(
 
 
 @triton.jit(do_not_specialize=["splits"])
-def _settle_kernel(
+def _decide_kernel(
     slots, floats, longs, values, ids, highest, threshold, counts, listed, listed_ids, masses,
     open_rows, cutoffs, tokens, splits, VOCAB: tl.constexpr, QUARTER: tl.constexpr, MOST: tl.constexpr,
     BLOCK: tl.constexpr, SPLITS_BLOCK: tl.constexpr,
@@ -323,12 +323,12 @@ def gather(
     )  # fmt: skip
 
 
-def settle(
+def decide(
     vocab: int, slots: torch.Tensor, table: SamplingTable, space: SamplingSpace, tokens: torch.Tensor
 ) -> None:
     """The tokens of random rows; where candidates are not enough, the row is left open."""
     s = space
-    _settle_kernel[(len(tokens),)](
+    _decide_kernel[(len(tokens),)](
         slots, table.floats, table.longs, s.values, s.ids, s.highest, s.threshold, s.counts, s.listed,
         s.listed_ids, s.masses, s.open_rows, s.cutoff, tokens, s.splits,
         VOCAB=vocab, QUARTER=quarter_of(vocab), MOST=s.most, BLOCK=min(block_of(vocab), 512),

@@ -143,7 +143,7 @@ class SamplingSpace:
     """For N rows or fewer, cut into splits.
 
     values, ids: [N, splits] float32, int32; the best of a split. peaks: [N, splits, groups] float32.
-    highest, threshold, cutoff: [N] float32; cutoff is told of rows with top-k or top-p only.
+    highest, threshold, cutoff: [N] float32; cutoff is written for rows with top-k or top-p only.
     counts: [N] int32; candidates, perhaps more than there is room for.
     listed, listed_ids: [N, most] float32, int32; candidates in any order: all logits >= threshold.
     masses, ones: [N, splits] int64; sums of weights at the row's temperature, and at temperature 1.

@@ -62,7 +62,7 @@ def _end_kernel(marks, busy, counts, host_ns, BUCKETS: tl.constexpr, HOST: tl.co
 
 
 @triton.jit
-def _settle_kernel(step, sums, counts, BUCKETS: tl.constexpr):
+def _record_times_kernel(step, sums, counts, BUCKETS: tl.constexpr):
     phase = tl.program_id(0)
     took = tl.load(step + phase)
     tl.store(sums + phase, tl.load(sums + phase) + took)
@@ -99,11 +99,11 @@ def end(marks: torch.Tensor, busy: torch.Tensor, counts: torch.Tensor) -> None:
     )
 
 
-def settle(step: torch.Tensor, sums: torch.Tensor, counts: torch.Tensor) -> None:
+def record_times(step: torch.Tensor, sums: torch.Tensor, counts: torch.Tensor) -> None:
     """Adds a step's durations to sums: [P] and counts: [P, BUCKETS], of log2; a phase of 0 ns is none."""
     expect("sums", sums, torch.int64, tuple(step.shape))
     expect("counts", counts, torch.int64, (len(step), BUCKETS))
-    _settle_kernel[(len(step),)](step, sums, counts, BUCKETS=BUCKETS, num_warps=1)
+    _record_times_kernel[(len(step),)](step, sums, counts, BUCKETS=BUCKETS, num_warps=1)
 
 
 def _host_ns(marks: torch.Tensor) -> int:

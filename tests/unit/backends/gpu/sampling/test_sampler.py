@@ -71,7 +71,7 @@ class Both:
     def check(self, step: Launch) -> None:
         if DEVICE.type == "cuda":
             torch.cuda.synchronize()
-        told = self.gpu.told(step.numbers, step.tokens.tolist(), step.reported)
+        told = self.gpu.sampled_tokens(step.numbers, step.tokens.tolist(), step.reported)
         assert_as(told, step.expected)
 
 

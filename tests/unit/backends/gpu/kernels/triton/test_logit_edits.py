@@ -150,5 +150,5 @@ def test_wrong_inputs_are_named() -> None:
         allow_only(logits.bfloat16(), ints(0), table)
     with pytest.raises(InternalError, match="slots"):
         advance(torch.tensor([1, 2], device=DEVICE), ints(0), table, torch.tensor([1, 2], device=DEVICE))
-    with pytest.raises(InternalError, match="told"):
+    with pytest.raises(InternalError, match="host_tokens"):
         advance(torch.tensor([1], device=DEVICE), ints(0), table, torch.tensor([1, 2], device=DEVICE))
