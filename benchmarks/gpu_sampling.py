@@ -10,6 +10,9 @@ The checks come first. They draw 102,400 tokens of one row per case and compare 
 distribution. `outside` counts draws of removed tokens; `chi2/df` is near 1 for a correct sampler. Then they
 ask of each sampler: is a call repeatable? Does each row's own seed count? Does a row draw the same token
 alone as in a batch?
+
+FlashInfer needs the packages flashinfer-python and apache-tvm-ffi, and nvcc with cuRAND's headers unless its
+`sampling` and `topk` modules are compiled already. Without it only our kernels are timed.
 """
 
 from __future__ import annotations
