@@ -81,12 +81,13 @@ SETTINGS = [
 
 
 class Rows:
-    """Logits and what both samplers need for them. seeds and positions: [N] int64, one of each per row."""
+    """Logits and what both samplers need for them. seeds, offsets: [N] int64, one of each per row."""
 
     def __init__(self, logits: torch.Tensor, setting: Setting, seeds: torch.Tensor, position: int) -> None:
         count, vocab = logits.shape
         self.logits, self.setting = logits, setting
-        self.seeds, self.positions = seeds, torch.full_like(seeds, position)
+        # FlashInfer consumes up to 32 rounds of 4 numbers for a draw.
+        self.seeds, self.offsets = seeds, torch.full_like(seeds, position * 128)
         self.table = SamplingTable.of(count, vocab, logits.device)
         for column, value in ((TEMPERATURE, setting.temperature), (TOP_P, setting.top_p)):
             self.table.floats[:, column.value] = value
@@ -111,8 +112,7 @@ class Rows:
             return {"torch.argmax": lambda: self.logits.argmax(dim=1)}
         if flashinfer is None:
             return {}
-        # A multiple of 4 per position; 128 leaves room for 32 rounds of rejection.
-        seed = {"seed": self.seeds, "offset": self.positions * 128}
+        seed = {"seed": self.seeds, "offset": self.offsets}
         return {
             "temperature": {
                 "logits": lambda: flashinfer.sampling_from_logits(
@@ -243,7 +243,7 @@ def check_seeds(setting: Setting, batch: int = 64, vocab: int = 32000) -> None:
         torch.cuda.synchronize()
         with torch.cuda.graph(graph):
             out = work()
-        rows.positions.fill_(7)
+        rows.offsets.fill_(7 * 128)
         rows.table.longs[:, DRAWN.value] = 7
         graph.replay()
         return (

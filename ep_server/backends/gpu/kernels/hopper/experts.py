@@ -2,8 +2,8 @@
 
 It takes rows of a COMPACT or INDEX view. Weights are bfloat16, or FP8 codes with a scale for 128 x 128; rows
 may be codes where weights are. With codes, a bfloat16 row and the values between the two products are split
-into two codes each (csrc/kernels/hopper/experts/split_rows.cuh). Other cases use kernels/triton/experts.py, which
-also defines the result.
+into two codes each (csrc/kernels/hopper/experts/split_rows.cuh). Other cases use kernels/triton/experts.py,
+which also defines the result.
 """
 
 from __future__ import annotations
