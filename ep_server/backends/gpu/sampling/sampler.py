@@ -7,7 +7,7 @@ one, written again with the tokens drawn so far.
 
 FlashInfer's sampling kernels (0.6.18) cannot replace these: they read one seed for the whole batch and use
 the row number as the Philox subsequence, so a draw would depend on the batch. They also lack the edits and
-log probabilities. benchmarks/gpu_sampling.py compares both.
+log probabilities (docs/design-notes/2026-11-flashinfer-sampling.md, benchmarks/gpu_sampling.py).
 """
 
 from __future__ import annotations
