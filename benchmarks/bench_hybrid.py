@@ -35,7 +35,7 @@ from exchange_case import Case, Inputs, factors, rows_between, wanted
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from ep_server.exchange.api import View
-from ep_server.exchange.fabric.host_staging import FabricDeviceExchange
+from ep_server.exchange.fabric.device import FabricDeviceExchange
 from ep_server.exchange.hierarchical.exchange import HierarchicalExchange
 from tests.support.exchange.process_group import run_group
 from tests.support.fabric import hybrid_ends, mixed_ends

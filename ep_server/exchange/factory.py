@@ -19,7 +19,7 @@ from ep_server.exchange.waiting import Waiting
 if TYPE_CHECKING:
     import torch
 
-    from ep_server.exchange.fabric.host_staging import FabricDeviceExchange
+    from ep_server.exchange.fabric.device import FabricDeviceExchange
     from ep_server.exchange.shm import ShmExchange
 
 

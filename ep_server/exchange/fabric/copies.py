@@ -223,7 +223,7 @@ _FLUSH_BY_HOST = 1
 class Visible(Protocol):
     """Called when the host has heard that rows came, before kernels that read them are launched."""
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """Kernels launched from now on see them."""
         ...
 
@@ -231,7 +231,7 @@ class Visible(Protocol):
 class Ordered:
     """Where they are seen at once."""
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """As the Protocol says."""
 
 
@@ -241,7 +241,7 @@ class Flushed:
     def __init__(self, driver: ctypes.CDLL, device: torch.device) -> None:
         self._driver, self._device = driver, device
 
-    def settle(self) -> None:
+    def flush(self) -> None:
         """As the Protocol says; the host waits for the flush. Raises ExchangeError where it fails."""
         with torch.cuda.device(self._device):
             result = self._driver.cuFlushGPUDirectRDMAWrites(0, _OWNER)

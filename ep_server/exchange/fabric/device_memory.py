@@ -16,10 +16,10 @@ from ep_server.errors import ConfigError, StartupError
 from ep_server.exchange.api import ExchangeSpec
 from ep_server.exchange.fabric import bootstrap as fabric_bootstrap
 from ep_server.exchange.fabric.copies import checked_device, copies_for, visible_on
+from ep_server.exchange.fabric.device import FabricDeviceExchange, Staging
 from ep_server.exchange.fabric.device_rows import DeviceRows
 from ep_server.exchange.fabric.exchange import FabricExchange, chosen
-from ep_server.exchange.fabric.gpu_direct import GpuDirectExchange, RowsFabric
-from ep_server.exchange.fabric.host_staging import FabricDeviceExchange
+from ep_server.exchange.fabric.gpu_direct import RowsFabric
 from ep_server.exchange.fabric.settings import FabricOptions
 from ep_server.exchange.shm import ShmExchange
 from ep_server.exchange.waiting import Waiting
@@ -62,7 +62,8 @@ def open_end(
 
 def on_device(inner: ShmExchange, device: torch.device) -> FabricDeviceExchange:
     """The exchange of tensors on the device over open_end()'s, or over any in host memory; owns it."""
-    return GpuDirectExchange(inner) if isinstance(inner, RowsFabric) else FabricDeviceExchange(inner, device)
+    staging = Staging.GPU_DIRECT if isinstance(inner, RowsFabric) else Staging.HOST
+    return FabricDeviceExchange(inner, device, staging=staging)
 
 
 def from_process_group(

@@ -1,7 +1,7 @@
 """The exchange between hosts: the Protocol of exchange.py over libfabric, on CPU tensors.
 
-Phases, layout and errors are those of native.py; here is the end of a connection. The network's settings are
-in fabric_settings.py, how ranks find one another is in fabric_bootstrap.py.
+Phases, layout and errors are those of shm.py; here is the end of a connection. The network's settings are
+in settings.py, how ranks find one another is in bootstrap.py.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def chosen(options: FabricOptions, *, device_memory: bool = False) -> str:
 
 
 class FabricExchange(ShmExchange):
-    """One rank's end of a group over several hosts. Satisfies exchange.Exchange, and what native.py adds.
+    """One rank's end of a group over several hosts. Satisfies exchange.Exchange, and what shm.py adds.
 
     Opens the endpoint; `connect` makes it part of a group. A peer that is gone becomes PeerTimeout on the
     rank that waited for it, and PeerLost on the others.
@@ -59,7 +59,7 @@ class FabricExchange(ShmExchange):
         spec: this rank's; all other fields are the same on all ranks.
         share: what the ranks of this host share; None = every rank is a host of its own. Its descriptors stay
           the caller's, who may close them.
-        rows: where rows lie on a device; see fabric_rows.py.
+        rows: where rows lie on a device; see gpu_direct.py.
     Raises: ConfigError; StartupError naming the provider and what it lacks.
     """
 

@@ -1,55 +1,33 @@
-"""The exchange between hosts for tensors of any device: one on the CPU behind staging in host memory.
+"""Staging in pinned host memory: what a FabricDeviceExchange copies rows through.
 
-What is sent is copied to the host and sent from there. What comes is received in place, gathered once for
-each token (not for each expert) and copied to the device in chunks, each under way while the next is
-gathered; rows are spread over the experts there. A send begins when all of its rows are on the host, as the
-inner exchange takes them at once. The host takes part in each half: none can be captured into a CUDA graph.
+What is sent is copied to the host and sent from there. A send begins when all of its rows are on the host, as
+the inner exchange takes them at once. What comes is received in place, gathered once for each token (not for
+each expert) and copied to the device in chunks, each under way while the next is gathered.
 
-Beyond the Protocol: statistics() and `inner`, whose membership, faults and failures are those of native.py.
+Allocated once, as large as the spec allows any operation to be. What is sent needs it once: the host waits
+until it is filled, and the inner exchange has read it when its send returns. What comes needs it for every
+bank: copies to the device may still read the last operation's when the next one is received.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
-from torch._C._distributed_c10d import Store
 
-from ep_server.errors import InvalidArgument
-from ep_server.exchange.api import (
-    Capabilities,
-    ExchangeSpec,
-    ExchangeStatistics,
-    Membership,
-    Received,
-    Reduction,
-    View,
-)
-from ep_server.exchange.fabric import bootstrap as fabric_bootstrap
-from ep_server.exchange.fabric.copies import Arrival, Copies, checked_device, copies_for, refuse_capture
-from ep_server.exchange.fabric.exchange import FabricOptions
-from ep_server.exchange.fabric.host_buffers import Brought, Staging, Wanted
-from ep_server.exchange.row_order import Form, Order
-from ep_server.exchange.segment import HostShare
-from ep_server.exchange.shm import PendingCombine as NativeCombine
-from ep_server.exchange.shm import PendingDispatch as NativeDispatch
-from ep_server.exchange.shm import ShmExchange
-from ep_server.exchange.validate import check_tensor_on
-from ep_server.exchange.waiting import Waiting
+from ep_server.exchange.api import ExchangeSpec, Received, Reduction
+from ep_server.exchange.fabric.copies import Arrival, Copies, Delivery, Slot
+from ep_server.exchange.row_order import as_bytes, places
+from ep_server.exchange.shm import PendingCombine, PendingDispatch, ShmExchange
+from ep_server.exchange.views import Views
+
+CHUNK_BYTES = 256 << 10  # gathered on the host while the last chunk travels to the device
+
 
 Sent = TypeVar("Sent")
-
-
-@dataclass(frozen=True, slots=True)
-class Handle:
-    """What combine_send needs. inner: as the inner exchange received it. order: on the device. tokens: T."""
-
-    inner: Received
-    order: Order
-    tokens: int
-    owner: FabricDeviceExchange
+Wrapped = TypeVar("Wrapped")
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,275 +54,197 @@ class Outgoing(Generic[Sent]):
         self.arrived()
         return self._send()
 
-
-class PendingDispatch:
-    """A dispatch whose send half has run. See exchange.PendingDispatch."""
-
-    __slots__ = ("_exchange", "_tokens", "inner")
-
-    def __init__(self, exchange: FabricDeviceExchange, inner: NativeDispatch, tokens: int) -> None:
-        self._exchange, self.inner, self._tokens = exchange, inner, tokens
-
-    def recv(self, view: View = View.COMPACT) -> Received:
-        """As the Protocol says, on the caller's stream. INDEX rows are a copy, reordered: see row_ids."""
-        view = checked_view(view)
-        return self._exchange.finish_recv(self.inner.recv(View.INDEX), self._tokens, view)
-
-    @property
-    def wait_ns(self) -> torch.Tensor:
-        """[R] int64 on the CPU: how long recv() waited for each source's header."""
-        return self.inner.wait_ns
+    def then(self, wrap: Callable[[Sent], Wrapped]) -> Outgoing[Wrapped]:
+        """The same send, whose result is wrapped."""
+        return Outgoing(self.arrived, lambda: wrap(self._send()))
 
 
-class PendingCombine:
-    """A combine whose send half has run. See exchange.PendingCombine."""
+@dataclass(frozen=True, slots=True)
+class Brought:
+    """What a receive has on the device. counts: [E_local] int32. tables: int64, as asked for.
 
-    __slots__ = ("_exchange", "_inner", "_tokens")
-
-    def __init__(self, exchange: FabricDeviceExchange, inner: NativeCombine, tokens: int) -> None:
-        self._exchange, self._inner, self._tokens = exchange, inner, tokens
-
-    def recv(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """As the Protocol says, on the caller's stream."""
-        return self._exchange.copy_result(self._inner, self._tokens, out)
-
-    @property
-    def wait_ns(self) -> torch.Tensor:
-        """[R] int64 on the CPU: how long recv() waited for each rank's header."""
-        return self._inner.wait_ns
-
-
-def checked_view(view: View | str) -> View:
-    """The view of this name, or InvalidArgument."""
-    try:
-        return View(view)
-    except ValueError:
-        raise InvalidArgument("view", view, f"one of {', '.join(View)}") from None
-
-
-class FabricDeviceExchange:
-    """One rank's end of a group. Satisfies exchange.Exchange on tensors of `device`.
-
-    Args:
-        inner: an exchange on CPU tensors, which this one owns from now on.
-        device: of all tensors given and returned; "cpu" works too.
-        copies: in place of those of the device; for tests.
-    Raises: ConfigError; StartupError where the device is not there.
+    made: [front + M, C] or longer, rows and scales, if any: what came, behind `front` rows left free.
     """
 
-    def __init__(
-        self,
-        inner: ShmExchange,
-        device: torch.device | str | int,
-        *,
-        copies: Copies | None = None,
-    ) -> None:
-        self.inner, self.spec, self.fused = inner, inner.spec, None
-        try:
-            self.device = checked_device(device)
-            self._copies = copies or copies_for(self.device, self.spec.timeout_ns)
-            self._allocate()
-            self.form = Form(self.device, inner.combine_dtype, self.spec.hidden, inner.views.padded_rows)
-        except BaseException:
-            inner.abort()  # else the others would wait for this rank
-            inner.close()
-            raise
-        self.combine_dtype = inner.combine_dtype
+    counts: torch.Tensor
+    tables: list[torch.Tensor]
+    made: list[torch.Tensor]
 
-    def _allocate(self) -> None:
-        self._staging = Staging(self.spec, self.inner.views, self._copies)
 
-    # -- the Protocol ---------------------------------------------------------------------------------
+Tables = Callable[[Received, torch.Tensor], list[torch.Tensor]]  # as places()
 
-    def dispatch_send(
-        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None
-    ) -> PendingDispatch:
-        """As the Protocol says. Waits for the caller's stream; then tensors may be overwritten."""
-        return self.begin_dispatch(x, topk_ids, topk_weights).send()
 
-    def combine_send(
-        self,
-        expert_out: torch.Tensor,
-        received: Received,
-        topk_weights: torch.Tensor | None = None,
-        *,
-        reduction: Reduction | None = None,
-    ) -> PendingCombine:
-        """As the Protocol says. Waits for the caller's stream; then tensors may be overwritten.
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What is to be made of a receive. front: rows before what came. length: least rows of all.
 
-        Args:
-            reduction: see ShmExchange.combine_send.
-        """
-        handle = received.handle
-        if not isinstance(handle, Handle) or handle.owner is not self:
-            raise InvalidArgument("received.handle", handle, "of a dispatch of this exchange")
-        rows = handle.order.answers(expert_out, received.view, self.form)
-        answers = Answers(rows, handle.inner, handle.tokens, topk_weights, reduction)
-        return self.begin_combine(answers).send()
+    tables: what travels with it, at most 3 N + 2 E_local + 1 numbers.
+    """
 
-    def all_gather(self, record: bytes) -> list[bytes]:
-        """As the Protocol says."""
-        return self.inner.all_gather(record)
+    tables: Tables = places
+    front: int = 0
+    length: int = 0
 
-    def barrier(self) -> None:
-        """As the Protocol says: of the processes, not of their streams."""
-        self.inner.barrier()
 
-    def close(self) -> None:
-        """As the Protocol says. Copies on their way to the device end first."""
-        try:
-            self._staging.drain(self._copies)
-        finally:
-            self.inner.close()
+class RecvStaging:
+    """Staging of one bank's receive: a row and its scales for each token of each rank, and its tables."""
+
+    def __init__(self, spec: ExchangeSpec, views: Views, copies: Copies, entries: int) -> None:
+        self.slot = Slot()
+        self._staged = [copies.staging((views.padded_rows, spec.hidden), views.row_dtype)]
+        if views.fp8:
+            self._staged.append(copies.staging((views.padded_rows, views.groups), views.scale_dtype))
+        self._counts = copies.staging((views.num_local,), torch.int32)
+        self._tables = copies.staging((3 * entries + 2 * views.num_local + 1,), torch.int64)
+
+    def bring(self, inner: Received, delivery: Delivery, wanted: Wanted) -> Brought:
+        """Begins the copies of what came; reads `inner`, an INDEX view, for the last time."""
+        assert inner.row_ids is not None
+        used, entry = torch.unique(inner.row_ids, return_inverse=True)
+        counts, tables = self._deliver(inner.counts, wanted.tables(inner, entry), delivery)
+        regions = [inner.rows] if inner.scales is None else [inner.rows, inner.scales]
+        front, length = wanted.front, max(wanted.length, wanted.front + len(used))
+        made = [delivery.empty((length, staged.shape[1]), staged.dtype) for staged in self._staged]
+        step = max(1, CHUNK_BYTES // (self._staged[0].shape[1] * self._staged[0].element_size()))
+        for begin in range(0, len(used), step):
+            end = min(begin + step, len(used))
+            for region, staged, out in zip(regions, self._staged, made, strict=True):
+                torch.index_select(as_bytes(region), 0, used[begin:end], out=as_bytes(staged[begin:end]))
+                delivery.copy(out[front + begin : front + end], staged[begin:end])
+        return Brought(counts, tables, made)
+
+    def _deliver(
+        self, counts: torch.Tensor, tables: list[torch.Tensor], delivery: Delivery
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Tables travel in one copy, beside the counts."""
+        values = torch.cat(tables)
+        staged = self._tables[: len(values)]
+        staged.copy_(values)
+        self._counts.copy_(counts)
+        there = delivery.empty(tuple(values.shape), torch.int64)
+        counted = delivery.empty(tuple(self._counts.shape), torch.int32)
+        delivery.copy(there, staged)
+        delivery.copy(counted, self._counts)
+        return counted, list(torch.split(there, [len(each) for each in tables]))
+
+    def tensors(self) -> list[torch.Tensor]:
+        """All that was allocated."""
+        return [*self._staged, self._counts, self._tables]
+
+
+class ResultStaging:
+    """Staging of one bank's sums on their way back."""
+
+    def __init__(self, spec: ExchangeSpec, views: Views, copies: Copies) -> None:
+        self.slot = Slot()
+        self.rows = copies.staging((spec.max_tokens, spec.hidden), views.combine_dtype)
+
+
+class Buffers:
+    """All of one exchange.
+
+    x, ids, weights: of this rank's tokens. answers: of its experts. Landings and results take turns.
+    """
+
+    def __init__(self, spec: ExchangeSpec, views: Views, copies: Copies) -> None:
+        choices = (spec.max_tokens, spec.top_k)
+        entries = views.padded_rows * min(spec.top_k, views.num_local)
+        self.x = copies.staging((spec.max_tokens, spec.hidden), views.combine_dtype)
+        self.ids = copies.staging(choices, torch.int64)
+        self.weights = copies.staging(choices, torch.float32)
+        self.answers = copies.staging((entries, spec.hidden), views.combine_dtype)
+        self._recvs = [RecvStaging(spec, views, copies, entries) for _ in range(spec.num_banks)]
+        self._results = [ResultStaging(spec, views, copies) for _ in range(spec.num_banks)]
+        self._received = self._returned = 0
+
+    def recv_staging(self) -> RecvStaging:
+        """The next one; reuse its slot first."""
+        self._received += 1
+        return self._recvs[self._received % len(self._recvs)]
+
+    def result(self) -> ResultStaging:
+        """The next one; reuse its slot first."""
+        self._returned += 1
+        return self._results[self._returned % len(self._results)]
+
+    def drain(self, copies: Copies) -> None:
+        """Returns once no copy reads any of it."""
+        for slot in [each.slot for each in self._recvs] + [each.slot for each in self._results]:
+            copies.reuse(slot)
 
     @property
-    def membership(self) -> Membership:
-        """Of the inner exchange."""
-        return self.inner.membership
+    def bytes(self) -> int:
+        """Of all tensors."""
+        tensors = [self.x, self.ids, self.weights, self.answers]
+        for recv_staging in self._recvs:
+            tensors += recv_staging.tensors()
+        tensors += [result.rows for result in self._results]
+        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
-    def check(self) -> None:
-        """Does nothing: the host takes part in each half, which raises what it finds."""
 
-    @property
-    def capabilities(self) -> Capabilities:
-        """As the Protocol says."""
-        return Capabilities(
-            payloads=self.inner.capabilities.payloads,
-            views=frozenset(View),
-            cheapest_view=View.COMPACT,
-            graph_safe=False,
-            micro_batches=self.spec.num_banks,
-            memory_bytes=self.memory_bytes,
-        )
+class HostStaging:
+    """See device.RowStaging. inner: on CPU tensors; stays the caller's."""
 
-    def statistics(self) -> ExchangeStatistics:
-        """Of the inner exchange."""
-        return self.inner.statistics()
+    memory_bytes = 0
 
-    def release(self, received: Received) -> None:
-        """Without effect: what a view shows is a copy, its bank was given back when it was received."""
-
-    @property
-    def memory_bytes(self) -> int:
-        """Device memory that is held between operations."""
-        return 0
-
-    @property
-    def staging_bytes(self) -> int:
-        """Host memory of the staging, in bytes; pinned where the device is a GPU."""
-        return self._staging.bytes
-
-    # -- between the halves and the device ------------------------------------------------------------
+    def __init__(self, inner: ShmExchange, copies: Copies) -> None:
+        self._inner, self._copies = inner, copies
+        self._buffers = Buffers(inner.spec, inner.views, copies)
 
     def begin_dispatch(
-        self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None
     ) -> Outgoing[PendingDispatch]:
-        """dispatch_send in two: checks the tensors and begins their copies; send() is the rest."""
-        tokens = self.check_tokens(x, topk_ids, topk_weights)
-        staged_x, staged_ids = self._staging.x[:tokens], self._staging.ids[:tokens]
-        pairs, weights = [(staged_x, x), (staged_ids, topk_ids)], None
-        if topk_weights is not None:
-            weights = self._staging.weights[:tokens]
-            pairs.append((weights, topk_weights))
-
-        def send() -> PendingDispatch:
-            return PendingDispatch(self, self.inner.dispatch_send(staged_x, staged_ids, weights), tokens)
-
-        return Outgoing(self._copies.fetch(*pairs), send)
+        """As RowStaging says."""
+        tokens, staged_weights = len(x), None
+        staged_x, staged_ids = self._buffers.x[:tokens], self._buffers.ids[:tokens]
+        pairs = [(staged_x, x), (staged_ids, ids)]
+        if weights is not None:
+            staged_weights = self._buffers.weights[:tokens]
+            pairs.append((staged_weights, weights))
+        return Outgoing(
+            self._copies.fetch(*pairs),
+            lambda: self._inner.dispatch_send(staged_x, staged_ids, staged_weights),
+        )
 
     def begin_combine(self, answers: Answers) -> Outgoing[PendingCombine]:
-        """combine_send in two, of rows in the order of their entries."""
-        staged = self._staging.answers[: len(answers.rows)]
+        """As RowStaging says."""
+        staged = self._buffers.answers[: len(answers.rows)]
         pairs, weights = [(staged, answers.rows)], None
         if answers.weights is not None:
-            self._check_weights(answers.weights, answers.tokens)
-            weights = self._staging.weights[: answers.tokens]
+            weights = self._buffers.weights[: answers.tokens]
             pairs.append((weights, answers.weights))
-
-        def send() -> PendingCombine:
-            inner = self.inner.combine_send(staged, answers.inner, weights, reduction=answers.reduction)
-            return PendingCombine(self, inner, answers.tokens)
-
-        return Outgoing(self._copies.fetch(*pairs), send)
-
-    def finish_recv(self, inner: Received, tokens: int, view: View) -> Received:
-        """What the inner exchange received in place, on the device in this view; gives the bank back."""
-        length = self.form.capacity if view is View.INDEX else 0
-        brought = self.bring(inner, Wanted(length=length))
-        order = Order(brought.counts, *brought.tables)
-        return order.received(brought.made, view, self.form.capacity, Handle(inner, order, tokens, self))
+        return Outgoing(
+            self._copies.fetch(*pairs),
+            lambda: self._inner.combine_send(staged, answers.inner, weights, reduction=answers.reduction),
+        )
 
     def bring(self, inner: Received, wanted: Wanted) -> Brought:
-        """The same as rows and tables; the caller's stream comes after all copies."""
-        recv_staging = self._staging.recv_staging()
-        self._copies.reuse(recv_staging.slot)
-        delivery = self._copies.delivery(recv_staging.slot)
-        brought = recv_staging.bring(inner, delivery, wanted)
+        """As RowStaging says; the caller's stream comes after all copies."""
+        staging = self._buffers.recv_staging()
+        self._copies.reuse(staging.slot)
+        delivery = self._copies.delivery(staging.slot)
+        brought = staging.bring(inner, delivery, wanted)
         delivery.finish()
-        self.inner.release(inner)
+        self._inner.release(inner)
         return brought
 
-    def check_stream(self) -> None:
-        """Raises InvalidArgument where the caller's stream is being captured: the host takes part."""
-        if self.device.type == "cuda":
-            refuse_capture()
-
-    def check_tokens(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None) -> int:
-        """T of a dispatch. Raises InvalidArgument for tensors that are not as the Protocol says."""
-        spec, tokens = self.spec, len(x) if x.dim() == 2 else -1
-        check_tensor_on(self.device, "x", x, self.combine_dtype, T=tokens, H=spec.hidden)
-        if tokens > spec.max_tokens:
-            raise InvalidArgument("x", f"T = {tokens}", f"at most max_tokens = {spec.max_tokens} tokens")
-        check_tensor_on(self.device, "topk_ids", ids, torch.int64, T=tokens, K=spec.top_k)
-        if weights is not None:
-            self._check_weights(weights, tokens)
-        return tokens
-
-    def _check_weights(self, weights: torch.Tensor, tokens: int) -> None:
-        check_tensor_on(self.device, "topk_weights", weights, torch.float32, T=tokens, K=self.spec.top_k)
-
-    def copy_result(self, inner: NativeCombine, tokens: int, out: torch.Tensor | None) -> torch.Tensor:
-        """The sums of a combine, on the device."""
-        if out is not None:
-            check_tensor_on(self.device, "out", out, self.combine_dtype, T=tokens, H=self.spec.hidden)
-        result = self._staging.result()
-        self._copies.reuse(result.slot)
-        staged = inner.recv(result.rows[:tokens])
-        delivery = self._copies.delivery(result.slot, into=out)
+    def result(self, inner: PendingCombine, tokens: int, out: torch.Tensor | None) -> torch.Tensor:
+        """As RowStaging says."""
+        staging = self._buffers.result()
+        self._copies.reuse(staging.slot)
+        staged = inner.recv(staging.rows[:tokens])
+        delivery = self._copies.delivery(staging.slot, into=out)
         if out is None:
-            out = delivery.empty((tokens, self.spec.hidden), self.combine_dtype)
+            out = delivery.empty(tuple(staged.shape), staged.dtype)
         delivery.copy(out, staged)
         delivery.finish()
         return out
 
+    def drain(self) -> None:
+        """As RowStaging says."""
+        self._buffers.drain(self._copies)
 
-def from_process_group(
-    group: Any,
-    spec: ExchangeSpec,
-    device: torch.device | str | int,
-    options: FabricOptions | None = None,
-    waiting: Waiting | None = None,
-    share: HostShare | None = None,
-) -> FabricDeviceExchange:
-    """fabric_bootstrap.from_process_group for tensors of `device`. Collective."""
-    return _behind(fabric_bootstrap.from_process_group(group, spec, options, waiting, share), device)
-
-
-def from_store(
-    store: Store,
-    name: str,
-    spec: ExchangeSpec,
-    device: torch.device | str | int,
-    options: FabricOptions | None = None,
-    waiting: Waiting | None = None,
-    share: HostShare | None = None,
-) -> FabricDeviceExchange:
-    """fabric_bootstrap.from_store for tensors of `device`. Collective."""
-    return _behind(fabric_bootstrap.from_store(store, name, spec, options, waiting, share), device)
-
-
-def _behind(inner: ShmExchange, device: torch.device | str | int) -> FabricDeviceExchange:
-    """Returns once every rank has its device and staging. Raises on all ranks if one has not."""
-    exchange = FabricDeviceExchange(inner, device)
-    exchange.barrier()
-    return exchange
+    @property
+    def staging_bytes(self) -> int:
+        """As RowStaging says; pinned where the device is a GPU."""
+        return self._buffers.bytes

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from ep_server.errors import ConfigError
 from ep_server.exchange.api import ExchangeSpec, control_spec
-from ep_server.exchange.fabric.host_staging import FabricDeviceExchange
+from ep_server.exchange.fabric.device import FabricDeviceExchange
 from ep_server.exchange.hierarchical.exchange import HierarchicalExchange, IntraExchange
 from ep_server.exchange.hierarchical.host_part import ranks_of_host, spec_of_host
 from ep_server.exchange.nvlink.memory import Serving, listening, take_descriptor

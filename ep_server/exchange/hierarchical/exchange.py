@@ -34,10 +34,10 @@ from ep_server.exchange.api import (
     Reduction,
     View,
 )
-from ep_server.exchange.fabric.host_buffers import Brought, Wanted
-from ep_server.exchange.fabric.host_staging import Answers, FabricDeviceExchange, Outgoing, Sent, checked_view
-from ep_server.exchange.fabric.host_staging import PendingCombine as InterCombine
-from ep_server.exchange.fabric.host_staging import PendingDispatch as InterDispatch
+from ep_server.exchange.fabric.device import FabricDeviceExchange, checked_view
+from ep_server.exchange.fabric.device import PendingCombine as InterCombine
+from ep_server.exchange.fabric.device import PendingDispatch as InterDispatch
+from ep_server.exchange.fabric.host_staging import Answers, Brought, Outgoing, Sent, Wanted
 from ep_server.exchange.hierarchical.host_part import (
     IdSplit,
     InterTables,

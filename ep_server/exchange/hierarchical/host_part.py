@@ -13,7 +13,7 @@ import torch
 
 from ep_server.errors import ConfigError
 from ep_server.exchange.api import ExchangeSpec, Received, View
-from ep_server.exchange.fabric.host_buffers import Brought
+from ep_server.exchange.fabric.host_staging import Brought
 from ep_server.exchange.row_order import Order
 from ep_server.exchange.segment import check_hosts
 

@@ -15,7 +15,7 @@ Beyond the Protocol:
     .combine_send(..., wire="bf16" | "fp8" | "log10"), PendingCombine.recv(wait_stats=)
     .bounded(num_sms), .empty_padded(), .release(received), .check(), .synchronize()
     .masked, .mask(ranks), .reset(dead=()), .statistics(), .set_faults(faults), .memory_bytes
-What is not an operation: cuda_group.py. Made by cuda_bootstrap.from_process_group (a process per GPU) or
+What is not an operation: group.py. Made by bootstrap.from_process_group (a process per GPU) or
 from_local (several GPUs in one process).
 """
 
@@ -149,7 +149,7 @@ class NvlinkExchange(NvlinkGroup):
     ) -> Received:
         """dispatch_send and recv in one kernel: rows are placed while others are under way.
 
-        Keywords: see dispatch_send and cuda_requests.Receipt.
+        Keywords: see dispatch_send and requests.Receipt.
         """
         handle = self._new_handle(x, topk_ids, topk_weights)
         send = self._open().send_args(x, topk_ids, topk_weights, tokens_on_device)
@@ -173,7 +173,7 @@ class NvlinkExchange(NvlinkGroup):
         next_reads_ahead: bool = False,
         add_norm: AddNorm | None = None,
     ) -> torch.Tensor:
-        """combine_send and recv in one kernel; keywords as there and in cuda_requests.CombineTensors."""
+        """combine_send and recv in one kernel; keywords as there and in requests.CombineTensors."""
         launcher, mode = self._open(), combine_mode(self.spec, reduction, wire)
         handle = check_answer(self._shapes, expert_out, received, topk_weights, mode)
         self._check_bank(COMBINE)

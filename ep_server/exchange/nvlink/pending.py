@@ -38,7 +38,7 @@ class PendingDispatch:
         wait_stats: torch.Tensor | None = None,
         most_tokens: int | None = None,
     ) -> Received:
-        """As the Protocol says, on the current stream. Keywords: see cuda_requests.Receipt.
+        """As the Protocol says, on the current stream. Keywords: see requests.Receipt.
 
         Without a capacity a COMPACT or INDEX view is cut to what came, for which the host waits, unless the
         call is captured. More rows than the capacity fail as InvalidArgument at the next call.

@@ -19,9 +19,10 @@ import torch.distributed as dist
 
 from ep_server.exchange.api import ExchangeSpec
 from ep_server.exchange.fabric import bootstrap as fabric_bootstrap
+from ep_server.exchange.fabric.device import FabricDeviceExchange, Staging
 from ep_server.exchange.fabric.device_rows import DeviceRows
 from ep_server.exchange.fabric.exchange import FabricOptions
-from ep_server.exchange.fabric.gpu_direct import GpuDirectExchange, RowsFabric
+from ep_server.exchange.fabric.gpu_direct import RowsFabric
 from ep_server.exchange.waiting import Waiting
 from tests.support.fabric.fabric_ends import LIBRARIES, needs
 from tests.support.fabric.wrapped import Wrapped
@@ -77,7 +78,7 @@ def poisoned_on(device: torch.device, spec: ExchangeSpec) -> DeviceRows:
     return rows
 
 
-def make(options: FabricOptions, spec: ExchangeSpec, group: dist.ProcessGroup) -> GpuDirectExchange:
+def make(options: FabricOptions, spec: ExchangeSpec, group: dist.ProcessGroup) -> FabricDeviceExchange:
     """Collective. shm is told of host memory, as it would touch it as that of a device."""
     kind, number = (DeviceRows.HOST, 0) if options.provider == "shm" else (DeviceRows.CUDA, GPU_3)
     return _connected(poisoned_rows(spec, kind, number), own_name(options), group)
@@ -85,18 +86,18 @@ def make(options: FabricOptions, spec: ExchangeSpec, group: dist.ProcessGroup) -
 
 def make_on(
     device: torch.device, options: FabricOptions, spec: ExchangeSpec, group: dist.ProcessGroup
-) -> GpuDirectExchange:
+) -> FabricDeviceExchange:
     """The same of a GPU's memory, which the provider hears of as such."""
     return _connected(poisoned_on(device, spec), own_name(options), group)
 
 
-def _connected(rows: DeviceRows, options: FabricOptions, group: dist.ProcessGroup) -> GpuDirectExchange:
+def _connected(rows: DeviceRows, options: FabricOptions, group: dist.ProcessGroup) -> FabricDeviceExchange:
     spec = rows.spec
     inner = fabric_bootstrap.from_process_group(
         group, spec, options, make=lambda: RowsFabric(spec, rows, options)
     )
     assert isinstance(inner, RowsFabric)
-    return GpuDirectExchange(inner)
+    return FabricDeviceExchange(inner, inner.rows.inbound.device, staging=Staging.GPU_DIRECT)
 
 
 @dataclass(frozen=True)
@@ -106,7 +107,7 @@ class DirectEnd:
     meeting: str
     options: FabricOptions
 
-    def open(self, spec: ExchangeSpec, **waiting: Any) -> GpuDirectExchange:
+    def open(self, spec: ExchangeSpec, **waiting: Any) -> FabricDeviceExchange:
         options, store = own_name(self.options), dist.FileStore(self.meeting, spec.num_ranks)
         rows = poisoned_rows(spec, DeviceRows.HOST, 0)
         inner = fabric_bootstrap.from_store(
@@ -117,4 +118,4 @@ class DirectEnd:
             make=lambda: RowsFabric(spec, rows, options, Waiting(**waiting)),
         )
         assert isinstance(inner, RowsFabric)
-        return GpuDirectExchange(inner)
+        return FabricDeviceExchange(inner, inner.rows.inbound.device, staging=Staging.GPU_DIRECT)

@@ -15,9 +15,9 @@ import torch.distributed as dist
 
 from ep_server.errors import InvalidArgument
 from ep_server.exchange.api import ExchangeSpec, Payload, Received, View
-from ep_server.exchange.fabric import host_staging as bounce
+from ep_server.exchange.fabric import device as bounce
+from ep_server.exchange.fabric.device import FabricDeviceExchange, PendingCombine, PendingDispatch
 from ep_server.exchange.fabric.exchange import FabricOptions
-from ep_server.exchange.fabric.host_staging import FabricDeviceExchange, PendingCombine, PendingDispatch
 from ep_server.exchange.hierarchical.exchange import HierarchicalExchange
 from ep_server.exchange.quant import dequantise
 from tests.support.compare import assert_equal

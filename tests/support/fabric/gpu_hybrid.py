@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from ep_server.errors import PeerLost, PeerTimeout
 from ep_server.exchange.api import ExchangeSpec, Payload, View
+from ep_server.exchange.fabric.device import FabricDeviceExchange
 from ep_server.exchange.fabric.exchange import FabricOptions
-from ep_server.exchange.fabric.host_staging import FabricDeviceExchange
 from ep_server.exchange.hierarchical.bootstrap import on_gpus
 from ep_server.exchange.hierarchical.exchange import HierarchicalExchange
 from tests.support.exchange.conformance import run_cases

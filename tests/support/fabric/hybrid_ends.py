@@ -6,8 +6,8 @@ import torch.distributed as dist
 
 from ep_server.exchange import bootstrap
 from ep_server.exchange.api import ExchangeSpec
+from ep_server.exchange.fabric.device import FabricDeviceExchange
 from ep_server.exchange.fabric.exchange import FabricOptions
-from ep_server.exchange.fabric.host_staging import FabricDeviceExchange
 from ep_server.exchange.hierarchical.bootstrap import compose
 from ep_server.exchange.hierarchical.exchange import HierarchicalExchange
 from ep_server.exchange.shm import ShmExchange

@@ -10,7 +10,7 @@ import torch
 from ep_server.exchange.api import ExchangeSpec, Payload, View
 from ep_server.exchange.fabric import copies as bounce_copies
 from ep_server.exchange.fabric.copies import CudaCopies, Slot
-from ep_server.exchange.fabric.host_staging import FabricDeviceExchange
+from ep_server.exchange.fabric.device import FabricDeviceExchange
 from ep_server.exchange.hierarchical.exchange import HierarchicalExchange
 from ep_server.exchange.shm import PendingCombine, ShmExchange
 from tests.support.exchange.routing import make_inputs

@@ -10,7 +10,7 @@ from typing import Any
 
 from ep_server.backends.gpu.moe.rows import RowsOfSteps
 from ep_server.exchange.api import ExchangeSpec
-from ep_server.exchange.fabric.host_staging import FabricDeviceExchange
+from ep_server.exchange.fabric.device import FabricDeviceExchange
 from ep_server.ranks import life
 from ep_server.ranks.devices import rows_of
 from ep_server.ranks.exchanges import Opening

@@ -16,14 +16,13 @@ import torch.distributed as dist
 from ep_server.errors import ConfigError, EpServerError, ExchangeError, InvalidArgument, StartupError
 from ep_server.exchange.api import ExchangeSpec, View
 from ep_server.exchange.fabric import bootstrap as fabric_bootstrap
-from ep_server.exchange.fabric import device_memory
-from ep_server.exchange.fabric import host_staging as bounce
+from ep_server.exchange.fabric import device_memory, host_staging
 from ep_server.exchange.fabric.copies import Arrival, HostCopies, Pair
 from ep_server.exchange.fabric.device_memory import DeviceMemory
 from ep_server.exchange.fabric.device_rows import DeviceRows
 from ep_server.exchange.fabric.exchange import FabricExchange, FabricOptions
-from ep_server.exchange.fabric.gpu_direct import GpuDirectExchange, RowsFabric
-from ep_server.exchange.fabric.host_staging import FabricDeviceExchange
+from ep_server.exchange.fabric.gpu_direct import GpuDirect, RowsFabric
+from ep_server.exchange.fabric.host_staging import HostStaging
 from tests.support.exchange.conformance import run_pair
 from tests.support.exchange.process_group import run_group
 from tests.support.fabric.direct_ends import CPU, over_card, over_shm, own_name, poisoned_rows
@@ -42,7 +41,7 @@ def test_tensors_of_the_host_stay_there_unless_asked(wanted: DeviceMemory | str)
     needs("system")
     inner = choose(loopback(), wanted)
     exchange = device_memory.on_device(inner, CPU)
-    assert type(inner) is FabricExchange and type(exchange) is FabricDeviceExchange
+    assert type(inner) is FabricExchange and type(exchange.staging) is HostStaging
     exchange.close()
 
 
@@ -50,10 +49,10 @@ def test_a_device_that_hangs_does_not_keep_the_network_open(monkeypatch: pytest.
     needs("system")
     exchange = device_memory.on_device(choose(loopback(), DeviceMemory.HOST), CPU)
 
-    def hangs(copies: object) -> None:
+    def hangs() -> None:
         raise ExchangeError("has not finished")
 
-    monkeypatch.setattr(exchange._staging, "drain", hangs)
+    monkeypatch.setattr(exchange.staging, "drain", hangs)
     with pytest.raises(ExchangeError, match="has not finished"):
         exchange.close()
     with pytest.raises(InvalidArgument, match="exchange = 'closed'"):
@@ -64,8 +63,8 @@ def test_a_device_that_hangs_does_not_keep_the_network_open(monkeypatch: pytest.
 def test_what_is_asked_for_is_taken_where_it_can_be(wanted: DeviceMemory | str) -> None:
     inner = choose(own_name(over_shm()), wanted)
     exchange = device_memory.on_device(inner, CPU)
-    assert isinstance(exchange, GpuDirectExchange)
-    assert exchange.memory_bytes == exchange.rows.bytes > 0
+    assert isinstance(exchange.staging, GpuDirect)
+    assert exchange.memory_bytes == exchange.staging.rows.bytes > 0
     exchange.close()
 
 
@@ -75,11 +74,11 @@ def all_ask(group: dist.ProcessGroup, options: FabricOptions) -> str:
     run_pair(exchange, "uniform", 1, View.COMPACT)
     exchange.barrier()
     exchange.close()
-    return type(exchange).__name__
+    return type(exchange.staging).__name__
 
 
 def test_all_ranks_that_ask_for_it_get_it() -> None:
-    assert run_group(all_ask, 2, args=(over_shm(),), timeout=60) == ["GpuDirectExchange"] * 2
+    assert run_group(all_ask, 2, args=(over_shm(),), timeout=60) == ["GpuDirect"] * 2
 
 
 def test_missing_capability_names_provider_and_capability() -> None:
@@ -216,7 +215,7 @@ def without_staging(group: dist.ProcessGroup) -> str:
         raise StartupError("no memory can be pinned")
 
     if group.rank() == 1:
-        vars(bounce).update(Staging=none)
+        vars(host_staging).update(Buffers=none)
     with pytest.raises(EpServerError) as caught:
         device_memory.from_process_group(group, spec, "cpu", loopback(), DeviceMemory.HOST)
     return str(caught.value)

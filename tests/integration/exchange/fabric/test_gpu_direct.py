@@ -15,9 +15,10 @@ import torch.distributed as dist
 
 from ep_server.errors import ExchangeError, InvalidArgument
 from ep_server.exchange.api import ExchangeSpec, Payload, Reduction, View
+from ep_server.exchange.fabric.device import FabricDeviceExchange, Staging
 from ep_server.exchange.fabric.device_rows import ALIGNMENT, DeviceRows, _aligned
 from ep_server.exchange.fabric.exchange import FabricOptions
-from ep_server.exchange.fabric.gpu_direct import GpuDirectExchange, RowsFabric
+from ep_server.exchange.fabric.gpu_direct import RowsFabric
 from ep_server.exchange.faults import Action, Fault
 from ep_server.exchange.hierarchical.exchange import HierarchicalExchange
 from tests.support.exchange.conformance import run_cases, run_pair
@@ -102,7 +103,7 @@ def test_a_killed_rank_is_named_by_every_survivor(op: str, tmp_path: Path) -> No
     assert_lost([ended[0], ended[2]], 1)
 
 
-def with_fault(exchange: GpuDirectExchange, fault: Fault) -> None:
+def with_fault(exchange: FabricDeviceExchange, fault: Fault) -> None:
     exchange.inner.set_faults((fault,))
     x = torch.full((4, 64), float(exchange.spec.rank + 1), dtype=torch.bfloat16)
     for _ in range(12):
@@ -118,7 +119,7 @@ def one_pair(group: dist.ProcessGroup, options: FabricOptions) -> tuple[str, str
     spec = ExchangeSpec(group.rank(), group.size(), (0, 1), max_tokens=8, hidden=128, top_k=2)
     exchange = direct_ends.make(options, spec, group)
     run_pair(exchange, "uniform", 1, View.COMPACT)
-    both = (exchange.rows.inbound, exchange.rows.outbound)
+    both = (exchange.staging.rows.inbound, exchange.staging.rows.outbound)
     exchange.barrier()
     exchange.close()
     return exchange.inner.description, repr(exchange), [(each.data_ptr(), len(each)) for each in both]
@@ -148,12 +149,12 @@ def test_provider_registers_device_memory_and_sends_from_it(tmp_path: Path) -> N
 # -- misuse, banks ---------------------------------------------------------------------------------------
 
 
-def alone(**changes: Any) -> GpuDirectExchange:
+def alone(**changes: Any) -> FabricDeviceExchange:
     spec = ExchangeSpec(0, 1, (0, 0), max_tokens=4, hidden=64, top_k=2, **changes)
     options = own_name(over_shm())
     inner = RowsFabric(spec, poisoned_rows(spec, DeviceRows.HOST, 0), options)
     inner.connect([inner.address], 1)
-    return GpuDirectExchange(inner)
+    return FabricDeviceExchange(inner, inner.rows.inbound.device, staging=Staging.GPU_DIRECT)
 
 
 def test_the_halves_of_the_host_refuse_rows() -> None:
@@ -180,7 +181,7 @@ def test_reduction_without_slots_is_refused_before_any_write() -> None:
 class Reading:
     """Copies of the host, by which each wait for the device is noted."""
 
-    def __init__(self, exchange: GpuDirectExchange, monkeypatch: pytest.MonkeyPatch) -> None:
+    def __init__(self, exchange: FabricDeviceExchange, monkeypatch: pytest.MonkeyPatch) -> None:
         self.waits, self._begin = 0, exchange._copies.fetch
         monkeypatch.setattr(exchange._copies, "fetch", self.fetch, raising=False)
 
@@ -205,9 +206,9 @@ def test_bank_is_returned_with_the_send_after_device_read_it(
         pending = exchange.dispatch_send(*given)
         before = reading.waits
         pending.recv()
-        assert reading.waits == before and len(exchange._held) == 1  # the device may still read
+        assert reading.waits == before and len(exchange.staging._held) == 1  # the device may still read
     exchange.dispatch_send(*given)
-    assert reading.waits == before + 2 and not exchange._held
+    assert reading.waits == before + 2 and not exchange.staging._held
     exchange.close()
 
 
@@ -242,7 +243,7 @@ def test_dropped_exchange_unregisters_before_memory_is_freed() -> None:
     for name, each in (
         ("port", exchange.inner._port),
         ("exchange", exchange.inner._native),
-        ("memory", exchange.rows.inbound),
+        ("memory", exchange.staging.rows.inbound),
     ):
         weakref.finalize(each, ended.append, name)
     del each, exchange

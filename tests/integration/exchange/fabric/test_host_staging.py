@@ -16,10 +16,10 @@ import torch.distributed as dist
 from ep_server.errors import ConfigError, InvalidArgument, StartupError
 from ep_server.exchange import bootstrap
 from ep_server.exchange.api import Exchange, ExchangeSpec, Payload, Reduction, View
-from ep_server.exchange.fabric import host_staging as bounce
+from ep_server.exchange.fabric import device as bounce
 from ep_server.exchange.fabric.copies import HostCopies, Slot
+from ep_server.exchange.fabric.device import FabricDeviceExchange
 from ep_server.exchange.fabric.exchange import FabricOptions
-from ep_server.exchange.fabric.host_staging import FabricDeviceExchange
 from tests.support.exchange.conformance import Factory, run_cases, run_pair
 from tests.support.exchange.process_group import run_group
 from tests.support.exchange.routing import make_inputs

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from ep_server.errors import ConfigError, GroupAborted, InvalidArgument, StartupError
 from ep_server.exchange import bootstrap
 from ep_server.exchange.api import ExchangeSpec, Payload, Reduction, View
-from ep_server.exchange.fabric.host_staging import FabricDeviceExchange
+from ep_server.exchange.fabric.device import FabricDeviceExchange
 from ep_server.exchange.hierarchical.bootstrap import compose
 from ep_server.exchange.hierarchical.exchange import HierarchicalExchange
 from tests.support.exchange.conformance import Factory, run_cases, run_side_by_side

@@ -12,8 +12,8 @@ import torch
 
 from ep_server.errors import GroupAborted, PeerLost, PeerTimeout
 from ep_server.exchange.api import ExchangeSpec
+from ep_server.exchange.fabric.device import FabricDeviceExchange
 from ep_server.exchange.fabric.exchange import FabricOptions
-from ep_server.exchange.fabric.host_staging import FabricDeviceExchange
 from ep_server.exchange.faults import Action, Fault
 from ep_server.exchange.hierarchical.exchange import HierarchicalExchange
 from ep_server.testing import namespaces

@@ -46,7 +46,7 @@ def asked(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> copies.Visible:
 def test_where_writes_are_ordered_nothing_is_flushed(ordering: int, monkeypatch: pytest.MonkeyPatch) -> None:
     driver = Driver(ordering, BY_HOST)
     visible = asked(driver, monkeypatch)
-    visible.settle()
+    visible.flush()
     assert isinstance(visible, Ordered) and driver.flushed == []
 
 
@@ -54,7 +54,7 @@ def test_where_they_are_not_each_settling_flushes_for_the_owner(monkeypatch: pyt
     driver = Driver(0, BY_HOST | BY_STREAM)
     visible = asked(driver, monkeypatch)
     assert isinstance(visible, Flushed)
-    visible.settle()
+    visible.flush()
     assert driver.flushed == [(0, ORDERED_FOR_OWNER)]
 
 
@@ -73,4 +73,4 @@ def test_a_flush_that_fails_is_an_error_of_the_exchange(monkeypatch: pytest.Monk
     visible = asked(driver, monkeypatch)
     driver.result = 719
     with pytest.raises(ExchangeError, match="cuFlushGPUDirectRDMAWrites: error 719 of the CUDA driver"):
-        visible.settle()
+        visible.flush()

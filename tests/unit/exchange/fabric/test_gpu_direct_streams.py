@@ -1,4 +1,4 @@
-"""What a GpuDirectExchange enqueues on a GPU's streams: no access races with another, nor with the NIC's.
+"""What a FabricDeviceExchange enqueues on a GPU's streams: no access races with another, nor with the NIC's.
 
 Runs without a GPU (stream_races.py). The card reads rows when they are sent: that counts as an access of the
 host. That the checker notices a missing wait is tested by leaving out each.
@@ -14,8 +14,9 @@ import torch
 
 from ep_server.exchange.api import ExchangeSpec, Payload
 from ep_server.exchange.fabric.copies import CudaCopies
+from ep_server.exchange.fabric.device import FabricDeviceExchange, Staging
 from ep_server.exchange.fabric.device_rows import DeviceRows
-from ep_server.exchange.fabric.gpu_direct import GpuDirectExchange, RowsFabric
+from ep_server.exchange.fabric.gpu_direct import GpuDirect, RowsFabric
 from ep_server.exchange.shm import PendingDispatch
 from tests.support.fabric.direct_ends import CPU, over_shm, own_name, poisoned_rows
 from tests.support.fabric.stream_programs import LEFT_OUT as LEFT_OUT_OF_BOTH
@@ -49,7 +50,9 @@ def explored(replace: Callable[..., None], payload: Payload = Payload.BF16) -> t
     spec = spec_of(payload)
     with watched(replace) as races:
         inner = opened(spec, races)
-        exchange = GpuDirectExchange(inner, copies=CudaCopies(CPU, spec.timeout_ns))
+        exchange = FabricDeviceExchange(
+            inner, CPU, staging=Staging.GPU_DIRECT, copies=CudaCopies(CPU, spec.timeout_ns)
+        )
         sums = run_alone(exchange, 4)
         banks_change_streams(exchange)
         exchange.close()
@@ -63,7 +66,7 @@ def opened(spec: ExchangeSpec, races: Races) -> Noted:
     return inner
 
 
-def banks_change_streams(exchange: GpuDirectExchange) -> None:
+def banks_change_streams(exchange: FabricDeviceExchange) -> None:
     """Each bank is received on one stream, and filled next from the other, by which nothing was combined."""
     streams = [torch.cuda.Stream(), torch.cuda.Stream()]
     for turn in range(6):
@@ -78,7 +81,7 @@ def test_no_access_races_with_another(monkeypatch: pytest.MonkeyPatch, payload: 
     assert_sums(sums, payload)
 
 
-def no_wait_for_reading(self: GpuDirectExchange) -> None:
+def no_wait_for_reading(self: GpuDirect) -> None:
     held, self._held = self._held, []
     for _, _, release in held:
         release()
@@ -86,7 +89,7 @@ def no_wait_for_reading(self: GpuDirectExchange) -> None:
 
 LEFT_OUT = {
     "the card for rows": LEFT_OUT_OF_BOTH["the host for copies at all"],
-    "a bank for its reading": (GpuDirectExchange, "_give_back", no_wait_for_reading),
+    "a bank for its reading": (GpuDirect, "_give_back", no_wait_for_reading),
 }
 
 

@@ -12,9 +12,9 @@ import torch
 
 from ep_server.errors import ExchangeError
 from ep_server.exchange.api import Payload
-from ep_server.exchange.fabric import host_buffers as bounce_staging
+from ep_server.exchange.fabric import host_staging as bounce_staging
 from ep_server.exchange.fabric.copies import CudaCopies
-from ep_server.exchange.fabric.host_staging import FabricDeviceExchange
+from ep_server.exchange.fabric.device import FabricDeviceExchange
 from tests.support.exchange.single import make_single
 from tests.support.fabric import stream_races
 from tests.support.fabric.stream_programs import (

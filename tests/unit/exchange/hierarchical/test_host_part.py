@@ -9,7 +9,7 @@ import torch
 
 from ep_server.errors import ConfigError
 from ep_server.exchange.api import ExchangeSpec, Received, View
-from ep_server.exchange.fabric.host_buffers import Brought
+from ep_server.exchange.fabric.host_staging import Brought
 from ep_server.exchange.hierarchical.host_part import (
     IdSplit,
     InterTables,

@@ -17,9 +17,10 @@ import torch
 
 from ep_server.errors import HookNotCalled
 from ep_server.exchange.api import Payload, Received, View
-from ep_server.exchange.fabric import host_buffers as bounce_staging
+from ep_server.exchange.fabric import host_staging as bounce_staging
 from ep_server.exchange.fabric.copies import CudaCopies
-from ep_server.exchange.fabric.host_staging import FabricDeviceExchange, Outgoing
+from ep_server.exchange.fabric.device import FabricDeviceExchange
+from ep_server.exchange.fabric.host_staging import Outgoing
 from ep_server.exchange.hierarchical.exchange import HierarchicalExchange
 from ep_server.exchange.hierarchical.host_part import spec_of_host
 from ep_server.exchange.segment import create_segment
