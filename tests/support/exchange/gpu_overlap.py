@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 import torch.distributed as dist
 
-from ep_server.backends.gpu.moe.rows import Arrival, FusedRows, Rows, SideRows, Tokens
+from ep_server.backends.gpu.moe.rows import Arrival, DeferredCombine, FusedRows, Rows, SideRows, Tokens
 from ep_server.exchange.api import Payload, Received, View
 from ep_server.exchange.nvlink.exchange import NvlinkExchange
 from ep_server.models.decoder import interleave
@@ -49,7 +49,10 @@ class Step:
             yield
             wanted = self.cases.combined.index_select(0, now)[0]
             alive = self.token < self.cases.tokens.index_select(0, now)[0]
-            self.note(((combined().view(torch.int16) != wanted.view(torch.int16)) & alive).sum())
+            sums = combined()
+            if isinstance(sums, DeferredCombine):
+                sums = sums.run()
+            self.note(((sums.view(torch.int16) != wanted.view(torch.int16)) & alive).sum())
 
     def taken(self, now: torch.Tensor) -> Tokens:
         """A case's rows in memory that nobody holds beyond the transfer. Rows past its tokens go nowhere."""
