@@ -104,9 +104,9 @@ class ExchangeConfig:
     )
     between_nodes: str = option(
         "auto",
-        "Rows of GPUs on several nodes. bounce: all through host memory. hybrid: NVLink inside a node. "
-        "auto: hybrid with several ranks per node, max_running >= 64, reduction rank, rows not float32.",
-        choices=("auto", "bounce", "hybrid"),
+        "Rows of GPUs on several nodes. flat: all through host memory. hierarchical: NVLink inside a node. "
+        "auto: hierarchical with several ranks per node, max_running >= 64, reduction rank, no float32.",
+        choices=("auto", "flat", "hierarchical"),
     )
     device_memory: str = option(
         "auto",

@@ -24,9 +24,8 @@ from ep_server.models.sizes import Dtype, cache_dtype, context_limit, kv_block_b
 from ep_server.scheduler.placement import place_experts
 
 SPIN_US = 50  # longer than a dispatch among ranks in step, far shorter than a time slice
-HYBRID_FROM = (
-    64  # sequences of a rank: with fewer, all rows through host memory took less time (docs/design-notes)
-)
+# Sequences of a rank. With fewer, sending all rows through host memory is faster (docs/design-notes).
+HIERARCHICAL_FROM = 64
 PROCESS_BYTES = 192 << 20  # a rank's own memory beside weights and KV cache: interpreter, torch, activations
 
 
@@ -138,13 +137,13 @@ def topology_of(config: Config, spec: ExchangeSpec) -> Topology:
 def _hierarchical(config: Config, spec: ExchangeSpec) -> bool:
     asked, float32 = config.exchange.between_nodes, spec.payload == Payload.FP32
     possible = between_gpus(config) and not float32
-    if asked == "hybrid" and not possible:
-        allowed = "auto or bounce, unless there are several nodes with GPUs and rows are not float32"
+    if asked == "hierarchical" and not possible:
+        allowed = "auto or flat, unless there are several nodes with GPUs and rows are not float32"
         raise ConfigError("exchange.between_nodes", asked, allowed)
     # Reduction source promises the same bits for every number of ranks, which sums in two parts do not keep.
     plain = config.parallel.ranks > 1 and spec.reduction is Reduction.RANK
-    fits = plain and config.scheduler.max_running >= HYBRID_FROM
-    return possible and (asked == "hybrid" or (asked == "auto" and fits))
+    fits = plain and config.scheduler.max_running >= HIERARCHICAL_FROM
+    return possible and (asked == "hierarchical" or (asked == "auto" and fits))
 
 
 def check_device_memory(config: Config) -> None:

@@ -304,7 +304,7 @@ def test_names_of_tests_are_at_most_60_characters():
 
 # Benchmarks that run on the ends of the tests, and tests of what benchmarks write. Anything else is an error.
 BETWEEN_TREES = {
-    ("benchmarks/bench_hybrid.py", "tests"),
+    ("benchmarks/bench_hierarchical.py", "tests"),
     ("tests/gpu/backends/gpu/test_staged_files.py", "benchmarks"),
     ("tests/integration/benchmarks/test_gpu_load.py", "benchmarks"),
     ("tests/unit/benchmarks/test_load_checkpoint.py", "benchmarks"),

@@ -82,11 +82,11 @@ async def test_float32_tokens_are_those_of_transformers(answers: dict[str, Answe
 @pytest.mark.parametrize(
     ("name", "ranks", "between"),
     [
-        ("mixtral", 1, "hybrid"),
-        ("mixtral", 2, "hybrid"),
-        ("mixtral", 2, "bounce"),
-        ("qwen3_moe", 2, "hybrid"),
-        ("deepseek_v3", 2, "hybrid"),
+        ("mixtral", 1, "hierarchical"),
+        ("mixtral", 2, "hierarchical"),
+        ("mixtral", 2, "flat"),
+        ("qwen3_moe", 2, "hierarchical"),
+        ("deepseek_v3", 2, "hierarchical"),
     ],
 )
 async def test_bfloat16_tokens_begin_as_those_of_float32(

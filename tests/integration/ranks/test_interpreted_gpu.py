@@ -17,7 +17,8 @@ from tests.support.ranks.rank_group import Recorder, greedy, rank_config
 Prompts = Sequence[tuple[int, ...]]
 
 
-INTERPRETED, TWO_HOSTS = "tests.support.ranks.interpreted_rank", "tests.support.ranks.interpreted_hybrid"
+INTERPRETED = "tests.support.ranks.interpreted_rank"
+TWO_HOSTS = "tests.support.ranks.interpreted_hierarchical"
 COUNT = 3
 
 

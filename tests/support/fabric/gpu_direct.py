@@ -1,6 +1,6 @@
 """Programs of ranks whose rows lie on a GPU, one for all, and travel by a provider that reaches its memory.
 
-As in gpu_bounce.py, calls are made behind kernels that take long.
+As in gpu_host_staging.py, calls are made behind kernels that take long.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ep_server.exchange.fabric.gpu_direct import RowsFabric
 from tests.support.exchange.conformance import run_cases
 from tests.support.exchange.sequences import run_sequences
 from tests.support.fabric import direct_ends
-from tests.support.fabric.gpu_bounce import SHARED, OnGpu, a_models_spec, run_in_flight, run_refused
+from tests.support.fabric.gpu_host_staging import SHARED, OnGpu, a_models_spec, run_in_flight, run_refused
 
 
 def make(options: FabricOptions, spec: ExchangeSpec, group: dist.ProcessGroup) -> FabricDeviceExchange:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ep_server.exchange.api import ExchangeSpec, Payload, View
-from ep_server.exchange.fabric import copies as bounce_copies
+from ep_server.exchange.fabric import copies
 from ep_server.exchange.fabric.copies import CudaCopies, Slot
 from ep_server.exchange.fabric.device import FabricDeviceExchange
 from ep_server.exchange.hierarchical.exchange import HierarchicalExchange
@@ -158,11 +158,11 @@ def no_wait_for_the_event(self: CudaCopies, event: object, what: str) -> None:
 
 
 def no_wait_for_the_caller(self: CudaCopies, slot: Slot, *, into: torch.Tensor | None = None) -> Any:
-    return bounce_copies._CudaDelivery(self._stream, torch.cuda.current_stream(), slot)
+    return copies._CudaDelivery(self._stream, torch.cuda.current_stream(), slot)
 
 
 LEFT_OUT = {
-    "the caller's stream for the copies": (bounce_copies._CudaDelivery, "finish", no_event_for_the_caller),
+    "the caller's stream for the copies": (copies._CudaDelivery, "finish", no_event_for_the_caller),
     "the host for copies that read staging": (CudaCopies, "reuse", no_wait_for_the_slot),
     "the host for copies at all": (CudaCopies, "_wait", no_wait_for_the_event),
     "copies for the caller's kernels": (CudaCopies, "delivery", no_wait_for_the_caller),

@@ -140,7 +140,7 @@ def test_a_node_of_several_plans_for_its_own_ranks(tiny: Tiny, node: int) -> Non
 
 
 @pytest.mark.parametrize(
-    ("asked", "ranks", "fields", "hybrid"),
+    ("asked", "ranks", "fields", "hierarchical"),
     [
         ("auto", 2, {}, True),
         ("auto", 2, {"scheduler__max_running": 64}, True),
@@ -150,19 +150,19 @@ def test_a_node_of_several_plans_for_its_own_ranks(tiny: Tiny, node: int) -> Non
         ("auto", 2, {"model__dtype": "float32"}, False),
         ("auto", 2, {"cluster__nodes": 1}, False),
         ("auto", 2, {"parallel__device": "cpu"}, False),
-        ("bounce", 2, {}, False),
-        ("hybrid", 1, {}, True),
-        ("hybrid", 2, {"scheduler__max_running": 1}, True),
-        ("hybrid", 2, {"exchange__reduction": "source"}, True),
+        ("flat", 2, {}, False),
+        ("hierarchical", 1, {}, True),
+        ("hierarchical", 2, {"scheduler__max_running": 1}, True),
+        ("hierarchical", 2, {"exchange__reduction": "source"}, True),
     ],
 )
 def test_where_rows_of_gpus_on_several_nodes_travel(
-    tiny: Tiny, asked: str, ranks: int, fields: dict[str, object], hybrid: bool
+    tiny: Tiny, asked: str, ranks: int, fields: dict[str, object], hierarchical: bool
 ) -> None:
     settings = {"parallel__device": "cuda", "cluster__nodes": 3, "cluster__node_rank": 1}
     settings |= {"model__dtype": "bfloat16", "exchange__between_nodes": asked, **fields}
     config = rank_config(tiny.path, ranks, **settings)
-    assert topology_of(config, plan_group(config).exchange).hierarchical is hybrid
+    assert topology_of(config, plan_group(config).exchange).hierarchical is hierarchical
 
 
 @pytest.mark.parametrize(
@@ -170,8 +170,8 @@ def test_where_rows_of_gpus_on_several_nodes_travel(
 )
 def test_nvlink_inside_nodes_is_refused_where_it_cannot_be(tiny: Tiny, fields: dict[str, object]) -> None:
     settings = {"parallel__device": "cuda", "cluster__nodes": 2, "cluster__node_rank": 0}
-    settings |= {"model__dtype": "bfloat16", "exchange__between_nodes": "hybrid", **fields}
-    with pytest.raises(ConfigError, match=r"exchange\.between_nodes = 'hybrid'"):
+    settings |= {"model__dtype": "bfloat16", "exchange__between_nodes": "hierarchical", **fields}
+    with pytest.raises(ConfigError, match=r"exchange\.between_nodes = 'hierarchical'"):
         plan_group(rank_config(tiny.path, 2, **settings))
 
 

@@ -28,6 +28,6 @@ def test_on_gpus(hosts: tuple[int, ...], program: str) -> None:
     needs(library)
     if torch.cuda.device_count() < max(hosts.count(host) for host in hosts):
         pytest.skip("needs a GPU for every rank of a host")
-    run = getattr(importlib.import_module("tests.support.fabric.gpu_hybrid"), program)
+    run = getattr(importlib.import_module("tests.support.fabric.gpu_hierarchical"), program)
     results = run_group(run, len(hosts), args=(loopback(library), hosts), timeout=390)
     assert program != "whole_suite" or not failures(results)

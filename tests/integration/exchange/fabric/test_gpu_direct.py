@@ -27,7 +27,7 @@ from tests.support.exchange.process_group import run_group
 from tests.support.exchange.ranks import run_outcomes
 from tests.support.exchange.routing import make_inputs
 from tests.support.exchange.sequences import run_sequences
-from tests.support.fabric import direct_ends, hybrid_ends
+from tests.support.fabric import direct_ends, hierarchical_ends
 from tests.support.fabric.direct_ends import (
     CPU,
     GPU_3,
@@ -66,16 +66,16 @@ def test_conformance_with_memory_registered_as_for_nics(library: str, disorder: 
 def beside_shared_memory(
     options: FabricOptions, hosts: tuple[int, ...], spec: ExchangeSpec, group: dist.ProcessGroup
 ) -> HierarchicalExchange:
-    return hybrid_ends.beside(direct_ends.make(options, spec, group), hosts)
+    return hierarchical_ends.beside(direct_ends.make(options, spec, group), hosts)
 
 
-def hybrid_suite(group: dist.ProcessGroup, options: FabricOptions) -> dict[str, str]:
+def hierarchical_suite(group: dist.ProcessGroup, options: FabricOptions) -> dict[str, str]:
     factory = partial(beside_shared_memory, options, (0, 0, 1))
     return run_cases(group, factory) | run_sequences(group, factory)
 
 
 def test_conformance_between_hosts_with_shared_memory() -> None:
-    assert not failures(run_group(hybrid_suite, 3, args=(over_shm(),), timeout=200))
+    assert not failures(run_group(hierarchical_suite, 3, args=(over_shm(),), timeout=200))
 
 
 @pytest.mark.gpu

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from ep_server.errors import ConfigError, InvalidArgument, StartupError
 from ep_server.exchange import bootstrap
 from ep_server.exchange.api import Exchange, ExchangeSpec, Payload, Reduction, View
-from ep_server.exchange.fabric import device as bounce
+from ep_server.exchange.fabric import device
 from ep_server.exchange.fabric.copies import HostCopies, Slot
 from ep_server.exchange.fabric.device import FabricDeviceExchange
 from ep_server.exchange.fabric.exchange import FabricOptions
@@ -31,7 +31,7 @@ from tests.support.fabric.suites import failures
 
 
 def over_network(options: FabricOptions, spec: ExchangeSpec, group: dist.ProcessGroup) -> Exchange:
-    return bounce.from_process_group(group, spec, "cpu", options)
+    return device.from_process_group(group, spec, "cpu", options)
 
 
 def in_a_mixed_group(options: FabricOptions, spec: ExchangeSpec, group: dist.ProcessGroup) -> Exchange:
@@ -69,7 +69,7 @@ def test_conformance_in_a_mixed_group() -> None:
 @pytest.mark.parametrize("library", ["wheel", "system"])
 def test_on_a_gpu_behind_slow_kernels(library: str, program: str) -> None:
     needs(library)
-    run = getattr(importlib.import_module("tests.support.fabric.gpu_bounce"), program)
+    run = getattr(importlib.import_module("tests.support.fabric.gpu_host_staging"), program)
     results = run_group(run, 2, args=(loopback(library),), timeout=300)
     assert program != "whole_suite" or not failures(results)
 

@@ -22,7 +22,7 @@ from tests.support.exchange.conformance import Factory, run_cases, run_side_by_s
 from tests.support.exchange.process_group import run_group
 from tests.support.exchange.sequences import run_sequences
 from tests.support.exchange.single import make_single
-from tests.support.fabric import hybrid_ends
+from tests.support.fabric import hierarchical_ends
 from tests.support.fabric.fabric_ends import loopback, needs
 from tests.support.fabric.suites import failures, on_one_host
 
@@ -38,21 +38,21 @@ def suite(group: dist.ProcessGroup, factory: Factory) -> dict[str, str]:
 )
 def test_conformance_over_the_network(hosts: tuple[int, ...]) -> None:
     needs("system")
-    factory = partial(hybrid_ends.over_network, loopback(), hosts)
+    factory = partial(hierarchical_ends.over_network, loopback(), hosts)
     assert not failures(run_group(suite, len(hosts), args=(factory,), timeout=200))
 
 
 @pytest.mark.slow  # test_direct has uneven hosts
 @pytest.mark.parametrize("hosts", [ONE_AND_THREE, TOGETHER])
 def test_conformance_in_shared_memory(hosts: tuple[int, ...]) -> None:
-    factory = partial(hybrid_ends.on_one_host, hosts)
+    factory = partial(hierarchical_ends.on_one_host, hosts)
     assert not failures(run_group(suite, len(hosts), args=(factory,), timeout=200))
 
 
 def test_two_hosts_of_one_rank_give_the_bits_of_one_host() -> None:
     """At a model's sizes: each part has the answer of one rank, so nothing is rounded twice."""
     kinds = tuple((payload, Reduction.RANK) for payload in (Payload.BF16, Payload.FP8))
-    two = partial(hybrid_ends.on_one_host, (0, 1))
+    two = partial(hierarchical_ends.on_one_host, (0, 1))
     run_group(run_side_by_side, 2, args=(on_one_host, two, kinds))
 
 
@@ -82,7 +82,7 @@ def carried(exchange: HierarchicalExchange, choices: list[int]) -> dict[str, lis
 
 def routings(group: dist.ProcessGroup) -> tuple[list[dict[str, list[int]]], dict[str, object]]:
     spec = ExchangeSpec(group.rank(), 4, (0, 1, 2, 3), TOKENS, HIDDEN, 4)
-    exchange = hybrid_ends.on_one_host(TWO_BY_TWO, spec, group)
+    exchange = hierarchical_ends.on_one_host(TWO_BY_TWO, spec, group)
     mate, inter = spec.rank ^ 1, (spec.rank + 2) % 4
     cases = [[spec.rank, mate, -1, -1], [inter, inter ^ 1, -1, -1], [0, 1, 2, 3], [-1] * 4]
     made = [carried(exchange, choices) for choices in cases]
@@ -116,7 +116,7 @@ def test_rows_of_a_host_stay_there_and_no_others() -> None:
 def summed(group: dist.ProcessGroup) -> tuple[torch.Tensor, torch.Tensor]:
     """What came back, and [R, T, H] the answers of the ranks that own the experts; each token goes to all."""
     rank = group.rank()
-    exchange = hybrid_ends.on_one_host(
+    exchange = hierarchical_ends.on_one_host(
         TWO_BY_TWO, ExchangeSpec(rank, 4, (0, 1, 2, 3), TOKENS, HIDDEN, 4), group
     )
     random = torch.Generator().manual_seed(rank)
@@ -154,12 +154,12 @@ def refused(group: dist.ProcessGroup) -> None:
     for hosts, said in wrong.items():
         inter = FabricDeviceExchange(bootstrap.from_process_group(group, spec), "cpu")
         with pytest.raises(ConfigError, match=said):
-            hybrid_ends.beside(inter, hosts)
+            hierarchical_ends.beside(inter, hosts)
         with pytest.raises(InvalidArgument, match="closed"):
             inter.barrier()
     masking = FabricDeviceExchange(bootstrap.from_process_group(group, spec, on_timeout="mask"), "cpu")
     with pytest.raises(ConfigError, match="on_timeout = 'mask'"):
-        hybrid_ends.beside(masking, (0, 0, 1))
+        hierarchical_ends.beside(masking, (0, 0, 1))
 
 
 def test_hosts_and_settings_that_cannot_be_are_refused_by_name() -> None:
@@ -174,10 +174,10 @@ def one_cannot(group: dist.ProcessGroup) -> str:
     def make(intra: ExchangeSpec, fd: int) -> object:
         if spec.rank == 2:
             raise StartupError("this rank has no GPU")
-        return hybrid_ends.in_memory(intra, fd)
+        return hierarchical_ends.in_memory(intra, fd)
 
     with pytest.raises((StartupError, GroupAborted)) as caught:
-        compose(inter, (0, 0, 1), hybrid_ends.same, make)  # type: ignore[arg-type]
+        compose(inter, (0, 0, 1), hierarchical_ends.same, make)  # type: ignore[arg-type]
     return type(caught.value).__name__
 
 
@@ -230,7 +230,7 @@ def poisoned(group: dist.ProcessGroup) -> None:
     spec = ExchangeSpec(
         group.rank(), group.size(), placement, TOKENS, HIDDEN, 2, Payload.BF16, Reduction.SOURCE
     )
-    exchange = hybrid_ends.on_one_host((0, 1), spec, group)
+    exchange = hierarchical_ends.on_one_host((0, 1), spec, group)
     seen, send = [], exchange.intra.combine_send
 
     def noted(*args: object, **kwargs: object) -> object:

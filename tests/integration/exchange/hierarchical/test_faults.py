@@ -20,7 +20,7 @@ from ep_server.testing import namespaces
 from ep_server.testing.namespaces import Hosts
 from tests.support.exchange.fault_programs import SECOND
 from tests.support.exchange.ranks import Outcome, Peer, Ranks, run_outcomes
-from tests.support.fabric import hybrid_ends
+from tests.support.fabric import hierarchical_ends
 from tests.support.fabric.fabric_ends import loopback, needs
 from tests.support.fabric.fault_programs import assert_lost
 from tests.support.fabric.mixed_ends import MixedEnd, mixed_ends
@@ -31,14 +31,14 @@ SPEC = {"placement": (0, 1, 2, 3), "max_tokens": TOKENS, "hidden": HIDDEN, "top_
 
 
 @dataclass(frozen=True)
-class HybridEnd:
+class HierarchicalEnd:
     """One rank's: over libfabric between hosts, in shared memory inside."""
 
     inner: MixedEnd
 
     def open(self, spec: ExchangeSpec, **waiting: Any) -> HierarchicalExchange:
         hosts = self.inner.share.hosts
-        return hybrid_ends.beside(FabricDeviceExchange(self.inner.open(spec, **waiting), "cpu"), hosts)
+        return hierarchical_ends.beside(FabricDeviceExchange(self.inner.open(spec, **waiting), "cpu"), hosts)
 
 
 def faulty(exchange: HierarchicalExchange, victim: int, intra: bool, fault: Fault) -> None:
@@ -60,7 +60,7 @@ def operations(exchange: HierarchicalExchange, count: int) -> None:
 def run(folder: Path, victim: int, intra: bool, fault: Fault) -> list[Outcome]:
     needs("system")
     with mixed_ends(folder, HOSTS, SPEC, loopback()) as ends:
-        each = [HybridEnd(end) for end in ends]
+        each = [HierarchicalEnd(end) for end in ends]
         return run_outcomes(faulty, 4, SPEC, 30, args=(victim, intra, fault), ends=each)
 
 
@@ -102,7 +102,7 @@ def test_two_namespaces_exchange_and_name_a_disconnected_host(tmp_path: Path) ->
         mixed_ends(
             tmp_path, HOSTS, SPEC, FabricOptions(domain=namespaces.DEVICE), tuple(hosts.names)
         ) as ends,
-        Ranks(cut_off, 4, SPEC, ends=[HybridEnd(end) for end in ends]) as ranks,
+        Ranks(cut_off, 4, SPEC, ends=[HierarchicalEnd(end) for end in ends]) as ranks,
     ):
         for rank in range(4):
             assert ranks.message(rank, 30) == "started"
@@ -133,7 +133,7 @@ def aborted(exchange: HierarchicalExchange) -> str:
 def test_an_abort_inside_a_host_says_whose_numbers_it_tells(tmp_path: Path) -> None:
     needs("system")
     with mixed_ends(tmp_path, HOSTS, SPEC, loopback()) as ends:
-        ended = run_outcomes(aborted, 4, SPEC, 30, ends=[HybridEnd(end) for end in ends])
+        ended = run_outcomes(aborted, 4, SPEC, 30, ends=[HierarchicalEnd(end) for end in ends])
     for outcome in ended:
         first = 2 * HOSTS[outcome.rank]
         assert outcome.value.startswith(f"among ranks {first} to {first + 1}, counted from 0 there: ")

@@ -12,7 +12,7 @@ import torch
 
 from ep_server.errors import ExchangeError
 from ep_server.exchange.api import Payload
-from ep_server.exchange.fabric import host_staging as bounce_staging
+from ep_server.exchange.fabric import host_staging
 from ep_server.exchange.fabric.copies import CudaCopies
 from ep_server.exchange.fabric.device import FabricDeviceExchange
 from tests.support.exchange.single import make_single
@@ -34,7 +34,7 @@ CPU = torch.device("cpu")
 
 def explored(replace: Callable[..., None], payload: Payload = Payload.BF16) -> tuple[Races, Sums]:
     spec = spec_of(payload)
-    replace(bounce_staging, "CHUNK_BYTES", 1024)  # several chunks
+    replace(host_staging, "CHUNK_BYTES", 1024)  # several chunks
     with watched(replace) as races:
         inner = Noted(make_single(spec, "native"), races)
         exchange = FabricDeviceExchange(inner, CPU, copies=CudaCopies(CPU, spec.timeout_ns))

@@ -17,7 +17,7 @@ import torch
 
 from ep_server.errors import HookNotCalled
 from ep_server.exchange.api import Payload, Received, View
-from ep_server.exchange.fabric import host_staging as bounce_staging
+from ep_server.exchange.fabric import host_staging
 from ep_server.exchange.fabric.copies import CudaCopies
 from ep_server.exchange.fabric.device import FabricDeviceExchange
 from ep_server.exchange.fabric.host_staging import Outgoing
@@ -109,7 +109,7 @@ def exchanges(races: Races, payload: Payload) -> Iterator[list[HierarchicalExcha
 
 
 def explored(replace: Callable[..., None], payload: Payload = Payload.BF16) -> tuple[Races, Sums]:
-    replace(bounce_staging, "CHUNK_BYTES", 1024)  # several chunks
+    replace(host_staging, "CHUNK_BYTES", 1024)  # several chunks
     with watched(replace) as races, exchanges(races, payload) as made:
         sums = run(made, [[torch.cuda.Stream() for _ in range(2)] for _ in made], 4)
     return races, sums

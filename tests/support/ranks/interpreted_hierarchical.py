@@ -1,6 +1,6 @@
 """As interpreted_rank, with rank 0 as one host and the others as another: the exchange of two parts.
 
-`python -m tests.support.ranks.interpreted_hybrid`, as the launcher starts ep_server.ranks.life.
+`python -m tests.support.ranks.interpreted_hierarchical`, as the launcher starts ep_server.ranks.life.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from ep_server.exchange.fabric.device import FabricDeviceExchange
 from ep_server.ranks import life
 from ep_server.ranks.devices import rows_of
 from ep_server.ranks.exchanges import Opening
-from tests.support.fabric.hybrid_ends import beside
+from tests.support.fabric.hierarchical_ends import beside
 from tests.support.ranks.interpreted_rank import Interpreted
 
 

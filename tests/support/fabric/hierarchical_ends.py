@@ -1,4 +1,4 @@
-"""HybridExchanges on the CPU: inside a host shared memory in place of NVLink, staging as for a GPU."""
+"""HierarchicalExchanges on the CPU: inside a host shared memory in place of NVLink, staging as for a GPU."""
 
 from __future__ import annotations
 

@@ -17,13 +17,13 @@ def test_both_ways_are_measured_and_their_rows_counted(tmp_path: Path) -> None:
     needs("system")
     found = tmp_path / "rows.json"
     sizes = ("--hosts", "0", "1", "--tokens", "3", "--hidden", "64", "--experts", "2", "--top-k", "2")
-    program = (str(ROOT / "benchmarks" / "bench_hybrid.py"), "--device", "cpu", "--json", str(found))
+    program = (str(ROOT / "benchmarks" / "bench_hierarchical.py"), "--device", "cpu", "--json", str(found))
     done = subprocess.run(
         [sys.executable, *program, *sizes], capture_output=True, text=True, check=False, cwd=ROOT, timeout=120
     )
     assert done.returncode == 0, done.stderr
     rows = json.loads(found.read_text())["rows"]
-    assert [row["kind"] for row in rows] == ["bounce", "hybrid"]
+    assert [row["kind"] for row in rows] == ["flat", "hierarchical"]
     for row in rows:
         assert (row["intra_rows"], row["inter_rows"]) == (3, 3)
         assert set(row["times_us"]) == {"dispatch", "combine", "pair"}

@@ -15,7 +15,7 @@ import torch.distributed as dist
 
 from ep_server.errors import InvalidArgument
 from ep_server.exchange.api import ExchangeSpec, Payload, Received, View
-from ep_server.exchange.fabric import device as bounce
+from ep_server.exchange.fabric import device
 from ep_server.exchange.fabric.device import FabricDeviceExchange, PendingCombine, PendingDispatch
 from ep_server.exchange.fabric.exchange import FabricOptions
 from ep_server.exchange.hierarchical.exchange import HierarchicalExchange
@@ -108,7 +108,7 @@ class OnGpu:
 
 def make(options: FabricOptions, spec: ExchangeSpec, group: dist.ProcessGroup) -> FabricDeviceExchange:
     torch.cuda.set_device(SHARED)
-    return bounce.from_process_group(group, spec, SHARED, options)
+    return device.from_process_group(group, spec, SHARED, options)
 
 
 def whole_suite(group: dist.ProcessGroup, options: FabricOptions) -> dict[str, str]:

@@ -21,7 +21,7 @@ from ep_server.exchange.hierarchical.exchange import HierarchicalExchange
 from tests.support.exchange.conformance import run_cases
 from tests.support.exchange.sequences import run_sequences
 from tests.support.fabric import mixed_ends
-from tests.support.fabric.gpu_bounce import OnGpu, a_models_spec, run_in_flight, run_refused
+from tests.support.fabric.gpu_host_staging import OnGpu, a_models_spec, run_in_flight, run_refused
 
 Hosts = tuple[int, ...]
 

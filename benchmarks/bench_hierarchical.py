@@ -1,4 +1,4 @@
-"""GPUs of several hosts: all rows through host memory (bounce), or NVLink inside a host (hybrid), by size.
+"""GPUs of several hosts: rows through host memory (flat), or NVLink inside a host (hierarchical).
 
 One process per rank on one machine; what counts as different hosts is joined over the loopback, so the
 network is as fast as a socket here and no faster: a card's time is not measured. Results are checked first
@@ -8,10 +8,10 @@ slowest rank of each iteration, median (p99), us:
   combine    from combine_send until the GPU has the sums; experts are not run, their output is fixed
   pair       the two
 Rows of rank 0 in a pair: intra = sum over its tokens of the ranks of its host that own an expert of the
-token, itself included; inter = of those of other hosts. Bytes = 2 * rows * H * 2 (BF16). Bounce copies all
-of them through host memory, hybrid the inter ones.
+token, itself included; inter = of those of other hosts. Bytes = 2 * rows * H * 2 (BF16). flat copies all
+of them through host memory, hierarchical the inter ones.
 
-    python benchmarks/bench_hybrid.py [--hosts 0 0 1 1] [--tokens 1 8 32 128 512] [--device cpu] [--json FILE]
+    python benchmarks/bench_hierarchical.py [--hosts 0 0 1 1] [--tokens 1 8] [--device cpu] [--json FILE]
 
 With fewer GPUs than ranks the hosts share them. --device cpu tries the program: shared memory for NVLink.
 """
@@ -38,10 +38,10 @@ from ep_server.exchange.api import View
 from ep_server.exchange.fabric.device import FabricDeviceExchange
 from ep_server.exchange.hierarchical.exchange import HierarchicalExchange
 from tests.support.exchange.process_group import run_group
-from tests.support.fabric import hybrid_ends, mixed_ends
+from tests.support.fabric import hierarchical_ends, mixed_ends
 from tests.support.fabric.fabric_ends import LIBRARIES, loopback, usable
 
-KINDS = ("bounce", "hybrid")
+KINDS = ("flat", "hierarchical")
 MOST_ERROR = 0.005  # root mean square, relative: a little above what BF16 gives
 WARM_UP, LIMIT = 10, 1800.0
 Exchange = FabricDeviceExchange | HierarchicalExchange
@@ -80,13 +80,13 @@ def opened(job: Job, kind: str, case: Case, group: dist.ProcessGroup) -> Exchang
         device = "cuda"
     inner = mixed_ends.from_process_group(loopback(job.library), job.hosts, case.spec(rank), group)
     inter = FabricDeviceExchange(inner, device)
-    if kind == "bounce":
+    if kind == "flat":
         return inter
     if cuda:
         from ep_server.exchange.hierarchical.bootstrap import on_gpus
 
         return on_gpus(inter, job.hosts)
-    return hybrid_ends.beside(inter, job.hosts)
+    return hierarchical_ends.beside(inter, job.hosts)
 
 
 class Pair:
