@@ -94,8 +94,8 @@ async def test_whoever_is_told_to_stop_all_drain_and_end_well(told: int) -> None
 @pytest.mark.parametrize(
     ("first", "awaited"),
     [
-        pytest.param(1, "node 1 got a signal to stop", id="follower-first"),
-        pytest.param(0, "draining, at most", id="leader-first"),
+        pytest.param(1, "node 1 got a signal to stop", id="follower-first", marks=pytest.mark.slow),
+        pytest.param(0, "draining, at most", id="leader-first", marks=pytest.mark.slow),
         pytest.param(0, "", id="at-once"),
     ],
 )
@@ -192,7 +192,7 @@ async def test_a_rank_that_is_lost_anywhere_ends_all_nodes() -> None:
         assert left(processes) == []
 
 
-@pytest.mark.parametrize("busy", [True, False], ids=["busy", "idle"])
+@pytest.mark.parametrize("busy", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["busy", "idle"])
 async def test_a_stopped_rank_of_another_node_is_named(busy: bool) -> None:
     """Not one that waited for it, nor any other of its node."""
     async with serving(ranks=2, options=("--exchange-timeout-seconds", "3")) as servers:

@@ -49,7 +49,7 @@ TWO, UNEVEN = (0, 0, 0, 1, 1, 1), (3, 0, 1, 1, 0, 3)
 GROUPS = {
     "native-1": Group("native", (0,) * EXPERTS, ((0, 1, 2, 3),), micro_batches=2),
     "native-2": Group("native", TWO, ((0, 3), (1, 2)), micro_batches=2),
-    "native-4": Group("native", UNEVEN, ((0, 1), (), (2,), (3,))),
+    "native-4": Group("native", UNEVEN, ((0, 1), (), (2,), (3,)), new_tokens=16),
     "reference-2": Group("reference", TWO, ((0, 3), (1, 2)), new_tokens=16),
     "native-4-source": Group("native", UNEVEN, ((0, 1), (), (2,), (3,)), Reduction.SOURCE, micro_batches=2),
     "reference-4": Group("reference", UNEVEN, ((0, 1), (), (2,), (3,)), micro_batches=2),
