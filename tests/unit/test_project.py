@@ -80,3 +80,14 @@ def test_device_pins_do_not_contradict_shared_pins() -> None:
 def test_cpu_triton_pin_allows_the_version_torch_wants() -> None:
     """A CUDA build of torch asks for an older Triton: an exact pin would make it impossible to install."""
     assert pins("constraints-cpu.txt")["triton"].startswith("<=")
+
+
+def test_gpu_check_names_tests_that_exist():
+    text = (ROOT / "scripts/gpu_check").read_text(encoding="utf-8")
+    places = re.findall(r"(?<=\s)tests/[\w/.{},]+", text)
+    assert len(places) > 5
+    for place in places:
+        before, _, rest = place.partition("{")
+        names, _, after = rest.partition("}")
+        for name in names.split(","):
+            assert (ROOT / f"{before}{name}{after}").exists(), place
