@@ -138,7 +138,7 @@ async def test_signals_up_to_the_last_moment_change_no_exit_code(told: int) -> N
 
 
 async def test_every_node_sends_goaway_when_one_is_told_to_stop() -> None:
-    async with serving() as servers, streams(*servers) as calls, AsyncExitStack() as stack:
+    async with serving() as servers, streams(*servers, new_tokens=800) as calls, AsyncExitStack() as stack:
         channels = [
             await stack.enter_async_context(aio.insecure_channel(server.address)) for server in servers
         ]
@@ -150,7 +150,7 @@ async def test_every_node_sends_goaway_when_one_is_told_to_stop() -> None:
                 await channel.wait_for_state_change(grpc.ChannelConnectivity.READY)
         assert not any(call.done() for call in calls)
         for call in calls:
-            assert (await rest(call))[-1].finished.usage.output_tokens == 2000
+            assert (await rest(call))[-1].finished.usage.output_tokens == 800
 
 
 async def test_a_node_that_is_killed_ends_the_server_and_is_named() -> None:

@@ -53,7 +53,7 @@ def test_a_killed_rank_times_out_its_peers_within_the_deadline(
 def test_masking_goes_on_without_a_killed_rank() -> None:
     kill = Fault(rank=1, op="dispatch", phase="send_rows", action=Action.KILL, epoch=3)
     ended = run_outcomes(
-        operations, 3, spec_of(3, SECOND // 2), 30, args=((kill,), 20), exchange_kwargs={"on_timeout": "mask"}
+        operations, 3, spec_of(3, 5 * SECOND), 60, args=((kill,), 20), exchange_kwargs={"on_timeout": "mask"}
     )
     assert ended[1].exitcode == -signal.SIGKILL
     for outcome in (ended[0], ended[2]):
