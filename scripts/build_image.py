@@ -184,8 +184,10 @@ class Server:
     def first_process(self) -> int:
         """The entry point's process id outside the container. Raises: SystemExit if the container ended."""
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children")
+        end = time.monotonic() + START_SECONDS
         while not (found := children.read_text().split()):
             expect("exit status of the starting container", self.process.poll(), None)
+            expect(f"container started within {START_SECONDS} s", time.monotonic() < end, True)
             time.sleep(0.05)
         return int(found[0])
 

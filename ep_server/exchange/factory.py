@@ -1,7 +1,7 @@
 """Chooses the transport of a group and opens this rank's end of it. No other module decides which one it is.
 
-The choice itself needs no torch, so the front makes the memory of a group before its ranks start. Transports
-are imported when they are opened: each needs libraries that not every machine has.
+The choice itself needs no torch, so the frontend can create a group's memory before its ranks start. A
+transport is imported when it is opened, because each needs libraries that not every machine has.
 """
 
 from __future__ import annotations

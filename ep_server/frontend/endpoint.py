@@ -57,7 +57,7 @@ class Certificates:
     def credentials(self) -> grpc.ServerCredentials:
         """For one listening port."""
         mutual = bool(self._config.tls_client_ca)
-        renewed: Any = self._renewed  # its None is "as before", which the stubs do not know
+        renewed: Any = self._renewed  # returns None for "unchanged", which grpc's stubs do not allow
         return grpc.dynamic_ssl_server_credentials(self._configuration(), renewed, mutual)
 
     def _renewed(self) -> grpc.ServerCertificateConfiguration | None:

@@ -33,8 +33,8 @@ from ep_server.exchange.fabric.gpu_direct import GpuDirect, RowsFabric
 from ep_server.exchange.fabric.host_staging import Answers, Brought, HostStaging, Outgoing, Wanted
 from ep_server.exchange.row_order import Form, Order
 from ep_server.exchange.segment import HostShare
-from ep_server.exchange.shm import PendingCombine as NativeCombine
-from ep_server.exchange.shm import PendingDispatch as NativeDispatch
+from ep_server.exchange.shm import PendingCombine as InnerCombine
+from ep_server.exchange.shm import PendingDispatch as InnerDispatch
 from ep_server.exchange.shm import ShmExchange
 from ep_server.exchange.validate import check_tensor_on
 from ep_server.exchange.waiting import Waiting
@@ -55,7 +55,7 @@ class PendingDispatch:
 
     __slots__ = ("_exchange", "_tokens", "inner")
 
-    def __init__(self, exchange: FabricDeviceExchange, inner: NativeDispatch, tokens: int) -> None:
+    def __init__(self, exchange: FabricDeviceExchange, inner: InnerDispatch, tokens: int) -> None:
         self._exchange, self.inner, self._tokens = exchange, inner, tokens
 
     def recv(self, view: View = View.COMPACT) -> Received:
@@ -74,7 +74,7 @@ class PendingCombine:
 
     __slots__ = ("_exchange", "_inner", "_tokens")
 
-    def __init__(self, exchange: FabricDeviceExchange, inner: NativeCombine, tokens: int) -> None:
+    def __init__(self, exchange: FabricDeviceExchange, inner: InnerCombine, tokens: int) -> None:
         self._exchange, self._inner, self._tokens = exchange, inner, tokens
 
     def recv(self, out: torch.Tensor | None = None) -> torch.Tensor:
@@ -107,11 +107,11 @@ class RowStaging(Protocol):
 
     def begin_dispatch(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None
-    ) -> Outgoing[NativeDispatch]:
+    ) -> Outgoing[InnerDispatch]:
         """Begins the copies of a dispatch. Tensors were checked."""
         ...
 
-    def begin_combine(self, answers: Answers) -> Outgoing[NativeCombine]:
+    def begin_combine(self, answers: Answers) -> Outgoing[InnerCombine]:
         """Begins the copies of a combine."""
         ...
 
@@ -119,7 +119,7 @@ class RowStaging(Protocol):
         """What came, as rows and tables on the device. inner: an INDEX view; its bank is given back."""
         ...
 
-    def result(self, inner: NativeCombine, tokens: int, out: torch.Tensor | None) -> torch.Tensor:
+    def result(self, inner: InnerCombine, tokens: int, out: torch.Tensor | None) -> torch.Tensor:
         """The sums of a combine, on the device."""
         ...
 
@@ -303,7 +303,7 @@ class FabricDeviceExchange:
     def _check_weights(self, weights: torch.Tensor, tokens: int) -> None:
         check_tensor_on(self.device, "topk_weights", weights, torch.float32, T=tokens, K=self.spec.top_k)
 
-    def copy_result(self, inner: NativeCombine, tokens: int, out: torch.Tensor | None) -> torch.Tensor:
+    def copy_result(self, inner: InnerCombine, tokens: int, out: torch.Tensor | None) -> torch.Tensor:
         """The sums of a combine, on the device."""
         if out is not None:
             check_tensor_on(self.device, "out", out, self.combine_dtype, T=tokens, H=self.spec.hidden)

@@ -23,8 +23,8 @@ from ep_server.exchange.fabric.host_staging import Answers, Brought, Outgoing, W
 from ep_server.exchange.fabric.settings import FabricOptions
 from ep_server.exchange.geometry import REDUCTIONS
 from ep_server.exchange.row_order import as_bytes, ordered_sum
-from ep_server.exchange.shm import PendingCombine as NativeCombine
-from ep_server.exchange.shm import PendingDispatch as NativeDispatch
+from ep_server.exchange.shm import PendingCombine as InnerCombine
+from ep_server.exchange.shm import PendingDispatch as InnerDispatch
 from ep_server.exchange.views import Views
 from ep_server.exchange.waiting import Waiting
 
@@ -101,7 +101,7 @@ class SumTable:
     weights: torch.Tensor
 
 
-class RowsCombine(NativeCombine):
+class RowsCombine(InnerCombine):
     """A combine whose answers return to the device. In place of recv(): sums(), then release()."""
 
     __slots__ = ()
@@ -155,7 +155,7 @@ class RowsFabric(FabricExchange):
         """Waits until the bank of the next send may be filled. op: DISPATCH, COMBINE. Raises as that send."""
         return self._open().open_bank(op)
 
-    def send_rows(self, ids: torch.Tensor, weights: torch.Tensor | None) -> NativeDispatch:
+    def send_rows(self, ids: torch.Tensor, weights: torch.Tensor | None) -> InnerDispatch:
         """dispatch_send of rows that are in rows.put()'s place.
 
         Args:
@@ -164,7 +164,7 @@ class RowsFabric(FabricExchange):
         if weights is None and self.spec.reduction == Reduction.RANK:
             raise InvalidArgument("topk_weights", None, "given at dispatch for reduction rank")
         address = 0 if weights is None else weights.data_ptr()
-        return NativeDispatch(self, self._open().dispatch_send(0, ids.data_ptr(), address, len(ids)))
+        return InnerDispatch(self, self._open().dispatch_send(0, ids.data_ptr(), address, len(ids)))
 
     def answers(self, received: Received, reduction: Reduction | None) -> SumTable:
         """What goes into leaving(bank), and into arrived(bank) for this rank itself; by slot, ascending rank.
@@ -220,7 +220,7 @@ class GpuDirect:
 
     def begin_dispatch(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None
-    ) -> Outgoing[NativeDispatch]:
+    ) -> Outgoing[InnerDispatch]:
         """As RowStaging says."""
         self._copies.check_stream()
         self._give_back()
@@ -232,7 +232,7 @@ class GpuDirect:
             pairs.append((staged_weights, weights))
         return Outgoing(self._copies.fetch(*pairs), lambda: self._inner.send_rows(staged_ids, staged_weights))
 
-    def begin_combine(self, answers: Answers) -> Outgoing[NativeCombine]:
+    def begin_combine(self, answers: Answers) -> Outgoing[InnerCombine]:
         """As RowStaging says."""
         pairs, weights = [], None
         if answers.weights is not None:
@@ -262,7 +262,7 @@ class GpuDirect:
         self._hold(partial(self._inner.release, inner))
         return Brought(tables[0].to(torch.int32), tables[2:], made)
 
-    def result(self, inner: NativeCombine, tokens: int, out: torch.Tensor | None) -> torch.Tensor:
+    def result(self, inner: InnerCombine, tokens: int, out: torch.Tensor | None) -> torch.Tensor:
         """As RowStaging says: made on the caller's stream."""
         assert isinstance(inner, RowsCombine)
         table = inner.sums()
