@@ -38,7 +38,7 @@ class Compute {
   Pool pool_;
 };
 
-// The one input that a wrong value of would make the kernels write out of bounds.
+// Checks the one input whose wrong values would make the kernels write out of bounds.
 void check_offsets(const int64_t* offsets, int64_t experts, int64_t rows) {
   bool ascending = offsets[0] == 0 && offsets[experts] == rows;
   for (int64_t e = 0; e < experts; ++e) ascending = ascending && offsets[e] <= offsets[e + 1];

@@ -1,6 +1,6 @@
 // Exposes the exchange of ranks on one host: unwraps pointers, releases the GIL and calls.
 //
-// ep_server/exchange/shm.py has checked shapes and dtypes. Sizes that memory safety depends on are checked
+// ep_server/exchange/host.py has checked shapes and dtypes. Sizes that memory safety depends on are checked
 // again here.
 #include "bindings/exchange.hpp"
 
@@ -9,6 +9,7 @@
 #include <pybind11/typing.h>
 
 #include <algorithm>
+#include <bit>
 #include <memory>
 #include <string>
 #include <tuple>
@@ -67,6 +68,13 @@ py::typing::Dict<py::str, py::object> statistics(Exchange& exchange) {
     for (uint32_t peer = 0; peer < group.geometry.num_ranks; ++peer)
       peers[py::make_tuple(op_name, peer)] = group.statistics.peer_wait_ns[op][peer].get();
   }
+  for (uint64_t left = group.remote; left != 0; left &= left - 1) {
+    const int peer = std::countr_zero(left);
+    const std::string to = "/" + std::to_string(peer) + "/" + group.statistics.domain;
+    counters[py::str("network_bytes" + to)] = group.statistics.traffic[peer].bytes.get();
+    const uint64_t retries = group.statistics.traffic[peer].retries.get();
+    if (retries != 0) counters[py::str("network_retries" + to)] = retries;
+  }
   counters["exchange_tokens"] = group.statistics.tokens.get();
   counters["exchange_rows"] = group.statistics.rows.get();
   counters["exchange_timeouts"] = group.statistics.timeouts.get();
@@ -99,7 +107,7 @@ py::typing::List<py::bytes> gather_records(Exchange& exchange, const py::bytes& 
   return list;
 }
 
-// DeepEP's handle: which source token every padded row came from, and where each source's rows begin.
+// Fills DeepEP's handle: the source token of every padded row, and where each source's rows begin.
 void source_map(Exchange& exchange, const DispatchState& state, uintptr_t src_info, uintptr_t layout_range) {
   const SingleCaller caller(exchange);
   const Group& group = exchange.group();
@@ -118,7 +126,7 @@ void source_map(Exchange& exchange, const DispatchState& state, uintptr_t src_in
   }
 }
 
-// Waits until the next bank of an operation may be filled; which one that is.
+// Waits until the next bank of an operation may be filled. Returns its number.
 uint32_t open_next(Exchange& exchange, uint32_t op) {
   run(exchange, [&](Group& g) { return open_bank(g, Op(op)); });
   Group& group = exchange.group();

@@ -15,7 +15,7 @@ namespace py = pybind11;
 
 namespace ep {
 
-// Thrown while the GIL is held nowhere; becomes an exception of errors.py at the boundary.
+// Thrown with the GIL released. The boundary turns it into an exception of errors.py.
 struct ExchangeFailure {
   Status status;
 };
@@ -72,7 +72,7 @@ class SingleCaller {
   std::unique_lock<std::mutex> lock_;
 };
 
-// Rejects operations of another group, which have other sizes, and operations from before a reset, whose
+// Rejects operations of another group, whose sizes differ. Also rejects operations from before a reset: their
 // cells will never arrive.
 template <class State>
 void check_origin(const Group& group, const State& state, const char* what) {

@@ -26,9 +26,9 @@ void bind_fabric(py::module_& m) { m.attr("FABRIC") = false; }
 namespace {
 
 using namespace ep;
-// Name; then base, key and bytes of a rank's memory on its host and on its device.
+// Name of the endpoint; then base, key and size of a rank's host memory and of its device memory.
 using AddressTuple = std::tuple<py::bytes, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t, uint64_t>;
-// Addresses and sizes of inbound and outbound memory, kind and number of the device.
+// Addresses and sizes of inbound and outbound memory; kind and number of the device.
 using DeviceTuple = std::tuple<uintptr_t, uint64_t, uintptr_t, uint64_t, uint32_t, int32_t>;
 using Addresses = std::vector<AddressTuple>;
 
@@ -97,7 +97,7 @@ void bind_probe(py::module_& m) {
 
 using ProviderTuple = std::tuple<std::string, std::string, std::string, std::string>;
 
-// Provider, fabric, domain, and what it lacks.
+// Provider, fabric, domain, and why the candidate cannot be used.
 std::vector<ProviderTuple> providers(const fabric::Options& options) {
   std::vector<ProviderTuple> all;
   for (const fabric::Candidate& c : fabric::list(fabric::Library(options), options))
@@ -105,7 +105,7 @@ std::vector<ProviderTuple> providers(const fabric::Options& options) {
   return all;
 }
 
-// What an endpoint with these settings would be opened on, in one line.
+// One line that names the provider an endpoint with these settings would use.
 std::string chosen(const fabric::Options& options) {
   const fabric::Library library(options);
   return fabric::describe(library, *fabric::choose(library, options));

@@ -1,5 +1,5 @@
-// Exposes layout.hpp, segments and row arithmetic. Python asks for sizes and offsets here and never computes
-// one.
+// Exposes layout.hpp, segments and row arithmetic. Python asks here for sizes and offsets. It never computes
+// one itself.
 #include "exchange/common/layout.hpp"
 
 #include <pybind11/pybind11.h>
@@ -21,7 +21,8 @@ namespace {
 using namespace ep;
 using RegionTuple = std::tuple<std::string, uint64_t, uint64_t>;
 
-// (name, begin, end) of everything that is written in one rank's region, for a test that nothing overlaps.
+// Returns (name, begin, end) of every range that is written in one rank's region. A test checks that no two
+// overlap.
 std::vector<RegionTuple> regions(const Layout& l) {
   std::vector<RegionTuple> all;
   auto add = [&](const std::string& what, uint64_t begin, uint64_t bytes) {
@@ -111,7 +112,7 @@ void bind_layout(py::module_& m) {
       .def(py::init<int>(), py::arg("fd"))
       .def_property_readonly("geometry", [](const shm::Segment& s) { return s.page().geometry; })
       .def_property_readonly("regions",
-                             [](const shm::Segment& s) {  // where each begins
+                             [](const shm::Segment& s) {  // where each region begins
                                std::vector<uint64_t> begins;
                                for (uint32_t i = 0; i < s.page().regions; ++i)
                                  begins.push_back(uint64_t(s.region(i) - s.base()));

@@ -10,6 +10,7 @@ import torch
 
 from ep_server.backends.cpu.native_compute import NativeCompute
 from ep_server.backends.cpu.runner import ModelRunner, TokenSampler
+from ep_server.backends.masks import Masks
 from ep_server.errors import ConfigError
 from ep_server.exchange.api import Exchange
 from ep_server.models.checkpoint import Checkpoint
@@ -78,14 +79,19 @@ class RankModel:
         return kv_block_bytes(self.spec, block_size, self.kv_dtype)
 
     def runner(
-        self, exchange: Exchange, sampler: TokenSampler, kv_blocks: int, block_size: int
+        self,
+        exchange: Exchange,
+        sampler: TokenSampler,
+        kv_blocks: int,
+        block_size: int,
+        masks: Masks | None = None,
     ) -> ModelRunner:
-        """Allocates the KV cache and joins the parts."""
+        """Allocates the KV cache and joins the parts. masks: see ModelRunner."""
         cache = KvCache(self.spec, kv_blocks, block_size, TORCH[self.kv_dtype], self.compute.device)
         params = DecoderParams(
             self.spec, self.weights, exchange, cache, self.max_context, self.compute, self.uniform
         )
-        return ModelRunner(params, sampler)
+        return ModelRunner(params, sampler, masks)
 
 
 def load_model(params: LoadParams, progress: Progress = lambda stage, done, total: None) -> RankModel:

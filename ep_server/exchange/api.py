@@ -1,8 +1,8 @@
 """The seam of expert parallelism: the Protocol of an exchange, which dispatches tokens and combines results.
 
-`factory.open_exchange` chooses the transport: ShmExchange, NvlinkExchange, FabricExchange,
-FabricDeviceExchange or HierarchicalExchange. `testing.reference_exchange` does the same with collectives.
-One conformance suite runs on each. This file knows no transport.
+`factory.open_exchange` chooses the transport: HostExchange in shared memory or over a network,
+NvlinkExchange, FabricDeviceExchange or HierarchicalExchange. `testing.reference_exchange` does the same with
+collectives. One conformance suite runs on each. This module imports no transport.
 
 Shapes: R ranks; T <= max_tokens tokens on this rank; H hidden; K top_k; E physical experts, of which
 E_local belong to this rank: the ascending ids e with placement[e] == rank.
@@ -12,31 +12,43 @@ At most `num_banks` dispatches may be between their send and the matching combin
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import StrEnum
-from typing import TYPE_CHECKING, NotRequired, Protocol, TypedDict
+from typing import TYPE_CHECKING, Generic, NotRequired, Protocol, TypedDict, TypeVar, Unpack
+
+from ep_server.errors import InvalidArgument
+from ep_server.exchange.spec import ExchangeSpec, Payload, Reduction
 
 if TYPE_CHECKING:  # the front plans groups from a spec, and has no torch
     import torch
 
+    Tensors = tuple[torch.Tensor, torch.Tensor | None]  # rows and scales
 
-class Payload(StrEnum):
-    """What a dispatched row looks like on the wire."""
+__all__ = [
+    "Abortable", "AddNorm", "Capabilities", "Exchange", "ExchangeSpec", "ExchangeStatistics", "FusedExchange",
+    "Handle", "Membership", "Payload", "PendingCombine", "PendingDispatch", "Received", "RecvOptions",
+    "Reduction", "View", "Wire", "chosen",
+]  # fmt: skip
+State = TypeVar("State")
+Choice = TypeVar("Choice", bound=StrEnum)
 
-    FP32 = "fp32"  # CPU only
-    BF16 = "bf16"
+
+def chosen(field: str, kind: type[Choice], value: str) -> Choice:
+    """The member of `kind` with this value. Raises InvalidArgument."""
+    try:
+        return kind(value)
+    except ValueError as error:
+        raise InvalidArgument(field, str(value), "one of " + ", ".join(kind)) from error
+
+
+class Wire(StrEnum):
+    """How the rows of a combine travel. The order is that of csrc/exchange/nvlink/state.hpp."""
+
+    BF16 = "bf16"  # or float32 where the payload is FP32
     FP8 = "fp8"  # e4m3, one float32 scale per 128 channels
-    FP8_POW2 = "fp8_pow2"  # scales rounded up to a power of two
-    FP8_UE8M0 = "fp8_ue8m0"  # power-of-two scales, 4 exponents packed into one int32; H % 512 == 0
-
-
-class Reduction(StrEnum):
-    """Where the K expert outputs of a token are summed (always FP32, in top-k order)."""
-
-    RANK = "rank"  # each rank sums its own experts' outputs, weighted, and returns one row per token
-    SOURCE = "source"  # one row per (token, k) returns; the source sums: bit-identical for every R
+    LOG10 = "log10"  # sign and 9 bits of logarithm, a range per 128 channels
 
 
 class View(StrEnum):
@@ -45,62 +57,8 @@ class View(StrEnum):
     COMPACT = "compact"  # [N, H] rows ordered by (local expert, source rank, source token)
     PADDED = "padded"  # [E_local, R * max_tokens, H], counts[e] valid rows each, same order inside an expert
     # No copy: [R * max_tokens, H] region of deduplicated rows + row ids per (expert, entry); more rows, also
-    # of other ranks, where those of a host share what came over a network.
+    # of other ranks, if the ranks of a host share rows received over a network.
     INDEX = "index"
-
-
-@dataclass(frozen=True, slots=True)
-class ExchangeSpec:
-    """Everything that must agree on all ranks. `rank` alone differs.
-
-    placement: [E] owner rank of each physical expert, any table with values in 0 .. R-1.
-    combine rows travel as float32 where payload is FP32, as bfloat16 otherwise.
-    timeout_ns: deadline of every wait. num_banks: a power of two >= 2.
-    """
-
-    rank: int
-    num_ranks: int
-    placement: tuple[int, ...]
-    max_tokens: int
-    hidden: int
-    top_k: int
-    payload: Payload = Payload.BF16
-    reduction: Reduction = Reduction.RANK
-    num_banks: int = 4
-    timeout_ns: int = 10_000_000_000
-
-    @property
-    def num_experts(self) -> int:
-        """E, over all ranks."""
-        return len(self.placement)
-
-    @property
-    def local_experts(self) -> tuple[int, ...]:
-        """Global ids of this rank's experts, ascending; their order is the local numbering."""
-        return tuple(e for e, r in enumerate(self.placement) if r == self.rank)
-
-    @property
-    def local_only(self) -> bool:
-        """Whether rows need not travel at all: one rank, and no rounding that the spec promises.
-
-        FP8 rounds rows on the wire. Reduction source promises the same bits for any number of ranks.
-        """
-        plain = self.payload in (Payload.FP32, Payload.BF16)
-        return self.num_ranks == 1 and plain and self.reduction is Reduction.RANK
-
-
-def control_spec(spec: ExchangeSpec) -> ExchangeSpec:
-    """The host-memory exchange beside that of GPUs: votes, liveness and bootstrap, no rows."""
-    return replace(
-        spec,
-        placement=tuple(range(spec.num_ranks)),
-        max_tokens=1,
-        hidden=1,
-        top_k=1,
-        payload=Payload.FP32,
-        reduction=Reduction.RANK,
-        num_banks=2,
-    )
 
 
 @dataclass(slots=True)
@@ -113,7 +71,7 @@ class Received:
     counts: [E_local] int32, rows per local expert.
     offsets: [E_local + 1] int64, exclusive prefix sum of counts (COMPACT).
     row_ids: INDEX only, [N] int64 in COMPACT order: which row of `rows` each entry reads.
-    handle: implementation state that combine_send needs; opaque. Valid until combine_recv.
+    handle: what combine_send needs: a Handle of the exchange. Valid until combine_recv.
     """
 
     rows: torch.Tensor
@@ -125,11 +83,25 @@ class Received:
     row_ids: torch.Tensor | None = None
 
 
+@dataclass(slots=True)
+class Handle(Generic[State]):
+    """What a dispatch leaves for its combine.
+
+    owner: who made it; other exchanges refuse it, and so does a later generation.
+    tokens: T. weighted: dispatch got the weights. state: of the transport.
+    """
+
+    owner: object
+    tokens: int
+    weighted: bool
+    state: State
+
+
 @dataclass(frozen=True, slots=True)
 class AddNorm:
-    """What a combine on a GPU may make of its sums where they end a layer; all bfloat16, contiguous.
+    """Residual addition and RMS norm after a combine on a GPU. All tensors are bfloat16 and contiguous.
 
-    Each rounded once: sum + shared; residual + that, which is stored; then the RMS norm of what is stored.
+    Three results, each rounded once: sum + shared; residual + that, stored; the RMS norm of the stored value.
 
     residual: [T, H], becomes the sum. weight: [H]. shared: [T, H], experts of all tokens, or None.
     """
@@ -148,6 +120,8 @@ class Capabilities:
     graph_safe: all of its operations can be captured into a CUDA graph and replayed.
     micro_batches: dispatches that may be between their send and the matching combine_recv.
     memory_bytes: memory that this rank holds between operations, on the device of its tensors.
+    fills: whether a receive writes to tensors that the caller gives (see RecvOptions).
+    wires: that its combines accept.
     """
 
     payloads: frozenset[Payload]
@@ -156,6 +130,8 @@ class Capabilities:
     graph_safe: bool
     micro_batches: int
     memory_bytes: int
+    fills: bool = False
+    wires: frozenset[Wire] = frozenset({Wire.BF16})
 
 
 class ExchangeStatistics(TypedDict):
@@ -181,7 +157,12 @@ class Abortable(Protocol):
 
 
 class Membership(Protocol):
-    """Which ranks of a group take part. A transport has it where the group can lose a rank and go on."""
+    """Which ranks of a group take part, where the group can lose a rank and continue."""
+
+    @property
+    def live(self) -> frozenset[int]:
+        """Ranks of this generation that are not masked, this one included."""
+        ...
 
     @property
     def masked(self) -> frozenset[int]:
@@ -189,7 +170,7 @@ class Membership(Protocol):
         ...
 
     def mask(self, ranks: Iterable[int]) -> None:
-        """Stops talking to these ranks, also in a wait in progress in another thread. Local to this rank."""
+        """Stops communicating with these ranks, also in a wait of another thread. Local to this rank."""
         ...
 
     def reset(self, dead: Iterable[int] = ()) -> None:
@@ -200,29 +181,87 @@ class Membership(Protocol):
         ...
 
 
-class PendingDispatch(Protocol):
-    """A dispatch whose send half has run. Between the halves nothing is held."""
+class RecvOptions(TypedDict, total=False):
+    """What a receive fills besides its view, and hints of the caller. None = as if not given.
 
-    def recv(self, view: View = View.COMPACT) -> Received:
+    Where Capabilities.fills, all tensors on the device of the exchange:
+    out: rows and scales of an earlier empty_padded(); PADDED only. counts: [E_local] int32.
+    source_map: src_info [E_local, R * max_tokens] int32, source token of each row; layout_range [E_local, R]
+      int64, begin << 32 | count of each source's rows. PADDED only.
+    expert_stats: [E_local] int32, += rows received. wait_stats: [R] int64, += ns waited for each rank.
+
+    Hints, which an exchange may ignore:
+    capacity: rows of a COMPACT or INDEX view. On a GPU None = as many as can arrive, cut to those that did,
+      for which the host waits unless the call is captured. More rows than the capacity fail at the next call.
+    most_tokens: of any rank, as far as known. More are served too, and slower.
+    next_reads_ahead: the stream's next kernel may be set up at once. Until it waits for this one, it must
+      touch nothing that this or an earlier kernel writes.
+    """
+
+    out: Tensors | None
+    counts: torch.Tensor | None
+    source_map: tuple[torch.Tensor, torch.Tensor] | None
+    expert_stats: torch.Tensor | None
+    wait_stats: torch.Tensor | None
+    capacity: int | None
+    most_tokens: int | None
+    next_reads_ahead: bool
+
+
+class PendingDispatch:
+    """A dispatch whose send half has run. Between the halves nothing is held.
+
+    Args:
+        receive: the second half, of the transport.
+    """
+
+    __slots__ = ("_receive", "received")
+
+    def __init__(self, receive: Callable[[View, RecvOptions], Received]) -> None:
+        self._receive, self.received = receive, False
+
+    def recv(self, view: View = View.COMPACT, **options: Unpack[RecvOptions]) -> Received:
         """Waits for the headers and rows of all unmasked peers. Call exactly once.
 
-        Raises: PeerTimeout, GroupAborted, ProtocolViolation.
+        Raises: InvalidArgument, PeerTimeout, GroupAborted, ProtocolViolation.
         """
-        ...
+        if self.received:
+            raise InvalidArgument("dispatch", "received", "received once")
+        if view.__class__ is not View:
+            view = chosen("view", View, view)
+        received = self._receive(view, options)
+        self.received = True
+        return received
 
 
-class PendingCombine(Protocol):
-    """A combine whose send half has run."""
+class PendingCombine:
+    """A combine whose send half has run.
 
-    def recv(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Waits for all returning rows and reduces them.
+    Args:
+        receive: the second half, of the transport, which gets out and wait_stats.
+    """
+
+    __slots__ = ("_receive", "received")
+
+    def __init__(self, receive: Callable[[torch.Tensor | None, torch.Tensor | None], torch.Tensor]) -> None:
+        self._receive, self.received = receive, False
+
+    def recv(
+        self, out: torch.Tensor | None = None, *, wait_stats: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Waits for all returning rows and reduces them. Call exactly once.
 
         Args:
             out: [T, H] written in place when given; float32 (FP32) or bfloat16.
+            wait_stats: see RecvOptions.
         Returns: [T, H], the weighted sum over k; a token whose ids are all -1 gives zeros.
-        Raises: PeerTimeout, GroupAborted, ProtocolViolation.
+        Raises: InvalidArgument, PeerTimeout, GroupAborted, ProtocolViolation.
         """
-        ...
+        if self.received:
+            raise InvalidArgument("combine", "received", "received once")
+        result = self._receive(out, wait_stats)
+        self.received = True
+        return result
 
 
 class Exchange(Protocol):
@@ -237,7 +276,7 @@ class Exchange(Protocol):
 
     @property
     def membership(self) -> Membership | None:
-        """Who takes part; None where the group ends as soon as it loses a rank."""
+        """Which ranks take part; None where the group ends as soon as it loses a rank."""
         ...
 
     @property
@@ -263,6 +302,9 @@ class Exchange(Protocol):
         expert_out: torch.Tensor,
         received: Received,
         topk_weights: torch.Tensor | None = None,
+        *,
+        reduction: Reduction | None = None,
+        wire: Wire = Wire.BF16,
     ) -> PendingCombine:
         """Returns the experts' outputs to the tokens' sources.
 
@@ -270,18 +312,24 @@ class Exchange(Protocol):
             expert_out: in the layout of `received` (COMPACT [N, H]; PADDED [E_local, R*max_tokens, H];
               INDEX takes COMPACT [N, H]), float32 (FP32) or bfloat16. Row i answers row i.
             topk_weights: [T, K] float32 of this rank's own tokens, where dispatch got None.
+            reduction: None = the spec's. A spec with SOURCE has room for RANK too. All ranks choose alike.
+            wire: one of Capabilities.wires. All ranks choose alike.
         """
+        ...
+
+    def empty_padded(self) -> Tensors:
+        """Rows and scales of a PADDED view, not yet written; see RecvOptions.out."""
         ...
 
     def all_gather(self, record: bytes) -> list[bytes]:
         """The vote: gathers one record of <= 64 bytes from every rank, in rank order.
 
-        Has the deadline of all waits: ranks that may come at very different times call barrier() first.
+        Has the deadline of all waits. Ranks that may be far apart call barrier() first.
         """
         ...
 
     def barrier(self) -> None:
-        """Returns once every rank has called it; has no deadline as long as all live."""
+        """Returns once every rank has called it. Has no deadline while all are alive."""
         ...
 
     def release(self, received: Received) -> None:
@@ -289,7 +337,7 @@ class Exchange(Protocol):
         ...
 
     def check(self) -> None:
-        """Raises what the transport has found since the last call. Never waits."""
+        """Raises a failure that was found since the last call. Never waits."""
         ...
 
     def statistics(self) -> ExchangeStatistics:
@@ -312,21 +360,9 @@ class FusedExchange(Exchange, Protocol):
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor | None,
         view: View = View.PADDED,
-        *,
-        capacity: int | None = None,
-        expert_stats: torch.Tensor | None = None,
-        most_tokens: int | None = None,
-        next_reads_ahead: bool = False,
+        **options: Unpack[RecvOptions],
     ) -> Received:
-        """dispatch_send and recv in one kernel.
-
-        Args:
-            capacity: rows of a COMPACT or INDEX view; None = as many as can come.
-            expert_stats: [E_local] int32, += rows received.
-            most_tokens: of any rank, as far as the caller knows. More are served too, and slower.
-            next_reads_ahead: the stream's next kernel may be set up at once. Until it waits for this one, it
-              must touch nothing that this or an earlier kernel writes.
-        """
+        """dispatch_send and recv in one kernel: rows are placed while others are on their way."""
         ...
 
     def combine(
@@ -335,10 +371,18 @@ class FusedExchange(Exchange, Protocol):
         received: Received,
         topk_weights: torch.Tensor | None = None,
         *,
+        out: torch.Tensor | None = None,
+        reduction: Reduction | None = None,
+        wire: Wire = Wire.BF16,
+        wait_stats: torch.Tensor | None = None,
         next_reads_ahead: bool = False,
         add_norm: AddNorm | None = None,
     ) -> torch.Tensor:
-        """combine_send and recv in one kernel. add_norm: see AddNorm; None = the sums themselves."""
+        """combine_send and recv in one kernel.
+
+        Args:
+            next_reads_ahead: see RecvOptions. add_norm: see AddNorm; None = the sums themselves.
+        """
         ...
 
     def can_norm(self, norm: AddNorm) -> bool:
@@ -346,5 +390,5 @@ class FusedExchange(Exchange, Protocol):
         ...
 
     def bounded(self, num_sms: int) -> AbstractContextManager[None]:
-        """What is enqueued inside fills at most this many multiprocessors."""
+        """Kernels enqueued inside fill at most this many multiprocessors."""
         ...

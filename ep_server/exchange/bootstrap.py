@@ -1,93 +1,169 @@
-"""Makes the exchanges of ranks that already have a torch.distributed group, on one host.
+"""How the ranks of one host share memory: descriptors, passed over Unix sockets whose names all ranks gather.
 
-Rank 0 creates the group's segment and passes its descriptor to the others over a Unix socket. Ranks that are
-started for the purpose inherit it instead (segment.py). Knows descriptors, nothing of operations.
+Every transport starts this way, except on ranks that inherit what they need (segment.py). The ranks of a
+group may be processes, or threads of one. Durations in seconds.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import secrets
 import socket
 import struct
-from pathlib import Path
-from typing import Any
-
-import torch.distributed as dist
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Protocol
 
 from ep_server.errors import ConfigError, StartupError
-from ep_server.exchange.api import ExchangeSpec
-from ep_server.exchange.segment import create_segment
-from ep_server.exchange.shm import ShmExchange
+from ep_server.exchange.spec import ExchangeSpec
 
-PASS_SECONDS = 60.0  # to hand the descriptor to every rank
+PASS_SECONDS = 60.0  # to pass a descriptor
 
 
-def from_process_group(group: Any, spec: ExchangeSpec, **options: Any) -> ShmExchange:
-    """An exchange for the ranks of a torch.distributed group on one host. Collective.
+class Rendezvous(Protocol):
+    """Connects ranks before they share memory: an exchange or a HostGroup."""
+
+    def all_gather(self, record: bytes) -> list[bytes]:
+        """A record of at most 64 bytes of every rank, in rank order."""
+        ...
+
+    def barrier(self) -> None:
+        """Returns once every rank has called it. Has no deadline."""
+        ...
+
+
+class Shareable(Protocol):
+    """A region of GPU memory and its peers: a `_cuda.Group`."""
+
+    def export_fd(self) -> int:
+        """A new descriptor of this rank's region."""
+        ...
+
+    def attach(self, rank: int, fd: int) -> None:
+        """Maps a peer's region; the descriptor stays the caller's."""
+        ...
+
+
+def share_segment(rendezvous: Rendezvous, rank: int, ranks: range, create: Callable[[], int]) -> int:
+    """A descriptor of one segment on each of `ranks`, for the caller to close.
 
     Args:
-        group: a ProcessGroup with object collectives (gloo), or None for the default one.
-        spec: rank and num_ranks must be those of the group.
-        options: keywords of ShmExchange.
-    Raises: ConfigError, StartupError (on every rank if rank 0 cannot create the segment).
+        rendezvous: of all ranks, also others than `ranks`: collective over them.
+        rank: this one, of `ranks`. create: makes the segment, on the first of them.
     """
-    rank, size = dist.get_rank(group), dist.get_world_size(group)
-    if (spec.rank, spec.num_ranks) != (rank, size):
-        raise ConfigError("rank, num_ranks", (spec.rank, spec.num_ranks), f"{(rank, size)}, as in the group")
-    _check_one_host(group, size)
     with contextlib.ExitStack() as stack:
-        fd = _share(group, spec, stack)
-        exchange = ShmExchange(spec, fd=fd, **options)
-    exchange.barrier()
-    return exchange
-
-
-def _check_one_host(group: Any, size: int) -> None:
-    hosts: list[Any] = [None] * size
-    dist.all_gather_object(hosts, Path("/proc/sys/kernel/random/boot_id").read_text().strip(), group=group)
-    if len(set(hosts)) != 1:
-        raise ConfigError("group", f"ranks on {len(set(hosts))} hosts", "on one host for shared memory")
-
-
-def _share(group: Any, spec: ExchangeSpec, stack: contextlib.ExitStack) -> int:
-    """The segment's descriptor on every rank; closed by the stack."""
-    address: list[Any] = [None]
-    server = None
-    if spec.rank == 0:
+        name = b""
+        if rank == ranks.start:
+            made = create()
+            stack.callback(os.close, made)
+            server = stack.enter_context(listening(len(ranks)))
+            name = server.getsockname()
+            stack.callback(Serving(server, made, len(ranks)).stop)
+        rendezvous.barrier()  # creating a large segment takes its time
+        fd = take_descriptor(ranks.start, rendezvous.all_gather(name)[ranks.start])
         try:
-            fd = create_segment(spec)
-            stack.callback(os.close, fd)
-            server = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            server.bind(f"\0ep_server/{secrets.token_hex(16)}")  # abstract: no file to leave behind
-            server.listen(spec.num_ranks)
-            address = [server.getsockname()]
-        except (StartupError, OSError) as error:
-            address = [error]
-    dist.broadcast_object_list(address, src=dist.get_global_rank(group, 0) if group else 0, group=group)
-    if isinstance(address[0], Exception):
-        raise StartupError(str(address[0]))
-    if server is not None:
-        _serve(server, fd, spec.num_ranks - 1)
+            rendezvous.barrier()  # until then the first rank serves
+        except BaseException:
+            os.close(fd)
+            raise
         return fd
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
-        client.settimeout(PASS_SECONDS)
-        client.connect(address[0])
-        _, fds, _, _ = socket.recv_fds(client, 1, 1)
-    if not fds:
-        raise StartupError("rank 0 closed the socket before it passed the exchange segment")
-    stack.callback(os.close, fds[0])
-    return fds[0]
 
 
-def _serve(server: socket.socket, fd: int, count: int) -> None:
+def share_regions(control: Rendezvous, spec: ExchangeSpec, group: Shareable) -> None:
+    """Gives every rank's region to every other and attaches theirs. Collective.
+
+    A rank that fails leaves the others waiting: it must abort `control`.
+    Raises: ConfigError where specs differ; StartupError where a peer's memory cannot be mapped; what attach()
+      raises; ExchangeError where another rank failed.
+    """
+    control.barrier()  # the others may still allocate
+    _check_alike(control, spec)
+    with contextlib.ExitStack() as stack:
+        fd = group.export_fd()
+        stack.callback(os.close, fd)
+        server = stack.enter_context(listening(spec.num_ranks))
+        names = control.all_gather(server.getsockname())
+        serving = Serving(server, fd, spec.num_ranks - 1)
+        stack.callback(serving.stop)  # before the descriptors are closed and their numbers reused
+        for peer, name in enumerate(names):
+            if peer != spec.rank:
+                _attach(group, peer, name)
+        control.barrier()
+
+
+def _check_alike(control: Rendezvous, spec: ExchangeSpec) -> None:
+    fields = {k: str(v) for k, v in asdict(spec).items() if k not in {"rank", "timeout_ns"}}
+    digest = hashlib.blake2b(repr(fields).encode(), digest_size=32).digest()
+    for peer, theirs in enumerate(control.all_gather(digest)):
+        if theirs != digest:
+            raise ConfigError("spec", f"another one than rank {peer}'s", "the same on all ranks but for rank")
+
+
+def _attach(group: Shareable, peer: int, name: bytes) -> None:
+    fd = take_descriptor(peer, name)
+    try:
+        group.attach(peer, fd)
+    finally:
+        os.close(fd)
+
+
+def listening(count: int) -> socket.socket:
+    """A socket of this host for a Serving of `count` processes."""
+    server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    server.bind(f"\0ep_server/{secrets.token_hex(16)}")  # abstract: no file to leave behind
+    server.listen(count)
     server.settimeout(PASS_SECONDS)
-    while count:
-        client, _ = server.accept()
-        with client:
-            peer = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-            if struct.unpack("3i", peer)[1] != os.getuid():
-                continue  # another user of this host found the name: it gets nothing
-            socket.send_fds(client, [b"\0"], [fd])
-            count -= 1
+    return server
+
+
+class Serving:
+    """A thread that passes a descriptor to the first `count` processes of this user that connect."""
+
+    def __init__(self, server: socket.socket, fd: int, count: int) -> None:
+        self._server, self._fd, self._count = server, fd, count
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread, served or not."""
+        self._stopped.set()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client, contextlib.suppress(OSError):
+            client.setblocking(False)
+            client.connect(self._server.getsockname())  # ends its accept
+        self._thread.join()
+
+    def _run(self) -> None:
+        while self._count:
+            try:
+                client, _ = self._server.accept()
+            except OSError:
+                return  # the peers' own deadlines report what is missing
+            with client, contextlib.suppress(OSError):  # a peer that has ended needs nothing
+                if self._stopped.is_set():
+                    return
+                self._pass_to(client)
+
+    def _pass_to(self, client: socket.socket) -> None:
+        peer = client.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
+        if struct.unpack("3i", peer)[1] != os.getuid():
+            return  # another user of this host: gets nothing
+        socket.send_fds(client, [b"\0"], [self._fd])
+        self._count -= 1
+
+
+def take_descriptor(peer: int, name: bytes) -> int:
+    """What the Serving of a rank passes, for the caller to close. name: its socket. Raises StartupError."""
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as client:
+            client.settimeout(PASS_SECONDS)
+            client.connect(name)
+            _, fds, _, _ = socket.recv_fds(client, 1, 1)
+    except OSError as error:
+        raise StartupError(f"rank {peer} did not pass its memory: {error}") from error
+    if not fds:
+        raise StartupError(f"rank {peer} closed the socket before it passed its memory")
+    return fds[0]

@@ -12,15 +12,16 @@ from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import TYPE_CHECKING
 
-from ep_server.exchange.api import Abortable, Exchange, ExchangeSpec, Payload, control_spec
+from ep_server.errors import ConfigError
+from ep_server.exchange.api import Abortable, Exchange
 from ep_server.exchange.fabric.settings import EndpointAddress, FabricOptions
-from ep_server.exchange.waiting import Waiting
+from ep_server.exchange.spec import ExchangeSpec, Payload, Waiting, control_spec
 
 if TYPE_CHECKING:
     import torch
 
-    from ep_server.exchange.fabric.device import FabricDeviceExchange
-    from ep_server.exchange.shm import ShmExchange
+    from ep_server.exchange.fabric.device_rows import DeviceRows
+    from ep_server.exchange.host import HostExchange, HostGroup
 
 
 class Transport(Enum):
@@ -79,20 +80,23 @@ Connect = Callable[[EndpointAddress, float], tuple[list[EndpointAddress], int]]
 class Opening:
     """What this rank opens its end with.
 
-    segment, bells: descriptors that the ranks of this host share; open_exchange closes them.
+    segment, bells: descriptors that the ranks of this host share; open_exchange closes them. segment -1 =
+      every rank is a host of its own.
     on_open: gets what can abort the group, before this rank waits for another one.
-    connect: gives the endpoint addresses of all ranks and a session number for that of this rank. It waits
-      for at most as many seconds.
-    device_memory: how rows of a device reach the network; one of fabric.device_memory.DeviceMemory.
+    connect: exchanges this rank's endpoint address for those of all ranks and a session number. It waits for
+      at most as many seconds.
+    device_memory: how rows of a device reach the network; see gpu_direct.rows_on_device.
+    num_sms: multiprocessors of a GPU that a kernel may fill; 0 = all.
     """
 
     segment: int
-    on_open: Callable[[Abortable], None]
-    connect: Connect
+    on_open: Callable[[Abortable], None] = lambda group: None
+    connect: Connect | None = None
     bells: tuple[int, ...] = ()
     waiting: Waiting = field(default_factory=Waiting)
     options: FabricOptions = field(default_factory=FabricOptions)
     device_memory: str = "auto"
+    num_sms: int = 0
 
 
 def open_exchange(topology: Topology, spec: ExchangeSpec, device: torch.device, opening: Opening) -> Exchange:
@@ -104,52 +108,81 @@ def open_exchange(topology: Topology, spec: ExchangeSpec, device: torch.device, 
     """
     transport = transport_of(topology, spec)
     if transport is Transport.NVLINK:
-        from ep_server.exchange.nvlink.exchange import NvlinkExchange
+        return _open_nvlink(spec, opening.segment, device, opening, owned=True)
+    if transport is Transport.SHM:
+        return _open_shm(spec, opening)
+    rows = None
+    if transport is not Transport.FABRIC and not topology.one_host:
+        from ep_server.exchange.fabric.gpu_direct import rows_on_device
 
-        control = _open_shm(control_spec(spec), opening, Waiting())
-        return NvlinkExchange(spec, control=control, device=device.index)
-    inner = (
-        _open_shm(spec, opening, opening.waiting)
-        if topology.one_host
-        else _open_fabric(topology, spec, device, opening)
-    )
-    if transport in (Transport.SHM, Transport.FABRIC):
+        rows = rows_on_device(opening.device_memory, spec, device, opening.options)
+    inner = _open_shm(spec, opening) if topology.one_host else _open_fabric(topology, spec, opening, rows)
+    if transport is Transport.FABRIC:
         return inner
-    from ep_server.exchange.fabric.device_memory import on_device
+    from ep_server.exchange.fabric.device import FabricDeviceExchange
 
-    staged: FabricDeviceExchange = on_device(inner, device)
+    staged = FabricDeviceExchange(inner, device, rows)
     if transport is Transport.FABRIC_DEVICE:
         return staged
-    from ep_server.exchange.hierarchical.bootstrap import on_gpus
+    from ep_server.exchange.hierarchical.exchange import open_hierarchical
 
-    return on_gpus(staged, topology.hosts, opening.on_open)
+    def open_intra(of_host: ExchangeSpec, segment: int) -> Exchange:
+        return _open_nvlink(of_host, segment, device, opening, owned=False)
+
+    return open_hierarchical(staged, topology.hosts, control_spec, open_intra)
 
 
-def _open_shm(spec: ExchangeSpec, opening: Opening, waiting: Waiting) -> ShmExchange:
-    from ep_server.exchange.shm import ShmExchange
+def _open_shm(spec: ExchangeSpec, opening: Opening) -> HostExchange:
+    from ep_server.exchange.host import HostExchange
 
-    exchange = ShmExchange(spec, fd=opening.segment, spin_us=waiting.spin_us)
-    os.close(opening.segment)
-    opening.on_open(exchange)
-    return exchange
+    return HostExchange(_open_group(spec, opening.segment, opening, opening.waiting, owned=True))
+
+
+def _open_nvlink(
+    spec: ExchangeSpec, segment: int, device: torch.device, opening: Opening, *, owned: bool
+) -> Exchange:
+    from ep_server.exchange.nvlink.exchange import NvlinkExchange
+
+    control = _open_group(control_spec(spec), segment, opening, Waiting(), owned=owned)
+    return NvlinkExchange(
+        spec,
+        control=control,
+        device=device.index,
+        on_timeout=opening.waiting.on_timeout,
+        num_sms=opening.num_sms,
+    )
+
+
+def _open_group(
+    spec: ExchangeSpec, segment: int, opening: Opening, waiting: Waiting, *, owned: bool
+) -> HostGroup:
+    from ep_server.exchange.host import open_group
+
+    try:
+        group = open_group(spec, segment, waiting)
+    finally:
+        if owned:
+            os.close(segment)
+    opening.on_open(group)
+    return group
 
 
 def _open_fabric(
-    topology: Topology, spec: ExchangeSpec, device: torch.device, opening: Opening
-) -> ShmExchange:
-    from ep_server.exchange.fabric.device_memory import DeviceMemory, open_end
-    from ep_server.exchange.fabric.exchange import FabricExchange
+    topology: Topology, spec: ExchangeSpec, opening: Opening, rows: DeviceRows | None
+) -> HostExchange:
+    from ep_server.exchange.fabric.link import FabricLink
     from ep_server.exchange.segment import HostShare
 
-    share = HostShare(topology.hosts, opening.segment, opening.bells)
-    options, waiting = opening.options, opening.waiting
-    wanted = DeviceMemory(opening.device_memory) if topology.gpus else DeviceMemory.HOST
-    fabric = open_end(
-        spec, device, wanted, options, waiting, lambda: FabricExchange(spec, options, waiting, share)
-    )
-    share.close()
-    opening.on_open(fabric)
-    addresses, session = opening.connect(fabric.address, options.connect_seconds)
-    fabric.connect(addresses, session)
-    fabric.barrier()
-    return fabric
+    if opening.connect is None:
+        raise ConfigError("connect", None, "given for a group of several hosts")
+    share = None if opening.segment < 0 else HostShare(topology.hosts, opening.segment, opening.bells)
+    # Ranks do not share rows that the NIC writes to a device: each rank is then a host of its own.
+    link = FabricLink(spec, opening.options, opening.waiting, share if rows is None else None, rows)
+    if share is not None:
+        share.close()
+    exchange = link.exchange()
+    opening.on_open(exchange.group)
+    addresses, session = opening.connect(link.address, opening.options.connect_seconds)
+    link.connect(addresses, session)
+    exchange.barrier()
+    return exchange

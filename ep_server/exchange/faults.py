@@ -1,4 +1,4 @@
-"""Faults on purpose, as records: delay, drop or kill at one phase of one operation of one rank."""
+"""Injected faults, as records: delay, drop or kill at one phase of one operation of one rank."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ class Action(StrEnum):
 class Fault:
     """One fault.
 
-    rank: who suffers it; plans may be given to all ranks alike.
+    rank: that it affects. All ranks may get the same plan.
     op: dispatch, combine or vote. phase: one of `_C.PHASES`; at send_rows half of the rows are written.
     epoch: of the operation, counted from 1; 0 = every one.
-    peer: DROP only, whose cell is not written; -1 = nobody gets one.
+    peer: DROP only, the rank whose cell is not written; -1 = no rank gets one.
     """
 
     rank: int
@@ -65,7 +65,7 @@ PHASES = ("send_header", "send_rows")
 
 
 def encode_device_faults(faults: Iterable[Fault], spec: ExchangeSpec) -> list[tuple[int, int, int, int, int]]:
-    """(op, phase, bits of the peers that get nothing, epoch, ns) of each fault of this rank.
+    """(op, phase, bits of the peers without a cell, epoch, ns) of each fault of this rank.
 
     Raises: InvalidArgument for an operation, phase or action that kernels do not have.
     """

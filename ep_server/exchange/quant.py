@@ -1,6 +1,7 @@
-"""Fixes the FP8 arithmetic of the exchange, in torch; csrc/exchange/common/quant.hpp matches it bit for bit.
+"""Defines the FP8 arithmetic of the exchange, in torch; csrc/exchange/common/quant.hpp matches it bit for
+bit.
 
-Knows tensors only; nothing of ranks or routing. A group is 128 neighbouring channels of one row:
+A group is 128 neighbouring channels of one row:
 
     amax   = max(1e-4, max |x|)                     float32; a NaN stays a NaN
     scale  = amax / 448                             float32 division (FP8)
@@ -17,20 +18,17 @@ from __future__ import annotations
 import torch
 
 from ep_server.errors import InvalidArgument
-from ep_server.exchange.api import Payload
-from ep_server.exchange.geometry import hidden_multiple
+from ep_server.exchange.spec import FP8, Payload, hidden_multiple
 
 GROUP = 128  # channels that share a scale
 PACK = 4  # UE8M0 exponents in one int32
 E4M3_MAX = 448.0
 AMAX_FLOOR = 1e-4
 
-FP8_PAYLOADS = frozenset({Payload.FP8, Payload.FP8_POW2, Payload.FP8_UE8M0})
-
 
 def scale_columns(hidden: int, payload: Payload) -> int:
     """How many scale words a row of `hidden` channels carries; 0 where the payload has none."""
-    return hidden // hidden_multiple(payload) if payload in FP8_PAYLOADS else 0
+    return hidden // hidden_multiple(payload) if payload in FP8 else 0
 
 
 def scale_dtype(payload: Payload) -> torch.dtype:

@@ -10,22 +10,12 @@ from dataclasses import dataclass
 import torch
 
 from ep_server.exchange.api import Received, View
-from ep_server.exchange.validate import check_tensor_on
+from ep_server.exchange.shapes import Shapes
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The same as uint8 where elements are one byte: rows of FP8 are moved, never computed with."""
+    """The same as uint8 where elements are one byte: rows of FP8 are only moved."""
     return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """What an exchange of a device gives and takes: rows of H channels, PADDED to `capacity` an expert."""
-
-    device: torch.device
-    dtype: torch.dtype
-    hidden: int
-    capacity: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,37 +32,29 @@ class Order:
     experts: torch.Tensor
     positions: torch.Tensor
 
-    def received(self, made: list[torch.Tensor], view: View, capacity: int, handle: object) -> Received:
-        """Rows, and scales if any, in the layout of a view. made: [M, C] each, by row; INDEX keeps them."""
-        if view is View.COMPACT:
-            made = [self._spread(each) for each in made]
-        elif view is View.PADDED:
-            made = [self._pad(each, capacity, column_major=i > 0) for i, each in enumerate(made)]
-        rows, scales = made[0], made[1] if len(made) > 1 else None
-        ids = self.entry if view is View.INDEX else None
-        return Received(rows, self.counts, self.offsets, handle, view, scales, ids)
+    def received(self, rows: list[torch.Tensor], view: View, shapes: Shapes, handle: object) -> Received:
+        """Received rows, and scales if any, in the layout of a view.
 
-    def answers(self, expert_out: torch.Tensor, view: View, form: Form) -> torch.Tensor:
+        Args:
+            rows: [M, C] each, in the order that `entry` numbers; INDEX keeps them.
+        """
+        if view is View.COMPACT:
+            rows = [self._spread(each) for each in rows]
+        elif view is View.PADDED:
+            padded = [each for each in shapes.padded() if each is not None]
+            for each, of_expert in zip(rows, padded, strict=True):
+                as_bytes(of_expert)[self.experts, self.positions] = as_bytes(self._spread(each))
+            rows = padded
+        scales, ids = rows[1] if len(rows) > 1 else None, self.entry if view is View.INDEX else None
+        return Received(rows[0], self.counts, self.offsets, handle, view, scales, ids)
+
+    def outputs(self, expert_out: torch.Tensor, view: View, shapes: Shapes) -> torch.Tensor:
         """[N, H], one for each entry. Raises InvalidArgument unless expert_out has the layout of `view`."""
-        if view is not View.PADDED:
-            sizes = {"N": len(self.entry)}
-        else:
-            sizes = {"E_local": len(self.counts), "R*max_tokens": form.capacity}
-        check_tensor_on(form.device, "expert_out", expert_out, form.dtype, **sizes, H=form.hidden)
+        shapes.check_outputs(expert_out, view, len(self.entry))
         return expert_out[self.experts, self.positions] if view is View.PADDED else expert_out
 
     def _spread(self, rows: torch.Tensor) -> torch.Tensor:
         return as_bytes(rows).index_select(0, self.entry).view(rows.dtype)
-
-    def _pad(self, rows: torch.Tensor, capacity: int, *, column_major: bool) -> torch.Tensor:
-        """[E_local, capacity, C]; of scales the tokens are in one piece, as grouped GEMMs read them."""
-        experts, width = len(self.counts), rows.shape[1]
-        if column_major:
-            padded = rows.new_empty((experts, width, capacity)).transpose(1, 2)
-        else:
-            padded = rows.new_empty((experts, capacity, width))
-        as_bytes(padded)[self.experts, self.positions] = as_bytes(self._spread(rows))
-        return padded
 
 
 def places(inner: Received, entry: torch.Tensor) -> list[torch.Tensor]:
@@ -87,7 +69,7 @@ def ordered_sum(rows: torch.Tensor, terms: torch.Tensor, weights: torch.Tensor) 
     Products are rounded before they are added. Enqueues on the current stream, waits for nothing.
 
     Args:
-        rows: [any, H] float32 or bfloat16; may have a pitch. Those that are no term are not looked at.
+        rows: [any, H] float32 or bfloat16; may have a pitch. Rows that are no term are not read.
         terms: [M, W] int64, -1 = none. weights: [M, W] float32.
     """
     total = rows.new_zeros((len(terms), rows.shape[1]), dtype=torch.float32)

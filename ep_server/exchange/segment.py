@@ -1,6 +1,6 @@
-"""Creates the memory that the ranks of one host share, and reports how much there is. Units: bytes.
+"""Creates the memory that the ranks of one host share, and reports how much is available. Units: bytes.
 
-The front creates it before its ranks start, and they inherit its descriptors. So this module needs no torch.
+The frontend creates it before its ranks start; they inherit the descriptors. This module needs no torch.
 """
 
 from __future__ import annotations
@@ -8,37 +8,47 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from ep_server import _C
 from ep_server.errors import ConfigError, StartupError
 from ep_server.exchange.api import ExchangeSpec
-from ep_server.exchange.geometry import geometry_of, group_bytes
+from ep_server.exchange.spec import geometry_of, group_bytes
 
 
 def create_segment(spec: ExchangeSpec) -> int:
-    """Creates the memory of a group, all pages at once, before its ranks start.
+    """Creates the memory of a group on one host, all pages at once, before its ranks start.
 
     Args:
         spec: of any rank.
-    Returns: a descriptor, close-on-exec. Ranks inherit it (`pass_fds`) and give it to ShmExchange; every
-      holder closes its own. The memory is gone when the last mapping and descriptor are.
+    Returns: a descriptor, close-on-exec. Ranks inherit it (`pass_fds`) and open their group with it; every
+      holder closes its own. The memory is freed with the last mapping and descriptor.
     Raises: ConfigError; StartupError with the numbers where the host has too little memory.
     """
-    needed, available = group_bytes(spec), available_memory()
+    what = f"the exchange of {spec.num_ranks} ranks needs"
+    return _created(spec, group_bytes(spec), what, lambda: _C.create_segment(geometry_of(spec)))
+
+
+def _created(spec: ExchangeSpec, needed: int, what: str, create: Callable[[], int]) -> int:
+    available = available_memory()
+    too_little = (
+        f"{what} {needed / 2**20:.1f} MiB of shared memory, {available / 2**20:.1f} MiB are available: "
+        f"lower max_tokens ({spec.max_tokens}) or num_banks ({spec.num_banks})"
+    )
     if needed > available:
-        raise _too_little(spec, needed, available)
+        raise StartupError(too_little)
     try:
-        return _C.create_segment(geometry_of(spec))
+        return create()
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.ENOMEM):
-            raise _too_little(spec, needed, available) from error
+            raise StartupError(too_little) from error
         raise StartupError(f"the exchange segment of {needed} bytes cannot be created: {error}") from error
 
 
 def available_memory() -> int:
-    """Bytes that this process may still get: what the host has and what its control group allows."""
+    """Bytes that this process may still allocate: the host's free memory, limited by the control group."""
     limits = [_meminfo_available()]
     for limit, used in (
         ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
@@ -56,22 +66,14 @@ def _meminfo_available() -> int:
     return 1 << 62
 
 
-def _too_little(spec: ExchangeSpec, needed: int, available: int) -> StartupError:
-    return StartupError(
-        f"the exchange of {spec.num_ranks} ranks needs {needed / 2**20:.1f} MiB of shared memory, "
-        f"{available / 2**20:.1f} MiB are available: lower max_tokens ({spec.max_tokens}) "
-        f"or num_banks ({spec.num_banks})"
-    )
-
-
 @dataclass(frozen=True, slots=True)
 class HostShare:
-    """What one host's ranks share. The descriptors stay the caller's, who closes them once ranks have theirs.
+    """What the ranks of one host share. The caller closes the descriptors once the ranks have theirs.
 
     hosts: [R] number of each rank's host.
     fd: the memory, with one region per rank of this host.
-    bells: one eventfd per rank of this host, in rank order; whoever writes to a rank that sleeps on the
-      network rings its bell.
+    bells: one eventfd per rank of this host, in rank order. A writer wakes a rank that sleeps on the network
+      with it.
     """
 
     hosts: tuple[int, ...]
@@ -80,7 +82,7 @@ class HostShare:
 
     @property
     def descriptors(self) -> tuple[int, ...]:
-        """All of them, as `pass_fds` wants them."""
+        """All of them, for `pass_fds`."""
         return (self.fd, *self.bells)
 
     def close(self) -> None:
@@ -98,12 +100,11 @@ def check_hosts(hosts: tuple[int, ...], spec: ExchangeSpec) -> None:
 
 
 def create_host_share(spec: ExchangeSpec, hosts: tuple[int, ...], host: int) -> HostShare:
-    """Makes it, all pages at once, before the ranks of this host start.
+    """Creates what the ranks of a host share, all pages at once, before they start.
 
     Args:
         spec: of any rank. hosts: [R] number of each rank's host. host: this one's.
-    Returns: close-on-exec descriptors, which the ranks inherit (`pass_fds`) and give to FabricExchange. All
-      is gone when the last mapping and descriptor are.
+    Returns: close-on-exec descriptors, which the ranks inherit (`pass_fds`) and give to FabricLink.
     Raises: ConfigError; StartupError with the numbers where the host has too little memory.
     """
     check_hosts(hosts, spec)
@@ -113,20 +114,8 @@ def create_host_share(spec: ExchangeSpec, hosts: tuple[int, ...], host: int) -> 
     if not _C.FABRIC:
         raise StartupError("this build cannot reach other hosts: it has no headers of libfabric")
     geometry = geometry_of(spec)
-    needed, available = _C.host_segment_bytes(geometry, here), available_memory()
-    too_little = (
-        f"the {here} ranks of host {host} need {needed / 2**20:.1f} MiB of shared memory for the exchange, "
-        f"{available / 2**20:.1f} MiB are available: lower max_tokens ({spec.max_tokens}) "
-        f"or num_banks ({spec.num_banks})"
-    )
-    if needed > available:
-        raise StartupError(too_little)
-    try:
-        fd = _C.create_host_segment(geometry, here)
-    except OSError as error:
-        if error.errno in (errno.ENOSPC, errno.ENOMEM):
-            raise StartupError(too_little) from error
-        raise StartupError(f"the exchange segment of {needed} bytes cannot be created: {error}") from error
+    needed, what = _C.host_segment_bytes(geometry, here), f"the exchange of {here} ranks of host {host} needs"
+    fd = _created(spec, needed, what, lambda: _C.create_host_segment(geometry, here))
     return HostShare(hosts, fd, _bells(fd, here))
 
 

@@ -12,6 +12,7 @@ from itertools import chain, islice
 
 import torch
 
+from ep_server.models.prompt_scorer import PromptScorer
 from ep_server.records import SeqSlice, StepBatch
 
 
@@ -38,7 +39,7 @@ class AttentionMeta:
 class MicroBatch:
     """token_ids: [T] int64. sampled: request numbers that draw a token from row sample_rows[i]: int64.
 
-    numbers: request numbers of the S sequences.
+    numbers: request numbers of the S sequences. scorer: of its prompt tokens, if any are to be scored.
     """
 
     token_ids: torch.Tensor
@@ -46,6 +47,7 @@ class MicroBatch:
     sampled: tuple[int, ...]
     sample_rows: torch.Tensor
     numbers: tuple[int, ...]
+    scorer: PromptScorer | None = None
 
     def row_numbers(self) -> torch.Tensor:
         """[T] int64, request number of each row."""
@@ -100,8 +102,10 @@ def _take(slices: list[SeqSlice], tokens: int) -> tuple[list[SeqSlice], list[Seq
         if length > tokens:
             if tokens == 0:
                 return slices[:index], slices[index:]
-            head = replace(item, token_ids=item.token_ids[:tokens], sample=False)
-            tail = replace(item, token_ids=item.token_ids[tokens:], start=item.start + tokens)
+            at = item.start + tokens
+            before, after = (None, None) if item.scored is None else item.scored.split(at)
+            head = replace(item, token_ids=item.token_ids[:tokens], sample=False, scored=before)
+            tail = replace(item, token_ids=item.token_ids[tokens:], start=at, scored=after)
             return [*slices[:index], head], [tail, *slices[index + 1 :]]
         tokens -= length
     return slices, []
@@ -139,6 +143,7 @@ def _tensors(slices: Sequence[SeqSlice], block_size: int) -> MicroBatch:
         sampled=tuple(slices[i].number for i in sampled),
         sample_rows=torch.tensor([starts[i + 1] - 1 for i in sampled], dtype=torch.int64),
         numbers=tuple(s.number for s in slices),
+        scorer=PromptScorer.of(slices),
     )
 
 

@@ -76,8 +76,13 @@ class Decoder:
             else:
                 x = x + dense_ffn(h, layer.ffn)
                 self._clock.lap(Phase.EXPERTS)
-        x = norm(x[batch.sample_rows], self._weights.norm, eps)
-        return self._weights.head.unrounded(x)
+        if batch.scorer is not None:
+            batch.scorer.score(lambda rows: self._logits(x[rows]), self._compute.device)
+        return self._logits(x[batch.sample_rows])
+
+    def _logits(self, x: torch.Tensor) -> torch.Tensor:
+        normed = self._compute.rms_norm(x, self._weights.norm, self._spec.norm_eps)
+        return self._weights.head.unrounded(normed)
 
     def _attention(
         self, x: torch.Tensor, layer: LayerWeights, kv: KvLayer, at: AttentionInput

@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 from hashlib import blake2b
 
 from ep_server.errors import InternalError
+from ep_server.records import KvBlocksStored
+from ep_server.scheduler.kv_events import KvEventLog, Prefix, contents
 
 DIGEST_BYTES = 16  # 128 bits: neither accidental nor searched-for collisions
 
@@ -19,6 +21,11 @@ DIGEST_BYTES = 16  # 128 bits: neither accidental nor searched-for collisions
 def root_digest(cache_salt: str) -> bytes:
     """The parent of a sequence's first block: prefixes are shared only within one salt."""
     return blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).digest()
+
+
+def private_root(group: int) -> bytes:
+    """As root_digest(), for sequences of one request that share with nobody else."""
+    return blake2b(group.to_bytes(8), digest_size=DIGEST_BYTES, person=b"group").digest()
 
 
 def block_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
@@ -39,8 +46,9 @@ class BlockLedger:
         self._references = [0] * num_blocks
         self._free = list(range(num_blocks - 1, -1, -1))
         self._cached: OrderedDict[int, None] = OrderedDict()  # least recently used first
-        self._digest_of: list[bytes | None] = [None] * num_blocks
+        self._prefix_of: list[Prefix | None] = [None] * num_blocks
         self._block_of: dict[bytes, int] = {}
+        self.log: KvEventLog | None = None  # None: nobody watches the index
 
     def __repr__(self) -> str:
         return f"BlockLedger(used={self.used}, cached={self.cached}, total={self.num_blocks})"
@@ -103,32 +111,73 @@ class BlockLedger:
             block = self._free.pop()
         elif self._cached:
             block, _ = self._cached.popitem(last=False)
-            digest = self._digest_of[block]
-            assert digest is not None
-            del self._block_of[digest]
-            self._digest_of[block] = None
+            prefix = self._prefix_of[block]
+            assert prefix is not None
+            del self._block_of[prefix.digest]
+            self._removed(block)
         else:
             raise InternalError(f"no block available in {self!r}")
         self._references[block] = 1
         table.append(block)
 
-    def seal(self, block: int, digest: bytes) -> None:
-        """Makes a full, computed block findable by its digest; an equal block sealed earlier wins."""
-        if digest not in self._block_of:
-            self._block_of[digest] = block
-            self._digest_of[block] = digest
+    def seals(self, digest: bytes) -> bool:
+        """Whether seal() would keep a block of this digest: an equal block sealed earlier wins."""
+        return digest not in self._block_of
+
+    def seal(self, block: int, prefix: Prefix) -> None:
+        """Makes a full, computed block findable by its digest, if seals() it."""
+        if self.seals(prefix.digest):
+            self._block_of[prefix.digest] = block
+            self._prefix_of[block] = prefix
+            if self.log is not None:
+                self.log.stored(prefix)
+
+    def sealed(self) -> list[KvBlocksStored]:
+        """Every block that any later sequence can find, parents before children."""
+        return contents(prefix for prefix in self._prefix_of if prefix is not None)
+
+    def forget(self, digests: Iterable[bytes]) -> None:
+        """Nobody finds these blocks any more; unknown digests are ignored."""
+        for digest in digests:
+            block = self._block_of.pop(digest, None)
+            if block is not None:
+                self._removed(block)
+                if block in self._cached:
+                    del self._cached[block]
+                    self._free.append(block)
+
+    def forget_all(self) -> int:
+        """No block can be found any more, and those that nobody references are free.
+
+        Returns: how many could be found.
+        """
+        forgotten = len(self._block_of)
+        self._free += reversed(self._cached)
+        self._cached.clear()
+        for block in self._block_of.values():
+            self._prefix_of[block] = None
+        self._block_of.clear()
+        if self.log is not None:
+            self.log.cleared()
+        return forgotten
 
     def release(self, table: list[int]) -> None:
         """Drops the table's references and empties it. Sealed blocks stay cached, tails go first."""
         for block in reversed(table):
             self._references[block] -= 1
             if self._references[block] == 0:
-                if self._digest_of[block] is None:
+                if self._prefix_of[block] is None:
                     self._free.append(block)
                 else:
                     self._cached[block] = None
         table.clear()
         self.releases += 1
+
+    def _removed(self, block: int) -> None:
+        """The index does not name a block any more."""
+        if self.log is not None and (prefix := self._prefix_of[block]) is not None:
+            self.log.removed(prefix)
+        self._prefix_of[block] = None
 
     def check_integrity(self, tables: Iterable[Sequence[int]]) -> None:
         """Recounts everything from `tables`, which are all tables in use.
@@ -152,10 +201,10 @@ class BlockLedger:
                 raise InternalError(
                     f"block {block}: {self._references[block]} references kept, {counted[block]} in tables"
                 )
-            digest = self._digest_of[block]
-            if digest is not None and (block in free or self._block_of.get(digest) != block):
+            prefix = self._prefix_of[block]
+            if prefix is not None and (block in free or self._block_of.get(prefix.digest) != block):
                 raise InternalError(f"block {block} carries a digest the index does not know")
-            if digest is None and block in self._cached:
+            if prefix is None and block in self._cached:
                 raise InternalError(f"cached block {block} has no digest")
-        if len(self._block_of) != sum(digest is not None for digest in self._digest_of):
+        if len(self._block_of) != sum(prefix is not None for prefix in self._prefix_of):
             raise InternalError("the prefix index names a block without a digest")

@@ -14,8 +14,11 @@ from collections.abc import Sequence
 
 from ep_server.errors import InternalError
 from ep_server.records import (
+    LATE_TOKEN,
     NO_TOKEN,
     PENDING_TOKEN,
+    KvBlocksStored,
+    KvEvent,
     RankLoad,
     Request,
     SampledToken,
@@ -25,10 +28,12 @@ from ep_server.records import (
 )
 from ep_server.scheduler.batch import IDLE, SchedulerLimits
 from ep_server.scheduler.kv_blocks import BlockLedger
+from ep_server.scheduler.kv_events import KvEventLog
 from ep_server.scheduler.kv_tables import KvTables
 from ep_server.scheduler.lifecycle import Event
 from ep_server.scheduler.queues import WaitingQueue
 from ep_server.scheduler.sequence import ScheduledSequence, StepsInFlight
+from ep_server.scheduler.siblings import Siblings
 
 
 class RankScheduler:
@@ -37,7 +42,8 @@ class RankScheduler:
     A step runs every decoding sequence first, then prefill chunks with the tokens that are left: those begun
     and those newly admitted, best order first. A sequence is admitted when its whole prompt fits, plus one
     block for each running sequence. When decoding runs out of blocks, the last in order gives its blocks back
-    and is computed again later; it keeps its tokens, and none is emitted twice.
+    and is computed again later; it keeps its tokens, and none is emitted twice. Of the sequences of one
+    request the first prefills the prompt, and the others share its blocks.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -45,6 +51,7 @@ class RankScheduler:
         self._ledger = BlockLedger(limits.kv_blocks, limits.block_size)
         self._tables = KvTables(self._ledger)
         self._waiting = WaitingQueue(limits.max_overtakes)
+        self._siblings = Siblings()
         # Every running sequence gets at least one token of a step, or a long decode would stall a prefill.
         self._max_running = min(limits.max_running, limits.max_step_tokens)
         self._decoding: list[ScheduledSequence] = []
@@ -66,6 +73,11 @@ class RankScheduler:
         """At least one request waits or runs."""
         return bool(self._live)
 
+    @property
+    def running(self) -> int:
+        """Sequences that hold KV blocks, in prefill or decode."""
+        return len(self._decoding) + len(self._prefilling)
+
     def is_live(self, number: int) -> bool:
         """A request of this number waits or runs."""
         return number in self._live
@@ -73,8 +85,8 @@ class RankScheduler:
     def load(self) -> RankLoad:
         """The state now; cumulative counts since construction."""
         return RankLoad(
-            running=len(self._decoding) + len(self._prefilling),
-            waiting=len(self._waiting),
+            running=self.running,
+            waiting=len(self._waiting) + len(self._siblings),
             kv_blocks_used=self._ledger.used,
             kv_blocks_total=self._ledger.num_blocks,
             kv_blocks_cached=self._ledger.cached,
@@ -100,7 +112,8 @@ class RankScheduler:
         )
         self._arrivals += 1
         self._live[seq.number] = seq
-        self._waiting.push(seq)
+        if self._siblings.join(seq):
+            self._waiting.push(seq)
 
     def cancel(self, number: int) -> bool:
         """Ends a request: now, or at commit if it is in the step in flight. No event of it follows.
@@ -113,10 +126,39 @@ class RankScheduler:
         """As cancel(), for a request that cannot be run; freed() does not name it."""
         return self._drop(number, Event.FAIL)
 
+    def hold(self, number: int) -> None:
+        """Keeps a request out of the steps to come; it keeps its blocks. Unknown numbers are ignored."""
+        if number in self._live:
+            self._live[number].held = True
+
+    def release(self, number: int) -> None:
+        """Ends hold()."""
+        if number in self._live:
+            self._live[number].held = False
+
     def freed(self) -> list[int]:
         """Numbers of cancelled requests whose blocks came back since the last call."""
         freed, self._freed = self._freed, []
         return freed
+
+    def flush_cache(self) -> int:
+        """Forgets every prefix: nothing computed so far is found by a later request. Returns: blocks.
+
+        Running sequences keep their blocks and offer none until they are placed again.
+        """
+        return self._tables.forget_all(self._decoding + self._prefilling)
+
+    def watch_cache(self, *, on: bool) -> None:
+        """Begins or ends to keep what cache_events() returns."""
+        self._ledger.log = KvEventLog() if on else None
+
+    def cache_events(self) -> list[KvEvent]:
+        """Changes of the prefix cache since the last call, oldest first; empty where nobody watches."""
+        return [] if self._ledger.log is None else self._ledger.log.take()
+
+    def cache_contents(self) -> list[KvBlocksStored]:
+        """Every block that a later request may share, parents before children."""
+        return self._ledger.sealed()
 
     def plan(self) -> StepBatch:
         """The next step; empty when nothing can run, or when everything depends on tokens in flight.
@@ -127,7 +169,7 @@ class RankScheduler:
         Raises: InternalError if a commit() must come first.
         """
         self._in_flight.make_room()
-        going = [seq for seq in self._decoding if seq.runs_on]
+        going = [seq for seq in self._decoding if seq.runs_on and not seq.held]
         self._grow(going)
         going = [seq for seq in going if not seq.waits]  # the others were preempted
         slices = [
@@ -151,7 +193,8 @@ class RankScheduler:
         Args:
             batch: the oldest batch that plan() returned and that is not committed.
             sampled: one token per slice with `sample`, in slice order.
-                A request with NO_TOKEN ends as by fail().
+                A request with NO_TOKEN ends as by fail(). With LATE_TOKEN its last token runs again; it must
+                have been on hold() since that step was planned.
         Returns: one event per drawn token of a request that goes on or ends by it, in slice order.
         Raises: InternalError if batch or tokens are not those awaited; nothing has changed then.
         """
@@ -164,9 +207,11 @@ class RankScheduler:
             if seq.state.ended:  # by a step before, when this one was planned already
                 continue
             if not seq.waits and seq.admissions == admissions:
-                seq.computed = piece.start + len(piece.token_ids)
+                late = token is not None and token.token_id == LATE_TOKEN
+                seq.computed = piece.start + len(piece.token_ids) - late
+                seq.planned -= late
                 if seq.computed >= seq.next_seal:
-                    self._tables.seal(seq)
+                    self._tables.seal(seq, seq.computed)
             event = self._take(seq, token) if token is not None else None
             if event is not None:
                 events.append(event)
@@ -179,6 +224,8 @@ class RankScheduler:
     def _take(self, seq: ScheduledSequence, token: SampledToken) -> TokenEvent | None:
         """Appends a drawn token. Returns the event to publish."""
         seq.pending -= 1
+        if token.token_id == LATE_TOKEN:
+            return None
         if token.token_id == NO_TOKEN:
             seq.drop = seq.drop or Event.FAIL
             return None
@@ -191,9 +238,10 @@ class RankScheduler:
     def check_integrity(self) -> None:
         """Raises InternalError if queues, tables, counts or states disagree. For tests and idle moments."""
         self._waiting.check_integrity()
+        self._siblings.check_integrity()
         running = self._decoding + self._prefilling
         self._ledger.check_integrity(seq.blocks for seq in running)
-        if len(running) + len(self._waiting) != len(self._live):
+        if len(running) + len(self._waiting) + len(self._siblings) != len(self._live):
             raise InternalError(f"{len(self._live)} live requests, but {self!r}")
         if len(running) > self._max_running:
             raise InternalError(f"more than {self._max_running} running in {self!r}")
@@ -240,7 +288,8 @@ class RankScheduler:
             start, end = seq.planned, min(seq.planned + left, len(seq.tokens))
             ids = seq.tokens[start:end]
             last = end == len(seq.tokens)
-            slices.append(SeqSlice(seq.number, start, ids, seq.blocks, last, seq.admissions))
+            scored = seq.score(start, end)
+            slices.append(SeqSlice(seq.number, start, ids, seq.blocks, last, seq.admissions, scored))
             going.append(seq)
             left -= end - start
         return budget - left
@@ -269,8 +318,9 @@ class RankScheduler:
         self._prefilling.append(seq)
         if seq.cached_tokens is None:
             seq.cached_tokens = seq.computed
-            self._prefix_queries += len(seq.tokens) if seq.caches else 0
-            self._prefix_hits += seq.computed
+            if seq.caches and seq.scored >= seq.score_end:
+                self._prefix_queries += len(seq.tokens)
+                self._prefix_hits += seq.computed
         return True
 
     def _move_prefilled(self) -> None:
@@ -278,6 +328,10 @@ class RankScheduler:
         if done:
             self._decoding += done
             self._prefilling = [seq for seq in self._prefilling if seq not in done]
+        for seq in done:
+            if self._siblings.awaits(seq):
+                self._tables.seal(seq, len(seq.request.prompt_ids))
+                self._queue(self._siblings.prefilled(seq))
 
     def _preempt(self, seq: ScheduledSequence) -> None:
         seq.advance(Event.PREEMPT)
@@ -296,14 +350,21 @@ class RankScheduler:
         return True
 
     def _end(self, seq: ScheduledSequence, event: Event) -> None:
-        if seq.waits:
-            self._waiting.remove(seq)
-        else:
+        if not seq.waits:
             self._leave_running(seq)
+        elif not self._siblings.holds(seq):
+            self._waiting.remove(seq)
         seq.advance(event)
         del self._live[seq.number]
+        self._queue(self._siblings.leave(seq))
+        if seq.shares and self._siblings.is_last(seq):
+            self._tables.forget(seq)
         if event is Event.CANCEL:
             self._freed.append(seq.number)
+
+    def _queue(self, released: Sequence[ScheduledSequence]) -> None:
+        for seq in released:
+            self._waiting.push(seq)
 
     def _leave_running(self, seq: ScheduledSequence) -> None:
         (self._decoding if seq in self._decoding else self._prefilling).remove(seq)

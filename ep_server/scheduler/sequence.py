@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from ep_server.errors import InternalError
-from ep_server.records import FinishReason, Request, SampledToken, StepBatch
-from ep_server.scheduler.kv_blocks import block_digest, root_digest
+from ep_server.records import FinishReason, Request, SampledToken, ScoredRows, StepBatch
+from ep_server.scheduler.kv_blocks import block_digest, private_root, root_digest
 from ep_server.scheduler.lifecycle import Event, State, advance
 
 NEVER = sys.maxsize
@@ -26,16 +26,21 @@ class ScheduledSequence:
     """One request on its rank, from add() to its end.
 
     arrival: its place in the order of add(). caches: reads and fills the prefix cache.
+    shares: the prompt's blocks, with the other sequences of its request.
     stops: token ids that end it once len(tokens) reaches earliest_stop; length_limit ends it in any case.
     tokens: prompt, then every token drawn so far. A preempted sequence keeps them.
     blocks: its KV table, empty while it waits. capacity = len(blocks) * block_size.
     computed: leading tokens whose keys and values are in the cache.
     planned: the same once the steps in flight have run. pending: tokens that they draw for it.
     admissions: times it was given blocks.
+    scored: leading prompt positions that need not be scored any more: the step that does it is planned.
+    score_end: the same once all are. It reads no block of the prefix cache beyond `scored`.
     sealed: leading full blocks offered to the prefix index. next_seal: `computed` at which one more fills.
+    flushed: its blocks are older than the last flush, so it offers none.
     cached_tokens: prompt tokens its first admission found in the prefix cache; None before it.
     urgent: was overtaken too often; precedes every priority.
     drop: cancel or failure that waits for the step in flight.
+    held: it takes part in no step until it is released.
     """
 
     request: Request
@@ -43,10 +48,12 @@ class ScheduledSequence:
     block_size: int
     caches: bool
     number: int = field(init=False)
+    shares: bool = field(init=False)
     stops: frozenset[int] = field(init=False)
     earliest_stop: int = field(init=False)
     length_limit: int = field(init=False)
     tokens: list[int] = field(init=False)
+    score_end: int = field(init=False)
     state: State = State.QUEUED
     blocks: list[int] = field(default_factory=list)
     capacity: int = 0
@@ -54,12 +61,15 @@ class ScheduledSequence:
     planned: int = 0
     pending: int = 0
     admissions: int = 0
+    scored: int = 0
     sealed: int = 0
     next_seal: int = NEVER
+    flushed: bool = False
     cached_tokens: int | None = None
     overtaken: int = 0
     urgent: bool = False
     drop: Event | None = None
+    held: bool = False
     _digests: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -67,9 +77,12 @@ class ScheduledSequence:
         self.number = self.request.number
         self.caches = self.caches and not self.request.bypass_prefix_cache
         self.stops = stopping.eos_token_ids | stopping.stop_token_ids
-        self.tokens = list(self.request.prompt_ids)
-        self.earliest_stop = len(self.tokens) + stopping.min_new_tokens
-        self.length_limit = len(self.tokens) + stopping.max_new_tokens
+        prompt = len(self.request.prompt_ids)
+        self.tokens = [*self.request.prompt_ids, *self.request.output_ids]
+        self.earliest_stop = prompt + stopping.min_new_tokens
+        self.length_limit = prompt + stopping.max_new_tokens
+        self.shares = self.request.group > 0 and prompt > self.block_size
+        self.score_end = 0 if self.request.sampling.prompt_logprobs is None else prompt - 1
 
     def __repr__(self) -> str:
         return (
@@ -100,10 +113,32 @@ class ScheduledSequence:
         """Digests of the first `count` blocks, all of them full; computed once each."""
         size = self.block_size
         while len(self._digests) < count:
-            parent = self._digests[-1] if self._digests else root_digest(self.request.cache_salt)
+            parent = self._digests[-1] if self._digests else self._root()
             start = len(self._digests) * size
             self._digests.append(block_digest(parent, self.tokens[start : start + size]))
         return self._digests[:count]
+
+    def _root(self) -> bytes:
+        return root_digest(self.request.cache_salt) if self.caches else private_root(self.request.group)
+
+    @property
+    def reusable(self) -> int:
+        """Leading tokens whose blocks it may find: in the prefix cache, or among those of its request.
+
+        The last token is always run, cached or not: its logits are what the step is for.
+        """
+        if not self.caches and not self.shares:
+            return 0
+        return len(self.tokens) - 1 if self.scored >= self.score_end else self.scored
+
+    def score(self, start: int, end: int) -> ScoredRows | None:
+        """Which of the positions `start` to `end` the next step scores. Call it for a step that is run."""
+        first, last = max(start, self.scored), min(end, self.score_end)
+        top = self.request.sampling.prompt_logprobs
+        if first >= last or top is None:
+            return None
+        self.scored = last
+        return ScoredRows(first, self.tokens[first + 1 : last + 1], top)
 
     def append(self, token_id: int) -> FinishReason | None:
         """Appends a drawn token. Returns the finish reason if it is the last one."""

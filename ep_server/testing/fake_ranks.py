@@ -8,13 +8,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Final
 
-from ep_server.errors import StartupError
+from ep_server.errors import InternalError, StartupError
 from ep_server.ranks.protocol import RankListener
-from ep_server.records import RankReady, RankStatistics, Request, SampledToken, StepBatch, TokenEvent
+from ep_server.records import (
+    FlushCache,
+    KvEventBatch,
+    OrderDone,
+    PromptLogprobs,
+    RankOrder,
+    RankReady,
+    RankStatistics,
+    Request,
+    SampledToken,
+    SeqSlice,
+    StartProfile,
+    StepBatch,
+    TokenEvent,
+)
 from ep_server.scheduler.batch import SchedulerLimits
+from ep_server.scheduler.cache_reporter import CacheReporter
 from ep_server.scheduler.rank_scheduler import RankScheduler
 
 NextToken = Callable[[Request, int], int]  # (request, index in its output) -> token id
@@ -51,20 +65,29 @@ class FakeRanks:
         self.num_ranks = num_ranks
         self.requests: dict[int, Request] = {}  # by number, every request ever submitted
         self.cancelled: list[int] = []  # numbers, in the order of cancel()
+        self.profile = ""  # name of the last one; nothing is written
         self.stopped = False
         self.start_gate: asyncio.Event | None = None  # start() waits for it
         self.start_error: StartupError | None = None  # start() raises it
         self._limits = limits
         self._next_token = next_token
-        self._schedulers = [RankScheduler(limits) for _ in range(num_ranks)]
-        self._drawn: dict[int, int] = {}
-        self._cancels: list[tuple[int, int]] = []
-        self._steps = [0] * num_ranks
-        self._tokens = [0] * num_ranks
+        self._begin()
         self._held = False
-        self._dead = False
         self._turn: asyncio.Handle | None = None
         self._listener: RankListener | None = None
+
+    def _begin(self) -> None:
+        self._schedulers = [RankScheduler(self._limits) for _ in range(self.num_ranks)]
+        self._caches = [
+            CacheReporter(rank, scheduler, self._report_cache, lambda: 0.0)
+            for rank, scheduler in enumerate(self._schedulers)
+        ]
+        self._orders: list[tuple[RankOrder, int]] = []
+        self._drawn: dict[int, int] = {}
+        self._cancels: list[tuple[int, int]] = []
+        self._steps = [0] * self.num_ranks
+        self._tokens = [0] * self.num_ranks
+        self._dead = False
 
     def __repr__(self) -> str:
         return f"FakeRanks({self._schedulers!r})"
@@ -84,10 +107,20 @@ class FakeRanks:
             progress(rank, "weights", 1, 1)
         return [self._ready(rank) for rank in range(self.num_ranks)]
 
+    async def restart(self) -> list[RankReady]:
+        """New schedulers, once `start_gate` is set. Raises: `start_error`."""
+        if self.start_gate is not None:
+            await self.start_gate.wait()
+        if self.start_error is not None:
+            raise self.start_error
+        self._begin()
+        self.release()
+        return [self._ready(rank) for rank in range(self.num_ranks)]
+
     def submit(self, rank: int, request: Request) -> None:
         """Queues a request."""
         self.requests[request.number] = request
-        self._drawn[request.number] = 0
+        self._drawn[request.number] = len(request.output_ids)
         self._schedulers[rank].add(request)
         self._wake()
 
@@ -95,6 +128,16 @@ class FakeRanks:
         """Cancels at the end of the next step."""
         self.cancelled.append(number)
         self._cancels.append((rank, number))
+        self._wake()
+
+    def watch_cache(self, *, on: bool) -> None:
+        """As Ranks.watch_cache, at once."""
+        for cache in self._caches:
+            cache.watch(on=on)
+
+    def order(self, order: RankOrder, number: int) -> None:
+        """Carried out at the end of the next step."""
+        self._orders.append((order, number))
         self._wake()
 
     async def stop(self) -> None:
@@ -131,7 +174,7 @@ class FakeRanks:
         """A rank reports that it cannot run this request."""
         for rank, scheduler in enumerate(self._schedulers):
             if scheduler.fail(number):
-                self._told().on_request_failed(rank, number, message)
+                self._told().on_request_failed(rank, number, InternalError(f"rank {rank}: {message}"))
 
     def check_integrity(self, *, idle: bool = False) -> None:
         """Raises InternalError if a scheduler is inconsistent; with `idle`, if anything is left in one."""
@@ -167,13 +210,36 @@ class FakeRanks:
         for rank, number in cancels:  # they arrive while the step runs
             self._schedulers[rank].cancel(number)
         for rank, (scheduler, batch) in enumerate(zip(self._schedulers, batches, strict=True)):
-            events = [self._timed(event) for event in scheduler.commit(batch, self._sample(batch))]
+            for piece in batch.slices:
+                if piece.scored is not None and scheduler.is_live(piece.number):
+                    for part in _scored(piece).parts():
+                        self._told().on_prompt_logprobs(rank, part)
+            events = [self._timed(rank, event) for event in scheduler.commit(batch, self._sample(batch))]
             self._steps[rank] += 1
             self._tokens[rank] += batch.num_tokens
             if events:
                 self._told().on_tokens(rank, events)
             for number in scheduler.freed():
                 self._told().on_freed(rank, number)
+            self._caches[rank].publish()
+            self._told().on_running(rank, scheduler.running)
+        self._carry_out()
+
+    def _carry_out(self) -> None:
+        orders, self._orders = self._orders, []
+        for order, number in orders:
+            for rank, scheduler in enumerate(self._schedulers):
+                if isinstance(order, FlushCache):
+                    done = OrderDone(number, blocks=scheduler.flush_cache())
+                    self._caches[rank].publish()
+                elif isinstance(order, StartProfile):
+                    self.profile, done = order.name, OrderDone(number)
+                else:
+                    done = OrderDone(number, files=(f"{self.profile}-rank{rank}.trace.json",))
+                self._told().on_order_done(rank, done)
+
+    def _report_cache(self, batch: KvEventBatch) -> None:
+        self._told().on_kv_events(batch)
 
     def _sample(self, batch: StepBatch) -> list[SampledToken]:
         return [self._draw(piece.number) for piece in batch.slices if piece.sample]
@@ -188,8 +254,9 @@ class FakeRanks:
         top = tuple(((token + i) % VOCABULARY, -0.5 - i) for i in range(wanted))
         return SampledToken(number, token, -0.5, top)
 
-    def _timed(self, event: TokenEvent) -> TokenEvent:
-        return replace(event, queued_ns=LATENCY_NS) if self._drawn[event.number] == 1 else event
+    def _timed(self, rank: int, event: TokenEvent) -> TokenEvent:
+        first = self._drawn[event.number] == 1
+        return event._replace(queued_ns=LATENCY_NS if first else 0, step=self._steps[rank])
 
     # -- what it reports ---------------------------------------------------------------------------------
 
@@ -218,3 +285,16 @@ class FakeRanks:
             peer_wait_ns={("dispatch", peer): steps * 1000 for peer in peers},
             expert_tokens={rank: self._tokens[rank]},
         )
+
+
+def _scored(piece: SeqSlice) -> PromptLogprobs:
+    """Log probabilities like those of drawn tokens."""
+    assert piece.scored is not None
+    targets, top = piece.scored.targets, range(piece.scored.top)
+    return PromptLogprobs(
+        piece.number,
+        piece.scored.start + 1,
+        [-0.5] * len(targets),
+        [(token + i) % VOCABULARY for token in targets for i in top],
+        [-0.5 - i for _ in targets for i in top],
+    )

@@ -25,30 +25,43 @@ from ep_server.exchange.api import (
     Capabilities,
     ExchangeSpec,
     ExchangeStatistics,
+    Handle,
     Payload,
+    PendingCombine,
+    PendingDispatch,
     Received,
+    RecvOptions,
     Reduction,
     View,
+    Wire,
 )
-from ep_server.exchange.geometry import RECORD_BYTES, check_spec
-from ep_server.exchange.quant import FP8_PAYLOADS, quantise, scale_columns, scale_dtype
-from ep_server.exchange.validate import check_expert_out, check_tokens, check_weights, input_dtype
+from ep_server.exchange.quant import quantise, scale_columns, scale_dtype
+from ep_server.exchange.shapes import Shapes
+from ep_server.exchange.spec import FP8, RECORD_BYTES, check_spec
+from ep_server.exchange.validate import (
+    CPU,
+    check_combine_weights,
+    check_dispatch,
+    check_hints_only,
+    check_ids,
+    combine_mode,
+    handle_of,
+    input_dtype,
+)
 from ep_server.testing.packing import entries_of, pad_rows, slots_of
 
 
 @dataclass(frozen=True, slots=True)
 class Dispatched:
-    """What a rank knows after a dispatch; the handle of Received.
+    """What a rank has after a dispatch; state of its Handle.
 
     ids: [R, max_tokens, K] int64, -1 where nothing was routed. weights: [R, max_tokens, K] float32 or None.
     entries: [N, 4] int64, (local expert, source rank, source token, k) of each received row, in row order.
-    num_tokens: T of this rank's own call.
     """
 
     ids: torch.Tensor
     weights: torch.Tensor | None
     entries: torch.Tensor
-    num_tokens: int
 
 
 class ReferenceExchange:
@@ -65,10 +78,11 @@ class ReferenceExchange:
             raise InvalidArgument("group", None, f"a process group of {spec.num_ranks} ranks")
         if group is not None and (group.size(), group.rank()) != (spec.num_ranks, spec.rank):
             raise InvalidArgument("group", group, f"rank {spec.rank} of {spec.num_ranks}")
-        self.spec = spec
+        self.spec, self.shapes = spec, Shapes(spec)
         self._group = group
-        self._dispatches: deque[ReferenceDispatch] = deque(maxlen=spec.num_banks)
-        self._combines: deque[ReferenceCombine] = deque(maxlen=spec.num_banks)
+        self._dispatches: deque[PendingDispatch] = deque(maxlen=spec.num_banks)
+        self._combines: deque[PendingCombine] = deque(maxlen=spec.num_banks)
+        self.empty_padded = self.shapes.padded
         self.membership = self.fused = None
         self.capabilities = Capabilities(
             payloads=frozenset(Payload),
@@ -81,25 +95,34 @@ class ReferenceExchange:
 
     def dispatch_send(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None
-    ) -> ReferenceDispatch:
+    ) -> PendingDispatch:
         """See Exchange.dispatch_send. Blocks until every rank has called it."""
-        check_tokens(self.spec, x, topk_ids, topk_weights)
+        check_dispatch(self.spec, CPU, x, topk_ids, topk_weights)
+        check_ids(self.spec, topk_ids)
         self._check_bank(self._dispatches, "dispatch")
-        pending = ReferenceDispatch(self, x, topk_ids, topk_weights)
+        pending = PendingDispatch(ReferenceDispatch(self, x, topk_ids, topk_weights).receive)
         self._dispatches.append(pending)
         return pending
 
     def combine_send(
-        self, expert_out: torch.Tensor, received: Received, topk_weights: torch.Tensor | None = None
-    ) -> ReferenceCombine:
-        """See Exchange.combine_send. Blocks until every rank has called it."""
-        dispatched = received.handle
-        if not isinstance(dispatched, Dispatched):
-            raise InvalidArgument("received.handle", dispatched, "made by this exchange")
-        check_expert_out(self.spec, expert_out, received)
-        weights = _own_weights(self.spec, dispatched, topk_weights)
+        self,
+        expert_out: torch.Tensor,
+        received: Received,
+        topk_weights: torch.Tensor | None = None,
+        *,
+        reduction: Reduction | None = None,
+        wire: Wire = Wire.BF16,
+    ) -> PendingCombine:
+        """See Exchange.combine_send, with the spec's reduction. Blocks until every rank has called it."""
+        handle: Handle[Dispatched] = handle_of(received, self)
+        mode = combine_mode(self.spec, reduction, wire, self.capabilities.wires)
+        if mode.reduction is not self.spec.reduction:
+            raise InvalidArgument("reduction", str(mode.reduction), f"{self.spec.reduction}, the spec's")
+        self.shapes.check_outputs(expert_out, received.view, len(handle.state.entries))
+        check_combine_weights(self.spec, CPU, handle, topk_weights, mode.reduction)
         self._check_bank(self._combines, "combine")
-        pending = ReferenceCombine(self, _compact(expert_out, received, dispatched), dispatched, weights)
+        rows = _compact(expert_out, received, handle.state)
+        pending = PendingCombine(ReferenceCombine(self, rows, handle, topk_weights).receive)
         self._combines.append(pending)
         return pending
 
@@ -147,7 +170,7 @@ class ReferenceExchange:
         dist.all_to_all_single(received, rows.contiguous(), group=self._group)
         return received
 
-    def _check_bank(self, operations: deque[ReferenceDispatch] | deque[ReferenceCombine], op: str) -> None:
+    def _check_bank(self, operations: deque[PendingDispatch] | deque[PendingCombine], op: str) -> None:
         if len(operations) == operations.maxlen and not operations[0].received:
             raise HookNotCalled(f"the {op} {operations.maxlen} operations ago has not been received")
 
@@ -159,11 +182,10 @@ class ReferenceDispatch:
         self, exchange: ReferenceExchange, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None
     ) -> None:
         spec = exchange.spec
-        self.received = False
-        self._spec, self._num_tokens = spec, len(x)
+        self._exchange, self._spec, self._num_tokens = exchange, spec, len(x)
         self._ids = exchange.gather(pad_rows(ids, spec.max_tokens, -1))
         self._weights = None if weights is None else exchange.gather(pad_rows(weights, spec.max_tokens, 0))
-        if spec.payload in FP8_PAYLOADS:
+        if spec.payload in FP8:
             codes, scales = quantise(x, spec.payload)
             codes = exchange.gather(pad_rows(codes.view(torch.uint8), spec.max_tokens, 0))
             self._rows = codes.view(torch.float8_e4m3fn)
@@ -171,11 +193,9 @@ class ReferenceDispatch:
         else:
             self._rows, self._scales = exchange.gather(pad_rows(x, spec.max_tokens, 0)), None
 
-    def recv(self, view: View = View.COMPACT) -> Received:
+    def receive(self, view: View, options: RecvOptions) -> Received:
         """See PendingDispatch.recv."""
-        if self.received:
-            raise InvalidArgument("dispatch", "received", "received once")
-        self.received = True
+        check_hints_only(options)
         spec = self._spec
         entries = entries_of(self._ids, spec.local_experts)
         per_expert = torch.bincount(entries[:, 0], minlength=len(spec.local_experts))
@@ -194,7 +214,12 @@ class ReferenceDispatch:
             rows=flat,
             counts=per_expert.to(torch.int32),
             offsets=offsets,
-            handle=Dispatched(self._ids, self._weights, entries, self._num_tokens),
+            handle=Handle(
+                self._exchange,
+                self._num_tokens,
+                self._weights is not None,
+                Dispatched(self._ids, self._weights, entries),
+            ),
             view=view,
             scales=scales,
             row_ids=row_ids,
@@ -222,11 +247,16 @@ class ReferenceCombine:
     """A combine under way: the rows of all ranks have arrived, nothing is summed at the source yet."""
 
     def __init__(
-        self, exchange: ReferenceExchange, rows: torch.Tensor, dispatched: Dispatched, weights: torch.Tensor
+        self,
+        exchange: ReferenceExchange,
+        rows: torch.Tensor,
+        handle: Handle[Dispatched],
+        weights: torch.Tensor | None,
     ) -> None:
-        spec = exchange.spec
-        self.received = False
-        self._spec, self._dispatched, self._weights = spec, dispatched, weights
+        self._exchange, self._handle, spec, dispatched = exchange, handle, exchange.spec, handle.state
+        if dispatched.weights is not None:
+            weights = dispatched.weights[spec.rank, : handle.tokens]
+        self._weights = rows.new_empty(0, spec.top_k) if weights is None else weights
         _, source, token, choice = dispatched.entries.unbind(1)
         if spec.reduction is Reduction.SOURCE:
             answers = torch.zeros(*dispatched.ids.shape, spec.hidden, dtype=input_dtype(spec))
@@ -241,18 +271,14 @@ class ReferenceCombine:
             answers = sums.to(input_dtype(spec))
         self._answers = exchange.all_to_all(answers)
 
-    def recv(self, out: torch.Tensor | None = None) -> torch.Tensor:
+    def receive(self, out: torch.Tensor | None, wait_stats: torch.Tensor | None) -> torch.Tensor:
         """See PendingCombine.recv."""
-        spec, count = self._spec, self._dispatched.num_tokens
-        shape, dtype = (count, spec.hidden), input_dtype(spec)
-        if out is not None and (tuple(out.shape) != shape or out.dtype != dtype):
-            raise InvalidArgument("out", (tuple(out.shape), out.dtype), f"{shape} {dtype}")
-        if self.received:
-            raise InvalidArgument("combine", "received", "received once")
-        self.received = True
-        total = torch.zeros(shape)
+        check_hints_only({"wait_stats": wait_stats})
+        spec, count, dispatched = self._exchange.spec, self._handle.tokens, self._handle.state
+        result = self._exchange.shapes.result(count, out)
+        total = torch.zeros(count, spec.hidden)
         if spec.reduction is Reduction.SOURCE:
-            ids = self._dispatched.ids[spec.rank, :count]
+            ids = dispatched.ids[spec.rank, :count]
             owners = torch.tensor(spec.placement)[ids]  # -1 reads the last owner; masked below
             for k in range(spec.top_k):
                 tokens = (ids[:, k] >= 0).nonzero().squeeze(1)
@@ -261,20 +287,7 @@ class ReferenceCombine:
         else:
             for partial in self._answers[:, :count]:
                 total = total + partial.float()
-        result = total.to(dtype)
-        return result if out is None else out.copy_(result)
-
-
-def _own_weights(spec: ExchangeSpec, dispatched: Dispatched, given: torch.Tensor | None) -> torch.Tensor:
-    """[T, K] weights of this rank's own tokens, from dispatch or, if it had none, from combine."""
-    if given is not None:
-        if dispatched.weights is not None:
-            raise InvalidArgument("topk_weights", "given twice", "given at dispatch or at combine, not both")
-        check_weights(given, (dispatched.num_tokens, spec.top_k))
-        return given
-    if dispatched.weights is None:
-        raise InvalidArgument("topk_weights", None, "given at combine, since dispatch had none")
-    return dispatched.weights[spec.rank, : dispatched.num_tokens]
+        return result.copy_(total)
 
 
 def _compact(expert_out: torch.Tensor, received: Received, dispatched: Dispatched) -> torch.Tensor:

@@ -22,8 +22,8 @@ namespace {
 
 constexpr uint32_t kNobody = 0;
 constexpr uint32_t kYields = 4;             // enough to let a runnable peer on the same core finish
-constexpr uint64_t kSliceNs = 100'000'000;  // longest sleep: heartbeats and signals are looked at after it
-constexpr uint32_t kPausesPerLook = 16;     // one look at the clock costs about as much as these
+constexpr uint64_t kSliceNs = 100'000'000;  // longest sleep between checks of heartbeats and signals
+constexpr uint32_t kPausesPerLook = 16;     // cost about as much as one reading of the clock
 
 struct Doorbell {
   uint32_t word;
@@ -111,7 +111,7 @@ class Waiter {
       pending_ &= ~(1ull << peer);
       arrived_ |= 1ull << peer;
       if (now == 0) now = now_ns();
-      // Who came while this rank slept on another peer is charged only up to where the sleep began.
+      // If this rank slept on another peer, charge this one only up to the start of that sleep.
       const uint64_t until = slept_on_ >= 0 && slept_on_ != int32_t(peer) ? looked_ : now;
       charge(peer, until - start_);
     }
@@ -124,7 +124,7 @@ class Waiter {
     if (uint32_t(wait_.op) < kTimedOps) group_.statistics.peer_wait_ns[uint32_t(wait_.op)][peer].add(ns);
   }
 
-  // Missing peers that are too late.
+  // Bits of the missing peers that are too late.
   uint64_t expired(uint64_t now) const {
     if (!wait_.by_liveness) return now - start_ >= deadline_ns_ ? pending_ : 0;
     uint64_t late = 0;
@@ -136,11 +136,11 @@ class Waiter {
     return late;
   }
 
-  // Who takes in what this wait needs of a peer.
+  // The rank of this host that receives what this wait needs from `peer`, or `peer` itself.
   uint32_t gateway(uint32_t peer) const { return wait_.by_gateways ? group_.gateways[peer] : peer; }
 
-  // The error names not a peer that is late because of another one, but that one: if it no longer beats, else
-  // if it does not wait itself.
+  // The error names the rank that caused the delay, not a peer that is late because of it. A rank whose
+  // heartbeat stopped comes first, then one that does not wait itself.
   Status attribute_wait(uint64_t late, uint64_t now) const {
     Status status = missing(late, Code::kTimeout);
     status.peer = root(group_, late, now);
@@ -158,7 +158,8 @@ class Waiter {
     return status;
   }
 
-  // The same where the group goes on: a source whose gateway is gone is left out this time, not masked.
+  // As above, for a group that masks and goes on. A source whose gateway is gone is left out this time but
+  // not masked.
   void mask(uint64_t late, uint64_t now) {
     uint64_t held_up_by = 0;
     for (uint64_t left = late; left != 0; left &= left - 1) {
@@ -312,13 +313,13 @@ Status aborted(const Group& group) {
   if (cell_epoch(cell) != uint32_t(group.generation) + 1) return {};
   Status origin;
   std::memcpy(&origin, group.own() + Head::abort_status(cell_payload(cell) - 1), sizeof origin);
-  // Across hosts every survivor names the rank that was lost, not the one that noticed it.
+  // On several hosts, every survivor names the rank that was lost, not the rank that noticed it.
   const bool lost = origin.code == Code::kLost || (origin.code == Code::kTimeout && group.carrier != nullptr);
   if (lost && origin.peer != group.rank) {
     origin.code = Code::kLost;
     return origin;
   }
-  // A request has no wait behind it; its code travels in `seen`, which it does not use.
+  // A requested abort has no wait behind it, so its unused field `seen` carries the code.
   if (origin.code == Code::kRequested) origin.seen = uint32_t(Code::kRequested);
   origin.code = Code::kAborted;
   return origin;

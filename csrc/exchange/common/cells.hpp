@@ -34,26 +34,26 @@ inline uint64_t load_cell(std::byte* region, uint64_t offset) {
 
 uint64_t now_ns();  // CLOCK_MONOTONIC: one clock for all processes of the host
 
-// Which cell of a head; the writer's rank says the rest. `op` and `bank` where the kind has them.
+// Identifies a cell of a head, together with the writer's rank. Some kinds also need `op` and `bank`.
 struct CellName {
   Notice notice;
   Op op = Op::kVote;
   uint32_t bank = 0;
-  bool near = false;  // the low bits of the epoch suffice: the peer is close enough to complete them
+  bool near = false;  // the low bits of the epoch are enough: the peer can work out the rest
 };
 uint64_t cell_offset(const CellName& name, uint32_t writer);
 
-// Stores a cell into the region of `peer` with release and wakes the peer if it sleeps on this rank; a remote
-// peer's goes to the carrier, and at once on its way, but for kConsumed.
+// Stores a cell into the region of `peer` with release, and wakes the peer if it sleeps on this rank. Cells
+// of a remote peer go to the carrier, which sends all but kConsumed at once.
 void publish(Group& group, uint32_t peer, const CellName& name, uint32_t epoch, uint32_t payload);
 
-// Whether the owner of a region sleeps on this writer, whose cell has just been stored.
+// Whether the region's owner sleeps on this writer. Call it after the cell was stored.
 bool sleeps_on(std::byte* region, uint32_t writer);
 
-// Makes a rank of this host look again, whomever it sleeps on.
+// Wakes a rank of this host so that it checks its cells again, whichever rank it sleeps on.
 void wake(Group& group, uint32_t peer);
 
-// The same for this rank's own wait, from any thread.
+// Wakes this rank's own wait. Any thread may call it.
 void wake_self(Group& group);
 
 struct Wait {
@@ -63,10 +63,10 @@ struct Wait {
   uint64_t stride;      // ... and the distance to the next rank's
   uint64_t peers;       // bit per rank to wait for
   uint32_t expected;
-  bool at_least = false;        // a newer epoch has arrived too (consumed counters)
-  bool by_liveness = false;     // no deadline: wait as long as the peers' heartbeats go on
-  uint64_t limit_ns = 0;        // the deadline; 0 = that of all waits
-  bool by_gateways = false;     // what comes from other hosts is taken in by ranks of this one
+  bool at_least = false;        // a newer epoch also counts as arrived (consumed counters)
+  bool by_liveness = false;     // no deadline: wait as long as the peers' heartbeats continue
+  uint64_t limit_ns = 0;        // the deadline; 0 = timing.timeout_ns
+  bool by_gateways = false;     // ranks of this host receive the data from other hosts
   bool ignore_abort = false;    // reset only
   uint64_t* wait_ns = nullptr;  // [rank] += how long this wait lasted for each
 };
@@ -79,10 +79,10 @@ struct Waited {
 // Spins, yields, then sleeps. On expiry masks the missing peers, or aborts the group and returns kTimeout.
 Waited wait_for(Group& group, const Wait& wait);
 
-// Sets the sticky abort of all ranks to `status` (first writer wins) and wakes them.
+// Sets the sticky abort of all ranks to `status` and wakes them. The first writer wins.
 void abort_group(Group& group, const Status& status);
 
-// The same for one region of this host, in the name of any writer. Wakes no rank.
+// Sets the sticky abort in one region of this host, on behalf of any writer. Wakes no rank.
 void abort_at(std::byte* region, uint32_t writer, uint32_t generation, const Status& status);
 
 // kAborted with the origin's fields if the group is aborted, else kOk.

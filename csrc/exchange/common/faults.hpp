@@ -27,7 +27,7 @@ class FaultPlan {
  public:
   void set(std::vector<Fault> faults) { faults_ = std::move(faults); }
 
-  // Delays and kills of a phase; the caller asks about drops separately.
+  // Applies delays and kills of a phase. The caller checks for drops separately.
   void at(Op op, Phase phase, uint64_t epoch) const {
     for (const Fault& f : faults_) {
       if (f.op != op || f.phase != phase || (f.epoch != 0 && f.epoch != epoch)) continue;

@@ -59,7 +59,7 @@ void Group::share_rows(const std::vector<uint32_t>& hosts) {
     mates[r] = 0;
     for (uint32_t other = 0; other < geometry.num_ranks; ++other)
       if (hosts[other] == hosts[r]) mates[r] |= 1ull << other;
-    // Neighbours take different gateways, and so do the hosts where each has one rank.
+    // Neighbours use different gateways. So do hosts that have one rank each.
     turns[r] = hosts[r] + uint32_t(std::popcount(mates[r] & ((1ull << r) - 1)));
   }
   readable = mates[rank];
@@ -82,8 +82,8 @@ std::pair<std::byte*, std::byte*> Group::readable_regions() const {
 
 namespace {
 
-// Waits until nothing of a bank of the outbox is on its way to `peers` any more: its last rows may have been
-// read, but the network still holds on to them. `late` is what comes back at the deadline.
+// Waits until no write to `peers` from this bank of the outbox is in flight. The peers may have read the last
+// rows while the network still holds the buffer. `late`: the status to return at the deadline.
 Status await_lease(Group& group, Op op, uint32_t bank, uint64_t peers, Status late) {
   const uint64_t start = now_ns();
   for (;;) {
@@ -98,7 +98,7 @@ Status await_lease(Group& group, Op op, uint32_t bank, uint64_t peers, Status la
   }
 }
 
-// What the old generation sent has ended before the new one begins: none of it arrives among the new.
+// Waits until all writes of the old generation have completed, so none arrives during the new one.
 Status await_leases(Group& group, uint64_t peers, uint32_t generation) {
   const Status late{Code::kTimeout, Op::kReset, Phase::kJoin, group.rank, 0, generation, generation - 1};
   for (Op op : {Op::kDispatch, Op::kCombine, Op::kVote})
@@ -164,8 +164,8 @@ void publish_header(Group& group, Op op, uint64_t epoch, uint32_t peer, uint32_t
     std::byte* cell = group.regions[peer] + Head::header(op, bank, group.places[peer]);
     std::memcpy(cell + sizeof(uint64_t), &readers, sizeof readers);
   }
-  // Once around the banks, every peer has published an epoch of this generation, so it knows where the next
-  // ones are.
+  // After one pass over the banks, every peer has published an epoch of this generation and can predict the
+  // next ones.
   const bool near = epoch > group.of(op).base() + group.geometry.num_banks;
   publish(group, peer, {Notice::kHeader, op, bank, near}, uint32_t(epoch), payload);
 }
@@ -246,8 +246,7 @@ Status reset(Group& group, uint64_t dead) {
     std::memcpy(&theirs, group.own() + Head::join(bank, peer) + sizeof(uint64_t), sizeof theirs);
     epoch = std::max(epoch, theirs);
   }
-  // Beyond every epoch of the old generation, so none of its cells can ever match; a multiple of all bank
-  // counts.
+  // Larger than every epoch of the old generation, so no old cell can match. A multiple of all bank counts.
   epoch = align_up(epoch + 2 * kMaxBanks, kMaxBanks);
   for (Banks& banks : group.banks) banks.reset(epoch);
   group.vote_epoch = epoch;

@@ -79,7 +79,7 @@ struct Head {
   }
 };
 
-// The part that depends on the model. Plain data: copied to a device as it is.
+// The part that depends on the model. Plain data that can be copied to a device.
 struct Layout {
   static constexpr uint64_t kNote = 2 * kLine;  // in front of ids, so that one write brings both
   uint32_t num_ranks, max_tokens, top_k, num_banks, choices_per_token;
@@ -106,7 +106,7 @@ struct Layout {
     l.row_pitch = align_up(l.row_bytes + l.scale_bytes, kLine);
     l.combine_bytes = uint64_t(g.hidden) * (fp32 ? 4 : 2);
     l.combine_pitch = align_up(l.combine_bytes, kLine);
-    // The slots of SOURCE hold RANK too: direct users may choose by operation.
+    // A SOURCE slot is large enough for RANK too: direct users may choose per operation.
     l.choices_per_token = g.reduction == Reduction::kSource ? g.top_k : 1;
     l.meta = Head::kBytes;
     l.rows = align_up(l.meta + uint64_t(g.num_banks) * g.num_ranks * l.meta_pitch, kPage);
@@ -117,9 +117,9 @@ struct Layout {
     return l;
   }
 
-  // Where rows lie on a device beside the host's memory: what a rank receives there, from `rows` on, and the
-  // outputs that it sends, from `combine` on. Rows that it dispatches are sent from where its own ones
-  // arrive.
+  // Used if rows are in device memory. A rank receives into device_in(), laid out from `rows` on, and sends
+  // expert outputs from device_out(), laid out from `combine` on. Rows that it dispatches are sent from the
+  // slots where its own rows arrive.
   EP_HOST_DEVICE constexpr uint64_t device_in() const { return total - rows; }
   EP_HOST_DEVICE constexpr uint64_t device_out() const { return total - combine; }
 
@@ -145,17 +145,16 @@ struct Layout {
   }
 };
 
-// What a region in a GPU's memory holds behind `Head`. Data and flag are one there: a slot is all ones until
-// its rows come, no word of a row is ever all ones, and the reader makes it all ones again. Words that many
-// blocks read carry their epoch instead. Banks are given back one by one: receives may end in any order.
+// What a region in GPU memory holds behind `Head`. The data is its own flag: an empty slot holds all ones,
+// senders never write a word of all ones, and the reader restores the ones. Words that many blocks read carry
+// their epoch instead. Banks are freed one by one, because receives may end in any order.
 //
-//   headers  [bank][source][word]                   u64 value << 32 | epoch. Word 0: tokens, kHasWeights;
-//   word
-//                                                   1 + i: rows for experts 2i and 2i + 1 of the owner
-//   slots    [bank][source][token]                  row, scales, then per choice {place, weight}
-//   outputs  [bank][expert rank][token][choice]     rows that come back
-//   weights  [bank][source][token][choice]          u64 weight << 32 | epoch, where they come with combine
-//   read     [op][bank][reader]                     u64 epoch that the reader has read there
+//   headers  [bank][source][word]                u64 value << 32 | epoch
+//              word 0: tokens, kHasWeights; word 1 + i: rows for experts 2i and 2i + 1 of the owner
+//   slots    [bank][source][token]               row, scales, then per choice {place, weight}
+//   outputs  [bank][expert rank][token][choice]  rows that return
+//   weights  [bank][source][token][choice]       u64 weight << 32 | epoch, if they are sent with combine
+//   read     [op][bank][reader]                  u64 epoch that the reader has read there
 struct DeviceLayout {
   static constexpr uint32_t kWord = 16;            // bytes of one access
   static constexpr uint32_t kAbsent = 0xfffffffe;  // place: no expert here
@@ -210,14 +209,14 @@ struct DeviceLayout {
   }
 };
 
-// What a dispatch on a GPU leaves for the halves after it, in one block of the caller's device memory.
+// What a dispatch on a GPU stores for the later halves, in one block of the caller's device memory.
 struct DeviceHandle {
   uint64_t epoch, combine_epoch;
-  uint32_t tokens, arrived;  // of this rank; bit per rank whose header came
+  uint32_t tokens, arrived;  // of this rank; bit per rank whose header arrived
   uint32_t sent_to, unused;  // bit per rank
   uint32_t source_tokens[kMaxRanks];
 
-  // Arrays behind it. places, weights: [T, K] of this rank, place = owner << 24 | local expert, or -1.
+  // Arrays that follow it. places, weights: [T, K] of this rank, place = owner << 24 | local expert, or -1.
   // entries: [R * max_tokens, K] row of the view or -1, and its weight.
   EP_HOST_DEVICE static constexpr uint64_t places() { return align_up(sizeof(DeviceHandle), kLine); }
   EP_HOST_DEVICE static constexpr uint64_t weights(const DeviceLayout& l) {
@@ -234,8 +233,8 @@ struct DeviceHandle {
   }
 };
 
-// A group's memory on one host: a page that says what it is, then the regions of the host's ranks in rank
-// order, `pitch` bytes apart.
+// A group's memory on one host: a page that identifies the group, then the regions of the host's ranks in
+// rank order, `pitch` bytes apart.
 struct GroupPage {
   static constexpr uint64_t kMagic = 0x0031'5045'5645'5345;
   static constexpr uint32_t kVersion = 2;

@@ -13,29 +13,30 @@
 
 namespace ep {
 
-// The payload of a dispatch header: tokens, then the rank of this host in whose region the rows of a source
-// on another host are, then whether there are weights.
+// The payload of a dispatch header: number of tokens, gateway, and whether there are weights. The gateway is
+// the rank of this host whose region holds the rows, if the source is on another host.
 constexpr uint32_t kHasWeights = 1u << 31, kGatewayShift = 25, kTokensMask = (1u << kGatewayShift) - 1;
 constexpr uint32_t gateway_of(uint32_t payload) { return payload >> kGatewayShift & (kMaxRanks - 1); }
 
-// In the payload of a combine header, above the reduction: its dispatch never arrived here.
+// Set in the payload of a combine header, above the reduction, if its dispatch never arrived here.
 constexpr uint32_t kNoDispatch = 1u << 31;
 
 enum class View : uint32_t { kCompact, kPadded, kIndex };
 
-// The caller's mistake; nothing has been sent. Becomes InvalidArgument.
+// A mistake of the caller. Nothing has been sent. Becomes InvalidArgument.
 struct BadArgument : std::runtime_error {
   std::string field, value, allowed;
   BadArgument(std::string f, std::string v, std::string a)
       : std::runtime_error(f + " = " + v + ": must be " + a), field(f), value(v), allowed(a) {}
 };
 
-// Where an operation was sent: states are trusted with row numbers, so no other group may read them.
+// The group and generation of an operation. Row numbers in a state are trusted, so another group must not use
+// it.
 struct Origin {
   uint64_t group = 0, generation = 0;
 };
 
-// One (token, k) that a local expert computes. Rows count in COMPACT order.
+// One (token, k) that a local expert computes. `row` counts in COMPACT order.
 struct Entry {
   uint32_t row;
   uint32_t expert;  // local

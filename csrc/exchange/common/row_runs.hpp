@@ -1,5 +1,5 @@
-// Announces rows for remote peers to the carrier while they are written: neighbouring slots in one command.
-// Long runs are announced early, so the network is busy while the rest is written.
+// Announces rows for remote peers to the carrier while they are written. Neighbouring slots share one
+// command. Long runs are announced early, so that the network is busy while the rest is written.
 #pragma once
 
 #include <algorithm>
@@ -30,7 +30,7 @@ class RowRuns {
     ++run.count;
   }
 
-  // No more rows for this peer; the header that follows sets them going.
+  // Ends the rows for this peer. The header that follows makes the carrier send them.
   void flush(uint32_t peer) {
     Run& run = runs_[peer];
     if (run.count == 0) return;
@@ -40,7 +40,7 @@ class RowRuns {
   }
 
  private:
-  static constexpr uint64_t kChunkBytes = 256 << 10;  // of one write: enough to hide the cost of its posting
+  static constexpr uint64_t kChunkBytes = 256 << 10;  // of one write; hides the cost of posting it
   struct Run {
     uint32_t first = 0, count = 0;
   };

@@ -1,5 +1,6 @@
-// Tables of the rows that an operation moves or sums, as slot numbers, for a device that holds the rows and
-// computes on them itself. Combine's slots are numbered from the start of the bank, [rank][token][choice].
+// Tables of the rows that an operation moves or sums, for a device that holds the rows and computes on them
+// itself. Rows are slot numbers. Combine's slots are numbered from the start of the bank,
+// [rank][token][choice].
 #pragma once
 
 #include <bit>
@@ -10,7 +11,7 @@
 
 namespace ep {
 
-// Throws BadArgument where rows are given that the phases would not read.
+// Throws BadArgument if the caller passes rows but the phases would not read them.
 inline void check_place(const Group& group, const char* what, const void* rows) {
   if (group.rows_on_device && rows != nullptr)
     throw BadArgument(what, "rows in host memory", "on the device, as this exchange has them");
@@ -20,8 +21,8 @@ inline uint64_t slot_of(const Layout& layout, uint32_t rank, uint32_t row) {
   return uint64_t(rank) * layout.max_tokens * layout.choices_per_token + row;
 }
 
-// The expert outputs of one token of this rank, in the order they are added: calls fn(slot, weight), where
-// the weight is 1 if the expert's rank has weighted already.
+// Visits the expert outputs of one token of this rank in the order of the sum: calls fn(slot, weight). The
+// weight is 1 if the expert's rank has already applied it.
 template <class Fn>
 void for_each_output(const Group& group, const CombineState& state, uint32_t token, Fn&& fn) {
   const Layout& layout = group.layout;
@@ -37,8 +38,8 @@ void for_each_output(const Group& group, const CombineState& state, uint32_t tok
          state.weights[size_t(token) * layout.top_k + k]);
 }
 
-// Tables [rows][width] of which row is the sum, in order, of which others times which weights; -1 = no more.
-// slots: of each row, where the caller cannot know it.
+// For each output row, the rows to add, in order, and their weights; -1 ends the list. slots: where each
+// output row goes, if the caller cannot derive it.
 struct SumTable {
   int64_t* slots;  // [rows]
   int64_t* terms;  // [rows, width]
@@ -46,12 +47,12 @@ struct SumTable {
   uint32_t width;
 };
 
-// What combine_send puts where: slot and, as rows in COMPACT order, terms of each output. The slots of source
-// s are those of rank s. Returns how many outputs; there are no more than entries.
+// The table of combine_send: the slot of each output and its terms, as rows in COMPACT order. Outputs for
+// source s use the slots of rank s. Returns the number of outputs, at most the number of entries.
 uint32_t output_table(const Group& group, const DispatchState& state, Reduction reduction,
                       const SumTable& table);
 
-// What combine_recv sums for each of the T tokens; terms are slots. table.slots is not written.
+// The table of combine_recv: the sum for each of the T tokens. Terms are slots. table.slots is not written.
 void sum_table(const Group& group, const CombineState& state, const SumTable& table);
 
 }  // namespace ep

@@ -6,6 +6,7 @@
 #include <atomic>
 #include <bit>
 #include <cstdint>
+#include <string>
 #include <vector>
 
 #include "exchange/common/layout.hpp"
@@ -38,6 +39,12 @@ struct Histogram {
   }
 };
 
+// What went through the NIC to one peer.
+struct Traffic {
+  Counter bytes;    // written, with everything that belongs to an operation
+  Counter retries;  // times that the NIC had no room for a write, which then waited
+};
+
 struct Statistics {
   std::array<std::array<Histogram, kNumParts>, kTimedOps> times;
   std::array<std::array<Counter, kMaxRanks>, kTimedOps> peer_wait_ns;
@@ -46,7 +53,9 @@ struct Statistics {
   Counter tokens;                              // given to dispatch_send
   Counter rows;                                // deduplicated rows received, by dispatch
   Counter timeouts;                            // waits that passed their deadline, masked or raised
-  Counter sleeps;                              // futex waits: how often no spin was enough
+  Counter sleeps;                              // futex waits, after spinning was not enough
+  std::array<Traffic, kMaxRanks> traffic;      // to ranks of other hosts; written by whoever drives the NIC
+  std::string domain;                          // of the NIC, set before traffic begins; empty if none
   std::vector<Counter> expert_tokens;          // [E_local] rows received
 
   explicit Statistics(size_t local_experts) : expert_tokens(local_experts) {}

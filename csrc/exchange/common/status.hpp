@@ -15,17 +15,17 @@ enum class Code : uint32_t {
   kAborted,      // GroupAborted; the fields describe the first error
   kInterrupted,  // a signal handler raised in Python
   kRequested,    // abort() was called
-  kLost,         // PeerLost: the network says so, or a rank that timed out on it; `rank` noticed it
+  kLost,         // PeerLost: the network or a timeout says so; `rank` noticed it
 };
 
-// Where an operation can wait, fail, or be made to fail.
+// Where an operation can wait, fail, or have a fault injected.
 enum class Phase : uint32_t {
   kSendBank,      // wait until the receivers have read the bank
   kSendRows,      // write rows and routing
   kSendHeader,    // publish the header cells
   kRecvHeader,    // wait for the headers of the peers
   kRecvExpand,    // unpack rows into the view
-  kRecvReduce,    // sum what came back
+  kRecvReduce,    // sum the returned rows
   kRecvConsumed,  // publish to the senders that the bank is free
   kGather,        // vote: wait for the records
   kJoin,          // reset: wait for all ranks

@@ -11,7 +11,7 @@ namespace ep {
 namespace {
 
 constexpr uint64_t kBeatNs = 100'000'000;
-constexpr uint64_t kQuietNs = 5 * kBeatNs;  // of a peer that no longer beats
+constexpr uint64_t kQuietNs = 5 * kBeatNs;  // a peer without a heartbeat for this long is quiet
 
 constexpr uint32_t kWaitsForYou = 1u << 8;  // above a rank + 1
 

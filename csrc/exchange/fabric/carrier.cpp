@@ -14,12 +14,12 @@ namespace ep::fabric {
 namespace {
 
 constexpr uint64_t kBeatNs = 100 * kMs;
-constexpr uint64_t kRecentNs = 200'000;    // since the rank itself drove: the thread stays aside ...
-constexpr uint64_t kAsideNs = 500'000;     // ... and looks again after this time
-constexpr uint64_t kConsumedNs = 1 * kMs;  // that a consumed epoch waits for a message to travel with
-constexpr uint32_t kBatches = 8;           // of events per step: both directions get their turn
+constexpr uint64_t kRecentNs = 200'000;    // if the rank drove this recently, the thread stays aside ...
+constexpr uint64_t kAsideNs = 500'000;     // ... for this time
+constexpr uint64_t kConsumedNs = 1 * kMs;  // how long a consumed epoch waits for another message
+constexpr uint32_t kBatches = 8;           // of events per step, so that both directions make progress
 
-// What one peer may have on its way to this rank at once: rows one by one in every bank, routing, records.
+// Upper bound of what one peer has in flight to this rank: single rows in every bank, routing, records.
 uint32_t most_arrivals(const Geometry& g) {
   const Layout l = Layout::of(g);
   const uint64_t operation = uint64_t(g.max_tokens) * l.choices_per_token + 4;
@@ -52,6 +52,7 @@ FabricCarrier::FabricCarrier(Group& group, const Options& options, const Share& 
       group.add_remote(peer, memory_->outbound().begin, incoming_.pulse(peer));
     }
   }
+  group.statistics.domain = endpoint_.domain();
   group.rows_on_device = device.inbound.bytes != 0;
   group.share_rows(share.hosts);
   group.generation = load_cell(group.own(), Head::kIdentity);
@@ -86,19 +87,19 @@ void FabricCarrier::drive() {
   const uint64_t now = now_ns();
   drove_.store(now, std::memory_order_relaxed);
   if (const std::unique_lock lock(driving_, std::try_to_lock); lock) {
-    if (step(now)) waiter_.moved();  // what a sleep ended for is mostly found here
+    if (step(now)) waiter_.moved();  // most sleeps end because of something found here
     pending = !outgoing_.idle();
   } else {
-    sched_yield();  // the thread may have lost its core to this one in the middle of a step
+    sched_yield();  // the thread may have been preempted by this one in the middle of a step
   }
   seen_ = arrived_.load(std::memory_order_acquire);
-  std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with rest(): queued first, then look
+  std::atomic_thread_fence(std::memory_order_seq_cst);  // pairs with rest(): queue first, then check
   if (pending && resting_.load(std::memory_order_relaxed)) ring_bell(sender_.bell());
 }
 
 bool FabricCarrier::step(uint64_t now) {
   driver_.store(std::this_thread::get_id());
-  follow_masks();  // first: what a reset queues is for ranks that it unmasked
+  follow_masks();  // first: what a reset queues may be for ranks that it unmasks
   read_queue(now);
   outgoing_.send_consumed(now - kConsumedNs);
   const uint64_t writes = outgoing_.writes();
@@ -130,13 +131,13 @@ void FabricCarrier::handle(const Event& event, uint64_t now) {
     const uint32_t op = said.op % kBankedOps;
     const std::string wrong = incoming_.take(said, outgoing_.last_epoch(Op(op), said.source), now);
     arrived_.fetch_add(1, std::memory_order_release);
-    if (wrong.empty()) lost_ &= ~(1ull << said.source);  // it speaks again: after a reset it may go on
+    if (wrong.empty()) lost_ &= ~(1ull << said.source);  // alive again: after a reset it may go on
     if (said.kind == Kind::kHello && wrong.empty()) greeted(said);
     if (!wrong.empty() && !aborted(group_))
       abort_group(group_, {Code::kViolation, Op(op), Phase::kRecvHeader, group_.rank, said.source, 0, 0});
     return;
   }
-  if (event.peer == kNoPeer) return;  // whose it was is not said: the deadlines will find out
+  if (event.peer == kNoPeer) return;  // the provider does not say whose write failed; a deadline will expire
   outgoing_.completed(event);
   if (event.kind != Event::Kind::kFailed) return;
   error_ = event.error;
@@ -157,7 +158,7 @@ void FabricCarrier::beat(uint64_t now) {
 
 void FabricCarrier::waiting(bool begins) {
   waiting_.store(begins, std::memory_order_seq_cst);  // pairs with stands_aside()
-  // The other ranks of this host may need what comes in while this one computes.
+  // The other ranks of this host may need what arrives while this one computes.
   if (!begins && shared_ && aside_.load(std::memory_order_seq_cst)) ring_bell(sender_.bell());
 }
 
@@ -193,7 +194,7 @@ void FabricCarrier::rest() {
   resting_.store(false, std::memory_order_relaxed);
 }
 
-// Leaves the network to the rank for a while, if it waits; if it is alone, also if it drove lately.
+// Leaves the network to the rank for a while if it waits, or if it is alone on its host and drove recently.
 bool FabricCarrier::stands_aside() {
   aside_.store(true, std::memory_order_seq_cst);
   const bool aside = waiting_.load(std::memory_order_seq_cst) ||

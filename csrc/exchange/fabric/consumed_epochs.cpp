@@ -7,7 +7,7 @@ namespace ep::fabric {
 
 bool ConsumedEpochs::keep(const Command& command, uint32_t last_sent, uint64_t now) {
   Epoch& it = epochs_[uint32_t(command.op())][command.peer];
-  // The peer may send twice more without knowing it, then all its banks are taken.
+  // The peer needs it at once if two more sends would use up all banks that it knows to be free.
   const uint32_t soon = last_sent + 2;
   if (int32_t(soon - it.told - num_banks_) > 0) {
     it.told = command.epoch;

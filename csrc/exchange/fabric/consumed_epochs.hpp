@@ -1,6 +1,6 @@
-// The epochs up to which this rank has read what each peer sent, until the peer knows them. An epoch travels
-// with the next routing for its peer, alone if it has waited too long, or at once if the peer may wait for
-// it.
+// For each peer, the epoch up to which this rank has read its data, kept until the peer has been informed. An
+// epoch travels with the next routing for its peer. It is sent alone if it has waited too long, or at once if
+// the peer may be waiting for it.
 #pragma once
 
 #include <array>
@@ -16,29 +16,29 @@ class ConsumedEpochs {
  public:
   explicit ConsumedEpochs(uint32_t num_banks) : num_banks_(num_banks) {}
 
-  // Keeps it, unless the peer needs it at once: then returns false.
-  // last_sent: epoch of the same operation that this rank last sent to the peer.
+  // Keeps the epoch. Returns false, without keeping it, if the peer needs it at once. last_sent: the epoch of
+  // the same operation that this rank last sent to the peer.
   bool keep(const Command& command, uint32_t last_sent, uint64_t now);
-  // Takes out what has been kept since `before`.
+  // Removes and returns what has been kept since `before`.
   std::vector<Command> overdue(uint64_t before);
-  // What is kept for a peer; 0 = nothing.
+  // The epoch kept for a peer; 0 = none.
   uint32_t kept(uint32_t op, uint32_t peer) const {
     const Epoch& it = epochs_[op][peer];
     return it.since != 0 ? it.command.epoch : 0;
   }
-  // A message took along all that was kept for a peer.
+  // A message carried everything that was kept for a peer.
   void told(uint32_t peer);
   void forget(uint32_t peer);
 
  private:
   struct Epoch {
     Command command{};
-    uint32_t told = 0;   // what the peer knows
-    uint64_t since = 0;  // kept; 0 = nothing is
+    uint32_t told = 0;   // the last epoch sent to the peer
+    uint64_t since = 0;  // when it was kept; 0 = none is kept
   };
   const uint32_t num_banks_;
   std::array<std::array<Epoch, kMaxRanks>, kBankedOps> epochs_{};
-  uint64_t oldest_ = 0;  // no later than the first that is kept; 0 = none
+  uint64_t oldest_ = 0;  // not later than the oldest kept epoch; 0 = none
 };
 
 }  // namespace ep::fabric

@@ -12,13 +12,13 @@
 namespace ep::fabric {
 namespace {
 
-constexpr uint64_t kStrictKey = 0x1eb0;         // below the keys that the strict shim makes up
-constexpr uint64_t kKeys = 4;                   // of an endpoint: neighbours, from a multiple on
+constexpr uint64_t kStrictKey = 0x1eb0;  // the real key, beneath those that network_emulation.hpp makes up
+constexpr uint64_t kKeys = 4;            // of one endpoint: consecutive, starting at a multiple of this
 constexpr uint64_t kOutbound = 1, kDevice = 2;  // added to the key
 constexpr size_t kBatch = 32;
 constexpr size_t kMostWrites = 1 << 16;  // in flight
 
-// A key where the provider lets us choose one: who does not know it writes nothing here.
+// A random key, if the provider lets us choose one: a process that does not know it cannot write here.
 uint64_t random_key(size_t bytes) {
   std::random_device random;
   const uint64_t key = uint64_t(random()) << 32 | random();
@@ -62,7 +62,7 @@ void Endpoint::open(const EndpointParams& params, uint64_t key) {
 
   const uint32_t depth = uint32_t(std::clamp<size_t>(info_->tx_attr->size, 1, kMostWrites));
   const bool receives = info_->mode & FI_RX_CQ_DATA;
-  // No more arrivals can be outstanding than there are receives for them.
+  // No more arrivals can be outstanding than there are posted receives.
   const auto arrivals =
       receives ? std::min<size_t>(params.max_arrivals, info_->rx_attr->size) : params.max_arrivals;
   open_queue(depth + uint32_t(arrivals));
@@ -75,7 +75,8 @@ void Endpoint::open(const EndpointParams& params, uint64_t key) {
   const bool on_card = params.device.inbound.bytes != 0 && params.device.kind == FI_HMEM_CUDA && !copies_;
   check(fi_ep_bind(endpoint, &queue_->fid, FI_TRANSMIT | FI_RECV), "fi_ep_bind of the completion queue");
   check(fi_ep_bind(endpoint, &addresses_->fid, 0), "fi_ep_bind of the address vector");
-  if (on_card) demand_peer_to_peer(demand);  // bound: some providers cannot close an endpoint that is not
+  if (on_card)
+    demand_peer_to_peer(demand);  // after the bind, because some providers cannot close an unbound endpoint
   check(fi_enable(endpoint), "fi_enable");
   refuse_emulation(demand);
   if (on_card) description_ += ", peer to peer";
@@ -124,7 +125,7 @@ Endpoint::Inbound Endpoint::take_in(const Memory& memory, Owned<fid_mr> register
   return made;
 }
 
-// With the provider lies how a card reaches a GPU: dma-buf, or the driver's peer memory.
+// The provider decides how a NIC reaches a GPU: dma-buf, or the driver's peer memory.
 Endpoint::Owned<fid_mr> Endpoint::reg_device(const DeviceMemory& device, const Memory& memory,
                                              uint64_t access, uint64_t key) {
   const iovec at{memory.begin, memory.bytes};
@@ -192,7 +193,7 @@ Endpoint::Posted Endpoint::post(uint32_t peer, const Write& write) {
     const StrictMemory theirs{target.base, target.bytes, target.key};
     const std::string wrong = theirs.refuse(to.addr, to.len, to.key);
     if (!wrong.empty()) throw FabricError(description_ + ": " + wrong);
-    to.addr -= target.base;  // as the provider below wants it
+    to.addr -= target.base;  // converted to what the real provider expects
     to.key = write.device ? kStrictKey + kDevice : kStrictKey;
   }
   fi_msg_rma message{};
@@ -284,11 +285,11 @@ bool Endpoint::ready_to_sleep() {
 }
 
 int64_t Endpoint::post_receive(fi_context2* context) {
-  // Nothing is received into it: it is used up by the immediate of a write.
+  // Receives no data. The immediate of a write uses it up.
   return fi_recv(endpoint_.get(), nullptr, 0, nullptr, FI_ADDR_UNSPEC, context);
 }
 
-// A provider may be full for now. Where it stays so, what does not arrive runs into its deadline.
+// A provider may be full for now. If it stays full, the wait for missing arrivals reaches its deadline.
 void Endpoint::post_receives() {
   while (!unposted_.empty() && post_receive(unposted_.back()) == 0) unposted_.pop_back();
 }

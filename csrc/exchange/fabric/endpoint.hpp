@@ -1,8 +1,8 @@
 // One endpoint: RDMA writes into peers' memory, each with 4 bytes of remote completion data.
 //
-// Each rank registers one region that peers write, and the memory that it sends from. No order of writes is
-// assumed. No liveness is assumed either: no provider reports a peer that fell silent. One thread at a time
-// may use an endpoint.
+// Each rank registers one region that peers write to, and the memory that it sends from. No order of writes
+// is assumed. No liveness is assumed either: no provider reports a silent peer. Only one thread at a time may
+// use an endpoint.
 #pragma once
 
 #include <rdma/fi_domain.h>
@@ -22,14 +22,14 @@
 
 namespace ep::fabric {
 
-// Registered memory as peers name it.
+// Registered memory, in the form that peers use to address it.
 struct Target {
-  uint64_t base = 0;  // what it begins at, in the provider's addressing
+  uint64_t base = 0;  // its start, in the provider's addressing
   uint64_t key = 0;
   uint64_t bytes = 0;  // 0: there is none
 };
 
-// The address of a peer and of its memory. Ranks exchange these before they connect.
+// The address of a peer and of its memory. Ranks exchange addresses before they connect.
 struct EndpointAddress {
   std::string name;  // the provider's address
   Target host, device;
@@ -40,35 +40,35 @@ struct Memory {
   uint64_t bytes = 0;
 };
 
-// Memory of a device, which the NIC reads and writes itself. None if both are empty.
+// Device memory that the NIC reads and writes directly. Both are empty if there is none.
 struct DeviceMemory {
-  Memory inbound;     // written by peers, and sent from
-  Memory outbound;    // sent from
+  Memory inbound;     // peers write to it; writes are also sent from here
+  Memory outbound;    // writes are sent from here
   uint32_t kind = 0;  // libfabric's fi_hmem_iface: 0 = host memory, 1 = CUDA
   int32_t number = 0;
 };
 
 struct EndpointParams {
-  Memory inbound;   // written by peers
+  Memory inbound;   // peers write to it
   Memory outbound;  // writes are sent from here
   DeviceMemory device;
-  uint32_t peers;         // how many will be added
-  uint32_t max_arrivals;  // completions that may wait here unread
+  uint32_t peers;         // how many peers will be added
+  uint32_t max_arrivals;  // unread completions that it can hold
 };
 
 struct Write {
-  const std::byte* from;  // in `outbound`; of a device in either of its memories
+  const std::byte* from;  // in `outbound`; for a device, in either of its memories
   uint64_t bytes;         // at least 1
   uint64_t to;            // offset in the peer's memory of the same kind
   uint32_t immediate;
-  uint32_t tag;  // of the caller; comes back with the completion
+  uint32_t tag;  // chosen by the caller; returned with the completion
   bool more;     // another write follows at once
   bool device = false;
 };
 
 struct Event {
   enum class Kind : uint32_t { kArrived, kSent, kFailed } kind;
-  uint32_t peer;       // kSent, kFailed; kNoPeer where the provider does not say
+  uint32_t peer;       // kSent, kFailed; kNoPeer if the provider does not say
   uint32_t immediate;  // kArrived
   uint32_t tag;        // kSent
   int error;           // kFailed: errno of libfabric
@@ -84,20 +84,25 @@ class Endpoint {
   Endpoint& operator=(const Endpoint&) = delete;
 
   const std::string& description() const { return description_; }
+  // The NIC or interface.
+  std::string domain() const {
+    const char* name = info_->domain_attr->name;
+    return name != nullptr ? name : "";
+  }
   EndpointAddress address() const;
-  // Peers are numbered in the order they are added.
+  // Peers are numbered in the order in which they are added.
   uint32_t add_peer(const EndpointAddress& peer);
 
   enum class Posted { kDone, kAgain, kFailed };
-  // kAgain: no room, or the connection is not there yet; poll and call again. kFailed: `error()` says why.
+  // kAgain: no room, or not connected yet; poll and call again. kFailed: `error()` gives the reason.
   Posted write(uint32_t peer, const Write& write);
   int error() const { return error_; }
 
-  // Reads completions, drives the provider. Returns how many events there are.
+  // Reads completions and drives the provider. Returns the number of events.
   size_t poll(Event* events, size_t room);
 
-  // A descriptor to poll(2) on, -1 where the provider has none; ready_to_sleep() must have said true just
-  // before.
+  // A descriptor for poll(2), or -1 if the provider has none. Before each poll, ready_to_sleep() must return
+  // true.
   int wait_fd() const { return wait_fd_; }
   bool ready_to_sleep();
 
@@ -108,7 +113,7 @@ class Endpoint {
 
  private:
   struct Operation {
-    fi_context2 context;  // the provider's, first: completions carry its address
+    fi_context2 context;  // used by the provider; first, because completions carry its address
     uint32_t peer, tag;
   };
   struct Close {
@@ -120,7 +125,8 @@ class Endpoint {
     fi_addr_t address;
     Target host, device;
   };
-  // One memory that peers write: registered, as they name it, and as a NIC would have them name it.
+  // Memory that peers write to: its registration, its address for peers, and an emulated NIC's address for
+  // it.
   struct Inbound {
     Owned<fid_mr> registered;
     Target target;
@@ -161,8 +167,8 @@ class Endpoint {
   std::vector<Peer> peers_;
   std::vector<Operation> operations_;
   std::vector<Operation*> free_;
-  std::vector<fi_context2> receives_;   // only where each arrival uses one up
-  std::vector<fi_context2*> unposted_;  // those that were used up
+  std::vector<fi_context2> receives_;   // only for providers where each arrival uses up a receive
+  std::vector<fi_context2*> unposted_;  // receives that were used up
   int wait_fd_ = -1, error_ = 0;
   std::optional<Disorder<LateWrite>> late_writes_;
   std::optional<Disorder<Event>> late_events_;

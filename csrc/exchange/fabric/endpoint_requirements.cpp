@@ -8,7 +8,7 @@
 namespace ep::fabric {
 namespace {
 
-// Of libfabric since 1.18: headers of 1.17 do not have them. Both bool.
+// Available since libfabric 1.18, and not in the headers of 1.17. Both options are bool.
 constexpr int kEfaEmulatedWrite = -(0xefa << 16) + 2;  // device writes are emulated
 constexpr int kCudaApiPermitted = 10;                  // FI_OPT_CUDA_API_PERMITTED
 
@@ -42,10 +42,10 @@ void demand_peer_to_peer(const Demand& demand) {
     demand.library.check(required, demand.description +
                                        ": peer to peer transfers of device memory, required of it "
                                        "(FI_OPT_FI_HMEM_P2P)");
-  // What verbs has registered the card reads and writes itself; the layer above passes writes on as they are,
-  // and answers the next question for messages, which it copies.
+  // With verbs the NIC reads and writes registered memory itself. A layer above verbs passes writes through.
+  // It would answer the next question for messages, which it copies.
   if (provider(demand).starts_with("verbs")) return;
-  // Without calls of CUDA's it cannot copy.
+  // Without calls to CUDA it cannot copy.
   demand.library.check(set(demand, kCudaApiPermitted, false),
                        demand.description +
                            ": device memory without copies through the host, required of it "

@@ -1,5 +1,5 @@
-// Requirements on an endpoint beyond libfabric's capability bits, which providers also grant when they only
-// emulate them.
+// Requirements on an endpoint beyond libfabric's capability bits. Providers grant those bits even if they
+// only emulate a capability.
 #pragma once
 
 #include <rdma/fi_endpoint.h>
@@ -13,14 +13,14 @@ namespace ep::fabric {
 struct Demand {
   const Library& library;
   const fi_info& info;
-  fid_ep* endpoint;                // not enabled yet, where not said otherwise
+  fid_ep* endpoint;                // not enabled yet, unless stated otherwise
   const std::string& description;  // for errors
 };
 
-// Throws FabricError where the endpoint, enabled, makes RDMA writes of messages. EFA alone says so.
+// Throws FabricError if the enabled endpoint emulates RDMA writes by messages. Only EFA reports that.
 void refuse_emulation(const Demand& demand);
 
-// Throws FabricError unless the card itself reads and writes the memory of CUDA devices.
+// Throws FabricError unless the NIC itself reads and writes the memory of CUDA devices.
 void demand_peer_to_peer(const Demand& demand);
 
 }  // namespace ep::fabric

@@ -106,7 +106,7 @@ void Incoming::last(const Immediate& immediate, uint32_t last_epoch) {
   complete(*arrival, immediate, bank);
 }
 
-// Sets the cells of an operation of which all has come.
+// Sets the cells of an operation if all of it has arrived.
 void Incoming::complete(Arrival& arrival, const Immediate& immediate, uint32_t bank) {
   if (!arrival.record || arrival.chunks != arrival.expected) return;
   const auto [cell, readers] = std::pair(arrival.cell, arrival.readers & group_.readable);
@@ -127,7 +127,7 @@ void Incoming::advance(uint32_t rank, uint32_t source, uint64_t offset, uint64_t
   do {
     if (int32_t(cell_epoch(cell) - cell_epoch(seen)) <= 0) return;
   } while (!at.compare_exchange_weak(seen, cell, std::memory_order_acq_rel));
-  // This rank sleeps in the carrier: the driving thread knows that something arrived.
+  // This rank itself sleeps in the carrier, where the driving thread reports arrivals.
   if (rank != group_.rank && sleeps_on(region, source)) wake(group_, rank);
 }
 
@@ -138,7 +138,7 @@ void Incoming::consumed(const Immediate& immediate, uint32_t last_epoch) {
           encode_cell(epoch, 0));
 }
 
-// What came along with the record of another operation.
+// Applies the consumed epochs that arrived with the record of another operation.
 void Incoming::consumed(const Immediate& immediate, const CompletionRecord& said) {
   if (later(immediate.generation, uint32_t(group_.generation) % Immediate::kGenerations) < 0) return;
   for (uint32_t op = 0; op < kBankedOps; ++op) {

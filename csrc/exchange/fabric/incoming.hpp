@@ -1,5 +1,5 @@
-// The receiving half. It counts completions until all rows of an operation are here, then sets the
-// operation's cell in the name of the source: in this rank's region, and in the regions of the ranks of this
+// The receiving half. It counts completions until all rows of an operation have arrived. Then it sets the
+// operation's cell on behalf of the source: in this rank's region, and in the regions of the ranks of this
 // host that read the rows here. The driving thread calls it.
 #pragma once
 
@@ -19,16 +19,16 @@ class Incoming {
   // inbox: the slots behind this rank's region.
   Incoming(Group& group, std::byte* inbox);
 
-  // last_epoch: of the operation that this rank sent to the source, near to what the immediate speaks of.
-  // Returns "" or what is wrong with the immediate: no rank of this group sends such an immediate.
+  // last_epoch: the last epoch of this operation that this rank sent to the source. The epoch meant by the
+  // immediate is near it. Returns "", or why no rank of this group can have sent this immediate.
   std::string take(const Immediate& immediate, uint32_t last_epoch, uint64_t now);
 
-  uint64_t greeted() const { return greeted_; }    // bits of the sources that said hello
-  uint64_t departed() const { return departed_; }  // ... and good-bye
+  uint64_t greeted() const { return greeted_; }    // bits of the sources that have greeted
+  uint64_t departed() const { return departed_; }  // bits of the sources that have said good-bye
   const Pulse* pulse(uint32_t source) const { return &pulses_[source]; }
 
  private:
-  // Of one (op, bank, source): what has come of the operation that occupies it.
+  // For one (op, bank, source): what has arrived of the operation that occupies it.
   struct Arrival {
     uint32_t generation = 0, chunks = 0;
     bool record = false;
@@ -40,16 +40,16 @@ class Incoming {
   void count(const Immediate& immediate);
   void consumed(const Immediate& immediate, const CompletionRecord& said);
   void last(const Immediate& immediate, uint32_t last_epoch);
-  Arrival* arrival_of(const Immediate& immediate, uint32_t bank);  // null where its generation has ended
+  Arrival* arrival_of(const Immediate& immediate, uint32_t bank);  // null if its generation has ended
   void complete(Arrival& arrival, const Immediate& immediate, uint32_t bank);
   void consumed(const Immediate& immediate, uint32_t last_epoch);
   void vote(const Immediate& immediate);
   void join(const Immediate& immediate);
   void abort(const Immediate& immediate);
   CompletionRecord record(const Immediate& immediate) const;
-  // Messages may overtake one another: a cell never goes back to an older epoch.
+  // Messages may overtake each other, but a cell never goes back to an older epoch.
   bool newer(uint64_t offset, uint32_t epoch) const;
-  // Stores it into the region of a rank of this host, unless it is newer there.
+  // Stores a cell into the region of a rank of this host, unless a newer one is there.
   void advance(uint32_t rank, uint32_t source, uint64_t offset, uint64_t cell);
 
   Group& group_;

@@ -12,7 +12,7 @@ static_assert(FI_MAJOR_VERSION == 1, "built with headers of libfabric 1.x: their
 namespace ep::fabric {
 namespace {
 
-// The version of each function that takes the records of the 1.x headers; libfabric 2.x keeps it.
+// The version of each function that takes the structs of the 1.x headers; libfabric 2.x still has it.
 template <class Fn>
 Fn find(void* handle, const std::string& path, const char* name, const char* version) {
   void* found = dlvsym(handle, name, version);
@@ -21,9 +21,8 @@ Fn find(void* handle, const std::string& path, const char* name, const char* ver
   return reinterpret_cast<Fn>(found);
 }
 
-// How signals are handled is the process's to say: what Debian's libfabric brings with it (PSM) puts in
-// handlers of its own when it is loaded, for SIGINT and SIGTERM too, which end the process and leave a file
-// behind.
+// Restores the process's signal handlers after loading. Debian's libfabric includes PSM, which installs its
+// own handlers when it is loaded, also for SIGINT and SIGTERM. They end the process and leave a file behind.
 class Handlers {
  public:
   Handlers() {
@@ -40,7 +39,7 @@ class Handlers {
   Handlers& operator=(const Handlers&) = delete;
 
  private:
-  static constexpr int kSignals = 32;  // those that are not for real-time use
+  static constexpr int kSignals = 32;  // all but the real-time signals
   std::array<struct sigaction, kSignals> before_{};
 };
 

@@ -11,7 +11,7 @@
 namespace ep::fabric {
 namespace {
 
-constexpr uint64_t kOpenSliceNs = 500 * kMs;  // for one connection before the next one is tried
+constexpr uint64_t kOpenSliceNs = 500 * kMs;  // for one connection, before the next one is tried
 constexpr uint64_t kGreetAgainNs = 10 * kMs;  // after a greeting that failed
 constexpr uint64_t kAbortedLingerNs = 300 * kMs;
 constexpr uint32_t kSessionMask = (1u << Immediate::kValueBits) - 1;
@@ -48,7 +48,7 @@ void FabricCarrier::connect(const std::vector<EndpointAddress>& addresses, uint3
   if (!failure_.empty())
     throw FabricError(description() + ": rank " + std::to_string(group_.rank) + ": " + failure_);
   connected_ = true;
-  // Signals belong to the process's own threads.
+  // The process's own threads handle signals.
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);
@@ -56,7 +56,7 @@ void FabricCarrier::connect(const std::vector<EndpointAddress>& addresses, uint3
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
-// Those that have not greeted, or that have not taken this rank's greeting.
+// Bits of the peers that have not greeted this rank, or have not received its greeting.
 uint64_t FabricCarrier::silent() const {
   uint64_t missing = (group_.remote & ~incoming_.greeted()) | ungreeted_;
   for (uint64_t left = group_.remote; left != 0; left &= left - 1)
@@ -64,7 +64,7 @@ uint64_t FabricCarrier::silent() const {
   return missing;
 }
 
-// Queues a greeting and drives until it is delivered or the deadline has passed; looks ever more seldom.
+// Queues a greeting and drives until it is delivered or the deadline passes. Polls less and less often.
 void FabricCarrier::greet(uint32_t peer, uint64_t deadline) {
   {
     const std::lock_guard lock(driving_);
@@ -78,7 +78,7 @@ void FabricCarrier::greet(uint32_t peer, uint64_t deadline) {
   }
 }
 
-// Greetings whose writes failed: a peer that never receives one would wait in vain.
+// Repeats greetings whose writes failed. Otherwise their peers would wait in vain.
 void FabricCarrier::greet_again(uint64_t now) {
   if (now < next_greeting_) return;
   next_greeting_ = now + kGreetAgainNs;
@@ -95,7 +95,7 @@ void FabricCarrier::greeted(const Immediate& immediate) {
     failure_ = "rank " + std::to_string(immediate.source) + " is of another group";
 }
 
-// Waits until all that was queued has arrived, where the peers live.
+// Waits until everything queued for living peers has arrived.
 void FabricCarrier::deliver(uint64_t deadline) {
   {
     const std::lock_guard lock(driving_);
@@ -113,10 +113,10 @@ void FabricCarrier::deliver(uint64_t deadline) {
 
 void FabricCarrier::close(uint64_t linger_ns) {
   if (!connected_ || closing_) return;
-  // After an abort the others may be anywhere: what they must know is on its way already.
+  // After an abort, other ranks may already be gone. The messages they need are already being sent.
   const uint64_t deadline = now_ns() + (aborted(group_) ? std::min(linger_ns, kAbortedLingerNs) : linger_ns);
   waiting(true);
-  deliver(deadline);  // a good-bye says that all before it has arrived: ranks behind a gateway depend on it
+  deliver(deadline);  // a good-bye promises that all before it arrived; ranks behind a gateway rely on it
   uint64_t peers = 0;
   {
     const std::lock_guard lock(driving_);
@@ -141,7 +141,7 @@ void FabricCarrier::close(uint64_t linger_ns) {
 
 void FabricCarrier::lose(uint32_t peer, Op op) {
   if (!connected_ && (incoming_.departed() >> peer & 1) == 0) {
-    ungreeted_ |= 1ull << peer;  // tried again until the deadline of connect()
+    ungreeted_ |= 1ull << peer;  // tried again until connect() reaches its deadline
     return;
   }
   lost_ |= 1ull << peer;
@@ -152,7 +152,7 @@ void FabricCarrier::lose(uint32_t peer, Op op) {
   }
   if (aborted(group_)) return;
   if (op == Op::kReset)
-    op = outgoing_.last_op(peer);  // a heartbeat's, or nobody's: missed where this rank is
+    op = outgoing_.last_op(peer);  // it was a heartbeat, or unknown: report the last operation
   const uint32_t epoch = uint32_t(op) < kBankedOps ? outgoing_.last_epoch(op, peer) : 0;
   abort_group(group_, {Code::kLost, op, Phase::kSendRows, group_.rank, peer, epoch, 0});
 }

@@ -1,6 +1,6 @@
-// Emulates properties of production networks that TCP lacks. It is part of the library so that tests can ask
-// for it: writes overtake each other, completions arrive late and in any order, memory is addressed by the
-// peer's virtual address and a key that the provider chose, and only registered memory may be sent from.
+// Emulates properties of production networks that TCP lacks. It is part of the library so that tests can
+// enable it. Writes overtake each other. Completions arrive late and in any order. Memory is addressed by the
+// peer's virtual address and a key that the provider chose. Only registered memory may be sent from.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@
 
 namespace ep::fabric {
 
-// Holds things back and gives them out in another order; everything comes out in the end.
+// Holds items back and returns them in another order. All of them are returned in the end.
 template <class T>
 class Disorder {
  public:
@@ -20,7 +20,7 @@ class Disorder {
   void hold(const T& item) { held_.push_back(item); }
   size_t size() const { return held_.size(); }
 
-  // One of the held, or nothing even if there are some: the longer the queue, the sooner.
+  // Takes one held item. It may return nothing although items are held; the longer the queue, the less often.
   bool take(T& item) {
     if (held_.empty() || random_() % (held_.size() + 1) == 0) return false;
     std::swap(held_[random_() % held_.size()], held_.back());
@@ -34,12 +34,12 @@ class Disorder {
   std::vector<T> held_;
 };
 
-// Stands for the memory management of a card on a provider that has none: `base` and `key` are made up, and a
-// write that does not name them exactly is refused.
+// Emulates the memory management of a NIC on a provider without one. `base` and `key` are made up, and a
+// write that does not use exactly these is refused.
 struct StrictMemory {
   uint64_t base, bytes, key;
 
-  // What is wrong with a write to it, or "".
+  // Why a write to it is invalid, or "".
   std::string refuse(uint64_t address, uint64_t length, uint64_t given_key) const {
     if (given_key != key) return "key " + std::to_string(given_key) + " is not the peer's";
     if (address < base || address + length > base + bytes)

@@ -93,6 +93,7 @@ uint64_t Outgoing::post(uint64_t now) {
         continue;
       }
       if (result == Result::kFailed) refused |= 1ull << number;
+      if (result == Result::kAgain && peer.stuck_since == 0) group_.statistics.traffic[number].retries.add(1);
       if (peer.stuck_since == 0) peer.stuck_since = now;
       break;
     }
@@ -100,7 +101,7 @@ uint64_t Outgoing::post(uint64_t now) {
   return refused;
 }
 
-// Posts what is in front of a peer's queue and takes it out.
+// Posts the first entry of a peer's queue and removes it.
 Outgoing::Result Outgoing::post_front(Peer& peer) {
   Queued& next = peer.queue.front();
   const Command& c = next.command;
@@ -134,13 +135,13 @@ bool Outgoing::ends(const Peer& peer) {
   return same && header.count != 0 && header.first <= 1 && chunks(rows).count < Last::kMaxChunks;
 }
 
-// What is in front of the queue has been posted, as far as its lease goes.
+// Ends the lease of the first entry, which has been posted, and removes it.
 void Outgoing::done(Peer& peer) {
   count(peer.queue.front().command).fetch_sub(1, std::memory_order_release);
   peer.queue.pop_front();
 }
 
-// The header of an operation has been posted; that of a dispatch is for all ranks of the peer's host.
+// The header of an operation has been posted. A dispatch header is for all ranks of the peer's host.
 void Outgoing::told(const Command& c) {
   chunks(c) = {};
   uint64_t readers = c.op() == Op::kDispatch ? group_.mates[c.peer] : 1ull << c.peer;
@@ -157,7 +158,7 @@ Outgoing::Result Outgoing::post_rows(const Queued& queued, const Immediate& said
   return result;
 }
 
-// Where the rows of a command are and where they go.
+// Where the rows of a command are, and where they are written to.
 Write Outgoing::rows(const Command& c) const {
   const Layout& layout = group_.layout;
   const bool dispatch = c.op() == Op::kDispatch;
@@ -178,7 +179,8 @@ Write Outgoing::rows(const Command& c) const {
   return write;
 }
 
-// The record with ids and weights behind it: one write, but for weights that lie far behind the ids.
+// Posts the record, with ids and weights behind it, in one write. Weights far behind the ids need a second
+// write.
 Outgoing::Result Outgoing::post_routing(Queued& queued) {
   constexpr uint64_t kSmallGap = 4096;
   const Command& c = queued.command;
@@ -266,6 +268,7 @@ Outgoing::Result Outgoing::write(const Queued& queued, uint32_t record, const Wr
   if (result == Endpoint::Posted::kDone) {
     ++peers_[c.peer].in_flight;
     ++writes_;
+    group_.statistics.traffic[c.peer].bytes.add(posted.bytes);
     return Result::kDone;
   }
   count(c).fetch_sub(1, std::memory_order_relaxed);

@@ -1,5 +1,5 @@
-// The sending half. It turns commands into RDMA writes, peer by peer, and leases the outbox until they have
-// completed. The driving thread calls it; any thread may call leased().
+// The sending half. It turns commands into RDMA writes, peer by peer, and leases the outbox until the writes
+// have completed. The driving thread calls it. Any thread may call leased().
 #pragma once
 
 #include <array>
@@ -18,40 +18,41 @@
 
 namespace ep::fabric {
 
-constexpr uint32_t kRecords = 1024;  // small messages on their way at once
+constexpr uint32_t kRecords = 1024;  // small messages in flight at once
 
 class Outgoing {
  public:
-  // memory: registered with the endpoint. Its outbox is laid out like a region, behind it are kRecords slots.
+  // memory: registered with the endpoint. Its outbox has the layout of a region, followed by kRecords slots.
   Outgoing(Group& group, Endpoint& endpoint, const FabricMemory& memory);
 
-  // Any thread, before the command is queued for this class: the lease begins.
+  // Begins a lease. Any thread may call it, before it queues the command for this class.
   void lease(const Command& command) { count(command).fetch_add(1, std::memory_order_relaxed); }
   uint64_t leased(Op op, uint32_t bank) const;
 
   void enqueue(const Command& command, uint64_t now);
-  // Sends the consumed epochs that no other message has taken along since `before`.
+  // Sends the consumed epochs that no other message has carried since `before`.
   void send_consumed(uint64_t before);
-  // A message that is all immediate, to one peer.
+  // Queues a message that fits into an immediate, for one peer.
   void enqueue_signal(uint32_t peer, Kind kind, uint32_t value = 0);
 
-  // Posts what the provider takes, without waiting. Returns bits of peers whose connection refused a write;
-  // error() says why.
+  // Posts what the provider accepts, without waiting. Returns bits of peers whose connection refused a write.
+  // The reason is in error().
   uint64_t post(uint64_t now);
   int error() const { return error_; }
 
   void completed(const Event& event);
-  // Drops what is queued for a peer; what is in flight no longer counts.
+  // Drops what is queued for a peer. Writes in flight no longer count.
   void forget(uint32_t peer);
   void remember(uint32_t peer) { peers_[peer].forgotten = false; }
 
   bool idle() const;                     // nothing queued
   bool delivered(uint64_t peers) const;  // nothing queued or in flight to any of them
   bool idle(uint32_t peer) const { return peers_[peer].queue.empty() && peers_[peer].in_flight == 0; }
-  uint64_t stuck(uint64_t now, uint64_t limit_ns) const;  // bits of peers that took nothing for so long
-  // The last epoch of an operation that this rank sent to a peer: what it can have consumed is near.
+  uint64_t stuck(uint64_t now, uint64_t limit_ns) const;  // bits of peers that accepted nothing for this long
+  // The last epoch of an operation that this rank sent to a peer. Epochs that the peer has consumed are near
+  // it.
   uint32_t last_epoch(Op op, uint32_t peer) const { return last_epochs_[uint32_t(op)][peer]; }
-  // What this rank last had for a peer, heartbeats and greetings aside.
+  // The last operation that this rank had for a peer, except heartbeats and greetings.
   Op last_op(uint32_t peer) const { return peers_[peer].last_op; }
   uint64_t writes() const { return writes_; }
 
@@ -60,16 +61,16 @@ class Outgoing {
   struct Queued {
     Command command;
     Kind kind;
-    uint32_t step = 0;  // writes of it that are posted
+    uint32_t step = 0;  // number of its writes that are posted
   };
   struct Peer {
     std::deque<Queued> queue;
     uint32_t in_flight = 0;
-    uint64_t stuck_since = 0;  // 0 = not
+    uint64_t stuck_since = 0;  // when the provider first refused a write; 0 = not stuck
     bool forgotten = false;
     Op last_op = Op::kVote;
   };
-  // Chunks of the operation that occupies a bank, until its record says how many.
+  // Chunks written for the operation that occupies a bank. Its record will announce their number.
   struct Chunks {
     uint32_t generation = 0, count = 0;
   };
@@ -85,7 +86,7 @@ class Outgoing {
   Write rows(const Command& command) const;
   Result post_routing(Queued& queued);
   Result post_record(const Queued& queued);
-  // Whether the rows in front and the header behind them end a combine of which one immediate says all.
+  // Whether the first two entries, rows and their header, end a combine and fit into one immediate.
   bool ends(const Peer& peer);
   CompletionRecord record_of(const Queued& queued);
   void done(Peer& peer);

@@ -17,15 +17,16 @@ class Probe {
 
   Endpoint& endpoint() { return endpoint_; }
 
-  // Half round trips in ns. One side is `first`; both call with the same numbers.
+  // Returns half of each round trip in ns. One side is `first`. Both sides call it with the same numbers.
   std::vector<uint64_t> latency(uint64_t bytes, uint32_t rounds, bool first, uint64_t timeout_ns);
 
-  // How long `writes` writes took until the receiver returned the last one, ns; `window` are in flight.
+  // Returns the ns for `writes` writes, until the receiver returned the last one. `window` of them are in
+  // flight.
   uint64_t stream(uint64_t bytes, uint32_t writes, uint32_t window, bool first, uint64_t timeout_ns);
 
  private:
   void put(uint64_t bytes, uint32_t number, uint32_t window);
-  void await(uint64_t arrivals);  // so many more than before: the peer may be ahead
+  void await(uint64_t arrivals);  // this many more than before; the peer may be ahead
   void look();
 
   const Library library_;

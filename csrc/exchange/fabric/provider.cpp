@@ -1,4 +1,4 @@
-// Lists providers and what each of them lacks.
+// Lists providers and why each of them cannot be used.
 #include "exchange/fabric/provider.hpp"
 
 #include <rdma/fi_domain.h>
@@ -16,12 +16,12 @@ constexpr uint64_t kMrModes = FI_MR_LOCAL | FI_MR_VIRT_ADDR | FI_MR_ALLOCATED | 
 constexpr uint64_t kModes = FI_CONTEXT | FI_CONTEXT2 | FI_RX_CQ_DATA;
 constexpr size_t kImmediate = 4;
 
-// EFA's device writes need 1.18; 1.17 knows no later one.
+// EFA's device writes need version 1.18. libfabric 1.17 does not accept a later version than its own.
 uint32_t api_version(const Library& library) {
   return std::min<uint32_t>(library.version(), FI_VERSION(1, 18));
 }
 
-// Who names an address may name the loopback: ranks of one host, as tests have them.
+// A configured address may be the loopback: tests run several ranks on one host.
 bool needs_reach(const Options& options) { return options.address.empty(); }
 
 std::string text(const char* value) { return value != nullptr ? value : ""; }
@@ -31,7 +31,7 @@ uint64_t mr_modes(const Options& options) { return kMrModes | (options.device_me
 
 bool layered(const std::string& provider) { return provider.find(';') != std::string::npos; }
 
-// Everything reachable, with the modes that we can serve and no capability asked for yet.
+// Everything reachable, with the modes that we support. `caps` = 0 asks for no capability.
 Info query(const Library& library, const Options& options, uint64_t caps, bool with_settings = true) {
   Info hints = library.empty_hints();
   if (!hints) throw FabricError("libfabric has no memory for hints");
@@ -39,12 +39,12 @@ Info query(const Library& library, const Options& options, uint64_t caps, bool w
   hints->mode = kModes;
   hints->ep_attr->type = FI_EP_RDM;
   hints->domain_attr->mr_mode = int(mr_modes(options));
-  hints->domain_attr->threading = FI_THREAD_DOMAIN;  // one lock around everything of an endpoint
+  hints->domain_attr->threading = FI_THREAD_DOMAIN;  // one lock for everything that belongs to an endpoint
   hints->domain_attr->resource_mgmt = FI_RM_ENABLED;
-  // Whoever drives makes progress: a thread of the provider would take the core or a lock from it.
+  // The thread that drives makes progress. A thread of the provider would take its core or a lock from it.
   hints->domain_attr->control_progress = FI_PROGRESS_MANUAL;
   hints->domain_attr->data_progress = FI_PROGRESS_MANUAL;
-  // libfabric frees what hang on hints with free().
+  // libfabric frees strings in hints with free().
   if (!options.provider.empty()) hints->fabric_attr->prov_name = strdup(options.provider.c_str());
   if (!options.domain.empty()) hints->domain_attr->name = strdup(options.domain.c_str());
   if (with_settings) add_hints(options, *hints);
@@ -52,9 +52,9 @@ Info query(const Library& library, const Options& options, uint64_t caps, bool w
   return library.candidates(api_version(library), node, hints.get());
 }
 
-// "" or what it lacks.
+// "", or why the candidate cannot be used.
 std::string missing(const fi_info& info, const Options& options) {
-  // libfabric puts layers on a name that it is given, and some providers pass over the domain.
+  // libfabric adds layers to a given provider name, and some providers ignore the domain.
   const std::string name = text(info.fabric_attr->prov_name), domain = text(info.domain_attr->name);
   if (!options.provider.empty() && name != options.provider) return "not the provider " + options.provider;
   if (!options.domain.empty() && domain != options.domain) return "not the domain " + options.domain;
@@ -78,7 +78,7 @@ int rank(const fi_info& info) {
   const bool device = info.nic != nullptr && info.nic->link_attr != nullptr &&
                       info.nic->bus_attr != nullptr && info.nic->bus_attr->bus_type == FI_BUS_PCI &&
                       info.nic->link_attr->state != FI_LINK_DOWN;
-  // Kept by libfabric for tests and development, by its own documentation.
+  // According to its own documentation, libfabric keeps these for tests and development.
   const bool slow = name == "sockets" || name.find("udp") != std::string::npos;
   return (device ? 0 : 4) + (slow ? 2 : 0) + (layered(name) ? 1 : 0);
 }
@@ -113,7 +113,8 @@ Info choose(const Library& library, const Options& options) {
   const Info able = query(library, options, needed(options) | (needs_reach(options) ? FI_REMOTE_COMM : 0));
   for (const fi_info* info : ordered(able.get()))
     if (missing(*info, options).empty()) return library.copy(info);
-  // Nobody: say what each lacks. A query without capabilities shows the ones that libfabric left out.
+  // No provider fits: say why for each. A query without capabilities also lists those that libfabric left
+  // out.
   const std::string refused = std::string("refuses RDMA writes ") +
                               (options.device_memory ? "of device memory (FI_HMEM) " : "") +
                               "with these settings";

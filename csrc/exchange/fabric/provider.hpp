@@ -13,19 +13,19 @@
 
 namespace ep::fabric {
 
-// One way to the network, in the order of preference.
+// One provider and device, in the order of preference.
 struct Candidate {
   std::string provider, fabric, domain;
-  std::string missing;  // why it cannot be used; empty where it can
+  std::string missing;  // why it cannot be used; empty if it can
 };
 
-// What is there, usable or not.
+// All candidates, usable or not.
 std::vector<Candidate> list(const Library& library, const Options& options);
 
-// The best usable candidate. Throws FabricError: which capability each one lacks, or that there is none.
+// The best usable candidate. Throws FabricError that lists what each one lacks, or says that there is none.
 Info choose(const Library& library, const Options& options);
 
-// One line for the log: provider, domain, version, and what it asks of its user.
+// One line for the log: provider, domain, version, and the modes that it requires.
 std::string describe(const Library& library, const fi_info& info);
 
 }  // namespace ep::fabric

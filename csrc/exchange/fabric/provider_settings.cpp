@@ -11,12 +11,12 @@ namespace {
 
 constexpr uint64_t kWriteOrder = FI_ORDER_WAW | FI_ORDER_RMA_WAW;
 constexpr const char* kInterface[] = {"FI_TCP_IFACE", "FI_NET_IFACE", "FI_VERBS_IFACE", "FI_SOCKETS_IFACE"};
-// Transmit queues; and the receives that an immediate uses up on verbs, which keep pace with them.
+// Transmit queues. On verbs also receives: each immediate uses one up, so their number must match.
 constexpr const char* kDepth[] = {"FI_VERBS_TX_SIZE",       "FI_VERBS_RX_SIZE",       "FI_OFI_RXM_TX_SIZE",
                                   "FI_OFI_RXM_MSG_TX_SIZE", "FI_OFI_RXM_MSG_RX_SIZE", "FI_EFA_TX_SIZE",
                                   "FI_TCP_TX_SIZE",         "FI_NET_TX_SIZE"};
 
-// "verbs" of "verbs;ofi_rxm": layers have no traffic of their own.
+// "verbs" of "verbs;ofi_rxm": layers do not send by themselves.
 std::string core(const std::string& provider) { return provider.substr(0, provider.find(';')); }
 
 std::string no_use(const std::string& setting, const std::string& provider, const std::string& instead) {

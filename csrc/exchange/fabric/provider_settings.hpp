@@ -1,5 +1,5 @@
-// Passes traffic settings to providers: through the environment that libfabric reads when it is loaded, or
-// through hints.
+// Passes traffic settings to providers: through environment variables that libfabric reads when it is loaded,
+// or through hints.
 #pragma once
 
 #include <rdma/fabric.h>
@@ -15,16 +15,15 @@ struct Options {
   std::string provider;          // exact name as libfabric gives it, as "tcp;ofi_rxm"; empty = by capability
   std::string domain;            // device or interface; empty = the first
   std::string address;           // of this host on that network; empty = the provider's choice
-  std::string interface = {};    // network interface to which the provider keeps; empty = its choice
+  std::string interface = {};    // network interface that the provider uses; empty = its choice
   int64_t traffic_class = -1;    // a value of libfabric's tclass; -1 = the provider's default
   int32_t gid_index = -1;        // of the port's table; -1 = the provider's default
-  uint32_t queue_depth = 0;      // writes in flight, of all peers; 0 = the provider's default
+  uint32_t queue_depth = 0;      // writes in flight to all peers together; 0 = the provider's default
   bool adaptive_routing = true;  // false: the provider is asked for writes in order
-  uint64_t disorder =
-      0;  // seed: writes and completions in any order; 0 = as they come. See network_emulation.hpp
-  bool strict_memory = false;  // addresses and keys as production networks want them
-  bool device_memory = false;  // asks for providers that reach a device's memory (FI_HMEM)
-  bool device_copies = false;  // also those that copy it through the host's; for tests
+  uint64_t disorder = 0;  // seed: writes and completions in any order; 0 = off. See network_emulation.hpp
+  bool strict_memory = false;  // addresses and keys as on production networks
+  bool device_memory = false;  // requires a provider that reaches device memory (FI_HMEM)
+  bool device_copies = false;  // accepts providers that copy device memory through the host; for tests
 };
 
 struct Parameter {
@@ -32,17 +31,17 @@ struct Parameter {
   std::string value;
 };
 
-// What providers read when they are loaded, as libfabric 1.14 to 2.x call it.
+// Environment variables that providers read when they are loaded, under their names in libfabric 1.14 to 2.x.
 std::vector<Parameter> parameters(const Options& options);
 
-// Puts them into the environment of this process. libfabric reads it once: call it before it is loaded.
+// Sets them in this process. Call it before libfabric is loaded, which reads them once.
 void export_parameters(const Options& options);
 
-// The same settings as hints: what is wanted of a provider when it is asked what it has.
+// The same settings as hints for a query.
 void add_hints(const Options& options, fi_info& hints);
 
-// "" or the first setting that this provider has no use for, and what to do instead: nothing that was asked
-// for is passed over in silence.
+// The first setting that this provider does not support, and what to do instead, or "". No setting is ignored
+// silently.
 std::string unused(const Options& options, const std::string& provider);
 
 }  // namespace ep::fabric

@@ -1,4 +1,4 @@
-// Memory of one rank that a NIC may read and write: its own pages, or its part of the segment that the ranks
+// Memory of one rank that a NIC may read and write: private pages, or its part of the segment that the ranks
 // of its host share.
 #pragma once
 
@@ -39,27 +39,26 @@ class Pages {
   uint64_t bytes_;
 };
 
-// What the ranks of one host share. Descriptors stay the caller's.
+// What the ranks of one host share. The caller keeps the descriptors.
 struct Share {
   std::vector<uint32_t> hosts;  // [R] host of each rank
-  int segment = -1;             // with a region per rank of this host; -1: the rank is alone on its host
+  int segment = -1;             // holds a region per rank of this host; -1: the rank is alone on its host
   std::vector<int> bells;       // eventfd of each rank of this host
 
   std::vector<uint32_t> ranks_of(uint32_t rank) const;  // of the same host, ascending
   static Share alone(uint32_t num_ranks);
 };
 
-// The regions of `ranks` ranks of one host, each with its inbox behind it. They are whole rows apart, so that
-// one tensor shows the rows of all.
+// The regions of `ranks` ranks of one host, each followed by its inbox. They are a whole number of rows
+// apart, so that one tensor can show all rows.
 shm::Regions host_regions(const Geometry& geometry, uint32_t ranks);
 
-// A rank's region with the inbox behind it, those of the other ranks of its host, and its outbox with the
-// records behind it. Where rows lie on a device, both end before the rows.
+// A rank's region with its inbox, the regions of the other ranks of its host, and its outbox with the
+// records. If rows are in device memory, region and outbox end before the rows.
 class FabricMemory {
  public:
-  // device: of group.layout.device_in() and device_out() bytes, the caller's; or empty.
-  // Throws std::invalid_argument where share or device are not of this group, std::system_error,
-  // std::bad_alloc.
+  // device: memory of the caller, of group.layout.device_in() and device_out() bytes; or empty. Throws
+  // std::system_error, std::bad_alloc, or std::invalid_argument if share or device do not fit the group.
   FabricMemory(const Group& group, const Share& share, const DeviceMemory& device);
 
   std::byte* region(uint32_t rank) const { return regions_[rank]; }  // of a rank of this host

@@ -6,29 +6,30 @@
 namespace ep::fabric {
 
 constexpr uint64_t kMs = 1'000'000;
-constexpr uint64_t kPollNs = 50'000;    // between two looks at a provider that cannot be slept on
-constexpr uint64_t kRetryNs = 1 * kMs;  // something is queued and the provider takes nothing now
+constexpr uint64_t kPollNs = 50'000;    // polling interval for a provider without a usable descriptor
+constexpr uint64_t kRetryNs = 1 * kMs;  // retry interval while the provider accepts no more writes
 
-// One thread's; ring_bell(bell()) from any other ends its sleep.
+// Used by one thread. Any other thread ends its sleep with ring_bell(bell()).
 class Sleeper {
  public:
-  // bell: an eventfd, the caller's.
+  // bell: an eventfd, owned by the caller.
   explicit Sleeper(int bell) : bell_(bell) {}
 
   int bell() const { return bell_; }
 
-  // At most `ns`. network: the provider's descriptor, -1 = it has none: then looks now and then instead.
+  // Sleeps at most `ns`. network: the provider's descriptor; -1 = it has none, so the network is polled
+  // instead.
   void nap(uint64_t ns, int network);
-  // At most `ns`, whatever comes from the network.
+  // Sleeps at most `ns`, and ignores the network.
   void nap(uint64_t ns) { wait(ns, -1); }
-  // The network had something: its descriptor may be trusted again.
+  // Something arrived, so the descriptor may be trusted again.
   void moved() { idle_wakes_ = 0; }
 
  private:
   void wait(uint64_t ns, int network);
 
   const int bell_;
-  uint32_t idle_wakes_ = 0;  // in a row, with nothing to take in
+  uint32_t idle_wakes_ = 0;  // in a row, with nothing to read
 };
 
 }  // namespace ep::fabric

@@ -1,11 +1,11 @@
-// The wire format between hosts: RDMA writes whose 4 bytes of completion data (the immediate) say what each
-// write is.
+// The wire format between hosts: RDMA writes. The 4 bytes of completion data of a write (its immediate) say
+// what it is.
 //
 // Rows and routing are written to their place in `Layout`, in any number of writes and in any order. Each
-// write carries an immediate, and the receiver counts them. A completion record says how many there were. It
-// is written to a slot of its own, behind the region or in front of the routing. If its content fits into an
+// write carries an immediate, and the receiver counts them. A completion record announces their number. It is
+// written to its own slot, behind the region or in front of the routing. If its content fits into an
 // immediate, the last write's immediate replaces it. Only then does the receiver set the cell that the phases
-// wait for: cells are only ever written by a rank's own host.
+// wait for: only a rank's own host ever writes its cells.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +35,7 @@ struct Immediate {
   }
 };
 
-// The value of kLast: the last chunk of a combine, where its header says no more than this.
+// The value of kLast: the last chunk of a combine, if its header says no more than this.
 struct Last {
   static constexpr uint32_t kEpochBits = 11, kMaxChunks = 31;
   uint32_t epoch;    // low bits
@@ -59,16 +59,17 @@ inline int32_t later(uint32_t a, uint32_t b) { return int32_t((a - b) << 28) >> 
 // The message behind a cell.
 struct CompletionRecord {
   uint32_t epoch, payload;
-  uint32_t chunks;                // kRecord: how many writes belong to it
-  uint32_t length;                // of data
-  uint32_t consumed[kBankedOps];  // kRecord: up to where the sender has read what it got from the receiver
+  uint32_t chunks;                // kRecord: number of writes of the operation
+  uint32_t length;                // bytes used in data
+  uint32_t consumed[kBankedOps];  // kRecord: epochs up to which the sender has read the receiver's data
   uint8_t data[kVoteBytes];
 };
 constexpr uint64_t kRecordPitch = 128;
 static_assert(sizeof(CompletionRecord) <= kRecordPitch && sizeof(CompletionRecord) <= Layout::kNote);
 
-// Where records arrive, behind a rank's region, but for those of a dispatch: a slot for each (kind, op, bank,
-// source), which is not written again before this rank has read it and said so by the protocol above.
+// Where records arrive, behind a rank's region. Records of a dispatch arrive in front of the routing instead.
+// There is a slot for each (kind, op, bank, source). It is written again only after this rank has read it and
+// published that, as the protocol above demands.
 struct Inbox {
   uint32_t num_ranks, num_banks;
 
@@ -90,7 +91,7 @@ struct Inbox {
         return banked + kVoteBanks + bank;
       case Kind::kAbort:
         return banked + 2 * kVoteBanks;
-      default:  // all is in the immediate; what is written there is never read
+      default:  // the immediate says it all; the written bytes are never read
         return banked + 2 * kVoteBanks + 1;
     }
   }

@@ -1,4 +1,4 @@
-// Memory accesses by meaning, the clock, and the order of kernels. All PTX of the exchange is here, except
+// Memory accesses by purpose, the clock, and the order of kernels. All PTX of the exchange is here, except
 // conversions. Times are ns of %globaltimer.
 #pragma once
 
@@ -15,31 +15,32 @@ __device__ __forceinline__ uint64_t clock_ns() {
   return ns;
 }
 
-// Far longer than a block takes from its start to a look around, and from one of its looks to the next. See
+// Much longer than a block takes from its start to its first check of the masks, or between two checks. See
 // agree() in await_headers.cuh.
 constexpr uint64_t kGraceNs = 1'000'000;
 
-// A kernel may be set up while the one before it ends; nothing is read before this returns.
+// A kernel may be set up while the previous one ends. Read nothing before this function returns.
 __device__ __forceinline__ void await_previous_kernel() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
 }
-// Blocks that wait for this kernel take room: not before its own have had theirs.
+// Blocks of the next kernel take room while they wait. Call this only after all blocks of this kernel have
+// started.
 __device__ __forceinline__ void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 #endif
 }
 
-// 1 / sqrt(x), off by two of the last places at most.
+// 1 / sqrt(x), with an error of at most 2 ulp.
 __device__ __forceinline__ float inverse_root(float x) {
   float y;
   asm("rsqrt.approx.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// What a launch asked for, as 32-bit words.
+// The dynamic shared memory of the launch, as 32-bit words.
 __device__ __forceinline__ uint32_t* dynamic_shared() {
   extern __shared__ uint32_t words[];
   return words;
@@ -83,7 +84,7 @@ __device__ __forceinline__ uint64_t load_acquire_gpu(const void* word) {
 
 // -- slots: written by a peer, polled, made empty again ------------------------------------------------
 
-// Each 32-bit word is an access of its own to the memory model, and says itself whether it has come.
+// The memory model treats each 32-bit word as a separate access. Each word is its own ready flag.
 __device__ __forceinline__ uint4 peek16(const void* slot) {
   uint4 v;
   asm volatile("ld.relaxed.sys.global.v4.u32 {%0, %1, %2, %3}, [%4];"
@@ -130,7 +131,7 @@ __device__ __forceinline__ void store16(void* to, const uint4& v) {
                : "memory");
 }
 
-// Read by other blocks too: worth a line of the first-level cache. Nobody may write it meanwhile.
+// For rows that other blocks read too: keeps them in the first-level cache. Nobody may write them meanwhile.
 __device__ __forceinline__ uint4 load16_again(const void* from) {
   uint4 v;
   asm volatile("ld.global.v4.u32 {%0, %1, %2, %3}, [%4];"

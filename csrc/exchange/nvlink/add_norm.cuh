@@ -4,19 +4,19 @@
 //   residual = round(residual + round(sum [+ shared]))      bf16, as it is stored
 //   out      = round(residual / sqrt(mean(residual^2) + eps) * weight)
 //
-// One block per token; each thread owns the same words of the row throughout. Addends and factors are loaded
-// into registers before the sums arrive. The last words added stay in registers; the rest of a wide row is
-// read again, because shared memory belongs to the next kernel, which is set up beside this one. All
-// arithmetic is float32; multiplies and adds are never fused.
+// One block per token. Each thread owns the same words of the row throughout. Addends and factors are loaded
+// into registers before the sums arrive. The words added last stay in registers. The rest of a wide row is
+// read again: shared memory belongs to the next kernel, which is set up beside this one. All arithmetic is
+// float32; multiplies and adds are never fused.
 #pragma once
 
 #include "exchange/nvlink/weighted_sum.cuh"
 
 namespace ep::cuda {
 
-constexpr uint32_t kNormRows = 4;  // of which a thread awaits kWords words at once
+constexpr uint32_t kNormRows = 4;  // rows for which a thread awaits kWords words at once
 
-// 2 or 8 channels of a + b, rounded. Minus zero stays where both are.
+// a + b in 2 or 8 channels, rounded. The sum of two minus zeros is minus zero.
 __device__ __forceinline__ uint32_t added(uint32_t a, uint32_t b) {
   return to_bf16x2(__fadd_rn(low_half(a), low_half(b)), __fadd_rn(high_half(a), high_half(b)));
 }
@@ -40,12 +40,12 @@ __device__ __forceinline__ uint4 normed(const uint4& v, const uint4& weight, flo
           normed(v.w, weight.w, scale)};
 }
 
-// A token's row, of which a thread has kWords words of 16 bytes at a time: `at`, and `step` beyond. Words
-// behind the end are zeros.
+// A token's row. A thread holds kWords words of 16 bytes at a time, the first at `at`, the next `step` bytes
+// further. Words behind the end are zero.
 struct EndOfLayer {
   const AddNorm& a;
-  uint32_t token, bytes, last;            // last: where the words are that were asked for last
-  uint4 stream[kWords], weights[kWords];  // of those
+  uint32_t token, bytes, last;            // last: where the words of the last ask() begin
+  uint4 stream[kWords], weights[kWords];  // the words of the last ask()
 
   __device__ __forceinline__ uint64_t begin() const { return uint64_t(token) * bytes; }
   static __device__ __forceinline__ uint32_t step() { return blockDim.x * 16; }
@@ -56,8 +56,8 @@ struct EndOfLayer {
     return static_cast<const std::byte*>(a.weight) + at;
   }
 
-  // What is read once rows have come is on its way while they are awaited. In registers: every acquire of
-  // another block drops what the first-level cache holds.
+  // Loads what is needed once the rows have arrived, so that the loads overlap the wait. They go to
+  // registers, because every acquire by another block invalidates the first-level cache.
   __device__ __forceinline__ void ask(uint32_t at) {
     last = at;
 #pragma unroll
@@ -69,7 +69,7 @@ struct EndOfLayer {
     }
   }
 
-  // Adds a token's sum at the words that were asked for; the squares of what is stored.
+  // Adds a token's sum to the words of the last ask(). Returns the squares of what it stored, summed.
   __device__ __forceinline__ float add(const Sum (&sum)[kWords]) {
     const uint32_t at = last;
     uint4 branch[kWords];
@@ -94,7 +94,7 @@ struct EndOfLayer {
     return mine;
   }
 
-  // The stream, normed: what is in registers first.
+  // Writes the normed stream. Words in registers come first.
   __device__ __forceinline__ void store(void* out, float scale) const {
     std::byte* to = static_cast<std::byte*>(out) + begin();
 #pragma unroll
@@ -106,10 +106,10 @@ struct EndOfLayer {
   }
 };
 
-// The sum of all threads, in an order that the number of threads decides; `any`: of any thread. turn: how
-// often the block did this before. The whole block calls it.
+// The sum over all threads. Its order depends only on the number of threads. `any`: becomes true if it is
+// true in one thread. turn: number of earlier calls in this block. The whole block calls it.
 __device__ __forceinline__ float sum_of_block(float mine, uint32_t turn, bool& any) {
-  __shared__ float of_warps[2][kMaxWarps];  // the next turn writes the other half: one barrier is enough
+  __shared__ float of_warps[2][kMaxWarps];  // turns alternate between the halves, so one barrier is enough
 #pragma unroll
   for (uint32_t by = kWarp / 2; by != 0; by /= 2) mine = __fadd_rn(mine, __shfl_xor_sync(kFull, mine, by));
   float* sums = of_warps[turn & 1];

@@ -7,11 +7,11 @@
 
 namespace ep::cuda {
 
-// What the headers say. counts: [R][E_local] behind it in dynamic shared memory.
+// The contents of the headers. counts: [R][E_local], behind it in dynamic shared memory.
 struct Arrival {
   uint32_t tokens[kMaxPeers];
   uint32_t missed;   // bits per rank
-  uint32_t arrived;  // as agreed
+  uint32_t arrived;  // the ranks on which all blocks agreed
 
   __device__ __forceinline__ void take(const Device& g, uint64_t epoch, uint32_t source, uint32_t word,
                                        uint32_t value, uint16_t* counts) {
@@ -30,7 +30,7 @@ struct Arrival {
 
 __device__ __forceinline__ uint32_t header_words(const Device& g) { return 1 + (g.local_experts + 1) / 2; }
 
-// Word `word` of the header of `source`, once it has come; false where it does not while `waits`.
+// Waits for word `word` of the header of `source`. Returns false if waits() turns false first.
 template <class Waits>
 __device__ __forceinline__ bool look_again(const Device& g, const Opened& o, uint32_t source, uint32_t word,
                                            uint64_t* cell, Waits&& waits) {
@@ -41,11 +41,12 @@ __device__ __forceinline__ bool look_again(const Device& g, const Opened& o, uin
   return false;
 }
 
-// Which headers count where this block misses one, or knows of a rank that was masked: blocks that looked at
-// other times may have seen other things, and each places rows by all headers. The block that `decides` looks
-// at those it misses once more, kGraceNs after it knew of the mask. A block that goes on by itself had its
-// headers at once, when it had just seen no mask, or saw none after they had come: so they came before that
-// last look, which finds them. All others do as it says. The whole block calls it.
+// Decides which headers count, if this block misses one or knows of a masked rank. Blocks may have looked at
+// different times and seen different headers, but each places rows by all headers. So one block decides: the
+// one with `decides`. It checks missing headers once more, kGraceNs after it learned of the mask. All other
+// blocks follow it. A block that never calls agree() had all headers: it had just seen no mask, or saw none
+// after they arrived. Those headers arrived before the last check, which finds them. The whole block calls
+// it.
 __device__ __noinline__ inline uint32_t agree(const Device& g, const Opened& o, bool decides, uint32_t missed,
                                               Arrival& arrival, uint16_t* counts) {
   atomicOr(&arrival.missed, missed);
@@ -89,9 +90,9 @@ __device__ __noinline__ inline uint32_t agree(const Device& g, const Opened& o, 
   return arrived;
 }
 
-// Fills `arrival` and `counts`; returns the bits of the ranks whose header came, the same in all blocks. The
-// whole block, of which threads from `self` on wait. `leads`: one block of a kernel, which measures and
-// decides.
+// Fills `arrival` and `counts`. Returns the bits of the ranks whose header arrived, the same in all blocks.
+// The whole block calls it; threads from `self` on wait. `leads`: set in one block of a kernel, which
+// measures and decides.
 __device__ __forceinline__ uint32_t await_headers(const Device& g, const DispatchRecvArgs& a, const Opened& o,
                                                   Slot slot, bool leads, uint32_t self, Arrival& arrival,
                                                   uint16_t* counts) {

@@ -1,8 +1,8 @@
-// What kernels do besides their work: tickets at the end of each block; and in block 0 of the next kernel,
-// telling the senders which banks were read and flushing the times. No row ever waits for any of it.
+// What kernels do besides their work. Each block ends with tickets. Block 0 of the next kernel publishes to
+// the senders which banks were read, and adds up the times. No row ever waits for this.
 //
-// A bank is given back at the start of the reader's next kernel of any kind (release() or publish() if there
-// is none). Doing so at the end would put a round trip over the link into every kernel.
+// A bank is freed at the start of the reader's next kernel of any kind, or by release() or publish() if there
+// is none. Doing so at the end would add a round trip over the link to every kernel.
 #pragma once
 
 #include "exchange/nvlink/kernel_times.hpp"
@@ -10,19 +10,19 @@
 
 namespace ep::cuda {
 
-// One per block: they add up to one kernel.
+// One block's share. The shares of all blocks add up to one kernel.
 __device__ __forceinline__ uint64_t share_of_ticket() {
   return blockIdx.x == 0 ? (1ull << kTicketShift) - (gridDim.x - 1) : 1;
 }
 
-// What a block has done, to be added up. In thread 0.
+// What a block has done, to be added to the totals. Valid in thread 0.
 struct Done {
   uint32_t bytes = 0, bytes_local = 0, rows = 0;
-  bool emptied = false;  // slots, by any thread
+  bool emptied = false;  // slots emptied by any thread
 };
 
-// The end of every block of a kernel that sends, receives or both. `slot`: whose times it adds to. One access
-// for all sums: hundreds of blocks end at once.
+// Ends every block of a kernel that sends, receives or both. `slot`: where its times are added. One access
+// adds all sums, because hundreds of blocks end at once.
 __device__ __forceinline__ void end_block(const Device& g, Slot slot, const Opened& o, bool sends, bool reads,
                                           const Done& done) {
   __syncthreads();
@@ -33,7 +33,7 @@ __device__ __forceinline__ void end_block(const Device& g, Slot slot, const Open
   const uint64_t by[5] = {sends ? share_of_ticket() : 0, __shfl_sync(kFull, done.bytes, 0),
                           __shfl_sync(kFull, done.bytes_local, 0), __shfl_sync(kFull, done.rows, 0),
                           reads ? share_of_ticket() : 0};
-  if (done.emptied) fence_gpu();  // before the ticket that says so
+  if (done.emptied) fence_gpu();  // before the ticket that announces it
   uint64_t mine = 0;
 #pragma unroll
   for (uint32_t i = 0; i < 5; ++i)
@@ -42,19 +42,20 @@ __device__ __forceinline__ void end_block(const Device& g, Slot slot, const Open
   if (lane == 0) raise(g.scratch(slot, o.epoch).end_ns, clock_ns());
 }
 
-// A bank of the dispatch that was read in place. All threads have emptied it. One thread.
+// Counts a bank of a dispatch that was read in place. All threads have emptied their slots. One thread calls
+// it.
 __device__ __forceinline__ void count_read(const Device& g, Op op, uint32_t bank) {
   fence_gpu();
   add(g.tally(op).reads[bank], share_of_ticket());
 }
 
-// Publishes to all senders which banks were read since. One warp.
+// Publishes to all senders which banks were read since the last call. One warp.
 __device__ __forceinline__ void publish_reads(const Device& g, const Opened& o) {
   const uint32_t banks = g.layout.num_banks, i = threadIdx.x % kWarp;
   if (i >= kBankedOps * banks) return;
   const uint32_t op = i / banks, bank = i % banks;
   const uint64_t read = load_acquire_gpu(&g.tally(Op(op)).reads[bank]) >> kTicketShift;
-  if (read <= load_relaxed(&g.state->published[op][bank])) return;  // or a kernel beside this one was faster
+  if (read <= load_relaxed(&g.state->published[op][bank])) return;  // or a concurrent kernel was faster
   const uint64_t epoch = o.base + (bank == 0 ? banks : bank) + (read - 1) * banks;
   fence_system();
 #pragma unroll 1
@@ -63,9 +64,9 @@ __device__ __forceinline__ void publish_reads(const Device& g, const Opened& o) 
   raise(g.state->published[op][bank], read);
 }
 
-// Until the bank of a send is free. What this rank itself has to read first may be read by a kernel of
-// another stream, and perhaps no kernel follows that one to publish it. One warp; returns when others report
-// a failure.
+// Waits until the bank of a send is free. This rank's own reads may come from a kernel on another stream, and
+// perhaps no kernel follows that one to publish them, so this loop publishes them. One warp. It returns early
+// if another rank reports a failure.
 __device__ __noinline__ inline void publish_until_free(const Device& g, Op op, const Opened& o) {
   const uint32_t lane = threadIdx.x, banks = g.layout.num_banks;
   const bool asked = lane < g.num_ranks && o.peers >> lane & 1 && o.epoch > o.base + banks;
@@ -81,7 +82,7 @@ __device__ __noinline__ inline void publish_until_free(const Device& g, Op op, c
   }
 }
 
-// Adds the times of an ended kernel to the totals. One warp.
+// Adds the times of a finished kernel to the totals. One warp.
 __device__ __forceinline__ void flush_times(const Device& g, Slot slot, Scratch& s) {
   const uint32_t lane = threadIdx.x % kWarp;
   const uint64_t start = s.start_ns, sent = s.sent_ns, end = s.end_ns;
@@ -105,7 +106,7 @@ __device__ __forceinline__ void flush_times(const Device& g, Slot slot, Scratch&
   s.start_ns = s.sent_ns = s.end_ns = s.both = 0;
 }
 
-// The work of block 0. `epoch`: that of a receive, from its handle. `both`: the kernel sends and receives.
+// The work of block 0. `epoch`: for a receive, from its handle. `both`: the kernel sends and receives.
 __device__ __forceinline__ void do_bookkeeping(const Device& g, Slot slot, const uint64_t* epoch, Opened& o,
                                                bool both) {
   if (threadIdx.x < kWarp) {
@@ -119,7 +120,7 @@ __device__ __forceinline__ void do_bookkeeping(const Device& g, Slot slot, const
       mine.start_ns = start;
     }
     publish_reads(g, o);
-    // It has ended: this kernel's bank could not have been free otherwise.
+    // That kernel has ended, or this kernel's bank would not be free.
     if (o.epoch > o.base + banks) flush_times(g, slot, g.scratch(slot, o.epoch - banks));
     if (epoch == nullptr && !o.banks_free) publish_until_free(g, op_of(slot), o);
   }

@@ -1,8 +1,8 @@
 // The body of combine's kernels: the send half, the receive half, or both in one launch.
 //
-// combine_send.cu, combine_recv.cu and combine.cu each have a `combine_kernel` around it, equal in all but
-// the halves: a profiler that groups kernels by name, as DeepEP's does, finds one combine kernel per wire
-// format.
+// combine_send.cu, combine_recv.cu and combine.cu each wrap it in a `combine_kernel`. These differ only in
+// their halves, so a profiler that groups kernels by name, as DeepEP's does, finds one combine kernel per
+// wire format.
 #pragma once
 
 #include "exchange/nvlink/bookkeeping.cuh"
@@ -14,7 +14,7 @@
 namespace ep::cuda {
 
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 900
-constexpr uint32_t kLog10Blocks = 3;  // more registers
+constexpr uint32_t kLog10Blocks = 3;  // needs more registers
 #else
 constexpr uint32_t kLog10Blocks = kBlocksPerSm;
 #endif
@@ -24,7 +24,7 @@ constexpr uint32_t combine_blocks_per_sm(Wire wire, bool norms) {
   return wire == Wire::kLog10 ? kLog10Blocks : kBlocksPerSm;
 }
 
-// Blocks: see CombineGrid.
+// For the order of blocks see CombineGrid.
 template <Wire kWire, bool kNarrow, Halves kHalves, bool kNorms>
 __device__ __forceinline__ void combine_block(const Device& g, const CombineSendArgs& send,
                                               const CombineRecvArgs& recv, std::byte* handle,
@@ -51,7 +51,7 @@ __device__ __forceinline__ void combine_block(const Device& g, const CombineSend
   if (kSends && send.frees_dispatch && threadIdx.x == 0) count_read(g, Op::kDispatch, g.bank_of(h->epoch));
 }
 
-// Launches a kernel around combine_block.
+// Launches a kernel that wraps combine_block.
 template <class Kernel>
 cudaError_t start_combine(Kernel* kernel, Halves halves, bool norms, const Launch& launch, const Device& g,
                           const CombineSendArgs& send, const CombineRecvArgs& recv, std::byte* handle) {
@@ -65,7 +65,7 @@ cudaError_t start_combine(Kernel* kernel, Halves halves, bool norms, const Launc
   return start_kernel(launch, kernel, grid.blocks, grid.threads, 0, g, sent, received, handle, grid.senders);
 }
 
-// One per file of kernels.
+// One function per kernel file.
 cudaError_t launch_combine_send(const Launch& launch, const Device& device, const CombineSendArgs& send,
                                 const CombineRecvArgs& recv, std::byte* handle);
 cudaError_t launch_combine_recv(const Launch& launch, const Device& device, const CombineSendArgs& send,

@@ -1,12 +1,12 @@
-// combine_recv, on the GPU.
+// [8] combine_recv, on the GPU.
 //
 // Afterwards out[t] = RANK:   sum over the ranks that own experts of t, ascending, of the rows they returned
 //                     SOURCE: sum over k, ascending, of weights[t, k] * the row of that choice
-// in float32 from +0, rounded once. The slots are empty again and counted as read. Ranks that are masked or
-// never got the token contribute nothing; neither do words that a rank masked midway never sent. With AddNorm
-// the sum goes to the residual stream and out is its norm.
-// Grid: block 0 waits for the headers, so a missing peer without rows is noticed too; the others take parts
-// of tokens in turn.
+// in float32 from +0, rounded once. The slots are then empty and counted as read. Ranks that are masked or
+// never got the token contribute nothing. Neither do words that a rank masked midway never sent. With AddNorm
+// the sum goes to the residual stream, and `out` is its norm.
+// Grid: block 0 waits for the headers, so that a missing peer without rows is noticed too. The other blocks
+// take parts of tokens in turn.
 #pragma once
 
 #include "exchange/nvlink/add_norm.cuh"
@@ -28,11 +28,11 @@ __device__ __forceinline__ void await_combine_headers(const Device& g, const Com
   uint64_t cell;
   if (!await_word<Match::kHeader>(g, g.own() + Head::header(Op::kCombine, o.bank, peer), wanted, &cell))
     return;
-  if (uint32_t(cell >> 32) != manner_of(a.reduction, a.wire))  // a bug of the callers
+  if (uint32_t(cell >> 32) != manner_of(a.reduction, a.wire))  // the callers disagree
     fail(g, Code::kViolation, Op::kCombine, Phase::kRecvHeader, peer, uint32_t(o.epoch), uint32_t(cell));
 }
 
-// Where choice `lane` of a token is computed.
+// The place (rank and expert) that computes choice `lane` of a token.
 __device__ __forceinline__ int32_t place_of(const Device& g, const std::byte* handle, uint32_t token) {
   const uint32_t lane = threadIdx.x % kWarp, top_k = g.layout.top_k;
   const auto* places = reinterpret_cast<const int32_t*>(handle + DeviceHandle::places());
@@ -56,9 +56,9 @@ __device__ __forceinline__ void collect_outputs(const Device& g, const CombineRe
   terms.collect(wanted, {g.own() + l.output_at(o.bank, owner, token, lane), weight, owner});
 }
 
-// Adds words of 16 bytes of all rows as they come, and empties them; word w begins `at` + w * `step`, if
-// before `end`. kAtOnce: rows that are awaited together. kHeld: where they lie stays in registers meanwhile,
-// and nothing is between a word and its sum: neither a store nor a weight that is still to be read.
+// Adds 16-byte words of all rows as they arrive, and empties their slots. Word w begins at `at` + w * `step`,
+// if that is before `end`. kAtOnce: rows awaited together. kHeld: slot addresses stay in registers during the
+// wait, so that neither a store nor the load of a weight delays the sum of a word.
 template <uint32_t kAtOnce, bool kHeld>
 __device__ __forceinline__ void sum_outputs(const Device& g, const Terms& terms, uint64_t* waited,
                                             uint32_t at, uint32_t step, uint32_t end, Sum (&sum)[kWords],
@@ -98,8 +98,9 @@ __device__ __forceinline__ void sum_outputs(const Device& g, const Terms& terms,
   }
 }
 
-// A token's sum, all of it, to the stream and normed; false where a thread found trouble, which is reported.
-// turn: how many tokens the block has had before. The whole block calls it.
+// Adds a token's whole sum to the residual stream and writes the norm. Returns false if a thread found
+// trouble, which it has reported. turn: number of tokens that the block processed before. The whole block
+// calls it.
 __device__ __forceinline__ bool end_layer(const Device& g, const CombineRecvArgs& a, const Terms& terms,
                                           const Wanted& wanted, uint32_t token, uint32_t turn) {
   const uint32_t bytes = uint32_t(g.layout.output_bytes);
@@ -113,14 +114,14 @@ __device__ __forceinline__ bool end_layer(const Device& g, const CombineRecvArgs
     sum_outputs<kNormRows, true>(g, terms, wanted.waited, at, row.step(), bytes, sum, trouble);
     mine = __fadd_rn(mine, row.add(sum));
   }
-  report(g, wanted, trouble);  // before the barrier: it ends the waits of the other threads
+  report(g, wanted, trouble);  // before the barrier, because it ends the waits of the other threads
   bool any = trouble.any();
   const float mean = __fmul_rn(sum_of_block(mine, turn, any), a.norm.share);
   row.store(a.out, inverse_root(mean + a.norm.eps));
   return !any;
 }
 
-// `both`: the kernel sends too. kNorms: as AddNorm says; a token is not split then.
+// `both`: the kernel sends too. kNorms: AddNorm follows; then a token is not split.
 template <Wire kWire, bool kNarrow, bool kNorms>
 __device__ __forceinline__ Done combine_recv(const Device& g, const CombineRecvArgs& a,
                                              const std::byte* handle, Opened& o, bool both, uint32_t split,

@@ -1,11 +1,11 @@
-// combine_send, on the GPU.
+// [8] combine_send, on the GPU.
 //
 // Afterwards, for every unmasked source s and every token t it sent here with an expert of this rank:
 //   RANK    s.outputs[bank][this rank][t] = sum over its experts here, in top-k order, of weight * output
 //   SOURCE  s.outputs[bank][this rank][t][k] = output, unweighted
 // and s.headers of combine [bank][this rank] = (epoch, reduction, wire), with or without rows. Weights given
 // with the call go to all ranks first: d.weights[bank][this rank][t][k]. The experts' output is read in
-// place; an in-place view of the dispatch is emptied and given back.
+// place. An in-place view of the dispatch is emptied, and its bank freed.
 // Grid: block 0 writes headers and weights, the others take parts of (token, source) in turn.
 #pragma once
 
@@ -14,13 +14,13 @@
 
 namespace ep::cuda {
 
-// What a header says of the sender: the callers must agree.
+// The part of a header on which all callers must agree.
 __device__ __forceinline__ uint32_t manner_of(Reduction reduction, Wire wire) {
   return uint32_t(reduction) | uint32_t(wire) << 8;
 }
 
-// The weights that come with the call, many of a thread under way at once, in all warps but the first, which
-// opens the kernel meanwhile. The warps that sum wait for them.
+// Sends the weights that were passed with the call. Each thread has several loads in flight. All warps but
+// the first do this while the first opens the kernel. The warps that sum wait for the weights.
 struct Weights {
   static constexpr uint32_t kAhead = 6;
   uint32_t count;
@@ -66,9 +66,9 @@ __device__ __forceinline__ void send_combine_headers(const Device& g, const Comb
   if (threadIdx.x == 0) reinterpret_cast<DeviceHandle*>(handle)->combine_epoch = o.epoch;
 }
 
-// Choice `lane` of one received token, as the dispatch has left it.
+// Choice `lane` of one received token, as stored by the dispatch.
 struct Output {
-  int32_t row;  // of the experts' output, or -1
+  int32_t row;  // row of the experts' output, or -1
   float weight;
 
   static __device__ __forceinline__ Output load(const Device& g, const std::byte* handle, uint32_t source,
@@ -82,7 +82,7 @@ struct Output {
   }
 };
 
-// Weights that their token's rank pushes at combine.
+// Waits for a weight that the token's rank sends with combine.
 __device__ __forceinline__ float await_weight(const Device& g, const Opened& o, uint32_t source,
                                               uint32_t token) {
   uint64_t cell = 0;
@@ -102,7 +102,7 @@ __device__ __forceinline__ void send_sum(const Terms& terms, std::byte* slot, ui
   }
 }
 
-// Bytes [begin, end) of the sum in a row of bf16, as they travel. Returns how many bytes they are then.
+// Sends bytes [begin, end) of the sum, counted in a bf16 row, in the wire format. Returns the bytes sent.
 template <Wire kWire, bool kNarrow>
 __device__ __forceinline__ uint32_t send_output(const Device& g, const Terms& terms, std::byte* slot,
                                                 uint32_t begin, uint32_t end) {
@@ -131,16 +131,16 @@ __device__ __forceinline__ Done combine_send(const Device& g, const CombineSendA
                                              Opened& o, uint32_t block, uint32_t blocks) {
   const DeviceLayout& l = g.layout;
   const auto* h = reinterpret_cast<const DeviceHandle*>(handle);
-  // Parts of the tokens of all sources in turn, so that no source is written by all ranks at once.
+  // Takes parts of the tokens of all sources in turn, so that not all ranks write to one source at once.
   const uint32_t bytes = uint32_t(l.output_bytes);
   const auto token_of = [&](uint32_t i) { return g.token_of(i) >> a.split; };
   const auto source_of = [&](uint32_t i) { return g.source_of(i); };
 
-  // 1. What the first rows need is under way before anything is waited for.
+  // 1. Start loading what the first rows need before waiting for anything.
   Terms terms = own_terms();
   Output output{-1, 0.0f};
   const uint32_t arrived = h->arrived, dispatch_bank = g.bank_of(h->epoch);
-  // Tokens of the source in each lane; behind those of the rank with the most there is nothing to return.
+  // Each lane holds the number of tokens of one source. Behind the largest number there is nothing to return.
   const uint32_t lane = threadIdx.x % kWarp;
   const uint32_t tokens = lane < g.num_ranks && arrived >> lane & 1 ? h->source_tokens[lane] : 0;
   const uint32_t items = __reduce_max_sync(kFull, tokens) * g.num_ranks << a.split;
@@ -164,11 +164,11 @@ __device__ __forceinline__ Done combine_send(const Device& g, const CombineSendA
   const uint32_t returned = arrived & writable(g, Op::kCombine, Phase::kSendRows, o, &paused);
   if (paused) output = Output::load(g, handle, source_of(block - 1), token_of(block - 1));
 
-  // 2. The rows.
+  // 2. Send the rows.
 #pragma unroll 1
   for (uint32_t i = block - 1;;) {
     const uint32_t part = g.token_of(i) & ((1u << a.split) - 1), token = token_of(i), source = source_of(i);
-    const bool present = token < __shfl_sync(kFull, tokens, source);  // else what lies there is older
+    const bool present = token < __shfl_sync(kFull, tokens, source);  // otherwise the slot holds older data
     if (present && a.frees_dispatch && part == 0) empty_slot(g, dispatch_bank, source, token);
     if (present && returned >> source & 1) {
       const bool valid = output.row >= 0;

@@ -2,12 +2,13 @@
 //
 //   FP8    e4m3 and a float32 scale per group, with the arithmetic of exchange/common/quant.hpp
 //            16 bytes a lane | 4 bytes a group
-//   LOG10  sign and 9 bits: 0 = zero, n = 2^(bottom + (n - 1) * step), bottom and step per group, over 32
-//          octaves at most: half a step is at most 2.2 %. The idea is that of DeepEP's combine.
+//   LOG10  sign and 9 bits: 0 = zero, n = 2^(bottom + (n - 1) * step). Each group has its bottom and step,
+//   over at
+//          most 32 octaves: half a step is at most 2.2 %. The idea is from DeepEP's combine.
 //            16 bytes a lane | 4 bytes a lane | 8 bytes a group
 //
-// A group with a value that is not finite arrives as NaN. No word is ever all ones. Whole warps call these
-// functions: the lanes of a group share what follows their codes.
+// A group that contains a NaN or infinity arrives as NaN. No word is ever all ones. Whole warps call these
+// functions, because the lanes of a group share its scale or range.
 #pragma once
 
 #include <cmath>
@@ -17,7 +18,7 @@
 
 namespace ep::cuda {
 
-constexpr uint32_t kChannels = 16;  // of a lane
+constexpr uint32_t kChannels = 16;  // per lane
 constexpr uint32_t kLogCodes = 510;
 constexpr float kLogOctaves = 32.0f;
 
@@ -75,7 +76,7 @@ __device__ __forceinline__ bool came(const Fp8Wire::Words& w) { return came(w.co
 // -- LOG10 --------------------------------------------------------------------------------------------
 
 struct Log10Wire {
-  static constexpr uint32_t kTogether = 1;  // as many as there are registers for
+  static constexpr uint32_t kTogether = 1;  // limited by registers
   struct Words {
     uint4 codes;
     uint32_t last;
@@ -90,8 +91,8 @@ struct Log10Wire {
   };
 
   static __device__ __forceinline__ void send(const At& at, bool active, const float (&x)[kChannels]) {
-    // The largest and the smallest magnitude as bits, in their order; zero and NaN are the largest once
-    // turned.
+    // Largest and smallest magnitude, compared as bits. `least` holds the inverted bits, in which zero and
+    // NaN do not count as smallest.
     uint32_t most = 0, least = 0;
 #pragma unroll
     for (uint32_t i = 0; i < kChannels; ++i) {
@@ -109,7 +110,7 @@ struct Log10Wire {
     uint32_t out[5] = {};
 #pragma unroll
     for (uint32_t i = 0; i < kChannels; ++i) {
-      // 1 + steps above the bottom; added to 1.5 * 2^23 the low bits of the sum are it, rounded.
+      // 1 + steps above the bottom. After adding 1.5 * 2^23, the low bits of the sum are its rounded value.
       const float n = 1.0f + (__log2f(fabsf(x[i])) - bottom) * codes_per_octave;
       const uint32_t rounded = bits_of(fminf(n, float(kLogCodes)) + 12582912.0f) & 0x1ff;
       const uint32_t code = (n > 0.5f ? rounded : 0) | (bits_of(x[i]) >> 22 & 0x200);
@@ -153,14 +154,14 @@ __device__ __forceinline__ bool came(const Log10Wire::Words& w) {
 
 // -- rows ---------------------------------------------------------------------------------------------
 
-// Units [begin, end) of 16 channels of the sum of all rows, packed into a slot of `hidden` channels.
+// Packs units [begin, end) of 16 channels of the sum of all rows into a slot of `hidden` channels.
 template <class Packed>
 __device__ __forceinline__ void send_packed(const Terms& terms, std::byte* slot, uint32_t hidden,
                                             uint32_t begin, uint32_t end) {
   const uint32_t lane = threadIdx.x % kWarp, bytes = hidden * 2;
 #pragma unroll 1
   for (uint32_t first = begin + threadIdx.x - lane; first < end; first += blockDim.x) {
-    // Rows are read without gaps, 512 bytes and 512 more; then each lane gets the two halves of its unit.
+    // Rows are read without gaps, as two times 512 bytes. Then each lane gets the two halves of its unit.
     const uint32_t unit = paired_unit(first + lane), from = first * 32 + lane * 16, to = from + kWarp * 16;
     Sum low, high;
     sum_rows<false>(terms, from < end * 32 ? from : begin * 32, bytes, low);
@@ -176,7 +177,7 @@ __device__ __forceinline__ void send_packed(const Terms& terms, std::byte* slot,
   }
 }
 
-// Their sum over all rows as they come, rounded to `out`; empties them.
+// Sums all packed rows as they arrive, writes the rounded sum to `out`, and empties the slots.
 template <class Packed>
 __device__ __forceinline__ void sum_packed(const Device& g, const Terms& terms, uint64_t* waited,
                                            std::byte* out, uint32_t begin, uint32_t end, Trouble& trouble) {
@@ -192,7 +193,7 @@ __device__ __forceinline__ void sum_packed(const Device& g, const Terms& terms, 
       const auto at = [&](uint32_t j) { return typename Packed::At{terms.list[i + j].row, unit, hidden}; };
       const uint32_t peers = terms.list[i].of | (both ? terms.list[i + 1].of << 8 : 0);
       const uint32_t here = await_slots(g, peers, !waits ? 0 : both ? 3 : 1, waited, at, w, trouble);
-      __syncwarp();  // all lanes of a group have what its first lane empties
+      __syncwarp();  // all lanes of a group have read what its first lane empties
 #pragma unroll
       for (uint32_t j = 0; j < Packed::kTogether; ++j) {
         if (!(here >> j & 1)) continue;

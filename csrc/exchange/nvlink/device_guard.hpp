@@ -1,4 +1,4 @@
-// Selects the GPU that a host thread talks to, and turns errors of the runtime into exceptions.
+// Selects the GPU that a host thread uses, and turns errors of the runtime into exceptions.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -13,14 +13,14 @@ inline void check(cudaError_t error, const std::string& what) {
   if (error != cudaSuccess) throw std::runtime_error(what + ": " + cudaGetErrorString(error));
 }
 
-// Makes a GPU the current one of this thread; the destructor gives the caller's back.
+// Makes a GPU the current one of this thread. The destructor restores the caller's.
 class OnDevice {
  public:
   explicit OnDevice(int device) : device_(device) {
     check(cudaGetDevice(&before_), "cudaGetDevice");
     if (before_ != device_) check(cudaSetDevice(device_), "cudaSetDevice");
   }
-  ~OnDevice() {  // setting a device that is the current one would still make a context on it
+  ~OnDevice() {  // setting even the current device would create a context on it
     if (before_ != device_) cudaSetDevice(before_);
   }
   OnDevice(const OnDevice&) = delete;

@@ -1,4 +1,4 @@
-// The kernel of a whole dispatch, both halves in one launch, and those that give banks back.
+// The kernel of a whole dispatch, both halves in one launch, and the kernels that free banks.
 #include "exchange/nvlink/dispatch_kernel.cuh"
 
 namespace ep::cuda {
@@ -11,7 +11,7 @@ __global__ void __launch_bounds__(kMaxThreads, dispatch_blocks_per_sm(kFp8))
   dispatch_block<kFp8, kNarrow, Halves::kBoth>(g, send, recv, handle, senders);
 }
 
-// Gives the bank of a dispatch back whose view read it in place. Block = (token, source).
+// Frees the bank of a dispatch whose view read it in place. Block = (token, source).
 __global__ void release_kernel(const __grid_constant__ Device g, std::byte* handle) {
   const auto* h = reinterpret_cast<const DeviceHandle*>(handle);
   const uint32_t source = blockIdx.x % g.num_ranks, token = blockIdx.x / g.num_ranks,

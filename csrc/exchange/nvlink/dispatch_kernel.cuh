@@ -1,7 +1,7 @@
 // The body of dispatch's kernels: the send half, the receive half, or both in one launch.
 //
-// dispatch_send.cu, dispatch_recv.cu and dispatch.cu each have a `dispatch_kernel` around it, equal in all
-// but the halves: a profiler that groups kernels by name, as DeepEP's does, finds one dispatch kernel per
+// dispatch_send.cu, dispatch_recv.cu and dispatch.cu each wrap it in a `dispatch_kernel`. These differ only
+// in their halves, so a profiler that groups kernels by name, as DeepEP's does, finds one dispatch kernel per
 // payload.
 #pragma once
 
@@ -15,7 +15,7 @@ namespace ep::cuda {
 
 constexpr uint32_t dispatch_blocks_per_sm(bool fp8) { return fp8 ? kBlocksPerSm : 3; }
 
-// Blocks: see DispatchGrid.
+// For the order of blocks see DispatchGrid.
 template <bool kFp8, bool kNarrow, Halves kHalves>
 __device__ __forceinline__ void dispatch_block(const Device& g, const DispatchSendArgs& send,
                                                const DispatchRecvArgs& recv, std::byte* handle,
@@ -45,7 +45,7 @@ __device__ __forceinline__ void dispatch_block(const Device& g, const DispatchSe
   end_block(g, kSlot, o, kSends, kReceives && recv.view != View::kIndex, done);
 }
 
-// Launches a kernel around dispatch_block.
+// Launches a kernel that wraps dispatch_block.
 template <class Kernel>
 cudaError_t start_dispatch(Kernel* kernel, Halves halves, const Launch& launch, const Device& g,
                            const DispatchSendArgs& send, const DispatchRecvArgs& recv, std::byte* handle) {
@@ -58,7 +58,7 @@ cudaError_t start_dispatch(Kernel* kernel, Halves halves, const Launch& launch, 
                       grid.senders);
 }
 
-// One per file of kernels.
+// One function per kernel file.
 cudaError_t launch_dispatch_send(const Launch& launch, const Device& device, const DispatchSendArgs& send,
                                  const DispatchRecvArgs& recv, std::byte* handle);
 cudaError_t launch_dispatch_recv(const Launch& launch, const Device& device, const DispatchSendArgs& send,

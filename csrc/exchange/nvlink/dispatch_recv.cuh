@@ -1,16 +1,16 @@
-// dispatch_recv, on the GPU.
+// [7] dispatch_recv, on the GPU.
 //
 // Waits for the header of every unmasked rank and for the rows of the tokens that the headers announce.
-// Entries are numbered by (local expert, source, token): each row brings its position among those of its
-// source, and the headers say how many come before it. Two runs give identical bytes, and nothing is counted
-// here.
+// Entries are numbered by (local expert, source, token). Each row carries its position among the rows of its
+// source, and the headers say how many rows precede those. Two runs give identical bytes, and nothing is
+// counted here.
 // Afterwards
 //   PADDED rows[e, position], scales column-major; COMPACT rows[row]; INDEX row_ids[row], no copy
 //   counts, offsets, src_info, layout_range: see DispatchRecvArgs
 //   handle: the row and weight of each entry
 // and the slots are empty again and counted as read, unless the view reads them in place.
 // Cost: one row read per received row, one row written and one emptied per entry.
-// Grid: block 0 reports what arrived to the caller, every other takes (token, source) in turn.
+// Grid: block 0 reports to the caller what arrived. The others take (token, source) in turn.
 #pragma once
 
 #include "exchange/common/quant.hpp"
@@ -43,14 +43,14 @@ __device__ __forceinline__ void scan_experts(const Device& g, uint32_t arrived, 
   if (lane == 0) first[g.local_experts] = running;
 }
 
-// Counts, offsets and ranges for the caller, totals for the statistics. One block.
+// Writes counts, offsets and ranges for the caller, and totals for the statistics. One block.
 __device__ __forceinline__ void write_layout(const Device& g, const DispatchRecvArgs& a, std::byte* handle,
                                              uint32_t arrived, const Arrival& arrival, const uint16_t* counts,
                                              const int32_t* first) {
 #pragma unroll 1
   for (uint32_t e = threadIdx.x; e < g.local_experts; e += blockDim.x) {
     int32_t begin = 0;
-    const int32_t most = int32_t(g.num_ranks * g.layout.max_tokens);  // ids that are refused count too much
+    const int32_t most = int32_t(g.num_ranks * g.layout.max_tokens);  // refused ids may exceed it
 #pragma unroll 1
     for (uint32_t s = 0; s < g.num_ranks; ++s) {
       const int32_t said = arrived >> s & 1 ? counts[s * g.local_experts + e] : 0,
@@ -71,7 +71,8 @@ __device__ __forceinline__ void write_layout(const Device& g, const DispatchRecv
   h->arrived = arrived;
 }
 
-// Of a dispatch that failed: no rows, so what follows in the stream has nothing to do. One block.
+// Writes the result of a failed dispatch: no rows, so later kernels in the stream have nothing to do. One
+// block.
 __device__ __forceinline__ void write_none(const Device& g, const DispatchRecvArgs& a) {
 #pragma unroll 1
   for (uint32_t e = threadIdx.x; e <= g.local_experts; e += blockDim.x) {
@@ -80,22 +81,23 @@ __device__ __forceinline__ void write_none(const Device& g, const DispatchRecvAr
   }
 }
 
-// In shared memory: where the copies of one received row go, in bytes and in scales of the view.
+// In shared memory: where the copies of one received row go, as offsets of bytes and of scales in the view.
 struct Placed {
   uint64_t row[kMaxTopK], scale[kMaxTopK];
   uint32_t count, failed;
-  uint32_t late;         // a thread has given up a row: all leave together behind the next barrier
-  uint2 seen[kMaxTopK];  // entries that came before they were asked for
+  uint32_t late;         // a thread has given up a row: all leave together after the next barrier
+  uint2 seen[kMaxTopK];  // entries that await_first() read
 };
 
-// One choice of a received token, in the lane of its number.
+// One choice of a received token, held by the lane of its number.
 struct Entry {
   uint32_t row = 0, expert = 0, position = 0, weight = 0;
   bool here = false;
 };
 
-// The entries of the token that a block begins with, awaited beside the headers: until they have come, or its
-// source says that it has no such token. All ones where neither, which is reported. First warp.
+// Waits for the entries of the block's first token while other threads wait for headers. It ends when the
+// entries have arrived, or when the header says that the source has no such token. Otherwise the entries stay
+// all ones, and the failure is reported. First warp.
 __device__ __forceinline__ void await_first(const Device& g, const Opened& o, uint32_t source, uint32_t token,
                                             Placed& placed) {
   const DeviceLayout& l = g.layout;
@@ -110,7 +112,7 @@ __device__ __forceinline__ void await_first(const Device& g, const Opened& o, ui
     const uint64_t cell = load_relaxed(header);
     const bool known = uint32_t(cell) == uint32_t(o.epoch);
     const bool absent = known && token >= (uint32_t(cell >> 32) & ~kHasWeights);
-    if (__all_sync(kFull, absent || lane >= l.top_k || came(entry))) break;  // the lanes leave together
+    if (__all_sync(kFull, absent || lane >= l.top_k || came(entry))) break;  // all lanes leave together
     if (spins == 0) start = clock_ns();
     if (spins % kSpins != kSpins - 1) continue;
     const Look look = look_around(g, source, start);
@@ -121,8 +123,8 @@ __device__ __forceinline__ void await_first(const Device& g, const Opened& o, ui
   if (lane < kMaxTopK) placed.seen[lane] = entry;
 }
 
-// Waits for the entries of a token, unless await_first has `seen` them, and works out their rows. First warp;
-// lane k has choice k.
+// Waits for the entries of a token, unless await_first() has `seen` them, and computes their rows. First
+// warp; lane k has choice k.
 __device__ __forceinline__ Entry place(const Device& g, const DispatchRecvArgs& a, const Opened& o, Slot slot,
                                        uint32_t source, std::byte* token_slot, uint32_t arrived,
                                        const uint16_t* counts, const int32_t* first, bool seen,
@@ -145,7 +147,8 @@ __device__ __forceinline__ Entry place(const Device& g, const DispatchRecvArgs& 
   e.here = lane < l.top_k && !lost && came_in[0].x != DeviceLayout::kAbsent;
   e.weight = came_in[0].y;
   if (e.here) {
-    // Ids that their rank refuses, twice the same in a token, count too much: no memory of others may suffer.
+    // If a sender refused ids, for example repeated ones, its positions may be too large. Clamp them to
+    // protect memory.
     e.expert = min(came_in[0].x >> l.position_bits, g.local_experts - 1);
     e.position = came_in[0].x & low;
 #pragma unroll
@@ -169,14 +172,15 @@ __device__ __forceinline__ Entry place(const Device& g, const DispatchRecvArgs& 
   }
   if (!__any_sync(kFull, lost)) return e;
   report(g, {Op::kDispatch, Phase::kRecvHeader, source, o.epoch}, trouble);
-  // Rows of a peer that is given up stay as they were; numbers of rows must not.
+  // If a peer is given up, its rows may keep old contents. Row ids of an INDEX view may not.
   if (lane == 0 && a.view == View::kIndex)
     fail(g, Code::kTimeout, Op::kDispatch, Phase::kRecvHeader, source, uint32_t(o.epoch), 0);
   if (lane == 0) placed.failed = has_failed(g);
   return e;
 }
 
-// What others want to know of the choices of a token, while its row is copied. The warp that placed it.
+// Stores what others need to know of a token's choices, while its row is copied. Called by the warp that
+// placed it.
 __device__ __forceinline__ void note(const Device& g, const DispatchRecvArgs& a, std::byte* handle,
                                      const Opened& o, uint32_t source, uint32_t token, std::byte* token_slot,
                                      const Entry& e) {
@@ -195,14 +199,14 @@ __device__ __forceinline__ void note(const Device& g, const DispatchRecvArgs& a,
 
 constexpr uint32_t kAhead = 2;  // 16-byte words of a row that a thread awaits at once
 
-// What a thread takes of a row at a time: words and one scale, all under way at once. A word that is not its
-// own is zero: it came.
+// What a thread reads of a row at a time: words and one scale, all in flight together. A word that the thread
+// does not own is zero, which counts as arrived.
 struct Taken {
   uint4 v[kAhead];
   uint32_t scale;
 };
 
-// Which ones: round 0, 1, ... of a row in a slot. A word begins at(i) < bytes.
+// The position in a row: round 0, 1, ... of a slot. A word begins at at(i), below `bytes`.
 struct RowAt {
   const Device& g;
   std::byte* slot;
@@ -233,7 +237,7 @@ __device__ __forceinline__ bool came(const Taken& taken) {
   for (uint32_t i = 0; i < kAhead; ++i) all = all && came(taken.v[i]);
   return all;
 }
-// Those that have not come.
+// Reads the words that have not arrived.
 __device__ __forceinline__ void peek(const RowAt& at, Taken* taken) {
 #pragma unroll
   for (uint32_t i = 0; i < kAhead; ++i)
@@ -241,8 +245,8 @@ __device__ __forceinline__ void peek(const RowAt& at, Taken* taken) {
   if (!came(taken->scale)) taken->scale = peek4(at.scale());
 }
 
-// Copies one received row to all its entries and empties it; zeros for words that its sender never sent.
-// `taken`: of round 0, looked at once.
+// Copies one received row to all its entries and empties its slot. Words that the sender never sent become
+// zero. `taken`: the words of round 0, read once.
 template <bool kNarrow>
 __device__ __forceinline__ void expand(const Device& g, const DispatchRecvArgs& a, uint32_t source,
                                        std::byte* slot, const Placed& placed, Taken (&taken)[1],
@@ -252,7 +256,7 @@ __device__ __forceinline__ void expand(const Device& g, const DispatchRecvArgs& 
   const uint32_t stride = a.view == View::kPadded ? a.scale_pitch : 1;
   auto* out = static_cast<std::byte*>(a.rows);
 #pragma unroll 1
-  for (RowAt at{g, slot, 0}; at.has(0) && !trouble.any(); ++at.round) {  // scales end before words do
+  for (RowAt at{g, slot, 0}; at.has(0) && !trouble.any(); ++at.round) {  // there are fewer scales than words
     if (at.round != 0) taken[0] = at.nothing_yet();
     if (at.round != 0 || !came(taken[0]))
       await_slots(g, source, 1, nullptr, [&](uint32_t) { return at; }, taken, trouble);
@@ -273,7 +277,7 @@ __device__ __forceinline__ void expand(const Device& g, const DispatchRecvArgs& 
   }
 }
 
-// `shared`: [E_local + 1] int32, then [R][E_local] uint16. `epoch`: null where the kernel sends too.
+// `shared`: [E_local + 1] int32, then [R][E_local] uint16. `epoch`: null if the kernel sends too.
 template <bool kNarrow>
 __device__ __forceinline__ Done dispatch_recv(const Device& g, const DispatchRecvArgs& a, std::byte* handle,
                                               Opened& o, Slot slot, const uint64_t* epoch, uint32_t block,
@@ -290,7 +294,8 @@ __device__ __forceinline__ Done dispatch_recv(const Device& g, const DispatchRec
     return done;
   }
 
-  // 1. All headers. Block 0 reports them to the caller and does nothing else: the others need not wait.
+  // 1. Wait for all headers. Block 0 only reports them to the caller, so that the others need not wait for
+  // that.
   const bool begins = block != 0 && block - 1 < g.layout.max_tokens * g.num_ranks;
   if (begins && threadIdx.x < kWarp) await_first(g, o, g.source_of(block - 1), g.token_of(block - 1), placed);
   const uint32_t arrived = await_headers(g, a, o, slot, block == 0, begins ? kWarp : 0, arrival, counts);
@@ -307,7 +312,7 @@ __device__ __forceinline__ Done dispatch_recv(const Device& g, const DispatchRec
     return done;
   }
 
-  // 2. Tokens of all sources in turn: place, then copy what comes.
+  // 2. Take the tokens of all sources in turn: find the rows, then copy the words as they arrive.
   uint32_t most = 0;
 #pragma unroll 1
   for (uint32_t s = 0; s < g.num_ranks; ++s)
@@ -340,7 +345,7 @@ __device__ __forceinline__ Done dispatch_recv(const Device& g, const DispatchRec
   return done;
 }
 
-// Makes the slot of a received token empty again, after a view has read it in place. The whole block.
+// Empties the slot of a received token after a view has read it in place. The whole block calls it.
 __device__ __forceinline__ void empty_slot(const Device& g, uint32_t bank, uint32_t source, uint32_t token) {
   std::byte* slot = g.own() + g.layout.slot_at(bank, source, token);
 #pragma unroll 1

@@ -1,4 +1,4 @@
-// dispatch_send, on the GPU.
+// [7] dispatch_send, on the GPU.
 //
 // Afterwards, for every unmasked rank d of this rank s, bank of the epoch:
 //   d.slots[bank][s][t], every token t:
@@ -6,7 +6,7 @@
 //     per choice {place, weight}: place = expert of d and how many tokens of s before t chose it, or kAbsent
 //   d.headers[bank][s] = T, whether there are weights, and how many tokens of s chose each expert of d
 //   handle: epoch, T, sent_to, places, weights.
-// A receiver computes where the copies of a row go from the row and the headers: no counting across ranks.
+// A receiver computes from the row and the headers where copies go: ranks need no common counter.
 // Host obligations: one send of a group at a time (stream order or events).
 // Cost: one read of x, one row written per (token, rank); each block reads T * K ids for the counts.
 // Grid: one block writes the headers, every other takes tokens, or parts of them, in turn.
@@ -22,7 +22,8 @@ __device__ __forceinline__ uint32_t tokens_of(const DispatchSendArgs& a) {
   return min(uint32_t(max(*a.tokens_on_device, 0)), a.tokens);
 }
 
-// The table of owners: four words of a thread under way, then in shared memory.
+// Copies the table of owners to shared memory. Each thread first loads four words, which arrive during other
+// work.
 __device__ __forceinline__ uint4 load_owners(const Device& g) {
   return threadIdx.x * 4 < g.num_experts ? reinterpret_cast<const uint4*>(g.table)[threadIdx.x] : uint4{};
 }
@@ -37,8 +38,8 @@ __device__ __forceinline__ void keep_owners(const Device& g, const uint4& first,
 
 // -- headers ----------------------------------------------------------------------------------------
 
-// Ids of all tokens, many of a thread under way at once, as they were given: to look at one here would be to
-// wait for it. All warps but the first, which opens the kernel.
+// Loads the ids of all tokens, several per thread in flight. They are not inspected here, because that would
+// wait for each load. All warps but the first take part; the first opens the kernel.
 struct Ids {
   static constexpr uint32_t kAhead = 6;
   int64_t id[kAhead];
@@ -52,7 +53,8 @@ struct Ids {
   }
 };
 
-// The handle, and in shared memory how many tokens chose each expert, experts in the order of their ranks.
+// Fills the handle and counts, in shared memory, how many tokens chose each expert. Experts are in rank
+// order.
 __device__ __forceinline__ void count_choices(const Device& g, const DispatchSendArgs& a, std::byte* handle,
                                               uint32_t tokens, Ids& ids, uint32_t* counts) {
   auto* places = reinterpret_cast<int32_t*>(handle + DeviceHandle::places());
@@ -61,7 +63,7 @@ __device__ __forceinline__ void count_choices(const Device& g, const DispatchSen
   uint32_t bad = kNothing;
 #pragma unroll 1
   for (uint32_t from = 0; from < count;) {
-    int32_t place[Ids::kAhead];  // -1: none, -2: an id that there is not
+    int32_t place[Ids::kAhead];  // -1: none, -2: invalid id
     float weight[Ids::kAhead];
 #pragma unroll
     for (uint32_t i = 0; i < Ids::kAhead; ++i) {
@@ -100,7 +102,7 @@ __device__ __forceinline__ Done send_headers(const Device& g, const DispatchSend
     open(g, Op::kDispatch, nullptr, o);
   else
     count_choices(g, a, handle, tokens, ids, counts);
-  __syncthreads();  // all have counted
+  __syncthreads();  // all threads have counted
   if (!o.alive) return {};
   if (threadIdx.x == 0) {
     auto* h = reinterpret_cast<DeviceHandle*>(handle);
@@ -140,12 +142,12 @@ __device__ __forceinline__ void for_each_rank(const Device& g, uint32_t ranks, F
   }
 }
 
-constexpr uint32_t kNobody = 0xffff;  // no expert: E fits 16 bits (exchange/nvlink/validate.py)
-constexpr uint32_t kEarly = 6;        // ids of earlier tokens that a thread has under way at once
+constexpr uint32_t kNobody = 0xffff;  // no expert: E fits 16 bits (ep_server/exchange/nvlink/launch.py)
+constexpr uint32_t kEarly = 6;        // ids of earlier tokens that a thread has in flight
 
-// Ids of the tokens before one, in all warps but the first, which opens the kernel meanwhile.
+// Ids of the tokens before one, held by all warps but the first, which opens the kernel meanwhile.
 struct Earlier {
-  uint32_t ids[kEarly];  // nothing else is done with them here: that would be waiting for them one by one
+  uint32_t ids[kEarly];  // not used while loading, because each use would wait for its load
 
   static __device__ __forceinline__ uint32_t step() { return kEarly * (blockDim.x - kWarp); }
   __device__ __forceinline__ void load(const int64_t* from, uint32_t count, uint32_t first) {
@@ -155,9 +157,9 @@ struct Earlier {
       ids[i] = j < count ? uint32_t(from[j]) & 0xffff : kNobody;
     }
   }
-  // In lane k: how many ids of the warp are that of lane k, `wanted`.
+  // In lane k: how many ids of the warp equal `wanted` of lane k.
   __device__ __forceinline__ uint32_t same_as(uint32_t wanted, uint32_t top_k) const {
-    constexpr uint32_t kTogether = 4;  // divides 16, the most that top-k may be
+    constexpr uint32_t kTogether = 4;  // divides 16, the maximum top-k
     uint32_t found = 0;
 #pragma unroll 1
     for (uint32_t first = 0; first < top_k; first += kTogether) {
@@ -175,11 +177,11 @@ struct Earlier {
   }
 };
 
-// In shared memory, for the token at hand: how many tokens before it made its choice k, as each warp found.
+// In shared memory: for each choice k of the current token, how many earlier tokens made it, by warp.
 struct Before {
   uint32_t found[kMaxWarps][kMaxTopK];
 
-  // All warps but the first; `id` of choice `lane`.
+  // Called by all warps but the first. `id`: choice `lane`.
   __device__ __forceinline__ void count(Earlier& earlier, const int64_t* from, uint32_t count, int64_t id,
                                         uint32_t top_k) {
     const uint32_t lane = threadIdx.x % kWarp, wanted = lane < top_k ? uint32_t(id) & 0xffff : kNobody;
@@ -215,13 +217,14 @@ __device__ __forceinline__ void store_pieces(const Device& g, const RowOf& row, 
   }
 }
 
-// Per choice {place, weight} to every peer: a warp to a peer, lane k has choice k. place: of the table.
+// Writes {place, weight} per choice to every peer, one warp per peer. Lane k has choice k. place: from the
+// table.
 __device__ __forceinline__ void send_entries(const Device& g, uint64_t slot, const Before& earlier,
                                              bool valid, uint32_t place, float weight, uint32_t peers) {
   const uint32_t lane = threadIdx.x % kWarp;
   if (lane >= g.layout.top_k) return;
   const uint32_t bits = g.layout.position_bits;
-  const uint32_t before = min(earlier.of(lane), (1u << bits) - 1);  // an id twice in a token counts too much
+  const uint32_t before = min(earlier.of(lane), (1u << bits) - 1);  // an id repeated in a token may exceed it
   const uint32_t entry = (place & kLocalMask) << bits | before;
   const uint64_t at = slot + g.layout.entry_offset + lane * sizeof(uint64_t);
 #pragma unroll 1
@@ -231,16 +234,16 @@ __device__ __forceinline__ void send_entries(const Device& g, uint64_t slot, con
            sendable(bits_of(weight)));
 }
 
-// What a token needs, under way before anything is waited for.
+// What a token needs, loaded before the block waits for anything.
 template <bool kFp8, bool kNarrow>
 struct Token {
   Row<kFp8, kNarrow> row;
   Earlier earlier;
-  int64_t id;  // of choice `lane`
+  int64_t id;  // choice `lane`
   float weight;
   uint32_t part;
 
-  // Item i of all tokens' parts.
+  // i: index over all parts of all tokens.
   __device__ __forceinline__ void load(const Device& g, const DispatchSendArgs& a, uint32_t i) {
     const uint32_t t = i >> a.split, lane = threadIdx.x % kWarp, top_k = g.layout.top_k;
     part = i & ((1u << a.split) - 1);
@@ -250,7 +253,7 @@ struct Token {
     weight = lane < top_k && a.weights != nullptr ? a.weights[uint64_t(t) * top_k + lane] : 0.0f;
     if (part == 0 && threadIdx.x >= kWarp) earlier.load(a.ids, t * top_k, 0);
   }
-  // The tokens before it, counted.
+  // Counts the earlier tokens that made the same choices.
   __device__ __forceinline__ void count(const Device& g, const DispatchSendArgs& a, uint32_t i,
                                         Before& before) {
     const uint32_t top_k = g.layout.top_k;
@@ -269,7 +272,7 @@ __device__ __forceinline__ Done dispatch_send(const Device& g, const DispatchSen
   Done done;
 #pragma unroll 1
   for (uint32_t i = block;;) {
-    // 1. What the token needs is under way before anything is waited for.
+    // 1. Start loading what the token needs before waiting for anything.
     Token<kFp8, kNarrow> token;
     if (i < a.tokens << a.split) token.load(g, a, i);
     if (!opened) {
@@ -283,10 +286,10 @@ __device__ __forceinline__ Done dispatch_send(const Device& g, const DispatchSen
     if (!opened) {
       opened = true;
       peers = writable(g, Op::kDispatch, Phase::kSendRows, o, &paused);
-      if (paused) continue;  // it is loaded again: better than kept
+      if (paused) continue;  // load it again instead of keeping it in registers
     }
 
-    // 2. Where the copies go: by the choices of the tokens before this one.
+    // 2. Find where the copies go, from the choices of earlier tokens.
     const uint32_t t = i >> a.split, lane = threadIdx.x % kWarp;
     const uint64_t slot = g.layout.slot_at(o.bank, g.rank, t);
     const bool valid = token.id >= 0 && token.id < int64_t(g.num_experts);
@@ -294,7 +297,7 @@ __device__ __forceinline__ Done dispatch_send(const Device& g, const DispatchSen
     if (token.part == 0) send_entries(g, slot, before, valid, place, token.weight, peers);
     const uint32_t ranks = __reduce_or_sync(kFull, valid ? 1u << (place >> kOwnerShift) : 0) & peers;
 
-    // 3. The row, loaded once, quantised once, stored to all its ranks.
+    // 3. Load and quantise the row once, and store it to all its ranks.
 #pragma unroll 1
     for (;;) {
       store_pieces(g, token.row, slot, ranks);
@@ -310,7 +313,7 @@ __device__ __forceinline__ Done dispatch_send(const Device& g, const DispatchSen
     }
     i += blocks;
     if (i >= items) break;
-    __syncthreads();  // what was counted has been used
+    __syncthreads();  // all threads have used the counts
   }
   if (twice != 0) fail(g, kBadIds, Op::kDispatch, Phase::kSendRows, g.rank, twice - 1, threadIdx.x);
   return done;

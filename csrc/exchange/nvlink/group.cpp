@@ -12,7 +12,7 @@ namespace ep::cuda {
 
 namespace {
 
-// Adds the times of a kernel that no kernel has followed; for all others, bookkeeping.cuh does it.
+// Adds the times of a kernel that no other kernel followed. bookkeeping.cuh adds those of all others.
 void add_times(Totals& t, Slot slot, const Scratch& s) {
   if (s.end_ns == 0 || s.start_ns == 0) return;
   const uint32_t of = uint32_t(op_of(slot));
@@ -63,7 +63,7 @@ Group::Group(const Geometry& g, uint32_t rank, const std::vector<int32_t>& place
   overlaps_ = major >= 9;
   check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate");
   check(cudaMalloc(reinterpret_cast<void**>(&device_.state), sizeof(DeviceState)), "cudaMalloc");
-  table.resize((table.size() + 3) / 4 * 4);  // read four at a time
+  table.resize((table.size() + 3) / 4 * 4);  // kernels read four at a time
   check(cudaMalloc(reinterpret_cast<void**>(&table_), table.size() * sizeof(uint32_t)), "cudaMalloc");
   const size_t counters = (device_.local_experts + 1) * sizeof(uint64_t);
   check(cudaMalloc(reinterpret_cast<void**>(&device_.expert_tokens), counters), "cudaMalloc");
@@ -180,7 +180,7 @@ void Group::set_faults(const std::vector<DeviceFault>& faults) {
 }
 
 void Group::mask(uint64_t ranks) {
-  const std::lock_guard lock(masking_);  // an older mask must not be written last
+  const std::lock_guard lock(masking_);  // an older mask must not overwrite a newer one
   masked_by_host_ |= uint32_t(ranks);
   copy_in(&device_.state->control.masked_by_host, &masked_by_host_, sizeof masked_by_host_);
 }

@@ -18,7 +18,7 @@ struct Options {
   bool mask_on_timeout;
 };
 
-// Throws std::runtime_error for what the GPU or its driver refuses.
+// Throws std::runtime_error if the GPU or its driver refuses something.
 class Group {
  public:
   Group(const Geometry& geometry, uint32_t rank, const std::vector<int32_t>& placement,
@@ -36,14 +36,14 @@ class Group {
   bool overlaps() const { return overlaps_; }  // see Launch
   uint64_t bytes() const;                      // of device memory
 
-  Status status() const;  // the first failure so far; read without a sync
-  // Copies the state without stopping the working streams. flushed() includes times that no kernel has
-  // flushed yet.
+  Status status() const;  // the first failure so far; needs no synchronisation
+  // Copies the state without stopping the caller's streams. flushed() includes times that no kernel has added
+  // to the totals yet.
   DeviceState snapshot(std::vector<uint64_t>* expert_tokens);
   DeviceState flushed(std::vector<uint64_t>* expert_tokens);
-  // New generation; no kernel of the group may run. Epochs up to `base` are over.
+  // Starts a new generation; no kernel of the group may be running. Epochs up to `base` are over.
   void reset(uint64_t base, uint64_t masked);
-  void mask(uint64_t ranks);  // also for kernels that run; of any thread
+  void mask(uint64_t ranks);  // also affects running kernels; any thread may call it
   void set_faults(const std::vector<DeviceFault>& faults);
 
  private:
@@ -57,7 +57,7 @@ class Group {
   std::array<std::unique_ptr<nvlink::Region>, kMaxPeers> regions_;
   uint32_t* table_ = nullptr;
   std::mutex masking_;
-  uint32_t masked_by_host_ = 0;    // bits of ranks; kernels have their own
+  uint32_t masked_by_host_ = 0;    // bits of ranks; kernels keep their own mask
   cudaStream_t stream_ = nullptr;  // for copies of state; never waits for the caller's streams
 };
 

@@ -1,4 +1,4 @@
-// Which statistics the times of a finished kernel count for. The next kernel and the host both use this.
+// Assigns the times of a finished kernel to statistics. The next kernel and the host both use this.
 #pragma once
 
 #include "exchange/nvlink/state.hpp"
@@ -9,7 +9,7 @@ EP_HOST_DEVICE inline Op op_of(Slot slot) {
   return slot == Slot::kDispatchSend || slot == Slot::kDispatchRecv ? Op::kDispatch : Op::kCombine;
 }
 
-// Of a histogram, by the highest bit that is set.
+// The bucket of a histogram: the highest bit that is set.
 EP_HOST_DEVICE inline uint32_t bucket_of(uint64_t ns) {
 #ifdef __CUDA_ARCH__
   const uint32_t bucket = 63 - __clzll(static_cast<long long>(ns | 1));
@@ -21,11 +21,11 @@ EP_HOST_DEVICE inline uint32_t bucket_of(uint64_t ns) {
 
 struct KernelTimes {
   uint64_t start_ns, sent_ns, end_ns;
-  bool both;            // halves
+  bool both;            // the kernel ran both halves
   uint64_t longest_ns;  // wait for a peer
 };
 
-// record(op, part, ns) for each part of the kernel.
+// Calls record(op, part, ns) for each part of the kernel.
 template <class Record>
 EP_HOST_DEVICE inline void for_each_time(Slot slot, const KernelTimes& t, Record&& record) {
   const bool recv = slot == Slot::kDispatchRecv || slot == Slot::kCombineRecv;

@@ -20,21 +20,21 @@ EP_HOST_DEVICE constexpr bool receives(Halves halves) {
 }
 
 constexpr uint32_t kWarpThreads = 32;
-constexpr uint32_t kMaxThreads = 224;  // of a block: a row of 7168 channels has two words for each thread
+constexpr uint32_t kMaxThreads = 224;  // per block: for 7168 channels, four words of a row per thread
 constexpr uint32_t kBlocksPerSm = 4;
 constexpr uint32_t kMaxSplit = 2;  // combine: at most 1 << 2 blocks for a row
-// Threads that a multiprocessor holds of a combine with AddNorm, while each has at most 128 registers (125
-// today). With more registers fewer blocks are resident than planned, which only costs time.
+// Threads of a combine with AddNorm that one multiprocessor holds, if each has at most 128 registers (125
+// today). With more registers, fewer blocks are resident than planned, which costs time only.
 constexpr uint32_t kNormThreads = 512;
 
-// Threads of a block that moves rows of so many 16-byte words, at `words_per_thread` each.
+// Threads per block to move rows of `words` 16-byte words, at `words_per_thread` each.
 constexpr uint32_t threads_for(uint32_t words, uint32_t words_per_thread) {
   const uint32_t wanted = words / words_per_thread;
   const uint32_t whole_warps = (wanted + kWarpThreads - 1) / kWarpThreads * kWarpThreads;
   return std::clamp(whole_warps, 4 * kWarpThreads, kMaxThreads);
 }
 
-// What a dispatch has to move. sent_tokens: of this rank. expected_tokens: the most of any rank.
+// What a dispatch has to move. sent_tokens: of this rank. expected_tokens: the maximum over ranks.
 struct DispatchSizes {
   uint32_t sent_tokens, expected_tokens, num_ranks, num_experts, local_experts, hidden;
 };
@@ -63,7 +63,7 @@ constexpr DispatchGrid grid_for(Halves halves, const DispatchSizes& d, uint32_t 
   return grid;
 }
 
-// What a combine has to move. tokens: the most of any rank. norms: AddNorm ends it.
+// What a combine has to move. tokens: the maximum over ranks. norms: AddNorm follows.
 struct CombineSizes {
   uint32_t tokens, num_ranks, row_bytes;
   bool norms;
@@ -86,8 +86,8 @@ constexpr uint32_t combine_recv_split(uint32_t tokens, uint32_t num_sms, bool no
   return tokens << kMaxSplit <= num_sms ? kMaxSplit : 1;
 }
 
-// All blocks are resident at once where they fit: one that waits for its stores keeps no other from
-// starting. A row is split further while every part has a multiprocessor of its own.
+// All blocks are resident at once if they fit, so a block that waits for its stores delays no other. A row is
+// split further while every part has its own multiprocessor.
 constexpr CombineGrid grid_for(Halves halves, const CombineSizes& c, uint32_t num_sms) {
   CombineGrid grid{1, threads_for(c.row_bytes / 16, 4), 0, 0, 0};
   const uint32_t blocks_per_sm = c.norms ? std::min(kNormThreads / grid.threads, kBlocksPerSm) : kBlocksPerSm;

@@ -10,13 +10,13 @@
 namespace ep::nvlink {
 namespace {
 
-constexpr unsigned kDriverVersion = 12000;  // whose signatures are used
+constexpr unsigned kDriverVersion = 12000;  // the version whose signatures are used
 
 void check(cudaError_t error, const std::string& what) {
   if (error != cudaSuccess) throw std::runtime_error(what + ": " + cudaGetErrorString(error));
 }
 
-// Looks a driver function up once; the library is the one that the runtime has loaded.
+// Looks a driver function up once, in the library that the runtime has loaded.
 template <class Fn>
 Fn* driver(const char* name, Fn*) {
   void* found = nullptr;
@@ -105,7 +105,7 @@ int Region::export_fd() const {
 }
 
 Region::~Region() {
-  // Errors are of no use here: the process may be on its way out.
+  // Errors are ignored: the process may be exiting.
   if (mapped_) EP_DRIVER(cuMemUnmap)(address_, bytes_);
   if (address_ != 0) EP_DRIVER(cuMemAddressFree)(address_, bytes_);
   if (handle_ != 0) EP_DRIVER(cuMemRelease)(handle_);

@@ -9,7 +9,7 @@ namespace ep::cuda {
 constexpr uint32_t kWarp = 32;
 constexpr uint32_t kMaxWarps = 7;  // of a block
 constexpr uint32_t kFull = 0xffffffffu;
-constexpr uint32_t kNothing = 0xffffffffu;  // every word of a slot that nothing has come to
+constexpr uint32_t kNothing = 0xffffffffu;  // value of every word of an empty slot
 
 // -- slots: written by a peer, polled, made empty again ------------------------------------------------
 
@@ -17,7 +17,7 @@ __device__ __forceinline__ bool came(const uint4& v) { return max(max(v.x, v.y),
 __device__ __forceinline__ bool came(const uint2& v) { return max(v.x, v.y) != kNothing; }
 __device__ __forceinline__ bool came(uint32_t v) { return v != kNothing; }
 
-// What a caller gives may be all ones: two NaNs. They stay NaNs.
+// A word of the caller may be all ones: two NaNs. This changes a bit and keeps them NaN.
 __device__ __forceinline__ uint32_t sendable(uint32_t v) { return v == kNothing ? kNothing - 1 : v; }
 __device__ __forceinline__ uint4 sendable(const uint4& v) {
   return {sendable(v.x), sendable(v.y), sendable(v.z), sendable(v.w)};
@@ -29,7 +29,7 @@ __device__ __forceinline__ void empty16(void* slot) {
   store16(slot, {kNothing, kNothing, kNothing, kNothing});
 }
 
-// 16 bytes of a row of bf16 that starts at any even address and may end before: the rest is zero.
+// 16 bytes of a bf16 row that may start at any even address. Bytes behind its end are zero.
 __device__ __noinline__ inline uint4 load_narrow(const std::byte* row, uint32_t at, uint32_t bytes) {
   uint32_t words[4] = {};
 #pragma unroll

@@ -9,11 +9,11 @@
 
 namespace ep::cuda {
 
-// What a launch may use. Blocks of a send take a multiprocessor each, so num_sms bounds what it disturbs.
+// Resources of a launch. Blocks of a send each occupy a multiprocessor, so num_sms limits how many they take.
 struct Launch {
   cudaStream_t stream;
   uint32_t num_sms;
-  uint32_t tokens;  // that a rank sends at most, as far as is known: blocks for them; more are served too
+  uint32_t tokens;  // expected maximum per rank, sizes the grid; more tokens work too
   bool narrow;      // rows or the caller's tensors are not at multiples of 16 bytes
   bool overlaps;    // kernels may be set up while the one before them ends: Hopper and later
 };
@@ -24,13 +24,13 @@ cudaError_t dispatch(const Launch& launch, Halves halves, const Device& device, 
 cudaError_t combine(const Launch& launch, Halves halves, const Device& device, const CombineSendArgs& send,
                     const CombineRecvArgs& recv, std::byte* handle);
 
-// Gives the bank of an in-place view back to the senders.
+// Frees the bank of an in-place view.
 cudaError_t release(cudaStream_t stream, const Device& device, std::byte* handle);
 
-// Tells the senders which banks were read, where no further kernel of the group may follow for a while.
+// Publishes which banks were read. Call it if no other kernel of the group may follow for a while.
 cudaError_t publish(cudaStream_t stream, const Device& device);
 
-// Starts a kernel that may be set up while the one before it in the stream ends.
+// Starts a kernel that may be set up while the previous one in the stream ends.
 template <class... Params, class... Args>
 cudaError_t start_kernel(const Launch& launch, void (*kernel)(Params...), uint32_t blocks, uint32_t threads,
                          size_t shared, const Args&... args) {

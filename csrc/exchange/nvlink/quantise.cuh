@@ -12,7 +12,7 @@ __device__ __forceinline__ float high_half(uint32_t word) { return float_of(word
 
 constexpr uint32_t kNanCodes = 0x7f7f7f7f;
 
-// What GPUs before Ada have no instruction for is done in integers.
+// GPUs before Ada have no instruction for this and use integer arithmetic.
 __device__ __forceinline__ uint32_t to_e4m3x2(float low, float high) {
 #if __CUDA_ARCH__ >= 890
   uint16_t both;
@@ -36,16 +36,16 @@ __device__ __forceinline__ void from_e4m3x2(uint16_t both, float* low, float* hi
 #endif
 }
 
-// The largest of the 8 lanes of a group of 128 channels: every second one, see pair_up().
+// The maximum over the 8 lanes of a group of 128 channels. These are every second lane: see pair_up().
 __device__ __forceinline__ uint32_t max_of_group(uint32_t value) {
 #pragma unroll
   for (uint32_t by = 8; by >= 2; by /= 2) value = max(value, __shfl_xor_sync(kFull, value, by));
   return value;
 }
 
-// A warp has loaded 32 units of 32 bytes as two times 512 bytes without gaps: lane n has 16 bytes of each.
-// Two neighbours exchange, and each has one whole unit: the even lanes 0 to 15, the odd ones 16 to 31.
-__device__ __forceinline__ uint32_t paired_unit(uint32_t unit) {  // of the lane's own number, whole warps
+// A warp has loaded 32 units of 32 bytes as two runs of 512 bytes without gaps: lane n has 16 bytes of each.
+// Neighbours exchange, so that each lane has one whole unit: even lanes get 0 to 15, odd ones 16 to 31.
+__device__ __forceinline__ uint32_t paired_unit(uint32_t unit) {  // unit: of the lane's own number
   const uint32_t lane = threadIdx.x % kWarp;
   return unit - lane + lane % 2 * (kWarp / 2) + lane / 2;
 }
@@ -62,7 +62,7 @@ __device__ __forceinline__ void pair_up(uint4& low, uint4& high) {
   pair_up(low.w, high.w);
 }
 
-// 16 channels of a lane, 8 lanes to a group, as e4m3; `scale` is what the receiver multiplies by.
+// 16 channels per lane, 8 lanes per group, as e4m3. The receiver multiplies by `scale`.
 __device__ __forceinline__ uint4 quantise16(const uint4& a, const uint4& b, bool power_of_two, float* scale) {
   const uint32_t words[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
   uint32_t most = 0;

@@ -5,16 +5,17 @@
 
 namespace ep::cuda {
 
-// What a lane stores: 16 bytes at `at` of the row as it travels, and where it leads, word `scale_at` of its
-// scales.
+// What a lane stores: 16 bytes at offset `at` of the row on the wire. If it `leads`, also word `scale_at` of
+// the scales.
 struct Piece {
   uint4 words;
   uint32_t scale, at, scale_at;
   bool active, leads;
 };
 
-// Two times 16 bytes of a row in flight per thread; for FP8 32 bytes of channels each, of which a warp loads
-// one half after the other, so that no access leaves gaps: see pair_up(). Whole warps call all of it.
+// Each thread has two loads of 16 bytes in flight; for FP8, two units of 32 bytes. A warp loads the halves of
+// these units one after the other, so that no access leaves gaps: see pair_up(). Whole warps call all
+// functions.
 template <bool kFp8, bool kNarrow>
 struct Row {
   static constexpr uint32_t kBytes = kFp8 ? 32 : 16, kAhead = 2;
@@ -29,7 +30,7 @@ struct Row {
       if constexpr (kFp8) {
         const uint32_t lane = threadIdx.x % kWarp, from = (at(i) - lane) * kBytes + lane * 16,
                        to = from + kWarp * 16, behind = end * kBytes;
-        low[i] = load16(x + (from < behind ? from : 0));  // the lanes of a warp stay together
+        low[i] = load16(x + (from < behind ? from : 0));  // keeps the lanes together
         high[i] = load16(x + (to < behind ? to : 0));
       } else if (at(i) < end) {
         low[i] = load_row<kNarrow>(x, at(i) * kBytes, bytes);
@@ -59,7 +60,8 @@ struct Row {
     if (payload != Payload::kFp8Ue8m0) return p;
     const uint32_t group = unit / 8 % 4;  // four groups of a warp share a word
     p.scale = __reduce_or_sync(kFull, p.leads ? uint32_t(ue8m0_of(scale)) << group * 8 : 0u);
-    // Four groups that are not finite: the lowest arrives with an exponent that is, its codes are NaN.
+    // If all four groups are not finite, the word is all ones. The first group then gets a finite scale and
+    // NaN codes.
     if (p.scale == kNothing && group == 0) p.words = {kNanCodes, kNanCodes, kNanCodes, kNanCodes};
     p.scale = sendable(p.scale);
     p.scale_at = unit / 32;
@@ -68,13 +70,13 @@ struct Row {
   }
 };
 
-// Where part `part` of 1 << split begins, in multiples that no group of lanes straddles; behind the last: the
-// end.
+// Where part `part` of 1 << split begins, rounded so that no group of lanes straddles it. Behind the last
+// part: the end.
 __device__ __forceinline__ uint32_t part_begin(uint32_t units, uint32_t part, uint32_t split) {
   return part >> split ? units : min(part * (((units >> split) + kWarp - 1) / kWarp * kWarp), units);
 }
 
-// Part `part` of 1 << split of row t of x, not loaded yet.
+// Selects part `part` of 1 << split of row t of x, without loading it.
 template <bool kFp8, bool kNarrow>
 __device__ __forceinline__ void begin_row(Row<kFp8, kNarrow>& row, const void* x, uint32_t hidden, uint32_t t,
                                           uint32_t part, uint32_t split) {

@@ -16,17 +16,18 @@ constexpr uint32_t kMaxPeers = 8;     // ranks of one host
 constexpr Code kBadIds = Code(16);    // expert ids out of range or repeated; `seen` holds token and choice
 constexpr Code kCapacity = Code(17);  // more rows than the compact view has room for; `seen` = how many
 
-// A ticket counts kernels by their blocks: each adds its share when it ends, all together one whole. So every
-// block of a kernel reads the same number of ended kernels, and no block has to be the last.
+// A ticket counts kernels by their blocks. Each block adds its share when it ends, and all shares add up to
+// one. So all blocks of a kernel read the same number of ended kernels, and none has to know whether it is
+// the last.
 constexpr uint32_t kTicketShift = 24;
 
-// Written by the host only while no kernel of the group runs, `masked_by_host` excepted. Every block reads
-// all of it at once: the order is that of ControlWord, pairs of halves are read together.
+// The host writes it only while no kernel of the group runs, except `masked_by_host`. Every block reads all
+// of it at once, in the order of ControlWord. Pairs of 32-bit members are read together.
 struct alignas(64) Control {
-  uint64_t base;            // no epoch up to this one belongs to this generation; a multiple of num_banks
-  uint32_t masked;          // bit per rank: those that kernels gave up
-  uint32_t masked_by_host;  // apart: neither writer can undo what the other does at the same time
-  uint64_t failed;          // not 0 once a status was written
+  uint64_t base;            // epochs of this generation are above it; a multiple of num_banks
+  uint32_t masked;          // bit per rank: those that kernels masked
+  uint32_t masked_by_host;  // separate, so that neither writer can undo the other's change
+  uint64_t failed;          // not 0 after a status was written
   uint32_t num_faults;
   uint32_t absent;  // bit per rank: masked since the generation began
   uint64_t timeout_ns;
@@ -36,7 +37,7 @@ EP_HOST_DEVICE constexpr uint32_t low_word(uint64_t pair) { return uint32_t(pair
 EP_HOST_DEVICE constexpr uint32_t high_word(uint64_t pair) { return uint32_t(pair >> 32); }
 enum ControlWord : uint32_t { kBase, kMasked, kFailed, kNumFaults, kControlWords };
 
-// What the blocks of one operation add up as they end.
+// Sums over the blocks of one operation.
 struct alignas(128) Tally {
   uint64_t sends;               // ticket: the epoch of the last send
   uint64_t bytes, bytes_local;  // written into memory of other ranks, and into this rank's own
@@ -61,7 +62,7 @@ struct Totals {
   uint64_t tokens, timeouts;
 };
 
-// On purpose, for tests. csrc/exchange/common/faults.hpp has the meaning.
+// Faults injected by tests. csrc/exchange/common/faults.hpp explains them.
 struct DeviceFault {
   Op op;
   Phase phase;
@@ -75,15 +76,15 @@ constexpr uint32_t kMaxFaults = 8;
 struct DeviceState {
   Control control;
   Tally tally[kBankedOps];
-  uint64_t published[kBankedOps][kMaxBanks];  // how many receives of each bank the senders know of
+  uint64_t published[kBankedOps][kMaxBanks];  // reads of each bank that were published to the senders
   Scratch scratch[kSlots][2 * kMaxBanks];     // by epoch
   uint64_t arrivals[kMaxBanks];  // of dispatches: epoch << kMaxPeers | bits of the ranks whose header counts
-  uint64_t masked_since_ns[kMaxPeers];  // when a receive first saw it; 0 = never
+  uint64_t masked_since_ns[kMaxPeers];  // when a receive first saw the mask; 0 = never
   Totals totals;
   DeviceFault faults[kMaxFaults];
 };
 
-// By value into every kernel.
+// Passed by value to every kernel.
 struct Device {
   DeviceLayout layout;
   uint32_t rank, num_ranks, num_experts, local_experts, hidden, scale_words;
@@ -91,7 +92,7 @@ struct Device {
   Payload payload;
   std::byte* regions[kMaxPeers];
   uint32_t experts_of[kMaxPeers];      // how many experts each rank owns
-  uint32_t experts_before[kMaxPeers];  // and all ranks before it
+  uint32_t experts_before[kMaxPeers];  // and all lower ranks together
   DeviceState* state;
   Status* status;           // in host memory; code written last
   const uint32_t* table;    // [E] owner << 24 | index among the owner's experts
@@ -100,7 +101,8 @@ struct Device {
   EP_HOST_DEVICE std::byte* own() const { return regions[rank]; }
   EP_HOST_DEVICE uint32_t bank_of(uint64_t epoch) const { return uint32_t(epoch) & (layout.num_banks - 1); }
   EP_HOST_DEVICE uint32_t all() const { return (1u << num_ranks) - 1; }
-  // What a block takes in turn: tokens, and for each all ranks, this one last. i < 2^28.
+  // Maps an index to (token, rank), so that a block takes all ranks of a token in turn, this rank last. i <
+  // 2^28.
   EP_HOST_DEVICE uint32_t token_of(uint32_t i) const { return uint32_t(i * rank_inverse >> 32); }
   EP_HOST_DEVICE uint32_t source_of(uint32_t i) const {
     const uint32_t after = rank + 1 + i - token_of(i) * num_ranks;
@@ -113,8 +115,7 @@ struct Device {
 };
 constexpr uint32_t kOwnerShift = 24, kLocalMask = (1u << kOwnerShift) - 1;
 
-// How combine's rows travel: bfloat16, or 128 channels at a time as e4m3 with a scale, or as 10-bit
-// logarithms.
+// Wire format of combine's rows: bfloat16, e4m3 with a scale per 128 channels, or 10-bit logarithms.
 enum class Wire : uint32_t { kBf16, kFp8, kLog10 };
 
 struct DispatchSendArgs {
@@ -123,7 +124,7 @@ struct DispatchSendArgs {
   const float* weights;             // [T, K] or null
   const int32_t* tokens_on_device;  // T of this replay, at most `tokens`; or null
   uint32_t tokens;
-  uint32_t split;  // 1 << split blocks to a row
+  uint32_t split;  // 1 << split blocks for a row
 };
 
 struct DispatchRecvArgs {
@@ -139,7 +140,7 @@ struct DispatchRecvArgs {
   int64_t* layout_range;  // [E_local, R] begin << 32 | count, or null
   int32_t* expert_stats;  // [E_local] += rows received, or null
   int64_t* wait_stats;    // [R] += ns waited, or null
-  bool next_reads_ahead;  // the next kernel may be set up at once: what it reads before is none of this one's
+  bool next_reads_ahead;  // the next kernel may be set up at once; it reads nothing of this one before
 };
 
 struct CombineSendArgs {
@@ -147,29 +148,29 @@ struct CombineSendArgs {
   const float* weights;  // [T, K] to push to the experts' ranks
   Reduction reduction;
   Wire wire;
-  bool pushes_weights;  // on all ranks alike; else they came with the dispatch
+  bool pushes_weights;  // the same on all ranks; otherwise the dispatch carried them
   bool frees_dispatch;  // an in-place view of the dispatch was read
-  uint32_t split;       // 1 << split blocks to a row
+  uint32_t split;       // 1 << split blocks for a row
 };
 
-// What is made of combine's sums where they end a layer. bf16, at multiples of 16 bytes.
+// What follows combine's sums at the end of a layer. bf16, at multiples of 16 bytes.
 struct AddNorm {
-  void* residual;      // [T, H], becomes the sum
+  void* residual;      // [T, H], the sum is added to it
   const void* shared;  // [T, H], added to the sums first, or null
-  const void* weight;  // [H]; null = nothing is made of them
+  const void* weight;  // [H]; null = no AddNorm
   float eps;
-  float share = 0.0f;  // of a channel in the mean, 1 / H: combine sets it
+  float share = 0.0f;  // weight of a channel in the mean, 1 / H; combine sets it
 };
 
 struct CombineRecvArgs {
-  void* out;             // [T, H] bf16: the sums, or what AddNorm makes of them
-  const float* weights;  // [T, K]: SOURCE; null = those of the dispatch
+  void* out;             // [T, H] bf16: the sums, or the norm with AddNorm
+  const float* weights;  // [T, K], SOURCE only; null = use those of the dispatch
   Reduction reduction;
   Wire wire;
   int64_t* wait_stats;    // [R] += ns waited, or null
-  uint32_t split;         // 1 << split blocks to a row
+  uint32_t split;         // 1 << split blocks for a row
   bool next_reads_ahead;  // as with dispatch
-  AddNorm norm;           // with both halves in one kernel, wire kBf16
+  AddNorm norm;           // needs both halves in one kernel, and wire kBf16
 };
 
 }  // namespace ep::cuda

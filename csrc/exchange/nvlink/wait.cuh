@@ -7,18 +7,18 @@ namespace ep::cuda {
 
 // -- failure ----------------------------------------------------------------------------------------
 
-// What an abort of now says: one that a rank left behind writes late ends nothing.
+// Identifies the generation in an abort: a late one from an older generation ends nothing.
 __device__ __forceinline__ uint32_t generation(const Device& g) {
   return uint32_t(g.state->control.base) + 1;
 }
 
-// Bits of the ranks that are masked by now, by whomever.
+// Bits of the ranks that are masked now, by kernels or by the host.
 __device__ __forceinline__ uint32_t masked_now(const Device& g) {
   const uint64_t both = load_relaxed(&g.state->control.masked);
   return low_word(both) | high_word(both);
 }
 
-// The first failure of this rank: to the host, and to all peers as a sticky abort.
+// Records this rank's first failure: reports it to the host, and to all peers as a sticky abort.
 __device__ __noinline__ inline void fail(const Device& g, Code code, Op op, Phase phase, uint32_t peer,
                                          uint32_t expected, uint32_t seen) {
   if (atomicCAS(reinterpret_cast<unsigned long long*>(&g.state->control.failed), 0ull, 1ull) != 0) return;
@@ -46,7 +46,7 @@ __device__ __noinline__ inline void fail(const Device& g, Code code, Op op, Phas
   }
 }
 
-// Tells the host what a peer has reported.
+// Reports to the host what a peer has reported.
 __device__ __noinline__ inline void report_abort(const Device& g, uint32_t writer) {
   if (atomicCAS(reinterpret_cast<unsigned long long*>(&g.state->control.failed), 0ull, 1ull) != 0) return;
   const auto* words = reinterpret_cast<const volatile uint32_t*>(g.own() + Head::abort_status(writer));
@@ -76,18 +76,18 @@ __device__ __forceinline__ bool has_failed(const Device& g) {
 
 // -- the start of a kernel --------------------------------------------------------------------------
 
-// What an operation needs to know first. In shared memory.
+// What an operation reads first. In shared memory.
 struct Opened {
   uint64_t epoch, base;
   uint32_t bank, peers;  // peers: bits of the unmasked ranks
   bool alive, faulty;
   bool banks_free;  // sends: every peer has read the bank
-  uint32_t fresh;   // bits of the ranks masked since the generation began: other blocks may have begun before
+  uint32_t fresh;   // bits of the ranks masked since the generation began, maybe after other blocks started
 };
 
-// Fills `o` with one access of one warp: hundreds of blocks read the same words at once. The first warp calls
-// it. `epoch`: of a receive, in its handle. A send (null) takes the next one, and reads the cells of all
-// banks.
+// Fills `o` with one access of one warp, because hundreds of blocks read the same words at once. The first
+// warp calls it. `epoch`: for a receive, in its handle. A send (null) takes the next epoch, and reads the
+// cells of all banks.
 __device__ __forceinline__ void open(const Device& g, Op op, const uint64_t* epoch, Opened& o) {
   const uint32_t lane = threadIdx.x, ranks = g.num_ranks, banks = g.layout.num_banks;
   constexpr uint32_t kEpoch = kControlWords, kCells = kWarp / 2;
@@ -104,7 +104,8 @@ __device__ __forceinline__ void open(const Device& g, Op op, const uint64_t* epo
   const uint64_t mine = epoch != nullptr ? ticket : (ticket >> kTicketShift) + 1;
   const uint32_t bank = g.bank_of(mine), i = lane - kCells, of_bank = g.token_of(i);  // i / ranks
   const bool asked = cell && of_bank == bank && peers >> (i - of_bank * ranks) & 1;
-  // More than asked for: all that others need of this kernel has been read, a late block has nothing to send.
+  // Also true if more was read: then others need nothing more from this kernel, and a late block has nothing
+  // to send.
   const bool free = !asked || mine <= base + banks || word >= mine - banks;
   const bool all_free = __all_sync(kFull, free) && fits;
   const bool failed = __shfl_sync(kFull, word, kFailed) != 0;
@@ -119,14 +120,14 @@ struct Wanted {
   Phase phase;
   uint32_t peer;
   uint64_t epoch;
-  uint64_t* waited = nullptr;  // raised to the ns of the wait
-  int64_t* stats = nullptr;    // the caller's: they are added to it
-  bool* slow = nullptr;        // set where it came to a look around
+  uint64_t* waited = nullptr;  // becomes at least the ns of this wait
+  int64_t* stats = nullptr;    // of the caller; the ns of this wait are added
+  bool* slow = nullptr;        // set if the wait reached a look_around()
 };
 
-enum class Match : uint32_t { kHeader, kAtLeast64 };  // the low half of a word; all of it, or more
+enum class Match : uint32_t { kHeader, kAtLeast64 };  // low half equals the epoch; all is at least it
 
-// How a wait goes on, found now and then.
+// The outcome of a periodic check during a wait.
 enum class Look : uint32_t { kGoOn, kMasked, kAborted, kLate };
 
 __device__ __forceinline__ Look look_around(const Device& g, uint32_t peer, uint64_t start) {
@@ -141,7 +142,8 @@ __device__ __forceinline__ Look look_around(const Device& g, uint32_t peer, uint
   return Look::kMasked;
 }
 
-// What is to be reported once a thread holds nothing else: a call in the middle of a row costs it registers.
+// A failure to report later, when a thread holds nothing else: a call in the middle of a row would cost
+// registers.
 struct Trouble {
   Look look = Look::kGoOn;
   uint32_t peer = 0, seen = 0;
@@ -156,7 +158,7 @@ __device__ __noinline__ inline void report(const Device& g, Op op, Phase phase, 
     return;
   }
   add(g.state->totals.timeouts, 1);
-  // A bank that this rank itself has not read is its own mistake: no other rank can free it.
+  // If this rank itself has not read the bank, that is its own mistake: no other rank can free it.
   bool own = phase == Phase::kSendBank;
   if (own) own = load_acquire(g.own() + g.layout.read_cell(op, g.bank_of(epoch), g.rank)) < epoch;
   fail(g, own ? Code::kHook : Code::kTimeout, op, phase, peer, uint32_t(epoch), seen);
@@ -166,12 +168,13 @@ __device__ __forceinline__ void report(const Device& g, const Wanted& w, const T
   if (trouble.any()) report(g, w.op, w.phase, w.epoch, trouble.look, trouble.peer, trouble.seen);
 }
 
-constexpr uint32_t kSpins = 32;  // between two looks around
+constexpr uint32_t kSpins = 32;  // between two calls of look_around()
 
 // -- words that carry their epoch ---------------------------------------------------------------------
 
-// A header says all itself; behind a cell of a bank lies what its reader did.
-// Spins until a word shows the epoch and returns true; false where the peer is masked or the group failed.
+// Spins until a word shows the epoch, then returns true. Returns false if the peer is masked or the group
+// failed. A header needs no acquire, because it is complete in itself. The cell of a bank does: the reader's
+// accesses precede it.
 template <Match kMatch>
 __device__ __forceinline__ bool await_word(const Device& g, const void* cell, const Wanted& w,
                                            uint64_t* value) {
@@ -200,18 +203,19 @@ __device__ __forceinline__ bool await_word(const Device& g, const void* cell, co
   return true;
 }
 
-// -- data that says itself whether it has come ----------------------------------------------------------
+// -- data that is its own ready flag ----------------------------------------------------------------------
 
 __device__ __forceinline__ void peek(const void* slot, uint4* v) { *v = peek16(slot); }
 __device__ __forceinline__ void peek(const void* slot, uint2* v) { *v = peek8(slot); }
 __device__ __forceinline__ void peek(const void* slot, uint32_t* v) { *v = peek4(slot); }
 
-// What a slot of so many takes of a word that says whose each is.
+// Bits per slot in a word that names the peer of each of kCount slots.
 template <uint32_t kCount>
 constexpr uint32_t kPeerBits = kCount <= 4 ? 8 : 4;
 
-// Spins until the words of all `wanted` slots have come, several in flight; returns the bits of those that
-// did. at(j): slot j; peers: whose it is, kPeerBits each; waited: [R], of the peer that came last.
+// Spins until the words of all `wanted` slots have arrived, with several loads in flight. Returns the bits of
+// those that arrived. at(j): slot j. peers: the peer of each slot, kPeerBits each. waited: [R], updated for
+// the last peer.
 template <class T, uint32_t kCount, class At>
 __device__ __forceinline__ uint32_t await_slots(const Device& g, uint32_t peers, uint32_t wanted,
                                                 uint64_t* waited, At&& at, T (&v)[kCount], Trouble& trouble) {
@@ -242,8 +246,8 @@ __device__ __forceinline__ uint32_t await_slots(const Device& g, uint32_t peers,
 
 // -- banks ------------------------------------------------------------------------------------------
 
-// Waits for the banks of all peers; the bits of those that may be written, none where the group failed. The
-// whole block calls it.
+// Waits for the banks of all peers. Returns the bits of peers that may be written, or 0 if the group failed.
+// The whole block calls it.
 __device__ __noinline__ inline uint32_t await_banks(const Device& g, Op op, uint64_t epoch, uint64_t base,
                                                     uint32_t peers) {
   __shared__ uint32_t free_bits;
@@ -265,8 +269,8 @@ __device__ __noinline__ inline uint32_t await_banks(const Device& g, Op op, uint
 
 // -- what may be written ------------------------------------------------------------------------------
 
-// Delays as planned for a phase; returns the peers that are not to be written. Rows are delayed in every
-// second block: half of them, or of each, are written before.
+// Applies the injected delays of a phase, and returns the peers to drop. Only every second block is delayed
+// for rows, so half of the rows, or of each row, are written before.
 __device__ __noinline__ inline uint32_t suffer(const Device& g, Op op, Phase phase, uint64_t epoch) {
   uint32_t drops = 0;
 #pragma unroll 1
@@ -282,8 +286,8 @@ __device__ __noinline__ inline uint32_t suffer(const Device& g, Op op, Phase pha
   return drops;
 }
 
-// The peers that this block writes in a phase of a send. The whole block calls it, after open. `paused`: it
-// took a while, what was loaded before is better loaded again than kept.
+// The peers that this block writes to in a phase of a send. The whole block calls it, after open. `paused`:
+// the call took a while, and loading again is better than having kept data in registers.
 __device__ __forceinline__ uint32_t writable(const Device& g, Op op, Phase phase, const Opened& o,
                                              bool* paused) {
   *paused = !o.banks_free || o.faulty;

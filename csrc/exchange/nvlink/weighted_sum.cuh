@@ -6,7 +6,8 @@
 
 namespace ep::cuda {
 
-// Two floats to bf16, nearest even; the first in the low half. A NaN is 0x7fff: never all ones.
+// Two floats to bf16, to nearest even, the first in the low half. A NaN becomes 0x7fff, so no word is all
+// ones.
 __device__ __forceinline__ uint32_t to_bf16x2(float low, float high) {
 #ifdef __CUDA_ARCH__
   uint32_t both;
@@ -35,21 +36,21 @@ struct Sum {
   }
 };
 
-// What a warp sums, in order; in shared memory, a list to a warp.
+// One row to add. Each warp has a list of them in shared memory, in order.
 struct alignas(16) Term {
   std::byte* row;
   float weight;
-  uint32_t of;  // which rank it comes from, or which choice it is
+  uint32_t of;  // the rank that it comes from, or the choice that it is
 };
 
 struct Terms {
   Term* list;
   uint32_t count;
 
-  // The lanes with a row, ascending. All lanes of a warp call it.
+  // Collects the lanes that have a row, ascending. All lanes of a warp call it.
   __device__ __forceinline__ void collect(bool valid, const Term& mine) {
     const uint32_t all = __ballot_sync(kFull, valid), lane = threadIdx.x % kWarp;
-    __syncwarp();  // the list before has been used
+    __syncwarp();  // the previous list is no longer in use
     if (valid) list[__popc(all & ((1u << lane) - 1))] = mine;
     count = __popc(all);
     __syncwarp();
@@ -63,8 +64,8 @@ __device__ __forceinline__ Terms own_terms() {
 }
 
 constexpr uint32_t kInFlight = 4;               // rows loaded before the first is used
-constexpr uint32_t kWords = 2;                  // of each row, that a thread awaits at once
-constexpr uint32_t kRows = kInFlight / kWords;  // at once
+constexpr uint32_t kWords = 2;                  // of each row, awaited by a thread at once
+constexpr uint32_t kRows = kInFlight / kWords;  // rows awaited at once
 
 // Adds bytes [at, at + 16) of all rows.
 template <bool kNarrow>
@@ -81,7 +82,7 @@ __device__ __forceinline__ void sum_rows(const Terms& terms, uint32_t at, uint32
   }
 }
 
-// Where part `part` of 1 << split of a row of `bytes` begins, at whole groups; behind the last: its end.
+// Where part `part` of 1 << split of a row of `bytes` begins, in whole groups. Behind the last part: the end.
 __device__ __forceinline__ uint32_t part_at(uint32_t bytes, uint32_t part, uint32_t split) {
   return part >> split ? bytes : part * ((bytes >> split) / 256 * 256);
 }

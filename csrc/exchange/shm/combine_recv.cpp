@@ -66,12 +66,12 @@ Status combine_recv(Group& group, const CombineRecvParams& params, CombineState&
     return status;
   }
 
-  // 2. One sum per token; only ranks that got the token in this dispatch may have returned.
+  // 2. One sum per token. Only ranks that got the token in this dispatch may have returned a row.
   group.faults.at(Op::kCombine, Phase::kRecvReduce, state.epoch);
   state.returned = returned;
   if (!group.rows_on_device) sum(group, state, params.out);
 
-  // 3. The bank goes back to the experts' ranks, unless a device still has to read it.
+  // 3. Give the bank back to the experts' ranks, unless a device still has to read it.
   state.received = true;
   state.bank_held = true;
   if (!group.rows_on_device) combine_release(group, state);

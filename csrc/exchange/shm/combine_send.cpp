@@ -5,8 +5,8 @@
 //           weight * output
 //   SOURCE  s.combine[bank][this rank][token][k] = output, unweighted
 //   both    s.header[combine][bank][this rank] = (epoch, reduction), stored last with release
-// The experts' output is read in the layout of the dispatch's receive; there is no staging copy. If rows are
-// on a device, these outputs are there already (row_tables.hpp).
+// Reads the experts' output in the layout of the dispatch's receive, without a staging copy. If rows are on a
+// device, the outputs are already in the slots (row_tables.hpp).
 #include <algorithm>
 #include <cstring>
 
@@ -54,7 +54,7 @@ void write_sum(const Group& group, const RowsOut& out, const TokenRun& run, cons
       {.rows = rows, .weights = weights, .count = run.count, .hidden = group.geometry.hidden, .out = to});
 }
 
-// Writes one token's output into its source's region; returns the rows written.
+// Writes one token's output into its source's region. Returns the number of rows written.
 uint32_t write_output(const Group& group, const CombineState& state, const RowsOut& out, const TokenRun& run,
                       RowRuns& sent) {
   const Layout& layout = group.layout;
@@ -85,7 +85,7 @@ Status combine_send(Group& group, const CombineSendParams& params, CombineState&
   DispatchState& dispatch = *state.dispatch;
   Banks& banks = group.of(Op::kCombine);
 
-  // 1. What the caller gave.
+  // 1. Check the arguments.
   check_place(group, "expert_out", params.expert_out);
   state.reduction = params.reduction;
   if (params.reduction == Reduction::kRank && !dispatch.sources_have_weights)
@@ -101,13 +101,13 @@ Status combine_send(Group& group, const CombineSendParams& params, CombineState&
       throw BadArgument("topk_weights", "None", "given at dispatch or at combine");
   }
 
-  // 2. A bank that every source has read.
+  // 2. Wait for a bank that every source has read.
   if (Status failed = open_bank(group, Op::kCombine)) return failed;
   state.epoch = banks.next();
   state.bank = group.bank_of(state.epoch);
   banks.start(state.bank);
 
-  // 3. The rows of each source, then its header: early sources need not wait for late ones.
+  // 3. Write the rows of each source, then its header, so that early sources need not wait for late ones.
   const RowsOut out(group, dispatch, params.expert_out);
   uint64_t remote = 0, local = 0;
   const uint32_t num_ranks = group.geometry.num_ranks;
@@ -129,7 +129,7 @@ Status combine_send(Group& group, const CombineSendParams& params, CombineState&
                    1ull << source);
   });
 
-  // 4. An in-place view has been read: its bank goes back to the senders.
+  // 4. An in-place view has been read: give its bank back to the senders.
   dispatch_release(group, dispatch);
   state.send_ns = now_ns() - start;
   group.statistics.time(Op::kCombine, Part::kSend).record(state.send_ns);

@@ -1,13 +1,12 @@
 // [7] dispatch_recv, CPU: wait, then expand.
 //
-// After dispatch_wait, every unmasked rank's header of this epoch was seen with acquire. Entries are numbered
-// by a prefix sum over (local expert, source, token), so two runs give identical bytes. After
-// dispatch_expand:
+// After dispatch_wait, this rank has seen the header of every unmasked rank with acquire. A prefix sum over
+// (local expert, source, token) numbers the entries, so two runs give identical bytes. After dispatch_expand:
 //   COMPACT rows[entry.row] = region.rows[bank][source][token]
 //   PADDED  the same at [expert, entry.row - offsets[expert]]
 //   INDEX   row_ids[entry.row] = source * max_tokens + token, no copy
 // Cost: one row read per received row, one written per entry (INDEX: none). Rows from another host are read
-// where the source wrote them, in the region of one rank of this host; row ids count from the first of these
+// where the source wrote them, in the region of one rank of this host. Row ids count from the first of these
 // regions.
 #include <algorithm>
 #include <cstring>
@@ -19,7 +18,7 @@
 namespace ep::cpu {
 namespace {
 
-// Notes in whose region the rows of a source are. False if it is none that this rank may read.
+// Records whose region holds the rows of a source. Returns false if this rank may not read that region.
 bool find_rows(Group& group, DispatchState& state, uint32_t source, uint32_t payload) {
   state.gateways[source] = uint8_t(group.rank);
   if (!group.is_remote(source)) return true;
@@ -29,8 +28,8 @@ bool find_rows(Group& group, DispatchState& state, uint32_t source, uint32_t pay
   return true;
 }
 
-// One source's tokens: appends its entries with the expert, not yet the row. False if its routing is not
-// valid: the room of an expert, R * max_tokens rows, relies on the ids of a token being distinct.
+// Appends the entries of one source's tokens with their experts but without rows. Returns false if the
+// routing is invalid: an expert has room for R * max_tokens rows only if the ids of a token are distinct.
 bool read_source(const Group& group, DispatchState& state, uint32_t source, uint32_t tokens,
                  bool has_weights) {
   const Layout& layout = group.layout;
@@ -58,7 +57,7 @@ bool read_source(const Group& group, DispatchState& state, uint32_t source, uint
   return true;
 }
 
-// Drops what was appended behind these sizes.
+// Drops the entries that were appended behind these sizes.
 void forget(DispatchState& state, size_t entries, size_t runs) {
   for (size_t i = entries; i < state.entries.size(); ++i) --state.counts[state.entries[i].expert];
   state.entries.resize(entries);
@@ -82,7 +81,7 @@ void copy_scales(const Group& group, const std::byte* from, void* scales, View v
     std::memcpy(to + row * width, from, group.layout.scale_bytes);
     return;
   }
-  // Tokens are the contiguous dimension, as grouped products want them.
+  // Tokens are the contiguous dimension, as grouped GEMMs expect.
   const uint64_t padded = uint64_t(group.layout.num_ranks) * group.layout.max_tokens;
   for (uint64_t g = 0; g < width; ++g)
     std::memcpy(to + (expert * width + g) * padded + position, from + g * sizeof(uint32_t), sizeof(uint32_t));
@@ -94,7 +93,7 @@ Status dispatch_wait(Group& group, DispatchState& state) {
   const uint64_t start = now_ns();
   group.faults.at(Op::kDispatch, Phase::kRecvHeader, state.epoch);
 
-  // 1. All headers.
+  // 1. Wait for all headers.
   const Waited waited = wait_for(group, {.op = Op::kDispatch,
                                          .phase = Phase::kRecvHeader,
                                          .first_cell = Head::header(Op::kDispatch, state.bank, 0),
@@ -106,15 +105,15 @@ Status dispatch_wait(Group& group, DispatchState& state) {
   if (waited.status) return waited.status;
   const uint64_t arrived = now_ns();
 
-  // 2. Counts per expert, then a prefix sum, in (source, token, k) order.
+  // 2. Count rows per expert, then a prefix sum, in (source, token, k) order.
   state.arrived = waited.arrived;
   state.sources_have_weights = true;
-  state.entries.clear();  // of an earlier attempt, which found a header or routing that was not valid
+  state.entries.clear();  // left by an earlier attempt that found an invalid header or routing
   state.runs.clear();
   state.counts.assign(group.local_experts, 0);
   state.offsets.assign(group.local_experts + 1, 0);
   state.entries.reserve(size_t(state.tokens) * group.geometry.top_k);
-  state.runs.reserve(size_t(state.tokens) * group.geometry.num_ranks);  // ranks tend to be alike
+  state.runs.reserve(size_t(state.tokens) * group.geometry.num_ranks);  // ranks usually send similar numbers
   for (uint32_t source = 0; source < group.geometry.num_ranks; ++source) {
     if (!(state.arrived >> source & 1)) continue;
     const uint64_t cell = load_cell(group.own(), Head::header(Op::kDispatch, state.bank, source));
@@ -124,7 +123,8 @@ Status dispatch_wait(Group& group, DispatchState& state) {
     if (!find_rows(group, state, source, cell_payload(cell)) || tokens > group.geometry.max_tokens ||
         !read_source(group, state, source, tokens, has_weights)) {
       if (group.timing.mask_on_timeout && group.is_remote(source)) {
-        // It has masked this rank, and writes again where the ranks of this host read: it is masked here too.
+        // The peer has masked this rank and overwrites slots that ranks of this host read, so mask it here
+        // too.
         forget(state, entries, runs);
         state.arrived &= ~(1ull << source);
         group.masked.fetch_or(1ull << source, std::memory_order_acq_rel);
@@ -153,7 +153,7 @@ void dispatch_expand(Group& group, DispatchState& state, const ExpandParams& par
   const uint64_t padded = uint64_t(layout.num_ranks) * layout.max_tokens;
   auto* out = static_cast<std::byte*>(params.rows);
 
-  // 3. Every entry's row, in the order the rows lie in memory.
+  // 3. Give every entry its row, in the order of the rows in memory.
   for (const TokenRun& run : state.runs) {
     const uint32_t gateway = state.gateways[run.source];
     const std::byte* row = group.regions[gateway] + layout.row_at(state.bank, run.source, run.token);
@@ -175,7 +175,7 @@ void dispatch_expand(Group& group, DispatchState& state, const ExpandParams& par
   std::copy(state.counts.begin(), state.counts.end(), params.counts);
   std::copy(state.offsets.begin(), state.offsets.end(), params.offsets);
 
-  // 4. The bank goes back to the senders, unless the view reads it in place.
+  // 4. Give the bank back to the senders, unless the view reads it in place.
   state.view = params.view;
   state.received = true;
   state.bank_held = true;

@@ -3,9 +3,9 @@
 // Afterwards, for every unmasked rank d and token t of this rank s with an expert on d:
 //   d.rows[bank][s][t] = x[t] (quantised for FP8), d.meta[bank][s] = ids and weights of all tokens of s,
 //   d.header[bank][s] = (epoch, T), stored last with release.
-// Of the ranks of another host only one gets rows and meta, for all of them; each gets its own header.
-// Host obligations: none; x, ids and weights may be overwritten at once. If rows are on a device, the rows of
-// this bank are all in d = s already: they are sent to the other ranks from there.
+// Only one rank of another host gets rows and meta, for all ranks there. Each rank gets its own header. Host
+// obligations: none. x, ids and weights may be overwritten at once. If rows are on a device, the rows of this
+// bank are already in d = s, and are sent to the other ranks from there.
 // Cost: one read of x, one row written per (token, rank), T * K * 8 bytes of routing per rank.
 #include <bit>
 #include <cstring>
@@ -25,7 +25,7 @@ namespace {
   throw BadArgument(at, std::to_string(id), allowed);
 }
 
-// Copies the ids into the state; every id in range and distinct within its token, or BadArgument.
+// Copies the ids into the state. Throws BadArgument if an id is out of range or repeated within its token.
 void read_ids(const Group& group, const DispatchSendParams& params, DispatchState& state) {
   const uint32_t top_k = group.geometry.top_k;
   const int64_t num_experts = group.geometry.num_experts;
@@ -53,7 +53,7 @@ void write_row(const Group& group, const DispatchSendParams& params, uint32_t ba
     for (; ranks != 0; ranks &= ranks - 1) std::memcpy(slot(std::countr_zero(ranks)), row, layout.row_bytes);
     return;
   }
-  // Quantised once, into the first receiver's slot; the others get a copy of it.
+  // Quantise once, into the first receiver's slot, then copy that to the others.
   std::byte* first = slot(std::countr_zero(ranks));
   const auto* row = static_cast<const uint16_t*>(params.x) + size_t(token) * group.geometry.hidden;
   quantise_row(row, group.geometry.hidden, group.geometry.payload, reinterpret_cast<uint8_t*>(first),
@@ -70,14 +70,14 @@ Status dispatch_send(Group& group, const DispatchSendParams& params, DispatchSta
   const uint32_t top_k = group.geometry.top_k;
   Banks& banks = group.of(Op::kDispatch);
 
-  // 1. What the caller gave.
+  // 1. Check the arguments.
   check_place(group, "x", params.x);
   read_ids(group, params, state);
   state.tokens = params.tokens;
   state.has_weights = params.weights != nullptr;
   if (state.has_weights) state.weights.assign(params.weights, params.weights + size_t(params.tokens) * top_k);
 
-  // 2. A bank that every receiver has read.
+  // 2. Wait for a bank that every receiver has read.
   if (Status failed = open_bank(group, Op::kDispatch)) return failed;
   state.epoch = banks.next();
   state.bank = group.bank_of(state.epoch);
@@ -85,8 +85,8 @@ Status dispatch_send(Group& group, const DispatchSendParams& params, DispatchSta
   const uint64_t peers = state.sent_to = group.unmasked();
   const uint64_t targets = group.targets(peers, peers);
 
-  // 3. Routing of all tokens to all ranks, rows to the ranks that own an expert of theirs; once per other
-  // host.
+  // 3. Write the routing of all tokens to all ranks, and each row to the ranks that own one of its experts.
+  // On other hosts, write to one rank per host.
   const uint64_t id_bytes = state.ids.size() * sizeof(int32_t);
   uint64_t remote = 0, local = 0;
   for_each_peer(targets, group.rank, layout.num_ranks, [&](uint32_t peer) {
@@ -110,7 +110,7 @@ Status dispatch_send(Group& group, const DispatchSendParams& params, DispatchSta
     remote += (uint64_t(std::popcount(ranks)) - own) * bytes;
   }
 
-  // 4. One header to every rank, rows or none.
+  // 4. Write one header to every rank, with or without rows.
   group.faults.at(Op::kDispatch, Phase::kSendHeader, state.epoch);
   const uint32_t payload = params.tokens | (state.has_weights ? kHasWeights : 0);
   for_each_peer(targets, group.rank, layout.num_ranks, [&](uint32_t peer) {

@@ -11,7 +11,8 @@
 namespace ep::cpu {
 namespace {
 
-// L channels at once: as many as one register of the target holds. Element-wise, so no result depends on L.
+// L channels at once: as many as fit into one register of the target. Element-wise, so no result depends on
+// L.
 template <uint32_t L>
 struct Lanes {
   typedef float Floats __attribute__((vector_size(L * 4)));
@@ -19,7 +20,8 @@ struct Lanes {
   typedef uint16_t Halves __attribute__((vector_size(L * 2)));
 };
 
-// 2 L channels as two vectors. Of bf16 the even and the odd ones: a shift and a mask instead of a shuffle.
+// 2 L channels as two vectors. For bf16: even channels, then odd ones, which takes a shift and a mask instead
+// of a shuffle.
 template <uint32_t L>
 struct Pair {
   using Floats = typename Lanes<L>::Floats;
@@ -49,7 +51,7 @@ struct Pair {
   }
 
  private:
-  // As float_to_bf16, lane by lane, the result in the high half.
+  // Same as float_to_bf16 in each lane, with the result in the high half.
   EP_INLINE static void round(const Floats& x, Words& to) {
     const Words u = (Words)x, nan = (Words)(x != x);
     to = ((u + 0x7fffu + ((u >> 16) & 1u)) & ~nan) | (nan & 0x7fc00000u);
@@ -66,7 +68,7 @@ constexpr uint32_t kTile = 2;  // pairs summed in registers through all rows
 template <uint32_t L, class Element>
 EP_INLINE void sum_rows(const SumParams& params) {
   constexpr uint32_t kPair = 2 * L;
-  const SumParams p = params;  // a local: the stores below cannot change it, so it stays in registers
+  const SumParams p = params;  // a local copy stays in registers, because the stores below cannot change it
   auto* result = static_cast<Element*>(p.out);
   uint32_t h = 0;
   for (; h + kTile * kPair <= p.hidden; h += kTile * kPair) {
@@ -92,13 +94,14 @@ EP_INLINE void sum_rows(const SumParams& params) {
   }
 }
 
-// As float_to_e4m3, lane by lane.
+// Same as float_to_e4m3 in each lane.
 template <uint32_t L>
 EP_INLINE void to_e4m3(const typename Lanes<L>::Floats& x, typename Lanes<L>::Words& to) {
   using Words = typename Lanes<L>::Words;
   const Words u = (Words)x, sign = (u >> 24) & 0x80u, magnitude = u & 0x7fffffffu;
   const Words nan = (Words)(magnitude > 0x7f800000u);
-  const Words over = (Words)(magnitude > bits_of(kE4m3Max));  // as integers: the order is the same
+  const Words over =
+      (Words)(magnitude > bits_of(kE4m3Max));  // compared as integers, which have the same order
   const Words c = (magnitude & ~over) | (over & bits_of(kE4m3Max));
   const Words normal = ((c + 0x7ffffu + ((c >> 20) & 1u)) >> 20) - (120u << 3);
   const Words subnormal = (Words)((typename Lanes<L>::Floats)c + 16384.0f) - bits_of(16384.0f);
@@ -159,7 +162,7 @@ constexpr RowKernels k_avx512_bf16{"avx512_bf16", sum_bf16_avx512_bf16, sum_fp32
 #endif
 #undef EP_VERSION
 
-// One wheel runs on every processor of its architecture and uses the widest registers it finds.
+// One wheel runs on every processor of its architecture and uses the widest registers available.
 const RowKernels kKernels = row_kernels().back();
 
 }  // namespace

@@ -1,6 +1,6 @@
 // weighted_sum_bf16 for processors that round to bf16 in hardware, bit-identical to the portable version. The
-// instruction differs from float_to_bf16 only for denormals and NaN, so tiles with one of these are summed
-// again with integer rounding. The same test finds sums of -0, so the first row needs no addition to +0.
+// instruction differs from float_to_bf16 only for denormals and NaN. Tiles that contain one are summed again
+// with integer rounding. The same test detects sums of -0, so the first row needs no addition to +0.
 #include "exchange/shm/rows_avx512_bf16.hpp"
 
 #if defined(__x86_64__)
@@ -19,7 +19,7 @@ constexpr uint32_t kTile = kVectors * 32;  // channels
 constexpr int kNotPlain = 0x01 | 0x80 | 0x20 | 0x04;  // quiet NaN, signalling NaN, denormal, -0
 
 struct Sums {
-  __m512 even[kVectors], odd[kVectors];  // of neighbouring channels: a shift and a mask widen them
+  __m512 even[kVectors], odd[kVectors];  // of neighbouring channels; a shift and a mask widen them
 };
 
 template <bool weighted>
@@ -67,7 +67,7 @@ EP_TARGET void sum(const SumParams& params) {
   const SumParams p = params;
   auto* out = static_cast<uint16_t*>(p.out);
   const uint32_t whole = p.count == 0 ? 0 : p.hidden / kTile * kTile;
-  // Rounding two registers gives all even channels, then all odd ones; this puts them side by side.
+  // Rounding two registers gives all even channels, then all odd ones. This interleaves them.
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7,
                                          22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   for (uint32_t h = 0; h < whole; h += kTile) {

@@ -26,7 +26,7 @@ constexpr auto kBeat = std::chrono::milliseconds(100);
 }
 
 std::byte* map(int fd, uint64_t bytes) {
-  // Pages are entered into this process's tables now, not one by one in the first operations.
+  // Enters the pages into this process's tables now, not one by one during the first operations.
   void* base = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_POPULATE, fd, 0);
   if (base == MAP_FAILED) raise_errno(errno, "mmap");
   return static_cast<std::byte*>(base);
@@ -38,7 +38,7 @@ int create(const Geometry& geometry, const Regions& regions) {
   const uint64_t bytes = regions.bytes();
   const int fd = memfd_create("ep_server_exchange", MFD_CLOEXEC);
   if (fd < 0) raise_errno(errno, "memfd_create");
-  // All pages now: running out of memory is an error here, not a bus error in the middle of an operation.
+  // Allocates all pages now. Running out of memory is an error here, not a bus error during an operation.
   const int error = ftruncate(fd, off_t(bytes)) != 0 ? errno : posix_fallocate(fd, 0, off_t(bytes));
   if (error != 0) {
     close(fd);
@@ -71,7 +71,7 @@ Segment::~Segment() { munmap(base_, bytes_); }
 
 Heartbeat::Heartbeat(std::shared_ptr<void> memory, std::byte* region) : memory_(std::move(memory)) {
   cell_at(region, Head::kHeartbeat).store(now_ns(), std::memory_order_relaxed);
-  // Signals belong to the process's own threads.
+  // The process's own threads handle signals.
   sigset_t all, before;
   sigfillset(&all);
   pthread_sigmask(SIG_SETMASK, &all, &before);

@@ -1,5 +1,5 @@
-// Memory of a group on one host: one anonymous segment that ranks reach by an inherited or passed descriptor.
-// It has no name, so nothing is left behind, however the processes end.
+// Memory of a group on one host: one anonymous segment, which ranks open by an inherited or passed
+// descriptor. It has no name, so nothing is left behind, however the processes end.
 #pragma once
 
 #include <condition_variable>
@@ -13,7 +13,7 @@
 
 namespace ep::shm {
 
-// What a segment holds behind its page. pitch: bytes from one region to the next, whole pages.
+// What a segment holds behind its first page. pitch: bytes from one region to the next, whole pages.
 struct Regions {
   uint32_t count;
   uint64_t pitch;
@@ -21,7 +21,7 @@ struct Regions {
   uint64_t bytes() const { return kPage + count * pitch; }
 };
 
-// Of a group that is all on one host.
+// The regions of a group whose ranks are all on one host.
 inline Regions whole_group(const Geometry& geometry) {
   return {geometry.num_ranks, Layout::of(geometry).total};
 }
@@ -30,7 +30,7 @@ inline Regions whole_group(const Geometry& geometry) {
 // Throws std::system_error; ENOSPC and ENOMEM mean that the host has not enough memory.
 int create(const Geometry& geometry, const Regions& regions);
 
-// A mapped segment; the memory stays mapped until the last owner of this object is gone.
+// A mapped segment. The memory stays mapped until the last owner of this object is gone.
 class Segment {
  public:
   // The descriptor stays the caller's. Throws std::system_error, std::invalid_argument if it is not a
@@ -41,7 +41,7 @@ class Segment {
   Segment& operator=(const Segment&) = delete;
 
   const GroupPage& page() const { return *reinterpret_cast<const GroupPage*>(base_); }
-  // number: among the ranks of this host.
+  // number: index among the ranks of this host.
   std::byte* region(uint32_t number) const { return base_ + kPage + number * page().pitch; }
   const std::byte* base() const { return base_; }
   uint64_t bytes() const { return bytes_; }
@@ -51,11 +51,11 @@ class Segment {
   uint64_t bytes_;
 };
 
-// A thread that stamps a region's heartbeat word every 100 ms: stops when the process is stopped or dead,
-// goes on while it computes.
+// A thread that stamps a region's heartbeat word every 100 ms. It stops when the process is stopped or dead,
+// and continues while the process computes.
 class Heartbeat {
  public:
-  // memory: what the region is part of.
+  // memory: the mapping that contains the region.
   Heartbeat(std::shared_ptr<void> memory, std::byte* region);
   ~Heartbeat();
 

@@ -1,4 +1,4 @@
-// Kernels in plain vector extensions: what the compiler's baseline target gives (SSE2, NEON, ...).
+// Kernels in plain vector extensions, for the compiler's baseline target (SSE2, NEON, ...).
 #include "kernels/cpu/target_begin.hpp"
 
 namespace ep::model {

@@ -9,8 +9,8 @@
 
 namespace ep::model {
 
-// All kernels: FP32 accumulation, and for every row a fixed order of operations, so that a row's result does
-// not depend on the other rows of the call, on the number of threads, or on which thread computes it.
+// All kernels accumulate in FP32, in a fixed order for every row. So a row's result does not depend on the
+// other rows of the call, on the number of threads, or on which thread computes it.
 struct Kernels {
   const char* name;
   void (*linear)(const LinearParams&, Pool&);
@@ -26,10 +26,11 @@ extern const Kernels kAvx512;
 extern const Kernels kAvx512Bf16;
 #endif
 
-// Instruction sets this machine runs, best first.
+// The instruction sets that this machine supports, best first.
 std::vector<const Kernels*> supported();
 
-// The one of that name, the best for "auto". Throws std::invalid_argument naming those supported.
+// The table with this name, or the best one for "auto". Throws std::invalid_argument naming the supported
+// ones.
 const Kernels& find(const std::string& name);
 
 }  // namespace ep::model

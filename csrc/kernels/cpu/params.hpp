@@ -11,7 +11,7 @@ namespace ep::model {
 enum class Dtype : int { kFloat32 = 0, kBfloat16 = 1 };
 
 // Packed weight matrix [n, k]: panels of kPanel output columns, each [k words][kPanel] words, zero-padded in
-// both directions. One panel is read front to back, so a matrix is one sequential stream.
+// both dimensions. A panel is read front to back, so a matrix is one sequential stream.
 constexpr int64_t kPanel = 64;
 
 inline int64_t words_of(Dtype type, int64_t k) { return type == Dtype::kFloat32 ? k : (k + 1) / 2; }
@@ -24,14 +24,14 @@ inline int64_t gated_panels_of(int64_t ffn) { return (ffn + kPanel / 2 - 1) / (k
 inline int64_t packed_gated_words(Dtype type, int64_t ffn, int64_t k) {
   return gated_panels_of(ffn) * kPanel * words_of(type, k);
 }
-// Channels of the intermediate rows: whole gated panels, so that their padding is written as zeros.
+// Channels of the intermediate rows, rounded up to whole gated panels. Their padding is written as zeros.
 inline int64_t padded_ffn(int64_t ffn) { return gated_panels_of(ffn) * (kPanel / 2); }
 
 // out[m, b, n] = x[m, b, k] @ weight[b, n, k]^T (+ bias[n]) for `batch` matrices b, side by side in a row.
 struct LinearParams {
   Dtype type;
   const void* x;
-  int64_t rows, x_stride, x_batch;  // x_batch: from matrix to matrix in a row
+  int64_t rows, x_stride, x_batch;  // x_batch: elements between two matrices in a row
   const uint32_t* weight;           // [batch][packed_words(type, n, k)]
   const void* bias;                 // [n] of type, or null
   int64_t batch, n, k;
@@ -63,13 +63,13 @@ struct AttentionParams {
   int64_t blocks_stride, block_size;
   const int64_t* sequence;   // [rows]
   const int64_t* positions;  // [rows]; row i sees positions 0 .. positions[i]
-  int64_t window;            // the last `window` of them; 0 = all
+  int64_t window;            // only the last `window` of them; 0 = all
   float scale;
   void* out;  // [rows, heads, v_dim], contiguous
 };
 
-// out[i, g] = x[i, g] / sqrt(mean(x[i, g]^2) + eps) * weight[g]; x[i, g] are the channels g * dim .. of row
-// i.
+// out[i, g] = x[i, g] / sqrt(mean(x[i, g]^2) + eps) * weight[g]. x[i, g] are the channels from g * dim on of
+// row i.
 struct NormParams {
   Dtype type;
   const void* x;

@@ -1,5 +1,5 @@
-// Opens a translation unit that is compiled for EP_MODEL_TARGET. All headers come before the switch, so no
-// inline function of the standard library is compiled with instructions that the machine may lack.
+// Opens a translation unit that is compiled for EP_MODEL_TARGET. All headers are included before the switch,
+// so no inline function of the standard library uses instructions that the machine may lack.
 #pragma once
 
 #include <cstdint>

@@ -9,7 +9,7 @@ namespace ep::model {
 namespace {
 
 constexpr std::align_val_t kAlignment{64};
-// Longer than the Python between two kernels of a layer, shorter than a scheduler quantum.
+// Longer than the Python code between two kernels of a layer, shorter than a scheduler quantum.
 constexpr std::chrono::microseconds kSpin{200};
 
 constexpr uint64_t kNextJob = uint64_t{1} << 32;
@@ -80,7 +80,8 @@ void Pool::work(size_t worker) {
   while (true) {
     drain(scratch_[worker]);
     const uint64_t seen = left_.load(std::memory_order_acquire);
-    // After the load: the destructor's job number published stop_, and no later one will end the wait below.
+    // Check after the load: if `seen` is the destructor's job number, stop_ is visible, and no later job
+    // would end the wait below.
     if (stop_.load(std::memory_order_relaxed)) return;
     const auto deadline = std::chrono::steady_clock::now() + kSpin;
     while (!(seen & kTasksLeft) && left_.load(std::memory_order_acquire) == seen) {

@@ -1,9 +1,9 @@
 // Compute threads of one rank, and their scratch memory.
 //
 // A job is `count` independent tasks. The caller and the workers claim tasks one by one from a single word
-// {job number, tasks left}. A worker that is late finds nothing to claim, and the caller waits only for
-// claimed tasks. Between jobs workers spin briefly, because a decode step is a series of short jobs, then
-// sleep in a futex.
+// {job number, tasks left}. A late worker finds nothing to claim, and the caller waits only for claimed
+// tasks. Between jobs, workers spin briefly, because a decode step is a series of short jobs. Then they sleep
+// on a futex.
 #pragma once
 
 #include <atomic>
@@ -30,14 +30,14 @@ class Scratch {
 
 class Pool {
  public:
-  // threads: the caller included; 1 starts none.
+  // threads: includes the caller; 1 starts none.
   explicit Pool(int threads);
   ~Pool();
   Pool(const Pool&) = delete;
   Pool& operator=(const Pool&) = delete;
 
   int threads() const { return static_cast<int>(workers_.size()) + 1; }
-  // Memory that all tasks of a job share; one buffer per use, kept until the next call for that use.
+  // Memory that all tasks of a job share: one buffer per use, valid until the next call for that use.
   void* shared(size_t bytes, size_t use) { return shared_[use].get(bytes); }
 
   using Task = void (*)(const void* context, int64_t index, Scratch& scratch);
@@ -54,7 +54,7 @@ class Pool {
   void work(size_t worker);
   void drain(Scratch& scratch);
 
-  Job job_;  // written while no task is left or claimed, so a thread that has claimed one may read it
+  Job job_;  // written only while no task is left or claimed, so threads with a claim may read it
   Scratch shared_[3];
   std::vector<Scratch> scratch_;  // [0] is the caller's
   std::vector<std::thread> workers_;

@@ -6,22 +6,24 @@ and the number of threads.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+import numpy as np
 import torch
 
+from ep_server.backends.masks import PATIENCE_SECONDS, Masks, NoMasks
 from ep_server.models.batch import split
 from ep_server.models.decoder import Decoder, DecoderParams, interleave
 from ep_server.models.timers import Phase, PhaseClock
-from ep_server.records import Request, SampledToken, StepBatch
+from ep_server.records import LATE_TOKEN, PromptLogprobs, Request, SampledToken, StepBatch
 
 
 class TokenSampler(Protocol):
     """Draws tokens; holds one generator and the penalty counts per request."""
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, output: Sequence[int] = ()) -> None:
         """A request joins."""
         ...
 
@@ -29,8 +31,10 @@ class TokenSampler(Protocol):
         """A request left."""
         ...
 
-    def sample(self, numbers: Sequence[int], logits: torch.Tensor) -> list[SampledToken]:
-        """One token per row of logits: [N, V] float32, which it may overwrite."""
+    def sample(
+        self, numbers: Sequence[int], logits: torch.Tensor, masks: Mapping[int, np.ndarray] | None = None
+    ) -> list[SampledToken]:
+        """One token per row of logits: [N, V] float32, which it may overwrite. masks: see Masks.mask()."""
         ...
 
 
@@ -44,17 +48,27 @@ class RunnerStatistics:
     counters: dict[str, int] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class _Ran:
+    """A step that ran."""
+
+    tokens: list[SampledToken]
+    prompt_logprobs: list[PromptLogprobs]
+
+
 class ModelRunner:
     """The model of one rank."""
 
-    def __init__(self, params: DecoderParams, sampler: TokenSampler) -> None:
+    def __init__(self, params: DecoderParams, sampler: TokenSampler, masks: Masks | None = None) -> None:
+        """masks: of the requests that have a grammar."""
         self._params, self._sampler = params, sampler
+        self._masks = NoMasks() if masks is None else masks
         self._clock = PhaseClock()
         self._decoder = Decoder(params, self._clock)
 
     def add(self, request: Request) -> None:
         """Creates the sampler state of a request, before its first token is sampled."""
-        self._sampler.add(request)
+        self._sampler.add(request, request.output_ids)
 
     def remove(self, number: int) -> None:
         """Drops the sampler state of a request."""
@@ -68,20 +82,27 @@ class ModelRunner:
         """As agreed: any step can be cut."""
         return agreed
 
-    def launch(self, batch: StepBatch, micro_batches: int, bucket: int) -> list[SampledToken]:
-        """As run(): on the CPU nothing goes on by itself."""
-        return self.run(batch, micro_batches)
+    def collect(self, launched: _Ran) -> list[SampledToken]:
+        """One token per slice that samples, in the order the slices have in the batch."""
+        return launched.tokens
 
-    def collect(self, launched: list[SampledToken]) -> list[SampledToken]:
-        """What launch() returned."""
-        return launched
+    def complete(self, launched: _Ran) -> list[int]:
+        """The requests whose masks were late."""
+        return [token.number for token in launched.tokens if token.token_id == LATE_TOKEN]
+
+    def prompt_logprobs(self, launched: _Ran) -> Sequence[PromptLogprobs]:
+        """Of the slices with `scored` rows."""
+        return launched.prompt_logprobs
 
     def run(self, batch: StepBatch, micro_batches: int = 1) -> list[SampledToken]:
-        """Runs one step. Collective: every rank calls it, also with an empty batch.
+        """launch() and collect() in one."""
+        return self.collect(self.launch(batch, micro_batches))
+
+    def launch(self, batch: StepBatch, micro_batches: int = 1, bucket: int = 0) -> _Ran:
+        """Runs one step to its end. Collective: every rank calls it, also with an empty batch.
 
         Args:
-            micro_batches: 1 or more; the same on every rank.
-        Returns: one token per slice that samples, in the order the slices have in the batch.
+            micro_batches: 1 or more; the same on every rank. bucket: 0, see bucket_of().
         Raises: ExchangeError if a peer fails.
         """
         self._clock.start()
@@ -89,12 +110,27 @@ class ModelRunner:
         parts = split(batch, micro_batches, params.kv_cache.block_size, params.compute.device)
         logits = interleave([self._decoder.forward(part) for part in parts])
         numbers = [number for part in parts for number in part.sampled]
-        tokens = self._sampler.sample(numbers, torch.cat(logits)) if numbers else []
+        tokens = self._sample(numbers, torch.cat(logits)) if numbers else []
         self._clock.lap(Phase.SAMPLE)
         self._decoder.experts.finish()
         self._clock.finish()
         drawn = {token.number: token for token in tokens}
-        return [drawn[s.number] for s in batch.slices if s.sample]
+        scored = [result for part in parts if part.scorer for result in part.scorer.results()]
+        return _Ran([drawn[s.number] for s in batch.slices if s.sample], scored)
+
+    def _sample(self, numbers: list[int], logits: torch.Tensor) -> list[SampledToken]:
+        followed = [number for number in numbers if number in self._masks] if len(self._masks) else []
+        if not followed:
+            return self._sampler.sample(numbers, logits)
+        self._masks.wait(followed, PATIENCE_SECONDS)
+        late = {number for number in followed if not self._masks.ready(number)}
+        if late:
+            rows = [row for row, number in enumerate(numbers) if number not in late]
+            numbers, logits = [numbers[row] for row in rows], logits[rows]
+        masks = {number: self._masks.mask(number) for number in followed if number not in late}
+        given = {number: mask for number, mask in masks.items() if mask is not None}
+        tokens = self._sampler.sample(numbers, logits, given) if numbers else []
+        return tokens + [SampledToken(number, LATE_TOKEN) for number in late]
 
     def statistics(self) -> RunnerStatistics:
         """What was measured since the start."""

@@ -1,14 +1,15 @@
 """[9] Draws the next token of every sequence of a step from its logits.
 
 The order is: penalties (repetition, then frequency and presence), logit bias, masks (min_new_tokens,
-allowed_token_ids), temperature, top-k, top-p, min-p, draw. Log probabilities are read before the temperature.
-A sequence's draws depend on its own seed and position only. Shapes: N rows, V vocabulary.
+allowed_token_ids, grammar), temperature, top-k, top-p, min-p, draw. Log probabilities are read before the
+temperature. A sequence's draws depend on its own seed and position only. Shapes: N rows, V vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 
 from ep_server.backends.cpu import sampling_ops as ops
@@ -185,12 +186,16 @@ class Sampler:
         stream = self._streams[number]
         return not stream.edits and stream.sampling.logprobs is None
 
-    def sample(self, numbers: Sequence[int], logits: torch.Tensor) -> list[SampledToken]:
+    def sample(
+        self, numbers: Sequence[int], logits: torch.Tensor, masks: Mapping[int, np.ndarray] | None = None
+    ) -> list[SampledToken]:
         """Draws one token for each row.
 
         Args:
             numbers: N distinct request numbers, all added before.
             logits: [N, V] floating point, on the sampler's device; not changed.
+            masks: of requests that a grammar constrains, by number: [ceil(V / 32)] int32, bit t % 32 of word
+              t / 32 allows token t.
         Returns: N tokens in the order of `numbers`; NO_TOKEN for a row with NaN, +inf or nothing finite.
         Raises: InternalError for an unknown number or a wrong shape.
         """
@@ -205,11 +210,14 @@ class Sampler:
         if not streams:
             return []
         given = logits
-        if any(s.edits for s in streams):
+        if masks or any(s.edits for s in streams):
             logits = self._edited(streams, logits)
+            for row, number in enumerate(numbers if masks else ()):
+                if masks and number in masks:
+                    logits[row] += self._disallowed(masks[number])
         maxima, chosen = ops.argmax_rows(logits)
         if not bool(maxima.isfinite().all()):
-            return self._without_broken(numbers, given, maxima.isfinite())
+            return self._without_broken(numbers, given, maxima.isfinite(), masks)
         if not all(s.sampling.greedy for s in streams):
             self._draw(streams, logits, maxima, chosen)
         tokens: list[int] = chosen.tolist()
@@ -224,11 +232,15 @@ class Sampler:
         ]
 
     def _without_broken(
-        self, numbers: Sequence[int], logits: torch.Tensor, fine: torch.Tensor
+        self,
+        numbers: Sequence[int],
+        logits: torch.Tensor,
+        fine: torch.Tensor,
+        masks: Mapping[int, np.ndarray] | None,
     ) -> list[SampledToken]:
         """Draws for the rows that allow it: a row that does not is its own request's misfortune only."""
         kept = [number for number, ok in zip(numbers, fine.tolist(), strict=True) if ok]
-        drawn = {token.number: token for token in self.sample(kept, logits[fine])}
+        drawn = {token.number: token for token in self.sample(kept, logits[fine], masks)}
         return [drawn.get(number, SampledToken(number, NO_TOKEN)) for number in numbers]
 
     def _edited(self, streams: Sequence[SamplingStream], logits: torch.Tensor) -> torch.Tensor:
@@ -254,6 +266,11 @@ class Sampler:
             if stream.disallowed is not None:  # added, not filled in: NaN stays NaN
                 logits[row] += stream.disallowed.to(self.device)
         return logits
+
+    def _disallowed(self, mask: np.ndarray) -> torch.Tensor:
+        """[V] float32, -inf for a token that a mask does not allow, else 0."""
+        bits = np.unpackbits(mask.view(np.uint8), count=self.vocab_size, bitorder="little")
+        return torch.from_numpy(np.where(bits, np.float32(0), np.float32("-inf"))).to(self.device)
 
     def _draw(
         self,

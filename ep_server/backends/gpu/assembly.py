@@ -14,6 +14,7 @@ from ep_server.backends.gpu.memory import Room
 from ep_server.backends.gpu.moe.rows import RowsOfSteps
 from ep_server.backends.gpu.runner import GpuOptions, GpuRunner
 from ep_server.backends.gpu.step_input import InputShape
+from ep_server.backends.masks import Masks
 from ep_server.exchange.api import Exchange
 from ep_server.models.decoder import DecoderParams
 from ep_server.models.kv_cache import KvCache
@@ -38,7 +39,7 @@ class GpuPlan:
 
 
 def kv_blocks_on(device: torch.device, model: RankModel, plan: GpuPlan) -> int:
-    """KV blocks of this rank. Raises: StartupError with the numbers where they do not fit."""
+    """KV blocks of this rank. Raises: StartupError with the numbers if they do not fit."""
     if device.type != "cuda":
         return plan.kv_blocks or plan.useful_blocks
     block = model.kv_block_bytes(plan.block_size)
@@ -46,7 +47,7 @@ def kv_blocks_on(device: torch.device, model: RankModel, plan: GpuPlan) -> int:
 
 
 def decode_kernels(asked: str, model: RankModel, block_size: int) -> Chosen:
-    """Compiled before anything is captured. asked: ModelConfig.attention. Raises: ConfigError."""
+    """Attention kernels, compiled before any capture. asked: ModelConfig.attention. Raises: ConfigError."""
     dtypes = (model.dtype, model.kv_dtype)
     case = AttentionCase.on(model.compute.device, model.spec.attention, dtypes, block_size, model.max_context)
     return choose(asked, case)
@@ -59,8 +60,12 @@ def gpu_runner(
     plan: GpuPlan,
     kv_blocks: int,
     kernels: DecodeKernels | None = None,
+    masks: Masks | None = None,
 ) -> GpuRunner:
-    """Allocates what steps need on the model's device; no graph is captured yet. kernels: see GpuOptions."""
+    """Allocates what steps need on the model's device; no graph is captured yet.
+
+    kernels: see GpuOptions. masks: of requests with a grammar.
+    """
     device = model.compute.device
     cache = KvCache(model.spec, kv_blocks, plan.block_size, TORCH[model.kv_dtype], device)
     params = DecoderParams(
@@ -74,4 +79,4 @@ def gpu_runner(
         timed = plan.timed_every > 0
         keys = captured_keys(sequences, plan.max_step_tokens, plan.overlap, timed=timed)
     options = GpuOptions(shape, rows, tuple(keys), plan.timed_every, kernels)
-    return GpuRunner(params, options)
+    return GpuRunner(params, options, masks)

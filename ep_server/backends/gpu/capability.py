@@ -14,7 +14,7 @@ NATIVE = "ep_server._cuda"
 
 
 def gpus_found() -> tuple[int, str]:
-    """How many this process can use, and where there are none why, to be put behind the number."""
+    """The number of GPUs that this process can use and, if 0, the reason as text to append to the number."""
     count = torch.cuda.device_count()
     if count:
         return count, ""
@@ -27,24 +27,24 @@ def gpus_found() -> tuple[int, str]:
 
 
 def sm_count(device: torch.device) -> int:
-    """Multiprocessors of a GPU; 0 where kernels are interpreted."""
+    """Multiprocessors of a GPU; 0 if kernels are interpreted."""
     if device.type != "cuda":
         return 0
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def native() -> Any:
-    """The package's CUDA module. Raises: ImportError where there is none, or no driver."""
+    """The package's CUDA module. Raises: ImportError if there is no module or no driver."""
     return import_module(NATIVE)
 
 
 def native_built() -> bool:
-    """Whether the package has it."""
+    """Whether the package has its CUDA module."""
     return find_spec(NATIVE) is not None
 
 
 def require_native(purpose: str) -> None:
-    """Raises: StartupError where the package was built without it."""
+    """Requires the CUDA module. Raises: StartupError if the package was built without it."""
     if not native_built():
         raise StartupError(
             f"{purpose} needs {NATIVE}, without which ep_server was built: there was no nvcc; install it "
@@ -53,5 +53,5 @@ def require_native(purpose: str) -> None:
 
 
 def runs_hopper_kernels(device: torch.device) -> bool:
-    """Whether the kernels of csrc/kernels/hopper run there."""
+    """Whether the kernels of csrc/kernels/hopper run on this device."""
     return device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9 and native_built()

@@ -17,11 +17,11 @@ from ep_server.models.timers import Phase
 
 @dataclass(frozen=True, slots=True)
 class ClockReading:
-    """Cumulative, under the names of RankStatistics.
+    """Cumulative times, under the names of RankStatistics.
 
-    histograms: as PhaseClock.histograms, of the timed steps. sums: as PhaseClock.sums, of the timed steps.
-      In both "step/device" is first to last stamp of all steps; in sums "step/decode_device" of captured
-      ones of single tokens.
+    histograms, sums: as in PhaseClock, for timed steps. In both, "step/device" is the time from first to
+      last stamp, for all steps. In sums, "step/decode_device" is the same for captured steps of single
+      tokens.
     counters: device_steps, decode_device_steps: with a first and a last stamp. timed_steps: with stamps
       between their phases.
     """
@@ -35,24 +35,24 @@ class DeviceClock:
     """Times of the steps of one rank. One thread uses it, in the order of the steps.
 
     Args:
-        every: of so many steps the phases of one are timed; 0 = nothing is timed at all.
+        every: the phases of one in so many steps are timed; 0 = nothing is timed at all.
     """
 
     def __init__(self, device: torch.device, every: int) -> None:
         self.every = every
         self._steps = 0
         self._marks = torch.zeros(2, dtype=torch.int64, device=device)
-        # Of others, of captured ones of single tokens.
+        # For other steps, and for captured steps of single tokens.
         self._busy = torch.zeros(2, 2, dtype=torch.int64, device=device)
         self._step, self._sums = (torch.zeros(len(Phase), dtype=torch.int64, device=device) for _ in range(2))
-        # Of each phase, and in the last row of whole steps.
+        # One row for each phase; the last row is for whole steps.
         self._counts = torch.zeros(len(Phase) + 1, stamps.BUCKETS, dtype=torch.int64, device=device)
         self._snapshot = Snapshot((self._sums, self._counts, self._busy))
 
     def warm_up(self) -> None:
-        """Compiles the stamps that lie in no graph: the first timed step would else wait for that.
+        """Compiles the stamps outside graphs. Otherwise the first timed step would wait for that.
 
-        It forgets what was measured so far.
+        Also resets all measurements.
         """
         self.begin()
         self.end(self.every > 0)
@@ -70,13 +70,13 @@ class DeviceClock:
             stamps.begin(self._marks, self._step)
 
     def lap(self, phase: Phase) -> None:
-        """What ran on this stream since the last stamp was this phase."""
+        """Ends a phase: counts the time since the previous stamp for it."""
         stamps.lap(self._marks, self._step, int(phase))
 
     def end(self, timed: bool, decode: bool = False) -> None:
-        """The last stamp of a step. What ran since the last one was sampling.
+        """The last stamp of a step. The time since the previous one counts as sampling.
 
-        decode: it was captured, and of single tokens alone.
+        decode: whether it was captured and had only single tokens.
         """
         if not self.every:
             return
@@ -87,7 +87,7 @@ class DeviceClock:
             stamps.record_times(self._step, self._sums, self._counts[:-1])
 
     def read(self) -> ClockReading:
-        """What was measured so far. Waits for no step in flight: of these some may be in it and some not."""
+        """Measurements so far. Does not wait for steps in flight, which may or may not be included."""
         sums, counts, busy = (copy.tolist() for copy in self._snapshot.take())
         names = [*(f"step/{phase.name.lower()}" for phase in Phase), "step/device"]
         histograms = {name: tuple(row) for name, row in zip(names, counts, strict=True)}

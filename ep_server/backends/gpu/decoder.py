@@ -1,6 +1,6 @@
 """[6] The layer loop on a GPU: as models/decoder.py, on fused kernels and without the host.
 
-Everything that differs between steps lies in device memory at fixed addresses, so a pass over a padded bucket
+Everything that differs between steps is in device memory at fixed addresses. So a pass over a padded bucket
 can be captured in a graph and replayed. A pass is a generator that pauses at every hook of the exchange.
 """
 
@@ -55,16 +55,17 @@ from ep_server.models.decoder import DecoderParams, Forward
 from ep_server.models.families.spec import GqaSpec, MlaSpec
 from ep_server.models.layers import GqaWeights, KvScales, MlaWeights, MoeWeights
 from ep_server.models.moe import ExpertCounter
+from ep_server.models.prompt_scorer import PromptScorer
 from ep_server.models.timers import Lap, Phase
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What the micro-batches of a step share.
+    """The state that the micro-batches of a step share.
 
-    drawn: [..] int64, tokens that the last step drew, by StepTensors.sources.
-    most: rows that a micro-batch has at most on any rank. rows: how they travel. lap: ends a phase.
-    side: where shared experts may run meanwhile; None = the step's own stream.
+    drawn: [..] int64, tokens drawn by the last step; StepTensors.sources indexes them.
+    most: the largest micro-batch on any rank, in rows. rows: how they are sent. lap: ends a phase.
+    side: where shared experts may run concurrently; None = on the step's own stream.
     """
 
     drawn: torch.Tensor
@@ -96,9 +97,10 @@ class GpuDecoder:
         self._moe = [self._block(index, params) for index in range(params.spec.num_layers)]
         self._by = [self._layer_kernels(index) for index in range(params.spec.num_layers)]
 
-    def forward(self, step: StepTensors, on: Pass) -> Forward:
+    def forward(self, step: StepTensors, on: Pass, scorer: PromptScorer | None = None) -> Forward:
         """Runs all layers. Returns [number of sampled rows, H], normed.
 
+        `scorer` scores prompt tokens; a captured pass has none.
         Yields twice per sparse layer, also with no rows: the exchange is collective.
         """
         eps, weights = self._spec.norm_eps, self._weights
@@ -122,7 +124,9 @@ class GpuDecoder:
             x = add_norm(branch, residual, after, eps)
             if isinstance(branch, DeferredCombine):
                 on.lap(Phase.COMBINE)
-                branch = x  # the experts' rows are free before attention takes room
+                branch = x  # frees the experts' rows before attention allocates memory
+        if scorer is not None:
+            scorer.score(lambda rows: weights.head.unrounded(x.index_select(0, rows)), x.device)
         return x if step.sample_rows is None else x.index_select(0, step.sample_rows)
 
     def logits(self, hidden: Sequence[torch.Tensor], out: torch.Tensor) -> torch.Tensor:
@@ -195,7 +199,7 @@ class GpuDecoder:
 
 
 def paged_layers(params: DecoderParams) -> list[PagedKv]:
-    """One per layer; scales are the checkpoint's, or 1. Raises: InternalError for a cache of other dtypes."""
+    """One per layer. Scales are the checkpoint's, or 1. Raises: InternalError for a cache of other dtypes."""
     layers = []
     for cached, weights in zip(params.kv_cache.layers, params.weights.layers, strict=True):
         kv = PagedKv(cached)

@@ -15,13 +15,13 @@ from ep_server.backends.gpu.waiting import await_device
 from ep_server.errors import InternalError
 
 LEAST_OVERLAPPED = 64  # rows; with fewer there is less to hide than reading every weight twice costs
-WARM_UPS = 2  # runs before a capture: libraries choose their kernels in them
+WARM_UPS = 2  # runs before a capture, in which libraries choose their kernels
 
 
 class GraphKey(NamedTuple):
-    """bucket: rows that a step is padded to; with more than sequences at once, some are of chunks of prompts.
+    """bucket: rows that a step is padded to; if more than the sequences at once, it includes prompt chunks.
 
-    timed: there are stamps between its phases.
+    timed: whether there are stamps between its phases.
     """
 
     bucket: int
@@ -36,9 +36,9 @@ class Graphs:
     """Recorded work by key.
 
     Args:
-        work: enqueues a step of a key on the current stream; returns what it leaves, which the next step of
-          any key may overwrite.
-        keys: to be recorded. seconds: until the device must have ended what is run before a capture.
+        work: enqueues a step of a key on the current stream. Returns its result, which the next step of any
+          key may overwrite.
+        keys: to be recorded. seconds: deadline for the warm-up runs before a capture.
     """
 
     def __init__(self, work: Work, keys: Iterable[GraphKey], device: torch.device, seconds: float) -> None:
@@ -48,12 +48,12 @@ class Graphs:
         self._graphs: dict[GraphKey, torch.cuda.CUDAGraph] = {}
 
     def record_only(self, keys: Iterable[GraphKey]) -> None:
-        """Before capture(): these keys in place of those given."""
+        """Replaces the keys. Call it before capture()."""
         self._keys = frozenset(keys)
         self.buckets = sorted({key.bucket for key in self._keys})
 
     def bucket_of(self, rows: int) -> int:
-        """The smallest bucket that holds so many rows; 0 = none does, or nothing was recorded."""
+        """The smallest bucket that holds so many rows; 0 = there is none, or nothing was recorded."""
         at = bisect_left(self.buckets, rows)
         return self.buckets[at] if at < len(self.buckets) else 0
 
@@ -66,9 +66,9 @@ class Graphs:
         return key in self._keys
 
     def capture(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
-        """Records every key, the largest first: the smaller ones then fit into its memory. Collective.
+        """Records every key, the largest first, so that the smaller ones fit into its memory. Collective.
 
-        Raises: InternalError if the device does not end what is run before.
+        Raises: InternalError if the device does not finish the warm-up runs.
         """
         progress(0, len(self._keys))
         for done, key in enumerate(sorted(self._keys, reverse=True), start=1):
@@ -79,7 +79,7 @@ class Graphs:
             progress(done, len(self._keys))
 
     def replay(self, key: GraphKey) -> torch.Tensor:
-        """Enqueues the work of a key. Returns: what it leaves, at the same address in every replay.
+        """Enqueues the work of a key. Returns: its result, at the same address in every replay.
 
         Raises: InternalError for another key.
         """
@@ -101,14 +101,14 @@ class Graphs:
 
 
 def buckets_up_to(most: int) -> list[int]:
-    """1, 2, 4, 8, then steps of 8 to 64, of 16 to 256, of 64 beyond; the last one is `most`."""
+    """Buckets: 1, 2, 4, 8, then every 8 up to 64, every 16 up to 256, then every 64; the last is `most`."""
     sizes = [1, 2, 4, *range(8, 64, 8), *range(64, 256, 16), *range(256, max(most, 256) + 1, 64)]
     return [size for size in sizes if size < most] + [most]
 
 
 def buckets_with_chunks(sequences: int, most: int) -> list[int]:
-    """Of steps that may hold chunks of prompts: more rows than sequences, each a quarter more and a multiple
-    of 64, up to `most`. None where a step has no more rows than sequences.
+    """Buckets of steps that may hold prompt chunks: more rows than sequences, each a quarter more and a
+    multiple of 64, up to `most`. No bucket if a step never has more rows than sequences.
     """
     sizes, size = list[int](), sequences
     while size < most:
@@ -118,9 +118,9 @@ def buckets_with_chunks(sequences: int, most: int) -> list[int]:
 
 
 def captured_keys(sequences: int, most: int, overlap: str, *, timed: bool = False) -> list[GraphKey]:
-    """Of all steps of a rank. sequences, most: rows of its largest step of single tokens, and of any.
+    """Keys of all captured steps. sequences, most: rows of the largest step of single tokens, and of any.
 
-    Where all steps are two micro-batches, those with chunks of prompts are run as they are.
+    If all steps are two micro-batches, those with prompt chunks run without a graph.
     """
     singles = keys_of_buckets(buckets_up_to(sequences), overlap, timed=timed)
     return (
@@ -129,10 +129,10 @@ def captured_keys(sequences: int, most: int, overlap: str, *, timed: bool = Fals
 
 
 def keys_of_buckets(buckets: Iterable[int], overlap: str, *, timed: bool = False) -> list[GraphKey]:
-    """What steps of these buckets may be run as: never, always or sometimes as two micro-batches.
+    """The keys for these buckets: never, always or sometimes as two micro-batches.
 
     Args:
-        timed: some of them with stamps.
+        timed: whether to add keys with stamps.
     """
     counts = {"off": (1,), "on": (2,), "auto": (1, 2)}[overlap]
     return [

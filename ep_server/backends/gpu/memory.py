@@ -13,12 +13,12 @@ import torch
 
 from ep_server.errors import StartupError
 
-KV_SHARE = 0.8  # of the memory that weights and exchange leave; the rest is for activations and graphs
+KV_SHARE = 0.8  # of the memory left by weights and exchange; the rest is for activations and graphs
 
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Memory of a GPU at one moment. name: for errors."""
+    """Free memory of a GPU at one moment. name: for errors."""
 
     name: str
     free: int
@@ -26,21 +26,21 @@ class Room:
 
     @staticmethod
     def on(device: torch.device) -> Room:
-        """What a GPU has now."""
+        """The free memory of a GPU now."""
         return Room(str(device), *torch.cuda.mem_get_info(device))
 
     def check_weights(self, needed: int) -> None:
-        """Before they are read. Raises: StartupError with the numbers where they do not fit."""
+        """Checks weights before they are read. Raises: StartupError with the numbers if they do not fit."""
         if needed > self.free:
             raise StartupError(f"the model does not fit: {_gib(needed)} of weights, {self._left()}")
 
     def kv_blocks(self, block: int, asked: int, useful: int, weights: int) -> int:
-        """How many the cache has.
+        """The number of KV blocks in the cache.
 
         Args:
-            block: bytes of one. asked: so many; 0 = what there is room for, `useful` at the most.
-            weights: that are on the GPU already.
-        Raises: StartupError with the numbers where these, or one, do not fit.
+            block: bytes of one. asked: configured number; 0 = as many as fit, at most `useful`.
+            weights: bytes that are on the GPU already.
+        Raises: StartupError with the numbers if these, or a single one, do not fit.
         """
         blocks = asked or min(int(self.free * KV_SHARE / block), useful)
         if blocks and blocks * block <= self.free:
@@ -55,7 +55,7 @@ class Room:
         )
 
     def no_steps(self, sizes: str) -> StartupError:
-        """Where what steps need does not fit beside the rest. sizes: what it depends on, field = value."""
+        """The error if the memory of steps does not fit. sizes: the options it depends on, field = value."""
         return StartupError(f"no room for steps: {self._left()}, beside weights and {sizes}: must be less")
 
     def _left(self) -> str:
@@ -64,7 +64,7 @@ class Room:
 
 @contextmanager
 def room_for_steps(device: torch.device, sizes: str) -> Iterator[None]:
-    """Around what allocates for steps. Raises: StartupError with the numbers where that does not fit."""
+    """A context for allocations of steps. Raises: StartupError with the numbers if they do not fit."""
     try:
         yield
     except torch.OutOfMemoryError as error:

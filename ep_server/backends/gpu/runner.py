@@ -1,4 +1,4 @@
-"""Runs steps on one GPU: launches a step without waiting and returns its tokens once they are there.
+"""Runs steps on one GPU: launches a step without waiting, and returns its tokens later.
 
 Drawn tokens stay on the device as the next step's input, so step n + 1 can be launched before the host knows
 the tokens of step n (records.PENDING_TOKEN). Steps run in launch order on one stream. One thread uses the
@@ -7,10 +7,13 @@ runner; the caller provides torch.inference_mode.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
+import numpy as np
 import torch
 
 from ep_server.backends.cpu.runner import RunnerStatistics
@@ -23,36 +26,66 @@ from ep_server.backends.gpu.kernels.triton.logprobs import SamplingReport
 from ep_server.backends.gpu.moe.rows import RowsOfSteps
 from ep_server.backends.gpu.sampling.sampler import GpuSampler
 from ep_server.backends.gpu.side_stream import SideStream
-from ep_server.backends.gpu.step_input import InputShape, StepInput, StepTensors, sampled_slices
+from ep_server.backends.gpu.step_input import InputShape, StepInput, StepTensors, ordered, sampled_slices
 from ep_server.backends.gpu.waiting import STEP_SECONDS, Snapshot, await_device, await_event
+from ep_server.backends.masks import PATIENCE_SECONDS, Masks, NoMasks
 from ep_server.models.batch import cut
 from ep_server.models.decoder import DecoderParams, interleave
+from ep_server.models.prompt_scorer import PromptScorer
 from ep_server.models.timers import no_lap
-from ep_server.records import Request, SampledToken, SeqSlice, StepBatch
+from ep_server.records import LATE_TOKEN, PromptLogprobs, Request, SampledToken, SeqSlice, StepBatch
 
 MOST_MICRO_BATCHES = 2
-STAGES = 3  # steps whose input or tokens may be on their way
+_ALIGNED = 16  # tokens: kernels are compiled for addresses that are a multiple of 16 bytes
+STAGES = 3  # steps whose input or tokens may be in flight
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """Tokens on their way, by row. tokens: [N]; reported: log probabilities, if any; both on the host."""
+
+    numbers: list[int]
+    tokens: torch.Tensor
+    reported: SamplingReport | None
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """Rows that a grammar constrains, and what is left to do of their step.
+
+    pieces: all that draw in the step, by row. rows: which of them wait. logits: of all rows.
+    computed: a CUDA event behind the logits; None on the CPU. timed, decode: see DeviceClock.end().
+    """
+
+    pieces: list[SeqSlice]
+    rows: list[int]
+    logits: torch.Tensor
+    computed: Any
+    timed: bool
+    decode: bool
 
 
 @dataclass(slots=True)
 class Launched:
-    """A step on its way. numbers: requests that draw, by row. order: the same in the order of the batch.
+    """A step in flight. order: requests that draw, in the order of the batch.
 
-    tokens: [N]; reported: log probabilities, if any; on the host once `arrived`, a CUDA event.
+    scorers: of prompt tokens. arrived: a CUDA event; once it has passed, `drawn` and the results of the
+      scorers are on the host. late: requests that draw nothing.
     """
 
-    numbers: list[int]
     order: list[int]
-    tokens: torch.Tensor
-    reported: SamplingReport | None
+    scorers: Sequence[PromptScorer] = ()
+    drawn: list[Drawn] = field(default_factory=list)
+    waiting: Waiting | None = None
+    late: list[int] = field(default_factory=list)
     arrived: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class GpuOptions:
-    """shape: of the largest step. keys: of the steps that are captured, if any.
+    """shape: of the largest step. keys: of captured steps, if any.
 
-    rows: how they travel. timed_every: see DeviceClock; only steps of timed keys, if there are keys.
+    rows: how they are sent. timed_every: see DeviceClock; only steps of timed keys, if there are keys.
     kernels: of attention with one token per sequence; Triton's if None.
     """
 
@@ -70,8 +103,9 @@ class GpuRunner:
         params: weights prepared by TorchCompute on the device.
     """
 
-    def __init__(self, params: DecoderParams, options: GpuOptions) -> None:
+    def __init__(self, params: DecoderParams, options: GpuOptions, masks: Masks | None = None) -> None:
         self._params, self._rows, shape = params, options.rows, options.shape
+        self._masks = NoMasks() if masks is None else masks
         self._compilations = Compilations()
         self._decoder, self._device = GpuDecoder(params, options.kernels), params.compute.device
         self._side = SideStream(self._device) if self._device.type == "cuda" else None
@@ -79,21 +113,26 @@ class GpuRunner:
         self._inputs = [StepInput(shape, self._device, STAGES) for _ in range(MOST_MICRO_BATCHES)]
         self._sampler = GpuSampler(params.spec.vocab_size, shape.sequences, self._device, STAGES)
         self._sampler.warm_up()
-        # One for all graphs: each keeps what it returns, and these would be gigabytes.
+        # One for all graphs: each graph keeps its result, and separate ones would take gigabytes.
         self._logits = torch.empty(shape.sequences, params.spec.vocab_size, device=self._device)
-        self._drawn = torch.zeros(shape.sequences, dtype=torch.int64, device=self._device)
-        self._host_tokens = [self._inputs[0].host_buffer(shape.sequences, torch.int64) for _ in range(STAGES)]
+        # Rows with a grammar are drawn behind the others, into the second half.
+        self._masked_from = -(-shape.sequences // _ALIGNED) * _ALIGNED
+        self._drawn = torch.zeros(self._masked_from + shape.sequences, dtype=torch.int64, device=self._device)
+        self._host_tokens = [
+            self._inputs[0].host_buffer(len(self._drawn), torch.int64) for _ in range(STAGES)
+        ]
         stages = STAGES if self._device.type == "cuda" else 0
         self._arrived = [torch.cuda.Event() for _ in range(stages)]  # type: ignore[no-untyped-call]
         self._places: dict[int, int] = {}  # of the tokens that the last launch draws
         self._launches = 0
+        self._masked = np.zeros(3, dtype=np.int64)  # see statistics()
         self._seconds = STEP_SECONDS + params.exchange.spec.timeout_ns / 1e9
         self._clock = DeviceClock(self._device, options.timed_every)
         self._clock.warm_up()
         self.graphs = Graphs(self._padded, options.keys, self._device, self._seconds)
 
     def add(self, request: Request) -> None:
-        """Creates the sampling state of a request. Raises: what GpuSampler.add raises."""
+        """Creates the sampling state of a request. Raises: as GpuSampler.add()."""
         self._sampler.add(request)
 
     def remove(self, number: int) -> None:
@@ -103,17 +142,17 @@ class GpuRunner:
     def prepare(self, progress: Callable[[int, int], None] = lambda done, total: None) -> None:
         """Compiles all kernels that steps of other sizes need, then captures the graphs. Collective.
 
-        Kernels differ with the number of rows: prompts of 1, 2, 4 ... rows in all are run into the first KV
-        blocks, which belong to nobody yet, and each bucket without a graph of one micro-batch: so many single
-        tokens may come beside prompts. Ranks with fewer KV blocks run shorter prompts, but as often.
-        Raises: InternalError if the device does not end one of them.
+        Kernels differ with the number of rows. So prompts of 1, 2, 4 ... rows in all run into the first KV
+        blocks, which are not in use yet. Each bucket without a graph of one micro-batch runs too, because so
+        many single tokens may accompany prompts. Ranks with fewer KV blocks run shorter prompts,
+        but as often. Raises: InternalError if the device does not finish one of them.
         """
         shape = self._inputs[0].shape
         for size in sorted({*(1 << power for power in range(shape.tokens.bit_length())), shape.tokens}):
             blocks = len(self._params.kv_cache.layers[0].k)
             batch = prompts_of(size, shape, blocks, self._params.max_context)
             self._forward([self._inputs[0].fill(batch, {})], GraphKey(0))
-            # For slower ranks perhaps: its input must still be there.
+            # It may wait for slower ranks, so its input must still be there.
             self._await(f"prompts of {batch.num_tokens} rows")
         for given in self._inputs:  # nothing of what was run so far
             given.fill(StepBatch((), 0), {}, shape.tokens)
@@ -122,7 +161,7 @@ class GpuRunner:
                 self._padded(GraphKey(bucket))
                 self._await(f"a step of {bucket} rows")  # slower ranks may have to compile
         self.graphs.capture(progress)
-        self._await("what was run before the last capture")  # so that statistics() has all of it
+        self._await("what was run before the last capture")  # so that statistics() includes all of it
         self._compilations.expect_none()
 
     def run(self, batch: StepBatch, micro_batches: int = 1) -> list[SampledToken]:
@@ -130,15 +169,17 @@ class GpuRunner:
         return self.collect(self.launch(batch, micro_batches))
 
     def bucket_of(self, batch: StepBatch) -> int:
-        """Rows that a step is padded to for a graph; 0 = there is none for it, or it has nothing to run."""
+        """Rows that a step is padded to for a graph; 0 = no graph fits, or it has nothing to run."""
         if not batch.slices:
             return 0
         single = all(len(s.token_ids) == 1 and s.sample for s in batch.slices)
+        if not single and any(s.scored is not None for s in batch.slices):
+            return 0  # graphs have no logits of rows that are not sampled
         least = 0 if single else self._inputs[0].shape.sequences + 1  # of a graph with chunks, see GraphKey
         return self.graphs.bucket_of(max(batch.num_tokens, least))
 
     def micro_batches_of(self, bucket: int, agreed: int) -> int:
-        """How many a step is run as where the ranks agreed on so many: one if no such graph was captured."""
+        """How many micro-batches a step runs as, given the vote: one if no such graph was captured."""
         return agreed if not bucket or GraphKey(bucket, agreed) in self.graphs else 1
 
     def launch(self, batch: StepBatch, micro_batches: int = 1, bucket: int = 0) -> Launched:
@@ -146,56 +187,101 @@ class GpuRunner:
 
         Args:
             micro_batches: 1 or 2, the same on every rank; of micro_batches_of().
-            bucket: rows that every rank pads this step to, one of `graphs`, the most that bucket_of() says on
-              any rank; 0 = the step is run as it is.
-        Returns: what collect() takes, in the order of launches.
+            bucket: rows that every rank pads this step to, one of `graphs`: the maximum of bucket_of() over
+              ranks. 0 = the step runs without a graph.
+        Returns: the argument for collect(), in the order of launches.
         Raises: ExchangeError if a peer failed; InternalError for a step beyond the shape or the bucket.
         """
         sizes = sizes_of(bucket or batch.num_tokens, micro_batches)
         parts = cut(batch, micro_batches, sizes[0])
         pieces = [piece for part in parts for piece in sampled_slices(part)]
-        numbers, count = [piece.number for piece in pieces], len(pieces)
         steps = [
             given.fill(part, self._places, size if bucket else 0)
             for given, part, size in zip(self._inputs, parts, sizes, strict=False)
         ]
         key = GraphKey(bucket, micro_batches, self._timed(bucket, micro_batches))
-        logits = self.graphs.replay(key)[:count] if bucket else self._forward(steps, key)
-        self._places = {number: place for place, number in enumerate(numbers)}
-        host_tokens = self._host_tokens[self._launches % STAGES][:count]
-        reported = self._sampler.sample(pieces, logits, self._drawn[:count], host_tokens)
-        self._clock.end(key.timed, 0 < bucket <= self._inputs[0].shape.sequences)
-        return self._behind(
-            Launched(numbers, [s.number for s in batch.slices if s.sample], host_tokens, reported)
-        )
+        scorers = [None if bucket else PromptScorer.of(ordered(part)) for part in parts]
+        logits = self.graphs.replay(key)[: len(pieces)] if bucket else self._forward(steps, key, scorers)
+        self._places = {}
+        order = [s.number for s in batch.slices if s.sample]
+        launched = Launched(order, [scorer for scorer in scorers if scorer is not None])
+        waiting = list[int]()
+        if len(self._masks):
+            waiting = [row for row, piece in enumerate(pieces) if piece.number in self._masks]
+        decode = 0 < bucket <= self._inputs[0].shape.sequences
+        if waiting:
+            computed = torch.cuda.current_stream().record_event() if self._arrived else None
+            launched.waiting = Waiting(pieces, waiting, logits, computed, key.timed, decode)
+            free = [row for row in range(len(pieces)) if row not in waiting]
+            if free:
+                self._draw(launched, pieces, free, logits)
+            return launched
+        self._draw(launched, pieces, range(len(pieces)), logits)
+        return self._behind(launched, key.timed, decode)
+
+    def complete(self, launched: Launched) -> Sequence[int]:
+        """Draws the rows that a grammar constrains, once their masks are there.
+
+        Returns: requests left out because their masks are late, or because they have ended.
+        """
+        waiting, launched.waiting = launched.waiting, None
+        if waiting is None:
+            return ()
+        numbers = {row: waiting.pieces[row].number for row in waiting.rows}
+        began = time.perf_counter_ns()
+        self._masks.wait(list(numbers.values()), PATIENCE_SECONDS)
+        ready = [row for row, n in numbers.items() if n in self._masks and self._masks.ready(n)]
+        masks = [self._masks.mask(numbers[row]) for row in ready]
+        if ready:
+            self._draw(launched, waiting.pieces, ready, waiting.logits, masks)
+        launched.late = [number for row, number in numbers.items() if row not in ready]
+        waited = time.perf_counter_ns() - began
+        self._masked += (1, waited, waiting.computed is not None and waiting.computed.query())
+        self._behind(launched, waiting.timed, waiting.decode)
+        return launched.late
 
     def collect(self, launched: Launched) -> list[SampledToken]:
         """Waits for a step; one token per slice that samples, in the order of its batch.
 
-        Raises: ExchangeError if a peer failed: what was drawn then means nothing. InternalError if the device
-          does not end the step.
+        Raises: ExchangeError if a peer failed, which makes the drawn tokens invalid. InternalError if the
+          device does not finish the step.
         """
+        self.complete(launched)
         if launched.arrived is not None:
             await_event(launched.arrived, self._seconds)
         self._rows.check()
-        tokens = self._sampler.sampled_tokens(launched.numbers, launched.tokens.tolist(), launched.reported)
-        if launched.order == launched.numbers:
+        tokens = [SampledToken(number, LATE_TOKEN) for number in launched.late]
+        for part in launched.drawn:
+            tokens += self._sampler.sampled_tokens(part.numbers, part.tokens.tolist(), part.reported)
+        if [token.number for token in tokens] == launched.order:
             return tokens
         drawn = {token.number: token for token in tokens}
         return [drawn[number] for number in launched.order]
 
+    def prompt_logprobs(self, launched: Launched) -> Sequence[PromptLogprobs]:
+        """Prompt scores of the slices with `scored` rows, after collect() has returned the step."""
+        return [result for scorer in launched.scorers for result in scorer.results()]
+
     def statistics(self) -> RunnerStatistics:
-        """What was measured since the start. Waits for no step in flight, which may be in it or not."""
+        """Measurements since the start, maybe without steps in flight: does not wait for them.
+
+        Of steps with a grammar: how many there were, how long their masks took once all else was enqueued,
+        and how often the device had nothing left to do by then.
+        """
         clock, (total, active) = self._clock.read(), self._counted.take()
         experts = dict(zip(self._params.exchange.spec.local_experts, total.tolist(), strict=True))
         counters = {"experts_active": int(active), "kernels_compiled": self._compilations.count}
+        masked = zip(
+            ("masked_steps", "mask_wait_ns", "mask_starved_steps"), self._masked.tolist(), strict=True
+        )
+        counters |= {name: count for name, count in masked if self._masked[0]}
         return RunnerStatistics(clock.histograms, clock.sums, experts, counters | clock.counters)
 
     def _await(self, what: str) -> None:
         await_device(self._device, self._seconds, what)
 
     def _timed(self, bucket: int, micro_batches: int) -> bool:
-        """Whether the next step's phases are timed. Where steps are captured, those of prompts are not."""
+        """Whether the next step's phases are timed. If steps are captured, prompt steps are not timed."""
         key = GraphKey(bucket, micro_batches, timed=True)
         return (key in self.graphs or not self.graphs.buckets) and self._clock.due()
 
@@ -205,7 +291,9 @@ class GpuRunner:
         steps = [given.padded(size) for given, size in zip(self._inputs, sizes, strict=False)]
         return self._forward(steps, key)
 
-    def _forward(self, steps: Sequence[StepTensors], key: GraphKey) -> torch.Tensor:
+    def _forward(
+        self, steps: Sequence[StepTensors], key: GraphKey, scorers: Sequence[PromptScorer | None] = ()
+    ) -> torch.Tensor:
         """One pass of each micro-batch, in turn. Returns: logits [N, V]."""
         self._clock.begin()
         most = sizes_of(key.bucket or self._params.exchange.spec.max_tokens, key.micro_batches)[0]
@@ -213,12 +301,36 @@ class GpuRunner:
         if key.micro_batches > 1:  # transfers run beside, and the other half beside them
             rows, side = self._rows.two, None
         on = Pass(self._drawn, most, rows, self._clock.lap if key.timed else no_lap, side)
-        hidden = interleave([self._decoder.forward(step, on) for step in steps])
+        pairs = zip_longest(steps, scorers)
+        hidden = interleave([self._decoder.forward(step, on, scorer) for step, scorer in pairs])
         self._decoder.experts.finish()
         return self._decoder.logits(hidden, self._logits)
 
-    def _behind(self, launched: Launched) -> Launched:
-        """Records an event that tells collect() when the step has ended."""
+    def _draw(
+        self,
+        launched: Launched,
+        pieces: list[SeqSlice],
+        rows: Sequence[int],
+        logits: torch.Tensor,
+        masks: Sequence[np.ndarray | None] | None = None,
+    ) -> None:
+        """Enqueues the draw of some rows of a step. masks: what their grammars allow, if they have one."""
+        drawing, first = pieces, 0 if masks is None else self._masked_from
+        if len(rows) < len(pieces):
+            drawing = [pieces[row] for row in rows]
+            chosen = self._inputs[0].host_buffer(len(rows), torch.int64)
+            chosen.numpy()[:] = rows
+            logits = logits.index_select(0, chosen.to(self._device, non_blocking=True))
+        end = first + len(rows)
+        host = self._host_tokens[self._launches % STAGES][first:end]
+        reported = self._sampler.sample(drawing, logits, self._drawn[first:end], host, pieces, masks)
+        numbers = [piece.number for piece in drawing]
+        self._places |= {number: first + place for place, number in enumerate(numbers)}
+        launched.drawn.append(Drawn(numbers, host, reported))
+
+    def _behind(self, launched: Launched, timed: bool, decode: bool) -> Launched:
+        """Ends a step: its last stamp, and an event for collect()."""
+        self._clock.end(timed, decode)
         if self._arrived:
             launched.arrived = self._arrived[self._launches % STAGES]
             launched.arrived.record()
@@ -227,12 +339,12 @@ class GpuRunner:
 
 
 def sizes_of(rows: int, micro_batches: int) -> list[int]:
-    """Rows of each micro-batch: as even as can be, the first one the largest."""
+    """Rows of each micro-batch: as even as possible, the first one the largest."""
     return [(rows + micro_batches - 1 - index) // micro_batches for index in range(micro_batches)]
 
 
 def prompts_of(rows: int, shape: InputShape, blocks: int, max_context: int) -> StepBatch:
-    """Prompts of `rows` rows together, or of as many as fit, that use the first blocks of the cache.
+    """Prompts of `rows` rows together, or of as many as fit, in the first blocks of the cache.
 
     Args:
         shape: of the largest step. blocks: of the cache. max_context: longest sequence, tokens.

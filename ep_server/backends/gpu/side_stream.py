@@ -1,4 +1,4 @@
-"""[7] Work on a second stream, beside the current one. In a captured step it is a branch of the graph."""
+"""[7] Work on a second stream, concurrent with the current one. In a captured step it is a graph branch."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class SideStream:
         self._stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
 
     def fork(self) -> Fork:
-        """Begins a branch behind all work that the current stream has by now."""
+        """Begins a branch after all work that the current stream has so far."""
         return Fork(self._stream)
 
 
@@ -39,9 +39,9 @@ class Fork:
         self._stream, self._begin = stream, torch.cuda.current_stream().record_event()
 
     def run(self, work: Callable[[], T]) -> Hook[T]:
-        """Enqueues work() behind the fork, once per fork; the hook makes the current stream wait for it.
+        """Enqueues work() after the fork, once per fork. The hook makes the current stream wait for it.
 
-        The kernel behind the hook waits for both streams, however early it is set up (triton/launch.py).
+        The kernel after the hook waits for both streams, however early it is set up (triton/launch.py).
         """
         self._stream.wait_event(self._begin)
         with torch.cuda.stream(self._stream):

@@ -24,16 +24,16 @@ from ep_server.models.loading import TORCH, OpenShards
 BUFFER_BYTES = 4 << 20  # small enough to stay in the processor's cache between read and copy
 BUFFERS = 2  # of each thread: one is read into while the other is copied from
 COPY_SECONDS = 60.0  # a copy waits for no peer, only for copies before it
-LOOK_SECONDS = 200e-6  # between two looks at a copy: the other threads' buffers keep the engine busy
+LOOK_SECONDS = 200e-6  # between two checks of a copy; other threads' buffers keep the engine busy
 _WHAT = "copies of weights"
 
 
 class Copies(Protocol):
-    """Copies of bytes to one device, which run on while the host goes on."""
+    """Asynchronous copies of bytes to one device."""
 
     @property
     def device(self) -> torch.device:
-        """Where they go."""
+        """The device."""
         ...
 
     def buffer(self, size: int) -> torch.Tensor:
@@ -41,25 +41,25 @@ class Copies(Protocol):
         ...
 
     def start(self, into: torch.Tensor, values: torch.Tensor) -> Event:
-        """Begins a copy. values: of a buffer, which must stay as it is until the event has passed."""
+        """Begins a copy. values: part of a buffer, which must not change until the event has passed."""
         ...
 
     def finish(self) -> None:
-        """Returns when all have ended."""
+        """Returns when all copies have ended."""
         ...
 
 
 class StreamCopies:
-    """On the current stream of the device: what is enqueued behind a copy finds its bytes.
+    """Copies on the current stream of the device, so that later work on it sees the bytes.
 
-    One stream is enough for all threads: one engine makes all copies to a GPU, in their order.
+    One stream is enough for all threads: a single engine makes all copies to a GPU, in order.
     """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def buffer(self, size: int) -> torch.Tensor:
-        """Pinned: the device reads it by itself."""
+        """Pinned memory, which the device can read."""
         with torch.cuda.device(self.device):
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
 
@@ -69,7 +69,7 @@ class StreamCopies:
         return self._passed()
 
     def finish(self) -> None:
-        """Gives back too what the device held for tensors on their way, so that the KV cache may have it."""
+        """Also frees the device memory of temporary tensors, so that the KV cache can use it."""
         await_event(self._passed(), COPY_SECONDS, _WHAT)
         torch.cuda.empty_cache()
 
@@ -79,8 +79,8 @@ class StreamCopies:
 
 
 class StagedFiles(OpenShards[int]):
-    """See shards.TensorFiles. Reads the bytes of what is loaded and no others, into host memory of
-    BUFFERS * buffer_bytes for each thread that loads. A context: the files are closed behind it.
+    """See shards.TensorFiles. Reads only the bytes of loaded tensors, into BUFFERS * buffer_bytes of host
+    memory for each loading thread. A context, which closes the files at its end.
     """
 
     def __init__(self, copies: Copies, buffer_bytes: int = BUFFER_BYTES) -> None:
@@ -111,21 +111,21 @@ class StagedFiles(OpenShards[int]):
         self._copies.finish()
 
     def _buffers(self) -> Iterator[_Buffer]:
-        """Those of this thread, in turn."""
+        """The buffers of this thread, in turn."""
         if not hasattr(self._own, "buffers"):
             self._own.buffers = cycle([_Buffer(self._copies, self._buffer_bytes) for _ in range(BUFFERS)])
         buffers: Iterator[_Buffer] = self._own.buffers
         return buffers
 
     def open_shard(self, file: Path, closing: ExitStack) -> int:
-        """A descriptor."""
+        """The descriptor of a file."""
         descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
         closing.callback(os.close, descriptor)
         return descriptor
 
 
 class _Buffer:
-    """Host memory of one thread, and the copy that still reads it."""
+    """A buffer of one thread, and the copy that still reads it."""
 
     def __init__(self, copies: Copies, size: int) -> None:
         self._copies, self._host = copies, copies.buffer(size)

@@ -20,9 +20,9 @@ from ep_server.backends.gpu.kernels.triton.step_words import Packed, room_for, s
 from ep_server.errors import InternalError
 from ep_server.records import PENDING_TOKEN, SeqSlice, StepBatch
 
-# ids, sources, positions, slots, lengths, query starts, sampled rows, numbers, counts; lengths and slots of
-# single tokens, slots of chunks.
-_COLUMNS, _ALIGNED = 12, 32  # words that a column's length is a multiple of
+# ids, sources, positions, slots, lengths, query starts, sampled rows, numbers, counts; lengths and slots for
+# single tokens, slots for chunks.
+_COLUMNS, _ALIGNED = 12, 32  # a column's length is a multiple of so many words
 NOT_DRAWN = -1
 _PADDING = np.array([[0, NOT_DRAWN, 0, -1, 0, 0, 0, 0, 0, 0, -1, -1]], dtype=np.int32).T
 _LOW = (1 << 31) - 1
@@ -47,7 +47,7 @@ class InputShape:
 class Singles:
     """Sequences that run one token, on the device: among the first D, one row each. int32.
 
-    lengths, slots: [D] as of all of the step; 0 and -1 for what is a chunk, or padding.
+    lengths, slots: [D] as for the whole step, but 0 and -1 for chunks and padding.
     """
 
     lengths: torch.Tensor
@@ -62,7 +62,7 @@ class Chunks:
     """Sequences that run several tokens, on the device. int32.
 
     query_start: [S + 1] where the rows of each sequence of the step begin; a single token has none.
-    slots: [T] as of all of the step; -1 for single tokens too.
+    slots: [T] as for the whole step, but -1 for single tokens too.
     """
 
     query_start: torch.Tensor
@@ -73,13 +73,13 @@ class Chunks:
 class StepTensors:
     """One step on the device. All int32; T rows, S sequences.
 
-    ids: [T] tokens; sources: [T] where a token is one that the last step drew, its place there, else -1.
+    ids: [T] tokens; sources: [T] for a token drawn by the last step its place there, else -1.
     numbers: [T] low 31 bits of each row's request. positions: [T].
     slots: [T] place in the cache, block * block_size + offset; -1 = padding.
     blocks: [S, W] tables. lengths: [S] positions that a sequence attends to, its own included; 0 = padding.
-    singles: sequences of one token. chunks: the others; None where there cannot be any.
-    sample_rows: [N] rows that are sampled, ascending; None where all rows are.
-    live: [1] rows that are no padding; these come first.
+    singles: sequences of one token. chunks: the others; None if there cannot be any.
+    sample_rows: [N] rows that are sampled, ascending; None if all rows are.
+    live: [1] number of rows before the padding.
     """
 
     ids: torch.Tensor
@@ -115,15 +115,15 @@ class StepInput:
         self._fills = 0
 
     def host_buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
-        """[size] on the host, of which copies need not wait."""
+        """[size] on the host, which can be copied without waiting."""
         return torch.zeros(size, dtype=dtype, pin_memory=self.device.type == "cuda")
 
     def padded(self, rows: int) -> StepTensors:
-        """The step that was filled last, or any later one, as so many rows.
+        """A view of so many rows on the step filled last, or on later ones.
 
-        Up to `shape.sequences` rows are single tokens, all sampled; more may be of chunks too, and as many
-        as there may be sequences are sampled. Only rows that it has, or was padded with, are of it; what lies
-        beyond is of steps before.
+        Up to `shape.sequences` rows are single tokens, and all are sampled. With more rows, some may belong
+        to chunks, and `shape.sequences` rows are sampled. Rows beyond those of the step and its padding are
+        left over from earlier steps.
         """
         sequences = min(rows, self.shape.sequences)
         mixed = rows > sequences
@@ -133,9 +133,9 @@ class StepInput:
         """Sends a step to the device.
 
         Args:
-            drawn: place of each request's token among those that the last step drew.
-            padded: rows, see padded(); 0 = as many as it has.
-        Raises: InternalError for a step beyond the shape, or a token that nobody drew.
+            drawn: place of each request's token among the tokens drawn by the last step.
+            padded: rows, see padded(); 0 = no padding.
+        Raises: InternalError for a step beyond the shape, or a token that was not drawn.
         """
         slices = ordered(batch)
         spans = Spans.of(slices)
@@ -164,7 +164,7 @@ class StepInput:
         return singles == len(batch.slices) and all(piece.sample for piece in batch.slices)
 
     def _send(self, host: torch.Tensor, rows: int, tables: np.ndarray) -> None:
-        """Columns of so many rows, and the tables behind them."""
+        """Columns of so many rows, followed by the tables."""
         used = _COLUMNS * rows
         end = used + tables.size
         host.numpy()[used:end] = tables.reshape(-1)
@@ -190,21 +190,21 @@ class StepInput:
 
 
 def ordered(batch: StepBatch) -> Sequence[SeqSlice]:
-    """In the order of the rows: sequences of one token first."""
+    """The slices in the order of rows: sequences of one token first."""
     if all(len(piece.token_ids) == 1 for piece in batch.slices):
         return batch.slices
     return sorted(batch.slices, key=lambda piece: len(piece.token_ids) != 1)
 
 
 def sampled_slices(batch: StepBatch) -> list[SeqSlice]:
-    """Those that draw a token, in the order of the rows they draw from."""
+    """The slices that draw a token, in the order of their rows."""
     return [piece for piece in ordered(batch) if piece.sample]
 
 
 def _write(
     columns: np.ndarray, slices: Sequence[SeqSlice], spans: Spans, slots: np.ndarray, drawn: Mapping[int, int]
 ) -> int:
-    """The columns of a step; rows that it does not have are padding. Returns: rows sampled."""
+    """Writes the columns of a step; missing rows are padding. Returns: number of sampled rows."""
     columns[:] = _PADDING
     ids, sources, positions, places, lengths, starts, samples, numbers, counts, *of_kinds = columns
     count, sizes, singles = len(slots), spans.sizes, spans.singles
@@ -235,7 +235,7 @@ def _slots(tables: np.ndarray, spans: Spans, size: int) -> np.ndarray:
 
 
 def _places(spans: Spans, pending: np.ndarray, drawn: Mapping[int, int]) -> list[int]:
-    """Where the tokens of pending slices are. Raises: InternalError if nobody drew one."""
+    """The places of the tokens of pending slices. Raises: InternalError if one was not drawn."""
     places = [drawn.get(spans.numbers[at], NOT_DRAWN) for at in pending.tolist()]
     wrong = (np.array(places) == NOT_DRAWN) | (spans.sizes[pending] != 1)
     if wrong.any():
@@ -246,9 +246,9 @@ def _places(spans: Spans, pending: np.ndarray, drawn: Mapping[int, int]) -> list
 
 @dataclass(frozen=True, slots=True)
 class Spans:
-    """Where the S slices of a step stand, in tokens: [S] int64 starts, sizes; ends = starts + sizes.
+    """Positions of the S slices of a step, in tokens: [S] int64 starts, sizes; ends = starts + sizes.
 
-    numbers: of their requests. singles: how many run one token. rows: [T] int64, which slice a row is of.
+    numbers: of their requests. singles: how many run one token. rows: [T] int64, the slice of each row.
     positions: [T] int64.
     """
 
@@ -275,7 +275,7 @@ class Spans:
 
 
 class BlockTables:
-    """A row for each of the last sequences. One thread uses it.
+    """Block table rows of the most recent sequences. One thread uses it.
 
     Args:
         sequences: most of a step. width: blocks of the longest context. block_size: tokens.
@@ -303,7 +303,7 @@ class BlockTables:
             )
         rows = self._rows(spans.numbers)
         admissions = np.array([piece.admission for piece in slices], dtype=np.int64)
-        # Of one that goes on where it stopped the blocks are those it had, and perhaps more.
+        # A sequence that continues where it stopped has its old blocks, and perhaps more.
         goes_on = (self._admission[rows] == admissions) & (self._end[rows] == spans.starts)
         known = np.where(goes_on, self._held[rows], 0)
         for at in np.flatnonzero(known < held).tolist():

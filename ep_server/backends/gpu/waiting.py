@@ -26,7 +26,7 @@ class Stream(Protocol):
     """Work of a GPU in its order, as torch.cuda.Stream."""
 
     def record_event(self) -> Event:
-        """Behind all that it was given so far."""
+        """An event after all work enqueued so far."""
         ...
 
 
@@ -34,7 +34,7 @@ def await_event(event: Event, seconds: float, what: str = "a step", look: float 
     """Waits until the device has passed an event.
 
     Args:
-        what: has to end before it, for the error. look: seconds between two looks.
+        what: the work before it, named in the error. look: seconds between two checks.
     Raises: InternalError after so many seconds.
     """
     deadline = time.monotonic() + seconds
@@ -45,12 +45,12 @@ def await_event(event: Event, seconds: float, what: str = "a step", look: float 
 
 
 def await_stream(stream: Stream, seconds: float, what: str = "a step") -> None:
-    """Waits for all that a stream was given. Arguments and errors as of await_event()."""
+    """Waits for all work of a stream. Arguments and errors as in await_event()."""
     await_event(stream.record_event(), seconds, what)
 
 
 def await_device(device: torch.device, seconds: float, what: str = "a step") -> None:
-    """Waits for all that the current stream of a GPU was given; not on the CPU. Raises: as await_event()."""
+    """Waits for all work of a GPU's current stream; returns at once on a CPU. Raises: as await_event()."""
     if device.type == "cuda":
         await_stream(torch.cuda.current_stream(device), seconds, what)
 
@@ -59,10 +59,10 @@ COPY_SECONDS = 60.0  # for some kilobytes that wait for no step: the device is l
 
 
 class Snapshot:
-    """Copies of counters on the host, over a stream of its own. One thread uses it.
+    """Copies counters to the host on its own stream. One thread uses it.
 
-    Kernels may be at work on them: each number is one that was there, two may be of different moments. Of
-    steps that have been collected all is in it.
+    Kernels may update counters meanwhile. Two copied numbers may stem from different moments.
+    All counts of collected steps are included.
 
     Args:
         tensors: of one device; they stay where they are.
@@ -75,9 +75,9 @@ class Snapshot:
         self._stream = torch.cuda.Stream(tensors[0].device) if cuda else None  # type: ignore[no-untyped-call]
 
     def take(self) -> list[torch.Tensor]:
-        """The numbers of now, on the host; the next take() overwrites them. Waits for its own copies only.
+        """The current numbers, on the host. The next take() overwrites them. Waits for its own copies only.
 
-        Raises: InternalError if they have not come after COPY_SECONDS.
+        Raises: InternalError if they have not arrived after COPY_SECONDS.
         """
         if self._stream is None:
             for copy, tensor in zip(self._copies, self._tensors, strict=True):

@@ -20,13 +20,13 @@ from typing import Any, NoReturn
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ep_server.compat.deep_ep.events import EventHandle, EventOverlap
+from ep_server.compat.deep_ep.events import EventHandle, EventOverlap, Streams
 from ep_server.compat.deep_ep.session import CombineCall, Completion, DispatchCall, Hook, Operation
 from ep_server.compat.deep_ep.sessions import Options, Sessions, Sizes, region_bytes
 from ep_server.errors import InvalidArgument, StartupError
 from ep_server.exchange.api import Payload
-from ep_server.exchange.geometry import MAX_TOP_K
-from ep_server.exchange.validate import check_is_tensor, check_tensor_on
+from ep_server.exchange.spec import MAX_TOP_K
+from ep_server.exchange.validate import check_is_tensor, check_tensor
 
 topk_idx_t = torch.int64
 
@@ -118,8 +118,9 @@ class Buffer:
         """The stream of the current GPU on which calls without a hook run."""
         if not torch.cuda.is_available():
             raise StartupError("there is no CUDA device, so there is no communication stream")
-        device = torch.device("cuda", torch.cuda.current_device())
-        return self._sessions.streams(device).communication
+        streams = self._sessions.streams(torch.device("cuda", torch.cuda.current_device()))
+        assert isinstance(streams, Streams)
+        return streams.communication
 
     @staticmethod
     def get_low_latency_rdma_size_hint(
@@ -200,7 +201,7 @@ class Buffer:
         session = self._sessions.get(sizes)
         if cumulative_local_expert_recv_stats is not None:
             name, local = "cumulative_local_expert_recv_stats", len(session.spec.local_experts)
-            check_tensor_on(x.device, name, cumulative_local_expert_recv_stats, torch.int32, E_local=local)
+            check_tensor(name, cumulative_local_expert_recv_stats, x.device, torch.int32, E_local=local)
         waited = self._own_row("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, x.device)
         call = DispatchCall(x, topk_idx, topk_weights, cumulative_local_expert_recv_stats, waited)
         operation, outputs, (event, hook) = session.dispatch(call, completion)
@@ -251,7 +252,7 @@ class Buffer:
         shape = (operation.tokens, session.spec.hidden)
         if out is None:
             out = torch.empty(shape, dtype=torch.bfloat16, device=session.device)
-        check_tensor_on(session.device, "out", out, torch.bfloat16, T=shape[0], H=shape[1])
+        check_tensor("out", out, session.device, torch.bfloat16, T=shape[0], H=shape[1])
         call = CombineCall(
             expert_out=session.combine_buffer(operation) if zero_copy else x,
             ids=topk_idx,
@@ -288,7 +289,7 @@ class Buffer:
         """Fills mask_status [R] int32: 1 for masked ranks, else 0. Waits for the current stream."""
         self._check_mask(None)
         device, masked = mask_status.device, self._sessions.masked()
-        check_tensor_on(device, "mask_status", mask_status, torch.int32, R=self.group_size)
+        check_tensor("mask_status", mask_status, device, torch.int32, R=self.group_size)
         found = [int(rank in masked) for rank in range(self.group_size)]
         mask_status.copy_(torch.tensor(found, dtype=torch.int32, device=device))
 
@@ -332,10 +333,10 @@ class Buffer:
     def _own_row(self, name: str, stats: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
         """The part of a wait statistic that this rank adds to: a [R] tensor, or its own row of [R, R]."""
         if isinstance(stats, torch.Tensor) and stats.dim() == 2:
-            check_tensor_on(device, name, stats, torch.int64, R=self.group_size, sources=self.group_size)
+            check_tensor(name, stats, device, torch.int64, R=self.group_size, sources=self.group_size)
             return stats[self.rank]
         if stats is not None:
-            check_tensor_on(device, name, stats, torch.int64, R=self.group_size)
+            check_tensor(name, stats, device, torch.int64, R=self.group_size)
         return stats
 
 

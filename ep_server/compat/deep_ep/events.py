@@ -7,6 +7,7 @@ hook, both halves run on the stream that was current at the first half. Calls on
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, TypeVar
@@ -91,7 +92,7 @@ class Streams:
     def communicate(self, work: Callable[[], T], *, asynchronous: bool) -> tuple[T, EventHandle | None]:
         """Enqueues `work` on the communication stream, behind everything the current stream has so far.
 
-        Returns: what work() returned, whose memory must be recorded on every stream that uses it; and the
+        Returns: what work() returned, and the
           event at the end of the work if asynchronous, else None: the current stream then waits for it.
         """
         self.communication.wait_stream(torch.cuda.current_stream(self.device))
@@ -105,26 +106,55 @@ class Streams:
         self._last = None
         return result, None
 
-    def current(self) -> torch.cuda.Stream:
-        """The current stream, behind asynchronous calls that nobody waited for, so sends keep their order."""
+    def resumed(self) -> Callable[[], AbstractContextManager[object]]:
+        """Makes a context in which the current stream of now is current again, for the second half.
+
+        The stream continues behind asynchronous calls that nobody waited for, so sends keep their order.
+        """
         if self._last is not None and not capturing():
             self._last.current_stream_wait()
             self._last = None
-        return torch.cuda.current_stream(self.device)
+        stream = torch.cuda.current_stream(self.device)
+        return lambda: torch.cuda.stream(stream)
 
     def synchronize(self) -> None:
         """Waits until the current stream and the communication stream are idle."""
         torch.cuda.current_stream(self.device).synchronize()
         self.communication.synchronize()
 
+    def record_use(self, *tensors: torch.Tensor | None) -> None:
+        """Keeps the allocator from reusing their memory before the communication stream has passed now."""
+        for tensor in tensors:
+            if tensor is not None:
+                tensor.record_stream(self.communication)
+
+    def capturing(self) -> bool:
+        """Whether calls on the current stream are captured into a graph."""
+        return capturing()
+
+
+class HostStreams:
+    """In place of Streams for CPU tensors: calls are done when they return."""
+
+    def communicate(self, work: Callable[[], T], *, asynchronous: bool) -> tuple[T, EventHandle | None]:
+        """See Streams."""
+        return work(), EventHandle() if asynchronous else None
+
+    def resumed(self) -> Callable[[], AbstractContextManager[object]]:
+        """See Streams."""
+        return nullcontext
+
+    def synchronize(self) -> None:
+        """Does nothing."""
+
+    def record_use(self, *tensors: torch.Tensor | None) -> None:
+        """Does nothing."""
+
+    def capturing(self) -> bool:
+        """Never."""
+        return False
+
 
 def capturing() -> bool:
     """Whether calls on the current stream are captured into a graph."""
     return torch.cuda.is_current_stream_capturing()
-
-
-def record_use(stream: torch.cuda.Stream, *tensors: torch.Tensor | None) -> None:
-    """Keeps the allocator from reusing the memory of these tensors before `stream` has passed this point."""
-    for tensor in tensors:
-        if tensor is not None:
-            tensor.record_stream(stream)

@@ -1,22 +1,22 @@
-"""A Buffer's session: one exchange of fixed sizes, as the Buffer uses it. Here also its form for CPU tensors.
+"""A Buffer's session: one exchange of fixed sizes, on the streams that DeepEP's users expect.
 
-Outputs are returned before they are filled. An Operation holds what the five values of a DeepEP handle do not
-say. It must not hold its own outputs: it lives as long as the handle's src_info.
+Outputs are returned before they are filled. An Operation holds what the five values of a DeepEP handle lack.
+It
+must not hold its own outputs: it lives as long as the handle's src_info. On GPUs only masked() and reset()
+wait for the device, so every other call can be captured in a CUDA graph. The next call raises failures that a
+kernel finds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
-from typing import Protocol
 
 import torch
 
-from ep_server.compat.deep_ep.events import EventHandle, EventOverlap
+from ep_server.compat.deep_ep.events import EventHandle, EventOverlap, HostStreams, Streams
 from ep_server.errors import InvalidArgument
-from ep_server.exchange.api import ExchangeSpec, Received, Reduction, View
-from ep_server.exchange.shm import ShmExchange
-from ep_server.exchange.validate import CPU
+from ep_server.exchange.api import Exchange, ExchangeSpec, Received, RecvOptions, Reduction, View, Wire
 
 NUM_COMBINE_BUFFERS = 2  # two micro-batches, as in DeepEP
 Hook = Callable[[], None]
@@ -43,6 +43,11 @@ class DispatchCall:
     weights: torch.Tensor | None
     expert_stats: torch.Tensor | None
     wait_stats: torch.Tensor | None
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """All of them."""
+        return self.x, self.ids, self.weights, self.expert_stats, self.wait_stats
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +76,11 @@ class Outputs:
     src_info: torch.Tensor
     layout_range: torch.Tensor
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """All of them."""
+        return self.rows, self.scales, self.counts, self.src_info, self.layout_range
+
     @classmethod
     def empty(cls, padded: tuple[torch.Tensor, torch.Tensor | None], spec: ExchangeSpec) -> Outputs:
         """Outputs around rows and scales of a PADDED view; nothing is written yet."""
@@ -92,9 +102,8 @@ class Operation:
     Attributes:
         tokens, top_k: T and K as dispatched. weighted: weights went with it.
         number: counts the dispatches of the session. generation: of the session, at the dispatch.
-        ids: a copy of the ids, if combine compares them.
+        ids: a copy of the ids, on CPUs, where combine compares them.
         received: None until the second half has run; without rows.
-        combining: a combine of it waits for its hook.
     """
 
     session: BufferSession
@@ -102,54 +111,9 @@ class Operation:
     top_k: int
     weighted: bool
     number: int
-    generation: int = 0
-    ids: torch.Tensor | None = None
+    generation: int
+    ids: torch.Tensor | None
     received: Received | None = None
-    combining: bool = False
-
-
-class BufferSession(Protocol):
-    """One exchange as a Buffer uses it.
-
-    Attributes:
-        pinned: a CUDA graph uses the session, so it must stay.
-        known_masked: ranks known to be masked without asking the device.
-    """
-
-    spec: ExchangeSpec
-    device: torch.device
-    pinned: bool
-
-    @property
-    def known_masked(self) -> frozenset[int]: ...  # noqa: D102
-
-    def masked(self) -> frozenset[int]:
-        """Ranks that this one neither writes to nor waits for, after all calls so far."""
-        ...
-
-    def mask(self, ranks: Iterable[int]) -> None:
-        """Stops communicating with these ranks. Local."""
-        ...
-
-    def reset(self, dead: frozenset[int]) -> None:
-        """Starts a new generation with only `dead` masked. Collective among the others."""
-        ...
-
-    def close(self) -> None:
-        """Frees the memory; idempotent."""
-        ...
-
-    def dispatch(self, call: DispatchCall, completion: Completion) -> tuple[Operation, Outputs, Completed]:
-        """Runs the first half, and the second too unless the call completes with a hook."""
-        ...
-
-    def combine(self, operation: Operation, call: CombineCall, completion: Completion) -> Completed:
-        """The same for a combine into call.out."""
-        ...
-
-    def combine_buffer(self, operation: Operation) -> torch.Tensor:
-        """[E_local, R * max_tokens, H] bfloat16, for the expert outputs of this dispatch."""
-        ...
 
 
 class CombineBuffers:
@@ -180,82 +144,153 @@ class CombineBuffers:
         return buffer
 
 
-class ShmSession:
-    """A session of CPU tensors. A call is done when it returns.
+class BufferSession:
+    """One exchange as a Buffer uses it.
 
-    The exchange's reduction is SOURCE, which has room for both reductions.
+    On GPUs every rank sums its experts' outputs, whether dispatch or combine has the weights. On CPUs the
+    spec's reduction is SOURCE, which has room for both.
+
+    Args:
+        exchange: this rank's end, which can lose ranks.
+        streams: of its device, shared by all sessions of a Buffer.
+    Attributes:
+        pinned: a CUDA graph uses the session, so it must stay.
     """
 
-    def __init__(self, exchange: ShmExchange) -> None:
-        self.exchange, self.spec = exchange, exchange.spec
-        self.device, self.pinned = CPU, False
-        self._buffers = CombineBuffers(exchange.spec, CPU)
-        self.mask, self.reset, self.close = exchange.mask, exchange.reset, exchange.close
+    def __init__(self, exchange: Exchange, device: torch.device, streams: Streams | HostStreams) -> None:
+        if exchange.membership is None:
+            raise InvalidArgument("exchange", exchange, "one whose ranks can be masked")
+        self.exchange, self.spec, self.device = exchange, exchange.spec, device
+        self.pinned, self.close = False, exchange.close
+        self._membership, self._streams = exchange.membership, streams
+        self._buffers = CombineBuffers(exchange.spec, device)
+        self._generation, self._masked = 0, frozenset[int]()
+
+    # -- membership -----------------------------------------------------------------------------------
 
     @property
     def known_masked(self) -> frozenset[int]:
-        """All masked ranks: the mask is in host memory."""
-        return self.exchange.masked
+        """Ranks known to be masked without asking the device, which may know of later deadlines."""
+        return self._membership.masked if self.exchange.fused is None else self._masked
 
     def masked(self) -> frozenset[int]:
-        """See BufferSession."""
-        return self.exchange.masked
+        """Ranks that this one neither writes to nor waits for, after all calls so far."""
+        self._streams.synchronize()
+        self._masked = self._membership.masked
+        return self._masked
+
+    def mask(self, ranks: Iterable[int]) -> None:
+        """Stops communicating with these ranks. Local."""
+        gone = frozenset(ranks)
+        self._membership.mask(gone)
+        self._masked |= gone
+
+    def reset(self, dead: frozenset[int]) -> None:
+        """Starts a new generation with only `dead` masked. Collective among the others."""
+        self._generation += 1
+        self._membership.reset(dead)
+        self._masked = dead
+
+    # -- operations -----------------------------------------------------------------------------------
 
     def dispatch(self, call: DispatchCall, completion: Completion) -> tuple[Operation, Outputs, Completed]:
-        """See BufferSession."""
-        pending = self.exchange.dispatch_send(call.x, call.ids, call.weights)
+        """Runs the first half, and the second too unless the call completes with a hook."""
+        self.pinned = self.pinned or self._streams.capturing()
         outputs = Outputs.empty(self.exchange.empty_padded(), self.spec)
-        number = self._buffers.next_dispatch()
-        tokens, top_k = call.ids.shape
-        operation = Operation(self, tokens, top_k, call.weights is not None, number, ids=call.ids.clone())
+        options: RecvOptions = {
+            "out": (outputs.rows, outputs.scales),
+            "counts": outputs.counts,
+            "source_map": (outputs.src_info, outputs.layout_range),
+            "expert_stats": call.expert_stats,
+            "wait_stats": call.wait_stats,
+        }
+        if completion.hook:
+            return self._dispatch_send(call, outputs, options)
+        given, fused = (call.x, call.ids, call.weights), self.exchange.fused
+
+        def work() -> Received:
+            if fused is not None:
+                return fused.dispatch(*given, View.PADDED, **options)
+            return self.exchange.dispatch_send(*given).recv(View.PADDED, **options)
+
+        received, event = self._streams.communicate(work, asynchronous=completion.asynchronous)
+        operation = self._operation(call)
+        operation.received = without_rows(received)
+        return operation, outputs, (self._event(event, call.tensors + outputs.tensors), None)
+
+    def _dispatch_send(
+        self, call: DispatchCall, outputs: Outputs, options: RecvOptions
+    ) -> tuple[Operation, Outputs, Completed]:
+        resumed = self._streams.resumed()
+        pending = self.exchange.dispatch_send(call.x, call.ids, call.weights)
+        operation = self._operation(call)
 
         def hook() -> None:
-            received = pending.recv(View.PADDED, out=(outputs.rows, outputs.scales))
-            src_info, layout_range = self.exchange.source_map(received)
-            outputs.counts.copy_(received.counts)
-            outputs.src_info.copy_(src_info)
-            outputs.layout_range.copy_(layout_range)
-            operation.received = without_rows(received)
-            _add(call.wait_stats, pending.wait_ns)
-            _add(call.expert_stats, outputs.counts)
+            self._check(operation)
+            with resumed():
+                operation.received = without_rows(pending.recv(View.PADDED, **options))
 
-        return operation, outputs, _complete(hook, completion)
+        return operation, outputs, (EventOverlap(), hook)
+
+    def _operation(self, call: DispatchCall) -> Operation:
+        tokens, top_k = call.ids.shape
+        number, ids = self._buffers.next_dispatch(), call.ids.clone() if self.exchange.fused is None else None
+        return Operation(self, tokens, top_k, call.weights is not None, number, self._generation, ids)
 
     def combine(self, operation: Operation, call: CombineCall, completion: Completion) -> Completed:
-        """See BufferSession."""
-        assert operation.received is not None and operation.ids is not None
-        if call.log_format:
+        """The same for a combine into call.out. On GPUs call.ids are not read: the dispatch has them."""
+        self._check(operation)
+        self.pinned = self.pinned or self._streams.capturing()
+        wire = Wire.LOG10 if call.log_format else Wire.BF16
+        if wire not in self.exchange.capabilities.wires:
             raise InvalidArgument("use_logfmt", True, "False: this format exists on GPUs only")
-        if not torch.equal(call.ids, operation.ids):
+        if operation.ids is not None and not torch.equal(call.ids, operation.ids):
             raise InvalidArgument("topk_idx", tuple(call.ids.shape), "the ids that were dispatched")
-        reduction = Reduction.RANK if operation.weighted else Reduction.SOURCE
-        pending = self.exchange.combine_send(
-            call.expert_out, operation.received, call.weights, reduction=reduction
-        )
+        received, reduction, fused = operation.received, self.spec.reduction, self.exchange.fused
+        assert received is not None
+        if operation.weighted:
+            reduction = Reduction.RANK
+        given, stats = (call.expert_out, received, call.weights), call.wait_stats
+        if completion.hook:
+            resumed = self._streams.resumed()
+            pending = self.exchange.combine_send(*given, reduction=reduction, wire=wire)
 
-        def hook() -> None:
-            pending.recv(call.out)
-            _add(call.wait_stats, pending.wait_ns)
+            def hook() -> None:
+                self._check(operation)
+                with resumed():
+                    pending.recv(call.out, wait_stats=stats)
 
-        return _complete(hook, completion)
+            return EventOverlap(), hook
+
+        def work() -> torch.Tensor:
+            if fused is not None:
+                return fused.combine(*given, out=call.out, reduction=reduction, wire=wire, wait_stats=stats)
+            sent = self.exchange.combine_send(*given, reduction=reduction, wire=wire)
+            return sent.recv(call.out, wait_stats=stats)
+
+        _, event = self._streams.communicate(work, asynchronous=completion.asynchronous)
+        return self._event(event, (call.expert_out, call.weights, call.out, stats)), None
 
     def combine_buffer(self, operation: Operation) -> torch.Tensor:
-        """See BufferSession."""
+        """[E_local, R * max_tokens, H] bfloat16, for the expert outputs of this dispatch."""
         return self._buffers.of(operation)
+
+    # -- inside ---------------------------------------------------------------------------------------
+
+    def _check(self, operation: Operation) -> None:
+        """Raises what kernels have found. InvalidArgument for an operation of an older generation."""
+        if operation.generation != self._generation:
+            raise InvalidArgument("handle", "of an earlier generation", "of now: reset() dropped it")
+        self.exchange.check()
+
+    def _event(self, event: EventHandle | None, used: tuple[torch.Tensor | None, ...]) -> EventOverlap:
+        """The event of a call without a hook. Keeps the tensors that an asynchronous call still uses."""
+        if event is None:
+            return EventOverlap()  # the current stream waits, so memory freed on it is reused later
+        self._streams.record_use(*used)
+        return EventOverlap(event, used)
 
 
 def without_rows(received: Received) -> Received:
     """The part of it that a combine needs. The caller may free the rows."""
     return replace(received, rows=received.rows.new_empty(0), scales=None)
-
-
-def _add(statistic: torch.Tensor | None, found: torch.Tensor) -> None:
-    if statistic is not None:
-        statistic.add_(found)
-
-
-def _complete(hook: Hook, completion: Completion) -> Completed:
-    if completion.hook:
-        return EventOverlap(), hook
-    hook()
-    return EventOverlap(EventHandle() if completion.asynchronous else None), None

@@ -13,13 +13,12 @@ from typing import Any
 import torch
 
 from ep_server import _C
-from ep_server.compat.deep_ep.events import Streams, capturing
-from ep_server.compat.deep_ep.session import BufferSession, ShmSession
-from ep_server.errors import ConfigError, InvalidArgument, StartupError
-from ep_server.exchange import bootstrap
+from ep_server.compat.deep_ep.bootstrap import from_process_group
+from ep_server.compat.deep_ep.events import HostStreams, Streams, capturing
+from ep_server.compat.deep_ep.session import BufferSession
+from ep_server.errors import ConfigError, InvalidArgument
 from ep_server.exchange.api import ExchangeSpec, Payload, Reduction
-from ep_server.exchange.geometry import MAX_RANKS, geometry_of
-from ep_server.exchange.nvlink import bootstrap as cuda_bootstrap
+from ep_server.exchange.spec import MAX_RANKS, Waiting, geometry_of
 from ep_server.exchange.validate import CPU
 
 NUM_BANKS = 4  # operations in flight: two micro-batches, and the next operation of each
@@ -101,7 +100,7 @@ class Sessions:
         self._group, self._options = group, options
         self._rank, self._num_ranks = group.rank(), group.size()
         self._sessions: dict[Sizes, BufferSession] = {}  # least recently used first
-        self._streams: dict[torch.device, Streams] = {}
+        self._streams: dict[torch.device, Streams | HostStreams] = {}
         self._masked: frozenset[int] = frozenset()
         self._closed = False
 
@@ -152,10 +151,10 @@ class Sessions:
             if not self._sessions[sizes].pinned:
                 self._sessions.pop(sizes).close()
 
-    def streams(self, device: torch.device) -> Streams:
-        """The streams of calls on this GPU."""
+    def streams(self, device: torch.device) -> Streams | HostStreams:
+        """The streams of calls on this device."""
         if device not in self._streams:
-            self._streams[device] = Streams(device)
+            self._streams[device] = HostStreams() if device == CPU else Streams(device)
         return self._streams[device]
 
     def close(self) -> None:
@@ -195,7 +194,9 @@ class Sessions:
             raise InvalidArgument("num_rdma_bytes", self._options.limit, f"at least {needed} for {sizes}")
         while len(self._sessions) >= MAX_SESSIONS:
             self._close_oldest()
-        return self._nvlink(sizes.device, spec) if sizes.device != CPU else self._shm(spec)
+        waiting = Waiting(on_timeout="mask" if self._options.shrink else "raise")
+        exchange = from_process_group(self._group, spec, sizes.device, waiting, self._options.num_sms)
+        return BufferSession(exchange, sizes.device, self.streams(sizes.device))
 
     def _close_oldest(self) -> None:
         for sizes, session in self._sessions.items():
@@ -205,26 +206,3 @@ class Sessions:
         raise InvalidArgument(
             "sizes", len(self._sessions) + 1, f"at most {MAX_SESSIONS}, all in use by graphs"
         )
-
-    @property
-    def _on_timeout(self) -> str:
-        return "mask" if self._options.shrink else "raise"
-
-    def _shm(self, spec: ExchangeSpec) -> BufferSession:
-        return ShmSession(bootstrap.from_process_group(self._group, spec, on_timeout=self._on_timeout))
-
-    def _nvlink(self, device: torch.device, spec: ExchangeSpec) -> BufferSession:
-        try:
-            from ep_server.compat.deep_ep.nvlink_session import NvlinkSession
-
-            with torch.cuda.device(device):
-                exchange = cuda_bootstrap.from_process_group(
-                    self._group,
-                    spec,
-                    device=device.index,
-                    on_timeout=self._on_timeout,
-                    num_sms=self._options.num_sms,
-                )
-        except ImportError as error:
-            raise StartupError(f"this installation was built without CUDA: {error}") from error
-        return NvlinkSession(exchange, self.streams(device))

@@ -1,9 +1,9 @@
 """Copies between a device and the host memory that an exchange on the CPU reads and writes.
 
-To the host: on the caller's stream, and the host waits for them alone, since it sends what they bring. To the
-device: on a stream of their own, beside the caller's kernels; the caller's stream waits for them once all are
-under way. Staging that such a copy reads belongs to a slot, and is written again only after the copy ended.
-Nothing here waits for a whole device. Durations in ns.
+Copies to the host run on the caller's stream. The host waits for them only, because it sends their data.
+Copies to the device run on their own stream, in parallel with the caller's kernels; the caller's stream waits
+once all are enqueued. The staging that a copy reads belongs to a slot, and is written again only after the
+copy has ended. Nothing waits for a whole device. Durations in ns.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ class Slot:
 
 
 class Delivery(Protocol):
-    """Copies from the staging of one slot to the device, each begun while the host prepares the next."""
+    """Copies from the staging of one slot to the device. Each runs while the host prepares the next."""
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor on the device that these copies may write at once."""
+        """A new tensor on the device that these copies may write immediately."""
         ...
 
     def copy(self, out: torch.Tensor, staged: torch.Tensor) -> None:
@@ -42,12 +42,12 @@ class Delivery(Protocol):
         ...
 
     def finish(self) -> None:
-        """The caller's stream comes after all copies; the slot is busy until they have ended."""
+        """Makes the caller's stream wait for all copies. The slot is busy until they have ended."""
         ...
 
 
 class Copies(Protocol):
-    """How tensors of one kind of device come to the host and go back."""
+    """Copies tensors of one kind of device to the host and back."""
 
     def staging(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """Host memory that copies may read and write."""
@@ -58,9 +58,9 @@ class Copies(Protocol):
         ...
 
     def fetch(self, *pairs: Pair) -> Arrival:
-        """Begins copies from device to host, after all that the caller's stream has to do by now.
+        """Begins copies from device to host, after the current work of the caller's stream.
 
-        Returns: also of no copies: waits for what the stream has to do.
+        Returns: a wait for them. Without copies, a wait for the current work of the stream.
         """
         ...
 
@@ -83,7 +83,7 @@ class HostCopies:
     empty = staging
 
     def check_stream(self) -> None:
-        """There is none."""
+        """Does nothing: there is no stream."""
 
     def fetch(self, *pairs: Pair) -> Arrival:
         """As the Protocol says."""
@@ -103,11 +103,11 @@ class HostCopies:
         out.copy_(staged)
 
     def finish(self) -> None:
-        """Nothing is under way."""
+        """Does nothing: all copies have ended."""
 
 
 def _ended() -> None:
-    """What waits for copies that have ended."""
+    """The wait for copies that have ended."""
 
 
 class CudaCopies:
@@ -171,7 +171,7 @@ class _CudaDelivery:
         self._stream, self._caller, self._slot = stream, caller, slot
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        # Memory of the copies' own stream: that of the caller's may still be read by its kernels.
+        # Memory of the copies' own stream: kernels of the caller's stream may still read memory of theirs.
         with torch.cuda.stream(self._stream):
             made = torch.empty(shape, dtype=dtype, device=self._stream.device)
         made.record_stream(self._caller)
@@ -195,7 +195,7 @@ def refuse_capture() -> None:
 
 
 def checked_device(device: torch.device | str | int) -> torch.device:
-    """With its number. Raises ConfigError where it is of another kind, StartupError where it is not there."""
+    """The device with its number. Raises ConfigError for another kind, StartupError for a missing device."""
     found = torch.device(device)
     if found.type not in ("cpu", "cuda"):
         raise ConfigError("device", str(found), "cpu or cuda")
@@ -221,7 +221,7 @@ _FLUSH_BY_HOST = 1
 
 
 class Visible(Protocol):
-    """Called when the host has heard that rows came, before kernels that read them are launched."""
+    """Called after the host was notified of received rows, before kernels that read them are launched."""
 
     def flush(self) -> None:
         """Kernels launched from now on see them."""
@@ -229,14 +229,14 @@ class Visible(Protocol):
 
 
 class Ordered:
-    """Where they are seen at once."""
+    """For devices whose kernels see them immediately."""
 
     def flush(self) -> None:
         """As the Protocol says."""
 
 
 class Flushed:
-    """Where the driver has to flush them."""
+    """For devices whose driver has to flush them."""
 
     def __init__(self, driver: ctypes.CDLL, device: torch.device) -> None:
         self._driver, self._device = driver, device
@@ -252,7 +252,7 @@ def visible_on(device: torch.device) -> Visible:
     """For rows on this device. Raises StartupError where its driver can neither order nor flush writes."""
     if device.type != "cuda":
         return Ordered()
-    torch.cuda.current_stream(device)  # the driver is at work from here on
+    torch.cuda.current_stream(device)  # loads the driver
     driver = ctypes.CDLL("libcuda.so.1")
     if _attribute(driver, _ORDERING, device) >= _OWNER:
         return Ordered()

@@ -1,8 +1,7 @@
 """Memory of one device that the network writes rows to and sends rows from, and the tensors over it.
 
-Rows that are dispatched lie where the rank's own ones arrive: one copy serves the rank itself and all others.
-Knows nothing of the network; moves rows on the caller's stream alone. Offsets come from
-csrc/exchange/common/layout.hpp.
+Dispatched rows are stored where the rank's own rows arrive: one copy serves the rank itself and all others.
+Rows move on the caller's stream only. csrc/exchange/common/layout.hpp defines the offsets.
 """
 
 from __future__ import annotations
@@ -14,18 +13,18 @@ import torch
 
 from ep_server import _C
 from ep_server.exchange.api import ExchangeSpec, Payload
-from ep_server.exchange.geometry import FP8, geometry_of
 from ep_server.exchange.quant import quantise
+from ep_server.exchange.spec import FP8, geometry_of
 
 ALIGNMENT = 1 << 16  # bytes: a GPU's page, so that no other tensor lies in what cards write
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceRows:
-    """What one rank registers.
+    """Memory that one rank registers.
 
-    inbound: uint8, dispatched rows and answers of all banks as they arrive. outbound: uint8, answers that are
-      sent. kind: libfabric's fi_hmem_iface. number: of the device among those of its kind.
+    inbound: uint8, dispatched and returned rows of all banks as they arrive. outbound: uint8, rows that are
+      returned. kind: libfabric's fi_hmem_iface. number: of the device among those of its kind.
     """
 
     HOST: ClassVar[int] = 0
@@ -40,7 +39,7 @@ class DeviceRows:
 
     @classmethod
     def allocate(cls, spec: ExchangeSpec, device: torch.device) -> DeviceRows:
-        """On a GPU, or on the CPU, where it stands for one. Raises: ConfigError; torch.OutOfMemoryError."""
+        """On a GPU, or on the CPU in its place. Raises: ConfigError; torch.OutOfMemoryError."""
         layout = _C.Layout(geometry_of(spec))
         inbound, outbound = _aligned(layout.device_in, device), _aligned(layout.device_out, device)
         kind = cls.CUDA if device.type == "cuda" else cls.HOST
@@ -48,7 +47,7 @@ class DeviceRows:
 
     @property
     def dispatched(self) -> torch.Tensor:
-        """uint8, dispatched rows of all banks: the region of ep.views.Views."""
+        """uint8, dispatched rows of all banks: the region of HostExchange."""
         return self.inbound[: self.layout.combine - self.layout.rows]
 
     @property
@@ -63,7 +62,7 @@ class DeviceRows:
         return (*sizes, self.kind, self.number)
 
     def put(self, bank: int, x: torch.Tensor) -> None:
-        """Writes this rank's rows, quantised where the payload says so, to where they are sent from.
+        """Writes this rank's rows, quantised if the payload is FP8, to where they are sent from.
 
         Args:
             x: [T, H] of the device.
@@ -81,19 +80,19 @@ class DeviceRows:
         block[:, layout.scale_offset : end].copy_(scales.view(torch.uint8))
 
     def arrived(self, bank: int) -> torch.Tensor:
-        """[slots, H] answers as they arrive, by csrc/exchange/common/row_tables.hpp's numbers."""
-        return self._answers(self.inbound, bank, self.layout.rows)
+        """[slots, H] returned rows as they arrive, by csrc/exchange/common/row_tables.hpp's numbers."""
+        return self._returned(self.inbound, bank, self.layout.rows)
 
     def leaving(self, bank: int) -> torch.Tensor:
-        """[slots, H] answers that are sent to each rank, by the same numbers."""
-        return self._answers(self.outbound, bank, self.layout.combine)
+        """[slots, H] rows that are returned to each rank, by the same numbers."""
+        return self._returned(self.outbound, bank, self.layout.combine)
 
     @property
     def slots_per_rank(self) -> int:
         """Neighbouring slots that belong to one rank."""
         return self.spec.max_tokens * self.layout.choices_per_token
 
-    def _answers(self, memory: torch.Tensor, bank: int, origin: int) -> torch.Tensor:
+    def _returned(self, memory: torch.Tensor, bank: int, origin: int) -> torch.Tensor:
         layout, slots = self.layout, self.spec.num_ranks * self.slots_per_rank
         begin = layout.choice_at(bank, 0, 0, 0) - origin
         block = memory[begin : begin + slots * layout.combine_pitch].view(slots, layout.combine_pitch)

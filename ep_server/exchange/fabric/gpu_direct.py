@@ -1,64 +1,106 @@
 """GPU direct: staging in which the NIC reads and writes rows in the memory of the device.
 
-What a send needs of the device is enqueued on the caller's stream: rows to where they are sent from, sums of
-the experts' answers. The host waits for it, then sends; routing and headers are on the host, as ever. What
-came is gathered where it arrived. A bank that the device still has to read goes back to the senders with this
-rank's next send, after a wait for that reading. Arithmetic is that of the CPU, bit for bit.
+A send enqueues its work on the caller's stream: rows to where they are sent from, sums of the experts'
+outputs. The host waits for that, then sends; routing and headers are on the host. Received rows are gathered
+where they arrived. A bank that the device still has to read is given back to the senders with this rank's
+next send, after a wait for that read. The arithmetic is that of the CPU, bit for bit. No network card has run
+it yet.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from ep_server.errors import InvalidArgument
-from ep_server.exchange.api import ExchangeSpec, Received, Reduction
-from ep_server.exchange.fabric.copies import Arrival, Copies, Slot, visible_on
+from ep_server import _C
+from ep_server.errors import ConfigError, StartupError
+from ep_server.exchange.api import PendingDispatch, Received, Reduction
+from ep_server.exchange.fabric.copies import Arrival, Copies, Slot, copies_for, visible_on
 from ep_server.exchange.fabric.device_rows import DeviceRows
-from ep_server.exchange.fabric.exchange import FabricExchange
-from ep_server.exchange.fabric.host_staging import Answers, Brought, Outgoing, Wanted
+from ep_server.exchange.fabric.host_staging import ExpertOutputs, Outgoing, ReceivedRows, ReceiveSums, Tables
 from ep_server.exchange.fabric.settings import FabricOptions
-from ep_server.exchange.geometry import REDUCTIONS
-from ep_server.exchange.row_order import as_bytes, ordered_sum
-from ep_server.exchange.shm import PendingCombine as InnerCombine
-from ep_server.exchange.shm import PendingDispatch as InnerDispatch
-from ep_server.exchange.views import Views
-from ep_server.exchange.waiting import Waiting
+from ep_server.exchange.host import HostExchange, HostHandle
+from ep_server.exchange.row_order import as_bytes, ordered_sum, places
+from ep_server.exchange.shapes import Shapes
+from ep_server.exchange.spec import REDUCTIONS, ExchangeSpec
+from ep_server.exchange.validate import handle_of
 
-TURNS = 4  # uploads on their way at once
+LOG = logging.getLogger(__name__)
+UPLOADS = 4  # on their way at once
+DISPATCH, COMBINE = 0, 1  # the numbers of csrc/exchange/common/layout.hpp
+DEVICE_MEMORY = ("auto", "hmem", "host")
 
 
-class Staging:
-    """ids, weights: of this rank's tokens on their way to the host. upload(): tables on their way back."""
+def rows_on_device(
+    device_memory: str, spec: ExchangeSpec, device: torch.device, options: FabricOptions
+) -> DeviceRows | None:
+    """Memory of the device for the NIC, or None where rows travel through host memory. Decides which.
 
-    def __init__(self, spec: ExchangeSpec, views: Views, copies: Copies) -> None:
-        choices, rows = (spec.max_tokens, spec.top_k), views.padded_rows
-        entries = rows * min(spec.top_k, views.num_local)
+    Args:
+        device_memory: hmem = the NIC reads and writes the device's memory; host = through host memory;
+          auto = host, until hmem has run on a network card. All ranks choose alike.
+    Raises: ConfigError for another word; StartupError naming provider and capability where hmem cannot be.
+    """
+    if device_memory not in DEVICE_MEMORY:
+        raise ConfigError("device_memory", device_memory, f"one of {', '.join(DEVICE_MEMORY)}")
+    if device_memory != "hmem":
+        if device_memory == "auto" and device.type != "cpu":
+            LOG.info(
+                "rows travel through host memory: exchange.device_memory = auto does not choose hmem, "
+                "which has not run on a network card yet"
+            )
+        return None
+    visible_on(device)  # raises where kernels would not see the rows
+    _C.fabric_chosen(options.native(device_memory=True))  # raises where no provider reaches the memory
+    try:
+        rows = DeviceRows.allocate(spec, device)
+    except torch.OutOfMemoryError as error:
+        raise StartupError(f"{device} has no room for the rows of the exchange: {error}") from error
+    # Kernels of the memory's last user may still be queued, and NICs do not wait for streams.
+    copies_for(device, spec.timeout_ns).fetch()()
+    LOG.info(
+        "the network card reads and writes rows on %s itself: %.1f MiB are registered (FI_HMEM)",
+        device,
+        rows.bytes / 2**20,
+    )
+    return rows
+
+
+class TableStaging:
+    """Routing on its way to the host, tables on their way to the device.
+
+    ids, weights: of this rank's tokens.
+    """
+
+    def __init__(self, shapes: Shapes, copies: Copies) -> None:
+        spec, entries, rows = shapes.spec, shapes.most_rows, shapes.padded_rows
+        choices = (spec.max_tokens, spec.top_k)
         self.ids = copies.staging(choices, torch.int64)
         self.weights = copies.staging(choices, torch.float32)
         numbers = max(
-            3 * entries + 3 * views.num_local + 1 + rows, 2 * entries + rows, choices[0] * choices[1]
+            3 * entries + 3 * shapes.num_local + 1 + rows, 2 * entries + rows, choices[0] * choices[1]
         )
         factors = max(entries, rows, choices[0] * choices[1])
         self._copies, self._next = copies, 0
-        self._turns = [
+        self._uploads = [
             (Slot(), copies.staging((numbers,), torch.int64), copies.staging((factors,), torch.float32))
-            for _ in range(TURNS)
+            for _ in range(UPLOADS)
         ]
 
     def upload(
         self, tables: list[torch.Tensor], weights: torch.Tensor | None = None
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """The same on the device; the caller's stream comes after the copies.
+        """The same on the device; the caller's stream continues after the copies.
 
         Args:
             tables: int64 on the CPU, any shapes. weights: float32 on the CPU.
         """
-        slot, numbers, factors = self._turns[self._next]
-        self._next = (self._next + 1) % TURNS
+        slot, numbers, factors = self._uploads[self._next]
+        self._next = (self._next + 1) % UPLOADS
         self._copies.reuse(slot)
         delivery = self._copies.delivery(slot)
         sizes = [each.numel() for each in tables]
@@ -77,16 +119,13 @@ class Staging:
     @property
     def bytes(self) -> int:
         """Of all tensors."""
-        tensors = [self.ids, self.weights, *(t for _, *turn in self._turns for t in turn)]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+        uploads = [each for _, *tensors in self._uploads for each in tensors]
+        return sum(tensor.nbytes for tensor in (self.ids, self.weights, *uploads))
 
     def drain(self) -> None:
         """Returns once no copy reads any of it."""
-        for slot, _, _ in self._turns:
+        for slot, _, _ in self._uploads:
             self._copies.reuse(slot)
-
-
-DISPATCH, COMBINE = 0, 1  # the numbers of csrc/exchange/common/layout.hpp
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,115 +139,37 @@ class SumTable:
     terms: torch.Tensor
     weights: torch.Tensor
 
-
-class RowsCombine(InnerCombine):
-    """A combine whose answers return to the device. In place of recv(): sums(), then release()."""
-
-    __slots__ = ()
-
-    @property
-    def bank(self) -> int:
-        """In which answers arrive."""
-        return self._state.bank
-
-    def sums(self) -> SumTable:
-        """Waits for all answers. Terms are slots of arrived(bank). Raises as recv()."""
-        exchange, state = self._exchange, self._state
-        opened = exchange._native or exchange._open()
-        if state.received:
-            raise InvalidArgument("combine", f"epoch {state.epoch}", "received once")
-        opened.combine_recv(state, 0)
-        shape = (self._tokens, exchange.spec.top_k)
-        terms, weights = torch.empty(shape, dtype=torch.int64), torch.empty(shape, dtype=torch.float32)
-        opened.sum_table(state, terms.data_ptr(), weights.data_ptr(), shape[1])
-        return SumTable(torch.arange(shape[0]), terms, weights)
-
-    def release(self) -> None:
-        """Gives the bank back to the senders: its answers have been read."""
-        (self._exchange._native or self._exchange._open()).combine_release(self._state)
-
-
-class RowsFabric(FabricExchange):
-    """One rank's end; connected as a FabricExchange is. Its ranks share no memory with others of their host.
-
-    Args:
-        rows: of this spec; registered until close().
-    Raises: as FabricExchange; StartupError where the provider does not reach the device's memory.
-    """
-
-    def __init__(
-        self,
-        spec: ExchangeSpec,
-        rows: DeviceRows,
-        options: FabricOptions | None = None,
-        waiting: Waiting | None = None,
-    ) -> None:
-        super().__init__(spec, options, waiting, rows=rows)
-        self.rows = rows  # last: what is dropped unclosed ends its registration before this memory is freed
-
-    @property
-    def generation(self) -> int:
-        """Changes with reset(), which drops what was under way."""
-        return self._open().generation
-
-    def next_bank(self, op: int) -> int:
-        """Waits until the bank of the next send may be filled. op: DISPATCH, COMBINE. Raises as that send."""
-        return self._open().open_bank(op)
-
-    def send_rows(self, ids: torch.Tensor, weights: torch.Tensor | None) -> InnerDispatch:
-        """dispatch_send of rows that are in rows.put()'s place.
-
-        Args:
-            ids: [T, K] int64, weights: [T, K] float32; CPU.
-        """
-        if weights is None and self.spec.reduction == Reduction.RANK:
-            raise InvalidArgument("topk_weights", None, "given at dispatch for reduction rank")
-        address = 0 if weights is None else weights.data_ptr()
-        return InnerDispatch(self, self._open().dispatch_send(0, ids.data_ptr(), address, len(ids)))
-
-    def answers(self, received: Received, reduction: Reduction | None) -> SumTable:
-        """What goes into leaving(bank), and into arrived(bank) for this rank itself; by slot, ascending rank.
-
-        Terms are rows in COMPACT order. Raises InvalidArgument for a reduction that has no slots.
-        """
-        state, spec, chosen = self._state_of(received), self.spec, self.checked_reduction(reduction)
-        alone = chosen is Reduction.SOURCE
-        width = 1 if alone else max(1, min(spec.top_k, self.views.num_local))
-        room = state.num_rows
-        slots = torch.empty(room, dtype=torch.int64)
-        terms = torch.empty((room, width), dtype=torch.int64)
-        weights = torch.empty((room, width), dtype=torch.float32)
-        places = (slots.data_ptr(), terms.data_ptr(), weights.data_ptr())
-        made = self._open().output_table(state, REDUCTIONS.index(chosen), *places, width)
-        return SumTable(slots[:made], terms[:made], weights[:made])
-
-    def send_answers(
-        self, received: Received, weights: torch.Tensor | None, reduction: Reduction | None
-    ) -> RowsCombine:
-        """combine_send of answers that are in their places. weights: [T, K] on the CPU, as there."""
-        state = self._state_of(received)
-        return RowsCombine(self, self._combine(state, 0, weights, reduction)._state, state.tokens)
+    @classmethod
+    def empty(cls, rows: int, width: int) -> SumTable:
+        """Room for so many sums, each of at most `width` terms."""
+        terms = torch.empty((rows, width), dtype=torch.int64)
+        weights = torch.empty((rows, width), dtype=torch.float32)
+        return cls(torch.empty(rows, dtype=torch.int64), terms, weights)
 
 
 Held = tuple[int, Arrival, Callable[[], None]]  # generation; waits for the device; gives a bank back
 
 
 class GpuDirect:
-    """See device.RowStaging. inner: with rows on the device; stays the caller's."""
+    """See RowStaging.
 
-    def __init__(self, inner: RowsFabric, copies: Copies) -> None:
-        self._inner, self.rows, self._copies = inner, inner.rows, copies
-        self._tables, self._held = Staging(inner.spec, inner.views, copies), list[Held]()
-        self._visible = visible_on(inner.rows.inbound.device)
+    Args:
+        inner: over a link that has registered `rows`; stays the caller's.
+    """
+
+    def __init__(self, inner: HostExchange, rows: DeviceRows, copies: Copies) -> None:
+        self._inner, self.rows, self._copies = inner, rows, copies
+        self._tables, self._held = TableStaging(inner.shapes, copies), list[Held]()
+        self._visible = visible_on(rows.inbound.device)
 
     @property
     def memory_bytes(self) -> int:
-        """Device memory that is registered."""
+        """As RowStaging says: what is registered."""
         return self.rows.bytes
 
     @property
     def staging_bytes(self) -> int:
-        """Of routing and tables."""
+        """As RowStaging says: routing and tables."""
         return self._tables.bytes
 
     def drain(self) -> None:
@@ -220,60 +181,76 @@ class GpuDirect:
 
     def begin_dispatch(
         self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None
-    ) -> Outgoing[InnerDispatch]:
+    ) -> Outgoing[PendingDispatch]:
         """As RowStaging says."""
         self._copies.check_stream()
         self._give_back()
-        self.rows.put(self._inner.next_bank(DISPATCH), x)
+        self.rows.put(self.next_bank(DISPATCH), x)
         staged_ids, staged_weights = self._tables.ids[: len(x)], None
         pairs = [(staged_ids, ids)]
         if weights is not None:
             staged_weights = self._tables.weights[: len(x)]
             pairs.append((staged_weights, weights))
-        return Outgoing(self._copies.fetch(*pairs), lambda: self._inner.send_rows(staged_ids, staged_weights))
-
-    def begin_combine(self, answers: Answers) -> Outgoing[InnerCombine]:
-        """As RowStaging says."""
-        pairs, weights = [], None
-        if answers.weights is not None:
-            weights = self._tables.weights[: answers.tokens]
-            pairs.append((weights, answers.weights))
-        self._copies.check_stream()
-        self._give_back()
-        table = self._inner.answers(answers.inner, answers.reduction)
-        self._put_answers(self._inner.next_bank(COMBINE), answers.rows, table)
         return Outgoing(
-            self._copies.fetch(*pairs),
-            lambda: self._inner.send_answers(answers.inner, weights, answers.reduction),
+            self._copies.fetch(*pairs), lambda: self._inner.start_dispatch(0, staged_ids, staged_weights)
         )
 
-    def bring(self, inner: Received, wanted: Wanted) -> Brought:
+    def begin_combine(self, outputs: ExpertOutputs) -> Outgoing[ReceiveSums]:
+        """As RowStaging says."""
+        pairs, weights = [], None
+        if outputs.weights is not None:
+            weights = self._tables.weights[: outputs.tokens]
+            pairs.append((weights, outputs.weights))
+        self._copies.check_stream()
+        self._give_back()
+        handle: HostHandle = handle_of(outputs.inner, self._inner)
+        table = self._output_table(handle, outputs.reduction)
+        self._put_outputs(self.next_bank(COMBINE), outputs.rows, table)
+
+        def send() -> ReceiveSums:
+            state = self._inner.start_combine(handle, 0, weights, outputs.reduction)
+            return lambda out: self._sums(state, outputs.tokens, out)
+
+        return Outgoing(self._copies.fetch(*pairs), send)
+
+    def copy_received(
+        self, inner: Received, tables: Tables = places, *, front: int = 0, length: int = 0
+    ) -> ReceivedRows:
         """As RowStaging says: gathered on the caller's stream."""
         assert inner.row_ids is not None
         used, entry = torch.unique(inner.row_ids, return_inverse=True)
-        tables, _ = self._tables.upload([inner.counts.long(), used, *wanted.tables(inner, entry)])
+        numbers, _ = self._tables.upload([inner.counts.long(), used, *tables(inner, entry)])
         self._visible.flush()
-        front, end = wanted.front, wanted.front + len(used)
-        made = []
+        end, rows = front + len(used), []
         for region in [inner.rows] if inner.scales is None else [inner.rows, inner.scales]:
-            out = region.new_empty((max(wanted.length, end), region.shape[1]))
-            torch.index_select(as_bytes(region), 0, tables[1], out=as_bytes(out[front:end]))
-            made.append(out)
+            out = region.new_empty((max(length, end), region.shape[1]))
+            torch.index_select(as_bytes(region), 0, numbers[1], out=as_bytes(out[front:end]))
+            rows.append(out)
         self._hold(partial(self._inner.release, inner))
-        return Brought(tables[0].to(torch.int32), tables[2:], made)
+        return ReceivedRows(numbers[0].to(torch.int32), numbers[2:], rows)
 
-    def result(self, inner: InnerCombine, tokens: int, out: torch.Tensor | None) -> torch.Tensor:
-        """As RowStaging says: made on the caller's stream."""
-        assert isinstance(inner, RowsCombine)
-        table = inner.sums()
-        (terms,), weights = self._tables.upload([table.terms], table.weights)
-        assert weights is not None
-        self._visible.flush()
-        total = ordered_sum(self.rows.arrived(inner.bank), terms, weights)
-        self._hold(inner.release)
-        return total.to(self._inner.combine_dtype) if out is None else out.copy_(total)
+    def next_bank(self, op: int) -> int:
+        """Waits until the bank of the next send may be filled. op: DISPATCH, COMBINE. Raises as that send."""
+        return self._native.open_bank(op)
 
-    def _put_answers(self, bank: int, rows: torch.Tensor, table: SumTable) -> None:
+    @property
+    def _native(self) -> _C.Exchange:
+        return self._inner.group.native
+
+    def _output_table(self, handle: HostHandle, reduction: Reduction) -> SumTable:
+        """What goes into leaving(bank), and into arrived(bank) for this rank itself; by slot, ascending rank.
+
+        Terms are rows in COMPACT order.
+        """
+        spec = self._inner.spec
+        source = reduction is Reduction.SOURCE
+        width = 1 if source else max(1, min(spec.top_k, self._inner.shapes.num_local))
+        table = SumTable.empty(handle.state.num_rows, width)
+        addresses = (table.slots.data_ptr(), table.terms.data_ptr(), table.weights.data_ptr())
+        made = self._native.output_table(handle.state, REDUCTIONS.index(reduction), *addresses, width)
+        return SumTable(table.slots[:made], table.terms[:made], table.weights[:made])
+
+    def _put_outputs(self, bank: int, rows: torch.Tensor, table: SumTable) -> None:
         """Sums of the experts' rows to where they are sent from; this rank's own to where they arrive."""
         if not len(table.slots):
             return
@@ -281,7 +258,7 @@ class GpuDirect:
         first, last = torch.searchsorted(table.slots, torch.tensor([rank, rank + 1]) * width).tolist()
         (slots, terms), weights = self._tables.upload([table.slots, table.terms], table.weights)
         assert weights is not None
-        total = ordered_sum(rows, terms, weights).to(self._inner.combine_dtype)
+        total = ordered_sum(rows, terms, weights).to(self._inner.shapes.combine_dtype)
         leaving = self.rows.leaving(bank)
         for part, to in (
             (slice(0, first), leaving),
@@ -290,14 +267,27 @@ class GpuDirect:
         ):
             to.index_copy_(0, slots[part], total[part])
 
+    def _sums(self, state: _C.CombineState, tokens: int, out: torch.Tensor | None) -> torch.Tensor:
+        """Waits for all returning rows; the sums on the caller's stream."""
+        self._native.combine_recv(state, 0)
+        table = SumTable.empty(tokens, self._inner.spec.top_k)  # terms: slots of arrived(bank)
+        addresses = table.terms.data_ptr(), table.weights.data_ptr()
+        self._native.sum_table(state, *addresses, self._inner.spec.top_k)
+        (terms,), weights = self._tables.upload([table.terms], table.weights)
+        assert weights is not None
+        self._visible.flush()
+        total = ordered_sum(self.rows.arrived(state.bank), terms, weights)
+        self._hold(partial(self._native.combine_release, state))
+        return total.to(self._inner.shapes.combine_dtype) if out is None else out.copy_(total)
+
     def _hold(self, release: Callable[[], None]) -> None:
         """Notes a bank that the caller's stream reads up to here."""
-        self._held.append((self._inner.generation, self._copies.fetch(), release))
+        self._held.append((self._native.generation, self._copies.fetch(), release))
 
     def _give_back(self) -> None:
-        """Gives back all banks that were noted; a reset has given back older ones."""
+        """Gives back all noted banks; a reset has given back older ones."""
         held, self._held = self._held, []
         for generation, read, release in held:
             read()
-            if generation == self._inner.generation:
+            if generation == self._native.generation:
                 release()

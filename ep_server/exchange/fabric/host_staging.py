@@ -1,44 +1,43 @@
-"""Staging in pinned host memory: what a FabricDeviceExchange copies rows through.
+"""Staging in pinned host memory, through which a FabricDeviceExchange copies rows.
 
-What is sent is copied to the host and sent from there. A send begins when all of its rows are on the host, as
-the inner exchange takes them at once. What comes is received in place, gathered once for each token (not for
-each expert) and copied to the device in chunks, each under way while the next is gathered.
+To send, tensors are copied to the host. The send begins when all of them have arrived, as the inner exchange
+takes them at once. Received rows are read in place, gathered once for each token (not for each expert) and
+copied to the device in chunks; each copy runs while the next chunk is gathered.
 
-Allocated once, as large as the spec allows any operation to be. What is sent needs it once: the host waits
-until it is filled, and the inner exchange has read it when its send returns. What comes needs it for every
-bank: copies to the device may still read the last operation's when the next one is received.
+The memory is allocated once, for the largest operation of the spec. Sends need it once: the host waits until
+it is filled, and the inner exchange has read it when its send returns. Receives need it for every bank:
+copies to the device may still read that of the last operation when the next one is received.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from ep_server.exchange.api import ExchangeSpec, Received, Reduction
-from ep_server.exchange.fabric.copies import Arrival, Copies, Delivery, Slot
+from ep_server.exchange.api import PendingCombine, PendingDispatch, Received, Reduction
+from ep_server.exchange.fabric.copies import Arrival, Copies, Slot
+from ep_server.exchange.host import HostExchange
 from ep_server.exchange.row_order import as_bytes, places
-from ep_server.exchange.shm import PendingCombine, PendingDispatch, ShmExchange
-from ep_server.exchange.views import Views
+from ep_server.exchange.shapes import Shapes
 
 CHUNK_BYTES = 256 << 10  # gathered on the host while the last chunk travels to the device
-
-
 Sent = TypeVar("Sent")
-Wrapped = TypeVar("Wrapped")
+Tables = Callable[[Received, torch.Tensor], list[torch.Tensor]]  # as places()
+ReceiveSums = Callable[[torch.Tensor | None], torch.Tensor]  # of a combine; gets `out`
 
 
 @dataclass(frozen=True, slots=True)
-class Answers:
-    """What combine_send sends. rows: [N, H] by entry. inner: as the inner exchange received it. tokens: T."""
+class ExpertOutputs:
+    """What a combine sends. rows: [N, H] by entry. inner: as the inner exchange received it. tokens: T."""
 
     rows: torch.Tensor
     inner: Received
     tokens: int
     weights: torch.Tensor | None
-    reduction: Reduction | None
+    reduction: Reduction
 
 
 class Outgoing(Generic[Sent]):
@@ -54,78 +53,96 @@ class Outgoing(Generic[Sent]):
         self.arrived()
         return self._send()
 
-    def then(self, wrap: Callable[[Sent], Wrapped]) -> Outgoing[Wrapped]:
-        """The same send, whose result is wrapped."""
-        return Outgoing(self.arrived, lambda: wrap(self._send()))
-
 
 @dataclass(frozen=True, slots=True)
-class Brought:
-    """What a receive has on the device. counts: [E_local] int32. tables: int64, as asked for.
+class ReceivedRows:
+    """A receive on the device. counts: [E_local] int32. tables: int64, of the Tables asked for.
 
-    made: [front + M, C] or longer, rows and scales, if any: what came, behind `front` rows left free.
+    rows: [front + M, C] or longer, rows and scales, if any: the received ones after `front` unwritten rows.
     """
 
     counts: torch.Tensor
     tables: list[torch.Tensor]
-    made: list[torch.Tensor]
+    rows: list[torch.Tensor]
 
 
-Tables = Callable[[Received, torch.Tensor], list[torch.Tensor]]  # as places()
+class RowStaging(Protocol):
+    """A way of rows between the device and the network: HostStaging or GpuDirect."""
 
+    def begin_dispatch(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None
+    ) -> Outgoing[PendingDispatch]:
+        """Begins the copies of a dispatch of checked tensors."""
+        ...
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
-    """What is to be made of a receive. front: rows before what came. length: least rows of all.
+    def begin_combine(self, outputs: ExpertOutputs) -> Outgoing[ReceiveSums]:
+        """Begins the copies of a combine."""
+        ...
 
-    tables: what travels with it, at most 3 N + 2 E_local + 1 numbers.
-    """
+    def copy_received(
+        self, inner: Received, tables: Tables = places, *, front: int = 0, length: int = 0
+    ) -> ReceivedRows:
+        """Received rows and tables on the device, behind which the caller's stream continues.
 
-    tables: Tables = places
-    front: int = 0
-    length: int = 0
+        Args:
+            inner: an INDEX view; its bank is given back. tables: at most 3 N + 2 E_local + 1 numbers.
+            front: unwritten rows before the received ones. length: least rows in all.
+        """
+        ...
+
+    def drain(self) -> None:
+        """Returns once no copy and no kernel reads any of it."""
+        ...
+
+    @property
+    def memory_bytes(self) -> int:
+        """On the device."""
+        ...
+
+    @property
+    def staging_bytes(self) -> int:
+        """On the host; pinned where the device is a GPU."""
+        ...
 
 
 class RecvStaging:
     """Staging of one bank's receive: a row and its scales for each token of each rank, and its tables."""
 
-    def __init__(self, spec: ExchangeSpec, views: Views, copies: Copies, entries: int) -> None:
-        self.slot = Slot()
-        self._staged = [copies.staging((views.padded_rows, spec.hidden), views.row_dtype)]
-        if views.fp8:
-            self._staged.append(copies.staging((views.padded_rows, views.groups), views.scale_dtype))
-        self._counts = copies.staging((views.num_local,), torch.int32)
-        self._tables = copies.staging((3 * entries + 2 * views.num_local + 1,), torch.int64)
+    def __init__(self, shapes: Shapes, copies: Copies) -> None:
+        self.slot, spec = Slot(), shapes.spec
+        self._staged = [copies.staging((shapes.padded_rows, spec.hidden), shapes.row_dtype)]
+        if shapes.fp8:
+            self._staged.append(copies.staging((shapes.padded_rows, shapes.groups), shapes.scale_dtype))
+        self._counts = copies.staging((shapes.num_local,), torch.int32)
+        self._tables = copies.staging((3 * shapes.most_rows + 2 * shapes.num_local + 1,), torch.int64)
 
-    def bring(self, inner: Received, delivery: Delivery, wanted: Wanted) -> Brought:
-        """Begins the copies of what came; reads `inner`, an INDEX view, for the last time."""
+    def copy_received(
+        self, inner: Received, copies: Copies, tables: Tables, front: int, length: int
+    ) -> ReceivedRows:
+        """Begins the copies; reads `inner`, an INDEX view, for the last time."""
         assert inner.row_ids is not None
+        copies.reuse(self.slot)
+        delivery = copies.delivery(self.slot)
         used, entry = torch.unique(inner.row_ids, return_inverse=True)
-        counts, tables = self._deliver(inner.counts, wanted.tables(inner, entry), delivery)
+        numbers = tables(inner, entry)
+        staged_tables = self._tables[: sum(map(len, numbers))]
+        torch.cat(numbers, out=staged_tables)
+        self._counts.copy_(inner.counts)
+        there = delivery.empty(tuple(staged_tables.shape), torch.int64)
+        counts = delivery.empty(tuple(self._counts.shape), torch.int32)
+        delivery.copy(there, staged_tables)  # all tables in one copy
+        delivery.copy(counts, self._counts)
+        length = max(length, front + len(used))
+        rows = [delivery.empty((length, staged.shape[1]), staged.dtype) for staged in self._staged]
         regions = [inner.rows] if inner.scales is None else [inner.rows, inner.scales]
-        front, length = wanted.front, max(wanted.length, wanted.front + len(used))
-        made = [delivery.empty((length, staged.shape[1]), staged.dtype) for staged in self._staged]
         step = max(1, CHUNK_BYTES // (self._staged[0].shape[1] * self._staged[0].element_size()))
         for begin in range(0, len(used), step):
             end = min(begin + step, len(used))
-            for region, staged, out in zip(regions, self._staged, made, strict=True):
+            for region, staged, out in zip(regions, self._staged, rows, strict=True):
                 torch.index_select(as_bytes(region), 0, used[begin:end], out=as_bytes(staged[begin:end]))
                 delivery.copy(out[front + begin : front + end], staged[begin:end])
-        return Brought(counts, tables, made)
-
-    def _deliver(
-        self, counts: torch.Tensor, tables: list[torch.Tensor], delivery: Delivery
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        """Tables travel in one copy, beside the counts."""
-        values = torch.cat(tables)
-        staged = self._tables[: len(values)]
-        staged.copy_(values)
-        self._counts.copy_(counts)
-        there = delivery.empty(tuple(values.shape), torch.int64)
-        counted = delivery.empty(tuple(self._counts.shape), torch.int32)
-        delivery.copy(there, staged)
-        delivery.copy(counted, self._counts)
-        return counted, list(torch.split(there, [len(each) for each in tables]))
+        delivery.finish()
+        return ReceivedRows(counts, list(torch.split(there, [len(each) for each in numbers])), rows)
 
     def tensors(self) -> list[torch.Tensor]:
         """All that was allocated."""
@@ -135,116 +152,91 @@ class RecvStaging:
 class ResultStaging:
     """Staging of one bank's sums on their way back."""
 
-    def __init__(self, spec: ExchangeSpec, views: Views, copies: Copies) -> None:
+    def __init__(self, shapes: Shapes, copies: Copies) -> None:
         self.slot = Slot()
-        self.rows = copies.staging((spec.max_tokens, spec.hidden), views.combine_dtype)
+        self.rows = copies.staging((shapes.spec.max_tokens, shapes.spec.hidden), shapes.combine_dtype)
 
-
-class Buffers:
-    """All of one exchange.
-
-    x, ids, weights: of this rank's tokens. answers: of its experts. Landings and results take turns.
-    """
-
-    def __init__(self, spec: ExchangeSpec, views: Views, copies: Copies) -> None:
-        choices = (spec.max_tokens, spec.top_k)
-        entries = views.padded_rows * min(spec.top_k, views.num_local)
-        self.x = copies.staging((spec.max_tokens, spec.hidden), views.combine_dtype)
-        self.ids = copies.staging(choices, torch.int64)
-        self.weights = copies.staging(choices, torch.float32)
-        self.answers = copies.staging((entries, spec.hidden), views.combine_dtype)
-        self._recvs = [RecvStaging(spec, views, copies, entries) for _ in range(spec.num_banks)]
-        self._results = [ResultStaging(spec, views, copies) for _ in range(spec.num_banks)]
-        self._received = self._returned = 0
-
-    def recv_staging(self) -> RecvStaging:
-        """The next one; reuse its slot first."""
-        self._received += 1
-        return self._recvs[self._received % len(self._recvs)]
-
-    def result(self) -> ResultStaging:
-        """The next one; reuse its slot first."""
-        self._returned += 1
-        return self._results[self._returned % len(self._results)]
-
-    def drain(self, copies: Copies) -> None:
-        """Returns once no copy reads any of it."""
-        for slot in [each.slot for each in self._recvs] + [each.slot for each in self._results]:
-            copies.reuse(slot)
-
-    @property
-    def bytes(self) -> int:
-        """Of all tensors."""
-        tensors = [self.x, self.ids, self.weights, self.answers]
-        for recv_staging in self._recvs:
-            tensors += recv_staging.tensors()
-        tensors += [result.rows for result in self._results]
-        return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
-
-
-class HostStaging:
-    """See device.RowStaging. inner: on CPU tensors; stays the caller's."""
-
-    memory_bytes = 0
-
-    def __init__(self, inner: ShmExchange, copies: Copies) -> None:
-        self._inner, self._copies = inner, copies
-        self._buffers = Buffers(inner.spec, inner.views, copies)
-
-    def begin_dispatch(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None
-    ) -> Outgoing[PendingDispatch]:
-        """As RowStaging says."""
-        tokens, staged_weights = len(x), None
-        staged_x, staged_ids = self._buffers.x[:tokens], self._buffers.ids[:tokens]
-        pairs = [(staged_x, x), (staged_ids, ids)]
-        if weights is not None:
-            staged_weights = self._buffers.weights[:tokens]
-            pairs.append((staged_weights, weights))
-        return Outgoing(
-            self._copies.fetch(*pairs),
-            lambda: self._inner.dispatch_send(staged_x, staged_ids, staged_weights),
-        )
-
-    def begin_combine(self, answers: Answers) -> Outgoing[PendingCombine]:
-        """As RowStaging says."""
-        staged = self._buffers.answers[: len(answers.rows)]
-        pairs, weights = [(staged, answers.rows)], None
-        if answers.weights is not None:
-            weights = self._buffers.weights[: answers.tokens]
-            pairs.append((weights, answers.weights))
-        return Outgoing(
-            self._copies.fetch(*pairs),
-            lambda: self._inner.combine_send(staged, answers.inner, weights, reduction=answers.reduction),
-        )
-
-    def bring(self, inner: Received, wanted: Wanted) -> Brought:
-        """As RowStaging says; the caller's stream comes after all copies."""
-        staging = self._buffers.recv_staging()
-        self._copies.reuse(staging.slot)
-        delivery = self._copies.delivery(staging.slot)
-        brought = staging.bring(inner, delivery, wanted)
-        delivery.finish()
-        self._inner.release(inner)
-        return brought
-
-    def result(self, inner: PendingCombine, tokens: int, out: torch.Tensor | None) -> torch.Tensor:
-        """As RowStaging says."""
-        staging = self._buffers.result()
-        self._copies.reuse(staging.slot)
-        staged = inner.recv(staging.rows[:tokens])
-        delivery = self._copies.delivery(staging.slot, into=out)
+    def copy_result(
+        self, pending: PendingCombine, tokens: int, copies: Copies, out: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Receives the sums and begins their copy."""
+        copies.reuse(self.slot)
+        staged = pending.recv(self.rows[:tokens])
+        delivery = copies.delivery(self.slot, into=out)
         if out is None:
             out = delivery.empty(tuple(staged.shape), staged.dtype)
         delivery.copy(out, staged)
         delivery.finish()
         return out
 
+
+class HostStaging:
+    """See RowStaging. inner: stays the caller's."""
+
+    memory_bytes = 0
+
+    def __init__(self, inner: HostExchange, copies: Copies) -> None:
+        self._inner, self._copies, shapes, spec = inner, copies, inner.shapes, inner.spec
+        self._x = copies.staging((spec.max_tokens, spec.hidden), shapes.combine_dtype)
+        self._ids = copies.staging((spec.max_tokens, spec.top_k), torch.int64)
+        self._weights = copies.staging((spec.max_tokens, spec.top_k), torch.float32)
+        self._outputs = copies.staging((shapes.most_rows, spec.hidden), shapes.combine_dtype)
+        self._recvs = [RecvStaging(shapes, copies) for _ in range(spec.num_banks)]
+        self._results = [ResultStaging(shapes, copies) for _ in range(spec.num_banks)]
+        self._received = self._returned = 0
+
+    def begin_dispatch(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None
+    ) -> Outgoing[PendingDispatch]:
+        """As RowStaging says."""
+        tokens, staged_weights = len(x), None
+        staged_x, staged_ids = self._x[:tokens], self._ids[:tokens]
+        pairs = [(staged_x, x), (staged_ids, ids)]
+        if weights is not None:
+            staged_weights = self._weights[:tokens]
+            pairs.append((staged_weights, weights))
+        return Outgoing(
+            self._copies.fetch(*pairs),
+            lambda: self._inner.dispatch_send(staged_x, staged_ids, staged_weights),
+        )
+
+    def begin_combine(self, outputs: ExpertOutputs) -> Outgoing[ReceiveSums]:
+        """As RowStaging says."""
+        staged, tokens, weights = self._outputs[: len(outputs.rows)], outputs.tokens, None
+        pairs = [(staged, outputs.rows)]
+        if outputs.weights is not None:
+            weights = self._weights[:tokens]
+            pairs.append((weights, outputs.weights))
+
+        def send() -> ReceiveSums:
+            pending = self._inner.combine_send(staged, outputs.inner, weights, reduction=outputs.reduction)
+            return lambda out: self._next_result().copy_result(pending, tokens, self._copies, out)
+
+        return Outgoing(self._copies.fetch(*pairs), send)
+
+    def copy_received(
+        self, inner: Received, tables: Tables = places, *, front: int = 0, length: int = 0
+    ) -> ReceivedRows:
+        """As RowStaging says."""
+        self._received += 1
+        staging = self._recvs[self._received % len(self._recvs)]
+        rows = staging.copy_received(inner, self._copies, tables, front, length)
+        self._inner.release(inner)
+        return rows
+
     def drain(self) -> None:
         """As RowStaging says."""
-        self._buffers.drain(self._copies)
+        for slot in [each.slot for each in self._recvs] + [each.slot for each in self._results]:
+            self._copies.reuse(slot)
 
     @property
     def staging_bytes(self) -> int:
-        """As RowStaging says; pinned where the device is a GPU."""
-        return self._buffers.bytes
+        """As RowStaging says."""
+        tensors = [self._x, self._ids, self._weights, self._outputs]
+        tensors += [each.rows for each in self._results]
+        tensors += [tensor for each in self._recvs for tensor in each.tensors()]
+        return sum(tensor.nbytes for tensor in tensors)
+
+    def _next_result(self) -> ResultStaging:
+        self._returned += 1
+        return self._results[self._returned % len(self._results)]

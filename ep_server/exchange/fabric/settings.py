@@ -1,4 +1,4 @@
-"""The settings of the network between hosts: what may be asked for, and of which rank. Needs no torch.
+"""The settings of the network between hosts, for one rank. Needs no torch.
 
 docs/reference/fabric.md says what each one does on InfiniBand, RoCE and EFA. Durations in seconds.
 """
@@ -41,13 +41,13 @@ class FabricOptions:
     traffic_class: a value of libfabric's tclass (see traffic_class()); -1 = the provider's default.
     gid_index: of the port's GID table, verbs alone; -1 = the provider's default.
     queue_depth: writes in flight of this rank, to all peers; 0 = the provider's default.
-    adaptive_routing: false = writes are asked for in order, which keeps networks to one way for them.
+    adaptive_routing: false = request writes in order, for which networks use a single path.
     connect_seconds: until every rank must have answered. linger_seconds: until close() no longer waits for
       the other ranks' good-byes.
     disorder, strict_memory: for tests on networks that are kinder than production's (csrc/exchange/fabric/
-      network_emulation.hpp): seed of the order of writes and completions, 0 = as they come; addresses and
-      keys as cards with memory registration want them.
-    device_copies: for tests: takes the memory of GPUs also to providers that copy it through the host's.
+      network_emulation.hpp): seed of the order of writes and completions, 0 = unchanged; addresses and
+      keys as NICs with memory registration need them.
+    device_copies: for tests: accepts providers that copy GPU memory through host memory.
 
     libfabric reads interface, gid_index and queue_depth once in a process, when it is loaded. A setting that
     the chosen provider has no use for is refused, by name.

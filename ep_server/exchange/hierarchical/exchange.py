@@ -2,42 +2,45 @@
 
 It has two parts. `intra`, the exchange of one host's ranks, carries tokens whose experts are on their own
 host. `inter`, a FabricDeviceExchange of all ranks, carries the others. Both send before either is waited for,
-so the network works while GPUs write to one another. What came through both is put side by side in one view,
-in the order of the Protocol: that costs one more pass over the intra rows, and one over the experts' answers.
+so the network works while GPUs write to one another. Received rows of both are put side by side in one view,
+in the order of the Protocol. That costs one more pass over the intra rows, and one over the experts' outputs.
 
 Sums: intra ranks in their order, rounded to the combine dtype; inter ranks likewise; both added in float32
-and rounded. With reduction source the same over choices. One host rounds once: so a result may differ from
-one host's by the rounding of the two parts, and is the same to the bit where a token has answers of at most
+and rounded. With reduction source the same over choices. One host rounds once, so a result may differ from
+one host's by the rounding of the two parts. It is the same to the bit where a token has outputs of at most
 one rank (or choice) in each part, as in groups of two hosts of one rank. It never depends on times.
 
-Nobody is masked: a peer that is late ends the group. `inter` waits for every rank, and tells all others.
-Beyond the Protocol: check(), statistics(), memory_bytes; `intra` and `inter`.
+A late peer ends the group: only mask() masks ranks, in both parts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch
 
-from ep_server.errors import ConfigError, GroupAborted, InvalidArgument, PeerTimeout, ProtocolViolation
+from ep_server.errors import ConfigError, GroupAborted, PeerTimeout, ProtocolViolation
 from ep_server.exchange.api import (
     Capabilities,
     Exchange,
     ExchangeStatistics,
+    Handle,
+    Membership,
     PendingCombine,
     PendingDispatch,
     Received,
+    RecvOptions,
     Reduction,
     View,
+    Wire,
 )
-from ep_server.exchange.fabric.device import FabricDeviceExchange, checked_view
-from ep_server.exchange.fabric.device import PendingCombine as InterCombine
-from ep_server.exchange.fabric.device import PendingDispatch as InterDispatch
-from ep_server.exchange.fabric.host_staging import Answers, Brought, Outgoing, Sent, Wanted
+from ep_server.exchange.bootstrap import share_segment
+from ep_server.exchange.fabric.device import FabricDeviceExchange
+from ep_server.exchange.fabric.host_staging import Outgoing, ReceivedRows, Sent
 from ep_server.exchange.hierarchical.host_part import (
     IdSplit,
     InterTables,
@@ -47,109 +50,73 @@ from ep_server.exchange.hierarchical.host_part import (
     ranks_of_host,
     spec_of_host,
 )
+from ep_server.exchange.host import WIRES
 from ep_server.exchange.row_order import as_bytes
-from ep_server.exchange.validate import check_tensor_on, check_tokens
-
-
-class IntraExchange(Exchange, Protocol):
-    """The exchange inside a host: a NvlinkExchange, or one that does the same on other tensors."""
-
-    def combine_send(
-        self,
-        expert_out: torch.Tensor,
-        received: Received,
-        topk_weights: torch.Tensor | None = None,
-        *,
-        reduction: Reduction | None = None,
-    ) -> PendingCombine:
-        """As NvlinkExchange has it."""
-        ...
-
-
-@dataclass(frozen=True, slots=True)
-class Handle:
-    """What combine_send needs. intra, inter: as the two exchanges received them. tokens: T."""
-
-    intra: Received
-    inter: Received
-    joined: Joined
-    tokens: int
-    owner: HierarchicalExchange
-
-
-class HierarchicalDispatch:
-    """A dispatch whose send half has run. See exchange.PendingDispatch."""
-
-    __slots__ = ("_exchange", "_inter", "_intra", "_tokens")
-
-    def __init__(
-        self, exchange: HierarchicalExchange, intra: PendingDispatch, inter: InterDispatch, tokens: int
-    ) -> None:
-        self._exchange, self._intra, self._inter, self._tokens = exchange, intra, inter, tokens
-
-    def recv(self, view: View = View.COMPACT) -> Received:
-        """As the Protocol says, on the caller's stream. INDEX costs least: rows are a copy, without repeats
-        of what came from other hosts, and as many as came.
-        """
-        view = checked_view(view)
-        # First those of all ranks: who is missing is named, and told, as between hosts.
-        inter = self._inter.inner.recv(View.INDEX)
-        return self._exchange.finish_recv(self._intra, inter, self._tokens, view)
-
-    @property
-    def wait_ns(self) -> torch.Tensor:
-        """[R] int64 on the CPU: how long recv() waited for each source's header."""
-        return self._inter.wait_ns
-
-
-class HierarchicalCombine:
-    """A combine whose send half has run. See exchange.PendingCombine."""
-
-    __slots__ = ("_exchange", "_inter", "_intra", "_tokens")
-
-    def __init__(
-        self, exchange: HierarchicalExchange, intra: PendingCombine, inter: InterCombine, tokens: int
-    ) -> None:
-        self._exchange, self._intra, self._inter, self._tokens = exchange, intra, inter, tokens
-
-    def recv(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """As the Protocol says, on the caller's stream."""
-        exchange, form = self._exchange, self._exchange.inter.form
-        if out is not None:
-            check_tensor_on(form.device, "out", out, form.dtype, T=self._tokens, H=form.hidden)
-        inter = self._inter.recv()
-        with exchange.named():
-            intra = self._intra.recv()
-        return torch.add(intra, inter, out=out)  # in float32, also of bfloat16
-
-    @property
-    def wait_ns(self) -> torch.Tensor:
-        """[R] int64 on the CPU: how long recv() waited for each rank's header."""
-        return self._inter.wait_ns
-
+from ep_server.exchange.segment import create_segment
+from ep_server.exchange.spec import ExchangeSpec
+from ep_server.exchange.validate import check_dispatch, check_hints_only, check_ids, combine_mode, handle_of
 
 K = TypeVar("K")
 
 
+@dataclass(frozen=True, slots=True)
+class JoinedReceive:
+    """State of a Handle. intra, inter: as the two exchanges received them."""
+
+    intra: Received
+    inter: Received
+    joined: Joined
+
+
+class HierarchicalMembership:
+    """Membership of both parts; they mask the same ranks."""
+
+    def __init__(self, intra: Membership, inter: Membership, intra_ranks: range, num_ranks: int) -> None:
+        self._intra, self._inter, self._intra_ranks = intra, inter, intra_ranks
+        self._all = frozenset(range(num_ranks))
+
+    @property
+    def masked(self) -> frozenset[int]:
+        """See Membership."""
+        return self._inter.masked | {self._intra_ranks[rank] for rank in self._intra.masked}
+
+    @property
+    def live(self) -> frozenset[int]:
+        """See Membership."""
+        return self._all - self.masked
+
+    def mask(self, ranks: Iterable[int]) -> None:
+        """See Membership."""
+        gone = frozenset(ranks)
+        self._inter.mask(gone)
+        self._intra.mask(self._here(gone))
+
+    def reset(self, dead: Iterable[int] = ()) -> None:
+        """See Membership."""
+        gone = frozenset(dead)
+        self._inter.reset(gone)
+        self._intra.reset(self._here(gone))
+
+    def _here(self, ranks: frozenset[int]) -> list[int]:
+        return [rank - self._intra_ranks.start for rank in sorted(ranks) if rank in self._intra_ranks]
+
+
 class HierarchicalExchange:
-    """One rank's end of a group. Satisfies exchange.Exchange on tensors of inter's device.
+    """One rank's end of a group. Satisfies api.Exchange on tensors of inter's device.
 
     Args:
         intra: of this host's ranks, with the spec of host_part.spec_of_host; owned by this one from now on.
         inter: of all ranks; owned likewise.
         hosts: [R] number of each rank's host; the ranks of a host follow one another.
-        validate: reads ids and checks them before anything is sent; else a bad id is refused by the part that
-          gets it, when the other may have sent. For tests: it waits for the device.
+        validate: reads ids and checks them before anything is sent. Otherwise the part that gets a bad id
+          refuses it, when the other may have sent. For tests: it waits for the device.
     Raises: ConfigError.
     """
 
+    fused = None
+
     def __init__(
-        self,
-        intra: IntraExchange,
-        inter: FabricDeviceExchange,
-        hosts: tuple[int, ...],
-        *,
-        validate: bool = False,
+        self, intra: Exchange, inter: FabricDeviceExchange, hosts: tuple[int, ...], *, validate: bool = False
     ) -> None:
         spec = inter.spec
         self.intra_ranks = ranks_of_host(hosts, spec)
@@ -158,31 +125,55 @@ class HierarchicalExchange:
                 "intra.spec", intra.spec, f"that of ranks {list(self.intra_ranks)} of inter.spec"
             )
         self.spec, self.intra, self.inter, self._validate = spec, intra, inter, validate
-        self.membership = self.fused = None  # a rank that is late ends the group
-        self.combine_dtype = inter.combine_dtype
+        self.all_gather, self.empty_padded = inter.all_gather, inter.empty_padded
         self._split = IdSplit(spec, self.intra_ranks, inter.device)
         self._tables = InterTables(spec, self.intra_ranks)
 
-    # -- the Protocol ---------------------------------------------------------------------------------
+    @property
+    def membership(self) -> Membership | None:
+        """As the Protocol says."""
+        intra, inter = self.intra.membership, self.inter.membership
+        if intra is None:
+            return None
+        return HierarchicalMembership(intra, inter, self.intra_ranks, self.spec.num_ranks)
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """As the Protocol says. INDEX copies least: the other views are made of it."""
+        intra, inter = self.intra.capabilities, self.inter.capabilities
+        return Capabilities(
+            payloads=intra.payloads & inter.payloads,
+            views=frozenset(View),
+            cheapest_view=View.INDEX,
+            graph_safe=False,
+            micro_batches=self.spec.num_banks,
+            memory_bytes=intra.memory_bytes + inter.memory_bytes,
+        )
 
     def dispatch_send(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None
-    ) -> HierarchicalDispatch:
+    ) -> PendingDispatch:
         """As the Protocol says. Waits for the caller's stream. Tensors must not change before the stream has
         passed this point.
         """
         self.inter.check_stream()
-        tokens = self.inter.check_tokens(x, topk_ids, topk_weights)
-        if topk_weights is None and self.spec.reduction is Reduction.RANK:
-            raise InvalidArgument("topk_weights", None, "given at dispatch for reduction rank")
+        check_dispatch(self.spec, self.inter.device, x, topk_ids, topk_weights)
         if self._validate:
-            weights = None if topk_weights is None else topk_weights.cpu()
-            check_tokens(self.spec, x.cpu(), topk_ids.cpu(), weights)
+            check_ids(self.spec, topk_ids)
         intra_ids, inter_ids = self._split(topk_ids)
         outgoing = self.inter.begin_dispatch(x, inter_ids, topk_weights)
         with self._beside(outgoing):
             intra = self.intra.dispatch_send(x, intra_ids, topk_weights)
-        return HierarchicalDispatch(self, intra, outgoing.send(), tokens)
+        inter, tokens, weighted = outgoing.send(), len(x), topk_weights is not None
+
+        def receive(view: View, options: RecvOptions) -> Received:
+            """On the caller's stream. INDEX costs least: rows are a copy, those of other hosts once."""
+            check_hints_only(options)
+            # First those of all ranks: their errors name the missing rank, and end the waits of all others.
+            found = inter.recv(View.INDEX)
+            return self._finish_recv(intra, found, tokens, view, weighted=weighted)
+
+        return PendingDispatch(receive)
 
     def combine_send(
         self,
@@ -191,64 +182,45 @@ class HierarchicalExchange:
         topk_weights: torch.Tensor | None = None,
         *,
         reduction: Reduction | None = None,
-    ) -> HierarchicalCombine:
-        """As the Protocol says. Tensors may be overwritten by the caller's stream once it returns.
-
-        Args:
-            reduction: see ShmExchange.combine_send.
-        """
+        wire: Wire = Wire.BF16,
+    ) -> PendingCombine:
+        """As the Protocol says. Tensors may be overwritten by the caller's stream once it returns."""
         self.inter.check_stream()
-        handle = received.handle
-        if not isinstance(handle, Handle) or handle.owner is not self:
-            raise InvalidArgument("received.handle", handle, "of a dispatch of this exchange")
-        rows = handle.joined.order.answers(expert_out, received.view, self.inter.form)
-        inter_rows = rows.index_select(0, handle.joined.inter_at)
-        outgoing = self.inter.begin_combine(
-            Answers(inter_rows, handle.inter, handle.tokens, topk_weights, reduction)
-        )
+        handle: Handle[JoinedReceive] = handle_of(received, self)
+        mode, state = combine_mode(self.spec, reduction, wire, WIRES), handle.state
+        joined, tokens = state.joined, handle.tokens
+        rows = joined.order.outputs(expert_out, received.view, self.inter.shapes)
+        inter_rows = rows.index_select(0, joined.inter_at)
+        outgoing = self.inter.begin_combine(inter_rows, state.inter, handle, topk_weights, mode)
         with self._beside(outgoing):
-            intra_rows = rows.index_select(0, handle.joined.intra_at)
+            intra_rows = rows.index_select(0, joined.intra_at)
             weights = None if topk_weights is None else topk_weights.clone()  # it may read them at recv()
-            intra = self.intra.combine_send(intra_rows, handle.intra, weights, reduction=reduction)
-        return HierarchicalCombine(self, intra, outgoing.send(), handle.tokens)
+            intra = self.intra.combine_send(intra_rows, state.intra, weights, reduction=mode.reduction)
+        sums = outgoing.send()
 
-    def all_gather(self, record: bytes) -> list[bytes]:
-        """As the Protocol says."""
-        return self.inter.all_gather(record)
+        def receive(out: torch.Tensor | None, wait_stats: torch.Tensor | None) -> torch.Tensor:
+            if out is not None:
+                self.inter.shapes.result(tokens, out)
+            inter = self.inter.copy_result(sums, tokens, None, wait_stats)
+            with self._named():
+                here = intra.recv()
+            return torch.add(here, inter, out=out)  # in float32, also of bfloat16
+
+        return PendingCombine(receive)
 
     def barrier(self) -> None:
         """As the Protocol says: of the processes, not of their streams."""
-        with self.named():
+        with self._named():
             self.intra.barrier()
         self.inter.barrier()
 
-    def close(self) -> None:
-        """As the Protocol says. Waits for the device."""
-        try:
-            self.intra.close()
-        finally:
-            self.inter.close()
-
     def release(self, received: Received) -> None:
-        """Without effect: what a view shows is a copy, its bank was given back when it was received."""
-
-    # -- failure, measurement -------------------------------------------------------------------------
+        """Does nothing: views are copies, and a receive gives its bank back."""
 
     def check(self) -> None:
-        """Raises what a kernel inside the host has found since; never waits."""
-        with self.named():
+        """Raises what a kernel inside the host has found since the last call; never waits."""
+        with self._named():
             self.intra.check()
-
-    @contextmanager
-    def named(self) -> Iterator[None]:
-        """What the host's exchange raises names ranks of the whole group."""
-        ranks = self.intra_ranks
-        try:
-            yield
-        except PeerTimeout as e:
-            raise PeerTimeout(e.op, e.phase, ranks[e.rank], ranks[e.peer], e.expected, e.seen) from e
-        except (GroupAborted, ProtocolViolation) as e:
-            raise type(e)(f"among ranks {ranks[0]} to {ranks[-1]}, counted from 0 there: {e}") from e
 
     def statistics(self) -> ExchangeStatistics:
         """Of `inter`, with what `intra` moved, waited for and received; its durations: intra.statistics()."""
@@ -262,58 +234,101 @@ class HierarchicalExchange:
         found["counters"] = _added(found["counters"], intra["counters"])
         return found
 
-    @property
-    def memory_bytes(self) -> int:
-        """Of both ends of this rank."""
-        return self.intra.capabilities.memory_bytes + self.inter.memory_bytes
-
-    @property
-    def capabilities(self) -> Capabilities:
-        """As the Protocol says. INDEX copies least: the other views are made of it."""
-        return Capabilities(
-            payloads=self.intra.capabilities.payloads & self.inter.capabilities.payloads,
-            views=frozenset(View),
-            cheapest_view=View.INDEX,
-            graph_safe=False,
-            micro_batches=self.spec.num_banks,
-            memory_bytes=self.memory_bytes,
-        )
+    def close(self) -> None:
+        """As the Protocol says. Waits for the device."""
+        try:
+            self.intra.close()
+        finally:
+            self.inter.close()
 
     def __repr__(self) -> str:
         ranks = f"ranks {list(self.intra_ranks)} of {self.spec.num_ranks}"
         return f"HierarchicalExchange(intra={self.intra!r}, {ranks})"
 
-    # -- inside ---------------------------------------------------------------------------------------
-
-    def finish_recv(self, intra: PendingDispatch, inter: Received, tokens: int, view: View) -> Received:
-        """The second half of a dispatch. inter: received in place on the host."""
-        with self.named():
+    def _finish_recv(
+        self, intra: PendingDispatch, inter: Received, tokens: int, view: View, *, weighted: bool
+    ) -> Received:
+        with self._named():
             here = intra.recv(View.INDEX)
         assert here.row_ids is not None
-        brought = self.inter.bring(inter, Wanted(self._tables, front=len(here.row_ids)))
-        self._gather(here, brought)
-        joined = join(here, brought, view)
-        handle = Handle(here, inter, joined, tokens, self)
-        return joined.order.received(brought.made, view, self.inter.form.capacity, handle)
+        found = self.inter.staging.copy_received(inter, self._tables, front=len(here.row_ids))
+        self._gather(here, found)
+        joined = join(here, found, view)
+        handle = Handle(self, tokens, weighted, JoinedReceive(here, inter, joined))
+        return joined.order.received(found.rows, view, self.inter.shapes, handle)
 
-    def _gather(self, intra: Received, brought: Brought) -> None:
-        """IntraExchange rows in front of those that were brought; gives the bank back."""
+    def _gather(self, intra: Received, found: ReceivedRows) -> None:
+        """Copies intra rows in front of the others; gives the bank back."""
         assert intra.row_ids is not None
         count = len(intra.row_ids)
         regions = [intra.rows] if intra.scales is None else [intra.rows, intra.scales]
-        for region, made in zip(regions, brought.made, strict=True):
-            torch.index_select(as_bytes(region), 0, intra.row_ids, out=as_bytes(made[:count]))
+        for region, rows in zip(regions, found.rows, strict=True):
+            torch.index_select(as_bytes(region), 0, intra.row_ids, out=as_bytes(rows[:count]))
         self.intra.release(intra)
 
     @contextmanager
-    def _beside(self, outgoing: Outgoing[Sent]) -> Iterator[None]:
-        """A send inside the host while tensors travel to its memory; if it fails, nothing else is sent."""
+    def _named(self) -> Iterator[None]:
+        """Errors of the host's exchange name ranks of the whole group."""
+        ranks = self.intra_ranks
         try:
-            with self.named():
+            yield
+        except PeerTimeout as e:
+            raise PeerTimeout(e.op, e.phase, ranks[e.rank], ranks[e.peer], e.expected, e.seen) from e
+        except (GroupAborted, ProtocolViolation) as e:
+            raise type(e)(f"among ranks {ranks[0]} to {ranks[-1]}, counted from 0 there: {e}") from e
+
+    @contextmanager
+    def _beside(self, outgoing: Outgoing[Sent]) -> Iterator[None]:
+        """A send inside the host while tensors travel to its memory. If it fails, nothing else is sent."""
+        try:
+            with self._named():
                 yield
         except BaseException:
             outgoing.arrived()  # the next send writes where they arrive
             raise
+
+
+def open_hierarchical(
+    inter: FabricDeviceExchange,
+    hosts: tuple[int, ...],
+    segment_spec: Callable[[ExchangeSpec], ExchangeSpec],
+    open_intra: Callable[[ExchangeSpec, int], Exchange],
+    *,
+    validate: bool = False,
+) -> HierarchicalExchange:
+    """Joins the ranks of each host. Collective over all ranks of `inter`, which is closed where this fails.
+
+    Args:
+        hosts, validate: see HierarchicalExchange.
+        segment_spec: of the segment that the ranks of a host share, given the spec of their exchange.
+        open_intra: this rank's end inside its host, given the spec and a descriptor of the segment, which
+          stays the caller's.
+    Raises: ConfigError; what open_intra raises; ExchangeError where another rank failed.
+    """
+    intra: Exchange | None = None
+    group = inter.inner.group
+    try:
+        if group.on_timeout != "raise":
+            allowed = "raise: a rank would be masked between hosts only"
+            raise ConfigError("on_timeout", group.on_timeout, allowed)
+        ranks = ranks_of_host(hosts, inter.spec)
+        spec = spec_of_host(inter.spec, ranks)
+        fd = share_segment(inter, inter.spec.rank, ranks, lambda: create_segment(segment_spec(spec)))
+        try:
+            intra = open_intra(spec, fd)
+        finally:
+            os.close(fd)
+        exchange = HierarchicalExchange(intra, inter, hosts, validate=validate)
+        inter.barrier()
+    except BaseException:
+        group.abort()  # the others would wait for this rank
+        try:
+            if intra is not None:
+                intra.close()
+        finally:
+            inter.close()
+        raise
+    return exchange
 
 
 def _added(one: dict[K, int], other: dict[K, int]) -> dict[K, int]:

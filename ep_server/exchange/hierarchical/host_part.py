@@ -1,7 +1,7 @@
-"""The part that one host's ranks have in an exchange of several hosts: which ranks, experts, ids and rows.
+"""One host's part in an exchange of several hosts: its ranks, experts, ids and rows.
 
-Splits routing into what stays on the host and what leaves it, and joins the rows of both in one order. Torch
-operations and arithmetic alone: knows no transport, and waits for no device.
+Splits routing into ids inside the host and ids outside it, and joins the rows of both in one order. Uses
+torch operations only, and waits for no device.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import torch
 
 from ep_server.errors import ConfigError
 from ep_server.exchange.api import ExchangeSpec, Received, View
-from ep_server.exchange.fabric.host_staging import Brought
+from ep_server.exchange.fabric.host_staging import ReceivedRows
 from ep_server.exchange.row_order import Order
 from ep_server.exchange.segment import check_hosts
 
 
 def ranks_of_host(hosts: tuple[int, ...], spec: ExchangeSpec) -> range:
-    """The ranks of this one's host. Raises ConfigError unless those of each host follow one another.
+    """The ranks of this rank's host. Raises ConfigError unless the ranks of each host are consecutive.
 
     Args:
         hosts: [R] number of each rank's host.
@@ -39,7 +39,7 @@ def experts_of(spec: ExchangeSpec, ranks: range) -> tuple[int, ...]:
 def spec_of_host(spec: ExchangeSpec, ranks: range) -> ExchangeSpec:
     """The exchange of one host's ranks, counted from 0, with their experts alone.
 
-    A host without experts gets one that nobody is sent to: there must be one.
+    A spec needs an expert, so a host without experts gets one that receives no tokens.
     """
     owners = tuple(spec.placement[e] - ranks.start for e in experts_of(spec, ranks))
     return replace(spec, rank=spec.rank - ranks.start, num_ranks=len(ranks), placement=owners or (0,))
@@ -48,7 +48,7 @@ def spec_of_host(spec: ExchangeSpec, ranks: range) -> ExchangeSpec:
 class IdSplit:
     """Splits choices by where their experts are.
 
-    An id that no expert has stays one in both halves, so that either exchange refuses it.
+    An invalid id stays invalid in both halves, so either exchange refuses it.
     """
 
     def __init__(self, spec: ExchangeSpec, ranks: range, device: torch.device) -> None:
@@ -69,7 +69,7 @@ class IdSplit:
 
 
 class InterTables:
-    """What travels to the device beside the rows of other hosts: where these are among all rows."""
+    """Makes the tables that go to the device with rows of other hosts: their places among all rows."""
 
     def __init__(self, spec: ExchangeSpec, ranks: range) -> None:
         self._tokens, self._padded, self._ranks = spec.max_tokens, spec.num_ranks * spec.max_tokens, ranks
@@ -80,8 +80,8 @@ class InterTables:
         Args:
             inner: an INDEX view on the CPU, whose rows are in the regions of all ranks of the host.
             entry: [N] row of each entry.
-        Returns: entry; after [N], how many experts' intra rows come before an entry; shift [E_local], inter
-          rows before the first intra row of an expert.
+        Returns: entry; after [N], the number of experts whose intra rows precede an entry; shift [E_local],
+          the number of inter rows before the first intra row of an expert.
         """
         assert inner.row_ids is not None
         experts = torch.repeat_interleave(inner.counts.long())
@@ -98,9 +98,9 @@ class InterTables:
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """Rows of both parts in one order. intra_at, inter_at: int64, where their entries are among all N.
+    """Rows of both parts in one order. intra_at, inter_at: int64, places of their entries among all N.
 
-    The rows themselves lie one part behind the other: intra ones by entry, then inter ones, each once.
+    The rows themselves are stored part by part: intra rows by entry, then each inter row once.
     """
 
     order: Order
@@ -108,13 +108,13 @@ class Joined:
     inter_at: torch.Tensor
 
 
-def join(intra: Received, inter: Brought, view: View) -> Joined:
+def join(intra: Received, inter: ReceivedRows, view: View) -> Joined:
     """By (local expert, source, token).
 
     Args:
-        intra: an INDEX view of the host's exchange, counted from this device alone, cut to what came.
+        intra: an INDEX view of the host's exchange, cut to the rows received.
         inter: with the tables of InterTables.
-        view: of what is to be made of it.
+        view: that will be made of it.
     """
     assert intra.row_ids is not None
     entry, after, shift = inter.tables

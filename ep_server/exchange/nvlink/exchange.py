@@ -1,64 +1,83 @@
-"""The exchange over NVLink: the Protocol of exchange.py on CUDA tensors, one GPU per rank, one host.
+"""The exchange over NVLink, on CUDA tensors: one GPU per rank, one host.
 
-Checks tensors, allocates outputs and enqueues kernels on the current stream; nothing here waits for the GPU
-but COMPACT and INDEX outside a graph, whose exact size the host must learn. Failures that a kernel finds are
-raised by the next call, check() or synchronize(). A rank tells the others which of its banks are free when
-its next kernel starts, in barrier() or in synchronize(). Everything can be captured in a CUDA graph and
-replayed; sends of one exchange follow one another in stream order. Durations in ns.
+Checks tensors, allocates outputs and enqueues kernels on the current stream. Nothing waits for the GPU except
+COMPACT and INDEX views outside a graph, whose exact size the host needs. The next call, check() or
+synchronize() raises failures that a kernel finds. A rank publishes which of its banks are free when its next
+kernel starts, in barrier() and in synchronize(). Everything can be captured in a CUDA graph and replayed.
+Sends of one exchange follow one another in stream order. Durations in ns.
 
-Beyond the Protocol:
-    NvlinkExchange(spec, control=..., on_timeout="raise" | "mask", num_sms=0, validate=False)
-    .dispatch(...) , .combine(...)           both halves in one kernel, where nothing is done between them
-    .dispatch_send(..., tokens_on_device=)   T of each replay, int32 [1]
-    PendingDispatch.recv(counts=, capacity=, source_map=True, expert_stats=, wait_stats=)
-    .combine(..., add_norm=), .can_norm(...) what ends a layer, in the same kernel
-    .combine_send(..., wire="bf16" | "fp8" | "log10"), PendingCombine.recv(wait_stats=)
-    .bounded(num_sms), .empty_padded(), .release(received), .check(), .synchronize()
-    .masked, .mask(ranks), .reset(dead=()), .statistics(), .set_faults(faults), .memory_bytes
-What is not an operation: group.py. Made by bootstrap.from_process_group (a process per GPU) or
-from_local (several GPUs in one process).
+Beyond the Protocol: tokens_on_device, bounded(), synchronize(), set_faults() and what api.FusedExchange has.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any, Unpack
 
 import torch
 
 from ep_server import _cuda
-from ep_server.errors import ConfigError
-from ep_server.exchange.api import AddNorm, ExchangeSpec, FusedExchange, Received, Reduction, View
-from ep_server.exchange.nvlink.group import NvlinkGroup
-from ep_server.exchange.nvlink.launch import BOTH, SEND
-from ep_server.exchange.nvlink.pending import COMBINE, DISPATCH, PendingCombine, PendingDispatch
-from ep_server.exchange.nvlink.requests import CombineTensors, Handle, Receipt, Wire
-from ep_server.exchange.nvlink.shapes import (
-    can_norm,
-    check_answer,
+from ep_server.errors import ConfigError, ExchangeError, InvalidArgument, StartupError
+from ep_server.exchange.api import (
+    AddNorm,
+    Capabilities,
+    ExchangeStatistics,
+    FusedExchange,
+    Membership,
+    Payload,
+    PendingCombine,
+    PendingDispatch,
+    Received,
+    RecvOptions,
+    Reduction,
+    View,
+    Wire,
+    chosen,
+)
+from ep_server.exchange.bootstrap import share_regions
+from ep_server.exchange.faults import Fault, encode_device_faults
+from ep_server.exchange.host import HostGroup
+from ep_server.exchange.nvlink.launch import (
+    BOTH,
+    COMBINE,
+    DISPATCH,
+    RECV,
+    SEND,
+    Banks,
+    CombineTensors,
+    DeviceHandle,
+    Launcher,
+    address,
+    check_device_spec,
+    make_group,
+)
+from ep_server.exchange.shapes import Shapes, Tensors
+from ep_server.exchange.spec import ExchangeSpec
+from ep_server.exchange.validate import (
+    CombineMode,
+    check_combine_weights,
     check_dispatch,
-    check_norm,
-    choose,
+    check_ids,
+    check_tensor,
     combine_mode,
     handle_of,
+    rank_bits,
 )
-from ep_server.exchange.shm import ShmExchange
-from ep_server.exchange.validate import check_tokens
-from ep_server.exchange.views import Tensors
 
 
-class NvlinkExchange(NvlinkGroup):
-    """One rank's end of a group of GPUs. Satisfies exchange.Exchange on tensors of `device`.
+class NvlinkExchange:
+    """One rank's end of a group of GPUs. Satisfies api.FusedExchange and api.Membership.
 
     Calls are made with `device` current. Where two streams may wait for peers at once, num_sms must leave
     room for the sends behind them: at most half of the GPU each.
 
     Args:
         spec: this rank's; the other ranks' differ in `rank` only.
-        control: an exchange of control_spec(spec) over the same ranks; owned by this one from now on.
-          all_gather, barrier and reset meet there: every rank calls them, each from a thread of its own.
+        control: the group of control_spec(spec) over the same ranks; owned by the exchange from now on.
+          all_gather, barrier and reset run there: every rank calls them, each from a thread of its own.
         device: GPU ordinal; None = the current one.
-        on_timeout: "raise" aborts the group; "mask" goes on without the peer.
+        on_timeout: "raise" aborts the group; "mask" continues without the peer.
         num_sms: multiprocessors that a kernel may fill; 0 = all; 1 is enough for any operation.
         validate: reads ids back and checks them before anything is sent; for tests, it waits for the GPU.
     Raises: ConfigError; StartupError where a GPU, its driver or peer access is missing.
@@ -68,21 +87,56 @@ class NvlinkExchange(NvlinkGroup):
         self,
         spec: ExchangeSpec,
         *,
-        control: ShmExchange,
+        control: HostGroup,
         device: int | None = None,
         on_timeout: str = "raise",
         num_sms: int = 0,
         validate: bool = False,
     ) -> None:
-        super().__init__(spec, control=control, device=device, on_timeout=on_timeout, num_sms=num_sms)
-        self._validate = validate
+        self.spec, self._control, self._validate = spec, control, validate
+        try:
+            self._launcher: Launcher | None = self._start(device, on_timeout, num_sms)
+        except BaseException as error:
+            if not isinstance(error, ConfigError):  # which all ranks find alike
+                control.abort()  # the others would wait for this rank
+            control.close()
+            if isinstance(error, RuntimeError | ExchangeError):
+                raise StartupError(f"rank {spec.rank}: {error}") from error
+            raise
+        self._banks = Banks(spec.rank, spec.num_banks)
 
-    # -- the Protocol ---------------------------------------------------------------------------------
+    def _start(self, device: int | None, on_timeout: str, num_sms: int) -> Launcher:
+        check_device_spec(self.spec, on_timeout)
+        if not torch.cuda.is_available():
+            raise StartupError("the exchange over NVLink needs a CUDA device, none is available")
+        self.device = torch.device("cuda", torch.cuda.current_device() if device is None else device)
+        with torch.cuda.device(self.device):
+            self.shapes = Shapes(self.spec, self.device, aligned=True)
+            group = make_group(self.spec, self.device, on_timeout)
+            launcher = Launcher(group, self.spec, self.shapes, num_sms)
+            share_regions(self._control, self.spec, group)
+        return launcher
 
     @property
     def fused(self) -> FusedExchange:
         """As the Protocol says."""
         return self
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """As the Protocol says."""
+        return Capabilities(
+            payloads=frozenset(Payload) - {Payload.FP32},
+            views=frozenset(View),
+            cheapest_view=View.INDEX,
+            graph_safe=True,
+            micro_batches=self.spec.num_banks,
+            memory_bytes=int(self._open().group.bytes),
+            fills=True,
+            wires=frozenset(Wire),
+        )
+
+    # -- halves ---------------------------------------------------------------------------------------
 
     def dispatch_send(
         self,
@@ -97,11 +151,10 @@ class NvlinkExchange(NvlinkGroup):
         Args:
             tokens_on_device: [1] int32, how many of the T tokens count; read when the kernel runs.
         """
-        handle = self._new_handle(x, topk_ids, topk_weights)
-        send = self._open().send_args(x, topk_ids, topk_weights, tokens_on_device)
+        handle, send = self._begin_dispatch(x, topk_ids, topk_weights, tokens_on_device)
         self._open().dispatch(SEND, send, _cuda.DispatchRecvArgs(), handle, (x,))
-        self._flights.take(DISPATCH, handle)
-        return PendingDispatch(self._open, handle)
+        self._banks.take(DISPATCH, handle.state)
+        return PendingDispatch(lambda view, options: self._open().receive(handle, None, view, options))
 
     def combine_send(
         self,
@@ -115,20 +168,25 @@ class NvlinkExchange(NvlinkGroup):
         """As the Protocol says. expert_out is read in place when the kernel runs.
 
         Args:
-            topk_weights: [T, K] float32 where dispatch had none. With reduction rank they are pushed to the
-              experts' ranks first.
-            wire: how rows travel; other than bf16 with reduction rank and H a multiple of 128.
+            topk_weights: where dispatch had none. With reduction rank they are pushed to the experts' ranks.
         """
-        launcher, mode = self._open(), combine_mode(self.spec, reduction, wire)
-        handle = check_answer(self._shapes, expert_out, received, topk_weights, mode)
-        self._check_bank(COMBINE)
-        launcher.combine(SEND, handle, mode, CombineTensors(expert_out, topk_weights))
-        handle.held, handle.answering = False, True
-        pending = PendingCombine(self._open, handle, topk_weights, mode)
-        self._flights.take(COMBINE, pending)
+        handle, mode = self._begin_combine(expert_out, received, topk_weights, reduction, wire)
+        self._open().combine(SEND, handle, mode, CombineTensors(expert_out, topk_weights))
+        state = handle.state
+        state.held, state.combining = False, True
+
+        def receive(out: torch.Tensor | None, wait_stats: torch.Tensor | None) -> torch.Tensor:
+            self.shapes.check_wait_stats(wait_stats)
+            out, launcher = self.shapes.result(handle.tokens, out), self._open()
+            launcher.combine(RECV, handle, mode, CombineTensors(None, topk_weights, out, wait_stats))
+            state.combining = False
+            return out
+
+        pending = PendingCombine(receive)
+        self._banks.take(COMBINE, pending)
         return pending
 
-    # -- both halves at once --------------------------------------------------------------------------
+    # -- both halves in one kernel --------------------------------------------------------------------
 
     def dispatch(
         self,
@@ -137,27 +195,14 @@ class NvlinkExchange(NvlinkGroup):
         topk_weights: torch.Tensor | None,
         view: View = View.PADDED,
         *,
-        out: Tensors | None = None,
-        counts: torch.Tensor | None = None,
-        capacity: int | None = None,
-        source_map: bool = False,
         tokens_on_device: torch.Tensor | None = None,
-        expert_stats: torch.Tensor | None = None,
-        wait_stats: torch.Tensor | None = None,
-        most_tokens: int | None = None,
-        next_reads_ahead: bool = False,
+        **options: Unpack[RecvOptions],
     ) -> Received:
-        """dispatch_send and recv in one kernel: rows are placed while others are under way.
-
-        Keywords: see dispatch_send and requests.Receipt.
-        """
-        handle = self._new_handle(x, topk_ids, topk_weights)
-        send = self._open().send_args(x, topk_ids, topk_weights, tokens_on_device)
-        view = choose("view", View, view)
-        stats = (expert_stats, wait_stats)
-        receipt = Receipt(view, out, counts, capacity, source_map, *stats, most_tokens, next_reads_ahead)
-        received = self._open().receive(handle, (send, x), receipt)
-        self._flights.take(DISPATCH, handle)
+        """As the Protocol says. tokens_on_device: see dispatch_send."""
+        view = chosen("view", View, view)
+        handle, send = self._begin_dispatch(x, topk_ids, topk_weights, tokens_on_device)
+        received = self._open().receive(handle, (send, x), view, options)
+        self._banks.take(DISPATCH, handle.state)
         return received
 
     def combine(
@@ -173,29 +218,25 @@ class NvlinkExchange(NvlinkGroup):
         next_reads_ahead: bool = False,
         add_norm: AddNorm | None = None,
     ) -> torch.Tensor:
-        """combine_send and recv in one kernel; keywords as there and in requests.CombineTensors."""
-        launcher, mode = self._open(), combine_mode(self.spec, reduction, wire)
-        handle = check_answer(self._shapes, expert_out, received, topk_weights, mode)
-        self._check_bank(COMBINE)
-        out = self._shapes.result(handle, out)
+        """As the Protocol says."""
+        handle, mode = self._begin_combine(expert_out, received, topk_weights, reduction, wire)
+        self.shapes.check_wait_stats(wait_stats)
+        out, launcher = self.shapes.result(handle.tokens, out), self._open()
         if add_norm is not None:
-            check_norm(self._shapes, handle.tokens, add_norm, mode)
+            launcher.check_norm(handle.tokens, add_norm, mode.wire)
         tensors = CombineTensors(expert_out, topk_weights, out, wait_stats, next_reads_ahead, add_norm)
         launcher.combine(BOTH, handle, mode, tensors)
-        handle.held = False
-        self._flights.take(COMBINE, None)
+        handle.state.held = False
+        self._banks.take(COMBINE, None)
         return out
 
     def can_norm(self, norm: AddNorm) -> bool:
-        """Whether combine takes it, as far as its tensors go; else its sums are left to another kernel."""
-        return can_norm(self._shapes, norm)
+        """As the Protocol says."""
+        return self._open().can_norm(norm)
 
     @contextmanager
     def bounded(self, num_sms: int) -> Iterator[None]:
-        """What is enqueued inside fills at most so many multiprocessors, if it may fill more outside.
-
-        Captured kernels keep to it. Raises: ConfigError for less than one.
-        """
+        """As the Protocol says, also for captured kernels. Raises ConfigError for less than 1."""
         if num_sms < 1:
             raise ConfigError("num_sms", num_sms, "1 or more")
         launcher = self._open()
@@ -208,34 +249,149 @@ class NvlinkExchange(NvlinkGroup):
     # -- views ----------------------------------------------------------------------------------------
 
     def empty_padded(self) -> Tensors:
-        """Rows and scales of a PADDED view; each scale column starts at a multiple of 16 bytes."""
-        return self._shapes.empty_padded()
+        """As the Protocol says; each scale column starts at a multiple of 16 bytes."""
+        return self.shapes.padded()
 
     def release(self, received: Received) -> None:
-        """Gives the bank of an INDEX view back to the senders; without effect on other views."""
-        handle = handle_of(received)
-        if handle.held:
+        """As the Protocol says."""
+        handle: DeviceHandle = handle_of(received, self._open().generation)
+        if handle.state.held:
             self._open().release(handle)
-            handle.held = False
+            handle.state.held = False
+
+    # -- the group ------------------------------------------------------------------------------------
+
+    def all_gather(self, record: bytes) -> list[bytes]:
+        """As the Protocol says; over host memory."""
+        return self._control.all_gather(record)
+
+    def barrier(self) -> None:
+        """As the Protocol says, of the processes and not of their streams."""
+        self._open().publish()
+        self._control.barrier()
+
+    def check(self) -> None:
+        """Raises what a kernel has found since the last call; never waits.
+
+        Raises: PeerTimeout, HookNotCalled, GroupAborted, ProtocolViolation, InvalidArgument.
+        """
+        self._open().check()
+
+    def synchronize(self) -> None:
+        """Waits for the current stream, then check()."""
+        self._open().publish()
+        torch.cuda.current_stream(self.device).synchronize()
+        self.check()
+
+    def close(self) -> None:
+        """As the Protocol says. Waits for the GPU."""
+        if self._launcher is None:
+            return
+        torch.cuda.synchronize(self.device)
+        self._launcher = None
+        self._control.close()
+
+    @property
+    def membership(self) -> Membership:
+        """As the Protocol says."""
+        return self
+
+    @property
+    def masked(self) -> frozenset[int]:
+        """See Membership. Waits for nothing: kernels may mask more."""
+        bits = self._open().group.epochs()[2]
+        return frozenset(r for r in range(self.spec.num_ranks) if bits >> r & 1)
+
+    @property
+    def live(self) -> frozenset[int]:
+        """See Membership."""
+        return frozenset(range(self.spec.num_ranks)) - self.masked
+
+    def mask(self, ranks: Iterable[int]) -> None:
+        """See Membership. Also in a kernel that waits for them."""
+        self._open().group.mask(rank_bits(self.spec, set(ranks) - {self.spec.rank}))
+
+    def reset(self, dead: Iterable[int] = ()) -> None:
+        """See Membership. Waits for the GPU."""
+        launcher, gone = self._open(), frozenset(dead)
+        torch.cuda.synchronize(self.device)
+        self._control.reset(gone)
+        dispatches, combines, _ = launcher.group.epochs()
+        theirs = self._control.all_gather(max(dispatches, combines).to_bytes(8, "little"))
+        last = max(int.from_bytes(record, "little") for record in theirs)
+        banks = self.spec.num_banks
+        base = (last + 3 * banks) // banks * banks  # beyond every epoch of the old generation
+        launcher.group.reset(base, rank_bits(self.spec, gone))
+        launcher.generation = object()
+        self._banks = Banks(self.spec.rank, banks)
+        self._control.barrier()
+
+    def set_faults(self, faults: Iterable[Fault]) -> None:
+        """Replaces the fault plan: delays and drops where a send writes. No kernel may be running."""
+        self._open().group.set_faults(encode_device_faults(faults, self.spec))
+
+    def statistics(self) -> ExchangeStatistics:
+        """As the Protocol says. Kept on the GPU and copied on a stream of their own."""
+        found: dict[str, Any] = self._open().group.statistics()
+        local = found["local_expert_tokens"]
+        return {
+            "histograms": found["histograms"],
+            "sums": found["sums"],
+            "counters": found["counters"],
+            "peer_wait_ns": found["peer_wait_ns"],
+            "peer_wait_max_ns": found["peer_wait_max_ns"],
+            "expert_tokens": {e: local[i] for i, e in enumerate(self.spec.local_experts)},
+        }
 
     def __repr__(self) -> str:
-        spec = self.spec
-        what = f"{self.device}, {spec.payload}, {spec.reduction}"
+        spec, what = self.spec, f"{self.device}, {self.spec.payload}, {self.spec.reduction}"
         return f"NvlinkExchange(rank={spec.rank}/{spec.num_ranks}, {what})"
 
     # -- inside ---------------------------------------------------------------------------------------
 
-    def _check_bank(self, op: str) -> None:
-        self.check()
-        self._flights.check(op)
+    def _open(self) -> Launcher:
+        if self._launcher is None:
+            raise InvalidArgument("exchange", "closed", "open")
+        return self._launcher
 
-    def _new_handle(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None) -> Handle:
-        group, tokens = self._open().group, check_dispatch(self._shapes, x, ids, weights)
+    def _begin_dispatch(
+        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None, count: torch.Tensor | None
+    ) -> tuple[DeviceHandle, _cuda.DispatchSendArgs]:
+        launcher = self._open()
+        tokens = check_dispatch(self.spec, self.shapes.device, x, ids, weights, pushes_weights=True)
+        if count is not None:
+            check_tensor("tokens_on_device", count, self.shapes.device, torch.int32, tokens=1)
         if self._validate:
-            check_tokens(self.spec, x.cpu(), ids.cpu(), None if weights is None else weights.cpu())
-        self._check_bank(DISPATCH)
-        memory = torch.empty(group.handle_bytes, dtype=torch.uint8, device=self.device)
-        stream = torch.cuda.current_stream(self.device).cuda_stream
-        handle = Handle(memory, tokens, weights is not None, self.spec.max_tokens, stream=stream)
-        handle.generation = self._open().generation
-        return handle
+            check_ids(self.spec, ids)
+        launcher.check()
+        self._banks.check(DISPATCH)
+        send = _cuda.DispatchSendArgs(
+            x=x.data_ptr(),
+            ids=ids.data_ptr(),
+            weights=address(weights),
+            tokens_on_device=address(count),
+            tokens=tokens,
+        )
+        return launcher.new_handle(tokens, weighted=weights is not None), send
+
+    def _begin_combine(
+        self,
+        expert_out: torch.Tensor,
+        received: Received,
+        weights: torch.Tensor | None,
+        reduction: Reduction | None,
+        wire: Wire,
+    ) -> tuple[DeviceHandle, CombineMode]:
+        launcher = self._open()
+        mode = combine_mode(self.spec, reduction, wire, frozenset(Wire))
+        handle: DeviceHandle = handle_of(received, launcher.generation)
+        if handle.state.combining:
+            given = "of a combine whose hook was not called"
+            raise InvalidArgument("received.handle", given, "of one at a time")
+        self.shapes.check_outputs(expert_out, received.view, handle.state.rows)
+        check_combine_weights(
+            self.spec, self.shapes.device, handle, weights, mode.reduction, pushes_weights=True
+        )
+        launcher.check()
+        self._banks.check(COMBINE)
+        return handle, mode

@@ -1,35 +1,110 @@
-"""Enqueues the kernels of the exchange on the current stream.
+"""Enqueues the kernels of the exchange over NVLink on the current stream, and raises what they report.
 
-Knows no state of operations beyond their handles: banks, membership and checks of callers are elsewhere.
+Which operation may run is decided in exchange.py.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from dataclasses import dataclass
+
 import torch
 
 from ep_server import _cuda
-from ep_server.errors import InvalidArgument
-from ep_server.exchange.api import AddNorm, ExchangeSpec, Payload, Received, Reduction, View
-from ep_server.exchange.geometry import PAYLOADS, REDUCTIONS
-from ep_server.exchange.nvlink.requests import (
-    CombineMode,
-    CombineTensors,
-    DeviceBytes,
-    Handle,
-    Receipt,
-    Wire,
-    raise_status,
+from ep_server.errors import (
+    ConfigError,
+    GroupAborted,
+    HookNotCalled,
+    InternalError,
+    InvalidArgument,
+    PeerTimeout,
+    ProtocolViolation,
 )
-from ep_server.exchange.nvlink.shapes import VECTOR, RecvTensors, Shapes
-from ep_server.exchange.shm import VIEWS
-from ep_server.exchange.views import Tensors
+from ep_server.exchange.api import (
+    AddNorm,
+    Handle,
+    Payload,
+    PendingCombine,
+    Received,
+    RecvOptions,
+    Reduction,
+    View,
+    Wire,
+)
+from ep_server.exchange.shapes import VECTOR, VIEWS, Shapes, Tensors
+from ep_server.exchange.spec import PAYLOADS, REDUCTIONS, ExchangeSpec, check_spec
+from ep_server.exchange.validate import CombineMode, check_tensor
 
+DISPATCH, COMBINE = "dispatch", "combine"
 SEND, RECV, BOTH = 1, 2, 3  # csrc/exchange/nvlink/phases.hpp
 WIRES = tuple(Wire)
+MAX_EXPERTS = 2048  # tables of a block's shared memory
+MAX_TOKENS = 32768  # counts of a header have 16 bits
+
+
+@dataclass(slots=True)
+class DeviceState:
+    """A dispatch on GPUs, as far as the host knows.
+
+    memory: device bytes that csrc calls DeviceHandle. stream: on which they were allocated.
+    most: tokens that any rank sends, as far as is known: kernels get blocks for so many.
+    rows: of the view, -1 where only the device knows. held: the view is read in place.
+    combining: a combine of it was sent and not received; the memory has room for the state of one.
+    """
+
+    memory: torch.Tensor
+    stream: int
+    most: int
+    rows: int = -1
+    received: bool = False
+    held: bool = False
+    combining: bool = False
+
+
+DeviceHandle = Handle[DeviceState]
+
+
+@dataclass(slots=True)
+class CombineTensors:
+    """What a combine reads and fills; None in the half that does not. See FusedExchange.combine."""
+
+    expert_out: torch.Tensor | None = None
+    weights: torch.Tensor | None = None
+    out: torch.Tensor | None = None
+    wait_stats: torch.Tensor | None = None
+    next_reads_ahead: bool = False
+    add_norm: AddNorm | None = None
+
+
+class DeviceBytes:
+    """Device memory that the exchange owns, as other libraries understand it."""
+
+    def __init__(self, address: int, shape: tuple[int, int]) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": shape,
+            "typestr": "|u1",
+            "data": (address, False),
+            "version": 3,
+        }
+
+
+def check_device_spec(spec: ExchangeSpec, on_timeout: str) -> None:
+    """Raises ConfigError for a spec that GPUs of one host do not support."""
+    check_spec(spec)
+    if spec.num_ranks > _cuda.MAX_RANKS:
+        raise ConfigError("num_ranks", spec.num_ranks, f"at most {_cuda.MAX_RANKS} on one host")
+    if spec.num_experts > MAX_EXPERTS:
+        raise ConfigError("placement", spec.num_experts, f"at most {MAX_EXPERTS} experts on GPUs")
+    if spec.max_tokens > MAX_TOKENS:
+        raise ConfigError("max_tokens", spec.max_tokens, f"at most {MAX_TOKENS} on GPUs")
+    if spec.payload == Payload.FP32:
+        raise ConfigError("payload", spec.payload, "bf16 or one of fp8 on a GPU")
+    if on_timeout not in {"raise", "mask"}:
+        raise ConfigError("on_timeout", on_timeout, "one of raise, mask")
 
 
 def make_group(spec: ExchangeSpec, device: torch.device, on_timeout: str) -> _cuda.Group:
-    """This rank's region and state in the memory of its GPU. Raises RuntimeError for what the GPU refuses."""
+    """This rank's region and state in the memory of its GPU. Raises RuntimeError where the GPU refuses."""
     return _cuda.Group(
         num_ranks=spec.num_ranks,
         max_tokens=spec.max_tokens,
@@ -46,9 +121,229 @@ def make_group(spec: ExchangeSpec, device: torch.device, on_timeout: str) -> _cu
     )
 
 
+class Launcher:
+    """Kernels of one `_cuda.Group`.
+
+    Attributes:
+        num_sms: multiprocessors that a kernel may fill. They bound its grid: 1 is enough for any operation.
+        generation: owner of current handles. A reset replaces it, since their banks and epochs are gone.
+    """
+
+    def __init__(self, group: _cuda.Group, spec: ExchangeSpec, shapes: Shapes, num_sms: int) -> None:
+        if not 0 <= num_sms <= group.num_sms:
+            raise ConfigError("num_sms", num_sms, f"0 to {group.num_sms}")
+        self.group, self.spec, self.shapes, self.device = group, spec, shapes, shapes.device
+        self.num_sms, self.generation = num_sms or group.num_sms, object()
+
+    def new_handle(self, tokens: int, *, weighted: bool) -> DeviceHandle:
+        """Of the next dispatch."""
+        memory = torch.empty(self.group.handle_bytes, dtype=torch.uint8, device=self.device)
+        stream = torch.cuda.current_stream(self.device).cuda_stream
+        state = DeviceState(memory, stream, self.spec.max_tokens)
+        return Handle(self.generation, tokens, weighted, state)
+
+    def check(self) -> None:
+        """Raises what a kernel has found since the last call; never waits."""
+        status = self.group.status()
+        if status is not None:
+            raise_status(status, self.spec)
+
+    def release(self, handle: DeviceHandle) -> None:
+        """Gives the bank of an in-place view back."""
+        self._check_own(handle)
+        self.group.release(self._stream(handle), handle.state.memory.data_ptr())
+
+    def publish(self) -> None:
+        """Publishes which banks were read, where no further kernel may follow for a while."""
+        self.group.publish(self._stream())
+
+    def _stream(self, handle: DeviceHandle | None = None) -> int:
+        """The current one. Records it with the allocator for a handle of another stream."""
+        stream = torch.cuda.current_stream(self.device)
+        if handle is not None and handle.state.stream != stream.cuda_stream:
+            handle.state.memory.record_stream(stream)
+        return int(stream.cuda_stream)
+
+    def dispatch(
+        self,
+        halves: int,
+        send: _cuda.DispatchSendArgs,
+        recv: _cuda.DispatchRecvArgs,
+        handle: DeviceHandle,
+        tensors: tuple[torch.Tensor, ...],
+    ) -> None:
+        """One kernel. tensors: rows that it reads or writes."""
+        self._check_own(handle)
+        narrow = _narrow(self.spec.hidden * self.shapes.row_dtype.itemsize, tensors)
+        if narrow and self.shapes.fp8:
+            raise InvalidArgument("x", "not aligned", f"at a multiple of {VECTOR} bytes")
+        stream, memory = self._stream(handle), handle.state.memory.data_ptr()
+        self.group.dispatch(stream, halves, self.num_sms, handle.state.most, narrow, send, recv, memory)
+
+    def receive(
+        self,
+        handle: DeviceHandle,
+        send: tuple[_cuda.DispatchSendArgs, torch.Tensor] | None,
+        view: View,
+        options: RecvOptions,
+    ) -> Received:
+        """The second half, or both where `send` is given."""
+        shapes, state = self.shapes, handle.state
+        if options:
+            shapes.check_recv(view, options)
+        capacity, counts = options.get("capacity"), options.get("counts")
+        limit = shapes.most_rows if capacity is None else capacity
+        counts, offsets, row_ids = shapes.counts() if counts is None else counts, shapes.offsets(), None
+        if view is View.PADDED:
+            rows, scales = options.get("out") or shapes.padded()
+        else:
+            rows, scales = shapes.compact(limit if view is View.COMPACT else 0)
+        if view is View.INDEX:
+            scales, row_ids = None, shapes.row_ids(limit)
+        if (most := options.get("most_tokens")) is not None:
+            state.most = min(most, self.spec.max_tokens)
+        info, ranges = options.get("source_map") or (None, None)
+        recv = _cuda.DispatchRecvArgs(
+            view=VIEWS[view],
+            capacity=limit,
+            scale_pitch=scales.stride(2) if scales is not None and scales.dim() == 3 else shapes.scale_pitch,
+            rows=rows.data_ptr(),
+            scales=address(scales),
+            row_ids=address(row_ids),
+            counts=counts.data_ptr(),
+            offsets=offsets.data_ptr(),
+            src_info=address(info),
+            layout_range=address(ranges),
+            expert_stats=address(options.get("expert_stats")),
+            wait_stats=address(options.get("wait_stats")),
+            next_reads_ahead=options.get("next_reads_ahead", False),
+        )
+        if send is None:
+            self.dispatch(RECV, _cuda.DispatchSendArgs(), recv, handle, (rows,))
+        else:
+            self.dispatch(BOTH, send[0], recv, handle, (send[1], rows))
+        state.received, state.held = True, view is View.INDEX
+        if view is View.PADDED:
+            return Received(rows, counts, offsets, handle, view, scales)
+        cut = capacity is None and not torch.cuda.is_current_stream_capturing()
+        if cut:
+            limit = int(offsets[-1])  # waits for the GPU
+            self.check()
+        state.rows = limit
+        if view is View.INDEX:
+            assert row_ids is not None
+            rows, scales = self._regions()
+            return Received(rows, counts, offsets, handle, view, scales, row_ids[:limit] if cut else row_ids)
+        if cut:
+            rows, scales = rows[:limit], None if scales is None else scales[:limit]
+        return Received(rows, counts, offsets, handle, view, scales)
+
+    def combine(self, halves: int, handle: DeviceHandle, mode: CombineMode, tensors: CombineTensors) -> None:
+        """One kernel."""
+        self._check_own(handle)
+        which, wire = REDUCTIONS.index(mode.reduction), WIRES.index(mode.wire)
+        pushed = mode.reduction is Reduction.RANK and not handle.weighted
+        narrow = _narrow(self.spec.hidden * 2, (tensors.expert_out, tensors.out))
+        if narrow and (mode.wire is not Wire.BF16 or tensors.add_norm is not None):
+            raise InvalidArgument("expert_out, out", "not aligned", f"at multiples of {VECTOR} bytes")
+        send = _cuda.CombineSendArgs(
+            expert_out=address(tensors.expert_out),
+            weights=address(tensors.weights) if pushed else 0,
+            reduction=which,
+            wire=wire,
+            pushes_weights=pushed,
+            frees_dispatch=handle.state.held,
+        )
+        recv = _cuda.CombineRecvArgs(
+            out=address(tensors.out),
+            weights=0 if pushed else address(tensors.weights),
+            reduction=which,
+            wire=wire,
+            wait_stats=address(tensors.wait_stats),
+            next_reads_ahead=tensors.next_reads_ahead,
+            norm=_norm_args(tensors.add_norm),
+        )
+        stream, state = self._stream(handle), handle.state
+        memory = state.memory.data_ptr()
+        self.group.combine(stream, halves, self.num_sms, state.most, narrow, send, recv, memory)
+
+    def can_norm(self, norm: AddNorm) -> bool:
+        """Whether the kernel of combine takes these tensors; otherwise another kernel norms its sums."""
+        tensors = [t for t in (norm.residual, norm.weight, norm.shared) if t is not None]
+        plain = all(t.dtype == torch.bfloat16 and t.is_contiguous() for t in tensors)
+        return plain and not _narrow(self.spec.hidden * 2, tensors)
+
+    def check_norm(self, tokens: int, norm: AddNorm, wire: Wire) -> None:
+        """Raises InvalidArgument for what a combine of T = `tokens` cannot norm."""
+        hidden = self.spec.hidden
+        sizes = {"T": tokens, "H": hidden}
+        check_tensor("add_norm.residual", norm.residual, self.device, torch.bfloat16, **sizes)
+        check_tensor("add_norm.weight", norm.weight, self.device, torch.bfloat16, H=hidden)
+        if norm.shared is not None:
+            check_tensor("add_norm.shared", norm.shared, self.device, torch.bfloat16, **sizes)
+        if wire is not Wire.BF16:
+            raise InvalidArgument("wire", str(wire), "bf16 with add_norm")
+        if not self.can_norm(norm):
+            raise InvalidArgument("add_norm", f"H = {hidden}", "rows at multiples of 16 bytes")
+
+    def _check_own(self, handle: DeviceHandle) -> None:
+        if handle.owner is not self.generation:
+            given = "of another exchange, or of before a reset"
+            raise InvalidArgument("received.handle", given, "of a dispatch of this exchange")
+
+    def _regions(self) -> Tensors:
+        """The rows of all receive banks in place: [banks * R * max_tokens, H], and their scales."""
+        shapes, group = self.shapes, self.group
+        shape = (self.spec.num_banks * shapes.padded_rows, group.row_pitch)
+        block = torch.as_tensor(DeviceBytes(group.rows_at(0), shape), device=self.device)
+        width = self.spec.hidden * shapes.row_dtype.itemsize
+        rows = block[:, :width].view(shapes.row_dtype)
+        if not shapes.fp8:
+            return rows, None
+        begin = group.scale_offset
+        return rows, block[:, begin : begin + shapes.groups * 4].view(shapes.scale_dtype)
+
+
+class Banks:
+    """The operation in each bank, as far as the host knows. Replays of a graph are not counted.
+
+    Reports a bank that is taken again unread, before a kernel waits for it in vain.
+    """
+
+    def __init__(self, rank: int, num_banks: int) -> None:
+        self._rank = rank
+        self._banks: dict[str, list[DeviceState | PendingCombine | None]] = {
+            op: [None] * num_banks for op in (DISPATCH, COMBINE)
+        }
+        self._sends = {DISPATCH: 0, COMBINE: 0}
+
+    def check(self, op: str) -> None:
+        """Raises HookNotCalled where the next bank was not received or released here."""
+        banks = self._banks[op]
+        before = banks[self._sends[op] % len(banks)]
+        if before is None or torch.cuda.is_current_stream_capturing():
+            return
+        if not before.received or (isinstance(before, DeviceState) and before.held):
+            what = f"{op} takes a bank that was not received or released here"
+            raise HookNotCalled(f"rank {self._rank}: {what}")
+
+    def take(self, op: str, operation: DeviceState | PendingCombine | None) -> None:
+        """The next bank carries `operation`; None = one that is over."""
+        if torch.cuda.is_current_stream_capturing():
+            return  # in a graph the kernels watch their banks
+        banks = self._banks[op]
+        banks[self._sends[op] % len(banks)] = operation
+        self._sends[op] += 1
+
+
 def address(tensor: torch.Tensor | None) -> int:
     """Of its first element; 0 for None."""
     return 0 if tensor is None else tensor.data_ptr()
+
+
+def _narrow(row_bytes: int, tensors: Iterable[torch.Tensor | None]) -> bool:
+    """Whether 16-byte accesses are not possible."""
+    return row_bytes % VECTOR != 0 or any(address(tensor) % VECTOR for tensor in tensors)
 
 
 def _norm_args(norm: AddNorm | None) -> _cuda.AddNorm:
@@ -62,194 +357,23 @@ def _norm_args(norm: AddNorm | None) -> _cuda.AddNorm:
     )
 
 
-class Launcher:
-    """Kernels of one `_cuda.Group`.
-
-    Attributes:
-        generation: what handles of now have, and none of another group or of before a reset.
-    """
-
-    def __init__(self, group: _cuda.Group, spec: ExchangeSpec, shapes: Shapes, num_sms: int) -> None:
-        self.group, self.spec, self.shapes, self.device = group, spec, shapes, shapes.device
-        self.num_sms, self.generation = num_sms, object()
-
-    def new_generation(self) -> None:
-        """From now on handles of before are refused: their banks and epochs are no more."""
-        self.generation = object()
-
-    def check(self) -> None:
-        """Raises what a kernel has found since; never waits."""
-        status = self.group.status()
-        if status is not None:
-            raise_status(status, self.spec)
-
-    def release(self, handle: Handle) -> None:
-        """Gives the bank of an in-place view back."""
-        self._check_own(handle)
-        self.group.release(self._stream(handle), handle.memory.data_ptr())
-
-    def publish(self) -> None:
-        """Tells the senders which banks were read, where no further kernel may follow for a while."""
-        self.group.publish(self._stream())
-
-    def _stream(self, handle: Handle | None = None) -> int:
-        """The current one; the allocator learns that a handle of another stream is used here."""
-        stream = torch.cuda.current_stream(self.device)
-        if handle is not None and handle.stream != stream.cuda_stream:
-            handle.memory.record_stream(stream)
-        return int(stream.cuda_stream)
-
-    def send_args(
-        self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor | None, count: torch.Tensor | None
-    ) -> _cuda.DispatchSendArgs:
-        """What dispatch_send reads."""
-        return _cuda.DispatchSendArgs(
-            x=x.data_ptr(),
-            ids=ids.data_ptr(),
-            weights=address(weights),
-            tokens_on_device=self.shapes.optional("tokens_on_device", count, torch.int32, 1),
-            tokens=x.shape[0],
+def raise_status(status: tuple[int, str, str, int, int, int, int], spec: ExchangeSpec) -> None:
+    """Raises what (code, op, phase, rank, peer, expected, seen) of csrc/exchange/common/status.hpp means."""
+    code, op, phase, rank, peer, expected, seen = status
+    where = f"{op}/{phase}, rank {rank}, peer {peer}, expected epoch {expected}, saw {seen}"
+    if code == _cuda.BAD_IDS:
+        allowed = f"-1 to {spec.num_experts - 1}, distinct within its token"
+        raise InvalidArgument(f"topk_ids[{expected}, {seen}]", "refused by the kernel", allowed)
+    if code == _cuda.CAPACITY:
+        raise InvalidArgument("capacity", expected, f"enough for the received rows: row {seen} did not fit")
+    if code == 1:
+        raise PeerTimeout(op, phase, rank, peer, expected, seen)
+    if code == 2:
+        raise HookNotCalled(
+            f"rank {rank}: {op} takes the bank of epoch {expected}, which was not received here"
         )
-
-    def dispatch(
-        self,
-        halves: int,
-        send: _cuda.DispatchSendArgs,
-        recv: _cuda.DispatchRecvArgs,
-        handle: Handle,
-        tensors: tuple[torch.Tensor, ...],
-    ) -> None:
-        """One kernel."""
-        self._check_own(handle)
-        row_bytes = self.spec.hidden * self.shapes.row_dtype.itemsize
-        narrow = self.shapes.narrow(row_bytes, tensors)
-        if narrow and self.shapes.fp8:
-            raise InvalidArgument("x", "not aligned", f"at a multiple of {VECTOR} bytes")
-        self.group.dispatch(
-            self._stream(handle),
-            halves,
-            self.num_sms,
-            handle.most,
-            narrow,
-            send,
-            recv,
-            handle.memory.data_ptr(),
-        )
-
-    def receive(
-        self, handle: Handle, send: tuple[_cuda.DispatchSendArgs, torch.Tensor] | None, receipt: Receipt
-    ) -> Received:
-        """The second half, or both where `send` is given; see PendingDispatch.recv."""
-        filled = self.shapes.recv_tensors(receipt)
-        if receipt.source_map:
-            handle.src_info, handle.layout_range = self.shapes.source_map()
-        if receipt.most_tokens is not None:
-            if receipt.most_tokens < 0:
-                raise InvalidArgument("most_tokens", receipt.most_tokens, "at least 0")
-            handle.most = min(receipt.most_tokens, self.spec.max_tokens)
-        recv = self._recv_args(handle, receipt, filled)
-        if send is None:
-            self.dispatch(RECV, _cuda.DispatchSendArgs(), recv, handle, (filled.rows,))
-        else:
-            self.dispatch(BOTH, send[0], recv, handle, (send[1], filled.rows))
-        handle.received, handle.held = True, receipt.view == View.INDEX
-        if receipt.view != View.PADDED:
-            handle.rows = filled.limit
-            if receipt.capacity is None and not torch.cuda.is_current_stream_capturing():
-                self._cut(handle, filled)
-        if receipt.view == View.INDEX:
-            filled.rows, filled.scales = self._regions()
-        return Received(
-            filled.rows,
-            filled.counts,
-            filled.offsets,
-            handle,
-            receipt.view,
-            filled.scales,
-            filled.row_ids,
-        )
-
-    def _recv_args(self, handle: Handle, receipt: Receipt, filled: RecvTensors) -> _cuda.DispatchRecvArgs:
-        shapes, scales, optional = self.shapes, filled.scales, self.shapes.optional
-        padded = receipt.view == View.PADDED
-        return _cuda.DispatchRecvArgs(
-            view=VIEWS[receipt.view],
-            capacity=filled.limit,
-            scale_pitch=scales.stride(2) if scales is not None and padded else shapes.scale_pitch,
-            rows=filled.rows.data_ptr(),
-            scales=address(scales),
-            row_ids=address(filled.row_ids),
-            counts=filled.counts.data_ptr(),
-            offsets=filled.offsets.data_ptr(),
-            src_info=address(handle.src_info),
-            layout_range=address(handle.layout_range),
-            expert_stats=optional("expert_stats", receipt.expert_stats, torch.int32, shapes.local),
-            wait_stats=optional("wait_stats", receipt.wait_stats, torch.int64, self.spec.num_ranks),
-            next_reads_ahead=receipt.next_reads_ahead,
-        )
-
-    def _cut(self, handle: Handle, filled: RecvTensors) -> None:
-        """To the rows that came. Waits for the GPU."""
-        handle.rows = rows = int(filled.offsets[-1])
-        self.check()
-        if filled.row_ids is not None:
-            filled.row_ids = filled.row_ids[:rows]
-            return
-        filled.rows = filled.rows[:rows]
-        filled.scales = None if filled.scales is None else filled.scales[:rows]
-
-    def combine(self, halves: int, handle: Handle, mode: CombineMode, tensors: CombineTensors) -> None:
-        """One kernel; see PendingCombine."""
-        self._check_own(handle)
-        which, wire = REDUCTIONS.index(mode.reduction), WIRES.index(mode.wire)
-        given = [t for t in (tensors.expert_out, tensors.out) if t is not None]
-        pushed = mode.reduction == Reduction.RANK and not handle.weighted
-        narrow = self.shapes.narrow(self.spec.hidden * 2, given)
-        if narrow and (mode.wire != Wire.BF16 or tensors.add_norm is not None):
-            raise InvalidArgument("expert_out, out", "not aligned", f"at multiples of {VECTOR} bytes")
-        self.group.combine(
-            self._stream(handle),
-            halves,
-            self.num_sms,
-            handle.most,
-            narrow,
-            _cuda.CombineSendArgs(
-                expert_out=address(tensors.expert_out),
-                weights=address(tensors.weights) if pushed else 0,
-                reduction=which,
-                wire=wire,
-                pushes_weights=pushed,
-                frees_dispatch=handle.held,
-            ),
-            _cuda.CombineRecvArgs(
-                out=address(tensors.out),
-                weights=0 if pushed else address(tensors.weights),
-                reduction=which,
-                wire=wire,
-                wait_stats=self.shapes.optional(
-                    "wait_stats", tensors.wait_stats, torch.int64, self.spec.num_ranks
-                ),
-                next_reads_ahead=tensors.next_reads_ahead,
-                norm=_norm_args(tensors.add_norm),
-            ),
-            handle.memory.data_ptr(),
-        )
-
-    def _check_own(self, handle: Handle) -> None:
-        if handle.generation is not self.generation:
-            given = "of another exchange, or of before a reset"
-            raise InvalidArgument("received.handle", given, "of a dispatch of this exchange")
-
-    def _regions(self) -> Tensors:
-        """The rows of all receive banks in place: [banks * R * max_tokens, H], and their scales."""
-        spec, group = self.spec, self.group
-        block = torch.as_tensor(
-            DeviceBytes(group.rows_at(0), (spec.num_banks * self.shapes.padded, group.row_pitch)),
-            device=self.device,
-        )
-        width = spec.hidden * self.shapes.row_dtype.itemsize
-        rows = block[:, :width].view(self.shapes.row_dtype)
-        if not self.shapes.fp8:
-            return rows, None
-        begin, bytes_of_scales = group.scale_offset, self.shapes.groups * 4
-        return rows, block[:, begin : begin + bytes_of_scales].view(self.shapes.scale_dtype)
+    if code == 3:
+        raise ProtocolViolation(f"a cell is newer than expected or invalid: {where}")
+    if code == 4:
+        raise GroupAborted(f"the group was aborted after an error in {where}")
+    raise InternalError(f"unexpected status {code}: {where}")

@@ -14,7 +14,7 @@ namespace {
 using cuda::check;
 using hopper::require;
 
-// Both halves of a head's channels, one after the other, x kTile positions.
+// Describes both halves of a head's channels, one after the other, by kTile positions.
 hopper::Boxes<4> boxes_of(const void* cache, const Shape& shape) {
   constexpr cuuint64_t kHead = kDim * 2;  // bytes
   return {cache,

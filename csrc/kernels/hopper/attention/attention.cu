@@ -3,11 +3,11 @@
 // ring of tiles. It requests its next tile, also that of its next item, as soon as it has used one. Warps
 // synchronise only at the start and end of an item, when other teams use the memory bandwidth.
 //
-// The token's own key and value come from the projections: every item normalises and rotates its queries, and
-// the item with the last position also writes key and value to the cache and into its tile. Attention waits
-// for that, so a warp requests its first tiles behind it. Lengths and tables belong to the step, not to the
-// preceding kernel, and are read before it. Parts of a context leave unnormalised sums for a kernel that
-// joins them (kernels/triton/paged_decode.py, which has the same arithmetic: softmax by exp2, running
+// The token's own key and value come from the projections. Every item normalises and rotates its queries. The
+// item with the last position also writes key and value to the cache and into its tile. Attention waits for
+// that, so a warp requests its first tiles during this work. Lengths and tables belong to the step, not to
+// the preceding kernel, and are read before waiting for it. Parts of a context leave unnormalised sums, which
+// another kernel joins (kernels/triton/paged_decode.py, with the same arithmetic: softmax by exp2, running
 // maximum).
 #include <cuda_bf16.h>
 
@@ -24,8 +24,8 @@ namespace {
 
 constexpr float kLog2E = 1.4426950408889634f;
 
-// Afterwards the team's first warp has seen what all have. Half of them hand over to the others, and again: a
-// warp's second words go where it has read itself.
+// Joins the results of a team in its first warp. Half of the warps give theirs to the other half, repeatedly.
+// In the second round a warp writes where it has read itself.
 template <uint32_t kSize>
 __device__ inline void join(SoftmaxWords* joined, const Team<kSize>& team, Softmax& mine, uint32_t lane) {
   SoftmaxWords* words = joined + team.number * (kSize / 2);
@@ -40,7 +40,8 @@ __device__ inline void join(SoftmaxWords* joined, const Team<kSize>& team, Softm
   }
 }
 
-// By the team's first warp. A thread has channels lane / 4 of every eight, of two heads.
+// Writes the result. Called by the team's first warp. A thread has channel lane / 4 of every eight, for two
+// heads.
 __device__ inline void leave(const Params& p, const Item& item, const Softmax& mine, uint32_t lane) {
   const size_t row = size_t(item.sequence) * p.heads + item.head * p.cache.group;
   if (p.splits == 1) {
@@ -49,7 +50,7 @@ __device__ inline void leave(const Params& p, const Item& item, const Softmax& m
     for (uint32_t h = 0; h < 2; ++h) inverse[h] = mine.total[h] == 0 ? 0.0f : 1.0f / mine.total[h];
     auto* out = static_cast<__nv_bfloat16*>(p.work.out) + (row + lane / 4) * kDim + lane % 4 * 2;
 #pragma unroll
-    for (uint32_t c = 0; c < kDim / 8; ++c) {  // turned: two channels of head lane / 4
+    for (uint32_t c = 0; c < kDim / 8; ++c) {  // transposed: two channels of head lane / 4
       const float* sums = mine.sums[c / 2] + c % 2 * 2;
       const uint32_t both = transpose(pack(sums[0] * inverse[0], sums[1] * inverse[1]));
       if (lane / 4 < p.cache.group) *reinterpret_cast<uint32_t*>(out + c * 8) = both;
@@ -97,7 +98,7 @@ __device__ inline void attend(const Params& p, const Shared<kSize>& shared, uint
       const bool newest = item.newest && tile + 1 == item.last;
       if (newest) complete(at, rows, seen - 1, lane);
       softmax.add(shared_address(at), queries, seen, scale, lane);
-      if (newest) publish_to_async();  // copies may follow
+      if (newest) publish_to_async();  // makes ordinary stores visible before later copies
       __syncwarp();
       tiles.ask(place.stage);
     }
@@ -110,19 +111,19 @@ __device__ inline void attend(const Params& p, const Shared<kSize>& shared, uint
 template <uint32_t kSize>
 __global__ void __launch_bounds__(kWarps * 32, 1) attend_kernel(const __grid_constant__ Params p) {
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  extern __shared__ __align__(1024) std::byte memory[];  // a pattern of the swizzle begins at a multiple
+  extern __shared__ __align__(1024) std::byte memory[];  // the swizzle pattern starts at these multiples
   if (threadIdx.x == 0) fetch_map(&p.k), fetch_map(&p.v);
-  let_next_kernel_start();  // which must wait until this one has ended before it reads out
+  let_next_kernel_start();  // the next kernel must wait until this one ends before it reads `out`
   attend(p, Shared<kSize>(memory), warp_number(), threadIdx.x % 32);
 #else
-  __trap();  // Attention refuses other GPUs
+  __trap();  // Attention rejects other GPUs
 #endif
 }
 
 template <uint32_t kSize>
 cudaError_t start(cudaStream_t stream, uint32_t blocks, const Params& params) {
   constexpr size_t kBytes = Shared<kSize>::kBytes;
-  // Every block has an item, so it waits for the kernel ahead.
+  // Every block has an item, so every block waits for the preceding kernel.
   const uint32_t items = params.work.count * params.cache.kv_heads * params.splits;
   return launch(stream, attend_kernel<kSize>, {std::min(items, blocks), kWarps * 32, kBytes}, kBytes, params);
 }

@@ -1,4 +1,4 @@
-// The token's own query, key and value: from the projections to what attention reads and the cache holds.
+// Computes the token's own query, key and value from the projections, for attention and for the cache.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -7,7 +7,7 @@
 
 namespace ep::attention {
 
-// Four neighbouring channels of a row of the projections, a thread's share of a head.
+// Four neighbouring channels of a row of the projections: a thread's share of a head.
 struct Four {
   float at[4];
 
@@ -26,7 +26,7 @@ struct Four {
     for (uint32_t i = 0; i < 4; ++i) at[i] = at[i] * scale * weight.at[i];
   }
 
-  __device__ void turn(const float4& by) {  // cos and sin of either pair
+  __device__ void turn(const float4& by) {  // by: cos and sin of both pairs
     const Four was = *this;
     at[0] = was.at[0] * by.x - was.at[1] * by.y, at[1] = was.at[0] * by.y + was.at[1] * by.x;
     at[2] = was.at[2] * by.z - was.at[3] * by.w, at[3] = was.at[2] * by.w + was.at[3] * by.z;
@@ -44,8 +44,8 @@ struct Four {
   __device__ uint2 rounded() const { return {pack(at[0], at[1]), pack(at[2], at[3])}; }
 };
 
-// Several rows of the projections, all asked for before the first is used. from: elements of a sequence's
-// that come before the thread's. meanwhile(): is called while they are under way.
+// Loads several rows of the projections, all requested before the first is used. from: offset of the thread's
+// elements in a sequence's row. Calls meanwhile() while the loads are in flight.
 template <uint32_t kRows, class Meanwhile>
 __device__ inline void fetch(const Work& w, uint32_t sequence, const size_t (&from)[kRows],
                              const bool (&wanted)[kRows], Four (&rows)[kRows], const Meanwhile& meanwhile) {
@@ -62,7 +62,7 @@ __device__ inline void fetch(const Work& w, uint32_t sequence, const size_t (&fr
     for (uint32_t i = 0; i < kRows; ++i) rows[i] = Four::of(words[i]);
     return;
   }
-  constexpr uint32_t kTogether = kRows <= 3 ? 3 : 1;  // parts
+  constexpr uint32_t kTogether = kRows <= 3 ? 3 : 1;  // parts loaded at once
 #pragma unroll 1
   for (uint32_t first = 0; first < w.parts; first += kTogether) {
     float4 parts[kRows][kTogether]{};
@@ -83,13 +83,13 @@ __device__ inline void fetch(const Work& w, uint32_t sequence, const size_t (&fr
   for (Four& row : rows) row.round();
 }
 
-// The queries, and where the item has the newest position its key and value, as attention reads them: each
-// warp of the team makes some. Nothing of it waits for the item's length, so it is all under way together.
-// meanwhile(): is called then.
+// Prepares the queries and, if the item has the newest position, its key and value. Each warp of the team
+// prepares some. None of the loads needs the item's length, so all are in flight together. meanwhile() is
+// called then.
 template <uint32_t kSize, class Meanwhile>
 __device__ inline Item prepare(const Params& p, Agenda<kSize>& agenda, uint32_t n, const Team<kSize>& team,
                                std::byte* rows, uint32_t lane, const Meanwhile& meanwhile) {
-  constexpr uint32_t kRows = (kValue + kSize) / kSize;  // of a warp, at most
+  constexpr uint32_t kRows = (kValue + kSize) / kSize;  // per warp, at most
   const uint32_t group = p.cache.group, kv_heads = p.cache.kv_heads, channel = lane * 4;
   Item item = agenda.begin(n);
   float4 turns;
@@ -100,7 +100,7 @@ __device__ inline Item prepare(const Params& p, Agenda<kSize>& agenda, uint32_t 
 #pragma unroll
   for (uint32_t i = 0; i < kRows; ++i) {
     const uint32_t row = team.member + i * kSize;
-    // Heads of the projections: all queries', then the keys', then the values'.
+    // Order of heads in the projections: all queries, then keys, then values.
     const uint32_t head =
         row < kMostGroup ? item.head * group + row : p.heads + (row - kKey) * kv_heads + item.head;
     from[i] = size_t(head) * kDim + channel;
@@ -133,9 +133,9 @@ __device__ inline Item prepare(const Params& p, Agenda<kSize>& agenda, uint32_t 
   return item;
 }
 
-// Puts the newest key and value into their tile, and zeros for values behind them: nothing times NaN is NaN.
+// Writes the newest key and value into their tile, and zeros for values behind them, because 0 * NaN is NaN.
 __device__ inline void complete(std::byte* tile, const std::byte* rows, uint32_t newest, uint32_t lane) {
-  const uint32_t of = lane / 16, piece = lane % 16;  // half the warp has the key, half the value
+  const uint32_t of = lane / 16, piece = lane % 16;  // half of the warp copies the key, half the value
   std::byte* half = tile + piece / 8 * kHalf;
   *reinterpret_cast<uint4*>(half + of * 2 * kHalf + swizzled(newest, piece % 8)) =
       reinterpret_cast<const uint4*>(rows + (kKey + of) * kPitch)[piece];

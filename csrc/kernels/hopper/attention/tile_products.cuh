@@ -1,6 +1,6 @@
 // What a warp computes on one tile of 16 positions: tensor core products with keys and channels as the wide
-// side and up to eight query heads as the narrow one. The copy engine leaves a tile in shared memory as k,
-// then v, each as two halves of 64 channels, 128 bytes a row, in the 128-byte swizzle.
+// side and up to eight query heads as the narrow one. The copy engine stores a tile in shared memory as k,
+// then v, each as two halves of 64 channels, 128 bytes per row, in the 128-byte swizzle.
 //
 // Fragments of mma.m16n8k16: thread t has rows t / 4 (+ 8) and columns 2 (t % 4) (+ 1) of a sum.
 #pragma once
@@ -23,7 +23,7 @@ struct Fragment {
 
 inline constexpr char kAsStored[] = "", kTransposed[] = ".trans";
 
-// Four matrices of 8 x 8; address: of one of their 32 rows, each thread another.
+// Loads four matrices of 8 x 8. address: one of their 32 rows, a different one in each thread.
 template <const auto& kOrder>
 __device__ inline Fragment load_matrices(uint32_t address) {
   Fragment a;
@@ -53,7 +53,7 @@ __device__ inline uint32_t pack(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&both);
 }
 
-// Of 16 bytes of a half.
+// The address of 16 bytes in a half.
 __device__ inline uint32_t swizzled(uint32_t row, uint32_t piece) {
   return row * hopper::kSwizzledRow + ((piece ^ (row & 7)) << 4);
 }
@@ -73,19 +73,20 @@ struct Queries {
   }
 };
 
-// What a warp knows of the positions it has seen; a thread has two heads, 2 (t % 4) (+ 1).
+// The softmax state of a warp over the positions so far. A thread has two heads, 2 (t % 4) (+ 1).
 struct Softmax {
-  float top[2] = {-INFINITY, -INFINITY}, total[2] = {};  // total: of this thread's positions alone
+  float top[2] = {-INFINITY, -INFINITY}, total[2] = {};  // total: for this thread's positions only
   float sums[kDim / 16][4] = {};                         // channels by heads
 
-  // address: of the tile. seen: how many of its positions count, at least one. scale: to units of log2.
+  // address: of the tile. seen: number of its valid positions, at least one. scale: converts to units of
+  // log2.
   __device__ void add(uint32_t address, const Queries& q, uint32_t seen, float scale, uint32_t lane) {
     float p[4];  // of positions lane / 4 (+ 8) for both heads
     score(p, address, q, lane);
     float fade[2];
 #pragma unroll
     for (uint32_t h = 0; h < 2; ++h) {
-      p[h] = lane / 4 < seen ? p[h] * scale : -INFINITY;  // what lies behind the end may be anything
+      p[h] = lane / 4 < seen ? p[h] * scale : -INFINITY;  // positions behind the end may hold anything
       p[h + 2] = lane / 4 + 8 < seen ? p[h + 2] * scale : -INFINITY;
       const float higher = fmaxf(top[h], highest(fmaxf(p[h], p[h + 2])));
       fade[h] = exp2f(top[h] - higher);
@@ -106,7 +107,7 @@ struct Softmax {
                weights);
   }
 
-  // The whole warp's totals.
+  // Adds up the totals of the whole warp.
   __device__ void finish() {
 #pragma unroll
     for (float& each : total)
@@ -115,7 +116,7 @@ struct Softmax {
   }
 
  private:
-  // Two chains of products: one would wait for itself.
+  // Two chains of products: with one, each product would wait for the previous one.
   __device__ static void score(float (&p)[4], uint32_t address, const Queries& q, uint32_t lane) {
     float odd[4] = {};
     const uint32_t row = lane % 16;
@@ -138,7 +139,7 @@ struct Softmax {
   }
 };
 
-// A warp's Softmax on its way to another warp, in shared memory.
+// A warp's Softmax in shared memory, for another warp to read.
 struct SoftmaxWords {
   float4 sums[kDim / 16][32], rest[32];  // by lane; rest: maxima and totals
 
@@ -155,7 +156,7 @@ struct SoftmaxWords {
 #pragma unroll
     for (uint32_t h = 0; h < 2; ++h) {
       const float higher = fmaxf(to.top[h], top[h]);
-      const float shift = higher == -INFINITY ? 0 : higher;  // nothing seen: no inf - inf
+      const float shift = higher == -INFINITY ? 0 : higher;  // no position so far: avoid inf - inf
       own[h] = exp2f(to.top[h] - shift), other[h] = exp2f(top[h] - shift);
       to.top[h] = higher;
       to.total[h] = fmaf(total[h], other[h], to.total[h] * own[h]);

@@ -9,29 +9,29 @@ namespace ep::attention {
 
 using namespace hopper;
 
-inline constexpr uint32_t kPitch = kDim * 2 + 16;  // bytes from query to query: no bank twice
+inline constexpr uint32_t kPitch = kDim * 2 + 16;  // bytes between queries; avoids bank conflicts
 inline constexpr uint32_t kKey = kMostGroup, kValue = kMostGroup + 1;  // rows behind the queries
 inline constexpr uint32_t kPlaces = kWarps * kRing;
 
-// The warps that share an item, of those of a block. kSize: of them.
+// The warps of a block that share an item. kSize: number of them.
 template <uint32_t kSize>
 struct Team {
   static constexpr uint32_t kTeams = kWarps / kSize;
-  uint32_t number, member;  // of the block's teams; of the team's warps
+  uint32_t number, member;  // number of this team in the block; number of this warp in the team
 
   __device__ explicit Team(uint32_t warp) : number(warp / kSize), member(warp % kSize) {}
-  // Of all its warps.
+  // Waits for all warps of the team.
   __device__ void meet() const {
     asm volatile("bar.sync %0, %1;" ::"r"(number + 1), "n"(kSize * 32) : "memory");
   }
 };
 
-// A block's shared memory. full: of a warp's own ring, so no other warp waits for it.
+// A block's shared memory. full: barriers of a warp's own ring, so that no other warp waits for them.
 template <uint32_t kSize>
 struct Shared {
-  std::byte *tiles, *rows;  // rows, of each team: the queries, the key, the value; bfloat16
-  uint64_t* full;           // by place: kRing of each warp
-  SoftmaxWords* joined;     // of half the warps, where teams are of several
+  std::byte *tiles, *rows;  // rows: the queries, key and value of each team; bfloat16
+  uint64_t* full;           // by place; kRing for each warp
+  SoftmaxWords* joined;     // for half of the warps, if teams have several
 
   __device__ explicit Shared(std::byte* shared)
       : tiles(shared),
@@ -39,20 +39,20 @@ struct Shared {
         full(reinterpret_cast<uint64_t*>(rows + Team<kSize>::kTeams * kRows)),
         joined(reinterpret_cast<SoftmaxWords*>(full + kPlaces)) {}
 
-  static constexpr uint32_t kRows = (kValue + 1) * kPitch;  // bytes, of a team
+  static constexpr uint32_t kRows = (kValue + 1) * kPitch;  // bytes per team
   static constexpr size_t kBytes = kPlaces * (kTileBytes + sizeof(uint64_t)) + Team<kSize>::kTeams * kRows +
                                    (kSize == 1 ? 0 : kWarps / 2 * sizeof(SoftmaxWords));
   static_assert(kBytes <= 227 << 10, "a block of Hopper has no more");
 };
 
-// What a team works on at a time: tiles first to last - 1 of a context, for one KV head.
+// What a team processes at a time: tiles first to last - 1 of a context, for one KV head.
 struct Item {
   uint32_t sequence, head, split, length, position, first, last;
   int32_t slot;
-  bool newest;  // it has the token's own position
+  bool newest;  // contains the token's own position
 };
 
-// A team's items: every so many-th of all. Each thread of a warp knows of one in 32.
+// A team's items: every step-th one of all. Each thread of a warp holds the data of one in 32.
 template <uint32_t kSize>
 class Agenda {
  public:
@@ -68,7 +68,7 @@ class Agenda {
 
   uint32_t count;
 
-  // What is known of an item before its sequence's length is.
+  // The part of an item that does not need its sequence's length.
   __device__ Item begin(uint32_t n) const {
     Item it{};
     const uint32_t row = index(n) / p_.cache.kv_heads;
@@ -77,7 +77,7 @@ class Agenda {
     return it;
   }
 
-  // In ascending order, by all threads of the warp.
+  // Call in ascending order, by all threads of the warp.
   __device__ Item item(uint32_t n) {
     if (n != 0 && n % 32 == 0) read(n);
     Item it = begin(n);
@@ -104,12 +104,12 @@ class Agenda {
   int32_t slot_ = 0;
 };
 
-// Asks for a warp's tiles, every kSize-th of its items, one after the other. Each thread looks up where one
-// of 32 lies in the cache.
+// Requests a warp's tiles, every kSize-th of its items, one after the other. Each thread looks up the cache
+// position of one tile in 32.
 template <uint32_t kSize>
 class Tiles {
  public:
-  // Reads the table at once, where no length must be known for it.
+  // Reads the table at once, if that needs no length.
   __device__ Tiles(const Params& p, const Team<kSize>& team, const Agenda<kSize>& agenda, std::byte* places,
                    uint64_t* full, uint32_t lane)
       : p_(p), agenda_(agenda), places_(places), full_(full), member_(team.member), lane_(lane) {
@@ -118,9 +118,9 @@ class Tiles {
     if (entry() < p.work.blocks_pitch) look_up();
   }
 
-  // Requests the next tile, if there is one, into a place that is no longer read. Called by the whole warp.
+  // Requests the next tile, if there is one, into a stage that is no longer read. Called by the whole warp.
   __device__ void ask(uint32_t stage) {
-    bool known = n_ == 0 && p_.splits == 1;  // where the first ones lie
+    bool known = n_ == 0 && p_.splits == 1;  // the first positions are already looked up
     for (; next_ == count_; ++n_) {
       if (n_ == agenda_.count) return;
       known &= n_ == 0;
@@ -135,13 +135,13 @@ class Tiles {
     std::byte* to = places_ + stage * kTileBytes;
     uint64_t* full = full_ + stage;
     arrive_and_expect(full, kTileBytes);
-    const uint32_t box[] = {0, position, 0, item_.head};  // dimensions as boxes_of() has them
+    const uint32_t box[] = {0, position, 0, item_.head};  // in the order of boxes_of()
     copy_box(to, &p_.k, box, full);
     copy_box(to + 2 * kHalf, &p_.v, box, full);
   }
 
  private:
-  // Of the thread's tile: the first of its positions in the context, and the entry of the table.
+  // For the thread's tile: its first position in the context, and its entry in the table.
   __device__ uint32_t at() const { return (item_.first + member_ + (next_ + lane_) * kSize) * kTile; }
   __device__ uint32_t entry() const { return at() >> p_.block_shift; }
   __device__ void look_up() {
@@ -154,7 +154,7 @@ class Tiles {
   std::byte* places_;
   uint64_t* full_;
   Item item_{};
-  uint32_t member_, lane_, n_ = 0, next_ = 0, count_ = 0, found_ = 0;  // next_, count_: of the item's
+  uint32_t member_, lane_, n_ = 0, next_ = 0, count_ = 0, found_ = 0;  // next_, count_: tiles of the item
 };
 
 }  // namespace ep::attention

@@ -5,7 +5,7 @@
 
 namespace ep::hopper {
 
-// By all threads of all blocks of the cluster: what they wrote is seen by each other.
+// A barrier for all threads of all blocks of the cluster. Afterwards, each sees what the others wrote.
 __device__ inline void meet_cluster() {
   asm volatile(
       "barrier.cluster.arrive.release.aligned;\n"
@@ -13,7 +13,7 @@ __device__ inline void meet_cluster() {
           : "memory");
 }
 
-// An address of this block's shared memory, in that of another block.
+// Converts an address of this block's shared memory to the same address in another block.
 __device__ inline uint32_t address_in(uint32_t address, uint32_t rank) {
   uint32_t there;
   asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));

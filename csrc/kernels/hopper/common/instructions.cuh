@@ -1,6 +1,6 @@
 // Hopper's asynchronous instructions as functions: overlapping kernels, barriers in shared memory, the tensor
 // copy engine, matrix products of a warpgroup. Only for sm_90a. Operands are in shared memory with 128 bytes
-// a row, in the 128-byte swizzle.
+// per row, in the 128-byte swizzle.
 #pragma once
 
 #include <cuda.h>
@@ -9,18 +9,18 @@
 
 namespace ep::hopper {
 
-inline constexpr uint32_t kSwizzledRow = 128;  // bytes; eight rows are a pattern of 1,024 that begins at one
-inline constexpr uint64_t kEvictFirst = 0x12f0000000000000;  // what createpolicy makes of evict_first
+inline constexpr uint32_t kSwizzledRow = 128;                // bytes; eight rows are a 1,024-byte pattern
+inline constexpr uint64_t kEvictFirst = 0x12f0000000000000;  // what createpolicy returns for evict_first
 
-// Programmatic dependent launch: the next kernel of the stream may be set up once every block has said so,
-// and returns from its await_previous_kernel() when this one has ended and its stores are seen.
+// Programmatic dependent launch: the next kernel of the stream may be set up once every block has called
+// this. Its await_previous_kernel() returns when this kernel has ended and its stores are visible.
 __device__ inline void let_next_kernel_start() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 __device__ inline void await_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
-// Of the block. Known to be the same for all threads of the warp, so that what follows from it needs no
-// register of each.
+// Number of the warp in the block. The compiler knows that it is the same for all threads of the warp, so
+// values derived from it need no register per thread.
 __device__ inline uint32_t warp_number() { return __shfl_sync(~0u, threadIdx.x / 32, 0); }
 
 __device__ inline uint32_t shared_address(const void* p) { return uint32_t(__cvta_generic_to_shared(p)); }
@@ -29,7 +29,7 @@ __device__ inline void init_barrier(uint64_t* barrier, uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(barrier)), "r"(arrivals));
 }
 
-// Makes initialised barriers seen by the copy engine too; a barrier of all who use them must follow.
+// Makes initialised barriers visible to the copy engine too. A barrier of all their users must follow.
 __device__ inline void publish_barriers() {
   asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
 }
@@ -38,14 +38,14 @@ __device__ inline void arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// Arrives, and lets the phase end only when so many bytes have been copied in as well.
+// Arrives. The phase then ends only after this many bytes have been copied in as well.
 __device__ inline void arrive_and_expect(uint64_t* barrier, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address(barrier)),
                "r"(bytes)
                : "memory");
 }
 
-// Waits until the phase of this parity has ended; a barrier that was never used counts as past parity 1.
+// Waits until the phase of this parity has ended. A barrier that was never used counts as past parity 1.
 __device__ inline void await_phase(uint64_t* barrier, uint32_t parity) {
   asm volatile(
       "{\n.reg .pred done;\n"
@@ -55,7 +55,7 @@ __device__ inline void await_phase(uint64_t* barrier, uint32_t parity) {
       : "memory");
 }
 
-// A stage of a ring; parity: of the phase in which it is filled.
+// A stage of a ring. parity: of the phase in which it is filled.
 struct Place {
   uint32_t stage = 0, parity = 0;
   __device__ void next(uint32_t stages) {
@@ -63,17 +63,17 @@ struct Place {
   }
 };
 
-// What ordinary stores and copy_piece() put into shared memory, as far as this thread knows of it, is seen by
+// Makes what this thread knows to be in shared memory, from ordinary stores and copy_piece(), visible to
 // matrix products.
 __device__ inline void publish_to_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// What the copy engine must know of `map` is on its way.
+// Prefetches the descriptor `map` for the copy engine.
 __device__ inline void fetch_map(const CUtensorMap* map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
 }
 
-// Copies the box of `map` at (column, row) to `to`; `barrier` expects its bytes. They are the first to
-// leave L2: weights are read once, or, where blocks share rows out, at the same time.
+// Copies the box of `map` at (column, row) to `to`. `barrier` expects its bytes. They are evicted from L2
+// first, because weights are read once, or by several blocks at the same time.
 __device__ inline void copy_box(void* to, const CUtensorMap* map, uint32_t column, uint32_t row,
                                 uint64_t* barrier) {
   asm volatile(
@@ -83,7 +83,7 @@ __device__ inline void copy_box(void* to, const CUtensorMap* map, uint32_t colum
       : "memory");
 }
 
-// The same of maps of more dimensions, the fastest first.
+// The same for maps of more dimensions, the fastest first.
 __device__ inline void copy_box(void* to, const CUtensorMap* map, const uint32_t (&at)[4],
                                 uint64_t* barrier) {
   asm volatile(
@@ -103,7 +103,7 @@ __device__ inline void copy_box(void* to, const CUtensorMap* map, const uint32_t
       : "memory");
 }
 
-// As copy_box(), of what other blocks read later: it stays in L2 like anything else.
+// The same as copy_box() for data that other blocks read later: it stays in L2 like anything else.
 __device__ inline void copy_reused_box(void* to, const CUtensorMap* map, uint32_t column, uint32_t row,
                                        uint64_t* barrier) {
   asm volatile(
@@ -113,19 +113,20 @@ __device__ inline void copy_reused_box(void* to, const CUtensorMap* map, uint32_
       : "memory");
 }
 
-// Copies 16 bytes past L1, some time before the thread's next arrive_when_copied(). to: a shared_address().
+// Copies 16 bytes past L1. They arrive before the thread's next arrive_when_copied() completes. to: a
+// shared_address().
 __device__ inline void copy_piece(uint32_t to, const void* from) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(from) : "memory");
 }
 
-// Arrives once what this thread copied with copy_piece() is there.
+// Arrives once everything that this thread copied with copy_piece() has arrived.
 __device__ inline void arrive_when_copied(uint64_t* barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(shared_address(barrier))
                : "memory");
 }
 
-// By all of a warpgroup: the registers of each thread from here on, a multiple of 8. One that takes more
-// waits until others of the block have left as many.
+// Sets the registers of each thread, a multiple of 8. All threads of a warpgroup call it. A warpgroup that
+// takes more waits until others of the block have released as many.
 template <uint32_t kRegisters>
 __device__ inline void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -135,7 +136,8 @@ __device__ inline void leave_registers() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Of an operand with the channels of a row side by side; `p`: its first row, plus channels inside a row.
+// Descriptor of an operand whose rows are contiguous in the channels. `p`: its first row, plus an offset in
+// channels.
 __device__ inline uint64_t operand(uint32_t address) {
   constexpr uint64_t kNextRows = uint64_t(8 * kSwizzledRow >> 4) << 32, kSwizzle = 1ull << 62;
   return uint64_t(address >> 4 & 0x3fff) | 1ull << 16 | kNextRows | kSwizzle;

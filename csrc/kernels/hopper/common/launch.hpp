@@ -12,15 +12,15 @@ struct Grid {
   dim3 blocks;
   uint32_t threads;
   size_t shared;         // bytes of dynamic shared memory
-  uint32_t cluster = 1;  // blocks that run at the same time and reach each other's shared memory
+  uint32_t cluster = 1;  // blocks that run at the same time and can access each other's shared memory
 };
 
-// Enqueues a kernel that may be set up while the one before it in the stream ends. most_shared: bytes that
-// any of its launches has.
+// Enqueues a kernel that may be set up while the previous one in the stream ends. most_shared: the most
+// shared memory of all its launches.
 template <class... Params>
 cudaError_t launch(cudaStream_t stream, void (*kernel)(Params...), const Grid& grid, size_t most_shared,
                    const Params&... params) {
-  // With each launch, as it holds for the current device alone; launches of a step are captured once.
+  // Set at each launch, because it holds for the current device only. Launches of a step are captured once.
   if (const auto error =
           cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(most_shared)))
     return error;

@@ -5,13 +5,13 @@
 
 namespace ep::hopper {
 
-// How the 64-row side lies in its 128-byte rows. kChannels: a row of it in each, as Product has both sides.
-// kRows: 64 rows of it side by side in each, a channel after the other; then 16 channels further are 2,048
-// bytes, and operand() serves all the same: eight channels are a pattern of the swizzle.
+// How the 64-row side is stored in its 128-byte rows. kChannels: each holds one row of it, as for both sides
+// of Product. kRows: each holds one channel of all 64 rows. Then 16 channels further are 2,048 bytes, and
+// operand() still works: eight channels are one pattern of the swizzle.
 enum class Across { kChannels, kRows };
 
-// sum (+)= a @ b.T for 64 rows of a, kColumns rows of b and 16 channels of bfloat16; without `add` what sum
-// held is forgotten. A thread has of the sum what products.cuh says.
+// sum (+)= a @ b.T for 64 rows of a, kColumns rows of b and 16 channels of bfloat16. Without `add`, sum is
+// overwritten. products.cuh says which elements of the sum a thread has.
 template <uint32_t kColumns, Across kA>
 struct NarrowProduct;
 

@@ -7,10 +7,10 @@ namespace ep::hopper {
 
 enum class Numbers { kBfloat16, kE4m3 };
 
-// sum (+)= a @ b.T for 64 rows of a, kRows of b and 32 bytes of channels; without `add` what sum held is
-// forgotten. Thread t of the warpgroup has rows 16 * (t / 32) + t % 32 / 4 (+ 8) and columns
-// 8 j + 2 * (t % 4) (+ 1) of the sum: sum[4 j + 2 * (the row is + 8) + (the column is + 1)]. Sums of e4m3
-// keep 14 bits from one product to the next, so few should follow each other.
+// sum (+)= a @ b.T for 64 rows of a, kRows of b and 32 bytes of channels. Without `add`, sum is overwritten.
+// Thread t of the warpgroup has rows 16 * (t / 32) + t % 32 / 4 (+ 8) and columns 8 j + 2 * (t % 4) (+ 1) of
+// the sum: sum[4 j + 2 * (the row is + 8) + (the column is + 1)]. Sums of e4m3 keep 14 bits from one product
+// to the next, so few should follow each other.
 template <int kRows, Numbers kNumbers = Numbers::kBfloat16>
 struct Product;
 

@@ -14,9 +14,9 @@ namespace ep::hopper {
 
 using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
 
-// The driver's function, asked of the runtime: no driver is linked. Throws std::runtime_error.
+// The driver's function, looked up through the runtime: the driver is not linked. Throws std::runtime_error.
 inline EncodeTiled find_encode_tiled() {
-  constexpr unsigned kDriverVersion = 12000;  // whose signature is used
+  constexpr unsigned kDriverVersion = 12000;  // the version whose signature is used
   void* found = nullptr;
   cudaDriverEntryPointQueryResult result{};
   cuda::check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, kDriverVersion,
@@ -27,18 +27,17 @@ inline EncodeTiled find_encode_tiled() {
   return reinterpret_cast<EncodeTiled>(found);
 }
 
-// A tensor, 16-byte aligned, and the box of it that is read at once; the dimension whose elements lie side
-// by side comes first.
+// A tensor, 16-byte aligned, and the box of it that one copy reads. The contiguous dimension comes first.
 template <uint32_t kRank>
 struct Boxes {
   const void* data;
-  cuuint64_t sizes[kRank], pitches[kRank - 1];  // pitches: bytes, multiples of 16, of all but the first
-  cuuint32_t box[kRank];                        // the first: a row of the swizzle, 128 bytes
+  cuuint64_t sizes[kRank], pitches[kRank - 1];  // pitches: bytes, multiples of 16; none for the first
+  cuuint32_t box[kRank];                        // the first size is a row of the swizzle, 128 bytes
   CUtensorMapDataType type = CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
 };
 
-// In the 128-byte swizzle, zeros outside. Throws std::runtime_error. Lines come as they are asked for: in
-// pairs, 256 bytes, an H200's memory gave 4 % less.
+// In the 128-byte swizzle, with zeros outside. Throws std::runtime_error. L2 promotion is off: with pairs of
+// lines, 256 bytes, memory bandwidth of an H200 was 4 % lower.
 template <uint32_t kRank>
 CUtensorMap map_of(EncodeTiled encode, const Boxes<kRank>& boxes) {
   cuuint32_t strides[kRank];

@@ -1,4 +1,4 @@
-// The experts' kernel for bfloat16 weights and few rows per expert: bound by memory.
+// The experts' kernel for bfloat16 weights and few rows per expert. Memory bandwidth limits it.
 #include "kernels/hopper/experts/bf16_policy.cuh"
 
 namespace ep::experts {

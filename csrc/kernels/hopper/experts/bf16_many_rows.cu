@@ -1,5 +1,5 @@
-// The experts' kernel for bfloat16 weights and many rows per expert: bound by the bandwidth from L2 to the
-// multiprocessors, so its tiles are larger.
+// The experts' kernel for bfloat16 weights and many rows per expert. The bandwidth from L2 to the
+// multiprocessors limits it, so its tiles are larger.
 #include "kernels/hopper/experts/bf16_policy.cuh"
 
 namespace ep::experts {

@@ -7,8 +7,8 @@
 
 namespace ep::experts {
 
-// Each of kWarpgroups has both halves of 128 weight rows, which share rows. With two of them kTurned rows of
-// sums are turned at a time, so that the ring has the room.
+// Each warpgroup has both halves of 128 weight rows; the warpgroups share the other operand. With two of
+// them, only kTurned rows of sums are transposed at a time, which leaves room for the ring.
 template <uint32_t kRowsOfTile, uint32_t kWarpgroups>
 struct Bfloat16 {
   static constexpr uint32_t kRows = kRowsOfTile, kTiles = 1, kMultipliers = 4 * kWarpgroups;
@@ -22,10 +22,10 @@ struct Bfloat16 {
   static constexpr uint32_t kHalfBytes = kHalf * kSwizzledRow, kWeightBytes = kWarpgroups * 2 * kHalfBytes;
 
   struct Room {
-    alignas(16) bf16 turned[kMultipliers][kTurned][16];  // 16 channels of a warp, by row
+    alignas(16) bf16 turned[kMultipliers][kTurned][16];  // a warp's 16 channels, by row
   };
 
-  // The sums of a unit: of a thread, for each half of the weight rows.
+  // A thread's sums of a unit, for each half of the weight rows.
   struct Sums {
     float first[kRows / 2], second[kRows / 2];
   };
@@ -50,7 +50,7 @@ struct Bfloat16 {
   static __device__ void copy_scales(const Weights&, const Task&, const Unit&, uint32_t, Room&, uint32_t,
                                      uint32_t) {}
 
-  // kN: rows of products, as many as the unit's or more.
+  // kN: rows of a product, at least as many as the unit has.
   template <uint32_t kN>
   static __device__ void sum(Shared<Bfloat16>& s, const Unit& unit, Place& place, Sums& sums, uint32_t group,
                              uint32_t lane) {

@@ -14,7 +14,7 @@ namespace {
 using cuda::check;
 using hopper::require;
 
-// In boxes of the half of a tile's weight rows.
+// With boxes of one half of a tile's weight rows.
 void map_bfloat16(Weights& w, const Stored& stored, const Sizes& sizes) {
   static_assert(kDepth == 64, "the channels of a box of map_of()");
   const auto encode = hopper::find_encode_tiled();
@@ -23,8 +23,8 @@ void map_bfloat16(Weights& w, const Stored& stored, const Sizes& sizes) {
   w.down = hopper::map_of(encode, {stored.down, experts * width, ffn, ffn * 2}, kHalf);
 }
 
-// In boxes of a tile's weight rows; those of gate/up by eight of gate, then eight of up: a thread of a
-// product has the sums of both.
+// With boxes of all of a tile's weight rows. For gate/up, eight rows of gate alternate with eight of up, so
+// that a thread of a product has the sums of both.
 void map_codes(Weights& w, const Stored& stored, const Sizes& sizes) {
   constexpr CUtensorMapDataType kByte = CU_TENSOR_MAP_DATA_TYPE_UINT8;
   const auto encode = hopper::find_encode_tiled();
@@ -61,10 +61,10 @@ Experts::Experts(int device, const Stored& stored, const Sizes& sizes) : device_
   const cuda::OnDevice here(device);
   check(cudaMalloc(reinterpret_cast<void**>(&weights_.sync), kSyncWords * sizeof(uint32_t)), "cudaMalloc");
   check(cudaMemset(weights_.sync, 0, kSyncWords * sizeof(uint32_t)), "cudaMemset");
-  check(cudaStreamSynchronize(nullptr), "cudaMemset");  // streams of torch do not wait for that one
+  check(cudaStreamSynchronize(nullptr), "cudaMemset");  // torch's streams do not wait for the default stream
 }
 
-Experts::~Experts() { cudaFree(weights_.sync); }  // of any device
+Experts::~Experts() { cudaFree(weights_.sync); }  // works for any device
 
 void Experts::run(cudaStream_t stream, const Work& work, const LaunchConfig& config) const {
   check_tile(config);
@@ -87,7 +87,7 @@ void Experts::check_tile(const LaunchConfig& config) const {
   require(fits, "rows_of_tile", rows, config.wide ? "96, 128 or 160" : allowed);
 }
 
-// The kernels number pieces of 16 bytes, of rows that are split of eight channels, by 32 bits.
+// The kernels use 32-bit numbers for pieces of 16 bytes, or of eight channels for split rows.
 void Experts::check_work(const Work& work) const {
   constexpr uint64_t kPiece = 16;
   const uint64_t pitch = work.pitch, held = UINT32_MAX * kPiece / std::max<uint64_t>(pitch, 1);

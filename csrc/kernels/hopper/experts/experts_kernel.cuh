@@ -20,21 +20,22 @@ using namespace hopper;
 using bf16 = __nv_bfloat16;
 
 constexpr uint32_t kLoaders = 3;                              // warps
-constexpr uint32_t kPiece = 16;                               // bytes of a copy
+constexpr uint32_t kPiece = 16;                               // bytes per copy
 constexpr uint32_t kEight = 8 * kSwizzledRow;                 // bytes of eight rows of a tile
 constexpr uint32_t kAlignment = kEight, kBudget = 219 << 10;  // bytes of shared memory, the
                                                               // latter all but the agenda
 
 // What differs between kernels: products of bfloat16 (bf16_policy.cuh) or of FP8 codes (fp8_weights.cu).
 //   kRows, kWeightRows: rows of a tile.
-//   kSplits: the multiplying warps split rows before they are copied, in pieces that blocks take in turn: no
-//     block waits for one that has not started.
+//   kSplits: the multiplying warps split rows before they are copied. Blocks take pieces in turn, so no block
+//   waits
+//     for one that has not started.
 //   kTiles: runs of 128 bytes of each row in a stage.
-//   kMultipliers: warps that multiply, and thus report that a gate/up tile is done.
+//   kMultipliers: number of warps that multiply and report that a gate/up tile is done.
 //   kStages, kWeightBytes: stages, and bytes of weights in each.
-//   kResident: blocks of a multiprocessor that registers allow.
-//   kRegisters: registers of a multiplying thread, once the others have left all but kLoadersRegisters; 0:
-//   all
+//   kResident: blocks per multiprocessor that registers allow.
+//   kRegisters: registers of a multiplying thread, after the others have released all but kLoadersRegisters.
+//   0: all
 //     threads have the same number.
 //   Room: shared memory of the multipliers, and what a stage holds besides weights and rows.
 //   pieces: how many pieces there are to split. copy_weights, copy_scales: load a stage. multiply: all units.
@@ -54,17 +55,17 @@ template <class Policy>
 struct Shared {
   std::byte weights[Policy::kStages][Policy::kWeightBytes];
   std::byte rows[Policy::kStages]
-                [Policy::kTiles * Policy::kRows * kSwizzledRow];  // eight of each tile in turn
+                [Policy::kTiles * Policy::kRows * kSwizzledRow];  // eight rows of each tile in turn
   typename Policy::Room room;
   uint64_t full[Policy::kStages], empty[Policy::kStages];
   Agenda agenda;
 };
 
-// Stages of so many bytes that fit beside `room` others.
+// The number of stages of `bytes` bytes that fit beside `room` other bytes.
 constexpr uint32_t stages_beside(uint32_t room, uint32_t bytes) { return (kBudget - room) / bytes; }
 
-// 16 channels of a warp for the rows of the unit, of a tile's kRows, to global memory, kAtOnce rows at a
-// time; value(i): of the lane's i-th sum.
+// Stores 16 channels of a warp for the rows of the unit to global memory, kAtOnce of a tile's kRows rows at a
+// time. value(i): the lane's i-th sum.
 template <uint32_t kRows, uint32_t kAtOnce, class Value>
 __device__ void store(bf16 (&turned)[kAtOnce][16], const Unit& unit, bf16* to, uint32_t width, uint32_t lane,
                       Value value) {
@@ -87,7 +88,8 @@ __device__ void store(bf16 (&turned)[kAtOnce][16], const Unit& unit, bf16* to, u
   }
 }
 
-// The number-th piece behind `from`. Not by pointers: that of every row would be kept in two registers.
+// The number-th piece behind `from`. It is not stored as a pointer: one per row would take two registers
+// each.
 __device__ inline const std::byte* piece_behind(const std::byte* from, uint32_t number) {
   const std::byte* found;
   asm("mad.wide.u32 %0, %1, %2, %3;" : "=l"(found) : "r"(number), "n"(kPiece), "l"(from));
@@ -100,8 +102,8 @@ struct Sources {
   static constexpr uint32_t kRows = Policy::kRows;
   static constexpr uint32_t kNone = ~0u;
   const std::byte* base;
-  uint32_t of[kRows / 4];  // pieces behind it
-  uint32_t tile_bytes;     // from tile to tile of a row, where it has two
+  uint32_t of[kRows / 4];  // offset of each row from base, in pieces
+  uint32_t tile_bytes;     // distance between the two tiles of a row, if there are two
 
   __device__ Sources(const Weights& w, const Task& task, const Unit& unit, uint32_t lane) {
     const Work& work = task.work;
@@ -120,7 +122,7 @@ struct Sources {
     }
   }
 
-  // A stage of all tiles, eight rows of each in turn. Rows that are not there keep what the stage held:
+  // Copies a stage of all tiles, eight rows of each in turn. Missing rows keep what the stage held before:
   // nobody reads their sums.
   __device__ void copy(uint32_t stage, std::byte* to, uint32_t lane) const {
     const uint32_t row = lane / 8, at = shared_address(to) + row * kSwizzledRow;
@@ -137,13 +139,13 @@ struct Sources {
   }
 };
 
-// What must be there before the rows of a unit are read.
+// What a unit waits for before its rows are read.
 template <class Policy>
 struct Needed {
   const uint32_t* count;
   uint32_t value = 0;
 
-  // pieces: of rows that are split, 0 where all are known to be. counts: of this launch, once it has units.
+  // pieces: number of pieces of split rows, 0 if all are known to be done. counts: those of this launch.
   __device__ Needed(const Unit& unit, const uint32_t* counts, uint32_t pieces) {
     const bool down = unit.kind == Kind::kDown;
     count = counts + (down ? unit.expert : kPiecesDone);
@@ -157,7 +159,7 @@ struct Needed {
   }
 };
 
-// Fills every kLoaders-th stage. `ahead`: stages whose weights were asked for before.
+// Fills every kLoaders-th stage. `ahead`: stages whose weights were already requested.
 template <class Policy>
 __device__ void load(Shared<Policy>& s, const Weights& w, const Task& task, uint32_t ahead, uint32_t loader,
                      uint32_t lane) {
@@ -195,7 +197,7 @@ __global__ void __launch_bounds__(32 * (Policy::kMultipliers + kLoaders + 1), Po
   const uint32_t warp = warp_number(), lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     for (uint32_t i = 0; i < Policy::kStages; ++i) {
-      init_barrier(&s.full[i], 1 + 32);  // weights are asked for, and each lane of a loader
+      init_barrier(&s.full[i], 1 + 32);  // the request for weights, and each lane of a loader
       init_barrier(&s.empty[i], Policy::kMultipliers);
     }
     init(s.agenda, kLoaders, Policy::kMultipliers);
@@ -216,17 +218,17 @@ __global__ void __launch_bounds__(32 * (Policy::kMultipliers + kLoaders + 1), Po
   else
     hand_out<Policy>(s.agenda, w, task.work, ahead, Policy::kSplits ? gridDim.x : 0, lane);
 #else
-  __trap();  // Experts refuses other GPUs
+  __trap();  // Experts rejects other GPUs
 #endif
 }
 
-// Whether the registers that a block begins with are enough for what its warpgroups move: those who multiply
-// would wait for ever.
+// Whether the registers that a block starts with are enough for its warpgroups. Otherwise the multiplying
+// warps would wait for ever.
 template <class Policy>
 constexpr bool registers_suffice() {
   if constexpr (Policy::kRegisters != 0) {
     constexpr uint32_t kOthers = kLoaders + 1, kWarps = Policy::kMultipliers + kOthers;
-    constexpr uint32_t kBegin = (64 << 10) / (32 * kWarps * Policy::kResident) / 8 * 8;  // of a thread
+    constexpr uint32_t kBegin = (64 << 10) / (32 * kWarps * Policy::kResident) / 8 * 8;  // per thread
     return kOthers == 4 && Policy::kMultipliers % 4 == 0 &&
            Policy::kMultipliers * Policy::kRegisters + kOthers * Policy::kLoadersRegisters <= kWarps * kBegin;
   }

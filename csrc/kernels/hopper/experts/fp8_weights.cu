@@ -1,5 +1,5 @@
 // The experts' kernel for float8 e4m3 weights with a scale per 128 x 128 block. Rows are split into codes too
-// (split_rows.cuh), so products multiply codes by codes: nothing is widened, and a product is as wide as for
+// (split_rows.cuh), so products multiply codes by codes. Nothing is widened, and a product is as wide as for
 // bfloat16.
 //
 // Each run of 64 channels (two products) is summed separately: it has its own row scale, and tensor cores
@@ -11,9 +11,9 @@
 namespace ep::experts {
 namespace {
 
-constexpr uint32_t kGroups = kScaled / kRowScaled;  // of a stage
+constexpr uint32_t kGroups = kScaled / kRowScaled;  // per stage
 
-// Copies 4 or 8 bytes, as copy_piece().
+// Copies 4 or 8 bytes, asynchronously like copy_piece().
 template <int kBytes>
 __device__ void copy_scale(void* to, const void* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], %2;" ::"r"(shared_address(to)), "l"(from), "n"(kBytes)
@@ -30,7 +30,7 @@ struct Codes {
   static constexpr uint32_t kStages =
       stages_beside(kMultipliers * kRows * 32,
                     (kWeightRows + kTiles * kRows) * kSwizzledRow + kRows * kGroups * sizeof(float));
-  static constexpr uint32_t kHiddenRow = 2 * kHalf + kPiece;  // bytes: spreads rows over banks
+  static constexpr uint32_t kHiddenRow = 2 * kHalf + kPiece;  // bytes; spreads rows over banks
   static constexpr uint32_t kThreads = 32 * kMultipliers;
   static constexpr uint32_t kRun = 2;  // stages
 
@@ -41,8 +41,8 @@ struct Codes {
       std::byte hidden[kRows][kHiddenRow];  // of a gate/up tile: high codes, then low ones
       bf16 turned[kMultipliers][kRows][16];
     };
-    uint32_t largest[2][kRows];  // magnitude of a row of hidden, of two units in turn
-    uint32_t piece[2];           // taken, and to be taken
+    uint32_t largest[2][kRows];  // largest magnitude in a row of hidden, for two units in turn
+    uint32_t piece[2];           // the current piece, and the next one
   };
 
   static __device__ uint32_t pieces(const Weights& w, const Work& work) {
@@ -67,20 +67,20 @@ struct Codes {
     for (uint32_t row = lane; row < unit.rows; row += 32)
       copy_scale<8>(room.of_rows[place][row], scales + size_t(unit.first + row) * pitch + stage * kGroups);
     if (lane >= 2 || unit.kind == Kind::kDropped) return;
-    const float* of_weights =  // of gate and up, or of one block twice
+    const float* of_weights =  // of gate and up, or twice the same block
         up ? w.gate_up_scale + size_t((2 * unit.expert + lane) * deep + unit.tile * kHalf / kScaled) * wide +
                  stage
            : w.down_scale + size_t(unit.expert * wide + unit.tile) * deep + stage;
     copy_scale<4>(&room.of_weights[place][lane], of_weights);
   }
 
-  // Of a stage; rows: high and low codes, eight of each in turn.
+  // Operands of a stage. rows: high and low codes, eight rows of each in turn.
   struct Operands {
     uint64_t weights, rows;
   };
 
-  // How kN rows are multiplied: in slices that share a product of high and low codes, whose sums then come
-  // apart too, so that neither kN nor the tile changes a bit. A part is a slice and a group of channels.
+  // How kN rows are multiplied: in slices that share a product of high and low codes. The sums of both are
+  // kept apart, so neither kN nor the tile size changes a bit. A part is a slice and a group of channels.
   template <uint32_t kN>
   struct Parts {
     static constexpr uint32_t kSlices = kN > 48 ? 2 : 1, kSlice = kN / kSlices;  // rows
@@ -90,7 +90,7 @@ struct Codes {
     static __device__ constexpr uint32_t group(uint32_t part) { return part / kSlices; }
   };
 
-  // The sums of a part: of a thread.
+  // A thread's sums of a part.
   template <uint32_t kN>
   struct Part {
     using P = Parts<kN>;
@@ -101,17 +101,17 @@ struct Codes {
       begin_products();
 #pragma unroll
       for (uint32_t k = 0; k < kRowScaled / 32; ++k) {
-        const uint32_t to = 2 * (P::group(part) * (kRowScaled / 32) + k);  // 32 bytes further each
+        const uint32_t to = 2 * (P::group(part) * (kRowScaled / 32) + k);  // 32 bytes further for each
         Product<2 * P::kSlice, Numbers::kE4m3>::run(sums, of.weights + to, rows + to, k != 0);
       }
       commit_products();
     }
 
     __device__ float of(uint32_t i) const {
-      return sums[i / 4 * 8 + i % 4] + sums[i / 4 * 8 + 4 + i % 4];  // of high codes, of low ones
+      return sums[i / 4 * 8 + i % 4] + sums[i / 4 * 8 + 4 + i % 4];  // of high codes, and of low ones
     }
 
-    // total += these, times the scales of weights and rows.
+    // total += these sums, times the scales of weights and rows.
     __device__ void add_to(float (&total)[kRows / 2], const Room& room, uint32_t stage, uint32_t part,
                            uint32_t lane) const {
       const float2 of_weights = *reinterpret_cast<const float2*>(room.of_weights[stage]);
@@ -132,8 +132,8 @@ struct Codes {
     }
   };
 
-  // kStagesOfRun stages: within them, one part's products are under way while another's sums are added. What
-  // is under way from one pass of a loop to the next would have the compiler wait for each product.
+  // Sums kStagesOfRun stages. Within them, the products of one part run while the sums of another are added.
+  // If products stayed in flight between passes of a loop, the compiler would wait for each of them.
   template <uint32_t kN, uint32_t kStagesOfRun>
   static __device__ void sum_run(Shared<Codes>& s, Place& place, float (&sums)[kRows / 2], uint32_t half,
                                  uint32_t lane) {
@@ -163,7 +163,7 @@ struct Codes {
     }
   }
 
-  // kN: rows of products, as many as the unit's or more.
+  // kN: rows of a product, at least as many as the unit has.
   template <uint32_t kN>
   static __device__ void sum(Shared<Codes>& s, const Unit& unit, Place& place, float (&sums)[kRows / 2],
                              uint32_t half, uint32_t lane) {
@@ -176,7 +176,7 @@ struct Codes {
     for (; i < unit.stages; ++i) sum_run<kN, 1>(s, place, sums, half, lane);
   }
 
-  // Of a stage, once it is there.
+  // Waits for a stage, and returns its operands.
   static __device__ Operands begin(Shared<Codes>& s, const Place& place, uint32_t half) {
     await_phase(&s.full[place.stage], place.parity);
     publish_to_async();
@@ -184,19 +184,19 @@ struct Codes {
             operand(shared_address(s.rows[place.stage]))};
   }
 
-  // By a warp that has read all it needs of a stage.
+  // Called by a warp that no longer reads a stage.
   static __device__ void release(Shared<Codes>& s, uint32_t stage, uint32_t lane) {
     __syncwarp();
     if (lane == 0) arrive(&s.empty[stage]);
   }
 
-  // All that multiply.
+  // A barrier for all warps that multiply.
   static __device__ void meet() {
     __syncwarp();
     asm volatile("bar.sync 1, %0;" ::"n"(kThreads) : "memory");
   }
 
-  // Takes pieces of the rows until none is left; the number of the next one is on its way meanwhile.
+  // Takes pieces of the rows until none is left. The number of the next piece is requested meanwhile.
   template <class Given>
   static __device__ void split_rows(Room& room, const Weights& w, const Task& task) {
     uint32_t* counts = counts_of(w);
@@ -215,11 +215,12 @@ struct Codes {
     if (first) add_release(counts + kBlocksThrough);
   }
 
-  // Of a thread's i-th column; its sums: at(i) and, of the other weight row, at(i) + 2.
+  // The row of a thread's i-th column. Its sums are at(i) and, for the other weight row, at(i) + 2.
   static __device__ uint32_t row_of(uint32_t i, uint32_t lane) { return i / 2 * 8 + lane % 4 * 2 + i % 2; }
   static constexpr __device__ uint32_t at(uint32_t i) { return i / 2 * 4 + i % 2; }
 
-  // gate and up of 64 channels to hidden, in place of gate's sums, and what is largest of each row.
+  // Replaces gate's sums by hidden, from gate and up of 64 channels, and finds the largest magnitude of each
+  // row.
   static __device__ void gate(uint32_t (&largest)[kRows], uint32_t rows, float (&sums)[kRows / 2],
                               uint32_t lane) {
 #pragma unroll
@@ -234,7 +235,7 @@ struct Codes {
     }
   }
 
-  // hidden to `room.hidden`, split: the tile is a group of each row. scales: of the unit's first row.
+  // Splits hidden into `room.hidden`. The tile is one group of each row. scales: of the unit's first row.
   static __device__ void split_hidden(Room& room, const uint32_t (&largest)[kRows], uint32_t rows,
                                       const float (&hidden)[kRows / 2], float* scales, uint32_t pitch,
                                       uint32_t warp, uint32_t lane) {
@@ -254,17 +255,17 @@ struct Codes {
     }
   }
 
-  // turn: 0 and 1 by turns.
+  // turn: alternates between 0 and 1.
   static __device__ void store_hidden(Room& room, const Weights& w, const Task& task, const Unit& unit,
                                       uint32_t turn, float (&sums)[kRows / 2], uint32_t warp, uint32_t lane) {
     gate(room.largest[turn], unit.rows, sums, lane);
     meet();
-    if (threadIdx.x < kRows) room.largest[turn ^ 1][threadIdx.x] = 0;  // all have read them
+    if (threadIdx.x < kRows) room.largest[turn ^ 1][threadIdx.x] = 0;  // all threads have read them
     const uint32_t groups = w.ffn / kRowScaled;
     split_hidden(room, room.largest[turn], unit.rows, sums,
                  task.hidden_scales + size_t(unit.first) * groups + unit.tile, groups, warp, lane);
     meet();
-    constexpr uint32_t kPieces = kHalf / kPiece;  // of high codes, and of low ones
+    constexpr uint32_t kPieces = kHalf / kPiece;  // of high codes, and as many of low ones
     std::byte* to = task.hidden + size_t(unit.first) * (2 * w.ffn) + unit.tile * kHalf;
     for (uint32_t p = threadIdx.x; p < unit.rows * 2 * kPieces; p += kThreads) {
       const uint32_t row = p / (2 * kPieces), piece = p % (2 * kPieces);
@@ -285,7 +286,7 @@ struct Codes {
       split_rows<GivenCodes>(s.room, w, task);
     Place place;
     float sums[kRows / 2];
-    bool stored = true;  // by all of the block, what `hidden` held
+    bool stored = true;  // the whole block has stored what `hidden` held
     for (uint32_t n = 0, turn = 0;; ++n) {
       const Unit unit = take(s.agenda, n, lane);
       if (unit.kind == Kind::kEnd) return;
@@ -295,7 +296,7 @@ struct Codes {
         if (lane == 0) add_release(s.agenda.counts + unit.expert);
         turn ^= 1, stored = false;
       } else if (unit.kind == Kind::kDown) {
-        if (!stored) meet(), stored = true;  // `turned` has the same place
+        if (!stored) meet(), stored = true;  // `turned` shares its memory with `hidden`
         auto* to = static_cast<bf16*>(task.work.out) + unit.tile * 2 * kHalf + warp * 16;
         store<kRows>(s.room.turned[warp], unit, to, w.width, lane, [&](uint32_t i) { return sums[i]; });
       }

@@ -1,8 +1,8 @@
 // Splits rows for products with codes: 64 channels share a scale, and each channel is the sum of two codes
 // (two_codes.cuh).
 //
-// In memory, a row has the high codes of all channels, then the low ones. Rows that arrive as codes have no
-// low ones, and keep their own scales.
+// In memory, a row has the high codes of all channels, then the low ones. If rows arrive as codes, the low
+// ones are zero, and rows keep their own scales.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -12,12 +12,12 @@
 
 namespace ep::experts {
 
-constexpr uint32_t kLane = 8, kLanes = kRowScaled / kLane;  // channels of a lane, lanes of a group
+constexpr uint32_t kLane = 8, kLanes = kRowScaled / kLane;  // channels per lane, lanes per group
 
-// Where eight channels of a row go.
+// Where eight channels of a row are written.
 struct SplitTo {
   std::byte *high, *low;
-  float* scale;  // of their group
+  float* scale;  // scale of their group
 
   __device__ SplitTo(const Weights& w, const Task& task, uint32_t row, uint32_t channel)
       : high(task.split + size_t(row) * (2 * w.width) + channel),
@@ -34,7 +34,7 @@ struct Values {
     held = *reinterpret_cast<const uint4*>(from);
   }
 
-  // By all lanes of a group.
+  // Called by all lanes of a group.
   __device__ void split(const SplitTo& to, bool first) const {
     const auto* pairs = reinterpret_cast<const __nv_bfloat162*>(&held);
     float2 values[kLane / 2];
@@ -44,7 +44,7 @@ struct Values {
       values[i] = __bfloat1622float2(pairs[i]);
       largest = max(largest, max(magnitude(values[i].x), magnitude(values[i].y)));
     }
-    const uint32_t group = 0xffu << (threadIdx.x % 32 / kLanes * kLanes);  // its lanes
+    const uint32_t group = 0xffu << (threadIdx.x % 32 / kLanes * kLanes);  // the lanes of its group
 #pragma unroll
     for (uint32_t by = 1; by < kLanes; by *= 2) largest = max(largest, __shfl_xor_sync(group, largest, by));
     const GroupScale scale(largest);
@@ -60,7 +60,7 @@ struct Values {
   }
 };
 
-// Eight channels in codes: they are high codes.
+// Eight channels given as codes. These become the high codes.
 struct GivenCodes {
   uint2 held;
   float scale;
@@ -78,12 +78,12 @@ struct GivenCodes {
   }
 };
 
-// A piece of all experts' rows, in the compact order: kAtOnce lanes' channels for each of kThreads threads.
+// A piece of all experts' rows, in compact order: the channels of kAtOnce lanes for each of kThreads threads.
 template <uint32_t kThreads>
 struct Piece {
-  static constexpr uint32_t kAtOnce = 8;  // under way together
+  static constexpr uint32_t kAtOnce = 8;  // in flight together
 
-  // Lanes' channels of all rows.
+  // The number of lanes' shares in all rows.
   static __device__ uint32_t all(const Weights& w, const Work& work) {
     const uint64_t rows = min(uint64_t(work.offsets[w.experts]), uint64_t(work.most));
     return uint32_t(rows) * (w.width / kLane);
@@ -91,10 +91,10 @@ struct Piece {
 
   static __device__ uint32_t count(uint32_t all) { return ceil_div(all, kAtOnce * kThreads); }
 
-  // A row whose number is none is left as it was: a dispatch that failed leaves any numbers.
+  // Skips rows with an invalid id: a failed dispatch may leave any numbers.
   template <class Given>
   static __device__ void split(const Weights& w, const Task& task, uint32_t number, uint32_t all) {
-    const uint32_t lanes = w.width / kLane;  // of a row, in whole groups
+    const uint32_t lanes = w.width / kLane;  // per row, in whole groups
     const uint32_t begin = number * (kAtOnce * kThreads) + threadIdx.x;
     Given given[kAtOnce];
     bool there[kAtOnce];

@@ -9,14 +9,14 @@
 
 namespace ep::experts {
 
-// The scale of a group: puts its largest magnitude, given as float bits without the sign, from 128 to below
-// 256, where two codes have all bits of the most. NaN for a group that is not finite.
+// The scale of a group. It brings the largest magnitude, given as float bits without the sign, into 128 up to
+// below 256. In that range, two codes hold all bits of most values. NaN if the group is not finite.
 struct GroupScale {
   float scale, inverse;
 
   __device__ explicit GroupScale(uint32_t largest) {
     constexpr uint32_t kInfinite = 0x7f800000, kNan = 0x7fc00000;
-    const uint32_t exponent = max(largest >> 23, 8u) - 7;  // of zero and tiny ones: any
+    const uint32_t exponent = max(largest >> 23, 8u) - 7;  // any value works for zero and tiny numbers
     scale = __uint_as_float(largest < kInfinite ? exponent << 23 : kNan);
     inverse = __uint_as_float((254 - exponent) << 23);
   }
@@ -28,7 +28,7 @@ __device__ inline uint32_t magnitude(float value) { return __float_as_uint(value
 struct CodePair {
   uint16_t high, low;
 
-  // Of values times the inverse of their scale.
+  // first, second: values, multiplied by the inverse of their scale.
   __device__ CodePair(float first, float second) {
     const float2 pair{first, second};
     high = __nv_cvt_float2_to_fp8x2(pair, __NV_SATFINITE, __NV_E4M3);

@@ -17,21 +17,21 @@ __device__ inline void add_release(uint32_t* at) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(at) : "memory");
 }
 
-inline constexpr uint32_t kUnits = 4;  // between those who load and those who multiply, at most
+inline constexpr uint32_t kUnits = 4;  // between loaders and multipliers, at most
 
 enum class Kind : uint32_t { kGateUp, kDown, kDropped, kEnd };
 
-// `rows` rows from `first` on of one expert, by the weight rows of a tile. Dropped: weights read in vain.
+// `rows` rows of one expert, from `first` on, times the weight rows of a tile. Dropped: weights read in vain.
 struct Unit {
   Kind kind;
   uint32_t stages, expert, tile, first, rows;
-  uint32_t gate_up_done;  // by all of the expert's gate/up tiles together
+  uint32_t gate_up_done;  // number of the expert's gate/up tiles
 };
 
 // Written by one warp, read by all others.
 struct Agenda {
   uint64_t full[kUnits], empty[kUnits];
-  uint64_t begun;  // the unit published last, by all loaders
+  uint64_t begun;  // counts loaders that have begun the unit published last
   Unit units[kUnits];
   uint32_t* counts;  // kCounts of this launch
   uint32_t first[kMaxExperts], rows[kMaxExperts];
@@ -48,7 +48,7 @@ __device__ inline void init(Agenda& a, uint32_t loaders, uint32_t multipliers) {
   }
 }
 
-// The rows of an expert, no more than there is room for: a dispatch that failed leaves any numbers.
+// The rows of an expert, limited to the available room: a failed dispatch may leave any numbers.
 struct Span {
   uint32_t first, rows;
 
@@ -57,10 +57,10 @@ struct Span {
         rows(min(uint32_t(max(count, 0)), work.most - first)) {}
 };
 
-// Reads what every expert has. Returns the chunks of all. By a whole warp.
+// Reads the counts of every expert. Returns the number of chunks of all. Called by a whole warp.
 template <uint32_t kRows>
 __device__ uint32_t read_counts(Agenda& a, const Weights& w, const Work& work, uint32_t lane) {
-  constexpr uint32_t kAtOnce = 4;  // experts of a lane whose numbers are under way together
+  constexpr uint32_t kAtOnce = 4;  // experts whose numbers a lane loads together
   uint32_t before = 0;
   for (uint32_t begin = lane; begin < w.experts + lane; begin += kAtOnce * 32) {
     int64_t offsets[kAtOnce];
@@ -89,7 +89,7 @@ __device__ uint32_t read_counts(Agenda& a, const Weights& w, const Work& work, u
   return before;
 }
 
-// A Policy's tiles have kWeightRows, those of gate/up half of each.
+// A Policy's tiles have kWeightRows weight rows. For gate/up, half of them are gate's.
 template <class Policy>
 __device__ uint32_t up_tiles(const Weights& w) {
   return w.ffn / (Policy::kWeightRows / 2);
@@ -112,8 +112,8 @@ __device__ Unit unit_of(const Agenda& a, const Weights& w, uint32_t chunks, uint
     unit = {Kind::kDown, w.ffn / w.depth};
     tiles = down_tiles<Policy>(w);
   }
-  const uint32_t chunk = number / tiles;                                     // some chunk of the same expert
-  for (uint32_t low = 0, high = w.experts; low < high; unit.expert = low) {  // the first that ends behind it
+  const uint32_t chunk = number / tiles;                                     // any chunk of the same expert
+  for (uint32_t low = 0, high = w.experts; low < high; unit.expert = low) {  // the first that ends after it
     const uint32_t middle = (low + high) / 2;
     if (a.chunk_end[middle] > chunk)
       high = middle;
@@ -131,7 +131,8 @@ __device__ Unit unit_of(const Agenda& a, const Weights& w, uint32_t chunks, uint
   return unit;
 }
 
-// The block's first unit if every expert has one chunk of rows: `stages` of its weights are read ahead.
+// Guesses the block's first unit: right if every expert has one chunk of rows. `stages` of its weights are
+// read ahead.
 template <class Policy>
 __device__ Unit guess(const Weights& w, uint32_t stages) {
   const uint32_t tiles = up_tiles<Policy>(w), expert = blockIdx.x / tiles;
@@ -139,7 +140,7 @@ __device__ Unit guess(const Weights& w, uint32_t stages) {
   return {Kind::kGateUp, min(stages, w.width / w.depth), expert, blockIdx.x % tiles};
 }
 
-// Returns once all loaders have begun with the unit: they need the next one when they have asked for all its
+// Returns once all loaders have begun the unit. They need the next one when they have requested all its
 // stages.
 __device__ inline void publish(Agenda& a, uint32_t& n, const Unit& unit) {
   hopper::await_phase(&a.empty[n % kUnits], ~(n / kUnits) & 1);
@@ -153,10 +154,10 @@ __device__ inline uint32_t* counts_of(const Weights& w) {
   return w.sync + 2 + *static_cast<const volatile uint32_t*>(w.sync + 1) * kCounts;
 }
 
-// Called by the block that takes the last number: every block with a unit has read which launch this is and
-// will not take another; one without may read either and uses no count, but that of pieces, for which all
-// `splitting` blocks are awaited. The next launch numbers units from the first on, and counts where the
-// launch before this one did: loaders still read this one's counts.
+// Called by the block that takes the last number. Every block with a unit has already read which launch this
+// is, and will not take another unit. A block without a unit may read either launch. It uses no counts except
+// those of pieces, and this function waits for all `splitting` blocks to finish these. The next launch
+// numbers units from the first on. It uses the other set of counts, because loaders still read this one's.
 __device__ inline void leave_to_next(const Weights& w, const uint32_t* counts, uint32_t splitting) {
   while (splitting != 0 && load_acquire(counts + kBlocksThrough) < splitting) {
   }
@@ -168,8 +169,9 @@ __device__ inline void leave_to_next(const Weights& w, const uint32_t* counts, u
   w.sync[1] = turn;
 }
 
-// Hands out units until none is left: the first by the block's number, the others as blocks come for them. By
-// a whole warp. `ahead`: what was guessed, an end if nothing. splitting: see leave_to_next().
+// Hands out units until none is left. The first one follows from the block's number, the others go to blocks
+// as they ask. Called by a whole warp. `ahead`: the guessed unit, kEnd if none. splitting: see
+// leave_to_next().
 template <class Policy>
 __device__ void hand_out(Agenda& a, const Weights& w, const Work& work, const Unit& ahead, uint32_t splitting,
                          uint32_t lane) {
@@ -187,15 +189,17 @@ __device__ void hand_out(Agenda& a, const Weights& w, const Work& work, const Un
     number = gridDim.x + atomicAdd(w.sync, 1u);
     unit = unit_of<Policy>(a, w, chunks, number);
   }
-  // Heeded when all blocks have said so or ended: all have had their room, the next kernel's take what they
-  // leave, one by one. Experts' comment has what follows for that kernel.
+  // Takes effect when all blocks have called it or ended. By then all of them have started, and blocks of the
+  // next kernel start one by one where these end. The comment of Experts says what this demands of that
+  // kernel.
   hopper::let_next_kernel_start();
-  // A number is taken behind each unit, so as many as there are units; without any, the last block's own.
+  // Every unit takes one number, so there are as many numbers as units. Without units, the last block's own
+  // number ends.
   if (number + 1 == gridDim.x + units) leave_to_next(w, counts, splitting);
   publish(a, n, unit);
 }
 
-// The n-th unit of the block. By a whole warp.
+// The n-th unit of the block. Called by a whole warp.
 __device__ inline Unit take(Agenda& a, uint32_t n, uint32_t lane) {
   hopper::await_phase(&a.full[n % kUnits], n / kUnits & 1);
   const Unit unit = a.units[n % kUnits];

@@ -1,16 +1,15 @@
 // Multi-head latent attention (MLA) of one token per sequence. Each of a block's two warpgroups takes up to
-// 32 heads of one (sequence, part of the context) at a time, in tiles of 64 positions from a ring. A warp of
-// the copy engine fills the ring ahead, also with tiles of the next item. A tile's box of 64 channels goes
-// back to the ring as soon as the last product that reads it has ended.
+// 32 heads of one (sequence, part of the context) at a time, in tiles of 64 positions from a ring. A separate
+// warpgroup fills the ring ahead, also with tiles of the next item. A tile's box of 64 channels returns to
+// the ring as soon as the last product that reads it has ended.
 //
 //   up to 32 heads   each warpgroup has its own ring: either its own items (a team of 1) or every n-th tile
 //                    of an item that its team shares. A team is two warpgroups of a block, or up to sixteen
 //                    of a cluster, which join their sums through shared memory
 //   more             both warpgroups read the same ring, each for 32 of 64 heads
 //
-// Parts of a context leave unnormalised sums for a kernel that joins them (kernels/triton/paged_decode.py,
-// which has the same arithmetic: softmax by exp2, running maximum, weights rounded to bfloat16, but not their
-// sum).
+// Parts of a context leave unnormalised sums, which another kernel joins (kernels/triton/paged_decode.py,
+// with the same arithmetic: softmax by exp2, running maximum, weights rounded to bfloat16 but not their sum).
 #include <algorithm>
 
 #include "kernels/hopper/common/launch.hpp"
@@ -23,7 +22,7 @@ using Few = HeadPolicy<kFewHeads, false, 11>;
 using Some = HeadPolicy<kSomeHeads, false, 9>;
 using Many = HeadPolicy<kSomeHeads, true, 18>;
 
-// All items of a warpgroup. Returns the last one: with a team, the only one.
+// Processes all items of a warpgroup. Returns the last one, which is the only one if there is a team.
 template <class F>
 __device__ inline Item attend(Shared<F>& s, const Params& p, uint32_t worker, uint32_t thread) {
   const uint32_t warp = thread / 32, lane = thread % 32;
@@ -46,7 +45,7 @@ __device__ inline Item attend(Shared<F>& s, const Params& p, uint32_t worker, ui
       leave_sums(p, it, softmax, thread);
     else
       write_output(s, p, it, softmax, worker, thread);
-    publish_to_async();  // the next queries come where these were
+    publish_to_async();  // the next queries overwrite these
     meet_group(worker);
   }
   return it;
@@ -66,12 +65,12 @@ __device__ inline void init(Shared<F>& s) {
 template <class F>
 __global__ void __launch_bounds__(kThreads, 1) attend_kernel(const __grid_constant__ Params p) {
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  extern __shared__ __align__(1024) std::byte memory[];  // a pattern of the swizzle begins at a multiple
+  extern __shared__ __align__(1024) std::byte memory[];  // the swizzle pattern starts at these multiples
   auto& s = *reinterpret_cast<Shared<F>*>(memory);
   const uint32_t warp = warp_number();
   const uint32_t worker = warp / kWarps, thread = threadIdx.x % (kWarps * 32);
   if (threadIdx.x == 0) fetch_map(&p.q), fetch_map(&p.cache), init(s);
-  let_next_kernel_start();  // which must wait until this one has ended before it reads out
+  let_next_kernel_start();  // the next kernel must wait until this one ends before it reads `out`
   __syncthreads();
   Item it{};
   if (worker < kWorkers) {
@@ -86,9 +85,9 @@ __global__ void __launch_bounds__(kThreads, 1) attend_kernel(const __grid_consta
   meet_cluster();
   if (worker < kWorkers) join_team(s, p, it, worker, thread);
   __syncwarp();
-  meet_cluster();  // no block exits before the others have read
+  meet_cluster();  // no block exits before the others have read its sums
 #else
-  __trap();  // Mla refuses other GPUs
+  __trap();  // Mla rejects other GPUs
 #endif
 }
 

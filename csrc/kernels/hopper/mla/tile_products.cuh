@@ -24,16 +24,16 @@ __device__ inline uint32_t pack(float low, float high) {
   return *reinterpret_cast<const uint32_t*>(&both);
 }
 
-// Of 16 bytes of a box.
+// The offset of 16 bytes in a box.
 __device__ inline uint32_t swizzled(uint32_t row, uint32_t piece) {
   return row * kSwizzledRow + ((piece ^ (row & 7)) << 4);
 }
 
-// Puts [64 rows, kHeads] of a warpgroup, as products have them, into [kHeads, 64] bfloat16 of a box.
+// Stores [64 rows, kHeads] of a warpgroup, as products leave them, as [kHeads, 64] bfloat16 in a box.
 template <uint32_t kHeads>
 __device__ inline void store_turned(std::byte* box, const float (&values)[kHeads / 2], uint32_t warp,
                                     uint32_t lane) {
-  // Matrices of 8 x 8 in turn: rows, rows + 8, then the next eight heads.
+  // Matrices of 8 x 8 in this order: rows, rows + 8, then the next eight heads.
   const uint32_t head = lane / 16 * 8 + lane % 8, piece = warp * 2 + lane / 8 % 2;
 #pragma unroll
   for (uint32_t h = 0; h < kHeads / 16; ++h) {
@@ -55,17 +55,17 @@ struct Reader {
   __device__ void await() const { await_phase(&s.full[ring][place.stage], place.parity); }
   __device__ void next() { place.next(F::kRing); }
   __device__ std::byte* box() const { return s.ring[ring][place.stage]; }
-  // By each warp, once it reads the box no more.
+  // Called by each warp when it no longer reads the box.
   __device__ void release(uint32_t lane) const {
     if (lane == 0) arrive(&s.empty[ring][place.stage]);
   }
 };
 
-// What a warpgroup knows of the positions it has seen.
+// The softmax state of a warpgroup over the positions so far.
 template <class F>
 struct Softmax {
-  static constexpr uint32_t kHeads = F::kHeads, kMine = kHeads / 4;  // heads of a thread
-  float top[kMine], total[kMine];                                    // total: of this thread's positions
+  static constexpr uint32_t kHeads = F::kHeads, kMine = kHeads / 4;  // heads per thread
+  float top[kMine], total[kMine];  // total: for this thread's positions only
   float sums[kValueBoxes][kHeads / 2];
 
   __device__ void begin() {
@@ -77,8 +77,8 @@ struct Softmax {
       for (float& each : box) each = 0;
   }
 
-  // The reader's next tile. seen: how many of its positions count, at least one. rows: positions of a copy.
-  // scale: to units of log2.
+  // Adds the reader's next tile. seen: number of its valid positions, at least one. rows: positions per copy.
+  // scale: converts to units of log2.
   __device__ void add(Reader<F>& at, uint32_t worker, uint32_t seen, uint32_t rows, float scale,
                       uint32_t warp, uint32_t lane) {
     float scores[kHeads / 2];
@@ -92,7 +92,7 @@ struct Softmax {
     sum(values, worker, lane);
   }
 
-  // The whole warpgroup's totals, by all its threads.
+  // Adds up the totals of the warpgroup. Called by all its threads.
   __device__ void finish(Shared<F>& s, uint32_t worker, uint32_t warp, uint32_t lane) {
 #pragma unroll
     for (float& each : total)
@@ -109,7 +109,7 @@ struct Softmax {
     meet_group(worker);
   }
 
-  // Of the warpgroup's.
+  // Number of the thread's head `mine` among the heads of the warpgroup.
   __device__ static uint32_t head(uint32_t mine, uint32_t lane) {
     return mine / 2 * 8 + lane % 4 * 2 + mine % 2;
   }
@@ -131,7 +131,7 @@ struct Softmax {
     }
   }
 
-  // What each warp has of the heads is there for all.
+  // Shares each warp's values for the heads with all warps.
   __device__ static void tell(Shared<F>& s, uint32_t worker, const float (&of)[kMine], uint32_t warp,
                               uint32_t lane) {
     if (lane < 4) {
@@ -141,7 +141,7 @@ struct Softmax {
     meet_group(worker);
   }
 
-  // Scores to weights. What lies behind the end may be anything.
+  // Turns scores into weights. Positions behind the end may hold anything.
   __device__ void weigh(float (&scores)[kHeads / 2], Shared<F>& s, uint32_t worker, uint32_t seen,
                         float scale, uint32_t warp, uint32_t lane) {
     const uint32_t row = warp * 16 + lane / 4;
@@ -178,7 +178,7 @@ struct Softmax {
       for (uint32_t i = 0; i < kHeads / 2; ++i) box[i] *= fade[i / 4 * 2 + i % 2];
   }
 
-  // Zeros for values behind the end: nothing times NaN is NaN. Positions from `end` on were not read.
+  // Writes zeros for values behind the end, because 0 * NaN is NaN. Positions from `end` on were not loaded.
   __device__ static void clear(Reader<F> at, uint32_t seen, uint32_t end, uint32_t thread) {
     for (uint32_t box = 0; box < kValueBoxes; ++box, at.next())
       for (uint32_t i = seen * 8 + thread; i < end * 8; i += kWarps * 32)
@@ -193,7 +193,7 @@ struct Softmax {
     for (uint32_t box = 0; box < kValueBoxes; ++box, at.next()) {
       const uint64_t a = operand(shared_address(at.box()));
 #pragma unroll
-      for (uint32_t k = 0; k < kTile / 16; ++k)  // 2,048 bytes further, and 32
+      for (uint32_t k = 0; k < kTile / 16; ++k)  // steps of 2,048 bytes, and of 32
         NarrowProduct<kHeads, Across::kRows>::run(sums[box], a + 128 * k, b + 2 * k, 1);
       commit_products();
       if (box != 0) await_products<1>(), done.release(lane), done.next();

@@ -1,5 +1,5 @@
 // Writes a warpgroup's result of an item: as outputs, as sums that another kernel joins, or as sums that its
-// team joins (warpgroups of a block, or of the blocks of a cluster).
+// team joins (warpgroups of one block, or of all blocks of a cluster).
 #pragma once
 
 #include "kernels/hopper/common/cluster.cuh"
@@ -7,22 +7,22 @@
 
 namespace ep::mla {
 
-inline constexpr uint32_t kPieces = kValues / 8;  // of 16 bytes, of a head's output
+inline constexpr uint32_t kPieces = kValues / 8;  // pieces of 16 bytes in a head's output
 
-// Heads of an item that there are, of those a warpgroup has room for.
+// Number of heads that an item has in this warpgroup.
 template <class F>
 __device__ inline uint32_t heads_of(const Params& p, const Item& it) {
   return it.head < p.heads ? min(F::kHeads, p.heads - it.head) : 0;
 }
 
-// A head's output, or its sums and stats.
+// Index of a head's output, or of its sums and stats.
 __device__ inline size_t row_of(const Params& p, const Item& it, uint32_t head) {
   return (size_t(it.sequence) * p.heads + it.head + head) * p.splits + it.split;
 }
 
 __device__ inline float inverse(float total) { return total == 0 ? 0.0f : 1.0f / total; }
 
-// Through the place of the queries, so that whole rows are stored.
+// Writes through the memory of the queries, so that stores cover whole rows.
 template <class F>
 __device__ inline void write_output(Shared<F>& s, const Params& p, const Item& it, const Softmax<F>& mine,
                                     uint32_t worker, uint32_t thread) {
@@ -45,7 +45,7 @@ __device__ inline void write_output(Shared<F>& s, const Params& p, const Item& i
   }
 }
 
-// put(head, channel, value), of all that a thread has.
+// Calls put(head, channel, value) for all sums of a thread.
 template <class F, class Put>
 __device__ inline void for_each_sum(const Softmax<F>& mine, uint32_t thread, const Put& put) {
   const uint32_t row = thread / 32 * 16 + thread % 32 / 4;
@@ -71,7 +71,7 @@ __device__ inline void leave_sums(const Params& p, const Item& it, const Softmax
           float2{mine.top[h], mine.total[h]};
 }
 
-// For the team, where this warpgroup's tiles were: it has no further item.
+// Leaves sums for the team, where this warpgroup's tiles were: it has no other item.
 template <class F>
 __device__ inline void leave_state(Shared<F>& s, const Softmax<F>& mine, uint32_t worker, uint32_t thread) {
   float* state = s.state(worker);
@@ -84,13 +84,13 @@ __device__ inline void leave_state(Shared<F>& s, const Softmax<F>& mine, uint32_
     s.stats[worker][mine.head(h, thread)] = float2{mine.top[h], mine.total[h]};
 }
 
-// Sums of a head over a team; a thread has four channels.
+// Joins the sums of a head over a team. A thread has four channels.
 struct Joined {
   float4 sum{};
   float top = -INFINITY, total = 0;
 
   __device__ void add(const float4& more, const float2& stats) {
-    const float higher = fmaxf(top, stats.x), shift = higher == -INFINITY ? 0 : higher;  // no inf - inf
+    const float higher = fmaxf(top, stats.x), shift = higher == -INFINITY ? 0 : higher;  // avoid inf - inf
     const float own = exp2f(top - shift), other = exp2f(stats.x - shift);
     sum.x = fmaf(more.x, other, sum.x * own), sum.y = fmaf(more.y, other, sum.y * own);
     sum.z = fmaf(more.z, other, sum.z * own), sum.w = fmaf(more.w, other, sum.w * own);

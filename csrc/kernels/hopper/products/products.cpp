@@ -14,7 +14,7 @@ using cuda::check;
 using hopper::require;
 
 constexpr uint32_t kChunkRow = kDepth * 2, kBarrier = 8;  // bytes
-constexpr uint32_t kLeastForRows = 32 << 10;              // bytes of shared memory beside the weights
+constexpr uint32_t kLeastForRows = 32 << 10;              // minimum bytes of shared memory beside the weights
 
 }  // namespace
 

@@ -14,16 +14,16 @@ namespace {
 
 using namespace hopper;
 
-constexpr uint32_t kGroupRows = 64;  // weight rows of a warpgroup
+constexpr uint32_t kGroupRows = 64;  // weight rows per warpgroup
 
-// What a block holds and works on.
+// A block's shared memory and its share of the work.
 template <uint32_t kRows, uint32_t kGroups>
 struct Block {
   static constexpr uint32_t kTile = kGroups * kGroupRows;
   static constexpr uint32_t kChunk = kTile * kSwizzledRow, kStage = kRows * kSwizzledRow;  // bytes
   std::byte *weights, *rows;
-  uint64_t *held, *full, *empty;  // by chunk of weights, and by stage of rows
-  uint32_t first, chunks;         // of the weights' channels
+  uint64_t *held, *full, *empty;  // per chunk of weights, and per stage of rows
+  uint32_t first, chunks;         // channels of the weights, in chunks
 
   __device__ Block(std::byte* shared, const Params& p)
       : weights(shared),
@@ -38,14 +38,14 @@ struct Block {
     return p.held * (kChunk + sizeof(uint64_t)) + p.stages * (kStage + 2 * sizeof(uint64_t));
   }
 
-  // By one thread, before any other looks at a barrier.
+  // Called by one thread, before any other uses a barrier.
   __device__ void begin(const Params& p) const {
     fetch_map(&p.weight);
     fetch_map(&p.rows);
     for (uint32_t i = 0; i < p.held; ++i) init_barrier(&held[i], 1);
     for (uint32_t i = 0; i < p.stages; ++i) {
       init_barrier(&full[i], 1);
-      init_barrier(&empty[i], 4 * kGroups);  // each warp that multiplies
+      init_barrier(&empty[i], 4 * kGroups);  // one arrival for each multiplying warp
     }
     publish_barriers();
     for (uint32_t i = 0; i < chunks; ++i) {
@@ -54,7 +54,7 @@ struct Block {
     }
   }
 
-  // By one thread. Rows past the last come as zeros.
+  // Called by one thread. Rows after the last one are loaded as zeros.
   __device__ void load(const Params& p) const {
     Place place;
     for (uint32_t row = blockIdx.z * kRows; row < p.count; row += gridDim.z * kRows)
@@ -67,7 +67,7 @@ struct Block {
   }
 
   __device__ void multiply(const Params& p, uint32_t warp, uint32_t lane) const {
-    const uint32_t own = warp / 4 * kGroupRows * kSwizzledRow;  // bytes of the chunk before the warpgroup's
+    const uint32_t own = warp / 4 * kGroupRows * kSwizzledRow;  // the warpgroup's offset in a chunk
     Place place;
     float sums[kRows / 2];
     for (uint32_t row = blockIdx.z * kRows; row < p.count; row += gridDim.z * kRows) {
@@ -113,7 +113,7 @@ struct Block {
 template <uint32_t kRows, uint32_t kGroups>
 __global__ void __launch_bounds__(kGroups * 128 + 32, 1) linear_kernel(const __grid_constant__ Params p) {
 #if !defined(__CUDA_ARCH__) || defined(__CUDA_ARCH_FEAT_SM90_ALL)
-  extern __shared__ __align__(1024) std::byte shared[];  // a pattern of the swizzle begins at a multiple
+  extern __shared__ __align__(1024) std::byte shared[];  // the swizzle pattern starts at these multiples
   const uint32_t warp = warp_number(), lane = threadIdx.x % 32;
   const bool asks = warp == 4 * kGroups && lane == 0;
   const Block<kRows, kGroups> block(shared, p);
@@ -124,7 +124,7 @@ __global__ void __launch_bounds__(kGroups * 128 + 32, 1) linear_kernel(const __g
   if (asks) block.load(p);
   if (warp < 4 * kGroups) block.multiply(p, warp, lane);
 #else
-  __trap();  // Linear refuses other GPUs
+  __trap();  // Linear rejects other GPUs
 #endif
 }
 

@@ -11,15 +11,15 @@
 namespace ep::products {
 
 inline constexpr uint32_t kDepth = 64;          // input channels of a chunk: one swizzled row of bfloat16
-inline constexpr uint32_t kMostStages = 16;     // chunks of rows under way
-inline constexpr uint32_t kBudget = 225 << 10;  // bytes of shared memory: a small kernel has room beside
+inline constexpr uint32_t kMostStages = 16;     // chunks of rows in flight
+inline constexpr uint32_t kBudget = 225 << 10;  // bytes of shared memory; leaves room for a small kernel
 
 // How a weight is spread over blocks: `tile` weight rows, 64 or 128, by one of `splits` runs of chunks.
 struct SplitK {
   uint32_t tile, splits;
 };
 
-// What one launch works on; addresses of the device.
+// Arguments of one launch; device addresses.
 struct Work {
   const void* rows;  // [count, k] bfloat16, `pitch` bytes apart; both multiples of 16
   uint64_t pitch;
@@ -27,32 +27,33 @@ struct Work {
   float* sums;  // [splits, count, n]
 };
 
-// Chosen for each launch; any gives the same bits.
+// Chosen for each launch. Every choice gives the same bits.
 struct LaunchConfig {
-  uint32_t rows_of_tile;  // 32, 64 or 128; a block multiplies its weights by one such tile after the other
+  uint32_t rows_of_tile;  // 32, 64 or 128; a block takes one tile after the other
   bool lets_next_start;   // at once; the next kernel must wait until this one has ended before it reads sums
 };
 
-// What the kernel takes.
+// Arguments of the kernel.
 struct Params {
   CUtensorMap weight, rows;
   float* sums;
   uint32_t count, n, chunks;  // chunks: of all splits together
-  uint32_t held, stages;      // chunks of weights and of rows that a block has room for
-  uint32_t spread;            // blocks that share the tiles of rows out
+  uint32_t held, stages;      // chunks of weights and of rows that fit into a block
+  uint32_t spread;            // blocks that share the tiles of rows
   bool lets_next_start;
 };
 
-// One weight as the copy engine reads it. Of one device, on any stream, any number of launches at a time.
+// One weight as the copy engine reads it. For one device, on any stream, with any number of launches at a
+// time.
 class Linear {
  public:
   // weight: [n, k] bfloat16, contiguous, 16-byte aligned, not owned.
-  // Throws std::invalid_argument for sizes that the split does not fit, std::runtime_error for what CUDA
-  // refuses.
+  // Throws std::invalid_argument for sizes that the split does not fit, std::runtime_error for errors of
+  // CUDA.
   Linear(int device, const void* weight, uint32_t n, uint32_t k, const SplitK& split_k);
 
-  // Enqueues; no wait. The weight may be read before the kernel ahead in the stream has ended: it must not
-  // write it.
+  // Enqueues the kernel without waiting. The weight may be read before the preceding kernel of the stream has
+  // ended, so that kernel must not write it.
   void run(cudaStream_t stream, const Work& work, const LaunchConfig& config) const;
 
  private:

@@ -26,9 +26,9 @@ from ep_server.models.layers import GqaWeights, MlaWeights
 
 @dataclass(frozen=True, slots=True)
 class AttentionStep:
-    """What all layers of a step share. decode: over its first sequences, as many as `step.singles`.
+    """The attention state that all layers of a step share. decode: for the first `step.singles` sequences.
 
-    hopper, latent: of its single tokens, for the layers that have a kernel for them.
+    hopper, latent: state for its single tokens, used by layers that have a Hopper kernel.
     """
 
     step: StepTensors
@@ -41,7 +41,7 @@ class AttentionStep:
 
 @dataclass(frozen=True, slots=True)
 class GqaKernels:
-    """What a layer has for Hopper: its projections, for few rows, and all that stands between them."""
+    """A layer's Hopper kernels: projections of few rows, and everything between them."""
 
     qkv: HopperProduct | None = None
     out: HopperProduct | None = None
@@ -102,7 +102,7 @@ def mla(
 ) -> torch.Tensor:
     """Latent attention of x: [T, H], normed, to [T, H], absorbed; stores the tokens' latents.
 
-    by: the layer's kernel for single tokens, where it has one for Hopper.
+    by: the layer's Hopper kernel for single tokens, if it has one.
     """
     down = w.down(x)
     q_width = down.shape[1] - spec.kv_lora - spec.rope_dim
@@ -132,7 +132,7 @@ def mla(
 
 
 def answers(x: torch.Tensor, heads: int, channels: int, step: StepTensors) -> torch.Tensor:
-    """[T, heads, channels] for attention to write. Behind chunks of prompts no kernel writes padded rows."""
+    """[T, heads, channels] for attention to write. With prompt chunks, no kernel writes padded rows."""
     shape = (len(x), heads, channels)
     return x.new_empty(shape) if step.chunks is None else x.new_zeros(shape)
 
@@ -140,7 +140,7 @@ def answers(x: torch.Tensor, heads: int, channels: int, step: StepTensors) -> to
 def attend(q: torch.Tensor, kv: PagedKv, rule: AttentionRule, at: AttentionStep, out: torch.Tensor) -> None:
     """Softmax attention of q: [T, heads, k_dim] to out: [T, heads, v_dim]: single tokens, then chunks.
 
-    In a captured step the kernel of single tokens also writes to rows of chunks, which are written again.
+    In a captured step, the kernel for single tokens also writes rows of chunks. These are then overwritten.
     """
     singles = len(at.step.singles)
     at.decode(q[:singles], kv, rule, out[:singles])
@@ -150,7 +150,7 @@ def attend(q: torch.Tensor, kv: PagedKv, rule: AttentionRule, at: AttentionStep,
 def attend_chunks(
     q: torch.Tensor, kv: PagedKv, rule: AttentionRule, at: AttentionStep, out: torch.Tensor
 ) -> None:
-    """As attend(), the rows of chunks alone; nothing of others is read or written."""
+    """As attend(), but for the rows of chunks only. Does not read or write other rows."""
     step = at.step
     if step.chunks is not None:
         prefill(q, step.chunks.query_start, kv, Sequences(step.blocks, step.lengths), rule, out)

@@ -1,6 +1,6 @@
-"""Chooses at start the kernels that attend with one token per sequence on a rank's GPU.
+"""Chooses at startup the kernels for attention with one token per sequence on a rank's GPU.
 
-`auto` takes our Hopper kernel where it supports the model, else Triton's. Chunks of prompts always use
+`auto` uses our Hopper kernel if it supports the model, else Triton's. Chunks of prompts always use
 Triton's kernels, and so does latent attention outside Hopper: FlashInfer's kernels for both plan every step
 on the host.
 """
@@ -29,10 +29,10 @@ XQA_MOST_CHANNELS, XQA_MOST_GROUP = 256, 32
 
 @dataclass(frozen=True, slots=True)
 class AttentionCase:
-    """What is attended to, and where. dtype: served. longest: context, tokens; block_size: tokens.
+    """The case to choose for. dtype: served. longest: context, tokens; block_size: tokens.
 
-    num_sms: multiprocessors; capability: of the GPU; 0 and None where kernels are interpreted.
-    built: with the package's CUDA module.
+    num_sms: multiprocessors; capability: of the GPU; 0 and None if kernels are interpreted.
+    built: whether the package has its CUDA module.
     """
 
     spec: GqaSpec | MlaSpec
@@ -53,7 +53,7 @@ class AttentionCase:
         block_size: int,
         longest: int,
     ) -> AttentionCase:
-        """Asks the device. dtypes: served, and of the KV cache."""
+        """Reads the device's properties. dtypes: served, and of the KV cache."""
         if device.type != "cuda":
             return AttentionCase(spec, *dtypes, block_size, longest, device)
         capability = torch.cuda.get_device_capability(device)
@@ -74,7 +74,7 @@ def choose(asked: str, case: AttentionCase, load: Callable[[], Xqa] = load_xqa) 
 
     Args:
         asked: ModelConfig.attention. load: imports the library.
-    Raises: ConfigError where FlashInfer is asked for and cannot be had, with the reason.
+    Raises: ConfigError with the reason if FlashInfer is configured but cannot be used.
     """
     if asked != "flashinfer":
         reason = hopper_obstacle(case) if asked == "auto" else "as asked"
@@ -94,7 +94,7 @@ def choose(asked: str, case: AttentionCase, load: Callable[[], Xqa] = load_xqa) 
 
 
 def hopper_obstacle(case: AttentionCase) -> str:
-    """Why our kernels for Hopper (kernels/hopper) cannot serve a case, or ""."""
+    """Why our Hopper kernels (kernels/hopper) cannot serve a case; "" if they can."""
     problem = _why_not_bf16(case, (9,), "not that of Hopper")
     if problem or not case.built:
         return problem or f"the package was built without {NATIVE}"
@@ -104,7 +104,7 @@ def hopper_obstacle(case: AttentionCase) -> str:
 
 
 def why_not_flashinfer(case: AttentionCase) -> str:
-    """Why FlashInfer's decode cannot serve a case; "" where it can, if it is installed."""
+    """Why FlashInfer's decode cannot serve a case; "" if it can, provided that it is installed."""
     spec = case.spec
     if isinstance(spec, MlaSpec):
         return "the model's attention is latent"
@@ -127,7 +127,7 @@ def why_not_flashinfer(case: AttentionCase) -> str:
 
 
 def _why_not_bf16(case: AttentionCase, majors: tuple[int, ...], otherwise: str) -> str:
-    """What kernels in BF16 on some GPUs have in common."""
+    """Requirements that all BF16 kernels for certain GPUs share."""
     capability = case.capability
     limits = (
         (capability is None, "there is no GPU"),

@@ -16,7 +16,7 @@ from ep_server.models.families.spec import GqaSpec, MlaSpec
 
 
 class DecodeLayer(Protocol):
-    """Attends in one layer with the sequences that it was made for."""
+    """Attention of one layer, for the sequences that it was made for."""
 
     def __call__(self, q: torch.Tensor, kv: PagedKv, rule: AttentionRule, out: torch.Tensor) -> None:
         """q: [S, heads, k_dim], its keys and values in the cache already. out: [S, heads, v_dim]."""
@@ -24,10 +24,10 @@ class DecodeLayer(Protocol):
 
 
 class DecodeKernels(Protocol):
-    """Kernels that enqueue a step without a word from the host, so a captured graph may hold it."""
+    """Kernels that enqueue a step without reading anything on the host, so a graph may capture it."""
 
     def over(self, sequences: Sequences) -> DecodeLayer:
-        """What all layers of a step share is made here, once. Rows of length 0 give numbers nobody reads."""
+        """Prepares once what all layers of a step share. Results of rows of length 0 are never read."""
         ...
 
 
@@ -35,9 +35,8 @@ class DecodeKernels(Protocol):
 class TritonDecode:
     """heads, kv_heads: of queries, of the cache. v_dim: channels of a value. longest: context, tokens.
 
-    num_sms: multiprocessors of the device; 0 = kernels are interpreted, nothing is split.
-    hopper: layers that have a kernel for Hopper (kernels/hopper) take that
-      instead.
+    num_sms: multiprocessors of the device; 0 = kernels are interpreted and contexts not split.
+    hopper: layers that have a Hopper kernel (kernels/hopper) use that instead.
     """
 
     heads: int
@@ -62,7 +61,7 @@ def triton_decode(
 
 
 class _TritonLayer:
-    """Makes its workspace when it is first called: steps whose layers have kernels for Hopper need none."""
+    """Allocates its workspace at the first call: steps whose layers have Hopper kernels need none."""
 
     def __init__(self, sequences: Sequences, kernels: TritonDecode) -> None:
         self._sequences, self._kernels = sequences, kernels

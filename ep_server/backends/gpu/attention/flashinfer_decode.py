@@ -9,7 +9,7 @@ graph. Its cache layout "NHD" is ours: [blocks, block_size, kv_heads, head_dim].
     length 0  NaN where contexts are split               ours: zeros, so such a row attends to one position
 
 FlashInfer compiles a module for each block size, head dim and group at its first call. That takes about
-fifteen seconds. The result stays in ~/.cache/flashinfer, or below FLASHINFER_WORKSPACE_BASE.
+fifteen seconds. The result is cached in ~/.cache/flashinfer, or below FLASHINFER_WORKSPACE_BASE.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from ep_server.backends.gpu.kernels.triton.paged import AttentionRule, PagedKv, 
 from ep_server.errors import InternalError
 from ep_server.models.kv_cache import KvLayer
 
-# A part of a context leaves `group` rows of head_dim 2-byte numbers and two floats each: 17 KiB at the most.
+# A part of a context produces `group` rows of head_dim 2-byte numbers and two floats each: at most 17 KiB.
 PART_BYTES = 32 << 10
 Xqa = Callable[..., None]  # flashinfer.xqa.xqa
 
 
 @dataclass(frozen=True, slots=True)
 class XqaShape:
-    """What a module is compiled for. All BF16."""
+    """The parameters that a module is compiled for. All BF16."""
 
     heads: int
     kv_heads: int
@@ -47,8 +47,8 @@ class FlashInferDecode:
     """XQA over one model's layers. One thread uses it; calls run one after the other on one stream.
 
     Args:
-        xqa: the library's entry point. num_sms: multiprocessors of the device. A context is cut into parts
-          only while the parts of all sequences and KV heads are at most so many, so memory is sized by it.
+        xqa: the library's entry point. num_sms: multiprocessors of the device. It also limits the parts of
+          all contexts and KV heads together, and so the workspace memory.
     """
 
     def __init__(self, xqa: Xqa, shape: XqaShape, num_sms: int, device: torch.device) -> None:
@@ -69,7 +69,7 @@ class FlashInferDecode:
         return partial(self._layer, blocks, lengths.clamp(min=1).view(torch.uint32).unsqueeze(1))
 
     def prepare(self) -> None:
-        """Has the module compiled or loaded, and runs it once. Raises: what the library raises."""
+        """Compiles or loads the module and runs it once. Raises: any error of the library."""
         s, device = self._shape, self._scratch.device
         cache = torch.zeros(1, s.block_size, s.kv_heads, s.head_dim, dtype=torch.bfloat16, device=device)
         q = torch.zeros(1, s.heads, s.head_dim, dtype=torch.bfloat16, device=device)
@@ -112,7 +112,7 @@ class FlashInferDecode:
     def _check(
         self, count: int, q: torch.Tensor, kv: PagedKv, rule: AttentionRule, out: torch.Tensor
     ) -> None:
-        """The library trusts its caller with all of it. Raises: InternalError."""
+        """Checks the arguments, which the library does not. Raises: InternalError."""
         s = self._shape
         for name, tensor in (("q", q), ("out", out)):
             expect(name, tensor, torch.bfloat16, (count, s.heads, s.head_dim))

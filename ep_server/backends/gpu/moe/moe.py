@@ -37,8 +37,8 @@ class GpuRouter:
     """The router of a layer.
 
     layer: its number. weight: [E, H], see router_weight(). bias: [E] float32, see MoeWeights.
-    hopper: the product in a kernel for few rows; None where there is none.
-    seed: of experts drawn at random, None where the router chooses.
+    hopper: the Hopper kernel for few rows; None if there is none.
+    seed: for experts drawn at random; None if the router chooses.
     """
 
     layer: int
@@ -58,26 +58,26 @@ class GpuRouter:
         return ids, gates
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, E] float32: sums of float32, whatever is multiplied."""
+        """[T, E] float32: sums in float32, for any dtype of the factors."""
         if self.weight.dtype is torch.float32:
             return F.linear(x.float(), self.weight)
         return torch.mm(x, self.weight.t(), out_dtype=torch.float32)
 
 
 def router_weight(weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """weight: [E, H] float32, in `dtype` where that holds it exactly: products then are the same."""
+    """weight: [E, H] float32; converted to `dtype` if that is exact, so that products do not change."""
     narrow = weight.to(dtype)
     return narrow if weight.is_cuda and torch.equal(narrow.float(), weight) else weight
 
 
 def hopper_experts(ffn: object) -> HopperExperts | None:
-    """The kernel for Hopper, where it is for these weights and their device."""
+    """The Hopper kernel, if it supports these weights and their device."""
     weights = _weights_of(ffn)
     return HopperExperts(weights) if hopper_fits(weights) else None
 
 
 def grouped(received: Received, ffn: object, each: int, hopper: HopperExperts | None = None) -> torch.Tensor:
-    """Every local expert on the rows that came for it; each: rows of one to expect.
+    """Runs every local expert on its rows. each: expected rows per expert.
 
     Returns: [N, H] or [E_local, P, H], as combine_send takes it.
     """
@@ -96,7 +96,7 @@ def grouped(received: Received, ffn: object, each: int, hopper: HopperExperts | 
 
 
 def dense(x: torch.Tensor, ffn: object) -> torch.Tensor:
-    """The one gated FFN of `ffn` on all rows of x: [T, H]; library products."""
+    """Runs the single gated FFN of `ffn` on all rows of x: [T, H], with library products."""
     assert isinstance(ffn, TorchGatedFfn)
     hidden = x.new_empty(len(x), ffn.down.shape[2])
     silu_mul(F.linear(x, ffn.gate_up[0]), hidden)
@@ -104,7 +104,7 @@ def dense(x: torch.Tensor, ffn: object) -> torch.Tensor:
 
 
 def _weights_of(ffn: object) -> ExpertWeights:
-    """As the grouped products take them."""
+    """The weights in the form of the grouped products."""
     assert isinstance(ffn, TorchGatedFfn)
     return ExpertWeights(ffn.gate_up, ffn.down, *(ffn.scales or (None, None)))
 
@@ -117,7 +117,7 @@ class Both:
     shared: torch.Tensor
 
 
-# Added to the residual stream: [T, H], or what it is a sum of.
+# Added to the residual stream: [T, H], or the terms of its sum.
 Branch = torch.Tensor | Partial | ExpertOutputs | DeferredCombine | Both
 
 
@@ -145,15 +145,15 @@ def add_norm(branch: Branch, residual: torch.Tensor, weight: torch.Tensor, eps: 
     return out
 
 
-MOST_SIDE_ROWS = 256  # rows of shared experts on a branch: products of more fill the device
+MOST_SIDE_ROWS = 256  # rows of shared experts on a branch; products of more rows fill the device
 
 
 @dataclass(frozen=True, slots=True)
 class GpuMoe:
-    """The sparse block of a layer.
+    """The parts of a layer's sparse block.
 
     exchange: what the ranks agree on. expert_tokens: [E_local] int32, += rows received.
-    hopper: the experts in one kernel, for rows that it takes; None where there is none.
+    hopper: one kernel for all experts, for the rows that it supports; None if there is none.
     """
 
     router: GpuRouter
@@ -162,14 +162,14 @@ class GpuMoe:
     hopper: HopperExperts | None = None
 
     def rows_per_expert(self, most: int) -> int:
-        """On average, where every rank has `most` rows."""
+        """The mean number of rows per expert if every rank has `most` rows."""
         choices = most * self.exchange.num_ranks * self.router.spec.top_k
         return -(-choices // self.router.spec.num_experts)
 
 
 @dataclass(frozen=True, slots=True)
 class MoeStep:
-    """What the sparse blocks of a micro-batch share. most, rows, lap, side: see decoder.Pass."""
+    """The state that the sparse blocks of a micro-batch share. most, rows, lap, side: see decoder.Pass."""
 
     step: StepTensors
     most: int
@@ -179,30 +179,30 @@ class MoeStep:
 
 
 class _Shared:
-    """What experts of all tokens add, if there are any: on a branch of the step, else in its own stream.
+    """The output of shared experts, if there are any: on a branch, else on the stream of the step.
 
-    The branch waits for x alone and ends by itself. Kernels whose blocks wait for each other
-    (csrc/kernels/hopper/experts) or for peers (csrc/exchange/nvlink) may find multiprocessors taken by it,
-    and are only late: it must never wait for them.
+    The branch waits only for x. It may occupy multiprocessors that other kernels need whose blocks wait for
+    each other (csrc/kernels/hopper/experts) or for peers (csrc/exchange/nvlink). That only delays them,
+    because the branch never waits for them.
     """
 
     def __init__(self, x: torch.Tensor, w: MoeWeights, at: MoeStep) -> None:
-        """The branch is behind what made x, and nothing of this block."""
+        """Forks the branch after the work that made x, and before all work of this block."""
         self._work = None if w.shared is None else partial(dense, x, w.shared)
         side = at.side if w.shared is not None and 0 < len(x) <= MOST_SIDE_ROWS else None
         self._lap, self._fork = at.lap, None if side is None else side.fork()
         self._hook: Hook[torch.Tensor] | None = None
 
     def run_on_side(self) -> None:
-        """Behind the dispatch: what a graph is given first behind a fork goes on in the queue of what made x.
+        """Runs the branch. Call it after the dispatch: the first work after a fork stays in the queue of x.
 
-        That is the router then, which may be set up early.
+        That first work is then the router, which may be set up early.
         """
         if self._work is not None and self._fork is not None:
             self._hook = self._fork.run(self._work)
 
     def run_here(self) -> None:
-        """While the combine is in flight, if not beside."""
+        """Runs shared experts while the combine is in flight, unless they run on the branch."""
         if self._work is not None and self._fork is None:
             self._lap(Phase.COMBINE)
             out = self._work()
@@ -210,12 +210,12 @@ class _Shared:
             self._hook = lambda: out
 
     def sums(self) -> torch.Tensor | None:
-        """[T, H], which the current stream may read now."""
+        """The output, [T, H], which the current stream may now read."""
         return None if self._hook is None else self._hook()
 
 
 def moe(x: torch.Tensor, w: MoeWeights, on: GpuMoe, at: MoeStep) -> Generator[None, None, Branch]:
-    """Sparse FFN of x: [T, H], normed. Yields before both hooks. Padded rows go nowhere."""
+    """Sparse FFN of x: [T, H], normed. Yields before both hooks. Padded rows are not sent."""
     wire, lap, shared = wire_dtype(on.exchange.payload), at.lap, _Shared(x, w, at)
     tokens = Tokens(x.to(wire), *on.router.choose(x, at.step))
     lap(Phase.ROUTER)
@@ -232,7 +232,7 @@ def moe(x: torch.Tensor, w: MoeWeights, on: GpuMoe, at: MoeStep) -> Generator[No
     shared.run_here()
     yield
     came, added = combined(), shared.sums()
-    if not isinstance(came, DeferredCombine):  # whose time is that of add_norm
+    if not isinstance(came, DeferredCombine):  # whose time counts for add_norm
         lap(Phase.COMBINE)
     if isinstance(came, DeferredCombine | ExpertOutputs):
         return replace(came, shared=added)

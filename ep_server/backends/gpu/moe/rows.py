@@ -1,4 +1,4 @@
-"""[7] How rows travel between the tokens of a step and the experts: the Rows protocol and its four versions.
+"""[7] How rows get from the tokens of a step to the experts and back: the Rows protocol and four versions.
 
     PlainRows   over any exchange: send at once, receive in the hook; the host takes part
     LocalRows   a rank without peers: rows stay where they are
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """What a dispatch sends. x: [T, H] of the wire's dtype. ids: [T, K] int64. gates: [T, K] float32."""
+    """The rows of a dispatch. x: [T, H] of the wire's dtype. ids: [T, K] int64. gates: [T, K] float32."""
 
     x: torch.Tensor
     ids: torch.Tensor
@@ -36,10 +36,10 @@ class Tokens:
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
-    """What a receive needs. most: the most rows of the micro-batch on any rank.
+    """Arguments of a receive. most: the largest micro-batch on any rank, in rows.
 
     expert_tokens: [E_local] int32, += rows received.
-    read_ahead: the experts' kernel reads weights before the rows are there, if it is the stream's next.
+    read_ahead: the experts' kernel reads weights before the rows arrive, if it is next on the stream.
     """
 
     most: int
@@ -49,9 +49,9 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class DeferredCombine:
-    """A combine that begins where its sums are needed, with what is made of them in the same kernel.
+    """A combine that starts when its sums are needed, in the same kernel as the work on these sums.
 
-    out: of the experts, in the layout of received. shared: [T, H], what experts of all tokens add, or None.
+    out: of the experts, in the layout of received. shared: [T, H], output of shared experts, or None.
     """
 
     exchange: FusedExchange
@@ -60,7 +60,7 @@ class DeferredCombine:
     shared: torch.Tensor | None = None
 
     def run(self, norm: AddNorm | None = None) -> torch.Tensor:
-        """[T, H]: the sums, without `shared`; with `norm` what that says. Once."""
+        """[T, H]: the sums without `shared`, or the result of `norm`. Call it once."""
         return self.exchange.combine(self.out, self.received, next_reads_ahead=True, add_norm=norm)
 
 
@@ -74,18 +74,18 @@ class Rows(Protocol):
     def combine(
         self, out: torch.Tensor, received: Received
     ) -> Hook[torch.Tensor | ExpertOutputs | DeferredCombine]:
-        """Starts a combine, or lets who adds its sums do so. out: in received's layout.
+        """Starts a combine, or defers it to the kernel that adds its sums. out: in received's layout.
 
-        Returns: a hook that returns [T, H], or what that is the sum of.
+        Returns: a hook that returns [T, H], or the terms of that sum.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RowsOfSteps:
-    """How rows travel in steps of one micro-batch, and of two.
+    """How rows are sent in steps of one micro-batch, and of two.
 
-    check: raises what a kernel has found since: a replayed graph makes no call that would.
+    check: raises errors that kernels have found since. A replayed graph makes no call that could raise.
     """
 
     one: Rows
@@ -94,7 +94,7 @@ class RowsOfSteps:
 
 
 class PlainRows:
-    """Over any exchange: sends at once, receives in the hook; the host takes part. view: of what comes."""
+    """Over any exchange: sends at once, receives in the hook; the host takes part. view: of received rows."""
 
     def __init__(self, exchange: Exchange, view: View = View.COMPACT) -> None:
         self._exchange, self._view = exchange, view
@@ -116,9 +116,9 @@ class PlainRows:
 
 
 class LocalRows:
-    """Of a rank without peers: rows stay where they are, unrounded. It can be captured.
+    """For a rank without peers: rows stay where they are, unrounded. It can be captured.
 
-    Their sum is left to what adds it to the residual stream.
+    The kernel that adds to the residual stream computes their sum.
     """
 
     def dispatch(self, tokens: Tokens, arrival: Arrival) -> Hook[Received]:
@@ -141,8 +141,8 @@ class LocalRows:
 class FusedRows:
     """Over NVLink, both halves in one kernel, at once. Nothing waits for the GPU: it can be captured.
 
-    alone: the stream's next kernel computes, and may be set up while rows are under way. So a combine is left
-      to what adds its sums to the residual stream and norms that.
+    alone: the stream's next kernel computes, and may be set up while rows are in flight. A combine is then
+      deferred to the kernel that adds its sums to the residual stream and norms them.
     """
 
     def __init__(self, exchange: FusedExchange, *, alone: bool = True) -> None:
@@ -150,13 +150,13 @@ class FusedRows:
         self._choices = spec.num_ranks * min(spec.top_k, max(len(spec.local_experts), 1))
 
     def dispatch(self, tokens: Tokens, arrival: Arrival) -> Hook[Received]:
-        """See Rows. Rows stay where they arrived until they are answered."""
+        """See Rows. Rows stay where they arrived until their combine."""
         received = self._exchange.dispatch(
             tokens.x,
             tokens.ids,
             tokens.gates,
             View.INDEX,
-            capacity=arrival.most * self._choices,  # all that can come: so no host is asked how much it is
+            capacity=arrival.most * self._choices,  # the maximum: the host need not know the real number
             expert_stats=arrival.expert_tokens,
             most_tokens=arrival.most,
             next_reads_ahead=arrival.read_ahead and self._alone,
@@ -172,10 +172,10 @@ class FusedRows:
 
 
 class SideRows:
-    """As FusedRows, on a stream of its own, beside the other micro-batch's attention and experts.
+    """As FusedRows, on its own stream, concurrent with the other micro-batch's attention and experts.
 
-    A transfer begins behind all that the current stream was given before, and the current stream waits for it
-    in the hook.
+    A transfer starts after all earlier work of the current stream, and the current stream waits for it in the
+    hook.
 
     Args:
         num_sms: multiprocessors that transfers may fill; the others compute meanwhile.

@@ -12,7 +12,7 @@ log probabilities (docs/design-notes/2026-11-flashinfer-sampling.md, benchmarks/
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,7 @@ from ep_server.backends.gpu.kernels.triton.sampling_table import (
     write_slots,
 )
 from ep_server.backends.gpu.kernels.triton.step_words import Packed, room_for, spread
+from ep_server.backends.gpu.sampling.mask_upload import MaskUpload
 from ep_server.backends.gpu.sampling.table import SamplingRow, SlotEntry, write
 from ep_server.errors import InternalError
 from ep_server.records import NO_TOKEN, Request, SampledToken, SeqSlice
@@ -59,6 +60,32 @@ class _Sent:
         return _Sent(slots, torch.zeros(rows, RECORD, dtype=torch.int32, pin_memory=pinned))
 
 
+class _Group:
+    """Rows of consecutive steps that are drawn together, and what kernels read and write for them."""
+
+    def __init__(self, rows: int, device: torch.device, staging: int) -> None:
+        pinned, words = device.type == "cuda", rows * (1 + 2 * MOST_REPORTED)
+        self.slots = torch.zeros(rows, dtype=torch.int32, device=device)
+        self.numbers: list[int] = []  # of the last step
+        self.wants = Wants.NOTHING
+        self.words, self.out = _report_of(torch.zeros(words, device=device), rows)
+        self._sent = [_Sent.of(rows, pinned) for _ in range(staging)]
+        self._reports = [_report_of(torch.zeros(words, pin_memory=pinned), rows) for _ in range(staging)]
+        self._assigned = self._reported = 0
+
+    def next_sent(self) -> _Sent:
+        """The host's buffer of the next assignment."""
+        self._assigned += 1
+        return self._sent[(self._assigned - 1) % len(self._sent)]
+
+    def copied_report(self) -> SamplingReport:
+        """Log probabilities on the host once the stream gets there."""
+        host, reported = self._reports[self._reported % len(self._reports)]
+        self._reported += 1
+        host.copy_(self.words, non_blocking=True)
+        return reported
+
+
 class GpuSampler:
     """The sampling state of a rank's requests. One thread uses it; its work is ordered by the current stream.
 
@@ -68,22 +95,16 @@ class GpuSampler:
     """
 
     def __init__(self, vocab: int, rows: int, device: torch.device, staging: int) -> None:
-        self._vocab, self._device, pinned = vocab, device, device.type == "cuda"
+        self._vocab, self._device, self._staging = vocab, device, staging
         self._requests: dict[int, _Sampled] = {}
         self._outputs: dict[int, list[int]] = {}  # what requests with penalties have drawn
         self._slot_of: dict[int, int] = {}
         self._free = list(range(rows))
         self._table = SamplingTable.of(rows, vocab, device)
         self._space = SamplingSpace.of(rows, vocab, splits_of(vocab), device)
-        self._slots = torch.zeros(rows, dtype=torch.int32, device=device)
-        words = rows * (1 + 2 * MOST_REPORTED)
-        self._report, self._out = _report_of(torch.zeros(words, device=device), rows)
+        self._plain, self._masked = (_Group(rows, device, staging) for _ in range(2))
+        self._upload: MaskUpload | None = None  # made with the first grammar
         self._no_tables = torch.zeros(0, 0, dtype=torch.int32, device=device)
-        self._sent = [_Sent.of(rows, pinned) for _ in range(staging)]
-        self._host_reports = [_report_of(torch.zeros(words, pin_memory=pinned), rows) for _ in range(staging)]
-        self._assigned, self._reports = 0, 0
-        self._numbers: list[int] = []  # of the last step
-        self._wants = Wants.NOTHING
 
     def add(self, request: Request) -> None:
         """A request joins.
@@ -97,7 +118,7 @@ class GpuSampler:
             raise InternalError(f"request number {request.number} is already in the sampler")
         row = SamplingRow.of(request, self._vocab)
         if row.wants & Wants.PENALTY:
-            self._outputs[request.number] = []
+            self._outputs[request.number] = list(request.output_ids)
         prompt, logprobs = len(request.prompt_ids), request.sampling.logprobs
         reported = None if logprobs is None else min(logprobs, self._vocab)
         self._requests[request.number] = _Sampled(row, prompt, reported)
@@ -109,7 +130,7 @@ class GpuSampler:
         slot = self._slot_of.pop(number, None)
         if slot is not None:
             self._free.append(slot)
-            self._numbers = []
+            self._plain.numbers, self._masked.numbers = [], []
 
     def sample(
         self,
@@ -117,6 +138,8 @@ class GpuSampler:
         logits: torch.Tensor,
         tokens: torch.Tensor,
         host_tokens: torch.Tensor,
+        step: Sequence[SeqSlice] = (),
+        masks: Sequence[np.ndarray | None] | None = None,
     ) -> SamplingReport | None:
         """Enqueues the draw of one token per row into `tokens`: [N] int64, NO_TOKEN where none can be drawn.
 
@@ -124,22 +147,23 @@ class GpuSampler:
             pieces: what row by row draws, of distinct requests.
             logits: [N, V] float32; edited in place.
             host_tokens: [N] int64 on the host, pinned: a copy of `tokens` once the stream gets there.
+            step: all that draw in this step, where `pieces` are only some of them.
+            masks: what the grammars of `pieces` allow, see Masks.mask(); None where they have no grammar.
         Returns: log probabilities on the host once the stream gets there; None if no request asked.
         Raises: InternalError for an unknown request.
         """
         numbers = [piece.number for piece in pieces]
         if not numbers:
             return None
-        if numbers != self._numbers:
-            self._assign_slots(numbers, pieces)
-        self._draw(logits, self._slots[: len(numbers)], tokens, self._wants)
-        advance(tokens, self._slots[: len(numbers)], self._table, host_tokens)
-        if not self._wants & Wants.REPORT:
-            return None
-        host, reported = self._host_reports[self._reports % len(self._host_reports)]
-        self._reports += 1
-        host.copy_(self._report, non_blocking=True)
-        return reported
+        group = self._plain if masks is None else self._masked
+        if numbers != group.numbers:
+            self._assign_slots(group, numbers, pieces, {piece.number for piece in step})
+        slots = group.slots[: len(numbers)]
+        if masks is not None:
+            self._write_masks(masks, slots)
+        self._draw(logits, slots, tokens, group.wants, group.out)
+        advance(tokens, slots, self._table, host_tokens)
+        return group.copied_report() if group.wants & Wants.REPORT else None
 
     def sampled_tokens(
         self, numbers: Sequence[int], tokens: Sequence[int], reported: SamplingReport | None
@@ -160,15 +184,30 @@ class GpuSampler:
 
     def warm_up(self) -> None:
         """Runs every kernel once: the first launch compiles it."""
-        write_slots(self._sent[0].records[:1], self._table)
-        self._send_slots(self._sent[0], 1)
+        sent, slots = self._plain.next_sent(), self._plain.slots[:1]
+        write_slots(sent.records[:1], self._table)
+        self._send_slots(self._plain, sent, 1)
         tokens = torch.zeros(1, dtype=torch.int64, device=self._device)
         wants = Wants(sum(Wants))
-        self._draw(torch.zeros(1, self._vocab, device=self._device), self._slots[:1], tokens, wants)
+        logits = torch.zeros(1, self._vocab, device=self._device)
+        self._draw(logits, slots, tokens, wants, self._plain.out)
         host_tokens = torch.zeros(1, dtype=torch.int64, pin_memory=self._device.type == "cuda")
-        advance(tokens, self._slots[:1], self._table, host_tokens)
+        advance(tokens, slots, self._table, host_tokens)
 
-    def _draw(self, logits: torch.Tensor, slots: torch.Tensor, tokens: torch.Tensor, wants: Wants) -> None:
+    def _write_masks(self, masks: Sequence[np.ndarray | None], slots: torch.Tensor) -> None:
+        table = self._table.masks
+        if self._upload is None:
+            self._upload = MaskUpload(len(table), table.shape[1], self._device, self._staging)
+        self._upload.write(masks, slots, table)
+
+    def _draw(
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        tokens: torch.Tensor,
+        wants: Wants,
+        reported: SamplingReport,
+    ) -> None:
         table, count = self._table, len(tokens)
         if wants & Wants.PENALTY:
             penalise(logits, slots, table)
@@ -178,44 +217,44 @@ class GpuSampler:
             allow_only(logits, slots, table)
         sample(logits, slots, table, self._space, tokens, wants)
         if wants & Wants.REPORT:
-            out = SamplingReport(self._out.chosen[:count], self._out.top[:count], self._out.ids[:count])
+            out = SamplingReport(reported.chosen[:count], reported.top[:count], reported.ids[:count])
             report(logits, slots, table, self._space, tokens, out)
 
-    def _assign_slots(self, numbers: list[int], pieces: Sequence[SeqSlice]) -> None:
-        """Gives every row its slot."""
+    def _assign_slots(
+        self, group: _Group, numbers: list[int], pieces: Sequence[SeqSlice], others: Collection[int]
+    ) -> None:
+        """Gives every row its slot. others: requests that keep theirs."""
         try:
             asked = [self._requests[number] for number in numbers]
         except KeyError as error:
             raise InternalError(f"request number {error} is not in the sampler") from None
-        entries = []
+        entries, present = [], {*numbers, *others}
         for piece, one in zip(pieces, asked, strict=True):
             if piece.number not in self._slot_of:
-                slot = self._slot_of[piece.number] = self._free_slot(numbers)
+                slot = self._slot_of[piece.number] = self._free_slot(present)
                 drawn = piece.start + len(piece.token_ids) - one.prompt
                 entries.append(SlotEntry(slot, one.row, drawn, self._outputs.get(piece.number, ())))
-        sent = self._sent[self._assigned % len(self._sent)]
-        self._assigned += 1
+        sent = group.next_sent()
         if entries:
             write(self._table, entries, sent.records)
         sent.slots.numpy()[: len(numbers)] = [self._slot_of[number] for number in numbers]
-        self._send_slots(sent, len(numbers))
+        self._send_slots(group, sent, len(numbers))
         wants = 0
         for one in asked:
             wants |= one.row.wants
-        self._numbers, self._wants = numbers, Wants(wants)
+        group.numbers, group.wants = numbers, Wants(wants)
 
-    def _send_slots(self, sent: _Sent, count: int) -> None:
+    def _send_slots(self, group: _Group, sent: _Sent, count: int) -> None:
         packed = Packed(sent.slots[: room_for(count)], count, 0, 0)
-        spread(packed, self._slots.view(1, -1), self._no_tables)
+        spread(packed, group.slots.view(1, -1), self._no_tables)
 
-    def _free_slot(self, numbers: Sequence[int]) -> int:
-        """One of nobody, or of a request that this step has not."""
+    def _free_slot(self, present: Collection[int]) -> int:
+        """One of nobody, or of a request that is not present in this step."""
         if self._free:
             return self._free.pop()
-        present = set(numbers)
         victim = next((number for number in self._slot_of if number not in present), None)
         if victim is None:
-            raise InternalError(f"a step of {len(numbers)} rows has more than {len(self._slot_of)} slots")
+            raise InternalError(f"a step of {len(present)} rows has more than {len(self._slot_of)} slots")
         return self._slot_of.pop(victim)
 
     def _with_logprobs(

@@ -56,6 +56,7 @@ class SamplingRow:
             raise InvalidArgument("logprobs", s.logprobs, f"0 to {MOST_REPORTED}")
         tokens, values, until = _listed(s, request.stopping, vocab)
         wants = _wants(s, vocab) | (Wants.LIST if len(tokens) else Wants.NOTHING)
+        wants |= Wants.NOTHING if request.grammar is None else Wants.MASK
         reported = -1 if s.logprobs is None else min(s.logprobs, vocab)
         penalties = (s.repetition_penalty, s.presence_penalty, s.frequency_penalty)
         numbers = (min(s.top_k, vocab), (s.seed or 0) & _SEED_BITS, 0, reported, len(tokens), int(wants))

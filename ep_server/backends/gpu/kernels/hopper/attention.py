@@ -1,7 +1,7 @@
 """[6] The Hopper kernel for attention with one token per sequence (csrc/kernels/hopper/attention).
 
-One kernel does the per-head norm, the rotation, the cache write and attention. It takes the projections as
-they are, also as partial sums. Its warps load keys and values ahead of their use. Other rows, caches and
+One kernel does the per-head norm, the rotation, the cache write and attention. It accepts the projections
+directly, also as partial sums. Its warps load keys and values ahead of their use. Other rows, caches and
 devices use store_gqa() and decode() of kernels/triton, which also define the result.
 """
 
@@ -24,15 +24,15 @@ from ep_server.models.families.spec import GqaSpec
 
 _DIM, _MOST_GROUP, _LEAST_BLOCK, _PIECE = 128, 8, 16, 16
 _LEAST_SPLIT = 256  # positions
-_WARPS = 8  # of a block
+_WARPS = 8  # per block
 
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """What is chosen for each launch.
+    """The configuration of a launch.
 
-    team: warps that share a (sequence, KV head, split): 1, 2, 4 or 8, all that a block has. blocks: at most,
-    one to a multiprocessor. splits: parts that each context is cut into.
+    team: warps that share a (sequence, KV head, split): 1, 2, 4 or 8 (the whole block). blocks: upper bound,
+    one per multiprocessor. splits: parts that each context is cut into.
     """
 
     team: int
@@ -41,7 +41,7 @@ class LaunchConfig:
 
 
 class HopperAttentionStep:
-    """What all layers of a step share for its single tokens, its first rows."""
+    """The state that all layers of a step share for its single tokens, which are its first rows."""
 
     def __init__(self, step: StepTensors, heads: int, config: LaunchConfig) -> None:
         """config: see launch_config_for(). Raises: InternalError for another shape, dtype or layout."""
@@ -53,7 +53,7 @@ class HopperAttentionStep:
             expect(name, each, torch.int32, (count,))
         expect("blocks", blocks, torch.int32, (count, None), pitch=True)
         pitch = blocks.stride(0) if count > 1 else blocks.shape[1]  # a single row has any stride
-        if pitch < blocks.shape[1]:  # all of a row, up to the next one, may be read before lengths are known
+        if pitch < blocks.shape[1]:  # the kernel may read a whole row before lengths are known
             raise InternalError(f"blocks: {pitch} entries from row to row, must be {blocks.shape[1]} or more")
         self.config, self.workspace = config, None
         if config.splits > 1:
@@ -74,7 +74,7 @@ class HopperAttentionStep:
             blocks=config.blocks,
             splits=config.splits,
         )
-        self._held = step  # its addresses are
+        self._held = step  # keeps its tensors alive
 
 
 class HopperAttention:
@@ -115,7 +115,7 @@ class HopperAttention:
         )
 
     def run(self, qkv: torch.Tensor | Partial, step: HopperAttentionStep, out: torch.Tensor) -> None:
-        """Stores the tokens' keys and values, and attends. On the current stream, can be captured.
+        """Stores the tokens' keys and values, and attends. Runs on the current stream; can be captured.
 
         Args:
             qkv: [S, (heads + 2 * kv_heads) * 128] bfloat16, rows may have a pitch, or its partial sums.
@@ -146,7 +146,7 @@ class HopperAttention:
 def hopper_attention(
     kv: PagedKv, spec: GqaSpec, table: torch.Tensor, norm: HeadNorm | None
 ) -> HopperAttention | None:
-    """The kernel for a layer, where there is one."""
+    """The kernel for a layer, if there is one."""
     return HopperAttention(kv, spec, table, norm) if hopper_attention_fits(kv, spec) else None
 
 
@@ -158,7 +158,7 @@ def hopper_attention_fits(kv: PagedKv, spec: GqaSpec) -> bool:
 
 
 def shape_obstacle(spec: GqaSpec, block_size: int) -> str:
-    """Why the kernel is not for such heads and blocks; "" where it is."""
+    """Why the kernel does not support these heads and blocks; "" if it does."""
     group = spec.heads // spec.kv_heads
     limits = (
         (spec.head_dim != _DIM, f"{spec.head_dim} channels of a head are not {_DIM}"),
@@ -177,21 +177,21 @@ def shape_obstacle(spec: GqaSpec, block_size: int) -> str:
 def launch_config_for(
     sequences: int, kv_heads: int, num_sms: int, longest: int, *, mixed: bool = False
 ) -> LaunchConfig:
-    """A team for each (sequence, KV head) at once, where a multiprocessor's warps are enough.
+    """One team for each (sequence, KV head), all at once, if the warps of all multiprocessors are enough.
 
-    longest: context, tokens. Contexts are cut only where there are not half as many (sequence, KV head) as
-    multiprocessors: the kernel that joins them takes longer than what is saved where contexts are short.
-    Parts are a power of two: Triton compiles what joins them for each, and buckets of sequences, which run
-    before there is traffic, have all.
+    longest: context, tokens. Contexts are cut only if the number of (sequence, KV head) is below half of the
+    multiprocessors: with short contexts, the kernel that joins the parts takes longer than cutting saves.
+    The number of parts is a power of two, because Triton compiles the joining kernel for each number. The
+    buckets of sequences, which run before there is traffic, cover all of them.
 
     Args:
-        mixed: chunks of prompts may be among the sequences. How many run one token only the device knows
-          then, and one of a long context would have few of its warps: each has all of a block.
+        mixed: chunks of prompts may be among the sequences. Then only the device knows how many run one
+          token, and a long context might get few warps, so each gets all warps of a block.
     """
     items = max(sequences * kv_heads, 1)
     most = max(min(num_sms // items, longest // _LEAST_SPLIT, MAX_SPLITS), 1)
     splits = 1 << most.bit_length() - 1
     if mixed:
         return LaunchConfig(_WARPS, num_sms, splits)
-    each = -(-items * splits // max(num_sms, 1))  # of a multiprocessor; interpreted: 0
+    each = -(-items * splits // max(num_sms, 1))  # per multiprocessor; num_sms is 0 if interpreted
     return LaunchConfig(max(_WARPS >> (each - 1).bit_length(), 1), num_sms, splits)

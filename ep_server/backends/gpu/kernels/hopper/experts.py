@@ -18,21 +18,21 @@ from ep_server.backends.gpu.kernels.triton.expert_rows import ExpertRows, Expert
 from ep_server.backends.gpu.kernels.triton.launch import FP8, expect
 from ep_server.errors import InternalError
 
-# Rows, on average, by weights in codes: beyond, Triton's kernels take a fifth more time, but scratch here is
-# four times theirs (262,144 rows of DeepSeek-V3: 4.6 GiB and 1.0).
+# Mean rows per expert for weights in codes. With more, Triton's kernels take a fifth more time, but scratch
+# memory here is four times theirs (262,144 rows of DeepSeek-V3: 4.6 GiB and 1.0).
 MOST_PER_EXPERT = 512
 _ROWS_OF_TILE = (32, 48, 64, 96, 128)
 _ROWS_OF_WIDE = (96, 128, 160)
-_MANY = 100  # rows, on average: with more, tiles are wide
-_BUSY = 96  # tiles of the second product: with fewer, too many multiprocessors have none
-_ROWS_OF_CODES = 96  # of a tile, at most: 128 were slower on an H200
-_FEW = 2  # rows, on average: with fewer, too many experts have none for weights to be read ahead
+_MANY = 100  # mean rows per expert; with more, tiles are wide
+_BUSY = 96  # tiles of the second product; with fewer, too many multiprocessors are idle
+_ROWS_OF_CODES = 96  # per tile, at most; 128 were slower on an H200
+_FEW = 2  # mean rows per expert; with fewer, too many experts have no rows for reading ahead
 _MAX_EXPERTS, _WIDTHS, _FFNS, _FFNS_OF_CODES, _PIECE, _WIDE = 512, 128, 64, 128, 16, 256
 
 
 @dataclass(frozen=True, slots=True)
 class Tile:
-    """What a block multiplies at a time: at most so many rows of an expert by 128 weight rows, or 256.
+    """A tile: at most so many rows of one expert, times 128 weight rows, or 256 if it is wide.
 
     rows: 32, 48, 64, 96 or, by weights in bfloat16, 128; of a wide one 96, 128 or 160.
     """
@@ -44,7 +44,7 @@ class Tile:
 class HopperExperts:
     """Holds the weights' addresses and counters on the device: one launch at a time, on any stream.
 
-    The kernel behind may be set up while `out` is written: triton/launch.py says what it must do.
+    The next kernel may be set up while `out` is written: triton/launch.py says what it must do.
 
     Args:
         weights: bfloat16 or codes, on a Hopper GPU; kept alive. See `hopper_fits`.
@@ -69,7 +69,7 @@ class HopperExperts:
         self._wide: bool = self._experts.wide()
 
     def takes(self, given: ExpertRows, rows_per_expert: int) -> bool:
-        """Whether the kernel is for such rows."""
+        """Whether the kernel supports these rows."""
         rows = given.rows
         aligned = rows.data_ptr() % _PIECE == 0 and _pitch(rows) % _PIECE == 0
         stored = rows.dtype is torch.bfloat16 or (rows.dtype is FP8 and self._weights.fp8)
@@ -77,7 +77,7 @@ class HopperExperts:
         return stored and aligned and not given.padded and few
 
     def scratch_bytes(self, most: int) -> int:
-        """What run() needs for so many rows: those between the products, and with codes the input's again."""
+        """Scratch of run() for so many rows: rows between the products and, with codes, the split input."""
         found: int = self._experts.scratch_bytes(most)
         return found
 
@@ -92,16 +92,16 @@ class HopperExperts:
     ) -> None:
         """As run_experts(), on the current stream: no copy, no allocation, can be captured.
 
-        Rows that counts say beyond given.most, and rows whose number in row_ids is none, are left out: a
-        dispatch that failed leaves any numbers, and its error must be the one that is heard.
+        Rows beyond given.most and rows with an invalid row id are left out. A failed dispatch may leave any
+        numbers, and its own error must be the one that is reported.
 
         Args:
             given: as `takes` says. scratch: [scratch_bytes(given.most)] uint8. out: [given.most, H]
                 bfloat16, contiguous.
-            rows_per_expert: to expect; any number is computed correctly.
-            tile: any gives the same bits; that of self.tile() if None.
-        Raises: InternalError for another shape, dtype or layout. ValueError for a tile that there is none of,
-            and for more rows, or rows further apart, than the kernel numbers.
+            rows_per_expert: expected mean; any number is computed correctly.
+            tile: every tile gives the same bits; None = self.tile().
+        Raises: InternalError for another shape, dtype or layout. ValueError for an unsupported tile, and for
+            more rows, or rows further apart, than the kernel can number.
         """
         _, width, _ = self._weights.down.shape
         given.check(len(self._weights.down), width)
@@ -132,11 +132,11 @@ class HopperExperts:
         self._experts.run(stream, work, rows_of_tile=tile.rows, wide=tile.wide, reads_ahead=ahead)
 
     def reads_ahead(self, rows_per_expert: int) -> bool:
-        """Whether weights are read before rows are there, see reads_ahead()."""
+        """Whether weights are read before rows arrive, see reads_ahead()."""
         return reads_ahead(rows_per_expert, self.tile(rows_per_expert).rows)
 
     def tile(self, rows_per_expert: int) -> Tile:
-        """What run() takes for so many."""
+        """The tile that run() uses for so many rows."""
         wide = None
         if self._wide and rows_per_expert > _MANY:
             experts, width, _ = self._weights.down.shape
@@ -149,19 +149,19 @@ def _address(tensor: torch.Tensor | None) -> int:
 
 
 def _pitch(rows: torch.Tensor) -> int:
-    """Bytes from row to row."""
+    """Bytes between two rows."""
     return rows.stride(-2) * rows.element_size()
 
 
 def narrow_tile(rows_per_expert: int, most: int = _ROWS_OF_TILE[-1]) -> Tile:
-    """Up to `most` rows, with room for what chance puts beyond the mean: a second tile reads all weights
-    again."""
+    """Rows of a tile, up to `most`, with room for random deviation from the mean: a second tile reads all
+    weights again."""
     enough = (rows for rows in _ROWS_OF_TILE if _most_by_chance(rows_per_expert) <= rows <= most)
     return Tile(next(enough, most))
 
 
 def wide_tile(rows_per_expert: int, down_tiles: int) -> Tile | None:
-    """The largest that keeps multiprocessors busy, if any does. down_tiles: in all, of all experts."""
+    """The largest tile that keeps multiprocessors busy, if any does. down_tiles: of all experts together."""
     busy = (n for n in reversed(_ROWS_OF_WIDE) if -(-rows_per_expert // n) * down_tiles >= _BUSY)
     return next((Tile(rows, wide=True) for rows in busy), None)
 
@@ -171,7 +171,7 @@ def _most_by_chance(rows_per_expert: int) -> float:
 
 
 def reads_ahead(rows_per_expert: int, most: int = _ROWS_OF_TILE[-1]) -> bool:
-    """Whether weights are read before it is known which experts have rows: as if each had a tile, of at most
+    """Whether weights are read before it is known which experts have rows, as if each had a tile of at most
     `most` rows."""
     return rows_per_expert > _FEW and _most_by_chance(rows_per_expert) <= most
 

@@ -24,21 +24,21 @@ _LATENT, _ROTARY = 512, 64
 _DIM = _LATENT + _ROTARY
 _HEADS, _MOST_HEADS, _LEAST_BLOCK, _PIECE = 16, 128, 16, 16
 _TILE = 64  # positions
-_TOGETHER = 64  # heads that a block has at most
-_ALONE = 32  # heads, up to which warpgroups can share a context
-_WARPGROUPS = 2  # of a block
-_MOST_TEAM = 4  # warpgroups; the kernel takes 16; larger clusters seemed not to have room at once
+_TOGETHER = 64  # heads per block, at most
+_ALONE = 32  # the most heads with which warpgroups can share a context
+_WARPGROUPS = 2  # per block
+_MOST_TEAM = 4  # warpgroups; the kernel supports 16, but larger clusters seemed not to fit at once
 _LEAST_SPLIT = 256  # positions
-_LEAST_PARTS = 4  # of a context that teams share: fewer gain less than joining them costs
+_LEAST_PARTS = 4  # of a context that teams share; fewer gain less than joining them costs
 
 
 @dataclass(frozen=True, slots=True)
 class MlaLaunchConfig:
-    """What is chosen for each launch.
+    """The configuration of a launch.
 
-    team: warpgroups that share a (sequence, split), a power of two up to 16, over two of several blocks at
-      once. 1 with over 32 heads: a block's warpgroups then have other heads each.
-    blocks: at most, one to a multiprocessor.
+    team: warpgroups that share a (sequence, split), a power of two up to 16; more than two span several
+      blocks. 1 with over 32 heads: a block's warpgroups then have different heads.
+    blocks: upper bound, one per multiprocessor.
     splits: parts that each context is cut into; 1 with up to 32 heads and a team of 1.
     """
 
@@ -48,7 +48,7 @@ class MlaLaunchConfig:
 
 
 class HopperMlaStep:
-    """What all layers of a step share for its single tokens, its first rows."""
+    """The state that all layers of a step share for its single tokens, which are its first rows."""
 
     def __init__(self, step: StepTensors, heads: int, config: MlaLaunchConfig) -> None:
         """config: mla_launch_config_for()'s. Raises: InternalError for another shape, dtype or layout."""
@@ -74,7 +74,7 @@ class HopperMlaStep:
             blocks=config.blocks,
             splits=config.splits,
         )
-        self._held = step  # its addresses are
+        self._held = step  # keeps its tensors alive
 
 
 class HopperMla:
@@ -103,7 +103,7 @@ class HopperMla:
         )
 
     def run(self, q: torch.Tensor, step: HopperMlaStep, out: torch.Tensor) -> None:
-        """Attends; the tokens' latents are in the cache already. On the current stream, can be captured.
+        """Attends; the tokens' latents are already in the cache. Runs on the current stream; can be captured.
 
         Args:
             q: [S, heads, 576] bfloat16, contiguous. out: [S, heads, 512] bfloat16, contiguous; zeros for
@@ -126,7 +126,7 @@ class HopperMla:
 
 
 def hopper_mla(kv: PagedKv, spec: MlaSpec) -> HopperMla | None:
-    """The kernel for a layer, where there is one."""
+    """The kernel for a layer, if there is one."""
     return HopperMla(kv, spec) if hopper_mla_fits(kv, spec) else None
 
 
@@ -138,7 +138,7 @@ def hopper_mla_fits(kv: PagedKv, spec: MlaSpec) -> bool:
 
 
 def mla_obstacle(spec: MlaSpec, block_size: int) -> str:
-    """Why the kernel is not for such heads and blocks; "" where it is."""
+    """Why the kernel does not support these heads and blocks; "" if it does."""
     limits = (
         (
             (spec.kv_lora, spec.rope_dim) != (_LATENT, _ROTARY),
@@ -157,12 +157,12 @@ def mla_obstacle(spec: MlaSpec, block_size: int) -> str:
 
 
 def mla_launch_config_for(sequences: int, heads: int, num_sms: int, longest: int) -> MlaLaunchConfig:
-    """As many warpgroups for each sequence at once as there are for all, up to four.
+    """As many warpgroups per sequence, up to four, as run at once for all sequences.
 
-    Up to 32 heads: contexts are cut where teams would leave three quarters of the multiprocessors without
-    work. More heads: where there are not half as many (sequence, 64 heads) as multiprocessors.
-    Parts are a power of two: Triton compiles what joins them for each, and buckets of sequences, which run
-    before there is traffic, have all. longest: context, tokens.
+    Up to 32 heads, contexts are cut if teams would leave three quarters of the multiprocessors idle. With
+    more heads, if the number of (sequence, 64 heads) is below half of the multiprocessors. The number of
+    parts is a power of two, because Triton compiles the joining kernel for each number. The buckets of
+    sequences, which run before there is traffic, cover all of them. longest: context, tokens.
     """
     parts = longest // _LEAST_SPLIT
     if heads > _ALONE:
@@ -177,5 +177,5 @@ def mla_launch_config_for(sequences: int, heads: int, num_sms: int, longest: int
 
 
 def _cut(*most: int) -> int:
-    """The largest power of two that none of them is below, at least 1."""
+    """The largest power of two that is at most every one of them, at least 1."""
     return 1 << max(min(most), 1).bit_length() - 1

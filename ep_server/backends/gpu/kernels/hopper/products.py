@@ -1,4 +1,4 @@
-"""The Hopper kernel for products of few rows with one weight, which leaves partial sums.
+"""The Hopper kernel for products of few rows with one weight. It returns partial sums.
 
 The kernel that reads the product adds the sums. A block loads its weights before the previous kernel has
 ended; a library's kernels would wait, and delay all that follow. Other rows and weights use the library.
@@ -16,7 +16,7 @@ from ep_server.backends.gpu.kernels.triton.launch import expect, expect_range
 from ep_server.backends.gpu.kernels.triton.partial import MOST_PARTS, Partial
 from ep_server.errors import InternalError
 
-MOST_ROWS = 256  # beyond, products are bound by arithmetic
+MOST_ROWS = 256  # with more, products are bound by arithmetic
 _ROWS_OF_TILE, _TILES = (32, 64, 128), (128, 64)
 _CHUNK, _PIECE = 64, 16  # input channels; bytes
 _MOST_HELD = 192 << 10  # bytes of a block's weights: the rest of its shared memory is for rows
@@ -31,8 +31,8 @@ class Limits:
     router: int = 0
 
 
-# Where steps were faster on H200s: of one rank alone, and of several, whose combine leaves the memory time
-# for the weights of the product behind it.
+# Where steps were faster on H200s: with one rank, and with several. With several, memory is idle during the
+# combine and can load the weights of the next product.
 HOPPER_LIMITS = Limits(qkv=32, out=64, router=256)
 HOPPER_LIMITS_AMONG_RANKS = Limits(qkv=64, out=64, router=256)
 
@@ -47,9 +47,9 @@ class SplitK:
 
 @dataclass(frozen=True, slots=True)
 class LaunchConfig:
-    """What is chosen for each launch.
+    """The configuration of a launch.
 
-    split_k: that of split_k_for() if None. rows_of_tile: that of rows_of_tile() if 0.
+    split_k: None = split_k_for(). rows_of_tile: 0 = rows_of_tile().
     lets_next_start: the next kernel is set up as soon as this one begins, not as it ends.
     """
 
@@ -89,18 +89,18 @@ class HopperProduct:
         )
 
     def takes(self, x: torch.Tensor) -> bool:
-        """Whether the kernel is for such rows."""
+        """Whether the kernel supports these rows."""
         aligned = x.data_ptr() % _PIECE == 0 and _pitch(x) % _PIECE == 0 and x.stride(1) == 1
         return 0 < len(x) <= self._most and x.dtype is torch.bfloat16 and aligned
 
     def __call__(self, x: torch.Tensor) -> Partial:
-        """As run(), into sums of its own."""
+        """As run(), into newly allocated sums."""
         sums = x.new_empty(self._split_k.splits, len(x), len(self._weight), dtype=torch.float32)
         self.run(x, sums)
         return Partial(sums)
 
     def run(self, x: torch.Tensor, sums: torch.Tensor) -> None:
-        """On the current stream: no copy, no allocation, can be captured.
+        """Runs on the current stream, without copies or allocations; can be captured.
 
         Args:
             x: [T, K], as `takes` says. sums: [splits, T, N] float32, contiguous; is filled.
@@ -123,14 +123,14 @@ class HopperProduct:
 def product(
     x: torch.Tensor, hopper: HopperProduct | None, library: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor | Partial:
-    """Product of rows x: [T, K]; the Hopper kernel where it takes them."""
+    """Product of rows x: [T, K], by the Hopper kernel if it supports them."""
     return hopper(x) if hopper is not None and hopper.takes(x) else library(x)
 
 
 def hopper_product(
     weight: torch.Tensor, most_rows: int, bias: torch.Tensor | None = None
 ) -> HopperProduct | None:
-    """The kernel for a weight, where it is for that and for any rows."""
+    """The kernel for a weight, if it supports that weight and any number of rows."""
     if most_rows == 0 or bias is not None or not hopper_fits(weight):
         return None
     return HopperProduct(weight, most_rows)
@@ -146,7 +146,7 @@ def hopper_fits(weight: torch.Tensor) -> bool:
 
 
 def split_k_for(n: int, k: int, blocks: int) -> SplitK | None:
-    """What keeps the most of so many blocks busy, all at once; None where no split fits a weight [n, k]."""
+    """The split that keeps the most of so many blocks busy at once; None if none fits a weight [n, k]."""
     chunks = k // _CHUNK if k % _CHUNK == 0 else 0
     fitting = [
         SplitK(tile, splits)
@@ -159,10 +159,10 @@ def split_k_for(n: int, k: int, blocks: int) -> SplitK | None:
 
 
 def rows_of_tile(rows: int, blocks: int) -> int:
-    """Rows that a block multiplies at a time, where so many blocks may share them: no more than they must."""
+    """Rows that a block multiplies at a time if so many blocks may share them: the smallest that fits."""
     return next((tile for tile in _ROWS_OF_TILE if rows <= tile * blocks), _ROWS_OF_TILE[-1])
 
 
 def _pitch(x: torch.Tensor) -> int:
-    """Bytes from row to row; a single row has any stride."""
+    """Bytes between two rows; a single row may have any stride."""
     return (x.stride(0) if len(x) > 1 else x.shape[1]) * x.element_size()

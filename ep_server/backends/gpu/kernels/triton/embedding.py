@@ -1,6 +1,6 @@
 """The first kernel of a step: each row's token, its embedding, and the first layer's norm of it.
 
-    token     ids[row]; where sources[row] is a place, the token that the last step drew there
+    token     ids[row]; if sources[row] is a place, the token that the last step drew there
     residual  embedding[token]
     out       rms_norm(residual), as in norm.py
 
@@ -86,7 +86,7 @@ def embed(
     expect("out", out, embedding.dtype, (count, dim))
     if count:
         size = block(dim)
-        # The next kernel is set up only behind this one: it may read what the step was given before it waits.
+        # The next kernel is set up only after this one: it may read the step's inputs before it waits.
         _embed_kernel[(count,)](
             rows.ids, rows.sources, rows.drawn, embedding, weight, residual, out, eps,
             DIM=dim, BLOCK=size, **early(out), num_warps=warps_for(size),

@@ -1,6 +1,6 @@
-"""Rows of experts: what the grouped GEMM takes, the shape of its tiles, and the counts of rows per expert.
+"""Rows of experts: arguments of the grouped GEMM, the shape of its tiles, and the counts of rows per expert.
 
-The tile tables hold what was fastest on an H200 for experts of 2048 x 768, BF16 and FP8 (gpu_experts.py
+The tile tables hold the fastest choices on an H200 for experts of 2048 x 768, BF16 and FP8 (gpu_experts.py
 --sweep of benchmarks/).
 """
 
@@ -39,25 +39,25 @@ class ExpertRows:
 
     @staticmethod
     def of(received: Received) -> ExpertRows:
-        """Of a receive, whose tensors it shares."""
+        """The rows of a receive. Shares its tensors."""
         if (received.row_ids is not None) != (received.view is View.INDEX):
             raise InternalError(f"row_ids: must be given with view {View.INDEX} only, not {received.view}")
         return ExpertRows(received.rows, received.counts, received.offsets, received.scales, received.row_ids)
 
     @property
     def padded(self) -> int:
-        """Rows an expert has room for; 0 where rows are compact."""
+        """Rows an expert has room for; 0 if rows are compact."""
         return self.rows.shape[1] if self.rows.dim() == 3 else 0
 
     @property
     def most(self) -> int:
-        """Rows that all experts together can have, as far as shapes say: the rows of a result."""
+        """Upper bound of all experts' rows together, from shapes: the rows of a result."""
         if self.row_ids is not None:
             return len(self.row_ids)
         return self.rows.numel() // max(self.rows.shape[-1], 1)
 
     def scale_strides(self) -> tuple[int, int, int]:
-        """Of the scales: from expert to expert (PADDED only), from row to row, from group to group."""
+        """Strides of the scales: between experts (PADDED only), rows, and groups."""
         if self.scales is None:
             return 0, 0, 0
         expert = self.scales.stride(0) if self.padded else 0
@@ -99,7 +99,7 @@ class ExpertWeights:
 
     @property
     def fp8(self) -> bool:
-        """Codes with a scale per block."""
+        """Whether weights are codes with a scale per block."""
         return self.gate_up.dtype is FP8
 
     def check(self) -> None:
@@ -120,9 +120,9 @@ class ExpertWeights:
 
 @dataclass(frozen=True, slots=True)
 class Tiles:
-    """m, n, k: rows, output channels and input channels of a tile. resident: programs of a multiprocessor.
+    """m, n, k: rows, output channels and input channels of a tile. resident: programs per multiprocessor.
 
-    A program takes many tiles in turn, so one that waits for another to end would double the time.
+    All programs should run at once: each takes many tiles in turn, so a second wave would double the time.
     """
 
     m: int
@@ -134,7 +134,7 @@ class Tiles:
 
     @property
     def programs(self) -> int:
-        """That run at a time on an H200."""
+        """Programs that run at once on an H200."""
         return _MULTIPROCESSORS * self.resident
 
 
@@ -142,13 +142,13 @@ def tiles_for(rows_per_expert: int, *, gated: bool, dtype: torch.dtype, fp8: boo
     """Tiles of a GEMM.
 
     Args:
-        rows_per_expert: what is expected; any number is computed correctly.
+        rows_per_expert: expected mean; any number is computed correctly.
         gated: two weight tiles at a time, gate and up. dtype: of the intermediate rows.
         fp8: weights have scales; their sums take twice the registers.
     """
     if dtype is torch.float32:
         return Tiles(16, 32, 32, 4, 2, 2)
-    # Room for what chance puts beyond the mean: a second tile reads all weights of an expert again.
+    # Room for random deviation from the mean: a second tile reads all weights of an expert again.
     most = rows_per_expert + 2.5 * rows_per_expert**0.5
     n = 64 if gated else 128
     if fp8:
@@ -163,7 +163,7 @@ def tiles_for(rows_per_expert: int, *, gated: bool, dtype: torch.dtype, fp8: boo
 
 
 def _tiles_of_fp8(most: float, gated: bool) -> Tiles:
-    """Where an H200 was fastest (docs/design-notes); codes are widened by each program that reads them."""
+    """The fastest tiles on an H200 (docs/design-notes). Each program that reads codes widens them."""
     n = 64 if gated else 128
     if most <= 16:
         return Tiles(16, n, 128, 4, 3, 3)
@@ -174,7 +174,7 @@ def _tiles_of_fp8(most: float, gated: bool) -> Tiles:
     return Tiles(128, n, 64, 8, 4, 1)
 
 
-_EXPERTS = 32  # of a program
+_EXPERTS = 32  # per program
 
 
 @triton.jit

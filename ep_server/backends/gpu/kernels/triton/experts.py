@@ -143,8 +143,8 @@ def run_experts(
         hidden: [given.most, I], room for what lies between the kernels.
         out: [given.most, H], or [E, P, H] for PADDED; row i answers row i. Both are of the weights' dtype, or
           bfloat16 where these are FP8.
-        rows_per_expert: to expect; what tiles are chosen for.
-        tiles: of gate/up and of down, instead of the table's.
+        rows_per_expert: expected mean, for which tiles are chosen.
+        tiles: of gate/up and of down; None = from the table.
     Raises: InternalError for another shape, dtype or layout.
     """
     experts, width, ffn = weights.down.shape

@@ -1,4 +1,4 @@
-"""What all launchers share: argument checks, programmatic dependent launch, ragged tiles, compile counts.
+"""Helpers of all launchers: argument checks, programmatic dependent launch, ragged tiles, compile counts.
 
 Programmatic dependent launch: the device sets up a kernel's blocks while the last blocks of the kernel before
 it still run. Such a kernel calls after_previous() before it reads what other kernels of the step write. The
@@ -45,7 +45,7 @@ def expect(
 
     Args:
         dtype: one, or the ones that are allowed. shape: None for a length that may be any.
-        pitch: the first dimension may have any stride; what it counts is contiguous in any case.
+        pitch: the first dimension may have any stride. The other dimensions must be contiguous.
     Raises: InternalError naming what was given and what is allowed.
     """
     dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
@@ -72,13 +72,13 @@ def expect_range(name: str, value: int, low: int, high: int) -> None:
 
 
 def block(size: int, least: int = 1) -> int:
-    """The power of two that covers `size` and `least`: what a tile of that many elements is padded to."""
+    """The power of two that covers `size` and `least`. Tiles are padded to it."""
     return max(1 << max(size - 1, 0).bit_length(), least)
 
 
 @triton.jit
 def after_previous(EARLY: tl.constexpr):
-    """By every block, also one with nothing to do: the next kernel relies on it. EARLY: as early() has it."""
+    """Called by every block, also an idle one: the next kernel relies on it. EARLY: see early()."""
     if EARLY >= 2:
         gdc_launch_dependents()
     if EARLY >= 1:
@@ -86,9 +86,9 @@ def after_previous(EARLY: tl.constexpr):
 
 
 def early(tensor: torch.Tensor, *, lets_next_start: bool = False) -> dict[str, int | bool]:
-    """Arguments of a launch on the device of `tensor`; one of meta stands for an H200.
+    """Arguments of a launch on the device of `tensor`; the meta device stands for an H200.
 
-    lets_next_start: at once, not as this one ends.
+    lets_next_start: the next kernel may start at once, not when this one ends.
     """
     kind = tensor.device.type
     if kind == "meta" or (kind == "cuda" and _hopper(tensor.device.index)):
@@ -111,7 +111,7 @@ def tile_counts(rows, STEP: tl.constexpr):
 def find_tile(tiles, tile):
     """The part that the tile-th tile belongs to, and the tile's number inside it. tiles: of tile_counts.
 
-    The tile must be one of them; a caller that has too many compares with the sum of `tiles` first.
+    The tile must exist: a caller with too many programs compares with the sum of `tiles` first.
     """
     before = tl.cumsum(tiles, axis=0) <= tile
     return tl.sum(before.to(tl.int32), axis=0), tile - tl.sum(tl.where(before, tiles, 0), axis=0)
@@ -121,7 +121,7 @@ log = logging.getLogger(__name__)
 
 
 class Compilations:
-    """Takes Triton's hook, which is one for the process: the last one made counts. Called in launches.
+    """Counts compilations through Triton's hook. There is one hook per process; the last object made has it.
 
     count: kernels so far.
     """
@@ -132,7 +132,7 @@ class Compilations:
         knobs.runtime.jit_post_compile_hook = self._compiled
 
     def expect_none(self) -> None:
-        """From now on each one is a warning."""
+        """From now on, logs a warning for each compilation."""
         self._expected = False
 
     def _compiled(self, *, repr: str, **_: Any) -> None:

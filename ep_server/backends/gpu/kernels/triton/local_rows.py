@@ -32,15 +32,15 @@ from ep_server.backends.gpu.kernels.triton.norm import (
     warps_for,
 )
 
-_LEAST, _CHUNK = 256, 2048  # choices read at a time: few forms of a kernel
+_LEAST, _CHUNK = 256, 2048  # choices read at a time; limits the number of compiled kernels
 
 
 @dataclass(frozen=True, slots=True)
 class Places:
-    """Where choices went.
+    """The places of choices.
 
-    counts: [E] int32. offsets: [E + 1] int64. tokens: [T * K] int64, by row, the token it reads; rows that no
-    choice has are not written. rows: [T, K] int32, by choice, its row; not written where its id is -1.
+    counts: [E] int32. offsets: [E + 1] int64. tokens: [T * K] int64, the token that each row reads; unused
+    rows are not written. rows: [T, K] int32, the row of each choice; not written if its id is -1.
     """
 
     counts: torch.Tensor
@@ -62,13 +62,13 @@ class Places:
 
 @triton.jit
 def _before(chosen, expert):
-    """Choices of earlier experts."""
+    """The number of choices of earlier experts."""
     return tl.sum(((chosen >= 0) & (chosen < expert)).to(tl.int32), axis=0)
 
 
 @triton.jit
 def _place(chosen, expert, row, at, tokens, rows, K: tl.constexpr):
-    """Gives the expert's choices rows from `row` on. Returns the row behind the last."""
+    """Assigns rows from `row` on to the expert's choices. Returns the row after the last."""
     mine = chosen == expert
     place = row + tl.cumsum(mine.to(tl.int32), axis=0) - 1
     tl.store(tokens + place, (at // K).to(tl.int64), mask=mine)
@@ -124,10 +124,10 @@ def place_rows(ids: torch.Tensor, places: Places, totals: torch.Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ExpertOutputs:
-    """What a sparse block adds to the residual stream, not summed yet.
+    """The terms that a sparse block adds to the residual stream, not summed yet.
 
-    rows: [N, H]. ids, places: [T, K], as place_rows had and left them. gates: [T, K] float32.
-    shared: [T, H] of the stream's dtype, what experts of all tokens add, if there are any.
+    rows: [N, H]. ids, places: [T, K], input and output of place_rows. gates: [T, K] float32.
+    shared: [T, H] of the stream's dtype, output of shared experts, if there are any.
     """
 
     rows: torch.Tensor
@@ -155,7 +155,7 @@ def _answers_kernel(
     answers = rows + row.to(tl.int64)[:, None] * DIM + channel[None, :]
     answer = tl.load(answers, mask=real[:, None] & inside[None, :], other=0.0).to(tl.float32)
     total = tl.sum(answer * tl.where(real, gate, 0.0)[:, None], axis=0)
-    # Rounded as a combine that travels rounds it.
+    # Rounded in the same way as by a combine between ranks.
     branch = total.to(rows.dtype.element_ty).to(residual.dtype.element_ty).to(tl.float32)
     if shared is not None:
         branch += load_wide(shared + at, inside)
@@ -171,7 +171,7 @@ def add_outputs_norm(
     eps: float,
     out: torch.Tensor,
 ) -> None:
-    """Sums what answers each token's choices, adds that to the residual stream and norms the sum.
+    """Sums the outputs for each token's choices, adds the sum to the residual stream and norms the result.
 
     Args:
         residual: [T, H]; becomes the sum. weight: [H]. out: [T, H]. All of one dtype.

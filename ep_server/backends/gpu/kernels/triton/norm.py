@@ -28,13 +28,13 @@ MAX_DIM = 32768
 
 @triton.jit
 def load_wide(at, inside):
-    """As float32; zeros outside."""
+    """Loads as float32; zeros outside."""
     return tl.load(at, mask=inside, other=0).to(tl.float32)
 
 
 @triton.jit
 def store_stream(stream, value, inside):
-    """Returns what was stored: what is normed is what later layers will read."""
+    """Returns the stored values, because the norm uses what later layers will read."""
     rounded = value.to(stream.dtype.element_ty)
     tl.store(stream, rounded, mask=inside)
     return rounded.to(tl.float32)
@@ -42,7 +42,7 @@ def store_stream(stream, value, inside):
 
 @triton.jit
 def store_normed(out, value, weight, inside, eps, DIM: tl.constexpr):
-    """weight: loaded. It is loaded before a stream is stored, which loads do not pass."""
+    """weight: already loaded, because loads do not overtake the store of a stream."""
     scale = 1.0 / tl.sqrt(tl.sum(value * value, axis=0) / DIM + eps)
     tl.store(out, (value * scale * weight).to(out.dtype.element_ty), mask=inside)
 
@@ -106,7 +106,7 @@ def add_rms_norm(
         x: [T, dim], the branch; rows may have a pitch; or its partial sums, which are rounded once added up.
         residual: [T, dim], contiguous; becomes the sum.
         weight: [dim]. out: [T, dim], may be x. All of one dtype, but for partial sums.
-        more: [T, dim], contiguous: is added to x first, and that sum rounded.
+        more: [T, dim], contiguous; added to x first, and the sum is rounded.
     Raises: InternalError for another shape, dtype or layout.
     """
     tokens, dim = residual.shape
@@ -128,5 +128,5 @@ def add_rms_norm(
 
 
 def warps_for(size: int) -> int:
-    """Eight elements a thread, or as near as warps allow."""
+    """Warps for eight elements per thread, or as close as possible."""
     return min(max(size // 256, 1), 16)

@@ -37,7 +37,7 @@ class PagedKv:
 
     @property
     def fp8(self) -> bool:
-        """Codes with a scale."""
+        """Whether the cache holds codes with a scale."""
         return self.layer.k.dtype is FP8
 
     @property
@@ -68,7 +68,7 @@ class PagedKv:
 
 @triton.jit
 def to_code(x, scale):
-    """x: float32 to what an FP8 cache stores."""
+    """Converts x: float32 to the codes of an FP8 cache."""
     return tl.clamp(x / scale, -448.0, 448.0, propagate_nan=tl.PropagateNan.ALL).to(tl.float8e4nv)
 
 
@@ -132,7 +132,7 @@ def attend_range(
 
 @dataclass(frozen=True, slots=True)
 class Sequences:
-    """Which positions each sequence has in the cache; all on the device.
+    """The positions of each sequence in the cache; all on the device.
 
     blocks: [S, W] int32 or int64, rows may have a pitch; entries past a sequence's length are not read.
     lengths: [S] int32 or int64, positions each attends to, its own included; 0 = padding.
@@ -157,7 +157,7 @@ class AttentionRule:
 
 @dataclass(frozen=True, slots=True)
 class AttentionShape:
-    """How heads and channels are cut into tiles. `rows`: of a tile; see module docstring for the parts."""
+    """How heads and channels are cut into tiles. `rows`: per tile; see module docstring for the parts."""
 
     heads: int
     kv_heads: int
@@ -182,7 +182,7 @@ class AttentionShape:
         return -(-self.group // self.tile_heads)
 
     def constants(self, kv: PagedKv, window: int) -> dict[str, int | bool]:
-        """What the kernels of both files are compiled for."""
+        """The constants for which the kernels of both files are compiled."""
         main = self.v_dim if self.latent else self.k_dim
         rope = self.k_dim - main
         return {
@@ -205,7 +205,7 @@ class AttentionShape:
 
 
 def attention_shape(q: torch.Tensor, out: torch.Tensor, kv: PagedKv, rows: int) -> AttentionShape:
-    """The shape of a call, checked. q: [T, heads, k_dim], out: [T, heads, v_dim]. Raises InternalError."""
+    """The checked shape of a call. q: [T, heads, k_dim], out: [T, heads, v_dim]. Raises InternalError."""
     kv.check()
     layer, kv_heads = kv.layer, kv.kv_heads
     expect("q", q, FLOATS, (None, None, layer.k.shape[3]))

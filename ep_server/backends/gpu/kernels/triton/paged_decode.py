@@ -1,4 +1,4 @@
-"""[6] Attention of one query token per sequence over the paged cache, each context cut into so many splits.
+"""[6] Attention of one query token per sequence over the paged cache, with each context cut into splits.
 
     decode   out[s] = softmax(scale * q[s] . K[: lengths[s]]) V[: lengths[s]]     per head
 
@@ -142,7 +142,7 @@ def decode(
 
     Args:
         q: [S, heads, k_dim]. out: [S, heads, v_dim] of q's dtype.
-        workspace: of these shapes; its contents are not read. tile: instead of tile_for().
+        workspace: of these shapes; its contents are not read. tile: None = tile_for().
     Raises: InternalError for another shape, dtype or layout.
     """
     wide = kv.layer.v is None
@@ -180,9 +180,9 @@ def join(workspace: Workspace, out: torch.Tensor) -> None:
 
 
 def tile_for(rows: int, splits: int, *, latent: bool) -> DecodeTile:
-    """Grouped-query: what was fastest on an H200 at 256 positions, few programs read more at a time.
+    """Grouped-query: the fastest on an H200 at 256 positions; with few programs each reads more at a time.
 
-    Latent: a guess from shapes. rows: sequences * kv_heads; they are split only where they are few.
+    Latent: a guess from shapes. rows: sequences * kv_heads; they are split only if they are few.
     """
     if latent:
         return DecodeTile(32, 8, 2)
@@ -190,6 +190,6 @@ def tile_for(rows: int, splits: int, *, latent: bool) -> DecodeTile:
 
 
 def splits_for(sequences: int, kv_heads: int, num_sms: int, longest: int) -> int:
-    """Splits with which a bucket of sequences fills a GPU twice over, none shorter than 256 positions."""
+    """Splits with which a bucket of sequences fills a GPU twice, none shorter than 256 positions."""
     wanted = -(-2 * num_sms // max(sequences * kv_heads, 1))
     return max(min(wanted, longest // 256, MAX_SPLITS), 1)

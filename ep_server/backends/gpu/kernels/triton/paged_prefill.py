@@ -26,10 +26,10 @@ from ep_server.backends.gpu.kernels.triton.paged import (
 )
 
 MAX_SEQUENCES = 4096
-_SEQUENCES = 64  # whose tiles a program counts at a time
+_SEQUENCES = 64  # sequences whose tiles a program counts at a time
 
 
-# These change from step to step, and must not mean another compiled kernel.
+# These change from step to step and must not cause another compilation.
 @triton.jit(
     do_not_specialize=["blocks_pitch", "count"],
     do_not_specialize_on_alignment=["query_start", "blocks", "lengths"],

@@ -22,7 +22,7 @@ class Partial:
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """What a kernel reads: the first part's rows, `parts` of them `step` elements apart."""
+    """The kernel's arguments: the first part's rows; `parts` parts, `step` elements apart."""
 
     rows: torch.Tensor
     parts: int
@@ -48,7 +48,7 @@ def operand(
 
 @triton.jit
 def load_sum(at, inside, step, PARTS: tl.constexpr, DTYPE: tl.constexpr):
-    """The parts' sum, as float32 that was rounded once to DTYPE; zeros outside."""
+    """The sum of the parts as float32, after rounding once to DTYPE; zeros outside."""
     value = tl.load(at, mask=inside, other=0).to(tl.float32)
     for part in tl.static_range(1, PARTS):
         value += tl.load(at + part * step, mask=inside, other=0)

@@ -28,14 +28,14 @@ from ep_server.backends.gpu.kernels.triton.paged import PagedKv, to_code
 from ep_server.backends.gpu.kernels.triton.partial import Partial, load_sum, operand
 from ep_server.errors import InternalError
 
-BLOCK_HEADS = 4  # of a program
+BLOCK_HEADS = 4  # per program
 
 
 @dataclass(frozen=True, slots=True)
 class Rotation:
-    """Where tokens stand and what that turns them by.
+    """Positions of tokens and the rotation for each position.
 
-    table: [positions, dim / 2, 2] float32, cos and sin, of every position that may come.
+    table: [positions, dim / 2, 2] float32, cos and sin of every possible position.
     positions, slots: [T] int64 (or int32); slot = block * block_size + offset, negative = padding.
     """
 
@@ -51,7 +51,7 @@ class Rotation:
         expect("slots", self.slots, INTEGERS, (tokens,))
 
     def steps(self, dim: int) -> tuple[int, int]:
-        """From the first channel of a pair to that of the next pair, and to its second channel."""
+        """Channels from one pair to the next, and from a pair's first channel to its second."""
         return (2, 1) if self.interleaved else (1, dim // 2)
 
 
@@ -83,7 +83,7 @@ def _load_pairs(row, head, ok, part, PARTS: tl.constexpr, DTYPE: tl.constexpr,
 
 @triton.jit
 def _store_pairs(row, head, ok, a, b, DIM: tl.constexpr, GAP: tl.constexpr, BLOCK: tl.constexpr):
-    """Where _load_pairs() reads them. a, b: [heads, BLOCK] of the row's dtype."""
+    """Stores pairs where _load_pairs() reads them. a, b: [heads, BLOCK] of the row's dtype."""
     if GAP == 1:
         channel = tl.arange(0, 2 * BLOCK)
         inside = ok[:, None] & (channel < DIM)[None, :]
@@ -114,7 +114,7 @@ def _store_gqa_kernel(
     HEADS: tl.constexpr, BLOCK: tl.constexpr, NORM: tl.constexpr, CLIP: tl.constexpr, FP8: tl.constexpr,
     PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    # Slots, positions and weights are of the step, long written: nothing else is read before the wait.
+    # Slots, positions and weights are inputs, written long before. Nothing else is read before the wait.
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
     position = tl.load(positions + token, mask=slot >= 0, other=0)
@@ -122,7 +122,7 @@ def _store_gqa_kernel(
     q_groups: tl.constexpr = (Q_HEADS + HEADS - 1) // HEADS
     kv_groups: tl.constexpr = (KV_HEADS + HEADS - 1) // HEADS
     group = tl.program_id(1)
-    # Which of q, k and v this program's heads are: 0, 1, 2; the first of them; how many heads there are.
+    # For this program: q, k or v (0, 1, 2), its first head, and the number of heads of that kind.
     kind = (group >= q_groups).to(tl.int32) + (group >= q_groups + kv_groups).to(tl.int32)
     local = group - (kind > 0) * q_groups - (kind > 1) * kv_groups
     head = local * HEADS + tl.arange(0, HEADS)
@@ -159,7 +159,7 @@ def store_cache(
     row, scales, head, ok, a, b,
     DIM: tl.constexpr, GAP: tl.constexpr, BLOCK: tl.constexpr, FP8: tl.constexpr,
 ):  # fmt: skip
-    """Heads of a token's row, as codes or as they are."""
+    """Stores heads of a token's row, as codes or unchanged."""
     if FP8:
         scale = tl.load(scales + head, mask=ok, other=1.0)[:, None]
         _store_pairs(row, head, ok, to_code(a, scale), to_code(b, scale), DIM, GAP, BLOCK)
@@ -181,7 +181,7 @@ def store_gqa(
     Args:
         qkv: [T, (heads + 2 * kv_heads) * head_dim]; rows may have a pitch; or its partial sums, which are
           rounded to q_out's dtype once added up. q_out: [T, heads, head_dim].
-        clip: values are clamped to +-clip before norm and rotation; 0 = not.
+        clip: values are clamped to +-clip before norm and rotation; 0 = no clamp.
     Raises: InternalError for another shape, dtype or layout.
     """
     kv.check()
@@ -254,7 +254,7 @@ def _store_mla_kernel(
 
 @dataclass(frozen=True, slots=True)
 class MlaInput:
-    """What the down and query projections left, all of one dtype; rows, and heads of q, may have a pitch.
+    """Results of the down and query projections, of one dtype; rows, and heads of q, may have a pitch.
 
     latent: [T, kv_lora]. k_rope: [T, rope_dim]. q_rope: [T, heads, rope_dim].
     norm: [kv_lora], the latent's norm weight. eps: of that norm.

@@ -29,9 +29,9 @@ GOLDEN, LOWEST = tl.constexpr(0x9E3779B9), tl.constexpr(-(1 << 31))
 
 @dataclass(frozen=True, slots=True)
 class Drawn:
-    """Experts are drawn. seed, layer: of the draw.
+    """Experts drawn at random. seed, layer: of the draw.
 
-    numbers, positions: [T] int32, of each row's request and in that.
+    numbers, positions: [T] int32, number of each row's request and position in that request.
     """
 
     numbers: torch.Tensor
@@ -42,11 +42,11 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """How experts are chosen, and where the choice goes.
+    """How experts are chosen, and where the choice is written.
 
     ids: [T, K] int64, distinct per token, best choice first. weights: [T, K] float32.
     bias: [E] float32, with spec.bias only. num_tokens: [1] int32, rows that are tokens; None = all.
-    drawn: experts are drawn instead; they get the weights that the router gives them.
+    drawn: draw experts at random instead; they get the router's weights.
     """
 
     spec: RouterSpec
@@ -93,7 +93,7 @@ def _mixed(x):
 
 @triton.jit
 def _drawn_keys(numbers, positions, token, expert, seed, layer):
-    """What is drawn for each expert: distinct int32; the largest are chosen."""
+    """A random number for each expert: distinct int32; the largest are chosen."""
     number = tl.load(numbers + token).to(tl.uint32)
     position = tl.load(positions + token).to(tl.uint32)
     state = _mixed(_mixed(_mixed(number ^ seed.to(tl.uint32)) ^ GOLDEN) ^ position)
@@ -104,7 +104,7 @@ def _drawn_keys(numbers, positions, token, expert, seed, layer):
 
 @triton.jit
 def _ordered(choice):
-    """int32 in the order of float32 that is not NaN: a warp finds the highest integer in one instruction."""
+    """int32 in the order of float32, except NaN. A warp finds the highest integer in one instruction."""
     bits = choice.to(tl.int32, bitcast=True)
     return tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
 
@@ -142,7 +142,7 @@ def _route_kernel(
     after_previous(EARLY)
     token = tl.program_id(0).to(tl.int64)
     live = True
-    if num_tokens is not None:  # no branch: the loads below are under way meanwhile
+    if num_tokens is not None:  # no branch, so that the loads below overlap this one
         live = token < tl.load(num_tokens)
     size: tl.constexpr = EXPERTS // GROUPS
     lanes: tl.constexpr = GROUP_BLOCK * SIZE_BLOCK

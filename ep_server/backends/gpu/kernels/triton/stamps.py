@@ -70,7 +70,7 @@ def _record_times_kernel(step, sums, counts, BUCKETS: tl.constexpr):
 
 
 def begin(marks: torch.Tensor, step: torch.Tensor) -> None:
-    """A step begins: its durations are 0. marks: [2], the last stamp and the first. step: [P].
+    """Begins a step: sets its durations to 0. marks: [2], the last stamp and the first. step: [P].
 
     Raises: InternalError for another shape or dtype, as the others do.
     """
@@ -107,5 +107,5 @@ def record_times(step: torch.Tensor, sums: torch.Tensor, counts: torch.Tensor) -
 
 
 def _host_ns(marks: torch.Tensor) -> int:
-    """Where kernels are interpreted there is no clock but the host's."""
+    """The clock if kernels are interpreted: the host's."""
     return perf_counter_ns() if marks.is_cpu else 0

@@ -1,7 +1,7 @@
-"""Copies what the host packed for a step to where its kernels read it, in one kernel.
+"""Copies the inputs that the host packed for a step to their device addresses, in one kernel.
 
-The words lie in pinned memory, which the GPU reads over its bus. So only this kernel stands between two
-steps, and it starts to read before the previous step has ended.
+The words are in pinned memory, which the GPU reads over its bus. So only this kernel runs between two steps,
+and it starts to read before the previous step has ended.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ import triton.language as tl
 from ep_server.backends.gpu.kernels.triton.launch import after_previous, early, expect
 from ep_server.errors import InternalError
 
-WORDS = 1024  # of a program
+WORDS = 1024  # per program
 
 
 @dataclass(frozen=True, slots=True)
 class Packed:
     """words: [room_for(C * rows + count * width)] int32, on the host, pinned.
 
-    Columns of `rows` words lie one behind the other, then come `count` tables of `width`, then anything.
+    Columns of `rows` words follow each other, then `count` tables of `width` words. The rest is not used.
     rows: 1 or more.
     """
 
@@ -38,7 +38,7 @@ def _spread_kernel(
     COLUMNS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    word = tl.load(words + at)  # without a mask, so that a thread's words come as one
+    word = tl.load(words + at)  # without a mask, so that a thread loads its words at once
     after_previous(EARLY)
     entry = at - COLUMNS * rows
     tl.store(columns + at // rows * pitch + at % rows, word, mask=entry < 0)
@@ -47,7 +47,7 @@ def _spread_kernel(
 
 
 def room_for(size: int) -> int:
-    """Words that hold so many, as spread() reads them."""
+    """The words to allocate for so many, so that spread() can read without a mask."""
     return -(-size // WORDS) * WORDS
 
 
@@ -55,7 +55,7 @@ def spread(packed: Packed, columns: torch.Tensor, tables: torch.Tensor) -> None:
     """Fills the first `rows` of every column, and the first `width` entries of the first `count` tables.
 
     Args:
-        packed: not changed by the host until the stream has passed this.
+        packed: the host must not change it until the stream has passed this.
         columns: [C, ..], tables: [.., ..], int32, contiguous.
     Raises: InternalError for another shape, dtype or layout, or more than there is room for.
     """

@@ -1,65 +1,33 @@
-"""The exchange between hosts: the Protocol of exchange.py over libfabric, on CPU tensors.
+"""The link of ranks between hosts: one libfabric endpoint of a rank, and the native exchange over it.
 
-Phases, layout and errors are those of shm.py; here is the end of a connection. The network's settings are
-in settings.py, how ranks find one another is in bootstrap.py.
+settings.py has the network's settings.
 """
 
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass
 
 from ep_server import _C
-from ep_server.errors import ConfigError, StartupError
-from ep_server.exchange.api import ExchangeSpec
+from ep_server.errors import ConfigError, InvalidArgument, StartupError
 from ep_server.exchange.fabric.device_rows import DeviceRows
 from ep_server.exchange.fabric.settings import EndpointAddress, FabricOptions
-from ep_server.exchange.geometry import check_segment, geometry_of
+from ep_server.exchange.host import HostExchange, HostGroup
 from ep_server.exchange.segment import HostShare, check_hosts
-from ep_server.exchange.shm import ShmExchange
-from ep_server.exchange.waiting import Waiting
-
-__all__ = ["EndpointAddress", "FabricExchange", "FabricOptions", "Provider", "providers"]
+from ep_server.exchange.spec import ExchangeSpec, Waiting, check_segment, geometry_of
 
 LOG = logging.getLogger(__name__)
 
 
-@dataclass(frozen=True, slots=True)
-class Provider:
-    """A way to the network that libfabric knows. missing: why it cannot be used here, or ""."""
+class FabricLink:
+    """One rank's endpoint. Opened, then connected to all peers; closed by its group.
 
-    name: str
-    fabric: str
-    domain: str
-    missing: str
-
-
-def providers(options: FabricOptions) -> list[Provider]:
-    """All that match the options, in the order of preference. Raises StartupError."""
-    return [Provider(*found) for found in _C.fabric_providers(options.native())]
-
-
-def chosen(options: FabricOptions, *, device_memory: bool = False) -> str:
-    """What an exchange would be opened on, in one line.
-
-    Args:
-        device_memory: it must reach the memory of devices.
-    Raises: StartupError naming every provider and what it lacks.
-    """
-    return _C.fabric_chosen(options.native(device_memory=device_memory))
-
-
-class FabricExchange(ShmExchange):
-    """One rank's end of a group over several hosts. Satisfies exchange.Exchange, and what shm.py adds.
-
-    Opens the endpoint; `connect` makes it part of a group. A peer that is gone becomes PeerTimeout on the
-    rank that waited for it, and PeerLost on the others.
+    A lost peer becomes PeerTimeout on the rank that waited for it, and PeerLost on the others.
 
     Args:
         spec: this rank's; all other fields are the same on all ranks.
         share: what the ranks of this host share; None = every rank is a host of its own. Its descriptors stay
           the caller's, who may close them.
-        rows: where rows lie on a device; see gpu_direct.py.
+        rows: where rows are on a device; registered until close(). See gpu_direct.py.
     Raises: ConfigError; StartupError naming the provider and what it lacks.
     """
 
@@ -71,30 +39,35 @@ class FabricExchange(ShmExchange):
         share: HostShare | None = None,
         rows: DeviceRows | None = None,
     ) -> None:
-        waiting, self.options = waiting or Waiting(), options or FabricOptions()
+        self.spec, self.options, self._waiting = spec, options or FabricOptions(), waiting or Waiting()
         self.options.check_depth(spec.max_tokens)
         share = share or HostShare(tuple(range(spec.num_ranks)), -1, ())
         self.hosts = share.hosts
-        self._port: _C.FabricPort | None = _open_port(spec, self.options, waiting, share, rows)
+        self._port: _C.FabricPort | None = _open_port(spec, self.options, self._waiting, share, rows)
+        self.rows = rows  # after the port: if never closed, it is freed after its registration
         self.description = self._port.description
         LOG.info("%s", self.description)
-        self._attach(spec, self._port.exchange, waiting, None if rows is None else rows.dispatched)
 
     @property
     def address(self) -> EndpointAddress:
-        """Where this rank is, for the other ranks' connect()."""
+        """Of this rank, for the other ranks' connect()."""
         return self._opened().address
 
     def connect(self, addresses: list[EndpointAddress], session: int) -> None:
         """Opens the connections to all peers. Collective; returns before the others are ready to send.
 
         Args:
-            addresses: of all ranks, in rank order. session: any number that is this group's alone.
+            addresses: of all ranks, in rank order. session: a number of this group alone.
         Raises: StartupError naming the ranks that did not answer.
         """
         if len(addresses) != self.spec.num_ranks:
             raise ConfigError("addresses", len(addresses), f"one per rank: {self.spec.num_ranks}")
         self._opened().connect(addresses, session, int(self.options.connect_seconds * 1e9))
+
+    def exchange(self) -> HostExchange:
+        """The exchange over this link, which owns it from now on."""
+        group = HostGroup(self.spec, self._opened().exchange, self._waiting.on_timeout, self)
+        return HostExchange(group, None if self.rows is None else self.rows.dispatched)
 
     @property
     def writes(self) -> int:
@@ -102,16 +75,14 @@ class FabricExchange(ShmExchange):
         return self._opened().writes
 
     def close(self) -> None:
-        """As the Protocol says. Waits a little for peers that close too: nothing on its way is lost."""
+        """Waits a little for peers that close too, so that nothing on its way is lost. Idempotent."""
         port, self._port = self._port, None
         if port is not None:
             port.close(int(self.options.linger_seconds * 1e9))
-        super().close()
 
     def _opened(self) -> _C.FabricPort:
         if self._port is None:
-            self._open()  # raises: it was closed
-            raise StartupError("the exchange is not open")
+            raise InvalidArgument("exchange", "closed", "open")
         return self._port
 
 

@@ -1,15 +1,19 @@
-"""What an exchange may be as large as, and the native geometry of a valid spec. Needs no torch.
+"""The spec of an exchange: what all ranks agree on, its limits, its native geometry; and how long ranks wait.
 
-Sizes and offsets come from csrc/exchange/common/layout.hpp through `_C.Layout`; nothing here computes one.
+Needs no torch. Sizes and offsets come from csrc/exchange/common/layout.hpp through `_C.Layout`; nothing here
+computes one.
 """
 
 from __future__ import annotations
 
 import hashlib
+import os
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from typing import TypedDict
 
 from ep_server import _C
 from ep_server.errors import ConfigError
-from ep_server.exchange.api import ExchangeSpec, Payload, Reduction
 
 MAX_RANKS = 64  # masks of ranks are one 64-bit word
 MAX_BANKS = 16
@@ -19,6 +23,78 @@ MAX_HIDDEN = 1 << 20
 MAX_ENTRIES = 1 << 31  # rows that one rank may receive for its experts: 32 bits number them
 MAX_GROUP_BYTES = 1 << 62  # a file's size is a signed 64-bit number
 RECORD_BYTES = 64  # of a vote
+DEFAULT_SPIN_US = 50
+
+
+class Payload(StrEnum):
+    """What a dispatched row looks like on the wire."""
+
+    FP32 = "fp32"  # CPU only
+    BF16 = "bf16"
+    FP8 = "fp8"  # e4m3, one float32 scale per 128 channels
+    FP8_POW2 = "fp8_pow2"  # scales rounded up to a power of two
+    FP8_UE8M0 = "fp8_ue8m0"  # power-of-two scales, 4 exponents packed into one int32; H % 512 == 0
+
+
+class Reduction(StrEnum):
+    """Where the K expert outputs of a token are summed (always FP32, in top-k order)."""
+
+    RANK = "rank"  # each rank sums its own experts' outputs, weighted, and returns one row per token
+    SOURCE = "source"  # one row per (token, k) returns; the source sums: bit-identical for every R
+
+
+@dataclass(frozen=True, slots=True)
+class ExchangeSpec:
+    """Everything that all ranks must agree on. Only `rank` differs.
+
+    placement: [E] owner rank of each physical expert, any table with values in 0 .. R-1.
+    combine rows travel as float32 where payload is FP32, as bfloat16 otherwise.
+    timeout_ns: deadline of every wait. num_banks: a power of two >= 2.
+    """
+
+    rank: int
+    num_ranks: int
+    placement: tuple[int, ...]
+    max_tokens: int
+    hidden: int
+    top_k: int
+    payload: Payload = Payload.BF16
+    reduction: Reduction = Reduction.RANK
+    num_banks: int = 4
+    timeout_ns: int = 10_000_000_000
+
+    @property
+    def num_experts(self) -> int:
+        """E, over all ranks."""
+        return len(self.placement)
+
+    @property
+    def local_experts(self) -> tuple[int, ...]:
+        """Global ids of this rank's experts, ascending; their order is the local numbering."""
+        return tuple(e for e, r in enumerate(self.placement) if r == self.rank)
+
+    @property
+    def local_only(self) -> bool:
+        """Whether rows need not travel at all: one rank, and no rounding that the spec promises.
+
+        FP8 rounds rows on the wire. Reduction source promises the same bits for any number of ranks.
+        """
+        plain = self.payload in (Payload.FP32, Payload.BF16)
+        return self.num_ranks == 1 and plain and self.reduction is Reduction.RANK
+
+
+def control_spec(spec: ExchangeSpec) -> ExchangeSpec:
+    """Of the group that ranks with GPUs form in host memory, for votes, liveness and bootstrap; no rows."""
+    return replace(
+        spec,
+        placement=tuple(range(spec.num_ranks)),
+        max_tokens=1,
+        hidden=1,
+        top_k=1,
+        payload=Payload.FP32,
+        reduction=Reduction.RANK,
+        num_banks=2,
+    )
 
 
 def check_spec(spec: ExchangeSpec) -> None:
@@ -120,3 +196,46 @@ def _shown(name: str, geometry: _C.Geometry) -> object:
     if name == "payload":
         return str(PAYLOADS[value])
     return str(REDUCTIONS[value]) if name == "reduction" else value
+
+
+class Timing(TypedDict):
+    """Keywords of the native exchanges; durations in ns."""
+
+    timeout_ns: int
+    liveness_ns: int
+    spin_ns: int
+    mask_on_timeout: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """How long a rank waits. Raises ConfigError.
+
+    spin_us: busy wait before yielding and sleeping; -1 = 0 where ranks outnumber usable cores, else 50.
+    liveness_seconds: a barrier has no deadline, but ends if a peer's heartbeat stops for so long.
+    on_timeout: "raise" aborts the group and raises PeerTimeout; "mask" continues without the peer.
+    """
+
+    spin_us: int = -1
+    liveness_seconds: float = 30.0
+    on_timeout: str = "raise"
+
+    def __post_init__(self) -> None:
+        if self.on_timeout not in {"raise", "mask"}:
+            raise ConfigError("on_timeout", self.on_timeout, "one of raise, mask")
+        if self.spin_us < -1:
+            raise ConfigError("spin_us", self.spin_us, "at least -1")
+        if self.liveness_seconds <= 0:
+            raise ConfigError("liveness_seconds", self.liveness_seconds, "above 0")
+
+    def native(self, spec: ExchangeSpec, ranks_here: int) -> Timing:
+        """The same for csrc."""
+        spin_us = self.spin_us
+        if spin_us == -1:
+            spin_us = DEFAULT_SPIN_US if ranks_here <= len(os.sched_getaffinity(0)) else 0
+        return {
+            "timeout_ns": spec.timeout_ns,
+            "liveness_ns": int(self.liveness_seconds * 1e9),
+            "spin_ns": spin_us * 1000,
+            "mask_on_timeout": self.on_timeout == "mask",
+        }
