@@ -35,6 +35,11 @@ def seconds_since_arrival() -> float:
     return time.monotonic() - _ARRIVED.get()
 
 
+def message_arrived() -> None:
+    """Another message of a call arrived now: seconds_since_arrival() counts from here in the current task."""
+    _ARRIVED.set(time.monotonic())
+
+
 class AcceptQueue(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unused-ignore]
     """Notes when each call arrived. Add it first, and call listen() before the server starts."""
 

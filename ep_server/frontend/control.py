@@ -20,7 +20,7 @@ import ep_server
 from ep_server.config import Config, GrpcConfig
 from ep_server.engine.engine import Engine, EngineState
 from ep_server.errors import ConfigError, InvalidArgument, SwitchedOff, Unavailable
-from ep_server.frontend.endpoint import add_reflection
+from ep_server.frontend.introspection import add_channelz, add_reflection, channelz_names
 from ep_server.frontend.port import Port
 from ep_server.frontend.served_model import ServedModel
 from ep_server.observability.fault_report import versions
@@ -66,7 +66,8 @@ async def open_control_port(config: GrpcConfig, add_control: Callable[[aio.Serve
     )
     port = Port(own, frozenset())
     add_control(port.server)
-    add_reflection(port.server, own, (SERVICE_NAME,))
+    add_channelz(port.server, own)
+    add_reflection(port.server, own, (SERVICE_NAME, *channelz_names(own)))
     try:
         log.info("%s on %s", SERVICE_NAME, await port.open())
     except ConfigError as error:
@@ -140,6 +141,7 @@ class ControlService(control_pb2_grpc.ControlServicer):  # type: ignore[misc, un
             hidden_size=model.hidden_size,
             num_experts=model.num_experts,
             experts_per_token=model.experts_per_token,
+            has_chat_template=model.chat_template is not None,
         )
 
     async def GetLoads(self, request: Any, context: Any) -> Any:
@@ -160,7 +162,7 @@ class ControlService(control_pb2_grpc.ControlServicer):  # type: ignore[misc, un
         if engine.state is EngineState.STARTING:
             raise Unavailable("the server is starting: its ranks are loading weights")
         statistics = [engine.rank_statistics[rank] for rank in sorted(engine.rank_statistics)]
-        up = engine.state is not EngineState.LOST
+        up = engine.state not in (EngineState.RECOVERING, EngineState.LOST)
         return control_pb2.GetEpStateResponse(
             ranks=[_rank_state(engine, ready.rank, up=up) for ready in engine.ready],
             latencies=_latencies(statistics),

@@ -14,13 +14,12 @@ import errno
 import logging
 import socket
 import ssl
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import grpc
+from cryptography import x509
 from grpc import aio
-from grpc_reflection.v1alpha import reflection
 
 from ep_server.config import GrpcConfig
 from ep_server.errors import ConfigError
@@ -45,10 +44,14 @@ jwd26FY3hnZEY8/fQmusJEhOgJNCjlK3fgY=
 
 
 class Certificates:
-    """grpc.tls_cert, tls_key and tls_client_ca. Handshakes call from threads of gRPC."""
+    """grpc.tls_cert, tls_key and tls_client_ca. Handshakes call from threads of gRPC.
+
+    refused: changes of the files that could not be used.
+    """
 
     def __init__(self, config: GrpcConfig) -> None:
         """Reads the files. Raises: ConfigError (grpc.tls_*)."""
+        self.refused = 0
         self._config = config
         self._taken = self._stamp()
         self._pair = self._read_pair()
@@ -60,6 +63,16 @@ class Certificates:
         renewed: Any = self._renewed  # returns None for "unchanged", which grpc's stubs do not allow
         return grpc.dynamic_ssl_server_credentials(self._configuration(), renewed, mutual)
 
+    def expiry(self) -> dict[str, float]:
+        """Unix time at which the certificates in use end, by file; of several in a file the first to end."""
+        files = {self._config.tls_cert: self._pair[1]}
+        if self._authorities is not None:
+            files[self._config.tls_client_ca] = self._authorities
+        found = {file: x509.load_pem_x509_certificates(text) for file, text in files.items()}
+        return {
+            file: min(one.not_valid_after_utc.timestamp() for one in chain) for file, chain in found.items()
+        }
+
     def _renewed(self) -> grpc.ServerCertificateConfiguration | None:
         """Called by a handshake: the files if they changed since the last call, else None. Never raises."""
         stamp = self._stamp()
@@ -70,11 +83,13 @@ class Certificates:
             self._pair = self._read_pair()
             log.info("TLS files changed: new connections use %s", self._config.tls_cert)
         except ConfigError as error:
+            self.refused += 1
             log.warning("TLS files changed but cannot be used; the old ones stay in use: %s", error)
         try:
             self._authorities = self._read_authorities()
         except ConfigError as error:
             self._authorities = NOBODY
+            self.refused += 1
             log.error("%s; new connections are refused until it is readable", error)
         return self._configuration()
 
@@ -150,7 +165,12 @@ def message_limit(config: GrpcConfig) -> int:
 
 def channel_options(config: GrpcConfig) -> list[tuple[str, int]]:
     """HTTP/2 options of the server."""
+    age, grace = config.max_connection_age_seconds, config.max_connection_age_grace_seconds
+    ages = [("grpc.max_connection_age_ms", int(age * 1000))] if age else []
+    graces = [("grpc.max_connection_age_grace_ms", int(grace * 1000))] if grace else []
     return [
+        *ages,
+        *graces,
         # Twice our limit: gRPC's own refusal looks like a caller that left and could not be counted.
         ("grpc.max_receive_message_length", min(2 * message_limit(config), (1 << 31) - 1)),
         ("grpc.max_send_message_length", -1),
@@ -162,6 +182,7 @@ def channel_options(config: GrpcConfig) -> list[tuple[str, int]]:
             "grpc.so_reuseport",
             0,
         ),  # a second server on the port is an error; otherwise it would silently get half of the calls
+        ("grpc.enable_channelz", int(config.channelz)),
         ("grpc.keepalive_time_ms", 30_000),  # a vanished client is noticed, its requests cancelled
         ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.http2.ping_timeout_ms", 10_000),  # of pings that gRPC sends itself, which delay others
@@ -170,14 +191,8 @@ def channel_options(config: GrpcConfig) -> list[tuple[str, int]]:
     ]
 
 
-def add_reflection(server: aio.Server, config: GrpcConfig, names: Iterable[str]) -> None:
-    """Adds gRPC reflection of these services, unless it is switched off."""
-    if config.reflection:
-        reflection.enable_server_reflection((*names, reflection.SERVICE_NAME), server)
-
-
-def bind(server: aio.Server, config: GrpcConfig) -> str:
-    """Binds the port, with TLS where a certificate is given. Returns: host:port.
+def bind(server: aio.Server, config: GrpcConfig, certificates: Certificates | None) -> str:
+    """Binds the port, with TLS where there are certificates. Returns: host:port.
 
     Raises: ConfigError (grpc.host, grpc.port, grpc.tls_*).
     """
@@ -185,8 +200,8 @@ def bind(server: aio.Server, config: GrpcConfig) -> str:
     host = f"[{config.host}]" if ":" in config.host else config.host
     address = f"{host}:{config.port}"
     try:
-        if config.tls_cert:
-            port = server.add_secure_port(address, Certificates(config).credentials())
+        if certificates is not None:
+            port = server.add_secure_port(address, certificates.credentials())
         else:
             port = server.add_insecure_port(address)
     except RuntimeError as error:

@@ -35,6 +35,11 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc, unused-ignor
         self._changed = asyncio.Event()
 
     @property
+    def live(self) -> bool:
+        """The process works, also while it loads or drains."""
+        return not self._failed
+
+    @property
     def serving(self) -> bool:
         """The services are SERVING."""
         return self._ready and not self._failed
@@ -56,7 +61,7 @@ class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc, unused-ignor
     def _status(self, service: str) -> int:
         if service and service not in self._services:
             return int(SERVICE_UNKNOWN)
-        well = self.serving if service else not self._failed
+        well = self.serving if service else self.live
         return int(SERVING if well else NOT_SERVING)
 
     async def Check(self, request: Any, context: Any) -> Any:

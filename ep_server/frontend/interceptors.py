@@ -257,6 +257,11 @@ def _status(context: Any) -> str:
     return "DEADLINE_EXCEEDED" if context.time_remaining() == 0 else "CANCELLED"
 
 
+def _header(text: str) -> str:
+    """Text as metadata can hold it: gRPC ends calls with INTERNAL for other characters."""
+    return "".join(c if " " <= c <= "~" else "?" for c in text)
+
+
 def _drop_frames(error: BaseException | None) -> None:
     """Frees what an error's frames hold, such as messages: gRPC keeps errors in reference cycles."""
     while error is not None:
@@ -273,7 +278,7 @@ async def _abort(method: str, context: Any, error: Exception) -> NoReturn:
     )
     trailers = [("epserver-error", type(known).__name__)]
     if isinstance(known, FieldError):
-        trailers.append(("epserver-field", known.field))
+        trailers.append(("epserver-field", _header(known.field)))
     if isinstance(known, QueueFull):
         trailers.append(("grpc-retry-pushback-ms", str(known.retry_after_ms)))
     if known.status == "INTERNAL":

@@ -131,7 +131,7 @@ class Method:
 
 
 @dataclass(frozen=True, slots=True)
-class Door:
+class CallLimits:
     """Limits and callbacks for the calls of one port.
 
     methods: by "/service/method". max_arriving: calls of one method whose message has not arrived yet.
@@ -153,9 +153,9 @@ _PLAIN = Method(PLAIN_BYTES, lambda: None)
 class MessageReader(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unused-ignore]
     """Interceptor that reads the message. Add it last: those before it decide without it."""
 
-    def __init__(self, door: Door, on_read: Callable[[Any], None]) -> None:
+    def __init__(self, limits: CallLimits, on_read: Callable[[Any], None]) -> None:
         """on_read: gets the context of each call that is let in and has its message."""
-        self._door = door
+        self._limits = limits
         self._on_read = on_read
         self._arriving: dict[str, deque[asyncio.Timeout]] = {}  # of calls without a message, oldest first
         self._long = asyncio.Lock()
@@ -165,10 +165,10 @@ class MessageReader(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unus
         handler = await continuation(handler_call_details)
         if handler is None:
             return None
-        if handler.request_streaming:
-            return self._of_many(handler)
         path: str = handler_call_details.method
-        method = self._door.methods.get(path, _PLAIN)
+        method = self._limits.methods.get(path, _PLAIN)
+        if handler.request_streaming:
+            return self._of_many(handler, method)
         arriving = self._arriving.setdefault(path, deque())
 
         async def unary(_messages: Any, context: Any) -> Any:
@@ -184,41 +184,46 @@ class MessageReader(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unus
             return grpc.stream_stream_rpc_method_handler(stream, None, handler.response_serializer)
         return grpc.stream_unary_rpc_method_handler(unary, None, handler.response_serializer)
 
-    def _of_many(self, handler: Any) -> Any:
-        """A handler that reads the stream of messages itself."""
+    def _of_many(self, handler: Any, method: Method) -> Any:
+        """A handler that reads the stream of messages itself, each within the limits of `method`."""
 
-        def decode(data: bytes) -> Any:
-            return _decoded(handler.request_deserializer, data)
+        async def decoded(messages: Any) -> AsyncIterator[Any]:
+            async for data in messages:
+                yield await self._decode(handler, method, data)
 
         async def unary(messages: Any, context: Any) -> Any:
+            method.check_room()
             self._on_read(context)
-            return await handler.stream_unary(messages, context)
+            return await handler.stream_unary(decoded(messages), context)
 
         async def stream(messages: Any, context: Any) -> AsyncIterator[Any]:
+            method.check_room()
             self._on_read(context)
-            async for response in handler.stream_stream(messages, context):
+            async for response in handler.stream_stream(decoded(messages), context):
                 yield response
 
         if handler.response_streaming:
-            return grpc.stream_stream_rpc_method_handler(stream, decode, handler.response_serializer)
-        return grpc.stream_unary_rpc_method_handler(unary, decode, handler.response_serializer)
+            return grpc.stream_stream_rpc_method_handler(stream, None, handler.response_serializer)
+        return grpc.stream_unary_rpc_method_handler(unary, None, handler.response_serializer)
 
     async def _message(
         self, handler: Any, method: Method, arriving: deque[asyncio.Timeout], context: Any
     ) -> Any:
         """Raises: what `method` raises, QueueFull, DeadlineExceeded, MessageTooLarge, InvalidArgument."""
         method.check_room()
-        data = await self._arrived(arriving, context)
+        message = await self._decode(handler, method, await self._arrived(arriving, context))
+        self._on_read(context)
+        return message
+
+    async def _decode(self, handler: Any, method: Method, data: bytes) -> Any:
+        """Raises: what `method` raises, MessageTooLarge, InvalidArgument."""
         if len(data) > method.max_bytes:
             raise MessageTooLarge(f"message of {len(data)} bytes: at most {method.max_bytes}")
         if len(data) <= SHORT_BYTES:
-            message = _decoded(handler.request_deserializer, data)
-        else:
-            async with self._long:  # the event loop does other work between two of them
-                method.check(data)
-                message = _decoded(handler.request_deserializer, data)
-        self._on_read(context)
-        return message
+            return _decoded(handler.request_deserializer, data)
+        async with self._long:  # the event loop does other work between two of them
+            method.check(data)
+            return _decoded(handler.request_deserializer, data)
 
     async def _arrived(self, arriving: deque[asyncio.Timeout], context: Any) -> bytes:
         """The bytes of the message. Raises: QueueFull, DeadlineExceeded, InvalidArgument without one.
@@ -226,7 +231,7 @@ class MessageReader(aio.ServerInterceptor):  # type: ignore[type-arg, misc, unus
         Above the limit the oldest call is ended: newer ones most likely send their message, so callers that
         send none cannot block others. Callers without a token may reach some methods: each has its limit.
         """
-        most = self._door.max_arriving
+        most = self._limits.max_arriving
         if len(arriving) >= most:
             arriving.popleft().reschedule(0)
         own = asyncio.timeout(ARRIVAL_SECONDS)

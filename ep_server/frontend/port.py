@@ -25,9 +25,9 @@ from grpc import aio
 from ep_server.config import GrpcConfig
 from ep_server.errors import ConfigError
 from ep_server.frontend.accept_queue import AcceptQueue
-from ep_server.frontend.endpoint import bind, channel_options
+from ep_server.frontend.endpoint import Certificates, bind, channel_options
 from ep_server.frontend.interceptors import AuthInterceptor, CallCounter, ErrorInterceptor, TokenFile
-from ep_server.frontend.messages import Door, MessageReader
+from ep_server.frontend.messages import CallLimits, MessageReader
 
 log = logging.getLogger(__name__)
 
@@ -51,31 +51,33 @@ class Port:
         self,
         config: GrpcConfig,
         open_services: frozenset[str],
-        door: Door | None = None,
+        limits: CallLimits | None = None,
         options: Sequence[tuple[str, int]] = (),
     ) -> None:
         """open_services: full names of those that need no token. options: of gRPC, before those of `config`.
 
         Raises: ConfigError (grpc.token_file).
         """
-        door = door or Door()
+        limits = limits or CallLimits()
         self.address = ""  # host:port while it is open
+        self.certificates: Certificates | None = None  # once it is open, with TLS
         self._place: Place | None = None
         self._config = config
         self._options = options
-        self._calls = CallCounter(door.on_refused)
-        self._queue = AcceptQueue(door.measured, door.on_accept_wait)
+        self._calls = CallCounter(limits.on_refused)
+        self._queue = AcceptQueue(limits.measured, limits.on_accept_wait)
         self._interceptors: list[aio.ServerInterceptor] = [self._queue, ErrorInterceptor(), self._calls]  # type: ignore[type-arg, unused-ignore]
         if config.token_file:
             self._interceptors.append(AuthInterceptor(TokenFile(config.token_file), open_services))
-        self._interceptors.append(MessageReader(door, self._calls.entered))
+        self._interceptors.append(MessageReader(limits, self._calls.entered))
         self.server = self._make_server([])
         self._servers = [self.server]
         self._draining: asyncio.Task[None] | None = None
 
     async def open(self) -> str:
         """Accepts calls from now on. Returns: host:port. Raises: ConfigError (grpc.host, port, tls_*)."""
-        self.address = bind(self.server, self._config)
+        self.certificates = Certificates(self._config) if self._config.tls_cert else None
+        self.address = bind(self.server, self._config, self.certificates)
         self._place = place_of(self.address)
         self._queue.listen(self.server)
         await self.server.start()
@@ -115,7 +117,7 @@ class Port:
             await asyncio.sleep(HOLD_SECONDS)
             try:
                 stop_listening(place)
-                bind(new, replace(self._config, port=place.number))
+                bind(new, replace(self._config, port=place.number), self.certificates)
                 self._servers.append(new)
                 await new.start()
                 await self._calls.lull(LULL_SECONDS, LULL_TRIES)

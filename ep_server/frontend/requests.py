@@ -5,6 +5,7 @@ Every error names the field as the proto does, its value, and what is allowed.
 
 from __future__ import annotations
 
+import json
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,7 +16,7 @@ from ep_server.engine.admission import Asked
 from ep_server.errors import ContextLengthExceeded, InvalidArgument, NotFound
 from ep_server.frontend.call_metadata import PRIORITY_KEY, RANK_KEY, CallMetadata, agreed
 from ep_server.frontend.served_model import SAMPLING_RANGES, ServedModel
-from ep_server.records import Request, Sampling, Stopping
+from ep_server.records import Grammar, GrammarKind, Request, Sampling, Stopping
 from ep_server.text.detokenizer import OutputText
 from ep_server.text.tokenizer import Detokenizer
 
@@ -28,10 +29,21 @@ MAX_STOP_LENGTH = 256
 MAX_LOGIT_BIAS = 1024
 MAX_SEQUENCES = 128
 MAX_TOP_N = 20
+MAX_PROMPT_LOGPROBS = 20
 MAX_STREAM_INTERVAL = 1024
+MAX_GRAMMAR_BYTES = 1 << 18
+MAX_CHOICES = 10_000
+MAX_CHAT_MESSAGES = 2048
 TEXT_PER_TOKEN = 64  # bytes of a prompt for each token of the context: longer text is not encoded
 ID_BYTES = 5  # of a token id in a message, at most
-OTHER_BYTES = 1 << 16  # of a message: everything but the prompt and allowed_token_ids
+OTHER_BYTES = 1 << 16  # of a message: everything but the prompt, allowed_token_ids and the grammar
+UNITS = {
+    "logit_bias": "entries",
+    "stop_strings": "strings",
+    "choices": "texts",
+    "messages": "messages",
+}  # of repeated fields
+MAX_NEW_TOKENS = "stopping.max_new_tokens"  # in errors
 SHOWN = 80  # characters of a value that an error message repeats
 
 
@@ -55,7 +67,7 @@ class ResponseShape:
 
 def longest_message(max_context: int, vocab_size: int) -> int:
     """Upper bound in bytes of a GenerateRequest whose fields are all within their limits."""
-    return TEXT_PER_TOKEN * max_context + ID_BYTES * vocab_size + OTHER_BYTES
+    return TEXT_PER_TOKEN * max_context + ID_BYTES * vocab_size + MAX_GRAMMAR_BYTES + OTHER_BYTES
 
 
 def with_message_limit(config: Config, max_context: int, vocab_size: int) -> Config:
@@ -76,6 +88,8 @@ def counts(proto: Any) -> dict[str, int]:
         "sampling.allowed_token_ids": len(sampling.allowed_token_ids),
         "stopping.stop_token_ids": len(stopping.stop_token_ids),
         "stopping.stop_strings": len(stopping.stop_strings),
+        "grammar.choice.choices": len(proto.grammar.choice.choices),
+        "chat.messages": len(proto.chat.messages),
     }
 
 
@@ -87,6 +101,8 @@ def most_elements(model: ServedModel, limits: Limits) -> dict[str, int]:
         "sampling.allowed_token_ids": model.vocab_size,
         "stopping.stop_token_ids": MAX_STOP_TOKENS,
         "stopping.stop_strings": MAX_STOP_STRINGS,
+        "grammar.choice.choices": MAX_CHOICES,
+        "chat.messages": MAX_CHAT_MESSAGES,
     }
 
 
@@ -99,13 +115,18 @@ def check_counts(found: Mapping[str, int], most: Mapping[str, int]) -> None:
         count = found.get(name, 0)
         if name == "token_ids.ids" and count > limit:
             raise ContextLengthExceeded(f"prompt of {count} tokens: at most {limit}")
-        unit = {"logit_bias": "entries", "stop_strings": "strings"}.get(name.rpartition(".")[2], "ids")
+        unit = UNITS.get(name.rpartition(".")[2], "ids")
         _check(name, count <= limit, f"{count} {unit}", f"at most {limit} {unit}")
+
+
+def longest_text(limits: Limits) -> int:
+    """Bytes of a prompt's text, at most."""
+    return TEXT_PER_TOKEN * limits.max_context
 
 
 def check_text(text: str, limits: Limits) -> None:
     """Before a prompt is encoded. Raises: ContextLengthExceeded."""
-    longest = TEXT_PER_TOKEN * limits.max_context
+    longest = longest_text(limits)
     size = len(text.encode())
     if size > longest:
         raise ContextLengthExceeded(f"text of {size} bytes: at most {longest}")
@@ -154,6 +175,7 @@ def build(
     sampling = _sampling(proto, model)
     stopping = _stopping(proto.stopping, len(prompt_ids), model, limits)
     _check_length(stopping, sampling, model)
+    grammar = _grammar(proto, stopping, model)
     return Request(
         request_id=request_id(proto),
         number=0,
@@ -164,16 +186,21 @@ def build(
         cache_salt=salt,
         bypass_prefix_cache=proto.bypass_prefix_cache,
         dp_rank=dp_rank,
+        grammar=grammar,
     )
 
 
 def sequences(proto: Any, request: Request) -> list[Request]:
-    """One request per continuation asked for, each with its own seed. Raises: InvalidArgument."""
+    """One request per continuation asked for, each with its own seed; the first one scores the prompt.
+
+    Raises: InvalidArgument.
+    """
     count = _given(proto.sampling, "num_sequences", 1)
     _check("sampling.num_sequences", 1 <= count <= MAX_SEQUENCES, count, f"1 to {MAX_SEQUENCES}")
     first = request.sampling.seed or 0
-    seeds = [(first + index) % 2**64 for index in range(count)]
-    return [replace(request, sampling=replace(request.sampling, seed=seed)) for seed in seeds]
+    seeds = [(first + index) % 2**64 for index in range(1, count)]
+    other = replace(request.sampling, prompt_logprobs=None)
+    return [request, *(replace(request, sampling=replace(other, seed=seed)) for seed in seeds)]
 
 
 def response_shape(proto: Any, model: ServedModel) -> ResponseShape:
@@ -222,9 +249,9 @@ def timeout_seconds(proto: Any, waited: float, remaining: float | None) -> float
 def _check_prompt(proto: Any, ids: Sequence[int], model: ServedModel) -> None:
     kind = proto.WhichOneof("prompt")
     if kind is None:
-        raise InvalidArgument("prompt", None, "text or token_ids")
-    name = "text" if kind == "text" else "token_ids.ids"
-    _check(name, bool(ids), "" if kind == "text" else [], "at least one token")
+        raise InvalidArgument("prompt", None, "text, token_ids or chat")
+    name = "token_ids.ids" if kind == "token_ids" else str(kind)
+    _check(name, bool(ids), [] if kind == "token_ids" else "", "at least one token")
     if max(ids) >= model.vocab_size:
         at = next(i for i, token in enumerate(ids) if token >= model.vocab_size)
         raise InvalidArgument(f"{name}[{at}]", ids[at], f"0 to {model.vocab_size - 1}")
@@ -243,6 +270,9 @@ def _sampling(proto: Any, model: ServedModel) -> Sampling:
     top_n, wanted = proto.response.top_n, proto.response.output_logprobs
     _check("response.top_n", top_n <= MAX_TOP_N, top_n, f"0 to {MAX_TOP_N}")
     _check("response.top_n", wanted or top_n == 0, top_n, "0 unless output_logprobs is set")
+    scored = _given(proto.response, "prompt_logprobs", None)
+    most = MAX_PROMPT_LOGPROBS
+    _check("response.prompt_logprobs", scored is None or scored <= most, scored, f"0 to {most}")
     top_k = _given(given, "top_k", default.top_k)
     return Sampling(
         temperature=_number(given, default, "temperature"),
@@ -256,6 +286,7 @@ def _sampling(proto: Any, model: ServedModel) -> Sampling:
         logit_bias=bias,
         logprobs=top_n if wanted else None,
         allowed_token_ids=tuple(sorted(set(ids))),
+        prompt_logprobs=scored,
     )
 
 
@@ -265,7 +296,7 @@ def _stopping(given: Any, prompt: int, model: ServedModel, limits: Limits) -> St
     _check("stopping.max_new_tokens", maximum >= 1, maximum, "at least 1")
     if maximum > left:
         raise ContextLengthExceeded(
-            f"prompt of {prompt} tokens + stopping.max_new_tokens = {maximum}: "
+            f"prompt of {prompt} tokens + {MAX_NEW_TOKENS} = {maximum}: "
             f"must be at most {limits.max_context} together"
         )
     minimum = given.min_new_tokens
@@ -297,6 +328,35 @@ def _check_length(stopping: Stopping, sampling: Sampling, model: ServedModel) ->
     ok = stopping.min_new_tokens == 0 or any(token not in ends for token in drawable)
     allowed = "0 where every token that may be drawn ends the output"
     _check("stopping.min_new_tokens", ok, stopping.min_new_tokens, allowed)
+
+
+def _grammar(proto: Any, stopping: Stopping, model: ServedModel) -> Grammar | None:
+    """The grammar of a request, not compiled yet; None without one."""
+    if not proto.HasField("grammar"):
+        return None
+    given, kind = proto.grammar, proto.grammar.WhichOneof("source")
+    if kind is None:
+        raise InvalidArgument("grammar", None, " or ".join(sorted(set(GrammarKind) - {GrammarKind.PROGRAM})))
+    source = ""
+    if kind == "choice":
+        choices = list(given.choice.choices)
+        ok, allowed = bool(choices) and all(choices), "at least one text, none of them empty"
+        _check("grammar.choice.choices", ok, choices[:2], allowed)
+        source = json.dumps(choices)
+    elif kind == "json_object":
+        _check("grammar.json_object", given.json_object, False, "true")
+    else:
+        source = getattr(given, kind)
+        _check(f"grammar.{kind}", bool(source), source, "not empty")
+    size, allowed = len(source.encode()), f"at most {MAX_GRAMMAR_BYTES} bytes"
+    _check(f"grammar.{kind}", size <= MAX_GRAMMAR_BYTES, f"{size} bytes", allowed)
+    allowed = "absent: this model has no tokenizer"
+    _check(f"grammar.{kind}", model.tokenizer is not None, source[:SHOWN], allowed)
+    ends = bool(stopping.eos_token_ids)
+    _check("stopping.ignore_eos", ends or not model.eos_token_ids, True, "false with a grammar")
+    allowed = "absent: this model has no token that ends a sequence"
+    _check(f"grammar.{kind}", ends, source[:SHOWN], allowed)
+    return Grammar(GrammarKind(kind), source)
 
 
 def _number(given: Any, default: Sampling, name: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -12,7 +13,10 @@ from ep_server.errors import CheckpointError, ConfigError
 from ep_server.models.families import is_directory, is_there, read_json, read_spec
 from ep_server.models.sizes import context_limit
 from ep_server.records import Sampling
+from ep_server.text.chat_template import ChatTemplate
 from ep_server.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,10 +66,11 @@ class ServedModel:
     hidden_size: int = 0
     num_experts: int = 0
     experts_per_token: int = 0
+    chat_template: ChatTemplate | None = None
 
     @staticmethod
     def load(config: ModelConfig) -> ServedModel:
-        """Reads config.json, generation_config.json and tokenizer.json of the checkpoint directory.
+        """Reads the checkpoint directory's configuration, tokenizer and chat template.
 
         Raises: ConfigError (path, max_context), CheckpointError.
         """
@@ -86,7 +91,17 @@ class ServedModel:
             hidden_size=spec.hidden,
             num_experts=spec.router.num_experts,
             experts_per_token=spec.router.top_k,
+            chat_template=_chat_template(directory),
         )
+
+
+def _chat_template(directory: Path) -> ChatTemplate | None:
+    """A broken template refuses chats, not the model."""
+    try:
+        return ChatTemplate.load(directory)
+    except CheckpointError as error:
+        log.warning("%s; chat prompts are refused, other prompts work", error)
+        return None
 
 
 def _defaults(file: Path) -> Sampling:

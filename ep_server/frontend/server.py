@@ -4,7 +4,7 @@ The gRPC port opens first: health then reports that the process works and that i
 The ranks load; then the services are SERVING.
 
 The first SIGTERM or SIGINT of this process drains it, the second stops it at once. A stop requested by
-another node counts as neither. A lost rank ends the server with exit code 1.
+another node counts as neither. A lost rank that is not replaced ends the server with exit code 1.
 """
 
 from __future__ import annotations
@@ -20,19 +20,24 @@ from grpc import aio
 from ep_server.config import Config
 from ep_server.engine.engine import Engine, EngineSettings
 from ep_server.engine.observer import EngineObserver, NullObserver
+from ep_server.engine.profiles import ProfileLimits
 from ep_server.errors import EpServerError
 from ep_server.frontend import control, health, service
 from ep_server.frontend.call_metadata import Entrance
 from ep_server.frontend.control import ControlService, open_control_port, refuse_control
-from ep_server.frontend.endpoint import add_reflection, warn_if_open
+from ep_server.frontend.doors import open_doors
+from ep_server.frontend.endpoint import Certificates, warn_if_open
+from ep_server.frontend.generation import Generator
 from ep_server.frontend.health import Health
-from ep_server.frontend.messages import Door
+from ep_server.frontend.introspection import add_channelz, add_reflection, channelz_names
+from ep_server.frontend.messages import CallLimits
 from ep_server.frontend.port import Port
 from ep_server.frontend.requests import with_message_limit
 from ep_server.frontend.served_model import ServedModel
 from ep_server.frontend.service import DecodeService, generate_method
 from ep_server.ranks.protocol import Ranks
 from ep_server.stop_signals import stop_signals
+from ep_server.text.grammars.compiler import GrammarCompiler
 from ep_server.v1.control_pb2_grpc import add_ControlServicer_to_server
 from ep_server.v1.decode_pb2_grpc import add_DecodeServicer_to_server
 
@@ -47,8 +52,10 @@ class OtherNodes(Protocol):
 
     on_stop_asked: Callable[[], None]
 
-    async def open(self, add_services: Callable[[aio.Server], None], door: Door | None = None) -> None:
-        """Opens the port that they connect to. add_services, door: for calls that they relay.
+    async def open(
+        self, add_services: Callable[[aio.Server], None], limits: CallLimits | None = None
+    ) -> None:
+        """Opens the port that they connect to. add_services, limits: for calls that they relay.
 
         Raises: ConfigError.
         """
@@ -82,19 +89,34 @@ class Server:
             max_queue=config.scheduler.max_queue,
             max_streams=config.grpc.max_streams,
             stream_buffer=config.grpc.stream_buffer,
+            profiles=ProfileLimits(
+                config.profile.directory, config.profile.max_seconds, config.profile.max_steps
+            ),
+            ranks_per_node=config.parallel.ranks,
+            max_losses=config.resilience.max_losses,
+            recover=config.resilience.on_rank_loss == "recover" and config.cluster.nodes == 1,
         )
         observer = observer or NullObserver()
         self.engine = Engine(ranks, settings, observer)
         generate = generate_method(self.engine, model, config.grpc.max_message_bytes)
-        self._door = Door(
-            {service.GENERATE: generate},
+        self._doors = open_doors(config, self.engine, model)
+        methods = {service.GENERATE: generate}
+        for door in self._doors:
+            methods |= door.methods()
+        self._limits = CallLimits(
+            methods,
             config.grpc.max_streams,
             observer.on_refused,
             measured=service.GENERATE,
             on_accept_wait=observer.on_accept_wait,
         )
         self._model = model
-        self._health = Health(control.public_names(config.grpc))
+        self._names = (
+            *control.public_names(config.grpc),
+            *(door.service.full_name for door in self._doors),
+        )
+        self._grammars = GrammarCompiler(model.tokenizer, model.vocab_size, model.eos_token_ids)
+        self.health = Health(self._names)
         self._control = ControlService(self.engine, model, config)
         self._port: Port | None = None
         self._control_port: Port | None = None
@@ -104,12 +126,17 @@ class Server:
         self._stop_asked = asyncio.Event()
         self._stop_now = asyncio.Event()
 
+    @property
+    def certificates(self) -> Certificates | None:
+        """Those of the public port; None without TLS, or before it is open."""
+        return None if self._port is None else self._port.certificates
+
     async def run(
         self, progress: Progress, on_serving: Callable[[], None] = lambda: None, *, last: bool = False
     ) -> int:
         """Runs the server to its end; signals drain it. last: the process ends too: ignore later signals.
 
-        Returns: exit code, 1 if a rank was lost. Raises: StartupError.
+        Returns: exit code, 1 if a rank was lost and not replaced. Raises: StartupError.
         """
         with stop_signals(self.ask_to_stop, last=last):
             return await self.live(progress, on_serving)
@@ -118,7 +145,7 @@ class Server:
         """As run(), for a caller that handles signals itself and calls ask_to_stop()."""
         try:
             await self.start(progress)
-            if self._health.serving:
+            if self.health.serving:
                 on_serving()
             await self.serve()
             await self.drain()
@@ -137,7 +164,7 @@ class Server:
         self._control_port = await open_control_port(self.config.grpc, self._add_control)
         if self._others is not None:
             self._others.on_stop_asked = self._stop_asked.set  # several nodes may ask: it still drains
-            await self._others.open(self.add_relayed, self._door)
+            await self._others.open(self.add_relayed, self._limits)
         if await self._unless(self._stop_asked, self.engine.start(progress)):
             self._say(serving=True)
             for named in sorted({ready.attention for ready in self.engine.ready} - {""}):
@@ -151,7 +178,7 @@ class Server:
             )
 
     async def serve(self) -> None:
-        """Waits until a stop is requested or a rank is lost."""
+        """Waits until a stop is requested, or a rank is lost and not replaced."""
         await self._unless(self._stop_asked, self.engine.lost.wait())
         self._say(serving=False)
 
@@ -174,6 +201,7 @@ class Server:
             await self._port.close()
         if self._control_port is not None:
             await self._control_port.close()
+        await self._grammars.close()
         await self.engine.stop()
         if self._others is not None:
             why = self.engine.lost_message or self._failure
@@ -187,9 +215,9 @@ class Server:
         self._signalled = True
 
     def _say(self, *, serving: bool) -> None:
-        self._health.set(serving=serving)
+        self.health.set(serving=serving)
         if self.engine.lost.is_set():
-            self._health.fail()
+            self.health.fail()
         if self._others is not None:
             self._others.publish(serving=serving)
 
@@ -198,21 +226,25 @@ class Server:
         self._add_services(server, relays=True)
 
     def _make_port(self) -> Port:
-        port = Port(self.config.grpc, frozenset({health.SERVICE_NAME}), self._door)
+        port = Port(self.config.grpc, frozenset({health.SERVICE_NAME}), self._limits)
         self._add_public(port.server)
         return port
 
     def _add_public(self, server: aio.Server) -> None:
         self._add_services(server, relays=False)
-        health.add_HealthServicer_to_server(self._health, server)
-        names = (*control.public_names(self.config.grpc), health.SERVICE_NAME)
+        health.add_HealthServicer_to_server(self.health, server)
+        names = [*self._names, health.SERVICE_NAME]
+        if self.config.grpc.control == "on":
+            add_channelz(server, self.config.grpc)
+            names += channelz_names(self.config.grpc)
         add_reflection(server, self.config.grpc, names)
 
     def _add_services(self, server: aio.Server, *, relays: bool) -> None:
         entrance = Entrance(self.config.cluster.nodes, self.config.parallel.ranks, relays)
-        unread_seconds = self.config.grpc.unread_seconds
-        decode = DecodeService(self.engine, self._model, unread_seconds, entrance)
-        add_DecodeServicer_to_server(decode, server)
+        generator = Generator(self.engine, self._model, self._grammars, entrance)
+        add_DecodeServicer_to_server(DecodeService(generator, self.config.grpc.unread_seconds), server)
+        for door in self._doors:
+            door.add_to(server, generator)
         allowed = ("on", "loopback") if relays else ("on",)  # other nodes relay their callers' requests
         if self.config.grpc.control in allowed:
             self._add_control(server)

@@ -47,13 +47,13 @@ class Tokenizer:
         inner.no_truncation()
         return Tokenizer(inner)
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a prompt, the tokenizer's own special tokens included.
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of a prompt. special: add the tokenizer's own, such as the begin of a sequence.
 
         Raises: InvalidArgument for text that the library fails at.
         """
         try:
-            ids: list[int] = self._inner.encode(text).ids
+            ids: list[int] = self._inner.encode(text, add_special_tokens=special).ids
         except BaseException as error:  # a panic of the library is not an Exception: the call would never end
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
@@ -64,6 +64,16 @@ class Tokenizer:
     def decode(self, ids: Sequence[int]) -> str:
         """Text of `ids` without special tokens; U+FFFD where bytes are no UTF-8."""
         text: str = self._inner.decode(list(ids), skip_special_tokens=True)
+        return text
+
+    @property
+    def inner(self) -> tokenizers.Tokenizer:
+        """The library's tokenizer, not to be changed."""
+        return self._inner
+
+    def to_json(self) -> str:
+        """tokenizer.json of this tokenizer."""
+        text: str = self._inner.to_str()
         return text
 
     def skips(self, token_id: int) -> bool:

@@ -14,12 +14,14 @@ class ServerState(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
     SERVER_STATE_SERVING: _ClassVar[ServerState]
     SERVER_STATE_DRAINING: _ClassVar[ServerState]
     SERVER_STATE_LOST: _ClassVar[ServerState]
+    SERVER_STATE_RECOVERING: _ClassVar[ServerState]
     SERVER_STATE_STOPPED: _ClassVar[ServerState]
 SERVER_STATE_UNSPECIFIED: ServerState
 SERVER_STATE_STARTING: ServerState
 SERVER_STATE_SERVING: ServerState
 SERVER_STATE_DRAINING: ServerState
 SERVER_STATE_LOST: ServerState
+SERVER_STATE_RECOVERING: ServerState
 SERVER_STATE_STOPPED: ServerState
 
 class GetServerInfoRequest(_message.Message):
@@ -79,7 +81,7 @@ class GetModelInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetModelInfoResponse(_message.Message):
-    __slots__ = ("name", "architecture", "vocab_size", "max_context", "eos_token_ids", "has_tokenizer", "default_temperature", "default_top_k", "default_top_p", "default_min_p", "default_repetition_penalty", "num_layers", "hidden_size", "num_experts", "experts_per_token")
+    __slots__ = ("name", "architecture", "vocab_size", "max_context", "eos_token_ids", "has_tokenizer", "default_temperature", "default_top_k", "default_top_p", "default_min_p", "default_repetition_penalty", "num_layers", "hidden_size", "num_experts", "experts_per_token", "has_chat_template")
     NAME_FIELD_NUMBER: _ClassVar[int]
     ARCHITECTURE_FIELD_NUMBER: _ClassVar[int]
     VOCAB_SIZE_FIELD_NUMBER: _ClassVar[int]
@@ -95,6 +97,7 @@ class GetModelInfoResponse(_message.Message):
     HIDDEN_SIZE_FIELD_NUMBER: _ClassVar[int]
     NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     EXPERTS_PER_TOKEN_FIELD_NUMBER: _ClassVar[int]
+    HAS_CHAT_TEMPLATE_FIELD_NUMBER: _ClassVar[int]
     name: str
     architecture: str
     vocab_size: int
@@ -110,7 +113,8 @@ class GetModelInfoResponse(_message.Message):
     hidden_size: int
     num_experts: int
     experts_per_token: int
-    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_tokenizer: _Optional[bool] = ..., default_temperature: _Optional[float] = ..., default_top_k: _Optional[int] = ..., default_top_p: _Optional[float] = ..., default_min_p: _Optional[float] = ..., default_repetition_penalty: _Optional[float] = ..., num_layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_experts: _Optional[int] = ..., experts_per_token: _Optional[int] = ...) -> None: ...
+    has_chat_template: bool
+    def __init__(self, name: _Optional[str] = ..., architecture: _Optional[str] = ..., vocab_size: _Optional[int] = ..., max_context: _Optional[int] = ..., eos_token_ids: _Optional[_Iterable[int]] = ..., has_tokenizer: _Optional[bool] = ..., default_temperature: _Optional[float] = ..., default_top_k: _Optional[int] = ..., default_top_p: _Optional[float] = ..., default_min_p: _Optional[float] = ..., default_repetition_penalty: _Optional[float] = ..., num_layers: _Optional[int] = ..., hidden_size: _Optional[int] = ..., num_experts: _Optional[int] = ..., experts_per_token: _Optional[int] = ..., has_chat_template: _Optional[bool] = ...) -> None: ...
 
 class GetLoadsRequest(_message.Message):
     __slots__ = ()

@@ -45,7 +45,8 @@ class DecodeServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Generate(self, request, context):
-        """Generates tokens after a prompt. Events: one prompt_info, any number of tokens, one finished per sequence.
+        """Generates tokens after a prompt. Events: one prompt_info, then prompt_logprobs if requested, any number of
+        tokens, and one finished per sequence.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
