@@ -10,7 +10,10 @@ EpServerError
 │   ├── MessageTooLarge          RESOURCE_EXHAUSTED   more bytes than grpc.max_message_bytes
 │   ├── SlowReader               RESOURCE_EXHAUSTED   the caller reads too slowly
 │   ├── Unauthenticated          UNAUTHENTICATED      no or wrong bearer token
+│   ├── GrammarUnfollowed        INVALID_ARGUMENT     the grammar leaves no token, or is too complex
 │   ├── SwitchedOff              UNIMPLEMENTED        the service is not served here
+│   ├── Unsupported              UNIMPLEMENTED        a call of another protocol that has no counterpart here
+│   ├── WrongState               FAILED_PRECONDITION  not in this state of the server: nothing to stop
 │   ├── RequestCancelled         CANCELLED            dropped stream or Abort
 │   └── DeadlineExceeded         DEADLINE_EXCEEDED    the request's own deadline passed
 ├── Unavailable                  UNAVAILABLE          not now; another server may serve it
@@ -49,6 +52,11 @@ def _unpickled(cls: type[EpServerError], args: tuple[Any, ...], attributes: dict
     return error
 
 
+def received(cls: type[EpServerError], message: str, **attributes: Any) -> EpServerError:
+    """An error that another process raised. attributes: what it told about it."""
+    return _unpickled(cls, (message,), attributes)
+
+
 class RequestError(EpServerError):
     """The caller can fix it. The server is healthy."""
 
@@ -59,8 +67,14 @@ class FieldError(EpServerError):
     """Puts field, value and allowed range into one message. The base of the two errors that name a field."""
 
     def __init__(self, field: str, value: Any, allowed: str) -> None:
-        super().__init__(f"{field} = {value!r}: must be {allowed}")
-        self.field, self.value, self.allowed = field, value, allowed
+        super().__init__()
+        self.value, self.allowed = value, allowed
+        self.rename(field)
+
+    def rename(self, field: str) -> None:
+        """Names the field as another protocol does."""
+        self.field = field
+        self.args = (f"{field} = {self.value!r}: must be {self.allowed}",)
 
 
 class InvalidArgument(FieldError, RequestError):
@@ -115,10 +129,26 @@ class Unauthenticated(RequestError):
     status = "UNAUTHENTICATED"
 
 
+class GrammarUnfollowed(RequestError):
+    """No token of the output satisfies the grammar and the request's other limits, or it is too complex."""
+
+
 class SwitchedOff(RequestError):
     """The configuration excludes this service."""
 
     status = "UNIMPLEMENTED"
+
+
+class Unsupported(RequestError):
+    """A call of another protocol that this server has no counterpart for."""
+
+    status = "UNIMPLEMENTED"
+
+
+class WrongState(RequestError):
+    """The call does not fit the state of the server, for example a second profile at once."""
+
+    status = "FAILED_PRECONDITION"
 
 
 class RequestCancelled(RequestError):
@@ -144,7 +174,7 @@ class Draining(Unavailable):
 
 
 class RankLost(Unavailable):
-    """A rank died. The server ends its streams and exits."""
+    """A rank died and is not replaced. The server ends its streams and exits."""
 
 
 class StartupError(EpServerError):

@@ -1,14 +1,17 @@
 """Logs on standard error: text for people, one JSON object per line for machines. Configured once.
 
 A thread writes them, so a slow reader of the log never blocks the code that logs, such as the event loop.
+SIGUSR1 makes a process write the Python stacks of its threads there, also while it hangs.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import logging
 import os
 import select
+import signal
 import sys
 import threading
 import time
@@ -24,7 +27,10 @@ _TEXT = "%(asctime)s %(levelname)-7s %(name)s: %(message)s"
 
 
 class JsonFormatter(logging.Formatter):
-    """One line per record: time (ISO 8601, UTC), level, rank if of one, logger, message, any traceback."""
+    """One line per record: time (ISO 8601, UTC), level, rank if of one, logger, message, any traceback.
+
+    A record's `fields` (a dict in `extra`) are keys of the line too.
+    """
 
     converter = time.gmtime  # type: ignore[assignment]
 
@@ -34,12 +40,13 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         """The record as a JSON object without line breaks."""
-        line: dict[str, str | int] = {
+        line: dict[str, str | int | float] = {
             "time": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{record.msecs:03.0f}Z",
             "level": record.levelname.lower(),
             **self._rank,
             "logger": record.name,
             "message": record.getMessage(),
+            **getattr(record, "fields", {}),
         }
         if record.exc_info:
             line["traceback"] = self.formatException(record.exc_info)
@@ -107,7 +114,9 @@ def _dropped_record(lines: int) -> logging.LogRecord:
 
 def _standard_error() -> logging.Handler:
     try:
-        return LineQueue(sys.stderr.fileno())
+        descriptor = os.dup(sys.stderr.fileno())  # after a close, that number may belong to another file
+        faulthandler.register(signal.SIGUSR1, descriptor)
+        return LineQueue(descriptor)
     except (AttributeError, OSError):  # there is none, or it is no file
         return logging.StreamHandler()
 

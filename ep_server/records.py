@@ -7,9 +7,10 @@ A request has two names: `request_id` (the caller's string, in the server proces
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 
 class FinishReason(StrEnum):
@@ -28,6 +29,7 @@ class Sampling:
     logit_bias: (token id, bias) pairs added to the logits before temperature.
     allowed_token_ids: distinct ids, the only ones that may be drawn; empty = all.
     logprobs: number of top alternatives to report per token; None reports nothing, 0 the chosen token only.
+    prompt_logprobs: the same for the tokens of the prompt.
     seed: of this request's own generator; None only before admission: the server draws one.
     """
 
@@ -42,6 +44,7 @@ class Sampling:
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int | None = None
     allowed_token_ids: tuple[int, ...] = ()
+    prompt_logprobs: int | None = None
 
     @property
     def greedy(self) -> bool:
@@ -65,6 +68,26 @@ class Stopping:
     include_stop: bool = False
 
 
+class GrammarKind(StrEnum):
+    """What the source of a grammar is; names as in decode.proto, except the last."""
+
+    JSON_SCHEMA = "json_schema"
+    JSON_OBJECT = "json_object"  # the source is empty
+    REGEX = "regex"
+    CHOICE = "choice"  # the source is a JSON list of texts
+    EBNF = "ebnf"
+    STRUCTURAL_TAG = "structural_tag"
+    PROGRAM = "program"  # in the notation of the grammar library, checked: what ranks get
+
+
+@dataclass(frozen=True, slots=True)
+class Grammar:
+    """What the text of an output must match."""
+
+    kind: GrammarKind
+    source: str
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One admitted request, validated: every id is in the vocabulary, prompt + max fits the context."""
@@ -78,6 +101,33 @@ class Request:
     cache_salt: str = ""  # requests share cached prefixes only within one salt
     bypass_prefix_cache: bool = False
     dp_rank: int | None = None  # requested by the caller; None lets the scheduler choose
+    group: int = 0  # number of the first of several sequences that share their prompt's blocks; 0 = alone
+    grammar: Grammar | None = None
+    output_ids: tuple[int, ...] = ()  # drawn by a group of ranks that was lost; the next token follows them
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredRows:
+    """Rows of a slice whose logits give the log probability of the prompt token after each.
+
+    start: position of the first row. targets: the tokens at start + 1, start + 2 and so on.
+    top: alternatives to report for each.
+    """
+
+    start: int
+    targets: Sequence[int]
+    top: int
+
+    def split(self, position: int) -> tuple[ScoredRows | None, ScoredRows | None]:
+        """The rows before a position, and those from it on."""
+        count = position - self.start
+        if count <= 0:
+            return None, self
+        if count >= len(self.targets):
+            return self, None
+        parts = (self.start, self.targets[:count]), (position, self.targets[count:])
+        head, tail = (ScoredRows(*part, self.top) for part in parts)
+        return head, tail
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +139,7 @@ class SeqSlice:
     blocks: KV block ids covering positions 0 .. start + len(token_ids); a live read-only view.
     sample: logits of the last token are needed and a token is drawn.
     admission: how often its sequence was given blocks; until the next time they only become more.
+    scored: rows that score prompt tokens; never of a slice that decodes.
     """
 
     number: int
@@ -97,6 +148,7 @@ class SeqSlice:
     blocks: Sequence[int]
     sample: bool
     admission: int = 0
+    scored: ScoredRows | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +160,16 @@ class StepBatch:
 
 
 NO_TOKEN = -1  # the logits of a row held NaN or infinity
+LATE_TOKEN = -3  # the mask of its grammar was not ready: nothing was drawn, and its slice runs again
 PENDING_TOKEN = -2  # drawn by a step that is still in flight
+SCORES_PER_MESSAGE = 256  # prompt tokens; with 20 alternatives each, a message to the caller has about 60 KB
 
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
     """One drawn token. logprob is natural log after penalties and bias, before temperature and filters.
 
-    token_id: NO_TOKEN if none could be drawn; the request then fails.
+    token_id: NO_TOKEN if none could be drawn; the request then fails. LATE_TOKEN: see there.
     top: (token id, logprob), best first, as many as the request asked for.
     """
 
@@ -126,11 +180,45 @@ class SampledToken:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenEvent:
-    """A token for the stream of a request; `finish` is set on its last one.
+class PromptLogprobs:
+    """Log probabilities of consecutive prompt tokens of a request: of the model, without any edit of logits.
+
+    start: position of the first of these tokens. logprobs: of the prompt's own tokens.
+    top_ids, top_logprobs: alternatives, best first, as many for each token; those of all tokens end to end.
+    """
+
+    number: int
+    start: int
+    logprobs: Sequence[float]
+    top_ids: Sequence[int] = ()
+    top_logprobs: Sequence[float] = ()
+
+    @property
+    def top(self) -> int:
+        """Alternatives of each token."""
+        return len(self.top_ids) // len(self.logprobs)
+
+    def parts(self) -> Iterator[PromptLogprobs]:
+        """The same in order, each part small enough for one message."""
+        top = self.top
+        for first in range(0, len(self.logprobs), SCORES_PER_MESSAGE):
+            end = first + SCORES_PER_MESSAGE
+            own, alternatives = slice(first, end), slice(first * top, end * top)
+            yield PromptLogprobs(
+                self.number,
+                self.start + first,
+                self.logprobs[own],
+                self.top_ids[alternatives],
+                self.top_logprobs[alternatives],
+            )
+
+
+class TokenEvent(NamedTuple):
+    """A token for the stream of a request; `finish` is set on its last one. A tuple: many are made in a step.
 
     cached_tokens: prompt tokens taken from the prefix cache (meaningful on the first event).
     queued_ns: on the first event, from arrival at the rank to the plan of the first step that ran it; else 0.
+    step: of the rank, that drew it; counted as in StepTrace.
     """
 
     number: int
@@ -140,6 +228,98 @@ class TokenEvent:
     finish: FinishReason | None = None
     cached_tokens: int = 0
     queued_ns: int = 0
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class KvBlocksStored:
+    """Blocks that later requests may share, each the child of the one before it.
+
+    block_hashes: one per block. parent_hash: of the block before the first; None: it begins a sequence.
+    token_ids: of all blocks, one after the other. cache_salt: only requests with it share them.
+    """
+
+    block_hashes: tuple[int, ...]
+    parent_hash: int | None
+    token_ids: tuple[int, ...]
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class KvBlocksRemoved:
+    """Blocks that were evicted."""
+
+    block_hashes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class KvCacheCleared:
+    """No block stored before can be shared any more."""
+
+
+KvEvent = KvBlocksStored | KvBlocksRemoved | KvCacheCleared
+
+
+@dataclass(frozen=True, slots=True)
+class KvSnapshot:
+    """Part `index` of `count` that together list all blocks of a rank, `blocks` in number.
+
+    The first part begins with KvCacheCleared.
+    """
+
+    index: int
+    count: int
+    blocks: int
+
+
+@dataclass(frozen=True, slots=True)
+class KvEventBatch:
+    """Changes of one rank's prefix cache, in order.
+
+    sequence_number: of this rank alone, from 1 without gaps. timestamp: Unix time, seconds.
+    block_size: tokens of every block. snapshot: this batch repeats what the rank already holds.
+    """
+
+    rank: int
+    sequence_number: int
+    timestamp: float
+    block_size: int
+    events: tuple[KvEvent, ...]
+    snapshot: KvSnapshot | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FlushCache:
+    """Order to a rank: forget every cached prefix."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartProfile:
+    """Order to a rank: record until StopProfile, at most `steps` steps. name: common part of file names."""
+
+    name: str
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopProfile:
+    """Order to a rank: stop recording and write the files."""
+
+
+RankOrder = FlushCache | StartProfile | StopProfile
+
+
+@dataclass(frozen=True, slots=True)
+class OrderDone:
+    """A rank's answer to an order. error: why it was not carried out, "" if it was.
+
+    blocks: that FlushCache dropped. files: that StopProfile wrote, paths on the rank's host.
+    """
+
+    number: int
+    error: str = ""
+    blocks: int = 0
+    files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +383,7 @@ class RankStatistics:
       publish, total.
     sums: name -> sum of the durations of the histogram of that name, ns.
     counters: name -> cumulative number (idle_steps, padded_tokens, bytes/<op>, tokens, ...).
+      network_bytes/<peer>/<domain>, network_retries/<peer>/<domain>: to ranks of other hosts, by this NIC.
       experts_active: local experts that received a row, added up over layers and steps.
     peer_wait_ns: (op, peer) -> ns this rank waited for that peer, cumulative.
     expert_tokens: tokens this rank's local experts received, cumulative, by global expert id.

@@ -1,6 +1,6 @@
 """A follower's ranks: starts them, forwards their frames and stops them, as node 0 orders.
 
-Frames pass over the link unread. Only messages of a loading rank are read here, for the log.
+Frames are forwarded unread. Only messages of a loading rank are read here, for the log.
 """
 
 from __future__ import annotations

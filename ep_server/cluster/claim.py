@@ -27,7 +27,7 @@ _OWN = frozenset(
         "model.name",  # node 0 answers, whatever node is asked
         "parallel.threads_per_rank",
         "cluster.node_rank",
-        "cluster.rendezvous",  # may be spelled in several ways; a node that connected found it
+        "cluster.rendezvous",  # may be spelled in several ways; a node that connected has found it
         "cluster.hostfile",
         "cluster.token_file",
         "cluster.tls_cert",
@@ -51,7 +51,7 @@ class Claim:
     """What a node offers.
 
     config: every option by its dotted name. model: a fingerprint of its checkpoint by name.
-    kv_blocks: of each of its ranks, as its memory allows; the group takes the least.
+    kv_blocks: of each of its ranks, as its memory allows; the group uses the minimum.
     """
 
     node: int

@@ -1,8 +1,8 @@
 """[1] Finds this node's number, the number of nodes, and node 0's address, from configuration and host name.
 
-The configuration wins (LeaderWorkerSet's variables are a source of it, see config.py). Else the
-ordinal at the end of a Pod's name, where the rendezvous names Pod 0 of the same StatefulSet; else the line of
-the hostfile that names this host. Node 0 listens where the rendezvous says, or on the first host of the file.
+The configuration wins (LeaderWorkerSet's variables are a source of it, see config.py). Next is the ordinal at
+the end of a Pod's name, if the rendezvous names Pod 0 of the same StatefulSet. Last is the line of the
+hostfile that names this host. Node 0 listens on the rendezvous, or on the first host of the file.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from pathlib import Path
 
 from ep_server.config import RENDEZVOUS_PORT, ClusterConfig, Config
 from ep_server.errors import ConfigError, StartupError
-from ep_server.exchange.geometry import MAX_RANKS
+from ep_server.exchange.spec import MAX_RANKS
 
-FIRST_WAIT, LONGEST_WAIT = 0.1, 2.0  # seconds between two questions for a name
+FIRST_WAIT, LONGEST_WAIT = 0.1, 2.0  # seconds between two lookups of a name
 MAX_HOSTFILE_BYTES = 1 << 20
 
 _POD = re.compile(r"(?P<set>.+)-(?P<ordinal>0|[1-9][0-9]*)")
@@ -30,7 +30,7 @@ Resolve = Callable[[str], Awaitable[list[str]]]
 
 @dataclass(frozen=True, slots=True)
 class NodePlace:
-    """node: 0 leads. rendezvous_host, rendezvous_port: of node 0; "" and 0 where there is one node."""
+    """node: 0 leads. rendezvous_host, rendezvous_port: of node 0; "" and 0 if there is only one node."""
 
     node: int
     nodes: int
@@ -44,7 +44,7 @@ class NodePlace:
         return f"[{host}]:{self.rendezvous_port}" if ":" in host else f"{host}:{self.rendezvous_port}"
 
     def settled(self, config: Config) -> Config:
-        """The configuration with the place in it, instead of where it was found.
+        """The configuration with this place filled in, instead of its sources.
 
         Raises: ConfigError for more ranks than a group can have.
         """
@@ -61,14 +61,14 @@ class NodePlace:
 
 @dataclass(frozen=True, slots=True)
 class Surroundings:
-    """What the host says of itself. name: as `hostname` prints it. is_here: whether a host is this one."""
+    """Facts about this host. name: as `hostname` prints it. is_here: whether a host is this one."""
 
     name: str
     is_here: Callable[[str], bool]
 
 
 def find_place(cluster: ClusterConfig, surroundings: Surroundings) -> NodePlace:
-    """Raises: ConfigError that names field and value."""
+    """Finds the place. Raises: ConfigError that names field and value."""
     hosts = _hosts(cluster.hostfile) if cluster.hostfile else []
     nodes = cluster.nodes if cluster.nodes > 1 else max(len(hosts), 1)
     if hosts and nodes > len(hosts):
@@ -91,7 +91,7 @@ def this_host() -> Surroundings:
 
 
 async def resolved(host: str, seconds: float, resolve: Resolve | None = None) -> list[str]:
-    """Addresses of a host, asked for until there are any: names of Pods appear as these come up.
+    """Addresses of a host. Retries until there are any, because names of Pods appear as these start.
 
     Args:
         resolve: raises OSError while the name has no address; the system's if None.
@@ -155,7 +155,7 @@ def _rendezvous(cluster: ClusterConfig, nodes: int, hosts: list[str]) -> tuple[s
 
 
 def _node_here(leader: str, hosts: list[str], surroundings: Surroundings) -> int:
-    """The number of this node, which the configuration does not give."""
+    """The number of this node, if the configuration does not set it."""
     first = _POD.fullmatch(leader.partition(".")[0])
     own = _POD.fullmatch(surroundings.name.partition(".")[0])
     if first and own and first["ordinal"] == "0" and own["set"] == first["set"]:

@@ -28,6 +28,7 @@ from ep_server.config import Config
 from ep_server.errors import StartupError, Unavailable
 from ep_server.frontend import control
 from ep_server.frontend.control import open_control_port, public_names
+from ep_server.frontend.doors import installed_doors, services
 from ep_server.frontend.endpoint import warn_if_open
 from ep_server.frontend.health import Health
 from ep_server.frontend.port import Port
@@ -39,7 +40,7 @@ from ep_server.v1 import nodes_pb2_grpc
 log = logging.getLogger(__name__)
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 2.0
-STATUS_SECONDS = 2.0  # for final statuses to reach their callers
+STATUS_SECONDS = 2.0  # time for final statuses to reach their callers
 LOG_EVERY = 10.0  # seconds between log lines while joining
 
 OPTIONS = [
@@ -136,7 +137,7 @@ async def _first(call: Any) -> AsyncIterator[pb.Bundle]:
 
 
 async def _bundles(call: Any, first: pb.Bundle) -> AsyncIterator[pb.Bundle]:
-    """All bundles, of which the first was read already. Raises: aio.AioRpcError."""
+    """All bundles. The first one was already read. Raises: aio.AioRpcError."""
     bundle = first
     while isinstance(bundle, pb.Bundle):  # else the stream ended
         yield bundle
@@ -177,7 +178,9 @@ class Follower:
         self._leader = place.address
         self._credentials = channel_credentials(config.cluster)
         self._metadata = token_metadata(config.cluster)
-        self._health = Health(public_names(config.grpc))
+        self._doors = services(installed_doors(config.grpc))
+        names = (service.full_name for service in self._doors)
+        self.health = Health((*public_names(config.grpc), *names))
         self._agent: Agent | None = None
         self._link: Link | None = None
         self._end: pb.End | None = None
@@ -187,11 +190,6 @@ class Follower:
         self._stop_asked = asyncio.Event()
         self._stop_now = asyncio.Event()
 
-    @property
-    def serving(self) -> bool:
-        """Whether node 0 reports that the server accepts requests."""
-        return self._health.serving
-
     async def run(self, *, last: bool = False) -> int:
         """Runs the follower until it ends. last: as Server.run.
 
@@ -200,17 +198,15 @@ class Follower:
         channel = open_channel(self._leader, self._credentials)
         limits = self.config.grpc
         settings = RelaySettings(self.place.node, self._leader, limits.max_streams, limits.unread_seconds)
-        relay = Relay(channel, settings, self._hooks.relayed, self._metadata)
-        port = relay_port(limits, relay, self._health)
-        self._drain = partial(
-            port.drain, partial(add_public, config=limits, relay=relay, status=self._health)
-        )
+        relay = Relay(channel, settings, self._hooks.relayed, self._metadata, self._doors)
+        port = relay_port(limits, relay, self.health)
+        self._drain = partial(port.drain, partial(add_public, config=limits, relay=relay, status=self.health))
         with stop_signals(self.ask_to_stop, last=last):
             try:
                 await self._open(port, relay)
                 code = await self._member(relay)
             finally:
-                self._health.set(serving=False)
+                self.health.set(serving=False)
                 await relay.closed(STATUS_SECONDS)
                 relay.end("this node stops")
                 await port.close()
@@ -240,7 +236,7 @@ class Follower:
         self._control_port = await open_control_port(self.config.grpc, add_control)
 
     async def _member(self, relay: Relay) -> int:
-        """From joining to the end of the server, unless a stop comes first. Returns: exit code."""
+        """Runs from joining to the end of the server, or until a stop. Returns: exit code."""
         member = asyncio.create_task(self._join_and_stay(relay))
         stop = asyncio.create_task(self._stop_now.wait())
         await asyncio.wait((member, stop), return_when=asyncio.FIRST_COMPLETED)
@@ -277,9 +273,9 @@ class Follower:
     def _ended(self, relay: Relay, reason: str) -> int:
         """Interprets the end of the link. Returns: exit code."""
         self._ending = True
-        self._health.set(serving=False)
+        self.health.set(serving=False)
         if self._end is None or self._end.code:
-            self._health.fail()
+            self.health.fail()
         if self._end is None:
             message = f"node 0 at {self._leader} {reason}"
             log.error("%s; every stream ends, this node stops", message)
@@ -300,8 +296,8 @@ class Follower:
             self._agent.on_message(message)
 
     def _serve(self, serving: bool) -> None:
-        was = self._health.serving
-        self._health.set(serving=serving)
+        was = self.health.serving
+        self.health.set(serving=serving)
         if was and not serving:  # it will not serve again
             self._drain()
         if serving and not was:

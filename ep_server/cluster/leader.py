@@ -21,7 +21,7 @@ from ep_server.cluster.link import Link, liveness
 from ep_server.cluster.security import cluster_names, rendezvous_port, warn_if_open
 from ep_server.config import Config
 from ep_server.errors import InternalError, InvalidArgument, StartupError, Unavailable
-from ep_server.frontend.messages import Door
+from ep_server.frontend.messages import CallLimits
 from ep_server.frontend.port import Port
 from ep_server.ranks.hosts import WORKER, LocalRanks, Rank, spawn_here, warn_of_unused
 from ep_server.ranks.process import RankCallbacks
@@ -30,7 +30,7 @@ from ep_server.v1 import nodes_pb2_grpc
 
 log = logging.getLogger(__name__)
 
-END_SECONDS = 2.0  # for followers to learn that the server has ended
+END_SECONDS = 2.0  # time for followers to receive the end of the server
 
 
 class RemoteRank:
@@ -48,7 +48,7 @@ class RemoteRank:
 
     @property
     def buffered(self) -> int:
-        """Bytes that wait for the node, of all its ranks."""
+        """Bytes queued for the node, for all its ranks together."""
         return self._link.buffered
 
     def send(self, payload: bytes) -> None:
@@ -56,7 +56,7 @@ class RemoteRank:
         self._link.send(rank_frame=pb.RankFrame(rank=self.rank, payload=payload))
 
     def signal(self, number: signal.Signals) -> None:
-        """Has the process signalled unless it has ended."""
+        """Asks the node to signal the process unless it has ended."""
         if not self.exited.is_set():
             self._link.send(rank_signal=pb.RankSignal(rank=self.rank, number=number))
 
@@ -132,15 +132,17 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
     def __repr__(self) -> str:
         return f"Leader(joined={sorted(self._links)} of {self._place.nodes - 1})"
 
-    async def open(self, add_services: Callable[[aio.Server], None], door: Door | None = None) -> None:
-        """Opens the rendezvous. add_services, door: for the calls that followers forward.
+    async def open(
+        self, add_services: Callable[[aio.Server], None], limits: CallLimits | None = None
+    ) -> None:
+        """Opens the rendezvous. add_services, limits: for the calls that followers forward.
 
         Raises: ConfigError (cluster.*).
         """
         warn_if_open(self._config.cluster, self._place.rendezvous_host)
         port = rendezvous_port(self._config, self._place.rendezvous_host, self._place.rendezvous_port)
         with cluster_names():
-            self._port = Port(port, frozenset(), door, liveness(self._config.cluster.silent_seconds))
+            self._port = Port(port, frozenset(), limits, liveness(self._config.cluster.silent_seconds))
             nodes_pb2_grpc.add_NodesServicer_to_server(self, self._port.server)
             add_services(self._port.server)
             address = await self._port.open()
@@ -184,7 +186,7 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
             await self._port.close()
 
     async def Join(self, requests: Any, context: Any) -> AsyncIterator[pb.Bundle]:
-        """A follower joins and stays. Raises: Unavailable, StartupError, InvalidArgument."""
+        """Serves a follower from joining to its end. Raises: Unavailable, StartupError, InvalidArgument."""
         hello = await self._hello(requests)
         link = await self._admit(hello, context)
         reading = asyncio.create_task(link.read(requests))
@@ -209,7 +211,7 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
         raise InvalidArgument("bundle", "the first", "Hello alone")
 
     async def _admit(self, hello: pb.Hello, context: Any) -> Link:
-        """Raises: Unavailable if the node should try again, StartupError if it should not."""
+        """Admits a node. Raises: Unavailable if the node should try again, StartupError if it should not."""
         other = claim_in(hello)
         try:
             leader = await asyncio.shield(self._claim)
@@ -229,7 +231,7 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
         link = Link(
             lambda message: self._on_message(other.node, message), self._config.cluster.silent_seconds
         )
-        # Not at the end of the stream, which may still be writing to a node that reads nothing.
+        # On the link's end, not the stream's: the stream may still be writing to a node that reads nothing.
         link.on_end(lambda: self._left(other.node, link))
         self._links[other.node], self._claims[other.node] = link, other
         log.info("node %d has joined from %s", other.node, context.peer())

@@ -20,7 +20,7 @@ from ep_server.v1 import nodes_pb2 as pb
 
 log = logging.getLogger(__name__)
 
-MAX_BUFFERED = 256 << 20  # that may be queued for the other node
+MAX_BUFFERED = 256 << 20  # may be queued for the other node
 BUNDLE_BYTES = 1 << 20  # a bundle this large takes no further message
 TICKS = 5  # per silence: a heartbeat and a ping at each
 STUCK = 12  # silences after which a loop counts as stuck, although its process answers pings
@@ -35,7 +35,7 @@ def liveness(silent_seconds: float) -> list[tuple[str, int]]:
         ("grpc.http2.ping_timeout_ms", answer_ms),  # a minute by default, whatever keepalive_timeout_ms says
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
-        ("grpc.http2.max_ping_strikes", 0),  # no number of pings is too many
+        ("grpc.http2.max_ping_strikes", 0),  # allow any number of pings
     ]
 
 
@@ -60,7 +60,7 @@ class Link:
 
     @property
     def reason(self) -> str:
-        """Why the link has ended, "" while it has not."""
+        """Why the link has ended; "" while it is open."""
         return self._reason.result() if self._reason.done() else ""
 
     def send(self, **kind: Message) -> None:

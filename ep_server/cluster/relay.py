@@ -18,13 +18,14 @@ import grpc
 from grpc import aio
 
 from ep_server.config import GrpcConfig
-from ep_server.errors import QueueFull, Unavailable
+from ep_server.errors import EpServerError, QueueFull, Unavailable
 from ep_server.frontend import control, health
 from ep_server.frontend.call_metadata import NODE_KEY
 from ep_server.frontend.control import public_names, refuse_control
-from ep_server.frontend.endpoint import add_reflection, message_limit
+from ep_server.frontend.endpoint import message_limit
 from ep_server.frontend.health import Health
-from ep_server.frontend.messages import Door, Method
+from ep_server.frontend.introspection import add_channelz, add_reflection, channelz_names
+from ep_server.frontend.messages import CallLimits, Method
 from ep_server.frontend.port import Port
 from ep_server.frontend.service import GENERATE
 from ep_server.frontend.unread import CallEnd, read_in_time
@@ -33,14 +34,15 @@ from ep_server.v1 import control_pb2, decode_pb2
 log = logging.getLogger(__name__)
 
 Pairs = Sequence[tuple[str, str | bytes]]
+Request = bytes | AsyncIterator[bytes]  # a message, or a stream of them
 
 SERVICES: tuple[Any, ...] = (
     decode_pb2.DESCRIPTOR.services_by_name["Decode"],
     control_pb2.DESCRIPTOR.services_by_name["Control"],
 )
-# Of this hop alone: what gRPC sets by itself, who the caller is to this node, and what no caller may claim.
+# Not forwarded: what gRPC sets itself, credentials for this node, and what callers may not claim.
 _OWN = frozenset(("authorization", "content-type", "host", "te", "user-agent", NODE_KEY))
-# How a connection that breaks ends its calls; node 0 itself says these only with a trailer.
+# The statuses of calls whose connection broke. Node 0 itself sends these only with a trailer.
 _BROKEN = frozenset(grpc.StatusCode[name] for name in ("CANCELLED", "INTERNAL", "UNAVAILABLE", "UNKNOWN"))
 _RETRY_MS = 1000
 
@@ -49,7 +51,7 @@ _RETRY_MS = 1000
 class RelaySettings:
     """node: of this relay. leader: node 0's address, for messages. Others: as in GrpcConfig, of this node.
 
-    max_streams: relayed at once. unread_seconds: that a message may wait for its caller.
+    max_streams: relayed at once. unread_seconds: how long a message may wait for its caller.
     """
 
     node: int
@@ -59,23 +61,23 @@ class RelaySettings:
 
 
 class RelayObserver(Protocol):
-    """Hears of relayed streams. Called in the event loop."""
+    """Receives events of relayed streams. Called in the event loop."""
 
     def on_relay_began(self) -> None:
-        """A stream was taken."""
+        """A stream was accepted."""
         ...
 
     def on_relay_ended(self, status: str) -> None:
-        """It is over, with the name of this gRPC status."""
+        """A stream ended with this gRPC status, by name."""
         ...
 
     def on_relay_refused(self, status: str) -> None:
-        """A stream was refused here, node 0 has not heard of it."""
+        """A stream was refused here and never forwarded to node 0."""
         ...
 
 
 class Relay:
-    """Decode and Control by way of node 0. Use it inside one event loop; the channel stays the caller's."""
+    """Relays all public services to node 0. Use it in one event loop. The caller keeps the channel."""
 
     def __init__(
         self,
@@ -83,57 +85,73 @@ class Relay:
         settings: RelaySettings,
         observer: RelayObserver,
         credentials: Callable[[], Pairs] = tuple,
+        doors: Iterable[Any] = (),
     ) -> None:
-        """credentials: metadata that node 0 wants to see of a node, asked for at every call."""
+        """credentials: returns the metadata that authenticates this node; called for every call.
+
+        doors: ServiceDescriptors of other protocols.
+        """
         self.open_streams = 0
-        self._channel: Any = channel  # calls of bytes, which the stubs do not know
+        self._channel: Any = channel  # for calls of raw bytes, which the stubs do not type
         self._settings = settings
         self._observer = observer
         self._credentials = credentials
+        self._doors = tuple(doors)
         self._ended = ""
         self._calls: set[Any] = set()
         self._no_calls = asyncio.Event()
         self._no_calls.set()
 
-    def door(self, max_bytes: int) -> Door:
+    def call_limits(self, max_bytes: int) -> CallLimits:
         """Refuses streams before their messages are read, and counts them. max_bytes: of a message."""
         methods = {GENERATE: Method(max_bytes, self._check_room)}
-        return Door(methods, self._settings.max_streams, self._observer.on_relay_refused)
+        for service in self._doors:
+            for method in service.methods:
+                check_room = self._check_room if method.server_streaming else self._check
+                methods[f"/{service.full_name}/{method.name}"] = Method(max_bytes, check_room)
+        return CallLimits(methods, self._settings.max_streams, self._observer.on_relay_refused)
+
+    def names(self, config: GrpcConfig) -> tuple[str, ...]:
+        """Full names of the services of callers at the public port."""
+        return (*public_names(config), *(service.full_name for service in self._doors))
 
     def add_to(self, server: aio.Server, names: Iterable[str]) -> None:
-        """Adds those of SERVICES with these full names, every method of them."""
-        for service in (service for service in SERVICES if service.full_name in names):
+        """Adds all methods of the services with these full names."""
+        for service in (service for service in (*SERVICES, *self._doors) if service.full_name in names):
             handlers = {method.name: self._handler(service.full_name, method) for method in service.methods}
             server.add_generic_rpc_handlers(
                 (grpc.method_handlers_generic_handler(service.full_name, handlers),)
             )
 
     def refuse(self, message: str) -> None:
-        """New calls end with UNAVAILABLE and this message; node 0 ends those in flight."""
+        """Ends new calls with UNAVAILABLE and this message. Node 0 ends those in flight."""
         self._ended = self._ended or message
 
     def end(self, message: str) -> None:
-        """Node 0 is lost: calls in flight and new ones end with UNAVAILABLE and this message."""
+        """Node 0 is lost: ends calls in flight and new ones with UNAVAILABLE and this message."""
         self.refuse(message)
         for call in list(self._calls):
             call.cancel()
 
     async def closed(self, seconds: float) -> None:
-        """Waits until no call is in flight, at most so long."""
+        """Waits until no call is in flight, at most this long."""
         with suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._no_calls.wait()
 
     def _handler(self, service: str, method: Any) -> Any:
-        if method.client_streaming:
-            raise NotImplementedError(f"{service}/{method.name} takes a stream of requests")
-        path = f"/{service}/{method.name}"
-        # A decoder that changes nothing: the interceptor calls the one of every handler.
-        if not method.server_streaming:
+        path, kind = f"/{service}/{method.name}", (method.client_streaming, method.server_streaming)
+        # A decoder that changes nothing. The interceptor calls the decoder of every handler.
+        if kind == (False, False):
             unary = self._relay_unary(self._channel.unary_unary(path))
             return grpc.unary_unary_rpc_method_handler(unary, request_deserializer=bytes)
-        stream = self._relay_stream(self._channel.unary_stream(path))
-        return grpc.unary_stream_rpc_method_handler(stream, request_deserializer=bytes)
+        if kind == (False, True):
+            stream = self._relay_stream(self._channel.unary_stream(path))
+            return grpc.unary_stream_rpc_method_handler(stream, request_deserializer=bytes)
+        if kind == (True, True):
+            stream = self._relay_many(self._channel.stream_stream(path))
+            return grpc.stream_stream_rpc_method_handler(stream, request_deserializer=bytes)
+        raise NotImplementedError(f"{path} takes a stream of requests and gives one response")
 
     def _relay_unary(self, begin: Callable[..., Any]) -> Callable[..., Any]:
         async def relayed(request: bytes, context: Any) -> bytes:
@@ -145,7 +163,7 @@ class Relay:
         return relayed
 
     def _relay_stream(self, begin: Callable[..., Any]) -> Callable[..., Any]:
-        async def relayed(request: bytes, context: Any) -> AsyncIterator[bytes]:
+        async def relayed(request: Request, context: Any) -> AsyncIterator[bytes]:
             end = CallEnd(context)
             status = self._count(context, end)
             messages = self._messages(begin, request, context, status)
@@ -154,8 +172,23 @@ class Relay:
 
         return relayed
 
+    def _relay_many(self, begin: Callable[..., Any]) -> Callable[..., Any]:
+        relay = self._relay_stream(begin)
+
+        async def relayed(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
+            sent = _Requests(requests)
+            try:
+                async for message in relay(sent.messages(), context):
+                    yield message
+            except asyncio.CancelledError:
+                if sent.error is not None:
+                    raise sent.error from None
+                raise
+
+        return relayed
+
     async def _messages(
-        self, begin: Callable[..., Any], request: bytes, context: Any, status: _Status
+        self, begin: Callable[..., Any], request: Request, context: Any, status: _Status
     ) -> AsyncIterator[bytes]:
         async with self._passed_on(begin, request, context, status) as call:
             await _pass_initial(call, context)
@@ -164,9 +197,9 @@ class Relay:
 
     @asynccontextmanager
     async def _passed_on(
-        self, begin: Callable[..., Any], request: bytes, context: Any, status: _Status | None = None
+        self, begin: Callable[..., Any], request: Request, context: Any, status: _Status | None = None
     ) -> AsyncIterator[Any]:
-        """A call of node 0 for the one of `context`, which ends as the other does."""
+        """Forwards the call of `context` to node 0. Both end with the same status."""
         status = status or _Status()
         try:
             self._check()
@@ -189,17 +222,17 @@ class Relay:
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if not self._ended or (task is not None and task.cancelling()):
-                raise  # it was the caller
+                raise  # the caller cancelled
             status.name = Unavailable.status
             raise Unavailable(self._ended) from None
 
     def _follow(self, call: Any, context: Any) -> None:
-        """The call of node 0 ends when the caller's is over, in whatever way."""
+        """Ends the call to node 0 when the caller's call is over, however it ended."""
         self._calls.add(call)
         self._no_calls.clear()
 
         def over(_context: Any) -> None:
-            call.cancel()  # nothing where it has ended
+            call.cancel()  # no effect if it has ended
             self._calls.discard(call)
             if not self._calls:
                 self._no_calls.set()
@@ -207,7 +240,7 @@ class Relay:
         context.add_done_callback(over)
 
     def _count(self, context: Any, end: CallEnd) -> _Status:
-        """Counts a stream until it is over. Raises: QueueFull, Unavailable."""
+        """Counts a stream until it ends. Raises: QueueFull, Unavailable."""
         try:
             self._check_room()
         except (QueueFull, Unavailable) as error:
@@ -225,7 +258,7 @@ class Relay:
         return status
 
     def _check_room(self) -> None:
-        """Raises: QueueFull, Unavailable."""
+        """Checks that one more stream may open. Raises: QueueFull, Unavailable."""
         self._check()
         limit = self._settings.max_streams
         if self.open_streams >= limit:
@@ -242,7 +275,7 @@ class Relay:
         return [*kept, (NODE_KEY, str(self._settings.node)), *self._credentials()]
 
     def _broken(self, error: aio.AioRpcError) -> str:
-        """Why a call did not reach node 0, or this node was refused; "" if its status is the caller's."""
+        """Why a call did not reach node 0, or node 0 refused this node; "" for any other status."""
         kind = dict(_trailers(error)).get("epserver-error")
         where = f"node 0 at {self._settings.leader}"
         if kind == "Unauthenticated":
@@ -253,9 +286,26 @@ class Relay:
         return ""
 
 
+class _Requests:
+    """The caller's messages, on their way to node 0. gRPC cancels the call there if one cannot be read."""
+
+    def __init__(self, requests: AsyncIterator[bytes]) -> None:
+        self.error: EpServerError | None = None  # why they ended early
+        self._requests = requests
+
+    async def messages(self) -> AsyncIterator[bytes]:
+        """Raises: MessageTooLarge, InvalidArgument."""
+        try:
+            async for request in self._requests:
+                yield request
+        except EpServerError as error:
+            self.error = error
+            raise
+
+
 @dataclass(slots=True)
 class _Status:
-    """How a call ended; a caller that leaves says nothing."""
+    """The final status of a call; CANCELLED if the caller disconnects."""
 
     name: str = "CANCELLED"
 
@@ -296,20 +346,23 @@ def open_channel(address: str, credentials: grpc.ChannelCredentials | None = Non
 
 
 def relay_port(config: GrpcConfig, relay: Relay, status: Health) -> Port:
-    """The public port of a node that does not lead, not open yet: as node 0's, but by way of it.
+    """The public port of a follower, not open yet. It offers what node 0's does, through node 0.
 
     Raises: ConfigError (grpc.token_file).
     """
-    port = Port(config, frozenset({health.SERVICE_NAME}), relay.door(message_limit(config)))
+    port = Port(config, frozenset({health.SERVICE_NAME}), relay.call_limits(message_limit(config)))
     add_public(port.server, config, relay, status)
     return port
 
 
 def add_public(server: aio.Server, config: GrpcConfig, relay: Relay, status: Health) -> None:
-    """Adds what callers may ask of such a node."""
-    names = public_names(config)
+    """Adds the services that a follower offers."""
+    names = relay.names(config)
     relay.add_to(server, names)
-    if control.SERVICE_NAME not in names:
+    if control.SERVICE_NAME in names:
+        add_channelz(server, config)  # of this node
+        names = (*names, *channelz_names(config))
+    else:
         refuse_control(server, config)
     health.add_HealthServicer_to_server(status, server)
     add_reflection(server, config, (*names, health.SERVICE_NAME))

@@ -57,7 +57,7 @@ def cluster_names() -> Iterator[None]:
 def bind_address(host: str) -> str:
     """Where node 0 listens: the rendezvous if that is a local address, else all addresses of this host.
 
-    A name may resolve to other addresses tomorrow, or to none before this node is ready.
+    A name may resolve to other addresses later, or to none before this node is ready.
     """
     if host == "localhost" or _is_loopback(host):
         return host
@@ -94,7 +94,7 @@ def channel_credentials(cluster: ClusterConfig) -> grpc.ChannelCredentials | Non
 def token_metadata(cluster: ClusterConfig) -> Callable[[], tuple[tuple[str, str], ...]]:
     """Returns a function that gives the metadata for node 0: the file's first token, read at every call.
 
-    Raises: ConfigError. The returned function raises Unavailable if the file has no token any more.
+    Raises: ConfigError. The returned function raises Unavailable if the file no longer has a token.
     """
     if not cluster.token_file:
         return tuple

@@ -9,6 +9,7 @@ file (TOML), environment (EP_SERVER_<SECTION>__<FIELD>), command-line flags.
 from __future__ import annotations
 
 import dataclasses
+import difflib
 import os
 import tomllib
 import types
@@ -28,6 +29,8 @@ from ep_server.config.sections import (
     MetricsConfig,
     ModelConfig,
     ParallelConfig,
+    ProfileConfig,
+    ResilienceConfig,
     SchedulerConfig,
 )
 from ep_server.errors import ConfigError
@@ -43,9 +46,12 @@ __all__ = [
     "MetricsConfig",
     "ModelConfig",
     "ParallelConfig",
+    "ProfileConfig",
+    "ResilienceConfig",
     "SchedulerConfig",
     "field_type",
     "fields",
+    "read_sources",
 ]
 
 ENV_PREFIX = "EP_SERVER_"
@@ -61,6 +67,8 @@ class Config:
     scheduler: SchedulerConfig = field(default_factory=SchedulerConfig)
     grpc: GrpcConfig = field(default_factory=GrpcConfig)
     metrics: MetricsConfig = field(default_factory=MetricsConfig)
+    profile: ProfileConfig = field(default_factory=ProfileConfig)
+    resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     fabric: FabricConfig = field(default_factory=FabricConfig)
     log: LogConfig = field(default_factory=LogConfig)
@@ -79,16 +87,8 @@ class Config:
             environ: for tests; os.environ if None.
         Raises: ConfigError for an unknown field, a value of the wrong type or out of range.
         """
-        environ = os.environ if environ is None else environ
-        values: dict[str, Any] = {}
-        if file is not None:
-            values.update(_flatten(_read_toml(file)))
-        for key, text in sorted(environ.items()):
-            section, separator, name = key.removeprefix(ENV_PREFIX).lower().partition("__")
-            if key.startswith(ENV_PREFIX) and separator:
-                values[f"{section}.{name}"] = text
-        values.update({key: value for key, value in (flags or {}).items() if value is not None})
-        return Config.from_values(values | _from_leader_worker_set(values, environ))
+        given = read_sources(file, flags, environ)
+        return Config.from_values({name: one.value for name, one in given.items()})
 
     @staticmethod
     def from_values(values: Mapping[str, Any]) -> Config:
@@ -97,7 +97,9 @@ class Config:
         known = {name: (section, item) for name, section, item in fields()}
         for name, value in values.items():
             if name not in known:
-                raise ConfigError(name, value, "a known field; `ep-server config` lists them")
+                near = difflib.get_close_matches(name, known, n=1)
+                hint = f"did you mean {near[0]}?" if near else "`ep-server config` lists them"
+                raise ConfigError(name, value, f"a known field; {hint}")
             section, item = known[name]
             sections[section][item.name] = _convert(name, item, value)
         config = Config(**{name: cls(**sections[name]) for name, cls in _sections().items()})
@@ -129,6 +131,34 @@ class Config:
         """Fields that differ from their defaults, by their dotted names."""
         defaults = Config().values()
         return {name: value for name, value in self.values().items() if value != defaults[name]}
+
+
+@dataclass(frozen=True, slots=True)
+class Given:
+    """A value as a source gives it, not converted yet. source: for people."""
+
+    value: Any
+    source: str
+
+
+def read_sources(
+    file: str | None = None,
+    flags: Mapping[str, Any] | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> dict[str, Given]:
+    """What the sources give, by dotted name; of several the last one. Arguments and errors: Config.load."""
+    environ = os.environ if environ is None else environ
+    found: dict[str, Given] = {}
+    if file is not None:
+        found.update({name: Given(value, file) for name, value in _flatten(_read_toml(file)).items()})
+    for key, text in sorted(environ.items()):
+        section, separator, name = key.removeprefix(ENV_PREFIX).lower().partition("__")
+        if key.startswith(ENV_PREFIX) and separator:
+            found[f"{section}.{name}"] = Given(text, key)
+    found.update({name: Given(value, "flag") for name, value in (flags or {}).items() if value is not None})
+    values = {name: one.value for name, one in found.items()}
+    lws = _from_leader_worker_set(values, environ)
+    return found | {name: Given(value, "LeaderWorkerSet") for name, value in lws.items()}
 
 
 def fields() -> Iterator[tuple[str, str, dataclasses.Field[Any]]]:
@@ -170,8 +200,10 @@ def _read_toml(file: str) -> dict[str, Any]:
         return tomllib.loads(Path(file).read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError("--config", file, f"a readable file ({error.strerror})") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except ValueError as error:  # of the syntax, of the encoding, or a number of thousands of digits
         raise ConfigError("--config", file, f"valid TOML ({error})") from error
+    except RecursionError:
+        raise ConfigError("--config", file, "valid TOML that is less deeply nested") from None
 
 
 def _flatten(tree: Mapping[str, Any]) -> dict[str, Any]:

@@ -196,6 +196,24 @@ class GrpcConfig:
         high=65535,
     )
     reflection: bool = option(True, "Serve gRPC reflection, which lists services and messages.")
+    channelz: bool = option(
+        False, "Count calls, sockets and bytes, and serve them as grpc.channelz.v1 where Control is served."
+    )
+    doors: str = option(
+        "all",
+        "Other protocols at the public port, separated by commas: oip, vllm_engine. all: those whose "
+        "packages are installed. Empty: none.",
+    )
+    max_connection_age_seconds: float = option(
+        0.0,
+        "Age at which a connection is asked to reconnect, so that callers find new servers; its open calls "
+        "continue. 10 % more or less, at random. 0: never.",
+        low=0,
+        high=86400,
+    )
+    max_connection_age_grace_seconds: float = option(
+        0.0, "Seconds that calls of such a connection may continue. 0: until they end.", low=0, high=86400
+    )
     drain_seconds: float = option(
         30.0, "Seconds that open requests may go on after SIGTERM.", low=0, high=86400
     )
@@ -211,11 +229,55 @@ class MetricsConfig:
     vllm_names: bool = option(
         False, "Export vllm:* names too, for vLLM's dashboards and the Gateway API inference extension."
     )
+    detail: str = option(
+        "full",
+        "full: histograms of each rank, waits of each pair of ranks, tokens of each expert. summary: of all "
+        "ranks together, for servers of many ranks.",
+        choices=("full", "summary"),
+    )
     device_phases: int = option(
         0,
         "On GPUs, time the phases of one in this many captured steps. 0: never.",
         low=0,
         high=1_000_000,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ResilienceConfig:
+    """The loss of a rank."""
+
+    on_rank_loss: str = option(
+        "recover",
+        "recover: the ranks start again, and every stream continues where it stopped; one node alone. stop: "
+        "streams end with UNAVAILABLE, and the server exits.",
+        choices=("recover", "stop"),
+    )
+    max_losses: int = option(
+        5,
+        "Losses within ten minutes that the server survives; the next one ends it.",
+        low=1,
+        high=10_000,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class ProfileConfig:
+    """Profiles of the ranks, on a caller's order."""
+
+    directory: str = option(
+        "",
+        "Folder on every rank's host where callers may have profiles written. Empty: none may be taken.",
+    )
+    max_seconds: float = option(
+        30.0, "A profile that is not stopped ends after this many seconds.", low=0.1, high=600
+    )
+    max_steps: int = option(
+        50,
+        "Steps of one profile. Ranks pause while they write it, about 20 us per kernel or operator in it; "
+        "exchange.timeout_seconds must be longer.",
+        low=1,
+        high=1000,
     )
 
 

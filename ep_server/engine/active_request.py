@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from ep_server.engine.observer import RequestSummary
 from ep_server.engine.stream import Completion, TokenStream
 from ep_server.errors import EpServerError
-from ep_server.records import FinishReason, Request, TokenEvent
+from ep_server.records import FinishReason, PromptLogprobs, Request, TokenEvent
 from ep_server.scheduler.lifecycle import State
 from ep_server.text.detokenizer import OutputText
 
@@ -51,11 +51,35 @@ class ActiveRequest:
     deadline: float | None = None
     cancelled_at: float | None = None  # a cancel was sent; its blocks are not free yet
     output_tokens: int = 0
+    output: list[int] = field(default_factory=list)  # tokens of the output; a new group of ranks gets them
+    scored: int = 0  # prompt positions whose log probabilities are delivered
+    losses: int = 0  # of ranks, since its last token
     cached_tokens: int = 0
     first_at: float = 0.0
     last_at: float = 0.0
     max_gap: float = 0.0
     queued: float = 0.0  # time in its rank's queue
+
+    def unseen(self, scored: PromptLogprobs) -> PromptLogprobs | None:
+        """What of it was not delivered before: a new group of ranks scores the prompt again."""
+        seen, end = max(self.scored - scored.start, 0), scored.start + len(scored.logprobs)
+        if end <= self.scored:
+            return None
+        self.scored, top = end, seen * scored.top
+        return replace(
+            scored,
+            start=scored.start + seen,
+            logprobs=scored.logprobs[seen:],
+            top_ids=scored.top_ids[top:],
+            top_logprobs=scored.top_logprobs[top:],
+        )
+
+    def continued(self) -> Request:
+        """The request as a new group of ranks gets it: it continues after the output so far."""
+        sampling = self.request.sampling
+        if self.output:  # the prompt was scored before the first token was drawn
+            sampling = replace(sampling, prompt_logprobs=None)
+        return replace(self.request, sampling=sampling, output_ids=tuple(self.output), group=0)
 
     def text_of(self, event: TokenEvent) -> tuple[str, str | None]:
         """(final text, stop string found or None) after this token."""

@@ -12,7 +12,9 @@ from collections.abc import Callable, Sequence
 
 from ep_server.engine.active_request import ActiveRequest
 from ep_server.engine.admission import Pace
+from ep_server.engine.kv_events import KvEvents
 from ep_server.engine.observer import EngineObserver, RequestSummary
+from ep_server.engine.rank_orders import RankOrders
 from ep_server.engine.request_table import RequestTable
 from ep_server.errors import (
     DeadlineExceeded,
@@ -23,19 +25,27 @@ from ep_server.errors import (
     SlowReader,
 )
 from ep_server.ranks.protocol import Ranks
-from ep_server.records import FinishReason, RankStatistics, TokenEvent
+from ep_server.records import (
+    FinishReason,
+    KvEventBatch,
+    OrderDone,
+    PromptLogprobs,
+    RankStatistics,
+    TokenEvent,
+)
 from ep_server.scheduler.lifecycle import Event, State, advance
 
 log = logging.getLogger(__name__)
 
 # A call's own deadline cancels it a moment before the same deadline of the request passes.
 DEADLINE_SLACK_SECONDS = 0.05
+MAX_LOSSES = 2  # of ranks that a request survives without a token in between
 
 
 class Delivery:
     """Follows admitted requests to their end.
 
-    pace: records how fast requests end.
+    pace: records how fast requests end. ranks_per_node: for the log.
     """
 
     def __init__(
@@ -45,15 +55,23 @@ class Delivery:
         observer: EngineObserver,
         clock: Callable[[], float],
         pace: Pace,
+        ranks_per_node: int = 1,
+        recovers: Callable[[], bool] = lambda: False,
     ) -> None:
-        self.lost = asyncio.Event()
+        """recovers: called when a rank is lost: True if a new group takes over, which resume() then gets."""
+        self.lost = asyncio.Event()  # for good
         self.lost_message = ""
+        self.down = False  # a rank is lost, and a new group starts: the ranks get no commands
         self.rank_statistics: dict[int, RankStatistics] = {}
+        self.orders = RankOrders(ranks)
+        self.kv_events = KvEvents(ranks)
         self._ranks = ranks
         self._requests = requests
         self._observer = observer
         self._clock = clock
         self._pace = pace
+        self._ranks_per_node = ranks_per_node
+        self._recovers = recovers
 
     def on_tokens(self, rank: int, events: Sequence[TokenEvent]) -> None:
         """Delivers the tokens of one step; drops those of requests that ended meanwhile."""
@@ -68,40 +86,95 @@ class Delivery:
                 self._free(active)
         self.tell_load()
 
+    def on_prompt_logprobs(self, rank: int, scored: PromptLogprobs) -> None:
+        """Delivers them; drops those of a request that ended meanwhile."""
+        active = self._requests.with_number(scored.number)
+        if active is None or active.state.ended:
+            return
+        new = active.unseen(scored)
+        if new is not None:
+            active.stream.put_prompt(new)
+
     def on_freed(self, rank: int, number: int) -> None:
         """A cancelled request's KV blocks are free."""
         active = self._requests.with_number(number)
         if active is not None and active.state.ended:
             self._free(active)
 
-    def on_request_failed(self, rank: int, number: int, message: str) -> None:
-        """Ends the request with INTERNAL; its KV blocks are free."""
+    def on_request_failed(self, rank: int, number: int, error: EpServerError) -> None:
+        """Ends the request with this error; its KV blocks are free."""
         active = self._requests.with_number(number)
         if active is None:
             return
         if active.state.ended:
             self._free(active)
         else:
-            self.fail(active, Event.FAIL, InternalError(f"rank {rank}: {message}"), at_rank=False)
+            self.fail(active, Event.FAIL, error, at_rank=False)
 
     def on_statistics(self, statistics: RankStatistics) -> None:
         """Keeps the newest measurements of a rank."""
         self.rank_statistics[statistics.rank] = statistics
         self._observer.on_statistics(statistics)
 
+    def on_running(self, rank: int, sequences: int) -> None:
+        """Keeps how many sequences a rank runs."""
+        if not self.down:
+            self._requests.ranks[rank].admitted = sequences
+
+    def on_kv_events(self, batch: KvEventBatch) -> None:
+        """Passes changes of a rank's prefix cache to the subscribers."""
+        if not self.down:
+            self.kv_events.on_events(batch)
+
+    def on_order_done(self, rank: int, done: OrderDone) -> None:
+        """A rank's answer to an order."""
+        self.orders.on_done(rank, done)
+
     def on_lost(self, rank: int, message: str) -> None:
-        """Ends every stream with UNAVAILABLE. The ranks get no more commands."""
+        """Pauses the streams until resume(), or ends them with UNAVAILABLE; the ranks get no commands."""
         self.lost_message = f"rank {rank} was lost: {message}"
         self._observer.on_rank_lost(rank)
+        self.orders.end(RankLost(self.lost_message))
+        self.kv_events.end(RankLost(self.lost_message))
+        self.down = True
+        for active in self._requests.releasing():
+            self._free(active)
+        for active in self._requests:
+            active.losses += 1
+        for count in self._requests.ranks:
+            count.admitted = 0
+        self.tell_load()
+        if not self._recovers():
+            self.give_up("")
+
+    def give_up(self, why: str) -> None:
+        """Ends every stream with UNAVAILABLE. why: no new group of ranks serves them."""
+        self.lost_message += f"; {why}" if why else ""
         for active in self._requests:
             self.fail(active, Event.FAIL, RankLost(self.lost_message), at_rank=False)
         self.lost.set()
+
+    def resume(self) -> int:
+        """Gives every open request to the new ranks, oldest first. Returns: how many.
+
+        One that has seen MAX_LOSSES without a token ends: it may be the cause.
+        """
+        self.down = False
+        self.orders.begin()
+        for active in sorted(self._requests, key=lambda active: active.request.number):
+            if active.losses > MAX_LOSSES:
+                why = f"{self.lost_message}; it was lost {active.losses} times without a token in between"
+                self.fail(active, Event.FAIL, RankLost(why), at_rank=False)
+            else:
+                self._ranks.submit(active.rank, active.continued())
+        return len(self._requests)
 
     def fail(
         self, active: ActiveRequest, event: Event, error: EpServerError, *, at_rank: bool = True
     ) -> None:
         """Ends a request with an error. at_rank: the rank still runs it and gets a cancel."""
-        self._end(active, event, error.status, "")
+        reason = "slow_reader" if isinstance(error, SlowReader) else ""
+        self._end(active, event, error.status, reason, str(error))
         active.stream.fail(error)
         self._leave_rank(active, at_rank=at_rank)
 
@@ -141,6 +214,8 @@ class Delivery:
             active.max_gap = max(active.max_gap, gap)
             self._observer.on_token_gap(gap)
         active.last_at = now
+        active.losses = 0
+        active.output.append(event.token_id)
         self._requests.grew(active)
         at_rank = event.finish is None
         try:
@@ -167,8 +242,8 @@ class Delivery:
         active.stream.finish(active.completion(reason, match))
         self._leave_rank(active, at_rank=at_rank)
 
-    def _end(self, active: ActiveRequest, event: Event, status: str, reason: str) -> None:
-        """Frees the reader's side: state, id and timer."""
+    def _end(self, active: ActiveRequest, event: Event, status: str, reason: str, failure: str = "") -> None:
+        """Frees the reader's side: state, id and timer. failure: the message of the error that ends it."""
         active.state = advance(active.state, event, active.request.request_id)
         self._requests.ended(active)
         if active.deadline is not None and active.output_tokens:
@@ -179,11 +254,11 @@ class Delivery:
             active.timer = None
         summary = active.summary(status, reason, self._clock())
         self._observer.on_finished(summary)
-        _log(active, summary)
+        self._log(active, summary, failure)
 
     def _leave_rank(self, active: ActiveRequest, *, at_rank: bool) -> None:
         """Frees the rank's side: now, or by a cancel that on_freed answers."""
-        if at_rank and not self.lost.is_set():
+        if at_rank and not self.down:
             active.cancelled_at = self._clock()
             self._ranks.cancel(active.rank, active.request.number)
         else:
@@ -198,18 +273,32 @@ class Delivery:
         if active.cancelled_at is not None:
             self._observer.on_freed(now - active.cancelled_at)
 
-
-def _log(active: ActiveRequest, summary: RequestSummary) -> None:
-    """Logs the end of a request: at info if it is traced, else at debug."""
-    log.log(
-        logging.INFO if active.traceparent else logging.DEBUG,
-        "request %s: %s %s, %d prompt and %d output tokens in %.3f s, rank %d, traceparent %s",
-        active.request.request_id,
-        summary.status,
-        summary.reason or "-",
-        summary.prompt_tokens,
-        summary.output_tokens,
-        summary.seconds,
-        active.rank,
-        active.traceparent or "-",
-    )
+    def _log(self, active: ActiveRequest, summary: RequestSummary, failure: str) -> None:
+        """Logs the end of a request: at info if it failed or is traced, else at debug."""
+        level = logging.INFO if failure or active.traceparent else logging.DEBUG
+        if not log.isEnabledFor(level):
+            return
+        first, trace = summary.first_token_seconds, active.traceparent
+        fields: dict[str, str | int | float] = {
+            "request_id": active.request.request_id,
+            "status": summary.status,
+            "node": active.rank // self._ranks_per_node,
+            "rank": active.rank,
+            "tokens": summary.output_tokens,
+            **({} if first is None else {"ttft_ms": round(first * 1000, 3)}),
+            **({"trace_id": trace.split("-")[1]} if trace else {}),
+        }
+        log.log(
+            level,
+            "request %s: %s %s, %d prompt and %d output tokens in %.3f s, rank %d, traceparent %s%s",
+            active.request.request_id,
+            summary.status,
+            summary.reason or "-",
+            summary.prompt_tokens,
+            summary.output_tokens,
+            summary.seconds,
+            active.rank,
+            trace or "-",
+            failure and f": {failure}",
+            extra={"fields": fields},
+        )

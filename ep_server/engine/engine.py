@@ -12,14 +12,17 @@ import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, replace
-from enum import StrEnum
+from dataclasses import replace
 
 from ep_server.engine.active_request import ActiveRequest, Submission
 from ep_server.engine.admission import MOST_URGENT, Admission, AdmissionLimits, Asked
 from ep_server.engine.delivery import Delivery
-from ep_server.engine.observer import EngineObserver, NullObserver
+from ep_server.engine.kv_events import KvSubscription
+from ep_server.engine.observer import EngineObserver, NullObserver, RankQueue
+from ep_server.engine.profiles import Profiles
+from ep_server.engine.recovery import Recovery
 from ep_server.engine.request_table import RequestTable
+from ep_server.engine.state import EngineSettings, EngineState, EngineStatistics
 from ep_server.engine.stream import TokenStream
 from ep_server.errors import (
     ContextLengthExceeded,
@@ -33,45 +36,11 @@ from ep_server.errors import (
     Unavailable,
 )
 from ep_server.ranks.protocol import Ranks
-from ep_server.records import RankReady, RankStatistics, Request
+from ep_server.records import FlushCache, RankReady, RankStatistics, Request
 from ep_server.scheduler.lifecycle import Event
 from ep_server.scheduler.placement import choose_rank
 
 __all__ = ["Engine", "EngineObserver", "EngineSettings", "EngineState", "EngineStatistics"]
-
-
-class EngineState(StrEnum):
-    """State of the server; names as in control.proto."""
-
-    STARTING = "starting"
-    SERVING = "serving"
-    DRAINING = "draining"
-    LOST = "lost"
-    STOPPED = "stopped"
-
-
-@dataclass(frozen=True, slots=True)
-class EngineSettings:
-    """max_context: the model's, tokens. stream_buffer: tokens that may wait for one reader."""
-
-    max_context: int
-    max_running: int = 64
-    max_queue: int = 256
-    max_streams: int = 1024
-    stream_buffer: int = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class EngineStatistics:
-    """Current counts. releasing: ended, KV blocks not yet free; included in in_flight."""
-
-    state: EngineState
-    in_flight: int
-    running: int
-    waiting: int
-    releasing: int
-    open_streams: int
-    submitted: int
 
 
 class Engine:
@@ -99,7 +68,12 @@ class Engine:
         )
         self._admission = Admission(limits, draw)
         self._requests = RequestTable(ranks.num_ranks)
-        self._delivery = Delivery(ranks, self._requests, self._observer, clock, self._admission.pace)
+        per_node = settings.ranks_per_node or ranks.num_ranks
+        self._delivery = Delivery(
+            ranks, self._requests, self._observer, clock, self._admission.pace, per_node, self._recovers
+        )
+        self._recovery = Recovery(self._delivery, settings, self._restart, self._observer, clock)
+        self._profiles = Profiles(self._delivery.orders, settings.profiles)
         self._numbers = itertools.count(1)
         self._submitted = 0
         self._open_streams = 0
@@ -116,12 +90,16 @@ class Engine:
     @property
     def state(self) -> EngineState:
         """State of the server."""
-        stopped = self._state is EngineState.STOPPED
-        return EngineState.LOST if self._delivery.lost.is_set() and not stopped else self._state
+        if self._state is EngineState.STOPPED:
+            return self._state
+        if self._delivery.lost.is_set():
+            return EngineState.LOST
+        recovering = self._delivery.down and self._state is EngineState.SERVING
+        return EngineState.RECOVERING if recovering else self._state
 
     @property
     def lost(self) -> asyncio.Event:
-        """Set once a rank is lost; `lost_message` then says which and why."""
+        """Set once a rank is lost and not replaced; `lost_message` then says which and why."""
         return self._delivery.lost
 
     @property
@@ -136,13 +114,26 @@ class Engine:
 
     async def start(self, progress: Callable[[int, str, int, int], None]) -> None:
         """Starts the ranks; accepts requests once it returns. Raises: StartupError."""
-        self.ready = sorted(await self._ranks.start(self._delivery, progress), key=lambda r: r.rank)
-        kv_tokens = min(ready.kv_blocks * ready.block_size for ready in self.ready)
-        self.max_context = min(self.settings.max_context, kv_tokens)
-        for ready in self.ready:
-            self._observer.on_rank_ready(ready)
+        self._warm(await self._ranks.start(self._delivery, progress))
+        self._observer.on_queues(self.queues)
         if self._state is EngineState.STARTING:
             self._state = EngineState.SERVING
+
+    def _warm(self, ready: Sequence[RankReady]) -> None:
+        """The ranks are ready."""
+        self.ready = sorted(ready, key=lambda rank: rank.rank)
+        kv_tokens = min(rank.kv_blocks * rank.block_size for rank in self.ready)
+        self.max_context = min(self.settings.max_context, kv_tokens)
+        for rank in self.ready:
+            self._observer.on_rank_ready(rank)
+
+    async def _restart(self) -> None:
+        self._warm(await self._ranks.restart())
+
+    def _recovers(self) -> bool:
+        self._profiles.end()
+        served = self._state in (EngineState.SERVING, EngineState.DRAINING)
+        return served and self._recovery.begin()
 
     def check_room(self, asked: Asked = MOST_URGENT) -> None:
         """Refuses a request before the rest of it is read. submit() decides again.
@@ -174,15 +165,22 @@ class Engine:
         loads = self._requests.loads(self.ready)
         rank = choose_rank(loads, sequences[0].request, sequences[0].near)
         admitted: list[tuple[Request, TokenStream]] = []
+        numbers = list(itertools.islice(self._numbers, len(sequences)))
+        group = numbers[0] if len(numbers) > 1 else 0
         try:
-            for submission in sequences:
-                admitted.append(self._submit(submission, rank))
+            for submission, number in zip(sequences, numbers, strict=True):
+                request = replace(submission.request, number=number, dp_rank=rank, group=group)
+                admitted.append(self._submit(submission, request, rank))
         except BaseException:
             for _, stream in admitted:
                 stream.close()
             raise
         self._delivery.tell_load()
         return admitted
+
+    def queues(self) -> list[RankQueue]:
+        """Running and queued requests of each rank, now. From any thread."""
+        return [count.queue for count in self._requests.ranks]
 
     @contextmanager
     def counting_refusals(self) -> Iterator[None]:
@@ -209,6 +207,46 @@ class Engine:
             active.end_call(error)
         return bool(requests or unread)
 
+    async def flush_cache(self, seconds: float) -> int:
+        """Makes all ranks forget their cached prefixes. Running requests go on, and add none.
+
+        Returns: blocks forgotten, over all ranks, once every rank has done so.
+        Raises: Unavailable, Draining, RankLost; DeadlineExceeded after `seconds`.
+        """
+        self._check_serving()
+        answers = await self._delivery.orders.give(FlushCache(), seconds, "flushing the prefix cache")
+        return sum(done.blocks for done in answers)
+
+    def subscribe_kv_events(self, start: int = 0) -> KvSubscription:
+        """Changes of all ranks' prefix caches; the content first, unless `start` can be resumed from.
+
+        Args:
+            start: sequence number of the first batch wanted, of every rank; 0: the content now.
+        Raises: Unavailable, Draining, RankLost.
+        """
+        self._check_serving()
+        return self._delivery.kv_events.subscribe(start)
+
+    async def start_profile(self, steps: int | None = None) -> str:
+        """Has every rank write a profile into profile.directory. It ends after `steps` steps of work.
+
+        Args:
+            steps: at most profile.max_steps, which is the default.
+        Returns: the name that its files begin with.
+        Raises: SwitchedOff without that folder; WrongState while another runs; InvalidArgument; Unavailable,
+            Draining, RankLost, DeadlineExceeded.
+        """
+        self._check_serving()
+        return await self._profiles.start(steps)
+
+    async def stop_profile(self) -> Sequence[str]:
+        """Ends the profile. Returns: its files, once they are written; each on the host of its rank.
+
+        Raises: WrongState if none runs; Unavailable, Draining, RankLost, DeadlineExceeded.
+        """
+        self._check_serving()
+        return await self._profiles.stop()
+
     async def drain(self, seconds: float) -> bool:
         """Refuses new requests and waits for the streams to end.
 
@@ -221,6 +259,9 @@ class Engine:
         for active in left:
             error = Draining("the server stopped before the request finished")
             self._delivery.fail(active, Event.FAIL, error)
+        self._profiles.end()
+        self._delivery.orders.end(Draining("the server is shutting down"))
+        self._delivery.kv_events.end(Draining("the server is shutting down"))
         return not left
 
     async def streams_closed(self, seconds: float) -> None:
@@ -233,6 +274,7 @@ class Engine:
         """Ends the ranks; streams still open end with UNAVAILABLE. Idempotent."""
         await self.drain(0)
         self._state = EngineState.STOPPED
+        await self._recovery.stop()
         await self._ranks.stop()
 
     def statistics(self) -> EngineStatistics:
@@ -257,14 +299,20 @@ class Engine:
             raise InternalError(f"open streams do not fit in {self!r}")
 
     def _check_now(self, asked: Asked) -> None:
+        if self.state is not EngineState.RECOVERING:  # new requests wait as the others do
+            self._check_serving()
+        if asked.timeout is not None and asked.timeout <= 0:
+            raise DeadlineExceeded("the deadline passed before the request was admitted")
+
+    def _check_serving(self) -> None:
         if self.state is EngineState.STARTING:
             raise Unavailable("the server is starting: its ranks are loading weights")
         if self.state is EngineState.LOST:
             raise RankLost(self.lost_message)
+        if self.state is EngineState.RECOVERING:
+            raise Unavailable(f"{self.lost_message}; the ranks are being started again")
         if self.state is not EngineState.SERVING:
             raise Draining("the server is shutting down")
-        if asked.timeout is not None and asked.timeout <= 0:
-            raise DeadlineExceeded("the deadline passed before the request was admitted")
 
     def _check_request(self, request: Request) -> None:
         if self._requests.with_id(request.request_id):
@@ -285,8 +333,7 @@ class Engine:
         for active in leaving:
             self._delivery.fail(active, Event.FAIL, self._admission.displaced(crowd.ahead + crowd.behind))
 
-    def _submit(self, submission: Submission, rank: int) -> tuple[Request, TokenStream]:
-        request = replace(submission.request, number=next(self._numbers), dp_rank=rank)
+    def _submit(self, submission: Submission, request: Request, rank: int) -> tuple[Request, TokenStream]:
         now = self._clock()
         stream = TokenStream(
             self.settings.stream_buffer,
@@ -296,7 +343,10 @@ class Engine:
         active = ActiveRequest(
             request, rank, submission.text, stream, now, submission.traceparent, submission.end_call
         )
-        self._ranks.submit(rank, request)  # before anything is counted: an error here leaves nothing to undo
+        if not self._delivery.down:
+            self._ranks.submit(
+                rank, request
+            )  # before anything is counted: an error here leaves nothing to undo
         if submission.timeout is not None:
             active.deadline = now + submission.timeout
             loop = asyncio.get_running_loop()

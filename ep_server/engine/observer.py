@@ -5,6 +5,7 @@ Called synchronously in the event loop: an observer must not block. Units: secon
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -15,7 +16,8 @@ from ep_server.records import RankReady, RankStatistics
 class RequestSummary:
     """How a request ended.
 
-    status: gRPC status name, "OK" where it finished. reason: a FinishReason, or "" where it did not finish.
+    status: gRPC status name, "OK" where it finished. reason: a FinishReason. Where it did not finish:
+    "slow_reader" where the caller read too slowly, else "".
     seconds: from admission. output_tokens: delivered, or lost with the stream.
     first_token_seconds: from admission, None without a token. queued_seconds: of these, before it ran.
     """
@@ -30,6 +32,14 @@ class RequestSummary:
     queued_seconds: float = 0.0
 
 
+@dataclass(frozen=True, slots=True)
+class RankQueue:
+    """Requests of a rank now: in prefill or decode, and not begun."""
+
+    running: int
+    queued: int
+
+
 class EngineObserver(Protocol):
     """Receives the engine's events. Every admitted request causes one on_admitted and one on_finished."""
 
@@ -37,8 +47,16 @@ class EngineObserver(Protocol):
         """A rank is warm."""
         ...
 
+    def on_queues(self, queues: Callable[[], Sequence[RankQueue]]) -> None:
+        """The ranks are warm. queues: asked at any time, from any thread: the queue of each rank."""
+        ...
+
     def on_rank_lost(self, rank: int) -> None:
-        """A rank died; every request in flight ends UNAVAILABLE."""
+        """A rank died; requests in flight pause until on_recovered, or end UNAVAILABLE."""
+        ...
+
+    def on_recovered(self, seconds: float, requests: int) -> None:
+        """A new group of ranks serves, so long after the loss; these requests continue."""
         ...
 
     def on_statistics(self, statistics: RankStatistics) -> None:
@@ -88,7 +106,13 @@ class NullObserver:
     def on_rank_ready(self, ready: RankReady) -> None:
         """Ignored."""
 
+    def on_queues(self, queues: Callable[[], Sequence[RankQueue]]) -> None:
+        """Ignored."""
+
     def on_rank_lost(self, rank: int) -> None:
+        """Ignored."""
+
+    def on_recovered(self, seconds: float, requests: int) -> None:
         """Ignored."""
 
     def on_statistics(self, statistics: RankStatistics) -> None:

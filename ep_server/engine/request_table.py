@@ -12,25 +12,37 @@ from dataclasses import dataclass, field
 
 from ep_server.engine.active_request import ActiveRequest
 from ep_server.engine.admission import Asked, Crowd
+from ep_server.engine.observer import RankQueue
 from ep_server.errors import InternalError
-from ep_server.records import RankLoad, RankReady
+from ep_server.records import RankLoad, RankReady, Request
 from ep_server.scheduler.lifecycle import State
 
 
 @dataclass(slots=True)
 class RankCount:
-    """Requests of one rank. tokens: of prompts and outputs whose KV is on the rank, or soon will be."""
+    """Requests of one rank.
+
+    tokens: of prompts and outputs whose KV is on the rank, or soon will be; a shared prompt counts once.
+    admitted: sequences in prefill or decode, as the rank reported last.
+    """
 
     waiting: int = 0
     running: int = 0
     releasing: int = 0
     tokens: int = 0
+    admitted: int = 0
     priorities: Counter[int] = field(default_factory=Counter)  # of waiting requests
 
     @property
     def in_flight(self) -> int:
         """Requests that are not freed."""
         return self.waiting + self.running + self.releasing
+
+    @property
+    def queue(self) -> RankQueue:
+        """Running and queued requests. A request counts as queued until its rank reports that it runs."""
+        running = min(self.admitted, self.in_flight)
+        return RankQueue(running, self.in_flight - running)
 
 
 class RequestTable:
@@ -40,6 +52,7 @@ class RequestTable:
         self.ranks = [RankCount() for _ in range(num_ranks)]
         self._by_id: dict[str, list[ActiveRequest]] = {}  # several where one request has several sequences
         self._by_number: dict[int, ActiveRequest] = {}
+        self._sharing: Counter[int] = Counter()  # sequences that share a prompt's blocks, by group
         self._unread: dict[str, list[ActiveRequest]] = {}  # by id, which newer requests may share
         self.unread = 0
 
@@ -49,6 +62,10 @@ class RequestTable:
     def __iter__(self) -> Iterator[ActiveRequest]:
         """Requests that have not ended, as a copy: the table may change meanwhile."""
         return iter([active for requests in self._by_id.values() for active in requests])
+
+    def releasing(self) -> list[ActiveRequest]:
+        """Requests that have ended and hold KV blocks."""
+        return [active for active in self._by_number.values() if active.state.ended]
 
     def with_id(self, request_id: str) -> Sequence[ActiveRequest]:
         """The requests that have this id and have not ended."""
@@ -68,7 +85,10 @@ class RequestTable:
         self._by_number[active.request.number] = active
         count = self.ranks[active.rank]
         _count_waiting(count, active, 1)
-        count.tokens += len(active.request.prompt_ids)
+        group = _group(active.request)
+        if not self._sharing[group]:
+            count.tokens += len(active.request.prompt_ids)
+        self._sharing[group] += 1
 
     def started(self, active: ActiveRequest) -> None:
         """Its first token arrived."""
@@ -104,7 +124,12 @@ class RequestTable:
         del self._by_number[active.request.number]
         count = self.ranks[active.rank]
         count.releasing -= 1
-        count.tokens -= len(active.request.prompt_ids) + active.output_tokens
+        count.tokens -= active.output_tokens
+        group = _group(active.request)
+        self._sharing[group] -= 1
+        if not self._sharing[group]:
+            del self._sharing[group]
+            count.tokens -= len(active.request.prompt_ids)
 
     def loads(self, ready: list[RankReady]) -> list[RankLoad]:
         """Load of each rank, waiting requests included; newer than the rank's own report."""
@@ -142,7 +167,7 @@ class RequestTable:
 
     def check_integrity(self) -> None:
         """Raises InternalError if tables, states or counts disagree."""
-        counted = [RankCount() for _ in self.ranks]
+        counted, sharing = [RankCount(admitted=rank.admitted) for rank in self.ranks], Counter[int]()
         for number, active in self._by_number.items():
             has_id = any(other is active for other in self._by_id.get(active.request.request_id, ()))
             if active.request.number != number or active.state.ended is has_id:
@@ -158,7 +183,12 @@ class RequestTable:
                 _count_waiting(count, active, 1)
             count.running += active.state is State.RUNNING
             count.releasing += active.state.ended
-            count.tokens += len(active.request.prompt_ids) + active.output_tokens
+            count.tokens += active.output_tokens
+            group = _group(active.request)
+            count.tokens += 0 if sharing[group] else len(active.request.prompt_ids)
+            sharing[group] += 1
+        if sharing != self._sharing:
+            raise InternalError(f"prompts are shared by {self._sharing}, the requests give {sharing}")
         if counted != self.ranks:
             raise InternalError(f"counts by rank are {self.ranks}, the requests give {counted}")
         if any(self._by_number.get(active.request.number) is not active for active in self):
@@ -166,6 +196,11 @@ class RequestTable:
         unread = [active for requests in self._unread.values() for active in requests]
         if len(unread) != self.unread or any(f.stream.closed or not f.state.ended for f in unread):
             raise InternalError(f"{self.unread} unread requests, the table has {unread}")
+
+
+def _group(request: Request) -> int:
+    """Number of the first sequence of its call."""
+    return request.group or request.number
 
 
 def _order(active: ActiveRequest) -> tuple[int, int]:

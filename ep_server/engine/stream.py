@@ -11,12 +11,12 @@ from __future__ import annotations
 import asyncio
 from array import array
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import chain
 from typing import Final
 
 from ep_server.errors import EpServerError, InternalError, SlowReader
-from ep_server.records import FinishReason, TokenEvent
+from ep_server.records import FinishReason, PromptLogprobs, TokenEvent
 
 # Most tokens of one message, unless its interval is longer: gRPC buffers an unread message whole.
 LONGEST_CHUNK: Final = 256
@@ -38,11 +38,15 @@ class Completion:
 
 @dataclass(slots=True)
 class Chunk:
-    """Result of one read: tokens in order, their final text, and the completion if it is the last."""
+    """Result of one read: tokens in order, their final text, and the completion if it is the last.
+
+    prompt: parts of the prompt's log probabilities, in order; they come before all tokens.
+    """
 
     events: list[TokenEvent] = field(default_factory=list)
     text: str = ""
     completion: Completion | None = None
+    prompt: list[PromptLogprobs] = field(default_factory=list)
 
 
 class TokenStream:
@@ -60,6 +64,7 @@ class TokenStream:
         self._interval = interval
         self._on_close = on_close
         self._held: list[_Held] = []
+        self._prompt: list[PromptLogprobs] = []
         self._completion: Completion | None = None
         self._needed = 1  # the first token is sent alone: that is time to first token
         self._error: EpServerError | None = None
@@ -79,6 +84,13 @@ class TokenStream:
     def ended(self) -> bool:
         """True once the writer has ended the stream."""
         return self._closed or self._error is not None or self._completion is not None
+
+    def put_prompt(self, scored: PromptLogprobs) -> None:
+        """Queues log probabilities of the prompt. They are bounded by the prompt, not by `capacity`."""
+        if self.ended:
+            raise InternalError(f"prompt of request {scored.number} after the end of its stream")
+        self._prompt.append(scored)
+        self._wake()
 
     def put(self, event: TokenEvent, text: str) -> None:
         """Queues a token and the text that it made final.
@@ -108,7 +120,7 @@ class TokenStream:
         """Closes the reader's side. error: why the server ends the call. Idempotent."""
         if not self._closed:
             self._closed, self._error = True, error or self._error
-            self._held = []
+            self._held, self._prompt = [], []
             self._on_close(error)
 
     async def read(self) -> Chunk:
@@ -122,18 +134,21 @@ class TokenStream:
         return self._take()
 
     def _take(self) -> Chunk:
-        if self._error is not None and not self._held:
+        if self._error is not None and not self._held and not self._prompt:
             raise self._error
+        prompt, self._prompt = self._prompt, []
         longest = max(self._interval, LONGEST_CHUNK)
         taken, self._held = self._held[:longest], self._held[longest:]
-        self._needed = self._interval
+        if taken:
+            self._needed = self._interval
         text = "".join(text for _, text, _ in taken)
-        return Chunk([_unpack(held) for held in taken], text, None if self._held else self._completion)
+        completion = None if self._held else self._completion
+        return Chunk([_unpack(held) for held in taken], text, completion, prompt)
 
     def _ready(self) -> bool:
         if self._closed:
             raise self._error or InternalError("read from a closed stream")
-        return len(self._held) >= self._needed or self.ended
+        return len(self._held) >= self._needed or self.ended or bool(self._prompt)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done() and self._ready():
@@ -147,7 +162,7 @@ _Held = tuple[TokenEvent, str, "array[float] | None"]
 def _pack(event: TokenEvent, text: str) -> _Held:
     if not event.top:
         return event, text, None
-    return replace(event, top=()), text, array("d", chain.from_iterable(event.top))
+    return event._replace(top=()), text, array("d", chain.from_iterable(event.top))
 
 
 def _unpack(held: _Held) -> TokenEvent:
@@ -155,15 +170,23 @@ def _unpack(held: _Held) -> TokenEvent:
     if top is None:
         return event
     pairs = zip(top[::2], top[1::2], strict=True)
-    return replace(event, top=tuple((int(token), logprob) for token, logprob in pairs))
+    return event._replace(top=tuple((int(token), logprob) for token, logprob in pairs))
 
 
-async def merged(streams: Sequence[TokenStream]) -> AsyncIterator[tuple[int, Chunk]]:
+async def merged(streams: Sequence[TokenStream], *, prompt: bool = False) -> AsyncIterator[tuple[int, Chunk]]:
     """Yields (index, chunk) in order of arrival until every stream completed; none starves another.
 
+    Args:
+        prompt: the first stream has log probabilities of the prompt; they precede the tokens of all.
     Raises: the error that one of them was ended with.
     """
     left = dict(enumerate(streams))
+    while prompt:
+        chunk = await streams[0].read()
+        prompt = not chunk.events
+        if chunk.completion is not None:
+            del left[0]
+        yield 0, chunk
     while left:
         await _any_ready(left.values())
         for index, stream in list(left.items()):

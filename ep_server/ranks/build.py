@@ -1,6 +1,6 @@
 """Builds the parts of one rank in its own process: exchange, weights, KV cache, scheduler; and warms them up.
 
-Knows the parts and their order; nothing of channels. Collective: every rank of the group does the same.
+Defines the parts and their order, but uses no channel. Collective: every rank of the group does the same.
 """
 
 from __future__ import annotations
@@ -9,34 +9,40 @@ import json
 import os
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
 from ep_server.backends.assembly import LoadParams, RankModel, load_model
 from ep_server.config import Config
 from ep_server.exchange.api import Exchange, ExchangeSpec
-from ep_server.models.families import read_spec
+from ep_server.models.families import ModelSpec, read_spec
 from ep_server.ranks.devices import device_of
 from ep_server.ranks.exchanges import Opening
 from ep_server.ranks.group import exchange_spec
 from ep_server.ranks.overlap import Overlap
-from ep_server.ranks.parts import Built, Device, Progress, Runner
+from ep_server.ranks.parts import AnyRunner, Built, Device, Progress
+from ep_server.ranks.profiler import StepProfiler
 from ep_server.records import RankReady, Request, Sampling, SeqSlice, StepBatch, Stopping
 from ep_server.scheduler.batch import IDLE, SchedulerLimits
 from ep_server.scheduler.rank_scheduler import RankScheduler
+from ep_server.text.grammars.masks import GrammarMasks
+from ep_server.text.tokenizer import Tokenizer
 from ep_server.v1 import rank_pb2 as pb
 
 WARM_UP_TOKENS = 8
+MOST_MASK_THREADS = 8
 WARM_UP_NUMBER = 0  # the front numbers its requests from 1
 
 
 @dataclass(frozen=True, slots=True)
 class Front:
-    """Whom a rank talks to while it is built.
+    """Callbacks while a rank is built.
 
     progress: called as progress(stage, done, total).
-    opening: hears of the exchange as soon as the other ranks can see this one.
+    opening: gets the exchange as soon as the other ranks can see this one.
     """
 
     progress: Progress
@@ -48,10 +54,12 @@ class RankParts:
     """A rank that is ready to step."""
 
     exchange: Exchange
-    runner: Runner
+    runner: AnyRunner
     scheduler: RankScheduler
     ready: RankReady
     overlap: Overlap
+    masks: GrammarMasks
+    profiler: StepProfiler
 
 
 def build_rank(
@@ -60,26 +68,30 @@ def build_rank(
     """Loads what this rank owns and runs the first steps with the others.
 
     Args:
-        choose: what this rank computes on.
+        choose: picks the device of this rank.
     Raises: StartupError and its children; ExchangeError if a peer fails.
     """
     began = time.monotonic()
-    # The kernels have threads of their own; torch's would spin against them between its small operations.
+    # The kernels have their own threads. torch's threads would compete with them between small operations.
     torch.set_num_threads(1)
     config = Config.from_values(json.loads(start.config_json))
-    spec = exchange_spec(config, read_spec(config.model.path), start.rank)
+    model_spec = read_spec(config.model.path)
+    spec = exchange_spec(config, model_spec, start.rank)
     device = choose(start, config)
-    # Before the weights: its heartbeat tells the others that this rank lives however long loading takes.
+    # Before the weights: its heartbeat shows that this rank is alive, however long loading takes.
     exchange = device.open(spec, front.opening)
     progress = front.progress
-    model = load_model(_load_params(start, config, spec, device), progress)
-    built = device.build(model, exchange)
+    with ThreadPoolExecutor(1, "vocabulary") as beside:
+        masks_made = beside.submit(_masks, config, model_spec, start.threads)
+        model = load_model(_load_params(start, config, spec, device), progress)
+        masks = masks_made.result()
+    built = device.build(model, exchange, masks)
     limits = _limits(config, model, built, device.ahead)
     progress("warm-up", 0, 1)
     exchange.barrier()
     with torch.inference_mode():
         warm_up(built.runner, limits, micro_batches=(1,) if config.parallel.overlap == "off" else (1, 2))
-        device.prepare(built.runner, progress)
+        device.prepare(progress)
     progress("warm-up", 1, 1)
     exchange.barrier()  # votes have a deadline, which must not begin while another rank compiles
     ready = RankReady(
@@ -93,7 +105,23 @@ def build_rank(
         load_seconds=time.monotonic() - began,
         attention=built.attention,
     )
-    return RankParts(exchange, built.runner, RankScheduler(limits), ready, device.overlap(built.runner))
+    return RankParts(
+        exchange,
+        built.runner,
+        RankScheduler(limits),
+        ready,
+        device.overlap(),
+        masks,
+        StepProfiler(config.profile.directory, start.rank, on_device=config.parallel.device == "cuda"),
+    )
+
+
+def _masks(config: Config, spec: ModelSpec, threads: int) -> GrammarMasks:
+    """Of the requests with a grammar. Raises: CheckpointError."""
+    tokenizer = Tokenizer.load(Path(config.model.path))
+    eos = [token for token in spec.eos_token_ids if token < spec.vocab_size]
+    inner = None if tokenizer is None else tokenizer.inner
+    return GrammarMasks(inner, spec.vocab_size, eos, min(threads, MOST_MASK_THREADS))
 
 
 def _load_params(start: pb.Start, config: Config, spec: ExchangeSpec, device: Device) -> LoadParams:
@@ -119,17 +147,17 @@ def _limits(config: Config, model: RankModel, built: Built, ahead: int) -> Sched
         max_step_tokens=config.scheduler.max_step_tokens,
         block_size=config.scheduler.block_size,
         kv_blocks=built.kv_blocks,
-        # Drawn experts differ between requests, so keys and values of equal prefixes differ too.
+        # Experts drawn at random differ between requests, so keys and values of equal prefixes differ too.
         prefix_cache=config.scheduler.prefix_cache and config.model.routing == "router",
         max_context=model.max_context,
         ahead=ahead,
     )
 
 
-def warm_up(runner: Runner, limits: SchedulerLimits, micro_batches: tuple[int, ...]) -> None:
-    """Runs a prefill, a decode and an idle step in each form, so that the first request finds all code warm.
+def warm_up(runner: AnyRunner, limits: SchedulerLimits, micro_batches: tuple[int, ...]) -> None:
+    """Runs a prefill, a decode and an idle step of each kind, so that the first request finds all code warm.
 
-    It writes into the first KV blocks, which belong to nobody yet.
+    It writes into the first KV blocks, which are not in use yet.
     """
     size = min(
         WARM_UP_TOKENS, limits.max_step_tokens, limits.max_context, limits.kv_blocks * limits.block_size

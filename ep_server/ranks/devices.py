@@ -1,18 +1,19 @@
-"""What a rank computes on: the CPU, or one GPU. Chooses arithmetic, exchange and runner; knows no channel.
+"""The device of a rank: the CPU, or one GPU. Chooses arithmetic, exchange and runner; uses no channel.
 
-On a GPU rows of bfloat16 or FP8 travel over NVLink to ranks of the same host; to others through host memory
-or, if asked for, from GPU memory. A GPU runs one step ahead of what the host knows.
+GPU ranks send rows of bfloat16 or FP8 over NVLink to ranks of the same host. To other hosts they send through
+host memory or, if configured, from GPU memory. A GPU runs one step ahead of the host.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
 from ep_server.backends.assembly import RankModel
 from ep_server.backends.cpu.native_compute import NativeCompute
 from ep_server.backends.cpu.sampler import Sampler
+from ep_server.backends.masks import Masks
 from ep_server.backends.torch_compute import TorchCompute
 from ep_server.config import Config
 from ep_server.errors import StartupError
@@ -29,6 +30,7 @@ from ep_server.v1 import rank_pb2 as pb
 
 if TYPE_CHECKING:  # its kernels are for ranks with a GPU
     from ep_server.backends.gpu.moe.rows import RowsOfSteps
+    from ep_server.backends.gpu.runner import GpuRunner
 
 OVERLAP_SMS = 48  # of a GPU, for dispatch and combine beside the other micro-batch; not tuned on a model yet
 
@@ -45,31 +47,31 @@ class CpuDevice:
         """As Device.open."""
         return open_exchange(self._start, self._config, spec, opening)
 
-    def build(self, model: RankModel, exchange: Exchange) -> Built:
+    def build(self, model: RankModel, exchange: Exchange, masks: Masks) -> Built:
         """As Device.build."""
         blocks = self._start.kv_blocks
         runner = model.runner(
-            exchange, Sampler(model.spec.vocab_size), blocks, self._config.scheduler.block_size
+            exchange, Sampler(model.spec.vocab_size), blocks, self._config.scheduler.block_size, masks
         )
         return Built(runner, blocks, exchange.capabilities.memory_bytes)
 
-    def prepare(self, runner: Any, progress: Progress) -> None:
-        """Nothing: all code is warm."""
+    def prepare(self, progress: Progress) -> None:
+        """Does nothing: all code is warm."""
 
-    def overlap(self, runner: Any) -> Overlap:
-        """By the time that a rank waits."""
+    def overlap(self) -> Overlap:
+        """Decides by the time that a rank waits."""
         return OverlapPolicy(self._config.parallel.overlap)
 
 
 class CudaDevice:
-    """One GPU: the local rank's number among those that this process sees."""
+    """One GPU. Its number among the visible ones is the local rank."""
 
     def __init__(self, start: pb.Start, config: Config) -> None:
         self.ahead = 1
         self._start, self._config = start, config
         self.device = self._own(start.rank - local_ranks(config).start)
         self.compute: Compute = TorchCompute(self.device)
-        self._sizes = ""  # that decide what steps need; once built
+        self._built: tuple[GpuRunner, str] | None = None  # and the options that decide what its steps need
 
     def open(self, spec: ExchangeSpec, opening: Opening) -> Exchange:
         """As Device.open."""
@@ -82,7 +84,7 @@ class CudaDevice:
         Room.on(self.device).check_weights(held[spec.rank])
         return open_exchange(self._start, self._config, spec, opening, self.device)
 
-    def build(self, model: RankModel, exchange: Exchange) -> Built:
+    def build(self, model: RankModel, exchange: Exchange, masks: Masks) -> Built:
         """As Device.build. Raises: ConfigError too."""
         from ep_server.backends.gpu.assembly import GpuPlan, decode_kernels, gpu_runner, kv_blocks_on
         from ep_server.backends.gpu.memory import room_for_steps
@@ -103,25 +105,34 @@ class CudaDevice:
         chosen = decode_kernels(self._config.model.attention, model, scheduler.block_size)
         blocks = kv_blocks_on(self.device, model, plan)
         rows = rows_of(exchange)
-        self._sizes = (
+        sizes = (
             f"scheduler.kv_blocks = {blocks}, scheduler.max_running = {plan.max_running}, "
             f"scheduler.max_step_tokens = {plan.max_step_tokens}"
         )
-        with room_for_steps(self.device, self._sizes):
-            runner = gpu_runner(model, exchange, rows, plan, blocks, chosen.kernels)
+        with room_for_steps(self.device, sizes):
+            runner = gpu_runner(model, exchange, rows, plan, blocks, chosen.kernels, masks)
+        self._built = runner, sizes
         return Built(runner, blocks, exchange.capabilities.memory_bytes, chosen.named)
 
-    def prepare(self, runner: Any, progress: Progress) -> None:
-        """Captures a graph for each form of a step. Raises: StartupError where they do not fit."""
+    @property
+    def runner(self) -> GpuRunner:
+        """The runner of build()."""
+        assert self._built is not None
+        return self._built[0]
+
+    def prepare(self, progress: Progress) -> None:
+        """Captures a graph for each GraphKey. Raises: StartupError if they do not fit."""
         from ep_server.backends.gpu.memory import room_for_steps
 
-        with room_for_steps(self.device, self._sizes):
+        assert self._built is not None
+        runner, sizes = self._built
+        with room_for_steps(self.device, sizes):
             runner.prepare(lambda done, total: progress("graphs", done, total))
 
-    def overlap(self, runner: Any) -> Overlap:
-        """By the times of captured steps; other steps are not cut unless that is asked for."""
+    def overlap(self) -> Overlap:
+        """Decides by the times of captured steps. Other steps are split only if configured."""
         mode = overlap_mode(self._config, self._start.num_ranks)
-        return BucketOverlap(runner.graphs.overlapped) if mode == "auto" else OverlapPolicy(mode)
+        return BucketOverlap(self.runner.graphs.overlapped) if mode == "auto" else OverlapPolicy(mode)
 
     def _own(self, local: int) -> torch.device:
         from ep_server.backends.gpu.capability import gpus_found
@@ -137,18 +148,18 @@ class CudaDevice:
 
 
 def device_of(start: pb.Start, config: Config) -> Device:
-    """What the configuration says this rank computes on. Raises: StartupError."""
+    """The configured device of this rank. Raises: StartupError."""
     return CudaDevice(start, config) if config.parallel.device == "cuda" else CpuDevice(start, config)
 
 
 def overlap_mode(config: Config, ranks: int) -> str:
-    """As configured; one rank alone has nothing to hide, so it overlaps only if told to."""
+    """As configured. A single rank has no wait to hide, so it overlaps only if configured."""
     mode = config.parallel.overlap
     return "off" if mode == "auto" and ranks == 1 else mode
 
 
 def rows_of(exchange: Exchange) -> RowsOfSteps:
-    """How rows come to a GPU: not at all for one rank, else as the exchange is able to bring them."""
+    """How rows reach a GPU: not at all for a single rank, else as the exchange supports it."""
     from ep_server.backends.gpu.moe.rows import FusedRows, LocalRows, PlainRows, RowsOfSteps, SideRows
 
     if exchange.spec.local_only:

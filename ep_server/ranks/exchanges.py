@@ -1,4 +1,4 @@
-"""Opens the exchange of one rank as its Start message and the configuration say."""
+"""Opens the exchange of one rank, as given by its Start message and the configuration."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ from ep_server.config import Config
 from ep_server.exchange import factory
 from ep_server.exchange.api import Abortable, Exchange, ExchangeSpec
 from ep_server.exchange.fabric.settings import EndpointAddress
+from ep_server.exchange.spec import Waiting
 from ep_server.exchange.validate import CPU
-from ep_server.exchange.waiting import Waiting
-from ep_server.ranks.fabric_options import fabric_options
-from ep_server.ranks.group import local_ranks, spin_budget, topology_of, usable_cores
+from ep_server.ranks.group import fabric_options, local_ranks, spin_budget, topology_of, usable_cores
 from ep_server.v1 import rank_pb2 as pb
 
 Meet = Callable[[pb.Introduction, float], pb.Connect]
@@ -22,10 +21,10 @@ Meet = Callable[[pb.Introduction, float], pb.Connect]
 
 @dataclass(frozen=True, slots=True)
 class Opening:
-    """Who takes part when an exchange is opened.
+    """Callbacks while an exchange is opened.
 
     on_open: gets what can abort the group, before this rank waits for another one.
-    meet: gives the introductions of all ranks for that of this one; waits as many seconds.
+    meet: takes this rank's introduction and returns those of all ranks; waits at most so many seconds.
     """
 
     on_open: Callable[[Abortable], None]
@@ -35,7 +34,7 @@ class Opening:
 def open_exchange(
     start: pb.Start, config: Config, spec: ExchangeSpec, opening: Opening, device: torch.device = CPU
 ) -> Exchange:
-    """The exchange of this rank, on tensors of `device`. Collective between hosts.
+    """Opens the exchange of this rank on tensors of `device`. Collective between hosts.
 
     Raises: StartupError and its children; ExchangeError if a peer fails.
     """

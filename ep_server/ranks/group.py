@@ -1,7 +1,7 @@
 """Plans a group of ranks from the configuration and the checkpoint's headers, before any rank exists.
 
-Decides what all ranks must agree on: expert placement, the exchange, KV blocks, threads. Refuses, with the
-numbers, what this host cannot hold. Starts nothing. Units: bytes, blocks, tokens.
+Decides what all ranks must agree on: expert placement, the exchange, KV blocks, threads. Refuses a group that
+this host cannot hold, and gives the numbers. Starts nothing. Units: bytes, blocks, tokens.
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ep_server.config import Config, SchedulerConfig
+from ep_server.config import Config, FabricConfig, SchedulerConfig
 from ep_server.errors import ConfigError, StartupError
 from ep_server.exchange.api import ExchangeSpec, Payload, Reduction
+from ep_server.exchange.fabric.settings import FabricOptions, traffic_class
 from ep_server.exchange.factory import Topology
-from ep_server.exchange.geometry import group_bytes
 from ep_server.exchange.segment import available_memory
+from ep_server.exchange.spec import group_bytes
 from ep_server.models.families import ModelSpec
 from ep_server.models.footprint import footprint
 from ep_server.models.inspect import inspect_checkpoint, inspect_config
@@ -31,11 +32,11 @@ PROCESS_BYTES = 192 << 20  # a rank's own memory beside weights and KV cache: in
 
 @dataclass(frozen=True, slots=True)
 class GroupPlan:
-    """What the ranks of a group start from.
+    """The plan that the ranks of a group start from.
 
     exchange: of rank 0; the others differ in `rank` only. kv_blocks, threads: of each rank of this host;
       kv_blocks 0 = as the memory of its GPU allows.
-    weight_bytes: by rank, over all hosts. unused: says what of the checkpoint is not read; empty if nothing.
+    weight_bytes: by rank, over all hosts. unused: names unused parts of the checkpoint; empty if none.
     """
 
     exchange: ExchangeSpec
@@ -49,8 +50,8 @@ def plan_group(config: Config, available: int | None = None) -> GroupPlan:
     """Reads config.json and, unless weights are made up, the shards' headers.
 
     Args:
-        available: memory the group may take; what this host has left if None.
-    Raises: CheckpointError; ConfigError; StartupError where the model does not fit into memory.
+        available: memory the group may take; None = the free memory of this host.
+    Raises: CheckpointError; ConfigError; StartupError if the model does not fit into memory.
     """
     model, on_cpu = config.model, config.parallel.device == "cpu"
     if on_cpu and model.kv_dtype != "auto":
@@ -63,7 +64,7 @@ def plan_group(config: Config, available: int | None = None) -> GroupPlan:
 
 
 def plan_ranks(config: Config, spec: ModelSpec, available: int, *, packed: bool = True) -> GroupPlan:
-    """As plan_group, for a model of which only config.json is there.
+    """As plan_group, for a model that has only its config.json.
 
     Args:
         available: memory for the ranks of this host. packed: weights as CPU ranks keep them, or as they are.
@@ -98,7 +99,7 @@ def plan_ranks(config: Config, spec: ModelSpec, available: int, *, packed: bool 
 
 
 def weight_bytes(config: Config, spec: ModelSpec, exchange: ExchangeSpec, *, packed: bool) -> tuple[int, ...]:
-    """Of each rank. packed: as CPU ranks keep them, or as they are."""
+    """Bytes of each rank's weights. packed: as CPU ranks keep them, else as stored."""
     held = footprint(spec, serving_dtype(spec, config.model.dtype), packed=packed)
     return held.rank_bytes(exchange.placement, exchange.num_ranks)
 
@@ -120,16 +121,16 @@ def hosts_of(config: Config) -> tuple[int, ...]:
 
 
 def exchange_bytes(config: Config, exchange: ExchangeSpec) -> int:
-    """Memory of the exchange on this host. Between hosts each rank has an outbox beside its region."""
+    """Memory of the exchange on this host. With several hosts, each rank also has an outbox."""
     if config.cluster.nodes == 1:
         return group_bytes(exchange)
     return 2 * group_bytes(exchange) // config.cluster.nodes
 
 
 def topology_of(config: Config, spec: ExchangeSpec) -> Topology:
-    """Where the ranks are, and whether rows stay on NVLink inside a node where there are several.
+    """Where the ranks are, and whether rows stay on NVLink inside a node if there are several.
 
-    Raises: ConfigError where that is asked for and cannot be.
+    Raises: ConfigError if that is configured but not possible.
     """
     return Topology(hosts_of(config), config.parallel.device == "cuda", _hierarchical(config, spec))
 
@@ -140,14 +141,14 @@ def _hierarchical(config: Config, spec: ExchangeSpec) -> bool:
     if asked == "hierarchical" and not possible:
         allowed = "auto or flat, unless there are several nodes with GPUs and rows are not float32"
         raise ConfigError("exchange.between_nodes", asked, allowed)
-    # Reduction source promises the same bits for every number of ranks, which sums in two parts do not keep.
+    # Reduction source promises the same bits for every number of ranks. Sums in two parts would break that.
     plain = config.parallel.ranks > 1 and spec.reduction is Reduction.RANK
     fits = plain and config.scheduler.max_running >= HIERARCHICAL_FROM
     return possible and (asked == "hierarchical" or (asked == "auto" and fits))
 
 
 def check_device_memory(config: Config) -> None:
-    """Raises ConfigError where cards are to reach GPU memory, and there are no GPUs or no other nodes."""
+    """Raises ConfigError if NICs shall access GPU memory, but there are no GPUs or no other nodes."""
     if config.exchange.device_memory == "hmem" and not between_gpus(config):
         allowed = "auto or host, unless there are several nodes with GPUs"
         raise ConfigError("exchange.device_memory", "hmem", allowed)
@@ -161,7 +162,7 @@ def between_gpus(config: Config) -> bool:
 def exchange_spec(config: Config, spec: ModelSpec, rank: int) -> ExchangeSpec:
     """The exchange of one rank; the same on all but for `rank`.
 
-    Raises: ConfigError for rows that the experts of GPU ranks do not take, or that no card reaches.
+    Raises: ConfigError for rows that the experts of GPU ranks do not support, or that no NIC can send.
     """
     check_device_memory(config)
     ranks, settings = num_ranks(config), config.exchange
@@ -200,7 +201,7 @@ def spin_budget(spin_us: int, busy: int, cores: int) -> int:
     """Microseconds a rank spins while it waits.
 
     Args:
-        spin_us: as configured; -1 spins only where every thread has a core of its own.
+        spin_us: as configured; -1 spins only if every thread has its own core.
         busy: ranks x threads of this host.
         cores: usable_cores().
     """
@@ -208,10 +209,40 @@ def spin_budget(spin_us: int, busy: int, cores: int) -> int:
 
 
 def useful_blocks(scheduler: SchedulerConfig, context: int) -> int:
-    """Blocks beyond which more change nothing: every running sequence at full length, and that once again
-    for cached prefixes."""
+    """The most blocks that are useful: every running sequence at full length, and as many again for cached
+    prefixes."""
     return 2 * scheduler.max_running * -(-context // scheduler.block_size)
 
 
 def _gib(number: int) -> str:
     return f"{number / 2**30:.2f} GiB"
+
+
+def fabric_options(config: FabricConfig, local_rank: int, local_ranks: int) -> FabricOptions:
+    """The network settings of one rank.
+
+    Args:
+        local_rank: 0 to local_ranks - 1, on this node.
+    Raises: ConfigError naming the field of the section, its value and what is allowed.
+    """
+    return FabricOptions(
+        library=config.library,
+        provider=config.provider,
+        domain=_of_rank("fabric.domain", config.domain, local_rank, local_ranks),
+        address=config.address,
+        interface=_of_rank("fabric.interface", config.interface, local_rank, local_ranks),
+        traffic_class=traffic_class("fabric.traffic_class", config.traffic_class),
+        gid_index=config.gid_index,
+        queue_depth=config.queue_depth,
+        adaptive_routing=config.adaptive_routing,
+    )
+
+
+def _of_rank(field: str, text: str, local_rank: int, local_ranks: int) -> str:
+    """A single name applies to every rank. In a comma-separated list, each rank has its own."""
+    names = [name.strip() for name in text.split(",")]
+    if len(names) == 1:
+        return names[0]
+    if len(names) != local_ranks or not all(names):
+        raise ConfigError(field, text, f"one name, or one for each of the {local_ranks} ranks of this node")
+    return names[local_rank]

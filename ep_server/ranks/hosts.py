@@ -1,6 +1,6 @@
 """Where the ranks of a group run: on this host here, on several in ep_server.cluster. Starts and hands over.
 
-Knows the memory that the ranks of one host share, and their first message; nothing of what they say later.
+Handles the memory that the ranks of one host share, and their first message, but no later ones.
 """
 
 from __future__ import annotations
@@ -39,17 +39,17 @@ class Rank(Protocol):
 
     @property
     def pid(self) -> int:
-        """Of its own host; 0 while it is not known."""
+        """Process id on its own host; 0 while unknown."""
         ...
 
     @property
     def returncode(self) -> int | None:
-        """Exit code, or minus the signal; None while it runs or if nobody knows."""
+        """Exit code, or minus the signal; None while it runs or if unknown."""
         ...
 
     @property
     def buffered(self) -> int:
-        """Bytes sent that are still here."""
+        """Bytes sent that have not left this process."""
         ...
 
     def send(self, payload: bytes) -> None:
@@ -66,10 +66,10 @@ class Rank(Protocol):
 
 
 class Hosts(Protocol):
-    """What the launcher needs of the hosts of a group."""
+    """The hosts of a group, as the launcher uses them."""
 
     async def spawn(self, callbacks: RankCallbacks, started: Callable[[Rank], None]) -> None:
-        """Starts all ranks, in rank order; each is handed over at once, so that it can be ended.
+        """Starts all ranks in rank order. Hands each over at once, so that the caller can end it.
 
         Raises: StartupError.
         """
@@ -78,7 +78,7 @@ class Hosts(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
-    """What the ranks of one host inherit. bells: of its ranks, where there are other hosts."""
+    """Descriptors that the ranks of one host inherit. bells: one per rank, if there are other hosts."""
 
     segment: int
     bells: tuple[int, ...] = ()
@@ -113,7 +113,7 @@ class LocalRanks:
 
 
 def warn_of_unused(plan: GroupPlan) -> None:
-    """Logs what of the checkpoint nobody reads, once for a server."""
+    """Logs the unused parts of the checkpoint, once per server."""
     if plan.unused:
         log.warning("%s", plan.unused)
 
@@ -121,7 +121,7 @@ def warn_of_unused(plan: GroupPlan) -> None:
 async def spawn_here(
     local: LocalRanks, callbacks: RankCallbacks, started: Callable[[RankProcess], None]
 ) -> None:
-    """Starts the ranks of this host and tells each what it is. Raises: OSError, StartupError."""
+    """Starts the ranks of this host and sends each its Start message. Raises: OSError, StartupError."""
     shared = await asyncio.to_thread(_share, local)
     hang_seconds = local.config.exchange.timeout_seconds
     with _closing(shared.descriptors):

@@ -21,10 +21,21 @@ from ep_server.config import Config
 from ep_server.errors import ConfigError, EpServerError, InternalError, RankLost, StartupError
 from ep_server.ranks.group import num_ranks
 from ep_server.ranks.hosts import WORKER, Hosts, OneHost, Rank, ended
-from ep_server.ranks.messages import add_message, error_of, events_of, ready_of, statistics_of
+from ep_server.ranks.messages import (
+    add_message,
+    error_of,
+    events_of,
+    kv_events_of,
+    order_done_of,
+    order_message,
+    prompt_logprobs_of,
+    ready_of,
+    request_error_of,
+    statistics_of,
+)
 from ep_server.ranks.process import RankCallbacks, exit_reason
 from ep_server.ranks.protocol import RankListener
-from ep_server.records import RankReady, Request
+from ep_server.records import RankOrder, RankReady, Request
 from ep_server.v1 import rank_pb2 as pb
 
 
@@ -101,7 +112,7 @@ def start_error(sign: Sign, *, several: bool) -> StartupError:
 log = logging.getLogger(__name__)
 
 MAX_BUFFERED = 256 << 20  # bytes one rank may leave unread
-SETTLE_SEVERAL = 0.5  # seconds between the signs of one loss that come from several hosts
+SETTLE_SEVERAL = 0.5  # seconds between the signs of one loss from several hosts
 
 SESSION_BITS = 17  # of a group over several hosts: as many as a greeting of its ranks carries
 
@@ -183,6 +194,10 @@ class RankProcesses:
             raise
         return [self._ready[rank] for rank in range(self.num_ranks)]
 
+    async def restart(self) -> list[RankReady]:
+        """Not of one group: restarting.RestartingRanks makes the next one. Raises: StartupError."""
+        raise StartupError("this group of ranks cannot be restarted")
+
     def submit(self, rank: int, request: Request) -> None:
         """As Ranks.submit: the request goes to its rank, its work number to all."""
         self._work_number += 1
@@ -196,6 +211,19 @@ class RankProcesses:
     def cancel(self, rank: int, number: int) -> None:
         """As Ranks.cancel."""
         self._processes[rank].send(pb.ToRank(cancel=pb.Cancel(number=number)).SerializeToString())
+
+    def watch_cache(self, *, on: bool) -> None:
+        """As Ranks.watch_cache."""
+        self._send_all(pb.ToRank(watch_cache=pb.WatchCache(on=on)))
+
+    def order(self, order: RankOrder, number: int) -> None:
+        """As Ranks.order."""
+        self._send_all(order_message(order, number))
+
+    def _send_all(self, message: pb.ToRank) -> None:
+        payload = message.SerializeToString()
+        for process in self._processes:
+            process.send(payload)
 
     async def stop(self) -> None:
         """As Ranks.stop: sends Shutdown, then SIGTERM, then SIGKILL; returns when every process is reaped."""
@@ -218,9 +246,7 @@ class RankProcesses:
     async def _stop(self) -> None:
         started = self._started is not None and self._started.done() and not self._signs
         if started:
-            shutdown = pb.ToRank(shutdown=pb.Shutdown()).SerializeToString()
-            for process in self._processes:
-                process.send(shutdown)
+            self._send_all(pb.ToRank(shutdown=pb.Shutdown()))
             await ended(self._processes, self._timing.grace)
         for number, seconds in ((signal.SIGTERM, self._timing.term), (signal.SIGKILL, self._timing.kill)):
             for process in self._processes:
@@ -243,13 +269,21 @@ class RankProcesses:
         assert listener is not None
         if kind == "tokens":
             listener.on_tokens(rank, events_of(message.tokens))
+        elif kind == "prompt_logprobs":
+            listener.on_prompt_logprobs(rank, prompt_logprobs_of(message.prompt_logprobs))
         elif kind == "freed":
             listener.on_freed(rank, message.freed.number)
         elif kind == "statistics":
             listener.on_statistics(statistics_of(message.statistics))
         elif kind == "request_failed":
             failed = message.request_failed
-            listener.on_request_failed(rank, failed.number, failed.message)
+            listener.on_request_failed(rank, failed.number, request_error_of(rank, failed))
+        elif kind == "running":
+            listener.on_running(rank, message.running)
+        elif kind == "kv_events":
+            listener.on_kv_events(kv_events_of(rank, message.kv_events))
+        elif kind == "order_done":
+            listener.on_order_done(rank, order_done_of(message.order_done))
         elif kind == "fatal":
             fatal = message.fatal
             peer = fatal.peer if fatal.HasField("peer") else None
@@ -276,8 +310,7 @@ class RankProcesses:
         """Sends every rank the addresses of all ranks."""
         everyone = [self._introductions[rank] for rank in range(self.num_ranks)]
         connect = pb.Connect(ranks=everyone, session=secrets.randbits(SESSION_BITS))
-        for process in self._processes:
-            process.send(pb.ToRank(connect=connect).SerializeToString())
+        self._send_all(pb.ToRank(connect=connect))
 
     def _on_closed(self, rank: int, reason: str) -> None:
         self._note(Kind.CLOSED, rank, reason)

@@ -7,20 +7,42 @@ from __future__ import annotations
 
 import json
 import math
+from array import array
 from collections.abc import Sequence
 from itertools import islice
 
 from ep_server import errors
-from ep_server.errors import ConfigError, EpServerError, InternalError, PeerLost, PeerTimeout
+from ep_server.errors import (
+    ConfigError,
+    EpServerError,
+    GrammarUnfollowed,
+    InternalError,
+    PeerLost,
+    PeerTimeout,
+)
 from ep_server.records import (
     FinishReason,
+    FlushCache,
+    Grammar,
+    GrammarKind,
+    KvBlocksRemoved,
+    KvBlocksStored,
+    KvCacheCleared,
+    KvEvent,
+    KvEventBatch,
+    KvSnapshot,
+    OrderDone,
+    PromptLogprobs,
     RankLoad,
+    RankOrder,
     RankReady,
     RankStatistics,
     Request,
     Sampling,
+    StartProfile,
     StepTrace,
     Stopping,
+    StopProfile,
     TokenEvent,
 )
 from ep_server.v1 import rank_pb2 as pb
@@ -40,7 +62,7 @@ _STEP_FIELDS = tuple(StepTrace.__dataclass_fields__)
 
 def add_message(request: Request, work_number: int) -> pb.ToRank:
     """A request for the rank that the message is sent to."""
-    s, t = request.sampling, request.stopping
+    s, t, g = request.sampling, request.stopping, request.grammar
     return pb.ToRank(
         add=pb.Add(
             work_number=work_number,
@@ -61,6 +83,7 @@ def add_message(request: Request, work_number: int) -> pb.ToRank:
                     bias_values=[bias for _, bias in s.logit_bias],
                     logprobs=s.logprobs,
                     allowed_token_ids=s.allowed_token_ids,
+                    prompt_logprobs=s.prompt_logprobs,
                 ),
                 stopping=pb.Stopping(
                     max_new_tokens=t.max_new_tokens,
@@ -74,6 +97,9 @@ def add_message(request: Request, work_number: int) -> pb.ToRank:
                 cache_salt=request.cache_salt,
                 bypass_prefix_cache=request.bypass_prefix_cache,
                 dp_rank=request.dp_rank,
+                group=request.group,
+                grammar=None if g is None else pb.Grammar(kind=g.kind, source=g.source),
+                output_ids=request.output_ids,
             ),
         )
     )
@@ -98,6 +124,7 @@ def request_of(wire: pb.Request) -> Request:
             logit_bias=tuple(zip(s.bias_token_ids, s.bias_values, strict=True)),
             logprobs=s.logprobs if s.HasField("logprobs") else None,
             allowed_token_ids=tuple(s.allowed_token_ids),
+            prompt_logprobs=s.prompt_logprobs if s.HasField("prompt_logprobs") else None,
         ),
         stopping=Stopping(
             max_new_tokens=t.max_new_tokens,
@@ -111,12 +138,18 @@ def request_of(wire: pb.Request) -> Request:
         cache_salt=wire.cache_salt,
         bypass_prefix_cache=wire.bypass_prefix_cache,
         dp_rank=wire.dp_rank if wire.HasField("dp_rank") else None,
+        group=wire.group,
+        grammar=Grammar(GrammarKind(wire.grammar.kind), wire.grammar.source)
+        if wire.HasField("grammar")
+        else None,
+        output_ids=tuple(wire.output_ids),
     )
 
 
-def tokens_message(events: Sequence[TokenEvent]) -> pb.FromRank:
+def tokens_message(events: Sequence[TokenEvent], step: int) -> pb.FromRank:
     """The tokens of one step. A column in which every entry has its default is left out."""
-    tokens = pb.StepTokens(numbers=[e.number for e in events], token_ids=[e.token_id for e in events])
+    numbers, token_ids = [e.number for e in events], [e.token_id for e in events]
+    tokens = pb.StepTokens(numbers=numbers, token_ids=token_ids, step=step)
     if any(e.finish for e in events):
         tokens.finish.extend([_FINISH_TO_WIRE[e.finish] for e in events])
     if any(e.cached_tokens for e in events):
@@ -133,8 +166,8 @@ def tokens_message(events: Sequence[TokenEvent]) -> pb.FromRank:
 
 
 def events_of(wire: pb.StepTokens) -> list[TokenEvent]:
-    """The events that tokens_message was given."""
-    size = len(wire.numbers)
+    """The events that tokens_message was given, with their step."""
+    size, step = len(wire.numbers), wire.step
     top = zip(wire.top_token_ids, wire.top_logprobs, strict=True)
     columns = zip(
         wire.numbers,
@@ -155,9 +188,29 @@ def events_of(wire: pb.StepTokens) -> list[TokenEvent]:
             _FINISH_FROM_WIRE[finish],
             cached,
             queued,
+            step,
         )
         for number, token_id, logprob, count, finish, cached, queued in columns
     ]
+
+
+def prompt_logprobs_message(scored: PromptLogprobs) -> pb.FromRank:
+    """A part that fits into a message."""
+    return pb.FromRank(
+        prompt_logprobs=pb.PromptLogprobs(
+            number=scored.number,
+            start=scored.start,
+            logprobs=scored.logprobs,
+            top_token_ids=scored.top_ids,
+            top_logprobs=scored.top_logprobs,
+        )
+    )
+
+
+def prompt_logprobs_of(wire: pb.PromptLogprobs) -> PromptLogprobs:
+    """The part that prompt_logprobs_message was given."""
+    ids, top = array("I", wire.top_token_ids), array("f", wire.top_logprobs)
+    return PromptLogprobs(wire.number, wire.start, array("f", wire.logprobs), ids, top)
 
 
 def ready_message(ready: RankReady) -> pb.FromRank:
@@ -206,6 +259,97 @@ def statistics_of(wire: pb.Statistics) -> RankStatistics:
             StepTrace(**{name: getattr(step, name) for name in _STEP_FIELDS}) for step in wire.last_steps
         ),
     )
+
+
+def request_error_of(rank: int, wire: pb.RequestFailed) -> EpServerError:
+    """Why a rank gave up a request."""
+    if wire.by_grammar:
+        return GrammarUnfollowed(wire.message)
+    return InternalError(f"rank {rank}: {wire.message}")
+
+
+def order_message(order: RankOrder, number: int) -> pb.ToRank:
+    """An order; the rank answers it by the number."""
+    wire = pb.Order(number=number)
+    if isinstance(order, StartProfile):
+        wire.start_profile.CopyFrom(pb.StartProfile(name=order.name, steps=order.steps))
+    elif isinstance(order, StopProfile):
+        wire.stop_profile.SetInParent()
+    else:
+        wire.flush_cache.SetInParent()
+    return pb.ToRank(order=wire)
+
+
+def order_of(wire: pb.Order) -> RankOrder:
+    """The order that order_message was given."""
+    kind = wire.WhichOneof("kind")
+    if kind == "start_profile":
+        return StartProfile(wire.start_profile.name, wire.start_profile.steps)
+    return StopProfile() if kind == "stop_profile" else FlushCache()
+
+
+def order_done_message(done: OrderDone) -> pb.FromRank:
+    """The answer to an order."""
+    wire = pb.OrderDone(number=done.number, error=done.error, blocks=done.blocks, files=done.files)
+    return pb.FromRank(order_done=wire)
+
+
+def order_done_of(wire: pb.OrderDone) -> OrderDone:
+    """The record that order_done_message was given."""
+    return OrderDone(wire.number, wire.error, wire.blocks, tuple(wire.files))
+
+
+def kv_events_message(batch: KvEventBatch) -> pb.FromRank:
+    """Changes of a rank's prefix cache; which rank, the channel says."""
+    wire = pb.KvEventBatch(
+        sequence_number=batch.sequence_number,
+        timestamp=batch.timestamp,
+        block_size=batch.block_size,
+        events=[_kv_event_message(event) for event in batch.events],
+    )
+    if (part := batch.snapshot) is not None:
+        wire.snapshot.CopyFrom(pb.KvSnapshot(index=part.index, count=part.count, blocks=part.blocks))
+    return pb.FromRank(kv_events=wire)
+
+
+def kv_events_of(rank: int, wire: pb.KvEventBatch) -> KvEventBatch:
+    """The record that kv_events_message was given."""
+    part = wire.snapshot
+    return KvEventBatch(
+        rank=rank,
+        sequence_number=wire.sequence_number,
+        timestamp=wire.timestamp,
+        block_size=wire.block_size,
+        events=tuple(_kv_event_of(event) for event in wire.events),
+        snapshot=KvSnapshot(part.index, part.count, part.blocks) if wire.HasField("snapshot") else None,
+    )
+
+
+def _kv_event_message(event: KvEvent) -> pb.KvEvent:
+    if isinstance(event, KvBlocksStored):
+        stored = pb.KvBlocksStored(
+            block_hashes=event.block_hashes,
+            parent_hash=event.parent_hash,
+            token_ids=event.token_ids,
+            cache_salt=event.cache_salt,
+        )
+        return pb.KvEvent(stored=stored)
+    if isinstance(event, KvBlocksRemoved):
+        return pb.KvEvent(removed=pb.KvBlocksRemoved(block_hashes=event.block_hashes))
+    return pb.KvEvent(cleared=pb.KvCacheCleared())
+
+
+def _kv_event_of(wire: pb.KvEvent) -> KvEvent:
+    kind = wire.WhichOneof("kind")
+    if kind == "stored":
+        stored = wire.stored
+        return KvBlocksStored(
+            tuple(stored.block_hashes),
+            stored.parent_hash if stored.HasField("parent_hash") else None,
+            tuple(stored.token_ids),
+            stored.cache_salt,
+        )
+    return KvBlocksRemoved(tuple(wire.removed.block_hashes)) if kind == "removed" else KvCacheCleared()
 
 
 def one_line(error: BaseException) -> str:

@@ -86,7 +86,7 @@ class OverlapPolicy:
         return wanted and sequences != 1  # an idle rank does not block the others
 
     def stepped(self, step: Ran) -> bool:
-        """As Overlap.stepped; read() is due where the single window begins or ends."""
+        """As Overlap.stepped; read() is due when the single window begins or ends."""
         if self.mode != "auto":
             return False
         window = self.rule.window

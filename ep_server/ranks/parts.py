@@ -1,24 +1,29 @@
-"""What the loop of a rank needs of its parts, whatever it computes on; which they are: devices.py."""
+"""The parts of a rank as its loop uses them, on any device. devices.py chooses the implementations."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ep_server.backends.assembly import RankModel
 from ep_server.backends.cpu.runner import RunnerStatistics
+from ep_server.backends.masks import Masks
 from ep_server.exchange.api import Exchange, ExchangeSpec
 from ep_server.models.compute import Compute
 from ep_server.ranks.exchanges import Opening
 from ep_server.ranks.overlap import Overlap
-from ep_server.records import Request, SampledToken, StepBatch
+from ep_server.records import PromptLogprobs, Request, SampledToken, StepBatch
 
 Progress = Callable[[str, int, int], None]
+Step = TypeVar("Step")
 
 
-class Runner(Protocol):
-    """The model of a rank, as its loop drives it: launch steps in order, collect their tokens in order."""
+class Runner(Protocol[Step]):
+    """The model of a rank, as its loop drives it: launch steps in order, collect their tokens in order.
+
+    Step: what launch() returns and the other calls take.
+    """
 
     def add(self, request: Request) -> None:
         """Creates the sampling state of a request."""
@@ -29,19 +34,30 @@ class Runner(Protocol):
         ...
 
     def bucket_of(self, batch: StepBatch) -> int:
-        """Rows that a step could be padded to for a captured graph; 0 = none."""
+        """Rows that a step could be padded to for a captured graph; 0 = no graph fits."""
         ...
 
     def micro_batches_of(self, bucket: int, agreed: int) -> int:
-        """How many a step is run as, where the ranks agreed on so many."""
+        """How many micro-batches a step really runs as, if the ranks agreed on so many."""
         ...
 
-    def launch(self, batch: StepBatch, micro_batches: int, bucket: int) -> Any:
-        """Starts a step. Collective. Returns: what collect() takes."""
+    def launch(self, batch: StepBatch, micro_batches: int, bucket: int) -> Step:
+        """Starts a step. Collective."""
         ...
 
-    def collect(self, launched: Any) -> list[SampledToken]:
+    def complete(self, launched: Step) -> Sequence[int]:
+        """Draws tokens that wait for masks. Call it once, before collect() or the next launch().
+
+        Returns: requests left out because their masks are late; collect() returns LATE_TOKEN for them.
+        """
+        ...
+
+    def collect(self, launched: Step) -> list[SampledToken]:
         """One token per slice that samples, in the order of the batch."""
+        ...
+
+    def prompt_logprobs(self, launched: Step) -> Sequence[PromptLogprobs]:
+        """Scores of prompt tokens, for the slices with `scored` rows of a collected step."""
         ...
 
     def run(self, batch: StepBatch, micro_batches: int = 1) -> list[SampledToken]:
@@ -49,15 +65,18 @@ class Runner(Protocol):
         ...
 
     def statistics(self) -> RunnerStatistics:
-        """What was measured since the start."""
+        """Measurements since the start."""
         ...
+
+
+AnyRunner = Runner[Any]  # the loop does not look into steps
 
 
 @dataclass(frozen=True, slots=True)
 class Built:
     """A runner and the cache it has. exchange_bytes: of this rank. attention: kernels of a GPU, by name."""
 
-    runner: Runner
+    runner: AnyRunner
     kv_blocks: int
     exchange_bytes: int
     attention: str = ""
@@ -77,14 +96,17 @@ class Device(Protocol):
         """The exchange of this rank. Collective. Raises: StartupError; ExchangeError if a peer fails."""
         ...
 
-    def build(self, model: RankModel, exchange: Exchange) -> Built:
-        """Allocates the KV cache and joins the parts. Raises: StartupError."""
+    def build(self, model: RankModel, exchange: Exchange, masks: Masks) -> Built:
+        """Allocates the KV cache and joins the parts.
+
+        masks: of requests with a grammar. Raises: StartupError.
+        """
         ...
 
-    def prepare(self, runner: Any, progress: Progress) -> None:
-        """What is made once the first steps have run: graphs. Collective."""
+    def prepare(self, progress: Progress) -> None:
+        """Captures graphs for the runner of build(), after its first steps have run. Collective."""
         ...
 
-    def overlap(self, runner: Any) -> Overlap:
-        """What decides when steps are run as two micro-batches."""
+    def overlap(self) -> Overlap:
+        """The policy that decides when its steps run as two micro-batches."""
         ...

@@ -126,7 +126,7 @@ class RankProcess:
             self._channel.close()
 
     def _is_stopped(self) -> bool:
-        """By a signal, until SIGCONT."""
+        """Whether a signal has stopped it, until SIGCONT."""
         with suppress(OSError):  # the process has ended
             return Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
         return False

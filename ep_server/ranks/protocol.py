@@ -5,7 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from ep_server.records import RankReady, RankStatistics, Request, TokenEvent
+from ep_server.errors import EpServerError
+from ep_server.records import (
+    KvEventBatch,
+    OrderDone,
+    PromptLogprobs,
+    RankOrder,
+    RankReady,
+    RankStatistics,
+    Request,
+    TokenEvent,
+)
 
 
 class RankListener(Protocol):
@@ -15,16 +25,32 @@ class RankListener(Protocol):
         """The tokens of one step of one rank."""
         ...
 
+    def on_prompt_logprobs(self, rank: int, scored: PromptLogprobs) -> None:
+        """Of the next prompt tokens of a request, in order; all of them before its first token."""
+        ...
+
     def on_freed(self, rank: int, number: int) -> None:
         """A cancelled request's KV blocks are back in the ledger."""
         ...
 
-    def on_request_failed(self, rank: int, number: int, message: str) -> None:
-        """A rank could not run a request (a bug of ours); its blocks are freed."""
+    def on_request_failed(self, rank: int, number: int, error: EpServerError) -> None:
+        """A rank cannot run a request any further; its blocks are freed."""
         ...
 
     def on_statistics(self, statistics: RankStatistics) -> None:
         """About twice a second while the rank steps, and once when it parks."""
+        ...
+
+    def on_running(self, rank: int, sequences: int) -> None:
+        """Sequences that a rank runs now, in prefill or decode; after a step that changed their number."""
+        ...
+
+    def on_kv_events(self, batch: KvEventBatch) -> None:
+        """Changes of a rank's prefix cache, while watch_cache() is on."""
+        ...
+
+    def on_order_done(self, rank: int, done: OrderDone) -> None:
+        """A rank has carried out an order, or says why not."""
         ...
 
     def on_lost(self, rank: int, message: str) -> None:
@@ -48,12 +74,27 @@ class Ranks(Protocol):
         """
         ...
 
+    async def restart(self) -> list[RankReady]:
+        """After on_lost: ends what is left of the group and starts a new one, for the same listener.
+
+        Raises: StartupError if they do not start, or if these ranks cannot be started again.
+        """
+        ...
+
     def submit(self, rank: int, request: Request) -> None:
         """Queues a request on a rank and unparks the group. Does not block."""
         ...
 
     def cancel(self, rank: int, number: int) -> None:
         """Cancels; answered by on_freed at the end of the step in flight. Unknown numbers are ignored."""
+        ...
+
+    def watch_cache(self, *, on: bool) -> None:
+        """Begins or ends on_kv_events. Every beginning is answered by the whole content of every cache."""
+        ...
+
+    def order(self, order: RankOrder, number: int) -> None:
+        """Gives an order to all ranks, parked ones too; each answers by on_order_done with the number."""
         ...
 
     async def stop(self) -> None:

@@ -1,8 +1,8 @@
-"""The size calculator: how many ranks a model needs, what each holds, and the time no step can beat.
+"""The size calculator: how many ranks a model needs, what each holds, and a lower bound for a step's time.
 
-Plans with the server's own `plan_ranks`, for machines that are not this one. A step's time here is a bound:
-every byte it must move at the given bandwidths, every multiplication at the given rate, nothing else.
-Routing is taken as uniform. Units: bytes, tokens, seconds.
+Plans with the server's own `plan_ranks`, for other machines than this one. The bound counts the bytes that a
+step must move at the given bandwidths and its multiplications at the given rate, and nothing else. It assumes
+uniform routing. Units: bytes, tokens, seconds.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ep_server import _C
 from ep_server.config import Config
 from ep_server.errors import StartupError
 from ep_server.exchange.api import ExchangeSpec
-from ep_server.exchange.geometry import MAX_RANKS, geometry_of, group_bytes
+from ep_server.exchange.spec import MAX_RANKS, geometry_of, group_bytes
 from ep_server.models.families.spec import GqaSpec, ModelSpec
 from ep_server.models.footprint import Footprint, footprint
 from ep_server.models.sizes import cache_dtype, kv_block_bytes, serving_dtype
@@ -29,7 +29,7 @@ CPU_OF_BOUND = (1.0, 2.0)
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What one rank runs on. bandwidth, link: bytes per second, of memory and to other ranks, one way.
+    """The hardware of one rank. bandwidth, link: bytes per second, of memory and to other ranks, one way.
 
     memory: of one rank, bytes. flops: per second, multiply and add counted as two; 0 = not bounded.
     packed: weights as CPU ranks keep them.
@@ -52,7 +52,7 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Bound:
-    """One thing a step cannot do faster. amount: bytes, or operations for the arithmetic."""
+    """One lower bound of a step. amount: bytes, or operations for the arithmetic."""
 
     name: str
     amount: float
@@ -63,7 +63,7 @@ class Bound:
 class Sizing:
     """The fullest rank: rank 0. parts: name -> bytes. kv_tokens: of one rank. bounds: of its step.
 
-    overhead: of a step beside its bounds, seconds; None where no such machine was measured.
+    overhead: of a step in addition to its bounds, seconds; None if no such machine was measured.
     """
 
     ranks: int
@@ -87,7 +87,7 @@ class Sizing:
 
     @property
     def expected_seconds(self) -> tuple[float, float] | None:
-        """Between what a step will probably take, or None where that was never measured."""
+        """The probable range of a step's time, or None if that was never measured."""
         if self.overhead is None:
             return None
         low, high = (self.overhead + factor * self.step_seconds for factor in CPU_OF_BOUND)
@@ -95,7 +95,7 @@ class Sizing:
 
 
 def size(config: Config, spec: ModelSpec, machine: Machine, workload: Workload) -> Sizing:
-    """A plan of config.parallel.ranks ranks. Raises: ConfigError; StartupError where it does not fit."""
+    """A plan of config.parallel.ranks ranks. Raises: ConfigError; StartupError if it does not fit."""
     ranks, dtype = config.parallel.ranks, serving_dtype(spec, config.model.dtype)
     weights = footprint(spec, dtype, packed=machine.packed)
     held = weights.rank_bytes(exchange_spec(config, spec, 0).placement, ranks)
@@ -126,7 +126,7 @@ def size(config: Config, spec: ModelSpec, machine: Machine, workload: Workload) 
 
 
 def fewest_ranks(config: Config, spec: ModelSpec, machine: Machine, workload: Workload) -> Sizing:
-    """The plan of the fewest ranks that hold the model. Raises: StartupError if 64 do not; ConfigError."""
+    """The plan with the fewest ranks that hold the model. Raises: StartupError if 64 do not; ConfigError."""
     for ranks in range(1, MAX_RANKS + 1):
         parallel = dataclasses.replace(config.parallel, ranks=ranks)
         try:
@@ -137,7 +137,7 @@ def fewest_ranks(config: Config, spec: ModelSpec, machine: Machine, workload: Wo
 
 
 def distinct_experts(experts: int, top_k: int, tokens: float) -> float:
-    """Mean number of distinct experts of a layer where each token draws K of E, each set equally likely."""
+    """Mean number of distinct experts of a layer if each token draws K of E, each set equally likely."""
     missed: float = (1 - top_k / experts) ** tokens
     return experts * (1 - missed)
 
@@ -163,10 +163,10 @@ def _memory_bounds(
 
 
 def _exchange_bound(spec: ModelSpec, exchange: ExchangeSpec, load: Workload, rate: float) -> Bound:
-    """Rows that one rank sends and gets back."""
+    """Rows that one rank sends and receives back."""
     layout = _C.Layout(geometry_of(exchange))
     experts, k = spec.router.num_experts, spec.router.top_k
-    remote = 0.0  # ranks that a token of rank 0 goes to
+    remote = 0.0  # remote ranks that receive a token of rank 0
     for rank in range(1, exchange.num_ranks):
         owned = exchange.placement.count(rank)
         remote += 1 - math.comb(experts - owned, k) / math.comb(experts, k)
@@ -178,7 +178,7 @@ def _exchange_bound(spec: ModelSpec, exchange: ExchangeSpec, load: Workload, rat
 def _arithmetic_bound(
     spec: ModelSpec, weights: Footprint, load: Workload, itemsize: int, rate: float
 ) -> Bound:
-    """Multiplications of the weights that tokens pass; attention over the context is left out."""
+    """Multiplications with the weights of a step. Leaves out attention over the context."""
     fixed = sum(number for part, number in weights.replicated.items() if part != "embedding")
     expert = 3 * spec.expert_ffn * spec.hidden
     active = fixed / itemsize + spec.router.top_k * expert * weights.sparse_layers

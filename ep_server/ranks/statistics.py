@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import zip_longest
 from typing import Any, Protocol, TypeVar
 
@@ -71,7 +71,7 @@ class StepMeter:
     """Counts steps, tokens and time of one rank. One thread calls it.
 
     Args:
-        sequences: of a step, at most; a captured one with more rows has chunks of prompts.
+        sequences: the most in a step; a captured step with more rows has chunks of prompts.
     """
 
     def __init__(self, rank: int, sequences: int) -> None:
@@ -87,6 +87,16 @@ class StepMeter:
         self._last_steps: deque[StepTrace] = deque(maxlen=LAST_STEPS)
         self._published = 0
         self._warm_up = _Parts.of({}, None)
+
+    @property
+    def last_step(self) -> StepTrace:
+        """The step that ended last."""
+        return self._last_steps[-1]
+
+    @property
+    def steps(self) -> int:
+        """Steps that ended; the number of the next one."""
+        return self._counters["run_steps"]
 
     def ready(self, exchange: Mapping[str, Any], runner: Measured) -> None:
         """Excludes everything measured so far, the warm-up, from records. Arguments as of gather()."""
@@ -114,7 +124,7 @@ class StepMeter:
         """The events; a request's first one carries its queue time."""
         if not self._queued:
             return events
-        return [replace(event, queued_ns=self._queued.pop(event.number, 0)) for event in events]
+        return [event._replace(queued_ns=self._queued.pop(event.number, 0)) for event in events]
 
     def parked(self, work_number: int) -> None:
         """The group parks; work_number is the last it has seen."""
@@ -151,10 +161,10 @@ class StepMeter:
         return took
 
     def gather(self, load: RankLoad, exchange: Mapping[str, Any], runner: Measured) -> RankStatistics:
-        """Everything measured since ready(), as one record.
+        """All measurements since ready(), as one record.
 
         Args:
-            exchange: ShmExchange.statistics().
+            exchange: Exchange.statistics().
             runner: ModelRunner.statistics(); its expert counts are used where the exchange has none.
         """
         own = {f"step/{name}": histogram for name, histogram in self._times.items()}
@@ -195,7 +205,7 @@ class _Parts:
         return cls(**found)
 
     def since(self, before: _Parts) -> _Parts:
-        """What was measured after `before`."""
+        """The measurements since `before`."""
         histograms = {
             name: [
                 now - then for now, then in zip_longest(counts, before.histograms.get(name, ()), fillvalue=0)

@@ -16,19 +16,40 @@ from typing import TYPE_CHECKING, Any
 
 from ep_server.errors import InternalError
 from ep_server.ranks.channel import RankChannel
-from ep_server.ranks.messages import one_line, request_of, statistics_message, tokens_message
+from ep_server.ranks.messages import (
+    kv_events_message,
+    one_line,
+    order_done_message,
+    order_of,
+    prompt_logprobs_message,
+    request_of,
+    statistics_message,
+    tokens_message,
+)
 from ep_server.ranks.overlap import Ran
 from ep_server.ranks.statistics import StepMeter, StepTimes
 from ep_server.ranks.vote import Verdict, Voter
-from ep_server.records import NO_TOKEN, StepBatch, TokenEvent
+from ep_server.records import (
+    LATE_TOKEN,
+    NO_TOKEN,
+    FlushCache,
+    OrderDone,
+    PromptLogprobs,
+    RankOrder,
+    StartProfile,
+    StepBatch,
+    TokenEvent,
+)
+from ep_server.scheduler.cache_reporter import CacheReporter
 from ep_server.v1 import rank_pb2 as pb
 
-if TYPE_CHECKING:  # the parts come with torch
+if TYPE_CHECKING:  # the parts import torch
     from ep_server.ranks.build import RankParts
 
 log = logging.getLogger(__name__)
 
 REPORT_NS = 500_000_000
+MASK_LOOK_SECONDS = 0.001
 CHECK_NS = 10_000_000_000  # a recount of 64k KV blocks takes 40 ms: not at every pause
 
 
@@ -53,6 +74,8 @@ class RankWorker:
         self, parts: RankParts, channel: RankChannel, clock: Callable[[], int] = time.perf_counter_ns
     ) -> None:
         self._exchange, self._runner, self._scheduler = parts.exchange, parts.runner, parts.scheduler
+        self._masks = parts.masks
+        self._held: set[int] = set()  # requests whose mask was late
         self._channel = channel
         self._clock = clock
         self._voter = Voter()
@@ -61,7 +84,15 @@ class RankWorker:
         self._meter = StepMeter(parts.ready.rank, min(limits.max_running, limits.max_step_tokens))
         self._meter.ready(self._exchange.statistics(), self._runner.statistics())
         self._ahead = parts.scheduler.limits.ahead
+        self._cache = CacheReporter(
+            parts.ready.rank,
+            parts.scheduler,
+            lambda batch: self._send(kv_events_message(batch)),
+            time.time,
+        )
+        self._profiler = parts.profiler
         self._launched: deque[_LaunchedStep] = deque()
+        self._running = 0  # sequences, as reported last
         self._stop = False
         self._idle = False  # no rank had anything to do in the last vote
         self._reported = self._checked = clock()
@@ -88,11 +119,14 @@ class RankWorker:
         """
         start = self._clock()
         self._handle(self._channel.poll())
+        self._check_masks()
         batch = self._scheduler.plan()
         planned = self._clock()
         verdict = self._vote(batch)
         voted = self._clock()
         run = verdict.run and any(verdict.tokens)
+        if not run and self._held:
+            self._masks.wait(self._held, MASK_LOOK_SECONDS)  # no rank has anything else to do
         if run:
             self._meter.began(batch, planned)
             bucket = verdict.bucket if verdict.graph else 0
@@ -101,6 +135,10 @@ class RankWorker:
             self._launched.append(_LaunchedStep(batch, launched, bucket, count, (start, planned, voted)))
         while self._launched and (len(self._launched) > self._ahead or not run):
             self._finish(self._launched.popleft())
+        if self._launched:
+            self._complete(self._launched[-1])
+        self._cache.publish()
+        self._report_running()
         if verdict.park and self._idle:
             self._park()
             self._idle = False
@@ -112,17 +150,45 @@ class RankWorker:
 
     def _finish(self, step: _LaunchedStep) -> None:
         """Waits for a step's tokens and publishes them."""
+        self._complete(step)
         sampled = self._runner.collect(step.launched)
         ran = self._clock()
+        self._publish_scores(self._runner.prompt_logprobs(step.launched))
         undrawn = [t.number for t in sampled if t.token_id == NO_TOKEN and self._scheduler.is_live(t.number)]
-        self._publish(self._scheduler.commit(step.batch, sampled))
+        events = self._scheduler.commit(step.batch, sampled)
+        late = [t.number for t in sampled if t.token_id == LATE_TOKEN]
+        self._held |= {number for number in late if self._scheduler.is_live(number)}
+        if len(self._masks):
+            self._masks.accept({event.number: event.token_id for event in events if event.finish is None})
+        self._publish(events)
         self._fail(undrawn)
         times = StepTimes(*step.began, ran, self._clock())
         took = self._meter.stepped(step.batch, step.micro_batches, times, bucket=step.bucket)
+        if self._profiler.running:
+            self._profiler.stepped(self._meter.last_step)
         if self._overlap.stepped(Ran(took, step.batch.num_tokens, step.bucket, step.micro_batches)):
             self._read_overlap()
         if times.published - self._reported >= REPORT_NS:
             self._report()
+
+    def _complete(self, step: _LaunchedStep) -> None:
+        """Draws what waits for masks. A request whose mask is late is in no step until it is there."""
+        for number in self._runner.complete(step.launched):
+            self._scheduler.hold(number)
+
+    def _check_masks(self) -> None:
+        """Fails requests whose grammar cannot be followed, and resumes those whose mask has arrived."""
+        if not len(self._masks):
+            return
+        for number, reason in self._masks.failures().items():
+            self._scheduler.fail(number)
+            self._drop(number)
+            message = f"the grammar cannot be followed: {reason}"
+            failed = pb.RequestFailed(number=number, message=message, by_grammar=True)
+            self._send(pb.FromRank(request_failed=failed))
+        for number in [number for number in self._held if self._masks.ready(number)]:
+            self._held.discard(number)
+            self._scheduler.release(number)
 
     def _vote(self, batch: StepBatch) -> Verdict:
         bucket = self._runner.bucket_of(batch)
@@ -159,6 +225,10 @@ class RankWorker:
             elif kind == "cancel":
                 self._scheduler.cancel(message.cancel.number)
                 self._release()
+            elif kind == "order":
+                self._obey(order_of(message.order), message.order.number)
+            elif kind == "watch_cache":
+                self._cache.watch(on=message.watch_cache.on)
             elif kind == "shutdown":
                 self._stop = True
             else:
@@ -174,6 +244,7 @@ class RankWorker:
             except Exception:
                 self._runner.remove(request.number)
                 raise
+            self._masks.add(request, request.output_ids)
         except Exception as error:
             log.exception("request %d could not be added", wire.number)
             failed = pb.RequestFailed(number=wire.number, message=one_line(error))
@@ -181,13 +252,35 @@ class RankWorker:
         else:
             self._meter.arrived(request.number, self._clock())
 
+    def _obey(self, order: RankOrder, number: int) -> None:
+        """Carries out an order and answers it."""
+        done = OrderDone(number)
+        try:
+            if isinstance(order, FlushCache):
+                done = OrderDone(number, blocks=self._scheduler.flush_cache())
+                self._cache.publish()  # a parked rank ends no step soon
+            elif isinstance(order, StartProfile):
+                self._profiler.start(order)
+            else:
+                done = OrderDone(number, files=self._profiler.stop())
+        except Exception as error:  # the rank continues: a failed order must not end its requests
+            log.exception("%s could not be carried out", order)
+            done = OrderDone(number, error=one_line(error))
+        self._send(order_done_message(done))
+
     def _publish(self, events: Sequence[TokenEvent]) -> None:
         if events:
-            self._send(tokens_message(self._meter.with_queue_times(events)))
+            self._send(tokens_message(self._meter.with_queue_times(events), self._meter.steps))
             for event in events:
                 if event.finish is not None:
                     self._drop(event.number)
         self._release()
+
+    def _publish_scores(self, scores: Sequence[PromptLogprobs]) -> None:
+        for scored in scores:
+            if self._scheduler.is_live(scored.number):
+                for part in scored.parts():
+                    self._send(prompt_logprobs_message(part))
 
     def _fail(self, undrawn: Sequence[int]) -> None:
         """Fails requests whose logits are NaN or infinite, alone: resending one must not stop the server."""
@@ -204,6 +297,8 @@ class RankWorker:
 
     def _drop(self, number: int) -> None:
         self._runner.remove(number)
+        self._masks.remove(number)
+        self._held.discard(number)
         self._meter.left(number)
 
     def _read_overlap(self) -> None:
@@ -212,6 +307,11 @@ class RankWorker:
             wait_ns=exchange.get("dispatch/wait", 0) + exchange.get("combine/wait", 0),
             compute_ns=sum(runner.values()) - runner["step/dispatch"] - runner["step/combine"],
         )
+
+    def _report_running(self) -> None:
+        if self._scheduler.running != self._running:
+            self._running = self._scheduler.running
+            self._send(pb.FromRank(running=self._running))
 
     def _report(self) -> None:
         self._reported = self._clock()

@@ -1,0 +1,79 @@
+"""Orders to all ranks that each rank answers: flush the prefix cache, start and stop a profile.
+
+Used in one event loop. Every wait has a deadline.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ep_server.errors import DeadlineExceeded, EpServerError, Unavailable
+from ep_server.ranks.protocol import Ranks
+from ep_server.records import OrderDone, RankOrder
+
+
+@dataclass(slots=True)
+class _Open:
+    """An order that some ranks have not answered. done: by rank."""
+
+    answered: asyncio.Future[None]
+    done: dict[int, OrderDone] = field(default_factory=dict)
+
+
+class RankOrders:
+    """Sends orders and collects the answers."""
+
+    def __init__(self, ranks: Ranks) -> None:
+        self._ranks = ranks
+        self._numbers = itertools.count(1)
+        self._open: dict[int, _Open] = {}
+        self._over: EpServerError | None = None
+
+    async def give(self, order: RankOrder, seconds: float, what: str) -> Sequence[OrderDone]:
+        """Has all ranks carry out an order. what: it, in words, for errors.
+
+        Returns: the answers, in rank order.
+        Raises: Unavailable if a rank refuses or the ranks end; DeadlineExceeded after `seconds`, naming those
+            that have not answered. They may carry it out later.
+        """
+        if self._over is not None:
+            raise self._over
+        number = next(self._numbers)
+        waiting = self._open[number] = _Open(asyncio.get_running_loop().create_future())
+        try:
+            self._ranks.order(order, number)
+            async with asyncio.timeout(seconds):
+                await waiting.answered
+        except TimeoutError:
+            silent = [rank for rank in range(self._ranks.num_ranks) if rank not in waiting.done]
+            raise DeadlineExceeded(f"{what}: ranks {silent} did not answer within {seconds:g} s") from None
+        finally:
+            del self._open[number]
+        answers = [waiting.done[rank] for rank in sorted(waiting.done)]
+        refused = [f"rank {rank}: {done.error}" for rank, done in sorted(waiting.done.items()) if done.error]
+        if refused:
+            raise Unavailable(f"{what}: {'; '.join(refused)}")
+        return answers
+
+    def on_done(self, rank: int, done: OrderDone) -> None:
+        """An answer; one that nobody waits for any more is dropped."""
+        waiting = self._open.get(done.number)
+        if waiting is None:
+            return
+        waiting.done[rank] = done
+        if len(waiting.done) == self._ranks.num_ranks and not waiting.answered.done():
+            waiting.answered.set_result(None)
+
+    def end(self, error: EpServerError) -> None:
+        """The ranks answer no more: every wait ends with `error`, and a new order too, until begin()."""
+        self._over = error
+        for waiting in self._open.values():
+            if not waiting.answered.done():
+                waiting.answered.set_exception(error)
+
+    def begin(self) -> None:
+        """New ranks answer."""
+        self._over = None

@@ -1,0 +1,94 @@
+"""[10] After the loss of a rank: starts the ranks again and continues the requests where they stopped.
+
+Runs in one event loop. Units: seconds of the engine's clock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import Awaitable, Callable
+
+from ep_server.engine.delivery import Delivery
+from ep_server.engine.observer import EngineObserver
+from ep_server.engine.state import EngineSettings
+from ep_server.errors import ConfigError, StartupError
+
+log = logging.getLogger(__name__)
+
+LOSS_SECONDS = 600.0
+
+
+class Recovery:
+    """Starts the ranks again, as often as settings.max_losses allows. A failed start counts as a loss."""
+
+    def __init__(
+        self,
+        delivery: Delivery,
+        settings: EngineSettings,
+        restart: Callable[[], Awaitable[None]],
+        observer: EngineObserver,
+        clock: Callable[[], float],
+    ) -> None:
+        """restart: starts the ranks again. Raises: StartupError."""
+        self._delivery = delivery
+        self._settings = settings
+        self._restart = restart
+        self._observer = observer
+        self._clock = clock
+        self._losses: deque[float] = deque(maxlen=settings.max_losses)  # when
+        self._running: asyncio.Task[None] | None = None
+        self._lost_again = False  # the new ranks too, before they got the requests
+
+    def begin(self) -> bool:
+        """A rank was lost. Returns: whether the ranks are started again."""
+        if not self._survives():
+            return False
+        if self._running is not None and not self._running.done():
+            self._lost_again = True
+        else:
+            self._running = asyncio.get_running_loop().create_task(self._run(self._clock()))
+        return True
+
+    async def stop(self) -> None:
+        """Gives up. Idempotent."""
+        if self._running is not None:
+            self._running.cancel()
+            await asyncio.wait((self._running,))
+
+    async def _run(self, since: float) -> None:
+        try:
+            while not await self._started():
+                pass
+            requests = self._delivery.resume()
+        except Exception as error:
+            unexpected = not isinstance(error, StartupError)
+            log.error("the ranks did not start again: %s", error, exc_info=unexpected)
+            self._delivery.give_up(f"the ranks did not start again: {error}")
+            return
+        seconds = self._clock() - since
+        self._observer.on_recovered(seconds, requests)
+        log.info("recovered after %.2f s: %d requests continue", seconds, requests)
+
+    async def _started(self) -> bool:
+        """Starts the ranks once. Returns: False to try again. Raises: StartupError to give up."""
+        log.error("%s; starting the ranks again", self._delivery.lost_message)
+        self._lost_again = False
+        try:
+            await self._restart()
+        except ConfigError:  # the same at every start
+            raise
+        except StartupError as error:
+            if not self._survives():
+                raise
+            log.warning("the ranks did not start: %s", error)
+            return False
+        return not self._lost_again
+
+    def _survives(self) -> bool:
+        """Counts a loss. Returns: whether the ranks may start again."""
+        now = self._clock()
+        often = len(self._losses) == self._settings.max_losses and now - self._losses[0] < LOSS_SECONDS
+        self._losses.append(now)
+        return self._settings.recover and not often

@@ -1,0 +1,60 @@
+"""Ranks that can be lost: a new group of processes takes the place of one that lost a rank.
+
+A group of processes lives and dies as one. Used in one event loop.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ep_server.errors import InternalError
+from ep_server.ranks.protocol import RankListener, Ranks
+from ep_server.records import RankOrder, RankReady, Request
+
+
+class RestartingRanks:
+    """A group of ranks, and after each loss the next one. make: gives a group that has not started."""
+
+    def __init__(self, make: Callable[[], Ranks]) -> None:
+        self._make = make
+        self.group = make()
+        self.num_ranks = self.group.num_ranks
+        self._listener: RankListener | None = None
+
+    def __repr__(self) -> str:
+        return f"RestartingRanks({self.group!r})"
+
+    async def start(
+        self, listener: RankListener, progress: Callable[[int, str, int, int], None]
+    ) -> list[RankReady]:
+        """As Ranks.start."""
+        self._listener = listener
+        return await self.group.start(listener, progress)
+
+    async def restart(self) -> list[RankReady]:
+        """As Ranks.restart. Whatever the old ranks had sent is read before they end."""
+        if self._listener is None:
+            raise InternalError("restart() of ranks that were never started")
+        await self.group.stop()
+        self.group = self._make()
+        return await self.group.start(self._listener, lambda *_: None)
+
+    def submit(self, rank: int, request: Request) -> None:
+        """As Ranks.submit."""
+        self.group.submit(rank, request)
+
+    def cancel(self, rank: int, number: int) -> None:
+        """As Ranks.cancel."""
+        self.group.cancel(rank, number)
+
+    def watch_cache(self, *, on: bool) -> None:
+        """As Ranks.watch_cache."""
+        self.group.watch_cache(on=on)
+
+    def order(self, order: RankOrder, number: int) -> None:
+        """As Ranks.order."""
+        self.group.order(order, number)
+
+    async def stop(self) -> None:
+        """As Ranks.stop."""
+        await self.group.stop()
