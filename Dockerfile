@@ -18,8 +18,8 @@ COPY ep_server /src/ep_server
 
 FROM ${PYTHON_IMAGE} AS requirements
 COPY pyproject.toml /
-RUN python -c 'import tomllib; print(*tomllib.load(open("/pyproject.toml", "rb"))["project"]["dependencies"], sep="\n")' \
-    > /requirements.txt
+RUN python -c 'import tomllib; project = tomllib.load(open("/pyproject.toml", "rb"))["project"]; \
+print(*project["dependencies"], *project["optional-dependencies"]["doors"], sep="\n")' > /requirements.txt
 
 FROM ${PYTHON_IMAGE} AS build
 ENV PIP_NO_CACHE_DIR=1 PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_ROOT_USER_ACTION=ignore
@@ -96,11 +96,15 @@ COPY --from=dependencies-cuda /opt/ep-server /opt/ep-server
 COPY --from=package-cuda /package /
 ARG VERSION=unknown
 ARG REVISION=unknown
-LABEL org.opencontainers.image.version="${VERSION}" org.opencontainers.image.revision="${REVISION}"
+ARG SOURCE=unknown
+LABEL org.opencontainers.image.version="${VERSION}" org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.source="${SOURCE}"
 
 FROM runtime AS cpu
 COPY --from=dependencies-cpu /opt/ep-server /opt/ep-server
 COPY --from=package-cpu /package /
 ARG VERSION=unknown
 ARG REVISION=unknown
-LABEL org.opencontainers.image.version="${VERSION}" org.opencontainers.image.revision="${REVISION}"
+ARG SOURCE=unknown
+LABEL org.opencontainers.image.version="${VERSION}" org.opencontainers.image.revision="${REVISION}" \
+      org.opencontainers.image.source="${SOURCE}"

@@ -1,6 +1,6 @@
 # Start with `make demo` and `make test`. Each target creates .venv if needed.
 #   PYTEST="..."        more options for pytest
-#   WORKERS=N           processes that run tests; by default one per core
+#   WORKERS=N           processes that run tests; by default one more than cores: half of the time is waiting
 #   DEVICE=cpu | cuda   which pinned versions to install; by default cuda if the machine has an NVIDIA driver
 PYTHON ?= python3
 DRIVER ?= /dev/nvidiactl
@@ -8,7 +8,7 @@ DEVICE ?= $(if $(wildcard $(DRIVER)),cuda,cpu)
 PINS   := constraints-$(DEVICE).txt
 EXTRAS_cpu  := test,lint,docs
 EXTRAS_cuda := test,lint,docs,cuda
-WORKERS ?= $(shell nproc)
+WORKERS ?= $(shell expr $$(nproc) + 1)
 unexport PYTHONDONTWRITEBYTECODE  # each worker would compile all tests again
 VENV   := .venv
 BIN    := $(VENV)/bin

@@ -43,7 +43,8 @@ def config_schema() -> dict[str, Any]:
         rule |= {key: value for key, value in (("minimum", low), ("maximum", high)) if value is not None}
         sections.setdefault(section, {})[item.name] = rule
     closed: dict[str, Any] = {"type": "object", "additionalProperties": False}
-    return {**closed, "properties": {name: {**closed, "properties": of} for name, of in sections.items()}}
+    rules = {name: {**named(closed, of), "properties": of} for name, of in sections.items()}
+    return {**named(closed, rules), "properties": rules}
 
 
 def required(schema: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
@@ -56,7 +57,14 @@ def required(schema: dict[str, Any], values: dict[str, Any]) -> dict[str, Any]:
     }
     kept = [name for name in rules if values.get(name) is not None]
     rest = {key: value for key, value in schema.items() if key not in ("properties", "required")}
-    return {**rest, "required": kept, "properties": rules}
+    return {**named(rest, rules), "required": kept, "properties": rules}
+
+
+def named(schema: dict[str, Any], rules: dict[str, Any]) -> dict[str, Any]:
+    """The schema, whose error about an unknown name lists the known ones where it is closed."""
+    if schema.get("additionalProperties") is not False:
+        return schema
+    return {**schema, "propertyNames": {"enum": sorted(rules)}}
 
 
 def laid_out(value: Any, indent: int = 0) -> str:

@@ -24,6 +24,7 @@ SOURCE = model.DataSourceRef(type_val="prometheus", uid="${datasource}")
 RELEASE = 'namespace=~"$namespace", job=~"$job"'  # of what the recording rules keep
 SERVER = RELEASE + ', instance=~"$instance"'
 RANK = SERVER + ', rank=~"$rank"'
+RUNBOOK = "docs/how-to/alerts.md"
 WHOLE = "total|device"  # phases of epserver_step_seconds that are no part of a step
 STARTS = {  # a deploy is a start of a process: the annotation stands at the moment of the start
     "name": "Starts",
@@ -142,6 +143,29 @@ def overview() -> Iterator[Panel]:
     itl, ttft = (recorded("latency_seconds:5m", f'signal="{s}", stat="p99"') for s in ("itl", "ttft"))
     yield number("Between tokens, p99", "s", Query(f"max({itl})"), bad=0.1)
     yield number("First token, p99", "s", Query(f"max({ttft})"), bad=2.5)
+    yield lines(
+        "Servers by state",
+        "none",
+        Query(f"sum by (state) (epserver_state{{{SERVER}}})", "{{state}}"),
+        about="loading, serving, draining, degraded (a rank is lost, and the server ends) or stopped.",
+        stack=True,
+        width=8,
+    )
+    yield lines(
+        "Sequences that could still run",
+        "none",
+        Query(f"epserver_capacity_left{{{SERVER}}}", "{{instance}}"),
+        about="Without waiting, if their KV blocks fit.",
+        width=8,
+    )
+    memory = f"sum by (instance, rank, kind) (epserver_rank_memory_bytes{{{SERVER}}})"
+    yield lines(
+        "Memory of ranks", "bytes", Query(memory, "{{instance}} {{rank}} {{kind}}"), stack=True, width=8
+    )
+    expiry = f"epserver_tls_expiry_timestamp_seconds{{{SERVER}}} - time()"
+    yield lines("Until certificates expire", "s", Query(expiry, "{{instance}} {{file}}"))
+    refused = f"increase(epserver_tls_rotations_refused_total{{{SERVER}}}[1h])"
+    yield lines("TLS files refused within an hour", "none", Query(refused, "{{instance}}"))
     burn = recorded("slo_burn:ratio", 'window=~"1h|6h"')
     yield lines(
         "Error budget burn",
@@ -227,6 +251,7 @@ def communication() -> Iterator[Panel]:
     for stat_name in ("p50", "p99"):
         wanted = recorded("latency_seconds:5m", f'signal=~"dispatch|combine|vote", stat="{stat_name}"')
         yield lines(f"Per operation, {stat_name}", "s", Query(wanted, "{{job}} {{signal}}"))
+    yield from network()
     sent = "epserver_comm_bytes_total"
     yield lines("Bytes sent by a rank", "Bps", Query(rate(sent, RANK, "rank, op"), "{{rank}} {{op}}"))
     busy = rate(f"{latency}_sum", f'{RANK}, op=~"dispatch|combine", part="send"', "op")
@@ -254,6 +279,37 @@ def communication() -> Iterator[Panel]:
     yield lines("Ranks a token is sent to", "none", Query(copies, "rows per token"))
     sleeps = rate("epserver_comm_sleeps_total", RANK, "rank")
     yield lines("Waits that went to sleep", "ops", Query(sleeps, "{{rank}}"))
+
+
+def network() -> Iterator[Panel]:
+    """A row; empty for a server of one node."""
+    nic = "{{instance}} node {{node}} {{domain}}"
+    share = recorded("nic_wait:share_5m", 'instance=~"$instance"')
+    yield lines(
+        "Network: waiting at a NIC",
+        "percentunit",
+        Query(share, nic),
+        about="Share of the time that a rank at this NIC and one of another node wait for each other. "
+        "EpServerSlowNic fires above 5 % that are 1.3 times what the other NICs have.",
+    )
+    pace = rate("epserver_nic_bytes_total", SERVER, "instance, node, domain, direction")
+    yield lines("Network: bytes through a NIC", "Bps", Query(pace, f"{nic} {{{{direction}}}}"))
+    full = rate("epserver_nic_retries_total", SERVER, "instance, node, domain")
+    about = "Writes that waited because the NIC had no room for them."
+    yield lines("Network: retries of a NIC", "ops", Query(full, nic), about=about)
+    pair, by = "{{instance}} {{node}} to {{peer_node}}", "instance, node, peer_node"
+    for title, unit, name in (
+        ("bytes between nodes", "Bps", "bytes"),
+        ("retries between nodes", "ops", "retries"),
+    ):
+        wanted = rate(f"epserver_network_{name}_total", SERVER, by)
+        yield lines(f"Network: {title}", unit, Query(wanted, pair))
+    yield lines(
+        "Network: waiting between nodes",
+        "none",
+        Query(rate("epserver_network_wait_seconds_total", SERVER, by), pair.replace("to", "for")),
+        about="Ranks of the first node that wait for ranks of the second, added up over pairs.",
+    )
 
 
 def experts() -> Iterator[Panel]:
@@ -424,6 +480,9 @@ def build(name: str) -> str:
     made = dashboard.Dashboard(f"ep_server / {title}").uid(f"epserver-{name}").description(about)
     made = made.tags(["ep-server"]).refresh("30s").readonly().tooltip(model.DashboardCursorSync.CROSSHAIR)
     made = made.time("now-24h" if name == "regression" else "now-1h", "now")
+    # First: the chart makes it absolute, or drops it where metrics.runbookBase is empty.
+    runbook = dashboard.DashboardLink("Runbook").type(model.DashboardLinkType.LINK).url(RUNBOOK)
+    made = made.link(runbook.icon("doc").target_blank(True))
     others = dashboard.DashboardLink("Dashboards").type(model.DashboardLinkType.DASHBOARDS)
     made = made.link(others.tags(["ep-server"]).include_vars(True).keep_time(True).as_dropdown(True))
     for variable in variables():

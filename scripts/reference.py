@@ -1,7 +1,7 @@
 """Writes the generated tables of docs/reference from the code: `make reference`.
 
 A page holds prose, and blocks between `<!-- generated: NAME -->` and `<!-- end -->`. The source of a block is
-options, metrics, protos, errors or commands. With --check nothing is written; a page that differs fails.
+options, metrics, protos, errors, commands or tensors. --check writes nothing and fails where a page differs.
 """
 
 from __future__ import annotations
@@ -24,10 +24,15 @@ from ep_server import errors
 from ep_server.cli.main import app
 from ep_server.cli.options import SHORT, default_text, range_text
 from ep_server.config import Config, field_type, fields
+from ep_server.engine.engine import Engine, EngineSettings
+from ep_server.frontend.doors.oip.sampling import KEYS
+from ep_server.frontend.doors.oip.tensors import INPUTS, OUTPUTS
 from ep_server.observability.metrics import PREFIX, ServerMetrics
 from ep_server.observability.node_metrics import NodeFacts, NodeMetrics
 from ep_server.observability.rank_metrics import COUNTERS
+from ep_server.observability.server_state import ServerState, TlsFiles
 from ep_server.records import RankLoad, RankReady, RankStatistics
+from ep_server.testing.fake_ranks import FakeRanks
 
 ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "reference"
@@ -67,7 +72,7 @@ def options() -> str:
 # What a family's values are, by the first part of its name that matches.
 UNITS = {
     r"_seconds$": "seconds",
-    r"comm_bytes$": "bytes",
+    r"_bytes$": "bytes",
     r"_ratio$|_balancedness$": "0 to 1",
     r"_info$": "always 1",
     r"_up$": "0 or 1",
@@ -79,11 +84,13 @@ UNITS = {
     r"rank_running|preempt|unread": "sequences",
 }
 AREAS = {
-    "Requests": r"request|accept|token_latency|to_first|generated|^prompt|unread|cancel|queue_limit|relayed",
+    "Requests": r"request|recover|accept|token_latency|to_first|generated|^prompt|unread|cancel|queue_limit|"
+    r"relayed",
+    "Network": r"network_|nic_",
     "Exchange": r"comm_|overlap|balancedness|expert|step_skew|ep_rank",
     "Memory": r"kv_|prefix|preempt",
     "Steps": r"step|graph|padded|parks|compiled|queue_depth|running",
-    "Process": r"info",
+    "Process": r"info|^state|capacity|memory|tls",
 }
 
 
@@ -94,11 +101,12 @@ def unit(name: str) -> str:
 
 def report(rank: int) -> RankStatistics:
     """What a rank measured, with something for every family."""
+    network = [f"network_{kind}/{1 - rank}/mlx5_0" for kind in ("bytes", "retries")]
     operations = dict.fromkeys(("dispatch/total", "dispatch/wait", "combine/total", "vote/wait"), (0, 1))
     return RankStatistics(
         rank=rank,
         load=RankLoad(kv_blocks_total=1, steps=1),
-        counters=dict.fromkeys((*COUNTERS, "bytes/dispatch"), 1),
+        counters=dict.fromkeys((*COUNTERS, "bytes/dispatch", *network), 1),
         histograms={**operations, "step/total": (0, 1), "request/queue": (0, 1)},
         sums=dict.fromkeys(operations, 4),
         peer_wait_ns={("dispatch", 1 - rank): 1},
@@ -109,10 +117,13 @@ def report(rank: int) -> RankStatistics:
 def families() -> Iterator[Any]:
     """Every Prometheus family of this server, once."""
     leader, follower = CollectorRegistry(), CollectorRegistry()
-    metrics = ServerMetrics(leader, model="m", version="v", max_queue=1)
+    metrics = ServerMetrics(leader, model="m", version="v", max_queue=1, nodes=2)
     for rank in range(2):
         metrics.on_rank_ready(RankReady(rank, 1, 1, 1, 1, 1, 1, 1.0))
         metrics.on_statistics(report(rank))
+    engine = Engine(FakeRanks(), EngineSettings(max_context=1))
+    engine.ready = [RankReady(0, 1, 1, 1, 1, 1, 1, 1.0)]
+    leader.register(ServerState(engine, 1, lambda: TlsFiles({"tls.crt": 1.0}, 0)))
     NodeMetrics(follower, NodeFacts(1, 2, range(1), "host:1", "m", "v"))
     found = {each.name: each for registry in (leader, follower) for each in registry.collect()}
     yield from (found[name] for name in sorted(found) if name.startswith(PREFIX))
@@ -311,6 +322,24 @@ def plain(text: str) -> str:
     return re.sub(r"\[/?(?:b|dim)?\]", "", text)
 
 
+def oip_tensors() -> str:
+    """Inputs and outputs of the Open Inference Protocol."""
+    parts = []
+    for title, specs in (("Inputs", INPUTS), ("Outputs", OUTPUTS)):
+        rows = [
+            (code(each.name), " or ".join(each.datatypes), "1" if each.one else "any", each.meaning)
+            for each in specs.values()
+        ]
+        parts.append(f"### {title}\n\n{table(('name', 'type', 'elements', 'meaning'), rows)}")
+    return "\n\n".join(parts)
+
+
+def oip_parameters() -> str:
+    """Sampling parameters of the Open Inference Protocol."""
+    rows = [(code(name), each.kind, code(each.field), each.meaning) for name, each in KEYS.items()]
+    return table(("key", "type", "field of the gRPC API", "note"), rows)
+
+
 BLOCKS: dict[str, Callable[[], str]] = {
     "options": options,
     "metrics": metrics,
@@ -318,6 +347,8 @@ BLOCKS: dict[str, Callable[[], str]] = {
     "control": lambda: protos("control.proto"),
     "errors": error_tree,
     "commands": commands,
+    "oip-tensors": oip_tensors,
+    "oip-parameters": oip_parameters,
 }
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import resource
+import sys
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -24,15 +25,20 @@ from ep_server.frontend.server import Progress, Server
 from ep_server.models.families import read_spec
 from ep_server.models.sizes import context_limit
 from ep_server.observability.metrics import ServerMetrics
-from ep_server.observability.metrics_endpoint import MetricsEndpoint
+from ep_server.observability.metrics_endpoint import MetricsEndpoint, Probes
 from ep_server.observability.node_metrics import NodeFacts, NodeMetrics, NodePage
+from ep_server.observability.server_state import ServerState, TlsFiles
 from ep_server.observability.status_page import StatusPage
-from ep_server.observability.vllm_metrics import with_vllm_names
+from ep_server.observability.vllm_metrics import for_pickers, with_vllm_names
 from ep_server.ranks.launcher import RankProcesses
 from ep_server.ranks.protocol import Ranks
+from ep_server.ranks.restarting import RestartingRanks
 
 log = logging.getLogger(__name__)
 
+SWITCH_SECONDS = (
+    0.0005  # that the event loop waits for a thread, such as a scrape; Python's default is ten times that
+)
 OPEN_FILES = 64  # of the front process and of a rank; at the start they have about 30
 OPEN_FILES_PER_RANK = 8  # of the front process; a rank takes 2, and more while it starts
 
@@ -68,12 +74,26 @@ async def assemble(
         version=ep_server.__version__,
         max_queue=config.scheduler.max_queue,
         nodes=1 if place is None else place.nodes,
+        ranks_per_node=config.parallel.ranks,
+        summary=config.metrics.detail == "summary",
     )
-    page = with_vllm_names(registry, model.name) if config.metrics.vllm_names else registry
+    page, pickers = registry, None
+    if config.metrics.vllm_names:
+        page = with_vllm_names(registry, model.name)
+        pickers = for_pickers(metrics.loads, model.name)
     status = StatusPage(metrics.look, model.name, ep_server.__version__)
-    with _endpoint(config.metrics, page, status) as url:
-        others = None if place is None or place.nodes == 1 else Leader(config, place)
-        yield App(Server(config, model, ranks or RankProcesses(config, others), metrics, others), model, url)
+    others = None if place is None or place.nodes == 1 else Leader(config, place)
+    ranks = ranks or RestartingRanks(lambda: RankProcesses(config, others))
+    server = Server(config, model, ranks, metrics, others)
+
+    def tls() -> TlsFiles | None:
+        used = server.certificates
+        return None if used is None else TlsFiles(used.expiry(), used.refused)
+
+    registry.register(ServerState(server.engine, config.scheduler.max_running, tls))
+    probes = Probes(lambda: server.health.live, lambda: server.health.serving)
+    with _endpoint(config.metrics, page, status, probes, pickers) as url:
+        yield App(server, model, url)
 
 
 def require_open_files(ranks: int) -> None:
@@ -112,12 +132,18 @@ def warn_if_prompts_are_slow(config: Config) -> None:
 
 
 @contextmanager
-def _endpoint(config: MetricsConfig, page: CollectorRegistry, status: StatusPage | NodePage) -> Iterator[str]:
+def _endpoint(
+    config: MetricsConfig,
+    page: CollectorRegistry,
+    status: StatusPage | NodePage,
+    probes: Probes,
+    pickers: CollectorRegistry | None = None,
+) -> Iterator[str]:
     """Opens the metrics port, if enabled. Yields: its URL or "". Raises: ConfigError."""
     if not config.enabled:
         yield ""
         return
-    endpoint = MetricsEndpoint(config, page, status)
+    endpoint = MetricsEndpoint(config, page, status, probes, pickers)
     try:
         with status if isinstance(status, StatusPage) else nullcontext():
             yield endpoint.url
@@ -133,6 +159,7 @@ def run(config: Config, progress: Progress, on_serving: Callable[[str], None]) -
     Returns: exit code. Raises: StartupError.
     """
     require_open_files(config.parallel.ranks)
+    sys.setswitchinterval(SWITCH_SECONDS)
     place = find_place(config.cluster, this_host())
     settled = place.settled(config)
 
@@ -161,5 +188,7 @@ async def _follow(
     registry = CollectorRegistry()
     metrics = NodeMetrics(registry, facts)
     follower = Follower(config, place, FollowerHooks(progress, lambda: on_serving(url), metrics))
-    with _endpoint(config.metrics, registry, NodePage(facts, metrics, lambda: follower.serving)) as url:
+    probes = Probes(lambda: follower.health.live, lambda: follower.health.serving)
+    page = NodePage(facts, metrics, lambda: follower.health.serving)
+    with _endpoint(config.metrics, registry, page, probes) as url:
         return await follower.run(last=True)

@@ -1,4 +1,4 @@
-"""`ep-server config`: lists every option, or prints a configuration file with all defaults."""
+"""`ep-server config`: lists options, prints a file with all defaults, says what a server would use."""
 
 from __future__ import annotations
 
@@ -11,21 +11,48 @@ from rich.console import Console
 from rich.table import Table
 
 from ep_server.cli.options import default_text, range_text
-from ep_server.config import ENV_PREFIX, fields
+from ep_server.config import ENV_PREFIX, Config, fields, read_sources
+from ep_server.errors import ConfigError
 
 NAME = "config"
 
 
 def command(
     toml: Annotated[bool, typer.Option("--toml", help="Print a TOML file with every default.")] = False,
+    effective: Annotated[
+        bool, typer.Option("--effective", help="Print every value that `serve` would use, and its source.")
+    ] = False,
+    config: Annotated[str, typer.Option("--config", help="TOML file for --effective.")] = "",
+    check: Annotated[str, typer.Option("--check", help="Check a TOML file alone; exit code 2 if bad.")] = "",
 ) -> None:
     """List every option with its default and range.
 
     Later sources win: defaults, file (--config), environment, flags.
     """
-    if toml:
+    if sum([toml, effective, bool(check)]) > 1:
+        raise ConfigError("config", "several outputs", "one of --toml, --effective, --check")
+    if config and not effective:
+        raise ConfigError("--config", config, "given only with --effective")
+    if check:
+        given = read_sources(check, environ={})
+        Config.from_values({name: one.value for name, one in given.items()})
+        print(f"{check}: {len(given)} option(s), all valid")
+    elif effective:
+        _print_effective(config or None)
+    elif toml:
         print(_toml(), end="")
-        return
+    else:
+        _print_options()
+
+
+def _print_effective(file: str | None) -> None:
+    """Tab-separated, so that scripts can read it: option, value as JSON, source."""
+    values, given = Config.load(file).values(), read_sources(file)
+    for name, value in values.items():
+        print(name, json.dumps(value), given[name].source if name in given else "default", sep="\t")
+
+
+def _print_options() -> None:
     table = Table(title="Options of `ep-server serve`")
     table.add_column("option", no_wrap=True)
     for title in ("default", "allowed", "meaning"):

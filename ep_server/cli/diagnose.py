@@ -7,12 +7,13 @@ import io
 import json
 import os
 import re
+import sys
 import tarfile
 import time
 import urllib.request
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import IO, Annotated, Any
 
 import grpc
 import typer
@@ -21,7 +22,7 @@ from google.protobuf.json_format import MessageToDict
 from ep_server.cli import options
 from ep_server.client import Client, Target
 from ep_server.errors import ConfigError
-from ep_server.observability.fault_report import chrome_trace, host_facts, versions
+from ep_server.observability.fault_report import chrome_trace, host_facts, processes, versions
 from ep_server.v1 import control_pb2 as pb
 
 NAME = "diagnose"
@@ -42,6 +43,7 @@ topology.json   ranks up, latencies by operation, who waited for whom, tokens by
 trace.json      the last steps of every rank: open it in ui.perfetto.dev or chrome://tracing
 metrics.txt     /metrics
 status.html     the status page
+processes.json  state, memory and threads of the processes of ep_server on this host
 host.json       cores, memory, NUMA nodes, control group, GPUs of the host this command ran on
 missing.txt     what could not be had, and why; absent where all is here
 
@@ -54,7 +56,11 @@ PRIVATE = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----.*?-----END [A-Z ]*PRIV
 def command(
     output: Annotated[
         str,
-        typer.Option("--output", "-o", help="Archive to write. Default: ep-server-diagnose-<time>.tar.gz."),
+        typer.Option(
+            "--output",
+            "-o",
+            help="Archive to write; - = standard output. Default: ep-server-diagnose-<time>.tar.gz.",
+        ),
     ] = "",
     metrics_url: Annotated[
         str, typer.Option(help="URL of the metrics. Empty: the server's configuration has it.")
@@ -80,14 +86,20 @@ def command(
     bundle = Bundle(target.token)
     bundle.add("README.txt", lambda: README.format(time=time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())))
     bundle.add("host.json", lambda: _json(host_facts()))
+    bundle.add("processes.json", lambda: _json(processes()))
     config = _ask(bundle, target, timeout)
     url = metrics_url or metrics_url_of(address, config)
     bundle.add("metrics.txt", lambda: _fetch(url, timeout))
     bundle.add("status.html", lambda: _fetch(url.removesuffix("metrics"), timeout))
-    bundle.write(file)
-    print(f"{file}: {', '.join(bundle.files)}")
+    told = sys.stdout
+    if output == "-":
+        bundle.pack(sys.stdout.buffer, NAME)
+        told = sys.stderr
+    else:
+        bundle.write(file)
+    print(f"{output or file}: {', '.join(bundle.files)}", file=told)
     for name, why in bundle.missing.items():
-        print(f"missing: {name}: {why}")
+        print(f"missing: {name}: {why}", file=told)
     raise typer.Exit(1 if bundle.missing else 0)
 
 
@@ -113,18 +125,22 @@ class Bundle:
 
     def write(self, file: Path) -> None:
         """Writes a tar.gz that only its owner can read. Raises: ConfigError (--output)."""
-        if self.missing:
-            text = "".join(f"{name}: {why}\n" for name, why in self.missing.items())
-            self.files["missing.txt"] = self._clean(text)
         try:
             handle = os.open(file, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
-            with os.fdopen(handle, "wb") as stream, tarfile.open(fileobj=stream, mode="w:gz") as archive:
-                folder = file.name.partition(".")[0] or NAME
-                for name, text in self.files.items():
-                    _member(archive, f"{folder}/{name}", text.encode(errors="replace"))
+            with os.fdopen(handle, "wb") as stream:
+                self.pack(stream, file.name.partition(".")[0] or NAME)
         except OSError as error:
             allowed = f"a new file in a folder that can be written ({error.strerror})"
             raise ConfigError("--output", str(file), allowed) from error
+
+    def pack(self, stream: IO[bytes], folder: str) -> None:
+        """The tar.gz, with all files in a folder."""
+        if self.missing:
+            text = "".join(f"{name}: {why}\n" for name, why in self.missing.items())
+            self.files["missing.txt"] = self._clean(text)
+        with tarfile.open(fileobj=stream, mode="w|gz") as archive:
+            for name, text in self.files.items():
+                _member(archive, f"{folder}/{name}", text.encode(errors="replace"))
 
     def _clean(self, text: str) -> str:
         text = PRIVATE.sub("[private key]", text)

@@ -13,8 +13,8 @@ from rich.table import Table
 from ep_server.cli import options
 from ep_server.config import Config
 from ep_server.errors import ConfigError
-from ep_server.exchange.geometry import group_bytes
 from ep_server.exchange.segment import available_memory
+from ep_server.exchange.spec import group_bytes
 from ep_server.models.families import ModelSpec, read_spec
 from ep_server.models.footprint import stay_fp8
 from ep_server.models.inspect import Inspection, inspect_checkpoint, inspect_config

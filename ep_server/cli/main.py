@@ -47,7 +47,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except SystemExit as end:
         return int(end.code or 0)
     except EpServerError as error:
-        _say(str(error))
+        cause = error.__cause__
+        _say(_status(cause) if isinstance(cause, grpc.RpcError) else str(error))
     except grpc.RpcError as error:
         _say(_status(error))
     return 1

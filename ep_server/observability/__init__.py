@@ -1,1 +1,1 @@
-"""What operators see: metrics, traces, the status page."""
+"""Metrics, traces and the status page, for operators."""

@@ -1,4 +1,4 @@
-"""What a fault report contains: versions, facts about the host, and the last steps as a trace.
+"""The contents of a fault report: versions, facts about the host, and the last steps as a trace.
 
 Host facts are text as the system prints it; facts that are missing are left out. Libraries are not imported
 to learn their versions. The trace opens in Perfetto and chrome://tracing, one track per rank.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 from collections.abc import Iterable
@@ -47,7 +48,7 @@ def _version(library: str) -> str:
         return "absent"
 
 
-GPU_SECONDS = 20.0  # for nvidia-smi, which may hang where a GPU does
+GPU_SECONDS = 20.0  # for nvidia-smi, which may hang if a GPU does
 FILES = (
     "/proc/meminfo",
     "/proc/loadavg",
@@ -91,6 +92,33 @@ def _gpus() -> dict[str, str]:
             done = subprocess.run(line, capture_output=True, text=True, check=True, timeout=GPU_SECONDS)
             facts[f"nvidia-smi {' '.join(arguments)}"] = done.stdout
     return facts
+
+
+OF_STATUS = re.compile(
+    r"^(State|VmRSS|VmSwap|Threads|Cpus_allowed_list|Mems_allowed_list|\w*voluntary_ctxt_switches):\s*(.*)$",
+    re.MULTILINE,
+)
+
+
+def processes(proc: Path = Path("/proc")) -> dict[str, dict[str, Any]]:
+    """Processes of ep_server by pid: state, memory, cores, and each thread's state by number and name."""
+    found = {}
+    for folder in proc.glob("[0-9]*"):
+        with suppress(OSError, UnicodeDecodeError):
+            words = (folder / "cmdline").read_bytes().decode().split("\0")
+            if any("ep_server" in word or "ep-server" in word for word in words):
+                facts: dict[str, Any] = dict(OF_STATUS.findall((folder / "status").read_text()))
+                facts["rank process"] = any("ranks.life" in word for word in words)
+                facts["threads"] = dict(_thread(task) for task in sorted(folder.glob("task/*")))
+                found[folder.name] = facts
+    return found
+
+
+def _thread(task: Path) -> tuple[str, str]:
+    """(number and name, state and CPU time in ticks)."""
+    name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
+    fields = rest.split()
+    return f"{task.name} {name}", f"{fields[0]} {int(fields[11]) + int(fields[12])}"
 
 
 PARTS = ("plan", "vote", "run", "publish")

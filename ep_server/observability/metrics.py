@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import platform
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import (
     CollectorRegistry,
@@ -21,8 +21,9 @@ from prometheus_client import (
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.samples import Sample
 
-from ep_server.engine.observer import RequestSummary
-from ep_server.observability.rank_metrics import RankCollector
+from ep_server.engine.observer import RankQueue, RequestSummary
+from ep_server.observability.network_metrics import Cluster, NetworkCollector
+from ep_server.observability.rank_metrics import RankCollector, RankLoads
 from ep_server.observability.status_history import Snapshot
 from ep_server.records import RankReady, RankStatistics
 
@@ -31,8 +32,8 @@ PREFIX = "epserver_"
 REQUEST_EDGES = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 TOKEN_EDGES = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 1, 2.5, 10)
 LENGTH_EDGES = tuple(float(1 << power) for power in range(0, 18))
-# Statuses that are the server's fault. Counted from 0: of a series that begins with its first error,
-# Prometheus cannot see that error.
+# Statuses that are the server's fault. Their series start at 0: if a series starts with its first error,
+# Prometheus does not count that error.
 FAULTS = ("DEADLINE_EXCEEDED", "INTERNAL", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "UNKNOWN")
 
 
@@ -40,12 +41,26 @@ class ServerMetrics:
     """Implements observer.EngineObserver. Called in the event loop; scrapes run in other threads."""
 
     def __init__(
-        self, registry: CollectorRegistry, *, model: str, version: str, max_queue: int, nodes: int = 1
+        self,
+        registry: CollectorRegistry,
+        *,
+        model: str,
+        version: str,
+        max_queue: int,
+        nodes: int = 1,
+        ranks_per_node: int = 1,
+        summary: bool = False,
     ) -> None:
-        """model, version: of build_info. max_queue: SchedulerConfig.max_queue. nodes: of this server."""
+        """model, version: of build_info. max_queue: SchedulerConfig.max_queue.
+
+        nodes, ranks_per_node: of this server. summary: as in RankCollector.
+        """
         disable_created_metrics()  # type: ignore[no-untyped-call]  # process-wide; no query reads these series
-        self._ranks = RankCollector(PREFIX)
+        self._ranks = RankCollector(PREFIX, summary=summary)
         registry.register(self._ranks)
+        if nodes > 1:
+            cluster = Cluster(nodes, ranks_per_node)
+            registry.register(NetworkCollector(PREFIX, cluster, lambda: self._ranks.latest()[1]))
         ProcessCollector(registry=registry)
         export_node(registry, 0, nodes, version)
 
@@ -62,6 +77,9 @@ class ServerMetrics:
         build.labels(version, model, platform.python_version()).set(1)
         gauge("queue_limit", "Requests that may wait before new ones are refused.").set(max_queue)
         self._block_size = gauge("kv_block_size", "Tokens in one KV block.")
+        self.loads = CollectorRegistry()  # what of `registry` endpoint pickers read
+        self.loads.register(RankLoads(self._ranks))
+        self.loads.register(self._block_size)
         self._running = gauge("requests_running", "Requests that have at least one token.")
         self._waiting = gauge("requests_waiting", "Requests without a token yet.")
         self._unread = gauge("requests_unread", "Ended sequences whose caller has not read them to the end.")
@@ -72,7 +90,8 @@ class ServerMetrics:
         self._admitted = counter("requests_admitted", "Requests assigned to a rank.")
         self._requests = counter(
             "requests",
-            "Requests ended or refused, by gRPC status and, if that is OK, by finish reason.",
+            "Requests ended or refused, by gRPC status and, if that is OK, by finish reason. "
+            "slow_reader: the caller read too slowly.",
             ("status", "finish_reason"),
         )
         for status in FAULTS:
@@ -90,6 +109,14 @@ class ServerMetrics:
         self._end_to_end = histogram("request_seconds", "From admission to the end, with any status.")
         self._prefill = histogram("request_prefill_seconds", "From the first step to the first token.")
         self._decode = histogram("request_decode_seconds", "From the first token to the end.")
+        self._inference = histogram("request_inference_seconds", "From the first step to the end.")
+        self._token_time = histogram(
+            "request_token_seconds", "Mean time of a request's tokens after the first.", TOKEN_EDGES
+        )
+        self._recovery = histogram(
+            "recovery_seconds", "From the loss of a rank until its requests are at new ranks."
+        )
+        self._recovered = counter("requests_recovered", "Requests that continued after the loss of a rank.")
         self._freed = histogram("cancel_to_free_seconds", "From a cancel until the KV blocks are free.")
         self._prompt_length = histogram("request_prompt_tokens", "Length of prompts.", LENGTH_EDGES)
         self._output_length = histogram(
@@ -97,7 +124,7 @@ class ServerMetrics:
         )
 
     def look(self) -> Snapshot:
-        """What the status page is made of. From any thread."""
+        """The data of the status page. Any thread may call it."""
         up, ranks = self._ranks.latest()
         gaps = [(s.labels["le"], s.value) for s in _samples(self._token_gap) if s.name.endswith("_bucket")]
         return Snapshot(
@@ -115,6 +142,15 @@ class ServerMetrics:
         self._ranks.set_up(ready.rank, True)
         self._block_size.set(ready.block_size)
 
+    def on_queues(self, queues: Callable[[], Sequence[RankQueue]]) -> None:
+        """The ranks are warm."""
+        self._ranks.queues = queues
+
+    def on_recovered(self, seconds: float, requests: int) -> None:
+        """A new group of ranks serves."""
+        self._recovery.observe(seconds)
+        self._recovered.inc(requests)
+
     def on_rank_lost(self, rank: int) -> None:
         """A rank died."""
         self._ranks.set_up(rank, False)
@@ -124,17 +160,17 @@ class ServerMetrics:
         self._ranks.update(statistics)
 
     def on_admitted(self, prompt_tokens: int) -> None:
-        """A request was given to a rank."""
+        """A request was assigned to a rank."""
         self._admitted.inc()
         self._prompt_tokens.inc(prompt_tokens)
         self._prompt_length.observe(prompt_tokens)
 
     def on_refused(self, status: str) -> None:
-        """A request was refused before a rank saw it."""
+        """A request was refused before it reached a rank."""
         self._requests.labels(status, "").inc()
 
     def on_accept_wait(self, seconds: float) -> None:
-        """A call waited so long to be accepted."""
+        """How long a call waited to be accepted."""
         self._accept_wait.observe(seconds)
 
     def on_first_token(self, seconds: float) -> None:
@@ -148,20 +184,24 @@ class ServerMetrics:
         self._generated_tokens.inc()
 
     def on_finished(self, summary: RequestSummary) -> None:
-        """A request ended, well or not."""
+        """A request ended, with or without an error."""
         self._requests.labels(summary.status, summary.reason).inc()
         self._end_to_end.observe(summary.seconds)
         self._output_length.observe(summary.output_tokens)
         if summary.first_token_seconds is not None:
             self._prefill.observe(summary.first_token_seconds - summary.queued_seconds)
             self._decode.observe(summary.seconds - summary.first_token_seconds)
+            self._inference.observe(summary.seconds - summary.queued_seconds)
+            if summary.output_tokens > 1:
+                decode = summary.seconds - summary.first_token_seconds
+                self._token_time.observe(decode / (summary.output_tokens - 1))
 
     def on_freed(self, seconds: float) -> None:
         """The KV blocks of a cancelled request are free."""
         self._freed.observe(seconds)
 
     def on_unread_ended(self) -> None:
-        """An ended request was given up unread."""
+        """An ended request was dropped unread."""
         self._unread_ended.inc()
 
     def on_load(self, running: int, waiting: int, unread: int) -> None:

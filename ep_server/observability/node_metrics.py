@@ -1,4 +1,4 @@
-"""Metrics and page of a node that does not lead: its process, and the calls that it relays.
+"""Metrics and status page of a follower: its process, and the calls that it relays.
 
 Node 0 counts requests, tokens and ranks, once for all nodes. There is no build_info here: that counts
 servers.
@@ -20,7 +20,7 @@ from ep_server.observability.status_page import in_page, respond
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """node of nodes. ranks: global numbers of those that run here. leader: node 0's host:port."""
+    """Node `node` of `nodes`. ranks: global numbers of the ranks here. leader: node 0's host:port."""
 
     node: int
     nodes: int
@@ -45,11 +45,11 @@ class NodeMetrics:
             self._ended.labels(status)
 
     def on_relay_began(self) -> None:
-        """A stream was taken."""
+        """A stream was accepted."""
         self._open.inc()
 
     def on_relay_ended(self, status: str) -> None:
-        """It is over."""
+        """A stream ended."""
         self._open.dec()
         self._ended.labels(status).inc()
 
@@ -58,17 +58,17 @@ class NodeMetrics:
         self._ended.labels(status).inc()
 
     def look(self) -> tuple[float, dict[str, float]]:
-        """(streams open now, streams ended by status). From any thread."""
+        """(streams open now, streams ended by status). Any thread may call it."""
         (now,), (ended,) = self._open.collect(), self._ended.collect()
         counts = {s.labels["status"]: s.value for s in ended.samples if s.name.endswith("_total")}
         return now.samples[0].value, counts
 
 
 class NodePage:
-    """The page at / of a node that does not lead: what it is part of, where the rest is to be seen."""
+    """The page at / of a follower: its own state, and a link to the rest of the server."""
 
     def __init__(self, facts: NodeFacts, metrics: NodeMetrics, serving: Callable[[], bool]) -> None:
-        """serving: whether node 0 says that the server takes requests; asked from any thread."""
+        """serving: whether the server accepts requests, according to node 0. Any thread may call it."""
         self._facts, self._metrics, self._serving = facts, metrics, serving
 
     def html(self) -> str:

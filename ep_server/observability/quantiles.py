@@ -16,7 +16,7 @@ NANO = 1e-9
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """What a table shows of one histogram; durations in seconds, all 0 where nothing was counted."""
+    """One histogram, summarised for a table. Durations in seconds; all 0 if nothing was counted."""
 
     count: int = 0
     mean: float = 0.0

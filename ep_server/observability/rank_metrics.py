@@ -1,4 +1,4 @@
-"""Turns what ranks measured (RankStatistics) into Prometheus families when Prometheus scrapes.
+"""Turns measurements of the ranks (RankStatistics) into Prometheus families when Prometheus scrapes.
 
 Ranks report cumulative numbers, so this module counts nothing and a scrape changes nothing: counters rise for
 as long as the ranks live. A family without samples is left out. Units: seconds, bytes, tokens.
@@ -9,8 +9,11 @@ An `Interval` is two reports of one rank with at least one step between them: ex
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, zip_longest
 
 from prometheus_client.core import (
     CounterMetricFamily,
@@ -20,6 +23,7 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
+from ep_server.engine.observer import RankQueue
 from ep_server.observability.quantiles import NANO, balance
 from ep_server.records import RankLoad, RankStatistics
 
@@ -75,12 +79,10 @@ def overlap_ratio(interval: Interval) -> float | None:
 
 
 FIRST_EDGE, LAST_EDGE = 10, 34  # bucket edges from 2^10 ns (1 us) to 2^34 ns (17 s), doubling
-MAX_EXPERT_SERIES = 512  # beyond so many experts one series per rank stands for all of its experts
+MAX_EXPERT_SERIES = 512  # with more experts, one series per rank counts all of them
 
 # RankLoad field -> (family without prefix, help); the gauges of one rank.
 LOAD_GAUGES: Mapping[str, tuple[str, str]] = {
-    "running": ("rank_running", "Sequences that decode on this rank."),
-    "waiting": ("queue_depth", "Requests in the queue of this rank."),
     "kv_blocks_used": ("kv_blocks_used", "KV blocks held by sequences."),
     "kv_blocks_total": ("kv_blocks", "KV blocks of this rank."),
     "kv_blocks_cached": ("kv_blocks_cached", "KV blocks kept only for their prefix, and free when needed."),
@@ -119,19 +121,36 @@ HISTOGRAMS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
 }
 
 
+@dataclass(frozen=True, eq=False, slots=True)
+class RankLoads(Collector):
+    """Those of a RankCollector's families that endpoint pickers ask for, many times a second."""
+
+    ranks: RankCollector
+
+    def collect(self) -> Iterator[Metric]:
+        """One pass over all ranks."""
+        return self.ranks.loads()
+
+
 class RankCollector(Collector):
     """The latest report of every rank, as metrics. Reports come from one thread, scrapes from any."""
 
-    def __init__(self, prefix: str = "epserver_") -> None:
+    def __init__(self, prefix: str = "epserver_", *, summary: bool = False) -> None:
+        """summary: one histogram and one wait per peer for all ranks together, under rank="all"."""
         self._prefix = prefix
+        self._summary = summary
         self._lock = threading.Lock()
         self._up: dict[int, bool] = {}
         self._latest: dict[int, RankStatistics] = {}
         self._intervals: dict[int, Interval] = {}
+        self.queues: Callable[[], Sequence[RankQueue]] = tuple  # newer than the reports, once ranks are warm
 
     def set_up(self, rank: int, up: bool) -> None:
-        """A rank became ready, or was lost."""
+        """A rank became ready, which counts from 0 again, or was lost."""
         with self._lock:
+            if up:
+                self._latest.pop(rank, None)
+                self._intervals.pop(rank, None)
             self._up[rank] = up
 
     def update(self, statistics: RankStatistics) -> None:
@@ -147,22 +166,30 @@ class RankCollector(Collector):
         with self._lock:
             return dict(self._up), dict(self._latest)
 
+    def loads(self) -> Iterator[Metric]:
+        """The queue and the KV cache of every rank alone."""
+        _, latest = self.latest()
+        ranks = [latest[rank] for rank in sorted(latest)]
+        yield from self._queues(ranks)
+        yield self._load_gauge("kv_blocks_total", ranks)
+        yield self._usage(ranks)
+
     def collect(self) -> Iterator[Metric]:
         """One pass over all ranks."""
         with self._lock:
             up = dict(self._up)
             ranks = [self._latest[rank] for rank in sorted(self._latest)]
             intervals = [self._intervals[rank] for rank in sorted(self._intervals)]
-        families = (
-            self._ups(up),
-            *self._loads(ranks),
-            *self._counters(ranks),
-            *self._histograms(ranks),
-            self._peer_waits(ranks),
-            self._expert_tokens(ranks),
-            *self._interval_gauges(intervals),
+        measured = [added(ranks)] if self._summary and ranks else ranks
+        families = (  # each is made after the previous one was written: none takes long
+            [self._ups(up)],
+            self._loads(ranks),
+            self._counters(ranks),
+            self._histograms(measured),
+            (make(given) for make, given in ((self._peer_waits, measured), (self._expert_tokens, ranks))),
+            self._interval_gauges(intervals),
         )
-        yield from (family for family in families if family.samples)
+        yield from (family for family in chain(*families) if family.samples)
 
     def _ups(self, up: Mapping[int, bool]) -> Metric:
         family = GaugeMetricFamily(
@@ -173,11 +200,24 @@ class RankCollector(Collector):
         return family
 
     def _loads(self, ranks: Iterable[RankStatistics]) -> Iterator[Metric]:
-        for field, (name, help) in LOAD_GAUGES.items():
-            gauge = GaugeMetricFamily(self._prefix + name, help, labels=["rank"])
+        yield from self._queues(ranks)
+        for field in LOAD_GAUGES:
+            yield self._load_gauge(field, ranks)
+        yield self._usage(ranks)
+        for field, (name, help) in LOAD_COUNTERS.items():
+            counter = CounterMetricFamily(self._prefix + name, help, labels=["rank"])
             for rank in ranks:
-                gauge.add_metric([str(rank.rank)], getattr(rank.load, field))
-            yield gauge
+                counter.add_metric([str(rank.rank)], getattr(rank.load, field))
+            yield counter
+
+    def _load_gauge(self, field: str, ranks: Iterable[RankStatistics]) -> Metric:
+        name, help = LOAD_GAUGES[field]
+        gauge = GaugeMetricFamily(self._prefix + name, help, labels=["rank"])
+        for rank in ranks:
+            gauge.add_metric([str(rank.rank)], getattr(rank.load, field))
+        return gauge
+
+    def _usage(self, ranks: Iterable[RankStatistics]) -> Metric:
         usage = GaugeMetricFamily(
             f"{self._prefix}kv_cache_usage_ratio",
             "Share of a rank's KV blocks that sequences hold.",
@@ -185,12 +225,20 @@ class RankCollector(Collector):
         )
         for rank in ranks:
             usage.add_metric([str(rank.rank)], _usage(rank.load))
-        yield usage
-        for field, (name, help) in LOAD_COUNTERS.items():
-            counter = CounterMetricFamily(self._prefix + name, help, labels=["rank"])
-            for rank in ranks:
-                counter.add_metric([str(rank.rank)], getattr(rank.load, field))
-            yield counter
+        return usage
+
+    def _queues(self, ranks: Iterable[RankStatistics]) -> Iterator[Metric]:
+        running = GaugeMetricFamily(
+            f"{self._prefix}rank_running", "Sequences in prefill or decode on this rank.", labels=["rank"]
+        )
+        queued = GaugeMetricFamily(
+            f"{self._prefix}queue_depth", "Requests in the queue of this rank.", labels=["rank"]
+        )
+        reported = {rank.rank: RankQueue(rank.load.running, rank.load.waiting) for rank in ranks}
+        for number, queue in sorted((reported | dict(enumerate(self.queues()))).items()):
+            running.add_metric([str(number)], queue.running)
+            queued.add_metric([str(number)], queue.queued)
+        yield from (running, queued)
 
     def _counters(self, ranks: Iterable[RankStatistics]) -> Iterator[Metric]:
         for key, (name, help) in COUNTERS.items():
@@ -225,7 +273,7 @@ class RankCollector(Collector):
                     family, labels = families["comm"], [op, part]
                 if any(buckets):
                     total = rank.sums.get(name, 0) * NANO
-                    family.add_metric([str(rank.rank), *labels], prometheus_buckets(buckets), total)
+                    family.add_metric([label(rank), *labels], prometheus_buckets(buckets), total)
         yield from families.values()
 
     def _peer_waits(self, ranks: Iterable[RankStatistics]) -> Metric:
@@ -237,16 +285,17 @@ class RankCollector(Collector):
         for rank in ranks:
             for (op, peer), waited in sorted(rank.peer_wait_ns.items()):
                 if waited and peer != rank.rank:
-                    family.add_metric([str(rank.rank), str(peer), op], waited * NANO)
+                    family.add_metric([label(rank), str(peer), op], waited * NANO)
         return family
 
     def _expert_tokens(self, ranks: list[RankStatistics]) -> Metric:
         family = CounterMetricFamily(
             f"{self._prefix}expert_tokens",
-            'Tokens that an expert received. expert="all" beyond 512 experts.',
+            'Tokens that an expert received. expert="all" beyond 512 experts and in summaries.',
             labels=["rank", "expert"],
         )
-        single = sum(len(rank.expert_tokens) for rank in ranks) <= MAX_EXPERT_SERIES
+        most = 0 if self._summary else MAX_EXPERT_SERIES
+        single = sum(len(rank.expert_tokens) for rank in ranks) <= most
         for rank in ranks:
             counted = rank.expert_tokens if single else {"all": sum(rank.expert_tokens.values())}
             for expert, number in counted.items():
@@ -280,10 +329,39 @@ class RankCollector(Collector):
         yield overlap
 
 
+ALL_RANKS = -1
+WAY_SECONDS = 0.0002
+
+
+def give_way() -> None:
+    """Lets the event loop run. Otherwise a scrape would hold the interpreter for 5 ms at a time."""
+    time.sleep(WAY_SECONDS)
+
+
+def label(rank: RankStatistics) -> str:
+    """The value of the label `rank`."""
+    return "all" if rank.rank == ALL_RANKS else str(rank.rank)
+
+
+def added(ranks: Sequence[RankStatistics]) -> RankStatistics:
+    """Histograms, their sums and waits of all ranks together; a rank does not wait for itself."""
+    histograms: dict[str, tuple[int, ...]] = {}
+    sums: Counter[str] = Counter()
+    waits: Counter[tuple[str, int]] = Counter()
+    for rank in ranks:
+        give_way()
+        for name, counts in rank.histograms.items():
+            both = zip_longest(histograms.get(name, ()), counts, fillvalue=0)
+            histograms[name] = tuple(before + more for before, more in both)
+        sums.update(rank.sums)
+        waits.update({key: ns for key, ns in rank.peer_wait_ns.items() if key[1] != rank.rank})
+    return RankStatistics(ALL_RANKS, histograms=histograms, sums=dict(sums), peer_wait_ns=dict(waits))
+
+
 def prometheus_buckets(buckets: Sequence[int]) -> list[tuple[str, float]]:
     """Log2 nanosecond buckets as cumulative (upper edge in seconds, count), ending with +Inf.
 
-    A duration of exactly an edge counts in the bucket above it: one nanosecond, at 1 us and more.
+    A duration equal to an edge counts in the bucket above it. Edges are 1 us and more, so that is negligible.
     """
     edges, total = [], 0
     for exponent, count in enumerate(buckets):

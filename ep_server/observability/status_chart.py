@@ -1,6 +1,6 @@
 """Line charts of the status page, drawn as SVG on the server.
 
-The picture holds only lines and may stretch; words and numbers are HTML text beside it, which does not.
+The SVG contains only lines, so it can be stretched. Words and numbers are HTML text beside it.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, HEIGHT = 300, 100
-GAP_SECONDS = 10.0  # no line across a longer time without a value
+GAP_SECONDS = 10.0  # a longer time without values interrupts the line
 Value = tuple[float, float]  # (time, value)
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """css: class of the line, and of its sign in the legend. values: in order of time."""
+    """css: class of the line, and of its mark in the legend. values: in order of time."""
 
     name: str
     css: str
@@ -25,7 +25,7 @@ class Line:
 
 
 def chart(title: str, lines: Sequence[Line], show: Callable[[float], str], span: Span) -> str:
-    """A chart of some time as a <figure>."""
+    """A chart over a time span, as a <figure>."""
     found = [value for line in lines for time, value in line.values if time >= span.start]
     axis = decades(found) if span.logarithmic else halves(found)
     paths = "".join(f'<path class="{line.css}" d="{_path(line, span, axis)}"/>' for line in lines)
@@ -47,7 +47,7 @@ def chart(title: str, lines: Sequence[Line], show: Callable[[float], str], span:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """What a chart shows: times, and whether equal ratios take equal heights."""
+    """The time span of a chart, and whether its scale is logarithmic."""
 
     start: float
     end: float
@@ -55,7 +55,7 @@ class Span:
 
     @property
     def seconds(self) -> float:
-        """How much time."""
+        """Its length."""
         return self.end - self.start
 
 
@@ -69,7 +69,7 @@ class Axis:
     logarithmic: bool = False
 
     def part(self, value: float) -> float:
-        """How far up a value lies, 0 to 1."""
+        """The height of a value, 0 to 1."""
         if self.logarithmic:
             return math.log(max(value, self.low) / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)

@@ -36,7 +36,7 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One moment of the charts. latency: op -> (p50, p99) since the look before, if there were any."""
+    """One moment of the charts. latency: op -> (p50, p99) since the previous sample, if any."""
 
     at: float
     tokens_per_second: float
@@ -45,7 +45,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Two samples of a server, the second later or the same. Values are of the time between them."""
+    """Two samples of a server, the second later or the same. Values describe the time between them."""
 
     before: Snapshot
     now: Snapshot
@@ -82,7 +82,7 @@ class Window:
         return None
 
     def counted(self, rank: int, name: str) -> int:
-        """What a counter of a rank grew by."""
+        """By how much a counter of a rank grew."""
         return _counter(self.now, rank, name) - _counter(self.before, rank, name)
 
     def steps(self, rank: int) -> int:
@@ -126,7 +126,7 @@ class History:
         self._points: deque[Point] = deque(maxlen=KEPT_POINTS)
 
     def add(self, snapshot: Snapshot) -> None:
-        """Adds a sample that is later than all before."""
+        """Adds a sample, later than all before."""
         if self._looks:
             step = Window(self._looks[-1], snapshot)
             latency = {op: found for op in OPS if (found := step.latency(op)) is not None}

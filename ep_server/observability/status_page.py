@@ -22,9 +22,9 @@ from ep_server.records import RankStatistics
 
 LOOK_SECONDS = 2.0
 STOP_SECONDS = 5.0
-SHORTEST_CHART = 120.0  # seconds, also of a server that has just begun
-STANDS_OUT = 1.5  # times the mean wait for other ranks from which on a rank is named
-NUMBERS_UP_TO = 64  # experts of a rank beyond which cells show colour alone
+SHORTEST_CHART = 120.0  # seconds, even if the server has just started
+STANDS_OUT = 1.5  # a rank is named if others wait for it this many times the mean
+NUMBERS_UP_TO = 64  # experts per rank; with more, cells show colour only
 HEADERS = [
     ("Content-Type", "text/html; charset=utf-8"),
     ("Cache-Control", "no-store"),
@@ -90,7 +90,7 @@ def _template() -> Template:
 
 
 def render(history: History, model: str, version: str) -> str:
-    """What stands in <main>."""
+    """The contents of <main>."""
     window = history.window()
     span = f"last {window.seconds:.0f} s" if window.seconds else "since the start"
     parts = (
@@ -180,7 +180,7 @@ def _waits(window: Window, span: str) -> str:
     ranks = sorted(window.now.ranks)
     waits = {rank: window.waits(rank) for rank in ranks}
     every = [wait for row in waits.values() for wait in row.values()]
-    # What is even stays pale, however large; a wait of three times the mean is dark.
+    # Even waits stay pale, however long. Three times the mean is dark.
     dark = max([*every, 3 * sum(every) / max(len(every), 1)])
     rows = []
     for rank in ranks:
@@ -193,7 +193,7 @@ def _waits(window: Window, span: str) -> str:
 
 
 def _slowest(awaited: dict[int, float]) -> str:
-    """Names the rank that the others wait for, where one stands out."""
+    """Names the rank that the others wait for, if one stands out."""
     if len(awaited) < 2 or not any(awaited.values()):
         return ""
     worst = max(awaited, key=awaited.__getitem__)

@@ -24,7 +24,7 @@ import grpc
 import uvloop
 
 from ep_server.cli.bench.load import OK, Load, Trace
-from ep_server.client import AsyncClient, Target
+from ep_server.client import AsyncClient, Target, generate_request
 from ep_server.errors import InternalError, StartupError
 from ep_server.ranks.life import die_with
 from ep_server.ranks.process import BOOTSTRAP, import_path
@@ -190,9 +190,8 @@ async def _stream(
 
 
 async def _request(client: AsyncClient, load: Load, trace: Trace, on_done: Callable[[], None]) -> None:
-    call = client.generate(
+    request = generate_request(
         load.prompt(trace.index),
-        timeout=load.timeout,
         max_new_tokens=load.new_tokens,
         ignore_eos=True,
         temperature=0.0,
@@ -200,6 +199,8 @@ async def _request(client: AsyncClient, load: Load, trace: Trace, on_done: Calla
         output_text=False,
         stream_interval=load.stream_interval,
     )
+    # The stub itself: a retry would hide a refusal, and objects would cost the client time.
+    call = client.decode.Generate(request, timeout=load.timeout, metadata=client.target.metadata)
     trace.sent, status, why = time.monotonic(), OK, ""
     try:
         async for event in call:

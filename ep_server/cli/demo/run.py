@@ -43,6 +43,12 @@ PARTS = {
     "combine": ("send", "wait", "reduce", "total"),
 }
 
+OPENAI = """\
+an OpenAI endpoint in front of a server:
+  pip install 'ep-server[doors]' smg
+  ep-server serve --model CHECKPOINT &
+  smg launch --worker-urls grpc://127.0.0.1:50051 --port 8000"""
+
 
 @dataclass(frozen=True, slots=True)
 class DemoOptions:
@@ -102,8 +108,12 @@ async def _demo(options: DemoOptions, console: Console) -> int:
             console.print(f"gRPC at {app.server.address}, metrics at {app.metrics_url}", soft_wrap=True)
             answers = await _show(app, draw_held_out(seed, options.questions), console)
             if options.keep:
+                gateway = f"smg launch --worker-urls grpc://{app.server.address} --port 8000"
+                console.print(f"OpenAI endpoint: {gateway}", soft_wrap=True)
                 console.print("serving until Ctrl-C")
                 await asyncio.wait((life,))
+    if not options.keep:
+        console.print(OPENAI, soft_wrap=True, markup=False)
     clean = life.result() == 0
     console.print("stopped cleanly" if clean else "a rank was lost")
     return 0 if clean and all(answer.right for answer in answers) else 1

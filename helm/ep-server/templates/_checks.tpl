@@ -4,6 +4,18 @@
 {{- if not (regexMatch "^[a-z]" $name) }}
 {{- fail (printf "name of the release = %q: a Service's name must begin with a letter, and here it would be %q (set fullnameOverride)" .Release.Name $name) }}
 {{- end }}
+{{- if .Values.gpu.enabled }}
+{{- $count := .Values.gpu.count }}
+{{- if not (or (kindIs "invalid" $count) (eq (int64 $count) (int64 .Values.ranks))) }}
+{{- fail (printf "gpu.count = %d: must be null or equal to ranks = %d, as each rank has a GPU of its own" (int64 $count) (int64 .Values.ranks)) }}
+{{- end }}
+{{- $device := dig "parallel" "device" "cuda" .Values.config }}
+{{- if ne $device "cuda" }}
+{{- fail (printf "config.parallel.device = %q: must be cuda or absent with gpu.enabled" $device) }}
+{{- end }}
+{{- else if eq (dig "parallel" "device" "" .Values.config) "cuda" }}
+{{- fail "gpu.enabled = false: must be true with config.parallel.device = \"cuda\"" }}
+{{- end }}
 {{- with .Values.autoscaling }}
 {{- if lt (int64 .maxReplicas) (int64 .minReplicas) }}
 {{- fail (printf "autoscaling.maxReplicas = %d: must be at least autoscaling.minReplicas, %d" (int64 .maxReplicas) (int64 .minReplicas)) }}

@@ -2,8 +2,8 @@
 {{- define "ep-server.args" -}}
 - serve
 - --model
-- {{ printf "/models/%s" .Values.model.directory | trimSuffix "/" | quote }}
-{{- with .Values.model.name }}
+- {{ include "ep-server.modelPath" . | quote }}
+{{- with include "ep-server.modelName" . }}
 - --model-name
 - {{ . | quote }}
 {{- end }}
@@ -46,6 +46,56 @@
 - --fabric-gid-index
 - {{ int64 .Values.rdma.gidIndex | quote }}
 {{- end }}
+{{- range .Values.extraArgs }}
+- {{ . | quote }}
+{{- end }}
+{{- end }}
+
+{{/* Where the checkpoint is in the container. Each downloaded revision has a directory of its own. */}}
+{{- define "ep-server.modelPath" -}}
+{{- $directory := .Values.model.directory -}}
+{{- if eq .Values.model.source "huggingface" }}{{ $directory = .Values.model.huggingface.revision }}{{ end -}}
+{{- printf "/models/%s" $directory | trimSuffix "/" -}}
+{{- end }}
+
+{{- define "ep-server.modelName" -}}
+{{- $repository := ternary (base .Values.model.huggingface.repository) "" (eq .Values.model.source "huggingface") -}}
+{{- default $repository .Values.model.name -}}
+{{- end }}
+
+{{/* Downloads the checkpoint, goes on where it was interrupted, and compares checksums. */}}
+{{- define "ep-server.download" -}}
+{{- $hub := .Values.model.huggingface -}}
+name: download
+image: {{ include "ep-server.image" . | quote }}
+imagePullPolicy: {{ .Values.image.pullPolicy }}
+command:
+  - sh
+  - -euc
+  - |
+    download() {
+      hf download "$REPOSITORY" --revision "$REVISION" --local-dir "$DIRECTORY" \
+        --include '*.json' --include '*.jinja' --include '*.safetensors' --include '*.model' "$@" &&
+      hf cache verify "$REPOSITORY" --revision "$REVISION" --local-dir "$DIRECTORY"
+    }
+    download || { echo 'not what the hub has: downloading anew'; download --force-download; }
+env:
+  - {name: REPOSITORY, value: {{ $hub.repository | quote }}}
+  - {name: REVISION, value: {{ $hub.revision | quote }}}
+  - {name: DIRECTORY, value: {{ include "ep-server.modelPath" . | quote }}}
+  - {name: HF_HOME, value: /tmp/huggingface}
+  {{- with $hub.endpoint }}
+  - {name: HF_ENDPOINT, value: {{ . | quote }}}
+  {{- end }}
+  {{- if $hub.tokenSecret }}
+  - name: HF_TOKEN
+    valueFrom: {secretKeyRef: {name: {{ $hub.tokenSecret | quote }}, key: {{ $hub.tokenKey | quote }}}}
+  {{- end }}
+securityContext:
+  {{- include "ep-server.securityContext" . | nindent 2 }}
+volumeMounts:
+  - {name: model, mountPath: /models}
+  - {name: scratch, mountPath: /tmp}
 {{- end }}
 
 {{/* Of a Pod among several. Its number: the set's ordinal in its name, or what LeaderWorkerSet tells it. */}}
@@ -73,12 +123,16 @@
 {{/* `config`, and the threads of a rank: the CPUs that are reserved over the ranks, not all that the node has. */}}
 {{- define "ep-server.config" -}}
 {{- $config := deepCopy .Values.config -}}
+{{- if .Values.inferencePool.enabled -}}
+{{- $_ := set $config "metrics" (merge (dict "vllm_names" true) (default dict $config.metrics)) -}}
+{{- end -}}
 {{- $parallel := default dict $config.parallel -}}
 {{- $cpu := dig "requests" "cpu" "" .Values.resources | toString -}}
 {{- if and $cpu (not (hasKey $parallel "threads_per_rank")) -}}
 {{- $cores := ternary (divf (trimSuffix "m" $cpu | float64) 1000) (float64 $cpu) (hasSuffix "m" $cpu) -}}
 {{- $_ := set $parallel "threads_per_rank" (divf $cores .Values.ranks | floor | int64 | max 1 | min 256) -}}
 {{- end -}}
+{{- if .Values.gpu.enabled }}{{ $_ := set $parallel "device" "cuda" }}{{ end -}}
 {{- set $config "parallel" $parallel | toYaml -}}
 {{- end }}
 
@@ -123,10 +177,18 @@
 {{- end }}
 {{- end }}
 
-{{/* The kubelet's gRPC probe speaks TLS in few clusters; elsewhere the same question goes through the client. */}}
+{{/*
+The kubelet's gRPC probe speaks TLS in few clusters. Elsewhere the metrics port answers the same question; without
+that port, the client in the image asks it.
+*/}}
 {{- define "ep-server.probe" -}}
 {{- $tls := .root.Values.tls.enabled }}
-{{- if and $tls (not .root.Values.probes.kubeletTls) }}
+{{- $plain := and $tls (not .root.Values.probes.kubeletTls) }}
+{{- if and $plain .root.Values.metrics.enabled }}
+httpGet:
+  path: {{ ternary "/readyz" "/livez" (ne .service "") }}
+  port: {{ int64 .root.Values.metrics.port }}
+{{- else if $plain }}
 exec:
   command:
     - ep-server
@@ -153,12 +215,16 @@ timeoutSeconds: {{ int64 .times.timeoutSeconds }}
 
 {{- define "ep-server.resources" -}}
 {{- $devices := dict -}}
-{{- if .Values.gpu.enabled }}{{ $_ := set $devices .Values.gpu.resource (int64 .Values.gpu.count) }}{{ end -}}
+{{- if .Values.gpu.enabled }}{{ $_ := set $devices .Values.gpu.resource (int64 .Values.ranks) }}{{ end -}}
 {{- if .Values.rdma.enabled }}{{ $_ := set $devices .Values.rdma.resource (int64 .Values.rdma.count) }}{{ end -}}
 requests:
   {{- toYaml .Values.resources.requests | nindent 2 }}
 limits:
   {{- toYaml (merge (deepCopy .Values.resources.limits) $devices) | nindent 2 }}
+{{- with .Values.resources.claims }}
+claims:
+  {{- toYaml . | nindent 2 }}
+{{- end }}
 {{- end }}
 
 {{- define "ep-server.securityContext" -}}
@@ -166,6 +232,13 @@ allowPrivilegeEscalation: false
 readOnlyRootFilesystem: true
 capabilities:
   drop: [ALL]
+{{- end }}
+
+{{/* The server's: RDMA registers, and so locks, memory. */}}
+{{- define "ep-server.serverSecurity" -}}
+{{- $given := include "ep-server.securityContext" . | fromYaml -}}
+{{- if .Values.rdma.enabled }}{{ $_ := set $given.capabilities "add" (list "IPC_LOCK") }}{{ end -}}
+{{- mergeOverwrite $given .Values.securityContext | toYaml -}}
 {{- end }}
 
 {{- define "ep-server.container" -}}
@@ -178,6 +251,10 @@ args:
 {{- with include "ep-server.env" . | trim }}
 env:
   {{- . | nindent 2 }}
+{{- end }}
+{{- with .Values.envFrom }}
+envFrom:
+  {{- toYaml . | nindent 2 }}
 {{- end }}
 ports:
   - name: grpc
@@ -205,10 +282,7 @@ lifecycle:
 resources:
   {{- include "ep-server.resources" . | nindent 2 }}
 securityContext:
-  {{- include "ep-server.securityContext" . | nindent 2 }}
-  {{- if .Values.rdma.enabled }}
-    add: [IPC_LOCK]
-  {{- end }}
+  {{- include "ep-server.serverSecurity" . | nindent 2 }}
 volumeMounts:
   - {name: model, mountPath: /models, readOnly: true}
   - {name: shared-memory, mountPath: /dev/shm}
@@ -219,6 +293,16 @@ volumeMounts:
   {{- if include "ep-server.clusterToken" . }}
   - {name: cluster, mountPath: /etc/ep-server/cluster, readOnly: true}
   {{- end }}
+  {{- with .Values.extraVolumeMounts }}
+  {{- toYaml . | nindent 2 }}
+  {{- end }}
+{{- end }}
+
+{{/* Of a Deployment: as long as the startup probe allows, again as long to load, and a minute to be scheduled. */}}
+{{- define "ep-server.progressDeadline" -}}
+{{- with .Values.probes.startup -}}
+{{- default (mul .periodSeconds .failureThreshold 2 | add 60) $.Values.progressDeadlineSeconds | int64 -}}
+{{- end -}}
 {{- end }}
 
 {{- define "ep-server.secretMounts" -}}

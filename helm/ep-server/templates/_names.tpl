@@ -17,6 +17,35 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/version: {{ .Chart.AppVersion | quote }}
 app.kubernetes.io/managed-by: {{ .Release.Service | quote }}
 helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | quote }}
+{{- with .Values.commonLabels }}
+{{ toYaml . }}
+{{- end }}
+{{- end }}
+
+{{/* The annotations of an object: `own`, then commonAnnotations. Begins with a line break, or is empty. */}}
+{{- define "ep-server.annotations" -}}
+{{- with merge (deepCopy (default dict .own)) .root.Values.commonAnnotations }}
+  annotations:
+    {{- toYaml . | nindent 4 }}
+{{- end }}
+{{- end }}
+
+{{/* The Service of the endpoint picker of the pool. */}}
+{{- define "ep-server.picker" -}}
+{{- default (printf "%s-picker" (include "ep-server.fullname" .)) .Values.inferencePool.picker.service -}}
+{{- end }}
+
+{{- define "ep-server.pickerSelector" -}}
+{{- merge (dict "app.kubernetes.io/component" "endpoint-picker") (include "ep-server.selector" . | fromYaml) | toYaml -}}
+{{- end }}
+
+{{- define "ep-server.pickerMetadata" -}}
+metadata:
+  name: {{ include "ep-server.picker" . | quote }}
+  labels:
+    {{- include "ep-server.labels" . | nindent 4 }}
+    app.kubernetes.io/component: endpoint-picker
+  {{- include "ep-server.annotations" (dict "root" . "own" dict) }}
 {{- end }}
 
 {{- define "ep-server.serviceAccount" -}}
@@ -55,4 +84,9 @@ helm.sh/chart: {{ printf "%s-%s" .Chart.Name .Chart.Version | replace "+" "_" | 
 {{/* A value as text: whole numbers without an exponent. */}}
 {{- define "ep-server.text" -}}
 {{- if and (kindIs "float64" .) (eq (floor .) .) }}{{ int64 . }}{{ else }}{{ . }}{{ end -}}
+{{- end }}
+
+{{/* A number of Pods, or a share of them in percent. */}}
+{{- define "ep-server.count" -}}
+{{- if kindIs "string" . }}{{ . | quote }}{{ else }}{{ int64 . }}{{ end -}}
 {{- end }}

@@ -24,6 +24,11 @@
   hostPath:
     path: {{ .Values.model.hostPath.path | quote }}
     type: Directory
+  {{- else if and (eq .Values.model.source "huggingface") .Values.model.huggingface.claimName }}
+  persistentVolumeClaim:
+    claimName: {{ .Values.model.huggingface.claimName | quote }}
+  {{- else if eq .Values.model.source "huggingface" }}
+  emptyDir: {}
   {{- else }}
   image:
     reference: {{ .Values.model.image.reference | quote }}
@@ -40,6 +45,9 @@
     secretName: {{ . | quote }}
     defaultMode: 0440
 {{- end }}
+{{- with .Values.extraVolumes }}
+{{ toYaml . }}
+{{- end }}
 {{- end }}
 
 {{- define "ep-server.podSecurity" -}}
@@ -51,12 +59,16 @@ imagePullSecrets:
   {{- toYaml . | nindent 2 }}
 {{- end }}
 securityContext:
-  runAsNonRoot: true
-  runAsUser: {{ int64 .Values.security.runAsUser }}
-  runAsGroup: {{ int64 .Values.security.runAsGroup }}
-  fsGroup: {{ int64 .Values.security.fsGroup }}
-  fsGroupChangePolicy: OnRootMismatch
-  seccompProfile: {type: RuntimeDefault}
+  {{- mergeOverwrite (include "ep-server.podSecurityContext" . | fromYaml) .Values.podSecurityContext | toYaml | nindent 2 }}
+{{- end }}
+
+{{- define "ep-server.podSecurityContext" -}}
+runAsNonRoot: true
+runAsUser: {{ int64 .Values.security.runAsUser }}
+runAsGroup: {{ int64 .Values.security.runAsGroup }}
+fsGroup: {{ int64 .Values.security.fsGroup }}
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile: {type: RuntimeDefault}
 {{- end }}
 
 {{- define "ep-server.placement" -}}
@@ -68,6 +80,17 @@ topologySpreadConstraints:
     labelSelector:
       matchLabels:
         {{- include "ep-server.selector" . | nindent 8 }}
+    {{- with .Values.topologySpread.matchLabelKeys }}
+    matchLabelKeys:
+      {{- toYaml . | nindent 6 }}
+    {{- end }}
+{{- end }}
+{{- with .Values.schedulerName }}
+schedulerName: {{ . | quote }}
+{{- end }}
+{{- with .Values.resourceClaims }}
+resourceClaims:
+  {{- toYaml . | nindent 2 }}
 {{- end }}
 {{- with .Values.nodeSelector }}
 nodeSelector:
@@ -92,8 +115,8 @@ runtimeClassName: {{ .Values.gpu.runtimeClassName | quote }}
 {{- define "ep-server.pod" -}}
 metadata:
   labels:
-    {{- merge (include "ep-server.selector" . | fromYaml) .Values.podLabels | toYaml | nindent 4 }}
-  {{- with .Values.podAnnotations }}
+    {{- merge (include "ep-server.selector" . | fromYaml) .Values.podLabels .Values.commonLabels | toYaml | nindent 4 }}
+  {{- with merge (deepCopy .Values.podAnnotations) .Values.commonAnnotations }}
   annotations:
     {{- toYaml . | nindent 4 }}
   {{- end }}
@@ -106,8 +129,21 @@ spec:
   # preStop, drain, and 15 seconds to end the ranks.
   terminationGracePeriodSeconds: {{ addf (int64 .Values.drain.preStopSeconds) .Values.drain.seconds 15 | ceil | int64 }}
   {{- include "ep-server.placement" . | trim | nindent 2 }}
+  {{- $download := eq .Values.model.source "huggingface" }}
+  {{- if or $download .Values.initContainers }}
+  initContainers:
+    {{- if $download }}
+    - {{ include "ep-server.download" . | indent 6 | trim }}
+    {{- end }}
+    {{- with .Values.initContainers }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
+  {{- end }}
   containers:
     - {{ include "ep-server.container" . | indent 6 | trim }}
+    {{- with .Values.extraContainers }}
+    {{- toYaml . | nindent 4 }}
+    {{- end }}
   volumes:
     {{- include "ep-server.volumes" . | nindent 4 }}
 {{- end }}
