@@ -35,9 +35,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from ep_server.exchange import bootstrap
+from ep_server.compat.deep_ep.bootstrap import from_process_group
 from ep_server.exchange.api import ExchangeSpec, Payload, Reduction, View
-from ep_server.exchange.shm import ShmExchange
+from ep_server.exchange.host import HostExchange
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Inputs:
         return Inputs(x, ids, torch.rand(settings.tokens, settings.top_k, generator=g))
 
 
-def check(exchange: ShmExchange, settings: Settings, view: View) -> None:
+def check(exchange: HostExchange, settings: Settings, view: View) -> None:
     """One pair with experts that multiply by (1 + id / 8) must give the sums computed here, bit by bit."""
     spec = exchange.spec
     mine = Inputs.of(settings, spec.rank)
@@ -114,7 +114,7 @@ def sample(settings: Settings, once: Callable[[], float | None]) -> torch.Tensor
     return times
 
 
-def pair_of(exchange: ShmExchange, settings: Settings, view: View) -> Callable[[], float | None]:
+def pair_of(exchange: HostExchange, settings: Settings, view: View) -> Callable[[], float | None]:
     mine = Inputs.of(settings, exchange.spec.rank)
     out = torch.empty_like(mine.x)
     received = exchange.dispatch_send(mine.x, mine.ids, mine.weights).recv(view)
@@ -177,7 +177,7 @@ def memcpy_of(settings: Settings, rows: int, expert_rows: int) -> Callable[[], f
 
 
 def memcpy_across(
-    settings: Settings, exchange: ShmExchange, shared: torch.Tensor, table: torch.Tensor
+    settings: Settings, exchange: HostExchange, shared: torch.Tensor, table: torch.Tensor
 ) -> Callable[[], float | None]:
     rank = exchange.spec.rank
     rows, own = int(table[rank].sum()), int(table[rank, rank])
@@ -217,7 +217,7 @@ def run(rank: int, settings: Settings, shared: torch.Tensor) -> None:
         rank, settings.ranks, placement, settings.tokens, settings.hidden, settings.top_k,
         Payload(settings.payload), Reduction.RANK,
     )  # fmt: skip
-    exchange = bootstrap.from_process_group(None, spec)
+    exchange = from_process_group(None, spec)
     pin(rank, settings)
     for view in (View.COMPACT, View.INDEX):
         check(exchange, settings, view)
@@ -238,7 +238,7 @@ def run(rank: int, settings: Settings, shared: torch.Tensor) -> None:
     dist.destroy_process_group()
 
 
-def report(settings: Settings, exchange: ShmExchange, rows: int, results: dict[str, torch.Tensor]) -> None:
+def report(settings: Settings, exchange: HostExchange, rows: int, results: dict[str, torch.Tensor]) -> None:
     size = 2 * rows * settings.hidden * settings.dtype.itemsize
     print(f"results checked bit by bit; {settings.iterations} iterations after {settings.warmup} of warm-up")
     print(f"bytes of rank 0, both ways: 2 x {rows} rows x {settings.hidden} x {settings.dtype} = {size}")

@@ -41,8 +41,9 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from benchmarks.fabric_pair import PAIR, PLACEMENT, Case, connect
 from ep_server import _C
 from ep_server.exchange.api import ExchangeSpec
-from ep_server.exchange.fabric import bootstrap as fabric_bootstrap
-from ep_server.exchange.fabric.exchange import FabricOptions
+from ep_server.exchange.fabric.link import FabricLink
+from ep_server.exchange.fabric.settings import FabricOptions
+from ep_server.exchange.host import HostExchange
 from ep_server.exchange.segment import HostShare, create_host_share
 from ep_server.testing.namespaces import DEVICE, Hosts
 
@@ -173,6 +174,15 @@ def pingpong(provider: str) -> None:
 # -- pair ----------------------------------------------------------------------------------------------------
 
 
+def connected(link: FabricLink) -> HostExchange:
+    """Its exchange, once both ranks have connected. Collective."""
+    exchange, addresses = link.exchange(), [None, None]
+    dist.all_gather_object(addresses, link.address)
+    link.connect(addresses, 1)
+    exchange.barrier()
+    return exchange
+
+
 def pair(
     place: Place, index: int, other: Any, folder: str, iterations: int, share: HostShare
 ) -> dict[str, Any]:
@@ -181,8 +191,8 @@ def pair(
     store = dist.FileStore(f"{folder}/store", 2)
     dist.init_process_group("gloo", store=store, rank=index, world_size=2, timeout=timedelta(seconds=60))
     spec, case = ExchangeSpec(index, 2, PLACEMENT, **PAIR), Case(index)
-    exchange = fabric_bootstrap.from_process_group(None, spec, place.options(index))
-    one_host = fabric_bootstrap.from_process_group(None, spec, place.options(index), share=share)
+    exchange = connected(FabricLink(spec, place.options(index)))
+    one_host = connected(FabricLink(spec, place.options(index), share=share))
     runs = {
         "exchange": case.over(exchange),
         "gloo": case.over_gloo(),
@@ -198,7 +208,7 @@ def pair(
                 run()
                 if block:  # the first one warms up
                     times[name].append(time.perf_counter() - start)
-    what = exchange.description
+    what = exchange.group.link.description
     exchange.close()
     one_host.close()
     dist.barrier()

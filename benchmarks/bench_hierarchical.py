@@ -83,9 +83,7 @@ def opened(job: Job, kind: str, case: Case, group: dist.ProcessGroup) -> Exchang
     if kind == "flat":
         return inter
     if cuda:
-        from ep_server.exchange.hierarchical.bootstrap import on_gpus
-
-        return on_gpus(inter, job.hosts)
+        return hierarchical_ends.on_gpus(inter, job.hosts)
     return hierarchical_ends.beside(inter, job.hosts)
 
 

@@ -20,12 +20,11 @@ from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-import grpc
 import psutil
-from grpc import aio
 
 import ep_server
-from ep_server.client import AsyncClient
+from ep_server.client import AsyncClient, generate_request
+from ep_server.errors import Unavailable
 
 MODEL = Path(ep_server.__file__).parent / "assets" / "demo_model"
 START_SECONDS = 120.0
@@ -99,10 +98,10 @@ async def measure(
 async def gaps_of(client: AsyncClient, tokens: int) -> list[float]:
     """Seconds between the messages of one stream."""
     times = []
-    call = client.generate(
+    request = generate_request(
         [1, 2, 3], max_new_tokens=tokens, ignore_eos=True, temperature=0.0, output_text=False, dp_rank=0
     )
-    async for event in call:
+    async for event in client.decode.Generate(request):
         if event.WhichOneof("event") == "tokens":
             times.append(time.perf_counter())
     return [after - before for before, after in itertools.pairwise(times)]
@@ -115,9 +114,8 @@ async def until_serving(client: AsyncClient) -> None:
             try:
                 if await client.serving("ep_server.v1.Decode"):
                     return
-            except aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                    raise
+            except Unavailable:
+                pass
             await asyncio.sleep(0.5)
 
 

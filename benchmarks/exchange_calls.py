@@ -29,19 +29,21 @@ class Pair:
         self.exchange, self.case = exchange, case
         self.given = (mine.x.cuda(), mine.ids.cuda(), None if late else weights)
         self.late = weights if late else None
-        self.padded = exchange.empty_padded()
+        self.padded, self.source_map = exchange.empty_padded(), exchange.shapes.source_map()
         self.out = torch.empty_like(self.given[0])
         self.answers = torch.zeros(self.padded[0].shape, dtype=torch.bfloat16, device="cuda")
         self.received: Received | None = None
 
     def dispatch(self) -> Received:
-        self.received = self.exchange.dispatch(*self.given, View.PADDED, out=self.padded, source_map=True)
+        self.received = self.exchange.dispatch(
+            *self.given, View.PADDED, out=self.padded, source_map=self.source_map
+        )
         return self.received
 
     def send(self) -> Callable[[], Received]:
         """The first half of dispatch; what it returns is the second."""
         pending = self.exchange.dispatch_send(*self.given)
-        return lambda: pending.recv(View.PADDED, out=self.padded, source_map=True)
+        return lambda: pending.recv(View.PADDED, out=self.padded, source_map=self.source_map)
 
     def combine(self, wire: str | None = None) -> torch.Tensor:
         assert self.received is not None, "dispatch first"

@@ -39,8 +39,8 @@ from exchange_plan import TOKENS, Asked, cases_of
 from exchange_report import HEAD, Report, Row, name_of
 from exchange_timing import Timer
 
+from ep_server.compat.deep_ep.bootstrap import from_process_group
 from ep_server.exchange.api import Payload
-from ep_server.exchange.nvlink import bootstrap as cuda_bootstrap
 
 LINK_GBS = 375.0
 SECONDS = 450  # of a whole run
@@ -60,9 +60,10 @@ class Job:
 
 def measure(case: Case, rank: int, timer: Timer) -> Row:
     """One row without NCCL, on every rank of the case."""
-    exchange = cuda_bootstrap.from_process_group(timer.group, case.spec(rank), num_sms=case.num_sms)
+    device = torch.device("cuda", torch.cuda.current_device())
+    exchange = from_process_group(timer.group, case.spec(rank), device, num_sms=case.num_sms)
     pair = Pair(exchange, case)
-    row = Row(case, memory_mb=exchange.memory_bytes / 2**20)
+    row = Row(case, memory_mb=exchange.capabilities.memory_bytes / 2**20)
     row.errors = timer.most(check(pair))
     row.kb_out, row.bound_us = traffic(case, pair, timer)
     for name in ("dispatch", "combine", "pair", "halves"):

@@ -23,7 +23,7 @@ from exchange_calls import Pair, check
 from exchange_case import Case
 from exchange_timing import OPERATIONS, Timer
 
-from ep_server.exchange.nvlink import bootstrap as cuda_bootstrap
+from ep_server.compat.deep_ep.bootstrap import from_process_group
 
 SHAPES = ((1024, 2048), (2048, 2048), (4096, 4096))  # rows and columns of the product
 SMS = (16, 24, 32, 48, 66, 132)
@@ -126,7 +126,8 @@ def side_by_side(
 @contextmanager
 def checked_pair(case: Case, rank: int, timer: Timer) -> Iterator[Pair]:
     """A pair on an exchange of its own, checked; closed on all ranks together."""
-    exchange = cuda_bootstrap.from_process_group(timer.group, case.spec(rank), num_sms=case.num_sms)
+    device = torch.device("cuda", torch.cuda.current_device())
+    exchange = from_process_group(timer.group, case.spec(rank), device, num_sms=case.num_sms)
     pair = Pair(exchange, case)
     check(pair)
     yield pair

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from ep_server.exchange.api import View
-from ep_server.exchange.fabric.exchange import FabricExchange
+from ep_server.exchange.host import HostExchange
 
 PAIR = {"max_tokens": 32, "hidden": 2048, "top_k": 8}
 EXPERTS = 64
@@ -33,7 +33,7 @@ class Case:
         dist.all_gather_object(gathered, self.sends)
         self.receives = [gathered[r][index] for r in range(2)]
 
-    def over(self, exchange: FabricExchange) -> Callable[[], None]:
+    def over(self, exchange: HostExchange) -> Callable[[], None]:
         local = exchange.dispatch_send(self.x, self.ids, self.weights).recv()
         answers, result = torch.randn(local.rows.shape).bfloat16(), torch.empty_like(self.x)
         exchange.combine_send(answers, local).recv(result)

@@ -25,8 +25,8 @@ from ep_server.backends.gpu import decoder
 from ep_server.backends.gpu.graphs import GraphKey
 from ep_server.backends.gpu.kernels.hopper.products import Limits
 from ep_server.config import Config
-from ep_server.exchange.api import control_spec
 from ep_server.exchange.segment import create_segment
+from ep_server.exchange.spec import control_spec
 from ep_server.models.families import read_spec
 from ep_server.ranks.build import Front, RankParts, build_rank
 from ep_server.ranks.devices import CudaDevice
@@ -51,9 +51,9 @@ def built(path: Path, batches: Sequence[int], context: int, routing: str) -> Ran
     """A rank with graphs for these batches alone."""
 
     class Captured(CudaDevice):
-        def prepare(self, runner: Any, progress: Callable[[str, int, int], None]) -> None:
-            runner.graphs.record_only(GraphKey(batch) for batch in batches)
-            super().prepare(runner, progress)
+        def prepare(self, progress: Callable[[str, int, int], None]) -> None:
+            self.runner.graphs.record_only(GraphKey(batch) for batch in batches)
+            super().prepare(progress)
 
     most = max(*batches, 256)
     values = {

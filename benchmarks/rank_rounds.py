@@ -9,8 +9,18 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from ep_server.config import Config
+from ep_server.errors import EpServerError
 from ep_server.ranks.launcher import RankProcesses
-from ep_server.records import RankStatistics, Request, Sampling, Stopping, TokenEvent
+from ep_server.records import (
+    KvEventBatch,
+    OrderDone,
+    PromptLogprobs,
+    RankStatistics,
+    Request,
+    Sampling,
+    Stopping,
+    TokenEvent,
+)
 
 
 class Round:
@@ -41,8 +51,20 @@ class Round:
     def on_freed(self, rank: int, number: int) -> None:
         pass
 
-    def on_request_failed(self, rank: int, number: int, message: str) -> None:
-        self.on_lost(rank, f"request {number}: {message}")
+    def on_prompt_logprobs(self, rank: int, scored: PromptLogprobs) -> None:
+        pass
+
+    def on_request_failed(self, rank: int, number: int, error: EpServerError) -> None:
+        self.on_lost(rank, f"request {number}: {error}")
+
+    def on_running(self, rank: int, sequences: int) -> None:
+        pass
+
+    def on_kv_events(self, batch: KvEventBatch) -> None:
+        pass
+
+    def on_order_done(self, rank: int, done: OrderDone) -> None:
+        pass
 
     def on_lost(self, rank: int, message: str) -> None:
         self.lost = f"rank {rank}: {message}"

@@ -10,9 +10,8 @@ from __future__ import annotations
 import argparse
 import sys
 
-import grpc
-
 from ep_server.client import Client
+from ep_server.errors import EpServerError
 
 
 def main() -> int:
@@ -23,26 +22,22 @@ def main() -> int:
     options = parser.parse_args()
 
     with Client(options.address) as client:
-        events = client.generate(
+        stream = client.generate(
             options.prompt, max_new_tokens=options.max_new_tokens, temperature=0.0, timeout=60.0
         )
         try:
-            for event in events:
-                match event.WhichOneof("event"):
-                    case "prompt_info":
-                        print(f"[{event.prompt_info.prompt_tokens} prompt tokens]", file=sys.stderr)
-                    case "tokens":
-                        print(event.tokens.text, end="", flush=True)
-                    case "finished":
-                        usage, timings = event.finished.usage, event.finished.timings
-                        print(
-                            f"\n[{usage.output_tokens} tokens; first after "
-                            f"{1000 * timings.first_token_seconds:.1f} ms]",
-                            file=sys.stderr,
-                        )
-        except grpc.RpcError as error:
-            print(f"{error.code().name}: {error.details()}", file=sys.stderr)
+            for tokens in stream:
+                print(tokens.text, end="", flush=True)
+        except EpServerError as error:
+            print(f"{error.status}: {error}", file=sys.stderr)
             return 1
+    finished = stream.output.finished
+    if finished is not None:
+        usage, first = finished.usage, 1000 * finished.timings.first_token_seconds
+        print(
+            f"\n[{usage.prompt_tokens} + {usage.output_tokens} tokens; first after {first:.1f} ms]",
+            file=sys.stderr,
+        )
     return 0
 
 

@@ -14,10 +14,9 @@ import sys
 import time
 from pathlib import Path
 
-import grpc
-
 import ep_server
 from ep_server.client import Client
+from ep_server.errors import EpServerError
 
 MODEL = Path(ep_server.__file__).parent / "assets" / "demo_model"
 START_SECONDS = 120.0
@@ -49,7 +48,7 @@ def wait_until_serving(address: str, nodes: list[subprocess.Popen[bytes]]) -> No
             try:
                 if client.serving(timeout=1.0):
                     return
-            except grpc.RpcError:
+            except EpServerError:
                 pass  # not listening yet
             time.sleep(0.2)
     raise SystemExit(f"{address} was not ready within {START_SECONDS:g} s")

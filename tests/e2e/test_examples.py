@@ -10,12 +10,13 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-import grpc
 import pytest
 
 from ep_server import _C
 from ep_server.client import Client
+from ep_server.errors import EpServerError
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "examples" / "README.md").read_text()
@@ -46,7 +47,7 @@ def run(name: str, *arguments: str) -> list[str]:
 def serving(client: Client) -> bool:
     try:
         return client.serving(timeout=1.0)
-    except grpc.RpcError:
+    except EpServerError:
         return False
 
 
@@ -72,12 +73,34 @@ def server() -> Iterator[str]:
         assert process.wait(60) == 0
 
 
+@pytest.mark.parametrize("page", ["README.md", "docs/quickstart.md", "docs/how-to/clients.md"])
+def test_python_of_the_page_runs(server: str, page: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its blocks run in order, as one program."""
+    blocks = re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(compile(block.replace("127.0.0.1:50051", server), page, "exec"), names)
+    assert "42" in capsys.readouterr().out.split()
+    for name in ("client", "patient", "strict"):
+        if name in names:
+            names[name].close()
+
+
 def test_page_lists_every_example() -> None:
     assert set(COMMANDS) == {path.stem for path in (ROOT / "examples").glob("*.py")}
 
 
 def test_stream(server: str) -> None:
     assert "".join(run("stream", "--address", server)).strip() == "42"
+
+
+def test_structured_output(server: str) -> None:
+    (number,) = run("structured_output", "--address", server, "--json-schema", '{"type": "integer"}')
+    assert number.lstrip("-").isdigit()
+    assert run("structured_output", "--address", server, "--choice", "042", "--choice", "42") in (
+        ["042"],
+        ["42"],
+    )
 
 
 def test_deep_ep_buffer() -> None:

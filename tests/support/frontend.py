@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 from grpc import aio
 
-from ep_server.client import AsyncClient, Target
+from ep_server.client import Target
 from ep_server.config import Config
 from ep_server.engine.observer import NullObserver, RequestSummary
 from ep_server.frontend.served_model import ServedModel
@@ -20,6 +20,7 @@ from ep_server.frontend.server import Server
 from ep_server.records import Sampling
 from ep_server.testing.fake_ranks import FakeRanks
 from tests.support import tokenizers as made
+from tests.support.raw_client import RawClient
 
 WAIT = 30.0  # seconds after which a test has failed
 MODEL = ServedModel(
@@ -51,6 +52,7 @@ class Recorder(NullObserver):
     unread: int = 0
     unread_ended: int = 0
     lost: list[int] = field(default_factory=list)
+    recovered: list[int] = field(default_factory=list)
 
     def on_finished(self, summary: RequestSummary) -> None:
         self.finished.append(summary)
@@ -80,6 +82,9 @@ class Recorder(NullObserver):
     def on_unread_ended(self) -> None:
         self.unread_ended += 1
 
+    def on_recovered(self, seconds: float, requests: int) -> None:
+        self.recovered.append(requests)
+
     def on_rank_lost(self, rank: int) -> None:
         self.lost.append(rank)
 
@@ -90,7 +95,7 @@ class Served:
 
     server: Server
     ranks: FakeRanks
-    client: AsyncClient
+    client: RawClient
     heard: Recorder
     started: list[tuple[int, str, int, int]]
 
@@ -99,6 +104,13 @@ class Served:
         async with asyncio.timeout(WAIT):
             while not condition():
                 await asyncio.sleep(0)
+
+    def forget(self) -> None:
+        """Drops what the fakes keep of requests that have ended. The server is idle."""
+        assert len(self.heard.finished) == self.heard.admitted
+        vars(self.heard).update(vars(Recorder()))
+        for kept in (self.ranks.requests, self.ranks._drawn, self.ranks.cancelled):
+            kept.clear()
 
     async def idle(self) -> None:
         """Until no request is left anywhere."""
@@ -112,11 +124,12 @@ async def serving(
     """values: fields of the configuration, section__field."""
     ranks = ranks or FakeRanks()
     dotted = {name.replace("__", "."): value for name, value in values.items()}
-    config = Config.from_values({"grpc.port": 0, "grpc.drain_seconds": 0.0, **dotted})
+    base = {"grpc.port": 0, "grpc.drain_seconds": 0.0, "resilience.on_rank_loss": "stop"}
+    config = Config.from_values({**base, **dotted})
     heard, started = Recorder(), []
     server = Server(config, model, ranks, heard)
     await server.start(lambda *progress: started.append(progress))
-    client = AsyncClient(dataclasses.replace(target or Target(""), address=server.address))
+    client = RawClient(dataclasses.replace(target or Target(""), address=server.address))
     served = Served(server, ranks, client, heard, started)
     try:
         yield served

@@ -25,18 +25,18 @@ ALLOWED = {
     "stop_signals": set(),
     "config": {"errors"},
     "logs": {"config"},
-    "client": {"errors", "v1"},
+    "client": {"errors", "records", "v1"},
     "scheduler": {"errors", "records"},
     "exchange": {"errors", "_C"},
     "compat": {"errors", "exchange", "_C"},
-    "text": {"errors", "models.families"},
+    "text": {"errors", "records", "models.families"},
     "models": {"errors", "records", "exchange.api", "exchange.quant", "_C"},
     "backends": {"errors", "records", "exchange.api", "exchange.quant", "models", "_C"},
-    "observability": {*FOUNDATION, "engine.observer"},
+    "observability": {*FOUNDATION, "engine.observer", "engine.engine"},  # the state of the server
     "engine": {*FOUNDATION, "scheduler", "text", "ranks.protocol"},
     "ranks": {*FOUNDATION, "scheduler", "models", "backends", "exchange", "text", "v1", "_C"},
     "frontend": {*FOUNDATION, "engine", "text", "observability", "ranks.protocol", *HEADERS, "v1"},
-    "cluster": {*FOUNDATION, "frontend", "ranks", "exchange.geometry", *HEADERS, "v1"},
+    "cluster": {*FOUNDATION, "frontend", "ranks", "exchange.spec", *HEADERS, "v1"},
     "testing": {"errors", "records", "exchange", "ranks.protocol", "scheduler"},
 }
 TENSORS = {"ranks", "models", "backends", "exchange", "compat", "testing"}
@@ -113,18 +113,64 @@ def test_no_import_cycles():
     sorter.prepare()  # raises CycleError, which names one
 
 
-TRANSPORTS = {"exchange.shm", "exchange.nvlink", "exchange.fabric", "exchange.hierarchical"}
+# Transport -> the transports that it is made of. Nobody else imports one but the factory.
+TRANSPORTS = {
+    "exchange.host": set(),
+    "exchange.nvlink": {"exchange.host"},
+    "exchange.fabric": {"exchange.host"},
+    "exchange.hierarchical": {"exchange.host", "exchange.fabric"},
+}
 TORCH_FREE = {"exchange.fabric.settings"}  # what is known of one beforehand
 
 
-def test_only_the_factory_knows_the_transports():
+def test_only_the_factory_imports_transports():
     """Others open an exchange with exchange.factory and use exchange.api."""
-    users = {
-        module_name(path): {name for name in own_imports(path) if within(name, TRANSPORTS)} - TORCH_FREE
-        for path in sources("*.py")
-        if not within(module_name(path), {"exchange", "compat"})
+    users = {}
+    for module, path in ((module_name(path), path) for path in sources("*.py")):
+        own = next((name for name in TRANSPORTS if within(module, {name})), "")
+        allowed = TORCH_FREE | ({own} | TRANSPORTS[own] if own else set())
+        users[module] = {
+            n for n in own_imports(path) if within(n, set(TRANSPORTS)) and not within(n, allowed)
+        }
+    assert {module for module, names in users.items() if names} == {"exchange.factory"}
+
+
+def classes_of(*under: str) -> list[tuple[str, ast.ClassDef]]:
+    return [
+        (module_name(path), node)
+        for folder in under
+        for path in sources("*.py", under=PACKAGE / folder)
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.ClassDef)
+    ]
+
+
+def test_exchanges_are_composed_not_inherited():
+    """A class of the exchange has a Protocol or a kind of record as its base, and no method to inherit."""
+    found = {
+        (module, each.name, ast.unparse(base))
+        for module, each in classes_of("exchange", "compat")
+        for base in each.bases
+        if not re.match(r"(Protocol|Generic|StrEnum|Enum|TypedDict|NamedTuple)\b", ast.unparse(base))
     }
-    assert {module: names for module, names in users.items() if names} == {}
+    assert found == {("exchange.api", "FusedExchange", "Exchange")}  # a Protocol too
+
+
+def test_no_subclass_overrides_a_method_to_refuse_it():
+    """Then it is not one: what both need is a part of both. A gRPC servicer is an interface."""
+    refusing = [
+        f"{module}.{each.name}.{method.name}"
+        for module, each in classes_of(".")
+        if any(not ast.unparse(base).endswith("Servicer") for base in each.bases)
+        for method in each.body
+        if isinstance(method, ast.FunctionDef | ast.AsyncFunctionDef)
+        if isinstance(next((n for n in method.body if not is_docstring(n)), None), ast.Raise)
+    ]
+    assert refusing == []
+
+
+def is_docstring(node: ast.stmt) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
 
 
 def users_of(*libraries: str) -> set[str]:
@@ -136,7 +182,7 @@ def users_of(*libraries: str) -> set[str]:
 
 
 def test_grpc_only_at_the_wire_and_between_nodes():
-    users = users_of("grpc", "grpc_health", "grpc_reflection", "ep_server.v1")
+    users = users_of("grpc", "grpc_health", "grpc_reflection", "grpc_channelz", "ep_server.v1")
     assert {m for m in users if not within(m, {"frontend", "client", "cluster", "ranks", "cli"})} == set()
     assert "frontend.server" in users
 
@@ -275,10 +321,10 @@ def test_the_ten_steps_of_the_readme_are_those_of_the_tree():
 
 
 PACKAGES = {
-    "backends", "cli", "cluster", "compat", "config", "engine", "exchange", "frontend", "models",
+    "backends", "cli", "client", "cluster", "compat", "config", "engine", "exchange", "frontend", "models",
     "observability", "ranks", "scheduler", "testing", "text", "v1",
 }  # fmt: skip
-MODULES = {"__init__", "__main__", "client", "errors", "logs", "records", "stop_signals"}
+MODULES = {"__init__", "__main__", "errors", "logs", "records", "stop_signals"}
 VAGUE = {"base", "core", "helpers", "lib", "manager", "misc", "shared", "tools", "util"}
 
 

@@ -22,6 +22,7 @@ from ep_server.config import fields
 ROOT = Path(__file__).parents[2]
 PLACES = ("*.md", ".github/**/*.md", "docs/**/*.md", "examples/**/*.md", "helm/**/*.md")
 PAGES = sorted(page for place in PLACES for page in ROOT.glob(place))
+DOCS = ROOT / "docs"
 RUNBOOK = ROOT / "docs" / "how-to" / "alerts.md"
 MAX_LINE, MAX_BULLET = 120, 3
 FOLDERS = "ep_server|csrc|protos|tests|helm|scripts|tools|benchmarks|examples"
@@ -57,6 +58,8 @@ def test_links_lead_somewhere(page: Path) -> None:
         target = (page.parent / path).resolve() if path else page
         assert target.exists(), link
         assert not anchor or anchor in anchors(target), link
+        if DOCS in page.parents:
+            assert DOCS in target.parents, f"{link}: the site has no pages outside docs/"
 
 
 @each_page
@@ -107,6 +110,22 @@ def test_alerts_and_runbook_entries_match() -> None:
     entries = dict(re.findall(r"^## (EpServer\w+)\n\n(\w+) · ", text, re.MULTILINE))
     assert entries == {rule["alert"]: rule["labels"]["severity"] for rule in found}
     assert set(re.findall(r"EpServer[A-Z]\w+", text)) == set(entries)
+
+
+FIELDS = ("Impact", "Query", "Command", "Done when")
+IN_IMAGE = {"ep-server", "sh", "cat"}  # of python:slim, and ours
+
+
+def test_each_alert_has_impact_query_command_and_end() -> None:
+    text = RUNBOOK.read_text(encoding="utf-8")
+    entries = re.findall(r"^## (EpServer\w+)\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    for name, entry in entries:
+        found = re.findall(r"^- \*\*([\w ]+):\*\* (.+)$", entry, re.MULTILINE)
+        assert tuple(field for field, _ in found) == FIELDS, name
+        assert all(re.fullmatch(r"`.*", text) for field, text in found if field in FIELDS[1:3]), name
+    for words in re.findall(r"kubectl exec POD -- ([^`\n]+)", text):
+        program, command = shlex.split(words)[:2]
+        assert program in IN_IMAGE and (program != "ep-server" or command in commands()), words
 
 
 @each_page

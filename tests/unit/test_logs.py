@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import faulthandler
 import io
 import json
 import logging
 import os
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -44,6 +47,29 @@ def test_json_is_one_object_per_line(stream: io.StringIO) -> None:
     )
     assert re.fullmatch(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d\.\d{3}Z", first["time"])
     assert "ValueError: broken" in second["traceback"]
+
+
+def test_fields_of_a_record_are_keys_of_its_line(stream: io.StringIO) -> None:
+    logs.configure(LogConfig(format="json"), stream)
+    fields = {"request_id": "r", "tokens": 3, "ttft_ms": 1.5}
+    logging.getLogger("ep_server.some").info("done", extra={"fields": fields})
+    assert json.loads(stream.getvalue()).items() >= {"message": "done", **fields}.items()
+
+
+@pytest.mark.usefixtures("stream")
+def test_no_line_goes_to_a_file_that_took_the_number(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    read, write = os.pipe()
+    with (tmp_path / "other").open("w+b") as other, os.fdopen(read, "rb") as lines:
+        monkeypatch.setattr(sys, "stderr", os.fdopen(write, "w"))
+        logs.configure(LogConfig())
+        faulthandler.unregister(signal.SIGUSR1)
+        sys.stderr.close()
+        os.dup2(other.fileno(), write)
+        logging.getLogger("ep_server.some").info("hello")
+        logging.getLogger().handlers[0].flush()
+        os.close(write)
+        assert lines.readline().endswith(b"ep_server.some: hello\n")
+        assert other.seek(0) == 0 and other.read() == b""
 
 
 def test_text_is_for_people(stream: io.StringIO) -> None:
@@ -107,3 +133,31 @@ def test_lines_that_wait_are_written_at_the_end() -> None:
     few = UNREAD.replace("3 * logs.QUEUE_LINES", "100")
     done = subprocess.run([sys.executable, "-c", few], capture_output=True, text=True, check=True)
     assert [line.rpartition(" ")[2] for line in done.stderr.splitlines()] == [str(i) for i in range(100)]
+
+
+HANGING = """
+from ep_server import logs
+from ep_server.config import LogConfig
+
+def hangs():
+    print("ready", flush=True)
+    input()
+
+logs.configure(LogConfig())
+hangs()
+print("went on", flush=True)
+"""
+
+
+def test_a_signal_shows_where_a_process_hangs() -> None:
+    """The runbook's `kill -USR1 PID`: the process goes on afterwards."""
+    pipe = subprocess.PIPE
+    line = [sys.executable, "-c", HANGING]
+    with subprocess.Popen(line, stdin=pipe, stdout=pipe, stderr=pipe, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGUSR1)
+        stacks = iter(process.stderr.readline, "")
+        assert any("in hangs" in line for line in stacks)
+        out, _ = process.communicate("\n", timeout=30)
+    assert out == "went on\n" and process.returncode == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import tomllib
 from pathlib import Path
 
@@ -36,6 +37,31 @@ def test_the_package_reads_its_version_from_the_source() -> None:
 def test_chart_has_the_version_of_the_package() -> None:
     chart = yaml.safe_load((ROOT / "helm/ep-server/Chart.yaml").read_text())
     assert chart["version"] == chart["appVersion"] == ep_server.__version__
+
+
+def test_a_release_has_one_version(tmp_path: Path) -> None:
+    line = [sys.executable, ROOT / "scripts/version.py"]
+    assert subprocess.check_output(line, text=True).strip() == ep_server.__version__
+    tag = f"v{ep_server.__version__}"
+    assert subprocess.check_output([*line, "--tag", tag], text=True).strip() == ep_server.__version__
+    other = subprocess.run([*line, "--tag", "v9.9.9"], capture_output=True, text=True, check=False)
+    assert other.returncode == 1 and "tag: 9.9.9" in other.stderr
+
+
+def test_the_release_workflow_builds_both_targets_and_signs_all() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/release.yml").read_text())
+    jobs = workflow["jobs"]
+    targets = {one["target"]: one["suffix"] for one in jobs["images"]["strategy"]["matrix"]["include"]}
+    assert targets == {"cpu": "", "cuda": "-cuda"}  # the tags that the chart asks for
+    (build,) = (step["with"] for step in jobs["images"]["steps"] if step.get("id") == "build")
+    assert build["sbom"] is True and build["push"] is True
+    given = {line.partition("=")[0] for line in build["build-args"].splitlines()}
+    assert given == set(
+        re.findall(r"^ARG (VERSION|REVISION|SOURCE)\b", (ROOT / "Dockerfile").read_text(), re.M)
+    )
+    runs = [step.get("run", "") for job in jobs.values() for step in job.get("steps", [])]
+    assert sum("cosign sign" in text for text in runs) == 2
+    assert jobs["images"]["needs"] == ["version", "test"]
 
 
 @pytest.mark.parametrize("path", ["Dockerfile", "README.md", "docs", "helm"])

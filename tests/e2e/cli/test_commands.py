@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import io
 import json
 import re
@@ -20,7 +21,8 @@ from ep_server.cli.demo.run import DEMO_MODEL
 from ep_server.cli.main import main
 from ep_server.config import Config, fields
 from ep_server.testing.fake_ranks import FakeRanks, scripted
-from tests.support.frontend import NO_TOKENIZER, WAIT, Served, serving
+from ep_server.text.chat_template import ChatTemplate
+from tests.support.frontend import MODEL, NO_TOKENIZER, WAIT, Served, serving
 from tests.support.tokenizers import EOS
 
 
@@ -104,6 +106,36 @@ async def test_a_value_that_no_message_carries_is_one_line(
         err = capfd.readouterr().err
         assert words in err and err.count("\n") == 1
         assert not served.ranks.requests
+
+
+async def test_generate_chat(capfd: pytest.CaptureFixture[str]) -> None:
+    template = ChatTemplate(
+        {"default": "{% for m in messages %}{{ m.role[0] }}{{ m.content }}|{% endfor %}"}, {}
+    )
+    async with serving(model=dataclasses.replace(MODEL, chat_template=template)) as served:
+        for arguments, prompt in ((("--chat",), b"uhi|"), (("--system", "be"), b"sbe|uhi|")):
+            assert await run(served, "generate", "hi", *arguments, "--max-new-tokens", "1") == 0
+            assert capfd.readouterr().out == "}\n"
+            assert bytes(served.ranks.requests[max(served.ranks.requests)].prompt_ids) == prompt
+        assert await run(served, "generate", "1", "--chat", "--ids") == 1
+        assert "--ids = True: must be absent beside --chat" in capfd.readouterr().err
+
+
+async def test_generate_within_a_grammar(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    schema = tmp_path / "schema.json"
+    schema.write_text("no schema")
+    async with serving() as served:
+        for flag, value, field in (
+            ("--regex", "(", "grammar.regex"),
+            ("--ebnf", "root =", "grammar.ebnf"),
+            ("--json-schema", f"@{schema}", "grammar.json_schema"),
+        ):
+            assert await run(served, "generate", "hi", flag, value) == 1
+            assert f"INVALID_ARGUMENT: {field} = " in capfd.readouterr().err
+        assert await run(served, "generate", "hi", "--json-schema", "@/no-such-file") == 1
+        assert "--json-schema = '@/no-such-file': must be a text, or @" in capfd.readouterr().err
+        assert await run(served, "generate", "hi", "--regex", "a", "--choice", "b") == 1
+        assert "a request has one grammar" in capfd.readouterr().err
 
 
 async def test_generate_reads_standard_input(

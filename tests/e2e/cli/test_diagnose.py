@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import socket
 import stat
@@ -15,11 +16,12 @@ from ep_server.cli.app import assemble
 from ep_server.cli.demo.run import DEMO_MODEL
 from ep_server.cli.diagnose import Bundle, metrics_url_of
 from ep_server.cli.main import main
-from ep_server.client import AsyncClient, Target
+from ep_server.client import Target
 from ep_server.config import Config
 from ep_server.observability.fault_report import chrome_trace
 from tests.support.certificates import make_certificates
 from tests.support.frontend import WAIT, serving
+from tests.support.raw_client import RawClient
 
 TOKEN = "planted-token-5f0c2a"
 ENVIRONMENT = "planted-environment-77aa10"
@@ -60,7 +62,7 @@ async def test_an_archive_of_a_server_with_secrets(
     archive = tmp_path / "report.tar.gz"
     async with assemble(Config.load(flags=flags, environ={})) as app:
         await app.server.start(lambda *_: None)
-        async with AsyncClient(Target(app.server.address, token=TOKEN, **reach)) as client:
+        async with RawClient(Target(app.server.address, token=TOKEN, **reach)) as client:
             await client.complete(PROMPT, max_new_tokens=80, ignore_eos=True, timeout=WAIT)
             while not all(rank.steps >= 80 for rank in (await client.loads()).ranks):
                 await asyncio.sleep(0.05)
@@ -90,6 +92,9 @@ def _has_everything(found: dict[str, str]) -> None:
     assert (
         read["server.json"]["state"] == "SERVER_STATE_SERVING" and len(read["server.json"]["rank_info"]) == 2
     )
+    ranks = [str(one["pid"]) for one in read["server.json"]["rank_info"]]
+    assert {read["processes.json"][pid]["rank process"] for pid in ranks} == {True}
+    assert read["processes.json"][ranks[0]]["VmRSS"].endswith(" kB")
     assert read["model.json"]["num_experts"] == 16 and len(read["loads.json"]["ranks"]) == 2
     assert {wait["rank"] for wait in read["topology.json"]["peer_waits"]} == {0, 1}
     assert "usable cores" in read["host.json"] and "/proc/meminfo" in read["host.json"]
@@ -121,6 +126,17 @@ async def test_what_cannot_be_had_is_named(tmp_path: Path, capfd: pytest.Capture
     missing = [line.partition(":")[0] for line in lost.splitlines()]
     assert missing == [*of_control, "metrics.txt", "status.html"]
     assert "UNAVAILABLE" in lost and "none/host.json" in members(none)
+
+
+async def test_an_archive_to_standard_output(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    """As `kubectl exec POD -- ep-server diagnose -o - > FILE` in the runbook, where something is missing."""
+    async with serving() as served:
+        reach = (f"--address={served.server.address}", "--metrics-url=http://127.0.0.1:1/metrics")
+        assert await run(*reach, "-o-") == 1
+    out, err = capfdbinary.readouterr()
+    with tarfile.open(fileobj=io.BytesIO(out)) as archive:
+        assert {"diagnose/server.json", "diagnose/missing.txt"} <= set(archive.getnames())
+    assert b"missing: metrics.txt: " in err
 
 
 async def test_what_answers_may_be_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

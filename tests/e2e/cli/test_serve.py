@@ -19,9 +19,10 @@ import pytest
 from grpc_health.v1 import health_pb2
 
 import ep_server
-from ep_server.client import AsyncClient, Target
+from ep_server.client import Target
 from ep_server.frontend import endpoint
 from tests.support.frontend import Code, failure, next_event, rest
+from tests.support.raw_client import RawClient
 
 MODEL = Path(ep_server.__file__).parent / "assets" / "demo_model"
 WAIT = 120.0  # seconds; the machine may be busy with much else
@@ -73,12 +74,12 @@ async def launched(*arguments: str, model: Path = MODEL) -> AsyncIterator[Proces
 
 
 @asynccontextmanager
-async def served() -> AsyncIterator[tuple[Process, AsyncClient]]:
-    async with launched("--port", "0") as process:
+async def served(*arguments: str) -> AsyncIterator[tuple[Process, RawClient]]:
+    async with launched("--port", "0", *arguments) as process:
         async with asyncio.timeout(WAIT):
             await process.read_log()
         assert process.address, process.lines
-        async with AsyncClient(process.address) as client:
+        async with RawClient(process.address) as client:
             yield process, client
 
 
@@ -116,8 +117,22 @@ async def test_serve_answer_cancel_drain() -> None:
         assert code == 0
 
 
-async def test_a_killed_rank_ends_everything() -> None:
+async def test_a_killed_rank_is_replaced_and_its_stream_continues() -> None:
     async with served() as (process, client):
+        fields = {"seed": 1, "max_new_tokens": 400, "ignore_eos": True, "timeout": WAIT}
+        undisturbed = await client.complete("1+1=", **fields)
+        call = client.generate("1+1=", **fields)
+        await next_event(call)
+        process.ranks[0].kill()
+        tokens = [token for event in await rest(call) for token in event.tokens.token_ids]
+        assert tokens == undisturbed.token_ids
+        process.inner.send_signal(signal.SIGTERM)
+        code, log = await process.end()
+        assert code == 0 and "was lost: killed by SIGKILL" in log and "1 requests continue" in log
+
+
+async def test_a_killed_rank_ends_everything_if_told_to() -> None:
+    async with served("--resilience-on-rank-loss", "stop") as (process, client):
         call = client.generate("1+1=", ignore_eos=True, timeout=WAIT)
         await next_event(call)
         ranks = process.ranks
@@ -153,7 +168,7 @@ async def test_a_worker_that_cannot_start_says_why_in_one_line(missing: str, tmp
 async def test_callers_of_a_stopped_server_are_told() -> None:
     async with served() as (process, _):
         target = Target(process.address, keepalive_seconds=1.0, keepalive_timeout_seconds=1.0)
-        async with AsyncClient(target) as client:
+        async with RawClient(target) as client:
             watch = client.health.Watch(health_pb2.HealthCheckRequest())  # silent
             stream = client.generate("12+30=", ignore_eos=True, max_new_tokens=2000)  # with data on its way
             for call in (watch, stream, stream):

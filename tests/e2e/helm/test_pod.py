@@ -23,10 +23,9 @@ import sys
 from ep_server.client import Client
 with Client(sys.argv[1]) as client:
     count = 0
-    for event in client.generate([1, 2, 3], max_new_tokens=int(sys.argv[2]), ignore_eos=True):
-        if event.WhichOneof("event") == "tokens":
-            print("streaming", flush=True) if count == 0 else None
-            count += len(event.tokens.token_ids)
+    for tokens in client.generate([1, 2, 3], max_new_tokens=int(sys.argv[2]), ignore_eos=True):
+        print("streaming", flush=True) if count == 0 else None
+        count += len(tokens.token_ids)
     print(count)
 """
 
@@ -114,6 +113,9 @@ def test_a_pod_with_mutual_tls_and_tokens(tmp_path: Path) -> None:
         asked = server.inside(*diagnose, *flags, f"--token-file={mounted}/auth/tokens")
         out, err = asked.communicate(timeout=WAIT)
         assert (asked.returncode, err) == (0, "") and "metrics.txt, status.html" in out, out
+        # A process that shows its stacks goes on: the server answers below.
+        asked = server.inside("sh", "-c", "kill -USR1 1")
+        assert asked.communicate(timeout=WAIT)[0] == "" and asked.returncode == 0
         # The tests can fail: a token that is not accepted, no certificate, a CA that did not sign, no server.
         strangers = {**secrets, "tokens": {"tokens": b"two\n"}}
         results = run_tests(node(tmp_path, objects, strangers), objects, server)

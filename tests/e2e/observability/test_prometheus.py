@@ -16,10 +16,10 @@ from pathlib import Path
 
 import pytest
 
-from ep_server.client import AsyncClient
 from tests.support.observability.files import DASHBOARDS, RULES, dashboard, faster, queries
 from tests.support.observability.load import odd_requests, served, steady_load
 from tests.support.observability.prometheus import Prometheus, Vector, scraping
+from tests.support.raw_client import RawClient
 
 pytestmark = [
     pytest.mark.slow,
@@ -53,7 +53,7 @@ def rule_expressions() -> Iterator[tuple[str, str]]:
             yield rule["alert"], f"count_over_time({looked_at})" if found.group(1) else looked_at
 
 
-async def odd_ends(client: AsyncClient) -> None:
+async def odd_ends(client: RawClient) -> None:
     while True:
         await odd_requests(client)
         await asyncio.sleep(1)
@@ -70,7 +70,7 @@ async def test_no_expression_of_a_rule_or_panel_is_dead(tmp_path: Path) -> None:
 
     async with (
         served(2) as app,
-        AsyncClient(app.server.address) as client,
+        RawClient(app.server.address) as client,
         scraping(app.metrics_url, tmp_path, FACTOR) as prometheus,
         steady_load(client, 6),
     ):
@@ -114,7 +114,7 @@ async def test_late_rank_fires_regression_and_wait_matrix_names_it(
     delayed = "tests.support.observability.delayed_rank"
     async with (
         served(4, delayed) as app,
-        AsyncClient(app.server.address) as client,
+        RawClient(app.server.address) as client,
         scraping(app.metrics_url, tmp_path, FACTOR) as prometheus,
         steady_load(client, 8),
     ):

@@ -33,6 +33,7 @@ def free_port() -> int:
 @contextmanager
 def serving(metrics_port: int) -> Iterator[subprocess.Popen[bytes]]:
     flags = [f"--model={DEMO_MODEL}", "--ranks=2", "--scheduler-kv-blocks=64", f"--port={free_port()}"]
+    flags += ["--resilience-on-rank-loss=stop"]
     line = [sys.executable, "-m", "ep_server", "serve", *flags, f"--metrics-port={metrics_port}"]
     process = subprocess.Popen(line, stderr=subprocess.DEVNULL)
     try:

@@ -11,10 +11,10 @@ import signal
 import pytest
 import torch
 
-from ep_server.client import AsyncClient
 from tests.support.cluster.nodes import nodes
 from tests.support.fabric.fabric_ends import LIBRARIES, usable
 from tests.support.models.answers import Answers
+from tests.support.raw_client import RawClient
 
 pytestmark = pytest.mark.gpu
 COUNT = 16
@@ -28,7 +28,7 @@ def shared_by_nodes(ranks: int) -> tuple[str, str]:
     return here, there
 
 
-async def answer(client: AsyncClient, prompt: tuple[int, ...], rank: int) -> tuple[int, ...]:
+async def answer(client: RawClient, prompt: tuple[int, ...], rank: int) -> tuple[int, ...]:
     """Greedy tokens of one prompt, computed by this rank."""
     made = await client.complete(
         prompt, temperature=0.0, max_new_tokens=COUNT, ignore_eos=True, dp_rank=rank, timeout=SECONDS
@@ -54,7 +54,7 @@ async def drawn(model: Answers, ranks: int, *options: str) -> dict[tuple[int, in
     async with nodes(options=("--parallel-device", "cuda", *sizes, *path, *options), **values) as made:
         everyone = [await made.start(node) for node in range(2)]
         addresses = [await node.serving(SECONDS) for node in everyone]
-        async with AsyncClient(addresses[0]) as first, AsyncClient(addresses[1]) as second:
+        async with RawClient(addresses[0]) as first, RawClient(addresses[1]) as second:
             keys = [(rank, i) for rank in range(2 * ranks) for i in range(len(model.prompts))]
             asks = [
                 answer((first, second)[n % 2], model.prompts[i], rank) for n, (rank, i) in enumerate(keys)

@@ -20,10 +20,11 @@ import psutil
 import pytest
 from grpc import aio
 
-from ep_server.client import SERVICE, AsyncClient
+from ep_server.client import SERVICE
 from tests.support.cluster.nodes import WAIT, Node, nodes, serving
 from tests.support.fabric.fabric_ends import needs
 from tests.support.frontend import Code, failure, next_event, rest
+from tests.support.raw_client import RawClient
 
 
 @pytest.fixture(autouse=True)
@@ -34,7 +35,7 @@ def network() -> None:
 @asynccontextmanager
 async def streams(*servers: Node, new_tokens: int = 2000) -> AsyncIterator[list[Any]]:
     """One stream from each of these nodes, of which a token has come."""
-    clients = [AsyncClient(server.address) for server in servers]
+    clients = [RawClient(server.address) for server in servers]
     try:
         calls = [
             client.generate("12+30=", ignore_eos=True, max_new_tokens=new_tokens, timeout=WAIT)
@@ -52,7 +53,7 @@ async def streams(*servers: Node, new_tokens: int = 2000) -> AsyncIterator[list[
 @asynccontextmanager
 async def health(*servers: Node) -> AsyncIterator[Callable[..., Awaitable[list[bool]]]]:
     """Yields what asks each of these nodes whether a service is SERVING."""
-    clients = [AsyncClient(server.address) for server in servers]
+    clients = [RawClient(server.address) for server in servers]
 
     async def ask(service: str = SERVICE) -> list[bool]:
         return [await client.serving(service, timeout=WAIT) for client in clients]
@@ -110,6 +111,17 @@ async def test_both_nodes_told_to_stop_still_drain(first: int, awaited: str) -> 
             assert (await rest(call))[-1].finished.usage.output_tokens == 1000
         assert [await server.end() for server in servers] == [0, 0]
         assert servers[0].said("draining, at most")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("first", [0, 1], ids=["leader-first", "follower-first"])
+async def test_64_streams_end_well_when_both_nodes_stop(first: int) -> None:
+    async with serving() as servers, streams(*servers * 32, new_tokens=60) as calls:
+        servers[first].signal(signal.SIGTERM)
+        servers[1 - first].signal(signal.SIGTERM)
+        ends = [(await rest(call))[-1].finished.usage.output_tokens for call in calls]
+        assert ends == [60] * 64
+        assert [await server.end() for server in servers] == [0, 0]
 
 
 async def test_a_second_own_signal_stops_at_once() -> None:
@@ -236,7 +248,7 @@ async def test_stop_before_all_nodes_joined_ends_cleanly() -> None:
 
 
 async def test_a_node_that_is_slow_only_delays() -> None:
-    async with serving() as servers, AsyncClient(servers[0].address) as client:
+    async with serving() as servers, RawClient(servers[0].address) as client:
         asked = {"ignore_eos": True, "max_new_tokens": 300, "temperature": 0.0, "timeout": WAIT}
         expected = (await client.complete("12+30=", **asked)).token_ids
         call = client.generate("12+30=", **asked)

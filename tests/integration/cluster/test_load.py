@@ -8,16 +8,16 @@ import signal
 
 import pytest
 
-from ep_server.client import AsyncClient
 from tests.support.cluster.nodes import WAIT, serving
 from tests.support.fabric.fabric_ends import needs
+from tests.support.raw_client import RawClient
 
 NEW_TOKENS = 40
 ROUNDS, AT_ONCE = 4, 60
 GREEDY = {"temperature": 0.0, "ignore_eos": True, "timeout": WAIT}
 
 
-async def drop(client: AsyncClient, prompt: str) -> None:
+async def drop(client: RawClient, prompt: str) -> None:
     """Leaves a stream after a few messages."""
     call = client.generate(prompt, max_new_tokens=400, **GREEDY)
     for _ in range(4):
@@ -31,7 +31,7 @@ async def test_both_nodes_under_load_give_the_tokens_of_one_request() -> None:
     choice = random.Random(1)
     prompts = [f"{choice.randrange(99)}+{choice.randrange(99)}=" for _ in range(12)]
     async with serving(ranks=2, options=("--model-dtype", "float32")) as servers:
-        async with AsyncClient(servers[0].address) as first, AsyncClient(servers[1].address) as second:
+        async with RawClient(servers[0].address) as first, RawClient(servers[1].address) as second:
             alone = {
                 prompt: (await first.complete(prompt, max_new_tokens=NEW_TOKENS, **GREEDY)).token_ids
                 for prompt in prompts

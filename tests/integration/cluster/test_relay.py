@@ -9,12 +9,13 @@ from typing import Any
 import grpc
 import pytest
 
-from ep_server.client import Output, generate_request
+from ep_server.client import generate_request
 from ep_server.cluster.relay import SERVICES
 from ep_server.v1 import control_pb2 as control
 from ep_server.v1 import decode_pb2 as pb
 from tests.support.cluster.relay import NODE, listening, relayed, relaying
 from tests.support.frontend import Code, failure, next_event, trailers
+from tests.support.raw_client import Output
 
 
 def shown(output: Output) -> list[dict[str, Any]]:

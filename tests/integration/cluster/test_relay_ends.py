@@ -9,13 +9,14 @@ from typing import Any
 import pytest
 from grpc import aio
 
-from ep_server.client import AsyncClient, generate_request
+from ep_server.client import generate_request
 from ep_server.cluster.security import token_metadata
 from ep_server.config import ClusterConfig, GrpcConfig
 from ep_server.errors import Draining
 from ep_server.v1.decode_pb2_grpc import DecodeStub
 from tests.support.cluster.relay import relayed, relaying
 from tests.support.frontend import NO_TOKENIZER, WAIT, Code, failure, next_event, rest, trailers
+from tests.support.raw_client import RawClient
 
 
 async def test_a_caller_that_leaves_frees_its_request() -> None:
@@ -53,7 +54,7 @@ async def test_an_abort_at_any_node_ends_a_stream_of_another() -> None:
         both.ranks.release()
 
 
-def both_clients(both: Any) -> list[tuple[AsyncClient, str]]:
+def both_clients(both: Any) -> list[tuple[RawClient, str]]:
     return [(both.served.client, "near"), (both.node.client, "far")]
 
 

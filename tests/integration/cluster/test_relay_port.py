@@ -8,12 +8,13 @@ from pathlib import Path
 
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from ep_server.client import AsyncClient, Target, generate_request
+from ep_server.client import Target, generate_request
 from ep_server.config import GrpcConfig
 from ep_server.testing.fake_ranks import FakeRanks
 from tests.support.certificates import make_certificates
 from tests.support.cluster.relay import NODE, RANKS, relayed
 from tests.support.frontend import WAIT, Code, failure, next_event, rest, trailers
+from tests.support.raw_client import RawClient
 
 OWN_RANKS = set(range(NODE * RANKS, (NODE + 1) * RANKS))
 
@@ -52,7 +53,7 @@ async def test_token_and_tls_are_the_nodes_own(tmp_path: Path) -> None:
         assert (await both.node.client.complete([1], max_new_tokens=1)).token_ids == [2]
         assert await both.node.client.serving()  # probes carry no token
         stranger = dataclasses.replace(both.node.client.target, token="leader")
-        async with AsyncClient(stranger) as client:
+        async with RawClient(stranger) as client:
             for call in (client.generate([1]), client.loads()):
                 assert (await failure(call)).code() is Code.UNAUTHENTICATED
         assert len(both.ranks.requests) == 1

@@ -6,7 +6,7 @@ import pytest
 
 from ep_server.errors import GroupAborted, PeerTimeout
 from ep_server.exchange.faults import Action, Fault
-from ep_server.exchange.shm import ShmExchange
+from ep_server.exchange.host import HostExchange
 from tests.support.exchange.fault_programs import (
     SECOND,
     assert_noticed,
@@ -28,8 +28,8 @@ def unheard(rank: int, peer: int) -> Fault:
     return Fault(rank, "dispatch", "send_header", Action.DROP, epoch=1, peer=peer)
 
 
-def once(exchange: ShmExchange, faults: tuple[Fault, ...]) -> None:
-    exchange.set_faults(faults)
+def once(exchange: HostExchange, faults: tuple[Fault, ...]) -> None:
+    exchange.group.set_faults(faults)
     operation(exchange, 0)
 
 

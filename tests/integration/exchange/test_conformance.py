@@ -12,10 +12,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ep_server.compat.deep_ep.bootstrap import from_process_group
 from ep_server.errors import ConfigError
-from ep_server.exchange import bootstrap
-from ep_server.exchange.api import Exchange, ExchangeSpec, Payload, Received, View
-from ep_server.testing.reference_exchange import ReferenceCombine, ReferenceDispatch, ReferenceExchange
+from ep_server.exchange.api import (
+    Exchange,
+    ExchangeSpec,
+    Payload,
+    PendingCombine,
+    PendingDispatch,
+    Received,
+    View,
+)
+from ep_server.testing.reference_exchange import ReferenceExchange
 from tests.support.exchange.conformance import Factory, run_cases, run_pair, run_side_by_side
 from tests.support.exchange.process_group import run_group
 from tests.support.exchange.sequences import run_sequences
@@ -33,7 +41,7 @@ def _factory(implementation: str) -> Factory:
 
 
 def _native(spec: ExchangeSpec, group: dist.ProcessGroup) -> Exchange:
-    return bootstrap.from_process_group(group, spec)
+    return from_process_group(group, spec)
 
 
 def _reference(spec: ExchangeSpec, group: dist.ProcessGroup) -> Exchange:
@@ -93,26 +101,28 @@ class Wrong(ReferenceExchange):
 
     def dispatch_send(
         self, x: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor | None
-    ) -> ReferenceDispatch:
+    ) -> PendingDispatch:
         pending = super().dispatch_send(x, topk_ids, topk_weights)
+        gathered = pending._receive.__self__  # a ReferenceDispatch
         if self.mistake == "a row is another token's" and len(x) > 1:
-            pending._rows[0, 0] = pending._rows[0, 1]
+            gathered._rows[0, 0] = gathered._rows[0, 1]
         if self.mistake == "a choice is lost" and len(x):
-            pending._ids[0, 0, 0] = -1
-        if self.mistake == "a weight is another choice's" and pending._weights is not None:
-            pending._weights[:, :, 0] = pending._weights[:, :, 1]
-        if self.mistake == "a scale is off by one bit" and pending._scales is not None:
-            pending._scales.view(torch.int32)[...] ^= 1
+            gathered._ids[0, 0, 0] = -1
+        if self.mistake == "a weight is another choice's" and gathered._weights is not None:
+            gathered._weights[:, :, 0] = gathered._weights[:, :, 1]
+        if self.mistake == "a scale is off by one bit" and gathered._scales is not None:
+            gathered._scales.view(torch.int32)[...] ^= 1
         return pending
 
     def combine_send(
         self, expert_out: torch.Tensor, received: Received, topk_weights: torch.Tensor | None = None
-    ) -> ReferenceCombine:
+    ) -> PendingCombine:
         pending = super().combine_send(expert_out, received, topk_weights)
-        if self.mistake == "an answer is off by one bit" and pending._answers.numel():
-            pending._answers.view(torch.int16)[..., 2] ^= 1
+        returned = pending._receive.__self__  # a ReferenceCombine
+        if self.mistake == "an answer is off by one bit" and returned._answers.numel():
+            returned._answers.view(torch.int16)[..., 2] ^= 1
         if self.mistake == "a zero is not quite zero":
-            pending._answers[...] = torch.where(pending._answers == 0, 1e-40, pending._answers)
+            returned._answers[...] = torch.where(returned._answers == 0, 1e-40, returned._answers)
         return pending
 
 

@@ -7,7 +7,7 @@ import torch
 
 from ep_server.exchange.api import Payload, Reduction
 from ep_server.exchange.faults import Action, Fault
-from ep_server.exchange.shm import ShmExchange
+from ep_server.exchange.host import HostExchange
 from tests.support.exchange.ranks import Peer, Ranks
 
 BANKS = 2
@@ -22,9 +22,9 @@ SPEC = {
 STALL = Fault(rank=2, op="combine", phase="send_rows", action=Action.DELAY, epoch=1, delay_ns=3_000_000_000)
 
 
-def program(exchange: ShmExchange, peer: Peer) -> list[float]:
+def program(exchange: HostExchange, peer: Peer) -> list[float]:
     """Every token goes to rank 2 first and to rank 1 from then on; experts answer 10 * expert + step."""
-    exchange.set_faults([STALL])
+    exchange.group.set_faults([STALL])
     results = []
     for step in range(BANKS + 1):
         expert = 2 if step == 0 else 1
@@ -36,7 +36,7 @@ def program(exchange: ShmExchange, peer: Peer) -> list[float]:
         if exchange.spec.rank == 2:
             peer.tell("written late")
             return []
-        exchange.mask([2])
+        exchange.group.mask([2])
         if step == BANKS:
             peer.tell("bank in use again")
             peer.hear()

@@ -18,9 +18,9 @@ from ep_server import _C
 from ep_server.errors import ConfigError, InvalidArgument
 from ep_server.exchange.api import ExchangeSpec, Payload, Reduction, View
 from ep_server.exchange.faults import Action, Fault
-from ep_server.exchange.geometry import PAYLOADS
+from ep_server.exchange.host import HostExchange, open_shm
 from ep_server.exchange.segment import create_segment
-from ep_server.exchange.shm import ShmExchange
+from ep_server.exchange.spec import PAYLOADS, Waiting
 from ep_server.records import RankStatistics
 from tests.support.exchange.ranks import Peer, Ranks, run_ranks
 
@@ -32,17 +32,17 @@ def spec_of(**change: object) -> ExchangeSpec:
     return ExchangeSpec(**{**fields, "hidden": HIDDEN, "top_k": TOP_K, **change})  # type: ignore[arg-type]
 
 
-def alone(**change: object) -> ShmExchange:
+def alone(**change: object) -> HostExchange:
     spec = spec_of(**change)
     fd = create_segment(spec)
     try:
-        return ShmExchange(spec, fd=fd)
+        return open_shm(spec, fd)
     finally:
         os.close(fd)
 
 
 @pytest.fixture
-def exchange() -> Iterator[ShmExchange]:
+def exchange() -> Iterator[HostExchange]:
     one = alone()
     yield one
     one.close()
@@ -74,7 +74,7 @@ def tensors(tokens: int = 2) -> dict[str, torch.Tensor | None]:
     ],
 )
 def test_a_bad_argument_is_named_and_harms_nothing(
-    exchange: ShmExchange, field: str, bad: torch.Tensor | None, said: str
+    exchange: HostExchange, field: str, bad: torch.Tensor | None, said: str
 ) -> None:
     with pytest.raises(InvalidArgument, match=said) as error:
         exchange.dispatch_send(**{**tensors(), field.partition("[")[0]: bad})  # type: ignore[arg-type]
@@ -85,7 +85,7 @@ def test_a_bad_argument_is_named_and_harms_nothing(
         assert (exchange.combine_send(received.rows, received).recv() == 2).all()
 
 
-def test_halves_refuse_what_does_not_belong_to_them(exchange: ShmExchange) -> None:
+def test_halves_refuse_what_does_not_belong_to_them(exchange: HostExchange) -> None:
     pending = exchange.dispatch_send(**tensors())  # type: ignore[arg-type]
     received = pending.recv()
     with pytest.raises(InvalidArgument, match="received once"):
@@ -105,16 +105,16 @@ def test_halves_refuse_what_does_not_belong_to_them(exchange: ShmExchange) -> No
     with pytest.raises(InvalidArgument, match="record"):
         exchange.all_gather(b"x" * 65)
     with pytest.raises(InvalidArgument, match="not this rank"):
-        exchange.mask([0])
+        exchange.group.mask([0])
     with pytest.raises(InvalidArgument, match="phase"):
-        exchange.set_faults([Fault(0, "dispatch", "lunch", Action.DELAY)])
+        exchange.group.set_faults([Fault(0, "dispatch", "lunch", Action.DELAY)])
     exchange.close()
     exchange.close()
     with pytest.raises(InvalidArgument, match="closed"):
         exchange.barrier()
 
 
-def test_index_rows_alias_the_receive_region_and_outlive_close(exchange: ShmExchange) -> None:
+def test_index_rows_alias_the_receive_region_and_outlive_close(exchange: HostExchange) -> None:
     first = exchange.dispatch_send(**tensors()).recv(View.INDEX)  # type: ignore[arg-type]
     again = exchange.dispatch_send(**tensors()).recv(View.INDEX)  # type: ignore[arg-type]
     assert first.rows.shape == (MAX_TOKENS, HIDDEN)
@@ -126,13 +126,13 @@ def test_index_rows_alias_the_receive_region_and_outlive_close(exchange: ShmExch
     assert (first.rows[first.row_ids] == 1).all()
 
 
-def test_a_handle_serves_several_combines(exchange: ShmExchange) -> None:
+def test_a_handle_serves_several_combines(exchange: HostExchange) -> None:
     received = exchange.dispatch_send(**tensors()).recv()  # type: ignore[arg-type]
     for factor in range(1, 9):
         assert (exchange.combine_send(received.rows * factor, received).recv() == 2 * factor).all()
 
 
-def reduces_either_way(exchange: ShmExchange) -> None:
+def reduces_either_way(exchange: HostExchange) -> None:
     g = torch.Generator().manual_seed(exchange.spec.rank)
     x = torch.randn(MAX_TOKENS, HIDDEN, generator=g)
     ids = torch.stack([torch.randperm(EXPERTS, generator=g)[:TOP_K] for _ in range(MAX_TOKENS)])
@@ -149,18 +149,15 @@ def test_a_source_spec_may_reduce_at_the_ranks_too() -> None:
     run_ranks(reduces_either_way, 3, {**fields, "payload": Payload.FP32, "reduction": Reduction.SOURCE}, 30)
 
 
-def measured(exchange: ShmExchange, rounds: int) -> dict[str, object]:
-    tokens = 2 + exchange.spec.rank
+def measured(exchange: HostExchange, rounds: int) -> dict[str, object]:
+    tokens, waited = 2 + exchange.spec.rank, torch.zeros(2, dtype=torch.int64)
     for _ in range(rounds):
         x = torch.ones(tokens, HIDDEN, dtype=torch.bfloat16)
         pending = exchange.dispatch_send(x, torch.tensor([[0, 2, -1]] * tokens), torch.ones(tokens, TOP_K))
-        received = pending.recv()
-        combine = exchange.combine_send(received.rows, received)
-        combine.recv()
-        for waited in (pending.wait_ns, combine.wait_ns):
-            assert waited.shape == (2,)
-            assert waited.dtype == torch.int64
+        received = pending.recv(wait_stats=waited)
+        exchange.combine_send(received.rows, received).recv(wait_stats=waited)
     exchange.all_gather(b"vote")
+    assert waited.sum() > 0
     return exchange.statistics()
 
 
@@ -185,11 +182,11 @@ def test_statistics_count_every_operation_row_and_byte() -> None:
         }
 
 
-def mapped(exchange: ShmExchange) -> tuple[list[list[int]], list[list[int]]]:
+def mapped(exchange: HostExchange) -> tuple[list[list[int]], list[list[int]]]:
     ids = torch.tensor([[0, 3, -1], [3, -1, -1], [1, 2, 0]])
     x = torch.ones(3, HIDDEN, dtype=torch.bfloat16)
-    received = exchange.dispatch_send(x, ids, torch.ones(3, TOP_K)).recv(View.PADDED)
-    info, ranges = exchange.source_map(received)
+    info, ranges = exchange.shapes.source_map()
+    exchange.dispatch_send(x, ids, torch.ones(3, TOP_K)).recv(View.PADDED, source_map=(info, ranges))
     return info.tolist(), ranges.tolist()
 
 
@@ -261,15 +258,15 @@ def test_every_instruction_set_quantises_alike(payload: Payload) -> None:
     assert results[0][0].unique().numel() > 200  # nearly every e4m3 value occurs
 
 
-def survives(exchange: ShmExchange, peer: Peer) -> int:
+def survives(exchange: HostExchange, peer: Peer) -> int:
     rank, total = exchange.spec.rank, 0
     exchange.barrier()
     peer.tell("attached")
     if rank == 1:
         peer.hear()  # killed here
     assert peer.hear() == "rank 1 is dead"
-    exchange.abort()
-    exchange.reset(dead=[1])
+    exchange.group.abort()
+    exchange.group.reset(dead=[1])
     for _ in range(6):
         x = torch.full((2, HIDDEN), rank + 1.0, dtype=torch.bfloat16)
         received = exchange.dispatch_send(x, torch.tensor([[0, 1, 2]] * 2), torch.ones(2, TOP_K)).recv()
@@ -305,15 +302,14 @@ def test_segments_have_no_name_and_end_with_their_last_mapping() -> None:
 
 
 def test_options_are_checked() -> None:
-    spec = spec_of()
     with pytest.raises(ConfigError, match="on_timeout"):
-        ShmExchange(spec, fd=-1, on_timeout="shrug")
+        Waiting(on_timeout="shrug")
     with pytest.raises(ConfigError, match="spin_us"):
-        ShmExchange(spec, fd=-1, spin_us=-2)
+        Waiting(spin_us=-2)
     with pytest.raises(ConfigError, match="liveness_seconds"):
-        ShmExchange(spec, fd=-1, liveness_seconds=0.0)
+        Waiting(liveness_seconds=0.0)
 
 
-def test_an_exchange_does_not_travel(exchange: ShmExchange) -> None:
+def test_an_exchange_does_not_travel(exchange: HostExchange) -> None:
     with pytest.raises(TypeError):
         pickle.dumps(exchange)

@@ -9,10 +9,9 @@ from google.protobuf import descriptor_pb2
 from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from ep_server.client import Client
 from ep_server.testing.fake_ranks import LIMITS, FakeRanks
 from ep_server.v1 import control_pb2 as pb
-from tests.support.frontend import MODEL, WAIT, Code, failure, next_event, serving
+from tests.support.frontend import MODEL, Code, failure, next_event, serving
 
 SERVING, NOT_SERVING, UNKNOWN = 1, 2, 3
 
@@ -104,7 +103,7 @@ async def test_health_check() -> None:
             assert await served.client.serving(name)
         error = await failure(served.client.serving("nobody"))
         assert error.code() is Code.NOT_FOUND
-        served.server._health.set(serving=False)
+        served.server.health.set(serving=False)
         assert not await served.client.serving("ep_server.v1.Control") and not await served.client.serving()
         assert await served.client.serving("")  # the process works
 
@@ -123,21 +122,21 @@ async def test_health_watch_stays_open_and_hears_every_change() -> None:
         calls.pop().cancel()  # one watcher that leaves does not take the others with it
         unknown = watch("nobody")
         assert (await next_event(unknown)).status == UNKNOWN
-        served.server._health.set(serving=False)
+        served.server.health.set(serving=False)
         for call in calls:
             assert (await next_event(call)).status == NOT_SERVING
-        served.server._health.set(serving=True)
+        served.server.health.set(serving=True)
         for call in calls:
             assert (await next_event(call)).status == SERVING
         silent = asyncio.ensure_future(unknown.read())
-        served.server._health.set(serving=True)  # no change: nobody is told
+        served.server.health.set(serving=True)  # no change: no message
         assert await served.client.serving()
         assert not silent.done()
         silent.cancel()
-        served.server._health.fail()
+        served.server.health.fail()
         for call in (*calls, process):  # the first word to `process` since it began
             assert (await next_event(call)).status == NOT_SERVING
-        served.server._health.set(serving=True)
+        served.server.health.set(serving=True)
         assert not await served.client.serving() and not await served.client.serving("")
 
 
@@ -152,26 +151,11 @@ async def test_reflection_lists_and_describes_the_services() -> None:
             "ep_server.v1.Decode",
             "ep_server.v1.Control",
             "grpc.health.v1.Health",
+            "grpc.reflection.v1.ServerReflection",
             "grpc.reflection.v1alpha.ServerReflection",
+            "inference.GRPCInferenceService",
+            "vllm.grpc.engine.VllmEngine",
         }
         (file,) = described.file_descriptor_response.file_descriptor_proto
         parsed = descriptor_pb2.FileDescriptorProto.FromString(file)
         assert parsed.name == "ep_server/v1/decode.proto"
-
-
-async def test_the_sync_client() -> None:
-    async with serving() as served:
-
-        def use() -> None:
-            with Client(served.server.address) as client:
-                assert client.complete([65], max_new_tokens=2).text == "BC"
-                kinds = [e.WhichOneof("event") for e in client.generate([65], max_new_tokens=1, timeout=WAIT)]
-                assert kinds == ["prompt_info", "tokens", "finished"]
-                assert client.serving() and client.model_info().name == "fake"
-                assert client.server_info().ranks == 1 and client.loads().in_flight >= 0
-                assert client.ep_state().ranks[0].up
-                assert list(client.abort("x").unknown) == ["x"]
-                with pytest.raises(TypeError, match="'no_such_field' is not a field"):
-                    client.complete([1], no_such_field=1)
-
-        await asyncio.to_thread(use)

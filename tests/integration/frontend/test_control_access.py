@@ -14,7 +14,7 @@ from grpc_health.v1 import health_pb2
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
 from ep_server.cli.main import main
-from ep_server.client import AsyncClient, Target
+from ep_server.client import Target
 from ep_server.config import Config, GrpcConfig
 from ep_server.errors import ConfigError
 from ep_server.frontend.server import Server
@@ -22,11 +22,12 @@ from ep_server.testing.fake_ranks import FakeRanks
 from tests.support.cluster.nodes import free_port
 from tests.support.cluster.relay import relayed
 from tests.support.frontend import MODEL, WAIT, Code, failure, serving
+from tests.support.raw_client import RawClient
 
 CONTROL = "ep_server.v1.Control"
 
 
-def asked(client: AsyncClient) -> list[Any]:
+def asked(client: RawClient) -> list[Any]:
     """A call of every method."""
     return [
         client.server_info(),
@@ -63,7 +64,7 @@ async def test_control_can_be_bound_to_loopback() -> None:
         for call in asked(served.client):
             error = await failure(call)
             assert error.code() is Code.UNIMPLEMENTED and f"127.0.0.1:{port}" in (error.details() or "")
-        async with AsyncClient(f"127.0.0.1:{port}") as own:
+        async with RawClient(f"127.0.0.1:{port}") as own:
             assert (await own.server_info()).ranks == 1
             assert list((await own.abort("one")).unknown) == ["one"]
             assert CONTROL in await listed(own.channel)
@@ -79,9 +80,9 @@ async def test_control_on_loopback_needs_a_token(tmp_path: Path) -> None:
     values = {"grpc__token_file": str(tmp_path / "tokens"), "grpc__control": "loopback"}
     port = free_port()
     async with serving(grpc__control_port=port, **values):
-        async with AsyncClient(f"127.0.0.1:{port}") as own:
+        async with RawClient(f"127.0.0.1:{port}") as own:
             assert (await failure(own.loads())).code() is Code.UNAUTHENTICATED
-        async with AsyncClient(Target(f"127.0.0.1:{port}", token="secret")) as own:
+        async with RawClient(Target(f"127.0.0.1:{port}", token="secret")) as own:
             assert await own.loads()
 
 

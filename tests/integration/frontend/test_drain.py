@@ -12,12 +12,13 @@ import grpc
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from ep_server.client import AsyncClient, generate_request
+from ep_server.client import generate_request
 from ep_server.config import Config
 from ep_server.frontend.server import Server
 from ep_server.testing.fake_ranks import FakeRanks
 from ep_server.v1 import decode_pb2_grpc
 from tests.support.frontend import MODEL, WAIT, Code, next_event, rest
+from tests.support.raw_client import RawClient
 
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -48,7 +49,7 @@ async def living() -> AsyncIterator[Living]:
         assert await life == 0
 
 
-async def held_stream(client: AsyncClient, living: Living) -> Any:
+async def held_stream(client: RawClient, living: Living) -> Any:
     """A stream of three tokens of which none comes before ranks.release()."""
     living.ranks.hold()
     call = client.generate([1], max_new_tokens=3)
@@ -119,7 +120,7 @@ async def status(address: str, service: str = "") -> Any:
 
 
 async def test_a_drain_sends_goaway_and_the_stream_finishes() -> None:
-    async with living() as it, AsyncClient(it.server.address) as client:
+    async with living() as it, RawClient(it.server.address) as client:
         call = await held_stream(client, it)
         it.server.ask_to_stop()
         await told_to_go(client.channel)
@@ -133,7 +134,7 @@ async def test_a_pooled_channel_leaves_a_draining_server() -> None:
         living() as old,
         living() as new,
         Balancer(old.server.address).open() as balancer,
-        AsyncClient(balancer.address) as client,
+        RawClient(balancer.address) as client,
         asyncio.timeout(2 * WAIT),
     ):
         call = await held_stream(client, old)
@@ -148,11 +149,11 @@ async def test_a_pooled_channel_leaves_a_draining_server() -> None:
 
 async def test_a_connection_made_during_a_drain_is_sent_away_too() -> None:
     """A balancer may not know of the drain yet."""
-    async with living() as it, AsyncClient(it.server.address) as client:
+    async with living() as it, RawClient(it.server.address) as client:
         await held_stream(client, it)
         it.server.ask_to_stop()
         await told_to_go(client.channel)
-        async with AsyncClient(it.server.address) as late:
+        async with RawClient(it.server.address) as late:
             assert await answered(late.channel) is Code.UNAVAILABLE
             await told_to_go(late.channel)
 
@@ -160,7 +161,7 @@ async def test_a_connection_made_during_a_drain_is_sent_away_too() -> None:
 async def test_round_robin_with_health_checks_avoids_a_drain() -> None:
     policy = '{"loadBalancingConfig": [{"round_robin": {}}], "healthCheckConfig": {"serviceName": "%s"}}'
     options = [("grpc.service_config", policy % "ep_server.v1.Decode")]
-    async with living() as old, living() as new, AsyncClient(old.server.address) as client:
+    async with living() as old, living() as new, RawClient(old.server.address) as client:
         addresses = f"ipv4:{old.server.address},{new.server.address}"
         async with aio.insecure_channel(addresses, options=options) as channel, asyncio.timeout(2 * WAIT):
             while not (old.ranks.requests and new.ranks.requests):
@@ -178,7 +179,7 @@ async def test_round_robin_with_health_checks_avoids_a_drain() -> None:
 
 
 async def test_probes_are_answered_during_a_drain() -> None:
-    async with living() as it, AsyncClient(it.server.address) as client:
+    async with living() as it, RawClient(it.server.address) as client:
         await held_stream(client, it)
         it.server.ask_to_stop()
         await told_to_go(client.channel)

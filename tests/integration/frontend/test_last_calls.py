@@ -16,12 +16,12 @@ from contextlib import contextmanager
 import grpc
 from grpc_health.v1 import health_pb2
 
-from ep_server.client import AsyncClient
 from ep_server.config import Config
 from ep_server.frontend.server import Server
 from ep_server.testing.fake_ranks import FakeRanks
 from ep_server.v1 import control_pb2, control_pb2_grpc
 from tests.support.frontend import MODEL, WAIT, Code, failure, next_event
+from tests.support.raw_client import RawClient
 
 AT_ONCE = 20
 GOOD = {Code.OK, Code.UNAVAILABLE}
@@ -69,7 +69,7 @@ async def test_calls_that_grpc_has_not_handed_over_are_unavailable() -> None:
 
 async def test_a_watch_that_is_open_ends_with_unavailable() -> None:
     server = await started()
-    async with AsyncClient(server.address) as client:
+    async with RawClient(server.address) as client:
         watch = client.health.Watch(health_pb2.HealthCheckRequest())
         assert (await next_event(watch)).status == health_pb2.HealthCheckResponse.SERVING
         await ended(server)

@@ -15,20 +15,20 @@ import grpc
 import pytest
 from grpc_health.v1 import health_pb2
 
-from ep_server.client import AsyncClient
 from ep_server.config import Config
 from ep_server.errors import ConfigError
 from ep_server.frontend.server import Server
 from ep_server.records import RankReady
 from ep_server.testing.fake_ranks import FakeRanks
 from tests.support.frontend import MODEL, WAIT, Code, failure, next_event, rest
+from tests.support.raw_client import RawClient
 
 
 @dataclass
 class Running:
     server: Server
     ranks: FakeRanks
-    client: AsyncClient
+    client: RawClient
     exit_code: asyncio.Task[int]
 
     async def ends_with(self, code: int) -> None:
@@ -40,7 +40,8 @@ class Running:
 @asynccontextmanager
 async def running(ranks: FakeRanks | None = None, *, wait: bool = True) -> AsyncIterator[Running]:
     ranks = ranks or FakeRanks()
-    server = Server(Config.from_values({"grpc.port": 0, "grpc.drain_seconds": WAIT}), MODEL, ranks)
+    values = {"grpc.port": 0, "grpc.drain_seconds": WAIT, "resilience.on_rank_loss": "stop"}
+    server = Server(Config.from_values(values), MODEL, ranks)
     serving = asyncio.Event()
     task = asyncio.ensure_future(server.run(lambda *_: None, serving.set))
     async with asyncio.timeout(WAIT):
@@ -48,7 +49,7 @@ async def running(ranks: FakeRanks | None = None, *, wait: bool = True) -> Async
             await asyncio.sleep(0)
         if wait:
             await serving.wait()
-    client = AsyncClient(server.address)
+    client = RawClient(server.address)
     try:
         yield Running(server, ranks, client, task)
     finally:
@@ -60,7 +61,7 @@ async def running(ranks: FakeRanks | None = None, *, wait: bool = True) -> Async
             await task
 
 
-def watch(client: AsyncClient) -> object:
+def watch(client: RawClient) -> object:
     return client.health.Watch(health_pb2.HealthCheckRequest(service="ep_server.v1.Decode"))
 
 
@@ -207,7 +208,7 @@ async def test_ipv6() -> None:
                 await server.start(lambda *_: None)
             return
         await server.start(lambda *_: None)
-        async with AsyncClient(server.address) as client:
+        async with RawClient(server.address) as client:
             assert (await client.complete([1], max_new_tokens=1)).token_ids == [2]
     finally:
         await server.drain()

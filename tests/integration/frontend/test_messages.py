@@ -16,7 +16,8 @@ from grpc import aio
 from grpc_health.v1 import health_pb2
 
 from ep_server.frontend import messages, requests
-from ep_server.frontend.service import GENERATE, DecodeService
+from ep_server.frontend.generation import Generator
+from ep_server.frontend.service import GENERATE
 from ep_server.v1 import control_pb2
 from ep_server.v1 import decode_pb2 as pb
 from tests.support.frontend import MODEL, WAIT, Code, Served, failure, next_event, serving, trailers
@@ -201,7 +202,7 @@ async def test_other_methods_take_small_messages_only() -> None:
 
 async def test_a_refused_message_is_freed_at_once() -> None:
     """Frames of errors hold messages, and gRPC keeps errors in cycles of references."""
-    code = DecodeService._sequences.__code__
+    code = Generator._sequences.__code__
     async with serving() as served:
         gc.collect()
         gc.disable()

@@ -9,7 +9,7 @@ import pytest
 
 from ep_server.client import generate_request
 from ep_server.testing.fake_ranks import FakeRanks
-from tests.support.frontend import Code, Served, failure, rest, serving, trailers
+from tests.support.frontend import Code, Served, failure, next_event, rest, serving, trailers
 
 TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
@@ -94,3 +94,28 @@ async def test_a_later_version_of_traceparent_may_have_more(caplog: pytest.LogCa
             await rest(call(served, ("traceparent", f"01{TRACE[2:]}-more")))
     (line,) = lines(caplog)
     assert line.endswith(f"traceparent 01{TRACE[2:]}-more")
+
+
+async def test_failed_and_refused_requests_leave_one_line_each(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "ep_server"):
+        async with serving(FakeRanks(2), parallel__ranks=2) as served:
+            served.ranks.hold()
+            failing = call(served, ("traceparent", TRACE), request_id="failing")
+            await next_event(failing)
+            number, request = next(iter(served.ranks.requests.items()))
+            served.ranks.fail(number, "broken")
+            await failure(failing)
+            await failure(call(served, ("x-priority", "high"), request_id="refused"))
+    found = [record for record in caplog.records if hasattr(record, "fields")]
+    failed, refused = (dict(record.fields) for record in found)
+    assert all(record.levelno == logging.INFO for record in found)
+    assert failed == {
+        "request_id": "failing",
+        "trace_id": TRACE.split("-")[1],
+        "status": "INTERNAL",
+        "node": 0,
+        "rank": request.dp_rank,
+        "tokens": 0,
+    }
+    assert refused == {"request_id": "refused", "status": "INVALID_ARGUMENT"}
+    assert "broken" in found[0].getMessage() and "x-priority" in found[1].getMessage()

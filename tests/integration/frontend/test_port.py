@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import grpc
+import psutil
 import pytest
 from grpc import aio
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -117,7 +118,7 @@ async def test_a_drained_port_keeps_its_certificates(tmp_path: Path) -> None:
 async def test_a_drain_goes_on_where_the_port_is_taken(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def taken(server: aio.Server, config: GrpcConfig) -> str:
+    def taken(server: aio.Server, config: GrpcConfig, certificates: None) -> str:
         raise ConfigError("grpc.port", config.port, "a port of this host")
 
     async with opened() as one, watching(one.address) as call, asyncio.timeout(WAIT):
@@ -275,3 +276,32 @@ async def test_pings_do_not_end_a_silent_call(monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(TimeoutError):  # gRPC would end it at the third ping that comes too soon
             async with asyncio.timeout(5):
                 await call.read()
+
+
+async def test_an_old_connection_is_left_for_a_new_one() -> None:
+    config = GrpcConfig(port=0, max_connection_age_seconds=0.3)
+    async with opened(config) as one, channel_to(one.address) as channel:
+        stub = health_pb2_grpc.HealthStub(channel)
+        watch = stub.Watch(health_pb2.HealthCheckRequest())
+        assert (await next_event(watch)).status == SERVING
+        peers = set()
+        async with asyncio.timeout(WAIT):
+            while len(peers) < 2:  # the port of the caller's end changes
+                call = stub.Check(health_pb2.HealthCheckRequest())
+                assert (await call).status == SERVING
+                peers.add(connections_to(number_of(one)))
+                await asyncio.sleep(0.05)
+        assert not watch.done()  # it stays on the old connection
+
+
+async def test_calls_of_an_old_connection_end_after_the_grace() -> None:
+    config = GrpcConfig(port=0, max_connection_age_seconds=0.2, max_connection_age_grace_seconds=0.2)
+    async with opened(config) as one, watching(one.address) as call:
+        assert (await failure(call)).code() is Code.UNAVAILABLE
+
+
+def connections_to(number: int) -> frozenset[int]:
+    """Local ports of this process's connections to a port."""
+    here = psutil.Process().net_connections("tcp")
+    ends = [one for one in here if one.raddr and one.raddr.port == number and one.status == "ESTABLISHED"]
+    return frozenset(one.laddr.port for one in ends)

@@ -11,7 +11,7 @@ import grpc
 import pytest
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
-from ep_server.client import AsyncClient, Target, generate_request
+from ep_server.client import Target, generate_request
 from ep_server.config import Config
 from ep_server.errors import ConfigError
 from ep_server.frontend.interceptors import TokenFile
@@ -21,6 +21,7 @@ from ep_server.v1.control_pb2 import GetLoadsRequest
 from ep_server.v1.control_pb2_grpc import ControlStub
 from tests.support.certificates import issue, make_certificates
 from tests.support.frontend import MODEL, Code, failure, next_event, rest, serving, trailers
+from tests.support.raw_client import RawClient
 
 
 @pytest.fixture
@@ -172,7 +173,7 @@ async def test_certificates_are_rotated_without_a_restart(
 
         issue(files, "server")
         assert await asyncio.to_thread(_shown, address, ca) == pem.read_text() != first
-        async with AsyncClient(Target(address, tls_ca=str(ca))) as newcomer:
+        async with RawClient(Target(address, tls_ca=str(ca))) as newcomer:
             assert (await newcomer.server_info()).ranks == 1
         served.ranks.release()
         assert len(await rest(open_stream)) >= 1  # the stream from before goes on to its end
@@ -190,7 +191,7 @@ async def test_a_client_authority_is_rotated(tmp_path: Path) -> None:
     async with serving(target=stranger, grpc__tls_client_ca=str(bundle), **paths) as served:
         assert (await failure(served.client.loads())).code() is Code.UNAVAILABLE
         bundle.write_bytes((files / "ca.pem").read_bytes() + (files / "stranger.pem").read_bytes())
-        async with AsyncClient(dataclasses.replace(stranger, address=served.server.address)) as again:
+        async with RawClient(dataclasses.replace(stranger, address=served.server.address)) as again:
             assert (await again.server_info()).ranks == 1
 
 
@@ -209,12 +210,12 @@ async def test_removing_the_client_authority_revokes(
         assert await served.client.loads()
         bundle.unlink() if content is None else bundle.write_bytes(content)
         target = dataclasses.replace(known, address=served.server.address)
-        async with AsyncClient(target) as late:
+        async with RawClient(target) as late:
             assert (await failure(late.loads())).code() is Code.UNAVAILABLE
         errors = [record for record in caplog.records if record.levelname == "ERROR"]
         assert len(errors) == 1 and "grpc.tls_client_ca" in errors[0].getMessage()
         bundle.write_bytes(text)
-        async with AsyncClient(target) as again:
+        async with RawClient(target) as again:
             assert await again.loads()
 
 

@@ -13,7 +13,6 @@ import grpc
 import pytest
 
 import ep_server
-from ep_server.client import AsyncClient
 from ep_server.config import Config
 from ep_server.frontend.served_model import ServedModel
 from ep_server.frontend.server import Server
@@ -21,6 +20,7 @@ from ep_server.ranks.launcher import RankProcesses
 from ep_server.testing.fake_ranks import FakeRanks
 from tests.support.frontend import Recorder, serving
 from tests.support.ranks.rank_group import Leftovers
+from tests.support.raw_client import RawClient
 
 STREAMS = 200
 WAYS = ("finish", "drop", "drop early", "abort", "deadline", "timeout", "bad", "same id")
@@ -36,7 +36,7 @@ ENDS = {
 }
 
 
-async def one(client: AsyncClient, way: str, vocabulary: int, source: random.Random, name: str) -> str:
+async def one(client: RawClient, way: str, vocabulary: int, source: random.Random, name: str) -> str:
     """Runs one request in one way; returns how it ended."""
     fields = {"max_new_tokens": source.randrange(1, 60), "ignore_eos": True, "request_id": name}
     fields |= {
@@ -65,7 +65,7 @@ async def one(client: AsyncClient, way: str, vocabulary: int, source: random.Ran
     return "OK"
 
 
-async def storm(client: AsyncClient, vocabulary: int, seconds: float, at_least: int) -> Counter[str]:
+async def storm(client: RawClient, vocabulary: int, seconds: float, at_least: int) -> Counter[str]:
     """STREAMS readers, each in a loop, until the time is over and so many requests have ended."""
     ends: Counter[str] = Counter()
     started = time.monotonic()
@@ -137,7 +137,7 @@ async def test_a_minute_of_storm_on_real_ranks() -> None:
     server = Server(config, ServedModel.load(config.model), ranks, heard)
     try:
         await server.start(lambda *_: None)
-        async with AsyncClient(server.address) as client:
+        async with RawClient(server.address) as client:
             await client.complete([1], max_new_tokens=1)
             tasks, files = len(asyncio.all_tasks()), descriptors()
             ends = await storm(client, 14, seconds=60, at_least=1)

@@ -81,7 +81,8 @@ async def test_a_running_request_ends_when_nobody_reads() -> None:
         request.stopping.max_new_tokens = 60_000
         call = stub.Generate(request)
         await served.until(lambda: bool(served.heard.finished))
-        assert served.heard.finished[0].status == "RESOURCE_EXHAUSTED"
+        ended = served.heard.finished[0]
+        assert (ended.status, ended.reason) == ("RESOURCE_EXHAUSTED", "slow_reader")
         assert (await failure(call)).code() is Code.RESOURCE_EXHAUSTED
         await served.idle()
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import gzip
 import http.client
 import re
 import socket
@@ -10,17 +12,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from urllib.request import Request, urlopen
 
 import pytest
-from prometheus_client import CollectorRegistry, Gauge
+from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, make_wsgi_app
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
 
 from ep_server.config import MetricsConfig
 from ep_server.engine.observer import EngineObserver, RequestSummary
 from ep_server.errors import ConfigError, StartupError
+from ep_server.frontend.health import Health
 from ep_server.observability import metrics_endpoint
 from ep_server.observability.metrics import ServerMetrics
-from ep_server.observability.metrics_endpoint import MetricsEndpoint
+from ep_server.observability.metrics_endpoint import MetricsEndpoint, Probes
 from ep_server.records import FinishReason, RankReady
 from tests.support.observability.reports import Series, report, series, value
 
@@ -136,6 +140,37 @@ def test_openmetrics_is_given_to_who_asks_for_it(metrics: ServerMetrics, endpoin
     assert families["epserver_comm_peer_wait_seconds"] == "counter"
     assert families["epserver_overlap_ratio"] == "gauge"
     assert get(endpoint)[1].startswith("text/plain")
+
+
+@pytest.mark.parametrize("accept", ["", "application/openmetrics-text; version=1.0.0"])
+@pytest.mark.parametrize("query", ["", "?name[]=many_total&name[]=few"])
+@pytest.mark.parametrize("zipped", [False, True])
+def test_pieces_are_the_page_of_the_library(accept: str, query: str, zipped: bool) -> None:
+    registry = CollectorRegistry()
+    Gauge("few", "A gauge\nof two lines.", registry=registry).set(1)
+    many = Counter("many", "More samples than fit in a piece.", ("label",), registry=registry)
+    for number in range(3 * metrics_endpoint.PIECE + 1):
+        many.labels(f'"{number}"\n# not a comment').inc(number)
+    disable_created_metrics()
+    headers: list[tuple[str, str]] = []
+    environ = {
+        "REQUEST_METHOD": "GET",
+        "PATH_INFO": "/metrics",
+        "QUERY_STRING": query[1:],
+        "HTTP_ACCEPT": accept,
+    }
+    wanted = b"".join(make_wsgi_app(registry)(environ, lambda _status, given: headers.extend(given)))
+    endpoint = MetricsEndpoint(MetricsConfig(port=0), registry)
+    try:
+        asked = Request(endpoint.url + query, headers={"Accept": accept})
+        if zipped:
+            asked.add_header("Accept-Encoding", "gzip")
+        with urlopen(asked, timeout=10) as answer:
+            body = answer.read()
+            assert answer.headers["Content-Type"] == dict(headers)["Content-Type"]
+    finally:
+        endpoint.close()
+    assert (gzip.decompress(body) if zipped else body) == wanted
 
 
 def test_other_paths_are_not_found(endpoint: MetricsEndpoint) -> None:
@@ -260,3 +295,34 @@ def test_two_servers_in_one_process_do_not_mix() -> None:
     ServerMetrics(two, model="b", version="1", max_queue=9)
     assert one.get_sample_value("epserver_requests_admitted_total") == 1
     assert two.get_sample_value("epserver_requests_admitted_total") == 0
+
+
+async def test_probes_say_what_health_says(registry: CollectorRegistry) -> None:
+    health = Health(("a.Service",))
+    probes = Probes(lambda: health.live, lambda: health.serving)
+    endpoint = MetricsEndpoint(MetricsConfig(port=0), registry, probes=probes)
+
+    async def asked() -> list[int]:
+        return [(await asyncio.to_thread(get, endpoint, path))[0] for path in ("/livez", "/readyz")]
+
+    try:
+        assert await asked() == [200, 503]  # it loads
+        health.set(serving=True)
+        assert await asked() == [200, 200]
+        health.set(serving=False)
+        assert await asked() == [200, 503]  # it drains
+        health.fail()
+        assert await asked() == [503, 503]
+    finally:
+        endpoint.close()
+
+
+async def test_a_hung_event_loop_is_not_live(
+    registry: CollectorRegistry, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics_endpoint, "PROBE_SECONDS", 0.1)
+    endpoint = MetricsEndpoint(MetricsConfig(port=0), registry, probes=Probes(lambda: True, lambda: True))
+    try:
+        assert get(endpoint, "/livez")[0] == 503  # this thread waits: the loop runs nothing
+    finally:
+        endpoint.close()

@@ -166,6 +166,19 @@ def test_rules_and_dashboards_query_only_known_metrics() -> None:
     assert names - known_metrics() == set()
 
 
+def test_runbook_queries_are_promql_over_known_metrics(tmp_path: Path) -> None:
+    if shutil.which("promtool") is None:
+        pytest.skip("needs promtool")
+    text = (ROOT / "docs" / "how-to" / "alerts.md").read_text(encoding="utf-8")
+    asked = re.findall(r"\*\*Query:\*\* `([^`]+)`", text)
+    assert len(asked) == len(alerts())
+    names = {name for each in asked for name in re.findall(r"epserver[:_][\w:]*", each)}
+    assert names - known_metrics() == set()
+    rules = [{"record": f"runbook:{at}", "expr": each} for at, each in enumerate(asked)]
+    (tmp_path / "rules.yaml").write_text(yaml.safe_dump({"groups": [{"name": "runbook", "rules": rules}]}))
+    promtool("check", "rules", "--lint=none", str(tmp_path / "rules.yaml"))
+
+
 def test_every_rule_records_what_something_reads() -> None:
     read = " ".join(rule["expr"] for group in rule_groups() for rule in group["rules"])
     read += " ".join(expr for path in DASHBOARDS.glob("*.json") for _, expr in queries(dashboard(path.stem)))

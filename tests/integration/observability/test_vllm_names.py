@@ -7,12 +7,13 @@ import urllib.request
 
 from ep_server.cli.app import assemble
 from ep_server.cli.demo.run import DEMO_MODEL
-from ep_server.client import AsyncClient
 from ep_server.config import Config
 from tests.support.observability.reports import Series, series, value
+from tests.support.raw_client import RawClient
 
 PROMPT = [1, 2, 3, 4, 5]
 LABELS = {"model_name": "demo_model", "engine": "0"}
+RANKS = 2
 # The Gateway API inference extension's model server protocol, required and optional.
 PICKER = ("num_requests_waiting", "num_requests_running", "kv_cache_usage_perc")
 # Every name that the queries of vLLM's own Grafana dashboard hold.
@@ -25,6 +26,9 @@ DASHBOARD = {
     "request_queue_time_seconds": ("sum",),
     "request_prefill_time_seconds": ("sum",),
     "request_decode_time_seconds": ("sum",),
+    "request_inference_time_seconds": ("sum", "count"),
+    "request_time_per_output_token_seconds": ("bucket", "sum", "count"),
+    "iteration_tokens_total": ("bucket", "sum", "count"),
     "request_max_num_generation_tokens": ("sum",),
 }
 
@@ -36,19 +40,25 @@ async def scrape_after_load(vllm_names: bool) -> tuple[Series, Series]:
     async with assemble(config) as app:
         await app.server.start(lambda *_: None)
         try:
-            async with AsyncClient(app.server.address) as client:
+            async with RawClient(app.server.address) as client:
                 during = await _hold_two(client, app.metrics_url)
                 some = [
                     client.complete(PROMPT, max_new_tokens=6, ignore_eos=True, timeout=60) for _ in range(8)
                 ]
                 await asyncio.gather(*some)
             await asyncio.sleep(1.0)  # ranks report twice a second
-            return during, await asyncio.to_thread(_read, app.metrics_url)
+            found = await asyncio.to_thread(_read, app.metrics_url)
+            if vllm_names:
+                picked = await asyncio.to_thread(_read, f"{app.metrics_url}/picker")
+                names = {f"vllm:{name}" for name in (*PICKER, "cache_config_info")}
+                assert {key: found[key] for key in found if key[0] in names}.items() <= picked.items()
+                assert {name for name, _ in picked} == names
+            return during, found
         finally:
             await app.server.stop()
 
 
-async def _hold_two(client: AsyncClient, url: str) -> Series:
+async def _hold_two(client: RawClient, url: str) -> Series:
     """Scrapes while two requests decode, then drops them."""
     held = [client.generate(PROMPT, max_new_tokens=2000, ignore_eos=True) for _ in range(2)]
     for stream in held:
@@ -72,14 +82,22 @@ def ranks_sum(found: Series, name: str) -> float:
 
 async def test_what_pickers_and_dashboards_ask_for_is_there_and_right() -> None:
     during, found = await scrape_after_load(vllm_names=True)
-    assert value(during, "vllm:num_requests_running", **LABELS) == 2
-    assert value(during, "vllm:num_requests_waiting", **LABELS) == 0
+    for engine in map(str, range(RANKS)):  # one series per data-parallel engine, which are the ranks
+        labels = {**LABELS, "engine": engine}
+        assert value(during, "vllm:num_requests_running", **labels) == 1
+        assert value(during, "vllm:num_requests_waiting", **labels) == 0
+        assert value(found, "vllm:num_requests_waiting_by_reason", reason="capacity", **labels) == 0
+        usage = value(found, "epserver_kv_cache_usage_ratio", rank=engine)
+        assert value(found, "vllm:kv_cache_usage_perc", **labels) == usage
+        blocks = int(value(found, "epserver_kv_blocks", rank=engine))
+        sizes = {"block_size": "16", "num_gpu_blocks": str(blocks)}
+        assert value(found, "vllm:cache_config_info", **labels, **sizes) == 1
+        steps = value(found, "epserver_steps_total", rank=engine)
+        assert value(found, "vllm:iteration_tokens_total_count", **labels) == steps
+        tokens = value(found, "epserver_step_tokens_total", rank=engine)
+        assert value(found, "vllm:iteration_tokens_total_sum", **labels) == tokens
     for name in PICKER:
-        assert len([key for key in found if key[0] == f"vllm:{name}"]) == 1  # a picker reads one
-    sizes = {"block_size": "16", "num_gpu_blocks": str(int(ranks_sum(found, "kv_blocks")))}
-    assert value(found, "vllm:cache_config_info", **LABELS, **sizes) == 1
-    usage = ranks_sum(found, "kv_blocks_used") / ranks_sum(found, "kv_blocks")
-    assert value(found, "vllm:kv_cache_usage_perc", **LABELS) == usage
+        assert len([key for key in found if key[0] == f"vllm:{name}"]) == RANKS
     assert value(found, "vllm:prompt_tokens_total", **LABELS) == 10 * len(PROMPT)
     assert value(found, "vllm:generation_tokens_total", **LABELS) == ranks_sum(
         found, "generated_tokens_total"
@@ -97,8 +115,11 @@ def _check_histograms(found: Series) -> None:
         for part in parts:
             edge = {"le": "+Inf"} if part == "bucket" else {}
             assert value(found, f"vllm:{name}_{part}", **LABELS, **edge) > 0, name
-    queued = value(found, "vllm:request_queue_time_seconds_bucket", **LABELS, le="+Inf")
-    assert queued == ranks_sum(found, "request_queue_seconds_count") == 10  # both ranks' buckets
+    queued = [
+        value(found, "vllm:request_queue_time_seconds_bucket", **{**LABELS, "engine": engine}, le="+Inf")
+        for engine in "01"
+    ]
+    assert sum(queued) == ranks_sum(found, "request_queue_seconds_count") == 10
     first = value(found, "vllm:time_to_first_token_seconds_bucket", **LABELS, le="0.25")
     assert first == value(found, "epserver_time_to_first_token_seconds_bucket", le="0.25")
 

@@ -12,10 +12,23 @@ import pytest
 
 import ep_server
 from ep_server.config import Config
+from ep_server.errors import EpServerError
 from ep_server.ranks.launcher import RankProcesses
 from ep_server.ranks.protocol import Ranks
-from ep_server.records import FinishReason, RankStatistics, Request, Sampling, Stopping, TokenEvent
+from ep_server.records import (
+    FinishReason,
+    FlushCache,
+    KvEventBatch,
+    OrderDone,
+    PromptLogprobs,
+    RankStatistics,
+    Request,
+    Sampling,
+    Stopping,
+    TokenEvent,
+)
 from ep_server.testing.fake_ranks import FakeRanks
+from tests.support.ranks.cache_mirror import CacheMirror
 
 WAIT = 120.0
 RANKS = 2
@@ -27,9 +40,13 @@ class Heard:
 
     def __init__(self) -> None:
         self.events: defaultdict[int, list[TokenEvent]] = defaultdict(list)
+        self.scored: defaultdict[int, list[PromptLogprobs]] = defaultdict(list)
         self.rank_of: dict[int, int] = {}
         self.freed: list[tuple[int, int]] = []
         self.statistics: dict[int, RankStatistics] = {}
+        self.mirrors = {rank: CacheMirror() for rank in range(RANKS)}
+        self.done: dict[int, OrderDone] = {}
+        self.running: dict[int, int] = {}
         self.lost: list[str] = []
         self.changed = asyncio.Event()
 
@@ -39,15 +56,30 @@ class Heard:
             assert self.rank_of.setdefault(event.number, rank) == rank
         self.changed.set()
 
+    def on_prompt_logprobs(self, rank: int, scored: PromptLogprobs) -> None:
+        self.scored[scored.number].append(scored)
+
     def on_freed(self, rank: int, number: int) -> None:
         self.freed.append((rank, number))
         self.changed.set()
 
-    def on_request_failed(self, rank: int, number: int, message: str) -> None:
-        raise AssertionError(message)
+    def on_request_failed(self, rank: int, number: int, error: EpServerError) -> None:
+        raise error
 
     def on_statistics(self, statistics: RankStatistics) -> None:
         self.statistics[statistics.rank] = statistics
+        self.changed.set()
+
+    def on_running(self, rank: int, sequences: int) -> None:
+        self.running[rank] = sequences
+        self.changed.set()
+
+    def on_kv_events(self, batch: KvEventBatch) -> None:
+        self.mirrors[batch.rank].apply(batch)
+        self.changed.set()
+
+    def on_order_done(self, rank: int, done: OrderDone) -> None:
+        self.done[rank] = done
         self.changed.set()
 
     def on_lost(self, rank: int, message: str) -> None:
@@ -102,6 +134,7 @@ async def test_conformance(make: Callable[[], Ranks]) -> None:
         ranks.cancel(0, 999)
         ranks.submit(1, request(4, 2000))
         await heard.until(lambda: len(heard.events[4]) >= 2)
+        assert heard.running[1] > 0
         ranks.cancel(1, 4)
         await heard.until(lambda: heard.freed != [])
         count = len(heard.events[4])
@@ -122,6 +155,24 @@ async def test_conformance(make: Callable[[], Ranks]) -> None:
         await heard.until(lambda: len(heard.statistics) == RANKS)
         await heard.until(lambda: all(s.load.running == 0 for s in heard.statistics.values()))
         assert all(s.load.kv_blocks_used == 0 for s in heard.statistics.values())
+        assert not any(heard.running.values())
+
+        # A watch that begins late, on parked ranks, shows what is cached; then every change, and a flush.
+        ranks.watch_cache(on=True)
+        await heard.until(lambda: all(mirror.complete for mirror in heard.mirrors.values()))
+        prompt = tuple(1 + index % 7 for index in range(33))
+        ranks.submit(1, request(7, 1, prompt_ids=prompt))
+        await heard.until(lambda: heard.mirrors[1].holds(prompt))
+        assert not heard.mirrors[0].holds(prompt)
+        await heard.until(lambda: heard.ended(7))
+        ranks.order(FlushCache(), 1)
+        await heard.until(lambda: len(heard.done) == RANKS)
+        assert all(done.number == 1 and not done.error for done in heard.done.values())
+        assert heard.done[1].blocks > 0
+        assert [len(mirror.blocks) for mirror in heard.mirrors.values()] == [0, 0]
+        ranks.submit(1, request(8, 1, prompt_ids=prompt))
+        await heard.until(lambda: heard.ended(8))
+        assert heard.events[8][0].cached_tokens == 0
     finally:
         await ranks.stop()
         await ranks.stop()

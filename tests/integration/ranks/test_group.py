@@ -150,7 +150,7 @@ async def test_a_request_whose_logits_break_fails_alone(group: Group, tiny: Tiny
     good = group.submit(0, tiny.prompts[1], 64)
     bad = group.submit(0, tiny.prompts[0], 64, logit_bias=((0, math.inf),))
     await heard.until(lambda: good in heard.finished and bad in heard.failed)
-    assert heard.failed[bad] == "its logits hold NaN or infinity"
+    assert heard.failed[bad] == "rank 0: its logits hold NaN or infinity"
     assert tuple(heard.tokens[good]) == tiny.tokens[1]
     assert bad not in heard.tokens
     await group.parked()

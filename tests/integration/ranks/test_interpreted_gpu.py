@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -11,8 +12,11 @@ import pytest
 from ep_server.models.timers import Phase
 from ep_server.ranks.hosts import WORKER
 from ep_server.ranks.launcher import RankProcesses
+from ep_server.records import Grammar, GrammarKind, Request, Sampling, Stopping
 from tests.support.models.checkpoints import Tiny
 from tests.support.ranks.rank_group import Recorder, greedy, rank_config
+from tests.support.structured import byte_checkpoint
+from tests.support.tokenizers import EOS
 
 Prompts = Sequence[tuple[int, ...]]
 
@@ -101,6 +105,35 @@ async def test_experts_drawn_at_random_are_those_of_the_cpu(tiny: Tiny) -> None:
     drawn, heard = await tokens(tiny.path, 1, INTERPRETED, tiny.prompts[:1], **uniform)
     assert drawn == on_cpu
     assert all("timed_steps" not in told.counters for told in heard.statistics.values())
+
+
+async def bytes_of(path: Path, module: str, asked: Sequence[Request]) -> list[bytes]:
+    """What one rank draws for requests that it has all at once."""
+    fields = {"model__load_format": "dummy", "scheduler__max_running": 4, "parallel__graphs": False}
+    config = rank_config(path, 1, **fields)
+    group, heard = RankProcesses(config, module=module), Recorder()
+    try:
+        await group.start(heard, heard.on_progress)
+        for request in asked:
+            group.submit(0, request)
+        await heard.until(lambda: len(heard.finished) == len(asked), 120)
+    finally:
+        await group.stop()
+    return [bytes(token for token in heard.tokens[n.number] if token < EOS) for n in asked]
+
+
+async def test_grammars_a_step_ahead(tmp_path: Path) -> None:
+    """Masks come while the next step runs. Greedy rows draw what CPU ranks draw, with and without one."""
+    path, ends = byte_checkpoint(tmp_path), Stopping(5, eos_token_ids=frozenset({EOS}))
+    plain = [Request(f"r{n}", n, (n, 7), Sampling(temperature=0.0), Stopping(5)) for n in (1, 2)]
+    digits = Grammar(GrammarKind.PROGRAM, "start: /[0-9]{2,4}(, [a-c]+)?/")
+    bound = [
+        Request(f"r{n}", n, (n, 7), Sampling(temperature=t, seed=n), ends, grammar=digits)
+        for n, t in ((3, 0.0), (4, 1.0))
+    ]
+    mixed = await bytes_of(path, INTERPRETED, [plain[0], bound[0], plain[1], bound[1]])
+    assert await bytes_of(path, WORKER, [*plain, bound[0]]) == [mixed[0], mixed[2], mixed[1]]
+    assert all(re.match(rb"[0-9]{2,4}(, [a-c]*|,|$)", text) for text in (mixed[1], mixed[3]))
 
 
 async def test_ranks_of_two_hosts_with_rows_in_two_parts(tiny: Tiny) -> None:

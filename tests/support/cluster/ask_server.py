@@ -1,6 +1,6 @@
 """Asks a server from the network namespace that this process was started in: JSON in, JSON out.
 
-In: {"address": host:port, "requests": [keywords of AsyncClient.generate, and prompt]}. Out, in their order:
+In: {"address": host:port, "requests": [keywords of RawClient.generate, and prompt]}. Out, in their order:
 [token ids, rank, how the stream ended]. Says "began" on standard error when a token of each has come.
 """
 
@@ -13,12 +13,10 @@ from typing import Any
 
 from grpc import aio
 
-from ep_server.client import AsyncClient
+from tests.support.raw_client import RawClient
 
 
-async def ask(
-    client: AsyncClient, fields: dict[str, Any], began: asyncio.Event
-) -> tuple[list[int], int, str]:
+async def ask(client: RawClient, fields: dict[str, Any], began: asyncio.Event) -> tuple[list[int], int, str]:
     tokens, rank = [], -1
     try:
         async for event in client.generate(fields.pop("prompt"), **fields):
@@ -36,7 +34,7 @@ async def ask(
 async def main() -> None:
     job = json.loads(sys.stdin.read())
     events = [asyncio.Event() for _ in job["requests"]]
-    async with AsyncClient(job["address"]) as client:
+    async with RawClient(job["address"]) as client:
         asks = [ask(client, fields, began) for fields, began in zip(job["requests"], events, strict=True)]
         answers = asyncio.gather(*asks)
         await asyncio.wait(

@@ -8,13 +8,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
-from ep_server.client import AsyncClient, Target
+from ep_server.client import Target
 from ep_server.cluster.relay import SERVICES, Relay, RelaySettings, open_channel, relay_port
 from ep_server.config import GrpcConfig
+from ep_server.frontend.doors import installed_doors, services
 from ep_server.frontend.health import Health
 from ep_server.frontend.port import Port
 from ep_server.testing.fake_ranks import FakeRanks
 from tests.support.frontend import Served, serving
+from tests.support.raw_client import RawClient
 
 NODES, RANKS = 3, 2  # of each node
 NODE = 1  # the one that relays
@@ -44,7 +46,7 @@ class Follower:
     """A node that relays. leader: host:port that it relays to."""
 
     relay: Relay
-    client: AsyncClient
+    client: RawClient
     heard: Heard
     leader: str
 
@@ -68,15 +70,17 @@ async def relaying(
 ) -> AsyncIterator[Follower]:
     """A node that relays to an address. token: that it shows there, or what gives its metadata."""
     config = grpc or GrpcConfig(port=0)
-    channel, heard, health = open_channel(leader), Heard(), Health(tuple(s.full_name for s in SERVICES))
+    doors = services(installed_doors(config))
+    channel, heard = open_channel(leader), Heard()
+    health = Health(tuple(service.full_name for service in (*SERVICES, *doors)))
     pairs = (("authorization", f"Bearer {token}"),) if token else ()
     shown = (lambda: pairs) if isinstance(token, str) else token
     settings = RelaySettings(NODE, leader, config.max_streams, config.unread_seconds)
-    relay = Relay(channel, settings, heard, shown)
+    relay = Relay(channel, settings, heard, shown, doors)
     port = relay_port(config, relay, health)
     address = await port.open()
     health.set(serving=True)
-    client = AsyncClient(dataclasses.replace(target or Target(""), address=address))
+    client = RawClient(dataclasses.replace(target or Target(""), address=address))
     try:
         yield Follower(relay, client, heard, leader)
     finally:

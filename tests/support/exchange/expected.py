@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from ep_server.exchange.api import ExchangeSpec, Reduction
-from ep_server.exchange.quant import FP8_PAYLOADS, dequantise, quantise
+from ep_server.exchange.quant import FP8, dequantise, quantise
 from ep_server.exchange.validate import input_dtype
 from tests.support.exchange.routing import Inputs
 
@@ -54,14 +54,14 @@ def expect(spec: ExchangeSpec, inputs: list[Inputs], intra: Collection[int] = ()
         entries=entries,
         rows=torch.stack(rows) if rows else codes.new_empty(0, spec.hidden),
         scales=None
-        if spec.payload not in FP8_PAYLOADS
+        if spec.payload not in FP8
         else (torch.stack(scales) if scales else scale_rows.new_empty(0, scale_rows.shape[1])),
         combined=_combined(spec, inputs[spec.rank], (codes, scale_rows), intra),
     )
 
 
 def _wire(spec: ExchangeSpec, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    return quantise(x, spec.payload) if spec.payload in FP8_PAYLOADS else (x, x.new_empty(len(x), 0))
+    return quantise(x, spec.payload) if spec.payload in FP8 else (x, x.new_empty(len(x), 0))
 
 
 def _combined(
@@ -71,7 +71,7 @@ def _combined(
     result = torch.zeros(len(codes), spec.hidden, dtype=dtype)
     for token, ids in enumerate(mine.ids.tolist()):
         row = codes[token].float()
-        if spec.payload in FP8_PAYLOADS:
+        if spec.payload in FP8:
             row = dequantise(codes[token : token + 1], scales[token : token + 1])[0]
         terms = [
             (spec.placement[e], mine.weights[token, k] * expert(row, e, dtype).float())

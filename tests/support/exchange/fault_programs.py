@@ -14,7 +14,7 @@ import torch
 from ep_server.errors import GroupAborted, HookNotCalled, InvalidArgument, PeerTimeout
 from ep_server.exchange.api import View
 from ep_server.exchange.faults import Action, Fault
-from ep_server.exchange.shm import ShmExchange
+from ep_server.exchange.host import HostExchange
 from tests.support.exchange.ranks import Outcome, Peer, Ranks
 
 TOKENS, HIDDEN, TOP_K = 4, 96, 3
@@ -43,25 +43,25 @@ def rows_of(rank: int, step: int, tokens: int = TOKENS) -> torch.Tensor:
     return x
 
 
-def operation(exchange: ShmExchange, step: int, tokens: int = TOKENS) -> None:
+def operation(exchange: HostExchange, step: int, tokens: int = TOKENS) -> None:
     """One dispatch and combine with experts that return their input; checks every row of the masked group."""
     x = rows_of(exchange.spec.rank, step, tokens)
     ids = torch.arange(TOP_K).repeat(tokens, 1)
     received = exchange.dispatch_send(x, ids, torch.ones(tokens, TOP_K)).recv()
-    alive = [r for r in range(exchange.spec.num_ranks) if r not in exchange.masked]
+    alive = [r for r in range(exchange.spec.num_ranks) if r not in exchange.group.masked]
     if tokens == TOKENS:
         one = torch.cat([rows_of(r, step) for r in alive])
         assert torch.equal(received.rows, one.repeat(len(exchange.spec.local_experts), 1))
     y = exchange.combine_send(received.rows, received).recv()
-    answering = sum(exchange.spec.placement[e] not in exchange.masked for e in range(3))
+    answering = sum(exchange.spec.placement[e] not in exchange.group.masked for e in range(3))
     assert torch.equal(y, x * answering)
 
 
-def operations(exchange: ShmExchange, faults: tuple[Fault, ...], count: int) -> tuple[object, ...]:
-    exchange.set_faults(faults)
+def operations(exchange: HostExchange, faults: tuple[Fault, ...], count: int) -> tuple[object, ...]:
+    exchange.group.set_faults(faults)
     for step in range(count):
         operation(exchange, step)
-    return exchange.masked, exchange.statistics()
+    return exchange.group.masked, exchange.statistics()
 
 
 def assert_noticed(survivors: list[Outcome], op: str, phase: str, peer: int) -> None:
@@ -83,7 +83,7 @@ def later_than_rank_0(epoch: int) -> tuple[Fault, ...]:
     )
 
 
-def stops_itself(exchange: ShmExchange, peer: Peer) -> list[bytes]:
+def stops_itself(exchange: HostExchange, peer: Peer) -> list[bytes]:
     votes: list[bytes] = []
     for step in range(12):
         if exchange.spec.rank == 1 and step == 5:
@@ -107,7 +107,7 @@ def stop_for(ranks: Ranks, rank: int, seconds: float) -> None:
     ranks.kill(rank, signal.SIGCONT)
 
 
-def stops_between_halves(exchange: ShmExchange, peer: Peer) -> None:
+def stops_between_halves(exchange: HostExchange, peer: Peer) -> None:
     for step in range(10):
         x, ids = rows_of(exchange.spec.rank, step), torch.arange(TOP_K).repeat(TOKENS, 1)
         pending = exchange.dispatch_send(x, ids, torch.ones(TOKENS, TOP_K))
@@ -119,13 +119,13 @@ def stops_between_halves(exchange: ShmExchange, peer: Peer) -> None:
         assert torch.equal(y, x * TOP_K)
 
 
-def dies_in_barrier(exchange: ShmExchange) -> None:
-    exchange.set_faults([Fault(1, "vote", "send_header", Action.KILL, epoch=2)])
+def dies_in_barrier(exchange: HostExchange) -> None:
+    exchange.group.set_faults([Fault(1, "vote", "send_header", Action.KILL, epoch=2)])
     exchange.barrier()
     exchange.barrier()
 
 
-def hangs(exchange: ShmExchange, peer: Peer) -> None:
+def hangs(exchange: HostExchange, peer: Peer) -> None:
     """The loop of rank 1 comes to no vote before the others gave up; its heartbeat goes on."""
     exchange.barrier()
     if exchange.spec.rank == 1:
@@ -136,14 +136,14 @@ def hangs(exchange: ShmExchange, peer: Peer) -> None:
         peer.tell("ended")
 
 
-def comes_late(exchange: ShmExchange, peer: Peer) -> None:
+def comes_late(exchange: HostExchange, peer: Peer) -> None:
     exchange.barrier()
     if exchange.spec.rank == 1:
         peer.hear()
     exchange.barrier()
 
 
-def idles(exchange: ShmExchange, peer: Peer) -> float:
+def idles(exchange: HostExchange, peer: Peer) -> float:
     exchange.barrier()
     if exchange.spec.rank == 1:
         peer.hear()
@@ -154,7 +154,7 @@ def idles(exchange: ShmExchange, peer: Peer) -> float:
     return time.process_time() - before
 
 
-def misses_hooks(exchange: ShmExchange, view: str) -> None:
+def misses_hooks(exchange: HostExchange, view: str) -> None:
     ids, weights = torch.arange(TOP_K).repeat(TOKENS, 1), torch.ones(TOKENS, TOP_K)
     pending = []
     for step in range(exchange.spec.num_banks):
@@ -181,14 +181,14 @@ def misses_hooks(exchange: ShmExchange, view: str) -> None:
         operation(exchange, step)
 
 
-def back_to_back(exchange: ShmExchange, rounds: int) -> None:
+def back_to_back(exchange: HostExchange, rounds: int) -> None:
     """Ranks with no rows at all, others running ahead, over all banks many times."""
     for step in range(rounds):
         tokens = TOKENS if exchange.spec.rank == step % exchange.spec.num_ranks else 0
         operation(exchange, step, tokens) if tokens == 0 else lonely(exchange, step)
 
 
-def lonely(exchange: ShmExchange, step: int) -> None:
+def lonely(exchange: HostExchange, step: int) -> None:
     x = rows_of(exchange.spec.rank, step)
     received = exchange.dispatch_send(
         x, torch.arange(TOP_K).repeat(TOKENS, 1), torch.ones(TOKENS, TOP_K)
@@ -196,7 +196,7 @@ def lonely(exchange: ShmExchange, step: int) -> None:
     assert torch.equal(exchange.combine_send(received.rows, received).recv(), x * TOP_K)
 
 
-def interleaved(exchange: ShmExchange, rounds: int) -> None:
+def interleaved(exchange: HostExchange, rounds: int) -> None:
     """Two micro-batches: D0s D1s D0r C0s D1r C1s C0r C1r."""
     ids, weights = torch.arange(TOP_K).repeat(TOKENS, 1), torch.ones(TOKENS, TOP_K)
     for step in range(rounds):
@@ -211,38 +211,38 @@ def interleaved(exchange: ShmExchange, rounds: int) -> None:
             assert torch.equal(combines[b].recv(), x[b] * TOP_K)
 
 
-def aborts_and_resets(exchange: ShmExchange) -> int:
+def aborts_and_resets(exchange: HostExchange) -> int:
     operation(exchange, 0)
     if exchange.spec.rank == 0:
-        threading.Thread(target=exchange.abort).start()
+        threading.Thread(target=exchange.group.abort).start()
     with pytest.raises(GroupAborted, match="rank 0 aborted the group"):
         while True:
             exchange.barrier()
     with pytest.raises(GroupAborted):  # sticky
         operation(exchange, 1)
-    exchange.reset()
+    exchange.group.reset()
     for step in range(9):
         operation(exchange, step)
     exchange.barrier()
-    return exchange._native.generation
+    return exchange.group.native.generation
 
 
-def masked_from_another_thread(exchange: ShmExchange, peer: Peer) -> frozenset[int]:
+def masked_from_another_thread(exchange: HostExchange, peer: Peer) -> frozenset[int]:
     operation(exchange, 0)
     if exchange.spec.rank == 2:
         peer.hear()  # absent until the others have gone on without it
     else:
-        timer = threading.Timer(0.3, exchange.mask, [[2]])
+        timer = threading.Timer(0.3, exchange.group.mask, [[2]])
         timer.start()
         operation(exchange, 1)
         timer.join()
-        assert exchange.masked == {2}
+        assert exchange.group.masked == {2}
         operation(exchange, 2)
         peer.tell("done")
-    exchange.reset()
+    exchange.group.reset()
     for step in range(5):
         operation(exchange, step)
-    return exchange.masked
+    return exchange.group.masked
 
 
 class Rung(Exception):
@@ -253,7 +253,7 @@ def ring(*_: object) -> None:
     raise Rung
 
 
-def interrupted(exchange: ShmExchange, peer: Peer) -> None:
+def interrupted(exchange: HostExchange, peer: Peer) -> None:
     if exchange.spec.rank == 0:
         signal.signal(signal.SIGALRM, ring)
         signal.setitimer(signal.ITIMER_REAL, 0.3)
@@ -266,7 +266,7 @@ def interrupted(exchange: ShmExchange, peer: Peer) -> None:
             exchange.barrier()
 
 
-def second_thread(exchange: ShmExchange, peer: Peer) -> str:
+def second_thread(exchange: HostExchange, peer: Peer) -> str:
     if exchange.spec.rank == 1:
         peer.hear()
         exchange.barrier()
@@ -282,10 +282,10 @@ def second_thread(exchange: ShmExchange, peer: Peer) -> str:
     return str(error.value)
 
 
-def waits_behind(exchange: ShmExchange) -> None:
+def waits_behind(exchange: HostExchange) -> None:
     """Rank 0 waits for 1, which waits for 2, which lives and does nothing; the deadline of 0 passes first."""
     rank, deadline = exchange.spec.rank, exchange.spec.timeout_ns / SECOND
-    exchange.set_faults((Fault(2, "dispatch", "send_header", Action.DROP, epoch=1, peer=1),))
+    exchange.group.set_faults((Fault(2, "dispatch", "send_header", Action.DROP, epoch=1, peer=1),))
     ids, weights = torch.arange(TOP_K).repeat(TOKENS, 1), torch.ones(TOKENS, TOP_K)
     pending = exchange.dispatch_send(rows_of(rank, 0), ids, weights)
     if rank == 1:

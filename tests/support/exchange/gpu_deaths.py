@@ -11,8 +11,8 @@ import torch
 
 from ep_server.errors import GroupAborted, PeerTimeout
 from ep_server.exchange.api import View
+from ep_server.exchange.host import HostExchange
 from ep_server.exchange.nvlink.exchange import NvlinkExchange
-from ep_server.exchange.shm import ShmExchange
 from tests.support.compare import assert_equal
 from tests.support.exchange.conformance import run_pair
 from tests.support.exchange.gpu_group import on_gpu, run_fused, sums_without
@@ -23,7 +23,7 @@ from tests.support.exchange.routing import make_inputs
 from tests.support.gpus import gpu_of
 
 
-def rank_1_dies(control: ShmExchange, name: str, on_timeout: str, peer: Peer) -> tuple[str, float]:
+def rank_1_dies(control: HostExchange, name: str, on_timeout: str, peer: Peer) -> tuple[str, float]:
     """Rank 1 is killed in its third dispatch; the others then dispatch, and go on without it.
 
     Returns: of a survivor, what it found (op/phase of whom, or the error's class; "" with a mask); seconds.
@@ -31,7 +31,7 @@ def rank_1_dies(control: ShmExchange, name: str, on_timeout: str, peer: Peer) ->
     rank, ranks, death = control.spec.rank, control.spec.num_ranks, DEATHS[name]
     torch.cuda.set_device(gpu_of(rank))
     exchange = NvlinkExchange(
-        killed_spec(rank, ranks, death), control=control, on_timeout=on_timeout, num_sms=death.num_sms
+        killed_spec(rank, ranks, death), control=control.group, on_timeout=on_timeout, num_sms=death.num_sms
     )
     exchange.set_faults(death.faults)
     spec = exchange.spec

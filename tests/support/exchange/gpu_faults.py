@@ -170,10 +170,10 @@ def masked_in_the_middle(group: dist.ProcessGroup, rounds: int = 30, within: flo
     spec = replace(a_models_spec(group.rank(), group.size(), Payload.BF16, tokens=8), hidden=256)
     exchange = open_exchange(group, replace(spec, timeout_ns=60 * SECOND))
     given = on_gpu(make_inputs(spec, "max_tokens", 1)[spec.rank])
-    outs = [exchange.empty_padded() for _ in range(OPERATIONS)]
+    outs = [(exchange.empty_padded(), exchange.shapes.source_map()) for _ in range(OPERATIONS)]
     choice, other = random.Random(spec.rank), {0: spec.num_ranks - 1, spec.num_ranks - 1: 0}.get(spec.rank)
     for turn in range(rounds):
-        for rows, _ in outs:
+        for (rows, _), _ in outs:
             rows.fill_(torch.nan)
         torch.cuda.synchronize()
         dist.barrier(group)
@@ -181,23 +181,27 @@ def masked_in_the_middle(group: dist.ProcessGroup, rounds: int = 30, within: flo
         masking = threading.Timer(after, exchange.mask, ([other],))
         if other is not None:
             masking.start()
-        found = [exchange.dispatch(*given, View.PADDED, out=out, source_map=True) for out in outs]
+        found = [exchange.dispatch(*given, View.PADDED, out=o, source_map=m) for o, m in outs]
         torch.cuda.synchronize()
         if other is not None:
             masking.join()
-            for number, received in enumerate(found):
-                own_rows_in_place(spec, given, received, f"round {turn}, operation {number}")
+            for number, (received, (_, source_map)) in enumerate(zip(found, outs, strict=True)):
+                own_rows_in_place(spec, given, received, source_map, f"round {turn}, operation {number}")
         exchange.barrier()
         exchange.reset()
     close_exchange(exchange)
 
 
 def own_rows_in_place(
-    spec: ExchangeSpec, given: tuple[torch.Tensor, ...], received: Received, what: str
+    spec: ExchangeSpec,
+    given: tuple[torch.Tensor, ...],
+    received: Received,
+    source_map: tuple[torch.Tensor, torch.Tensor],
+    what: str,
 ) -> None:
     """Of a PADDED view, by the ranges that it came with; the rows of other ranks are not looked at."""
     x, ids, _ = given
-    ranges = received.handle.layout_range.cpu()
+    ranges = source_map[1].cpu()
     begins, counts = ranges >> 32, ranges & 0xFFFFFFFF
     of_rank_0 = counts[:, 0].sum()
     assert torch.equal(counts.sum(1), received.counts.cpu().long()), what
@@ -206,7 +210,7 @@ def own_rows_in_place(
         begin, count = int(begins[local, spec.rank]), int(counts[local, spec.rank])
         assert count == len(tokens), f"{what}, expert {e}: {count} own rows"
         where = f"{what}, expert {e}, with {of_rank_0} rows of rank 0"
-        assert_equal(received.handle.src_info[local, begin : begin + count], tokens.int(), f"{where}: tokens")
+        assert_equal(source_map[0][local, begin : begin + count], tokens.int(), f"{where}: tokens")
         assert_equal(received.rows[local, begin : begin + count], x[tokens], f"{where}: rows")
 
 

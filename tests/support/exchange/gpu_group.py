@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from ep_server.compat.deep_ep.bootstrap import group_segment
 from ep_server.exchange.api import ExchangeSpec, Payload, Received
-from ep_server.exchange.nvlink import bootstrap as cuda_bootstrap
+from ep_server.exchange.host import open_group
 from ep_server.exchange.nvlink.exchange import NvlinkExchange
 from ep_server.exchange.quant import dequantise
+from ep_server.exchange.spec import control_spec
 from tests.support.exchange.conformance import Factory
 from tests.support.exchange.expected import expect
 from tests.support.exchange.on_gpu import OnGpu
@@ -24,7 +27,12 @@ EXPERTS = 64
 def open_exchange(group: dist.ProcessGroup, spec: ExchangeSpec, **options: Any) -> NvlinkExchange:
     """This rank's end, on its GPU. Collective."""
     torch.cuda.set_device(gpu_of(spec.rank))
-    return cuda_bootstrap.from_process_group(group, spec, **options)
+    control = control_spec(spec)
+    segment = group_segment(group, control)
+    try:
+        return NvlinkExchange(spec, control=open_group(control, segment), **options)
+    finally:
+        os.close(segment)
 
 
 def close_exchange(exchange: NvlinkExchange) -> None:

@@ -11,12 +11,12 @@ import torch.distributed as dist
 
 from ep_server.errors import StartupError
 from ep_server.exchange.api import ExchangeSpec, Payload, Reduction, View
-from ep_server.exchange.nvlink import bootstrap as cuda_bootstrap
 from ep_server.exchange.nvlink.exchange import NvlinkExchange
 from tests.support.compare import assert_equal
 from tests.support.exchange.conformance import PAYLOAD_SHAPES, failure_of, run_pair
 from tests.support.exchange.expected import expect
 from tests.support.exchange.gpu_group import a_models_spec, on_gpu, run_experts
+from tests.support.exchange.local_ranks import from_local
 from tests.support.exchange.on_gpu import OnGpu
 from tests.support.exchange.routing import ROUTINGS, make_inputs
 
@@ -25,7 +25,7 @@ SECONDS = 120
 
 def open_local(spec: ExchangeSpec) -> list[NvlinkExchange]:
     """One exchange for each of the first R GPUs; spec's rank does not matter."""
-    exchanges = cuda_bootstrap.from_local(list(range(spec.num_ranks)), spec)
+    exchanges = from_local(list(range(spec.num_ranks)), spec)
     assert [each.spec.rank for each in exchanges] == list(range(spec.num_ranks))
     return exchanges
 
@@ -80,7 +80,7 @@ def a_gpu_that_is_not_there(group: dist.ProcessGroup, num_gpus: int) -> None:
     """One rank cannot start: the reason is raised at once, though the others wait for it."""
     spec = a_models_spec(0, num_gpus, Payload.BF16)
     with pytest.raises(StartupError, match=f"rank {num_gpus - 1}"):
-        cuda_bootstrap.from_local([*range(num_gpus - 1), 99], spec)
+        from_local([*range(num_gpus - 1), 99], spec)
     close_local(open_local(spec))
 
 

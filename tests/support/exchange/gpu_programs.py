@@ -185,13 +185,13 @@ def side_by_side(group: dist.ProcessGroup) -> None:
     inputs = make_inputs(spec, "max_tokens", 5)
     wanted, mine = expect(spec, inputs), inputs[spec.rank]
     given = torch.full((len(spec.local_experts),), -1, dtype=torch.int32, device="cuda")
-    received = exchange.dispatch(*on_gpu(mine), View.PADDED, counts=given, source_map=True)
+    source_map = exchange.shapes.source_map()
+    received = exchange.dispatch(*on_gpu(mine), View.PADDED, counts=given, source_map=source_map)
     assert received.counts is given
     exchange.synchronize()
-    handle = received.handle
     counts = given.tolist()
     places = [(e, i) for e, count in enumerate(counts) for i in range(count)]
-    assert [(e, *_source(handle, e, i)) for e, i in places] == wanted.entries
+    assert [(e, *_source(source_map, e, i)) for e, i in places] == wanted.entries
     rows = torch.stack([received.rows[e, i] for e, i in places]).cpu()
     scales = torch.stack([received.scales[e, i] for e, i in places]).cpu()
     assert_equal(rows, wanted.rows, "rows")
@@ -207,11 +207,11 @@ def side_by_side(group: dist.ProcessGroup) -> None:
     close_exchange(exchange)
 
 
-def _source(handle: object, e: int, i: int) -> tuple[int, int]:
-    for source, packed in enumerate(handle.layout_range[e].tolist()):
+def _source(source_map: tuple[torch.Tensor, torch.Tensor], e: int, i: int) -> tuple[int, int]:
+    for source, packed in enumerate(source_map[1][e].tolist()):
         begin, count = packed >> 32, packed & 0xFFFFFFFF
         if begin <= i < begin + count:
-            return source, int(handle.src_info[e, i])
+            return source, int(source_map[0][e, i])
     raise AssertionError(f"row {i} of expert {e} lies in no range")
 
 

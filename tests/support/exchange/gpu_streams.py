@@ -8,9 +8,9 @@ from itertools import product
 import torch
 import torch.distributed as dist
 
-from ep_server.exchange.api import Payload, Received, View
+from ep_server.exchange.api import Payload, PendingDispatch, Received, View
 from ep_server.exchange.nvlink.exchange import NvlinkExchange
-from ep_server.exchange.nvlink.pending import Flights, PendingDispatch
+from ep_server.exchange.nvlink.launch import Banks
 from tests.support.compare import assert_equal
 from tests.support.exchange.expected import Expected, expect
 from tests.support.exchange.gpu_group import (
@@ -112,7 +112,7 @@ def freed_handles(group: dist.ProcessGroup) -> None:
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
             received = exchange.dispatch(*given)
-            size = received.handle.memory.numel()
+            size = received.handle.state.memory.numel()
             answers = run_experts(spec, received)
         torch.cuda.current_stream().wait_stream(side)
         torch.cuda._sleep(CYCLES)
@@ -123,7 +123,7 @@ def freed_handles(group: dist.ProcessGroup) -> None:
         else:
             out = exchange.combine(answers, received)
         del received
-        exchange._flights = Flights(spec.rank, spec.num_banks)  # it would keep handles for some operations
+        exchange._banks = Banks(spec.rank, spec.num_banks)  # it would keep handles for some operations
         with torch.cuda.stream(side):
             junk = [torch.full((size,), 0x5A, dtype=torch.uint8, device="cuda") for _ in range(8)]
         exchange.synchronize()

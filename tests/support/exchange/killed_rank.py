@@ -7,8 +7,9 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ep_server.exchange.api import ExchangeSpec, Payload, control_spec
+from ep_server.exchange.api import ExchangeSpec, Payload
 from ep_server.exchange.faults import Action, Fault
+from ep_server.exchange.spec import control_spec
 from tests.support.exchange.ranks import Ranks
 
 SECOND = 1_000_000_000

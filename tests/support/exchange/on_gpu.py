@@ -7,9 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from ep_server.exchange.api import Received, View
+from ep_server.exchange.api import PendingCombine, PendingDispatch, Received, View
 from ep_server.exchange.nvlink.exchange import NvlinkExchange
-from ep_server.exchange.nvlink.pending import PendingCombine, PendingDispatch
 
 
 def to_gpu(tensor: torch.Tensor) -> torch.Tensor:

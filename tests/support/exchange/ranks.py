@@ -25,9 +25,9 @@ import torch
 
 from ep_server import _C
 from ep_server.exchange.api import ExchangeSpec
-from ep_server.exchange.geometry import geometry_of
+from ep_server.exchange.host import HostExchange, open_shm
 from ep_server.exchange.segment import create_segment
-from ep_server.exchange.shm import ShmExchange
+from ep_server.exchange.spec import Waiting, geometry_of
 from tests.support import forks
 
 PR_SET_PDEATHSIG = 1
@@ -36,7 +36,7 @@ PR_SET_PDEATHSIG = 1
 class End(Protocol):
     """What a rank's process is given to make its exchange from; it is pickled."""
 
-    def open(self, spec: ExchangeSpec, **options: Any) -> ShmExchange: ...
+    def open(self, spec: ExchangeSpec, **options: Any) -> HostExchange: ...
 
 
 @dataclass(frozen=True)
@@ -231,7 +231,7 @@ def run_ranks(
         fn: a module-level function (it is pickled); its value and exceptions must pickle. Where it has a
           keyword parameter `peer` it gets a `Peer`.
         spec_kwargs: fields of ExchangeSpec without rank and num_ranks.
-        exchange_kwargs: keywords of ShmExchange (spin_us, on_timeout, ...).
+        exchange_kwargs: keywords of HostExchange (spin_us, on_timeout, ...).
         ends: in rank order; None = of one segment.
     Raises: RanksFailed if any rank raised, died or ran longer than `timeout` seconds.
     """
@@ -267,9 +267,9 @@ class _SegmentEnd:
     def __reduce__(self) -> tuple[Any, ...]:
         return (_detach, (DupFd(self.fd),))
 
-    def open(self, spec: ExchangeSpec, **options: Any) -> ShmExchange:
+    def open(self, spec: ExchangeSpec, **options: Any) -> HostExchange:
         try:
-            return ShmExchange(spec, fd=self.fd, **options)
+            return open_shm(spec, self.fd, Waiting(**options))
         finally:
             os.close(self.fd)
 

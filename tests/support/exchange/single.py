@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 
 from ep_server.exchange.api import Exchange, ExchangeSpec
+from ep_server.exchange.host import open_shm
 from ep_server.exchange.segment import create_segment
-from ep_server.exchange.shm import ShmExchange
 from ep_server.testing.reference_exchange import ReferenceExchange
 
 
@@ -16,6 +16,6 @@ def make_single(spec: ExchangeSpec, implementation: str) -> Exchange:
         return ReferenceExchange(spec)
     fd = create_segment(spec)
     try:
-        return ShmExchange(spec, fd=fd)
+        return open_shm(spec, fd)
     finally:
         os.close(fd)

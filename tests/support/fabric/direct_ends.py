@@ -18,13 +18,12 @@ import torch
 import torch.distributed as dist
 
 from ep_server.exchange.api import ExchangeSpec
-from ep_server.exchange.fabric import bootstrap as fabric_bootstrap
-from ep_server.exchange.fabric.device import FabricDeviceExchange, Staging
+from ep_server.exchange.fabric.device import FabricDeviceExchange
 from ep_server.exchange.fabric.device_rows import DeviceRows
-from ep_server.exchange.fabric.exchange import FabricOptions
-from ep_server.exchange.fabric.gpu_direct import RowsFabric
-from ep_server.exchange.waiting import Waiting
-from tests.support.fabric.fabric_ends import LIBRARIES, needs
+from ep_server.exchange.fabric.link import FabricLink
+from ep_server.exchange.fabric.settings import FabricOptions
+from ep_server.exchange.spec import Waiting
+from tests.support.fabric.fabric_ends import LIBRARIES, Gather, connected, needs, through_file, through_group
 from tests.support.fabric.wrapped import Wrapped
 
 CPU = torch.device("cpu")
@@ -81,23 +80,22 @@ def poisoned_on(device: torch.device, spec: ExchangeSpec) -> DeviceRows:
 def make(options: FabricOptions, spec: ExchangeSpec, group: dist.ProcessGroup) -> FabricDeviceExchange:
     """Collective. shm is told of host memory, as it would touch it as that of a device."""
     kind, number = (DeviceRows.HOST, 0) if options.provider == "shm" else (DeviceRows.CUDA, GPU_3)
-    return _connected(poisoned_rows(spec, kind, number), own_name(options), group)
+    return over(poisoned_rows(spec, kind, number), own_name(options), through_group(group))
 
 
 def make_on(
     device: torch.device, options: FabricOptions, spec: ExchangeSpec, group: dist.ProcessGroup
 ) -> FabricDeviceExchange:
     """The same of a GPU's memory, which the provider hears of as such."""
-    return _connected(poisoned_on(device, spec), own_name(options), group)
+    return over(poisoned_on(device, spec), own_name(options), through_group(group))
 
 
-def _connected(rows: DeviceRows, options: FabricOptions, group: dist.ProcessGroup) -> FabricDeviceExchange:
-    spec = rows.spec
-    inner = fabric_bootstrap.from_process_group(
-        group, spec, options, make=lambda: RowsFabric(spec, rows, options)
-    )
-    assert isinstance(inner, RowsFabric)
-    return FabricDeviceExchange(inner, inner.rows.inbound.device, staging=Staging.GPU_DIRECT)
+def over(
+    rows: DeviceRows, options: FabricOptions, gather: Gather, waiting: Waiting | None = None
+) -> FabricDeviceExchange:
+    """Collective."""
+    inner = connected(FabricLink(rows.spec, options, waiting, rows=rows), gather)
+    return FabricDeviceExchange(inner, rows.inbound.device, rows)
 
 
 @dataclass(frozen=True)
@@ -108,14 +106,5 @@ class DirectEnd:
     options: FabricOptions
 
     def open(self, spec: ExchangeSpec, **waiting: Any) -> FabricDeviceExchange:
-        options, store = own_name(self.options), dist.FileStore(self.meeting, spec.num_ranks)
         rows = poisoned_rows(spec, DeviceRows.HOST, 0)
-        inner = fabric_bootstrap.from_store(
-            store,
-            "group",
-            spec,
-            options,
-            make=lambda: RowsFabric(spec, rows, options, Waiting(**waiting)),
-        )
-        assert isinstance(inner, RowsFabric)
-        return FabricDeviceExchange(inner, inner.rows.inbound.device, staging=Staging.GPU_DIRECT)
+        return over(rows, own_name(self.options), through_file(self.meeting, spec), Waiting(**waiting))

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import ctypes
 import os
+import pickle
+import secrets
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, files
@@ -16,9 +19,10 @@ import torch.distributed as dist
 from ep_server import _C
 from ep_server.errors import StartupError
 from ep_server.exchange.api import ExchangeSpec
-from ep_server.exchange.fabric import bootstrap as fabric_bootstrap
-from ep_server.exchange.fabric.exchange import FabricExchange, FabricOptions, providers
-from ep_server.exchange.waiting import Waiting
+from ep_server.exchange.fabric.link import FabricLink
+from ep_server.exchange.fabric.settings import FabricOptions
+from ep_server.exchange.host import HostExchange
+from ep_server.exchange.spec import Waiting
 
 CLONE_NEWNET = 0x40000000
 
@@ -50,6 +54,11 @@ def usable(library: str) -> str:
     return ""
 
 
+def providers(options: FabricOptions) -> list[str]:
+    """Names of those that can be used, in the order of preference. Raises StartupError."""
+    return [name for name, _, _, missing in _C.fabric_providers(options.native()) if not missing]
+
+
 def loopback(library: str = "system", **options: Any) -> FabricOptions:
     """The network of one machine alone."""
     return FabricOptions(library=LIBRARIES[library], address="127.0.0.1", **options)
@@ -69,11 +78,46 @@ class FabricEnd:
     options: FabricOptions
     namespace: str = ""
 
-    def open(self, spec: ExchangeSpec, **waiting: Any) -> FabricExchange:
+    def open(self, spec: ExchangeSpec, **waiting: Any) -> HostExchange:
         if self.namespace:
             enter(self.namespace)
-        store = dist.FileStore(self.meeting, spec.num_ranks)
-        return fabric_bootstrap.from_store(store, "group", spec, self.options, Waiting(**waiting))
+        return connected(FabricLink(spec, self.options, Waiting(**waiting)), through_file(self.meeting, spec))
+
+
+Gather = Callable[[Any], list[Any]]  # this rank's value for those of all ranks
+
+
+def through_file(path: str, spec: ExchangeSpec) -> Gather:
+    """Once for each path."""
+
+    def gather(mine: Any) -> list[Any]:
+        store = dist.FileStore(path, spec.num_ranks)
+        store.set(str(spec.rank), pickle.dumps(mine))
+        return [pickle.loads(store.get(str(rank))) for rank in range(spec.num_ranks)]
+
+    return gather
+
+
+def through_group(group: dist.ProcessGroup) -> Gather:
+    def gather(mine: Any) -> list[Any]:
+        everyone = [None] * group.size()
+        dist.all_gather_object(everyone, mine, group=group)
+        return everyone
+
+    return gather
+
+
+def connected(link: FabricLink, gather: Gather) -> HostExchange:
+    """Its exchange, once all ranks have connected. Collective."""
+    exchange = link.exchange()
+    try:
+        everyone = gather((link.address, secrets.randbits(17)))
+        link.connect([address for address, _ in everyone], everyone[0][1])
+        exchange.barrier()
+    except BaseException:
+        exchange.close()
+        raise
+    return exchange
 
 
 def ends(folder: Path, num_ranks: int, options: FabricOptions) -> list[FabricEnd]:

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from ep_server.errors import GroupAborted, PeerLost, PeerTimeout
-from ep_server.exchange.fabric.exchange import FabricExchange, FabricOptions
+from ep_server.exchange.fabric.settings import FabricOptions
+from ep_server.exchange.host import HostExchange
 from ep_server.testing import namespaces
 from ep_server.testing.namespaces import Hosts
 from tests.support.exchange.fault_programs import (
@@ -26,7 +27,7 @@ def assert_lost(survivors: list[Outcome], peer: int) -> None:
     assert any(o.error.rank == o.rank for o in survivors if isinstance(o.error, PeerTimeout | PeerLost))
 
 
-def never_ends(exchange: FabricExchange, peer: Peer) -> None:
+def never_ends(exchange: HostExchange, peer: Peer) -> None:
     peer.tell("started")
     for step in range(1 << 30):
         operation(exchange, step)
@@ -38,21 +39,21 @@ def one_each(hosts: Hosts, folder: Path, library: str = "system") -> list[Fabric
     return [FabricEnd(str(folder / "meeting"), options, name) for name in hosts.names]
 
 
-def goes_on(exchange: FabricExchange, peer: Peer) -> None:
+def goes_on(exchange: HostExchange, peer: Peer) -> None:
     operation(exchange, 0)
     peer.tell("started")
     for step in range(1, 1 << 30):
         operation(exchange, step)
 
 
-def resets(exchange: FabricExchange, turns: int) -> int:
+def resets(exchange: HostExchange, turns: int) -> int:
     """Operations are under way whenever a rank aborts; those after the reset see only their own rows."""
     for turn in range(turns):
         with pytest.raises(GroupAborted):
             for step in range(1 << 20):
                 if step == 3 and exchange.spec.rank == turn % exchange.spec.num_ranks:
-                    threading.Thread(target=exchange.abort).start()
+                    threading.Thread(target=exchange.group.abort).start()
                 operation(exchange, 10 * turn + step)
-        exchange.reset()
+        exchange.group.reset()
     operation(exchange, 0)
-    return int(exchange._native.generation)  # type: ignore[union-attr]
+    return int(exchange.group.native.generation)  # type: ignore[union-attr]

@@ -11,21 +11,21 @@ import torch
 import torch.distributed as dist
 
 from ep_server.exchange.api import ExchangeSpec, Payload
-from ep_server.exchange.fabric import device_memory
 from ep_server.exchange.fabric.device import FabricDeviceExchange
 from ep_server.exchange.fabric.device_rows import DeviceRows
-from ep_server.exchange.fabric.exchange import FabricOptions
-from ep_server.exchange.fabric.gpu_direct import RowsFabric
+from ep_server.exchange.fabric.gpu_direct import rows_on_device
+from ep_server.exchange.fabric.settings import FabricOptions
 from tests.support.exchange.conformance import run_cases
 from tests.support.exchange.sequences import run_sequences
 from tests.support.fabric import direct_ends
+from tests.support.fabric.fabric_ends import through_group
 from tests.support.fabric.gpu_host_staging import SHARED, OnGpu, a_models_spec, run_in_flight, run_refused
 
 
 def make(options: FabricOptions, spec: ExchangeSpec, group: dist.ProcessGroup) -> FabricDeviceExchange:
     torch.cuda.set_device(SHARED)
     exchange = direct_ends.make_on(torch.device(SHARED), options, spec, group)
-    assert exchange.inner.rows.kind == DeviceRows.CUDA and exchange.device == torch.device(SHARED)
+    assert exchange.staging.rows.kind == DeviceRows.CUDA and exchange.device == torch.device(SHARED)
     return exchange
 
 
@@ -43,6 +43,8 @@ def in_flight(group: dist.ProcessGroup, options: FabricOptions) -> None:
 def refused(group: dist.ProcessGroup, options: FabricOptions) -> None:
     """On an end that is made as users make it, for which the driver is asked."""
     spec = a_models_spec(group, Payload.BF16)
-    made = device_memory.from_process_group(group, spec, SHARED, direct_ends.own_name(options), "hmem")
-    assert isinstance(made.inner, RowsFabric) and made.inner.rows.kind == DeviceRows.CUDA
+    options = direct_ends.own_name(options)
+    rows = rows_on_device("hmem", spec, torch.device(SHARED), options)
+    assert rows is not None and rows.kind == DeviceRows.CUDA
+    made = direct_ends.over(rows, options, through_group(group))
     run_refused(made)

@@ -15,12 +15,11 @@ import torch.distributed as dist
 from ep_server.errors import PeerLost, PeerTimeout
 from ep_server.exchange.api import ExchangeSpec, Payload, View
 from ep_server.exchange.fabric.device import FabricDeviceExchange
-from ep_server.exchange.fabric.exchange import FabricOptions
-from ep_server.exchange.hierarchical.bootstrap import on_gpus
+from ep_server.exchange.fabric.settings import FabricOptions
 from ep_server.exchange.hierarchical.exchange import HierarchicalExchange
 from tests.support.exchange.conformance import run_cases
 from tests.support.exchange.sequences import run_sequences
-from tests.support.fabric import mixed_ends
+from tests.support.fabric import hierarchical_ends, mixed_ends
 from tests.support.fabric.gpu_host_staging import OnGpu, a_models_spec, run_in_flight, run_refused
 
 Hosts = tuple[int, ...]
@@ -35,7 +34,7 @@ def make(
 ) -> HierarchicalExchange:
     torch.cuda.set_device(gpu_of(hosts, spec.rank))
     inter = FabricDeviceExchange(mixed_ends.from_process_group(options, hosts, spec, group), "cuda")
-    return on_gpus(inter, hosts, validate=True)
+    return hierarchical_ends.on_gpus(inter, hosts, validate=True)
 
 
 def whole_suite(group: dist.ProcessGroup, options: FabricOptions, hosts: Hosts) -> dict[str, str]:

@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 
 from ep_server.errors import InvalidArgument
-from ep_server.exchange.api import ExchangeSpec, Payload, Received, View
-from ep_server.exchange.fabric import device
-from ep_server.exchange.fabric.device import FabricDeviceExchange, PendingCombine, PendingDispatch
-from ep_server.exchange.fabric.exchange import FabricOptions
+from ep_server.exchange.api import ExchangeSpec, Payload, PendingCombine, PendingDispatch, Received, View
+from ep_server.exchange.fabric.device import FabricDeviceExchange
+from ep_server.exchange.fabric.link import FabricLink
+from ep_server.exchange.fabric.settings import FabricOptions
 from ep_server.exchange.hierarchical.exchange import HierarchicalExchange
 from ep_server.exchange.quant import dequantise
 from tests.support.compare import assert_equal
@@ -25,6 +25,7 @@ from tests.support.exchange.conformance import run_cases
 from tests.support.exchange.expected import expect
 from tests.support.exchange.routing import make_inputs
 from tests.support.exchange.sequences import run_sequences
+from tests.support.fabric.fabric_ends import connected, through_group
 
 LONG = 200_000  # clock cycles, about 0.1 ms
 SHARED = "cuda:0"
@@ -108,7 +109,8 @@ class OnGpu:
 
 def make(options: FabricOptions, spec: ExchangeSpec, group: dist.ProcessGroup) -> FabricDeviceExchange:
     torch.cuda.set_device(SHARED)
-    return device.from_process_group(group, spec, SHARED, options)
+    inner = connected(FabricLink(spec, options), through_group(group))
+    return FabricDeviceExchange(inner, SHARED)
 
 
 def whole_suite(group: dist.ProcessGroup, options: FabricOptions) -> dict[str, str]:

@@ -14,12 +14,13 @@ from typing import Any
 import torch.distributed as dist
 
 from ep_server.exchange.api import ExchangeSpec
-from ep_server.exchange.fabric import bootstrap as fabric_bootstrap
-from ep_server.exchange.fabric.exchange import FabricExchange, FabricOptions
+from ep_server.exchange.fabric.link import FabricLink
+from ep_server.exchange.fabric.settings import FabricOptions
+from ep_server.exchange.host import HostExchange
 from ep_server.exchange.segment import HostShare, create_host_share
-from ep_server.exchange.waiting import Waiting
+from ep_server.exchange.spec import Waiting
 from tests.support.exchange.ranks import poison
-from tests.support.fabric.fabric_ends import enter
+from tests.support.fabric.fabric_ends import connected, enter, through_file, through_group
 
 PASS_SECONDS = 30.0
 
@@ -38,16 +39,14 @@ class MixedEnd:
         descriptors = [DupFd(fd) for fd in self.share.descriptors]
         return (_detach, (self.meeting, self.options, self.share.hosts, descriptors, self.namespace))
 
-    def open(self, spec: ExchangeSpec, **waiting: Any) -> FabricExchange:
+    def open(self, spec: ExchangeSpec, **waiting: Any) -> HostExchange:
         if self.namespace:
             enter(self.namespace)
-        store = dist.FileStore(self.meeting, spec.num_ranks)
         try:
-            return fabric_bootstrap.from_store(
-                store, "group", spec, self.options, Waiting(**waiting), self.share
-            )
+            link = FabricLink(spec, self.options, Waiting(**waiting), self.share)
         finally:
             self.share.close()
+        return connected(link, through_file(self.meeting, spec))
 
 
 def _detach(
@@ -81,13 +80,14 @@ def mixed_ends(
 
 def from_process_group(
     options: FabricOptions, hosts: tuple[int, ...], spec: ExchangeSpec, group: dist.ProcessGroup
-) -> FabricExchange:
+) -> HostExchange:
     """An exchange of ranks that run already: the first of each host makes its share and passes it on."""
     share = _share(hosts, spec, group)
     try:
-        return fabric_bootstrap.from_process_group(group, spec, options, share=share)
+        link = FabricLink(spec, options, share=share)
     finally:
         share.close()
+    return connected(link, through_group(group))
 
 
 def _share(hosts: tuple[int, ...], spec: ExchangeSpec, group: dist.ProcessGroup) -> HostShare:

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from ep_server.exchange.api import ExchangeSpec, Payload, View
+from ep_server.exchange.api import ExchangeSpec, Payload, PendingCombine, View
 from ep_server.exchange.fabric import copies
 from ep_server.exchange.fabric.copies import CudaCopies, Slot
 from ep_server.exchange.fabric.device import FabricDeviceExchange
 from ep_server.exchange.hierarchical.exchange import HierarchicalExchange
-from ep_server.exchange.shm import PendingCombine, ShmExchange
+from ep_server.exchange.host import HostExchange
+from ep_server.exchange.shapes import Shapes
 from tests.support.exchange.routing import make_inputs
 from tests.support.fabric.stream_races import HOST, Races
 
@@ -23,6 +24,21 @@ def spec_of(payload: Payload, rank: int = 0, ranks: int = 1) -> ExchangeSpec:
     """Six experts in turn."""
     placement = tuple(expert % ranks for expert in range(6))
     return ExchangeSpec(rank, ranks, placement, TOKENS, HIDDEN, 3, payload, num_banks=2)
+
+
+def views_on_gpu(shapes: Shapes) -> None:
+    """From now on, PADDED views are in the memory of the GPU."""
+    padded = shapes.padded
+
+    def made() -> Any:
+        rows, scales = padded()
+        rows = torch.empty(rows.shape, dtype=rows.dtype, device="the GPU")
+        if scales is None:
+            return rows, None
+        plane = torch.empty(scales.transpose(1, 2).shape, dtype=scales.dtype, device="the GPU")
+        return rows, plane.transpose(1, 2)
+
+    shapes.padded = made  # type: ignore[method-assign]
 
 
 def on_gpu(tensor: torch.Tensor) -> torch.Tensor:
@@ -121,7 +137,7 @@ def timelines(races: Races) -> set[str]:
 class Noted:
     """The inner exchange, whose native code reads and writes staging on the host."""
 
-    def __init__(self, inner: ShmExchange, races: Races) -> None:
+    def __init__(self, inner: HostExchange, races: Races) -> None:
         self.inner, self.races = inner, races
 
     def __getattr__(self, name: str) -> Any:

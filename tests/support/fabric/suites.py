@@ -6,16 +6,17 @@ from functools import partial
 
 import torch.distributed as dist
 
-from ep_server.exchange import bootstrap
+from ep_server.compat.deep_ep.bootstrap import from_process_group
 from ep_server.exchange.api import Exchange, ExchangeSpec
-from ep_server.exchange.fabric import bootstrap as fabric_bootstrap
-from ep_server.exchange.fabric.exchange import FabricOptions
+from ep_server.exchange.fabric.link import FabricLink
+from ep_server.exchange.fabric.settings import FabricOptions
 from tests.support.exchange.conformance import case_names, run_cases
 from tests.support.exchange.sequences import run_sequences, sequence_names
+from tests.support.fabric.fabric_ends import connected, through_group
 
 
 def make(options: FabricOptions, spec: ExchangeSpec, group: dist.ProcessGroup) -> Exchange:
-    return fabric_bootstrap.from_process_group(group, spec, options)
+    return connected(FabricLink(spec, options), through_group(group))
 
 
 def whole_suite(group: dist.ProcessGroup, options: FabricOptions) -> dict[str, str]:
@@ -24,7 +25,7 @@ def whole_suite(group: dist.ProcessGroup, options: FabricOptions) -> dict[str, s
 
 
 def on_one_host(spec: ExchangeSpec, group: dist.ProcessGroup) -> Exchange:
-    return bootstrap.from_process_group(group, spec)
+    return from_process_group(group, spec)
 
 
 def failures(by_rank: list[dict[str, str]]) -> str:

@@ -45,6 +45,7 @@ SAMPLING = (
     {"temperature": 0.0},
     {"temperature": 0.8, "seed": 1},
     {"temperature": 0.7, "seed": 2, "top_k": 9, "top_p": 0.8, "min_p": 0.01, "logprobs": 3},
+    {"temperature": 0.0, "prompt_logprobs": 4},
     {
         "temperature": 0.0, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.2,
         "logit_bias": ((5, 1.0),), "allowed_token_ids": tuple(range(0, 3000, 3)), "logprobs": 0,
@@ -61,11 +62,15 @@ class HostRead(AssertionError):
 
 
 def made_runner(
-    folder: Path, device: torch.device, keys: tuple[GraphKey, ...], config: dict[str, Any] = CONFIG
+    folder: Path,
+    device: torch.device,
+    keys: tuple[GraphKey, ...],
+    config: dict[str, Any] = CONFIG,
+    dtype: torch.dtype | None = None,
 ) -> GpuRunner:
-    """One rank with random weights, which needs no other."""
+    """One rank with random weights, which needs no other. dtype: bfloat16 on a GPU if None."""
     (folder / "config.json").write_text(json.dumps(config))
-    dtype = torch.float32 if device.type == "cpu" else torch.bfloat16
+    dtype = dtype or (torch.float32 if device.type == "cpu" else torch.bfloat16)
     experts = read_spec(folder).router.num_experts
     name, placement = str(dtype).removeprefix("torch."), (0,) * experts
     params = LoadParams(str(folder), 0, placement, name, compute=TorchCompute(device), load_format="dummy")
@@ -106,7 +111,9 @@ def decode(
                     flying.append((batch, runner.launch(batch, 1, bucket)))
                 launches, padded = launches + 1, padded + (bucket > 0)
             batch, launched = flying.popleft()
-            for event in scheduler.commit(batch, runner.collect(launched)):
+            drawn = runner.collect(launched)
+            runner.prompt_logprobs(launched)
+            for event in scheduler.commit(batch, drawn):
                 if event.finish is not None:
                     runner.remove(event.number)
     return launches, padded

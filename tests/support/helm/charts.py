@@ -62,12 +62,18 @@ def of_kind(objects: list[Object], kind: str) -> list[Object]:
     return [one for one in objects if one["kind"] == kind]
 
 
+def of_picker(one: Object) -> bool:
+    """Whether it belongs to the endpoint picker, not to the server."""
+    labels: dict[str, str] = one["metadata"].get("labels") or {}
+    return labels.get("app.kubernetes.io/component") == "endpoint-picker"
+
+
 def pod_template(objects: list[Object]) -> Object:
-    """The template of the one workload among the objects."""
+    """The template of the server: the one workload among the objects, but for an endpoint picker."""
     (template,) = [
         (one["spec"].get("leaderWorkerTemplate") or {}).get("workerTemplate") or one["spec"]["template"]
         for one in objects
-        if one["kind"] in ("StatefulSet", "Deployment", "LeaderWorkerSet")
+        if one["kind"] in ("StatefulSet", "Deployment", "LeaderWorkerSet") and not of_picker(one)
     ]
     return template  # type: ignore[no-any-return]
 

@@ -129,11 +129,49 @@ LEADER_WORKER_SET = closed(
         workerTemplate=OPEN,
     ),
 )
+PORT: Schema = {"type": "integer", "minimum": 1, "maximum": 65535}
+INFERENCE_POOL = closed(
+    ("selector", "targetPorts", "endpointPickerRef"),
+    selector=closed(("matchLabels",), matchLabels=TEXTS),
+    targetPorts=list_of(closed(("number",), number=PORT)) | {"minItems": 1, "maxItems": 8},
+    appProtocol=one_of("http", "kubernetes.io/h2c"),
+    endpointPickerRef=closed(
+        ("name",),
+        group=TEXT,
+        kind=TEXT,
+        name={"type": "string", "minLength": 1},
+        port=closed(("number",), number=PORT),
+        failureMode=one_of("FailOpen", "FailClose"),
+    ),
+)
+BACKEND = closed(("name",), group=TEXT, kind=TEXT, name=TEXT, namespace=TEXT, port=PORT, weight=WHOLE)
+GRPC_ROUTE = closed(
+    parentRefs=list_of(
+        closed(("name",), group=TEXT, kind=TEXT, name=TEXT, namespace=TEXT, sectionName=TEXT, port=PORT)
+    ),
+    hostnames=list_of(TEXT),
+    rules=list_of(closed(name=TEXT, matches={"type": "array"}, backendRefs=list_of(BACKEND))),
+)
 SCHEMAS: dict[str, Schema] = {
+    "InferencePool": resource("inference.networking.k8s.io/v1", "InferencePool", INFERENCE_POOL),
+    "GRPCRoute": resource("gateway.networking.k8s.io/v1", "GRPCRoute", GRPC_ROUTE),
     "ServiceMonitor": monitor("ServiceMonitor", "endpoints"),
     "PodMonitor": monitor("PodMonitor", "podMetricsEndpoints"),
     "PrometheusRule": resource(
         "monitoring.coreos.com/v1", "PrometheusRule", closed(groups=list_of(RULE_GROUP))
+    ),
+    "ScaledObject": resource(
+        "keda.sh/v1alpha1",
+        "ScaledObject",
+        closed(
+            ("scaleTargetRef", "triggers"),
+            scaleTargetRef=closed(("name",), name=TEXT, kind=TEXT, apiVersion=TEXT),
+            minReplicaCount=WHOLE,
+            maxReplicaCount=WHOLE,
+            cooldownPeriod=WHOLE,
+            pollingInterval=WHOLE,
+            triggers=list_of(closed(("type", "metadata"), type=TEXT, name=TEXT, metadata=TEXTS)),
+        ),
     ),
     "Certificate": resource("cert-manager.io/v1", "Certificate", CERTIFICATE),
     "LeaderWorkerSet": resource("leaderworkerset.x-k8s.io/v1", "LeaderWorkerSet", LEADER_WORKER_SET),

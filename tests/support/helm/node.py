@@ -236,6 +236,10 @@ class Container:
         probe = self.spec["containers"][0][kind]
         if "exec" in probe:
             asked = self.inside(*probe["exec"]["command"])
+        elif "httpGet" in probe:
+            url = f"http://127.0.0.1:{probe['httpGet']['port']}{probe['httpGet']['path']}"
+            timeout = probe["timeoutSeconds"]
+            asked = self.beside("-c", f"import urllib.request as u; u.urlopen({url!r}, timeout={timeout})")
         else:
             grpc = probe["grpc"]
             asked = self.beside(

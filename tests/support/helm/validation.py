@@ -14,7 +14,7 @@ from functools import cache
 import jsonschema
 import kubernetes_validate
 
-from tests.support.helm.charts import Object, of_kind, pod_template
+from tests.support.helm.charts import Object, of_kind, of_picker, pod_template
 from tests.support.helm.crds import SCHEMAS
 
 LABEL = re.compile(r"([A-Za-z0-9]([-_.A-Za-z0-9]{0,61}[A-Za-z0-9])?)?")
@@ -50,6 +50,8 @@ def check_links(objects: list[Object]) -> None:
     """Every name in one object that must exist in another does. Raises: AssertionError."""
     names = [(one["kind"], one["metadata"]["name"]) for one in objects]
     assert len(names) == len(set(names))
+    _check_picker([one for one in objects if of_picker(one)])
+    objects = [one for one in objects if not of_picker(one)]
     template = pod_template(objects)
     labels, (container,) = template["metadata"]["labels"], template["spec"]["containers"]
     ports = {port["name"]: port["containerPort"] for port in container["ports"]}
@@ -79,11 +81,31 @@ def check_links(objects: list[Object]) -> None:
             assert named == set(ports) - {"rendezvous"}
             among = [rule["from"] for rule in spec["ingress"] if "ports" not in rule]  # all ports
             assert among == ([[{"podSelector": spec["podSelector"]}]] if "rendezvous" in ports else [])
+        if one["kind"] == "InferencePool":
+            assert {port["number"] for port in spec["targetPorts"]} == {ports["grpc"]}
+        if one["kind"] == "GRPCRoute":
+            for backend in (backend for rule in spec["rules"] for backend in rule["backendRefs"]):
+                assert (backend.get("kind", "Service"), backend["name"]) in names
         if one["kind"] == "HorizontalPodAutoscaler":
             target = spec["scaleTargetRef"]
             assert (target["kind"], target["name"]) in names
     for pod in [template, *of_kind(objects, "Pod")]:
         _check_pod(pod, objects)
+
+
+def _check_picker(objects: list[Object]) -> None:
+    """A picker's Service leads to it, and it has the rights and files that it names."""
+    for deployment in of_kind(objects, "Deployment"):
+        pod, (service,) = deployment["spec"]["template"], of_kind(objects, "Service")
+        labels = pod["metadata"]["labels"]
+        assert _selects(deployment["spec"]["selector"]["matchLabels"], labels)
+        assert _selects(service["spec"]["selector"], labels)
+        (binding,), (account,) = of_kind(objects, "RoleBinding"), of_kind(objects, "ServiceAccount")
+        assert binding["subjects"][0]["name"] == account["metadata"]["name"]
+        assert pod["spec"]["serviceAccountName"] == account["metadata"]["name"]
+        assert binding["roleRef"]["name"] == of_kind(objects, "Role")[0]["metadata"]["name"]
+        (volume,), (files,) = pod["spec"]["volumes"], of_kind(objects, "ConfigMap")
+        assert volume["configMap"]["name"] == files["metadata"]["name"] and "config.yaml" in files["data"]
 
 
 def _check_pod(pod: Object, objects: list[Object]) -> None:

@@ -28,7 +28,7 @@ class GreedySampler:
     def __init__(self) -> None:
         self.logits: dict[int, list[torch.Tensor]] = {}
 
-    def add(self, request: Request) -> None:
+    def add(self, request: Request, output: Sequence[int] = ()) -> None:
         self.logits[request.number] = []
 
     def remove(self, number: int) -> None:

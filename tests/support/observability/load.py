@@ -11,9 +11,9 @@ import grpc
 
 from ep_server.cli.app import App, assemble
 from ep_server.cli.demo.run import DEMO_MODEL
-from ep_server.client import AsyncClient
 from ep_server.config import Config
 from ep_server.ranks.launcher import RankProcesses
+from tests.support.raw_client import RawClient
 
 DIGITS = 10  # of the vocabulary: any of them may stand in a prompt
 
@@ -38,7 +38,7 @@ async def served(ranks: int, module: str = "ep_server.ranks.life", **flags: obje
 
 
 @asynccontextmanager
-async def steady_load(client: AsyncClient, streams: int) -> AsyncIterator[None]:
+async def steady_load(client: RawClient, streams: int) -> AsyncIterator[None]:
     """Decodes on `streams` streams, each a new request when one ends. Raises: what a request raised."""
     callers = [asyncio.create_task(_decode(client, random.Random(seed))) for seed in range(streams)]
     try:
@@ -51,13 +51,13 @@ async def steady_load(client: AsyncClient, streams: int) -> AsyncIterator[None]:
                 raise ended
 
 
-async def _decode(client: AsyncClient, draw: random.Random) -> None:
+async def _decode(client: RawClient, draw: random.Random) -> None:
     while True:
         prompt = [draw.randrange(DIGITS) for _ in range(24)]
         await client.complete(prompt, max_new_tokens=48, ignore_eos=True, timeout=60)
 
 
-async def odd_requests(client: AsyncClient) -> None:
+async def odd_requests(client: RawClient) -> None:
     """One that is cancelled, one that is refused, one whose deadline passes."""
     dropped = client.generate([1] * 8, max_new_tokens=200, ignore_eos=True)
     async for event in dropped:

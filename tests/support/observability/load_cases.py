@@ -13,6 +13,11 @@ def requests(good: Values, **bad: Values) -> Series:
     return found
 
 
+def stepping(to: float) -> Values:
+    """A counter that moves once in two hours."""
+    return [*constant(0, 60), *constant(to, 60)]
+
+
 SLOW_TOKENS = {
     "epserver_inter_token_latency_seconds_count{}": steady(1000, 90),
     'epserver_inter_token_latency_seconds_bucket{le="0.1"}': steady(800, 90),
@@ -33,6 +38,17 @@ BURN_FAST = AlertCases(
         "over since ten minutes": Case(requests(steady(980, 90), UNAVAILABLE=then(100, 0, 10, 80))),
         "since a minute": Case(requests(steady(1000, 91), UNAVAILABLE=then(0, 10_000, 1, 90))),
         "errors of callers": Case(requests(steady(980, 90), INVALID_ARGUMENT=steady(20, 90))),
+        "deadlines of callers": Case(requests(steady(980, 90), DEADLINE_EXCEEDED=steady(20, 90))),
+        "one deadline in three requests an hour": Case(requests(stepping(2), DEADLINE_EXCEEDED=stepping(1))),
+        "one failure in three requests an hour": Case(requests(stepping(2), INTERNAL=stepping(1))),
+        "slow readers": Case(
+            requests(steady(980, 90))
+            | {
+                'epserver_requests_total{status="RESOURCE_EXHAUSTED", finish_reason="slow_reader"}': steady(
+                    20, 90
+                )
+            }
+        ),
     },
 )
 BURN_SLOW = AlertCases(
@@ -76,6 +92,7 @@ REFUSED = AlertCases(
     silent={
         "one in two hundred": Case(requests(steady(199, 30), RESOURCE_EXHAUSTED=steady(1, 30))),
         "a burst": Case(requests(steady(95, 30), RESOURCE_EXHAUSTED=then(0, 5, 4, 26))),
+        "one of three": Case(requests(steady(0.4, 30), RESOURCE_EXHAUSTED=steady(0.2, 30))),
     },
 )
 USAGE = 'epserver_kv_cache_usage_ratio{rank="1"}'
@@ -103,6 +120,7 @@ PREEMPTING = AlertCases(
         "one in sixty": Case(preempting(1)),
         "for nine minutes": Case(preempting(10, minutes=9)),
         "nothing to compare with": Case(preempting(10, admitted=0)),
+        "one in six, of few": Case(preempting(0.5, admitted=3)),
     },
 )
 
@@ -130,7 +148,32 @@ EXPERTS = AlertCases(
     },
 )
 
+DAY = 86_400.0
+EXPIRY = 'epserver_tls_expiry_timestamp_seconds{file="tls.crt"}'  # promtool's time begins at 0
+EXPIRES = AlertCases(
+    fires={
+        "in two days": Case(
+            {EXPIRY: constant(2 * DAY, 31)},
+            {"file": "tls.crt"},
+            "tls.crt of one:9400 expires in 1d 23h 30m 0s",
+        )
+    },
+    silent={
+        "in a month": Case({EXPIRY: constant(30 * DAY, 30)}),
+        "renewed": Case({EXPIRY: [*constant(2 * DAY, 10), *constant(90 * DAY, 20)]}),
+    },
+)
+REFUSED_FILES = "epserver_tls_rotations_refused_total{}"
+NOT_TAKEN = AlertCases(
+    fires={
+        "one": Case({REFUSED_FILES: [0] * 20 + [1] * 10}, {}, "one:9400 could not use its changed TLS files")
+    },
+    silent={"none": Case({REFUSED_FILES: [1] * 30}), "long ago": Case({REFUSED_FILES: [0] * 20 + [1] * 90})},
+)
+
 CASES = {
+    "EpServerCertificateExpires": EXPIRES,
+    "EpServerCertificateRefused": NOT_TAKEN,
     "EpServerErrorBudgetBurnFast": BURN_FAST,
     "EpServerErrorBudgetBurnSlow": BURN_SLOW,
     "EpServerQueueSaturated": QUEUE,

@@ -39,6 +39,44 @@ SLOW_RANK = AlertCases(
         "for four minutes": Case(waits((1, 1, 12, 1), minutes=4)),
     },
 )
+
+
+def nic_waits(shares: Sequence[tuple[float, float]], steps: float = 600, minutes: int = 25) -> Series:
+    """shares: of the time that peers of (other nodes, the same node) wait for a rank at node 0's NIC, ..."""
+    found: Series = {'epserver_steps_total{rank="0"}': steady(steps, 10 + minutes)}
+    for node, waited in enumerate(shares):
+        for peers, share in zip(("other_nodes", "same_node"), waited, strict=True):
+            labels = f'node="{node}", domain="mlx5_0", direction="send", peers="{peers}"'
+            name = f"epserver_nic_wait_seconds_total{{{labels}}}"
+            found[name] = then(0, 60 * share, minutes, 10)
+    return found
+
+
+SLOW_NIC = AlertCases(
+    fires={
+        "as measured with 8 Mbit/s at node 1 of three": Case(
+            nic_waits(((0.41, 0.06), (0.61, 0.05), (0.38, 0.05))),
+            {"node": "1", "domain": "mlx5_0"},
+            "Ranks of one:9400 wait 61% of the time for the NIC mlx5_0 of node 1",
+        ),
+        "one of three": Case(
+            nic_waits(((0.04, 0), (0.12, 0.01), (0.04, 0))),
+            {"node": "1", "domain": "mlx5_0"},
+            "Ranks of one:9400 wait 12% of the time for the NIC mlx5_0 of node 1",
+        ),
+    },
+    silent={
+        "one of two, which look alike": Case(nic_waits(((0.12, 0), (0.12, 0)))),
+        "as measured with equal NICs on too few cores": Case(
+            nic_waits(((0.36, 0.26), (0.36, 0.29), (0.35, 0.26)))
+        ),
+        "all are slow": Case(nic_waits(((0.12, 0),) * 4)),
+        "a slow rank, late for its own node too": Case(nic_waits(((0.04, 0), (0.12, 0.12), (0.04, 0)))),
+        "slow, but little": Case(nic_waits(((0.001, 0), (0.03, 0), (0.001, 0)))),
+        "hardly any steps": Case(nic_waits(((0.04, 0), (0.12, 0), (0.04, 0)), steps=6)),
+        "for nine minutes": Case(nic_waits(((0.04, 0), (0.12, 0), (0.04, 0)), minutes=9)),
+    },
+)
 RANK_DOWN = AlertCases(
     fires={
         "one": Case(
@@ -66,6 +104,23 @@ DOWN = AlertCases(
         "a minute ago": Case({BUILD: [1] * 30 + ["stale", "_"]}),
         "removed long ago": Case({BUILD: [1] * 30 + ["stale"] + ["_"] * 90}),
         "up": Case({BUILD: constant(1)}),
+    },
+)
+SECOND = BUILD[:-1] + ', pod="b"}'
+REPLICA_DOWN = AlertCases(
+    fires={
+        "one of two, for 50 minutes": Case(
+            {BUILD: constant(1, 171), SECOND: [1] * 120 + ["stale"] + ["_"] * 50},
+            {},
+            "demo had 2 servers for most of two hours and has fewer now",
+        )
+    },
+    silent={
+        "for three minutes": Case({BUILD: constant(1, 124), SECOND: [1] * 120 + ["stale"] + ["_"] * 3}),
+        "after a rollout with one more": Case(
+            {BUILD: constant(1, 150), SECOND: ["_"] * 120 + [1] * 10 + ["stale"] + ["_"] * 19}
+        ),
+        "removed long ago": Case({BUILD: constant(1, 300), SECOND: [1] * 100 + ["stale"] + ["_"] * 199}),
     },
 )
 STARTED = "process_start_time_seconds{}"
@@ -142,9 +197,11 @@ STALLED = AlertCases(
 )
 
 CASES = {
+    "EpServerSlowNic": SLOW_NIC,
     "EpServerSlowRank": SLOW_RANK,
     "EpServerRankDown": RANK_DOWN,
     "EpServerDown": DOWN,
+    "EpServerReplicaDown": REPLICA_DOWN,
     "EpServerRestarted": RESTARTED,
     "EpServerRestartLoop": RESTARTS,
     "EpServerStalled": STALLED,

@@ -16,8 +16,8 @@ from tests.support.ranks.interpreted_rank import Interpreted
 
 
 class InterpretedFp8(Interpreted):
-    def build(self, model: Any, exchange: Any) -> Built:
-        return super().build(dataclasses.replace(model, kv_dtype=Dtype.FP8), exchange)
+    def build(self, model: Any, exchange: Any, masks: Any) -> Built:
+        return super().build(dataclasses.replace(model, kv_dtype=Dtype.FP8), exchange, masks)
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ class Interpreted:
     def open(self, spec: ExchangeSpec, opening: Opening) -> Any:
         return open_exchange(self._start, self._config, spec, opening)
 
-    def build(self, model: Any, exchange: Any) -> Built:
+    def build(self, model: Any, exchange: Any, masks: Any) -> Built:
         scheduler, blocks = self._config.scheduler, self._start.kv_blocks
         mode = self._config.parallel.overlap
         plan = GpuPlan(
@@ -56,20 +56,20 @@ class Interpreted:
             overlap=mode,
             timed_every=self._config.metrics.device_phases,
         )
-        runner = gpu_runner(model, exchange, self.rows(exchange), plan, blocks)
-        return Built(runner, blocks, 0)
+        self.runner = gpu_runner(model, exchange, self.rows(exchange), plan, blocks, masks=masks)
+        return Built(self.runner, blocks, 0)
 
     def rows(self, exchange: Any) -> RowsOfSteps:
         return rows_of(exchange)
 
-    def prepare(self, runner: Any, progress: Any) -> None:
-        runner.graphs.capture(lambda done, total: progress("graphs", done, total))
+    def prepare(self, progress: Any) -> None:
+        self.runner.graphs.capture(lambda done, total: progress("graphs", done, total))
 
-    def overlap(self, runner: Any) -> Overlap:
+    def overlap(self) -> Overlap:
         mode = self._config.parallel.overlap
         if mode != "auto":
             return OverlapPolicy(mode)
-        return BucketOverlap(runner.graphs.overlapped, BucketRule(window=1, hold=2))
+        return BucketOverlap(self.runner.graphs.overlapped, BucketRule(window=1, hold=2))
 
 
 if __name__ == "__main__":

@@ -6,13 +6,27 @@ Knows the launcher's contract (ranks.protocol) and /proc; nothing of how a rank 
 from __future__ import annotations
 
 import asyncio
+import os
+import re
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import psutil
 
 from ep_server.config import Config
-from ep_server.records import RankReady, RankStatistics, Request, Sampling, Stopping, TokenEvent
+from ep_server.errors import EpServerError
+from ep_server.records import (
+    KvEventBatch,
+    OrderDone,
+    PromptLogprobs,
+    RankReady,
+    RankStatistics,
+    Request,
+    Sampling,
+    Stopping,
+    TokenEvent,
+)
 
 BLOCK_SIZE = 4
 
@@ -42,17 +56,32 @@ def greedy(number: int, prompt: Sequence[int], max_new: int, **fields: object) -
     )
 
 
+def joined(parts: Sequence[PromptLogprobs]) -> PromptLogprobs:
+    """All parts of one prompt, which must follow each other from position 1 on."""
+    at = 1
+    for part in parts:
+        assert part.start == at
+        at += len(part.logprobs)
+    columns = "logprobs", "top_ids", "top_logprobs"
+    return PromptLogprobs(
+        parts[0].number, 1, *([x for part in parts for x in getattr(part, name)] for name in columns)
+    )
+
+
 class Recorder:
     """Remembers all a group says. `until` waits for a condition over it."""
 
     def __init__(self) -> None:
         self.tokens: dict[int, list[int]] = {}
         self.ranks: dict[int, int] = {}
+        self.scored: dict[int, list[PromptLogprobs]] = {}
         self.finished: list[int] = []
         self.freed: list[int] = []
         self.failed: dict[int, str] = {}
         self.ready: list[RankReady] = []  # what start() returned, where a test keeps it
         self.statistics: dict[int, RankStatistics] = {}
+        self.kv_events: list[KvEventBatch] = []
+        self.done: list[tuple[int, OrderDone]] = []
         self.lost: list[tuple[int, str]] = []
         self.progress: list[tuple[int, str, int, int]] = []
         self._changed = asyncio.Event()
@@ -65,16 +94,30 @@ class Recorder:
                 self.finished.append(event.number)
         self._changed.set()
 
+    def on_prompt_logprobs(self, rank: int, scored: PromptLogprobs) -> None:
+        self.scored.setdefault(scored.number, []).append(scored)
+
     def on_freed(self, rank: int, number: int) -> None:
         self.freed.append(number)
         self._changed.set()
 
-    def on_request_failed(self, rank: int, number: int, message: str) -> None:
-        self.failed[number] = message
+    def on_request_failed(self, rank: int, number: int, error: EpServerError) -> None:
+        self.failed[number] = str(error)
         self._changed.set()
 
     def on_statistics(self, statistics: RankStatistics) -> None:
         self.statistics[statistics.rank] = statistics
+        self._changed.set()
+
+    def on_running(self, rank: int, sequences: int) -> None:
+        pass
+
+    def on_kv_events(self, batch: KvEventBatch) -> None:
+        self.kv_events.append(batch)
+        self._changed.set()
+
+    def on_order_done(self, rank: int, done: OrderDone) -> None:
+        self.done.append((rank, done))
         self._changed.set()
 
     def on_lost(self, rank: int, message: str) -> None:
@@ -106,7 +149,7 @@ class Leftovers:
     def __init__(self) -> None:
         self.children = {child.pid for child in psutil.Process().children(recursive=True)}
         self.descriptors = {fd.name for fd in Path("/proc/self/fd").iterdir()}
-        self.shm = {name.name for name in Path("/dev/shm").iterdir()}
+        self.shm = shared_names()
         self.memfds = Path("/proc/self/maps").read_text().count("/memfd:")
 
     def new_since(self, before: Leftovers) -> dict[str, object]:
@@ -115,10 +158,24 @@ class Leftovers:
         found = {
             "children": self.children - before.children,
             "descriptors": max(0, more),
-            "shm": self.shm - before.shm,
+            "shm": self._names_left(before),
             "memfds": max(0, self.memfds - before.memfds),
         }
         return {name: value for name, value in found.items() if value}
+
+    def _names_left(self, before: Leftovers) -> set[str]:
+        """New names that stay. Other tests run beside this one; what they name goes away with them."""
+        left, end = self.shm - before.shm, time.monotonic() + 60
+        while left and time.monotonic() < end:
+            time.sleep(0.1)
+            left &= shared_names()
+        return left
+
+
+def shared_names() -> set[str]:
+    """Those in /dev/shm, without the endpoints that other test processes name (own_name())."""
+    names = {file.name for file in Path("/dev/shm").iterdir()}
+    return {name for name in names if not re.match(rf"ep-server-(?!{os.getpid()}-)\d+-", name)}
 
 
 def alive(pids: Sequence[int]) -> list[int]:

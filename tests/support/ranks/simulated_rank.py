@@ -9,9 +9,10 @@ beforehand (`stream_alone`) and any wrong position, table, shared or overwritten
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from ep_server.records import (
+    LATE_TOKEN,
     PENDING_TOKEN,
     FinishReason,
     Request,
@@ -23,19 +24,23 @@ from ep_server.records import (
     TokenEvent,
 )
 from ep_server.scheduler import RankScheduler, SchedulerLimits
+from ep_server.scheduler.kv_blocks import block_digest, root_digest
+from ep_server.scheduler.kv_events import block_hash
 
 VOCAB = 13  # small, so that stops and equal prefixes happen
 
 
 def make_request(number: int, prompt: Sequence[int], max_new: int = 8, **fields) -> Request:
-    """A greedy request; stops=, eos=, min_new= set its stopping, anything else its fields."""
+    """A greedy request; stops=, eos=, min_new= set its stopping, scores= its prompt_logprobs, anything else
+    its fields."""
     stopping = Stopping(
         max_new_tokens=max_new,
         min_new_tokens=fields.pop("min_new", 0),
         eos_token_ids=frozenset(fields.pop("eos", ())),
         stop_token_ids=frozenset(fields.pop("stops", ())),
     )
-    return Request(f"r{number}", number, tuple(prompt), Sampling(temperature=0.0), stopping, **fields)
+    sampling = Sampling(temperature=0.0, prompt_logprobs=fields.pop("scores", None))
+    return Request(f"r{number}", number, tuple(prompt), sampling, stopping, **fields)
 
 
 def next_token(tokens: Sequence[int]) -> int:
@@ -64,6 +69,10 @@ def stream_alone(request: Request) -> list[tuple[int, FinishReason | None]]:
             return out
 
 
+def late_of(sampled: Sequence[SampledToken]) -> list[int]:
+    return [token.number for token in sampled if token.token_id == LATE_TOKEN]
+
+
 class SimulatedRank:
     """A RankScheduler, a KV cache of (salt, token, position) cells, and all events so far by request."""
 
@@ -76,6 +85,7 @@ class SimulatedRank:
         self.freed: list[int] = []
         self.batches: list[StepBatch] = []
         self.in_flight: deque[tuple[StepBatch, list[SampledToken]]] = deque()
+        self.scored: dict[int, list[int]] = {}  # prompt tokens that were scored, by request
         self._drawn: dict[int, int] = {}  # what the device drew last
 
     def add(self, request: Request) -> None:
@@ -84,29 +94,39 @@ class SimulatedRank:
         self.requests[request.number] = request
         self.events[request.number] = []
 
-    def run(self, batch: StepBatch) -> list[SampledToken]:
-        """Writes the cells of every slice, then reads each sequence back and draws."""
-        touched: list[int] = []
+    def run(self, batch: StepBatch, late: Collection[int] = ()) -> list[SampledToken]:
+        """Writes the cells of every slice, then reads each sequence back and draws. late: draw nothing."""
+        touched: dict[int, int] = {}  # the request that writes a cell
+        count = 0
         for piece in batch.slices:
             for offset, token in enumerate(self._known(piece)):
                 cell = self._cell(piece, piece.start + offset)
-                touched.append(cell)
+                touched[cell] = piece.number
+                count += 1
                 self.cells[cell] = (self.requests[piece.number].cache_salt, token, piece.start + offset)
-        assert len(set(touched)) == len(touched), "two slices write one cell"
-        visible = [self._visible(piece) for piece in batch.slices]
+            if piece.scored is not None:
+                self._score(piece)
+        assert len(touched) == count, "two slices write one cell"
+        visible = [self._visible(piece, touched) for piece in batch.slices]
         drawn = [
-            SampledToken(piece.number, next_token(tokens))
+            SampledToken(piece.number, LATE_TOKEN if piece.number in late else next_token(tokens))
             for piece, tokens in zip(batch.slices, visible, strict=True)
             if piece.sample
         ]
         self._drawn |= {token.number: token.token_id for token in drawn}
         return drawn
 
-    def launch(self) -> StepBatch:
-        """Plans a step and runs it; its tokens are not known to the scheduler yet. An empty one is left."""
+    def launch(self, late: Collection[int] = ()) -> StepBatch:
+        """Plans a step and runs it; its tokens are not known to the scheduler yet. An empty one is left.
+
+        late: requests whose masks are late.
+        """
         batch = self.scheduler.plan()
         if batch.slices:
-            self.in_flight.append((batch, self.run(batch)))
+            drawn = self.run(batch, late)
+            self.in_flight.append((batch, drawn))
+            for number in late_of(drawn):
+                self.scheduler.hold(number)
         return batch
 
     def settle(self) -> None:
@@ -134,6 +154,8 @@ class SimulatedRank:
         assert all(size > 0 for size in sizes)
         for event in self.scheduler.commit(batch, sampled):
             self.events[event.number].append(event)
+        for number in late_of(sampled):
+            self.scheduler.release(number)
         self.freed += self.scheduler.freed()
         self.batches.append(batch)
         self.scheduler.check_integrity()
@@ -150,9 +172,36 @@ class SimulatedRank:
         load = self.scheduler.load()
         assert (load.running, load.waiting, load.kv_blocks_used) == (0, 0, 0)
 
+    def cached_blocks(self) -> dict[int, tuple[int | None, tuple[int, ...], str]]:
+        """As CacheMirror.blocks: read from the cells of every block that the prefix index names."""
+        ledger, size = self.scheduler._ledger, self.limits.block_size
+        found = {}
+        for digest, block in ledger._block_of.items():
+            prefix = ledger._prefix_of[block]
+            assert prefix is not None
+            if not prefix.token_ids:  # of one request alone
+                continue
+            cells = [self.cells[block * size + offset] for offset in range(size)]
+            salts, tokens, positions = zip(*(cell or ("never written", 0, 0) for cell in cells), strict=True)
+            parent = prefix.parent or root_digest(salts[0])
+            assert len(set(salts)) == 1 and digest == block_digest(parent, tokens)
+            assert positions == tuple(range(positions[0], positions[0] + size))
+            assert (positions[0] == 0) == (prefix.parent is None)
+            outside = prefix.parent and block_hash(prefix.parent)
+            found[block_hash(digest)] = (outside, tokens, salts[0])
+        return found
+
     def stream(self, number: int) -> list[tuple[int, FinishReason | None]]:
         """(token, finish) of every event of a request so far."""
         return [(event.token_id, event.finish) for event in self.events[number]]
+
+    def _score(self, piece: SeqSlice) -> None:
+        """Rows of the slice, in order, each of them once."""
+        assert piece.scored is not None
+        first, found = piece.scored.start, self.scored.setdefault(piece.number, [])
+        end = first + len(piece.scored.targets)
+        assert piece.start <= first == len(found) < end <= piece.start + len(piece.token_ids)
+        found += piece.scored.targets
 
     def _known(self, piece: SeqSlice) -> Sequence[int]:
         """The ids of a slice, as the device has them."""
@@ -165,11 +214,16 @@ class SimulatedRank:
         block = piece.blocks[position // self.limits.block_size]
         return block * self.limits.block_size + position % self.limits.block_size
 
-    def _visible(self, piece: SeqSlice) -> list[int]:
-        """The tokens attention would see: every cell up to the end of the slice."""
+    def _visible(self, piece: SeqSlice, touched: dict[int, int]) -> list[int]:
+        """The tokens attention would see: every cell up to the end of the slice.
+
+        None that another request writes in this step: with two micro-batches it may be too early.
+        """
         salt, tokens = self.requests[piece.number].cache_salt, []
         for position in range(piece.start + len(piece.token_ids)):
-            cell = self.cells[self._cell(piece, position)]
+            at = self._cell(piece, position)
+            cell = self.cells[at]
+            assert touched.get(at, piece.number) == piece.number, f"{piece.number} reads what is written now"
             assert cell is not None, f"{piece.number} reads position {position}, never written"
             assert (cell[0], cell[2]) == (salt, position), f"{piece.number} reads {cell} at {position}"
             tokens.append(cell[1])

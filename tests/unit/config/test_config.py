@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from ep_server.config import Config, field_type, fields
+from ep_server.config import Config, field_type, fields, read_sources
 from ep_server.errors import ConfigError
 
 
@@ -40,7 +40,7 @@ def test_values_and_back() -> None:
         ({"scheduler.prefix_cache": "maybe"}, "scheduler.prefix_cache = 'maybe': must be true or false"),
         ({"exchange.num_banks": 6}, "exchange.num_banks = 6: must be a power of two, 2 to 16"),
         ({"exchange.timeout_seconds": "nan"}, "exchange.timeout_seconds = nan: must be 0.01 to 3600"),
-        ({"grpc.prt": 1}, "grpc.prt = 1: must be a known field; `ep-server config` lists them"),
+        ({"grpc.prt": 1}, "grpc.prt = 1: must be a known field; did you mean grpc.port?"),
         ({"grpc.tls_cert": "c"}, "grpc.tls_key = '': must be given together with grpc.tls_cert"),
         ({"grpc.tls_client_ca": "c"}, "grpc.tls_client_ca = 'c': must be given only with grpc.tls_cert"),
     ],
@@ -75,3 +75,24 @@ def test_every_default_is_within_its_range_and_has_a_help_text() -> None:
     for name, section, item in fields():
         assert type(item.default) is field_type(section, item.name), name
         assert item.metadata["help"], name
+
+
+def test_every_value_has_the_source_that_wins(tmp_path: Path) -> None:
+    file = tmp_path / "server.toml"
+    file.write_text("[grpc]\nport = 1\nhost = '::'\n[log]\nlevel = 'debug'\n")
+    environ = {"EP_SERVER_GRPC__PORT": "2", "EP_SERVER_LOG__LEVEL": "info", "LWS_GROUP_SIZE": "4"}
+    given = read_sources(str(file), {"grpc.port": 3, "grpc.max_streams": None}, environ)
+    assert {name: (one.value, one.source) for name, one in given.items()} == {
+        "grpc.port": (3, "flag"),
+        "grpc.host": ("::", str(file)),
+        "log.level": ("info", "EP_SERVER_LOG__LEVEL"),
+        "cluster.nodes": ("4", "LeaderWorkerSet"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("grpc.prot", "grpc.port"), ("scheduler.blocksize", "scheduler.block_size")]
+)
+def test_an_unknown_field_names_the_nearest(name: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean {meant}"):
+        Config.from_values({name: 1})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -47,6 +48,22 @@ def test_a_request_goes_through_the_table() -> None:
     made.freed(first)
     made.check_integrity()
     assert len(made) == 1 and made.ranks[0].in_flight == made.ranks[0].tokens == 0
+
+
+def test_a_shared_prompt_is_counted_once() -> None:
+    """Until the last of its sequences is freed, in whatever order."""
+    made, sequences = RequestTable(1), [active(number, prompt=32) for number in (1, 2, 3)]
+    for each in sequences:
+        each.request = replace(each.request, group=1)
+        made.add(each)
+    made.check_integrity()
+    assert made.loads(READY[:1])[0].kv_blocks_used == 2
+    for each, left in zip(sequences, (32, 32, 0), strict=True):
+        each.state, each.cancelled_at = State.CANCELLED, 1.0
+        made.ended(each)
+        made.freed(each)
+        made.check_integrity()
+        assert made.ranks[0].tokens == left
 
 
 def test_who_waits_ahead_and_who_behind() -> None:

@@ -12,8 +12,9 @@ import torch
 
 from ep_server.errors import GroupAborted, PeerTimeout
 from ep_server.exchange.api import ExchangeSpec
+from ep_server.exchange.host import open_shm
 from ep_server.exchange.segment import create_segment
-from ep_server.exchange.shm import ShmExchange
+from ep_server.exchange.spec import Waiting
 
 RANKS, TIMEOUT_NS, STATUS_BYTES = 64, 20_000_000, 28
 TRIALS = 40
@@ -22,7 +23,7 @@ TRIALS = 40
 def causes(spec: ExchangeSpec, offset_ns: int) -> set[bytes]:
     """The statuses that the regions of 64 ranks hold, of which only rank 0 runs."""
     fd = create_segment(spec)
-    exchange = ShmExchange(spec, fd=fd, spin_us=TIMEOUT_NS // 1000)
+    exchange = open_shm(spec, fd, Waiting(TIMEOUT_NS // 1000))
     layout = exchange.layout
     begin = next(begin for what, begin, _ in layout.regions() if what == "abort_status[0]")
     x, ids = torch.zeros(1, spec.hidden, dtype=torch.bfloat16), torch.zeros(1, 1, dtype=torch.int64)
@@ -33,7 +34,7 @@ def causes(spec: ExchangeSpec, offset_ns: int) -> set[bytes]:
         at = began.get() + TIMEOUT_NS + offset_ns
         while time.monotonic_ns() < at:
             pass
-        exchange.abort()
+        exchange.group.abort()
 
     thread = threading.Thread(target=abort)
     thread.start()

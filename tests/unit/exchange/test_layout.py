@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 from ep_server import _C
 from ep_server.errors import ConfigError, StartupError
-from ep_server.exchange import geometry as limits
+from ep_server.exchange import spec as limits
 from ep_server.exchange.api import ExchangeSpec, Payload, Reduction
-from ep_server.exchange.geometry import geometry_of, group_bytes
+from ep_server.exchange.host import open_shm
 from ep_server.exchange.segment import create_segment
-from ep_server.exchange.shm import ShmExchange
+from ep_server.exchange.spec import geometry_of, group_bytes
 from ep_server.testing.reference_exchange import ReferenceExchange
 
 WIDTH = {Payload.FP32: 4, Payload.BF16: 2}
@@ -169,7 +169,7 @@ def test_a_rank_that_differs_from_its_group_is_refused(field: str, change: dict[
     fd = create_segment(ExchangeSpec(**good))  # type: ignore[arg-type]
     try:
         with pytest.raises(ConfigError, match=f"^{field} = .*as in the segment of the group"):
-            ShmExchange(ExchangeSpec(**{**good, **change}), fd=fd)  # type: ignore[arg-type]
+            open_shm(ExchangeSpec(**{**good, **change}), fd=fd)  # type: ignore[arg-type]
     finally:
         os.close(fd)
 
@@ -180,8 +180,8 @@ def test_a_descriptor_that_is_no_segment_is_refused() -> None:
     os.ftruncate(fd, 8192)
     try:
         with pytest.raises(StartupError, match="not an exchange segment"):
-            ShmExchange(spec, fd=fd)
+            open_shm(spec, fd)
     finally:
         os.close(fd)
     with pytest.raises(StartupError, match="Bad file descriptor"):
-        ShmExchange(spec, fd=fd)
+        open_shm(spec, fd)

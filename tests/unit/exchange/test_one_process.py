@@ -10,19 +10,18 @@ import os
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from ep_server.errors import ConfigError, EpServerError, ExchangeError, GroupAborted, StartupError
+from ep_server.errors import ConfigError, EpServerError, ExchangeError, StartupError
 from ep_server.exchange.api import ExchangeSpec, Payload, Reduction, View
-from ep_server.exchange.nvlink.bootstrap import from_local, run_together
-from ep_server.exchange.nvlink.memory import share_regions
+from ep_server.exchange.bootstrap import share_regions
+from ep_server.exchange.host import HostExchange, open_shm
 from ep_server.exchange.segment import create_segment
-from ep_server.exchange.shm import ShmExchange
 from tests.support.exchange.conformance import PAYLOAD_SHAPES, run_pair
+from tests.support.exchange.local_ranks import from_local, run_together
 
 RANKS = (1, 2, 4)
 DESCRIPTORS = Path("/proc/self/fd")
@@ -32,11 +31,11 @@ def spec_of(num_ranks: int, payload: Payload = Payload.BF16) -> ExchangeSpec:
     return PAYLOAD_SHAPES[payload].spec(0, num_ranks, payload, Reduction.RANK)
 
 
-def open_ranks(spec: ExchangeSpec) -> list[ShmExchange]:
+def open_ranks(spec: ExchangeSpec) -> list[HostExchange]:
     """The whole group in this process: one segment, mapped once for each rank."""
     fd = create_segment(spec)
     try:
-        return [ShmExchange(replace(spec, rank=rank), fd=fd) for rank in range(spec.num_ranks)]
+        return [open_shm(replace(spec, rank=rank), fd=fd) for rank in range(spec.num_ranks)]
     finally:
         os.close(fd)
 
@@ -60,7 +59,7 @@ def test_the_suites_pairs_in_threads(num_ranks: int, payload: Payload, leaves_no
             for seed, routing in enumerate(("zipf", "max_tokens", "empty_rank", "dropped")):
                 for view in View:
                     run_pair(exchanges[rank], routing, seed + generation, view)
-            exchanges[rank].reset()
+            exchanges[rank].group.reset()
 
     run_together(rank_thread, num_ranks)
     for exchange in exchanges:
@@ -129,10 +128,10 @@ def pass_regions(spec: ExchangeSpec, regions: list[Region], *, odd: int = -1) ->
     def rank_thread(rank: int) -> object:
         mine = replace(spec, rank=rank, hidden=2 * spec.hidden if rank == odd else spec.hidden)
         try:
-            share_regions(controls[rank], mine, regions[rank])
+            share_regions(controls[rank].group, mine, regions[rank])
         except (EpServerError, RuntimeError) as error:
             if not isinstance(error, ConfigError):
-                controls[rank].abort()
+                controls[rank].group.abort()
             return error
         return None
 
@@ -180,30 +179,9 @@ def test_specs_that_differ_are_refused_by_all(leaves_nothing: None) -> None:
 # -- from_local ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("devices", [[], [0], [0, 1, 2], [1, 1], [-1, 0]])
-def test_devices_that_do_not_fit_the_ranks(devices: list[int]) -> None:
-    with pytest.raises(ConfigError, match="2 different GPUs") as caught:
-        from_local(devices, spec_of(2))
-    assert caught.value.field == "devices"
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="of machines without a CUDA device")
 @pytest.mark.parametrize("num_ranks", RANKS)
 def test_without_a_gpu_the_start_fails_and_leaves_nothing(num_ranks: int, leaves_nothing: None) -> None:
     pytest.importorskip("ep_server._cuda", reason="built without nvcc")
     with pytest.raises(StartupError, match="needs a CUDA device"):
         from_local(range(num_ranks), spec_of(num_ranks))
-
-
-def test_the_first_cause_is_what_is_raised() -> None:
-    def call(rank: int, cause: Exception) -> None:
-        if rank == 2:
-            raise cause
-        if rank == 1:
-            raise StartupError("rank 1 was told") from GroupAborted("by rank 2")
-        raise GroupAborted("by rank 2")
-
-    cause = StartupError("no peer access")
-    with pytest.raises(StartupError) as caught:
-        run_together(partial(call, cause=cause), 3)
-    assert caught.value is cause

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from ep_server.errors import InvalidArgument
 from ep_server.exchange.api import ExchangeSpec, Payload
-from ep_server.exchange.geometry import hidden_multiple
 from ep_server.exchange.quant import (
-    FP8_PAYLOADS,
+    FP8,
     GROUP,
     dequantise,
     pack_ue8m0,
@@ -24,12 +23,13 @@ from ep_server.exchange.quant import (
     scale_columns,
     unpack_ue8m0,
 )
+from ep_server.exchange.spec import hidden_multiple
 from tests.support.compare import assert_equal
 from tests.support.exchange.quant_vectors import VECTORS, Vector
 from tests.support.exchange.single import make_single
 
 torch.set_num_threads(1)
-FP8 = sorted(FP8_PAYLOADS)
+FP8 = sorted(FP8)
 
 
 def bf16(bits: tuple[int, ...] | list[int]) -> torch.Tensor:

@@ -42,9 +42,43 @@ ALL_ON: dict[str, Any] = {
         "monitor": "ServiceMonitor",
         "labels": {"release": "prometheus"},
     },
-    "service": {"annotations": {"c": "d"}, "type": "LoadBalancer"},
+    "service": {
+        "annotations": {"c": "d"},
+        "labels": {"tier": "edge"},
+        "type": "LoadBalancer",
+        "loadBalancerClass": "example.org/internal",
+        "externalTrafficPolicy": "Local",
+    },
+    "extraVolumes": [{"name": "ca", "configMap": {"name": "ca"}}],
+    "extraVolumeMounts": [{"name": "ca", "mountPath": "/ca", "readOnly": True}],
+    "initContainers": [{"name": "first", "image": "busybox", "command": ["true"]}],
+    "extraArgs": ["--log-level", "debug"],
+    "envFrom": [{"secretRef": {"name": "proxy"}}],
+    "podSecurityContext": {"fsGroupChangePolicy": "Always"},
+    "securityContext": {"procMount": "Default"},
+    "schedulerName": "volcano",
+    "resourceClaims": [{"name": "gpus", "resourceClaimTemplateName": "gpus"}],
+    "resources": {"claims": [{"name": "gpus"}]},
+    "commonLabels": {"cost-centre": "ml"},
+    "commonAnnotations": {"owner": "ml"},
+    "workloadLabels": {"kueue.x-k8s.io/queue-name": "gpus"},
+    "workloadAnnotations": {"leaderworkerset.sigs.k8s.io/exclusive-topology": "rack"},
+    "podDisruptionBudget": {"minAvailable": "50%"},
+    "topologySpread": {"matchLabelKeys": ["pod-template-hash"]},
     "serviceAccount": {"annotations": {"e": "f"}},
 }
+
+
+PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
+BY_GRPC = [{"port": 50051}, {"port": 50051, "service": "ep_server.v1.Decode"}, {"port": 50051}]
+BY_HTTP = [{"path": path, "port": 9400} for path in ("/livez", "/readyz", "/livez")]
+
+
+def probe_of(server: dict[str, Any], kind: str) -> dict[str, Any]:
+    """What a probe asks, over gRPC or HTTP."""
+    probe = server[kind]
+    asked: dict[str, Any] = probe["grpc"] if "grpc" in probe else probe["httpGet"]
+    return asked
 
 
 @pytest.mark.parametrize(("kind", "gpu", "rdma", "tls"), [*itertools.product(KINDS, *[(False, True)] * 3)])
@@ -61,10 +95,11 @@ def test_every_kind_with_and_without_gpu_rdma_and_tls(kind: str, gpu: bool, rdma
         limits, added = server["resources"]["limits"], server["securityContext"]["capabilities"].get("add")
         assert ("nvidia.com/gpu" in limits, "rdma/hca" in limits) == (gpu, rdma)
         assert added == (["IPC_LOCK"] if rdma else None)
-        assert ("grpc" in server["livenessProbe"], "exec" in server["livenessProbe"]) == (not tls, tls)
+        assert [probe_of(server, kind) for kind in PROBES] == (BY_HTTP if tls else BY_GRPC)
         assert len(of_kind(objects, "Certificate")) == tls == ("tls" in {v["name"] for v in pod["volumes"]})
         assert "hostNetwork" not in pod and server["image"].endswith("-cuda") == gpu
-        assert ("ranks compute on the CPU" in notes, "needs no network" in notes) == (gpu, rdma)
+        assert config_of(server).parallel.device == ("cuda" if gpu else "cpu")
+        assert ("needs no network" in notes) == rdma
         assert ("No TLS" in notes) == (not tls)
 
 
@@ -82,7 +117,9 @@ def test_several_pods_as_one_server(kind: str, rdma: bool, secured: bool) -> Non
         assert (workload["replicas"], group and group["size"]) == ((1, 4) if group else (4, None))
         server, cluster = container(objects), config_of(container(objects)).cluster
         assert {port["name"]: port["containerPort"] for port in server["ports"]}["rendezvous"] == 50061
-        (headless,) = (one for one in of_kind(objects, "Service") if one["spec"].get("clusterIP") == "None")
+        (headless,) = (
+            one for one in of_kind(objects, "Service") if one["metadata"]["name"].endswith("-headless")
+        )
         assert "rendezvous" in {port["name"] for port in headless["spec"]["ports"]}
         assert headless["spec"]["publishNotReadyAddresses"] is True
         assert (cluster.nodes, cluster.connect_seconds) == (4, 600)

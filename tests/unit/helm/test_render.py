@@ -15,7 +15,7 @@ import yaml
 import ep_server
 from ep_server.cluster.discovery import NodePlace, Surroundings, find_place
 from ep_server.config import Config
-from ep_server.ranks.fabric_options import fabric_options
+from ep_server.ranks.group import fabric_options
 from tests.support.helm.charts import (
     CHART,
     FIELDS,
@@ -281,7 +281,10 @@ def test_rules_and_dashboards_are_the_files() -> None:
     ]
     assert alerts and all(rule["annotations"]["runbook_url"].startswith(base) for rule in alerts)
     maps = {one["metadata"]["name"]: one for one in of_kind(objects, "ConfigMap")}
-    boards = {path.name: json.loads(path.read_text()) for path in (CHART / "files/dashboards").glob("*.json")}
+    boards = {
+        path.name: json.loads(path.read_text().replace('"docs/how-to', f'"{base}docs/how-to'))
+        for path in (CHART / "files/dashboards").glob("*.json")
+    }
     assert {name: json.loads(text) for one in maps.values() for name, text in one["data"].items()} == boards
     assert all(one["metadata"]["labels"]["grafana_dashboard"] == "1" for one in maps.values())
 
@@ -318,7 +321,7 @@ def test_parts_can_be_left_out() -> None:
     ]
     objects, _ = render(*off, {"serviceAccount": {"create": False}, "hostNetwork": True})
     check_links(objects)
-    assert sorted(one["kind"] for one in objects) == ["Service", "Service", "StatefulSet"]
+    assert sorted(one["kind"] for one in objects) == [*["Service"] * 3, "StatefulSet"]
     pod, server = pod_template(objects)["spec"], container(objects)
     assert [port["name"] for port in server["ports"]] == ["grpc"]
     assert not config_of(server).metrics.enabled and "topologySpreadConstraints" not in pod

@@ -222,7 +222,9 @@ def test_config_takes_what_the_server_takes() -> None:
     assert {name: read[name] for name in names} == {name: Config().values()[name] for name in names}
 
 
-@pytest.mark.parametrize("name", ["cpu-autoscaled", "secured", "gpu-rdma", "several-nodes"])
+@pytest.mark.parametrize(
+    "name", ["cpu-autoscaled", "secured", "gpu-rdma", "several-nodes", "keda", "inference-gateway"]
+)
 def test_an_example_renders(name: str) -> None:
     given = yaml.safe_load((CHART / "examples" / f"{name}.yaml").read_text())
     files = chart().render(given, name=RELEASE, namespace=NAMESPACE)  # without MINIMAL: it says all it needs
@@ -230,6 +232,12 @@ def test_an_example_renders(name: str) -> None:
     for one in filter(None, objects):
         check(one, "1.37")
     check_links([one for one in objects if one])
+
+
+def test_every_example_is_tested() -> None:
+    values = {path.stem for path in (CHART / "examples").glob("*.yaml")} - {"prometheus-adapter"}
+    (mark,) = (mark for mark in test_an_example_renders.pytestmark if mark.name == "parametrize")
+    assert set(mark.args[1]) == values
 
 
 def test_example_adapter_answers_the_autoscaler() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -22,9 +24,13 @@ def collector() -> RankCollector:
 
 @pytest.fixture
 def scrape(collector: RankCollector) -> Scrape:
+    return lambda: scraped(collector)
+
+
+def scraped(collector: RankCollector) -> Series:
     registry = CollectorRegistry()
     registry.register(collector)
-    return lambda: series(generate_latest(registry).decode())
+    return series(generate_latest(registry).decode())
 
 
 def test_no_rank_gives_an_empty_page(scrape: Scrape) -> None:
@@ -173,5 +179,34 @@ def test_counters_never_fall_and_scraping_changes_nothing(collector: RankCollect
 def test_every_field_of_a_load_is_exported() -> None:
     from ep_server.observability.rank_metrics import LOAD_COUNTERS, LOAD_GAUGES
 
+    queues = {"running", "waiting"}  # families of their own: the engine knows newer numbers
     planned = {"steps"}  # votes that parked included; what ran is a counter of the rank
-    assert {field.name for field in dataclasses.fields(RankLoad)} == {*LOAD_GAUGES, *LOAD_COUNTERS} | planned
+    exported = {*LOAD_GAUGES, *LOAD_COUNTERS} | planned | queues
+    assert {field.name for field in dataclasses.fields(RankLoad)} == exported
+
+
+def test_a_summary_adds_up_all_ranks() -> None:
+    reports = [report(rank, 40, ranks=3) for rank in range(3)]
+    full, summary = RankCollector(), RankCollector(summary=True)
+    for collector, one in itertools.product((full, summary), reports):
+        collector.update(one)
+    details, found = scraped(full), scraped(summary)
+    merged = tuple(f"epserver_{name}" for name in ("comm_latency", "step_sec", "comm_peer", "request_queue"))
+    wanted: Counter[tuple[str, frozenset[tuple[str, str]]]] = Counter()
+    for (name, labels), number in details.items():
+        kept = dict(labels)
+        if name.startswith(merged):
+            kept["rank"] = "all"
+        elif name.startswith("epserver_expert_tokens"):
+            kept["expert"] = "all"
+        wanted[name, frozenset(kept.items())] += number
+    assert found.keys() == wanted.keys()
+    assert all(found[key] == pytest.approx(wanted[key]) for key in wanted)
+
+
+def test_a_summary_of_64_ranks_is_short() -> None:
+    collector = RankCollector(summary=True)
+    for rank in range(64):
+        collector.set_up(rank, True)
+        collector.update(report(rank, 20, ranks=64))
+    assert 0 < len(scraped(collector)) <= 3000

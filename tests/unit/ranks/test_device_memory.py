@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from ep_server.errors import ConfigError, StartupError
-from ep_server.exchange.fabric import device_memory
-from ep_server.exchange.fabric.device_memory import DeviceMemory
+from ep_server.exchange.fabric import gpu_direct, link
 from ep_server.ranks.exchanges import Opening, open_exchange
 from ep_server.ranks.group import plan_group
 from ep_server.v1 import rank_pb2 as pb
@@ -27,26 +26,30 @@ def test_cards_are_not_asked_to_reach_what_is_not_there(tiny: Tiny, fields: dict
 
 
 @pytest.mark.parametrize(
-    ("device", "asked", "wanted"),
+    ("device", "asked", "seen"),
     [
-        ("cuda:1", "auto", DeviceMemory.AUTO),
-        ("cuda:1", "hmem", DeviceMemory.HMEM),
-        ("cuda:1", "host", DeviceMemory.HOST),
-        ("cpu", "auto", DeviceMemory.HOST),
+        ("cuda:1", "auto", ["auto"]),
+        ("cuda:1", "hmem", ["hmem"]),
+        ("cuda:1", "host", ["host"]),
+        ("cpu", "auto", []),
     ],
 )
 def test_a_rank_opens_its_end_as_the_setting_says(
-    tiny: Tiny, device: str, asked: str, wanted: DeviceMemory, monkeypatch: pytest.MonkeyPatch
+    tiny: Tiny, device: str, asked: str, seen: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = rank_config(tiny.path, 2, **{**GPUS, "exchange__device_memory": asked})
-    opened: list[tuple[torch.device, DeviceMemory]] = []
+    chosen: list[str] = []
 
-    def open_end(spec: Any, device: torch.device, wanted: DeviceMemory, *_: Any) -> Any:
-        opened.append((device, wanted))
+    def rows_on_device(device_memory: str, spec: Any, on: torch.device, options: Any) -> None:
+        assert on == torch.device(device)
+        chosen.append(device_memory)
+
+    def opened(*_: object) -> Any:
         raise StartupError("enough")
 
-    monkeypatch.setattr(device_memory, "open_end", open_end)
+    monkeypatch.setattr(gpu_direct, "rows_on_device", rows_on_device)
+    monkeypatch.setattr(link, "FabricLink", opened)
     spec = plan_group(config).exchange
     with pytest.raises(StartupError, match="enough"):
         open_exchange(pb.Start(rank=0, threads=1), config, spec, Opening(print, print), torch.device(device))
-    assert opened == [(torch.device(device), wanted)]
+    assert chosen == seen

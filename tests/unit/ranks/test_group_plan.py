@@ -9,7 +9,7 @@ import pytest
 
 from ep_server.errors import ConfigError, StartupError
 from ep_server.exchange.api import Payload, Reduction
-from ep_server.exchange.geometry import group_bytes
+from ep_server.exchange.spec import group_bytes
 from ep_server.models.inspect import inspect_checkpoint
 from ep_server.ranks.group import (
     PROCESS_BYTES,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,7 +12,9 @@ from hypothesis import strategies as st
 from ep_server import errors
 from ep_server.ranks import messages
 from ep_server.records import (
+    SCORES_PER_MESSAGE,
     FinishReason,
+    PromptLogprobs,
     RankLoad,
     RankReady,
     RankStatistics,
@@ -22,6 +25,7 @@ from ep_server.records import (
     TokenEvent,
 )
 from ep_server.v1 import rank_pb2 as pb
+from tests.support.ranks.rank_group import joined
 
 ids = st.integers(0, 2**31 - 1)
 counts = st.integers(0, 2**62)
@@ -41,6 +45,7 @@ samplings = st.builds(
     frequency_penalty=reals,
     logit_bias=st.lists(st.tuples(ids, reals), max_size=4).map(tuple),
     logprobs=st.none() | st.integers(0, 20),
+    prompt_logprobs=st.none() | st.integers(0, 20),
     allowed_token_ids=st.lists(ids, max_size=4, unique=True).map(tuple),
 )
 stoppings = st.builds(
@@ -63,6 +68,7 @@ requests = st.builds(
     cache_salt=st.text(max_size=5),
     bypass_prefix_cache=st.booleans(),
     dp_rank=st.none() | st.integers(0, 63),
+    group=counts,
 )
 events = st.builds(
     TokenEvent,
@@ -100,14 +106,30 @@ def test_request(request: Request, work_number: int) -> None:
     assert add.work_number == work_number
 
 
-@given(batch=st.lists(events, max_size=6))
-def test_tokens(batch: list[TokenEvent]) -> None:
-    assert messages.events_of(over_wire(messages.tokens_message(batch)).tokens) == batch
+@given(batch=st.lists(events, max_size=6), step=counts)
+def test_tokens(batch: list[TokenEvent], step: int) -> None:
+    sent = over_wire(messages.tokens_message(batch, step)).tokens
+    assert messages.events_of(sent) == [event._replace(step=step) for event in batch]
+
+
+@pytest.mark.parametrize("top", [0, 2])
+def test_prompt_logprobs_travel_in_bounded_parts(top: int) -> None:
+    count = 2 * SCORES_PER_MESSAGE + 3
+    values = [-n / 4 for n in range(count * top)]
+    scored = PromptLogprobs(7, 5, [-n / 2 for n in range(count)], range(count * top), values)
+    parts = [
+        messages.prompt_logprobs_of(over_wire(messages.prompt_logprobs_message(part)).prompt_logprobs)
+        for part in scored.parts()
+    ]
+    assert [len(part.logprobs) for part in parts] == [SCORES_PER_MESSAGE] * 2 + [3]
+    assert joined([replace(part, start=part.start - 4) for part in parts]) == replace(
+        scored, start=1, top_ids=list(scored.top_ids)
+    )
 
 
 def test_plain_tokens_carry_two_columns() -> None:
     batch = [TokenEvent(number, 5) for number in range(32)]
-    tokens = messages.tokens_message(batch).tokens
+    tokens = messages.tokens_message(batch, 0).tokens
     assert {field.name for field, _ in tokens.ListFields()} == {"numbers", "token_ids"}
 
 
@@ -167,4 +189,4 @@ def test_one_line_is_never_empty() -> None:
 
 def test_minus_infinity_is_not_taken_for_absent() -> None:
     batch = [TokenEvent(1, 2, -math.inf), TokenEvent(2, 3, None)]
-    assert messages.events_of(messages.tokens_message(batch).tokens) == batch
+    assert messages.events_of(messages.tokens_message(batch, 0).tokens) == batch

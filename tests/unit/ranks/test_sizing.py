@@ -12,13 +12,13 @@ from ep_server import _C
 from ep_server.cli.app import assemble
 from ep_server.cli.demo.run import DEMO_MODEL
 from ep_server.cli.main import main
-from ep_server.client import AsyncClient
 from ep_server.config import Config
 from ep_server.errors import StartupError
-from ep_server.exchange.geometry import geometry_of
 from ep_server.exchange.segment import available_memory
+from ep_server.exchange.spec import geometry_of
 from ep_server.models.families import read_spec
 from ep_server.ranks.sizing import Machine, Workload, fewest_ranks, size
+from tests.support.raw_client import RawClient
 
 GIB = 1 << 30
 SHAPES = Path(__file__).parents[3] / "benchmarks" / "shapes"
@@ -42,7 +42,7 @@ async def test_it_foretells_what_a_server_reports(dtype: str) -> None:
     plan = size(served, read_spec(DEMO_MODEL), machine(available_memory() // 3), DECODE)
     async with assemble(served) as app:
         await app.server.start(lambda *_: None)
-        async with AsyncClient(app.server.address) as client:
+        async with RawClient(app.server.address) as client:
             info = await client.server_info()
         await app.server.stop()
     for rank in info.rank_info:

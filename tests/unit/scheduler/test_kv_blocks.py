@@ -9,6 +9,7 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, invaria
 
 from ep_server.errors import InternalError
 from ep_server.scheduler.kv_blocks import BlockLedger, block_digest, root_digest
+from ep_server.scheduler.kv_events import Prefix
 
 
 def chain(salt: str, *blocks: tuple[int, ...]) -> list[bytes]:
@@ -22,7 +23,7 @@ def table_of(ledger: BlockLedger, count: int, digests=()) -> list[int]:
     table: list[int] = []
     ledger.allocate(table, [], count)
     for block, digest in zip(table, digests, strict=False):
-        ledger.seal(block, digest)
+        ledger.seal(block, Prefix(digest))
     return table
 
 
@@ -117,7 +118,7 @@ def test_revived_shared_blocks_count_against_free_room():
         lambda ledger, table: ledger._free.pop(),
         lambda ledger, table: ledger._references.__setitem__(table[0], 2),
         lambda ledger, table: ledger._block_of.__setitem__(b"?" * 16, table[1]),
-        lambda ledger, table: ledger._digest_of.__setitem__(table[1], b"?" * 16),
+        lambda ledger, table: ledger._prefix_of.__setitem__(table[1], Prefix(b"?" * 16)),
         lambda ledger, table: ledger._cached.__setitem__(table[0], None),
         lambda ledger, table: ledger._cached.__setitem__(ledger._free.pop(), None),
     ],
@@ -164,7 +165,7 @@ class LedgerMachine(RuleBasedStateMachine):
         self.live.append(table)
         for block, digest in zip(table, digests, strict=False):
             known = self.ledger.match(digests)
-            self.ledger.seal(block, digest)
+            self.ledger.seal(block, Prefix(digest))
             if block not in known and digest not in self.sealed.values():
                 self.sealed[block] = digest
         return table
@@ -179,6 +180,12 @@ class LedgerMachine(RuleBasedStateMachine):
     def release(self, table):
         self.live = [other for other in self.live if other is not table]
         self.ledger.release(table)
+
+    @rule()
+    def forget_all(self):
+        found = {digest for block, digest in self.sealed.items() if self.ledger.match([digest]) == [block]}
+        assert self.ledger.forget_all() == len(found) and self.ledger.cached == 0
+        self.sealed.clear()
 
     @invariant()
     def consistent(self):

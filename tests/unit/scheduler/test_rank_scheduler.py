@@ -514,6 +514,19 @@ def test_what_was_computed_ahead_of_a_stop_reaches_nobody():
     assert len(rank.stream(1)) == 1 and rank.stream(2) == stream_alone(rank.requests[2])
 
 
+def test_a_late_row_runs_again_and_holds_up_nobody():
+    rank = rank_of(ahead=1)
+    rank.add(make_request(1, range(5), max_new=4))
+    rank.add(make_request(2, range(3), max_new=4))
+    rank.launch(late=[1])
+    assert [s.number for s in rank.launch().slices] == [2]
+    rank.settle()  # its mask has come
+    again, other = rank.launch().slices
+    assert (again.number, again.start, list(again.token_ids)) == (1, 4, [4]) and other.number == 2
+    rank.finish_all()
+    assert all(rank.stream(n) == stream_alone(rank.requests[n]) for n in (1, 2))
+
+
 def test_a_negative_number_of_steps_ahead_is_refused():
     with pytest.raises(ConfigError, match=r"scheduler\.ahead = -1: must be at least 0"):
         rank_of(ahead=-1)

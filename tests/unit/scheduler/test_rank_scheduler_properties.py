@@ -11,6 +11,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ep_server.records import Request
 from ep_server.scheduler import SchedulerLimits
+from ep_server.scheduler.cache_reporter import CacheReporter
+from tests.support.ranks.cache_mirror import CacheMirror
 from tests.support.ranks.simulated_rank import SimulatedRank, make_request, stream_alone
 
 limits = st.builds(
@@ -43,7 +45,15 @@ def requests(draw: st.DrawFn, number: int, room: int) -> Request:
         priority=draw(st.integers(-1, 1)),
         cache_salt=draw(st.sampled_from(["", "a"])),
         bypass_prefix_cache=draw(st.booleans()),
+        scores=draw(st.sampled_from([None, None, 0, 2])),
     )
+
+
+def siblings_of(first: Request, count: int) -> list[Request]:
+    """The sequences of one call: only the first scores the prompt."""
+    sampling, start = replace(first.sampling, prompt_logprobs=None), first.number
+    others = [replace(first, number=start + n, group=start, sampling=sampling) for n in range(1, count)]
+    return [replace(first, group=start), *others] if others else [first]
 
 
 def room_of(given_limits: SchedulerLimits) -> int:
@@ -53,7 +63,8 @@ def room_of(given_limits: SchedulerLimits) -> int:
 class SchedulerMachine(RuleBasedStateMachine):
     """Adds, cancels and steps in any order, also between plan and commit.
 
-    The simulated cache raises when a sequence sees a token, salt or position that is not its own.
+    The simulated cache raises when a sequence sees a token, salt or position that is not its own. A mirror
+    that gets the events alone holds what the prefix cache holds.
     """
 
     @initialize(chosen=limits)
@@ -61,11 +72,33 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.rank = SimulatedRank(chosen)
         self.dropped: Counter[int] = Counter()
         self.number = 0
+        self.mirror = CacheMirror()
+        self.reporter = CacheReporter(0, self.rank.scheduler, self.mirror.apply, lambda: 0.0)
 
-    @rule(data=st.data())
-    def add(self, data):
-        self.number += 1
-        self.rank.add(data.draw(requests(self.number, room_of(self.rank.limits))))
+    @rule(on=st.booleans())
+    def watch(self, on):
+        self.mirror.complete = False
+        self.reporter.watch(on=on)
+
+    @rule()
+    def flush(self):
+        held = sum(len(stored.block_hashes) for stored in self.rank.scheduler.cache_contents())
+        assert self.rank.scheduler.flush_cache() >= held  # more: of sequences of one request alone
+        assert self.rank.scheduler.load().kv_blocks_cached == 0
+
+    @rule(data=st.data(), count=st.sampled_from([1, 1, 2, 4]))
+    def add(self, data, count):
+        first = data.draw(requests(self.number + 1, room_of(self.rank.limits)))
+        self.number += count
+        for request in siblings_of(first, count):
+            self.rank.add(request)
+            if data.draw(st.booleans()):  # commands may arrive one by one
+                self.step()
+
+    def step(self):
+        if len(self.rank.in_flight) > self.rank.limits.ahead:
+            self.settle()
+        self.launch()
 
     @precondition(lambda self: len(self.rank.in_flight) <= self.rank.limits.ahead)
     @rule()
@@ -73,6 +106,11 @@ class SchedulerMachine(RuleBasedStateMachine):
         had_work, awaits_tokens = self.rank.scheduler.has_work, bool(self.rank.in_flight)
         batch = self.rank.launch()
         assert bool(batch.slices) == had_work or awaits_tokens
+
+    @precondition(lambda self: len(self.rank.in_flight) <= self.rank.limits.ahead and self.number)
+    @rule(data=st.data())
+    def launch_late(self, data):
+        self.rank.launch(data.draw(st.sets(st.integers(1, self.number), min_size=1, max_size=3)))
 
     @precondition(lambda self: self.rank.in_flight)
     @rule()
@@ -99,6 +137,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         self.rank.scheduler.check_integrity()
         self.rank.freed += self.rank.scheduler.freed()
+        self.reporter.publish()
+        if self.mirror.complete:
+            assert self.mirror.blocks == self.rank.cached_blocks()
         for number, request in self.rank.requests.items():
             seen = self.rank.stream(number)
             assert seen == stream_alone(request)[: len(seen)]
@@ -123,9 +164,10 @@ TestSchedulerMachine = SchedulerMachine.TestCase
 
 @st.composite
 def workloads(draw: st.DrawFn) -> tuple[SchedulerLimits, list[Request]]:
-    chosen = draw(limits)
-    count = draw(st.integers(1, 7))
-    return chosen, [draw(requests(number, room_of(chosen))) for number in range(count)]
+    chosen, added = draw(limits), list[Request]()
+    for count in draw(st.lists(st.sampled_from([1, 1, 1, 3]), min_size=1, max_size=6)):
+        added += siblings_of(draw(requests(len(added) + 1, room_of(chosen))), count)
+    return chosen, added
 
 
 @settings(max_examples=120)
@@ -150,8 +192,12 @@ def test_limits_change_the_steps_but_no_stream(workload):
             assert rank.stream(request.number) == stream_alone(request)
             assert sum(event.finish is not None for event in events) == 1
             assert 0 <= events[0].cached_tokens < len(request.prompt_ids)
-            if request.bypass_prefix_cache or not variant.prefix_cache:
+            scores = request.sampling.prompt_logprobs is not None
+            own = request.group in (0, request.number)
+            if own and (request.bypass_prefix_cache or not variant.prefix_cache or scores):
                 assert events[0].cached_tokens == 0
+            expected = list(request.prompt_ids[1:]) if scores else []
+            assert rank.scored.get(request.number, []) == expected
 
 
 @settings(max_examples=120)
@@ -173,7 +219,7 @@ def test_slices_of_a_sequence_join_without_gap_or_overlap(workload):
             computed[piece.number] = piece.start + len(piece.token_ids)
     load = rank.scheduler.load()
     restarts = len([1 for b in rank.batches for s in b.slices if s.start == 0])
-    if not chosen.prefix_cache:
+    if not chosen.prefix_cache and not any(request.group for request in added):
         most = len(added) + load.preemptions
         # With steps ahead, a preempted sequence may end by a token that was in flight.
         assert restarts == most or (chosen.ahead and len(added) <= restarts < most)

@@ -26,11 +26,12 @@ from ep_server.cli.bench.command import rates
 from ep_server.cli.bench.load import OK, Load
 from ep_server.cli.bench.summary import Plan
 from ep_server.cli.main import main
-from ep_server.client import AsyncClient, Target
+from ep_server.client import Target
 from ep_server.config import Config
 from ep_server.errors import InternalError, StartupError
 from ep_server.testing.fake_ranks import FakeRanks
 from tests.support.frontend import MODEL, WAIT, serving
+from tests.support.raw_client import RawClient
 
 DEMO = Path(ep_server.__file__).parent / "assets" / "demo_model"
 MANY = Load(requests=800, concurrency=700, rate=0.0, prompt_tokens=8, new_tokens=8)
@@ -134,7 +135,7 @@ async def test_every_request_is_asked_once(readers: int) -> None:
 @pytest.mark.parametrize(("rate", "in_flight"), [(1000.0, 9), (0.0, 4)])
 async def test_a_late_server_slows_no_arrival(rate: float, in_flight: int) -> None:
     """Nothing is answered: all requests of an open loop come, of a closed one as many as it has streams."""
-    async with serving() as served, AsyncClient(served.server.address) as client:
+    async with serving() as served, RawClient(served.server.address) as client:
         served.ranks.hold()
         offsets = [index / rate for index in range(9)] if rate else []
         work = Work(Target(""), LOAD, range(9), offsets, LOAD.concurrency, ())
@@ -148,7 +149,7 @@ async def test_a_late_server_slows_no_arrival(rate: float, in_flight: int) -> No
 
 async def test_a_late_reader_hides_nothing() -> None:
     """Its requests should have gone 100 seconds ago: latencies say so."""
-    async with serving() as served, AsyncClient(served.server.address) as client:
+    async with serving() as served, RawClient(served.server.address) as client:
         begin = time.monotonic() - 100
         work = Work(Target(""), LOAD, range(9), [index / 10 for index in range(9)], 0, ())
         for index, trace in enumerate(await run(client, work, begin, lambda: None)):

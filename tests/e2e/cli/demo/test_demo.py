@@ -42,6 +42,9 @@ def test_the_command_answers_sums_it_was_never_trained_on() -> None:
             assert re.search(rf"{row} +\W? *{part}", done.stdout)
     assert re.search(r"metrics page: http://127\.0\.0\.1:\d+/metrics \(\d{3,} series\)", done.stdout)
     assert done.stdout.rstrip().endswith("stopped cleanly")
+    assert (
+        "  pip install 'ep-server[doors]' smg\n" in done.stdout and "smg launch --worker-urls" in done.stdout
+    )
     assert "\x1b" not in done.stdout  # no terminal, no escape codes
     assert done.stderr == ""
 

@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from ep_server.exchange.api import ExchangeSpec
-from ep_server.exchange.fabric.exchange import FabricExchange, FabricOptions
+from ep_server.exchange.fabric.link import FabricLink
+from ep_server.exchange.fabric.settings import FabricOptions
 from tests.support.exchange import fault_programs as programs
 from tests.support.exchange.fault_programs import spec_of
 from tests.support.exchange.process_group import run_group
@@ -56,7 +57,7 @@ def test_the_conformance_suite_passes_on_a_production_network(
 
 
 def test_the_wrapped_library_asks_for_what_cards_ask_for(tmp_path: Path) -> None:
-    exchange = FabricExchange(ExchangeSpec(0, 1, (0, 0), 4, 64, 2), production(tmp_path))
+    exchange = FabricLink(ExchangeSpec(0, 1, (0, 0), 4, 64, 2), production(tmp_path))
     asked = "local, virtual address, allocated, provider key, a receive per immediate"
     assert f"registration {asked}" in exchange.description
     _, base, key, *_ = exchange.address

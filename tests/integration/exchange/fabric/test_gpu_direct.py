@@ -15,10 +15,10 @@ import torch.distributed as dist
 
 from ep_server.errors import ExchangeError, InvalidArgument
 from ep_server.exchange.api import ExchangeSpec, Payload, Reduction, View
-from ep_server.exchange.fabric.device import FabricDeviceExchange, Staging
+from ep_server.exchange.fabric.device import FabricDeviceExchange
 from ep_server.exchange.fabric.device_rows import ALIGNMENT, DeviceRows, _aligned
-from ep_server.exchange.fabric.exchange import FabricOptions
-from ep_server.exchange.fabric.gpu_direct import RowsFabric
+from ep_server.exchange.fabric.link import FabricLink
+from ep_server.exchange.fabric.settings import FabricOptions
 from ep_server.exchange.faults import Action, Fault
 from ep_server.exchange.hierarchical.exchange import HierarchicalExchange
 from tests.support.exchange.conformance import run_cases, run_pair
@@ -104,7 +104,7 @@ def test_a_killed_rank_is_named_by_every_survivor(op: str, tmp_path: Path) -> No
 
 
 def with_fault(exchange: FabricDeviceExchange, fault: Fault) -> None:
-    exchange.inner.set_faults((fault,))
+    exchange.inner.group.set_faults((fault,))
     x = torch.full((4, 64), float(exchange.spec.rank + 1), dtype=torch.bfloat16)
     for _ in range(12):
         received = exchange.dispatch_send(x, torch.arange(3).repeat(4, 1), torch.ones(4, 3)).recv()
@@ -121,8 +121,9 @@ def one_pair(group: dist.ProcessGroup, options: FabricOptions) -> tuple[str, str
     run_pair(exchange, "uniform", 1, View.COMPACT)
     both = (exchange.staging.rows.inbound, exchange.staging.rows.outbound)
     exchange.barrier()
+    described = exchange.inner.group.link.description
     exchange.close()
-    return exchange.inner.description, repr(exchange), [(each.data_ptr(), len(each)) for each in both]
+    return described, repr(exchange), [(each.data_ptr(), len(each)) for each in both]
 
 
 def test_provider_registers_device_memory_and_sends_from_it(tmp_path: Path) -> None:
@@ -151,10 +152,11 @@ def test_provider_registers_device_memory_and_sends_from_it(tmp_path: Path) -> N
 
 def alone(**changes: Any) -> FabricDeviceExchange:
     spec = ExchangeSpec(0, 1, (0, 0), max_tokens=4, hidden=64, top_k=2, **changes)
-    options = own_name(over_shm())
-    inner = RowsFabric(spec, poisoned_rows(spec, DeviceRows.HOST, 0), options)
-    inner.connect([inner.address], 1)
-    return FabricDeviceExchange(inner, inner.rows.inbound.device, staging=Staging.GPU_DIRECT)
+    rows = poisoned_rows(spec, DeviceRows.HOST, 0)
+    link = FabricLink(spec, own_name(over_shm()), rows=rows)
+    inner = link.exchange()
+    link.connect([link.address], 1)
+    return FabricDeviceExchange(inner, rows.inbound.device, rows)
 
 
 def test_the_halves_of_the_host_refuse_rows() -> None:
@@ -162,9 +164,9 @@ def test_the_halves_of_the_host_refuse_rows() -> None:
     mine = make_inputs(exchange.spec, "uniform", 1)[0]
     with pytest.raises(InvalidArgument, match=r"x .*host memory.*on the device"):
         exchange.inner.dispatch_send(mine.x, mine.ids, mine.weights)
-    pending = exchange.dispatch_send(mine.x, mine.ids, mine.weights)
+    pending = exchange.begin_dispatch(mine.x, mine.ids, mine.weights).send()
     with pytest.raises(InvalidArgument, match=r"rows .*on the device"):
-        pending.inner.recv(View.COMPACT)
+        pending.recv(View.COMPACT)
     exchange.close()
 
 
@@ -216,7 +218,7 @@ def test_a_reset_forgets_what_was_held() -> None:
     exchange = alone()
     mine = make_inputs(exchange.spec, "uniform", 1)[0]
     exchange.dispatch_send(mine.x, mine.ids, mine.weights).recv()
-    exchange.inner.reset()
+    exchange.inner.group.reset()
     run_pair(exchange, "uniform", 2, View.PADDED)
     exchange.close()
 
@@ -241,8 +243,8 @@ def test_dropped_exchange_unregisters_before_memory_is_freed() -> None:
     exchange = alone()
     ended: list[str] = []
     for name, each in (
-        ("port", exchange.inner._port),
-        ("exchange", exchange.inner._native),
+        ("port", exchange.inner.group.link._port),
+        ("exchange", exchange.inner.group.native),
         ("memory", exchange.staging.rows.inbound),
     ):
         weakref.finalize(each, ended.append, name)

@@ -13,25 +13,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ep_server.compat.deep_ep.bootstrap import from_process_group
 from ep_server.errors import ConfigError, InvalidArgument, StartupError
-from ep_server.exchange import bootstrap
 from ep_server.exchange.api import Exchange, ExchangeSpec, Payload, Reduction, View
-from ep_server.exchange.fabric import device
 from ep_server.exchange.fabric.copies import HostCopies, Slot
 from ep_server.exchange.fabric.device import FabricDeviceExchange
-from ep_server.exchange.fabric.exchange import FabricOptions
+from ep_server.exchange.fabric.link import FabricLink
+from ep_server.exchange.fabric.settings import FabricOptions
 from tests.support.exchange.conformance import Factory, run_cases, run_pair
 from tests.support.exchange.process_group import run_group
 from tests.support.exchange.routing import make_inputs
 from tests.support.exchange.sequences import run_sequences
 from tests.support.exchange.single import make_single
 from tests.support.fabric import mixed_ends
-from tests.support.fabric.fabric_ends import loopback, needs
+from tests.support.fabric.fabric_ends import connected, loopback, needs, through_group
 from tests.support.fabric.suites import failures
 
 
 def over_network(options: FabricOptions, spec: ExchangeSpec, group: dist.ProcessGroup) -> Exchange:
-    return device.from_process_group(group, spec, "cpu", options)
+    return FabricDeviceExchange(connected(FabricLink(spec, options), through_group(group)), "cpu")
 
 
 def in_a_mixed_group(options: FabricOptions, spec: ExchangeSpec, group: dist.ProcessGroup) -> Exchange:
@@ -40,7 +40,7 @@ def in_a_mixed_group(options: FabricOptions, spec: ExchangeSpec, group: dist.Pro
 
 
 def on_one_host(spec: ExchangeSpec, group: dist.ProcessGroup) -> Exchange:
-    return FabricDeviceExchange(bootstrap.from_process_group(group, spec), "cpu", copies=WatchedCopies())
+    return FabricDeviceExchange(from_process_group(group, spec), "cpu", copies=WatchedCopies())
 
 
 def suite(group: dist.ProcessGroup, factory: Factory) -> dict[str, str]:
@@ -133,7 +133,7 @@ def test_staging_is_as_large_as_the_spec_says() -> None:
     received = 5 * (256 + 2 * 4) + 6 * 4 + (3 * 15 + 13) * 8
     returned = 5 * 256 * 2
     exchange = alone()
-    assert exchange.staging_bytes == sent + 2 * (received + returned)
+    assert exchange.staging.staging_bytes == sent + 2 * (received + returned)
     exchange.close()
 
 

@@ -6,20 +6,19 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from ep_server.exchange.fabric.bootstrap import from_store
-from ep_server.exchange.fabric.exchange import FabricExchange
+from ep_server.exchange.fabric.link import FabricLink
+from ep_server.exchange.host import HostExchange
 from tests.support.exchange.fault_programs import operation, spec_of
 from tests.support.exchange.ranks import run_ranks
-from tests.support.fabric.fabric_ends import ends, loopback, needs
+from tests.support.fabric.fabric_ends import connected, ends, loopback, needs, through_file
 
 RANKS = 16
 SETTLED_TURNS = 100  # by then the pools of library and allocator are as large as they get
 MOST_GROWTH_KIB = 2048  # of hundreds of groups: less than a few KiB for each
 
 
-def begins(exchange: FabricExchange) -> None:
+def begins(exchange: HostExchange) -> None:
     """One operation with a token for every rank."""
     ranks = exchange.spec.num_ranks
     x = torch.full((1, 64), float(exchange.spec.rank), dtype=torch.bfloat16)
@@ -53,15 +52,15 @@ def resident_kib() -> int:
     return int(next(line.split()[1] for line in lines if line.startswith("VmRSS:")))
 
 
-def cycles(exchange: FabricExchange, folder: str, library: str, turns: int) -> list[tuple[object, int]]:
+def cycles(exchange: HostExchange, folder: str, library: str, turns: int) -> list[tuple[object, int]]:
     """Makes, uses and closes groups of the same ranks; what is held after each."""
     after = []
     for turn in range(turns):
-        store = dist.FileStore(f"{folder}/{turn}", exchange.spec.num_ranks)
-        one = from_store(store, "group", exchange.spec, loopback(library))
+        link, spec = FabricLink(exchange.spec, loopback(library)), exchange.spec
+        one = connected(link, through_file(f"{folder}/{turn}", spec))
         operation(one, turn)
         one.close()
-        del one, store
+        del one, link
         after.append((held(), resident_kib()))
     return after
 

@@ -15,10 +15,11 @@ import torch.distributed as dist
 from ep_server import _C
 from ep_server.errors import ConfigError, StartupError
 from ep_server.exchange.api import ExchangeSpec, View
-from ep_server.exchange.fabric.exchange import FabricExchange, FabricOptions
-from ep_server.exchange.geometry import geometry_of
+from ep_server.exchange.fabric.link import FabricLink
+from ep_server.exchange.fabric.settings import FabricOptions
+from ep_server.exchange.host import HostExchange, open_shm
 from ep_server.exchange.segment import HostShare, create_host_share, create_segment
-from ep_server.exchange.shm import ShmExchange
+from ep_server.exchange.spec import geometry_of
 from ep_server.testing import namespaces
 from ep_server.testing.namespaces import Hosts
 from tests.support.exchange import fault_programs as programs
@@ -80,7 +81,7 @@ ROW = 2 * HIDDEN
 ROUTING = TOKENS * 4 * (4 + 4)  # ids and weights of all tokens
 
 
-def counted(exchange: FabricExchange, choices: list[int]) -> tuple[int, int]:
+def counted(exchange: HostExchange, choices: list[int]) -> tuple[int, int]:
     """Bytes that dispatch and combine wrote into the memory of other ranks, each token routed alike."""
     before = exchange.statistics()["counters"]
     x = torch.full((TOKENS, HIDDEN), float(exchange.spec.rank + 1), dtype=torch.bfloat16)
@@ -92,8 +93,8 @@ def counted(exchange: FabricExchange, choices: list[int]) -> tuple[int, int]:
     return tuple(after[f"bytes/{op}"] - before[f"bytes/{op}"] for op in ("dispatch", "combine"))  # type: ignore[return-value]
 
 
-def all_routings(exchange: FabricExchange) -> list[tuple[int, int]]:
-    host = exchange.hosts[exchange.spec.rank]
+def all_routings(exchange: HostExchange) -> list[tuple[int, int]]:
+    host = exchange.group.link.hosts[exchange.spec.rank]
     far, mate = 2 * (1 - host), exchange.spec.rank ^ 1
     routings = [[far, far + 1, -1, -1], [far, -1, -1, -1], [mate, -1, -1, -1], [0, 1, 2, 3], [-1] * 4]
     return [counted(exchange, choices) for choices in routings]
@@ -119,6 +120,29 @@ def test_a_token_crosses_the_network_once_per_host(tmp_path: Path) -> None:
         assert sum(made[turn][1] for made in by_rank) == 4 * answers
 
 
+def through_the_nic(exchange: HostExchange) -> dict[str, int]:
+    """What one operation added to the counters of the network."""
+    before = exchange.statistics()["counters"]
+    counted(exchange, [2 * (1 - exchange.group.link.hosts[exchange.spec.rank]), -1, -1, -1])
+    exchange.barrier()  # the others have what this rank sends
+    after = exchange.statistics()["counters"]
+    network = [name for name in after if name.startswith("network_")]
+    return {name: after[name] - before[name] for name in network}
+
+
+def test_bytes_are_counted_per_peer_and_domain(tmp_path: Path) -> None:
+    needs("system")
+    spec = {"placement": (0, 1, 2, 3), "max_tokens": TOKENS, "hidden": HIDDEN, "top_k": 4}
+    with mixed_ends(tmp_path, TWO_BY_TWO, spec, loopback()) as ends:
+        by_rank = run_ranks(through_the_nic, 4, spec, ends=ends)
+    for rank, added in enumerate(by_rank):
+        others = (2, 3) if rank < 2 else (0, 1)
+        assert {f"network_bytes/{peer}/lo" for peer in others} == {n for n in added if "bytes" in n}
+    crossed = sum(n for added in by_rank for name, n in added.items() if "bytes" in name)
+    rows = 4 * (ROUTING + 2 * TOKENS * ROW)  # one row to the other host, one answer, and the routing
+    assert rows <= crossed <= rows + 8192  # the rest: records, consumed epochs, heartbeats
+
+
 @pytest.fixture
 def hosts() -> Iterator[Hosts]:
     needs("system")
@@ -135,10 +159,10 @@ def transmitted() -> int:
     return int(line.partition(":")[2].split()[8])
 
 
-def sent_by(exchange: FabricExchange, far: list[int]) -> int:
+def sent_by(exchange: HostExchange, far: list[int]) -> int:
     """Bytes that left this network namespace in eight dispatches of tokens for experts of the other one."""
     x = torch.randn(256, 1024).bfloat16()
-    first = exchange.hosts.index(1 - exchange.hosts[exchange.spec.rank])
+    first = exchange.group.link.hosts.index(1 - exchange.group.link.hosts[exchange.spec.rank])
     ids = torch.tensor([[first + rank if rank in far else -1 for rank in range(2)]]).repeat(256, 1)
     exchange.barrier()
     before = transmitted()
@@ -149,7 +173,7 @@ def sent_by(exchange: FabricExchange, far: list[int]) -> int:
     return transmitted() - before
 
 
-def sent_for_one_and_two(exchange: FabricExchange) -> tuple[int, int]:
+def sent_for_one_and_two(exchange: HostExchange) -> tuple[int, int]:
     return sent_by(exchange, [0]), sent_by(exchange, [0, 1])
 
 
@@ -171,13 +195,13 @@ def test_micro_batches_interleave_between_two_hosts_of_two_ranks(hosts: Hosts, t
         run_ranks(programs.back_to_back, 4, spec_of(4), args=(20,), ends=ends)
 
 
-def fewest_writes(exchange: FabricExchange) -> int:
+def fewest_writes(exchange: HostExchange) -> int:
     """Of one operation among many: with others heartbeats or epochs that waited too long come along."""
     made = []
     for step in range(300):
-        before = exchange.writes
+        before = exchange.group.link.writes
         operation(exchange, step)
-        made.append(exchange.writes - before)
+        made.append(exchange.group.link.writes - before)
     return min(made)
 
 
@@ -208,11 +232,11 @@ def test_banks_are_reused_safely_when_ranks_run_ahead(program: str, seed: int, t
         run_ranks(getattr(programs, program), 4, spec_of(4), args=(40,), ends=ends)
 
 
-def far_on(exchange: FabricExchange) -> None:
+def far_on(exchange: HostExchange) -> None:
     """A reset brings epochs behind those of all votes: further than an immediate has bits for."""
     for _ in range(66_000):
         exchange.all_gather(b"")
-    exchange.reset()
+    exchange.group.reset()
     for step in range(12):
         operation(exchange, step)
 
@@ -224,7 +248,7 @@ def test_epochs_go_beyond_the_bits_of_an_immediate(tmp_path: Path) -> None:
         run_ranks(far_on, 4, spec_of(4), 120, ends=ends)
 
 
-def idles_behind(exchange: FabricExchange, peer: Peer) -> float:
+def idles_behind(exchange: HostExchange, peer: Peer) -> float:
     """Rank 0 sends late; all others sleep on what one of them takes in for the rest."""
     operation(exchange, 0)
     if exchange.spec.rank == 0:
@@ -263,7 +287,8 @@ def test_hosts_that_do_not_fit_the_group_are_refused(hosts: tuple[int, ...], hos
 
 def test_too_little_memory_is_said_in_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ep_server.exchange.segment.available_memory", lambda: 1 << 17)
-    with pytest.raises(StartupError, match=r"the 2 ranks of host 5 need .* MiB .* 0\.1 MiB are available"):
+    too_little = r"the exchange of 2 ranks of host 5 needs .* MiB .* 0\.1 MiB are available"
+    with pytest.raises(StartupError, match=too_little):
         create_host_share(SPEC, (5, 5), 5)
 
 
@@ -279,13 +304,13 @@ def test_a_share_of_another_group_is_refused() -> None:
     }
     for name, one in wrong.items():
         with pytest.raises(StartupError, match="cannot use what its host shares"):
-            FabricExchange(SPEC, loopback(), share=one)
+            FabricLink(SPEC, loopback(), share=one)
         assert name
     with pytest.raises(ConfigError, match="hosts"):
-        FabricExchange(SPEC, loopback(), share=HostShare((0,), share.fd, share.bells))
+        FabricLink(SPEC, loopback(), share=HostShare((0,), share.fd, share.bells))
     alone = create_host_share(SPEC, (0, 1), 0)
     with pytest.raises(StartupError, match="regions"):  # it has one, for one host's ranks
-        ShmExchange(SPEC, fd=alone.fd)
+        open_shm(SPEC, alone.fd)
     os.close(whole)
     share.close()
     alone.close()

@@ -14,8 +14,9 @@ import pytest
 import torch
 
 from ep_server.errors import GroupAborted, PeerLost, PeerTimeout
-from ep_server.exchange.fabric.exchange import FabricExchange, FabricOptions
+from ep_server.exchange.fabric.settings import FabricOptions
 from ep_server.exchange.faults import Action, Fault
+from ep_server.exchange.host import HostExchange
 from ep_server.testing import namespaces
 from ep_server.testing.namespaces import Hosts
 from tests.support.exchange import fault_programs as programs
@@ -62,7 +63,7 @@ def test_a_stopped_gateway_is_named_and_not_the_source_behind_it(tmp_path: Path)
     assert_lost([o for o in ended if o.rank != GATEWAY], GATEWAY)
 
 
-def late_experts(exchange: FabricExchange, peer: Peer) -> None:
+def late_experts(exchange: HostExchange, peer: Peer) -> None:
     """The gateway computes; what it takes in for others meanwhile must not wait for it."""
     operation(exchange, 0)
     exchange.barrier()
@@ -109,9 +110,9 @@ def test_masking_goes_on_without_a_killed_rank(victim: int, tmp_path: Path) -> N
             assert outcome.value == {victim}
 
 
-def goes_on_masked(exchange: FabricExchange, faults: tuple[Fault, ...], count: int) -> frozenset[int]:
+def goes_on_masked(exchange: HostExchange, faults: tuple[Fault, ...], count: int) -> frozenset[int]:
     """Rows of the operation in which a gateway dies may be lost; what comes is right, later all comes."""
-    exchange.set_faults(faults)
+    exchange.group.set_faults(faults)
     for step in range(count):
         x, ids = rows_of(exchange.spec.rank, step), torch.arange(3).repeat(4, 1)
         received = exchange.dispatch_send(x, ids, torch.ones(4, 3)).recv()
@@ -119,11 +120,11 @@ def goes_on_masked(exchange: FabricExchange, faults: tuple[Fault, ...], count: i
         assert (received.rows[:, 2] == step).all()
         y = exchange.combine_send(received.rows, received).recv()
         if step > 5:
-            alive = [r for r in range(4) if r not in exchange.masked]
+            alive = [r for r in range(4) if r not in exchange.group.masked]
             assert sorted(set(sources.tolist())) == (alive if len(exchange.spec.local_experts) else [])
-            answering = sum(exchange.spec.placement[e] not in exchange.masked for e in range(3))
+            answering = sum(exchange.spec.placement[e] not in exchange.group.masked for e in range(3))
             assert torch.equal(y, x * answering)
-    return exchange.masked
+    return exchange.group.masked
 
 
 def test_a_header_dropped_behind_a_gateway_names_its_source(tmp_path: Path) -> None:

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 from ep_server.errors import StartupError
-from ep_server.exchange.fabric.exchange import FabricExchange, FabricOptions
+from ep_server.exchange.fabric.settings import FabricOptions
+from ep_server.exchange.host import HostExchange
 from tests.support.exchange import fault_programs as programs
 from tests.support.exchange.fault_programs import operation, spec_of
 from tests.support.exchange.ranks import Ranks, run_outcomes, run_ranks
@@ -24,7 +25,7 @@ def odd(folder: Path, library: str = "system", connect_seconds: float = 20.0, **
     return FabricOptions(str(made), address="127.0.0.1", connect_seconds=connect_seconds)
 
 
-def works(exchange: FabricExchange) -> None:
+def works(exchange: HostExchange) -> None:
     for step in range(3):
         operation(exchange, step)
 

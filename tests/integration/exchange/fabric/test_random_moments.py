@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from ep_server.errors import ExchangeError, PeerLost, PeerTimeout
-from ep_server.exchange.fabric.exchange import FabricExchange
+from ep_server.exchange.host import HostExchange
 from ep_server.testing import namespaces
 from ep_server.testing.namespaces import Hosts
 from tests.support.exchange.fault_programs import SECOND, operation, spec_of
@@ -27,7 +27,7 @@ OTHER_WORK_SECONDS = 1.0  # what a survivor may be late because this machine doe
 SLOW = (pytest.mark.slow, pytest.mark.timeout(900))
 
 
-def works(exchange: FabricExchange, peer: Peer) -> None:
+def works(exchange: HostExchange, peer: Peer) -> None:
     """Tells when it begins, and when it hears of a loss."""
     peer.tell(time.monotonic())
     try:

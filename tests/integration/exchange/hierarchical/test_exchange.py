@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from ep_server.compat.deep_ep.bootstrap import from_process_group
 from ep_server.errors import ConfigError, GroupAborted, InvalidArgument, StartupError
-from ep_server.exchange import bootstrap
 from ep_server.exchange.api import ExchangeSpec, Payload, Reduction, View
 from ep_server.exchange.fabric.device import FabricDeviceExchange
-from ep_server.exchange.hierarchical.bootstrap import compose
-from ep_server.exchange.hierarchical.exchange import HierarchicalExchange
+from ep_server.exchange.hierarchical.exchange import HierarchicalExchange, open_hierarchical
+from ep_server.exchange.spec import Waiting
 from tests.support.exchange.conformance import Factory, run_cases, run_side_by_side
 from tests.support.exchange.process_group import run_group
 from tests.support.exchange.sequences import run_sequences
@@ -152,12 +152,12 @@ def refused(group: dist.ProcessGroup) -> None:
     spec = ExchangeSpec(rank, 3, (0, 1, 2), 4, 64, 2)
     wrong = {(0, 1, 0): "ranks of a host follow", (0, 1): "one number per rank"}
     for hosts, said in wrong.items():
-        inter = FabricDeviceExchange(bootstrap.from_process_group(group, spec), "cpu")
+        inter = FabricDeviceExchange(from_process_group(group, spec), "cpu")
         with pytest.raises(ConfigError, match=said):
             hierarchical_ends.beside(inter, hosts)
         with pytest.raises(InvalidArgument, match="closed"):
             inter.barrier()
-    masking = FabricDeviceExchange(bootstrap.from_process_group(group, spec, on_timeout="mask"), "cpu")
+    masking = FabricDeviceExchange(from_process_group(group, spec, waiting=Waiting(on_timeout="mask")), "cpu")
     with pytest.raises(ConfigError, match="on_timeout = 'mask'"):
         hierarchical_ends.beside(masking, (0, 0, 1))
 
@@ -169,7 +169,7 @@ def test_hosts_and_settings_that_cannot_be_are_refused_by_name() -> None:
 def one_cannot(group: dist.ProcessGroup) -> str:
     """Rank 2 has no exchange inside its host: nobody waits for it in vain."""
     spec = ExchangeSpec(group.rank(), 3, (0, 1, 2), 4, 64, 2, timeout_ns=30 * 10**9)
-    inter = FabricDeviceExchange(bootstrap.from_process_group(group, spec), "cpu")
+    inter = FabricDeviceExchange(from_process_group(group, spec), "cpu")
 
     def make(intra: ExchangeSpec, fd: int) -> object:
         if spec.rank == 2:
@@ -177,7 +177,7 @@ def one_cannot(group: dist.ProcessGroup) -> str:
         return hierarchical_ends.in_memory(intra, fd)
 
     with pytest.raises((StartupError, GroupAborted)) as caught:
-        compose(inter, (0, 0, 1), hierarchical_ends.same, make)  # type: ignore[arg-type]
+        open_hierarchical(inter, (0, 0, 1), hierarchical_ends.same, make)  # type: ignore[arg-type]
     return type(caught.value).__name__
 
 

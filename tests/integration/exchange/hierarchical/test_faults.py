@@ -13,13 +13,13 @@ import torch
 from ep_server.errors import GroupAborted, PeerLost, PeerTimeout
 from ep_server.exchange.api import ExchangeSpec
 from ep_server.exchange.fabric.device import FabricDeviceExchange
-from ep_server.exchange.fabric.exchange import FabricOptions
+from ep_server.exchange.fabric.settings import FabricOptions
 from ep_server.exchange.faults import Action, Fault
 from ep_server.exchange.hierarchical.exchange import HierarchicalExchange
 from ep_server.testing import namespaces
 from ep_server.testing.namespaces import Hosts
 from tests.support.exchange.fault_programs import SECOND
-from tests.support.exchange.ranks import Outcome, Peer, Ranks, run_outcomes
+from tests.support.exchange.ranks import Outcome, Peer, Ranks, run_outcomes, run_ranks
 from tests.support.fabric import hierarchical_ends
 from tests.support.fabric.fabric_ends import loopback, needs
 from tests.support.fabric.fault_programs import assert_lost
@@ -45,7 +45,7 @@ def faulty(exchange: HierarchicalExchange, victim: int, intra: bool, fault: Faul
     """intra: the fault is in the part inside the victim's host."""
     if exchange.spec.rank == victim:
         part = exchange.intra if intra else exchange.inter.inner
-        part.set_faults((fault,))  # type: ignore[union-attr]
+        part.group.set_faults((fault,))  # type: ignore[union-attr]
     operations(exchange, 12)
 
 
@@ -121,7 +121,7 @@ def cut_off(exchange: HierarchicalExchange, peer: Peer) -> None:
 
 
 def aborted(exchange: HierarchicalExchange) -> str:
-    exchange.intra.abort()  # type: ignore[attr-defined]
+    exchange.intra.group.abort()  # type: ignore[attr-defined]
     x = torch.ones(TOKENS, HIDDEN, dtype=torch.bfloat16)
     try:
         exchange.dispatch_send(x, torch.arange(4).repeat(TOKENS, 1), torch.ones(TOKENS, 4)).recv()
@@ -137,3 +137,36 @@ def test_an_abort_inside_a_host_says_whose_numbers_it_tells(tmp_path: Path) -> N
     for outcome in ended:
         first = 2 * HOSTS[outcome.rank]
         assert outcome.value.startswith(f"among ranks {first} to {first + 1}, counted from 0 there: ")
+
+
+def lost(exchange: HierarchicalExchange, dead: int) -> tuple[list[int], list[int]]:
+    """Its other ranks go on without one: masked at first, then in a new generation."""
+    membership, rank = exchange.membership, exchange.spec.rank
+    assert membership is not None and membership.live == set(range(4))
+    operations(exchange, 2)
+    exchange.barrier()
+    if rank == dead:
+        return [], []
+    membership.mask([dead])
+    found = [partial_sums(exchange) for _ in range(6)]
+    masked = sorted(membership.masked)
+    membership.reset([dead])
+    found += [partial_sums(exchange) for _ in range(6)]
+    assert found == [3.0 * (rank + 1)] * 12  # every token loses the output of one expert
+    return masked, sorted(membership.live)
+
+
+def partial_sums(exchange: HierarchicalExchange) -> float:
+    x = torch.full((TOKENS, HIDDEN), float(exchange.spec.rank + 1), dtype=torch.bfloat16)
+    received = exchange.dispatch_send(x, torch.arange(4).repeat(TOKENS, 1), torch.ones(TOKENS, 4)).recv()
+    (value,) = exchange.combine_send(received.rows, received).recv().unique().tolist()
+    return float(value)
+
+
+@pytest.mark.parametrize("dead", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_ranks_of_both_hosts_go_on_without_a_masked_one(dead: int, tmp_path: Path) -> None:
+    needs("system")
+    with mixed_ends(tmp_path, HOSTS, SPEC, loopback()) as ends:
+        found = run_ranks(lost, 4, SPEC, 30, args=(dead,), ends=[HierarchicalEnd(end) for end in ends])
+    live = [rank for rank in range(4) if rank != dead]
+    assert [found[rank] for rank in live] == [([dead], live)] * 3

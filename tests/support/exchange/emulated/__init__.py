@@ -135,46 +135,36 @@ def late_blocks(path: Path, microseconds: int) -> None:
 
 def patch_exchange() -> None:
     """Its tensors are on the CPU."""
-    from ep_server.exchange.nvlink import group as cuda_group
+    from ep_server.exchange.nvlink import exchange as cuda_exchange
     from ep_server.exchange.nvlink import launch as cuda_launch
 
-    class Shapes(cuda_group.Shapes):  # type: ignore[misc]
-        def __init__(self, spec: Any, device: torch.device) -> None:
-            super().__init__(spec, torch.device("cpu"))
+    class Shapes(cuda_exchange.Shapes):  # type: ignore[misc]
+        def __init__(self, spec: Any, device: torch.device, **options: Any) -> None:
+            super().__init__(spec, torch.device("cpu"), **options)
 
     def regions(block: Any, device: Any = None) -> torch.Tensor:
         shape, (address, _) = (block.__cuda_array_interface__[k] for k in ("shape", "data"))
         memory = (ctypes.c_uint8 * (shape[0] * shape[1])).from_address(address)
         return torch.frombuffer(memory, dtype=torch.uint8).view(shape)
 
-    cuda_group.Shapes = Shapes  # type: ignore[misc]
+    cuda_exchange.Shapes = Shapes  # type: ignore[misc]
     cuda_launch.torch = _Torch(regions)
 
 
 def patch_buffer() -> None:
     """A Buffer's tensors are on the CPU, and its calls go where those of CUDA tensors go."""
-    from ep_server.compat.deep_ep import sessions
-    from ep_server.compat.deep_ep.nvlink_session import NvlinkSession
+
+    from ep_server.compat.deep_ep import events, sessions
     from ep_server.exchange.api import ExchangeSpec, Reduction
-    from ep_server.exchange.nvlink import bootstrap as cuda_bootstrap
-    from tests.support.exchange import buffer_user
+    from tests.support.exchange import buffer_user, gpu_group
 
-    class Session(NvlinkSession):
-        def __init__(self, exchange: Any, streams: Any) -> None:
-            super().__init__(exchange, streams)
-            self.device = torch.device("cpu")
+    def make(group: Any, spec: ExchangeSpec, device: Any, waiting: Any, num_sms: int) -> Any:
+        spec = replace(spec, reduction=Reduction.RANK)
+        options = {"on_timeout": waiting.on_timeout, "num_sms": num_sms}
+        return gpu_group.open_exchange(group, spec, device=0, **options)
 
-    def make(self: sessions.Sessions, spec: ExchangeSpec) -> Session:
-        exchange = cuda_bootstrap.from_process_group(
-            self._group,
-            replace(spec, reduction=Reduction.RANK),
-            device=0,
-            on_timeout=self._on_timeout,
-            num_sms=self._options.num_sms,
-        )
-        return Session(exchange, self.streams(exchange.device))
-
-    sessions.Sessions._shm = make  # type: ignore[method-assign]
+    sessions.from_process_group = make
+    sessions.HostStreams = lambda: events.Streams(torch.device("cuda", 0))  # type: ignore[misc,assignment]
     buffer_user.gpu_device = lambda _: torch.device("cpu")
 
 

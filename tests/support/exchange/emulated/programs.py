@@ -8,7 +8,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from ep_server.exchange.shm import ShmExchange
+from ep_server.exchange.host import HostExchange
 from tests.support.exchange import emulated
 from tests.support.exchange.ranks import Peer
 
@@ -27,7 +27,7 @@ def with_late_blocks(group: dist.ProcessGroup, path: Path, microseconds: int, na
     return on_emulation(group, path, name, *args)
 
 
-def one_dies(control: ShmExchange, path: Path, death: str, on_timeout: str, peer: Peer) -> Any:
+def one_dies(control: HostExchange, path: Path, death: str, on_timeout: str, peer: Peer) -> Any:
     """gpu_deaths.rank_1_dies."""
     emulated.install(path)
     with emulated.OnCpu():

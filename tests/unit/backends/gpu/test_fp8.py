@@ -24,9 +24,9 @@ from ep_server.backends.cpu.runner import ModelRunner
 from ep_server.backends.gpu.kernels.triton.expert_rows import ExpertRows, ExpertWeights
 from ep_server.backends.gpu.moe.rows import PlainRows, RowsOfSteps
 from ep_server.exchange.api import Payload, View
+from ep_server.exchange.host import open_shm
 from ep_server.exchange.quant import dequantise
 from ep_server.exchange.segment import create_segment
-from ep_server.exchange.shm import ShmExchange
 from ep_server.models.decoder import DecoderParams
 from ep_server.models.families import read_spec
 from ep_server.models.kv_cache import KvCache, KvLayer
@@ -144,7 +144,7 @@ def test_rows_are_read_where_they_arrived(fp8: Fp8) -> None:
     spec = replace(exchange_spec(model, 0, 1, (0,) * EXPERTS), payload=Payload.FP8)
     for view in (View.COMPACT, View.INDEX):
         fd = create_segment(spec)
-        carried = ShmExchange(spec, fd=fd)
+        carried = open_shm(spec, fd)
         os.close(fd)
         rows = PlainRows(carried, view)
         of_view[view] = on_gpu(model, rows=RowsOfSteps(rows, rows))

@@ -54,6 +54,6 @@ def test_the_watch_sees_what_would_wait(read: Callable[[torch.Tensor], object]) 
 def test_a_step_that_reads_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = made_runner(tmp_path, torch.device("cpu"), ())
     sample = runner._sampler.sample
-    monkeypatch.setattr(runner._sampler, "sample", lambda p, x, t, h: (sample(p, x, t, h), int(t.sum()))[0])
+    monkeypatch.setattr(runner._sampler, "sample", lambda *given: (sample(*given), int(given[2].sum()))[0])
     with pytest.raises(HostRead):
         decode(runner, 1, cpu_watch)

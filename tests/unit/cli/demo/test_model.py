@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from jinja2 import TemplateError
 from safetensors import safe_open
-from transformers import Qwen3MoeForCausalLM
+from transformers import AutoTokenizer, Qwen3MoeForCausalLM
 
 import ep_server
 from ep_server.cli.demo.sums import Sum, draw_held_out, parse_answer
@@ -28,7 +29,8 @@ def tokenizer() -> Tokenizer:
 
 def test_the_files_are_a_small_checkpoint() -> None:
     names = {file.name for file in MODEL.iterdir()}
-    assert names == {"config.json", "generation_config.json", "model.safetensors", "tokenizer.json"}
+    files = {"chat_template.jinja", "config.json", "generation_config.json", "model.safetensors"}
+    assert names == files | {"tokenizer.json", "tokenizer_config.json"}
     assert sum(file.stat().st_size for file in MODEL.iterdir()) <= MAX_BYTES
     with safe_open(MODEL / "model.safetensors", "pt") as weights:
         assert {weights.get_tensor(name).dtype for name in weights.keys()} == {torch.bfloat16}  # noqa: SIM118
@@ -43,6 +45,18 @@ def test_spaces_and_leading_zeros_do_not_matter(tokenizer: Tokenizer) -> None:
     for text in ("7 + 12 =", "7+12=", " 07  + 012 = "):
         assert tokenizer.encode(text) == expected
     assert len(expected) == 8
+
+
+def test_chat_template_asks_the_last_sum(tokenizer: Tokenizer) -> None:
+    transformer = AutoTokenizer.from_pretrained(MODEL)
+    earlier = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
+    for question in ("7 + 12", " 7 + 12 = "):
+        messages = [*earlier, {"role": "user", "content": question}]
+        rendered = transformer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert rendered == "7 + 12 ="
+        assert transformer(rendered).input_ids == tokenizer.encode("7 + 12 =")
+    with pytest.raises(TemplateError, match="the last message must have the role user"):
+        transformer.apply_chat_template(earlier, tokenize=False)
 
 
 def test_answers_stream_as_text(tokenizer: Tokenizer) -> None:

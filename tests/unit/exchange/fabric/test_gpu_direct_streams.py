@@ -12,58 +12,66 @@ from typing import Any
 import pytest
 import torch
 
-from ep_server.exchange.api import ExchangeSpec, Payload
+from ep_server.exchange.api import Payload, PendingDispatch
 from ep_server.exchange.fabric.copies import CudaCopies
-from ep_server.exchange.fabric.device import FabricDeviceExchange, Staging
+from ep_server.exchange.fabric.device import FabricDeviceExchange
 from ep_server.exchange.fabric.device_rows import DeviceRows
-from ep_server.exchange.fabric.gpu_direct import GpuDirect, RowsFabric
-from ep_server.exchange.shm import PendingDispatch
+from ep_server.exchange.fabric.gpu_direct import GpuDirect
+from ep_server.exchange.fabric.link import FabricLink
 from tests.support.fabric.direct_ends import CPU, over_shm, own_name, poisoned_rows
 from tests.support.fabric.stream_programs import LEFT_OUT as LEFT_OUT_OF_BOTH
-from tests.support.fabric.stream_programs import Operation, Sums, assert_sums, run_alone, spec_of, timelines
+from tests.support.fabric.stream_programs import (
+    Operation,
+    Sums,
+    assert_sums,
+    run_alone,
+    spec_of,
+    timelines,
+    views_on_gpu,
+)
 from tests.support.fabric.stream_races import HOST, Races, watched
 
 
-class Noted(RowsFabric):
-    """The card reads what is sent, and the host its tables."""
+def noted(exchange: FabricDeviceExchange, races: Races) -> None:
+    """From now on, notes that the card reads what is sent, and the host its tables."""
+    direct, inner, spec = exchange.staging, exchange.inner, exchange.spec
+    assert isinstance(direct, GpuDirect)
+    next_bank, start_dispatch, start_combine = direct.next_bank, inner.start_dispatch, inner.start_combine
+    bank = 0
 
-    races: Races
+    def taken(op: int) -> int:
+        nonlocal bank
+        bank = next_bank(op)
+        return bank
 
-    def next_bank(self, op: int) -> int:
-        self.bank = super().next_bank(op)
-        return self.bank
+    def dispatched(x: int, ids: torch.Tensor, weights: torch.Tensor | None) -> PendingDispatch:
+        rows, _ = inner._banks[bank]
+        own = rows[spec.rank * spec.max_tokens :][: len(ids)]
+        races.note(HOST, [own, ids, *([] if weights is None else [weights])], [], "start_dispatch")
+        return start_dispatch(x, ids, weights)
 
-    def send_rows(self, ids: torch.Tensor, weights: torch.Tensor | None) -> PendingDispatch:
-        rows, _ = self.views.index(self.bank)
-        own = rows[self.spec.rank * self.spec.max_tokens :][: len(ids)]
-        self.races.note(HOST, [own, ids, *([] if weights is None else [weights])], [], "send_rows")
-        return super().send_rows(ids, weights)
+    def combined(*given: Any) -> Any:
+        races.note(HOST, [direct.rows.leaving(bank), direct.rows.arrived(bank)], [], "start_combine")
+        return start_combine(*given)
 
-    def send_answers(self, *given: Any) -> Any:
-        self.races.note(
-            HOST, [self.rows.leaving(self.bank), self.rows.arrived(self.bank)], [], "send_answers"
-        )
-        return super().send_answers(*given)
+    direct.next_bank = taken  # type: ignore[method-assign]
+    inner.start_dispatch, inner.start_combine = dispatched, combined  # type: ignore[method-assign]
 
 
 def explored(replace: Callable[..., None], payload: Payload = Payload.BF16) -> tuple[Races, Sums]:
     spec = spec_of(payload)
     with watched(replace) as races:
-        inner = opened(spec, races)
-        exchange = FabricDeviceExchange(
-            inner, CPU, staging=Staging.GPU_DIRECT, copies=CudaCopies(CPU, spec.timeout_ns)
-        )
+        rows = poisoned_rows(spec, DeviceRows.HOST, 0)
+        link = FabricLink(spec, own_name(over_shm()), rows=rows)
+        inner = link.exchange()
+        link.connect([link.address], 1)
+        exchange = FabricDeviceExchange(inner, CPU, rows, copies=CudaCopies(CPU, spec.timeout_ns))
+        noted(exchange, races)
+        views_on_gpu(exchange.shapes)
         sums = run_alone(exchange, 4)
         banks_change_streams(exchange)
         exchange.close()
     return races, sums
-
-
-def opened(spec: ExchangeSpec, races: Races) -> Noted:
-    inner = Noted(spec, poisoned_rows(spec, DeviceRows.HOST, 0), own_name(over_shm()))
-    inner.races = races
-    inner.connect([inner.address], 1)
-    return inner
 
 
 def banks_change_streams(exchange: FabricDeviceExchange) -> None:

@@ -26,6 +26,7 @@ from tests.support.fabric.stream_programs import (
     run_alone,
     spec_of,
     timelines,
+    views_on_gpu,
 )
 from tests.support.fabric.stream_races import HOST, Races, watched
 
@@ -38,6 +39,7 @@ def explored(replace: Callable[..., None], payload: Payload = Payload.BF16) -> t
     with watched(replace) as races:
         inner = Noted(make_single(spec, "native"), races)
         exchange = FabricDeviceExchange(inner, CPU, copies=CudaCopies(CPU, spec.timeout_ns))
+        views_on_gpu(exchange.shapes)
         sums = run_alone(exchange, 4)
         exchange.close()
     return races, sums

@@ -17,8 +17,9 @@ import pytest
 from ep_server.config import Config
 from ep_server.errors import ConfigError, StartupError
 from ep_server.exchange.api import ExchangeSpec
-from ep_server.exchange.fabric.exchange import FabricExchange, FabricOptions
-from ep_server.ranks.fabric_options import fabric_options
+from ep_server.exchange.fabric.link import FabricLink
+from ep_server.exchange.fabric.settings import FabricOptions
+from ep_server.ranks.group import fabric_options
 from tests.support.fabric.fabric_ends import needs
 from tests.support.fabric.wrapped import Wrapped
 
@@ -42,7 +43,7 @@ def opened(tmp_path: Path) -> Iterator[Open]:
 
     def told(wrapped: Wrapped, **settings: Any) -> list[str]:
         library = str(wrapped.build(tmp_path))
-        FabricExchange(SPEC, FabricOptions(library, address="127.0.0.1", **settings)).close()
+        FabricLink(SPEC, FabricOptions(library, address="127.0.0.1", **settings)).close()
         return record.read_text(encoding="utf-8").splitlines()
 
     yield told
@@ -136,7 +137,7 @@ def test_a_queue_must_hold_an_operation_to_one_peer() -> None:
     needs("system")
     FabricOptions(queue_depth=SPEC.max_tokens + 3).check_depth(SPEC.max_tokens)
     with pytest.raises(ConfigError, match=r"queue_depth = 6: must be 0 .* or 7 to 65536: max_tokens is 4"):
-        FabricExchange(SPEC, FabricOptions(address="127.0.0.1", queue_depth=6))
+        FabricLink(SPEC, FabricOptions(address="127.0.0.1", queue_depth=6))
 
 
 def test_ranks_of_a_node_have_own_devices_and_share_the_rest() -> None:
@@ -176,5 +177,5 @@ def test_a_section_that_cannot_be_told_to_ranks_is_refused(values: dict[str, Any
 
 
 def test_settings_are_told_without_torch() -> None:
-    line = "import sys, ep_server.ranks.fabric_options; sys.exit('torch' in sys.modules)"
+    line = "import sys, ep_server.ranks.group; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", line], check=False, timeout=60).returncode == 0

@@ -9,7 +9,7 @@ import torch
 
 from ep_server.errors import ConfigError
 from ep_server.exchange.api import ExchangeSpec, Received, View
-from ep_server.exchange.fabric.host_staging import Brought
+from ep_server.exchange.fabric.host_staging import ReceivedRows
 from ep_server.exchange.hierarchical.host_part import (
     IdSplit,
     InterTables,
@@ -85,7 +85,7 @@ def test_joined_rows_are_ordered_by_expert_source_and_token(view: View, seed: in
     tables = InterTables(spec_of(1), ranks)(inner, entry)
     # Inside a host ids count from any bank: only their number matters here.
     here = Received(torch.empty(0), *counted(intra, experts + 1), None, row_ids=torch.arange(len(intra)))
-    joined = join(here, Brought(inner.counts, tables, []), view)
+    joined = join(here, ReceivedRows(inner.counts, tables, []), view)
     rows = [("intra", entry) for entry in intra] + [("inter", int(row)) for row in used]
     wanted = [
         ("intra", e) if e[1] in ranks else ("inter", gateways[e[1]] * region + e[1] * tokens + e[2])

@@ -23,8 +23,8 @@ from ep_server.exchange.fabric.device import FabricDeviceExchange
 from ep_server.exchange.fabric.host_staging import Outgoing
 from ep_server.exchange.hierarchical.exchange import HierarchicalExchange
 from ep_server.exchange.hierarchical.host_part import spec_of_host
+from ep_server.exchange.host import HostExchange, open_shm
 from ep_server.exchange.segment import create_segment
-from ep_server.exchange.shm import ShmExchange
 from tests.support.exchange.single import make_single
 from tests.support.fabric.stream_programs import (
     LEFT_OUT,
@@ -35,6 +35,7 @@ from tests.support.fabric.stream_programs import (
     run,
     spec_of,
     timelines,
+    views_on_gpu,
 )
 from tests.support.fabric.stream_races import HOST, Races, address, watched
 
@@ -44,7 +45,7 @@ CPU, RANKS = torch.device("cpu"), 2
 class OnStream:
     """The exchange inside a host: memory of a GPU, halves on the caller's stream, banks in their order."""
 
-    def __init__(self, inner: ShmExchange, races: Races) -> None:
+    def __init__(self, inner: HostExchange, races: Races) -> None:
         self.inner, self.races = inner, races
         self.freed: dict[int, Any] = {}  # by bank: what had happened when it was given back
 
@@ -98,8 +99,9 @@ def exchanges(races: Races, payload: Payload) -> Iterator[list[HierarchicalExcha
     fd, made = create_segment(spec), []
     for rank in range(RANKS):
         mine = replace(spec, rank=rank)
-        inner = Noted(ShmExchange(mine, fd=fd), races)
+        inner = Noted(open_shm(mine, fd), races)
         inter = FabricDeviceExchange(inner, CPU, copies=CudaCopies(CPU, spec.timeout_ns))  # type: ignore[arg-type]
+        views_on_gpu(inter.shapes)
         intra = make_single(spec_of_host(mine, range(rank, rank + 1)), "native")
         made.append(HierarchicalExchange(OnStream(intra, races), inter, (0, 1)))  # type: ignore[arg-type]
     os.close(fd)

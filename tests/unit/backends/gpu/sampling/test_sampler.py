@@ -4,8 +4,9 @@ follow its distribution. Without a GPU its kernels are interpreted."""
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import numpy as np
 import pytest
 import torch
 
@@ -15,7 +16,16 @@ from ep_server.backends.gpu.kernels.triton.sampling_table import ENTRIES, MOST_R
 from ep_server.backends.gpu.sampling.sampler import GpuSampler
 from ep_server.errors import InternalError, InvalidArgument
 from ep_server.frontend.requests import MAX_LOGIT_BIAS, MAX_STOP_TOKENS, MAX_TOP_N
-from ep_server.records import NO_TOKEN, Request, SampledToken, Sampling, SeqSlice, Stopping
+from ep_server.records import (
+    NO_TOKEN,
+    Grammar,
+    GrammarKind,
+    Request,
+    SampledToken,
+    Sampling,
+    SeqSlice,
+    Stopping,
+)
 from tests.support.triton.harness import DEVICE, NAN, random
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of NaN, in the interpreter
@@ -130,6 +140,27 @@ def test_a_request_alone(both: Both, name: str) -> None:
     both.add(request(1, stopping=EARLY, **EDITS[name]))
     for logits in steps(4, 1):
         both.check(both.launch([1], logits))
+
+
+def test_masks_of_grammars_are_the_hosts(both: Both) -> None:
+    """Beside bias, penalties and log probabilities, in a group of their own: other rows keep theirs."""
+    edits = {name: value for name, value in EDITS["all"].items() if name != "allowed_token_ids"}
+    grammar = Grammar(GrammarKind.PROGRAM, "")
+    asked = [replace(request(n, **fields), grammar=grammar) for n, fields in enumerate(({}, edits))]
+    both.add(*asked, request(2, temperature=0.0))
+    draws = np.random.default_rng(0)
+    for step, logits in enumerate(steps(4, 3)):
+        masks = [draws.integers(-(2**31), 2**31, -(-VOCAB // 32), dtype=np.int32) for _ in range(2)]
+        expected = both.host.sample([0, 1, 2], logits.cpu(), dict(enumerate(masks)))
+        pieces = [SeqSlice(n, 3 + step, (0,), (), True) for n in range(3)]
+        drawn, told = torch.full((3,), -9, device=DEVICE), on_host(3)
+        none = both.gpu.sample(pieces[2:], logits[2:].clone(), drawn[2:], told[2:], pieces)
+        reported = both.gpu.sample(pieces[:2], logits[:2].clone(), drawn[:2], told[:2], pieces, masks)
+        if DEVICE.type == "cuda":
+            torch.cuda.synchronize()
+        tokens = told.tolist()
+        got = both.gpu.sampled_tokens([0, 1], tokens[:2], reported)
+        assert_as(got + both.gpu.sampled_tokens([2], tokens[2:], none), expected)
 
 
 def test_requests_come_go_and_change_rows(both: Both) -> None:

@@ -1,0 +1,284 @@
+"""A killed rank pauses streams and ends none. The oracle of real ranks is an undisturbed run."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import psutil
+import pytest
+
+from ep_server.cli.demo.run import DEMO_MODEL
+from ep_server.config import Config
+from ep_server.engine.engine import EngineState
+from ep_server.errors import ConfigError, StartupError
+from ep_server.frontend.served_model import ServedModel
+from ep_server.frontend.server import Server
+from ep_server.ranks.launcher import RankProcesses
+from ep_server.ranks.restarting import RestartingRanks
+from ep_server.records import RankReady
+from ep_server.testing.fake_ranks import FakeRanks
+from tests.support.frontend import Code, Recorder, failure, next_event, rest, serving
+from tests.support.raw_client import Output, RawClient
+
+WAIT = 120.0
+NEW = 160
+PROMPT = [1, 5, 3, 7, 2, 9, 4, 6]
+# Everything whose state a new rank must build again. Prompts of up to 200 tokens run in chunks of 32.
+ASKED: list[dict[str, Any]] = [
+    {"token_ids": PROMPT, "temperature": 0.0},
+    {"token_ids": PROMPT * 25, "temperature": 1.5, "seed": 1},
+    {"token_ids": PROMPT, "temperature": 1.5, "seed": 2, "repetition_penalty": 1.3, "frequency_penalty": 0.4},
+    {"token_ids": PROMPT, "temperature": 2.0, "seed": 3, "num_sequences": 2},
+    {"token_ids": PROMPT, "temperature": 2.0, "seed": 4, "stop_strings": ["77"], "min_new_tokens": 60},
+    {
+        "token_ids": PROMPT,
+        "temperature": 2.0,
+        "seed": 5,
+        "output_logprobs": True,
+        "top_n": 2,
+        "prompt_logprobs": 1,
+    },
+    {"token_ids": PROMPT, "temperature": 2.0, "seed": 6, "regex": "[0-9]{150}", "ignore_eos": False},
+    {"token_ids": PROMPT, "temperature": 1.5, "seed": 7, "cache_salt": "a"},
+]
+
+
+@asynccontextmanager
+async def demo() -> AsyncIterator[tuple[Server, RestartingRanks, RawClient, Recorder]]:
+    config = Config.from_values(
+        {
+            "grpc.port": 0,
+            "model.path": str(DEMO_MODEL),
+            "model.dtype": "float32",
+            "parallel.ranks": 2,
+            "resilience.max_losses": 1000,
+            "parallel.threads_per_rank": 1,
+            "scheduler.kv_blocks": 256,
+            "scheduler.max_step_tokens": 32,
+            "scheduler.max_running": 16,
+        }
+    )
+    ranks, heard = RestartingRanks(lambda: RankProcesses(config)), Recorder()
+    server = Server(config, ServedModel.load(config.model), ranks, heard)
+    await server.start(lambda *_: None)
+    try:
+        async with RawClient(server.address) as client:
+            yield server, ranks, client, heard
+        server.engine.check_integrity()
+    finally:
+        await server.drain()
+        await server.stop()
+
+
+async def run_all(client: RawClient, asked: list[dict[str, Any]]) -> list[Output]:
+    fields = {"max_new_tokens": NEW, "ignore_eos": True, "timeout": WAIT}
+    calls = [client.complete(one["token_ids"], **{**fields, **_rest(one)}) for one in asked]
+    return list(await asyncio.gather(*calls))
+
+
+def _rest(one: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in one.items() if name != "token_ids"}
+
+
+def seen(output: Output) -> tuple[Any, ...]:
+    """All that a caller gets, without times."""
+    usage = output.finished.usage
+    scores = [
+        [(one.logprob, *(top.token_id for top in one.top)) for one in many]
+        for many in (output.logprobs, output.prompt_logprobs)
+    ]
+    counts = usage.prompt_tokens, usage.output_tokens
+    return (output.token_ids, output.text, scores, output.finished.reason, counts, *map(seen, output.others))
+
+
+@pytest.mark.parametrize("kills", [2, pytest.param(200, marks=(pytest.mark.slow, pytest.mark.timeout(3600)))])
+async def test_killed_ranks_change_no_output(kills: int) -> None:
+    draw = random.Random(7)
+    async with demo() as (server, ranks, client, heard):
+        expected = [seen(output) for output in await run_all(client, ASKED)]
+        for kill in range(kills):
+            running = asyncio.ensure_future(run_all(client, ASKED))
+            tokens = draw.randrange(5, NEW - 60)
+            async with asyncio.timeout(WAIT):
+                while max((len(a.output) for a in server.engine._requests), default=0) < tokens:
+                    await asyncio.sleep(0)
+                    assert not running.done()
+            os.kill(ranks.group.pids[kill % 2], signal.SIGKILL)  # type: ignore[attr-defined]
+            outputs = await running
+            print("longest gap", max(output.finished.timings.max_token_gap_seconds for output in outputs))
+            found = [seen(output) for output in outputs]
+            assert found == expected, f"kill {kill} after {tokens} tokens"
+            assert heard.recovered[kill] > 0
+        assert len(heard.recovered) == kills
+        usage = server.engine.statistics()
+        assert (usage.open_streams, usage.running, usage.waiting) == (0, 0, 0)
+    assert [child for child in psutil.Process().children() if "ep_server" in child.name()] == []
+
+
+async def test_a_new_request_waits_for_the_new_ranks() -> None:
+    ranks = FakeRanks(2)
+    async with serving(ranks, resilience__on_rank_loss="recover") as served:
+        ranks.hold()
+        first = served.client.generate([1], max_new_tokens=4)
+        await next_event(first)
+        ranks.step(2)
+        ranks.start_gate = asyncio.Event()
+        ranks.kill(1)
+        second = served.client.generate([7], max_new_tokens=2)
+        await next_event(second)
+        info = await served.client.server_info()
+        assert (
+            info.state
+            == type(info)
+            .DESCRIPTOR.fields_by_name["state"]
+            .enum_type.values_by_name["SERVER_STATE_RECOVERING"]
+            .number
+        )
+        assert await served.client.serving()
+        ranks.start_gate.set()
+        tokens = [[t for e in await rest(call) for t in e.tokens.token_ids] for call in (first, second)]
+        assert tokens == [[2, 3, 4, 5], [8, 9]]
+        assert served.heard.recovered == [2]
+
+
+async def test_a_request_cancelled_meanwhile_is_not_continued() -> None:
+    ranks = FakeRanks(2)
+    async with serving(ranks, resilience__on_rank_loss="recover") as served:
+        ranks.hold()
+        call = served.client.generate([1], max_new_tokens=4)
+        await next_event(call)
+        ranks.start_gate = asyncio.Event()
+        ranks.kill(0)
+        call.cancel()
+        await served.idle()
+        ranks.start_gate.set()
+        await served.until(lambda: bool(served.heard.recovered))
+        assert served.heard.recovered == [0]
+
+
+async def test_ranks_that_do_not_start_again_end_the_streams() -> None:
+    ranks = FakeRanks(2)
+    async with serving(ranks, resilience__on_rank_loss="recover") as served:
+        ranks.hold()
+        call = served.client.generate([1], max_new_tokens=4)
+        await next_event(call)
+        ranks.start_error = StartupError("no memory")
+        ranks.kill(0, "exit code -9")
+        error = await failure(call)
+        assert error.code() is Code.UNAVAILABLE
+        assert error.details() == ("rank 0 was lost: exit code -9; the ranks did not start again: no memory")
+        assert served.server.engine.lost.is_set()
+
+
+class UnluckyRanks(FakeRanks):
+    """Restarts fail with these errors first; None: a new rank dies before it gets the requests."""
+
+    def __init__(self, *failures: Exception | None) -> None:
+        super().__init__(2)
+        self.failures = list(failures)
+
+    async def restart(self) -> list[RankReady]:
+        if not self.failures:
+            return await super().restart()
+        if (failure := self.failures.pop(0)) is not None:
+            raise failure
+        ready = await super().restart()
+        self.kill(1)
+        return ready
+
+
+async def test_ranks_that_die_while_they_start_are_replaced() -> None:
+    ranks = UnluckyRanks(StartupError("rank 1: exit code -9"), None, StartupError("rank 0: exit code -9"))
+    async with serving(ranks, resilience__on_rank_loss="recover") as served:
+        ranks.hold()
+        call = served.client.generate([1], max_new_tokens=4)
+        await next_event(call)
+        ranks.step(2)
+        ranks.kill(0)
+        assert [t for e in await rest(call) for t in e.tokens.token_ids] == [2, 3, 4, 5]
+        assert ranks.failures == [] and served.heard.recovered == [1] and served.heard.lost == [0, 1]
+
+
+@pytest.mark.parametrize("failure_of_start", [OSError("out of processes"), ConfigError("x", 1, "2")])
+async def test_errors_that_return_end_the_streams_at_once(failure_of_start: Exception) -> None:
+    ranks = UnluckyRanks(failure_of_start)
+    async with serving(ranks, resilience__on_rank_loss="recover") as served:
+        ranks.hold()
+        call = served.client.generate([1], max_new_tokens=4)
+        await next_event(call)
+        ranks.kill(0, "exit code -9")
+        error = await failure(call)
+        assert error.code() is Code.UNAVAILABLE
+        why = f"the ranks did not start again: {failure_of_start}"
+        assert error.details() == f"rank 0 was lost: exit code -9; {why}"
+        assert served.server.engine.lost.is_set()
+
+
+async def test_a_request_that_waits_for_new_ranks_lost_none() -> None:
+    ranks = FakeRanks(2)
+    async with serving(ranks, resilience__on_rank_loss="recover") as served:
+        ranks.start_gate = asyncio.Event()
+        ranks.kill(0)
+        call = served.client.generate([7], max_new_tokens=2)
+        await next_event(call)
+        ranks.start_gate.set()
+        for recovered in (1, 2, 3):
+            await served.until(lambda recovered=recovered: len(served.heard.recovered) == recovered)
+            if recovered < 3:
+                ranks.kill(0)
+        assert [t for e in await rest(call) for t in e.tokens.token_ids] == [8, 9]
+
+
+@pytest.mark.parametrize("seconds", [0.0, WAIT])
+async def test_a_server_told_to_stop_meanwhile_drains(seconds: float) -> None:
+    ranks = FakeRanks(2)
+    async with serving(ranks, resilience__on_rank_loss="recover", grpc__drain_seconds=seconds) as served:
+        ranks.hold()
+        call = served.client.generate([1], max_new_tokens=4)
+        await next_event(call)
+        ranks.start_gate = asyncio.Event()
+        ranks.kill(0)
+        served.server.ask_to_stop()
+        await served.server.serve()
+        drained = asyncio.ensure_future(served.server.drain())
+        await served.until(lambda: served.server.engine.state is EngineState.DRAINING)
+        if seconds:
+            ranks.start_gate.set()
+            assert [t for e in await rest(call) for t in e.tokens.token_ids] == [2, 3, 4, 5]
+        else:
+            assert (await failure(call)).code() is Code.UNAVAILABLE
+        await drained
+        await served.server.stop()  # with the ranks still starting
+
+
+async def test_a_request_that_kills_its_ranks_ends_alone() -> None:
+    ranks = FakeRanks(2)
+    async with serving(ranks, resilience__on_rank_loss="recover") as served:
+        ranks.hold()
+        bad = served.client.generate([1], max_new_tokens=4)
+        await next_event(bad)
+        for _ in range(3):
+            recovered = len(served.heard.recovered)
+            ranks.kill(0)
+            await served.until(lambda before=recovered: len(served.heard.recovered) > before)
+            ranks.hold()
+        assert (await failure(bad)).code() is Code.UNAVAILABLE
+        good = served.client.generate([7], max_new_tokens=2)
+        ranks.release()
+        assert [t for e in await rest(good) for t in e.tokens.token_ids] == [8, 9]
+
+
+async def test_too_many_losses_end_the_server() -> None:
+    ranks = FakeRanks(1)
+    async with serving(ranks, resilience__on_rank_loss="recover") as served:
+        for loss in range(5):
+            ranks.kill(0)
+            await served.until(lambda loss=loss: len(served.heard.recovered) > loss)
+        ranks.kill(0)
+        assert served.server.engine.lost.is_set()
