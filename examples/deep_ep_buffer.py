@@ -7,6 +7,7 @@ The calls are DeepEP's own: on GPUs the same code runs with CUDA tensors, one pr
 
 from __future__ import annotations
 
+import sys
 import tempfile
 
 import deep_ep
@@ -49,7 +50,9 @@ def run_rank(rank: int, store: str) -> None:
 
     expected = x.float() * (topk_weights * (topk_idx + 1)).sum(1, keepdim=True)
     torch.testing.assert_close(combined.float(), expected, rtol=0.02, atol=0.05)
-    print(f"rank {rank}: received {recv_count.sum()} rows, combined {TOKENS} tokens correctly", flush=True)
+    # One write for the whole line: both ranks share this output.
+    sys.stdout.write(f"rank {rank}: received {recv_count.sum()} rows, combined {TOKENS} tokens correctly\n")
+    sys.stdout.flush()
     dist.barrier()
     dist.destroy_process_group()
 

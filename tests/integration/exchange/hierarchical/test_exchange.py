@@ -147,17 +147,26 @@ def test_each_parts_sum_is_rounded_and_both_together_once_more() -> None:
 # -- what is refused ---------------------------------------------------------------------------------------
 
 
+def between_hosts(
+    group: dist.ProcessGroup, spec: ExchangeSpec, waiting: Waiting | None = None
+) -> FabricDeviceExchange:
+    """Open on every rank: what a rank aborts next reaches none that is still opening."""
+    inter = FabricDeviceExchange(from_process_group(group, spec, waiting=waiting), "cpu")
+    dist.barrier(group)
+    return inter
+
+
 def refused(group: dist.ProcessGroup) -> None:
     rank = group.rank()
     spec = ExchangeSpec(rank, 3, (0, 1, 2), 4, 64, 2)
     wrong = {(0, 1, 0): "ranks of a host follow", (0, 1): "one number per rank"}
     for hosts, said in wrong.items():
-        inter = FabricDeviceExchange(from_process_group(group, spec), "cpu")
+        inter = between_hosts(group, spec)
         with pytest.raises(ConfigError, match=said):
             hierarchical_ends.beside(inter, hosts)
         with pytest.raises(InvalidArgument, match="closed"):
             inter.barrier()
-    masking = FabricDeviceExchange(from_process_group(group, spec, waiting=Waiting(on_timeout="mask")), "cpu")
+    masking = between_hosts(group, spec, Waiting(on_timeout="mask"))
     with pytest.raises(ConfigError, match="on_timeout = 'mask'"):
         hierarchical_ends.beside(masking, (0, 0, 1))
 
@@ -169,7 +178,7 @@ def test_hosts_and_settings_that_cannot_be_are_refused_by_name() -> None:
 def one_cannot(group: dist.ProcessGroup) -> str:
     """Rank 2 has no exchange inside its host: nobody waits for it in vain."""
     spec = ExchangeSpec(group.rank(), 3, (0, 1, 2), 4, 64, 2, timeout_ns=30 * 10**9)
-    inter = FabricDeviceExchange(from_process_group(group, spec), "cpu")
+    inter = between_hosts(group, spec)
 
     def make(intra: ExchangeSpec, fd: int) -> object:
         if spec.rank == 2:
@@ -182,7 +191,7 @@ def one_cannot(group: dist.ProcessGroup) -> str:
 
 
 def test_a_rank_that_cannot_start_ends_the_start_of_all() -> None:
-    assert run_group(one_cannot, 3, timeout=20) == ["GroupAborted", "GroupAborted", "StartupError"]
+    assert run_group(one_cannot, 3) == ["GroupAborted", "GroupAborted", "StartupError"]
 
 
 SPEC = ExchangeSpec(0, 1, (0,) * 6, 5, 256, 3, Payload.FP8, num_banks=2)
