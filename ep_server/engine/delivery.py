@@ -15,6 +15,7 @@ from ep_server.engine.admission import Pace
 from ep_server.engine.kv_events import KvEvents
 from ep_server.engine.observer import EngineObserver, RequestSummary
 from ep_server.engine.rank_orders import RankOrders
+from ep_server.engine.recovery_phases import RecoveryPhases
 from ep_server.engine.request_table import RequestTable
 from ep_server.errors import (
     DeadlineExceeded,
@@ -65,6 +66,7 @@ class Delivery:
         self.rank_statistics: dict[int, RankStatistics] = {}
         self.orders = RankOrders(ranks)
         self.kv_events = KvEvents(ranks)
+        self.phases = RecoveryPhases(observer, clock)
         self._ranks = ranks
         self._requests = requests
         self._observer = observer
@@ -134,6 +136,7 @@ class Delivery:
         """Pauses the streams until resume(), or ends them with UNAVAILABLE; the ranks get no commands."""
         self.lost_message = f"rank {rank} was lost: {message}"
         self._observer.on_rank_lost(rank)
+        self.phases.lost()
         self.orders.end(RankLost(self.lost_message))
         self.kv_events.end(RankLost(self.lost_message))
         self.down = True
@@ -161,6 +164,7 @@ class Delivery:
         """
         self.down = False
         self.orders.begin()
+        self.phases.resumed(active.request.number for active in self._requests if active.losses)
         for active in sorted(self._requests, key=lambda active: active.request.number):
             if active.losses > MAX_LOSSES:
                 why = f"{self.lost_message}; it was lost {active.losses} times without a token in between"
@@ -214,7 +218,9 @@ class Delivery:
             active.max_gap = max(active.max_gap, gap)
             self._observer.on_token_gap(gap)
         active.last_at = now
-        active.losses = 0
+        if active.losses:
+            active.losses = 0
+            self.phases.token(active.request.number)
         active.output.append(event.token_id)
         self._requests.grew(active)
         at_rank = event.finish is None
@@ -246,6 +252,7 @@ class Delivery:
         """Frees the reader's side: state, id and timer. failure: the message of the error that ends it."""
         active.state = advance(active.state, event, active.request.request_id)
         self._requests.ended(active)
+        self.phases.settled(active.request.number)
         if active.deadline is not None and active.output_tokens:
             seconds = active.last_at - active.admitted_at - active.queued
             self._pace.ran(seconds, active.output_tokens, finished=event is Event.FINISH)

@@ -128,7 +128,9 @@ class Engine:
             self._observer.on_rank_ready(rank)
 
     async def _restart(self) -> None:
-        self._warm(await self._ranks.restart())
+        ready = await self._ranks.restart()
+        self._warm(ready)
+        self._delivery.phases.served(max(rank.load_seconds for rank in ready))
 
     def _recovers(self) -> bool:
         self._profiles.end()

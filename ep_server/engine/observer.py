@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
 from typing import Protocol
 
 from ep_server.records import RankReady, RankStatistics
@@ -40,6 +41,15 @@ class RankQueue:
     queued: int
 
 
+class RecoveryPhase(StrEnum):
+    """Parts of a recovery. They overlap: each says where it begins and ends."""
+
+    REGROUP = "regroup"  # from the loss until all ranks serve again
+    LOAD = "load"  # of that: the slowest new process, from its start until it is warm
+    FIRST_TOKEN = "first_token"  # from the loss until the first continued request has its next token
+    PREFILL = "prefill"  # from REGROUP's end until every continued request has its next token or has ended
+
+
 class EngineObserver(Protocol):
     """Receives the engine's events. Every admitted request causes one on_admitted and one on_finished."""
 
@@ -57,6 +67,10 @@ class EngineObserver(Protocol):
 
     def on_recovered(self, seconds: float, requests: int) -> None:
         """A new group of ranks serves, so long after the loss; these requests continue."""
+        ...
+
+    def on_recovery_phase(self, phase: RecoveryPhase, seconds: float) -> None:
+        """A phase of a recovery ended. A loss during a recovery begins all of them again."""
         ...
 
     def on_statistics(self, statistics: RankStatistics) -> None:
@@ -113,6 +127,9 @@ class NullObserver:
         """Ignored."""
 
     def on_recovered(self, seconds: float, requests: int) -> None:
+        """Ignored."""
+
+    def on_recovery_phase(self, phase: RecoveryPhase, seconds: float) -> None:
         """Ignored."""
 
     def on_statistics(self, statistics: RankStatistics) -> None:

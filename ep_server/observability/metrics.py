@@ -21,7 +21,7 @@ from prometheus_client import (
 from prometheus_client.process_collector import ProcessCollector
 from prometheus_client.samples import Sample
 
-from ep_server.engine.observer import RankQueue, RequestSummary
+from ep_server.engine.observer import RankQueue, RecoveryPhase, RequestSummary
 from ep_server.observability.network_metrics import Cluster, NetworkCollector
 from ep_server.observability.rank_metrics import RankCollector, RankLoads
 from ep_server.observability.status_history import Snapshot
@@ -116,6 +116,16 @@ class ServerMetrics:
         self._recovery = histogram(
             "recovery_seconds", "From the loss of a rank until its requests are at new ranks."
         )
+        self._recovery_phase = Histogram(
+            PREFIX + "recovery_phase_seconds",
+            "Parts of a recovery; they overlap. regroup: until all ranks serve again. load: the slowest new "
+            "process. first_token: until a request continues. prefill: from regroup until all continue.",
+            ("phase",),
+            buckets=REQUEST_EDGES,
+            registry=registry,
+        )
+        for phase in RecoveryPhase:
+            self._recovery_phase.labels(phase)
         self._recovered = counter("requests_recovered", "Requests that continued after the loss of a rank.")
         self._freed = histogram("cancel_to_free_seconds", "From a cancel until the KV blocks are free.")
         self._prompt_length = histogram("request_prompt_tokens", "Length of prompts.", LENGTH_EDGES)
@@ -150,6 +160,10 @@ class ServerMetrics:
         """A new group of ranks serves."""
         self._recovery.observe(seconds)
         self._recovered.inc(requests)
+
+    def on_recovery_phase(self, phase: RecoveryPhase, seconds: float) -> None:
+        """A phase of a recovery ended."""
+        self._recovery_phase.labels(phase).observe(seconds)
 
     def on_rank_lost(self, rank: int) -> None:
         """A rank died."""

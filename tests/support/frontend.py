@@ -14,7 +14,7 @@ from grpc import aio
 
 from ep_server.client import Target
 from ep_server.config import Config
-from ep_server.engine.observer import NullObserver, RequestSummary
+from ep_server.engine.observer import NullObserver, RecoveryPhase, RequestSummary
 from ep_server.frontend.served_model import ServedModel
 from ep_server.frontend.server import Server
 from ep_server.records import Sampling
@@ -53,6 +53,7 @@ class Recorder(NullObserver):
     unread_ended: int = 0
     lost: list[int] = field(default_factory=list)
     recovered: list[int] = field(default_factory=list)
+    phases: dict[RecoveryPhase, list[float]] = field(default_factory=dict)
 
     def on_finished(self, summary: RequestSummary) -> None:
         self.finished.append(summary)
@@ -84,6 +85,9 @@ class Recorder(NullObserver):
 
     def on_recovered(self, seconds: float, requests: int) -> None:
         self.recovered.append(requests)
+
+    def on_recovery_phase(self, phase: RecoveryPhase, seconds: float) -> None:
+        self.phases.setdefault(phase, []).append(seconds)
 
     def on_rank_lost(self, rank: int) -> None:
         self.lost.append(rank)

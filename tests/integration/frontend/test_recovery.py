@@ -16,6 +16,7 @@ import pytest
 from ep_server.cli.demo.run import DEMO_MODEL
 from ep_server.config import Config
 from ep_server.engine.engine import EngineState
+from ep_server.engine.observer import RecoveryPhase
 from ep_server.errors import ConfigError, StartupError
 from ep_server.frontend.served_model import ServedModel
 from ep_server.frontend.server import Server
@@ -160,6 +161,29 @@ async def test_a_request_cancelled_meanwhile_is_not_continued() -> None:
         ranks.start_gate.set()
         await served.until(lambda: bool(served.heard.recovered))
         assert served.heard.recovered == [0]
+
+
+async def test_each_phase_of_a_recovery_is_reported_once() -> None:
+    ranks = FakeRanks(2)
+    async with serving(ranks, resilience__on_rank_loss="recover") as served:
+        ranks.hold()
+        calls = [served.client.generate([1], max_new_tokens=4) for _ in range(2)]
+        for call in calls:
+            await next_event(call)
+        ranks.step(2)
+        ranks.start_gate = asyncio.Event()
+        ranks.kill(0)
+        ranks.start_gate.set()
+        assert served.heard.phases == {}
+        await rest(calls[0])
+        await rest(calls[1])
+        await served.until(lambda: RecoveryPhase.PREFILL in served.heard.phases)
+        assert {phase: len(seconds) for phase, seconds in served.heard.phases.items()} == dict.fromkeys(
+            RecoveryPhase, 1
+        )
+        of = {phase: seconds[0] for phase, seconds in served.heard.phases.items()}
+        assert of[RecoveryPhase.REGROUP] <= of[RecoveryPhase.FIRST_TOKEN]
+        assert min(of.values()) >= 0
 
 
 async def test_ranks_that_do_not_start_again_end_the_streams() -> None:

@@ -48,6 +48,8 @@ STANDING = {"epserver_running_limit", "epserver_rank_memory_bytes", "epserver_st
 STANDING |= {
     "epserver_recovery_seconds_sum",
     "epserver_recovery_seconds_count",
+    "epserver_recovery_phase_seconds_sum",
+    "epserver_recovery_phase_seconds_count",
     "epserver_requests_recovered_total",
 }
 
