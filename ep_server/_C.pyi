@@ -98,6 +98,8 @@ class Segment:
     def regions(self) -> list[int]: ...
     @property
     def bytes(self) -> int: ...
+    def abort_without(self, lost: int) -> None:
+        """Ends every wait of the group; all ranks but `lost`, which has ended, report that it is lost."""
 
 class RowKernels:
     """Row arithmetic for one instruction set."""

@@ -118,7 +118,9 @@ void bind_layout(py::module_& m) {
                                  begins.push_back(uint64_t(s.region(i) - s.base()));
                                return begins;
                              })
-      .def_property_readonly("bytes", &shm::Segment::bytes);
+      .def_property_readonly("bytes", &shm::Segment::bytes)
+      .def("abort_without", &shm::abort_without, py::arg("lost"),
+           "Ends every wait of the group; all ranks but `lost`, which has ended, report that it is lost.");
   m.def(
       "create_segment", [](const Geometry& g) { return shm::create(g, shm::whole_group(g)); },
       py::arg("geometry"), py::call_guard<py::gil_scoped_release>());

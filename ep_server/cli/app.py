@@ -83,7 +83,8 @@ async def assemble(
         pickers = for_pickers(metrics.loads, model.name)
     status = StatusPage(metrics.look, model.name, ep_server.__version__)
     others = None if place is None or place.nodes == 1 else Leader(config, place)
-    ranks = ranks or RestartingRanks(lambda: RankProcesses(config, others))
+    recover = config.resilience.on_rank_loss == "recover"
+    ranks = ranks or RestartingRanks(lambda: RankProcesses(config, others, outlive=recover))
     server = Server(config, model, ranks, metrics, others)
 
     def tls() -> TlsFiles | None:

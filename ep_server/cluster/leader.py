@@ -148,6 +148,11 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
             address = await self._port.open()
         log.info("waiting for %d other nodes on %s", self._place.nodes - 1, address)
 
+    @property
+    def replacing(self) -> None:
+        """As Hosts.replacing: a group over several hosts starts again as a whole."""
+        return
+
     async def spawn(self, callbacks: RankCallbacks, started: Callable[[Rank], None]) -> None:
         """As Hosts.spawn: once all nodes have joined, each starts its ranks."""
         claim, plan = await asyncio.to_thread(claim_of, self._config)

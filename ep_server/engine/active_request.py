@@ -47,6 +47,7 @@ class ActiveRequest:
     traceparent: str = ""
     end_call: Callable[[EpServerError], None] = lambda _: None
     state: State = State.QUEUED
+    submitted: bool = False  # its rank has it
     timer: asyncio.TimerHandle | None = None
     deadline: float | None = None
     cancelled_at: float | None = None  # a cancel was sent; its blocks are not free yet

@@ -74,6 +74,7 @@ class Delivery:
         self._pace = pace
         self._ranks_per_node = ranks_per_node
         self._recovers = recovers
+        self._awaited: dict[int, list[int]] = {}  # by rank: requests that it goes on with after a loss
 
     def on_tokens(self, rank: int, events: Sequence[TokenEvent]) -> None:
         """Delivers the tokens of one step; drops those of requests that ended meanwhile."""
@@ -120,8 +121,7 @@ class Delivery:
 
     def on_running(self, rank: int, sequences: int) -> None:
         """Keeps how many sequences a rank runs."""
-        if not self.down:
-            self._requests.ranks[rank].admitted = sequences
+        self._requests.ranks[rank].admitted = sequences
 
     def on_kv_events(self, batch: KvEventBatch) -> None:
         """Passes changes of a rank's prefix cache to the subscribers."""
@@ -143,9 +143,9 @@ class Delivery:
         for active in self._requests.releasing():
             self._free(active)
         for active in self._requests:
-            active.losses += 1
-        for count in self._requests.ranks:
-            count.admitted = 0
+            active.losses += active.rank == rank
+        self._requests.ranks[rank].admitted = 0
+        self._awaited.clear()
         self.tell_load()
         if not self._recovers():
             self.give_up("")
@@ -157,21 +157,42 @@ class Delivery:
             self.fail(active, Event.FAIL, RankLost(self.lost_message), at_rank=False)
         self.lost.set()
 
+    def awaited(self, rank: int) -> list[int]:
+        """Numbers of the requests that a rank goes on with, if it outlives a loss."""
+        found = [a.request.number for a in self._requests if a.rank == rank and a.submitted]
+        self._awaited[rank] = found
+        return found
+
+    def replaced(self, kept: frozenset[int]) -> None:
+        """Ranks are new processes, but for those `kept`, which go on with the requests of awaited()."""
+        for active in self._requests:
+            active.submitted = active.submitted and active.rank in kept
+        for rank, count in enumerate(self._requests.ranks):
+            if rank not in kept:
+                count.admitted = 0
+                self._awaited.pop(rank, None)
+
     def resume(self) -> int:
-        """Gives every open request to the new ranks, oldest first. Returns: how many.
+        """Gives every open request that no rank has to its rank, oldest first. Returns: how many.
 
         One that has seen MAX_LOSSES without a token ends: it may be the cause.
         """
         self.down = False
         self.orders.begin()
-        self.phases.resumed(active.request.number for active in self._requests if active.losses)
-        for active in sorted(self._requests, key=lambda active: active.request.number):
+        for rank, numbers in self._awaited.items():
+            for number in numbers:
+                if self._requests.with_number(number) is None:  # it ended while the ranks regrouped
+                    self._ranks.cancel(rank, number)
+        waiting = [active for active in self._requests if not active.submitted]
+        self.phases.resumed(active.request.number for active in waiting)
+        for active in sorted(waiting, key=lambda active: active.request.number):
             if active.losses > MAX_LOSSES:
                 why = f"{self.lost_message}; it was lost {active.losses} times without a token in between"
                 self.fail(active, Event.FAIL, RankLost(why), at_rank=False)
             else:
                 self._ranks.submit(active.rank, active.continued())
-        return len(self._requests)
+                active.submitted, active.losses = True, max(active.losses, 1)
+        return len(waiting)
 
     def fail(
         self, active: ActiveRequest, event: Event, error: EpServerError, *, at_rank: bool = True

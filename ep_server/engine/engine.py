@@ -128,9 +128,11 @@ class Engine:
             self._observer.on_rank_ready(rank)
 
     async def _restart(self) -> None:
-        ready = await self._ranks.restart()
-        self._warm(ready)
-        self._delivery.phases.served(max(rank.load_seconds for rank in ready))
+        restarted = await self._ranks.restart(self._delivery.awaited)
+        self._warm(restarted.ready)
+        self._delivery.replaced(restarted.kept)
+        new = [ready.load_seconds for ready in restarted.ready if ready.rank not in restarted.kept]
+        self._delivery.phases.served(max(new, default=0.0))
 
     def _recovers(self) -> bool:
         self._profiles.end()
@@ -346,9 +348,9 @@ class Engine:
             request, rank, submission.text, stream, now, submission.traceparent, submission.end_call
         )
         if not self._delivery.down:
-            self._ranks.submit(
-                rank, request
-            )  # before anything is counted: an error here leaves nothing to undo
+            # Before anything is counted: an error here leaves nothing to undo.
+            self._ranks.submit(rank, request)
+            active.submitted = True
         if submission.timeout is not None:
             active.deadline = now + submission.timeout
             loop = asyncio.get_running_loop()

@@ -31,7 +31,7 @@ class Recovery:
         observer: EngineObserver,
         clock: Callable[[], float],
     ) -> None:
-        """restart: starts the ranks again. Raises: StartupError."""
+        """restart: replaces the lost ranks, or all of them. Raises: StartupError."""
         self._delivery = delivery
         self._settings = settings
         self._restart = restart
@@ -73,7 +73,7 @@ class Recovery:
 
     async def _started(self) -> bool:
         """Starts the ranks once. Returns: False to try again. Raises: StartupError to give up."""
-        log.error("%s; starting the ranks again", self._delivery.lost_message)
+        log.error("%s; replacing it", self._delivery.lost_message)
         self._lost_again = False
         try:
             await self._restart()

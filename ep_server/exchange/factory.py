@@ -68,6 +68,11 @@ def segment_spec(topology: Topology, spec: ExchangeSpec) -> ExchangeSpec:
     return control_spec(spec) if transport_of(topology, spec) is Transport.NVLINK else spec
 
 
+def replaces_ranks(topology: Topology, spec: ExchangeSpec) -> bool:
+    """Whether a new process can take the place of one that has ended, while the others keep theirs."""
+    return transport_of(topology, spec) is Transport.SHM and spec.num_ranks > 1
+
+
 def needs_cuda_build(topology: Topology, spec: ExchangeSpec) -> bool:
     """Whether this package must have been built with CUDA."""
     return transport_of(topology, spec) in (Transport.NVLINK, Transport.HIERARCHICAL)

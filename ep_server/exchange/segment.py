@@ -47,6 +47,15 @@ def _created(spec: ExchangeSpec, needed: int, what: str, create: Callable[[], in
         raise StartupError(f"the exchange segment of {needed} bytes cannot be created: {error}") from error
 
 
+def report_lost(segment: int, rank: int) -> None:
+    """Ends every wait of the group: its ranks raise PeerLost until they reset it. From any process.
+
+    Args:
+        segment: descriptor of create_segment(). rank: its process has ended.
+    """
+    _C.Segment(segment).abort_without(rank)
+
+
 def available_memory() -> int:
     """Bytes that this process may still allocate: the host's free memory, limited by the control group."""
     limits = [_meminfo_available()]

@@ -87,13 +87,14 @@ def build_rank(
         masks = masks_made.result()
     built = device.build(model, exchange, masks)
     limits = _limits(config, model, built, device.ahead)
-    progress("warm-up", 0, 1)
-    exchange.barrier()
-    with torch.inference_mode():
-        warm_up(built.runner, limits, micro_batches=(1,) if config.parallel.overlap == "off" else (1, 2))
-        device.prepare(progress)
-    progress("warm-up", 1, 1)
-    exchange.barrier()  # votes have a deadline, which must not begin while another rank compiles
+    if not start.joins:
+        progress("warm-up", 0, 1)
+        exchange.barrier()
+        with torch.inference_mode():
+            warm_up(built.runner, limits, micro_batches=(1,) if config.parallel.overlap == "off" else (1, 2))
+            device.prepare(progress)
+        progress("warm-up", 1, 1)
+        exchange.barrier()  # votes have a deadline, which must not begin while another rank compiles
     ready = RankReady(
         rank=start.rank,
         pid=os.getpid(),

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ep_server.config import Config
-from ep_server.exchange.factory import segment_spec
-from ep_server.exchange.segment import create_host_share, create_segment
+from ep_server.exchange.factory import replaces_ranks, segment_spec
+from ep_server.exchange.segment import create_host_share, create_segment, report_lost
 from ep_server.ranks.group import GroupPlan, hosts_of, local_ranks, plan_group, topology_of
 from ep_server.ranks.process import RankCallbacks, RankProcess
 from ep_server.v1 import rank_pb2 as pb
@@ -75,6 +75,27 @@ class Hosts(Protocol):
         """
         ...
 
+    @property
+    def replacing(self) -> Replacing | None:
+        """For groups that have been spawned, where a lost rank can be replaced while the others go on."""
+        ...
+
+
+class Replacing(Protocol):
+    """Starts processes in the place of those that have ended."""
+
+    async def replace(self, rank: int, callbacks: RankCallbacks) -> Rank:
+        """Its process has ended. The new one takes part from the next Regroup on. Raises: OSError."""
+        ...
+
+    def report_lost(self, rank: int) -> None:
+        """Ends what the other ranks wait for. The process of `rank` has ended."""
+        ...
+
+    def close(self) -> None:
+        """Gives back what replace() needs; idempotent."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class SharedMemory:
@@ -90,26 +111,67 @@ class SharedMemory:
 
 
 class OneHost:
-    """A group on this host alone. module: what each process runs; anything that speaks rank.proto."""
+    """A group on this host alone.
 
-    def __init__(self, config: Config, module: str = WORKER) -> None:
-        self._config, self._module = config, module
+    Args:
+        module: what each process runs; anything that speaks rank.proto.
+        outlive: ranks outlive the loss of others, where the exchange can take new processes in. The memory
+            that they share is then kept for replace(), until close().
+    """
+
+    def __init__(self, config: Config, module: str = WORKER, *, outlive: bool = False) -> None:
+        self._config, self._module, self._outlive = config, module, outlive
+        self._local: LocalRanks | None = None
+        self._shared: SharedMemory | None = None
+
+    @property
+    def replacing(self) -> OneHost | None:
+        """As Hosts.replacing."""
+        return None if self._shared is None else self
 
     async def spawn(self, callbacks: RankCallbacks, started: Callable[[Rank], None]) -> None:
         """As Hosts.spawn."""
         plan = await asyncio.to_thread(plan_group, self._config)
         warn_of_unused(plan)
-        await spawn_here(LocalRanks(self._config, plan, plan.kv_blocks, self._module), callbacks, started)
+        outlive = self._outlive and replaces_ranks(topology_of(self._config, plan.exchange), plan.exchange)
+        local = self._local = LocalRanks(self._config, plan, plan.kv_blocks, self._module, outlive)
+        shared = await asyncio.to_thread(_share, local)
+        if outlive:
+            self._shared = shared
+            await _spawn_all(local, shared, callbacks, started)
+        else:
+            with _closing(shared.descriptors):
+                await _spawn_all(local, shared, callbacks, started)
+
+    async def replace(self, rank: int, callbacks: RankCallbacks) -> Rank:
+        """As Replacing.replace."""
+        assert self._local is not None and self._shared is not None
+        return await _spawn(self._local, rank, self._shared, callbacks, joins=True)
+
+    def report_lost(self, rank: int) -> None:
+        """As Replacing.report_lost."""
+        if self._shared is not None:
+            report_lost(self._shared.segment, rank)
+
+    def close(self) -> None:
+        """As Replacing.close."""
+        shared, self._shared = self._shared, None
+        for fd in shared.descriptors if shared else ():
+            os.close(fd)
 
 
 @dataclass(frozen=True, slots=True)
 class LocalRanks:
-    """The ranks of this host. kv_blocks: of each rank, as all hosts have agreed."""
+    """The ranks of this host.
+
+    kv_blocks: of each rank, as all hosts have agreed. outlive: a rank outlives the loss of another one.
+    """
 
     config: Config
     plan: GroupPlan
     kv_blocks: int
     module: str = WORKER
+    outlive: bool = False
 
 
 def warn_of_unused(plan: GroupPlan) -> None:
@@ -123,12 +185,27 @@ async def spawn_here(
 ) -> None:
     """Starts the ranks of this host and sends each its Start message. Raises: OSError, StartupError."""
     shared = await asyncio.to_thread(_share, local)
-    hang_seconds = local.config.exchange.timeout_seconds
     with _closing(shared.descriptors):
-        for rank in local_ranks(local.config):
-            process = await RankProcess.spawn(rank, local.module, shared.descriptors, callbacks, hang_seconds)
-            started(process)
-            process.send(pb.ToRank(start=_start(local, rank, shared)).SerializeToString())
+        await _spawn_all(local, shared, callbacks, started)
+
+
+async def _spawn_all(
+    local: LocalRanks,
+    shared: SharedMemory,
+    callbacks: RankCallbacks,
+    started: Callable[[RankProcess], None],
+) -> None:
+    for rank in local_ranks(local.config):
+        started(await _spawn(local, rank, shared, callbacks))
+
+
+async def _spawn(
+    local: LocalRanks, rank: int, shared: SharedMemory, callbacks: RankCallbacks, *, joins: bool = False
+) -> RankProcess:
+    hang_seconds = local.config.exchange.timeout_seconds
+    process = await RankProcess.spawn(rank, local.module, shared.descriptors, callbacks, hang_seconds)
+    process.send(pb.ToRank(start=_start(local, rank, shared, joins=joins)).SerializeToString())
+    return process
 
 
 async def ended(ranks: Sequence[Rank], seconds: float) -> None:
@@ -148,7 +225,7 @@ def _share(local: LocalRanks) -> SharedMemory:
     return SharedMemory(share.fd, share.bells)
 
 
-def _start(local: LocalRanks, rank: int, shared: SharedMemory) -> pb.Start:
+def _start(local: LocalRanks, rank: int, shared: SharedMemory, *, joins: bool) -> pb.Start:
     return pb.Start(
         rank=rank,
         num_ranks=local.plan.exchange.num_ranks,
@@ -157,6 +234,8 @@ def _start(local: LocalRanks, rank: int, shared: SharedMemory) -> pb.Start:
         bells=shared.bells,
         threads=local.plan.threads,
         kv_blocks=local.kv_blocks,
+        outlives=local.outlive,
+        joins=joins,
     )
 
 

@@ -1,8 +1,9 @@
 """The ranks of a group as real processes: starts them, carries messages, notices their exit, stops them.
 
-Satisfies ranks.protocol.Ranks; used in one event loop. A group lives and dies as one: the first sign of a
-lost rank stops all of them. One loss has many signs: the rank's last message, its exit code, closed
-channels, and its peers' errors; `cause` picks the rank that was lost first. Units: seconds.
+Satisfies ranks.protocol.Ranks; used in one event loop. A group lives and dies as one, unless its ranks
+outlive a loss: then restart() replaces the lost ranks alone. One loss has many signs: the rank's last
+message, its exit code, closed channels, and its peers' errors; `cause` picks the rank that was lost first.
+Units: seconds.
 """
 
 from __future__ import annotations
@@ -11,14 +12,14 @@ import asyncio
 import logging
 import secrets
 import signal
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from enum import IntEnum
+from collections.abc import Callable, Collection
+from contextlib import suppress
+from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
 
 from ep_server.config import Config
-from ep_server.errors import ConfigError, EpServerError, InternalError, RankLost, StartupError
+from ep_server.errors import InternalError, RankLost, StartupError
 from ep_server.ranks.group import num_ranks
 from ep_server.ranks.hosts import WORKER, Hosts, OneHost, Rank, ended
 from ep_server.ranks.messages import (
@@ -34,80 +35,10 @@ from ep_server.ranks.messages import (
     statistics_of,
 )
 from ep_server.ranks.process import RankCallbacks, exit_reason
-from ep_server.ranks.protocol import RankListener
+from ep_server.ranks.protocol import RankListener, Restarted
+from ep_server.ranks.signs import Kind, Sign, cause, kind_of, lost_ranks, start_error
 from ep_server.records import RankOrder, RankReady, Request
 from ep_server.v1 import rank_pb2 as pb
-
-
-class Kind(IntEnum):
-    """Kinds of signs, the most telling first: a loss of one kind causes those after it."""
-
-    OWN_ERROR = 0
-    EXIT = 1  # without a message
-    HOST = 2  # host lost
-    PEER = 3  # waiting for a peer failed
-    ABORT = 4  # a peer aborted the group
-    CLOSED = 5  # channel closed
-
-
-_ECHOES = {
-    "PeerTimeout": Kind.PEER,
-    "PeerLost": Kind.PEER,
-    "ProtocolViolation": Kind.PEER,
-    "GroupAborted": Kind.ABORT,
-}
-
-
-def kind_of(error_class: str) -> Kind:
-    """The kind of sign of an error that a rank ended with."""
-    return _ECHOES.get(error_class, Kind.OWN_ERROR)
-
-
-@dataclass(frozen=True, slots=True)
-class Sign:
-    """Evidence that a rank is lost. peer: the rank it waited for in vain, if it named one."""
-
-    kind: Kind
-    rank: int
-    error: EpServerError
-    peer: int | None = None
-
-
-def cause(signs: Sequence[Sign]) -> Sign:
-    """The most telling of at least one sign. A rank's message explains its exit, whichever arrives first.
-
-    Where ranks waited in vain, the culprit is the rank at the end of the chain of waits, not one that waited.
-    """
-    spoke = {sign.rank for sign in signs if sign.kind not in (Kind.EXIT, Kind.CLOSED)}
-    unexplained = [sign for sign in signs if sign.kind is not Kind.EXIT or sign.rank not in spoke]
-    best = min(unexplained, key=lambda sign: sign.kind)
-    waits = {sign.rank: sign.peer for sign in signs if sign.kind is Kind.PEER and sign.peer is not None}
-    if best.kind is not Kind.PEER or best.rank not in waits:
-        return best
-    end = _end_of(waits, best.rank)
-    reported = next((sign for sign in unexplained if sign.kind is Kind.PEER and sign.peer == end), best)
-    return replace(reported, rank=end)
-
-
-def _end_of(waits: Mapping[int, int], rank: int) -> int:
-    """The rank that others wait for and that waits for none; in a ring of waits, the last one visited."""
-    visited = {rank}
-    while (peer := waits.get(rank)) is not None and peer not in visited:
-        visited.add(peer)
-        rank = peer
-    return rank
-
-
-def start_error(sign: Sign, *, several: bool) -> StartupError:
-    """The error that start() raises for a sign. several: whether the group has several hosts.
-
-    Names the rank, except for a ConfigError on one host, where all ranks read the same configuration.
-    """
-    if isinstance(sign.error, ConfigError):
-        return StartupError(f"rank {sign.rank}: {sign.error}") if several else sign.error
-    kind = type(sign.error) if isinstance(sign.error, StartupError) else StartupError
-    return kind(f"rank {sign.rank}: {sign.error}")
-
 
 log = logging.getLogger(__name__)
 
@@ -132,12 +63,28 @@ class LaunchTiming:
     kill: float = 10.0
 
 
+@dataclass(slots=True)
+class Regrouping:
+    """One regroup of a group.
+
+    leaving: lost ranks whose processes have not ended. done: ranks that have regrouped.
+    failure: of another rank meanwhile. over: it has succeeded.
+    """
+
+    generation: int
+    leaving: set[int] = field(default_factory=set)
+    done: set[int] = field(default_factory=set)
+    failure: Sign | None = None
+    over: bool = False
+
+
 class RankProcesses:
     """A group of ranks.
 
     Args:
         hosts: where they run; None = on this host.
         module: what each process runs; any module that speaks rank.proto.
+        outlive: ranks outlive the loss of others where they can, and wait for restart().
     """
 
     def __init__(
@@ -147,10 +94,12 @@ class RankProcesses:
         *,
         module: str = WORKER,
         timing: LaunchTiming | None = None,
+        outlive: bool = False,
     ) -> None:
         self.num_ranks = num_ranks(config)
         self._several = config.cluster.nodes > 1
-        self._hosts = hosts or OneHost(config, module)
+        self._hosts = hosts or OneHost(config, module, outlive=outlive)
+        self._answer_seconds = config.exchange.timeout_seconds
         self._timing = timing or LaunchTiming(settle=SETTLE_SEVERAL if self._several else 0.1)
         self._processes: list[Rank] = []
         self._introductions: dict[int, pb.Introduction] = {}
@@ -161,6 +110,9 @@ class RankProcesses:
         self._last_sign_of_life = 0.0
         self._work_number = 0
         self._signs: list[Sign] = []
+        self._closed: set[int] = set()  # ranks whose channel has been read to its end
+        self._regrouping = Regrouping(0, over=True)
+        self._heard = asyncio.Event()  # from any rank
         self._stopping: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -194,9 +146,54 @@ class RankProcesses:
             raise
         return [self._ready[rank] for rank in range(self.num_ranks)]
 
-    async def restart(self) -> list[RankReady]:
-        """Not of one group: restarting.RestartingRanks makes the next one. Raises: StartupError."""
-        raise StartupError("this group of ranks cannot be restarted")
+    async def restart(self, awaited: Callable[[int], Collection[int]]) -> Restarted:
+        """As Ranks.restart: replaces the lost ranks alone. Raises: StartupError; the group must end then."""
+        lost, replacing = lost_ranks(self._signs), self._hosts.replacing
+        if replacing is None or self._stopping is not None:
+            raise StartupError("these ranks do not outlive a loss")
+        if len(lost) == self.num_ranks:
+            raise StartupError("no rank is left")
+        self._regrouping, self._signs = Regrouping(self._regrouping.generation + 1, set(lost)), []
+        old = [self._processes[rank] for rank in sorted(lost)]
+        for process in old:
+            process.signal(signal.SIGKILL)
+        await self._until(
+            lambda: all(p.exited.is_set() and p.rank in self._closed for p in old), "the lost ranks end"
+        )
+        for process in old:
+            replacing.report_lost(process.rank)
+        self._ready = {rank: ready for rank, ready in self._ready.items() if rank not in lost}
+        self._closed -= lost
+        self._started = asyncio.get_running_loop().create_future()
+        callbacks = RankCallbacks(self._on_frame, self._on_closed, self._on_exit, self._on_host_lost)
+        for process in old:
+            process.close()
+            self._regrouping.leaving.discard(process.rank)
+            self._processes[process.rank] = await replacing.replace(process.rank, callbacks)
+        await self._all_ready()
+        for process in self._processes:
+            kept = [] if process.rank in lost else awaited(process.rank)
+            order = pb.Regroup(
+                generation=self._regrouping.generation, work_number=self._work_number, kept=kept
+            )
+            process.send(pb.ToRank(regroup=order).SerializeToString())
+        await self._until(lambda: len(self._regrouping.done) == self.num_ranks, "ranks regroup")
+        self._regrouping.over = True
+        return Restarted(
+            [self._ready[rank] for rank in range(self.num_ranks)], frozenset(range(self.num_ranks)) - lost
+        )
+
+    async def _until(self, condition: Callable[[], bool], what: str) -> None:
+        """Raises: StartupError if a rank is lost meanwhile, or after a deadline."""
+        seconds = self._answer_seconds + self._timing.kill
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while not condition() and self._regrouping.failure is None:
+                    self._heard.clear()
+                    await self._heard.wait()
+        if not condition():
+            failure = self._regrouping.failure
+            raise StartupError(str(failure.error) if failure else f"{what}: not within {seconds:g} s")
 
     def submit(self, rank: int, request: Request) -> None:
         """As Ranks.submit: the request goes to its rank, its work number to all."""
@@ -256,6 +253,8 @@ class RankProcesses:
             if not process.exited.is_set():
                 log.error("rank %d got SIGKILL but its process has not ended", process.rank)
             process.close()
+        if self._hosts.replacing is not None:
+            self._hosts.replacing.close()
         if self._started is not None and not self._started.done():
             self._started.cancel()
 
@@ -267,6 +266,7 @@ class RankProcesses:
             return
         kind, listener = message.WhichOneof("kind"), self._listener
         assert listener is not None
+        self._heard.set()
         if kind == "tokens":
             listener.on_tokens(rank, events_of(message.tokens))
         elif kind == "prompt_logprobs":
@@ -284,8 +284,10 @@ class RankProcesses:
             listener.on_kv_events(kv_events_of(rank, message.kv_events))
         elif kind == "order_done":
             listener.on_order_done(rank, order_done_of(message.order_done))
-        elif kind == "fatal":
-            fatal = message.fatal
+        elif kind == "regrouped":
+            self._regrouping.done.add(rank)
+        elif kind in ("fatal", "interrupted"):
+            fatal = message.fatal if kind == "fatal" else message.interrupted
             peer = fatal.peer if fatal.HasField("peer") else None
             self._sign(Sign(kind_of(fatal.error_class), rank, error_of(fatal), peer))
         else:
@@ -313,6 +315,7 @@ class RankProcesses:
         self._send_all(pb.ToRank(connect=connect))
 
     def _on_closed(self, rank: int, reason: str) -> None:
+        self._closed.add(rank)
         self._note(Kind.CLOSED, rank, reason)
 
     def _on_exit(self, rank: int, code: int) -> None:
@@ -325,20 +328,28 @@ class RankProcesses:
         self._sign(Sign(kind, rank, RankLost(reason)))
 
     def _sign(self, sign: Sign) -> None:
+        self._heard.set()
         if self._stopping is not None:
             return
+        if not self._regrouping.over:
+            if sign.rank in self._regrouping.leaving or sign.kind in (Kind.PEER, Kind.ABORT):
+                return  # expected; a rank that waited for a lost one waits for Regroup now
+            self._regrouping.failure = sign
         if not self._signs:
             asyncio.get_running_loop().call_later(self._timing.settle, self._report_loss)
         self._signs.append(sign)
 
     def _report_loss(self) -> None:
+        started = self._started is not None and self._started.done()
+        lost = lost_ranks(self._signs)
         for process in self._processes:
-            process.signal(signal.SIGKILL)
+            if process.rank in lost or not (started and self._hosts.replacing):
+                process.signal(signal.SIGKILL)
         if self._stopping is not None:
             return
         sign = cause(self._signs)
         assert self._started is not None and self._listener is not None
         if not self._started.done():
             self._started.set_exception(start_error(sign, several=self._several))
-        else:
+        elif self._regrouping.over:
             self._listener.on_lost(sign.rank, str(sign.error))

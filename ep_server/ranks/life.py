@@ -64,11 +64,13 @@ def serve(channel: RankChannel, choose: Choose | None = None) -> int:
 
         front = Front(progress, Opening(exchanges.append, meet))
         parts = build_rank(start, front, choose or device_of)
-        worker = RankWorker(parts, channel)
+        worker = RankWorker(parts, channel, outlives=start.outlives)
         gc.collect()
         gc.freeze()  # these objects live as long as the process: no collection needs to scan them
         channel.send(ready_message(parts.ready).SerializeToString())
         with torch.inference_mode():
+            if start.joins:
+                worker.join()
             worker.run()
         channel.drain(LAST_MESSAGE_SECONDS)
     except ChannelClosed:

@@ -378,6 +378,11 @@ def fatal_message(error: BaseException) -> pb.FromRank:
     return pb.FromRank(fatal=pb.Fatal(error_class="InternalError", message=message))
 
 
+def interrupted_message(error: BaseException) -> pb.FromRank:
+    """The error of another rank that this one outlives."""
+    return pb.FromRank(interrupted=fatal_message(error).fatal)
+
+
 def error_of(wire: pb.Fatal) -> EpServerError:
     """The error in a Fatal: of its own class if that takes only a message, else an InternalError."""
     if wire.error_class == "ConfigError":

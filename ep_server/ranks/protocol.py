@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from ep_server.errors import EpServerError
@@ -54,8 +55,16 @@ class RankListener(Protocol):
         ...
 
     def on_lost(self, rank: int, message: str) -> None:
-        """The rank died or reported a fatal error. Called once per group; the group is unusable after it."""
+        """The rank died or reported a fatal error. The group is unusable until restart() returns."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class Restarted:
+    """Ranks after a loss. kept: those whose processes went on, with the requests that they had."""
+
+    ready: list[RankReady]
+    kept: frozenset[int] = frozenset()
 
 
 class Ranks(Protocol):
@@ -74,9 +83,11 @@ class Ranks(Protocol):
         """
         ...
 
-    async def restart(self) -> list[RankReady]:
-        """After on_lost: ends what is left of the group and starts a new one, for the same listener.
+    async def restart(self, awaited: Callable[[int], Collection[int]]) -> Restarted:
+        """After on_lost: replaces the lost rank, or all ranks, for the same listener.
 
+        Args:
+            awaited: numbers of the requests that a rank goes on with, if its process does; called at the end.
         Raises: StartupError if they do not start, or if these ranks cannot be started again.
         """
         ...

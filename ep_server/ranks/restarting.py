@@ -1,15 +1,18 @@
-"""Ranks that can be lost: a new group of processes takes the place of one that lost a rank.
+"""Ranks that can be lost: a new process takes the place of the lost one, or a new group that of all.
 
-A group of processes lives and dies as one. Used in one event loop.
+Used in one event loop.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Collection
 
-from ep_server.errors import InternalError
-from ep_server.ranks.protocol import RankListener, Ranks
+from ep_server.errors import InternalError, StartupError
+from ep_server.ranks.protocol import RankListener, Ranks, Restarted
 from ep_server.records import RankOrder, RankReady, Request
+
+log = logging.getLogger(__name__)
 
 
 class RestartingRanks:
@@ -31,13 +34,17 @@ class RestartingRanks:
         self._listener = listener
         return await self.group.start(listener, progress)
 
-    async def restart(self) -> list[RankReady]:
+    async def restart(self, awaited: Callable[[int], Collection[int]]) -> Restarted:
         """As Ranks.restart. Whatever the old ranks had sent is read before they end."""
         if self._listener is None:
             raise InternalError("restart() of ranks that were never started")
+        try:
+            return await self.group.restart(awaited)
+        except StartupError as error:
+            log.warning("all ranks start again: %s", error)
         await self.group.stop()
         self.group = self._make()
-        return await self.group.start(self._listener, lambda *_: None)
+        return Restarted(await self.group.start(self._listener, lambda *_: None))
 
     def submit(self, rank: int, request: Request) -> None:
         """As Ranks.submit."""

@@ -137,10 +137,10 @@ class Voter:
     step. A message that only some ranks get, such as a cancel, must not wake it: it would vote alone.
     """
 
-    def __init__(self, generation: int = 0) -> None:
+    def __init__(self, generation: int = 0, last_work: int = 0) -> None:
         self.generation = generation
         self.step = 0
-        self.last_work = 0
+        self.last_work = last_work
 
     def __repr__(self) -> str:
         return f"Voter(step={self.step}, last_work={self.last_work}, generation={self.generation})"

@@ -14,9 +14,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from ep_server.errors import InternalError
+from ep_server.errors import GroupAborted, InternalError, PeerLost, PeerTimeout
 from ep_server.ranks.channel import RankChannel
 from ep_server.ranks.messages import (
+    interrupted_message,
     kv_events_message,
     one_line,
     order_done_message,
@@ -71,8 +72,16 @@ class RankWorker:
     """Runs one rank's steps, and handles messages between them."""
 
     def __init__(
-        self, parts: RankParts, channel: RankChannel, clock: Callable[[], int] = time.perf_counter_ns
+        self,
+        parts: RankParts,
+        channel: RankChannel,
+        clock: Callable[[], int] = time.perf_counter_ns,
+        *,
+        outlives: bool = False,
     ) -> None:
+        """outlives: where another rank fails, it waits for Regroup and goes on."""
+        self._outlives = outlives
+        self._regroup: pb.Regroup | None = None
         self._exchange, self._runner, self._scheduler = parts.exchange, parts.runner, parts.scheduler
         self._masks = parts.masks
         self._held: set[int] = set()  # requests whose mask was late
@@ -84,12 +93,7 @@ class RankWorker:
         self._meter = StepMeter(parts.ready.rank, min(limits.max_running, limits.max_step_tokens))
         self._meter.ready(self._exchange.statistics(), self._runner.statistics())
         self._ahead = parts.scheduler.limits.ahead
-        self._cache = CacheReporter(
-            parts.ready.rank,
-            parts.scheduler,
-            lambda batch: self._send(kv_events_message(batch)),
-            time.time,
-        )
+        self._cache = self._cache_reporter()
         self._profiler = parts.profiler
         self._launched: deque[_LaunchedStep] = deque()
         self._running = 0  # sequences, as reported last
@@ -106,9 +110,66 @@ class RankWorker:
 
         Raises: ExchangeError, ChannelClosed; InternalError if the scheduler ends inconsistent.
         """
-        while self.step():
+        while self._go_on():
             pass
         self._scheduler.check_integrity()
+
+    def join(self) -> None:
+        """Waits for the other ranks, which have run steps before. Raises: ChannelClosed."""
+        self._await_regroup()
+
+    def _go_on(self) -> bool:
+        """One step, or what follows where another rank failed; False once it was the last."""
+        try:
+            if self._regroup is not None:
+                self._rejoin(self._regroup)
+            return self.step()
+        except (PeerTimeout, PeerLost, GroupAborted) as error:
+            if not self._outlives:
+                raise
+            log.warning("waiting to be regrouped: %s", error)
+            self._send(interrupted_message(error))
+            self._regroup = None
+            self._await_regroup()
+            return not self._stop
+
+    def _await_regroup(self) -> None:
+        while self._regroup is None and not self._stop:
+            self._handle(self._channel.wait())
+        if self._stop:
+            self._scheduler.drop_steps()
+
+    def _rejoin(self, order: pb.Regroup) -> None:
+        """Drops the steps in flight and the requests that nobody awaits, and goes on with the other ranks.
+
+        Raises: PeerTimeout, if another rank is missing.
+        """
+        self._launched.clear()
+        self._scheduler.drop_steps()
+        for number in self._scheduler.live - set(order.kept):
+            self._scheduler.cancel(number)
+            self._drop(number)
+        self._scheduler.freed()
+        if self._profiler.running:
+            self._profiler.stop()
+        self._cache.watch(on=False)
+        self._cache = self._cache_reporter()  # whoever subscribes next counts from 1
+        membership = self._exchange.membership
+        if membership is None:
+            raise InternalError("this exchange cannot regroup")
+        membership.reset()
+        self._voter = Voter(order.generation, order.work_number)
+        self._regroup, self._idle, self._running = None, False, -1
+        self._channel.report(waiting=False)
+        self._send(pb.FromRank(regrouped=pb.Regrouped(generation=order.generation)))
+
+    def _cache_reporter(self) -> CacheReporter:
+        return CacheReporter(
+            self._meter.rank,
+            self._scheduler,
+            lambda batch: self._send(kv_events_message(batch)),
+            time.time,
+        )
 
     def step(self) -> bool:
         """One step with all other ranks; False once it was the last.
@@ -119,6 +180,8 @@ class RankWorker:
         """
         start = self._clock()
         self._handle(self._channel.poll())
+        if self._regroup is not None:
+            return True
         self._check_masks()
         batch = self._scheduler.plan()
         planned = self._clock()
@@ -210,7 +273,7 @@ class RankWorker:
         if self._clock() - self._checked >= CHECK_NS:
             self._scheduler.check_integrity()
             self._checked = self._clock()
-        while self._voter.last_work == last_work and not self._stop:
+        while self._voter.last_work == last_work and not self._stop and self._regroup is None:
             self._handle(self._channel.wait())
 
     def _handle(self, payloads: Sequence[bytes]) -> None:
@@ -229,6 +292,8 @@ class RankWorker:
                 self._obey(order_of(message.order), message.order.number)
             elif kind == "watch_cache":
                 self._cache.watch(on=message.watch_cache.on)
+            elif kind == "regroup":
+                self._regroup = message.regroup
             elif kind == "shutdown":
                 self._stop = True
             else:

@@ -78,6 +78,11 @@ class RankScheduler:
         """Sequences that hold KV blocks, in prefill or decode."""
         return len(self._decoding) + len(self._prefilling)
 
+    @property
+    def live(self) -> frozenset[int]:
+        """Numbers of the requests that wait or run."""
+        return frozenset(self._live)
+
     def is_live(self, number: int) -> bool:
         """A request of this number waits or runs."""
         return number in self._live
@@ -234,6 +239,21 @@ class RankScheduler:
             return None
         cached = seq.cached_tokens or 0
         return TokenEvent(seq.number, token.token_id, token.logprob, token.top, finish, cached)
+
+    def drop_steps(self) -> None:
+        """Forgets the steps in flight: they did not end. What they were to compute is planned again."""
+        for seq in self._in_flight.drop():
+            if seq.state.ended:
+                continue
+            if seq.sealed * seq.block_size > seq.computed:  # offered to its siblings ahead of the step
+                self.flush_cache()
+            if not seq.waits:
+                seq.planned = seq.computed
+                if seq in self._decoding and seq.computed + 1 < len(seq.tokens):
+                    self._decoding.remove(seq)
+                    self._prefilling.append(seq)
+            if seq.drop is not None:
+                self._end(seq, seq.drop)
 
     def check_integrity(self) -> None:
         """Raises InternalError if queues, tables, counts or states disagree. For tests and idle moments."""

@@ -191,5 +191,17 @@ class StepsInFlight:
             raise InternalError(f"commit() of tokens for requests {given}, awaited for {awaited}")
         return self._steps.popleft()
 
+    def drop(self) -> list[ScheduledSequence]:
+        """Takes all steps out, and back what they were to draw and to score. Returns: their sequences."""
+        members: dict[int, ScheduledSequence] = {}
+        for step in reversed(self._steps):
+            for (seq, _), piece in zip(step.members, step.batch.slices, strict=True):
+                members[seq.number] = seq
+                seq.pending -= piece.sample
+                if piece.scored is not None:
+                    seq.scored = piece.scored.start
+        self._steps.clear()
+        return list(members.values())
+
     def __contains__(self, seq: ScheduledSequence) -> bool:
         return any(seq is member for step in self._steps for member, _ in step.members)

@@ -7,11 +7,11 @@ known beforehand. A test may hold the steps, run them one by one, kill a rank or
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Final
 
 from ep_server.errors import InternalError, StartupError
-from ep_server.ranks.protocol import RankListener
+from ep_server.ranks.protocol import RankListener, Restarted
 from ep_server.records import (
     FlushCache,
     KvEventBatch,
@@ -107,7 +107,7 @@ class FakeRanks:
             progress(rank, "weights", 1, 1)
         return [self._ready(rank) for rank in range(self.num_ranks)]
 
-    async def restart(self) -> list[RankReady]:
+    async def restart(self, awaited: Callable[[int], Collection[int]]) -> Restarted:
         """New schedulers, once `start_gate` is set. Raises: `start_error`."""
         if self.start_gate is not None:
             await self.start_gate.wait()
@@ -115,7 +115,7 @@ class FakeRanks:
             raise self.start_error
         self._begin()
         self.release()
-        return [self._ready(rank) for rank in range(self.num_ranks)]
+        return Restarted([self._ready(rank) for rank in range(self.num_ranks)])
 
     def submit(self, rank: int, request: Request) -> None:
         """Queues a request."""

@@ -21,7 +21,7 @@ FINISH_REASON_STOP_STRING: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
 class ToRank(_message.Message):
-    __slots__ = ("start", "add", "cancel", "doorbell", "shutdown", "connect", "watch_cache", "order")
+    __slots__ = ("start", "add", "cancel", "doorbell", "shutdown", "connect", "watch_cache", "order", "regroup")
     START_FIELD_NUMBER: _ClassVar[int]
     ADD_FIELD_NUMBER: _ClassVar[int]
     CANCEL_FIELD_NUMBER: _ClassVar[int]
@@ -30,6 +30,7 @@ class ToRank(_message.Message):
     CONNECT_FIELD_NUMBER: _ClassVar[int]
     WATCH_CACHE_FIELD_NUMBER: _ClassVar[int]
     ORDER_FIELD_NUMBER: _ClassVar[int]
+    REGROUP_FIELD_NUMBER: _ClassVar[int]
     start: Start
     add: Add
     cancel: Cancel
@@ -38,10 +39,11 @@ class ToRank(_message.Message):
     connect: Connect
     watch_cache: WatchCache
     order: Order
-    def __init__(self, start: _Optional[_Union[Start, _Mapping]] = ..., add: _Optional[_Union[Add, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., doorbell: _Optional[_Union[Doorbell, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., connect: _Optional[_Union[Connect, _Mapping]] = ..., watch_cache: _Optional[_Union[WatchCache, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ...) -> None: ...
+    regroup: Regroup
+    def __init__(self, start: _Optional[_Union[Start, _Mapping]] = ..., add: _Optional[_Union[Add, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., doorbell: _Optional[_Union[Doorbell, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., connect: _Optional[_Union[Connect, _Mapping]] = ..., watch_cache: _Optional[_Union[WatchCache, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., regroup: _Optional[_Union[Regroup, _Mapping]] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("rank", "num_ranks", "config_json", "exchange_fd", "threads", "kv_blocks", "bells")
+    __slots__ = ("rank", "num_ranks", "config_json", "exchange_fd", "threads", "kv_blocks", "bells", "outlives", "joins")
     RANK_FIELD_NUMBER: _ClassVar[int]
     NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
     CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
@@ -49,6 +51,8 @@ class Start(_message.Message):
     THREADS_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     BELLS_FIELD_NUMBER: _ClassVar[int]
+    OUTLIVES_FIELD_NUMBER: _ClassVar[int]
+    JOINS_FIELD_NUMBER: _ClassVar[int]
     rank: int
     num_ranks: int
     config_json: str
@@ -56,7 +60,19 @@ class Start(_message.Message):
     threads: int
     kv_blocks: int
     bells: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, rank: _Optional[int] = ..., num_ranks: _Optional[int] = ..., config_json: _Optional[str] = ..., exchange_fd: _Optional[int] = ..., threads: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., bells: _Optional[_Iterable[int]] = ...) -> None: ...
+    outlives: bool
+    joins: bool
+    def __init__(self, rank: _Optional[int] = ..., num_ranks: _Optional[int] = ..., config_json: _Optional[str] = ..., exchange_fd: _Optional[int] = ..., threads: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., bells: _Optional[_Iterable[int]] = ..., outlives: _Optional[bool] = ..., joins: _Optional[bool] = ...) -> None: ...
+
+class Regroup(_message.Message):
+    __slots__ = ("generation", "work_number", "kept")
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    WORK_NUMBER_FIELD_NUMBER: _ClassVar[int]
+    KEPT_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    work_number: int
+    kept: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, generation: _Optional[int] = ..., work_number: _Optional[int] = ..., kept: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Connect(_message.Message):
     __slots__ = ("ranks", "session")
@@ -207,7 +223,7 @@ class Shutdown(_message.Message):
     def __init__(self) -> None: ...
 
 class FromRank(_message.Message):
-    __slots__ = ("progress", "ready", "tokens", "freed", "request_failed", "statistics", "fatal", "introduction", "prompt_logprobs", "kv_events", "order_done", "running")
+    __slots__ = ("progress", "ready", "tokens", "freed", "request_failed", "statistics", "fatal", "introduction", "prompt_logprobs", "kv_events", "order_done", "running", "interrupted", "regrouped")
     PROGRESS_FIELD_NUMBER: _ClassVar[int]
     READY_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
@@ -220,6 +236,8 @@ class FromRank(_message.Message):
     KV_EVENTS_FIELD_NUMBER: _ClassVar[int]
     ORDER_DONE_FIELD_NUMBER: _ClassVar[int]
     RUNNING_FIELD_NUMBER: _ClassVar[int]
+    INTERRUPTED_FIELD_NUMBER: _ClassVar[int]
+    REGROUPED_FIELD_NUMBER: _ClassVar[int]
     progress: Progress
     ready: Ready
     tokens: StepTokens
@@ -232,7 +250,15 @@ class FromRank(_message.Message):
     kv_events: KvEventBatch
     order_done: OrderDone
     running: int
-    def __init__(self, progress: _Optional[_Union[Progress, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., tokens: _Optional[_Union[StepTokens, _Mapping]] = ..., freed: _Optional[_Union[Freed, _Mapping]] = ..., request_failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., statistics: _Optional[_Union[Statistics, _Mapping]] = ..., fatal: _Optional[_Union[Fatal, _Mapping]] = ..., introduction: _Optional[_Union[Introduction, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., kv_events: _Optional[_Union[KvEventBatch, _Mapping]] = ..., order_done: _Optional[_Union[OrderDone, _Mapping]] = ..., running: _Optional[int] = ...) -> None: ...
+    interrupted: Fatal
+    regrouped: Regrouped
+    def __init__(self, progress: _Optional[_Union[Progress, _Mapping]] = ..., ready: _Optional[_Union[Ready, _Mapping]] = ..., tokens: _Optional[_Union[StepTokens, _Mapping]] = ..., freed: _Optional[_Union[Freed, _Mapping]] = ..., request_failed: _Optional[_Union[RequestFailed, _Mapping]] = ..., statistics: _Optional[_Union[Statistics, _Mapping]] = ..., fatal: _Optional[_Union[Fatal, _Mapping]] = ..., introduction: _Optional[_Union[Introduction, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., kv_events: _Optional[_Union[KvEventBatch, _Mapping]] = ..., order_done: _Optional[_Union[OrderDone, _Mapping]] = ..., running: _Optional[int] = ..., interrupted: _Optional[_Union[Fatal, _Mapping]] = ..., regrouped: _Optional[_Union[Regrouped, _Mapping]] = ...) -> None: ...
+
+class Regrouped(_message.Message):
+    __slots__ = ("generation",)
+    GENERATION_FIELD_NUMBER: _ClassVar[int]
+    generation: int
+    def __init__(self, generation: _Optional[int] = ...) -> None: ...
 
 class OrderDone(_message.Message):
     __slots__ = ("number", "error", "blocks", "files")

@@ -291,6 +291,12 @@ void abort_at(std::byte* region, uint32_t writer, uint32_t generation, const Sta
   cell.compare_exchange_strong(seen, encode_cell(generation, writer + 1), std::memory_order_acq_rel);
 }
 
+void report_lost(std::byte* region, uint32_t lost) {
+  const auto generation = uint32_t(load_cell(region, Head::kIdentity));
+  abort_at(region, lost, generation + 1, {Code::kLost, Op::kVote, Phase::kGather, lost, lost, 0, 0});
+  ring(doorbell(region));
+}
+
 void abort_group(Group& group, const Status& status) {
   const std::lock_guard lock(group.aborting);
   const uint32_t generation = uint32_t(group.generation) + 1;

@@ -69,6 +69,11 @@ Segment::Segment(int fd) {
 
 Segment::~Segment() { munmap(base_, bytes_); }
 
+void abort_without(const Segment& segment, uint32_t lost) {
+  for (uint32_t rank = 0; rank < segment.page().regions; ++rank)
+    if (rank != lost) report_lost(segment.region(rank), lost);
+}
+
 Heartbeat::Heartbeat(std::shared_ptr<void> memory, std::byte* region) : memory_(std::move(memory)) {
   cell_at(region, Head::kHeartbeat).store(now_ns(), std::memory_order_relaxed);
   // The process's own threads handle signals.

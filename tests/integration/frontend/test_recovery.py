@@ -6,7 +6,7 @@ import asyncio
 import os
 import random
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -21,8 +21,8 @@ from ep_server.errors import ConfigError, StartupError
 from ep_server.frontend.served_model import ServedModel
 from ep_server.frontend.server import Server
 from ep_server.ranks.launcher import RankProcesses
+from ep_server.ranks.protocol import Restarted
 from ep_server.ranks.restarting import RestartingRanks
-from ep_server.records import RankReady
 from ep_server.testing.fake_ranks import FakeRanks
 from tests.support.frontend import Code, Recorder, failure, next_event, rest, serving
 from tests.support.raw_client import Output, RawClient
@@ -65,7 +65,7 @@ async def demo() -> AsyncIterator[tuple[Server, RestartingRanks, RawClient, Reco
             "scheduler.max_running": 16,
         }
     )
-    ranks, heard = RestartingRanks(lambda: RankProcesses(config)), Recorder()
+    ranks, heard = RestartingRanks(lambda: RankProcesses(config, outlive=True)), Recorder()
     server = Server(config, ServedModel.load(config.model), ranks, heard)
     await server.start(lambda *_: None)
     try:
@@ -207,12 +207,12 @@ class UnluckyRanks(FakeRanks):
         super().__init__(2)
         self.failures = list(failures)
 
-    async def restart(self) -> list[RankReady]:
+    async def restart(self, awaited: Callable[[int], Collection[int]]) -> Restarted:
         if not self.failures:
-            return await super().restart()
+            return await super().restart(awaited)
         if (failure := self.failures.pop(0)) is not None:
             raise failure
-        ready = await super().restart()
+        ready = await super().restart(awaited)
         self.kill(1)
         return ready
 

@@ -1,0 +1,85 @@
+"""Signs that a rank is lost, and which rank they mean. Data and rules only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from enum import IntEnum
+
+from ep_server.errors import ConfigError, EpServerError, StartupError
+
+
+class Kind(IntEnum):
+    """Kinds of signs, the most telling first: a loss of one kind causes those after it."""
+
+    OWN_ERROR = 0
+    EXIT = 1  # without a message
+    HOST = 2  # host lost
+    PEER = 3  # waiting for a peer failed
+    ABORT = 4  # a peer aborted the group
+    CLOSED = 5  # channel closed
+
+
+_ECHOES = {
+    "PeerTimeout": Kind.PEER,
+    "PeerLost": Kind.PEER,
+    "ProtocolViolation": Kind.PEER,
+    "GroupAborted": Kind.ABORT,
+}
+
+
+def kind_of(error_class: str) -> Kind:
+    """The kind of sign of an error that a rank ended with."""
+    return _ECHOES.get(error_class, Kind.OWN_ERROR)
+
+
+@dataclass(frozen=True, slots=True)
+class Sign:
+    """Evidence that a rank is lost. peer: the rank it waited for in vain, if it named one."""
+
+    kind: Kind
+    rank: int
+    error: EpServerError
+    peer: int | None = None
+
+
+def cause(signs: Sequence[Sign]) -> Sign:
+    """The most telling of at least one sign. A rank's message explains its exit, whichever arrives first.
+
+    Where ranks waited in vain, the culprit is the rank at the end of the chain of waits, not one that waited.
+    """
+    spoke = {sign.rank for sign in signs if sign.kind not in (Kind.EXIT, Kind.CLOSED)}
+    unexplained = [sign for sign in signs if sign.kind is not Kind.EXIT or sign.rank not in spoke]
+    best = min(unexplained, key=lambda sign: sign.kind)
+    waits = {sign.rank: sign.peer for sign in signs if sign.kind is Kind.PEER and sign.peer is not None}
+    if best.kind is not Kind.PEER or best.rank not in waits:
+        return best
+    end = _end_of(waits, best.rank)
+    reported = next((sign for sign in unexplained if sign.kind is Kind.PEER and sign.peer == end), best)
+    return replace(reported, rank=end)
+
+
+def lost_ranks(signs: Sequence[Sign]) -> frozenset[int]:
+    """The ranks that have ended or must be ended; the others can go on."""
+    ended = {sign.rank for sign in signs if sign.kind in (Kind.OWN_ERROR, Kind.EXIT, Kind.CLOSED)}
+    return frozenset(ended | ({cause(signs).rank} if signs else set()))
+
+
+def _end_of(waits: Mapping[int, int], rank: int) -> int:
+    """The rank that others wait for and that waits for none; in a ring of waits, the last one visited."""
+    visited = {rank}
+    while (peer := waits.get(rank)) is not None and peer not in visited:
+        visited.add(peer)
+        rank = peer
+    return rank
+
+
+def start_error(sign: Sign, *, several: bool) -> StartupError:
+    """The error that start() raises for a sign. several: whether the group has several hosts.
+
+    Names the rank, except for a ConfigError on one host, where all ranks read the same configuration.
+    """
+    if isinstance(sign.error, ConfigError):
+        return StartupError(f"rank {sign.rank}: {sign.error}") if several else sign.error
+    kind = type(sign.error) if isinstance(sign.error, StartupError) else StartupError
+    return kind(f"rank {sign.rank}: {sign.error}")
