@@ -191,7 +191,7 @@ class Delivery:
                 self.fail(active, Event.FAIL, RankLost(why), at_rank=False)
             else:
                 self._ranks.submit(active.rank, active.continued())
-                active.submitted, active.losses = True, max(active.losses, 1)
+                active.submitted = True
         return len(waiting)
 
     def fail(
@@ -239,8 +239,8 @@ class Delivery:
             active.max_gap = max(active.max_gap, gap)
             self._observer.on_token_gap(gap)
         active.last_at = now
-        if active.losses:
-            active.losses = 0
+        active.losses = 0
+        if self.phases.continuing:
             self.phases.token(active.request.number)
         active.output.append(event.token_id)
         self._requests.grew(active)

@@ -23,6 +23,11 @@ class RecoveryPhases:
         self._continuing: set[int] = set()  # numbers of the requests without a token since
         self._no_token = False
 
+    @property
+    def continuing(self) -> bool:
+        """Requests of the newest loss have no token since."""
+        return bool(self._continuing)
+
     def lost(self) -> None:
         """A rank was lost."""
         self._lost_at = self._clock()
