@@ -148,8 +148,8 @@ class RankWorker:
         self._scheduler.drop_steps()
         for number in self._scheduler.live - set(order.kept):
             self._scheduler.cancel(number)
+        for number in self._scheduler.freed():  # those cancelled during the lost step too
             self._drop(number)
-        self._scheduler.freed()
         if self._profiler.running:
             self._profiler.stop()
         self._cache.watch(on=False)

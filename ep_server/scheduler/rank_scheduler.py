@@ -242,11 +242,15 @@ class RankScheduler:
 
     def drop_steps(self) -> None:
         """Forgets the steps in flight: they did not end. What they were to compute is planned again."""
-        for seq in self._in_flight.drop():
-            if seq.state.ended:
-                continue
-            if seq.sealed * seq.block_size > seq.computed:  # offered to its siblings ahead of the step
-                self.flush_cache()
+        dropped = [seq for seq in self._in_flight.drop() if not seq.state.ended]
+        for seq in dropped:
+            if not seq.waits and seq.sealed * seq.block_size > seq.computed:
+                self.flush_cache()  # it offered blocks to its siblings that will not be written
+                unwritten = set(seq.blocks[seq.computed // seq.block_size : seq.sealed])
+                for other in self._decoding + self._prefilling:
+                    if other is not seq and unwritten & set(other.blocks):
+                        self._preempt(other)
+        for seq in dropped:
             if not seq.waits:
                 seq.planned = seq.computed
                 if seq in self._decoding and seq.computed + 1 < len(seq.tokens):

@@ -133,6 +133,19 @@ class SimulatedRank:
         """Commits the oldest step in flight."""
         self.finish(*self.in_flight.popleft())
 
+    def lose_steps(self) -> None:
+        """The steps in flight are lost, with what they scored. They may have written their cells or not."""
+        for batch, drawn in reversed(self.in_flight):
+            for piece in batch.slices:
+                if piece.scored is not None:
+                    del self.scored[piece.number][piece.scored.start :]
+            for number in late_of(drawn):
+                self.scheduler.release(number)
+        self.in_flight.clear()
+        self.scheduler.drop_steps()
+        self.freed += self.scheduler.freed()
+        self.scheduler.check_integrity()
+
     def step(self) -> StepBatch:
         """Launches as many steps as may be in flight, then settles the oldest."""
         batch = None

@@ -61,7 +61,7 @@ def room_of(given_limits: SchedulerLimits) -> int:
 
 
 class SchedulerMachine(RuleBasedStateMachine):
-    """Adds, cancels and steps in any order, also between plan and commit.
+    """Adds, cancels, steps and loses steps in any order, also between plan and commit.
 
     The simulated cache raises when a sequence sees a token, salt or position that is not its own. A mirror
     that gets the events alone holds what the prefix cache holds.
@@ -116,6 +116,18 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule()
     def settle(self):
         self.rank.settle()
+
+    @rule()
+    def lose_steps(self):
+        """Another rank was lost: the steps in flight never end, and every stream goes on as if they had."""
+        self.rank.lose_steps()
+
+    @rule()
+    def lose_a_planned_step(self):
+        """It was planned but did not begin: nothing of it is written."""
+        if len(self.rank.in_flight) <= self.rank.limits.ahead:
+            self.rank.scheduler.plan()
+            self.rank.lose_steps()
 
     @precondition(lambda self: self.number > 0)
     @rule(data=st.data(), fails=st.booleans())
