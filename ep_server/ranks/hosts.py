@@ -25,6 +25,9 @@ from ep_server.v1 import rank_pb2 as pb
 log = logging.getLogger(__name__)
 
 WORKER = "ep_server.ranks.life"
+STANDBY = -1  # in place of a rank, until the process takes one
+NO_CALLBACKS = RankCallbacks(lambda rank, frame: None, lambda rank, why: None, lambda rank, code: None)
+END_SECONDS = 10.0
 
 
 class Rank(Protocol):
@@ -84,6 +87,10 @@ class Hosts(Protocol):
 class Replacing(Protocol):
     """Starts processes in the place of those that have ended."""
 
+    async def prepare(self) -> None:
+        """Starts a process on standby, if one is wanted and none is there."""
+        ...
+
     async def replace(self, rank: int, callbacks: RankCallbacks) -> Rank:
         """Its process has ended. The new one takes part from the next Regroup on. Raises: OSError."""
         ...
@@ -92,7 +99,7 @@ class Replacing(Protocol):
         """Ends what the other ranks wait for. The process of `rank` has ended."""
         ...
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """Gives back what replace() needs; idempotent."""
         ...
 
@@ -123,6 +130,7 @@ class OneHost:
         self._config, self._module, self._outlive = config, module, outlive
         self._local: LocalRanks | None = None
         self._shared: SharedMemory | None = None
+        self._standby: RankProcess | None = None
 
     @property
     def replacing(self) -> OneHost | None:
@@ -143,18 +151,39 @@ class OneHost:
             with _closing(shared.descriptors):
                 await _spawn_all(local, shared, callbacks, started)
 
+    async def prepare(self) -> None:
+        """As Replacing.prepare."""
+        if self._local is None or self._shared is None or not self._config.resilience.standby:
+            return
+        standby = self._standby
+        if standby is None or standby.exited.is_set():
+            try:
+                self._standby = await _process(self._local, STANDBY, self._shared, NO_CALLBACKS)
+            except OSError as error:
+                log.warning("no process can be kept on standby: %s", error)
+
     async def replace(self, rank: int, callbacks: RankCallbacks) -> Rank:
         """As Replacing.replace."""
         assert self._local is not None and self._shared is not None
-        return await _spawn(self._local, rank, self._shared, callbacks, joins=True)
+        process, self._standby = self._standby, None
+        if process is None or process.exited.is_set():
+            process = await _process(self._local, rank, self._shared, callbacks)
+        process.become(rank, callbacks)
+        _tell(process, self._local, self._shared, joins=True)
+        return process
 
     def report_lost(self, rank: int) -> None:
         """As Replacing.report_lost."""
         if self._shared is not None:
             report_lost(self._shared.segment, rank)
 
-    def close(self) -> None:
+    async def close(self) -> None:
         """As Replacing.close."""
+        standby, self._standby = self._standby, None
+        if standby is not None:
+            standby.signal(signal.SIGKILL)
+            await ended([standby], END_SECONDS)
+            standby.close()
         shared, self._shared = self._shared, None
         for fd in shared.descriptors if shared else ():
             os.close(fd)
@@ -196,16 +225,21 @@ async def _spawn_all(
     started: Callable[[RankProcess], None],
 ) -> None:
     for rank in local_ranks(local.config):
-        started(await _spawn(local, rank, shared, callbacks))
+        process = await _process(local, rank, shared, callbacks)
+        started(process)
+        _tell(process, local, shared)
 
 
-async def _spawn(
-    local: LocalRanks, rank: int, shared: SharedMemory, callbacks: RankCallbacks, *, joins: bool = False
+async def _process(
+    local: LocalRanks, rank: int, shared: SharedMemory, callbacks: RankCallbacks
 ) -> RankProcess:
     hang_seconds = local.config.exchange.timeout_seconds
-    process = await RankProcess.spawn(rank, local.module, shared.descriptors, callbacks, hang_seconds)
-    process.send(pb.ToRank(start=_start(local, rank, shared, joins=joins)).SerializeToString())
-    return process
+    return await RankProcess.spawn(rank, local.module, shared.descriptors, callbacks, hang_seconds)
+
+
+def _tell(process: RankProcess, local: LocalRanks, shared: SharedMemory, *, joins: bool = False) -> None:
+    start = _start(local, process.rank, shared, joins=joins)
+    process.send(pb.ToRank(start=start).SerializeToString())
 
 
 async def ended(ranks: Sequence[Rank], seconds: float) -> None:

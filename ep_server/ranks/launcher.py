@@ -13,7 +13,6 @@ import logging
 import secrets
 import signal
 from collections.abc import Callable, Collection
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
@@ -21,7 +20,7 @@ from google.protobuf.message import DecodeError
 from ep_server.config import Config
 from ep_server.errors import InternalError, RankLost, StartupError
 from ep_server.ranks.group import num_ranks
-from ep_server.ranks.hosts import WORKER, Hosts, OneHost, Rank, ended
+from ep_server.ranks.hosts import WORKER, Hosts, OneHost, Rank, Replacing, ended
 from ep_server.ranks.messages import (
     add_message,
     error_of,
@@ -67,14 +66,14 @@ class LaunchTiming:
 class Regrouping:
     """One regroup of a group.
 
-    leaving: lost ranks whose processes have not ended. done: ranks that have regrouped.
-    failure: of another rank meanwhile. over: it has succeeded.
+    leaving: lost ranks whose processes have not ended. replaced: processes. done: ranks that have regrouped.
+    over: it has succeeded.
     """
 
     generation: int
     leaving: set[int] = field(default_factory=set)
+    replaced: int = 0
     done: set[int] = field(default_factory=set)
-    failure: Sign | None = None
     over: bool = False
 
 
@@ -141,6 +140,8 @@ class RankProcesses:
         try:
             await self._hosts.spawn(callbacks, self._processes.append)
             await self._all_ready()
+            if self._hosts.replacing is not None:
+                await self._hosts.replacing.prepare()
         except BaseException:
             await self.stop()
             raise
@@ -148,52 +149,69 @@ class RankProcesses:
 
     async def restart(self, awaited: Callable[[int], Collection[int]]) -> Restarted:
         """As Ranks.restart: replaces the lost ranks alone. Raises: StartupError; the group must end then."""
-        lost, replacing = lost_ranks(self._signs), self._hosts.replacing
+        replacing = self._hosts.replacing
         if replacing is None or self._stopping is not None:
             raise StartupError("these ranks do not outlive a loss")
-        if len(lost) == self.num_ranks:
-            raise StartupError("no rank is left")
-        self._regrouping, self._signs = Regrouping(self._regrouping.generation + 1, set(lost)), []
-        old = [self._processes[rank] for rank in sorted(lost)]
-        for process in old:
-            process.signal(signal.SIGKILL)
-        await self._until(
-            lambda: all(p.exited.is_set() and p.rank in self._closed for p in old), "the lost ranks end"
-        )
-        for process in old:
-            replacing.report_lost(process.rank)
-        self._ready = {rank: ready for rank, ready in self._ready.items() if rank not in lost}
-        self._closed -= lost
-        self._started = asyncio.get_running_loop().create_future()
-        callbacks = RankCallbacks(self._on_frame, self._on_closed, self._on_exit, self._on_host_lost)
-        for process in old:
-            process.close()
-            self._regrouping.leaving.discard(process.rank)
-            self._processes[process.rank] = await replacing.replace(process.rank, callbacks)
-        await self._all_ready()
+        self._regrouping = Regrouping(self._regrouping.generation + 1)
+        lost: set[int] = set()
+        while self._signs:  # a rank may be lost while others are replaced
+            fresh, self._signs = lost_ranks(self._signs), []
+            lost |= fresh
+            self._regrouping.replaced += len(fresh)
+            if len(lost) == self.num_ranks or self._regrouping.replaced > self.num_ranks:
+                raise StartupError("too many ranks are lost")
+            await self._replace(fresh, replacing)
         for process in self._processes:
             kept = [] if process.rank in lost else awaited(process.rank)
             order = pb.Regroup(
                 generation=self._regrouping.generation, work_number=self._work_number, kept=kept
             )
             process.send(pb.ToRank(regroup=order).SerializeToString())
-        await self._until(lambda: len(self._regrouping.done) == self.num_ranks, "ranks regroup")
+        seconds = self._answer_seconds + self._timing.kill
+        await self._until(lambda: len(self._regrouping.done) == self.num_ranks, seconds)
+        if self._signs:
+            raise StartupError(f"rank {self._signs[0].rank}: {self._signs[0].error}")
         self._regrouping.over = True
-        return Restarted(
-            [self._ready[rank] for rank in range(self.num_ranks)], frozenset(range(self.num_ranks)) - lost
+        await replacing.prepare()
+        everyone = range(self.num_ranks)
+        return Restarted([self._ready[rank] for rank in everyone], frozenset(everyone) - lost)
+
+    async def _replace(self, lost: frozenset[int], replacing: Replacing) -> None:
+        """Ends processes, and starts others in their place; returns once these are ready, or at another loss."""
+        old = [self._processes[rank] for rank in sorted(lost)]
+        self._regrouping.leaving = set(lost)
+        for process in old:
+            process.signal(signal.SIGKILL)
+        await self._until(
+            lambda: all(process.exited.is_set() and process.rank in self._closed for process in old),
+            self._timing.kill,
+        )
+        for process in old:
+            if not process.exited.is_set():
+                raise StartupError(f"the process of rank {process.rank} does not end")
+            replacing.report_lost(process.rank)
+        self._regrouping.leaving.clear()
+        self._closed -= lost
+        callbacks = RankCallbacks(self._on_frame, self._on_closed, self._on_exit, self._on_host_lost)
+        for process in old:
+            process.close()
+            self._ready.pop(process.rank, None)
+            self._processes[process.rank] = await replacing.replace(process.rank, callbacks)
+        await self._until(
+            lambda: len(self._ready) == self.num_ranks or bool(self._signs), self._timing.start_stall
         )
 
-    async def _until(self, condition: Callable[[], bool], what: str) -> None:
-        """Raises: StartupError if a rank is lost meanwhile, or after a deadline."""
-        seconds = self._answer_seconds + self._timing.kill
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                while not condition() and self._regrouping.failure is None:
-                    self._heard.clear()
+    async def _until(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Raises: StartupError after so many seconds without a message of any rank."""
+        while not condition():
+            self._heard.clear()
+            try:
+                async with asyncio.timeout(seconds):
                     await self._heard.wait()
-        if not condition():
-            failure = self._regrouping.failure
-            raise StartupError(str(failure.error) if failure else f"{what}: not within {seconds:g} s")
+            except TimeoutError:
+                raise StartupError(
+                    f"ranks reported nothing for {seconds:g} s while one is replaced"
+                ) from None
 
     def submit(self, rank: int, request: Request) -> None:
         """As Ranks.submit: the request goes to its rank, its work number to all."""
@@ -254,7 +272,7 @@ class RankProcesses:
                 log.error("rank %d got SIGKILL but its process has not ended", process.rank)
             process.close()
         if self._hosts.replacing is not None:
-            self._hosts.replacing.close()
+            await self._hosts.replacing.close()
         if self._started is not None and not self._started.done():
             self._started.cancel()
 
@@ -332,9 +350,10 @@ class RankProcesses:
         if self._stopping is not None:
             return
         if not self._regrouping.over:
-            if sign.rank in self._regrouping.leaving or sign.kind in (Kind.PEER, Kind.ABORT):
-                return  # expected; a rank that waited for a lost one waits for Regroup now
-            self._regrouping.failure = sign
+            expected = sign.rank in self._regrouping.leaving or sign.kind in (Kind.PEER, Kind.ABORT)
+            if not expected:  # a rank that waited for a lost one waits for Regroup now
+                self._signs.append(sign)
+            return
         if not self._signs:
             asyncio.get_running_loop().call_later(self._timing.settle, self._report_loss)
         self._signs.append(sign)

@@ -41,9 +41,8 @@ def serve(channel: RankChannel, choose: Choose | None = None) -> int:
     """Runs a rank behind a channel until it ends. choose: see main(). Returns: the exit code."""
     exchanges: list[Abortable] = []
     try:
-        start = _first_message(channel)
-        logs.configure(Config.from_values(json.loads(start.config_json)).log, rank=start.rank)
-        # Imported here: torch takes a second or more, and the process must be tied to its parent by then.
+        # Imported here: torch takes a second or more, and the process must be tied to its parent by then. A
+        # process on standby gets its Start message later.
         gc.disable()  # scanning freshly imported objects would cost a tenth of that second
         import torch
 
@@ -53,6 +52,8 @@ def serve(channel: RankChannel, choose: Choose | None = None) -> int:
 
         gc.freeze()
         gc.enable()
+        start = _first_message(channel)
+        logs.configure(Config.from_values(json.loads(start.config_json)).log, rank=start.rank)
 
         def progress(stage: str, done: int, total: int) -> None:
             message = pb.FromRank(progress=pb.Progress(stage=stage, done=done, total=total))

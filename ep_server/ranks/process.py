@@ -93,11 +93,15 @@ class RankProcess:
         process = cls(rank, popen, callbacks)
         process._channel = await FrontChannel.connect(
             ours,
-            lambda payload: callbacks.on_frame(rank, payload),
-            lambda reason: callbacks.on_closed(rank, reason),
+            lambda payload: process._callbacks.on_frame(process.rank, payload),
+            lambda reason: process._callbacks.on_closed(process.rank, reason),
         )
         process._channel.watch(hang_seconds, process._is_stopped)
         return process
+
+    def become(self, rank: int, callbacks: RankCallbacks) -> None:
+        """A process on standby takes the place of a rank, before its Start message."""
+        self.rank, self._callbacks = rank, callbacks
 
     @property
     def returncode(self) -> int | None:
