@@ -177,7 +177,7 @@ class RankProcesses:
         return Restarted([self._ready[rank] for rank in everyone], frozenset(everyone) - lost)
 
     async def _replace(self, lost: frozenset[int], replacing: Replacing) -> None:
-        """Ends processes, and starts others in their place; returns once these are ready, or at another loss."""
+        """Ends processes, starts others in their place, and returns once these are ready or more are lost."""
         old = [self._processes[rank] for rank in sorted(lost)]
         self._regrouping.leaving = set(lost)
         for process in old:
