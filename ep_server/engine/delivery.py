@@ -57,9 +57,9 @@ class Delivery:
         clock: Callable[[], float],
         pace: Pace,
         ranks_per_node: int = 1,
-        recovers: Callable[[], bool] = lambda: False,
+        recovers: Callable[[int], bool] = lambda _rank: False,
     ) -> None:
-        """recovers: called when a rank is lost: True if a new group takes over, which resume() then gets."""
+        """recovers: called with a lost rank: True if it is replaced, and resume() follows."""
         self.lost = asyncio.Event()  # for good
         self.lost_message = ""
         self.down = False  # a rank is lost, and a new group starts: the ranks get no commands
@@ -147,7 +147,7 @@ class Delivery:
         self._requests.ranks[rank].admitted = 0
         self._awaited.clear()
         self.tell_load()
-        if not self._recovers():
+        if not self._recovers(rank):
             self.give_up("")
 
     def give_up(self, why: str) -> None:

@@ -134,10 +134,10 @@ class Engine:
         new = [ready.load_seconds for ready in restarted.ready if ready.rank not in restarted.kept]
         self._delivery.phases.served(max(new, default=0.0))
 
-    def _recovers(self) -> bool:
+    def _recovers(self, rank: int) -> bool:
         self._profiles.end()
         served = self._state in (EngineState.SERVING, EngineState.DRAINING)
-        return served and self._recovery.begin()
+        return served and self._recovery.begin(rank)
 
     def check_room(self, asked: Asked = MOST_URGENT) -> None:
         """Refuses a request before the rest of it is read. submit() decides again.

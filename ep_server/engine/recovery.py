@@ -38,11 +38,15 @@ class Recovery:
         self._observer = observer
         self._clock = clock
         self._losses: deque[float] = deque(maxlen=settings.max_losses)  # when
+        self._last_loss: dict[int, float] = {}  # by rank: when
         self._running: asyncio.Task[None] | None = None
         self._lost_again = False  # the new ranks too, before they got the requests
 
-    def begin(self) -> bool:
+    def begin(self, rank: int) -> bool:
         """A rank was lost. Returns: whether the ranks are started again."""
+        before, self._last_loss[rank] = self._last_loss.get(rank), self._clock()
+        if before is not None and self._last_loss[rank] - before < LOSS_SECONDS:
+            log.error("rank %d was lost twice within %.0f s: look at the host", rank, LOSS_SECONDS)
         if not self._survives():
             return False
         if self._running is not None and not self._running.done():

@@ -126,6 +126,7 @@ class ServerMetrics:
         )
         for phase in RecoveryPhase:
             self._recovery_phase.labels(phase)
+        self._losses = counter("rank_losses", "Losses of a rank.", ("rank",))
         self._recovered = counter("requests_recovered", "Requests that continued after the loss of a rank.")
         self._freed = histogram("cancel_to_free_seconds", "From a cancel until the KV blocks are free.")
         self._prompt_length = histogram("request_prompt_tokens", "Length of prompts.", LENGTH_EDGES)
@@ -150,6 +151,7 @@ class ServerMetrics:
     def on_rank_ready(self, ready: RankReady) -> None:
         """A rank is warm."""
         self._ranks.set_up(ready.rank, True)
+        self._losses.labels(str(ready.rank))
         self._block_size.set(ready.block_size)
 
     def on_queues(self, queues: Callable[[], Sequence[RankQueue]]) -> None:
@@ -168,6 +170,7 @@ class ServerMetrics:
     def on_rank_lost(self, rank: int) -> None:
         """A rank died."""
         self._ranks.set_up(rank, False)
+        self._losses.labels(str(rank)).inc()
 
     def on_statistics(self, statistics: RankStatistics) -> None:
         """A rank's cumulative measurements."""

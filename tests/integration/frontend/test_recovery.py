@@ -193,7 +193,7 @@ async def test_a_request_that_kills_its_ranks_ends_alone() -> None:
         assert [t for e in await rest(good) for t in e.tokens.token_ids] == [8, 9]
 
 
-async def test_too_many_losses_end_the_server() -> None:
+async def test_too_many_losses_end_the_server(caplog: pytest.LogCaptureFixture) -> None:
     ranks = FakeRanks(1)
     async with serving(ranks, resilience__on_rank_loss="recover") as served:
         for loss in range(5):
@@ -201,3 +201,4 @@ async def test_too_many_losses_end_the_server() -> None:
             await served.until(lambda loss=loss: len(served.heard.recovered) > loss)
         ranks.kill(0)
         assert served.server.engine.lost.is_set()
+    assert "rank 0 was lost twice within 600 s" in caplog.text

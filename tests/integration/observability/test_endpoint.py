@@ -107,7 +107,10 @@ def test_a_page_holds_what_was_observed(metrics: ServerMetrics, endpoint: Metric
     assert [(each["version"], each["model"]) for each in info] == [("1.2.3", "demo")]
     assert value(found, "epserver_ep_rank_up", rank="1") == 1
     metrics.on_rank_lost(1)
-    assert value(page(endpoint), "epserver_ep_rank_up", rank="1") == 0
+    found = page(endpoint)
+    assert value(found, "epserver_ep_rank_up", rank="1") == 0
+    losses = [value(found, "epserver_rank_losses_total", rank=rank) for rank in ("0", "1")]
+    assert losses == [0, 1]
 
 
 def test_names_and_labels_keep_to_the_conventions(metrics: ServerMetrics, endpoint: MetricsEndpoint) -> None:

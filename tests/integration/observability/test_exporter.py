@@ -31,6 +31,7 @@ CONSTANT = {
     ("epserver_kv_blocks", "0"),
     ("epserver_kv_blocks", "1"),
     ("epserver_ep_rank_up", "0"),
+    ("epserver_rank_losses_total", "0"),
     ("epserver_build_info", None),
     ("epserver_node_info", None),
     ("epserver_kv_block_size", None),

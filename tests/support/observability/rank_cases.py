@@ -158,6 +158,21 @@ RESTARTED = AlertCases(
         "some other program": Case({STARTED: [1] * 10 + [2] * 5}),
     },
 )
+LOSSES = 'epserver_rank_losses_total{rank="1"}'
+LOST_AGAIN = AlertCases(
+    fires={
+        "twice": Case(
+            {LOSSES: [0] * 10 + [1] * 3 + [2] * 3},
+            {"rank": "1"},
+            "Rank 1 of one:9400 was lost more than once within 10 minutes",
+        )
+    },
+    silent={
+        "once": Case({LOSSES: [0] * 10 + [1] * 5}),
+        "an hour apart": Case({LOSSES: [0] * 10 + [1] * 60 + [2] * 5}),
+        "one loss each": Case({LOSSES: [0] * 10 + [1] * 5, LOSSES.replace("1", "2"): [0] * 10 + [1] * 5}),
+    },
+)
 RESTARTS = AlertCases(
     fires={
         "twice": Case(
@@ -200,6 +215,7 @@ CASES = {
     "EpServerSlowNic": SLOW_NIC,
     "EpServerSlowRank": SLOW_RANK,
     "EpServerRankDown": RANK_DOWN,
+    "EpServerRankLostAgain": LOST_AGAIN,
     "EpServerDown": DOWN,
     "EpServerReplicaDown": REPLICA_DOWN,
     "EpServerRestarted": RESTARTED,
