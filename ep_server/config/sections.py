@@ -254,10 +254,12 @@ class ResilienceConfig:
         "the server exits.",
         choices=("recover", "stop"),
     )
-    standby: bool = option(
-        True,
-        "CPU ranks: keep one more process started, without weights, to take the place of a lost rank sooner. "
-        "It holds about 0.2 GiB.",
+    standby: int = option(
+        1,
+        "CPU ranks: processes kept started, without weights, to take the place of lost ranks sooner. Each "
+        "holds about 0.2 GiB.",
+        low=0,
+        high=64,
     )
     max_losses: int = option(
         5,

@@ -7,8 +7,9 @@ tokens.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 from ep_server.observability.quantiles import NANO, balance, merge, quantile
 from ep_server.records import RankStatistics
@@ -63,9 +64,7 @@ class Window:
     def latency(self, op: str) -> tuple[float, float] | None:
         """(p50, p99) of whole operations over all ranks, or None where there was none."""
         name = f"{op}/total"
-        later = merge(rank.histograms.get(name, ()) for rank in self.now.ranks.values())
-        earlier = merge(rank.histograms.get(name, ()) for rank in self.before.ranks.values())
-        between = [count - before for count, before in zip(later, _padded(earlier, len(later)), strict=True)]
+        between = merge(self._grown(rank, name) for rank in self.now.ranks)
         return (quantile(between, 0.5), quantile(between, 0.99)) if any(between) else None
 
     def token_gap(self, q: float) -> float | None:
@@ -83,16 +82,16 @@ class Window:
 
     def counted(self, rank: int, name: str) -> int:
         """By how much a counter of a rank grew."""
-        return _counter(self.now, rank, name) - _counter(self.before, rank, name)
+        return _rank(self.now, rank).counters.get(name, 0) - self._before(rank).counters.get(name, 0)
 
     def steps(self, rank: int) -> int:
         """Steps a rank took."""
-        return _rank(self.now, rank).load.steps - _rank(self.before, rank).load.steps
+        return _rank(self.now, rank).load.steps - self._before(rank).load.steps
 
     def waits(self, rank: int) -> dict[int, float]:
         """Seconds per step that a rank waited, by the peer it waited for."""
         steps, found = self.steps(rank), dict[int, float]()
-        before = _rank(self.before, rank).peer_wait_ns
+        before = self._before(rank).peer_wait_ns
         for (op, peer), waited in _rank(self.now, rank).peer_wait_ns.items():
             grown = (waited - before.get((op, peer), 0)) * NANO / max(steps, 1)
             found[peer] = found.get(peer, 0.0) + grown
@@ -109,13 +108,23 @@ class Window:
 
     def expert_tokens(self, rank: int) -> dict[int, int]:
         """Tokens that each expert of a rank received."""
-        before = _rank(self.before, rank).expert_tokens
+        before = self._before(rank).expert_tokens
         now = _rank(self.now, rank).expert_tokens
         return {expert: count - before.get(expert, 0) for expert, count in sorted(now.items())}
 
     def expert_balance(self) -> float:
         """Mean over maximum of the tokens received by ranks: 1 is even, 0 without a token."""
         return balance(sum(self.expert_tokens(rank).values()) for rank in self.now.ranks)
+
+    def _before(self, rank: int) -> RankStatistics:
+        """The sample before; nothing where the rank is a new process since, which counts from 0."""
+        before, now = _rank(self.before, rank), _rank(self.now, rank)
+        return before if before.load.steps <= now.load.steps else RankStatistics(rank)
+
+    def _grown(self, rank: int, name: str) -> list[int]:
+        """By how much each bucket of a histogram grew."""
+        later, earlier = (one.histograms.get(name, ()) for one in (_rank(self.now, rank), self._before(rank)))
+        return [max(0, count - before) for count, before in zip_longest(later, earlier, fillvalue=0)]
 
 
 class History:
@@ -148,11 +157,3 @@ class History:
 
 def _rank(snapshot: Snapshot, rank: int) -> RankStatistics:
     return snapshot.ranks.get(rank, RankStatistics(rank))
-
-
-def _counter(snapshot: Snapshot, rank: int, name: str) -> int:
-    return _rank(snapshot, rank).counters.get(name, 0)
-
-
-def _padded(counts: Sequence[int], length: int) -> list[int]:
-    return [*counts, *[0] * (length - len(counts))]

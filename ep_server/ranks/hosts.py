@@ -88,7 +88,7 @@ class Replacing(Protocol):
     """Starts processes in the place of those that have ended."""
 
     async def prepare(self) -> None:
-        """Starts a process on standby, if one is wanted and none is there."""
+        """Starts as many processes on standby as are wanted."""
         ...
 
     async def replace(self, rank: int, callbacks: RankCallbacks) -> Rank:
@@ -130,7 +130,7 @@ class OneHost:
         self._config, self._module, self._outlive = config, module, outlive
         self._local: LocalRanks | None = None
         self._shared: SharedMemory | None = None
-        self._standby: RankProcess | None = None
+        self._standby: list[RankProcess] = []
 
     @property
     def replacing(self) -> OneHost | None:
@@ -153,21 +153,23 @@ class OneHost:
 
     async def prepare(self) -> None:
         """As Replacing.prepare."""
-        if self._local is None or self._shared is None or not self._config.resilience.standby:
+        if self._local is None or self._shared is None:
             return
-        standby = self._standby
-        if standby is None or standby.exited.is_set():
-            try:
-                self._standby = await _process(self._local, STANDBY, self._shared, NO_CALLBACKS)
-            except OSError as error:
-                log.warning("no process can be kept on standby: %s", error)
+        self._standby = [process for process in self._standby if not process.exited.is_set()]
+        try:
+            while len(self._standby) < self._config.resilience.standby:
+                self._standby.append(await _process(self._local, STANDBY, self._shared, NO_CALLBACKS))
+        except OSError as error:
+            log.warning("no process can be kept on standby: %s", error)
 
     async def replace(self, rank: int, callbacks: RankCallbacks) -> Rank:
         """As Replacing.replace."""
         assert self._local is not None and self._shared is not None
-        process, self._standby = self._standby, None
-        if process is None or process.exited.is_set():
+        process = next((one for one in self._standby if not one.exited.is_set()), None)
+        if process is None:
             process = await _process(self._local, rank, self._shared, callbacks)
+        else:
+            self._standby.remove(process)
         process.become(rank, callbacks)
         _tell(process, self._local, self._shared, joins=True)
         return process
@@ -179,11 +181,12 @@ class OneHost:
 
     async def close(self) -> None:
         """As Replacing.close."""
-        standby, self._standby = self._standby, None
-        if standby is not None:
-            standby.signal(signal.SIGKILL)
-            await ended([standby], END_SECONDS)
-            standby.close()
+        standby, self._standby = self._standby, []
+        for process in standby:
+            process.signal(signal.SIGKILL)
+        await ended(standby, END_SECONDS)
+        for process in standby:
+            process.close()
         shared, self._shared = self._shared, None
         for fd in shared.descriptors if shared else ():
             os.close(fd)

@@ -52,6 +52,16 @@ class Tables(HTMLParser):
             self._rows[-1][-1] += data
 
 
+def test_a_replaced_rank_counts_from_zero() -> None:
+    """Its report is smaller than the one before, and its histograms are shorter."""
+    before, now = snapshot(10.0, 50 * STEPS), snapshot(20.0, 51 * STEPS)
+    new = replace(snapshot(20.0, STEPS).ranks[1], histograms={"dispatch/total": (0, 1)})
+    window = Window(before, replace(now, ranks={**now.ranks, 1: new}))
+    assert window.steps(1) == window.steps(0) == STEPS
+    assert window.latency("dispatch") is not None
+    assert min(window.expert_tokens(1).values(), default=0) >= 0
+
+
 @pytest.mark.parametrize("late", [0, 2])
 def test_the_matrix_names_the_rank_that_all_wait_for(late: int) -> None:
     history = History()

@@ -1,0 +1,265 @@
+"""`ep-server chaos`: loses ranks of a running server at random, and checks that no stream shows it.
+
+Every request runs once undisturbed, then again and again while ranks are killed and stalled. Units: seconds.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import statistics
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import uvloop
+from rich.console import Console
+from rich.table import Table
+
+from ep_server.cli import options
+from ep_server.cli.chaos.faults import FaultKind, FaultPlan, Faults, check_recovers, rank_pids
+from ep_server.cli.chaos.streams import Asked, Lengths, draw_requests, seen
+from ep_server.cli.progress import Bars
+from ep_server.client import AsyncClient, Output, Target
+from ep_server.errors import ConfigError, EpServerError
+
+NAME = "chaos"
+PANEL = {"rich_help_panel": "Faults"}
+LOAD = {"rich_help_panel": "Streams"}
+SETTLE_SECONDS = 30.0
+MIB = 1 << 20
+
+
+@dataclass(slots=True)
+class Report:
+    """What was found.
+
+    differences, errors, left: one line each; left: what the server still holds at the end.
+    gaps: the longest one of each sequence, in seconds. memory_mib: of the server, before and after.
+    """
+
+    exact: bool
+    streams: int = 0
+    rounds: int = 0
+    faults: dict[str, int] = field(default_factory=dict)
+    recoveries: list[float] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)
+    left: list[str] = field(default_factory=list)
+    gaps: dict[str, list[float]] = field(
+        default_factory=lambda: {"undisturbed": [], "lost rank": [], "other ranks": []}
+    )
+    memory_mib: tuple[float, float] = (0.0, 0.0)
+
+    @property
+    def good(self) -> bool:
+        """No stream showed a fault, and nothing is left."""
+        return not (self.errors or self.differences or self.left)
+
+
+def command(
+    faults: Annotated[int, typer.Option(min=1, max=10_000, help="Losses in all.", **PANEL)] = 10,
+    kind: Annotated[
+        list[FaultKind] | None,
+        typer.Option(help="kill (SIGKILL) or stall (SIGSTOP). Repeat for both. Default: kill.", **PANEL),
+    ] = None,
+    together: Annotated[int, typer.Option(min=1, max=63, help="Ranks of one loss.", **PANEL)] = 1,
+    apart: Annotated[float, typer.Option(min=0, max=60, help="Seconds between these.", **PANEL)] = 0.1,
+    every: Annotated[
+        float,
+        typer.Option(min=0.01, max=3600, help="Mean seconds from a recovery to the next loss.", **PANEL),
+    ] = 2.0,
+    recover_seconds: Annotated[
+        float, typer.Option(min=1, max=3600, help="A recovery that takes longer is an error.", **PANEL)
+    ] = 120.0,
+    seed: Annotated[int, typer.Option(help="Seed of faults and requests.", **PANEL)] = 0,
+    streams: Annotated[int, typer.Option(min=1, max=4096, help="Requests at once.", **LOAD)] = 16,
+    prompt_tokens: Annotated[tuple[int, int], typer.Option(help="Shortest and longest prompt.", **LOAD)] = (
+        16,
+        512,
+    ),
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an output.", **LOAD)] = 256,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    address: options.Address = options.ADDRESS,
+    tls_ca: options.TlsCa = "",
+    tls_cert: options.TlsCert = "",
+    tls_key: options.TlsKey = "",
+    token_file: options.TokenFile = "",
+) -> None:
+    """Kill and stall ranks of a running server on this machine, and check that no stream shows it.
+
+    Each request first runs undisturbed. With CPU ranks, model.dtype = float32 and exchange.reduction =
+    source, every output must then be the same to the last bit. Otherwise sums round differently, and only
+    the number of tokens must be the same. Exit code 1: a stream ended with an error or differs, or the server
+    still holds requests or KV blocks at the end. Raise resilience.max_losses of the server above --faults.
+    """
+    shortest, longest = prompt_tokens
+    if not 1 <= shortest <= longest:
+        raise ConfigError("--prompt-tokens", prompt_tokens, "two numbers from 1, the smaller one first")
+    plan = FaultPlan(faults, kind or [FaultKind.KILL], together, apart, every, recover_seconds)
+    target = options.target(address, tls_ca, tls_cert, tls_key, token_file)
+    lengths = Lengths(prompt_tokens, max_new_tokens)
+    report = uvloop.run(run(target, plan, lengths, streams, seed))
+    if as_json:
+        print(json.dumps(as_dict(report)))
+    else:
+        show(report, Console())
+    raise typer.Exit(0 if report.good else 1)
+
+
+async def run(target: Target, plan: FaultPlan, lengths: Lengths, streams: int, seed: int) -> Report:
+    """The whole command.
+
+    Raises: ConfigError for a server that is not on this machine, does not recover or is too small.
+    """
+    draw = random.Random(seed)
+    async with AsyncClient(target) as client:
+        report = Report(await check_recovers(client))
+        ranks = len(await rank_pids(client))
+        if plan.together > ranks:
+            raise ConfigError("--together", plan.together, f"at most {ranks}, the ranks of the server")
+        model = await client.model_info()
+        if lengths.prompt[1] + lengths.output > model.max_context:
+            allowed = f"at most {model.max_context} tokens with --max-new-tokens {lengths.output}"
+            raise ConfigError("--prompt-tokens", lengths.prompt, allowed)
+        asked = draw_requests(draw, streams, lengths, model.vocab_size, has_text=model.has_tokenizer)
+        expected = [await _complete(client, one) for one in asked]
+        before = await _memory(client)
+        with Bars(Console(stderr=True), lambda text: None) as bars:
+            faults = Faults(client, plan, draw)
+            running = asyncio.ensure_future(faults.run())
+            try:
+                while not running.done():
+                    await _round(client, asked, expected, faults, report)
+                    bars.show("losses", len(faults.recoveries), plan.count)
+                with suppress(EpServerError):
+                    await running
+                if (error := running.exception()) is not None:
+                    report.errors.append(str(error))
+            finally:
+                running.cancel()
+                faults.wake_stalled()
+        try:
+            report.left = await _left(client)
+            report.memory_mib = before, await _memory(client)
+        except EpServerError as error:  # it has ended
+            report.left = [str(error)]
+    kinds = [fault.kind for fault in faults.done]
+    report.faults = {kind.value: kinds.count(kind) for kind in FaultKind}
+    report.recoveries = faults.recoveries
+    return report
+
+
+async def _round(
+    client: AsyncClient, asked: Sequence[Asked], expected: Sequence[Output], faults: Faults, report: Report
+) -> None:
+    """Runs all requests at once, and compares."""
+    before = len(faults.done)
+    found = await asyncio.gather(*(_complete(client, one) for one in asked), return_exceptions=True)
+    lost = {fault.rank for fault in faults.done[before:]}
+    report.rounds += 1
+    for number, (output, undisturbed) in enumerate(zip(found, expected, strict=True)):
+        report.streams += 1
+        name = f"round {report.rounds}, stream {number}, {dict(asked[number].fields)}"
+        if isinstance(output, BaseException):
+            if not isinstance(output, EpServerError):
+                raise output
+            report.errors.append(f"{name}: {output}")
+            continue
+        if _shown(output, asked[number], report) != _shown(undisturbed, asked[number], report):
+            report.differences.append(name)
+        of = "undisturbed" if not lost else "other ranks"
+        if output.info is not None and output.info.rank in lost:
+            of = "lost rank"
+        report.gaps[of] += [
+            one.finished.timings.max_token_gap_seconds for one in output.sequences if one.finished is not None
+        ]
+
+
+def _shown(output: Output, asked: Asked, report: Report) -> Any:
+    """What must be equal. Where rounding differs, the length of an output that a text may end is free."""
+    free = not report.exact and not asked.fields["ignore_eos"]
+    return len(output.sequences) if free else seen(output, exact=report.exact)
+
+
+async def _complete(client: AsyncClient, one: Asked) -> Output:
+    return await client.complete(one.prompt_ids, **one.fields)
+
+
+async def _left(client: AsyncClient) -> list[str]:
+    """What the server still holds once every stream has ended; it may take a moment to free it."""
+    left: list[str] = []
+    for _ in range(int(SETTLE_SECONDS / 0.1)):
+        loads = await client.loads()
+        left = [f"{loads.in_flight} requests"] if loads.in_flight else []
+        for rank in loads.ranks:
+            if rank.running or rank.waiting or rank.kv_blocks_used:
+                left.append(
+                    f"rank {rank.rank}: {rank.running} running, {rank.waiting} waiting, "
+                    f"{rank.kv_blocks_used} KV blocks"
+                )
+        if not left:
+            break
+        await asyncio.sleep(0.1)
+    return left
+
+
+async def _memory(client: AsyncClient) -> float:
+    """Resident memory of the ranks and of the process that started them, MiB."""
+    pids = list((await rank_pids(client)).values())
+    parent = Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1]
+    found = 0
+    for pid in (*pids, parent):
+        with suppress(OSError):
+            status = Path(f"/proc/{pid}/status").read_text()
+            found += next(int(line.split()[1]) for line in status.splitlines() if line.startswith("VmRSS"))
+    return found / 1024
+
+
+def quantiles(values: Sequence[float]) -> dict[str, float]:
+    """p50, p99 and max; empty without values."""
+    if not values:
+        return {}
+    cuts = statistics.quantiles(values, n=100, method="inclusive") if len(values) > 1 else [values[0]] * 99
+    return {"p50": cuts[49], "p99": cuts[98], "max": max(values)}
+
+
+def as_dict(report: Report) -> dict[str, Any]:
+    """For --json; durations in seconds."""
+    return {
+        "good": report.good,
+        "exact": report.exact,
+        "streams": report.streams,
+        "rounds": report.rounds,
+        "faults": report.faults,
+        "errors": report.errors,
+        "differences": report.differences,
+        "left": report.left,
+        "recovery_seconds": quantiles(report.recoveries),
+        "longest_gap_seconds": {name: quantiles(values) for name, values in report.gaps.items()},
+        "memory_mib": report.memory_mib,
+    }
+
+
+def show(report: Report, console: Console) -> None:
+    """As tables."""
+    losses = ", ".join(f"{count} x {kind}" for kind, count in report.faults.items() if count)
+    rule = "to the last bit" if report.exact else "the number of tokens"
+    console.print(f"{report.streams} streams in {report.rounds} rounds, lost ranks: {losses}")
+    console.print(f"compared with an undisturbed run: {rule}")
+    table = Table("seconds", "p50", "p99", "max")
+    rows = {"recovery": report.recoveries, **{f"longest gap, {k}": v for k, v in report.gaps.items()}}
+    for name, values in rows.items():
+        if values:
+            table.add_row(name, *(f"{value:.2f}" for value in quantiles(values).values()))
+    console.print(table)
+    console.print("memory of the server: {:.0f} MiB before, {:.0f} after".format(*report.memory_mib))
+    problems = {"error": report.errors, "different": report.differences, "left": report.left}
+    for word, lines in problems.items():
+        for line in lines:
+            console.print(f"[red]{word}[/]: {line}", soft_wrap=True)
+    console.print("no stream shows a loss" if report.good else "[red]streams show losses[/]")

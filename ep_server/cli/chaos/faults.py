@@ -1,0 +1,145 @@
+"""Kills and stalls the ranks of a server on this machine. Signals no process but those the server names."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from ep_server.client import AsyncClient
+from ep_server.errors import ConfigError, DeadlineExceeded, EpServerError, RankLost, Unavailable
+from ep_server.v1 import control_pb2
+
+LOOK_SECONDS = 0.05
+
+
+class FaultKind(StrEnum):
+    """kill: SIGKILL. stall: SIGSTOP; the server must notice the silence and end the process."""
+
+    KILL = "kill"
+    STALL = "stall"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """What was done to a rank, at which time (time.monotonic())."""
+
+    kind: FaultKind
+    rank: int
+    at: float
+
+
+@dataclass(frozen=True, slots=True)
+class FaultPlan:
+    """count: losses in all. together: ranks of one loss, `apart` seconds after each other.
+
+    every: mean seconds from a recovery to the next loss. recover_seconds: a recovery may take so long.
+    """
+
+    count: int
+    kinds: Sequence[FaultKind]
+    together: int
+    apart: float
+    every: float
+    recover_seconds: float
+
+
+class Faults:
+    """Loses ranks at random, and waits for each recovery."""
+
+    def __init__(self, client: AsyncClient, plan: FaultPlan, draw: random.Random) -> None:
+        self.done: list[Fault] = []
+        self.recoveries: list[float] = []  # seconds until the server served with all ranks again
+        self._client, self._plan, self._draw = client, plan, draw
+        self._stalled: dict[int, str] = {}  # by pid: when the process started
+
+    async def run(self) -> None:
+        """All faults of the plan. Raises: DeadlineExceeded without a recovery; EpServerError."""
+        for _ in range(self._plan.count):
+            await asyncio.sleep(self._draw.expovariate(1 / self._plan.every))
+            pids = await rank_pids(self._client)
+            began = time.monotonic()
+            for number, rank in enumerate(self._draw.sample(sorted(pids), self._plan.together)):
+                if number:
+                    await asyncio.sleep(self._plan.apart)
+                self._lose(rank, pids[rank])
+            await self._recovered({pids[fault.rank] for fault in self.done[-self._plan.together :]}, began)
+
+    def wake_stalled(self) -> None:
+        """Lets processes go on that were stopped and that the server has not ended."""
+        for pid, started in self._stalled.items():
+            if start_of(pid) == started:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
+
+    def _lose(self, rank: int, pid: int) -> None:
+        kind = self._draw.choice(self._plan.kinds)
+        started = start_of(pid)
+        with suppress(ProcessLookupError):  # another loss took it along
+            if kind is FaultKind.STALL and started is not None:
+                self._stalled[pid] = started
+            os.kill(pid, signal.SIGSTOP if kind is FaultKind.STALL else signal.SIGKILL)
+        self.done.append(Fault(kind, rank, time.monotonic()))
+
+    async def _recovered(self, lost: set[int], began: float) -> None:
+        """Waits until the server serves with other processes in the place of the lost ones."""
+        deadline = began + self._plan.recover_seconds
+        while True:
+            info = control_pb2.GetServerInfoResponse()
+            with suppress(Unavailable):
+                info = await self._client.server_info()
+            if info.state == control_pb2.SERVER_STATE_LOST:
+                raise RankLost(f"the server gave up after {self.done[-1]}")
+            serves = info.state == control_pb2.SERVER_STATE_SERVING
+            if serves and not lost & {rank.pid for rank in info.rank_info}:
+                self.recoveries.append(time.monotonic() - began)
+                return
+            if time.monotonic() > deadline:
+                seconds = self._plan.recover_seconds
+                raise DeadlineExceeded(f"no recovery within {seconds:g} s of {self.done[-1]}")
+            await asyncio.sleep(LOOK_SECONDS)
+
+
+async def rank_pids(client: AsyncClient) -> dict[int, int]:
+    """Process of each rank. Raises: ConfigError where one is not a rank of this machine; EpServerError."""
+    found = {rank.rank: rank.pid for rank in (await client.server_info()).rank_info}
+    for rank, pid in found.items():
+        try:
+            is_rank = b"ep_server.ranks" in Path(f"/proc/{pid}/cmdline").read_bytes()
+        except OSError:
+            is_rank = False
+        if not is_rank:
+            raise ConfigError("--address", f"rank {rank} in process {pid}", "a server of this machine")
+    return found
+
+
+def start_of(pid: int) -> str | None:
+    """When a process started, in ticks of the kernel: a pid may be used again."""
+    with suppress(OSError):
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+    return None
+
+
+async def check_recovers(client: AsyncClient) -> bool:
+    """Whether outputs must equal those of an undisturbed run, bit for bit.
+
+    Raises: ConfigError for a server that a lost rank ends; EpServerError.
+    """
+    try:
+        config = (await client.diagnostics()).config
+    except EpServerError as error:
+        allowed = "a server with the Control service (grpc.control)"
+        raise ConfigError("--address", str(error), allowed) from error
+    if config["resilience.on_rank_loss"] != '"recover"' or config["cluster.nodes"] != "1":
+        raise ConfigError(
+            "resilience.on_rank_loss", config["resilience.on_rank_loss"], "recover, on a server of one node"
+        )
+    on_cpu = config["parallel.device"] == '"cpu"'
+    return on_cpu and config["model.dtype"] == '"float32"' and config["exchange.reduction"] == '"source"'

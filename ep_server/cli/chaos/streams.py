@@ -1,0 +1,82 @@
+"""The requests that run while ranks are lost, and what makes two outputs of one request equal.
+
+Pure: draws from the generator it is given. Units: tokens.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ep_server.client import Output
+
+Fields = Mapping[str, Any]
+
+# Whatever a rank keeps for a request, so that another one must build it again.
+KINDS: tuple[Fields, ...] = (
+    {"temperature": 0.0},
+    {"temperature": 1.0, "top_p": 0.95},
+    {"temperature": 1.2, "repetition_penalty": 1.2, "frequency_penalty": 0.3, "presence_penalty": 0.2},
+    {"temperature": 1.0, "num_sequences": 2},
+    {"temperature": 0.8, "top_k": 20, "output_logprobs": True, "top_n": 2, "prompt_logprobs": 1},
+)
+OF_TEXT: tuple[Fields, ...] = (
+    {"temperature": 1.5, "stop_strings": ["0", "."]},
+    {"temperature": 1.5, "regex": "[0-9]+"},
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """One request: prompt_ids, and flat fields of decode.proto."""
+
+    prompt_ids: list[int]
+    fields: Fields
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Prompts are prompt[0] to prompt[1] tokens long; outputs end at `output`, or before by a stop string."""
+
+    prompt: tuple[int, int]
+    output: int
+
+
+def draw_requests(
+    draw: random.Random, count: int, lengths: Lengths, vocab_size: int, *, has_text: bool
+) -> list[Asked]:
+    """Requests of all kinds in turn. has_text: the server has a tokenizer."""
+    kinds = KINDS + (OF_TEXT if has_text else ())
+    found = []
+    for number in range(count):
+        kind = kinds[number % len(kinds)]
+        ids = [draw.randrange(vocab_size) for _ in range(draw.randint(*lengths.prompt))]
+        ends = "stop_strings" in kind or "regex" in kind
+        common = {"max_new_tokens": lengths.output, "ignore_eos": not ends, "seed": draw.getrandbits(32)}
+        found.append(Asked(ids, {**common, **kind}))
+    return found
+
+
+def seen(output: Output, *, exact: bool) -> list[Any]:
+    """All that a caller gets of the sequences, without times.
+
+    exact: else only what rounding cannot change: how many tokens, where no stop can end them sooner.
+    """
+    return [_seen(one, exact=exact) for one in output.sequences]
+
+
+def _seen(one: Output, *, exact: bool) -> Any:
+    if one.finished is None:
+        return "no end"
+    usage = one.finished.usage
+    counts = usage.prompt_tokens, usage.output_tokens, len(one.token_ids)
+    if not exact:
+        return counts
+    scores = [_scores(one.logprobs), _scores(one.prompt_logprobs)]
+    return counts, one.token_ids, one.text, one.finished.reason, one.finished.stop_match, scores
+
+
+def _scores(logprobs: Sequence[Any]) -> list[Any]:
+    return [(one.logprob, one.top) for one in logprobs]

@@ -1,0 +1,127 @@
+"""`ep-server chaos` against real ranks: it finds no fault where there is none, and says so where there is."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import pytest
+
+from ep_server.cli.chaos.streams import KINDS, OF_TEXT, Lengths, draw_requests, seen
+from ep_server.cli.demo.run import DEMO_MODEL
+from ep_server.cli.main import main
+from ep_server.client.results import Finished, Output, TokenLogprob, Usage
+from ep_server.config import Config
+from ep_server.frontend.served_model import ServedModel
+from ep_server.frontend.server import Server
+from ep_server.ranks.launcher import RankProcesses
+from ep_server.ranks.restarting import RestartingRanks
+from ep_server.records import FinishReason
+from tests.support.frontend import serving
+
+WAIT = 240.0
+LOAD = ["--streams", "7", "--prompt-tokens", "2", "60", "--max-new-tokens", "60", "--every", "0.2"]
+
+
+@asynccontextmanager
+async def demo(**fields: Any) -> AsyncIterator[Server]:
+    values = {
+        "grpc.port": 0,
+        "model.path": str(DEMO_MODEL),
+        "model.dtype": "float32",
+        "exchange.reduction": "source",
+        "exchange.timeout_seconds": 3.0,
+        "parallel.ranks": 3,
+        "parallel.threads_per_rank": 1,
+        "scheduler.kv_blocks": 256,
+        "scheduler.max_step_tokens": 32,
+    }
+    config = Config.from_values(values | {name.replace("__", "."): value for name, value in fields.items()})
+    ranks = RestartingRanks(lambda: RankProcesses(config, outlive=True))
+    server = Server(config, ServedModel.load(config.model), ranks)
+    await server.start(lambda *_: None)
+    try:
+        yield server
+    finally:
+        await server.drain()
+        await server.stop()
+
+
+async def chaos(server: Server, *arguments: str) -> int:
+    async with asyncio.timeout(WAIT):
+        return await asyncio.to_thread(main, ["chaos", "--address", server.address, "--json", *arguments])
+
+
+async def test_losses_change_nothing_until_one_too_many(capfd: pytest.CaptureFixture[str]) -> None:
+    async with demo(resilience__max_losses=2, exchange__timeout_seconds=2.0) as server:
+        kinds = ["--kind", "stall", "--kind", "kill", "--seed", "1"]
+        assert await chaos(server, *LOAD, *kinds, "--faults", "2") == 0
+        report = json.loads(capfd.readouterr().out)
+        assert report["good"] and report["exact"] and sum(report["faults"].values()) == 2
+        assert report["streams"] == 7 * report["rounds"] and len(report["recovery_seconds"]) == 3
+        assert report["longest_gap_seconds"]["lost rank"] and not report["left"]
+        assert await chaos(server, *LOAD, "--faults", "1", "--recover-seconds", "60") == 1
+        report = json.loads(capfd.readouterr().out)
+        assert not report["good"] and any("gave up" in line for line in report["errors"])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    "faults",
+    [["--faults", "200"], ["--faults", "50", "--together", "2"], ["--faults", "20", "--kind", "stall"]],
+)
+async def test_many_losses_change_nothing(faults: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    async with demo(resilience__max_losses=1000, parallel__ranks=4) as server:
+        async with asyncio.timeout(3500):
+            assert await asyncio.to_thread(main, ["chaos", "--address", server.address, *LOAD, *faults]) == 0
+    print(capfd.readouterr().out)
+
+
+async def test_servers_that_cannot_be_tried_are_refused(capfd: pytest.CaptureFixture[str]) -> None:
+    async with serving() as served:
+        assert await chaos(served.server) == 1
+        assert "resilience.on_rank_loss" in capfd.readouterr().err
+    async with serving(resilience__on_rank_loss="recover") as served:
+        assert await chaos(served.server) == 1
+        assert "must be a server of this machine" in capfd.readouterr().err
+        assert await chaos(served.server, "--prompt-tokens", "5", "4") == 1
+        assert "--prompt-tokens" in capfd.readouterr().err
+
+
+def test_every_kind_of_request_is_asked() -> None:
+    kinds = len(KINDS) + len(OF_TEXT)
+    asked = draw_requests(random.Random(0), 2 * kinds, Lengths((3, 9), 5), 50, has_text=True)
+    assert all(3 <= len(one.prompt_ids) <= 9 and max(one.prompt_ids) < 50 for one in asked)
+    for number, kind in enumerate(KINDS + OF_TEXT):
+        for one in (asked[number], asked[number + kinds]):
+            assert kind.items() <= one.fields.items() and one.fields["max_new_tokens"] == 5
+    assert not any(
+        "regex" in one.fields
+        for one in draw_requests(random.Random(0), 20, Lengths((1, 1), 1), 9, has_text=False)
+    )
+
+
+def output(ids: list[int], logprob: float = -1.0) -> Output:
+    finished = Finished(FinishReason.LENGTH, None, Usage(2, 0, len(ids)), None)  # type: ignore[arg-type]
+    return Output(token_ids=ids, logprobs=[TokenLogprob(logprob)], finished=finished)
+
+
+@pytest.mark.parametrize(
+    ("other", "exact", "rounded"),
+    [
+        (output([1, 2]), True, True),
+        (output([1, 3]), False, True),
+        (output([1, 2], -1.5), False, True),
+        (output([1]), False, False),
+        (Output(token_ids=[1, 2]), False, False),
+    ],
+)
+def test_what_makes_outputs_equal(other: Output, exact: bool, rounded: bool) -> None:
+    one = output([1, 2])
+    assert (seen(one, exact=True) == seen(other, exact=True)) is exact
+    assert (seen(one, exact=False) == seen(other, exact=False)) is rounded
