@@ -261,7 +261,16 @@ def test_every_option_is_a_flag_with_a_help_text(
     for name, _, item in fields():
         assert "--" + name.replace(".", "-").replace("_", "-") in out
         assert item.metadata["help"] in out
-    for command in ("generate", "bench", "bench online", "bench offline", "inspect", "config", "demo"):
+    for command in (
+        "generate",
+        "bench",
+        "bench online",
+        "bench offline",
+        "inspect",
+        "config",
+        "demo",
+        "chaos",
+    ):
         assert main([*command.split(), "--help"]) == 0
     assert main(["--version"]) == 0
 
