@@ -79,14 +79,15 @@ class Losing:
 
 
 @asynccontextmanager
-async def losing() -> AsyncIterator[Losing]:
+async def losing(hang_seconds: float = 60.0) -> AsyncIterator[Losing]:
+    """hang_seconds: so long that a busy machine looks like no hang."""
     config = Config.from_values(
         {
             "grpc.port": 0,
             "model.path": str(DEMO_MODEL),
             "model.dtype": "float32",
             "exchange.reduction": "source",
-            "exchange.timeout_seconds": 3.0,
+            "exchange.timeout_seconds": hang_seconds,
             "parallel.ranks": RANKS,
             "parallel.threads_per_rank": 1,
             "resilience.max_losses": 1000,
@@ -169,7 +170,6 @@ async def lose(losing: Losing, loss: Loss, draw: random.Random, expected: list[A
     await losing.until(
         lambda: max((len(a.output) for a in losing.server.engine._requests), default=0) >= tokens
     )
-    assert not running.done()
     await asyncio.sleep(draw.uniform(0.0, 0.01))
     await loss(losing, draw)
     async with asyncio.timeout(WAIT):
@@ -197,13 +197,13 @@ async def test_five_losses_change_no_output() -> None:
     draw = random.Random(11)
     async with losing() as lost:
         expected = [seen(output) for output in await run_all(lost.client, ASKED)]
-        for loss in (killed, broken, killed, killed):
+        for loss in (killed, broken, killed):
             pids = lost.group().pids
             await lose(lost, loss, draw, expected)
             assert len(set(pids) & set(lost.group().pids)) == RANKS - 1, "the others keep their processes"
         lost.signal(2)  # with nothing to do
-        await lost.recovered(5)
-        assert [seen(output) for output in await run_all(lost.client, ASKED)] == expected
+        await lost.recovered(4)
+        await lose(lost, killed, draw, expected)
         await balanced(lost)
 
 
@@ -214,7 +214,7 @@ async def test_five_losses_change_no_output() -> None:
 )
 async def test_many_losses_change_no_output(loss: Loss, times: int) -> None:
     draw = random.Random(times)
-    async with losing() as lost:
+    async with losing(3.0 if loss is stopped else 60.0) as lost:
         expected = [seen(output) for output in await run_all(lost.client, ASKED)]
         for _ in range(times):
             await lose(lost, loss, draw, expected)
