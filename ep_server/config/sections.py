@@ -249,8 +249,8 @@ class ResilienceConfig:
 
     on_rank_loss: str = option(
         "recover",
-        "recover: streams continue where they stopped; one node alone. A new process replaces a CPU rank; GPU "
-        "ranks all start again. stop: streams end with UNAVAILABLE, and the server exits.",
+        "recover: streams continue where they stopped; one node alone. A new process replaces a CPU rank; "
+        "GPU ranks all start again. stop: streams end with UNAVAILABLE, and the server exits.",
         choices=("recover", "stop"),
     )
     standby: int = option(

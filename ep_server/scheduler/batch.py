@@ -41,6 +41,10 @@ class SchedulerLimits:
             if getattr(self, item.name) < least and item.name != "prefix_cache":
                 raise ConfigError(f"scheduler.{item.name}", getattr(self, item.name), f"at least {least}")
 
+    def size_of(self, request: Request) -> int:
+        """Class of a prompt's length, in powers of two of a step; 0 fits into one."""
+        return (len(request.prompt_ids) // self.max_step_tokens).bit_length()
+
     def check(self, request: Request) -> None:
         """Whether a request can run at all.
 

@@ -1,8 +1,8 @@
-"""Waiting queue of a rank: priority, then arrival, without starvation.
+"""Waiting queue of a rank: priority, then size, then arrival, without starvation.
 
 It keeps the order; the scheduler decides whether the head fits. No request overtakes a head that does not
 fit, so small requests do not starve a large one. The oldest request lets at most `max_overtakes` later ones
-pass, so high priorities do not starve a low one.
+pass, so high priorities and short prompts do not starve it.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ep_server.errors import InternalError
 from ep_server.scheduler.sequence import ScheduledSequence
 
 
-def _order(seq: ScheduledSequence) -> tuple[bool, int, int]:
+def _order(seq: ScheduledSequence) -> tuple[bool, int, int, int]:
     return seq.order
 
 
@@ -67,6 +67,14 @@ class WaitingQueue:
                 oldest.urgent = True
                 self.push(oldest)
         return seq
+
+    def refuse(self) -> None:
+        """The head does not fit: no later sequence of its priority passes it until it does."""
+        seq = self._by_order[0]
+        if not seq.refused:
+            self.remove(seq)
+            seq.refused = True
+            self.push(seq)
 
     def check_integrity(self) -> None:
         """Raises InternalError if an order is broken or a sequence here does not wait."""

@@ -39,11 +39,11 @@ from ep_server.scheduler.siblings import Siblings
 class RankScheduler:
     """Queue, running sequences and KV blocks of one rank.
 
-    A step runs every decoding sequence first, then prefill chunks with the tokens that are left: those begun
-    and those newly admitted, best order first. A sequence is admitted when its whole prompt fits, plus one
-    block for each running sequence. When decoding runs out of blocks, the last in order gives its blocks back
-    and is computed again later; it keeps its tokens, and none is emitted twice. Of the sequences of one
-    request the first prefills the prompt, and the others share its blocks.
+    A step runs every decoding sequence first, then prefill chunks with the tokens that are left, best order
+    first: of equal priorities short prompts precede long ones. A sequence is admitted when its whole prompt
+    fits, plus one block for each running sequence. When decoding runs out of blocks, the most junior gives
+    its blocks back and is computed again later; it keeps its tokens, and none is emitted twice. Of the
+    sequences of one request the first prefills the prompt, and the others share its blocks.
     """
 
     def __init__(self, limits: SchedulerLimits) -> None:
@@ -112,9 +112,8 @@ class RankScheduler:
         self.limits.check(request)
         if request.number in self._live:
             raise InternalError(f"request number {request.number} is already on this rank")
-        seq = ScheduledSequence(
-            request, self._arrivals, self.limits.block_size, caches=self.limits.prefix_cache
-        )
+        limits, size = self.limits, self.limits.size_of(request)
+        seq = ScheduledSequence(request, self._arrivals, limits.block_size, limits.prefix_cache, size)
         self._arrivals += 1
         self._live[seq.number] = seq
         if self._siblings.join(seq):
@@ -286,7 +285,7 @@ class RankScheduler:
         """Gives each of them room for its next token, preempting the last in order if need be."""
         short = [seq for seq in going if seq.planned == seq.capacity]
         while len(short) > self._ledger.available:
-            victim = max(self._decoding + self._prefilling, key=lambda seq: seq.order)
+            victim = max(self._decoding + self._prefilling, key=lambda seq: seq.seniority)
             self._preempt(victim)
             short = [seq for seq in short if seq is not victim]
         for seq in short:
@@ -335,8 +334,10 @@ class RankScheduler:
         if seq.pending:  # preempted in the middle: some of its tokens are still pending
             return False
         if not self._tables.place(seq, spare=running):
+            self._waiting.refuse()
             return False
         self._waiting.take()
+        seq.refused = False
         seq.advance(Event.ADMIT)
         seq.admissions += 1
         self._prefilling.append(seq)

@@ -26,6 +26,7 @@ class ScheduledSequence:
     """One request on its rank, from add() to its end.
 
     arrival: its place in the order of add(). caches: reads and fills the prefix cache.
+    size: of its prompt, as SchedulerLimits.size_of() says.
     shares: the prompt's blocks, with the other sequences of its request.
     stops: token ids that end it once len(tokens) reaches earliest_stop; length_limit ends it in any case.
     tokens: prompt, then every token drawn so far. A preempted sequence keeps them.
@@ -38,6 +39,7 @@ class ScheduledSequence:
     sealed: leading full blocks offered to the prefix index. next_seal: `computed` at which one more fills.
     flushed: its blocks are older than the last flush, so it offers none.
     cached_tokens: prompt tokens its first admission found in the prefix cache; None before it.
+    refused: was head of the queue and did not fit, so that no shorter prompt may take its room.
     urgent: was overtaken too often; precedes every priority.
     drop: cancel or failure that waits for the step in flight.
     held: it takes part in no step until it is released.
@@ -47,6 +49,7 @@ class ScheduledSequence:
     arrival: int
     block_size: int
     caches: bool
+    size: int
     number: int = field(init=False)
     shares: bool = field(init=False)
     stops: frozenset[int] = field(init=False)
@@ -67,6 +70,7 @@ class ScheduledSequence:
     flushed: bool = False
     cached_tokens: int | None = None
     overtaken: int = 0
+    refused: bool = False
     urgent: bool = False
     drop: Event | None = None
     held: bool = False
@@ -91,8 +95,15 @@ class ScheduledSequence:
         )
 
     @property
-    def order(self) -> tuple[bool, int, int]:
-        """Sort key: urgent ones by arrival, then by priority, then by arrival."""
+    def order(self) -> tuple[bool, int, int, int]:
+        """Sort key of prompts: urgent ones by arrival, then by priority, then by size, then by arrival."""
+        if self.urgent:
+            return (False, 0, 0, self.arrival)
+        return (True, -self.request.priority, 0 if self.refused else self.size, self.arrival)
+
+    @property
+    def seniority(self) -> tuple[bool, int, int]:
+        """Sort key of what runs: the last gives its blocks back first, however long its prompt is."""
         return (not self.urgent, 0 if self.urgent else -self.request.priority, self.arrival)
 
     @property

@@ -12,8 +12,8 @@ from ep_server.scheduler.sequence import ScheduledSequence
 from tests.support.ranks.simulated_rank import make_request
 
 
-def sequence(arrival: int, priority: int = 0, *, urgent: bool = False) -> ScheduledSequence:
-    seq = ScheduledSequence(make_request(arrival, [1], priority=priority), arrival, 4, caches=True)
+def sequence(arrival: int, priority: int = 0, *, urgent: bool = False, size: int = 0) -> ScheduledSequence:
+    seq = ScheduledSequence(make_request(arrival, [1], priority=priority), arrival, 4, caches=True, size=size)
     seq.urgent = urgent
     return seq
 
@@ -42,6 +42,21 @@ def test_urgent_requests_come_first_in_arrival_order():
         sequence(0, 9), sequence(3, 5, urgent=True), sequence(1, -5, urgent=True), sequence(2, 20)
     )
     assert taken(queue) == [1, 3, 2, 0]
+
+
+def test_shorter_prompts_of_a_priority_come_first():
+    queue = queue_of(sequence(0, size=3), sequence(1, size=1), sequence(2), sequence(3, 1, size=9))
+    assert taken(queue) == [3, 2, 1, 0]
+
+
+def test_nobody_of_its_priority_passes_one_that_did_not_fit():
+    queue = queue_of(sequence(0, size=3), max_overtakes=1)
+    queue.refuse()
+    queue.refuse()
+    queue.push(sequence(1))
+    queue.push(sequence(2, 1))
+    queue.check_integrity()
+    assert taken(queue) == [2, 0, 1]
 
 
 def test_a_preempted_one_comes_back_at_its_old_place():

@@ -49,10 +49,10 @@ def test_decodes_come_first_and_chunks_take_what_is_left():
     rank.add(make_request(1, range(4)))
     rank.step()
     rank.add(make_request(2, range(9)))
-    rank.add(make_request(3, range(3)))
+    rank.add(make_request(3, range(8)))
     assert shape(rank.step()) == [(1, 4, 1, True), (2, 0, 5, False)]
     assert shape(rank.step()) == [(1, 5, 1, True), (2, 5, 4, True), (3, 0, 1, False)]
-    assert shape(rank.step()) == [(1, 6, 1, True), (2, 9, 1, True), (3, 1, 2, True)]
+    assert shape(rank.step()) == [(1, 6, 1, True), (2, 9, 1, True), (3, 1, 4, False)]
 
 
 def test_running_sequences_are_bounded_by_limit_and_step_tokens():
@@ -137,11 +137,33 @@ def test_small_requests_do_not_overtake_a_waiting_large_one():
     rank.add(make_request(1, range(16), max_new=10))  # 4 blocks, growing to 7
     rank.step()
     rank.add(make_request(2, range(20), max_new=2))  # 5 blocks: must wait for 1
+    rank.step()
     rank.add(make_request(3, [1], max_new=1))
     while rank.scheduler.has_work:
         running = {s.number for s in rank.step().slices}
         assert running == {1} or 1 not in running
     assert [len(rank.events[n]) for n in (1, 2, 3)] == [10, 2, 1]
+
+
+def test_a_short_prompt_does_not_wait_for_long_ones():
+    rank = rank_of(max_step_tokens=4, kv_blocks=100)
+    for number in (1, 2):
+        rank.add(make_request(number, range(40)))
+    rank.step()
+    rank.add(make_request(3, range(3)))
+    assert shape(rank.step()) == [(3, 0, 3, True), (1, 4, 1, False)]
+    rank.finish_all()
+    assert all(rank.stream(n) == stream_alone(rank.requests[n]) for n in (1, 2, 3))
+
+
+def test_short_prompts_do_not_starve_a_long_one():
+    rank = rank_of(max_step_tokens=4, kv_blocks=100, max_overtakes=3)
+    rank.add(make_request(0, range(40), max_new=1))
+    for number in range(1, 60):
+        rank.add(make_request(number, [number] * 3, max_new=1))
+        rank.step()
+    assert len(rank.events[0]) == 1
+    rank.finish_all()
 
 
 def test_a_stream_of_high_priorities_cannot_starve_a_low_one():
