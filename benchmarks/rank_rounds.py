@@ -10,10 +10,10 @@ from pathlib import Path
 
 from ep_server.config import Config
 from ep_server.errors import EpServerError
+from ep_server.orders import OrderDone
 from ep_server.ranks.launcher import RankProcesses
 from ep_server.records import (
     KvEventBatch,
-    OrderDone,
     PromptLogprobs,
     RankStatistics,
     Request,

@@ -218,7 +218,7 @@ class TokenEvent(NamedTuple):
 
     cached_tokens: prompt tokens taken from the prefix cache (meaningful on the first event).
     queued_ns: on the first event, from arrival at the rank to the plan of the first step that ran it; else 0.
-    step: of the rank, that drew it; counted as in StepTrace.
+    step: of the rank, that drew it; counted as in StepTrace. weights: version of the weights it ran with.
     """
 
     number: int
@@ -229,6 +229,7 @@ class TokenEvent(NamedTuple):
     cached_tokens: int = 0
     queued_ns: int = 0
     step: int = 0
+    weights: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,40 +287,6 @@ class KvEventBatch:
     block_size: int
     events: tuple[KvEvent, ...]
     snapshot: KvSnapshot | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class FlushCache:
-    """Order to a rank: forget every cached prefix."""
-
-
-@dataclass(frozen=True, slots=True)
-class StartProfile:
-    """Order to a rank: record until StopProfile, at most `steps` steps. name: common part of file names."""
-
-    name: str
-    steps: int
-
-
-@dataclass(frozen=True, slots=True)
-class StopProfile:
-    """Order to a rank: stop recording and write the files."""
-
-
-RankOrder = FlushCache | StartProfile | StopProfile
-
-
-@dataclass(frozen=True, slots=True)
-class OrderDone:
-    """A rank's answer to an order. error: why it was not carried out, "" if it was.
-
-    blocks: that FlushCache dropped. files: that StopProfile wrote, paths on the rank's host.
-    """
-
-    number: int
-    error: str = ""
-    blocks: int = 0
-    files: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

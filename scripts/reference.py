@@ -76,6 +76,7 @@ UNITS = {
     r"_ratio$|_balancedness$": "0 to 1",
     r"_info$": "always 1",
     r"_up$": "0 or 1",
+    r"weights_version": "a number",
     r"tokens|_hits$|_queries$|kv_block_size": "tokens",
     r"kv_blocks": "blocks",
     r"_steps|^steps": "steps",
@@ -90,7 +91,7 @@ AREAS = {
     "Exchange": r"comm_|overlap|balancedness|expert|step_skew|ep_rank|rank_losses",
     "Memory": r"kv_|prefix|preempt",
     "Steps": r"step|graph|padded|parks|compiled|queue_depth|running",
-    "Process": r"info|^state|capacity|memory|tls",
+    "Process": r"info|^state|capacity|memory|tls|weights",
 }
 
 

@@ -191,6 +191,10 @@ class AsyncClient:
         """Ends requests."""
         return await self._control(control_pb2.AbortResponse, request_ids=request_ids)
 
+    async def update_weights(self, path: str) -> control_pb2.UpdateWeightsResponse:
+        """Replaces the weights by those of another checkpoint with the same shapes."""
+        return await self._control(control_pb2.UpdateWeightsResponse, path=path)
+
     async def serving(self, service: str = SERVICE, *, timeout: float | None = None) -> bool:
         """Whether a service takes requests now. service: full name; "" asks whether the process works."""
         request = health_pb2.HealthCheckRequest(service=service)

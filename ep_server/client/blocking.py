@@ -177,6 +177,10 @@ class Client:
         """Ends requests."""
         return self._control(control_pb2.AbortResponse, request_ids=request_ids)
 
+    def update_weights(self, path: str) -> control_pb2.UpdateWeightsResponse:
+        """Replaces the weights by those of another checkpoint with the same shapes."""
+        return self._control(control_pb2.UpdateWeightsResponse, path=path)
+
     def serving(self, service: str = SERVICE, *, timeout: float | None = None) -> bool:
         """Whether a service takes requests now. service: full name; "" asks whether the process works."""
         request = health_pb2.HealthCheckRequest(service=service)

@@ -28,7 +28,8 @@ class TokenLogprob:
 class Tokens:
     """Tokens drawn since the last event of the same sequence.
 
-    text: final; may lag behind token_ids. index: the sequence. step: of the rank.
+    text: final; may lag behind token_ids. index: the sequence. step: of the rank, weights_version: of its
+    weights, for the last token.
     """
 
     token_ids: list[int]
@@ -36,6 +37,7 @@ class Tokens:
     logprobs: list[TokenLogprob]
     index: int
     step: int
+    weights_version: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +133,7 @@ class Output:
 
 def _tokens(wire: Any) -> Tokens:
     logprobs = [TokenLogprob.of(each) for each in wire.logprobs]
-    return Tokens(list(wire.token_ids), wire.text, logprobs, wire.index, wire.step)
+    return Tokens(list(wire.token_ids), wire.text, logprobs, wire.index, wire.step, wire.weights_version)
 
 
 def _finished(wire: Any) -> Finished:

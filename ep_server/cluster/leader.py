@@ -153,6 +153,9 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
         """As Hosts.replacing: a group over several hosts starts again as a whole."""
         return
 
+    def use_weights(self, path: str, version: int) -> None:
+        """As Hosts.use_weights: nothing, as ranks of several nodes do not start again."""
+
     async def spawn(self, callbacks: RankCallbacks, started: Callable[[Rank], None]) -> None:
         """As Hosts.spawn: once all nodes have joined, each starts its ranks."""
         claim, plan = await asyncio.to_thread(claim_of, self._config)

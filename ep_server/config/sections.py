@@ -29,6 +29,9 @@ class ModelConfig:
 
     path: str = option("", "Hugging Face checkpoint directory.")
     name: str = option("", "Name that clients see. Empty: the name of the directory.")
+    updates: str = option(
+        "", "Folder on every rank's host whose checkpoints Control.UpdateWeights may load. Empty: none."
+    )
     dtype: str = option(
         "auto",
         "Dtype of weights and activations. auto: dtype of config.json, else that of the tensors; "

@@ -25,15 +25,9 @@ from ep_server.errors import (
     RequestCancelled,
     SlowReader,
 )
+from ep_server.orders import OrderDone
 from ep_server.ranks.protocol import Ranks
-from ep_server.records import (
-    FinishReason,
-    KvEventBatch,
-    OrderDone,
-    PromptLogprobs,
-    RankStatistics,
-    TokenEvent,
-)
+from ep_server.records import FinishReason, KvEventBatch, PromptLogprobs, RankStatistics, TokenEvent
 from ep_server.scheduler.lifecycle import Event, State, advance
 
 log = logging.getLogger(__name__)

@@ -24,6 +24,7 @@ from ep_server.engine.recovery import Recovery
 from ep_server.engine.request_table import RequestTable
 from ep_server.engine.state import EngineSettings, EngineState, EngineStatistics
 from ep_server.engine.stream import TokenStream
+from ep_server.engine.weights import Weights, WeightsUpdated
 from ep_server.errors import (
     ContextLengthExceeded,
     DeadlineExceeded,
@@ -35,8 +36,9 @@ from ep_server.errors import (
     RequestCancelled,
     Unavailable,
 )
+from ep_server.orders import FlushCache
 from ep_server.ranks.protocol import Ranks
-from ep_server.records import FlushCache, RankReady, RankStatistics, Request
+from ep_server.records import RankReady, RankStatistics, Request
 from ep_server.scheduler.lifecycle import Event
 from ep_server.scheduler.placement import choose_rank
 
@@ -73,6 +75,9 @@ class Engine:
             ranks, self._requests, self._observer, clock, self._admission.pace, per_node, self._recovers
         )
         self._recovery = Recovery(self._delivery, settings, self._restart, self._observer, clock)
+        self._weights = Weights(
+            self._delivery.orders, settings.checkpoint, ranks.use_weights, settings.max_pause
+        )
         self._profiles = Profiles(self._delivery.orders, settings.profiles)
         self._numbers = itertools.count(1)
         self._submitted = 0
@@ -220,6 +225,21 @@ class Engine:
         self._check_serving()
         answers = await self._delivery.orders.give(FlushCache(), seconds, "flushing the prefix cache")
         return sum(done.blocks for done in answers)
+
+    @property
+    def weights(self) -> tuple[int, str]:
+        """Version of the weights in force, counted from 0, and the path of their checkpoint."""
+        return self._weights.version, self._weights.path
+
+    async def update_weights(self, path: str, check: Callable[[str], None]) -> WeightsUpdated:
+        """Switches to the weights of another checkpoint of the same shapes. No stream ends.
+
+        check: raises an error for a path that cannot be used; called in another thread.
+        Returns: once all ranks have switched. Requests submitted afterwards see the new weights only.
+        Raises: Unavailable, Draining, RankLost; as Weights.update().
+        """
+        self._check_serving()
+        return await self._weights.update(path, check)
 
     def subscribe_kv_events(self, start: int = 0) -> KvSubscription:
         """Changes of all ranks' prefix caches; the content first, unless `start` can be resumed from.

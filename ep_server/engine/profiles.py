@@ -16,7 +16,7 @@ from typing import Final
 
 from ep_server.engine.rank_orders import RankOrders
 from ep_server.errors import EpServerError, InvalidArgument, SwitchedOff, WrongState
-from ep_server.records import StartProfile, StopProfile
+from ep_server.orders import StartProfile, StopProfile
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Orders to all ranks that each rank answers: flush the prefix cache, start and stop a profile.
+"""Orders to all ranks that each rank answers: flush the prefix cache, profiles, changes.
 
 Used in one event loop. Every wait has a deadline.
 """
@@ -11,8 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ep_server.errors import DeadlineExceeded, EpServerError, Unavailable
+from ep_server.orders import OrderDone, RankOrder
 from ep_server.ranks.protocol import Ranks
-from ep_server.records import OrderDone, RankOrder
 
 
 @dataclass(slots=True)
@@ -39,8 +39,7 @@ class RankOrders:
         Raises: Unavailable if a rank refuses or the ranks end; DeadlineExceeded after `seconds`, naming those
             that have not answered. They may carry it out later.
         """
-        if self._over is not None:
-            raise self._over
+        self.check()
         number = next(self._numbers)
         waiting = self._open[number] = _Open(asyncio.get_running_loop().create_future())
         try:
@@ -73,6 +72,11 @@ class RankOrders:
         for waiting in self._open.values():
             if not waiting.answered.done():
                 waiting.answered.set_exception(error)
+
+    def check(self) -> None:
+        """Raises: the error of end(), until begin()."""
+        if self._over is not None:
+            raise self._over
 
     def begin(self) -> None:
         """New ranks answer."""

@@ -26,6 +26,7 @@ class EngineSettings:
     ranks_per_node: None where there is one node.
     recover: start the ranks again after one is lost, and continue the requests; at most max_losses times
       within LOSS_SECONDS.
+    checkpoint: path of the weights at the start. max_pause: longest switch to others, seconds.
     """
 
     max_context: int
@@ -37,6 +38,8 @@ class EngineSettings:
     ranks_per_node: int | None = None
     recover: bool = False
     max_losses: int = 5
+    checkpoint: str = ""
+    max_pause: float = 10.0
 
 
 @dataclass(frozen=True, slots=True)

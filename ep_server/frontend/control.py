@@ -1,6 +1,6 @@
 """The Control service: reports server, model, loads and the expert-parallel group.
 
-It reads the engine's records. Only Abort changes anything.
+It reads the engine's records. Only Abort and UpdateWeights change anything.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NoReturn
 
 import grpc
@@ -19,7 +20,15 @@ from grpc import aio
 import ep_server
 from ep_server.config import Config, GrpcConfig
 from ep_server.engine.engine import Engine, EngineState
-from ep_server.errors import ConfigError, InvalidArgument, SwitchedOff, Unavailable
+from ep_server.errors import (
+    CheckpointError,
+    ConfigError,
+    InvalidArgument,
+    SwitchedOff,
+    Unavailable,
+    WrongState,
+)
+from ep_server.frontend.checkpoint_facts import CheckpointFacts
 from ep_server.frontend.introspection import add_channelz, add_reflection, channelz_names
 from ep_server.frontend.port import Port
 from ep_server.frontend.served_model import ServedModel
@@ -91,6 +100,7 @@ class ControlService(control_pb2_grpc.ControlServicer):  # type: ignore[misc, un
         self._clock = clock
         self._started = clock()
         self._instance = uuid.uuid4().hex
+        self._facts: CheckpointFacts | None = None
 
     async def GetServerInfo(self, request: Any, context: Any) -> Any:
         """Version, state and limits."""
@@ -108,6 +118,8 @@ class ControlService(control_pb2_grpc.ControlServicer):  # type: ignore[misc, un
             max_step_tokens=scheduler.max_step_tokens,
             kv_block_size=scheduler.block_size,
             kv_blocks=sum(ready.kv_blocks for ready in engine.ready),
+            weights_version=engine.weights[0],
+            weights_path=engine.weights[1],
             rank_info=[
                 control_pb2.RankInfo(
                     rank=ready.rank,
@@ -198,6 +210,40 @@ class ControlService(control_pb2_grpc.ControlServicer):  # type: ignore[misc, un
             aborted=[request_id for request_id in ids if request_id in aborted],
             unknown=[request_id for request_id in ids if request_id not in aborted],
         )
+
+    async def UpdateWeights(self, request: Any, context: Any) -> Any:
+        """Replaces the weights. Raises: InvalidArgument for another kind of checkpoint; as the engine."""
+        folder = self._config.model.updates
+        if not folder:
+            raise SwitchedOff("the server takes no new weights: model.updates names no folder")
+        if self._config.model.load_format == "dummy":
+            raise WrongState("model.load_format = dummy: random weights cannot be replaced")
+        if not _is_inside(request.path, folder):
+            raise InvalidArgument("path", request.path, f"a checkpoint in {folder} (model.updates)")
+        done = await self._engine.update_weights(request.path, self._check_weights)
+        return control_pb2.UpdateWeightsResponse(
+            version=done.version,
+            pause_seconds=done.pause,
+            pause_bound_seconds=done.bound,
+            bytes=done.nbytes,
+        )
+
+    def _check_weights(self, path: str) -> None:
+        """In another thread."""
+        if self._facts is None:
+            try:
+                self._facts = CheckpointFacts.read(self._config.model.path)
+            except CheckpointError as error:
+                raise Unavailable(f"the served checkpoint cannot be read any more: {error}") from error
+        self._facts.check(path)
+
+
+def _is_inside(path: str, folder: str) -> bool:
+    """Whether a path leads into a folder, links followed."""
+    try:
+        return Path(path).resolve().is_relative_to(Path(folder).resolve())
+    except (OSError, ValueError, RuntimeError):  # a NUL character, a loop of links
+        return False
 
 
 def _state(state: EngineState) -> Any:

@@ -94,6 +94,8 @@ class Server:
             ),
             ranks_per_node=config.parallel.ranks,
             max_losses=config.resilience.max_losses,
+            checkpoint=config.model.path,
+            max_pause=config.exchange.timeout_seconds,
             recover=config.resilience.on_rank_loss == "recover" and config.cluster.nodes == 1,
         )
         observer = observer or NullObserver()

@@ -94,7 +94,10 @@ def _prompt_logprobs(scored: PromptLogprobs) -> Any:
 
 
 def _tokens(index: int, chunk: Chunk, shape: ResponseShape) -> Any:
-    tokens = decode_pb2.Tokens(index=index, step=chunk.events[-1].step)
+    last = chunk.events[-1]
+    tokens = decode_pb2.Tokens(index=index, step=last.step, weights_version=last.weights)
+    if chunk.events[0].weights != last.weights:
+        tokens.tokens_of_earlier_weights = sum(event.weights < last.weights for event in chunk.events)
     if shape.token_ids:
         tokens.token_ids.extend([event.token_id for event in chunk.events])
     if shape.text:

@@ -44,6 +44,9 @@ class ServerState(Collector):
         yield self._state()
         yield from self._capacity()
         yield self._memory()
+        version, _ = self.engine.weights
+        help = "Version of the weights in force: 0 at the start, one more after each Control.UpdateWeights."
+        yield GaugeMetricFamily(f"{PREFIX}weights_version", help, value=version)
         files = self.tls()
         if files is not None:
             yield from _certificates(files)

@@ -19,9 +19,11 @@ from ep_server.backends.assembly import LoadParams, RankModel, load_model
 from ep_server.config import Config
 from ep_server.exchange.api import Exchange, ExchangeSpec
 from ep_server.models.families import ModelSpec, read_spec
+from ep_server.ranks.changes import Change
 from ep_server.ranks.devices import device_of
 from ep_server.ranks.exchanges import Opening
 from ep_server.ranks.group import exchange_spec
+from ep_server.ranks.new_weights import WeightsInPlace
 from ep_server.ranks.overlap import Overlap
 from ep_server.ranks.parts import AnyRunner, Built, Device, Progress
 from ep_server.ranks.profiler import StepProfiler
@@ -51,7 +53,7 @@ class Front:
 
 @dataclass(frozen=True, slots=True)
 class RankParts:
-    """A rank that is ready to step."""
+    """A rank that is ready to step. new_weights: see OrderDesk."""
 
     exchange: Exchange
     runner: AnyRunner
@@ -60,6 +62,7 @@ class RankParts:
     overlap: Overlap
     masks: GrammarMasks
     profiler: StepProfiler
+    new_weights: Callable[[str, int], Change] | None
 
 
 def build_rank(
@@ -83,7 +86,8 @@ def build_rank(
     progress = front.progress
     with ThreadPoolExecutor(1, "vocabulary") as beside:
         masks_made = beside.submit(_masks, config, model_spec, start.threads)
-        model = load_model(_load_params(start, config, spec, device), progress)
+        params = _load_params(start, config, spec, device)
+        model = load_model(params, progress)
         masks = masks_made.result()
     built = device.build(model, exchange, masks)
     limits = _limits(config, model, built, device.ahead)
@@ -106,14 +110,16 @@ def build_rank(
         load_seconds=time.monotonic() - began,
         attention=built.attention,
     )
+    scheduler = RankScheduler(limits, start.weights_version)
     return RankParts(
         exchange,
         built.runner,
-        RankScheduler(limits),
+        scheduler,
         ready,
         device.overlap(),
         masks,
         StepProfiler(config.profile.directory, start.rank, on_device=config.parallel.device == "cuda"),
+        WeightsInPlace(model, params, scheduler).change if device.takes_weights else None,
     )
 
 

@@ -12,7 +12,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ep_server.config import Config
@@ -78,6 +78,10 @@ class Hosts(Protocol):
         """
         ...
 
+    def use_weights(self, path: str, version: int) -> None:
+        """Ranks spawned from now on load these weights."""
+        ...
+
     @property
     def replacing(self) -> Replacing | None:
         """For groups that have been spawned, where a lost rank can be replaced while the others go on."""
@@ -128,6 +132,7 @@ class OneHost:
 
     def __init__(self, config: Config, module: str = WORKER, *, outlive: bool = False) -> None:
         self._config, self._module, self._outlive = config, module, outlive
+        self._weights = 0
         self._local: LocalRanks | None = None
         self._shared: SharedMemory | None = None
         self._standby: list[RankProcess] = []
@@ -142,7 +147,9 @@ class OneHost:
         plan = await asyncio.to_thread(plan_group, self._config)
         warn_of_unused(plan)
         outlive = self._outlive and replaces_ranks(topology_of(self._config, plan.exchange), plan.exchange)
-        local = self._local = LocalRanks(self._config, plan, plan.kv_blocks, self._module, outlive)
+        local = self._local = LocalRanks(
+            self._config, plan, plan.kv_blocks, self._module, outlive, self._weights
+        )
         shared = await asyncio.to_thread(_share, local)
         if outlive:
             self._shared = shared
@@ -191,12 +198,20 @@ class OneHost:
         for fd in shared.descriptors if shared else ():
             os.close(fd)
 
+    def use_weights(self, path: str, version: int) -> None:
+        """As Hosts.use_weights."""
+        self._config = replace(self._config, model=replace(self._config.model, path=path))
+        self._weights = version
+        if self._local is not None:
+            self._local = replace(self._local, config=self._config, weights=version)
+
 
 @dataclass(frozen=True, slots=True)
 class LocalRanks:
     """The ranks of this host.
 
     kv_blocks: of each rank, as all hosts have agreed. outlive: a rank outlives the loss of another one.
+    weights: version of those that config.model.path has.
     """
 
     config: Config
@@ -204,6 +219,7 @@ class LocalRanks:
     kv_blocks: int
     module: str = WORKER
     outlive: bool = False
+    weights: int = 0
 
 
 def warn_of_unused(plan: GroupPlan) -> None:
@@ -273,6 +289,7 @@ def _start(local: LocalRanks, rank: int, shared: SharedMemory, *, joins: bool) -
         kv_blocks=local.kv_blocks,
         outlives=local.outlive,
         joins=joins,
+        weights_version=local.weights,
     )
 
 

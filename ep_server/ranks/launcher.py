@@ -19,6 +19,7 @@ from google.protobuf.message import DecodeError
 
 from ep_server.config import Config
 from ep_server.errors import InternalError, RankLost, StartupError
+from ep_server.orders import RankOrder, SwitchChange
 from ep_server.ranks.group import num_ranks
 from ep_server.ranks.hosts import WORKER, Hosts, OneHost, Rank, Replacing, ended
 from ep_server.ranks.messages import (
@@ -26,17 +27,16 @@ from ep_server.ranks.messages import (
     error_of,
     events_of,
     kv_events_of,
-    order_done_of,
-    order_message,
     prompt_logprobs_of,
     ready_of,
     request_error_of,
     statistics_of,
 )
+from ep_server.ranks.order_messages import order_done_of, order_message
 from ep_server.ranks.process import RankCallbacks, exit_reason
 from ep_server.ranks.protocol import RankListener, Restarted
 from ep_server.ranks.signs import Kind, Sign, cause, kind_of, lost_ranks, start_error
-from ep_server.records import RankOrder, RankReady, Request
+from ep_server.records import RankReady, Request
 from ep_server.v1 import rank_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -231,9 +231,17 @@ class RankProcesses:
         """As Ranks.watch_cache."""
         self._send_all(pb.ToRank(watch_cache=pb.WatchCache(on=on)))
 
+    def use_weights(self, path: str, version: int) -> None:
+        """As Ranks.use_weights."""
+        self._hosts.use_weights(path, version)
+
     def order(self, order: RankOrder, number: int) -> None:
-        """As Ranks.order."""
-        self._send_all(order_message(order, number))
+        """As Ranks.order. A switch has a work number, as it wakes parked ranks."""
+        if isinstance(order, SwitchChange):
+            self._work_number += 1
+            self._send_all(order_message(order, number, self._work_number))
+        else:
+            self._send_all(order_message(order, number))
 
     def _send_all(self, message: pb.ToRank) -> None:
         payload = message.SerializeToString()

@@ -22,7 +22,6 @@ from ep_server.errors import (
 )
 from ep_server.records import (
     FinishReason,
-    FlushCache,
     Grammar,
     GrammarKind,
     KvBlocksRemoved,
@@ -31,18 +30,14 @@ from ep_server.records import (
     KvEvent,
     KvEventBatch,
     KvSnapshot,
-    OrderDone,
     PromptLogprobs,
     RankLoad,
-    RankOrder,
     RankReady,
     RankStatistics,
     Request,
     Sampling,
-    StartProfile,
     StepTrace,
     Stopping,
-    StopProfile,
     TokenEvent,
 )
 from ep_server.v1 import rank_pb2 as pb
@@ -146,10 +141,13 @@ def request_of(wire: pb.Request) -> Request:
     )
 
 
-def tokens_message(events: Sequence[TokenEvent], step: int) -> pb.FromRank:
-    """The tokens of one step. A column in which every entry has its default is left out."""
+def tokens_message(events: Sequence[TokenEvent], step: int, weights: int = 0) -> pb.FromRank:
+    """The tokens of one step, with the version of weights that drew them.
+
+    A column in which every entry has its default is left out.
+    """
     numbers, token_ids = [e.number for e in events], [e.token_id for e in events]
-    tokens = pb.StepTokens(numbers=numbers, token_ids=token_ids, step=step)
+    tokens = pb.StepTokens(numbers=numbers, token_ids=token_ids, step=step, weights=weights)
     if any(e.finish for e in events):
         tokens.finish.extend([_FINISH_TO_WIRE[e.finish] for e in events])
     if any(e.cached_tokens for e in events):
@@ -167,7 +165,7 @@ def tokens_message(events: Sequence[TokenEvent], step: int) -> pb.FromRank:
 
 def events_of(wire: pb.StepTokens) -> list[TokenEvent]:
     """The events that tokens_message was given, with their step."""
-    size, step = len(wire.numbers), wire.step
+    size, step, weights = len(wire.numbers), wire.step, wire.weights
     top = zip(wire.top_token_ids, wire.top_logprobs, strict=True)
     columns = zip(
         wire.numbers,
@@ -189,6 +187,7 @@ def events_of(wire: pb.StepTokens) -> list[TokenEvent]:
             cached,
             queued,
             step,
+            weights,
         )
         for number, token_id, logprob, count, finish, cached, queued in columns
     ]
@@ -266,37 +265,6 @@ def request_error_of(rank: int, wire: pb.RequestFailed) -> EpServerError:
     if wire.by_grammar:
         return GrammarUnfollowed(wire.message)
     return InternalError(f"rank {rank}: {wire.message}")
-
-
-def order_message(order: RankOrder, number: int) -> pb.ToRank:
-    """An order; the rank answers it by the number."""
-    wire = pb.Order(number=number)
-    if isinstance(order, StartProfile):
-        wire.start_profile.CopyFrom(pb.StartProfile(name=order.name, steps=order.steps))
-    elif isinstance(order, StopProfile):
-        wire.stop_profile.SetInParent()
-    else:
-        wire.flush_cache.SetInParent()
-    return pb.ToRank(order=wire)
-
-
-def order_of(wire: pb.Order) -> RankOrder:
-    """The order that order_message was given."""
-    kind = wire.WhichOneof("kind")
-    if kind == "start_profile":
-        return StartProfile(wire.start_profile.name, wire.start_profile.steps)
-    return StopProfile() if kind == "stop_profile" else FlushCache()
-
-
-def order_done_message(done: OrderDone) -> pb.FromRank:
-    """The answer to an order."""
-    wire = pb.OrderDone(number=done.number, error=done.error, blocks=done.blocks, files=done.files)
-    return pb.FromRank(order_done=wire)
-
-
-def order_done_of(wire: pb.OrderDone) -> OrderDone:
-    """The record that order_done_message was given."""
-    return OrderDone(wire.number, wire.error, wire.blocks, tuple(wire.files))
 
 
 def kv_events_message(batch: KvEventBatch) -> pb.FromRank:

@@ -83,9 +83,13 @@ class Built:
 
 
 class Device(Protocol):
-    """ahead: steps launched before the tokens of the last one are known."""
+    """ahead: steps launched before the tokens of the last one are known.
+
+    takes_weights: what build() joins reads the weights where they are, so that they can change in place.
+    """
 
     ahead: int
+    takes_weights: bool
 
     @property
     def compute(self) -> Compute:

@@ -17,7 +17,8 @@ from typing import Any, cast
 from torch.autograd.profiler import profile, record_function
 
 from ep_server.errors import InternalError, Unavailable, WrongState
-from ep_server.records import StartProfile, StepTrace
+from ep_server.orders import StartProfile
+from ep_server.records import StepTrace
 
 _NAME = re.compile(r"[0-9A-Za-z-]{1,64}")  # no separator, no dot: it cannot leave the folder
 

@@ -7,16 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ep_server.errors import EpServerError
-from ep_server.records import (
-    KvEventBatch,
-    OrderDone,
-    PromptLogprobs,
-    RankOrder,
-    RankReady,
-    RankStatistics,
-    Request,
-    TokenEvent,
-)
+from ep_server.orders import OrderDone, RankOrder
+from ep_server.records import KvEventBatch, PromptLogprobs, RankReady, RankStatistics, Request, TokenEvent
 
 
 class RankListener(Protocol):
@@ -102,6 +94,10 @@ class Ranks(Protocol):
 
     def watch_cache(self, *, on: bool) -> None:
         """Begins or ends on_kv_events. Every beginning is answered by the whole content of every cache."""
+        ...
+
+    def use_weights(self, path: str, version: int) -> None:
+        """Ranks that start from now on load these weights."""
         ...
 
     def order(self, order: RankOrder, number: int) -> None:

@@ -9,8 +9,9 @@ import logging
 from collections.abc import Callable, Collection
 
 from ep_server.errors import InternalError, StartupError
+from ep_server.orders import RankOrder
 from ep_server.ranks.protocol import RankListener, Ranks, Restarted
-from ep_server.records import RankOrder, RankReady, Request
+from ep_server.records import RankReady, Request
 
 log = logging.getLogger(__name__)
 
@@ -23,6 +24,7 @@ class RestartingRanks:
         self.group = make()
         self.num_ranks = self.group.num_ranks
         self._listener: RankListener | None = None
+        self._weights: tuple[str, int] | None = None
 
     def __repr__(self) -> str:
         return f"RestartingRanks({self.group!r})"
@@ -44,6 +46,8 @@ class RestartingRanks:
             log.warning("all ranks start again: %s", error)
         await self.group.stop()
         self.group = self._make()
+        if self._weights is not None:
+            self.group.use_weights(*self._weights)
         return Restarted(await self.group.start(self._listener, lambda *_: None))
 
     def submit(self, rank: int, request: Request) -> None:
@@ -57,6 +61,11 @@ class RestartingRanks:
     def watch_cache(self, *, on: bool) -> None:
         """As Ranks.watch_cache."""
         self.group.watch_cache(on=on)
+
+    def use_weights(self, path: str, version: int) -> None:
+        """As Ranks.use_weights."""
+        self._weights = path, version
+        self.group.use_weights(path, version)
 
     def order(self, order: RankOrder, number: int) -> None:
         """As Ranks.order."""

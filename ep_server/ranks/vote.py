@@ -18,8 +18,8 @@ from ep_server.errors import InternalError
 
 RECORD_BYTES = 64
 
-# magic, flags, step, generation, last work, tokens, bucket; the rest is reserved and zero.
-_RECORD = struct.Struct("<4sIQQQII24x")
+# magic, flags, step, generation, last work, tokens, bucket, prepared; the rest is reserved and zero.
+_RECORD = struct.Struct("<4sIQQQIIQ16x")
 _MAGIC = b"epV1"
 _HAS_WORK, _MICRO_BATCH_OK, _GRAPH_OK, _STOP = 1, 2, 4, 8
 assert _RECORD.size == RECORD_BYTES
@@ -33,7 +33,7 @@ class Vote:
     last_work: last work number seen. tokens: in the batch it plans to run, 0 if idle.
     bucket: the size its batch would be padded to. has_work: a request waits or runs here.
     micro_batch_ok, graph_ok: it can run two micro-batches, a captured graph; an idle rank always can.
-    stop: it received the order to shut down.
+    stop: it received the order to shut down. prepared: the change that it could switch to now, 0 = none.
     """
 
     step: int
@@ -45,6 +45,7 @@ class Vote:
     micro_batch_ok: bool = True
     graph_ok: bool = True
     stop: bool = False
+    prepared: int = 0
 
     def pack(self) -> bytes:
         """The 64-byte record. Raises InternalError for a number the record cannot carry."""
@@ -56,7 +57,14 @@ class Vote:
         )
         try:
             return _RECORD.pack(
-                _MAGIC, flags, self.step, self.generation, self.last_work, self.tokens, self.bucket
+                _MAGIC,
+                flags,
+                self.step,
+                self.generation,
+                self.last_work,
+                self.tokens,
+                self.bucket,
+                self.prepared,
             )
         except struct.error as error:
             raise InternalError(f"{self} does not fit its record: {error}") from error
@@ -66,7 +74,7 @@ class Vote:
         """Raises InternalError for anything that pack() did not write."""
         if len(record) != RECORD_BYTES or record[:4] != _MAGIC:
             raise InternalError(f"not a vote: {len(record)} bytes starting with {record[:4]!r}")
-        _, flags, step, generation, last_work, tokens, bucket = _RECORD.unpack(record)
+        _, flags, step, generation, last_work, tokens, bucket, prepared = _RECORD.unpack(record)
         return Vote(
             step,
             generation,
@@ -77,6 +85,7 @@ class Vote:
             micro_batch_ok=bool(flags & _MICRO_BATCH_OK),
             graph_ok=bool(flags & _GRAPH_OK),
             stop=bool(flags & _STOP),
+            prepared=prepared,
         )
 
 
@@ -85,6 +94,7 @@ class Verdict:
     """What all ranks do after the vote on `step`: at most one of run, park and stop; none = vote again.
 
     micro_batches: 1 or 2. graph: a captured graph of size `bucket` is run. tokens: by rank.
+    change: that all switch to before this step, 0 = none.
     """
 
     step: int
@@ -95,13 +105,14 @@ class Verdict:
     graph: bool
     bucket: int
     tokens: tuple[int, ...]
+    change: int = 0
 
 
 def tally(votes: Sequence[Vote]) -> Verdict:
     """Combines the votes of all ranks, in rank order.
 
     Stop wins over work once every rank has the order to stop. While only some have it, none parks: nothing
-    would wake those that have it.
+    would wake those that have it. Ranks switch to a change only if all have prepared that same one.
 
     Raises: InternalError if there is no vote, or steps or generations differ.
     """
@@ -116,6 +127,7 @@ def tally(votes: Sequence[Vote]) -> Verdict:
             )
     stop = all(vote.stop for vote in votes)
     run = any(vote.has_work for vote in votes) and not stop
+    agreed = all(vote.prepared == first.prepared for vote in votes) and not stop
     quiet = all(vote.last_work == first.last_work and not vote.stop for vote in votes)
     return Verdict(
         step=first.step,
@@ -126,6 +138,7 @@ def tally(votes: Sequence[Vote]) -> Verdict:
         graph=all(vote.graph_ok for vote in votes),
         bucket=max(vote.bucket for vote in votes),
         tokens=tuple(vote.tokens for vote in votes),
+        change=first.prepared if agreed else 0,
     )
 
 
@@ -160,6 +173,7 @@ class Voter:
         micro_batch_ok: bool = True,
         graph_ok: bool = True,
         stop: bool = False,
+        prepared: int = 0,
     ) -> bytes:
         """This rank's record for its current step; arguments as the fields of Vote."""
         return Vote(
@@ -172,6 +186,7 @@ class Voter:
             micro_batch_ok=micro_batch_ok,
             graph_ok=graph_ok,
             stop=stop,
+            prepared=prepared,
         ).pack()
 
     def decide(self, records: Sequence[bytes]) -> Verdict:

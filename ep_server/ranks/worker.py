@@ -15,32 +15,23 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ep_server.errors import GroupAborted, InternalError, PeerLost, PeerTimeout
+from ep_server.orders import OrderDone
 from ep_server.ranks.channel import RankChannel
 from ep_server.ranks.messages import (
     interrupted_message,
     kv_events_message,
     one_line,
-    order_done_message,
-    order_of,
     prompt_logprobs_message,
     request_of,
     statistics_message,
     tokens_message,
 )
+from ep_server.ranks.order_desk import OrderDesk
+from ep_server.ranks.order_messages import order_done_message, order_of
 from ep_server.ranks.overlap import Ran
 from ep_server.ranks.statistics import StepMeter, StepTimes
 from ep_server.ranks.vote import Verdict, Voter
-from ep_server.records import (
-    LATE_TOKEN,
-    NO_TOKEN,
-    FlushCache,
-    OrderDone,
-    PromptLogprobs,
-    RankOrder,
-    StartProfile,
-    StepBatch,
-    TokenEvent,
-)
+from ep_server.records import LATE_TOKEN, NO_TOKEN, PromptLogprobs, StepBatch, TokenEvent
 from ep_server.scheduler.cache_reporter import CacheReporter
 from ep_server.v1 import rank_pb2 as pb
 
@@ -51,6 +42,7 @@ log = logging.getLogger(__name__)
 
 REPORT_NS = 500_000_000
 MASK_LOOK_SECONDS = 0.001
+CHANGE_LOOK_SECONDS = 0.05  # of a parked rank that prepares a change
 CHECK_NS = 10_000_000_000  # a recount of 64k KV blocks takes 40 ms: not at every pause
 
 
@@ -95,6 +87,8 @@ class RankWorker:
         self._ahead = parts.scheduler.limits.ahead
         self._cache = self._cache_reporter()
         self._profiler = parts.profiler
+        self._desk = OrderDesk(parts.scheduler, parts.profiler, parts.new_weights)
+        self._changes = self._desk.changes
         self._launched: deque[_LaunchedStep] = deque()
         self._running = 0  # sequences, as reported last
         self._stop = False
@@ -146,6 +140,7 @@ class RankWorker:
         """
         self._launched.clear()
         self._scheduler.drop_steps()
+        self._changes.settle()
         for number in self._scheduler.live - set(order.kept):
             self._scheduler.cancel(number)
         for number in self._scheduler.freed():  # those cancelled during the lost step too
@@ -183,9 +178,12 @@ class RankWorker:
         if self._regroup is not None:
             return True
         self._check_masks()
+        self._check_changes()
         batch = self._scheduler.plan()
         planned = self._clock()
         verdict = self._vote(batch)
+        if verdict.change:
+            self._switch(verdict.change)
         voted = self._clock()
         run = verdict.run and any(verdict.tokens)
         if not run and self._held:
@@ -253,6 +251,21 @@ class RankWorker:
             self._held.discard(number)
             self._scheduler.release(number)
 
+    def _check_changes(self) -> None:
+        """Answers the order to prepare a change, once it is carried out."""
+        self._answer(self._changes.finished())
+
+    def _answer(self, done: OrderDone | None) -> None:
+        if done is not None:
+            self._send(order_done_message(done))
+
+    def _switch(self, change: int) -> None:
+        """All ranks do so before the same step. Steps in flight end first: they ran ahead."""
+        since = self._clock()
+        while self._launched:
+            self._finish(self._launched.popleft())
+        self._answer(self._changes.apply(change, since))
+
     def _vote(self, batch: StepBatch) -> Verdict:
         bucket = self._runner.bucket_of(batch)
         record = self._voter.cast(
@@ -262,6 +275,7 @@ class RankWorker:
             micro_batch_ok=self._overlap.wants_two(len(batch.slices), bucket),
             graph_ok=bucket > 0 or not batch.slices,
             stop=self._stop,
+            prepared=self._changes.offered,
         )
         return self._voter.decide(self._exchange.all_gather(record))
 
@@ -274,7 +288,8 @@ class RankWorker:
             self._scheduler.check_integrity()
             self._checked = self._clock()
         while self._voter.last_work == last_work and not self._stop and self._regroup is None:
-            self._handle(self._channel.wait())
+            self._handle(self._channel.wait(CHANGE_LOOK_SECONDS if self._changes.preparing else None))
+            self._check_changes()
 
     def _handle(self, payloads: Sequence[bytes]) -> None:
         for payload in payloads:
@@ -289,7 +304,11 @@ class RankWorker:
                 self._scheduler.cancel(message.cancel.number)
                 self._release()
             elif kind == "order":
-                self._obey(order_of(message.order), message.order.number)
+                if message.order.work_number:
+                    self._voter.saw(message.order.work_number)
+                done = self._desk.obey(order_of(message.order), message.order.number)
+                self._cache.publish()  # a parked rank ends no step soon
+                self._answer(done)
             elif kind == "watch_cache":
                 self._cache.watch(on=message.watch_cache.on)
             elif kind == "regroup":
@@ -317,25 +336,10 @@ class RankWorker:
         else:
             self._meter.arrived(request.number, self._clock())
 
-    def _obey(self, order: RankOrder, number: int) -> None:
-        """Carries out an order and answers it."""
-        done = OrderDone(number)
-        try:
-            if isinstance(order, FlushCache):
-                done = OrderDone(number, blocks=self._scheduler.flush_cache())
-                self._cache.publish()  # a parked rank ends no step soon
-            elif isinstance(order, StartProfile):
-                self._profiler.start(order)
-            else:
-                done = OrderDone(number, files=self._profiler.stop())
-        except Exception as error:  # the rank continues: a failed order must not end its requests
-            log.exception("%s could not be carried out", order)
-            done = OrderDone(number, error=one_line(error))
-        self._send(order_done_message(done))
-
     def _publish(self, events: Sequence[TokenEvent]) -> None:
         if events:
-            self._send(tokens_message(self._meter.with_queue_times(events), self._meter.steps))
+            timed = self._meter.with_queue_times(events)
+            self._send(tokens_message(timed, self._meter.steps, self._scheduler.weights))
             for event in events:
                 if event.finish is not None:
                     self._drop(event.number)

@@ -18,9 +18,10 @@ from ep_server.scheduler.kv_events import KvEventLog, Prefix, contents
 DIGEST_BYTES = 16  # 128 bits: neither accidental nor searched-for collisions
 
 
-def root_digest(cache_salt: str) -> bytes:
-    """The parent of a sequence's first block: prefixes are shared only within one salt."""
-    return blake2b(cache_salt.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).digest()
+def root_digest(cache_salt: str, weights: int = 0) -> bytes:
+    """The parent of a sequence's first block: prefixes are shared within one salt and version of weights."""
+    salt, version = cache_salt.encode("utf-8", "surrogatepass"), weights.to_bytes(8, "little")
+    return blake2b(salt, digest_size=DIGEST_BYTES, salt=version).digest()
 
 
 def private_root(group: int) -> bytes:

@@ -14,9 +14,10 @@ from ep_server.scheduler.sequence import NEVER, ScheduledSequence
 
 
 class KvTables:
-    """KV tables over one ledger."""
+    """KV tables over one ledger. weights: version of those that compute blocks, part of a block's digest."""
 
-    def __init__(self, ledger: BlockLedger) -> None:
+    def __init__(self, ledger: BlockLedger, weights: int = 0) -> None:
+        self.weights = weights
         self._ledger = ledger
         self._no_room_at = (-1, -1)  # (number, ledger.releases) of the sequence that last did not fit
 
@@ -30,6 +31,8 @@ class KvTables:
         if self._no_room_at == (seq.number, self._ledger.releases):
             return False
         length = len(seq.tokens)
+        if seq.weights != self.weights:
+            seq.renew(self.weights)
         shared = self._ledger.match(seq.digests(seq.reusable // seq.block_size))
         fresh = self._ledger.blocks_for(length) - len(shared)
         if not self._ledger.fits(shared, fresh + spare):

@@ -46,10 +46,10 @@ class RankScheduler:
     sequences of one request the first prefills the prompt, and the others share its blocks.
     """
 
-    def __init__(self, limits: SchedulerLimits) -> None:
-        self.limits = limits
+    def __init__(self, limits: SchedulerLimits, weights: int = 0) -> None:
+        self.limits, self.weights = limits, weights
         self._ledger = BlockLedger(limits.kv_blocks, limits.block_size)
-        self._tables = KvTables(self._ledger)
+        self._tables = KvTables(self._ledger, weights)
         self._waiting = WaitingQueue(limits.max_overtakes)
         self._siblings = Siblings()
         # Every running sequence gets at least one token of a step, or a long decode would stall a prefill.
@@ -59,8 +59,7 @@ class RankScheduler:
         self._live: dict[int, ScheduledSequence] = {}
         self._in_flight = StepsInFlight(limits.ahead)
         self._freed: list[int] = []
-        self._arrivals = self._steps = self._preemptions = 0
-        self._prefix_queries = self._prefix_hits = 0
+        self._arrivals = self._steps = self._preemptions = self._prefix_queries = self._prefix_hits = 0
 
     def __repr__(self) -> str:
         return (
@@ -145,11 +144,12 @@ class RankScheduler:
         freed, self._freed = self._freed, []
         return freed
 
-    def flush_cache(self) -> int:
+    def flush_cache(self, weights: int | None = None) -> int:
         """Forgets every prefix: nothing computed so far is found by a later request. Returns: blocks.
 
-        Running sequences keep their blocks and offer none until they are placed again.
+        Running sequences keep their blocks and offer none until they are placed again. weights: new version.
         """
+        self.weights = self._tables.weights = self.weights if weights is None else weights
         return self._tables.forget_all(self._decoding + self._prefilling)
 
     def watch_cache(self, *, on: bool) -> None:

@@ -43,6 +43,7 @@ class ScheduledSequence:
     urgent: was overtaken too often; precedes every priority.
     drop: cancel or failure that waits for the step in flight.
     held: it takes part in no step until it is released.
+    weights: version of those in force when it was given blocks; their digests tell versions apart.
     """
 
     request: Request
@@ -74,6 +75,7 @@ class ScheduledSequence:
     urgent: bool = False
     drop: Event | None = None
     held: bool = False
+    weights: int = 0
     _digests: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -129,8 +131,15 @@ class ScheduledSequence:
             self._digests.append(block_digest(parent, self.tokens[start : start + size]))
         return self._digests[:count]
 
+    def renew(self, weights: int) -> None:
+        """It has no blocks; those that it gets have digests of this version of weights."""
+        self.weights = weights
+        self._digests.clear()
+
     def _root(self) -> bytes:
-        return root_digest(self.request.cache_salt) if self.caches else private_root(self.request.group)
+        if self.caches:
+            return root_digest(self.request.cache_salt, self.weights)
+        return private_root(self.request.group)
 
     @property
     def reusable(self) -> int:

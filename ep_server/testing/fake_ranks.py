@@ -11,19 +11,24 @@ from collections.abc import Callable, Collection
 from typing import Final
 
 from ep_server.errors import InternalError, StartupError
+from ep_server.orders import (
+    DropChange,
+    FlushCache,
+    OrderDone,
+    PrepareWeights,
+    RankOrder,
+    StartProfile,
+    SwitchChange,
+)
 from ep_server.ranks.protocol import RankListener, Restarted
 from ep_server.records import (
-    FlushCache,
     KvEventBatch,
-    OrderDone,
     PromptLogprobs,
-    RankOrder,
     RankReady,
     RankStatistics,
     Request,
     SampledToken,
     SeqSlice,
-    StartProfile,
     StepBatch,
     TokenEvent,
 )
@@ -66,6 +71,9 @@ class FakeRanks:
         self.requests: dict[int, Request] = {}  # by number, every request ever submitted
         self.cancelled: list[int] = []  # numbers, in the order of cancel()
         self.profile = ""  # name of the last one; nothing is written
+        self.weights = "", 0  # of ranks that start from now on
+        self.copy_rate = 1e9  # of new weights, bytes per second
+        self.refusal = ""  # of rank 0, to prepare a change
         self.stopped = False
         self.start_gate: asyncio.Event | None = None  # start() waits for it
         self.start_error: StartupError | None = None  # start() raises it
@@ -77,12 +85,13 @@ class FakeRanks:
         self._listener: RankListener | None = None
 
     def _begin(self) -> None:
-        self._schedulers = [RankScheduler(self._limits) for _ in range(self.num_ranks)]
+        self._schedulers = [RankScheduler(self._limits, self.weights[1]) for _ in range(self.num_ranks)]
         self._caches = [
             CacheReporter(rank, scheduler, self._report_cache, lambda: 0.0)
             for rank, scheduler in enumerate(self._schedulers)
         ]
         self._orders: list[tuple[RankOrder, int]] = []
+        self._preparing: PrepareWeights | None = None
         self._drawn: dict[int, int] = {}
         self._cancels: list[tuple[int, int]] = []
         self._steps = [0] * self.num_ranks
@@ -134,6 +143,10 @@ class FakeRanks:
         """As Ranks.watch_cache, at once."""
         for cache in self._caches:
             cache.watch(on=on)
+
+    def use_weights(self, path: str, version: int) -> None:
+        """As Ranks.use_weights; tokens stay the same."""
+        self.weights = path, version
 
     def order(self, order: RankOrder, number: int) -> None:
         """Carried out at the end of the next step."""
@@ -232,6 +245,17 @@ class FakeRanks:
                 if isinstance(order, FlushCache):
                     done = OrderDone(number, blocks=scheduler.flush_cache())
                     self._caches[rank].publish()
+                elif isinstance(order, PrepareWeights):
+                    error = self.refusal if rank == 0 else ""
+                    self._preparing = order
+                    done = OrderDone(number, error, nbytes=1 << 20, rate=self.copy_rate)
+                elif isinstance(order, SwitchChange):
+                    assert self._preparing is not None and order.change == self._preparing.change
+                    scheduler.flush_cache(self._preparing.version)
+                    self._caches[rank].publish()
+                    done = OrderDone(number, seconds=LATENCY_NS / 1e9)
+                elif isinstance(order, DropChange):
+                    done = OrderDone(number)
                 elif isinstance(order, StartProfile):
                     self.profile, done = order.name, OrderDone(number)
                 else:
@@ -256,7 +280,11 @@ class FakeRanks:
 
     def _timed(self, rank: int, event: TokenEvent) -> TokenEvent:
         first = self._drawn[event.number] == 1
-        return event._replace(queued_ns=LATENCY_NS if first else 0, step=self._steps[rank])
+        return event._replace(
+            queued_ns=LATENCY_NS if first else 0,
+            step=self._steps[rank],
+            weights=self._schedulers[rank].weights,
+        )
 
     # -- what it reports ---------------------------------------------------------------------------------
 

@@ -29,7 +29,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "api_version", "instance_id", "state", "uptime_seconds", "ranks", "max_context", "max_running", "max_queue", "max_step_tokens", "kv_block_size", "kv_blocks", "rank_info")
+    __slots__ = ("version", "api_version", "instance_id", "state", "uptime_seconds", "ranks", "max_context", "max_running", "max_queue", "max_step_tokens", "kv_block_size", "kv_blocks", "rank_info", "weights_version", "weights_path")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     API_VERSION_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -43,6 +43,8 @@ class GetServerInfoResponse(_message.Message):
     KV_BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     RANK_INFO_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_PATH_FIELD_NUMBER: _ClassVar[int]
     version: str
     api_version: str
     instance_id: str
@@ -56,7 +58,9 @@ class GetServerInfoResponse(_message.Message):
     kv_block_size: int
     kv_blocks: int
     rank_info: _containers.RepeatedCompositeFieldContainer[RankInfo]
-    def __init__(self, version: _Optional[str] = ..., api_version: _Optional[str] = ..., instance_id: _Optional[str] = ..., state: _Optional[_Union[ServerState, str]] = ..., uptime_seconds: _Optional[float] = ..., ranks: _Optional[int] = ..., max_context: _Optional[int] = ..., max_running: _Optional[int] = ..., max_queue: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., kv_block_size: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., rank_info: _Optional[_Iterable[_Union[RankInfo, _Mapping]]] = ...) -> None: ...
+    weights_version: int
+    weights_path: str
+    def __init__(self, version: _Optional[str] = ..., api_version: _Optional[str] = ..., instance_id: _Optional[str] = ..., state: _Optional[_Union[ServerState, str]] = ..., uptime_seconds: _Optional[float] = ..., ranks: _Optional[int] = ..., max_context: _Optional[int] = ..., max_running: _Optional[int] = ..., max_queue: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., kv_block_size: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., rank_info: _Optional[_Iterable[_Union[RankInfo, _Mapping]]] = ..., weights_version: _Optional[int] = ..., weights_path: _Optional[str] = ...) -> None: ...
 
 class RankInfo(_message.Message):
     __slots__ = ("rank", "pid", "kv_blocks", "weight_bytes", "kv_bytes", "exchange_bytes", "load_seconds")
@@ -294,3 +298,21 @@ class AbortResponse(_message.Message):
     aborted: _containers.RepeatedScalarFieldContainer[str]
     unknown: _containers.RepeatedScalarFieldContainer[str]
     def __init__(self, aborted: _Optional[_Iterable[str]] = ..., unknown: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class UpdateWeightsRequest(_message.Message):
+    __slots__ = ("path",)
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    path: str
+    def __init__(self, path: _Optional[str] = ...) -> None: ...
+
+class UpdateWeightsResponse(_message.Message):
+    __slots__ = ("version", "pause_seconds", "pause_bound_seconds", "bytes")
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    PAUSE_BOUND_SECONDS_FIELD_NUMBER: _ClassVar[int]
+    BYTES_FIELD_NUMBER: _ClassVar[int]
+    version: int
+    pause_seconds: float
+    pause_bound_seconds: float
+    bytes: int
+    def __init__(self, version: _Optional[int] = ..., pause_seconds: _Optional[float] = ..., pause_bound_seconds: _Optional[float] = ..., bytes: _Optional[int] = ...) -> None: ...

@@ -64,6 +64,11 @@ class ControlStub:
                 request_serializer=ep__server_dot_v1_dot_control__pb2.AbortRequest.SerializeToString,
                 response_deserializer=ep__server_dot_v1_dot_control__pb2.AbortResponse.FromString,
                 _registered_method=True)
+        self.UpdateWeights = channel.unary_unary(
+                '/ep_server.v1.Control/UpdateWeights',
+                request_serializer=ep__server_dot_v1_dot_control__pb2.UpdateWeightsRequest.SerializeToString,
+                response_deserializer=ep__server_dot_v1_dot_control__pb2.UpdateWeightsResponse.FromString,
+                _registered_method=True)
 
 
 class ControlServicer:
@@ -112,6 +117,14 @@ class ControlServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UpdateWeights(self, request, context):
+        """Replaces the weights of all ranks by those of another checkpoint with the same shapes. No stream ends. It returns
+        once every rank has switched; if it fails before, the weights stay. The update goes on if the call is cancelled.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ControlServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -144,6 +157,11 @@ def add_ControlServicer_to_server(servicer, server):
                     servicer.Abort,
                     request_deserializer=ep__server_dot_v1_dot_control__pb2.AbortRequest.FromString,
                     response_serializer=ep__server_dot_v1_dot_control__pb2.AbortResponse.SerializeToString,
+            ),
+            'UpdateWeights': grpc.unary_unary_rpc_method_handler(
+                    servicer.UpdateWeights,
+                    request_deserializer=ep__server_dot_v1_dot_control__pb2.UpdateWeightsRequest.FromString,
+                    response_serializer=ep__server_dot_v1_dot_control__pb2.UpdateWeightsResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -308,6 +326,33 @@ class Control:
             '/ep_server.v1.Control/Abort',
             ep__server_dot_v1_dot_control__pb2.AbortRequest.SerializeToString,
             ep__server_dot_v1_dot_control__pb2.AbortResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpdateWeights(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ep_server.v1.Control/UpdateWeights',
+            ep__server_dot_v1_dot_control__pb2.UpdateWeightsRequest.SerializeToString,
+            ep__server_dot_v1_dot_control__pb2.UpdateWeightsResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -43,7 +43,7 @@ class ToRank(_message.Message):
     def __init__(self, start: _Optional[_Union[Start, _Mapping]] = ..., add: _Optional[_Union[Add, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., doorbell: _Optional[_Union[Doorbell, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., connect: _Optional[_Union[Connect, _Mapping]] = ..., watch_cache: _Optional[_Union[WatchCache, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., regroup: _Optional[_Union[Regroup, _Mapping]] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("rank", "num_ranks", "config_json", "exchange_fd", "threads", "kv_blocks", "bells", "outlives", "joins")
+    __slots__ = ("rank", "num_ranks", "config_json", "exchange_fd", "threads", "kv_blocks", "bells", "outlives", "joins", "weights_version")
     RANK_FIELD_NUMBER: _ClassVar[int]
     NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
     CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,7 @@ class Start(_message.Message):
     BELLS_FIELD_NUMBER: _ClassVar[int]
     OUTLIVES_FIELD_NUMBER: _ClassVar[int]
     JOINS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     rank: int
     num_ranks: int
     config_json: str
@@ -62,7 +63,8 @@ class Start(_message.Message):
     bells: _containers.RepeatedScalarFieldContainer[int]
     outlives: bool
     joins: bool
-    def __init__(self, rank: _Optional[int] = ..., num_ranks: _Optional[int] = ..., config_json: _Optional[str] = ..., exchange_fd: _Optional[int] = ..., threads: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., bells: _Optional[_Iterable[int]] = ..., outlives: _Optional[bool] = ..., joins: _Optional[bool] = ...) -> None: ...
+    weights_version: int
+    def __init__(self, rank: _Optional[int] = ..., num_ranks: _Optional[int] = ..., config_json: _Optional[str] = ..., exchange_fd: _Optional[int] = ..., threads: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., bells: _Optional[_Iterable[int]] = ..., outlives: _Optional[bool] = ..., joins: _Optional[bool] = ..., weights_version: _Optional[int] = ...) -> None: ...
 
 class Regroup(_message.Message):
     __slots__ = ("generation", "work_number", "kept")
@@ -191,16 +193,34 @@ class WatchCache(_message.Message):
     def __init__(self, on: _Optional[bool] = ...) -> None: ...
 
 class Order(_message.Message):
-    __slots__ = ("number", "flush_cache", "start_profile", "stop_profile")
+    __slots__ = ("number", "flush_cache", "start_profile", "stop_profile", "prepare_weights", "switch_change", "drop_change", "work_number")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     FLUSH_CACHE_FIELD_NUMBER: _ClassVar[int]
     START_PROFILE_FIELD_NUMBER: _ClassVar[int]
     STOP_PROFILE_FIELD_NUMBER: _ClassVar[int]
+    PREPARE_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    SWITCH_CHANGE_FIELD_NUMBER: _ClassVar[int]
+    DROP_CHANGE_FIELD_NUMBER: _ClassVar[int]
+    WORK_NUMBER_FIELD_NUMBER: _ClassVar[int]
     number: int
     flush_cache: FlushCache
     start_profile: StartProfile
     stop_profile: StopProfile
-    def __init__(self, number: _Optional[int] = ..., flush_cache: _Optional[_Union[FlushCache, _Mapping]] = ..., start_profile: _Optional[_Union[StartProfile, _Mapping]] = ..., stop_profile: _Optional[_Union[StopProfile, _Mapping]] = ...) -> None: ...
+    prepare_weights: PrepareWeights
+    switch_change: int
+    drop_change: int
+    work_number: int
+    def __init__(self, number: _Optional[int] = ..., flush_cache: _Optional[_Union[FlushCache, _Mapping]] = ..., start_profile: _Optional[_Union[StartProfile, _Mapping]] = ..., stop_profile: _Optional[_Union[StopProfile, _Mapping]] = ..., prepare_weights: _Optional[_Union[PrepareWeights, _Mapping]] = ..., switch_change: _Optional[int] = ..., drop_change: _Optional[int] = ..., work_number: _Optional[int] = ...) -> None: ...
+
+class PrepareWeights(_message.Message):
+    __slots__ = ("change", "version", "path")
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    VERSION_FIELD_NUMBER: _ClassVar[int]
+    PATH_FIELD_NUMBER: _ClassVar[int]
+    change: int
+    version: int
+    path: str
+    def __init__(self, change: _Optional[int] = ..., version: _Optional[int] = ..., path: _Optional[str] = ...) -> None: ...
 
 class FlushCache(_message.Message):
     __slots__ = ()
@@ -261,16 +281,22 @@ class Regrouped(_message.Message):
     def __init__(self, generation: _Optional[int] = ...) -> None: ...
 
 class OrderDone(_message.Message):
-    __slots__ = ("number", "error", "blocks", "files")
+    __slots__ = ("number", "error", "blocks", "files", "nbytes", "rate", "seconds")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
     FILES_FIELD_NUMBER: _ClassVar[int]
+    NBYTES_FIELD_NUMBER: _ClassVar[int]
+    RATE_FIELD_NUMBER: _ClassVar[int]
+    SECONDS_FIELD_NUMBER: _ClassVar[int]
     number: int
     error: str
     blocks: int
     files: _containers.RepeatedScalarFieldContainer[str]
-    def __init__(self, number: _Optional[int] = ..., error: _Optional[str] = ..., blocks: _Optional[int] = ..., files: _Optional[_Iterable[str]] = ...) -> None: ...
+    nbytes: int
+    rate: float
+    seconds: float
+    def __init__(self, number: _Optional[int] = ..., error: _Optional[str] = ..., blocks: _Optional[int] = ..., files: _Optional[_Iterable[str]] = ..., nbytes: _Optional[int] = ..., rate: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
 
 class KvEventBatch(_message.Message):
     __slots__ = ("sequence_number", "timestamp", "block_size", "events", "snapshot")
@@ -379,7 +405,7 @@ class Ready(_message.Message):
     def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., exchange_bytes: _Optional[int] = ..., load_seconds: _Optional[float] = ..., attention: _Optional[str] = ...) -> None: ...
 
 class StepTokens(_message.Message):
-    __slots__ = ("numbers", "token_ids", "finish", "cached_tokens", "logprobs", "top_counts", "top_token_ids", "top_logprobs", "queued_ns", "step")
+    __slots__ = ("numbers", "token_ids", "finish", "cached_tokens", "logprobs", "top_counts", "top_token_ids", "top_logprobs", "queued_ns", "step", "weights")
     NUMBERS_FIELD_NUMBER: _ClassVar[int]
     TOKEN_IDS_FIELD_NUMBER: _ClassVar[int]
     FINISH_FIELD_NUMBER: _ClassVar[int]
@@ -390,6 +416,7 @@ class StepTokens(_message.Message):
     TOP_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
     QUEUED_NS_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     numbers: _containers.RepeatedScalarFieldContainer[int]
     token_ids: _containers.RepeatedScalarFieldContainer[int]
     finish: _containers.RepeatedScalarFieldContainer[FinishReason]
@@ -400,7 +427,8 @@ class StepTokens(_message.Message):
     top_logprobs: _containers.RepeatedScalarFieldContainer[float]
     queued_ns: _containers.RepeatedScalarFieldContainer[int]
     step: int
-    def __init__(self, numbers: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish: _Optional[_Iterable[_Union[FinishReason, str]]] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_counts: _Optional[_Iterable[int]] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., queued_ns: _Optional[_Iterable[int]] = ..., step: _Optional[int] = ...) -> None: ...
+    weights: int
+    def __init__(self, numbers: _Optional[_Iterable[int]] = ..., token_ids: _Optional[_Iterable[int]] = ..., finish: _Optional[_Iterable[_Union[FinishReason, str]]] = ..., cached_tokens: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., top_counts: _Optional[_Iterable[int]] = ..., top_token_ids: _Optional[_Iterable[int]] = ..., top_logprobs: _Optional[_Iterable[float]] = ..., queued_ns: _Optional[_Iterable[int]] = ..., step: _Optional[int] = ..., weights: _Optional[int] = ...) -> None: ...
 
 class PromptLogprobs(_message.Message):
     __slots__ = ("number", "start", "logprobs", "top_token_ids", "top_logprobs")

@@ -15,13 +15,14 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "ep_server"
 GENERATED = PACKAGE / "v1"
 
-FOUNDATION = {"errors", "records", "config", "logs", "stop_signals"}
+FOUNDATION = {"errors", "records", "orders", "config", "logs", "stop_signals"}
 # What is known of a model without torch.
 HEADERS = {"models.checkpoint", "models.families", "models.sizes"}
 # Package -> what it may import besides itself; "ranks.protocol" allows that module and no other of ranks.
 ALLOWED = {
     "errors": set(),
     "records": set(),
+    "orders": set(),
     "stop_signals": set(),
     "config": {"errors"},
     "logs": {"config"},
@@ -37,7 +38,7 @@ ALLOWED = {
     "ranks": {*FOUNDATION, "scheduler", "models", "backends", "exchange", "text", "v1", "_C"},
     "frontend": {*FOUNDATION, "engine", "text", "observability", "ranks.protocol", *HEADERS, "v1"},
     "cluster": {*FOUNDATION, "frontend", "ranks", "exchange.spec", *HEADERS, "v1"},
-    "testing": {"errors", "records", "exchange", "ranks.protocol", "scheduler"},
+    "testing": {"errors", "records", "orders", "exchange", "ranks.protocol", "scheduler"},
 }
 TENSORS = {"ranks", "models", "backends", "exchange", "compat", "testing"}
 # They put the parts together and may import anything.
@@ -324,7 +325,7 @@ PACKAGES = {
     "backends", "cli", "client", "cluster", "compat", "config", "engine", "exchange", "frontend", "models",
     "observability", "ranks", "scheduler", "testing", "text", "v1",
 }  # fmt: skip
-MODULES = {"__init__", "__main__", "errors", "logs", "records", "stop_signals"}
+MODULES = {"__init__", "__main__", "errors", "logs", "orders", "records", "stop_signals"}
 VAGUE = {"base", "core", "helpers", "lib", "manager", "misc", "shared", "tools", "util"}
 
 

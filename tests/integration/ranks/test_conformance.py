@@ -13,13 +13,12 @@ import pytest
 import ep_server
 from ep_server.config import Config
 from ep_server.errors import EpServerError
+from ep_server.orders import FlushCache, OrderDone
 from ep_server.ranks.launcher import RankProcesses
 from ep_server.ranks.protocol import Ranks
 from ep_server.records import (
     FinishReason,
-    FlushCache,
     KvEventBatch,
-    OrderDone,
     PromptLogprobs,
     RankStatistics,
     Request,

@@ -16,9 +16,9 @@ import psutil
 
 from ep_server.config import Config
 from ep_server.errors import EpServerError
+from ep_server.orders import OrderDone
 from ep_server.records import (
     KvEventBatch,
-    OrderDone,
     PromptLogprobs,
     RankReady,
     RankStatistics,

@@ -10,7 +10,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ep_server import errors
+from ep_server.orders import (
+    DropChange,
+    FlushCache,
+    OrderDone,
+    PrepareWeights,
+    RankOrder,
+    StartProfile,
+    StopProfile,
+    SwitchChange,
+)
 from ep_server.ranks import messages
+from ep_server.ranks.order_messages import order_done_message, order_done_of, order_message, order_of
 from ep_server.records import (
     SCORES_PER_MESSAGE,
     FinishReason,
@@ -106,10 +117,31 @@ def test_request(request: Request, work_number: int) -> None:
     assert add.work_number == work_number
 
 
-@given(batch=st.lists(events, max_size=6), step=counts)
-def test_tokens(batch: list[TokenEvent], step: int) -> None:
-    sent = over_wire(messages.tokens_message(batch, step)).tokens
-    assert messages.events_of(sent) == [event._replace(step=step) for event in batch]
+@given(batch=st.lists(events, max_size=6), step=counts, weights=ids)
+def test_tokens(batch: list[TokenEvent], step: int, weights: int) -> None:
+    sent = over_wire(messages.tokens_message(batch, step, weights)).tokens
+    assert messages.events_of(sent) == [event._replace(step=step, weights=weights) for event in batch]
+
+
+@pytest.mark.parametrize(
+    "order",
+    [
+        FlushCache(),
+        StartProfile("p", 3),
+        StopProfile(),
+        PrepareWeights(5, 2, "/new weights"),
+        SwitchChange(5),
+        DropChange(5),
+    ],
+)
+def test_orders(order: RankOrder) -> None:
+    sent = over_wire(order_message(order, 7, 9)).order
+    assert (order_of(sent), sent.number, sent.work_number) == (order, 7, 9)
+
+
+def test_answers_to_orders() -> None:
+    done = OrderDone(3, "why", 4, ("a", "b"), nbytes=2**40, rate=1.5, seconds=0.25)
+    assert order_done_of(over_wire(order_done_message(done)).order_done) == done
 
 
 @pytest.mark.parametrize("top", [0, 2])

@@ -29,6 +29,7 @@ votes = st.builds(
     micro_batch_ok=st.booleans(),
     graph_ok=st.booleans(),
     stop=st.booleans(),
+    prepared=st.integers(0, 2**64 - 1),
 )
 
 
@@ -42,9 +43,9 @@ def test_a_record_is_64_bytes_and_comes_back(vote):
 
 
 def test_the_bytes_are_fixed():
-    vote = Vote(3, 2, 9, tokens=5, bucket=8, has_work=True, micro_batch_ok=False, stop=True)
+    vote = Vote(3, 2, 9, tokens=5, bucket=8, has_work=True, micro_batch_ok=False, stop=True, prepared=6)
     expected = b"epV1" + bytes([13, 0, 0, 0, 3, *[0] * 7, 2, *[0] * 7, 9, *[0] * 7, 5, 0, 0, 0, 8, 0, 0, 0])
-    assert vote.pack() == expected + bytes(24)
+    assert vote.pack() == expected + bytes([6, *[0] * 23])
 
 
 @pytest.mark.parametrize(
@@ -55,7 +56,7 @@ def test_other_bytes_are_refused(record):
         Vote.unpack(record)
 
 
-@pytest.mark.parametrize("field_name", ["step", "generation", "last_work", "tokens", "bucket"])
+@pytest.mark.parametrize("field_name", ["step", "generation", "last_work", "tokens", "bucket", "prepared"])
 @pytest.mark.parametrize("value", [-1, 2**64])
 def test_a_number_that_does_not_fit_is_refused(field_name, value):
     with pytest.raises(InternalError, match="does not fit its record"):
@@ -93,6 +94,15 @@ def test_every_combination_of_flags_and_last_work(ranks):
             bucket=2 * (ranks - 1),
             tokens=tuple(range(ranks)),
         )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_switch_to_what_all_have_prepared(ranks):
+    for prepared in itertools.product((0, 4, 5), repeat=ranks):
+        for stops in itertools.product((False, True), repeat=ranks):
+            cast = [Vote(7, 1, 2, stop=s, prepared=p) for p, s in zip(prepared, stops, strict=True)]
+            same = len(set(prepared)) == 1 and not all(stops)
+            assert tally(cast).change == (prepared[0] if same else 0)
 
 
 @given(st.lists(votes, min_size=1, max_size=5))
@@ -148,9 +158,12 @@ class Node:
     record: bytes | None = None
     parked: bool = False
     stopped: bool = False
+    offered: int = 0  # a change
+    changes: tuple[int, ...] = ()  # switched to
 
     def key(self):
-        return (*self.transit, self.work, self.told, self.record is not None, self.parked, self.stopped)
+        flags = self.told, self.record is not None, self.parked, self.stopped
+        return (*self.transit, self.work, *flags, self.offered, self.changes)
 
     def read_and_vote(self, count: int) -> None:
         for _ in range(count):
@@ -158,15 +171,30 @@ class Node:
             self.parked = False
             if kind == "stop":
                 self.told = True
+                continue
+            self.voter.saw(number)
+            if kind == "switch":
+                assert not self.offered  # the front waits for the last change
+                self.offered = work
             else:
-                self.voter.saw(number)
                 self.work += work
-        self.record = self.voter.cast(tokens=min(self.work, 1), has_work=self.work > 0, stop=self.told)
+        self.record = self.voter.cast(
+            tokens=min(self.work, 1), has_work=self.work > 0, stop=self.told, prepared=self.offered
+        )
+
+    def obey(self, verdict: Verdict) -> None:
+        """Switches before the step runs."""
+        if verdict.change:
+            assert verdict.change == self.offered
+            self.changes, self.offered = (*self.changes, verdict.change), 0
 
 
 @dataclass
 class Cluster:
-    """Ranks and the script of the front: (rank, steps of work) per request, or "stop"."""
+    """Ranks and the script of the front: (rank, steps of work) per request, "stop", or a change to switch to.
+
+    All ranks have prepared a change when the front sends it, and switched before it sends the next one.
+    """
 
     nodes: list[Node]
     script: tuple
@@ -176,7 +204,8 @@ class Cluster:
 
     def moves(self):
         """Every next cluster: the front sends, a rank reads some messages and votes, all settle."""
-        if self.script:
+        changing = any(node.offered or ("switch" in str(node.transit)) for node in self.nodes)
+        if self.script and not (isinstance(self.script[0], int) and changing):
             yield self.sent()
         for index, node in enumerate(self.nodes):
             if node.record is None and not node.stopped:
@@ -194,6 +223,8 @@ class Cluster:
         for rank, node in enumerate(following.nodes):
             if action == "stop":
                 node.transit.append(("stop", 0, 0))
+            elif isinstance(action, int):
+                node.transit.append(("switch", number, action))
             else:
                 target, work = action
                 node.transit.append(("work", number, work if rank == target else 0))
@@ -206,6 +237,7 @@ class Cluster:
         assert len(set(verdicts)) == 1
         for node in following.nodes:
             node.record = None
+            node.obey(verdicts[0])
             node.work -= bool(verdicts[0].run and node.work)
             node.parked, node.stopped = verdicts[0].park, verdicts[0].stop
         return following
@@ -215,9 +247,10 @@ class Cluster:
         """Everything sent, read and done, and all parked or all stopped."""
         if self.script or any(node.transit for node in self.nodes):
             return False
+        assert len({node.changes for node in self.nodes}) == 1
         if any(node.told for node in self.nodes):
             return all(node.stopped for node in self.nodes)
-        return all(node.parked and not node.work for node in self.nodes)
+        return all(node.parked and not node.work and not node.offered for node in self.nodes)
 
 
 def stuck_states(ranks: int, script: tuple) -> tuple[int, list[Cluster]]:
@@ -251,6 +284,12 @@ SCRIPTS = [
     (2, ((0, 1), (1, 1), "stop")),
     (3, ((2, 1), (0, 1))),
     (3, ((1, 1), "stop")),
+    (1, (7, (0, 1), 8)),
+    (2, ((0, 1), 7, (1, 1))),
+    (2, (7, 8, (1, 1))),
+    (2, (7, (1, 1), "stop")),
+    (3, (7,)),
+    (3, ((1, 1), 7)),
 ]
 
 

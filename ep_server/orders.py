@@ -1,0 +1,73 @@
+"""Orders to all ranks, and the answer of each. See `ranks.protocol.Ranks.order`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class FlushCache:
+    """Order to a rank: forget every cached prefix."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartProfile:
+    """Order to a rank: record until StopProfile, at most `steps` steps. name: common part of file names."""
+
+    name: str
+    steps: int
+
+
+@dataclass(frozen=True, slots=True)
+class StopProfile:
+    """Order to a rank: stop recording and write the files."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrepareWeights:
+    """Order to a rank: read its part of a checkpoint, while it serves. Answered once that is in memory.
+
+    change: its number; of all changes, from 1. version: of these weights. path: on the rank's host.
+    """
+
+    change: int
+    version: int
+    path: str
+
+
+@dataclass(frozen=True, slots=True)
+class SwitchChange:
+    """Order to a rank that has prepared a change: offer it in the vote. Answered once the vote switched.
+
+    Like a request it wakes parked ranks.
+    """
+
+    change: int
+
+
+@dataclass(frozen=True, slots=True)
+class DropChange:
+    """Order to a rank: forget a change that it prepares or has prepared, if it does."""
+
+    change: int
+
+
+RankOrder = FlushCache | StartProfile | StopProfile | PrepareWeights | SwitchChange | DropChange
+
+
+@dataclass(frozen=True, slots=True)
+class OrderDone:
+    """A rank's answer to an order. error: why it was not carried out, "" if it was.
+
+    blocks: that FlushCache dropped. files: that StopProfile wrote, paths on the rank's host.
+    nbytes: that the switch of a prepared change copies, at `rate` bytes per second as measured.
+    seconds: for which SwitchChange kept the rank from running steps.
+    """
+
+    number: int
+    error: str = ""
+    blocks: int = 0
+    files: tuple[str, ...] = ()
+    nbytes: int = 0
+    rate: float = 0.0
+    seconds: float = 0.0

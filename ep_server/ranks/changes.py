@@ -1,0 +1,156 @@
+"""Changes that all ranks apply at the same step boundary, such as new weights.
+
+A change is prepared in a background thread while steps run. The frontend then has every rank offer it in the
+vote, and the vote switches. Until then a change can be dropped, and nothing has changed.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+from ep_server.errors import InternalError, WrongState
+from ep_server.orders import OrderDone
+from ep_server.ranks.messages import one_line
+
+log = logging.getLogger(__name__)
+
+NICE = 19  # of the thread that prepares: decoding goes first
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What a change will take. nbytes: it copies during the switch. rate: bytes per second, measured."""
+
+    nbytes: int = 0
+    rate: float = 0.0
+
+
+class Change(Protocol):
+    """Something of one rank that changes while it serves."""
+
+    def prepare(self) -> Prepared:
+        """Makes ready all it needs; may take long. In another thread, while steps run.
+
+        Raises: any error; it refuses the change, which must have changed nothing.
+        """
+        ...
+
+    def apply(self) -> None:
+        """Changes the rank. In the thread of its loop, while no step is in flight.
+
+        An error ends the rank: it may be half changed.
+        """
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class _Making:
+    """A change in the making. order: to be answered, 0 once it is. result: once its thread has ended."""
+
+    number: int
+    order: int
+    change: Change
+    result: Prepared | Exception | None = None
+    dropped: bool = False
+
+    def run(self) -> None:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICE)
+        try:
+            self.result = self.change.prepare()
+        except Exception as error:
+            self.result = error
+
+
+class Changes:
+    """At most one change in the making, of this rank. One thread calls it, that of the rank's loop."""
+
+    def __init__(self, clock: Callable[[], int] = time.perf_counter_ns) -> None:
+        self._clock = clock
+        self._making: _Making | None = None
+        self._switch: int | None = None  # the order to switch
+
+    @property
+    def preparing(self) -> bool:
+        """finished() will answer."""
+        return self._making is not None and self._making.order > 0
+
+    @property
+    def offered(self) -> int:
+        """The number of the change that this rank can switch to now; 0 = none."""
+        return self._making.number if self._making is not None and self._switch is not None else 0
+
+    def prepare(self, number: int, order: int, change: Change) -> None:
+        """Begins to prepare a change. order: its number; finished() answers it.
+
+        Raises: WrongState while another one is in the making.
+        """
+        if self._making is not None:
+            state = "was dropped but is not at its end" if self._making.dropped else "is in the making"
+            raise WrongState(f"change {self._making.number} {state}")
+        made = self._making = _Making(number, order, change)
+        threading.Thread(target=made.run, name=f"change-{number}", daemon=True).start()
+
+    def finished(self) -> OrderDone | None:
+        """The answer to prepare(), once. A change that failed or was dropped is gone then."""
+        made = self._making
+        if made is None or not made.order or made.result is None:
+            return None
+        order, made.order = made.order, 0
+        if isinstance(made.result, Prepared) and not made.dropped:
+            return OrderDone(order, nbytes=made.result.nbytes, rate=made.result.rate)
+        self._making = None
+        if isinstance(made.result, Exception):
+            log.warning("change %d is refused: %s", made.number, made.result)
+            return OrderDone(order, error=one_line(made.result))
+        return OrderDone(order, error=f"change {made.number} was dropped")
+
+    def offer(self, number: int, order: int) -> None:
+        """The frontend has decided: the rank offers the change from the next vote on.
+
+        order: apply() answers it. Raises: WrongState if the change is not prepared.
+        """
+        made = self._making
+        if made is None or made.number != number or made.dropped or not isinstance(made.result, Prepared):
+            raise WrongState(f"change {number} is not prepared")
+        self._switch = order
+
+    def drop(self, number: int) -> None:
+        """Forgets a change that is not offered. A thread that still prepares it runs to its end."""
+        made = self._making
+        if made is None or made.number != number or self._switch is not None:
+            return
+        if made.order:
+            made.dropped = True
+        else:
+            self._making = None
+
+    def settle(self) -> None:
+        """After a loss that the rank outlives: applies what it offers, or drops it.
+
+        Raises: what the change raises.
+        """
+        made = self._making
+        if made is None:
+            return
+        if self._switch is not None:
+            self.apply(made.number, self._clock())
+        else:
+            self.drop(made.number)
+
+    def apply(self, number: int, since: int) -> OrderDone:
+        """The vote has switched. since: clock when this rank stopped running steps.
+
+        Raises: what the change raises.
+        """
+        made, order = self._making, self._switch
+        if made is None or order is None or made.number != number:
+            raise InternalError(f"the vote switched to change {number}, which this rank did not offer")
+        made.change.apply()
+        self._making = self._switch = None
+        return OrderDone(order, seconds=(self._clock() - since) / 1e9)

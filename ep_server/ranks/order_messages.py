@@ -1,0 +1,64 @@
+"""Converts orders and their answers to and from the messages of rank.proto, for both ends of a channel."""
+
+from __future__ import annotations
+
+from ep_server.orders import (
+    DropChange,
+    FlushCache,
+    OrderDone,
+    PrepareWeights,
+    RankOrder,
+    StartProfile,
+    StopProfile,
+    SwitchChange,
+)
+from ep_server.v1 import rank_pb2 as pb
+
+_DONE_FIELDS = tuple(OrderDone.__dataclass_fields__)
+
+
+def order_message(order: RankOrder, number: int, work_number: int = 0) -> pb.ToRank:
+    """An order; the rank answers it by the number. work_number: if it wakes parked ranks."""
+    wire = pb.Order(number=number, work_number=work_number)
+    if isinstance(order, StartProfile):
+        wire.start_profile.CopyFrom(pb.StartProfile(name=order.name, steps=order.steps))
+    elif isinstance(order, StopProfile):
+        wire.stop_profile.SetInParent()
+    elif isinstance(order, PrepareWeights):
+        prepare = pb.PrepareWeights(change=order.change, version=order.version, path=order.path)
+        wire.prepare_weights.CopyFrom(prepare)
+    elif isinstance(order, SwitchChange):
+        wire.switch_change = order.change
+    elif isinstance(order, DropChange):
+        wire.drop_change = order.change
+    else:
+        wire.flush_cache.SetInParent()
+    return pb.ToRank(order=wire)
+
+
+def order_of(wire: pb.Order) -> RankOrder:
+    """The order that order_message was given."""
+    kind = wire.WhichOneof("kind")
+    if kind == "start_profile":
+        return StartProfile(wire.start_profile.name, wire.start_profile.steps)
+    if kind == "prepare_weights":
+        prepare = wire.prepare_weights
+        return PrepareWeights(prepare.change, prepare.version, prepare.path)
+    if kind == "switch_change":
+        return SwitchChange(wire.switch_change)
+    if kind == "drop_change":
+        return DropChange(wire.drop_change)
+    return StopProfile() if kind == "stop_profile" else FlushCache()
+
+
+def order_done_message(done: OrderDone) -> pb.FromRank:
+    """The answer to an order."""
+    return pb.FromRank(
+        order_done=pb.OrderDone(**{name: getattr(done, name) for name in _DONE_FIELDS}),
+    )
+
+
+def order_done_of(wire: pb.OrderDone) -> OrderDone:
+    """The record that order_done_message was given."""
+    fields = {name: getattr(wire, name) for name in _DONE_FIELDS}
+    return OrderDone(**(fields | {"files": tuple(wire.files)}))
