@@ -81,7 +81,8 @@ def plan_ranks(config: Config, spec: ModelSpec, available: int, *, packed: bool 
     threads = config.parallel.threads_per_rank or max(1, usable_cores() // ranks)
     if config.parallel.device == "cuda":  # each rank knows its GPU, and sizes its cache
         return GroupPlan(exchange, scheduler.kv_blocks, threads, weights)
-    fixed = here + shared + ranks * PROCESS_BYTES
+    processes = ranks + standby_processes(config)
+    fixed = here + shared + processes * PROCESS_BYTES
     block = kv_block_bytes(spec, scheduler.block_size, cache_dtype(dtype, config.model.kv_dtype))
     blocks = scheduler.kv_blocks
     if not blocks:
@@ -91,8 +92,9 @@ def plan_ranks(config: Config, spec: ModelSpec, available: int, *, packed: bool 
         most = max(0, available - fixed) // (ranks * block)
         raise StartupError(
             f"the model does not fit: {_gib(here)} of weights, {_gib(shared)} of "
-            f"exchange, {_gib(ranks * max(blocks, 1) * block)} of KV cache and {_gib(ranks * PROCESS_BYTES)} "
-            f"for {ranks} processes need more than the {_gib(available)} of memory available"
+            f"exchange, {_gib(ranks * max(blocks, 1) * block)} of KV cache and "
+            f"{_gib(processes * PROCESS_BYTES)} for {processes} processes need more than the "
+            f"{_gib(available)} of memory available"
             + (f"; scheduler.kv_blocks = {blocks}: must be at most {most}, or 0" if blocks and most else "")
         )
     return GroupPlan(exchange, blocks, threads, weights)
@@ -102,6 +104,12 @@ def weight_bytes(config: Config, spec: ModelSpec, exchange: ExchangeSpec, *, pac
     """Bytes of each rank's weights. packed: as CPU ranks keep them, else as stored."""
     held = footprint(spec, serving_dtype(spec, config.model.dtype), packed=packed)
     return held.rank_bytes(exchange.placement, exchange.num_ranks)
+
+
+def standby_processes(config: Config) -> int:
+    """Processes without weights, to take the place of lost CPU ranks of one host."""
+    outlives = config.resilience.on_rank_loss == "recover" and config.parallel.device == "cpu"
+    return config.resilience.standby if outlives and 1 < config.parallel.ranks == num_ranks(config) else 0
 
 
 def num_ranks(config: Config) -> int:

@@ -19,7 +19,7 @@ from ep_server.exchange.spec import MAX_RANKS, geometry_of, group_bytes
 from ep_server.models.families.spec import GqaSpec, ModelSpec
 from ep_server.models.footprint import Footprint, footprint
 from ep_server.models.sizes import cache_dtype, kv_block_bytes, serving_dtype
-from ep_server.ranks.group import PROCESS_BYTES, GroupPlan, exchange_spec, plan_ranks
+from ep_server.ranks.group import PROCESS_BYTES, GroupPlan, exchange_spec, plan_ranks, standby_processes
 
 # A step of CPU ranks as measured (docs/benchmarks.md): so much for a layer beside its kernels, and then the
 # bound to twice the bound.
@@ -100,7 +100,9 @@ def size(config: Config, spec: ModelSpec, machine: Machine, workload: Workload) 
     weights = footprint(spec, dtype, packed=machine.packed)
     held = weights.rank_bytes(exchange_spec(config, spec, 0).placement, ranks)
     # All ranks get as many KV blocks as the fullest one has room for.
-    available = ranks * (machine.memory - max(held)) + sum(held)
+    # Processes on standby belong to no rank.
+    beside = standby_processes(config) * PROCESS_BYTES
+    available = ranks * (machine.memory - max(held)) + sum(held) + beside
     plan = plan_ranks(config, spec, available, packed=machine.packed)
     owned = plan.exchange.placement.count(0)
     cached = cache_dtype(dtype, config.model.kv_dtype)

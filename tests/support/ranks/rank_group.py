@@ -32,12 +32,13 @@ BLOCK_SIZE = 4
 
 
 def rank_config(path: object, ranks: int, **fields: object) -> Config:
-    """One thread per rank, float32, small blocks; fields by dotted name with __ for the dot."""
+    """One thread per rank, float32, small blocks, no standby; fields by dotted name with __ for the dot."""
     values = {
         "model.path": str(path),
         "model.dtype": "float32",
         "parallel.ranks": ranks,
         "parallel.threads_per_rank": 1,
+        "resilience.standby": 0,
         "scheduler.block_size": BLOCK_SIZE,
         "scheduler.kv_blocks": 128,
         "scheduler.max_step_tokens": 32,

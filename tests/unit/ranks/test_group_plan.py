@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -188,6 +189,24 @@ def test_given_blocks_fit_or_are_refused(tiny: Tiny) -> None:
     assert plan_group(config, available=needed).kv_blocks == 1000
     with pytest.raises(StartupError, match=r"does not fit: 0\.00 GiB of weights"):
         plan_group(config, available=needed - 1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "fields", "processes"),
+    [
+        (2, {}, 5),
+        (1, {}, 1),
+        (2, {"resilience.on_rank_loss": "stop"}, 2),
+        (2, {"cluster.nodes": 2, "cluster.node_rank": 0}, 2),
+    ],
+)
+def test_processes_on_standby_need_memory(
+    tiny: Tiny, ranks: int, fields: dict[str, Any], processes: int
+) -> None:
+    fields = {name.replace(".", "__"): value for name, value in fields.items()}
+    config = rank_config(tiny.path, ranks, scheduler__kv_blocks=10, resilience__standby=3, **fields)
+    with pytest.raises(StartupError, match=f"GiB for {processes} processes need more"):
+        plan_group(config, available=0)
 
 
 @pytest.mark.parametrize(
