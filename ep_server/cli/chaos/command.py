@@ -9,6 +9,7 @@ import asyncio
 import json
 import random
 import statistics
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -21,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from ep_server.cli import options
-from ep_server.cli.chaos.faults import FaultKind, FaultPlan, Faults, check_recovers, rank_pids
-from ep_server.cli.chaos.streams import Asked, Lengths, draw_requests, seen
+from ep_server.cli.chaos.faults import FaultKind, FaultPlan, Faults, Loss, check_recovers, rank_pids
+from ep_server.cli.chaos.streams import Answer, Asked, Lengths, draw_requests, seen
 from ep_server.cli.progress import Bars
 from ep_server.client import AsyncClient, Output, Target
 from ep_server.errors import ConfigError, EpServerError
@@ -39,7 +40,8 @@ class Report:
     """What was found.
 
     differences, errors, left: one line each; left: what the server still holds at the end.
-    gaps: the longest one of each sequence, in seconds. memory_mib: of the server, before and after.
+    gaps: the longest one of each sequence during each loss, in seconds.
+    memory_mib: of the server, before and after.
     """
 
     exact: bool
@@ -127,15 +129,15 @@ async def run(target: Target, plan: FaultPlan, lengths: Lengths, streams: int, s
             allowed = f"at most {model.max_context} tokens with --max-new-tokens {lengths.output}"
             raise ConfigError("--prompt-tokens", lengths.prompt, allowed)
         asked = draw_requests(draw, streams, lengths, model.vocab_size, has_text=model.has_tokenizer)
-        expected = [await _complete(client, one) for one in asked]
+        expected = [(await _answer(client, one)).output for one in asked]
         before = await _memory(client)
         with Bars(Console(stderr=True), lambda text: None) as bars:
-            faults = Faults(client, plan, draw)
+            faults, answers = Faults(client, plan, draw), list[Answer]()
             running = asyncio.ensure_future(faults.run())
             try:
                 while not running.done():
-                    await _round(client, asked, expected, faults, report)
-                    bars.show("losses", len(faults.recoveries), plan.count)
+                    answers += await _round(client, asked, expected, report)
+                    bars.show("losses", len(faults.losses), plan.count)
                 with suppress(EpServerError):
                     await running
                 if (error := running.exception()) is not None:
@@ -150,34 +152,42 @@ async def run(target: Target, plan: FaultPlan, lengths: Lengths, streams: int, s
             report.left = [str(error)]
     kinds = [fault.kind for fault in faults.done]
     report.faults = {kind.value: kinds.count(kind) for kind in FaultKind}
-    report.recoveries = faults.recoveries
+    report.recoveries = [loss.ended - loss.began for loss in faults.losses]
+    for answer in answers:
+        _add_gaps(report, answer, faults.losses)
     return report
 
 
 async def _round(
-    client: AsyncClient, asked: Sequence[Asked], expected: Sequence[Output], faults: Faults, report: Report
-) -> None:
-    """Runs all requests at once, and compares."""
-    before = len(faults.done)
-    found = await asyncio.gather(*(_complete(client, one) for one in asked), return_exceptions=True)
-    lost = {fault.rank for fault in faults.done[before:]}
+    client: AsyncClient, asked: Sequence[Asked], expected: Sequence[Output], report: Report
+) -> list[Answer]:
+    """Runs all requests at once, and compares. Returns: those that were answered to the end."""
+    found = await asyncio.gather(*(_answer(client, one) for one in asked), return_exceptions=True)
+    answers = []
     report.rounds += 1
-    for number, (output, undisturbed) in enumerate(zip(found, expected, strict=True)):
+    for number, (answer, undisturbed) in enumerate(zip(found, expected, strict=True)):
         report.streams += 1
         name = f"round {report.rounds}, stream {number}, {dict(asked[number].fields)}"
-        if isinstance(output, BaseException):
-            if not isinstance(output, EpServerError):
-                raise output
-            report.errors.append(f"{name}: {output}")
+        if isinstance(answer, BaseException):
+            if not isinstance(answer, EpServerError):
+                raise answer
+            report.errors.append(f"{name}: {answer}")
             continue
-        if _shown(output, asked[number], report) != _shown(undisturbed, asked[number], report):
+        answers.append(answer)
+        if _shown(answer.output, asked[number], report) != _shown(undisturbed, asked[number], report):
             report.differences.append(name)
-        of = "undisturbed" if not lost else "other ranks"
-        if output.info is not None and output.info.rank in lost:
-            of = "lost rank"
-        report.gaps[of] += [
-            one.finished.timings.max_token_gap_seconds for one in output.sequences if one.finished is not None
-        ]
+    return answers
+
+
+def _add_gaps(report: Report, answer: Answer, losses: Sequence[Loss]) -> None:
+    """Counts the longest gap of each sequence during each loss; without any, its longest one at all."""
+    rank, met = answer.output.info and answer.output.info.rank, False
+    for loss in losses:
+        gaps = answer.gaps(loss.began, loss.ended)
+        report.gaps["lost rank" if rank in loss.ranks else "other ranks"] += gaps
+        met = met or bool(gaps)
+    if not met:
+        report.gaps["undisturbed"] += answer.gaps()
 
 
 def _shown(output: Output, asked: Asked, report: Report) -> Any:
@@ -186,8 +196,12 @@ def _shown(output: Output, asked: Asked, report: Report) -> Any:
     return len(output.sequences) if free else seen(output, exact=report.exact)
 
 
-async def _complete(client: AsyncClient, one: Asked) -> Output:
-    return await client.complete(one.prompt_ids, **one.fields)
+async def _answer(client: AsyncClient, one: Asked) -> Answer:
+    stream = client.generate(one.prompt_ids, **one.fields)
+    answer = Answer(stream.output)
+    async for tokens in stream:
+        answer.arrivals.setdefault(tokens.index, []).append(time.monotonic())
+    return answer
 
 
 async def _left(client: AsyncClient) -> list[str]:

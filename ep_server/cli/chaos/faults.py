@@ -37,6 +37,15 @@ class Fault:
 
 
 @dataclass(frozen=True, slots=True)
+class Loss:
+    """Ranks lost together, from the first signal until the server served again (time.monotonic())."""
+
+    ranks: frozenset[int]
+    began: float
+    ended: float
+
+
+@dataclass(frozen=True, slots=True)
 class FaultPlan:
     """count: losses in all. together: ranks of one loss, `apart` seconds after each other.
 
@@ -56,7 +65,7 @@ class Faults:
 
     def __init__(self, client: AsyncClient, plan: FaultPlan, draw: random.Random) -> None:
         self.done: list[Fault] = []
-        self.recoveries: list[float] = []  # seconds until the server served with all ranks again
+        self.losses: list[Loss] = []  # that the server has recovered from
         self._client, self._plan, self._draw = client, plan, draw
         self._stalled: dict[int, str] = {}  # by pid: when the process started
 
@@ -70,7 +79,9 @@ class Faults:
                 if number:
                     await asyncio.sleep(self._plan.apart)
                 self._lose(rank, pids[rank])
-            await self._recovered({pids[fault.rank] for fault in self.done[-self._plan.together :]}, began)
+            lost = frozenset(fault.rank for fault in self.done[-self._plan.together :])
+            await self._recovered({pids[rank] for rank in lost}, began)
+            self.losses.append(Loss(lost, began, time.monotonic()))
 
     def wake_stalled(self) -> None:
         """Lets processes go on that were stopped and that the server has not ended."""
@@ -99,7 +110,6 @@ class Faults:
                 raise RankLost(f"the server gave up after {self.done[-1]}")
             serves = info.state == control_pb2.SERVER_STATE_SERVING
             if serves and not lost & {rank.pid for rank in info.rank_info}:
-                self.recoveries.append(time.monotonic() - began)
                 return
             if time.monotonic() > deadline:
                 seconds = self._plan.recover_seconds

@@ -5,9 +5,11 @@ Pure: draws from the generator it is given. Units: tokens.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 from ep_server.client import Output
@@ -57,6 +59,22 @@ def draw_requests(
         common = {"max_new_tokens": lengths.output, "ignore_eos": not ends, "seed": draw.getrandbits(32)}
         found.append(Asked(ids, {**common, **kind}))
     return found
+
+
+@dataclass(slots=True)
+class Answer:
+    """An output, and when each of its sequences got tokens: time.monotonic(), by index."""
+
+    output: Output
+    arrivals: dict[int, list[float]] = field(default_factory=dict)
+
+    def gaps(self, began: float = 0.0, ended: float = math.inf) -> list[float]:
+        """The longest time without a token that overlaps with these, of each sequence that has one."""
+        found = []
+        for times in self.arrivals.values():
+            pairs = [(a, b) for a, b in pairwise(times) if b > began and a < ended]
+            found += [max(b - a for a, b in pairs)] if pairs else []
+        return found
 
 
 def seen(output: Output, *, exact: bool) -> list[Any]:

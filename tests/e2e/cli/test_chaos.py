@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from ep_server.cli.chaos.streams import KINDS, OF_TEXT, Lengths, draw_requests, seen
+from ep_server.cli.chaos.streams import KINDS, OF_TEXT, Answer, Lengths, draw_requests, seen
 from ep_server.cli.demo.run import DEMO_MODEL
 from ep_server.cli.main import main
 from ep_server.client.results import Finished, Output, TokenLogprob, Usage
@@ -104,6 +104,15 @@ def test_every_kind_of_request_is_asked() -> None:
         "regex" in one.fields
         for one in draw_requests(random.Random(0), 20, Lengths((1, 1), 1), 9, has_text=False)
     )
+
+
+def test_gaps_are_those_that_overlap_a_loss() -> None:
+    answer = Answer(Output(), {0: [1.0, 2.0, 5.0, 6.5], 1: [1.0, 1.5]})
+    assert answer.gaps() == [3.0, 0.5]
+    assert answer.gaps(2.5, 2.6) == [3.0]
+    assert answer.gaps(1.2, 1.4) == [1.0, 0.5]
+    assert answer.gaps(5.5, 9.0) == [1.5]
+    assert answer.gaps(7.0, 9.0) == []
 
 
 def output(ids: list[int], logprob: float = -1.0) -> Output:
