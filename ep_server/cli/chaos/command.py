@@ -22,7 +22,15 @@ from rich.console import Console
 from rich.table import Table
 
 from ep_server.cli import options
-from ep_server.cli.chaos.faults import FaultKind, FaultPlan, Faults, Loss, check_recovers, rank_pids
+from ep_server.cli.chaos.faults import (
+    FaultKind,
+    FaultPlan,
+    Faults,
+    Loss,
+    check_recovers,
+    rank_pids,
+    settled_pids,
+)
 from ep_server.cli.chaos.streams import Answer, Asked, Lengths, draw_requests, seen
 from ep_server.cli.progress import Bars
 from ep_server.client import AsyncClient, Output, Target
@@ -224,7 +232,7 @@ async def _left(client: AsyncClient) -> list[str]:
 
 async def _memory(client: AsyncClient) -> float:
     """Resident memory of the ranks and of the process that started them, MiB."""
-    pids = list((await rank_pids(client)).values())
+    pids = list((await settled_pids(client, SETTLE_SECONDS)).values())
     parent = Path(f"/proc/{pids[0]}/stat").read_text().rpartition(")")[2].split()[1]
     found = 0
     for pid in (*pids, parent):

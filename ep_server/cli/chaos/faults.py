@@ -73,7 +73,7 @@ class Faults:
         """All faults of the plan. Raises: DeadlineExceeded without a recovery; EpServerError."""
         for _ in range(self._plan.count):
             await asyncio.sleep(self._draw.expovariate(1 / self._plan.every))
-            pids = await rank_pids(self._client)
+            pids = await settled_pids(self._client, self._plan.recover_seconds)
             began = time.monotonic()
             for number, rank in enumerate(self._draw.sample(sorted(pids), self._plan.together)):
                 if number:
@@ -128,6 +128,18 @@ async def rank_pids(client: AsyncClient) -> dict[int, int]:
         if not is_rank:
             raise ConfigError("--address", f"rank {rank} in process {pid}", "a server of this machine")
     return found
+
+
+async def settled_pids(client: AsyncClient, seconds: float) -> dict[int, int]:
+    """As rank_pids, but waits where a rank has ended and is not replaced yet."""
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            return await rank_pids(client)
+        except ConfigError:
+            if time.monotonic() > deadline:
+                raise
+        await asyncio.sleep(LOOK_SECONDS)
 
 
 def start_of(pid: int) -> str | None:

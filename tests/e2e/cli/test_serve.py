@@ -38,8 +38,9 @@ class Process:
 
     @property
     def ranks(self) -> list[psutil.Process]:
-        children = psutil.Process(self.inner.pid).children()
-        return [child for child in children if "ranks.life" in str(child.cmdline())]
+        """Without those on standby, whose rank is -1."""
+        lines = {child: child.cmdline() for child in psutil.Process(self.inner.pid).children()}
+        return [child for child, line in lines.items() if "ranks.life" in str(line) and "-1" not in line]
 
     async def read_log(self) -> None:
         """Until the address is known, or the process ends."""

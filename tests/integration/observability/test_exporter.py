@@ -19,6 +19,7 @@ from ep_server.cli.demo.run import DEMO_MODEL
 from ep_server.client import generate_request
 from ep_server.config import Config
 from ep_server.observability.metrics import FAULTS
+from ep_server.v1.control_pb2 import UpdateWeightsRequest
 from ep_server.v1.decode_pb2_grpc import DecodeStub
 from tests.support.observability.reports import Series, series, value
 from tests.support.raw_client import RawClient
@@ -100,6 +101,7 @@ class Watch:
 async def app() -> AsyncIterator[App]:
     flags = {
         "model.path": str(DEMO_MODEL),
+        "model.updates": str(DEMO_MODEL.parent),
         "parallel.ranks": RANKS,
         "parallel.threads_per_rank": 1,
         "parallel.overlap": "on",
@@ -154,6 +156,8 @@ async def test_every_exported_series_moves(app: App) -> None:
         await watch.until(lambda found: _total(found, "epserver_rank_running") == 0)
         _check_sums(watch.last, outputs_tokens=sum(len(output.token_ids) for output in outputs))
         await _end_unread(client, watch)
+        await client.control.UpdateWeights(UpdateWeightsRequest(path=str(DEMO_MODEL)))
+        await watch.until(lambda found: value(found, "epserver_weights_version") == 1)
         info = await client.server_info()
         os.kill(next(rank.pid for rank in info.rank_info if rank.rank == 1), signal.SIGKILL)
         with suppress(grpc.RpcError):
