@@ -32,7 +32,7 @@ from ep_server.frontend.checkpoint_facts import CheckpointFacts
 from ep_server.frontend.introspection import add_channelz, add_reflection, channelz_names
 from ep_server.frontend.port import Port
 from ep_server.frontend.served_model import ServedModel
-from ep_server.observability.fault_report import versions
+from ep_server.observability.fault_report import pid_space, versions
 from ep_server.observability.quantiles import NANO, balance, summarise_ranks
 from ep_server.records import RankLoad, RankStatistics
 from ep_server.v1 import control_pb2, control_pb2_grpc, decode_pb2
@@ -120,6 +120,7 @@ class ControlService(control_pb2_grpc.ControlServicer):  # type: ignore[misc, un
             kv_blocks=sum(ready.kv_blocks for ready in engine.ready),
             weights_version=engine.weights[0],
             weights_path=engine.weights[1],
+            pid_space=pid_space(),
             rank_info=[
                 control_pb2.RankInfo(
                     rank=ready.rank,

@@ -29,7 +29,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "api_version", "instance_id", "state", "uptime_seconds", "ranks", "max_context", "max_running", "max_queue", "max_step_tokens", "kv_block_size", "kv_blocks", "rank_info", "weights_version", "weights_path")
+    __slots__ = ("version", "api_version", "instance_id", "state", "uptime_seconds", "ranks", "max_context", "max_running", "max_queue", "max_step_tokens", "kv_block_size", "kv_blocks", "rank_info", "weights_version", "weights_path", "pid_space")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     API_VERSION_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -45,6 +45,7 @@ class GetServerInfoResponse(_message.Message):
     RANK_INFO_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_PATH_FIELD_NUMBER: _ClassVar[int]
+    PID_SPACE_FIELD_NUMBER: _ClassVar[int]
     version: str
     api_version: str
     instance_id: str
@@ -60,7 +61,8 @@ class GetServerInfoResponse(_message.Message):
     rank_info: _containers.RepeatedCompositeFieldContainer[RankInfo]
     weights_version: int
     weights_path: str
-    def __init__(self, version: _Optional[str] = ..., api_version: _Optional[str] = ..., instance_id: _Optional[str] = ..., state: _Optional[_Union[ServerState, str]] = ..., uptime_seconds: _Optional[float] = ..., ranks: _Optional[int] = ..., max_context: _Optional[int] = ..., max_running: _Optional[int] = ..., max_queue: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., kv_block_size: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., rank_info: _Optional[_Iterable[_Union[RankInfo, _Mapping]]] = ..., weights_version: _Optional[int] = ..., weights_path: _Optional[str] = ...) -> None: ...
+    pid_space: str
+    def __init__(self, version: _Optional[str] = ..., api_version: _Optional[str] = ..., instance_id: _Optional[str] = ..., state: _Optional[_Union[ServerState, str]] = ..., uptime_seconds: _Optional[float] = ..., ranks: _Optional[int] = ..., max_context: _Optional[int] = ..., max_running: _Optional[int] = ..., max_queue: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., kv_block_size: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., rank_info: _Optional[_Iterable[_Union[RankInfo, _Mapping]]] = ..., weights_version: _Optional[int] = ..., weights_path: _Optional[str] = ..., pid_space: _Optional[str] = ...) -> None: ...
 
 class RankInfo(_message.Message):
     __slots__ = ("rank", "pid", "kv_blocks", "weight_bytes", "kv_bytes", "exchange_bytes", "load_seconds")

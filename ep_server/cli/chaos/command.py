@@ -28,7 +28,6 @@ from ep_server.cli.chaos.faults import (
     Faults,
     Loss,
     check_recovers,
-    rank_pids,
     settled_pids,
 )
 from ep_server.cli.chaos.streams import Answer, Asked, Lengths, draw_requests, seen
@@ -129,7 +128,7 @@ async def run(target: Target, plan: FaultPlan, lengths: Lengths, streams: int, s
     draw = random.Random(seed)
     async with AsyncClient(target) as client:
         report = Report(await check_recovers(client))
-        ranks = len(await rank_pids(client))
+        ranks = len(await settled_pids(client, SETTLE_SECONDS))
         if plan.together > ranks:
             raise ConfigError("--together", plan.together, f"at most {ranks}, the ranks of the server")
         model = await client.model_info()

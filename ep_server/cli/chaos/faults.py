@@ -15,6 +15,7 @@ from pathlib import Path
 
 from ep_server.client import AsyncClient
 from ep_server.errors import ConfigError, DeadlineExceeded, EpServerError, RankLost, Unavailable
+from ep_server.observability.fault_report import pid_space
 from ep_server.v1 import control_pb2
 
 LOOK_SECONDS = 0.05
@@ -117,35 +118,31 @@ class Faults:
             await asyncio.sleep(LOOK_SECONDS)
 
 
-async def rank_pids(client: AsyncClient) -> dict[int, int]:
-    """Process of each rank. Raises: ConfigError where one is not a rank of this machine; EpServerError."""
-    found = {rank.rank: rank.pid for rank in (await client.server_info()).rank_info}
-    for rank, pid in found.items():
-        try:
-            is_rank = b"ep_server.ranks" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        except OSError:
-            is_rank = False
-        if not is_rank:
-            raise ConfigError("--address", f"rank {rank} in process {pid}", "a server of this machine")
-    return found
-
-
 async def settled_pids(client: AsyncClient, seconds: float) -> dict[int, int]:
-    """As rank_pids, but waits where a rank has ended and is not replaced yet."""
+    """Process of each rank, once all of them live and the server serves.
+
+    Raises: ConfigError for a server elsewhere; DeadlineExceeded after `seconds`; EpServerError.
+    """
     deadline = time.monotonic() + seconds
     while True:
-        try:
-            return await rank_pids(client)
-        except ConfigError:
-            if time.monotonic() > deadline:
-                raise
+        info = await client.server_info()
+        if info.pid_space != pid_space():
+            raise ConfigError(
+                "--address", client.target.address, "a server of this machine and pid namespace"
+            )
+        pids = {rank.rank: rank.pid for rank in info.rank_info}
+        if info.state == control_pb2.SERVER_STATE_SERVING and None not in map(start_of, pids.values()):
+            return pids
+        if time.monotonic() > deadline:
+            raise DeadlineExceeded(f"the server does not serve with all ranks within {seconds:g} s")
         await asyncio.sleep(LOOK_SECONDS)
 
 
 def start_of(pid: int) -> str | None:
-    """When a process started, in ticks of the kernel: a pid may be used again."""
+    """When a process started, in ticks of the kernel: a pid may be used again. None once it has ended."""
     with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if fields[0] == "Z" else fields[19]
     return None
 
 

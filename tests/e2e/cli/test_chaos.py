@@ -85,7 +85,9 @@ async def test_servers_that_cannot_be_tried_are_refused(capfd: pytest.CaptureFix
         assert await chaos(served.server) == 1
         assert "resilience.on_rank_loss" in capfd.readouterr().err
     async with serving(resilience__on_rank_loss="recover") as served:
-        assert await chaos(served.server) == 1
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("ep_server.frontend.control.pid_space", lambda: "another host")
+            assert await chaos(served.server) == 1
         assert "must be a server of this machine" in capfd.readouterr().err
         assert await chaos(served.server, "--prompt-tokens", "5", "4") == 1
         assert "--prompt-tokens" in capfd.readouterr().err
