@@ -85,7 +85,8 @@ void abort_group(Group& group, const Status& status);
 // Sets the sticky abort in one region of this host, on behalf of any writer. Wakes no rank.
 void abort_at(std::byte* region, uint32_t writer, uint32_t generation, const Status& status);
 
-// Ends every wait of the rank that owns a region of this host: `lost` has ended. From any process of the host.
+// Ends every wait of the rank that owns a region of this host: `lost` has ended. From any process of the
+// host.
 void report_lost(std::byte* region, uint32_t lost);
 
 // kAborted with the origin's fields if the group is aborted, else kOk.

@@ -51,8 +51,8 @@ class Segment {
   uint64_t bytes_;
 };
 
-// Ends every wait of the group for all ranks but `lost`, which has ended: they report that it is lost. Called by
-// a process that is not in the group.
+// Ends every wait of the group for all ranks but `lost`, which has ended: they report that it is lost. Called
+// by a process that is not in the group.
 void abort_without(const Segment& segment, uint32_t lost);
 
 // A thread that stamps a region's heartbeat word every 100 ms. It stops when the process is stopped or dead,

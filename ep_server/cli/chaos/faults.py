@@ -130,6 +130,8 @@ async def settled_pids(client: AsyncClient, seconds: float) -> dict[int, int]:
             raise ConfigError(
                 "--address", client.target.address, "a server of this machine and pid namespace"
             )
+        if info.state == control_pb2.SERVER_STATE_LOST:
+            raise RankLost("the server gave up")
         pids = {rank.rank: rank.pid for rank in info.rank_info}
         if info.state == control_pb2.SERVER_STATE_SERVING and None not in map(start_of, pids.values()):
             return pids
