@@ -25,10 +25,12 @@ CUDA_SOURCES = [
     "csrc/bindings/experts.cpp",
     "csrc/bindings/mla.cpp",
     "csrc/bindings/nvlink.cpp",
+    "csrc/bindings/prefill.cpp",
     "csrc/bindings/products.cpp",
     "csrc/exchange/nvlink/group.cpp",
     "csrc/kernels/hopper/experts/experts.cpp",
     "csrc/kernels/hopper/mla/mla.cpp",
+    "csrc/kernels/hopper/prefill/prefill.cpp",
     "csrc/kernels/hopper/products/products.cpp",
     "csrc/exchange/nvlink/peer_memory.cpp",
 ]

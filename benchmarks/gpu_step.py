@@ -39,23 +39,24 @@ SHAPES = Path(__file__).parent / "shapes"
 BLOCK = 16  # positions
 
 
-def shortened(shape: str, layers: int, folder: str) -> Path:
-    """A config.json of so many layers."""
+def shortened(shape: str, layers: int, folder: str, context: int = 0) -> Path:
+    """A config.json of so many layers. context: tokens that it must allow at least."""
     values = json.loads((SHAPES / shape / "config.json").read_text())
     values["num_hidden_layers"] = layers
+    values["max_position_embeddings"] = max(values["max_position_embeddings"], context)
     (Path(folder) / "config.json").write_text(json.dumps(values))
     return Path(folder)
 
 
-def built(path: Path, batches: Sequence[int], context: int, routing: str) -> RankParts:
-    """A rank with graphs for these batches alone."""
+def built(path: Path, batches: Sequence[int], context: int, routing: str, most: int = 512) -> RankParts:
+    """A rank with graphs for these batches alone. most: tokens of a step."""
 
     class Captured(CudaDevice):
         def prepare(self, progress: Callable[[str, int, int], None]) -> None:
             self.runner.graphs.record_only(GraphKey(batch) for batch in batches)
             super().prepare(progress)
 
-    most = max(*batches, 256)
+    running = max(*batches, 256)
     values = {
         "model.path": str(path),
         "model.load_format": "dummy",
@@ -64,8 +65,8 @@ def built(path: Path, batches: Sequence[int], context: int, routing: str) -> Ran
         "parallel.device": "cuda",
         "parallel.ranks": 1,
         "scheduler.block_size": BLOCK,
-        "scheduler.max_running": most,
-        "scheduler.max_step_tokens": max(most, 512),
+        "scheduler.max_running": running,
+        "scheduler.max_step_tokens": max(running, most),
     }
     config = Config.from_values(values)
     segment = create_segment(control_spec(exchange_spec(config, read_spec(str(path)), 0)))

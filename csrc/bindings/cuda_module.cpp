@@ -8,6 +8,7 @@ void bind_nvlink(py::module_& m);     // nvlink.cpp
 void bind_experts(py::module_& m);    // experts.cpp
 void bind_attention(py::module_& m);  // attention.cpp
 void bind_mla(py::module_& m);        // mla.cpp
+void bind_prefill(py::module_& m);    // prefill.cpp
 void bind_products(py::module_& m);   // products.cpp
 
 PYBIND11_MODULE(_cuda, m) {
@@ -16,5 +17,6 @@ PYBIND11_MODULE(_cuda, m) {
   bind_experts(m);
   bind_attention(m);
   bind_mla(m);
+  bind_prefill(m);
   bind_products(m);
 }

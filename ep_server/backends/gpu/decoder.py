@@ -25,6 +25,7 @@ from ep_server.backends.gpu.kernels.hopper.mla import (
     hopper_mla,
     mla_launch_config_for,
 )
+from ep_server.backends.gpu.kernels.hopper.prefill import hopper_prefill
 from ep_server.backends.gpu.kernels.hopper.products import (
     HOPPER_LIMITS,
     HOPPER_LIMITS_AMONG_RANKS,
@@ -171,7 +172,7 @@ class GpuDecoder:
         assert isinstance(w, GqaWeights)
         norm = None if w.head_norm is None else HeadNorm(w.head_norm, self._spec.norm_eps)
         hopper = hopper_attention(kv, spec, self._table, norm) if ours else None
-        return GqaKernels.of(w, self._limits, hopper)
+        return GqaKernels.of(w, self._limits, hopper, hopper_prefill(kv, spec) if ours else None)
 
     def _attention_step(self, step: StepTensors) -> AttentionStep:
         singles = Sequences(step.blocks[: len(step.singles)], step.singles.lengths)

@@ -12,6 +12,7 @@ import torch
 from ep_server.backends.gpu.attention.decode_kernels import DecodeLayer
 from ep_server.backends.gpu.kernels.hopper.attention import HopperAttention, HopperAttentionStep
 from ep_server.backends.gpu.kernels.hopper.mla import HopperMla, HopperMlaStep
+from ep_server.backends.gpu.kernels.hopper.prefill import HopperPrefill
 from ep_server.backends.gpu.kernels.hopper.products import HopperProduct, Limits, hopper_product, product
 from ep_server.backends.gpu.kernels.triton.norm import rms_norm
 from ep_server.backends.gpu.kernels.triton.paged import AttentionRule, PagedKv, Sequences
@@ -41,14 +42,17 @@ class AttentionStep:
 
 @dataclass(frozen=True, slots=True)
 class GqaKernels:
-    """A layer's Hopper kernels: projections of few rows, and everything between them."""
+    """A layer's Hopper kernels: projections of few rows, all between them, and attention of chunks."""
 
     qkv: HopperProduct | None = None
     out: HopperProduct | None = None
     attention: HopperAttention | None = None
+    prefill: HopperPrefill | None = None
 
     @staticmethod
-    def of(w: GqaWeights, limits: Limits, attention: HopperAttention | None) -> GqaKernels:
+    def of(
+        w: GqaWeights, limits: Limits, attention: HopperAttention | None, prefill: HopperPrefill | None
+    ) -> GqaKernels:
         """Norms over all heads read q and k before they are stored: as tensors."""
         assert isinstance(w.qkv, TorchLinear) and isinstance(w.out, TorchLinear)
         most = limits.qkv if w.q_norm is None else 0
@@ -56,6 +60,7 @@ class GqaKernels:
             hopper_product(w.qkv.weight, most, w.qkv.bias),
             hopper_product(w.out.weight, limits.out, w.out.bias),
             attention,
+            prefill,
         )
 
 
@@ -73,14 +78,14 @@ def gqa(
     if by.attention is None or hopper is None:
         q = torch.empty_like(out)
         store_gqa(qkv, q, kv, at.rotation, norm, spec.clip)
-        attend(q, kv, rule, at, out)
+        attend(q, kv, rule, at, out, by.prefill)
         return product(out.flatten(1), by.out, w.out)
     singles = hopper.count
     by.attention.run(qkv if isinstance(qkv, Partial) else qkv[:singles], hopper, out[:singles])
     if chunks is not None:
         q = torch.empty_like(out)
         store_gqa(qkv, q, kv, replace(at.rotation, slots=chunks.slots), norm, spec.clip)
-        attend_chunks(q, kv, rule, at, out)
+        attend_chunks(q, kv, rule, at, out, by.prefill)
     return product(out.flatten(1), by.out, w.out)
 
 
@@ -137,20 +142,38 @@ def answers(x: torch.Tensor, heads: int, channels: int, step: StepTensors) -> to
     return x.new_empty(shape) if step.chunks is None else x.new_zeros(shape)
 
 
-def attend(q: torch.Tensor, kv: PagedKv, rule: AttentionRule, at: AttentionStep, out: torch.Tensor) -> None:
+def attend(
+    q: torch.Tensor,
+    kv: PagedKv,
+    rule: AttentionRule,
+    at: AttentionStep,
+    out: torch.Tensor,
+    by: HopperPrefill | None = None,
+) -> None:
     """Softmax attention of q: [T, heads, k_dim] to out: [T, heads, v_dim]: single tokens, then chunks.
 
     In a captured step, the kernel for single tokens also writes rows of chunks. These are then overwritten.
+    by: the layer's Hopper kernel for chunks, if it has one.
     """
     singles = len(at.step.singles)
     at.decode(q[:singles], kv, rule, out[:singles])
-    attend_chunks(q, kv, rule, at, out)
+    attend_chunks(q, kv, rule, at, out, by)
 
 
 def attend_chunks(
-    q: torch.Tensor, kv: PagedKv, rule: AttentionRule, at: AttentionStep, out: torch.Tensor
+    q: torch.Tensor,
+    kv: PagedKv,
+    rule: AttentionRule,
+    at: AttentionStep,
+    out: torch.Tensor,
+    by: HopperPrefill | None = None,
 ) -> None:
     """As attend(), but for the rows of chunks only. Does not read or write other rows."""
     step = at.step
-    if step.chunks is not None:
-        prefill(q, step.chunks.query_start, kv, Sequences(step.blocks, step.lengths), rule, out)
+    if step.chunks is None:
+        return
+    sequences = Sequences(step.blocks, step.lengths)
+    if by is None:
+        prefill(q, step.chunks.query_start, kv, sequences, rule, out)
+    else:
+        by.run(q, step.chunks.query_start, sequences, out)

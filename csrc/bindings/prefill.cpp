@@ -1,0 +1,38 @@
+// Exposes the Hopper kernel for attention of chunks: unwraps pointers and a stream.
+// ep_server/backends/gpu/kernels/hopper/prefill.py checks the arguments.
+#include "kernels/hopper/prefill/prefill.hpp"
+
+#include <pybind11/pybind11.h>
+
+#include <memory>
+
+#include "bindings/pointer.hpp"
+
+namespace py = pybind11;
+
+using namespace ep::prefill;
+using ep::pointer;
+
+void bind_prefill(py::module_& m) {
+  py::class_<Prefill>(m, "Prefill")
+      .def(py::init([](int device, uintptr_t k, uintptr_t v, uint64_t positions, uint32_t kv_heads,
+                       uint32_t group, uint32_t block_size, float scale) {
+             return std::make_unique<Prefill>(
+                 device, Shape{pointer<void>(k), pointer<void>(v), positions, kv_heads, group, block_size},
+                 scale);
+           }),
+           py::kw_only(), py::arg("device"), py::arg("k"), py::arg("v"), py::arg("positions"),
+           py::arg("kv_heads"), py::arg("group"), py::arg("block_size"), py::arg("scale"))
+      .def(
+          "run",
+          [](const Prefill& self, uintptr_t stream, uintptr_t q, uintptr_t out, uintptr_t query_start,
+             uintptr_t lengths, uintptr_t blocks, uint32_t blocks_pitch, uint32_t tokens,
+             uint32_t sequences) {
+            self.run(pointer<CUstream_st>(stream),
+                     {pointer<void>(q), pointer<void>(out), pointer<int32_t>(query_start),
+                      pointer<int32_t>(lengths), pointer<int32_t>(blocks), blocks_pitch, tokens, sequences});
+          },
+          py::kw_only(), py::arg("stream"), py::arg("q"), py::arg("out"), py::arg("query_start"),
+          py::arg("lengths"), py::arg("blocks"), py::arg("blocks_pitch"), py::arg("tokens"),
+          py::arg("sequences"), py::call_guard<py::gil_scoped_release>());
+}

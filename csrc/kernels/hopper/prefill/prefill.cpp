@@ -1,0 +1,66 @@
+// Host side of the attention of chunks: checks, tensor maps, launch.
+#include "kernels/hopper/prefill/prefill.hpp"
+
+#include <algorithm>
+#include <bit>
+#include <string>
+
+#include "exchange/nvlink/device_guard.hpp"
+#include "kernels/hopper/common/requirements.hpp"
+#include "kernels/hopper/common/tensor_map.hpp"
+
+namespace ep::prefill {
+namespace {
+
+using cuda::check;
+using hopper::require;
+
+constexpr cuuint64_t kHead = kDim * 2;  // bytes
+
+// Half of a head's channels, by the positions of one piece.
+hopper::Boxes<4> boxes_of(const void* cache, const Shape& shape, uint32_t piece) {
+  return {cache,
+          {kDim / 2, shape.positions, 2, shape.kv_heads},
+          {shape.kv_heads * kHead, kHead / 2, kHead},
+          {kDim / 2, piece, 1, 1}};
+}
+
+}  // namespace
+
+Prefill::Prefill(int device, const Shape& cache, float scale) : device_(device) {
+  const uint32_t block = cache.block_size;
+  require(cache.kv_heads != 0, "kv_heads", cache.kv_heads, "at least 1");
+  require(cache.group >= 1 && cache.group <= kRows, "group", cache.group, "1 to " + std::to_string(kRows));
+  require(std::has_single_bit(block) && block >= kLeastBlock, "block_size", block,
+          "a power of two from " + std::to_string(kLeastBlock));
+  require(cache.positions != 0 && cache.positions % block == 0 && cache.positions < 1ull << 31, "positions",
+          cache.positions, "whole blocks, below 2^31 positions");
+  hopper::require_hopper(device);
+  const uint32_t piece = std::min(block, kPositions);
+  const auto encode = hopper::find_encode_tiled();
+  params_.k = hopper::map_of(encode, boxes_of(cache.k, cache, piece));
+  params_.v = hopper::map_of(encode, boxes_of(cache.v, cache, piece));
+  params_.kv_heads = cache.kv_heads, params_.group = cache.group;
+  params_.tile_tokens = kRows / cache.group;
+  params_.block_shift = uint32_t(std::countr_zero(block));
+  params_.piece_shift = uint32_t(std::countr_zero(piece));
+  params_.scale = scale * 1.4426950408889634f;
+  blocks_ = hopper::attribute(cudaDevAttrMultiProcessorCount, device);
+}
+
+void Prefill::run(cudaStream_t stream, const Work& work) const {
+  if (work.tokens == 0 || work.sequences == 0) return;
+  Params params = params_;
+  params.work = work;
+  const uint32_t heads = params.kv_heads * params.group;
+  params.q =
+      hopper::map_of<4>(hopper::find_encode_tiled(), {work.q,
+                                                      {kDim / 2, heads, 2, work.tokens},
+                                                      {kHead, kHead / 2, heads * kHead},
+                                                      {kDim / 2, params.group, 1, params.tile_tokens}});
+  const uint64_t tiles = work.tokens / params.tile_tokens + std::min(work.sequences, work.tokens);
+  const cuda::OnDevice here(device_);
+  check(start(stream, uint32_t(std::min<uint64_t>(tiles * params.kv_heads, blocks_)), params), "prefill");
+}
+
+}  // namespace ep::prefill

@@ -1,0 +1,65 @@
+// Attention of prompt chunks over the paged cache in one Hopper kernel. Follows FlashAttention-3 (Shah et
+// al., 2024): one warpgroup loads, two multiply and take turns, and the softmax of a tile runs beside the
+// products of the next one.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+namespace ep::prefill {
+
+inline constexpr uint32_t kDim = 128;        // channels of a head
+inline constexpr uint32_t kRows = 128;       // of a tile: (token, query head of one KV head) pairs
+inline constexpr uint32_t kPositions = 128;  // of a tile of keys and values
+inline constexpr uint32_t kLeastBlock = 8;   // positions; eight rows are a pattern of the swizzle
+
+// One layer's cache, [positions, kv_heads, kDim] bfloat16 each, and its head counts.
+struct Shape {
+  const void *k, *v;
+  uint64_t positions;
+  uint32_t kv_heads, group, block_size;  // group: query heads of a KV head; block_size: a power of two
+};
+
+// Arguments of one launch: device addresses, q and out 16-byte aligned. Tables must cover lengths, which
+// count a chunk's own tokens: the device does not check this. An invalid block reads an arbitrary part of the
+// cache.
+struct Work {
+  const void* q;                                  // [tokens, heads, kDim] bfloat16
+  void* out;                                      // as q; rows of sequences without a chunk are not written
+  const int32_t *query_start, *lengths, *blocks;  // [sequences + 1], [sequences], tables
+  uint32_t blocks_pitch;                          // entries from table to table
+  uint32_t tokens, sequences;
+};
+
+// Arguments of the kernel.
+struct Params {
+  CUtensorMap q, k, v;
+  Work work;
+  uint32_t kv_heads, group;
+  uint32_t tile_tokens;               // tokens of a tile of rows
+  uint32_t block_shift, piece_shift;  // log2 of positions of a block, and of what one copy reads of it
+  float scale;                        // of the scores, in units of log2
+};
+
+// One layer's cache as the copy engine reads it. For one device, on any stream, with any number of launches
+// at a time.
+class Prefill {
+ public:
+  // Does not own memory. scale: of the scores. Throws std::invalid_argument for unsupported sizes,
+  // std::runtime_error for errors of CUDA.
+  Prefill(int device, const Shape& cache, float scale);
+
+  // Enqueues the kernel without waiting. It waits for the preceding kernels before it reads any argument.
+  void run(cudaStream_t stream, const Work& work) const;
+
+ private:
+  int device_;
+  uint32_t blocks_;  // of a launch, at most
+  Params params_{};
+};
+
+cudaError_t start(cudaStream_t stream, uint32_t blocks, const Params& params);
+
+}  // namespace ep::prefill

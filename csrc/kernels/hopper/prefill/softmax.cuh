@@ -1,0 +1,119 @@
+// A warpgroup's scores, running softmax and sums of values, in registers.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <type_traits>
+
+#include "kernels/hopper/common/products.cuh"
+#include "kernels/hopper/prefill/tiles.cuh"
+
+namespace ep::prefill {
+
+inline constexpr uint32_t kScores = kPositions / 2, kSums = kDim / 2;  // of a thread: two rows
+
+// Tells the compiler that asynchronous products may have changed these registers until here.
+template <class Number, uint32_t kCount>
+__device__ inline void pin(Number (&registers)[kCount]) {
+#pragma unroll
+  for (uint32_t i = 0; i < kCount; ++i) {
+    if constexpr (std::is_floating_point_v<Number>)
+      asm volatile("" : "+f"(registers[i])::"memory");
+    else
+      asm volatile("" : "+r"(registers[i])::"memory");
+  }
+}
+
+__device__ inline float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Values of a tile as the second operand: channels are its rows, but positions are contiguous rows of memory.
+__device__ inline uint64_t values_operand(uint32_t address) {
+  constexpr uint64_t kNextChannels = uint64_t(kHalfBytes >> 4) << 16, kOwn = ~(0x3fffull << 16);
+  return (operand(address) & kOwn) | kNextChannels;
+}
+
+// sums += weights @ values for 64 rows and 16 positions. weights: a thread's four pairs, see
+// Softmax::weights.
+__device__ inline void add_values(float (&d)[kSums], const uint32_t* a, uint64_t b) {
+#define EP_8(i)                                                                               \
+  "+f"(d[i]), "+f"(d[i + 1]), "+f"(d[i + 2]), "+f"(d[i + 3]), "+f"(d[i + 4]), "+f"(d[i + 5]), \
+      "+f"(d[i + 6]), "+f"(d[i + 7])
+  asm volatile(
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, "
+      "%11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, "
+      "%31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, "
+      "%51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, {%64, %65, %66, %67}, %68, 1, 1, 1, "
+      "1;"
+      : EP_8(0), EP_8(8), EP_8(16), EP_8(24), EP_8(32), EP_8(40), EP_8(48), EP_8(56)
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+#undef EP_8
+}
+
+// Score 4 j + 2 h + c belongs to the thread's row h and position 8 j + 2 * (lane % 4) + c of the tile.
+struct Softmax {
+  float scores[kScores], sums[kSums];
+  uint32_t weights[kScores / 2];  // pairs of bfloat16, as add_values() takes them
+  float top[2], total[2];         // of the thread's rows; total: of this thread's positions only
+  float fade[2];                  // what the last step() multiplies the sums by
+
+  __device__ void begin() {
+#pragma unroll
+    for (uint32_t i = 0; i < kSums; ++i) sums[i] = 0;
+    top[0] = top[1] = -INFINITY, total[0] = total[1] = 0;
+  }
+
+  // Leaves out positions from seen[h] on, counted from the tile's first.
+  __device__ void mask(const int32_t (&seen)[2], uint32_t lane) {
+#pragma unroll
+    for (uint32_t i = 0; i < kScores; ++i) {
+      const int32_t position = int32_t(i / 4 * 8 + lane % 4 * 2 + i % 2);
+      if (position >= seen[i / 2 % 2]) scores[i] = -INFINITY;
+    }
+  }
+
+  // Scores become weights that are not rounded yet.
+  __device__ void step(float scale) {
+#pragma unroll
+    for (uint32_t h = 0; h < 2; ++h) {
+      float most = top[h];
+#pragma unroll
+      for (uint32_t j = 0; j < kScores / 4; ++j)
+        most = fmaxf(most, fmaxf(scores[4 * j + 2 * h], scores[4 * j + 2 * h + 1]));
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
+      const float shift = most == -INFINITY ? 0.0f : most * scale;
+      fade[h] = exp2_fast(__fmaf_rn(top[h], scale, -shift));
+      top[h] = most;
+      float sum = 0;
+#pragma unroll
+      for (uint32_t j = 0; j < kScores / 4; ++j) {
+#pragma unroll
+        for (uint32_t c = 0; c < 2; ++c) {
+          float& score = scores[4 * j + 2 * h + c];
+          score = exp2_fast(__fmaf_rn(score, scale, -shift));
+          sum += score;
+        }
+      }
+      total[h] = __fmaf_rn(total[h], fade[h], sum);
+    }
+  }
+
+  __device__ void round_weights() {
+#pragma unroll
+    for (uint32_t i = 0; i < kScores / 2; ++i) {
+      const __nv_bfloat162 pair = __floats2bfloat162_rn(scores[2 * i], scores[2 * i + 1]);
+      weights[i] = *reinterpret_cast<const uint32_t*>(&pair);
+    }
+  }
+
+  __device__ void fade_sums() {
+#pragma unroll
+    for (uint32_t i = 0; i < kSums; ++i) sums[i] *= fade[i / 2 % 2];
+  }
+};
+
+}  // namespace ep::prefill
