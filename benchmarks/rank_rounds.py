@@ -14,6 +14,7 @@ from ep_server.orders import OrderDone
 from ep_server.ranks.launcher import RankProcesses
 from ep_server.records import (
     KvEventBatch,
+    LossCause,
     PromptLogprobs,
     RankStatistics,
     Request,
@@ -55,7 +56,7 @@ class Round:
         pass
 
     def on_request_failed(self, rank: int, number: int, error: EpServerError) -> None:
-        self.on_lost(rank, f"request {number}: {error}")
+        self.on_lost(rank, f"request {number}: {error}", 0.0)
 
     def on_running(self, rank: int, sequences: int) -> None:
         pass
@@ -66,7 +67,10 @@ class Round:
     def on_order_done(self, rank: int, done: OrderDone) -> None:
         pass
 
-    def on_lost(self, rank: int, message: str) -> None:
+    def on_rank_lost(self, rank: int, cause: LossCause) -> None:
+        """Reported by on_lost."""
+
+    def on_lost(self, rank: int, message: str, seconds: float) -> None:
         self.lost = f"rank {rank}: {message}"
         self.changed.set()
 

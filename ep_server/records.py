@@ -68,6 +68,17 @@ class Stopping:
     include_stop: bool = False
 
 
+class LossCause(StrEnum):
+    """Why a rank is lost."""
+
+    SIGNAL = "signal"  # its process was killed
+    EXIT = "exit"  # its process ended with an exit code, without a message
+    EXCEPTION = "exception"  # a Python or native error, or a message that is none
+    CUDA = "cuda"  # an error of its GPU
+    HANG = "hang"  # it runs and does not answer
+    NODE = "node"  # its node is lost
+
+
 class GrammarKind(StrEnum):
     """What the source of a grammar is; names as in decode.proto, except the last."""
 

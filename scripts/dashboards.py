@@ -147,7 +147,7 @@ def overview() -> Iterator[Panel]:
         "Servers by state",
         "none",
         Query(f"sum by (state) (epserver_state{{{SERVER}}})", "{{state}}"),
-        about="loading, serving, draining, degraded (a rank is lost, and the server ends) or stopped.",
+        about="loading, serving, draining, degraded (a rank is lost and replaced), lost or stopped.",
         stack=True,
         width=8,
     )
@@ -201,6 +201,33 @@ def overview() -> Iterator[Panel]:
     share = f"epserver_kv_cache_usage_ratio{{{RANK}}}"
     yield lines("Fullest KV cache", "percentunit", Query(f"max by (instance) ({share})", "{{instance}}"))
     yield lines("Prompt and output lengths, p50", "none", *lengths())
+    lost = f"sum by (instance, rank, cause) (increase(epserver_rank_losses_total{{{SERVER}}}[10m])) > 0"
+    yield lines(
+        "Ranks lost within ten minutes, by cause",
+        "none",
+        Query(lost, "{{instance}} {{rank}} {{cause}}"),
+        about="signal, exit, exception, cuda, hang or node. EpServerRankLostAgain fires at 2 of one rank.",
+        width=8,
+    )
+    phase = "epserver_recovery_phase_seconds"
+    pauses = f"sum by (phase) (increase({phase}_sum{{{SERVER}}}[10m]))"
+    pauses += f" / sum by (phase) (increase({phase}_count{{{SERVER}}}[10m]) > 0)"
+    yield lines(
+        "Phases of a recovery, mean of ten minutes",
+        "s",
+        Query(pauses, "{{phase}}"),
+        about="detect ends before the others begin. regroup has load in it, first_token has regroup in it.",
+        width=8,
+    )
+    yield lines(
+        "Live ranks, generation and requests continued",
+        "none",
+        Query(f"sum by (instance) (epserver_ep_rank_up{{{SERVER}}})", "{{instance}} live ranks"),
+        Query(f"epserver_generation{{{SERVER}}}", "{{instance}} generation"),
+        Query(f"increase(epserver_requests_recovered_total{{{SERVER}}}[10m])", "{{instance}} continued"),
+        about="The generation grows by one with each recovery. Continued: requests within ten minutes.",
+        width=8,
+    )
     yield lines(
         "Nodes by role",
         "none",

@@ -88,7 +88,7 @@ AREAS = {
     "Requests": r"request|recover|accept|token_latency|to_first|generated|^prompt|unread|cancel|queue_limit|"
     r"relayed",
     "Network": r"network_|nic_",
-    "Exchange": r"comm_|overlap|balancedness|expert|step_skew|ep_rank|rank_losses",
+    "Exchange": r"comm_|overlap|balancedness|expert|step_skew|ep_rank|rank_losses|^generation$",
     "Memory": r"kv_|prefix|preempt",
     "Steps": r"step|graph|padded|parks|compiled|queue_depth|running",
     "Process": r"info|^state|capacity|memory|tls|weights",

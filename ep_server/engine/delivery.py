@@ -27,7 +27,14 @@ from ep_server.errors import (
 )
 from ep_server.orders import OrderDone
 from ep_server.ranks.protocol import Ranks
-from ep_server.records import FinishReason, KvEventBatch, PromptLogprobs, RankStatistics, TokenEvent
+from ep_server.records import (
+    FinishReason,
+    KvEventBatch,
+    LossCause,
+    PromptLogprobs,
+    RankStatistics,
+    TokenEvent,
+)
 from ep_server.scheduler.lifecycle import Event, State, advance
 
 log = logging.getLogger(__name__)
@@ -126,18 +133,21 @@ class Delivery:
         """A rank's answer to an order."""
         self.orders.on_done(rank, done)
 
-    def on_lost(self, rank: int, message: str) -> None:
+    def on_rank_lost(self, rank: int, cause: LossCause) -> None:
+        """Counts the loss, for the rank and for each of its requests."""
+        self._observer.on_rank_lost(rank, cause)
+        for active in self._requests:
+            active.losses += active.rank == rank
+
+    def on_lost(self, rank: int, message: str, seconds: float) -> None:
         """Pauses the streams until resume(), or ends them with UNAVAILABLE; the ranks get no commands."""
         self.lost_message = f"rank {rank} was lost: {message}"
-        self._observer.on_rank_lost(rank)
-        self.phases.lost()
+        self.phases.lost(seconds)
         self.orders.end(RankLost(self.lost_message))
         self.kv_events.end(RankLost(self.lost_message))
         self.down = True
         for active in self._requests.releasing():
             self._free(active)
-        for active in self._requests:
-            active.losses += active.rank == rank
         self._requests.ranks[rank].admitted = 0
         self._awaited.clear()
         self.tell_load()

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from ep_server.records import RankReady, RankStatistics
+from ep_server.records import LossCause, RankReady, RankStatistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +44,7 @@ class RankQueue:
 class RecoveryPhase(StrEnum):
     """Parts of a recovery. They overlap: each says where it begins and ends."""
 
+    DETECT = "detect"  # from the first sign of the loss until it is reported, which begins the others
     REGROUP = "regroup"  # from the loss until all ranks serve again
     LOAD = "load"  # of that: the slowest new process, from its start until it is warm
     FIRST_TOKEN = "first_token"  # from the loss until the first continued request has its next token
@@ -61,8 +62,8 @@ class EngineObserver(Protocol):
         """The ranks are warm. queues: asked at any time, from any thread: the queue of each rank."""
         ...
 
-    def on_rank_lost(self, rank: int) -> None:
-        """A rank died; requests in flight pause until on_recovered, or end UNAVAILABLE."""
+    def on_rank_lost(self, rank: int, cause: LossCause) -> None:
+        """A rank is lost; requests in flight pause until on_recovered, or end UNAVAILABLE."""
         ...
 
     def on_recovered(self, seconds: float, requests: int) -> None:
@@ -123,7 +124,7 @@ class NullObserver:
     def on_queues(self, queues: Callable[[], Sequence[RankQueue]]) -> None:
         """Ignored."""
 
-    def on_rank_lost(self, rank: int) -> None:
+    def on_rank_lost(self, rank: int, cause: LossCause) -> None:
         """Ignored."""
 
     def on_recovered(self, seconds: float, requests: int) -> None:

@@ -28,10 +28,11 @@ class RecoveryPhases:
         """Requests of the newest loss have no token since."""
         return bool(self._continuing)
 
-    def lost(self) -> None:
-        """A rank was lost."""
+    def lost(self, seconds: float) -> None:
+        """A rank was lost. seconds: since the first sign of it."""
         self._lost_at = self._clock()
         self._continuing.clear()
+        self._end(RecoveryPhase.DETECT, seconds)
 
     def served(self, load_seconds: float) -> None:
         """The ranks serve again. load_seconds: of the slowest new process."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import platform
 import time
+from collections import Counter as Counts
 from collections.abc import Callable, Iterable, Sequence
 
 from prometheus_client import (
@@ -25,7 +26,7 @@ from ep_server.engine.observer import RankQueue, RecoveryPhase, RequestSummary
 from ep_server.observability.network_metrics import Cluster, NetworkCollector
 from ep_server.observability.rank_metrics import RankCollector, RankLoads
 from ep_server.observability.status_history import Snapshot
-from ep_server.records import RankReady, RankStatistics
+from ep_server.records import LossCause, RankReady, RankStatistics
 
 PREFIX = "epserver_"
 # Edges of the request histograms, seconds; those of dispatch and combine double from 1 us (rank_metrics).
@@ -118,7 +119,8 @@ class ServerMetrics:
         )
         self._recovery_phase = Histogram(
             PREFIX + "recovery_phase_seconds",
-            "Parts of a recovery; they overlap. regroup: until all ranks serve again. load: the slowest new "
+            "Parts of a recovery; all but detect overlap. detect: from the first sign of a loss until it is "
+            "reported. regroup: until all ranks serve again. load: the slowest new "
             "process. first_token: until a request continues. prefill: from regroup until all continue.",
             ("phase",),
             buckets=REQUEST_EDGES,
@@ -126,7 +128,13 @@ class ServerMetrics:
         )
         for phase in RecoveryPhase:
             self._recovery_phase.labels(phase)
-        self._losses = counter("rank_losses", "Losses of a rank.", ("rank",))
+        self._losses = counter(
+            "rank_losses",
+            "Losses of a rank. cause: signal, exit (a code, no message), exception, cuda, hang or node.",
+            ("rank", "cause"),
+        )
+        self._generation = gauge("generation", "1 and the recoveries since the start: which group serves.")
+        self._generation.set(1)
         self._recovered = counter("requests_recovered", "Requests that continued after the loss of a rank.")
         self._freed = histogram("cancel_to_free_seconds", "From a cancel until the KV blocks are free.")
         self._prompt_length = histogram("request_prompt_tokens", "Length of prompts.", LENGTH_EDGES)
@@ -146,12 +154,23 @@ class ServerMetrics:
             token_gaps=tuple((float(edge), count) for edge, count in gaps),
             up=up,
             ranks=ranks,
+            generation=_samples(self._generation)[0].value,
+            recovered=_samples(self._recovered)[0].value,
+            losses=self._by_cause(),
         )
+
+    def _by_cause(self) -> dict[str, float]:
+        """Losses of all ranks; causes that there were none of are left out."""
+        found = Counts[str]()
+        for sample in _samples(self._losses):
+            found[sample.labels["cause"]] += int(sample.value)
+        return {cause: count for cause, count in found.items() if count}
 
     def on_rank_ready(self, ready: RankReady) -> None:
         """A rank is warm."""
         self._ranks.set_up(ready.rank, True)
-        self._losses.labels(str(ready.rank))
+        for cause in LossCause:
+            self._losses.labels(str(ready.rank), cause)
         self._block_size.set(ready.block_size)
 
     def on_queues(self, queues: Callable[[], Sequence[RankQueue]]) -> None:
@@ -162,15 +181,16 @@ class ServerMetrics:
         """A new group of ranks serves."""
         self._recovery.observe(seconds)
         self._recovered.inc(requests)
+        self._generation.inc()
 
     def on_recovery_phase(self, phase: RecoveryPhase, seconds: float) -> None:
         """A phase of a recovery ended."""
         self._recovery_phase.labels(phase).observe(seconds)
 
-    def on_rank_lost(self, rank: int) -> None:
-        """A rank died."""
+    def on_rank_lost(self, rank: int, cause: LossCause) -> None:
+        """A rank is lost."""
         self._ranks.set_up(rank, False)
-        self._losses.labels(str(rank)).inc()
+        self._losses.labels(str(rank), cause).inc()
 
     def on_statistics(self, statistics: RankStatistics) -> None:
         """A rank's cumulative measurements."""

@@ -23,6 +23,7 @@ WINDOW_LOOKS = 15  # samples between the ends of a Window
 class Snapshot:
     """One sample of a server. at: any clock. up: by rank, False once lost. generated: tokens so far.
 
+    generation: 1 and the recoveries. losses: by cause. recovered: requests that continued after one.
     token_gaps: (upper edge, gaps up to it) of the inter-token latency, cumulative, as Prometheus has them.
     """
 
@@ -33,6 +34,9 @@ class Snapshot:
     token_gaps: tuple[tuple[float, float], ...] = ()
     up: Mapping[int, bool] = field(default_factory=dict)
     ranks: Mapping[int, RankStatistics] = field(default_factory=dict)
+    generation: float = 1
+    losses: Mapping[str, float] = field(default_factory=dict)
+    recovered: float = 0
 
 
 @dataclass(frozen=True, slots=True)

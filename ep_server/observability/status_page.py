@@ -158,7 +158,15 @@ def _charts(history: History) -> str:
 def _ranks(window: Window) -> str:
     names = ("rank", "state", "running", "waiting", "KV blocks", "steps/s", "tokens/s", "idle steps")
     rows = [_rank(window, rank, up) for rank, up in sorted(window.now.up.items())]
-    return _table("ranks", "Ranks", "", names, rows)
+    return _table("ranks", "Ranks", _losses(window.now), names, rows)
+
+
+def _losses(now: Snapshot) -> str:
+    """The losses since the start, if there were any."""
+    if not now.losses:
+        return ""
+    causes = ", ".join(f"{count:.0f} by {escape(cause)}" for cause, count in sorted(now.losses.items()))
+    return f"Generation {now.generation:.0f}. Lost ranks: {causes}. {now.recovered:.0f} requests continued."
 
 
 def _rank(window: Window, rank: int, up: bool) -> str:

@@ -12,7 +12,7 @@ import asyncio
 import logging
 import secrets
 import signal
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 
 from google.protobuf.message import DecodeError
@@ -35,7 +35,7 @@ from ep_server.ranks.messages import (
 from ep_server.ranks.order_messages import order_done_of, order_message
 from ep_server.ranks.process import RankCallbacks, exit_reason
 from ep_server.ranks.protocol import RankListener, Restarted
-from ep_server.ranks.signs import Kind, Sign, cause, kind_of, lost_ranks, start_error
+from ep_server.ranks.signs import Kind, Sign, cause, kind_of, loss_cause, lost_ranks, start_error
 from ep_server.records import RankReady, Request
 from ep_server.v1 import rank_pb2 as pb
 
@@ -109,6 +109,8 @@ class RankProcesses:
         self._last_sign_of_life = 0.0
         self._work_number = 0
         self._signs: list[Sign] = []
+        self._counted: set[int] = set()  # ranks whose loss is reported, until they are replaced
+        self._first_sign = 0.0  # when
         self._closed: set[int] = set()  # ranks whose channel has been read to its end
         self._regrouping = Regrouping(0, over=True)
         self._heard = asyncio.Event()  # from any rank
@@ -155,8 +157,10 @@ class RankProcesses:
         self._regrouping = Regrouping(self._regrouping.generation + 1)
         lost: set[int] = set()
         while self._signs:  # a rank may be lost while others are replaced
-            fresh, self._signs = lost_ranks(self._signs), []
+            signs, self._signs = self._signs, []
+            fresh = lost_ranks(signs)
             lost |= fresh
+            self._count(signs, fresh)
             self._regrouping.replaced += len(fresh)
             if len(lost) == self.num_ranks or self._regrouping.replaced > self.num_ranks:
                 raise StartupError("too many ranks are lost")
@@ -197,6 +201,7 @@ class RankProcesses:
             process.close()
             self._ready.pop(process.rank, None)
             self._processes[process.rank] = await replacing.replace(process.rank, callbacks)
+        self._counted -= lost
         await self._until(
             lambda: len(self._ready) == self.num_ranks or bool(self._signs), self._timing.start_stall
         )
@@ -345,7 +350,7 @@ class RankProcesses:
         self._note(Kind.CLOSED, rank, reason)
 
     def _on_exit(self, rank: int, code: int) -> None:
-        self._note(Kind.EXIT, rank, exit_reason(code))
+        self._sign(Sign(Kind.EXIT, rank, RankLost(exit_reason(code)), killed=code < 0))
 
     def _on_host_lost(self, rank: int, reason: str) -> None:
         self._note(Kind.HOST, rank, reason)
@@ -363,20 +368,32 @@ class RankProcesses:
                 self._signs.append(sign)
             return
         if not self._signs:
-            asyncio.get_running_loop().call_later(self._timing.settle, self._report_loss)
+            loop = asyncio.get_running_loop()
+            self._first_sign = loop.time()
+            loop.call_later(self._timing.settle, self._report_loss)
         self._signs.append(sign)
 
     def _report_loss(self) -> None:
         started = self._started is not None and self._started.done()
-        lost = lost_ranks(self._signs)
+        one_by_one = started and self._hosts.replacing is not None
+        sign = cause(self._signs)
+        lost = lost_ranks(self._signs) if one_by_one else frozenset({sign.rank})  # the others follow it
         for process in self._processes:
-            if process.rank in lost or not (started and self._hosts.replacing):
+            if process.rank in lost or not one_by_one:
                 process.signal(signal.SIGKILL)
         if self._stopping is not None:
             return
-        sign = cause(self._signs)
         assert self._started is not None and self._listener is not None
         if not self._started.done():
             self._started.set_exception(start_error(sign, several=self._several))
         elif self._regrouping.over:
-            self._listener.on_lost(sign.rank, str(sign.error))
+            seconds = asyncio.get_running_loop().time() - self._first_sign
+            self._count(self._signs, lost)
+            self._listener.on_lost(sign.rank, str(sign.error), seconds)
+
+    def _count(self, signs: Sequence[Sign], lost: frozenset[int]) -> None:
+        """Reports each lost rank once."""
+        assert self._listener is not None
+        for rank in sorted(lost - self._counted):
+            self._listener.on_rank_lost(rank, loss_cause(signs, rank))
+        self._counted |= lost

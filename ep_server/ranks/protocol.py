@@ -8,7 +8,15 @@ from typing import Protocol
 
 from ep_server.errors import EpServerError
 from ep_server.orders import OrderDone, RankOrder
-from ep_server.records import KvEventBatch, PromptLogprobs, RankReady, RankStatistics, Request, TokenEvent
+from ep_server.records import (
+    KvEventBatch,
+    LossCause,
+    PromptLogprobs,
+    RankReady,
+    RankStatistics,
+    Request,
+    TokenEvent,
+)
 
 
 class RankListener(Protocol):
@@ -46,8 +54,15 @@ class RankListener(Protocol):
         """A rank has carried out an order, or says why not."""
         ...
 
-    def on_lost(self, rank: int, message: str) -> None:
-        """The rank died or reported a fatal error. The group is unusable until restart() returns."""
+    def on_rank_lost(self, rank: int, cause: LossCause) -> None:
+        """For each lost rank: before on_lost, or while restart() runs."""
+        ...
+
+    def on_lost(self, rank: int, message: str, seconds: float) -> None:
+        """The group is unusable until restart() returns.
+
+        rank: that was lost first. seconds: since the first sign of the loss.
+        """
         ...
 
 

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 
 from ep_server.errors import ConfigError, EpServerError, StartupError
+from ep_server.records import LossCause
 
 
 class Kind(IntEnum):
@@ -28,6 +30,10 @@ _ECHOES = {
 }
 
 
+# What torch and the native modules write: "CUDA error: ...", "CUDA out of memory", "torch.AcceleratorError".
+_CUDA = re.compile(r"\bCUDA\b|AcceleratorError|\bcu(BLAS|DNN)\b", re.IGNORECASE)
+
+
 def kind_of(error_class: str) -> Kind:
     """The kind of sign of an error that a rank ended with."""
     return _ECHOES.get(error_class, Kind.OWN_ERROR)
@@ -35,12 +41,16 @@ def kind_of(error_class: str) -> Kind:
 
 @dataclass(frozen=True, slots=True)
 class Sign:
-    """Evidence that a rank is lost. peer: the rank it waited for in vain, if it named one."""
+    """Evidence that a rank is lost.
+
+    peer: the rank it waited for in vain, if it named one. killed: EXIT only: by a signal.
+    """
 
     kind: Kind
     rank: int
     error: EpServerError
     peer: int | None = None
+    killed: bool = False
 
 
 def cause(signs: Sequence[Sign]) -> Sign:
@@ -63,6 +73,19 @@ def lost_ranks(signs: Sequence[Sign]) -> frozenset[int]:
     """The ranks that have ended or must be ended; the others can go on."""
     ended = {sign.rank for sign in signs if sign.kind in (Kind.OWN_ERROR, Kind.EXIT, Kind.CLOSED)}
     return frozenset(ended | ({cause(signs).rank} if signs else set()))
+
+
+def loss_cause(signs: Sequence[Sign], rank: int) -> LossCause:
+    """Why one of lost_ranks() is lost. A process that has ended leaves a sign other than CLOSED."""
+    own = [sign for sign in signs if sign.rank == rank and sign.kind not in (Kind.PEER, Kind.ABORT)]
+    best = min(own, key=lambda sign: sign.kind, default=None)
+    if best is None or best.kind is Kind.CLOSED:
+        return LossCause.HANG
+    if best.kind is Kind.HOST:
+        return LossCause.NODE
+    if best.kind is Kind.EXIT:
+        return LossCause.SIGNAL if best.killed else LossCause.EXIT
+    return LossCause.CUDA if _CUDA.search(str(best.error)) else LossCause.EXCEPTION
 
 
 def _end_of(waits: Mapping[int, int], rank: int) -> int:

@@ -23,6 +23,7 @@ from ep_server.orders import (
 from ep_server.ranks.protocol import RankListener, Restarted
 from ep_server.records import (
     KvEventBatch,
+    LossCause,
     PromptLogprobs,
     RankReady,
     RankStatistics,
@@ -181,7 +182,8 @@ class FakeRanks:
         """The rank dies, and the group with it."""
         self._dead = True
         self.hold()
-        self._told().on_lost(rank, message)
+        self._told().on_rank_lost(rank, LossCause.SIGNAL)
+        self._told().on_lost(rank, message, 0.0)
 
     def fail(self, number: int, message: str) -> None:
         """A rank reports that it cannot run this request."""

@@ -17,7 +17,7 @@ from ep_server.config import Config
 from ep_server.engine.observer import NullObserver, RecoveryPhase, RequestSummary
 from ep_server.frontend.served_model import ServedModel
 from ep_server.frontend.server import Server
-from ep_server.records import Sampling
+from ep_server.records import LossCause, Sampling
 from ep_server.testing.fake_ranks import FakeRanks
 from tests.support import tokenizers as made
 from tests.support.raw_client import RawClient
@@ -89,7 +89,7 @@ class Recorder(NullObserver):
     def on_recovery_phase(self, phase: RecoveryPhase, seconds: float) -> None:
         self.phases.setdefault(phase, []).append(seconds)
 
-    def on_rank_lost(self, rank: int) -> None:
+    def on_rank_lost(self, rank: int, cause: LossCause) -> None:
         self.lost.append(rank)
 
 

@@ -25,7 +25,7 @@ from ep_server.frontend.health import Health
 from ep_server.observability import metrics_endpoint
 from ep_server.observability.metrics import ServerMetrics
 from ep_server.observability.metrics_endpoint import MetricsEndpoint, Probes
-from ep_server.records import FinishReason, RankReady
+from ep_server.records import FinishReason, LossCause, RankReady
 from tests.support.observability.reports import Series, report, series, value
 
 
@@ -106,16 +106,24 @@ def test_a_page_holds_what_was_observed(metrics: ServerMetrics, endpoint: Metric
     info = [dict(labels) for name, labels in found if name == "epserver_build_info"]
     assert [(each["version"], each["model"]) for each in info] == [("1.2.3", "demo")]
     assert value(found, "epserver_ep_rank_up", rank="1") == 1
-    metrics.on_rank_lost(1)
+    metrics.on_rank_lost(1, LossCause.HANG)
     found = page(endpoint)
     assert value(found, "epserver_ep_rank_up", rank="1") == 0
-    losses = [value(found, "epserver_rank_losses_total", rank=rank) for rank in ("0", "1")]
-    assert losses == [0, 1]
+    cells = [(rank, cause) for rank in ("0", "1") for cause in LossCause]
+    losses = {(r, c): value(found, "epserver_rank_losses_total", rank=r, cause=c) for r, c in cells}
+    assert losses == {cell: float(cell == ("1", LossCause.HANG)) for cell in cells}
+    assert value(found, "epserver_generation") == 1
+    metrics.on_recovered(0.5, 7)
+    found = page(endpoint)
+    assert value(found, "epserver_generation") == 2
+    assert value(found, "epserver_requests_recovered_total") == 7
+    now = metrics.look()
+    assert (now.generation, now.losses, now.recovered) == (2, {"hang": 1}, 7)
 
 
 def test_names_and_labels_keep_to_the_conventions(metrics: ServerMetrics, endpoint: MetricsEndpoint) -> None:
     drive(metrics)
-    of_ranks = {"rank", "peer", "op", "part", "phase", "scope", "expert"}
+    of_ranks = {"rank", "peer", "op", "part", "phase", "scope", "expert", "cause"}
     bounded = of_ranks | {
         "status",
         "finish_reason",

@@ -48,6 +48,7 @@ CONSTANT = {
 STANDING = {"epserver_running_limit", "epserver_rank_memory_bytes", "epserver_state"}
 # A lost rank ends this server: nothing recovers.
 STANDING |= {
+    "epserver_generation",
     "epserver_recovery_seconds_sum",
     "epserver_recovery_seconds_count",
     "epserver_recovery_phase_seconds_sum",
@@ -90,6 +91,7 @@ class Watch:
             if (name, dict(labels).get("rank")) not in CONSTANT
             and name not in STANDING
             and dict(labels).get("status") not in FAULTS  # counted from 0, whether they happen or not
+            and dict(labels).get("cause", "signal") == "signal"  # so are these; the rank is killed
         )
 
     def _read(self) -> str:

@@ -19,6 +19,7 @@ from ep_server.ranks.protocol import Ranks
 from ep_server.records import (
     FinishReason,
     KvEventBatch,
+    LossCause,
     PromptLogprobs,
     RankStatistics,
     Request,
@@ -81,7 +82,10 @@ class Heard:
         self.done[rank] = done
         self.changed.set()
 
-    def on_lost(self, rank: int, message: str) -> None:
+    def on_rank_lost(self, rank: int, cause: LossCause) -> None:
+        pass
+
+    def on_lost(self, rank: int, message: str, seconds: float) -> None:
         self.lost.append(message)
         self.changed.set()
 

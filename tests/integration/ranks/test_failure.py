@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from ep_server.config import Config
 from ep_server.errors import StartupError
 from ep_server.ranks.launcher import LaunchTiming, RankProcesses
+from ep_server.records import LossCause
 from tests.support.models.checkpoints import Tiny
 from tests.support.ranks.rank_group import Leftovers, Recorder, alive, greedy, rank_config
 
@@ -62,6 +63,7 @@ def test_a_killed_rank_is_noticed_within_a_second_and_all_end(
             ranks.submit(0, greedy(2, (1,), 1))
             ranks.cancel(1, 2)
         assert heard.lost == [(1, "killed by SIGKILL")]
+        assert heard.causes == [(1, LossCause.SIGNAL)]
         assert alive(ranks.pids) == []
 
     with asyncio.Runner(loop_factory=new_loop) as runner:
@@ -80,6 +82,7 @@ async def test_a_bug_in_a_step_is_reported_by_the_rank_that_has_it(
         ranks.submit(1, greedy(2, (10**6,), 5))
         await heard.until(lambda: heard.lost)
     assert heard.lost == [(1, "IndexError: index out of range in self")]
+    assert heard.causes == [(1, LossCause.EXCEPTION)]
     assert "Traceback" in capfd.readouterr().err
 
 
@@ -124,6 +127,7 @@ async def test_a_rank_alone_stopped_amid_work_is_noticed(tiny: Tiny) -> None:
         process.suspend()
         await heard.until(lambda: heard.lost, seconds=30.0)
     assert heard.lost == [(0, "was stopped by a signal for more than 2 s")]
+    assert heard.causes == [(0, LossCause.HANG)]
 
 
 async def test_an_idle_rank_that_hangs_is_lost(tiny: Tiny) -> None:

@@ -19,6 +19,7 @@ from ep_server.errors import EpServerError
 from ep_server.orders import OrderDone
 from ep_server.records import (
     KvEventBatch,
+    LossCause,
     PromptLogprobs,
     RankReady,
     RankStatistics,
@@ -84,6 +85,7 @@ class Recorder:
         self.kv_events: list[KvEventBatch] = []
         self.done: list[tuple[int, OrderDone]] = []
         self.lost: list[tuple[int, str]] = []
+        self.causes: list[tuple[int, LossCause]] = []
         self.progress: list[tuple[int, str, int, int]] = []
         self._changed = asyncio.Event()
 
@@ -121,7 +123,11 @@ class Recorder:
         self.done.append((rank, done))
         self._changed.set()
 
-    def on_lost(self, rank: int, message: str) -> None:
+    def on_rank_lost(self, rank: int, cause: LossCause) -> None:
+        self.causes.append((rank, cause))
+
+    def on_lost(self, rank: int, message: str, seconds: float) -> None:
+        assert seconds >= 0
         self.lost.append((rank, message))
         self._changed.set()
 

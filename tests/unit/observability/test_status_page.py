@@ -76,6 +76,17 @@ def test_the_matrix_names_the_rank_that_all_wait_for(late: int) -> None:
     assert f"The others wait for rank {late}: 4 ms each." in page.text
 
 
+def test_losses_are_counted_by_cause() -> None:
+    history = History()
+    history.add(snapshot(10.0, STEPS))
+    assert "Generation" not in Tables(render(history, "m", "1")).text
+    history.add(
+        replace(snapshot(20.0, 2 * STEPS), generation=3.0, losses={"hang": 1.0, "signal": 2.0}, recovered=9.0)
+    )
+    text = Tables(render(history, "m", "1")).text
+    assert "Generation 3. Lost ranks: 1 by hang, 2 by signal. 9 requests continued." in text
+
+
 def test_no_rank_is_named_where_all_wait_alike() -> None:
     history = History()
     history.add(snapshot(10.0, STEPS))

@@ -6,8 +6,16 @@ from itertools import permutations
 
 import pytest
 
-from ep_server.errors import CheckpointError, ConfigError, EpServerError, RankLost, StartupError
-from ep_server.ranks.launcher import Kind, Sign, cause, kind_of, start_error
+from ep_server.errors import (
+    CheckpointError,
+    ConfigError,
+    EpServerError,
+    InternalError,
+    RankLost,
+    StartupError,
+)
+from ep_server.ranks.signs import Kind, Sign, cause, kind_of, loss_cause, start_error
+from ep_server.records import LossCause
 
 
 def sign(kind: Kind, rank: int, peer: int | None = None) -> Sign:
@@ -60,6 +68,26 @@ def test_the_end_of_a_chain_of_waits_is_lost(
 def test_what_the_end_of_a_chain_said_itself_comes_first() -> None:
     signs = [sign(Kind.PEER, 0, 1), sign(Kind.PEER, 1, 2), sign(Kind.OWN_ERROR, 2)]
     assert cause(signs) is signs[2]
+
+
+@pytest.mark.parametrize(
+    ("signs", "expected"),
+    [
+        ([Sign(Kind.EXIT, 1, RankLost("killed by SIGKILL"), killed=True)], LossCause.SIGNAL),
+        ([sign(Kind.EXIT, 1)], LossCause.EXIT),
+        ([Sign(Kind.OWN_ERROR, 1, InternalError("IndexError: 7")), sign(Kind.EXIT, 1)], LossCause.EXCEPTION),
+        ([Sign(Kind.OWN_ERROR, 1, InternalError("RuntimeError: CUDA error: 700"))], LossCause.CUDA),
+        ([Sign(Kind.OWN_ERROR, 1, InternalError("AcceleratorError: launch failed"))], LossCause.CUDA),
+        ([sign(Kind.PEER, 0, 1)], LossCause.HANG),
+        ([sign(Kind.CLOSED, 1), sign(Kind.PEER, 0, 1)], LossCause.HANG),
+        ([sign(Kind.CLOSED, 1), sign(Kind.EXIT, 1)], LossCause.EXIT),
+        ([sign(Kind.HOST, 1), sign(Kind.CLOSED, 1)], LossCause.NODE),
+    ],
+)
+def test_the_cause_of_a_loss(signs: list[Sign], expected: LossCause) -> None:
+    for arrived in permutations(signs):
+        assert cause(arrived).rank == 1
+        assert loss_cause(arrived, 1) is expected
 
 
 def test_errors_caused_by_a_peer_are_known_by_class() -> None:
