@@ -63,10 +63,12 @@ class Chunks:
 
     query_start: [S + 1] where the rows of each sequence of the step begin; a single token has none.
     slots: [T] as for the whole step, but -1 for single tokens too.
+    padded: whether rows may belong to no sequence.
     """
 
     query_start: torch.Tensor
     slots: torch.Tensor
+    padded: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,7 +129,7 @@ class StepInput:
         """
         sequences = min(rows, self.shape.sequences)
         mixed = rows > sequences
-        return self._view(rows, sequences, sequences, sequences if mixed else None, chunks=mixed)
+        return self._view(rows, sequences, sequences, sequences if mixed else None, chunks=mixed, padded=True)
 
     def fill(self, batch: StepBatch, drawn: Mapping[int, int], padded: int = 0) -> StepTensors:
         """Sends a step to the device.
@@ -153,7 +155,8 @@ class StepInput:
         if padded:
             return self.padded(padded)
         rows = None if sampled == tokens else sampled
-        return self._view(tokens, sequences, spans.singles, rows, chunks=spans.singles < sequences)
+        chunks = spans.singles < sequences
+        return self._view(tokens, sequences, spans.singles, rows, chunks=chunks, padded=False)
 
     def _fits(self, batch: StepBatch, singles: int, rows: int) -> bool:
         """Whether a step may be padded to so many rows, see padded()."""
@@ -171,7 +174,7 @@ class StepInput:
         spread(Packed(host[: room_for(end)], rows, *tables.shape), self._columns, self._blocks)
 
     def _view(
-        self, tokens: int, sequences: int, singles: int, sampled: int | None, *, chunks: bool
+        self, tokens: int, sequences: int, singles: int, sampled: int | None, *, chunks: bool, padded: bool
     ) -> StepTensors:
         columns = self._columns
         return StepTensors(
@@ -183,7 +186,7 @@ class StepInput:
             blocks=self._blocks[:sequences],
             lengths=columns[4, :sequences],
             singles=Singles(columns[9, :singles], columns[10, :singles]),
-            chunks=Chunks(columns[5, : sequences + 1], columns[11, :tokens]) if chunks else None,
+            chunks=Chunks(columns[5, : sequences + 1], columns[11, :tokens], padded) if chunks else None,
             sample_rows=None if sampled is None else columns[6, :sampled],
             live=columns[8, :1],
         )

@@ -21,7 +21,9 @@ struct Product;
 #define EP_SUMS_24(i) EP_SUMS_16(i), EP_SUMS_8(i + 16)
 #define EP_SUMS_32(i) EP_SUMS_16(i), EP_SUMS_16(i + 16)
 #define EP_SUMS_48(i) EP_SUMS_32(i), EP_SUMS_16(i + 32)
+#define EP_SUMS_56(i) EP_SUMS_48(i), EP_SUMS_8(i + 48)
 #define EP_SUMS_64(i) EP_SUMS_32(i), EP_SUMS_32(i + 32)
+#define EP_SUMS_72(i) EP_SUMS_64(i), EP_SUMS_8(i + 64)
 #define EP_SUMS_80(i) EP_SUMS_64(i), EP_SUMS_16(i + 64)
 
 #define EP_NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
@@ -29,10 +31,10 @@ struct Product;
 #define EP_NAMES_32 EP_NAMES_24 ", %24, %25, %26, %27, %28, %29, %30, %31"
 #define EP_NAMES_48 \
   EP_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define EP_NAMES_64 \
-  EP_NAMES_48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define EP_NAMES_80 \
-  EP_NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79"
+#define EP_NAMES_56 EP_NAMES_48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define EP_NAMES_64 EP_NAMES_56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define EP_NAMES_72 EP_NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define EP_NAMES_80 EP_NAMES_72 ", %72, %73, %74, %75, %76, %77, %78, %79"
 
 #define EP_PRODUCT(rows, sums, numbers, kind, transposed, a_name, b_name, add_name)          \
   template <>                                                                                \
@@ -55,20 +57,26 @@ EP_PRODUCTS(32, 16, "%16", "%17", "%18")
 EP_PRODUCTS(48, 24, "%24", "%25", "%26")
 EP_PRODUCTS(64, 32, "%32", "%33", "%34")
 EP_PRODUCTS(96, 48, "%48", "%49", "%50")
+EP_PRODUCTS(112, 56, "%56", "%57", "%58")
 EP_PRODUCTS(128, 64, "%64", "%65", "%66")
+EP_PRODUCTS(144, 72, "%72", "%73", "%74")
 EP_PRODUCTS(160, 80, "%80", "%81", "%82")
 
 #undef EP_PRODUCTS
 #undef EP_PRODUCT
 #undef EP_SUMS_80
+#undef EP_SUMS_72
 #undef EP_SUMS_64
+#undef EP_SUMS_56
 #undef EP_SUMS_48
 #undef EP_SUMS_32
 #undef EP_SUMS_24
 #undef EP_SUMS_16
 #undef EP_SUMS_8
 #undef EP_NAMES_80
+#undef EP_NAMES_72
 #undef EP_NAMES_64
+#undef EP_NAMES_56
 #undef EP_NAMES_48
 #undef EP_NAMES_32
 #undef EP_NAMES_24

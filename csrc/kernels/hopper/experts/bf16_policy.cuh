@@ -55,7 +55,7 @@ struct Bfloat16 {
   static __device__ void sum(Shared<Bfloat16>& s, const Unit& unit, Place& place, Sums& sums, uint32_t group,
                              uint32_t lane) {
     if constexpr (kN < kRows)
-      if (unit.rows > kN) return sum<kN + (kN < 64 ? 16 : 32)>(s, unit, place, sums, group, lane);
+      if (unit.rows > kN) return sum<kN + (kN < 64 || kN >= 96 ? 16 : 32)>(s, unit, place, sums, group, lane);
     uint32_t before = 0;
     for (uint32_t i = 0; i < unit.stages; ++i, place.next(kStages)) {
       await_phase(&s.full[place.stage], place.parity);

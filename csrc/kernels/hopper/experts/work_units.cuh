@@ -17,7 +17,8 @@ __device__ inline void add_release(uint32_t* at) {
   asm volatile("red.release.gpu.global.add.u32 [%0], 1;" ::"l"(at) : "memory");
 }
 
-inline constexpr uint32_t kUnits = 4;  // between loaders and multipliers, at most
+inline constexpr uint32_t kLeast = 16;  // rows of a chunk are a multiple, but of an expert's last one
+inline constexpr uint32_t kUnits = 4;   // between loaders and multipliers, at most
 
 enum class Kind : uint32_t { kGateUp, kDown, kDropped, kEnd };
 
@@ -122,11 +123,12 @@ __device__ Unit unit_of(const Agenda& a, const Weights& w, uint32_t chunks, uint
   }
   const uint32_t e = unit.expert, before = e == 0 ? 0 : a.chunk_end[e - 1];
   const uint32_t own = a.chunk_end[e] - before, place = number - before * tiles;
-  const uint32_t at =
-      place % own * kRows;  // all chunks, then the next tile: one reads weights, the others L2
+  const uint32_t even = ceil_div(ceil_div(a.rows[e], own), kLeast) * kLeast;  // a small chunk reads as many
+                                                                              // weights as a large one
+  const uint32_t at = place % own * even;  // all chunks, then the next tile: one reads weights, the others L2
   unit.tile = place / own;
   unit.first = a.first[e] + at;
-  unit.rows = min(a.rows[e] - at, kRows);
+  unit.rows = min(a.rows[e] - at, even);
   unit.gate_up_done = up_tiles<Policy>(w) * ceil_div(a.rows[e], kRows);
   return unit;
 }

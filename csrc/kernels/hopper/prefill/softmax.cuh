@@ -75,30 +75,40 @@ struct Softmax {
     }
   }
 
-  // Scores become weights that are not rounded yet.
+  // Scores become weights that are not rounded yet. Several maxima and sums at a time: each is a chain of
+  // dependent instructions, and few other warps could fill its gaps.
   __device__ void step(float scale) {
+    constexpr uint32_t kChains = 4;
+    float shift[2];
 #pragma unroll
     for (uint32_t h = 0; h < 2; ++h) {
-      float most = top[h];
+      float most[kChains];
 #pragma unroll
-      for (uint32_t j = 0; j < kScores / 4; ++j)
-        most = fmaxf(most, fmaxf(scores[4 * j + 2 * h], scores[4 * j + 2 * h + 1]));
+      for (uint32_t i = 0; i < kScores / 2; ++i) {
+        const float score = scores[i / 2 * 4 + 2 * h + i % 2];
+        most[i % kChains] = i < kChains ? score : fmaxf(most[i % kChains], score);
+      }
+      shift[h] = fmaxf(fmaxf(most[0], most[1]), fmaxf(most[2], most[3]));
+    }
+#pragma unroll
+    for (uint32_t h = 0; h < 2; ++h) {
+      float most = fmaxf(top[h], shift[h]);
       most = fmaxf(most, __shfl_xor_sync(~0u, most, 1));
       most = fmaxf(most, __shfl_xor_sync(~0u, most, 2));
-      const float shift = most == -INFINITY ? 0.0f : most * scale;
-      fade[h] = exp2_fast(__fmaf_rn(top[h], scale, -shift));
+      shift[h] = most == -INFINITY ? 0.0f : most * scale;
+      fade[h] = exp2_fast(__fmaf_rn(top[h], scale, -shift[h]));
       top[h] = most;
-      float sum = 0;
+    }
 #pragma unroll
-      for (uint32_t j = 0; j < kScores / 4; ++j) {
+    for (uint32_t h = 0; h < 2; ++h) {
+      float sum[kChains];
 #pragma unroll
-        for (uint32_t c = 0; c < 2; ++c) {
-          float& score = scores[4 * j + 2 * h + c];
-          score = exp2_fast(__fmaf_rn(score, scale, -shift));
-          sum += score;
-        }
+      for (uint32_t i = 0; i < kScores / 2; ++i) {
+        float& score = scores[i / 2 * 4 + 2 * h + i % 2];
+        score = exp2_fast(__fmaf_rn(score, scale, -shift[h]));
+        sum[i % kChains] = i < kChains ? score : sum[i % kChains] + score;
       }
-      total[h] = __fmaf_rn(total[h], fade[h], sum);
+      total[h] = __fmaf_rn(total[h], fade[h], (sum[0] + sum[1]) + (sum[2] + sum[3]));
     }
   }
 

@@ -138,8 +138,8 @@ def mla(
 
 def answers(x: torch.Tensor, heads: int, channels: int, step: StepTensors) -> torch.Tensor:
     """[T, heads, channels] for attention to write. With prompt chunks, no kernel writes padded rows."""
-    shape = (len(x), heads, channels)
-    return x.new_empty(shape) if step.chunks is None else x.new_zeros(shape)
+    shape, chunks = (len(x), heads, channels), step.chunks
+    return x.new_empty(shape) if chunks is None or not chunks.padded else x.new_zeros(shape)
 
 
 def attend(

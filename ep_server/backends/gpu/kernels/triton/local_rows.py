@@ -32,7 +32,8 @@ from ep_server.backends.gpu.kernels.triton.norm import (
     warps_for,
 )
 
-_LEAST, _CHUNK = 256, 2048  # choices read at a time; limits the number of compiled kernels
+# Choices read at a time; limits the number of compiled kernels. With more than _MANY, _LARGE.
+_LEAST, _CHUNK, _LARGE, _MANY = 256, 2048, 8192, 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +63,8 @@ class Places:
 
 @triton.jit
 def _before(chosen, expert):
-    """The number of choices of earlier experts."""
-    return tl.sum(((chosen >= 0) & (chosen < expert)).to(tl.int32), axis=0)
+    """1 for choices of earlier experts, else 0."""
+    return ((chosen >= 0) & (chosen < expert)).to(tl.int32)
 
 
 @triton.jit
@@ -84,10 +85,11 @@ def _place_kernel(
     after_previous(EARLY)
     expert, at = tl.program_id(0), tl.arange(0, CHUNK)
     chosen = tl.load(ids + at, mask=at < size, other=-1)
-    first = _before(chosen, expert)
+    earlier = _before(chosen, expert)
     if not ONE:
         for start in range(CHUNK, size, CHUNK):
-            first += _before(tl.load(ids + start + at, mask=start + at < size, other=-1), expert)
+            earlier += _before(tl.load(ids + start + at, mask=start + at < size, other=-1), expert)
+    first = tl.sum(earlier, axis=0)
     row = _place(chosen, expert, first, at, tokens, rows, K)
     if not ONE:
         for start in range(CHUNK, size, CHUNK):
@@ -114,11 +116,11 @@ def place_rows(ids: torch.Tensor, places: Places, totals: torch.Tensor) -> None:
     expect("tokens", places.tokens, torch.int64, (choices,))
     expect("rows", places.rows, torch.int32, tuple(ids.shape))
     expect("totals", totals, torch.int32, (experts,))
-    chunk = min(block(choices, _LEAST), _CHUNK)
+    chunk = _LARGE if choices > _MANY else min(block(choices, _LEAST), _CHUNK)
     _place_kernel[(experts,)](
         ids, places.counts, places.offsets, places.tokens, places.rows, totals, choices,
         EXPERTS=experts, K=max(ids.shape[1], 1), CHUNK=chunk, ONE=choices <= chunk,
-        **early(ids, lets_next_start=True), num_warps=4,
+        **early(ids, lets_next_start=True), num_warps=16 if chunk == _LARGE else 4,
     )  # fmt: skip
 
 

@@ -29,6 +29,7 @@ from ep_server.backends.gpu.kernels.triton.partial import Partial, load_sum, ope
 from ep_server.errors import InternalError
 
 BLOCK_HEADS = 4  # per program
+_WARPS = lambda tokens: 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,7 +204,7 @@ def store_gqa(
             given.rows.stride(0), given.step, 0.0 if norm is None else norm.eps, clip,
             Q_HEADS=heads, KV_HEADS=kv_heads, DIM=dim, GAP=gap, HEADS=BLOCK_HEADS,
             BLOCK=block(dim // 2), NORM=norm is not None, CLIP=clip > 0, FP8=kv.fp8, PARTS=given.parts,
-            **early(q_out, lets_next_start=True), num_warps=4,
+            **early(q_out, lets_next_start=True), num_warps=_WARPS(tokens),
         )  # fmt: skip
 
 
