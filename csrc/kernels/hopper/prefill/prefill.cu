@@ -1,6 +1,6 @@
 // Attention of prompt chunks. One block per multiprocessor walks through tiles of 128 (token, query head)
-// rows. A warp of its own requests queries, then tiles of keys and values from the last position to the
-// first; two warpgroups multiply 64 rows each. A warpgroup begins the scores of a tile and the sums of the
+// rows. Two warps request queries, and tiles of keys and values from the last position to the first; two
+// warpgroups multiply 64 rows each. A warpgroup begins the scores of a tile and the sums of the
 // one before, lets the other warpgroup begin its own, and computes the softmax of the scores meanwhile.
 //
 // Values behind the last position may be NaN and their weights are 0, so both warpgroups clear them in shared
@@ -14,7 +14,7 @@ namespace ep::prefill {
 namespace {
 
 constexpr uint32_t kThreads = (1 + kWarpgroups) * 128, kWarps = kWarpgroups * 4;
-constexpr uint32_t kLoaderRegisters = 24, kRegisters = 240;
+constexpr uint32_t kLoaderRegisters = 32, kRegisters = 240;
 
 // Copies a box to shared memory; other blocks read it too.
 __device__ inline void copy_shared_box(void* to, const CUtensorMap* map, const uint32_t (&at)[4],
@@ -26,59 +26,71 @@ __device__ inline void copy_shared_box(void* to, const CUtensorMap* map, const u
       : "memory");
 }
 
-// Requests the tiles of one operand. Each lane has one half of the channels of a piece, or of several.
-struct Loader {
-  const Params& p;
-  const Item& item;
-  uint32_t lane;
-
-  __device__ uint32_t pieces(uint32_t tile) const {
-    const uint32_t positions = min(item.last - tile * kPositions, kPositions);
-    return (positions + (1u << p.piece_shift) - 1) >> p.piece_shift;
+// Requests an item's tiles of keys or of values. Each lane has one half of the channels of one piece.
+class Loader {
+ public:
+  __device__ Loader(const Params& p, const CUtensorMap* map, const Item& item, uint32_t lane)
+      : p_(p), map_(map), item_(item), piece_(lane / 2), half_(lane % 2) {
+    static_assert(kPositions / kLeastBlock * 2 <= 32);
+    block_ = block_of(item.tiles - 1);
   }
 
-  __device__ void copy(std::byte* to, const CUtensorMap* map, uint32_t tile, uint64_t* full) const {
-    const uint32_t count = pieces(tile), bytes = kSwizzledRow << p.piece_shift;
-    if (lane == 0) arrive_and_expect(full, count * 2 * bytes);
-    __syncwarp();
-    const int32_t* table = p.work.blocks + uint64_t(item.sequence) * p.work.blocks_pitch;
-    for (uint32_t i = lane; i < 2 * count; i += 32) {
-      const uint32_t piece = i / 2, half = i % 2;
-      const uint32_t first = tile * kPositions + (piece << p.piece_shift);
-      const uint32_t block = table[first >> p.block_shift];
-      const uint32_t place = (block << p.block_shift) + (first & ((1u << p.block_shift) - 1));
-      copy_shared_box(to + half * kHalfBytes + piece * bytes, map, {0, place, half, item.head}, full);
+  // All tiles from the last one on.
+  __device__ void load(std::byte (&to)[kStages][kTileBytes], Ring& ring, Place& place) {
+    const uint32_t bytes = kSwizzledRow << p_.piece_shift;  // of half a piece
+    for (uint32_t tile = item_.tiles; tile-- > 0; place.next(kStages)) {
+      const uint32_t block = block_, first = first_of(tile);
+      if (tile != 0) block_ = block_of(tile - 1);  // arrives while this tile is awaited
+      await_phase(&ring.empty[place.stage], place.parity ^ 1);
+      uint64_t* full = &ring.full[place.stage];
+      const uint32_t positions = min(item_.last - tile * kPositions, kPositions);
+      const uint32_t count = (positions + (1u << p_.piece_shift) - 1) >> p_.piece_shift;
+      if (piece_ + half_ == 0) arrive_and_expect(full, count * 2 * bytes);
+      __syncwarp();
+      if (piece_ >= count) continue;
+      const uint32_t at = (block << p_.block_shift) + (first & ((1u << p_.block_shift) - 1));
+      copy_shared_box(to[place.stage] + half_ * kHalfBytes + piece_ * bytes, map_, {0, at, half_, item_.head},
+                      full);
     }
   }
+
+ private:
+  __device__ uint32_t first_of(uint32_t tile) const { return tile * kPositions + (piece_ << p_.piece_shift); }
+
+  __device__ uint32_t block_of(uint32_t tile) const {
+    const uint32_t first = first_of(tile);
+    const int32_t* table = p_.work.blocks + uint64_t(item_.sequence) * p_.work.blocks_pitch;
+    return first < item_.last ? table[first >> p_.block_shift] : 0;
+  }
+
+  const Params& p_;
+  const CUtensorMap* map_;
+  const Item& item_;
+  const uint32_t piece_, half_;
+  uint32_t block_;
 };
 
-__device__ inline void load(const Params& p, Shared& s, uint32_t lane) {
+__device__ inline void load_queries_and_keys(const Params& p, Shared& s, uint32_t lane) {
   const Agenda agenda(p, lane);
-  Place q, k, v;
+  Place place;
   Item item;
-  for (uint32_t n = 0; agenda.item(n, item); ++n, q.next(kStages)) {
-    const Loader loader{p, item, lane};
-    const uint32_t rows = p.group * p.tile_tokens;
-    await_phase(&s.of_q.empty[q.stage], q.parity ^ 1);
+  for (uint32_t n = 0; agenda.item(n, item); ++n) {
+    Loader loader(p, &p.k, item, lane);
+    await_phase(&s.q_empty, ~n & 1);
     if (lane == 0) {
-      arrive_and_expect(&s.of_q.full[q.stage], 2 * rows * kSwizzledRow);
+      arrive_and_expect(&s.q_full, 2 * p.group * p.tile_tokens * kSwizzledRow);
       for (uint32_t half = 0; half < 2; ++half)
-        copy_shared_box(s.q[q.stage] + half * kHalfBytes, &p.q, {0, item.head * p.group, half, item.row},
-                        &s.of_q.full[q.stage]);
+        copy_shared_box(s.q + half * kHalfBytes, &p.q, {0, item.head * p.group, half, item.row}, &s.q_full);
     }
-    for (uint32_t left = item.tiles + 1; left-- > 0;) {  // keys are one tile ahead of values
-      if (left != 0) {
-        await_phase(&s.of_k.empty[k.stage], k.parity ^ 1);
-        loader.copy(s.k[k.stage], &p.k, left - 1, &s.of_k.full[k.stage]);
-        k.next(kStages);
-      }
-      if (left != item.tiles) {
-        await_phase(&s.of_v.empty[v.stage], v.parity ^ 1);
-        loader.copy(s.v[v.stage], &p.v, left, &s.of_v.full[v.stage]);
-        v.next(kStages);
-      }
-    }
+    loader.load(s.k, s.of_k, place);
   }
+}
+
+__device__ inline void load_values(const Params& p, Shared& s, uint32_t lane) {
+  const Agenda agenda(p, lane);
+  Place place;
+  Item item;
+  for (uint32_t n = 0; agenda.item(n, item); ++n) Loader(p, &p.v, item, lane).load(s.v, s.of_v, place);
 }
 
 // Lets one warpgroup at a time begin products.
@@ -102,11 +114,11 @@ class Multiplier {
   __device__ void run() {
     const Agenda agenda(p_, lane_);
     const Turn turn(group_);
-    for (uint32_t n = 0; agenda.item(n, item_); ++n, q_.next(kStages)) {
+    for (uint32_t n = 0; agenda.item(n, item_); ++n) {
 #pragma unroll
       for (uint32_t h = 0; h < 2; ++h) position_[h] = int32_t(item_.position + row(h) / p_.group);
       soft_.begin();
-      await_phase(&s_.of_q.full[q_.stage], q_.parity);
+      await_phase(&s_.q_full, n & 1);
       begin_scores();
       await_scores<0>(item_.tiles - 1);
       soft_.step(p_.scale);
@@ -122,7 +134,7 @@ class Multiplier {
         soft_.fade_sums();
         soft_.round_weights();
       }
-      if (lane_ == 0) arrive(&s_.of_q.empty[q_.stage]);
+      if (lane_ == 0) arrive(&s_.q_empty);
       begin_sums(0);
       await_sums();
       write();
@@ -135,7 +147,7 @@ class Multiplier {
 
   __device__ void begin_scores() {
     await_phase(&s_.of_k.full[k_.stage], k_.parity);
-    const uint64_t q = operand(shared_address(s_.q[q_.stage]) + group_ * kGroupBytes);
+    const uint64_t q = operand(shared_address(s_.q) + group_ * kGroupBytes);
     const uint64_t k = operand(shared_address(s_.k[k_.stage]));
     pin(soft_.scores);
     begin_products();
@@ -209,7 +221,7 @@ class Multiplier {
   const Params& p_;
   Shared& s_;
   const uint32_t group_, lane_, thread_;
-  Place q_, k_, v_;
+  Place k_, v_;
   Item item_;
   int32_t position_[2];
   Softmax soft_;
@@ -222,7 +234,8 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
   const uint32_t warp = warp_number();
   if (threadIdx.x == 0) {
     fetch_map(&p.q), fetch_map(&p.k), fetch_map(&p.v);
-    for (Ring* ring : {&s.of_q, &s.of_k, &s.of_v}) {
+    init_barrier(&s.q_full, 1), init_barrier(&s.q_empty, kWarps);
+    for (Ring* ring : {&s.of_k, &s.of_v}) {
       for (uint32_t i = 0; i < kStages; ++i) {
         init_barrier(&ring->full[i], 1);
         init_barrier(&ring->empty[i], kWarps);
@@ -235,7 +248,8 @@ __global__ void __launch_bounds__(kThreads, 1) prefill_kernel(const __grid_const
   let_next_kernel_start();  // the next kernel must wait until this one ends before it reads `out`
   if (warp < 4) {
     leave_registers<kLoaderRegisters>();
-    if (warp == 0) load(p, s, threadIdx.x % 32);
+    if (warp == 0) load_queries_and_keys(p, s, threadIdx.x % 32);
+    if (warp == 1) load_values(p, s, threadIdx.x % 32);
   } else {
     take_registers<kRegisters>();
     Multiplier(p, s, warp / 4 - 1).run();

@@ -8,10 +8,10 @@ namespace ep::prefill {
 
 using namespace hopper;
 
-inline constexpr uint32_t kWarpgroups = 2;                         // that multiply, 64 rows each
-inline constexpr uint32_t kStages = 2;                             // of queries, keys and values each
-inline constexpr uint32_t kHalfBytes = kPositions * kSwizzledRow;  // half of the channels of a tile
-inline constexpr uint32_t kTileBytes = 2 * kHalfBytes;             // of queries, keys or values
+inline constexpr uint32_t kWarpgroups = 2;                                   // that multiply, 64 rows each
+inline constexpr uint32_t kStages = 3;                                       // of keys and of values
+inline constexpr uint32_t kHalfBytes = kPositions * kSwizzledRow;            // half of the channels of a tile
+inline constexpr uint32_t kTileBytes = 2 * kHalfBytes;                       // of queries, keys or values
 inline constexpr uint32_t kGroupBytes = kRows / kWarpgroups * kSwizzledRow;  // a warpgroup's rows of a half
 static_assert(kRows == kPositions && kRows == kWarpgroups * 64);
 
@@ -21,8 +21,9 @@ struct Ring {
 };
 
 struct Shared {
-  std::byte q[kStages][kTileBytes], k[kStages][kTileBytes], v[kStages][kTileBytes];
-  Ring of_q, of_k, of_v;
+  std::byte q[kTileBytes], k[kStages][kTileBytes], v[kStages][kTileBytes];
+  uint64_t q_full, q_empty;
+  Ring of_k, of_v;
 };
 
 // A tile of rows: tokens of one chunk, for all query heads of one KV head.

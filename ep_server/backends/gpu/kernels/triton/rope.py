@@ -29,7 +29,7 @@ from ep_server.backends.gpu.kernels.triton.partial import Partial, load_sum, ope
 from ep_server.errors import InternalError
 
 BLOCK_HEADS = 4  # per program
-_WARPS = lambda tokens: 4
+_MANY_TOKENS, _MANY_HEADS = 512, 8  # with more tokens, larger programs: the grid has many rounds anyway
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,15 +196,16 @@ def store_gqa(
         expect("norm weight", norm.weight, q_out.dtype, (heads + kv_heads, dim))
     rotation.check(tokens, dim)
     _, gap = rotation.steps(dim)
-    groups = -(-heads // BLOCK_HEADS) + 2 * -(-kv_heads // BLOCK_HEADS)
+    each = _MANY_HEADS if tokens > _MANY_TOKENS else BLOCK_HEADS
+    groups = -(-heads // each) + 2 * -(-kv_heads // each)
     if tokens:
         _store_gqa_kernel[(tokens, groups)](
             given.rows, q_out, kv.layer.k, v, q_out if norm is None else norm.weight,
             rotation.table, rotation.positions, rotation.slots, kv.k_scale, kv.v_scale,
             given.rows.stride(0), given.step, 0.0 if norm is None else norm.eps, clip,
-            Q_HEADS=heads, KV_HEADS=kv_heads, DIM=dim, GAP=gap, HEADS=BLOCK_HEADS,
+            Q_HEADS=heads, KV_HEADS=kv_heads, DIM=dim, GAP=gap, HEADS=each,
             BLOCK=block(dim // 2), NORM=norm is not None, CLIP=clip > 0, FP8=kv.fp8, PARTS=given.parts,
-            **early(q_out, lets_next_start=True), num_warps=_WARPS(tokens),
+            **early(q_out, lets_next_start=True), num_warps=4,
         )  # fmt: skip
 
 
