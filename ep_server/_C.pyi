@@ -202,6 +202,7 @@ class FabricOptions:
         queue_depth: int,
         adaptive_routing: bool,
         disorder: int,
+        delay_ns: int,
         strict_memory: bool,
         device_memory: bool,
         device_copies: bool,

@@ -127,15 +127,15 @@ void bind_fabric(py::module_& m) {
   py::class_<fabric::Options>(m, "FabricOptions")
       .def(py::init([](std::string library, std::string provider, std::string domain, std::string address,
                        std::string interface, int64_t traffic_class, int32_t gid_index, uint32_t queue_depth,
-                       bool adaptive_routing, uint64_t disorder, bool strict_memory, bool device_memory,
-                       bool device_copies) {
-             return fabric::Options{library,       provider,      domain,       address,          interface,
-                                    traffic_class, gid_index,     queue_depth,  adaptive_routing, disorder,
-                                    strict_memory, device_memory, device_copies};
+                       bool adaptive_routing, uint64_t disorder, uint64_t delay_ns, bool strict_memory,
+                       bool device_memory, bool device_copies) {
+             return fabric::Options{library,       provider,      domain,        address,          interface,
+                                    traffic_class, gid_index,     queue_depth,   adaptive_routing, disorder,
+                                    delay_ns,      strict_memory, device_memory, device_copies};
            }),
            py::kw_only(), py::arg("library"), py::arg("provider"), py::arg("domain"), py::arg("address"),
            py::arg("interface"), py::arg("traffic_class"), py::arg("gid_index"), py::arg("queue_depth"),
-           py::arg("adaptive_routing"), py::arg("disorder"), py::arg("strict_memory"),
+           py::arg("adaptive_routing"), py::arg("disorder"), py::arg("delay_ns"), py::arg("strict_memory"),
            py::arg("device_memory"), py::arg("device_copies"));
   m.def("fabric_providers", &providers, py::arg("options"),
         "(provider, fabric, domain, what is missing) of every provider found.");

@@ -12,6 +12,7 @@
 
 namespace ep {
 
+// kDelay: a slow rank, which sleeps. For a slow network see fabric/network_emulation.hpp.
 enum class Action : uint32_t { kDelay, kDrop, kKill };
 
 struct Fault {

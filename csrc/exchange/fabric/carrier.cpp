@@ -26,6 +26,9 @@ uint32_t most_arrivals(const Geometry& g) {
   return uint32_t(std::min<uint64_t>((kBankedOps * g.num_banks * operation + 64) * g.num_ranks, 1 << 18));
 }
 
+// Messages that an emulated delay does not hold. A good-bye stays behind the rows that it promises.
+bool overtakes(Kind kind) { return kind == Kind::kHello || kind == Kind::kAlive || kind == Kind::kAbort; }
+
 }  // namespace
 
 FabricCarrier::FabricCarrier(Group& group, const Options& options, const Share& share,
@@ -34,6 +37,7 @@ FabricCarrier::FabricCarrier(Group& group, const Options& options, const Share& 
       memory_(std::make_shared<FabricMemory>(group, share, device)),
       bells_(group.rank, share),
       shared_(share.ranks_of(group.rank).size() > 1),
+      attentive_(shared_ || options.delay_ns != 0),
       library_(options),
       endpoint_(library_, options,
                 {.inbound = memory_->inbound(),
@@ -43,6 +47,7 @@ FabricCarrier::FabricCarrier(Group& group, const Options& options, const Share& 
                  .max_arrivals = most_arrivals(group.geometry)}),
       outgoing_(group, endpoint_, *memory_),
       incoming_(group, memory_->inbox()),
+      delayed_(options.delay_ns),
       waiter_(bells_.own()),
       sender_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)) {
   for (uint32_t peer = 0; peer < group.geometry.num_ranks; ++peer) {
@@ -106,7 +111,7 @@ bool FabricCarrier::step(uint64_t now) {
   for (uint64_t refused = outgoing_.post(now); refused != 0; refused &= refused - 1)
     lose(uint32_t(std::countr_zero(refused)), Op::kReset);
   Event events[32];
-  size_t count = 0, handled = 0;
+  size_t count = 0, handled = take_delayed(now);
   for (uint32_t batch = 0; batch < kBatches && (count = endpoint_.poll(events, std::size(events))) != 0;
        ++batch) {
     for (size_t i = 0; i < count; ++i) handle(events[i], now);
@@ -128,13 +133,9 @@ void FabricCarrier::read_queue(uint64_t now) {
 void FabricCarrier::handle(const Event& event, uint64_t now) {
   if (event.kind == Event::Kind::kArrived) {
     const Immediate said = Immediate::decode(event.immediate);
-    const uint32_t op = said.op % kBankedOps;
-    const std::string wrong = incoming_.take(said, outgoing_.last_epoch(Op(op), said.source), now);
-    arrived_.fetch_add(1, std::memory_order_release);
-    if (wrong.empty()) lost_ &= ~(1ull << said.source);  // alive again: after a reset it may go on
-    if (said.kind == Kind::kHello && wrong.empty()) greeted(said);
-    if (!wrong.empty() && !aborted(group_))
-      abort_group(group_, {Code::kViolation, Op(op), Phase::kRecvHeader, group_.rank, said.source, 0, 0});
+    if (!delayed_.delays() || overtakes(said.kind)) return take(said, now);
+    delayed_.hold(said, now_ns());
+    arrived_.fetch_add(1, std::memory_order_release);  // a rank that sleeps must wake when this is due
     return;
   }
   if (event.peer == kNoPeer) return;  // the provider does not say whose write failed; a deadline will expire
@@ -142,6 +143,22 @@ void FabricCarrier::handle(const Event& event, uint64_t now) {
   if (event.kind != Event::Kind::kFailed) return;
   error_ = event.error;
   lose(event.peer, Op((event.tag & 0xffff) / (kMaxBanks * kMaxRanks)));
+}
+
+void FabricCarrier::take(const Immediate& said, uint64_t now) {
+  const uint32_t op = said.op % kBankedOps;
+  const std::string wrong = incoming_.take(said, outgoing_.last_epoch(Op(op), said.source), now);
+  arrived_.fetch_add(1, std::memory_order_release);
+  if (wrong.empty()) lost_ &= ~(1ull << said.source);  // alive again: after a reset it may go on
+  if (said.kind == Kind::kHello && wrong.empty()) greeted(said);
+  if (!wrong.empty() && !aborted(group_))
+    abort_group(group_, {Code::kViolation, Op(op), Phase::kRecvHeader, group_.rank, said.source, 0, 0});
+}
+
+size_t FabricCarrier::take_delayed(uint64_t now) {
+  size_t taken = 0;
+  for (Immediate said; delayed_.take(said, now); ++taken) take(said, now);
+  return taken;
 }
 
 void FabricCarrier::beat(uint64_t now) {
@@ -158,20 +175,21 @@ void FabricCarrier::beat(uint64_t now) {
 
 void FabricCarrier::waiting(bool begins) {
   waiting_.store(begins, std::memory_order_seq_cst);  // pairs with stands_aside()
-  // The other ranks of this host may need what arrives while this one computes.
-  if (!begins && shared_ && aside_.load(std::memory_order_seq_cst)) ring_bell(sender_.bell());
+  if (!begins && attentive_ && aside_.load(std::memory_order_seq_cst)) ring_bell(sender_.bell());
 }
 
 void FabricCarrier::sleep(uint64_t ns) {
   bool quiet = false, pending = false;
+  uint64_t due = 0;
   {
     const std::lock_guard lock(driving_);
     if (step(now_ns())) waiter_.moved();
+    due = delayed_.left(now_ns());
     asleep_.store(true, std::memory_order_seq_cst);
     pending = !outgoing_.idle() || !queue_.empty();
     quiet = arrived_.load() == seen_ && (endpoint_.wait_fd() < 0 || endpoint_.ready_to_sleep());
   }
-  if (quiet) waiter_.nap(std::min(ns, pending ? kRetryNs : kBeatNs), endpoint_.wait_fd());
+  if (quiet) waiter_.nap(std::min({ns, due, pending ? kRetryNs : kBeatNs}), endpoint_.wait_fd());
   asleep_.store(false, std::memory_order_relaxed);
 }
 
@@ -184,21 +202,24 @@ void FabricCarrier::wake() {
 
 void FabricCarrier::rest() {
   bool quiet = false, pending = false;
+  uint64_t due = 0;
   resting_.store(true, std::memory_order_seq_cst);
   {
     const std::lock_guard lock(driving_);
     pending = !outgoing_.idle();
+    due = delayed_.left(now_ns());
     quiet = queue_.empty() && (endpoint_.wait_fd() < 0 || endpoint_.ready_to_sleep());
   }
-  if (quiet) sender_.nap(pending ? kRetryNs : kBeatNs, endpoint_.wait_fd());
+  if (quiet) sender_.nap(std::min(due, pending ? kRetryNs : kBeatNs), endpoint_.wait_fd());
   resting_.store(false, std::memory_order_relaxed);
 }
 
-// Leaves the network to the rank for a while if it waits, or if it is alone on its host and drove recently.
+// Leaves the network to the rank for a while if it waits, or if nothing needs attention and it drove
+// recently.
 bool FabricCarrier::stands_aside() {
   aside_.store(true, std::memory_order_seq_cst);
   const bool aside = waiting_.load(std::memory_order_seq_cst) ||
-                     (!shared_ && now_ns() - drove_.load(std::memory_order_relaxed) < kRecentNs);
+                     (!attentive_ && now_ns() - drove_.load(std::memory_order_relaxed) < kRecentNs);
   if (aside) sender_.nap(kAsideNs);
   aside_.store(false, std::memory_order_relaxed);
   return aside;

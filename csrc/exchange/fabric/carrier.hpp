@@ -56,6 +56,8 @@ class FabricCarrier : public Carrier {
   bool step(uint64_t now);  // call with driving_ held; returns whether anything moved
   void read_queue(uint64_t now);
   void handle(const Event& event, uint64_t now);
+  void take(const Immediate& said, uint64_t now);
+  size_t take_delayed(uint64_t now);  // returns how many were due
   void beat(uint64_t now);
   // Membership: membership.cpp.
   void greet(uint32_t peer, uint64_t deadline);
@@ -73,12 +75,14 @@ class FabricCarrier : public Carrier {
   Group& group_;
   const std::shared_ptr<FabricMemory> memory_;
   const Bells bells_;
-  const bool shared_;  // other ranks of this host depend on what this one receives
+  const bool shared_;     // other ranks of this host depend on what this one receives
+  const bool attentive_;  // arrivals are read at once while this rank computes: for those, or to be delayed
   const Library library_;
   Endpoint endpoint_;
   CommandQueue queue_;
   Outgoing outgoing_;
   Incoming incoming_;
+  DelayLine<Immediate> delayed_;
   uint32_t session_ = 0;
   uint64_t forgotten_ = 0, lost_ = 0, next_beat_ = 0, seen_ = 0;
   bool connected_ = false, closing_ = false;

@@ -16,6 +16,7 @@ EndpointAddress = tuple[bytes, int, int, int, int, int, int]
 MAX_TRAFFIC_CLASS = (1 << 32) - 1
 MAX_QUEUE_DEPTH = 1 << 16
 MAX_GID_INDEX = 255
+MAX_DELAY_SECONDS = 1.0
 # Writes of one operation to one peer besides a token's row each: ids, weights, and its completion record.
 WRITES_BESIDE_ROWS = 3
 DSCP, MAX_DSCP = 0x100, 63  # libfabric's mark of a differentiated services code point
@@ -47,6 +48,8 @@ class FabricOptions:
     disorder, strict_memory: for tests on networks that are kinder than production's (csrc/exchange/fabric/
       network_emulation.hpp): seed of the order of writes and completions, 0 = unchanged; addresses and
       keys as NICs with memory registration need them.
+    delay_seconds: for tests and benchmarks: messages become visible this much after they arrived, as over a
+      longer line. The sender does not wait. Greetings, heartbeats and aborts are not delayed.
     device_copies: for tests: accepts providers that copy GPU memory through host memory.
 
     libfabric reads interface, gid_index and queue_depth once in a process, when it is loaded. A setting that
@@ -66,6 +69,7 @@ class FabricOptions:
     connect_seconds: float = 60.0
     linger_seconds: float = 2.0
     disorder: int = 0
+    delay_seconds: float = 0.0
     strict_memory: bool = False
     device_copies: bool = False
 
@@ -81,6 +85,8 @@ class FabricOptions:
             raise ConfigError("connect_seconds", self.connect_seconds, "above 0")
         if self.linger_seconds < 0:
             raise ConfigError("linger_seconds", self.linger_seconds, "at least 0")
+        if not 0 <= self.delay_seconds <= MAX_DELAY_SECONDS:
+            raise ConfigError("delay_seconds", self.delay_seconds, f"0 to {MAX_DELAY_SECONDS}")
 
     def check_depth(self, max_tokens: int) -> None:
         """Raises ConfigError unless an operation with max_tokens tokens fits, on its way to one peer."""
@@ -111,6 +117,7 @@ class FabricOptions:
             queue_depth=self.queue_depth,
             adaptive_routing=self.adaptive_routing,
             disorder=self.disorder,
+            delay_ns=round(self.delay_seconds * 1e9),
             strict_memory=self.strict_memory,
             device_memory=device_memory,
             device_copies=self.device_copies,
