@@ -170,6 +170,21 @@ class StepBatch:
     num_tokens: int
 
 
+class KvLoad(NamedTuple):
+    """(block, slot) pairs to copy from host memory for one sequence, which then runs. ticket: from 1."""
+
+    ticket: int
+    copies: tuple[tuple[int, int], ...]
+
+
+class KvMoves(NamedTuple):
+    """Copies between KV blocks and slots in host memory; they precede the step that was planned with them."""
+
+    saves: tuple[tuple[int, int], ...] = ()  # (block, slot), before any load
+    loads: tuple[KvLoad, ...] = ()
+    fresh: tuple[int, ...] = ()  # the step or a load may write these: earlier copies that use one end first
+
+
 NO_TOKEN = -1  # the logits of a row held NaN or infinity
 LATE_TOKEN = -3  # the mask of its grammar was not ready: nothing was drawn, and its slice runs again
 PENDING_TOKEN = -2  # drawn by a step that is still in flight
@@ -304,7 +319,7 @@ class KvEventBatch:
 class RankReady:
     """What a rank reports once its weights are loaded and it is warm.
 
-    attention: which kernels a GPU decodes with and why; "" on a CPU.
+    attention: which kernels a GPU decodes with and why; "" on a CPU. kv_host_bytes: of the host tier.
     """
 
     rank: int
@@ -316,6 +331,7 @@ class RankReady:
     exchange_bytes: int
     load_seconds: float
     attention: str = ""
+    kv_host_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -331,6 +347,9 @@ class RankLoad:
     prefix_queries: int = 0  # prompt tokens looked up, cumulative
     prefix_hits: int = 0  # prompt tokens found, cumulative
     preemptions: int = 0  # cumulative
+    prefix_host_hits: int = 0  # those of prefix_hits that were in host memory only
+    host_blocks_total: int = 0  # slots for KV blocks in host memory
+    host_blocks_used: int = 0
 
 
 @dataclass(frozen=True, slots=True)

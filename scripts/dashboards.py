@@ -404,7 +404,18 @@ def scheduler() -> Iterator[Panel]:
         ),
     )
     hits, asked = (rate(f"epserver_prefix_cache_{name}_total", RANK) for name in ("hits", "queries"))
-    yield lines("Prompt tokens found in the prefix cache", "percentunit", Query(f"{hits} / {asked}", "share"))
+    from_host = rate("epserver_prefix_cache_host_hits_total", RANK)
+    yield lines(
+        "Prompt tokens found in the prefix cache",
+        "percentunit",
+        Query(f"{hits} / {asked}", "share"),
+        Query(f"{from_host} / {asked}", "share that only the host tier held"),
+    )
+    yield lines(
+        "KV blocks between cache and host tier",
+        "Bps",
+        *(Query(rate(f"epserver_kv_host_{name}_bytes_total", RANK), name) for name in ("saved", "loaded")),
+    )
     events = (
         Query(rate("epserver_preemptions_total", RANK), "preemptions"),
         Query(rate("epserver_parks_total", RANK), "parks"),

@@ -78,7 +78,7 @@ UNITS = {
     r"_up$": "0 or 1",
     r"weights_version": "a number",
     r"tokens|_hits$|_queries$|kv_block_size": "tokens",
-    r"kv_blocks": "blocks",
+    r"kv_(host_)?blocks": "blocks",
     r"_steps|^steps": "steps",
     r"rows": "rows",
     r"request|queue_depth|queue_limit|relayed": "requests",
@@ -106,7 +106,7 @@ def report(rank: int) -> RankStatistics:
     operations = dict.fromkeys(("dispatch/total", "dispatch/wait", "combine/total", "vote/wait"), (0, 1))
     return RankStatistics(
         rank=rank,
-        load=RankLoad(kv_blocks_total=1, steps=1),
+        load=RankLoad(kv_blocks_total=1, steps=1, host_blocks_total=1),
         counters=dict.fromkeys((*COUNTERS, "bytes/dispatch", *network), 1),
         histograms={**operations, "step/total": (0, 1), "request/queue": (0, 1)},
         sums=dict.fromkeys(operations, 4),

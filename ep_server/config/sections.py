@@ -156,6 +156,13 @@ class SchedulerConfig:
         high=0.95,
     )
     prefix_cache: bool = option(True, "Reuse the KV blocks of equal prompt prefixes.")
+    kv_host_gib: float = option(
+        0.0,
+        "GiB of host memory, pinned on GPUs, for one rank's copies of prefix blocks, which return after "
+        "they were evicted. Of use only if it exceeds the KV cache. 0: none.",
+        low=0,
+        high=1 << 16,
+    )
 
 
 @dataclass(frozen=True, slots=True)

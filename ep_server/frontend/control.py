@@ -263,6 +263,7 @@ def _load(rank: int, load: RankLoad) -> Any:
         prefix_queries=load.prefix_queries,
         prefix_hits=load.prefix_hits,
         preemptions=load.preemptions,
+        prefix_host_hits=load.prefix_host_hits,
     )
 
 

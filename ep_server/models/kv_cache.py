@@ -54,6 +54,11 @@ class KvCache:
         """Address space of the cache, bytes."""
         return sum(x.k.nbytes + (0 if x.v is None else x.v.nbytes) for x in self.layers)
 
+    def parts(self) -> list[torch.Tensor]:
+        """The memory of K and V of every layer, as [blocks, bytes] uint8; all of one size."""
+        tensors = (tensor for layer in self.layers for tensor in (layer.k, layer.v) if tensor is not None)
+        return [tensor.view(self.blocks, -1).view(torch.uint8) for tensor in tensors]
+
 
 def _layer(
     spec: ModelSpec, blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
@@ -61,12 +66,12 @@ def _layer(
     a = spec.attention
     if isinstance(a, GqaSpec):
         shape = (blocks, block_size, a.kv_heads, a.head_dim)
-        return KvLayer(_zeros(shape, dtype, device), _zeros(shape, dtype, device), a.head_dim)
-    latent = _zeros((blocks, block_size, 1, a.kv_lora + a.rope_dim), dtype, device)
+        return KvLayer(zeros(shape, dtype, device), zeros(shape, dtype, device), a.head_dim)
+    latent = zeros((blocks, block_size, 1, a.kv_lora + a.rope_dim), dtype, device)
     return KvLayer(latent, None, a.kv_lora)
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """Zeros; on a host in a mapping of their own, since torch.zeros would write every page."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -86,12 +86,16 @@ LOAD_GAUGES: Mapping[str, tuple[str, str]] = {
     "kv_blocks_used": ("kv_blocks_used", "KV blocks held by sequences."),
     "kv_blocks_total": ("kv_blocks", "KV blocks of this rank."),
     "kv_blocks_cached": ("kv_blocks_cached", "KV blocks kept only for their prefix, and free when needed."),
+    "host_blocks_total": ("kv_host_blocks", "KV blocks that the host tier of this rank has room for."),
+    "host_blocks_used": ("kv_host_blocks_used", "KV blocks in the host tier."),
 }
 LOAD_COUNTERS: Mapping[str, tuple[str, str]] = {
     "prefix_queries": ("prefix_cache_queries", "Prompt tokens looked up in the prefix cache."),
     "prefix_hits": ("prefix_cache_hits", "Prompt tokens found in the prefix cache."),
+    "prefix_host_hits": ("prefix_cache_host_hits", "Prompt tokens found in the host tier alone."),
     "preemptions": ("preemptions", "Sequences put back into the queue because KV blocks ran out."),
 }
+OF_HOST_TIER = {"host_blocks_total", "host_blocks_used", "prefix_host_hits"}  # not of a rank without one
 # RankStatistics.counters name -> the same.
 COUNTERS: Mapping[str, tuple[str, str]] = {
     "run_steps": ("steps", "Steps that this rank took part in."),
@@ -103,6 +107,8 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "overlap_steps": ("overlap_steps", "Steps run as two micro-batches."),
     "graph_steps": ("graph_steps", "Steps replayed from a captured graph."),
     "kernels_compiled": ("kernels_compiled", "Kernels compiled during traffic, each while a step waited."),
+    "kv_saved_bytes": ("kv_host_saved_bytes", "Bytes of KV blocks copied to the host tier."),
+    "kv_loaded_bytes": ("kv_host_loaded_bytes", "Bytes of KV blocks that came back from the host tier."),
     "parks": ("parks", "Times the group went to sleep because nobody had work."),
     "tokens": ("step_tokens", "Tokens computed, in prefill and decode."),
     "exchange_tokens": ("comm_tokens", "Tokens passed to dispatch, once per MoE layer."),
@@ -119,6 +125,11 @@ HISTOGRAMS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
         (),
     ),
 }
+
+
+def _with(field: str, ranks: Iterable[RankStatistics]) -> Iterator[RankStatistics]:
+    """The ranks that a field of RankLoad says something about."""
+    return (rank for rank in ranks if field not in OF_HOST_TIER or rank.load.host_blocks_total)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -206,14 +217,14 @@ class RankCollector(Collector):
         yield self._usage(ranks)
         for field, (name, help) in LOAD_COUNTERS.items():
             counter = CounterMetricFamily(self._prefix + name, help, labels=["rank"])
-            for rank in ranks:
+            for rank in _with(field, ranks):
                 counter.add_metric([str(rank.rank)], getattr(rank.load, field))
             yield counter
 
     def _load_gauge(self, field: str, ranks: Iterable[RankStatistics]) -> Metric:
         name, help = LOAD_GAUGES[field]
         gauge = GaugeMetricFamily(self._prefix + name, help, labels=["rank"])
-        for rank in ranks:
+        for rank in _with(field, ranks):
             gauge.add_metric([str(rank.rank)], getattr(rank.load, field))
         return gauge
 

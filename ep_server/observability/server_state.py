@@ -20,7 +20,12 @@ STATES: Mapping[EngineState, str] = {
     EngineState.LOST: "lost",
     EngineState.STOPPED: "stopped",
 }
-MEMORY = {"weights": "weight_bytes", "kv": "kv_bytes", "exchange": "exchange_bytes"}  # of RankReady
+MEMORY = {  # kind -> field of RankReady
+    "weights": "weight_bytes",
+    "kv": "kv_bytes",
+    "kv_host": "kv_host_bytes",
+    "exchange": "exchange_bytes",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,6 +80,8 @@ class ServerState(Collector):
         family = GaugeMetricFamily(f"{PREFIX}rank_memory_bytes", help, labels=["rank", "kind"])
         for ready in list(self.engine.ready):
             for kind, field in MEMORY.items():
+                if kind == "kv_host" and not ready.kv_host_bytes:
+                    continue
                 family.add_metric([str(ready.rank), kind], getattr(ready, field))
         return family
 

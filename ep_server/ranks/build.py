@@ -10,12 +10,13 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
 from ep_server.backends.assembly import LoadParams, RankModel, load_model
+from ep_server.backends.kv_copies import KvCopier, NoCopies
 from ep_server.config import Config
 from ep_server.exchange.api import Exchange, ExchangeSpec
 from ep_server.models.families import ModelSpec, read_spec
@@ -53,7 +54,7 @@ class Front:
 
 @dataclass(frozen=True, slots=True)
 class RankParts:
-    """A rank that is ready to step. new_weights: see OrderDesk."""
+    """A rank that is ready to step. copier: of the host tier. new_weights: see OrderDesk."""
 
     exchange: Exchange
     runner: AnyRunner
@@ -63,6 +64,7 @@ class RankParts:
     masks: GrammarMasks
     profiler: StepProfiler
     new_weights: Callable[[str, int], Change] | None
+    copier: KvCopier = field(default_factory=NoCopies)
 
 
 def build_rank(
@@ -109,6 +111,7 @@ def build_rank(
         exchange_bytes=built.exchange_bytes,
         load_seconds=time.monotonic() - began,
         attention=built.attention,
+        kv_host_bytes=built.copier.slots * model.kv_block_bytes(limits.block_size),
     )
     scheduler = RankScheduler(limits, start.weights_version)
     return RankParts(
@@ -120,6 +123,7 @@ def build_rank(
         masks,
         StepProfiler(config.profile.directory, start.rank, on_device=config.parallel.device == "cuda"),
         WeightsInPlace(model, params, scheduler).change if device.takes_weights else None,
+        built.copier,
     )
 
 
@@ -158,6 +162,7 @@ def _limits(config: Config, model: RankModel, built: Built, ahead: int) -> Sched
         prefix_cache=config.scheduler.prefix_cache and config.model.routing == "router",
         max_context=model.max_context,
         ahead=ahead,
+        host_blocks=built.copier.slots,
     )
 
 

@@ -13,6 +13,7 @@ import torch
 from ep_server.backends.assembly import RankModel
 from ep_server.backends.cpu.native_compute import NativeCompute
 from ep_server.backends.cpu.sampler import Sampler
+from ep_server.backends.kv_copies import CpuCopies, NoCopies
 from ep_server.backends.masks import Masks
 from ep_server.backends.torch_compute import TorchCompute
 from ep_server.config import Config
@@ -23,7 +24,7 @@ from ep_server.models.compute import Compute
 from ep_server.models.families import read_spec
 from ep_server.models.sizes import context_limit
 from ep_server.ranks.exchanges import Opening, open_exchange
-from ep_server.ranks.group import local_ranks, topology_of, useful_blocks, weight_bytes
+from ep_server.ranks.group import host_blocks, local_ranks, topology_of, useful_blocks, weight_bytes
 from ep_server.ranks.overlap import BucketOverlap, Overlap, OverlapPolicy
 from ep_server.ranks.parts import Built, Device, Progress
 from ep_server.v1 import rank_pb2 as pb
@@ -53,7 +54,9 @@ class CpuDevice:
         runner = model.runner(
             exchange, Sampler(model.spec.vocab_size), blocks, self._config.scheduler.block_size, masks
         )
-        return Built(runner, blocks, exchange.capabilities.memory_bytes)
+        slots = host_blocks(self._config, model.spec)
+        copier = CpuCopies(runner.kv_cache, slots) if slots else NoCopies()
+        return Built(runner, blocks, exchange.capabilities.memory_bytes, copier=copier)
 
     def prepare(self, progress: Progress) -> None:
         """Does nothing: all code is warm."""
@@ -87,6 +90,7 @@ class CudaDevice:
     def build(self, model: RankModel, exchange: Exchange, masks: Masks) -> Built:
         """As Device.build. Raises: ConfigError too."""
         from ep_server.backends.gpu.assembly import GpuPlan, decode_kernels, gpu_runner, kv_blocks_on
+        from ep_server.backends.gpu.kv_copies import GpuCopies
         from ep_server.backends.gpu.memory import room_for_steps
 
         scheduler = self._config.scheduler
@@ -111,8 +115,10 @@ class CudaDevice:
         )
         with room_for_steps(self.device, sizes):
             runner = gpu_runner(model, exchange, rows, plan, blocks, chosen.kernels, masks)
+            slots = host_blocks(self._config, model.spec)
+            copier = GpuCopies(runner.kv_cache, slots, self.device) if slots else NoCopies()
         self._built = runner, sizes
-        return Built(runner, blocks, exchange.capabilities.memory_bytes, chosen.named)
+        return Built(runner, blocks, exchange.capabilities.memory_bytes, chosen.named, copier)
 
     @property
     def runner(self) -> GpuRunner:

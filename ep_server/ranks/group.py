@@ -60,6 +60,12 @@ def plan_group(config: Config, available: int | None = None) -> GroupPlan:
         raise ConfigError("model.attention", model.attention, "auto where parallel.device = cpu")
     found = inspect_config(model.path) if model.load_format == "dummy" else inspect_checkpoint(model.path)
     memory = available_memory() if available is None else available
+    pinned = 0 if on_cpu else config.parallel.ranks * host_bytes(config, found.spec)
+    if pinned > memory:
+        raise StartupError(
+            f"scheduler.kv_host_gib = {config.scheduler.kv_host_gib:g}: {_gib(pinned)} for "
+            f"{config.parallel.ranks} ranks must fit into the {_gib(memory)} of memory available"
+        )
     return replace(plan_ranks(config, found.spec, memory, packed=on_cpu), unused=str(found.unused))
 
 
@@ -82,7 +88,8 @@ def plan_ranks(config: Config, spec: ModelSpec, available: int, *, packed: bool 
     if config.parallel.device == "cuda":  # each rank knows its GPU, and sizes its cache
         return GroupPlan(exchange, scheduler.kv_blocks, threads, weights)
     processes = ranks + standby_processes(config)
-    fixed = here + shared + processes * PROCESS_BYTES
+    host = ranks * host_bytes(config, spec) if packed else 0  # a GPU's memory holds none of it
+    fixed = here + shared + host + processes * PROCESS_BYTES
     block = kv_block_bytes(spec, scheduler.block_size, cache_dtype(dtype, config.model.kv_dtype))
     blocks = scheduler.kv_blocks
     if not blocks:
@@ -92,12 +99,40 @@ def plan_ranks(config: Config, spec: ModelSpec, available: int, *, packed: bool 
         most = max(0, available - fixed) // (ranks * block)
         raise StartupError(
             f"the model does not fit: {_gib(here)} of weights, {_gib(shared)} of "
-            f"exchange, {_gib(ranks * max(blocks, 1) * block)} of KV cache and "
+            f"exchange, {_gib(ranks * max(blocks, 1) * block)} of KV cache"
+            + (f", {_gib(host)} of host tier (scheduler.kv_host_gib)" if host else "")
+            + " and "
             f"{_gib(processes * PROCESS_BYTES)} for {processes} processes need more than the "
             f"{_gib(available)} of memory available"
             + (f"; scheduler.kv_blocks = {blocks}: must be at most {most}, or 0" if blocks and most else "")
         )
     return GroupPlan(exchange, blocks, threads, weights)
+
+
+def host_blocks(config: Config, spec: ModelSpec) -> int:
+    """KV blocks in the host tier of one rank; 0 = it has none.
+
+    Raises: ConfigError if it holds no block, or if no prefix is ever reused.
+    """
+    scheduler, model = config.scheduler, config.model
+    if not scheduler.kv_host_gib:
+        return 0
+    if not scheduler.prefix_cache or model.routing != "router":
+        allowed = "0 unless scheduler.prefix_cache = true and model.routing = router"
+        raise ConfigError("scheduler.kv_host_gib", scheduler.kv_host_gib, allowed)
+    cached = cache_dtype(serving_dtype(spec, model.dtype), model.kv_dtype)
+    block = kv_block_bytes(spec, scheduler.block_size, cached)
+    blocks = int(scheduler.kv_host_gib * 2**30) // block
+    if not blocks:
+        allowed = f"0, or at least a KV block of {block} bytes"
+        raise ConfigError("scheduler.kv_host_gib", scheduler.kv_host_gib, allowed)
+    return blocks
+
+
+def host_bytes(config: Config, spec: ModelSpec) -> int:
+    """Memory of the host tier of one rank. Raises: as host_blocks()."""
+    cached = cache_dtype(serving_dtype(spec, config.model.dtype), config.model.kv_dtype)
+    return host_blocks(config, spec) * kv_block_bytes(spec, config.scheduler.block_size, cached)
 
 
 def weight_bytes(config: Config, spec: ModelSpec, exchange: ExchangeSpec, *, packed: bool) -> tuple[int, ...]:

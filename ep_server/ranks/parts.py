@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
 from ep_server.backends.assembly import RankModel
 from ep_server.backends.cpu.runner import RunnerStatistics
+from ep_server.backends.kv_copies import KvCopier, NoCopies
 from ep_server.backends.masks import Masks
 from ep_server.exchange.api import Exchange, ExchangeSpec
 from ep_server.models.compute import Compute
@@ -74,12 +75,16 @@ AnyRunner = Runner[Any]  # the loop does not look into steps
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A runner and the cache it has. exchange_bytes: of this rank. attention: kernels of a GPU, by name."""
+    """A runner and the cache it has. exchange_bytes: of this rank. attention: kernels of a GPU, by name.
+
+    copier: the host tier's; NoCopies if there is none.
+    """
 
     runner: AnyRunner
     kv_blocks: int
     exchange_bytes: int
     attention: str = ""
+    copier: KvCopier = field(default_factory=NoCopies)
 
 
 class Device(Protocol):

@@ -19,7 +19,14 @@ from ep_server.exchange.spec import MAX_RANKS, geometry_of, group_bytes
 from ep_server.models.families.spec import GqaSpec, ModelSpec
 from ep_server.models.footprint import Footprint, footprint
 from ep_server.models.sizes import cache_dtype, kv_block_bytes, serving_dtype
-from ep_server.ranks.group import PROCESS_BYTES, GroupPlan, exchange_spec, plan_ranks, standby_processes
+from ep_server.ranks.group import (
+    PROCESS_BYTES,
+    GroupPlan,
+    exchange_spec,
+    host_bytes,
+    plan_ranks,
+    standby_processes,
+)
 
 # A step of CPU ranks as measured (docs/benchmarks.md): so much for a layer beside its kernels, and then the
 # bound to twice the bound.
@@ -113,6 +120,9 @@ def size(config: Config, spec: ModelSpec, machine: Machine, workload: Workload) 
         * weights.expert
         * weights.sparse_layers,
         "KV cache": plan.kv_blocks * block,
+        **(
+            {"host tier": host_bytes(config, spec)} if machine.packed and config.scheduler.kv_host_gib else {}
+        ),
         "exchange": group_bytes(plan.exchange) // ranks,
         "process": PROCESS_BYTES,
     }

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import zip_longest
+from types import MappingProxyType
 from typing import Any, Protocol, TypeVar
 
 from ep_server.records import RankLoad, RankStatistics, StepBatch, StepTrace, TokenEvent
@@ -160,12 +161,19 @@ class StepMeter:
             self._decode_ns += took
         return took
 
-    def gather(self, load: RankLoad, exchange: Mapping[str, Any], runner: Measured) -> RankStatistics:
+    def gather(
+        self,
+        load: RankLoad,
+        exchange: Mapping[str, Any],
+        runner: Measured,
+        copied: Mapping[str, int] = MappingProxyType({}),
+    ) -> RankStatistics:
         """All measurements since ready(), as one record.
 
         Args:
             exchange: Exchange.statistics().
             runner: ModelRunner.statistics(); its expert counts are used where the exchange has none.
+            copied: KvCopier.counters().
         """
         own = {f"step/{name}": histogram for name, histogram in self._times.items()}
         own["request/queue"] = self._queue
@@ -175,7 +183,7 @@ class StepMeter:
             load=load,
             histograms=_trimmed({**parts.histograms, **{name: h.counts for name, h in own.items()}}),
             sums={**parts.sums, **{name: h.sum for name, h in own.items()}, "step/decode": self._decode_ns},
-            counters={**parts.counters, **self._counters},
+            counters={**parts.counters, **self._counters, **copied},
             peer_wait_ns=parts.peer_wait_ns,
             expert_tokens=parts.expert_tokens,
             last_steps=tuple(self._last_steps),

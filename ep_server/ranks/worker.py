@@ -75,7 +75,7 @@ class RankWorker:
         self._outlives = outlives
         self._regroup: pb.Regroup | None = None
         self._exchange, self._runner, self._scheduler = parts.exchange, parts.runner, parts.scheduler
-        self._masks = parts.masks
+        self._masks, self._copier = parts.masks, parts.copier
         self._held: set[int] = set()  # requests whose mask was late
         self._channel = channel
         self._clock = clock
@@ -179,7 +179,7 @@ class RankWorker:
             return True
         self._check_masks()
         self._check_changes()
-        batch = self._scheduler.plan()
+        batch = self._plan()
         planned = self._clock()
         verdict = self._vote(batch)
         if verdict.change:
@@ -208,6 +208,14 @@ class RankWorker:
             self._idle = verdict.park
             self._channel.report(waiting=verdict.park)
         return not verdict.stop
+
+    def _plan(self) -> StepBatch:
+        """The next step. The copies that precede it have begun."""
+        self._scheduler.loaded(self._copier.loaded())
+        batch = self._scheduler.plan()
+        if (moves := self._scheduler.moves()) is not None:
+            self._copier.start(moves)
+        return batch
 
     def _finish(self, step: _LaunchedStep) -> None:
         """Waits for a step's tokens and publishes them."""
@@ -384,9 +392,8 @@ class RankWorker:
 
     def _report(self) -> None:
         self._reported = self._clock()
-        measured = self._meter.gather(
-            self._scheduler.load(), self._exchange.statistics(), self._runner.statistics()
-        )
+        parts = self._exchange.statistics(), self._runner.statistics(), self._copier.counters()
+        measured = self._meter.gather(self._scheduler.load(), *parts)
         self._send(statistics_message(measured))
 
     def _send(self, message: pb.FromRank) -> None:

@@ -22,8 +22,9 @@ class SchedulerLimits:
     max_context: longest prompt + output. kv_blocks: of block_size tokens each.
     max_overtakes: later requests that may be admitted before the oldest waiting one.
     ahead: steps planned before the tokens of the one in flight are known.
+    host_blocks: slots of the host tier; 0 = there is none.
 
-    Raises: ConfigError if `ahead` is negative or another field below 1.
+    Raises: ConfigError if `ahead` or `host_blocks` is negative or another field below 1.
     """
 
     max_running: int
@@ -34,10 +35,11 @@ class SchedulerLimits:
     max_context: int
     max_overtakes: int = 256
     ahead: int = 0
+    host_blocks: int = 0
 
     def __post_init__(self) -> None:
         for item in fields(self):
-            least = int(item.name != "ahead")
+            least = int(item.name not in ("ahead", "host_blocks"))
             if getattr(self, item.name) < least and item.name != "prefix_cache":
                 raise ConfigError(f"scheduler.{item.name}", getattr(self, item.name), f"at least {least}")
 

@@ -125,6 +125,10 @@ class BlockLedger:
         """Whether seal() would keep a block of this digest: an equal block sealed earlier wins."""
         return digest not in self._block_of
 
+    def names(self, block: int, digest: bytes) -> bool:
+        """Whether the index names this block by this digest."""
+        return self._block_of.get(digest) == block
+
     def seal(self, block: int, prefix: Prefix) -> None:
         """Makes a full, computed block findable by its digest, if seals() it."""
         if self.seals(prefix.digest):

@@ -8,21 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ep_server.scheduler.host_tier import HostTier
 from ep_server.scheduler.kv_blocks import BlockLedger
 from ep_server.scheduler.kv_events import Prefix, packed
 from ep_server.scheduler.sequence import NEVER, ScheduledSequence
 
 
 class KvTables:
-    """KV tables over one ledger. weights: version of those that compute blocks, part of a block's digest."""
+    """KV tables over one ledger.
 
-    def __init__(self, ledger: BlockLedger, weights: int = 0) -> None:
-        self.weights = weights
+    weights: version of those that compute blocks, part of a block's digest. host: None = one without slots.
+    """
+
+    def __init__(self, ledger: BlockLedger, weights: int = 0, host: HostTier | None = None) -> None:
+        self.weights, self.host = weights, host or HostTier(0, ledger)
         self._ledger = ledger
+        self._loading: dict[int, ScheduledSequence] = {}  # by ticket
         self._no_room_at = (-1, -1)  # (number, ledger.releases) of the sequence that last did not fit
 
     def place(self, seq: ScheduledSequence, spare: int) -> bool:
         """Allocates blocks for all tokens of a sequence without blocks; cached ones count as computed.
+
+        Where the host tier holds what follows them, a load is decided, and the sequence is `loading`.
 
         Args:
             spare: blocks that must be left.
@@ -33,16 +40,18 @@ class KvTables:
         length = len(seq.tokens)
         if seq.weights != self.weights:
             seq.renew(self.weights)
-        shared = self._ledger.match(seq.digests(seq.reusable // seq.block_size))
+        digests = seq.digests(seq.reusable // seq.block_size)
+        shared = self._ledger.match(digests)
         fresh = self._ledger.blocks_for(length) - len(shared)
         if not self._ledger.fits(shared, fresh + spare):
             self._no_room_at = (seq.number, self._ledger.releases)
             return False
         self._ledger.allocate(seq.blocks, shared, fresh)
+        found = self._load(seq, digests, len(shared))
         seq.flushed = False
         seq.capacity = len(seq.blocks) * seq.block_size
         seq.sealed = len(shared)
-        seq.computed = seq.planned = seq.sealed * seq.block_size
+        seq.computed = seq.planned = (seq.sealed + found) * seq.block_size
         seq.next_seal = seq.computed + seq.block_size if seq.caches else NEVER
         return True
 
@@ -50,6 +59,16 @@ class KvTables:
         """One more block. Raises: InternalError if none is available."""
         self._ledger.append(seq.blocks)
         seq.capacity += seq.block_size
+        self.host.hand_out(seq.blocks[-1:])
+
+    def loaded(self, tickets: Sequence[int]) -> None:
+        """These loads have ended. Sequences that still wait for one run from now on and offer its blocks."""
+        for ticket in tickets:
+            self.host.ended(ticket)
+            seq = self._loading.pop(ticket, None)
+            if seq is not None:
+                seq.loading = 0
+                self.seal(seq, seq.computed)
 
     def seal(self, seq: ScheduledSequence, tokens: int) -> None:
         """Offers the blocks that the first `tokens` tokens fill to other sequences.
@@ -63,6 +82,8 @@ class KvTables:
         for index in range(seq.sealed, full):
             if self._ledger.seals(digests[index]):
                 self._ledger.seal(seq.blocks[index], _prefix(seq, digests, index))
+                if seq.caches:
+                    self.host.sealed(seq.blocks[index], digests[index])
         seq.sealed = full
         seq.next_seal = (full + 1) * seq.block_size if seq.caches else NEVER
 
@@ -75,13 +96,27 @@ class KvTables:
         """Nobody may reuse a block computed so far. placed: all that hold some. Returns: blocks forgotten."""
         for seq in placed:
             seq.flushed, seq.next_seal = True, NEVER
+        self.host.clear()
         return self._ledger.forget_all()
 
     def release(self, seq: ScheduledSequence) -> None:
         """Releases all blocks: nothing of the sequence is computed any more."""
+        if seq.caches:
+            self.host.slots.touch(seq.digests(seq.sealed))
+        self._loading.pop(seq.loading, None)
+        seq.loading = 0
         self._ledger.release(seq.blocks)
         seq.capacity = seq.computed = seq.planned = seq.sealed = 0
         seq.next_seal = NEVER
+
+    def _load(self, seq: ScheduledSequence, digests: Sequence[bytes], first: int) -> int:
+        """Fills new blocks of a table from the host tier, from block `first` on. Returns: how many."""
+        self.host.hand_out(seq.blocks[first:])
+        slots = self.host.slots.find(digests[first:]) if seq.caches else []
+        if slots:
+            seq.loading = self.host.load(slots, seq.blocks[first : first + len(slots)])
+            self._loading[seq.loading] = seq
+        return len(slots)
 
 
 def _prefix(seq: ScheduledSequence, digests: Sequence[bytes], index: int) -> Prefix:

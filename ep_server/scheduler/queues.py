@@ -21,6 +21,20 @@ def _arrival(seq: ScheduledSequence) -> int:
     return seq.arrival
 
 
+def overtake(begun: list[ScheduledSequence], by: ScheduledSequence, most: int) -> None:
+    """Counts `by` against the oldest of those with prompts half run, as take() does for those that wait.
+
+    Args:
+        begun: best first. most: later sequences that may pass one.
+    """
+    oldest = min(begun, key=_arrival, default=by)
+    if oldest.arrival < by.arrival and not oldest.urgent:
+        oldest.overtaken += 1
+        if oldest.overtaken >= most:
+            oldest.urgent = True
+            begun.sort(key=_order)
+
+
 class WaitingQueue:
     """Sequences in QUEUED or PREEMPTED, best first. A preempted one returns to its old place."""
 

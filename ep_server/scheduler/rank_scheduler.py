@@ -16,9 +16,9 @@ from ep_server.errors import InternalError
 from ep_server.records import (
     LATE_TOKEN,
     NO_TOKEN,
-    PENDING_TOKEN,
     KvBlocksStored,
     KvEvent,
+    KvMoves,
     RankLoad,
     Request,
     SampledToken,
@@ -27,11 +27,12 @@ from ep_server.records import (
     TokenEvent,
 )
 from ep_server.scheduler.batch import IDLE, SchedulerLimits
+from ep_server.scheduler.host_tier import HostTier
 from ep_server.scheduler.kv_blocks import BlockLedger
 from ep_server.scheduler.kv_events import KvEventLog
 from ep_server.scheduler.kv_tables import KvTables
 from ep_server.scheduler.lifecycle import Event
-from ep_server.scheduler.queues import WaitingQueue
+from ep_server.scheduler.queues import WaitingQueue, overtake
 from ep_server.scheduler.sequence import ScheduledSequence, StepsInFlight
 from ep_server.scheduler.siblings import Siblings
 
@@ -49,7 +50,8 @@ class RankScheduler:
     def __init__(self, limits: SchedulerLimits, weights: int = 0) -> None:
         self.limits, self.weights = limits, weights
         self._ledger = BlockLedger(limits.kv_blocks, limits.block_size)
-        self._tables = KvTables(self._ledger, weights)
+        self._host = HostTier(limits.host_blocks, self._ledger)
+        self._tables = KvTables(self._ledger, weights, self._host)
         self._waiting = WaitingQueue(limits.max_overtakes)
         self._siblings = Siblings()
         # Every running sequence gets at least one token of a step, or a long decode would stall a prefill.
@@ -59,7 +61,8 @@ class RankScheduler:
         self._live: dict[int, ScheduledSequence] = {}
         self._in_flight = StepsInFlight(limits.ahead)
         self._freed: list[int] = []
-        self._arrivals = self._steps = self._preemptions = self._prefix_queries = self._prefix_hits = 0
+        self._arrivals = self._steps = self._preemptions = 0
+        self._prefix_queries = self._prefix_hits = self._prefix_host_hits = 0
 
     def __repr__(self) -> str:
         return (
@@ -98,6 +101,9 @@ class RankScheduler:
             prefix_queries=self._prefix_queries,
             prefix_hits=self._prefix_hits,
             preemptions=self._preemptions,
+            prefix_host_hits=self._prefix_host_hits,
+            host_blocks_total=self._host.slots.num_slots,
+            host_blocks_used=self._host.slots.used,
         )
 
     def add(self, request: Request) -> None:
@@ -173,11 +179,12 @@ class RankScheduler:
         Raises: InternalError if a commit() must come first.
         """
         self._in_flight.make_room()
+        self._host.begin_plan()
         going = [seq for seq in self._decoding if seq.runs_on and not seq.held]
         self._grow(going)
         going = [seq for seq in going if not seq.waits]  # the others were preempted
         slices = [
-            SeqSlice(seq.number, seq.planned, (_next_id(seq),), seq.blocks, True, seq.admissions)
+            SeqSlice(seq.number, seq.planned, (seq.next_id,), seq.blocks, True, seq.admissions)
             for seq in going
         ]
         num_tokens = len(slices)
@@ -190,6 +197,14 @@ class RankScheduler:
         batch = StepBatch(tuple(slices), num_tokens) if slices else IDLE
         self._in_flight.push(batch, going)
         return batch
+
+    def moves(self) -> KvMoves | None:
+        """Copies that must be started before the step that was planned last; None: nothing to do."""
+        return self._host.take_moves()
+
+    def loaded(self, tickets: Sequence[int]) -> None:
+        """These loads of moves() have ended: their sequences run from the next plan on."""
+        self._tables.loaded(tickets)
 
     def commit(self, batch: StepBatch, sampled: Sequence[SampledToken]) -> list[TokenEvent]:
         """Applies a finished step: counts its tokens as computed, appends drawn ones, frees what ended.
@@ -260,8 +275,8 @@ class RankScheduler:
 
     def check_integrity(self) -> None:
         """Raises InternalError if queues, tables, counts or states disagree. For tests and idle moments."""
-        self._waiting.check_integrity()
-        self._siblings.check_integrity()
+        for part in (self._waiting, self._siblings, self._host.slots):
+            part.check_integrity()
         running = self._decoding + self._prefilling
         self._ledger.check_integrity(seq.blocks for seq in running)
         if len(running) + len(self._waiting) + len(self._siblings) != len(self._live):
@@ -271,12 +286,7 @@ class RankScheduler:
         for seq in running:
             if seq.waits or seq.state.ended or self._live.get(seq.number) is not seq:
                 raise InternalError(f"{seq!r} is among the running")
-            if seq.capacity != len(seq.blocks) * seq.block_size or seq.planned > seq.capacity:
-                raise InternalError(f"{seq!r} has a capacity of {seq.capacity} tokens")
-            if seq.computed >= len(seq.tokens) or len(seq.tokens) >= seq.length_limit:
-                raise InternalError(f"{seq!r} has nothing to run")
-            if seq.computed > seq.planned or (seq.computed != seq.planned and seq not in self._in_flight):
-                raise InternalError(f"{seq!r} has {seq.planned} tokens planned and no step in flight")
+            seq.check_integrity(in_flight=seq in self._in_flight)
         for seq in self._decoding:
             if seq.planned != len(seq.tokens) - 1 + seq.pending:
                 raise InternalError(f"{seq!r} decodes with more than one token to run")
@@ -294,7 +304,7 @@ class RankScheduler:
     def _plan_prefill(self, slices: list[SeqSlice], going: list[ScheduledSequence]) -> int:
         """Adds prefill chunks, best order first, admitting while there is room; returns their tokens."""
         budget = left = self.limits.max_step_tokens - len(slices)
-        begun = sorted(self._prefilling, key=lambda seq: seq.order)
+        begun = sorted((seq for seq in self._prefilling if not seq.loading), key=lambda seq: seq.order)
         blocked = False
         while left:
             head = None if blocked else self._waiting.head
@@ -303,7 +313,9 @@ class RankScheduler:
                 if blocked:
                     continue
                 seq = head
-                self._overtake(begun, seq)
+                if seq.loading:
+                    continue
+                overtake(begun, seq, self.limits.max_overtakes)
             elif begun:
                 seq = begun.pop(0)
             else:
@@ -316,15 +328,6 @@ class RankScheduler:
             going.append(seq)
             left -= end - start
         return budget - left
-
-    def _overtake(self, begun: list[ScheduledSequence], by: ScheduledSequence) -> None:
-        """Counts against the oldest of those with prompts half run, as the queue does for those that wait."""
-        oldest = min(begun, key=lambda seq: seq.arrival, default=by)
-        if oldest.arrival < by.arrival and not oldest.urgent:
-            oldest.overtaken += 1
-            if oldest.overtaken >= self.limits.max_overtakes:
-                oldest.urgent = True
-                begun.sort(key=lambda seq: seq.order)
 
     def _admit(self, seq: ScheduledSequence) -> bool:
         """Admits the head of the queue and allocates its blocks; False if it must wait."""
@@ -346,6 +349,7 @@ class RankScheduler:
             if seq.caches and seq.scored >= seq.score_end:
                 self._prefix_queries += len(seq.tokens)
                 self._prefix_hits += seq.computed
+                self._prefix_host_hits += seq.computed - seq.sealed * seq.block_size
         return True
 
     def _move_prefilled(self) -> None:
@@ -394,7 +398,3 @@ class RankScheduler:
     def _leave_running(self, seq: ScheduledSequence) -> None:
         (self._decoding if seq in self._decoding else self._prefilling).remove(seq)
         self._tables.release(seq)
-
-
-def _next_id(seq: ScheduledSequence) -> int:
-    return PENDING_TOKEN if seq.pending else seq.tokens[-1]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from ep_server.errors import InternalError
-from ep_server.records import FinishReason, Request, SampledToken, ScoredRows, StepBatch
+from ep_server.records import PENDING_TOKEN, FinishReason, Request, SampledToken, ScoredRows, StepBatch
 from ep_server.scheduler.kv_blocks import block_digest, private_root, root_digest
 from ep_server.scheduler.lifecycle import Event, State, advance
 
@@ -41,6 +41,7 @@ class ScheduledSequence:
     cached_tokens: prompt tokens its first admission found in the prefix cache; None before it.
     refused: was head of the queue and did not fit, so that no shorter prompt may take its room.
     urgent: was overtaken too often; precedes every priority.
+    loading: ticket of the load from host memory that it waits for; 0 = none.
     drop: cancel or failure that waits for the step in flight.
     held: it takes part in no step until it is released.
     weights: version of those in force when it was given blocks; their digests tell versions apart.
@@ -73,6 +74,7 @@ class ScheduledSequence:
     overtaken: int = 0
     refused: bool = False
     urgent: bool = False
+    loading: int = 0
     drop: Event | None = None
     held: bool = False
     weights: int = 0
@@ -112,6 +114,11 @@ class ScheduledSequence:
     def runs_on(self) -> bool:
         """It needs another step as far as its length says; the steps in flight may draw a stop."""
         return len(self.tokens) + self.pending < self.length_limit
+
+    @property
+    def next_id(self) -> int:
+        """The token that a decode step runs."""
+        return PENDING_TOKEN if self.pending else self.tokens[-1]
 
     @property
     def waits(self) -> bool:
@@ -159,6 +166,15 @@ class ScheduledSequence:
             return None
         self.scored = last
         return ScoredRows(first, self.tokens[first + 1 : last + 1], top)
+
+    def check_integrity(self, *, in_flight: bool) -> None:
+        """Raises InternalError if its numbers disagree. in_flight: it is in a step; for one that runs."""
+        if self.capacity != len(self.blocks) * self.block_size or self.planned > self.capacity:
+            raise InternalError(f"{self!r} has a capacity of {self.capacity} tokens")
+        if self.computed >= len(self.tokens) or len(self.tokens) >= self.length_limit:
+            raise InternalError(f"{self!r} has nothing to run")
+        if self.computed > self.planned or (self.computed != self.planned and not in_flight):
+            raise InternalError(f"{self!r} has {self.planned} tokens planned and no step in flight")
 
     def append(self, token_id: int) -> FinishReason | None:
         """Appends a drawn token. Returns the finish reason if it is the last one."""

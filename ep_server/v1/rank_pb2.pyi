@@ -383,7 +383,7 @@ class Progress(_message.Message):
     def __init__(self, stage: _Optional[str] = ..., done: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("rank", "pid", "kv_blocks", "block_size", "weight_bytes", "kv_bytes", "exchange_bytes", "load_seconds", "attention")
+    __slots__ = ("rank", "pid", "kv_blocks", "block_size", "weight_bytes", "kv_bytes", "exchange_bytes", "load_seconds", "attention", "kv_host_bytes")
     RANK_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -393,6 +393,7 @@ class Ready(_message.Message):
     EXCHANGE_BYTES_FIELD_NUMBER: _ClassVar[int]
     LOAD_SECONDS_FIELD_NUMBER: _ClassVar[int]
     ATTENTION_FIELD_NUMBER: _ClassVar[int]
+    KV_HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
     rank: int
     pid: int
     kv_blocks: int
@@ -402,7 +403,8 @@ class Ready(_message.Message):
     exchange_bytes: int
     load_seconds: float
     attention: str
-    def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., exchange_bytes: _Optional[int] = ..., load_seconds: _Optional[float] = ..., attention: _Optional[str] = ...) -> None: ...
+    kv_host_bytes: int
+    def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., exchange_bytes: _Optional[int] = ..., load_seconds: _Optional[float] = ..., attention: _Optional[str] = ..., kv_host_bytes: _Optional[int] = ...) -> None: ...
 
 class StepTokens(_message.Message):
     __slots__ = ("numbers", "token_ids", "finish", "cached_tokens", "logprobs", "top_counts", "top_token_ids", "top_logprobs", "queued_ns", "step", "weights")
@@ -461,7 +463,7 @@ class RequestFailed(_message.Message):
     def __init__(self, number: _Optional[int] = ..., message: _Optional[str] = ..., by_grammar: _Optional[bool] = ...) -> None: ...
 
 class Load(_message.Message):
-    __slots__ = ("running", "waiting", "kv_blocks_used", "kv_blocks_total", "kv_blocks_cached", "steps", "prefix_queries", "prefix_hits", "preemptions")
+    __slots__ = ("running", "waiting", "kv_blocks_used", "kv_blocks_total", "kv_blocks_cached", "steps", "prefix_queries", "prefix_hits", "preemptions", "prefix_host_hits", "host_blocks_total", "host_blocks_used")
     RUNNING_FIELD_NUMBER: _ClassVar[int]
     WAITING_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_USED_FIELD_NUMBER: _ClassVar[int]
@@ -471,6 +473,9 @@ class Load(_message.Message):
     PREFIX_QUERIES_FIELD_NUMBER: _ClassVar[int]
     PREFIX_HITS_FIELD_NUMBER: _ClassVar[int]
     PREEMPTIONS_FIELD_NUMBER: _ClassVar[int]
+    PREFIX_HOST_HITS_FIELD_NUMBER: _ClassVar[int]
+    HOST_BLOCKS_TOTAL_FIELD_NUMBER: _ClassVar[int]
+    HOST_BLOCKS_USED_FIELD_NUMBER: _ClassVar[int]
     running: int
     waiting: int
     kv_blocks_used: int
@@ -480,7 +485,10 @@ class Load(_message.Message):
     prefix_queries: int
     prefix_hits: int
     preemptions: int
-    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., steps: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., preemptions: _Optional[int] = ...) -> None: ...
+    prefix_host_hits: int
+    host_blocks_total: int
+    host_blocks_used: int
+    def __init__(self, running: _Optional[int] = ..., waiting: _Optional[int] = ..., kv_blocks_used: _Optional[int] = ..., kv_blocks_total: _Optional[int] = ..., kv_blocks_cached: _Optional[int] = ..., steps: _Optional[int] = ..., prefix_queries: _Optional[int] = ..., prefix_hits: _Optional[int] = ..., preemptions: _Optional[int] = ..., prefix_host_hits: _Optional[int] = ..., host_blocks_total: _Optional[int] = ..., host_blocks_used: _Optional[int] = ...) -> None: ...
 
 class Statistics(_message.Message):
     __slots__ = ("rank", "load", "histograms", "sums", "counters", "peer_waits", "expert_tokens", "last_steps")

@@ -16,6 +16,7 @@ import torch
 from ep_server.backends.masks import PATIENCE_SECONDS, Masks, NoMasks
 from ep_server.models.batch import split
 from ep_server.models.decoder import Decoder, DecoderParams, interleave
+from ep_server.models.kv_cache import KvCache
 from ep_server.models.timers import Phase, PhaseClock
 from ep_server.records import LATE_TOKEN, PromptLogprobs, Request, SampledToken, StepBatch
 
@@ -65,6 +66,11 @@ class ModelRunner:
         self._masks = NoMasks() if masks is None else masks
         self._clock = PhaseClock()
         self._decoder = Decoder(params, self._clock)
+
+    @property
+    def kv_cache(self) -> KvCache:
+        """The cache that steps read and write."""
+        return self._params.kv_cache
 
     def add(self, request: Request) -> None:
         """Creates the sampler state of a request, before its first token is sampled."""

@@ -31,6 +31,7 @@ from ep_server.backends.gpu.waiting import STEP_SECONDS, Snapshot, await_device,
 from ep_server.backends.masks import PATIENCE_SECONDS, Masks, NoMasks
 from ep_server.models.batch import cut
 from ep_server.models.decoder import DecoderParams, interleave
+from ep_server.models.kv_cache import KvCache
 from ep_server.models.prompt_scorer import PromptScorer
 from ep_server.models.timers import no_lap
 from ep_server.records import LATE_TOKEN, PromptLogprobs, Request, SampledToken, SeqSlice, StepBatch
@@ -130,6 +131,11 @@ class GpuRunner:
         self._clock = DeviceClock(self._device, options.timed_every)
         self._clock.warm_up()
         self.graphs = Graphs(self._padded, options.keys, self._device, self._seconds)
+
+    @property
+    def kv_cache(self) -> KvCache:
+        """The cache that steps read and write."""
+        return self._params.kv_cache
 
     def add(self, request: Request) -> None:
         """Creates the sampling state of a request. Raises: as GpuSampler.add()."""

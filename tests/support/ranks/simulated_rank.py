@@ -1,6 +1,7 @@
 """A rank without a model: runs a scheduler's batches on a KV cache that stores what was written.
 
 A batch runs when it is launched, as on a device that takes launches in order; its tokens are told later.
+Copies between cells and host slots run as late as a copier may run them.
 
 The next token is a fixed function of every token the batch makes visible, so a request's stream is known
 beforehand (`stream_alone`) and any wrong position, table, shared or overwritten block changes it or raises.
@@ -26,6 +27,7 @@ from ep_server.records import (
 from ep_server.scheduler import RankScheduler, SchedulerLimits
 from ep_server.scheduler.kv_blocks import block_digest, root_digest
 from ep_server.scheduler.kv_events import block_hash
+from tests.support.ranks.late_copier import Cell, LateCopier
 
 VOCAB = 13  # small, so that stops and equal prefixes happen
 
@@ -79,7 +81,8 @@ class SimulatedRank:
     def __init__(self, limits: SchedulerLimits) -> None:
         self.limits = limits
         self.scheduler = RankScheduler(limits)
-        self.cells: list[tuple[str, int, int] | None] = [None] * (limits.kv_blocks * limits.block_size)
+        self.cells: list[Cell] = [None] * (limits.kv_blocks * limits.block_size)
+        self.copier = LateCopier(self.cells, limits.block_size, limits.host_blocks)
         self.requests: dict[int, Request] = {}
         self.events: dict[int, list[TokenEvent]] = {}
         self.freed: list[int] = []
@@ -121,12 +124,22 @@ class SimulatedRank:
 
         late: requests whose masks are late.
         """
-        batch = self.scheduler.plan()
+        self.scheduler.loaded(self.copier.loaded())
+        batch = self._plan()
+        if not batch.slices and (tickets := self.copier.loaded()):  # they are all that there is to do
+            self.scheduler.loaded(tickets)
+            batch = self._plan()
         if batch.slices:
             drawn = self.run(batch, late)
             self.in_flight.append((batch, drawn))
             for number in late_of(drawn):
                 self.scheduler.hold(number)
+        return batch
+
+    def _plan(self) -> StepBatch:
+        batch = self.scheduler.plan()
+        if (moves := self.scheduler.moves()) is not None:
+            self.copier.start(moves)
         return batch
 
     def settle(self) -> None:

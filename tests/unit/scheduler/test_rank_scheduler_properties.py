@@ -25,6 +25,7 @@ limits = st.builds(
     max_context=st.just(1000),
     max_overtakes=st.integers(1, 4),
     ahead=st.integers(0, 2),
+    host_blocks=st.sampled_from([0, 0, 2, 7, 30]),
 )
 # Few distinct tokens, so that prompts share prefixes.
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=14)
@@ -193,6 +194,7 @@ def test_limits_change_the_steps_but_no_stream(workload):
         replace(chosen, max_step_tokens=1, max_running=1),
         replace(chosen, max_step_tokens=500, max_running=50, kv_blocks=500),
         replace(chosen, ahead=1 - min(chosen.ahead, 1)),
+        replace(chosen, host_blocks=40),
     ]
     for variant in variants:
         rank = SimulatedRank(variant)
