@@ -14,7 +14,11 @@ namespace ep::prefill {
 namespace {
 
 constexpr uint32_t kThreads = (1 + kWarpgroups) * 128, kWarps = kWarpgroups * 4;
-constexpr uint32_t kLoaderRegisters = 32, kRegisters = 240;
+constexpr uint32_t kLoaderRegisters = 24, kRegisters = 240;
+// Otherwise the multiplying warps would wait for ever.
+static_assert(128 * (kLoaderRegisters + kWarpgroups * kRegisters) <=
+                  kThreads * ((64 << 10) / kThreads / 8 * 8),
+              "warpgroups take more registers than a block begins with");
 
 // Copies a box to shared memory; other blocks read it too.
 __device__ inline void copy_shared_box(void* to, const CUtensorMap* map, const uint32_t (&at)[4],
