@@ -1,0 +1,109 @@
+"""The Hopper kernel for attention of chunks: against float64 attention of torch. Unused memory is NaN."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import accumulate, pairwise
+
+import pytest
+import torch
+
+from ep_server.backends.gpu.kernels.hopper.prefill import HopperPrefill
+from ep_server.backends.gpu.kernels.triton.paged import Sequences
+from ep_server.errors import InternalError
+from ep_server.models.families.spec import GqaSpec
+from tests.support.triton.paged_case import Heads, PagedCase
+
+pytestmark = pytest.mark.gpu
+BF16, NAN, SCALE = torch.bfloat16, float("nan"), 0.1
+GQA = (32, 4)
+# (context with the chunk, tokens of the chunk), as a step may have them: single tokens have no rows here.
+MIXED = [(30, 0), (1, 1), (200, 200), (0, 0), (777, 77), (129, 1), (128, 128), (1000, 3)]
+
+
+def check(chunks: list[tuple[int, int]], heads: tuple[int, int] = GQA, block: int = 16) -> None:
+    """Runs the chunks, and compares each row; rows behind the last chunk must stay as they were."""
+    case = PagedCase.of([context for context, _ in chunks], Heads(*heads, 128, 128), block, BF16)
+    starts = [0, *accumulate(tokens for _, tokens in chunks)]
+    q = torch.randn(starts[-1] + 5, heads[0], 128, device="cuda").to(BF16)
+    q[starts[-1] :] = NAN
+    out = torch.full_like(q, NAN)
+    kernel = HopperPrefill(case.kv, GqaSpec(*heads, 128, SCALE))
+    blocks, lengths = case.sequences.blocks.int(), case.sequences.lengths.int()
+    kernel.run(q, torch.tensor(starts, device="cuda").int(), Sequences(blocks, lengths), out)
+    torch.cuda.synchronize()
+    assert bool(out[starts[-1] :].isnan().all())
+    for s, ((begin, end), (context, tokens)) in enumerate(zip(pairwise(starts), chunks, strict=True)):
+        if tokens == 0:
+            continue
+        group = heads[0] // heads[1]
+        keys, values = (x.double().cuda().repeat_interleave(group, 1) for x in (case.keys[s], case.values[s]))
+        scores = torch.einsum("thd,phd->htp", q[begin:end].double(), keys) * SCALE
+        positions = torch.arange(context - tokens, context, device="cuda")
+        unseen = torch.arange(context, device="cuda") > positions[:, None]
+        weights = scores.masked_fill(unseen, float("-inf")).softmax(-1)
+        expected = torch.einsum("htp,phd->thd", weights, values)
+        error = (out[begin:end].double() - expected).abs().amax() / expected.abs().amax()
+        assert error < 0.01, (s, context, tokens, float(error))
+
+
+@pytest.mark.parametrize("heads", [GQA, (32, 8), (8, 8), (10, 2), (32, 1), (5, 1)], ids=str)
+def test_chunks_of_a_step(heads: tuple[int, int]) -> None:
+    check(MIXED, heads)
+
+
+@pytest.mark.parametrize("block", [8, 16, 32, 64, 128, 256])
+def test_blocks_of_each_size(block: int) -> None:
+    check([(1000, 100), (77, 50), (300, 300), (257, 1)], block=block)
+
+
+@pytest.mark.parametrize("end", [15, 16, 17, 127, 128, 129, 255, 256, 257, 383, 384, 385, 513])
+def test_ends_of_tiles_and_of_the_ring(end: int) -> None:
+    check([(end, end), (end + 128, 16), (end + 700, min(end, 33))])
+
+
+def test_many_chunks() -> None:
+    """Over 32, so many are looked up at once, with some that have no tokens."""
+    check([(40 + 3 * n, 0 if n % 7 == 3 else 1 + n % 5) for n in range(300)])
+
+
+def test_more_items_than_multiprocessors() -> None:
+    check([(3000, 2500), (600, 600)], (16, 2))
+
+
+def test_padding_alone() -> None:
+    check([(0, 0), (0, 0)])
+
+
+def test_a_captured_launch_reads_its_arguments_from_memory() -> None:
+    """Replays give what other lengths, tables and queries ask for."""
+    case = PagedCase.of([300, 40], Heads(*GQA, 128, 128), 16, BF16)
+    kernel = HopperPrefill(case.kv, GqaSpec(*GQA, 128, SCALE))
+    q = torch.randn(64, 32, 128, device="cuda").to(BF16)
+    starts = torch.tensor([0, 20, 60], device="cuda").int()
+    sequences = Sequences(case.sequences.blocks.int(), case.sequences.lengths.int())
+    out = torch.zeros_like(q)
+    kernel.run(q, starts, sequences, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kernel.run(q, starts, sequences, out)
+    q.copy_(torch.randn(64, 32, 128, device="cuda"))
+    starts.copy_(torch.tensor([0, 33, 40]))
+    sequences.lengths.copy_(torch.tensor([290, 17]))
+    out.zero_()
+    graph.replay()
+    again = torch.zeros_like(q)
+    kernel.run(q, starts, sequences, again)
+    torch.cuda.synchronize()
+    assert torch.equal(out, again)
+    assert bool(out[:40].any(dim=(1, 2)).all()) and not bool(out[40:].any())
+
+
+@pytest.mark.parametrize(
+    ("heads", "dim", "window", "obstacle"),
+    [(32, 64, 0, "64 channels"), (30, 128, 0, "30 query heads over 4"), (32, 128, 9, "a window")],
+)
+def test_an_unsupported_shape_is_refused(heads: int, dim: int, window: int, obstacle: str) -> None:
+    case = PagedCase.of([16], Heads(*GQA, 128, 128), 16, BF16)
+    with pytest.raises(InternalError, match=obstacle):
+        HopperPrefill(case.kv, replace(GqaSpec(heads, 4, dim, SCALE), window=window))
