@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 
 from ep_server.backends.gpu.kernels.triton.kv_blocks import gather_blocks, scatter_blocks
-from ep_server.backends.gpu.waiting import STEP_SECONDS
+from ep_server.backends.gpu.waiting import STEP_SECONDS, await_device
 from ep_server.backends.kv_copies import counters_of
 from ep_server.errors import InternalError, StartupError
 from ep_server.models.kv_cache import KvCache
@@ -52,7 +52,7 @@ class GpuCopies:
         staging = (self._chunk, len(parts), self._part_bytes)
         self._out = torch.zeros(staging, dtype=torch.uint8, device=device)
         self._in = torch.zeros(staging, dtype=torch.uint8, device=device)
-        self._host = pinned(slots * self._block_bytes).view(slots, len(parts), self._part_bytes)
+        self._host = pinned(slots * self._block_bytes, device).view(slots, len(parts), self._part_bytes)
         self._save_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._load_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._started: list[_Started] = []
@@ -112,7 +112,7 @@ class GpuCopies:
 
     def _on_device(self, numbers: list[int]) -> torch.Tensor:
         """On the current stream, whose later work may read it."""
-        host = torch.tensor(numbers, dtype=torch.int64, pin_memory=True)
+        host = torch.tensor(numbers, dtype=torch.int64, pin_memory=self._device.type == "cuda")
         return host.to(self._device, non_blocking=True)
 
     def _note(self, stream: torch.cuda.Stream, copies: Sequence[tuple[int, int]], ticket: int) -> None:
@@ -136,7 +136,7 @@ class GpuCopies:
         block = self._on_device([0, 0])
         gather_blocks(self._addresses, block[:1], self._out)
         scatter_blocks(self._addresses, block[:1], self._out)
-        torch.cuda.synchronize(self._device)
+        await_device(self._device, STEP_SECONDS, "the first copy of a KV block")
 
 
 def runs(slots: Sequence[int]) -> list[tuple[int, int, int]]:
@@ -151,14 +151,16 @@ def runs(slots: Sequence[int]) -> list[tuple[int, int, int]]:
     return found
 
 
-def pinned(size: int) -> torch.Tensor:
-    """Page-locked zeros of exactly this size: torch's own allocator rounds up to a power of two.
+def pinned(size: int, device: torch.device) -> torch.Tensor:
+    """Zeros of exactly this size, page-locked for a GPU: torch's allocator rounds up to a power of two.
 
     Raises: StartupError if the system refuses to lock so many pages.
     """
     memory = torch.frombuffer(
         mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), dtype=torch.uint8
     )
+    if device.type != "cuda":
+        return memory
     status = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), size, 0)  # type: ignore[no-untyped-call]
     if int(status) != 0:
         raise StartupError(

@@ -1,0 +1,213 @@
+"""Second turns over a history that was evicted: from the host tier against a new prefill, beside other streams.
+
+    python3 benchmarks/session_turns.py [--history 16384] [--streams 32] [--rounds 5]
+
+Weights are random, of a config.json in benchmarks/shapes. The KV cache holds one history and the streams, so the
+next history evicts it. Each round takes turns: a first turn over a new history (a new prefill), one over
+another history, which evicts the first, and a second turn over the first, which must find it in the host tier.
+The other streams decode all the time. Their gaps between tokens are sorted by what runs meanwhile. Both turns
+end with one token; times are from submit() to that token, in the server's process without gRPC.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import random
+import statistics
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from ep_server.cli.bench.offline import running
+from ep_server.config import Config
+from ep_server.engine.active_request import Submission
+from ep_server.engine.engine import Engine
+from ep_server.frontend.served_model import ServedModel
+from ep_server.models.families import read_spec
+from ep_server.models.sizes import cache_dtype, kv_block_bytes, serving_dtype
+from ep_server.records import Request, Sampling, Stopping
+
+SHAPES = Path(__file__).parent / "shapes"
+BLOCK = 16
+ADDED = 32  # tokens that the second turn adds to its history
+PROMPT = 16  # tokens of a stream
+
+
+@dataclass
+class Streams:
+    """Requests that decode until stopped. gaps: (begin, end) between two tokens of one stream."""
+
+    engine: Engine
+    vocab: int
+    tokens: int  # of one request
+    gaps: list[tuple[float, float]] = field(default_factory=list)
+    started: int = 0
+    stopped: bool = False
+
+    async def run(self, number: int) -> None:
+        """One stream; where its request ends, the next begins."""
+        draws = random.Random(number)
+        while not self.stopped:
+            prompt = tuple(draws.randrange(3, self.vocab) for _ in range(PROMPT))
+            request = asked(f"stream-{number}-{draws.random()}", prompt, self.tokens, bypass=True)
+            ((_, stream),) = self.engine.submit([Submission(request)])
+            last, done = 0.0, False
+            try:
+                while not done and not self.stopped:
+                    chunk = await stream.read()
+                    now = time.perf_counter()
+                    if last:
+                        self.gaps.append((last, now))
+                    else:
+                        self.started += 1
+                    last, done = now, chunk.completion is not None
+            finally:
+                stream.close()
+
+    def during(self, windows: list[tuple[float, float]]) -> list[float]:
+        """Gaps that overlap one of these times."""
+        return [
+            end - begin
+            for begin, end in self.gaps
+            if any(begin < until and end > since for since, until in windows)
+        ]
+
+
+def asked(name: str, prompt: tuple[int, ...], new: int, *, bypass: bool = False) -> Request:
+    sampling = Sampling(temperature=0.0, seed=0)
+    return Request(name, 0, prompt, sampling, Stopping(new), bypass_prefix_cache=bypass)
+
+
+async def turn(engine: Engine, prompt: tuple[int, ...]) -> tuple[float, float, int]:
+    """Asks for one token. Returns: (submit, token, prompt tokens found in a cache)."""
+    begin = time.perf_counter()
+    ((_, stream),) = engine.submit([Submission(asked(f"turn-{begin}", prompt, 1))])
+    try:
+        cached = 0
+        while True:
+            chunk = await stream.read()
+            if chunk.events:
+                end, cached = time.perf_counter(), chunk.events[0].cached_tokens
+            if chunk.completion is not None:
+                return begin, end, cached
+    finally:
+        stream.close()
+
+
+def quantile(values: list[float], q: float) -> float:
+    ordered = sorted(values)
+    return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else float("nan")
+
+
+def configured(options: argparse.Namespace, folder: Path) -> tuple[Config, int]:
+    """The server, and the tokens of one stream's request."""
+    values = json.loads((SHAPES / options.shape / "config.json").read_text())
+    if options.layers:
+        values["num_hidden_layers"] = options.layers
+    (folder / "config.json").write_text(json.dumps(values))
+    spec = read_spec(folder)
+    longest = options.history + ADDED + 1
+    new = min(longest, spec.max_context) - PROMPT
+    per_stream = -(-(PROMPT + new) // BLOCK)
+    history = -(-longest // BLOCK)
+    block = kv_block_bytes(spec, BLOCK, cache_dtype(serving_dtype(spec, "auto"), options.kv_dtype))
+    held = (2 * options.rounds + 1) * history * block  # of every history
+    config = Config.from_values(
+        {
+            "model.path": str(folder),
+            "model.load_format": "dummy",
+            "model.kv_dtype": options.kv_dtype,
+            "model.max_context": longest,
+            "parallel.device": options.device,
+            "scheduler.block_size": BLOCK,
+            "scheduler.max_running": options.streams + 2,
+            "scheduler.max_step_tokens": options.step,
+            "scheduler.kv_blocks": options.streams * (per_stream + 1) + history + history // 4,
+            "scheduler.kv_host_gib": held / 2**30,
+        }
+    )
+    return config, new
+
+
+async def measure(options: argparse.Namespace, folder: Path) -> dict[str, float]:
+    config, new = configured(options, folder)
+    vocab, draws = read_spec(folder).vocab_size, random.Random(1)
+
+    def history() -> tuple[int, ...]:
+        return tuple(draws.randrange(3, vocab) for _ in range(options.history))
+
+    first, second, quiet = list[tuple[float, float]](), list[tuple[float, float]](), []
+    async with running(config, ServedModel.load(config.model), lambda *_: None) as engine:
+        streams = Streams(engine, vocab, new)
+        tasks = [asyncio.create_task(streams.run(number)) for number in range(options.streams)]
+        while streams.started < options.streams:
+            await asyncio.sleep(0.05)
+        await turn(engine, history())  # what the first prompt of this length alone has to prepare
+        for _ in range(options.rounds):
+            mine = history()
+            begin, end, _ = await turn(engine, mine)
+            first.append((begin, end))
+            await turn(engine, history())
+            await asyncio.sleep(options.pause)
+            since = time.perf_counter()
+            await asyncio.sleep(options.pause)
+            quiet.append((since, time.perf_counter()))
+            begin, end, cached = await turn(engine, (*mine, *history()[:ADDED]))
+            second.append((begin, end))
+            if cached < options.history - BLOCK:
+                raise SystemExit(f"a second turn found {cached} of {options.history} tokens")
+        await asyncio.sleep(1.0)  # ranks report every half second
+        load = engine.rank_statistics[0].load
+        counters = dict(engine.rank_statistics[0].counters)
+        streams.stopped = True
+        await asyncio.gather(*tasks)
+    cold, warm = ([end - begin for begin, end in turns] for turns in (first, second))
+    before, meanwhile = streams.during(quiet), streams.during(second)
+    return {
+        "first turn, s": statistics.median(cold),
+        "second turn, s": statistics.median(warm),
+        "sooner by": statistics.median(cold) / statistics.median(warm),
+        "gap p50 without turns, ms": quantile(before, 0.5) * 1e3,
+        "gap p99 without turns, ms": quantile(before, 0.99) * 1e3,
+        "gap p50 in second turns, ms": quantile(meanwhile, 0.5) * 1e3,
+        "gap p99 in second turns, ms": quantile(meanwhile, 0.99) * 1e3,
+        "gap p99 in first turns, ms": quantile(streams.during(first), 0.99) * 1e3,
+        "gap p99 of pauses and second turns, ms": quantile(streams.during(quiet + second), 0.99) * 1e3,
+        "gaps in second turns": len(meanwhile),
+        "prompt tokens from the host": load.prefix_host_hits,
+        "GB saved": counters.get("kv_saved_bytes", 0) / 1e9,
+        "GB loaded": counters.get("kv_loaded_bytes", 0) / 1e9,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Second turns over an evicted history.")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda")
+    parser.add_argument("--shape", default="qwen3-30b-a3b")
+    parser.add_argument("--layers", type=int, default=0, help="of the model; 0: as the shape")
+    parser.add_argument("--kv-dtype", default="auto", choices=("auto", "fp8_e4m3"))
+    parser.add_argument("--history", type=int, default=16384, help="tokens")
+    parser.add_argument("--streams", type=int, default=32, help="that decode meanwhile")
+    parser.add_argument("--step", type=int, default=2048, help="scheduler.max_step_tokens")
+    parser.add_argument("--pause", type=float, default=2.0, help="seconds without turns, twice a round")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", type=Path, help="file for the figures")
+    options = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING)
+    with tempfile.TemporaryDirectory() as folder:
+        found = asyncio.run(measure(options, Path(folder)))
+    for name, value in found.items():
+        print(f"{name:<40} {value:12.4f}")
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()
