@@ -1,12 +1,12 @@
-"""Second turns over a history that was evicted: from the host tier against a new prefill, beside other streams.
+"""Second turns over an evicted history: from the host tier against a new prefill, beside other streams.
 
     python3 benchmarks/session_turns.py [--history 16384] [--streams 32] [--rounds 5]
 
-Weights are random, of a config.json in benchmarks/shapes. The KV cache holds one history and the streams, so the
-next history evicts it. Each round takes turns: a first turn over a new history (a new prefill), one over
-another history, which evicts the first, and a second turn over the first, which must find it in the host tier.
-The other streams decode all the time. Their gaps between tokens are sorted by what runs meanwhile. Both turns
-end with one token; times are from submit() to that token, in the server's process without gRPC.
+Weights are random, of a config.json in benchmarks/shapes. Each round has a first turn over a new history,
+which is a new prefill, then turns over other histories until the first one is evicted, then a second turn
+over it, which must find it in the host tier. The other streams decode all the time. Their gaps between tokens
+are sorted by what runs meanwhile. A turn ends with its first token. Times are from submit() to that token, in
+the server's process, without gRPC.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ SHAPES = Path(__file__).parent / "shapes"
 BLOCK = 16
 ADDED = 32  # tokens that the second turn adds to its history
 PROMPT = 16  # tokens of a stream
+STREAM = 1024  # tokens that it decodes before the next one begins
 
 
 @dataclass
@@ -106,19 +107,22 @@ def quantile(values: list[float], q: float) -> float:
     return ordered[min(len(ordered) - 1, int(q * len(ordered)))] if ordered else float("nan")
 
 
-def configured(options: argparse.Namespace, folder: Path) -> tuple[Config, int]:
-    """The server, and the tokens of one stream's request."""
+def configured(options: argparse.Namespace, folder: Path) -> tuple[Config, int, int]:
+    """The server, the tokens of one stream's request, and the histories that evict one."""
     values = json.loads((SHAPES / options.shape / "config.json").read_text())
     if options.layers:
         values["num_hidden_layers"] = options.layers
+    longest = options.history + ADDED + 1
+    values["max_position_embeddings"] = max(values["max_position_embeddings"], longest)
     (folder / "config.json").write_text(json.dumps(values))
     spec = read_spec(folder)
-    longest = options.history + ADDED + 1
-    new = min(longest, spec.max_context) - PROMPT
+    new = min(longest - PROMPT, STREAM)
     per_stream = -(-(PROMPT + new) // BLOCK)
     history = -(-longest // BLOCK)
+    blocks = options.streams * (per_stream + 1) + history + history // 4
+    others = blocks // history + 1  # histories that evict one
     block = kv_block_bytes(spec, BLOCK, cache_dtype(serving_dtype(spec, "auto"), options.kv_dtype))
-    held = (2 * options.rounds + 1) * history * block  # of every history
+    held = (options.rounds * (others + 2) + 1) * history * block  # every history
     config = Config.from_values(
         {
             "model.path": str(folder),
@@ -129,15 +133,15 @@ def configured(options: argparse.Namespace, folder: Path) -> tuple[Config, int]:
             "scheduler.block_size": BLOCK,
             "scheduler.max_running": options.streams + 2,
             "scheduler.max_step_tokens": options.step,
-            "scheduler.kv_blocks": options.streams * (per_stream + 1) + history + history // 4,
+            "scheduler.kv_blocks": blocks,
             "scheduler.kv_host_gib": held / 2**30,
         }
     )
-    return config, new
+    return config, new, others
 
 
 async def measure(options: argparse.Namespace, folder: Path) -> dict[str, float]:
-    config, new = configured(options, folder)
+    config, new, others = configured(options, folder)
     vocab, draws = read_spec(folder).vocab_size, random.Random(1)
 
     def history() -> tuple[int, ...]:
@@ -154,7 +158,8 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, float]
             mine = history()
             begin, end, _ = await turn(engine, mine)
             first.append((begin, end))
-            await turn(engine, history())
+            for _ in range(others):
+                await turn(engine, history())
             await asyncio.sleep(options.pause)
             since = time.perf_counter()
             await asyncio.sleep(options.pause)
@@ -166,6 +171,8 @@ async def measure(options: argparse.Namespace, folder: Path) -> dict[str, float]
         await asyncio.sleep(1.0)  # ranks report every half second
         load = engine.rank_statistics[0].load
         counters = dict(engine.rank_statistics[0].counters)
+        if load.prefix_host_hits < 0.9 * options.rounds * options.history:
+            raise SystemExit(f"only {load.prefix_host_hits} prompt tokens came from the host tier")
         streams.stopped = True
         await asyncio.gather(*tasks)
     cold, warm = ([end - begin for begin, end in turns] for turns in (first, second))
