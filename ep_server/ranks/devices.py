@@ -6,6 +6,7 @@ host memory or, if configured, from GPU memory. A GPU runs one step ahead of the
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,7 +26,7 @@ from ep_server.models.families import read_spec
 from ep_server.models.sizes import context_limit
 from ep_server.ranks.exchanges import Opening, open_exchange
 from ep_server.ranks.group import host_blocks, local_ranks, topology_of, useful_blocks, weight_bytes
-from ep_server.ranks.overlap import BucketOverlap, Overlap, OverlapPolicy
+from ep_server.ranks.overlap import FixedOverlap, MeasuredOverlap, Overlap
 from ep_server.ranks.parts import Built, Device, Progress
 from ep_server.v1 import rank_pb2 as pb
 
@@ -62,8 +63,8 @@ class CpuDevice:
         """Does nothing: all code is warm."""
 
     def overlap(self) -> Overlap:
-        """Decides by the time that a rank waits."""
-        return OverlapPolicy(self._config.parallel.overlap)
+        """Decides by the times of steps of any size."""
+        return overlap_of(self._config, self._start)
 
 
 class CudaDevice:
@@ -137,8 +138,7 @@ class CudaDevice:
 
     def overlap(self) -> Overlap:
         """Decides by the times of captured steps. Other steps are split only if configured."""
-        mode = overlap_mode(self._config, self._start.num_ranks)
-        return BucketOverlap(self.runner.graphs.overlapped) if mode == "auto" else OverlapPolicy(mode)
+        return overlap_of(self._config, self._start, self.runner.graphs.overlapped)
 
     def _own(self, local: int) -> torch.device:
         from ep_server.backends.gpu.capability import gpus_found
@@ -162,6 +162,14 @@ def overlap_mode(config: Config, ranks: int) -> str:
     """As configured. A single rank has no wait to hide, so it overlaps only if configured."""
     mode = config.parallel.overlap
     return "off" if mode == "auto" and ranks == 1 else mode
+
+
+def overlap_of(config: Config, start: pb.Start, graphs: Iterable[int] | None = None) -> Overlap:
+    """The policy of one rank: rank 0 measures, and the others agree. graphs: see MeasuredOverlap."""
+    mode = overlap_mode(config, start.num_ranks)
+    if mode != "auto":
+        return FixedOverlap(mode == "on")
+    return FixedOverlap(two=True, needs_graph=graphs is not None) if start.rank else MeasuredOverlap(graphs)
 
 
 def rows_of(exchange: Exchange) -> RowsOfSteps:

@@ -1,21 +1,21 @@
-"""Decides on one rank whether a step should run as two micro-batches, from measured times.
+"""Decides whether a step should run as two micro-batches, from measured times of both ways.
 
-Two micro-batches hide the wait for other ranks but read every weight twice. They pay only where waiting is a
-large part of a step, and not always then, so both ways are tried and timed. The vote combines the ranks'
-preferences. Pure: callers pass durations in. Units: steps, nanoseconds.
+Two micro-batches hide the wait for other ranks but read every weight twice. What is faster depends on the
+number of tokens, so it is measured for each bucket. Rank 0 measures and decides by its vote, and the other
+ranks agree: a step takes equally long on all. Pure: callers pass durations in. Units: steps, nanoseconds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from statistics import median
 from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """A finished step. ns: its duration. tokens: on this rank. bucket: of its graph; 0 = none."""
+    """A finished step. ns: its duration. tokens: of the rank with most. bucket: of its graph; 0 = none."""
 
     ns: int
     tokens: int
@@ -23,106 +23,52 @@ class Ran:
     micro_batches: int = 1
 
 
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """This rank's part of the next step. bucket: of the graph that it could replay; 0 = none."""
+
+    sequences: int
+    tokens: int
+    bucket: int = 0
+
+
 class Overlap(Protocol):
-    """One rank's preference, step by step. All ranks count the same steps."""
+    """One rank's preference, step by step. The ranks run two micro-batches if all agree."""
 
-    def wants_two(self, sequences: int, bucket: int) -> bool:
-        """Whether this rank agrees to two micro-batches in the next step, with `sequences` and `bucket`."""
+    def wants_two(self, step: Planned) -> bool:
+        """Whether this rank agrees to two micro-batches in the next step."""
         ...
 
-    def stepped(self, step: Ran) -> bool:
-        """Counts a step. Returns True when the caller must call read()."""
+    def stepped(self, step: Ran) -> None:
+        """Counts a step."""
         ...
 
-    def read(self, wait_ns: int, compute_ns: int) -> None:
-        """Takes the cumulative times of waiting and computing; also called before the first step."""
-        ...
+
+@dataclass(frozen=True, slots=True)
+class FixedOverlap:
+    """Always the same: overlap = on or off; or auto, on the ranks that follow rank 0.
+
+    needs_graph: a step that replays no graph runs as one micro-batch.
+    """
+
+    two: bool
+    needs_graph: bool = False
+
+    def wants_two(self, step: Planned) -> bool:
+        """As Overlap.wants_two."""
+        return self.two and (step.bucket > 0 or not step.sequences or not self.needs_graph)
+
+    def stepped(self, step: Ran) -> None:
+        """As Overlap.stepped."""
 
 
 @dataclass(frozen=True, slots=True)
 class OverlapRule:
-    """A cycle is `window` single steps, `window` trial steps, then `hold` steps as decided.
+    """A trial of 2 * window steps, one and two micro-batches in turns; then `hold` steps in the faster way.
 
-    The trial runs if waiting exceeded `waiting` times the computing time in the single steps. Two
-    micro-batches win if the trial took less than `gain` of the single steps' time, or less than `keep`
-    while overlap is already on: the hysteresis keeps noise from toggling it. Windows are compared only if
-    their token counts differ by at most the share `similar`.
-    """
-
-    waiting: float = 0.5
-    gain: float = 0.95
-    keep: float = 1.0
-    similar: float = 0.25
-    window: int = 32
-    hold: int = 960
-
-
-class OverlapPolicy:
-    """For steps of any size. mode: ParallelConfig.overlap: on, off or auto.
-
-    All ranks count the same steps, so their windows and trials coincide.
-    """
-
-    def __init__(self, mode: str, rule: OverlapRule | None = None) -> None:
-        self.mode = mode
-        self.rule = rule or OverlapRule()
-        self.wanted = mode == "on"
-        self._at = 0  # step of the cycle
-        self._trial = False
-        self._ns = self._tokens = 0  # of the current window
-        self._single = (0, 0)  # the same of the single window
-        self._read = (0, 0)
-
-    def __repr__(self) -> str:
-        return f"OverlapPolicy({self.mode}, wanted={self.wanted}, step {self._at} of the cycle)"
-
-    def wants_two(self, sequences: int, bucket: int) -> bool:
-        """As Overlap.wants_two."""
-        if self.mode != "auto":
-            return self.wanted
-        if self._at < self.rule.window:
-            return False
-        wanted = self._trial if self._at < 2 * self.rule.window else self.wanted
-        return wanted and sequences != 1  # an idle rank does not block the others
-
-    def stepped(self, step: Ran) -> bool:
-        """As Overlap.stepped; read() is due when the single window begins or ends."""
-        if self.mode != "auto":
-            return False
-        window = self.rule.window
-        if self._at < 2 * window:
-            self._ns += step.ns
-            self._tokens += step.tokens
-        self._at += 1
-        if self._at == 2 * window:
-            self._decide()
-        elif self._at == 2 * window + self.rule.hold:
-            self._at = self._ns = self._tokens = 0
-        return self._at in (0, window)
-
-    def read(self, wait_ns: int, compute_ns: int) -> None:
-        """As Overlap.read."""
-        if self._at == self.rule.window:
-            waited, computed = wait_ns - self._read[0], compute_ns - self._read[1]
-            self._trial = waited > self.rule.waiting * computed
-            self._single = (self._ns, self._tokens)
-            self._ns = self._tokens = 0
-        self._read = (wait_ns, compute_ns)
-
-    def _decide(self) -> None:
-        single_ns, single_tokens = self._single
-        limit = self.rule.keep if self.wanted else self.rule.gain
-        comparable = abs(self._tokens - single_tokens) <= self.rule.similar * single_tokens
-        self.wanted = self._trial and comparable and self._ns < limit * single_ns
-
-
-@dataclass(frozen=True, slots=True)
-class BucketRule:
-    """Each bucket runs `window` steps as one micro-batch, `window` as two, then `hold` in the faster way.
-
-    Two win if their median step takes less than `gain` of the other median. If two trial steps both took
-    more than `hopeless` times that median, the rest of the trial runs as one. A failed trial therefore
-    costs at most window / hold of the slowdown.
+    The other way wins if its median step takes less than `gain` of the median in the present way: the
+    hysteresis. If two trial steps of one way both took more than `hopeless` times the median of the other
+    way, the rest of the trial runs the other way. A trial costs at most window / hold of the difference.
     """
 
     window: int = 6
@@ -135,66 +81,84 @@ class BucketRule:
 class _Trial:
     """One bucket's trial. at: step of the cycle. times: ns, by number of micro-batches."""
 
-    at: int
-    wanted: bool
-    times: dict[int, list[int]]
+    at: int = 0
+    wanted: bool = False
+    times: dict[int, list[int]] = field(default_factory=lambda: {1: [], 2: []})
 
 
-class BucketOverlap:
-    """For captured steps: measures from time to time which way a bucket runs faster.
+class MeasuredOverlap:
+    """overlap = auto, on rank 0: measures from time to time which way a bucket runs faster.
 
-    Before the vote a rank does not know the other ranks' bucket, so it assumes the larger of its own and
-    the last one. An idle rank votes as the others do.
+    Before the vote, a rank does not know how much the others plan. It assumes the larger of its own bucket
+    and the last one. An idle rank votes as the last bucket says.
 
     Args:
-        buckets: those captured both ways; steps of other buckets run as one micro-batch.
+        graphs: buckets captured both ways, where steps replay graphs; other steps run as one micro-batch.
+          None = steps of any size can be split, and a bucket is a power of two of the largest rank's tokens.
     """
 
-    def __init__(self, buckets: Iterable[int], rule: BucketRule | None = None) -> None:
-        self.rule = rule or BucketRule()
-        self._trials = {bucket: _Trial(0, False, {1: [], 2: []}) for bucket in buckets}
+    def __init__(self, graphs: Iterable[int] | None = None, rule: OverlapRule | None = None) -> None:
+        self.rule = rule or OverlapRule()
+        self._any_size = graphs is None
+        self._trials = {bucket: _Trial() for bucket in graphs or ()}
         self._last = 0
 
     def __repr__(self) -> str:
         wanted = sorted(bucket for bucket, trial in self._trials.items() if trial.wanted)
-        return f"BucketOverlap(wanted={wanted}, of {sorted(self._trials)})"
+        return f"MeasuredOverlap(wanted={wanted}, of {sorted(self._trials)})"
 
-    def wants_two(self, sequences: int, bucket: int) -> bool:
+    def wants_two(self, step: Planned) -> bool:
         """As Overlap.wants_two."""
-        trial = self._trials.get(max(bucket, self._last))
-        if trial is None or (sequences and not bucket):  # a step without a graph
+        bucket = bucket_of(step.tokens) if self._any_size else step.bucket
+        if step.sequences and not bucket:  # a step without a graph
             return False
-        window = self.rule.window
-        if trial.at >= 2 * window:
-            return trial.wanted
-        return trial.at >= window and not self._hopeless(trial)  # counted on, as on all ranks
-
-    def stepped(self, step: Ran) -> bool:
-        """As Overlap.stepped; read() is never due."""
-        trial = self._trials.get(step.bucket)
-        self._last = step.bucket if trial is not None else 0  # prompt chunks are a different kind of step
+        trial = self._trials.get(max(bucket, self._last))
         if trial is None:
             return False
-        window = self.rule.window
-        if trial.at < 2 * window:
+        if trial.at >= 2 * self.rule.window:
+            return trial.wanted
+        hopeless = self._hopeless(trial)
+        return trial.at % 2 == 1 if hopeless == 0 else hopeless == 1
+
+    def stepped(self, step: Ran) -> None:
+        """As Overlap.stepped."""
+        bucket = bucket_of(step.tokens) if self._any_size else step.bucket
+        if self._any_size:
+            self._trials.setdefault(bucket, _Trial())
+        trial = self._trials.get(bucket)
+        self._last = bucket if trial is not None else 0  # prompt chunks are a different kind of step
+        if trial is None:
+            return
+        if trial.at < 2 * self.rule.window:
             trial.times[step.micro_batches].append(step.ns)
         trial.at += 1
-        if trial.at == 2 * window:
+        if trial.at == 2 * self.rule.window:
             self._decide(trial)
-        elif trial.at == 2 * window + self.rule.hold:
-            trial.at = 0
-        return False
+        elif trial.at == 2 * self.rule.window + self.rule.hold:
+            trial.at, trial.times = 0, {1: [], 2: []}
 
-    def read(self, wait_ns: int, compute_ns: int) -> None:
-        """As Overlap.read; unused: the steps' own times suffice."""
-
-    def _hopeless(self, trial: _Trial) -> bool:
-        one, two = trial.times[1], trial.times[2]
-        return bool(one) and len(two) > 1 and min(two) > self.rule.hopeless * median(one)
+    def _hopeless(self, trial: _Trial) -> int:
+        """The number of micro-batches that is clearly slower; 0 = neither."""
+        for slow, fast in ((1, 2), (2, 1)):
+            times, others = trial.times[slow], trial.times[fast]
+            if min(len(times), len(others)) > 1 and min(times) > self.rule.hopeless * median(others):
+                return slow
+        return 0
 
     def _decide(self, trial: _Trial) -> None:
         one, two = trial.times[1], trial.times[2]
-        # Ranks run ahead and others may refuse, so some steps of a window ran the other way.
-        enough = min(len(one), len(two)) > self.rule.window // 2
-        trial.wanted = enough and median(two) < self.rule.gain * median(one)
-        trial.times = {1: [], 2: []}
+        hopeless = self._hopeless(trial)
+        # Ranks run ahead and others may refuse, so some steps of a trial ran the other way.
+        if hopeless:
+            trial.wanted = hopeless == 1
+        elif min(len(one), len(two)) <= self.rule.window // 2:
+            trial.wanted = False
+        elif trial.wanted:
+            trial.wanted = not median(one) < self.rule.gain * median(two)
+        else:
+            trial.wanted = median(two) < self.rule.gain * median(one)
+
+
+def bucket_of(tokens: int) -> int:
+    """The smallest power of two that is not below `tokens`; 0 for none."""
+    return 1 << (tokens - 1).bit_length() if tokens else 0

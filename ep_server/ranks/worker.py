@@ -28,7 +28,7 @@ from ep_server.ranks.messages import (
 )
 from ep_server.ranks.order_desk import OrderDesk
 from ep_server.ranks.order_messages import order_done_message, order_of
-from ep_server.ranks.overlap import Ran
+from ep_server.ranks.overlap import Planned, Ran
 from ep_server.ranks.statistics import StepMeter, StepTimes
 from ep_server.ranks.vote import Verdict, Voter
 from ep_server.records import LATE_TOKEN, NO_TOKEN, PromptLogprobs, StepBatch, TokenEvent
@@ -50,12 +50,14 @@ CHECK_NS = 10_000_000_000  # a recount of 64k KV blocks takes 40 ms: not at ever
 class _LaunchedStep:
     """A step whose tokens are not collected yet. launched: the runner's handle. bucket: 0 = not padded.
 
+    largest: tokens of the rank that has the most.
     began: clock at its start, once planned, once voted; ns.
     """
 
     batch: StepBatch
     launched: Any
     bucket: int
+    largest: int
     micro_batches: int
     began: tuple[int, int, int]
 
@@ -94,7 +96,6 @@ class RankWorker:
         self._stop = False
         self._idle = False  # no rank had anything to do in the last vote
         self._reported = self._checked = clock()
-        self._read_overlap()
 
     def __repr__(self) -> str:
         return f"RankWorker({self._voter!r}, {self._scheduler!r})"
@@ -193,7 +194,8 @@ class RankWorker:
             bucket = verdict.bucket if verdict.graph else 0
             count = self._runner.micro_batches_of(bucket, verdict.micro_batches)
             launched = self._runner.launch(batch, count, bucket)
-            self._launched.append(_LaunchedStep(batch, launched, bucket, count, (start, planned, voted)))
+            began, largest = (start, planned, voted), max(verdict.tokens)
+            self._launched.append(_LaunchedStep(batch, launched, bucket, largest, count, began))
         while self._launched and (len(self._launched) > self._ahead or not run):
             self._finish(self._launched.popleft())
         if self._launched:
@@ -235,8 +237,7 @@ class RankWorker:
         took = self._meter.stepped(step.batch, step.micro_batches, times, bucket=step.bucket)
         if self._profiler.running:
             self._profiler.stepped(self._meter.last_step)
-        if self._overlap.stepped(Ran(took, step.batch.num_tokens, step.bucket, step.micro_batches)):
-            self._read_overlap()
+        self._overlap.stepped(Ran(took, step.largest, step.bucket, step.micro_batches))
         if times.published - self._reported >= REPORT_NS:
             self._report()
 
@@ -280,7 +281,7 @@ class RankWorker:
             tokens=batch.num_tokens,
             bucket=bucket,
             has_work=self._scheduler.has_work,
-            micro_batch_ok=self._overlap.wants_two(len(batch.slices), bucket),
+            micro_batch_ok=self._overlap.wants_two(Planned(len(batch.slices), batch.num_tokens, bucket)),
             graph_ok=bucket > 0 or not batch.slices,
             stop=self._stop,
             prepared=self._changes.offered,
@@ -377,13 +378,6 @@ class RankWorker:
         self._masks.remove(number)
         self._held.discard(number)
         self._meter.left(number)
-
-    def _read_overlap(self) -> None:
-        exchange, runner = self._exchange.statistics()["sums"], self._runner.statistics().sums
-        self._overlap.read(
-            wait_ns=exchange.get("dispatch/wait", 0) + exchange.get("combine/wait", 0),
-            compute_ns=sum(runner.values()) - runner["step/dispatch"] - runner["step/combine"],
-        )
 
     def _report_running(self) -> None:
         if self._scheduler.running != self._running:

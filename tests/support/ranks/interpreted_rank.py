@@ -21,7 +21,7 @@ from ep_server.exchange.api import ExchangeSpec
 from ep_server.ranks import life
 from ep_server.ranks.devices import rows_of
 from ep_server.ranks.exchanges import Opening, open_exchange
-from ep_server.ranks.overlap import BucketOverlap, BucketRule, Overlap, OverlapPolicy
+from ep_server.ranks.overlap import FixedOverlap, MeasuredOverlap, Overlap, OverlapRule
 from ep_server.ranks.parts import Built
 from ep_server.v1 import rank_pb2 as pb
 from tests.support.triton.interpreter import make_exact
@@ -68,8 +68,10 @@ class Interpreted:
     def overlap(self) -> Overlap:
         mode = self._config.parallel.overlap
         if mode != "auto":
-            return OverlapPolicy(mode)
-        return BucketOverlap(self.runner.graphs.overlapped, BucketRule(window=1, hold=2))
+            return FixedOverlap(mode == "on")
+        if self._start.rank:
+            return FixedOverlap(two=True, needs_graph=True)
+        return MeasuredOverlap(self.runner.graphs.overlapped, OverlapRule(window=1, hold=2))
 
 
 if __name__ == "__main__":
