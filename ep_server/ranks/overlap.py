@@ -67,12 +67,14 @@ class OverlapRule:
     """A trial of 2 * window steps, one and two micro-batches in turns; then `hold` steps in the faster way.
 
     The other way wins if its median step takes less than `gain` of the median in the present way: the
-    hysteresis. If two trial steps of one way both took more than `hopeless` times the median of the other
-    way, the rest of the trial runs the other way. A trial costs at most window / hold of the difference.
+    hysteresis. If the first `least` trial steps of one way all took more than `hopeless` times the median of
+    the other way, the rest of the trial runs the other way. A trial costs at most window / hold of the
+    difference.
     """
 
-    window: int = 6
+    window: int = 12
     hold: int = 1200
+    least: int = 4
     gain: float = 0.99
     hopeless: float = 1.25
 
@@ -141,7 +143,8 @@ class MeasuredOverlap:
         """The number of micro-batches that is clearly slower; 0 = neither."""
         for slow, fast in ((1, 2), (2, 1)):
             times, others = trial.times[slow], trial.times[fast]
-            if min(len(times), len(others)) > 1 and min(times) > self.rule.hopeless * median(others):
+            enough = min(len(times), len(others)) >= self.rule.least
+            if enough and min(times) > self.rule.hopeless * median(others):
                 return slow
         return 0
 

@@ -18,7 +18,7 @@ from ep_server.ranks.overlap import (
     bucket_of,
 )
 
-RULE = OverlapRule(window=4, hold=6, gain=0.9)
+RULE = OverlapRule(window=4, hold=6, least=2, gain=0.9)
 CYCLE = 2 * RULE.window + RULE.hold
 Times = dict[int, int]  # ns of a step, by its micro-batches
 
