@@ -6,13 +6,16 @@ Needs root and iproute2; leaves nothing behind. Addresses are 198.18.0.1, .2, ..
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import os
 import secrets
 import shutil
 import subprocess
+from pathlib import Path
 from types import TracebackType
 
 DEVICE = "net0"  # inside every namespace
+CLONE_NEWNET = 0x40000000
 
 
 def missing() -> str:
@@ -27,6 +30,13 @@ def missing() -> str:
         return f"no network namespace can be made here: {made.stderr.strip()}"
     _ip("netns", "del", name)
     return ""
+
+
+def enter(name: str) -> None:
+    """Moves this process into a named namespace. Call it before the process starts threads."""
+    with Path(f"/run/netns/{name}").open() as namespace:
+        if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), f"setns {name}")
 
 
 class Hosts:

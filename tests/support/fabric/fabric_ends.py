@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
-import os
 import pickle
 import secrets
 from collections.abc import Callable
@@ -23,8 +21,7 @@ from ep_server.exchange.fabric.link import FabricLink
 from ep_server.exchange.fabric.settings import FabricOptions
 from ep_server.exchange.host import HostExchange
 from ep_server.exchange.spec import Waiting
-
-CLONE_NEWNET = 0x40000000
+from ep_server.testing.namespaces import enter
 
 
 def _of_the_wheel() -> str:
@@ -123,13 +120,3 @@ def connected(link: FabricLink, gather: Gather) -> HostExchange:
 def ends(folder: Path, num_ranks: int, options: FabricOptions) -> list[FabricEnd]:
     """Of ranks on the loopback."""
     return [FabricEnd(str(folder / "meeting"), options)] * num_ranks
-
-
-def enter(namespace: str) -> None:
-    """Moves this process into a named network namespace."""
-    fd = os.open(f"/run/netns/{namespace}", os.O_RDONLY)
-    try:
-        if ctypes.CDLL(None, use_errno=True).setns(fd, CLONE_NEWNET) != 0:
-            raise OSError(ctypes.get_errno(), f"setns {namespace}")
-    finally:
-        os.close(fd)

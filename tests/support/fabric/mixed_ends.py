@@ -19,8 +19,9 @@ from ep_server.exchange.fabric.settings import FabricOptions
 from ep_server.exchange.host import HostExchange
 from ep_server.exchange.segment import HostShare, create_host_share
 from ep_server.exchange.spec import Waiting
+from ep_server.testing.namespaces import enter
 from tests.support.exchange.ranks import poison
-from tests.support.fabric.fabric_ends import connected, enter, through_file, through_group
+from tests.support.fabric.fabric_ends import connected, through_file, through_group
 
 PASS_SECONDS = 30.0
 
