@@ -220,6 +220,33 @@ class Mla:
     ) -> None: ...
     def run(self, *, stream: int, step: MlaWork, config: MlaLaunchConfig, q: int, out: int) -> None: ...
 
+class Prefill:
+    def __init__(
+        self,
+        *,
+        device: int,
+        k: int,
+        v: int,
+        positions: int,
+        kv_heads: int,
+        group: int,
+        block_size: int,
+        scale: float,
+    ) -> None: ...
+    def run(
+        self,
+        *,
+        stream: int,
+        q: int,
+        out: int,
+        query_start: int,
+        lengths: int,
+        blocks: int,
+        blocks_pitch: int,
+        tokens: int,
+        sequences: int,
+    ) -> None: ...
+
 class Linear:
     def __init__(self, *, device: int, weight: int, n: int, k: int, tile: int, splits: int) -> None: ...
     def run(

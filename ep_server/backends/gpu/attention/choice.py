@@ -1,8 +1,8 @@
 """Chooses at startup the kernels for attention with one token per sequence on a rank's GPU.
 
-`auto` uses our Hopper kernel if it supports the model, else Triton's. Chunks of prompts always use
-Triton's kernels, and so does latent attention outside Hopper: FlashInfer's kernels for both plan every step
-on the host.
+`auto` uses our Hopper kernels if they support the model, also for chunks of prompts, else Triton's. Chunks of
+latent attention always use Triton's, and so do all chunks beside FlashInfer: its kernels for both plan every
+step on the host.
 """
 
 from __future__ import annotations
@@ -79,7 +79,8 @@ def choose(asked: str, case: AttentionCase, load: Callable[[], Xqa] = load_xqa) 
     if asked != "flashinfer":
         reason = hopper_obstacle(case) if asked == "auto" else "as asked"
         kernels = triton_decode(case.spec, case.longest, case.num_sms, hopper=not reason)
-        return Chosen(kernels, f"triton ({reason})" if reason else "hopper (chunks of prompts: triton)")
+        hopper = "hopper (chunks of prompts: triton)" if isinstance(case.spec, MlaSpec) else "hopper"
+        return Chosen(kernels, f"triton ({reason})" if reason else hopper)
     problem = why_not_flashinfer(case)
     if problem:
         raise _refused(problem)

@@ -55,7 +55,8 @@ def test_otherwise_ours_and_the_library_is_not_touched(asked: str, case: Attenti
     heads, kv_heads, v_dim = (32, 4, 128) if case is HOPPER else (16, 1, 512)
     hopper = asked == "auto"
     assert chosen.kernels == TritonDecode(heads, kv_heads, v_dim, 4096, 132, hopper)
-    assert chosen.named == ("hopper (chunks of prompts: triton)" if hopper else "triton (as asked)")
+    ours = "hopper" if case is HOPPER else "hopper (chunks of prompts: triton)"
+    assert chosen.named == (ours if hopper else "triton (as asked)")
 
 
 @pytest.mark.parametrize(
