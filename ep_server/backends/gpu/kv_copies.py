@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import mmap
 import time
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -52,7 +53,10 @@ class GpuCopies:
         staging = (self._chunk, len(parts), self._part_bytes)
         self._out = torch.zeros(staging, dtype=torch.uint8, device=device)
         self._in = torch.zeros(staging, dtype=torch.uint8, device=device)
-        self._host = pinned(slots * self._block_bytes, device).view(slots, len(parts), self._part_bytes)
+        memory = pinned(slots * self._block_bytes, device)
+        self._host = memory.view(slots, len(parts), self._part_bytes)
+        if device.type == "cuda":  # the end of the process unpins too
+            weakref.finalize(self, unpin, memory).atexit = False
         self._save_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._load_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._started: list[_Started] = []
@@ -168,3 +172,9 @@ def pinned(size: int, device: torch.device) -> torch.Tensor:
             f"{int(status)}): must be less, or 0"
         )
     return memory
+
+
+def unpin(memory: torch.Tensor) -> None:
+    """Ends what pinned() began, before the memory is given back. No copy may be in flight."""
+    torch.cuda.synchronize()
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]

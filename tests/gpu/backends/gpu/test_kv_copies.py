@@ -80,3 +80,5 @@ def test_nothing_waits_on_the_host(small_staging: None) -> None:
 def test_pinned_memory_is_pinned() -> None:
     memory = kv_copies.pinned(5000, torch.device("cuda"))
     assert memory.is_pinned() and memory.numel() == 5000
+    kv_copies.unpin(memory)
+    assert not memory.is_pinned()
