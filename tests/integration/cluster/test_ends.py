@@ -77,7 +77,7 @@ async def test_whoever_is_told_to_stop_all_drain_and_end_well(told: int) -> None
     async with serving() as servers:
         processes = [rank for server in servers for rank in server.ranks]
         assert len(processes) == 2
-        async with streams(*servers, new_tokens=300) as calls, health(*servers) as healthy:
+        async with streams(*servers, new_tokens=1000) as calls, health(*servers) as healthy:
             assert await healthy() == [True, True]
             servers[told].signal(signal.SIGTERM)
             async with asyncio.timeout(WAIT):
@@ -85,7 +85,7 @@ async def test_whoever_is_told_to_stop_all_drain_and_end_well(told: int) -> None
                     assert not any(call.done() for call in calls)
             assert await healthy("") == [True, True]  # a probe that restarts Pods leaves them alone
             for call in calls:
-                assert (await rest(call))[-1].finished.usage.output_tokens == 300
+                assert (await rest(call))[-1].finished.usage.output_tokens == 1000
         assert [await server.end() for server in servers] == [0, 0]
         assert left(processes) == []
         assert [server.text for server in servers] == [[], []]

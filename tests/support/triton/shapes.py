@@ -11,10 +11,13 @@ import dataclasses
 import json
 import sys
 
+import torch
+
 from ep_server.backends.gpu.kernels.triton import stamps
 from ep_server.backends.gpu.kernels.triton.embedding import RowTokens, embed
 from ep_server.backends.gpu.kernels.triton.expert_rows import ExpertRows, ExpertWeights, tally
 from ep_server.backends.gpu.kernels.triton.experts import run_experts, silu_mul
+from ep_server.backends.gpu.kernels.triton.kv_blocks import gather_blocks, scatter_blocks
 from ep_server.backends.gpu.kernels.triton.local_rows import (
     ExpertOutputs,
     Places,
@@ -242,7 +245,16 @@ def local_rows() -> None:
             add_outputs_norm(answers, x, meta(hidden), 1e-6, x)
 
 
+def moving_blocks() -> None:
+    """Parts of a BF16 cache and of a latent one in FP8."""
+    for size in (16 * 4 * 128 * 2, 16 * 576):
+        buffer = meta(6, 96, size, dtype=torch.uint8)
+        for copy in (gather_blocks, scatter_blocks):
+            copy(meta(96, dtype=I64), meta(4, dtype=I64), buffer)
+
+
 PARTS = (
+    moving_blocks,
     ends_of_steps, local_rows, norms, rotations, partial_sums, decoding, prefilling, routing, grouped,
     sampling, stamping, small_float32,
 )  # fmt: skip

@@ -51,7 +51,10 @@ class GqaKernels:
 
     @staticmethod
     def of(
-        w: GqaWeights, limits: Limits, attention: HopperAttention | None, prefill: HopperPrefill | None
+        w: GqaWeights,
+        limits: Limits,
+        attention: HopperAttention | None,
+        prefill: HopperPrefill | None = None,
     ) -> GqaKernels:
         """Norms over all heads read q and k before they are stored: as tensors."""
         assert isinstance(w.qkv, TorchLinear) and isinstance(w.out, TorchLinear)

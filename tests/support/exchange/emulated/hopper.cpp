@@ -4,4 +4,5 @@
 void bind_experts(pybind11::module_&) {}
 void bind_attention(pybind11::module_&) {}
 void bind_mla(pybind11::module_&) {}
+void bind_prefill(pybind11::module_&) {}
 void bind_products(pybind11::module_&) {}

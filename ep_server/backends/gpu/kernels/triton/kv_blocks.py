@@ -9,15 +9,19 @@ import torch
 import triton
 import triton.language as tl
 
-from ep_server.backends.gpu.kernels.triton.launch import expect
+from ep_server.backends.gpu.kernels.triton.launch import after_previous, early, expect
 
 TILE = 1024  # words that a program has in flight
 WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 
 @triton.jit
-def _copy_kernel(addresses, blocks, buffer, SIZE: tl.constexpr, GATHER: tl.constexpr, TILE: tl.constexpr):
+def _copy_kernel(
+    addresses, blocks, buffer,
+    SIZE: tl.constexpr, GATHER: tl.constexpr, TILE: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
     """Program (i, p): part p of the i-th block. SIZE: words of a part."""
+    after_previous(EARLY)
     index, part = tl.program_id(0), tl.program_id(1)
     cache = tl.load(addresses + part).to(buffer.dtype) + tl.load(blocks + index) * SIZE
     staged = buffer + (index * tl.num_programs(1) + part).to(tl.int64) * SIZE
@@ -54,5 +58,11 @@ def _copy(addresses: torch.Tensor, blocks: torch.Tensor, buffer: torch.Tensor, *
     word = next(width for width in WORDS if size % width == 0)
     grid = (len(blocks), len(addresses))
     _copy_kernel[grid](
-        addresses, blocks, buffer.view(WORDS[word]), SIZE=size // word, GATHER=gather, TILE=TILE
+        addresses,
+        blocks,
+        buffer.view(WORDS[word]),
+        SIZE=size // word,
+        GATHER=gather,
+        TILE=TILE,
+        **early(buffer),
     )
