@@ -1,7 +1,15 @@
 """Scheduling decisions as pure code: no torch, gRPC, asyncio or clock; imports errors and records only."""
 
 from ep_server.scheduler.batch import SchedulerLimits
-from ep_server.scheduler.placement import choose_rank, place_experts
+from ep_server.scheduler.placement import EMPTY, Placement, choose_rank, first_placement, place_experts
 from ep_server.scheduler.rank_scheduler import RankScheduler
 
-__all__ = ["RankScheduler", "SchedulerLimits", "choose_rank", "place_experts"]
+__all__ = [
+    "EMPTY",
+    "Placement",
+    "RankScheduler",
+    "SchedulerLimits",
+    "choose_rank",
+    "first_placement",
+    "place_experts",
+]

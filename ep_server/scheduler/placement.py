@@ -1,8 +1,9 @@
-"""Placement: requests to ranks by load, experts to ranks by count. Pure functions."""
+"""Placement: requests to ranks by load, experts to slots of ranks. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
 
 from ep_server.errors import InternalError, InvalidArgument
 from ep_server.records import RankLoad, Request
@@ -60,3 +61,80 @@ def place_experts(num_experts: int, num_ranks: int) -> tuple[int, ...]:
         raise InternalError(f"cannot place {num_experts} experts on {num_ranks} ranks")
     each, more = divmod(num_experts, num_ranks)
     return tuple(rank for rank in range(num_ranks) for _ in range(each + (rank < more)))
+
+
+EMPTY = -1  # a slot without an expert
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """Which expert each slot holds, layer by layer.
+
+    Slot p belongs to rank p // slots_per_rank. The exchange's physical experts are the slots, so their number
+    and owners never change; which expert a token's choice means there is looked up in routes().
+    A slot that holds an expert and does not serve is a spare copy: ready if its rank must take over.
+
+    num_experts: of a layer. slots_per_rank: the same on all ranks.
+    experts: by layer, by slot: the expert, or EMPTY. serves: by layer, by slot: tokens are sent there.
+    """
+
+    num_experts: int
+    slots_per_rank: int
+    experts: tuple[tuple[int, ...], ...]
+    serves: tuple[tuple[bool, ...], ...]
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks with slots, absent ones included."""
+        return len(self.experts[0]) // self.slots_per_rank
+
+    def slots_of(self, layer: int, expert: int, live: Collection[int]) -> tuple[int, ...]:
+        """The slots of live ranks that serve an expert, ascending."""
+        held, serves = self.experts[layer], self.serves[layer]
+        return tuple(
+            p for p, e in enumerate(held) if e == expert and serves[p] and p // self.slots_per_rank in live
+        )
+
+    def routes(
+        self, layer: int, source: int, ways: int, live: Collection[int]
+    ) -> tuple[tuple[int, ...], ...]:
+        """By expert: the slots that tokens of a source rank choose from; token t takes way t % ways.
+
+        Replicas get equal shares where `ways` is a multiple of their number. Sources start at different
+        replicas, so that few tokens of many ranks spread too.
+        Raises: InternalError if no live rank serves an expert.
+        """
+        table = []
+        for expert in range(self.num_experts):
+            slots = self.slots_of(layer, expert, live)
+            if not slots:
+                raise InternalError(f"layer {layer}: no live rank serves expert {expert}")
+            table.append(tuple(slots[(source + way) % len(slots)] for way in range(ways)))
+        return tuple(table)
+
+    def missing(self, live: Collection[int]) -> tuple[tuple[int, int], ...]:
+        """(layer, expert) pairs that no slot of a live rank holds."""
+        per = self.slots_per_rank
+        found = []
+        for layer, held in enumerate(self.experts):
+            here = {e for p, e in enumerate(held) if p // per in live}
+            found += [(layer, expert) for expert in range(self.num_experts) if expert not in here]
+        return tuple(found)
+
+
+def first_placement(
+    layers: int, num_experts: int, slots_per_rank: int, live: Sequence[int], num_ranks: int
+) -> Placement:
+    """Every expert once, as place_experts() spreads them over the live ranks; the other slots are empty.
+
+    Raises: InternalError if the live ranks have fewer slots than experts need.
+    """
+    owners = place_experts(num_experts, len(live))
+    held = [EMPTY] * (num_ranks * slots_per_rank)
+    for index, rank in enumerate(live):
+        own = [expert for expert, owner in enumerate(owners) if owner == index]
+        if len(own) > slots_per_rank:
+            raise InternalError(f"{len(own)} experts do not fit into the {slots_per_rank} slots of a rank")
+        held[rank * slots_per_rank : rank * slots_per_rank + len(own)] = own
+    experts = (tuple(held),) * layers
+    return Placement(num_experts, slots_per_rank, experts, (tuple(e != EMPTY for e in held),) * layers)

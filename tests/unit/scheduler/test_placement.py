@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ep_server.errors import InternalError, InvalidArgument
 from ep_server.records import RankLoad, Request, Sampling, Stopping
-from ep_server.scheduler import choose_rank, place_experts
+from ep_server.scheduler import EMPTY, Placement, choose_rank, first_placement, place_experts
 
 
 def request(dp_rank: int | None = None) -> Request:
@@ -140,3 +140,29 @@ def test_experts_by_example():
 def test_impossible_placements_are_errors(experts, ranks):
     with pytest.raises(InternalError):
         place_experts(experts, ranks)
+
+
+def test_first_placement_has_every_expert_once_and_spares_empty():
+    placement = first_placement(2, 10, 5, live=(0, 1, 3), num_ranks=4)
+    assert placement.num_ranks == 4
+    assert placement.experts[0] == placement.experts[1]
+    assert placement.experts[0] == (
+        (0, 1, 2, 3, EMPTY) + (4, 5, 6, EMPTY, EMPTY) + (EMPTY,) * 5 + (7, 8, 9, EMPTY, EMPTY)
+    )
+    assert placement.missing(live=(0, 1, 3)) == ()
+    assert placement.missing(live=(0, 3)) == tuple((layer, e) for layer in (0, 1) for e in (4, 5, 6))
+
+
+def test_first_placement_refuses_too_few_slots():
+    with pytest.raises(InternalError, match="4 experts do not fit into the 3 slots"):
+        first_placement(1, 8, 3, live=(0, 2), num_ranks=3)
+
+
+def test_routes_share_tokens_among_serving_live_replicas():
+    placement = Placement(2, 2, ((0, 1, 1, EMPTY, 1, 0),), ((True, True, True, False, True, False),))
+    everyone = (0, 1, 2)
+    assert placement.routes(0, 0, 6, everyone) == ((0,) * 6, (1, 2, 4, 1, 2, 4))
+    assert placement.routes(0, 1, 3, everyone)[1] == (2, 4, 1)
+    assert placement.routes(0, 0, 4, live=(0, 2))[1] == (1, 4, 1, 4)
+    with pytest.raises(InternalError, match="layer 0: no live rank serves expert 0"):
+        placement.routes(0, 0, 1, live=(1, 2))
