@@ -38,7 +38,7 @@ async def tokens(
         assert captured == ({} if module == WORKER else dict.fromkeys(range(ranks), True))
         for number, prompt in enumerate(prompts, start=1):
             group.submit(number % ranks, greedy(number, prompt, COUNT))
-        await heard.until(lambda: len(heard.finished) == len(prompts), 120)
+        await heard.until(lambda: len(heard.finished) == len(prompts), 280)
         await heard.parked(ranks, len(prompts))
     finally:
         await group.stop()
@@ -52,7 +52,7 @@ async def sizes(path: Path, module: str, dtype: str, prompt: tuple[int, ...]) ->
     try:
         ready = await group.start(heard, heard.on_progress)
         group.submit(1, greedy(1, prompt, COUNT))
-        await heard.until(lambda: heard.finished == [1], 120)
+        await heard.until(lambda: heard.finished == [1], 280)
     finally:
         await group.stop()
     return [heard.tokens[1], *((one.weight_bytes, one.kv_bytes, one.exchange_bytes) for one in ready)]
@@ -116,7 +116,7 @@ async def bytes_of(path: Path, module: str, asked: Sequence[Request]) -> list[by
         await group.start(heard, heard.on_progress)
         for request in asked:
             group.submit(0, request)
-        await heard.until(lambda: len(heard.finished) == len(asked), 120)
+        await heard.until(lambda: len(heard.finished) == len(asked), 280)
     finally:
         await group.stop()
     return [bytes(token for token in heard.tokens[n.number] if token < EOS) for n in asked]
