@@ -52,14 +52,22 @@ class DropChange:
     change: int
 
 
-RankOrder = FlushCache | StartProfile | StopProfile | PrepareWeights | SwitchChange | DropChange
+@dataclass(frozen=True, slots=True)
+class ReleaseKv:
+    """Order to a rank: free the blocks that it holds for another server under this key, if it does."""
+
+    key: bytes
+
+
+RankOrder = FlushCache | StartProfile | StopProfile | PrepareWeights | SwitchChange | DropChange | ReleaseKv
 
 
 @dataclass(frozen=True, slots=True)
 class OrderDone:
     """A rank's answer to an order. error: why it was not carried out, "" if it was.
 
-    blocks: that FlushCache dropped. files: that StopProfile wrote, paths on the rank's host.
+    blocks: that FlushCache dropped or ReleaseKv freed. files: that StopProfile wrote, paths on the rank's
+      host.
     nbytes: that the switch of a prepared change copies, at `rate` bytes per second as measured.
     seconds: for which SwitchChange kept the rank from running steps.
     """

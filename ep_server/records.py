@@ -100,6 +100,22 @@ class Grammar:
 
 
 @dataclass(frozen=True, slots=True)
+class KvSource:
+    """Where another server keeps the KV blocks of a prompt.
+
+    address: host:port of the rank. local: name of its socket for processes of the same host; "" = none.
+    key: names the blocks there. tokens: leading ones of the prompt that they hold.
+    weights: version of the weights of this server that theirs were found equal to.
+    """
+
+    address: str
+    local: str
+    key: bytes
+    tokens: int
+    weights: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Request:
     """One admitted request, validated: every id is in the vocabulary, prompt + max fits the context."""
 
@@ -115,6 +131,8 @@ class Request:
     group: int = 0  # number of the first of several sequences that share their prompt's blocks; 0 = alone
     grammar: Grammar | None = None
     output_ids: tuple[int, ...] = ()  # drawn by a group of ranks that was lost; the next token follows them
+    hold: bytes = b""  # key under which another server fetches the prompt's KV blocks; empty: none may
+    source: KvSource | None = None  # the prompt's KV blocks may be fetched from there
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,6 +201,31 @@ class KvMoves(NamedTuple):
     saves: tuple[tuple[int, int], ...] = ()  # (block, slot), before any load
     loads: tuple[KvLoad, ...] = ()
     fresh: tuple[int, ...] = ()  # the step or a load may write these: earlier copies that use one end first
+
+
+class KvFetch(NamedTuple):
+    """Blocks to fill from another server; their sequence runs afterwards. ticket: below 0.
+
+    first: the position of their first token.
+    """
+
+    ticket: int
+    source: KvSource
+    first: int
+    blocks: tuple[int, ...]
+
+
+class KvExport(NamedTuple):
+    """KV blocks that another server may fetch by `key`: those of the first `tokens` tokens are computed.
+
+    held: the request has finished, and nothing else uses its blocks.
+    """
+
+    number: int
+    key: bytes
+    tokens: int
+    blocks: tuple[int, ...]
+    held: bool
 
 
 NO_TOKEN = -1  # the logits of a row held NaN or infinity
@@ -320,6 +363,7 @@ class RankReady:
     """What a rank reports once its weights are loaded and it is warm.
 
     attention: which kernels a GPU decodes with and why; "" on a CPU. kv_host_bytes: of the host tier.
+    kv_address, kv_local: where other servers fetch KV blocks, as in KvSource; "" if they cannot.
     """
 
     rank: int
@@ -332,6 +376,8 @@ class RankReady:
     load_seconds: float
     attention: str = ""
     kv_host_bytes: int = 0
+    kv_address: str = ""
+    kv_local: str = ""
 
 
 @dataclass(frozen=True, slots=True)

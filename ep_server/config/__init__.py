@@ -25,6 +25,7 @@ from ep_server.config.sections import (
     ExchangeConfig,
     FabricConfig,
     GrpcConfig,
+    HandoffConfig,
     LogConfig,
     MetricsConfig,
     ModelConfig,
@@ -42,6 +43,7 @@ __all__ = [
     "ExchangeConfig",
     "FabricConfig",
     "GrpcConfig",
+    "HandoffConfig",
     "LogConfig",
     "MetricsConfig",
     "ModelConfig",
@@ -71,6 +73,7 @@ class Config:
     resilience: ResilienceConfig = field(default_factory=ResilienceConfig)
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
     fabric: FabricConfig = field(default_factory=FabricConfig)
+    handoff: HandoffConfig = field(default_factory=HandoffConfig)
     log: LogConfig = field(default_factory=LogConfig)
 
     @staticmethod

@@ -362,6 +362,38 @@ class FabricConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class HandoffConfig:
+    """KV hand-off between servers (docs/how-to/prefill-decode.md)."""
+
+    role: str = option(
+        "none",
+        "prefill: other servers may fetch the KV blocks of prompts. decode: fetches them. both: either.",
+        choices=("none", "prefill", "decode", "both"),
+    )
+    host: str = option(
+        "127.0.0.1", "Address of this host where ranks of decode servers fetch blocks. Not encrypted."
+    )
+    port: int = option(
+        0, "Port of rank 0 for them; the other ranks use the next ones. 0: any free ports.", low=0, high=65471
+    )
+    hold_seconds: float = option(
+        60.0,
+        "Blocks that nobody has fetched are freed so long after their request ended.",
+        low=0.1,
+        high=3600,
+    )
+    timeout_seconds: float = option(
+        120.0,
+        "A decode server computes the prompt itself if its blocks have not arrived after this many seconds.",
+        low=0.1,
+        high=3600,
+    )
+    silence_seconds: float = option(
+        5.0, "The same if the prefill server says nothing for this long.", low=0.1, high=600
+    )
+
+
+@dataclass(frozen=True, slots=True)
 class LogConfig:
     """Logs on standard error."""
 

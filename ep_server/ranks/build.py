@@ -24,6 +24,7 @@ from ep_server.ranks.changes import Change
 from ep_server.ranks.devices import device_of
 from ep_server.ranks.exchanges import Opening
 from ep_server.ranks.group import exchange_spec
+from ep_server.ranks.handoff.desk import HandoffDesk
 from ep_server.ranks.new_weights import WeightsInPlace
 from ep_server.ranks.overlap import Overlap
 from ep_server.ranks.parts import AnyRunner, Built, Device, Progress
@@ -54,7 +55,10 @@ class Front:
 
 @dataclass(frozen=True, slots=True)
 class RankParts:
-    """A rank that is ready to step. copier: of the host tier. new_weights: see OrderDesk."""
+    """A rank that is ready to step. copier: of the host tier. new_weights: see OrderDesk.
+
+    handoff: with ranks of other servers.
+    """
 
     exchange: Exchange
     runner: AnyRunner
@@ -64,6 +68,7 @@ class RankParts:
     masks: GrammarMasks
     profiler: StepProfiler
     new_weights: Callable[[str, int], Change] | None
+    handoff: HandoffDesk
     copier: KvCopier = field(default_factory=NoCopies)
 
 
@@ -101,6 +106,9 @@ def build_rank(
             device.prepare(progress)
         progress("warm-up", 1, 1)
         exchange.barrier()  # votes have a deadline, which must not begin while another rank compiles
+    scheduler = RankScheduler(limits, start.weights_version)
+    handoff = HandoffDesk.open(config.handoff, built.rows, start.rank, scheduler.handoffs)
+    address, local = handoff.address
     ready = RankReady(
         rank=start.rank,
         pid=os.getpid(),
@@ -112,8 +120,9 @@ def build_rank(
         load_seconds=time.monotonic() - began,
         attention=built.attention,
         kv_host_bytes=built.copier.slots * model.kv_block_bytes(limits.block_size),
+        kv_address=address,
+        kv_local=local,
     )
-    scheduler = RankScheduler(limits, start.weights_version)
     return RankParts(
         exchange,
         built.runner,
@@ -123,6 +132,7 @@ def build_rank(
         masks,
         StepProfiler(config.profile.directory, start.rank, on_device=config.parallel.device == "cuda"),
         WeightsInPlace(model, params, scheduler).change if device.takes_weights else None,
+        handoff,
         built.copier,
     )
 

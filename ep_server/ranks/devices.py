@@ -15,6 +15,7 @@ from ep_server.backends.assembly import RankModel
 from ep_server.backends.cpu.native_compute import NativeCompute
 from ep_server.backends.cpu.sampler import Sampler
 from ep_server.backends.kv_copies import CpuCopies, NoCopies
+from ep_server.backends.kv_rows import CpuRows
 from ep_server.backends.masks import Masks
 from ep_server.backends.torch_compute import TorchCompute
 from ep_server.config import Config
@@ -57,7 +58,8 @@ class CpuDevice:
         )
         slots = host_blocks(self._config, model.spec)
         copier = CpuCopies(runner.kv_cache, slots) if slots else NoCopies()
-        return Built(runner, blocks, exchange.capabilities.memory_bytes, copier=copier)
+        rows = CpuRows(runner.kv_cache)
+        return Built(runner, blocks, exchange.capabilities.memory_bytes, rows, copier=copier)
 
     def prepare(self, progress: Progress) -> None:
         """Does nothing: all code is warm."""
@@ -92,6 +94,7 @@ class CudaDevice:
         """As Device.build. Raises: ConfigError too."""
         from ep_server.backends.gpu.assembly import GpuPlan, decode_kernels, gpu_runner, kv_blocks_on
         from ep_server.backends.gpu.kv_copies import GpuCopies
+        from ep_server.backends.gpu.kv_rows import GpuRows
         from ep_server.backends.gpu.memory import room_for_steps
 
         scheduler = self._config.scheduler
@@ -109,17 +112,18 @@ class CudaDevice:
         )
         chosen = decode_kernels(self._config.model.attention, model, scheduler.block_size)
         blocks = kv_blocks_on(self.device, model, plan)
-        rows = rows_of(exchange)
+        of_steps = rows_of(exchange)
         sizes = (
             f"scheduler.kv_blocks = {blocks}, scheduler.max_running = {plan.max_running}, "
             f"scheduler.max_step_tokens = {plan.max_step_tokens}"
         )
         with room_for_steps(self.device, sizes):
-            runner = gpu_runner(model, exchange, rows, plan, blocks, chosen.kernels, masks)
+            runner = gpu_runner(model, exchange, of_steps, plan, blocks, chosen.kernels, masks)
             slots = host_blocks(self._config, model.spec)
             copier = GpuCopies(runner.kv_cache, slots, self.device) if slots else NoCopies()
         self._built = runner, sizes
-        return Built(runner, blocks, exchange.capabilities.memory_bytes, chosen.named, copier)
+        rows = GpuRows(runner.kv_cache, self.device)
+        return Built(runner, blocks, exchange.capabilities.memory_bytes, rows, chosen.named, copier)
 
     @property
     def runner(self) -> GpuRunner:

@@ -9,6 +9,7 @@ import json
 import math
 from array import array
 from collections.abc import Sequence
+from dataclasses import asdict
 from itertools import islice
 
 from ep_server import errors
@@ -30,6 +31,7 @@ from ep_server.records import (
     KvEvent,
     KvEventBatch,
     KvSnapshot,
+    KvSource,
     PromptLogprobs,
     RankLoad,
     RankReady,
@@ -95,6 +97,8 @@ def add_message(request: Request, work_number: int) -> pb.ToRank:
                 group=request.group,
                 grammar=None if g is None else pb.Grammar(kind=g.kind, source=g.source),
                 output_ids=request.output_ids,
+                hold=request.hold,
+                source=None if request.source is None else pb.KvSource(**asdict(request.source)),
             ),
         )
     )
@@ -138,7 +142,13 @@ def request_of(wire: pb.Request) -> Request:
         if wire.HasField("grammar")
         else None,
         output_ids=tuple(wire.output_ids),
+        hold=wire.hold,
+        source=_source_of(wire.source) if wire.HasField("source") else None,
     )
+
+
+def _source_of(wire: pb.KvSource) -> KvSource:
+    return KvSource(wire.address, wire.local, wire.key, wire.tokens, wire.weights)
 
 
 def tokens_message(events: Sequence[TokenEvent], step: int, weights: int = 0) -> pb.FromRank:

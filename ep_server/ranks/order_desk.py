@@ -13,6 +13,7 @@ from ep_server.orders import (
     OrderDone,
     PrepareWeights,
     RankOrder,
+    ReleaseKv,
     StartProfile,
     SwitchChange,
 )
@@ -58,6 +59,8 @@ class OrderDesk:
             return None
         if isinstance(order, DropChange):
             self.changes.drop(order.change)
+        elif isinstance(order, ReleaseKv):
+            return OrderDone(number, blocks=self._scheduler.handoffs.release(order.key))
         elif isinstance(order, FlushCache):
             return OrderDone(number, blocks=self._scheduler.flush_cache())
         elif isinstance(order, StartProfile):

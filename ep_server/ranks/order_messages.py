@@ -8,6 +8,7 @@ from ep_server.orders import (
     OrderDone,
     PrepareWeights,
     RankOrder,
+    ReleaseKv,
     StartProfile,
     StopProfile,
     SwitchChange,
@@ -31,6 +32,8 @@ def order_message(order: RankOrder, number: int, work_number: int = 0) -> pb.ToR
         wire.switch_change = order.change
     elif isinstance(order, DropChange):
         wire.drop_change = order.change
+    elif isinstance(order, ReleaseKv):
+        wire.release_kv = order.key
     else:
         wire.flush_cache.SetInParent()
     return pb.ToRank(order=wire)
@@ -48,6 +51,8 @@ def order_of(wire: pb.Order) -> RankOrder:
         return SwitchChange(wire.switch_change)
     if kind == "drop_change":
         return DropChange(wire.drop_change)
+    if kind == "release_kv":
+        return ReleaseKv(wire.release_kv)
     return StopProfile() if kind == "stop_profile" else FlushCache()
 
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 from ep_server.backends.assembly import RankModel
 from ep_server.backends.cpu.runner import RunnerStatistics
 from ep_server.backends.kv_copies import KvCopier, NoCopies
+from ep_server.backends.kv_rows import KvRows
 from ep_server.backends.masks import Masks
 from ep_server.exchange.api import Exchange, ExchangeSpec
 from ep_server.models.compute import Compute
@@ -77,12 +78,13 @@ AnyRunner = Runner[Any]  # the loop does not look into steps
 class Built:
     """A runner and the cache it has. exchange_bytes: of this rank. attention: kernels of a GPU, by name.
 
-    copier: the host tier's; NoCopies if there is none.
+    copier: the host tier's; NoCopies if there is none. rows: of the cache, for hand-offs.
     """
 
     runner: AnyRunner
     kv_blocks: int
     exchange_bytes: int
+    rows: KvRows
     attention: str = ""
     copier: KvCopier = field(default_factory=NoCopies)
 

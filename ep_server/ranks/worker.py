@@ -77,7 +77,7 @@ class RankWorker:
         self._outlives = outlives
         self._regroup: pb.Regroup | None = None
         self._exchange, self._runner, self._scheduler = parts.exchange, parts.runner, parts.scheduler
-        self._masks, self._copier = parts.masks, parts.copier
+        self._masks, self._copier, self._handoff = parts.masks, parts.copier, parts.handoff
         self._held: set[int] = set()  # requests whose mask was late
         self._channel = channel
         self._clock = clock
@@ -189,6 +189,8 @@ class RankWorker:
         run = verdict.run and any(verdict.tokens)
         if not run and self._held:
             self._masks.wait(self._held, MASK_LOOK_SECONDS)  # no rank has anything else to do
+        elif not run:
+            self._handoff.wait(MASK_LOOK_SECONDS)
         if run:
             self._meter.began(batch, planned)
             bucket = verdict.bucket if verdict.graph else 0
@@ -213,8 +215,9 @@ class RankWorker:
 
     def _plan(self) -> StepBatch:
         """The next step. The copies that precede it have begun."""
-        self._scheduler.loaded(self._copier.loaded())
+        self._scheduler.loaded(self._copier.loaded() + self._handoff.before_plan())
         batch = self._scheduler.plan()
+        self._handoff.after_plan()
         if (moves := self._scheduler.moves()) is not None:
             self._copier.start(moves)
         return batch
@@ -297,8 +300,10 @@ class RankWorker:
             self._scheduler.check_integrity()
             self._checked = self._clock()
         while self._voter.last_work == last_work and not self._stop and self._regroup is None:
-            self._handle(self._channel.wait(CHANGE_LOOK_SECONDS if self._changes.preparing else None))
+            look = CHANGE_LOOK_SECONDS if self._changes.preparing else self._handoff.look_seconds
+            self._handle(self._channel.wait(look))
             self._check_changes()
+            self._handoff.before_plan()  # frees blocks that were held long enough
 
     def _handle(self, payloads: Sequence[bytes]) -> None:
         for payload in payloads:
@@ -386,7 +391,8 @@ class RankWorker:
 
     def _report(self) -> None:
         self._reported = self._clock()
-        parts = self._exchange.statistics(), self._runner.statistics(), self._copier.counters()
+        counters = self._copier.counters() | self._handoff.counters()
+        parts = self._exchange.statistics(), self._runner.statistics(), counters
         measured = self._meter.gather(self._scheduler.load(), *parts)
         self._send(statistics_message(measured))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from ep_server.scheduler.handoffs import Handoffs
 from ep_server.scheduler.host_tier import HostTier
 from ep_server.scheduler.kv_blocks import BlockLedger
 from ep_server.scheduler.kv_events import Prefix, packed
@@ -22,6 +23,7 @@ class KvTables:
 
     def __init__(self, ledger: BlockLedger, weights: int = 0, host: HostTier | None = None) -> None:
         self.weights, self.host = weights, host or HostTier(0, ledger)
+        self.handoffs = Handoffs(ledger)
         self._ledger = ledger
         self._loading: dict[int, ScheduledSequence] = {}  # by ticket
         self._no_room_at = (-1, -1)  # (number, ledger.releases) of the sequence that last did not fit
@@ -29,7 +31,8 @@ class KvTables:
     def place(self, seq: ScheduledSequence, spare: int) -> bool:
         """Allocates blocks for all tokens of a sequence without blocks; cached ones count as computed.
 
-        Where the host tier holds what follows them, a load is decided, and the sequence is `loading`.
+        Where the host tier or another server holds what follows them, a load is decided, and the sequence is
+        `loading`. Blocks held for other servers are given up where there is no room.
 
         Args:
             spare: blocks that must be left.
@@ -43,6 +46,8 @@ class KvTables:
         digests = seq.digests(seq.reusable // seq.block_size)
         shared = self._ledger.match(digests)
         fresh = self._ledger.blocks_for(length) - len(shared)
+        while not self._ledger.fits(shared, fresh + spare) and self.handoffs.give_up():
+            pass
         if not self._ledger.fits(shared, fresh + spare):
             self._no_room_at = (seq.number, self._ledger.releases)
             return False
@@ -64,11 +69,22 @@ class KvTables:
     def loaded(self, tickets: Sequence[int]) -> None:
         """These loads have ended. Sequences that still wait for one run from now on and offer its blocks."""
         for ticket in tickets:
-            self.host.ended(ticket)
             seq = self._loading.pop(ticket, None)
+            if ticket < 0:
+                self._fetched(seq, self.handoffs.take_arrived(ticket))
+            else:
+                self.host.ended(ticket)
             if seq is not None:
                 seq.loading = 0
-                self.seal(seq, seq.computed)
+                if seq.caches:
+                    self.seal(seq, seq.computed)
+
+    def _fetched(self, seq: ScheduledSequence | None, tokens: int) -> None:
+        """A fetch has ended with so many tokens; the sequence computes what did not arrive."""
+        if seq is not None:
+            seq.fetched = True
+            seq.computed = seq.planned = (seq.sealed + tokens // seq.block_size) * seq.block_size
+            seq.cached_tokens = min(seq.cached_tokens or 0, seq.computed)
 
     def seal(self, seq: ScheduledSequence, tokens: int) -> None:
         """Offers the blocks that the first `tokens` tokens fill to other sequences.
@@ -97,22 +113,31 @@ class KvTables:
         for seq in placed:
             seq.flushed, seq.next_seal = True, NEVER
         self.host.clear()
+        self.handoffs.clear()
         return self._ledger.forget_all()
 
-    def release(self, seq: ScheduledSequence) -> None:
-        """Releases all blocks: nothing of the sequence is computed any more."""
+    def release(self, seq: ScheduledSequence, *, finished: bool = False) -> None:
+        """Releases all blocks: nothing of the sequence is computed any more. finished: they may be held."""
         if seq.caches:
             self.host.slots.touch(seq.digests(seq.sealed))
-        self._loading.pop(seq.loading, None)
+        if self._loading.pop(seq.loading, None) is not None and seq.loading < 0:
+            self.handoffs.drop(seq.loading)
         seq.loading = 0
-        self._ledger.release(seq.blocks)
+        if not (finished and self.handoffs.hold(seq)):
+            self._ledger.release(seq.blocks)
         seq.capacity = seq.computed = seq.planned = seq.sealed = 0
         seq.next_seal = NEVER
 
     def _load(self, seq: ScheduledSequence, digests: Sequence[bytes], first: int) -> int:
-        """Fills new blocks of a table from the host tier, from block `first` on. Returns: how many."""
+        """Fills new blocks of a table, from block `first` on. Returns: how many.
+
+        From another server if it may, else from the host tier.
+        """
         self.host.hand_out(seq.blocks[first:])
         slots = self.host.slots.find(digests[first:]) if seq.caches else []
+        if fetched := self.handoffs.fetch(seq, first):
+            self._loading[seq.loading] = seq
+            return fetched
         if slots:
             seq.loading = self.host.load(slots, seq.blocks[first : first + len(slots)])
             self._loading[seq.loading] = seq

@@ -52,6 +52,7 @@ class RankScheduler:
         self._ledger = BlockLedger(limits.kv_blocks, limits.block_size)
         self._host = HostTier(limits.host_blocks, self._ledger)
         self._tables = KvTables(self._ledger, weights, self._host)
+        self.handoffs = self._tables.handoffs
         self._waiting = WaitingQueue(limits.max_overtakes)
         self._siblings = Siblings()
         # Every running sequence gets at least one token of a step, or a long decode would stall a prefill.
@@ -121,6 +122,7 @@ class RankScheduler:
         seq = ScheduledSequence(request, self._arrivals, limits.block_size, limits.prefix_cache, size)
         self._arrivals += 1
         self._live[seq.number] = seq
+        self.handoffs.open(seq)
         if self._siblings.join(seq):
             self._waiting.push(seq)
 
@@ -203,7 +205,7 @@ class RankScheduler:
         return self._host.take_moves()
 
     def loaded(self, tickets: Sequence[int]) -> None:
-        """These loads of moves() have ended: their sequences run from the next plan on."""
+        """These loads of moves(), or fetches of `handoffs`, have ended: their sequences run from now on."""
         self._tables.loaded(tickets)
 
     def commit(self, batch: StepBatch, sampled: Sequence[SampledToken]) -> list[TokenEvent]:
@@ -278,7 +280,7 @@ class RankScheduler:
         for part in (self._waiting, self._siblings, self._host.slots):
             part.check_integrity()
         running = self._decoding + self._prefilling
-        self._ledger.check_integrity(seq.blocks for seq in running)
+        self._ledger.check_integrity([*(seq.blocks for seq in running), *self.handoffs.tables()])
         if len(running) + len(self._waiting) + len(self._siblings) != len(self._live):
             raise InternalError(f"{len(self._live)} live requests, but {self!r}")
         if len(running) > self._max_running:
@@ -295,6 +297,8 @@ class RankScheduler:
         """Gives each of them room for its next token, preempting the last in order if need be."""
         short = [seq for seq in going if seq.planned == seq.capacity]
         while len(short) > self._ledger.available:
+            if self.handoffs.give_up():  # rather than to compute a sequence again
+                continue
             victim = max(self._decoding + self._prefilling, key=lambda seq: seq.seniority)
             self._preempt(victim)
             short = [seq for seq in short if seq is not victim]
@@ -310,19 +314,16 @@ class RankScheduler:
             head = None if blocked else self._waiting.head
             if head is not None and (not begun or head.order < begun[0].order):
                 blocked = not self._admit(head)
-                if blocked:
+                if blocked or head.loading:
                     continue
                 seq = head
-                if seq.loading:
-                    continue
                 overtake(begun, seq, self.limits.max_overtakes)
             elif begun:
                 seq = begun.pop(0)
             else:
                 break
             start, end = seq.planned, min(seq.planned + left, len(seq.tokens))
-            ids = seq.tokens[start:end]
-            last = end == len(seq.tokens)
+            ids, last = seq.tokens[start:end], end == len(seq.tokens)
             scored = seq.score(start, end)
             slices.append(SeqSlice(seq.number, start, ids, seq.blocks, last, seq.admissions, scored))
             going.append(seq)
@@ -331,10 +332,8 @@ class RankScheduler:
 
     def _admit(self, seq: ScheduledSequence) -> bool:
         """Admits the head of the queue and allocates its blocks; False if it must wait."""
-        running = len(self._decoding) + len(self._prefilling)
-        if running >= self._max_running:
-            return False
-        if seq.pending:  # preempted in the middle: some of its tokens are still pending
+        running = self.running
+        if running >= self._max_running or seq.pending:  # preempted in the middle: tokens are pending
             return False
         if not self._tables.place(seq, spare=running):
             self._waiting.refuse()
@@ -348,8 +347,9 @@ class RankScheduler:
             seq.cached_tokens = seq.computed
             if seq.caches and seq.scored >= seq.score_end:
                 self._prefix_queries += len(seq.tokens)
-                self._prefix_hits += seq.computed
-                self._prefix_host_hits += seq.computed - seq.sealed * seq.block_size
+                here = seq.sealed * seq.block_size if seq.loading < 0 else seq.computed
+                self._prefix_hits += here
+                self._prefix_host_hits += here - seq.sealed * seq.block_size
         return True
 
     def _move_prefilled(self) -> None:
@@ -380,7 +380,7 @@ class RankScheduler:
 
     def _end(self, seq: ScheduledSequence, event: Event) -> None:
         if not seq.waits:
-            self._leave_running(seq)
+            self._leave_running(seq, finished=event is Event.FINISH)
         elif not self._siblings.holds(seq):
             self._waiting.remove(seq)
         seq.advance(event)
@@ -395,6 +395,6 @@ class RankScheduler:
         for seq in released:
             self._waiting.push(seq)
 
-    def _leave_running(self, seq: ScheduledSequence) -> None:
+    def _leave_running(self, seq: ScheduledSequence, *, finished: bool = False) -> None:
         (self._decoding if seq in self._decoding else self._prefilling).remove(seq)
-        self._tables.release(seq)
+        self._tables.release(seq, finished=finished)

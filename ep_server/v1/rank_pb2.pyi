@@ -93,7 +93,7 @@ class Add(_message.Message):
     def __init__(self, work_number: _Optional[int] = ..., request: _Optional[_Union[Request, _Mapping]] = ...) -> None: ...
 
 class Request(_message.Message):
-    __slots__ = ("request_id", "number", "prompt_ids", "sampling", "stopping", "priority", "cache_salt", "bypass_prefix_cache", "dp_rank", "group", "grammar", "output_ids")
+    __slots__ = ("request_id", "number", "prompt_ids", "sampling", "stopping", "priority", "cache_salt", "bypass_prefix_cache", "dp_rank", "group", "grammar", "output_ids", "hold", "source")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     PROMPT_IDS_FIELD_NUMBER: _ClassVar[int]
@@ -106,6 +106,8 @@ class Request(_message.Message):
     GROUP_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
     OUTPUT_IDS_FIELD_NUMBER: _ClassVar[int]
+    HOLD_FIELD_NUMBER: _ClassVar[int]
+    SOURCE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     number: int
     prompt_ids: _containers.RepeatedScalarFieldContainer[int]
@@ -118,7 +120,23 @@ class Request(_message.Message):
     group: int
     grammar: Grammar
     output_ids: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, request_id: _Optional[str] = ..., number: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stopping: _Optional[_Union[Stopping, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., bypass_prefix_cache: _Optional[bool] = ..., dp_rank: _Optional[int] = ..., group: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., output_ids: _Optional[_Iterable[int]] = ...) -> None: ...
+    hold: bytes
+    source: KvSource
+    def __init__(self, request_id: _Optional[str] = ..., number: _Optional[int] = ..., prompt_ids: _Optional[_Iterable[int]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stopping: _Optional[_Union[Stopping, _Mapping]] = ..., priority: _Optional[int] = ..., cache_salt: _Optional[str] = ..., bypass_prefix_cache: _Optional[bool] = ..., dp_rank: _Optional[int] = ..., group: _Optional[int] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., output_ids: _Optional[_Iterable[int]] = ..., hold: _Optional[bytes] = ..., source: _Optional[_Union[KvSource, _Mapping]] = ...) -> None: ...
+
+class KvSource(_message.Message):
+    __slots__ = ("address", "local", "key", "tokens", "weights")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    local: str
+    key: bytes
+    tokens: int
+    weights: int
+    def __init__(self, address: _Optional[str] = ..., local: _Optional[str] = ..., key: _Optional[bytes] = ..., tokens: _Optional[int] = ..., weights: _Optional[int] = ...) -> None: ...
 
 class Grammar(_message.Message):
     __slots__ = ("kind", "source")
@@ -193,7 +211,7 @@ class WatchCache(_message.Message):
     def __init__(self, on: _Optional[bool] = ...) -> None: ...
 
 class Order(_message.Message):
-    __slots__ = ("number", "flush_cache", "start_profile", "stop_profile", "prepare_weights", "switch_change", "drop_change", "work_number")
+    __slots__ = ("number", "flush_cache", "start_profile", "stop_profile", "prepare_weights", "switch_change", "drop_change", "release_kv", "work_number")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     FLUSH_CACHE_FIELD_NUMBER: _ClassVar[int]
     START_PROFILE_FIELD_NUMBER: _ClassVar[int]
@@ -201,6 +219,7 @@ class Order(_message.Message):
     PREPARE_WEIGHTS_FIELD_NUMBER: _ClassVar[int]
     SWITCH_CHANGE_FIELD_NUMBER: _ClassVar[int]
     DROP_CHANGE_FIELD_NUMBER: _ClassVar[int]
+    RELEASE_KV_FIELD_NUMBER: _ClassVar[int]
     WORK_NUMBER_FIELD_NUMBER: _ClassVar[int]
     number: int
     flush_cache: FlushCache
@@ -209,8 +228,9 @@ class Order(_message.Message):
     prepare_weights: PrepareWeights
     switch_change: int
     drop_change: int
+    release_kv: bytes
     work_number: int
-    def __init__(self, number: _Optional[int] = ..., flush_cache: _Optional[_Union[FlushCache, _Mapping]] = ..., start_profile: _Optional[_Union[StartProfile, _Mapping]] = ..., stop_profile: _Optional[_Union[StopProfile, _Mapping]] = ..., prepare_weights: _Optional[_Union[PrepareWeights, _Mapping]] = ..., switch_change: _Optional[int] = ..., drop_change: _Optional[int] = ..., work_number: _Optional[int] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., flush_cache: _Optional[_Union[FlushCache, _Mapping]] = ..., start_profile: _Optional[_Union[StartProfile, _Mapping]] = ..., stop_profile: _Optional[_Union[StopProfile, _Mapping]] = ..., prepare_weights: _Optional[_Union[PrepareWeights, _Mapping]] = ..., switch_change: _Optional[int] = ..., drop_change: _Optional[int] = ..., release_kv: _Optional[bytes] = ..., work_number: _Optional[int] = ...) -> None: ...
 
 class PrepareWeights(_message.Message):
     __slots__ = ("change", "version", "path")
@@ -383,7 +403,7 @@ class Progress(_message.Message):
     def __init__(self, stage: _Optional[str] = ..., done: _Optional[int] = ..., total: _Optional[int] = ...) -> None: ...
 
 class Ready(_message.Message):
-    __slots__ = ("rank", "pid", "kv_blocks", "block_size", "weight_bytes", "kv_bytes", "exchange_bytes", "load_seconds", "attention", "kv_host_bytes")
+    __slots__ = ("rank", "pid", "kv_blocks", "block_size", "weight_bytes", "kv_bytes", "exchange_bytes", "load_seconds", "attention", "kv_host_bytes", "kv_address", "kv_local")
     RANK_FIELD_NUMBER: _ClassVar[int]
     PID_FIELD_NUMBER: _ClassVar[int]
     KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -394,6 +414,8 @@ class Ready(_message.Message):
     LOAD_SECONDS_FIELD_NUMBER: _ClassVar[int]
     ATTENTION_FIELD_NUMBER: _ClassVar[int]
     KV_HOST_BYTES_FIELD_NUMBER: _ClassVar[int]
+    KV_ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    KV_LOCAL_FIELD_NUMBER: _ClassVar[int]
     rank: int
     pid: int
     kv_blocks: int
@@ -404,7 +426,9 @@ class Ready(_message.Message):
     load_seconds: float
     attention: str
     kv_host_bytes: int
-    def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., exchange_bytes: _Optional[int] = ..., load_seconds: _Optional[float] = ..., attention: _Optional[str] = ..., kv_host_bytes: _Optional[int] = ...) -> None: ...
+    kv_address: str
+    kv_local: str
+    def __init__(self, rank: _Optional[int] = ..., pid: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., block_size: _Optional[int] = ..., weight_bytes: _Optional[int] = ..., kv_bytes: _Optional[int] = ..., exchange_bytes: _Optional[int] = ..., load_seconds: _Optional[float] = ..., attention: _Optional[str] = ..., kv_host_bytes: _Optional[int] = ..., kv_address: _Optional[str] = ..., kv_local: _Optional[str] = ...) -> None: ...
 
 class StepTokens(_message.Message):
     __slots__ = ("numbers", "token_ids", "finish", "cached_tokens", "logprobs", "top_counts", "top_token_ids", "top_logprobs", "queued_ns", "step", "weights")

@@ -1,0 +1,77 @@
+"""Joins the scheduler's view of hand-offs with the threads that carry them out. Used in the rank's loop."""
+
+from __future__ import annotations
+
+from ep_server.backends.kv_rows import KvRows
+from ep_server.config import HandoffConfig
+from ep_server.errors import StartupError
+from ep_server.ranks.handoff.exporter import KvExporter
+from ep_server.ranks.handoff.importer import KvImporter
+from ep_server.scheduler.handoffs import Handoffs
+
+LOOK_SECONDS = 0.5  # of a parked rank that holds blocks
+SENDS, FETCHES = ("prefill", "both"), ("decode", "both")
+
+
+class HandoffDesk:
+    """Hand-offs of one rank."""
+
+    def __init__(
+        self, handoffs: Handoffs, exporter: KvExporter | None = None, importer: KvImporter | None = None
+    ) -> None:
+        """None: this server does not send, or does not fetch."""
+        self._handoffs, self._exporter, self._importer = handoffs, exporter, importer
+
+    @classmethod
+    def open(cls, config: HandoffConfig, rows: KvRows, rank: int, handoffs: Handoffs) -> HandoffDesk:
+        """As configured. Raises: StartupError if it cannot listen."""
+        exporter = importer = None
+        if config.role in SENDS:
+            port = config.port + rank if config.port else 0
+            try:
+                exporter = KvExporter(rows, config.host, port, config.hold_seconds, config.silence_seconds)
+            except OSError as error:
+                where = f"{config.host}:{port} for rank {rank}"
+                raise StartupError(f"handoff.host: cannot listen on {where}: {error}") from error
+        if config.role in FETCHES:
+            importer = KvImporter(rows, config.timeout_seconds, config.silence_seconds)
+        return cls(handoffs, exporter, importer)
+
+    @property
+    def address(self) -> tuple[str, str]:
+        """(host:port, name of the local socket) where other servers fetch; empty if they cannot."""
+        return ("", "") if self._exporter is None else (self._exporter.address, self._exporter.local)
+
+    @property
+    def look_seconds(self) -> float | None:
+        """How often a parked rank calls before_plan(); None: not at all."""
+        return LOOK_SECONDS if self._exporter is not None and self._exporter.shows else None
+
+    def wait(self, seconds: float) -> None:
+        """Until a fetch has ended, no longer than this. Returns at once if nothing is fetched."""
+        if self._importer is not None and self._importer.runs:
+            self._importer.wait(seconds)
+
+    def before_plan(self) -> list[int]:
+        """Ends holds that are over. Returns: tickets of the fetches that have ended."""
+        if self._exporter is not None:
+            for number in self._exporter.finished():
+                self._handoffs.end(number)
+        ended = [] if self._importer is None else self._importer.ended()
+        for ticket, tokens in ended:
+            self._handoffs.arrived(ticket, tokens)
+        return [ticket for ticket, _ in ended]
+
+    def after_plan(self) -> None:
+        """Before the step: nothing reads or writes blocks that got other owners, and new fetches begin."""
+        if self._exporter is not None:
+            self._exporter.show(self._handoffs.exports())
+        if self._importer is not None:
+            dropped, fetches = self._handoffs.take()
+            self._importer.drop(dropped)
+            self._importer.start(fetches)
+
+    def counters(self) -> dict[str, int]:
+        """Cumulative, under the names of RankStatistics.counters."""
+        ends = [end for end in (self._exporter, self._importer) if end is not None]
+        return {name: value for end in ends for name, value in end.counters().items()}

@@ -1,0 +1,247 @@
+"""Serves the KV rows of this rank's prompts to ranks of other servers, in threads of its own.
+
+The rank's loop says what may be read (show()); once that call returns, nothing else is being read. So a block
+never changes under a reader. Units: tokens, bytes, seconds.
+"""
+
+from __future__ import annotations
+
+import array
+import logging
+import mmap
+import os
+import secrets
+import socket
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+import torch
+
+from ep_server.backends.kv_rows import KvRows
+from ep_server.ranks.handoff.wire import (
+    DONE,
+    NOTHING,
+    SLOTS,
+    HandoffError,
+    Hello,
+    Line,
+    Rows,
+    answer,
+    bytes_of,
+    slot_rows,
+)
+from ep_server.records import KvExport
+
+log = logging.getLogger(__name__)
+
+UNKNOWN_SECONDS = 2.0  # a key may arrive before its request has reached this rank
+KEEPALIVE_SECONDS = 0.5
+REMEMBERED = 1024  # keys that ended: refused at once
+MAX_READERS = 64
+
+
+@dataclass(slots=True, eq=False)
+class _Shown:
+    """One export. gone: why it may not be read any more. until: when it expires; None while it runs."""
+
+    export: KvExport
+    until: float | None = None
+    gone: str = ""
+    fetched: bool = False
+    reading: threading.Lock = field(default_factory=threading.Lock)
+
+
+class KvExporter:
+    """Listens at `address` (host:port) and at the abstract Unix socket `local`."""
+
+    def __init__(self, rows: KvRows, host: str, port: int, hold_seconds: float, silence: float) -> None:
+        """hold_seconds: after the end of a request. silence: of a fetcher. Raises: OSError."""
+        self._rows, self._hold_seconds, self._silence = rows, hold_seconds, silence
+        self._shown: dict[bytes, _Shown] = {}
+        self._ended: OrderedDict[bytes, str] = OrderedDict()  # key -> why
+        self._changed = threading.Condition()
+        self._readers = threading.Semaphore(MAX_READERS)
+        self._sent = self._handoffs = 0
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._tcp = socket.create_server((host, port), family=family, backlog=MAX_READERS)
+        shown = f"[{host}]" if ":" in host else host
+        self.address = f"{shown}:{self._tcp.getsockname()[1]}"
+        self.local = f"ep-server-kv-{secrets.token_hex(12)}"
+        self._unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._unix.bind("\0" + self.local)
+        self._unix.listen(MAX_READERS)
+        for listener in (self._tcp, self._unix):
+            threading.Thread(target=self._accept, args=(listener,), daemon=True, name="kv-listen").start()
+
+    def show(self, exports: Iterable[KvExport]) -> None:
+        """What may be read from now on, and nothing else is. Called by the rank's loop before each step."""
+        now, listed = time.monotonic(), {export.key: export for export in exports}
+        if not listed and not self._shown:
+            return
+        with self._changed:
+            for key in self._shown.keys() - listed.keys():
+                self._end(key, "the blocks were given up or the request was cancelled")
+            for key, export in listed.items():
+                shown = self._shown.setdefault(key, _Shown(export))
+                if shown.export != export:
+                    with shown.reading:
+                        shown.export = export
+                if export.held and shown.until is None:
+                    shown.until = now + self._hold_seconds
+            self._changed.notify_all()
+
+    def finished(self) -> list[int]:
+        """Numbers of requests whose blocks nobody fetches any more: fetched, or held for too long."""
+        now = time.monotonic()
+        with self._changed:
+            over = [
+                shown.export.number
+                for shown in self._shown.values()
+                if shown.fetched or (shown.until is not None and now > shown.until)
+            ]
+            for key in [key for key, shown in self._shown.items() if shown.export.number in over]:
+                why = "another server fetched the blocks" if self._shown[key].fetched else "they expired"
+                self._end(key, why)
+        return over
+
+    @property
+    def shows(self) -> bool:
+        """Something may be read."""
+        return bool(self._shown)
+
+    def counters(self) -> dict[str, int]:
+        """Cumulative, under the names of RankStatistics.counters."""
+        return {"handoffs_sent": self._handoffs, "handoff_sent_bytes": self._sent}
+
+    def close(self) -> None:
+        """Ends listening. Threads end with the process."""
+        for listener in (self._tcp, self._unix):
+            listener.close()
+
+    def _end(self, key: bytes, why: str) -> None:
+        shown = self._shown.pop(key)
+        with shown.reading:  # a read in progress ends first
+            shown.gone = why
+        self._ended[key] = why
+        while len(self._ended) > REMEMBERED:
+            self._ended.popitem(last=False)
+        self._changed.notify_all()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                sock, _ = listener.accept()
+            except OSError:  # closed
+                return
+            threading.Thread(target=self._answer, args=(sock,), daemon=True, name="kv-serve").start()
+
+    def _answer(self, sock: socket.socket) -> None:
+        line = Line(sock, self._silence)
+        try:
+            with self._readers, torch.inference_mode():
+                self._serve(line)
+        except HandoffError as error:
+            log.info("a hand-off ended early: %s", error)
+            with suppress(HandoffError):
+                line.put(Rows(NOTHING, 0, 0).pack() + answer(str(error)))
+        except Exception:
+            log.exception("a hand-off failed")
+        finally:
+            line.close()
+
+    def _serve(self, line: Line) -> None:
+        hello = Hello.receive(line)
+        try:
+            shown = self._find(hello)
+        except HandoffError as error:
+            line.put(answer(str(error)))
+            return
+        shared = hello.shared and line.sock.family == socket.AF_UNIX
+        slots, memory = _staging(self._rows.row_bytes, hello.end - hello.first, shared=shared)
+        if shared:
+            try:
+                _send_descriptor(line.sock, memory)
+            finally:
+                os.close(memory)
+        else:
+            line.put(answer())
+        self._send(line, hello, shown, slots, shared=shared)
+        if line.take(1) != DONE:
+            raise HandoffError("the last answer is malformed")
+        self._handoffs += 1
+        with self._changed:
+            shown.fetched = True
+
+    def _find(self, hello: Hello) -> _Shown:
+        """Raises: HandoffError."""
+        if hello.row_bytes != self._rows.row_bytes:
+            raise HandoffError(f"row_bytes = {hello.row_bytes}: must be {self._rows.row_bytes}")
+        with self._changed:
+            self._changed.wait_for(
+                lambda: hello.key in self._shown or hello.key in self._ended, UNKNOWN_SECONDS
+            )
+            if (shown := self._shown.get(hello.key)) is not None:
+                return shown
+            raise HandoffError(f"key unknown: {self._ended.get(hello.key, 'no such request')}")
+
+    def _send(
+        self, line: Line, hello: Hello, shown: _Shown, slots: list[torch.Tensor], *, shared: bool
+    ) -> None:
+        at, sent, most = hello.first, 0, len(slots[0])
+        while at < hello.end:
+            ready = self._await(line, shown, at)
+            if sent >= SLOTS:
+                line.take(1)  # the slot that is filled next was read
+            slot, count = sent % SLOTS, min(ready - at, hello.end - at, most)
+            with shown.reading:
+                if shown.gone:
+                    raise HandoffError(shown.gone)
+                blocks, size = shown.export.blocks, self._rows.block_size
+                count = min(count, shown.export.tokens - at)  # it was computed anew meanwhile
+                if count > 0:
+                    places = [blocks[n // size] * size + n % size for n in range(at, at + count)]
+                    self._rows.read(places, slots[slot])
+            if count <= 0:
+                continue
+            line.put(Rows(at, count, slot).pack())
+            if not shared:
+                line.put(bytes_of(slots[slot][:count]))
+            at, sent = at + count, sent + 1
+            self._sent += count * self._rows.row_bytes
+        for _ in range(min(sent, SLOTS)):
+            line.take(1)
+
+    def _await(self, line: Line, shown: _Shown, at: int) -> int:
+        """Waits until row `at` is computed. Returns: rows that are. Raises: HandoffError."""
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: shown.gone or shown.export.tokens > at, KEEPALIVE_SECONDS)
+                if shown.gone:
+                    raise HandoffError(shown.gone)
+                if shown.export.tokens > at:
+                    return shown.export.tokens
+            line.put(Rows(at, 0, 0).pack())
+
+
+def _staging(row_bytes: int, count: int, *, shared: bool) -> tuple[list[torch.Tensor], int]:
+    """Memory for SLOTS pieces of `count` rows, and its descriptor; -1 if it is not shared."""
+    rows = slot_rows(row_bytes, count)
+    size, descriptor = SLOTS * rows * row_bytes, -1
+    if shared:
+        descriptor = os.memfd_create("ep-server-kv", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, size)
+    memory = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
+    return list(memory.view(SLOTS, rows, row_bytes)), descriptor
+
+
+def _send_descriptor(sock: socket.socket, descriptor: int) -> None:
+    """Raises: HandoffError."""
+    try:
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
+        sock.sendmsg([answer()], rights)
+    except OSError as error:
+        raise HandoffError(f"sending the shared memory failed: {error}") from error

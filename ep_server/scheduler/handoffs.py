@@ -1,0 +1,122 @@
+"""KV blocks on their way between servers: those kept for another one, and those awaited from another one.
+
+A sequence whose request has a `hold` key may be read by another server from its first computed token on. Once
+it has finished, its blocks are held: they stay as they are until they are released, or given up because a
+sequence needs them. Units: tokens, blocks.
+"""
+
+from __future__ import annotations
+
+from ep_server.errors import InternalError
+from ep_server.records import KvExport, KvFetch
+from ep_server.scheduler.kv_blocks import BlockLedger
+from ep_server.scheduler.sequence import ScheduledSequence
+
+
+class Handoffs:
+    """Of one rank."""
+
+    def __init__(self, ledger: BlockLedger) -> None:
+        self._ledger = ledger
+        self._open: dict[int, ScheduledSequence] = {}  # by number: not finished
+        self._held: dict[int, KvExport] = {}  # by number, oldest first
+        self._fetches: list[KvFetch] = []
+        self._dropped: list[int] = []
+        self._arrived: dict[int, int] = {}  # ticket -> tokens
+        self._tickets = 0
+
+    @property
+    def held(self) -> int:
+        """Blocks that are held."""
+        return sum(len(export.blocks) for export in self._held.values())
+
+    def tables(self) -> list[tuple[int, ...]]:
+        """Of the sequences that are held."""
+        return [export.blocks for export in self._held.values()]
+
+    def open(self, seq: ScheduledSequence) -> None:
+        """A request arrives. Its blocks may be read by another server if it says so."""
+        if seq.request.hold:
+            self._open[seq.number] = seq
+
+    def exports(self) -> list[KvExport]:
+        """What another server may read now. What was listed before and is not now must not be read."""
+        for number in [number for number, seq in self._open.items() if seq.state.ended or seq.flushed]:
+            del self._open[number]
+        return [_export(seq, tuple(seq.blocks)) for seq in self._open.values()] + list(self._held.values())
+
+    def hold(self, seq: ScheduledSequence) -> bool:
+        """A sequence has finished. Returns: whether its blocks are held. Its table is empty then."""
+        if self._open.pop(seq.number, None) is None or seq.flushed:
+            return False
+        kept = self._ledger.blocks_for(len(seq.request.prompt_ids))
+        self._held[seq.number] = _export(seq, tuple(seq.blocks[:kept]))._replace(held=True)
+        rest = seq.blocks[kept:]
+        seq.blocks.clear()
+        self._ledger.release(rest)
+        return True
+
+    def end(self, number: int) -> int:
+        """Nobody fetches these blocks any more. Returns: how many were held; 0 if it is unknown."""
+        self._open.pop(number, None)
+        export = self._held.pop(number, None)
+        if export is None:
+            return 0
+        self._ledger.release(list(export.blocks))
+        return len(export.blocks)
+
+    def release(self, key: bytes) -> int:
+        """As end(), by key."""
+        found = [seq.number for seq in self._open.values() if seq.request.hold == key]
+        found += [export.number for export in self._held.values() if export.key == key]
+        return sum(map(self.end, found))
+
+    def give_up(self) -> bool:
+        """Frees the blocks held longest: a sequence needs them. Returns: False if there are none."""
+        return bool(self._held) and self.end(next(iter(self._held))) > 0
+
+    def clear(self) -> None:
+        """No block computed so far may be used by others any more."""
+        self._open.clear()
+        while self.give_up():
+            pass
+
+    def fetch(self, seq: ScheduledSequence, first: int) -> int:
+        """Decides to fill the blocks of a table from block `first` on. Returns: how many; 0: none."""
+        source = seq.request.source
+        if source is None or seq.fetched or source.weights != seq.weights or seq.scored < seq.score_end:
+            return 0
+        full = min(source.tokens, len(seq.request.prompt_ids), len(seq.tokens) - 1) // seq.block_size
+        if full <= first:
+            return 0
+        self._tickets -= 1
+        seq.loading = self._tickets
+        blocks = tuple(seq.blocks[first:full])
+        self._fetches.append(KvFetch(seq.loading, source, first * seq.block_size, blocks))
+        return len(blocks)
+
+    def arrived(self, ticket: int, tokens: int) -> None:
+        """A fetch has ended with so many leading tokens of its blocks. KvTables.loaded() goes on."""
+        self._arrived[ticket] = tokens
+
+    def take_arrived(self, ticket: int) -> int:
+        """Tokens of a fetch that has ended. Raises: InternalError if it has not."""
+        if ticket not in self._arrived:
+            raise InternalError(f"the fetch {ticket} has not ended")
+        return self._arrived.pop(ticket)
+
+    def drop(self, ticket: int) -> None:
+        """Nobody awaits this fetch any more: its blocks may be written by others."""
+        self._dropped.append(ticket)
+        self._fetches = [fetch for fetch in self._fetches if fetch.ticket != ticket]
+
+    def take(self) -> tuple[list[int], list[KvFetch]]:
+        """(fetches to end before the next step, fetches to begin), since the last call."""
+        taken = self._dropped, self._fetches
+        self._dropped, self._fetches = [], []
+        return taken
+
+
+def _export(seq: ScheduledSequence, blocks: tuple[int, ...]) -> KvExport:
+    tokens = min(seq.computed, len(seq.request.prompt_ids))
+    return KvExport(seq.number, seq.request.hold, tokens, blocks, held=False)
