@@ -36,7 +36,7 @@ from ep_server.errors import (
     RequestCancelled,
     Unavailable,
 )
-from ep_server.orders import FlushCache
+from ep_server.orders import FlushCache, ReleaseKv
 from ep_server.ranks.protocol import Ranks
 from ep_server.records import RankReady, RankStatistics, Request
 from ep_server.scheduler.lifecycle import Event
@@ -199,11 +199,9 @@ class Engine:
         except EpServerError as error:
             self._observer.on_refused(error.status)
             raise
-        except asyncio.CancelledError:
-            self._observer.on_refused(RequestCancelled.status)
-            raise
-        except Exception:
-            self._observer.on_refused(InternalError.status)
+        except (asyncio.CancelledError, Exception) as error:
+            cancelled = isinstance(error, asyncio.CancelledError)
+            self._observer.on_refused((RequestCancelled if cancelled else InternalError).status)
             raise
 
     def abort(self, request_id: str) -> bool:
@@ -222,8 +220,15 @@ class Engine:
         Returns: blocks forgotten, over all ranks, once every rank has done so.
         Raises: Unavailable, Draining, RankLost; DeadlineExceeded after `seconds`.
         """
+        return await self._blocks(FlushCache(), seconds, "flushing the prefix cache")
+
+    async def release_kv(self, key: bytes, seconds: float) -> int:
+        """Frees the blocks held for another server under this key. Returns, raises: as flush_cache()."""
+        return await self._blocks(ReleaseKv(key), seconds, "freeing held KV blocks")
+
+    async def _blocks(self, order: FlushCache | ReleaseKv, seconds: float, what: str) -> int:
         self._check_serving()
-        answers = await self._delivery.orders.give(FlushCache(), seconds, "flushing the prefix cache")
+        answers = await self._delivery.orders.give(order, seconds, what)
         return sum(done.blocks for done in answers)
 
     @property
@@ -390,11 +395,6 @@ class Engine:
 
 
 def _asked(sequences: Sequence[Submission]) -> Asked:
-    request = sequences[0].request
-    return Asked(
-        sequences=len(sequences),
-        priority=request.priority,
-        dp_rank=request.dp_rank,
-        max_new_tokens=request.stopping.max_new_tokens,
-        timeout=sequences[0].timeout,
-    )
+    request, timeout = sequences[0].request, sequences[0].timeout
+    longest = request.stopping.max_new_tokens
+    return Asked(len(sequences), request.priority, request.dp_rank, longest, timeout)

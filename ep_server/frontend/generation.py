@@ -20,6 +20,7 @@ from ep_server.errors import ContextLengthExceeded, EpServerError, InvalidArgume
 from ep_server.frontend import chat, requests
 from ep_server.frontend.accept_queue import seconds_since_arrival
 from ep_server.frontend.call_metadata import CallMetadata, Entrance
+from ep_server.frontend.handoffs import Handoffs
 from ep_server.frontend.requests import Limits, ResponseShape
 from ep_server.frontend.served_model import ServedModel
 from ep_server.frontend.unread import CallEnd
@@ -63,9 +64,11 @@ class Generator:
         engine: Engine,
         model: ServedModel,
         grammars: GrammarCompiler,
+        handoffs: Handoffs,
         entrance: Entrance | None = None,
     ) -> None:
         """entrance: of the port; None where all ranks are alike."""
+        self.handoffs = handoffs
         self.engine = engine
         self.model = model
         self._grammars = grammars
@@ -112,6 +115,7 @@ class Generator:
         if built.grammar is not None:
             built = replace(built, grammar=await self._grammars.check(built.grammar))
             timeout = requests.timeout_seconds(request, seconds_since_arrival(), context.time_remaining())
+        built = await self.handoffs.apply(request, built)
         shape = requests.response_shape(request, model)
         sequences = [
             Submission(

@@ -200,7 +200,8 @@ def sequences(proto: Any, request: Request) -> list[Request]:
     first = request.sampling.seed or 0
     seeds = [(first + index) % 2**64 for index in range(1, count)]
     other = replace(request.sampling, prompt_logprobs=None)
-    return [request, *(replace(request, sampling=replace(other, seed=seed)) for seed in seeds)]
+    rest = replace(request, hold=b"", source=None)
+    return [request, *(replace(rest, sampling=replace(other, seed=seed)) for seed in seeds)]
 
 
 def response_shape(proto: Any, model: ServedModel) -> ResponseShape:

@@ -28,6 +28,7 @@ from ep_server.frontend.control import ControlService, open_control_port, refuse
 from ep_server.frontend.doors import open_doors
 from ep_server.frontend.endpoint import Certificates, warn_if_open
 from ep_server.frontend.generation import Generator
+from ep_server.frontend.handoffs import Handoffs
 from ep_server.frontend.health import Health
 from ep_server.frontend.introspection import add_channelz, add_reflection, channelz_names
 from ep_server.frontend.messages import CallLimits
@@ -118,6 +119,7 @@ class Server:
             *(door.service.full_name for door in self._doors),
         )
         self._grammars = GrammarCompiler(model.tokenizer, model.vocab_size, model.eos_token_ids)
+        self._handoffs = Handoffs(config, self.engine)
         self.health = Health(self._names)
         self._control = ControlService(self.engine, model, config)
         self._port: Port | None = None
@@ -243,7 +245,7 @@ class Server:
 
     def _add_services(self, server: aio.Server, *, relays: bool) -> None:
         entrance = Entrance(self.config.cluster.nodes, self.config.parallel.ranks, relays)
-        generator = Generator(self.engine, self._model, self._grammars, entrance)
+        generator = Generator(self.engine, self._model, self._grammars, self._handoffs, entrance)
         add_DecodeServicer_to_server(DecodeService(generator, self.config.grpc.unread_seconds), server)
         for door in self._doors:
             door.add_to(server, generator)

@@ -47,6 +47,10 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):  # type: ignore[misc, unuse
         async for event in read_in_time(events, self._unread_seconds, end):
             yield event
 
+    async def ReleaseKv(self, request: Any, context: Any) -> Any:
+        """Frees blocks held for another server. Raises: InvalidArgument, Unavailable, DeadlineExceeded."""
+        return decode_pb2.ReleaseKvResponse(blocks=await self._generator.handoffs.release(request.key))
+
     async def _events(self, request: Any, context: Any, end: CallEnd) -> AsyncIterator[Any]:
         generation = await self._generator.admit(request, context, end)
         del request  # free it
@@ -54,6 +58,9 @@ class DecodeService(decode_pb2_grpc.DecodeServicer):  # type: ignore[misc, unuse
         context.add_done_callback(lambda _: generation.close(end.error))
         first = generation.requests[0]
         yield _prompt_info(first, self._generator.model)
+        if first.hold:
+            handle = await self._generator.handoffs.handle(first)
+            yield decode_pb2.GenerateResponse(kv_handle=handle)
         async for index, chunk in generation.chunks():
             for scored in chunk.prompt:
                 yield _prompt_logprobs(scored)

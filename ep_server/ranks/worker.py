@@ -50,8 +50,7 @@ CHECK_NS = 10_000_000_000  # a recount of 64k KV blocks takes 40 ms: not at ever
 class _LaunchedStep:
     """A step whose tokens are not collected yet. launched: the runner's handle. bucket: 0 = not padded.
 
-    largest: tokens of the rank that has the most.
-    began: clock at its start, once planned, once voted; ns.
+    largest: tokens of the rank that has the most. began: clock at its start, once planned, once voted; ns.
     """
 
     batch: StepBatch
@@ -303,7 +302,8 @@ class RankWorker:
             look = CHANGE_LOOK_SECONDS if self._changes.preparing else self._handoff.look_seconds
             self._handle(self._channel.wait(look))
             self._check_changes()
-            self._handoff.before_plan()  # frees blocks that were held long enough
+            if self._handoff.free_held():
+                self._report()
 
     def _handle(self, payloads: Sequence[bytes]) -> None:
         for payload in payloads:

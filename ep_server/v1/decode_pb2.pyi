@@ -21,7 +21,7 @@ FINISH_REASON_STOP_STRING: FinishReason
 FINISH_REASON_LENGTH: FinishReason
 
 class GenerateRequest(_message.Message):
-    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "stopping", "response", "priority", "deadline_ms", "dp_rank", "cache_salt", "bypass_prefix_cache", "grammar")
+    __slots__ = ("request_id", "model", "text", "token_ids", "chat", "sampling", "stopping", "response", "priority", "deadline_ms", "dp_rank", "cache_salt", "bypass_prefix_cache", "grammar", "hold_kv", "kv_handle")
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     MODEL_FIELD_NUMBER: _ClassVar[int]
     TEXT_FIELD_NUMBER: _ClassVar[int]
@@ -36,6 +36,8 @@ class GenerateRequest(_message.Message):
     CACHE_SALT_FIELD_NUMBER: _ClassVar[int]
     BYPASS_PREFIX_CACHE_FIELD_NUMBER: _ClassVar[int]
     GRAMMAR_FIELD_NUMBER: _ClassVar[int]
+    HOLD_KV_FIELD_NUMBER: _ClassVar[int]
+    KV_HANDLE_FIELD_NUMBER: _ClassVar[int]
     request_id: str
     model: str
     text: str
@@ -50,7 +52,43 @@ class GenerateRequest(_message.Message):
     cache_salt: str
     bypass_prefix_cache: bool
     grammar: Grammar
-    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stopping: _Optional[_Union[Stopping, _Mapping]] = ..., response: _Optional[_Union[ResponseOptions, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., dp_rank: _Optional[int] = ..., cache_salt: _Optional[str] = ..., bypass_prefix_cache: _Optional[bool] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ...) -> None: ...
+    hold_kv: bool
+    kv_handle: KvHandle
+    def __init__(self, request_id: _Optional[str] = ..., model: _Optional[str] = ..., text: _Optional[str] = ..., token_ids: _Optional[_Union[TokenIds, _Mapping]] = ..., chat: _Optional[_Union[Chat, _Mapping]] = ..., sampling: _Optional[_Union[Sampling, _Mapping]] = ..., stopping: _Optional[_Union[Stopping, _Mapping]] = ..., response: _Optional[_Union[ResponseOptions, _Mapping]] = ..., priority: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., dp_rank: _Optional[int] = ..., cache_salt: _Optional[str] = ..., bypass_prefix_cache: _Optional[bool] = ..., grammar: _Optional[_Union[Grammar, _Mapping]] = ..., hold_kv: _Optional[bool] = ..., kv_handle: _Optional[_Union[KvHandle, _Mapping]] = ...) -> None: ...
+
+class KvHandle(_message.Message):
+    __slots__ = ("address", "local", "key", "tokens", "prompt", "format", "weights", "block_size", "blocks")
+    ADDRESS_FIELD_NUMBER: _ClassVar[int]
+    LOCAL_FIELD_NUMBER: _ClassVar[int]
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    TOKENS_FIELD_NUMBER: _ClassVar[int]
+    PROMPT_FIELD_NUMBER: _ClassVar[int]
+    FORMAT_FIELD_NUMBER: _ClassVar[int]
+    WEIGHTS_FIELD_NUMBER: _ClassVar[int]
+    BLOCK_SIZE_FIELD_NUMBER: _ClassVar[int]
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    address: str
+    local: str
+    key: bytes
+    tokens: int
+    prompt: bytes
+    format: str
+    weights: str
+    block_size: int
+    blocks: int
+    def __init__(self, address: _Optional[str] = ..., local: _Optional[str] = ..., key: _Optional[bytes] = ..., tokens: _Optional[int] = ..., prompt: _Optional[bytes] = ..., format: _Optional[str] = ..., weights: _Optional[str] = ..., block_size: _Optional[int] = ..., blocks: _Optional[int] = ...) -> None: ...
+
+class ReleaseKvRequest(_message.Message):
+    __slots__ = ("key",)
+    KEY_FIELD_NUMBER: _ClassVar[int]
+    key: bytes
+    def __init__(self, key: _Optional[bytes] = ...) -> None: ...
+
+class ReleaseKvResponse(_message.Message):
+    __slots__ = ("blocks",)
+    BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    blocks: int
+    def __init__(self, blocks: _Optional[int] = ...) -> None: ...
 
 class Chat(_message.Message):
     __slots__ = ("messages", "tools", "variables", "add_generation_prompt")
@@ -168,16 +206,18 @@ class ResponseOptions(_message.Message):
     def __init__(self, output_token_ids: _Optional[bool] = ..., output_text: _Optional[bool] = ..., output_logprobs: _Optional[bool] = ..., top_n: _Optional[int] = ..., stream_interval: _Optional[int] = ..., prompt_logprobs: _Optional[int] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
-    __slots__ = ("prompt_info", "tokens", "finished", "prompt_logprobs")
+    __slots__ = ("prompt_info", "tokens", "finished", "prompt_logprobs", "kv_handle")
     PROMPT_INFO_FIELD_NUMBER: _ClassVar[int]
     TOKENS_FIELD_NUMBER: _ClassVar[int]
     FINISHED_FIELD_NUMBER: _ClassVar[int]
     PROMPT_LOGPROBS_FIELD_NUMBER: _ClassVar[int]
+    KV_HANDLE_FIELD_NUMBER: _ClassVar[int]
     prompt_info: PromptInfo
     tokens: Tokens
     finished: Finished
     prompt_logprobs: PromptLogprobs
-    def __init__(self, prompt_info: _Optional[_Union[PromptInfo, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ...) -> None: ...
+    kv_handle: KvHandle
+    def __init__(self, prompt_info: _Optional[_Union[PromptInfo, _Mapping]] = ..., tokens: _Optional[_Union[Tokens, _Mapping]] = ..., finished: _Optional[_Union[Finished, _Mapping]] = ..., prompt_logprobs: _Optional[_Union[PromptLogprobs, _Mapping]] = ..., kv_handle: _Optional[_Union[KvHandle, _Mapping]] = ...) -> None: ...
 
 class PromptInfo(_message.Message):
     __slots__ = ("request_id", "model", "prompt_tokens", "rank", "seed")

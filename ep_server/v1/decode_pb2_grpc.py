@@ -39,6 +39,11 @@ class DecodeStub:
                 request_serializer=ep__server_dot_v1_dot_decode__pb2.GenerateRequest.SerializeToString,
                 response_deserializer=ep__server_dot_v1_dot_decode__pb2.GenerateResponse.FromString,
                 _registered_method=True)
+        self.ReleaseKv = channel.unary_unary(
+                '/ep_server.v1.Decode/ReleaseKv',
+                request_serializer=ep__server_dot_v1_dot_decode__pb2.ReleaseKvRequest.SerializeToString,
+                response_deserializer=ep__server_dot_v1_dot_decode__pb2.ReleaseKvResponse.FromString,
+                _registered_method=True)
 
 
 class DecodeServicer:
@@ -52,6 +57,14 @@ class DecodeServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReleaseKv(self, request, context):
+        """Frees the KV blocks that a request with hold_kv left here, before another server has fetched them. Without this
+        call they are freed handoff.hold_seconds after the request ended.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DecodeServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -59,6 +72,11 @@ def add_DecodeServicer_to_server(servicer, server):
                     servicer.Generate,
                     request_deserializer=ep__server_dot_v1_dot_decode__pb2.GenerateRequest.FromString,
                     response_serializer=ep__server_dot_v1_dot_decode__pb2.GenerateResponse.SerializeToString,
+            ),
+            'ReleaseKv': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReleaseKv,
+                    request_deserializer=ep__server_dot_v1_dot_decode__pb2.ReleaseKvRequest.FromString,
+                    response_serializer=ep__server_dot_v1_dot_decode__pb2.ReleaseKvResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -88,6 +106,33 @@ class Decode:
             '/ep_server.v1.Decode/Generate',
             ep__server_dot_v1_dot_decode__pb2.GenerateRequest.SerializeToString,
             ep__server_dot_v1_dot_decode__pb2.GenerateResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReleaseKv(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/ep_server.v1.Decode/ReleaseKv',
+            ep__server_dot_v1_dot_decode__pb2.ReleaseKvRequest.SerializeToString,
+            ep__server_dot_v1_dot_decode__pb2.ReleaseKvResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -25,6 +25,7 @@ class Output:
     """
 
     info: Any = None
+    kv_handle: Any = None
     token_ids: list[int] = field(default_factory=list)
     text: str = ""
     logprobs: list[Any] = field(default_factory=list)
@@ -38,6 +39,8 @@ class Output:
         kind = event.WhichOneof("event")
         if kind == "prompt_info":
             self.info = event.prompt_info
+        elif kind == "kv_handle":
+            self.kv_handle = event.kv_handle
         elif kind == "tokens":
             output = self._of(event.tokens.index)
             output.messages += 1

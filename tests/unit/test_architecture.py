@@ -17,7 +17,7 @@ GENERATED = PACKAGE / "v1"
 
 FOUNDATION = {"errors", "records", "orders", "config", "logs", "stop_signals"}
 # What is known of a model without torch.
-HEADERS = {"models.checkpoint", "models.families", "models.sizes"}
+HEADERS = {"models.checkpoint", "models.families", "models.identity", "models.sizes"}
 # Package -> what it may import besides itself; "ranks.protocol" allows that module and no other of ranks.
 ALLOWED = {
     "errors": set(),

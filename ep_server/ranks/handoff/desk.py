@@ -44,7 +44,7 @@ class HandoffDesk:
 
     @property
     def look_seconds(self) -> float | None:
-        """How often a parked rank calls before_plan(); None: not at all."""
+        """How often a parked rank calls free_held(); None: not at all."""
         return LOOK_SECONDS if self._exporter is not None and self._exporter.shows else None
 
     def wait(self, seconds: float) -> None:
@@ -52,11 +52,16 @@ class HandoffDesk:
         if self._importer is not None and self._importer.runs:
             self._importer.wait(seconds)
 
+    def free_held(self) -> bool:
+        """Frees blocks that were fetched, or held for too long. Returns: whether there were any."""
+        over = [] if self._exporter is None else self._exporter.finished()
+        for number in over:
+            self._handoffs.end(number)
+        return bool(over)
+
     def before_plan(self) -> list[int]:
-        """Ends holds that are over. Returns: tickets of the fetches that have ended."""
-        if self._exporter is not None:
-            for number in self._exporter.finished():
-                self._handoffs.end(number)
+        """As free_held(). Returns: tickets of the fetches that have ended."""
+        self.free_held()
         ended = [] if self._importer is None else self._importer.ended()
         for ticket, tokens in ended:
             self._handoffs.arrived(ticket, tokens)

@@ -41,6 +41,7 @@ log = logging.getLogger(__name__)
 UNKNOWN_SECONDS = 2.0  # a key may arrive before its request has reached this rank
 KEEPALIVE_SECONDS = 0.5
 REMEMBERED = 1024  # keys that ended: refused at once
+FETCHED = "the blocks were fetched already"
 MAX_READERS = 64
 
 
@@ -104,8 +105,7 @@ class KvExporter:
                 if shown.fetched or (shown.until is not None and now > shown.until)
             ]
             for key in [key for key, shown in self._shown.items() if shown.export.number in over]:
-                why = "another server fetched the blocks" if self._shown[key].fetched else "they expired"
-                self._end(key, why)
+                self._end(key, FETCHED if self._shown[key].fetched else "the blocks expired")
         return over
 
     @property
@@ -184,9 +184,11 @@ class KvExporter:
             self._changed.wait_for(
                 lambda: hello.key in self._shown or hello.key in self._ended, UNKNOWN_SECONDS
             )
-            if (shown := self._shown.get(hello.key)) is not None:
-                return shown
-            raise HandoffError(f"key unknown: {self._ended.get(hello.key, 'no such request')}")
+            if (shown := self._shown.get(hello.key)) is None:
+                raise HandoffError(f"key unknown: {self._ended.get(hello.key, 'no such request')}")
+            if shown.fetched:
+                raise HandoffError(FETCHED)
+            return shown
 
     def _send(
         self, line: Line, hello: Hello, shown: _Shown, slots: list[torch.Tensor], *, shared: bool

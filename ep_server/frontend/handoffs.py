@@ -1,0 +1,116 @@
+"""[2] KV hand-off as callers see it: handles, and the checks before one is used."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+from array import array
+from collections.abc import Sequence
+from dataclasses import replace
+from hashlib import blake2b
+from typing import Any
+
+from ep_server.config import Config
+from ep_server.engine.engine import Engine
+from ep_server.errors import InvalidArgument
+from ep_server.models.families import read_spec
+from ep_server.models.identity import kv_format, weights_digest
+from ep_server.models.sizes import cache_dtype, serving_dtype
+from ep_server.records import KvSource, Request
+from ep_server.v1 import decode_pb2
+
+log = logging.getLogger(__name__)
+
+KEY_BYTES = 16
+RELEASE_SECONDS = 10.0
+SENDS, FETCHES = ("prefill", "both"), ("decode", "both")
+
+
+class Handoffs:
+    """Of one server. Used in one event loop."""
+
+    def __init__(self, config: Config, engine: Engine) -> None:
+        self.role = config.handoff.role
+        self._config, self._engine = config, engine
+        self._format = ""
+        self._weights: tuple[str, str] = ("", "")  # path, digest
+
+    async def apply(self, proto: Any, request: Request) -> Request:
+        """The request with what a GenerateRequest says about hand-offs. Raises: InvalidArgument."""
+        if proto.hold_kv:
+            self._check_role("hold_kv", "true", SENDS)
+            request = replace(request, hold=secrets.token_bytes(KEY_BYTES))
+        if proto.HasField("kv_handle"):
+            self._check_role("kv_handle", "given", FETCHES)
+            request = replace(request, source=await self._source(proto.kv_handle, request.prompt_ids))
+        return request
+
+    async def handle(self, request: Request) -> Any:
+        """The KvHandle of an admitted request with hold_kv."""
+        tokens, size = len(request.prompt_ids), self._config.scheduler.block_size
+        ready = self._engine.ready[request.dp_rank or 0]
+        return decode_pb2.KvHandle(
+            address=ready.kv_address,
+            local=ready.kv_local,
+            key=request.hold,
+            tokens=tokens,
+            prompt=prompt_digest(request.prompt_ids),
+            format=self._own_format(),
+            weights=await self._own_weights(),
+            block_size=size,
+            blocks=-(-tokens // size),
+        )
+
+    async def release(self, key: bytes) -> int:
+        """Frees what is held under a key. Returns: blocks. Raises: InvalidArgument; as Engine.release_kv."""
+        if len(key) != KEY_BYTES:
+            raise InvalidArgument("key", f"{len(key)} bytes", f"{KEY_BYTES} bytes")
+        return await self._engine.release_kv(key, RELEASE_SECONDS)
+
+    async def _source(self, handle: Any, prompt: Sequence[int]) -> KvSource | None:
+        """None if it cannot be used, though nothing is wrong with it. Raises: InvalidArgument."""
+        if len(handle.key) != KEY_BYTES:
+            raise InvalidArgument("kv_handle.key", f"{len(handle.key)} bytes", f"{KEY_BYTES} bytes")
+        if not 1 <= handle.tokens <= len(prompt):
+            raise InvalidArgument("kv_handle.tokens", handle.tokens, f"1 to {len(prompt)}, as of the prompt")
+        if handle.prompt != prompt_digest(prompt[: handle.tokens]):
+            shown = handle.prompt.hex()
+            raise InvalidArgument("kv_handle.prompt", shown, "the digest of this prompt's first tokens")
+        if handle.format != (own := self._own_format()):
+            raise InvalidArgument("kv_handle.format", handle.format, f"{own!r}, as of this server")
+        if handle.weights != (mine := await self._own_weights()):
+            log.warning(
+                "kv_handle.weights = %r, this server has %r: computing the prompt here", handle.weights, mine
+            )
+            return None
+        version, _ = self._engine.weights
+        return KvSource(handle.address, handle.local, handle.key, handle.tokens, version)
+
+    def _check_role(self, name: str, value: str, roles: Sequence[str]) -> None:
+        if self.role not in roles:
+            allowed = f"absent: this server has handoff.role = {self.role}, not {' or '.join(roles)}"
+            raise InvalidArgument(name, value, allowed)
+
+    def _own_format(self) -> str:
+        if not self._format:
+            model = self._config.model
+            spec = read_spec(model.path)
+            dtype = serving_dtype(spec, model.dtype)
+            self._format = kv_format(spec, dtype, cache_dtype(dtype, model.kv_dtype))
+        return self._format
+
+    async def _own_weights(self) -> str:
+        """Of the weights in force; files are read once, outside the event loop."""
+        _, path = self._engine.weights
+        model = self._config.model
+        if model.load_format == "dummy":
+            return f"dummy-{model.seed}"
+        if self._weights[0] != path:
+            self._weights = path, await asyncio.to_thread(weights_digest, path)
+        return self._weights[1]
+
+
+def prompt_digest(token_ids: Sequence[int]) -> bytes:
+    """Of the tokens whose KV blocks a handle names."""
+    return blake2b(array("q", token_ids).tobytes(), digest_size=KEY_BYTES).digest()

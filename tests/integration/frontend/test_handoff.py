@@ -1,0 +1,197 @@
+"""A prompt's KV blocks move from one server to another, between rank processes of both: the same tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import pytest_asyncio
+
+from ep_server.v1 import decode_pb2
+from tests.support.frontend import WAIT, Code, failure
+from tests.support.handoff.servers import Running, continued, held, pair, serving
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+LENGTH = 75
+GREEDY = {"max_new_tokens": 9, "ignore_eos": True, "temperature": 0.0}
+SEEDED = {"max_new_tokens": 9, "ignore_eos": True, "temperature": 1.0, "seed": 7, "top_k": 9}
+PENALTIES = {**SEEDED, "repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.5}
+GRAMMAR = {"max_new_tokens": 9, "temperature": 1.0, "seed": 3, "regex": "[0-9]{4}"}
+
+Pair = tuple[Running, Running]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def servers() -> AsyncIterator[Pair]:
+    """Rank counts and block sizes differ."""
+    async with pair({"parallel__ranks": 2}, {"scheduler__block_size": 7}) as both:
+        yield both
+
+
+def prompt(number: int) -> list[int]:
+    """Nobody has it in the prefix cache."""
+    return [number // 13, number % 13, *((5 * n + n * n) % 13 for n in range(2, LENGTH))]
+
+
+async def counted(server: Running, name: str, least: int) -> None:
+    """Waits until the ranks have reported a counter."""
+    async with asyncio.timeout(WAIT):
+        while server.count(name) < least:
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("fields", [GREEDY, SEEDED, PENALTIES, GRAMMAR], ids=range(4))
+async def test_the_second_server_gives_the_same_tokens(servers: Pair, fields: dict[str, Any]) -> None:
+    prefill, decode = servers
+    ids = prompt(len(fields))
+    alone = await prefill.client.complete(ids, timeout=WAIT, bypass_prefix_cache=True, **fields)
+    before = decode.count("handoffs_complete"), prefill.count("handoffs_sent")
+    handle = await held(prefill, ids)
+    assert (handle.tokens, handle.block_size, handle.blocks) == (LENGTH, 4, 19)
+    output = await continued(decode, ids, handle, **fields)
+    assert output.token_ids == alone.token_ids
+    assert output.finished.usage.cached_tokens == 70  # whole blocks; the last token runs in any case
+    await counted(decode, "handoffs_complete", before[0] + 1)
+    await counted(prefill, "handoffs_sent", before[1] + 1)
+
+
+async def test_blocks_move_while_the_prefill_runs(servers: Pair) -> None:
+    """The handle is used as soon as the prefill server gives it."""
+    prefill, decode = servers
+    ids = prompt(20) * 6
+    alone = await decode.client.complete(ids, timeout=WAIT, bypass_prefix_cache=True, **GREEDY)
+    call = prefill.client.generate(ids, max_new_tokens=1, hold_kv=True, timeout=WAIT)
+    handle = None
+    async for event in call:
+        if event.HasField("kv_handle"):
+            handle = event.kv_handle
+            break
+    output = await continued(decode, ids, handle, **GREEDY)
+    assert output.token_ids == alone.token_ids
+    assert output.finished.usage.cached_tokens == (len(ids) - 1) // 7 * 7
+
+
+async def test_blocks_move_over_tcp(servers: Pair) -> None:
+    prefill, decode = servers
+    ids = prompt(30)
+    alone = await decode.client.complete(ids, timeout=WAIT, bypass_prefix_cache=True, **GREEDY)
+    handle = await held(prefill, ids)
+    handle.local = ""
+    output = await continued(decode, ids, handle, **GREEDY)
+    assert output.token_ids == alone.token_ids
+    assert output.finished.usage.cached_tokens == 70
+
+
+async def test_a_prompt_may_go_on_after_the_handed_off_part(servers: Pair) -> None:
+    prefill, decode = servers
+    ids, more = prompt(40), prompt(41)[:20]
+    alone = await decode.client.complete([*ids, *more], timeout=WAIT, bypass_prefix_cache=True, **GREEDY)
+    output = await continued(decode, [*ids, *more], await held(prefill, ids), **GREEDY)
+    assert output.token_ids == alone.token_ids
+    assert output.finished.usage.cached_tokens == 70
+
+
+async def test_several_sequences_share_the_fetched_blocks(servers: Pair) -> None:
+    prefill, decode = servers
+    ids, fields = prompt(50), {**SEEDED, "num_sequences": 3}
+    alone = await decode.client.complete(ids, timeout=WAIT, bypass_prefix_cache=True, **fields)
+    output = await continued(decode, ids, await held(prefill, ids), **fields)
+    outputs = [output, *output.others]
+    assert [each.token_ids for each in outputs] == [each.token_ids for each in (alone, *alone.others)]
+    assert all(each.finished.usage.cached_tokens == 70 for each in outputs)
+
+
+async def test_a_second_fetch_computes_the_prompt(servers: Pair) -> None:
+    """One fetch ends a handle."""
+    prefill, decode = servers
+    ids = prompt(60)
+    handle = await held(prefill, ids)
+    first = await continued(decode, ids, handle, bypass_prefix_cache=True, **GREEDY)
+    second = await continued(decode, ids, handle, bypass_prefix_cache=True, **GREEDY)
+    assert first.token_ids == second.token_ids
+    assert [each.finished.usage.cached_tokens for each in (first, second)] == [70, 0]
+
+
+async def test_released_blocks_are_free_and_not_fetched(servers: Pair) -> None:
+    prefill, decode = servers
+    ids = prompt(70)
+    handle = await held(prefill, ids)
+    assert (await released(prefill, handle.key)).blocks == 19
+    assert (await released(prefill, handle.key)).blocks == 0
+    output = await continued(decode, ids, handle, **GREEDY)
+    alone = await decode.client.complete(ids, timeout=WAIT, bypass_prefix_cache=True, **GREEDY)
+    assert output.token_ids == alone.token_ids
+    assert output.finished.usage.cached_tokens == 0
+
+
+async def released(server: Running, key: bytes) -> Any:
+    return await server.client.decode.ReleaseKv(decode_pb2.ReleaseKvRequest(key=key))
+
+
+async def test_what_does_not_fit_is_named(servers: Pair) -> None:
+    prefill, decode = servers
+    ids = prompt(80)
+    handle = await held(prefill, ids)
+    handle.format = "qwen3_moe/48x2048/bfloat16/kv-bfloat16/00000000"
+    refused = await failure(decode.client.complete(ids, kv_handle=handle, timeout=WAIT))
+    assert refused.code() is Code.INVALID_ARGUMENT
+    assert "kv_handle.format = 'qwen3_moe/48x2048" in refused.details()
+    assert "as of this server" in refused.details()
+    other = await failure(
+        decode.client.complete(prompt(81), kv_handle=await held(prefill, ids), timeout=WAIT)
+    )
+    assert "kv_handle.prompt" in other.details()
+    wrong = await failure(decode.client.complete(ids, hold_kv=True, timeout=WAIT))
+    assert "hold_kv = 'true': must be absent: this server has handoff.role = decode" in wrong.details()
+    late = await failure(prefill.client.complete(ids, kv_handle=await held(prefill, ids), timeout=WAIT))
+    assert "this server has handoff.role = prefill" in late.details()
+
+
+async def test_other_weights_are_not_used(servers: Pair) -> None:
+    prefill, decode = servers
+    ids = prompt(90)
+    handle = await held(prefill, ids)
+    handle.weights = "0" * 32
+    output = await continued(decode, ids, handle, **GREEDY)
+    assert output.finished.usage.cached_tokens == 0
+
+
+async def test_held_blocks_expire() -> None:
+    async with serving("prefill", handoff__hold_seconds=0.2) as prefill:
+        await held(prefill, prompt(0))
+        async with asyncio.timeout(WAIT):
+            while (await prefill.client.loads()).ranks[0].kv_blocks_used:
+                await asyncio.sleep(0.02)
+
+
+async def test_held_blocks_make_room_for_requests() -> None:
+    """Those held longest are given up; whoever comes for them computes the prompt."""
+    async with pair({"scheduler__kv_blocks": 24}) as (prefill, decode):
+        handle = await held(prefill, prompt(0))
+        await held(prefill, prompt(1))
+        output = await continued(decode, prompt(0), handle, **GREEDY)
+        assert output.finished.usage.cached_tokens == 0
+        alone = await decode.client.complete(prompt(0), timeout=WAIT, bypass_prefix_cache=True, **GREEDY)
+        assert output.token_ids == alone.token_ids
+
+
+@pytest.mark.parametrize("silent", [False, True], ids=["closed", "silent"])
+async def test_without_the_prefill_server_the_prompt_is_computed(silent: bool) -> None:
+    """Its address refuses connections, or takes them and says nothing."""
+    async with pair(decode={"handoff__silence_seconds": 0.5}) as (prefill, decode):
+        ids = prompt(3)
+        handle = await held(prefill, ids)
+        listener = await asyncio.start_server(lambda *_: asyncio.sleep(60), "127.0.0.1", 0)
+        port = listener.sockets[0].getsockname()[1]
+        if not silent:
+            listener.close()
+            await listener.wait_closed()
+        handle.local, handle.address = "", f"127.0.0.1:{port}"
+        output = await continued(decode, ids, handle, **GREEDY)
+        alone = await decode.client.complete(ids, timeout=WAIT, bypass_prefix_cache=True, **GREEDY)
+        assert output.token_ids == alone.token_ids
+        await counted(decode, "handoffs_failed", 1)
+        if silent:
+            listener.close()
