@@ -54,9 +54,12 @@ class HandoffDesk:
 
     def free_held(self) -> bool:
         """Frees blocks that were fetched, or held for too long. Returns: whether there were any."""
-        over = [] if self._exporter is None else self._exporter.finished()
+        if self._exporter is None:
+            return False
+        over = self._exporter.finished()
         for number in over:
             self._handoffs.end(number)
+        self._exporter.show(self._handoffs.exports())  # an order may have freed others
         return bool(over)
 
     def before_plan(self) -> list[int]:
