@@ -29,7 +29,7 @@ from ep_server.frontend.doors.oip.sampling import KEYS
 from ep_server.frontend.doors.oip.tensors import INPUTS, OUTPUTS
 from ep_server.observability.metrics import PREFIX, ServerMetrics
 from ep_server.observability.node_metrics import NodeFacts, NodeMetrics
-from ep_server.observability.rank_metrics import COUNTERS
+from ep_server.observability.rank_metrics import COUNTERS, LABELLED
 from ep_server.observability.server_state import ServerState, TlsFiles
 from ep_server.records import RankLoad, RankReady, RankStatistics
 from ep_server.testing.fake_ranks import FakeRanks
@@ -107,7 +107,7 @@ def report(rank: int) -> RankStatistics:
     return RankStatistics(
         rank=rank,
         load=RankLoad(kv_blocks_total=1, steps=1, host_blocks_total=1),
-        counters=dict.fromkeys((*COUNTERS, "bytes/dispatch", *network), 1),
+        counters=dict.fromkeys((*COUNTERS, *(f"{kind}/dispatch" for kind in LABELLED), *network), 1),
         histograms={**operations, "step/total": (0, 1), "request/queue": (0, 1)},
         sums=dict.fromkeys(operations, 4),
         peer_wait_ns={("dispatch", 1 - rank): 1},

@@ -109,11 +109,18 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "kernels_compiled": ("kernels_compiled", "Kernels compiled during traffic, each while a step waited."),
     "kv_saved_bytes": ("kv_host_saved_bytes", "Bytes of KV blocks copied to the host tier."),
     "kv_loaded_bytes": ("kv_host_loaded_bytes", "Bytes of KV blocks that came back from the host tier."),
+    "handoff_ns": ("kv_handoff_seconds", "Time that KV blocks took to arrive from other servers."),
     "parks": ("parks", "Times the group went to sleep because nobody had work."),
     "tokens": ("step_tokens", "Tokens computed, in prefill and decode."),
     "exchange_tokens": ("comm_tokens", "Tokens passed to dispatch, once per MoE layer."),
     "exchange_rows": ("comm_rows", "Rows that dispatch received, one per token and receiving rank."),
     "exchange_sleeps": ("comm_sleeps", "Waits for a peer that spun for a while and then slept."),
+}
+# Kind of a counter "<kind>/<label>" -> (family without prefix, help, name of the label).
+LABELLED: Mapping[str, tuple[str, str, str]] = {
+    "bytes": ("comm_bytes", "Bytes sent to other ranks.", "op"),
+    "handoffs": ("kv_handoffs", "Hand-offs of KV blocks to and from other servers that ended.", "result"),
+    "handoff_bytes": ("kv_handoff_bytes", "Bytes of KV that moved between servers.", "direction"),
 }
 # Histogram name or kind -> (family without prefix, help, labels beside rank).
 HISTOGRAMS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
@@ -256,17 +263,19 @@ class RankCollector(Collector):
             counter = CounterMetricFamily(self._prefix + name, help, labels=["rank"])
             for rank in ranks:
                 if key in rank.counters:
-                    counter.add_metric([str(rank.rank)], rank.counters[key])
+                    value = rank.counters[key] * (NANO if key.endswith("_ns") else 1)
+                    counter.add_metric([str(rank.rank)], value)
             yield counter
-        sent = CounterMetricFamily(
-            f"{self._prefix}comm_bytes", "Bytes sent to other ranks.", labels=["rank", "op"]
-        )
+        labelled = {
+            kind: CounterMetricFamily(self._prefix + name, help, labels=["rank", label])
+            for kind, (name, help, label) in LABELLED.items()
+        }
         for rank in ranks:
             for key, value in sorted(rank.counters.items()):
-                kind, _, op = key.partition("/")
-                if kind == "bytes" and value:
-                    sent.add_metric([str(rank.rank), op], value)
-        yield sent
+                kind, _, label = key.partition("/")
+                if label and value and kind in labelled:
+                    labelled[kind].add_metric([str(rank.rank), label], value)
+        yield from labelled.values()
 
     def _histograms(self, ranks: Iterable[RankStatistics]) -> Iterator[Metric]:
         families = {

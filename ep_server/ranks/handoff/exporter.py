@@ -115,7 +115,7 @@ class KvExporter:
 
     def counters(self) -> dict[str, int]:
         """Cumulative, under the names of RankStatistics.counters."""
-        return {"handoffs_sent": self._handoffs, "handoff_sent_bytes": self._sent}
+        return {"handoffs/sent": self._handoffs, "handoff_bytes/sent": self._sent}
 
     def close(self) -> None:
         """Ends listening. Threads end with the process."""

@@ -75,7 +75,7 @@ class KvImporter:
             if each is not None:
                 with each.writing:
                     each.dropped = True
-                self._counts["handoffs_dropped"] += 1
+                self._counts["handoffs/dropped"] += 1
 
     def ended(self) -> list[tuple[int, int]]:
         """(ticket, tokens that arrived) of the fetches that have ended since the last call."""
@@ -115,8 +115,8 @@ class KvImporter:
         with self._lock:
             self._ended.append(each)
             if not each.dropped:
-                self._counts["handoffs_complete" if complete else "handoffs_failed"] += 1
-                self._counts["handoff_received_bytes"] += each.arrived * self._rows.row_bytes
+                self._counts["handoffs/received" if complete else "handoffs/failed"] += 1
+                self._counts["handoff_bytes/received"] += each.arrived * self._rows.row_bytes
                 self._counts["handoff_ns"] += int((time.monotonic() - each.began) * 1e9)
             self._some.set()
 

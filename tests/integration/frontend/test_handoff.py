@@ -47,14 +47,14 @@ async def test_the_second_server_gives_the_same_tokens(servers: Pair, fields: di
     prefill, decode = servers
     ids = prompt(len(fields))
     alone = await prefill.client.complete(ids, timeout=WAIT, bypass_prefix_cache=True, **fields)
-    before = decode.count("handoffs_complete"), prefill.count("handoffs_sent")
+    before = decode.count("handoffs/received"), prefill.count("handoffs/sent")
     handle = await held(prefill, ids)
     assert (handle.tokens, handle.block_size, handle.blocks) == (LENGTH, 4, 19)
     output = await continued(decode, ids, handle, **fields)
     assert output.token_ids == alone.token_ids
     assert output.finished.usage.cached_tokens == 70  # whole blocks; the last token runs in any case
-    await counted(decode, "handoffs_complete", before[0] + 1)
-    await counted(prefill, "handoffs_sent", before[1] + 1)
+    await counted(decode, "handoffs/received", before[0] + 1)
+    await counted(prefill, "handoffs/sent", before[1] + 1)
 
 
 async def test_blocks_move_while_the_prefill_runs(servers: Pair) -> None:
@@ -192,6 +192,6 @@ async def test_without_the_prefill_server_the_prompt_is_computed(silent: bool) -
         output = await continued(decode, ids, handle, **GREEDY)
         alone = await decode.client.complete(ids, timeout=WAIT, bypass_prefix_cache=True, **GREEDY)
         assert output.token_ids == alone.token_ids
-        await counted(decode, "handoffs_failed", 1)
+        await counted(decode, "handoffs/failed", 1)
         if silent:
             listener.close()
