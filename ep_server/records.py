@@ -99,13 +99,11 @@ class Grammar:
     source: str
 
 
-@dataclass(frozen=True, slots=True)
-class KvSource:
-    """Where another server keeps the KV blocks of a prompt.
+class KvSource(NamedTuple):
+    """Another server keeps the KV of a prompt's first `tokens` tokens under `key`.
 
-    address: host:port of the rank. local: name of its socket for processes of the same host; "" = none.
-    key: names the blocks there. tokens: leading ones of the prompt that they hold.
-    weights: version of the weights of this server that theirs were found equal to.
+    address: host:port of its rank. local: the rank's socket for processes of its host; "" = none.
+    weights: version of this server's weights, which equal those that computed it.
     """
 
     address: str
@@ -132,7 +130,7 @@ class Request:
     grammar: Grammar | None = None
     output_ids: tuple[int, ...] = ()  # drawn by a group of ranks that was lost; the next token follows them
     hold: bytes = b""  # key under which another server fetches the prompt's KV blocks; empty: none may
-    source: KvSource | None = None  # the prompt's KV blocks may be fetched from there
+    source: KvSource | None = None  # of the prompt's KV blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,17 +144,6 @@ class ScoredRows:
     start: int
     targets: Sequence[int]
     top: int
-
-    def split(self, position: int) -> tuple[ScoredRows | None, ScoredRows | None]:
-        """The rows before a position, and those from it on."""
-        count = position - self.start
-        if count <= 0:
-            return None, self
-        if count >= len(self.targets):
-            return self, None
-        parts = (self.start, self.targets[:count]), (position, self.targets[count:])
-        head, tail = (ScoredRows(*part, self.top) for part in parts)
-        return head, tail
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,31 +190,6 @@ class KvMoves(NamedTuple):
     fresh: tuple[int, ...] = ()  # the step or a load may write these: earlier copies that use one end first
 
 
-class KvFetch(NamedTuple):
-    """Blocks to fill from another server; their sequence runs afterwards. ticket: below 0.
-
-    first: the position of their first token.
-    """
-
-    ticket: int
-    source: KvSource
-    first: int
-    blocks: tuple[int, ...]
-
-
-class KvExport(NamedTuple):
-    """KV blocks that another server may fetch by `key`: those of the first `tokens` tokens are computed.
-
-    held: the request has finished, and nothing else uses its blocks.
-    """
-
-    number: int
-    key: bytes
-    tokens: int
-    blocks: tuple[int, ...]
-    held: bool
-
-
 NO_TOKEN = -1  # the logits of a row held NaN or infinity
 LATE_TOKEN = -3  # the mask of its grammar was not ready: nothing was drawn, and its slice runs again
 PENDING_TOKEN = -2  # drawn by a step that is still in flight
@@ -272,14 +234,9 @@ class PromptLogprobs:
         top = self.top
         for first in range(0, len(self.logprobs), SCORES_PER_MESSAGE):
             end = first + SCORES_PER_MESSAGE
-            own, alternatives = slice(first, end), slice(first * top, end * top)
-            yield PromptLogprobs(
-                self.number,
-                self.start + first,
-                self.logprobs[own],
-                self.top_ids[alternatives],
-                self.top_logprobs[alternatives],
-            )
+            own, others = slice(first, end), slice(first * top, end * top)
+            ids, logprobs = self.top_ids[others], self.top_logprobs[others]
+            yield PromptLogprobs(self.number, self.start + first, self.logprobs[own], ids, logprobs)
 
 
 class TokenEvent(NamedTuple):

@@ -370,12 +370,8 @@ class HandoffConfig:
         "prefill: other servers may fetch the KV blocks of prompts. decode: fetches them. both: either.",
         choices=("none", "prefill", "decode", "both"),
     )
-    host: str = option(
-        "127.0.0.1", "Address of this host where ranks of decode servers fetch blocks. Not encrypted."
-    )
-    port: int = option(
-        0, "Port of rank 0 for them; the other ranks use the next ones. 0: any free ports.", low=0, high=65471
-    )
+    host: str = option("127.0.0.1", "Address of this host where decode servers fetch blocks. Not encrypted.")
+    port: int = option(0, "Port of rank 0 for them; rank n uses port + n. 0: any.", low=0, high=65471)
     hold_seconds: float = option(
         60.0,
         "Blocks that nobody has fetched are freed so long after their request ended.",
@@ -388,9 +384,7 @@ class HandoffConfig:
         low=0.1,
         high=3600,
     )
-    silence_seconds: float = option(
-        5.0, "The same if the prefill server says nothing for this long.", low=0.1, high=600
-    )
+    silence_seconds: float = option(5.0, "The same if the other server says nothing.", low=0.1, high=600)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from itertools import chain, islice
 import torch
 
 from ep_server.models.prompt_scorer import PromptScorer
-from ep_server.records import SeqSlice, StepBatch
+from ep_server.records import ScoredRows, SeqSlice, StepBatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,12 +103,24 @@ def _take(slices: list[SeqSlice], tokens: int) -> tuple[list[SeqSlice], list[Seq
             if tokens == 0:
                 return slices[:index], slices[index:]
             at = item.start + tokens
-            before, after = (None, None) if item.scored is None else item.scored.split(at)
+            before, after = (None, None) if item.scored is None else _split(item.scored, at)
             head = replace(item, token_ids=item.token_ids[:tokens], sample=False, scored=before)
             tail = replace(item, token_ids=item.token_ids[tokens:], start=at, scored=after)
             return [*slices[:index], head], [tail, *slices[index + 1 :]]
         tokens -= length
     return slices, []
+
+
+def _split(scored: ScoredRows, position: int) -> tuple[ScoredRows | None, ScoredRows | None]:
+    """The rows before a position, and those from it on."""
+    count = position - scored.start
+    if count <= 0:
+        return None, scored
+    if count >= len(scored.targets):
+        return scored, None
+    parts = (scored.start, scored.targets[:count]), (position, scored.targets[count:])
+    head, tail = (ScoredRows(*part, scored.top) for part in parts)
+    return head, tail
 
 
 def _tensors(slices: Sequence[SeqSlice], block_size: int) -> MicroBatch:

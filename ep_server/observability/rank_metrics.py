@@ -126,11 +126,7 @@ LABELLED: Mapping[str, tuple[str, str, str]] = {
 HISTOGRAMS: Mapping[str, tuple[str, str, tuple[str, ...]]] = {
     "comm": ("comm_latency_seconds", "Duration of one part of one operation between ranks.", ("op", "part")),
     "step": ("step_seconds", "Duration of one phase of one step.", ("phase",)),
-    "request/queue": (
-        "request_queue_seconds",
-        "From arrival at the rank to the first step of a request.",
-        (),
-    ),
+    "request/queue": ("request_queue_seconds", "From arrival at the rank to a request's first step.", ()),
 }
 
 

@@ -9,7 +9,6 @@ import json
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import asdict
 from itertools import islice
 
 from ep_server import errors
@@ -98,7 +97,7 @@ def add_message(request: Request, work_number: int) -> pb.ToRank:
                 grammar=None if g is None else pb.Grammar(kind=g.kind, source=g.source),
                 output_ids=request.output_ids,
                 hold=request.hold,
-                source=None if request.source is None else pb.KvSource(**asdict(request.source)),
+                source=None if request.source is None else pb.KvSource(**request.source._asdict()),
             ),
         )
     )

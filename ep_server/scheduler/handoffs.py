@@ -7,10 +7,37 @@ sequence needs them. Units: tokens, blocks.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from ep_server.errors import InternalError
-from ep_server.records import KvExport, KvFetch
+from ep_server.records import KvSource
 from ep_server.scheduler.kv_blocks import BlockLedger
 from ep_server.scheduler.sequence import ScheduledSequence
+
+
+class KvFetch(NamedTuple):
+    """Blocks to fill from another server; their sequence runs afterwards. ticket: below 0.
+
+    first: the position of their first token.
+    """
+
+    ticket: int
+    source: KvSource
+    first: int
+    blocks: tuple[int, ...]
+
+
+class KvExport(NamedTuple):
+    """KV blocks that another server may fetch by `key`: those of the first `tokens` tokens are computed.
+
+    held: the request has finished, and nothing else uses its blocks.
+    """
+
+    number: int
+    key: bytes
+    tokens: int
+    blocks: tuple[int, ...]
+    held: bool
 
 
 class Handoffs:

@@ -34,7 +34,7 @@ from ep_server.ranks.handoff.wire import (
     bytes_of,
     slot_rows,
 )
-from ep_server.records import KvExport
+from ep_server.scheduler.handoffs import KvExport
 
 log = logging.getLogger(__name__)
 

@@ -32,7 +32,7 @@ from ep_server.ranks.handoff.wire import (
     receive_answer,
     slot_rows,
 )
-from ep_server.records import KvFetch
+from ep_server.scheduler.handoffs import KvFetch
 
 log = logging.getLogger(__name__)
 
