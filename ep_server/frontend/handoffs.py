@@ -31,9 +31,10 @@ class Handoffs:
     """Of one server. Used in one event loop."""
 
     def __init__(self, config: Config, engine: Engine) -> None:
-        self.role = config.handoff.role
+        """engine_id: of this server, for gateways."""
+        self.role, self.engine_id = config.handoff.role, secrets.token_hex(16)
         self._config, self._engine = config, engine
-        self._format = ""
+        self._format = ""  # read when it is first asked for
         self._weights: tuple[str, str] = ("", "")  # path, digest
 
     async def apply(self, proto: Any, request: Request) -> Request:
@@ -56,7 +57,7 @@ class Handoffs:
             key=request.hold,
             tokens=tokens,
             prompt=prompt_digest(request.prompt_ids),
-            format=self._own_format(),
+            format=self.format,
             weights=await self._own_weights(),
             block_size=size,
             blocks=-(-tokens // size),
@@ -77,7 +78,7 @@ class Handoffs:
         if handle.prompt != prompt_digest(prompt[: handle.tokens]):
             shown = handle.prompt.hex()
             raise InvalidArgument("kv_handle.prompt", shown, "the digest of this prompt's first tokens")
-        if handle.format != (own := self._own_format()):
+        if handle.format != (own := self.format):
             raise InvalidArgument("kv_handle.format", handle.format, f"{own!r}, as of this server")
         if handle.weights != (mine := await self._own_weights()):
             log.warning(
@@ -92,7 +93,9 @@ class Handoffs:
             allowed = f"absent: this server has handoff.role = {self.role}, not {' or '.join(roles)}"
             raise InvalidArgument(name, value, allowed)
 
-    def _own_format(self) -> str:
+    @property
+    def format(self) -> str:
+        """What must be equal for a hand-off: architecture, sizes and precision."""
         if not self._format:
             model = self._config.model
             spec = read_spec(model.path)

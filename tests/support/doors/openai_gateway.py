@@ -46,21 +46,54 @@ def chat_checkpoint(folder: Path) -> Path:
 @asynccontextmanager
 async def gateway(model: Path, folder: Path, *options: str) -> AsyncIterator[Gateway]:
     """options: of `ep-server serve`. folder: for the logs."""
+    async with _served(model, folder / "server.log", *options) as address:
+        async with (
+            _in_front(folder, "--worker-urls", f"grpc://{address}") as client,
+            AsyncClient(address) as own,
+        ):
+            yield Gateway(client, own)
+
+
+@asynccontextmanager
+async def pd_gateway(model: Path, folder: Path, *options: str) -> AsyncIterator[tuple[Gateway, AsyncClient]]:
+    """The gateway in its prefill/decode mode, before two servers. Yields also a client of the prefill server.
+
+    Gateway.server is the decode server.
+    """
+    async with (
+        _served(model, folder / "prefill.log", "--handoff-role", "prefill", *options) as prefill,
+        _served(model, folder / "decode.log", "--handoff-role", "decode", *options) as decode,
+    ):
+        mode = ("--pd-disaggregation", "--prefill", f"grpc://{prefill}", "--decode", f"grpc://{decode}")
+        async with (
+            _in_front(folder, *mode) as client,
+            AsyncClient(decode) as own,
+            AsyncClient(prefill) as other,
+        ):
+            yield Gateway(client, own), other
+
+
+@asynccontextmanager
+async def _served(model: Path, log: Path, *options: str) -> AsyncIterator[str]:
+    """The address of a server."""
     serve = ["ep_server", "serve", "--model", str(model), "--model-name", "demo", "--port", "0"]
     serve += ["--metrics-port", "0", *options]
-    with _running(serve, folder / "server.log") as log:
+    with _running(serve, log):
         found = await _until(lambda: re.search(r"serving demo on (\S+:\d+),", log.read_text()))
-        address, port = found[1], _free_port()
-        smg = ["smg", "launch", "--worker-urls", f"grpc://{address}", "--port", str(port)]
-        smg += ["--prometheus-port", str(_free_port()), "--log-level", "warn"]
-        with _running(smg, folder / "gateway.log", signal.SIGKILL):  # it would take five seconds to end
-            url = f"http://127.0.0.1:{port}/v1"
-            async with (
-                openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client,
-                AsyncClient(address) as own,
-            ):
-                await _ready(client)
-                yield Gateway(client, own)
+        yield found[1]
+
+
+@asynccontextmanager
+async def _in_front(folder: Path, *options: str) -> AsyncIterator[openai.AsyncOpenAI]:
+    """A client of a gateway. options: of `smg launch`."""
+    port = _free_port()
+    smg = ["smg", "launch", *options, "--port", str(port)]
+    smg += ["--prometheus-port", str(_free_port()), "--log-level", "warn"]
+    with _running(smg, folder / "gateway.log", signal.SIGKILL):  # it would take five seconds to end
+        url = f"http://127.0.0.1:{port}/v1"
+        async with openai.AsyncOpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+            await _ready(client)
+            yield client
 
 
 @contextmanager

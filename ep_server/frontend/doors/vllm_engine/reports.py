@@ -11,7 +11,9 @@ from typing import Any
 import ep_server
 from ep_server.config import Config
 from ep_server.engine.engine import Engine, EngineState
+from ep_server.frontend.doors.vllm_engine.kv_transfer import CONNECTOR, ROLES
 from ep_server.frontend.doors.vllm_engine.protocol import pb
+from ep_server.frontend.handoffs import Handoffs
 from ep_server.frontend.served_model import SAMPLING_RANGES, ServedModel
 from ep_server.records import RankLoad, RankStatistics, Sampling
 
@@ -48,13 +50,21 @@ def model_info(config: Config, engine: Engine, model: ServedModel) -> Any:
     )
 
 
-def server_info(config: Config, engine: Engine, uptime: float) -> Any:
-    """State and limits of the server. A grammar constrains every token from the first on."""
+def server_info(config: Config, engine: Engine, uptime: float, handoffs: Handoffs) -> Any:
+    """State and limits of the server. A grammar constrains every token from the first on.
+
+    pairing_protocol is what a gateway compares before it pairs two servers; block sizes may differ.
+    """
+    hands_off = handoffs.role != "none"
     return pb.GetServerInfoResponse(
         active_requests=engine.statistics().in_flight,
         is_paused=engine.state is EngineState.DRAINING,
         uptime_seconds=uptime,
         server_type="ep-server",
+        kv_connector=CONNECTOR if hands_off else "",
+        kv_role=ROLES[handoffs.role],
+        kv_engine_id=handoffs.engine_id if hands_off else "",
+        pairing_protocol=handoffs.format if hands_off else "",
         data_parallel_size=engine.num_ranks,
         kv_cache_dtype=config.model.kv_dtype,
         block_size=config.scheduler.block_size,

@@ -12,6 +12,7 @@ import numpy as np
 
 from ep_server.errors import ContextLengthExceeded, InvalidArgument
 from ep_server.frontend import requests
+from ep_server.frontend.doors.vllm_engine import kv_transfer
 from ep_server.frontend.doors.vllm_engine.protocol import pb
 from ep_server.frontend.messages import field_counts
 from ep_server.frontend.requests import Limits
@@ -19,8 +20,7 @@ from ep_server.frontend.served_model import ServedModel
 from ep_server.v1 import decode_pb2
 
 _ABSENT: Final = {
-    "kv_transfer_params": "this server neither sends nor receives KV caches",
-    "kv_transfer_params_json": "this server neither sends nor receives KV caches",
+    "kv_transfer_params": "this server takes kv_transfer_params_json",
     "mm_inputs": "this model reads text only",
     "extra_mm_inputs": "this model reads text only",
     "media_refs": "this model reads text only",
@@ -47,6 +47,12 @@ NAMES: Final[Mapping[str, str]] = {
     "prompt": "input",
     "token_ids.ids": "tokenized.input_ids",
     "dp_rank": "data_parallel_rank",
+    "hold_kv": f"{kv_transfer.FIELD}.do_remote_decode",
+    "kv_handle": f"{kv_transfer.FIELD}.do_remote_prefill",
+    **{
+        f"kv_handle.{name}": f"{kv_transfer.FIELD}.remote_handle.{name}"
+        for name in ("key", "tokens", "prompt", "format")
+    },
     "sampling.num_sequences": f"{_P}n",
     "stopping.max_new_tokens": f"{_P}max_tokens",
     "stopping.min_new_tokens": f"{_P}min_tokens",
@@ -78,6 +84,8 @@ def generate_request(proto: Any) -> Any:
         ours.token_ids.ids.extend(proto.tokenized.input_ids)
     if proto.HasField("data_parallel_rank"):
         ours.dp_rank = _unsigned("data_parallel_rank", proto.data_parallel_rank)
+    if proto.HasField(kv_transfer.FIELD):
+        kv_transfer.set_handoff(ours, proto.kv_transfer_params_json)
     params = proto.sampling_params
     _set_sampling(ours.sampling, params)
     _set_stopping(ours.stopping, params)

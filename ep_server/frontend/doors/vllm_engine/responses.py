@@ -20,8 +20,14 @@ _REASONS = {
 class Responses:
     """The messages of one request."""
 
-    def __init__(self, prompt_ids: Sequence[int], *, streams: bool, logprobs: bool) -> None:
-        """streams: chunks as they come; otherwise one message per sequence, at its end."""
+    def __init__(
+        self, prompt_ids: Sequence[int], *, streams: bool, logprobs: bool, kv_params: str = ""
+    ) -> None:
+        """streams: chunks as they come; otherwise one message per sequence, at its end.
+
+        kv_params: for the server that continues the request; "" = none.
+        """
+        self._kv_params = kv_params
         self._prompt_ids = prompt_ids
         self._streams = streams
         self._wants_logprobs = logprobs
@@ -63,6 +69,8 @@ class Responses:
             input_logprobs=self._prompt_logprobs(index),
             index=index,
         )
+        if self._kv_params and index == 0:
+            complete.kv_transfer_params_json = self._kv_params
         if isinstance(completion.match, str):
             complete.matched_stop_str = completion.match
         elif completion.reason is FinishReason.STOP_TOKEN and completion.match is not None:

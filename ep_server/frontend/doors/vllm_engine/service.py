@@ -13,6 +13,7 @@ from ep_server.config import Config
 from ep_server.errors import InvalidArgument, SwitchedOff, Unavailable, Unsupported
 from ep_server.frontend.doors.vllm_engine import reports
 from ep_server.frontend.doors.vllm_engine.kv_events import event_batch
+from ep_server.frontend.doors.vllm_engine.kv_transfer import params_of
 from ep_server.frontend.doors.vllm_engine.protocol import common, pb, service_grpc
 from ep_server.frontend.doors.vllm_engine.requests import NAMES, check_profile, generate_request
 from ep_server.frontend.doors.vllm_engine.responses import Responses
@@ -61,8 +62,12 @@ class VllmEngineService(service_grpc.VllmEngineServicer):  # type: ignore[misc, 
             del ours
         # Runs however the call ends, also when the caller leaves.
         context.add_done_callback(lambda _: generation.close(end.error))
-        prompt_ids = generation.requests[0].prompt_ids
-        responses = Responses(prompt_ids, streams=streams, logprobs=generation.shape.logprobs)
+        first, params = generation.requests[0], ""
+        if first.hold:
+            handoffs = self._generator.handoffs
+            params = params_of(await handoffs.handle(first), handoffs.engine_id, first.request_id)
+        logprobs = generation.shape.logprobs
+        responses = Responses(first.prompt_ids, streams=streams, logprobs=logprobs, kv_params=params)
         async for index, chunk in generation.chunks():
             for message in responses.of(index, chunk):
                 yield message
@@ -89,7 +94,8 @@ class VllmEngineService(service_grpc.VllmEngineServicer):  # type: ignore[misc, 
 
     async def GetServerInfo(self, request: Any, context: Any) -> Any:
         """State and limits of the server."""
-        return reports.server_info(self._config, self._engine, time.monotonic() - self._started)
+        uptime = time.monotonic() - self._started
+        return reports.server_info(self._config, self._engine, uptime, self._generator.handoffs)
 
     async def GetLoads(self, request: Any, context: Any) -> Any:
         """Load by rank. Raises: Unavailable before the ranks are ready, InvalidArgument."""

@@ -172,7 +172,15 @@ REFUSED = {
     "no-input": (lambda r: r.ClearField("tokenized"), "input = None: must be"),
     "empty": (lambda r: r.tokenized.ClearField("input_ids"), "tokenized.input_ids = "),
     "token": (lambda r: r.tokenized.input_ids.append(999), r"tokenized.input_ids[40] = 999"),
-    "kv-json": (lambda r: setattr(r, "kv_transfer_params_json", "{}"), "kv_transfer_params_json = '{}'"),
+    "kv-json": (lambda r: setattr(r, "kv_transfer_params_json", "["), "kv_transfer_params_json = '['"),
+    "kv-role": (
+        lambda r: setattr(r, "kv_transfer_params_json", '{"do_remote_decode": true}'),
+        "kv_transfer_params_json.do_remote_decode = 'true': must be absent: this server has handoff.role",
+    ),
+    "kv-handle": (
+        lambda r: setattr(r, "kv_transfer_params_json", '{"do_remote_prefill": true}'),
+        "kv_transfer_params_json.remote_handle = 'None': must be as another ep-server gave it",
+    ),
     "kv": (lambda r: r.kv_transfer_params.SetInParent(), "kv_transfer_params = ''"),
     "image": (lambda r: r.mm_inputs.SetInParent(), "mm_inputs = ''"),
     "images": (lambda r: r.extra_mm_inputs.add(), "extra_mm_inputs = "),
