@@ -91,7 +91,7 @@ class Output:
     """All events of one stream so far, put together. `finished` is set once the output is complete.
 
     others: sequences 1 and up of a request with num_sequences; the rest is sequence 0.
-    prompt_logprobs: of every prompt token except the first.
+    prompt_logprobs: of every prompt token except the first. kv_handle: of a request with hold_kv.
     """
 
     info: PromptInfo | None = None
@@ -99,6 +99,7 @@ class Output:
     text: str = ""
     logprobs: list[TokenLogprob] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    kv_handle: decode_pb2.KvHandle | None = None
     finished: Finished | None = None
     others: list[Output] = field(default_factory=list)
 
@@ -119,6 +120,8 @@ class Output:
             return tokens
         if kind == "prompt_info":
             self.info = _flat(PromptInfo, event.prompt_info)
+        elif kind == "kv_handle":
+            self.kv_handle = event.kv_handle
         elif kind == "prompt_logprobs":
             self.prompt_logprobs += [TokenLogprob.of(each) for each in event.prompt_logprobs.logprobs]
         elif kind == "finished":

@@ -34,10 +34,8 @@ async def test_the_gateway_drives_hand_offs(tmp_path: Path) -> None:
         create = gateway.openai.completions.create
         answer = await create(**FIELDS)
         assert answer.choices[0].text == alone.text
-        streamed = [
-            part.choices[0].text async for part in await create(stream=True, **FIELDS) if part.choices
-        ]
-        assert "".join(streamed) == alone.text
+        parts = [part async for part in await create(stream=True, **FIELDS)]
+        assert "".join(part.choices[0].text for part in parts if part.choices) == alone.text
         several = await create(**FIELDS, n=2)  # the gateway hands over single sequences alone
         assert [choice.text for choice in several.choices] == [alone.text] * 2
         async with asyncio.timeout(WAIT):  # ranks report when they park

@@ -46,12 +46,12 @@ def chat_checkpoint(folder: Path) -> Path:
 @asynccontextmanager
 async def gateway(model: Path, folder: Path, *options: str) -> AsyncIterator[Gateway]:
     """options: of `ep-server serve`. folder: for the logs."""
-    async with _served(model, folder / "server.log", *options) as address:
-        async with (
-            _in_front(folder, "--worker-urls", f"grpc://{address}") as client,
-            AsyncClient(address) as own,
-        ):
-            yield Gateway(client, own)
+    async with (
+        _served(model, folder / "server.log", *options) as address,
+        _in_front(folder, "--worker-urls", f"grpc://{address}") as client,
+        AsyncClient(address) as own,
+    ):
+        yield Gateway(client, own)
 
 
 @asynccontextmanager
