@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ep_server.scheduler.placement import Placement
+
 
 @dataclass(frozen=True, slots=True)
 class FlushCache:
@@ -36,6 +38,23 @@ class PrepareWeights:
 
 
 @dataclass(frozen=True, slots=True)
+class PreparePlacement:
+    """Order to a rank: read the experts that a placement gives it, while it serves.
+
+    They go into slots that serve no expert now. Answered once they are there.
+    change: see PrepareWeights. placement: of the same slots.
+    """
+
+    change: int
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True)
+class CountExperts:
+    """Order to a rank: report how many rows it received for each expert of each layer."""
+
+
+@dataclass(frozen=True, slots=True)
 class SwitchChange:
     """Order to a rank that has prepared a change: offer it in the vote. Answered once the vote switched.
 
@@ -59,7 +78,9 @@ class ReleaseKv:
     key: bytes
 
 
-RankOrder = FlushCache | StartProfile | StopProfile | PrepareWeights | SwitchChange | DropChange | ReleaseKv
+Prepare = PrepareWeights | PreparePlacement
+Change = Prepare | SwitchChange | DropChange
+RankOrder = FlushCache | StartProfile | StopProfile | CountExperts | Change | ReleaseKv
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +91,7 @@ class OrderDone:
       host.
     nbytes: that the switch of a prepared change copies, at `rate` bytes per second as measured.
     seconds: for which SwitchChange kept the rank from running steps.
+    rows: that CountExperts found, cumulative, by layer and by expert, end to end.
     """
 
     number: int
@@ -79,3 +101,4 @@ class OrderDone:
     nbytes: int = 0
     rate: float = 0.0
     seconds: float = 0.0
+    rows: tuple[int, ...] = ()

@@ -190,6 +190,7 @@ class KvMoves(NamedTuple):
     fresh: tuple[int, ...] = ()  # the step or a load may write these: earlier copies that use one end first
 
 
+EMPTY = -1  # a slot without an expert
 NO_TOKEN = -1  # the logits of a row held NaN or infinity
 LATE_TOKEN = -3  # the mask of its grammar was not ready: nothing was drawn, and its slice runs again
 PENDING_TOKEN = -2  # drawn by a step that is still in flight
@@ -398,3 +399,16 @@ class RankStatistics:
     peer_wait_ns: dict[tuple[str, int], int] = field(default_factory=dict)
     expert_tokens: dict[int, int] = field(default_factory=dict)
     last_steps: tuple[StepTrace, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class GroupState:
+    """A group of ranks from one generation to the next.
+
+    live: ranks that serve. lacking_bytes: memory that they lack together to go on without any one of them;
+      0 = any one may be lost now.
+    """
+
+    generation: int
+    live: tuple[int, ...]
+    lacking_bytes: int

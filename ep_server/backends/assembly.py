@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
@@ -17,14 +18,22 @@ from ep_server.models.checkpoint import Checkpoint
 from ep_server.models.compute import Compute
 from ep_server.models.decoder import DecoderParams
 from ep_server.models.dummy import DummyReader
+from ep_server.models.experts import SlotMove, load_slots
 from ep_server.models.families import ModelSpec, read_spec
 from ep_server.models.footprint import footprint
 from ep_server.models.kv_cache import KvCache
 from ep_server.models.layers import ModelWeights
-from ep_server.models.loading import MappedFiles, TensorFiles
+from ep_server.models.loading import MappedFiles, TensorFiles, TensorReader
 from ep_server.models.moe import UniformRouting
 from ep_server.models.sizes import Dtype, cache_dtype, context_limit, kv_block_bytes, serving_dtype
-from ep_server.models.weights import Progress, load_weights, weights_from
+from ep_server.models.slots import Held, SlotTable
+from ep_server.models.weights import (
+    LayerExperts,
+    Progress,
+    load_weights,
+    weights_from,
+)
+from ep_server.records import EMPTY
 
 MOST_READERS = 16  # threads that read for a GPU: enough to keep its copy engine busy
 MOST_LOADERS = 4  # threads that load into host memory
@@ -44,6 +53,7 @@ class LoadParams:
     max_context: longest sequence, tokens; 0 = the model's own limit. threads: of the compute kernels.
     compute: whose arithmetic to use; None = our CPU kernels. load_format, routing, seed, kv_dtype: as in
       ModelConfig.
+    held: by layer, by slot of this rank: the expert, or EMPTY; None = those that `placement` gives it.
     """
 
     path: str
@@ -57,6 +67,7 @@ class LoadParams:
     routing: str = "router"
     seed: int = 0
     kv_dtype: str = "auto"
+    held: Held | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +75,7 @@ class RankModel:
     """A loaded model, not yet connected to other ranks.
 
     kv_dtype: of the KV cache. uniform: None = its router chooses the experts.
+    slots: where experts are, once it is set; None if they stay where LoadParams.placement has them.
     """
 
     spec: ModelSpec
@@ -73,6 +85,7 @@ class RankModel:
     max_context: int
     compute: Compute
     uniform: UniformRouting | None = None
+    slots: SlotTable | None = None
 
     def kv_block_bytes(self, block_size: int) -> int:
         """Memory of one KV block of this rank, bytes."""
@@ -89,7 +102,14 @@ class RankModel:
         """Allocates the KV cache and joins the parts. masks: see ModelRunner."""
         cache = KvCache(self.spec, kv_blocks, block_size, TORCH[self.kv_dtype], self.compute.device)
         params = DecoderParams(
-            self.spec, self.weights, exchange, cache, self.max_context, self.compute, self.uniform
+            self.spec,
+            self.weights,
+            exchange,
+            cache,
+            self.max_context,
+            self.compute,
+            self.uniform,
+            self.slots,
         )
         return ModelRunner(params, sampler, masks)
 
@@ -101,14 +121,14 @@ def load_model(params: LoadParams, progress: Progress = lambda stage, done, tota
     """
     spec = read_spec(params.path)
     limit = context_limit(spec, params.max_context)
-    if len(params.placement) != spec.router.num_experts:
+    if params.held is None and len(params.placement) != spec.router.num_experts:
         raise ConfigError(
             "placement", params.placement, f"one rank for each of {spec.router.num_experts} experts"
         )
-    experts = [e for e, owner in enumerate(params.placement) if owner == params.rank]
+    experts, number = experts_of(params)
     dtype = serving_dtype(spec, params.dtype)
     compute = params.compute or NativeCompute(params.threads)
-    loaders = loading_threads(spec, dtype, len(experts), params.threads)
+    loaders = loading_threads(spec, dtype, number, params.threads)
     if compute.device.type == "cuda" and params.load_format != "dummy":
         loaders = min(params.threads, MOST_READERS)  # straight to the device: no layer is in host memory
     if params.load_format == "dummy":
@@ -121,7 +141,35 @@ def load_model(params: LoadParams, progress: Progress = lambda stage, done, tota
     drawn = params.routing == "uniform"
     uniform = UniformRouting(spec.router, params.seed, compute.device) if drawn else None
     kv_dtype = cache_dtype(dtype, params.kv_dtype)
-    return RankModel(spec, weights, dtype, kv_dtype, limit, compute, uniform)
+    slots = None
+    if params.held is not None:
+        slots = SlotTable(spec.num_layers, spec.router.num_experts, compute.device)
+    return RankModel(spec, weights, dtype, kv_dtype, limit, compute, uniform, slots)
+
+
+def experts_of(params: LoadParams) -> tuple[Sequence[int] | LayerExperts, int]:
+    """What load_weights() takes, and the experts of a layer that a rank holds at most."""
+    if params.held is None:
+        own = [e for e, owner in enumerate(params.placement) if owner == params.rank]
+        return own, len(own)
+    return params.held.__getitem__, max(sum(e != EMPTY for e in layer) for layer in params.held)
+
+
+def load_experts(model: RankModel, params: LoadParams, moves: Sequence[SlotMove]) -> None:
+    """Reads experts into slots that no rows are for meanwhile, in several threads.
+
+    params: as the model was loaded, or with the path of newer weights in force. Raises: CheckpointError.
+    """
+    dtype, compute = TORCH[model.dtype], model.compute
+    threads = loading_threads(model.spec, model.dtype, 1, params.threads)
+    if params.load_format == "dummy":
+        source = DummyReader(model.spec, params.seed, compute.device)
+        load_slots(source, model.spec, dtype, compute, model.weights, moves, threads)
+        return
+    with files_for(compute.device) as files:
+        reader = TensorReader(Checkpoint.open(params.path), model.spec.quant_block, files)
+        load_slots(reader, model.spec, dtype, compute, model.weights, moves, threads)
+        files.finish()
 
 
 def files_for(device: torch.device) -> AbstractContextManager[TensorFiles]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -30,7 +31,12 @@ class TorchCompute:
         return TorchHeadLinear(weight)
 
     def gated_ffn(
-        self, gate_up: torch.Tensor, down: torch.Tensor, scales: FfnScales | None = None
+        self,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        scales: FfnScales | None = None,
+        *,
+        held: Sequence[int] | None = None,
     ) -> TorchGatedFfn:
         """Keeps the matrices as they are."""
         return TorchGatedFfn(gate_up, down, scales)
@@ -104,6 +110,13 @@ class TorchGatedFfn:
         for e, a, b in busy:
             torch.mm(gated[a:b], self._down(e, rows.dtype).t(), out=out[a:b])
         return out
+
+    def put(self, index: int, gate_up: torch.Tensor, down: torch.Tensor, scales: FfnScales | None) -> None:
+        """See `compute.GatedFfn`."""
+        self.gate_up[index].copy_(gate_up[0])
+        self.down[index].copy_(down[0])
+        for held, new in zip(self.scales or (), scales or (), strict=True):
+            held[index].copy_(new[0])
 
     def _gate_up(self, e: int, dtype: torch.dtype) -> torch.Tensor:
         if self.scales is None:

@@ -19,8 +19,9 @@ from ep_server.models.families import ModelSpec, read_spec
 from ep_server.models.footprint import stay_fp8
 from ep_server.models.inspect import Inspection, inspect_checkpoint, inspect_config
 from ep_server.models.sizes import context_limit
-from ep_server.ranks.group import plan_group
+from ep_server.ranks.group import GroupPlan, plan_group
 from ep_server.ranks.sizing import Machine, Sizing, Workload, fewest_ranks, size
+from ep_server.scheduler.placement import place_experts
 
 NAME = "inspect"
 MIB = 1 << 20
@@ -115,7 +116,9 @@ def command(
     console.print(_parts(found))
     if message := str(found.unused):
         console.print(message, markup=False, highlight=False)
-    console.print(_placement(found, config))
+    group = plan_group(config)
+    console.print(_placement(found, config, group))
+    console.print(group.spares.described(config.parallel.ranks), markup=False, highlight=False)
 
 
 def _facts(found: Inspection) -> Table:
@@ -150,8 +153,9 @@ def _parts(found: Inspection) -> Table:
     return table
 
 
-def _placement(found: Inspection, config: Config) -> Table:
-    plan, ranks = plan_group(config), config.parallel.ranks
+def _placement(found: Inspection, config: Config, plan: GroupPlan) -> Table:
+    ranks = config.parallel.ranks
+    owners = place_experts(found.spec.router.num_experts, ranks)
     kv_tokens = plan.kv_blocks * config.scheduler.block_size
     kv = kv_tokens * found.kv_bytes_per_token / MIB
     exchange = group_bytes(plan.exchange) / ranks / MIB
@@ -159,7 +163,7 @@ def _placement(found: Inspection, config: Config) -> Table:
     for name in ("rank", "experts of each layer", "weights", f"KV cache ({kv_tokens:,} tokens)", "exchange"):
         table.add_column(name, justify="left" if name.startswith(("rank", "experts")) else "right")
     for rank in range(ranks):
-        own = [expert for expert, owner in enumerate(plan.exchange.placement) if owner == rank]
+        own = [expert for expert, owner in enumerate(owners) if owner == rank]
         experts = f"{own[0]} to {own[-1]} ({len(own)})" if own else "none"
         table.add_row(
             str(rank), experts, f"{plan.weight_bytes[rank] / MIB:,.1f}", f"{kv:,.1f}", f"{exchange:,.1f}"

@@ -90,7 +90,7 @@ def range_text(item: Field[Any]) -> str:
     """Allowed values, for people; "" if any value is allowed."""
     low, high, choices = (item.metadata[key] for key in ("low", "high", "choices"))
     if choices is not None:
-        return " | ".join(choices)
+        return " | ".join(choices) + ("" if low is None else f" | {low} to {high}")
     if low is not None:
         return f"{low} to {high}" if high is not None else f"at least {low}"
     return "true | false" if isinstance(item.default, bool) else ""

@@ -113,6 +113,13 @@ class Config:
         """Raises ConfigError for the first field that is out of range."""
         for name, section, item in fields():
             _check_range(name, item, getattr(getattr(self, section), item.name))
+        parallel = self.parallel
+        if 0 < parallel.max_ranks < parallel.ranks:
+            allowed = f"0, or at least parallel.ranks = {parallel.ranks}"
+            raise ConfigError("parallel.max_ranks", parallel.max_ranks, allowed)
+        if parallel.max_ranks > parallel.ranks and (self.cluster.nodes > 1 or parallel.device != "cpu"):
+            allowed = "0 or parallel.ranks, unless parallel.device = cpu and cluster.nodes = 1"
+            raise ConfigError("parallel.max_ranks", parallel.max_ranks, allowed)
         if self.exchange.num_banks & (self.exchange.num_banks - 1):
             raise ConfigError("exchange.num_banks", self.exchange.num_banks, "a power of two, 2 to 16")
         if bool(self.grpc.tls_cert) != bool(self.grpc.tls_key):
@@ -232,6 +239,8 @@ def _convert(name: str, item: dataclasses.Field[Any], value: Any) -> Any:
             raise ConfigError(name, value, f"a number ({kind.__name__})") from None
     if kind is float and isinstance(value, int) and not isinstance(value, bool):
         return float(value)
+    if kind is str and type(value) is int and item.metadata.get("low") is not None:
+        return str(value)
     if type(value) is not kind:
         raise ConfigError(name, value, f"of type {kind.__name__}")
     return value
@@ -239,7 +248,11 @@ def _convert(name: str, item: dataclasses.Field[Any], value: Any) -> Any:
 
 def _check_range(name: str, item: dataclasses.Field[Any], value: Any) -> None:
     low, high, choices = (item.metadata.get(key) for key in ("low", "high", "choices"))
-    if choices is not None and value not in choices:
-        raise ConfigError(name, value, "one of " + ", ".join(choices))
+    if choices is not None:
+        within = low is not None and value.isdecimal() and low <= int(value) <= (high or low)
+        if value not in choices and not within:
+            numbers = "" if low is None else f", or {low} to {high}"
+            raise ConfigError(name, value, "one of " + ", ".join(choices) + numbers)
+        return
     if low is not None and not (low <= value and (high is None or value <= high)):
         raise ConfigError(name, value, f"{low} to {high}" if high is not None else f"at least {low}")

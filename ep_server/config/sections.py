@@ -19,7 +19,9 @@ def option(
     high: float | None = None,
     choices: tuple[str, ...] | None = None,
 ) -> Any:
-    """A configuration field: its default, its help text and what it may be."""
+    """A configuration field: its default, its help text and what it may be.
+
+    With choices and a range, a text that is one of them or a number within it."""
     return field(default=default, metadata={"help": help, "low": low, "high": high, "choices": choices})
 
 
@@ -69,6 +71,12 @@ class ParallelConfig:
     """The ranks of this node."""
 
     ranks: int = option(1, "Rank processes on this node.", low=1, high=64)
+    max_ranks: int = option(
+        0,
+        "Rank processes that this node may grow to. CPU ranks of one node. 0: parallel.ranks.",
+        low=0,
+        high=64,
+    )
     device: str = option("cpu", "What ranks compute on. cuda: one GPU each.", choices=("cpu", "cuda"))
     threads_per_rank: int = option(
         0,
@@ -269,6 +277,14 @@ class ResilienceConfig:
         "holds about 0.2 GiB.",
         low=0,
         high=64,
+    )
+    spare_slots: str = option(
+        "auto",
+        "Expert slots per layer and rank to spare, with which CPU ranks of one node go on after a loss. "
+        "auto: enough to lose any one rank, if they take at most half of the memory that is left.",
+        choices=("auto",),
+        low=0,
+        high=4096,
     )
     max_losses: int = option(
         5,

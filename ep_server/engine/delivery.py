@@ -29,6 +29,7 @@ from ep_server.orders import OrderDone
 from ep_server.ranks.protocol import Ranks
 from ep_server.records import (
     FinishReason,
+    GroupState,
     KvEventBatch,
     LossCause,
     PromptLogprobs,
@@ -138,6 +139,10 @@ class Delivery:
         self._observer.on_rank_lost(rank, cause)
         for active in self._requests:
             active.losses += active.rank == rank
+
+    def on_group(self, state: GroupState) -> None:
+        """Another generation serves."""
+        self._observer.on_group(state)
 
     def on_lost(self, rank: int, message: str, seconds: float) -> None:
         """Pauses the streams until resume(), or ends them with UNAVAILABLE; the ranks get no commands."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from ep_server.records import LossCause, RankReady, RankStatistics
+from ep_server.records import GroupState, LossCause, RankReady, RankStatistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +64,10 @@ class EngineObserver(Protocol):
 
     def on_rank_lost(self, rank: int, cause: LossCause) -> None:
         """A rank is lost; requests in flight pause until on_recovered, or end UNAVAILABLE."""
+        ...
+
+    def on_group(self, state: GroupState) -> None:
+        """Another generation of the ranks serves."""
         ...
 
     def on_recovered(self, seconds: float, requests: int) -> None:
@@ -125,6 +129,9 @@ class NullObserver:
         """Ignored."""
 
     def on_rank_lost(self, rank: int, cause: LossCause) -> None:
+        """Ignored."""
+
+    def on_group(self, state: GroupState) -> None:
         """Ignored."""
 
     def on_recovered(self, seconds: float, requests: int) -> None:

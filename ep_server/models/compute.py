@@ -6,6 +6,7 @@ Weights are prepared once, at load, in the layout that the implementation needs.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -43,6 +44,13 @@ class GatedFfn(Protocol):
         Args:
             rows: [N, H], contiguous; those of FFN e at offsets[e] .. offsets[e + 1]. offsets: [E + 1] int64.
         Returns: [N, H] in the same order.
+        """
+        ...
+
+    def put(self, index: int, gate_up: torch.Tensor, down: torch.Tensor, scales: FfnScales | None) -> None:
+        """Replaces FFN `index`, which no rows are for meanwhile; addresses stay. In any thread.
+
+        Args: shapes, dtypes and memory as for `Compute.gated_ffn`, of one FFN: [1, ..].
         """
         ...
 
@@ -94,13 +102,19 @@ class Compute(Protocol):
         ...
 
     def gated_ffn(
-        self, gate_up: torch.Tensor, down: torch.Tensor, scales: FfnScales | None = None
+        self,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        scales: FfnScales | None = None,
+        *,
+        held: Sequence[int] | None = None,
     ) -> GatedFfn:
         """Prepares E FFNs.
 
         Args:
             gate_up: [E, 2 * I, H], gate rows first. down: [E, H, I].
             scales: given where both are float8_e4m3fn, which only an `fp8` implementation takes.
+            held: which of the E have values; put() gives the others theirs. None = all.
         """
         ...
 

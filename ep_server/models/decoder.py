@@ -21,6 +21,7 @@ from ep_server.models.families.spec import GqaSpec, ModelSpec
 from ep_server.models.kv_cache import KvCache, KvLayer
 from ep_server.models.layers import GqaWeights, LayerWeights, MlaWeights, ModelWeights, MoeWeights
 from ep_server.models.moe import ExpertCounter, MoeContext, UniformRouting, dense_ffn, moe
+from ep_server.models.slots import SlotTable
 from ep_server.models.timers import Phase, PhaseClock
 
 Forward = Generator[None, None, torch.Tensor]
@@ -30,7 +31,7 @@ Forward = Generator[None, None, torch.Tensor]
 class DecoderParams:
     """What a decoder is made of. max_context: longest sequence, tokens; sizes the rope table.
 
-    uniform: draws experts in place of the router.
+    uniform: draws experts in place of the router. slots: see MoeContext.
     """
 
     spec: ModelSpec
@@ -40,6 +41,7 @@ class DecoderParams:
     max_context: int
     compute: Compute
     uniform: UniformRouting | None = None
+    slots: SlotTable | None = None
 
 
 class Decoder:
@@ -53,7 +55,7 @@ class Decoder:
         self.experts = ExpertCounter(params.spec.num_layers, local, params.compute.device)
         self._uniform = params.uniform
         self._moe = [
-            MoeContext(index, params.spec.router, params.exchange, clock, row, params.uniform)
+            MoeContext(index, params.spec.router, params.exchange, clock, row, params.uniform, params.slots)
             for index, row in enumerate(self.experts.rows)
         ]
 

@@ -16,6 +16,7 @@ from ep_server.exchange.quant import dequantise
 from ep_server.models.compute import GatedFfn
 from ep_server.models.families.spec import GroupScore, RouterSpec, Score
 from ep_server.models.layers import MoeWeights
+from ep_server.models.slots import SlotTable
 from ep_server.models.timers import Phase, PhaseClock
 
 _LANES = 64  # rows of whole vectors, on any processor
@@ -114,9 +115,9 @@ Tally = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 def tally(rows: torch.Tensor, total: torch.Tensor, active: torch.Tensor) -> None:
-    """total: [E] += sums over layers, active: [] += how many are not 0, rows: [layers, E] = 0."""
+    """total: [layers, E] += rows, active: [] += how many of these are not 0, rows: [layers, E] = 0."""
     active += torch.count_nonzero(rows)
-    total += rows.sum(0)
+    total += rows
     rows.zero_()
 
 
@@ -124,7 +125,7 @@ class ExpertCounter:
     """Rows that this rank's experts received.
 
     rows: one [E_local] of `dtype` per layer, to be added to during a step.
-    total: [E_local] int64, of all steps before.
+    total: [layers, E_local] int64, of all steps before.
     active: [] int64, experts with at least one row, added up over layers and steps.
 
     Args:
@@ -142,7 +143,7 @@ class ExpertCounter:
         self._tally = tally
         self._step = torch.zeros(layers, local_experts, dtype=dtype, device=device)
         self.rows = self._step.unbind()
-        self.total = torch.zeros(local_experts, dtype=torch.int64, device=device)
+        self.total = torch.zeros(layers, local_experts, dtype=torch.int64, device=device)
         self.active = torch.zeros((), dtype=torch.int64, device=device)
 
     def finish(self) -> None:
@@ -168,6 +169,7 @@ class MoeContext:
 
     expert_tokens: [E_local] int64, rows received in this step.
     uniform: draws the experts in place of the router, None where the router is asked.
+    slots: where experts are, None where the exchange numbers them as the router does.
     """
 
     layer: int
@@ -176,6 +178,7 @@ class MoeContext:
     clock: PhaseClock
     expert_tokens: torch.Tensor
     uniform: UniformRouting | None = None
+    slots: SlotTable | None = None
 
 
 def moe(
@@ -190,6 +193,8 @@ def moe(
     clock = on.clock
     drawn = None if on.uniform is None or tokens is None else on.uniform.draw(tokens, on.layer)
     ids, gates = route(x, w, on.router, drawn)
+    if on.slots is not None:
+        ids = on.slots.of(on.layer, ids)
     clock.lap(Phase.ROUTER)
     dispatched = on.exchange.dispatch_send(x.to(wire_dtype(on.exchange.spec.payload)), ids, gates)
     clock.lap(Phase.DISPATCH)

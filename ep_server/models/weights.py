@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,10 +17,11 @@ import torch
 from ep_server.errors import CheckpointError
 from ep_server.models.attention import adjacent_pairs
 from ep_server.models.checkpoint import Checkpoint
-from ep_server.models.compute import Compute, FfnScales, GatedFfn, Linear
-from ep_server.models.families.spec import EMBEDDING, FP8_BLOCK, HEAD, GqaSpec, MlaSpec, ModelSpec, QkNorm
+from ep_server.models.compute import Compute, GatedFfn, Linear
+from ep_server.models.experts import ExpertLoader, sparse_block
+from ep_server.models.families.spec import EMBEDDING, HEAD, GqaSpec, MlaSpec, ModelSpec, QkNorm
 from ep_server.models.layers import GqaWeights, KvScales, LayerWeights, MlaWeights, ModelWeights, MoeWeights
-from ep_server.models.loading import Codes, MappedFiles, TensorFiles, TensorReader, TensorSource
+from ep_server.models.loading import MappedFiles, TensorFiles, TensorReader, TensorSource
 
 # Of a layer's attention, for keys (or the latent) and values; the first that is there counts.
 _KV_SCALE_NAMES = {
@@ -29,12 +29,13 @@ _KV_SCALE_NAMES = {
     "v": ("v_scale", "attn.v_scale", "v_proj.v_scale"),
 }
 Progress = Callable[[str, int, int], None]
+LayerExperts = Callable[[int], Sequence[int]]  # layer -> expert in each slot of this rank
 
 
 def load_weights(
     checkpoint: Checkpoint,
     spec: ModelSpec,
-    experts: Sequence[int],
+    experts: Sequence[int] | LayerExperts,
     dtype: torch.dtype,
     compute: Compute,
     progress: Progress = lambda stage, done, total: None,
@@ -44,7 +45,7 @@ def load_weights(
     """Reads a model.
 
     Args:
-        experts: global ids of this rank's experts, ascending.
+        experts: global ids of this rank's experts, ascending; or what the slots of a layer hold, with EMPTY.
         dtype: of all weights but the router's, which stay float32, and experts that stay FP8.
         compute: prepares the matrices.
         progress: called as progress("weights", layers done, layers in all), by the calling thread.
@@ -62,14 +63,14 @@ def load_weights(
 def weights_from(
     source: TensorSource,
     spec: ModelSpec,
-    experts: Sequence[int],
+    experts: Sequence[int] | LayerExperts,
     dtype: torch.dtype,
     compute: Compute,
     progress: Progress = lambda stage, done, total: None,
     threads: int = 1,
 ) -> ModelWeights:
     """As load_weights, from any source of tensors. Raises: what the source raises."""
-    loader = _Loader(source, spec, tuple(experts), dtype, compute)
+    loader = _Loader(source, spec, experts, dtype, compute)
     pool = ThreadPoolExecutor(threads, "weights")
     try:
         # The largest tensors first: nothing else is left for the other threads to do beside the last one.
@@ -108,13 +109,13 @@ class _Loader:
         self,
         reader: TensorSource,
         spec: ModelSpec,
-        experts: tuple[int, ...],
+        experts: Sequence[int] | LayerExperts,
         dtype: torch.dtype,
         compute: Compute,
     ) -> None:
         self._reader, self._spec, self._dtype = reader, spec, dtype
-        self._compute = compute
-        self._expert_loader = ExpertLoader(reader, spec, experts, dtype, compute)
+        self._compute, self._experts = compute, experts
+        self._expert_loader = ExpertLoader(reader, spec, dtype, compute)
 
     def keep(self, name: str, *shape: int) -> torch.Tensor:
         """One tensor as it is, in fresh memory."""
@@ -139,7 +140,7 @@ class _Loader:
             if isinstance(attention, GqaSpec)
             else self._mla(f"{prefix}.self_attn", attention),
             ffn_norm=self.keep(f"{prefix}.post_attention_layernorm.weight", spec.hidden),
-            ffn=self._moe(prefix)
+            ffn=self._moe(prefix, self._experts(index) if callable(self._experts) else self._experts)
             if spec.sparse_layers[index]
             else self._ffn(f"{prefix}.mlp", spec.dense_ffn),
             kv_scales=None if scales is None else scales.to(self._compute.device),
@@ -215,17 +216,16 @@ class _Loader:
         weight = self.keep(f"{prefix}.o_proj.weight", hidden, columns)
         return self._compute.linear(weight, self.keep(f"{prefix}.o_proj.bias", hidden) if bias else None)
 
-    def _moe(self, layer: str) -> MoeWeights:
-        spec, names = self._spec, self._spec.names
-        blocks = [f"{layer}.{block}" for block in names.blocks]
-        block = next((b for b in blocks if self._reader.has(f"{b}.gate.weight")), blocks[0])
+    def _moe(self, layer: str, experts: Sequence[int]) -> MoeWeights:
+        spec = self._spec
+        block = sparse_block(self._reader, spec, layer)
         router = self._reader.read(f"{block}.gate.weight", (spec.router.num_experts, spec.hidden))
         bias = None
         if spec.router.bias:
             bias = self._reader.read(f"{block}.gate.e_score_correction_bias", (spec.router.num_experts,))
         return MoeWeights(
             router=self._compute.linear(router.to(self._compute.device, torch.float32, copy=True)),
-            experts=self._expert_loader.load(f"{block}.experts"),
+            experts=self._expert_loader.load(f"{block}.experts", experts),
             bias=None if bias is None else bias.to(self._compute.device, torch.float32, copy=True),
             shared=self._ffn(f"{block}.shared_experts", spec.shared_ffn) if spec.shared_ffn else None,
         )
@@ -270,78 +270,3 @@ def _kv_scale(source: TensorSource, prefix: str, kind: str, heads: int) -> torch
             raise CheckpointError(f"{name} = {scale.tolist()}: must be positive numbers")
         return scale.expand(heads).contiguous()
     return None
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertLoader:
-    """experts: global ids of this rank's, ascending. dtype: served."""
-
-    source: TensorSource
-    spec: ModelSpec
-    experts: tuple[int, ...]
-    dtype: torch.dtype
-    compute: Compute
-
-    def load(self, prefix: str) -> GatedFfn:
-        """The experts of the layer whose tensors begin with `prefix`. Raises: what the source raises."""
-        spec, names, ffn = self.spec, self.spec.names, self.spec.expert_ffn
-        stacked = self.source.has(f"{prefix}.gate_up_proj")
-        first = f"{prefix}.{next(iter(self.experts), 0)}.{names.gate}.weight"
-        fp8 = self._stay_fp8(f"{prefix}.gate_up_proj" if stacked else first)
-        if fp8 and stacked and ffn % FP8_BLOCK:
-            raise CheckpointError(
-                f"{prefix}.gate_up_proj: a block of {FP8_BLOCK} rows has gate and up rows, as an expert has "
-                f"{ffn} channels: such FP8 weights can only be served with model.dtype = float32"
-            )
-        gate_up, down = self._fused(2, ffn, spec.hidden, fp8), self._fused(1, spec.hidden, ffn, fp8)
-        count = spec.router.num_experts
-        for row, expert in enumerate(self.experts):
-            if stacked:
-                gate_up.fill(row, 0, f"{prefix}.gate_up_proj", (count, 2 * ffn, spec.hidden), expert)
-                down.fill(row, 0, f"{prefix}.down_proj", (count, spec.hidden, ffn), expert)
-                continue
-            one = f"{prefix}.{expert}"
-            gate_up.fill(row, 0, f"{one}.{names.gate}.weight", (ffn, spec.hidden))
-            gate_up.fill(row, 1, f"{one}.{names.up}.weight", (ffn, spec.hidden))
-            down.fill(row, 0, f"{one}.{names.down}.weight", (spec.hidden, ffn))
-        if gate_up.scale is None or down.scale is None:
-            return self.compute.gated_ffn(gate_up.values, down.values)
-        return self.compute.gated_ffn(gate_up.values, down.values, FfnScales(gate_up.scale, down.scale))
-
-    def _stay_fp8(self, first: str) -> bool:
-        """first: a tensor of the layer; the others must be stored alike."""
-        return (
-            self.compute.fp8
-            and self.dtype is torch.bfloat16
-            and self.spec.fp8_blocks
-            and self.source.is_fp8(first)
-        )
-
-    def _fused(self, parts: int, rows: int, columns: int, fp8: bool) -> _Fused:
-        count, device = len(self.experts), self.compute.device
-        dtype = torch.float8_e4m3fn if fp8 else self.dtype
-        values = torch.empty(count, parts * rows, columns, dtype=dtype, device=device)
-        grid = (parts * -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
-        scale = torch.empty(count, *grid, device=device) if fp8 else None
-        return _Fused(self.source, rows, values, scale)
-
-
-@dataclass(frozen=True, slots=True)
-class _Fused:
-    """A matrix of every expert in the making. rows: of one part, gate or up; see FfnScales for `scale`."""
-
-    source: TensorSource
-    rows: int
-    values: torch.Tensor
-    scale: torch.Tensor | None
-
-    def fill(self, row: int, part: int, name: str, shape: tuple[int, ...], entry: int | None = None) -> None:
-        """Copies a tensor, or one entry of a stack, into expert `row`, from its part `part` on."""
-        first = part * self.rows
-        into = self.values[row, first : first + shape[-2]]
-        if self.scale is None:
-            self.source.copy(into, name, shape, entry)
-            return
-        block = part * -(-self.rows // FP8_BLOCK)
-        scale = self.scale[row, block : block + -(-shape[-2] // FP8_BLOCK)]
-        self.source.copy_codes(Codes(into, scale), name, shape, entry)

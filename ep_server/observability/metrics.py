@@ -26,7 +26,7 @@ from ep_server.engine.observer import RankQueue, RecoveryPhase, RequestSummary
 from ep_server.observability.network_metrics import Cluster, NetworkCollector
 from ep_server.observability.rank_metrics import RankCollector, RankLoads
 from ep_server.observability.status_history import Snapshot
-from ep_server.records import LossCause, RankReady, RankStatistics
+from ep_server.records import GroupState, LossCause, RankReady, RankStatistics
 
 PREFIX = "epserver_"
 # Edges of the request histograms, seconds; those of dispatch and combine double from 1 us (rank_metrics).
@@ -135,6 +135,12 @@ class ServerMetrics:
         )
         self._generation = gauge("generation", "1 and the recoveries since the start: which group serves.")
         self._generation.set(1)
+        self._live = gauge("live_ranks", "Ranks that serve; of CPU ranks of one node.")
+        self._lacking = gauge(
+            "rank_loss_lacking_bytes",
+            "Memory that CPU ranks lack for spare expert slots, to go on without any one of them. "
+            "0: any one rank may be lost now.",
+        )
         self._recovered = counter("requests_recovered", "Requests that continued after the loss of a rank.")
         self._freed = histogram("cancel_to_free_seconds", "From a cancel until the KV blocks are free.")
         self._prompt_length = histogram("request_prompt_tokens", "Length of prompts.", LENGTH_EDGES)
@@ -182,6 +188,11 @@ class ServerMetrics:
         self._recovery.observe(seconds)
         self._recovered.inc(requests)
         self._generation.inc()
+
+    def on_group(self, state: GroupState) -> None:
+        """Another generation of the ranks serves."""
+        self._live.set(len(state.live))
+        self._lacking.set(state.lacking_bytes)
 
     def on_recovery_phase(self, phase: RecoveryPhase, seconds: float) -> None:
         """A phase of a recovery ended."""

@@ -10,12 +10,13 @@ import os
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
-from ep_server.backends.assembly import LoadParams, RankModel, load_model
+from ep_server.backends.assembly import LoadParams, RankModel, load_experts, load_model
 from ep_server.backends.kv_copies import KvCopier, NoCopies
 from ep_server.config import Config
 from ep_server.exchange.api import Exchange, ExchangeSpec
@@ -23,8 +24,10 @@ from ep_server.models.families import ModelSpec, read_spec
 from ep_server.ranks.changes import Change
 from ep_server.ranks.devices import device_of
 from ep_server.ranks.exchanges import Opening
+from ep_server.ranks.experts import RankExperts
 from ep_server.ranks.group import exchange_spec
 from ep_server.ranks.handoff.desk import HandoffDesk
+from ep_server.ranks.messages import placement_of
 from ep_server.ranks.new_weights import WeightsInPlace
 from ep_server.ranks.overlap import Overlap
 from ep_server.ranks.parts import AnyRunner, Built, Device, Progress
@@ -55,7 +58,7 @@ class Front:
 
 @dataclass(frozen=True, slots=True)
 class RankParts:
-    """A rank that is ready to step. copier: of the host tier. new_weights: see OrderDesk.
+    """A rank that is ready to step. copier: of the host tier. new_weights, experts: see OrderDesk.
 
     handoff: with ranks of other servers.
     """
@@ -70,6 +73,7 @@ class RankParts:
     new_weights: Callable[[str, int], Change] | None
     handoff: HandoffDesk
     copier: KvCopier = field(default_factory=NoCopies)
+    experts: RankExperts | None = None
 
 
 def build_rank(
@@ -90,13 +94,23 @@ def build_rank(
     device = choose(start, config)
     # Before the weights: its heartbeat shows that this rank is alive, however long loading takes.
     exchange = device.open(spec, front.opening)
+    live = frozenset(start.live) or frozenset(range(spec.num_ranks))
+    if exchange.membership is not None and len(live) < spec.num_ranks:
+        exchange.membership.mask(frozenset(range(spec.num_ranks)) - live)
+    placement = placement_of(start.placement) if start.HasField("placement") else None
     progress = front.progress
     with ThreadPoolExecutor(1, "vocabulary") as beside:
         masks_made = beside.submit(_masks, config, model_spec, start.threads)
         params = _load_params(start, config, spec, device)
+        if placement is not None:
+            params = replace(params, held=placement.of_rank(start.rank))
         model = load_model(params, progress)
         masks = masks_made.result()
     built = device.build(model, exchange, masks)
+    experts = None
+    if placement is not None:
+        experts = RankExperts(params, built.runner, partial(load_experts, model))
+        experts.use(placement, live)
     limits = _limits(config, model, built, device.ahead)
     if not start.joins:
         progress("warm-up", 0, 1)
@@ -131,9 +145,10 @@ def build_rank(
         device.overlap(),
         masks,
         StepProfiler(config.profile.directory, start.rank, on_device=config.parallel.device == "cuda"),
-        WeightsInPlace(model, params, scheduler).change if device.takes_weights else None,
+        WeightsInPlace(model, params, scheduler, experts).change if device.takes_weights else None,
         handoff,
         built.copier,
+        experts,
     )
 
 

@@ -40,7 +40,7 @@ def open_exchange(
     """
     local = local_ranks(config)
     spin_us = spin_budget(config.exchange.spin_us, len(local) * start.threads, usable_cores())
-    options = fabric_options(config.fabric, local.index(spec.rank), len(local))
+    options = fabric_options(config.fabric, spec.rank - local.start, len(local))
 
     def connect(address: EndpointAddress, seconds: float) -> tuple[list[EndpointAddress], int]:
         answer = opening.meet(_introduction(address), seconds)

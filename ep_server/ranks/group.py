@@ -22,11 +22,21 @@ from ep_server.models.families import ModelSpec
 from ep_server.models.footprint import footprint
 from ep_server.models.inspect import inspect_checkpoint, inspect_config
 from ep_server.models.sizes import Dtype, cache_dtype, context_limit, kv_block_bytes, serving_dtype
-from ep_server.scheduler.placement import place_experts
+from ep_server.ranks.slots import (
+    SpareSlots,
+    most_ranks,
+    num_ranks,
+    placement_at_start,
+    slot_bytes,
+    slots_per_rank,
+    with_spares,
+)
+from ep_server.scheduler.placement import Placement, place_experts, slots_lacking, slots_needed
 
 SPIN_US = 50  # longer than a dispatch among ranks in step, far shorter than a time slice
 # Sequences of a rank. With fewer, sending all rows through host memory is faster (docs/design-notes).
 HIERARCHICAL_FROM = 64
+SPARE_SHARE = 0.5  # of the memory beside weights, exchange and processes, for automatic spare slots
 PROCESS_BYTES = 192 << 20  # a rank's own memory beside weights and KV cache: interpreter, torch, activations
 
 
@@ -36,13 +46,17 @@ class GroupPlan:
 
     exchange: of rank 0; the others differ in `rank` only. kv_blocks, threads: of each rank of this host;
       kv_blocks 0 = as the memory of its GPU allows.
-    weight_bytes: by rank, over all hosts. unused: names unused parts of the checkpoint; empty if none.
+    weight_bytes: by rank, over all hosts, empty slots included.
+    spares: expert slots. placement: of experts in slots; None where they stay.
+    unused: names unused parts of the checkpoint; empty if none.
     """
 
     exchange: ExchangeSpec
     kv_blocks: int
     threads: int
     weight_bytes: tuple[int, ...]
+    spares: SpareSlots
+    placement: Placement | None = None
     unused: str = ""
 
 
@@ -78,18 +92,26 @@ def plan_ranks(config: Config, spec: ModelSpec, available: int, *, packed: bool 
     """
     ranks, scheduler = config.parallel.ranks, config.scheduler
     context = context_limit(spec, config.model.max_context)
+    config = with_spares(config, spares_that_fit(config, spec, available, packed=packed))
     exchange = exchange_spec(config, spec, 0)
     topology_of(config, exchange)  # refuses before anything is started
     dtype = serving_dtype(spec, config.model.dtype)
+    spares = SpareSlots(
+        int(config.resilience.spare_slots),
+        slots_per_rank(config, spec),
+        spec.router.num_experts,
+        slot_bytes(config, spec, packed=packed),
+    )
     weights = weight_bytes(config, spec, exchange, packed=packed)
     here = sum(weights[rank] for rank in local_ranks(config))
     shared = exchange_bytes(config, exchange)
     threads = config.parallel.threads_per_rank or max(1, usable_cores() // ranks)
+    placement = placement_at_start(config, spec)
     if config.parallel.device == "cuda":  # each rank knows its GPU, and sizes its cache
-        return GroupPlan(exchange, scheduler.kv_blocks, threads, weights)
+        return GroupPlan(exchange, scheduler.kv_blocks, threads, weights, spares, placement)
     processes = ranks + standby_processes(config)
     host = ranks * host_bytes(config, spec) if packed else 0  # a GPU's memory holds none of it
-    fixed = here + shared + host + processes * PROCESS_BYTES
+    fixed = _fixed_bytes(config, spec, exchange, packed=packed)
     block = kv_block_bytes(spec, scheduler.block_size, cache_dtype(dtype, config.model.kv_dtype))
     blocks = scheduler.kv_blocks
     if not blocks:
@@ -106,7 +128,38 @@ def plan_ranks(config: Config, spec: ModelSpec, available: int, *, packed: bool 
             f"{_gib(available)} of memory available"
             + (f"; scheduler.kv_blocks = {blocks}: must be at most {most}, or 0" if blocks and most else "")
         )
-    return GroupPlan(exchange, blocks, threads, weights)
+    return GroupPlan(exchange, blocks, threads, weights, spares, placement)
+
+
+def _fixed_bytes(config: Config, spec: ModelSpec, exchange: ExchangeSpec, *, packed: bool) -> int:
+    """Memory of this host's ranks beside their KV blocks."""
+    ranks = config.parallel.ranks
+    weights = weight_bytes(config, spec, exchange, packed=packed)
+    here = sum(weights[rank] for rank in local_ranks(config))
+    processes = ranks + standby_processes(config)
+    host = ranks * host_bytes(config, spec) if packed else 0  # a GPU's memory holds none of it
+    return here + exchange_bytes(config, exchange) + host + processes * PROCESS_BYTES
+
+
+def spares_that_fit(config: Config, spec: ModelSpec, available: int, *, packed: bool = True) -> int:
+    """resilience.spare_slots resolved: slots per layer and rank.
+
+    Raises: ConfigError for spare slots of ranks that cannot use them.
+    """
+    given, ranks, usable = config.resilience.spare_slots, num_ranks(config), outlives_losses(config)
+    if given != "auto":
+        if given != "0" and not usable:
+            allowed = "auto or 0, unless parallel.device = cpu, cluster.nodes = 1 and on_rank_loss = recover"
+            raise ConfigError("resilience.spare_slots", given, allowed)
+        return int(given)
+    experts = spec.router.num_experts
+    wanted = slots_lacking(experts, slots_needed(experts, ranks), ranks)
+    if not usable or not wanted:
+        return 0
+    plain = with_spares(config, 0)
+    left = available - _fixed_bytes(plain, spec, exchange_spec(plain, spec, 0), packed=packed)
+    fits = ranks * wanted * slot_bytes(config, spec, packed=packed) <= left * SPARE_SHARE
+    return wanted if fits else 0
 
 
 def host_blocks(config: Config, spec: ModelSpec) -> int:
@@ -143,23 +196,25 @@ def weight_bytes(config: Config, spec: ModelSpec, exchange: ExchangeSpec, *, pac
 
 def standby_processes(config: Config) -> int:
     """Processes without weights, to take the place of lost CPU ranks of one host."""
-    outlives = config.resilience.on_rank_loss == "recover" and config.parallel.device == "cpu"
-    return config.resilience.standby if outlives and 1 < config.parallel.ranks == num_ranks(config) else 0
+    return config.resilience.standby if outlives_losses(config) and most_ranks(config) > 1 else 0
 
 
-def num_ranks(config: Config) -> int:
-    """Ranks of all hosts."""
-    return config.cluster.nodes * config.parallel.ranks
+def outlives_losses(config: Config) -> bool:
+    """CPU ranks of one host keep their processes when another one is lost."""
+    recovers = config.resilience.on_rank_loss == "recover"
+    return recovers and config.parallel.device == "cpu" and config.cluster.nodes == 1
 
 
 def local_ranks(config: Config) -> range:
-    """Ranks of this host among those of all."""
+    """Ranks of this host that start, among those of all."""
     first = max(config.cluster.node_rank, 0) * config.parallel.ranks if config.cluster.nodes > 1 else 0
     return range(first, first + config.parallel.ranks)
 
 
 def hosts_of(config: Config) -> tuple[int, ...]:
-    """The host of each rank."""
+    """The host of each rank that there can be."""
+    if config.cluster.nodes == 1:
+        return (0,) * most_ranks(config)
     return tuple(rank // config.parallel.ranks for rank in range(num_ranks(config)))
 
 
@@ -208,7 +263,8 @@ def exchange_spec(config: Config, spec: ModelSpec, rank: int) -> ExchangeSpec:
     Raises: ConfigError for rows that the experts of GPU ranks do not support, or that no NIC can send.
     """
     check_device_memory(config)
-    ranks, settings = num_ranks(config), config.exchange
+    settings, experts = config.exchange, spec.router.num_experts
+    ranks, slots = most_ranks(config), slots_per_rank(config, spec)
     dtype = serving_dtype(spec, config.model.dtype)
     auto = Payload.FP32 if dtype is Dtype.FLOAT32 else Payload.BF16
     taken = ("auto", auto, Payload.FP8, Payload.FP8_POW2)
@@ -218,7 +274,7 @@ def exchange_spec(config: Config, spec: ModelSpec, rank: int) -> ExchangeSpec:
     return ExchangeSpec(
         rank=rank,
         num_ranks=ranks,
-        placement=place_experts(spec.router.num_experts, ranks),
+        placement=tuple(p // slots for p in range(ranks * slots)) if slots else place_experts(experts, ranks),
         max_tokens=config.scheduler.max_step_tokens,
         hidden=spec.hidden,
         top_k=spec.router.top_k,

@@ -18,8 +18,16 @@ from typing import Protocol
 from ep_server.config import Config
 from ep_server.exchange.factory import replaces_ranks, segment_spec
 from ep_server.exchange.segment import create_host_share, create_segment, report_lost
-from ep_server.ranks.group import GroupPlan, hosts_of, local_ranks, plan_group, topology_of
+from ep_server.ranks.group import (
+    GroupPlan,
+    hosts_of,
+    local_ranks,
+    plan_group,
+    topology_of,
+)
+from ep_server.ranks.messages import placement_message
 from ep_server.ranks.process import RankCallbacks, RankProcess
+from ep_server.ranks.slots import num_ranks, with_spares
 from ep_server.v1 import rank_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -91,6 +99,11 @@ class Hosts(Protocol):
 class Replacing(Protocol):
     """Starts processes in the place of those that have ended."""
 
+    @property
+    def plan(self) -> GroupPlan:
+        """Of the group."""
+        ...
+
     async def prepare(self) -> None:
         """Starts as many processes on standby as are wanted."""
         ...
@@ -145,7 +158,9 @@ class OneHost:
     async def spawn(self, callbacks: RankCallbacks, started: Callable[[Rank], None]) -> None:
         """As Hosts.spawn."""
         plan = await asyncio.to_thread(plan_group, self._config)
+        self._config = with_spares(self._config, plan.spares.spares)
         warn_of_unused(plan)
+        log.info("%s", plan.spares.described(self._config.parallel.ranks))
         outlive = self._outlive and replaces_ranks(topology_of(self._config, plan.exchange), plan.exchange)
         local = self._local = LocalRanks(
             self._config, plan, plan.kv_blocks, self._module, outlive, self._weights
@@ -157,6 +172,12 @@ class OneHost:
         else:
             with _closing(shared.descriptors):
                 await _spawn_all(local, shared, callbacks, started)
+
+    @property
+    def plan(self) -> GroupPlan:
+        """As Replacing.plan."""
+        assert self._local is not None
+        return self._local.plan
 
     async def prepare(self) -> None:
         """As Replacing.prepare."""
@@ -279,7 +300,10 @@ def _share(local: LocalRanks) -> SharedMemory:
 
 
 def _start(local: LocalRanks, rank: int, shared: SharedMemory, *, joins: bool) -> pb.Start:
+    placement = local.plan.placement
     return pb.Start(
+        placement=None if placement is None else placement_message(placement),
+        live=range(num_ranks(local.config)),
         rank=rank,
         num_ranks=local.plan.exchange.num_ranks,
         config_json=json.dumps(local.config.values()),

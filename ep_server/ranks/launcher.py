@@ -13,14 +13,14 @@ import logging
 import secrets
 import signal
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from google.protobuf.message import DecodeError
 
 from ep_server.config import Config
 from ep_server.errors import InternalError, RankLost, StartupError
 from ep_server.orders import RankOrder, SwitchChange
-from ep_server.ranks.group import num_ranks
+from ep_server.ranks.generations import Regrouping, group_state
 from ep_server.ranks.hosts import WORKER, Hosts, OneHost, Rank, Replacing, ended
 from ep_server.ranks.messages import (
     add_message,
@@ -36,6 +36,7 @@ from ep_server.ranks.order_messages import order_done_of, order_message
 from ep_server.ranks.process import RankCallbacks, exit_reason
 from ep_server.ranks.protocol import RankListener, Restarted
 from ep_server.ranks.signs import Kind, Sign, cause, kind_of, loss_cause, lost_ranks, start_error
+from ep_server.ranks.slots import num_ranks
 from ep_server.records import RankReady, Request
 from ep_server.v1 import rank_pb2 as pb
 
@@ -60,21 +61,6 @@ class LaunchTiming:
     grace: float = 5.0
     term: float = 1.0
     kill: float = 10.0
-
-
-@dataclass(slots=True)
-class Regrouping:
-    """One regroup of a group.
-
-    leaving: lost ranks whose processes have not ended. replaced: processes. done: ranks that have regrouped.
-    over: it has succeeded.
-    """
-
-    generation: int
-    leaving: set[int] = field(default_factory=set)
-    replaced: int = 0
-    done: set[int] = field(default_factory=set)
-    over: bool = False
 
 
 class RankProcesses:
@@ -144,6 +130,7 @@ class RankProcesses:
             await self._all_ready()
             if self._hosts.replacing is not None:
                 await self._hosts.replacing.prepare()
+                listener.on_group(group_state(0, range(self.num_ranks), self._hosts.replacing.plan))
         except BaseException:
             await self.stop()
             raise

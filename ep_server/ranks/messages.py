@@ -41,6 +41,7 @@ from ep_server.records import (
     Stopping,
     TokenEvent,
 )
+from ep_server.scheduler.placement import Placement
 from ep_server.v1 import rank_pb2 as pb
 
 _FINISH_TO_WIRE = {
@@ -148,6 +149,26 @@ def request_of(wire: pb.Request) -> Request:
 
 def _source_of(wire: pb.KvSource) -> KvSource:
     return KvSource(wire.address, wire.local, wire.key, wire.tokens, wire.weights)
+
+
+def placement_message(placement: Placement) -> pb.Placement:
+    """Where experts are."""
+    layers = zip(placement.experts, placement.serves, strict=True)
+    return pb.Placement(
+        num_experts=placement.num_experts,
+        slots_per_rank=placement.slots_per_rank,
+        layers=[pb.LayerPlacement(experts=experts, serves=serves) for experts, serves in layers],
+    )
+
+
+def placement_of(wire: pb.Placement) -> Placement:
+    """The placement that placement_message was given."""
+    return Placement(
+        wire.num_experts,
+        wire.slots_per_rank,
+        tuple(tuple(layer.experts) for layer in wire.layers),
+        tuple(tuple(layer.serves) for layer in wire.layers),
+    )
 
 
 def tokens_message(events: Sequence[TokenEvent], step: int, weights: int = 0) -> pb.FromRank:

@@ -17,8 +17,9 @@ from ep_server.backends.assembly import LoadParams, RankModel, load_model
 from ep_server.errors import CheckpointError, InternalError, Unavailable
 from ep_server.exchange.segment import available_memory
 from ep_server.models.families import read_spec
-from ep_server.models.layers import tensors_of
+from ep_server.models.layers import ModelWeights, tensors_of
 from ep_server.ranks.changes import Change, Prepared
+from ep_server.ranks.experts import RankExperts
 from ep_server.scheduler.rank_scheduler import RankScheduler
 
 log = logging.getLogger(__name__)
@@ -29,11 +30,17 @@ SAMPLE_BYTES = 64 << 20  # copied to measure the rate, roughly
 
 @dataclass(frozen=True, slots=True)
 class WeightsInPlace:
-    """The weights of a rank, for changes. params: how they were loaded."""
+    """The weights of a rank, for changes. params: how they were loaded. experts: where these can move."""
 
     model: RankModel
     params: LoadParams
     scheduler: RankScheduler
+    experts: RankExperts | None = None
+
+    def load(self, path: str) -> ModelWeights:
+        """The same part of another checkpoint. Raises: CheckpointError."""
+        params = self.params if self.experts is None else self.experts.params
+        return load_model(dataclasses.replace(params, path=path)).weights
 
     def change(self, path: str, version: int) -> Change:
         """A change to the weights of another checkpoint of the same shapes."""
@@ -65,9 +72,7 @@ class _NewWeights:
                 f"{self._path}: reading it takes {needed / GIB:.2f} GiB of host memory, {free / GIB:.2f} GiB "
                 "are free"
             )
-        self._new = tuple(
-            tensors_of(load_model(dataclasses.replace(self._place.params, path=self._path)).weights)
-        )
+        self._new = tuple(tensors_of(self._place.load(self._path)))
         if [_form(tensor) for tensor in self._new] != [_form(tensor) for tensor in self._old]:
             raise InternalError(f"{self._path}: was loaded in other shapes than the weights in force")
         nbytes, seconds = sum(tensor.nbytes for tensor in self._new), time.monotonic() - began
@@ -87,6 +92,8 @@ class _NewWeights:
         for held, new in zip(self._old, self._new, strict=True):
             held.copy_(new)
         self._new = ()
+        if self._place.experts is not None:
+            self._place.experts.loaded_from(self._path)
         self._place.scheduler.flush_cache(self._version)
 
 

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 
 from ep_server.errors import WrongState
 from ep_server.orders import (
+    CountExperts,
     DropChange,
     FlushCache,
     OrderDone,
+    Prepare,
+    PreparePlacement,
     PrepareWeights,
     RankOrder,
     ReleaseKv,
@@ -21,7 +24,8 @@ from ep_server.ranks.changes import Change, Changes
 from ep_server.ranks.messages import one_line
 from ep_server.scheduler.rank_scheduler import RankScheduler
 
-if TYPE_CHECKING:  # it imports torch
+if TYPE_CHECKING:  # they import torch
+    from ep_server.ranks.experts import RankExperts
     from ep_server.ranks.profiler import StepProfiler
 
 log = logging.getLogger(__name__)
@@ -35,9 +39,13 @@ class OrderDesk:
         scheduler: RankScheduler,
         profiler: StepProfiler,
         new_weights: Callable[[str, int], Change] | None,
+        experts: RankExperts | None = None,
     ) -> None:
-        """new_weights: makes the change to the weights of a path and version; None if they cannot change."""
-        self.changes = Changes()
+        """new_weights: makes the change to the weights of a path and version; None if they cannot change.
+
+        experts: None if they stay where they are.
+        """
+        self.changes, self._moving = Changes(), experts
         self._scheduler, self._profiler, self._new_weights = scheduler, profiler, new_weights
 
     def obey(self, order: RankOrder, number: int) -> OrderDone | None:
@@ -49,22 +57,38 @@ class OrderDesk:
             return OrderDone(number, error=one_line(error))
 
     def _carry_out(self, order: RankOrder, number: int) -> OrderDone | None:
-        if isinstance(order, PrepareWeights):
-            if self._new_weights is None:
-                raise WrongState("ranks on GPUs cannot take new weights; start the server again with them")
-            self.changes.prepare(order.change, number, self._new_weights(order.path, order.version))
+        if isinstance(order, PrepareWeights | PreparePlacement):
+            self.changes.prepare(order.change, number, self._change(order))
             return None
         if isinstance(order, SwitchChange):
             self.changes.offer(order.change, number)
             return None
+        return self._at_once(order, number)
+
+    def _at_once(self, order: RankOrder, number: int) -> OrderDone:
         if isinstance(order, DropChange):
             self.changes.drop(order.change)
         elif isinstance(order, ReleaseKv):
             return OrderDone(number, blocks=self._scheduler.handoffs.release(order.key))
         elif isinstance(order, FlushCache):
             return OrderDone(number, blocks=self._scheduler.flush_cache())
+        elif isinstance(order, CountExperts):
+            return OrderDone(number, rows=self._experts.rows())
         elif isinstance(order, StartProfile):
             self._profiler.start(order)
         else:
             return OrderDone(number, files=self._profiler.stop())
         return OrderDone(number)
+
+    def _change(self, order: Prepare) -> Change:
+        if isinstance(order, PreparePlacement):
+            return self._experts.change(order.placement)
+        if self._new_weights is None:
+            raise WrongState("ranks on GPUs cannot take new weights; start the server again with them")
+        return self._new_weights(order.path, order.version)
+
+    @property
+    def _experts(self) -> RankExperts:
+        if self._moving is None:
+            raise WrongState("experts cannot move: there are no spare slots (resilience.spare_slots)")
+        return self._moving

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from ep_server.orders import (
+    CountExperts,
     DropChange,
     FlushCache,
     OrderDone,
+    PreparePlacement,
     PrepareWeights,
     RankOrder,
     ReleaseKv,
@@ -13,8 +17,14 @@ from ep_server.orders import (
     StopProfile,
     SwitchChange,
 )
+from ep_server.ranks.messages import placement_message, placement_of
 from ep_server.v1 import rank_pb2 as pb
 
+_PLAIN: dict[str, Callable[[], RankOrder]] = {
+    "stop_profile": StopProfile,
+    "count_experts": CountExperts,
+    "flush_cache": FlushCache,
+}
 _DONE_FIELDS = tuple(OrderDone.__dataclass_fields__)
 
 
@@ -28,6 +38,11 @@ def order_message(order: RankOrder, number: int, work_number: int = 0) -> pb.ToR
     elif isinstance(order, PrepareWeights):
         prepare = pb.PrepareWeights(change=order.change, version=order.version, path=order.path)
         wire.prepare_weights.CopyFrom(prepare)
+    elif isinstance(order, PreparePlacement):
+        wire.prepare_placement.change = order.change
+        wire.prepare_placement.placement.CopyFrom(placement_message(order.placement))
+    elif isinstance(order, CountExperts):
+        wire.count_experts.SetInParent()
     elif isinstance(order, SwitchChange):
         wire.switch_change = order.change
     elif isinstance(order, DropChange):
@@ -41,19 +56,25 @@ def order_message(order: RankOrder, number: int, work_number: int = 0) -> pb.ToR
 
 def order_of(wire: pb.Order) -> RankOrder:
     """The order that order_message was given."""
-    kind = wire.WhichOneof("kind")
+    kind = wire.WhichOneof("kind") or "flush_cache"
     if kind == "start_profile":
         return StartProfile(wire.start_profile.name, wire.start_profile.steps)
     if kind == "prepare_weights":
         prepare = wire.prepare_weights
         return PrepareWeights(prepare.change, prepare.version, prepare.path)
+    if kind == "prepare_placement":
+        given = wire.prepare_placement
+        return PreparePlacement(given.change, placement_of(given.placement))
+    return _numbered(kind, wire) or _PLAIN[kind]()
+
+
+def _numbered(kind: str, wire: pb.Order) -> RankOrder | None:
+    """Orders that are one value."""
     if kind == "switch_change":
         return SwitchChange(wire.switch_change)
     if kind == "drop_change":
         return DropChange(wire.drop_change)
-    if kind == "release_kv":
-        return ReleaseKv(wire.release_kv)
-    return StopProfile() if kind == "stop_profile" else FlushCache()
+    return ReleaseKv(wire.release_kv) if kind == "release_kv" else None
 
 
 def order_done_message(done: OrderDone) -> pb.FromRank:
@@ -66,4 +87,4 @@ def order_done_message(done: OrderDone) -> pb.FromRank:
 def order_done_of(wire: pb.OrderDone) -> OrderDone:
     """The record that order_done_message was given."""
     fields = {name: getattr(wire, name) for name in _DONE_FIELDS}
-    return OrderDone(**(fields | {"files": tuple(wire.files)}))
+    return OrderDone(**(fields | {"files": tuple(wire.files), "rows": tuple(wire.rows)}))

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
 
+import numpy as np
+
 from ep_server.backends.assembly import RankModel
 from ep_server.backends.cpu.runner import RunnerStatistics
 from ep_server.backends.kv_copies import KvCopier, NoCopies
@@ -13,6 +15,7 @@ from ep_server.backends.kv_rows import KvRows
 from ep_server.backends.masks import Masks
 from ep_server.exchange.api import Exchange, ExchangeSpec
 from ep_server.models.compute import Compute
+from ep_server.models.slots import Held, Routes
 from ep_server.ranks.exchanges import Opening
 from ep_server.ranks.overlap import Overlap
 from ep_server.records import PromptLogprobs, Request, SampledToken, StepBatch
@@ -64,6 +67,20 @@ class Runner(Protocol[Step]):
 
     def run(self, batch: StepBatch, micro_batches: int = 1) -> list[SampledToken]:
         """launch() and collect() in one."""
+        ...
+
+    def place(self, routes: Routes, held: Held) -> None:
+        """The slots of this rank hold these experts, and tokens take these routes, from the next step on.
+
+        No step is in flight. Raises: InternalError if experts stay where they are.
+        """
+        ...
+
+    def expert_rows(self) -> np.ndarray:
+        """[layers, E] int64: rows this rank received for each expert, cumulative.
+
+        Raises: InternalError if experts stay where they are.
+        """
         ...
 
     def statistics(self) -> RunnerStatistics:

@@ -9,6 +9,7 @@ from typing import Protocol
 from ep_server.errors import EpServerError
 from ep_server.orders import OrderDone, RankOrder
 from ep_server.records import (
+    GroupState,
     KvEventBatch,
     LossCause,
     PromptLogprobs,
@@ -56,6 +57,10 @@ class RankListener(Protocol):
 
     def on_rank_lost(self, rank: int, cause: LossCause) -> None:
         """For each lost rank: before on_lost, or while restart() runs."""
+        ...
+
+    def on_group(self, state: GroupState) -> None:
+        """Another generation serves, the first one included; of ranks that outlive the loss of others."""
         ...
 
     def on_lost(self, rank: int, message: str, seconds: float) -> None:

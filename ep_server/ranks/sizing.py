@@ -27,6 +27,7 @@ from ep_server.ranks.group import (
     plan_ranks,
     standby_processes,
 )
+from ep_server.scheduler.placement import place_experts
 
 # A step of CPU ranks as measured (docs/benchmarks.md): so much for a layer beside its kernels, and then the
 # bound to twice the bound.
@@ -51,10 +52,19 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One decode step: tokens per rank, and the tokens each sequence has in its KV cache."""
+    """One decode step: tokens per rank, and the tokens each sequence has in its KV cache.
+
+    ranks: size() sets it.
+    """
 
     tokens: int
     context: int
+    ranks: int = 1
+
+    @property
+    def drawn(self) -> int:
+        """Tokens of all ranks."""
+        return self.tokens * self.ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +121,8 @@ def size(config: Config, spec: ModelSpec, machine: Machine, workload: Workload) 
     beside = standby_processes(config) * PROCESS_BYTES
     available = ranks * (machine.memory - max(held)) + sum(held) + beside
     plan = plan_ranks(config, spec, available, packed=machine.packed)
-    owned = plan.exchange.placement.count(0)
+    owners = place_experts(spec.router.num_experts, ranks)
+    owned, workload = owners.count(0), dataclasses.replace(workload, ranks=ranks)
     cached = cache_dtype(dtype, config.model.kv_dtype)
     block = kv_block_bytes(spec, config.scheduler.block_size, cached)
     parts = {
@@ -119,6 +130,11 @@ def size(config: Config, spec: ModelSpec, machine: Machine, workload: Workload) 
         f"experts ({owned} of {spec.router.num_experts} per layer)": owned
         * weights.expert
         * weights.sparse_layers,
+        **(
+            {f"spare expert slots ({spare} per layer)": spare * plan.spares.slot_bytes}
+            if (spare := plan.exchange.placement.count(0) - owned)
+            else {}
+        ),
         "KV cache": plan.kv_blocks * block,
         **(
             {"host tier": host_bytes(config, spec)} if machine.packed and config.scheduler.kv_host_gib else {}
@@ -128,8 +144,8 @@ def size(config: Config, spec: ModelSpec, machine: Machine, workload: Workload) 
     }
     per_token = kv_block_bytes(spec, 1, cached)
     bounds = (
-        *_memory_bounds(spec, plan.exchange, weights, workload, per_token, machine.bandwidth),
-        _exchange_bound(spec, plan.exchange, workload, machine.link),
+        *_memory_bounds(spec, owners, weights, workload, per_token, machine.bandwidth),
+        _exchange_bound(spec, plan.exchange, owners, workload, machine.link),
         _arithmetic_bound(spec, weights, workload, dtype.itemsize, machine.flops),
     )
     tokens = plan.kv_blocks * config.scheduler.block_size
@@ -156,31 +172,32 @@ def distinct_experts(experts: int, top_k: int, tokens: float) -> float:
 
 def _memory_bounds(
     spec: ModelSpec,
-    exchange: ExchangeSpec,
+    owners: tuple[int, ...],
     weights: Footprint,
     load: Workload,
     kv_per_token: int,
     rate: float,
 ) -> tuple[Bound, ...]:
-    """Weights and KV cache that one rank reads in a step."""
+    """Weights and KV cache that one rank reads in a step. owners: [E] rank of each expert."""
     fixed = sum(number for part, number in weights.replicated.items() if part != "embedding")
-    drawn = load.tokens * exchange.num_ranks
     router = spec.router
-    reached = distinct_experts(router.num_experts, router.top_k, drawn) / router.num_experts
-    experts = reached * exchange.placement.count(0) * weights.expert * weights.sparse_layers
+    reached = distinct_experts(router.num_experts, router.top_k, load.drawn) / router.num_experts
+    experts = reached * owners.count(0) * weights.expert * weights.sparse_layers
     window = spec.attention.window if isinstance(spec.attention, GqaSpec) else 0
     kv = load.tokens * min(load.context, window or load.context) * kv_per_token
     named = (("replicated weights", fixed), (f"experts ({reached:.0%} reached)", experts), ("KV cache", kv))
     return tuple(Bound(name, number, number / rate) for name, number in named)
 
 
-def _exchange_bound(spec: ModelSpec, exchange: ExchangeSpec, load: Workload, rate: float) -> Bound:
+def _exchange_bound(
+    spec: ModelSpec, exchange: ExchangeSpec, owners: tuple[int, ...], load: Workload, rate: float
+) -> Bound:
     """Rows that one rank sends and receives back."""
     layout = _C.Layout(geometry_of(exchange))
     experts, k = spec.router.num_experts, spec.router.top_k
     remote = 0.0  # remote ranks that receive a token of rank 0
-    for rank in range(1, exchange.num_ranks):
-        owned = exchange.placement.count(rank)
+    for rank in range(1, load.ranks):
+        owned = owners.count(rank)
         remote += 1 - math.comb(experts - owned, k) / math.comb(experts, k)
     row = layout.row_bytes + layout.scale_bytes + layout.choices_per_token * layout.combine_bytes
     number = sum(spec.sparse_layers) * load.tokens * remote * row

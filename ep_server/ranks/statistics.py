@@ -43,6 +43,11 @@ class Measured(Protocol):
         """Cumulative numbers by name."""
         ...
 
+    @property
+    def experts_move(self) -> bool:
+        """The exchange counts slots, whatever experts they hold."""
+        ...
+
 
 class Histogram:
     """Durations of one kind."""
@@ -208,7 +213,8 @@ class _Parts:
             found["histograms"] |= runner.histograms
             found["sums"] |= runner.sums
             found["counters"] |= runner.counters
-            if not any(found["expert_tokens"].values()):  # a single rank's rows bypass the exchange
+            # A single rank's rows bypass the exchange.
+            if runner.experts_move or not any(found["expert_tokens"].values()):
                 found["expert_tokens"] = dict(runner.expert_tokens)
         return cls(**found)
 

@@ -93,7 +93,7 @@ class Vote:
 class Verdict:
     """What all ranks do after the vote on `step`: at most one of run, park and stop; none = vote again.
 
-    micro_batches: 1 or 2. graph: a captured graph of size `bucket` is run. tokens: by rank.
+    micro_batches: 1 or 2. graph: a captured graph of size `bucket` is run. tokens: of each live rank.
     change: that all switch to before this step, 0 = none.
     """
 
@@ -192,9 +192,10 @@ class Voter:
     def decide(self, records: Sequence[bytes]) -> Verdict:
         """Tallies the gathered records, in rank order, and moves to the next step.
 
+        records: that of an absent rank is empty.
         Raises: InternalError if a record is no vote, or not on this rank's step and generation.
         """
-        verdict = tally([Vote.unpack(record) for record in records])
+        verdict = tally([Vote.unpack(record) for record in records if record])
         if verdict.step != self.step:
             raise InternalError(f"the vote is on step {verdict.step}, this rank is at {self.step}")
         self.step += 1

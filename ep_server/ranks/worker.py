@@ -88,7 +88,7 @@ class RankWorker:
         self._ahead = parts.scheduler.limits.ahead
         self._cache = self._cache_reporter()
         self._profiler = parts.profiler
-        self._desk = OrderDesk(parts.scheduler, parts.profiler, parts.new_weights)
+        self._desk = OrderDesk(parts.scheduler, parts.profiler, parts.new_weights, parts.experts)
         self._changes = self._desk.changes
         self._launched: deque[_LaunchedStep] = deque()
         self._running = 0  # sequences, as reported last

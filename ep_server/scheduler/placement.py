@@ -6,7 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from ep_server.errors import InternalError, InvalidArgument
-from ep_server.records import RankLoad, Request
+from ep_server.records import EMPTY, RankLoad, Request
 
 HEAD_START = 1  # requests by which a near rank may be ahead of the least loaded one
 HEAD_SHARE = 8  # or this fraction (1/8) of its KV blocks, if that is more
@@ -63,7 +63,17 @@ def place_experts(num_experts: int, num_ranks: int) -> tuple[int, ...]:
     return tuple(rank for rank in range(num_ranks) for _ in range(each + (rank < more)))
 
 
-EMPTY = -1  # a slot without an expert
+def slots_needed(num_experts: int, ranks: int) -> int:
+    """Slots per rank in which so many ranks hold every expert."""
+    return -(-num_experts // ranks)
+
+
+def slots_lacking(num_experts: int, slots_per_rank: int, live: int) -> int:
+    """Slots that each of the live ranks lacks, so that the others can go on without any one of them.
+
+    0 for a single rank too, which has no others.
+    """
+    return max(0, slots_needed(num_experts, live - 1) - slots_per_rank) if live > 1 else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +98,11 @@ class Placement:
         """Ranks with slots, absent ones included."""
         return len(self.experts[0]) // self.slots_per_rank
 
+    def of_rank(self, rank: int) -> tuple[tuple[int, ...], ...]:
+        """By layer: the expert in each slot of a rank, or EMPTY."""
+        first = rank * self.slots_per_rank
+        return tuple(held[first : first + self.slots_per_rank] for held in self.experts)
+
     def slots_of(self, layer: int, expert: int, live: Collection[int]) -> tuple[int, ...]:
         """The slots of live ranks that serve an expert, ascending."""
         held, serves = self.experts[layer], self.serves[layer]
@@ -104,13 +119,18 @@ class Placement:
         replicas, so that few tokens of many ranks spread too.
         Raises: InternalError if no live rank serves an expert.
         """
-        table = []
-        for expert in range(self.num_experts):
-            slots = self.slots_of(layer, expert, live)
-            if not slots:
-                raise InternalError(f"layer {layer}: no live rank serves expert {expert}")
-            table.append(tuple(slots[(source + way) % len(slots)] for way in range(ways)))
-        return tuple(table)
+        found: list[list[int]] = [[] for _ in range(self.num_experts)]
+        for slot, (expert, serves) in enumerate(zip(self.experts[layer], self.serves[layer], strict=True)):
+            if expert != EMPTY and serves and slot // self.slots_per_rank in live:
+                found[expert].append(slot)
+        if [] in found:
+            raise InternalError(f"layer {layer}: no live rank serves expert {found.index([])}")
+        return tuple(
+            (slots[0],) * ways
+            if len(slots) == 1
+            else tuple(slots[(source + way) % len(slots)] for way in range(ways))
+            for slots in found
+        )
 
     def missing(self, live: Collection[int]) -> tuple[tuple[int, int], ...]:
         """(layer, expert) pairs that no slot of a live rank holds."""

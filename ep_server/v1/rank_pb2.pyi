@@ -43,7 +43,7 @@ class ToRank(_message.Message):
     def __init__(self, start: _Optional[_Union[Start, _Mapping]] = ..., add: _Optional[_Union[Add, _Mapping]] = ..., cancel: _Optional[_Union[Cancel, _Mapping]] = ..., doorbell: _Optional[_Union[Doorbell, _Mapping]] = ..., shutdown: _Optional[_Union[Shutdown, _Mapping]] = ..., connect: _Optional[_Union[Connect, _Mapping]] = ..., watch_cache: _Optional[_Union[WatchCache, _Mapping]] = ..., order: _Optional[_Union[Order, _Mapping]] = ..., regroup: _Optional[_Union[Regroup, _Mapping]] = ...) -> None: ...
 
 class Start(_message.Message):
-    __slots__ = ("rank", "num_ranks", "config_json", "exchange_fd", "threads", "kv_blocks", "bells", "outlives", "joins", "weights_version")
+    __slots__ = ("rank", "num_ranks", "config_json", "exchange_fd", "threads", "kv_blocks", "bells", "outlives", "joins", "placement", "live", "weights_version")
     RANK_FIELD_NUMBER: _ClassVar[int]
     NUM_RANKS_FIELD_NUMBER: _ClassVar[int]
     CONFIG_JSON_FIELD_NUMBER: _ClassVar[int]
@@ -53,6 +53,8 @@ class Start(_message.Message):
     BELLS_FIELD_NUMBER: _ClassVar[int]
     OUTLIVES_FIELD_NUMBER: _ClassVar[int]
     JOINS_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     rank: int
     num_ranks: int
@@ -63,8 +65,28 @@ class Start(_message.Message):
     bells: _containers.RepeatedScalarFieldContainer[int]
     outlives: bool
     joins: bool
+    placement: Placement
+    live: _containers.RepeatedScalarFieldContainer[int]
     weights_version: int
-    def __init__(self, rank: _Optional[int] = ..., num_ranks: _Optional[int] = ..., config_json: _Optional[str] = ..., exchange_fd: _Optional[int] = ..., threads: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., bells: _Optional[_Iterable[int]] = ..., outlives: _Optional[bool] = ..., joins: _Optional[bool] = ..., weights_version: _Optional[int] = ...) -> None: ...
+    def __init__(self, rank: _Optional[int] = ..., num_ranks: _Optional[int] = ..., config_json: _Optional[str] = ..., exchange_fd: _Optional[int] = ..., threads: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., bells: _Optional[_Iterable[int]] = ..., outlives: _Optional[bool] = ..., joins: _Optional[bool] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ..., live: _Optional[_Iterable[int]] = ..., weights_version: _Optional[int] = ...) -> None: ...
+
+class Placement(_message.Message):
+    __slots__ = ("num_experts", "slots_per_rank", "layers")
+    NUM_EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_PER_RANK_FIELD_NUMBER: _ClassVar[int]
+    LAYERS_FIELD_NUMBER: _ClassVar[int]
+    num_experts: int
+    slots_per_rank: int
+    layers: _containers.RepeatedCompositeFieldContainer[LayerPlacement]
+    def __init__(self, num_experts: _Optional[int] = ..., slots_per_rank: _Optional[int] = ..., layers: _Optional[_Iterable[_Union[LayerPlacement, _Mapping]]] = ...) -> None: ...
+
+class LayerPlacement(_message.Message):
+    __slots__ = ("experts", "serves")
+    EXPERTS_FIELD_NUMBER: _ClassVar[int]
+    SERVES_FIELD_NUMBER: _ClassVar[int]
+    experts: _containers.RepeatedScalarFieldContainer[int]
+    serves: _containers.RepeatedScalarFieldContainer[bool]
+    def __init__(self, experts: _Optional[_Iterable[int]] = ..., serves: _Optional[_Iterable[bool]] = ...) -> None: ...
 
 class Regroup(_message.Message):
     __slots__ = ("generation", "work_number", "kept")
@@ -211,7 +233,7 @@ class WatchCache(_message.Message):
     def __init__(self, on: _Optional[bool] = ...) -> None: ...
 
 class Order(_message.Message):
-    __slots__ = ("number", "flush_cache", "start_profile", "stop_profile", "prepare_weights", "switch_change", "drop_change", "release_kv", "work_number")
+    __slots__ = ("number", "flush_cache", "start_profile", "stop_profile", "prepare_weights", "switch_change", "drop_change", "release_kv", "prepare_placement", "count_experts", "work_number")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     FLUSH_CACHE_FIELD_NUMBER: _ClassVar[int]
     START_PROFILE_FIELD_NUMBER: _ClassVar[int]
@@ -220,6 +242,8 @@ class Order(_message.Message):
     SWITCH_CHANGE_FIELD_NUMBER: _ClassVar[int]
     DROP_CHANGE_FIELD_NUMBER: _ClassVar[int]
     RELEASE_KV_FIELD_NUMBER: _ClassVar[int]
+    PREPARE_PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    COUNT_EXPERTS_FIELD_NUMBER: _ClassVar[int]
     WORK_NUMBER_FIELD_NUMBER: _ClassVar[int]
     number: int
     flush_cache: FlushCache
@@ -229,8 +253,10 @@ class Order(_message.Message):
     switch_change: int
     drop_change: int
     release_kv: bytes
+    prepare_placement: PreparePlacement
+    count_experts: CountExperts
     work_number: int
-    def __init__(self, number: _Optional[int] = ..., flush_cache: _Optional[_Union[FlushCache, _Mapping]] = ..., start_profile: _Optional[_Union[StartProfile, _Mapping]] = ..., stop_profile: _Optional[_Union[StopProfile, _Mapping]] = ..., prepare_weights: _Optional[_Union[PrepareWeights, _Mapping]] = ..., switch_change: _Optional[int] = ..., drop_change: _Optional[int] = ..., release_kv: _Optional[bytes] = ..., work_number: _Optional[int] = ...) -> None: ...
+    def __init__(self, number: _Optional[int] = ..., flush_cache: _Optional[_Union[FlushCache, _Mapping]] = ..., start_profile: _Optional[_Union[StartProfile, _Mapping]] = ..., stop_profile: _Optional[_Union[StopProfile, _Mapping]] = ..., prepare_weights: _Optional[_Union[PrepareWeights, _Mapping]] = ..., switch_change: _Optional[int] = ..., drop_change: _Optional[int] = ..., release_kv: _Optional[bytes] = ..., prepare_placement: _Optional[_Union[PreparePlacement, _Mapping]] = ..., count_experts: _Optional[_Union[CountExperts, _Mapping]] = ..., work_number: _Optional[int] = ...) -> None: ...
 
 class PrepareWeights(_message.Message):
     __slots__ = ("change", "version", "path")
@@ -241,6 +267,18 @@ class PrepareWeights(_message.Message):
     version: int
     path: str
     def __init__(self, change: _Optional[int] = ..., version: _Optional[int] = ..., path: _Optional[str] = ...) -> None: ...
+
+class PreparePlacement(_message.Message):
+    __slots__ = ("change", "placement")
+    CHANGE_FIELD_NUMBER: _ClassVar[int]
+    PLACEMENT_FIELD_NUMBER: _ClassVar[int]
+    change: int
+    placement: Placement
+    def __init__(self, change: _Optional[int] = ..., placement: _Optional[_Union[Placement, _Mapping]] = ...) -> None: ...
+
+class CountExperts(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
 
 class FlushCache(_message.Message):
     __slots__ = ()
@@ -301,7 +339,7 @@ class Regrouped(_message.Message):
     def __init__(self, generation: _Optional[int] = ...) -> None: ...
 
 class OrderDone(_message.Message):
-    __slots__ = ("number", "error", "blocks", "files", "nbytes", "rate", "seconds")
+    __slots__ = ("number", "error", "blocks", "files", "nbytes", "rate", "seconds", "rows")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     ERROR_FIELD_NUMBER: _ClassVar[int]
     BLOCKS_FIELD_NUMBER: _ClassVar[int]
@@ -309,6 +347,7 @@ class OrderDone(_message.Message):
     NBYTES_FIELD_NUMBER: _ClassVar[int]
     RATE_FIELD_NUMBER: _ClassVar[int]
     SECONDS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
     number: int
     error: str
     blocks: int
@@ -316,7 +355,8 @@ class OrderDone(_message.Message):
     nbytes: int
     rate: float
     seconds: float
-    def __init__(self, number: _Optional[int] = ..., error: _Optional[str] = ..., blocks: _Optional[int] = ..., files: _Optional[_Iterable[str]] = ..., nbytes: _Optional[int] = ..., rate: _Optional[float] = ..., seconds: _Optional[float] = ...) -> None: ...
+    rows: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, number: _Optional[int] = ..., error: _Optional[str] = ..., blocks: _Optional[int] = ..., files: _Optional[_Iterable[str]] = ..., nbytes: _Optional[int] = ..., rate: _Optional[float] = ..., seconds: _Optional[float] = ..., rows: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class KvEventBatch(_message.Message):
     __slots__ = ("sequence_number", "timestamp", "block_size", "events", "snapshot")

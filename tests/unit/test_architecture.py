@@ -22,7 +22,7 @@ HEADERS = {"models.checkpoint", "models.families", "models.identity", "models.si
 ALLOWED = {
     "errors": set(),
     "records": set(),
-    "orders": set(),
+    "orders": {"scheduler.placement"},
     "stop_signals": set(),
     "config": {"errors"},
     "logs": {"config"},

@@ -8,6 +8,7 @@ pages where the system grants them: a decode step reads most of them and would m
 from __future__ import annotations
 
 import mmap
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -60,12 +61,19 @@ class NativeCompute:
         return NativeHeadLinear(self._kernels, words, heads, n, k, weight.dtype)
 
     def gated_ffn(
-        self, gate_up: torch.Tensor, down: torch.Tensor, scales: FfnScales | None = None
+        self,
+        gate_up: torch.Tensor,
+        down: torch.Tensor,
+        scales: FfnScales | None = None,
+        *,
+        held: Sequence[int] | None = None,
     ) -> NativeGatedFfn:
-        """Packs the matrices, which are no FP8 codes. Raises: InternalError for these."""
+        """Packs the matrices, which are no FP8 codes. Raises: InternalError.
+
+        Memory of FFNs that are not `held` stays untouched.
+        """
         experts, hidden, ffn = down.shape
-        _check("gate_up", gate_up, (experts, 2 * ffn, hidden), gate_up.dtype)
-        _check("down", down, (experts, hidden, ffn), gate_up.dtype)
+        _check_ffns(gate_up, down)
         bf16 = down.dtype is torch.bfloat16
         up_words, down_words = (
             _C.packed_gated_words(bf16, ffn, hidden),
@@ -74,10 +82,10 @@ class NativeCompute:
         words = _huge(experts * (up_words + down_words))
         packed_up = words[: experts * up_words].view(experts, up_words)
         packed_down = words[experts * up_words :].view(experts, down_words)
-        for e in range(experts):
-            _C.pack_gated(bf16, gate_up[e].data_ptr(), ffn, hidden, packed_up[e].data_ptr())
-            _C.pack_linear(bf16, down[e].data_ptr(), hidden, ffn, packed_down[e].data_ptr())
-        return NativeGatedFfn(self._kernels, packed_up, packed_down, hidden, ffn, down.dtype)
+        made = NativeGatedFfn(self._kernels, packed_up, packed_down, hidden, ffn, down.dtype)
+        for e in range(experts) if held is None else held:
+            made.put(e, gate_up[e : e + 1], down[e : e + 1], None)
+        return made
 
     def rms_norm(self, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         """See `compute.Compute`."""
@@ -220,6 +228,14 @@ class NativeGatedFfn:
         )
         return out
 
+    def put(self, index: int, gate_up: torch.Tensor, down: torch.Tensor, scales: FfnScales | None) -> None:
+        """Packs one FFN. See `compute.GatedFfn`."""
+        _check_ffns(gate_up, down)
+        _check("down", down, (1, self.hidden, self.ffn), self.dtype)
+        bf16, words = self.dtype is torch.bfloat16, (self.gate_up[index], self.down[index])
+        _C.pack_gated(bf16, gate_up.data_ptr(), self.ffn, self.hidden, words[0].data_ptr())
+        _C.pack_linear(bf16, down.data_ptr(), self.hidden, self.ffn, words[1].data_ptr())
+
 
 @dataclass(frozen=True, slots=True)
 class NativeAttend:
@@ -263,6 +279,12 @@ class NativeAttend:
             out.data_ptr(),
         )
         return out
+
+
+def _check_ffns(gate_up: torch.Tensor, down: torch.Tensor) -> None:
+    experts, hidden, ffn = down.shape
+    _check("gate_up", gate_up, (experts, 2 * ffn, hidden), gate_up.dtype)
+    _check("down", down, (experts, hidden, ffn), gate_up.dtype)
 
 
 def _huge(words: int) -> torch.Tensor:

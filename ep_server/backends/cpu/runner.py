@@ -14,9 +14,11 @@ import numpy as np
 import torch
 
 from ep_server.backends.masks import PATIENCE_SECONDS, Masks, NoMasks
+from ep_server.errors import InternalError
 from ep_server.models.batch import split
 from ep_server.models.decoder import Decoder, DecoderParams, interleave
 from ep_server.models.kv_cache import KvCache
+from ep_server.models.slots import ExpertRows, Held, Routes
 from ep_server.models.timers import Phase, PhaseClock
 from ep_server.records import LATE_TOKEN, PromptLogprobs, Request, SampledToken, StepBatch
 
@@ -41,12 +43,13 @@ class TokenSampler(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class RunnerStatistics:
-    """Cumulative measurements under the names of RankStatistics."""
+    """Cumulative measurements under the names of RankStatistics. experts_move: see ranks.statistics."""
 
     histograms: dict[str, tuple[int, ...]]
     sums: dict[str, int]
     expert_tokens: dict[int, int]
     counters: dict[str, int] = field(default_factory=dict)
+    experts_move: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,7 @@ class ModelRunner:
         self._masks = NoMasks() if masks is None else masks
         self._clock = PhaseClock()
         self._decoder = Decoder(params, self._clock)
+        self._rows: ExpertRows | None = None  # once place() was called
 
     @property
     def kv_cache(self) -> KvCache:
@@ -140,11 +144,33 @@ class ModelRunner:
 
     def statistics(self) -> RunnerStatistics:
         """What was measured since the start."""
-        experts = self._params.exchange.spec.local_experts
         counter = self._decoder.experts
+        if self._rows is None:
+            experts = self._params.exchange.spec.local_experts
+            received = dict(zip(experts, counter.total.sum(0).tolist(), strict=True))
+        else:
+            received = self._rows.by_expert(counter.total.numpy())
         return RunnerStatistics(
             self._clock.histograms(),
             self._clock.sums(),
-            dict(zip(experts, counter.total.tolist(), strict=True)),
+            received,
             {"experts_active": int(counter.active)},
+            experts_move=self._rows is not None,
         )
+
+    def place(self, routes: Routes, held: Held) -> None:
+        """See Runner."""
+        table, counts = self._params.slots, self._decoder.experts.total.numpy()
+        if table is None:
+            raise InternalError("the experts of this rank cannot move")
+        table.set(routes)
+        if self._rows is None:
+            self._rows = ExpertRows(self._params.spec.router.num_experts, held)
+        else:
+            self._rows.moved(counts, held)
+
+    def expert_rows(self) -> np.ndarray:
+        """See Runner."""
+        if self._rows is None:
+            raise InternalError("the experts of this rank cannot move")
+        return self._rows.of(self._decoder.experts.total.numpy())

@@ -29,10 +29,12 @@ from ep_server.backends.gpu.side_stream import SideStream
 from ep_server.backends.gpu.step_input import InputShape, StepInput, StepTensors, ordered, sampled_slices
 from ep_server.backends.gpu.waiting import STEP_SECONDS, Snapshot, await_device, await_event
 from ep_server.backends.masks import PATIENCE_SECONDS, Masks, NoMasks
+from ep_server.errors import InternalError
 from ep_server.models.batch import cut
 from ep_server.models.decoder import DecoderParams, interleave
 from ep_server.models.kv_cache import KvCache
 from ep_server.models.prompt_scorer import PromptScorer
+from ep_server.models.slots import Held, Routes
 from ep_server.models.timers import no_lap
 from ep_server.records import LATE_TOKEN, PromptLogprobs, Request, SampledToken, SeqSlice, StepBatch
 
@@ -275,13 +277,21 @@ class GpuRunner:
         and how often the device had nothing left to do by then.
         """
         clock, (total, active) = self._clock.read(), self._counted.take()
-        experts = dict(zip(self._params.exchange.spec.local_experts, total.tolist(), strict=True))
+        experts = dict(zip(self._params.exchange.spec.local_experts, total.sum(0).tolist(), strict=True))
         counters = {"experts_active": int(active), "kernels_compiled": self._compilations.count}
         masked = zip(
             ("masked_steps", "mask_wait_ns", "mask_starved_steps"), self._masked.tolist(), strict=True
         )
         counters |= {name: count for name, count in masked if self._masked[0]}
         return RunnerStatistics(clock.histograms, clock.sums, experts, counters | clock.counters)
+
+    def place(self, routes: Routes, held: Held) -> None:
+        """See Runner."""
+        raise InternalError("GPU ranks keep their experts where they are")
+
+    def expert_rows(self) -> np.ndarray:
+        """See Runner."""
+        raise InternalError("GPU ranks keep their experts where they are")
 
     def _await(self, what: str) -> None:
         await_device(self._device, self._seconds, what)

@@ -18,6 +18,7 @@ from ep_server.config import Config
 from ep_server.errors import EpServerError
 from ep_server.orders import OrderDone
 from ep_server.records import (
+    GroupState,
     KvEventBatch,
     LossCause,
     PromptLogprobs,
@@ -85,6 +86,7 @@ class Recorder:
         self.kv_events: list[KvEventBatch] = []
         self.done: list[tuple[int, OrderDone]] = []
         self.lost: list[tuple[int, str]] = []
+        self.groups: list[GroupState] = []
         self.causes: list[tuple[int, LossCause]] = []
         self.progress: list[tuple[int, str, int, int]] = []
         self._changed = asyncio.Event()
@@ -125,6 +127,10 @@ class Recorder:
 
     def on_rank_lost(self, rank: int, cause: LossCause) -> None:
         self.causes.append((rank, cause))
+
+    def on_group(self, state: GroupState) -> None:
+        self.groups.append(state)
+        self._changed.set()
 
     def on_lost(self, rank: int, message: str, seconds: float) -> None:
         assert seconds >= 0

@@ -107,7 +107,13 @@ def test_what_a_device_cannot_compute_is_refused_by_name(
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_kv_blocks_are_a_share_of_what_is_left(tiny: Tiny, ranks: int) -> None:
-    config = rank_config(tiny.path, ranks, scheduler__kv_blocks=0, scheduler__kv_fraction=0.5)
+    config = rank_config(
+        tiny.path,
+        ranks,
+        scheduler__kv_blocks=0,
+        scheduler__kv_fraction=0.5,
+        resilience__spare_slots="0",
+    )
     plan = plan_group(config, available=1 << 34)
     fixed = sum(plan.weight_bytes) + group_bytes(plan.exchange) + ranks * PROCESS_BYTES
     for blocks in (1, 2, 1000):

@@ -18,6 +18,7 @@ from ep_server.exchange.segment import available_memory
 from ep_server.exchange.spec import geometry_of
 from ep_server.models.families import read_spec
 from ep_server.ranks.sizing import Machine, Workload, fewest_ranks, size
+from ep_server.scheduler import place_experts
 from tests.support.raw_client import RawClient
 
 GIB = 1 << 30
@@ -65,7 +66,12 @@ def test_every_rank_fits_into_its_own_memory(ranks: int) -> None:
 
 
 def test_the_fewest_ranks() -> None:
-    spec, small = read_spec(DEMO_MODEL), {"scheduler__max_step_tokens": 8, "exchange__num_banks": 2}
+    spec = read_spec(DEMO_MODEL)
+    small = {
+        "scheduler__max_step_tokens": 8,
+        "exchange__num_banks": 2,
+        "resilience__spare_slots": "0",
+    }
     sizes = [size(config(r, **small), spec, machine(), DECODE) for r in (1, 2, 3)]
     fixed = [s.used - s.parts["KV cache"] + s.kv_bytes_per_token * 16 for s in sizes]
     assert fixed[0] > fixed[1] > fixed[2]  # experts are shared out, and the exchange is small
@@ -83,7 +89,8 @@ def test_bytes_of_a_step_are_those_of_drawn_routing() -> None:
     """Oracle: routing drawn token by token; distinct experts and distinct ranks counted."""
     spec, ranks, draw, rounds = read_spec(DEMO_MODEL), 3, random.Random(0), 4000
     found = size(config(ranks), spec, machine(), DECODE)
-    owner, experts = found.plan.exchange.placement, spec.router.num_experts
+    experts = spec.router.num_experts
+    owner = place_experts(experts, ranks)
     reached = rows = 0
     for _ in range(rounds):
         tokens = [

@@ -188,22 +188,22 @@ def _tally_kernel(
     at = rows + layer * EXPERTS + expert[None, :]
     came = tl.load(at, mask=inside, other=0)
     tl.store(at, tl.zeros_like(came), mask=inside)
-    known = tl.load(total + expert, mask=expert < EXPERTS, other=0)
-    tl.store(total + expert, known + tl.sum(came.to(tl.int64), axis=0), mask=expert < EXPERTS)
+    sums = total + layer * EXPERTS + expert[None, :]
+    tl.store(sums, tl.load(sums, mask=inside, other=0) + came.to(tl.int64), mask=inside)
     some = tl.sum(tl.sum((came != 0).to(tl.int32), axis=0), axis=0)
     tl.atomic_add(active, some.to(tl.int64))
 
 
 def tally(rows: torch.Tensor, total: torch.Tensor, active: torch.Tensor) -> None:
-    """total += sums over layers, active += how many are not 0, rows = 0.
+    """total += rows, active += how many of these are not 0, rows = 0.
 
     Args:
-        rows: [layers, E] int32. total: [E] int64. active: [] int64.
+        rows: [layers, E] int32. total: [layers, E] int64. active: [] int64.
     Raises: InternalError for another shape, dtype or layout.
     """
     expect("rows", rows, torch.int32, (None, None))
     layers, experts = rows.shape
-    expect("total", total, torch.int64, (experts,))
+    expect("total", total, torch.int64, (layers, experts))
     expect("active", active, torch.int64, ())
     if rows.numel():
         size = min(block(experts), _EXPERTS)

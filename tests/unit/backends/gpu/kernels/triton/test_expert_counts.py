@@ -29,10 +29,10 @@ def test_the_books_of_torch(layers: int, experts: int) -> None:
 
 def test_wrong_inputs_are_named() -> None:
     rows = torch.zeros(2, 3, dtype=torch.int32, device=DEVICE)
-    total, active = (torch.zeros(size, dtype=torch.int64, device=DEVICE) for size in ((3,), ()))
+    total, active = (torch.zeros(size, dtype=torch.int64, device=DEVICE) for size in ((2, 3), ()))
     for name, given in (
         ("rows", (rows.long(), total, active)),
-        ("total", (rows, total[:2], active)),
+        ("total", (rows, total[:1], active)),
         ("active", (rows, total, total)),
     ):
         with pytest.raises(InternalError, match=f"^{name}: "):

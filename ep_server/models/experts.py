@@ -1,0 +1,152 @@
+"""Reads experts of a layer: all that a rank holds at once, or one into a slot while the rank serves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from ep_server.errors import CheckpointError
+from ep_server.models.compute import Compute, FfnScales, GatedFfn
+from ep_server.models.families.spec import FP8_BLOCK, ModelSpec
+from ep_server.models.layers import ModelWeights, MoeWeights
+from ep_server.models.loading import Codes, TensorSource
+from ep_server.records import EMPTY
+
+
+def sparse_block(source: TensorSource, spec: ModelSpec, layer: str) -> str:
+    """What the tensors of a layer's router and experts begin with. layer: what all of its tensors do."""
+    blocks = [f"{layer}.{block}" for block in spec.names.blocks]
+    return next((b for b in blocks if source.has(f"{b}.gate.weight")), blocks[0])
+
+
+def load_slots(
+    source: TensorSource,
+    spec: ModelSpec,
+    dtype: torch.dtype,
+    compute: Compute,
+    weights: ModelWeights,
+    moves: Sequence[SlotMove],
+    threads: int = 1,
+) -> None:
+    """Reads experts into slots that no rows are for meanwhile. Several threads share the work.
+
+    Args:
+        source, spec, dtype, compute: as of weights_from(), which made `weights`.
+    Raises: what the source raises.
+    """
+    loader = ExpertLoader(source, spec, dtype, compute)
+
+    def load(move: SlotMove) -> None:
+        ffn = weights.layers[move.layer].ffn
+        if not isinstance(ffn, MoeWeights):
+            return  # a placement names slots of dense layers too
+        block = sparse_block(source, spec, f"model.layers.{move.layer}")
+        loader.load_into(ffn.experts, move.slot, f"{block}.experts", move.expert)
+
+    with ThreadPoolExecutor(threads, "experts") as pool:
+        for loaded in [pool.submit(load, move) for move in moves]:
+            loaded.result()
+
+
+class SlotMove(NamedTuple):
+    """An expert of a layer into a slot, by its number on this rank."""
+
+    layer: int
+    slot: int
+    expert: int
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertLoader:
+    """dtype: served."""
+
+    source: TensorSource
+    spec: ModelSpec
+    dtype: torch.dtype
+    compute: Compute
+
+    def load(self, prefix: str, experts: Sequence[int]) -> GatedFfn:
+        """Experts of the layer whose tensors begin with `prefix`. Raises: what the source raises.
+
+        experts: global ids, EMPTY = a slot without values.
+        """
+        held = [row for row, expert in enumerate(experts) if expert != EMPTY]
+        return self.compute.gated_ffn(*self._read(prefix, experts), held=held)
+
+    def load_into(self, ffn: GatedFfn, slot: int, prefix: str, expert: int) -> None:
+        """One expert into a slot of what load() made. Raises: what the source raises."""
+        ffn.put(slot, *self._read(prefix, [expert]))
+
+    def _read(
+        self, prefix: str, experts: Sequence[int]
+    ) -> tuple[torch.Tensor, torch.Tensor, FfnScales | None]:
+        """What Compute.gated_ffn() takes; rows of EMPTY stay unwritten."""
+        spec, names, ffn = self.spec, self.spec.names, self.spec.expert_ffn
+        stacked = self.source.has(f"{prefix}.gate_up_proj")
+        some = next((expert for expert in experts if expert != EMPTY), 0)
+        first = f"{prefix}.{some}.{names.gate}.weight"
+        fp8 = self._stay_fp8(f"{prefix}.gate_up_proj" if stacked else first)
+        if fp8 and stacked and ffn % FP8_BLOCK:
+            raise CheckpointError(
+                f"{prefix}.gate_up_proj: a block of {FP8_BLOCK} rows has gate and up rows, as an expert has "
+                f"{ffn} channels: such FP8 weights can only be served with model.dtype = float32"
+            )
+        rows, count = len(experts), spec.router.num_experts
+        gate_up = self._fused(rows, 2, ffn, spec.hidden, fp8)
+        down = self._fused(rows, 1, spec.hidden, ffn, fp8)
+        for row, expert in enumerate(experts):
+            if expert == EMPTY:
+                continue
+            if stacked:
+                gate_up.fill(row, 0, f"{prefix}.gate_up_proj", (count, 2 * ffn, spec.hidden), expert)
+                down.fill(row, 0, f"{prefix}.down_proj", (count, spec.hidden, ffn), expert)
+                continue
+            one = f"{prefix}.{expert}"
+            gate_up.fill(row, 0, f"{one}.{names.gate}.weight", (ffn, spec.hidden))
+            gate_up.fill(row, 1, f"{one}.{names.up}.weight", (ffn, spec.hidden))
+            down.fill(row, 0, f"{one}.{names.down}.weight", (spec.hidden, ffn))
+        if gate_up.scale is None or down.scale is None:
+            return gate_up.values, down.values, None
+        return gate_up.values, down.values, FfnScales(gate_up.scale, down.scale)
+
+    def _stay_fp8(self, first: str) -> bool:
+        """first: a tensor of the layer; the others must be stored alike."""
+        return (
+            self.compute.fp8
+            and self.dtype is torch.bfloat16
+            and self.spec.fp8_blocks
+            and self.source.is_fp8(first)
+        )
+
+    def _fused(self, count: int, parts: int, rows: int, columns: int, fp8: bool) -> _Fused:
+        device = self.compute.device
+        dtype = torch.float8_e4m3fn if fp8 else self.dtype
+        values = torch.empty(count, parts * rows, columns, dtype=dtype, device=device)
+        grid = (parts * -(-rows // FP8_BLOCK), -(-columns // FP8_BLOCK))
+        scale = torch.empty(count, *grid, device=device) if fp8 else None
+        return _Fused(self.source, rows, values, scale)
+
+
+@dataclass(frozen=True, slots=True)
+class _Fused:
+    """A matrix of every expert in the making. rows: of one part, gate or up; see FfnScales for `scale`."""
+
+    source: TensorSource
+    rows: int
+    values: torch.Tensor
+    scale: torch.Tensor | None
+
+    def fill(self, row: int, part: int, name: str, shape: tuple[int, ...], entry: int | None = None) -> None:
+        """Copies a tensor, or one entry of a stack, into expert `row`, from its part `part` on."""
+        first = part * self.rows
+        into = self.values[row, first : first + shape[-2]]
+        if self.scale is None:
+            self.source.copy(into, name, shape, entry)
+            return
+        block = part * -(-self.rows // FP8_BLOCK)
+        scale = self.scale[row, block : block + -(-shape[-2] // FP8_BLOCK)]
+        self.source.copy_codes(Codes(into, scale), name, shape, entry)

@@ -1,0 +1,144 @@
+"""The experts of a rank that serves: which its slots hold, how others get there, and when they serve.
+
+Slots of the exchange are its physical experts. Tables lead from a router's experts to slots, so experts move
+without a change of the exchange, of addresses or of captured graphs.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+
+from ep_server.backends.assembly import LoadParams
+from ep_server.errors import InternalError, Unavailable
+from ep_server.models.experts import SlotMove
+from ep_server.models.slots import WAYS, Routes
+from ep_server.ranks.changes import Change, Prepared
+from ep_server.ranks.parts import AnyRunner
+from ep_server.records import EMPTY
+from ep_server.scheduler.placement import Placement
+
+log = logging.getLogger(__name__)
+
+AT_ONCE = 16  # experts read between two looks whether reading shall end
+
+Load = Callable[[LoadParams, Sequence[SlotMove]], None]
+
+
+class RankExperts:
+    """The slots of one rank. Used in the thread of its loop; change().prepare() in another one.
+
+    params: how this rank's weights are loaded now. placement: in force. live: ranks that take part.
+    """
+
+    def __init__(self, params: LoadParams, runner: AnyRunner, load: Load) -> None:
+        """load: reads experts into slots, with the given parameters. use() follows."""
+        self.placement: Placement | None = None
+        self.live: frozenset[int] = frozenset()
+        self._params, self._runner, self._load = params, runner, load
+        self._held = [list(layer) for layer in params.held or ()]  # really, spare copies too
+        self._loading = threading.Lock()
+        self._hurry = threading.Event()  # who reads in the background shall end
+
+    @property
+    def params(self) -> LoadParams:
+        """As load_model() takes them, for weights of the same slots."""
+        return replace(self._params, held=tuple(tuple(layer) for layer in self._held))
+
+    def loaded_from(self, path: str) -> None:
+        """The weights in force are those of another checkpoint."""
+        self._params = replace(self._params, path=path)
+
+    def load(self, target: Placement, *, idle: bool) -> int:
+        """Reads the experts that `target` gives this rank and that its slots lack.
+
+        Args:
+            idle: no step is in flight, so any slot may change, and whoever reads in the background ends.
+                Else only slots that do not serve now.
+        Returns: how many were read. Raises: CheckpointError; Unavailable for a slot in use, or if reading had
+            to end.
+        """
+        if idle:
+            self._hurry.set()
+        with self._loading:
+            self._hurry.clear()
+            moves = self._moves(target)
+            if not idle:
+                self._check_free(moves)
+            for first in range(0, len(moves), AT_ONCE):
+                if self._hurry.is_set():
+                    raise Unavailable("experts are read for a new generation instead")
+                self._read(moves[first : first + AT_ONCE])
+            return len(moves)
+
+    def use(self, target: Placement, live: Collection[int]) -> None:
+        """From the next step on, tokens take the routes of `target` to these ranks. No step is in flight."""
+        self.placement, self.live = target, frozenset(live)
+        self._runner.place(routes_of(target, self._params.rank, self.live), target.of_rank(self._params.rank))
+
+    def change(self, target: Placement) -> Change:
+        """A change to another placement on the same ranks."""
+        return _NewPlacement(self, target)
+
+    def rows(self) -> tuple[int, ...]:
+        """Rows received by layer and by expert, end to end."""
+        return tuple(self._runner.expert_rows().ravel().tolist())
+
+    def _moves(self, target: Placement) -> list[SlotMove]:
+        return [
+            SlotMove(layer, slot, expert)
+            for layer, wanted in enumerate(target.of_rank(self._params.rank))
+            for slot, expert in enumerate(wanted)
+            if expert not in (EMPTY, self._held[layer][slot])
+        ]
+
+    def _check_free(self, moves: Sequence[SlotMove]) -> None:
+        assert self.placement is not None
+        first = self._params.rank * self.placement.slots_per_rank
+        for move in moves:
+            if self.placement.serves[move.layer][first + move.slot]:
+                raise Unavailable(f"layer {move.layer}: slot {first + move.slot} serves an expert")
+
+    def _read(self, moves: Sequence[SlotMove]) -> None:
+        for move in moves:
+            self._held[move.layer][move.slot] = EMPTY
+        self._load(self._params, moves)
+        for move in moves:
+            self._held[move.layer][move.slot] = move.expert
+
+
+class _NewPlacement:
+    """See Change."""
+
+    def __init__(self, experts: RankExperts, target: Placement) -> None:
+        self._experts, self._target = experts, target
+
+    def prepare(self) -> Prepared:
+        """Reads what is missing. Raises: as RankExperts.load(); InternalError for other slots."""
+        held = self._experts.placement
+        if held is None or (held.num_experts, held.slots_per_rank, held.num_ranks) != (
+            self._target.num_experts,
+            self._target.slots_per_rank,
+            self._target.num_ranks,
+        ):
+            raise InternalError("the placement is of another number of experts or slots")
+        began = time.monotonic()
+        count = self._experts.load(self._target, idle=False)
+        log.info("read %d experts for another placement in %.2f s", count, time.monotonic() - began)
+        return Prepared()
+
+    def apply(self) -> None:
+        """Tokens take the new routes."""
+        self._experts.use(self._target, self._experts.live)
+
+
+def routes_of(placement: Placement, rank: int, live: Collection[int]) -> Routes:
+    """The routes of all layers; equal layers are computed once."""
+    made: dict[tuple[tuple[int, ...], tuple[bool, ...]], Sequence[Sequence[int]]] = {}
+    for layer, key in enumerate(zip(placement.experts, placement.serves, strict=True)):
+        if key not in made:
+            made[key] = placement.routes(layer, rank, WAYS, live)
+    return [made[key] for key in zip(placement.experts, placement.serves, strict=True)]

@@ -1,0 +1,91 @@
+"""How many ranks a group has and may have, and the slots of each for experts. From the configuration alone.
+
+Slots are the physical experts of the exchange: slot p belongs to rank p // slots_per_rank for good.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from ep_server.config import Config
+from ep_server.models.families import ModelSpec
+from ep_server.models.footprint import footprint
+from ep_server.models.sizes import serving_dtype
+from ep_server.scheduler.placement import Placement, first_placement, slots_lacking, slots_needed
+
+
+def num_ranks(config: Config) -> int:
+    """Ranks of all hosts that start."""
+    return config.cluster.nodes * config.parallel.ranks
+
+
+def most_ranks(config: Config) -> int:
+    """Ranks of all hosts that there can be."""
+    return max(config.parallel.max_ranks, num_ranks(config))
+
+
+@dataclass(frozen=True, slots=True)
+class SpareSlots:
+    """Expert slots of a group.
+
+    spares: per layer and rank. slots_per_rank: 0 = experts stay where they are. num_experts: of a layer.
+    slot_bytes: of one slot in every layer.
+    """
+
+    spares: int
+    slots_per_rank: int
+    num_experts: int
+    slot_bytes: int
+
+    def lacking_bytes(self, live: int) -> int:
+        """Memory that all live ranks lack, so that the others can go on without any one of them; 0 = none.
+
+        live: how many there are.
+        """
+        slots = self.slots_per_rank or slots_needed(self.num_experts, live)
+        return live * self.slot_bytes * slots_lacking(self.num_experts, slots, live)
+
+    def described(self, live: int) -> str:
+        """For people: whether any one of the live ranks may be lost now."""
+        if live == 1:
+            return "one rank: after its loss the streams wait for a new one"
+        lacking = self.lacking_bytes(live)
+        if lacking:
+            return (
+                f"expert slots: after the loss of a rank the others wait for a new one; to go on without it "
+                f"takes {lacking / 2**30:.2f} GiB more for spare slots (resilience.spare_slots)"
+            )
+        spares = f"{self.spares} spare slots per layer and rank"
+        return f"expert slots: any one of {live} ranks may be lost now, with {spares}"
+
+
+def with_spares(config: Config, spares: int) -> Config:
+    """The configuration of a group that has so many."""
+    return replace(config, resilience=replace(config.resilience, spare_slots=str(spares)))
+
+
+def slots_per_rank(config: Config, spec: ModelSpec) -> int:
+    """Expert slots of a layer on each rank. 0: experts stay where place_experts() puts them.
+
+    An automatic number of spares counts as none: with_spares() has it.
+    """
+    given, experts, ranks = config.resilience.spare_slots, spec.router.num_experts, num_ranks(config)
+    spares = 0 if given == "auto" else int(given)
+    if not spares and most_ranks(config) == ranks:
+        return 0
+    return min(experts, slots_needed(experts, ranks) + spares)
+
+
+def slot_bytes(config: Config, spec: ModelSpec, *, packed: bool) -> int:
+    """Memory of a slot of every layer."""
+    held = footprint(spec, serving_dtype(spec, config.model.dtype), packed=packed)
+    return held.expert * held.sparse_layers
+
+
+def placement_at_start(config: Config, spec: ModelSpec) -> Placement | None:
+    """The experts in the slots of the ranks that start; None where experts stay where they are."""
+    per = slots_per_rank(config, spec)
+    if not per:
+        return None
+    live = range(num_ranks(config))
+    return first_placement(spec.num_layers, spec.router.num_experts, per, live, most_ranks(config))

@@ -1,0 +1,115 @@
+"""Slots: routes of tokens, rows counted by expert while experts move, and experts read into slots."""
+
+from __future__ import annotations
+
+import random
+import shutil
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from ep_server.backends.assembly import LoadParams, RankModel, load_experts, load_model
+from ep_server.backends.cpu.native_compute import NativeCompute
+from ep_server.backends.torch_compute import TorchCompute
+from ep_server.models.compute import Compute
+from ep_server.models.experts import SlotMove
+from ep_server.models.layers import MoeWeights
+from ep_server.models.slots import WAYS, ExpertRows, SlotTable
+from ep_server.records import EMPTY
+from tests.support.models.checkpoints import EXPERTS, Tiny
+
+SLOTS = 4
+Get = Callable[[str], Tiny]
+
+
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+def test_a_token_takes_its_way(replicas: int) -> None:
+    layers, experts, tokens = 2, 5, 2 * WAYS
+    routes = [
+        [[layer + e + experts * (way % replicas) for way in range(WAYS)] for e in range(experts)]
+        for layer in range(layers)
+    ]
+    table = SlotTable(layers, experts)
+    before = table.slots.data_ptr()
+    for _ in range(2):
+        table.set(routes)
+    assert table.slots.data_ptr() == before
+    ids = torch.randint(0, experts, (tokens, 3), generator=torch.Generator().manual_seed(0))
+    for layer in range(layers):
+        found = table.of(layer, ids).tolist()
+        assert found == [[routes[layer][e][t % WAYS] for e in row] for t, row in enumerate(ids.tolist())]
+        assert table.of(layer, ids[:0]).shape == (0, 3)
+
+
+def test_rows_are_counted_by_expert_while_experts_move() -> None:
+    draw = random.Random(1)
+    layers, experts, slots = 3, 6, 4
+
+    def drawn() -> list[list[int]]:
+        return [draw.sample([*range(experts), *([EMPTY] * slots)], slots) for _ in range(layers)]
+
+    held, counts = drawn(), np.zeros((layers, slots), dtype=np.int64)
+    expected, rows = np.zeros((layers, experts), dtype=np.int64), ExpertRows(experts, held)
+    for _ in range(20):
+        for layer, slot in np.ndindex(layers, slots):
+            if held[layer][slot] != EMPTY:
+                came = draw.randrange(5)
+                counts[layer, slot] += came
+                expected[layer, held[layer][slot]] += came
+        assert np.array_equal(rows.of(counts), expected)
+        totals = expected.sum(0)
+        shown = {e for layer in held for e in layer} - {EMPTY} | set(np.nonzero(totals)[0])
+        assert rows.by_expert(counts) == {e: totals[e] for e in sorted(shown)}
+        held = drawn()
+        rows.moved(counts, held)
+
+
+@pytest.mark.parametrize("compute", [NativeCompute(1), TorchCompute()], ids=["native", "torch"])
+@pytest.mark.parametrize("made_up", [False, True], ids=["files", "dummy"])
+@pytest.mark.parametrize("name", ["qwen3_moe", "mixtral-tied-stacked", "deepseek_v2-lite-yarn"])
+def test_experts_read_into_slots_are_those_loaded(
+    tiny: Get, tmp_path: Path, name: str, made_up: bool, compute: Compute
+) -> None:
+    """Oracle: a model that has all experts from the start. Slots hold other values before."""
+    path = tiny(name).path
+    if made_up:
+        shutil.copy(path / "config.json", tmp_path)
+        path = tmp_path
+    how = {"load_format": "dummy" if made_up else "auto", "seed": 3, "compute": compute, "threads": 2}
+    whole = load_model(LoadParams(str(path), 0, (0,) * EXPERTS, "float32", **how))
+    layers = whole.spec.num_layers
+    held = [[EMPTY, layer % EXPERTS, EMPTY, 5] for layer in range(layers)]
+    params = LoadParams(str(path), 0, (), "float32", held=held, **how)
+    model = load_model(params)
+    assert outputs(model, 1) == [outputs(whole, layer % EXPERTS)[layer] for layer in range(layers)]
+    moves = [
+        SlotMove(layer, slot, (layer + slot + 1) % EXPERTS) for layer in range(layers) for slot in (2, 3)
+    ]
+    addresses = [t.data_ptr() for t in slots_of(model)]
+    load_experts(model, params, moves)
+    assert [t.data_ptr() for t in slots_of(model)] == addresses
+    assert outputs(model, 1) == [outputs(whole, layer % EXPERTS)[layer] for layer in range(layers)]
+    for slot in (2, 3):
+        expected = [outputs(whole, (layer + slot + 1) % EXPERTS)[layer] for layer in range(layers)]
+        assert outputs(model, slot) == expected
+
+
+def slots_of(model: RankModel) -> Sequence[torch.Tensor]:
+    return [layer.ffn.experts.down for layer in model.weights.layers if isinstance(layer.ffn, MoeWeights)]
+
+
+def outputs(model: RankModel, index: int) -> list[list[float]]:
+    """By layer: what FFN `index` makes of a row; [] for a dense layer."""
+    row = torch.randn(1, model.spec.hidden, generator=torch.Generator().manual_seed(5))
+    found = []
+    for layer in model.weights.layers:
+        if not isinstance(layer.ffn, MoeWeights):
+            found.append([])
+            continue
+        offsets = torch.zeros(len(layer.ffn.experts.down) + 1, dtype=torch.int64)
+        offsets[index + 1 :] = 1
+        found.append(layer.ffn.experts(row, offsets)[0].tolist())
+    return found
