@@ -399,16 +399,3 @@ class RankStatistics:
     peer_wait_ns: dict[tuple[str, int], int] = field(default_factory=dict)
     expert_tokens: dict[int, int] = field(default_factory=dict)
     last_steps: tuple[StepTrace, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class GroupState:
-    """A group of ranks from one generation to the next.
-
-    live: ranks that serve. lacking_bytes: memory that they lack together to go on without any one of them;
-      0 = any one may be lost now.
-    """
-
-    generation: int
-    live: tuple[int, ...]
-    lacking_bytes: int

@@ -40,7 +40,8 @@ def config_schema() -> dict[str, Any]:
         rule: dict[str, Any] = (
             {"enum": list(choices)} if choices else {"type": TYPES[field_type(section, item.name)]}
         )
-        rule |= {key: value for key, value in (("minimum", low), ("maximum", high)) if value is not None}
+        bounds = {key: value for key, value in (("minimum", low), ("maximum", high)) if value is not None}
+        rule = {"anyOf": [rule, {"type": "integer", **bounds}]} if choices and bounds else rule | bounds
         sections.setdefault(section, {})[item.name] = rule
     closed: dict[str, Any] = {"type": "object", "additionalProperties": False}
     rules = {name: {**named(closed, of), "properties": of} for name, of in sections.items()}

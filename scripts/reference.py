@@ -76,6 +76,7 @@ UNITS = {
     r"_ratio$|_balancedness$": "0 to 1",
     r"_info$": "always 1",
     r"_up$": "0 or 1",
+    r"live_ranks": "ranks",
     r"weights_version": "a number",
     r"tokens|_hits$|_queries$|kv_block_size": "tokens",
     r"kv_(host_)?blocks": "blocks",
@@ -88,7 +89,7 @@ AREAS = {
     "Requests": r"request|recover|accept|token_latency|to_first|generated|^prompt|unread|cancel|queue_limit|"
     r"relayed",
     "Network": r"network_|nic_",
-    "Exchange": r"comm_|overlap|balancedness|expert|step_skew|ep_rank|rank_losses|^generation$",
+    "Exchange": r"comm_|overlap|balancedness|expert|step_skew|ep_rank|rank_loss|live_ranks|^generation$",
     "Memory": r"kv_|prefix|preempt",
     "Steps": r"step|graph|padded|parks|compiled|queue_depth|running",
     "Process": r"info|^state|capacity|memory|tls|weights",

@@ -26,10 +26,9 @@ from ep_server.errors import (
     SlowReader,
 )
 from ep_server.orders import OrderDone
-from ep_server.ranks.protocol import Ranks
+from ep_server.ranks.protocol import GroupState, Ranks
 from ep_server.records import (
     FinishReason,
-    GroupState,
     KvEventBatch,
     LossCause,
     PromptLogprobs,
@@ -142,7 +141,7 @@ class Delivery:
 
     def on_group(self, state: GroupState) -> None:
         """Another generation serves."""
-        self._observer.on_group(state)
+        self._observer.on_group(len(state.live), state.lacking_bytes)
 
     def on_lost(self, rank: int, message: str, seconds: float) -> None:
         """Pauses the streams until resume(), or ends them with UNAVAILABLE; the ranks get no commands."""

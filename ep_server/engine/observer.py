@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
 
-from ep_server.records import GroupState, LossCause, RankReady, RankStatistics
+from ep_server.records import LossCause, RankReady, RankStatistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +66,8 @@ class EngineObserver(Protocol):
         """A rank is lost; requests in flight pause until on_recovered, or end UNAVAILABLE."""
         ...
 
-    def on_group(self, state: GroupState) -> None:
-        """Another generation of the ranks serves."""
+    def on_group(self, live: int, lacking_bytes: int) -> None:
+        """Another generation of CPU ranks serves, of so many. lacking_bytes: see protocol.GroupState."""
         ...
 
     def on_recovered(self, seconds: float, requests: int) -> None:
@@ -131,7 +131,7 @@ class NullObserver:
     def on_rank_lost(self, rank: int, cause: LossCause) -> None:
         """Ignored."""
 
-    def on_group(self, state: GroupState) -> None:
+    def on_group(self, live: int, lacking_bytes: int) -> None:
         """Ignored."""
 
     def on_recovered(self, seconds: float, requests: int) -> None:

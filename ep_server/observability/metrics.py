@@ -26,7 +26,7 @@ from ep_server.engine.observer import RankQueue, RecoveryPhase, RequestSummary
 from ep_server.observability.network_metrics import Cluster, NetworkCollector
 from ep_server.observability.rank_metrics import RankCollector, RankLoads
 from ep_server.observability.status_history import Snapshot
-from ep_server.records import GroupState, LossCause, RankReady, RankStatistics
+from ep_server.records import LossCause, RankReady, RankStatistics
 
 PREFIX = "epserver_"
 # Edges of the request histograms, seconds; those of dispatch and combine double from 1 us (rank_metrics).
@@ -189,10 +189,10 @@ class ServerMetrics:
         self._recovered.inc(requests)
         self._generation.inc()
 
-    def on_group(self, state: GroupState) -> None:
+    def on_group(self, live: int, lacking_bytes: int) -> None:
         """Another generation of the ranks serves."""
-        self._live.set(len(state.live))
-        self._lacking.set(state.lacking_bytes)
+        self._live.set(live)
+        self._lacking.set(lacking_bytes)
 
     def on_recovery_phase(self, phase: RecoveryPhase, seconds: float) -> None:
         """A phase of a recovery ended."""

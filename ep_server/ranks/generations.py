@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from ep_server.ranks.group import GroupPlan
-from ep_server.records import GroupState
+from ep_server.ranks.protocol import GroupState
 
 
 @dataclass(slots=True)

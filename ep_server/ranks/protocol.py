@@ -9,7 +9,6 @@ from typing import Protocol
 from ep_server.errors import EpServerError
 from ep_server.orders import OrderDone, RankOrder
 from ep_server.records import (
-    GroupState,
     KvEventBatch,
     LossCause,
     PromptLogprobs,
@@ -18,6 +17,19 @@ from ep_server.records import (
     Request,
     TokenEvent,
 )
+
+
+@dataclass(frozen=True, slots=True)
+class GroupState:
+    """A group of ranks from one generation to the next.
+
+    live: ranks that serve. lacking_bytes: memory that they lack together to go on without any one of them;
+      0 = any one may be lost now.
+    """
+
+    generation: int
+    live: tuple[int, ...]
+    lacking_bytes: int
 
 
 class RankListener(Protocol):

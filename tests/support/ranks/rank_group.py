@@ -17,8 +17,8 @@ import psutil
 from ep_server.config import Config
 from ep_server.errors import EpServerError
 from ep_server.orders import OrderDone
+from ep_server.ranks.protocol import GroupState
 from ep_server.records import (
-    GroupState,
     KvEventBatch,
     LossCause,
     PromptLogprobs,
