@@ -1,8 +1,7 @@
 """Frozen records that the ten steps of a request pass on. Data only; no imports from this package.
 
 Units: tokens, blocks, seconds (monotonic clock of the process that wrote it) unless a name says otherwise.
-A request has two names: `request_id` (the caller's string, in the server process only) and `number`
-(a process-wide increasing integer that ranks use).
+A request has two names: `request_id`, the caller's, in the server process only, and `number`, for ranks.
 """
 
 from __future__ import annotations

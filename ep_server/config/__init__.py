@@ -19,11 +19,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ep_server.config.network import RENDEZVOUS_PORT, ClusterConfig, FabricConfig
 from ep_server.config.sections import (
-    RENDEZVOUS_PORT,
-    ClusterConfig,
     ExchangeConfig,
-    FabricConfig,
     GrpcConfig,
     HandoffConfig,
     LogConfig,
