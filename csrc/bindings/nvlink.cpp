@@ -4,6 +4,7 @@
 #include <pybind11/stl.h>
 #include <pybind11/typing.h>
 
+#include <chrono>
 #include <memory>
 #include <optional>
 #include <string>
@@ -106,6 +107,52 @@ void publish(Group& group, uintptr_t stream) {
   cuda::check(cuda::publish(pointer<CUstream_st>(stream), group.device()), "publish");
 }
 
+// Runs one kernel of bulk.hpp on `num_sms` multiprocessors.
+template <auto kLaunch, class Args>
+void run_bulk(Group& group, uintptr_t stream, uint32_t num_sms, const Args& args) {
+  const cuda::OnDevice here(group.ordinal());
+  cuda::check(kLaunch({pointer<CUstream_st>(stream), num_sms}, group.device(), args), "bulk");
+}
+
+// The plan's ticket becomes the one awaited, and its kernel reports to the host.
+void bulk_plan(Group& group, uintptr_t stream, cuda::BulkPlanArgs args) {
+  args.report = args.ticket == 0 ? nullptr : const_cast<cuda::BulkReport*>(group.report());
+  run_bulk<cuda::bulk_plan>(group, stream, 0, args);
+}
+
+// Rows and rows of each local expert, once the plan of this ticket has reported; None = not within limit_ns.
+std::optional<std::tuple<uint32_t, std::vector<int32_t>>> bulk_report(const Group& group, uint64_t ticket,
+                                                                      uint32_t local_experts,
+                                                                      uint64_t limit_ns) {
+  const volatile cuda::BulkReport* report = group.report();
+  const auto end = std::chrono::steady_clock::now() + std::chrono::nanoseconds(limit_ns);
+  while (report->ticket != ticket)
+    if (std::chrono::steady_clock::now() > end) return std::nullopt;
+  __sync_synchronize();
+  std::vector<int32_t> rows(local_experts);
+  for (uint32_t e = 0; e < local_experts; ++e) rows[e] = report->expert_rows[e];
+  return std::tuple{uint32_t(report->rows), std::move(rows)};
+}
+
+void bulk_stores(Group& group, uintptr_t stream, uint32_t num_sms, uint32_t peer, uint64_t bytes) {
+  const cuda::OnDevice here(group.ordinal());
+  cuda::check(cuda::bulk_stores({pointer<CUstream_st>(stream), num_sms}, group.device(), peer, bytes),
+              "bulk_stores");
+}
+
+uint64_t bulk_operations(Group& group) {
+  std::vector<uint64_t> unused;
+  return group.snapshot(&unused).bulk_operations >> cuda::kTicketShift;
+}
+
+// Offsets of scales, ids, weights and token numbers in a block of a heap, and its size.
+std::tuple<uint64_t, uint64_t, uint64_t, uint64_t, uint64_t> bulk_block(uint64_t rows, uint64_t row_bytes,
+                                                                        uint32_t scale_words, uint32_t top_k,
+                                                                        bool with_ids, bool with_sources) {
+  const BulkBlock b = BulkBlock::of(rows, row_bytes, scale_words, top_k, with_ids, with_sources);
+  return {b.scales, b.ids, b.weights, b.sources, b.total};
+}
+
 void set_faults(Group& group, const std::vector<FaultTuple>& faults) {
   std::vector<cuda::DeviceFault> plan;
   for (const auto& [op, phase, drops, epoch, delay_ns] : faults)
@@ -121,9 +168,82 @@ std::tuple<uint64_t, uint64_t, uint32_t> epochs(Group& group) {
           state.control.masked | state.control.masked_by_host};
 }
 
+void bind_bulk(py::module_& m) {
+  py::class_<cuda::BulkPlanArgs>(m, "BulkPlanArgs")
+      .def(py::init([](uintptr_t in_rank, uintptr_t expert_tokens, uintptr_t places, uintptr_t prefix,
+                       uint64_t ticket, uint32_t tokens, uint32_t local_experts, uint32_t alignment) {
+             return cuda::BulkPlanArgs{pointer<uint8_t>(in_rank),
+                                       pointer<int32_t>(expert_tokens),
+                                       pointer<int32_t>(places),
+                                       pointer<int32_t>(prefix),
+                                       nullptr,
+                                       ticket,
+                                       tokens,
+                                       local_experts,
+                                       alignment};
+           }),
+           py::kw_only(), py::arg("in_rank"), py::arg("expert_tokens"), py::arg("places"), py::arg("prefix"),
+           py::arg("ticket"), py::arg("tokens"), py::arg("local_experts"), py::arg("alignment"));
+  py::class_<cuda::BulkDispatchArgs>(m, "BulkDispatchArgs")
+      .def(py::init([](uintptr_t x, uintptr_t scales, uintptr_t ids, uintptr_t weights, uintptr_t places,
+                       uintptr_t prefix, uint64_t offset, uint32_t capacity, uint32_t tokens,
+                       uint32_t row_bytes, uint32_t scale_words, uint32_t top_k, uint32_t local_experts,
+                       uint32_t scale_row, uint32_t scale_column, bool sources, bool fill) {
+             return cuda::BulkDispatchArgs{pointer<void>(x),
+                                           pointer<uint32_t>(scales),
+                                           pointer<int64_t>(ids),
+                                           pointer<float>(weights),
+                                           pointer<int32_t>(places),
+                                           pointer<int32_t>(prefix),
+                                           {offset, capacity},
+                                           tokens,
+                                           row_bytes,
+                                           scale_words,
+                                           top_k,
+                                           local_experts,
+                                           scale_row,
+                                           scale_column,
+                                           sources,
+                                           fill};
+           }),
+           py::kw_only(), py::arg("x"), py::arg("scales") = 0, py::arg("ids") = 0, py::arg("weights") = 0,
+           py::arg("places"), py::arg("prefix"), py::arg("offset"), py::arg("capacity"), py::arg("tokens"),
+           py::arg("row_bytes"), py::arg("scale_words") = 0, py::arg("top_k") = 0,
+           py::arg("local_experts") = 0, py::arg("scale_row") = 0, py::arg("scale_column") = 0,
+           py::arg("sources") = false, py::arg("fill") = false);
+  py::class_<cuda::BulkCombineArgs>(m, "BulkCombineArgs")
+      .def(py::init([](uintptr_t x, uintptr_t weights, uintptr_t first_bias, uintptr_t second_bias,
+                       uintptr_t places, uintptr_t prefix, uintptr_t out, uintptr_t out_weights,
+                       uint64_t offset, uint32_t capacity, uint32_t tokens, uint32_t row_bytes,
+                       uint32_t top_k) {
+             return cuda::BulkCombineArgs{pointer<void>(x),
+                                          pointer<float>(weights),
+                                          {pointer<void>(first_bias), pointer<void>(second_bias)},
+                                          pointer<int32_t>(places),
+                                          pointer<int32_t>(prefix),
+                                          pointer<void>(out),
+                                          pointer<float>(out_weights),
+                                          {offset, capacity},
+                                          tokens,
+                                          row_bytes,
+                                          top_k};
+           }),
+           py::kw_only(), py::arg("x"), py::arg("weights") = 0, py::arg("first_bias") = 0,
+           py::arg("second_bias") = 0, py::arg("places"), py::arg("prefix"), py::arg("out"),
+           py::arg("out_weights") = 0, py::arg("offset"), py::arg("capacity"), py::arg("tokens"),
+           py::arg("row_bytes"), py::arg("top_k") = 0);
+  m.def("bulk_block", &bulk_block, py::kw_only(), py::arg("rows"), py::arg("row_bytes"),
+        py::arg("scale_words") = 0, py::arg("top_k") = 0, py::arg("with_ids") = false,
+        py::arg("with_sources") = false);
+  m.attr("BULK_UNIT") = BulkLayout::kUnit;
+  m.attr("BULK_MAX_ROWS") = BulkLayout::kMaxRows;
+  m.attr("BULK_MAX_LOCAL_EXPERTS") = BulkLayout::kMaxLocalExperts;
+}
+
 }  // namespace
 
 void bind_nvlink(py::module_& m) {
+  bind_bulk(m);
   py::class_<cuda::DispatchSendArgs>(m, "DispatchSendArgs")
       .def(py::init([](uintptr_t x, uintptr_t ids, uintptr_t weights, uintptr_t tokens_on_device,
                        uint32_t tokens) {
@@ -198,16 +318,17 @@ void bind_nvlink(py::module_& m) {
       .def(py::init([](uint32_t num_ranks, uint32_t max_tokens, uint32_t hidden, uint32_t top_k,
                        uint32_t num_banks, uint32_t payload, uint32_t reduction, uint32_t rank,
                        const std::vector<int32_t>& placement, int device, uint64_t timeout_ns,
-                       bool mask_on_timeout) {
+                       bool mask_on_timeout, uint64_t heap_bytes) {
              const Geometry geometry{
                  num_ranks, uint32_t(placement.size()), max_tokens,           hidden, top_k,
                  num_banks, Payload(payload),           Reduction(reduction), 0};
              return std::make_unique<Group>(geometry, rank, placement,
-                                            cuda::Options{device, timeout_ns, mask_on_timeout});
+                                            cuda::Options{device, timeout_ns, mask_on_timeout, heap_bytes});
            }),
            py::kw_only(), py::arg("num_ranks"), py::arg("max_tokens"), py::arg("hidden"), py::arg("top_k"),
            py::arg("num_banks"), py::arg("payload"), py::arg("reduction"), py::arg("rank"),
-           py::arg("placement"), py::arg("device"), py::arg("timeout_ns"), py::arg("mask_on_timeout"))
+           py::arg("placement"), py::arg("device"), py::arg("timeout_ns"), py::arg("mask_on_timeout"),
+           py::arg("heap_bytes") = 0)
       .def("export_fd", &Group::export_fd)
       .def("attach", &Group::attach, py::arg("rank"), py::arg("fd"))
       .def("dispatch", &dispatch, py::arg("stream"), py::arg("halves"), py::arg("num_sms"), py::arg("tokens"),
@@ -219,6 +340,18 @@ void bind_nvlink(py::module_& m) {
       .def("release", &release, py::arg("stream"), py::arg("handle"),
            py::call_guard<py::gil_scoped_release>())
       .def("publish", &publish, py::arg("stream"), py::call_guard<py::gil_scoped_release>())
+      .def("bulk_plan", &bulk_plan, py::arg("stream"), py::arg("args"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("bulk_report", &bulk_report, py::arg("ticket"), py::arg("local_experts"), py::arg("limit_ns"),
+           py::call_guard<py::gil_scoped_release>())
+      .def("bulk_dispatch", &run_bulk<cuda::bulk_dispatch, cuda::BulkDispatchArgs>, py::arg("stream"),
+           py::arg("num_sms"), py::arg("args"), py::call_guard<py::gil_scoped_release>())
+      .def("bulk_combine", &run_bulk<cuda::bulk_combine, cuda::BulkCombineArgs>, py::arg("stream"),
+           py::arg("num_sms"), py::arg("args"), py::call_guard<py::gil_scoped_release>())
+      .def("bulk_stores", &bulk_stores, py::arg("stream"), py::arg("num_sms"), py::arg("peer"),
+           py::arg("bytes"), py::call_guard<py::gil_scoped_release>())
+      .def("bulk_operations", &bulk_operations)
+      .def("heap", [](const Group& self) { return reinterpret_cast<uintptr_t>(self.heap()); })
       .def("set_faults", &set_faults, py::arg("faults"))
       .def("status", &status)
       .def("statistics", &statistics)

@@ -209,6 +209,65 @@ struct DeviceLayout {
   }
 };
 
+// What follows DeviceLayout in the region of a rank that also moves many rows at once ("bulk"): cells, then a
+// heap. Ranks receive into blocks of their own heap, whose offset they publish with every operation, so a row
+// is written once, at its final place. Operations are numbered alike on all ranks.
+//
+//   done    [source] line              u64 kOperation per operation that the source has finished writing
+//   ready   [parity][receiver] line    u64 offset / kUnit << 32 | operation, u64 capacity << 32 | operation
+//   counts  [parity][source]           u32 rows for each rank, then rows for each expert of this rank
+//   chunks  [expert rank][chunk]       u64 last operation whose rows of this chunk have returned
+struct BulkLayout {
+  static constexpr uint32_t kMaxRanks = 8, kMaxLocalExperts = 1024;
+  static constexpr uint32_t kChunkRows = 4, kMaxChunks = 1 << 15;
+  static constexpr uint32_t kMaxRows = kChunkRows * kMaxChunks;  // from one rank to another
+  static constexpr uint64_t kUnit = 256;                         // of offsets and sizes in the heap
+  uint64_t done, ready, counts, chunks, heap, total;             // offsets in the region; its size
+
+  EP_HOST_DEVICE static constexpr BulkLayout of(uint64_t begin, uint64_t heap_bytes) {
+    BulkLayout b{};
+    b.done = begin;
+    b.ready = b.done + kMaxRanks * kLine;
+    b.counts = b.ready + 2 * kMaxRanks * kLine;
+    b.chunks = align_up(b.counts + 2 * kMaxRanks * counts_pitch(), kPage);
+    b.heap = align_up(b.chunks + uint64_t(kMaxRanks) * kMaxChunks * sizeof(uint64_t), kPage);
+    b.total = b.heap + align_up(heap_bytes, kPage);
+    if (heap_bytes == 0) b.total = begin;
+    return b;
+  }
+  EP_HOST_DEVICE static constexpr uint64_t counts_pitch() {
+    return (kMaxRanks + kMaxLocalExperts) * sizeof(uint32_t);
+  }
+  EP_HOST_DEVICE constexpr uint64_t done_at(uint32_t source) const { return done + source * kLine; }
+  EP_HOST_DEVICE constexpr uint64_t ready_at(uint32_t parity, uint32_t receiver) const {
+    return ready + (parity * kMaxRanks + receiver) * kLine;
+  }
+  EP_HOST_DEVICE constexpr uint64_t counts_at(uint32_t parity, uint32_t source) const {
+    return counts + (parity * kMaxRanks + source) * counts_pitch();
+  }
+  EP_HOST_DEVICE constexpr uint64_t chunk_at(uint32_t expert_rank, uint32_t chunk) const {
+    return chunks + (uint64_t(expert_rank) * kMaxChunks + chunk) * sizeof(uint64_t);
+  }
+};
+
+// The arrays of one block of a heap. `scales`, `ids` ... are offsets in the block; `total` is its size.
+struct BulkBlock {
+  uint64_t scales, ids, weights, sources, total;
+
+  // rows: capacity. scale_words: 32-bit words a row. top_k: 0 = without ids and weights. with_ids: combine
+  // returns weights alone. with_sources: the number of each row's token at its source.
+  EP_HOST_DEVICE static constexpr BulkBlock of(uint64_t rows, uint64_t row_bytes, uint32_t scale_words,
+                                               uint32_t top_k, bool with_ids, bool with_sources) {
+    BulkBlock b{};
+    b.scales = align_up(rows * row_bytes, BulkLayout::kUnit);
+    b.ids = align_up(b.scales + rows * scale_words * sizeof(uint32_t), BulkLayout::kUnit);
+    b.weights = align_up(b.ids + (with_ids ? rows * top_k * sizeof(int64_t) : 0), BulkLayout::kUnit);
+    b.sources = align_up(b.weights + rows * top_k * sizeof(float), BulkLayout::kUnit);
+    b.total = align_up(b.sources + (with_sources ? rows * sizeof(int32_t) : 0), BulkLayout::kUnit);
+    return b;
+  }
+};
+
 // What a dispatch on a GPU stores for the later halves, in one block of the caller's device memory.
 struct DeviceHandle {
   uint64_t epoch, combine_epoch;

@@ -141,4 +141,95 @@ __device__ __forceinline__ uint4 load16_again(const void* from) {
   return v;
 }
 
+// Added to a cell of any GPU, behind a fence_system().
+__device__ __forceinline__ void add_system(void* cell, uint64_t by) {
+  asm volatile("red.relaxed.sys.global.add.u64 [%0], %1;" ::"l"(cell), "l"(by) : "memory");
+}
+
+// -- pieces of rows that pass through shared memory: by the copy engine where there is one ------------------
+// A whole warp calls all of these, with the same arguments. Addresses and sizes are multiples of 16 bytes.
+
+__device__ __forceinline__ uint32_t shared_offset(const void* p) {
+  return uint32_t(__cvta_generic_to_shared(p));
+}
+__device__ __forceinline__ void copy_words(void* to, const void* from, uint32_t bytes) {
+  __syncwarp();
+  for (uint32_t i = threadIdx.x % 32; i < bytes / sizeof(uint4); i += 32)
+    static_cast<uint4*>(to)[i] = static_cast<const uint4*>(from)[i];
+  __syncwarp();
+}
+
+// Of one warp; one lane calls it.
+__device__ __forceinline__ void init_copy_barrier(uint64_t* barrier) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(shared_offset(barrier)) : "memory");
+#endif
+}
+__device__ __forceinline__ void publish_copy_barriers() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("fence.mbarrier_init.release.cluster;\nfence.proxy.async.shared::cta;" ::: "memory");
+#endif
+}
+
+// Starts a copy to shared memory. await_piece() of the same barrier waits for it.
+__device__ __forceinline__ void load_piece(void* to, const void* from, uint32_t bytes, uint64_t* barrier) {
+#if __CUDA_ARCH__ >= 900
+  if (threadIdx.x % 32 == 0) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_offset(barrier)),
+                 "r"(bytes)
+                 : "memory");
+    asm volatile(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+            shared_offset(to)),
+        "l"(from), "r"(bytes), "r"(shared_offset(barrier))
+        : "memory");
+  }
+#else
+  copy_words(to, from, bytes);
+#endif
+}
+// phase: 0 for the first copy with this barrier, then 1, 0, ...
+__device__ __forceinline__ void await_piece(uint64_t* barrier, uint32_t phase) {
+#if __CUDA_ARCH__ >= 900
+  asm volatile(
+      "{\n.reg .pred done;\n"
+      "again: mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@!done bra again;\n}" ::"r"(shared_offset(barrier)),
+      "r"(phase)
+      : "memory");
+#endif
+}
+
+// Starts a copy from shared memory to any GPU.
+__device__ __forceinline__ void store_piece(void* to, const void* from, uint32_t bytes) {
+#if __CUDA_ARCH__ >= 900
+  if (threadIdx.x % 32 == 0)
+    asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
+                 "r"(shared_offset(from)), "r"(bytes)
+                 : "memory");
+#else
+  copy_words(to, from, bytes);
+#endif
+}
+// Ends a group of stores, which may be empty.
+__device__ __forceinline__ void commit_pieces() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+#endif
+}
+// Waits until shared memory was read by all groups but the last kPending.
+template <uint32_t kPending>
+__device__ __forceinline__ void await_pieces_read() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kPending) : "memory");
+#endif
+}
+// Waits until all groups but the last kPending are written. Ordinary accesses then follow them.
+template <uint32_t kPending>
+__device__ __forceinline__ void await_pieces_written() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("cp.async.bulk.wait_group %0;\nfence.proxy.async;" ::"n"(kPending) : "memory");
+#endif
+}
+
 }  // namespace ep::cuda

@@ -34,13 +34,14 @@ void add_times(Totals& t, Slot slot, const Scratch& s) {
 Group::Group(const Geometry& g, uint32_t rank, const std::vector<int32_t>& placement, const Options& options)
     : options_(options) {
   const OnDevice here(options.device);
-  regions_[rank] = nvlink::Region::create(options.device, DeviceLayout::of(g).total);
+  device_.layout = DeviceLayout::of(g);
+  device_.bulk = BulkLayout::of(device_.layout.total, options.heap_bytes);
+  regions_[rank] = nvlink::Region::create(options.device, device_.bulk.total);
   std::vector<uint32_t> table(placement.size());
   for (size_t e = 0; e < placement.size(); ++e) {
     uint32_t& count = device_.experts_of[placement[e]];
     table[e] = uint32_t(placement[e]) << kOwnerShift | count++;
   }
-  device_.layout = DeviceLayout::of(g);
   device_.rank = rank;
   device_.num_ranks = g.num_ranks;
   device_.rank_inverse = ((1ull << 32) + g.num_ranks - 1) / g.num_ranks;
@@ -72,6 +73,12 @@ Group::Group(const Geometry& g, uint32_t rank, const std::vector<int32_t>& place
                       cudaHostAllocMapped | cudaHostAllocPortable),
         "cudaHostAlloc");
   *device_.status = {};
+  if (options.heap_bytes != 0) {
+    check(cudaHostAlloc(reinterpret_cast<void**>(&report_), sizeof(BulkReport),
+                        cudaHostAllocMapped | cudaHostAllocPortable),
+          "cudaHostAlloc");
+    *report_ = {};
+  }
   device_.table = table_;
   copy_in(table_, table.data(), table.size() * sizeof(uint32_t));
   DeviceState state{};
@@ -79,7 +86,17 @@ Group::Group(const Geometry& g, uint32_t rank, const std::vector<int32_t>& place
   state.control.mask_on_timeout = options.mask_on_timeout;
   copy_in(device_.state, &state, sizeof state);
   empty_slots();
+  start_bulk(0);
   check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");
+}
+
+// Operations up to this one are over, here and on all other ranks.
+void Group::start_bulk(uint64_t operation) {
+  if (options_.heap_bytes == 0) return;
+  const uint64_t all = operation << kTicketShift;
+  copy_in(&device_.state->bulk_operations, &all, sizeof all);
+  for (uint32_t r = 0; r < device_.num_ranks; ++r)
+    copy_in(device_.own() + device_.bulk.done_at(r), &all, sizeof all);
 }
 
 void Group::empty_slots() {
@@ -96,12 +113,13 @@ Group::~Group() {
   cudaFree(table_);
   cudaFree(device_.expert_tokens);
   cudaFreeHost(device_.status);
+  cudaFreeHost(report_);
   if (stream_ != nullptr) cudaStreamDestroy(stream_);
 }
 
 void Group::attach(uint32_t rank, int fd) {
   const OnDevice here(options_.device);
-  regions_[rank] = nvlink::Region::import(options_.device, device_.layout.total, fd);
+  regions_[rank] = nvlink::Region::import(options_.device, device_.bulk.total, fd);
   device_.regions[rank] = regions_[rank]->data();
 }
 
@@ -168,6 +186,7 @@ void Group::reset(uint64_t base, uint64_t masked) {
   copy_in(device_.state, &state, sizeof state);
   copy_in(device_.own() + Head::kAbort, &none, sizeof none);
   empty_slots();
+  start_bulk(base);
   *device_.status = {};
 }
 

@@ -6,6 +6,7 @@
 #include <mutex>
 #include <vector>
 
+#include "exchange/nvlink/bulk.hpp"
 #include "exchange/nvlink/device_guard.hpp"
 #include "exchange/nvlink/peer_memory.hpp"
 #include "exchange/nvlink/state.hpp"
@@ -16,6 +17,7 @@ struct Options {
   int device;
   uint64_t timeout_ns;
   bool mask_on_timeout;
+  uint64_t heap_bytes = 0;  // for bulk.hpp; 0 = none
 };
 
 // Throws std::runtime_error if the GPU or its driver refuses something.
@@ -46,8 +48,13 @@ class Group {
   void mask(uint64_t ranks);  // also affects running kernels; any thread may call it
   void set_faults(const std::vector<DeviceFault>& faults);
 
+  // What bulk_plan() reports: host memory that the kernel writes, or null without a heap.
+  volatile BulkReport* report() const { return report_; }
+  std::byte* heap() const { return device_.own() + device_.bulk.heap; }
+
  private:
   void empty_slots();
+  void start_bulk(uint64_t operation);
   void copy_in(void* to, const void* from, size_t bytes);
 
   Options options_;
@@ -56,6 +63,7 @@ class Group {
   bool overlaps_ = false;
   std::array<std::unique_ptr<nvlink::Region>, kMaxPeers> regions_;
   uint32_t* table_ = nullptr;
+  BulkReport* report_ = nullptr;
   std::mutex masking_;
   uint32_t masked_by_host_ = 0;    // bits of ranks; kernels keep their own mask
   cudaStream_t stream_ = nullptr;  // for copies of state; never waits for the caller's streams

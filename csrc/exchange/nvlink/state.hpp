@@ -80,6 +80,7 @@ struct DeviceState {
   Scratch scratch[kSlots][2 * kMaxBanks];     // by epoch
   uint64_t arrivals[kMaxBanks];  // of dispatches: epoch << kMaxPeers | bits of the ranks whose header counts
   uint64_t masked_since_ns[kMaxPeers];  // when a receive first saw the mask; 0 = never
+  uint64_t bulk_operations;             // ticket of the kernels in bulk.hpp
   Totals totals;
   DeviceFault faults[kMaxFaults];
 };
@@ -87,6 +88,7 @@ struct DeviceState {
 // Passed by value to every kernel.
 struct Device {
   DeviceLayout layout;
+  BulkLayout bulk;
   uint32_t rank, num_ranks, num_experts, local_experts, hidden, scale_words;
   uint64_t rank_inverse;  // 2^32 / num_ranks, rounded up
   Payload payload;

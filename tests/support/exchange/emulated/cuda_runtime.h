@@ -119,6 +119,7 @@ inline int __ffs(uint32_t x) { return __builtin_ffs(int(x)); }
 inline uint32_t __funnelshift_r(uint32_t low, uint32_t high, uint32_t by) {
   return uint32_t((uint64_t(high) << 32 | low) >> by % 32);
 }
+inline float __uint_as_float(uint32_t x) { return __builtin_bit_cast(float, x); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __log2f(float x) { return std::log2(x); }
@@ -170,6 +171,11 @@ struct cudaLaunchConfig_t {
 template <class... Params, class... Args>
 cudaError_t cudaLaunchKernelEx(const cudaLaunchConfig_t* config, void (*kernel)(Params...), Args&&... args) {
   emulated::launch(config->gridDim.x, config->blockDim.x, [&] { kernel(args...); });
+  return cudaSuccess;
+}
+enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize };
+template <class Kernel>
+cudaError_t cudaFuncSetAttribute(Kernel*, cudaFuncAttribute, int) {
   return cudaSuccess;
 }
 cudaError_t cudaMalloc(void** to, size_t bytes);

@@ -5,6 +5,7 @@
 #include <time.h>
 
 #include <cmath>
+#include <cstring>
 
 namespace ep::cuda {
 
@@ -80,5 +81,24 @@ inline uint4 load16(const void* from) {
 }
 inline void store16(void* to, const uint4& v) { put16(to, v); }
 inline uint4 load16_again(const void* from) { return load16(from); }
+
+inline void add_system(void* cell, uint64_t by) {
+  __atomic_fetch_add(static_cast<uint64_t*>(cell), by, __ATOMIC_RELEASE);
+}
+
+// A copy is done by one lane, at once.
+inline void copy_words(void* to, const void* from, uint32_t bytes) {
+  if (threadIdx.x % 32 == 0) std::memcpy(to, from, bytes);
+}
+inline void init_copy_barrier(uint64_t*) {}
+inline void publish_copy_barriers() {}
+inline void load_piece(void* to, const void* from, uint32_t bytes, uint64_t*) { copy_words(to, from, bytes); }
+inline void await_piece(uint64_t*, uint32_t) {}
+inline void store_piece(void* to, const void* from, uint32_t bytes) { copy_words(to, from, bytes); }
+inline void commit_pieces() {}
+template <uint32_t>
+void await_pieces_read() {}
+template <uint32_t>
+void await_pieces_written() {}
 
 }  // namespace ep::cuda

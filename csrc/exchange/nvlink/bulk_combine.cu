@@ -1,0 +1,220 @@
+// Returns rows to their tokens' source and sums them there, in float32 and in rank order. One warp of each block
+// copies rows to their sources. The others sum tokens whose rows have come, so both directions overlap.
+#include "exchange/nvlink/bulk_copy.cuh"
+#include "exchange/nvlink/weighted_sum.cuh"
+
+namespace ep::cuda {
+namespace {
+
+constexpr uint32_t kChunkRows = BulkLayout::kChunkRows;
+
+// Number of the first row from `source` in the block of rank `to`.
+__device__ __forceinline__ uint32_t first_row(const Device& g, const int32_t* prefix, uint32_t source,
+                                              uint32_t to) {
+  return source == 0 ? 0 : uint32_t(prefix[(source - 1) * g.num_ranks + to]);
+}
+
+// The block of a source has a part for each other rank.
+__device__ __forceinline__ uint32_t part_of(uint32_t source, uint32_t expert_rank) {
+  return expert_rank < source ? expert_rank : expert_rank - 1;
+}
+
+// The rows that one warp returns: chunks first, first + step, ... of a list that takes all sources in turn.
+struct Returned {
+  uint32_t source, begin, count;  // rows of this rank; none = count 0
+};
+__device__ __forceinline__ Returned chunk_of(const Device& g, const int32_t* prefix, uint32_t number) {
+  const uint32_t others = g.num_ranks - 1, chunk = number / others, i = number - chunk * others;
+  const uint32_t source = g.rank + 1 + i < g.num_ranks ? g.rank + 1 + i : g.rank + 1 + i - g.num_ranks;
+  const uint32_t first = first_row(g, prefix, source, g.rank);
+  const uint32_t end = uint32_t(prefix[source * g.num_ranks + g.rank]), begin = first + chunk * kChunkRows;
+  return {source, begin, begin < end ? min(kChunkRows, end - begin) : 0};
+}
+
+__device__ __forceinline__ void return_rows(const Device& g, const BulkCombineArgs& a, const BulkOpened& o,
+                                            std::byte* shared, uint32_t first, uint32_t step) {
+  const uint32_t lane = threadIdx.x % kWarp, others = g.num_ranks - 1;
+  uint32_t most = 0;
+  for (uint32_t s = 0; s < g.num_ranks; ++s)
+    if (s != g.rank)
+      most = max(most, uint32_t(a.prefix[s * g.num_ranks + g.rank]) - first_row(g, a.prefix, s, g.rank));
+  const uint32_t chunks = (most + kChunkRows - 1) / kChunkRows * others;
+  const uint32_t mine = first < chunks ? (chunks - first + step - 1) / step : 0;
+  const uint32_t piece = BulkRing::piece(a.row_bytes), pieces = (a.row_bytes + piece - 1) / piece;
+  const uint32_t per_chunk = kChunkRows * pieces;
+  const auto* x = static_cast<const std::byte*>(a.x);
+  const auto publish = [&](uint32_t i) {
+    const uint32_t number = first + i * step;
+    const Returned c = chunk_of(g, a.prefix, number);
+    if (lane == 0 && c.count != 0)
+      store_release(g.regions[c.source] + g.bulk.chunk_at(g.rank, number / others), o.operation);
+  };
+  BulkCopy copy(shared, a.row_bytes);
+  copy.run(
+      mine * per_chunk,
+      [&](uint32_t i, uint32_t& bytes) {
+        const uint32_t of = i / per_chunk, rest = i - of * per_chunk, row = rest / pieces,
+                       at = (rest - row * pieces) * piece;
+        const Returned c = chunk_of(g, a.prefix, first + of * step);
+        bytes = row < c.count ? min(piece, a.row_bytes - at) : 0;
+        return static_cast<const void*>(x + uint64_t(c.begin + row) * a.row_bytes + at);
+      },
+      [&](uint32_t i, const std::byte* stage, uint32_t bytes) {
+        const uint32_t of = i / per_chunk, rest = i - of * per_chunk, row = rest / pieces,
+                       at = (rest - row * pieces) * piece;
+        const uint32_t number = first + of * step;
+        const Returned c = chunk_of(g, a.prefix, number);
+        const BulkPeer peer = o.peers[c.source];
+        const uint32_t tokens = peer.capacity / others, place = number / others * kChunkRows + row;
+        if (place >= tokens) return;
+        const uint64_t to = uint64_t(part_of(c.source, g.rank)) * tokens + place;
+        store_piece(peer.block + to * a.row_bytes + at, stage, bytes);
+        if (at != 0 || a.weights == nullptr || lane >= a.top_k) return;
+        const BulkBlock b = BulkBlock::of(peer.capacity, a.row_bytes, 0, a.top_k, false, false);
+        reinterpret_cast<float*>(peer.block + b.weights)[to * a.top_k + lane] =
+            a.weights[uint64_t(c.begin + row) * a.top_k + lane];
+      },
+      [&](uint32_t i) {
+        const uint32_t of = i / per_chunk;
+        if (of == 0 || i - of * per_chunk != per_chunk - 1) return;
+        await_pieces_written<kChunkRows>();  // those of the chunk before
+        __syncwarp();
+        publish(of - 1);
+      });
+  __syncwarp();
+  if (mine != 0) publish(mine - 1);
+}
+
+// 8 bf16 channels added to 8 sums.
+__device__ __forceinline__ void add_words(float (&sums)[8], const uint4& v) {
+  const uint32_t words[4] = {v.x, v.y, v.z, v.w};
+#pragma unroll
+  for (uint32_t i = 0; i < 4; ++i) {
+    sums[2 * i] += __uint_as_float(words[i] << 16);
+    sums[2 * i + 1] += __uint_as_float(words[i] & 0xffff0000u);
+  }
+}
+
+// Loads of one thread in flight: words of a row, from two ranks each.
+constexpr uint32_t kSumWords = 4;
+
+// Adds the words of `row` at first, first + kWarp, ... to the sums.
+struct Words {
+  uint4 v[kSumWords];
+
+  __device__ __forceinline__ void load(const std::byte* row, uint32_t first, uint32_t words) {
+#pragma unroll
+    for (uint32_t i = 0; i < kSumWords; ++i)
+      if (first + i * kWarp < words) v[i] = load16(row + uint64_t(first + i * kWarp) * sizeof(uint4));
+  }
+  __device__ __forceinline__ void add_to(float (&sums)[kSumWords][8], uint32_t first, uint32_t words) const {
+#pragma unroll
+    for (uint32_t i = 0; i < kSumWords; ++i)
+      if (first + i * kWarp < words) add_words(sums[i], v[i]);
+  }
+};
+
+// Where the row of each rank for a token is; lane = rank. null = none.
+__device__ __forceinline__ const std::byte* row_from(const Device& g, const BulkCombineArgs& a, int32_t place,
+                                                     uint32_t rank, const BulkPeer& own) {
+  if (place < 0) return nullptr;
+  if (rank == g.rank)
+    return static_cast<const std::byte*>(a.x) +
+           uint64_t(first_row(g, a.prefix, g.rank, g.rank) + uint32_t(place)) * a.row_bytes;
+  return own.block + (uint64_t(part_of(g.rank, rank)) * a.tokens + uint32_t(place)) * a.row_bytes;
+}
+
+__device__ __forceinline__ const std::byte* from_lane(const std::byte* mine, uint32_t lane) {
+  return reinterpret_cast<const std::byte*>(__shfl_sync(kFull, reinterpret_cast<uint64_t>(mine), lane));
+}
+
+// One warp sums one token. row: of rank `lane`.
+__device__ __forceinline__ void sum_token(const Device& g, const BulkCombineArgs& a, uint32_t token,
+                                          const std::byte* row) {
+  const uint32_t lane = threadIdx.x % kWarp, words = a.row_bytes / sizeof(uint4);
+  const uint64_t at = uint64_t(token) * a.row_bytes;
+#pragma unroll 1
+  for (uint32_t first = lane; first - lane < words; first += kSumWords * kWarp) {
+    float sums[kSumWords][8] = {};
+    Words one, two;
+#pragma unroll
+    for (uint32_t i = 0; i < 2; ++i) {
+      if (a.bias[i] == nullptr) continue;
+      one.load(static_cast<const std::byte*>(a.bias[i]) + at, first, words);
+      one.add_to(sums, first, words);
+    }
+#pragma unroll 1
+    for (uint32_t r = 0; r < g.num_ranks; r += 2) {
+      const std::byte* lower = from_lane(row, r);
+      const std::byte* upper = r + 1 < g.num_ranks ? from_lane(row, r + 1) : nullptr;
+      if (lower != nullptr) one.load(lower, first, words);
+      if (upper != nullptr) two.load(upper, first, words);
+      if (lower != nullptr) one.add_to(sums, first, words);
+      if (upper != nullptr) two.add_to(sums, first, words);
+    }
+#pragma unroll
+    for (uint32_t i = 0; i < kSumWords; ++i) {
+      const uint32_t word = first + i * kWarp;
+      if (word < words)
+        store16(static_cast<std::byte*>(a.out) + at + uint64_t(word) * sizeof(uint4),
+                {to_bf16x2(sums[i][0], sums[i][1]), to_bf16x2(sums[i][2], sums[i][3]),
+                 to_bf16x2(sums[i][4], sums[i][5]), to_bf16x2(sums[i][6], sums[i][7])});
+    }
+  }
+}
+
+// Lane = choice.
+__device__ __forceinline__ void sum_weights(const Device& g, const BulkCombineArgs& a, const BulkPeer& own,
+                                            uint32_t token, int32_t place) {
+  const uint32_t lane = threadIdx.x % kWarp;
+  const BulkBlock b = BulkBlock::of(a.target.capacity, a.row_bytes, 0, a.top_k, false, false);
+  const auto* returned = reinterpret_cast<const float*>(own.block + b.weights);
+  float sum = 0.0f;
+  for (uint32_t r = 0; r < g.num_ranks; ++r) {
+    const int32_t at = __shfl_sync(kFull, place, r);
+    if (at < 0 || lane >= a.top_k) continue;
+    const bool mine = r == g.rank;
+    const uint64_t row = mine ? first_row(g, a.prefix, g.rank, g.rank) + uint32_t(at)
+                              : uint64_t(part_of(g.rank, r)) * a.tokens + uint32_t(at);
+    sum += (mine ? a.weights : returned)[row * a.top_k + lane];
+  }
+  if (lane < a.top_k) a.out_weights[uint64_t(token) * a.top_k + lane] = sum;
+}
+
+__device__ __forceinline__ void sum_tokens(const Device& g, const BulkCombineArgs& a, const BulkOpened& o,
+                                           uint32_t first, uint32_t step) {
+  const uint32_t lane = threadIdx.x % kWarp, ranks = g.num_ranks;
+  const BulkPeer own = o.peers[g.rank];
+#pragma unroll 1
+  for (uint32_t token = first; token < a.tokens; token += step) {
+    const int32_t place = lane < ranks ? a.places[uint64_t(token) * ranks + lane] : -1;
+    bool here = true;
+    if (place >= 0 && lane != g.rank)
+      here = await_cell(g, g.own() + g.bulk.chunk_at(lane, uint32_t(place) / kChunkRows), o.operation,
+                        {Op::kCombine, Phase::kRecvReduce, lane, o.operation});
+    if (!__all_sync(kFull, here)) return;
+    sum_token(g, a, token, row_from(g, a, place, lane, own));
+    if (a.out_weights != nullptr) sum_weights(g, a, own, token, place);
+  }
+}
+
+__global__ void __launch_bounds__(kBulkCombineThreads, 1)
+    bulk_combine_kernel(const __grid_constant__ Device g, const __grid_constant__ BulkCombineArgs a) {
+  __shared__ BulkOpened o;
+  open_bulk(g, Op::kCombine, &a.target, o);
+  const uint32_t warp = threadIdx.x / kWarp, summing = blockDim.x / kWarp - 1;
+  if (o.alive && warp == 0 && g.num_ranks > 1)
+    return_rows(g, a, o, reinterpret_cast<std::byte*>(dynamic_shared()), blockIdx.x, gridDim.x);
+  else if (o.alive && warp != 0)
+    sum_tokens(g, a, o, (warp - 1) * gridDim.x + blockIdx.x, summing * gridDim.x);
+  close_bulk(g, o.alive);
+}
+
+}  // namespace
+
+cudaError_t bulk_combine(const BulkLaunch& launch, const Device& device, const BulkCombineArgs& args) {
+  const uint32_t shared = BulkRing::bytes(args.row_bytes);
+  return start_bulk_kernel(launch, bulk_combine_kernel, kBulkCombineThreads, shared, device, args);
+}
+
+}  // namespace ep::cuda

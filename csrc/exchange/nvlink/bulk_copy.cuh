@@ -1,0 +1,166 @@
+// What the kernels of bulk.hpp share: their start and end, waits, and rows that pass through shared memory.
+#pragma once
+
+#include "exchange/nvlink/bulk.hpp"
+#include "exchange/nvlink/wait.cuh"
+
+namespace ep::cuda {
+
+// Who waits for what.
+struct BulkWait {
+  Op op;
+  Phase phase;
+  uint32_t peer;
+  uint64_t operation;
+};
+
+// Called between two looks at a cell. Returns false if the group failed.
+__device__ __forceinline__ bool keep_waiting(const Device& g, const BulkWait& w, uint32_t spins,
+                                             uint64_t& start) {
+  if (spins == 0) start = clock_ns();
+  if (spins % kSpins != kSpins - 1) return true;
+  const Look look = look_around(g, w.peer, start);
+  if (look == Look::kGoOn) return true;
+  report(g, w.op, w.phase, w.operation, look == Look::kMasked ? Look::kLate : look, w.peer, 0);
+  return false;
+}
+
+// Waits until a cell has reached `least`. Returns false if the group failed.
+__device__ __forceinline__ bool await_cell(const Device& g, const void* cell, uint64_t least,
+                                           const BulkWait& w) {
+  uint64_t start = 0;
+#pragma unroll 1
+  for (uint32_t spins = 0; load_acquire(cell) < least; ++spins)
+    if (!keep_waiting(g, w, spins, start)) return false;
+  return true;
+}
+
+// Waits for a word of this operation. Returns its upper half, or nothing if the group failed.
+__device__ __forceinline__ bool await_ready(const Device& g, const void* cell, const BulkWait& w,
+                                            uint32_t& value) {
+  uint64_t start = 0;
+#pragma unroll 1
+  for (uint32_t spins = 0;; ++spins) {
+    const uint64_t seen = load_acquire(cell);
+    value = high_word(seen);
+    if (low_word(seen) == uint32_t(w.operation)) return true;
+    if (!keep_waiting(g, w, spins, start)) return false;
+  }
+}
+
+// Where the rows for a peer go.
+struct BulkPeer {
+  std::byte* block;
+  uint32_t capacity;
+};
+
+// What all threads of a block read. In shared memory.
+struct BulkOpened {
+  uint64_t operation;
+  BulkPeer peers[kMaxPeers];
+  bool alive;
+};
+
+// Tells `peer` where rows for this rank go.
+__device__ __forceinline__ void publish_target(const Device& g, const BulkTarget& target, uint64_t operation,
+                                               uint32_t peer) {
+  std::byte* cell = g.regions[peer] + g.bulk.ready_at(operation & 1, g.rank);
+  store_release(cell, target.offset / BulkLayout::kUnit << 32 | uint32_t(operation));
+  store_release(cell + sizeof(uint64_t), uint64_t(target.capacity) << 32 | uint32_t(operation));
+}
+
+// Thread r finds out where rows for rank r go. Without a target nobody asks. The whole block calls it first.
+__device__ __forceinline__ void open_bulk(const Device& g, Op op, const BulkTarget* target, BulkOpened& o) {
+  const uint32_t r = threadIdx.x;
+  if (r == 0) {
+    o.operation = (load_relaxed(&g.state->bulk_operations) >> kTicketShift) + 1;
+    o.alive = !aborted(g);
+  }
+  __syncthreads();
+  if (target == nullptr) return;
+  if (r < g.num_ranks && o.alive) {
+    uint32_t unit = uint32_t(target->offset / BulkLayout::kUnit), capacity = target->capacity;
+    if (r != g.rank) {
+      if (blockIdx.x == 0) publish_target(g, *target, o.operation, r);
+      const std::byte* cell = g.own() + g.bulk.ready_at(o.operation & 1, r);
+      const BulkWait wait{op, Phase::kSendHeader, r, o.operation};
+      if (!await_ready(g, cell, wait, unit) || !await_ready(g, cell + sizeof(uint64_t), wait, capacity))
+        o.alive = false;
+    }
+    o.peers[r] = {g.regions[r] + g.bulk.heap + unit * BulkLayout::kUnit, capacity};
+  }
+  __syncthreads();
+}
+
+// This block's part of an operation.
+__device__ __forceinline__ uint64_t bulk_share() {
+  const uint64_t share = kBulkOperation / gridDim.x;
+  return blockIdx.x == 0 ? kBulkOperation - share * (gridDim.x - 1) : share;
+}
+
+// The whole block calls it when all it wrote is on its way: publishes that to all ranks.
+__device__ __forceinline__ void close_bulk(const Device& g, bool alive) {
+  __syncthreads();
+  if (threadIdx.x < g.num_ranks && alive) {
+    fence_system();
+    add_system(g.regions[threadIdx.x] + g.bulk.done_at(g.rank), bulk_share());
+  }
+  if (threadIdx.x == 0) add(g.state->bulk_operations, bulk_share());
+}
+
+// Block 0 calls it: waits until all ranks have written what they send to this one.
+__device__ __forceinline__ void await_done(const Device& g, Op op, uint64_t operation) {
+  if (threadIdx.x < g.num_ranks)
+    await_cell(g, g.own() + g.bulk.done_at(threadIdx.x), operation << kTicketShift,
+               {op, Phase::kRecvHeader, threadIdx.x, operation});
+}
+
+// Rows on their way through the shared memory of one warp.
+struct BulkCopy {
+  uint64_t* barriers;
+  std::byte* stages;
+  uint32_t pitch, filled;  // filled: bit per stage, the phase of its barrier
+
+  __device__ BulkCopy(std::byte* shared, uint32_t row_bytes)
+      : barriers(reinterpret_cast<uint64_t*>(shared)),
+        stages(shared + BulkRing::kBarriers),
+        pitch(uint32_t(align_up(BulkRing::piece(row_bytes), 128))),
+        filled(0) {
+    if (threadIdx.x % kWarp == 0)
+      for (uint32_t i = 0; i < BulkRing::kStages; ++i) init_copy_barrier(barriers + i);
+    publish_copy_barriers();
+    __syncwarp();
+  }
+
+  // Copies `items` pieces. from(i, bytes): where piece i is, its size; 0 bytes = nothing. to(i, stage, bytes):
+  // stores it with store_piece(). after(i) runs behind the stores of piece i. The whole warp calls it.
+  template <class From, class To, class After>
+  __device__ __forceinline__ void run(uint32_t items, From&& from, To&& to, After&& after) {
+    constexpr uint32_t kStages = BulkRing::kStages, kLead = BulkRing::kLead;
+    uint32_t load_stage = 0, store_stage = 0;
+#pragma unroll 1
+    for (uint32_t i = 0; i < items + kLead; ++i) {
+      if (i < items) {
+        await_pieces_read<kStages - kLead - 1>();
+        uint32_t bytes;
+        const void* piece = from(i, bytes);
+        if (bytes != 0) load_piece(stages + load_stage * pitch, piece, bytes, barriers + load_stage);
+        load_stage = load_stage + 1 == kStages ? 0 : load_stage + 1;
+      }
+      if (i < kLead) continue;
+      uint32_t bytes;
+      from(i - kLead, bytes);
+      if (bytes != 0) {
+        await_piece(barriers + store_stage, filled >> store_stage & 1);
+        filled ^= 1u << store_stage;
+        to(i - kLead, stages + store_stage * pitch, bytes);
+      }
+      commit_pieces();
+      after(i - kLead);
+      store_stage = store_stage + 1 == kStages ? 0 : store_stage + 1;
+    }
+    await_pieces_written<0>();
+  }
+};
+
+}  // namespace ep::cuda

@@ -1,0 +1,128 @@
+// Copies every row to all ranks that have an expert of it, straight to its final place.
+#include "exchange/nvlink/bulk_copy.cuh"
+
+namespace ep::cuda {
+namespace {
+
+// Number of this rank's first row in the block of rank `to`.
+__device__ __forceinline__ uint32_t first_row(const Device& g, const BulkDispatchArgs& a, uint32_t to) {
+  return g.rank == 0 ? 0 : uint32_t(a.prefix[(g.rank - 1) * g.num_ranks + to]);
+}
+
+// One warp copies rows first, first + step, ...
+__device__ __forceinline__ void copy_rows(const Device& g, const BulkDispatchArgs& a, const BulkOpened& o,
+                                          std::byte* shared, uint32_t first, uint32_t step) {
+  const uint32_t lane = threadIdx.x % kWarp, ranks = g.num_ranks;
+  const uint32_t piece = BulkRing::piece(a.row_bytes), pieces = (a.row_bytes + piece - 1) / piece;
+  const uint32_t rows = first < a.tokens ? (a.tokens - first + step - 1) / step : 0;
+  // Lane = (row of a batch, rank): one load finds the places of several rows.
+  const uint32_t batch = kWarp / ranks, rank = lane % ranks, begin = rank < ranks ? first_row(g, a, rank) : 0;
+  const auto find = [&](uint32_t row) {
+    const uint32_t i = row + lane / ranks;
+    if (lane / ranks >= batch || i >= rows) return -1;
+    const int32_t place = a.places[uint64_t(first + i * step) * ranks + rank];
+    return place < 0 ? -1 : place + int32_t(begin);
+  };
+  int32_t places = find(0), next = find(batch);
+  uint32_t row = 0, part = 0, in_batch = 0;
+  BulkCopy copy(shared, a.row_bytes);
+  const auto* x = static_cast<const std::byte*>(a.x);
+  copy.run(
+      rows * pieces,
+      [&](uint32_t i, uint32_t& bytes) {
+        const uint32_t of = i / pieces, at = (i - of * pieces) * piece;
+        bytes = min(piece, a.row_bytes - at);
+        return static_cast<const void*>(x + uint64_t(first + of * step) * a.row_bytes + at);
+      },
+      [&](uint32_t, const std::byte* stage, uint32_t bytes) {
+#pragma unroll 1
+        for (uint32_t i = 0; i < ranks; ++i) {
+          const uint32_t to = g.rank + 1 + i < ranks ? g.rank + 1 + i : g.rank + 1 + i - ranks;
+          const int32_t place = __shfl_sync(kFull, places, in_batch * ranks + to);
+          if (place >= 0 && uint32_t(place) < o.peers[to].capacity)
+            store_piece(o.peers[to].block + uint64_t(place) * a.row_bytes + part * piece, stage, bytes);
+        }
+      },
+      [&](uint32_t) {
+        if (++part != pieces) return;
+        part = 0;
+        ++row;
+        if (++in_batch != batch) return;
+        in_batch = 0;
+        places = next;
+        next = find(row + batch);
+      });
+}
+
+// One warp writes what goes with a row.
+__device__ __forceinline__ void write_row_data(const Device& g, const BulkDispatchArgs& a, const BulkPeer& peer,
+                                               uint32_t to, uint32_t token, uint32_t row) {
+  const uint32_t lane = threadIdx.x % kWarp;
+  const BulkBlock b = BulkBlock::of(peer.capacity, a.row_bytes, a.scale_words, a.top_k, true, a.sources);
+  for (uint32_t i = lane; i < a.scale_words; i += kWarp)
+    reinterpret_cast<uint32_t*>(peer.block + b.scales)[uint64_t(row) * a.scale_words + i] =
+        a.scales[uint64_t(token) * a.scale_row + uint64_t(i) * a.scale_column];
+  if (lane < a.top_k) {
+    const int64_t id = a.ids[uint64_t(token) * a.top_k + lane], local = id - int64_t(to) * a.local_experts;
+    const bool here = local >= 0 && local < a.local_experts;
+    const uint64_t at = uint64_t(row) * a.top_k + lane;
+    reinterpret_cast<int64_t*>(peer.block + b.ids)[at] = here ? local : -1;
+    reinterpret_cast<float*>(peer.block + b.weights)[at] =
+        here ? a.weights[uint64_t(token) * a.top_k + lane] : 0.0f;
+  }
+  if (lane == 0 && a.sources) reinterpret_cast<int32_t*>(peer.block + b.sources)[row] = int32_t(token);
+}
+
+__device__ __forceinline__ void write_data(const Device& g, const BulkDispatchArgs& a, const BulkOpened& o,
+                                           uint32_t first, uint32_t step) {
+  const uint32_t lane = threadIdx.x % kWarp, ranks = g.num_ranks;
+  const uint32_t begin = lane < ranks ? first_row(g, a, lane) : 0;
+  for (uint32_t token = first; token < a.tokens; token += step) {
+    const int32_t place = lane < ranks ? a.places[uint64_t(token) * ranks + lane] : -1;
+    uint32_t wanted = __ballot_sync(kFull, place >= 0);
+    while (wanted != 0) {
+      const uint32_t to = __ffs(wanted) - 1;
+      wanted &= wanted - 1;
+      const uint32_t row = uint32_t(__shfl_sync(kFull, place + int32_t(begin), to));
+      if (row < o.peers[to].capacity) write_row_data(g, a, o.peers[to], to, token, row);
+    }
+  }
+}
+
+// Marks the rows that nobody sends.
+__device__ __forceinline__ void fill_rest(const Device& g, const BulkDispatchArgs& a) {
+  const uint32_t rows = uint32_t(a.prefix[(g.num_ranks - 1) * g.num_ranks + g.rank]);
+  std::byte* block = g.own() + g.bulk.heap + a.target.offset;
+  const BulkBlock b = BulkBlock::of(a.target.capacity, a.row_bytes, a.scale_words, a.top_k, true, a.sources);
+  const uint64_t all = uint64_t(a.target.capacity) * a.top_k, step = uint64_t(gridDim.x) * blockDim.x;
+  for (uint64_t i = uint64_t(rows) * a.top_k + blockIdx.x * blockDim.x + threadIdx.x; i < all; i += step) {
+    reinterpret_cast<int64_t*>(block + b.ids)[i] = -1;
+    reinterpret_cast<float*>(block + b.weights)[i] = 0.0f;
+  }
+}
+
+__global__ void __launch_bounds__(kBulkDispatchThreads, 1)
+    bulk_dispatch_kernel(const __grid_constant__ Device g, const __grid_constant__ BulkDispatchArgs a) {
+  __shared__ BulkOpened o;
+  open_bulk(g, Op::kDispatch, &a.target, o);
+  const uint32_t warp = threadIdx.x / kWarp, copying = BulkRing::warps(a.row_bytes);
+  if (o.alive && warp < copying) {
+    std::byte* shared = reinterpret_cast<std::byte*>(dynamic_shared()) + warp * BulkRing::bytes(a.row_bytes);
+    copy_rows(g, a, o, shared, warp * gridDim.x + blockIdx.x, copying * gridDim.x);
+  } else if (o.alive) {
+    const uint32_t writing = blockDim.x / kWarp - copying;
+    write_data(g, a, o, (warp - copying) * gridDim.x + blockIdx.x, writing * gridDim.x);
+  }
+  if (o.alive && a.fill) fill_rest(g, a);
+  close_bulk(g, o.alive);
+  if (blockIdx.x == 0 && o.alive) await_done(g, Op::kDispatch, o.operation);
+}
+
+}  // namespace
+
+cudaError_t bulk_dispatch(const BulkLaunch& launch, const Device& device, const BulkDispatchArgs& args) {
+  const uint32_t shared = BulkRing::warps(args.row_bytes) * BulkRing::bytes(args.row_bytes);
+  return start_bulk_kernel(launch, bulk_dispatch_kernel, kBulkDispatchThreads, shared, device, args);
+}
+
+}  // namespace ep::cuda
