@@ -5,9 +5,68 @@ Written by `make stubs` from the built module.
 
 from collections.abc import Sequence
 
+BULK_UNIT: int
+BULK_MAX_ROWS: int
+BULK_MAX_LOCAL_EXPERTS: int
 MAX_RANKS: int
 BAD_IDS: int
 CAPACITY: int
+
+class BulkPlanArgs:
+    def __init__(
+        self,
+        *,
+        in_rank: int,
+        expert_tokens: int,
+        places: int,
+        prefix: int,
+        ticket: int,
+        tokens: int,
+        local_experts: int,
+        alignment: int,
+    ) -> None: ...
+
+class BulkDispatchArgs:
+    def __init__(
+        self,
+        *,
+        x: int,
+        scales: int = 0,
+        ids: int = 0,
+        weights: int = 0,
+        places: int,
+        prefix: int,
+        offset: int,
+        capacity: int,
+        tokens: int,
+        row_bytes: int,
+        scale_words: int = 0,
+        top_k: int = 0,
+        local_experts: int = 0,
+        scale_row: int = 0,
+        scale_column: int = 0,
+        sources: bool = False,
+        fill: bool = False,
+    ) -> None: ...
+
+class BulkCombineArgs:
+    def __init__(
+        self,
+        *,
+        x: int,
+        weights: int = 0,
+        first_bias: int = 0,
+        second_bias: int = 0,
+        places: int,
+        prefix: int,
+        out: int,
+        out_weights: int = 0,
+        offset: int,
+        capacity: int,
+        tokens: int,
+        row_bytes: int,
+        top_k: int = 0,
+    ) -> None: ...
 
 class DispatchSendArgs:
     def __init__(
@@ -78,6 +137,7 @@ class Group:
         device: int,
         timeout_ns: int,
         mask_on_timeout: bool,
+        heap_bytes: int = 0,
     ) -> None: ...
     def export_fd(self) -> int: ...
     def attach(self, rank: int, fd: int) -> None: ...
@@ -105,6 +165,13 @@ class Group:
     ) -> None: ...
     def release(self, stream: int, handle: int) -> None: ...
     def publish(self, stream: int) -> None: ...
+    def bulk_plan(self, stream: int, args: BulkPlanArgs) -> None: ...
+    def bulk_report(self, ticket: int, local_experts: int, limit_ns: int) -> tuple[int, list[int]] | None: ...
+    def bulk_dispatch(self, stream: int, num_sms: int, args: BulkDispatchArgs) -> None: ...
+    def bulk_combine(self, stream: int, num_sms: int, args: BulkCombineArgs) -> None: ...
+    def bulk_stores(self, stream: int, num_sms: int, peer: int, bytes: int) -> None: ...
+    def bulk_operations(self) -> int: ...
+    def heap(self) -> int: ...
     def set_faults(self, faults: Sequence[tuple[int, int, int, int, int]]) -> None: ...
     def status(self) -> tuple[int, str, str, int, int, int, int] | None: ...
     def statistics(self) -> dict[str, dict[object, object]]: ...
@@ -260,3 +327,13 @@ class Linear:
         rows_of_tile: int,
         lets_next_start: bool,
     ) -> None: ...
+
+def bulk_block(
+    *,
+    rows: int,
+    row_bytes: int,
+    scale_words: int = 0,
+    top_k: int = 0,
+    with_ids: bool = False,
+    with_sources: bool = False,
+) -> tuple[int, int, int, int, int]: ...

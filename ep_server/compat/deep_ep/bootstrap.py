@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import torch.distributed as dist
 from ep_server.errors import ConfigError, StartupError
 from ep_server.exchange.api import Exchange, ExchangeSpec
 from ep_server.exchange.bootstrap import share_segment
+from ep_server.exchange.bulk import BulkExchange, HostBulk
 from ep_server.exchange.factory import Opening, Topology, open_exchange, segment_spec
+from ep_server.exchange.host import open_group
 from ep_server.exchange.segment import create_segment
-from ep_server.exchange.spec import Waiting
+from ep_server.exchange.spec import Waiting, control_spec
 from ep_server.exchange.validate import CPU
 
 
@@ -43,6 +46,47 @@ def from_process_group(
         raise StartupError(f"this installation was built without CUDA: {error}") from error
     exchange.barrier()
     return exchange
+
+
+def bulk_from_process_group(
+    group: Any, device: torch.device, timeout_ns: int, heap_bytes: int
+) -> BulkExchange:
+    """A BulkExchange of tensors on `device` for the ranks of a group on one host. Collective.
+
+    Args:
+        heap_bytes: memory of a GPU for received rows.
+    Raises: as from_process_group.
+    """
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    if device == CPU:
+        return HostBulk(rank, size, partial(_open_rows, group, timeout_ns))
+    try:
+        from ep_server.exchange.nvlink.bulk import NvlinkBulk, bulk_spec
+    except ImportError as error:
+        raise StartupError(f"this installation was built without CUDA: {error}") from error
+    spec = bulk_spec(rank, size, timeout_ns)
+    segment = group_segment(group, control_spec(spec))
+    try:
+        control = open_group(control_spec(spec), segment)
+    finally:
+        os.close(segment)
+    return NvlinkBulk(spec, control=control, device=device, heap_bytes=heap_bytes)
+
+
+def _open_rows(group: Any, timeout_ns: int, tokens: int, row_bytes: int) -> Exchange:
+    """Moves rows of bytes between CPUs: rank r has expert r alone."""
+    rank, size = dist.get_rank(group), dist.get_world_size(group)
+    spec = ExchangeSpec(
+        rank=rank,
+        num_ranks=size,
+        placement=tuple(range(size)),
+        max_tokens=tokens,
+        hidden=row_bytes // 2,
+        top_k=size,
+        num_banks=2,
+        timeout_ns=timeout_ns,
+    )
+    return from_process_group(group, spec)
 
 
 def group_segment(group: Any, spec: ExchangeSpec) -> int:

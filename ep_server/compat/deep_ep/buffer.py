@@ -15,12 +15,25 @@ tensors of one process per GPU over NVLink. Differences:
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
-from ep_server.compat.deep_ep.events import EventHandle, EventOverlap, Streams
+from ep_server.compat.deep_ep.events import Config, EventHandle, EventOverlap, Streams
+from ep_server.compat.deep_ep.normal import (
+    Bias,
+    DispatchResult,
+    NormalDispatch,
+    NormalHandle,
+    Order,
+    check_layout,
+    handle_of,
+    layout,
+    returned_of,
+    routing_of,
+    rows_of,
+)
 from ep_server.compat.deep_ep.session import CombineCall, Completion, DispatchCall, Hook, Operation
 from ep_server.compat.deep_ep.sessions import Options, Sessions, Sizes, region_bytes
 from ep_server.errors import InvalidArgument, StartupError
@@ -87,7 +100,7 @@ class Buffer:
         self.explicitly_destroy = explicitly_destroy
         timeout_ns = int(timeout_seconds * 1e9)
         self._sessions = Sessions(
-            group, Options(enable_shrink, timeout_ns, num_rdma_bytes, low_latency_num_sms)
+            group, Options(enable_shrink, timeout_ns, num_rdma_bytes, low_latency_num_sms, num_nvl_bytes)
         )
         self._operations: MutableMapping[torch.Tensor, Operation] = WeakIdKeyDictionary()  # by src_info
 
@@ -99,7 +112,7 @@ class Buffer:
 
     @staticmethod
     def set_num_sms(new_num_sms: int) -> None:
-        """Sets the multiprocessors of high-throughput kernels, an even number. Not for low-latency calls."""
+        """Sets the multiprocessors of calls of dispatch and combine without a Config, an even number."""
         if new_num_sms < 0 or new_num_sms % 2:
             raise InvalidArgument("new_num_sms", new_num_sms, "even")
         Buffer.num_sms = new_num_sms
@@ -298,17 +311,130 @@ class Buffer:
         self._check_mask(None)
         self._sessions.reset(frozenset())
 
-    def get_dispatch_layout(self, *_: Any, **__: Any) -> NoReturn:
-        """Not supported: there is no high-throughput mode."""
-        _refuse("get_dispatch_layout")
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """The Config of a dispatch that is given none: num_sms multiprocessors."""
+        return Config(Buffer.num_sms)
 
-    def dispatch(self, *_: Any, **__: Any) -> NoReturn:
-        """Not supported: there is no high-throughput mode."""
-        _refuse("dispatch")
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        """The Config of a combine that is given none: num_sms multiprocessors."""
+        return Config(Buffer.num_sms)
 
-    def combine(self, *_: Any, **__: Any) -> NoReturn:
-        """Not supported: there is no high-throughput mode."""
-        _refuse("combine")
+    def get_dispatch_layout(
+        self,
+        topk_idx: torch.Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:
+        """Finds out which ranks each token goes to. Local.
+
+        Args:
+            topk_idx: [T, K] int64, -1 = no expert. num_experts: a multiple of the number of ranks.
+            previous_event, async_finish, allocate_on_comm_stream: see dispatch.
+        Returns: num_tokens_per_rank [R] int32; None; num_tokens_per_expert [E] int32; is_token_in_rank [T, R]
+          bool; event.
+        """
+        check_layout(topk_idx, num_experts, self.group_size)
+        streams = self._sessions.streams(topk_idx.device)
+        order = Order(previous_event, async_finish)
+        (ranks, experts, in_rank), event = streams.communicate(
+            lambda: layout(topk_idx, num_experts, self.group_size),
+            asynchronous=order.asynchronous,
+            after=order.event,
+        )
+        streams.record_result(ranks, experts, in_rank)
+        if event is not None:
+            streams.record_use(topk_idx)
+        return ranks, None, experts, in_rank, EventOverlap(event, (topk_idx,))
+
+    def dispatch(
+        self,
+        x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
+        handle: NormalHandle | None = None,
+        num_tokens_per_rank: torch.Tensor | None = None,
+        num_tokens_per_rdma_rank: torch.Tensor | None = None,
+        is_token_in_rank: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> DispatchResult:
+        """Sends tokens, once each, to the ranks that own their experts. Collective.
+
+        Args:
+            x: [T, H] bfloat16, or (float8_e4m3fn [T, H], scales float32 or int32 [T, G] with any strides).
+            handle: of an earlier dispatch: along the same routes, without topk_idx. Otherwise needed:
+              is_token_in_rank and num_tokens_per_expert of get_dispatch_layout.
+            num_tokens_per_rank, num_tokens_per_rdma_rank: accepted and not needed.
+            topk_idx, topk_weights: [T, K] int64 and float32, sent along.
+            expert_alignment: the returned counts are rounded up to multiples of it.
+            num_worst_tokens: receive so many rows, whether sent or not. The call then waits for nothing.
+            config: its num_sms counts.
+            previous_event: wait for this event, not for the current stream.
+            async_finish: return an event to wait on.
+            allocate_on_comm_stream: accepted. Results always belong to the communication stream.
+        Returns:
+            recv_x: like x, [N, H], by source rank and token.
+            recv_topk_idx, recv_topk_weights: [N, K], numbered as this rank's experts; -1 and 0 for others. Or
+              None.
+            num_recv_tokens_per_expert_list: of this rank's experts; [] with num_worst_tokens. None with a
+              handle.
+            handle: None with a handle.
+            event.
+        Raises: InvalidArgument, PeerTimeout, GroupAborted.
+        """
+        rows, order = rows_of(x, topk_idx, topk_weights), Order(previous_event, async_finish)
+        (tokens, _), device = rows.x.shape, rows.x.device
+        num_sms = (config or Buffer.get_dispatch_config(self.group_size)).num_sms
+        if handle is not None:
+            if topk_idx is not None:
+                raise InvalidArgument("topk_idx", "given", "None with a handle")
+            known = handle_of(handle, device, tokens, self.group_size)
+            return self._sessions.normal(device).dispatch_again(rows, known, num_sms, order)
+        if not isinstance(num_worst_tokens, int) or num_worst_tokens < 0:
+            raise InvalidArgument("num_worst_tokens", num_worst_tokens, "an integer, at least 0")
+        routing = routing_of(is_token_in_rank, num_tokens_per_expert, rows, self.group_size, expert_alignment)
+        call = NormalDispatch(rows, routing, num_worst_tokens)
+        return self._sessions.normal(device).dispatch(call, num_sms, order)
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: NormalHandle,
+        topk_weights: torch.Tensor | None = None,
+        bias: Bias = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """Returns rows to the tokens' sources and sums them, without weights. Collective.
+
+        Sums are float32, in the order bias, then ranks, and rounded once.
+
+        Args:
+            x: [N, H] bfloat16, row i belongs to row i of recv_x.
+            handle: of any earlier dispatch. It may be combined more than once.
+            topk_weights: [N, K] float32, summed over the ranks of a token too.
+            bias: [T, H] bfloat16, or two of them.
+            config, previous_event, async_finish, allocate_on_comm_stream: see dispatch.
+        Returns: combined [T, H] bfloat16; sums of the weights [T, K] float32 or None; event.
+        Raises: InvalidArgument, PeerTimeout, GroupAborted.
+        """
+        check_is_tensor("x", x)
+        known = handle_of(handle, x.device, None, self.group_size)
+        returned = returned_of(x, topk_weights, bias, known)
+        num_sms = (config or Buffer.get_combine_config(self.group_size)).num_sms
+        session, order = self._sessions.normal(x.device), Order(previous_event, async_finish)
+        return session.combine(returned, known, num_sms, order)
 
     def _completion(self, async_finish: bool, return_recv_hook: bool) -> Completion:
         if not self.low_latency_mode:
@@ -349,7 +475,3 @@ def _payload(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> Payload:
     if use_ue8m0:
         return Payload.FP8_UE8M0
     return Payload.FP8_POW2 if round_scale else Payload.FP8
-
-
-def _refuse(call: str) -> NoReturn:
-    raise InvalidArgument("call", call, "low_latency_dispatch or low_latency_combine: no other mode exists")

@@ -18,6 +18,8 @@ from ep_server.errors import InvalidArgument
 
 T = TypeVar("T")
 HIGH_PRIORITY = -1
+HINT_TOKENS = 4096
+HINT_ROW_DATA = 512  # bytes that go with a row: ids, weights, scales
 
 
 class EventHandle:
@@ -72,13 +74,24 @@ class EventOverlap:
 
 @dataclass(frozen=True, slots=True)
 class Config:
-    """Chunk sizes of high-throughput kernels, in tokens. Low-latency calls ignore them."""
+    """How many multiprocessors a high-throughput kernel fills. The chunk sizes are accepted and not used.
+
+    Rows go straight to their final place, so there are no chunks to tune.
+    """
 
     num_sms: int = 20
     num_max_nvl_chunked_send_tokens: int = 6
     num_max_nvl_chunked_recv_tokens: int = 256
     num_max_rdma_chunked_send_tokens: int = 6
     num_max_rdma_chunked_recv_tokens: int = 256
+
+    def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """num_nvl_bytes for HINT_TOKENS tokens per rank of `hidden_bytes` each, all sent to all ranks."""
+        return (2 * num_ranks - 1) * HINT_TOKENS * (hidden_bytes + HINT_ROW_DATA)
+
+    def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
+        """0: ranks of one host need none."""
+        return 0
 
 
 class Streams:
@@ -89,14 +102,21 @@ class Streams:
         self.communication = torch.cuda.Stream(device, priority=HIGH_PRIORITY)  # type: ignore[no-untyped-call]
         self._last: EventHandle | None = None  # of the last call, if it was asynchronous
 
-    def communicate(self, work: Callable[[], T], *, asynchronous: bool) -> tuple[T, EventHandle | None]:
+    def communicate(
+        self, work: Callable[[], T], *, asynchronous: bool, after: EventHandle | None = None
+    ) -> tuple[T, EventHandle | None]:
         """Enqueues `work` on the communication stream, behind everything the current stream has so far.
 
+        Args:
+            after: the work waits for this event instead.
         Returns: what work() returned, and the
           event at the end of the work if asynchronous, else None: the current stream then waits for it.
         """
-        self.communication.wait_stream(torch.cuda.current_stream(self.device))
+        if after is None:
+            self.communication.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.communication):
+            if after is not None:
+                after.current_stream_wait()
             result = work()
             event = EventHandle()
         if asynchronous:
@@ -128,6 +148,12 @@ class Streams:
             if tensor is not None:
                 tensor.record_stream(self.communication)
 
+    def record_result(self, *tensors: torch.Tensor | None) -> None:
+        """Keeps the allocator from reusing memory of the communication stream that the current one reads."""
+        for tensor in tensors:
+            if tensor is not None:
+                tensor.record_stream(torch.cuda.current_stream(self.device))
+
     def capturing(self) -> bool:
         """Whether calls on the current stream are captured into a graph."""
         return capturing()
@@ -136,7 +162,9 @@ class Streams:
 class HostStreams:
     """In place of Streams for CPU tensors: calls are done when they return."""
 
-    def communicate(self, work: Callable[[], T], *, asynchronous: bool) -> tuple[T, EventHandle | None]:
+    def communicate(
+        self, work: Callable[[], T], *, asynchronous: bool, after: EventHandle | None = None
+    ) -> tuple[T, EventHandle | None]:
         """See Streams."""
         return work(), EventHandle() if asynchronous else None
 
@@ -148,6 +176,9 @@ class HostStreams:
         """Does nothing."""
 
     def record_use(self, *tensors: torch.Tensor | None) -> None:
+        """Does nothing."""
+
+    def record_result(self, *tensors: torch.Tensor | None) -> None:
         """Does nothing."""
 
     def capturing(self) -> bool:

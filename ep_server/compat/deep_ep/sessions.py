@@ -13,8 +13,9 @@ from typing import Any
 import torch
 
 from ep_server import _C
-from ep_server.compat.deep_ep.bootstrap import from_process_group
+from ep_server.compat.deep_ep.bootstrap import bulk_from_process_group, from_process_group
 from ep_server.compat.deep_ep.events import HostStreams, Streams, capturing
+from ep_server.compat.deep_ep.normal import NormalSession
 from ep_server.compat.deep_ep.session import BufferSession
 from ep_server.errors import ConfigError, InvalidArgument
 from ep_server.exchange.api import ExchangeSpec, Payload, Reduction
@@ -79,13 +80,14 @@ class Options:
 
     shrink: mask a rank that misses a deadline instead of raising PeerTimeout. timeout_ns: deadline of every
     wait. limit: bytes a rank may contribute to one exchange; 0 = no limit. num_sms: multiprocessors that a
-    kernel may fill; 0 = all; GPUs only.
+    kernel may fill; 0 = all; GPUs only. heap_bytes: memory for rows of high-throughput calls; GPUs only.
     """
 
     shrink: bool
     timeout_ns: int
     limit: int
     num_sms: int
+    heap_bytes: int = 0
 
 
 def region_bytes(spec: ExchangeSpec) -> int:
@@ -102,6 +104,7 @@ class Sessions:
         self._sessions: dict[Sizes, BufferSession] = {}  # least recently used first
         self._streams: dict[torch.device, Streams | HostStreams] = {}
         self._masked: frozenset[int] = frozenset()
+        self._normal: dict[str, NormalSession] = {}  # by the type of device
         self._closed = False
 
     def get(self, sizes: Sizes) -> BufferSession:
@@ -118,6 +121,26 @@ class Sessions:
         masked = self._known_masked()
         if session.known_masked != masked:
             session.mask(masked - session.known_masked)
+        return session
+
+    def normal(self, device: torch.device) -> NormalSession:
+        """The session of high-throughput calls on this device. Collective if it does not exist yet.
+
+        Raises: InvalidArgument without num_nvl_bytes on a GPU; StartupError.
+        """
+        self._check_open()
+        session = self._normal.get(device.type)
+        if session is None:
+            if device != CPU and self._options.heap_bytes <= 0:
+                raise InvalidArgument("num_nvl_bytes", self._options.heap_bytes, "memory for received rows")
+            try:
+                exchange = bulk_from_process_group(
+                    self._group, device, self._options.timeout_ns, self._options.heap_bytes
+                )
+            except ConfigError as error:
+                raise InvalidArgument(error.field, error.value, error.allowed) from error
+            session = NormalSession(exchange, self._rank, self._num_ranks, self.streams(device))
+            self._normal[device.type] = session
         return session
 
     def masked(self) -> frozenset[int]:
@@ -163,6 +186,9 @@ class Sessions:
         for session in self:
             session.close()
         self._sessions.clear()
+        for normal in self._normal.values():
+            normal.close()
+        self._normal.clear()
 
     def __iter__(self) -> Iterator[BufferSession]:
         return iter(self._sessions.values())

@@ -88,6 +88,11 @@ class DeviceBytes:
         }
 
 
+def bytes_tensor(block: DeviceBytes, device: torch.device) -> torch.Tensor:
+    """uint8 of the block's shape; keeps the block alive."""
+    return torch.as_tensor(block, device=device)
+
+
 def check_device_spec(spec: ExchangeSpec, on_timeout: str) -> None:
     """Raises ConfigError for a spec that GPUs of one host do not support."""
     check_spec(spec)
@@ -103,8 +108,12 @@ def check_device_spec(spec: ExchangeSpec, on_timeout: str) -> None:
         raise ConfigError("on_timeout", on_timeout, "one of raise, mask")
 
 
-def make_group(spec: ExchangeSpec, device: torch.device, on_timeout: str) -> _cuda.Group:
-    """This rank's region and state in the memory of its GPU. Raises RuntimeError where the GPU refuses."""
+def make_group(spec: ExchangeSpec, device: torch.device, on_timeout: str, heap_bytes: int = 0) -> _cuda.Group:
+    """This rank's region and state in the memory of its GPU. Raises RuntimeError where the GPU refuses.
+
+    Args:
+        heap_bytes: further memory that peers write, for NvlinkBulk.
+    """
     return _cuda.Group(
         num_ranks=spec.num_ranks,
         max_tokens=spec.max_tokens,
@@ -118,6 +127,7 @@ def make_group(spec: ExchangeSpec, device: torch.device, on_timeout: str) -> _cu
         device=device.index,
         timeout_ns=spec.timeout_ns,
         mask_on_timeout=on_timeout == "mask",
+        heap_bytes=heap_bytes,
     )
 
 
@@ -295,7 +305,7 @@ class Launcher:
         """The rows of all receive banks in place: [banks * R * max_tokens, H], and their scales."""
         shapes, group = self.shapes, self.group
         shape = (self.spec.num_banks * shapes.padded_rows, group.row_pitch)
-        block = torch.as_tensor(DeviceBytes(group.rows_at(0), shape), device=self.device)
+        block = bytes_tensor(DeviceBytes(group.rows_at(0), shape), self.device)
         width = self.spec.hidden * shapes.row_dtype.itemsize
         rows = block[:, :width].view(shapes.row_dtype)
         if not shapes.fp8:

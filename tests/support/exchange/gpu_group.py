@@ -12,6 +12,7 @@ import torch.distributed as dist
 from ep_server.compat.deep_ep.bootstrap import group_segment
 from ep_server.exchange.api import ExchangeSpec, Payload, Received
 from ep_server.exchange.host import open_group
+from ep_server.exchange.nvlink.bulk import NvlinkBulk, bulk_spec
 from ep_server.exchange.nvlink.exchange import NvlinkExchange
 from ep_server.exchange.quant import dequantise
 from ep_server.exchange.spec import control_spec
@@ -31,6 +32,21 @@ def open_exchange(group: dist.ProcessGroup, spec: ExchangeSpec, **options: Any) 
     segment = group_segment(group, control)
     try:
         return NvlinkExchange(spec, control=open_group(control, segment), **options)
+    finally:
+        os.close(segment)
+
+
+def open_bulk(
+    group: dist.ProcessGroup, device: torch.device, timeout_ns: int, heap_bytes: int
+) -> NvlinkBulk:
+    """This rank's end of the exchange of many rows. Collective."""
+    spec = bulk_spec(group.rank(), group.size(), timeout_ns)
+    control = control_spec(spec)
+    segment = group_segment(group, control)
+    try:
+        return NvlinkBulk(
+            spec, control=open_group(control, segment), device=device, heap_bytes=heap_bytes
+        )
     finally:
         os.close(segment)
 

@@ -102,6 +102,7 @@ class OneStream:
 
     def __init__(self, *_: Any, **__: Any) -> None:
         self.synchronize = self.wait_stream = self.wait_event = self.record_event = lambda *_: None
+        self.record = self.wait = self.synchronize
 
 
 def install(path: Path) -> None:
@@ -145,6 +146,7 @@ def patch_exchange() -> None:
     def regions(block: Any, device: Any = None) -> torch.Tensor:
         shape, (address, _) = (block.__cuda_array_interface__[k] for k in ("shape", "data"))
         memory = (ctypes.c_uint8 * (shape[0] * shape[1])).from_address(address)
+        memory.owner = block  # type: ignore[attr-defined]
         return torch.frombuffer(memory, dtype=torch.uint8).view(shape)
 
     cuda_exchange.Shapes = Shapes  # type: ignore[misc]
@@ -163,7 +165,11 @@ def patch_buffer() -> None:
         options = {"on_timeout": waiting.on_timeout, "num_sms": num_sms}
         return gpu_group.open_exchange(group, spec, device=0, **options)
 
+    def make_bulk(group: Any, device: Any, timeout_ns: int, heap_bytes: int) -> Any:
+        return gpu_group.open_bulk(group, torch.device("cuda", 0), timeout_ns, heap_bytes)
+
     sessions.from_process_group = make
+    sessions.bulk_from_process_group = make_bulk
     sessions.HostStreams = lambda: events.Streams(torch.device("cuda", 0))  # type: ignore[misc,assignment]
     buffer_user.gpu_device = lambda _: torch.device("cpu")
 
