@@ -110,26 +110,7 @@ class NvlinkBulk:
         top_k = 0 if rows.ids is None else rows.ids.shape[1]
         self._memory.reserve(self._combine_bytes(tokens, hidden * BF16_BYTES, top_k))
         landing = self._memory.land(block.total, graph_safe=arrival.worst)
-        scales, ids = rows.scales, rows.ids
-        args = _cuda.BulkDispatchArgs(
-            x=rows.x.data_ptr(),
-            scales=launch.address(scales),
-            ids=launch.address(ids),
-            weights=launch.address(rows.weights),
-            places=plan.places.data_ptr(),
-            prefix=plan.prefix.data_ptr(),
-            offset=landing.offset,
-            capacity=arrival.rows,
-            tokens=tokens,
-            row_bytes=hidden * rows.x.itemsize,
-            scale_words=0 if scales is None else scales.shape[1],
-            top_k=top_k,
-            local_experts=arrival.local_experts,
-            scale_row=0 if scales is None else scales.stride(0),
-            scale_column=0 if scales is None else scales.stride(1),
-            sources=arrival.with_sources,
-            fill=arrival.worst and ids is not None,
-        )
+        args = dispatch_args(rows, plan, arrival, landing.offset)
         self.group.bulk_dispatch(self._stream(), self._sms(num_sms), args)
         return block.tensors(landing.bytes(block.total), rows, arrival)
 
@@ -138,31 +119,14 @@ class NvlinkBulk:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """See BulkExchange."""
         self.check()
-        (tokens, ranks), hidden = plan.places.shape, returned.x.shape[1]
-        weights, top_k = returned.weights, 0 if returned.weights is None else returned.weights.shape[1]
-        row_bytes, capacity = hidden * returned.x.itemsize, (ranks - 1) * tokens
+        tokens, hidden = plan.places.shape[0], returned.x.shape[1]
+        top_k = 0 if returned.weights is None else returned.weights.shape[1]
         out = torch.empty((tokens, hidden), dtype=torch.bfloat16, device=self.device)
-        sums = None
-        if weights is not None:
-            sums = torch.empty((tokens, top_k), dtype=torch.float32, device=self.device)
-        bias = [*(each.data_ptr() for each in returned.bias), 0, 0]
-        args = _cuda.BulkCombineArgs(
-            x=returned.x.data_ptr(),
-            weights=launch.address(weights),
-            first_bias=bias[0],
-            second_bias=bias[1],
-            places=plan.places.data_ptr(),
-            prefix=plan.prefix.data_ptr(),
-            out=out.data_ptr(),
-            out_weights=launch.address(sums),
-            offset=self._memory.scratch(self._combine_bytes(tokens, row_bytes, top_k)),
-            capacity=capacity,
-            tokens=tokens,
-            row_bytes=row_bytes,
-            top_k=top_k,
-        )
+        sums = torch.empty((tokens, top_k), dtype=torch.float32, device=self.device)
+        offset = self._memory.scratch(self._combine_bytes(tokens, hidden * BF16_BYTES, top_k))
+        args = combine_args(returned, plan, (out, sums), offset)
         self.group.bulk_combine(self._stream(), self._sms(num_sms), args)
-        return out, sums
+        return out, None if returned.weights is None else sums
 
     def check(self) -> None:
         """Raises what a kernel has found since the last call; never waits."""
@@ -195,6 +159,53 @@ class NvlinkBulk:
 
     def _sms(self, wanted: int) -> int:
         return max(1, min(wanted, self.group.num_sms))
+
+
+def dispatch_args(rows: Rows, plan: Plan, arrival: Arrival, offset: int) -> _cuda.BulkDispatchArgs:
+    """Of a dispatch that receives at `offset` of the heap."""
+    scales, ids = rows.scales, rows.ids
+    return _cuda.BulkDispatchArgs(
+        x=rows.x.data_ptr(),
+        scales=launch.address(scales),
+        ids=launch.address(ids),
+        weights=launch.address(rows.weights),
+        places=plan.places.data_ptr(),
+        prefix=plan.prefix.data_ptr(),
+        offset=offset,
+        capacity=arrival.rows,
+        tokens=rows.x.shape[0],
+        row_bytes=rows.x.shape[1] * rows.x.itemsize,
+        scale_words=0 if scales is None else scales.shape[1],
+        top_k=0 if ids is None else ids.shape[1],
+        local_experts=arrival.local_experts,
+        scale_row=0 if scales is None else scales.stride(0),
+        scale_column=0 if scales is None else scales.stride(1),
+        sources=arrival.with_sources,
+        fill=arrival.worst and ids is not None,
+    )
+
+
+def combine_args(
+    returned: Returned, plan: Plan, into: tuple[torch.Tensor, torch.Tensor], offset: int
+) -> _cuda.BulkCombineArgs:
+    """Of a combine into sums [T, H] and sums of weights [T, K]; rows return to `offset` of the heap."""
+    (tokens, ranks), weights, (out, sums) = plan.places.shape, returned.weights, into
+    bias = [*(each.data_ptr() for each in returned.bias), 0, 0]
+    return _cuda.BulkCombineArgs(
+        x=returned.x.data_ptr(),
+        weights=launch.address(weights),
+        first_bias=bias[0],
+        second_bias=bias[1],
+        places=plan.places.data_ptr(),
+        prefix=plan.prefix.data_ptr(),
+        out=out.data_ptr(),
+        out_weights=0 if weights is None else sums.data_ptr(),
+        offset=offset,
+        capacity=(ranks - 1) * tokens,
+        tokens=tokens,
+        row_bytes=returned.x.shape[1] * returned.x.itemsize,
+        top_k=0 if weights is None else weights.shape[1],
+    )
 
 
 class _Block:

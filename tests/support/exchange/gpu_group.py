@@ -36,17 +36,13 @@ def open_exchange(group: dist.ProcessGroup, spec: ExchangeSpec, **options: Any) 
         os.close(segment)
 
 
-def open_bulk(
-    group: dist.ProcessGroup, device: torch.device, timeout_ns: int, heap_bytes: int
-) -> NvlinkBulk:
+def open_bulk(group: dist.ProcessGroup, device: torch.device, timeout_ns: int, heap_bytes: int) -> NvlinkBulk:
     """This rank's end of the exchange of many rows. Collective."""
     spec = bulk_spec(group.rank(), group.size(), timeout_ns)
     control = control_spec(spec)
     segment = group_segment(group, control)
     try:
-        return NvlinkBulk(
-            spec, control=open_group(control, segment), device=device, heap_bytes=heap_bytes
-        )
+        return NvlinkBulk(spec, control=open_group(control, segment), device=device, heap_bytes=heap_bytes)
     finally:
         os.close(segment)
 

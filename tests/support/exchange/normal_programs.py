@@ -76,13 +76,20 @@ def make_sent(rank: int, routing: str, seed: int, hidden: int = HIDDEN, tokens: 
 class NormalUser:
     """A caller of the library: one Buffer in high-throughput mode."""
 
-    def __init__(self, group: dist.ProcessGroup, device: str = "cpu", heap: int = HEAP) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, device: str = "cpu", heap: int = HEAP, seconds: float = 60.0
+    ) -> None:
         self.group, self.rank, self.num_ranks = group, group.rank(), group.size()
         self.device = torch.device("cpu")
         if device == "cuda":
             self.device = buffer_user.gpu_device(self.rank)
-        self.buffer = deep_ep.Buffer(group, heap, explicitly_destroy=True, timeout_seconds=60.0)
+        self.buffer = deep_ep.Buffer(group, heap, explicitly_destroy=True, timeout_seconds=seconds)
         self.share = NUM_EXPERTS // self.num_ranks
+
+    def synchronize(self) -> None:
+        """Waits for what was enqueued."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
 
     def everyone(self, routing: str, seed: int, **sizes: int) -> list[Sent]:
         return [make_sent(rank, routing, seed, **sizes) for rank in range(self.num_ranks)]

@@ -77,6 +77,20 @@ def test_conformance(num_ranks: int) -> None:
     assert not found, "\n".join(found[:5])
 
 
+@pytest.mark.timeout(SECONDS + 120)
+@pytest.mark.parametrize("num_ranks", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 4))])
+def test_many_rows(num_ranks: int) -> None:
+    """DeepEP's high-throughput calls."""
+    found = failures(run("normal_programs.run_programs", num_ranks, "cuda"))
+    assert not found, "\n".join(found[:5])
+
+
+@pytest.mark.timeout(SECONDS + 120)
+@pytest.mark.parametrize("call", ["dispatch", "combine"])
+def test_a_rank_that_does_not_call(call: str) -> None:
+    run("normal_losses.stays_away", 2, "cuda", call)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2, 4])
 def test_sizes(num_ranks: int) -> None:

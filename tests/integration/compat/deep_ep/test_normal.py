@@ -1,0 +1,32 @@
+"""DeepEP's high-throughput calls on CPU tensors, against plain torch (tests/support/exchange/normal_*.py)."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from tests.support.exchange import normal_losses, normal_programs
+from tests.support.exchange.process_group import run_group
+
+
+@cache
+def results(num_ranks: int) -> dict[str, list[str]]:
+    """program -> failure texts of the ranks that failed; one group of processes for all."""
+    by_rank = run_group(normal_programs.run_programs, num_ranks, args=("cpu",))
+    return {
+        name: [f"rank {rank}: {answers[name]}" for rank, answers in enumerate(by_rank) if answers[name]]
+        for name in by_rank[0]
+    }
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 4])
+@pytest.mark.parametrize("program", normal_programs.PROGRAMS)
+def test_program(num_ranks: int, program: str) -> None:
+    failures = results(num_ranks)[program]
+    assert not failures, "\n".join(failures)
+
+
+@pytest.mark.parametrize("call", ["dispatch", "combine"])
+def test_a_rank_that_does_not_call(call: str) -> None:
+    run_group(normal_losses.stays_away, 2, args=("cpu", call))
