@@ -85,13 +85,15 @@ class Placement:
     A slot that holds an expert and does not serve is a spare copy: ready if its rank must take over.
 
     num_experts: of a layer. slots_per_rank: the same on all ranks.
-    experts: by layer, by slot: the expert, or EMPTY. serves: by layer, by slot: tokens are sent there.
+    experts: by layer, by slot: the expert, or EMPTY.
+    serves: by layer, by slot: the slot's part of its expert's tokens, relative to the other slots that serve
+      it; 0 in a spare copy and in an empty slot.
     """
 
     num_experts: int
     slots_per_rank: int
     experts: tuple[tuple[int, ...], ...]
-    serves: tuple[tuple[bool, ...], ...]
+    serves: tuple[tuple[int, ...], ...]
 
     @property
     def num_ranks(self) -> int:
@@ -115,22 +117,21 @@ class Placement:
     ) -> tuple[tuple[int, ...], ...]:
         """By expert: the slots that tokens of a source rank choose from; token t takes way t % ways.
 
-        Replicas get equal shares where `ways` is a multiple of their number. Sources start at different
-        replicas, so that few tokens of many ranks spread too.
+        Replicas get exactly their shares where `ways` is a multiple of the sum of their parts. Sources start
+        at different replicas, so that few tokens of many ranks spread too.
         Raises: InternalError if no live rank serves an expert.
         """
-        found: list[list[int]] = [[] for _ in range(self.num_experts)]
-        for slot, (expert, serves) in enumerate(zip(self.experts[layer], self.serves[layer], strict=True)):
-            if expert != EMPTY and serves and slot // self.slots_per_rank in live:
-                found[expert].append(slot)
-        if [] in found:
-            raise InternalError(f"layer {layer}: no live rank serves expert {found.index([])}")
-        return tuple(
-            (slots[0],) * ways
-            if len(slots) == 1
-            else tuple(slots[(source + way) % len(slots)] for way in range(ways))
-            for slots in found
-        )
+        parts: list[dict[int, int]] = [{} for _ in range(self.num_experts)]
+        for slot, part in enumerate(self.serves[layer]):
+            if part and slot // self.slots_per_rank in live:
+                parts[self.experts[layer][slot]][slot] = part
+        table = []
+        for expert, shares in enumerate(parts):
+            if not shares:
+                raise InternalError(f"layer {layer}: no live rank serves expert {expert}")
+            turns = _turns(shares) if len(shares) > 1 else tuple(shares)
+            table.append(tuple(turns[(source + way) % len(turns)] for way in range(ways)))
+        return tuple(table)
 
     def missing(self, live: Collection[int]) -> tuple[tuple[int, int], ...]:
         """(layer, expert) pairs that no slot of a live rank holds."""
@@ -140,6 +141,18 @@ class Placement:
             here = {e for p, e in enumerate(held) if p // per in live}
             found += [(layer, expert) for expert in range(self.num_experts) if expert not in here]
         return tuple(found)
+
+
+def _turns(shares: dict[int, int]) -> tuple[int, ...]:
+    """Slots in turn, each as often as its part: any few in a row are close to the shares."""
+    period, ahead, turns = sum(shares.values()), dict.fromkeys(shares, 0), []
+    for _ in range(period):
+        for slot, part in shares.items():
+            ahead[slot] += part
+        slot = max(ahead, key=lambda slot: (ahead[slot], -slot))
+        ahead[slot] -= period
+        turns.append(slot)
+    return tuple(turns)
 
 
 def first_placement(
@@ -157,4 +170,4 @@ def first_placement(
             raise InternalError(f"{len(own)} experts do not fit into the {slots_per_rank} slots of a rank")
         held[rank * slots_per_rank : rank * slots_per_rank + len(own)] = own
     experts = (tuple(held),) * layers
-    return Placement(num_experts, slots_per_rank, experts, (tuple(e != EMPTY for e in held),) * layers)
+    return Placement(num_experts, slots_per_rank, experts, (tuple(int(e != EMPTY) for e in held),) * layers)
