@@ -1,11 +1,11 @@
-"""Balance of experts: rows per rank and layer under Zipf routing, with and without replicas; the planner's time.
+"""Balance of experts: rows per rank and layer under Zipf routing, with replicas and without.
 
     python benchmarks/bench_balance.py [--ranks 4 16 64] [--slots 35 9 3] [--copies 0.12] [--seed 1]
 
-Tokens are routed for --steps steps with the first placement; the planner sees these counts and plans, time after
-time, until it has nothing to change. Other steps of the same distribution are then counted with both placements,
-token by token, as ranks choose replicas. The sampling floor is what chance alone leaves: the rows of a step spread
-over the ranks at random, each rank as likely as the others.
+Tokens are routed for --steps steps with the first placement. The planner gets these counts and plans until
+it has nothing to change. Other steps of the same distribution are then counted with both placements, token
+by token, as ranks choose replicas. The sampling floor of a step is what chance alone leaves: as many rows,
+each of which goes to any rank with the same probability.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ep_server.scheduler.placement import WAYS
 
 
 class Traffic:
-    """Zipf routing: distinct experts for each token and layer, the popular ones in another order in each layer."""
+    """Zipf routing: distinct experts for each token and layer. Each layer has another order of popularity."""
 
     def __init__(self, args: argparse.Namespace, ranks: int) -> None:
         self.experts, self.top_k, self.layers = args.experts, args.top_k, args.layers

@@ -35,7 +35,8 @@ class BalanceLimits:
     moves: experts to load in one plan, at most.
     act_above, aim: a layer is changed if its imbalance (maximum / mean rows of live ranks) exceeds act_above,
       and then until it is at most aim. The gap keeps a layer from changing again soon.
-    gain: by which the imbalance of a layer must shrink, or the layer stays as it is.
+    gain: by which the rows beyond act_above must shrink, over all ranks, in means: or the layer stays. A plan
+      that prepares the next one may raise the imbalance by so much.
     copies: serving copies of a layer, at most; None: as many as slots.
     keep_coverage: while every expert lies on two live ranks, keep it so: any one rank may be lost.
     """
@@ -181,9 +182,6 @@ class _Draft:
     def mean(self) -> float:
         return sum(self.loads.values()) / len(self.loads)
 
-    def imbalance(self) -> float:
-        return imbalance(self.loads.values())
-
     def excess(self) -> float:
         """Rows of the most loaded rank beyond the mean: what the others wait for."""
         return max(self.loads.values()) - self.mean
@@ -197,20 +195,25 @@ class _Draft:
 
     def improved(self, limits: BalanceLimits, moves: int) -> _Draft | None:
         """A better layer, with at most so many loads; None if it should stay as it is."""
-        mean, before = self.mean, self.imbalance()
-        if not mean or before <= max(limits.act_above, 1 + NOISE / sqrt(mean)):
+        mean, imbalanced = self.mean, imbalance(self.loads.values())
+        if not mean or imbalanced <= max(limits.act_above, 1 + NOISE / sqrt(mean)):
             return None
-        draft = self._copy(self.fixed)
+        draft, before = self._copy(self.fixed), self._overload(limits.act_above)
         draft._level(limits, moves)
-        if draft.imbalance() > limits.act_above:
+        after = draft._overload(limits.act_above)
+        if after:
             roomy = draft._copy(self.fixed)
-            roomy._make_room(moves)
+            roomy._make_room(moves, max(self.loads.values()) + limits.gain * mean)
             later = roomy._copy(frozenset(slot for slot, part in enumerate(roomy.parts) if part))
             later.loaded.clear()
             later._level(limits, moves)
-            if draft.imbalance() - later.imbalance() >= limits.gain <= before - later.imbalance():
+            if min(before, after) - later._overload(limits.act_above) >= limits.gain:
                 return roomy
-        return draft if before - draft.imbalance() >= limits.gain else None
+        return draft if before - after >= limits.gain else None
+
+    def _overload(self, allowed: float) -> float:
+        """Rows beyond the allowed multiple of the mean, of all ranks, in means."""
+        return sum(max(0.0, load / self.mean - allowed) for load in self.loads.values())
 
     def _level(self, limits: BalanceLimits, moves: int) -> None:
         copies = limits.copies or len(self.parts)
@@ -352,25 +355,27 @@ class _Draft:
         for slot in [slot for slot in self.loaded if not self.parts[slot]]:
             self.experts[slot] = self.loaded.pop(slot)
 
-    def _make_room(self, moves: int) -> None:
+    def _make_room(self, moves: int, most: float) -> None:
         """Move the coldest expert off each rank below the mean without a free slot, for the next plan to use.
 
-        The slot is left empty. With its old copy, moving the expert back would seem to cost nothing.
+        The slot is left empty: with its old copy, moving the expert back would seem to cost nothing. No rank
+        gets more than `most` rows.
         """
         for rank in sorted(self.loads, key=lambda rank: (self.loads[rank], rank)):
             if len(self.loaded) >= moves or self.loads[rank] >= self.mean:
                 return
             movable = [s for s in self.slots(rank) if self.parts[s] == WAYS and self._is_expendable(s, 1)]
             if movable and not self._has_room(rank):
-                self._move_whole(min(movable, key=lambda slot: (self.unit(slot), slot)))
+                self._move_whole(min(movable, key=lambda slot: (self.unit(slot), slot)), most)
 
-    def _move_whole(self, slot: int) -> None:
-        """Move an expert to the rank with the most free slots, if there is one; the slot is left empty."""
-        holders = self._holders(self.experts[slot])
-        room = {r: len(free) for r in self.loads if r not in holders and (free := self._free_slots(r))}
+    def _move_whole(self, slot: int, most: float) -> None:
+        """Move an expert to the rank with the most free slots, if one can take it; the slot is left empty."""
+        holders, expert = self._holders(self.experts[slot]), self.experts[slot]
+        fits = [r for r in self.loads if r not in holders and self.loads[r] + self.rows[expert] <= most]
+        room = {rank: len(free) for rank in fits if (free := self._free_slots(rank))}
         if room:
-            to = max(room, key=lambda r: (room[r], -self.loads[r], -r))
-            self._reassign(slot, self._load(self.experts[slot], to), WAYS)
+            to = max(room, key=lambda rank: (room[rank], -self.loads[rank], -rank))
+            self._reassign(slot, self._load(expert, to), WAYS)
             self.experts[slot] = EMPTY
 
     def _has_room(self, rank: int) -> bool:
