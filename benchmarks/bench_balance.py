@@ -19,9 +19,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from ep_server.records import WAYS
 from ep_server.scheduler import Placement, first_placement
 from ep_server.scheduler.balance import BalanceLimits, plan_balance
-from ep_server.scheduler.placement import WAYS
 
 
 class Traffic:

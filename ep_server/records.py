@@ -190,6 +190,7 @@ class KvMoves(NamedTuple):
 
 
 EMPTY = -1  # a slot without an expert
+WAYS = 24  # parts of an expert's tokens: 1, 2, 3, 4, 6, 8 or 12 slots can take equal ones
 NO_TOKEN = -1  # the logits of a row held NaN or infinity
 LATE_TOKEN = -3  # the mask of its grammar was not ready: nothing was drawn, and its slice runs again
 PENDING_TOKEN = -2  # drawn by a step that is still in flight

@@ -11,9 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ep_server.records import EMPTY
-
-WAYS = 12  # a multiple of 1, 2, 3, 4 and 6: so many replicas of an expert get equal shares
+from ep_server.records import EMPTY, WAYS
 
 Routes = Sequence[
     Sequence[Sequence[int]]

@@ -15,10 +15,10 @@ from dataclasses import replace
 from ep_server.backends.assembly import LoadParams
 from ep_server.errors import InternalError, Unavailable
 from ep_server.models.experts import SlotMove
-from ep_server.models.slots import WAYS, Routes
+from ep_server.models.slots import Routes
 from ep_server.ranks.changes import Change, Prepared
 from ep_server.ranks.parts import AnyRunner
-from ep_server.records import EMPTY
+from ep_server.records import EMPTY, WAYS
 from ep_server.scheduler.placement import Placement
 
 log = logging.getLogger(__name__)
@@ -137,7 +137,7 @@ class _NewPlacement:
 
 def routes_of(placement: Placement, rank: int, live: Collection[int]) -> Routes:
     """The routes of all layers; equal layers are computed once."""
-    made: dict[tuple[tuple[int, ...], tuple[bool, ...]], Sequence[Sequence[int]]] = {}
+    made: dict[tuple[tuple[int, ...], tuple[int, ...]], Sequence[Sequence[int]]] = {}
     for layer, key in enumerate(zip(placement.experts, placement.serves, strict=True)):
         if key not in made:
             made[key] = placement.routes(layer, rank, WAYS, live)

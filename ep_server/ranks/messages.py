@@ -157,7 +157,7 @@ def placement_message(placement: Placement) -> pb.Placement:
     return pb.Placement(
         num_experts=placement.num_experts,
         slots_per_rank=placement.slots_per_rank,
-        layers=[pb.LayerPlacement(experts=experts, serves=serves) for experts, serves in layers],
+        layers=[pb.LayerPlacement(experts=experts, serves=map(int, serves)) for experts, serves in layers],
     )
 
 

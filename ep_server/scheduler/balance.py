@@ -13,7 +13,8 @@ from math import gcd, sqrt
 from typing import NamedTuple
 
 from ep_server.errors import InternalError
-from ep_server.scheduler.placement import EMPTY, WAYS, Placement
+from ep_server.records import EMPTY, WAYS
+from ep_server.scheduler.placement import Placement
 
 NOISE = 3.0  # standard deviations of a rank's rows; a smaller imbalance may be chance
 NEARLY = 0.8  # a whole expert is moved rather than a part of one if it levels at least so much of it

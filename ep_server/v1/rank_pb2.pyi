@@ -85,8 +85,8 @@ class LayerPlacement(_message.Message):
     EXPERTS_FIELD_NUMBER: _ClassVar[int]
     SERVES_FIELD_NUMBER: _ClassVar[int]
     experts: _containers.RepeatedScalarFieldContainer[int]
-    serves: _containers.RepeatedScalarFieldContainer[bool]
-    def __init__(self, experts: _Optional[_Iterable[int]] = ..., serves: _Optional[_Iterable[bool]] = ...) -> None: ...
+    serves: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, experts: _Optional[_Iterable[int]] = ..., serves: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class Regroup(_message.Message):
     __slots__ = ("generation", "work_number", "kept")

@@ -17,8 +17,8 @@ from ep_server.backends.torch_compute import TorchCompute
 from ep_server.models.compute import Compute
 from ep_server.models.experts import SlotMove
 from ep_server.models.layers import MoeWeights
-from ep_server.models.slots import WAYS, ExpertRows, SlotTable
-from ep_server.records import EMPTY
+from ep_server.models.slots import ExpertRows, SlotTable
+from ep_server.records import EMPTY, WAYS
 from tests.support.models.checkpoints import EXPERTS, Tiny
 
 SLOTS = 4

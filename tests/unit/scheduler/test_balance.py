@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ep_server.errors import InternalError
+from ep_server.records import WAYS
 from ep_server.scheduler import EMPTY, Placement, first_placement
 from ep_server.scheduler.balance import (
     NOISE,
@@ -19,7 +20,6 @@ from ep_server.scheduler.balance import (
     plan_balance,
     rank_rows,
 )
-from ep_server.scheduler.placement import WAYS
 
 LIMITS = BalanceLimits()
 
