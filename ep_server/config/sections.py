@@ -143,7 +143,15 @@ class SchedulerConfig:
 
     max_running: int = option(64, "Sequences that one rank decodes at once.", low=1, high=4096)
     max_step_tokens: int = option(
-        256, "Tokens that one rank runs in one step, prompt chunks included.", low=1, high=8192
+        256, "Tokens that one rank runs in one step at most, prompt chunks included.", low=1, high=8192
+    )
+    itl_budget_ms: float = option(
+        -1.0,
+        "Longest step, in ms, while sequences decode: prompts get what that leaves. 0: prompts fill every "
+        "step. -1: twice the measured step without prompts, except for prompts that were there before the "
+        "sequences began to decode, or that are more than these.",
+        low=-1,
+        high=60_000,
     )
     max_queue: int = option(
         256,

@@ -33,7 +33,7 @@ from ep_server.ranks.overlap import Overlap
 from ep_server.ranks.parts import AnyRunner, Built, Device, Progress
 from ep_server.ranks.profiler import StepProfiler
 from ep_server.records import RankReady, Request, Sampling, SeqSlice, StepBatch, Stopping
-from ep_server.scheduler.batch import IDLE, SchedulerLimits
+from ep_server.scheduler.batch import AUTO_BUDGET, IDLE, SchedulerLimits
 from ep_server.scheduler.rank_scheduler import RankScheduler
 from ep_server.text.grammars.masks import GrammarMasks
 from ep_server.text.tokenizer import Tokenizer
@@ -178,6 +178,7 @@ def _load_params(start: pb.Start, config: Config, spec: ExchangeSpec, device: De
 
 
 def _limits(config: Config, model: RankModel, built: Built, ahead: int) -> SchedulerLimits:
+    budget = config.scheduler.itl_budget_ms
     return SchedulerLimits(
         max_running=config.scheduler.max_running,
         max_step_tokens=config.scheduler.max_step_tokens,
@@ -188,6 +189,8 @@ def _limits(config: Config, model: RankModel, built: Built, ahead: int) -> Sched
         max_context=model.max_context,
         ahead=ahead,
         host_blocks=built.copier.slots,
+        itl_budget_ns=AUTO_BUDGET if budget < 0 else int(budget * 1e6),
+        step_sizes=built.step_sizes,
     )
 
 

@@ -123,7 +123,9 @@ class CudaDevice:
             copier = GpuCopies(runner.kv_cache, slots, self.device) if slots else NoCopies()
         self._built = runner, sizes
         rows = GpuRows(runner.kv_cache, self.device)
-        return Built(runner, blocks, exchange.capabilities.memory_bytes, rows, chosen.named, copier)
+        most_singles = min(plan.max_running, plan.max_step_tokens)
+        padded = tuple(size for size in runner.graphs.buckets if size > most_singles)
+        return Built(runner, blocks, exchange.capabilities.memory_bytes, rows, chosen.named, copier, padded)
 
     @property
     def runner(self) -> GpuRunner:

@@ -96,6 +96,7 @@ class Built:
     """A runner and the cache it has. exchange_bytes: of this rank. attention: kernels of a GPU, by name.
 
     copier: the host tier's; NoCopies if there is none. rows: of the cache, for hand-offs.
+    step_sizes: as SchedulerLimits.step_sizes.
     """
 
     runner: AnyRunner
@@ -104,6 +105,7 @@ class Built:
     rows: KvRows
     attention: str = ""
     copier: KvCopier = field(default_factory=NoCopies)
+    step_sizes: tuple[int, ...] = ()
 
 
 class Device(Protocol):

@@ -15,11 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ep_server.errors import InternalError
+from ep_server.scheduler.prompt_budget import RanStep
 
 RECORD_BYTES = 64
 
-# magic, flags, step, generation, last work, tokens, bucket, prepared; the rest is reserved and zero.
-_RECORD = struct.Struct("<4sIQQQIIQ16x")
+# magic, flags, step, generation, last work, tokens, bucket, prepared, prompts, streams; the rest is reserved
+# and zero.
+_RECORD = struct.Struct("<4sIQQQIIQII8x")
 _MAGIC = b"epV1"
 _HAS_WORK, _MICRO_BATCH_OK, _GRAPH_OK, _STOP = 1, 2, 4, 8
 assert _RECORD.size == RECORD_BYTES
@@ -34,6 +36,7 @@ class Vote:
     bucket: the size its batch would be padded to. has_work: a request waits or runs here.
     micro_batch_ok, graph_ok: it can run two micro-batches, a captured graph; an idle rank always can.
     stop: it received the order to shut down. prepared: the change that it could switch to now, 0 = none.
+    prompts: those of its tokens that are of prompts. streams: its sequences that prompts should not hold up.
     """
 
     step: int
@@ -46,6 +49,8 @@ class Vote:
     graph_ok: bool = True
     stop: bool = False
     prepared: int = 0
+    prompts: int = 0
+    streams: int = 0
 
     def pack(self) -> bytes:
         """The 64-byte record. Raises InternalError for a number the record cannot carry."""
@@ -65,6 +70,8 @@ class Vote:
                 self.tokens,
                 self.bucket,
                 self.prepared,
+                self.prompts,
+                self.streams,
             )
         except struct.error as error:
             raise InternalError(f"{self} does not fit its record: {error}") from error
@@ -74,7 +81,8 @@ class Vote:
         """Raises InternalError for anything that pack() did not write."""
         if len(record) != RECORD_BYTES or record[:4] != _MAGIC:
             raise InternalError(f"not a vote: {len(record)} bytes starting with {record[:4]!r}")
-        _, flags, step, generation, last_work, tokens, bucket, prepared = _RECORD.unpack(record)
+        _, flags, step, generation, last_work, *counts = _RECORD.unpack(record)
+        tokens, bucket, prepared, prompts, streams = counts
         return Vote(
             step,
             generation,
@@ -86,6 +94,8 @@ class Vote:
             graph_ok=bool(flags & _GRAPH_OK),
             stop=bool(flags & _STOP),
             prepared=prepared,
+            prompts=prompts,
+            streams=streams,
         )
 
 
@@ -95,6 +105,7 @@ class Verdict:
 
     micro_batches: 1 or 2. graph: a captured graph of size `bucket` is run. tokens: of each live rank.
     change: that all switch to before this step, 0 = none.
+    singles, prompts: of the rank with most tokens of that kind. streams: of all ranks.
     """
 
     step: int
@@ -106,6 +117,13 @@ class Verdict:
     bucket: int
     tokens: tuple[int, ...]
     change: int = 0
+    singles: int = 0
+    prompts: int = 0
+    streams: int = 0
+
+    def ran(self, ns: int, bucket: int) -> RanStep:
+        """The step, for the scheduler. bucket: rows that a captured step was padded to; 0 = not captured."""
+        return RanStep(ns, bucket or max(self.tokens), self.singles, self.prompts)
 
 
 def tally(votes: Sequence[Vote]) -> Verdict:
@@ -139,6 +157,9 @@ def tally(votes: Sequence[Vote]) -> Verdict:
         bucket=max(vote.bucket for vote in votes),
         tokens=tuple(vote.tokens for vote in votes),
         change=first.prepared if agreed else 0,
+        singles=max(vote.tokens - vote.prompts for vote in votes),
+        prompts=max(vote.prompts for vote in votes),
+        streams=sum(vote.streams for vote in votes),
     )
 
 
@@ -154,6 +175,7 @@ class Voter:
         self.generation = generation
         self.step = 0
         self.last_work = last_work
+        self.elsewhere = self._streams = 0  # Vote.streams: of the other ranks, of this one
 
     def __repr__(self) -> str:
         return f"Voter(step={self.step}, last_work={self.last_work}, generation={self.generation})"
@@ -174,8 +196,11 @@ class Voter:
         graph_ok: bool = True,
         stop: bool = False,
         prepared: int = 0,
+        prompts: int = 0,
+        streams: int = 0,
     ) -> bytes:
         """This rank's record for its current step; arguments as the fields of Vote."""
+        self._streams = streams
         return Vote(
             self.step,
             self.generation,
@@ -187,6 +212,8 @@ class Voter:
             graph_ok=graph_ok,
             stop=stop,
             prepared=prepared,
+            prompts=prompts,
+            streams=streams,
         ).pack()
 
     def decide(self, records: Sequence[bytes]) -> Verdict:
@@ -199,4 +226,5 @@ class Voter:
         if verdict.step != self.step:
             raise InternalError(f"the vote is on step {verdict.step}, this rank is at {self.step}")
         self.step += 1
+        self.elsewhere = verdict.streams - self._streams
         return verdict

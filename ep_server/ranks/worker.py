@@ -33,6 +33,7 @@ from ep_server.ranks.statistics import StepMeter, StepTimes
 from ep_server.ranks.vote import Verdict, Voter
 from ep_server.records import LATE_TOKEN, NO_TOKEN, PromptLogprobs, StepBatch, TokenEvent
 from ep_server.scheduler.cache_reporter import CacheReporter
+from ep_server.scheduler.prompt_budget import prompt_tokens
 from ep_server.v1 import rank_pb2 as pb
 
 if TYPE_CHECKING:  # the parts import torch
@@ -50,13 +51,13 @@ CHECK_NS = 10_000_000_000  # a recount of 64k KV blocks takes 40 ms: not at ever
 class _LaunchedStep:
     """A step whose tokens are not collected yet. launched: the runner's handle. bucket: 0 = not padded.
 
-    largest: tokens of the rank that has the most. began: clock at its start, once planned, once voted; ns.
+    began: clock at its start, once planned, once voted; ns.
     """
 
     batch: StepBatch
+    verdict: Verdict
     launched: Any
     bucket: int
-    largest: int
     micro_batches: int
     began: tuple[int, int, int]
 
@@ -79,21 +80,17 @@ class RankWorker:
         self._masks, self._copier, self._handoff = parts.masks, parts.copier, parts.handoff
         self._held: set[int] = set()  # requests whose mask was late
         self._channel = channel
-        self._clock = clock
-        self._voter = Voter()
-        self._overlap = parts.overlap
+        self._clock, self._voter = clock, Voter()
+        self._overlap, self._profiler = parts.overlap, parts.profiler
         limits = parts.scheduler.limits
         self._meter = StepMeter(parts.ready.rank, min(limits.max_running, limits.max_step_tokens))
         self._meter.ready(self._exchange.statistics(), self._runner.statistics())
-        self._ahead = parts.scheduler.limits.ahead
         self._cache = self._cache_reporter()
-        self._profiler = parts.profiler
         self._desk = OrderDesk(parts.scheduler, parts.profiler, parts.new_weights, parts.experts)
         self._changes = self._desk.changes
         self._launched: deque[_LaunchedStep] = deque()
         self._running = 0  # sequences, as reported last
-        self._stop = False
-        self._idle = False  # no rank had anything to do in the last vote
+        self._stop = self._idle = False  # idle: no rank had anything to do in the last vote
         self._reported = self._checked = clock()
 
     def __repr__(self) -> str:
@@ -195,9 +192,9 @@ class RankWorker:
             bucket = verdict.bucket if verdict.graph else 0
             count = self._runner.micro_batches_of(bucket, verdict.micro_batches)
             launched = self._runner.launch(batch, count, bucket)
-            began, largest = (start, planned, voted), max(verdict.tokens)
-            self._launched.append(_LaunchedStep(batch, launched, bucket, largest, count, began))
-        while self._launched and (len(self._launched) > self._ahead or not run):
+            began = start, planned, voted
+            self._launched.append(_LaunchedStep(batch, verdict, launched, bucket, count, began))
+        while self._launched and (len(self._launched) > self._scheduler.limits.ahead or not run):
             self._finish(self._launched.popleft())
         if self._launched:
             self._complete(self._launched[-1])
@@ -215,7 +212,7 @@ class RankWorker:
     def _plan(self) -> StepBatch:
         """The next step. The copies that precede it have begun."""
         self._scheduler.loaded(self._copier.loaded() + self._handoff.before_plan())
-        batch = self._scheduler.plan()
+        batch = self._scheduler.plan(self._voter.elsewhere)
         self._handoff.after_plan()
         if (moves := self._scheduler.moves()) is not None:
             self._copier.start(moves)
@@ -239,7 +236,8 @@ class RankWorker:
         took = self._meter.stepped(step.batch, step.micro_batches, times, bucket=step.bucket)
         if self._profiler.running:
             self._profiler.stepped(self._meter.last_step)
-        self._overlap.stepped(Ran(took, step.largest, step.bucket, step.micro_batches))
+        self._overlap.stepped(Ran(took, max(step.verdict.tokens), step.bucket, step.micro_batches))
+        self._scheduler.budget.ran(step.verdict.ran(took, step.bucket), step.batch)
         if times.published - self._reported >= REPORT_NS:
             self._report()
 
@@ -287,6 +285,8 @@ class RankWorker:
             graph_ok=bucket > 0 or not batch.slices,
             stop=self._stop,
             prepared=self._changes.offered,
+            prompts=prompt_tokens(batch),
+            streams=self._scheduler.streams,
         )
         return self._voter.decide(self._exchange.all_gather(record))
 

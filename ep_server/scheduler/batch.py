@@ -11,6 +11,7 @@ from ep_server.errors import ConfigError, ContextLengthExceeded, InvalidArgument
 from ep_server.records import Request, StepBatch
 
 IDLE = StepBatch(slices=(), num_tokens=0)
+AUTO_BUDGET = -1  # ns: from the measured time of a step without prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +24,10 @@ class SchedulerLimits:
     max_overtakes: later requests that may be admitted before the oldest waiting one.
     ahead: steps planned before the tokens of the one in flight are known.
     host_blocks: slots of the host tier; 0 = there is none.
+    itl_budget_ns: of a step in which sequences decode; 0 = none, AUTO_BUDGET = from measured times.
+    step_sizes: rows that steps with prompts are padded to, ascending; empty = they are not padded.
 
-    Raises: ConfigError if `ahead` or `host_blocks` is negative or another field below 1.
+    Raises: ConfigError if `ahead` or `host_blocks` is negative or another size below 1.
     """
 
     max_running: int
@@ -36,11 +39,15 @@ class SchedulerLimits:
     max_overtakes: int = 256
     ahead: int = 0
     host_blocks: int = 0
+    itl_budget_ns: int = 0
+    step_sizes: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for item in fields(self):
+            if item.name in ("prefix_cache", "itl_budget_ns", "step_sizes"):
+                continue
             least = int(item.name not in ("ahead", "host_blocks"))
-            if getattr(self, item.name) < least and item.name != "prefix_cache":
+            if getattr(self, item.name) < least:
                 raise ConfigError(f"scheduler.{item.name}", getattr(self, item.name), f"at least {least}")
 
     def size_of(self, request: Request) -> int:

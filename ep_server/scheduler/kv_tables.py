@@ -26,6 +26,7 @@ class KvTables:
         self.handoffs = Handoffs(ledger)
         self._ledger = ledger
         self._loading: dict[int, ScheduledSequence] = {}  # by ticket
+        self.queries = self.hits = self.host_hits = 0  # prompt tokens: looked up, found, only on the host
         self._no_room_at = (-1, -1)  # (number, ledger.releases) of the sequence that last did not fit
 
     def place(self, seq: ScheduledSequence, spare: int) -> bool:
@@ -58,7 +59,42 @@ class KvTables:
         seq.sealed = len(shared)
         seq.computed = seq.planned = (seq.sealed + found) * seq.block_size
         seq.next_seal = seq.computed + seq.block_size if seq.caches else NEVER
+        if seq.cached_tokens is None:
+            seq.cached_tokens = seq.computed
+            if seq.caches and seq.scored >= seq.score_end:
+                fetched = found if seq.loading < 0 else 0
+                self.queries += length
+                self.hits += seq.computed - fetched * seq.block_size
+                self.host_hits += (found - fetched) * seq.block_size
         return True
+
+    def maker_of(
+        self, seq: ScheduledSequence, makers: Sequence[ScheduledSequence]
+    ) -> ScheduledSequence | None:
+        """The first of `makers` that computes a block which a sequence without blocks could share.
+
+        It is the block that follows those found in the prefix cache.
+        """
+        if not makers or not seq.caches or seq.request.source is not None:
+            return None
+        count = seq.reusable // seq.block_size
+        if seq.weights != self.weights:
+            seq.renew(self.weights)
+        digests = seq.digests(count)
+        found = len(self._ledger.match(digests))
+        following = digests[found : found + 1]
+        if not following or self.host.slots.find(following):
+            return None
+        for maker in makers:
+            full = len(maker.tokens) // maker.block_size
+            if (
+                maker.caches
+                and not maker.flushed
+                and found < full
+                and maker.digests(full)[found] == following[0]
+            ):
+                return maker
+        return None
 
     def extend(self, seq: ScheduledSequence) -> None:
         """One more block. Raises: InternalError if none is available."""

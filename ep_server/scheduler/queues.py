@@ -54,6 +54,11 @@ class WaitingQueue:
         """The next sequence; None when empty."""
         return self._by_order[0] if self._by_order else None
 
+    @property
+    def first(self) -> list[ScheduledSequence]:
+        """The head, if there is one."""
+        return self._by_order[:1]
+
     def push(self, seq: ScheduledSequence) -> None:
         """Inserts a sequence at its place."""
         insort(self._by_order, seq, key=_order)

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from ep_server.errors import InternalError
 from ep_server.records import (
     LATE_TOKEN,
-    NO_TOKEN,
     KvBlocksStored,
     KvEvent,
     KvMoves,
@@ -32,6 +31,7 @@ from ep_server.scheduler.kv_blocks import BlockLedger
 from ep_server.scheduler.kv_events import KvEventLog
 from ep_server.scheduler.kv_tables import KvTables
 from ep_server.scheduler.lifecycle import Event
+from ep_server.scheduler.prompt_budget import PromptBudget
 from ep_server.scheduler.queues import WaitingQueue, overtake
 from ep_server.scheduler.sequence import ScheduledSequence, StepsInFlight
 from ep_server.scheduler.siblings import Siblings
@@ -41,10 +41,12 @@ class RankScheduler:
     """Queue, running sequences and KV blocks of one rank.
 
     A step runs every decoding sequence first, then prefill chunks with the tokens that are left, best order
-    first: of equal priorities short prompts precede long ones. A sequence is admitted when its whole prompt
-    fits, plus one block for each running sequence. When decoding runs out of blocks, the most junior gives
-    its blocks back and is computed again later; it keeps its tokens, and none is emitted twice. Of the
-    sequences of one request the first prefills the prompt, and the others share its blocks.
+    first: of equal priorities short prompts precede long ones. `limits.itl_budget_ns` bounds what prompts add
+    to the time of a step. A sequence is admitted when its whole prompt fits, plus one block for each running
+    sequence. When decoding runs out of blocks, the most junior gives its blocks back and is computed again
+    later; it keeps its tokens, and none is emitted twice. Of the sequences of one request the first prefills
+    the prompt, and the others share its blocks. A prompt also waits while the step computes the next block of
+    its own prefix for another one.
     """
 
     def __init__(self, limits: SchedulerLimits, weights: int = 0) -> None:
@@ -60,10 +62,13 @@ class RankScheduler:
         self._decoding: list[ScheduledSequence] = []
         self._prefilling: list[ScheduledSequence] = []
         self._live: dict[int, ScheduledSequence] = {}
+        self._offering: list[ScheduledSequence] = []  # whose prefix others of this plan wait for
         self._in_flight = StepsInFlight(limits.ahead)
+        self.budget = PromptBudget(limits)
+        self.streams = 0  # of the last plan: sequences that prompts should not hold up
+        self._plans, self._blocked = 0, False  # blocked: the last plan had no place for the head of the queue
         self._freed: list[int] = []
         self._arrivals = self._steps = self._preemptions = 0
-        self._prefix_queries = self._prefix_hits = self._prefix_host_hits = 0
 
     def __repr__(self) -> str:
         return (
@@ -99,10 +104,10 @@ class RankScheduler:
             kv_blocks_total=self._ledger.num_blocks,
             kv_blocks_cached=self._ledger.cached,
             steps=self._steps,
-            prefix_queries=self._prefix_queries,
-            prefix_hits=self._prefix_hits,
+            prefix_queries=self._tables.queries,
+            prefix_hits=self._tables.hits,
             preemptions=self._preemptions,
-            prefix_host_hits=self._prefix_host_hits,
+            prefix_host_hits=self._tables.host_hits,
             host_blocks_total=self._host.slots.num_slots,
             host_blocks_used=self._host.slots.used,
         )
@@ -121,6 +126,7 @@ class RankScheduler:
         limits, size = self.limits, self.limits.size_of(request)
         seq = ScheduledSequence(request, self._arrivals, limits.block_size, limits.prefix_cache, size)
         self._arrivals += 1
+        seq.since = self._plans + 1
         self._live[seq.number] = seq
         self.handoffs.open(seq)
         if self._siblings.join(seq):
@@ -172,26 +178,25 @@ class RankScheduler:
         """Every block that a later request may share, parents before children."""
         return self._ledger.sealed()
 
-    def plan(self) -> StepBatch:
+    def plan(self, elsewhere: int = 0) -> StepBatch:
         """The next step; empty when nothing can run, or when everything depends on tokens in flight.
 
         Up to `limits.ahead` non-empty steps may be uncommitted before it.
+        elsewhere: `streams` of the other ranks in the last step: steps take equally long on all ranks.
         `blocks` of a slice is the live table: it covers the slice, may reach past it, and changes with the
         next plan() or commit().
         Raises: InternalError if a commit() must come first.
         """
         self._in_flight.make_room()
         self._host.begin_plan()
+        self._plans += 1
         going = [seq for seq in self._decoding if seq.runs_on and not seq.held]
         self._grow(going)
         going = [seq for seq in going if not seq.waits]  # the others were preempted
-        slices = [
-            SeqSlice(seq.number, seq.planned, (seq.next_id,), seq.blocks, True, seq.admissions)
-            for seq in going
-        ]
-        num_tokens = len(slices)
+        slices = [seq.single() for seq in going]
+        num_tokens = self.streams = len(slices)
         if self._prefilling or self._waiting:
-            num_tokens += self._plan_prefill(slices, going)
+            num_tokens += self._plan_prefill(slices, going, elsewhere)
         for seq, piece in zip(going, slices, strict=True):
             seq.planned = piece.start + len(piece.token_ids)
             seq.pending += piece.sample
@@ -233,7 +238,7 @@ class RankScheduler:
                 seq.planned -= late
                 if seq.computed >= seq.next_seal:
                     self._tables.seal(seq, seq.computed)
-            event = self._take(seq, token) if token is not None else None
+            event = seq.take(token) if token is not None else None
             if event is not None:
                 events.append(event)
             if seq.drop is not None:
@@ -242,27 +247,12 @@ class RankScheduler:
                 self._end(seq, Event.FINISH)
         return events
 
-    def _take(self, seq: ScheduledSequence, token: SampledToken) -> TokenEvent | None:
-        """Appends a drawn token. Returns the event to publish."""
-        seq.pending -= 1
-        if token.token_id == LATE_TOKEN:
-            return None
-        if token.token_id == NO_TOKEN:
-            seq.drop = seq.drop or Event.FAIL
-            return None
-        finish = seq.append(token.token_id)
-        if seq.drop is not None:
-            return None
-        cached = seq.cached_tokens or 0
-        return TokenEvent(seq.number, token.token_id, token.logprob, token.top, finish, cached)
-
     def drop_steps(self) -> None:
         """Forgets the steps in flight: they did not end. What they were to compute is planned again."""
         dropped = [seq for seq in self._in_flight.drop() if not seq.state.ended]
         for seq in dropped:
-            if not seq.waits and seq.sealed * seq.block_size > seq.computed:
-                self.flush_cache()  # it offered blocks to its siblings that will not be written
-                unwritten = set(seq.blocks[seq.computed // seq.block_size : seq.sealed])
+            if not seq.waits and (unwritten := seq.unwritten):
+                self.flush_cache()
                 for other in self._decoding + self._prefilling:
                     if other is not seq and unwritten & set(other.blocks):
                         self._preempt(other)
@@ -288,10 +278,7 @@ class RankScheduler:
         for seq in running:
             if seq.waits or seq.state.ended or self._live.get(seq.number) is not seq:
                 raise InternalError(f"{seq!r} is among the running")
-            seq.check_integrity(in_flight=seq in self._in_flight)
-        for seq in self._decoding:
-            if seq.planned != len(seq.tokens) - 1 + seq.pending:
-                raise InternalError(f"{seq!r} decodes with more than one token to run")
+            seq.check_integrity(in_flight=seq in self._in_flight, decodes=seq in self._decoding)
 
     def _grow(self, going: Sequence[ScheduledSequence]) -> None:
         """Gives each of them room for its next token, preempting the last in order if need be."""
@@ -305,16 +292,26 @@ class RankScheduler:
         for seq in short:
             self._tables.extend(seq)
 
-    def _plan_prefill(self, slices: list[SeqSlice], going: list[ScheduledSequence]) -> int:
+    def _plan_prefill(self, slices: list[SeqSlice], going: list[ScheduledSequence], elsewhere: int) -> int:
         """Adds prefill chunks, best order first, admitting while there is room; returns their tokens."""
-        budget = left = self.limits.max_step_tokens - len(slices)
         begun = sorted((seq for seq in self._prefilling if not seq.loading), key=lambda seq: seq.order)
-        blocked = False
-        while left:
-            head = None if blocked else self._waiting.head
+        prompts = len(begun) + (0 if self._blocked else len(self._waiting))
+        first = min([*begun[:1], *self._waiting.first], key=lambda seq: seq.order, default=None)
+        self.streams, room = self.budget.room(going, first, prompts, elsewhere)
+        singles, tokens, self._blocked = len(going), 0, False
+        later = list[ScheduledSequence]()
+        while room.tokens:
+            head = None if self._blocked else self._waiting.head
             if head is not None and (not begun or head.order < begun[0].order):
-                blocked = not self._admit(head)
-                if blocked or head.loading:
+                if maker := self._tables.maker_of(head, going[singles:]):
+                    self._offering.append(maker)
+                    later.append(head)
+                    self._waiting.remove(head)
+                    continue
+                self._blocked = not self._admit(head)
+                if self._blocked:
+                    head.since = self._plans + 1
+                if self._blocked or head.loading:
                     continue
                 seq = head
                 overtake(begun, seq, self.limits.max_overtakes)
@@ -322,13 +319,13 @@ class RankScheduler:
                 seq = begun.pop(0)
             else:
                 break
-            start, end = seq.planned, min(seq.planned + left, len(seq.tokens))
-            ids, last = seq.tokens[start:end], end == len(seq.tokens)
-            scored = seq.score(start, end)
-            slices.append(SeqSlice(seq.number, start, ids, seq.blocks, last, seq.admissions, scored))
+            chunk = seq.chunk(room.fit(seq.planned))
+            slices.append(chunk)
             going.append(seq)
-            left -= end - start
-        return budget - left
+            room.take(chunk.start, len(chunk.token_ids))
+            tokens += len(chunk.token_ids)
+        self._queue(later)
+        return tokens
 
     def _admit(self, seq: ScheduledSequence) -> bool:
         """Admits the head of the queue and allocates its blocks; False if it must wait."""
@@ -343,21 +340,18 @@ class RankScheduler:
         seq.advance(Event.ADMIT)
         seq.admissions += 1
         self._prefilling.append(seq)
-        if seq.cached_tokens is None:
-            seq.cached_tokens = seq.computed
-            if seq.caches and seq.scored >= seq.score_end:
-                self._prefix_queries += len(seq.tokens)
-                here = seq.sealed * seq.block_size if seq.loading < 0 else seq.computed
-                self._prefix_hits += here
-                self._prefix_host_hits += here - seq.sealed * seq.block_size
         return True
 
     def _move_prefilled(self) -> None:
+        while self._offering:
+            seq = self._offering.pop()
+            self._tables.seal(seq, seq.planned)
         done = [seq for seq in self._prefilling if seq.planned == len(seq.tokens)]
         if done:
             self._decoding += done
             self._prefilling = [seq for seq in self._prefilling if seq not in done]
         for seq in done:
+            seq.began = min(seq.began, self._plans)
             if self._siblings.awaits(seq):
                 self._tables.seal(seq, len(seq.request.prompt_ids))
                 self._queue(self._siblings.prefilled(seq))

@@ -14,7 +14,18 @@ from dataclasses import dataclass, field
 from itertools import takewhile
 
 from ep_server.errors import InternalError
-from ep_server.records import PENDING_TOKEN, FinishReason, Request, SampledToken, ScoredRows, StepBatch
+from ep_server.records import (
+    LATE_TOKEN,
+    NO_TOKEN,
+    PENDING_TOKEN,
+    FinishReason,
+    Request,
+    SampledToken,
+    ScoredRows,
+    SeqSlice,
+    StepBatch,
+    TokenEvent,
+)
 from ep_server.scheduler.kv_blocks import block_digest, private_root, root_digest
 from ep_server.scheduler.lifecycle import Event, State, advance
 
@@ -46,6 +57,7 @@ class ScheduledSequence:
     drop: cancel or failure that waits for the step in flight.
     held: it takes part in no step until it is released.
     weights: version of those in force when it was given blocks; their digests tell versions apart.
+    since: number of the first plan that could run its prompt. began: of the plan that first drew for it.
     """
 
     request: Request
@@ -80,6 +92,8 @@ class ScheduledSequence:
     drop: Event | None = None
     held: bool = False
     weights: int = 0
+    since: int = 0
+    began: int = NEVER
     _digests: list[bytes] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -121,6 +135,16 @@ class ScheduledSequence:
     def next_id(self) -> int:
         """The token that a decode step runs."""
         return PENDING_TOKEN if self.pending else self.tokens[-1]
+
+    def single(self) -> SeqSlice:
+        """What a decode step runs of it."""
+        return SeqSlice(self.number, self.planned, (self.next_id,), self.blocks, True, self.admissions)
+
+    def chunk(self, most: int) -> SeqSlice:
+        """The next tokens of its prompt, up to `most`, for a step that is run."""
+        start, end = self.planned, min(self.planned + most, len(self.tokens))
+        ids, last, scored = self.tokens[start:end], end == len(self.tokens), self.score(start, end)
+        return SeqSlice(self.number, start, ids, self.blocks, last, self.admissions, scored)
 
     @property
     def waits(self) -> bool:
@@ -169,14 +193,35 @@ class ScheduledSequence:
         self.scored = last
         return ScoredRows(first, self.tokens[first + 1 : last + 1], top)
 
-    def check_integrity(self, *, in_flight: bool) -> None:
-        """Raises InternalError if its numbers disagree. in_flight: it is in a step; for one that runs."""
+    @property
+    def unwritten(self) -> frozenset[int]:
+        """Blocks that it offered to others and that only the steps in flight compute."""
+        return frozenset(self.blocks[self.computed // self.block_size : self.sealed])
+
+    def check_integrity(self, *, in_flight: bool, decodes: bool) -> None:
+        """Raises InternalError if its numbers disagree. For one that runs; in_flight: it is in a step."""
+        if decodes and self.planned != len(self.tokens) - 1 + self.pending:
+            raise InternalError(f"{self!r} decodes with more than one token to run")
         if self.capacity != len(self.blocks) * self.block_size or self.planned > self.capacity:
             raise InternalError(f"{self!r} has a capacity of {self.capacity} tokens")
         if self.computed >= len(self.tokens) or len(self.tokens) >= self.length_limit:
             raise InternalError(f"{self!r} has nothing to run")
         if self.computed > self.planned or (self.computed != self.planned and not in_flight):
             raise InternalError(f"{self!r} has {self.planned} tokens planned and no step in flight")
+
+    def take(self, token: SampledToken) -> TokenEvent | None:
+        """Appends a token that a step drew. Returns: the event to publish."""
+        self.pending -= 1
+        if token.token_id == LATE_TOKEN:
+            return None
+        if token.token_id == NO_TOKEN:
+            self.drop = self.drop or Event.FAIL
+            return None
+        finish = self.append(token.token_id)
+        if self.drop is not None:
+            return None
+        cached = self.cached_tokens or 0
+        return TokenEvent(self.number, token.token_id, token.logprob, token.top, finish, cached)
 
     def append(self, token_id: int) -> FinishReason | None:
         """Appends a drawn token. Returns the finish reason if it is the last one."""

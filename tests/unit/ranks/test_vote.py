@@ -30,6 +30,8 @@ votes = st.builds(
     graph_ok=st.booleans(),
     stop=st.booleans(),
     prepared=st.integers(0, 2**64 - 1),
+    prompts=st.integers(0, 2**32 - 1),
+    streams=st.integers(0, 2**32 - 1),
 )
 
 
@@ -43,9 +45,21 @@ def test_a_record_is_64_bytes_and_comes_back(vote):
 
 
 def test_the_bytes_are_fixed():
-    vote = Vote(3, 2, 9, tokens=5, bucket=8, has_work=True, micro_batch_ok=False, stop=True, prepared=6)
+    vote = Vote(
+        3,
+        2,
+        9,
+        tokens=5,
+        bucket=8,
+        has_work=True,
+        micro_batch_ok=False,
+        stop=True,
+        prepared=6,
+        prompts=4,
+        streams=2,
+    )
     expected = b"epV1" + bytes([13, 0, 0, 0, 3, *[0] * 7, 2, *[0] * 7, 9, *[0] * 7, 5, 0, 0, 0, 8, 0, 0, 0])
-    assert vote.pack() == expected + bytes([6, *[0] * 23])
+    assert vote.pack() == expected + bytes([6, *[0] * 7, 4, 0, 0, 0, 2, *[0] * 11])
 
 
 @pytest.mark.parametrize(
@@ -56,7 +70,9 @@ def test_other_bytes_are_refused(record):
         Vote.unpack(record)
 
 
-@pytest.mark.parametrize("field_name", ["step", "generation", "last_work", "tokens", "bucket", "prepared"])
+@pytest.mark.parametrize(
+    "field_name", ["step", "generation", "last_work", "tokens", "bucket", "prepared", "prompts", "streams"]
+)
 @pytest.mark.parametrize("value", [-1, 2**64])
 def test_a_number_that_does_not_fit_is_refused(field_name, value):
     with pytest.raises(InternalError, match="does not fit its record"):
@@ -78,7 +94,7 @@ def test_every_combination_of_flags_and_last_work(ranks):
     options = [(flags, number) for flags in FLAGS for number in numbers]
     for combination in itertools.product(options, repeat=ranks):
         cast = [
-            Vote(7, 1, number, tokens=rank, bucket=2 * rank, **flags)
+            Vote(7, 1, number, tokens=rank, bucket=2 * rank, prompts=rank // 2, streams=5, **flags)
             for rank, (flags, number) in enumerate(combination)
         ]
         told = [flags["stop"] for flags, _ in combination]
@@ -93,6 +109,9 @@ def test_every_combination_of_flags_and_last_work(ranks):
             graph=all(flags["graph_ok"] for flags, _ in combination),
             bucket=2 * (ranks - 1),
             tokens=tuple(range(ranks)),
+            singles=ranks // 2,
+            prompts=(ranks - 1) // 2,
+            streams=5 * ranks,
         )
 
 

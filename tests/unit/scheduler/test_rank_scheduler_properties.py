@@ -11,6 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from ep_server.records import Request
 from ep_server.scheduler import SchedulerLimits
+from ep_server.scheduler.batch import AUTO_BUDGET
 from ep_server.scheduler.cache_reporter import CacheReporter
 from tests.support.ranks.cache_mirror import CacheMirror
 from tests.support.ranks.simulated_rank import SimulatedRank, make_request, stream_alone
@@ -26,6 +27,7 @@ limits = st.builds(
     max_overtakes=st.integers(1, 4),
     ahead=st.integers(0, 2),
     host_blocks=st.sampled_from([0, 0, 2, 7, 30]),
+    itl_budget_ns=st.sampled_from([0, 0, AUTO_BUDGET, 1]),
 )
 # Few distinct tokens, so that prompts share prefixes.
 prompts = st.lists(st.integers(0, 1), min_size=1, max_size=14)
