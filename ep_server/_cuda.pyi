@@ -299,7 +299,10 @@ class Prefill:
         group: int,
         block_size: int,
         scale: float,
+        scratch: int,
     ) -> None: ...
+    @staticmethod
+    def scratch_bytes(*, device: int) -> int: ...
     def run(
         self,
         *,

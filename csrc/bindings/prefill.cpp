@@ -16,13 +16,14 @@ using ep::pointer;
 void bind_prefill(py::module_& m) {
   py::class_<Prefill>(m, "Prefill")
       .def(py::init([](int device, uintptr_t k, uintptr_t v, uint64_t positions, uint32_t kv_heads,
-                       uint32_t group, uint32_t block_size, float scale) {
+                       uint32_t group, uint32_t block_size, float scale, uintptr_t scratch) {
              return std::make_unique<Prefill>(
                  device, Shape{pointer<void>(k), pointer<void>(v), positions, kv_heads, group, block_size},
-                 scale);
+                 scale, pointer<void>(scratch));
            }),
            py::kw_only(), py::arg("device"), py::arg("k"), py::arg("v"), py::arg("positions"),
-           py::arg("kv_heads"), py::arg("group"), py::arg("block_size"), py::arg("scale"))
+           py::arg("kv_heads"), py::arg("group"), py::arg("block_size"), py::arg("scale"), py::arg("scratch"))
+      .def_static("scratch_bytes", &Prefill::scratch_bytes, py::kw_only(), py::arg("device"))
       .def(
           "run",
           [](const Prefill& self, uintptr_t stream, uintptr_t q, uintptr_t out, uintptr_t query_start,

@@ -25,7 +25,7 @@ from ep_server.backends.gpu.kernels.hopper.mla import (
     hopper_mla,
     mla_launch_config_for,
 )
-from ep_server.backends.gpu.kernels.hopper.prefill import hopper_prefill
+from ep_server.backends.gpu.kernels.hopper.prefill import hopper_prefill, prefill_scratch
 from ep_server.backends.gpu.kernels.hopper.products import (
     HOPPER_LIMITS,
     HOPPER_LIMITS_AMONG_RANKS,
@@ -96,6 +96,7 @@ class GpuDecoder:
         local = len(params.exchange.spec.local_experts)
         self.experts = ExpertCounter(params.spec.num_layers, local, device, torch.int32, tally)
         self._moe = [self._block(index, params) for index in range(params.spec.num_layers)]
+        self._scratch = prefill_scratch(device) if isinstance(attention, GqaSpec) else None
         self._by = [self._layer_kernels(index) for index in range(params.spec.num_layers)]
 
     def forward(self, step: StepTensors, on: Pass, scorer: PromptScorer | None = None) -> Forward:
@@ -172,7 +173,9 @@ class GpuDecoder:
         assert isinstance(w, GqaWeights)
         norm = None if w.head_norm is None else HeadNorm(w.head_norm, self._spec.norm_eps)
         hopper = hopper_attention(kv, spec, self._table, norm) if ours else None
-        return GqaKernels.of(w, self._limits, hopper, hopper_prefill(kv, spec) if ours else None)
+        return GqaKernels.of(
+            w, self._limits, hopper, hopper_prefill(kv, spec, self._scratch) if ours else None
+        )
 
     def _attention_step(self, step: StepTensors) -> AttentionStep:
         singles = Sequences(step.blocks[: len(step.singles)], step.singles.lengths)

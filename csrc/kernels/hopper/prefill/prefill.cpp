@@ -27,7 +27,7 @@ hopper::Boxes<4> boxes_of(const void* cache, const Shape& shape, uint32_t piece)
 
 }  // namespace
 
-Prefill::Prefill(int device, const Shape& cache, float scale) : device_(device) {
+Prefill::Prefill(int device, const Shape& cache, float scale, void* scratch) : device_(device) {
   const uint32_t block = cache.block_size;
   require(cache.kv_heads != 0, "kv_heads", cache.kv_heads, "at least 1");
   require(cache.group >= 1 && cache.group <= kRows, "group", cache.group, "1 to " + std::to_string(kRows));
@@ -46,6 +46,15 @@ Prefill::Prefill(int device, const Shape& cache, float scale) : device_(device) 
   params_.piece_shift = uint32_t(std::countr_zero(piece));
   params_.scale = scale * 1.4426950408889634f;
   blocks_ = hopper::attribute(cudaDevAttrMultiProcessorCount, device);
+  params_.most_parts = scratch == nullptr ? 1 : kMostParts;
+  params_.counters = static_cast<uint32_t*>(scratch);
+  params_.parts = reinterpret_cast<float*>(static_cast<std::byte*>(scratch) + kCounterBytes);
+}
+
+uint64_t Prefill::scratch_bytes(int device) {
+  const uint64_t units = uint64_t(kMostUnits) * hopper::attribute(cudaDevAttrMultiProcessorCount, device);
+  require(units * sizeof(uint32_t) <= kCounterBytes, "parts", units, "as many as there are counters");
+  return kCounterBytes + units * 2 * kPartFloats * sizeof(float);
 }
 
 void Prefill::run(cudaStream_t stream, const Work& work) const {
@@ -59,8 +68,9 @@ void Prefill::run(cudaStream_t stream, const Work& work) const {
                                                       {kHead, kHead / 2, heads * kHead},
                                                       {kDim / 2, params.group, 1, params.tile_tokens}});
   const uint64_t tiles = work.tokens / params.tile_tokens + std::min(work.sequences, work.tokens);
+  const uint64_t units = tiles * params.kv_heads * params.most_parts;
   const cuda::OnDevice here(device_);
-  check(start(stream, uint32_t(std::min<uint64_t>(tiles * params.kv_heads, blocks_)), params), "prefill");
+  check(start(stream, uint32_t(std::min<uint64_t>(units, blocks_)), params), "prefill");
 }
 
 }  // namespace ep::prefill

@@ -3,6 +3,9 @@
 // warpgroups multiply 64 rows each. A warpgroup begins the scores of a tile and the sums of the
 // one before, lets the other warpgroup begin its own, and computes the softmax of the scores meanwhile.
 //
+// Blocks that process parts of a context leave maxima, totals and sums in scratch memory. The last one to
+// finish joins them in the order of the parts, so results do not depend on who is last.
+//
 // Values behind the last position may be NaN and their weights are 0, so both warpgroups clear them in shared
 // memory first. Keys there only make scores that are left out.
 #include <algorithm>
@@ -39,12 +42,12 @@ class Loader {
     block_ = block_of(item.tiles - 1);
   }
 
-  // All tiles from the last one on.
+  // All tiles of the part, from its last one on.
   __device__ void load(std::byte (&to)[kStages][kTileBytes], Ring& ring, Place& place) {
     const uint32_t bytes = kSwizzledRow << p_.piece_shift;  // of half a piece
-    for (uint32_t tile = item_.tiles; tile-- > 0; place.next(kStages)) {
+    for (uint32_t tile = item_.tiles; tile-- > item_.first; place.next(kStages)) {
       const uint32_t block = block_, first = first_of(tile);
-      if (tile != 0) block_ = block_of(tile - 1);  // arrives while this tile is awaited
+      if (tile != item_.first) block_ = block_of(tile - 1);  // arrives while this tile is awaited
       await_phase(&ring.empty[place.stage], place.parity ^ 1);
       uint64_t* full = &ring.full[place.stage];
       const uint32_t positions = min(item_.last - tile * kPositions, kPositions);
@@ -75,10 +78,10 @@ class Loader {
 };
 
 __device__ inline void load_queries_and_keys(const Params& p, Shared& s, uint32_t lane) {
-  const Agenda agenda(p, lane);
+  Agenda agenda(p, lane);
   Place place;
   Item item;
-  for (uint32_t n = 0; agenda.item(n, item); ++n) {
+  for (uint32_t n = 0; agenda.next(item); ++n) {
     Loader loader(p, &p.k, item, lane);
     await_phase(&s.q_empty, ~n & 1);
     if (lane == 0) {
@@ -91,10 +94,10 @@ __device__ inline void load_queries_and_keys(const Params& p, Shared& s, uint32_
 }
 
 __device__ inline void load_values(const Params& p, Shared& s, uint32_t lane) {
-  const Agenda agenda(p, lane);
+  Agenda agenda(p, lane);
   Place place;
   Item item;
-  for (uint32_t n = 0; agenda.item(n, item); ++n) Loader(p, &p.v, item, lane).load(s.v, s.of_v, place);
+  while (agenda.next(item)) Loader(p, &p.v, item, lane).load(s.v, s.of_v, place);
 }
 
 // Lets one warpgroup at a time begin products.
@@ -116,9 +119,9 @@ class Multiplier {
       : p_(p), s_(s), group_(group), lane_(threadIdx.x % 32), thread_(threadIdx.x % 128) {}
 
   __device__ void run() {
-    const Agenda agenda(p_, lane_);
+    Agenda agenda(p_, lane_);
     const Turn turn(group_);
-    for (uint32_t n = 0; agenda.item(n, item_); ++n) {
+    for (uint32_t n = 0; agenda.next(item_); ++n) {
 #pragma unroll
       for (uint32_t h = 0; h < 2; ++h) position_[h] = int32_t(item_.position + row(h) / p_.group);
       soft_.begin();
@@ -127,7 +130,7 @@ class Multiplier {
       await_scores<0>(item_.tiles - 1);
       soft_.step(p_.scale);
       soft_.round_weights();
-      for (uint32_t tile = item_.tiles - 1; tile-- > 0;) {
+      for (uint32_t tile = item_.tiles - 1; tile-- > item_.first;) {
         turn.await();
         begin_scores();
         begin_sums(tile + 1);
@@ -139,9 +142,9 @@ class Multiplier {
         soft_.round_weights();
       }
       if (lane_ == 0) arrive(&s_.q_empty);
-      begin_sums(0);
+      begin_sums(item_.first);
       await_sums();
-      write();
+      if (item_.parts == 1 || (leave_part() && join_parts())) write();
     }
   }
 
@@ -176,7 +179,7 @@ class Multiplier {
 
   __device__ void begin_sums(uint32_t tile) {
     await_phase(&s_.of_v.full[v_.stage], v_.parity);
-    if (tile + 1 == item_.tiles && item_.last % kPositions != 0) clear(item_.last % kPositions);
+    if ((tile + 1) * kPositions > item_.last) clear(item_.last % kPositions);
     const uint64_t v = values_operand(shared_address(s_.v[v_.stage]));
     pin(soft_.sums), pin(soft_.weights);
     begin_products();
@@ -200,7 +203,54 @@ class Multiplier {
       for (uint32_t half = 0; half < 2; ++half)
         *reinterpret_cast<uint4*>(s_.v[v_.stage] + half * kHalfBytes + piece * 16) = zeros;
     publish_to_async();
-    asm volatile("bar.sync %0, 128;" ::"r"(3 + group_) : "memory");
+    meet();
+  }
+
+  // Waits for the other threads of the warpgroup.
+  __device__ void meet() const { asm volatile("bar.sync %0, 128;" ::"r"(3 + group_) : "memory"); }
+
+  __device__ float4* part_at(uint32_t unit) const {
+    return reinterpret_cast<float4*>(p_.parts + (uint64_t(unit) * kWarpgroups + group_) * kPartFloats) +
+           thread_;
+  }
+
+  // Stores the warpgroup's part. Returns: whether it was the last one of the tile of rows.
+  __device__ bool leave_part() {
+    float4* to = part_at(item_.unit);
+#pragma unroll
+    for (uint32_t i = 0; i < kSums / 4; ++i)
+      to[i * 128] = {soft_.sums[4 * i], soft_.sums[4 * i + 1], soft_.sums[4 * i + 2], soft_.sums[4 * i + 3]};
+    to[kSums / 4 * 128] = {soft_.top[0], soft_.top[1], soft_.total[0], soft_.total[1]};
+    __threadfence();
+    meet();
+    uint32_t* counter = p_.counters + item_.number * kWarpgroups + group_;
+    if (thread_ == 0) {
+      s_.arrived[group_] = atomicAdd(counter, 1);
+      __threadfence();
+    }
+    meet();
+    const bool last = s_.arrived[group_] + 1 == item_.parts;
+    if (last && thread_ == 0) *counter = 0;  // for the next launch
+    return last;
+  }
+
+  // Returns: true.
+  __device__ bool join_parts() {
+    soft_.begin();
+    for (uint32_t part = 0; part < item_.parts; ++part) {
+      const float4* from = part_at(item_.unit - item_.part + part);
+      const float4 rows = __ldcg(from + kSums / 4 * 128);
+      const float2 faded = soft_.join(p_.scale, {rows.x, rows.y}, {rows.z, rows.w});
+#pragma unroll
+      for (uint32_t i = 0; i < kSums / 4; ++i) {
+        const float4 more = __ldcg(from + i * 128);
+        soft_.sums[4 * i] = __fmaf_rn(soft_.sums[4 * i], soft_.fade[0], more.x * faded.x);
+        soft_.sums[4 * i + 1] = __fmaf_rn(soft_.sums[4 * i + 1], soft_.fade[0], more.y * faded.x);
+        soft_.sums[4 * i + 2] = __fmaf_rn(soft_.sums[4 * i + 2], soft_.fade[1], more.z * faded.y);
+        soft_.sums[4 * i + 3] = __fmaf_rn(soft_.sums[4 * i + 3], soft_.fade[1], more.w * faded.y);
+      }
+    }
+    return true;
   }
 
   __device__ void write() {

@@ -14,6 +14,11 @@ inline constexpr uint32_t kDim = 128;        // channels of a head
 inline constexpr uint32_t kRows = 128;       // of a tile: (token, query head of one KV head) pairs
 inline constexpr uint32_t kPositions = 128;  // of a tile of keys and values
 inline constexpr uint32_t kLeastBlock = 8;   // positions; eight rows are a pattern of the swizzle
+inline constexpr uint32_t kMostParts = 16;   // of the context of a tile of rows
+inline constexpr uint32_t kMostUnits = 3;    // parts of all tiles together, for each block of a launch
+// Scratch of a launch: counters of finished parts, then what each part leaves: for each of its two
+// warpgroups, 64 sums, two maxima and two totals of 128 threads.
+inline constexpr uint64_t kCounterBytes = 4096, kPartFloats = 128 * (64 + 4);
 
 // One layer's cache, [positions, kv_heads, kDim] bfloat16 each, and its head counts.
 struct Shape {
@@ -40,16 +45,22 @@ struct Params {
   uint32_t kv_heads, group;
   uint32_t tile_tokens;               // tokens of a tile of rows
   uint32_t block_shift, piece_shift;  // log2 of positions of a block, and of what one copy reads of it
+  uint32_t most_parts;                // that the context of a tile of rows may be cut into
   float scale;                        // of the scores, in units of log2
+  uint32_t* counters;                 // zero between launches
+  float* parts;
 };
 
-// One layer's cache as the copy engine reads it. For one device, on any stream, with any number of launches
-// at a time.
+// One layer's cache as the copy engine reads it. For one device, on any stream. Launches that use the same
+// scratch must follow each other in a stream or by events.
 class Prefill {
  public:
-  // Does not own memory. scale: of the scores. Throws std::invalid_argument for unsupported sizes,
+  // Does not own memory. scale: of the scores. scratch: scratch_bytes(), zero at first; several layers may
+  // share it. Null: contexts are not cut into parts. Throws std::invalid_argument for unsupported sizes,
   // std::runtime_error for errors of CUDA.
-  Prefill(int device, const Shape& cache, float scale);
+  Prefill(int device, const Shape& cache, float scale, void* scratch);
+
+  static uint64_t scratch_bytes(int device);
 
   // Enqueues the kernel without waiting. It waits for the preceding kernels before it reads any argument.
   void run(cudaStream_t stream, const Work& work) const;

@@ -25,10 +25,12 @@ class HopperPrefill:
 
     Args:
         kv, spec: as prefill_obstacle() says.
+        scratch: of prefill_scratch(), which launches in one stream may share. With it, several blocks share
+            the context of a chunk if there are few tiles of rows; None = one block reads all of it.
     Raises: InternalError for another shape, dtype or layout.
     """
 
-    def __init__(self, kv: PagedKv, spec: GqaSpec) -> None:
+    def __init__(self, kv: PagedKv, spec: GqaSpec, scratch: torch.Tensor | None = None) -> None:
         k, v, obstacle = kv.layer.k, kv.layer.v, prefill_obstacle(spec, kv.block_size)
         if v is None or obstacle:
             raise InternalError(f"prefill for Hopper: {obstacle or 'the cache has no v'}")
@@ -36,7 +38,9 @@ class HopperPrefill:
             expect(name, each, torch.bfloat16, (len(k), kv.block_size, spec.kv_heads, _DIM))
             if each.device != k.device or each.data_ptr() % _PIECE:
                 raise InternalError(f"{name}: on {each.device}, must be 16-byte aligned on {k.device}")
-        self._spec, self._held = spec, (k, v)
+        if scratch is not None:
+            expect("scratch", scratch, torch.uint8, (native().Prefill.scratch_bytes(device=k.device.index),))
+        self._spec, self._held = spec, (k, v, scratch)
         self._native: Any = native().Prefill(
             device=k.device.index,
             k=k.data_ptr(),
@@ -46,6 +50,7 @@ class HopperPrefill:
             group=spec.heads // spec.kv_heads,
             block_size=kv.block_size,
             scale=spec.scale,
+            scratch=0 if scratch is None else scratch.data_ptr(),
         )
 
     def run(
@@ -80,11 +85,19 @@ class HopperPrefill:
         )
 
 
-def hopper_prefill(kv: PagedKv, spec: GqaSpec) -> HopperPrefill | None:
+def prefill_scratch(device: torch.device) -> torch.Tensor | None:
+    """What the kernels of a device share; None if it has none."""
+    if not runs_hopper_kernels(device):
+        return None
+    size: int = native().Prefill.scratch_bytes(device=device.index)
+    return torch.zeros(size, dtype=torch.uint8, device=device)
+
+
+def hopper_prefill(kv: PagedKv, spec: GqaSpec, scratch: torch.Tensor | None) -> HopperPrefill | None:
     """The kernel for a layer, if there is one."""
     k = kv.layer.k
     fits = k.dtype is torch.bfloat16 and not prefill_obstacle(spec, kv.block_size)
-    return HopperPrefill(kv, spec) if fits and runs_hopper_kernels(k.device) else None
+    return HopperPrefill(kv, spec, scratch) if fits and runs_hopper_kernels(k.device) else None
 
 
 def prefill_obstacle(spec: GqaSpec, block_size: int) -> str:

@@ -8,7 +8,7 @@ from itertools import accumulate, pairwise
 import pytest
 import torch
 
-from ep_server.backends.gpu.kernels.hopper.prefill import HopperPrefill
+from ep_server.backends.gpu.kernels.hopper.prefill import HopperPrefill, prefill_scratch
 from ep_server.backends.gpu.kernels.triton.paged import Sequences
 from ep_server.errors import InternalError
 from ep_server.models.families.spec import GqaSpec
@@ -16,23 +16,49 @@ from tests.support.triton.paged_case import Heads, PagedCase
 
 pytestmark = pytest.mark.gpu
 BF16, NAN, SCALE = torch.bfloat16, float("nan"), 0.1
+COUNTERS = 4096  # bytes of scratch that are zero between launches
 GQA = (32, 4)
 # (context with the chunk, tokens of the chunk), as a step may have them: single tokens have no rows here.
 MIXED = [(30, 0), (1, 1), (200, 200), (0, 0), (777, 77), (129, 1), (128, 128), (1000, 3)]
 
 
 def check(chunks: list[tuple[int, int]], heads: tuple[int, int] = GQA, block: int = 16) -> None:
-    """Runs the chunks, and compares each row; rows behind the last chunk must stay as they were."""
+    """Runs the chunks, with contexts in parts and whole, and compares each row.
+
+    Rows behind the last chunk must stay as they were.
+    """
     case = PagedCase.of([context for context, _ in chunks], Heads(*heads, 128, 128), block, BF16)
     starts = [0, *accumulate(tokens for _, tokens in chunks)]
     q = torch.randn(starts[-1] + 5, heads[0], 128, device="cuda").to(BF16)
     q[starts[-1] :] = NAN
-    out = torch.full_like(q, NAN)
-    kernel = HopperPrefill(case.kv, GqaSpec(*heads, 128, SCALE))
-    blocks, lengths = case.sequences.blocks.int(), case.sequences.lengths.int()
-    kernel.run(q, torch.tensor(starts, device="cuda").int(), Sequences(blocks, lengths), out)
+    spec, blocks, lengths = GqaSpec(*heads, 128, SCALE), case.sequences.blocks, case.sequences.lengths
+    scratch = prefill_scratch(q.device)
+    assert scratch is not None
+    scratch[COUNTERS:] = 255  # NaN
+    begin = torch.tensor(starts, device="cuda").int()
+    whole, parted, again = (torch.full_like(q, NAN) for _ in range(3))
+    for kernel, out in (
+        (HopperPrefill(case.kv, spec), whole),
+        (HopperPrefill(case.kv, spec, scratch), parted),
+        (HopperPrefill(case.kv, spec, scratch), again),
+    ):
+        kernel.run(q, begin, Sequences(blocks.int(), lengths.int()), out)
     torch.cuda.synchronize()
-    assert bool(out[starts[-1] :].isnan().all())
+    assert not scratch[:COUNTERS].any()
+    assert torch.equal(parted[: starts[-1]], again[: starts[-1]])  # whoever was last
+    for out in (whole, parted):
+        assert bool(out[starts[-1] :].isnan().all())
+        check_rows(case, chunks, starts, heads, q, out)
+
+
+def check_rows(
+    case: PagedCase,
+    chunks: list[tuple[int, int]],
+    starts: list[int],
+    heads: tuple[int, int],
+    q: torch.Tensor,
+    out: torch.Tensor,
+) -> None:
     for s, ((begin, end), (context, tokens)) in enumerate(zip(pairwise(starts), chunks, strict=True)):
         if tokens == 0:
             continue
@@ -69,6 +95,17 @@ def test_many_chunks() -> None:
 
 def test_more_items_than_multiprocessors() -> None:
     check([(3000, 2500), (600, 600)], (16, 2))
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 33, 300, 450, 700])
+@pytest.mark.parametrize("context", [1500, 9000])
+def test_few_tokens_behind_a_long_context(context: int, tokens: int) -> None:
+    check([(context, tokens), (0, 0), (40, 5)])
+
+
+def test_parts_of_short_and_long_contexts() -> None:
+    check([(5000, 16), (130, 16), (60, 3), (257, 20)], (8, 8))
+    check([(6000, 128)], (4, 4))  # rows of the first tokens see nothing of the last part
 
 
 def test_padding_alone() -> None:
