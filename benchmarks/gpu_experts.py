@@ -99,7 +99,7 @@ class Case:
         narrow = [Tile(rows) for rows in (32, 48, 64, 96, 128)]
         if self.weights[0].fp8:
             return narrow[:4]
-        wide = [Tile(rows, wide=True) for rows in (96, 128, 160)]
+        wide = [Tile(rows, wide=True) for rows in (96, 128, 160, 192)]
         return narrow + (wide if width % 256 == 0 and ffn % 128 == 0 else [])
 
     @property

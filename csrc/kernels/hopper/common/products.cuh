@@ -25,6 +25,8 @@ struct Product;
 #define EP_SUMS_64(i) EP_SUMS_32(i), EP_SUMS_32(i + 32)
 #define EP_SUMS_72(i) EP_SUMS_64(i), EP_SUMS_8(i + 64)
 #define EP_SUMS_80(i) EP_SUMS_64(i), EP_SUMS_16(i + 64)
+#define EP_SUMS_88(i) EP_SUMS_80(i), EP_SUMS_8(i + 80)
+#define EP_SUMS_96(i) EP_SUMS_80(i), EP_SUMS_16(i + 80)
 
 #define EP_NAMES_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define EP_NAMES_24 EP_NAMES_16 ", %16, %17, %18, %19, %20, %21, %22, %23"
@@ -35,6 +37,9 @@ struct Product;
 #define EP_NAMES_64 EP_NAMES_56 ", %56, %57, %58, %59, %60, %61, %62, %63"
 #define EP_NAMES_72 EP_NAMES_64 ", %64, %65, %66, %67, %68, %69, %70, %71"
 #define EP_NAMES_80 EP_NAMES_72 ", %72, %73, %74, %75, %76, %77, %78, %79"
+
+#define EP_NAMES_88 EP_NAMES_80 ", %80, %81, %82, %83, %84, %85, %86, %87"
+#define EP_NAMES_96 EP_NAMES_88 ", %88, %89, %90, %91, %92, %93, %94, %95"
 
 #define EP_PRODUCT(rows, sums, numbers, kind, transposed, a_name, b_name, add_name)          \
   template <>                                                                                \
@@ -61,9 +66,13 @@ EP_PRODUCTS(112, 56, "%56", "%57", "%58")
 EP_PRODUCTS(128, 64, "%64", "%65", "%66")
 EP_PRODUCTS(144, 72, "%72", "%73", "%74")
 EP_PRODUCTS(160, 80, "%80", "%81", "%82")
+EP_PRODUCTS(176, 88, "%88", "%89", "%90")
+EP_PRODUCTS(192, 96, "%96", "%97", "%98")
 
 #undef EP_PRODUCTS
 #undef EP_PRODUCT
+#undef EP_SUMS_96
+#undef EP_SUMS_88
 #undef EP_SUMS_80
 #undef EP_SUMS_72
 #undef EP_SUMS_64
@@ -73,6 +82,8 @@ EP_PRODUCTS(160, 80, "%80", "%81", "%82")
 #undef EP_SUMS_24
 #undef EP_SUMS_16
 #undef EP_SUMS_8
+#undef EP_NAMES_96
+#undef EP_NAMES_88
 #undef EP_NAMES_80
 #undef EP_NAMES_72
 #undef EP_NAMES_64

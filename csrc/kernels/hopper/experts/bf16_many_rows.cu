@@ -10,8 +10,10 @@ cudaError_t start_wide(const Launch& launch, const Weights& weights, const Task&
       return start_kernel<Bfloat16<96, 2>>(launch, weights, task);
     case 128:
       return start_kernel<Bfloat16<128, 2>>(launch, weights, task);
-    default:
+    case 160:
       return start_kernel<Bfloat16<160, 2>>(launch, weights, task);
+    default:
+      return start_kernel<Bfloat16<192, 2>>(launch, weights, task);
   }
 }
 

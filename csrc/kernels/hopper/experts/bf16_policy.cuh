@@ -13,9 +13,10 @@ template <uint32_t kRowsOfTile, uint32_t kWarpgroups>
 struct Bfloat16 {
   static constexpr uint32_t kRows = kRowsOfTile, kTiles = 1, kMultipliers = 4 * kWarpgroups;
   static constexpr uint32_t kWeightRows = kWarpgroups * 2 * kHalf, kResident = kRows > 64 ? 1 : 2;
-  static constexpr uint32_t kRegisters = kWarpgroups == 1 ? 0 : 208, kLoadersRegisters = 88;
+  static constexpr bool kSplits = false, kShares = kRows > 160;  // its sums take too many registers
+  static constexpr uint32_t kLoadersRegisters = kShares ? 56 : 88;
+  static constexpr uint32_t kRegisters = kWarpgroups == 1 ? 0 : kShares ? 224 : 208;
   static constexpr uint32_t kTurned = kWarpgroups == 1 ? kRows : 32;
-  static constexpr bool kSplits = false;
   static constexpr uint32_t kStages =
       stages_beside(kMultipliers * kTurned * 32, (kWeightRows + kRows) * kSwizzledRow);
 

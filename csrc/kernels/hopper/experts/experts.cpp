@@ -82,9 +82,10 @@ void Experts::check_tile(const LaunchConfig& config) const {
   require(!config.wide || wide(), "wide", config.wide, "false for these weights");
   const uint32_t rows = config.rows_of_tile;
   const bool some = rows == 96 || (rows == 128 && !codes());
-  const bool fits = config.wide ? some || rows == 160 : some || rows == 32 || rows == 48 || rows == 64;
+  const bool fits =
+      config.wide ? some || rows == 160 || rows == 192 : some || rows == 32 || rows == 48 || rows == 64;
   const char* allowed = codes() ? "32, 48, 64 or 96" : "32, 48, 64, 96 or 128";
-  require(fits, "rows_of_tile", rows, config.wide ? "96, 128 or 160" : allowed);
+  require(fits, "rows_of_tile", rows, config.wide ? "96, 128, 160 or 192" : allowed);
 }
 
 // The kernels use 32-bit numbers for pieces of 16 bytes, or of eight channels for split rows.

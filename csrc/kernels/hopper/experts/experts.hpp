@@ -62,10 +62,10 @@ struct Scratch {
 
 // Chosen for each launch. Every choice gives the same bits.
 struct LaunchConfig {
-  uint32_t rows_of_tile;  // 32, 48, 64, 96 or, without codes, 128; of a wide one 96, 128 or 160; more rows of
-                          // an expert are several tiles, which read its weights again
-  bool wide;              // tiles of twice as many weight rows, see Experts::wide()
-  bool reads_ahead;       // reads weights before the work is known, as if every expert had rows
+  uint32_t rows_of_tile;  // 32, 48, 64, 96 or, without codes, 128; of a wide one 96, 128, 160 or 192; more
+                          // rows of an expert are several tiles, which read its weights again
+  bool wide;         // tiles of twice as many weight rows, see Experts::wide()
+  bool reads_ahead;  // reads weights before the work is known, as if every expert had rows
 };
 
 // Arguments of the kernels besides `Task`.

@@ -30,6 +30,7 @@ constexpr uint32_t kAlignment = kEight, kBudget = 219 << 10;  // bytes of shared
 //   kSplits: the multiplying warps split rows before they are copied. Blocks take pieces in turn, so no block
 //   waits
 //     for one that has not started.
+//   kShares: loaders share each stage. Otherwise they take turns, which needs more of their registers.
 //   kTiles: runs of 128 bytes of each row in a stage.
 //   kMultipliers: number of warps that multiply and report that a gate/up tile is done.
 //   kStages, kWeightBytes: stages, and bytes of weights in each.
@@ -45,6 +46,7 @@ concept KernelPolicy = requires(const Weights& w, const Task& task, const Unit& 
   requires P::kRows % 16 == 0 && P::kWeightRows != 0 && P::kTiles != 0 && P::kStages >= 2;
   requires P::kMultipliers != 0 && P::kResident != 0;
   { P::kSplits } -> std::convertible_to<bool>;
+  { P::kShares } -> std::convertible_to<bool>;
   { P::kRegisters } -> std::convertible_to<uint32_t>;
   { P::pieces(w, task.work) } -> std::same_as<uint32_t>;
   P::copy_weights(w, unit, n, to, full);
@@ -96,16 +98,21 @@ __device__ inline const std::byte* piece_behind(const std::byte* from, uint32_t 
   return found;
 }
 
-// Where a lane reads its 16-byte pieces of a stage: piece `lane % 8` of rows 4 i + lane / 8.
+// Where a lane reads its 16-byte pieces of a stage: piece `lane % 8` of rows 4 i + lane / 8. Loaders that
+// share a stage each have every kLoaders-th i.
 template <class Policy>
 struct Sources {
-  static constexpr uint32_t kRows = Policy::kRows;
+  static constexpr uint32_t kRows = Policy::kRows, kSharers = Policy::kShares ? kLoaders : 1;
+  static constexpr uint32_t kCount = (kRows / 4 + kSharers - 1) / kSharers;
   static constexpr uint32_t kNone = ~0u;
+  static_assert(!Policy::kShares || Policy::kTiles == 1);
   const std::byte* base;
-  uint32_t of[kRows / 4];  // offset of each row from base, in pieces
-  uint32_t tile_bytes;     // distance between the two tiles of a row, if there are two
+  uint32_t of[kCount];  // offset of each row from base, in pieces
+  uint32_t tile_bytes;  // distance between the two tiles of a row, if there are two
+  uint32_t share;       // of the loader, where they share
 
-  __device__ Sources(const Weights& w, const Task& task, const Unit& unit, uint32_t lane) {
+  __device__ Sources(const Weights& w, const Task& task, const Unit& unit, uint32_t loader, uint32_t lane)
+      : share(Policy::kShares ? loader : 0) {
     const Work& work = task.work;
     tile_bytes = unit.kind == Kind::kGateUp ? w.width : w.ffn;
     const bool up = unit.kind == Kind::kGateUp, given = up && !Policy::kSplits;
@@ -113,8 +120,8 @@ struct Sources {
     const auto* rows = static_cast<const std::byte*>(work.rows);
     base = (given ? rows : up ? task.split : task.hidden) + lane % 8 * kPiece;
 #pragma unroll
-    for (uint32_t i = 0; i < kRows / 4; ++i) {
-      const uint32_t row = 4 * i + lane / 8, slot = unit.first + row;
+    for (uint32_t i = 0; i < kCount; ++i) {
+      const uint32_t row = 4 * (i * kSharers + share) + lane / 8, slot = unit.first + row;
       of[i] = kNone;
       if (row >= unit.rows) continue;
       const int64_t from = given && work.row_ids != nullptr ? work.row_ids[slot] : int64_t(slot);
@@ -125,14 +132,18 @@ struct Sources {
   // Copies a stage of all tiles, eight rows of each in turn. Missing rows keep what the stage held before:
   // nobody reads their sums.
   __device__ void copy(uint32_t stage, std::byte* to, uint32_t lane) const {
-    const uint32_t row = lane / 8, at = shared_address(to) + row * kSwizzledRow;
-    const uint32_t even = at + (lane ^ row) % 8 * kPiece, odd = at + (lane ^ (row + 4)) % 8 * kPiece;
+    const uint32_t row = lane / 8, at = shared_address(to) + row * kSwizzledRow + share * (kEight / 2);
+    const uint32_t turned = share % 2 * 4;
+    const uint32_t even = at + (lane ^ row ^ turned) % 8 * kPiece;
+    const uint32_t odd = at + (lane ^ (row + 4) ^ turned) % 8 * kPiece;
 #pragma unroll
     for (uint32_t tile = 0; tile < Policy::kTiles; ++tile) {
       const std::byte* from = base + tile * tile_bytes + stage * kSwizzledRow;
 #pragma unroll
-      for (uint32_t i = 0; i < kRows / 4; ++i) {
-        const uint32_t beyond = (i / 2 * Policy::kTiles + tile) * kEight + i % 2 * (kEight / 2);
+      for (uint32_t i = 0; i < kCount; ++i) {
+        const uint32_t beyond = Policy::kShares
+                                    ? i * kSharers * (kEight / 2)
+                                    : (i / 2 * Policy::kTiles + tile) * kEight + i % 2 * (kEight / 2);
         if (of[i] != kNone) copy_piece((i % 2 == 0 ? even : odd) + beyond, piece_behind(from, of[i]));
       }
     }
@@ -159,7 +170,7 @@ struct Needed {
   }
 };
 
-// Fills every kLoaders-th stage. `ahead`: stages whose weights were already requested.
+// Fills every kLoaders-th stage, or its share of each. `ahead`: stages whose weights were already requested.
 template <class Policy>
 __device__ void load(Shared<Policy>& s, const Weights& w, const Task& task, uint32_t ahead, uint32_t loader,
                      uint32_t lane) {
@@ -169,16 +180,17 @@ __device__ void load(Shared<Policy>& s, const Weights& w, const Task& task, uint
     const Unit unit = take(s.agenda, n, lane);
     if (lane == 0) arrive(&s.agenda.begun);
     if (unit.kind == Kind::kEnd) return;
-    const Sources<Policy> sources(w, task, unit, lane);
+    const Sources<Policy> sources(w, task, unit, loader, lane);
     Needed<Policy> needed(unit, s.agenda.counts, pieces);
     for (uint32_t i = 0; i < unit.stages; ++i, place.next(Policy::kStages)) {
-      const bool mine = turn == loader, weights = asked == 0;
+      const bool mine = Policy::kShares || turn == loader, weights = asked == 0;
       turn = turn + 1 == kLoaders ? 0 : turn + 1;
       asked -= !weights;
       if (!mine) continue;
       await_phase(&s.empty[place.stage], place.parity ^ 1);
       uint64_t* full = &s.full[place.stage];
-      if (weights && lane == 0) Policy::copy_weights(w, unit, i, s.weights[place.stage], full);
+      if (weights && lane == 0 && (!Policy::kShares || loader == 0))
+        Policy::copy_weights(w, unit, i, s.weights[place.stage], full);
       needed.await();
       if (unit.kind == Kind::kGateUp) pieces = 0;
       sources.copy(i, s.rows[place.stage], lane);
@@ -197,7 +209,8 @@ __global__ void __launch_bounds__(32 * (Policy::kMultipliers + kLoaders + 1), Po
   const uint32_t warp = warp_number(), lane = threadIdx.x % 32;
   if (threadIdx.x == 0) {
     for (uint32_t i = 0; i < Policy::kStages; ++i) {
-      init_barrier(&s.full[i], 1 + 32);  // the request for weights, and each lane of a loader
+      // The request for weights, and each lane of a loader, or of all that share.
+      init_barrier(&s.full[i], 1 + 32 * (Policy::kShares ? kLoaders : 1));
       init_barrier(&s.empty[i], Policy::kMultipliers);
     }
     init(s.agenda, kLoaders, Policy::kMultipliers);

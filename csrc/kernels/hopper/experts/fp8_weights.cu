@@ -26,7 +26,7 @@ struct Codes {
   static constexpr uint32_t kRows = kRowsOfTile, kTiles = 2, kMultipliers = 8, kResident = 1;
   static constexpr uint32_t kWeightRows = 2 * kHalf, kWeightBytes = kWeightRows * kSwizzledRow,
                             kRegisters = 0;
-  static constexpr bool kSplits = true;
+  static constexpr bool kSplits = true, kShares = false;
   static constexpr uint32_t kStages =
       stages_beside(kMultipliers * kRows * 32,
                     (kWeightRows + kTiles * kRows) * kSwizzledRow + kRows * kGroups * sizeof(float));

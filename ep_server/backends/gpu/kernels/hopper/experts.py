@@ -22,7 +22,7 @@ from ep_server.errors import InternalError
 # memory here is four times theirs (262,144 rows of DeepSeek-V3: 4.6 GiB and 1.0).
 MOST_PER_EXPERT = 512
 _ROWS_OF_TILE = (32, 48, 64, 96, 128)
-_ROWS_OF_WIDE = (96, 128, 160)
+_ROWS_OF_WIDE = (160, 128, 96, 192)  # the first of those that read equally much; 192 leave fewest stages
 _MANY = 100  # mean rows per expert; with more, tiles are wide
 _BUSY = 96  # tiles of the second product; with fewer, too many multiprocessors are idle
 _ROWS_OF_CODES = 96  # per tile, at most; 128 were slower on an H200
@@ -34,7 +34,7 @@ _MAX_EXPERTS, _WIDTHS, _FFNS, _FFNS_OF_CODES, _PIECE, _WIDE = 512, 128, 64, 128,
 class Tile:
     """A tile: at most so many rows of one expert, times 128 weight rows, or 256 if it is wide.
 
-    rows: 32, 48, 64, 96 or, by weights in bfloat16, 128; of a wide one 96, 128 or 160.
+    rows: 32, 48, 64, 96 or, by weights in bfloat16, 128; of a wide one 96, 128, 160 or 192.
     """
 
     rows: int
@@ -161,9 +161,19 @@ def narrow_tile(rows_per_expert: int, most: int = _ROWS_OF_TILE[-1]) -> Tile:
 
 
 def wide_tile(rows_per_expert: int, down_tiles: int) -> Tile | None:
-    """The largest tile that keeps multiprocessors busy, if any does. down_tiles: of all experts together."""
-    busy = (n for n in reversed(_ROWS_OF_WIDE) if -(-rows_per_expert // n) * down_tiles >= _BUSY)
-    return next((Tile(rows, wide=True) for rows in busy), None)
+    """The tile that reads least and keeps multiprocessors busy, if any does.
+
+    down_tiles: of all experts together.
+    """
+
+    def reads(rows: int) -> int:
+        """Rows of weights and of the expert, for a tile of weight rows; chunks of an expert are equal."""
+        likely = rows_per_expert + math.isqrt(rows_per_expert)
+        chunks = -(-likely // rows)
+        return chunks * (_WIDE + -(-likely // chunks))
+
+    busy = [n for n in _ROWS_OF_WIDE if -(-rows_per_expert // n) * down_tiles >= _BUSY]
+    return Tile(min(busy, key=reads), wide=True) if busy else None
 
 
 def _most_by_chance(rows_per_expert: int) -> float:

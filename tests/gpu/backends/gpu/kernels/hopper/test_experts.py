@@ -17,7 +17,7 @@ from tests.support.gpu.experts_case import BF16, FP8, SPARE, Layer, check, hoppe
 pytestmark = pytest.mark.gpu
 SIZES = [(5, 256, 128), (7, 640, 384), (128, 2048, 768), (300, 512, 256), (2, 4096, 14336)]
 OF_CODES = [Tile(rows) for rows in (32, 48, 64, 96)]
-NARROW, WIDE = [*OF_CODES, Tile(128)], [Tile(rows, wide=True) for rows in (96, 128, 160)]
+NARROW, WIDE = [*OF_CODES, Tile(128)], [Tile(rows, wide=True) for rows in (96, 128, 160, 192)]
 BOTH = pytest.mark.parametrize("codes", [False, True], ids=["bfloat16", "codes"])
 SPREADS = {
     "none": lambda e: [0] * e,
@@ -26,6 +26,7 @@ SPREADS = {
     "tiles": lambda e: [(15, 16, 17, 31, 32, 33, 63, 64, 65, 0)[n % 10] for n in range(e)],
     "all to one": lambda e: [0] * (e // 2) + [200] + [0] * (e - e // 2 - 1),
     "many": lambda e: [(127, 1, 300, 160, 0, 161, 97)[n] if n < 7 else 0 for n in range(e)],
+    "more": lambda e: [(192, 191, 193, 384, 500)[n] if n < 5 else 0 for n in range(e)],
 }
 
 

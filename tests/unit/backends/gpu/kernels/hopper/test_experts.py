@@ -113,7 +113,7 @@ def test_scales_must_be_of_whole_blocks() -> None:
         (BF16, 100, Tile(128), True),
         (BF16, 101, Tile(128), True),  # of two experts there are few tiles of weights
         (BF16, 7_600, Tile(160, wide=True), False),
-        (BF16, 5_000_000, Tile(160, wide=True), False),
+        (BF16, 5_000_000, Tile(192, wide=True), False),
         (FP8, 60, Tile(96), True),
         (FP8, 100, Tile(96), False),
     ],
@@ -135,15 +135,16 @@ def test_a_kernel_is_told_its_tile_and_whether_to_read_ahead(
     ("each", "down_tiles", "rows"),
     [
         (100, 1024, 160),
-        (512, 256, 160),
+        (512, 256, 192),
         (256, 32, 96),
         (128, 32, None),  # Mixtral's two experts of a rank
         (300, 48, 160),
         (150, 64, 128),
-        (1024, 32, 160),
+        (1024, 32, 192),
+        (600, 1024, 160),  # four chunks of an expert either way
     ],
 )
-def test_wide_tiles_leave_multiprocessors_busy(each: int, down_tiles: int, rows: int | None) -> None:
+def test_wide_tiles_read_least_and_fill_the_gpu(each: int, down_tiles: int, rows: int | None) -> None:
     assert wide_tile(each, down_tiles) == (rows and Tile(rows, wide=True))
 
 
