@@ -91,7 +91,7 @@ AREAS = {
     "Network": r"network_|nic_",
     "Exchange": r"comm_|overlap|balancedness|expert|step_skew|ep_rank|rank_loss|live_ranks|^generation$",
     "Memory": r"kv_|prefix|preempt",
-    "Steps": r"step|graph|padded|parks|compiled|queue_depth|running",
+    "Steps": r"step|moe_layer|graph|padded|parks|compiled|queue_depth|running",
     "Process": r"info|^state|capacity|memory|tls|weights",
 }
 

@@ -5,7 +5,7 @@ A phase's laps over all layers and micro-batches of a step add up to one duratio
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from enum import IntEnum
 from time import perf_counter_ns
 
@@ -21,7 +21,18 @@ class Phase(IntEnum):
     SAMPLE = 5
 
 
+# From the router to the residual: a MoE layer. Dense layers of such a model count as experts too.
+MOE_PHASES = (Phase.ROUTER, Phase.DISPATCH, Phase.EXPERTS, Phase.COMBINE)
 Lap = Callable[[Phase], None]  # what ran since the last lap was this phase
+
+
+def moe_counters(
+    histograms: Mapping[str, Sequence[int]], sums: Mapping[str, int], sparse_layers: int
+) -> dict[str, int]:
+    """Counters of RankStatistics: MoE layers of the timed steps, and the time that they took, ns."""
+    steps = sum(histograms.get(f"step/{Phase.ROUTER.name.lower()}", ()))
+    spent = sum(sums.get(f"step/{phase.name.lower()}", 0) for phase in MOE_PHASES)
+    return {"moe_layers": steps * sparse_layers, "moe_layer_ns": spent}
 
 
 def no_lap(phase: Phase) -> None:

@@ -110,6 +110,8 @@ COUNTERS: Mapping[str, tuple[str, str]] = {
     "kv_saved_bytes": ("kv_host_saved_bytes", "Bytes of KV blocks copied to the host tier."),
     "kv_loaded_bytes": ("kv_host_loaded_bytes", "Bytes of KV blocks that came back from the host tier."),
     "handoff_ns": ("kv_handoff_seconds", "Time that KV blocks took to arrive from other servers."),
+    "moe_layers": ("moe_layers", "MoE layers whose time was measured."),
+    "moe_layer_ns": ("moe_layer_seconds", "Time of these layers, from router to residual, as ranks saw it."),
     "parks": ("parks", "Times the group went to sleep because nobody had work."),
     "tokens": ("step_tokens", "Tokens computed, in prefill and decode."),
     "exchange_tokens": ("comm_tokens", "Tokens passed to dispatch, once per MoE layer."),

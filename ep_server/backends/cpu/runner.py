@@ -19,7 +19,7 @@ from ep_server.models.batch import split
 from ep_server.models.decoder import Decoder, DecoderParams, interleave
 from ep_server.models.kv_cache import KvCache
 from ep_server.models.slots import ExpertRows, Held, Routes
-from ep_server.models.timers import Phase, PhaseClock
+from ep_server.models.timers import Phase, PhaseClock, moe_counters
 from ep_server.records import LATE_TOKEN, PromptLogprobs, Request, SampledToken, StepBatch
 
 
@@ -150,11 +150,13 @@ class ModelRunner:
             received = dict(zip(experts, counter.total.sum(0).tolist(), strict=True))
         else:
             received = self._rows.by_expert(counter.total.numpy())
+        histograms, sums = self._clock.histograms(), self._clock.sums()
+        moe = moe_counters(histograms, sums, sum(self._params.spec.sparse_layers))
         return RunnerStatistics(
-            self._clock.histograms(),
-            self._clock.sums(),
+            histograms,
+            sums,
             received,
-            {"experts_active": int(counter.active)},
+            {"experts_active": int(counter.active), **moe},
             experts_move=self._rows is not None,
         )
 

@@ -35,7 +35,7 @@ from ep_server.models.decoder import DecoderParams, interleave
 from ep_server.models.kv_cache import KvCache
 from ep_server.models.prompt_scorer import PromptScorer
 from ep_server.models.slots import Held, Routes
-from ep_server.models.timers import no_lap
+from ep_server.models.timers import moe_counters, no_lap
 from ep_server.records import LATE_TOKEN, PromptLogprobs, Request, SampledToken, SeqSlice, StepBatch
 
 MOST_MICRO_BATCHES = 2
@@ -283,6 +283,8 @@ class GpuRunner:
             ("masked_steps", "mask_wait_ns", "mask_starved_steps"), self._masked.tolist(), strict=True
         )
         counters |= {name: count for name, count in masked if self._masked[0]}
+        if clock.counters.get("timed_steps"):
+            counters |= moe_counters(clock.histograms, clock.sums, sum(self._params.spec.sparse_layers))
         return RunnerStatistics(clock.histograms, clock.sums, experts, counters | clock.counters)
 
     def place(self, routes: Routes, held: Held) -> None:

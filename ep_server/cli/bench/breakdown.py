@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from ep_server.models.families.spec import GqaSpec, ModelSpec
 from ep_server.models.footprint import footprint
 from ep_server.models.sizes import Dtype, cache_dtype, kv_block_bytes
+from ep_server.models.timers import MOE_PHASES
 from ep_server.observability.quantiles import NANO
 from ep_server.records import RankStatistics
 
@@ -77,10 +78,20 @@ class Steps:
         """Rows of the fullest rank over the mean; 1 is even, 0 means that there were none."""
         return max(self.load) * len(self.load) / sum(self.load) if any(self.load) else 0.0
 
+    def moe_layer(self, sparse_layers: int) -> float:
+        """Seconds of a MoE layer, from router to residual."""
+        return moe_seconds(self.phases, sparse_layers)
+
     @property
     def host_share(self) -> float:
         """Share of a step that waits for the host."""
         return self.phases["host" if self.device is None else "idle"] / self.seconds
+
+
+def moe_seconds(phases: Mapping[str, float], sparse_layers: int) -> float:
+    """Seconds of a MoE layer. phases: of a step, or their bounds; those that are missing take no time."""
+    names = (phase.name.lower() for phase in MOE_PHASES)
+    return sum(phases.get(name, 0.0) for name in names) / max(sparse_layers, 1)
 
 
 def steps_between(before: Reports, after: Reports, sparse_layers: int) -> Steps | None:

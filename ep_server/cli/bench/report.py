@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from ep_server.cli.bench.breakdown import Rates, Steps, bounds
+from ep_server.cli.bench.breakdown import Rates, Steps, bounds, moe_seconds
 from ep_server.cli.bench.charts import offline_chart, online_chart
 from ep_server.cli.bench.load import Load, Trace
 from ep_server.cli.bench.summary import Plan, Result, short_of
@@ -216,6 +216,8 @@ class OfflineReport:
         return {
             **dataclasses.asdict(steps),
             "bounds": dict(self.bounds(result)),
+            "moe_layer": steps.moe_layer(sparse := sum(self.spec.sparse_layers)),
+            "moe_layer_bound": moe_seconds(self.bounds(result), sparse),
             "host_share": steps.host_share,
             "distinct_experts": steps.distinct,
             "distinct_expected": distinct_experts(router.num_experts, router.top_k, steps.tokens),
@@ -229,6 +231,7 @@ class OfflineReport:
             if result.steps is not None:
                 title = f"{result.batch} sequences per rank, mean of {result.steps.count} steps"
                 print_step(console, result.steps, self.bounds(result), title)
+                console.print(moe_line(result.steps, self.bounds(result), sum(self.spec.sparse_layers)))
                 console.print(overlap_line(result.steps, self.config.parallel.overlap))
                 console.print(experts_line(result.steps, self.spec.router, uniform=self.uniform))
         console.print(
@@ -317,6 +320,13 @@ def print_step(console: Console, steps: Steps, least: Mapping[str, float], title
 
 def _against(seconds: float, bound: float | None) -> tuple[str, str]:
     return (f"{1000 * bound:.3f}", f"{seconds / bound:.2f} x") if bound else ("-", "-")
+
+
+def moe_line(steps: Steps, least: Mapping[str, float], sparse_layers: int) -> str:
+    """Time of a MoE layer beside that of its bytes. least: bounds of a step by phase."""
+    took, bound = steps.moe_layer(sparse_layers), moe_seconds(least, sparse_layers)
+    beside = f"; its bytes alone take {1e6 * bound:.1f} us ({took / bound:.2f} x)" if bound else ""
+    return f"MoE layer, router to residual: {1e6 * took:.1f} us{beside}"
 
 
 def overlap_line(steps: Steps, mode: str) -> str:

@@ -145,6 +145,9 @@ def test_statistics_count_rows_and_steps(tiny: Get) -> None:
     assert set(statistics.histograms) == set(statistics.sums) == {f"step/{p}" for p in phases}
     assert all(sum(counts) == steps for counts in statistics.histograms.values())
     assert all(total > 0 for total in statistics.sums.values())
+    spent = sum(statistics.sums[f"step/{p}"] for p in ("router", "dispatch", "experts", "combine"))
+    assert statistics.counters["moe_layers"] == sparse_layers * steps
+    assert statistics.counters["moe_layer_ns"] == spent
 
 
 def test_laps_of_a_step_add_up(monkeypatch: pytest.MonkeyPatch) -> None:

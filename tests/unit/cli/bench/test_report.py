@@ -47,6 +47,12 @@ def test_phases_stand_beside_their_bounds() -> None:
         assert line in lines
 
 
+def test_a_moe_layer_stands_beside_its_bytes() -> None:
+    told = report.moe_line(STEPS, {"attention": 0.001, "router": 0.001, "experts": 0.003}, 5)
+    assert told == ("MoE layer, router to residual: 1100.0 us; its bytes alone take 800.0 us (1.38 x)")
+    assert report.moe_line(STEPS, {}, 5) == "MoE layer, router to residual: 1100.0 us"
+
+
 def test_without_bounds_there_are_no_columns_for_them() -> None:
     lines = printed(replace(STEPS, device=None), {}, "a step", by="print_step")
     assert "attention 2.000 20.0%" in lines and "outside the phases 1.500 15.0%" in lines
