@@ -20,6 +20,7 @@ from ep_server.exchange.spec import ExchangeSpec, Payload, Waiting, control_spec
 if TYPE_CHECKING:
     import torch
 
+    from ep_server.exchange.bulk import BulkExchange
     from ep_server.exchange.fabric.device_rows import DeviceRows
     from ep_server.exchange.host import HostExchange, HostGroup
 
@@ -135,6 +136,22 @@ def open_exchange(topology: Topology, spec: ExchangeSpec, device: torch.device, 
         return _open_nvlink(of_host, segment, device, opening, owned=False)
 
     return open_hierarchical(staged, topology.hosts, control_spec, open_intra)
+
+
+def open_bulk(spec: ExchangeSpec, device: torch.device, segment: int, heap_bytes: int) -> BulkExchange:
+    """This rank's end of the exchange of many rows between the GPUs of one host. Collective.
+
+    Args:
+        spec: its rank, number of ranks and deadline count.
+        segment: of control_spec(spec); closed.
+        heap_bytes: memory of the GPU for received rows.
+    Raises: ConfigError; StartupError.
+    """
+    from ep_server.exchange.nvlink.bulk import NvlinkBulk, bulk_spec
+
+    sized = bulk_spec(spec.rank, spec.num_ranks, spec.timeout_ns)
+    control = _open_group(control_spec(sized), segment, Opening(segment), Waiting(), owned=True)
+    return NvlinkBulk(sized, control=control, device=device, heap_bytes=heap_bytes)
 
 
 def _open_shm(spec: ExchangeSpec, opening: Opening) -> HostExchange:

@@ -14,8 +14,7 @@ from ep_server.errors import ConfigError, StartupError
 from ep_server.exchange.api import Exchange, ExchangeSpec
 from ep_server.exchange.bootstrap import share_segment
 from ep_server.exchange.bulk import BulkExchange, HostBulk
-from ep_server.exchange.factory import Opening, Topology, open_exchange, segment_spec
-from ep_server.exchange.host import open_group
+from ep_server.exchange.factory import Opening, Topology, open_bulk, open_exchange, segment_spec
 from ep_server.exchange.segment import create_segment
 from ep_server.exchange.spec import Waiting, control_spec
 from ep_server.exchange.validate import CPU
@@ -60,23 +59,24 @@ def bulk_from_process_group(
     rank, size = dist.get_rank(group), dist.get_world_size(group)
     if device == CPU:
         return HostBulk(rank, size, partial(_open_rows, group, timeout_ns))
+    spec = control_spec(_rows_spec(group, 1, 2, timeout_ns))
+    segment = group_segment(group, spec)
     try:
-        from ep_server.exchange.nvlink.bulk import NvlinkBulk, bulk_spec
+        return open_bulk(spec, device, segment, heap_bytes)
     except ImportError as error:
-        raise StartupError(f"this installation was built without CUDA: {error}") from error
-    spec = bulk_spec(rank, size, timeout_ns)
-    segment = group_segment(group, control_spec(spec))
-    try:
-        control = open_group(control_spec(spec), segment)
-    finally:
         os.close(segment)
-    return NvlinkBulk(spec, control=control, device=device, heap_bytes=heap_bytes)
+        raise StartupError(f"this installation was built without CUDA: {error}") from error
 
 
 def _open_rows(group: Any, timeout_ns: int, tokens: int, row_bytes: int) -> Exchange:
-    """Moves rows of bytes between CPUs: rank r has expert r alone."""
+    """Moves rows of bytes between CPUs."""
+    return from_process_group(group, _rows_spec(group, tokens, row_bytes, timeout_ns))
+
+
+def _rows_spec(group: Any, tokens: int, row_bytes: int, timeout_ns: int) -> ExchangeSpec:
+    """Rank r has expert r alone."""
     rank, size = dist.get_rank(group), dist.get_world_size(group)
-    spec = ExchangeSpec(
+    return ExchangeSpec(
         rank=rank,
         num_ranks=size,
         placement=tuple(range(size)),
@@ -86,7 +86,6 @@ def _open_rows(group: Any, timeout_ns: int, tokens: int, row_bytes: int) -> Exch
         num_banks=2,
         timeout_ns=timeout_ns,
     )
-    return from_process_group(group, spec)
 
 
 def group_segment(group: Any, spec: ExchangeSpec) -> int:

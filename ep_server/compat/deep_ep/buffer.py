@@ -1,4 +1,4 @@
-"""DeepEP's low-latency Buffer on the ranks of one host, without NVSHMEM, IBGDA or a network card.
+"""DeepEP's Buffer on the ranks of one host, without NVSHMEM, IBGDA or a network card.
 
 Names, argument meanings, shapes and return values are DeepEP's. CPU tensors travel over shared memory, CUDA
 tensors of one process per GPU over NVLink. Differences:
@@ -10,6 +10,7 @@ tensors of one process per GPU over NVLink. Differences:
 - Weights may be given to dispatch. Every rank then sums its experts' outputs before they return. On GPUs it
   always does.
 - Unmasking a rank is collective.
+- High-throughput calls receive into num_nvl_bytes of GPU memory, and need no chunk sizes.
 """
 
 from __future__ import annotations
@@ -20,31 +21,16 @@ from typing import Any
 import torch
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ep_server.compat.deep_ep import normal
 from ep_server.compat.deep_ep.events import Config, EventHandle, EventOverlap, Streams
-from ep_server.compat.deep_ep.normal import (
-    Bias,
-    DispatchResult,
-    NormalDispatch,
-    NormalHandle,
-    Order,
-    check_layout,
-    handle_of,
-    layout,
-    returned_of,
-    routing_of,
-    rows_of,
-)
 from ep_server.compat.deep_ep.session import CombineCall, Completion, DispatchCall, Hook, Operation
-from ep_server.compat.deep_ep.sessions import Options, Sessions, Sizes, region_bytes
+from ep_server.compat.deep_ep.sessions import Options, Sessions, Sizes, payload_of, size_hint
 from ep_server.errors import InvalidArgument, StartupError
-from ep_server.exchange.api import Payload
-from ep_server.exchange.spec import MAX_TOP_K
 from ep_server.exchange.validate import check_is_tensor, check_tensor
 
 topk_idx_t = torch.int64
 
 Handle = tuple[torch.Tensor, torch.Tensor, int, int, int]
-MAX_SECONDS = 1e9
 
 
 class Buffer:
@@ -60,7 +46,8 @@ class Buffer:
         comm: an MPI communicator instead of a group; not supported.
         timeout_seconds: deadline of every wait for a rank.
         low_latency_num_sms: multiprocessors of a GPU that one call may fill; 0 = all.
-        num_nvl_bytes, num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: accepted
+        num_nvl_bytes: GPU memory of high-throughput calls; see Config.get_nvl_buffer_size_hint.
+        num_qps_per_rank, allow_nvlink_for_low_latency_mode, allow_mnnvl, use_fabric: accepted
           and ignored.
 
     On GPUs no call waits for the device. Each can be captured in a CUDA graph once a call of the same sizes
@@ -89,19 +76,18 @@ class Buffer:
     ) -> None:
         if group is None or comm is not None:
             raise InvalidArgument("group, comm", (group, comm), "a torch.distributed process group and None")
-        if not isinstance(timeout_seconds, int | float) or not 1e-9 <= timeout_seconds <= MAX_SECONDS:
-            raise InvalidArgument("timeout_seconds", timeout_seconds, f"from 1e-9 to {MAX_SECONDS:g}")
-        for name, value in (("low_latency_num_sms", low_latency_num_sms), ("num_rdma_bytes", num_rdma_bytes)):
-            if not isinstance(value, int) or value < 0:
-                raise InvalidArgument(name, value, "an integer, at least 0")
         self.group, self.rank, self.group_size = group, group.rank(), group.size()
         self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
         self.explicitly_destroy = explicitly_destroy
-        timeout_ns = int(timeout_seconds * 1e9)
-        self._sessions = Sessions(
-            group, Options(enable_shrink, timeout_ns, num_rdma_bytes, low_latency_num_sms, num_nvl_bytes)
+        options = Options.checked(
+            shrink=enable_shrink,
+            timeout_seconds=timeout_seconds,
+            limit=num_rdma_bytes,
+            num_sms=low_latency_num_sms,
+            heap_bytes=num_nvl_bytes,
         )
+        self._sessions = Sessions(group, options)
         self._operations: MutableMapping[torch.Tensor, Operation] = WeakIdKeyDictionary()  # by src_info
 
     def destroy(self) -> None:
@@ -140,9 +126,7 @@ class Buffer:
         num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
     ) -> int:
         """Bytes per rank that suffice for low-latency calls of these sizes with any top-k and payload."""
-        top_k = min(MAX_TOP_K, num_experts)
-        sizes = Sizes(num_max_dispatch_tokens_per_rank, hidden, top_k, num_experts, Payload.BF16)
-        return region_bytes(sizes.spec(0, num_ranks, 1))
+        return size_hint(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
 
     def clean_low_latency_buffer(
         self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int
@@ -175,24 +159,22 @@ class Buffer:
         """Sends tokens to the ranks that own their experts. Collective.
 
         Args:
-            x: [T, H] bfloat16, T <= num_max_dispatch_tokens_per_rank.
-            topk_idx: [T, K] int64, -1 = no expert.
+            x: [T, H] bfloat16, T <= num_max_dispatch_tokens_per_rank. topk_idx: [T, K] int64, -1 = no expert.
             num_max_dispatch_tokens_per_rank, num_experts: equal on all ranks. R ranks own contiguous blocks
               of experts. If the division leaves a remainder, the first ranks own one more.
             cumulative_local_expert_recv_stats: [E_local] int32, += tokens received.
             dispatch_wait_recv_cost_stats: [R] int64 (or [R, R]: this rank's row), += ns waited for each rank.
             use_fp8: rows travel as e4m3 with a scale per 128 channels. round_scale: scales are powers of two.
               use_ue8m0: scales are packed exponents, four per int32.
-            async_finish: return an event to wait on.
-            return_recv_hook: run only the send half. Calling the hook fills the returned tensors.
+            async_finish: return an event to wait on. return_recv_hook: run only the send half. Calling the
+              hook fills the returned tensors.
             topk_weights: [T, K] float32. If given, each rank sums its experts' outputs first.
         Returns:
             recv_x: [E_local, R * num_max, H] bfloat16, or (float8_e4m3fn of that shape, scales [E_local,
               R * num_max, H / 128] float32 or [..., H / 512] int32, column-major in the last two).
             recv_count: [E_local] int32, valid rows of each expert.
             handle: (src_info int32 [E_local, R * num_max], layout_range int64 [E_local, R] = begin << 32 |
-              count, num_max, H, num_experts).
-            event, hook.
+              count, num_max, H, num_experts). event, hook.
         Raises: InvalidArgument, HookNotCalled, PeerTimeout, GroupAborted.
         """
         completion = self._completion(async_finish, return_recv_hook)
@@ -208,14 +190,14 @@ class Buffer:
             hidden=x.shape[1],
             top_k=topk_idx.shape[1],
             num_experts=num_experts,
-            payload=_payload(use_fp8, round_scale, use_ue8m0),
+            payload=payload_of(use_fp8, round_scale, use_ue8m0),
             device=x.device,
         )
         session = self._sessions.get(sizes)
         if cumulative_local_expert_recv_stats is not None:
             name, local = "cumulative_local_expert_recv_stats", len(session.spec.local_experts)
             check_tensor(name, cumulative_local_expert_recv_stats, x.device, torch.int32, E_local=local)
-        waited = self._own_row("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats, x.device)
+        waited = session.own_row("dispatch_wait_recv_cost_stats", dispatch_wait_recv_cost_stats)
         call = DispatchCall(x, topk_idx, topk_weights, cumulative_local_expert_recv_stats, waited)
         operation, outputs, (event, hook) = session.dispatch(call, completion)
         self._operations[outputs.src_info] = operation
@@ -271,9 +253,7 @@ class Buffer:
             ids=topk_idx,
             weights=None if operation.weighted else topk_weights,
             out=out,
-            wait_stats=self._own_row(
-                "combine_wait_recv_cost_stats", combine_wait_recv_cost_stats, session.device
-            ),
+            wait_stats=session.own_row("combine_wait_recv_cost_stats", combine_wait_recv_cost_stats),
             log_format=use_logfmt,
         )
         return out, *session.combine(operation, call, completion)
@@ -301,10 +281,7 @@ class Buffer:
     def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> None:
         """Fills mask_status [R] int32: 1 for masked ranks, else 0. Waits for the current stream."""
         self._check_mask(None)
-        device, masked = mask_status.device, self._sessions.masked()
-        check_tensor("mask_status", mask_status, device, torch.int32, R=self.group_size)
-        found = [int(rank in masked) for rank in range(self.group_size)]
-        mask_status.copy_(torch.tensor(found, dtype=torch.int32, device=device))
+        self._sessions.fill_masked(mask_status)
 
     def low_latency_clean_mask_buffer(self) -> None:
         """Unmasks all ranks. Collective among all of them; drops operations in flight."""
@@ -328,32 +305,21 @@ class Buffer:
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:
+    ) -> normal.LayoutResult:
         """Finds out which ranks each token goes to. Local.
 
-        Args:
-            topk_idx: [T, K] int64, -1 = no expert. num_experts: a multiple of the number of ranks.
-            previous_event, async_finish, allocate_on_comm_stream: see dispatch.
+        Args: topk_idx [T, K] int64, -1 = no expert; num_experts, a multiple of the number of ranks.
         Returns: num_tokens_per_rank [R] int32; None; num_tokens_per_expert [E] int32; is_token_in_rank [T, R]
           bool; event.
         """
-        check_layout(topk_idx, num_experts, self.group_size)
         streams = self._sessions.streams(topk_idx.device)
-        order = Order(previous_event, async_finish)
-        (ranks, experts, in_rank), event = streams.communicate(
-            lambda: layout(topk_idx, num_experts, self.group_size),
-            asynchronous=order.asynchronous,
-            after=order.event,
-        )
-        streams.record_result(ranks, experts, in_rank)
-        if event is not None:
-            streams.record_use(topk_idx)
-        return ranks, None, experts, in_rank, EventOverlap(event, (topk_idx,))
+        order = normal.Order(previous_event, async_finish)
+        return normal.checked_layout(topk_idx, num_experts, self.group_size, streams, order)
 
     def dispatch(
         self,
         x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
-        handle: NormalHandle | None = None,
+        handle: normal.NormalHandle | None = None,
         num_tokens_per_rank: torch.Tensor | None = None,
         num_tokens_per_rdma_rank: torch.Tensor | None = None,
         is_token_in_rank: torch.Tensor | None = None,
@@ -366,51 +332,29 @@ class Buffer:
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
-    ) -> DispatchResult:
+    ) -> normal.DispatchResult:
         """Sends tokens, once each, to the ranks that own their experts. Collective.
 
-        Args:
-            x: [T, H] bfloat16, or (float8_e4m3fn [T, H], scales float32 or int32 [T, G] with any strides).
-            handle: of an earlier dispatch: along the same routes, without topk_idx. Otherwise needed:
-              is_token_in_rank and num_tokens_per_expert of get_dispatch_layout.
-            num_tokens_per_rank, num_tokens_per_rdma_rank: accepted and not needed.
-            topk_idx, topk_weights: [T, K] int64 and float32, sent along.
-            expert_alignment: the returned counts are rounded up to multiples of it.
-            num_worst_tokens: receive so many rows, whether sent or not. The call then waits for nothing.
-            config: its num_sms counts.
-            previous_event: wait for this event, not for the current stream.
-            async_finish: return an event to wait on.
-            allocate_on_comm_stream: accepted. Results always belong to the communication stream.
-        Returns:
-            recv_x: like x, [N, H], by source rank and token.
-            recv_topk_idx, recv_topk_weights: [N, K], numbered as this rank's experts; -1 and 0 for others. Or
-              None.
-            num_recv_tokens_per_expert_list: of this rank's experts; [] with num_worst_tokens. None with a
-              handle.
-            handle: None with a handle.
-            event.
+        Args: see normal.NormalDispatch; config: only its num_sms counts; previous_event: wait for this event
+          instead of the current stream.
+        Returns: recv_x like x [N, H], by source rank and token; recv_topk_idx, recv_topk_weights [N, K],
+          numbered as this rank's experts, -1 and 0 for others; rows of each local expert, [] with
+          num_worst_tokens; handle; event. Of these, counts and handle are None with a handle.
         Raises: InvalidArgument, PeerTimeout, GroupAborted.
         """
-        rows, order = rows_of(x, topk_idx, topk_weights), Order(previous_event, async_finish)
-        (tokens, _), device = rows.x.shape, rows.x.device
+        rows = normal.rows_of(x, topk_idx, topk_weights)
+        given = (is_token_in_rank, num_tokens_per_expert)
+        call = normal.dispatch_call(rows, handle, given, expert_alignment, num_worst_tokens, self.group_size)
         num_sms = (config or Buffer.get_dispatch_config(self.group_size)).num_sms
-        if handle is not None:
-            if topk_idx is not None:
-                raise InvalidArgument("topk_idx", "given", "None with a handle")
-            known = handle_of(handle, device, tokens, self.group_size)
-            return self._sessions.normal(device).dispatch_again(rows, known, num_sms, order)
-        if not isinstance(num_worst_tokens, int) or num_worst_tokens < 0:
-            raise InvalidArgument("num_worst_tokens", num_worst_tokens, "an integer, at least 0")
-        routing = routing_of(is_token_in_rank, num_tokens_per_expert, rows, self.group_size, expert_alignment)
-        call = NormalDispatch(rows, routing, num_worst_tokens)
-        return self._sessions.normal(device).dispatch(call, num_sms, order)
+        session, order = self._sessions.normal(rows.x.device), normal.Order(previous_event, async_finish)
+        return session.dispatch(call, num_sms, order)
 
     def combine(
         self,
         x: torch.Tensor,
-        handle: NormalHandle,
+        handle: normal.NormalHandle,
         topk_weights: torch.Tensor | None = None,
-        bias: Bias = None,
+        bias: normal.Bias = None,
         config: Config | None = None,
         previous_event: EventOverlap | None = None,
         async_finish: bool = False,
@@ -420,28 +364,22 @@ class Buffer:
 
         Sums are float32, in the order bias, then ranks, and rounded once.
 
-        Args:
-            x: [N, H] bfloat16, row i belongs to row i of recv_x.
-            handle: of any earlier dispatch. It may be combined more than once.
-            topk_weights: [N, K] float32, summed over the ranks of a token too.
-            bias: [T, H] bfloat16, or two of them.
-            config, previous_event, async_finish, allocate_on_comm_stream: see dispatch.
+        Args: x [N, H] bfloat16, row i belongs to row i of recv_x; handle, of any earlier dispatch;
+          topk_weights [N, K] float32, summed too; bias [T, H] bfloat16, or two; the others as with dispatch.
         Returns: combined [T, H] bfloat16; sums of the weights [T, K] float32 or None; event.
         Raises: InvalidArgument, PeerTimeout, GroupAborted.
         """
         check_is_tensor("x", x)
-        known = handle_of(handle, x.device, None, self.group_size)
-        returned = returned_of(x, topk_weights, bias, known)
+        known = normal.handle_of(handle, x.device, None, self.group_size)
+        returned = normal.returned_of(x, topk_weights, bias, known)
         num_sms = (config or Buffer.get_combine_config(self.group_size)).num_sms
-        session, order = self._sessions.normal(x.device), Order(previous_event, async_finish)
+        session, order = self._sessions.normal(x.device), normal.Order(previous_event, async_finish)
         return session.combine(returned, known, num_sms, order)
 
     def _completion(self, async_finish: bool, return_recv_hook: bool) -> Completion:
         if not self.low_latency_mode:
             raise InvalidArgument("low_latency_mode", False, "True, given to the constructor")
-        if async_finish and return_recv_hook:
-            raise InvalidArgument("async_finish, return_recv_hook", (True, True), "not both True")
-        return Completion(async_finish, return_recv_hook)
+        return Completion.checked(async_finish, return_recv_hook)
 
     def _check_mask(self, rank: int | None) -> None:
         if not self.enable_shrink:
@@ -455,23 +393,3 @@ class Buffer:
         if operation is None:
             raise InvalidArgument("handle", "unknown src_info", "as low_latency_dispatch returned it")
         return operation
-
-    def _own_row(self, name: str, stats: torch.Tensor | None, device: torch.device) -> torch.Tensor | None:
-        """The part of a wait statistic that this rank adds to: a [R] tensor, or its own row of [R, R]."""
-        if isinstance(stats, torch.Tensor) and stats.dim() == 2:
-            check_tensor(name, stats, device, torch.int64, R=self.group_size, sources=self.group_size)
-            return stats[self.rank]
-        if stats is not None:
-            check_tensor(name, stats, device, torch.int64, R=self.group_size)
-        return stats
-
-
-def _payload(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> Payload:
-    """The payload that the three flags of low_latency_dispatch name."""
-    if use_ue8m0 and not round_scale:
-        raise InvalidArgument("use_ue8m0", True, "given together with round_scale=True")
-    if not use_fp8:
-        return Payload.BF16
-    if use_ue8m0:
-        return Payload.FP8_UE8M0
-    return Payload.FP8_POW2 if round_scale else Payload.FP8

@@ -31,6 +31,9 @@ DispatchResult = tuple[
 ]
 
 
+LayoutResult = tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]
+
+
 class NormalHandle(NamedTuple):
     """What dispatch returns for combine and for a dispatch along the same routes.
 
@@ -69,10 +72,19 @@ class Order:
 
 @dataclass(frozen=True, slots=True)
 class NormalDispatch:
-    """Arguments of a dispatch along new routes: see Buffer.dispatch."""
+    """Arguments of Buffer.dispatch, checked.
+
+    rows: x: [T, H] bfloat16, or (float8_e4m3fn [T, H], scales float32 or int32 [T, G] of any strides), with
+      topk_idx [T, K] int64 and topk_weights [T, K] float32 if they are sent along.
+    routing: is_token_in_rank and num_tokens_per_expert of get_dispatch_layout, and expert_alignment: the
+      returned counts are rounded up to multiples of it. None = along the routes of `handle`.
+    num_worst_tokens: receive so many rows, whether sent or not. The call then waits for nothing. 0 = as many
+      as are sent.
+    """
 
     rows: Rows
-    routing: Routing
+    routing: Routing | None
+    handle: NormalHandle | None
     num_worst_tokens: int
 
 
@@ -90,25 +102,27 @@ class NormalSession:
         self.close = exchange.close
 
     def dispatch(self, call: NormalDispatch, num_sms: int, order: Order) -> DispatchResult:
-        """Along new routes. Waits for the number of rows, unless num_worst_tokens gives a limit."""
-        worst, routing = call.num_worst_tokens, call.routing
-        local = routing.expert_tokens.shape[0] // self._num_ranks
+        """Along new routes it waits for the number of rows, unless num_worst_tokens gives a limit."""
+        rows, routing = call.rows, call.routing
+        if routing is None:
+            assert call.handle is not None
+            return self._dispatch_again(rows, call.handle, num_sms, order)
+        worst, local = call.num_worst_tokens, routing.expert_tokens.shape[0] // self._num_ranks
 
         def work() -> tuple[Rows, list[int], NormalHandle]:
             plan, report = self._exchange.plan(routing, report=worst == 0)
-            rows, counts = report if report is not None else (worst, [])
-            arrival = Arrival(rows, local, worst=worst > 0, with_sources=True)
-            received, sources = self._exchange.dispatch(call.rows, plan, arrival, num_sms)
+            count, counts = report if report is not None else (worst, [])
+            arrival = Arrival(count, local, worst=worst > 0, with_sources=True)
+            received, sources = self._exchange.dispatch(rows, plan, arrival, num_sms)
             assert sources is not None
             return received, counts, self._handle(plan, sources, routing.in_rank)
 
         (received, counts, handle), event = self._communicate(work, order)
-        used = (*_tensors(call.rows), routing.in_rank, routing.expert_tokens)
+        used = (*_tensors(rows), routing.in_rank, routing.expert_tokens)
         made = (*_tensors(received), *handle)
         return self._result(received, counts, handle, self._event(event, used, made))
 
-    def dispatch_again(self, rows: Rows, handle: NormalHandle, num_sms: int, order: Order) -> DispatchResult:
-        """Along the routes of a handle. Never waits."""
+    def _dispatch_again(self, rows: Rows, handle: NormalHandle, num_sms: int, order: Order) -> DispatchResult:
         arrival = Arrival(handle.recv_src_idx.shape[0])
         (received, _), event = self._communicate(
             lambda: self._exchange.dispatch(rows, handle.plan, arrival, num_sms), order
@@ -171,13 +185,23 @@ def layout(
     return in_rank.sum(0, dtype=torch.int32), per_expert[:num_experts], in_rank
 
 
-def check_layout(topk_idx: torch.Tensor, num_experts: int, num_ranks: int) -> None:
-    """Raises InvalidArgument."""
+def checked_layout(
+    topk_idx: torch.Tensor, num_experts: int, num_ranks: int, streams: Streams | HostStreams, order: Order
+) -> LayoutResult:
+    """What get_dispatch_layout returns. Raises InvalidArgument."""
     check_is_tensor("topk_idx", topk_idx)
     if topk_idx.dim() != 2 or topk_idx.dtype is not torch.int64:
         raise InvalidArgument("topk_idx", f"{topk_idx.dtype} {list(topk_idx.shape)}", "int64 [T, K]")
     if num_experts < num_ranks or num_experts % num_ranks:
         raise InvalidArgument("num_experts", num_experts, f"a multiple of {num_ranks} ranks")
+    found, event = streams.communicate(
+        lambda: layout(topk_idx, num_experts, num_ranks), asynchronous=order.asynchronous, after=order.event
+    )
+    streams.record_result(*found)
+    if event is not None:
+        streams.record_use(topk_idx)
+    ranks, experts, in_rank = found
+    return ranks, None, experts, in_rank, EventOverlap(event, (topk_idx,))
 
 
 def rows_of(
@@ -211,10 +235,32 @@ def rows_of(
     return Rows(values, scales, ids, weights)
 
 
-def routing_of(
-    in_rank: torch.Tensor | None, per_expert: torch.Tensor | None, rows: Rows, num_ranks: int, alignment: int
+def dispatch_call(
+    rows: Rows,
+    handle: object,
+    given: tuple[torch.Tensor | None, torch.Tensor | None],
+    alignment: int,
+    num_worst_tokens: int,
+    num_ranks: int,
+) -> NormalDispatch:
+    """Along the routes of `handle`, or if it is None of `given`: is_token_in_rank, num_tokens_per_expert.
+
+    Raises: InvalidArgument.
+    """
+    if not isinstance(num_worst_tokens, int) or num_worst_tokens < 0:
+        raise InvalidArgument("num_worst_tokens", num_worst_tokens, "an integer, at least 0")
+    if handle is None:
+        return NormalDispatch(rows, _routing(given, rows, num_ranks, alignment), None, num_worst_tokens)
+    if rows.ids is not None:
+        raise InvalidArgument("topk_idx", "given", "None with a handle")
+    known = handle_of(handle, rows.x.device, rows.x.shape[0], num_ranks)
+    return NormalDispatch(rows, None, known, 0)
+
+
+def _routing(
+    given: tuple[torch.Tensor | None, torch.Tensor | None], rows: Rows, num_ranks: int, alignment: int
 ) -> Routing:
-    """The routing of a dispatch along new routes. Raises InvalidArgument."""
+    in_rank, per_expert = given
     if in_rank is None or per_expert is None:
         needed = "as get_dispatch_layout returns them, or a handle"
         raise InvalidArgument("is_token_in_rank, num_tokens_per_expert", "missing", needed)

@@ -16,7 +16,16 @@ import torch
 
 from ep_server.compat.deep_ep.events import EventHandle, EventOverlap, HostStreams, Streams
 from ep_server.errors import InvalidArgument
-from ep_server.exchange.api import Exchange, ExchangeSpec, Received, RecvOptions, Reduction, View, Wire
+from ep_server.exchange.api import (
+    Exchange,
+    ExchangeSpec,
+    Received,
+    RecvOptions,
+    Reduction,
+    View,
+    Wire,
+)
+from ep_server.exchange.validate import check_tensor
 
 NUM_COMBINE_BUFFERS = 2  # two micro-batches, as in DeepEP
 Hook = Callable[[], None]
@@ -29,6 +38,13 @@ class Completion:
 
     asynchronous: bool
     hook: bool
+
+    @classmethod
+    def checked(cls, asynchronous: bool, hook: bool) -> Completion:
+        """Raises InvalidArgument for both."""
+        if asynchronous and hook:
+            raise InvalidArgument("async_finish, return_recv_hook", (True, True), "not both True")
+        return cls(asynchronous, hook)
 
 
 @dataclass(frozen=True, slots=True)
@@ -274,6 +290,16 @@ class BufferSession:
     def combine_buffer(self, operation: Operation) -> torch.Tensor:
         """[E_local, R * max_tokens, H] bfloat16, for the expert outputs of this dispatch."""
         return self._buffers.of(operation)
+
+    def own_row(self, name: str, stats: torch.Tensor | None) -> torch.Tensor | None:
+        """The part of a wait statistic that this rank adds to: a [R] tensor, or its own row of [R, R]."""
+        ranks = self.spec.num_ranks
+        if isinstance(stats, torch.Tensor) and stats.dim() == 2:
+            check_tensor(name, stats, self.device, torch.int64, R=ranks, sources=ranks)
+            return stats[self.spec.rank]
+        if stats is not None:
+            check_tensor(name, stats, self.device, torch.int64, R=ranks)
+        return stats
 
     # -- inside ---------------------------------------------------------------------------------------
 

@@ -19,11 +19,12 @@ from ep_server.compat.deep_ep.normal import NormalSession
 from ep_server.compat.deep_ep.session import BufferSession
 from ep_server.errors import ConfigError, InvalidArgument
 from ep_server.exchange.api import ExchangeSpec, Payload, Reduction
-from ep_server.exchange.spec import MAX_RANKS, Waiting, geometry_of
-from ep_server.exchange.validate import CPU
+from ep_server.exchange.spec import MAX_RANKS, MAX_TOP_K, Waiting, geometry_of
+from ep_server.exchange.validate import CPU, check_tensor
 
 NUM_BANKS = 4  # operations in flight: two micro-batches, and the next operation of each
 MAX_EXPERTS = 1 << 16  # far more than any model has; tables grow with it
+MAX_SECONDS = 1e9
 MAX_SESSIONS = 8  # the least recently used is closed beyond it
 
 
@@ -87,12 +88,34 @@ class Options:
     timeout_ns: int
     limit: int
     num_sms: int
-    heap_bytes: int = 0
+    heap_bytes: int
+
+    @classmethod
+    def checked(
+        cls, *, shrink: bool, timeout_seconds: float, limit: int, num_sms: int, heap_bytes: int
+    ) -> Options:
+        """Of the arguments of a Buffer. Raises InvalidArgument."""
+        if not isinstance(timeout_seconds, int | float) or not 1e-9 <= timeout_seconds <= MAX_SECONDS:
+            raise InvalidArgument("timeout_seconds", timeout_seconds, f"from 1e-9 to {MAX_SECONDS:g}")
+        for name, value in (
+            ("low_latency_num_sms", num_sms),
+            ("num_rdma_bytes", limit),
+            ("num_nvl_bytes", heap_bytes),
+        ):
+            if not isinstance(value, int) or value < 0:
+                raise InvalidArgument(name, value, "an integer, at least 0")
+        return cls(shrink, int(timeout_seconds * 1e9), limit, num_sms, heap_bytes)
 
 
 def region_bytes(spec: ExchangeSpec) -> int:
     """Memory that one rank contributes to an exchange."""
     return int(_C.Layout(geometry_of(spec)).total)
+
+
+def size_hint(max_tokens: int, hidden: int, num_ranks: int, num_experts: int) -> int:
+    """Bytes per rank that suffice for low-latency calls of these sizes with any top-k and payload."""
+    sizes = Sizes(max_tokens, hidden, min(MAX_TOP_K, num_experts), num_experts, Payload.BF16)
+    return region_bytes(sizes.spec(0, num_ranks, 1))
 
 
 class Sessions:
@@ -150,6 +173,13 @@ class Sessions:
         for rank in masked - self._masked:
             self.mask(rank)
         return masked
+
+    def fill_masked(self, status: torch.Tensor) -> None:
+        """Writes 1 for masked ranks, else 0, to [R] int32. Raises InvalidArgument for another tensor."""
+        device, masked = status.device, self.masked()
+        check_tensor("mask_status", status, device, torch.int32, R=self._num_ranks)
+        found = [int(rank in masked) for rank in range(self._num_ranks)]
+        status.copy_(torch.tensor(found, dtype=torch.int32, device=device))
 
     def mask(self, rank: int) -> None:
         """Stops communicating with a rank, in every session. Local."""
@@ -232,3 +262,14 @@ class Sessions:
         raise InvalidArgument(
             "sizes", len(self._sessions) + 1, f"at most {MAX_SESSIONS}, all in use by graphs"
         )
+
+
+def payload_of(use_fp8: bool, round_scale: bool, use_ue8m0: bool) -> Payload:
+    """The payload that the three flags of low_latency_dispatch name."""
+    if use_ue8m0 and not round_scale:
+        raise InvalidArgument("use_ue8m0", True, "given together with round_scale=True")
+    if not use_fp8:
+        return Payload.BF16
+    if use_ue8m0:
+        return Payload.FP8_UE8M0
+    return Payload.FP8_POW2 if round_scale else Payload.FP8

@@ -246,16 +246,17 @@ class _Block:
         return found, memory[self._sources : self._sources + arrival.rows * 4].view(torch.int32)
 
 
-class _Lease(launch.DeviceBytes):
+class _Lease:
     """A block of the heap. It is free again when the last tensor on it is gone."""
 
     def __init__(self, memory: _Memory, offset: int, size: int) -> None:
-        super().__init__(memory.address + offset, (1, max(size, 1)))
-        self._memory, self.offset = memory, offset
+        self._memory, self._offset = memory, offset
+        block = launch.DeviceBytes(memory.address + offset, (1, max(size, 1)))
+        self.__cuda_array_interface__ = block.__cuda_array_interface__
 
     def __del__(self) -> None:
         if not sys.is_finalizing():
-            self._memory.give(self.offset)
+            self._memory.give(self._offset)
 
 
 class _Landing:

@@ -88,8 +88,8 @@ class DeviceBytes:
         }
 
 
-def bytes_tensor(block: DeviceBytes, device: torch.device) -> torch.Tensor:
-    """uint8 of the block's shape; keeps the block alive."""
+def bytes_tensor(block: object, device: torch.device) -> torch.Tensor:
+    """uint8 of a block with a __cuda_array_interface__; keeps the block alive."""
     return torch.as_tensor(block, device=device)
 
 

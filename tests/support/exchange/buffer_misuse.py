@@ -140,9 +140,8 @@ def misuse(user: User) -> None:
         ("enable_shrink", lambda: buffer.low_latency_query_mask_buffer(torch.zeros(user.num_ranks).int())),
         ("enable_shrink", lambda: buffer.low_latency_update_mask_buffer(0, True)),
         ("enable_shrink", buffer.low_latency_clean_mask_buffer),
-        ("get_dispatch_layout", lambda: buffer.get_dispatch_layout(mine.ids, NUM_EXPERTS)),
-        ("low_latency_dispatch", lambda: buffer.dispatch(mine.x, topk_idx=mine.ids)),
-        ("low_latency_combine", lambda: buffer.combine(mine.x, ())),
+        ("topk_idx, topk_weights", lambda: buffer.dispatch(mine.x, topk_idx=mine.ids)),
+        ("handle", lambda: buffer.combine(mine.x, ())),
     ]
     if not user.on_gpu:  # a kernel's findings are raised by the next call
         wrong.append(
