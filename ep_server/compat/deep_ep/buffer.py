@@ -76,10 +76,6 @@ class Buffer:
     ) -> None:
         if group is None or comm is not None:
             raise InvalidArgument("group, comm", (group, comm), "a torch.distributed process group and None")
-        self.group, self.rank, self.group_size = group, group.rank(), group.size()
-        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
-        self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
-        self.explicitly_destroy = explicitly_destroy
         options = Options.checked(
             shrink=enable_shrink,
             timeout_seconds=timeout_seconds,
@@ -87,6 +83,10 @@ class Buffer:
             num_sms=low_latency_num_sms,
             heap_bytes=num_nvl_bytes,
         )
+        self.group, self.rank, self.group_size = group, group.rank(), group.size()
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self.low_latency_mode, self.enable_shrink = low_latency_mode, enable_shrink
+        self.explicitly_destroy = explicitly_destroy
         self._sessions = Sessions(group, options)
         self._operations: MutableMapping[torch.Tensor, Operation] = WeakIdKeyDictionary()  # by src_info
 
