@@ -9,6 +9,7 @@ Fields of a request are flat keywords with the names of decode.proto. Errors are
 from ep_server.client.asynchronous import AsyncClient, AsyncStream
 from ep_server.client.blocking import Client, Stream
 from ep_server.client.failures import NO_RETRIES, Retries
+from ep_server.client.handoff import PrefillDecode
 from ep_server.client.requests import chat_prompt, generate_request
 from ep_server.client.results import Finished, Output, PromptInfo, Timings, TokenLogprob, Tokens, Usage
 from ep_server.client.target import SERVICE, Target
@@ -23,6 +24,7 @@ __all__ = [
     "FinishReason",
     "Finished",
     "Output",
+    "PrefillDecode",
     "PromptInfo",
     "Retries",
     "Stream",

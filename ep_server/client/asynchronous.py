@@ -15,7 +15,7 @@ from ep_server.client.failures import Attempts, Retries, error_of
 from ep_server.client.requests import chat_prompt, generate_request
 from ep_server.client.results import Output, Tokens
 from ep_server.client.target import SERVICE, Target
-from ep_server.v1 import control_pb2, control_pb2_grpc, decode_pb2_grpc
+from ep_server.v1 import control_pb2, control_pb2_grpc, decode_pb2, decode_pb2_grpc
 
 T = TypeVar("T")
 
@@ -62,6 +62,12 @@ class AsyncStream(AsyncIterator[Tokens]):
         async for _ in self:
             pass
         return self.output
+
+    async def kv_handle(self) -> decode_pb2.KvHandle:
+        """Of a request with hold_kv, before its first token. Raises: EpServerError as while reading."""
+        while self.output.kv_handle is None:
+            self.output.add(await self._event())
+        return self.output.kv_handle
 
     async def close(self) -> None:
         """Cancels the request unless it has ended. Idempotent."""

@@ -18,7 +18,7 @@ from ep_server.scheduler.sequence import ScheduledSequence
 class KvFetch(NamedTuple):
     """Blocks to fill from another server; their sequence runs afterwards. ticket: below 0.
 
-    first: the position of their first token.
+    first: the position of their first token. Without blocks, the other server may free its own; ticket 0.
     """
 
     ticket: int
@@ -109,12 +109,17 @@ class Handoffs:
             pass
 
     def fetch(self, seq: ScheduledSequence, first: int) -> int:
-        """Decides to fill the blocks of a table from block `first` on. Returns: how many; 0: none."""
+        """Decides to fill the blocks of a table from block `first` on. Returns: how many; 0: none.
+
+        A server whose blocks are not needed may free them.
+        """
         source = seq.request.source
-        if source is None or seq.fetched or source.weights != seq.weights or seq.scored < seq.score_end:
+        if source is None or seq.fetched:
             return 0
         full = min(source.tokens, len(seq.request.prompt_ids), len(seq.tokens) - 1) // seq.block_size
-        if full <= first:
+        if full <= first or source.weights != seq.weights or seq.scored < seq.score_end:
+            seq.fetched = True
+            self._fetches.append(KvFetch(0, source, 0, ()))
             return 0
         self._tickets -= 1
         seq.loading = self._tickets

@@ -10,9 +10,9 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -32,7 +32,7 @@ from ep_server.cli.chaos.faults import (
 )
 from ep_server.cli.chaos.streams import Answer, Asked, Lengths, draw_requests, seen
 from ep_server.cli.progress import Bars
-from ep_server.client import AsyncClient, Output, Target
+from ep_server.client import AsyncClient, AsyncStream, Output, PrefillDecode, Target
 from ep_server.errors import ConfigError, EpServerError
 
 NAME = "chaos"
@@ -40,6 +40,7 @@ PANEL = {"rich_help_panel": "Faults"}
 LOAD = {"rich_help_panel": "Streams"}
 SETTLE_SECONDS = 30.0
 MIB = 1 << 20
+Ask = Callable[..., Awaitable[AsyncStream]]  # prompt and fields -> the stream
 
 
 @dataclass(slots=True)
@@ -92,6 +93,14 @@ def command(
         512,
     ),
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an output.", **LOAD)] = 256,
+    prefill: Annotated[
+        str,
+        typer.Option(
+            help="host:port of a prefill server: prompts are handed off from it, and half of the losses are "
+            "its own.",
+            **LOAD,
+        ),
+    ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
     address: options.Address = options.ADDRESS,
     tls_ca: options.TlsCa = "",
@@ -112,7 +121,8 @@ def command(
     plan = FaultPlan(faults, kind or [FaultKind.KILL], together, apart, every, recover_seconds)
     target = options.target(address, tls_ca, tls_cert, tls_key, token_file)
     lengths = Lengths(prompt_tokens, max_new_tokens)
-    report = uvloop.run(run(target, plan, lengths, streams, seed))
+    first = options.target(prefill, tls_ca, tls_cert, tls_key, token_file) if prefill else None
+    report = uvloop.run(run(target, plan, lengths, streams, seed, first))
     if as_json:
         print(json.dumps(as_dict(report)))
     else:
@@ -120,56 +130,95 @@ def command(
     raise typer.Exit(0 if report.good else 1)
 
 
-async def run(target: Target, plan: FaultPlan, lengths: Lengths, streams: int, seed: int) -> Report:
-    """The whole command.
+async def run(
+    target: Target,
+    plan: FaultPlan,
+    lengths: Lengths,
+    streams: int,
+    seed: int,
+    prefill: Target | None = None,
+) -> Report:
+    """The whole command. prefill: the server that prompts are handed off from.
 
     Raises: ConfigError for a server that is not on this machine, does not recover or is too small.
     """
     draw = random.Random(seed)
-    async with AsyncClient(target) as client:
-        report = Report(await check_recovers(client))
-        ranks = len(await settled_pids(client, SETTLE_SECONDS))
-        if plan.together > ranks:
-            raise ConfigError("--together", plan.together, f"at most {ranks}, the ranks of the server")
+    async with AsyncExitStack() as stack:
+        client = await stack.enter_async_context(AsyncClient(target))
+        clients, ask = [client], _direct(client)
+        if prefill is not None:
+            clients.append(await stack.enter_async_context(AsyncClient(prefill)))
+            pair = await stack.enter_async_context(PrefillDecode(prefill, client))
+            ask = pair.generate
+        report = Report(all([await check_recovers(each) for each in clients]))
+        for each in clients:
+            ranks = len(await settled_pids(each, SETTLE_SECONDS))
+            if plan.together > ranks:
+                raise ConfigError("--together", plan.together, f"at most {ranks}, the ranks of the server")
         model = await client.model_info()
         if lengths.prompt[1] + lengths.output > model.max_context:
             allowed = f"at most {model.max_context} tokens with --max-new-tokens {lengths.output}"
             raise ConfigError("--prompt-tokens", lengths.prompt, allowed)
         asked = draw_requests(draw, streams, lengths, model.vocab_size, has_text=model.has_tokenizer)
-        expected = [(await _answer(client, one)).output for one in asked]
+        if prefill is not None:  # what is cached would not be handed off
+            asked = [Asked(one.prompt_ids, {**one.fields, "bypass_prefix_cache": True}) for one in asked]
+        expected = [(await _answer(_direct(client), one)).output for one in asked]
         before = await _memory(client)
         with Bars(Console(stderr=True), lambda text: None) as bars:
-            faults, answers = Faults(client, plan, draw), list[Answer]()
-            running = asyncio.ensure_future(faults.run())
+            faults, answers = [Faults(*each, draw) for each in _shares(clients, plan)], list[Answer]()
+            running = asyncio.ensure_future(_all(faults))
             try:
                 while not running.done():
-                    answers += await _round(client, asked, expected, report)
-                    bars.show("losses", len(faults.losses), plan.count)
+                    answers += await _round(ask, asked, expected, report)
+                    bars.show("losses", sum(len(each.losses) for each in faults), plan.count)
                 with suppress(EpServerError):
                     await running
                 if (error := running.exception()) is not None:
                     report.errors.append(str(error))
             finally:
                 running.cancel()
-                faults.wake_stalled()
+                for one in faults:
+                    one.wake_stalled()
         try:
-            report.left = await _left(client)
+            report.left = [line for each in clients for line in await _left(each)]
             report.memory_mib = before, await _memory(client)
         except EpServerError as error:  # it has ended
             report.left = [str(error)]
-    kinds = [fault.kind for fault in faults.done]
+    kinds = [fault.kind for each in faults for fault in each.done]
     report.faults = {kind.value: kinds.count(kind) for kind in FaultKind}
-    report.recoveries = [loss.ended - loss.began for loss in faults.losses]
+    report.recoveries = [loss.ended - loss.began for each in faults for loss in each.losses]
     for answer in answers:
-        _add_gaps(report, answer, faults.losses)
+        _add_gaps(report, answer, faults[0].losses)
     return report
 
 
+def _direct(client: AsyncClient) -> Ask:
+    """Requests without a hand-off."""
+
+    async def ask(prompt: Sequence[int], **fields: Any) -> AsyncStream:
+        return client.generate(prompt, **fields)
+
+    return ask
+
+
+def _shares(clients: Sequence[AsyncClient], plan: FaultPlan) -> list[tuple[AsyncClient, FaultPlan]]:
+    """Each server's part of the losses, the first one's not smaller."""
+    rest, most = plan.count // len(clients), -(-plan.count // len(clients))
+    return [(client, replace(plan, count=rest if number else most)) for number, client in enumerate(clients)]
+
+
+async def _all(faults: Sequence[Faults]) -> None:
+    """Loses ranks of all servers at once. Raises: as Faults.run()."""
+    async with asyncio.TaskGroup() as group:
+        for each in faults:
+            group.create_task(each.run())
+
+
 async def _round(
-    client: AsyncClient, asked: Sequence[Asked], expected: Sequence[Output], report: Report
+    ask: Ask, asked: Sequence[Asked], expected: Sequence[Output], report: Report
 ) -> list[Answer]:
     """Runs all requests at once, and compares. Returns: those that were answered to the end."""
-    found = await asyncio.gather(*(_answer(client, one) for one in asked), return_exceptions=True)
+    found = await asyncio.gather(*(_answer(ask, one) for one in asked), return_exceptions=True)
     answers = []
     report.rounds += 1
     for number, (answer, undisturbed) in enumerate(zip(found, expected, strict=True)):
@@ -203,8 +252,8 @@ def _shown(output: Output, asked: Asked, report: Report) -> Any:
     return len(output.sequences) if free else seen(output, exact=report.exact)
 
 
-async def _answer(client: AsyncClient, one: Asked) -> Answer:
-    stream = client.generate(one.prompt_ids, **one.fields)
+async def _answer(ask: Ask, one: Asked) -> Answer:
+    stream = await ask(one.prompt_ids, **one.fields)
     answer = Answer(stream.output)
     async for tokens in stream:
         answer.arrivals.setdefault(tokens.index, []).append(time.monotonic())

@@ -160,6 +160,10 @@ class KvExporter:
         except HandoffError as error:
             line.put(answer(str(error)))
             return
+        if hello.first == hello.end:
+            self._fetched(shown)
+            line.put(answer())
+            return
         shared = hello.shared and line.sock.family == socket.AF_UNIX
         slots, memory = _staging(self._rows.row_bytes, hello.end - hello.first, shared=shared)
         if shared:
@@ -173,6 +177,9 @@ class KvExporter:
         if line.take(1) != DONE:
             raise HandoffError("the last answer is malformed")
         self._handoffs += 1
+        self._fetched(shown)
+
+    def _fetched(self, shown: _Shown) -> None:
         with self._changed:
             shown.fetched = True
 

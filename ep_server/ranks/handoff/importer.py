@@ -13,6 +13,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterable
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -64,6 +65,9 @@ class KvImporter:
     def start(self, fetches: Iterable[KvFetch]) -> None:
         """Begins to fill blocks, behind all steps launched so far."""
         for fetch in fetches:
+            if not fetch.blocks:
+                threading.Thread(target=self._release, args=(fetch,), daemon=True, name="kv-free").start()
+                continue
             each = _Fetching(fetch, self._rows.mark(), time.monotonic())
             self._running[fetch.ticket] = each
             threading.Thread(target=self._run, args=(each,), daemon=True, name="kv-fetch").start()
@@ -120,12 +124,20 @@ class KvImporter:
                 self._counts["handoff_ns"] += int((time.monotonic() - each.began) * 1e9)
             self._some.set()
 
+    def _release(self, fetch: KvFetch) -> None:
+        """Has the other server free its blocks; if it does not answer, it frees them later."""
+        with suppress(HandoffError):
+            line, _ = connect(fetch.source.address, fetch.source.local, self._silence)
+            with closing(line):
+                line.put(Hello(fetch.source.key, 0, 0, self._rows.row_bytes, shared=False).pack())
+                receive_answer(line)
+
     def _fetch(self, each: _Fetching) -> None:
         """Raises: HandoffError."""
         fetch, row_bytes = each.fetch, self._rows.row_bytes
         end = fetch.first + len(fetch.blocks) * self._rows.block_size
         line, local = connect(fetch.source.address, fetch.source.local, self._silence)
-        try:
+        with closing(line):
             line.put(Hello(fetch.source.key, fetch.first, end, row_bytes, local).pack())
             most, at = slot_rows(row_bytes, end - fetch.first), fetch.first
             slots = (_shared_slots if local else _own_slots)(line, most, row_bytes)
@@ -140,8 +152,6 @@ class KvImporter:
                     at += rows.count
                     line.put(TAKEN)
             line.put(DONE)
-        finally:
-            line.close()
 
     def _take(
         self,

@@ -40,7 +40,10 @@ class HandoffError(Unavailable):
 
 @dataclass(frozen=True, slots=True)
 class Hello:
-    """Asks for the rows `first` to `end` of a key. row_bytes: the fetcher's. shared: offer memory."""
+    """Asks for the rows `first` to `end` of a key; for none, they may be freed. row_bytes: the fetcher's.
+
+    shared: offer memory.
+    """
 
     key: bytes
     first: int
@@ -56,7 +59,7 @@ class Hello:
     def receive(cls, line: Line) -> Self:
         """Raises: HandoffError."""
         magic, key, first, end, row_bytes, shared = _HELLO.unpack(line.take(_HELLO.size))
-        if magic != MAGIC or first >= end:
+        if magic != MAGIC or first > end:
             raise HandoffError("the greeting is malformed")
         return cls(key, first, end, row_bytes, bool(shared))
 

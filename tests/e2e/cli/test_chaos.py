@@ -67,6 +67,33 @@ async def test_losses_change_nothing_until_one_too_many(capfd: pytest.CaptureFix
         assert not report["good"] and any("gave up" in line for line in report["errors"])
 
 
+async def test_losses_on_either_side_of_a_hand_off(capfd: pytest.CaptureFixture[str]) -> None:
+    sides = {"parallel__ranks": 2, "resilience__max_losses": 5, "exchange__timeout_seconds": 5.0}
+    async with (
+        demo(handoff__role="prefill", **sides) as prefill,
+        demo(handoff__role="decode", scheduler__block_size=4, **sides) as decode,
+    ):
+        arguments = [*LOAD, "--faults", "4", "--prefill", prefill.address]
+        assert await chaos(decode, *arguments) == 0, capfd.readouterr()
+        report = json.loads(capfd.readouterr().out)
+        assert report["good"] and report["exact"] and report["faults"] == {"kill": 4, "stall": 0}
+        counters = [rank.counters for rank in decode.engine.rank_statistics.values()]
+        assert sum(each.get("handoffs/received", 0) for each in counters)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+async def test_many_losses_on_either_side_of_a_hand_off() -> None:
+    sides = {"parallel__ranks": 2, "resilience__max_losses": 1000, "exchange__timeout_seconds": 5.0}
+    async with (
+        demo(handoff__role="prefill", **sides) as prefill,
+        demo(handoff__role="decode", scheduler__block_size=4, **sides) as decode,
+        asyncio.timeout(3500),
+    ):
+        arguments = ["chaos", "--address", decode.address, "--prefill", prefill.address, "--faults", "200"]
+        assert await asyncio.to_thread(main, [*arguments, *LOAD]) == 0
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize(

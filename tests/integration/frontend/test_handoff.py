@@ -158,6 +158,19 @@ async def test_other_weights_are_not_used(servers: Pair) -> None:
     assert output.finished.usage.cached_tokens == 0
 
 
+async def test_blocks_that_nobody_needs_are_freed(servers: Pair) -> None:
+    """The decode server has them in its prefix cache, or may not read any: it says so."""
+    prefill, decode = servers
+    ids = prompt(100)
+    await decode.client.complete(ids, timeout=WAIT, **GREEDY)
+    for fields in (GREEDY, {**GREEDY, "prompt_logprobs": 0}):
+        handle = await held(prefill, ids)
+        await continued(decode, ids, handle, **fields)
+        async with asyncio.timeout(WAIT):
+            while sum(rank.kv_blocks_used for rank in (await prefill.client.loads()).ranks):
+                await asyncio.sleep(0.02)
+
+
 async def test_held_blocks_expire() -> None:
     async with serving("prefill", handoff__hold_seconds=0.2) as prefill:
         await held(prefill, prompt(0))
