@@ -14,6 +14,7 @@ import pytest
 from ep_server.cli.chaos.streams import KINDS, OF_TEXT, Answer, Lengths, draw_requests, seen
 from ep_server.cli.demo.run import DEMO_MODEL
 from ep_server.cli.main import main
+from ep_server.client import AsyncClient, PrefillDecode
 from ep_server.client.results import Finished, Output, TokenLogprob, Usage
 from ep_server.config import Config
 from ep_server.frontend.served_model import ServedModel
@@ -24,6 +25,8 @@ from ep_server.records import FinishReason
 from tests.support.frontend import serving
 
 WAIT = 240.0
+# Blocks for a rank that was lost meanwhile are held until they expire.
+HANDOFF = {"exchange__timeout_seconds": 5.0, "handoff__hold_seconds": 5.0}
 LOAD = ["--streams", "7", "--prompt-tokens", "2", "60", "--max-new-tokens", "60", "--every", "0.2"]
 
 
@@ -68,23 +71,24 @@ async def test_losses_change_nothing_until_one_too_many(capfd: pytest.CaptureFix
 
 
 async def test_losses_on_either_side_of_a_hand_off(capfd: pytest.CaptureFixture[str]) -> None:
-    sides = {"parallel__ranks": 2, "resilience__max_losses": 5, "exchange__timeout_seconds": 5.0}
+    sides = {"parallel__ranks": 2, "resilience__max_losses": 5, **HANDOFF}
     async with (
         demo(handoff__role="prefill", **sides) as prefill,
         demo(handoff__role="decode", scheduler__block_size=4, **sides) as decode,
     ):
         arguments = [*LOAD, "--faults", "4", "--prefill", prefill.address]
-        assert await chaos(decode, *arguments) == 0, capfd.readouterr()
+        assert await chaos(decode, *arguments) == 0
         report = json.loads(capfd.readouterr().out)
         assert report["good"] and report["exact"] and report["faults"] == {"kill": 4, "stall": 0}
-        counters = [rank.counters for rank in decode.engine.rank_statistics.values()]
-        assert sum(each.get("handoffs/received", 0) for each in counters)
+        async with AsyncClient(decode.address) as client, PrefillDecode(prefill.address, client) as pair:
+            output = await (await pair.generate([*range(10)] * 4, max_new_tokens=4)).read()
+        assert output.finished is not None and output.finished.usage.cached_tokens == 36  # it still works
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
 async def test_many_losses_on_either_side_of_a_hand_off() -> None:
-    sides = {"parallel__ranks": 2, "resilience__max_losses": 1000, "exchange__timeout_seconds": 5.0}
+    sides = {"parallel__ranks": 2, "resilience__max_losses": 1000, **HANDOFF}
     async with (
         demo(handoff__role="prefill", **sides) as prefill,
         demo(handoff__role="decode", scheduler__block_size=4, **sides) as decode,
