@@ -25,7 +25,7 @@ OWNED = {
     "grpc.tls_client_ca", "grpc.token_file", "grpc.drain_seconds", "metrics.enabled", "metrics.host",
     "metrics.port", "cluster.nodes", "cluster.node_rank", "cluster.rendezvous", "cluster.hostfile",
     "cluster.token_file", "cluster.tls_cert", "cluster.tls_key", "cluster.tls_ca", "cluster.connect_seconds",
-    "fabric.traffic_class", "fabric.gid_index",
+    "fabric.traffic_class", "fabric.gid_index", "handoff.role", "handoff.host", "handoff.port",
 }  # fmt: skip
 TYPES = {int: "integer", float: "number", bool: "boolean", str: "string"}
 

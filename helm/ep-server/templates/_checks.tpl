@@ -31,6 +31,14 @@
 {{- end }}
 {{- end }}
 {{- end }}
+{{- if ne .Values.handoff.role "none" }}
+{{- $last := add (int64 .Values.handoff.port) (include "ep-server.ranks" . | int64) -1 }}
+{{- range list .Values.grpc.port .Values.metrics.port .Values.multiNode.port }}
+{{- if and (ge (int64 .) (int64 $.Values.handoff.port)) (le (int64 .) $last) }}
+{{- fail (printf "handoff.port = %d: the ports up to %d, one per rank, must differ from grpc.port, metrics.port and multiNode.port" (int64 $.Values.handoff.port) $last) }}
+{{- end }}
+{{- end }}
+{{- end }}
 {{- if eq (int64 .Values.metrics.port) (int64 .Values.grpc.port) }}
 {{- fail (printf "metrics.port = %d: must differ from grpc.port" (int64 .Values.metrics.port)) }}
 {{- end }}

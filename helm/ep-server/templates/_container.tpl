@@ -38,6 +38,12 @@
 {{- if gt (int64 .Values.multiNode.nodes) 1 }}
 {{- include "ep-server.clusterArgs" . }}
 {{- end }}
+{{- if ne .Values.handoff.role "none" }}
+- --handoff-role
+- {{ .Values.handoff.role | quote }}
+- --handoff-port
+- {{ int64 .Values.handoff.port | quote }}
+{{- end }}
 {{- with .Values.rdma.trafficClass }}
 - --fabric-traffic-class
 - {{ . | quote }}
@@ -151,6 +157,10 @@ volumeMounts:
 {{- define "ep-server.env" -}}
 {{- if gt (int64 .Values.multiNode.nodes) 1 }}
 {{- include "ep-server.clusterEnv" . }}
+{{- end }}
+{{- if ne .Values.handoff.role "none" }}
+- name: EP_SERVER_HANDOFF__HOST
+  valueFrom: {fieldRef: {fieldPath: status.podIP}}
 {{- end }}
 {{- range $section, $fields := include "ep-server.config" . | fromYaml }}
 {{- range $field, $value := $fields }}

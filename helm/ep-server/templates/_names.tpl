@@ -11,6 +11,16 @@ app.kubernetes.io/instance: {{ .Release.Name | quote }}
 app.kubernetes.io/component: server
 {{- end }}
 
+{{/* Servers of all releases of the chart: those that hand KV over to each other. */}}
+{{- define "ep-server.servers" -}}
+{{- omit (include "ep-server.selector" . | fromYaml) "app.kubernetes.io/instance" | toYaml -}}
+{{- end }}
+
+{{/* Ranks of one server. */}}
+{{- define "ep-server.ranks" -}}
+{{- mul (int64 .Values.ranks) (int64 .Values.multiNode.nodes) -}}
+{{- end }}
+
 {{- define "ep-server.labels" -}}
 app.kubernetes.io/name: {{ default .Chart.Name .Values.nameOverride | trunc 63 | trimSuffix "-" | quote }}
 app.kubernetes.io/instance: {{ .Release.Name | quote }}

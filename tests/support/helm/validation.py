@@ -77,7 +77,8 @@ def check_links(objects: list[Object]) -> None:
             assert spec["podMetricsEndpoints"][0]["port"] in ports
         if one["kind"] == "NetworkPolicy":
             assert _selects(spec["podSelector"]["matchLabels"], labels)
-            named = {port["port"] for rule in spec["ingress"] for port in rule.get("ports", ())}
+            opened = {port["port"] for rule in spec["ingress"] for port in rule.get("ports", ())}
+            named = {port for port in opened if isinstance(port, str)}  # those of a hand-off are a range
             assert named == set(ports) - {"rendezvous"}
             among = [rule["from"] for rule in spec["ingress"] if "ports" not in rule]  # all ports
             assert among == ([[{"podSelector": spec["podSelector"]}]] if "rendezvous" in ports else [])

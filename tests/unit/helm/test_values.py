@@ -210,6 +210,7 @@ def test_config_takes_what_the_server_takes() -> None:
     of_pods = {
         "cluster.node_rank",
         "cluster.hostfile",
+        "handoff.host",
     }  # of a Pod: its name or LeaderWorkerSet
     long = {name.replace(".", "-").replace("_", "-"): name for name in every}
     clients = {"tls-ca", "tls-cert", "tls-key"}
@@ -223,7 +224,17 @@ def test_config_takes_what_the_server_takes() -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["cpu-autoscaled", "secured", "gpu-rdma", "several-nodes", "keda", "inference-gateway"]
+    "name",
+    [
+        "cpu-autoscaled",
+        "secured",
+        "gpu-rdma",
+        "several-nodes",
+        "keda",
+        "inference-gateway",
+        "prefill",
+        "decode",
+    ],
 )
 def test_an_example_renders(name: str) -> None:
     given = yaml.safe_load((CHART / "examples" / f"{name}.yaml").read_text())
