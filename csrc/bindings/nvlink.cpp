@@ -13,6 +13,7 @@
 
 #include "bindings/pointer.hpp"
 #include "exchange/nvlink/group.hpp"
+#include "exchange/nvlink/peer_memory.hpp"
 #include "exchange/nvlink/phases.hpp"
 
 namespace py = pybind11;
@@ -313,6 +314,16 @@ void bind_nvlink(py::module_& m) {
            py::kw_only(), py::arg("out") = 0, py::arg("weights") = 0, py::arg("reduction") = 0,
            py::arg("wire") = 0, py::arg("wait_stats") = 0, py::arg("next_reads_ahead") = false,
            py::arg("norm") = cuda::AddNorm{});
+
+  py::class_<nvlink::Region>(m, "PeerMemory", "Zeroed GPU memory that other processes of this host can map.")
+      .def(py::init(&nvlink::Region::create), py::arg("device"), py::arg("bytes"),
+           py::call_guard<py::gil_scoped_release>())
+      .def_static("attach", &nvlink::Region::import, py::arg("device"), py::arg("bytes"), py::arg("fd"),
+                  py::call_guard<py::gil_scoped_release>())
+      .def("export_fd", &nvlink::Region::export_fd)
+      .def_property_readonly("address", [](const nvlink::Region& region) {
+        return reinterpret_cast<uintptr_t>(region.data());
+      });
 
   py::class_<Group>(m, "Group", "One rank's end of a group of GPUs.")
       .def(py::init([](uint32_t num_ranks, uint32_t max_tokens, uint32_t hidden, uint32_t top_k,

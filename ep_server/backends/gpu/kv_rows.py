@@ -1,17 +1,57 @@
-"""[7] Rows of a GPU's KV cache, through a buffer on the GPU. See backends.kv_rows."""
+"""[7] Rows of a GPU's KV cache. Between GPUs of one host they stay on the device: the fetching GPU reads the
+slots of the other one over NVLink. See backends.kv_rows.
+"""
 
 from __future__ import annotations
 
+import logging
+import os
 import threading
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 
+from ep_server.backends.gpu.capability import native_built
 from ep_server.backends.gpu.kernels.triton.kv_blocks import gather_blocks, scatter_blocks
+from ep_server.backends.kv_rows import HostSlots, Kind
 from ep_server.models.kv_cache import KvCache
 
-STAGING_BYTES = 8 << 20  # of each direction
+log = logging.getLogger(__name__)
+
+DEVICE_SLOT_BYTES = 32 << 20  # long beside the wait for a kernel and two messages
+MOST_OFFERS = 8  # of device memory at once; more go through host memory
+
+
+class DeviceSlots:
+    """On a GPU, whose memory other processes of the host can map."""
+
+    kind = Kind.DEVICE
+
+    def __init__(self, device: int, rows: int, count: int, row_bytes: int, descriptor: int = -1) -> None:
+        """As HostSlots. Raises: RuntimeError where GPUs cannot reach each other."""
+        from ep_server import _cuda
+
+        self.rows = max(1, min(DEVICE_SLOT_BYTES // row_bytes, rows))
+        self._slot_bytes, size = self.rows * row_bytes, count * self.rows * row_bytes
+        if descriptor < 0:
+            self._memory = _cuda.PeerMemory(device, size)
+            self.descriptor = self._memory.export_fd()
+        else:
+            self._memory = _cuda.PeerMemory.attach(device, size, descriptor)
+            self.descriptor = descriptor
+
+    def address(self, slot: int) -> int:
+        """Where a slot begins, for kernels of this process's GPU."""
+        return self._memory.address + slot * self._slot_bytes
+
+    def close(self) -> None:
+        """As Slots.close."""
+        if self.descriptor >= 0:
+            os.close(self.descriptor)
+            self.descriptor = -1
 
 
 class GpuRows:
@@ -24,50 +64,102 @@ class GpuRows:
         self.row_bytes = len(parts) * self._part_bytes
         self._addresses = torch.tensor([part.data_ptr() for part in parts], device=device)
         self._out, self._in = _Direction(device), _Direction(device)
+        self._offers = threading.BoundedSemaphore(MOST_OFFERS)
+        self.kind = Kind.DEVICE if device.type == "cuda" and native_built() else Kind.SHARED
+
+    def warm_up(self) -> None:
+        """As KvRows.warm_up: compiles the kernels."""
+        slots = self.offer(Kind.PRIVATE, 1, 1)
+        self.read([0], slots, 0)
+        self.write([0], slots, 0, self.mark())
 
     def mark(self) -> torch.cuda.Event:
         """As KvRows.mark."""
         event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
         return event
 
-    def read(self, slots: Sequence[int], out: torch.Tensor) -> None:
+    def offer(self, kind: Kind, rows: int, count: int) -> HostSlots | DeviceSlots:
+        """As KvRows.offer."""
+        if kind is Kind.DEVICE and self.kind is Kind.DEVICE and self._offers.acquire(blocking=False):
+            try:
+                slots = DeviceSlots(self._device.index, rows, count, self.row_bytes)
+            except RuntimeError as error:
+                log.warning("hand-offs go through host memory: %s", error)
+                self.kind = Kind.SHARED
+            else:
+                weakref.finalize(slots, self._offers.release)
+                return slots
+        return HostSlots(min(kind, Kind.SHARED), rows, count, self.row_bytes)
+
+    def attach(self, kind: Kind, rows: int, count: int, descriptor: int) -> HostSlots | DeviceSlots:
+        """As KvRows.attach. Where GPUs cannot reach each other, the next one goes through host memory."""
+        if kind is not Kind.DEVICE:
+            return HostSlots(kind, rows, count, self.row_bytes, descriptor)
+        try:
+            return DeviceSlots(self._device.index, rows, count, self.row_bytes, descriptor)
+        except RuntimeError:
+            self.kind = Kind.SHARED
+            raise
+
+    def read(self, places: Sequence[int], slots: HostSlots | DeviceSlots, slot: int) -> None:
         """As KvRows.read. The steps that computed them have ended: their tokens were collected."""
         with self._out.lock, torch.cuda.device(self._device), torch.cuda.stream(self._out.stream):
-            for first, count, buffer in self._pieces(len(slots), self._out):
-                gather_blocks(self._addresses, self._index(slots[first : first + count]), buffer)
-                out[first : first + count].copy_(buffer[:count].view(count, -1))
+            for first, buffer in self._pieces(len(places), self._out):
+                count = len(buffer)
+                gather_blocks(self._addresses, self._index(places[first : first + count]), buffer)
+                if isinstance(slots, HostSlots):
+                    host = slots.tensor(slot, first + count)[first:]
+                    host.copy_(buffer.view(count, -1))
+                else:
+                    self._move(slots.address(slot) + first * self.row_bytes, buffer, gather=False)
             self._out.stream.synchronize()
 
-    def write(self, slots: Sequence[int], rows: torch.Tensor, after: Any) -> None:
+    def write(self, places: Sequence[int], slots: HostSlots | DeviceSlots, slot: int, after: Any) -> None:
         """As KvRows.write."""
         with self._in.lock, torch.cuda.device(self._device), torch.cuda.stream(self._in.stream):
             self._in.stream.wait_event(after)
-            for first, count, buffer in self._pieces(len(slots), self._in):
-                buffer[:count].view(count, -1).copy_(rows[first : first + count])
-                scatter_blocks(self._addresses, self._index(slots[first : first + count]), buffer)
+            for first, buffer in self._pieces(len(places), self._in):
+                count = len(buffer)
+                if isinstance(slots, HostSlots):
+                    buffer.view(count, -1).copy_(slots.tensor(slot, first + count)[first:])
+                else:
+                    self._move(slots.address(slot) + first * self.row_bytes, buffer, gather=True)
+                scatter_blocks(self._addresses, self._index(places[first : first + count]), buffer)
             self._in.stream.synchronize()
 
-    def _pieces(self, count: int, direction: _Direction) -> list[tuple[int, int, torch.Tensor]]:
-        """(first row, rows, buffer for them) of `count` rows."""
-        most = max(1, STAGING_BYTES // self.row_bytes)
-        buffer = direction.buffer(most * self.row_bytes).view(most, len(self._parts), self._part_bytes)
-        return [(first, min(most, count - first), buffer) for first in range(0, count, most)]
+    def _move(self, address: int, buffer: torch.Tensor, *, gather: bool) -> None:
+        """Copies between a slot, which no tensor names, and the buffer, part by part of each row."""
+        flat = buffer.view(-1, 1, self._part_bytes)
+        where = torch.tensor([address], dtype=torch.int64).to(self._device)
+        each = torch.arange(len(flat), device=self._device)
+        (gather_blocks if gather else scatter_blocks)(where, each, flat)
 
-    def _index(self, slots: Sequence[int]) -> torch.Tensor:
-        return torch.tensor(slots, dtype=torch.int64).to(self._device)
+    def _pieces(self, count: int, direction: _Direction) -> Iterator[tuple[int, torch.Tensor]]:
+        """(first row, buffer for the rows from there on: [rows, parts, bytes]) of `count` rows."""
+        most = max(1, DEVICE_SLOT_BYTES // self.row_bytes)
+        buffer = direction.buffer(most * self.row_bytes).view(most, len(self._parts), self._part_bytes)
+        for first in range(0, count, most):
+            yield first, buffer[: min(most, count - first)]
+
+    def _index(self, places: Sequence[int]) -> torch.Tensor:
+        return torch.tensor(places, dtype=torch.int64).to(self._device)
 
 
 class _Direction:
-    """A stream, and a buffer made when it is first used."""
+    """A stream and a buffer, made when they are first used."""
 
     def __init__(self, device: torch.device) -> None:
         self.lock = threading.Lock()
-        self.stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self._device = device
         self._buffer: torch.Tensor | None = None
 
+    @cached_property
+    def stream(self) -> torch.cuda.Stream:
+        """Beside that of the steps."""
+        return torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+
     def buffer(self, size: int) -> torch.Tensor:
-        """Of at least this size; always the same."""
+        """Of this size, which is always the same."""
         if self._buffer is None:
             self._buffer = torch.zeros(size, dtype=torch.uint8, device=self._device)
         return self._buffer

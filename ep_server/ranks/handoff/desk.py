@@ -26,6 +26,8 @@ class HandoffDesk:
     def open(cls, config: HandoffConfig, rows: KvRows, rank: int, handoffs: Handoffs) -> HandoffDesk:
         """As configured. Raises: StartupError if it cannot listen."""
         exporter = importer = None
+        if config.role != "none":
+            rows.warm_up()
         if config.role in SENDS:
             port = config.port + rank if config.port else 0
             try:

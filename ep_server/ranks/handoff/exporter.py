@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import array
 import logging
-import mmap
-import os
 import secrets
 import socket
 import threading
@@ -21,7 +19,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ep_server.backends.kv_rows import KvRows
+from ep_server.backends.kv_rows import HostSlots, Kind, KvRows, Slots
 from ep_server.ranks.handoff.wire import (
     DONE,
     NOTHING,
@@ -31,8 +29,7 @@ from ep_server.ranks.handoff.wire import (
     Line,
     Rows,
     answer,
-    bytes_of,
-    slot_rows,
+    refusal,
 )
 from ep_server.scheduler.handoffs import KvExport
 
@@ -147,7 +144,7 @@ class KvExporter:
         except HandoffError as error:
             log.info("a hand-off ended early: %s", error)
             with suppress(HandoffError):
-                line.put(Rows(NOTHING, 0, 0).pack() + answer(str(error)))
+                line.put(Rows(NOTHING, 0, 0).pack() + refusal(str(error)))
         except Exception:
             log.exception("a hand-off failed")
         finally:
@@ -158,22 +155,19 @@ class KvExporter:
         try:
             shown = self._find(hello)
         except HandoffError as error:
-            line.put(answer(str(error)))
+            line.put(refusal(str(error)))
             return
         if hello.first == hello.end:
             self._fetched(shown)
-            line.put(answer())
+            line.put(answer(Kind.PRIVATE))
             return
-        shared = hello.shared and line.sock.family == socket.AF_UNIX
-        slots, memory = _staging(self._rows.row_bytes, hello.end - hello.first, shared=shared)
-        if shared:
-            try:
-                _send_descriptor(line.sock, memory)
-            finally:
-                os.close(memory)
-        else:
-            line.put(answer())
-        self._send(line, hello, shown, slots, shared=shared)
+        kind = hello.kind if line.sock.family == socket.AF_UNIX else Kind.PRIVATE
+        slots = self._rows.offer(kind, hello.end - hello.first, SLOTS)
+        try:
+            _send_answer(line, slots)
+        finally:
+            slots.close()
+        self._send(line, hello, shown, slots)
         if line.take(1) != DONE:
             raise HandoffError("the last answer is malformed")
         self._handoffs += 1
@@ -197,15 +191,13 @@ class KvExporter:
                 raise HandoffError(FETCHED)
             return shown
 
-    def _send(
-        self, line: Line, hello: Hello, shown: _Shown, slots: list[torch.Tensor], *, shared: bool
-    ) -> None:
-        at, sent, most = hello.first, 0, len(slots[0])
+    def _send(self, line: Line, hello: Hello, shown: _Shown, slots: Slots) -> None:
+        at, sent = hello.first, 0
         while at < hello.end:
             ready = self._await(line, shown, at)
             if sent >= SLOTS:
                 line.take(1)  # the slot that is filled next was read
-            slot, count = sent % SLOTS, min(ready - at, hello.end - at, most)
+            slot, count = sent % SLOTS, min(ready - at, hello.end - at, slots.rows)
             with shown.reading:
                 if shown.gone:
                     raise HandoffError(shown.gone)
@@ -213,12 +205,12 @@ class KvExporter:
                 count = min(count, shown.export.tokens - at)  # it was computed anew meanwhile
                 if count > 0:
                     places = [blocks[n // size] * size + n % size for n in range(at, at + count)]
-                    self._rows.read(places, slots[slot])
+                    self._rows.read(places, slots, slot)
             if count <= 0:
                 continue
             line.put(Rows(at, count, slot).pack())
-            if not shared:
-                line.put(bytes_of(slots[slot][:count]))
+            if isinstance(slots, HostSlots) and slots.kind is Kind.PRIVATE:
+                line.put(slots.host(slot, count))
             at, sent = at + count, sent + 1
             self._sent += count * self._rows.row_bytes
         for _ in range(min(sent, SLOTS)):
@@ -236,21 +228,13 @@ class KvExporter:
             line.put(Rows(at, 0, 0).pack())
 
 
-def _staging(row_bytes: int, count: int, *, shared: bool) -> tuple[list[torch.Tensor], int]:
-    """Memory for SLOTS pieces of `count` rows, and its descriptor; -1 if it is not shared."""
-    rows = slot_rows(row_bytes, count)
-    size, descriptor = SLOTS * rows * row_bytes, -1
-    if shared:
-        descriptor = os.memfd_create("ep-server-kv", os.MFD_CLOEXEC)
-        os.ftruncate(descriptor, size)
-    memory = torch.frombuffer(mmap.mmap(descriptor, size), dtype=torch.uint8)
-    return list(memory.view(SLOTS, rows, row_bytes)), descriptor
-
-
-def _send_descriptor(sock: socket.socket, descriptor: int) -> None:
+def _send_answer(line: Line, slots: Slots) -> None:
     """Raises: HandoffError."""
+    if slots.descriptor < 0:
+        line.put(answer(slots.kind))
+        return
     try:
-        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
-        sock.sendmsg([answer()], rights)
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [slots.descriptor]))]
+        line.sock.sendmsg([answer(slots.kind)], rights)
     except OSError as error:
-        raise HandoffError(f"sending the shared memory failed: {error}") from error
+        raise HandoffError(f"sending the memory failed: {error}") from error

@@ -6,7 +6,6 @@ What has arrived when a fetch fails is used; the rest is computed here. Units: t
 from __future__ import annotations
 
 import logging
-import mmap
 import os
 import socket
 import threading
@@ -19,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ep_server.backends.kv_rows import KvRows
+from ep_server.backends.kv_rows import HostSlots, Kind, KvRows, Slots
 from ep_server.ranks.handoff.wire import (
     DONE,
     SLOTS,
@@ -28,10 +27,8 @@ from ep_server.ranks.handoff.wire import (
     Hello,
     Line,
     Rows,
-    bytes_of,
     connect,
     receive_answer,
-    slot_rows,
 )
 from ep_server.scheduler.handoffs import KvFetch
 
@@ -129,18 +126,18 @@ class KvImporter:
         with suppress(HandoffError):
             line, _ = connect(fetch.source.address, fetch.source.local, self._silence)
             with closing(line):
-                line.put(Hello(fetch.source.key, 0, 0, self._rows.row_bytes, shared=False).pack())
+                line.put(Hello(fetch.source.key, 0, 0, self._rows.row_bytes, Kind.PRIVATE).pack())
                 receive_answer(line)
 
     def _fetch(self, each: _Fetching) -> None:
         """Raises: HandoffError."""
-        fetch, row_bytes = each.fetch, self._rows.row_bytes
+        fetch = each.fetch
         end = fetch.first + len(fetch.blocks) * self._rows.block_size
         line, local = connect(fetch.source.address, fetch.source.local, self._silence)
         with closing(line):
-            line.put(Hello(fetch.source.key, fetch.first, end, row_bytes, local).pack())
-            most, at = slot_rows(row_bytes, end - fetch.first), fetch.first
-            slots = (_shared_slots if local else _own_slots)(line, most, row_bytes)
+            kind = self._rows.kind if local else Kind.PRIVATE
+            line.put(Hello(fetch.source.key, fetch.first, end, self._rows.row_bytes, kind).pack())
+            slots, at = self._slots(line, end - fetch.first, local=local), fetch.first
             while at < end:
                 rows = Rows.receive(line)
                 if time.monotonic() - each.began > self._timeout:
@@ -148,72 +145,45 @@ class KvImporter:
                 if each.dropped:
                     raise HandoffError("the request does not await it any more")
                 if rows.count:
-                    self._take(each, line, rows, slots, at, end, local=local)
+                    self._take(each, line, rows, slots, end)
                     at += rows.count
                     line.put(TAKEN)
             line.put(DONE)
 
-    def _take(
-        self,
-        each: _Fetching,
-        line: Line,
-        rows: Rows,
-        slots: list[torch.Tensor],
-        at: int,
-        end: int,
-        *,
-        local: bool,
-    ) -> None:
-        if rows.first != at or rows.count > min(end - at, len(slots[0])) or rows.slot >= len(slots):
+    def _slots(self, line: Line, rows: int, *, local: bool) -> Slots:
+        """Where the rows will lie. Raises: HandoffError."""
+        kind, descriptor = _receive_memory(line) if local else (receive_answer(line), -1)
+        try:
+            return self._rows.attach(kind, rows, SLOTS, descriptor)
+        except (OSError, ValueError, RuntimeError) as error:
+            raise HandoffError(f"the other server's memory cannot be mapped: {error}") from error
+        finally:
+            if descriptor >= 0:
+                os.close(descriptor)
+
+    def _take(self, each: _Fetching, line: Line, rows: Rows, slots: Slots, end: int) -> None:
+        at = each.fetch.first + each.arrived
+        if rows.first != at or rows.count > min(end - at, slots.rows) or rows.slot >= SLOTS:
             raise HandoffError(f"rows {rows.first} to {rows.first + rows.count} were not expected")
-        slot = slots[rows.slot]
-        if not local:
-            line.fill(bytes_of(slot[: rows.count]))
+        if isinstance(slots, HostSlots) and slots.kind is Kind.PRIVATE:
+            line.fill(slots.host(rows.slot, rows.count))
         fetch, size = each.fetch, self._rows.block_size
         start = at - fetch.first
         places = [fetch.blocks[n // size] * size + n % size for n in range(start, start + rows.count)]
         with each.writing:
             if each.dropped:
                 raise HandoffError("the request does not await it any more")
-            self._rows.write(places, slot, each.after)
+            self._rows.write(places, slots, rows.slot, each.after)
             each.arrived += rows.count
 
 
-def _own_slots(line: Line, rows: int, row_bytes: int) -> list[torch.Tensor]:
-    """Memory for the rows of one message at a time. Raises: HandoffError."""
-    receive_answer(line)
-    memory = torch.frombuffer(mmap.mmap(-1, rows * row_bytes), dtype=torch.uint8)
-    return [memory.view(rows, row_bytes)] * SLOTS
-
-
-def _shared_slots(line: Line, rows: int, row_bytes: int) -> list[torch.Tensor]:
-    """The other server's memory, read-only for us by intent. Raises: HandoffError."""
+def _receive_memory(line: Line) -> tuple[Kind, int]:
+    """An answer over a local socket, with a descriptor of the memory. Raises: HandoffError."""
     try:
         first, descriptors, _, _ = socket.recv_fds(line.sock, 1, 1)
     except OSError as error:
         raise HandoffError(f"reading failed: {error}") from error
-    if not descriptors:
-        receive_answer(_Prefixed(line, first))
+    kind = receive_answer(line.after(first))
+    if kind is not Kind.PRIVATE and not descriptors:
         raise HandoffError("the other server sent no memory")
-    try:
-        receive_answer(_Prefixed(line, first))
-        size = SLOTS * rows * row_bytes
-        if os.fstat(descriptors[0]).st_size < size:
-            raise HandoffError("the other server sent too little memory")
-        memory = torch.frombuffer(mmap.mmap(descriptors[0], size), dtype=torch.uint8)
-    finally:
-        os.close(descriptors[0])
-    return list(memory.view(SLOTS, rows, row_bytes))
-
-
-class _Prefixed(Line):
-    """A line whose first bytes were read already."""
-
-    def __init__(self, line: Line, first: bytes) -> None:
-        super().__init__(line.sock, line.sock.gettimeout() or 0.0)
-        self._first = first
-
-    def take(self, size: int) -> bytes:
-        """As Line.take."""
-        first, self._first = self._first[:size], self._first[size:]
-        return first + super().take(size - len(first))
+    return kind, descriptors[0] if descriptors else -1

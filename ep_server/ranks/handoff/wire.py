@@ -1,8 +1,8 @@
 """What two ranks of different servers say to each other while KV rows move. Both ends check every length.
 
     fetcher -> holder   Hello: which rows of which key, in what format
-    holder -> fetcher   Answer: OK or why not; over a local socket with the descriptor of shared memory
-    holder -> fetcher   Rows: `count` rows from `first` on; their bytes follow, or lie in slot `slot` of the
+    holder -> fetcher   Answer: the kind of memory, with its descriptor over a local socket; or why not
+    holder -> fetcher   Rows: `count` rows from `first` on; their bytes follow, or lie in slot `slot` of
                         shared memory. count 0: still computing. first NOTHING: it ended, an Answer follows
     fetcher -> holder   one byte per Rows with rows: the slot may be used again; DONE after the last
 
@@ -15,19 +15,18 @@ import socket
 import struct
 import time
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Self
 
-import torch
-
+from ep_server.backends.kv_rows import Kind
 from ep_server.errors import Unavailable
 
 MAGIC = 0x31564B45  # "EKV1"
 KEY_BYTES = 16
 NOTHING = 0xFFFFFFFF
+REFUSED = 0xFF  # in place of a kind
 TAKEN, DONE = b"t", b"d"
 MAX_REASON = 256
-SLOTS = 2  # of the shared memory: one is filled while the other is read
-SLOT_BYTES = 8 << 20  # about as long as a step's worth of rows; short enough to wait for
+SLOTS = 2  # of the memory for rows: one is filled while the other is read
 
 _HELLO = struct.Struct(f"<I{KEY_BYTES}sIIIB")
 _ANSWER = struct.Struct("<BH")
@@ -42,26 +41,26 @@ class HandoffError(Unavailable):
 class Hello:
     """Asks for the rows `first` to `end` of a key; for none, they may be freed. row_bytes: the fetcher's.
 
-    shared: offer memory.
+    kind: of memory that the fetcher can read.
     """
 
     key: bytes
     first: int
     end: int
     row_bytes: int
-    shared: bool
+    kind: Kind
 
     def pack(self) -> bytes:
         """As it is sent."""
-        return _HELLO.pack(MAGIC, self.key, self.first, self.end, self.row_bytes, self.shared)
+        return _HELLO.pack(MAGIC, self.key, self.first, self.end, self.row_bytes, self.kind)
 
     @classmethod
     def receive(cls, line: Line) -> Self:
         """Raises: HandoffError."""
-        magic, key, first, end, row_bytes, shared = _HELLO.unpack(line.take(_HELLO.size))
-        if magic != MAGIC or first > end:
+        magic, key, first, end, row_bytes, kind = _HELLO.unpack(line.take(_HELLO.size))
+        if magic != MAGIC or first > end or kind not in set(Kind):
             raise HandoffError("the greeting is malformed")
-        return cls(key, first, end, row_bytes, bool(shared))
+        return cls(key, first, end, row_bytes, Kind(kind))
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,29 +85,24 @@ class Rows:
         return rows
 
 
-def slot_rows(row_bytes: int, rows: int) -> int:
-    """Rows of a slot, as both sides compute them. rows: of the whole hand-off."""
-    return max(1, min(SLOT_BYTES // row_bytes, rows))
+def answer(kind: Kind) -> bytes:
+    """The rows may be fetched, through memory of this kind."""
+    return _ANSWER.pack(kind, 0)
 
 
-def bytes_of(rows: torch.Tensor) -> memoryview:
-    """The memory of contiguous rows, for a socket."""
-    flat: Any = rows.view(-1).numpy()
-    return memoryview(flat)
-
-
-def answer(reason: str = "") -> bytes:
-    """OK, or why not."""
+def refusal(reason: str) -> bytes:
+    """They may not."""
     text = reason.encode()[:MAX_REASON]
-    return _ANSWER.pack(not text, len(text)) + text
+    return _ANSWER.pack(REFUSED, len(text)) + text
 
 
-def receive_answer(line: Line) -> None:
-    """Raises: HandoffError with the reason if the answer is not OK."""
-    fine, length = _ANSWER.unpack(line.take(_ANSWER.size))
+def receive_answer(line: Line) -> Kind:
+    """Raises: HandoffError with the reason if the answer is a refusal."""
+    kind, length = _ANSWER.unpack(line.take(_ANSWER.size))
     text = line.take(min(length, MAX_REASON)) if length else b""
-    if not fine:
+    if kind not in set(Kind):
         raise HandoffError(bytes(text).decode(errors="replace") or "refused without a reason")
+    return Kind(kind)
 
 
 class Line:
@@ -116,12 +110,19 @@ class Line:
 
     def __init__(self, sock: socket.socket, seconds: float) -> None:
         sock.settimeout(seconds)
-        self.sock = sock
+        self.sock, self._read = sock, b""
+
+    def after(self, read: bytes) -> Line:
+        """The same, when these bytes of it were read beside a descriptor."""
+        self._read = read
+        return self
 
     def take(self, size: int) -> bytes:
         """Exactly `size` bytes. Raises: HandoffError."""
+        read, self._read = self._read[:size], self._read[size:]
         buffer = bytearray(size)
-        self.fill(memoryview(buffer))
+        buffer[: len(read)] = read
+        self.fill(memoryview(buffer)[len(read) :])
         return bytes(buffer)
 
     def fill(self, view: memoryview) -> None:
