@@ -164,11 +164,17 @@ async def test_blocks_that_nobody_needs_are_freed(servers: Pair) -> None:
     ids = prompt(100)
     await decode.client.complete(ids, timeout=WAIT, **GREEDY)
     for fields in (GREEDY, {**GREEDY, "prompt_logprobs": 0}):
+        before = await used(prefill)
         handle = await held(prefill, ids)
         await continued(decode, ids, handle, **fields)
         async with asyncio.timeout(WAIT):
-            while sum(rank.kv_blocks_used for rank in (await prefill.client.loads()).ranks):
+            while await used(prefill) > before:
                 await asyncio.sleep(0.02)
+
+
+async def used(server: Running) -> int:
+    """KV blocks of all ranks, as they reported last."""
+    return sum(rank.kv_blocks_used for rank in (await server.client.loads()).ranks)
 
 
 async def test_held_blocks_expire() -> None:
