@@ -117,6 +117,8 @@ class KvExporter:
     def close(self) -> None:
         """Ends listening. Threads end with the process."""
         for listener in (self._tcp, self._unix):
+            with suppress(OSError):
+                listener.shutdown(socket.SHUT_RDWR)  # wakes accept()
             listener.close()
 
     def _end(self, key: bytes, why: str) -> None:

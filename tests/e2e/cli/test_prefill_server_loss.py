@@ -1,0 +1,122 @@
+"""The prefill server is killed and started again under load: every stream is that of a single server."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ep_server.client import AsyncClient, Output, PrefillDecode
+from tests.support.handoff.servers import MODEL, serving
+
+WAIT = 240.0
+STREAMS = 6
+FIELDS: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True, "bypass_prefix_cache": True}
+
+
+def prompt(number: int) -> list[int]:
+    return [number, *((5 * n + n * n) % 13 for n in range(1, 90))]
+
+
+class PrefillServer:
+    """`ep-server serve` with two ranks, on one port for all of its processes."""
+
+    def __init__(self, folder: Path) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.address = f"127.0.0.1:{probe.getsockname()[1]}"
+        self._log = folder / "prefill.log"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    async def start(self) -> None:
+        port = self.address.rpartition(":")[2]
+        line = [
+            sys.executable,
+            "-m",
+            "ep_server",
+            "serve",
+            "--model",
+            str(MODEL),
+            "--port",
+            port,
+            "--ranks",
+            "2",
+        ]
+        line += ["--metrics-port", "0", "--handoff-role", "prefill", "--model-dtype", "float32"]
+        line += ["--exchange-reduction", "source", "--scheduler-max-step-tokens", "16"]
+        with self._log.open("wb") as output:
+            self._process = subprocess.Popen(line, stdout=output, stderr=output, env=dict(os.environ))
+        async with asyncio.timeout(WAIT):
+            while not re.search(r"serving \S+ on ", self._log.read_text()):
+                assert self._process.poll() is None, self._log.read_text()[-2000:]
+                await asyncio.sleep(0.05)
+
+    def kill(self) -> None:
+        """Its ranks die with it."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+@asynccontextmanager
+async def load(decode: AsyncClient, prefill: PrefillServer, found: list[list[Output]]) -> AsyncIterator[None]:
+    """Rounds of streams, appended to `found`, until the block has ended and one round more."""
+    over = False
+
+    async def rounds() -> None:
+        last = False
+        async with PrefillDecode(prefill.address, decode, handle_seconds=2.0) as pair:
+            while not last:
+                last = over
+                streams = [await pair.generate(prompt(n), seed=n, **FIELDS) for n in range(STREAMS)]
+                found.append(list(await asyncio.gather(*(stream.read() for stream in streams))))
+
+    task = asyncio.create_task(rounds())
+    try:
+        yield
+    finally:
+        over = True
+        await task
+
+
+async def losses(folder: Path, count: int) -> None:
+    prefill, found = PrefillServer(folder), list[list[Output]]()
+    async with (
+        serving("decode", parallel__ranks=2, exchange__reduction="source") as decode,
+        AsyncClient(decode.server.address) as client,
+    ):
+        alone = [await client.complete(prompt(n), seed=n, **FIELDS) for n in range(STREAMS)]
+        await prefill.start()
+        try:
+            async with load(client, prefill, found):
+                for _ in range(count):
+                    await asyncio.sleep(0.3)
+                    prefill.kill()
+                    await asyncio.sleep(0.3)
+                    await prefill.start()
+        finally:
+            prefill.kill()
+    for outputs in found:
+        assert [each.token_ids for each in outputs] == [each.token_ids for each in alone]
+    fetched = [each.finished.usage.cached_tokens for each in found[-1] if each.finished is not None]
+    assert fetched == [88] * STREAMS  # the last round had the prefill server again
+
+
+async def test_a_killed_prefill_server_ends_no_stream(tmp_path: Path) -> None:
+    async with asyncio.timeout(WAIT):
+        await losses(tmp_path, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+async def test_a_prefill_server_killed_often_ends_no_stream(tmp_path: Path) -> None:
+    await losses(tmp_path, 200)

@@ -1,0 +1,191 @@
+"""A fetcher and a holder of rows in one process: every byte, every kind of memory, and every way to fail."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+
+import pytest
+import torch
+
+from ep_server.backends.kv_rows import CpuRows, Kind
+from ep_server.ranks.handoff.exporter import KvExporter
+from ep_server.ranks.handoff.importer import KvImporter
+from ep_server.ranks.handoff.wire import HandoffError, Hello, Line, Rows, connect, receive_answer
+from ep_server.records import KvSource
+from ep_server.scheduler.handoffs import KvExport, KvFetch
+
+KEY, WAIT = bytes(range(16)), 60.0
+PARTS, WIDTH = 3, 40
+
+
+class Cache:
+    """Parts of [blocks, bytes]; a token has WIDTH bytes in each."""
+
+    def __init__(self, blocks: int, block_size: int, fill: int | None = None) -> None:
+        self.blocks, self.block_size = blocks, block_size
+        made = torch.Generator().manual_seed(blocks)
+        shape = (blocks, block_size * WIDTH)
+        self.tensors = [
+            torch.randint(256, shape, dtype=torch.uint8, generator=made)
+            if fill is None
+            else torch.full(shape, fill, dtype=torch.uint8)
+            for _ in range(PARTS)
+        ]
+
+    def parts(self) -> list[torch.Tensor]:
+        return self.tensors
+
+    def rows(self, blocks: tuple[int, ...]) -> torch.Tensor:
+        """[tokens of these blocks, PARTS * WIDTH]"""
+        return torch.cat([part[list(blocks)].view(-1, WIDTH) for part in self.tensors], 1)
+
+
+def rows_of(cache: Cache) -> CpuRows:
+    return CpuRows(cache)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def there() -> Iterator[tuple[Cache, KvExporter]]:
+    cache = Cache(40, 5)
+    exporter = KvExporter(rows_of(cache), "127.0.0.1", 0, hold_seconds=60, silence=5)
+    yield cache, exporter
+    exporter.close()
+
+
+def fetched(importer: KvImporter, fetch: KvFetch) -> int:
+    """Tokens that arrived."""
+    importer.start([fetch])
+    end = time.monotonic() + WAIT
+    while not (ended := importer.ended()):
+        assert time.monotonic() < end
+        importer.wait(0.1)
+    ((ticket, tokens),) = ended
+    assert ticket == fetch.ticket
+    return tokens
+
+
+@pytest.mark.parametrize("local", [True, False], ids=["shared", "tcp"])
+def test_rows_land_where_they_belong(there: tuple[Cache, KvExporter], local: bool) -> None:
+    """Between blocks of 5 and of 7 tokens, from token 7 on; nothing else is written."""
+    cache, exporter = there
+    blocks, mine = (9, 3, 30, 17, 8, 2), (4, 0, 7)
+    exporter.show([KvExport(1, KEY, 29, blocks, held=True)])
+    own = Cache(9, 7, fill=0xEE)
+    source = KvSource(exporter.address, exporter.local if local else "", KEY, 29)
+    assert fetched(KvImporter(rows_of(own), WAIT, 5), KvFetch(-1, source, 7, mine)) == 21
+    assert torch.equal(own.rows(mine), cache.rows(blocks)[7:28])
+    others = tuple(block for block in range(9) if block not in mine)
+    assert (own.rows(others) == 0xEE).all()
+    end = time.monotonic() + WAIT
+    while not (finished := exporter.finished()):
+        assert time.monotonic() < end
+    assert finished == [1]
+    assert exporter.counters() == {"handoffs/sent": 1, "handoff_bytes/sent": 21 * PARTS * WIDTH}
+
+
+def test_rows_follow_the_computation(there: tuple[Cache, KvExporter]) -> None:
+    cache, exporter = there
+    own, blocks = Cache(4, 5, fill=0), (1, 2, 3, 4)
+    exporter.show([KvExport(1, KEY, 3, blocks[:1], held=False)])
+    importer = KvImporter(rows_of(own), WAIT, 5)
+    importer.start([KvFetch(-1, KvSource(exporter.address, exporter.local, KEY, 20), 0, (0, 1, 2))])
+    for tokens in (5, 12, 20):
+        time.sleep(0.05)
+        assert not importer.ended()
+        exporter.show([KvExport(1, KEY, tokens, blocks, held=tokens == 20)])
+    end = time.monotonic() + WAIT
+    while not (ended := importer.ended()):
+        assert time.monotonic() < end
+    assert ended == [(-1, 15)] and torch.equal(own.rows((0, 1, 2)), cache.rows(blocks)[:15])
+
+
+def test_what_arrived_before_the_end_counts(there: tuple[Cache, KvExporter]) -> None:
+    cache, exporter = there
+    own, blocks = Cache(4, 5, fill=0), (1, 2, 3)
+    exporter.show([KvExport(1, KEY, 10, blocks, held=False)])
+    importer = KvImporter(rows_of(own), WAIT, 5)
+    importer.start([KvFetch(-1, KvSource(exporter.address, "", KEY, 15), 0, (0, 1, 2))])
+    end = time.monotonic() + WAIT
+    while own.rows((1,))[-1].eq(0).all():
+        assert time.monotonic() < end
+    exporter.show([])  # cancelled
+    while not (ended := importer.ended()):
+        assert time.monotonic() < end
+    assert ended == [(-1, 10)] and torch.equal(own.rows((0, 1)), cache.rows(blocks)[:10])
+    assert importer.counters()["handoffs/failed"] == 1
+
+
+def test_a_dropped_fetch_writes_nothing_more(there: tuple[Cache, KvExporter]) -> None:
+    _, exporter = there
+    own = Cache(4, 5, fill=0xEE)
+    exporter.show([KvExport(1, KEY, 0, (), held=False)])
+    importer = KvImporter(rows_of(own), WAIT, 5)
+    importer.start([KvFetch(-1, KvSource(exporter.address, exporter.local, KEY, 15), 0, (0, 1, 2))])
+    importer.drop([-1])
+    exporter.show([KvExport(1, KEY, 15, (1, 2, 3), held=True)])
+    time.sleep(0.3)
+    assert (own.rows((0, 1, 2, 3)) == 0xEE).all() and importer.ended() == []
+
+
+def test_expired_and_unknown_keys_are_refused() -> None:
+    exporter = KvExporter(rows_of(Cache(4, 5)), "127.0.0.1", 0, hold_seconds=0.01, silence=5)
+    exporter.show([KvExport(1, KEY, 5, (1,), held=True)])
+    time.sleep(0.05)
+    assert exporter.finished() == [1]
+    for key, why in ((KEY, "expired"), (b"?" * 16, "no such request")):
+        line, _ = connect(exporter.address, "", 10)
+        line.put(Hello(key, 0, 5, PARTS * WIDTH, Kind.PRIVATE).pack())
+        with pytest.raises(HandoffError, match=why):
+            receive_answer(line)
+        line.close()
+    exporter.close()
+
+
+def test_another_row_size_is_named(there: tuple[Cache, KvExporter]) -> None:
+    _, exporter = there
+    line, _ = connect(exporter.address, "", 10)
+    line.put(Hello(KEY, 0, 5, 7, Kind.PRIVATE).pack())
+    with pytest.raises(HandoffError, match=f"row_bytes = 7: must be {PARTS * WIDTH}"):
+        receive_answer(line)
+    line.close()
+
+
+@pytest.mark.parametrize("sent", [b"", b"GET / HTTP/1.1\r\n\r\n" * 3, bytes(33)])
+def test_garbage_ends_its_connection_alone(there: tuple[Cache, KvExporter], sent: bytes) -> None:
+    cache, exporter = there
+    address = exporter.address.rpartition(":")
+    with socket.create_connection((address[0], int(address[2])), 10) as garbage, suppress(ConnectionError):
+        garbage.sendall(sent)
+        garbage.shutdown(socket.SHUT_WR)
+        while garbage.recv(1 << 10):
+            pass
+    exporter.show([KvExport(1, KEY, 5, (1,), held=True)])
+    own = Cache(2, 5, fill=0)
+    source = KvSource(exporter.address, exporter.local, KEY, 5)
+    assert fetched(KvImporter(rows_of(own), WAIT, 5), KvFetch(-1, source, 0, (1,))) == 5
+    assert torch.equal(own.rows((1,)), cache.rows((1,)))
+
+
+@pytest.mark.parametrize(
+    "rows",
+    [Rows(1, 2, 0), Rows(0, 6, 0), Rows(0, 1, 9), Rows(0, 1 << 31, 0)],
+    ids=["gap", "too many", "slot", "huge"],
+)
+def test_unexpected_rows_are_not_written(rows: Rows) -> None:
+    own, silent = Cache(2, 5, fill=0xEE), socket.create_server(("127.0.0.1", 0))
+    importer = KvImporter(rows_of(own), WAIT, 5)
+    address = f"127.0.0.1:{silent.getsockname()[1]}"
+    importer.start([KvFetch(-1, KvSource(address, "", KEY, 5), 0, (1,))])
+    sock, _ = silent.accept()
+    line = Line(sock, 10)
+    Hello.receive(line)
+    line.put(b"\x00\x00\x00" + rows.pack() + bytes(PARTS * WIDTH))
+    end = time.monotonic() + WAIT
+    while not (ended := importer.ended()):
+        assert time.monotonic() < end
+    assert ended == [(-1, 0)] and (own.rows((0, 1)) == 0xEE).all()
+    line.close()
+    silent.close()
