@@ -43,31 +43,45 @@ TOKENS = 8  # of an output
 
 
 @asynccontextmanager
-async def serving(options: argparse.Namespace, model: Path, role: str, gpu: int) -> AsyncIterator[str]:
-    """The address of a server."""
+async def serving(options: argparse.Namespace, model: Path) -> AsyncIterator[list[str]]:
+    """The addresses of the prefill and the decode server, which start at the same time."""
+    gpus = {"prefill": 0, "decode": 1} if options.device == "cuda" else {"prefill": 0, "decode": 0}
+    logs = {role: model / f"{role}.log" for role in gpus}
+    processes = {role: started(options, model, role, gpu, logs[role]) for role, gpu in gpus.items()}
+    try:
+        yield [await address(processes[role], logs[role]) for role in gpus]
+    finally:
+        for process in processes.values():
+            process.terminate()
+        for role, process in processes.items():
+            process.wait(30)
+            if options.logs:
+                print(logs[role].read_text(), file=sys.stderr)
+
+
+def started(
+    options: argparse.Namespace, model: Path, role: str, gpu: int, log: Path
+) -> subprocess.Popen[bytes]:
     length = options.prompt + TOKENS
     line = [sys.executable, "-m", "ep_server", "serve", "--model", str(model), "--load-format", "dummy"]
     line += ["--port", "0", "--metrics-port", "0", "--handoff-role", role, "--ranks", str(options.ranks)]
     line += ["--parallel-device", options.device, "--model-max-context", str(length)]
     line += ["--scheduler-block-size", str(options.block_size if role == "decode" else 16)]
     line += ["--scheduler-max-step-tokens", str(options.step), "--scheduler-kv-blocks", str(length // 4)]
-    line += ["--scheduler-max-running", "8", *options.set]
+    line += ["--scheduler-max-running", "8", "--resilience-standby", "0", *options.set]
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": str(gpu), "PYTHONPATH": str(ROOT)}
-    log = model / f"{role}.log"
     with log.open("wb") as output:
-        process = subprocess.Popen(line, stdout=output, stderr=subprocess.STDOUT, env=environment)
-    try:
-        end = time.monotonic() + START_SECONDS
-        while (found := re.search(r"serving \S+ on (\S+:\d+),", log.read_text())) is None:
-            if process.poll() is not None or time.monotonic() > end:
-                raise SystemExit(log.read_text()[-3000:])
-            await asyncio.sleep(0.1)
-        yield found[1]
-    finally:
-        process.terminate()
-        process.wait(30)
-        if options.logs:
-            print(log.read_text(), file=sys.stderr)
+        return subprocess.Popen(line, stdout=output, stderr=subprocess.STDOUT, env=environment)
+
+
+async def address(process: subprocess.Popen[bytes], log: Path) -> str:
+    """Where a server serves, once it does."""
+    end = time.monotonic() + START_SECONDS
+    while (found := re.search(r"serving \S+ on (\S+:\d+),", log.read_text())) is None:
+        if process.poll() is not None or time.monotonic() > end:
+            raise SystemExit(log.read_text()[-3000:])
+        await asyncio.sleep(0.1)
+    return found[1]
 
 
 async def first_token(stream: AsyncStream, since: float) -> tuple[float, list[int], int]:
@@ -86,8 +100,7 @@ async def measure(options: argparse.Namespace, model: Path) -> dict[str, list[fl
     fields["bypass_prefix_cache"] = True
     found: dict[str, list[float]] = {"prefill alone": [], "plain": [], "hand-off": [], "one by one": []}
     async with (
-        serving(options, model, "prefill", 0) as first,
-        serving(options, model, "decode", 1 if options.device == "cuda" else 0) as second,
+        serving(options, model) as (first, second),
         AsyncClient(first) as prefill,
         AsyncClient(second) as decode,
         PrefillDecode(first, decode, handle_seconds=60) as pair,
