@@ -14,6 +14,7 @@ import uvloop
 from prometheus_client import CollectorRegistry
 
 import ep_server
+from ep_server.cluster.cluster_ranks import ClusterRanks
 from ep_server.cluster.discovery import NodePlace, find_place, this_host
 from ep_server.cluster.follower import Follower, FollowerHooks
 from ep_server.cluster.leader import Leader
@@ -84,7 +85,9 @@ async def assemble(
     status = StatusPage(metrics.look, model.name, ep_server.__version__)
     others = None if place is None or place.nodes == 1 else Leader(config, place)
     recover = config.resilience.on_rank_loss == "recover"
-    ranks = ranks or RestartingRanks(lambda: RankProcesses(config, others, outlive=recover))
+    if ranks is None and others is not None:
+        ranks = ClusterRanks(config, others)
+    ranks = ranks or RestartingRanks(lambda: RankProcesses(config, outlive=recover))
     server = Server(config, model, ranks, metrics, others)
 
     def tls() -> TlsFiles | None:

@@ -16,7 +16,7 @@ import ep_server
 from ep_server.config import Config
 from ep_server.errors import InvalidArgument
 from ep_server.models.checkpoint import Checkpoint, read_json
-from ep_server.ranks.group import GroupPlan, plan_group
+from ep_server.ranks.group import plan_group
 from ep_server.v1 import nodes_pb2 as pb
 
 # Sections and options that each node sets for itself.
@@ -51,14 +51,12 @@ class Claim:
     """What a node offers.
 
     config: every option by its dotted name. model: a fingerprint of its checkpoint by name.
-    kv_blocks: of each of its ranks, as its memory allows; the group uses the minimum.
     """
 
     node: int
     version: str
     config: Mapping[str, Any]
     model: Mapping[str, Any]
-    kv_blocks: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,13 +148,13 @@ def _line(tensors: Iterable[TensorHeader]) -> str:
 MAX_HELLO = 4 << 20  # characters; the largest known model needs less than a tenth
 
 
-def claim_of(config: Config) -> tuple[Claim, GroupPlan]:
-    """Reads headers only; blocks. Raises: ConfigError, CheckpointError, StartupError."""
-    plan = plan_group(config)
+def claim_of(config: Config) -> Claim:
+    """Reads headers only; blocks. Raises: ConfigError, CheckpointError; StartupError: it does not fit."""
+    plan_group(config)
     description = read_json(Path(config.model.path) / "config.json")
     model = fingerprint(description, _tensors(config))
     node = max(config.cluster.node_rank, 0)
-    return Claim(node, ep_server.__version__, config.values(), _plain(model), plan.kv_blocks), plan
+    return Claim(node, ep_server.__version__, config.values(), _plain(model))
 
 
 def hello_of(claim: Claim) -> pb.Hello:
@@ -166,7 +164,6 @@ def hello_of(claim: Claim) -> pb.Hello:
         version=claim.version,
         config_json=json.dumps(claim.config),
         model_json=json.dumps(claim.model),
-        kv_blocks=claim.kv_blocks,
     )
 
 
@@ -181,7 +178,7 @@ def claim_in(hello: pb.Hello) -> Claim:
         raise InvalidArgument("hello", str(error), "JSON in config_json and model_json") from error
     if not isinstance(config, dict) or not isinstance(model, dict):
         raise InvalidArgument("hello", "no objects", "JSON objects in config_json and model_json")
-    return Claim(hello.node, hello.version, config, model, hello.kv_blocks)
+    return Claim(hello.node, hello.version, config, model)
 
 
 def _tensors(config: Config) -> Iterator[TensorHeader]:

@@ -1,8 +1,9 @@
 """[1] The life of a follower: join node 0, run ranks for it, forward calls to it, stop with it.
 
-The gRPC port opens first: health reports that the process works, and its services follow node 0's status. The
-first SIGTERM or SIGINT makes node 0 drain the whole server, the second stops this node at once. Joining is
-retried until node 0 answers; a refusal is final. Units: seconds.
+The gRPC port opens first: health reports that the process works, and its services follow node 0's status.
+At the first SIGTERM or SIGINT node 0 goes on without this node, which ends once its calls are over. If node 0
+cannot, it drains the whole server. The second signal stops this node at once. Joining is retried until node 0
+answers; a refusal is final. Units: seconds.
 """
 
 from __future__ import annotations
@@ -187,6 +188,7 @@ class Follower:
         self._drain: Callable[[], None] = lambda: None
         self._control_port: Port | None = None
         self._ending = False
+        self._released = asyncio.Event()  # the server goes on without this node
         self._stop_asked = asyncio.Event()
         self._stop_now = asyncio.Event()
 
@@ -217,7 +219,7 @@ class Follower:
         return code
 
     def ask_to_stop(self) -> None:
-        """Asks node 0 to drain the server; a second call stops this node at once."""
+        """Asks node 0 to go on without this node; a second call stops this node at once."""
         if self._ending:
             return  # already ending, with the exit code that names the cause
         if self._stop_asked.is_set():
@@ -248,7 +250,7 @@ class Follower:
         return member.result()
 
     async def _join_and_stay(self, relay: Relay) -> int:
-        claim, plan = await asyncio.to_thread(claim_of, self.config)
+        claim = await asyncio.to_thread(claim_of, self.config)
         cluster = self.config.cluster
         # gRPC retries an unknown name ever more rarely, and Pods start in any order.
         await resolved(self.place.rendezvous_host, cluster.connect_seconds)
@@ -262,13 +264,39 @@ class Follower:
         log.info("joining node 0 at %s as node %d", self._leader, self.place.node)
         async with joined(joining, hello_of(claim), self._on_message) as link:
             self._link = link
-            self._agent = Agent(self.config, plan, link, self._hooks.progress, self._module)
+            self._agent = Agent(self.config, link, self._hooks.progress, self._module)
             log.info("node %d has joined node 0 at %s", self.place.node, self._leader)
             try:
-                return self._ended(relay, await link.ended())
+                return await self._stay(relay, link)
             finally:
                 self._link = None
                 await self._agent.end()
+
+    async def _stay(self, relay: Relay, link: Link) -> int:
+        """Until the link ends, or the server goes on without this node and its calls are over."""
+        ended = asyncio.create_task(link.ended())
+        released = asyncio.create_task(self._released.wait())
+        try:
+            await asyncio.wait((ended, released), return_when=asyncio.FIRST_COMPLETED)
+            if not ended.done():
+                log.info("the server goes on without this node: draining, at most %g s", self._drain_seconds)
+                self.health.set(serving=False)
+                self._drain()
+                over = asyncio.create_task(relay.closed(self._drain_seconds))
+                await asyncio.wait((ended, over), return_when=asyncio.FIRST_COMPLETED)
+                over.cancel()
+            if not ended.done():
+                self._ending = True
+                relay.end("this node stops")
+                return 0
+            return self._ended(relay, ended.result())
+        finally:
+            ended.cancel()
+            released.cancel()
+
+    @property
+    def _drain_seconds(self) -> float:
+        return self.config.grpc.drain_seconds
 
     def _ended(self, relay: Relay, reason: str) -> int:
         """Interprets the end of the link. Returns: exit code."""
@@ -292,13 +320,15 @@ class Follower:
             self._serve(message.state.serving)
         elif kind == "end":
             self._end = message.end
+        elif kind == "released":
+            self._released.set()
         elif self._agent is not None:
             self._agent.on_message(message)
 
     def _serve(self, serving: bool) -> None:
         was = self.health.serving
         self.health.set(serving=serving)
-        if was and not serving:  # it will not serve again
+        if was and not serving and not self._released.is_set():  # it will not serve again
             self._drain()
         if serving and not was:
             nodes, node = self.place.nodes, self.place.node

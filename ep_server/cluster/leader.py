@@ -1,14 +1,13 @@
-"""Node 0: the port that followers join, the list of joined nodes, and all their ranks as one group.
+"""Node 0: the port that followers join, the nodes that have joined, and the groups of ranks that run on them.
 
-Satisfies ranks.hosts.Hosts; used in one event loop. A remote rank looks like a RankProcess; all ranks of a
-node share one link. Units: seconds.
+Used in one event loop. Units: seconds.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import signal
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from typing import Any
@@ -18,13 +17,13 @@ from grpc import aio
 from ep_server.cluster.claim import Claim, claim_in, claim_of, refusal
 from ep_server.cluster.discovery import NodePlace
 from ep_server.cluster.link import Link, liveness
+from ep_server.cluster.node_group import GroupOrder, NodeGroup
 from ep_server.cluster.security import cluster_names, rendezvous_port, warn_if_open
-from ep_server.config import Config
+from ep_server.config import LOSS_SECONDS, Config
 from ep_server.errors import InternalError, InvalidArgument, StartupError, Unavailable
 from ep_server.frontend.messages import CallLimits
 from ep_server.frontend.port import Port
-from ep_server.ranks.hosts import WORKER, LocalRanks, Rank, spawn_here, warn_of_unused
-from ep_server.ranks.process import RankCallbacks
+from ep_server.ranks.hosts import WORKER
 from ep_server.v1 import nodes_pb2 as pb
 from ep_server.v1 import nodes_pb2_grpc
 
@@ -33,104 +32,39 @@ log = logging.getLogger(__name__)
 END_SECONDS = 2.0  # time for followers to receive the end of the server
 
 
-class RemoteRank:
-    """One rank of another node. Satisfies ranks.hosts.Rank."""
-
-    def __init__(self, rank: int, link: Link) -> None:
-        self.rank = rank
-        self.pid = 0
-        self.returncode: int | None = None
-        self.exited = asyncio.Event()
-        self._link = link
-
-    def __repr__(self) -> str:
-        return f"RemoteRank(rank={self.rank}, pid={self.pid}, returncode={self.returncode})"
-
-    @property
-    def buffered(self) -> int:
-        """Bytes queued for the node, for all its ranks together."""
-        return self._link.buffered
-
-    def send(self, payload: bytes) -> None:
-        """Sends a frame; does not block."""
-        self._link.send(rank_frame=pb.RankFrame(rank=self.rank, payload=payload))
-
-    def signal(self, number: signal.Signals) -> None:
-        """Asks the node to signal the process unless it has ended."""
-        if not self.exited.is_set():
-            self._link.send(rank_signal=pb.RankSignal(rank=self.rank, number=number))
-
-    def close(self) -> None:
-        """Does nothing: all ranks share the link."""
-
-
-class RemoteRanks:
-    """All ranks of one follower. on_message() handles its messages, lost() its loss."""
-
-    def __init__(self, node: int, ranks: range, link: Link, callbacks: RankCallbacks) -> None:
-        self.ranks = [RemoteRank(rank, link) for rank in ranks]
-        several = f"ranks {ranks[0]}-{ranks[-1]}" if len(ranks) > 1 else f"rank {ranks[0]}"
-        self._name = f"node {node} ({several})"
-        self._callbacks = callbacks
-        self._by_number = {rank.rank: rank for rank in self.ranks}
-
-    def on_message(self, message: pb.NodeMessage) -> None:
-        """Handles a message about the ranks. Raises: InternalError for one of another kind."""
-        kind = message.WhichOneof("kind")
-        if kind == "rank_frame":
-            self._callbacks.on_frame(self._rank(message.rank_frame.rank).rank, message.rank_frame.payload)
-        elif kind == "rank_closed":
-            self._callbacks.on_closed(self._rank(message.rank_closed.rank).rank, message.rank_closed.reason)
-        elif kind == "rank_exited":
-            self._exited(self._rank(message.rank_exited.rank), message.rank_exited.code)
-        elif kind == "spawned":
-            for rank, pid in zip(self.ranks, message.spawned.pids, strict=True):
-                rank.pid = pid
-        elif kind == "failed":
-            self._end(message.failed.message)
-        else:
-            raise InternalError(f"{self._name} sent an unexpected message of kind {kind!r}")
-
-    def lost(self, reason: str) -> None:
-        """Reports the node's ranks as lost, once for all of them."""
-        self._end(reason)
-
-    def _end(self, reason: str) -> None:
-        left = [rank for rank in self.ranks if not rank.exited.is_set()]
-        for rank in left:
-            rank.exited.set()
-        if left:
-            self._callbacks.on_host_lost(self.ranks[0].rank, f"{self._name} {reason}")
-
-    def _exited(self, rank: RemoteRank, code: int) -> None:
-        if not rank.exited.is_set():
-            rank.returncode = code
-            rank.exited.set()
-            self._callbacks.on_exit(rank.rank, code)
-
-    def _rank(self, number: int) -> RemoteRank:
-        if number not in self._by_number:
-            raise InternalError(f"{self._name} reported rank {number}, which it does not run")
-        return self._by_number[number]
-
-
 class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
-    """Node 0 of several. on_stop_asked: called when a follower got a signal to stop."""
+    """Node 0 of several.
+
+    on_stop_asked: called when a follower got a signal to stop, and the whole server has to.
+    on_change: called when `members` is no longer what the current group has, except for lost nodes.
+    """
 
     def __init__(self, config: Config, place: NodePlace, module: str = WORKER) -> None:
         self._config, self._place, self._module = config, place, module
         self.on_stop_asked: Callable[[], None] = lambda: None
+        self.on_change: Callable[[], None] = lambda: None
+        self._recovers = config.resilience.on_rank_loss == "recover"
         self._claim: asyncio.Future[Claim] = asyncio.get_running_loop().create_future()
         self._links: dict[int, Link] = {}
-        self._claims: dict[int, Claim] = {}
         self._refused = ""  # the last refused node, and why
-        self._remote: dict[int, RemoteRanks] = {}
+        self._leaving: set[int] = set()  # nodes that got a signal to stop
+        self._losses: dict[int, deque[float]] = {}  # by node: when
+        self._groups: dict[int, NodeGroup] = {}  # by number: those that have not ended
+        self._made = 0  # groups so far
+        self._current: NodeGroup | None = None
+        self._serving = self._served = False
         self._changed = asyncio.Event()
         self._closed = False
         self._port: Port | None = None
 
     def __repr__(self) -> str:
         return f"Leader(joined={sorted(self._links)} of {self._place.nodes - 1})"
+
+    @property
+    def members(self) -> tuple[int, ...]:
+        """The nodes that a group would have now, in order."""
+        live = (node for node, link in self._links.items() if not link.reason and node not in self._leaving)
+        return (0, *sorted(live))
 
     async def open(
         self, add_services: Callable[[aio.Server], None], limits: CallLimits | None = None
@@ -148,32 +82,73 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
             address = await self._port.open()
         log.info("waiting for %d other nodes on %s", self._place.nodes - 1, address)
 
-    @property
-    def replacing(self) -> None:
-        """As Hosts.replacing: a group over several hosts starts again as a whole."""
-        return
+    async def all_joined(self) -> None:
+        """Admits nodes. Returns: once all are here. Raises: StartupError that names those that are not."""
+        self._claim.set_result(await asyncio.to_thread(claim_of, self._config))
+        seconds = self._config.cluster.connect_seconds
+        try:
+            async with asyncio.timeout(seconds):
+                while len(self._links) < self._place.nodes - 1:
+                    self._changed.clear()
+                    await self._changed.wait()
+        except TimeoutError:
+            absent = [str(node) for node in range(1, self._place.nodes) if node not in self._links]
+            why = f" (refused: {self._refused})" if self._refused else ""
+            what = f"node{'s' if len(absent) > 1 else ''} {', '.join(absent)}"
+            raise StartupError(f"{what} did not join within {seconds:g} s{why}") from None
+        log.info("all %d nodes have joined", self._place.nodes)
 
-    def use_weights(self, path: str, version: int) -> None:
-        """As Hosts.use_weights: nothing, as ranks of several nodes do not start again."""
+    def group(self, weights: tuple[str, int] = ("", 0), least_blocks: int = 0) -> NodeGroup:
+        """A group of all members, not started. drop() it in the end.
 
-    async def spawn(self, callbacks: RankCallbacks, started: Callable[[Rank], None]) -> None:
-        """As Hosts.spawn: once all nodes have joined, each starts its ranks."""
-        claim, plan = await asyncio.to_thread(claim_of, self._config)
-        warn_of_unused(plan)
-        self._claim.set_result(claim)
-        await self._all_joined()
-        kv_blocks = min(one.kv_blocks for one in (claim, *self._claims.values()))
-        log.info("all %d nodes have joined; %d KV blocks on each rank", self._place.nodes, kv_blocks)
-        for node, link in sorted(self._links.items()):  # from here on, losing a node means losing its ranks
-            self._remote[node] = RemoteRanks(node, self._ranks_of(node), link, callbacks)
-            link.send(spawn=pb.Spawn(kv_blocks=kv_blocks))
-        await spawn_here(LocalRanks(self._config, plan, kv_blocks, self._module), callbacks, started)
-        for remote in self._remote.values():
-            for rank in remote.ranks:
-                started(rank)
+        weights: path and version, as in GroupOrder. least_blocks: as in NodeGroup.
+        """
+        self._made += 1
+        nodes = self.members
+        links = {node: self._links[node] for node in nodes[1:]}
+        group = NodeGroup(
+            self._config, GroupOrder(self._made, nodes, *weights), links, self._module, least_blocks
+        )
+        self._groups[self._made] = group
+        return group
+
+    def drop(self, group: NodeGroup) -> None:
+        """A group has ended."""
+        if self._groups.pop(group.order.number, None) is not None:
+            group.end()
+
+    def adopt(self, group: NodeGroup) -> None:
+        """A group serves from now on."""
+        before, self._current = self._current, group
+        for node in group.order.nodes[1:]:
+            if before is not None and node not in before.order.nodes:
+                log.info("node %d is back", node)
+            if node in self._links:
+                self._links[node].send(state=pb.State(serving=self._serving))
+        for node in self._leaving & self._links.keys():
+            if node not in group.order.nodes:
+                log.info("the server goes on without node %d", node)
+                self._links[node].send(released=pb.Released())
+
+    def turn_away(self, node: int, reason: str) -> None:
+        """Ends a node that cannot take part; it may come again."""
+        link = self._links.get(node)
+        if link is not None:
+            log.error("node %d cannot take part: %s", node, reason)
+            link.send(end=pb.End(code=1, reason=reason))
+            link.finish()
+            self._left(node, link)
+
+    def keep_leaving(self, reason: str) -> None:
+        """The server cannot go on without the nodes that want to stop: it stops as a whole, in order."""
+        if self._leaving:
+            log.warning("no ranks without node %s: %s", sorted(self._leaving), reason)
+            self._leaving.clear()
+            self.on_stop_asked()
 
     def publish(self, *, serving: bool) -> None:
         """Sends all followers whether the server accepts requests."""
+        self._serving, self._served = serving, self._served or serving
         for link in self._links.values():
             link.send(state=pb.State(serving=serving))
 
@@ -228,10 +203,8 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
                 raise Unavailable("node 0 has ended") from None
             raise
         await self._sign_of(other.node, context.peer())
-        if self._closed or self._remote:
-            raise Unavailable("node 0 is serving or stopping and accepts no node")
-        joined = [node for node, link in self._links.items() if not link.reason]
-        why = refusal(leader, other, self._place.nodes, joined)
+        self._check_open(other.node)
+        why = refusal(leader, other, self._place.nodes, self._links)
         if why:
             self._refused = why
             log.error("refused %s: %s", context.peer(), why)
@@ -241,14 +214,26 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
         )
         # On the link's end, not the stream's: the stream may still be writing to a node that reads nothing.
         link.on_end(lambda: self._left(other.node, link))
-        self._links[other.node], self._claims[other.node] = link, other
+        self._links[other.node] = link
         log.info("node %d has joined from %s", other.node, context.peer())
         self._changed.set()
+        self.on_change()
         return link
+
+    def _check_open(self, node: int) -> None:
+        """Raises: Unavailable if no node, or not this one, may join now."""
+        if self._closed or (self._groups and not (self._recovers and self._serving)):
+            raise Unavailable("node 0 is starting, serving or stopping and accepts no node")
+        losses, now = self._losses.get(node), asyncio.get_running_loop().time()
+        if losses is not None and len(losses) == losses.maxlen and now - losses[0] < LOSS_SECONDS:
+            left = LOSS_SECONDS - (now - losses[0])
+            why = f"node {node} was lost {len(losses)} times within {LOSS_SECONDS:.0f} s"
+            log.warning("%s: it stays out for another %.0f s", why, left)
+            raise Unavailable(f"{why} and stays out for another {left:.0f} s")
 
     async def _sign_of(self, node: int, newcomer: str) -> None:
         """Waits until the node that holds this number shows that it is alive, or the number is free."""
-        while (held := self._links.get(node)) is not None and not held.reason and not self._remote:
+        while (held := self._links.get(node)) is not None and not held.reason:
             log.warning(
                 "node %d is already connected; %s claims its number; checking whether it is alive",
                 node,
@@ -257,42 +242,46 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
             await held.sign()
             if not held.reason:  # else the number may be taken by another newcomer
                 return
+            await asyncio.sleep(0)  # for what follows the end of a link
 
     def _left(self, node: int, link: Link) -> None:
-        log.log(logging.INFO if self._closed else logging.ERROR, "node %d %s", node, link.reason)
-        if self._links.get(node) is not link:  # another node has taken its place
+        if self._links.get(node) is not link:  # another node has taken its place, or it was turned away
             return
-        if node in self._remote:
-            self._remote[node].lost(link.reason)
-        else:  # before the ranks start another node may take its place
-            del self._links[node], self._claims[node]
-            self._changed.set()
+        del self._links[node]
+        wanted = self._closed or node in self._leaving
+        self._leaving.discard(node)
+        log.log(
+            logging.INFO if wanted else logging.ERROR, "node %d %s", node, link.reason or "was turned away"
+        )
+        if self._groups and not wanted:
+            self._note_loss(node)
+        for group in list(self._groups.values()):
+            group.lost(node, link.reason)
+        self._changed.set()
+
+    def _note_loss(self, node: int) -> None:
+        losses = self._losses.setdefault(node, deque(maxlen=self._config.resilience.max_losses))
+        losses.append(asyncio.get_running_loop().time())
 
     def _on_message(self, node: int, message: pb.NodeMessage) -> None:
-        if message.WhichOneof("kind") == "stop_asked":
+        kind = message.WhichOneof("kind")
+        if kind == "stop_asked":
+            self._stop_asked(node)
+        elif kind in ("planned", "spawned", "failed", "rank_frame", "rank_closed", "rank_exited"):
+            number = getattr(message, kind).group
+            if number > self._made:
+                raise InvalidArgument("group", number, f"at most {self._made}")
+            if number in self._groups:
+                self._groups[number].on_message(node, message)
+        else:
+            raise InternalError(f"node {node} sent an unexpected message of kind {kind!r}")
+
+    def _stop_asked(self, node: int) -> None:
+        draining = self._served and not self._serving
+        if self._current is None or draining or not self._recovers:
             log.info("node %d got a signal to stop: stopping the whole server", node)
             self.on_stop_asked()
-        elif node in self._remote:
-            self._remote[node].on_message(message)
         else:
-            raise InvalidArgument(
-                "message", message.WhichOneof("kind"), "stop_asked only, before the ranks start"
-            )
-
-    async def _all_joined(self) -> None:
-        """Raises: StartupError that names the nodes that have not joined."""
-        seconds = self._config.cluster.connect_seconds
-        try:
-            async with asyncio.timeout(seconds):
-                while len(self._links) < self._place.nodes - 1:
-                    self._changed.clear()
-                    await self._changed.wait()
-        except TimeoutError:
-            absent = [str(node) for node in range(1, self._place.nodes) if node not in self._links]
-            why = f" (refused: {self._refused})" if self._refused else ""
-            what = f"node{'s' if len(absent) > 1 else ''} {', '.join(absent)}"
-            raise StartupError(f"{what} did not join within {seconds:g} s{why}") from None
-
-    def _ranks_of(self, node: int) -> range:
-        each = self._config.parallel.ranks
-        return range(node * each, (node + 1) * each)
+            log.info("node %d got a signal to stop: the server goes on without it", node)
+            self._leaving.add(node)
+            self.on_change()

@@ -21,6 +21,7 @@ from typing import Any
 
 from ep_server.config.network import RENDEZVOUS_PORT, ClusterConfig, FabricConfig
 from ep_server.config.sections import (
+    LOSS_SECONDS,
     ExchangeConfig,
     GrpcConfig,
     HandoffConfig,
@@ -35,6 +36,7 @@ from ep_server.config.sections import (
 from ep_server.errors import ConfigError
 
 __all__ = [
+    "LOSS_SECONDS",
     "RENDEZVOUS_PORT",
     "ClusterConfig",
     "Config",

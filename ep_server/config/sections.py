@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+LOSS_SECONDS = 600.0  # in which resilience.max_losses counts
+
 
 def option(
     default: Any,

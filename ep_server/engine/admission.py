@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ep_server.errors import InvalidArgument, QueueFull
 
@@ -63,7 +63,7 @@ class Pace:
     """Measured pace: how fast requests end while all ranks are full, and how long a run takes."""
 
     def __init__(self, slots: int) -> None:
-        self._slots = slots
+        self.slots = slots
         self._keep = 1 - 1 / max(LEAST_WINDOW, 2 * slots)  # requests that began together end together
         self._count = 0  # of all ends ever; the other sums decay
         self._ends = self._seconds = 0.0
@@ -80,7 +80,7 @@ class Pace:
             self._count += finished
             self._ends = self._ends * self._keep + finished
             self._seconds = self._seconds * self._keep + now - self._last_full
-        self._last_full = now if left >= self._slots else None
+        self._last_full = now if left >= self.slots else None
 
     def ran(self, seconds: float, tokens: int, *, finished: bool) -> None:
         """A request with a deadline ended, `seconds` after its first step.
@@ -117,6 +117,11 @@ class Admission:
         self.limits = limits
         self.pace = Pace(limits.num_ranks * limits.max_running)
         self._draw = draw
+
+    def resize(self, num_ranks: int) -> None:
+        """The ranks that take requests are more or fewer than before."""
+        self.limits = replace(self.limits, num_ranks=num_ranks)
+        self.pace.slots = num_ranks * self.limits.max_running
 
     def check(self, asked: Asked, crowd: Crowd) -> int:
         """Returns: how many requests behind this one must be refused to make room for it.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 
 from ep_server.engine.active_request import ActiveRequest
 from ep_server.engine.admission import Pace
@@ -58,9 +58,9 @@ class Delivery:
         clock: Callable[[], float],
         pace: Pace,
         ranks_per_node: int = 1,
-        recovers: Callable[[int], bool] = lambda _rank: False,
+        recovers: Callable[[int | None], bool] = lambda _rank: False,
     ) -> None:
-        """recovers: called with a lost rank: True if it is replaced, and resume() follows."""
+        """recovers: called with a lost rank, or None: True if other ranks start, and resume() follows."""
         self.lost = asyncio.Event()  # for good
         self.lost_message = ""
         self.down = False  # a rank is lost, and a new group starts: the ranks get no commands
@@ -145,14 +145,23 @@ class Delivery:
 
     def on_lost(self, rank: int, message: str, seconds: float) -> None:
         """Pauses the streams until resume(), or ends them with UNAVAILABLE; the ranks get no commands."""
-        self.lost_message = f"rank {rank} was lost: {message}"
         self.phases.lost(seconds)
-        self.orders.end(RankLost(self.lost_message))
-        self.kv_events.end(RankLost(self.lost_message))
+        self._requests.ranks[rank].admitted = 0
+        self._pause(f"rank {rank} was lost: {message}", rank)
+
+    def on_regroup(self, why: str) -> None:
+        """As on_lost, where no rank is lost."""
+        if not self.down:
+            self.phases.lost(None)
+            self._pause(why, None)
+
+    def _pause(self, why: str, rank: int | None) -> None:
+        self.lost_message = why
+        self.orders.end(RankLost(why))
+        self.kv_events.end(RankLost(why))
         self.down = True
         for active in self._requests.releasing():
             self._free(active)
-        self._requests.ranks[rank].admitted = 0
         self._awaited.clear()
         self.tell_load()
         if not self._recovers(rank):
@@ -171,8 +180,9 @@ class Delivery:
         self._awaited[rank] = found
         return found
 
-    def replaced(self, kept: frozenset[int]) -> None:
-        """Ranks are new processes, but for those `kept`, which go on with the requests of awaited()."""
+    def replaced(self, live: Collection[int], kept: frozenset[int]) -> None:
+        """Live ranks are new processes, but for those `kept`, which go on with the requests of awaited()."""
+        self.orders.live = self.kv_events.live = live
         for active in self._requests:
             active.submitted = active.submitted and active.rank in kept
         for rank, count in enumerate(self._requests.ranks):

@@ -125,8 +125,11 @@ class Engine:
             self._state = EngineState.SERVING
 
     def _warm(self, ready: Sequence[RankReady]) -> None:
-        """The ranks are ready."""
+        """These ranks are ready; the others are absent."""
+        for absent in {rank.rank for rank in self.ready} - {rank.rank for rank in ready}:
+            self._observer.on_rank_out(absent)
         self.ready = sorted(ready, key=lambda rank: rank.rank)
+        self._admission.resize(len(self.ready))
         kv_tokens = min(rank.kv_blocks * rank.block_size for rank in self.ready)
         self.max_context = min(self.settings.max_context, kv_tokens)
         for rank in self.ready:
@@ -135,13 +138,30 @@ class Engine:
     async def _restart(self) -> None:
         restarted = await self._ranks.restart(self._delivery.awaited)
         self._warm(restarted.ready)
-        self._delivery.replaced(restarted.kept)
+        self._delivery.replaced([ready.rank for ready in self.ready], restarted.kept)
+        self._move_absent()
         new = [ready.load_seconds for ready in restarted.ready if ready.rank not in restarted.kept]
         self._delivery.phases.served(max(new, default=0.0))
 
-    def _recovers(self, rank: int) -> bool:
+    def _move_absent(self) -> None:
+        """Gives requests of absent ranks to live ones, oldest first; ends those that no longer fit."""
+        live = {ready.rank for ready in self.ready}
+        for active in sorted(self._requests, key=lambda active: active.request.number):
+            length = len(active.request.prompt_ids) + active.request.stopping.max_new_tokens
+            if length > self.max_context:
+                why = f"the ranks that are left have room for {self.max_context} tokens of {length}"
+                self._delivery.fail(active, Event.FAIL, RankLost(f"{self.lost_message}; {why}"))
+            elif active.rank not in live:
+                rank = choose_rank(
+                    self._requests.loads(self.ready), replace(active.request, dp_rank=None), self.num_ranks
+                )
+                self._requests.move(self._requests.call_of(active), rank)
+
+    def _recovers(self, rank: int | None) -> bool:
         self._profiles.end()
         served = self._state in (EngineState.SERVING, EngineState.DRAINING)
+        if rank is None and not served:
+            return True  # nobody waits for the ranks any more
         return served and self._recovery.begin(rank)
 
     def check_room(self, asked: Asked = MOST_URGENT) -> None:
@@ -172,7 +192,7 @@ class Engine:
         self._check_request(sequences[0].request)
         self._make_room(asked)
         loads = self._requests.loads(self.ready)
-        rank = choose_rank(loads, sequences[0].request, sequences[0].near)
+        rank = choose_rank(loads, sequences[0].request, self.num_ranks, sequences[0].near)
         admitted: list[tuple[Request, TokenStream]] = []
         numbers = list(itertools.islice(self._numbers, len(sequences)))
         group = numbers[0] if len(numbers) > 1 else 0

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Collection, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -129,6 +129,7 @@ class KvEvents:
     """Every subscription, and the last changes of every rank."""
 
     def __init__(self, ranks: Ranks) -> None:
+        self.live: Collection[int] = range(ranks.num_ranks)  # ranks that report
         self._ranks = ranks
         self._subscriptions: set[KvSubscription] = set()
         self._history: dict[int, _History] = {}
@@ -170,9 +171,8 @@ class KvEvents:
             subscription.end(error)
 
     def _covers(self, start: int) -> bool:
-        ranks = range(self._ranks.num_ranks)
-        known = self._watched and all(rank in self._history for rank in ranks)
-        return start > 0 and known and all(self._history[rank].covers(start) for rank in ranks)
+        known = self._watched and all(rank in self._history for rank in self.live)
+        return start > 0 and known and all(self._history[rank].covers(start) for rank in self.live)
 
     def _left(self, subscription: KvSubscription) -> None:
         self._subscriptions.discard(subscription)

@@ -58,6 +58,10 @@ class EngineObserver(Protocol):
         """A rank is warm."""
         ...
 
+    def on_rank_out(self, rank: int) -> None:
+        """A rank is absent until it is ready again."""
+        ...
+
     def on_queues(self, queues: Callable[[], Sequence[RankQueue]]) -> None:
         """The ranks are warm. queues: asked at any time, from any thread: the queue of each rank."""
         ...
@@ -123,6 +127,9 @@ class NullObserver:
     """Ignores every event."""
 
     def on_rank_ready(self, ready: RankReady) -> None:
+        """Ignored."""
+
+    def on_rank_out(self, rank: int) -> None:
         """Ignored."""
 
     def on_queues(self, queues: Callable[[], Sequence[RankQueue]]) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 
 from ep_server.errors import DeadlineExceeded, EpServerError, Unavailable
@@ -27,6 +27,7 @@ class RankOrders:
     """Sends orders and collects the answers."""
 
     def __init__(self, ranks: Ranks) -> None:
+        self.live: Collection[int] = range(ranks.num_ranks)  # ranks that answer
         self._ranks = ranks
         self._numbers = itertools.count(1)
         self._open: dict[int, _Open] = {}
@@ -47,7 +48,7 @@ class RankOrders:
             async with asyncio.timeout(seconds):
                 await waiting.answered
         except TimeoutError:
-            silent = [rank for rank in range(self._ranks.num_ranks) if rank not in waiting.done]
+            silent = [rank for rank in sorted(self.live) if rank not in waiting.done]
             raise DeadlineExceeded(f"{what}: ranks {silent} did not answer within {seconds:g} s") from None
         finally:
             del self._open[number]
@@ -63,7 +64,7 @@ class RankOrders:
         if waiting is None:
             return
         waiting.done[rank] = done
-        if len(waiting.done) == self._ranks.num_ranks and not waiting.answered.done():
+        if len(waiting.done) == len(self.live) and not waiting.answered.done():
             waiting.answered.set_result(None)
 
     def end(self, error: EpServerError) -> None:

@@ -10,14 +10,13 @@ import logging
 from collections import deque
 from collections.abc import Awaitable, Callable
 
+from ep_server.config import LOSS_SECONDS
 from ep_server.engine.delivery import Delivery
 from ep_server.engine.observer import EngineObserver
 from ep_server.engine.state import EngineSettings
 from ep_server.errors import ConfigError, StartupError
 
 log = logging.getLogger(__name__)
-
-LOSS_SECONDS = 600.0
 
 
 class Recovery:
@@ -42,18 +41,26 @@ class Recovery:
         self._running: asyncio.Task[None] | None = None
         self._lost_again = False  # the new ranks too, before they got the requests
 
-    def begin(self, rank: int) -> bool:
-        """A rank was lost. Returns: whether the ranks are started again."""
+    def begin(self, rank: int | None) -> bool:
+        """A rank was lost; None: the ranks regroup in order. Returns: whether other ranks start."""
+        if rank is None:
+            log.info("%s; the ranks regroup", self._delivery.lost_message)
+            self._run_again()
+            return True
         before, self._last_loss[rank] = self._last_loss.get(rank), self._clock()
         if before is not None and self._last_loss[rank] - before < LOSS_SECONDS:
             log.error("rank %d was lost twice within %.0f s: look at the host", rank, LOSS_SECONDS)
         if not self._survives():
             return False
+        log.error("%s; replacing it", self._delivery.lost_message)
+        self._run_again()
+        return True
+
+    def _run_again(self) -> None:
         if self._running is not None and not self._running.done():
             self._lost_again = True
         else:
             self._running = asyncio.get_running_loop().create_task(self._run(self._clock()))
-        return True
 
     async def stop(self) -> None:
         """Gives up. Idempotent."""
@@ -77,7 +84,6 @@ class Recovery:
 
     async def _started(self) -> bool:
         """Starts the ranks once. Returns: False to try again. Raises: StartupError to give up."""
-        log.error("%s; replacing it", self._delivery.lost_message)
         self._lost_again = False
         try:
             await self._restart()

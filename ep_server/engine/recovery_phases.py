@@ -28,11 +28,12 @@ class RecoveryPhases:
         """Requests of the newest loss have no token since."""
         return bool(self._continuing)
 
-    def lost(self, seconds: float) -> None:
-        """A rank was lost. seconds: since the first sign of it."""
+    def lost(self, seconds: float | None) -> None:
+        """A rank was lost. seconds: since the first sign of it; None = ranks regroup, and none is lost."""
         self._lost_at = self._clock()
         self._continuing.clear()
-        self._end(RecoveryPhase.DETECT, seconds)
+        if seconds is not None:
+            self._end(RecoveryPhase.DETECT, seconds)
 
     def served(self, load_seconds: float) -> None:
         """The ranks serve again. load_seconds: of the slowest new process."""

@@ -7,8 +7,8 @@ unread from the end of its stream until its call is over. Units: requests, token
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ep_server.engine.active_request import ActiveRequest
 from ep_server.engine.admission import Asked, Crowd
@@ -131,17 +131,32 @@ class RequestTable:
             del self._sharing[group]
             count.tokens -= len(active.request.prompt_ids)
 
-    def loads(self, ready: list[RankReady]) -> list[RankLoad]:
-        """Load of each rank, waiting requests included; newer than the rank's own report."""
-        return [
-            RankLoad(
+    def call_of(self, active: ActiveRequest) -> list[ActiveRequest]:
+        """The sequences of its call that have not ended."""
+        return [each for each in self if _group(each.request) == _group(active.request)]
+
+    def move(self, call: Sequence[ActiveRequest], rank: int) -> None:
+        """All sequences that the table has of one call get another rank."""
+        prompt = len(call[0].request.prompt_ids)
+        self.ranks[call[0].rank].tokens -= prompt
+        self.ranks[rank].tokens += prompt
+        for active in call:
+            _count_active(self.ranks[active.rank], active, -1)
+            active.rank, active.request = rank, replace(active.request, dp_rank=rank)
+            _count_active(self.ranks[rank], active, 1)
+
+    def loads(self, ready: Sequence[RankReady]) -> Mapping[int, RankLoad]:
+        """Load of each live rank, waiting requests included; newer than the rank's own report."""
+        return {
+            rank.rank: RankLoad(
                 running=count.running + count.releasing,
                 waiting=count.waiting,
                 kv_blocks_used=-(-count.tokens // rank.block_size),
                 kv_blocks_total=rank.kv_blocks,
             )
-            for count, rank in zip(self.ranks, ready, strict=True)
-        ]
+            for rank in ready
+            for count in (self.ranks[rank.rank],)
+        }
 
     def crowd(self, asked: Asked, open_streams: int) -> Crowd:
         """Load that a request finds."""
@@ -205,6 +220,15 @@ def _group(request: Request) -> int:
 
 def _order(active: ActiveRequest) -> tuple[int, int]:
     return active.request.priority, -active.request.number
+
+
+def _count_active(count: RankCount, active: ActiveRequest, change: int) -> None:
+    """A sequence that has not ended, without its prompt."""
+    if active.state is State.QUEUED:
+        _count_waiting(count, active, change)
+    else:
+        count.running += change
+    count.tokens += change * active.output_tokens
 
 
 def _count_waiting(count: RankCount, active: ActiveRequest, change: int) -> None:

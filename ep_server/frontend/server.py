@@ -97,7 +97,7 @@ class Server:
             max_losses=config.resilience.max_losses,
             checkpoint=config.model.path,
             max_pause=config.exchange.timeout_seconds,
-            recover=config.resilience.on_rank_loss == "recover" and config.cluster.nodes == 1,
+            recover=config.resilience.on_rank_loss == "recover",
         )
         observer = observer or NullObserver()
         self.engine = Engine(ranks, settings, observer)

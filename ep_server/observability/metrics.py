@@ -179,6 +179,10 @@ class ServerMetrics:
             self._losses.labels(str(ready.rank), cause)
         self._block_size.set(ready.block_size)
 
+    def on_rank_out(self, rank: int) -> None:
+        """A rank is absent."""
+        self._ranks.set_up(rank, False)
+
     def on_queues(self, queues: Callable[[], Sequence[RankQueue]]) -> None:
         """The ranks are warm."""
         self._ranks.queues = queues

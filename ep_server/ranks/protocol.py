@@ -82,10 +82,17 @@ class RankListener(Protocol):
         """
         ...
 
+    def on_regroup(self, why: str) -> None:
+        """As on_lost, where no rank is lost: other ranks take part from restart() on."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """Ranks after a loss. kept: those whose processes went on, with the requests that they had."""
+    """Ranks after a loss; those that are not ready are absent.
+
+    kept: those whose processes went on, with the requests that they had.
+    """
 
     ready: list[RankReady]
     kept: frozenset[int] = frozenset()
@@ -94,7 +101,7 @@ class Restarted:
 class Ranks(Protocol):
     """A started group of ranks on this node."""
 
-    num_ranks: int
+    num_ranks: int  # absent ones included
 
     async def start(
         self, listener: RankListener, progress: Callable[[int, str, int, int], None]

@@ -2,41 +2,47 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ep_server.errors import InternalError, InvalidArgument
+from ep_server.errors import InternalError, InvalidArgument, Unavailable
 from ep_server.records import EMPTY, RankLoad, Request
 
 HEAD_START = 1  # requests by which a near rank may be ahead of the least loaded one
 HEAD_SHARE = 8  # or this fraction (1/8) of its KV blocks, if that is more
 
 
-def choose_rank(loads: Sequence[RankLoad], request: Request, near: range = range(0)) -> int:
+def choose_rank(
+    loads: Mapping[int, RankLoad], request: Request, num_ranks: int, near: range = range(0)
+) -> int:
     """The rank for a request: the fewest KV blocks, then the fewest requests, then the lowest number.
 
     A near rank wins where it would have no more KV blocks than that rank without one request of its mean
     size, or without an eighth of its blocks: so other nodes' ranks get their share, whichever node is called.
 
     Args:
-        loads: by rank, of requests not yet ended; waiting ones count with the KV they will need.
+        loads: by live rank, of requests not yet ended; waiting ones count with the KV they will need.
+        num_ranks: absent ones included.
         near: ranks of the node that was called; empty where all are alike.
-    Raises: InvalidArgument if the request asks for a rank that is not there.
+    Raises: InvalidArgument if the request asks for a rank that does not exist; Unavailable if it is absent.
     """
     if not loads:
         raise InternalError("no rank to place a request on")
     if request.dp_rank is not None:
-        if not 0 <= request.dp_rank < len(loads):
-            raise InvalidArgument("dp_rank", request.dp_rank, f"0 to {len(loads) - 1}")
+        if not 0 <= request.dp_rank < num_ranks:
+            raise InvalidArgument("dp_rank", request.dp_rank, f"0 to {num_ranks - 1}")
+        if request.dp_rank not in loads:
+            raise Unavailable(f"dp_rank = {request.dp_rank}: the node of this rank is out")
         return request.dp_rank
-    best = _least_loaded(loads, range(len(loads)))
-    if not near:
+    best = _least_loaded(loads, loads)
+    present = [rank for rank in near if rank in loads]
+    if not present:
         return best
-    nearest = _least_loaded(loads, near)
+    nearest = _least_loaded(loads, present)
     return nearest if _keeps_up(loads[nearest], loads[best]) else best
 
 
-def _least_loaded(loads: Sequence[RankLoad], ranks: range) -> int:
+def _least_loaded(loads: Mapping[int, RankLoad], ranks: Iterable[int]) -> int:
     return min(ranks, key=lambda rank: (loads[rank].kv_blocks_used, _requests(loads[rank]), rank))
 
 
