@@ -16,7 +16,7 @@ import ep_server
 from ep_server.config import Config
 from ep_server.errors import InvalidArgument
 from ep_server.models.checkpoint import Checkpoint, read_json
-from ep_server.ranks.group import plan_group
+from ep_server.ranks.group import GroupPlan, plan_group
 from ep_server.v1 import nodes_pb2 as pb
 
 # Sections and options that each node sets for itself.
@@ -148,13 +148,13 @@ def _line(tensors: Iterable[TensorHeader]) -> str:
 MAX_HELLO = 4 << 20  # characters; the largest known model needs less than a tenth
 
 
-def claim_of(config: Config) -> Claim:
+def claim_of(config: Config) -> tuple[Claim, GroupPlan]:
     """Reads headers only; blocks. Raises: ConfigError, CheckpointError; StartupError: it does not fit."""
-    plan_group(config)
+    plan = plan_group(config)
     description = read_json(Path(config.model.path) / "config.json")
     model = fingerprint(description, _tensors(config))
     node = max(config.cluster.node_rank, 0)
-    return Claim(node, ep_server.__version__, config.values(), _plain(model))
+    return Claim(node, ep_server.__version__, config.values(), _plain(model)), plan
 
 
 def hello_of(claim: Claim) -> pb.Hello:

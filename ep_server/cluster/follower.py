@@ -250,7 +250,7 @@ class Follower:
         return member.result()
 
     async def _join_and_stay(self, relay: Relay) -> int:
-        claim = await asyncio.to_thread(claim_of, self.config)
+        claim, _ = await asyncio.to_thread(claim_of, self.config)
         cluster = self.config.cluster
         # gRPC retries an unknown name ever more rarely, and Pods start in any order.
         await resolved(self.place.rendezvous_host, cluster.connect_seconds)

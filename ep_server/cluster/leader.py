@@ -23,7 +23,7 @@ from ep_server.config import LOSS_SECONDS, Config
 from ep_server.errors import InternalError, InvalidArgument, StartupError, Unavailable
 from ep_server.frontend.messages import CallLimits
 from ep_server.frontend.port import Port
-from ep_server.ranks.hosts import WORKER
+from ep_server.ranks.hosts import WORKER, warn_of_unused
 from ep_server.v1 import nodes_pb2 as pb
 from ep_server.v1 import nodes_pb2_grpc
 
@@ -84,7 +84,9 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
 
     async def all_joined(self) -> None:
         """Admits nodes. Returns: once all are here. Raises: StartupError that names those that are not."""
-        self._claim.set_result(await asyncio.to_thread(claim_of, self._config))
+        claim, plan = await asyncio.to_thread(claim_of, self._config)
+        warn_of_unused(plan)
+        self._claim.set_result(claim)
         seconds = self._config.cluster.connect_seconds
         try:
             async with asyncio.timeout(seconds):

@@ -16,7 +16,7 @@ from ep_server.cluster.link import Link
 from ep_server.config import Config
 from ep_server.errors import InternalError, StartupError
 from ep_server.ranks.group import GroupPlan, plan_group
-from ep_server.ranks.hosts import WORKER, LocalRanks, Rank, spawn_here, warn_of_unused
+from ep_server.ranks.hosts import WORKER, LocalRanks, Rank, spawn_here
 from ep_server.ranks.process import RankCallbacks
 from ep_server.v1 import nodes_pb2 as pb
 
@@ -175,8 +175,6 @@ class NodeGroup:
         """As Hosts.spawn: once all nodes have planned, each starts its ranks."""
         plan, self.kv_blocks = await self._plan()
         self.planned = True
-        if self.order.number == 1:
-            warn_of_unused(plan)
         log.info("nodes %s: %d KV blocks on each rank", list(self.order.nodes), self.kv_blocks)
         each = self.config.parallel.ranks
         for node, link in self._links.items():  # from here on, losing a node means losing its ranks

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ep_server.engine.active_request import ActiveRequest
 from ep_server.engine.admission import Pace
@@ -26,16 +27,18 @@ from ep_server.errors import (
     SlowReader,
 )
 from ep_server.orders import OrderDone
-from ep_server.ranks.protocol import GroupState, Ranks
+from ep_server.ranks.protocol import GroupState, Ranks, Restarted
 from ep_server.records import (
     FinishReason,
     KvEventBatch,
     LossCause,
     PromptLogprobs,
+    RankReady,
     RankStatistics,
     TokenEvent,
 )
 from ep_server.scheduler.lifecycle import Event, State, advance
+from ep_server.scheduler.placement import choose_rank
 
 log = logging.getLogger(__name__)
 
@@ -180,8 +183,12 @@ class Delivery:
         self._awaited[rank] = found
         return found
 
-    def replaced(self, live: Collection[int], kept: frozenset[int]) -> None:
-        """Live ranks are new processes, but for those `kept`, which go on with the requests of awaited()."""
+    def replaced(self, restarted: Restarted, max_context: int) -> None:
+        """Live ranks are new processes, but for those kept, which go on with the requests of awaited().
+
+        max_context: longest prompt and output that they have room for.
+        """
+        kept, live = restarted.kept, [ready.rank for ready in restarted.ready]
         self.orders.live = self.kv_events.live = live
         for active in self._requests:
             active.submitted = active.submitted and active.rank in kept
@@ -189,6 +196,24 @@ class Delivery:
             if rank not in kept:
                 count.admitted = 0
                 self._awaited.pop(rank, None)
+            if rank not in live:
+                self._observer.on_rank_out(rank)
+        self._move(restarted.ready, max_context)
+        new = [ready.load_seconds for ready in restarted.ready if ready.rank not in kept]
+        self.phases.served(max(new, default=0.0))
+
+    def _move(self, ready: Sequence[RankReady], max_context: int) -> None:
+        """Gives requests of absent ranks to live ones, oldest first; ends those that no longer fit."""
+        live = {each.rank for each in ready}
+        for active in sorted(self._requests, key=lambda active: active.request.number):
+            length = len(active.request.prompt_ids) + active.request.stopping.max_new_tokens
+            if length > max_context:
+                why = f"the ranks that are left have room for {max_context} tokens, it may need {length}"
+                self.fail(active, Event.FAIL, RankLost(f"{self.lost_message}; {why}"), at_rank=False)
+            elif active.rank not in live:
+                request, loads = replace(active.request, dp_rank=None), self._requests.loads(ready)
+                rank = choose_rank(loads, request, self._ranks.num_ranks)
+                self._requests.move(self._requests.call_of(active), rank)
 
     def resume(self) -> int:
         """Gives every open request that no rank has to its rank, oldest first. Returns: how many.

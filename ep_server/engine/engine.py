@@ -126,8 +126,6 @@ class Engine:
 
     def _warm(self, ready: Sequence[RankReady]) -> None:
         """These ranks are ready; the others are absent."""
-        for absent in {rank.rank for rank in self.ready} - {rank.rank for rank in ready}:
-            self._observer.on_rank_out(absent)
         self.ready = sorted(ready, key=lambda rank: rank.rank)
         self._admission.resize(len(self.ready))
         kv_tokens = min(rank.kv_blocks * rank.block_size for rank in self.ready)
@@ -138,31 +136,13 @@ class Engine:
     async def _restart(self) -> None:
         restarted = await self._ranks.restart(self._delivery.awaited)
         self._warm(restarted.ready)
-        self._delivery.replaced([ready.rank for ready in self.ready], restarted.kept)
-        self._move_absent()
-        new = [ready.load_seconds for ready in restarted.ready if ready.rank not in restarted.kept]
-        self._delivery.phases.served(max(new, default=0.0))
-
-    def _move_absent(self) -> None:
-        """Gives requests of absent ranks to live ones, oldest first; ends those that no longer fit."""
-        live = {ready.rank for ready in self.ready}
-        for active in sorted(self._requests, key=lambda active: active.request.number):
-            length = len(active.request.prompt_ids) + active.request.stopping.max_new_tokens
-            if length > self.max_context:
-                why = f"the ranks that are left have room for {self.max_context} tokens of {length}"
-                self._delivery.fail(active, Event.FAIL, RankLost(f"{self.lost_message}; {why}"))
-            elif active.rank not in live:
-                rank = choose_rank(
-                    self._requests.loads(self.ready), replace(active.request, dp_rank=None), self.num_ranks
-                )
-                self._requests.move(self._requests.call_of(active), rank)
+        self._delivery.replaced(restarted, self.max_context)
 
     def _recovers(self, rank: int | None) -> bool:
         self._profiles.end()
-        served = self._state in (EngineState.SERVING, EngineState.DRAINING)
-        if rank is None and not served:
-            return True  # nobody waits for the ranks any more
-        return served and self._recovery.begin(rank)
+        if self._state not in (EngineState.SERVING, EngineState.DRAINING):
+            return rank is None  # nobody waits for the ranks any more
+        return self._recovery.begin(rank)
 
     def check_room(self, asked: Asked = MOST_URGENT) -> None:
         """Refuses a request before the rest of it is read. submit() decides again.

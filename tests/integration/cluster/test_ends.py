@@ -1,5 +1,6 @@
 """How a server of several nodes ends: drained from either side, or by the loss of a rank, a node, its leader.
 
+Nodes that may be lost and leave are in test_lost_nodes; most tests here switch that off.
 Real processes on the loopback, one rank each; ports and addresses differ, the hosts do not.
 """
 
@@ -25,6 +26,9 @@ from tests.support.cluster.nodes import WAIT, Node, nodes, serving
 from tests.support.fabric.fabric_ends import needs
 from tests.support.frontend import Code, failure, next_event, rest
 from tests.support.raw_client import RawClient
+
+
+STOP = ("--resilience-on-rank-loss", "stop")
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +78,7 @@ def left(processes: list[psutil.Process]) -> list[psutil.Process]:
 
 @pytest.mark.parametrize("told", [pytest.param(0, marks=pytest.mark.slow), 1], ids=["leader", "follower"])
 async def test_whoever_is_told_to_stop_all_drain_and_end_well(told: int) -> None:
-    async with serving() as servers:
+    async with serving(options=STOP) as servers:
         processes = [rank for server in servers for rank in server.ranks]
         assert len(processes) == 2
         async with streams(*servers, new_tokens=1000) as calls, health(*servers) as healthy:
@@ -150,7 +154,11 @@ async def test_signals_up_to_the_last_moment_change_no_exit_code(told: int) -> N
 
 
 async def test_every_node_sends_goaway_when_one_is_told_to_stop() -> None:
-    async with serving() as servers, streams(*servers, new_tokens=800) as calls, AsyncExitStack() as stack:
+    async with (
+        serving(options=STOP) as servers,
+        streams(*servers, new_tokens=800) as calls,
+        AsyncExitStack() as stack,
+    ):
         channels = [
             await stack.enter_async_context(aio.insecure_channel(server.address)) for server in servers
         ]
@@ -166,7 +174,7 @@ async def test_every_node_sends_goaway_when_one_is_told_to_stop() -> None:
 
 
 async def test_a_node_that_is_killed_ends_the_server_and_is_named() -> None:
-    async with serving() as servers:
+    async with serving(options=STOP) as servers:
         processes = [rank for server in servers for rank in server.ranks]
         async with streams(servers[0]) as (call,):
             servers[1].signal(signal.SIGKILL)
@@ -191,7 +199,7 @@ async def test_without_its_leader_a_node_ends_with_its_streams() -> None:
 
 
 async def test_a_rank_that_is_lost_anywhere_ends_all_nodes() -> None:
-    async with serving() as servers:
+    async with serving(options=STOP) as servers:
         processes = [rank for server in servers for rank in server.ranks]
         async with streams(*servers) as calls:
             servers[1].ranks[0].kill()
@@ -207,7 +215,7 @@ async def test_a_rank_that_is_lost_anywhere_ends_all_nodes() -> None:
 @pytest.mark.parametrize("busy", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["busy", "idle"])
 async def test_a_stopped_rank_of_another_node_is_named(busy: bool) -> None:
     """Not one that waited for it, nor any other of its node."""
-    async with serving(ranks=2, options=("--exchange-timeout-seconds", "3")) as servers:
+    async with serving(ranks=2, options=(*STOP, "--exchange-timeout-seconds", "3")) as servers:
         stopped = servers[1].ranks[1]
         async with streams(*servers, new_tokens=2000 if busy else 10) as calls:
             if not busy:
@@ -266,7 +274,7 @@ async def test_a_node_that_is_slow_only_delays() -> None:
 
 @pytest.mark.slow
 async def test_suspended_node_is_silent_and_exits_when_resumed() -> None:
-    async with serving(options=("--cluster-silent-seconds", "3")) as servers:
+    async with serving(options=(*STOP, "--cluster-silent-seconds", "3")) as servers:
         processes = [rank for server in servers for rank in server.ranks]
         async with streams(servers[0]) as (call,):
             servers[1].signal(signal.SIGSTOP)
@@ -317,7 +325,7 @@ async def test_a_node_that_is_killed_while_ranks_load_ends_the_others(killed: in
 async def test_whatever_is_killed_at_whatever_moment_everything_ends(seed: int) -> None:
     """A node or a rank of three nodes, from the start of ranks to well after the last is warm."""
     choice = random.Random(seed)
-    async with nodes(count=3) as made:
+    async with nodes(count=3, options=STOP) as made:
         servers = [await made.start(node) for node in range(3)]
         await servers[0].until(lambda: servers[0].said("all 3 nodes have joined"))
         await asyncio.sleep(choice.uniform(0, 12))

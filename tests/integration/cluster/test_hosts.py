@@ -145,8 +145,9 @@ async def test_every_family_gives_transformers_tokens(case: Case, hosts: Hosts) 
 async def test_a_host_cut_off_ends_both_sides(hosts: Hosts) -> None:
     """Nobody is told: node 0 names the node, the other one node 0, and no stream hangs."""
     quick = ("--cluster-silent-seconds", "3", "--exchange-timeout-seconds", "30")
+    stop = ("--resilience-on-rank-loss", "stop")
     endless = [{"prompt": "1+1=", "max_new_tokens": 2000, "ignore_eos": True, "timeout": WAIT}]
-    async with nodes(ranks=1, hosts=hosts, options=quick) as made:
+    async with nodes(ranks=1, hosts=hosts, options=(*quick, *stop)) as made:
         await start_all(made)
         processes = [rank for node in made.started for rank in node.ranks]
         async with asked(made, 0, endless) as first, asked(made, 1, endless) as second:

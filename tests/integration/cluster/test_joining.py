@@ -57,6 +57,14 @@ def config_of(node: int, **options: Any) -> Config:
     return Config.from_values(values | {name.replace("__", "."): value for name, value in options.items()})
 
 
+async def spawn(
+    leader: Leader, callbacks: RankCallbacks, started: Callable[[Rank], None] = lambda rank: None
+) -> None:
+    """The first group of ranks, once all nodes have joined."""
+    await leader.all_joined()
+    await leader.group().spawn(callbacks, started)
+
+
 @dataclass
 class Rendezvous:
     """Node 0, which waits. options: that all nodes share. waiting: its spawn, which needs all nodes."""
@@ -96,7 +104,7 @@ async def rendezvous(**options: Any) -> AsyncIterator[Rendezvous]:
     config = config_of(0, **options)
     leader = Leader(config, place)
     await leader.open(lambda server: None)
-    waiting = asyncio.create_task(leader.spawn(IGNORED, lambda rank: None))
+    waiting = asyncio.create_task(spawn(leader, IGNORED))
     try:
         yield Rendezvous(leader, place, options, waiting)
     finally:
@@ -229,12 +237,15 @@ async def test_all_ranks_get_the_smallest_kv_blocks_and_global_numbers() -> None
     leader = Leader(config_of(0, **options), place, module="tests.support.ranks.odd_rank")
     await leader.open(lambda server: None)
     started: list[Rank] = []
-    spawning = asyncio.create_task(leader.spawn(IGNORED, started.append))
-    poor = replace(claim_of(config_of(1, **options))[0], kv_blocks=7)
+    spawning = asyncio.create_task(spawn(leader, IGNORED, started.append))
+    hello = hello_of(claim_of(config_of(1, **options))[0])
     heard: asyncio.Queue[pb.NodeMessage] = asyncio.Queue()
     joining = Joining(place.address, None, tuple, WAIT, 5.0)
     try:
-        async with asyncio.timeout(WAIT), joined(joining, hello_of(poor), heard.put_nowait):
+        async with asyncio.timeout(WAIT), joined(joining, hello, heard.put_nowait) as link:
+            plan = (await heard.get()).plan
+            assert list(plan.nodes) == [0, 1]
+            link.send(planned=pb.Planned(group=plan.group, kv_blocks=7))  # of a host with little memory
             assert (await heard.get()).spawn.kv_blocks == 7
             await spawning
             assert [rank.rank for rank in started] == [0, 1, 2, 3]
@@ -295,7 +306,7 @@ async def test_a_node_that_is_early_waits_for_the_leader() -> None:
     assert not coming.done()
     leader = Leader(config_of(0), place)
     await leader.open(lambda server: None)
-    waiting = asyncio.create_task(leader.spawn(IGNORED, lambda rank: None))
+    waiting = asyncio.create_task(spawn(leader, IGNORED))
     async with asyncio.timeout(WAIT):
         assert await coming == ""
     waiting.cancel()
@@ -328,11 +339,12 @@ async def test_node_that_stops_reading_is_lost_despite_queued_data() -> None:
     started: list[Rank] = []
     lost: asyncio.Queue[tuple[int, str]] = asyncio.Queue()
     callbacks = replace(IGNORED, on_host_lost=lambda rank, why: lost.put_nowait((rank, why)))
-    spawning = asyncio.create_task(leader.spawn(callbacks, started.append))
+    spawning = asyncio.create_task(spawn(leader, callbacks, started.append))
     hello = hello_of(claim_of(config_of(1, **options))[0])
 
     async def say() -> AsyncIterator[pb.Bundle]:
         yield pb.Bundle(messages=[pb.NodeMessage(hello=hello)])
+        yield pb.Bundle(messages=[pb.NodeMessage(planned=pb.Planned(group=1, kv_blocks=7))])
         await asyncio.sleep(WAIT)
 
     try:

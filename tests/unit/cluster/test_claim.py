@@ -58,9 +58,7 @@ TENSORS = [
 def claim(node: int = 0, **changed: Any) -> Claim:
     """changed: fields of Claim, or options by their dotted names with __ for the dot."""
     options = {name.replace("__", "."): changed.pop(name) for name in list(changed) if "__" in name}
-    made = Claim(
-        node, "1.0", Config().values() | options, fingerprint({"hidden_size": 4}, TENSORS), kv_blocks=9
-    )
+    made = Claim(node, "1.0", Config().values() | options, fingerprint({"hidden_size": 4}, TENSORS))
     return replace(made, **changed)
 
 
@@ -84,10 +82,6 @@ def test_an_option_that_only_one_side_knows_is_a_difference() -> None:
 def test_another_version_is_the_only_thing_said() -> None:
     other = claim(1, version="1.1", scheduler__block_size=32)
     assert differences(claim(), other) == ["version 1.1, node 0 has 1.0"]
-
-
-def test_kv_blocks_are_each_node_s_own() -> None:
-    assert differences(claim(), claim(1, kv_blocks=1)) == []
 
 
 def test_models_are_compared_by_config_and_layer_headers() -> None:
@@ -143,8 +137,8 @@ def test_a_long_refusal_is_cut() -> None:
 
 def test_checkpoint_claim_survives_the_wire_unchanged() -> None:
     config = Config.from_values({"model.path": str(MODEL), "cluster.nodes": 2, "cluster.node_rank": 1})
-    made, plan = claim_of(config)
-    assert (made.node, made.version, made.kv_blocks) == (1, ep_server.__version__, plan.kv_blocks)
+    made, _ = claim_of(config)
+    assert (made.node, made.version) == (1, ep_server.__version__)
     assert made.model["config.json hidden_size"] == 128
     assert any(name.startswith("tensors model.layers.") for name in made.model)
     assert claim_in(pb.Hello.FromString(hello_of(made).SerializeToString())) == made

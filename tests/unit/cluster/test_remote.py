@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from ep_server.cluster.leader import RemoteRanks
 from ep_server.cluster.link import Link
+from ep_server.cluster.node_group import RemoteRanks
 from ep_server.errors import InternalError
 from ep_server.ranks.process import RankCallbacks
 from ep_server.v1 import nodes_pb2 as pb

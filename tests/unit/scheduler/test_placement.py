@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ep_server.errors import InternalError, InvalidArgument
+from ep_server.errors import InternalError, InvalidArgument, Unavailable
 from ep_server.records import RankLoad, Request, Sampling, Stopping
 from ep_server.scheduler import EMPTY, Placement, choose_rank, first_placement, place_experts
 
@@ -19,6 +19,12 @@ def request(dp_rank: int | None = None) -> Request:
 
 def load(blocks: int, running: int = 0, waiting: int = 0) -> RankLoad:
     return RankLoad(running=running, waiting=waiting, kv_blocks_used=blocks, kv_blocks_total=100)
+
+
+def choose(loads, request, near=range(0), absent=()):
+    """choose_rank, of loads in rank order without those of absent ranks."""
+    live = {rank: load for rank, load in enumerate(loads) if rank not in absent}
+    return choose_rank(live, request, len(loads), near)
 
 
 @pytest.mark.parametrize(
@@ -32,22 +38,30 @@ def load(blocks: int, running: int = 0, waiting: int = 0) -> RankLoad:
     ],
 )
 def test_fewest_blocks_then_fewest_requests_then_lowest_rank(loads, rank):
-    assert choose_rank(loads, request()) == rank
+    assert choose(loads, request()) == rank
 
 
 def test_the_wish_of_the_caller_wins():
-    assert choose_rank([load(0), load(99, 9)], request(dp_rank=1)) == 1
+    assert choose([load(0), load(99, 9)], request(dp_rank=1)) == 1
 
 
 @pytest.mark.parametrize("wish", [-1, 2])
 def test_a_rank_that_is_not_there_is_named(wish):
     with pytest.raises(InvalidArgument, match=f"dp_rank = {wish}: must be 0 to 1"):
-        choose_rank([load(0), load(0)], request(dp_rank=wish))
+        choose([load(0), load(0)], request(dp_rank=wish))
+
+
+def test_absent_ranks_get_no_request():
+    loads = [load(0), load(5), load(2)]
+    assert choose(loads, request(), absent=(0,)) == 2
+    assert choose(loads, request(), near=range(0, 1), absent=(0,)) == 2
+    with pytest.raises(Unavailable, match="dp_rank = 0: the node of this rank is out"):
+        choose(loads, request(dp_rank=0), absent=(0,))
 
 
 def test_no_rank_is_an_error():
     with pytest.raises(InternalError):
-        choose_rank([], request())
+        choose([], request())
 
 
 @pytest.mark.parametrize(
@@ -66,11 +80,11 @@ def test_no_rank_is_an_error():
     ],
 )
 def test_near_ranks_first_but_for_a_head_start(loads, near, rank):
-    assert choose_rank(loads, request(), near) == rank
+    assert choose(loads, request(), near) == rank
 
 
 def test_the_wish_of_the_caller_wins_over_nearness():
-    assert choose_rank([load(0), load(99, 9)], request(dp_rank=1), range(0, 1)) == 1
+    assert choose([load(0), load(99, 9)], request(dp_rank=1), range(0, 1)) == 1
 
 
 LOADS = st.builds(load, st.integers(0, 60), st.integers(0, 8), st.integers(0, 8))
@@ -88,8 +102,8 @@ def groups(draw) -> tuple[list[RankLoad], range]:
 @given(groups())
 def test_placement_picks_the_least_loaded_rank_or_local_rank(group):
     loads, near = group
-    anywhere, here = choose_rank(loads, request()), choose_rank(loads[near.start : near.stop], request())
-    chosen = choose_rank(loads, request(), near)
+    anywhere, here = choose(loads, request()), choose(loads[near.start : near.stop], request())
+    chosen = choose(loads, request(), near)
     assert chosen in (anywhere, near[here])
     assert chosen in near or loads[chosen].kv_blocks_used < min(loads[r].kv_blocks_used for r in near)
 
@@ -97,7 +111,7 @@ def test_placement_picks_the_least_loaded_rank_or_local_rank(group):
 @given(groups(), st.data())
 def test_more_load_never_draws_a_request(group, data):
     loads, near = group
-    chosen = choose_rank(loads, request(), near)
+    chosen = choose(loads, request(), near)
     rank = data.draw(st.integers(0, len(loads) - 1))
     more = load(
         loads[rank].kv_blocks_used + data.draw(st.integers(0, 20)),
@@ -105,7 +119,7 @@ def test_more_load_never_draws_a_request(group, data):
         loads[rank].waiting + data.draw(st.integers(0, 5)),
     )
     heavier = [*loads[:rank], more, *loads[rank + 1 :]]
-    assert rank == chosen or choose_rank(heavier, request(), near) != rank
+    assert rank == chosen or choose(heavier, request(), near) != rank
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=120), st.integers(1, 3), st.integers(2, 4))
@@ -114,7 +128,7 @@ def test_no_rank_starves_whatever_node_requests_come_to(sizes, ranks, nodes):
     loads = [load(0) for _ in range(ranks * nodes)]
     near = range(ranks * (nodes - 1), ranks * nodes)
     for size in sizes:
-        rank = choose_rank(loads, request(), near)
+        rank = choose(loads, request(), near)
         loads[rank] = load(loads[rank].kv_blocks_used + size, loads[rank].running + 1)
     least = min(one.kv_blocks_used for one in loads)
     for one in loads:
