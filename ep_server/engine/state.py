@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from ep_server.engine.profiles import ProfileLimits
+from ep_server.records import RankReady
 
 
 class EngineState(StrEnum):
@@ -53,3 +55,8 @@ class EngineStatistics:
     releasing: int
     open_streams: int
     submitted: int
+
+
+def live_nodes(ready: Iterable[RankReady], ranks_per_node: int) -> int:
+    """Nodes whose ranks serve; 0 until they are warm."""
+    return len({rank.rank // ranks_per_node for rank in ready})

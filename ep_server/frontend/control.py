@@ -20,6 +20,7 @@ from grpc import aio
 import ep_server
 from ep_server.config import Config, GrpcConfig
 from ep_server.engine.engine import Engine, EngineState
+from ep_server.engine.state import live_nodes
 from ep_server.errors import (
     CheckpointError,
     ConfigError,
@@ -113,7 +114,7 @@ class ControlService(control_pb2_grpc.ControlServicer):  # type: ignore[misc, un
             uptime_seconds=self._clock() - self._started,
             ranks=engine.num_ranks,
             max_context=engine.max_context,
-            max_running=scheduler.max_running * engine.num_ranks,
+            max_running=scheduler.max_running * (len(engine.ready) or engine.num_ranks),
             max_queue=scheduler.max_queue,
             max_step_tokens=scheduler.max_step_tokens,
             kv_block_size=scheduler.block_size,
@@ -121,6 +122,8 @@ class ControlService(control_pb2_grpc.ControlServicer):  # type: ignore[misc, un
             weights_version=engine.weights[0],
             weights_path=engine.weights[1],
             pid_space=pid_space(),
+            nodes=self._config.cluster.nodes,
+            live_nodes=live_nodes(engine.ready, self._config.parallel.ranks),
             rank_info=[
                 control_pb2.RankInfo(
                     rank=ready.rank,

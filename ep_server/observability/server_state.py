@@ -67,7 +67,7 @@ class ServerState(Collector):
         return family
 
     def _capacity(self) -> Iterator[Metric]:
-        limit = self.max_running * self.engine.num_ranks
+        limit = self.max_running * (len(self.engine.ready) or self.engine.num_ranks)
         counts = self.engine.statistics()
         help = "Sequences that the ranks run at once: ranks x scheduler.max_running."
         yield GaugeMetricFamily(f"{PREFIX}running_limit", help, value=limit)

@@ -29,7 +29,7 @@ class GetServerInfoRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetServerInfoResponse(_message.Message):
-    __slots__ = ("version", "api_version", "instance_id", "state", "uptime_seconds", "ranks", "max_context", "max_running", "max_queue", "max_step_tokens", "kv_block_size", "kv_blocks", "rank_info", "weights_version", "weights_path", "pid_space")
+    __slots__ = ("version", "api_version", "instance_id", "state", "uptime_seconds", "ranks", "max_context", "max_running", "max_queue", "max_step_tokens", "kv_block_size", "kv_blocks", "rank_info", "weights_version", "weights_path", "pid_space", "nodes", "live_nodes")
     VERSION_FIELD_NUMBER: _ClassVar[int]
     API_VERSION_FIELD_NUMBER: _ClassVar[int]
     INSTANCE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -46,6 +46,8 @@ class GetServerInfoResponse(_message.Message):
     WEIGHTS_VERSION_FIELD_NUMBER: _ClassVar[int]
     WEIGHTS_PATH_FIELD_NUMBER: _ClassVar[int]
     PID_SPACE_FIELD_NUMBER: _ClassVar[int]
+    NODES_FIELD_NUMBER: _ClassVar[int]
+    LIVE_NODES_FIELD_NUMBER: _ClassVar[int]
     version: str
     api_version: str
     instance_id: str
@@ -62,7 +64,9 @@ class GetServerInfoResponse(_message.Message):
     weights_version: int
     weights_path: str
     pid_space: str
-    def __init__(self, version: _Optional[str] = ..., api_version: _Optional[str] = ..., instance_id: _Optional[str] = ..., state: _Optional[_Union[ServerState, str]] = ..., uptime_seconds: _Optional[float] = ..., ranks: _Optional[int] = ..., max_context: _Optional[int] = ..., max_running: _Optional[int] = ..., max_queue: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., kv_block_size: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., rank_info: _Optional[_Iterable[_Union[RankInfo, _Mapping]]] = ..., weights_version: _Optional[int] = ..., weights_path: _Optional[str] = ..., pid_space: _Optional[str] = ...) -> None: ...
+    nodes: int
+    live_nodes: int
+    def __init__(self, version: _Optional[str] = ..., api_version: _Optional[str] = ..., instance_id: _Optional[str] = ..., state: _Optional[_Union[ServerState, str]] = ..., uptime_seconds: _Optional[float] = ..., ranks: _Optional[int] = ..., max_context: _Optional[int] = ..., max_running: _Optional[int] = ..., max_queue: _Optional[int] = ..., max_step_tokens: _Optional[int] = ..., kv_block_size: _Optional[int] = ..., kv_blocks: _Optional[int] = ..., rank_info: _Optional[_Iterable[_Union[RankInfo, _Mapping]]] = ..., weights_version: _Optional[int] = ..., weights_path: _Optional[str] = ..., pid_space: _Optional[str] = ..., nodes: _Optional[int] = ..., live_nodes: _Optional[int] = ...) -> None: ...
 
 class RankInfo(_message.Message):
     __slots__ = ("rank", "pid", "kv_blocks", "weight_bytes", "kv_bytes", "exchange_bytes", "load_seconds")

@@ -27,7 +27,6 @@ from tests.support.fabric.fabric_ends import needs
 from tests.support.frontend import Code, failure, next_event, rest
 from tests.support.raw_client import RawClient
 
-
 STOP = ("--resilience-on-rank-loss", "stop")
 
 
