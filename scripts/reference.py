@@ -77,6 +77,7 @@ UNITS = {
     r"_info$": "always 1",
     r"_up$": "0 or 1",
     r"live_ranks": "ranks",
+    r"nodes_out": "nodes",
     r"weights_version": "a number",
     r"tokens|_hits$|_queries$|kv_block_size": "tokens",
     r"kv_(host_)?blocks": "blocks",
@@ -89,7 +90,8 @@ AREAS = {
     "Requests": r"request|recover|accept|token_latency|to_first|generated|^prompt|unread|cancel|queue_limit|"
     r"relayed",
     "Network": r"network_|nic_",
-    "Exchange": r"comm_|overlap|balancedness|expert|step_skew|ep_rank|rank_loss|live_ranks|^generation$",
+    "Exchange": r"comm_|overlap|balancedness|expert|step_skew|ep_rank|rank_loss|live_ranks|^generation$|"
+    r"^nodes_out$",
     "Memory": r"kv_|prefix|preempt",
     "Steps": r"step|moe_layer|graph|padded|parks|compiled|queue_depth|running",
     "Process": r"info|^state|capacity|memory|tls|weights",
@@ -125,7 +127,7 @@ def families() -> Iterator[Any]:
         metrics.on_statistics(report(rank))
     engine = Engine(FakeRanks(), EngineSettings(max_context=1))
     engine.ready = [RankReady(0, 1, 1, 1, 1, 1, 1, 1.0)]
-    leader.register(ServerState(engine, 1, lambda: TlsFiles({"tls.crt": 1.0}, 0)))
+    leader.register(ServerState(engine, 1, lambda: TlsFiles({"tls.crt": 1.0}, 0), 2, 1))
     NodeMetrics(follower, NodeFacts(1, 2, range(1), "host:1", "m", "v"))
     found = {each.name: each for registry in (leader, follower) for each in registry.collect()}
     yield from (found[name] for name in sorted(found) if name.startswith(PREFIX))

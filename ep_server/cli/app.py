@@ -94,7 +94,8 @@ async def assemble(
         used = server.certificates
         return None if used is None else TlsFiles(used.expiry(), used.refused)
 
-    registry.register(ServerState(server.engine, config.scheduler.max_running, tls))
+    nodes, per_node = config.cluster.nodes, config.parallel.ranks
+    registry.register(ServerState(server.engine, config.scheduler.max_running, tls, nodes, per_node))
     probes = Probes(lambda: server.health.live, lambda: server.health.serving)
     with _endpoint(config.metrics, page, status, probes, pickers) as url:
         yield App(server, model, url)

@@ -275,8 +275,9 @@ class ResilienceConfig:
 
     on_rank_loss: str = option(
         "recover",
-        "recover: streams continue where they stopped; one node alone. A new process replaces a CPU rank; "
-        "GPU ranks all start again. stop: streams end with UNAVAILABLE, and the server exits.",
+        "recover: streams continue where they stopped. On one node, a new process replaces a CPU rank and "
+        "GPU ranks all start again. On several, all ranks start again on the nodes that are left. stop: "
+        "streams end with UNAVAILABLE, and the server exits.",
         choices=("recover", "stop"),
     )
     standby: int = option(

@@ -22,7 +22,7 @@ from ep_server.engine.observer import EngineObserver, NullObserver, RankQueue
 from ep_server.engine.profiles import Profiles
 from ep_server.engine.recovery import Recovery
 from ep_server.engine.request_table import RequestTable
-from ep_server.engine.state import EngineSettings, EngineState, EngineStatistics
+from ep_server.engine.state import EngineSettings, EngineState, EngineStatistics, live_nodes
 from ep_server.engine.stream import TokenStream
 from ep_server.engine.weights import Weights, WeightsUpdated
 from ep_server.errors import (
@@ -42,7 +42,7 @@ from ep_server.records import RankReady, RankStatistics, Request
 from ep_server.scheduler.lifecycle import Event
 from ep_server.scheduler.placement import choose_rank
 
-__all__ = ["Engine", "EngineObserver", "EngineSettings", "EngineState", "EngineStatistics"]
+__all__ = ["Engine", "EngineObserver", "EngineSettings", "EngineState", "EngineStatistics", "live_nodes"]
 
 
 class Engine:

@@ -19,8 +19,7 @@ from grpc import aio
 
 import ep_server
 from ep_server.config import Config, GrpcConfig
-from ep_server.engine.engine import Engine, EngineState
-from ep_server.engine.state import live_nodes
+from ep_server.engine.engine import Engine, EngineState, live_nodes
 from ep_server.errors import (
     CheckpointError,
     ConfigError,

@@ -169,6 +169,12 @@ class RankCollector(Collector):
                 self._intervals.pop(rank, None)
             self._up[rank] = up
 
+    def set_out(self, rank: int) -> None:
+        """A rank is absent: it has no numbers until it is ready again."""
+        with self._lock:
+            for numbers in (self._up, self._latest, self._intervals):
+                numbers.pop(rank, None)
+
     def update(self, statistics: RankStatistics) -> None:
         """Replaces a rank's numbers. A report without a new step keeps the interval of the last one."""
         with self._lock:

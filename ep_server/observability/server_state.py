@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from ep_server.engine.engine import Engine, EngineState
+from ep_server.engine.engine import Engine, EngineState, live_nodes
 from ep_server.observability.metrics import PREFIX
 
 # As operators call them.
@@ -38,17 +38,27 @@ class TlsFiles:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class ServerState(Collector):
-    """Called from threads of scrapes. tls: of the public port; None without TLS or before it is open."""
+    """Called from threads of scrapes. tls: of the public port; None without TLS or before it is open.
+
+    nodes, ranks_per_node: as configured.
+    """
 
     engine: Engine
     max_running: int  # of one rank
     tls: Callable[[], TlsFiles | None]
+    nodes: int = 1
+    ranks_per_node: int = 0
 
     def collect(self) -> Iterator[Metric]:
         """One pass."""
         yield self._state()
         yield from self._capacity()
         yield self._memory()
+        if self.nodes > 1:
+            ready = list(self.engine.ready)
+            out = self.nodes - live_nodes(ready, self.ranks_per_node) if ready else 0
+            help = "Nodes that the server goes on without: lost, or stopped in order."
+            yield GaugeMetricFamily(f"{PREFIX}nodes_out", help, value=out)
         version, _ = self.engine.weights
         help = "Version of the weights in force: 0 at the start, one more after each Control.UpdateWeights."
         yield GaugeMetricFamily(f"{PREFIX}weights_version", help, value=version)

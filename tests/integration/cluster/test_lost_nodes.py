@@ -6,16 +6,21 @@ Real processes on the loopback. Streams are opened at node 0 unless a test says 
 from __future__ import annotations
 
 import asyncio
+import random
+import shutil
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import pytest
+from grpc import aio
 
-from tests.support.cluster.nodes import Node, Nodes, nodes
+from tests.support.cluster.nodes import DEMO_MODEL, Node, Nodes, nodes
 from tests.support.fabric.fabric_ends import needs
+from tests.support.frontend import Code
 from tests.support.raw_client import RawClient
 
 WAIT = 120.0
@@ -151,3 +156,168 @@ async def test_streams_outlive_a_node_that_returns_and_leaves() -> None:
         assert await served.nodes[1].end() == 0
         assert await ask(served.client).outputs() == served.expected
         assert served.nodes[0].inner.returncode is None
+
+
+async def test_streams_at_every_node_outlive_a_killed_rank() -> None:
+    async with cluster() as served, RawClient(served.nodes[1].address) as other:
+        streams, there = ask(served.client), ask(other, dp_rank=1)
+        await streams.begun()
+        await there.begun()
+        served.nodes[1].ranks[0].kill()
+        assert await streams.outputs() == await there.outputs() == served.expected
+        await served.live(2)
+        assert served.times("rank 1 was lost: killed by SIGKILL") == 1
+
+
+@pytest.mark.slow
+async def test_streams_outlive_a_rank_that_hangs() -> None:
+    async with cluster(2, "--exchange-timeout-seconds", "4") as served:
+        streams = ask(served.client)
+        await streams.begun()
+        served.nodes[1].ranks[0].suspend()
+        assert await streams.outputs() == served.expected
+        await served.live(2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(5))
+async def test_a_node_is_killed_at_any_moment(seed: int) -> None:
+    draw = random.Random(seed)
+    async with cluster(ranks=2) as served:
+        for _ in range(2):
+            streams = ask(served.client)
+            await asyncio.sleep(draw.uniform(0.0, 2.0))
+            served.nodes[1].signal(signal.SIGKILL)
+            assert await streams.outputs() == served.expected
+            streams = ask(served.client)
+            await asyncio.sleep(draw.uniform(0.0, 2.0))
+            await served.back(1)
+            assert await streams.outputs() == served.expected
+        await served.idle()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pause", [0.0, 0.3, 1.0, 3.0])
+async def test_two_nodes_are_lost_one_after_the_other(pause: float) -> None:
+    """The second one while the loss of the first is noticed or repaired, or later."""
+    async with cluster(3) as served:
+        streams = ask(served.client)
+        await streams.begun()
+        served.nodes[1].signal(signal.SIGKILL)
+        await asyncio.sleep(pause)
+        served.nodes[2].signal(signal.SIGKILL)
+        assert await streams.outputs() == served.expected
+        await served.live(1)
+        streams = ask(served.client)
+        served.nodes[1:] = [await served.made.start(node, *OPTIONS) for node in (1, 2)]
+        assert await streams.outputs() == served.expected
+        await served.live(3)
+
+
+@pytest.mark.slow
+async def test_a_node_returns_while_a_rank_is_lost() -> None:
+    async with cluster(3) as served:
+        served.nodes[2].signal(signal.SIGKILL)
+        await served.live(2)
+        streams = ask(served.client)
+        await streams.begun()
+        served.nodes[2] = await served.made.start(2, *OPTIONS)
+        await served.until(lambda: served.times("node 2 is back: preparing"))
+        served.nodes[0].ranks[-1].kill()  # of those that are prepared, or in service
+        served.nodes[1].ranks[0].kill()
+        assert await streams.outputs() == served.expected
+        await served.live(3)
+
+
+@pytest.mark.slow
+async def test_a_returning_node_is_lost_while_it_is_prepared() -> None:
+    async with cluster() as served:
+        served.nodes[1].signal(signal.SIGKILL)
+        await served.live(1)
+        streams = ask(served.client)
+        await streams.begun()
+        served.nodes[1] = await served.made.start(1, *OPTIONS)
+        await served.until(lambda: served.times("node 1 is back: preparing"))
+        served.nodes[1].signal(signal.SIGKILL)
+        assert await streams.outputs() == served.expected
+        await served.back(1)
+        assert await ask(served.client).outputs() == served.expected
+
+
+@pytest.mark.slow
+async def test_a_node_that_flaps_stays_out() -> None:
+    async with cluster(2, "--resilience-max-losses", "2") as served:
+        for _ in range(2):
+            served.nodes[1].signal(signal.SIGKILL)
+            await served.live(1)
+            served.nodes[1] = await served.made.start(1, *OPTIONS, "--cluster-connect-seconds", "5")
+            if not served.times("stays out"):
+                await served.until(lambda: served.times("node 1 is back") or served.times("stays out"))
+        assert await served.nodes[1].end() == 1
+        assert "node 1 was lost 2 times within 600 s and stays out" in served.nodes[1].text[-1]
+        assert await ask(served.client).outputs() == served.expected
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--scheduler-block-size", "8"), "node 1: scheduler.block_size = 8, node 0 has 16"),
+        (("--fabric-domain", "nowhere0"), "the server has ended: rank 1: "),
+    ],
+    ids=["differs", "cannot-start"],
+)
+async def test_a_node_that_cannot_return_disturbs_nobody(options: tuple[str, ...], message: str) -> None:
+    async with cluster() as served:
+        served.nodes[1].signal(signal.SIGKILL)
+        await served.live(1)
+        streams = ask(served.client)
+        await streams.begun()
+        bad = await served.made.start(1, *OPTIONS, *options)
+        assert await bad.end() == 1
+        assert any(message in line for line in (*bad.text, *bad.lines))
+        assert await streams.outputs() == served.expected
+        assert served.times("recovered after") == 1
+        await served.back(1)
+
+
+@pytest.mark.slow
+async def test_a_silent_node_is_left_behind_and_ends() -> None:
+    async with cluster(2, "--cluster-silent-seconds", "3") as served:
+        streams = ask(served.client)
+        await streams.begun()
+        served.nodes[1].signal(signal.SIGSTOP)
+        assert await streams.outputs() == served.expected
+        await served.live(1)
+        served.nodes[1].signal(signal.SIGCONT)
+        assert await served.nodes[1].end() == 1
+        await served.back(1)
+
+
+@pytest.mark.slow
+async def test_server_ends_where_the_nodes_left_cannot_start(tmp_path: Path) -> None:
+    shutil.copytree(DEMO_MODEL, tmp_path / "model")
+    async with cluster(2, "--resilience-max-losses", "2", model=tmp_path / "model") as served:
+        streams = ask(served.client)
+        await streams.begun()
+        (tmp_path / "model" / "config.json").unlink()
+        served.nodes[1].signal(signal.SIGKILL)
+        ends = await asyncio.gather(*streams.tasks, return_exceptions=True)
+        assert {end.code() for end in ends if isinstance(end, aio.AioRpcError)} == {Code.UNAVAILABLE}
+        assert all("the ranks did not start again" in end.details() for end in ends)
+        assert await served.nodes[0].end() == 1
+
+
+@pytest.mark.slow
+async def test_streams_at_nodes_that_leave_end_well() -> None:
+    async with cluster(3) as served, RawClient(served.nodes[1].address) as other:
+        streams, there = ask(served.client), ask(other)
+        await streams.begun()
+        await there.begun()
+        for node in (1, 2):
+            served.nodes[node].signal(signal.SIGTERM)
+        assert await streams.outputs() == await there.outputs() == served.expected
+        assert [await node.end() for node in served.nodes[1:]] == [0, 0]
+        await served.live(1)
+        served.nodes[0].signal(signal.SIGTERM)
+        assert await served.nodes[0].end() == 0

@@ -173,6 +173,18 @@ LOST_AGAIN = AlertCases(
         "one loss each": Case({LOSSES: [0] * 10 + [1] * 5, LOSSES.replace("1", "2"): [0] * 10 + [1] * 5}),
     },
 )
+NODES_OUT = "epserver_nodes_out{}"
+NODE_OUT = AlertCases(
+    fires={
+        "one": Case(
+            {NODES_OUT: [0] * 5 + [1] * 7}, {}, "one:9400 has gone on without 1 of its nodes for 5 minutes"
+        )
+    },
+    silent={
+        "back after a while": Case({NODES_OUT: [0] * 5 + [1] * 4 + [0] * 2}),
+        "none": Case({NODES_OUT: [0] * 12}),
+    },
+)
 RESTARTS = AlertCases(
     fires={
         "twice": Case(
@@ -216,6 +228,7 @@ CASES = {
     "EpServerSlowRank": SLOW_RANK,
     "EpServerRankDown": RANK_DOWN,
     "EpServerRankLostAgain": LOST_AGAIN,
+    "EpServerNodeOut": NODE_OUT,
     "EpServerDown": DOWN,
     "EpServerReplicaDown": REPLICA_DOWN,
     "EpServerRestarted": RESTARTED,
