@@ -18,9 +18,9 @@ from ep_server.cluster.node_group import NodeGroup
 from ep_server.config import Config
 from ep_server.errors import EpServerError, InternalError, StartupError
 from ep_server.orders import OrderDone, RankOrder
-from ep_server.ranks.group import num_ranks
 from ep_server.ranks.launcher import RankProcesses
-from ep_server.ranks.protocol import RankListener, Restarted
+from ep_server.ranks.protocol import GroupState, RankListener, Restarted
+from ep_server.ranks.slots import num_ranks
 from ep_server.records import (
     KvEventBatch,
     LossCause,
@@ -111,6 +111,11 @@ class GroupEvents:
         first = rank - rank % self._each
         for lost in range(first, first + self._each) if cause is LossCause.NODE else (rank,):
             self._listener.on_rank_lost(self._numbers[lost], cause)
+
+    def on_group(self, state: GroupState) -> None:
+        """As RankListener.on_group."""
+        if self._active:
+            self._listener.on_group(replace(state, live=tuple(self._numbers[rank] for rank in state.live)))
 
     def on_lost(self, rank: int, message: str, seconds: float) -> None:
         """As RankListener.on_lost."""

@@ -119,7 +119,7 @@ class GroupOrder:
     weights_version: int = 0
 
     def config(self, config: Config, node: int) -> Config:
-        """The configuration of a node's ranks: these nodes are all that there are."""
+        """The configuration of a node's ranks: only these nodes exist, and no rank outlives a loss."""
         alone = len(self.nodes) == 1
         cluster = replace(
             config.cluster,
@@ -128,7 +128,8 @@ class GroupOrder:
             rendezvous="" if alone else config.cluster.rendezvous,
         )
         model = replace(config.model, path=self.weights_path or config.model.path)
-        return replace(config, cluster=cluster, model=model)
+        resilience = replace(config.resilience, on_rank_loss="stop")
+        return replace(config, cluster=cluster, model=model, resilience=resilience)
 
     def ranks(self, each: int) -> Sequence[int]:
         """By rank of the group: its number in the whole server, where every node has `each` ranks."""

@@ -181,7 +181,7 @@ class ServerMetrics:
 
     def on_rank_out(self, rank: int) -> None:
         """A rank is absent."""
-        self._ranks.set_out(rank)
+        self._ranks.set_up(rank, None)
 
     def on_queues(self, queues: Callable[[], Sequence[RankQueue]]) -> None:
         """The ranks are warm."""

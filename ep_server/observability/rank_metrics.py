@@ -161,19 +161,15 @@ class RankCollector(Collector):
         self._intervals: dict[int, Interval] = {}
         self.queues: Callable[[], Sequence[RankQueue]] = tuple  # newer than the reports, once ranks are warm
 
-    def set_up(self, rank: int, up: bool) -> None:
-        """A rank became ready, which counts from 0 again, or was lost."""
+    def set_up(self, rank: int, up: bool | None) -> None:
+        """A rank is ready and counts from 0 again, or was lost; None: it is absent and has no numbers."""
         with self._lock:
-            if up:
+            if up is not False:
                 self._latest.pop(rank, None)
                 self._intervals.pop(rank, None)
-            self._up[rank] = up
-
-    def set_out(self, rank: int) -> None:
-        """A rank is absent: it has no numbers until it is ready again."""
-        with self._lock:
-            for numbers in (self._up, self._latest, self._intervals):
-                numbers.pop(rank, None)
+            self._up.pop(rank, None)
+            if up is not None:
+                self._up[rank] = up
 
     def update(self, statistics: RankStatistics) -> None:
         """Replaces a rank's numbers. A report without a new step keeps the interval of the last one."""
