@@ -16,9 +16,10 @@ from ep_server.cluster.node_group import GroupOrder
 from ep_server.config import Config
 from ep_server.errors import EpServerError, InvalidArgument
 from ep_server.ranks.group import GroupPlan, local_ranks, plan_group
-from ep_server.ranks.hosts import WORKER, LocalRanks, ended, spawn_here
+from ep_server.ranks.hosts import WORKER, LocalRanks, ended, spawn_here, standby_pool
 from ep_server.ranks.messages import one_line
 from ep_server.ranks.process import RankCallbacks, RankProcess
+from ep_server.ranks.standby import StandbyPool
 from ep_server.v1 import nodes_pb2 as pb
 from ep_server.v1 import rank_pb2
 
@@ -36,6 +37,8 @@ class Agent:
         self._progress = progress
         self._groups: dict[int, GroupRanks] = {}
         self._ending: set[asyncio.Task[None]] = set()
+        self._standby = standby_pool(config, module)
+        self._filling: asyncio.Task[None] | None = None
 
     @property
     def pids(self) -> list[int]:
@@ -58,19 +61,26 @@ class Agent:
         else:
             raise InvalidArgument("message", kind, "plan, spawn, rank_frame, rank_signal or end_ranks")
 
+    def on_serving(self) -> None:
+        """The ranks serve: keeps processes on standby."""
+        if self._filling is None or self._filling.done():
+            self._filling = asyncio.create_task(self._standby.fill())
+
     async def end(self) -> None:
         """Stops running ranks: SIGTERM, then SIGKILL; returns when every process is reaped."""
         for number in list(self._groups):
             self._end(number)
-        if self._ending:
-            await asyncio.wait(self._ending)
+        waits = [*self._ending, *([self._filling] if self._filling is not None else [])]
+        if waits:
+            await asyncio.wait(waits)
+        await self._standby.close()
 
     def _plan(self, order: GroupOrder) -> None:
         node = max(self._config.cluster.node_rank, 0)
         if node not in order.nodes or order.number in self._groups:
             raise InvalidArgument("plan", list(order.nodes), f"a new group with node {node}")
         config = order.config(self._config, node)
-        group = GroupRanks(config, order, self._link, self._progress, self._module)
+        group = GroupRanks(config, order, self._link, self._progress, self._standby, self._module)
         self._groups[order.number] = group
         group.plan(set(self._ending))
 
@@ -86,10 +96,17 @@ class GroupRanks:
     """The ranks of this node in one group."""
 
     def __init__(
-        self, config: Config, order: GroupOrder, link: Link, progress: Progress, module: str = WORKER
+        self,
+        config: Config,
+        order: GroupOrder,
+        link: Link,
+        progress: Progress,
+        standby: StandbyPool,
+        module: str = WORKER,
     ) -> None:
         """config: of the ranks."""
         self._config, self._order, self._link, self._module = config, order, link, module
+        self._standby = standby
         self._progress = progress
         self._group_plan: GroupPlan | None = None
         self._processes: dict[int, RankProcess] = {}
@@ -115,7 +132,7 @@ class GroupRanks:
         elif self._group_plan is None or self._processes:
             raise InvalidArgument("message", kind, "rank_frame or rank_signal, or spawn once after its plan")
         else:
-            self._task = asyncio.create_task(self._spawn(self._group_plan, message.spawn.kv_blocks))
+            self._task = asyncio.create_task(self._spawn(self._group_plan, message.spawn))
 
     async def end(self) -> None:
         """Stops running ranks: SIGTERM, then SIGKILL; returns when every process is reaped."""
@@ -141,12 +158,12 @@ class GroupRanks:
             blocks = self._group_plan.kv_blocks
             self._link.send(planned=pb.Planned(group=self._order.number, kv_blocks=blocks))
 
-    async def _spawn(self, plan: GroupPlan, kv_blocks: int) -> None:
+    async def _spawn(self, plan: GroupPlan, spawn: pb.Spawn) -> None:
         callbacks = RankCallbacks(self._on_frame, self._on_closed, self._on_exit)
         weights = self._order.weights_version
-        local = LocalRanks(self._config, plan, kv_blocks, self._module, weights=weights)
+        local = LocalRanks(self._config, plan, spawn.kv_blocks, self._module, weights=weights)
         try:
-            await spawn_here(local, callbacks, self._started)
+            await spawn_here(local, callbacks, self._started, self._standby if spawn.urgent else None)
         except (EpServerError, OSError) as error:
             self._fail("cannot start its ranks", error)
         else:

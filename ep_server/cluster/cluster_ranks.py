@@ -202,7 +202,7 @@ class ClusterRanks:
         """As Ranks.start, once all nodes have joined."""
         self._listener = listener
         await self._leader.all_joined()
-        group = self._make(active=True)
+        group = self._make()
         ready = await group.start(progress)
         self._adopt(group)
         self._leader.on_change = self._changed.set
@@ -224,7 +224,7 @@ class ClusterRanks:
                 if group is not None:
                     self._end_later(group)
                 await old.stop()
-                group = self._make(active=True)
+                group = self._make()
                 await group.start(lambda *_: None)
             self._adopt(group)
             return Restarted(group.ready)
@@ -278,10 +278,10 @@ class ClusterRanks:
         version = group.hosts.order.weights_version
         return group.usable and group.nodes == self._leader.members and version == self._weights[1]
 
-    def _make(self, *, active: bool, least_blocks: int = 0) -> LiveGroup:
+    def _make(self, beside: NodeGroup | None = None) -> LiveGroup:
         assert self._listener is not None
-        hosts = self._leader.group(self._weights, least_blocks)
-        return LiveGroup(self._leader, hosts, self._listener, active=active)
+        hosts = self._leader.group(self._weights, beside)
+        return LiveGroup(self._leader, hosts, self._listener, active=beside is None)
 
     def _adopt(self, group: LiveGroup) -> None:
         self._current = group
@@ -315,7 +315,7 @@ class ClusterRanks:
 
     async def _prepare(self) -> bool:
         """Starts the next group beside the current one. Returns: whether to regroup now."""
-        group = self._make(active=False, least_blocks=self._serving.hosts.kv_blocks)
+        group = self._make(beside=self._serving.hosts)
         self._preparing = asyncio.create_task(group.start(lambda *_: None))
         await asyncio.wait((self._preparing,))
         task, self._preparing = self._preparing, None

@@ -318,6 +318,8 @@ class Follower:
         kind = message.WhichOneof("kind")
         if kind == "state":
             self._serve(message.state.serving)
+            if message.state.serving and self._agent is not None:
+                self._agent.on_serving()
         elif kind == "end":
             self._end = message.end
         elif kind == "released":

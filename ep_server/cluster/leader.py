@@ -23,7 +23,7 @@ from ep_server.config import LOSS_SECONDS, Config
 from ep_server.errors import InternalError, InvalidArgument, StartupError, Unavailable
 from ep_server.frontend.messages import CallLimits
 from ep_server.frontend.port import Port
-from ep_server.ranks.hosts import WORKER, warn_of_unused
+from ep_server.ranks.hosts import WORKER, standby_pool, warn_of_unused
 from ep_server.v1 import nodes_pb2 as pb
 from ep_server.v1 import nodes_pb2_grpc
 
@@ -53,6 +53,8 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
         self._made = 0  # groups so far
         self._current: NodeGroup | None = None
         self._serving = self._served = False
+        self._standby = standby_pool(config, module)
+        self._filling: asyncio.Task[None] | None = None
         self._changed = asyncio.Event()
         self._closed = False
         self._port: Port | None = None
@@ -100,16 +102,21 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
             raise StartupError(f"{what} did not join within {seconds:g} s{why}") from None
         log.info("all %d nodes have joined", self._place.nodes)
 
-    def group(self, weights: tuple[str, int] = ("", 0), least_blocks: int = 0) -> NodeGroup:
+    def group(self, weights: tuple[str, int] = ("", 0), beside: NodeGroup | None = None) -> NodeGroup:
         """A group of all members, not started. drop() it in the end.
 
-        weights: path and version, as in GroupOrder. least_blocks: as in NodeGroup.
+        weights: path and version, as in GroupOrder. beside: the group that serves while this one starts.
         """
         self._made += 1
         nodes = self.members
         links = {node: self._links[node] for node in nodes[1:]}
         group = NodeGroup(
-            self._config, GroupOrder(self._made, nodes, *weights), links, self._module, least_blocks
+            self._config,
+            GroupOrder(self._made, nodes, *weights),
+            links,
+            self._module,
+            least_blocks=beside.kv_blocks if beside else 0,
+            standby=None if beside else self._standby,
         )
         self._groups[self._made] = group
         return group
@@ -122,6 +129,7 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
     def adopt(self, group: NodeGroup) -> None:
         """A group serves from now on."""
         before, self._current = self._current, group
+        self._fill()
         for node in group.order.nodes[1:]:
             if before is not None and node not in before.order.nodes:
                 log.info("node %d is back", node)
@@ -151,8 +159,14 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
     def publish(self, *, serving: bool) -> None:
         """Sends all followers whether the server accepts requests."""
         self._serving, self._served = serving, self._served or serving
+        self._fill()
         for link in self._links.values():
             link.send(state=pb.State(serving=serving))
+
+    def _fill(self) -> None:
+        """Keeps processes on standby while the server serves."""
+        if self._serving and (self._filling is None or self._filling.done()):
+            self._filling = asyncio.create_task(self._standby.fill())
 
     async def close(self, code: int, reason: str) -> None:
         """Stops all followers with this exit code and closes the port. Idempotent."""
@@ -160,6 +174,9 @@ class Leader(nodes_pb2_grpc.NodesServicer):  # type: ignore[misc, unused-ignore]
             return
         self._closed = True
         self._claim.cancel()
+        if self._filling is not None:
+            await asyncio.wait((self._filling,))
+        await self._standby.close()
         links = list(self._links.values())
         for link in links:
             link.send(end=pb.End(code=code, reason=reason))

@@ -18,6 +18,7 @@ from ep_server.errors import InternalError, StartupError
 from ep_server.ranks.group import GroupPlan, plan_group
 from ep_server.ranks.hosts import WORKER, LocalRanks, Rank, spawn_here
 from ep_server.ranks.process import RankCallbacks
+from ep_server.ranks.standby import StandbyPool
 from ep_server.v1 import nodes_pb2 as pb
 
 log = logging.getLogger(__name__)
@@ -119,7 +120,7 @@ class GroupOrder:
     weights_version: int = 0
 
     def config(self, config: Config, node: int) -> Config:
-        """The configuration of a node's ranks: only these nodes exist, and no rank outlives a loss."""
+        """The configuration of a node's ranks: only these nodes exist, without spare slots."""
         alone = len(self.nodes) == 1
         cluster = replace(
             config.cluster,
@@ -128,7 +129,7 @@ class GroupOrder:
             rendezvous="" if alone else config.cluster.rendezvous,
         )
         model = replace(config.model, path=self.weights_path or config.model.path)
-        resilience = replace(config.resilience, on_rank_loss="stop")
+        resilience = replace(config.resilience, spare_slots="0") if alone else config.resilience
         return replace(config, cluster=cluster, model=model, resilience=resilience)
 
     def ranks(self, each: int) -> Sequence[int]:
@@ -142,6 +143,7 @@ class NodeGroup:
     Args:
         config: of node 0. links: of the other nodes.
         least_blocks: a group with fewer KV blocks does not start.
+        standby: processes of this node that it may use; the other nodes then use theirs.
     """
 
     def __init__(
@@ -151,6 +153,7 @@ class NodeGroup:
         links: Mapping[int, Link],
         module: str = WORKER,
         least_blocks: int = 0,
+        standby: StandbyPool | None = None,
     ) -> None:
         self.order = order
         self.config = order.config(config, 0)
@@ -158,6 +161,7 @@ class NodeGroup:
         self.kv_blocks = 0
         self.lost_nodes: set[int] = set()
         self._links, self._module, self._least_blocks = links, module, least_blocks
+        self._standby = standby
         self._answers: dict[int, asyncio.Future[int]] = {}
         self._remote: dict[int, RemoteRanks] = {}
 
@@ -182,10 +186,11 @@ class NodeGroup:
             first = self.order.nodes.index(node) * each
             number = self.order.number
             self._remote[node] = RemoteRanks(node, range(first, first + each), link, callbacks, number)
-            link.send(spawn=pb.Spawn(kv_blocks=self.kv_blocks, group=number))
+            urgent = self._standby is not None
+            link.send(spawn=pb.Spawn(kv_blocks=self.kv_blocks, group=number, urgent=urgent))
         weights = self.order.weights_version
         local = LocalRanks(self.config, plan, self.kv_blocks, self._module, weights=weights)
-        await spawn_here(local, callbacks, started)
+        await spawn_here(local, callbacks, started, self._standby)
         for remote in self._remote.values():
             for rank in remote.ranks:
                 started(rank)

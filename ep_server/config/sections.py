@@ -283,7 +283,7 @@ class ResilienceConfig:
     standby: int = option(
         1,
         "CPU ranks: processes kept started, without weights, to take the place of lost ranks sooner. Each "
-        "holds about 0.2 GiB.",
+        "holds about 0.2 GiB. On several nodes, where all ranks start again, as many as parallel.ranks help.",
         low=0,
         high=64,
     )

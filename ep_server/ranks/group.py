@@ -195,8 +195,11 @@ def weight_bytes(config: Config, spec: ModelSpec, exchange: ExchangeSpec, *, pac
 
 
 def standby_processes(config: Config) -> int:
-    """Processes without weights, to take the place of lost CPU ranks of one host."""
-    return config.resilience.standby if outlives_losses(config) and most_ranks(config) > 1 else 0
+    """Processes without weights that this host keeps, to take the place of lost CPU ranks sooner."""
+    resilience, on_cpu = config.resilience, config.parallel.device == "cpu"
+    if config.cluster.nodes > 1 and on_cpu and resilience.on_rank_loss == "recover":
+        return min(resilience.standby, config.parallel.ranks)  # all ranks start again
+    return resilience.standby if outlives_losses(config) and most_ranks(config) > 1 else 0
 
 
 def outlives_losses(config: Config) -> bool:

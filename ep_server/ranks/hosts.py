@@ -23,18 +23,18 @@ from ep_server.ranks.group import (
     hosts_of,
     local_ranks,
     plan_group,
+    standby_processes,
     topology_of,
 )
 from ep_server.ranks.messages import placement_message
-from ep_server.ranks.process import RankCallbacks, RankProcess
+from ep_server.ranks.process import NO_CALLBACKS, STANDBY, RankCallbacks, RankProcess
 from ep_server.ranks.slots import num_ranks, with_spares
+from ep_server.ranks.standby import StandbyPool
 from ep_server.v1 import rank_pb2 as pb
 
 log = logging.getLogger(__name__)
 
 WORKER = "ep_server.ranks.life"
-STANDBY = -1  # in place of a rank, until the process takes one
-NO_CALLBACKS = RankCallbacks(lambda rank, frame: None, lambda rank, why: None, lambda rank, code: None)
 END_SECONDS = 10.0
 
 
@@ -199,7 +199,8 @@ class OneHost:
         else:
             self._standby.remove(process)
         process.become(rank, callbacks)
-        _tell(process, self._local, self._shared, joins=True)
+        start = _start(self._local, rank, self._shared, joins=True)
+        process.send(pb.ToRank(start=start).SerializeToString())
         return process
 
     def report_lost(self, rank: int) -> None:
@@ -250,12 +251,18 @@ def warn_of_unused(plan: GroupPlan) -> None:
 
 
 async def spawn_here(
-    local: LocalRanks, callbacks: RankCallbacks, started: Callable[[RankProcess], None]
+    local: LocalRanks,
+    callbacks: RankCallbacks,
+    started: Callable[[RankProcess], None],
+    standby: StandbyPool | None = None,
 ) -> None:
-    """Starts the ranks of this host and sends each its Start message. Raises: OSError, StartupError."""
+    """Starts the ranks of this host and sends each its Start message. standby: processes to take first.
+
+    Raises: OSError, StartupError.
+    """
     shared = await asyncio.to_thread(_share, local)
     with _closing(shared.descriptors):
-        await _spawn_all(local, shared, callbacks, started)
+        await _spawn_all(local, shared, callbacks, started, standby)
 
 
 async def _spawn_all(
@@ -263,11 +270,19 @@ async def _spawn_all(
     shared: SharedMemory,
     callbacks: RankCallbacks,
     started: Callable[[RankProcess], None],
+    standby: StandbyPool | None = None,
 ) -> None:
     for rank in local_ranks(local.config):
-        process = await _process(local, rank, shared, callbacks)
+        waiting = standby.take() if standby is not None else None
+        if waiting is None:
+            process = await _process(local, rank, shared, callbacks)
+        else:
+            process = waiting.become(rank, callbacks, shared.descriptors)
         started(process)
-        _tell(process, local, shared)
+        start = _start(local, process.rank, shared, joins=False)
+        if waiting is not None:
+            start.handover = waiting.inside
+        process.send(pb.ToRank(start=start).SerializeToString())
 
 
 async def _process(
@@ -277,9 +292,9 @@ async def _process(
     return await RankProcess.spawn(rank, local.module, shared.descriptors, callbacks, hang_seconds)
 
 
-def _tell(process: RankProcess, local: LocalRanks, shared: SharedMemory, *, joins: bool = False) -> None:
-    start = _start(local, process.rank, shared, joins=joins)
-    process.send(pb.ToRank(start=start).SerializeToString())
+def standby_pool(config: Config, module: str = WORKER) -> StandbyPool:
+    """Processes on standby on this host of several; it is empty until fill()."""
+    return StandbyPool(standby_processes(config), module, config.exchange.timeout_seconds)
 
 
 async def ended(ranks: Sequence[Rank], seconds: float) -> None:

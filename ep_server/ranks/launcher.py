@@ -44,6 +44,7 @@ log = logging.getLogger(__name__)
 
 MAX_BUFFERED = 256 << 20  # bytes one rank may leave unread
 SETTLE_SEVERAL = 0.5  # seconds between the signs of one loss from several hosts
+SETTLE_PLAIN = 0.1  # after a sign that nothing else explains
 
 SESSION_BITS = 17  # of a group over several hosts: as many as a greeting of its ranks carries
 
@@ -97,6 +98,7 @@ class RankProcesses:
         self._signs: list[Sign] = []
         self._counted: set[int] = set()  # ranks whose loss is reported, until they are replaced
         self._first_sign = 0.0  # when
+        self._settling: asyncio.TimerHandle | None = None  # until the report of a loss
         self._closed: set[int] = set()  # ranks whose channel has been read to its end
         self._regrouping = Regrouping(0, over=True)
         self._heard = asyncio.Event()  # from any rank
@@ -354,11 +356,15 @@ class RankProcesses:
             if not expected:  # a rank that waited for a lost one waits for Regroup now
                 self._signs.append(sign)
             return
+        loop = asyncio.get_running_loop()
         if not self._signs:
-            loop = asyncio.get_running_loop()
             self._first_sign = loop.time()
-            loop.call_later(self._timing.settle, self._report_loss)
+            self._settling = loop.call_later(self._timing.settle, self._report_loss)
         self._signs.append(sign)
+        soon = loop.time() + SETTLE_PLAIN
+        if sign.plain and self._settling is not None and self._settling.when() > soon:
+            self._settling.cancel()
+            self._settling = loop.call_at(soon, self._report_loss)
 
     def _report_loss(self) -> None:
         started = self._started is not None and self._started.done()

@@ -22,6 +22,7 @@ from ep_server.config import Config
 from ep_server.errors import EpServerError, InternalError, StartupError
 from ep_server.ranks.channel import ChannelClosed, RankChannel
 from ep_server.ranks.messages import fatal_message, one_line, ready_message
+from ep_server.ranks.standby import receive
 from ep_server.ranks.worker import RankWorker
 from ep_server.v1 import rank_pb2 as pb
 
@@ -53,6 +54,7 @@ def serve(channel: RankChannel, choose: Choose | None = None) -> int:
         gc.freeze()
         gc.enable()
         start = _first_message(channel)
+        receive(start)
         logs.configure(Config.from_values(json.loads(start.config_json)).log, rank=start.rank)
 
         def progress(stage: str, done: int, total: int) -> None:

@@ -41,6 +41,10 @@ class RankCallbacks:
     on_host_lost: Callable[[int, str], None] = lambda rank, reason: None
 
 
+STANDBY = -1  # in place of a rank, until the process takes one
+NO_CALLBACKS = RankCallbacks(lambda rank, frame: None, lambda rank, why: None, lambda rank, code: None)
+
+
 class RankProcess:
     """A running child process. `returncode` as in subprocess; None while it runs."""
 

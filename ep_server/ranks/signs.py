@@ -52,6 +52,11 @@ class Sign:
     peer: int | None = None
     killed: bool = False
 
+    @property
+    def plain(self) -> bool:
+        """No other loss explains it."""
+        return self.kind in (Kind.OWN_ERROR, Kind.HOST) or (self.kind is Kind.EXIT and self.killed)
+
 
 def cause(signs: Sequence[Sign]) -> Sign:
     """The most telling of at least one sign. A rank's message explains its exit, whichever arrives first.

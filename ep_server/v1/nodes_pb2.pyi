@@ -89,12 +89,14 @@ class Released(_message.Message):
     def __init__(self) -> None: ...
 
 class Spawn(_message.Message):
-    __slots__ = ("kv_blocks", "group")
+    __slots__ = ("kv_blocks", "group", "urgent")
     KV_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     GROUP_FIELD_NUMBER: _ClassVar[int]
+    URGENT_FIELD_NUMBER: _ClassVar[int]
     kv_blocks: int
     group: int
-    def __init__(self, kv_blocks: _Optional[int] = ..., group: _Optional[int] = ...) -> None: ...
+    urgent: bool
+    def __init__(self, kv_blocks: _Optional[int] = ..., group: _Optional[int] = ..., urgent: _Optional[bool] = ...) -> None: ...
 
 class Spawned(_message.Message):
     __slots__ = ("pids", "group")

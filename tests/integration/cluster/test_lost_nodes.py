@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from grpc import aio
 
@@ -27,6 +28,7 @@ WAIT = 120.0
 NEW = 300
 OPTIONS = (
     *("--model-dtype", "float32", "--exchange-reduction", "source", "--resilience-max-losses", "100"),
+    *("--resilience-standby", "2"),
     *("--exchange-timeout-seconds", "30"),  # a busy machine must not look like a hang
 )
 # Everything whose state another rank must build again; prompts of two chunks too.
@@ -107,6 +109,11 @@ class Cluster:
             while (await self.client.server_info()).live_nodes != nodes:
                 await asyncio.sleep(0.01)
 
+    async def rank(self, number: int) -> psutil.Process:
+        """The process that is this rank now."""
+        info = await self.client.server_info()
+        return psutil.Process(next(rank.pid for rank in info.rank_info if rank.rank == number))
+
     async def back(self, node: int) -> None:
         """Starts a node again, until all nodes serve."""
         self.nodes[node] = await self.made.start(node, *OPTIONS)
@@ -163,7 +170,7 @@ async def test_streams_at_every_node_outlive_a_killed_rank() -> None:
         streams, there = ask(served.client), ask(other, dp_rank=1)
         await streams.begun()
         await there.begun()
-        served.nodes[1].ranks[0].kill()
+        (await served.rank(1)).kill()
         assert await streams.outputs() == await there.outputs() == served.expected
         await served.live(2)
         assert served.times("rank 1 was lost: killed by SIGKILL") == 1
@@ -174,7 +181,7 @@ async def test_streams_outlive_a_rank_that_hangs() -> None:
     async with cluster(2, "--exchange-timeout-seconds", "4") as served:
         streams = ask(served.client)
         await streams.begun()
-        served.nodes[1].ranks[0].suspend()
+        (await served.rank(1)).suspend()
         assert await streams.outputs() == served.expected
         await served.live(2)
 
@@ -223,8 +230,8 @@ async def test_a_node_returns_while_a_rank_is_lost() -> None:
         await streams.begun()
         served.nodes[2] = await served.made.start(2, *OPTIONS)
         await served.until(lambda: served.times("node 2 is back: preparing"))
-        served.nodes[0].ranks[-1].kill()  # of those that are prepared, or in service
-        served.nodes[1].ranks[0].kill()
+        served.nodes[0].ranks[-1].kill()  # one that is prepared, on standby or in service
+        (await served.rank(1)).kill()
         assert await streams.outputs() == served.expected
         await served.live(3)
 

@@ -124,7 +124,8 @@ class Nodes:
             *("--nodes", str(self.count), "--node-rank", str(node), "--rendezvous", self.rendezvous),
             *("--ranks", str(self.ranks), "--parallel-threads-per-rank", "1", "--host", self.host(node)),
             *("--port", "0", "--metrics-port", "0", "--log-format", "json"),
-            *("--scheduler-kv-blocks", "256", *self._network(node), *self.options, *options),
+            *("--scheduler-kv-blocks", "256", "--resilience-standby", "0"),  # so that children are ranks
+            *(*self._network(node), *self.options, *options),
             stderr=asyncio.subprocess.PIPE,
             limit=1 << 20,
         )
