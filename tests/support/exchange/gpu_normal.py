@@ -27,9 +27,7 @@ def captured(group: dist.ProcessGroup) -> None:
     choices = {"topk_idx": mine.ids.to(user.device), "topk_weights": mine.weights.to(user.device)}
 
     def pair() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        recv_x, ids, _, _, handle, _ = user.buffer.dispatch(
-            x, **layout, **choices, num_worst_tokens=worst
-        )
+        recv_x, ids, _, _, handle, _ = user.buffer.dispatch(x, **layout, **choices, num_worst_tokens=worst)
         scaled = (recv_x.float() * (1 + user.rank / 8)).to(torch.bfloat16)
         combined, _, _ = user.buffer.combine(scaled, handle)
         return recv_x, ids, combined
